@@ -1,0 +1,323 @@
+"""The frozen reference model behind HTTP: takes in sampled groups, gives them back with log-probs.
+
+    CUDA_VISIBLE_DEVICES=7 python ref_server.py        # on a spare GPU, on a CPU, on another machine
+
+A producer (a rank of grpo_ref_split.py) POSTs one group (wire.py) to /upload. It is stored (store.py),
+scored with the reference model in length-sorted batches, leased to the trainer, and acknowledged when
+the optimiser step that used it is done. Routes: POST /upload /lease /ack, GET /info /stats /.
+A KL penalty needs log-probs of the reference for the sampled tokens only, and no gradient: that is why
+the reference can live in another process, on an old card or another machine, and sampling hides it.
+"""
+
+import hmac
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import bottle
+import safetensors.torch
+import torch
+import waitress
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from sampler import accepts
+from store import Store, StoreFull
+from wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
+
+# --- What to serve ------------------------------------------------------------------
+MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder; may be larger than the policy, same tokenizer
+TEMPERATURE = 1.0  # log-probs are those of softmax(logits / TEMPERATURE); the trainer must agree
+DTYPE = "auto"  # "bfloat16" on a GPU, "float32" on a CPU; softmax is float32 either way
+SCORE_BATCH_TOKENS = 8_192  # padded tokens in one forward; halved by itself when out of memory
+
+# --- Where to serve -----------------------------------------------------------------
+HOST = "127.0.0.1"  # another address needs a shared secret in the environment: GRPO_TOKEN=...
+PORT = 59875
+THREADS = 16  # requests served at once; a waiting lease holds one for up to LEASE_WAIT_SECONDS
+
+# --- The store ----------------------------------------------------------------------
+STORE = "runs/ref_store.sqlite"  # what was answered with 200 is here, and survives kill -9
+MAX_STORE_BYTES = 1 << 30  # beyond it an upload is answered 503: producers wait, disk stays bounded
+MAX_BODY_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 4 MB
+LEASE_SECONDS = 600  # a lease that is not acknowledged by then is handed out again
+LEASE_WAIT_SECONDS = 5  # a lease request waits this long for the first scored group before its 204
+
+
+# --- Scoring ------------------------------------------------------------------------
+def pack_by_tokens(lengths, budget):
+    """Batches of row numbers, longest rows first, each of at most `budget` padded tokens.
+
+    A row longer than the budget gets a batch of its own.
+    Example: [3, 9, 4], 10 -> [[1], [2, 0]]
+    """
+    batches, width = [], 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if not batches or (len(batches[-1]) + 1) * width > budget:
+            batches.append([])
+            width = lengths[row]  # the first row of a batch is its longest
+        batches[-1].append(row)
+    return batches
+
+
+def completion_logits(model, prompts, completions):
+    """-> logits (N, V') in the model's dtype and targets (N,) of all completion tokens, row after row.
+
+    `prompts` and `completions` are lists of id lists. Rows are padded on the right, where causal
+    attention can't see it, so there is no mask to get wrong, and the padding's logits are dropped
+    before the softmax. Both the reference server and the trainer take their log-probs from here.
+    """
+    rows = [p + c for p, c in zip(prompts, completions, strict=True)]
+    width = max(map(len, rows)) - 1  # the last token has no successor to predict
+    ids = torch.tensor([row[:-1] + [0] * (width + 1 - len(row)) for row in rows])
+    first = min(map(len, prompts)) - 1  # row t of the logits predicts token t + 1
+    wanted = torch.zeros(len(rows), width, dtype=torch.bool)
+    for row, prompt, completion in zip(wanted, prompts, completions, strict=True):
+        row[len(prompt) - 1 : len(prompt) - 1 + len(completion)] = True
+    device = next(model.parameters()).device
+    inputs = {"input_ids": ids.to(device), "use_cache": False}
+    if accepts(model, "logits_to_keep"):  # spares the logits of the shared part of the prompts
+        inputs["logits_to_keep"] = torch.arange(first, width, device=device)
+    logits = model(**inputs).logits
+    if logits.shape[1] == width:
+        logits = logits[:, first:]
+    targets = torch.tensor([token for c in completions for token in c], device=device)
+    return logits[wanted[:, first:].to(device)], targets
+
+
+def token_logps(logits, targets, *, temperature, vocab_size):
+    """-> log softmax(logits / temperature)[target], float32 (N,), over the tokenizer's ids.
+
+    In float32 whatever the model's dtype: bf16 log-probs cost up to 1.6 % in the probability ratio.
+    """
+    logits = logits[:, :vocab_size].float() / temperature  # (N, V)
+    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
+
+
+@torch.no_grad()
+def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
+    """-> log-probs of every completion, a list of float32 CPU tensors (T_i,), in the order given.
+
+    A batch that does not fit the GPU is halved until it does; one row that does not fit raises.
+    """
+    result = [None] * len(prompts)
+
+    def score(rows):
+        try:
+            p, c = [prompts[r] for r in rows], [completions[r] for r in rows]
+            logits, targets = completion_logits(model, p, c)
+            slabs = zip(logits.split(1024), targets.split(1024), strict=True)  # float32 copies
+            logps = [
+                token_logps(z, t, temperature=temperature, vocab_size=vocab_size) for z, t in slabs
+            ]
+            parts = torch.cat(logps).cpu().split([len(x) for x in c])
+            for row, part in zip(rows, parts, strict=True):
+                result[row] = part.clone()  # not a view, which would keep the batch alive
+            return
+        except torch.OutOfMemoryError:
+            if len(rows) == 1:
+                raise
+        print(
+            f"out of memory with {len(rows)} rows: halving (lower SCORE_BATCH_TOKENS)", flush=True
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        score(rows[: len(rows) // 2])
+        score(rows[len(rows) // 2 :])
+
+    lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+    for batch in pack_by_tokens(lengths, budget):
+        score(batch)
+    return result
+
+
+def score_groups(store, rows, score):
+    """Scores stored groups, [(seq, body)], and stores their log-probs.
+
+    `score(prompts, completions)` is score_rows with its settings. A group that can't be scored is
+    marked as failed with its error, which the run's next lease raises; the others go on.
+    """
+    groups = [unpack_group(body) for _, body in rows]
+    prompts = [g.prompt_ids.tolist() for g in groups for _ in g.completion_lengths]
+    completions = [ids.tolist() for g in groups for ids in g.completions(g.completion_ids)]
+    try:
+        logps = score(prompts, completions)
+    except Exception as error:  # noqa: BLE001 (printed, stored, raised in the trainer)
+        if len(rows) > 1:  # which one was it?
+            for row in rows:
+                score_groups(store, [row], score)
+            return
+        traceback.print_exc()
+        store.failed(rows[0][0], f"{type(error).__name__}: {error}")
+        return
+    for group, (seq, _) in zip(groups, rows, strict=True):
+        group.ref_logps = torch.cat([logps.pop(0) for _ in group.completion_lengths])
+        store.scored(seq, pack_group(group))
+
+
+# --- Routes -------------------------------------------------------------------------
+def make_app(store, info, *, max_tokens, token, max_body_bytes, lease_seconds, lease_wait):
+    """The WSGI app. `info` is what GET /info answers; `token` is None or the shared secret."""
+    app = bottle.Bottle()
+
+    def refuse(status, reason, **headers):
+        raise bottle.HTTPResponse(json.dumps({"error": reason}), status, headers)
+
+    def read_body():
+        length = bottle.request.content_length  # -1 when there is none
+        if not 0 < length <= max_body_bytes:
+            refuse(413 if length > 0 else 411, f"a body of 1 to {max_body_bytes} bytes, please")
+        # not request.body, which spills what is over 100 KB to a file
+        body = bottle.request.environ["wsgi.input"].read(length)
+        if len(body) != length:
+            refuse(400, f"the body ended after {len(body)} of {length} bytes")
+        return body
+
+    def read_json(**kinds):
+        try:
+            asked = json.loads(read_body())
+            values = [asked[name] for name in kinds]
+        except (ValueError, KeyError, TypeError) as error:
+            refuse(400, f"the body must be JSON with {', '.join(kinds)}: {error!r}")
+        for value, (name, kind) in zip(values, kinds.items(), strict=True):
+            if type(value) is not kind:
+                refuse(400, f"{name} must be of type {kind.__name__}")
+        return values
+
+    @app.hook("before_request")
+    def authorise():
+        sent = bottle.request.get_header("Authorization", "")
+        if token and not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
+            refuse(401, "no or wrong token: set GRPO_TOKEN to the server's on this machine")
+
+    @app.post("/upload")
+    def upload():
+        body = read_body()
+        try:
+            group = unpack_group(body, vocab_size=info["vocab_size"], max_tokens=max_tokens)
+            return {"stored": store.put(group, body)}
+        except ValueError as error:
+            refuse(400, str(error))
+        except StoreFull:
+            refuse(503, f"the store holds its {store.max_bytes} bytes", **{"Retry-After": "1"})
+
+    @app.post("/lease")
+    def lease():
+        run, limit = read_json(run=str, limit=int)
+        limit = max(1, min(limit, 4096))
+        try:
+            bodies = store.lease(run, limit, seconds=lease_seconds, patience=lease_wait)
+        except RuntimeError as error:
+            refuse(500, str(error))
+        if not bodies:
+            bottle.response.status = 204
+            return b""
+        bottle.response.content_type = "application/octet-stream"
+        # a blob of blobs: each group's body as a uint8 tensor under the group's id
+        blobs = {id: torch.frombuffer(bytearray(b), dtype=torch.uint8) for id, b in bodies.items()}
+        return safetensors.torch.save(blobs)
+
+    @app.post("/ack")
+    def ack():
+        run, ids = read_json(run=str, ids=list)
+        return {"acknowledged": store.ack(run, [str(id) for id in ids])}
+
+    @app.get("/info")
+    def get_info():
+        return info
+
+    @app.get("/stats")
+    def stats():
+        return store.stats()
+
+    @app.get("/")
+    def page():
+        bottle.response.content_type = "text/plain; charset=utf-8"
+        lines = [f"{k:>18}  {v}" for k, v in (info | store.stats()).items()]
+        return "grpo-split reference server\n\n" + "\n".join(lines) + "\n"
+
+    return app
+
+
+# --- Main ---------------------------------------------------------------------------
+def load_reference():
+    """-> (model, info, max_tokens): the frozen model, what /info says, the longest sequence."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = {"cuda": "bfloat16", "cpu": "float32"}[device] if DTYPE == "auto" else DTYPE
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=getattr(torch, dtype))
+    model = model.to(device).eval().requires_grad_(False)
+    facts = tokenizer_facts(AutoTokenizer.from_pretrained(MODEL))
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < facts["vocab_size"]:
+        sys.exit(f"{MODEL} embeds {rows} ids, its tokenizer has {facts['vocab_size']}: wrong pair")
+    info = {
+        "protocol": PROTOCOL,
+        "model": MODEL,
+        "temperature": TEMPERATURE,
+        "dtype": dtype,
+    } | facts
+    max_tokens = getattr(AutoConfig.from_pretrained(MODEL), "max_position_embeddings", None)
+    return model, info, max_tokens
+
+
+def main():
+    token = os.environ.get("GRPO_TOKEN")
+    if HOST not in ("127.0.0.1", "localhost", "::1") and not token:
+        sys.exit(f"HOST = {HOST!r} is reachable by others: set GRPO_TOKEN here and at the trainer")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    print(f"loading the reference model {MODEL} ...", flush=True)
+    model, info, max_tokens = load_reference()
+    store = Store(STORE, MAX_STORE_BYTES)
+    store.use_reference(info)
+    app = make_app(
+        store,
+        info,
+        max_tokens=max_tokens,
+        token=token,
+        max_body_bytes=MAX_BODY_BYTES,
+        lease_seconds=LEASE_SECONDS,
+        lease_wait=LEASE_WAIT_SECONDS,
+    )
+    # inbuf_overflow and recv_bytes: bodies stay in memory and come in few reads (2.8x the uploads)
+    server = waitress.create_server(
+        app,
+        host=HOST,
+        port=PORT,
+        threads=THREADS,
+        inbuf_overflow=64 << 20,
+        recv_bytes=262_144,
+        max_request_body_size=MAX_BODY_BYTES,
+    )
+    threading.Thread(target=server.run, daemon=True).start()
+    print(f"serving {MODEL} ({info['dtype']}) on http://{HOST}:{server.effective_port}", flush=True)
+
+    def score(prompts, completions):
+        return score_rows(
+            model,
+            prompts,
+            completions,
+            budget=SCORE_BATCH_TOKENS,
+            temperature=TEMPERATURE,
+            vocab_size=info["vocab_size"],
+        )
+
+    # Scoring is the main thread: if it dies, the process dies, and nobody waits for a dead loop.
+    said, total = time.monotonic(), 0
+    while True:
+        rows = store.waiting(limit=64, patience=10)
+        if rows:
+            score_groups(store, rows, score)
+            total += len(rows)
+        if time.monotonic() - said > 60:
+            said = time.monotonic()
+            print(f"{time.strftime('%H:%M:%S')} scored {total} groups; {store.stats()}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("ended by Ctrl-C")

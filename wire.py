@@ -1,0 +1,140 @@
+"""What travels between trainer, workers and reference server: one group per body, as safetensors.
+
+A group is a prompt and its G completions, N tokens in all, laid one after another without padding:
+
+    prompt_ids         int32 (P,)        completion_lengths int32 (G,)
+    completion_ids     int32 (N,)        the sampled ids: text is never tokenised again
+    sampler_logps    float32 (N,)        under the policy that sampled, at the sampling temperature
+    truncated           bool (G,)        cut at the length limit: the last token is not EOS
+    rewards          float32 (G, K)      raw, a column for each name in reward_names
+    ref_logps        float32 (N,)        under the reference model; added by the server
+    metadata (JSON)                      protocol, id, run, policy_version, item, reward_names
+
+Nothing is pickled, so a body can only ever be data. Who reads one checks it first (`unpack_group`).
+"""
+
+import hashlib
+import json
+import struct
+from dataclasses import asdict, dataclass
+
+import safetensors
+import safetensors.torch
+import torch
+
+PROTOCOL = 1  # raised when the wire changes; trainer and server must agree
+
+
+@dataclass
+class Group:
+    """A prompt and its completions; tensors on the CPU, shapes as above."""
+
+    id: str  # unique in its run: uploading it twice is the same as once
+    run: str
+    policy_version: int  # optimiser updates that the sampling policy had behind it
+    item: int  # index of the question in the task's training split
+    reward_names: list[str]
+    prompt_ids: torch.Tensor
+    completion_ids: torch.Tensor
+    completion_lengths: torch.Tensor
+    sampler_logps: torch.Tensor
+    truncated: torch.Tensor
+    rewards: torch.Tensor
+    ref_logps: torch.Tensor | None = None
+
+    def completions(self, flat):
+        """Splits a flat (N,) tensor into its G completions. Example: lengths 2, 1 -> [ab, c]"""
+        return list(flat.split(self.completion_lengths.tolist()))
+
+
+TENSORS = {
+    "prompt_ids": torch.int32,
+    "completion_ids": torch.int32,
+    "completion_lengths": torch.int32,
+    "sampler_logps": torch.float32,
+    "truncated": torch.bool,
+    "rewards": torch.float32,
+    "ref_logps": torch.float32,
+}
+METADATA = {"id": str, "run": str, "policy_version": int, "item": int, "reward_names": list}
+
+
+def pack_group(group):
+    """-> the group as one safetensors blob (bytes)."""
+    fields = asdict(group)
+    tensors = {k: fields[k].contiguous() for k in TENSORS if fields[k] is not None}
+    meta = {"protocol": PROTOCOL} | {k: fields[k] for k in METADATA}
+    return safetensors.torch.save(tensors, {"grpo": json.dumps(meta)})
+
+
+def unpack_group(body, *, vocab_size=None, max_tokens=None):
+    """-> the Group in a blob, checked. Raises ValueError with the reason when it is malformed.
+
+    `vocab_size` bounds the ids, `max_tokens` the length of prompt plus completion.
+    """
+    try:
+        tensors = safetensors.torch.load(body)
+        (header_bytes,) = struct.unpack("<Q", body[:8])
+        meta = json.loads(json.loads(body[8 : 8 + header_bytes])["__metadata__"]["grpo"])
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"not a safetensors blob with a group in it: {error!r}") from error
+    if not isinstance(meta, dict) or meta.get("protocol") != PROTOCOL:
+        raise ValueError(f"this server speaks protocol {PROTOCOL}; update the older side")
+    for name, kind in METADATA.items():
+        if type(meta.get(name)) is not kind:
+            raise ValueError(f"metadata {name!r} must be {kind.__name__}, got {meta.get(name)!r}")
+    missing = TENSORS.keys() - tensors.keys() - {"ref_logps"}
+    if missing or tensors.keys() - TENSORS.keys():
+        raise ValueError(f"tensors must be {sorted(TENSORS)}, got {sorted(tensors)}")
+    for name, tensor in tensors.items():
+        if tensor.dtype != TENSORS[name]:
+            raise ValueError(f"{name} must be {TENSORS[name]}, got {tensor.dtype}")
+    group = Group(**{k: meta[k] for k in METADATA}, **tensors)
+    check_group(group, vocab_size, max_tokens)
+    return group
+
+
+def check_group(g, vocab_size, max_tokens):
+    """Raises ValueError with the reason if the group's tensors do not fit one another."""
+    if not 0 < len(g.id) <= 200 or not 0 < len(g.run) <= 200:
+        raise ValueError("id and run must have 1 to 200 characters")
+    if not g.reward_names or not all(isinstance(name, str) for name in g.reward_names):
+        raise ValueError(f"reward_names must be a list of names, got {g.reward_names!r}")
+    if g.completion_lengths.dim() != 1 or g.completion_lengths.numel() == 0:
+        raise ValueError("completion_lengths must be (G,) with G of 1 or more")
+    if g.completion_lengths.min() < 1:
+        raise ValueError("every completion must have at least one token (EOS counts)")
+    size, tokens = len(g.completion_lengths), int(g.completion_lengths.sum(dtype=torch.int64))
+    shapes = {
+        "completion_ids": (tokens,),
+        "sampler_logps": (tokens,),
+        "truncated": (size,),
+        "rewards": (size, len(g.reward_names)),
+    } | ({"ref_logps": (tokens,)} if g.ref_logps is not None else {})
+    for name, shape in shapes.items():
+        if tuple(getattr(g, name).shape) != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(getattr(g, name).shape)}")
+    if g.prompt_ids.dim() != 1 or g.prompt_ids.numel() == 0:
+        raise ValueError("prompt_ids must be (P,) with P of 1 or more")
+    ids = torch.cat([g.prompt_ids, g.completion_ids])
+    if ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size):
+        raise ValueError(f"token ids must lie in 0..{vocab_size}, got {ids.min()}..{ids.max()}")
+    if not torch.isfinite(g.rewards).all():
+        raise ValueError("rewards must be finite")
+    if not torch.isfinite(g.sampler_logps).all() or g.sampler_logps.max() > 1e-3:
+        raise ValueError("sampler_logps must be finite and not positive")
+    longest = len(g.prompt_ids) + int(g.completion_lengths.max())
+    if max_tokens is not None and longest > max_tokens:
+        raise ValueError(f"{longest} tokens exceed the reference model's context of {max_tokens}")
+
+
+def tokenizer_facts(tokenizer):
+    """-> {"vocab_size", "tokenizer"}: ids that the tokenizer can emit, and its fingerprint.
+
+    A model's embedding may have more rows than that, as padding (Qwen2.5: 151 936 or 152 064 rows for
+    151 665 ids). Only the tokenizer's ids are sampled and counted in the softmax, on both sides, so
+    that a policy and a reference with different padding define the same distribution's support.
+    """
+    vocab = tokenizer.get_vocab()
+    digest = hashlib.sha256(json.dumps(sorted(vocab.items())).encode()).hexdigest()
+    return {"vocab_size": max(vocab.values()) + 1, "tokenizer": digest[:16]}
