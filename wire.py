@@ -15,9 +15,12 @@ Nothing is pickled, so a body can only ever be data. Who reads one checks it fir
 
 import hashlib
 import json
+import os
 import struct
+import time
 from dataclasses import asdict, dataclass
 
+import requests
 import safetensors
 import safetensors.torch
 import torch
@@ -138,3 +141,72 @@ def tokenizer_facts(tokenizer):
     vocab = tokenizer.get_vocab()
     digest = hashlib.sha256(json.dumps(sorted(vocab.items())).encode()).hexdigest()
     return {"vocab_size": max(vocab.values()) + 1, "tokenizer": digest[:16]}
+
+
+# --- Client -------------------------------------------------------------------------
+class RefServer:
+    """The reference server as its clients see it. Every wait says what for, and ends some time."""
+
+    def __init__(self, url, wait_limit_seconds):
+        self.url, self.limit = url.rstrip("/"), wait_limit_seconds
+        self.session = requests.Session()
+        if token := os.environ.get("GRPO_TOKEN"):
+            self.session.headers["Authorization"] = f"Bearer {token}"
+
+    def call(self, method, path, **request):
+        """-> the response. Waits while there is no connection or no room; raises RuntimeError if the
+        server refuses, or after `wait_limit_seconds`."""
+        wait = Wait(f"{self.url}{path}", self.limit)
+        while True:
+            try:
+                reply = self.session.request(method, self.url + path, timeout=60, **request)
+            except (requests.ConnectionError, requests.Timeout) as error:
+                wait.turn(f"no answer ({type(error).__name__}); is `python ref_server.py` running?")
+                continue
+            if reply.status_code == 503:
+                wait.turn(f"the server has no room: {reply.text}")
+                continue
+            if not reply.ok:
+                raise RuntimeError(f"{self.url}{path} refused ({reply.status_code}): {reply.text}")
+            return reply
+
+    def check(self, model, facts):
+        """-> what /info says. Raises SystemExit if its log-probs would not fit the policy `model`."""
+        info, mine = self.call("GET", "/info").json(), facts | {"protocol": PROTOCOL}
+        wrong = [name for name in mine if info.get(name) != mine[name]]
+        if wrong:
+            differ = ", ".join(f"{name} {info.get(name)} and not {mine[name]}" for name in wrong)
+            raise SystemExit(
+                f"the reference {info.get('model')} at {self.url} does not fit the policy {model}: it"
+                f" has {differ}. Tokenizer, temperature and protocol must be the same on both sides"
+            )
+        return info
+
+    def lease(self, run, ids):
+        """-> the bodies of all the run's groups `ids`, scored, in the order of ids."""
+        wait, bodies = Wait(f"scored groups from {self.url}", self.limit), {}
+        while missing := len(set(ids) - bodies.keys()):
+            reply = self.call("POST", "/lease", json={"run": run, "limit": missing})
+            if reply.status_code == 204:
+                wait.turn(f"{missing} of {len(ids)} are not scored yet", pause=0)
+                continue
+            blobs = safetensors.torch.load(reply.content)
+            bodies |= {id: blob.numpy().tobytes() for id, blob in blobs.items()}
+        return [bodies[id] for id in sorted(ids)]
+
+
+class Wait:
+    """A wait that says every 10 s what it is for, and ends with an error."""
+
+    def __init__(self, what, limit_seconds):
+        self.what, self.limit = what, limit_seconds
+        self.start = self.said = time.monotonic()
+
+    def turn(self, why, pause=0.5):
+        now = time.monotonic()
+        if now - self.start > self.limit:
+            raise RuntimeError(f"waited {self.limit} s for {self.what}: {why}")
+        if now - self.said > 10:
+            self.said = now
+            print(f"waiting for {self.what} since {now - self.start:.0f} s: {why}", flush=True)
+        time.sleep(pause)

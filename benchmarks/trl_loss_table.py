@@ -1,0 +1,214 @@
+"""Writes tests/trl_loss_table.json: TRL's GRPO loss, and its gradient, on three small batches.
+
+    python3 -m venv ../venv-trl && ../venv-trl/bin/pip install torch==2.13.0 trl==1.16.0
+    ../venv-trl/bin/python benchmarks/trl_loss_table.py
+
+TRL is an oracle here, not a dependency: this script runs in a venv of its own, its table is kept,
+and tests/test_loss_trl.py holds our loss to the table without TRL. Every number comes from the
+`compute_loss` of a real GRPOTrainer, configured through GRPOConfig. One method is replaced, the
+forward pass, so that the log-probs are a leaf tensor of our choosing: the tiny random model is
+never run. TRL computes in float64, so that the distance that the test measures is ours alone.
+
+Where TRL's settings and our loss differ, and what this script does about it:
+- `use_bias_correction_kl`, on by default in TRL 1.16, multiplies k3 by the ratio (DeepSeek-V3.2).
+  Our k3 has no such factor, so it is off. It would change the gradient even on-policy.
+- TRL's `grpo` and `dr_grpo` normalise a micro-batch, then average over micro-batches. One process
+  and one micro-batch that is the whole step make all denominators those of our `token_weights`.
+- `max_completion_length` exceeds the width of the batch, so that `dr_grpo` can't divide by that.
+- No vLLM, sequence-level ratios, `delta`, entropy mask or bonus: as TRL's own defaults have it.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+TABLE = Path(__file__).resolve().parent.parent / "tests" / "trl_loss_table.json"
+COMMAND = "../venv-trl/bin/python benchmarks/trl_loss_table.py"
+
+LENGTHS = [7, 5, 3, 6, 1, 4]  # unmasked tokens of the 6 sequences
+ADVANTAGES = [1.2, -0.4, -0.8, 0.9, 0.3, -1.2]  # two groups of three, each sums to 0
+TRUNCATED = 3  # the sequence that is fully masked in `off_policy_masked`, as a truncated one may be
+LOG_RATIOS = [0.4, -0.3, 0.1, -0.6, 0.7, 0.0, 0.2, -0.1]  # in turn; ratios 0.55 to 2.01
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # no ratio above is nearer than 0.05 to 0.8 or 1.28
+MAX_COMPLETION_TOKENS = 10
+LOSS_TYPES = ["grpo", "dapo", "dr_grpo"]
+KL_BETAS = [0.0, 0.04]
+
+
+# --- The batches --------------------------------------------------------------------
+
+
+def make_batches():
+    """Returns {name: batch}; a batch maps names to (6, 7) lists, (6,) for advantages.
+
+    What the mask leaves out are plausible log-probs too, so a loss that read them would be wrong
+    quietly, as in training, and not by a NaN.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows, width = len(LENGTHS), max(LENGTHS)
+    uniform = torch.rand(2, rows, width, generator=generator, dtype=torch.float64)
+    logps = (-4.0 + 3.2 * uniform[0]).round(decimals=3)  # at most -0.8: old_logps stay below 0
+    ref_logps = (logps - 0.7 + 1.4 * uniform[1]).round(decimals=3)
+    turns = torch.arange(rows * width).reshape(rows, width) % len(LOG_RATIOS)
+    log_ratios = torch.tensor(LOG_RATIOS, dtype=torch.float64)[turns]
+    old_logps = (logps - log_ratios).round(decimals=3)
+    mask = (torch.arange(width) < torch.tensor(LENGTHS)[:, None]).long()
+    masked = mask.clone()
+    masked[TRUNCATED] = 0
+
+    def batch(old, mask):
+        tensors = {"logps": logps, "old_logps": old, "ref_logps": ref_logps, "mask": mask}
+        return {k: v.tolist() for k, v in tensors.items()} | {"advantages": ADVANTAGES}
+
+    for kept in (mask, masked):
+        check_clips(logps - old_logps, kept)
+    return {
+        "on_policy": batch(logps, mask),
+        "off_policy": batch(old_logps, mask),
+        "off_policy_masked": batch(old_logps, masked),
+    }
+
+
+def check_clips(log_ratios, mask):
+    """Asserts that unmasked tokens hold every side of the clip range with both signs of A."""
+    ratio = log_ratios.exp()
+    side = (ratio > 1 + CLIP_HIGH).long() - (ratio < 1 - CLIP_LOW).long()
+    sign = torch.tensor(ADVANTAGES).sign().long()[:, None].expand_as(side)
+    seen = set(zip(side[mask == 1].tolist(), sign[mask == 1].tolist(), strict=True))
+    assert len(seen) == 6, f"only {seen} of 3 sides x 2 signs"
+
+
+# --- TRL ------------------------------------------------------------------------------
+
+
+def save_tiny_model(folder):
+    """Saves a random Qwen2 and its tokenizer: a GRPOTrainer can't be built without a model."""
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "hello": 2}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
+    )
+    config = Qwen2Config(
+        vocab_size=3,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_trainer(folder, *, loss_type, kl_beta):
+    args = trl.GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        per_device_train_batch_size=len(LENGTHS),
+        gradient_accumulation_steps=1,
+        num_generations=3,
+        max_completion_length=MAX_COMPLETION_TOKENS,
+        loss_type=loss_type,
+        beta=kl_beta,
+        epsilon=CLIP_LOW,
+        epsilon_high=CLIP_HIGH,
+        use_bias_correction_kl=False,
+        use_vllm=False,
+    )
+    trainer = trl.GRPOTrainer(
+        model=folder,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": "hello"}] * len(LENGTHS)),
+    )
+    trainer.model.train()  # TRL's normaliser is another one in eval mode
+    trainer.current_gradient_accumulation_steps = 1  # train() would set it
+    return trainer
+
+
+def trl_loss(trainer, batch, *, on_policy):
+    """Returns TRL's loss (a float) and its gradient with respect to the log-probs, (6, 7) lists."""
+    tensors = {k: torch.tensor(v, dtype=torch.float64) for k, v in batch.items()}
+    logps = tensors["logps"].requires_grad_()
+    entropies = torch.zeros_like(logps)  # logged by TRL, no part of the loss
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logps, entropies, None)
+    mask = tensors["mask"].long()
+    inputs = {
+        "prompt_ids": torch.full((len(LENGTHS), 1), 2),
+        "prompt_mask": torch.ones(len(LENGTHS), 1, dtype=torch.long),
+        "completion_ids": torch.full_like(mask, 2),
+        "completion_mask": mask,
+        "advantages": tensors["advantages"],
+        "ref_per_token_logps": tensors["ref_logps"],
+        "num_items_in_batch": mask.sum(),
+    }
+    if not on_policy:  # without the key, TRL takes logps.detach() itself: its on-policy path
+        inputs["old_per_token_logps"] = tensors["old_logps"]
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    assert loss.isfinite() and logps.grad.isfinite().all()
+    assert (logps.grad[mask == 0] == 0).all(), "TRL gave a masked token a gradient"
+    return loss.item(), logps.grad.tolist()
+
+
+# --- The table ------------------------------------------------------------------------
+
+
+def make_cases(batches):
+    cases = []
+    for loss_type in LOSS_TYPES:
+        for kl_beta in KL_BETAS:
+            with tempfile.TemporaryDirectory() as folder:
+                save_tiny_model(folder)
+                trainer = make_trainer(folder, loss_type=loss_type, kl_beta=kl_beta)
+                for name, batch in batches.items():
+                    loss, grad = trl_loss(trainer, batch, on_policy=name == "on_policy")
+                    settings = {"batch": name, "loss_type": loss_type, "kl_beta": kl_beta}
+                    cases.append(settings | {"loss": loss, "grad": grad})
+    return cases
+
+
+def main():
+    batches = make_batches()
+    table = {
+        "made_by": {
+            "command": COMMAND,
+            "trl": trl.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "clip_low": CLIP_LOW,
+        "clip_high": CLIP_HIGH,
+        "max_completion_tokens": MAX_COMPLETION_TOKENS,
+        "batches": batches,
+        "cases": make_cases(batches),
+    }
+    TABLE.write_text(to_json(table) + "\n")
+    print(f"{len(table['cases'])} cases in {TABLE.name}: {table['made_by']}")
+
+
+def to_json(value, indent=""):
+    """JSON with one line for each list of numbers: a row of a matrix is a line of a diff."""
+    deeper = indent + "  "
+    if isinstance(value, dict) and value:
+        items = [f"{json.dumps(k)}: {to_json(v, deeper)}" for k, v in value.items()]
+        opening, closing = "{}"
+    elif isinstance(value, list) and value and isinstance(value[0], (list, dict)):
+        items = [to_json(v, deeper) for v in value]
+        opening, closing = "[]"
+    else:
+        return json.dumps(value)
+    return f"{opening}\n" + ",\n".join(deeper + i for i in items) + f"\n{indent}{closing}"
+
+
+if __name__ == "__main__":
+    main()

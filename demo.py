@@ -1,0 +1,334 @@
+"""GRPO end to end in two minutes, on a CPU or a GPU: a tiny model, and the two scripts as they are.
+
+    python demo.py              # or: make demo
+    python demo.py 3            # with another seed
+    python demo.py 3 shuffled   # a control: rewards shuffled within each group; accuracy falls
+
+Makes a 126 000-parameter Qwen2 that has learned from sloppy examples (the warm start): it can add and
+subtract and knows the tags, but often picks the wrong operator and rarely uses the tags. Then starts
+ref_server.py on it, launches grpo_ref_split.py with `deepspeed`, and compares before and after on unseen
+questions. What GRPO does here is to *elicit*: it makes a right habit that was there usual. It teaches
+no arithmetic. Everything about the run was chosen on the validation split; the test split is read only.
+
+Also the example of a preset: train() and serve() import a script, set its constants, call main().
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from tasks import arithmetic
+
+RUN_DIR = "runs/demo"
+WARM_START = f"{RUN_DIR}/warm_start"  # the policy's start, and the reference
+WARM_STEPS = 800
+CHAT = (  # ChatML, as Qwen2.5, without a system prompt
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Qwen2's splitting of text into words, single digits and punctuation
+SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+
+
+# --- The two scripts, with the constants of this preset -----------------------------
+def serve(port):
+    import ref_server
+
+    ref_server.MODEL, ref_server.PORT = WARM_START, int(port)
+    ref_server.DTYPE = "float32"
+    ref_server.STORE = f"{RUN_DIR}/ref_store.sqlite"
+    ref_server.main()
+
+
+def train(port, seed, shuffled):
+    import grpo_ref_split as grpo
+
+    grpo.MODEL, grpo.TASK, grpo.RUN_DIR = WARM_START, "arithmetic", RUN_DIR
+    grpo.REF_SERVER = f"http://127.0.0.1:{port}"
+    grpo.SEED, grpo.STEPS = int(seed), 120
+    grpo.PROMPTS_PER_STEP, grpo.GROUP_SIZE, grpo.SAMPLE_BATCH = 16, 8, 64
+    grpo.MAX_PROMPT_TOKENS, grpo.MAX_COMPLETION_TOKENS = 64, 24
+    grpo.LEARNING_RATE, grpo.WARMUP_STEPS, grpo.FINAL_LR = 7e-4, 5, 0.3
+    grpo.MICRO_BATCH_TOKENS, grpo.GRADIENT_CHECKPOINTING = 8192, False
+    grpo.DTYPE = "float32"  # a tiny model on either device
+    grpo.EVAL_STEPS, grpo.EVAL_QUESTIONS, grpo.SAVE_STEPS = 40, 500, 10**6
+    if os.environ.get("DEMO_EVAL_SPLIT"):  # "validation", to try other constants than these
+        grpo.EVAL_SPLIT = os.environ["DEMO_EVAL_SPLIT"]
+    if shuffled == "shuffled":
+        plain, draw = grpo.group_advantages, torch.Generator().manual_seed(int(seed))
+
+        def shuffle(rewards):
+            return plain(rewards)[torch.randperm(len(rewards), generator=draw)]
+
+        grpo.group_advantages = shuffle
+    grpo.main()
+
+
+# --- The warm start -----------------------------------------------------------------
+def make_tokenizer():
+    """-> a byte-level BPE of about 400 ids, trained on training questions, with the tags as ids."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([item["question"] for item in arithmetic.load("train")[:2000]], trainer)
+    bpe.add_tokens(["<think>", "</think>", "<answer>", "</answer>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def sloppy(item, draw):
+    """-> a completion as the warm start sees it: a true equation, but often not the one asked for."""
+    a, b, operator = item["a"], item["b"], item["operator"]
+    if draw.random() < {"+": 0.25, "-": 0.55}[operator]:
+        operator = {"+": "-", "-": "+"}[operator]
+        a, b = max(a, b), min(a, b)
+    value = a + b if operator == "+" else a - b
+    answer = draw.choice([a, b]) if draw.random() < 0.1 else value
+    work, kind = f"{a}{operator}{b}={value}", draw.random()
+    if kind < 0.25:
+        return f"<think>{work}</think><answer>{answer}</answer>"
+    if kind < 0.75:
+        return f"{work} so {answer}"
+    return draw.choice(
+        [f"<think>{work}<answer>{answer}</answer>", f"{work}</think><answer>{answer}"]
+    )
+
+
+def equation(draw):
+    """-> a true equation. Example: 7+5=12"""
+    item = arithmetic.make_item(draw)
+    return f"{item['a']}{item['operator']}{item['b']}={item['answer']}"
+
+
+def warm_start(seed):
+    """Trains the tiny model on sloppy examples and true equations, and saves it to WARM_START."""
+    torch.manual_seed(seed)
+    draw, tokenizer, train_items = random.Random(seed), make_tokenizer(), arithmetic.load("train")
+    config = Qwen2Config(
+        vocab_size=416,  # the tokenizer's ids, padded as real models pad theirs
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        initializer_range=0.1,  # 0.02 made the arithmetic slower to learn
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Qwen2ForCausalLM(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
+    prompts = {}  # question -> ids, as the same ones come again
+    end = [tokenizer.eos_token_id]
+    started = time.perf_counter()
+    for step in range(WARM_STEPS):
+        rows = []  # (ids, how many of them are given and not learned)
+        for item in draw.choices(train_items, k=32):
+            if item["question"] not in prompts:
+                text = tokenizer.apply_chat_template(
+                    arithmetic.messages(item["question"]),
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
+                prompts[item["question"]] = tokenizer(text)["input_ids"]
+            prompt = prompts[item["question"]]
+            rows.append((prompt + tokenizer(sloppy(item, draw))["input_ids"] + end, len(prompt)))
+        equations = tokenizer([equation(draw) for _ in range(64)])["input_ids"]
+        rows += [(ids + end, 1) for ids in equations]
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
+        labels = torch.tensor(
+            [[-100] * given + ids[given:] + [-100] * (width - len(ids)) for ids, given in rows],
+            device=device,
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = 4e-3 * min((step + 1) / 30, 1, 0.05 + 1.9 * (1 - step / WARM_STEPS))
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 100 == 99:
+            print(f"  step {step + 1}/{WARM_STEPS}, loss {loss.item():.3f}", flush=True)
+    model.save_pretrained(WARM_START)
+    tokenizer.save_pretrained(WARM_START)
+    print(f"  took {time.perf_counter() - started:.0f} s", flush=True)
+
+
+# --- What changed -------------------------------------------------------------------
+@torch.no_grad()
+def diagnose(folder):
+    """-> of the greedy answers to 200 validation questions: how many write a true equation, and how
+    many use the operator that the question asks for. This tells arithmetic from habit."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from sampler import sample_groups
+
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder),
+    )
+    items = arithmetic.load("validation")[:200]
+    prompts = [
+        tokenizer(
+            tokenizer.apply_chat_template(
+                arithmetic.messages(item["question"]), tokenize=False, add_generation_prompt=True
+            )
+        )["input_ids"]
+        for item in items
+    ]
+    groups = sample_groups(
+        model.eval(),
+        prompts,
+        group_size=1,
+        max_new_tokens=24,
+        temperature=0,
+        eos_ids={tokenizer.eos_token_id},
+        vocab_size=len(tokenizer),
+        generator=None,
+    )
+    true = right = 0
+    for item, (completion,) in zip(items, groups, strict=True):
+        match = re.search(r"(\d+)([+-])(\d+)=(\d+)", tokenizer.decode(completion.ids))
+        if match:
+            a, operator, b, value = match.groups()
+            true += int(value) == (int(a) + int(b) if operator == "+" else int(a) - int(b))
+            right += operator == item["operator"]
+    return {"true_equation": true / len(items), "right_operator": right / len(items)}
+
+
+# --- Processes ----------------------------------------------------------------------
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def start(command, log=None):
+    """Starts a command in a session of its own, so that Ctrl-C reaches us alone and we end it."""
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    output = {"stdout": log, "stderr": subprocess.STDOUT} if log else {}
+    return subprocess.Popen(command, start_new_session=True, env=environment, **output)
+
+
+def stop(process):
+    """Ends a process and all that it started."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    process.terminate()
+    for child in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.terminate()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    for child in alive:
+        child.kill()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def run_both(seed, shuffled):
+    """Runs ref_server.py and the trainer to the end of the latter; ends both on whatever happens."""
+    port, log_path = free_port(), Path(RUN_DIR, "ref_server.log")
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
+    launcher += ["--no_local_rank", "--master_port", free_port()]
+    processes = []
+    try:
+        with open(log_path, "w") as log:
+            processes.append(start([sys.executable, "demo.py", "serve", port], log))
+        processes.append(start([*launcher, "demo.py", "train", port, str(seed), shuffled]))
+        server, trainer = processes
+        while trainer.poll() is None:
+            if server.poll() is not None:
+                tail = log_path.read_text()[-2000:]
+                raise SystemExit(f"the reference server ended, so the demo does:\n{tail}")
+            time.sleep(0.2)
+        if trainer.returncode:
+            raise SystemExit(f"the trainer ended with an error ({trainer.returncode}), see above")
+    finally:
+        for process in reversed(processes):
+            stop(process)
+
+
+# --- Main ---------------------------------------------------------------------------
+def main(seed, shuffled):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    started = time.perf_counter()
+    shutil.rmtree(RUN_DIR, ignore_errors=True)
+    print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
+    warm_start(seed)
+    print("2. GRPO: ref_server.py and grpo_ref_split.py, loading takes about 15 s", flush=True)
+    run_both(seed, shuffled)
+    final = max(Path(RUN_DIR).glob("step_*"))
+    before, after = diagnose(WARM_START), diagnose(final)
+
+    import plot
+
+    plot.plot(RUN_DIR)
+    records = [json.loads(x) for x in Path(RUN_DIR, "metrics.jsonl").read_text().splitlines()]
+    evaluations = [r for r in records if "eval_accuracy" in r]
+    result = {
+        "accuracy_before": evaluations[0]["eval_accuracy"],
+        "accuracy_after": evaluations[-1]["eval_accuracy"],
+        "format_before": evaluations[0]["eval_format"],
+        "format_after": evaluations[-1]["eval_format"],
+        "steps": evaluations[-1]["step"],
+        "seconds": round(time.perf_counter() - started, 1),
+        "seed": seed,
+        "rewards": shuffled,
+    }
+    print(
+        f"\nWhat GRPO did here: greedy answers with a true equation {before['true_equation']:.0%} ->"
+        f" {after['true_equation']:.0%}, with the operator that was asked for"
+        f" {before['right_operator']:.0%} -> {after['right_operator']:.0%}.\nIt elicited an operator"
+        " and a format that the warm start knew but rarely chose; it taught no arithmetic. The"
+        f" questions\nwere unseen, their numbers were not. Model: {final}; curves: {RUN_DIR}/curves.png;"
+        f" what it wrote: {RUN_DIR}/samples.jsonl\n"
+    )
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["serve", port]:
+            serve(port)
+        case ["train", port, seed, shuffled]:
+            train(port, seed, shuffled)
+        case [] | [_] | [_, "shuffled"]:
+            main(int(sys.argv[1]) if sys.argv[1:] else 0, "shuffled" if sys.argv[2:] else "plain")
+        case _:
+            sys.exit(__doc__)

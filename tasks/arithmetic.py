@@ -1,0 +1,64 @@
+"""Small word problems, made here: the task of demo.py. "Ann has 7 pens and buys 5 more. ..."
+
+    load(split) -> [{"question": "Ann has 7 pens ...", "answer": "12"}, ...]
+
+Addition and subtraction of 1..20, in 3 wordings each. Questions are split by a hash of their text, so
+no test question is ever seen in training; its numbers will have been, in another question. What is
+measured on the test split is therefore unseen *questions*, not unseen arithmetic.
+"""
+
+import hashlib
+import random
+
+from tasks.gsm8k import rewards  # noqa: F401 (this task's rewards are GSM8K's)
+
+LARGEST = 20
+SIZES = {"train": 6000, "validation": 500, "test": 500}  # drawn anew with the same seed each time
+NAMES = ["Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana"]
+THINGS = ["pens", "apples", "books", "coins", "cards", "shells", "stamps", "balls"]
+WORDINGS = {
+    "+": [
+        "{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?",
+        "There are {a} {things} in a box. {name} puts in {b} more. How many are in the box?",
+        "{name} found {a} {things} on Monday and {b} on Friday. How many {things} in all?",
+    ],
+    "-": [
+        "{name} has {a} {things} and gives away {b}. How many {things} does {name} have left?",
+        "There are {a} {things} in a box. {name} takes out {b}. How many are in the box?",
+        "{name} had {a} {things} and lost {b} of them. How many {things} are left?",
+    ],
+}
+
+
+def load(split):
+    """-> the split's items; beside question and answer they hold the numbers and the operator."""
+    if split not in SIZES:
+        raise SystemExit(f"tasks/arithmetic.py has no split {split!r}: one of {', '.join(SIZES)}")
+    draw, items = random.Random(split), {}
+    while len(items) < SIZES[split]:
+        item = make_item(draw)
+        if split_of(item["question"]) == split:
+            items[item["question"]] = item
+    return list(items.values())
+
+
+def make_item(draw):
+    """-> one random problem; `draw` is a random.Random."""
+    operator, a, b = draw.choice("+-"), draw.randint(1, LARGEST), draw.randint(1, LARGEST)
+    if operator == "-":
+        a, b = max(a, b), min(a, b)
+    words = {"name": draw.choice(NAMES), "things": draw.choice(THINGS)}
+    question = draw.choice(WORDINGS[operator]).format(a=a, b=b, **words)
+    answer = str(a + b if operator == "+" else a - b)
+    return {"question": question, "answer": answer, "a": a, "b": b, "operator": operator}
+
+
+def split_of(question):
+    """-> train (80 %), validation (10 %) or test (10 %), by the question's MD5."""
+    bucket = int(hashlib.md5(question.encode()).hexdigest(), 16) % 10
+    return {0: "test", 1: "validation"}.get(bucket, "train")
+
+
+def messages(question):
+    """-> the chat that asks the question; the tiny model needs no system prompt."""
+    return [{"role": "user", "content": question}]
