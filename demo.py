@@ -71,8 +71,10 @@ def train(port, seed, shuffled):
     if shuffled == "shuffled":
         plain, draw = grpo.group_advantages, torch.Generator().manual_seed(int(seed))
 
-        def shuffle(rewards):
-            return plain(rewards)[torch.randperm(len(rewards), generator=draw)]
+        def shuffle(rewards, *, scale_by_std):
+            return plain(rewards, scale_by_std=scale_by_std)[
+                torch.randperm(len(rewards), generator=draw)
+            ]
 
         grpo.group_advantages = shuffle
     grpo.main()

@@ -37,9 +37,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from ref_server import completion_logits, pack_by_tokens, token_logps
+from grpo_loss import (
+    LOSS_TYPES,
+    completion_logits,
+    group_advantages,
+    grpo_loss,
+    plan_micro_batches,
+    token_entropy,
+    token_logps,
+    token_weights,
+)
+from policy import load_policy, prompt_ids
 from sampler import sample_groups
 from wire import Group, RefServer, pack_group, tokenizer_facts, unpack_group
 
@@ -102,139 +112,48 @@ KEEP_CHECKPOINTS = 2  # the newest; older ones are deleted
 SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
 WAIT_LIMIT_SECONDS = 600  # for the reference server, after which the run ends with an error
 
+# mean |difference of log-probs| that rounding alone may make at the first update, for each DTYPE
+NOISE = {"float32": 1e-4, "bfloat16": 5e-2}
+
 
 def check_config():
     """Raises SystemExit with a sentence for each constant that can't be, before anything heavy."""
     rules = [
-        (GROUP_SIZE >= 2, f"GROUP_SIZE = {GROUP_SIZE}: a group needs 2 or more to be compared"),
-        (PROMPTS_PER_STEP >= 1, f"PROMPTS_PER_STEP = {PROMPTS_PER_STEP}: 1 or more"),
-        (SAMPLE_BATCH >= 1, f"SAMPLE_BATCH = {SAMPLE_BATCH}: 1 or more"),
-        (TEMPERATURE > 0, f"TEMPERATURE = {TEMPERATURE}: above 0, greedy groups are all equal"),
-        (LOSS_TYPE in LOSS_TYPES, f"LOSS_TYPE = {LOSS_TYPE!r}: one of {', '.join(LOSS_TYPES)}"),
-        (0 < CLIP_LOW < 1 and CLIP_HIGH > 0, "CLIP_LOW must lie in (0, 1), CLIP_HIGH above 0"),
-        (KL_BETA >= 0, f"KL_BETA = {KL_BETA}: 0 (no reference) or more"),
-        (UPDATES_PER_ROLLOUT >= 1, f"UPDATES_PER_ROLLOUT = {UPDATES_PER_ROLLOUT}: 1 or more"),
-        (MAX_PROMPT_TOKENS >= 1, f"MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}: 1 or more"),
-        (MAX_COMPLETION_TOKENS >= 1, f"MAX_COMPLETION_TOKENS = {MAX_COMPLETION_TOKENS}: >= 1"),
-        (MICRO_BATCH_TOKENS >= 1, f"MICRO_BATCH_TOKENS = {MICRO_BATCH_TOKENS}: 1 or more"),
-        (STEPS >= 1 and SAVE_STEPS >= 1, "STEPS and SAVE_STEPS must be 1 or more"),
-        (
-            EVAL_STEPS >= 1,
-            f"EVAL_STEPS = {EVAL_STEPS}: 1 or more; above STEPS: only first and last",
-        ),
-        (KEEP_CHECKPOINTS >= 1, f"KEEP_CHECKPOINTS = {KEEP_CHECKPOINTS}: 1 or more"),
-        (OUTCOME in REWARD_WEIGHTS, f"OUTCOME = {OUTCOME!r} is not a name in REWARD_WEIGHTS"),
-        (DTYPE in ("auto", "bfloat16", "float32"), f"DTYPE = {DTYPE!r}: auto, bfloat16 or float32"),
-        (
-            not Path(RUN_DIR, "metrics.jsonl").exists(),
-            f"RUN_DIR = {RUN_DIR!r} holds a run: choose another, or move that one away",
-        ),
+        (f"GROUP_SIZE = {GROUP_SIZE}: a group needs 2 or more to be compared", GROUP_SIZE >= 2),
+        (f"TEMPERATURE = {TEMPERATURE}: above 0, or all of a group are equal", TEMPERATURE > 0),
+        (f"LOSS_TYPE = {LOSS_TYPE!r}: one of {', '.join(LOSS_TYPES)}", LOSS_TYPE in LOSS_TYPES),
+        (f"CLIP_LOW = {CLIP_LOW}: between 0 and 1", 0 < CLIP_LOW < 1),
+        (f"CLIP_HIGH = {CLIP_HIGH}: above 0", CLIP_HIGH > 0),
+        (f"KL_BETA = {KL_BETA}: 0 (no reference) or more", KL_BETA >= 0),
+        (f"OUTCOME = {OUTCOME!r}: one of the names in REWARD_WEIGHTS", OUTCOME in REWARD_WEIGHTS),
+        (f"DTYPE = {DTYPE!r}: one of auto, {', '.join(NOISE)}", DTYPE in ("auto", *NOISE)),
+        (f"RUN_DIR = {RUN_DIR!r} holds a run: choose another, or move that one away", not held()),
     ]
-    broken = [sentence for holds, sentence in rules if not holds]
+    counts = (
+        "PROMPTS_PER_STEP MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS SAMPLE_BATCH STEPS EVAL_STEPS"
+    )
+    counts += " EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT MICRO_BATCH_TOKENS"
+    for name in counts.split():
+        rules.append((f"{name} = {globals()[name]}: a whole number from 1 on", is_count(name)))
+    broken = [sentence for sentence, holds in rules if not holds]
     if broken:
-        raise SystemExit("\n".join(broken))
+        raise SystemExit("grpo_ref_split.py can't run with these constants:\n" + "\n".join(broken))
 
 
-# --- Policy and data ----------------------------------------------------------------
-@dataclass
-class Policy:
-    """What it takes to sample from the model that is being trained."""
-
-    model: torch.nn.Module
-    tokenizer: object
-    eos_ids: set[int]
-    vocab_size: int  # ids of the tokenizer; the embedding may be padded beyond them
+def held():
+    return Path(RUN_DIR, "metrics.jsonl").exists()
 
 
-def load_policy(tokenizer):
-    """-> (engine, policy): DeepSpeed's engine round the model, and the means to sample from it."""
-    import deepspeed  # takes seconds; the tests of this file's functions do without
-
-    # DeepSpeed would compile an all-reduce for CPU inference here, for a minute, with a compiler that
-    # may not be there. Training has no use for it. Other versions may compile: say what the wait is.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
-    deepspeed.init_distributed()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dtype = {True: "bfloat16", False: "float32"}[cuda] if DTYPE == "auto" else DTYPE
-
-    say(f"loading the policy {MODEL} in {dtype}")
-    config = AutoConfig.from_pretrained(MODEL)
-    for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)  # GPT-2 ships 0.1: the ratio would be noise
-    model = AutoModelForCausalLM.from_pretrained(MODEL, config=config, dtype=getattr(torch, dtype))
-    model = model.to("cuda" if cuda else "cpu")
-    stops = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
-    eos_ids = {i for ids in stops for i in (ids if isinstance(ids, list) else [ids])} - {None}
-    policy = Policy(model, tokenizer, eos_ids, tokenizer_facts(tokenizer)["vocab_size"])
-    check_model(policy)
-
-    if GRADIENT_CHECKPOINTING:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    settings = {"lr": LEARNING_RATE, "betas": ADAM_BETAS, "weight_decay": WEIGHT_DECAY}
-    if OFFLOAD_OPTIMIZER:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        optimizer = DeepSpeedCPUAdam(model.parameters(), **settings)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), fused=cuda, **settings)
-    config = deepspeed_config(dtype)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine, policy
+def is_count(name):
+    return type(globals()[name]) is int and globals()[name] >= 1
 
 
-def deepspeed_config(dtype):
-    """The ZeRO-2 settings; accumulate() says itself where a step's accumulation ends."""
-    zero = {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": 50_000_000}
-    if OFFLOAD_OPTIMIZER:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    return {
-        "train_micro_batch_size_per_gpu": 1,  # a formality: micro-batches are made by tokens
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": zero,
-        "gradient_clipping": MAX_GRAD_NORM,
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "wall_clock_breakdown": False,
-        "steps_per_print": 10**9,
-    }
-
-
-def check_model(policy):
-    """Raises SystemExit when the model can't do what the constants ask of it."""
-    if not policy.eos_ids:
-        raise SystemExit(f"{MODEL} names no EOS token: its completions would never end")
-    rows = policy.model.get_input_embeddings().weight.shape[0]
-    if rows < policy.vocab_size:
-        raise SystemExit(
-            f"{MODEL} embeds {rows} ids and its tokenizer has {policy.vocab_size}: a wrong pair"
-        )
-    longest = MAX_PROMPT_TOKENS + MAX_COMPLETION_TOKENS
-    context = getattr(policy.model.config, "max_position_embeddings", None)
-    if context is not None and longest > context:
-        raise SystemExit(
-            f"MAX_PROMPT_TOKENS + MAX_COMPLETION_TOKENS = {longest} exceeds the context of {context}"
-            f" tokens of {MODEL}: lower one of them"
-        )
-
-
+# --- Data ------------------------------------------------------------------------------
 def load_prompts(task, split, tokenizer):
     """-> [(index, item, prompt_ids)] of the split, without prompts over MAX_PROMPT_TOKENS."""
-    items, prompts = task.load(split), []
-    for index, item in enumerate(items):
-        messages = task.messages(item["question"])
-        if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # they are in the template
-        else:
-            ids = tokenizer("\n\n".join(m["content"] for m in messages) + "\n")["input_ids"]
-        if len(ids) <= MAX_PROMPT_TOKENS:
-            prompts.append((index, item, ids))
+    items = task.load(split)
+    ids = [prompt_ids(tokenizer, task.messages(item["question"])) for item in items]
+    prompts = [p for p in zip(range(len(items)), items, ids) if len(p[2]) <= MAX_PROMPT_TOKENS]
     say(f"{TASK}/{split}: {len(items)} questions, {len(items) - len(prompts)} left out as too long")
     if not prompts:
         raise SystemExit(f"no question fits MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}: raise it")
@@ -254,7 +173,7 @@ def endless(prompts, rank, world):
 
 
 # --- Rollout: sample, reward, upload ------------------------------------------------
-def sample_and_reward(policy, task, prompts, *, group_size, temperature, generator):
+def sample_and_reward(policy, task, prompts, group_size, temperature, generator):
     """-> [(prompt, completions, rewards)] for prompts as load_prompts gives them.
 
     `rewards` holds, for each completion, the task's dict of named rewards. The task sees text; the
@@ -273,7 +192,7 @@ def sample_and_reward(policy, task, prompts, *, group_size, temperature, generat
     )
     rewarded = []
     for prompt, completions in zip(prompts, groups, strict=True):
-        rewards = [task.rewards(prompt[1], completion_text(policy, c)) for c in completions]
+        rewards = [task.rewards(prompt[1], policy.text(c)) for c in completions]
         for r in rewards:
             if r.keys() != REWARD_WEIGHTS.keys():
                 raise SystemExit(f"{TASK} rewards {sorted(r)}, but REWARD_WEIGHTS has other names")
@@ -281,43 +200,25 @@ def sample_and_reward(policy, task, prompts, *, group_size, temperature, generat
     return rewarded
 
 
-def completion_text(policy, completion):
-    """-> the completion's text, without the EOS that ended it."""
-    ids = completion.ids if completion.truncated else completion.ids[:-1]
-    return policy.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-
-
-def rollout(policy, task, stream, hand_on, *, share, generator):
-    """Samples until `share` groups worth training were given to `hand_on`; -> counts of all sampled.
+def rollout(policy, task, stream, count, *, share, generator):
+    """Yields `share` groups worth training, as soon as each is sampled; counts all in `count`.
 
     Flat groups (all right, or all wrong) have nothing to compare: judged on OUTCOME, since a group
     that is all wrong would otherwise train its format alone, at full size. They are replaced by
-    sampling more, for at most MAX_REFILLS rounds.
+    sampling more, for at most MAX_REFILLS rounds, after which there may be fewer than `share`.
     """
-    count, kept = Counter(), 0
+    kept, at_once = 0, max(1, SAMPLE_BATCH // GROUP_SIZE)
     for _ in range(1 + MAX_REFILLS):
-        missing, at_once = share - kept, max(1, SAMPLE_BATCH // GROUP_SIZE)
-        for size in [at_once] * (missing // at_once) + [missing % at_once]:
-            prompts = list(itertools.islice(stream, size))
-            groups = (
-                sample_and_reward(
-                    policy,
-                    task,
-                    prompts,
-                    group_size=GROUP_SIZE,
-                    temperature=TEMPERATURE,
-                    generator=generator,
-                )
-                if prompts
-                else []
-            )
-            for group in groups:
+        prompts = list(itertools.islice(stream, share - kept))
+        for i in range(0, len(prompts), at_once):
+            for group in sample_and_reward(
+                policy, task, prompts[i : i + at_once], GROUP_SIZE, TEMPERATURE, generator
+            ):
                 flat = is_flat([r[OUTCOME] for r in group[2]])
                 count.update(tally(group, flat))
                 if not (flat and SKIP_FLAT_GROUPS):
-                    hand_on(group, kept)
                     kept += 1
-    return count
+                    yield group
 
 
 def is_flat(values):
@@ -361,6 +262,28 @@ def make_group(group, *, id, run, step):
 
 
 # --- Exchange ---------------------------------------------------------------------
+def make_step(policy, task, stream, server, run, step):
+    """-> (groups, metrics): the rollout of all ranks that comes after `step` updates.
+
+    While the server scores what was uploaded, the next groups are sampled.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    share = PROMPTS_PER_STEP // world + (rank < PROMPTS_PER_STEP % world)
+    generator = torch.Generator(device=policy.model.device)
+    generator.manual_seed((SEED * 1_000_003 + step) * 4096 + rank)
+    count, mine, started = Counter(), [], time.perf_counter()
+    for group in rollout(policy, task, stream, count, share=share, generator=generator):
+        id = f"{step:06d}-{rank:04d}-{len(mine):04d}"
+        body = pack_group(make_group(group, id=id, run=run, step=step))
+        if server:
+            server.call("POST", "/upload", data=body)
+        mine.append(id if server else body)
+    sampled = time.perf_counter()
+    groups = exchange(mine, server, run)
+    seconds = {"seconds_sample": sampled - started, "seconds_wait": time.perf_counter() - sampled}
+    return groups, rollout_metrics(count) | seconds
+
+
 def exchange(mine, server, run):
     """-> the groups of all ranks, in the same order on all.
 
@@ -378,38 +301,7 @@ def exchange(mine, server, run):
     return sorted(map(unpack_group, bodies), key=lambda group: group.id)
 
 
-# --- Advantages and weights ---------------------------------------------------------
-def group_advantages(rewards):
-    """-> advantages (G,) of one group's weighted rewards (G,): centred, and scaled by their std.
-
-    DeepSeekMath sec. 4.1.2; without the std it is Dr. GRPO's. The 1e-4 only keeps an all-equal group
-    finite (its advantages are 0). Example: [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]
-    """
-    centred = rewards - rewards.mean()
-    return centred / (rewards.std() + 1e-4) if ADVANTAGE_STD else centred
-
-
-def token_weights(lengths, *, loss_type, sequences, tokens, max_completion_tokens):
-    """-> for each sequence, the weight of each of its tokens in the loss, float32 (B,).
-
-    `lengths` (B,) are the trained tokens of each; `sequences` counts all of the step, also the masked,
-    `tokens` the trained tokens of the step: over all ranks and micro-batches, so that the gradient
-    does not depend on how the step is cut up. Each loss type is a row of LOSS_TYPES.
-    """
-    weights = LOSS_TYPES[loss_type](lengths.float(), sequences, tokens, max_completion_tokens)
-    return torch.as_tensor(weights, dtype=torch.float32).expand(len(lengths))
-
-
-LOSS_TYPES = {
-    # the mean over sequences of the mean over tokens (DeepSeekMath eq. 3): favours short answers
-    "grpo": lambda lengths, sequences, tokens, longest: 1 / (sequences * lengths.clamp(min=1)),
-    # the mean over all tokens of the step (DAPO eq. 8): a token counts the same in any sequence
-    "dapo": lambda lengths, sequences, tokens, longest: 1 / max(tokens, 1),
-    # a constant (Dr. GRPO): no length in it at all
-    "dr_grpo": lambda lengths, sequences, tokens, longest: 1 / (sequences * longest),
-}
-
-
+# --- Rows to train ---------------------------------------------------------
 @dataclass
 class Row:
     """One sequence to train."""
@@ -430,7 +322,7 @@ def make_rows(groups):
     """
     rows, scale = [], torch.tensor(list(REWARD_WEIGHTS.values()))
     for group in groups:
-        advantages = group_advantages(group.rewards @ scale).tolist()
+        advantages = group_advantages(group.rewards @ scale, scale_by_std=ADVANTAGE_STD).tolist()
         ids, logps = (group.completions(x) for x in (group.completion_ids, group.sampler_logps))
         refs = group.completions(group.ref_logps) if KL_BETA else [None] * len(ids)
         for i, truncated in enumerate(group.truncated.tolist()):
@@ -450,53 +342,7 @@ def make_rows(groups):
     return rows
 
 
-def plan_micro_batches(lengths, world, budget):
-    """-> for each rank a list of micro-batches (lists of row numbers), equally many for each rank.
-
-    Rows are dealt out by length, so ranks get about the same work. ZeRO-2 communicates in every
-    backward: a rank with fewer micro-batches would hang the others, so it gets empty ones on top.
-    Example: [5, 9, 7], 2 ranks, budget 9 -> [[[1], [0]], [[2], []]]
-    """
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    plans = []
-    for rank in range(world):
-        mine = longest_first[rank::world]
-        batches = pack_by_tokens([lengths[row] for row in mine], budget)
-        plans.append([[mine[i] for i in batch] for batch in batches])
-    most = max(map(len, plans))
-    return [plan + [[]] * (most - len(plan)) for plan in plans]
-
-
 # --- Loss ---------------------------------------------------------------------------
-def grpo_loss(logps, old_logps, ref_logps, advantages, weights, *, clip_low, clip_high, kl_beta):
-    """-> (loss, stats): minus the weighted sum of the GRPO objective over N tokens.
-
-    For a token with ratio r = exp(logp - old_logp), advantage A and weight w it is
-    w * (min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) - kl_beta * k3), with
-    k3 = exp(ref - logp) - (ref - logp) - 1, an estimate of KL(policy || reference) that is never
-    negative (DeepSeekMath eq. 3 and 4). All tensors are float32 (N,); `ref_logps` may be None if
-    kl_beta is 0. Gradients flow through `logps` alone. `stats` has detached (N,) tensors.
-    """
-    ratio = torch.exp(logps - old_logps)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    # The smaller of the two: a step that already went too far gets no more gradient (clipped), a step
-    # that went the wrong way keeps its full gradient.
-    objective = torch.minimum(ratio * advantages, clipped * advantages)
-    kl = torch.zeros_like(logps)
-    if kl_beta:
-        difference = ref_logps - logps
-        kl = torch.exp(difference) - difference - 1
-        objective = objective - kl_beta * kl
-    stats = {
-        "ratio": ratio.detach(),
-        "kl": kl.detach(),
-        "clip_low": (ratio.detach() < 1 - clip_low) & (advantages < 0),
-        "clip_high": (ratio.detach() > 1 + clip_high) & (advantages > 0),
-    }
-    return -(weights * objective).sum(), stats
-
-
-FIRST_UPDATE_NOISE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # mean |log-prob| difference
 SUMS = ("loss", "tokens", "ratio", "kl", "clip_low", "clip_high", "mismatch", "entropy")
 
 
@@ -531,23 +377,47 @@ def micro_batch_loss(model, rows, vocab_size):
         kl_beta=KL_BETA,
     )
     stats["mismatch"] = (logps.detach() - joined([row.sampler_logps for row in rows])).abs()
-    stats["entropy"] = token_entropy(logits.detach(), vocab_size)
+    stats["entropy"] = token_entropy(
+        logits.detach(), temperature=TEMPERATURE, vocab_size=vocab_size
+    )
     stats |= {"loss": loss.detach()[None], "tokens": torch.ones_like(targets)}
     sums = torch.stack([stats[name].sum().double() for name in SUMS])
     return loss, sums, stats["mismatch"].max()
 
 
-@torch.no_grad()
-def token_entropy(logits, vocab_size):
-    """-> entropy in nats of the sampling distribution at each token, (N,)."""
-    entropies = []
-    for slab in logits[:, :vocab_size].split(1024):  # float32 copies of a slab at a time
-        log_probs = torch.log_softmax(slab.float() / TEMPERATURE, dim=-1)
-        entropies.append(-(log_probs.exp() * log_probs).sum(-1))
-    return torch.cat(entropies)
-
-
 # --- Step ---------------------------------------------------------------------------
+def start_engine(policy):
+    """-> DeepSpeed's engine round the policy's model, with its optimiser, under ZeRO-2."""
+    import deepspeed  # takes seconds; the tests of this file's functions do without
+
+    # DeepSpeed would compile an all-reduce for CPU inference here, for a minute, with a compiler that
+    # may not be there. Training has no use for it. Other versions may compile: say what the wait is.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
+    deepspeed.init_distributed()
+    if GRADIENT_CHECKPOINTING:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    settings = {"lr": LEARNING_RATE, "betas": ADAM_BETAS, "weight_decay": WEIGHT_DECAY}
+    zero = {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": 50_000_000}
+    if OFFLOAD_OPTIMIZER:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer = DeepSpeedCPUAdam(policy.model.parameters(), **settings)
+        zero["offload_optimizer"] = {"device": "cpu"}
+    else:
+        fused = policy.model.device.type == "cuda"
+        optimizer = torch.optim.AdamW(policy.model.parameters(), fused=fused, **settings)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # a formality: accumulate() cuts micro-batches by
+        "gradient_accumulation_steps": 1,  # tokens, and says itself where a step ends
+        "zero_optimization": zero,
+        "gradient_clipping": MAX_GRAD_NORM,
+        "bf16": {"enabled": policy.dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    return deepspeed.initialize(model=policy.model, optimizer=optimizer, config=config)[0]
+
+
 def learning_rate(step):
     """-> the rate of update number `step` (from 1): linear warm-up, then linear decay to FINAL_LR."""
     warm = min(1.0, step / max(WARMUP_STEPS, 1))
@@ -596,9 +466,9 @@ def optimise(engine, rows, vocab_size, step):
         metrics["grad_norm"] = float(engine.get_global_grad_norm())
     metrics["learning_rate"] = learning_rate(step)
     if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
-        path = Path(RUN_DIR, f"bad_step_{step:06d}.pt")
+        path = Path(RUN_DIR, f"bad_step_{step:06d}.json")
         if dist.get_rank() == 0:
-            torch.save([asdict(row) for row in rows], path)
+            path.write_text(json.dumps([asdict(row) for row in rows], default=torch.Tensor.tolist))
         raise RuntimeError(f"step {step} is not finite: {metrics}; its rows are kept in {path}")
     return metrics
 
@@ -607,10 +477,10 @@ def check_first_update(metrics, dtype, same_reference):
     """Raises RuntimeError unless the first update is what theory says: ratio 1, KL 0.
 
     At the first update trainer, sampler and reference hold the same weights. Their log-probs differ
-    by rounding alone: FIRST_UPDATE_NOISE, a generous multiple of what was measured. More means that
+    by rounding alone: NOISE, a generous multiple of what was measured. More means that
     they do not compute the same thing (temperature, dropout, attention, wrong weights).
     """
-    limit = FIRST_UPDATE_NOISE[dtype]
+    limit = NOISE[dtype]
     if metrics["mismatch"] > limit:
         raise RuntimeError(
             f"at the first update the trainer's log-probs differ from the sampler's by"
@@ -631,9 +501,8 @@ def evaluate(policy, task, prompts):
     """
     count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
     for i in range(0, len(mine), SAMPLE_BATCH):
-        for _, completions, rewards in sample_and_reward(
-            policy, task, mine[i : i + SAMPLE_BATCH], group_size=1, temperature=0, generator=None
-        ):
+        batch = mine[i : i + SAMPLE_BATCH]
+        for _, completions, rewards in sample_and_reward(policy, task, batch, 1, 0, None):
             count["questions"] += 1
             count["truncated"] += completions[0].truncated
             count["tokens"] += len(completions[0].ids)
@@ -685,8 +554,9 @@ def rollout_metrics(count):
     }
 
 
-def show(bar, metrics, seconds):
+def show(bar, metrics):
     """Logs a step's metrics, and moves the progress bar on."""
+    seconds = sum(metrics[f"seconds_{part}"] for part in ("sample", "wait", "train"))
     metrics |= {"seconds": seconds, "tokens_per_second": metrics["tokens_sampled"] / seconds}
     log("metrics.jsonl", metrics)
     bar.set_postfix_str(
@@ -712,7 +582,9 @@ def log_samples(policy, prompts, groups, step):
     group = groups[step % len(groups)]
     item = next(item for index, item, _ in prompts if index == group.item)
     completions = group.completions(group.completion_ids)
-    advantages = group_advantages(group.rewards @ torch.tensor(list(REWARD_WEIGHTS.values())))
+    advantages = group_advantages(
+        group.rewards @ torch.tensor(list(REWARD_WEIGHTS.values())), scale_by_std=ADVANTAGE_STD
+    )
     for i in range(min(SAMPLES_PER_STEP, len(completions))):
         record = {
             "step": step,
@@ -727,17 +599,13 @@ def log_samples(policy, prompts, groups, step):
 
 
 def save(policy, step):
-    """Writes RUN_DIR/step_N in Hugging Face format, whole or not at all; deletes the oldest."""
-    if dist.get_rank() != 0:
-        return
-    final, draft = Path(RUN_DIR, f"step_{step:06d}"), Path(RUN_DIR, ".unfinished")
-    shutil.rmtree(draft, ignore_errors=True)
-    policy.model.save_pretrained(draft)
-    policy.tokenizer.save_pretrained(draft)
-    draft.rename(final)
-    for old in sorted(Path(RUN_DIR).glob("step_*"))[:-KEEP_CHECKPOINTS]:
-        shutil.rmtree(old)
-    say(f"saved {final}")
+    """Saves RUN_DIR/step_N and deletes all but the newest KEEP_CHECKPOINTS; -> step."""
+    if dist.get_rank() == 0:
+        policy.save(Path(RUN_DIR, f"step_{step:06d}"))
+        for old in sorted(Path(RUN_DIR).glob("step_*"))[:-KEEP_CHECKPOINTS]:
+            shutil.rmtree(old)
+        say(f"saved {RUN_DIR}/step_{step:06d}")
+    return step
 
 
 # --- Main ---------------------------------------------------------------------------
@@ -750,55 +618,38 @@ def main():
     server = RefServer(REF_SERVER, WAIT_LIMIT_SECONDS) if KL_BETA else None
     facts = tokenizer_facts(tokenizer) | {"temperature": TEMPERATURE}
     same_reference = server and server.check(MODEL, facts)["model"] == MODEL
-    engine, policy = load_policy(tokenizer)
+    policy = load_policy(MODEL, tokenizer, DTYPE)
+    policy.check_context(MAX_PROMPT_TOKENS, MAX_COMPLETION_TOKENS)
+    engine = start_engine(policy)
     rank, world = dist.get_rank(), dist.get_world_size()
     run = [f"{Path(RUN_DIR).name}-{uuid.uuid4().hex[:8]}"]
     dist.broadcast_object_list(run, src=0)  # rank 0's name for this run
     Path(RUN_DIR).mkdir(parents=True, exist_ok=True)
-
     stream = endless(train, rank, world)
-    share = PROMPTS_PER_STEP // world + (rank < PROMPTS_PER_STEP % world)
-    generator = torch.Generator(device=policy.model.device)
+
     say(f"greedy evaluation on {len(test)} {EVAL_SPLIT} questions before training")
-    accuracy, step, saved, checked = report(evaluate(policy, task, test), 0), 0, 0, False
+    accuracy, step, saved = report(evaluate(policy, task, test), 0), 0, 0
     bar = tqdm(total=STEPS, unit="step", disable=rank != 0)
     while step < STEPS and accuracy < STOP_ACCURACY:
-        mine, start = [], time.perf_counter()
-
-        def hand_on(group, number, step=step, mine=mine):
-            id = f"{step:06d}-{rank:04d}-{number:04d}"
-            body = pack_group(make_group(group, id=id, run=run[0], step=step))
-            if server:
-                server.call("POST", "/upload", data=body)
-            mine.append(id if server else body)
-
-        generator.manual_seed((SEED * 1_000_003 + step) * 4096 + rank)  # of the step, for reruns
-        count = rollout(policy, task, stream, hand_on, share=share, generator=generator)
-        sampled = time.perf_counter()
-        groups = exchange(mine, server, run[0])
-        metrics = rollout_metrics(count)
-        metrics["seconds_sample"] = sampled - start
-        metrics["seconds_wait"] = time.perf_counter() - sampled
+        groups, metrics = make_step(policy, task, stream, server, run[0], step)
         log_samples(policy, train, groups, step + 1)
         rows = make_rows(groups)
-        for _ in range(UPDATES_PER_ROLLOUT):
-            step, updated = step + 1, time.perf_counter()
+        for _ in range(min(UPDATES_PER_ROLLOUT, STEPS - step)):
+            started, step = time.perf_counter(), step + 1
             update = optimise(engine, rows, policy.vocab_size, step) if rows else {}
-            if rows and not checked:
-                check_first_update(update, policy.model.dtype, same_reference)
-                checked = True
-            update["seconds_train"] = time.perf_counter() - updated
-            show(bar, {"step": step} | metrics | update, time.perf_counter() - start)
+            if step == 1 and rows:
+                check_first_update(update, policy.dtype, same_reference)
+            update["seconds_train"] = time.perf_counter() - started
+            show(bar, {"step": step} | metrics | update)
             if step % EVAL_STEPS == 0 or step == STEPS:
                 accuracy = report(evaluate(policy, task, test), step)
             if step % SAVE_STEPS == 0:
-                save(policy, step)
-                saved = step
+                saved = save(policy, step)
         if server and rank == 0:
             server.call("POST", "/ack", json={"run": run[0], "ids": [g.id for g in groups]})
+    bar.close()
     if saved != step:
         save(policy, step)
-    bar.close()
     dist.destroy_process_group()
 
 

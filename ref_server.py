@@ -24,7 +24,7 @@ import torch
 import waitress
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from sampler import accepts
+from grpo_loss import completion_logits, pack_by_tokens, token_logps
 from store import Store, StoreFull
 from wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
 
@@ -48,55 +48,6 @@ LEASE_WAIT_SECONDS = 5  # a lease request waits this long for the first scored g
 
 
 # --- Scoring ------------------------------------------------------------------------
-def pack_by_tokens(lengths, budget):
-    """Batches of row numbers, longest rows first, each of at most `budget` padded tokens.
-
-    A row longer than the budget gets a batch of its own.
-    Example: [3, 9, 4], 10 -> [[1], [2, 0]]
-    """
-    batches, width = [], 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if not batches or (len(batches[-1]) + 1) * width > budget:
-            batches.append([])
-            width = lengths[row]  # the first row of a batch is its longest
-        batches[-1].append(row)
-    return batches
-
-
-def completion_logits(model, prompts, completions):
-    """-> logits (N, V') in the model's dtype and targets (N,) of all completion tokens, row after row.
-
-    `prompts` and `completions` are lists of id lists. Rows are padded on the right, where causal
-    attention can't see it, so there is no mask to get wrong, and the padding's logits are dropped
-    before the softmax. Both the reference server and the trainer take their log-probs from here.
-    """
-    rows = [p + c for p, c in zip(prompts, completions, strict=True)]
-    width = max(map(len, rows)) - 1  # the last token has no successor to predict
-    ids = torch.tensor([row[:-1] + [0] * (width + 1 - len(row)) for row in rows])
-    first = min(map(len, prompts)) - 1  # row t of the logits predicts token t + 1
-    wanted = torch.zeros(len(rows), width, dtype=torch.bool)
-    for row, prompt, completion in zip(wanted, prompts, completions, strict=True):
-        row[len(prompt) - 1 : len(prompt) - 1 + len(completion)] = True
-    device = next(model.parameters()).device
-    inputs = {"input_ids": ids.to(device), "use_cache": False}
-    if accepts(model, "logits_to_keep"):  # spares the logits of the shared part of the prompts
-        inputs["logits_to_keep"] = torch.arange(first, width, device=device)
-    logits = model(**inputs).logits
-    if logits.shape[1] == width:
-        logits = logits[:, first:]
-    targets = torch.tensor([token for c in completions for token in c], device=device)
-    return logits[wanted[:, first:].to(device)], targets
-
-
-def token_logps(logits, targets, *, temperature, vocab_size):
-    """-> log softmax(logits / temperature)[target], float32 (N,), over the tokenizer's ids.
-
-    In float32 whatever the model's dtype: bf16 log-probs cost up to 1.6 % in the probability ratio.
-    """
-    logits = logits[:, :vocab_size].float() / temperature  # (N, V)
-    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
-
-
 @torch.no_grad()
 def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
     """-> log-probs of every completion, a list of float32 CPU tensors (T_i,), in the order given.

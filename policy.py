@@ -1,0 +1,89 @@
+"""The model that is trained, and its tokenizer: loading, prompts to ids, ids to text, saving.
+
+Any AutoModelForCausalLM will do. What differs between families is settled here: where EOS is named,
+whether there is a chat template and what roles it knows, dropout, the padding of the embedding.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from wire import tokenizer_facts
+
+
+@dataclass
+class Policy:
+    name: str
+    model: torch.nn.Module
+    tokenizer: object
+    eos_ids: set[int]
+    vocab_size: int  # ids of the tokenizer; the embedding may be padded beyond them
+    dtype: str
+
+    def text(self, completion):
+        """-> a sampled completion's text, without the EOS that ended it."""
+        ids = completion.ids if completion.truncated else completion.ids[:-1]
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    def check_context(self, prompt_tokens, completion_tokens):
+        """Raises SystemExit if the two together exceed the model's context."""
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        if context is not None and prompt_tokens + completion_tokens > context:
+            raise SystemExit(
+                f"MAX_PROMPT_TOKENS + MAX_COMPLETION_TOKENS = {prompt_tokens + completion_tokens}"
+                f" exceeds the context of {context} tokens of {self.name}: lower one of them"
+            )
+
+    def save(self, folder):
+        """Writes model and tokenizer in Hugging Face format: whole, or not at all."""
+        draft = Path(folder).with_name(".unfinished")
+        shutil.rmtree(draft, ignore_errors=True)
+        self.model.save_pretrained(draft)
+        self.tokenizer.save_pretrained(draft)
+        draft.rename(folder)
+
+
+def load_policy(name, tokenizer, dtype):
+    """-> the Policy, on this rank's GPU or the CPU. `dtype` auto is bfloat16 on a GPU, else float32.
+
+    Raises SystemExit if model and tokenizer don't belong together, or no EOS is named.
+    """
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    config = AutoConfig.from_pretrained(name)
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)  # GPT-2 ships 0.1: the ratio would be noise
+    model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=getattr(torch, dtype))
+    stops = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
+    eos_ids = {i for ids in stops for i in (ids if isinstance(ids, list) else [ids])} - {None}
+    if not eos_ids:
+        raise SystemExit(f"{name} names no EOS token: its completions would never end")
+    rows = model.get_input_embeddings().weight.shape[0]
+    vocab_size = tokenizer_facts(tokenizer)["vocab_size"]
+    if rows < vocab_size:
+        raise SystemExit(f"{name} embeds {rows} ids, its tokenizer has {vocab_size}: a wrong pair")
+    return Policy(name, model.to(device), tokenizer, eos_ids, vocab_size, dtype)
+
+
+def prompt_ids(tokenizer, messages):
+    """-> the ids of a chat, up to where the answer begins."""
+    if not tokenizer.chat_template:  # GPT-2 and other plain models
+        return tokenizer("\n\n".join(m["content"] for m in messages) + "\n")["input_ids"]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError:  # Gemma knows no system role: the user says it
+        content = "\n\n".join(m["content"] for m in messages)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
