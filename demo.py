@@ -29,8 +29,10 @@ from pathlib import Path
 import psutil
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from policy import prompt_ids
+from sampler import sample_groups
 from tasks import arithmetic
 
 RUN_DIR = "runs/demo"
@@ -130,6 +132,17 @@ def equation(draw):
     return f"{item['a']}{item['operator']}{item['b']}={item['answer']}"
 
 
+def next_token_loss(model, rows):
+    """-> the mean cross-entropy of rows (ids, how many of them are given and not learned)."""
+    width = max(len(ids) for ids, _ in rows)
+    ids = [ids + [0] * (width - len(ids)) for ids, _ in rows]
+    labels = [[-100] * n + ids[n:] + [-100] * (width - len(ids)) for ids, n in rows]
+    return model(
+        input_ids=torch.tensor(ids, device=model.device),
+        labels=torch.tensor(labels, device=model.device),
+    ).loss
+
+
 def warm_start(seed):
     """Trains the tiny model on sloppy examples and true equations, and saves it to WARM_START."""
     torch.manual_seed(seed)
@@ -155,28 +168,22 @@ def warm_start(seed):
     end = [tokenizer.eos_token_id]
     started = time.perf_counter()
     for step in range(WARM_STEPS):
-        rows = []  # (ids, how many of them are given and not learned)
+        examples = []  # (ids, how many of them are given and not learned)
         for item in draw.choices(train_items, k=32):
             if item["question"] not in prompts:
-                text = tokenizer.apply_chat_template(
-                    arithmetic.messages(item["question"]),
-                    tokenize=False,
-                    add_generation_prompt=True,
+                prompts[item["question"]] = prompt_ids(
+                    tokenizer, arithmetic.messages(item["question"])
                 )
-                prompts[item["question"]] = tokenizer(text)["input_ids"]
             prompt = prompts[item["question"]]
-            rows.append((prompt + tokenizer(sloppy(item, draw))["input_ids"] + end, len(prompt)))
+            examples.append(
+                (prompt + tokenizer(sloppy(item, draw))["input_ids"] + end, len(prompt))
+            )
         equations = tokenizer([equation(draw) for _ in range(64)])["input_ids"]
-        rows += [(ids + end, 1) for ids in equations]
-        width = max(len(ids) for ids, _ in rows)
-        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows], device=device)
-        labels = torch.tensor(
-            [[-100] * given + ids[given:] + [-100] * (width - len(ids)) for ids, given in rows],
-            device=device,
-        )
+        # two batches, as equations padded to the length of examples would double the time
+        loss = next_token_loss(model, examples)
+        loss = loss + next_token_loss(model, [(ids + end, 1) for ids in equations])
         for group in optimizer.param_groups:
             group["lr"] = 4e-3 * min((step + 1) / 30, 1, 0.05 + 1.9 * (1 - step / WARM_STEPS))
-        loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -193,23 +200,12 @@ def warm_start(seed):
 def diagnose(folder):
     """-> of the greedy answers to 200 validation questions: how many write a true equation, and how
     many use the operator that the question asks for. This tells arithmetic from habit."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from sampler import sample_groups
-
     tokenizer, model = (
         AutoTokenizer.from_pretrained(folder),
-        AutoModelForCausalLM.from_pretrained(folder),
+        Qwen2ForCausalLM.from_pretrained(folder),
     )
     items = arithmetic.load("validation")[:200]
-    prompts = [
-        tokenizer(
-            tokenizer.apply_chat_template(
-                arithmetic.messages(item["question"]), tokenize=False, add_generation_prompt=True
-            )
-        )["input_ids"]
-        for item in items
-    ]
+    prompts = [prompt_ids(tokenizer, arithmetic.messages(item["question"])) for item in items]
     groups = sample_groups(
         model.eval(),
         prompts,

@@ -43,7 +43,7 @@ THREADS = 16  # requests served at once; a waiting lease holds one for up to LEA
 STORE = "runs/ref_store.sqlite"  # what was answered with 200 is here, and survives kill -9
 MAX_STORE_BYTES = 1 << 30  # beyond it an upload is answered 503: producers wait, disk stays bounded
 MAX_BODY_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 4 MB
-LEASE_SECONDS = 600  # a lease that is not acknowledged by then is handed out again
+LEASE_SECONDS = 120  # unless acknowledged, handed out again; below the trainer's WAIT_LIMIT_SECONDS
 LEASE_WAIT_SECONDS = 5  # a lease request waits this long for the first scored group before its 204
 
 
@@ -85,28 +85,36 @@ def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
     return result
 
 
-def score_groups(store, rows, score):
+def score_groups(store, rows, score, **limits):
     """Scores stored groups, [(seq, body)], and stores their log-probs.
 
-    `score(prompts, completions)` is score_rows with its settings. A group that can't be scored is
-    marked as failed with its error, which the run's next lease raises; the others go on.
+    `score(prompts, completions)` is score_rows with its settings, `limits` are unpack_group's: the
+    groups may have come under another model. A group that can't be scored is marked as failed with
+    its error, which the run's next lease raises; the others go on.
     """
-    groups = [unpack_group(body) for _, body in rows]
-    prompts = [g.prompt_ids.tolist() for g in groups for _ in g.completion_lengths]
-    completions = [ids.tolist() for g in groups for ids in g.completions(g.completion_ids)]
     try:
-        logps = score(prompts, completions)
+        groups = [unpack_group(body, **limits) for _, body in rows]
+        prompts = [p for g in groups for p in [g.prompt_ids.tolist()] * len(g.completion_lengths)]
+        completions = [ids.tolist() for g in groups for ids in g.completions(g.completion_ids)]
+        logps = iter(score(prompts, completions))
+        for group in groups:
+            group.ref_logps = torch.cat([next(logps) for _ in group.completion_lengths])
+            if not torch.isfinite(group.ref_logps).all():
+                raise ValueError("the reference model gave log-probs that are not finite")
     except Exception as error:  # noqa: BLE001 (printed, stored, raised in the trainer)
-        if len(rows) > 1:  # which one was it?
-            for row in rows:
-                score_groups(store, [row], score)
-            return
+        failure = f"{type(error).__name__}: {error}"
         traceback.print_exc()
-        store.failed(rows[0][0], f"{type(error).__name__}: {error}")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # raises if CUDA is broken for good: end, don't fail them all
+    else:
+        for group, (seq, _) in zip(groups, rows, strict=True):
+            store.scored(seq, pack_group(group))
         return
-    for group, (seq, _) in zip(groups, rows, strict=True):
-        group.ref_logps = torch.cat([logps.pop(0) for _ in group.completion_lengths])
-        store.scored(seq, pack_group(group))
+    if len(rows) == 1:
+        store.failed(rows[0][0], failure)
+        return
+    for row in rows:  # which one was it? Out here, where the error no longer holds its tensors
+        score_groups(store, [row], score, **limits)
 
 
 # --- Routes -------------------------------------------------------------------------
@@ -115,7 +123,14 @@ def make_app(store, info, *, max_tokens, token, max_body_bytes, lease_seconds, l
     app = bottle.Bottle()
 
     def refuse(status, reason, **headers):
+        headers["Content-Type"] = "application/json"
         raise bottle.HTTPResponse(json.dumps({"error": reason}), status, headers)
+
+    def explain(error):  # 404, 405, and 500 for what nobody foresaw (bottle prints its traceback)
+        bottle.response.content_type = "application/json"
+        return json.dumps({"error": repr(error.exception) if error.exception else error.body})
+
+    app.default_error_handler = explain
 
     def read_body():
         length = bottle.request.content_length  # -1 when there is none
@@ -131,7 +146,7 @@ def make_app(store, info, *, max_tokens, token, max_body_bytes, lease_seconds, l
         try:
             asked = json.loads(read_body())
             values = [asked[name] for name in kinds]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             refuse(400, f"the body must be JSON with {', '.join(kinds)}: {error!r}")
         for value, (name, kind) in zip(values, kinds.items(), strict=True):
             if type(value) is not kind:
@@ -163,6 +178,8 @@ def make_app(store, info, *, max_tokens, token, max_body_bytes, lease_seconds, l
             bodies = store.lease(run, limit, seconds=lease_seconds, patience=lease_wait)
         except RuntimeError as error:
             refuse(500, str(error))
+        except ValueError as error:  # a text that is no UTF-8
+            refuse(400, str(error))
         if not bodies:
             bottle.response.status = 204
             return b""
@@ -174,7 +191,10 @@ def make_app(store, info, *, max_tokens, token, max_body_bytes, lease_seconds, l
     @app.post("/ack")
     def ack():
         run, ids = read_json(run=str, ids=list)
-        return {"acknowledged": store.ack(run, [str(id) for id in ids])}
+        try:
+            return {"acknowledged": store.ack(run, [str(id) for id in ids])}
+        except ValueError as error:  # a text that is no UTF-8
+            refuse(400, str(error))
 
     @app.get("/info")
     def get_info():
@@ -240,9 +260,10 @@ def main():
         threads=THREADS,
         inbuf_overflow=64 << 20,
         recv_bytes=262_144,
-        max_request_body_size=MAX_BODY_BYTES,
+        max_request_body_size=MAX_BODY_BYTES + 1,  # refuses from this many bytes on
     )
-    threading.Thread(target=server.run, daemon=True).start()
+    http = threading.Thread(target=server.run, daemon=True)
+    http.start()
     print(f"serving {MODEL} ({info['dtype']}) on http://{HOST}:{server.effective_port}", flush=True)
 
     def score(prompts, completions):
@@ -257,14 +278,15 @@ def main():
 
     # Scoring is the main thread: if it dies, the process dies, and nobody waits for a dead loop.
     said, total = time.monotonic(), 0
-    while True:
+    while http.is_alive():
         rows = store.waiting(limit=64, patience=10)
         if rows:
-            score_groups(store, rows, score)
+            score_groups(store, rows, score, vocab_size=info["vocab_size"], max_tokens=max_tokens)
             total += len(rows)
         if time.monotonic() - said > 60:
             said = time.monotonic()
             print(f"{time.strftime('%H:%M:%S')} scored {total} groups; {store.stats()}", flush=True)
+    sys.exit("the HTTP server ended, so this process does")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import sqlite3
 import threading
 import time
 
+LEASE_BYTES = 64 << 20  # of groups in one lease, unless a single one is larger: bounds its reply
+
 
 class StoreFull(Exception):
     """The store holds MAX_STORE_BYTES; the producer should try again later."""
@@ -24,6 +26,7 @@ class Store:
 
     Done groups keep their row without the body, so that a late repeat of an upload is recognised.
     WAL with synchronous=NORMAL: a committed upload survives the death of the process (not a power cut).
+    The file is locked, as a second server with another model would score the first one's groups.
     """
 
     def __init__(self, path, max_bytes):
@@ -31,7 +34,11 @@ class Store:
         self.db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self.max_bytes = max_bytes
         self.changed = threading.Condition()  # guards the connection, and is told of every change
-        self.db.execute("PRAGMA journal_mode=WAL")
+        self.db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        try:
+            self.db.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            raise SystemExit(f"{path}: {error}; is it another server's? Set STORE") from error
         self.db.execute("PRAGMA synchronous=NORMAL")
         self.db.execute(
             "CREATE TABLE IF NOT EXISTS groups (seq INTEGER PRIMARY KEY, run TEXT, id TEXT,"
@@ -87,12 +94,15 @@ class Store:
 
     def _update(self, seq, state, body, error):
         with self.changed:
-            old = self.db.execute("SELECT bytes FROM groups WHERE seq=?", (seq,)).fetchone()[0]
+            old = "SELECT bytes FROM groups WHERE seq=? AND state='waiting'"
+            row = self.db.execute(old, (seq,)).fetchone()
+            if not row:  # acknowledged meanwhile: it must not come back
+                return
             self.db.execute(
                 "UPDATE groups SET state=?, body=?, bytes=?, error=? WHERE seq=?",
                 (state, body, len(body), error, seq),
             )
-            self.bytes += len(body) - old
+            self.bytes += len(body) - row[0]
             self.changed.notify_all()
 
     def lease(self, run, limit, *, seconds, patience):
@@ -101,8 +111,8 @@ class Store:
         Raises RuntimeError if scoring one of the run's groups failed: its trainer should know.
         """
         query = (
-            "SELECT seq, id, body FROM groups WHERE run=? AND (state='scored'"
-            " OR (state='leased' AND lease_ends<?)) ORDER BY seq LIMIT ?"
+            "SELECT seq, id, bytes FROM groups WHERE state IN ('scored', 'leased') AND run=?"
+            " AND (state='scored' OR lease_ends<?) ORDER BY seq LIMIT ?"
         )
         deadline = time.monotonic() + patience
         with self.changed:
@@ -115,11 +125,18 @@ class Store:
                 if rows or left <= 0:
                     break
                 self.changed.wait(left)
-            self.db.executemany(
-                "UPDATE groups SET state='leased', lease_ends=? WHERE seq=?",
-                [(time.time() + seconds, seq) for seq, _, _ in rows],
-            )
-        return {id: body for _, id, body in rows}
+            bodies, size = {}, 0
+            for seq, id, bytes in rows:
+                size += bytes
+                if bodies and size > LEASE_BYTES:
+                    break
+                body = self.db.execute("SELECT body FROM groups WHERE seq=?", (seq,))
+                bodies[id] = body.fetchone()[0]
+                self.db.execute(
+                    "UPDATE groups SET state='leased', lease_ends=? WHERE seq=?",
+                    (time.time() + seconds, seq),
+                )
+        return bodies
 
     def ack(self, run, ids):
         """Ends the groups' way: they were trained. -> how many were not done already."""

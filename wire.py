@@ -18,7 +18,7 @@ import json
 import os
 import struct
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import requests
 import safetensors
@@ -26,6 +26,7 @@ import safetensors.torch
 import torch
 
 PROTOCOL = 1  # raised when the wire changes; trainer and server must agree
+MAX_HEADER_BYTES = 1 << 16  # a group's is 1 KB; 16 MB of header took 3.5 s and 300 MB to refuse
 
 
 @dataclass
@@ -60,11 +61,14 @@ TENSORS = {
     "ref_logps": torch.float32,
 }
 METADATA = {"id": str, "run": str, "policy_version": int, "item": int, "reward_names": list}
+# What reading a blob raises; RuntimeError: JSON nested too deeply, torch's view of 4-bit dtypes
+UNREADABLE = (safetensors.SafetensorError, struct.error)
+UNREADABLE += (ValueError, KeyError, TypeError, RuntimeError)
 
 
 def pack_group(group):
     """-> the group as one safetensors blob (bytes)."""
-    fields = asdict(group)
+    fields = vars(group)  # not asdict, which copies every tensor with its whole storage
     tensors = {k: fields[k].contiguous() for k in TENSORS if fields[k] is not None}
     meta = {"protocol": PROTOCOL} | {k: fields[k] for k in METADATA}
     return safetensors.torch.save(tensors, {"grpo": json.dumps(meta)})
@@ -76,12 +80,16 @@ def unpack_group(body, *, vocab_size=None, max_tokens=None):
     `vocab_size` bounds the ids, `max_tokens` the length of prompt plus completion.
     """
     try:
+        (header_bytes,) = struct.unpack_from("<Q", body)
+        if header_bytes > MAX_HEADER_BYTES:
+            raise ValueError(f"its header claims {header_bytes} bytes")
         tensors = safetensors.torch.load(body)
-        (header_bytes,) = struct.unpack("<Q", body[:8])
         meta = json.loads(json.loads(body[8 : 8 + header_bytes])["__metadata__"]["grpo"])
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"not a safetensors blob with a group in it: {error!r}") from error
-    if not isinstance(meta, dict) or meta.get("protocol") != PROTOCOL:
+    if not isinstance(meta, dict):
+        raise ValueError(f"the metadata must be a JSON object, got {type(meta).__name__}")
+    if type(meta.get("protocol")) is not int or meta["protocol"] != PROTOCOL:
         raise ValueError(f"this server speaks protocol {PROTOCOL}; update the older side")
     for name, kind in METADATA.items():
         if type(meta.get(name)) is not kind:
@@ -101,8 +109,15 @@ def check_group(g, vocab_size, max_tokens):
     """Raises ValueError with the reason if the group's tensors do not fit one another."""
     if not 0 < len(g.id) <= 200 or not 0 < len(g.run) <= 200:
         raise ValueError("id and run must have 1 to 200 characters")
+    # SQLite can't take half a surrogate pair, nor safetensors this name for a tensor (lease)
+    if not g.id.isprintable() or not g.run.isprintable() or g.id == "__metadata__":
+        raise ValueError("id and run must be printable, and id not __metadata__")
+    if not 0 <= g.policy_version < 2**63 or not 0 <= g.item < 2**63:
+        raise ValueError("policy_version and item must not be negative, nor need over 64 bits")
     if not g.reward_names or not all(isinstance(name, str) for name in g.reward_names):
         raise ValueError(f"reward_names must be a list of names, got {g.reward_names!r}")
+    if len(set(g.reward_names)) < len(g.reward_names):
+        raise ValueError(f"reward_names must differ, got {g.reward_names!r}")
     if g.completion_lengths.dim() != 1 or g.completion_lengths.numel() == 0:
         raise ValueError("completion_lengths must be (G,) with G of 1 or more")
     if g.completion_lengths.min() < 1:
@@ -121,11 +136,14 @@ def check_group(g, vocab_size, max_tokens):
         raise ValueError("prompt_ids must be (P,) with P of 1 or more")
     ids = torch.cat([g.prompt_ids, g.completion_ids])
     if ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size):
-        raise ValueError(f"token ids must lie in 0..{vocab_size}, got {ids.min()}..{ids.max()}")
+        bound = "up" if vocab_size is None else vocab_size - 1
+        raise ValueError(f"token ids must lie in 0..{bound}, got {ids.min()}..{ids.max()}")
     if not torch.isfinite(g.rewards).all():
         raise ValueError("rewards must be finite")
     if not torch.isfinite(g.sampler_logps).all() or g.sampler_logps.max() > 1e-3:
         raise ValueError("sampler_logps must be finite and not positive")
+    if g.ref_logps is not None and not torch.isfinite(g.ref_logps).all():
+        raise ValueError("ref_logps must be finite")
     longest = len(g.prompt_ids) + int(g.completion_lengths.max())
     if max_tokens is not None and longest > max_tokens:
         raise ValueError(f"{longest} tokens exceed the reference model's context of {max_tokens}")
@@ -144,12 +162,17 @@ def tokenizer_facts(tokenizer):
 
 
 # --- Client -------------------------------------------------------------------------
+# What a call raises while the server is down, or when it dies in the middle of its reply
+CUT_OFF = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
+
+
 class RefServer:
     """The reference server as its clients see it. Every wait says what for, and ends some time."""
 
     def __init__(self, url, wait_limit_seconds):
         self.url, self.limit = url.rstrip("/"), wait_limit_seconds
         self.session = requests.Session()
+        self.session.trust_env = False  # no HTTP_PROXY, which seldom knows a cluster's machines
         if token := os.environ.get("GRPO_TOKEN"):
             self.session.headers["Authorization"] = f"Bearer {token}"
 
@@ -160,7 +183,7 @@ class RefServer:
         while True:
             try:
                 reply = self.session.request(method, self.url + path, timeout=60, **request)
-            except (requests.ConnectionError, requests.Timeout) as error:
+            except CUT_OFF as error:
                 wait.turn(f"no answer ({type(error).__name__}); is `python ref_server.py` running?")
                 continue
             if reply.status_code == 503:
@@ -183,7 +206,7 @@ class RefServer:
         return info
 
     def lease(self, run, ids):
-        """-> the bodies of all the run's groups `ids`, scored, in the order of ids."""
+        """-> the bodies of all the run's groups `ids`, scored, sorted by id."""
         wait, bodies = Wait(f"scored groups from {self.url}", self.limit), {}
         while missing := len(set(ids) - bodies.keys()):
             reply = self.call("POST", "/lease", json={"run": run, "limit": missing})

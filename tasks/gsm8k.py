@@ -1,0 +1,158 @@
+"""GSM8K: grade-school word problems, their prompt and two rewards. The file that users replace.
+
+The trainer asks for `load`, `messages` and `rewards`; nothing here knows of torch, tokens or HTTP.
+Correctness ignores the format, so accuracy means the same before and after training. Each rule
+commits to one number by its place, so listing candidates cannot pay; and a sum left undone
+("3 + 4" for 7) is no answer, or copying the question would be the best policy.
+"""
+
+import json
+import logging
+import re
+from fractions import Fraction
+from pathlib import Path
+
+DATA = "openai/gsm8k"  # on the hub (config "main"), or a folder with train.jsonl and test.jsonl
+SYSTEM_PROMPT = "Reason step by step in <think></think>, then give one number in <answer></answer>."
+CORRECT, WRONG = 1.0, -1.0
+FORMATTED, UNFORMATTED = 1.25, -1.0  # so wrong but formatted (0.25) beats right but bare (0.0)
+MAX_NUMBER_CHARS = 60  # a longer one is no answer, and int() itself refuses 4301 digits
+MAX_LATEX_CHARS = 120  # what math-verify is given; its time grows with the length
+
+
+def load(split):
+    """-> the items {"question", "answer": "... #### 18"} of `split`, "train" or "test"."""
+    folder = Path(DATA).expanduser()
+    if folder.is_dir() or DATA.startswith((".", "/", "~")):
+        return read_jsonl(folder / f"{split}.jsonl")
+    import datasets
+
+    try:
+        return list(datasets.load_dataset(DATA, "main", split=split))
+    except OSError as error:  # no such dataset, or no network
+        raise OSError(f"DATA = {DATA!r} is no folder here and no hub dataset: {error}") from error
+
+
+def read_jsonl(path):
+    """-> one dict per line of `path`; a missing file or a bad line raises a sentence."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: set DATA to a folder that has it")
+    items = []
+    for row, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
+        try:
+            items.append(json.loads(line))
+            good = re.search(r"####\s*\S", items[-1]["answer"]) and items[-1]["question"].strip()
+        except (ValueError, KeyError, TypeError, AttributeError):
+            good = False
+        if not good:
+            raise ValueError(
+                f'{path}, line {row}: correct it to {{"question": , "answer": "#### 18"}}'
+            )
+    return items
+
+
+def messages(question):
+    """-> the chat that asks the question."""
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+
+
+# --- Format ------------------------------------------------------------------------
+# Decoded text keeps EOS and the pads after it: a pattern that ends in </answer> must not see them.
+SPECIAL = re.compile(r"(?:(?:<\|[a-z_]+\|>|</s>|<eos>|<pad>|<end_of_turn>)\s*)+$")
+INSIDE = r"((?:(?!</?(?:think|answer)>).)*)"  # holds no tag: no second block, none nested
+BLOCK = re.compile(rf"<answer>{INSIDE}</answer>", re.DOTALL)
+FORMAT = re.compile(rf"\s*<think>{INSIDE}</think>\s*{BLOCK.pattern}\s*", re.DOTALL)
+
+
+def rewards(item, completion):
+    """-> the raw rewards of one completion, a decoded text, each part under its own name."""
+    text = SPECIAL.sub("", completion)
+    right = same(str(item["answer"]).rsplit("####", 1)[-1], *final_answer(text))
+    formatted = FORMATTED if FORMAT.fullmatch(text) else UNFORMATTED
+    return {"correctness": CORRECT if right else WRONG, "format": formatted}
+
+
+# --- Correctness: find the answer, read it as a number, compare --------------------
+# "#### 18", but neither the Markdown heading "#### Step 2" nor "#### 2. Add"
+HASHES = re.compile(r"####(?!\s*\d+[.)]\s+[A-Z])\s*((?:\\[a-z]+|[^\w\n])*\d[^\n]*)")
+BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+REST = r"(?:(?![.!?](?:\s|$))[^\n]){0,200}"  # of a sentence
+ANCHOR = re.compile(
+    rf"(?im)(?:\banswer\b[^\n.:=\d]{{0,40}}?(?:\bis\b|:|=)|^\s*A\s*:)\s*({REST}\d{REST})"
+)
+CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
+    (r"<<.*?>>", ""),  # GSM8K's calculator notes
+    (r"[\u2212\uff0d]", "-"),  # the typographic minus
+    (r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}", r" \1 "),
+    (r"(?<=\d)(?:\{,\}|\\[,!])(?=\d{3}(?!\d))", ","),  # 70{,}000 and 70\,000
+    (r"\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))", r" \1\3/\2\4"),  # 2\frac{1}{2}
+    (r"\\(?:left|right|quad)(?![a-z])|\\[,;:! ()\[\]]|[*_`#]+|(?<=\w)\\?\$(?!\d)|\\(?=%)", " "),
+    (r"(?<!\w)\\?[$€£]\s*", ""),
+    (r"\((?!\s*or\b)[^()]*[A-Za-z][^()]*\)", " "),  # an aside, "(from 3 boxes)"
+    (r"(?<=[A-Za-z])\s?\^\{?\d\}?", ""),  # the square of "18 cm^2"
+    (r"^(?!.*(?:\bor\b|\\vee|\\lor)).*(?:[=≈]|\\approx)", ""),  # 3 + 4 = 7 is 7
+    (r"^\s*-\s+(?=[.\d])", "-"),
+)]  # fmt: skip
+NUMBER = re.compile(
+    r"(?<!\w)(?:(?<!\))[-+])?(?:(?:\d+\s+)?\d+\s*/\s*0*[1-9]\d*"  # 1/2, 2 1/2
+    r"|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,2}(?!\w))?|\.\d+)"
+)
+# With "#" for each number: two with no word between them are a list, a range or a sum left undone.
+GAP = r"#(?:[^\w#]|\b(?:and|to|or|x|maybe|perhaps|possibly|either|also)\b)*"
+FIRST_UNSURE = re.compile(rf"(?is)\W*?(?:{GAP}#|#[^#]*\bor\b.*#|#\s*[+×÷])")
+LAST_UNSURE = re.compile(rf"(?i)(?:{GAP}|#[^#]*\bor\b[^#]*|[+×÷/]\s*)#[^#]*$|#\s*[+×÷][^#]*$")
+LATEX = re.compile(r"\\[A-Za-z]|[\^√]")
+# What math-verify may see of it: sympy would compute 9^{9^{9^9}} in C, where no alarm stops it.
+SAFE = re.compile(
+    r"(?:[\d.,\s{}]|(?<![\d}])-|\\[dt]?frac|\\sqrt\{\d{1,9}\}|\\(?:times|cdot)\s*10(?=\^)"
+    r"|(?<=\d)\^(?:\d|\{-?\d\d?\}|\{?\\circ\}?)(?!\s*\^))*"
+)
+
+
+def final_answer(text):
+    """-> the words that hold the answer, and whether they are marked as the answer.
+
+    Example: final_answer("<answer>5</answer> no, <answer>6</answer>") -> ("6", True)
+    """
+    blocks = BLOCK.findall(text)
+    text = blocks[-1] if blocks else text
+    marked = HASHES.findall(text) or BOXED.findall(text) or ANCHOR.findall(text) or blocks
+    numeric = [s for s in re.split(r"[.!?](?=\s|$)|\n(?:\s*- )?", text) if re.search(r"\d", s)]
+    return (marked or numeric or [""])[-1].strip(), bool(marked)
+
+
+def number(text, marked):
+    """-> the Fraction that cleaned `text` commits to; None if it has none, many or a sum.
+
+    Example: number("12 apples from 3 boxes", True) -> Fraction(12, 1)
+    """
+    found, shape = NUMBER.findall(text), NUMBER.sub("#", text)
+    first = marked and re.match(r"[\s(]*#", shape)  # an answer's opening number, else the last
+    unsure = FIRST_UNSURE.match(shape) if first else LAST_UNSURE.search(shape)
+    digits = re.sub(r"\s*/\s*", "/", found[0 if first else -1].replace(",", "")) if found else ""
+    if unsure or LATEX.search(text) or not 0 < len(digits) <= MAX_NUMBER_CHARS:
+        return None
+    size = sum(Fraction(part) for part in digits.lstrip("+-").split())
+    if "/" in digits and size.denominator == 1:
+        return None  # 84/2 for 42 is a division left undone
+    return -size if digits[0] == "-" else size
+
+
+def same(gold, span, marked):
+    """-> whether `span` commits to the value of `gold`: exactly, or LaTeX as math-verify reads it."""
+    for pattern, to in CLEAN:
+        gold, span = pattern.sub(to, gold).strip(), pattern.sub(to, span).strip()
+    want = number(gold, True)
+    if want is not None and not LATEX.search(span):
+        return number(span, marked) == want
+    if want is None and not (LATEX.search(gold) and SAFE.fullmatch(gold)):
+        raise ValueError(f"the gold answer {gold!r} is no number: correct the data")
+    if len(span) > MAX_LATEX_CHARS or not SAFE.fullmatch(span):
+        return False
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    # No timeout: SIGALRM is for the main thread only, and SAFE bounds the work. It warns of that.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    config = [LatexExtractionConfig()]
+    gold, span = (parse(f"${s}$", config, "no_fallback", parsing_timeout=0) for s in (gold, span))
+    return verify(gold, span, timeout_seconds=0, raise_on_error=True)

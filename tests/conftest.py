@@ -1,0 +1,40 @@
+"""What the tests share: one thread, no network, and a tiny model in Hugging Face format."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch; the processes that tests start inherit both
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from demo import make_tokenizer
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """-> the folder of a random Qwen2 with 32 000 parameters, float32, and a byte-level tokenizer.
+
+    The tokenizer has ChatML as its template; the embedding has more rows (416) than it has ids.
+    """
+    folder, tokenizer = tmp_path_factory.mktemp("tiny"), make_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=416,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,  # so that its distributions are far from uniform
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,77 @@
+"""Run by test_ranks.py under the deepspeed launcher: the gradient of one step, cut up in several ways.
+
+    deepspeed --num_gpus 2 tests/gradient_run.py MODEL OUT.pt
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import grpo_ref_split as grpo
+from grpo_loss import completion_logits, token_logps
+from policy import load_policy
+
+BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}
+
+
+def make_rows(policy, loss_type):
+    """-> 7 rows of very different length, the same on every rank. With 2 ranks and a row a micro-batch
+    one rank has 3 and the other 4: an empty one goes on top, or the run would hang."""
+    draw, rows = torch.Generator().manual_seed(0), []
+    for i in range(7):
+        prompt, completion = (
+            torch.randint(policy.vocab_size, (n,), generator=draw).tolist()
+            for n in (4 + i % 3, 1 + 4 * i)
+        )
+        with torch.no_grad():  # old and reference log-probs near the model's, as they are in a run
+            logits, targets = completion_logits(policy.model, [prompt], [completion])
+            logps = token_logps(logits, targets, temperature=1.0, vocab_size=policy.vocab_size)
+        noise = torch.randn(3, len(completion), generator=draw) * 0.3
+        row = grpo.Row(prompt, completion, logps, logps + noise[0], (-1.0) ** i * (1 + i))
+        row.old_logps = logps + noise[1]
+        rows.append(row)
+    lengths = torch.tensor([len(row.completion) for row in rows])
+    sizes = {"sequences": 7, "tokens": int(lengths.sum()), "max_completion_tokens": 32}
+    for row, weight in zip(
+        rows, grpo.token_weights(lengths, loss_type=loss_type, **sizes).tolist(), strict=True
+    ):
+        row.weight = weight
+    return rows
+
+
+def plain_gradient(policy, rows):
+    """The specification: one batch, one process, no DeepSpeed, no plan."""
+    loss, _, _ = grpo.micro_batch_loss(policy.model, rows, policy.vocab_size)
+    gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
+    return torch.cat([g.flatten() for g in gradient])
+
+
+def main(model, out):
+    from deepspeed.utils import safe_get_full_grad
+    from transformers import AutoTokenizer
+
+    grpo.LEARNING_RATE = 0.0  # a step empties the gradients and leaves the model as it is
+    grpo.GRADIENT_CHECKPOINTING = False
+    policy = load_policy(model, AutoTokenizer.from_pretrained(model), "float32")
+    loss_types = ("grpo", "dapo", "dr_grpo")
+    result = {(t, "plain"): plain_gradient(policy, make_rows(policy, t)) for t in loss_types}
+    engine = grpo.start_engine(policy)
+    for loss_type in loss_types:
+        for name, budget in BUDGETS.items():
+            grpo.MICRO_BATCH_TOKENS = budget
+            metrics = grpo.accumulate(engine, make_rows(policy, loss_type), policy.vocab_size)
+            gradient = [safe_get_full_grad(p).flatten() for p in policy.model.parameters()]
+            result[loss_type, name] = torch.cat(gradient)
+            result[loss_type, name, "metrics"] = metrics
+            engine.step()
+    if dist.get_rank() == 0:
+        torch.save(result, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,30 @@
+"""Runs one of the two scripts with other constants, as a preset does; the tests' way to start them.
+
+    python tests/preset.py ref_server '[{"MODEL": "...", "PORT": 1234}]'
+    deepspeed tests/preset.py grpo_ref_split '[{"MODEL": "...", "RUN_DIR": "..."}, ...]'
+
+Several presets are run one after another in the same process, which saves DeepSpeed's slow start.
+"""
+
+import importlib
+import json
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+if __name__ == "__main__":
+    name, presets = sys.argv[1], json.loads(sys.argv[2])
+    script = importlib.import_module(name)
+    if len(presets) > 1:  # DeepSpeed's process group serves them all
+        import torch.distributed as dist
+
+        dist.destroy_process_group = lambda: None
+    for preset in presets:
+        for constant, value in preset.items():
+            module, _, constant = constant.rpartition(".")
+            target = importlib.import_module(module) if module else script
+            if not hasattr(target, constant):
+                sys.exit(f"{target.__name__} has no constant {constant}")
+            setattr(target, constant, value)
+        script.main()

@@ -1,0 +1,169 @@
+"""Both scripts as processes, from sampling to a checkpoint that transformers loads."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from test_ranks import launch
+
+ROOT = Path(__file__).parent.parent
+GSM8K = ROOT.parent / "shared/data/gsm8k"
+PRESET = Path(__file__).with_name("preset.py")
+
+
+@contextmanager
+def reference_server(folder, model, **constants):
+    """Runs ref_server.py on a free port while the block runs; -> its URL."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    preset = {"MODEL": str(model), "PORT": port, "STORE": str(folder / "store.sqlite")} | constants
+    with open(folder / "server.log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, PRESET, "ref_server", json.dumps([preset])],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield f"http://127.0.0.1:{port}"
+        assert process.poll() is None, (folder / "server.log").read_text()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(10)
+
+
+def train(ranks, *presets):
+    """Runs the trainer once for each preset, in one launch; -> its output."""
+    return launch(ranks, PRESET, "grpo_ref_split", json.dumps(presets))
+
+
+def records(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+
+
+def model_of(folder, tiny, config_class, **settings):
+    """Saves a random model of another family, with the tiny tokenizer; -> its folder."""
+    torch.manual_seed(1)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(config_class(**settings, **ids))
+    with torch.no_grad():  # flat outputs would hide mistakes
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+SMALL = {
+    "vocab_size": 448,  # the reference's 416 rows are other padding of the same tokenizer
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+QUICK = {
+    "PROMPTS_PER_STEP": 4,
+    "GROUP_SIZE": 4,
+    "SAMPLE_BATCH": 8,
+    "MAX_COMPLETION_TOKENS": 12,
+    "MAX_PROMPT_TOKENS": 1024,
+    "MICRO_BATCH_TOKENS": 2048,
+    "SKIP_FLAT_GROUPS": False,  # a random model is never right
+    "MASK_TRUNCATED": False,  # and seldom finds its EOS
+    "LEARNING_RATE": 1e-3,
+    "WARMUP_STEPS": 1,
+    "STEPS": 3,
+    "EVAL_QUESTIONS": 8,
+}
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K questions are not beside the repository")
+def test_two_ranks_train_on_the_questions_of_gsm8k(tiny, tmp_path):
+    from transformers import Qwen2Config
+
+    model = model_of(tmp_path / "model", tiny, Qwen2Config, **SMALL)
+    with reference_server(tmp_path, model) as url:
+        preset = QUICK | {
+            "MODEL": str(model),
+            "REF_SERVER": url,
+            "RUN_DIR": str(tmp_path / "run"),
+            "tasks.gsm8k.DATA": str(GSM8K),
+            "UPDATES_PER_ROLLOUT": 2,
+            "SAVE_STEPS": 1,
+        }
+        output = train(2, preset)
+        stats = json.load(urllib.request.urlopen(f"{url}/stats"))
+    assert "gsm8k/train: 7473 questions" in output and "gsm8k/test: 1319 questions" in output
+    # every group was scored, trained and acknowledged: 2 rollouts of 4 for 3 steps
+    assert stats["done"] == 8 and stats["waiting"] == stats["scored"] == stats["leased"] == 0
+    steps = [r for r in records(tmp_path / "run") if "loss" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3]
+    # the first update: ratio 1, KL 0 and loss 0, while the gradient is not 0
+    assert steps[0]["ratio"] == 1 and abs(steps[0]["kl"]) < 1e-6 and abs(steps[0]["loss"]) < 1e-6
+    assert steps[0]["mismatch"] < 1e-5 and steps[0]["grad_norm"] > 1e-3
+    assert steps[1]["ratio"] != 1 and steps[1]["kl"] > 1e-6  # the second update on one rollout
+    evaluations = [r for r in records(tmp_path / "run") if "eval_accuracy" in r]
+    assert [r["step"] for r in evaluations] == [0, 3]
+    sample = records(tmp_path / "run", "samples.jsonl")[0]
+    assert sample["question"] and "####" in sample["answer"] and sample["rewards"].keys() == {
+        "correctness",
+        "format",
+    }
+    # the two newest checkpoints are kept; the last is whole, and not the model we began with
+    assert sorted(p.name for p in (tmp_path / "run").glob("*_*")) == ["step_000002", "step_000003"]
+    assert not list((tmp_path / "run").glob(".unfinished"))
+    before = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "run/step_000003").state_dict()
+    assert any((before[name] != after[name]).any() for name in before)
+    AutoTokenizer.from_pretrained(tmp_path / "run/step_000003")
+
+
+def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path):
+    from transformers import GemmaConfig, GPT2Config, LlamaConfig, Qwen3Config
+
+    families = {
+        "llama": (LlamaConfig, SMALL),
+        "qwen3": (Qwen3Config, SMALL | {"head_dim": 8}),
+        "gemma": (GemmaConfig, SMALL | {"head_dim": 8}),
+        "gpt2": (
+            GPT2Config,  # ships dropout 0.1, which would make the ratio noise
+            {"vocab_size": 448, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
+        ),
+    }
+    presets = []
+    for name, (config, settings) in families.items():
+        model = model_of(tmp_path / name, tiny, config, **settings)
+        presets.append(
+            QUICK
+            | {
+                "MODEL": str(model),
+                "TASK": "arithmetic",
+                "RUN_DIR": str(tmp_path / f"run_{name}"),
+                "STEPS": 2,
+                "MAX_PROMPT_TOKENS": 128,
+                "GRADIENT_CHECKPOINTING": name != "gpt2",
+                "LOSS_TYPE": {"llama": "dapo", "qwen3": "dr_grpo"}.get(name, "grpo"),
+            }
+        )
+    with reference_server(tmp_path, tiny) as url:
+        train(1, *[preset | {"REF_SERVER": url} for preset in presets])
+    for name in families:
+        steps = [r for r in records(tmp_path / f"run_{name}") if "loss" in r]
+        assert steps[0]["ratio"] == 1 and steps[0]["mismatch"] < 1e-5, name
+        assert steps[0]["kl"] > 1e-3, name  # another model's log-probs
+        assert steps[1]["grad_norm"] > 1e-4, name
+        AutoModelForCausalLM.from_pretrained(tmp_path / f"run_{name}/step_000002")

@@ -1,0 +1,360 @@
+"""The sampler on tiny random models of every family: what it samples, records and leaves alone.
+
+`FAMILIES`, `tiny_model` and `plain_logps` are the yardstick of test_loss.py too: a plain forward of
+one row at a time, with no padding, mask, position or cache to get wrong.
+"""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from sampler import CachedDecoder, PlainDecoder, accepts, can_cache, sample_groups
+
+VOCAB = 110  # ids of the tokenizer; the models embed 120, as real ones pad their embedding
+# Float32, cached and batched against plain; measured over families: 1.5e-6 at most.
+TOLERANCE = 1e-5
+PROMPTS = [[7], [3, 99, 4, 11, 5], [9, 8, 7, 6, 5, 4, 3, 2, 1], [5, 6, 0]]  # 0 is also the filler
+EOS = set(range(10, 26))  # many, so that rows end at different tokens
+
+SHAPE = {
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+LLAMA = SHAPE | {"intermediate_size": 64, "num_key_value_heads": 2}
+GEMMA = LLAMA | {"head_dim": 8}
+MAMBA = {"vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+FAMILIES = {  # name: config class and sizes; windows slide within the prompts and the completions
+    "qwen2": ("Qwen2Config", LLAMA),
+    "llama": ("LlamaConfig", LLAMA),
+    "qwen3": ("Qwen3Config", GEMMA),
+    "gemma": ("GemmaConfig", GEMMA),
+    "gemma2": ("Gemma2Config", GEMMA | {"sliding_window": 4}),
+    "gemma3": ("Gemma3TextConfig", GEMMA | {"sliding_window": 4}),
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": 120, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    ),
+    "mistral": ("MistralConfig", LLAMA | {"sliding_window": 4}),
+    "opt": ("OPTConfig", SHAPE | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "bloom": ("BloomConfig", {"vocab_size": 120, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "mixtral": ("MixtralConfig", LLAMA | {"num_local_experts": 4}),
+    "mamba": ("MambaConfig", MAMBA),
+    "lfm2": ("Lfm2Config", LLAMA | {"layer_types": ["conv", "full_attention"]}),
+}
+SLOW = {"mamba", "lfm2"}  # their past is not (only) a key-value cache
+
+
+def tiny_model(family, seed=0):
+    """-> a random model in eval mode whose next-token distribution is far from flat."""
+    name, sizes = FAMILIES[family]
+    torch.manual_seed(seed)
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes, **special))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model_of():
+    made = {}
+    return lambda family: made.setdefault(family, tiny_model(family))
+
+
+def plain_logps(model, prompt, completion, temperature):
+    """-> log-probs of the completion's tokens from one forward of the one row, float32 (T,)."""
+    ids = torch.tensor([prompt + completion])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    log_probs = torch.log_softmax(logits[:, :VOCAB].float() / temperature, dim=-1)
+    return log_probs[torch.arange(len(completion)), torch.tensor(completion)]
+
+
+def sample(model, prompts, seed=0, **changes):
+    settings = dict(group_size=3, max_new_tokens=12, temperature=1.0, eos_ids=EOS, vocab_size=VOCAB)
+    generator = torch.Generator().manual_seed(seed)
+    return sample_groups(model, prompts, generator=generator, **(settings | changes))
+
+
+def assert_well_formed(groups, *, prompts, group_size, max_new_tokens, eos_ids):
+    assert [len(group) for group in groups] == [group_size] * prompts
+    for c in itertools.chain(*groups):
+        assert 1 <= len(c.ids) == len(c.logps) <= max_new_tokens
+        assert all(0 <= i < VOCAB for i in c.ids)
+        assert not eos_ids & set(c.ids[:-1])  # nothing comes after EOS
+        assert c.truncated == (c.ids[-1] not in eos_ids)
+        assert len(c.ids) == max_new_tokens or not c.truncated
+
+
+# --- Every family --------------------------------------------------------------------
+def test_which_families_are_cached(model_of):
+    """The others take the slow path, which is exact for every causal model."""
+    assert {family for family in FAMILIES if not can_cache(model_of(family))} == SLOW
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logps_are_those_of_a_plain_forward(family, temperature, model_of):
+    """simple_GRPO sampled at 0.9 and took log-probs at 1, of text that it tokenised again."""
+    model = model_of(family)
+    groups = sample(model, PROMPTS, temperature=temperature, group_size=8)
+    assert_well_formed(groups, prompts=4, group_size=8, max_new_tokens=12, eos_ids=EOS)
+    everyone = list(itertools.chain(*groups))
+    assert 0 < sum(c.truncated for c in everyone) < 32  # some rows left the batch, some did not
+    other = 1.7 - temperature  # the wrong one of the two
+    gaps = {temperature: [], other: []}
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for c, t in itertools.product(group, gaps):
+            gap = torch.tensor(c.logps) - plain_logps(model, prompt, c.ids, t)
+            gaps[t].append(gap.abs().max().item())
+    assert max(gaps[temperature]) < TOLERANCE
+    assert max(gaps[other]) > 0.1  # so the models are sharp enough to tell
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_that_of_generate(family, model_of):
+    model = model_of(family)
+    groups = sample(model, PROMPTS, temperature=0, group_size=2)
+    assert_well_formed(groups, prompts=4, group_size=2, max_new_tokens=12, eos_ids=EOS)
+    pinned = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=12,
+        eos_token_id=sorted(EOS),
+        pad_token_id=0,
+        suppress_tokens=list(range(VOCAB, 120)),
+    )
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        ids = torch.tensor([prompt])  # with a mask, or generate infers one from the pad id in it
+        ids = model.generate(ids, attention_mask=ids >= 0, generation_config=pinned)[0]
+        expected = ids[len(prompt) :].tolist()
+        for c in group:
+            assert c.ids == expected
+            gap = torch.tensor(c.logps) - plain_logps(model, prompt, c.ids, 1.0)
+            assert gap.abs().max() < TOLERANCE  # greedy log-probs are those at temperature 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "mamba"])
+@pytest.mark.parametrize("prompt", [[5], [5, 6, 7]])
+@pytest.mark.parametrize("longest", [1, 4])
+def test_the_smallest_batches(family, prompt, longest, model_of):
+    """One prompt, of one token, one completion, of one token."""
+    groups = sample(model_of(family), [prompt], group_size=1, max_new_tokens=longest)
+    assert_well_formed(groups, prompts=1, group_size=1, max_new_tokens=longest, eos_ids=EOS)
+    (c,) = groups[0]
+    gap = torch.tensor(c.logps) - plain_logps(model_of(family), prompt, c.ids, 1.0)
+    assert gap.abs().max() < TOLERANCE
+
+
+# --- Ends ------------------------------------------------------------------------------
+@pytest.mark.parametrize("eos_ids", [{12}, {12, 99}, set(range(VOCAB)), {500}])
+@pytest.mark.parametrize("longest", [1, 2, 9])
+def test_a_completion_ends_with_eos_or_is_truncated(eos_ids, longest, model_of):
+    """simple_GRPO cut EOS away, so stopping was never trained, and did not know cut answers."""
+    groups = sample(
+        model_of("qwen2"), PROMPTS, group_size=8, max_new_tokens=longest, eos_ids=eos_ids
+    )
+    assert_well_formed(groups, prompts=4, group_size=8, max_new_tokens=longest, eos_ids=eos_ids)
+    everyone = list(itertools.chain(*groups))
+    if len(eos_ids) == VOCAB:  # all end at once
+        assert all(len(c.ids) == 1 and not c.truncated for c in everyone)
+    if eos_ids == {500}:  # none can end
+        assert all(len(c.ids) == longest and c.truncated for c in everyone)
+
+
+def test_every_eos_id_ends_a_row_and_so_does_one_at_the_last_token(model_of):
+    everyone = list(
+        itertools.chain(*sample(model_of("qwen2"), PROMPTS, group_size=64, max_new_tokens=3))
+    )
+    ended = {c.ids[-1] for c in everyone if not c.truncated}
+    assert len(ended) > 4 and ended <= EOS
+    assert any(len(c.ids) == 3 and not c.truncated for c in everyone)
+
+
+# --- Groups and cost -------------------------------------------------------------------
+@pytest.mark.parametrize("group_size", [1, 2, 7])
+def test_group_sizes(group_size, model_of):
+    groups = sample(model_of("qwen2"), PROMPTS[:2], group_size=group_size)
+    assert_well_formed(groups, prompts=2, group_size=group_size, max_new_tokens=12, eos_ids=EOS)
+    for group in groups:  # samples, not copies: two of the same are likely only as short ones
+        long = [tuple(c.ids) for c in group if len(c.ids) > 2]
+        assert len(set(long)) == len(long)
+
+
+def test_a_prompt_runs_once_and_finished_rows_leave(model_of):
+    model, shapes = model_of("qwen2"), []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    try:
+        groups = sample(model, PROMPTS, group_size=5)
+    finally:
+        hook.remove()
+    lengths = [len(c.ids) for c in itertools.chain(*groups)]
+    expected = [(sum(n > t for n in lengths), 1) for t in range(1, max(lengths))]
+    assert shapes == [(len(PROMPTS), 9), *expected]
+    assert expected[0][0] < 20  # at least one row ended early
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mamba"])
+def test_the_slow_path_samples_the_same(family, model_of):
+    """Same logits, same draws: a model with a cache gives on the slow path what it gives on it."""
+    if family in SLOW:
+        assert not can_cache(model_of(family))
+        return
+    model = model_of(family)
+    slow, fast = PlainDecoder(model, 2), CachedDecoder(model, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(slow.start(PROMPTS), fast.start(PROMPTS), rtol=0, atol=1e-5)
+        kept, tokens = torch.tensor([0, 3, 4, 7]), torch.tensor([1, 2, 3, 4])
+        for decoder in (slow, fast):
+            decoder.keep(kept)
+        torch.testing.assert_close(slow.step(tokens), fast.step(tokens), rtol=0, atol=1e-5)
+
+
+def test_accepts_looks_through_the_wrapper(model_of):
+    """DeepSpeed's engine takes (*inputs, **kwargs): its own signature says nothing."""
+    for family, known in {"qwen2": True, "bloom": False}.items():
+        assert accepts(model_of(family), "position_ids") == known
+        assert accepts(SimpleNamespace(module=model_of(family)), "position_ids") == known
+
+
+# --- What is sampled ---------------------------------------------------------------------
+def test_same_seed_same_samples(model_of):
+    first, again, other = (sample(model_of("qwen2"), PROMPTS, seed=s) for s in (0, 0, 1))
+    assert first == again != other
+
+
+def test_sampling_leaves_the_global_random_numbers_alone(model_of):
+    before = torch.random.get_rng_state()
+    sample(model_of("qwen2"), PROMPTS)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+# What Qwen2.5-Instruct ships, and what transformers then takes for every setting left unnamed.
+HOSTILE = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.8,
+    "top_k": 20,
+    "repetition_penalty": 1.05,
+    "eos_token_id": [3],
+    "max_new_tokens": 2,
+}
+
+
+def test_the_models_generation_config_changes_nothing():
+    """simple_GRPO sampled with top_k, top_p and repetition_penalty that it had not asked for."""
+    model = tiny_model("qwen2")
+    before = sample(model, PROMPTS), sample(model, PROMPTS, temperature=0)
+    model.generation_config = GenerationConfig(**HOSTILE)
+    assert (sample(model, PROMPTS), sample(model, PROMPTS, temperature=0)) == before
+
+
+DRAWS = 20_000
+
+
+def chi_square(counts, probabilities):
+    """-> (statistic, limit) of drawn counts (K,) under exact probabilities (K,).
+
+    Cells that expect fewer than 5 draws are pooled. The statistic of a right sampler has mean k - 1
+    and variance 2 (k - 1) for k cells: the limit is 5 standard deviations above.
+    """
+    expected = probabilities.double() * counts.sum()
+    few = expected < 5
+    counts = torch.cat([counts[~few].double(), counts[few].sum()[None].double()])
+    expected = torch.cat([expected[~few], expected[few].sum()[None]])
+    if expected[-1] < 5:  # too few even together: join the smallest of the others
+        smallest = expected[:-1].argmin()
+        for x in (counts, expected):
+            x[smallest] += x[-1].item()
+        counts, expected = counts[:-1], expected[:-1]
+    freedom = len(expected) - 1
+    statistic = ((counts - expected) ** 2 / expected).sum().item()
+    return statistic, freedom + 5 * (2 * freedom) ** 0.5
+
+
+@torch.no_grad()
+def exact_first(model, prompt, temperature=1.0, vocab_size=VOCAB):
+    logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1, :vocab_size]
+    return torch.softmax(logits.double() / temperature, 0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_first_token_has_the_probabilities_of_the_softmax(temperature, model_of):
+    model, prompt = model_of("qwen2"), PROMPTS[1]
+
+    def statistic(**changes):
+        # A longer prompt in the batch, so that the one under test is padded.
+        (group, _) = sample(
+            model, [prompt, PROMPTS[2]], group_size=DRAWS, max_new_tokens=1, **changes
+        )
+        counts = torch.bincount(torch.tensor([c.ids[0] for c in group]), minlength=VOCAB)
+        return chi_square(counts, exact_first(model, prompt, temperature))
+
+    value, limit = statistic(temperature=temperature)
+    assert value < limit
+    value, limit = statistic(temperature=0.9 * temperature)  # simple_GRPO's mistake would show
+    assert value > limit
+
+
+def test_generate_with_unasked_settings_would_fail_that_test(model_of):
+    """The statistic has the power: top_k 20 alone, or the model's settings, are far off."""
+    model, prompt = tiny_model("qwen2"), PROMPTS[1]
+    exact = exact_first(model, prompt)
+    own = {"top_p": 1.0, "repetition_penalty": 1.0, "top_k": 20}
+    for settings in (own, {k: HOSTILE[k] for k in own}):
+        torch.manual_seed(0)
+        ids = model.generate(
+            torch.tensor([prompt]),
+            do_sample=True,
+            max_new_tokens=1,
+            num_return_sequences=DRAWS,
+            pad_token_id=0,
+            suppress_tokens=list(range(VOCAB, 120)),
+            **settings,
+        )
+        counts = torch.bincount(ids[:, -1], minlength=VOCAB)
+        value, limit = chi_square(counts, exact)
+        assert value > 10 * limit
+
+
+def test_two_tokens_have_the_probabilities_of_the_softmax(model_of):
+    """Over a vocabulary of 12 ids, all pairs: EOS alone, or a first id and a second."""
+    model, prompt, eos, few = model_of("qwen2"), PROMPTS[1], 5, 12
+    first = exact_first(model, prompt, vocab_size=few)
+    exact = torch.zeros(few, few, dtype=torch.double)
+    for i in range(few):
+        second = exact_first(model, prompt + [i], vocab_size=few)
+        exact[i] = first[i] * second if i != eos else 0
+    exact[eos, eos] = first[eos]  # ended: counted as the pair (EOS, EOS)
+
+    def statistic(temperature):
+        (group, _) = sample(
+            model,
+            [prompt, PROMPTS[2]],
+            group_size=DRAWS,
+            max_new_tokens=2,
+            vocab_size=few,
+            eos_ids={eos},
+            temperature=temperature,
+        )
+        pairs = torch.tensor([(c.ids * 2)[:2] for c in group])
+        assert all(len(c.ids) == (1 if c.ids[0] == eos else 2) for c in group)
+        counts = torch.bincount(pairs[:, 0] * few + pairs[:, 1], minlength=few * few)
+        return chi_square(counts, exact.flatten())
+
+    value, limit = statistic(1.0)
+    assert value < limit
+    value, limit = statistic(0.9)
+    assert value > limit
