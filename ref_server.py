@@ -155,7 +155,8 @@ def make_app(store, info, *, max_tokens, token, max_body_bytes, lease_seconds, l
 
     @app.hook("before_request")
     def authorise():
-        sent = bottle.request.get_header("Authorization", "")
+        # not get_header, which raises if a header is no UTF-8
+        sent = bottle.request.environ.get("HTTP_AUTHORIZATION", "")
         if token and not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
             refuse(401, "no or wrong token: set GRPO_TOKEN to the server's on this machine")
 

@@ -87,7 +87,7 @@ def unpack_group(body, *, vocab_size=None, max_tokens=None):
         meta = json.loads(json.loads(body[8 : 8 + header_bytes])["__metadata__"]["grpo"])
     except UNREADABLE as error:
         raise ValueError(f"not a safetensors blob with a group in it: {error!r}") from error
-    if not isinstance(meta, dict):
+    if type(meta) is not dict:
         raise ValueError(f"the metadata must be a JSON object, got {type(meta).__name__}")
     if type(meta.get("protocol")) is not int or meta["protocol"] != PROTOCOL:
         raise ValueError(f"this server speaks protocol {PROTOCOL}; update the older side")

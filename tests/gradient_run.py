@@ -1,6 +1,6 @@
 """Run by test_ranks.py under the deepspeed launcher: the gradient of one step, cut up in several ways.
 
-    deepspeed --num_gpus 2 tests/gradient_run.py MODEL OUT.pt
+deepspeed --num_gpus 2 tests/gradient_run.py MODEL OUT.pt
 """
 
 import os
@@ -31,7 +31,9 @@ def make_rows(policy, loss_type):
             logits, targets = completion_logits(policy.model, [prompt], [completion])
             logps = token_logps(logits, targets, temperature=1.0, vocab_size=policy.vocab_size)
         noise = torch.randn(3, len(completion), generator=draw) * 0.3
-        row = grpo.Row(prompt, completion, logps, logps + noise[0], (-1.0) ** i * (1 + i))
+        row = grpo.Row(
+            prompt, completion, logps + noise[2], logps + noise[0], (-1.0) ** i * (1 + i)
+        )
         row.old_logps = logps + noise[1]
         rows.append(row)
     lengths = torch.tensor([len(row.completion) for row in rows])

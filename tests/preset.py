@@ -11,7 +11,8 @@ import json
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [os.path.dirname(HERE), HERE]  # HERE for tasks/parity.py
 
 if __name__ == "__main__":
     name, presets = sys.argv[1], json.loads(sys.argv[2])

@@ -1,21 +1,18 @@
 """Both scripts as processes, from sampling to a checkpoint that transformers loads."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from test_ranks import launch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parent.parent
 GSM8K = ROOT.parent / "shared/data/gsm8k"
@@ -101,15 +98,19 @@ def test_two_ranks_train_on_the_questions_of_gsm8k(tiny, tmp_path):
             "MODEL": str(model),
             "REF_SERVER": url,
             "RUN_DIR": str(tmp_path / "run"),
+            "TASK": "parity",
             "tasks.gsm8k.DATA": str(GSM8K),
             "UPDATES_PER_ROLLOUT": 2,
             "SAVE_STEPS": 1,
         }
-        output = train(2, preset)
+        plain = {"TASK": "gsm8k", "RUN_DIR": str(tmp_path / "plain"), "STEPS": 1}
+        output = train(2, preset | plain, preset)
         stats = json.load(urllib.request.urlopen(f"{url}/stats"))
-    assert "gsm8k/train: 7473 questions" in output and "gsm8k/test: 1319 questions" in output
-    # every group was scored, trained and acknowledged: 2 rollouts of 4 for 3 steps
-    assert stats["done"] == 8 and stats["waiting"] == stats["scored"] == stats["leased"] == 0
+    assert "parity/train: 7473 questions" in output and "parity/test: 1319 questions" in output
+    # every group was scored, trained and acknowledged: 1 + 2 rollouts of 4
+    assert stats["done"] == 12 and stats["waiting"] == stats["scored"] == stats["leased"] == 0
+    first = records(tmp_path / "plain")[1]
+    assert first["reward_correctness"] == -1 and first["flat_groups"] == 1  # it can't know
     steps = [r for r in records(tmp_path / "run") if "loss" in r]
     assert [r["step"] for r in steps] == [1, 2, 3]
     # the first update: ratio 1, KL 0 and loss 0, while the gradient is not 0
@@ -119,10 +120,15 @@ def test_two_ranks_train_on_the_questions_of_gsm8k(tiny, tmp_path):
     evaluations = [r for r in records(tmp_path / "run") if "eval_accuracy" in r]
     assert [r["step"] for r in evaluations] == [0, 3]
     sample = records(tmp_path / "run", "samples.jsonl")[0]
-    assert sample["question"] and "####" in sample["answer"] and sample["rewards"].keys() == {
-        "correctness",
-        "format",
-    }
+    assert (
+        sample["question"]
+        and "####" in sample["answer"]
+        and sample["rewards"].keys()
+        == {
+            "correctness",
+            "format",
+        }
+    )
     # the two newest checkpoints are kept; the last is whole, and not the model we began with
     assert sorted(p.name for p in (tmp_path / "run").glob("*_*")) == ["step_000002", "step_000003"]
     assert not list((tmp_path / "run").glob(".unfinished"))

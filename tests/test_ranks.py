@@ -24,6 +24,7 @@ def launch(ranks, script, *arguments, timeout=200):
     command = [deepspeed, "--num_gpus", ranks, "--no_local_rank", "--master_port", port, script]
     run = subprocess.run(
         [str(word) for word in (*command, *arguments)],
+        check=False,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

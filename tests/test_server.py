@@ -1,0 +1,655 @@
+"""The reference server: its store, its scoring, its routes as a WSGI function, and the process."""
+
+import io
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from test_wire import VOCAB, make_group
+from transformers import AutoModelForCausalLM
+
+import store as store_module
+from ref_server import make_app, score_groups, score_rows
+from store import Store, StoreFull
+from wire import RefServer, pack_group, unpack_group
+
+PRESET = Path(__file__).with_name("preset.py")
+TOLERANCE = 1e-5  # float32 on both sides; measured: 2e-6
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "store.sqlite", max_bytes=100_000)
+    yield store
+    store.db.close()
+
+
+@pytest.fixture
+def model(tiny):
+    return AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+
+
+def put(store, *seeds, run="run"):
+    """Stores a small group for each seed; -> their bodies by id."""
+    groups = [make_group(seed=seed, run=run) for seed in seeds]
+    bodies = {group.id: pack_group(group) for group in groups}
+    for group in groups:
+        assert store.put(group, bodies[group.id])
+    return bodies
+
+
+def mark_scored(store):
+    for seq, body in store.waiting(100, 0):
+        store.scored(seq, body + b"scored")
+
+
+def lease(store, run="run", limit=100, seconds=60, patience=0):
+    return store.lease(run, limit, seconds=seconds, patience=patience)
+
+
+# --- The store ----------------------------------------------------------------------
+def test_groups_come_out_oldest_first_and_once(store):
+    """Ancestor 5c-3: a LIFO queue starved old groups, then trained them hundreds of steps later."""
+    bodies = put(store, 2, 0, 1)
+    assert [body for _, body in store.waiting(2, 0)] == list(bodies.values())[:2]
+    assert lease(store) == {}  # nothing is scored yet
+    mark_scored(store)
+    assert list(lease(store, limit=2)) == ["group-002", "group-000"]
+    assert lease(store) == {"group-001": bodies["group-001"] + b"scored"}
+    assert lease(store) == {}
+
+
+def test_runs_are_kept_apart(store):
+    put(store, 0, run="a")
+    put(store, 0, run="b")
+    mark_scored(store)
+    assert len(lease(store, "a")) == 1 and store.ack("a", ["group-000"]) == 1
+    assert len(lease(store, "b")) == 1
+
+
+def test_the_same_id_again_changes_nothing_even_when_it_is_done(store):
+    put(store, 0)
+    again = make_group(seed=0)
+    assert not store.put(again, b"other body") and len(store.waiting(9, 0)[0][1]) > 100
+    mark_scored(store)
+    lease(store)
+    assert store.ack("run", ["group-000", "unknown"]) == 1
+    assert not store.put(again, b"other body")  # late, after its step
+    assert store.ack("run", ["group-000"]) == 0
+    assert lease(store) == {} and store.waiting(9, 0) == []
+
+
+def test_a_full_store_refuses_until_something_is_done(store):
+    """Ancestor 5c-3: two unbounded queues, a leak when the producer is faster than the trainer."""
+    put(store, 0)
+    store.max_bytes = store.bytes + 10
+    with pytest.raises(StoreFull):
+        put(store, 1)
+    assert not store.put(make_group(seed=0), b"known: no room needed" * 10)
+    mark_scored(store)
+    store.ack("run", list(lease(store)))
+    assert store.bytes == 0
+    put(store, 1)
+
+
+def test_a_lease_that_runs_out_is_handed_out_again(store):
+    put(store, 0)
+    mark_scored(store)
+    first = lease(store, seconds=0.05)
+    assert lease(store) == {}
+    time.sleep(0.06)
+    assert lease(store) == first
+
+
+def test_a_lease_is_bounded_in_bytes_but_gives_one_at_least(store, monkeypatch):
+    bodies = put(store, 0, 1, 2)
+    size = len(bodies["group-000"]) + len(b"scored")
+    mark_scored(store)
+    monkeypatch.setattr(store_module, "LEASE_BYTES", 2 * size + 5)
+    assert list(lease(store)) == ["group-000", "group-001"]
+    monkeypatch.setattr(store_module, "LEASE_BYTES", 5)
+    assert list(lease(store)) == ["group-002"]
+
+
+def test_a_failed_group_is_told_to_its_run_alone(store):
+    put(store, 0, 1)
+    put(store, 0, run="other")
+    (seq, _), *others = store.waiting(9, 0)
+    store.failed(seq, "ValueError: too strange")
+    for seq, body in others:
+        store.scored(seq, body)
+    with pytest.raises(RuntimeError, match="group-000 failed: ValueError: too strange"):
+        lease(store)
+    assert len(lease(store, "other")) == 1
+    assert store.stats()["failed"] == 1
+    assert store.bytes == sum(len(body) for _, body in others)
+    store.ack("run", ["group-000"])  # who knows about it may go on
+    assert list(lease(store)) == ["group-001"]
+
+
+def test_a_group_acknowledged_while_it_is_scored_stays_done(store):
+    """Or it would be handed out, and trained, once more."""
+    put(store, 0)
+    ((seq, body),) = store.waiting(9, 0)
+    store.ack("run", ["group-000"])
+    store.scored(seq, body)
+    assert lease(store) == {} and store.stats()["done"] == 1 and store.bytes == 0
+
+
+def test_another_reference_scores_again_what_is_not_done(store):
+    store.use_reference({"model": "a", "temperature": 1.0})
+    put(store, 0, 1, 2)
+    mark_scored(store)
+    lease(store, limit=1)
+    store.ack("run", list(lease(store, limit=1)))
+    store.use_reference({"temperature": 1.0, "model": "a"})
+    assert store.stats()["waiting"] == 0
+    store.use_reference({"model": "b", "temperature": 1.0})
+    counts = store.stats()
+    assert (counts["waiting"], counts["done"]) == (2, 1)
+
+
+def test_stats_count(store):
+    assert store.stats()["oldest_waiting_s"] == 0
+    bodies = put(store, 0, 1)
+    stats = store.stats()
+    assert (stats["waiting"], stats["bytes"]) == (2, sum(map(len, bodies.values())))
+    assert 0 <= stats["oldest_waiting_s"] < 5
+
+
+def test_all_is_there_when_it_is_opened_again(tmp_path):
+    path = tmp_path / "deep" / "store.sqlite"
+    first = Store(path, 100_000)
+    bodies = put(first, 0, 1, 2)
+    mark_scored(first)
+    leased = lease(first, limit=1, seconds=0)
+    first.ack("run", ["group-001"])
+    counts = first.stats()
+    first.db.close()
+    second = Store(path, 100_000)
+    assert second.stats() | {"oldest_waiting_s": 0} == counts
+    assert lease(second) == leased | {"group-002": bodies["group-002"] + b"scored"}
+    second.db.close()
+
+
+HOLD = """
+import sys, time
+from store import Store
+from test_wire import make_group
+store = Store(sys.argv[1], 100_000)
+for seed in range(50):
+    store.put(make_group(seed=seed), b"body %d" % seed)
+    print("put", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_was_put_survives_kill_9_and_meanwhile_nobody_else_opens_the_store(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "store.sqlite"
+    paths = os.pathsep.join([str(PRESET.parent), str(PRESET.parent.parent)])
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, path],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    try:
+        for _ in range(50):
+            assert holder.stdout.readline() == b"put\n"
+        connect = partial(sqlite3.connect, timeout=0.1)
+        monkeypatch.setattr(store_module.sqlite3, "connect", connect)
+        with pytest.raises(SystemExit, match="locked; is it another server's"):
+            Store(path, 100_000)
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+    store = Store(path, 100_000)
+    assert [body for _, body in store.waiting(99, 0)] == [b"body %d" % i for i in range(50)]
+    store.db.close()
+
+
+@pytest.mark.parametrize("what", ["lease", "waiting"])
+def test_who_waits_is_woken(store, what):
+    """No wake-up is lost: the answer comes with the change, long before the patience ends."""
+    calls = {"lease": lambda: lease(store, patience=20), "waiting": lambda: store.waiting(9, 20)}
+    if what == "lease":
+        put(store, 0)
+    got = []
+    waiter = threading.Thread(target=lambda: got.append(calls[what]()))
+    waiter.start()
+    time.sleep(0.1)
+    assert not got
+    started = time.monotonic()
+    put(store, 1) if what == "waiting" else mark_scored(store)
+    waiter.join(10)
+    assert len(got[0]) == 1 and time.monotonic() - started < 5
+
+
+def test_a_lease_fails_while_it_waits(store):
+    put(store, 0)
+    threading.Timer(0.1, store.failed, (1, "ValueError: no")).start()
+    with pytest.raises(RuntimeError, match="ValueError: no"):
+        lease(store, patience=20)
+
+
+def test_many_threads_at_once_lose_and_double_nothing(tmp_path):
+    store, got = Store(tmp_path / "store.sqlite", 10**7), []
+
+    def produce(worker):
+        for i in range(25):
+            put(store, 100 * worker + i)
+
+    def consume():
+        while len(got) < 100:
+            bodies = lease(store, limit=7, patience=0.05)
+            got.extend(bodies)
+            store.ack("run", list(bodies))
+
+    threads = [threading.Thread(target=produce, args=(worker,)) for worker in range(4)]
+    threads += [threading.Thread(target=consume) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 20
+    while len(got) < 100 and time.monotonic() < deadline:
+        mark_scored(store)
+        time.sleep(0.005)
+    for thread in threads:
+        thread.join(20)
+    assert len(got) == len(set(got)) == 100 and store.bytes == 0 and store.stats()["done"] == 100
+    store.db.close()
+
+
+# --- Scoring ------------------------------------------------------------------------
+def rows_of(lengths, seed=0):
+    """-> random prompts and completions; `lengths` are (prompt, completion) pairs."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = [[torch.randint(0, VOCAB, (n,), generator=draw).tolist() for n in x] for x in lengths]
+    return [p for p, _ in ids], [c for _, c in ids]
+
+
+MIXED = [(5, 7), (1, 1), (12, 3), (5, 30), (2, 9), (40, 1), (3, 3)]
+
+
+@torch.no_grad()
+def plain_logps(model, prompts, completions, temperature):
+    """One row at a time, all logits, log_softmax: what anybody would write."""
+    result = []
+    for p, c in zip(prompts, completions, strict=True):
+        logits = model(input_ids=torch.tensor([p + c])).logits[0, :, :VOCAB]
+        log_probs = torch.log_softmax(logits / temperature, dim=-1)
+        result.append(torch.stack([log_probs[len(p) - 1 + t, token] for t, token in enumerate(c)]))
+    return result
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("budget", [1, 60, 100_000])
+def test_score_rows_is_the_plain_log_softmax_whatever_the_batches(model, budget, temperature):
+    """Ancestor 5c-6: bf16 log-softmax of the whole batch; 5a: T 0.9 sampled, T 1 scored."""
+    prompts, completions = rows_of(MIXED)
+    got = score_rows(
+        model, prompts, completions, budget=budget, temperature=temperature, vocab_size=VOCAB
+    )
+    for ours, plain in zip(got, plain_logps(model, prompts, completions, temperature), strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, plain, rtol=0, atol=TOLERANCE)
+
+
+def test_scored_log_probs_own_their_memory(model):
+    """Ancestor 5c-2: views, which keep (and serialise) the whole batch."""
+    prompts, completions = rows_of(MIXED)
+    for logps in score_rows(
+        model, prompts, completions, budget=1000, temperature=1.0, vocab_size=VOCAB
+    ):
+        assert logps.untyped_storage().nbytes() == 4 * len(logps)
+
+
+class SmallMemory(torch.nn.Module):
+    """A model with room for `rows` rows at once; it doesn't know logits_to_keep."""
+
+    def __init__(self, model, rows):
+        super().__init__()
+        self.model, self.rows, self.batches = model, rows, []
+
+    def forward(self, input_ids, use_cache):
+        self.batches.append(len(input_ids))
+        if len(input_ids) > self.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.model(input_ids=input_ids, use_cache=use_cache)
+
+
+def test_a_batch_that_does_not_fit_is_halved(model):
+    """Ancestor 5c-1, 5c-6: no splitting; out of memory ended the worker, and /get was empty for ever."""
+    prompts, completions = rows_of(MIXED)
+    settings = {"budget": 100_000, "temperature": 1.0, "vocab_size": VOCAB}
+    small = SmallMemory(model, rows=2)
+    got = score_rows(small, prompts, completions, **settings)
+    assert small.batches == [7, 3, 1, 2, 4, 2, 2]
+    for ours, whole in zip(got, score_rows(model, prompts, completions, **settings), strict=True):
+        torch.testing.assert_close(ours, whole, rtol=0, atol=TOLERANCE)
+    with pytest.raises(torch.OutOfMemoryError):
+        score_rows(SmallMemory(model, rows=0), prompts, completions, **settings)
+
+
+def scorer(model, **settings):
+    settings = {"budget": 500, "temperature": 1.0, "vocab_size": VOCAB} | settings
+    return lambda prompts, completions: score_rows(model, prompts, completions, **settings)
+
+
+def test_score_groups_adds_ref_logps_and_nothing_else(store, model):
+    bodies = put(store, 0, 1, 2)
+    score_groups(store, store.waiting(9, 0), scorer(model))
+    for id, body in lease(store).items():
+        before, after = unpack_group(bodies[id]), unpack_group(body)
+        prompts = [after.prompt_ids.tolist()] * 3
+        completions = [ids.tolist() for ids in after.completions(after.completion_ids)]
+        plain = torch.cat(plain_logps(model, prompts, completions, 1.0))
+        torch.testing.assert_close(after.ref_logps, plain, rtol=0, atol=TOLERANCE)
+        after.ref_logps = None
+        assert pack_group(after) == pack_group(before)
+
+
+def test_a_group_that_raises_is_failed_and_the_others_go_on(store, model):
+    """Ancestor 5c-1: one bad upload ended the scoring loop while /upload went on to answer."""
+    put(store, 0, 1)
+    put(store, 2, run="other")
+    poison = unpack_group(store.waiting(9, 0)[0][1]).completion_ids.tolist()[:3]
+
+    def score(prompts, completions):
+        if poison in completions:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return scorer(model)(prompts, completions)
+
+    score_groups(store, store.waiting(9, 0), score)
+    with pytest.raises(RuntimeError, match="group-000 failed: OutOfMemoryError: CUDA out"):
+        lease(store)
+    assert store.stats()["scored"] == 2 and len(lease(store, "other")) == 1
+
+
+@pytest.mark.parametrize("kind", ["garbled", "other vocabulary", "not finite"])
+def test_what_the_model_can_not_score_is_failed(store, model, kind):
+    """A body stored under another protocol or model must not end the server at each start."""
+    put(store, 0)
+    store.put(make_group(seed=1, run="bad"), b"garbled" if kind == "garbled" else None or b"")
+    ids = torch.tensor([VOCAB - 1] * 6, dtype=torch.int32)
+    high = pack_group(make_group(seed=1, completion_ids=ids))
+    if kind != "garbled":
+        store.db.execute("UPDATE groups SET body=?, bytes=? WHERE run='bad'", (high, len(high)))
+    limits = {"vocab_size": VOCAB - 1 if kind == "other vocabulary" else VOCAB}
+
+    def score(prompts, completions):
+        logps = scorer(model)(prompts, completions)
+        if [VOCAB - 1] * 3 in completions:
+            logps[-1] += torch.nan
+        return logps
+
+    good = unpack_group(store.waiting(1, 0)[0][1])
+    assert max(good.prompt_ids.max(), good.completion_ids.max()) < VOCAB - 1
+    score_groups(store, store.waiting(9, 0), score, **limits)
+    reason = {"garbled": "safetensors", "other vocabulary": "0..393", "not finite": "not finite"}
+    with pytest.raises(RuntimeError, match=f"group-001 failed: ValueError: .*{reason[kind]}"):
+        lease(store, "bad")
+    assert list(lease(store)) == ["group-000"]
+
+
+# --- Routes -------------------------------------------------------------------------
+INFO = {"protocol": 1, "model": "fake", "vocab_size": VOCAB, "tokenizer": "ab", "temperature": 1.0}
+
+
+@pytest.fixture
+def app(store):
+    """-> app(**changes): the WSGI app around the store."""
+    settings = {"max_tokens": 256, "token": None, "max_body_bytes": 5000}
+    settings |= {"lease_seconds": 60, "lease_wait": 0}
+    return lambda **changes: make_app(store, INFO, **settings | changes)
+
+
+def call(app, method, path, body=b"", **environ):
+    """Calls the WSGI function without a socket; -> (status, headers, body)."""
+    if not isinstance(body, bytes):
+        body = json.dumps(body).encode()
+    answer, errors = {}, io.StringIO()
+
+    def start_response(status, headers, exc_info=None):
+        answer.update(status=int(status[:3]), headers=dict(headers))
+
+    environ = {
+        "REQUEST_METHOD": method,
+        "PATH_INFO": path,
+        "SERVER_NAME": "test",
+        "SERVER_PORT": "80",
+        "SERVER_PROTOCOL": "HTTP/1.1",
+        "wsgi.url_scheme": "http",
+        "wsgi.input": io.BytesIO(body),
+        "wsgi.errors": errors,
+        "CONTENT_LENGTH": str(len(body)),
+    } | environ
+    environ = {k: v for k, v in environ.items() if v is not None}
+    data = b"".join(app(environ, start_response))
+    return answer["status"], answer["headers"], data
+
+
+def refused(answer, status):
+    """-> the reason in a JSON refusal with this status."""
+    assert (answer[0], answer[1]["Content-Type"]) == (status, "application/json"), answer
+    return json.loads(answer[2])["error"]
+
+
+def test_a_group_goes_round(app, store):
+    app, body = app(), pack_group(make_group())
+    assert call(app, "POST", "/upload", body)[::2] == (200, b'{"stored": true}')
+    assert call(app, "POST", "/upload", body)[::2] == (200, b'{"stored": false}')
+    wanted = {"run": "run", "limit": 5}
+    assert call(app, "POST", "/lease", wanted)[::2] == (204, b"")
+    mark_scored(store)
+    status, headers, blobs = call(app, "POST", "/lease", wanted)
+    assert (status, headers["Content-Type"]) == (200, "application/octet-stream")
+    (blob,) = safetensors.torch.load(blobs).values()
+    assert blob.numpy().tobytes() == body + b"scored"
+    assert call(app, "POST", "/lease", wanted)[0] == 204
+    done = {"run": "run", "ids": ["group-000"]}
+    assert call(app, "POST", "/ack", done)[::2] == (200, b'{"acknowledged": 1}')
+    assert call(app, "POST", "/ack", done)[::2] == (200, b'{"acknowledged": 0}')
+
+
+def test_info_stats_and_the_page_for_people(app, store):
+    app = app()
+    put(store, 0)
+    assert json.loads(call(app, "GET", "/info")[2]) == INFO
+    assert json.loads(call(app, "GET", "/stats")[2])["waiting"] == 1
+    status, headers, page = call(app, "GET", "/")
+    assert (status, headers["Content-Type"]) == (200, "text/plain; charset=utf-8")
+    assert b"vocab_size  395" in page and b"waiting  1" in page
+
+
+def test_a_malformed_upload_is_refused_with_the_reason(app, store):
+    """Ancestor 5c-4: a malformed upload was answered b'tensor', as a good one."""
+    app = app()
+    nan = pack_group(make_group(rewards=torch.full((3, 2), torch.nan)))
+    assert refused(call(app, "POST", "/upload", nan), 400) == "rewards must be finite"
+    foreign = pack_group(make_group(prompt_ids=torch.tensor([VOCAB], dtype=torch.int32)))
+    assert "0..394" in refused(call(app, "POST", "/upload", foreign), 400)
+    long = pack_group(make_group(prompt=254))
+    assert "context of 256" in refused(call(app, "POST", "/upload", long), 400)
+    assert "safetensors" in refused(call(app, "POST", "/upload", b"\x80\x04pickle"), 400)
+    assert sum(store.stats()[state] for state in ("waiting", "failed")) == 0
+
+
+def test_lengths_are_checked_before_anything_is_read(app):
+    app = app(max_body_bytes=100)
+    assert "1 to 100 bytes" in refused(call(app, "POST", "/upload", b"x" * 101), 413)
+    assert "1 to 100 bytes" in refused(call(app, "POST", "/lease", b" " * 101), 413)
+    assert refused(call(app, "POST", "/upload", b"x", CONTENT_LENGTH=None), 411)
+    assert refused(call(app, "POST", "/upload", b"", CONTENT_LENGTH="0"), 411)
+    reason = refused(call(app, "POST", "/upload", b"x" * 50, CONTENT_LENGTH="60"), 400)
+    assert reason == "the body ended after 50 of 60 bytes"
+
+
+def test_a_full_store_says_when_to_come_back(app, store):
+    """Ancestor 5b-7: no back-pressure; half of all groups stayed in the server's memory for ever."""
+    store.max_bytes = 10
+    answer = call(app(), "POST", "/upload", pack_group(make_group()))
+    assert "10 bytes" in refused(answer, 503) and answer[1]["Retry-After"] == "1"
+
+
+BAD_JSON = [
+    b"not json",
+    b"\xff\xfe",
+    b"[]",
+    b"1",
+    b'"run"',
+    b"null",
+    b"[" * 4000,
+    b'{"run": "run"}',
+    b'{"limit": 1, "ids": []}',
+    b'{"run": 1, "limit": 1, "ids": []}',
+    b'{"run": ["run"], "limit": 1, "ids": []}',
+    b'{"run": "run", "limit": true, "ids": {}}',
+    b'{"run": "run", "limit": 1.0, "ids": "group-000"}',
+    b'{"run": "run", "limit": "1", "ids": null}',
+    b'{"run": "run", "limit": NaN, "ids": NaN}',
+    b'{"run": "run", "limit": Infinity, "ids": 1}',
+    b'{"run": "\\ud800", "limit": 1, "ids": ["a"]}',
+]
+
+
+@pytest.mark.parametrize("route", ["/lease", "/ack"])
+@pytest.mark.parametrize("body", BAD_JSON)
+def test_bad_json_is_refused_with_the_reason(app, store, route, body):
+    put(store, 0)
+    mark_scored(store)
+    assert refused(call(app(), "POST", route, body), 400)
+    assert store.stats()["scored"] == 1
+
+
+def test_ids_of_any_kind_end_no_lease_but_their_own(app, store):
+    put(store, 0)
+    odd = {"run": "run", "ids": [None, {}, [], 1e400, "'; DROP TABLE groups; --", 10**30]}
+    assert call(app(), "POST", "/ack", odd)[::2] == (200, b'{"acknowledged": 0}')
+    assert refused(call(app(), "POST", "/ack", {"run": "run", "ids": ["\ud800"]}), 400)
+    assert store.stats()["waiting"] == 1
+
+
+@pytest.mark.parametrize("limit", [0, -1, -(10**30), 10**30])
+def test_a_strange_limit_is_brought_into_range(app, store, limit):
+    put(store, 0, 1)
+    mark_scored(store)
+    _, _, blobs = call(app(), "POST", "/lease", {"run": "run", "limit": limit})
+    assert len(safetensors.torch.load(blobs)) == (2 if limit > 0 else 1)
+
+
+def test_a_failed_group_ends_its_runs_lease_with_500(app, store):
+    """Ancestor 5c-1: after an error in the scoring loop /get answered b'empty' for ever."""
+    put(store, 0)
+    store.failed(1, "ValueError: no")
+    answer = call(app(), "POST", "/lease", {"run": "run", "limit": 1})
+    assert refused(answer, 500) == "scoring group group-000 failed: ValueError: no"
+
+
+def test_what_nobody_foresaw_is_told_in_json_too(app, store):
+    assert "Not found" in refused(call(app(), "GET", "/nothing"), 404)
+    assert "not allowed" in refused(call(app(), "GET", "/upload"), 405)
+    store.db.close()  # as a disk that fails would
+    reason = refused(call(app(), "POST", "/upload", pack_group(make_group())), 500)
+    assert "ProgrammingError" in reason
+
+
+@pytest.mark.parametrize(
+    "route",
+    ["POST /upload", "POST /lease", "POST /ack", "GET /info", "GET /stats", "GET /", "GET /no"],
+)
+def test_every_route_asks_for_the_token(app, route):
+    """Ancestor 5c-5: on 0.0.0.0, and whoever found the port could read and write."""
+    app = app(token="sécret")
+    for sent in (None, "", "Bearer ", "Bearer secret", "Bearer sécret2", "sécret", "Bearer s\xff"):
+        answer = call(app, *route.split(), b"x", HTTP_AUTHORIZATION=sent)
+        assert "GRPO_TOKEN" in refused(answer, 401)
+    assert call(app, *route.split(), b"x", HTTP_AUTHORIZATION="Bearer sécret")[0] != 401
+
+
+# --- The process --------------------------------------------------------------------
+def preset(tiny, folder, **constants):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    store = str(folder / "store.sqlite")
+    return {"MODEL": str(tiny), "PORT": port, "STORE": store, "DTYPE": "float32"} | constants
+
+
+@contextmanager
+def process(constants, **environment):
+    """Runs ref_server.py with these constants; kills it at the end."""
+    command = [sys.executable, PRESET, "ref_server", json.dumps([constants])]
+    environment = {k: v for k, v in os.environ.items() if k != "GRPO_TOKEN"} | environment
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    server = subprocess.Popen(command, env=environment, **output)
+    try:
+        yield server
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_groups_survive_kill_9_of_the_server(tiny, tmp_path, model, monkeypatch):
+    """What was answered 200 is handed out scored, though the server died before or after scoring."""
+    monkeypatch.setenv("GRPO_TOKEN", "secret")
+    constants = preset(tiny, tmp_path, LEASE_SECONDS=1, LEASE_WAIT_SECONDS=0.2)
+    server = RefServer(f"http://127.0.0.1:{constants['PORT']}", 60)
+    groups = [make_group((9, 20, 30), seed=seed, prompt=20) for seed in range(40)]
+    ids = [group.id for group in groups]
+    with process(constants, GRPO_TOKEN="secret") as first:
+        info = server.call("GET", "/info").json()
+        assert (info["vocab_size"], info["dtype"]) == (VOCAB, "float32")
+        for group in groups:
+            server.call("POST", "/upload", data=pack_group(group))
+            if group.id == ids[0]:  # leased, but its trainer does not live to use it
+                while server.call("POST", "/lease", json={"run": "run", "limit": 1}).content == b"":
+                    pass
+        os.kill(first.pid, signal.SIGKILL)
+    with process(constants, GRPO_TOKEN="secret"):
+        assert server.call("POST", "/upload", data=pack_group(groups[0])).json() == {
+            "stored": False
+        }
+        bodies = server.lease("run", ids)
+        server.call("POST", "/ack", json={"run": "run", "ids": ids})
+        stats = server.call("GET", "/stats").json()
+        assert (stats["done"], stats["bytes"]) == (40, 0)
+        with pytest.raises(RuntimeError, match="refused .413."):
+            server.call("POST", "/upload", data=b"x" * ((16 << 20) + 1))
+        server.session.headers["Authorization"] = "Bearer wrong"
+        with pytest.raises(RuntimeError, match="refused .401.*GRPO_TOKEN"):
+            server.call("GET", "/info")
+    for group, body in zip(groups, bodies, strict=True):
+        scored = unpack_group(body)
+        assert torch.equal(scored.completion_ids, group.completion_ids)
+        completions = [c.tolist() for c in group.completions(group.completion_ids)]
+        plain = plain_logps(model, [group.prompt_ids.tolist()] * 3, completions, 1.0)
+        torch.testing.assert_close(scored.ref_logps, torch.cat(plain), rtol=0, atol=TOLERANCE)
+
+
+def test_a_server_that_can_not_start_says_why_and_ends(tiny, tmp_path):
+    """Ancestor 5c-5: it bound 0.0.0.0 without authentication."""
+    with (
+        process(preset(tiny, tmp_path, HOST="0.0.0.0")) as open_to_all,
+        process(preset(tmp_path / "no_model", tmp_path)) as without_model,
+    ):
+        output = open_to_all.communicate(timeout=60)[0]
+        assert open_to_all.returncode == 1, output
+        assert output.strip().endswith("set GRPO_TOKEN here and at the trainer")
+        assert "Traceback" not in output
+        output = without_model.communicate(timeout=60)[0]
+        assert without_model.returncode == 1 and "no_model" in output
+    assert not (tmp_path / "store.sqlite").exists()

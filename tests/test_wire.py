@@ -1,0 +1,346 @@
+"""The wire: groups come back as they were sent, and nothing malformed gets past unpack_group."""
+
+import dataclasses
+import json
+import socket
+import struct
+import threading
+
+import pytest
+import safetensors.torch
+import torch
+
+import wire
+from wire import PROTOCOL, Group, RefServer, pack_group, tokenizer_facts, unpack_group
+
+VOCAB = 395  # the tiny tokenizer's
+LIMITS = {"vocab_size": VOCAB, "max_tokens": 256}
+
+
+def make_group(lengths=(3, 1, 2), *, seed=0, prompt=4, **changes):
+    """-> a random valid Group with completions of these lengths; `changes` replace its fields."""
+    draw, tokens = torch.Generator().manual_seed(seed), sum(lengths)
+    fields = {
+        "id": f"group-{seed:03d}",
+        "run": "run",
+        "policy_version": 7,
+        "item": 3,
+        "reward_names": ["correct", "format"],
+        "prompt_ids": torch.randint(0, VOCAB, (prompt,), generator=draw, dtype=torch.int32),
+        "completion_ids": torch.randint(0, VOCAB, (tokens,), generator=draw, dtype=torch.int32),
+        "completion_lengths": torch.tensor(lengths, dtype=torch.int32),
+        "sampler_logps": -torch.rand(tokens, generator=draw),
+        "truncated": torch.rand(len(lengths), generator=draw) < 0.5,
+        "rewards": torch.rand(len(lengths), 2, generator=draw),
+    }
+    return Group(**fields | changes)
+
+
+def blob(tensors=None, text=None, **meta):
+    """-> a body made by hand: a valid one but for what is given (a tensor None is left out)."""
+    group = vars(make_group())
+    tensors = {k: group[k] for k in wire.TENSORS if group[k] is not None} | (tensors or {})
+    facts = {"protocol": PROTOCOL} | {k: group[k] for k in wire.METADATA} | meta
+    facts = {k: v for k, v in facts.items() if v is not None}
+    text = json.dumps(facts) if text is None else text
+    return safetensors.torch.save(
+        {k: v for k, v in tensors.items() if v is not None}, {"grpo": text}
+    )
+
+
+def raw(header, data=b""):
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(header)) + header + data
+
+
+# --- Round trip ---------------------------------------------------------------------
+@pytest.mark.parametrize("scored", [False, True])
+def test_round_trip(scored):
+    group = make_group(ref_logps=-torch.rand(6) if scored else None)
+    back = unpack_group(pack_group(group), **LIMITS)
+    for field in dataclasses.fields(Group):
+        sent, got = getattr(group, field.name), getattr(back, field.name)
+        if isinstance(sent, torch.Tensor):
+            assert got.dtype == sent.dtype and torch.equal(got, sent), field.name
+        else:
+            assert got == sent, field.name
+
+
+def test_completions_splits_a_flat_tensor():
+    group = make_group((2, 1))
+    a, b = group.completions(torch.tensor([5, 6, 7]))
+    assert (a.tolist(), b.tolist()) == ([5, 6], [7])
+
+
+def test_a_view_is_packed_without_the_storage_behind_it():
+    """Ancestor 5c-2: torch.save of a view wrote its whole storage, 33.6 kB for 4.8 kB."""
+    large = -torch.rand(100_000)
+    group = make_group(sampler_logps=large[:6], ref_logps=large[6:12])
+    assert len(pack_group(group)) < 2000
+    assert torch.equal(unpack_group(pack_group(group)).ref_logps, large[6:12])
+
+
+def test_ids_of_any_length_and_script_come_back():
+    for id in ("a", "å" * 200, "组-0001", "with space"):
+        assert unpack_group(pack_group(make_group(id=id))).id == id
+
+
+# --- Malformed bodies ---------------------------------------------------------------
+VALID = pack_group(make_group())
+BAD_TENSORS = {
+    "no tensor": ({"truncated": None}, "tensors must be"),
+    "one too many": ({"advantages": torch.zeros(3)}, "tensors must be"),
+    "int64 ids": ({"prompt_ids": torch.zeros(4, dtype=torch.int64)}, "prompt_ids must be .*int32"),
+    "bf16 log-probs": ({"sampler_logps": -torch.ones(6).bfloat16()}, "sampler_logps must be"),
+    "uint8 mask": ({"truncated": torch.zeros(3, dtype=torch.uint8)}, "truncated must be"),
+    "short ids": ({"completion_ids": torch.zeros(5, dtype=torch.int32)}, "completion_ids must be"),
+    "2-d ids": ({"completion_ids": torch.zeros(2, 3, dtype=torch.int32)}, "completion_ids must"),
+    "long logps": ({"sampler_logps": -torch.ones(7)}, "sampler_logps must be"),
+    "mask of tokens": ({"truncated": torch.zeros(6, dtype=torch.bool)}, "truncated must be"),
+    "flat rewards": ({"rewards": torch.zeros(6)}, "rewards must be"),
+    "swapped rewards": ({"rewards": torch.zeros(2, 3)}, "rewards must be"),
+    "ref shape": ({"ref_logps": -torch.ones(5)}, "ref_logps must be"),
+    "no prompt": ({"prompt_ids": torch.zeros(0, dtype=torch.int32)}, "prompt_ids must be"),
+    "0-d prompt": ({"prompt_ids": torch.tensor(1, dtype=torch.int32)}, "prompt_ids must be"),
+    "2-d prompt": ({"prompt_ids": torch.zeros(2, 2, dtype=torch.int32)}, "prompt_ids must be"),
+    "no completions": ({"completion_lengths": torch.zeros(0, dtype=torch.int32)}, "G of 1"),
+    "0-d lengths": ({"completion_lengths": torch.tensor(6, dtype=torch.int32)}, "G of 1"),
+    "empty completion": (
+        {"completion_lengths": torch.tensor([6, 0, 0], dtype=torch.int32)},
+        "at least one token",
+    ),
+    "negative length": (
+        {"completion_lengths": torch.tensor([8, -4, 2], dtype=torch.int32)},
+        "at least one token",
+    ),
+    "lengths whose sum wraps to 6 in int32": (
+        {"completion_lengths": torch.tensor([2**31 - 1, 2**31 - 1, 8], dtype=torch.int32)},
+        "completion_ids must be .4294967302",
+    ),
+    "NaN reward": ({"rewards": torch.tensor([[0, 1], [0, torch.nan], [0, 1]])}, "rewards must"),
+    "infinite reward": ({"rewards": torch.full((3, 2), torch.inf)}, "rewards must be finite"),
+    "NaN logp": ({"sampler_logps": torch.full((6,), torch.nan)}, "sampler_logps must be finite"),
+    "-inf logp": ({"sampler_logps": torch.full((6,), -torch.inf)}, "sampler_logps must be finite"),
+    "positive logp": ({"sampler_logps": torch.full((6,), 0.5)}, "not positive"),
+    "NaN ref": ({"ref_logps": torch.full((6,), torch.nan)}, "ref_logps must be finite"),
+    "negative id": ({"prompt_ids": torch.tensor([1, -1], dtype=torch.int32)}, "0..394, got -1"),
+    "id of the padding": (
+        {"completion_ids": torch.full((6,), VOCAB, dtype=torch.int32)},
+        "0..394, got .*395",
+    ),
+    "too long": ({"prompt_ids": torch.zeros(254, dtype=torch.int32)}, "257 tokens exceed"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TENSORS)
+def test_bad_tensors_are_refused_with_the_reason(name):
+    """Ancestor 5c-4: no check of shapes or lengths; a wrong upload was dropped without a word."""
+    tensors, reason = BAD_TENSORS[name]
+    with pytest.raises(ValueError, match=reason):
+        unpack_group(blob(tensors), **LIMITS)
+
+
+BAD_METADATA = {
+    "other protocol": ({"protocol": PROTOCOL + 1}, "protocol"),
+    "protocol True": ({"protocol": True}, "protocol"),
+    "no protocol": ({"protocol": None}, "protocol"),
+    "no id": ({"id": None}, "'id' must be str"),
+    "id a number": ({"id": 5}, "'id' must be str"),
+    "empty id": ({"id": ""}, "1 to 200"),
+    "endless id": ({"id": "x" * 201}, "1 to 200"),
+    "endless run": ({"run": "x" * 201}, "1 to 200"),
+    "id that a lease can't name": ({"id": "__metadata__"}, "not __metadata__"),
+    "half a surrogate, which SQLite can't store": ({"run": "\ud800"}, "printable"),
+    "NUL": ({"id": "a\0b"}, "printable"),
+    "bool as int": ({"policy_version": True}, "'policy_version' must be int"),
+    "float as int": ({"item": 3.0}, "'item' must be int"),
+    "NaN": ({"item": float("nan")}, "'item' must be int"),
+    "negative version": ({"policy_version": -1}, "negative"),
+    "huge item": ({"item": 2**63}, "64 bits"),
+    "names a string": ({"reward_names": "ab"}, "'reward_names' must be list"),
+    "no names": ({"reward_names": []}, "list of names"),
+    "names of numbers": ({"reward_names": [1, 2]}, "list of names"),
+    "one name twice": ({"reward_names": ["a", "a"]}, "must differ"),
+    "more names than columns": ({"reward_names": ["a", "b", "c"]}, r"rewards must be \(3, 3\)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_METADATA)
+def test_lying_metadata_is_refused_with_the_reason(name):
+    meta, reason = BAD_METADATA[name]
+    with pytest.raises(ValueError, match=reason):
+        unpack_group(blob(**meta), **LIMITS)
+
+
+NOT_ZERO = {"shape": [1], "data_offsets": [0, 4]}
+BAD_BODIES = {
+    "empty": b"",
+    "three bytes": b"abc",
+    "text": b"GET / HTTP/1.1\r\n\r\n" * 20,
+    "pickle": b"\x80\x04\x95" + b"\0" * 100,
+    "truncated by a byte": VALID[:-1],
+    "header alone": VALID[: 8 + struct.unpack("<Q", VALID[:8])[0]],
+    "cut in its header": VALID[:100],
+    "padded": VALID + b"\0",
+    "two bodies": VALID + VALID,
+    "header of 2 GB": struct.pack("<Q", 2 << 30) + VALID[8:],
+    "header of -1 bytes": struct.pack("<q", -1) + VALID[8:],
+    "header of no bytes": struct.pack("<Q", 0) + VALID[8:],
+    "header of 90 MB": struct.pack("<Q", 90_000_000) + VALID[8:],
+    "header no JSON": raw(b"{" * 50),
+    "header an array": raw([1, 2, 3]),
+    "header no UTF-8": raw(b'{"\xff\xfe": 1}'),
+    "header nested deeply": raw(b"[" * 60_000),
+    "no metadata": safetensors.torch.save({"prompt_ids": torch.zeros(1)}),
+    "other metadata": safetensors.torch.save({"prompt_ids": torch.zeros(1)}, {"format": "pt"}),
+    "metadata no JSON": blob(text="run=1"),
+    "metadata an array": blob(text="[1]"),
+    "metadata null": blob(text="null"),
+    "metadata a text": blob(text='"protocol"'),
+    "metadata nested deeply": blob(text="[" * 60_000),
+    "metadata nested deeply in objects": blob(text='{"a":' * 9_000),
+    "a number of 5000 digits": blob(text='{"protocol": ' + "9" * 5000 + "}"),
+    "unknown dtype": raw({"a": NOT_ZERO | {"dtype": "I33"}}, b"\0" * 4),
+    "dtype that torch lacks": raw({"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}),
+    "4-bit dtype": raw({"a": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}, b"\0" * 4),
+    "2**63 elements": raw({"a": {"dtype": "I32", "shape": [2**63], "data_offsets": [0, 4]}}),
+    "2**64 elements": raw({"a": {"dtype": "I32", "shape": [2**32, 2**32], "data_offsets": [0, 0]}}),
+    "negative shape": raw({"a": {"dtype": "I32", "shape": [-1], "data_offsets": [0, 4]}}, b"\0" * 4),
+    "offsets beyond the end": raw({"a": {"dtype": "I32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+def test_a_body_that_is_no_group_is_refused(name):
+    with pytest.raises(ValueError, match="not a safetensors blob|metadata must be"):
+        unpack_group(BAD_BODIES[name], **LIMITS)
+
+
+def test_a_large_header_is_refused_before_it_is_parsed(monkeypatch):
+    """Python needed 3.5 s and 300 MB for a 16 MB header of empty tensors."""
+    monkeypatch.setattr(safetensors.torch, "load", lambda body: pytest.fail("it was parsed"))
+    empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    with pytest.raises(ValueError, match="header claims"):
+        unpack_group(raw({f"tensor{i}": empty for i in range(2000)}))
+
+
+def test_no_flipped_byte_of_the_header_escapes_as_another_error():
+    """Whatever a body holds, /upload must answer 400: only ValueError may come out."""
+    draw, header = torch.Generator().manual_seed(0), 8 + struct.unpack("<Q", VALID[:8])[0]
+    places = torch.randint(0, header, (3000, 2), generator=draw).tolist()
+    letters = torch.randint(0, 256, (3000, 2), generator=draw).tolist()
+    refused = 0
+    for place, letter in zip(places, letters, strict=True):
+        body = bytearray(VALID)
+        body[place[0]], body[place[1]] = letter
+        try:
+            unpack_group(bytes(body), **LIMITS)
+        except ValueError:
+            refused += 1
+    assert refused > 2000  # the rest changed a name or a number into another good one
+
+
+# --- Tokenizer facts and the client -------------------------------------------------
+def test_tokenizer_facts_tell_tokenizers_apart(tiny):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    facts = tokenizer_facts(tokenizer)
+    assert facts["vocab_size"] == VOCAB == len(tokenizer)
+    assert facts == tokenizer_facts(AutoTokenizer.from_pretrained(tiny))
+    tokenizer.add_tokens(["<new>"])
+    assert tokenizer_facts(tokenizer)["tokenizer"] != facts["tokenizer"]
+    assert tokenizer_facts(tokenizer)["vocab_size"] == VOCAB + 1
+
+
+class Replies:
+    """A server on a free port that sends one canned reply to each connection in turn."""
+
+    def __init__(self, *replies):
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.requests = []
+        threading.Thread(target=self.run, args=(replies,), daemon=True).start()
+
+    def run(self, replies):
+        for reply in replies:
+            connection, _ = self.socket.accept()
+            with connection, connection.makefile("rb") as request:
+                head = list(iter(request.readline, b"\r\n"))
+                length = [int(line[15:]) for line in head if line.startswith(b"Content-Length:")]
+                self.requests.append(b"".join(head) + request.read(sum(length)))
+                connection.sendall(reply)
+        self.socket.close()
+
+
+def reply(status, body, length=None, headers=""):
+    length = len(body) if length is None else length
+    head = f"HTTP/1.1 {status} X\r\nContent-Length: {length}\r\nConnection: close\r\n{headers}\r\n"
+    return head.encode() + body
+
+
+@pytest.fixture
+def no_pause(monkeypatch):
+    monkeypatch.setattr(wire.time, "sleep", lambda seconds: None)
+
+
+def test_a_call_goes_on_when_the_server_dies_in_the_middle_of_its_reply(no_pause):
+    server = Replies(reply(200, b"half", length=8), b"", reply(200, b"complete"))
+    assert RefServer(server.url, 20).call("GET", "/info").content == b"complete"
+
+
+def test_a_call_waits_while_the_store_is_full(no_pause):
+    server = Replies(reply(503, b"full", headers="Retry-After: 1\r\n"), reply(200, b"{}"))
+    assert RefServer(server.url, 20).call("POST", "/upload", data=b"x").ok
+    assert len(server.requests) == 2
+
+
+def test_a_refusal_is_raised_at_once_with_its_reason():
+    """simple_GRPO's bare `except: return None` on the network made any error look like no data."""
+    server = Replies(reply(400, b'{"error": "rewards must be finite"}'))
+    with pytest.raises(RuntimeError, match=r"refused \(400\).*rewards must be finite"):
+        RefServer(server.url, 20).call("POST", "/upload", data=b"x")
+
+
+def test_a_wait_for_a_server_that_is_not_there_ends_with_a_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    with pytest.raises(RuntimeError, match=r"no answer \(ConnectionError\); is `python ref_server"):
+        RefServer(f"http://127.0.0.1:{port}", 0.1).call("GET", "/info")
+
+
+def test_the_clients_proxy_is_not_asked(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    server = Replies(reply(200, b"{}"))
+    assert RefServer(server.url, 0.1).call("GET", "/info").ok
+
+
+def test_the_clients_token_travels(monkeypatch):
+    monkeypatch.setenv("GRPO_TOKEN", "secret")
+    server = Replies(reply(200, b"{}"))
+    RefServer(server.url, 5).call("GET", "/info")
+    assert b"Authorization: Bearer secret\r\n" in server.requests[0]
+
+
+@pytest.mark.parametrize("name", ["protocol", "vocab_size", "tokenizer", "temperature"])
+def test_check_refuses_a_reference_that_does_not_fit(name):
+    """Ancestor 5c-4: nothing checked that reference and trainer had the same tokenizer."""
+    facts = {"vocab_size": 395, "tokenizer": "ab", "temperature": 1.0}
+    info = facts | {"protocol": PROTOCOL, "model": "ref"}
+    server = Replies(reply(200, json.dumps(info).encode()))
+    assert RefServer(server.url, 5).check("policy", facts) == info
+    server = Replies(reply(200, json.dumps(info | {name: 0.9}).encode()))
+    with pytest.raises(SystemExit, match=f"{name} 0.9 and not"):
+        RefServer(server.url, 5).check("policy", facts)
+
+
+def test_lease_gathers_all_ids_and_drops_what_it_did_not_ask_for(no_pause):
+    def blobs(**bodies):
+        tensors = {k: torch.frombuffer(bytearray(b), dtype=torch.uint8) for k, b in bodies.items()}
+        return reply(200, safetensors.torch.save(tensors))
+
+    server = Replies(blobs(c=b"third", old=b"another"), reply(204, b""), blobs(a=b"1", b=b"2"))
+    assert RefServer(server.url, 5).lease("run", ["c", "a", "b"]) == [b"1", b"2", b"third"]
+    assert b'"limit": 3' in server.requests[0] and b'"limit": 2' in server.requests[2]
