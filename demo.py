@@ -61,7 +61,7 @@ def train(port, seed, shuffled):
 
     grpo.MODEL, grpo.TASK, grpo.RUN_DIR = WARM_START, "arithmetic", RUN_DIR
     grpo.REF_SERVER = f"http://127.0.0.1:{port}"
-    grpo.SEED, grpo.STEPS = int(seed), 120
+    grpo.SEED, grpo.STEPS = int(seed), 80
     grpo.PROMPTS_PER_STEP, grpo.GROUP_SIZE, grpo.SAMPLE_BATCH = 16, 8, 64
     grpo.MAX_PROMPT_TOKENS, grpo.MAX_COMPLETION_TOKENS = 64, 24
     grpo.LEARNING_RATE, grpo.WARMUP_STEPS, grpo.FINAL_LR = 7e-4, 5, 0.3

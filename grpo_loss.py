@@ -64,8 +64,9 @@ def group_advantages(rewards, *, scale_by_std):
     DeepSeekMath sec. 4.1.2; without the std it is Dr. GRPO's. The 1e-4 only keeps an all-equal group
     finite (its advantages are 0). Example: [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]
     """
+    rewards = rewards.double()  # in float32 the mean of equal rewards may differ from them
     centred = rewards - rewards.mean()
-    return centred / (rewards.std() + 1e-4) if scale_by_std else centred
+    return (centred / (rewards.std() + 1e-4) if scale_by_std else centred).float()
 
 
 def token_weights(lengths, *, loss_type, sequences, tokens, max_completion_tokens):
@@ -99,15 +100,15 @@ def grpo_loss(logps, old_logps, ref_logps, advantages, weights, *, clip_low, cli
     negative (DeepSeekMath eq. 3 and 4). All tensors are float32 (N,); `ref_logps` may be None if
     kl_beta is 0. Gradients flow through `logps` alone. `stats` has detached (N,) tensors.
     """
-    ratio = torch.exp(logps - old_logps)
+    ratio = torch.exp(logps - old_logps.detach())
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     # The smaller of the two: a step that already went too far gets no more gradient (clipped), a step
     # that went the wrong way keeps its full gradient.
     objective = torch.minimum(ratio * advantages, clipped * advantages)
     kl = torch.zeros_like(logps)
     if kl_beta:
-        difference = ref_logps - logps
-        kl = torch.exp(difference) - difference - 1
+        difference = ref_logps.detach() - logps
+        kl = torch.expm1(difference) - difference  # exp(d) - 1 - d would round to below 0
         objective = objective - kl_beta * kl
     stats = {
         "ratio": ratio.detach(),

@@ -37,7 +37,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from grpo_loss import (
     LOSS_TYPES,
@@ -49,7 +48,7 @@ from grpo_loss import (
     token_logps,
     token_weights,
 )
-from policy import load_policy, prompt_ids
+from policy import load_policy, load_tokenizer, prompt_ids
 from sampler import sample_groups
 from wire import Group, RefServer, pack_group, tokenizer_facts, unpack_group
 
@@ -149,9 +148,26 @@ def is_count(name):
 
 
 # --- Data ------------------------------------------------------------------------------
+def load_task():
+    """-> the module tasks/TASK.py. Raises SystemExit if there is none, or it lacks a function."""
+    try:
+        task = importlib.import_module(f"tasks.{TASK}")
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"TASK = {TASK!r}: no tasks/{TASK}.py that can be imported ({error})"
+        ) from None
+    missing = {"load", "messages", "rewards"} - vars(task).keys()
+    if missing:
+        raise SystemExit(f"tasks/{TASK}.py lacks {', '.join(sorted(missing))}; see tasks/gsm8k.py")
+    return task
+
+
 def load_prompts(task, split, tokenizer):
     """-> [(index, item, prompt_ids)] of the split, without prompts over MAX_PROMPT_TOKENS."""
-    items = task.load(split)
+    try:
+        items = task.load(split)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"the {split} questions of {TASK} can't be loaded: {error}") from error
     ids = [prompt_ids(tokenizer, task.messages(item["question"])) for item in items]
     prompts = [p for p in zip(range(len(items)), items, ids) if len(p[2]) <= MAX_PROMPT_TOKENS]
     say(f"{TASK}/{split}: {len(items)} questions, {len(items) - len(prompts)} left out as too long")
@@ -611,8 +627,7 @@ def save(policy, step):
 # --- Main ---------------------------------------------------------------------------
 def main():
     check_config()
-    task = importlib.import_module(f"tasks.{TASK}")
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    task, tokenizer = load_task(), load_tokenizer(MODEL)
     train = load_prompts(task, "train", tokenizer)
     test = load_prompts(task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
     server = RefServer(REF_SERVER, WAIT_LIMIT_SECONDS) if KL_BETA else None
@@ -634,19 +649,20 @@ def main():
         groups, metrics = make_step(policy, task, stream, server, run[0], step)
         log_samples(policy, train, groups, step + 1)
         rows = make_rows(groups)
-        for _ in range(min(UPDATES_PER_ROLLOUT, STEPS - step)):
+        updates = min(UPDATES_PER_ROLLOUT, STEPS - step)
+        for n in range(updates):
             started, step = time.perf_counter(), step + 1
             update = optimise(engine, rows, policy.vocab_size, step) if rows else {}
             if step == 1 and rows:
                 check_first_update(update, policy.dtype, same_reference)
+            if server and rank == 0 and n + 1 == updates:
+                server.call("POST", "/ack", json={"run": run[0], "ids": [g.id for g in groups]})
             update["seconds_train"] = time.perf_counter() - started
             show(bar, {"step": step} | metrics | update)
             if step % EVAL_STEPS == 0 or step == STEPS:
                 accuracy = report(evaluate(policy, task, test), step)
             if step % SAVE_STEPS == 0:
                 saved = save(policy, step)
-        if server and rank == 0:
-            server.call("POST", "/ack", json={"run": run[0], "ids": [g.id for g in groups]})
     bar.close()
     if saved != step:
         save(policy, step)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jinja2
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from wire import tokenizer_facts
 
@@ -46,6 +46,14 @@ class Policy:
         self.model.save_pretrained(draft)
         self.tokenizer.save_pretrained(draft)
         draft.rename(folder)
+
+
+def load_tokenizer(name):
+    """-> the model's tokenizer. Raises SystemExit with a sentence if there is no such model."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"MODEL = {name!r} can't be loaded: {error}") from error
 
 
 def load_policy(name, tokenizer, dtype):

@@ -1,12 +1,13 @@
 """The frozen reference model behind HTTP: takes in sampled groups, gives them back with log-probs.
 
-    CUDA_VISIBLE_DEVICES=7 python ref_server.py        # on a spare GPU, on a CPU, on another machine
+    CUDA_VISIBLE_DEVICES=7 python ref_server.py     # on a spare GPU, on a CPU, on another machine
 
-A producer (a rank of grpo_ref_split.py) POSTs one group (wire.py) to /upload. It is stored (store.py),
-scored with the reference model in length-sorted batches, leased to the trainer, and acknowledged when
-the optimiser step that used it is done. Routes: POST /upload /lease /ack, GET /info /stats /.
-A KL penalty needs log-probs of the reference for the sampled tokens only, and no gradient: that is why
-the reference can live in another process, on an old card or another machine, and sampling hides it.
+A producer (a rank of grpo_ref_split.py) POSTs one group (wire.py) to /upload. It is stored
+(store.py), scored with the reference model in length-sorted batches, leased to the trainer, and
+acknowledged when the optimiser step that used it is done. Routes: POST /upload /lease /ack,
+GET /info /stats /. A KL penalty needs log-probs of the reference for the sampled tokens only, and
+no gradient: that is why the reference can live in another process, on an old card or another
+machine, and sampling hides it.
 """
 
 import hmac
@@ -22,9 +23,10 @@ import bottle
 import safetensors.torch
 import torch
 import waitress
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_loss import completion_logits, pack_by_tokens, token_logps
+from policy import load_tokenizer
 from store import Store, StoreFull
 from wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
 
@@ -219,9 +221,9 @@ def load_reference():
     """-> (model, info, max_tokens): the frozen model, what /info says, the longest sequence."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = {"cuda": "bfloat16", "cpu": "float32"}[device] if DTYPE == "auto" else DTYPE
+    facts = tokenizer_facts(load_tokenizer(MODEL))
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=getattr(torch, dtype))
     model = model.to(device).eval().requires_grad_(False)
-    facts = tokenizer_facts(AutoTokenizer.from_pretrained(MODEL))
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < facts["vocab_size"]:
         sys.exit(f"{MODEL} embeds {rows} ids, its tokenizer has {facts['vocab_size']}: wrong pair")

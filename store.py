@@ -25,8 +25,9 @@ class Store:
     """Groups in SQLite. A group is waiting -> scored -> leased -> done, or failed with an error.
 
     Done groups keep their row without the body, so that a late repeat of an upload is recognised.
-    WAL with synchronous=NORMAL: a committed upload survives the death of the process (not a power cut).
-    The file is locked, as a second server with another model would score the first one's groups.
+    WAL with synchronous=NORMAL: a committed upload survives the death of the process, though not a
+    power cut. The file is locked: a second server, with another model, would score the first one's
+    groups.
     """
 
     def __init__(self, path, max_bytes):
@@ -154,7 +155,7 @@ class Store:
         return done
 
     def stats(self):
-        """-> counts of groups by state, bytes held, and the age in seconds of the oldest waiting."""
+        """-> counts of groups by state, bytes held, age in seconds of the oldest waiting."""
         with self.changed:
             counts = dict(self.db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
             oldest = self.db.execute(

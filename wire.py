@@ -152,9 +152,10 @@ def check_group(g, vocab_size, max_tokens):
 def tokenizer_facts(tokenizer):
     """-> {"vocab_size", "tokenizer"}: ids that the tokenizer can emit, and its fingerprint.
 
-    A model's embedding may have more rows than that, as padding (Qwen2.5: 151 936 or 152 064 rows for
-    151 665 ids). Only the tokenizer's ids are sampled and counted in the softmax, on both sides, so
-    that a policy and a reference with different padding define the same distribution's support.
+    A model's embedding may have more rows than that, as padding (Qwen2.5: 151 936 or 152 064 rows
+    for 151 665 ids). Only the tokenizer's ids are sampled and counted in the softmax, on both
+    sides, so that a policy and a reference with different padding define the same distribution's
+    support.
     """
     vocab = tokenizer.get_vocab()
     digest = hashlib.sha256(json.dumps(sorted(vocab.items())).encode()).hexdigest()
@@ -177,8 +178,8 @@ class RefServer:
             self.session.headers["Authorization"] = f"Bearer {token}"
 
     def call(self, method, path, **request):
-        """-> the response. Waits while there is no connection or no room; raises RuntimeError if the
-        server refuses, or after `wait_limit_seconds`."""
+        """-> the response. Waits while there is no connection or no room; raises RuntimeError if
+        the server refuses, or after `wait_limit_seconds`."""
         wait = Wait(f"{self.url}{path}", self.limit)
         while True:
             try:
@@ -194,14 +195,15 @@ class RefServer:
             return reply
 
     def check(self, model, facts):
-        """-> what /info says. Raises SystemExit if its log-probs would not fit the policy `model`."""
+        """-> what /info says; SystemExit if its log-probs would not fit the policy `model`."""
         info, mine = self.call("GET", "/info").json(), facts | {"protocol": PROTOCOL}
         wrong = [name for name in mine if info.get(name) != mine[name]]
         if wrong:
             differ = ", ".join(f"{name} {info.get(name)} and not {mine[name]}" for name in wrong)
             raise SystemExit(
-                f"the reference {info.get('model')} at {self.url} does not fit the policy {model}: it"
-                f" has {differ}. Tokenizer, temperature and protocol must be the same on both sides"
+                f"the reference {info.get('model')} at {self.url} does not fit the policy {model}:"
+                f" it has {differ}. Tokenizer, temperature and protocol must be the same on both"
+                " sides"
             )
         return info
 

@@ -1,9 +1,8 @@
 """GSM8K: grade-school word problems, their prompt and two rewards. The file that users replace.
 
 The trainer asks for `load`, `messages` and `rewards`; nothing here knows of torch, tokens or HTTP.
-Correctness ignores the format, so accuracy means the same before and after training. Each rule
-commits to one number by its place, so listing candidates cannot pay; and a sum left undone
-("3 + 4" for 7) is no answer, or copying the question would be the best policy.
+Correctness ignores the format, so accuracy means the same before and after training. It takes one
+number by its place: listing candidates never pays, nor does a copied question ("3 + 4" for 7).
 """
 
 import json
@@ -15,7 +14,7 @@ from pathlib import Path
 DATA = "openai/gsm8k"  # on the hub (config "main"), or a folder with train.jsonl and test.jsonl
 SYSTEM_PROMPT = "Reason step by step in <think></think>, then give one number in <answer></answer>."
 CORRECT, WRONG = 1.0, -1.0
-FORMATTED, UNFORMATTED = 1.25, -1.0  # so wrong but formatted (0.25) beats right but bare (0.0)
+FORMATTED, UNFORMATTED = 1.25, -1.0  # simple_GRPO's; see REWARD_WEIGHTS for what beats what
 MAX_NUMBER_CHARS = 60  # a longer one is no answer, and int() itself refuses 4301 digits
 
 
@@ -71,7 +70,7 @@ def rewards(item, completion):
 
 # --- Correctness: find the answer, read it as a number, compare --------------------
 # "#### 18", but neither the Markdown heading "#### Step 2" nor "#### 2. Add"
-HASHES = re.compile(r"####(?!\s*\d+[.)]\s+[A-Z])\s*((?:\\[a-z]+|[^\w\n])*\d[^\n]*)")
+HASHES = re.compile(r"####(?!\s*\d+[.)]\s+[A-Z])\s*((?:\\[a-z]+|[^\w\n]){0,20}\d[^\n]*)")
 BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 REST = r"(?:(?![.!?](?:\s|$))[^\n]){0,200}"  # of a sentence
 ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\bis\b|:|=)|^A:)\s*({REST}\d{REST})")
@@ -89,7 +88,7 @@ CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"^\s*-\s+(?=[.\d])", "-"),
 )]  # fmt: skip
 NUMBER = re.compile(
-    r"(?<!\w)(?:(?<!\))[-+])?(?:(?:\d+\s+)?\d+\s*/\s*0*[1-9]\d*"  # 1/2, 2 1/2
+    r"(?<!\w)[-+]?(?:(?:\d+\s+)?\d+\s*/\s*0*[1-9]\d*"  # 1/2, 2 1/2
     r"|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,2}(?!\w))?|\.\d+)"
 )
 # With "#" for each number: two with no word between them are a list, a range or a sum left undone.
@@ -137,15 +136,15 @@ def same(gold, span, marked):
     for pattern, to in CLEAN:
         gold, span = pattern.sub(to, gold).strip(), pattern.sub(to, span).strip()
     want = number(gold, True)
-    if want is not None and not LATEX.search(span):
-        return number(span, marked) == want
-    if want is None and not (LATEX.search(gold) and SAFE.fullmatch(gold)):
+    if want is None:
         raise ValueError(f"the gold answer {gold!r} is no number: correct the data")
+    if not LATEX.search(span):
+        return number(span, marked) == want
     if not SAFE.fullmatch(span):
         return False
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that no timeout is set
     latex = {"extraction_config": [LatexExtractionConfig()], "fallback_mode": "no_fallback"}
-    gold, span = (parse(f"${text}$", **latex, parsing_timeout=0) for text in (gold, span))
+    gold, span = (parse(f"${text}$", **latex, parsing_timeout=0) for text in (want, span))
     return verify(gold, span, timeout_seconds=0, raise_on_error=True)

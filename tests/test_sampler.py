@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from sampler import CachedDecoder, PlainDecoder, accepts, can_cache, sample_groups
 
 VOCAB = 110  # ids of the tokenizer; the models embed 120, as real ones pad their embedding
-# Float32, cached and batched against plain; measured over families: 1.5e-6 at most.
+# Float32, cached and batched against plain; measured over families and seeds: 2.4e-6.
 TOLERANCE = 1e-5
 PROMPTS = [[7], [3, 99, 4, 11, 5], [9, 8, 7, 6, 5, 4, 3, 2, 1], [5, 6, 0]]  # 0 is also the filler
 EOS = set(range(10, 26))  # many, so that rows end at different tokens
@@ -59,7 +59,7 @@ def tiny_model(family, seed=0):
     model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes, **special))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.25 * torch.randn_like(parameter))
+            parameter.add_(0.15 * torch.randn_like(parameter))
     return model.eval()
 
 
@@ -78,9 +78,9 @@ def plain_logps(model, prompt, completion, temperature):
 
 
 def sample(model, prompts, seed=0, **changes):
-    settings = dict(group_size=3, max_new_tokens=12, temperature=1.0, eos_ids=EOS, vocab_size=VOCAB)
-    generator = torch.Generator().manual_seed(seed)
-    return sample_groups(model, prompts, generator=generator, **(settings | changes))
+    settings = {"group_size": 3, "max_new_tokens": 12, "temperature": 1.0, "eos_ids": EOS}
+    settings |= {"vocab_size": VOCAB, "generator": torch.Generator().manual_seed(seed)}
+    return sample_groups(model, prompts, **(settings | changes))
 
 
 def assert_well_formed(groups, *, prompts, group_size, max_new_tokens, eos_ids):
@@ -206,20 +206,15 @@ def test_a_prompt_runs_once_and_finished_rows_leave(model_of):
     assert expected[0][0] < 20  # at least one row ended early
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mamba"])
-def test_the_slow_path_samples_the_same(family, model_of):
-    """Same logits, same draws: a model with a cache gives on the slow path what it gives on it."""
-    if family in SLOW:
-        assert not can_cache(model_of(family))
-        return
-    model = model_of(family)
-    slow, fast = PlainDecoder(model, 2), CachedDecoder(model, 2)
-    with torch.no_grad():
-        torch.testing.assert_close(slow.start(PROMPTS), fast.start(PROMPTS), rtol=0, atol=1e-5)
-        kept, tokens = torch.tensor([0, 3, 4, 7]), torch.tensor([1, 2, 3, 4])
-        for decoder in (slow, fast):
-            decoder.keep(kept)
-        torch.testing.assert_close(slow.step(tokens), fast.step(tokens), rtol=0, atol=1e-5)
+@torch.no_grad()
+def test_the_slow_path_is_the_fast_one(model_of):
+    """A model with a cache has the same logits without it: two engines, one answer."""
+    slow, fast = (engine(model_of("qwen2"), 2) for engine in (PlainDecoder, CachedDecoder))
+    torch.testing.assert_close(slow.start(PROMPTS), fast.start(PROMPTS), rtol=0, atol=TOLERANCE)
+    kept, tokens = torch.tensor([0, 3, 4, 7]), torch.tensor([1, 2, 3, 4])
+    slow.keep(kept)
+    fast.keep(kept)
+    torch.testing.assert_close(slow.step(tokens), fast.step(tokens), rtol=0, atol=TOLERANCE)
 
 
 def test_accepts_looks_through_the_wrapper(model_of):
@@ -264,6 +259,15 @@ def test_the_models_generation_config_changes_nothing():
 DRAWS = 20_000
 
 
+@pytest.fixture(scope="module")
+def sharp():
+    """A model with logits so far apart that 20,000 draws tell temperature 0.9 from 1."""
+    model = tiny_model("qwen2")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    return model
+
+
 def chi_square(counts, probabilities):
     """-> (statistic, limit) of drawn counts (K,) under exact probabilities (K,).
 
@@ -291,16 +295,16 @@ def exact_first(model, prompt, temperature=1.0, vocab_size=VOCAB):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_first_token_has_the_probabilities_of_the_softmax(temperature, model_of):
-    model, prompt = model_of("qwen2"), PROMPTS[1]
+def test_the_first_token_has_the_probabilities_of_the_softmax(temperature, sharp):
+    prompt = PROMPTS[1]
 
     def statistic(**changes):
         # A longer prompt in the batch, so that the one under test is padded.
         (group, _) = sample(
-            model, [prompt, PROMPTS[2]], group_size=DRAWS, max_new_tokens=1, **changes
+            sharp, [prompt, PROMPTS[2]], group_size=DRAWS, max_new_tokens=1, **changes
         )
         counts = torch.bincount(torch.tensor([c.ids[0] for c in group]), minlength=VOCAB)
-        return chi_square(counts, exact_first(model, prompt, temperature))
+        return chi_square(counts, exact_first(sharp, prompt, temperature))
 
     value, limit = statistic(temperature=temperature)
     assert value < limit
@@ -308,15 +312,14 @@ def test_the_first_token_has_the_probabilities_of_the_softmax(temperature, model
     assert value > limit
 
 
-def test_generate_with_unasked_settings_would_fail_that_test(model_of):
+def test_generate_with_unasked_settings_would_fail_that_test(sharp):
     """The statistic has the power: top_k 20 alone, or the model's settings, are far off."""
-    model, prompt = tiny_model("qwen2"), PROMPTS[1]
-    exact = exact_first(model, prompt)
+    exact = exact_first(sharp, PROMPTS[1])
     own = {"top_p": 1.0, "repetition_penalty": 1.0, "top_k": 20}
     for settings in (own, {k: HOSTILE[k] for k in own}):
         torch.manual_seed(0)
-        ids = model.generate(
-            torch.tensor([prompt]),
+        ids = sharp.generate(
+            torch.tensor([PROMPTS[1]]),
             do_sample=True,
             max_new_tokens=1,
             num_return_sequences=DRAWS,
@@ -329,19 +332,19 @@ def test_generate_with_unasked_settings_would_fail_that_test(model_of):
         assert value > 10 * limit
 
 
-def test_two_tokens_have_the_probabilities_of_the_softmax(model_of):
+def test_two_tokens_have_the_probabilities_of_the_softmax(sharp):
     """Over a vocabulary of 12 ids, all pairs: EOS alone, or a first id and a second."""
-    model, prompt, eos, few = model_of("qwen2"), PROMPTS[1], 5, 12
-    first = exact_first(model, prompt, vocab_size=few)
+    prompt, eos, few = PROMPTS[1], 5, 12
+    first = exact_first(sharp, prompt, vocab_size=few)
     exact = torch.zeros(few, few, dtype=torch.double)
     for i in range(few):
-        second = exact_first(model, prompt + [i], vocab_size=few)
+        second = exact_first(sharp, prompt + [i], vocab_size=few)
         exact[i] = first[i] * second if i != eos else 0
     exact[eos, eos] = first[eos]  # ended: counted as the pair (EOS, EOS)
 
     def statistic(temperature):
         (group, _) = sample(
-            model,
+            sharp,
             [prompt, PROMPTS[2]],
             group_size=DRAWS,
             max_new_tokens=2,

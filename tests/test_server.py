@@ -26,7 +26,7 @@ from store import Store, StoreFull
 from wire import RefServer, pack_group, unpack_group
 
 PRESET = Path(__file__).with_name("preset.py")
-TOLERANCE = 1e-5  # float32 on both sides; measured: 2e-6
+TOLERANCE = 1e-5  # float32 on both sides; measured: 4e-6
 
 
 @pytest.fixture
@@ -332,7 +332,7 @@ class SmallMemory(torch.nn.Module):
 
 
 def test_a_batch_that_does_not_fit_is_halved(model):
-    """Ancestor 5c-1, 5c-6: no splitting; out of memory ended the worker, and /get was empty for ever."""
+    """Ancestor 5c-1, 5c-6: no splitting; out of memory ended the worker, not the process."""
     prompts, completions = rows_of(MIXED)
     settings = {"budget": 100_000, "temperature": 1.0, "vocab_size": VOCAB}
     small = SmallMemory(model, rows=2)
@@ -383,11 +383,9 @@ def test_a_group_that_raises_is_failed_and_the_others_go_on(store, model):
 def test_what_the_model_can_not_score_is_failed(store, model, kind):
     """A body stored under another protocol or model must not end the server at each start."""
     put(store, 0)
-    store.put(make_group(seed=1, run="bad"), b"garbled" if kind == "garbled" else None or b"")
-    ids = torch.tensor([VOCAB - 1] * 6, dtype=torch.int32)
-    high = pack_group(make_group(seed=1, completion_ids=ids))
-    if kind != "garbled":
-        store.db.execute("UPDATE groups SET body=?, bytes=? WHERE run='bad'", (high, len(high)))
+    ids = torch.full((6,), VOCAB - 1, dtype=torch.int32)
+    bad = make_group(seed=1, run="bad", completion_ids=ids)
+    store.put(bad, b"garbled" if kind == "garbled" else pack_group(bad))
     limits = {"vocab_size": VOCAB - 1 if kind == "other vocabulary" else VOCAB}
 
     def score(prompts, completions):
@@ -499,7 +497,7 @@ def test_lengths_are_checked_before_anything_is_read(app):
 
 
 def test_a_full_store_says_when_to_come_back(app, store):
-    """Ancestor 5b-7: no back-pressure; half of all groups stayed in the server's memory for ever."""
+    """Ancestor 5b-7: no back-pressure; half of all groups stayed in memory for ever."""
     store.max_bytes = 10
     answer = call(app(), "POST", "/upload", pack_group(make_group()))
     assert "10 bytes" in refused(answer, 503) and answer[1]["Retry-After"] == "1"
@@ -604,7 +602,7 @@ def process(constants, **environment):
 
 
 def test_groups_survive_kill_9_of_the_server(tiny, tmp_path, model, monkeypatch):
-    """What was answered 200 is handed out scored, though the server died before or after scoring."""
+    """What was answered 200 is handed out scored, though the server died meanwhile."""
     monkeypatch.setenv("GRPO_TOKEN", "secret")
     constants = preset(tiny, tmp_path, LEASE_SECONDS=1, LEASE_WAIT_SECONDS=0.2)
     server = RefServer(f"http://127.0.0.1:{constants['PORT']}", 60)

@@ -53,6 +53,12 @@ def raw(header, data=b""):
     return struct.pack("<Q", len(header)) + header + data
 
 
+def one_tensor(dtype, shape, size, end=None):
+    """-> a body with one tensor of `size` bytes, of which its header says what it likes."""
+    view = {"dtype": dtype, "shape": shape, "data_offsets": [0, size if end is None else end]}
+    return raw({"__metadata__": {"grpo": "{}"}, "prompt_ids": view}, bytes(size))
+
+
 # --- Round trip ---------------------------------------------------------------------
 @pytest.mark.parametrize("scored", [False, True])
 def test_round_trip(scored):
@@ -172,7 +178,6 @@ def test_lying_metadata_is_refused_with_the_reason(name):
         unpack_group(blob(**meta), **LIMITS)
 
 
-NOT_ZERO = {"shape": [1], "data_offsets": [0, 4]}
 BAD_BODIES = {
     "empty": b"",
     "three bytes": b"abc",
@@ -200,14 +205,14 @@ BAD_BODIES = {
     "metadata nested deeply": blob(text="[" * 60_000),
     "metadata nested deeply in objects": blob(text='{"a":' * 9_000),
     "a number of 5000 digits": blob(text='{"protocol": ' + "9" * 5000 + "}"),
-    "unknown dtype": raw({"a": NOT_ZERO | {"dtype": "I33"}}, b"\0" * 4),
-    "dtype that torch lacks": raw({"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}),
-    "4-bit dtype": raw({"a": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}, b"\0" * 4),
-    "2**63 elements": raw({"a": {"dtype": "I32", "shape": [2**63], "data_offsets": [0, 4]}}),
-    "2**64 elements": raw({"a": {"dtype": "I32", "shape": [2**32, 2**32], "data_offsets": [0, 0]}}),
-    "negative shape": raw({"a": {"dtype": "I32", "shape": [-1], "data_offsets": [0, 4]}}, b"\0" * 4),
-    "offsets beyond the end": raw({"a": {"dtype": "I32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
-}  # fmt: skip
+    "unknown dtype": one_tensor("I33", [1], 4),
+    "dtype that torch lacks": one_tensor("F6_E2M3", [4], 3),
+    "4-bit dtype": one_tensor("F4", [8], 4),
+    "2**63 elements": one_tensor("I32", [2**63], 4),
+    "2**64 elements": one_tensor("I32", [2**32, 2**32], 0),
+    "negative shape": one_tensor("I32", [-1], 4),
+    "4 TB in 4 bytes": one_tensor("I32", [2**40], 4, end=2**42),
+}
 
 
 @pytest.mark.parametrize("name", BAD_BODIES)

@@ -1,0 +1,422 @@
+"""The rewards of tasks/gsm8k.py on honest and adversarial answers; its prompt and loader.
+
+    python -m pytest -q tests/test_rewards.py
+
+What is guarded here went wrong in ancestors: the last digits anywhere were taken as the answer
+("70,000" read as "000", "-7" as 7, "12 apples (from 3 boxes)" as 3); Instruct models never met
+the format, because their EOS is text too, nor did a newline between the blocks; two answer blocks
+passed.
+"""
+
+import json
+import logging
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from tasks import gsm8k
+from tasks.gsm8k import CORRECT, FORMATTED, UNFORMATTED, WRONG, rewards
+
+GSM8K = Path(__file__).resolve().parents[2] / "shared/data/gsm8k"
+
+
+def correct(gold, completion):
+    return rewards({"answer": gold}, completion)["correctness"] == CORRECT
+
+
+def formatted(completion):
+    return rewards({"answer": "18"}, completion)["format"] == FORMATTED
+
+
+# --- Correctness -------------------------------------------------------------------
+RIGHT = [  # gold, what stands between the answer tags
+    ("18", "18"),
+    ("18", " 18.\n"),
+    ("70000", "70,000"),  # ancestors read 000
+    ("70,000", "70000"),
+    ("1234567", "$1,234,567"),
+    ("70000", "70{,}000"),
+    ("70000", r"70\,000"),
+    ("-7", "-7"),  # ancestors could never match it
+    ("-7", "\u22127"),
+    ("-7", "- 7"),
+    ("-7", "(-7)"),
+    ("5", "$5"),
+    ("5", r"\$5"),
+    ("5", "5€"),
+    ("5", "US$5"),
+    ("-5", "-$5"),
+    ("-5", "$-5"),
+    ("-5", "\u2212$5"),
+    ("5", "5.00"),
+    ("5.00", "5"),
+    ("50", "50%"),
+    ("50", r"50\%"),
+    ("1/2", "0.5"),
+    ("0.5", "1/2"),
+    ("0.5", ".5"),
+    ("0.5", r"\frac{1}{2}"),
+    ("0.5", r"$\frac12$"),
+    ("-0.5", r"-\frac{1}{2}"),
+    ("2.5", "2 1/2"),
+    ("2.5", r"2\frac{1}{2}"),
+    ("-2.5", "-2 1/2"),
+    ("18000", "1.8e4"),
+    ("18000", r"1.8 \times 10^4"),
+    ("7", r"$\sqrt{49}$"),
+    ("0.5", r"\dfrac{1.0}{2}"),
+    ("18", "**18**"),
+    ("18", r"\boxed{18}"),
+    ("18", r"\(18\)"),
+    ("18", r"\left(18\right)"),
+    ("8", "$2^3$"),
+    ("8", r"\[ 2^3 \]"),
+    ("3", "#3"),
+    ("18", r"\[ 18 \]"),
+    ("18", r"18 \text{ dollars}"),
+    ("5", "x = 5"),
+    ("7", "3 + 4 = 7"),
+    ("18", "16-3-4=9\n9*2=18"),
+    ("18", "9*2=<<9*2=18>>18"),
+    ("12", "12 apples (from 3 boxes)"),  # ancestors read 3
+    ("12", "12 apples from 3 boxes"),
+    ("12", "12 apples (3 or 4 in each box)"),
+    ("12", "12 (3 in each box)"),
+    ("12", "She has 12 apples (from 3 boxes)."),
+    ("7", "7 dollars"),
+    ("60", "60 miles/hour"),
+    ("18", "18 cm^2"),
+    ("18", "She makes $18 per day."),
+    ("18", "The answer is 18."),
+    ("18", "#### 18"),
+]
+NOT_RIGHT = [
+    ("18", ""),
+    ("0", ""),
+    ("18", "\n"),
+    ("3", "three"),
+    ("70000", "000"),
+    ("70000", "70"),
+    ("7", "-7"),  # ancestors read 7
+    ("7", "- 7"),
+    ("7", "\u22127"),
+    ("-7", "7"),
+    ("3", "12 apples (from 3 boxes)"),
+    ("3", "12 apples from 3 boxes"),
+    ("0.333333", "1/3"),
+    ("0.3333333333", "1/3"),  # exact: math-verify rounds to 6 decimals
+    ("7", "7.0000001"),
+    ("7", "x7"),
+    ("4", "A4"),
+    ("7", "7/0"),
+    ("12", r"\frac{12"),
+    ("7", "7^"),
+    ("7", r"\frac{7}{0}"),
+]
+LISTS = [  # none of their numbers may count
+    "5 or 6",
+    "5 (or 6)",
+    "5, 6",
+    "5; 6",
+    "5/6/7",
+    "5-6",
+    "5 to 6",
+    "5\n6",
+    "5 and 6",
+    "either 5 or 6",
+    "5, maybe 6",
+    "5 possibly 6",
+    "5 apples or 6 apples",
+    "between 5 and 6",
+    "the answer is 5 or 6",
+    r"\boxed{5 \text{ or } 6}",
+    r"\{5, 6\}",
+    r"5 \text{ or } 6",
+    "x = 5 or x = 6",
+    r"x=5 \vee x=6",
+    "1 2 3 4 5 6 7",
+    "5 | 6",
+]
+UNDONE = ["3 * 4", "3 x 4", "3 × 4", "16 - 4", "8 + 4", "24/2", r"\frac{24}{2}", r"3 \times 4"]
+UNDONE += [r"3 \cdot 4", "15-3^1", "(3)(4)", "12 = 3 * 4", "12+John's age", "John's age + 12"]
+UNTAGGED = [  # gold, a whole completion without (complete) tags
+    ("18", "She sells 9 eggs.\nSo she makes 9 * 2 = $18 per day."),
+    ("18", "So 9 * 2 is $18."),
+    ("4", "12 apples were in 3 boxes. So 4 each."),
+    ("18", "9 * 2 = <<9*2=18>>18\n#### 18"),
+    ("70000", "#### 70,000"),
+    ("12", "#### 12 apples from 3 boxes\nNext question: 5 pears"),
+    ("18", "#### Step 2: 3 * 4 = 12\nThe answer is 18."),
+    ("18", "#### 2. Add\nHence the total is 18"),
+    ("18", r"First \boxed{5}, then \boxed{18}. Check: 18 - 5 = 13."),
+    ("0.5", r"Thus \boxed{\frac{1}{2}} of 10."),
+    ("18", "The answer is 18. Check: 9 + 9. I hope this answer is helpful."),
+    ("18", "**Answer:** 18"),
+    ("18", "Final answer: $18<|im_end|>"),
+    ("18", "the answer is\n\n18"),
+    ("18", "A: 18"),
+    ("6", "The answer is 5. No, the answer is 6."),
+    ("18", "- eggs: 9\n- 18 dollars"),
+    ("18", "<think>9 * 2</think><answer>18"),  # cut off
+    ("-7", "It falls to -7"),
+]
+
+
+@pytest.mark.parametrize(("gold", "answer"), RIGHT)
+def test_right_answers_count_tagged_and_untagged(gold, answer):
+    assert correct(gold, f"<think>1 + 1 = 2</think>\n<answer>{answer}</answer>")
+    assert correct(f"some reasoning, 2 * 3 = 6\n#### {gold}", f"<answer>{answer}</answer> 999")
+
+
+@pytest.mark.parametrize(("gold", "answer"), NOT_RIGHT)
+def test_wrong_answers_do_not_count(gold, answer):
+    assert not correct(gold, f"<think>It is {gold}.</think>\n<answer>{answer}</answer>")
+
+
+@pytest.mark.parametrize("answer", LISTS)
+def test_listing_candidates_never_pays(answer):
+    for gold in set(re.findall(r"\d+", answer)):
+        assert not correct(gold, f"<think></think><answer>{answer}</answer>")
+
+
+@pytest.mark.parametrize("answer", UNDONE)
+def test_a_sum_left_undone_is_no_answer(answer):
+    """Or else to copy the question of an arithmetic task would be the best policy."""
+    assert not correct("12", f"<answer>{answer}</answer>")
+
+
+@pytest.mark.parametrize(("gold", "completion"), UNTAGGED)
+def test_accuracy_does_not_need_the_tags(gold, completion):
+    assert correct(gold, completion)
+
+
+@pytest.mark.parametrize(
+    "completion", ["1 2 3 18", "10 or 18", "10 eggs or 18", "", "none", "It falls to -18", "180"]
+)
+def test_untagged_lists_and_other_numbers_do_not_count(completion):
+    assert not correct("18", completion)
+
+
+def test_the_last_complete_block_is_the_answer_even_if_empty():
+    assert correct("6", "<answer>5</answer> no: <answer>6</answer> 5 <answer>4")
+    assert not correct("5", "<answer>5</answer> no: <answer>6</answer>")
+    assert not correct("5", "5 <answer>5</answer><answer></answer>")
+
+
+def test_a_gold_answer_may_be_a_bare_number_and_must_be_a_number():
+    assert correct(12, "<answer>12</answer>")
+    for gold in ("blue", "5 or 6", r"2\sqrt{3}", ""):
+        with pytest.raises(ValueError, match="is no number: correct the data"):
+            correct(f"#### {gold}", f"<answer>{gold}</answer>")
+
+
+HEAVY = ["9^9^9^9", "9^{9^{9^9}}", "9**9**9**9", "((9^9)^9)^9", "9" * 10_000, r"\sqrt{" * 500]
+HEAVY += ["999999999!", r"10^{10^{10}}", r"\sum_{i=1}^{10^9} i", "(" * 10_000, "a" * 10_000]
+HEAVY += ["<answer>" * 1000, "<<" * 2000, "1 or " * 2000, "#### " * 1000, "answer: " * 1000]
+HEAVY += ["\n" * 5000, r"\boxed{" * 1000, "<|im_end|> " * 1000 + "x", "1 " * 5000, "=" * 9000]
+
+
+@pytest.mark.parametrize(
+    "latex",
+    [
+        "9^9^9",
+        "9^{9}^9",
+        "{9^9}^9",
+        "(9^9)^9",
+        "9^{999}",
+        "9^{9^9}",
+        "9!",
+        r"\pi",
+        r"\sqrt{4}" * 40,
+    ],
+)
+def test_heavy_latex_never_reaches_math_verify(latex):
+    assert not gsm8k.SAFE.fullmatch(latex)
+
+
+@pytest.mark.parametrize("text", HEAVY, ids=range(len(HEAVY)))
+def test_pathological_text_is_wrong_and_quick(text):
+    start = time.perf_counter()
+    assert not correct("7", f"<think>7</think><answer>{text}</answer>")
+    assert not correct("7", text)
+    assert time.perf_counter() - start < 2  # the slowest takes 0.1 s
+
+
+def test_latex_gets_the_same_verdict_off_the_main_thread_and_leaves_the_alarm_alone(caplog):
+    """math-verify's timeout is SIGALRM: it raises off the main thread, and ends others' alarms."""
+    verdicts = []
+
+    def judge():
+        verdicts.extend(correct(gold, r"<answer>\sqrt{49}</answer>") for gold in ("7", "8"))
+
+    with caplog.at_level(logging.WARNING):
+        signal.alarm(100)
+        judge()
+        assert signal.alarm(0) > 0
+        thread = threading.Thread(target=judge)
+        thread.start()
+        thread.join()
+    assert verdicts == [True, False] * 2
+    assert not caplog.records
+
+
+# --- Format ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "<think>9 * 2</think><answer>18</answer>",
+        "<think>9 * 2</think>\n\n<answer>18</answer>",  # ancestors gave -1
+        "\n <think>\n9\n* 2\n</think> <answer>\n18\n</answer>\n",
+        "<think>a < b > c</think><answer>18</answer>",
+        "<think>a</think><answer>18</answer><|im_end|>",  # ancestors gave -1, always
+        "<think>a</think><answer>18</answer>\n<|im_end|>\n<|endoftext|><|endoftext|>",
+        "<think>a</think><answer>18</answer></s>",
+        "<think>a</think><answer>18</answer><eos>",
+        "<think>a</think><answer>18</answer><end_of_turn>\n",
+        "<think>a</think><answer>18</answer><|eot_id|>",
+    ],
+)
+def test_formatted(completion):
+    assert formatted(completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "",
+        "18",
+        "<answer>18</answer>",
+        "<think>a</think>",
+        "<think>a</think>18",
+        "<think>a</think><answer>18",
+        "<think>a<answer>18</answer>",
+        "<answer>18</answer><think>a</think>",
+        "<think>a<answer>18</answer></think>",
+        "<think>a</think><answer><think>b</think>18</answer>",
+        "<think>a</think><answer>18</answer><answer>18</answer>",  # ancestors gave +1.25
+        "<think>a</think><answer>1</answer>2</answer>",
+        "<think>a</think><think>b</think><answer>18</answer>",
+        "<think>a</think> so <answer>18</answer>",
+        "Sure! <think>a</think><answer>18</answer>",
+        "<think>a</think><answer>18</answer> done",
+        "<think>a</think><|im_end|><answer>18</answer>",
+        "<THINK>a</THINK><answer>18</answer>",
+    ],
+)
+def test_not_formatted(completion):
+    assert not formatted(completion)
+
+
+def test_the_two_rewards_are_apart():
+    item = {"question": "9 * 2?", "answer": "#### 18"}
+    good, bad = "<think>a</think><answer>18</answer>", "<think>a</think><answer>17</answer>"
+    assert rewards(item, good) == {"correctness": CORRECT, "format": FORMATTED}
+    assert rewards(item, bad) == {"correctness": WRONG, "format": FORMATTED}
+    assert rewards(item, "18") == {"correctness": CORRECT, "format": UNFORMATTED}
+    assert rewards(item, "17") == {"correctness": WRONG, "format": UNFORMATTED}
+    assert (CORRECT, WRONG, FORMATTED, UNFORMATTED) == (1.0, -1.0, 1.25, -1.0)
+
+
+# --- Data, and the file itself -----------------------------------------------------
+GOOD = {"question": "9 * 2?", "answer": "9 * 2 = 18\n#### 18"}
+
+
+def test_load_reads_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(gsm8k, "DATA", str(tmp_path))
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps(GOOD)}\n" * 3, encoding="utf-8")
+    assert gsm8k.load("train") == [GOOD] * 3
+    with pytest.raises(FileNotFoundError, match=r"test\.jsonl is missing: set DATA"):
+        gsm8k.load("test")
+    monkeypatch.setattr(gsm8k, "DATA", str(tmp_path / "absent"))
+    with pytest.raises(FileNotFoundError, match="is missing: set DATA"):
+        gsm8k.load("train")
+
+
+def test_load_reads_the_hub_where_data_is_no_folder(monkeypatch):
+    def load_dataset(name, config, split):
+        if name != "openai/gsm8k":
+            raise FileNotFoundError("no such dataset")
+        assert (config, split) == ("main", "train")
+        return iter([GOOD])
+
+    fake = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setattr(gsm8k, "DATA", "openai/gsm8k")
+    assert gsm8k.load("train") == [GOOD]
+    monkeypatch.setattr(gsm8k, "DATA", "my/gsm9k")
+    with pytest.raises(OSError, match="'my/gsm9k' is no folder here and no hub dataset"):
+        gsm8k.load("train")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{",
+        "[]",
+        "7",
+        '{"question": "9 * 2?"}',
+        '{"answer": "#### 18"}',
+        '{"question": 9, "answer": "#### 18"}',
+        '{"question": "9 * 2?", "answer": 18}',
+        '{"question": "9 * 2?", "answer": "18"}',
+        '{"question": "9 * 2?", "answer": "18 ####"}',
+    ],
+)
+def test_a_malformed_line_is_named(line, tmp_path, monkeypatch):
+    monkeypatch.setattr(gsm8k, "DATA", str(tmp_path))
+    good = json.dumps(GOOD)
+    (tmp_path / "test.jsonl").write_text(f"{good}\n{line}\n{good}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"test\.jsonl, line 2: give it a question and an answer"):
+        gsm8k.load("test")
+
+
+def test_messages_ask_for_the_format_that_is_rewarded():
+    system, user = gsm8k.messages("9 * 2?")
+    assert user == {"role": "user", "content": "9 * 2?"}
+    assert re.findall(r"</?\w+>", system["content"])[:4] == [
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+    ]
+
+
+def test_the_examples_in_the_docstrings_hold():
+    examples = re.findall(r"Example: (.+) -> (.+)", Path(gsm8k.__file__).read_text("utf-8"))
+    assert len(examples) == 2
+    for call, result in examples:
+        assert eval(call, vars(gsm8k)) == eval(result, {"Fraction": Fraction})
+
+
+def test_importing_the_task_imports_neither_torch_nor_datasets_nor_sympy():
+    code = "import sys, tasks.gsm8k; print({'torch', 'datasets', 'sympy'} & set(sys.modules))"
+    root = Path(gsm8k.__file__).resolve().parents[1]
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, check=True, stdout=subprocess.PIPE
+    )
+    assert shown.stdout.strip() == b"set()"
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K folder is not beside the repository")
+def test_every_gold_solution_of_gsm8k_is_right_and_its_neighbour_wrong(monkeypatch):
+    monkeypatch.setattr(gsm8k, "DATA", str(GSM8K))
+    items = gsm8k.load("train") + gsm8k.load("test")
+    assert len(items) == 8792
+    for item in items:
+        gold = item["answer"].rsplit("####", 1)[1].strip()
+        other = int(gold.replace(",", "")) + 1
+        tagged = {n: f"<think>a</think>\n<answer>{n}</answer><|im_end|>" for n in (gold, other)}
+        right = {"correctness": CORRECT, "format": FORMATTED}
+        assert rewards(item, item["answer"])["correctness"] == CORRECT, item
+        assert rewards(item, tagged[gold]) == right, item
+        assert rewards(item, tagged[other])["correctness"] == WRONG, item
+        assert rewards(item, f"#### {other}")["correctness"] == WRONG, item
