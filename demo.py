@@ -35,9 +35,12 @@ from policy import prompt_ids
 from sampler import sample_groups
 from tasks import arithmetic
 
-RUN_DIR = "runs/demo"
+# The environment is for tests, and for choosing these without a look at the test split.
+RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo")
 WARM_START = f"{RUN_DIR}/warm_start"  # the policy's start, and the reference
-WARM_STEPS = 800
+WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
+STEPS = int(os.environ.get("DEMO_STEPS", "80"))
+EVAL_SPLIT = os.environ.get("DEMO_EVAL_SPLIT", "test")
 CHAT = (  # ChatML, as Qwen2.5, without a system prompt
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -56,26 +59,25 @@ def serve(port):
     ref_server.main()
 
 
-def train(port, seed, shuffled):
+def train(port, seed, rewards):
     import grpo_ref_split as grpo
 
     grpo.MODEL, grpo.TASK, grpo.RUN_DIR = WARM_START, "arithmetic", RUN_DIR
     grpo.REF_SERVER = f"http://127.0.0.1:{port}"
-    grpo.SEED, grpo.STEPS = int(seed), 80
+    grpo.SEED, grpo.STEPS = seed, STEPS
     grpo.PROMPTS_PER_STEP, grpo.GROUP_SIZE, grpo.SAMPLE_BATCH = 16, 8, 64
     grpo.MAX_PROMPT_TOKENS, grpo.MAX_COMPLETION_TOKENS = 64, 24
     grpo.LEARNING_RATE, grpo.WARMUP_STEPS, grpo.FINAL_LR = 7e-4, 5, 0.3
     grpo.MICRO_BATCH_TOKENS, grpo.GRADIENT_CHECKPOINTING = 8192, False
     grpo.DTYPE = "float32"  # a tiny model on either device
     grpo.EVAL_STEPS, grpo.EVAL_QUESTIONS, grpo.SAVE_STEPS = 40, 500, 10**6
-    if os.environ.get("DEMO_EVAL_SPLIT"):  # "validation", to try other constants than these
-        grpo.EVAL_SPLIT = os.environ["DEMO_EVAL_SPLIT"]
-    if shuffled == "shuffled":
-        plain, draw = grpo.group_advantages, torch.Generator().manual_seed(int(seed))
+    grpo.EVAL_SPLIT = EVAL_SPLIT
+    if rewards == "shuffled":
+        plain, draw = grpo.group_advantages, torch.Generator().manual_seed(seed)
 
-        def shuffle(rewards, *, scale_by_std):
-            return plain(rewards, scale_by_std=scale_by_std)[
-                torch.randperm(len(rewards), generator=draw)
+        def shuffle(group, *, scale_by_std):
+            return plain(group, scale_by_std=scale_by_std)[
+                torch.randperm(len(group), generator=draw)
             ]
 
         grpo.group_advantages = shuffle
@@ -259,7 +261,7 @@ def stop(process):
         process.kill()
 
 
-def run_both(seed, shuffled):
+def run_both(seed, rewards):
     """Runs ref_server.py and the trainer to the end of the latter; ends both on whatever happens."""
     port, log_path = free_port(), Path(RUN_DIR, "ref_server.log")
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
@@ -268,7 +270,7 @@ def run_both(seed, shuffled):
     try:
         with open(log_path, "w") as log:
             processes.append(start([sys.executable, "demo.py", "serve", port], log))
-        processes.append(start([*launcher, "demo.py", "train", port, str(seed), shuffled]))
+        processes.append(start([*launcher, "demo.py", "train", port, str(seed), rewards]))
         server, trainer = processes
         while trainer.poll() is None:
             if server.poll() is not None:
@@ -283,14 +285,14 @@ def run_both(seed, shuffled):
 
 
 # --- Main ---------------------------------------------------------------------------
-def main(seed, shuffled):
+def main(seed, rewards):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     started = time.perf_counter()
     shutil.rmtree(RUN_DIR, ignore_errors=True)
     print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
     warm_start(seed)
     print("2. GRPO: ref_server.py and grpo_ref_split.py, loading takes about 15 s", flush=True)
-    run_both(seed, shuffled)
+    run_both(seed, rewards)
     final = max(Path(RUN_DIR).glob("step_*"))
     before, after = diagnose(WARM_START), diagnose(final)
 
@@ -307,7 +309,7 @@ def main(seed, shuffled):
         "steps": evaluations[-1]["step"],
         "seconds": round(time.perf_counter() - started, 1),
         "seed": seed,
-        "rewards": shuffled,
+        "rewards": rewards,
     }
     print(
         f"\nWhat GRPO did here: greedy answers with a true equation {before['true_equation']:.0%} ->"
@@ -320,13 +322,24 @@ def main(seed, shuffled):
     print(json.dumps(result), flush=True)
 
 
-if __name__ == "__main__":
-    match sys.argv[1:]:
+def command(arguments):
+    match arguments:
         case ["serve", port]:
             serve(port)
-        case ["train", port, seed, shuffled]:
-            train(port, seed, shuffled)
-        case [] | [_] | [_, "shuffled"]:
-            main(int(sys.argv[1]) if sys.argv[1:] else 0, "shuffled" if sys.argv[2:] else "plain")
+        case ["train", port, seed, rewards]:
+            train(port, int(seed), rewards)
+        case []:
+            main(0, "plain")
+        case [seed] if seed.isdecimal():
+            main(int(seed), "plain")
+        case [seed, "shuffled"] if seed.isdecimal():
+            main(int(seed), "shuffled")
         case _:
             sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    try:
+        command(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit("ended by Ctrl-C")

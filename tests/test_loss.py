@@ -79,22 +79,36 @@ def test_only_the_logits_of_completions_are_computed(model_of):
     assert shapes == [(2, 4, 120)]
 
 
+class Wrapper(torch.nn.Module):
+    """Takes anything, as DeepSpeed's engine does."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def forward(self, *inputs, **kwargs):
+        assert "logits_to_keep" in kwargs
+        return self.module(*inputs, **kwargs)
+
+
+class AllLogits(torch.nn.Module):
+    """An architecture that can't leave out the logits of the prompt."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, use_cache):
+        return self.model(input_ids=input_ids, use_cache=use_cache)
+
+
 @torch.no_grad()
-def test_a_wrapper_such_as_deepspeeds_engine_will_do(model_of):
-    class Wrapper(torch.nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.module = model
-
-        def forward(self, *inputs, **kwargs):
-            assert "logits_to_keep" in kwargs
-            return self.module(*inputs, **kwargs)
-
-    bare, wrapped = (
-        completion_logits(m, PROMPTS, COMPLETIONS)[0]
-        for m in (model_of("qwen2"), Wrapper(model_of("qwen2")))
-    )
-    assert torch.equal(bare, wrapped)
+@pytest.mark.parametrize("around", [Wrapper, AllLogits])
+def test_the_logits_do_not_depend_on_what_the_architecture_accepts(around, model_of):
+    model, prompts = model_of("qwen2"), [[3, 4, 5], *PROMPTS[1:]]  # all share two tokens or more
+    logits, _ = completion_logits(model, prompts, COMPLETIONS)
+    other, _ = completion_logits(around(model), prompts, COMPLETIONS)
+    torch.testing.assert_close(other, logits, rtol=0, atol=TOLERANCE)
 
 
 def test_the_padding_of_the_embedding_is_left_out():

@@ -1,0 +1,74 @@
+"""`make demo` in short: what it prints and leaves behind, and that it ends all that it started."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tasks import arithmetic
+
+ROOT = Path(__file__).parent.parent
+
+
+def start_demo(folder, steps):
+    short = {"DEMO_RUN_DIR": str(folder), "DEMO_WARM_STEPS": "20", "DEMO_STEPS": str(steps)}
+    return subprocess.Popen(
+        [sys.executable, "demo.py", "1"],
+        cwd=ROOT,
+        env=os.environ | short,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
+    demo = start_demo(tmp_path / "run", steps=2)
+    output, _ = demo.communicate(timeout=200)
+    assert demo.returncode == 0, output[-3000:]
+    result = json.loads(output.splitlines()[-1])
+    assert result["steps"] == 2 and result["seconds"] > 0
+    assert {"accuracy_before", "accuracy_after", "format_after"} <= result.keys()
+    run = tmp_path / "run"
+    AutoModelForCausalLM.from_pretrained(run / "step_000002")
+    assert (run / "curves.png").stat().st_size > 10_000
+    assert (run / "samples.jsonl").exists() and (run / "metrics.jsonl").exists()
+    # the reward, accuracy, KL, length and tokens/s of the progress bar
+    assert all(word in output for word in ("reward ", "accuracy ", "kl ", "length ", "tokens/s "))
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_the_demo_ends_all_that_it_started(how, tmp_path):
+    demo = start_demo(tmp_path / "run", steps=10_000)
+    metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < deadline:
+        assert demo.poll() is None, demo.stdout.read()[-3000:]
+        time.sleep(0.1)
+    family = psutil.Process(demo.pid).children(recursive=True)
+    assert len(family) >= 4  # server, launcher and its launcher, trainer
+    demo.send_signal(how)
+    demo.communicate(timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive and demo.returncode != 0
+
+
+def test_arithmetic_splits_share_no_question_and_stay_the_same():
+    splits = {name: arithmetic.load(name) for name in arithmetic.SIZES}
+    questions = {name: {item["question"] for item in items} for name, items in splits.items()}
+    assert not questions["train"] & questions["test"]
+    assert not questions["train"] & questions["validation"]
+    assert not questions["validation"] & questions["test"]
+    assert splits == {name: arithmetic.load(name) for name in arithmetic.SIZES}
+    for item in splits["test"]:
+        a, b = item["a"], item["b"]
+        assert int(item["answer"]) == (a + b if item["operator"] == "+" else a - b) >= 0
+        assert str(a) in item["question"] and str(b) in item["question"]
+    with pytest.raises(SystemExit, match="no split"):
+        arithmetic.load("dev")
