@@ -147,6 +147,7 @@ def next_token_loss(model, rows):
 
 def warm_start(seed):
     """Trains the tiny model on sloppy examples and true equations, and saves it to WARM_START."""
+    torch.set_num_threads(1)  # a second gains a fifth when a core is free, and costs much when not
     torch.manual_seed(seed)
     draw, tokenizer, train_items = random.Random(seed), make_tokenizer(), arithmetic.load("train")
     config = Qwen2Config(
@@ -237,7 +238,7 @@ def free_port():
 
 def start(command, log=None):
     """Starts a command in a session of its own, so that Ctrl-C reaches us alone and we end it."""
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # two busy processes, perhaps two cores
     output = {"stdout": log, "stderr": subprocess.STDOUT} if log else {}
     return subprocess.Popen(command, start_new_session=True, env=environment, **output)
 

@@ -86,13 +86,12 @@ def can_cache(model):
     """Whether the model's past is a key-value cache that can be repeated and thinned by rows.
 
     Recurrent and linear-attention models (Mamba, RWKV, Qwen3-Next) keep a state instead; some do so
-    in a few layers and don't say it (LFM2), but their cache's layers tell.
+    in a few layers and don't say it (LFM2), but their cache's layers tell. GPT-1 keeps nothing.
     """
-    if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
+    if getattr(model, "_is_stateful", False) or not accepts(model, "past_key_values"):
         return False
-    return not any(
-        hasattr(layer, "conv_states") for layer in DynamicCache(config=model.config).layers
-    )
+    layers = DynamicCache(config=model.config).layers
+    return not any(hasattr(layer, "conv_states") for layer in layers)
 
 
 def accepts(model, name):

@@ -1,4 +1,4 @@
-"""From logits to micro-batches: log-probs, advantages, weights, the loss by hand, the cuts of a step.
+"""From logits to micro-batches: log-probs, advantages, weights, loss by hand, the cuts of a step.
 
 tests/test_loss_trl.py holds the loss against TRL's; here the expected numbers are worked out in the
 comments, or come from a plain forward, torch.distributions, and central differences in float64.
@@ -123,7 +123,7 @@ def test_the_padding_of_the_embedding_is_left_out():
 
 
 def test_logps_are_float32_of_bfloat16_logits():
-    """simple_GRPO took the log-softmax in bf16: 1.6 % in the ratio, and a KL that is mostly zeros."""
+    """simple_GRPO took the log-softmax in bf16: 1.6 % in the ratio, a KL of mostly zeros."""
     torch.manual_seed(0)
     logits, targets = 5 * torch.randn(50, 1000).bfloat16(), torch.randint(990, (50,))
     logps = token_logps(logits, targets, temperature=0.9, vocab_size=990)
@@ -170,7 +170,7 @@ def test_an_all_equal_group_teaches_nothing(scale_by_std):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_token_weights_by_hand(loss_type):
-    """simple_GRPO took the mean of each micro-batch by itself; here it is that of the whole step."""
+    """simple_GRPO took the mean of each micro-batch; here it is that of the whole step."""
     # Two of the step's 4 sequences are here, of 2 and 5 tokens; the whole step trains 10 tokens.
     expected = {"grpo": [1 / 8, 1 / 20], "dapo": [1 / 10, 1 / 10], "dr_grpo": [1 / 32, 1 / 32]}
     weights = token_weights(

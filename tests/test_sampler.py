@@ -29,6 +29,7 @@ SHAPE = {
 }
 LLAMA = SHAPE | {"intermediate_size": 64, "num_key_value_heads": 2}
 GEMMA = LLAMA | {"head_dim": 8}
+GPT = {"vocab_size": 120, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MAMBA = {"vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 FAMILIES = {  # name: config class and sizes; windows slide within the prompts and the completions
     "qwen2": ("Qwen2Config", LLAMA),
@@ -37,18 +38,16 @@ FAMILIES = {  # name: config class and sizes; windows slide within the prompts a
     "gemma": ("GemmaConfig", GEMMA),
     "gemma2": ("Gemma2Config", GEMMA | {"sliding_window": 4}),
     "gemma3": ("Gemma3TextConfig", GEMMA | {"sliding_window": 4}),
-    "gpt2": (
-        "GPT2Config",
-        {"vocab_size": 120, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    ),
+    "gpt2": ("GPT2Config", GPT),
     "mistral": ("MistralConfig", LLAMA | {"sliding_window": 4}),
     "opt": ("OPTConfig", SHAPE | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     "bloom": ("BloomConfig", {"vocab_size": 120, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "mixtral": ("MixtralConfig", LLAMA | {"num_local_experts": 4}),
     "mamba": ("MambaConfig", MAMBA),
+    "gpt1": ("OpenAIGPTConfig", GPT),
     "lfm2": ("Lfm2Config", LLAMA | {"layer_types": ["conv", "full_attention"]}),
 }
-SLOW = {"mamba", "lfm2"}  # their past is not (only) a key-value cache
+SLOW = {"mamba", "gpt1", "lfm2"}  # their past is not (only) a key-value cache
 
 
 def tiny_model(family, seed=0):
@@ -97,6 +96,7 @@ def assert_well_formed(groups, *, prompts, group_size, max_new_tokens, eos_ids):
 def test_which_families_are_cached(model_of):
     """The others take the slow path, which is exact for every causal model."""
     assert {family for family in FAMILIES if not can_cache(model_of(family))} == SLOW
+    assert not can_cache(SimpleNamespace(_is_stateful=True))  # DeepSeek-V4's word is taken
 
 
 @torch.no_grad()
