@@ -4,11 +4,12 @@
     python demo.py 3            # with another seed
     python demo.py 3 shuffled   # a control: rewards shuffled within each group; accuracy falls
 
-Makes a 126 000-parameter Qwen2 that has learned from sloppy examples (the warm start): it can add and
-subtract and knows the tags, but often picks the wrong operator and rarely uses the tags. Then starts
-ref_server.py on it, launches grpo_ref_split.py with `deepspeed`, and compares before and after on unseen
-questions. What GRPO does here is to *elicit*: it makes a right habit that was there usual. It teaches
-no arithmetic. Everything about the run was chosen on the validation split; the test split is read only.
+Makes a 126 000-parameter Qwen2 that has learned from sloppy examples (the warm start): it can add
+and subtract and knows the tags, but often picks the wrong operator and rarely uses the tags. Then
+starts ref_server.py on it, launches grpo_ref_split.py with `deepspeed`, and compares before and
+after on unseen questions. What GRPO does here is to *elicit*: it makes usual what the model could
+do and seldom did. It teaches no arithmetic. The constants of the run were chosen on the validation
+split and on other seeds; the test split is only reported.
 
 Also the example of a preset: train() and serve() import a script, set its constants, call main().
 """
@@ -38,8 +39,8 @@ from tasks import arithmetic
 # The environment is for tests, and for choosing these without a look at the test split.
 RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo")
 WARM_START = f"{RUN_DIR}/warm_start"  # the policy's start, and the reference
-WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
-STEPS = int(os.environ.get("DEMO_STEPS", "80"))
+WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "600"))
+STEPS = int(os.environ.get("DEMO_STEPS", "120"))
 EVAL_SPLIT = os.environ.get("DEMO_EVAL_SPLIT", "test")
 CHAT = (  # ChatML, as Qwen2.5, without a system prompt
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -111,9 +112,9 @@ def make_tokenizer():
 
 
 def sloppy(item, draw):
-    """-> a completion as the warm start sees it: a true equation, but often not the one asked for."""
+    """-> a completion as the warm start sees it: a true equation, often not the one asked for."""
     a, b, operator = item["a"], item["b"], item["operator"]
-    if draw.random() < {"+": 0.25, "-": 0.55}[operator]:
+    if draw.random() < {"+": 0.25, "-": 0.58}[operator]:
         operator = {"+": "-", "-": "+"}[operator]
         a, b = max(a, b), min(a, b)
     value = a + b if operator == "+" else a - b
@@ -263,7 +264,7 @@ def stop(process):
 
 
 def run_both(seed, rewards):
-    """Runs ref_server.py and the trainer to the end of the latter; ends both on whatever happens."""
+    """Runs ref_server.py and the trainer until the latter ends; ends both whatever happens."""
     port, log_path = free_port(), Path(RUN_DIR, "ref_server.log")
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
     launcher += ["--no_local_rank", "--master_port", free_port()]
@@ -312,13 +313,16 @@ def main(seed, rewards):
         "seed": seed,
         "rewards": rewards,
     }
+    shares = [
+        f"{name.replace('_', ' ')} {before[name]:.0%} -> {after[name]:.0%}" for name in before
+    ]
     print(
-        f"\nWhat GRPO did here: greedy answers with a true equation {before['true_equation']:.0%} ->"
-        f" {after['true_equation']:.0%}, with the operator that was asked for"
-        f" {before['right_operator']:.0%} -> {after['right_operator']:.0%}.\nIt elicited an operator"
-        " and a format that the warm start knew but rarely chose; it taught no arithmetic. The"
-        f" questions\nwere unseen, their numbers were not. Model: {final}; curves: {RUN_DIR}/curves.png;"
-        f" what it wrote: {RUN_DIR}/samples.jsonl\n"
+        f"""
+What GRPO did here, in greedy answers: {", ".join(shares)}.
+It elicited an operator and a format that the warm start knew but rarely chose; it taught no
+arithmetic. The questions were unseen, the numbers in them were not.
+Model: {final}   curves: {RUN_DIR}/curves.png   what it wrote: {RUN_DIR}/samples.jsonl
+"""
     )
     print(json.dumps(result), flush=True)
 

@@ -1,4 +1,4 @@
-"""The GRPO loss in plain torch: from a model's logits to log-probs, advantages, weights and the loss.
+"""The GRPO loss in plain torch: from a model's logits to log-probs, advantages, weights, loss.
 
 Pure functions, with no constants of their own: the readable specification of what is trained. The
 reference server takes its log-probs from here as well, so both sides compute the same thing.
@@ -14,7 +14,7 @@ from sampler import accepts
 
 # --- Log-probs ----------------------------------------------------------------------
 def completion_logits(model, prompts, completions):
-    """-> logits (N, V') in the model's dtype and targets (N,) of all completion tokens, row after row.
+    """-> logits (N, V') in the model's dtype, and targets (N,), of all completion tokens.
 
     `prompts` and `completions` are lists of id lists. Rows are padded on the right, where causal
     attention can't see it, so there is no mask to get wrong, and the padding's logits are dropped
@@ -61,7 +61,7 @@ def token_entropy(logits, *, temperature, vocab_size):
 def group_advantages(rewards, *, scale_by_std):
     """-> advantages (G,) of one group's weighted rewards (G,): centred, and scaled by their std.
 
-    DeepSeekMath sec. 4.1.2; without the std it is Dr. GRPO's. The 1e-4 only keeps an all-equal group
+    DeepSeekMath sec. 4.1.2; without the std it is Dr. GRPO's. The 1e-4 keeps an all-equal group
     finite (its advantages are 0). Example: [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]
     """
     rewards = rewards.double()  # in float32 the mean of equal rewards may differ from them
@@ -72,9 +72,9 @@ def group_advantages(rewards, *, scale_by_std):
 def token_weights(lengths, *, loss_type, sequences, tokens, max_completion_tokens):
     """-> for each sequence, the weight of each of its tokens in the loss, float32 (B,).
 
-    `lengths` (B,) are the trained tokens of each; `sequences` counts all of the step, also the masked,
-    `tokens` the trained tokens of the step: over all ranks and micro-batches, so that the gradient
-    does not depend on how the step is cut up. Each loss type is a row of LOSS_TYPES.
+    `lengths` (B,) are the trained tokens of each; `sequences` counts all of the step, also those
+    masked, `tokens` the trained tokens of the step: over all ranks and micro-batches, so that the
+    gradient does not depend on how the step is cut up. Each loss type is a row of LOSS_TYPES.
     """
     weights = LOSS_TYPES[loss_type](lengths.float(), sequences, tokens, max_completion_tokens)
     return torch.as_tensor(weights, dtype=torch.float32).expand(len(lengths))
@@ -102,7 +102,7 @@ def grpo_loss(logps, old_logps, ref_logps, advantages, weights, *, clip_low, cli
     """
     ratio = torch.exp(logps - old_logps.detach())
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    # The smaller of the two: a step that already went too far gets no more gradient (clipped), a step
+    # The smaller of the two: a step that already went too far gets no more gradient (clipped), one
     # that went the wrong way keeps its full gradient.
     objective = torch.minimum(ratio * advantages, clipped * advantages)
     kl = torch.zeros_like(logps)

@@ -4,19 +4,19 @@
     CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6 deepspeed grpo_ref_split.py        # then, on the others
     deepspeed --num_gpus 1 grpo_ref_split.py                              # one GPU, or a CPU
 
-Edit the constants below. A preset is a Python file that imports this one, sets its constants and calls
-main(); demo.py is an example. The file reads in the order in which data flows: sample a group of
-completions for each prompt, reward them, upload, fetch with reference log-probs, advantages, loss,
-step, evaluate, log, save.
+Edit the constants below. A preset is a Python file that imports this one, sets its constants and
+calls main(); demo.py is an example. The file reads in the order in which data flows: sample a group
+of completions for each prompt, reward them, upload, fetch with reference log-probs, advantages,
+loss, step, evaluate, log, save.
 
 GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completion's advantage is its
 reward, centred and scaled within the G completions of its prompt. Where we deviate from the paper:
   - every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch;
-  - the log-probs of the first of UPDATES_PER_ROLLOUT updates serve as the old ones (ratio exactly 1),
-    as they come for free; the sampler's own travel along and must agree with them;
-  - groups without spread in correctness are left out and replaced (DAPO, arXiv 2503.14476, sec. 3.2).
+  - the log-probs of the first of UPDATES_PER_ROLLOUT updates serve as the old ones (the ratio is
+    exactly 1), as they come for free; the sampler's own travel along and must agree with them;
+  - groups without spread in correctness are left out and replaced (DAPO, 2503.14476, sec. 3.2).
 
-Symbols: B sequences of a micro-batch, G completions of a group, P prompt tokens, T completion tokens,
+Symbols: B sequences of a micro-batch, G completions of a group, P prompt and T completion tokens,
 N unmasked completion tokens, V ids of the tokenizer. A `step` is one optimiser update.
 """
 
@@ -193,7 +193,7 @@ def sample_and_reward(policy, task, prompts, group_size, temperature, generator)
     """-> [(prompt, completions, rewards)] for prompts as load_prompts gives them.
 
     `rewards` holds, for each completion, the task's dict of named rewards. The task sees text; the
-    trainer goes on with the sampled ids, as text tokenised again may give other ids than the sampled.
+    trainer goes on with the sampled ids, as text tokenised again may give other ids.
     """
     policy.model.eval()  # gradient checkpointing would do without the cache
     groups = sample_groups(
@@ -332,7 +332,7 @@ class Row:
 
 
 def make_rows(groups):
-    """-> the rows of a step's groups, with their weights; truncated ones left out if MASK_TRUNCATED.
+    """-> the rows of a step's groups, with weights; without the truncated if MASK_TRUNCATED.
 
     A truncated completion still counts in its group's mean, and in the number of sequences.
     """
@@ -406,8 +406,8 @@ def start_engine(policy):
     """-> DeepSpeed's engine round the policy's model, with its optimiser, under ZeRO-2."""
     import deepspeed  # takes seconds; the tests of this file's functions do without
 
-    # DeepSpeed would compile an all-reduce for CPU inference here, for a minute, with a compiler that
-    # may not be there. Training has no use for it. Other versions may compile: say what the wait is.
+    # DeepSpeed would compile an all-reduce for CPU inference here: a minute, and a compiler which
+    # may be missing. Training has no use for it. Another version may compile: say what we wait for.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
     deepspeed.init_distributed()
@@ -435,7 +435,7 @@ def start_engine(policy):
 
 
 def learning_rate(step):
-    """-> the rate of update number `step` (from 1): linear warm-up, then linear decay to FINAL_LR."""
+    """-> the rate of update number `step` (from 1): linear warm-up, linear decay to FINAL_LR."""
     warm = min(1.0, step / max(WARMUP_STEPS, 1))
     done = max(0, step - WARMUP_STEPS) / max(1, STEPS - WARMUP_STEPS)
     return LEARNING_RATE * warm * (1 - (1 - FINAL_LR) * done)
@@ -444,8 +444,8 @@ def learning_rate(step):
 def accumulate(engine, rows, vocab_size):
     """Runs this rank's micro-batches forward and backward; -> the step's means over all ranks.
 
-    The weights already divide by the whole step's counts, so parts add up: to gradients that are the
-    same for 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4.
+    The weights already divide by the whole step's counts, so parts add up: to a gradient that is
+    the same for 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     lengths = [len(row.prompt) + len(row.completion) for row in rows]
@@ -473,7 +473,7 @@ def accumulate(engine, rows, vocab_size):
 
 
 def optimise(engine, rows, vocab_size, step):
-    """One optimiser update on the step's rows; -> its metrics. Raises RuntimeError if not finite."""
+    """One optimiser update on the step's rows; -> its metrics. RuntimeError if not finite."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate(step)
     metrics = accumulate(engine, rows, vocab_size)
@@ -513,7 +513,7 @@ def check_first_update(metrics, dtype, same_reference):
 def evaluate(policy, task, prompts):
     """-> greedy accuracy (OUTCOME > 0), and the positive share of each reward, over all ranks.
 
-    The rewards find the answer without asking for the format, so accuracy does not rise by tags alone.
+    The rewards find the answer without asking for the format: accuracy does not rise by tags alone.
     """
     count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
     for i in range(0, len(mine), SAMPLE_BATCH):
@@ -643,7 +643,7 @@ def main():
     stream = endless(train, rank, world)
 
     say(f"greedy evaluation on {len(test)} {EVAL_SPLIT} questions before training")
-    accuracy, step, saved = report(evaluate(policy, task, test), 0), 0, 0
+    accuracy, step, saved, checked = report(evaluate(policy, task, test), 0), 0, 0, False
     bar = tqdm(total=STEPS, unit="step", disable=rank != 0)
     while step < STEPS and accuracy < STOP_ACCURACY:
         groups, metrics = make_step(policy, task, stream, server, run[0], step)
@@ -653,8 +653,9 @@ def main():
         for n in range(updates):
             started, step = time.perf_counter(), step + 1
             update = optimise(engine, rows, policy.vocab_size, step) if rows else {}
-            if step == 1 and rows:
+            if rows and not checked:
                 check_first_update(update, policy.dtype, same_reference)
+                checked = True
             if server and rank == 0 and n + 1 == updates:
                 server.call("POST", "/ack", json={"run": run[0], "ids": [g.id for g in groups]})
             update["seconds_train"] = time.perf_counter() - started

@@ -57,7 +57,7 @@ def load_tokenizer(name):
 
 
 def load_policy(name, tokenizer, dtype):
-    """-> the Policy, on this rank's GPU or the CPU. `dtype` auto is bfloat16 on a GPU, else float32.
+    """-> the Policy, on this rank's GPU or the CPU; `dtype` auto is bfloat16 there, float32 here.
 
     Raises SystemExit if model and tokenizer don't belong together, or no EOS is named.
     """

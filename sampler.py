@@ -1,12 +1,12 @@
-"""Samples groups of completions from the live policy: token ids and the log-prob of every sampled token.
+"""Samples groups of completions from the live policy: token ids, and the log-prob of each.
 
     groups = sample_groups(model, prompts, group_size=8, max_new_tokens=512, temperature=1.0,
                            eos_ids={2}, vocab_size=151_665, generator=None)
 
-Why not `model.generate`: transformers fills every setting that we do not name from the model's own
-generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and then the
-log-probs that we train on are not those of the distribution that was sampled. This loop knows one
-distribution, softmax(logits / temperature) over the tokenizer's ids, so there is nothing to inherit.
+Why not `model.generate`: transformers fills every setting that we do not name from the model's
+own generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and
+then the log-probs that we train on are not those of the distribution that was sampled. This loop
+knows one distribution, softmax(logits / temperature) over the tokenizer's ids: nothing to inherit.
 It is faster too: a prompt runs once for its whole group, and finished rows leave the batch.
 
 It knows nothing of HTTP, DeepSpeed or rewards. Symbols: B prompts, G completions of each, P prompt
@@ -36,8 +36,8 @@ def sample_groups(
 ):
     """Samples `group_size` completions of every prompt from softmax(logits / temperature).
 
-    `prompts` is a list of B lists of token ids. `temperature` 0 decodes greedily (log-probs are then
-    those at temperature 1). Ids from `vocab_size` on are the padding of the embedding matrix: they
+    `prompts` is a list of B lists of token ids. `temperature` 0 decodes greedily (log-probs are
+    then those at temperature 1). Ids from `vocab_size` on are the padding of the embedding: they
     are left out of the softmax here, in the trainer and in the reference server alike.
     Returns B lists of G `Completion`s. `generator` is a torch.Generator on the model's device.
     """

@@ -2,9 +2,9 @@
 
     load(split) -> [{"question": "Ann has 7 pens ...", "answer": "12"}, ...]
 
-Addition and subtraction of 1..20, in 3 wordings each. Questions are split by a hash of their text, so
-no test question is ever seen in training; its numbers will have been, in another question. What is
-measured on the test split is therefore unseen *questions*, not unseen arithmetic.
+Addition and subtraction of 1..20, in 3 wordings each. Questions are split by a hash of their text,
+so no test question is ever seen in training; its numbers will have been, in another question. What
+is measured on the test split is therefore unseen *questions*, not unseen arithmetic.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Run by test_ranks.py under the deepspeed launcher: the gradient of one step, cut up in several ways.
+"""Run by test_ranks.py under the deepspeed launcher: a step's gradient, cut up in several ways.
 
 deepspeed --num_gpus 2 tests/gradient_run.py MODEL OUT.pt
 """
@@ -19,7 +19,7 @@ BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}
 
 
 def make_rows(policy, loss_type):
-    """-> 7 rows of very different length, the same on every rank. With 2 ranks and a row a micro-batch
+    """-> 7 rows of very different length, the same on every rank. With 2 ranks and a row a batch
     one rank has 3 and the other 4: an empty one goes on top, or the run would hang."""
     draw, rows = torch.Generator().manual_seed(0), []
     for i in range(7):

@@ -1,4 +1,4 @@
-"""The trainer's parts, without DeepSpeed or a server: what is sampled, kept, weighed and refused."""
+"""The trainer's parts, without DeepSpeed or a server: what is sampled, kept, weighed, refused."""
 
 import json
 import random

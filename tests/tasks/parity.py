@@ -1,6 +1,6 @@
 """GSM8K's questions, with a reward that a random model meets half of the time: an even length.
 
-`tasks` has no __init__.py, so this folder joins the one in the root: a user's task may live anywhere.
+`tasks` has no __init__.py, so this folder joins the one in the root: a task may live anywhere.
 """
 
 from tasks.gsm8k import load, messages  # noqa: F401
