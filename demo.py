@@ -39,8 +39,8 @@ from tasks import arithmetic
 # The environment is for tests, and for choosing these without a look at the test split.
 RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo")
 WARM_START = f"{RUN_DIR}/warm_start"  # the policy's start, and the reference
-WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "600"))
-STEPS = int(os.environ.get("DEMO_STEPS", "120"))
+WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
+STEPS = int(os.environ.get("DEMO_STEPS", "80"))
 EVAL_SPLIT = os.environ.get("DEMO_EVAL_SPLIT", "test")
 CHAT = (  # ChatML, as Qwen2.5, without a system prompt
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -72,7 +72,7 @@ def train(port, seed, rewards):
     grpo.MICRO_BATCH_TOKENS, grpo.GRADIENT_CHECKPOINTING = 8192, False
     grpo.DTYPE = "float32"  # a tiny model on either device
     grpo.EVAL_STEPS, grpo.EVAL_QUESTIONS, grpo.SAVE_STEPS = 40, 500, 10**6
-    grpo.EVAL_SPLIT = EVAL_SPLIT
+    grpo.EVAL_SPLIT, grpo.MAX_REFILLS = EVAL_SPLIT, 1  # near the end most groups are all right
     if rewards == "shuffled":
         plain, draw = grpo.group_advantages, torch.Generator().manual_seed(seed)
 
@@ -112,9 +112,13 @@ def make_tokenizer():
 
 
 def sloppy(item, draw):
-    """-> a completion as the warm start sees it: a true equation, often not the one asked for."""
+    """-> a completion as the warm start sees it: a true equation, often not the one asked for.
+
+    The two shares below decide how hard GRPO's part is. A subtraction usually adds, so greedy
+    answers begin near 50 %; an addition seldom subtracts, so the model does tell the two apart.
+    """
     a, b, operator = item["a"], item["b"], item["operator"]
-    if draw.random() < {"+": 0.25, "-": 0.58}[operator]:
+    if draw.random() < {"+": 0.1, "-": 0.62}[operator]:
         operator = {"+": "-", "-": "+"}[operator]
         a, b = max(a, b), min(a, b)
     value = a + b if operator == "+" else a - b

@@ -455,21 +455,19 @@ def accumulate(engine, rows, vocab_size):
     engine.train()  # for gradient checkpointing; there is no dropout
     for number, batch in enumerate(plan, 1):
         engine.set_gradient_accumulation_boundary(number == len(plan))
-        loss, parts, mismatch = micro_batch_loss(
-            engine, [rows[i] for i in batch or [0]], vocab_size
-        )
+        mine = [rows[i] for i in batch] or [rows[lengths.index(min(lengths))]]
+        loss, parts, mismatch = micro_batch_loss(engine, mine, vocab_size)
         if batch:
             sums, worst = sums + parts, torch.maximum(worst, mismatch)
         else:
-            loss = loss * 0  # an empty micro-batch: only takes part in the communication
+            loss = loss * 0  # an empty micro-batch only takes part in the communication
         engine.backward(loss * world)  # ZeRO-2 takes the mean over ranks; we want the sum
     dist.all_reduce(sums)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     means = dict(zip(SUMS, sums.tolist(), strict=True))
     loss, tokens = means.pop("loss"), means.pop("tokens")
-    return (
-        {"loss": loss} | {k: v / tokens for k, v in means.items()} | {"mismatch_max": worst.item()}
-    )
+    means = {name: total / tokens for name, total in means.items()}
+    return {"loss": loss} | means | {"mismatch_max": worst.item()}
 
 
 def optimise(engine, rows, vocab_size, step):
@@ -493,8 +491,8 @@ def check_first_update(metrics, dtype, same_reference):
     """Raises RuntimeError unless the first update is what theory says: ratio 1, KL 0.
 
     At the first update trainer, sampler and reference hold the same weights. Their log-probs differ
-    by rounding alone: NOISE, a generous multiple of what was measured. More means that
-    they do not compute the same thing (temperature, dropout, attention, wrong weights).
+    by rounding alone, for which NOISE is a generous bound. More means that they do not compute the
+    same thing (temperature, dropout, attention, wrong weights).
     """
     limit = NOISE[dtype]
     if metrics["mismatch"] > limit:
