@@ -286,13 +286,17 @@ def run_both(seed, rewards):
         if trainer.returncode:
             raise SystemExit(f"the trainer ended with an error ({trainer.returncode}), see above")
     finally:
+        for end in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(end, signal.SIG_IGN)  # a second Ctrl-C would leave some running
         for process in reversed(processes):
             stop(process)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # --- Main ---------------------------------------------------------------------------
 def main(seed, rewards):
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    for end in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(end, lambda number, _: sys.exit(f"ended by {signal.Signals(number).name}"))
     started = time.perf_counter()
     shutil.rmtree(RUN_DIR, ignore_errors=True)
     print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
@@ -310,8 +314,8 @@ def main(seed, rewards):
     result = {
         "accuracy_before": evaluations[0]["eval_accuracy"],
         "accuracy_after": evaluations[-1]["eval_accuracy"],
-        "format_before": evaluations[0]["eval_format"],
-        "format_after": evaluations[-1]["eval_format"],
+        "format_before": evaluations[0]["eval_reward_format"],
+        "format_after": evaluations[-1]["eval_reward_format"],
         "steps": evaluations[-1]["step"],
         "seconds": round(time.perf_counter() - started, 1),
         "seed": seed,

@@ -32,6 +32,7 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -59,34 +60,31 @@ RUN_DIR = "runs/gsm8k"  # checkpoints, metrics.jsonl, samples.jsonl; must not ho
 REF_SERVER = "http://127.0.0.1:59875"  # on another machine: its address, and GRPO_TOKEN on both
 
 # --- Rollouts -----------------------------------------------------------------------
-PROMPTS_PER_STEP = 16  # over all ranks; a step trains PROMPTS_PER_STEP x GROUP_SIZE sequences
+PROMPTS_PER_STEP = 28  # over all ranks, best a multiple of them; each gives GROUP_SIZE sequences
 GROUP_SIZE = 8  # G: completions per prompt; advantages are normalised within the group
 MAX_PROMPT_TOKENS = 512  # longer prompts are left out, and counted at the start
 MAX_COMPLETION_TOKENS = 512  # longer ones are cut, and their last token is then not EOS
+STOP_TOKENS = ["<|im_end|>"]  # end a completion too, beside the EOS of tokenizer and model
 TEMPERATURE = 1.0  # for sampling and for every log-prob; ref_server.py must agree
 SAMPLE_BATCH = 64  # completions sampled at once by a rank: more is faster, and holds more KV cache
 MASK_TRUNCATED = True  # cut completions count in the baseline, but their tokens are not trained
 SKIP_FLAT_GROUPS = True  # leave out groups that are all right or all wrong, and sample others
 MAX_REFILLS = 4  # rounds of such sampling in a step; after that the step makes do with fewer groups
-REWARD_WEIGHTS = {
-    "correctness": 2.0,
-    "format": 1.0,
-}  # a right answer in the wrong format (+1) beats
-# a wrong one in the right format (-0.75); at simple_GRPO's scale (1, 1) it does not (0 < 0.25)
 OUTCOME = "correctness"  # the reward that says right (> 0) or wrong: accuracy, and what is flat
+# At (2, 1) a right answer in the wrong format (+1) beats a wrong one in the right format (-0.75);
+# at (1, 1), simple_GRPO's scale, it does not (0 against 0.25).
+REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0}
 
 # --- Loss ---------------------------------------------------------------------------
 LOSS_TYPE = "grpo"  # token weights: grpo (mean per sequence), dapo (per token), dr_grpo (constant)
-ADVANTAGE_STD = (
-    True  # False: centre only (Dr. GRPO, arXiv 2503.20783), no bias to easy/hard prompts
-)
+ADVANTAGE_STD = True  # False: centred only, without the bias to easy and hard prompts (Dr. GRPO)
 CLIP_LOW = 0.2  # the ratio's gradient stops below 1 - CLIP_LOW ...
 CLIP_HIGH = 0.2  # ... and above 1 + CLIP_HIGH; 0.28 leaves rare tokens more room (DAPO)
 KL_BETA = 0.04  # weight of the KL to the reference; 0 needs no reference and no server
 UPDATES_PER_ROLLOUT = 1  # mu: optimiser updates on each rollout; clipping acts from the second on
 
 # --- Optimisation -------------------------------------------------------------------
-STEPS = 500
+STEPS = 500  # optimiser updates
 LEARNING_RATE = 1e-6
 WARMUP_STEPS = 10  # linear from 0
 FINAL_LR = 1.0  # linear decay to this fraction of LEARNING_RATE at the last step; 1 is constant
@@ -105,46 +103,69 @@ DTYPE = "auto"  # "bfloat16" on GPUs (float32 master weights), "float32" on CPUs
 EVAL_STEPS = 50  # greedy accuracy at step 0, every so many steps, and at the end
 EVAL_SPLIT = "test"
 EVAL_QUESTIONS = 512  # the first so many of the split
-STOP_ACCURACY = 1.01  # stop when an evaluation reaches this; above 1 means never
+STOP_ACCURACY = (
+    1.01  # stop when an evaluation reaches it; then report on questions not in EVAL_SPLIT
+)
 SAVE_STEPS = 100
 KEEP_CHECKPOINTS = 2  # the newest; older ones are deleted
 SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
 WAIT_LIMIT_SECONDS = 600  # for the reference server, after which the run ends with an error
 
-# mean |difference of log-probs| that rounding alone may make at the first update, for each DTYPE
-NOISE = {"float32": 1e-4, "bfloat16": 5e-2}
+# What rounding may do at the first update: mean |log-prob difference| to the sampler, mean k3 to
+# the same reference. Measured on a CPU, tiny models: float32 4e-7 and 0, bfloat16 3e-3 and 9e-4.
+NOISE = {"float32": (1e-4, 1e-6), "bfloat16": (5e-2, 5e-3)}
+IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run ends
 
 
 def check_config():
     """Raises SystemExit with a sentence for each constant that can't be, before anything heavy."""
-    rules = [
-        (f"GROUP_SIZE = {GROUP_SIZE}: a group needs 2 or more to be compared", GROUP_SIZE >= 2),
-        (f"TEMPERATURE = {TEMPERATURE}: above 0, or all of a group are equal", TEMPERATURE > 0),
-        (f"LOSS_TYPE = {LOSS_TYPE!r}: one of {', '.join(LOSS_TYPES)}", LOSS_TYPE in LOSS_TYPES),
-        (f"CLIP_LOW = {CLIP_LOW}: between 0 and 1", 0 < CLIP_LOW < 1),
-        (f"CLIP_HIGH = {CLIP_HIGH}: above 0", CLIP_HIGH > 0),
-        (f"KL_BETA = {KL_BETA}: 0 (no reference) or more", KL_BETA >= 0),
-        (f"OUTCOME = {OUTCOME!r}: one of the names in REWARD_WEIGHTS", OUTCOME in REWARD_WEIGHTS),
-        (f"DTYPE = {DTYPE!r}: one of auto, {', '.join(NOISE)}", DTYPE in ("auto", *NOISE)),
-        (f"RUN_DIR = {RUN_DIR!r} holds a run: choose another, or move that one away", not held()),
-    ]
     counts = (
-        "PROMPTS_PER_STEP MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS SAMPLE_BATCH STEPS EVAL_STEPS"
+        "PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS SAMPLE_BATCH STEPS"
+        " EVAL_STEPS EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT"
+        " MICRO_BATCH_TOKENS WAIT_LIMIT_SECONDS"
     )
-    counts += " EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT MICRO_BATCH_TOKENS"
-    for name in counts.split():
-        rules.append((f"{name} = {globals()[name]}: a whole number from 1 on", is_count(name)))
-    broken = [sentence for sentence, holds in rules if not holds]
+    others = "MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED"
+    reals = "TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA WEIGHT_DECAY FINAL_LR"
+    reals += " MAX_GRAD_NORM STOP_ACCURACY"
+    now = globals()
+    rules = [
+        *((n, "a whole number from 1 on", whole(now[n]) and now[n] >= 1) for n in counts.split()),
+        *((n, "a whole number from 0 on", whole(now[n]) and now[n] >= 0) for n in others.split()),
+        *((n, "a number from 0 on", real(now[n]) and now[n] >= 0) for n in reals.split()),
+        ("LOSS_TYPE", f"one of {', '.join(LOSS_TYPES)}", LOSS_TYPE in list(LOSS_TYPES)),
+        ("DTYPE", f"one of auto, {', '.join(NOISE)}", DTYPE in ["auto", *NOISE]),
+        ("OUTCOME", "one of the names in REWARD_WEIGHTS", OUTCOME in list(REWARD_WEIGHTS)),
+        ("REF_SERVER", "http://host:port", str(REF_SERVER).startswith(("http://", "https://"))),
+        (
+            "RUN_DIR",
+            "a folder that holds no run: choose another, or move that one",
+            not holds_run(),
+        ),
+    ]
+    if all(holds for _, _, holds in rules):  # the types are right
+        rules = [
+            ("GROUP_SIZE", "2 or more, to be compared with each other", GROUP_SIZE >= 2),
+            ("TEMPERATURE", "above 0, or all of a group are equal", TEMPERATURE > 0),
+            ("CLIP_LOW", "between 0 and 1", 0 < CLIP_LOW < 1),
+            ("CLIP_HIGH", "above 0", CLIP_HIGH > 0),
+            ("MAX_GRAD_NORM", "above 0; a large one does not clip", MAX_GRAD_NORM > 0),
+            ("SAMPLE_BATCH", "GROUP_SIZE or more: groups stay whole", SAMPLE_BATCH >= GROUP_SIZE),
+        ]
+    broken = [f"{name} = {now[name]!r} must be {what}" for name, what, holds in rules if not holds]
     if broken:
         raise SystemExit("grpo_ref_split.py can't run with these constants:\n" + "\n".join(broken))
 
 
-def held():
-    return Path(RUN_DIR, "metrics.jsonl").exists()
+def whole(value):
+    return type(value) is int
 
 
-def is_count(name):
-    return type(globals()[name]) is int and globals()[name] >= 1
+def real(value):
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def holds_run():
+    return Path(RUN_DIR, "metrics.jsonl").exists() or any(Path(RUN_DIR).glob("step_*"))
 
 
 # --- Data ------------------------------------------------------------------------------
@@ -212,6 +233,8 @@ def sample_and_reward(policy, task, prompts, group_size, temperature, generator)
         for r in rewards:
             if r.keys() != REWARD_WEIGHTS.keys():
                 raise SystemExit(f"{TASK} rewards {sorted(r)}, but REWARD_WEIGHTS has other names")
+            if not all(real(value) for value in r.values()):
+                raise SystemExit(f"{TASK} rewards {r}, not finite numbers, for {prompt[1]}")
         rewarded.append((prompt, completions, rewards))
     return rewarded
 
@@ -223,7 +246,7 @@ def rollout(policy, task, stream, count, *, share, generator):
     that is all wrong would otherwise train its format alone, at full size. They are replaced by
     sampling more, for at most MAX_REFILLS rounds, after which there may be fewer than `share`.
     """
-    kept, at_once = 0, max(1, SAMPLE_BATCH // GROUP_SIZE)
+    kept, at_once = 0, SAMPLE_BATCH // GROUP_SIZE
     for _ in range(1 + MAX_REFILLS):
         prompts = list(itertools.islice(stream, share - kept))
         for i in range(0, len(prompts), at_once):
@@ -278,7 +301,7 @@ def make_group(group, *, id, run, step):
 
 
 # --- Exchange ---------------------------------------------------------------------
-def make_step(policy, task, stream, server, run, step):
+def sample_step(policy, task, stream, server, run, step):
     """-> (groups, metrics): the rollout of all ranks that comes after `step` updates.
 
     While the server scores what was uploaded, the next groups are sampled.
@@ -296,8 +319,11 @@ def make_step(policy, task, stream, server, run, step):
         mine.append(id if server else body)
     sampled = time.perf_counter()
     groups = exchange(mine, server, run)
-    seconds = {"seconds_sample": sampled - started, "seconds_wait": time.perf_counter() - sampled}
-    return groups, rollout_metrics(count) | seconds
+    metrics = rollout_metrics(count)
+    metrics["seconds_sample"] = sampled - started
+    metrics["seconds_wait"] = time.perf_counter() - sampled
+    metrics["tokens_per_second"] = metrics["tokens_sampled"] / metrics["seconds_sample"]
+    return groups, metrics
 
 
 def exchange(mine, server, run):
@@ -338,6 +364,7 @@ def make_rows(groups):
     """
     rows, scale = [], torch.tensor(list(REWARD_WEIGHTS.values()))
     for group in groups:
+        assert group.reward_names == list(REWARD_WEIGHTS), group.reward_names
         advantages = group_advantages(group.rewards @ scale, scale_by_std=ADVANTAGE_STD).tolist()
         ids, logps = (group.completions(x) for x in (group.completion_ids, group.sampler_logps))
         refs = group.completions(group.ref_logps) if KL_BETA else [None] * len(ids)
@@ -363,7 +390,8 @@ SUMS = ("loss", "tokens", "ratio", "kl", "clip_low", "clip_high", "mismatch", "e
 
 
 def micro_batch_loss(model, rows, vocab_size):
-    """-> (loss, sums): the rows' part of the step's loss, and sums of SUMS over their tokens."""
+    """-> (loss, sums, worst): the rows' part of the step's loss, sums of SUMS over their tokens,
+    and the largest difference to a sampler's log-prob."""
     logits, targets = completion_logits(
         model, [row.prompt for row in rows], [row.completion for row in rows]
     )
@@ -408,9 +436,10 @@ def start_engine(policy):
 
     # DeepSpeed would compile an all-reduce for CPU inference here: a minute, and a compiler which
     # may be missing. Training has no use for it. Another version may compile: say what we wait for.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
-    deepspeed.init_distributed()
+    # longer than any rank waits by itself, or the others would end it before it says what for
+    deepspeed.init_distributed(timeout=timedelta(seconds=WAIT_LIMIT_SECONDS + 3600))
     if GRADIENT_CHECKPOINTING:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     settings = {"lr": LEARNING_RATE, "betas": ADAM_BETAS, "weight_decay": WEIGHT_DECAY}
@@ -466,6 +495,8 @@ def accumulate(engine, rows, vocab_size):
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     means = dict(zip(SUMS, sums.tolist(), strict=True))
     loss, tokens = means.pop("loss"), means.pop("tokens")
+    if not KL_BETA:
+        del means["kl"]  # not 0, but not known
     means = {name: total / tokens for name, total in means.items()}
     return {"loss": loss} | means | {"mismatch_max": worst.item()}
 
@@ -479,28 +510,33 @@ def optimise(engine, rows, vocab_size, step):
         engine.step()
         metrics["grad_norm"] = float(engine.get_global_grad_norm())
     metrics["learning_rate"] = learning_rate(step)
-    if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
+    # DeepSpeed's norm of a gradient that overflowed may also be -1
+    if not (math.isfinite(metrics["loss"]) and 0 <= metrics["grad_norm"] < math.inf):
         path = Path(RUN_DIR, f"bad_step_{step:06d}.json")
         if dist.get_rank() == 0:
             path.write_text(json.dumps([asdict(row) for row in rows], default=torch.Tensor.tolist))
+        dist.barrier()  # until it is written: the launcher ends all ranks when one ends
         raise RuntimeError(f"step {step} is not finite: {metrics}; its rows are kept in {path}")
     return metrics
 
 
-def check_first_update(metrics, dtype, same_reference):
+def check_first_update(metrics, policy_dtype, reference):
     """Raises RuntimeError unless the first update is what theory says: ratio 1, KL 0.
 
     At the first update trainer, sampler and reference hold the same weights. Their log-probs differ
     by rounding alone, for which NOISE is a generous bound. More means that they do not compute the
     same thing (temperature, dropout, attention, wrong weights).
     """
-    limit = NOISE[dtype]
+    limit, _ = NOISE[policy_dtype]
     if metrics["mismatch"] > limit:
         raise RuntimeError(
             f"at the first update the trainer's log-probs differ from the sampler's by"
             f" {metrics['mismatch']:.2g} a token on average (limit {limit}): the ratio is not 1"
         )
-    if same_reference and metrics["kl"] > limit:
+    if reference is None or reference["model"] != MODEL:
+        return  # another model, from which the KL is not 0
+    limit = max(NOISE[policy_dtype][1], NOISE[reference["dtype"]][1])
+    if metrics["kl"] > limit:
         raise RuntimeError(
             f"at the first update the KL to the reference is {metrics['kl']:.2g} a token (limit"
             f" {limit}) and should be 0: does ref_server.py serve the weights of {MODEL}?"
@@ -509,10 +545,7 @@ def check_first_update(metrics, dtype, same_reference):
 
 # --- Evaluate -----------------------------------------------------------------------
 def evaluate(policy, task, prompts):
-    """-> greedy accuracy (OUTCOME > 0), and the positive share of each reward, over all ranks.
-
-    The rewards find the answer without asking for the format: accuracy does not rise by tags alone.
-    """
+    """-> greedy accuracy (OUTCOME > 0), and the positive share of each reward, over all ranks."""
     count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
     for i in range(0, len(mine), SAMPLE_BATCH):
         batch = mine[i : i + SAMPLE_BATCH]
@@ -521,8 +554,8 @@ def evaluate(policy, task, prompts):
             count["truncated"] += completions[0].truncated
             count["tokens"] += len(completions[0].ids)
             count["accuracy"] += rewards[0][OUTCOME] > 0
-            count.update({name: int(value > 0) for name, value in rewards[0].items()})
-    names = ["accuracy", *REWARD_WEIGHTS, "truncated", "tokens"]
+            count.update({f"reward_{name}": int(r > 0) for name, r in rewards[0].items()})
+    names = ["accuracy", *(f"reward_{name}" for name in REWARD_WEIGHTS), "truncated", "tokens"]
     total = add_up(count, ["questions", *names])
     return {f"eval_{name}": total[name] / total["questions"] for name in names}
 
@@ -569,13 +602,10 @@ def rollout_metrics(count):
 
 
 def show(bar, metrics):
-    """Logs a step's metrics, and moves the progress bar on."""
-    seconds = sum(metrics[f"seconds_{part}"] for part in ("sample", "wait", "train"))
-    metrics |= {"seconds": seconds, "tokens_per_second": metrics["tokens_sampled"] / seconds}
-    log("metrics.jsonl", metrics)
+    """Moves the progress bar on, to a step's metrics."""
     bar.set_postfix_str(
         f"reward {metrics['reward']:+.2f} accuracy {metrics['accuracy']:.2f}"
-        f" kl {metrics.get('kl', 0):.3f} length {metrics['completion_tokens']:.0f}"
+        f" kl {metrics.get('kl', math.nan):.3f} length {metrics['completion_tokens']:.0f}"
         f" tokens/s {metrics['tokens_per_second']:.0f}",
         refresh=False,
     )
@@ -603,7 +633,7 @@ def log_samples(policy, prompts, groups, step):
         record = {
             "step": step,
             "question": item["question"],
-            "answer": item["answer"],
+            "answer": item.get("answer"),
             "completion": policy.tokenizer.decode(completions[i]),
             "rewards": dict(zip(group.reward_names, group.rewards[i].tolist(), strict=True)),
             "advantage": advantages[i].item(),
@@ -630,9 +660,10 @@ def main():
     test = load_prompts(task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
     server = RefServer(REF_SERVER, WAIT_LIMIT_SECONDS) if KL_BETA else None
     facts = tokenizer_facts(tokenizer) | {"temperature": TEMPERATURE}
-    same_reference = server and server.check(MODEL, facts)["model"] == MODEL
-    policy = load_policy(MODEL, tokenizer, DTYPE)
+    reference = server.check(MODEL, facts) if server else None
+    policy = load_policy(MODEL, tokenizer, DTYPE, STOP_TOKENS)
     policy.check_context(MAX_PROMPT_TOKENS, MAX_COMPLETION_TOKENS)
+    say(f"{MODEL} in {policy.dtype}; completions end at {policy.stops()}")
     engine = start_engine(policy)
     rank, world = dist.get_rank(), dist.get_world_size()
     run = [f"{Path(RUN_DIR).name}-{uuid.uuid4().hex[:8]}"]
@@ -641,31 +672,39 @@ def main():
     stream = endless(train, rank, world)
 
     say(f"greedy evaluation on {len(test)} {EVAL_SPLIT} questions before training")
-    accuracy, step, saved, checked = report(evaluate(policy, task, test), 0), 0, 0, False
+    accuracy, step, idle = report(evaluate(policy, task, test), 0), 0, 0
+    saved, checked = None, False
     bar = tqdm(total=STEPS, unit="step", disable=rank != 0)
     while step < STEPS and accuracy < STOP_ACCURACY:
-        groups, metrics = make_step(policy, task, stream, server, run[0], step)
+        groups, metrics = sample_step(policy, task, stream, server, run[0], step)
         log_samples(policy, train, groups, step + 1)
-        rows = make_rows(groups)
-        updates = min(UPDATES_PER_ROLLOUT, STEPS - step)
-        for n in range(updates):
+        rows, before = make_rows(groups), step
+        idle = 0 if rows else idle + 1
+        if not rows:
+            say(f"step {step + 1} trains nothing: all flat or truncated ({idle} in a row)")
+        for n in range(min(UPDATES_PER_ROLLOUT, STEPS - step) if rows else 1):
             started, step = time.perf_counter(), step + 1
             update = optimise(engine, rows, policy.vocab_size, step) if rows else {}
             if rows and not checked:
-                check_first_update(update, policy.dtype, same_reference)
+                check_first_update(update, policy.dtype, reference)
                 checked = True
-            if server and rank == 0 and n + 1 == updates:
-                server.call("POST", "/ack", json={"run": run[0], "ids": [g.id for g in groups]})
             update["seconds_train"] = time.perf_counter() - started
-            show(bar, {"step": step} | metrics | update)
-            if step % EVAL_STEPS == 0 or step == STEPS:
-                accuracy = report(evaluate(policy, task, test), step)
-            if step % SAVE_STEPS == 0:
-                saved = save(policy, step)
+            log("metrics.jsonl", {"step": step} | (metrics if n == 0 else {}) | update)
+            show(bar, metrics | update)
+        if server and rank == 0:
+            server.call("POST", "/ack", json={"run": run[0], "ids": [g.id for g in groups]})
+        if step // EVAL_STEPS > before // EVAL_STEPS or step == STEPS:
+            accuracy = report(evaluate(policy, task, test), step)
+        if step // SAVE_STEPS > before // SAVE_STEPS:
+            saved = save(policy, step)
+        if idle == IDLE_LIMIT:
+            break
     bar.close()
     if saved != step:
         save(policy, step)
     dist.destroy_process_group()
+    if idle == IDLE_LIMIT:
+        raise SystemExit(f"nothing to train for {idle} steps: is {TASK} too easy, or too hard?")
 
 
 if __name__ == "__main__":

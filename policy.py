@@ -30,6 +30,10 @@ class Policy:
         ids = completion.ids if completion.truncated else completion.ids[:-1]
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
+    def stops(self):
+        """-> the tokens that end a completion, as text."""
+        return ", ".join(self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids)))
+
     def check_context(self, prompt_tokens, completion_tokens):
         """Raises SystemExit if the two together exceed the model's context."""
         context = getattr(self.model.config, "max_position_embeddings", None)
@@ -56,7 +60,7 @@ def load_tokenizer(name):
         raise SystemExit(f"MODEL = {name!r} can't be loaded: {error}") from error
 
 
-def load_policy(name, tokenizer, dtype):
+def load_policy(name, tokenizer, dtype, stop_tokens=()):
     """-> the Policy, on this rank's GPU or the CPU; `dtype` auto is bfloat16 there, float32 here.
 
     Raises SystemExit if model and tokenizer don't belong together, or no EOS is named.
@@ -70,9 +74,11 @@ def load_policy(name, tokenizer, dtype):
     config = AutoConfig.from_pretrained(name)
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
-            setattr(config, key, 0.0)  # GPT-2 ships 0.1: the ratio would be noise
+            setattr(config, key, 0.0)  # GPT-2 ships 0.1: the ratio would be noise. Saved so, too
     model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=getattr(torch, dtype))
     stops = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
+    vocab = tokenizer.get_vocab()
+    stops += [vocab.get(token) for token in stop_tokens]
     eos_ids = {i for ids in stops for i in (ids if isinstance(ids, list) else [ids])} - {None}
     if not eos_ids:
         raise SystemExit(f"{name} names no EOS token: its completions would never end")

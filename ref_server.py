@@ -10,6 +10,7 @@ no gradient: that is why the reference can live in another process, on an old ca
 machine, and sampling hides it.
 """
 
+import hashlib
 import hmac
 import json
 import os
@@ -171,7 +172,12 @@ def make_app(store, info, *, max_tokens, token, max_body_bytes, lease_seconds, l
         except ValueError as error:
             refuse(400, str(error))
         except StoreFull:
-            refuse(503, f"the store holds its {store.max_bytes} bytes", **{"Retry-After": "1"})
+            refuse(
+                503,
+                f"the store holds its {store.max_bytes} bytes; if their runs have ended, stop"
+                " the server and delete its STORE",
+                **{"Retry-After": "1"},
+            )
 
     @app.post("/lease")
     def lease():
@@ -187,6 +193,7 @@ def make_app(store, info, *, max_tokens, token, max_body_bytes, lease_seconds, l
             bottle.response.status = 204
             return b""
         bottle.response.content_type = "application/octet-stream"
+        bottle.response.set_header("X-Facts", info["facts"])  # the server may have been restarted
         # a blob of blobs: each group's body as a uint8 tensor under the group's id
         blobs = {id: torch.frombuffer(bytearray(b), dtype=torch.uint8) for id, b in bodies.items()}
         return safetensors.torch.save(blobs)
@@ -233,6 +240,7 @@ def load_reference():
         "temperature": TEMPERATURE,
         "dtype": dtype,
     } | facts
+    info["facts"] = hashlib.sha256(repr(sorted(info.items())).encode()).hexdigest()[:16]
     max_tokens = getattr(AutoConfig.from_pretrained(MODEL), "max_position_embeddings", None)
     return model, info, max_tokens
 

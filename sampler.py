@@ -55,6 +55,8 @@ def sample_groups(
     for t in range(max_new_tokens):
         scaled = logits[:, :vocab_size].float() / (temperature or 1.0)
         log_probs = torch.log_softmax(scaled, dim=-1)
+        if t == 0 and not torch.isfinite(logits).all():
+            raise RuntimeError("the model's logits are not finite: its weights are broken")
         if temperature == 0:
             tokens = log_probs.argmax(-1)
         else:

@@ -171,7 +171,7 @@ class RefServer:
     """The reference server as its clients see it. Every wait says what for, and ends some time."""
 
     def __init__(self, url, wait_limit_seconds):
-        self.url, self.limit = url.rstrip("/"), wait_limit_seconds
+        self.url, self.limit, self.agreed = url.rstrip("/"), wait_limit_seconds, None
         self.session = requests.Session()
         self.session.trust_env = False  # no HTTP_PROXY, which seldom knows a cluster's machines
         if token := os.environ.get("GRPO_TOKEN"):
@@ -196,7 +196,13 @@ class RefServer:
 
     def check(self, model, facts):
         """-> what /info says; SystemExit if its log-probs would not fit the policy `model`."""
-        info, mine = self.call("GET", "/info").json(), facts | {"protocol": PROTOCOL}
+        try:
+            info, mine = self.call("GET", "/info").json(), facts | {"protocol": PROTOCOL}
+            if type(info) is not dict:
+                raise ValueError("its /info is no JSON object")
+        except (requests.RequestException, ValueError) as error:
+            raise SystemExit(f"REF_SERVER = {self.url!r} is no ref_server.py: {error}") from error
+        self.agreed = info.get("facts")
         wrong = [name for name in mine if info.get(name) != mine[name]]
         if wrong:
             differ = ", ".join(f"{name} {info.get(name)} and not {mine[name]}" for name in wrong)
@@ -215,6 +221,8 @@ class RefServer:
             if reply.status_code == 204:
                 wait.turn(f"{missing} of {len(ids)} are not scored yet", pause=0)
                 continue
+            if self.agreed and reply.headers.get("X-Facts") != self.agreed:
+                raise RuntimeError(f"{self.url} now serves another reference model or temperature")
             blobs = safetensors.torch.load(reply.content)
             bodies |= {id: blob.numpy().tobytes() for id, blob in blobs.items()}
         return [bodies[id] for id in sorted(ids)]

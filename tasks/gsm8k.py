@@ -39,8 +39,9 @@ def read_jsonl(path):
     for row, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
         try:
             items.append(json.loads(line))
-            good = re.search(r"####\s*\S", items[-1]["answer"]) and items[-1]["question"].strip()
-        except (ValueError, KeyError, TypeError, AttributeError):
+            gold = items[-1]["answer"].split("####")[1]
+            good = same(gold, gold, True) and items[-1]["question"].strip()
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             good = False
         if not good:
             raise ValueError(f"{path}, line {row}: give it a question and an answer with '#### 18'")

@@ -405,6 +405,7 @@ def test_what_the_model_can_not_score_is_failed(store, model, kind):
 
 # --- Routes -------------------------------------------------------------------------
 INFO = {"protocol": 1, "model": "fake", "vocab_size": VOCAB, "tokenizer": "ab", "temperature": 1.0}
+INFO["facts"] = "0123456789abcdef"
 
 
 @pytest.fixture

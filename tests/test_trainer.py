@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 from itertools import islice
 from types import SimpleNamespace
@@ -51,21 +52,30 @@ def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), id="000000-000
         ("EVAL_STEPS", 2.5),
         ("MICRO_BATCH_TOKENS", 0),
         ("UPDATES_PER_ROLLOUT", True),
+        ("GROUP_SIZE", "8"),
+        ("CLIP_LOW", None),
+        ("LOSS_TYPE", ["grpo"]),
+        ("MAX_REFILLS", -1),
+        ("LEARNING_RATE", float("nan")),
+        ("SAMPLE_BATCH", 4),
+        ("REF_SERVER", "127.0.0.1:59875"),
     ],
 )
 def test_a_bad_constant_is_named_with_its_value(constant, value, monkeypatch, tmp_path):
     monkeypatch.setattr(grpo, "RUN_DIR", str(tmp_path))
     grpo.check_config()
     monkeypatch.setattr(grpo, constant, value)
-    with pytest.raises(SystemExit, match=f"{constant} = {value!r}"):
+    with pytest.raises(SystemExit, match=re.escape(f"{constant} = {value!r} must be")):
         grpo.check_config()
 
 
 def test_a_run_is_not_written_over(monkeypatch, tmp_path):
     monkeypatch.setattr(grpo, "RUN_DIR", str(tmp_path))
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(SystemExit, match="holds a run"):
-        grpo.check_config()
+    for trace in ("metrics.jsonl", "step_000500"):  # FIELD 5a-21: the next run wrote over it
+        (tmp_path / trace).mkdir()
+        with pytest.raises(SystemExit, match="holds no run"):
+            grpo.check_config()
+        (tmp_path / trace).rmdir()
 
 
 def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():
@@ -223,6 +233,39 @@ def test_rewards_of_other_names_are_refused(tiny):
         grpo.sample_and_reward(policy, task, [prompt], 2, 1.0, None)
 
 
+@pytest.mark.parametrize("value", [None, "1", float("nan"), True])
+def test_a_reward_that_is_no_number_is_named_with_its_question(tiny, value):
+    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
+    task = SimpleNamespace(rewards=lambda item, text: {"correctness": value, "format": 1.0})
+    prompt = (0, {"question": "Why?", "answer": "4"}, [5, 6])
+    with pytest.raises(SystemExit, match="not finite numbers, for .*Why"):
+        grpo.sample_and_reward(policy, task, [prompt], 2, 1.0, None)
+
+
+def test_broken_weights_are_said_to_be_broken(tiny):
+    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
+    with torch.no_grad():
+        next(policy.model.parameters()).fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="logits are not finite"):
+        grpo.sample_and_reward(policy, None, [(0, {}, [5, 6])], 2, 1.0, None)
+
+
+def test_a_reward_may_have_any_name(monkeypatch):
+    """Names of rewards and of counts must not meet: a reward "accuracy" made eval_accuracy 2."""
+    monkeypatch.setattr(grpo, "REWARD_WEIGHTS", {"accuracy": 1.0, "tokens": 1.0})
+    monkeypatch.setattr(grpo, "OUTCOME", "accuracy")
+    monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(grpo.dist, "all_reduce", lambda tensor: None)
+    sampled = [
+        ((0, {}, [5]), [Completion([7, 2], [-1.0, -1.0], False)], [{"accuracy": 1, "tokens": -1}])
+    ]
+    monkeypatch.setattr(grpo, "sample_and_reward", lambda *_: sampled)
+    result = grpo.evaluate(None, None, [None])
+    assert result["eval_accuracy"] == 1 and result["eval_tokens"] == 2
+    assert result["eval_reward_accuracy"] == 1 and result["eval_reward_tokens"] == 0
+
+
 # --- Rows ---------------------------------------------------------------------------
 def test_rows_by_hand(monkeypatch):
     monkeypatch.setattr(grpo, "REWARD_WEIGHTS", {"correctness": 2.0, "format": 1.0})
@@ -254,12 +297,16 @@ def test_a_step_without_rows_is_possible(monkeypatch):
 # --- First update -------------------------------------------------------------------
 def test_the_run_stops_unless_the_first_update_is_as_theory_says():
     good = {"mismatch": 4e-7, "kl": 1e-9}
-    grpo.check_first_update(good, "float32", same_reference=True)
+    same = {"model": grpo.MODEL, "dtype": "float32"}
+    grpo.check_first_update(good, "float32", same)
     with pytest.raises(RuntimeError, match="ratio is not 1"):
-        grpo.check_first_update(good | {"mismatch": 1e-3}, "float32", same_reference=True)
+        grpo.check_first_update(good | {"mismatch": 1e-3}, "float32", same)
     with pytest.raises(RuntimeError, match="should be 0"):
-        grpo.check_first_update(good | {"kl": 1e-2}, "float32", same_reference=True)
-    grpo.check_first_update(good | {"kl": 1e-2}, "float32", same_reference=False)
+        grpo.check_first_update(good | {"kl": 9e-4}, "float32", same)
+    # a reference in bfloat16 differs by that much; another model, and none, by any amount
+    grpo.check_first_update(good | {"kl": 9e-4}, "float32", same | {"dtype": "bfloat16"})
+    grpo.check_first_update(good | {"kl": 9e-4}, "float32", same | {"model": "larger"})
+    grpo.check_first_update({"mismatch": 4e-7}, "float32", None)
 
 
 def test_a_sampler_at_another_temperature_stops_the_run(tiny, monkeypatch):
@@ -281,7 +328,7 @@ def test_a_sampler_at_another_temperature_stops_the_run(tiny, monkeypatch):
         _, sums, _ = grpo.micro_batch_loss(policy.model, rows, policy.vocab_size)
         sums = dict(zip(grpo.SUMS, sums.tolist(), strict=True))
         mismatch[temperature] = sums["mismatch"] / sums["tokens"]
-    assert mismatch[1.0] < 1e-5 < grpo.NOISE["float32"] < mismatch[0.9]
+    assert mismatch[1.0] < 1e-5 < grpo.NOISE["float32"][0] < mismatch[0.9]
 
 
 def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, monkeypatch):
@@ -310,7 +357,11 @@ class FakeSession:
     def request(self, method, url, **_):
         status, body = self.replies.pop(0)
         return SimpleNamespace(
-            status_code=status, ok=status < 400, text=json.dumps(body), json=lambda: body
+            status_code=status,
+            ok=status < 400,
+            text=json.dumps(body),
+            json=lambda: body,
+            headers={},
         )
 
 
@@ -327,6 +378,22 @@ def test_a_reference_that_does_not_fit_is_refused_in_a_sentence(tiny):
     for wrong in ({"tokenizer": "0123"}, {"vocab_size": 9}, {"temperature": 0.9}, {"protocol": 0}):
         with pytest.raises(SystemExit, match=f"does not fit the policy ours.*{next(iter(wrong))}"):
             a_client((200, info | wrong)).check("ours", facts)
+
+
+def test_a_reference_that_changes_in_mid_run_is_refused(tiny):
+    facts = tokenizer_facts(AutoTokenizer.from_pretrained(tiny)) | {"temperature": 1.0}
+    client = a_client((200, facts | {"protocol": 1, "model": "theirs", "facts": "a"}), (200, {}))
+    client.check("ours", facts)
+    with pytest.raises(RuntimeError, match="another reference model or temperature"):
+        client.lease("run", ["id"])
+
+
+@pytest.mark.parametrize("answer", [[], "<html>"])
+def test_an_address_where_something_else_answers_is_said(answer):
+    with pytest.raises(SystemExit, match="no ref_server.py"):
+        a_client((200, answer)).check("ours", {})
+    with pytest.raises(SystemExit, match="no ref_server.py"):
+        RefServer("nonsense://x", 60).check("ours", {})
 
 
 def test_a_full_store_is_waited_for_and_a_refusal_is_raised(monkeypatch):
