@@ -271,7 +271,7 @@ def run_both(seed, rewards):
     """Runs ref_server.py and the trainer until the latter ends; ends both whatever happens."""
     port, log_path = free_port(), Path(RUN_DIR, "ref_server.log")
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
-    launcher += ["--no_local_rank", "--master_port", free_port()]
+    launcher += ["--no_local_rank", "--master_port", free_port(), "--log_level", "warning"]
     processes = []
     try:
         with open(log_path, "w") as log:

@@ -24,6 +24,7 @@ import importlib
 import itertools
 import json
 import math
+import numbers
 import os
 import random
 import shutil
@@ -161,7 +162,8 @@ def whole(value):
 
 
 def real(value):
-    return type(value) in (int, float) and math.isfinite(value)
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # NumPy's, too
+    return number and math.isfinite(value)
 
 
 def holds_run():

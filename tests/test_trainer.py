@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import islice
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -233,7 +234,7 @@ def test_rewards_of_other_names_are_refused(tiny):
         grpo.sample_and_reward(policy, task, [prompt], 2, 1.0, None)
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan"), True])
+@pytest.mark.parametrize("value", [None, "1", float("nan"), True, np.float32("inf")])
 def test_a_reward_that_is_no_number_is_named_with_its_question(tiny, value):
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
     task = SimpleNamespace(rewards=lambda item, text: {"correctness": value, "format": 1.0})
