@@ -15,7 +15,7 @@ lint: .venv/ready
 
 .venv/ready: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer, please: make PYTHON=python3.11")'
-	@echo "building .venv: downloads about 1 GB, once"
+	@echo "building .venv, once: downloads about 1 GB, with the CUDA build of torch several"
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --requirement requirements.txt --constraint constraints.txt
 	@touch .venv/ready

@@ -1,7 +1,7 @@
 """The GRPO loss in plain torch: from a model's logits to log-probs, advantages, weights, loss.
 
-Pure functions, with no constants of their own: the readable specification of what is trained. The
-reference server takes its log-probs from here as well, so both sides compute the same thing.
+Functions without state or constants of their own: the readable specification of what is trained.
+The reference server takes its log-probs from here as well, so both sides compute the same thing.
 
 Symbols: B sequences, G completions of a group, N completion tokens of a batch (one sequence after
 another, no padding), V ids of the tokenizer, V' rows of the embedding (V and its padding).
@@ -18,7 +18,7 @@ def completion_logits(model, prompts, completions):
 
     `prompts` and `completions` are lists of id lists. Rows are padded on the right, where causal
     attention can't see it, so there is no mask to get wrong, and the padding's logits are dropped
-    before the softmax. Both the reference server and the trainer take their log-probs from here.
+    before the softmax.
     """
     rows = [p + c for p, c in zip(prompts, completions, strict=True)]
     width = max(map(len, rows)) - 1  # the last token has no successor to predict

@@ -17,7 +17,8 @@ reward, centred and scaled within the G completions of its prompt. Where we devi
   - groups without spread in correctness are left out and replaced (DAPO, 2503.14476, sec. 3.2).
 
 Symbols: B sequences of a micro-batch, G completions of a group, P prompt and T completion tokens,
-N unmasked completion tokens, V ids of the tokenizer. A `step` is one optimiser update.
+N completion tokens that are trained, V ids of the tokenizer. A `step` is one optimiser update, or
+an attempt that found nothing to train.
 """
 
 import importlib
@@ -65,7 +66,7 @@ PROMPTS_PER_STEP = 28  # over all ranks, best a multiple of them; each gives GRO
 GROUP_SIZE = 8  # G: completions per prompt; advantages are normalised within the group
 MAX_PROMPT_TOKENS = 512  # longer prompts are left out, and counted at the start
 MAX_COMPLETION_TOKENS = 512  # longer ones are cut, and their last token is then not EOS
-STOP_TOKENS = ["<|im_end|>"]  # end a completion too, beside the EOS of tokenizer and model
+STOP_TOKENS = ["<|im_end|>"]  # end a completion too, beside EOS; unknown ones are ignored
 TEMPERATURE = 1.0  # for sampling and for every log-prob; ref_server.py must agree
 SAMPLE_BATCH = 64  # completions sampled at once by a rank: more is faster, and holds more KV cache
 MASK_TRUNCATED = True  # cut completions count in the baseline, but their tokens are not trained
@@ -98,7 +99,7 @@ SEED = 0
 MICRO_BATCH_TOKENS = 8_192  # padded tokens per forward/backward; does not change the gradient
 GRADIENT_CHECKPOINTING = True  # recomputes activations in the backward: a third slower, far smaller
 OFFLOAD_OPTIMIZER = False  # Adam states in CPU memory (DeepSpeedCPUAdam, compiled at first use)
-DTYPE = "auto"  # "bfloat16" on GPUs (float32 master weights), "float32" on CPUs
+DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
 # --- Run ----------------------------------------------------------------------------
 EVAL_STEPS = 50  # greedy accuracy at step 0, every so many steps, and at the end
@@ -112,6 +113,7 @@ KEEP_CHECKPOINTS = 2  # the newest; older ones are deleted
 SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
 WAIT_LIMIT_SECONDS = 600  # for the reference server, after which the run ends with an error
 
+# --- Checks -------------------------------------------------------------------------
 # What rounding may do at the first update: mean |log-prob difference| to the sampler, mean k3 to
 # the same reference. Measured on a CPU, tiny models: float32 4e-7 and 0, bfloat16 3e-3 and 9e-4.
 NOISE = {"float32": (1e-4, 1e-6), "bfloat16": (5e-2, 5e-3)}
@@ -192,7 +194,11 @@ def load_prompts(task, split, tokenizer):
     except (OSError, ValueError) as error:
         raise SystemExit(f"the {split} questions of {TASK} can't be loaded: {error}") from error
     ids = [prompt_ids(tokenizer, task.messages(item["question"])) for item in items]
-    prompts = [p for p in zip(range(len(items)), items, ids) if len(p[2]) <= MAX_PROMPT_TOKENS]
+    prompts = [
+        (index, item, prompt)
+        for index, (item, prompt) in enumerate(zip(items, ids, strict=True))
+        if len(prompt) <= MAX_PROMPT_TOKENS
+    ]
     say(f"{TASK}/{split}: {len(items)} questions, {len(items) - len(prompts)} left out as too long")
     if not prompts:
         raise SystemExit(f"no question fits MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}: raise it")
@@ -283,17 +289,17 @@ def tally(group, flat):
     } | {f"reward_{name}": sum(r[name] for r in rewards) for name in REWARD_WEIGHTS}
 
 
-def make_group(group, *, id, run, step):
+def make_group(sampled, *, id, run, step):
     """-> the wire's Group of a sampled one."""
-    (item, _, prompt_ids), completions, rewards = group
+    (index, _, ids), completions, rewards = sampled
     names = list(REWARD_WEIGHTS)
     return Group(
         id=id,
         run=run,
         policy_version=step,
-        item=item,
+        item=index,
         reward_names=names,
-        prompt_ids=torch.tensor(prompt_ids, dtype=torch.int32),
+        prompt_ids=torch.tensor(ids, dtype=torch.int32),
         completion_ids=torch.tensor([i for c in completions for i in c.ids], dtype=torch.int32),
         completion_lengths=torch.tensor([len(c.ids) for c in completions], dtype=torch.int32),
         sampler_logps=torch.tensor([p for c in completions for p in c.logps]),
@@ -359,15 +365,21 @@ class Row:
     old_logps: torch.Tensor | None = None  # (T,), set by the first update on a rollout
 
 
+def advantages_of(group):
+    """-> advantages (G,) of a group's weighted rewards."""
+    assert group.reward_names == list(REWARD_WEIGHTS), group.reward_names
+    weighted = group.rewards @ torch.tensor(list(REWARD_WEIGHTS.values()))
+    return group_advantages(weighted, scale_by_std=ADVANTAGE_STD)
+
+
 def make_rows(groups):
     """-> the rows of a step's groups, with weights; without the truncated if MASK_TRUNCATED.
 
     A truncated completion still counts in its group's mean, and in the number of sequences.
     """
-    rows, scale = [], torch.tensor(list(REWARD_WEIGHTS.values()))
+    rows = []
     for group in groups:
-        assert group.reward_names == list(REWARD_WEIGHTS), group.reward_names
-        advantages = group_advantages(group.rewards @ scale, scale_by_std=ADVANTAGE_STD).tolist()
+        advantages = advantages_of(group).tolist()
         ids, logps = (group.completions(x) for x in (group.completion_ids, group.sampler_logps))
         refs = group.completions(group.ref_logps) if KL_BETA else [None] * len(ids)
         for i, truncated in enumerate(group.truncated.tolist()):
@@ -547,17 +559,19 @@ def check_first_update(metrics, policy_dtype, reference):
 
 # --- Evaluate -----------------------------------------------------------------------
 def evaluate(policy, task, prompts):
-    """-> greedy accuracy (OUTCOME > 0), and the positive share of each reward, over all ranks."""
+    """-> greedy accuracy (OUTCOME > 0), the positive share of each reward, the truncated share and
+    the mean length, over all ranks."""
     count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
     for i in range(0, len(mine), SAMPLE_BATCH):
         batch = mine[i : i + SAMPLE_BATCH]
         for _, completions, rewards in sample_and_reward(policy, task, batch, 1, 0, None):
             count["questions"] += 1
             count["truncated"] += completions[0].truncated
-            count["tokens"] += len(completions[0].ids)
+            count["completion_tokens"] += len(completions[0].ids)
             count["accuracy"] += rewards[0][OUTCOME] > 0
-            count.update({f"reward_{name}": int(r > 0) for name, r in rewards[0].items()})
-    names = ["accuracy", *(f"reward_{name}" for name in REWARD_WEIGHTS), "truncated", "tokens"]
+            count.update({f"positive_{name}": int(r > 0) for name, r in rewards[0].items()})
+    names = ["accuracy", *(f"positive_{name}" for name in REWARD_WEIGHTS)]
+    names += ["truncated", "completion_tokens"]
     total = add_up(count, ["questions", *names])
     return {f"eval_{name}": total[name] / total["questions"] for name in names}
 
@@ -628,9 +642,7 @@ def log_samples(policy, prompts, groups, step):
     group = groups[step % len(groups)]
     item = next(item for index, item, _ in prompts if index == group.item)
     completions = group.completions(group.completion_ids)
-    advantages = group_advantages(
-        group.rewards @ torch.tensor(list(REWARD_WEIGHTS.values())), scale_by_std=ADVANTAGE_STD
-    )
+    advantages = advantages_of(group)
     for i in range(min(SAMPLES_PER_STEP, len(completions))):
         record = {
             "step": step,

@@ -61,7 +61,7 @@ def load_tokenizer(name):
 
 
 def load_policy(name, tokenizer, dtype, stop_tokens=()):
-    """-> the Policy, on this rank's GPU or the CPU; `dtype` auto is bfloat16 there, float32 here.
+    """-> the Policy, on this rank's GPU or the CPU; `dtype` auto is bfloat16 on a GPU.
 
     Raises SystemExit if model and tokenizer don't belong together, or no EOS is named.
     """

@@ -34,7 +34,7 @@ from wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
 # --- What to serve ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder; may be larger than the policy, same tokenizer
 TEMPERATURE = 1.0  # log-probs are those of softmax(logits / TEMPERATURE); the trainer must agree
-DTYPE = "auto"  # "bfloat16" on a GPU, "float32" on a CPU; softmax is float32 either way
+DTYPE = "auto"  # bfloat16 on a GPU, float32 on a CPU; softmax is float32 either way
 SCORE_BATCH_TOKENS = 8_192  # padded tokens in one forward; halved by itself when out of memory
 
 # --- Where to serve -----------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What travels between trainer, workers and reference server: one group per body, as safetensors.
+"""What travels between trainer and reference server: one group per body, as safetensors.
 
 A group is a prompt and its G completions, N tokens in all, laid one after another without padding:
 

@@ -54,7 +54,7 @@ def messages(question):
 
 
 # --- Format ------------------------------------------------------------------------
-# Decoded text keeps EOS and the pads after it: a pattern that ends in </answer> must not see them.
+# The trainer passes text without EOS; other callers may not, and FORMAT must end in </answer>.
 SPECIAL = re.compile(r"(?:(?:<\|[a-z_]+\|>|</s>|<eos>|<pad>|<end_of_turn>)\s*)+$")
 INSIDE = r"((?:(?!</?(?:think|answer)>).)*)"  # holds no tag: no second block, none nested
 BLOCK = re.compile(rf"<answer>{INSIDE}</answer>", re.DOTALL)

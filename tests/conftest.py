@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from demo import make_tokenizer
+from warm_start import make_tokenizer
 
 torch.set_num_threads(1)
 

@@ -263,8 +263,8 @@ def test_a_reward_may_have_any_name(monkeypatch):
     ]
     monkeypatch.setattr(grpo, "sample_and_reward", lambda *_: sampled)
     result = grpo.evaluate(None, None, [None])
-    assert result["eval_accuracy"] == 1 and result["eval_tokens"] == 2
-    assert result["eval_reward_accuracy"] == 1 and result["eval_reward_tokens"] == 0
+    assert result["eval_accuracy"] == 1 and result["eval_completion_tokens"] == 2
+    assert result["eval_positive_accuracy"] == 1 and result["eval_positive_tokens"] == 0
 
 
 # --- Rows ---------------------------------------------------------------------------
