@@ -165,8 +165,11 @@ def run_both(seed, rewards):
 
 # --- Main ---------------------------------------------------------------------------
 def main(seed, rewards):
-    for end in ENDS[1:]:  # Ctrl-C raises by itself
-        signal.signal(end, lambda number, _: sys.exit(f"ended by {signal.Signals(number).name}"))
+    for end in ENDS:
+        if end != signal.SIGHUP or signal.getsignal(end) != signal.SIG_IGN:  # nohup's wish
+            signal.signal(
+                end, lambda number, _: sys.exit(f"ended by {signal.Signals(number).name}")
+            )
     started = time.perf_counter()
     shutil.rmtree(RUN_DIR, ignore_errors=True)
     print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
@@ -219,7 +222,4 @@ def command(arguments):
 
 
 if __name__ == "__main__":
-    try:
-        command(sys.argv[1:])
-    except KeyboardInterrupt:
-        sys.exit("ended by Ctrl-C")
+    command(sys.argv[1:])

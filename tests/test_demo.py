@@ -19,14 +19,18 @@ ROOT = Path(__file__).parent.parent
 
 def start_demo(folder, steps):
     short = {"DEMO_RUN_DIR": str(folder), "DEMO_WARM_STEPS": "20", "DEMO_STEPS": str(steps)}
-    return subprocess.Popen(
-        [sys.executable, "demo.py", "1"],
-        cwd=ROOT,
-        env=os.environ | short,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process we start inherits it
+    try:
+        return subprocess.Popen(
+            [sys.executable, "demo.py", "1"],
+            cwd=ROOT,
+            env=os.environ | short,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
@@ -46,6 +50,7 @@ def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_the_demo_ends_all_that_it_started(how, tmp_path):
+    """Also where Ctrl-C comes to be ignored, as by what a shell script runs with an `&`."""
     demo = start_demo(tmp_path / "run", steps=10_000)
     metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
     while not metrics.exists() and time.monotonic() < deadline:

@@ -165,8 +165,21 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
                 "LOSS_TYPE": {"llama": "dapo", "qwen3": "dr_grpo"}.get(name, "grpo"),
             }
         )
+    alone = presets[0] | {  # no reference and no server: nothing listens at REF_SERVER
+        "RUN_DIR": str(tmp_path / "alone"),
+        "KL_BETA": 0,
+        "REF_SERVER": "http://127.0.0.1:9",
+        "DTYPE": "bfloat16",
+    }
+    stopped = alone | {"STOP_ACCURACY": 0.0}  # reached at once, on the way in
+    last = alone | {"STOP_ACCURACY": 1.01, "RUN_DIR": str(tmp_path / "last")}
     with reference_server(tmp_path, tiny) as url:
-        train(1, *[preset | {"REF_SERVER": url} for preset in presets])
+        presets = [preset | {"REF_SERVER": url} for preset in presets]
+        train(1, *presets, stopped, last)
+    assert [r["step"] for r in records(tmp_path / "alone")] == [0]  # an evaluation, no step
+    AutoModelForCausalLM.from_pretrained(tmp_path / "alone/step_000000")
+    steps = [r for r in records(tmp_path / "last") if "loss" in r]
+    assert len(steps) == 2 and all("kl" not in r and r["mismatch"] < 0.05 for r in steps)
     for name in families:
         steps = [r for r in records(tmp_path / f"run_{name}") if "loss" in r]
         assert steps[0]["ratio"] == 1 and steps[0]["mismatch"] < 1e-5, name
