@@ -1,6 +1,5 @@
 # make demo   the whole of it on a tiny model, about two minutes      make test   what must hold
-# Both build .venv first. On a machine without a GPU, a CPU build of torch saves gigabytes:
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+# Both build .venv first; see README.md for a CPU build of torch.
 PYTHON ?= python3
 SEED ?= 0
 
