@@ -38,7 +38,7 @@ from warm_start import warm_start
 RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo")
 WARM_START = f"{RUN_DIR}/warm_start"  # the policy's start, and the reference
 WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
-STEPS = int(os.environ.get("DEMO_STEPS", "80"))
+STEPS = int(os.environ.get("DEMO_STEPS", "100"))
 EVAL_SPLIT = os.environ.get("DEMO_EVAL_SPLIT", "test")
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what may end the demo from outside
 
