@@ -1,60 +1,16 @@
-"""The GRPO loss in plain torch: from a model's logits to log-probs, advantages, weights, loss.
+"""The GRPO loss in plain torch: the readable specification of what is trained.
 
-Functions without state or constants of their own: the readable specification of what is trained.
-The reference server takes its log-probs from here as well, so both sides compute the same thing.
+Three things, in the order in which they are needed: advantages and weights of a step's completions;
+the log-probs of their tokens; the loss. `linear_logps` and `grpo_loss` hold the full logits, N x V,
+several times over. grpo_loss_triton.py has both again, under the same names and signatures, without
+doing so; the trainer takes that file, and the tests hold it to this one.
 
-Symbols: B sequences, G completions of a group, N completion tokens of a batch (one sequence after
-another, no padding), V ids of the tokenizer, V' rows of the embedding (V and its padding).
+Symbols: B sequences, G completions of a group, N tokens, H hidden size, V ids of the tokenizer,
+V' rows of the LM head (V and the embedding's padding). Per-token tensors may be (N,) or (B, T), if
+all are; advantages may also be (B,).
 """
 
 import torch
-
-from sampler import accepts
-
-
-# --- Log-probs ----------------------------------------------------------------------
-def completion_logits(model, prompts, completions):
-    """-> logits (N, V') in the model's dtype, and targets (N,), of all completion tokens.
-
-    `prompts` and `completions` are lists of id lists. Rows are padded on the right, where causal
-    attention can't see it, so there is no mask to get wrong, and the padding's logits are dropped
-    before the softmax.
-    """
-    rows = [p + c for p, c in zip(prompts, completions, strict=True)]
-    width = max(map(len, rows)) - 1  # the last token has no successor to predict
-    ids = torch.tensor([row[:-1] + [0] * (width + 1 - len(row)) for row in rows])
-    first = min(map(len, prompts)) - 1  # row t of the logits predicts token t + 1
-    wanted = torch.zeros(len(rows), width, dtype=torch.bool)
-    for row, prompt, completion in zip(wanted, prompts, completions, strict=True):
-        row[len(prompt) - 1 : len(prompt) - 1 + len(completion)] = True
-    device = next(model.parameters()).device
-    inputs = {"input_ids": ids.to(device), "use_cache": False}
-    if accepts(model, "logits_to_keep"):  # spares the logits of the shared part of the prompts
-        inputs["logits_to_keep"] = torch.arange(first, width, device=device)
-    logits = model(**inputs).logits
-    if logits.shape[1] == width:
-        logits = logits[:, first:]
-    targets = torch.tensor([token for c in completions for token in c], device=device)
-    return logits[wanted[:, first:].to(device)], targets
-
-
-def token_logps(logits, targets, *, temperature, vocab_size):
-    """-> log softmax(logits / temperature)[target], float32 (N,), over the tokenizer's ids.
-
-    In float32 whatever the model's dtype: bf16 log-probs cost up to 1.6 % in the probability ratio.
-    """
-    logits = logits[:, :vocab_size].float() / temperature  # (N, V)
-    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
-
-
-@torch.no_grad()
-def token_entropy(logits, *, temperature, vocab_size):
-    """-> entropy in nats of the sampling distribution at each token, (N,)."""
-    entropies = []
-    for slab in logits[:, :vocab_size].split(1024):  # float32 copies of a slab at a time
-        log_probs = torch.log_softmax(slab.float() / temperature, dim=-1)
-        entropies.append(-(log_probs.exp() * log_probs).sum(-1))
-    return torch.cat(entropies)
 
 
 # --- Advantages and weights ---------------------------------------------------------
@@ -90,63 +46,164 @@ LOSS_TYPES = {
 }
 
 
+# --- Log-probs ----------------------------------------------------------------------
+def linear_logps(hidden, weight, ids, *, temperature=1.0, vocab_size=None, entropy=False):
+    """-> log softmax(hidden @ weight.T / temperature)[ids], float32, shaped like `ids`.
+
+    `hidden` (..., H) are the states that predict the tokens `ids` (...), int64; `weight` (V', H) is
+    the LM head, in the same dtype. With weight None, `hidden` (..., V') are the logits themselves,
+    for models with more than a matrix there. The softmax is over the first `vocab_size` columns: a
+    tokenizer never emits the embedding's padding. It is in float32 whatever the model's dtype, as
+    bf16 log-probs cost up to 1.6 % in the probability ratio. With `entropy`, -> (logps, entropy):
+    that of the sampling distribution, in nats, detached.
+    """
+    logits = hidden if weight is None else hidden @ weight.T  # (..., V')
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    log_probs = (logits[..., :vocab_size].to(exact) / temperature).log_softmax(-1)
+    logps = log_probs.gather(-1, ids[..., None]).squeeze(-1)
+    if not entropy:
+        return logps
+    return logps, torch.special.entr(log_probs.detach().exp()).sum(-1)  # entr(p) = -p log p
+
+
+def logps_from_logits(logits, ids, *, temperature=1.0, vocab_size=None):
+    """-> log softmax(logits / temperature)[ids], float32: linear_logps for logits (..., V')."""
+    return linear_logps(logits, None, ids, temperature=temperature, vocab_size=vocab_size)
+
+
 # --- Loss ---------------------------------------------------------------------------
-def grpo_loss(logps, old_logps, ref_logps, advantages, weights, *, clip_low, clip_high, kl_beta):
+OBJECTIVES = ("clip", "cispo")
+
+
+def policy_loss(
+    logps,
+    old_logps,
+    ref_logps,
+    advantages,
+    weights,
+    *,
+    clip_low,
+    clip_high,
+    kl_beta,
+    objective="clip",
+    unbiased_kl=False,
+    sampler_logps=None,
+    is_cap=0.0,
+    sequences=None,
+):
     """-> (loss, stats): minus the weighted sum of the GRPO objective over N tokens.
 
     For a token with ratio r = exp(logp - old_logp), advantage A and weight w it is
     w * (min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) - kl_beta * k3), with
     k3 = exp(ref - logp) - (ref - logp) - 1, an estimate of KL(policy || reference) that is never
-    negative (DeepSeekMath eq. 3 and 4). All tensors are float32 (N,); `ref_logps` may be None if
-    kl_beta is 0. Gradients flow through `logps` alone. `stats` has detached (N,) tensors.
+    negative (DeepSeekMath eq. 3 and 4). `old_logps` None means those of `logps`: on-policy, r is 1.
+    `ref_logps` may be None if kl_beta is 0. All are float32, gradients flow through `logps` alone,
+    `stats` has detached tensors of the same shape. What departs from that:
+
+    objective="cispo"  sg(clip(r)) A logp for the min: no token loses its gradient (MiniMax-M1,
+                       2506.13585, eq. 4 and 5; it bounds r from above only, which is clip_low = 1)
+    unbiased_kl        k3 times r, whose gradient is that of the KL: r (logp - ref) (DeepSeek-V3.2,
+                       2512.02556, sec. 3.1)
+    is_cap             the objective times min(exp(old - sampler), is_cap), for a sampler that
+                       computes other log-probs than the trainer (truncated importance sampling)
+    sequences          each token's sequence number (int64): r is the sequence's, exp of the mean of
+                       its tokens' logp - old_logp (GSPO, 2507.18071, eq. 7); k3's r stays a token's
     """
-    ratio = torch.exp(logps - old_logps.detach())
+    old_logps = (logps if old_logps is None else old_logps).detach()
+    log_ratio = logps - old_logps
+    token_ratio = torch.exp(log_ratio)
+    if sequences is not None:
+        log_ratio = mean_of_sequence(log_ratio, sequences)
+    ratio = torch.exp(log_ratio)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    # The smaller of the two: a step that already went too far gets no more gradient (clipped), one
-    # that went the wrong way keeps its full gradient.
-    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
+    if objective == "cispo":
+        gain = clipped.detach() * advantages * logps
+    else:
+        # The smaller of the two: a step that already went too far gets no more gradient (clipped),
+        # one that went the wrong way keeps its full gradient.
+        gain = torch.minimum(ratio * advantages, clipped * advantages)
+    if is_cap:
+        gain = gain * torch.exp(old_logps - sampler_logps).clamp(max=is_cap)
     kl = torch.zeros_like(logps)
     if kl_beta:
         difference = ref_logps.detach() - logps
         kl = torch.expm1(difference) - difference  # exp(d) - 1 - d would round to below 0
-        objective = objective - kl_beta * kl
+        gain = gain - kl_beta * (kl * token_ratio if unbiased_kl else kl)
     stats = {
         "ratio": ratio.detach(),
         "kl": kl.detach(),
         "clip_low": (ratio.detach() < 1 - clip_low) & (advantages < 0),
         "clip_high": (ratio.detach() > 1 + clip_high) & (advantages > 0),
     }
-    return -(weights * objective).sum(), stats
+    return -(weights * gain).sum(), stats
 
 
-# --- Micro-batches ------------------------------------------------------------------
-def pack_by_tokens(lengths, budget):
-    """Batches of row numbers, longest rows first, each of at most `budget` padded tokens.
+def mean_of_sequence(values, sequences):
+    """-> for each token the mean of its sequence. Example: [1, 3, 5], [0, 0, 1] -> [2, 2, 5]"""
+    zeros = values.new_zeros(int(sequences.max()) + 1 if len(sequences) else 0)
+    sums = zeros.index_add(0, sequences, values)
+    counts = zeros.index_add(0, sequences, torch.ones_like(values))
+    return (sums / counts.clamp(min=1))[sequences]
 
-    A row longer than the budget gets a batch of its own.
-    Example: [3, 9, 4], 10 -> [[1], [2, 0]]
+
+def grpo_loss(
+    hidden,
+    weight,
+    ids,
+    old_logps,
+    ref_logps,
+    advantages,
+    weights,
+    *,
+    temperature=1.0,
+    vocab_size=None,
+    **settings,
+):
+    """-> (loss, stats): policy_loss, from the hidden states `hidden` and the LM head `weight`.
+
+    The tensors are those of linear_logps and policy_loss, `settings` the latter's. A token of
+    weight 0 is masked: it costs nothing, whatever stands there, and its stats are 0. `stats` has
+    "logps" and "entropy" too.
     """
-    batches, width = [], 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if not batches or (len(batches[-1]) + 1) * width > budget:
-            batches.append([])
-            width = lengths[row]  # the first row of a batch is its longest
-        batches[-1].append(row)
-    return batches
+    (hidden, ids, *tokens), restore = trained_tokens(
+        weights, hidden, ids, old_logps, ref_logps, advantages, weights, *sides(settings)
+    )
+    logps, entropy = linear_logps(
+        hidden, weight, ids, temperature=temperature, vocab_size=vocab_size, entropy=True
+    )
+    *tokens, settings["sampler_logps"], settings["sequences"] = tokens
+    loss, stats = policy_loss(logps, *tokens, **settings)
+    return loss, restore(stats | {"logps": logps.detach(), "entropy": entropy})
 
 
-def plan_micro_batches(lengths, world, budget):
-    """-> for each rank a list of micro-batches (lists of row numbers), equally many for each rank.
+def sides(settings):
+    """-> the two of policy_loss's settings that are per-token tensors, or None."""
+    return settings.get("sampler_logps"), settings.get("sequences")
 
-    Rows are dealt out by length, so ranks get about the same work. ZeRO-2 communicates in every
-    backward: a rank with fewer micro-batches would hang the others, so it gets empty ones on top.
-    Example: [5, 9, 7], 2 ranks, budget 9 -> [[[1], [0]], [[2], []]]
+
+def trained_tokens(weights, hidden, *tensors):
+    """-> (tensors, restore): each flat, without the tokens of weight 0; and what undoes that.
+
+    Padding leaves here, before the LM head: of a padded batch it is often half the work. `tensors`
+    are shaped like `weights` (B, T), or (B,), or None; `hidden` has a dimension more.
     """
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    plans = []
-    for rank in range(world):
-        mine = longest_first[rank::world]
-        batches = pack_by_tokens([lengths[row] for row in mine], budget)
-        plans.append([[mine[i] for i in batch] for batch in batches])
-    most = max(map(len, plans))
-    return [plan + [[]] * (most - len(plan)) for plan in plans]
+    flat = weights.reshape(-1)
+    index = flat.nonzero().squeeze(1)
+    whole = len(index) == len(flat)
+
+    def select(tensor):
+        if tensor is None:
+            return None
+        if tensor.dim() < weights.dim():  # (B,): one for each sequence
+            tensor = tensor.reshape(*tensor.shape, *[1] * (weights.dim() - tensor.dim()))
+        tensor = tensor.expand(weights.shape).reshape(-1)
+        return tensor if whole else tensor[index]
+
+    def restore(stats):
+        full = {name: values.new_zeros(len(flat)) for name, values in stats.items()}
+        return {k: v.index_copy(0, index, stats[k]).view(weights.shape) for k, v in full.items()}
+
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    return [hidden if whole else hidden[index], *map(select, tensors)], restore

@@ -41,16 +41,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from grpo_loss import (
-    LOSS_TYPES,
-    completion_logits,
-    group_advantages,
-    grpo_loss,
-    plan_micro_batches,
-    token_entropy,
-    token_logps,
-    token_weights,
-)
+import grpo_loss
+import grpo_loss_triton
+from forward import CompletionModel, number_prompts, plan_micro_batches
+from grpo_loss import LOSS_TYPES, OBJECTIVES, group_advantages, token_weights
 from policy import load_policy, load_tokenizer, prompt_ids
 from sampler import sample_groups
 from wire import Group, RefServer, pack_group, tokenizer_facts, unpack_group
@@ -83,6 +77,10 @@ ADVANTAGE_STD = True  # False: centred only, without the bias to easy and hard p
 CLIP_LOW = 0.2  # the ratio's gradient stops below 1 - CLIP_LOW ...
 CLIP_HIGH = 0.2  # ... and above 1 + CLIP_HIGH; 0.28 leaves rare tokens more room (DAPO)
 KL_BETA = 0.04  # weight of the KL to the reference; 0 needs no reference and no server
+UNBIASED_KL = False  # the KL's estimate times the ratio, which makes its gradient exact
+OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
+RATIO_LEVEL = "token"  # or "sequence" (GSPO; then CLIP_LOW and CLIP_HIGH are some 1e-4)
+IS_CAP = 2.0  # at most so much do old / sampler probabilities weigh a token; 0 is off
 UPDATES_PER_ROLLOUT = 1  # mu: optimiser updates on each rollout; clipping acts from the second on
 
 # --- Optimisation -------------------------------------------------------------------
@@ -97,6 +95,8 @@ SEED = 0
 
 # --- Memory: lower these first when out of memory -----------------------------------
 MICRO_BATCH_TOKENS = 8_192  # padded tokens per forward/backward; does not change the gradient
+FUSED_LOSS = True  # head and loss in chunks (grpo_loss_triton.py); False holds all logits
+SHARE_PROMPTS = True  # a group's prompt runs once, and not GROUP_SIZE times; same gradient
 GRADIENT_CHECKPOINTING = True  # recomputes activations in the backward: a third slower, far smaller
 OFFLOAD_OPTIMIZER = False  # Adam states in CPU memory (DeepSpeedCPUAdam, compiled at first use)
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
@@ -128,7 +128,7 @@ def check_config():
         " MICRO_BATCH_TOKENS WAIT_LIMIT_SECONDS"
     )
     others = "MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED"
-    reals = "TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA WEIGHT_DECAY FINAL_LR"
+    reals = "TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR"
     reals += " MAX_GRAD_NORM STOP_ACCURACY"
     now = globals()
     rules = [
@@ -136,6 +136,8 @@ def check_config():
         *((n, "a whole number from 0 on", whole(now[n]) and now[n] >= 0) for n in others.split()),
         *((n, "a number from 0 on", real(now[n]) and now[n] >= 0) for n in reals.split()),
         ("LOSS_TYPE", f"one of {', '.join(LOSS_TYPES)}", LOSS_TYPE in list(LOSS_TYPES)),
+        ("OBJECTIVE", f"one of {', '.join(OBJECTIVES)}", OBJECTIVE in OBJECTIVES),
+        ("RATIO_LEVEL", "token or sequence", RATIO_LEVEL in ("token", "sequence")),
         ("DTYPE", f"one of auto, {', '.join(NOISE)}", DTYPE in ["auto", *NOISE]),
         ("OUTCOME", "one of the names in REWARD_WEIGHTS", OUTCOME in list(REWARD_WEIGHTS)),
         ("REF_SERVER", "http://host:port", str(REF_SERVER).startswith(("http://", "https://"))),
@@ -149,7 +151,7 @@ def check_config():
         rules = [
             ("GROUP_SIZE", "2 or more, to be compared with each other", GROUP_SIZE >= 2),
             ("TEMPERATURE", "above 0, or all of a group are equal", TEMPERATURE > 0),
-            ("CLIP_LOW", "between 0 and 1", 0 < CLIP_LOW < 1),
+            ("CLIP_LOW", "above 0, and 1 at most", 0 < CLIP_LOW <= 1),
             ("CLIP_HIGH", "above 0", CLIP_HIGH > 0),
             ("MAX_GRAD_NORM", "above 0; a large one does not clip", MAX_GRAD_NORM > 0),
             ("SAMPLE_BATCH", "GROUP_SIZE or more: groups stay whole", SAMPLE_BATCH >= GROUP_SIZE),
@@ -224,7 +226,6 @@ def sample_and_reward(policy, task, prompts, group_size, temperature, generator)
     `rewards` holds, for each completion, the task's dict of named rewards. The task sees text; the
     trainer goes on with the sampled ids, as text tokenised again may give other ids.
     """
-    policy.model.eval()  # gradient checkpointing would do without the cache
     groups = sample_groups(
         policy.model,
         [ids for _, _, ids in prompts],
@@ -403,49 +404,51 @@ def make_rows(groups):
 SUMS = ("loss", "tokens", "ratio", "kl", "clip_low", "clip_high", "mismatch", "entropy")
 
 
-def micro_batch_loss(model, rows, vocab_size):
-    """-> (loss, sums, worst): the rows' part of the step's loss, sums of SUMS over their tokens,
-    and the largest difference to a sampler's log-prob."""
-    logits, targets = completion_logits(
-        model, [row.prompt for row in rows], [row.completion for row in rows]
-    )
-    logps = token_logps(logits, targets, temperature=TEMPERATURE, vocab_size=vocab_size)  # (N,)
+def micro_batch_loss(model, rows, vocab_size, *, scale):
+    """-> (loss, sums, worst): `scale` times the rows' part of the step's loss, sums of SUMS over
+    their tokens, and the largest difference to a sampler's log-prob."""
+    hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
     lengths = torch.tensor([len(row.completion) for row in rows])
 
     def spread(values):  # one for each row -> one for each of its tokens
-        return torch.tensor(values).repeat_interleave(lengths).to(logps.device)
+        return torch.tensor(values).repeat_interleave(lengths).to(ids.device)
 
     def joined(parts):
-        return torch.cat(parts).to(logps.device)
+        return torch.cat(parts).to(ids.device)
 
-    if rows[0].old_logps is None:  # the first update: the old policy is this one, no second forward
-        old_logps = logps.detach()
-        for row, part in zip(rows, old_logps.cpu().split(lengths.tolist()), strict=True):
-            row.old_logps = part
-    else:
-        old_logps = joined([row.old_logps for row in rows])
-    loss, stats = grpo_loss(
-        logps,
-        old_logps,
+    # At the first update the old policy is this one: its log-probs are the loss's own, for free
+    first, sampler_logps = rows[0].old_logps is None, joined([row.sampler_logps for row in rows])
+    loss, stats = (grpo_loss_triton if FUSED_LOSS else grpo_loss).grpo_loss(
+        hidden,
+        getattr(model, "module", model).head,  # DeepSpeed wraps the model
+        ids,
+        None if first else joined([row.old_logps for row in rows]),
         joined([row.ref_logps for row in rows]) if KL_BETA else None,
         spread([row.advantage for row in rows]),
-        spread([row.weight for row in rows]),
+        spread([row.weight * scale for row in rows]),
+        temperature=TEMPERATURE,
+        vocab_size=vocab_size,
         clip_low=CLIP_LOW,
         clip_high=CLIP_HIGH,
         kl_beta=KL_BETA,
+        objective=OBJECTIVE,
+        unbiased_kl=UNBIASED_KL,
+        sampler_logps=sampler_logps,
+        is_cap=IS_CAP,
+        sequences=spread(list(range(len(rows)))) if RATIO_LEVEL == "sequence" else None,
     )
-    stats["mismatch"] = (logps.detach() - joined([row.sampler_logps for row in rows])).abs()
-    stats["entropy"] = token_entropy(
-        logits.detach(), temperature=TEMPERATURE, vocab_size=vocab_size
-    )
-    stats |= {"loss": loss.detach()[None], "tokens": torch.ones_like(targets)}
+    if first:
+        for row, part in zip(rows, stats["logps"].cpu().split(lengths.tolist()), strict=True):
+            row.old_logps = part
+    stats["mismatch"] = (stats["logps"] - sampler_logps).abs()
+    stats |= {"loss": loss.detach()[None] / scale, "tokens": torch.ones_like(ids)}
     sums = torch.stack([stats[name].sum().double() for name in SUMS])
     return loss, sums, stats["mismatch"].max()
 
 
 # --- Step ---------------------------------------------------------------------------
 def start_engine(policy):
-    """-> DeepSpeed's engine round the policy's model, with its optimiser, under ZeRO-2."""
+    """-> DeepSpeed's engine, ZeRO-2, round a CompletionModel of the policy, with its optimiser."""
     import deepspeed  # takes seconds; the tests of this file's functions do without
 
     # DeepSpeed would compile an all-reduce for CPU inference here: a minute, and a compiler which
@@ -454,8 +457,11 @@ def start_engine(policy):
     say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
     # longer than any rank waits by itself, or the others would end it before it says what for
     deepspeed.init_distributed(timeout=timedelta(seconds=WAIT_LIMIT_SECONDS + 3600))
-    if GRADIENT_CHECKPOINTING:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = CompletionModel(
+        policy.model, share_prompts=SHARE_PROMPTS, gradient_checkpointing=GRADIENT_CHECKPOINTING
+    )
+    for note in model.notes:
+        say(note)
     settings = {"lr": LEARNING_RATE, "betas": ADAM_BETAS, "weight_decay": WEIGHT_DECAY}
     zero = {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": 50_000_000}
     if OFFLOAD_OPTIMIZER:
@@ -474,7 +480,7 @@ def start_engine(policy):
         "bf16": {"enabled": policy.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
     }
-    return deepspeed.initialize(model=policy.model, optimizer=optimizer, config=config)[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def learning_rate(step):
@@ -491,20 +497,22 @@ def accumulate(engine, rows, vocab_size):
     the same for 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    lengths = [len(row.prompt) + len(row.completion) for row in rows]
-    plan = plan_micro_batches(lengths, world, MICRO_BATCH_TOKENS)[rank]
+    numbers = number_prompts([row.prompt for row in rows], engine.module.shares)
+    sizes = [(n, len(r.prompt), len(r.completion)) for n, r in zip(numbers, rows, strict=True)]
+    plan = plan_micro_batches(sizes, world, MICRO_BATCH_TOKENS)[rank]
+    shortest = min(rows, key=lambda row: len(row.completion))
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=engine.device)
     worst = torch.zeros(1, device=engine.device)
-    engine.train()  # for gradient checkpointing; there is no dropout
     for number, batch in enumerate(plan, 1):
         engine.set_gradient_accumulation_boundary(number == len(plan))
-        mine = [rows[i] for i in batch] or [rows[lengths.index(min(lengths))]]
-        loss, parts, mismatch = micro_batch_loss(engine, mine, vocab_size)
+        mine = [rows[i] for i in batch] or [shortest]
+        # ZeRO-2 takes the mean over ranks; we want the sum
+        loss, parts, mismatch = micro_batch_loss(engine, mine, vocab_size, scale=world)
         if batch:
             sums, worst = sums + parts, torch.maximum(worst, mismatch)
         else:
             loss = loss * 0  # an empty micro-batch only takes part in the communication
-        engine.backward(loss * world)  # ZeRO-2 takes the mean over ranks; we want the sum
+        engine.backward(loss)
     dist.all_reduce(sums)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     means = dict(zip(SUMS, sums.tolist(), strict=True))

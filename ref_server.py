@@ -26,7 +26,8 @@ import torch
 import waitress
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_loss import completion_logits, pack_by_tokens, token_logps
+from forward import CompletionModel, number_prompts, order_rows, pack_by_tokens
+from grpo_loss_triton import linear_logps
 from policy import load_tokenizer
 from store import Store, StoreFull
 from wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
@@ -36,6 +37,7 @@ MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder; may be larger than the policy, 
 TEMPERATURE = 1.0  # log-probs are those of softmax(logits / TEMPERATURE); the trainer must agree
 DTYPE = "auto"  # bfloat16 on a GPU, float32 on a CPU; softmax is float32 either way
 SCORE_BATCH_TOKENS = 8_192  # padded tokens in one forward; halved by itself when out of memory
+SHARE_PROMPTS = True  # a group's prompt runs once; same log-probs
 
 # --- Where to serve -----------------------------------------------------------------
 HOST = "127.0.0.1"  # another address needs a shared secret in the environment: GRPO_TOKEN=...
@@ -55,6 +57,8 @@ LEASE_WAIT_SECONDS = 5  # a lease request waits this long for the first scored g
 def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
     """-> log-probs of every completion, a list of float32 CPU tensors (T_i,), in the order given.
 
+    `model` is a CompletionModel; rows with the same prompt, next to each other, share it.
+
     A batch that does not fit the GPU is halved until it does; one row that does not fit raises.
     """
     result = [None] * len(prompts)
@@ -62,12 +66,11 @@ def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
     def score(rows):
         try:
             p, c = [prompts[r] for r in rows], [completions[r] for r in rows]
-            logits, targets = completion_logits(model, p, c)
-            slabs = zip(logits.split(1024), targets.split(1024), strict=True)  # float32 copies
-            logps = [
-                token_logps(z, t, temperature=temperature, vocab_size=vocab_size) for z, t in slabs
-            ]
-            parts = torch.cat(logps).cpu().split([len(x) for x in c])
+            hidden, ids = model(p, c)
+            logps = linear_logps(
+                hidden, model.head, ids, temperature=temperature, vocab_size=vocab_size
+            )
+            parts = logps.cpu().split([len(x) for x in c])
             for row, part in zip(rows, parts, strict=True):
                 result[row] = part.clone()  # not a view, which would keep the batch alive
             return
@@ -82,8 +85,10 @@ def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
         score(rows[: len(rows) // 2])
         score(rows[len(rows) // 2 :])
 
-    lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-    for batch in pack_by_tokens(lengths, budget):
+    numbers = number_prompts(prompts, model.shares)
+    rows = zip(numbers, prompts, completions, strict=True)
+    sizes = [(number, len(p), len(c)) for number, p, c in rows]
+    for batch in pack_by_tokens(sizes, order_rows(sizes), budget):
         score(batch)
     return result
 
@@ -242,6 +247,9 @@ def load_reference():
     } | facts
     info["facts"] = hashlib.sha256(repr(sorted(info.items())).encode()).hexdigest()[:16]
     max_tokens = getattr(AutoConfig.from_pretrained(MODEL), "max_position_embeddings", None)
+    model = CompletionModel(model, share_prompts=SHARE_PROMPTS)
+    for note in model.notes:
+        print(note, flush=True)
     return model, info, max_tokens
 
 

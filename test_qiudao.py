@@ -4,7 +4,7 @@
     python -m pytest test_qiudao.py    # check them
 
 Every number is derived by hand in a comment and asserted, so a lesson that stops being true fails.
-Lessons 3 and 4 run the trainer's own `grpo_loss`. For tokens with ratio r = exp(logp - old_logp),
+Lessons 3 and 4 run the trainer's own `policy_loss`. For tokens with ratio r = exp(logp - old_logp),
 advantage A and a weight w that does not depend on the policy, the loss without its KL term is
 
     loss = -sum w * min(r A, clip(r, 1 - CLIP_LOW, 1 + CLIP_HIGH) A)
@@ -90,7 +90,7 @@ def test_3_the_loss_is_zero_and_the_model_learns():
     on the loss is ascent on the expected reward. So watch the reward, not the loss; and a group
     whose rewards are all equal has advantages 0 and teaches nothing.
     """
-    from grpo_loss import grpo_loss
+    from grpo_loss import policy_loss
 
     # Two completions of one token: 0 earns reward 1, and 1 earns 0. A group of 4 samples.
     logits = torch.zeros(2, requires_grad=True)  # probabilities 1/2, 1/2
@@ -99,7 +99,7 @@ def test_3_the_loss_is_zero_and_the_model_learns():
     advantages = rewards - rewards.mean()  # the std would scale the gradient, not turn it
     weights = torch.full((4,), 1 / 4)  # "grpo": 1 / (4 sequences x 1 token)
     logps = torch.log_softmax(logits, 0)[samples]
-    loss, _ = grpo_loss(logps, logps.detach(), None, advantages, weights, **CLIPS)
+    loss, _ = policy_loss(logps, logps.detach(), None, advantages, weights, **CLIPS)
     (gradient,) = torch.autograd.grad(loss, logits)
     (of_reward,) = torch.autograd.grad(torch.softmax(logits, 0)[0], logits)
     after = torch.softmax(logits - 1.0 * gradient, 0)
@@ -124,7 +124,7 @@ def test_4_clipping_stops_what_has_gone_far_enough():
     is r A, as d r = r d logp: for a bad token that became likelier it grows with r, unbounded. The
     KL term is outside the min and is never clipped.
     """
-    from grpo_loss import grpo_loss
+    from grpo_loss import policy_loss
 
     # The ranges end at 0.8 and 1.28, so clip(r) is 0.8, 1 and 1.28 for r = 0.5, 1 and 1.5.
     lesson = [  # A, r, min(r A, clip(r) A), its gradient with respect to logp
@@ -140,7 +140,7 @@ def test_4_clipping_stops_what_has_gone_far_enough():
     for advantage, ratio, value, slope in lesson:
         logps = (old_logps + math.log(ratio)).requires_grad_()
         advantages, weights = torch.tensor([advantage]), torch.ones(1)
-        loss, _ = grpo_loss(logps, old_logps, None, advantages, weights, **CLIPS)
+        loss, _ = policy_loss(logps, old_logps, None, advantages, weights, **CLIPS)
         (gradient,) = torch.autograd.grad(-loss, logps)
         same(-loss, value), same(gradient, [slope])
         stopped = "  clipped" if slope == 0 else ""

@@ -12,24 +12,28 @@ import torch.distributed as dist
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import grpo_ref_split as grpo
-from grpo_loss import completion_logits, token_logps
+from forward import CompletionModel
+from grpo_loss import linear_logps
 from policy import load_policy
 
 BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}
 
 
 def make_rows(policy, loss_type):
-    """-> 7 rows of very different length, the same on every rank. With 2 ranks and a row a batch
-    one rank has 3 and the other 4: an empty one goes on top, or the run would hang."""
+    """-> 7 rows of very different length and 4 prompts, the same on every rank. With 2 ranks and a
+    row a batch one rank has fewer: empty ones go on top, or the run would hang."""
+    model = CompletionModel(policy.model, share_prompts=False)
     draw, rows = torch.Generator().manual_seed(0), []
     for i in range(7):
         prompt, completion = (
             torch.randint(policy.vocab_size, (n,), generator=draw).tolist()
             for n in (4 + i % 3, 1 + 4 * i)
         )
+        if i % 2:
+            prompt = rows[-1].prompt  # a group of two
         with torch.no_grad():  # old and reference log-probs near the model's, as they are in a run
-            logits, targets = completion_logits(policy.model, [prompt], [completion])
-            logps = token_logps(logits, targets, temperature=1.0, vocab_size=policy.vocab_size)
+            hidden, ids = model([prompt], [completion])
+            logps = linear_logps(hidden, model.head, ids, vocab_size=policy.vocab_size)
         noise = torch.randn(3, len(completion), generator=draw) * 0.3
         row = grpo.Row(
             prompt, completion, logps + noise[2], logps + noise[0], (-1.0) ** i * (1 + i)
@@ -46,8 +50,11 @@ def make_rows(policy, loss_type):
 
 
 def plain_gradient(policy, rows):
-    """The specification: one batch, one process, no DeepSpeed, no plan."""
-    loss, _, _ = grpo.micro_batch_loss(policy.model, rows, policy.vocab_size)
+    """The specification: one batch, no sharing, no chunks, no DeepSpeed, no plan."""
+    grpo.FUSED_LOSS = False
+    model = CompletionModel(policy.model, share_prompts=False)
+    loss, _, _ = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
+    grpo.FUSED_LOSS = True
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     return torch.cat([g.flatten() for g in gradient])
 
@@ -57,7 +64,6 @@ def main(model, out):
     from transformers import AutoTokenizer
 
     grpo.LEARNING_RATE = 0.0  # a step empties the gradients and leaves the model as it is
-    grpo.GRADIENT_CHECKPOINTING = False
     policy = load_policy(model, AutoTokenizer.from_pretrained(model), "float32")
     loss_types = ("grpo", "dapo", "dr_grpo")
     result = {(t, "plain"): plain_gradient(policy, make_rows(policy, t)) for t in loss_types}

@@ -139,12 +139,12 @@ def test_two_ranks_train_on_the_questions_of_gsm8k(tiny, tmp_path):
 
 
 def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path):
-    from transformers import GemmaConfig, GPT2Config, LlamaConfig, Qwen3Config
+    from transformers import Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config
 
     families = {
         "llama": (LlamaConfig, SMALL),
         "qwen3": (Qwen3Config, SMALL | {"head_dim": 8}),
-        "gemma": (GemmaConfig, SMALL | {"head_dim": 8}),
+        "gemma2": (Gemma2Config, SMALL | {"head_dim": 8}),  # soft-caps its logits
         "gpt2": (
             GPT2Config,  # ships dropout 0.1, which would make the ratio noise
             {"vocab_size": 448, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
@@ -162,8 +162,13 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
                 "STEPS": 2,
                 "MAX_PROMPT_TOKENS": 128,
                 "GRADIENT_CHECKPOINTING": name != "gpt2",
-                "LOSS_TYPE": {"llama": "dapo", "qwen3": "dr_grpo"}.get(name, "grpo"),
             }
+            | {
+                "llama": {"LOSS_TYPE": "dapo", "FUSED_LOSS": False},
+                "qwen3": {"LOSS_TYPE": "dr_grpo", "OBJECTIVE": "cispo", "UNBIASED_KL": True},
+                "gemma2": {"RATIO_LEVEL": "sequence", "UPDATES_PER_ROLLOUT": 2},
+                "gpt2": {"SHARE_PROMPTS": False, "IS_CAP": 0},
+            }[name]
         )
     alone = presets[0] | {  # no reference and no server: nothing listens at REF_SERVER
         "RUN_DIR": str(tmp_path / "alone"),

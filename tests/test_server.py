@@ -21,6 +21,7 @@ from test_wire import VOCAB, make_group
 from transformers import AutoModelForCausalLM
 
 import store as store_module
+from forward import CompletionModel
 from ref_server import make_app, score_groups, score_rows
 from store import Store, StoreFull
 from wire import RefServer, pack_group, unpack_group
@@ -296,12 +297,16 @@ def plain_logps(model, prompts, completions, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("budget", [1, 60, 100_000])
-def test_score_rows_is_the_plain_log_softmax_whatever_the_batches(model, budget, temperature):
+def test_score_rows_is_the_plain_log_softmax_whatever_the_batches(
+    model, budget, share, temperature
+):
     """Ancestor 5c-6: bf16 log-softmax of the whole batch; 5a: T 0.9 sampled, T 1 scored."""
     prompts, completions = rows_of(MIXED)
+    shared = CompletionModel(model, share_prompts=share)
     got = score_rows(
-        model, prompts, completions, budget=budget, temperature=temperature, vocab_size=VOCAB
+        shared, prompts, completions, budget=budget, temperature=temperature, vocab_size=VOCAB
     )
     for ours, plain in zip(got, plain_logps(model, prompts, completions, temperature), strict=True):
         assert ours.dtype == torch.float32
@@ -311,6 +316,7 @@ def test_score_rows_is_the_plain_log_softmax_whatever_the_batches(model, budget,
 def test_scored_log_probs_own_their_memory(model):
     """Ancestor 5c-2: views, which keep (and serialise) the whole batch."""
     prompts, completions = rows_of(MIXED)
+    model = CompletionModel(model, share_prompts=True)
     for logps in score_rows(
         model, prompts, completions, budget=1000, temperature=1.0, vocab_size=VOCAB
     ):
@@ -318,22 +324,24 @@ def test_scored_log_probs_own_their_memory(model):
 
 
 class SmallMemory(torch.nn.Module):
-    """A model with room for `rows` rows at once; it doesn't know logits_to_keep."""
+    """A CompletionModel with room for `rows` rows at once."""
 
     def __init__(self, model, rows):
         super().__init__()
         self.model, self.rows, self.batches = model, rows, []
+        self.shares, self.head = model.shares, model.head
 
-    def forward(self, input_ids, use_cache):
-        self.batches.append(len(input_ids))
-        if len(input_ids) > self.rows:
+    def forward(self, prompts, completions):
+        self.batches.append(len(prompts))
+        if len(prompts) > self.rows:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return self.model(input_ids=input_ids, use_cache=use_cache)
+        return self.model(prompts, completions)
 
 
 def test_a_batch_that_does_not_fit_is_halved(model):
     """Ancestor 5c-1, 5c-6: no splitting; out of memory ended the worker, not the process."""
     prompts, completions = rows_of(MIXED)
+    model = CompletionModel(model, share_prompts=True)
     settings = {"budget": 100_000, "temperature": 1.0, "vocab_size": VOCAB}
     small = SmallMemory(model, rows=2)
     got = score_rows(small, prompts, completions, **settings)
@@ -346,6 +354,7 @@ def test_a_batch_that_does_not_fit_is_halved(model):
 
 def scorer(model, **settings):
     settings = {"budget": 500, "temperature": 1.0, "vocab_size": VOCAB} | settings
+    model = CompletionModel(model, share_prompts=True)
     return lambda prompts, completions: score_rows(model, prompts, completions, **settings)
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 import grpo_ref_split as grpo
+from forward import CompletionModel
 from policy import load_policy, prompt_ids
 from sampler import Completion
 from wire import Group, RefServer, tokenizer_facts
@@ -326,7 +327,8 @@ def test_a_sampler_at_another_temperature_stops_the_run(tiny, monkeypatch):
         sampled = grpo.sample_and_reward(policy, task, prompts, 4, temperature, None)
         groups = [grpo.make_group(group, id="g", run="r", step=0) for group in sampled]
         rows = grpo.make_rows(groups)
-        _, sums, _ = grpo.micro_batch_loss(policy.model, rows, policy.vocab_size)
+        model = CompletionModel(policy.model, share_prompts=True)
+        _, sums, _ = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
         sums = dict(zip(grpo.SUMS, sums.tolist(), strict=True))
         mismatch[temperature] = sums["mismatch"] / sums["tokens"]
     assert mismatch[1.0] < 1e-5 < grpo.NOISE["float32"][0] < mismatch[0.9]
@@ -335,9 +337,11 @@ def test_a_sampler_at_another_temperature_stops_the_run(tiny, monkeypatch):
 def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, monkeypatch):
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
     monkeypatch.setattr(grpo, "KL_BETA", 0)
+    monkeypatch.setattr(grpo, "IS_CAP", 0)  # the group's sampler is another model
     rows = grpo.make_rows([a_group([[1.0, -1.0], [-1.0, -1.0]])])
     assert all(row.old_logps is None for row in rows)
-    loss, sums, _ = grpo.micro_batch_loss(policy.model, rows, policy.vocab_size)
+    model = CompletionModel(policy.model, share_prompts=True)
+    loss, sums, _ = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
     assert abs(loss.item()) < 1e-6  # the advantages sum to 0, and each sequence weighs the same
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     assert sum(g.norm() for g in gradient) > 1e-3  # and yet it learns: exp(logp - detached)
@@ -345,7 +349,7 @@ def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, m
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    _, sums, _ = grpo.micro_batch_loss(policy.model, rows, policy.vocab_size)
+    _, sums, _ = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
     assert all(torch.equal(a, row.old_logps) for a, row in zip(old, rows, strict=True))
     assert abs(sums[grpo.SUMS.index("ratio")] / sums[grpo.SUMS.index("tokens")] - 1) > 1e-3
 

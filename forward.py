@@ -1,0 +1,263 @@
+"""From a model and token ids to the states that predict each completion token; prompts run once.
+
+    model = CompletionModel(AutoModelForCausalLM.from_pretrained(...), share_prompts=True)
+    hidden, ids = model(prompts, completions)         # lists of id lists -> (N, H), (N,)
+    logps = linear_logps(hidden, model.head, ids)     # grpo_loss.py or grpo_loss_triton.py
+
+The G completions of a group have the same prompt, and nearly every trainer runs it G times, forward
+and backward. Here it runs once with a key-value cache, the completions run on top of that, each row
+reading its prompt's keys and values, and in the backward pass the gradients of all G rows meet in
+them. Nothing is approximated: it is the same sum, added in another order.
+
+Trainer and reference server both take their log-probs from here, so they compute the same thing.
+Symbols: R rows (sequences), P prompt and T completion tokens, N completion tokens of all rows, one
+row after another without padding, H hidden size, V' rows of the LM head.
+"""
+
+import functools
+import itertools
+from collections import Counter
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sampler import accepts, can_cache
+
+
+# --- Micro-batches ------------------------------------------------------------------
+def number_prompts(prompts, share):
+    """-> for each row the number of its prompt: neighbours with equal prompts share one.
+
+    With `share` False each row has its own. Example: [[1], [1], [2]], True -> [0, 0, 1]
+    """
+    if not share:
+        return list(range(len(prompts)))
+    runs = itertools.groupby(prompts)
+    return [number for number, (_, run) in enumerate(runs) for _ in run]
+
+
+def order_rows(sizes):
+    """-> row numbers: a prompt's rows together, longest first; prompts by their longest row."""
+    longest = Counter()
+    for prompt, _, tokens in sizes:
+        longest[prompt] = max(tokens, longest[prompt])
+
+    def place(row):
+        prompt, _, tokens = sizes[row]
+        return -longest[prompt], prompt, -tokens
+
+    return sorted(range(len(sizes)), key=place)
+
+
+def pack_by_tokens(sizes, order, budget):
+    """Cuts `order` into batches, each of at most `budget` padded tokens; a row never splits.
+
+    `sizes` has (prompt number, prompt tokens, completion tokens) of every row. A batch costs its
+    prompts at the width of the longest, and its rows at the width of the longest completion.
+    Example: [(0, 5, 3), (0, 5, 2), (1, 4, 1)], [0, 1, 2], 14 -> [[0, 1], [2]]
+    """
+    batches, prompts, wide, long = [], set(), 0, 0
+    for row in order:
+        prompt, prompt_tokens, tokens = sizes[row]
+        prompts, wide, long = prompts | {prompt}, max(wide, prompt_tokens), max(long, tokens)
+        if not batches or len(prompts) * wide + (len(batches[-1]) + 1) * long > budget:
+            batches.append([])
+            prompts, wide, long = {prompt}, prompt_tokens, tokens
+        batches[-1].append(row)
+    return batches
+
+
+def plan_micro_batches(sizes, world, budget):
+    """-> for each rank a list of micro-batches (lists of row numbers), equally many for each rank.
+
+    Every rank gets about the same number of tokens, and groups stay together but for one at each
+    cut. ZeRO-2 communicates in every backward: a rank with fewer micro-batches would hang the
+    others, so it gets empty ones on top.
+    Example: [(0, 4, 1), (1, 4, 5), (2, 4, 3)], 2 ranks, budget 9 -> [[[1], []], [[2], [0]]]
+    """
+    rows_of = Counter(prompt for prompt, _, _ in sizes)
+    costs = [tokens + width / rows_of[prompt] for prompt, width, tokens in sizes]
+    mine, done = [[] for _ in range(world)], 0.0
+    for row in order_rows(sizes):
+        middle = (done + costs[row] / 2) / sum(costs)
+        mine[min(world - 1, int(world * middle))].append(row)
+        done += costs[row]
+    plans = [pack_by_tokens(sizes, rows, budget) for rows in mine]
+    most = max(map(len, plans))
+    return [plan + [[]] * (most - len(plan)) for plan in plans]
+
+
+# --- The model ----------------------------------------------------------------------
+class CompletionModel(torch.nn.Module):
+    """A causal language model that gives the states before its LM head, of completions only.
+
+    What the model allows is settled here, once. `head` is its LM head (V', H), or None where logits
+    are more than a product with a matrix (a bias, Gemma 2's soft-capping, Cohere's scale): then the
+    states are the logits. `shares` says whether prompts run once; `notes` are sentences about what
+    could not be had. Dropout must be off.
+    """
+
+    def __init__(self, model, *, share_prompts, gradient_checkpointing=False):
+        super().__init__()
+        self.model, self.notes = model, []
+        if gradient_checkpointing and not checkpoint_layers(model):
+            self.notes.append("this model has no layers to checkpoint: it needs more memory")
+        self.separable = has_plain_head(model)
+        self.shares = share_prompts and self._shares_exactly()
+
+    @property
+    def head(self):
+        return self.model.get_output_embeddings().weight if self.separable else None
+
+    def forward(self, prompts, completions):
+        """-> states (N, H) in the model's dtype, and the ids (N,) that they predict."""
+        run = self._shared if self.shares else self._separate
+        states, first = run(prompts, completions)  # (R, width, H); row i's first token: first[i]
+        width, device = states.shape[1], states.device
+        index = [
+            row * width + start + t
+            for row, (start, c) in enumerate(zip(first, completions, strict=True))
+            for t in range(len(c))
+        ]
+        ids = torch.tensor([token for c in completions for token in c], device=device)
+        return states.flatten(0, 1)[torch.tensor(index, device=device)], ids
+
+    def _separate(self, prompts, completions):
+        """Each row by itself, padded on the right, where causal attention can't see it: no mask."""
+        rows = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
+        first = [len(p) - 1 for p in prompts]  # column t of the states predicts token t + 1
+        ids = self._padded(rows)
+        states = self._run(ids, ids.shape[1] - min(first), use_cache=False)
+        return states, [start - min(first) for start in first]
+
+    def _shared(self, prompts, completions):
+        """Each prompt once, padded on the left to end in one column; completions on top of it."""
+        numbers = number_prompts(prompts, share=True)
+        prompts = [next(run) for _, run in itertools.groupby(prompts)]
+        ids, mask = self._padded(prompts, left=True), None
+        if len(set(map(len, prompts))) > 1:
+            mask = self._padded([[1] * len(p) for p in prompts], left=True)
+        record = Cache(layer_class_to_replicate=PromptLayer)
+        at = torch.tensor([len(p) for p in prompts], device=ids.device)[:, None]
+        positions = torch.arange(-ids.shape[1], 0, device=ids.device) + at  # (prompts, P)
+        last = self._run(ids, 1, mask, positions.clamp(min=0), past_key_values=record)
+
+        numbers = torch.tensor(numbers, device=ids.device)
+        first = [0] * len(completions)
+        states = last[numbers]  # (R, 1, H): the prompt's last state predicts the first token
+        if max(map(len, completions)) == 1:
+            return states, first
+        ids = self._padded([c[:-1] for c in completions])  # what follows the last one is not needed
+        if mask is not None:
+            mask = torch.cat([mask[numbers], torch.ones_like(ids)], 1)
+        positions = at[numbers] + torch.arange(ids.shape[1], device=ids.device)
+        cache = Cache(layers=[CompletionLayer(layer, numbers) for layer in record.layers])
+        rest = self._run(ids, ids.shape[1], mask, positions, past_key_values=cache)
+        return torch.cat([states, rest], 1), first
+
+    def _run(self, ids, keep, mask=None, positions=None, **inputs):
+        """-> the states of the last `keep` columns."""
+        body = self.model.base_model if self.separable else self.model
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        if positions is not None and accepts(body, "position_ids"):
+            inputs["position_ids"] = positions
+        if self.separable:
+            return body(input_ids=ids, **inputs).last_hidden_state[:, -keep:]
+        if accepts(body, "logits_to_keep"):
+            inputs["logits_to_keep"] = keep
+        return body(input_ids=ids, **inputs).logits[:, -keep:]
+
+    def _padded(self, rows, left=False):
+        width = max(map(len, rows))
+        fill = [[0] * (width - len(row)) for row in rows]
+        rows = [f + r if left else r + f for f, r in zip(fill, rows, strict=True)]
+        return torch.tensor(rows, device=self.model.device)
+
+    @torch.no_grad()
+    def _shares_exactly(self):
+        """Whether shared prompts give the same states as separate rows: tried, on three rows."""
+        if not can_cache(self.model):
+            self.notes.append("this model has no key-value cache: each row runs its own prompt")
+            return False
+        prompts = [[1, 2, 3], [1, 2, 3], [4, 5, 6, 7, 8]]
+        completions = [[3, 2, 1], [2], [5, 4, 3]]
+        try:
+            shared, _ = self._shared(prompts, completions)
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+            self.notes.append(f"prompts can't be shared, each row runs its own: {error!r}")
+            return False
+        states, first = self._separate(prompts, completions)
+        cuts = [(i, at, len(c)) for i, (at, c) in enumerate(zip(first, completions, strict=True))]
+        shared = torch.cat([shared[i, :n] for i, _, n in cuts]).float()
+        states = torch.cat([states[i, at : at + n] for i, at, n in cuts])
+        gap = ((shared - states).norm() / states.float().norm()).item()
+        if not gap < (1e-3 if states.dtype == torch.float32 else 0.1):  # a wrong mask is off by 0.3
+            self.notes.append(f"shared prompts differ by {gap:.1g}: each row runs its own prompt")
+            return False
+        return True
+
+
+@torch.no_grad()
+def has_plain_head(model):
+    """Whether logits are just `hidden @ weight.T`, of the base model's output: tried, on 4 ids."""
+    head, body, seen = model.get_output_embeddings(), model.base_model, []
+    if head is None or getattr(head, "bias", None) is not None or body is model:
+        return False
+    ids = torch.tensor([[1, 2, 3, 4]], device=model.device)
+    hook = head.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0], output]))
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    if len(seen) != 2 or not torch.equal(seen[1], logits):
+        return False
+    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+    return torch.equal(hidden, seen[0])
+
+
+# --- Caches that may be asked twice -------------------------------------------------
+# Gradient checkpointing runs a layer again in the backward pass, which would append to a cache a
+# second time: transformers drops the cache there. These two give the same answer however often.
+class PromptLayer(DynamicLayer):
+    """Keeps the prompts' keys and values (prompts, heads, P, head size), with their graph."""
+
+    def update(self, keys, values, *_, **__):
+        if not self.is_initialized:
+            self.keys, self.values, self.is_initialized = keys, values, True
+        return keys, values
+
+    def get_seq_length(self):
+        return 0
+
+
+class CompletionLayer(DynamicLayer):
+    """Puts each row's prompt before its own keys and values, and keeps nothing.
+
+    Keys of all positions, also where attention slides: transformers' mask sees to the window.
+    """
+
+    def __init__(self, prompt_layer, numbers):
+        super().__init__()
+        self.keys, self.values = prompt_layer.keys, prompt_layer.values
+        self.numbers, self.is_initialized = numbers, True
+
+    def update(self, keys, values, *_, **__):
+        past = self.keys.index_select(0, self.numbers), self.values.index_select(0, self.numbers)
+        return torch.cat([past[0], keys], -2), torch.cat([past[1], values], -2)
+
+
+def checkpoint_layers(model):
+    """Makes the model's layers keep only their inputs for the backward pass; -> how many do."""
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.forward = functools.partial(recompute_later, layer.forward)
+    return len(layers)
+
+
+def recompute_later(forward, *args, **kwargs):
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -1,0 +1,469 @@
+"""The GRPO loss from hidden states and the LM head, without ever holding the full logits.
+
+    loss, stats = grpo_loss(hidden, weight, ids, old_logps, ref_logps, advantages, weights,
+                            temperature=1.0, clip_low=0.2, clip_high=0.2, kl_beta=0.04)
+
+Names, arguments and results are those of grpo_loss.py, whose plain torch is the specification. It
+runs on any device: the matrix products are torch's (cuBLAS on a GPU), what lies between them is one
+Triton kernel on CUDA and a few lines of torch elsewhere.
+
+Why it is small. The logits of 4096 tokens of Qwen2.5 are 1.2 GB in bf16, and plain torch holds them
+three to seven times (float32, softmax, gradients). Here tokens go through the head in chunks: logits
+of a chunk, per row its log-prob and at once the gradient in their place, then the two products that
+carry it to the hidden states and to the head. What is ever held is dH, dW and one chunk.
+
+Why it is fast. The loss is a weighted sum over tokens, so its gradient is known up to one factor
+(that which `backward` is given) when the forward pass has seen a token's logits: three products in
+all, where recomputing costs four. Padding (weight 0) leaves before the first of them.
+
+The derivation. Token t with logits z (V), temperature T, sampled id y:
+
+    logp = z_y / T - log sum_v exp(z_v / T)          d logp / d z_v = (1[v = y] - softmax(z / T)_v) / T
+    dz   = g (1[v = y] - p_v) / T                     with g = d loss / d logp, a number per token
+    dH   = dz W,   dW = dz^T H                        as z = H W^T
+
+g is the only place where GRPO comes in: see `row_kernel`. A ratio of whole sequences (GSPO) needs
+all their tokens before any g is known: then `linear_logps` gives log-probs, autograd the g, and the
+logits are computed a second time in the backward pass (four products, the same memory).
+"""
+
+import functools
+import math
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from grpo_loss import policy_loss, sides, trained_tokens
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no Linux, no GPU build: the torch rows below do everything
+    triton = None
+
+# Logits of one chunk. A chunk reads the head twice and dW once more: from about 1024 tokens on that
+# is hidden behind the products. 2048 tokens of Qwen2.5 in bf16.
+CHUNK_BYTES = 640 << 20
+# dW is summed over chunks in the head's own dtype up to so many, in float32 beyond: bf16 loses 2.3e-3
+# in one product, 3.1e-3 over 4 chunks, 6.7e-3 over 32 (measured on a CPU).
+CHUNKS_IN_OWN_DTYPE = 4
+
+
+# --- The two entries ----------------------------------------------------------------
+def grpo_loss(
+    hidden,
+    weight,
+    ids,
+    old_logps,
+    ref_logps,
+    advantages,
+    weights,
+    *,
+    temperature=1.0,
+    vocab_size=None,
+    **settings,
+):
+    """-> (loss, stats): grpo_loss.grpo_loss, with gradients for `hidden` and `weight`.
+
+    The gradients are finished in the forward pass and given out once: a second backward through the
+    same loss raises RuntimeError. A head that needs no gradient (LoRA) gets no product for it.
+    """
+    (hidden, ids, *tokens), restore = trained_tokens(
+        weights, hidden, ids, old_logps, ref_logps, advantages, weights, *sides(settings)
+    )
+    *tokens, settings["sampler_logps"], settings["sequences"] = tokens
+    if settings["sequences"] is not None:
+        logps, entropy = linear_logps(
+            hidden, weight, ids, temperature=temperature, vocab_size=vocab_size, entropy=True
+        )
+        loss, stats = policy_loss(logps, *tokens, **settings)
+        return loss, restore(stats | {"logps": logps.detach(), "entropy": entropy})
+    stats, rows = {}, Rows(hidden, weight, ids, temperature, vocab_size)
+    loss = FusedLoss.apply(hidden, weight, rows, tokens, settings, stats, torch.is_grad_enabled())
+    return loss, restore(stats)
+
+
+def linear_logps(hidden, weight, ids, *, temperature=1.0, vocab_size=None, entropy=False):
+    """-> grpo_loss.linear_logps. Keeps no logits: the backward pass computes them again."""
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    rows = Rows(flat, weight, ids.reshape(-1), temperature, vocab_size)
+    logps, entropies = LinearLogps.apply(flat, weight, rows)
+    logps, entropies = logps.view(ids.shape), entropies.view(ids.shape)
+    return (logps, entropies) if entropy else logps
+
+
+def logps_from_logits(logits, ids, *, temperature=1.0, vocab_size=None):
+    """-> log softmax(logits / temperature)[ids], float32, for models without a separable head."""
+    return linear_logps(logits, None, ids, temperature=temperature, vocab_size=vocab_size)
+
+
+# --- Autograd -----------------------------------------------------------------------
+class FusedLoss(torch.autograd.Function):
+    """hidden, weight -> loss; their gradients are made in the forward pass, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, rows, tokens, settings, stats, differentiable):
+        needs = [needed and differentiable for needed in ctx.needs_input_grad[:2]]
+
+        def row_op(logits, grad, part):
+            if any(needs):
+                rows.lose(logits, grad, part, tokens, settings)
+            else:
+                rows.read(logits, part)
+
+        ctx.grads = through_head(hidden, weight, row_op, needs)
+        loss, of_tokens = policy_loss(rows.logps, *tokens, **settings)
+        stats.update(of_tokens, logps=rows.logps, entropy=rows.entropy)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        if ctx.grads is None:
+            raise RuntimeError("grpo_loss: its gradients were handed out by an earlier backward")
+        grads, ctx.grads = ctx.grads, None
+        for grad in grads:
+            if grad is not None:
+                scale(grad, upstream)
+        return *grads, None, None, None, None, None
+
+
+class LinearLogps(torch.autograd.Function):
+    """hidden, weight -> logps, entropy; the backward pass makes the logits again."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, rows):
+        through_head(hidden, weight, lambda z, _, part: rows.read(z, part), (False, False))
+        ctx.save_for_backward(hidden, weight)
+        ctx.mark_non_differentiable(rows.entropy)
+        logps, rows.logps = rows.logps, None  # a Function that holds its own output is never freed
+        entropy, rows.entropy = rows.entropy, None
+        ctx.rows = rows
+        return logps, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, slopes, _):
+        hidden, weight = ctx.saved_tensors
+
+        def row_op(logits, grad, part):
+            ctx.rows.differentiate(logits, grad, part, slopes[part])
+
+        return *through_head(hidden, weight, row_op, ctx.needs_input_grad[:2]), None
+
+
+# --- Through the head, in chunks ----------------------------------------------------
+def through_head(hidden, weight, row_op, needs):
+    """Calls row_op(logits, grad, part) for chunks of rows; -> (dH, dW), None where not needed.
+
+    `logits` (C, V') are those of the rows `part`, a slice. row_op writes their gradient into `grad`
+    of the same shape: the same memory, if there is a head.
+    """
+    size, width = len(hidden), hidden.shape[1] if weight is None else len(weight)
+    chunk = chunk_rows(size, width * hidden.element_size())
+    d_hidden = torch.empty_like(hidden) if needs[0] else None
+    d_weight = None
+    if needs[1]:
+        few = size <= chunk * CHUNKS_IN_OWN_DTYPE
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        d_weight = torch.zeros_like(weight, dtype=weight.dtype if few else exact)
+    if weight is not None:
+        buffer = hidden.new_empty(min(chunk, size), width)
+    for start in range(0, size, chunk):
+        part = slice(start, min(start + chunk, size))
+        h = hidden[part]
+        if weight is None:
+            row_op(h, d_hidden[part] if needs[0] else None, part)
+            continue
+        logits = torch.mm(h, weight.t(), out=buffer[: len(h)])
+        row_op(logits, logits, part)
+        if needs[0]:
+            torch.mm(logits, weight, out=d_hidden[part])
+        if needs[1]:
+            add_product(d_weight, logits.t(), h)
+    return d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
+
+
+def chunk_rows(size, row_bytes):
+    """-> rows of a chunk: within CHUNK_BYTES, all about equal, so that no short one is left over."""
+    most = max(128, CHUNK_BYTES // row_bytes)
+    equal = math.ceil(size / max(1, math.ceil(size / most)))
+    return max(128, math.ceil(equal / 128) * 128)
+
+
+def add_product(total, a, b):
+    """total += a @ b, where total may be float32 while a and b are bf16."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif sums_in_float32(total.device):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
+
+
+@functools.cache
+def sums_in_float32(device):
+    """Whether this torch adds a bf16 product to a float32 matrix at once (CUDA, from 2.8 on)."""
+    ones = torch.ones(16, 16, device=device)
+    half = ones.bfloat16()
+    try:
+        torch.addmm(ones, half, half, out_dtype=torch.float32, out=ones)
+    except (TypeError, RuntimeError):  # NotImplementedError is a RuntimeError
+        return False
+    return bool((ones == 17).all())
+
+
+def scale(grad, factor):
+    """grad *= factor, a scalar on grad's device: neither is it waited for, nor grad read if it is 1."""
+    if use_triton(grad):
+        scale_kernel[(triton.cdiv(grad.numel(), 8192),)](grad, factor, grad.numel(), BLOCK=8192)
+    elif grad.device.type != "cpu" or factor != 1:
+        grad.mul_(factor)
+
+
+# --- Rows: logits to log-probs, and to their own gradient ---------------------------
+class Rows:
+    """What is known of each of N rows of logits, float32 (N,), and how to learn it.
+
+    `top` is the largest logit, `log_sum` the log of sum_v exp((z_v - top) / T): kept apart, as in
+    their sum large logits would round log_sum away. So logps can't be positive by rounding either.
+    """
+
+    def __init__(self, hidden, weight, ids, temperature, vocab_size):
+        self.width = hidden.shape[1] if weight is None else len(weight)
+        self.vocab_size = self.width if vocab_size is None else vocab_size
+        if not 0 < self.vocab_size <= self.width:
+            raise ValueError(f"vocab_size = {vocab_size}, but there are {self.width} logits")
+        self.ids, self.temperature = ids.contiguous(), temperature
+        self.exact = torch.promote_types(hidden.dtype, torch.float32)
+        self.logps, self.entropy, self.top, self.log_sum = (
+            hidden.new_empty(len(hidden), dtype=self.exact) for _ in range(4)
+        )
+        self.in_triton = use_triton(hidden)
+
+    def read(self, logits, part):
+        """Fills in the rows `part`, whose logits these are."""
+        if self.in_triton:
+            return launch(self, logits, logits, part, READ=True, WRITE=False)
+        for rows, z in self.slabs(logits, part):
+            top = z.amax(1)
+            x = ((z - top[:, None]) / self.temperature).clamp_(min=-1e4)  # 0 x -inf would be NaN
+            p = x.exp()
+            total = p.sum(1)
+            target = z.gather(1, self.ids[rows, None]).squeeze(1)
+            self.top[rows], self.log_sum[rows] = top, total.log()
+            self.logps[rows] = (target - top) / self.temperature - total.log()
+            self.entropy[rows] = total.log() - torch.linalg.vecdot(p, x) / total
+
+    def differentiate(self, logits, grad, part, slopes):
+        """Writes d loss / d logits into `grad`; `slopes` (C,) are d loss / d logp of these rows."""
+        if self.in_triton:
+            return launch(self, logits, grad, part, READ=False, WRITE=True, slopes=slopes)
+        for rows, z in self.slabs(logits, part):
+            here = slice(rows.start - part.start, rows.stop - part.start)
+            g = slopes[here, None] / self.temperature
+            x = (z - self.top[rows, None]) / self.temperature
+            dz = x.sub_(self.log_sum[rows, None]).exp_().mul_(-g)
+            dz.scatter_add_(1, self.ids[rows, None], g)
+            grad[here, : self.vocab_size] = dz
+            grad[here, self.vocab_size :] = 0  # the embedding's padding
+
+    def lose(self, logits, grad, part, tokens, settings):
+        """Both at once: fills in the rows, and writes d loss / d logits of policy_loss."""
+        if self.in_triton:
+            return launch(self, logits, grad, part, READ=True, WRITE=True, tokens=tokens, **settings)
+        self.read(logits, part)
+        settings = settings | {"sampler_logps": cut(settings["sampler_logps"], part)}
+        with torch.enable_grad():
+            logps = self.logps[part].detach().requires_grad_()
+            loss, _ = policy_loss(logps, *(cut(t, part) for t in tokens), **settings)
+            (slopes,) = torch.autograd.grad(loss, logps)
+        self.differentiate(logits, grad, part, slopes)
+
+    def slabs(self, logits, part):
+        """Yields (slice of the rows, their logits), few at a time: copies stay in a CPU's cache."""
+        step = max(1, (1 << 20) // self.width)
+        for start in range(0, len(logits), step):
+            stop = min(start + step, len(logits))
+            rows = slice(part.start + start, part.start + stop)
+            yield rows, logits[start:stop, : self.vocab_size].to(self.exact)
+
+
+def cut(tensor, part):
+    return None if tensor is None else tensor[part]
+
+
+def use_triton(tensor):
+    return triton is not None and tensor.is_cuda and tensor.dtype != torch.float64
+
+
+# --- The kernel ---------------------------------------------------------------------
+if triton:
+
+    @triton.jit
+    def row_kernel(
+        logits,  # (C, WIDTH), any float dtype
+        grad,  # the same, may be the same memory
+        ids,  # (C,) int64; all that follow are float32 (C,)
+        logps,
+        entropies,
+        tops,
+        log_sums,
+        slopes,
+        old_logps,
+        ref_logps,
+        advantages,
+        weights,
+        sampler_logps,
+        VOCAB: tl.constexpr,
+        WIDTH: tl.constexpr,
+        INV_T: tl.constexpr,
+        READ: tl.constexpr,
+        WRITE: tl.constexpr,
+        CLIP_LOW: tl.constexpr,
+        CLIP_HIGH: tl.constexpr,
+        KL_BETA: tl.constexpr,
+        CISPO: tl.constexpr,
+        UNBIASED_KL: tl.constexpr,
+        ON_POLICY: tl.constexpr,
+        IS_CAP: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """One program, one row of logits; READ and WRITE are Rows.read and Rows.differentiate.
+
+        Memory per logit: READ reads it, WRITE reads and writes it. With both, the second read comes
+        from the L2 cache where the rows in flight fit there (one per SM: 132 x 304 KB = 40 MB for
+        Qwen2.5 on an H200), so that a bf16 logit costs about 4 bytes.
+        """
+        LOG2E: tl.constexpr = 1.4426950408889634
+        row = tl.program_id(0).to(tl.int64)  # row * WIDTH exceeds 32 bits from 14 000 rows on
+        logits += row * WIDTH
+        grad += row * WIDTH
+        target = tl.load(ids + row)
+        z_target = tl.load(logits + target).to(tl.float32)  # before a gradient takes its place
+        if READ:
+            # Online softmax: total = sum exp((z - top) / T), moment = sum exp((z - top) / T) (z - top);
+            # when a larger logit turns up, both are rewritten for it.
+            top = tl.full((), -3.0e38, tl.float32)
+            total = tl.full((), 0.0, tl.float32)
+            moment = tl.full((), 0.0, tl.float32)
+            for start in tl.range(0, VOCAB, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                z = tl.load(logits + columns, mask=columns < VOCAB, other=float("-inf"))
+                z = z.to(tl.float32)
+                new_top = tl.maximum(top, tl.max(z, 0))
+                below = z - new_top  # exact near the top, also for logits of 1e4
+                e = tl.exp2(below * (INV_T * LOG2E))
+                shrink = tl.exp2((top - new_top) * (INV_T * LOG2E))
+                moment = (moment + total * (top - new_top)) * shrink
+                moment += tl.sum(tl.where(e > 0, e * below, 0.0), 0)  # 0 x -inf would be NaN
+                total = total * shrink + tl.sum(e, 0)
+                top = new_top
+            log_sum = tl.log(total)
+            logp = (z_target - top) * INV_T - log_sum
+            tl.store(logps + row, logp)
+            tl.store(entropies + row, log_sum - moment * INV_T / total)
+            tl.store(tops + row, top)
+            tl.store(log_sums + row, log_sum)
+        if WRITE:
+            if READ:
+                # g = d loss / d logp of policy_loss, whose loss is weight * (KL_BETA kl - gain):
+                #   gain = min(r A, clip(r) A)   d gain = r A, or 0 where the clipped one is smaller
+                #   gain = sg(clip(r)) A logp    d gain = clip(r) A                          (CISPO)
+                #   kl = exp(d) - d - 1 = k3     d kl = 1 - exp(d)            with d = ref - logp
+                #   kl = r k3                    d kl = r k3 + r (1 - exp(d)) = - r d     (unbiased)
+                advantage = tl.load(advantages + row)
+                old = logp
+                if not ON_POLICY:
+                    old = tl.load(old_logps + row)
+                ratio = tl.exp(logp - old)
+                clipped = tl.minimum(tl.maximum(ratio, 1.0 - CLIP_LOW), 1.0 + CLIP_HIGH)
+                if CISPO:
+                    slope = clipped * advantage
+                else:
+                    slope = ratio * advantage
+                    slope = tl.where(slope <= clipped * advantage, slope, 0.0)
+                if IS_CAP > 0:
+                    slope *= tl.minimum(tl.exp(old - tl.load(sampler_logps + row)), IS_CAP)
+                if KL_BETA != 0:
+                    d = tl.load(ref_logps + row) - logp
+                    if UNBIASED_KL:
+                        slope += KL_BETA * ratio * d
+                    else:
+                        # exp(d) - 1 loses the digits of a small d: its series to d^7, good to 1e-9
+                        series = 1 + d / 3 * (1 + d / 4 * (1 + d / 5 * (1 + d / 6 * (1 + d / 7))))
+                        series = d * (1 + d / 2 * series)
+                        slope += KL_BETA * tl.where(tl.abs(d) < 0.25, series, tl.exp(d) - 1)
+                slope *= -tl.load(weights + row)
+            else:
+                slope = tl.load(slopes + row)
+                top = tl.load(tops + row)
+                log_sum = tl.load(log_sums + row)
+            slope *= INV_T
+            for start in tl.range(0, WIDTH, BLOCK):  # the embedding's padding gets zeros
+                columns = start + tl.arange(0, BLOCK)
+                z = tl.load(logits + columns, mask=columns < VOCAB, other=float("-inf"))
+                p = tl.exp2((z.to(tl.float32) - top) * (INV_T * LOG2E) - log_sum * LOG2E)
+                dz = slope * (tl.where(columns == target, 1.0, 0.0) - p)
+                tl.store(grad + columns, dz.to(grad.dtype.element_ty), mask=columns < WIDTH)
+
+    @triton.jit
+    def scale_kernel(values, factor, size, BLOCK: tl.constexpr):
+        by = tl.load(factor)
+        if by != 1.0:
+            at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            scaled = tl.load(values + at, mask=at < size).to(tl.float32) * by
+            tl.store(values + at, scaled.to(values.dtype.element_ty), mask=at < size)
+
+
+def launch(
+    rows,
+    logits,
+    grad,
+    part,
+    *,
+    READ,
+    WRITE,
+    slopes=None,
+    tokens=(None, None, None, None),
+    clip_low=0.0,
+    clip_high=0.0,
+    kl_beta=0.0,
+    objective="clip",
+    unbiased_kl=False,
+    sampler_logps=None,
+    is_cap=0.0,
+    sequences=None,
+):
+    """Runs row_kernel on the rows `part`. What a mode does not read may be any tensor: `top`."""
+    row_kernel[(len(logits),)](
+        logits,
+        grad,
+        rows.ids[part],
+        *(rows.top if t is None else t[part] for t in (rows.logps, rows.entropy)),
+        rows.top[part],
+        rows.log_sum[part],
+        *(
+            rows.top if t is None else t.to(torch.float32).contiguous()
+            for t in (slopes, *(cut(t, part) for t in (*tokens, sampler_logps)))
+        ),
+        VOCAB=rows.vocab_size,
+        WIDTH=rows.width,
+        INV_T=1 / rows.temperature,
+        READ=READ,
+        WRITE=WRITE,
+        CLIP_LOW=clip_low,
+        CLIP_HIGH=clip_high,
+        KL_BETA=kl_beta,
+        CISPO=objective == "cispo",
+        UNBIASED_KL=unbiased_kl,
+        ON_POLICY=tokens[0] is None,
+        IS_CAP=is_cap,
+        **block_of(rows.width, logits.element_size()),
+    )
+
+
+def block_of(width, itemsize):
+    """-> the columns that a program takes at once, 16 KB of them at most, and its warps."""
+    block = min(16384 // itemsize, triton.next_power_of_2(width))
+    return {"BLOCK": block, "num_warps": max(1, block * itemsize // 1024)}

@@ -1,0 +1,328 @@
+"""CompletionModel and micro-batches: whatever is shared, padded, chunked or cut, the same numbers.
+
+The yardstick is a plain forward of one row at a time, and its gradient.
+"""
+
+import ast
+import inspect
+import itertools
+import random
+import re
+
+import pytest
+import torch
+from test_sampler import FAMILIES, PROMPTS, SLOW, TOLERANCE, VOCAB, plain_logps, tiny_model
+
+import forward
+import grpo_loss
+import grpo_loss_triton
+from forward import CompletionModel, number_prompts, order_rows, pack_by_tokens, plan_micro_batches
+from grpo_loss import group_advantages, mean_of_sequence
+
+# Rows of PROMPTS, whose tokens number 1, 5, 9 and 3. 0 is the filler and the models' pad id, 2 is
+# EOS: pad stands first, within and last, EOS last and within, and two rows are a single token.
+ROWS = [
+    (PROMPTS[1], [0, 5, 0, 2]),
+    (PROMPTS[1], [2]),
+    (PROMPTS[1], [8, 109, 0]),
+    (PROMPTS[2], [4, 2, 2, 31, 0, 6, 7, 2]),
+    (PROMPTS[2], [1, 1]),
+    (PROMPTS[0], [5]),
+    (PROMPTS[3], [3, 4, 5, 6, 7]),
+]
+PROMPT_OF, COMPLETIONS = (list(column) for column in zip(*ROWS, strict=True))
+
+
+@pytest.fixture(scope="module")
+def model_of():
+    made = {}
+    return lambda family: made.setdefault(family, tiny_model(family))
+
+
+def logps_of(model, prompts, completions, temperature=1.0, module=grpo_loss_triton):
+    hidden, ids = model(prompts, completions)
+    settings = {"temperature": temperature, "vocab_size": VOCAB}
+    return module.linear_logps(hidden, model.head, ids, **settings), ids
+
+
+def gradient_of(model, loss):
+    gradient = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return torch.cat([g.flatten() for g in gradient if g is not None])
+
+
+# --- Every family, in every way -----------------------------------------------------
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logps_and_gradients_are_those_of_a_plain_forward_of_each_row(family, share, checkpointing):
+    """simple_GRPO's mask `ids != pad` lost every EOS where pad is EOS, and any pad id sampled; and
+    every ancestor runs a group's prompt once for each completion, forward and backward."""
+    torch.manual_seed(0)
+    slopes, temperature = torch.randn(sum(map(len, COMPLETIONS))), 0.7
+    plain = tiny_model(family)
+    expected = torch.cat([plain_logps(plain, p, c, temperature) for p, c in ROWS])
+    gradient = gradient_of(plain, (expected * slopes).sum())
+
+    model = CompletionModel(  # of its own: checkpointing stays
+        tiny_model(family), share_prompts=share, gradient_checkpointing=checkpointing
+    )
+    assert model.shares == (share and family not in SLOW)
+    assert bool(model.notes) == (share and family in SLOW or checkpointing and family == "gpt1")
+    assert (model.head is None) == (family == "gemma2")  # the one that soft-caps its logits
+    logps, ids = logps_of(model, PROMPT_OF, COMPLETIONS, temperature)
+    assert ids.tolist() == [token for c in COMPLETIONS for token in c]  # every one is trained
+    torch.testing.assert_close(logps, expected, rtol=0, atol=TOLERANCE)
+    # Measured: 6.5e-7 at most
+    gap = gradient_of(model.model, (logps * slopes).sum()) - gradient
+    assert gap.norm() < 1e-5 * gradient.norm()
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("prompts", [[[5]], [[5, 0, 3]], [[5, 0, 3], [1, 2, 3]]])
+@pytest.mark.parametrize("completion", [[0], [7, 2]])
+@torch.no_grad()
+def test_the_smallest_batches(prompts, completion, share, model_of):
+    """One row, equal rows; a prompt of one token; a completion of one."""
+    model = model_of("qwen2")
+    ours = CompletionModel(model, share_prompts=share)
+    logps, _ = logps_of(ours, prompts, [completion] * len(prompts))
+    expected = torch.cat([plain_logps(model, p, completion, 1.0) for p in prompts])
+    torch.testing.assert_close(logps, expected, rtol=0, atol=TOLERANCE)
+
+
+class Spy:
+    """Counts the tokens that pass a module."""
+
+    def __init__(self, module):
+        self.shapes = []
+        self.hook = module.register_forward_hook(lambda *a: self.shapes.append(a[2].shape[:-1]))
+
+    def seen(self):
+        self.hook.remove()
+        return [tuple(shape) for shape in self.shapes]
+
+
+@torch.no_grad()
+def test_what_is_computed(model_of):
+    """A group's prompt once, no logits of prompts or padding, no state behind the last token."""
+    model = model_of("qwen2")
+    prompts, completions = [[1] * 30] * 3 + [[2] * 20], [[3] * 4, [4] * 2, [5], [6] * 3]
+    separate = CompletionModel(model, share_prompts=False)
+    shared = CompletionModel(model, share_prompts=True)
+    mlp, head = Spy(model.model.layers[0].mlp), Spy(model.lm_head)
+    for ours, passes in ((separate, [(4, 33)]), (shared, [(2, 30), (4, 3)])):
+        mlp.shapes.clear()
+        hidden, _ = ours(prompts, completions)
+        assert hidden.shape == (10, 32)  # the states that predict 4 + 2 + 1 + 3 tokens
+        assert [tuple(shape) for shape in mlp.shapes] == passes
+    assert mlp.seen() and not head.seen()  # the head is applied by the loss, to these 10 alone
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("share, widths", [(False, [4]), (True, [1, 3])])
+def test_logits_of_prompts_are_not_computed_where_the_head_is_not_plain(share, widths, model_of):
+    """simple_GRPO made logits of the whole prompt too, and sliced them away."""
+    model = model_of("gemma2")
+    ours = CompletionModel(model, share_prompts=share)
+    head = Spy(model.lm_head)
+    ours([[1] * 30] * 2, [[3] * 4, [4] * 2])
+    assert [shape[1] for shape in head.seen()] == widths
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_checkpointing_keeps_less_and_computes_again(checkpointing):
+    """transformers drops the cache when it checkpoints, and with it the prompt."""
+    model = tiny_model("qwen2")
+    ours = CompletionModel(model, share_prompts=True, gradient_checkpointing=checkpointing)
+    query, kept = Spy(model.model.layers[0].self_attn.q_proj), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        hidden, _ = ours([[1] * 30] * 8, [[3] * 8] * 8)
+    assert len(query.shapes) == 2  # prompt, completions
+    hidden.sum().backward()
+    assert len(query.seen()) == (4 if checkpointing else 2)
+    # 64, the inner size of the MLP, is of nothing that is kept outside a layer
+    assert any(t.dim() == 3 and t.shape[-1] == 64 for t in kept) != checkpointing
+
+
+def test_a_model_that_ignores_its_cache_is_found_out(model_of):
+    model = tiny_model("qwen2")
+    body = model.model.forward
+
+    def forgetful(*inputs, past_key_values=None, **settings):
+        return body(*inputs, **settings)
+
+    model.model.forward = forgetful
+    ours = CompletionModel(model, share_prompts=True)
+    assert not ours.shares
+    assert re.match("prompts can't be shared|shared prompts differ", ours.notes[0])
+    logps, _ = logps_of(ours, PROMPT_OF, COMPLETIONS)
+    expected = torch.cat([plain_logps(model_of("qwen2"), p, c, 1.0) for p, c in ROWS])
+    torch.testing.assert_close(logps, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("change", ["bias", "scale", "norm"])
+def test_a_head_that_is_more_than_a_matrix_is_found_out(change):
+    """A bias (Phi), a scale (Cohere, Granite), a norm between body and head."""
+    model = tiny_model("qwen2")
+    if change == "bias":
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(120))
+    elif change == "scale":
+        whole = model.forward
+        model.forward = lambda *a, **k: Scaled(whole(*a, **k).logits / 3)
+    else:
+        model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+    assert not forward.has_plain_head(model)
+    assert forward.has_plain_head(tiny_model("qwen2"))
+
+
+class Scaled:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+# --- Micro-batches ------------------------------------------------------------------
+def random_sizes(seed):
+    """-> (sizes, budget): up to 10 groups of 1 to 8 rows, each row in its group's prompt."""
+    rng = random.Random(seed)
+    high = rng.choice([1, 5, 100, 1000])
+    sizes = []
+    for prompt in range(rng.randint(0, 10)):
+        width = rng.randint(1, high)
+        sizes += [(prompt, width, rng.randint(1, high)) for _ in range(rng.randint(1, 8))]
+    return sizes, rng.choice([1, 7, 100, 2000])
+
+
+def padded_tokens(batch, sizes):
+    prompts = {sizes[row][0] for row in batch}
+    wide = max(sizes[row][1] for row in batch)
+    return len(prompts) * wide + len(batch) * max(sizes[row][2] for row in batch)
+
+
+def test_packing_a_random_sweep():
+    for seed in range(500):
+        sizes, budget = random_sizes(seed)
+        order = order_rows(sizes)
+        runs = [prompt for prompt, _ in itertools.groupby(sizes[row][0] for row in order)]
+        assert len(runs) == len(set(runs)), seed  # a group stays together
+        batches = pack_by_tokens(sizes, order, budget)
+        assert list(itertools.chain(*batches)) == order and all(batches), seed
+        assert all(len(b) == 1 or padded_tokens(b, sizes) <= budget for b in batches), seed
+        # The next row would not have fitted: nothing was cut that need not be.
+        for one, two in itertools.pairwise(batches):
+            assert padded_tokens([*one, two[0]], sizes) > budget, seed
+
+
+def test_planning_a_random_sweep():
+    """ZeRO-2 communicates in every backward: ranks with unequal counts of them hang."""
+    for seed in range(500):
+        sizes, budget = random_sizes(seed)
+        world = random.Random(seed).choice([1, 2, 3, 8, 50])  # 50 ranks are often more than rows
+        plans = plan_micro_batches(sizes, world, budget)
+        assert len(plans) == world
+        assert len({len(plan) for plan in plans}) == 1, seed
+        rows = [row for plan in plans for batch in plan for row in batch]
+        assert sorted(rows) == list(range(len(sizes)))  # every row once
+        for plan in plans:
+            filled = [bool(batch) for batch in plan]
+            assert filled == sorted(filled, reverse=True)  # the empty ones on top
+        assert not sizes or any(all(plan) for plan in plans)  # no more of them than needed
+        # Balanced: in tokens to one row's, where a row has its share of its group's prompt.
+        shared = [sizes[row][1] / sum(s[0] == sizes[row][0] for s in sizes) for row in rows]
+        cost = {row: sizes[row][2] + share for row, share in zip(rows, shared, strict=True)}
+        tokens = [sum(cost[row] for batch in plan for row in batch) for plan in plans]
+        assert max(tokens) - min(tokens) <= 2 * max(cost.values(), default=0) + 1e-6, seed
+        # Groups are cut at most where one rank's rows end
+        parts = sum(len({sizes[row][0] for b in plan for row in b}) for plan in plans)
+        assert parts <= len({s[0] for s in sizes}) + world - 1, seed
+
+
+EIGHT = [
+    [1 + (7 * i + 3 * t) % 109 for t in range(n)] for i, n in enumerate([4, 1, 3, 8, 12, 2, 6, 5])
+]
+EIGHT_PROMPTS = [PROMPTS[i // 2] for i in range(8)]  # four groups of two
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_the_loss_does_not_depend_on_how_the_step_is_cut(loss_type, share, model_of):
+    """1 x 8 micro-batches, 8 x 1, uneven ones, on 1, 2 and 3 ranks, prompts shared or not, fused or
+    plain: one loss and one gradient.
+
+    simple_GRPO's means over each micro-batch gave every cut another gradient.
+    """
+    model, lengths = model_of("qwen2"), torch.tensor([len(c) for c in EIGHT])
+    torch.manual_seed(0)
+    drift = [0.3 * torch.randn(2, n) for n in lengths]  # of the old and of the reference policy
+    advantages = torch.randn(8)
+    weights = grpo_loss.token_weights(
+        lengths,
+        loss_type=loss_type,
+        sequences=10,
+        tokens=int(lengths.sum()),
+        max_completion_tokens=16,
+    )
+    expected = [plain_logps(model, p, c, 0.9) for p, c in zip(EIGHT_PROMPTS, EIGHT, strict=True)]
+
+    def part(rows, share, module):
+        """-> the loss of some of the step's rows, and its gradient as one vector."""
+        ours = CompletionModel(model, share_prompts=share)
+        hidden, ids = ours([EIGHT_PROMPTS[i] for i in rows], [EIGHT[i] for i in rows])
+        old_drift, ref_drift = torch.cat([drift[i] for i in rows], 1)
+        logps = torch.cat([expected[i] for i in rows]).detach()
+        loss, _ = module.grpo_loss(
+            hidden,
+            ours.head,
+            ids,
+            logps + old_drift,
+            logps + ref_drift,
+            advantages[rows].repeat_interleave(lengths[rows]),
+            weights[rows].repeat_interleave(lengths[rows]),
+            temperature=0.9,
+            vocab_size=VOCAB,
+            clip_low=0.2,
+            clip_high=0.3,
+            kl_beta=0.04,
+        )
+        return loss.detach(), gradient_of(model, loss)
+
+    def step(world, budget):
+        prompts = number_prompts(EIGHT_PROMPTS, share)
+        sizes = [(n, len(p), len(c)) for n, p, c in zip(prompts, EIGHT_PROMPTS, EIGHT, strict=True)]
+        plans = plan_micro_batches(sizes, world, budget)
+        parts = [part(b, share, grpo_loss_triton) for plan in plans for b in plan if b]
+        return len(parts), sum(p[0] for p in parts), sum(p[1] for p in parts)
+
+    loss, gradient = part(list(range(8)), False, grpo_loss)  # the specification
+    assert gradient.norm() > 1e-2
+    numbers = []
+    for world, budget in [(1, 10_000), (1, 1), (1, 40), (2, 10_000), (2, 1), (3, 40)]:
+        number, cut_loss, cut_gradient = step(world, budget)
+        numbers.append(number)
+        # Float32 adds in another order; measured: 4e-7 of the loss, 6e-7 of the gradient.
+        assert abs(cut_loss - loss) < 1e-5 * abs(loss)
+        assert (cut_gradient - gradient).norm() < 1e-5 * gradient.norm()
+    assert numbers[:2] == [1, 8] and numbers[3] == 2
+
+
+# --- Docstrings -----------------------------------------------------------------------
+def test_the_examples_in_the_docstrings_hold():
+    calls = {
+        "group_advantages": lambda r: group_advantages(r, scale_by_std=True),
+        "mean_of_sequence": mean_of_sequence,
+        "number_prompts": number_prompts,
+        "pack_by_tokens": pack_by_tokens,
+        "plan_micro_batches": plan_micro_batches,
+    }
+    for name, function in [*vars(forward).items(), *vars(grpo_loss).items()]:
+        if not inspect.isfunction(function) or name not in calls:
+            continue
+        ((inputs, output),) = re.findall(r"Example: (.*) -> (.*)", function.__doc__)
+        # "[...], 2 ranks, budget 9": without its words it is the arguments
+        inputs = ast.literal_eval(f"({re.sub('(?<![A-Za-z])[a-z]+', '', inputs)},)")
+        if name in ("group_advantages", "mean_of_sequence"):
+            inputs = [torch.tensor(x) * (i + 1.0 if i == 0 else 1) for i, x in enumerate(inputs)]
+        got, want = calls.pop(name)(*inputs), ast.literal_eval(output)
+        if isinstance(got, torch.Tensor):
+            got = [round(x, 3) for x in got.tolist()]
+        assert got == want, name
+    assert not calls, "an example went missing"
