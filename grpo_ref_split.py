@@ -85,7 +85,8 @@ UPDATES_PER_ROLLOUT = 1  # mu: optimiser updates on each rollout; clipping acts 
 
 # --- Optimisation -------------------------------------------------------------------
 STEPS = 500  # optimiser updates
-LEARNING_RATE = 1e-6
+LEARNING_RATE = 1e-6  # LoRA wants some 10 to 20 times as much
+LORA_RANK = 0  # 16 or 32: train adapters of that rank, and keep the model itself frozen
 WARMUP_STEPS = 10  # linear from 0
 FINAL_LR = 1.0  # linear decay to this fraction of LEARNING_RATE at the last step; 1 is constant
 ADAM_BETAS = (0.9, 0.99)
@@ -127,7 +128,7 @@ def check_config():
         " EVAL_STEPS EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT"
         " MICRO_BATCH_TOKENS WAIT_LIMIT_SECONDS"
     )
-    others = "MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED"
+    others = "LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED"
     reals = "TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR"
     reals += " MAX_GRAD_NORM STOP_ACCURACY"
     now = globals()
@@ -463,15 +464,16 @@ def start_engine(policy):
     for note in model.notes:
         say(note)
     settings = {"lr": LEARNING_RATE, "betas": ADAM_BETAS, "weight_decay": WEIGHT_DECAY}
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
     zero = {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": 50_000_000}
     if OFFLOAD_OPTIMIZER:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        optimizer = DeepSpeedCPUAdam(policy.model.parameters(), **settings)
+        optimizer = DeepSpeedCPUAdam(trained, **settings)
         zero["offload_optimizer"] = {"device": "cpu"}
     else:
         fused = policy.model.device.type == "cuda"
-        optimizer = torch.optim.AdamW(policy.model.parameters(), fused=fused, **settings)
+        optimizer = torch.optim.AdamW(trained, fused=fused, **settings)
     config = {
         "train_micro_batch_size_per_gpu": 1,  # a formality: accumulate() cuts micro-batches by
         "gradient_accumulation_steps": 1,  # tokens, and says itself where a step ends
@@ -683,7 +685,7 @@ def main():
     server = RefServer(REF_SERVER, WAIT_LIMIT_SECONDS) if KL_BETA else None
     facts = tokenizer_facts(tokenizer) | {"temperature": TEMPERATURE}
     reference = server.check(MODEL, facts) if server else None
-    policy = load_policy(MODEL, tokenizer, DTYPE, STOP_TOKENS)
+    policy = load_policy(MODEL, tokenizer, DTYPE, STOP_TOKENS, LORA_RANK)
     policy.check_context(MAX_PROMPT_TOKENS, MAX_COMPLETION_TOKENS)
     say(f"{MODEL} in {policy.dtype}; completions end at {policy.stops()}")
     engine = start_engine(policy)

@@ -16,6 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from wire import tokenizer_facts
 
 
+ALL = "all-linear"  # PEFT's name for every linear layer but the LM head
+
+
 @dataclass
 class Policy:
     name: str
@@ -60,9 +63,11 @@ def load_tokenizer(name):
         raise SystemExit(f"MODEL = {name!r} can't be loaded: {error}") from error
 
 
-def load_policy(name, tokenizer, dtype, stop_tokens=()):
+def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
     """-> the Policy, on this rank's GPU or the CPU; `dtype` auto is bfloat16 on a GPU.
 
+    With a `lora_rank` the model is frozen, and every linear layer but the LM head gets an adapter,
+    which starts as 0: W x + 2 B A x (LoRA, 2106.09685). Saved, a folder then holds the adapter.
     Raises SystemExit if model and tokenizer don't belong together, or no EOS is named.
     """
     device = "cpu"
@@ -76,6 +81,10 @@ def load_policy(name, tokenizer, dtype, stop_tokens=()):
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)  # GPT-2 ships 0.1: the ratio would be noise. Saved so, too
     model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=getattr(torch, dtype))
+    if lora_rank:
+        from peft import LoraConfig
+
+        model.add_adapter(LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=ALL))
     stops = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
     vocab = tokenizer.get_vocab()
     stops += [vocab.get(token) for token in stop_tokens]

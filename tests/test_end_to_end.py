@@ -176,10 +176,11 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
         "REF_SERVER": "http://127.0.0.1:9",
         "DTYPE": "bfloat16",
     }
+    adapter = presets[1] | {"RUN_DIR": str(tmp_path / "adapter"), "LORA_RANK": 4}
     stopped = alone | {"STOP_ACCURACY": 0.0}  # reached at once, on the way in
     last = alone | {"STOP_ACCURACY": 1.01, "RUN_DIR": str(tmp_path / "last")}
     with reference_server(tmp_path, tiny) as url:
-        presets = [preset | {"REF_SERVER": url} for preset in presets]
+        presets = [preset | {"REF_SERVER": url} for preset in (*presets, adapter)]
         train(1, *presets, stopped, last)
     assert [r["step"] for r in records(tmp_path / "alone")] == [0]  # an evaluation, no step
     AutoModelForCausalLM.from_pretrained(tmp_path / "alone/step_000000")
@@ -191,3 +192,14 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
         assert steps[0]["kl"] > 1e-3, name  # another model's log-probs
         assert steps[1]["grad_norm"] > 1e-4, name
         AutoModelForCausalLM.from_pretrained(tmp_path / f"run_{name}/step_000002")
+    steps = [r for r in records(tmp_path / "adapter") if "loss" in r]
+    assert steps[1]["grad_norm"] > 1e-4
+    saved = [f.name for f in (tmp_path / "adapter/step_000002").glob("*.safetensors")]
+    assert saved == ["adapter_model.safetensors"]  # the frozen model is not saved again
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter/step_000002").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen3").state_dict()
+    changed = [name for name in trained if ".lora_B." in name and trained[name].any()]
+    assert len(changed) == 14  # B starts as 0: all 7 linear layers of both blocks have learned
+    for name, weight in base.items():
+        same = trained.get(name, trained.get(name.replace(".weight", ".base_layer.weight")))
+        assert torch.equal(weight, same), name
