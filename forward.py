@@ -96,7 +96,7 @@ class CompletionModel(torch.nn.Module):
     What the model allows is settled here, once. `head` is its LM head (V', H), or None where logits
     are more than a product with a matrix (a bias, Gemma 2's soft-capping, Cohere's scale): then the
     states are the logits. `shares` says whether prompts run once; `notes` are sentences about what
-    could not be had. Dropout must be off.
+    could not be had. The model stays in eval mode: dropout would make the ratio noise.
     """
 
     def __init__(self, model, *, share_prompts, gradient_checkpointing=False):
@@ -194,7 +194,8 @@ class CompletionModel(torch.nn.Module):
         shared = torch.cat([shared[i, :n] for i, _, n in cuts]).float()
         states = torch.cat([states[i, at : at + n] for i, at, n in cuts])
         gap = ((shared - states).norm() / states.float().norm()).item()
-        if not gap < (1e-3 if states.dtype == torch.float32 else 0.1):  # a wrong mask is off by 0.3
+        # Measured: 3e-7 at most in float32; without the mask of the padding 0.2 to 0.9
+        if not gap < (1e-3 if states.dtype == torch.float32 else 0.1):
             self.notes.append(f"shared prompts differ by {gap:.1g}: each row runs its own prompt")
             return False
         return True

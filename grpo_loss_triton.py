@@ -4,27 +4,27 @@
                             temperature=1.0, clip_low=0.2, clip_high=0.2, kl_beta=0.04)
 
 Names, arguments and results are those of grpo_loss.py, whose plain torch is the specification. It
-runs on any device: the matrix products are torch's (cuBLAS on a GPU), what lies between them is one
-Triton kernel on CUDA and a few lines of torch elsewhere.
+runs on any device: the matrix products are torch's, and what lies between them is one Triton kernel
+on CUDA and a few lines of torch elsewhere.
 
 Why it is small. The logits of 4096 tokens of Qwen2.5 are 1.2 GB in bf16, and plain torch holds them
-three to seven times (float32, softmax, gradients). Here tokens go through the head in chunks: logits
-of a chunk, per row its log-prob and at once the gradient in their place, then the two products that
-carry it to the hidden states and to the head. What is ever held is dH, dW and one chunk.
+three to seven times (float32, softmax, gradients). Here tokens pass the head in chunks: logits of a
+chunk, their log-probs and, in their place, their gradient; then the two products that carry it to
+the hidden states and to the head. What is ever held is dH, dW and one chunk.
 
-Why it is fast. The loss is a weighted sum over tokens, so its gradient is known up to one factor
-(that which `backward` is given) when the forward pass has seen a token's logits: three products in
-all, where recomputing costs four. Padding (weight 0) leaves before the first of them.
+Why it is fast. The loss is a weighted sum over tokens, so when the forward pass has a token's
+logits their gradient is known too, but for the factor that `backward` gets: three products in all,
+where computing the logits again costs four. Padding (weight 0) leaves before the first of them.
 
-The derivation. Token t with logits z (V), temperature T, sampled id y:
+The derivation. For a token with logits z = W h, temperature T and sampled id y:
 
-    logp = z_y / T - log sum_v exp(z_v / T)          d logp / d z_v = (1[v = y] - softmax(z / T)_v) / T
-    dz   = g (1[v = y] - p_v) / T                     with g = d loss / d logp, a number per token
-    dH   = dz W,   dW = dz^T H                        as z = H W^T
+    logp = z_y / T - log sum_v exp(z_v / T)   d logp / dz_v = (1[v = y] - p_v) / T, p = softmax(z/T)
+    dz = g (1[v = y] - p) / T                 with g = d loss / d logp, one number for each token
+    dH = dZ W,   dW = dZ^T H                  for all tokens, as Z = H W^T
 
-g is the only place where GRPO comes in: see `row_kernel`. A ratio of whole sequences (GSPO) needs
-all their tokens before any g is known: then `linear_logps` gives log-probs, autograd the g, and the
-logits are computed a second time in the backward pass (four products, the same memory).
+Only g knows of GRPO: see `row_kernel`. Where g needs other tokens first (GSPO's ratio of a whole
+sequence), `linear_logps` gives the log-probs, autograd g, and the backward pass makes the logits a
+second time: four products, the same memory.
 """
 
 import functools
@@ -41,10 +41,10 @@ try:
 except ImportError:  # no Linux, no GPU build: the torch rows below do everything
     triton = None
 
-# Logits of one chunk. A chunk reads the head twice and dW once more: from about 1024 tokens on that
-# is hidden behind the products. 2048 tokens of Qwen2.5 in bf16.
+# Logits of one chunk on a GPU: 2048 tokens of Qwen2.5 in bf16. A chunk reads the head twice and dW
+# once more, which hides behind the products from about 1024 tokens on. On a CPU: as large as dW.
 CHUNK_BYTES = 640 << 20
-# dW is summed over chunks in the head's own dtype up to so many, in float32 beyond: bf16 loses 2.3e-3
+# dW is summed over so many chunks in the head's own dtype, over more in float32: bf16 loses 2.3e-3
 # in one product, 3.1e-3 over 4 chunks, 6.7e-3 over 32 (measured on a CPU).
 CHUNKS_IN_OWN_DTYPE = 4
 
@@ -107,7 +107,7 @@ class FusedLoss(torch.autograd.Function):
 
         def row_op(logits, grad, part):
             if any(needs):
-                rows.lose(logits, grad, part, tokens, settings)
+                rows.read_and_write(logits, grad, part, tokens, settings)
             else:
                 rows.read(logits, part)
 
@@ -136,20 +136,16 @@ class LinearLogps(torch.autograd.Function):
         through_head(hidden, weight, lambda z, _, part: rows.read(z, part), (False, False))
         ctx.save_for_backward(hidden, weight)
         ctx.mark_non_differentiable(rows.entropy)
-        logps, rows.logps = rows.logps, None  # a Function that holds its own output is never freed
-        entropy, rows.entropy = rows.entropy, None
-        ctx.rows = rows
-        return logps, entropy
+        outputs = rows.logps, rows.entropy
+        ctx.rows, rows.logps, rows.entropy = rows, None, None  # a cycle would never be freed
+        return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, slopes, _):
         hidden, weight = ctx.saved_tensors
-
-        def row_op(logits, grad, part):
-            ctx.rows.differentiate(logits, grad, part, slopes[part])
-
-        return *through_head(hidden, weight, row_op, ctx.needs_input_grad[:2]), None
+        ctx.rows.slopes = slopes.contiguous()
+        return *through_head(hidden, weight, ctx.rows.write, ctx.needs_input_grad[:2]), None
 
 
 # --- Through the head, in chunks ----------------------------------------------------
@@ -159,8 +155,8 @@ def through_head(hidden, weight, row_op, needs):
     `logits` (C, V') are those of the rows `part`, a slice. row_op writes their gradient into `grad`
     of the same shape: the same memory, if there is a head.
     """
-    size, width = len(hidden), hidden.shape[1] if weight is None else len(weight)
-    chunk = chunk_rows(size, width * hidden.element_size())
+    size, chunk = len(hidden), chunk_rows(len(hidden), weight)
+    hidden = hidden.contiguous()  # a slice of logits may not be: the kernel wants rows end to end
     d_hidden = torch.empty_like(hidden) if needs[0] else None
     d_weight = None
     if needs[1]:
@@ -168,7 +164,7 @@ def through_head(hidden, weight, row_op, needs):
         exact = torch.promote_types(weight.dtype, torch.float32)
         d_weight = torch.zeros_like(weight, dtype=weight.dtype if few else exact)
     if weight is not None:
-        buffer = hidden.new_empty(min(chunk, size), width)
+        buffer = hidden.new_empty(min(chunk, size), len(weight))
     for start in range(0, size, chunk):
         part = slice(start, min(start + chunk, size))
         h = hidden[part]
@@ -184,10 +180,13 @@ def through_head(hidden, weight, row_op, needs):
     return d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
 
-def chunk_rows(size, row_bytes):
-    """-> rows of a chunk: within CHUNK_BYTES, all about equal, so that no short one is left over."""
-    most = max(128, CHUNK_BYTES // row_bytes)
-    equal = math.ceil(size / max(1, math.ceil(size / most)))
+def chunk_rows(size, weight):
+    """-> rows of a chunk, about equal, so that no short one is left over; all, without a head."""
+    if weight is None:
+        return max(1, size)
+    budget = CHUNK_BYTES if weight.is_cuda else weight.nbytes
+    most = max(128, budget // (len(weight) * weight.element_size()))
+    equal = math.ceil(size / math.ceil(max(1, size) / most))
     return max(128, math.ceil(equal / 128) * 128)
 
 
@@ -214,7 +213,7 @@ def sums_in_float32(device):
 
 
 def scale(grad, factor):
-    """grad *= factor, a scalar on grad's device: neither is it waited for, nor grad read if it is 1."""
+    """grad *= factor, a scalar on its device: not waited for, and grad not read if it is 1."""
     if use_triton(grad):
         scale_kernel[(triton.cdiv(grad.numel(), 8192),)](grad, factor, grad.numel(), BLOCK=8192)
     elif grad.device.type != "cpu" or factor != 1:
@@ -227,6 +226,7 @@ class Rows:
 
     `top` is the largest logit, `log_sum` the log of sum_v exp((z_v - top) / T): kept apart, as in
     their sum large logits would round log_sum away. So logps can't be positive by rounding either.
+    `slopes` are d loss / d logp.
     """
 
     def __init__(self, hidden, weight, ids, temperature, vocab_size):
@@ -236,49 +236,57 @@ class Rows:
             raise ValueError(f"vocab_size = {vocab_size}, but there are {self.width} logits")
         self.ids, self.temperature = ids.contiguous(), temperature
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
-        self.logps, self.entropy, self.top, self.log_sum = (
-            hidden.new_empty(len(hidden), dtype=self.exact) for _ in range(4)
+        self.logps, self.entropy, self.top, self.log_sum, self.slopes = (
+            hidden.new_empty(len(hidden), dtype=self.exact) for _ in range(5)
         )
         self.in_triton = use_triton(hidden)
 
     def read(self, logits, part):
-        """Fills in the rows `part`, whose logits these are."""
+        """Fills in all but `slopes` of the rows `part`, a slice, whose logits these are."""
         if self.in_triton:
             return launch(self, logits, logits, part, READ=True, WRITE=False)
         for rows, z in self.slabs(logits, part):
-            top = z.amax(1)
-            x = ((z - top[:, None]) / self.temperature).clamp_(min=-1e4)  # 0 x -inf would be NaN
-            p = x.exp()
-            total = p.sum(1)
-            target = z.gather(1, self.ids[rows, None]).squeeze(1)
-            self.top[rows], self.log_sum[rows] = top, total.log()
-            self.logps[rows] = (target - top) / self.temperature - total.log()
-            self.entropy[rows] = total.log() - torch.linalg.vecdot(p, x) / total
+            self.softmax(rows, z)
 
-    def differentiate(self, logits, grad, part, slopes):
-        """Writes d loss / d logits into `grad`; `slopes` (C,) are d loss / d logp of these rows."""
+    def softmax(self, rows, z):
+        """Fills in a few rows; -> their exp((z - top) / T), whose sum is exp(log_sum)."""
+        top, target = z.amax(1), z.gather(1, self.ids[rows, None]).squeeze(1)
+        x = (z - top[:, None]).div_(self.temperature).clamp_(min=-1e4)  # 0 x -inf would be NaN
+        p = x.exp()
+        total = p.sum(1)
+        self.top[rows], self.log_sum[rows] = top, total.log()
+        self.logps[rows] = (target - top) / self.temperature - total.log()
+        self.entropy[rows] = total.log() - torch.linalg.vecdot(p, x) / total
+        return p
+
+    def write(self, logits, grad, part):
+        """Writes the gradient of the rows' logits, from their slopes, into `grad`."""
         if self.in_triton:
-            return launch(self, logits, grad, part, READ=False, WRITE=True, slopes=slopes)
+            return launch(self, logits, grad, part, READ=False, WRITE=True)
         for rows, z in self.slabs(logits, part):
-            here = slice(rows.start - part.start, rows.stop - part.start)
-            g = slopes[here, None] / self.temperature
-            x = (z - self.top[rows, None]) / self.temperature
-            dz = x.sub_(self.log_sum[rows, None]).exp_().mul_(-g)
-            dz.scatter_add_(1, self.ids[rows, None], g)
-            grad[here, : self.vocab_size] = dz
-            grad[here, self.vocab_size :] = 0  # the embedding's padding
+            p = (z - self.top[rows, None]).div_(self.temperature).exp_()
+            self.store(rows, p, grad, part)
 
-    def lose(self, logits, grad, part, tokens, settings):
-        """Both at once: fills in the rows, and writes d loss / d logits of policy_loss."""
+    def store(self, rows, p, grad, part):
+        """Writes a few rows; `p` is what softmax gives, and is used up."""
+        out = grad[rows.start - part.start : rows.stop - part.start]
+        g = self.slopes[rows] / self.temperature
+        p.mul_((-g / self.log_sum[rows].exp())[:, None])
+        out[:, : self.vocab_size] = p.scatter_add_(1, self.ids[rows, None], g[:, None])
+        out[:, self.vocab_size :] = 0  # the embedding's padding
+
+    def read_and_write(self, logits, grad, part, tokens, settings):
+        """Both at once: the slopes in between are those of policy_loss."""
         if self.in_triton:
-            return launch(self, logits, grad, part, READ=True, WRITE=True, tokens=tokens, **settings)
-        self.read(logits, part)
-        settings = settings | {"sampler_logps": cut(settings["sampler_logps"], part)}
-        with torch.enable_grad():
-            logps = self.logps[part].detach().requires_grad_()
-            loss, _ = policy_loss(logps, *(cut(t, part) for t in tokens), **settings)
-            (slopes,) = torch.autograd.grad(loss, logps)
-        self.differentiate(logits, grad, part, slopes)
+            return launch(self, logits, grad, part, tokens, settings, READ=True, WRITE=True)
+        for rows, z in self.slabs(logits, part):
+            p = self.softmax(rows, z)
+            *fields, sampler_logps = (cut(t, rows) for t in (*tokens, settings["sampler_logps"]))
+            with torch.enable_grad():
+                logps = self.logps[rows].detach().requires_grad_()
+                loss, _ = policy_loss(logps, *fields, **settings | {"sampler_logps": sampler_logps})
+            (self.slopes[rows],) = torch.autograd.grad(loss, logps)
+            self.store(rows, p, grad, part)
 
     def slabs(self, logits, part):
         """Yields (slice of the rows, their logits), few at a time: copies stay in a CPU's cache."""
@@ -302,34 +310,18 @@ if triton:
 
     @triton.jit
     def row_kernel(
-        logits,  # (C, WIDTH), any float dtype
-        grad,  # the same, may be the same memory
+        logits, grad,  # (C, WIDTH), any float dtype; may be the same memory
         ids,  # (C,) int64; all that follow are float32 (C,)
-        logps,
-        entropies,
-        tops,
-        log_sums,
-        slopes,
-        old_logps,
-        ref_logps,
-        advantages,
-        weights,
-        sampler_logps,
-        VOCAB: tl.constexpr,
-        WIDTH: tl.constexpr,
-        INV_T: tl.constexpr,
-        READ: tl.constexpr,
-        WRITE: tl.constexpr,
-        CLIP_LOW: tl.constexpr,
-        CLIP_HIGH: tl.constexpr,
-        KL_BETA: tl.constexpr,
-        CISPO: tl.constexpr,
-        UNBIASED_KL: tl.constexpr,
-        ON_POLICY: tl.constexpr,
-        IS_CAP: tl.constexpr,
+        logps, entropies, tops, log_sums, slopes,
+        old_logps, ref_logps, advantages, weights, sampler_logps,
+        VOCAB: tl.constexpr, WIDTH: tl.constexpr, INV_T: tl.constexpr,
+        READ: tl.constexpr, WRITE: tl.constexpr,
+        CLIP_LOW: tl.constexpr, CLIP_HIGH: tl.constexpr, KL_BETA: tl.constexpr,
+        CISPO: tl.constexpr, UNBIASED_KL: tl.constexpr,
+        ON_POLICY: tl.constexpr, IS_CAP: tl.constexpr,
         BLOCK: tl.constexpr,
-    ):
-        """One program, one row of logits; READ and WRITE are Rows.read and Rows.differentiate.
+    ):  # fmt: skip
+        """One program, one row of logits; READ and WRITE are Rows.read and Rows.write.
 
         Memory per logit: READ reads it, WRITE reads and writes it. With both, the second read comes
         from the L2 cache where the rows in flight fit there (one per SM: 132 x 304 KB = 40 MB for
@@ -342,15 +334,16 @@ if triton:
         target = tl.load(ids + row)
         z_target = tl.load(logits + target).to(tl.float32)  # before a gradient takes its place
         if READ:
-            # Online softmax: total = sum exp((z - top) / T), moment = sum exp((z - top) / T) (z - top);
-            # when a larger logit turns up, both are rewritten for it.
+            # Online softmax: total = sum exp((z - top) / T), moment = sum (z - top) exp(same).
+            # When a larger logit turns up, both are rewritten for it.
             top = tl.full((), -3.0e38, tl.float32)
             total = tl.full((), 0.0, tl.float32)
             moment = tl.full((), 0.0, tl.float32)
             for start in tl.range(0, VOCAB, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
-                z = tl.load(logits + columns, mask=columns < VOCAB, other=float("-inf"))
-                z = z.to(tl.float32)
+                # Masked at WIDTH, a multiple of 8: at an odd VOCAB loads would go one by one
+                z = tl.load(logits + columns, mask=columns < WIDTH, other=float("-inf"))
+                z = tl.where(columns < VOCAB, z.to(tl.float32), float("-inf"))
                 new_top = tl.maximum(top, tl.max(z, 0))
                 below = z - new_top  # exact near the top, also for logits of 1e4
                 e = tl.exp2(below * (INV_T * LOG2E))
@@ -402,8 +395,9 @@ if triton:
             slope *= INV_T
             for start in tl.range(0, WIDTH, BLOCK):  # the embedding's padding gets zeros
                 columns = start + tl.arange(0, BLOCK)
-                z = tl.load(logits + columns, mask=columns < VOCAB, other=float("-inf"))
-                p = tl.exp2((z.to(tl.float32) - top) * (INV_T * LOG2E) - log_sum * LOG2E)
+                z = tl.load(logits + columns, mask=columns < WIDTH, other=float("-inf"))
+                z = tl.where(columns < VOCAB, z.to(tl.float32), float("-inf"))
+                p = tl.exp2((z - top) * (INV_T * LOG2E) - log_sum * LOG2E)
                 dz = slope * (tl.where(columns == target, 1.0, 0.0) - p)
                 tl.store(grad + columns, dz.to(grad.dtype.element_ty), mask=columns < WIDTH)
 
@@ -416,49 +410,28 @@ if triton:
             tl.store(values + at, scaled.to(values.dtype.element_ty), mask=at < size)
 
 
-def launch(
-    rows,
-    logits,
-    grad,
-    part,
-    *,
-    READ,
-    WRITE,
-    slopes=None,
-    tokens=(None, None, None, None),
-    clip_low=0.0,
-    clip_high=0.0,
-    kl_beta=0.0,
-    objective="clip",
-    unbiased_kl=False,
-    sampler_logps=None,
-    is_cap=0.0,
-    sequences=None,
-):
+def launch(rows, logits, grad, part, tokens=(None,) * 4, settings=None, *, READ, WRITE):
     """Runs row_kernel on the rows `part`. What a mode does not read may be any tensor: `top`."""
+    settings = settings or {}
+    known = rows.logps, rows.entropy, rows.top, rows.log_sum, rows.slopes
+    fields = *known, *tokens, settings.get("sampler_logps")
     row_kernel[(len(logits),)](
         logits,
         grad,
         rows.ids[part],
-        *(rows.top if t is None else t[part] for t in (rows.logps, rows.entropy)),
-        rows.top[part],
-        rows.log_sum[part],
-        *(
-            rows.top if t is None else t.to(torch.float32).contiguous()
-            for t in (slopes, *(cut(t, part) for t in (*tokens, sampler_logps)))
-        ),
+        *(rows.top if field is None else field[part].float().contiguous() for field in fields),
         VOCAB=rows.vocab_size,
         WIDTH=rows.width,
         INV_T=1 / rows.temperature,
         READ=READ,
         WRITE=WRITE,
-        CLIP_LOW=clip_low,
-        CLIP_HIGH=clip_high,
-        KL_BETA=kl_beta,
-        CISPO=objective == "cispo",
-        UNBIASED_KL=unbiased_kl,
+        CLIP_LOW=settings.get("clip_low", 0.0),
+        CLIP_HIGH=settings.get("clip_high", 0.0),
+        KL_BETA=settings.get("kl_beta", 0.0),
+        CISPO=settings.get("objective") == "cispo",
+        UNBIASED_KL=settings.get("unbiased_kl", False),
         ON_POLICY=tokens[0] is None,
-        IS_CAP=is_cap,
+        IS_CAP=settings.get("is_cap", 0.0),
         **block_of(rows.width, logits.element_size()),
     )
 

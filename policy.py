@@ -11,10 +11,9 @@ from pathlib import Path
 
 import jinja2
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from wire import tokenizer_facts
-
 
 ALL = "all-linear"  # PEFT's name for every linear layer but the LM head
 
@@ -76,11 +75,7 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
         torch.cuda.set_device(device)
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
-    config = AutoConfig.from_pretrained(name)
-    for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, float):
-            setattr(config, key, 0.0)  # GPT-2 ships 0.1: the ratio would be noise. Saved so, too
-    model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=getattr(torch, dtype))
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
     if lora_rank:
         from peft import LoraConfig
 
@@ -95,7 +90,8 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
     vocab_size = tokenizer_facts(tokenizer)["vocab_size"]
     if rows < vocab_size:
         raise SystemExit(f"{name} embeds {rows} ids, its tokenizer has {vocab_size}: a wrong pair")
-    return Policy(name, model.to(device), tokenizer, eos_ids, vocab_size, dtype)
+    # eval, and never train: GPT-2 ships dropout 0.1, with which the ratio would be noise
+    return Policy(name, model.to(device).eval(), tokenizer, eos_ids, vocab_size, dtype)
 
 
 def prompt_ids(tokenizer, messages):

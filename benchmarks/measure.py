@@ -1,0 +1,82 @@
+"""What the benchmarks of this folder measure with: peak memory, and the facts beside a figure."""
+
+import ctypes
+import importlib.metadata
+import multiprocessing
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+CORES = len(os.sched_getaffinity(0))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def facts(*packages):
+    """-> with which command, on what, with which versions and commit."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, with changes", "--abbrev=7"]
+    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    machine = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{CORES} cores of {cpu}"
+    versions = [f"Python {platform.python_version()}"]
+    for package in packages:
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{package} not installed")
+    command = " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return f"`python {command}`: {machine}, {', '.join(versions)}, commit {commit}."
+
+
+def apart(function, *args, threads=CORES):
+    """-> function(*args), on a CPU in a process forked for it; None if it failed, for memory."""
+    if DEVICE == "cuda":
+        try:
+            return function(*args)
+        except torch.OutOfMemoryError:
+            return None
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def child():
+        torch.set_num_threads(threads)  # the parent has one: threads would not survive the fork
+        sender.send(function(*args))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    sender.close()  # so that recv ends when the child does
+    try:
+        return receiver.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
+
+
+def peak_bytes(run, warm_up):
+    """-> the most memory of run() beyond what is there before it. CUDA: of torch's allocator; CPU:
+    the high-water mark of resident memory. warm_up() has made what comes but once."""
+    warm_up()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once
+    warm_up()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = in_bytes("/proc/self/status", "VmRSS")
+    room = in_bytes("/proc/self/status", "VmSize") + in_bytes("/proc/meminfo", "MemAvailable")
+    resource.setrlimit(resource.RLIMIT_AS, (room, room))
+    run()
+    return in_bytes("/proc/self/status", "VmHWM") - before
+
+
+def in_bytes(path, key):
+    return 1024 * int(re.search(rf"^{key}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)[1])
