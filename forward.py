@@ -55,14 +55,18 @@ def pack_by_tokens(sizes, order, budget):
     """Cuts `order` into batches, each of at most `budget` padded tokens; a row never splits.
 
     `sizes` has (prompt number, prompt tokens, completion tokens) of every row. A batch costs its
-    prompts at the width of the longest, and its rows at the width of the longest completion.
+    prompts at the width of the longest, its rows at the width of the longest completion, and an
+    eighth of a token for each token of a shared prompt that a further row attends to: its keys and
+    values are no work, but memory.
     Example: [(0, 5, 3), (0, 5, 2), (1, 4, 1)], [0, 1, 2], 14 -> [[0, 1], [2]]
     """
     batches, prompts, wide, long = [], set(), 0, 0
     for row in order:
         prompt, prompt_tokens, tokens = sizes[row]
         prompts, wide, long = prompts | {prompt}, max(wide, prompt_tokens), max(long, tokens)
-        if not batches or len(prompts) * wide + (len(batches[-1]) + 1) * long > budget:
+        rows = len(batches[-1]) + 1 if batches else 1
+        cost = len(prompts) * wide + rows * long + (rows - len(prompts)) * wide // 8
+        if not batches or cost > budget:
             batches.append([])
             prompts, wide, long = {prompt}, prompt_tokens, tokens
         batches[-1].append(row)
@@ -152,7 +156,10 @@ class CompletionModel(torch.nn.Module):
         ids = self._padded([c[:-1] for c in completions])  # what follows the last one is not needed
         if mask is not None:
             mask = torch.cat([mask[numbers], torch.ones_like(ids)], 1)
-        positions = at[numbers] + torch.arange(ids.shape[1], device=ids.device)
+        # Padding repeats a row's last position: GPT-2's table of them may end there
+        last_at = torch.tensor([max(len(c) - 2, 0) for c in completions], device=ids.device)
+        steps = torch.arange(ids.shape[1], device=ids.device)
+        positions = at[numbers] + torch.minimum(steps, last_at[:, None])
         cache = Cache(layers=[CompletionLayer(layer, numbers) for layer in record.layers])
         rest = self._run(ids, ids.shape[1], mask, positions, past_key_values=cache)
         return torch.cat([states, rest], 1), first
@@ -186,6 +193,8 @@ class CompletionModel(torch.nn.Module):
         completions = [[3, 2, 1], [2], [5, 4, 3]]
         try:
             shared, _ = self._shared(prompts, completions)
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
             self.notes.append(f"prompts can't be shared, each row runs its own: {error!r}")
             return False
@@ -205,8 +214,8 @@ class CompletionModel(torch.nn.Module):
 def has_plain_head(model):
     """Whether logits are just `hidden @ weight.T`, of the base model's output: tried, on 4 ids."""
     head, body, seen = model.get_output_embeddings(), model.base_model, []
-    if head is None or getattr(head, "bias", None) is not None or body is model:
-        return False
+    if type(head) is not torch.nn.Linear or head.bias is not None or body is model:
+        return False  # also adapters and quantised weights, whose `weight` is not all
     ids = torch.tensor([[1, 2, 3, 4]], device=model.device)
     hook = head.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0], output]))
     try:
@@ -214,6 +223,9 @@ def has_plain_head(model):
     finally:
         hook.remove()
     if len(seen) != 2 or not torch.equal(seen[1], logits):
+        return False
+    product = torch.nn.functional.linear(seen[0], head.weight)
+    if not (product - logits).float().norm() < 1e-2 * logits.float().norm():
         return False
     hidden = body(input_ids=ids, use_cache=False).last_hidden_state
     return torch.equal(hidden, seen[0])

@@ -50,12 +50,12 @@ LOSS_TYPES = {
 def linear_logps(hidden, weight, ids, *, temperature=1.0, vocab_size=None, entropy=False):
     """-> log softmax(hidden @ weight.T / temperature)[ids], float32, shaped like `ids`.
 
-    `hidden` (..., H) are the states that predict the tokens `ids` (...), int64; `weight` (V', H) is
-    the LM head, in the same dtype. With weight None, `hidden` (..., V') are the logits themselves,
-    for models with more than a matrix there. The softmax is over the first `vocab_size` columns: a
-    tokenizer never emits the embedding's padding. It is in float32 whatever the model's dtype, as
-    bf16 log-probs cost up to 1.6 % in the probability ratio. With `entropy`, -> (logps, entropy):
-    that of the sampling distribution, in nats, detached.
+    `hidden` (..., H) are the states that predict the tokens `ids` (...), int64, each below
+    `vocab_size`; `weight` (V', H) is the LM head, in the same dtype. With weight None, `hidden`
+    (..., V') are the logits themselves, for models with more than a matrix there. The softmax is
+    over the first `vocab_size` columns: a tokenizer never emits the embedding's padding. It is in
+    float32 whatever the model's dtype, as bf16 log-probs cost up to 1.6 % in the probability ratio.
+    With `entropy`, -> (logps, entropy): of the sampling distribution, in nats, detached.
     """
     logits = hidden if weight is None else hidden @ weight.T  # (..., V')
     exact = torch.promote_types(logits.dtype, torch.float32)
@@ -104,8 +104,9 @@ def policy_loss(
                        2506.13585, eq. 4 and 5; it bounds r from above only, which is clip_low = 1)
     unbiased_kl        k3 times r, whose gradient is that of the KL: r (logp - ref) (DeepSeek-V3.2,
                        2512.02556, sec. 3.1)
-    is_cap             the objective times min(exp(old - sampler), is_cap), for a sampler that
-                       computes other log-probs than the trainer (truncated importance sampling)
+    is_cap             the objective, not the KL, times min(exp(old - sampler), is_cap), for a
+                       sampler that finds other log-probs than the trainer (truncated importance
+                       sampling)
     sequences          each token's sequence number (int64): r is the sequence's, exp of the mean of
                        its tokens' logp - old_logp (GSPO, 2507.18071, eq. 7); k3's r stays a token's
     """
@@ -131,11 +132,12 @@ def policy_loss(
         difference = ref_logps.detach() - logps
         kl = torch.expm1(difference) - difference  # exp(d) - 1 - d would round to below 0
         gain = gain - kl_beta * (kl * token_ratio if unbiased_kl else kl)
+    either = objective == "cispo"  # clips whatever the sign; the min only the way that A wants
     stats = {
         "ratio": ratio.detach(),
         "kl": kl.detach(),
-        "clip_low": (ratio.detach() < 1 - clip_low) & (advantages < 0),
-        "clip_high": (ratio.detach() > 1 + clip_high) & (advantages > 0),
+        "clip_low": (ratio.detach() < 1 - clip_low) & ((advantages < 0) | either),
+        "clip_high": (ratio.detach() > 1 + clip_high) & ((advantages > 0) | either),
     }
     return -(weights * gain).sum(), stats
 

@@ -29,6 +29,7 @@ second time: four products, the same memory.
 
 import functools
 import math
+import warnings
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -45,7 +46,7 @@ except ImportError:  # no Linux, no GPU build: the torch rows below do everythin
 # once more, which hides behind the products from about 1024 tokens on. On a CPU: as large as dW.
 CHUNK_BYTES = 640 << 20
 # dW is summed over so many chunks in the head's own dtype, over more in float32: bf16 loses 2.3e-3
-# in one product, 3.1e-3 over 4 chunks, 6.7e-3 over 32 (measured on a CPU).
+# in one product, 3.1e-3 over 4 chunks, 6.7e-3 over 32 (measured on a CPU). It is then held twice.
 CHUNKS_IN_OWN_DTYPE = 4
 
 
@@ -78,7 +79,7 @@ def grpo_loss(
         )
         loss, stats = policy_loss(logps, *tokens, **settings)
         return loss, restore(stats | {"logps": logps.detach(), "entropy": entropy})
-    stats, rows = {}, Rows(hidden, weight, ids, temperature, vocab_size)
+    stats, rows = {}, Rows(hidden, weight, ids, temperature, vocab_size, use_triton(hidden))
     loss = FusedLoss.apply(hidden, weight, rows, tokens, settings, stats, torch.is_grad_enabled())
     return loss, restore(stats)
 
@@ -86,7 +87,7 @@ def grpo_loss(
 def linear_logps(hidden, weight, ids, *, temperature=1.0, vocab_size=None, entropy=False):
     """-> grpo_loss.linear_logps. Keeps no logits: the backward pass computes them again."""
     flat = hidden.reshape(-1, hidden.shape[-1])
-    rows = Rows(flat, weight, ids.reshape(-1), temperature, vocab_size)
+    rows = Rows(flat, weight, ids.reshape(-1), temperature, vocab_size, use_triton(flat))
     logps, entropies = LinearLogps.apply(flat, weight, rows)
     logps, entropies = logps.view(ids.shape), entropies.view(ids.shape)
     return (logps, entropies) if entropy else logps
@@ -229,7 +230,7 @@ class Rows:
     `slopes` are d loss / d logp.
     """
 
-    def __init__(self, hidden, weight, ids, temperature, vocab_size):
+    def __init__(self, hidden, weight, ids, temperature, vocab_size, in_triton):
         self.width = hidden.shape[1] if weight is None else len(weight)
         self.vocab_size = self.width if vocab_size is None else vocab_size
         if not 0 < self.vocab_size <= self.width:
@@ -239,7 +240,7 @@ class Rows:
         self.logps, self.entropy, self.top, self.log_sum, self.slopes = (
             hidden.new_empty(len(hidden), dtype=self.exact) for _ in range(5)
         )
-        self.in_triton = use_triton(hidden)
+        self.in_triton = in_triton
 
     def read(self, logits, part):
         """Fills in all but `slopes` of the rows `part`, a slice, whose logits these are."""
@@ -302,7 +303,33 @@ def cut(tensor, part):
 
 
 def use_triton(tensor):
-    return triton is not None and tensor.is_cuda and tensor.dtype != torch.float64
+    if triton is None or not tensor.is_cuda or tensor.dtype == torch.float64:
+        return False
+    return kernel_works(tensor.device, tensor.dtype)
+
+
+@functools.cache
+def kernel_works(device, dtype):
+    """Whether the kernel runs here and finds what the torch rows find: tried once; if not, said."""
+    z = torch.linspace(-4, 4, 600).view(3, 200).to(device, dtype)
+    part, results = slice(0, 3), []
+    try:
+        for in_triton in (False, True):
+            rows = Rows(z, None, torch.arange(3, device=device), 0.9, 190, in_triton)
+            grad = torch.empty_like(z)
+            rows.read(z, part)
+            rows.slopes.fill_(1.0)
+            rows.write(z, grad, part)
+            results.append(torch.cat([rows.logps, rows.entropy, grad.float().flatten()]))
+        gap = (results[0] - results[1]).abs().max().item()
+        why = f"it is {gap:.1g} off" if not gap < (1e-4 if dtype == torch.float32 else 1e-2) else ""
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 (a card too old, no compiler: Triton raises anything)
+        why = repr(error)
+    if why:
+        warnings.warn(f"the Triton kernel can't be used, torch is slower: {why}", stacklevel=2)
+    return not why
 
 
 # --- The kernel ---------------------------------------------------------------------
@@ -323,9 +350,9 @@ if triton:
     ):  # fmt: skip
         """One program, one row of logits; READ and WRITE are Rows.read and Rows.write.
 
-        Memory per logit: READ reads it, WRITE reads and writes it. With both, the second read comes
-        from the L2 cache where the rows in flight fit there (one per SM: 132 x 304 KB = 40 MB for
-        Qwen2.5 on an H200), so that a bf16 logit costs about 4 bytes.
+        Memory per bf16 logit: READ reads 2 bytes, WRITE reads and writes 4. With both it is 4 to 6:
+        the second read comes from the L2 cache as far as the rows in flight fit there, which for
+        Qwen2.5 (304 KB a row, two rows per SM) they do in part. Not measured.
         """
         LOG2E: tl.constexpr = 1.4426950408889634
         row = tl.program_id(0).to(tl.int64)  # row * WIDTH exceeds 32 bits from 14 000 rows on
@@ -341,7 +368,7 @@ if triton:
             moment = tl.full((), 0.0, tl.float32)
             for start in tl.range(0, VOCAB, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
-                # Masked at WIDTH, a multiple of 8: at an odd VOCAB loads would go one by one
+                # Masked at WIDTH, in most models a multiple of 8: at VOCAB loads may go one by one
                 z = tl.load(logits + columns, mask=columns < WIDTH, other=float("-inf"))
                 z = tl.where(columns < VOCAB, z.to(tl.float32), float("-inf"))
                 new_top = tl.maximum(top, tl.max(z, 0))

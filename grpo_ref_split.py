@@ -77,10 +77,10 @@ ADVANTAGE_STD = True  # False: centred only, without the bias to easy and hard p
 CLIP_LOW = 0.2  # the ratio's gradient stops below 1 - CLIP_LOW ...
 CLIP_HIGH = 0.2  # ... and above 1 + CLIP_HIGH; 0.28 leaves rare tokens more room (DAPO)
 KL_BETA = 0.04  # weight of the KL to the reference; 0 needs no reference and no server
-UNBIASED_KL = False  # the KL's estimate times the ratio, which makes its gradient exact
+UNBIASED_KL = False  # the KL's estimate times the ratio, for an unbiased gradient (DeepSeek-V3.2)
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
 RATIO_LEVEL = "token"  # or "sequence" (GSPO; then CLIP_LOW and CLIP_HIGH are some 1e-4)
-IS_CAP = 2.0  # at most so much do old / sampler probabilities weigh a token; 0 is off
+IS_CAP = 0.0  # 2: weigh tokens by min(old / sampler probability, 2), for samplers that differ
 UPDATES_PER_ROLLOUT = 1  # mu: optimiser updates on each rollout; clipping acts from the second on
 
 # --- Optimisation -------------------------------------------------------------------
@@ -154,6 +154,7 @@ def check_config():
             ("TEMPERATURE", "above 0, or all of a group are equal", TEMPERATURE > 0),
             ("CLIP_LOW", "above 0, and 1 at most", 0 < CLIP_LOW <= 1),
             ("CLIP_HIGH", "above 0", CLIP_HIGH > 0),
+            ("IS_CAP", "0, which is off, or 1 and more", IS_CAP == 0 or IS_CAP >= 1),
             ("MAX_GRAD_NORM", "above 0; a large one does not clip", MAX_GRAD_NORM > 0),
             ("SAMPLE_BATCH", "GROUP_SIZE or more: groups stay whole", SAMPLE_BATCH >= GROUP_SIZE),
         ]
@@ -461,7 +462,11 @@ def start_engine(policy):
     model = CompletionModel(
         policy.model, share_prompts=SHARE_PROMPTS, gradient_checkpointing=GRADIENT_CHECKPOINTING
     )
-    for note in model.notes:
+    # What a rank could not have, none has: all must plan the same micro-batches
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (model.shares, model.notes))
+    model.shares = all(shares for shares, _ in everyone)
+    for note in sorted({note for _, notes in everyone for note in notes}):
         say(note)
     settings = {"lr": LEARNING_RATE, "betas": ADAM_BETAS, "weight_decay": WEIGHT_DECAY}
     trained = [p for p in policy.model.parameters() if p.requires_grad]

@@ -62,12 +62,11 @@ def load_tokenizer(name):
         raise SystemExit(f"MODEL = {name!r} can't be loaded: {error}") from error
 
 
-def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
-    """-> the Policy, on this rank's GPU or the CPU; `dtype` auto is bfloat16 on a GPU.
+def load_model(name, dtype, vocab_size):
+    """-> (model, dtype) on this process's GPU or the CPU; `dtype` auto is bfloat16 on a GPU.
 
-    With a `lora_rank` the model is frozen, and every linear layer but the LM head gets an adapter,
-    which starts as 0: W x + 2 B A x (LoRA, 2106.09685). Saved, a folder then holds the adapter.
-    Raises SystemExit if model and tokenizer don't belong together, or no EOS is named.
+    It stays in eval mode: GPT-2 ships dropout 0.1, with which the ratio would be noise. Raises
+    SystemExit if its embedding has no room for the tokenizer's ids, or it is a LoRA adapter.
     """
     device = "cpu"
     if torch.cuda.is_available():
@@ -76,6 +75,28 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise SystemExit(
+            f"MODEL = {name!r} is a LoRA adapter. Merge it first, in Python:\n"
+            f"  from peft import AutoPeftModelForCausalLM as Adapter\n"
+            f"  Adapter.from_pretrained({name!r}).merge_and_unload().save_pretrained('merged')\n"
+            "and copy its tokenizer files there"
+        )
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < vocab_size:
+        raise SystemExit(f"{name} embeds {rows} ids, its tokenizer has {vocab_size}: a wrong pair")
+    return model.to(device).eval(), dtype
+
+
+def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
+    """-> the Policy; see load_model for `dtype`.
+
+    With a `lora_rank` the model is frozen, and every linear layer but the LM head gets an adapter,
+    which starts as 0: W x + 2 B A x (LoRA, 2106.09685). Saved, a folder then holds the adapter.
+    Raises SystemExit as load_model does, or if no EOS is named.
+    """
+    vocab_size = tokenizer_facts(tokenizer)["vocab_size"]
+    model, dtype = load_model(name, dtype, vocab_size)
     if lora_rank:
         from peft import LoraConfig
 
@@ -86,12 +107,7 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
     eos_ids = {i for ids in stops for i in (ids if isinstance(ids, list) else [ids])} - {None}
     if not eos_ids:
         raise SystemExit(f"{name} names no EOS token: its completions would never end")
-    rows = model.get_input_embeddings().weight.shape[0]
-    vocab_size = tokenizer_facts(tokenizer)["vocab_size"]
-    if rows < vocab_size:
-        raise SystemExit(f"{name} embeds {rows} ids, its tokenizer has {vocab_size}: a wrong pair")
-    # eval, and never train: GPT-2 ships dropout 0.1, with which the ratio would be noise
-    return Policy(name, model.to(device).eval(), tokenizer, eos_ids, vocab_size, dtype)
+    return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype)
 
 
 def prompt_ids(tokenizer, messages):

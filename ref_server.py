@@ -24,11 +24,10 @@ import bottle
 import safetensors.torch
 import torch
 import waitress
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from forward import CompletionModel, number_prompts, order_rows, pack_by_tokens
 from grpo_loss_triton import linear_logps
-from policy import load_tokenizer
+from policy import load_model, load_tokenizer
 from store import Store, StoreFull
 from wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
 
@@ -63,15 +62,17 @@ def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
     """
     result = [None] * len(prompts)
 
+    def forward(rows):  # a function of its own: what it holds is gone when it has raised
+        p, c = [prompts[r] for r in rows], [completions[r] for r in rows]
+        hidden, ids = model(p, c)
+        logps = linear_logps(
+            hidden, model.head, ids, temperature=temperature, vocab_size=vocab_size
+        )
+        return logps.cpu().split([len(x) for x in c])
+
     def score(rows):
         try:
-            p, c = [prompts[r] for r in rows], [completions[r] for r in rows]
-            hidden, ids = model(p, c)
-            logps = linear_logps(
-                hidden, model.head, ids, temperature=temperature, vocab_size=vocab_size
-            )
-            parts = logps.cpu().split([len(x) for x in c])
-            for row, part in zip(rows, parts, strict=True):
+            for row, part in zip(rows, forward(rows), strict=True):
                 result[row] = part.clone()  # not a view, which would keep the batch alive
             return
         except torch.OutOfMemoryError:
@@ -231,14 +232,9 @@ def make_app(store, info, *, max_tokens, token, max_body_bytes, lease_seconds, l
 # --- Main ---------------------------------------------------------------------------
 def load_reference():
     """-> (model, info, max_tokens): the frozen model, what /info says, the longest sequence."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = {"cuda": "bfloat16", "cpu": "float32"}[device] if DTYPE == "auto" else DTYPE
     facts = tokenizer_facts(load_tokenizer(MODEL))
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=getattr(torch, dtype))
-    model = model.to(device).eval().requires_grad_(False)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if rows < facts["vocab_size"]:
-        sys.exit(f"{MODEL} embeds {rows} ids, its tokenizer has {facts['vocab_size']}: wrong pair")
+    model, dtype = load_model(MODEL, DTYPE, facts["vocab_size"])
+    model.requires_grad_(False)
     info = {
         "protocol": PROTOCOL,
         "model": MODEL,
@@ -246,7 +242,7 @@ def load_reference():
         "dtype": dtype,
     } | facts
     info["facts"] = hashlib.sha256(repr(sorted(info.items())).encode()).hexdigest()[:16]
-    max_tokens = getattr(AutoConfig.from_pretrained(MODEL), "max_position_embeddings", None)
+    max_tokens = getattr(model.config, "max_position_embeddings", None)
     model = CompletionModel(model, share_prompts=SHARE_PROMPTS)
     for note in model.notes:
         print(note, flush=True)

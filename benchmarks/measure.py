@@ -61,15 +61,17 @@ def apart(function, *args, threads=CORES):
 def peak_bytes(run, warm_up):
     """-> the most memory of run() beyond what is there before it. CUDA: of torch's allocator; CPU:
     the high-water mark of resident memory. warm_up() has made what comes but once."""
-    warm_up()
     if DEVICE == "cuda":
+        warm_up()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once
     warm_up()
+    libc.malloc_trim(0)  # so does what the heap kept from before: used again, it would not count
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     before = in_bytes("/proc/self/status", "VmRSS")
     room = in_bytes("/proc/self/status", "VmSize") + in_bytes("/proc/meminfo", "MemAvailable")

@@ -167,7 +167,7 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
                 "llama": {"LOSS_TYPE": "dapo", "FUSED_LOSS": False},
                 "qwen3": {"LOSS_TYPE": "dr_grpo", "OBJECTIVE": "cispo", "UNBIASED_KL": True},
                 "gemma2": {"RATIO_LEVEL": "sequence", "UPDATES_PER_ROLLOUT": 2},
-                "gpt2": {"SHARE_PROMPTS": False, "IS_CAP": 0},
+                "gpt2": {"SHARE_PROMPTS": False, "IS_CAP": 2.0},
             }[name]
         )
     alone = presets[0] | {  # no reference and no server: nothing listens at REF_SERVER
@@ -203,3 +203,10 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
     for name, weight in base.items():
         same = trained.get(name, trained.get(name.replace(".weight", ".base_layer.weight")))
         assert torch.equal(weight, same), name
+    model = {
+        "MODEL": str(tmp_path / "adapter/step_000002")
+    }  # must be merged before it can be MODEL
+    for script, preset in (("ref_server", model), ("grpo_ref_split", alone | model)):
+        command = [sys.executable, PRESET, script, json.dumps([preset])]
+        run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+        assert run.returncode == 1 and "is a LoRA adapter. Merge it first" in run.stderr, run.stderr

@@ -90,6 +90,17 @@ def test_the_smallest_batches(prompts, completion, share, model_of):
     torch.testing.assert_close(logps, expected, rtol=0, atol=TOLERANCE)
 
 
+@torch.no_grad()
+def test_padding_stays_within_a_table_of_positions():
+    """GPT-2 has 64: a long prompt's short completion is padded to another's width, beyond them."""
+    model = tiny_model("gpt2")
+    rows = [([1] * 60, [2] * 4), ([3] * 4, [4] * 60)]
+    prompts, completions = zip(*rows, strict=True)
+    logps, _ = logps_of(CompletionModel(model, share_prompts=True), prompts, completions)
+    expected = torch.cat([plain_logps(model, p, c, 1.0) for p, c in rows])
+    torch.testing.assert_close(logps, expected, rtol=0, atol=TOLERANCE)
+
+
 class Spy:
     """Counts the tokens that pass a module."""
 
@@ -160,17 +171,37 @@ def test_a_model_that_ignores_its_cache_is_found_out(model_of):
     torch.testing.assert_close(logps, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("change", ["bias", "scale", "norm"])
+def test_no_memory_is_not_taken_for_no_cache(monkeypatch):
+    """Else a rank short of memory would plan other micro-batches than the others: a hang."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(CompletionModel, "_shared", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        CompletionModel(tiny_model("qwen2"), share_prompts=True)
+
+
+class NormHead(torch.nn.Linear):
+    def forward(self, hidden):
+        return torch.nn.functional.linear(hidden, torch.nn.functional.normalize(self.weight))
+
+
+@pytest.mark.parametrize("change", ["bias", "scale", "norm", "weight", "scaled weight"])
 def test_a_head_that_is_more_than_a_matrix_is_found_out(change):
-    """A bias (Phi), a scale (Cohere, Granite), a norm between body and head."""
+    """A bias (Phi), a scale (Cohere, Granite), a norm before it, or of its weight (Baichuan)."""
     model = tiny_model("qwen2")
     if change == "bias":
         model.lm_head.bias = torch.nn.Parameter(torch.randn(120))
     elif change == "scale":
         whole = model.forward
         model.forward = lambda *a, **k: Scaled(whole(*a, **k).logits / 3)
-    else:
+    elif change == "norm":
         model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+    elif change == "weight":
+        model.lm_head.__class__ = NormHead
+    else:
+        model.lm_head.forward = lambda h: torch.nn.functional.linear(h, model.lm_head.weight * 1.1)
     assert not forward.has_plain_head(model)
     assert forward.has_plain_head(tiny_model("qwen2"))
 
@@ -195,7 +226,8 @@ def random_sizes(seed):
 def padded_tokens(batch, sizes):
     prompts = {sizes[row][0] for row in batch}
     wide = max(sizes[row][1] for row in batch)
-    return len(prompts) * wide + len(batch) * max(sizes[row][2] for row in batch)
+    shared = (len(batch) - len(prompts)) * wide // 8  # keys and values of a prompt seen once more
+    return len(prompts) * wide + len(batch) * max(sizes[row][2] for row in batch) + shared
 
 
 def test_packing_a_random_sweep():

@@ -234,6 +234,9 @@ def test_cispo_by_hand():
     # -1.193147, then -1.5, -2.594535 and -1.393147. Times clip(r) they add up to -1 - 2.0728955 -
     # 0.9545176 = -4.0274131, and -1.5 - 3.3728955 - 1.1145176 = -5.9874131.
     assert gradient == pytest.approx([-0.2, -0.26, -0.16, 0.2, 0.26, 0.16])
+    _, stats = policy_loss(*hand_batch(), **CLIPS, kl_beta=0.0, objective="cispo")
+    assert stats["clip_low"].tolist() == [False, False, True] * 2  # whatever the advantage's sign
+    assert stats["clip_high"].tolist() == [False, True, False] * 2
     assert loss == pytest.approx(0.2 * 4.0274131 - 0.2 * 5.9874131, abs=1e-6)
 
 

@@ -512,6 +512,30 @@ def test_the_loss_is_ligers(options):
         assert error(mine, other.detach()) < 5e-6  # measured: 2.3e-6
 
 
+# --- A kernel that does not work --------------------------------------------------------
+@pytest.mark.parametrize("engine", ["interpreter"], indirect=True)
+@pytest.mark.parametrize("fault", [None, "raises", "wrong"])
+def test_a_kernel_that_does_not_work_is_said_and_done_without(engine, fault, monkeypatch):
+    """A card too old, no compiler, a bug: tried on three rows before it is trusted."""
+    launch = engine.module.launch
+
+    def faulty(rows, *args, **kwargs):
+        if fault == "raises":
+            raise RuntimeError("Failed to find C compiler")
+        launch(rows, *args, **kwargs)
+        rows.logps += 0.01  # at each of two launches
+
+    if fault:
+        monkeypatch.setattr(engine.module, "launch", faulty)
+    works = functools.partial(engine.module.kernel_works.__wrapped__, torch.device("cpu"))
+    if fault is None:
+        assert works(torch.float32) and works(torch.bfloat16)
+        return
+    why = {"raises": "Failed to find C compiler", "wrong": "it is 0.02 off"}[fault]
+    with pytest.warns(UserWarning, match=f"can't be used.*{why}"):
+        assert not works(torch.float32)
+
+
 # --- What a GPU gets --------------------------------------------------------------------
 OFF = {"CISPO": False, "UNBIASED_KL": False, "ON_POLICY": True, "KL_BETA": 0.0, "IS_CAP": 0.0}
 ON = {"CISPO": True, "UNBIASED_KL": True, "ON_POLICY": False, "KL_BETA": 0.04, "IS_CAP": 2.0}

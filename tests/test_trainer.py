@@ -337,7 +337,6 @@ def test_a_sampler_at_another_temperature_stops_the_run(tiny, monkeypatch):
 def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, monkeypatch):
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
     monkeypatch.setattr(grpo, "KL_BETA", 0)
-    monkeypatch.setattr(grpo, "IS_CAP", 0)  # the group's sampler is another model
     rows = grpo.make_rows([a_group([[1.0, -1.0], [-1.0, -1.0]])])
     assert all(row.old_logps is None for row in rows)
     model = CompletionModel(policy.model, share_prompts=True)
