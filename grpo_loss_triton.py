@@ -291,7 +291,7 @@ class Rows:
 
     def slabs(self, logits, part):
         """Yields (slice of the rows, their logits), few at a time: copies stay in a CPU's cache."""
-        step = max(1, (1 << 20) // self.width)
+        step = max(1, (1 << 18) // self.width)
         for start in range(0, len(logits), step):
             stop = min(start + step, len(logits))
             rows = slice(part.start + start, part.start + stop)

@@ -203,10 +203,10 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
     for name, weight in base.items():
         same = trained.get(name, trained.get(name.replace(".weight", ".base_layer.weight")))
         assert torch.equal(weight, same), name
-    model = {
-        "MODEL": str(tmp_path / "adapter/step_000002")
-    }  # must be merged before it can be MODEL
-    for script, preset in (("ref_server", model), ("grpo_ref_split", alone | model)):
+    # It must be merged before it can be MODEL
+    model = {"MODEL": str(tmp_path / "adapter/step_000002")}
+    trainer = alone | model | {"RUN_DIR": str(tmp_path / "refused")}
+    for script, preset in (("ref_server", model), ("grpo_ref_split", trainer)):
         command = [sys.executable, PRESET, script, json.dumps([preset])]
         run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
         assert run.returncode == 1 and "is a LoRA adapter. Merge it first" in run.stderr, run.stderr
