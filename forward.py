@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sampler import accepts, can_cache
+from decode import accepts, can_cache
 
 
 # --- Micro-batches ------------------------------------------------------------------

@@ -89,6 +89,7 @@ def policy_loss(
     unbiased_kl=False,
     sampler_logps=None,
     is_cap=0.0,
+    ratio_cap=0.0,
     sequences=None,
 ):
     """-> (loss, stats): minus the weighted sum of the GRPO objective over N tokens.
@@ -107,6 +108,9 @@ def policy_loss(
     is_cap             the objective, not the KL, times min(exp(old - sampler), is_cap), for a
                        sampler that finds other log-probs than the trainer (truncated importance
                        sampling)
+    ratio_cap          the min's r is at most this, which for A < 0 has no bound otherwise: for old
+                       log-probs of a sampler that may be far off (the two-sided clip of
+                       INTELLECT-2, 2505.07291)
     sequences          each token's sequence number (int64): r is the sequence's, exp of the mean of
                        its tokens' logp - old_logp (GSPO, 2507.18071, eq. 7); k3's r stays a token's
     """
@@ -124,7 +128,9 @@ def policy_loss(
     else:
         # The smaller of the two: a step that already went too far gets no more gradient (clipped),
         # one that went the wrong way keeps its full gradient.
-        gain = torch.minimum(ratio * advantages, clipped * advantages)
+        bounded = ratio.clamp(max=ratio_cap) if ratio_cap else ratio
+        clipped = bounded.clamp(1 - clip_low, 1 + clip_high)
+        gain = torch.minimum(bounded * advantages, clipped * advantages)
     if is_cap:
         gain = gain * torch.exp(old_logps - sampler_logps).clamp(max=is_cap)
     kl = torch.zeros_like(logps)

@@ -345,7 +345,7 @@ if triton:
         READ: tl.constexpr, WRITE: tl.constexpr,
         CLIP_LOW: tl.constexpr, CLIP_HIGH: tl.constexpr, KL_BETA: tl.constexpr,
         CISPO: tl.constexpr, UNBIASED_KL: tl.constexpr,
-        ON_POLICY: tl.constexpr, IS_CAP: tl.constexpr,
+        ON_POLICY: tl.constexpr, IS_CAP: tl.constexpr, RATIO_CAP: tl.constexpr,
         BLOCK: tl.constexpr,
     ):  # fmt: skip
         """One program, one row of logits; READ and WRITE are Rows.read and Rows.write.
@@ -403,6 +403,8 @@ if triton:
                 else:
                     slope = ratio * advantage
                     slope = tl.where(slope <= clipped * advantage, slope, 0.0)
+                    if RATIO_CAP > 0:
+                        slope = tl.where(ratio > RATIO_CAP, 0.0, slope)
                 if IS_CAP > 0:
                     slope *= tl.minimum(tl.exp(old - tl.load(sampler_logps + row)), IS_CAP)
                 if KL_BETA != 0:
@@ -459,6 +461,7 @@ def launch(rows, logits, grad, part, tokens=(None,) * 4, settings=None, *, READ,
         UNBIASED_KL=settings.get("unbiased_kl", False),
         ON_POLICY=tokens[0] is None,
         IS_CAP=settings.get("is_cap", 0.0),
+        RATIO_CAP=settings.get("ratio_cap", 0.0),
         **block_of(rows.width, logits.element_size()),
     )
 

@@ -3,17 +3,19 @@
     CUDA_VISIBLE_DEVICES=7 python ref_server.py                           # first, on one GPU
     CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6 deepspeed grpo_ref_split.py        # then, on the others
     deepspeed --num_gpus 1 grpo_ref_split.py                              # one GPU, or a CPU
+    python grpo_ref_split.py worker        # anywhere else: samples for the trainer (PUBLISH_STEPS)
 
 Edit the constants below. A preset is a Python file that imports this one, sets its constants and
-calls main(); demo.py is an example. The file reads in the order in which data flows: sample a group
-of completions for each prompt, reward them, upload, fetch with reference log-probs, advantages,
-loss, step, evaluate, log, save.
+calls main(); demo.py is an example. The file reads in the order in which data flows: a rollout
+(sampling, rewards: rollout.py), upload, fetch with reference log-probs, advantages, loss, step;
+report.py evaluates, logs and saves.
 
 GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completion's advantage is its
 reward, centred and scaled within the G completions of its prompt. Where we deviate from the paper:
   - every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch;
   - the log-probs of the first of UPDATES_PER_ROLLOUT updates serve as the old ones (the ratio is
-    exactly 1), as they come for free; the sampler's own travel along and must agree with them;
+    exactly 1), as they come for free; the sampler's own travel along and must agree with them. What
+    workers sampled is older, or computed otherwise: there the old log-probs are the sampler's;
   - groups without spread in correctness are left out and replaced (DAPO, 2503.14476, sec. 3.2).
 
 Symbols: B sequences of a micro-batch, G completions of a group, P prompt and T completion tokens,
@@ -22,18 +24,13 @@ an attempt that found nothing to train.
 """
 
 import importlib
-import itertools
 import json
 import math
-import numbers
-import os
-import random
-import shutil
 import sys
 import time
 import uuid
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,11 +40,15 @@ from tqdm import tqdm
 
 import grpo_loss
 import grpo_loss_triton
+from client import RefServer
+from exchange import Exchange
 from forward import CompletionModel, number_prompts, plan_micro_batches
 from grpo_loss import LOSS_TYPES, OBJECTIVES, group_advantages, token_weights
 from policy import load_policy, load_tokenizer, prompt_ids
-from sampler import sample_groups
-from wire import Group, RefServer, pack_group, tokenizer_facts, unpack_group
+from policy_sync import NOISE, Publisher
+from report import Clock, RunFolder, evaluate, rollout_metrics, say, say_parts, show
+from rollout import Recipe, Uploader, endless, make_group, real, rollout, tally_of
+from wire import pack_group, tokenizer_facts, unpack_group
 
 # --- What to train ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # any AutoModelForCausalLM: hub name or folder
@@ -80,8 +81,15 @@ KL_BETA = 0.04  # weight of the KL to the reference; 0 needs no reference and no
 UNBIASED_KL = False  # the KL's estimate times the ratio, for an unbiased gradient (DeepSeek-V3.2)
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
 RATIO_LEVEL = "token"  # or "sequence" (GSPO; then CLIP_LOW and CLIP_HIGH are some 1e-4)
-IS_CAP = 0.0  # 2: weigh tokens by min(old / sampler probability, 2), for samplers that differ
+IS_CAP = 2.0  # bounds what a token's probability may have grown by since it was sampled; 0: off
 UPDATES_PER_ROLLOUT = 1  # mu: optimiser updates on each rollout; clipping acts from the second on
+
+# --- Workers, and a reference that follows: 0 is off --------------------------------
+PUBLISH_STEPS = 0  # 1: publish the policy every so many steps, for workers on other machines
+TRAINER_SAMPLES = True  # the ranks sample what workers have not; False: workers alone sample
+MAX_STALENESS = 4  # groups sampled by a policy more updates ago than this are dropped
+RECOMPUTE_OLD_LOGPS = False  # of workers' groups: as of the first update, and weighed up to IS_CAP
+REFERENCE_REFRESH_STEPS = 0  # make the policy the reference every so many steps (iterative GRPO)
 
 # --- Optimisation -------------------------------------------------------------------
 STEPS = 500  # optimiser updates
@@ -114,11 +122,10 @@ KEEP_CHECKPOINTS = 2  # the newest; older ones are deleted
 SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
 WAIT_LIMIT_SECONDS = 600  # for the reference server, after which the run ends with an error
 
-# --- Checks -------------------------------------------------------------------------
-# What rounding may do at the first update: mean |log-prob difference| to the sampler, mean k3 to
-# the same reference. Measured on a CPU, tiny models: float32 4e-7 and 0, bfloat16 3e-3 and 9e-4.
-NOISE = {"float32": (1e-4, 1e-6), "bfloat16": (5e-2, 5e-3)}
 IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run ends
+# What rounding may do to the mean k3 at the first update, to a reference of the same weights (and
+# policy_sync.NOISE to log-probs). Measured on a CPU, tiny models: float32 0, bfloat16 9e-4.
+KL_NOISE = {"float32": 1e-6, "bfloat16": 5e-3}
 
 
 def check_config():
@@ -128,7 +135,8 @@ def check_config():
         " EVAL_STEPS EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT"
         " MICRO_BATCH_TOKENS WAIT_LIMIT_SECONDS"
     )
-    others = "LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED"
+    others = "LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED PUBLISH_STEPS MAX_STALENESS"
+    others += " REFERENCE_REFRESH_STEPS"
     reals = "TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR"
     reals += " MAX_GRAD_NORM STOP_ACCURACY"
     now = globals()
@@ -156,6 +164,21 @@ def check_config():
             ("CLIP_HIGH", "above 0", CLIP_HIGH > 0),
             ("IS_CAP", "0, which is off, or 1 and more", IS_CAP == 0 or IS_CAP >= 1),
             ("MAX_GRAD_NORM", "above 0; a large one does not clip", MAX_GRAD_NORM > 0),
+            (
+                "MAX_STALENESS",
+                "PUBLISH_STEPS or more: what workers sample is that old",
+                MAX_STALENESS >= PUBLISH_STEPS,
+            ),
+            (
+                "TRAINER_SAMPLES",
+                "True where no workers can: PUBLISH_STEPS is 0",
+                TRAINER_SAMPLES or PUBLISH_STEPS > 0,
+            ),
+            (
+                "REFERENCE_REFRESH_STEPS",
+                "0 where there is no reference: KL_BETA is 0",
+                KL_BETA > 0 or not REFERENCE_REFRESH_STEPS,
+            ),
             ("SAMPLE_BATCH", "GROUP_SIZE or more: groups stay whole", SAMPLE_BATCH >= GROUP_SIZE),
         ]
     broken = [f"{name} = {now[name]!r} must be {what}" for name, what, holds in rules if not holds]
@@ -165,11 +188,6 @@ def check_config():
 
 def whole(value):
     return type(value) is int
-
-
-def real(value):
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # NumPy's, too
-    return number and math.isfinite(value)
 
 
 def holds_run():
@@ -209,149 +227,75 @@ def load_prompts(task, split, tokenizer):
     return prompts
 
 
-def endless(prompts, rank, world):
-    """This rank's prompts: every epoch in a new order, which SEED alone decides."""
-    at = 0  # position in the order of all ranks, of which this rank takes every world-th
-    for epoch in itertools.count():
-        order = list(prompts)
-        random.Random(f"{SEED}/{epoch}").shuffle(order)
-        for prompt in order:
-            if at % world == rank:
-                yield prompt
-            at += 1
-
-
-# --- Rollout: sample, reward, upload ------------------------------------------------
-def sample_and_reward(policy, task, prompts, group_size, temperature, generator):
-    """-> [(prompt, completions, rewards)] for prompts as load_prompts gives them.
-
-    `rewards` holds, for each completion, the task's dict of named rewards. The task sees text; the
-    trainer goes on with the sampled ids, as text tokenised again may give other ids.
-    """
-    groups = sample_groups(
-        policy.model,
-        [ids for _, _, ids in prompts],
-        group_size=group_size,
-        max_new_tokens=MAX_COMPLETION_TOKENS,
-        temperature=temperature,
-        eos_ids=policy.eos_ids,
-        vocab_size=policy.vocab_size,
-        generator=generator,
-    )
-    rewarded = []
-    for prompt, completions in zip(prompts, groups, strict=True):
-        rewards = [task.rewards(prompt[1], policy.text(c)) for c in completions]
-        for r in rewards:
-            if r.keys() != REWARD_WEIGHTS.keys():
-                raise SystemExit(f"{TASK} rewards {sorted(r)}, but REWARD_WEIGHTS has other names")
-            if not all(real(value) for value in r.values()):
-                raise SystemExit(f"{TASK} rewards {r}, not finite numbers, for {prompt[1]}")
-        rewarded.append((prompt, completions, rewards))
-    return rewarded
-
-
-def rollout(policy, task, stream, count, *, share, generator):
-    """Yields `share` groups worth training, as soon as each is sampled; counts all in `count`.
-
-    Flat groups (all right, or all wrong) have nothing to compare: judged on OUTCOME, since a group
-    that is all wrong would otherwise train its format alone, at full size. They are replaced by
-    sampling more, for at most MAX_REFILLS rounds, after which there may be fewer than `share`.
-    """
-    kept, at_once = 0, SAMPLE_BATCH // GROUP_SIZE
-    for _ in range(1 + MAX_REFILLS):
-        prompts = list(itertools.islice(stream, share - kept))
-        for i in range(0, len(prompts), at_once):
-            for group in sample_and_reward(
-                policy, task, prompts[i : i + at_once], GROUP_SIZE, TEMPERATURE, generator
-            ):
-                flat = is_flat([r[OUTCOME] for r in group[2]])
-                count.update(tally(group, flat))
-                if not (flat and SKIP_FLAT_GROUPS):
-                    kept += 1
-                    yield group
-
-
-def is_flat(values):
-    """Example: [1, 1, 1] -> True; [1, -1, 1] -> False"""
-    return max(values) - min(values) < 1e-6
-
-
-TALLY = ("groups", "flat", "completions", "tokens", "truncated", "right")
-
-
-def tally(group, flat):
-    """-> sums over the completions of one sampled group, by name; rollout_metrics has the means."""
-    _, completions, rewards = group
-    return {
-        "groups": 1,
-        "flat": int(flat),
-        "completions": len(completions),
-        "tokens": sum(len(c.ids) for c in completions),
-        "truncated": sum(c.truncated for c in completions),
-        "right": sum(r[OUTCOME] > 0 for r in rewards),
-    } | {f"reward_{name}": sum(r[name] for r in rewards) for name in REWARD_WEIGHTS}
-
-
-def make_group(sampled, *, id, run, step):
-    """-> the wire's Group of a sampled one."""
-    (index, _, ids), completions, rewards = sampled
-    names = list(REWARD_WEIGHTS)
-    return Group(
-        id=id,
-        run=run,
-        policy_version=step,
-        item=index,
-        reward_names=names,
-        prompt_ids=torch.tensor(ids, dtype=torch.int32),
-        completion_ids=torch.tensor([i for c in completions for i in c.ids], dtype=torch.int32),
-        completion_lengths=torch.tensor([len(c.ids) for c in completions], dtype=torch.int32),
-        sampler_logps=torch.tensor([p for c in completions for p in c.logps]),
-        truncated=torch.tensor([c.truncated for c in completions]),
-        rewards=torch.tensor([[float(r[name]) for name in names] for r in rewards]),
+def make_recipe(task, prompts):
+    """-> what is sampled and how it is rewarded, for this process and to compare with others'."""
+    return Recipe(
+        task_name=TASK,
+        task=task,
+        prompts=prompts,
+        group_size=GROUP_SIZE,
+        sample_batch=SAMPLE_BATCH,
+        max_prompt_tokens=MAX_PROMPT_TOKENS,
+        max_completion_tokens=MAX_COMPLETION_TOKENS,
+        temperature=TEMPERATURE,
+        reward_weights=REWARD_WEIGHTS,
+        outcome=OUTCOME,
+        skip_flat_groups=SKIP_FLAT_GROUPS,
+        max_refills=MAX_REFILLS,
+        seed=SEED,
     )
 
 
-# --- Exchange ---------------------------------------------------------------------
-def sample_step(policy, task, stream, server, run, step):
-    """-> (groups, metrics): the rollout of all ranks that comes after `step` updates.
+# --- Rollout and exchange -----------------------------------------------------------
+def rollout_step(policy, recipe, stream, exchange, run, step, clock):
+    """-> (groups, metrics): what all ranks will train after `step` updates.
 
-    While the server scores what was uploaded, the next groups are sampled.
+    What workers have ready comes first; the ranks sample the rest, and upload it while they sample
+    on. Their own groups come back without the reference's log-probs: those arrive in accumulate().
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    share = PROMPTS_PER_STEP // world + (rank < PROMPTS_PER_STEP % world)
-    generator = torch.Generator(device=policy.model.device)
-    generator.manual_seed((SEED * 1_000_003 + step) * 4096 + rank)
-    count, mine, started = Counter(), [], time.perf_counter()
-    for group in rollout(policy, task, stream, count, share=share, generator=generator):
-        id = f"{step:06d}-{rank:04d}-{len(mine):04d}"
-        body = pack_group(make_group(group, id=id, run=run, step=step))
-        if server:
-            server.call("POST", "/upload", data=body)
-        mine.append(id if server else body)
-    sampled = time.perf_counter()
-    groups = exchange(mine, server, run)
-    metrics = rollout_metrics(count)
-    metrics["seconds_sample"] = sampled - started
-    metrics["seconds_wait"] = time.perf_counter() - sampled
-    metrics["tokens_per_second"] = metrics["tokens_sampled"] / metrics["seconds_sample"]
+    rank, world, server = dist.get_rank(), dist.get_world_size(), exchange and exchange.server
+    groups, count = [], Counter()
+    if PUBLISH_STEPS:
+        with clock.part("wait"):
+            groups = exchange.workers_groups(
+                PROMPTS_PER_STEP, oldest=step - MAX_STALENESS, wait=not TRAINER_SAMPLES
+            )
+    missing = PROMPTS_PER_STEP - len(groups) if TRAINER_SAMPLES else 0
+    share = missing // world + (rank < missing % world)
+    pools, mine, number = bool(server and server.regroups), [], 0
+    uploader = Uploader(server.twin()) if KL_BETA or pools else None
+    seed, began = (SEED * 1_000_003 + step) * 4096 + rank, time.perf_counter()
+    for sampled, flat in rollout(policy, recipe, stream, count, share=share, seed=seed):
+        id, number = f"{step:06d}-{rank:04d}-{number:04d}", number + 1
+        names = {"id": id, "run": run, "version": step, "sampler": "trainer", "outcome": OUTCOME}
+        group, of_use = make_group(sampled, **names), not (flat and SKIP_FLAT_GROUPS)
+        if of_use:
+            mine.append(pack_group(group))
+        if pools if not of_use else KL_BETA:
+            uploader.put(group, pool=not of_use)
+    sampling = time.perf_counter() - began - count["seconds_reward"]
+    clock.parts += Counter(sample=sampling, reward=count["seconds_reward"])
+    with clock.part("wait"):
+        joined = [id for r in (uploader.finish() if uploader else []) for id in r.get("joined", [])]
+        everyone = [None] * world
+        dist.all_gather_object(everyone, (mine, joined))
+        own = [unpack_group(body) for bodies, _ in everyone for body in bodies]
+        if exchange:
+            exchange.begin(group.id for group in own if KL_BETA)
+            own += exchange.whole([id for _, ids in everyone for id in ids])
+    if rank == 0:  # of flat groups that workers left out nothing is known
+        for group in groups:
+            count.update(tally_of(recipe, group))
+    groups = sorted(groups + own, key=lambda group: group.id)
+    metrics = rollout_metrics(count, recipe)
+    seconds = clock.parts["sample"] if share else clock.parts["wait"]  # waiting for workers
+    metrics["tokens_per_second"] = metrics["tokens_sampled"] / max(seconds, 1e-9)
+    if PUBLISH_STEPS:
+        ages = [step - group.policy_version for group in groups]
+        metrics["staleness"] = sum(ages) / max(len(ages), 1)
+        metrics["staleness_max"] = max(ages, default=0)
+        metrics["groups_dropped"] = exchange.dropped
     return groups, metrics
-
-
-def exchange(mine, server, run):
-    """-> the groups of all ranks, in the same order on all.
-
-    `mine` are this rank's groups: packed, or only their ids if they went through the server. Rank 0
-    then fetches them all and passes them on. As every rank sees the whole step, each can work out
-    denominators and everyone's micro-batches by itself, and none can disagree.
-    """
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    bodies = [body for part in everyone for body in part]
-    if server:
-        box = [server.lease(run, bodies) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(box, src=0)
-        bodies = box[0]
-    return sorted(map(unpack_group, bodies), key=lambda group: group.id)
 
 
 # --- Rows to train ---------------------------------------------------------
@@ -359,13 +303,15 @@ def exchange(mine, server, run):
 class Row:
     """One sequence to train."""
 
+    group: str  # the id of its group
+    number: int  # which of the group's completions it is
     prompt: list[int]
     completion: list[int]
     sampler_logps: torch.Tensor  # (T,)
-    ref_logps: torch.Tensor | None  # (T,)
+    ref_logps: torch.Tensor | None  # (T,); None: not here yet, or there is no reference
     advantage: float
     weight: float = 0.0  # of each token
-    old_logps: torch.Tensor | None = None  # (T,), set by the first update on a rollout
+    old_logps: torch.Tensor | None = None  # (T,); None: those of the first update on the rollout
 
 
 def advantages_of(group):
@@ -375,20 +321,26 @@ def advantages_of(group):
     return group_advantages(weighted, scale_by_std=ADVANTAGE_STD)
 
 
-def make_rows(groups):
+def make_rows(groups, step):
     """-> the rows of a step's groups, with weights; without the truncated if MASK_TRUNCATED.
 
-    A truncated completion still counts in its group's mean, and in the number of sequences.
+    A truncated completion still counts in its group's mean, and in the number of sequences. If any
+    group is older than `step`, or a worker's, the sampler's log-probs are the old ones for all.
     """
     rows = []
+    ours = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
+    old_are_sampled = not (ours or RECOMPUTE_OLD_LOGPS)
     for group in groups:
         advantages = advantages_of(group).tolist()
         ids, logps = (group.completions(x) for x in (group.completion_ids, group.sampler_logps))
-        refs = group.completions(group.ref_logps) if KL_BETA else [None] * len(ids)
+        there = KL_BETA and group.ref_logps is not None
+        refs = group.completions(group.ref_logps) if there else [None] * len(ids)
         for i, truncated in enumerate(group.truncated.tolist()):
             if not (truncated and MASK_TRUNCATED):
                 prompt, completion = group.prompt_ids.tolist(), ids[i].tolist()
-                rows.append(Row(prompt, completion, logps[i], refs[i], advantages[i]))
+                row = Row(group.id, i, prompt, completion, logps[i], refs[i], advantages[i])
+                row.old_logps = logps[i] if old_are_sampled else None
+                rows.append(row)
     lengths = torch.tensor([len(row.completion) for row in rows])
     weights = token_weights(
         lengths,
@@ -404,11 +356,13 @@ def make_rows(groups):
 
 # --- Loss ---------------------------------------------------------------------------
 SUMS = ("loss", "tokens", "ratio", "kl", "clip_low", "clip_high", "mismatch", "entropy")
+SUMS += ("sampler_ratio",)
 
 
 def micro_batch_loss(model, rows, vocab_size, *, scale):
     """-> (loss, sums, worst): `scale` times the rows' part of the step's loss, sums of SUMS over
-    their tokens, and the largest difference to a sampler's log-prob."""
+    their tokens, and the largest difference to a sampler's log-prob and ratio to its probability.
+    """
     hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
     lengths = torch.tensor([len(row.completion) for row in rows])
 
@@ -437,15 +391,18 @@ def micro_batch_loss(model, rows, vocab_size, *, scale):
         unbiased_kl=UNBIASED_KL,
         sampler_logps=sampler_logps,
         is_cap=IS_CAP,
+        # if the old log-probs are the sampler's that weight is 1, and the ratio itself is bounded
+        ratio_cap=IS_CAP if rows[0].old_logps is rows[0].sampler_logps else 0.0,
         sequences=spread(list(range(len(rows)))) if RATIO_LEVEL == "sequence" else None,
     )
     if first:
         for row, part in zip(rows, stats["logps"].cpu().split(lengths.tolist()), strict=True):
             row.old_logps = part
     stats["mismatch"] = (stats["logps"] - sampler_logps).abs()
+    stats["sampler_ratio"] = (stats["logps"] - sampler_logps).exp()
     stats |= {"loss": loss.detach()[None] / scale, "tokens": torch.ones_like(ids)}
     sums = torch.stack([stats[name].sum().double() for name in SUMS])
-    return loss, sums, stats["mismatch"].max()
+    return loss, sums, torch.stack([stats["mismatch"].max(), stats["sampler_ratio"].max()])
 
 
 # --- Step ---------------------------------------------------------------------------
@@ -497,22 +454,34 @@ def learning_rate(step):
     return LEARNING_RATE * warm * (1 - (1 - FINAL_LR) * done)
 
 
-def accumulate(engine, rows, vocab_size):
+def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     """Runs this rank's micro-batches forward and backward; -> the step's means over all ranks.
 
     The weights already divide by the whole step's counts, so parts add up: to a gradient that is
-    the same for 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4.
+    the same for 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4, in any order. That which the reference
+    has scored first comes first.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, clock = dist.get_rank(), dist.get_world_size(), clock or Clock()
     numbers = number_prompts([row.prompt for row in rows], engine.module.shares)
     sizes = [(n, len(r.prompt), len(r.completion)) for n, r in zip(numbers, rows, strict=True)]
-    plan = plan_micro_batches(sizes, world, MICRO_BATCH_TOKENS)[rank]
+    plans = plan_micro_batches(sizes, world, MICRO_BATCH_TOKENS)
+    left = list(range(len(plans[0])))  # numbers of micro-batches; each rank has as many
+    needs = [{rows[i].group for plan in plans for i in plan[k]} for k in left]
     shortest = min(rows, key=lambda row: len(row.completion))
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=engine.device)
-    worst = torch.zeros(1, device=engine.device)
-    for number, batch in enumerate(plan, 1):
-        engine.set_gradient_accumulation_boundary(number == len(plan))
-        mine = [rows[i] for i in batch] or [shortest]
+    worst = torch.zeros(2, device=engine.device)
+    while left:
+        at = 0
+        if exchange:
+            with clock.part("wait"):
+                at = exchange.first_scored([needs[k] for k in left])
+        batch = plans[rank][left.pop(at)]
+        engine.set_gradient_accumulation_boundary(not left)
+        mine = [rows[i] for i in batch]
+        for row in mine:
+            if KL_BETA and row.ref_logps is None:
+                row.ref_logps = exchange.scores[row.group][row.number]
+        mine = mine or [replace(shortest, ref_logps=shortest.sampler_logps)]
         # ZeRO-2 takes the mean over ranks; we want the sum
         loss, parts, mismatch = micro_batch_loss(engine, mine, vocab_size, scale=world)
         if batch:
@@ -527,17 +496,20 @@ def accumulate(engine, rows, vocab_size):
     if not KL_BETA:
         del means["kl"]  # not 0, but not known
     means = {name: total / tokens for name, total in means.items()}
-    return {"loss": loss} | means | {"mismatch_max": worst.item()}
+    worst = dict(zip(("mismatch_max", "sampler_ratio_max"), worst.tolist(), strict=True))
+    return {"loss": loss} | means | worst
 
 
-def optimise(engine, rows, vocab_size, step):
+def optimise(engine, rows, vocab_size, step, exchange, clock):
     """One optimiser update on the step's rows; -> its metrics. RuntimeError if not finite."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate(step)
-    metrics = accumulate(engine, rows, vocab_size)
+    with clock.part("backward"):
+        metrics = accumulate(engine, rows, vocab_size, exchange, clock)
     if math.isfinite(metrics["loss"]):
-        engine.step()
-        metrics["grad_norm"] = float(engine.get_global_grad_norm())
+        with clock.part("step"):
+            engine.step()
+            metrics["grad_norm"] = float(engine.get_global_grad_norm())
     metrics["learning_rate"] = learning_rate(step)
     # DeepSpeed's norm of a gradient that overflowed may also be -1
     if not (math.isfinite(metrics["loss"]) and 0 <= metrics["grad_norm"] < math.inf):
@@ -553,10 +525,10 @@ def check_first_update(metrics, policy_dtype, reference):
     """Raises RuntimeError unless the first update is what theory says: ratio 1, KL 0.
 
     At the first update trainer, sampler and reference hold the same weights. Their log-probs differ
-    by rounding alone, for which NOISE is a generous bound. More means that they do not compute the
-    same thing (temperature, dropout, attention, wrong weights).
+    by rounding alone, for which NOISE and KL_NOISE are generous bounds. More means that they do not
+    compute the same thing (temperature, dropout, attention, wrong weights).
     """
-    limit, _ = NOISE[policy_dtype]
+    limit = NOISE[policy_dtype]
     if metrics["mismatch"] > limit:
         raise RuntimeError(
             f"at the first update the trainer's log-probs differ from the sampler's by"
@@ -564,7 +536,7 @@ def check_first_update(metrics, policy_dtype, reference):
         )
     if reference is None or reference["model"] != MODEL:
         return  # another model, from which the KL is not 0
-    limit = max(NOISE[policy_dtype][1], NOISE[reference["dtype"]][1])
+    limit = max(KL_NOISE[policy_dtype], KL_NOISE[reference["dtype"]])
     if metrics["kl"] > limit:
         raise RuntimeError(
             f"at the first update the KL to the reference is {metrics['kl']:.2g} a token (limit"
@@ -572,169 +544,125 @@ def check_first_update(metrics, policy_dtype, reference):
         )
 
 
-# --- Evaluate -----------------------------------------------------------------------
-def evaluate(policy, task, prompts):
-    """-> greedy accuracy (OUTCOME > 0), the positive share of each reward, the truncated share and
-    the mean length, over all ranks."""
-    count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
-    for i in range(0, len(mine), SAMPLE_BATCH):
-        batch = mine[i : i + SAMPLE_BATCH]
-        for _, completions, rewards in sample_and_reward(policy, task, batch, 1, 0, None):
-            count["questions"] += 1
-            count["truncated"] += completions[0].truncated
-            count["completion_tokens"] += len(completions[0].ids)
-            count["accuracy"] += rewards[0][OUTCOME] > 0
-            count.update({f"positive_{name}": int(r > 0) for name, r in rewards[0].items()})
-    names = ["accuracy", *(f"positive_{name}" for name in REWARD_WEIGHTS)]
-    names += ["truncated", "completion_tokens"]
-    total = add_up(count, ["questions", *names])
-    return {f"eval_{name}": total[name] / total["questions"] for name in names}
-
-
-def add_up(count, names):
-    """-> the named counts summed over all ranks."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sums = torch.tensor([float(count[name]) for name in names], dtype=torch.float64, device=device)
-    dist.all_reduce(sums)
-    return dict(zip(names, sums.tolist(), strict=True))
-
-
-# --- Log and save (rank 0) ----------------------------------------------------------
-def say(text):
-    """Prints on rank 0, above the progress bar."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        tqdm.write(f"{time.strftime('%H:%M:%S')} {text}")
-        sys.stdout.flush()
-
-
-def log(file, record):
-    """Appends a record to RUN_DIR/file, one JSON object a line."""
-    if dist.get_rank() == 0:
-        with open(Path(RUN_DIR, file), "a") as f:
-            f.write(json.dumps(record) + "\n")
-
-
-def rollout_metrics(count):
-    """-> means over all that all ranks sampled for a rollout, flat groups included."""
-    total = add_up(count, [*TALLY, *(f"reward_{name}" for name in REWARD_WEIGHTS)])
-    n = total["completions"]
-    names = [f"reward_{name}" for name in REWARD_WEIGHTS]
-    rewards = {name: total[name] / n for name in names}
-    return {
-        "reward": sum(w * rewards[f"reward_{name}"] for name, w in REWARD_WEIGHTS.items()),
-        **rewards,
-        "accuracy": total["right"] / n,
-        "completion_tokens": total["tokens"] / n,
-        "truncated": total["truncated"] / n,
-        "flat_groups": total["flat"] / total["groups"],
-        "groups_sampled": int(total["groups"]),
-        "tokens_sampled": int(total["tokens"]),
-    }
-
-
-def show(bar, metrics):
-    """Moves the progress bar on, to a step's metrics."""
-    bar.set_postfix_str(
-        f"reward {metrics['reward']:+.2f} accuracy {metrics['accuracy']:.2f}"
-        f" kl {metrics.get('kl', math.nan):.3f} length {metrics['completion_tokens']:.0f}"
-        f" tokens/s {metrics['tokens_per_second']:.0f}",
-        refresh=False,
-    )
-    bar.update()
-
-
-def report(evaluation, step):
-    """Logs and says an evaluation; -> its accuracy."""
-    log("metrics.jsonl", {"step": step} | evaluation)
-    say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
-    return evaluation["eval_accuracy"]
-
-
-def log_samples(policy, prompts, groups, step):
-    """Writes SAMPLES_PER_STEP completions of one of the step's groups to samples.jsonl."""
-    if not groups or dist.get_rank() != 0:
-        return
-    group = groups[step % len(groups)]
-    item = next(item for index, item, _ in prompts if index == group.item)
-    completions = group.completions(group.completion_ids)
-    advantages = advantages_of(group)
-    for i in range(min(SAMPLES_PER_STEP, len(completions))):
-        record = {
-            "step": step,
-            "question": item["question"],
-            "answer": item.get("answer"),
-            "completion": policy.tokenizer.decode(completions[i]),
-            "rewards": dict(zip(group.reward_names, group.rewards[i].tolist(), strict=True)),
-            "advantage": advantages[i].item(),
-            "truncated": group.truncated[i].item(),
-        }
-        log("samples.jsonl", record)
-
-
-def save(policy, step):
-    """Saves RUN_DIR/step_N and deletes all but the newest KEEP_CHECKPOINTS; -> step."""
-    if dist.get_rank() == 0:
-        policy.save(Path(RUN_DIR, f"step_{step:06d}"))
-        for old in sorted(Path(RUN_DIR).glob("step_*"))[:-KEEP_CHECKPOINTS]:
-            shutil.rmtree(old)
-        say(f"saved {RUN_DIR}/step_{step:06d}")
-    return step
-
-
 # --- Main ---------------------------------------------------------------------------
-def main():
+def prepare():
+    """-> (tokenizer, recipe, server): what trainer and workers begin with; `server` may be None."""
     check_config()
     task, tokenizer = load_task(), load_tokenizer(MODEL)
-    train = load_prompts(task, "train", tokenizer)
-    test = load_prompts(task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
-    server = RefServer(REF_SERVER, WAIT_LIMIT_SECONDS) if KL_BETA else None
-    facts = tokenizer_facts(tokenizer) | {"temperature": TEMPERATURE}
-    reference = server.check(MODEL, facts) if server else None
+    recipe = make_recipe(task, load_prompts(task, "train", tokenizer))
+    needed = KL_BETA or PUBLISH_STEPS
+    server = RefServer(REF_SERVER, WAIT_LIMIT_SECONDS) if needed else None
+    if server:
+        server.check(MODEL, tokenizer_facts(tokenizer) | {"temperature": TEMPERATURE})
+    return tokenizer, recipe, server
+
+
+def make_policy(tokenizer):
     policy = load_policy(MODEL, tokenizer, DTYPE, STOP_TOKENS, LORA_RANK)
     policy.check_context(MAX_PROMPT_TOKENS, MAX_COMPLETION_TOKENS)
     say(f"{MODEL} in {policy.dtype}; completions end at {policy.stops()}")
+    return policy
+
+
+def start_publisher(policy, recipe, server, run):
+    """-> rank 0's Publisher, or None where the policy goes nowhere."""
+    if dist.get_rank() or not (PUBLISH_STEPS or REFERENCE_REFRESH_STEPS):
+        return None
+    # Groups that wait or are being sampled: when they are trained, so many updates have been made
+    capacity = PROMPTS_PER_STEP * max(1, MAX_STALENESS - PUBLISH_STEPS)
+    return Publisher(server.twin(), run, recipe, policy, capacity=capacity, scored=bool(KL_BETA))
+
+
+def share_policy(publisher, server, run, before, step):
+    """Publishes the policy, or makes it the reference, if a multiple of those steps was passed."""
+
+    def passed(every):
+        return every and step // every > before // every
+
+    if publisher and (passed(PUBLISH_STEPS) or passed(REFERENCE_REFRESH_STEPS)):
+        publisher.publish(step, oldest=step - MAX_STALENESS)
+        if passed(REFERENCE_REFRESH_STEPS):
+            publisher.finish()
+            server.set_reference(run, step)
+            say(f"the policy of step {step} is now the reference")
+
+
+def main():
+    tokenizer, recipe, server = prepare()
+    policy = make_policy(tokenizer)
+    test = load_prompts(recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
     engine = start_engine(policy)
     rank, world = dist.get_rank(), dist.get_world_size()
     run = [f"{Path(RUN_DIR).name}-{uuid.uuid4().hex[:8]}"]
     dist.broadcast_object_list(run, src=0)  # rank 0's name for this run
-    Path(RUN_DIR).mkdir(parents=True, exist_ok=True)
-    stream = endless(train, rank, world)
+    run, folder = run[0], RunFolder(RUN_DIR)
+    if server and rank == 0 and server.info["weights"]:
+        server.set_reference(run, -1)  # a former run's policy was the reference
+    publisher = start_publisher(policy, recipe, server, run)
+    share_policy(publisher, server, run, -1, 0)
+    exchange = Exchange(server, run, WAIT_LIMIT_SECONDS) if server else None
+    stream = endless(recipe.prompts, SEED, rank, world)
 
     say(f"greedy evaluation on {len(test)} {EVAL_SPLIT} questions before training")
-    accuracy, step, idle = report(evaluate(policy, task, test), 0), 0, 0
-    saved, checked = None, False
+    accuracy, step, idle = folder.log_evaluation(evaluate(policy, recipe, test), 0), 0, 0
+    saved, checked, laps = None, False, []
     bar = tqdm(total=STEPS, unit="step", disable=rank != 0)
     while step < STEPS and accuracy < STOP_ACCURACY:
-        groups, metrics = sample_step(policy, task, stream, server, run[0], step)
-        log_samples(policy, train, groups, step + 1)
-        rows, before = make_rows(groups), step
+        clock = Clock()
+        groups, metrics = rollout_step(policy, recipe, stream, exchange, run, step, clock)
+        rows, before = make_rows(groups, step), step
+        if groups:
+            group = groups[(step + 1) % len(groups)]
+            advantages = advantages_of(group)
+            number = SAMPLES_PER_STEP
+            folder.log_samples(tokenizer, recipe.prompts, group, advantages, step + 1, number)
         idle = 0 if rows else idle + 1
         if not rows:
             say(f"step {step + 1} trains nothing: all flat or truncated ({idle} in a row)")
         for n in range(min(UPDATES_PER_ROLLOUT, STEPS - step) if rows else 1):
-            started, step = time.perf_counter(), step + 1
-            update = optimise(engine, rows, policy.vocab_size, step) if rows else {}
+            step += 1
+            update = (
+                optimise(engine, rows, policy.vocab_size, step, exchange, clock) if rows else {}
+            )
             if rows and not checked:
-                check_first_update(update, policy.dtype, reference)
+                check_first_update(update, policy.dtype, server and server.info)
                 checked = True
-            update["seconds_train"] = time.perf_counter() - started
-            log("metrics.jsonl", {"step": step} | (metrics if n == 0 else {}) | update)
+            last = n + 1 == min(UPDATES_PER_ROLLOUT, STEPS - before) or not rows
+            if last and server and rank == 0:
+                server.call("POST", "/ack", json={"run": run, "ids": [g.id for g in groups]})
+            laps.append(clock.lap())
+            first = metrics if n == 0 else {}
+            folder.log("metrics.jsonl", {"step": step} | first | update | laps[-1])
             show(bar, metrics | update)
-        if server and rank == 0:
-            server.call("POST", "/ack", json={"run": run[0], "ids": [g.id for g in groups]})
+        share_policy(publisher, server, run, before, step)
         if step // EVAL_STEPS > before // EVAL_STEPS or step == STEPS:
-            accuracy = report(evaluate(policy, task, test), step)
+            accuracy = folder.log_evaluation(evaluate(policy, recipe, test), step)
         if step // SAVE_STEPS > before // SAVE_STEPS:
-            saved = save(policy, step)
+            saved = folder.save(policy, step, KEEP_CHECKPOINTS)
         if idle == IDLE_LIMIT:
             break
     bar.close()
+    say_parts(laps)
     if saved != step:
-        save(policy, step)
+        folder.save(policy, step, KEEP_CHECKPOINTS)
+    if publisher:
+        publisher.finish()
+        server.call("POST", "/end", json={"run": run})
     dist.destroy_process_group()
     if idle == IDLE_LIMIT:
         raise SystemExit(f"nothing to train for {idle} steps: is {TASK} too easy, or too hard?")
 
 
+def worker():
+    """Samples for the trainer, until there is no run any more."""
+    from worker import run_worker
+
+    tokenizer, recipe, server = prepare()
+    run_worker(make_policy(tokenizer), server, recipe)
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["worker"]:
+        worker()
+    else:
+        main()

@@ -4,6 +4,7 @@ Any AutoModelForCausalLM will do. What differs between families is settled here:
 whether there is a chat template and what roles it knows, dropout, the padding of the embedding.
 """
 
+import contextlib
 import os
 import shutil
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ from pathlib import Path
 
 import jinja2
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from forward import CompletionModel
+from grpo_loss import linear_logps
+from sampler import stream_groups
 from wire import tokenizer_facts
 
 ALL = "all-linear"  # PEFT's name for every linear layer but the LM head
@@ -28,9 +32,31 @@ class Policy:
     dtype: str
 
     def text(self, completion):
-        """-> a sampled completion's text, without the EOS that ended it."""
-        ids = completion.ids if completion.truncated else completion.ids[:-1]
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return completion_text(self.tokenizer, completion)
+
+    def stream(self, take, *, seed, **settings):
+        """Samples groups with the weights as they are; see sampler.stream_groups."""
+        generator = torch.Generator(device=self.model.device)
+        generator.manual_seed(seed)
+        return stream_groups(
+            self.model,
+            take,
+            eos_ids=self.eos_ids,
+            vocab_size=self.vocab_size,
+            generator=generator,
+            **settings,
+        )
+
+    @torch.no_grad()
+    def logps(self, prompt, completion):
+        """-> log-probs of the completion's ids after the prompt, from a plain forward."""
+        model = CompletionModel(self.model, share_prompts=False)
+        hidden, ids = model([prompt], [completion])
+        return linear_logps(hidden, model.head, ids, vocab_size=self.vocab_size).tolist()
+
+    def load(self, tensors):
+        """Takes trained_weights of another process. ValueError if they are another model's."""
+        load_weights(self.model, tensors)
 
     def stops(self):
         """-> the tokens that end a completion, as text."""
@@ -101,13 +127,70 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
         from peft import LoraConfig
 
         model.add_adapter(LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=ALL))
-    stops = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
+    eos_ids = stop_ids(name, tokenizer, stop_tokens)
+    return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype)
+
+
+def stop_ids(name, tokenizer, stop_tokens):
+    """-> the ids that end a completion: what tokenizer, generation config and model config call
+    EOS, and `stop_tokens` that the tokenizer knows. SystemExit if there is none."""
+    config = AutoConfig.from_pretrained(name)
+    stops = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
+    with contextlib.suppress(OSError):  # not every model has one
+        stops.append(GenerationConfig.from_pretrained(name).eos_token_id)
     vocab = tokenizer.get_vocab()
     stops += [vocab.get(token) for token in stop_tokens]
     eos_ids = {i for ids in stops for i in (ids if isinstance(ids, list) else [ids])} - {None}
     if not eos_ids:
         raise SystemExit(f"{name} names no EOS token: its completions would never end")
-    return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype)
+    return eos_ids
+
+
+def completion_text(tokenizer, completion):
+    """-> a sampled completion's text, without the EOS that ended it."""
+    ids = completion.ids if completion.truncated else completion.ids[:-1]
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+# --- Weights that travel ------------------------------------------------------------
+def trained_weights(model):
+    """-> {name: CPU tensor} of what is trained: all, or a LoRA policy's adapters alone."""
+    # cloned even where to() would give the parameter itself: the next step must not change it
+    parameters = model.named_parameters()
+    return {n: p.detach().to("cpu", copy=True) for n, p in parameters if p.requires_grad}
+
+
+@torch.no_grad()
+def load_weights(model, tensors):
+    """Writes `tensors` over the parameters of the same names. ValueError if any does not fit, or
+    if one that is trained is missing: then nothing has changed."""
+    parameters = dict(model.named_parameters())
+    expected = {n for n, p in parameters.items() if p.requires_grad} or parameters.keys()
+    names = sorted(expected ^ tensors.keys())
+    if names:
+        raise ValueError(f"the weights are of another model, or another LORA_RANK: {names[:3]} ...")
+    for name, tensor in tensors.items():
+        if tensor.shape != parameters[name].shape:
+            shapes = f"{tuple(tensor.shape)}, not {tuple(parameters[name].shape)}"
+            raise ValueError(f"the weights are of another model: {name} is {shapes}")
+    for name, tensor in tensors.items():
+        parameters[name].copy_(tensor)
+
+
+def merge_adapters(base, tensors):
+    """-> the whole model's weights, from trained_weights of a LoRA policy and the weights `base`
+    that it is frozen on: W + 2 B A. Weights that are no adapters come back as they are."""
+    adapters = {n: t for n, t in tensors.items() if ".lora_A." in n}
+    if not adapters:
+        return tensors
+    merged = dict(base)
+    for name, a in adapters.items():
+        layer, b = name.split(".lora_A.")[0] + ".weight", tensors[name.replace("lora_A", "lora_B")]
+        update = 2 * b.float() @ a.float()
+        if update.shape != base[layer].shape:
+            update = update.T  # GPT-2 keeps its matrices transposed
+        merged[layer] = (base[layer].float() + update).to(base[layer].dtype)
+    return merged
 
 
 def prompt_ids(tokenizer, messages):

@@ -6,14 +6,23 @@ store.waiting(limit, patience)  # to be scored
 store.scored(seq, body)         # with log-probs          -> scored
 store.lease(run, limit, ...)    # to the trainer                    -> leased
 store.ack(run, ids)             # it was trained                              -> done
+store.drop_old(run, oldest)     # an older policy sampled it                  -> dropped
+store.pool(group, body)         # a flat group: pooled, until another of its prompt fits it
 """
 
+import itertools
 import json
 import os
 import sqlite3
 import threading
 import time
+from dataclasses import replace
 
+import torch
+
+from wire import is_flat, pack_group, unpack_group
+
+STATES = ("waiting", "scored", "leased", "done", "failed", "pooled", "joined", "dropped")
 LEASE_BYTES = 64 << 20  # of groups in one lease, unless a single one is larger: bounds its reply
 
 
@@ -24,7 +33,8 @@ class StoreFull(Exception):
 class Store:
     """Groups in SQLite. A group is waiting -> scored -> leased -> done, or failed with an error.
 
-    Done groups keep their row without the body, so that a late repeat of an upload is recognised.
+    Too old for its run it is dropped. Groups that are done, dropped or joined with another keep
+    their row without the body, so that a late repeat of an upload is recognised.
     WAL with synchronous=NORMAL: a committed upload survives the death of the process, though not a
     power cut. The file is locked: a second server, with another model, would score the first one's
     groups.
@@ -44,8 +54,12 @@ class Store:
         self.db.execute(
             "CREATE TABLE IF NOT EXISTS groups (seq INTEGER PRIMARY KEY, run TEXT, id TEXT,"
             " state TEXT, body BLOB, bytes INTEGER, error TEXT, uploaded REAL, lease_ends REAL,"
-            " UNIQUE (run, id))"
+            " version INTEGER, item INTEGER, UNIQUE (run, id))"
         )
+        columns = [row[1] for row in self.db.execute("PRAGMA table_info(groups)")]
+        if "version" not in columns:
+            raise SystemExit(f"{path} is an older version's store: finish its runs, or delete it")
+        self.db.execute("CREATE INDEX IF NOT EXISTS by_item ON groups (state, run, item)")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_state ON groups (state, run, seq)")
         self.db.execute("CREATE TABLE IF NOT EXISTS reference (facts TEXT)")
         self.bytes = self.db.execute("SELECT IFNULL(SUM(bytes), 0) FROM groups").fetchone()[0]
@@ -61,31 +75,96 @@ class Store:
                 self.db.execute("DELETE FROM reference")
                 self.db.execute("INSERT INTO reference VALUES (?)", (facts,))
 
-    def put(self, group, body):
-        """Stores an uploaded group; -> False if it is there already. Raises StoreFull."""
+    def reference_weights(self):
+        """-> the name of the weights that scored last; "" for a reference model's own."""
+        row = self.db.execute("SELECT facts FROM reference").fetchone()
+        return json.loads(row[0]).get("weights", "") if row else ""
+
+    def put(self, group, body, state="waiting"):
+        """Stores an uploaded group; -> False if it is there already. Raises StoreFull.
+
+        `state` is another for groups that need no score ("scored"), or came too late ("dropped").
+        """
         with self.changed:
-            known = "SELECT 1 FROM groups WHERE run=? AND id=?"
-            if self.db.execute(known, (group.run, group.id)).fetchone():
+            if self.known(group):
                 return False
-            if self.bytes + len(body) > self.max_bytes:
-                raise StoreFull
-            self.db.execute(
-                "INSERT INTO groups (run, id, state, body, bytes, uploaded)"
-                " VALUES (?, ?, 'waiting', ?, ?, ?)",
-                (group.run, group.id, body, len(body), time.time()),
-            )
-            self.bytes += len(body)
-            self.changed.notify_all()
+            self._insert(group, body, state)
         return True
 
-    def waiting(self, limit, patience):
-        """-> up to `limit` (seq, body) to score, oldest first, after at most `patience` seconds."""
+    def known(self, group):
+        where = "SELECT 1 FROM groups WHERE run=? AND id=?"
+        return self.db.execute(where, (group.run, group.id)).fetchone() is not None
+
+    def _insert(self, group, body, state):
+        if self.bytes + len(body) > self.max_bytes:
+            raise StoreFull
+        self.db.execute(
+            "INSERT INTO groups (run, id, state, body, bytes, uploaded, version, item)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (group.run, group.id, state, body, len(body), time.time())
+            + (group.policy_version, group.item),
+        )
+        self.bytes += len(body)
+        self.changed.notify_all()
+
+    def pool(self, group, body, oldest):
+        """Stores a flat group for later, or joins it with one of its prompt that fits it.
+
+        -> the ids of the groups that came of it, which wait to be scored like others: none, or two
+        if a pooled one of the prompt, sampled by policy `oldest` or newer, has other outcomes.
+        A repeat of an upload gives the ids again. Raises StoreFull.
+        """
+        with self.changed:
+            if self.known(group):
+                ids = (f"{group.id}+0", f"{group.id}+1")
+                where = "SELECT id FROM groups WHERE run=? AND id IN (?, ?)"
+                return [row[0] for row in self.db.execute(where, (group.run, *ids))]
+            query = "SELECT seq, body FROM groups WHERE state='pooled' AND run=? AND item=?"
+            query += " AND version>=? ORDER BY seq DESC"
+            for seq, other in self.db.execute(query, (group.run, group.item, oldest)).fetchall():
+                joined = join_flat(unpack_group(other), group)
+                if joined:
+                    self._insert(group, b"", "joined")
+                    for new in joined:
+                        self._insert(new, pack_group(new), "waiting")
+                    self._end("joined", "seq=?", (seq,))
+                    return [new.id for new in joined]
+            self._insert(group, body, "pooled")
+            return []
+
+    def drop_old(self, run, oldest):
+        """Ends the run's groups that a policy before version `oldest` sampled. -> how many."""
+        where = "run=? AND version<? AND state IN ('waiting', 'scored', 'pooled')"
+        with self.changed:
+            return self._end("dropped", where, (run, oldest))
+
+    def _end(self, state, where, values):
+        """Takes the bodies of groups away. -> how many groups."""
+        query = f"SELECT COUNT(*), IFNULL(SUM(bytes), 0) FROM groups WHERE {where}"
+        count, size = self.db.execute(query, values).fetchone()
+        self.db.execute(
+            f"UPDATE groups SET state='{state}', body=NULL, bytes=0 WHERE {where}", values
+        )
+        self.bytes -= size
+        return count
+
+    def queued(self, run):
+        """-> the run's groups that wait to be scored or to be leased."""
+        where = "SELECT COUNT(*) FROM groups WHERE run=? AND state IN ('waiting', 'scored')"
+        with self.changed:
+            return self.db.execute(where, (run,)).fetchone()[0]
+
+    def waiting(self, limit, patience, size=None):
+        """-> up to `limit` (seq, body) to score, oldest first, after at most `patience` seconds;
+        no more than `size` bytes of them, unless the first is larger."""
         query = "SELECT seq, body FROM groups WHERE state='waiting' ORDER BY seq LIMIT ?"
         with self.changed:
             rows = self.db.execute(query, (limit,)).fetchall()
             if not rows and self.changed.wait(patience):
                 rows = self.db.execute(query, (limit,)).fetchall()
-        return rows
+        sizes = itertools.accumulate(len(body) for _, body in rows)
+        fit = sum(size is None or so_far <= size for so_far in sizes)
+        return rows[: max(fit, 1)]
 
     def scored(self, seq, body):
         self._update(seq, "scored", body, None)
@@ -137,22 +216,15 @@ class Store:
                     "UPDATE groups SET state='leased', lease_ends=? WHERE seq=?",
                     (time.time() + seconds, seq),
                 )
+            if bodies:
+                self.changed.notify_all()  # there is room for workers to begin others
         return bodies
 
     def ack(self, run, ids):
         """Ends the groups' way: they were trained. -> how many were not done already."""
         with self.changed:
-            done = 0
-            for id in ids:
-                where = "WHERE run=? AND id=? AND state!='done'"
-                row = self.db.execute(f"SELECT bytes FROM groups {where}", (run, id)).fetchone()
-                if row:
-                    self.db.execute(
-                        f"UPDATE groups SET state='done', body=NULL, bytes=0 {where}", (run, id)
-                    )
-                    self.bytes -= row[0]
-                    done += 1
-        return done
+            where = "run=? AND id=? AND state!='done'"
+            return sum(self._end("done", where, (run, id)) for id in ids)
 
     def stats(self):
         """-> counts of groups by state, bytes held, age in seconds of the oldest waiting."""
@@ -161,6 +233,50 @@ class Store:
             oldest = self.db.execute(
                 "SELECT MIN(uploaded) FROM groups WHERE state='waiting'"
             ).fetchone()[0]
-        states = {s: counts.get(s, 0) for s in ("waiting", "scored", "leased", "done", "failed")}
+        states = {state: counts.get(state, 0) for state in STATES}
         age = round(time.time() - oldest, 1) if oldest else 0
         return states | {"bytes": self.bytes, "max_bytes": self.max_bytes, "oldest_waiting_s": age}
+
+
+def join_flat(old, new):
+    """-> two groups of the halves of two flat ones, [] if their outcomes are the same.
+
+    All wrong then and all right now tell nothing, each by itself; together they do. Each keeps half
+    of either, as many completions as `new` has; log-probs are those of whoever sampled, and the
+    policy version that of the older.
+    """
+    column = new.reward_names.index(new.outcome)
+    size = len(new.completion_lengths)
+    if old.reward_names != new.reward_names or len(old.completion_lengths) != size:
+        return []
+    if is_flat([old.rewards[0, column].item(), new.rewards[0, column].item()]):
+        return []
+    order, half = torch.arange(size), size // 2
+    parts = [(order[:half], order[: size - half]), (order[half:], order[size - half :])]
+    return [
+        replace(
+            new,
+            id=f"{new.id}+{i}",
+            sampler="regrouped",
+            policy_version=min(old.policy_version, new.policy_version),
+            ref_logps=None,
+            **{
+                name: torch.cat([chosen(old, name, a), chosen(new, name, b)])
+                for name in PER_COMPLETION
+            },
+        )
+        for i, (a, b) in enumerate(parts)
+        if len(a) and len(b)
+    ]
+
+
+PER_COMPLETION = ("completion_ids", "completion_lengths", "sampler_logps", "truncated", "rewards")
+
+
+def chosen(group, name, which):
+    """-> the field's part for the completions `which`."""
+    values = getattr(group, name)
+    if name in ("completion_ids", "sampler_logps"):
+        parts = group.completions(values)
+        return torch.cat([parts[i] for i in which.tolist()])
+    return values[which]

@@ -1,4 +1,4 @@
-"""What travels between trainer and reference server: one group per body, as safetensors.
+"""What travels between samplers, reference server and trainer: one group per body, as safetensors.
 
 A group is a prompt and its G completions, N tokens in all, laid one after another without padding:
 
@@ -8,24 +8,22 @@ A group is a prompt and its G completions, N tokens in all, laid one after anoth
     truncated           bool (G,)        cut at the length limit: the last token is not EOS
     rewards          float32 (G, K)      raw, a column for each name in reward_names
     ref_logps        float32 (N,)        under the reference model; added by the server
-    metadata (JSON)                      protocol, id, run, policy_version, item, reward_names
+    metadata (JSON)                      protocol, id, run, policy_version, item, sampler, outcome,
+                                         reward_names
 
 Nothing is pickled, so a body can only ever be data. Who reads one checks it first (`unpack_group`).
 """
 
 import hashlib
 import json
-import os
 import struct
-import time
 from dataclasses import dataclass
 
-import requests
 import safetensors
 import safetensors.torch
 import torch
 
-PROTOCOL = 1  # raised when the wire changes; trainer and server must agree
+PROTOCOL = 2  # raised when the wire changes; trainer and server must agree
 MAX_HEADER_BYTES = 1 << 16  # a group's is 1 KB; 16 MB of header took 3.5 s and 300 MB to refuse
 
 
@@ -37,6 +35,8 @@ class Group:
     run: str
     policy_version: int  # optimiser updates that the sampling policy had behind it
     item: int  # index of the question in the task's training split
+    sampler: str  # who sampled: "trainer", or a worker's name
+    outcome: str  # the reward that says right or wrong: a group in which it is constant is flat
     reward_names: list[str]
     prompt_ids: torch.Tensor
     completion_ids: torch.Tensor
@@ -46,9 +46,20 @@ class Group:
     rewards: torch.Tensor
     ref_logps: torch.Tensor | None = None
 
+    @property
+    def flat(self):
+        """Whether all are right, or all wrong: there is nothing to compare."""
+        outcomes = self.rewards[:, self.reward_names.index(self.outcome)]
+        return is_flat(outcomes.tolist())
+
     def completions(self, flat):
         """Splits a flat (N,) tensor into its G completions. Example: lengths 2, 1 -> [ab, c]"""
         return list(flat.split(self.completion_lengths.tolist()))
+
+
+def is_flat(values):
+    """Example: [1, 1, 1] -> True; [1, -1, 1] -> False"""
+    return max(values) - min(values) < 1e-6
 
 
 TENSORS = {
@@ -60,7 +71,8 @@ TENSORS = {
     "rewards": torch.float32,
     "ref_logps": torch.float32,
 }
-METADATA = {"id": str, "run": str, "policy_version": int, "item": int, "reward_names": list}
+METADATA = {"id": str, "run": str, "policy_version": int, "item": int}
+METADATA |= {"sampler": str, "outcome": str, "reward_names": list}
 # What reading a blob raises; RuntimeError: JSON nested too deeply, torch's view of 4-bit dtypes
 UNREADABLE = (safetensors.SafetensorError, struct.error)
 UNREADABLE += (ValueError, KeyError, TypeError, RuntimeError)
@@ -110,14 +122,16 @@ def check_group(g, vocab_size, max_tokens):
     if not 0 < len(g.id) <= 200 or not 0 < len(g.run) <= 200:
         raise ValueError("id and run must have 1 to 200 characters")
     # SQLite can't take half a surrogate pair, nor safetensors this name for a tensor (lease)
-    if not g.id.isprintable() or not g.run.isprintable() or g.id == "__metadata__":
-        raise ValueError("id and run must be printable, and id not __metadata__")
+    if not (g.id + g.run + g.sampler).isprintable() or g.id == "__metadata__":
+        raise ValueError("id, run and sampler must be printable, and id not __metadata__")
     if not 0 <= g.policy_version < 2**63 or not 0 <= g.item < 2**63:
         raise ValueError("policy_version and item must not be negative, nor need over 64 bits")
     if not g.reward_names or not all(isinstance(name, str) for name in g.reward_names):
         raise ValueError(f"reward_names must be a list of names, got {g.reward_names!r}")
     if len(set(g.reward_names)) < len(g.reward_names):
         raise ValueError(f"reward_names must differ, got {g.reward_names!r}")
+    if g.outcome not in g.reward_names or not 0 < len(g.sampler) <= 200:
+        raise ValueError("outcome must be one of reward_names, sampler 1 to 200 characters")
     if g.completion_lengths.dim() != 1 or g.completion_lengths.numel() == 0:
         raise ValueError("completion_lengths must be (G,) with G of 1 or more")
     if g.completion_lengths.min() < 1:
@@ -149,6 +163,15 @@ def check_group(g, vocab_size, max_tokens):
         raise ValueError(f"{longest} tokens exceed the reference model's context of {max_tokens}")
 
 
+def sha256_of(path):
+    """-> the file's SHA-256, in hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
 def tokenizer_facts(tokenizer):
     """-> {"vocab_size", "tokenizer"}: ids that the tokenizer can emit, and its fingerprint.
 
@@ -160,86 +183,3 @@ def tokenizer_facts(tokenizer):
     vocab = tokenizer.get_vocab()
     digest = hashlib.sha256(json.dumps(sorted(vocab.items())).encode()).hexdigest()
     return {"vocab_size": max(vocab.values()) + 1, "tokenizer": digest[:16]}
-
-
-# --- Client -------------------------------------------------------------------------
-# What a call raises while the server is down, or when it dies in the middle of its reply
-CUT_OFF = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
-
-
-class RefServer:
-    """The reference server as its clients see it. Every wait says what for, and ends some time."""
-
-    def __init__(self, url, wait_limit_seconds):
-        self.url, self.limit, self.agreed = url.rstrip("/"), wait_limit_seconds, None
-        self.session = requests.Session()
-        self.session.trust_env = False  # no HTTP_PROXY, which seldom knows a cluster's machines
-        if token := os.environ.get("GRPO_TOKEN"):
-            self.session.headers["Authorization"] = f"Bearer {token}"
-
-    def call(self, method, path, **request):
-        """-> the response. Waits while there is no connection or no room; raises RuntimeError if
-        the server refuses, or after `wait_limit_seconds`."""
-        wait = Wait(f"{self.url}{path}", self.limit)
-        while True:
-            try:
-                reply = self.session.request(method, self.url + path, timeout=60, **request)
-            except CUT_OFF as error:
-                wait.turn(f"no answer ({type(error).__name__}); is `python ref_server.py` running?")
-                continue
-            if reply.status_code == 503:
-                wait.turn(f"the server has no room: {reply.text}")
-                continue
-            if not reply.ok:
-                raise RuntimeError(f"{self.url}{path} refused ({reply.status_code}): {reply.text}")
-            return reply
-
-    def check(self, model, facts):
-        """-> what /info says; SystemExit if its log-probs would not fit the policy `model`."""
-        try:
-            info, mine = self.call("GET", "/info").json(), facts | {"protocol": PROTOCOL}
-            if type(info) is not dict:
-                raise ValueError("its /info is no JSON object")
-        except (requests.RequestException, ValueError) as error:
-            raise SystemExit(f"REF_SERVER = {self.url!r} is no ref_server.py: {error}") from error
-        self.agreed = info.get("facts")
-        wrong = [name for name in mine if info.get(name) != mine[name]]
-        if wrong:
-            differ = ", ".join(f"{name} {info.get(name)} and not {mine[name]}" for name in wrong)
-            raise SystemExit(
-                f"the reference {info.get('model')} at {self.url} does not fit the policy {model}:"
-                f" it has {differ}. Tokenizer, temperature and protocol must be the same on both"
-                " sides"
-            )
-        return info
-
-    def lease(self, run, ids):
-        """-> the bodies of all the run's groups `ids`, scored, sorted by id."""
-        wait, bodies = Wait(f"scored groups from {self.url}", self.limit), {}
-        while missing := len(set(ids) - bodies.keys()):
-            reply = self.call("POST", "/lease", json={"run": run, "limit": missing})
-            if reply.status_code == 204:
-                wait.turn(f"{missing} of {len(ids)} are not scored yet", pause=0)
-                continue
-            if self.agreed and reply.headers.get("X-Facts") != self.agreed:
-                raise RuntimeError(f"{self.url} now serves another reference model or temperature")
-            blobs = safetensors.torch.load(reply.content)
-            bodies |= {id: blob.numpy().tobytes() for id, blob in blobs.items()}
-        return [bodies[id] for id in sorted(ids)]
-
-
-class Wait:
-    """A wait that says every 10 s what it is for, and ends with an error."""
-
-    def __init__(self, what, limit_seconds):
-        self.what, self.limit = what, limit_seconds
-        self.start = self.said = time.monotonic()
-
-    def turn(self, why, pause=0.5):
-        now = time.monotonic()
-        if now - self.start > self.limit:
-            raise RuntimeError(f"waited {self.limit} s for {self.what}: {why}")
-        if now - self.said > 10:
-            self.said = now
-            print(f"waiting for {self.what} since {now - self.start:.0f} s: {why}", flush=True)
-        time.sleep(pause)

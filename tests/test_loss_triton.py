@@ -71,6 +71,7 @@ VARIANTS = {
     "unbiased_kl": CLIPS | {"kl_beta": 0.3, "unbiased_kl": True},
     "cispo": CLIPS | {"objective": "cispo", "kl_beta": 0.3},
     "capped": CLIPS | {"is_cap": 1.1, "kl_beta": 0.3},
+    "bounded": CLIPS | {"ratio_cap": 1.3, "kl_beta": 0.3},
     "capped_cispo": CLIPS | {"is_cap": 1.1, "objective": "cispo", "temperature": 0.7},
     "warm": CLIPS | {"temperature": 1.6, "kl_beta": 0.3},
     "padded_head": CLIPS | {"temperature": 0.7, "vocab_size": 90, "kl_beta": 0.3},
@@ -125,7 +126,7 @@ def with_garbage(batch):
 def oracle(
     hidden, weight, ids, old_logps, ref_logps, advantages, weights, sampler_logps, sequences, *,
     clip_low, clip_high, kl_beta, temperature=1.0, vocab_size=None, objective="clip",
-    unbiased_kl=False, is_cap=0.0,
+    unbiased_kl=False, is_cap=0.0, ratio_cap=math.inf,
 ):  # fmt: skip
     """-> loss, dH, dW and the sum of the loss's |terms|: autograd in float64, papers' formulas."""
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
@@ -141,6 +142,7 @@ def oracle(
     if objective == "cispo":
         gain = r.detach().clamp(1 - clip_low, 1 + clip_high) * a * logp
     else:  # the same as the smaller of two: bounded only where that lowers the objective
+        r = r.clamp(max=ratio_cap)
         gain = a * torch.where(a > 0, r.clamp(max=1 + clip_high), r.clamp(min=1 - clip_low))
     if is_cap:
         gain = gain * (old - sampler_logps).exp().clamp(max=is_cap)
@@ -537,8 +539,22 @@ def test_a_kernel_that_does_not_work_is_said_and_done_without(engine, fault, mon
 
 
 # --- What a GPU gets --------------------------------------------------------------------
-OFF = {"CISPO": False, "UNBIASED_KL": False, "ON_POLICY": True, "KL_BETA": 0.0, "IS_CAP": 0.0}
-ON = {"CISPO": True, "UNBIASED_KL": True, "ON_POLICY": False, "KL_BETA": 0.04, "IS_CAP": 2.0}
+OFF = {
+    "CISPO": False,
+    "UNBIASED_KL": False,
+    "ON_POLICY": True,
+    "KL_BETA": 0.0,
+    "IS_CAP": 0.0,
+    "RATIO_CAP": 0.0,
+}
+ON = {
+    "CISPO": True,
+    "UNBIASED_KL": True,
+    "ON_POLICY": False,
+    "KL_BETA": 0.04,
+    "IS_CAP": 2.0,
+    "RATIO_CAP": 2.0,
+}
 USUAL = ON | {"CISPO": False, "UNBIASED_KL": False}
 READ, WRITE, BOTH = ({"READ": r, "WRITE": w} for r, w in ((1, 0), (0, 1), (1, 1)))
 MODES = [READ | OFF, WRITE | OFF, BOTH | OFF, BOTH | ON, BOTH | USUAL]

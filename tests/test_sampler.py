@@ -5,14 +5,25 @@ one row at a time, with no padding, mask, position or cache to get wrong.
 """
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, GenerationConfig
 
-from sampler import CachedDecoder, PlainDecoder, accepts, can_cache, sample_groups
+import decode
+from decode import (
+    CachedDecoder,
+    PlainDecoder,
+    SharedDecoder,
+    accepts,
+    can_cache,
+    make_decoder,
+    shares_prompts,
+)
+from sampler import draw, sample_groups, stream_groups
 
 VOCAB = 110  # ids of the tokenizer; the models embed 120, as real ones pad their embedding
 # Float32, cached and batched against plain; measured over families and seeds: 2.4e-6.
@@ -47,12 +58,21 @@ FAMILIES = {  # name: config class and sizes; windows slide within the prompts a
     "gpt1": ("OpenAIGPTConfig", GPT),
     "lfm2": ("Lfm2Config", LLAMA | {"layer_types": ["conv", "full_attention"]}),
 }
+WIDE = {  # the same with windows wider than any text here, and attention that is capped hard
+    "gemma2 wide": (
+        "Gemma2Config",
+        GEMMA | {"sliding_window": 64, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3 wide": ("Gemma3TextConfig", GEMMA | {"sliding_window": 64}),
+    "mistral wide": ("MistralConfig", LLAMA | {"sliding_window": 64}),
+}
+SHARING = {"qwen2", "llama", "qwen3", "gemma", "gpt2", "opt", "mixtral", *WIDE}
 SLOW = {"mamba", "gpt1", "lfm2"}  # their past is not (only) a key-value cache
 
 
 def tiny_model(family, seed=0):
     """-> a random model in eval mode whose next-token distribution is far from flat."""
-    name, sizes = FAMILIES[family]
+    name, sizes = (FAMILIES | WIDE)[family]
     torch.manual_seed(seed)
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes, **special))
@@ -190,31 +210,255 @@ def test_group_sizes(group_size, model_of):
         assert len(set(long)) == len(long)
 
 
-def test_a_prompt_runs_once_and_finished_rows_leave(model_of):
-    model, shapes = model_of("qwen2"), []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
-        with_kwargs=True,
-    )
-    try:
-        groups = sample(model, PROMPTS, group_size=5)
-    finally:
-        hook.remove()
+class Shapes:
+    """The shapes of the ids that a model is given."""
+
+    def __init__(self, model):
+        self.model, self.seen = model, []
+
+    def __enter__(self):
+        self.hook = self.model.register_forward_pre_hook(
+            lambda module, args, kwargs: self.seen.append(tuple(kwargs["input_ids"].shape)),
+            with_kwargs=True,
+        )
+        return self.seen
+
+    def __exit__(self, *_):
+        self.hook.remove()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])  # which have different decoders
+def test_a_prompt_runs_once_and_finished_rows_leave_in_bunches(family, model_of):
+    """A row that has ended is not read any more; more than an eighth of them leave together."""
+    with Shapes(model_of(family)) as shapes:
+        groups = sample(model_of(family), PROMPTS, group_size=6)
     lengths = [len(c.ids) for c in itertools.chain(*groups)]
-    expected = [(sum(n > t for n in lengths), 1) for t in range(1, max(lengths))]
+    batch, expected = 24, []
+    for t in range(1, max(lengths)):
+        running = sum(n > t for n in lengths)
+        if batch - running > batch // 8:
+            batch = running
+        expected.append((batch, 1))
     assert shapes == [(len(PROMPTS), 9), *expected]
-    assert expected[0][0] < 20  # at least one row ended early
+    batches = [rows for rows, _ in expected]
+    assert batches[-1] < 24 and any(  # some left, and some stayed for a while after they had ended
+        rows > sum(n > t for n in lengths) for t, rows in enumerate(batches, 1)
+    )
+
+
+# --- Decoders --------------------------------------------------------------------------
+@pytest.mark.parametrize("family", FAMILIES | WIDE)
+def test_which_families_share_prompts(family, model_of):
+    """ALiBi (BLOOM) is of no attention interface, and a window may hide a part of the prompt."""
+    kind = type(make_decoder(model_of(family), 12, longest_prompt=9))
+    slow = PlainDecoder if family in SLOW else CachedDecoder
+    assert kind is (SharedDecoder if family in SHARING else slow)
+    if family in WIDE:  # 64 tokens of window are just enough for these
+        assert type(make_decoder(model_of(family), 12, longest_prompt=52)) is SharedDecoder
+        for longest in (53, None):
+            assert type(make_decoder(model_of(family), 12, longest)) is CachedDecoder
 
 
 @torch.no_grad()
-def test_the_slow_path_is_the_fast_one(model_of):
-    """A model with a cache has the same logits without it: two engines, one answer."""
-    slow, fast = (engine(model_of("qwen2"), 2) for engine in (PlainDecoder, CachedDecoder))
-    torch.testing.assert_close(slow.start(PROMPTS), fast.start(PROMPTS), rtol=0, atol=TOLERANCE)
-    kept, tokens = torch.tensor([0, 3, 4, 7]), torch.tensor([1, 2, 3, 4])
-    slow.keep(kept)
-    fast.keep(kept)
-    torch.testing.assert_close(slow.step(tokens), fast.step(tokens), rtol=0, atol=TOLERANCE)
+@pytest.mark.parametrize("family", sorted({*SHARING, "bloom", "mistral"}))
+def test_the_slow_path_is_the_fast_one(family, model_of):
+    """A model with a cache has the same logits without it: three engines, one answer."""
+    model, logits = model_of(family), []
+    engines = [PlainDecoder(model), CachedDecoder(model)]
+    engines += [SharedDecoder(model, 12)] if family in SHARING else []
+    everyone, kept = torch.arange(8) + 3, torch.tensor([0, 3, 4, 7])
+
+    def compare(turn):
+        first, *others = [turn(engine) for engine in engines]
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=0, atol=TOLERANCE)
+        logits.append(first)
+
+    compare(lambda engine: engine.admit(PROMPTS, 2))
+    compare(lambda engine: engine.step(everyone))
+    for engine in engines:
+        engine.keep(kept)
+    compare(lambda engine: engine.step(everyone[:4]))
+    engines = [engine for engine in engines if engine.joins]  # the others wait for all to end
+    compare(lambda engine: engine.admit([[4] * 12, [9]], 3))  # longer than all, and shorter
+    compare(lambda engine: engine.step(torch.arange(10)))
+    for engine in engines:  # rows of different age, groups of different size, a prompt without any
+        engine.keep(torch.tensor([1, 2, 4, 5, 6, 7]))
+    compare(lambda engine: engine.step(torch.arange(6)))
+    compare(lambda engine: engine.step(torch.arange(6) + 9))
+    assert all((x.amax(1) - x.amin(1)).min() > 1 for x in logits)  # far from flat
+
+
+@torch.no_grad()
+def test_a_long_completion_outgrows_its_room_and_keeps_its_past(model_of):
+    """Room is 64 tokens at first, then doubled."""
+    model = model_of("qwen2")
+    groups = sample(model, PROMPTS[:2], group_size=2, max_new_tokens=150, eos_ids={500})
+    for prompt, group in zip(PROMPTS, groups, strict=False):
+        for c in group:
+            gap = torch.tensor(c.logps) - plain_logps(model, prompt, c.ids, 1.0)
+            assert len(c.ids) == 150 and gap.abs().max() < 5 * TOLERANCE  # measured: 8e-6
+
+
+def without_softcap(module, query, key, value, mask, scaling=None, softcap=None, **others):
+    return decode.shared_attention(module, query, key, value, mask, scaling, None, **others)
+
+
+def without_own(module, query, key, value, mask, **others):
+    out, _ = decode.shared_attention(module, query, key, value, mask, **others)
+    return out * 0.99, None
+
+
+@pytest.mark.parametrize("family, wrong", [
+    ("gemma2 wide", without_softcap),
+    ("qwen2", without_own),
+    ("qwen2", "positions"),
+    ("qwen2", "padding"),
+    ("qwen2", "ages"),
+    ("gpt2", "positions"),
+])  # fmt: skip
+def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeypatch):
+    """It is tried on every model, for nobody has tried it on all architectures."""
+    model, arrange = tiny_model(family), SharedDecoder._arrange
+    assert shares_prompts(model)
+    if callable(wrong):
+        AttentionInterface.register(decode.SHARED, wrong)
+
+    def arrange_wrongly(self):
+        arrange(self)
+        if wrong == "positions":
+            self.first = self.first + 1
+        elif wrong == "padding":
+            self.prompt_padding = None
+
+    monkeypatch.setattr(SharedDecoder, "_arrange", arrange_wrongly)
+    if wrong == "ages":  # rows that joined late see what was never written
+        nothing = property(lambda self: None, lambda self, value: None)
+        monkeypatch.setattr(SharedDecoder, "unwritten", nothing, raising=False)
+    try:
+        assert not shares_prompts(model)
+        assert type(make_decoder(model, 12, 9)) is CachedDecoder
+    finally:
+        AttentionInterface.register(decode.SHARED, decode.shared_attention)
+
+
+def test_the_models_own_attention_is_back_after_each_step(model_of):
+    model = model_of("qwen2")
+    before = model.config._attn_implementation
+    decoder = make_decoder(model, 12, 9)
+    decoder.admit(PROMPTS, 2)
+    decoder.step(torch.arange(8))
+    assert model.config._attn_implementation == before != decode.SHARED
+
+
+# --- Streams ---------------------------------------------------------------------------
+MANY = [[3 + i] * n for i, n in enumerate([1, 9, 4, 2, 12, 1, 7, 3, 5])]  # of different lengths
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("max_rows, group_size", [(7, 3), (2, 1), (9, 1)])
+@pytest.mark.parametrize("family", FAMILIES | WIDE)
+def test_prompts_are_let_in_while_rows_run(family, max_rows, group_size, model_of):
+    """Their log-probs are those of a plain forward, whoever shares the batch with them."""
+    if max_rows != 7 and family not in ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral"):
+        pytest.skip("one size will do")
+    model = model_of(family)
+    groups = sample(model, MANY, group_size=group_size, max_rows=max_rows)
+    assert_well_formed(groups, prompts=9, group_size=group_size, max_new_tokens=12, eos_ids=EOS)
+    for prompt, group in zip(MANY, groups, strict=True):
+        for c in group:
+            gap = torch.tensor(c.logps) - plain_logps(model, prompt, c.ids, 1.0)
+            assert gap.abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["gpt1", "gpt2"])
+@pytest.mark.parametrize("max_rows, group_size, eos", [(9, 1, 2), (8, 4, 4)])
+def test_an_ended_row_stays_within_the_models_positions(
+    family, max_rows, group_size, eos, model_of
+):
+    """Both have a table of 64, and it may stay in the batch while others run."""
+    prompts, eos_ids = [[5 + i] * 9 for i in range(30)], set(range(12, 12 + eos))
+    settings = {"group_size": group_size, "max_rows": max_rows, "max_new_tokens": 55}
+    groups = sample(model_of(family), prompts, eos_ids=eos_ids, **settings)
+    assert len(groups) == 30
+
+
+class Desk:
+    """Gives prompts to a stream, and notes what it was asked for and what has come of it."""
+
+    def __init__(self, prompts):
+        self.waiting, self.events = list(enumerate(prompts)), []
+
+    def take(self, number):
+        given, self.waiting = self.waiting[:number], self.waiting[number:]
+        self.events.append((number, [key for key, _ in given]))
+        return given
+
+    def run(self, model, **changes):
+        settings = {"group_size": 3, "max_rows": 7, "max_new_tokens": 12, "temperature": 1.0}
+        settings |= {"eos_ids": EOS, "vocab_size": VOCAB, "longest_prompt": 12}
+        settings["generator"] = torch.Generator().manual_seed(0)
+        for key, group in stream_groups(model, self.take, **settings | changes):
+            self.events.append(key)
+            yield key, group
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mamba", "mistral"])
+def test_a_group_comes_as_soon_as_it_has_ended_and_makes_room(family, model_of):
+    desk, lengths = Desk(MANY), {}
+    with Shapes(model_of(family)) as shapes:
+        for key, group in desk.run(model_of(family)):
+            lengths[key] = max(len(c.ids) for c in group)
+    assert max(rows for rows, _ in shapes) <= 7 + 1  # one that has ended may stay for a while
+    assert sorted(lengths) == list(range(9)) and len(desk.events) > 9
+    asked = [event for event in desk.events if isinstance(event, tuple)]
+    given = [key for _, keys in asked for key in keys]
+    assert given == list(range(9)) and asked[-1] == (2, [])
+    assert all(0 < number <= 2 for number, _ in asked)
+    first_two = [event for event in desk.events if event in (0, 1)]
+    if lengths[0] != lengths[1]:
+        assert first_two == sorted((0, 1), key=lengths.get)
+    # Between those that ended first and last, a third began, if the decoder allows it
+    before = desk.events[: desk.events.index(first_two[1])]
+    assert any(2 in e[1] for e in before if isinstance(e, tuple)) == (family != "mistral")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_who_reads_a_group_may_ask_for_another_even_after_the_last(family, model_of):
+    """A flat group is seen when it comes, and replaced: the stream must not have ended by then."""
+    desk, came = Desk(MANY[:1]), []
+    for key, _ in desk.run(model_of(family)):
+        came.append(key)
+        if key < 5:
+            desk.waiting.append((key + 1, MANY[key + 1]))
+    assert came == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_stream_without_prompts_ends(model_of):
+    assert list(Desk([]).run(model_of("qwen2"))) == []
+    assert sample(model_of("qwen2"), []) == []
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_greedy_is_the_same_however_many_rows_there_are(family, model_of):
+    settings = {"temperature": 0, "group_size": 1}
+    whole = sample(model_of(family), MANY, **settings)
+    for max_rows in (1, 4):
+        few = sample(model_of(family), MANY, max_rows=max_rows, **settings)
+        assert [[c.ids for c in group] for group in few] == [[c.ids for c in g] for g in whole]
+
+
+def test_the_weights_may_change_between_two_rounds(model_of):
+    """What is known of a model from the trial is how it computes, and no value."""
+    model = tiny_model("qwen2")
+    before = sample(model, PROMPTS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        for prompt, group in zip(PROMPTS, sample(model, PROMPTS), strict=True):
+            gap = torch.tensor(group[0].logps) - plain_logps(model, prompt, group[0].ids, 1.0)
+            assert gap.abs().max() < TOLERANCE
+    assert sample(model, PROMPTS) != before
 
 
 def test_accepts_looks_through_the_wrapper(model_of):
@@ -256,7 +500,7 @@ def test_the_models_generation_config_changes_nothing():
     assert (sample(model, PROMPTS), sample(model, PROMPTS, temperature=0)) == before
 
 
-DRAWS = 20_000
+GROUPS, DRAWS = 20, 20_000
 
 
 @pytest.fixture(scope="module")
@@ -300,10 +544,10 @@ def test_the_first_token_has_the_probabilities_of_the_softmax(temperature, sharp
 
     def statistic(**changes):
         # A longer prompt in the batch, so that the one under test is padded.
-        (group, _) = sample(
-            sharp, [prompt, PROMPTS[2]], group_size=DRAWS, max_new_tokens=1, **changes
-        )
-        counts = torch.bincount(torch.tensor([c.ids[0] for c in group]), minlength=VOCAB)
+        prompts = [*[prompt] * GROUPS, PROMPTS[2]]
+        *groups, _ = sample(sharp, prompts, group_size=DRAWS // GROUPS, max_new_tokens=1, **changes)
+        first = torch.tensor([c.ids[0] for c in itertools.chain(*groups)])
+        counts = torch.bincount(first, minlength=VOCAB)
         return chi_square(counts, exact_first(sharp, prompt, temperature))
 
     value, limit = statistic(temperature=temperature)
@@ -343,17 +587,18 @@ def test_two_tokens_have_the_probabilities_of_the_softmax(sharp):
     exact[eos, eos] = first[eos]  # ended: counted as the pair (EOS, EOS)
 
     def statistic(temperature):
-        (group, _) = sample(
+        *groups, _ = sample(
             sharp,
-            [prompt, PROMPTS[2]],
-            group_size=DRAWS,
+            [*[prompt] * GROUPS, PROMPTS[2]],
+            group_size=DRAWS // GROUPS,
             max_new_tokens=2,
             vocab_size=few,
             eos_ids={eos},
             temperature=temperature,
         )
-        pairs = torch.tensor([(c.ids * 2)[:2] for c in group])
-        assert all(len(c.ids) == (1 if c.ids[0] == eos else 2) for c in group)
+        everyone = list(itertools.chain(*groups))
+        pairs = torch.tensor([(c.ids * 2)[:2] for c in everyone])
+        assert all(len(c.ids) == (1 if c.ids[0] == eos else 2) for c in everyone)
         counts = torch.bincount(pairs[:, 0] * few + pairs[:, 1], minlength=few * few)
         return chi_square(counts, exact.flatten())
 
@@ -361,3 +606,29 @@ def test_two_tokens_have_the_probabilities_of_the_softmax(sharp):
     assert value < limit
     value, limit = statistic(0.9)
     assert value > limit
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    """Neither before, between nor behind the others: a sum that stays equal is no interval."""
+    logits = torch.full((4096, 9), -torch.inf)
+    logits[:, [2, 3, 6]] = torch.tensor([0.0, 1.0, 0.0])
+    tokens, logps = draw(logits, 1.0, torch.Generator().manual_seed(0))
+    counts = torch.bincount(tokens, minlength=9)
+    exact = torch.softmax(logits[0].double(), 0)
+    assert counts.nonzero().flatten().tolist() == [2, 3, 6]
+    torch.testing.assert_close(logps, torch.log_softmax(logits, -1)[0, tokens])
+    value, limit = chi_square(counts, exact)
+    assert value < limit
+
+
+def test_the_rare_ids_of_a_large_vocabulary_keep_their_share(monkeypatch):
+    """Summed up in float32, all that is rarer than 6e-8 would vanish behind the likely ones."""
+    rare = 1 << 16  # with 2 ** -26 each, in all 2 ** -10 of the sum
+    logits = torch.full((4, rare + 1), -26 * math.log(2))
+    logits[:, 0] = 0
+    above = torch.tensor([0.0, 0.25, 0.5, 0.75]).double()
+    total = 1 + rare * 2**-26
+    uniform = (1 + above * rare * 2**-26) / total
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: uniform[:, None])
+    tokens, _ = draw(logits, 1.0, None)
+    assert ((tokens - 1) / rare - above).abs().max() < 1e-4

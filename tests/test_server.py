@@ -13,18 +13,24 @@ import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlencode
 
 import pytest
+import requests
 import safetensors.torch
 import torch
 from test_wire import VOCAB, make_group
 from transformers import AutoModelForCausalLM
 
 import store as store_module
+from client import RefServer
 from forward import CompletionModel
-from ref_server import make_app, score_groups, score_rows
+from hub import Hub
+from ref_server import make_app
+from scoring import score_groups, score_rows
 from store import Store, StoreFull
-from wire import RefServer, pack_group, unpack_group
+from wire import PROTOCOL, pack_group, unpack_group
 
 PRESET = Path(__file__).with_name("preset.py")
 TOLERANCE = 1e-5  # float32 on both sides; measured: 4e-6
@@ -42,9 +48,9 @@ def model(tiny):
     return AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
 
 
-def put(store, *seeds, run="run"):
+def put(store, *seeds, **changes):
     """Stores a small group for each seed; -> their bodies by id."""
-    groups = [make_group(seed=seed, run=run) for seed in seeds]
+    groups = [make_group(seed=seed, **changes) for seed in seeds]
     bodies = {group.id: pack_group(group) for group in groups}
     for group in groups:
         assert store.put(group, bodies[group.id])
@@ -413,16 +419,35 @@ def test_what_the_model_can_not_score_is_failed(store, model, kind):
 
 
 # --- Routes -------------------------------------------------------------------------
-INFO = {"protocol": 1, "model": "fake", "vocab_size": VOCAB, "tokenizer": "ab", "temperature": 1.0}
-INFO["facts"] = "0123456789abcdef"
+INFO = {"model": "fake", "vocab_size": VOCAB, "tokenizer": "ab", "temperature": 1.0}
+INFO |= {"protocol": PROTOCOL, "weights": "", "facts": "0123456789abcdef"}
+
+
+class FakeReference:
+    """In place of the model: knows what it is, and takes every policy that exists."""
+
+    def __init__(self):
+        self.info, self.max_tokens, self.replaced = INFO, 256, []
+
+    def replace(self, path, weights):
+        if path and not path.exists():
+            raise ValueError(f"{weights} can't be the reference: no file")
+        self.replaced.append((path, weights))
+        self.info = INFO | {"weights": weights}
 
 
 @pytest.fixture
-def app(store):
+def hub(store, tmp_path):
+    return Hub(store, tmp_path / "policies", max_bytes=10_000)
+
+
+@pytest.fixture
+def app(store, hub):
     """-> app(**changes): the WSGI app around the store."""
-    settings = {"max_tokens": 256, "token": None, "max_body_bytes": 5000}
+    settings = {"token": None, "max_body_bytes": 5000, "regroup": True}
     settings |= {"lease_seconds": 60, "lease_wait": 0}
-    return lambda **changes: make_app(store, INFO, **settings | changes)
+    reference = FakeReference()
+    return lambda **changes: make_app(store, hub, reference, **settings | changes)
 
 
 def call(app, method, path, body=b"", **environ):
@@ -440,6 +465,7 @@ def call(app, method, path, body=b"", **environ):
         "SERVER_NAME": "test",
         "SERVER_PORT": "80",
         "SERVER_PROTOCOL": "HTTP/1.1",
+        "QUERY_STRING": "",
         "wsgi.url_scheme": "http",
         "wsgi.input": io.BytesIO(body),
         "wsgi.errors": errors,
@@ -448,6 +474,34 @@ def call(app, method, path, body=b"", **environ):
     environ = {k: v for k, v in environ.items() if v is not None}
     data = b"".join(app(environ, start_response))
     return answer["status"], answer["headers"], data
+
+
+class InProcess(RefServer):
+    """The trainer's client of an app that is called as a function; `after` runs after each call."""
+
+    def __init__(self, app, limit=5, after=lambda: None):
+        super().__init__("http://in.process", limit)
+        self.app, self.after = app, after
+        self.session = SimpleNamespace(request=self.request, get=partial(self.request, "GET"))
+
+    def twin(self):
+        twin = InProcess(self.app, self.limit, self.after)
+        twin.agreed = self.agreed
+        return twin
+
+    def request(self, method, url, *, params=(), data=b"", json=None, headers=(), **_):
+        names = {f"HTTP_{k.upper().replace('-', '_')}": v for k, v in dict(headers).items()}
+        names["QUERY_STRING"] = urlencode(dict(params))
+        path = url.removeprefix(self.url)
+        data = data.read() if hasattr(data, "read") else data
+        status, headers, body = call(
+            self.app, method, path, data if json is None else json, **names
+        )
+        self.after()
+        reply = requests.Response()
+        reply.status_code, reply.raw = status, io.BytesIO(body)
+        reply.headers.update(headers)
+        return reply
 
 
 def refused(answer, status):
@@ -476,8 +530,9 @@ def test_a_group_goes_round(app, store):
 def test_info_stats_and_the_page_for_people(app, store):
     app = app()
     put(store, 0)
-    assert json.loads(call(app, "GET", "/info")[2]) == INFO
-    assert json.loads(call(app, "GET", "/stats")[2])["waiting"] == 1
+    assert json.loads(call(app, "GET", "/info")[2]) == INFO | {"regroup": True}
+    stats = json.loads(call(app, "GET", "/stats")[2])
+    assert stats["waiting"] == 1 and stats["workers"] == {}
     status, headers, page = call(app, "GET", "/")
     assert (status, headers["Content-Type"]) == (200, "text/plain; charset=utf-8")
     assert b"vocab_size  395" in page and b"waiting  1" in page
@@ -531,6 +586,9 @@ BAD_JSON = [
     b'{"run": "run", "limit": NaN, "ids": NaN}',
     b'{"run": "run", "limit": Infinity, "ids": 1}',
     b'{"run": "\\ud800", "limit": 1, "ids": ["a"]}',
+    b'{"run": "run", "limit": 1, "ids": 1, "oldest": "0"}',
+    b'{"run": "run", "limit": 1, "ids": 1, "oldest": 9223372036854775808}',
+    b'{"run": "run", "limit": 1, "ids": 1, "wait": 1}',
 ]
 
 
@@ -575,10 +633,11 @@ def test_what_nobody_foresaw_is_told_in_json_too(app, store):
     assert "ProgrammingError" in reason
 
 
-@pytest.mark.parametrize(
-    "route",
-    ["POST /upload", "POST /lease", "POST /ack", "GET /info", "GET /stats", "GET /", "GET /no"],
-)
+ROUTES = "GET /info,GET /stats,GET /,GET /no,POST /upload,POST /lease,POST /ack,POST /reference"
+ROUTES += ",PUT /policy,POST /policy,GET /policy,POST /work,POST /end"
+
+
+@pytest.mark.parametrize("route", ROUTES.split(","))
 def test_every_route_asks_for_the_token(app, route):
     """Ancestor 5c-5: on 0.0.0.0, and whoever found the port could read and write."""
     app = app(token="sécret")
@@ -631,7 +690,9 @@ def test_groups_survive_kill_9_of_the_server(tiny, tmp_path, model, monkeypatch)
         assert server.call("POST", "/upload", data=pack_group(groups[0])).json() == {
             "stored": False
         }
-        bodies = server.lease("run", ids)
+        bodies, deadline = {}, time.monotonic() + 60
+        while len(bodies) < len(ids) and time.monotonic() < deadline:
+            bodies |= server.lease("run", len(ids))
         server.call("POST", "/ack", json={"run": "run", "ids": ids})
         stats = server.call("GET", "/stats").json()
         assert (stats["done"], stats["bytes"]) == (40, 0)
@@ -640,8 +701,9 @@ def test_groups_survive_kill_9_of_the_server(tiny, tmp_path, model, monkeypatch)
         server.session.headers["Authorization"] = "Bearer wrong"
         with pytest.raises(RuntimeError, match="refused .401.*GRPO_TOKEN"):
             server.call("GET", "/info")
-    for group, body in zip(groups, bodies, strict=True):
-        scored = unpack_group(body)
+    assert sorted(bodies) == ids
+    for group in groups:
+        scored = unpack_group(bodies[group.id])
         assert torch.equal(scored.completion_ids, group.completion_ids)
         completions = [c.tolist() for c in group.completions(group.completion_ids)]
         plain = plain_logps(model, [group.prompt_ids.tolist()] * 3, completions, 1.0)

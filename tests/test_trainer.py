@@ -10,23 +10,34 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from test_server import FakeReference, InProcess
 from transformers import AutoTokenizer
 
 import grpo_ref_split as grpo
+import report
+import rollout
+from client import RefServer
 from forward import CompletionModel
+from hub import Hub
 from policy import load_policy, prompt_ids
+from policy_sync import NOISE
+from ref_server import make_app
+from rollout import Recipe, endless, make_group, sampled_and_rewarded
 from sampler import Completion
-from wire import Group, RefServer, tokenizer_facts
+from store import Store
+from wire import PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
 
 
-def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), id="000000-0000-0000"):
+def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), **changes):
     """-> a wire Group with these rewards (G, 2)."""
     tokens = sum(lengths)
-    return Group(
-        id=id,
+    fields = dict(
+        id="000000-0000-0000",
         run="test",
         policy_version=0,
         item=0,
+        sampler="trainer",
+        outcome="correctness",
         reward_names=["correctness", "format"],
         prompt_ids=torch.tensor([5, 6], dtype=torch.int32),
         completion_ids=torch.arange(10, 10 + tokens, dtype=torch.int32),
@@ -36,6 +47,7 @@ def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), id="000000-000
         rewards=torch.tensor(rewards),
         ref_logps=-torch.ones(tokens),
     )
+    return Group(**fields | changes)
 
 
 # --- Constants ----------------------------------------------------------------------
@@ -60,6 +72,13 @@ def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), id="000000-000
         ("MAX_REFILLS", -1),
         ("LEARNING_RATE", float("nan")),
         ("SAMPLE_BATCH", 4),
+        ("OBJECTIVE", "ppo"),
+        ("RATIO_LEVEL", "word"),
+        ("IS_CAP", 0.5),
+        ("PUBLISH_STEPS", -1),
+        ("PUBLISH_STEPS", 9),  # older than MAX_STALENESS before it is sampled
+        ("TRAINER_SAMPLES", False),  # and nobody else may
+        ("REFERENCE_REFRESH_STEPS", 0.5),
         ("REF_SERVER", "127.0.0.1:59875"),
     ],
 )
@@ -67,7 +86,18 @@ def test_a_bad_constant_is_named_with_its_value(constant, value, monkeypatch, tm
     monkeypatch.setattr(grpo, "RUN_DIR", str(tmp_path))
     grpo.check_config()
     monkeypatch.setattr(grpo, constant, value)
+    if value == 9:
+        constant, value = "MAX_STALENESS", grpo.MAX_STALENESS
     with pytest.raises(SystemExit, match=re.escape(f"{constant} = {value!r} must be")):
+        grpo.check_config()
+
+
+def test_a_reference_that_follows_needs_a_reference(monkeypatch, tmp_path):
+    for name, value in {"RUN_DIR": str(tmp_path), "REFERENCE_REFRESH_STEPS": 5}.items():
+        monkeypatch.setattr(grpo, name, value)
+    grpo.check_config()
+    monkeypatch.setattr(grpo, "KL_BETA", 0)
+    with pytest.raises(SystemExit, match="REFERENCE_REFRESH_STEPS = 5 must be 0 where there is no"):
         grpo.check_config()
 
 
@@ -103,11 +133,12 @@ def test_learning_rate_warms_up_and_decays(monkeypatch):
 # --- Prompts ------------------------------------------------------------------------
 def test_ranks_share_each_epoch_without_overlap():
     prompts = list(range(10))
-    ranks = [list(islice(grpo.endless(prompts, rank, 3), 10)) for rank in range(3)]
+    ranks = [list(islice(endless(prompts, 0, rank, 3), 10)) for rank in range(3)]
     order = [prompt for turn in zip(*ranks, strict=True) for prompt in turn]  # of all ranks
     assert sorted(order[:10]) == sorted(order[10:20]) == prompts
     assert order[:10] != order[10:20]  # a new order
-    assert ranks[0] == list(islice(grpo.endless(prompts, 0, 3), 10))  # FIELD 5a-22: no seed
+    assert ranks[0] == list(islice(endless(prompts, 0, 0, 3), 10))  # FIELD 5a-22: no seed
+    assert ranks[0] != list(islice(endless(prompts, 1, 0, 3), 10))
 
 
 def test_a_chat_is_templated_once_and_a_role_it_does_not_know_is_folded_in(tiny):
@@ -158,90 +189,165 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tmp_path):
 
 
 # --- Rollout ------------------------------------------------------------------------
-@pytest.fixture
-def fake_sampling(monkeypatch):
-    """Replaces sampling; the outcome of a prompt's group is what the prompt says."""
-    asked = []
-
-    def sample_and_reward(policy, task, prompts, group_size, temperature, generator):
-        asked.append(len(prompts))
-        completions = [Completion([7, 2], [-1.0, -2.0], False), Completion([7], [-1.0], True)]
-        return [
-            (prompt, completions, [{"correctness": c, "format": f} for c, f in prompt[1]])
-            for prompt in prompts
-        ]
-
-    monkeypatch.setattr(grpo, "sample_and_reward", sample_and_reward)
-    monkeypatch.setattr(grpo, "GROUP_SIZE", 2)
-    return asked
-
-
+NAMES = {"correctness": 2.0, "format": 1.0}
+GSIZE = 2  # of the groups of a FakeEngine
 MIXED = [(1.0, -1.0), (-1.0, -1.0)]
 ALL_WRONG = [(-1.0, 1.25), (-1.0, -1.0)]  # differs in format alone
+ALL_RIGHT = [(1.0, 1.25), (1.0, -1.0)]
 
 
-def rolled_out(outcomes, share, **constants):
-    stream = iter([(i, outcome, [5]) for i, outcome in enumerate(outcomes)])
-    count = Counter()
-    kept = list(grpo.rollout(None, None, stream, count, share=share, generator=None))
-    return [group[0][0] for group in kept], count
+def a_recipe(prompts=(), **changes):
+    """-> a Recipe whose task rewards a FakeEngine's completions as the prompt's item says."""
+    task = SimpleNamespace(rewards=lambda item, text: dict(zip(NAMES, item[text], strict=True)))
+    fields = dict(
+        task_name="fake",
+        task=task,
+        prompts=list(prompts),
+        group_size=GSIZE,
+        sample_batch=64,
+        max_prompt_tokens=20,
+        max_completion_tokens=8,
+        temperature=1.0,
+        reward_weights=NAMES,
+        outcome="correctness",
+        skip_flat_groups=True,
+        max_refills=4,
+        seed=0,
+    )
+    return Recipe(**fields | changes)
 
 
-def test_flat_groups_are_judged_on_correctness_replaced_and_counted(fake_sampling):
-    kept, count = rolled_out([MIXED, ALL_WRONG, MIXED, ALL_WRONG, MIXED, MIXED], share=4)
+def prompts_of(outcomes):
+    """-> prompts whose groups come out as told: (correctness, format) for each completion."""
+    items = [{"first": one, "second": two, "question": "?"} for one, two in outcomes]
+    return [(i, item, [5, 6]) for i, item in enumerate(items)]
+
+
+class FakeEngine:
+    """In place of sampling: two completions for each prompt, one of which is cut."""
+
+    def __init__(self):
+        self.asked, self.settings, self.most = [], None, 0
+
+    def stream(self, take, *, group_size, max_rows, **settings):
+        self.settings, running = settings | {"max_rows": max_rows}, []
+        while True:
+            room = max_rows // group_size - len(running)
+            new = take(room) if room else []
+            self.asked.append(len(new))
+            running += new
+            self.most = max(self.most, len(running))
+            if not running:
+                return
+            whole, cut = Completion([7, 2], [-1.0, -2.0], False), Completion([7], [-1.0], True)
+            yield running.pop(0)[0], [whole, cut][:group_size]
+
+    def text(self, completion):
+        return "second" if completion.truncated else "first"
+
+
+def rolled_out(outcomes, share, engine=None, **changes):
+    """-> (numbers of the prompts whose groups are worth training, those of flat ones, counts)."""
+    recipe, count = a_recipe(**changes), Counter()
+    stream, engine = iter(prompts_of(outcomes)), engine or FakeEngine()
+    both = [], []
+    for sampled, flat in rollout.rollout(engine, recipe, stream, count, share=share, seed=3):
+        both[flat].append(sampled[0][0])
+    return *both, count
+
+
+def test_flat_groups_are_judged_on_correctness_replaced_and_counted():
+    outcomes = [MIXED, ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED, MIXED, MIXED]
+    kept, flat, count = rolled_out(outcomes, share=4)
     assert kept == [0, 2, 4, 5]  # FIELD 5a-18: a format-only group passed the filter
+    assert flat == [1, 3]
     assert count["groups"] == 6 and count["flat"] == 2
     assert count["completions"] == 12 and count["truncated"] == 6 and count["tokens"] == 18
-    assert count["right"] == 4 and count["reward_format"] == 4 * -2 + 2 * 0.25
+    assert count["right"] == 4 + 2 and count["reward_format"] == 4 * -2 + 2 * 0.25
 
 
-def test_refilling_ends(fake_sampling, monkeypatch):
-    monkeypatch.setattr(grpo, "MAX_REFILLS", 2)
-    kept, count = rolled_out([ALL_WRONG] * 100, share=4)
-    assert kept == [] and count["groups"] == 4 * 3
+def test_a_flat_group_is_replaced_as_soon_as_it_is_found():
+    """Not after the others have ended: the batch stays full."""
+    engine = FakeEngine()
+    rolled_out([ALL_WRONG, MIXED, MIXED, MIXED], 3, engine)
+    assert engine.asked == [3, 1, 0, 0, 0]
 
 
-def test_flat_groups_are_kept_when_asked(fake_sampling, monkeypatch):
-    monkeypatch.setattr(grpo, "SKIP_FLAT_GROUPS", False)
-    kept, _ = rolled_out([ALL_WRONG] * 4, share=4)
-    assert kept == [0, 1, 2, 3] and fake_sampling == [4]
+def test_refilling_ends():
+    kept, flat, count = rolled_out([ALL_WRONG] * 100, share=4, max_refills=2)
+    assert kept == [] and len(flat) == count["groups"] == 4 * 3
+    assert rolled_out([MIXED] * 9, share=0) == ([], [], {})
 
 
-def test_sampling_is_in_batches(fake_sampling, monkeypatch):
-    monkeypatch.setattr(grpo, "SAMPLE_BATCH", 5)  # 2 groups of 2, not 3
-    rolled_out([MIXED] * 5, share=5)
-    assert fake_sampling == [2, 2, 1]
+def test_flat_groups_are_kept_when_asked():
+    engine = FakeEngine()
+    _, flat, _ = rolled_out([ALL_WRONG] * 9, 4, engine, skip_flat_groups=False)
+    assert flat == [0, 1, 2, 3] and engine.asked == [4, 0, 0, 0, 0]
 
 
-def test_what_is_sent_is_what_was_sampled(tiny):
+def test_sampling_is_bounded_and_as_the_recipe_says():
+    engine = FakeEngine()
+    rolled_out([MIXED] * 9, 5, engine, sample_batch=5, temperature=0.7)
+    assert engine.most == 2  # groups of 2, not 3
+    assert engine.settings == {
+        "max_rows": 5,
+        "longest_prompt": 20,
+        "max_new_tokens": 8,
+        "temperature": 0.7,
+        "seed": 3,
+    }
+
+
+def test_what_is_sent_is_what_was_sampled():
     """FIELD 5a-1: text was tokenised again, so other ids were trained than sampled."""
     prompt = (3, {"question": "?", "answer": "4"}, [5, 6])
     completions = [Completion([7, 2], [-1.0, -2.0], False), Completion([8, 8, 8], [-0.5] * 3, True)]
     rewards = [{"format": -1.0, "correctness": 1.0}, {"correctness": -1, "format": 1.25}]
-    group = grpo.make_group((prompt, completions, rewards), id="a", run="r", step=4)
+    names = {"id": "a", "run": "r", "version": 4, "sampler": "me", "outcome": "correctness"}
+    group = make_group((prompt, completions, rewards), **names)
+    assert group.prompt_ids.tolist() == [5, 6]
     assert group.completion_ids.tolist() == [7, 2, 8, 8, 8]
     assert group.completion_lengths.tolist() == [2, 3]
     assert group.sampler_logps.tolist() == [-1.0, -2.0, -0.5, -0.5, -0.5]
     assert group.truncated.tolist() == [False, True]
-    assert group.rewards.tolist() == [[1.0, -1.0], [-1.0, 1.25]]  # columns by name, not by order
-    assert (group.item, group.policy_version) == (3, 4)
+    columns = dict(zip(group.reward_names, group.rewards.T.tolist(), strict=True))
+    assert columns == {"correctness": [1.0, -1.0], "format": [-1.0, 1.25]}  # by name, not order
+    assert (group.id, group.run, group.item, group.policy_version) == ("a", "r", 3, 4)
+    assert (group.sampler, group.outcome, group.flat) == ("me", "correctness", False)
+    assert unpack_group(pack_group(group)).rewards.equal(group.rewards)
 
 
-def test_rewards_of_other_names_are_refused(tiny):
-    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
-    task = SimpleNamespace(rewards=lambda item, text: {"correct": 1.0})
-    prompt = (0, {"question": "?", "answer": "4"}, [5, 6])
+def test_rewards_that_a_task_names_in_another_order_are_trained_all_the_same():
+    """The names are those of REWARD_WEIGHTS, which is all that was asked of a task."""
+    prompt, completion = (0, {}, [5]), Completion([7], [-1.0], False)
+    rewards = [{"format": 0.5, "correctness": 1.0}, {"format": 0.25, "correctness": -1.0}]
+    names = {"id": "a", "run": "r", "version": 0, "sampler": "trainer", "outcome": "correctness"}
+    group = make_group((prompt, [completion] * 2, rewards), **names)
+    ahead, behind = grpo.advantages_of(group).tolist()
+    assert ahead > 0 > behind
+
+
+def sampled(engine, recipe, prompts, **changes):
+    waiting = list(prompts)[::-1]
+
+    def take(number):
+        return [waiting.pop() for _ in range(min(number, len(waiting)))]
+
+    settings = {"group_size": recipe.group_size, "temperature": 1.0, "seed": 0, "count": Counter()}
+    return list(sampled_and_rewarded(engine, recipe, take, **settings | changes))
+
+
+def test_rewards_of_other_names_are_refused():
+    recipe = a_recipe(task=SimpleNamespace(rewards=lambda item, text: {"correct": 1.0}))
     with pytest.raises(SystemExit, match="REWARD_WEIGHTS"):
-        grpo.sample_and_reward(policy, task, [prompt], 2, 1.0, None)
+        sampled(FakeEngine(), recipe, [(0, {"question": "?"}, [5, 6])])
 
 
 @pytest.mark.parametrize("value", [None, "1", float("nan"), True, np.float32("inf")])
-def test_a_reward_that_is_no_number_is_named_with_its_question(tiny, value):
-    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
+def test_a_reward_that_is_no_number_is_named_with_its_question(value):
     task = SimpleNamespace(rewards=lambda item, text: {"correctness": value, "format": 1.0})
-    prompt = (0, {"question": "Why?", "answer": "4"}, [5, 6])
     with pytest.raises(SystemExit, match="not finite numbers, for .*Why"):
-        grpo.sample_and_reward(policy, task, [prompt], 2, 1.0, None)
+        sampled(FakeEngine(), a_recipe(task=task), [(0, {"question": "Why?"}, [5, 6])])
 
 
 def test_broken_weights_are_said_to_be_broken(tiny):
@@ -249,30 +355,261 @@ def test_broken_weights_are_said_to_be_broken(tiny):
     with torch.no_grad():
         next(policy.model.parameters()).fill_(float("nan"))
     with pytest.raises(RuntimeError, match="logits are not finite"):
-        grpo.sample_and_reward(policy, None, [(0, {}, [5, 6])], 2, 1.0, None)
+        sampled(policy, a_recipe(), [(0, {}, [5, 6])])
 
 
-def test_a_reward_may_have_any_name(monkeypatch):
+def test_a_policy_streams_text_and_ids(tiny):
+    """The engine that trainer and worker share: the seed decides, rewards are of the ids' text."""
+    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
+    texts = []
+    task = SimpleNamespace(rewards=lambda item, text: texts.append(text) or {"a": 1.0})
+    recipe = a_recipe(task=task, reward_weights={"a": 1.0}, group_size=3)
+    prompts, count = [(9, {}, [5, 6, 7]), (4, {}, [8])], Counter()
+    first = sampled(policy, recipe, prompts, count=count)
+    assert sorted(prompt[0] for prompt, _, _ in first) == [4, 9]
+    assert texts == [policy.text(c) for _, completions, _ in first for c in completions]
+    assert count["seconds_reward"] > 0
+    assert first == sampled(policy, recipe, prompts) != sampled(policy, recipe, prompts, seed=1)
+
+
+# --- A rollout of all ranks ---------------------------------------------------------
+@pytest.fixture
+def alone(monkeypatch):
+    """One rank, and constants of a small run."""
+    gather = {"all_gather_object": lambda everyone, mine: everyone.__setitem__(0, mine)}
+    dist = {"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_reduce": lambda *_, **__: None}
+    for name, function in {
+        **dist,
+        **gather,
+        "broadcast_object_list": lambda box, src: None,
+    }.items():
+        monkeypatch.setattr(grpo.dist, name, function)
+    constants = {"PROMPTS_PER_STEP": 3, "GROUP_SIZE": GSIZE, "WAIT_LIMIT_SECONDS": 1}
+    for name, value in constants.items():
+        monkeypatch.setattr(grpo, name, value)
+
+
+def take_step(server, outcomes, *, step=0, engine=None, clock=None, **recipe):
+    """-> rollout_step's (groups, metrics) of prompts whose groups come out as told."""
+    stream, engine = iter(prompts_of(outcomes)), engine or FakeEngine()
+    recipe, clock = a_recipe(**recipe), clock or report.Clock()
+    return grpo.rollout_step(engine, recipe, stream, server, "run", step, clock)
+
+
+def test_a_rollout_without_a_server(alone):
+    groups, metrics = take_step(None, [MIXED, ALL_WRONG, MIXED, MIXED, MIXED], step=4)
+    assert [g.item for g in groups] == [0, 2, 3]
+    assert {(g.policy_version, g.sampler, g.run) for g in groups} == {(4, "trainer", "run")}
+    assert metrics["groups_sampled"] == 4 and metrics["flat_groups"] == 1 / 4
+    assert metrics["accuracy"] == 3 / 8 and metrics["truncated"] == 1 / 2
+    assert metrics["completion_tokens"] == 1.5 and metrics["tokens_sampled"] == 12
+    formats = (3 * -2 + 0.25) / 8
+    assert metrics["reward_format"] == pytest.approx(formats)
+    assert metrics["reward"] == pytest.approx(2 * (3 - 5) / 8 + formats)
+    assert "staleness" not in metrics
+
+
+def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
+    """10 prompts on 4 ranks: 3, 3, 2 and 2; each rank draws with a seed of its own."""
+    monkeypatch.setattr(grpo, "PROMPTS_PER_STEP", 10)
+    monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 4)
+    counts, seeds, ids = [], set(), set()
+    for rank, step in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]:
+
+        def gather(everyone, mine):
+            everyone[:] = [mine, [], [], []]
+
+        monkeypatch.setattr(grpo.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(grpo.dist, "all_gather_object", gather)
+        engine = FakeEngine()
+        groups, _ = take_step(None, [MIXED] * 10, step=step, engine=engine)
+        counts.append(len(groups))
+        seeds.add(engine.settings["seed"])
+        ids |= {g.id for g in groups}
+    assert counts == [3, 3, 2, 2, 3] and len(seeds) == 5 and len(ids) == sum(counts)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """-> a client of the real store and routes; every upload is scored at once."""
+    store = Store(tmp_path / "store.sqlite", 10**6)
+    hub = Hub(store, tmp_path / "policies", 10**6)
+    settings = {"token": None, "max_body_bytes": 10**6, "lease_seconds": 60, "lease_wait": 0}
+    app = make_app(store, hub, FakeReference(), regroup=True, **settings)
+
+    def score():
+        for seq, body in store.waiting(99, 0):
+            group = unpack_group(body)
+            group.ref_logps = -torch.ones(len(group.completion_ids))
+            store.scored(seq, pack_group(group))
+
+    client = InProcess(app, limit=1, after=score)
+    client.store, client.hub, client.regroups = store, hub, True
+    yield client
+    store.db.close()
+
+
+def publish(server, **changes):
+    """Makes `run` a run with workers, with a policy of no weights."""
+    record = {"run": "run", "version": 0, "capacity": 9, "oldest": 0, "scored": True}
+    record |= {"settings": {}, "proof": {}} | changes
+    path = server.hub.folder.parent / "policy"
+    path.write_bytes(b"weights")
+    server.publish(path, record)
+
+
+def test_a_rollout_goes_through_the_server_and_comes_back_scored(alone, server):
+    groups, metrics = take_step(server, [MIXED, ALL_WRONG, MIXED, MIXED])
+    assert [g.item for g in groups] == [0, 2, 3]
+    assert all(g.ref_logps is not None for g in groups)
+    assert [g.id for g in groups] == sorted(g.id for g in groups)  # the same order on every rank
+    assert server.store.stats()["pooled"] == 1  # the flat one waits for another of its prompt
+    assert metrics["groups_sampled"] == 4
+
+
+def test_two_flat_groups_of_a_prompt_are_trained_together(alone, server):
+    groups, _ = take_step(server, [ALL_WRONG, MIXED, MIXED, MIXED], step=0)
+    server.call("POST", "/ack", json={"run": "run", "ids": [g.id for g in groups]})
+    groups, metrics = take_step(server, [ALL_RIGHT, MIXED, MIXED, MIXED], step=1)
+    joined = [g for g in groups if g.sampler == "regrouped"]
+    assert len(groups) == 5 and len(joined) == 2 and metrics["groups_sampled"] == 4
+    assert all(not g.flat and g.item == 0 and g.policy_version == 0 for g in joined)
+    assert all(len(g.completion_lengths) == GSIZE for g in joined)
+    rows = grpo.make_rows(groups, 1)  # of another policy, so the sampler's log-probs are the old
+    assert all(row.old_logps is row.sampler_logps for row in rows)
+
+
+def test_what_is_joined_with_a_group_that_is_almost_too_old_is_not_waited_for_in_vain(
+    alone, server, monkeypatch
+):
+    """The lease drops what is older than MAX_STALENESS, and whoever joined it counted on it."""
+    monkeypatch.setattr(grpo, "MAX_STALENESS", 4)
+    for step in range(5):
+        outcomes = [ALL_WRONG if step == 0 else MIXED, MIXED, MIXED, MIXED]
+        groups, _ = take_step(server, outcomes, step=step)
+        server.call("POST", "/ack", json={"run": "run", "ids": [g.id for g in groups]})
+    groups, _ = take_step(server, [ALL_RIGHT, MIXED, MIXED, MIXED], step=5)
+    assert len([g for g in groups if g.sampler == "trainer"]) == 3
+
+
+def test_flat_groups_stay_at_home_where_the_server_does_not_regroup(alone, server):
+    server.regroups = False
+    groups, _ = take_step(server, [ALL_WRONG, MIXED, MIXED, MIXED])
+    assert len(groups) == 3 and server.store.stats()["pooled"] == 0
+
+
+def test_all_flat_is_a_step_without_groups(alone, server):
+    groups, metrics = take_step(server, [ALL_WRONG] * 99)
+    assert groups == [] and metrics["flat_groups"] == 1 and metrics["groups_sampled"] == 15
+    assert grpo.make_rows(groups, 0) == []
+
+
+def a_workers(server, number, *, version=0):
+    """Uploads groups as a worker would."""
+    for i in range(number):
+        ids = {"id": f"worker-{version}-{i}", "policy_version": version, "sampler": "worker"}
+        group = a_group([[1.0, -1.0], [-1.0, -1.0]], run="run", item=90 + i, **ids)
+        group.ref_logps = None
+        server.call("POST", "/upload", data=pack_group(group))
+
+
+def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, server, monkeypatch):
+    monkeypatch.setattr(grpo, "PUBLISH_STEPS", 1)
+    publish(server)
+    a_workers(server, 2, version=1)
+    engine = FakeEngine()
+    groups, metrics = take_step(server, [MIXED] * 9, step=3, engine=engine)
+    assert sorted(g.item for g in groups) == [0, 90, 91] and engine.asked == [1, 0]
+    assert metrics["groups_sampled"] == 3 and metrics["completion_tokens"] == (3 + 4 + 4) / 6
+    assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
+    rows = grpo.make_rows(groups, 3)
+    assert all(row.old_logps is row.sampler_logps for row in rows)
+
+
+def test_workers_alone_may_sample(alone, server, monkeypatch):
+    monkeypatch.setattr(grpo, "PUBLISH_STEPS", 1)
+    monkeypatch.setattr(grpo, "TRAINER_SAMPLES", False)
+    publish(server)
+    a_workers(server, 3)
+    a_workers(server, 2, version=1)
+    engine = FakeEngine()
+    groups, metrics = take_step(server, [MIXED] * 9, step=1, engine=engine)
+    assert len(groups) == 3 and engine.asked == [0] and metrics["groups_dropped"] == 0
+    assert server.store.stats()["scored"] == 2  # for the next step
+    with pytest.raises(RuntimeError, match="waited 1 s for groups of run.*1 of 3 are missing"):
+        take_step(server, [MIXED] * 9, step=1)
+
+
+def test_groups_that_are_too_old_are_dropped_and_counted(alone, server, monkeypatch):
+    monkeypatch.setattr(grpo, "PUBLISH_STEPS", 1)
+    monkeypatch.setattr(grpo, "MAX_STALENESS", 2)
+    publish(server)
+    a_workers(server, 2)
+    a_workers(server, 1, version=3)
+    groups, metrics = take_step(server, [MIXED] * 9, step=5)
+    assert sorted(g.item for g in groups) == [0, 1, 90]
+    assert metrics["groups_dropped"] == 2 and metrics["staleness_max"] == 2
+
+
+def test_a_reward_may_have_any_name(alone):
     """Names of rewards and of counts must not meet: a reward "accuracy" made eval_accuracy 2."""
-    monkeypatch.setattr(grpo, "REWARD_WEIGHTS", {"accuracy": 1.0, "tokens": 1.0})
-    monkeypatch.setattr(grpo, "OUTCOME", "accuracy")
-    monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(grpo.dist, "all_reduce", lambda tensor: None)
-    sampled = [
-        ((0, {}, [5]), [Completion([7, 2], [-1.0, -1.0], False)], [{"accuracy": 1, "tokens": -1}])
-    ]
-    monkeypatch.setattr(grpo, "sample_and_reward", lambda *_: sampled)
-    result = grpo.evaluate(None, None, [None])
+    weights = {"accuracy": 1.0, "tokens": 1.0}
+    task = SimpleNamespace(rewards=lambda item, text: {"accuracy": 1, "tokens": -1})
+    recipe = a_recipe(task=task, reward_weights=weights, outcome="accuracy")
+    engine = FakeEngine()
+    result = report.evaluate(engine, recipe, prompts_of([MIXED]))
     assert result["eval_accuracy"] == 1 and result["eval_completion_tokens"] == 2
     assert result["eval_positive_accuracy"] == 1 and result["eval_positive_tokens"] == 0
+    assert engine.settings["temperature"] == 0 and engine.settings["max_rows"] == 64
+    count = Counter(rollout.tally(recipe, sampled(engine, recipe, prompts_of([MIXED]))[0], True))
+    metrics = report.rollout_metrics(count, recipe)
+    assert metrics["accuracy"] == 1 and metrics["reward_accuracy"] == 1
+    assert metrics["completion_tokens"] == 1.5 and metrics["reward_tokens"] == -1
+
+
+def test_a_group_counts_the_same_before_and_after_the_wire():
+    recipe = a_recipe()
+    for outcome in (MIXED, ALL_WRONG, ALL_RIGHT):
+        (group,) = sampled(FakeEngine(), recipe, prompts_of([outcome]))
+        names = {"id": "a", "run": "r", "version": 0, "sampler": "w", "outcome": "correctness"}
+        before = rollout.tally(recipe, group, outcome is not MIXED)
+        assert rollout.tally_of(recipe, make_group(group, **names)) == before
+
+
+# --- Uploads ------------------------------------------------------------------------
+def test_an_upload_that_fails_is_raised_where_the_groups_come_from():
+    """FIELD 5a-14: a thread that died in silence; the trainer waited for ever."""
+    refusal = RuntimeError("refused (400): rewards must be finite")
+
+    def call(*_, **__):
+        raise refusal
+
+    uploader = rollout.Uploader(SimpleNamespace(call=call))
+    group = a_group([[1.0, -1.0], [-1.0, -1.0]])
+    uploader.put(group, pool=False)
+    with pytest.raises(RuntimeError, match="must be finite"):
+        uploader.finish()
+    with pytest.raises(RuntimeError, match="must be finite"):
+        uploader.put(group, pool=False)
+
+
+def test_uploads_say_whether_they_are_flat_and_are_answered_in_order(server):
+    uploader = rollout.Uploader(server)
+    uploader.put(a_group([[1.0, -1.0], [-1.0, -1.0]], id="a"), pool=False)
+    for id, outcome in (("b", ALL_WRONG), ("c", ALL_RIGHT)):
+        uploader.put(a_group(outcome, id=id), pool=True)
+    assert uploader.finish() == [
+        {"stored": True},
+        {"stored": True, "joined": []},
+        {"stored": True, "joined": ["c+0", "c+1"]},
+    ]
 
 
 # --- Rows ---------------------------------------------------------------------------
 def test_rows_by_hand(monkeypatch):
     monkeypatch.setattr(grpo, "REWARD_WEIGHTS", {"correctness": 2.0, "format": 1.0})
     monkeypatch.setattr(grpo, "ADVANTAGE_STD", False)
-    rows = grpo.make_rows([a_group([[1.0, -1.0], [-1.0, -1.0]])])
+    rows = grpo.make_rows([a_group([[1.0, -1.0], [-1.0, -1.0]])], 0)
     assert [row.completion for row in rows] == [[10, 11, 12], [13]]
     assert [row.prompt for row in rows] == [[5, 6]] * 2
     assert [row.advantage for row in rows] == [2.0, -2.0]  # 1 and -3, less their mean -1
@@ -283,17 +620,38 @@ def test_rows_by_hand(monkeypatch):
 def test_truncated_rows_count_in_the_mean_and_are_not_trained(monkeypatch):
     group = a_group([[1.0, -1.0], [-1.0, -1.0]], truncated=(True, False))
     monkeypatch.setattr(grpo, "ADVANTAGE_STD", False)
-    (row,) = grpo.make_rows([group])
+    (row,) = grpo.make_rows([group], 0)
     assert row.completion == [13] and row.advantage == -2.0
     assert row.weight == pytest.approx(1 / 2)  # of 2 sequences, the cut one included (as in TRL)
     monkeypatch.setattr(grpo, "MASK_TRUNCATED", False)
-    assert len(grpo.make_rows([group])) == 2
+    assert len(grpo.make_rows([group], 0)) == 2
 
 
 def test_a_step_without_rows_is_possible(monkeypatch):
-    assert grpo.make_rows([]) == []
+    assert grpo.make_rows([], 0) == []
     all_cut = a_group([[1.0, -1.0], [-1.0, -1.0]], truncated=(True, True))
-    assert grpo.make_rows([all_cut]) == []  # FIELD 5a-5: 0 / 0
+    assert grpo.make_rows([all_cut], 0) == []  # FIELD 5a-5: 0 / 0
+
+
+def test_whose_log_probs_are_the_old_ones(monkeypatch):
+    """On-policy the first update's own, which come for free; of another policy the sampler's."""
+    mixed = [[1.0, -1.0], [-1.0, -1.0]]
+    ours, old = a_group(mixed, policy_version=5), a_group(mixed, policy_version=4)
+    theirs = a_group(mixed, policy_version=5, sampler="worker")
+    joined = a_group(mixed, policy_version=5, sampler="regrouped")
+
+    def sampled_are_old(*groups):
+        rows = grpo.make_rows(groups, 5)
+        known = {row.old_logps is not None for row in rows}
+        assert len(known) == 1  # all of a step alike: the loss asks the first row
+        assert all(row.old_logps in (None, row.sampler_logps) for row in rows)
+        return known.pop()
+
+    assert not sampled_are_old(ours, ours)
+    for other in (old, theirs, joined):
+        assert sampled_are_old(ours, other) and sampled_are_old(other, ours)
+    monkeypatch.setattr(grpo, "RECOMPUTE_OLD_LOGPS", True)
+    assert not sampled_are_old(old, theirs)
 
 
 # --- First update -------------------------------------------------------------------
@@ -311,6 +669,12 @@ def test_the_run_stops_unless_the_first_update_is_as_theory_says():
     grpo.check_first_update({"mismatch": 4e-7}, "float32", None)
 
 
+def test_without_a_kl_there_is_none_to_check():
+    """KL_BETA 0 and PUBLISH_STEPS 1: there is a server, for the workers, but no "kl"."""
+    same = {"model": grpo.MODEL, "dtype": "float32"}
+    grpo.check_first_update({"mismatch": 4e-7}, "float32", same)
+
+
 def test_a_sampler_at_another_temperature_stops_the_run(tiny, monkeypatch):
     """FIELD 5a-9: sampled at 0.9, log-probs at 1.0; the ratio looked like 1 and was not."""
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
@@ -318,26 +682,25 @@ def test_a_sampler_at_another_temperature_stops_the_run(tiny, monkeypatch):
     task = SimpleNamespace(
         rewards=lambda item, text: {"correctness": float(len(text) % 3), "format": 1.0}
     )
-    monkeypatch.setattr(grpo, "MAX_COMPLETION_TOKENS", 8)
     monkeypatch.setattr(grpo, "MASK_TRUNCATED", False)
     monkeypatch.setattr(grpo, "KL_BETA", 0)
-    mismatch = {}
+    names = {"id": "g", "run": "r", "version": 0, "sampler": "trainer", "outcome": "correctness"}
+    recipe, mismatch = a_recipe(task=task, group_size=4), {}
     for temperature in (1.0, 0.9):
-        torch.manual_seed(0)
-        sampled = grpo.sample_and_reward(policy, task, prompts, 4, temperature, None)
-        groups = [grpo.make_group(group, id="g", run="r", step=0) for group in sampled]
-        rows = grpo.make_rows(groups)
+        all_sampled = sampled(policy, recipe, prompts, temperature=temperature)
+        rows = grpo.make_rows([make_group(group, **names) for group in all_sampled], 0)
         model = CompletionModel(policy.model, share_prompts=True)
         _, sums, _ = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
         sums = dict(zip(grpo.SUMS, sums.tolist(), strict=True))
         mismatch[temperature] = sums["mismatch"] / sums["tokens"]
-    assert mismatch[1.0] < 1e-5 < grpo.NOISE["float32"][0] < mismatch[0.9]
+    assert mismatch[1.0] < 1e-5 < NOISE["float32"] < mismatch[0.9]
 
 
 def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, monkeypatch):
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
     monkeypatch.setattr(grpo, "KL_BETA", 0)
-    rows = grpo.make_rows([a_group([[1.0, -1.0], [-1.0, -1.0]])])
+    monkeypatch.setattr(grpo, "IS_CAP", 0)  # the group's log-probs are made up
+    rows = grpo.make_rows([a_group([[1.0, -1.0], [-1.0, -1.0]])], 0)
     assert all(row.old_logps is None for row in rows)
     model = CompletionModel(policy.model, share_prompts=True)
     loss, sums, _ = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
@@ -351,6 +714,66 @@ def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, m
     _, sums, _ = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
     assert all(torch.equal(a, row.old_logps) for a, row in zip(old, rows, strict=True))
     assert abs(sums[grpo.SUMS.index("ratio")] / sums[grpo.SUMS.index("tokens")] - 1) > 1e-3
+
+
+def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(tiny, monkeypatch):
+    """A sampler that found its tokens far less likely than the trainer does: IS_CAP."""
+    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
+    monkeypatch.setattr(grpo, "KL_BETA", 0)
+    model = CompletionModel(policy.model, share_prompts=True)
+    group = a_group([[1.0, -1.0], [-1.0, -1.0]], sampler="worker")
+    group.sampler_logps -= 20  # ratios of e^10 and more
+
+    def step(recompute):
+        monkeypatch.setattr(grpo, "RECOMPUTE_OLD_LOGPS", recompute)
+        rows = grpo.make_rows([group], 0)
+        loss, _, worst = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
+        assert worst[1] > 1e4
+        advantages = [row.advantage for row in rows]
+        gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
+        return advantages, loss.item(), sum(g.norm() for g in gradient).item()
+
+    # Their log-probs as the old ones: the ratio is cut at 1.2 for A > 0, at IS_CAP for A < 0, and
+    # neither has a gradient; each sequence weighs a half
+    (right, wrong), loss, slope = step(recompute=False)
+    expected = -(1 + grpo.CLIP_HIGH) * right / 2 - grpo.IS_CAP * wrong / 2
+    assert loss == pytest.approx(expected, rel=1e-5) and slope == 0
+    # Recomputed: the ratio is 1, and the weight IS_CAP, so that the two cancel but still learn
+    _, loss, slope = step(recompute=True)
+    assert loss == pytest.approx(-grpo.IS_CAP * (right + wrong) / 2, abs=1e-5) and slope > 1e-3
+
+
+# --- Publishing ---------------------------------------------------------------------
+class Record(list):
+    """Notes what is called: [(name, arguments)]."""
+
+    def __bool__(self):
+        return True
+
+    def __getattr__(self, name):
+        return lambda *arguments, **named: self.append((name, *arguments, *named.values()))
+
+
+@pytest.mark.parametrize(
+    ("publish", "refresh", "expected"),
+    [
+        (1, 0, [("publish", 0, -4), ("publish", 2, -2), ("publish", 4, 0), ("publish", 6, 2)]),
+        (3, 0, [("publish", 0, -4), ("publish", 4, 0), ("publish", 6, 2)]),
+        (0, 4, [*[("publish", 0, -4), ("finish",)], *[("publish", 4, 0), ("finish",)]]),
+    ],
+)
+def test_the_policy_is_published_when_its_steps_are_passed(monkeypatch, publish, refresh, expected):
+    """With two updates on each rollout a step may be jumped over, and is made up for."""
+    constants = {"PUBLISH_STEPS": publish, "REFERENCE_REFRESH_STEPS": refresh, "MAX_STALENESS": 4}
+    for name, value in constants.items():
+        monkeypatch.setattr(grpo, name, value)
+    publisher, server = Record(), Record()
+    for before, step in [(-1, 0), (0, 2), (2, 4), (4, 6)]:
+        grpo.share_policy(publisher, server, "run", before, step)
+    assert publisher == expected
+    sent = [call[1] for call in publisher if call[0] == "publish"] if refresh else []
+    assert server == [("set_reference", "run", step) for step in sent]
+    grpo.share_policy(None, None, "run", 0, 1)  # of other ranks, nothing
 
 
 # --- Client -------------------------------------------------------------------------
@@ -377,7 +800,7 @@ def a_client(*replies, limit=60):
 
 def test_a_reference_that_does_not_fit_is_refused_in_a_sentence(tiny):
     facts = tokenizer_facts(AutoTokenizer.from_pretrained(tiny)) | {"temperature": 1.0}
-    info = facts | {"protocol": 1, "model": "theirs"}
+    info = facts | {"protocol": PROTOCOL, "model": "theirs"}
     assert a_client((200, info)).check("ours", facts) == info
     for wrong in ({"tokenizer": "0123"}, {"vocab_size": 9}, {"temperature": 0.9}, {"protocol": 0}):
         with pytest.raises(SystemExit, match=f"does not fit the policy ours.*{next(iter(wrong))}"):
@@ -386,10 +809,12 @@ def test_a_reference_that_does_not_fit_is_refused_in_a_sentence(tiny):
 
 def test_a_reference_that_changes_in_mid_run_is_refused(tiny):
     facts = tokenizer_facts(AutoTokenizer.from_pretrained(tiny)) | {"temperature": 1.0}
-    client = a_client((200, facts | {"protocol": 1, "model": "theirs", "facts": "a"}), (200, {}))
+    client = a_client(
+        (200, facts | {"protocol": PROTOCOL, "model": "theirs", "facts": "a"}), (200, {})
+    )
     client.check("ours", facts)
     with pytest.raises(RuntimeError, match="another reference model or temperature"):
-        client.lease("run", ["id"])
+        client.lease("run", 1)
 
 
 @pytest.mark.parametrize("answer", [[], "<html>"])

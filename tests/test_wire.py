@@ -10,8 +10,10 @@ import pytest
 import safetensors.torch
 import torch
 
+import client
 import wire
-from wire import PROTOCOL, Group, RefServer, pack_group, tokenizer_facts, unpack_group
+from client import RefServer
+from wire import PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
 
 VOCAB = 395  # the tiny tokenizer's
 LIMITS = {"vocab_size": VOCAB, "max_tokens": 256}
@@ -25,6 +27,8 @@ def make_group(lengths=(3, 1, 2), *, seed=0, prompt=4, **changes):
         "run": "run",
         "policy_version": 7,
         "item": 3,
+        "sampler": "trainer",
+        "outcome": "correct",
         "reward_names": ["correct", "format"],
         "prompt_ids": torch.randint(0, VOCAB, (prompt,), generator=draw, dtype=torch.int32),
         "completion_ids": torch.randint(0, VOCAB, (tokens,), generator=draw, dtype=torch.int32),
@@ -87,8 +91,21 @@ def test_a_view_is_packed_without_the_storage_behind_it():
 
 
 def test_ids_of_any_length_and_script_come_back():
-    for id in ("a", "å" * 200, "组-0001", "with space"):
-        assert unpack_group(pack_group(make_group(id=id))).id == id
+    for name in ("a", "å" * 200, "组-0001", "with space"):
+        back = unpack_group(pack_group(make_group(id=name, run=name, sampler=name)))
+        assert (back.id, back.run, back.sampler) == (name,) * 3
+
+
+@pytest.mark.parametrize("rewards, flat", [
+    ([[1, -1], [1, 0.5], [1, 2]], True),  # all right, and only the format differs
+    ([[-1, 1], [-1, 1], [-1, 1]], True),
+    ([[1, 1], [-1, 1], [1, 1]], False),
+    ([[0.1, 0], [0.1 + 1e-8, 0], [0.1, 0]], True),  # the same to rounding
+])  # fmt: skip
+def test_a_group_is_flat_if_its_outcome_is_constant(rewards, flat):
+    assert make_group(rewards=torch.tensor(rewards, dtype=torch.float32)).flat == flat
+    other = make_group(rewards=torch.tensor(rewards).float().flip(1), outcome="format")
+    assert other.flat == flat  # the outcome's column, wherever it stands
 
 
 # --- Malformed bodies ---------------------------------------------------------------
@@ -148,6 +165,7 @@ def test_bad_tensors_are_refused_with_the_reason(name):
 
 BAD_METADATA = {
     "other protocol": ({"protocol": PROTOCOL + 1}, "protocol"),
+    "older protocol": ({"protocol": PROTOCOL - 1}, "update the older side"),
     "protocol True": ({"protocol": True}, "protocol"),
     "no protocol": ({"protocol": None}, "protocol"),
     "no id": ({"id": None}, "'id' must be str"),
@@ -158,6 +176,13 @@ BAD_METADATA = {
     "id that a lease can't name": ({"id": "__metadata__"}, "not __metadata__"),
     "half a surrogate, which SQLite can't store": ({"run": "\ud800"}, "printable"),
     "NUL": ({"id": "a\0b"}, "printable"),
+    "no sampler": ({"sampler": None}, "'sampler' must be str"),
+    "empty sampler": ({"sampler": ""}, "sampler 1 to 200"),
+    "endless sampler": ({"sampler": "x" * 201}, "sampler 1 to 200"),
+    "sampler with a line feed": ({"sampler": "a\nb"}, "printable"),
+    "sampler of half a surrogate": ({"sampler": "\udc00"}, "printable"),
+    "no outcome": ({"outcome": None}, "'outcome' must be str"),
+    "outcome that is no reward": ({"outcome": "reward"}, "one of reward_names"),
     "bool as int": ({"policy_version": True}, "'policy_version' must be int"),
     "float as int": ({"item": 3.0}, "'item' must be int"),
     "NaN": ({"item": float("nan")}, "'item' must be int"),
@@ -167,7 +192,10 @@ BAD_METADATA = {
     "no names": ({"reward_names": []}, "list of names"),
     "names of numbers": ({"reward_names": [1, 2]}, "list of names"),
     "one name twice": ({"reward_names": ["a", "a"]}, "must differ"),
-    "more names than columns": ({"reward_names": ["a", "b", "c"]}, r"rewards must be \(3, 3\)"),
+    "more names than columns": (
+        {"reward_names": ["correct", "b", "c"]},
+        r"rewards must be \(3, 3\)",
+    ),
 }
 
 
@@ -286,7 +314,7 @@ def reply(status, body, length=None, headers=""):
 
 @pytest.fixture
 def no_pause(monkeypatch):
-    monkeypatch.setattr(wire.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(client.time, "sleep", lambda seconds: None)
 
 
 def test_a_call_goes_on_when_the_server_dies_in_the_middle_of_its_reply(no_pause):
@@ -341,11 +369,35 @@ def test_check_refuses_a_reference_that_does_not_fit(name):
         RefServer(server.url, 5).check("policy", facts)
 
 
-def test_lease_gathers_all_ids_and_drops_what_it_did_not_ask_for(no_pause):
-    def blobs(**bodies):
-        tensors = {k: torch.frombuffer(bytearray(b), dtype=torch.uint8) for k, b in bodies.items()}
-        return reply(200, safetensors.torch.save(tensors))
+def blobs(*, headers="", **bodies):
+    """-> /lease's reply: a tensor of bytes for each group."""
+    tensors = {k: torch.frombuffer(bytearray(b), dtype=torch.uint8) for k, b in bodies.items()}
+    return reply(200, safetensors.torch.save(tensors), headers=headers)
 
-    server = Replies(blobs(c=b"third", old=b"another"), reply(204, b""), blobs(a=b"1", b=b"2"))
-    assert RefServer(server.url, 5).lease("run", ["c", "a", "b"]) == [b"1", b"2", b"third"]
-    assert b'"limit": 3' in server.requests[0] and b'"limit": 2' in server.requests[2]
+
+def test_a_lease_gives_bodies_by_id_and_counts_what_was_too_old():
+    server = Replies(
+        blobs(c=b"third", a=b"1", headers="X-Dropped: 2\r\n"),
+        reply(204, b"", headers="X-Dropped: 3\r\n"),
+    )
+    trainer = RefServer(server.url, 5)
+    assert trainer.lease("run", 7, oldest=4) == {"c": b"third", "a": b"1"}
+    assert trainer.lease("run", 7, patience=False) == {} and trainer.dropped == 5
+    asked = [json.loads(request.split(b"\r\n")[-1]) for request in server.requests]
+    assert asked == [
+        {"run": "run", "limit": 7, "oldest": 4, "wait": True},
+        {"run": "run", "limit": 7, "oldest": 0, "wait": False},
+    ]
+
+
+def test_a_twin_expects_the_same_reference(monkeypatch):
+    """Threads of the trainer each have a client; all must notice another reference."""
+    monkeypatch.setenv("GRPO_TOKEN", "secret")
+    server = Replies(blobs(a=b"1", headers="X-Facts: other\r\n"))
+    first = RefServer(server.url + "/", 5)
+    first.agreed = "ours"
+    twin = first.twin()
+    assert twin.session is not first.session
+    with pytest.raises(RuntimeError, match="another reference model"):
+        twin.lease("run", 1)
+    assert b"Authorization: Bearer secret\r\n" in server.requests[0]

@@ -1,0 +1,387 @@
+"""Next-token logits for sampler.py: three ways to remember the past of a batch of rows.
+
+    decoder = make_decoder(model, max_new_tokens)
+    logits = decoder.admit(prompts, group_size)   # (B * G, V'): each prompt has run once
+    logits = decoder.step(tokens)                 # (S, V'), one token for each row
+    decoder.keep(rows)                            # only these rows go on
+
+`SharedDecoder` is the fast one. A prompt's keys and values are kept once for its group, not G
+times, and its G rows attend to them in one matrix product; what a row adds is written in place
+(transformers' own cache copies all of it for each token). New prompts may join running rows. Any
+architecture whose attention goes through transformers' attention interface can have it: it is
+tried on the model first, and held against `CachedDecoder`, which needs a key-value cache alone.
+`PlainDecoder` runs each row from its start, for models whose past is no such cache.
+
+Symbols: B prompts, G completions of each, S rows in the batch, P prompt tokens, T completion tokens
+so far, K key-value heads, R query heads for each of them, D width of a head.
+"""
+
+import contextlib
+import functools
+import inspect
+import weakref
+
+import torch
+from transformers import AttentionInterface, DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among transformers' attentions
+# Largest difference of logits that the trial takes for rounding; measured over 14 families in
+# float32: 1e-6. A wrong mask or position gives 0.1 and more.
+TRIAL_LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+
+
+def make_decoder(model, max_new_tokens, longest_prompt=None):
+    """-> the fastest decoder that is right for the model; the choice is made once for a model."""
+    if not can_cache(model):
+        return PlainDecoder(model)
+    window = smallest_window(model)
+    if window and (longest_prompt is None or longest_prompt + max_new_tokens > window):
+        return CachedDecoder(model)
+    if model not in fast:
+        fast[model] = shares_prompts(model)
+    return SharedDecoder(model, max_new_tokens) if fast[model] else CachedDecoder(model)
+
+
+fast = weakref.WeakKeyDictionary()  # model -> whether SharedDecoder is right for it
+
+
+def can_cache(model):
+    """Whether the model's past is a key-value cache that can be repeated and thinned by rows.
+
+    Recurrent and linear-attention models (Mamba, RWKV, Qwen3-Next) keep a state instead; some do so
+    in a few layers and don't say it (LFM2), but their cache's layers tell. GPT-1 keeps nothing.
+    """
+    if getattr(model, "_is_stateful", False) or not accepts(model, "past_key_values"):
+        return False
+    layers = DynamicCache(config=model.config).layers
+    return not any(hasattr(layer, "conv_states") for layer in layers)
+
+
+def smallest_window(model):
+    """-> tokens that a layer with sliding or chunked attention sees, the fewest; None: no such."""
+    layers = DynamicCache(config=model.config).layers
+    windows = [layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")]
+    return min(windows, default=None)
+
+
+@torch.no_grad()
+def shares_prompts(model):
+    """Tries SharedDecoder on the model: three steps, rows that leave, a prompt that joins."""
+    prompts, joining = [[7, 3, 5], [4]], [[6, 2, 1, 8]]
+    ids = torch.arange(1, 9, device=model.device) % model.config.get_text_config().vocab_size
+    try:
+        shared, cached = SharedDecoder(model, 4), CachedDecoder(model)
+        pairs = [(shared.admit(prompts, 4), cached.admit(prompts, 4))]
+        pairs += [(shared.step(ids), cached.step(ids))]
+        kept = torch.tensor([1, 2, 3, 6], device=model.device)
+        shared.keep(kept)
+        cached.keep(kept)
+        shared.admit(joining, 4)
+        late = CachedDecoder(model)
+        late.admit(joining, 4)
+        expected = torch.cat([cached.step(ids[:4]), late.step(ids[4:])])
+        pairs += [(shared.step(ids), expected)]
+    except Exception:  # noqa: BLE001 (whatever it is, the other decoder does without)
+        return False
+    limit = TRIAL_LIMIT.get(model.dtype, 1e-3)
+    return all((a.float() - b.float()).abs().max() < limit for a, b in pairs)
+
+
+def accepts(model, name):
+    """Whether the model's forward takes the argument `name` (not every architecture takes all)."""
+    model = getattr(model, "module", model)  # DeepSpeed wraps the model
+    return name in forward_arguments(type(model))
+
+
+@functools.cache
+def forward_arguments(architecture):
+    return inspect.signature(architecture.forward).parameters.keys()
+
+
+def run(model, ids, *, positions, cache, mask=None):
+    """-> logits (rows, V') of the last column of `ids`; `mask` is None where nothing is padded."""
+    inputs = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+    if mask is not None:
+        inputs["attention_mask"] = mask
+    if accepts(model, "position_ids"):
+        inputs["position_ids"] = positions
+    if accepts(model, "logits_to_keep"):
+        inputs["logits_to_keep"] = 1
+    return model(**inputs).logits[:, -1]
+
+
+def prefill(model, prompts):
+    """Runs prompts, left-padded so that all end in the same column.
+
+    -> logits (B, V'), their DynamicCache, the mask (B, P) and each prompt's length (B,).
+    """
+    longest, device = max(map(len, prompts)), model.device
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    mask = torch.arange(longest, device=device) >= longest - lengths[:, None]
+    # Left padding shifts the columns, so positions count real tokens only.
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    padded = None if len(set(map(len, prompts))) == 1 else mask.long()  # the mask hides the zeros
+    logits = run(model, ids, positions=positions, cache=cache, mask=padded)
+    return logits, cache, mask, lengths
+
+
+# --- Shared prompts -----------------------------------------------------------------
+class SharedLayer(DynamicLayer):
+    """One layer's past: the prompts' keys and values, (B, K, P, D), and the rows' own, (S, K, C, D)
+    with room for C tokens. `rows` is the SharedDecoder, which knows what belongs to whom."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows, self.is_initialized = rows, True
+        self.prompt_keys = self.prompt_values = None
+
+    def get_seq_length(self):
+        return self.rows.width + self.rows.longest
+
+    def update(self, keys, values, *args, **kwargs):
+        """Writes the new token's keys and values, (S, K, 1, D), where each row has its next."""
+        rows = self.rows
+        if rows.even:
+            self.keys[:, :, rows.longest] = keys[:, :, 0]
+            self.values[:, :, rows.longest] = values[:, :, 0]
+        else:
+            self.keys[rows.number, :, rows.at] = keys[:, :, 0]
+            self.values[rows.number, :, rows.at] = values[:, :, 0]
+        keys.past = self  # shared_attention finds it there
+        return keys, values
+
+
+def shared_attention(
+    module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_
+):
+    """Attention of one new token of each row, query (S, K * R, 1, D), to its prompt and its own.
+
+    Softmax over both parts at once is the mean of each part's own attention, weighted by the parts'
+    sums of exponentials (as in FlashAttention, arXiv 2205.14135): so the prompt's part is a matrix
+    product over all rows of a group, (G * R, D) x (D, P). -> (S, 1, K * R, D), None
+    """
+    if s_aux is not None:
+        raise NotImplementedError("attention sinks")
+    past, rows = key.past, key.past.rows
+    size, heads, _, width = query.shape
+    scaling = width**-0.5 if scaling is None else scaling
+    query = (query * scaling).view(size, key.shape[1], -1, width)  # (S, K, R, D)
+
+    def attend(query, keys, values, hidden):  # -> weighted values, largest score, sum of exp
+        scores = (query @ keys.transpose(-1, -2)).float()
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        exps = scores.sub_(top).exp_()
+        return exps.to(values.dtype) @ values, top, exps.sum(-1, keepdim=True)
+
+    own_keys, own_values = (x[:, :, : rows.longest + 1] for x in (past.keys, past.values))
+    own, own_top, own_sum = attend(query, own_keys, own_values, rows.unwritten)
+    parts = attend(rows.to_grid(query), past.prompt_keys, past.prompt_values, rows.prompt_padding)
+    shared, top, total = map(rows.from_grid, parts)
+    weight = (top - own_top).clamp(max=60).exp()  # no overflow; the row's own part is then nothing
+    out = (own + shared * weight) / (own_sum + total * weight)
+    return out.to(own.dtype).view(size, 1, heads, -1), None
+
+
+AttentionInterface.register(SHARED, shared_attention)
+
+
+class SharedDecoder:
+    """See the top of the file. A row's place in the grid (B, Gm) says whose prompt is its own."""
+
+    joins = True  # admit() may be called while rows are running
+
+    def __init__(self, model, max_new_tokens):
+        self.model, self.limit = model, max_new_tokens
+        self.layers = None
+        self.prompt, self.lengths = [], []  # of each row: its prompt's number, its tokens so far
+        self.width = 0  # P
+        self.mask = self.prompt_tokens = None  # (B, P); (B,)
+
+    def admit(self, prompts, group_size):
+        """Runs the prompts, and adds G rows for each after the others. -> their logits."""
+        logits, cache, mask, tokens = prefill(self.model, prompts)
+        if self.layers is None:
+            self.layers = [SharedLayer(self) for _ in cache.layers]
+            self.mask, self.prompt_tokens = mask[:0], tokens[:0]
+        count, more = len(self.mask), len(prompts) * group_size
+        width = max(self.width, mask.shape[1])
+
+        def joined(old, new, dim):  # on top of each other, right-aligned in dimension `dim`
+            pads = [[0, 0] * (-1 - dim) + [width - x.shape[dim], 0] for x in (old, new)]
+            return torch.cat([torch.nn.functional.pad(old, pads[0]), _pad(new, pads[1])])
+
+        def _pad(x, by):
+            return torch.nn.functional.pad(x, by)
+
+        self.mask = joined(self.mask, mask, -1)
+        self.prompt_tokens = torch.cat([self.prompt_tokens, tokens])
+        room = min(self.limit, 64) if not self.lengths else self.layers[0].keys.shape[2]
+        for layer, new in zip(self.layers, cache.layers, strict=True):
+            for name in ("keys", "values"):
+                fresh = getattr(new, name)
+                old = getattr(layer, f"prompt_{name}")
+                old = fresh[:0] if old is None else old
+                setattr(layer, f"prompt_{name}", joined(old, fresh, -2))
+                own = fresh.new_zeros(more, fresh.shape[1], room, fresh.shape[3])
+                if self.lengths:
+                    own = torch.cat([getattr(layer, name), own])
+                setattr(layer, name, own)
+        self.width = width
+        self.prompt += [count + i for i in range(len(prompts)) for _ in range(group_size)]
+        self.lengths += [0] * more
+        self._arrange()
+        return logits.repeat_interleave(group_size, 0)
+
+    def keep(self, rows):
+        """Copies what the rows need; prompts without rows are forgotten."""
+        index = rows.tolist()
+        self.lengths = [self.lengths[i] for i in index]
+        prompts = sorted({self.prompt[i] for i in index})
+        renumbered = {old: new for new, old in enumerate(prompts)}
+        gone = len(prompts) < len(self.mask)
+        self.prompt = [renumbered[self.prompt[i]] for i in index]
+        if gone:
+            left = torch.tensor(prompts, device=rows.device)
+            self.mask, self.prompt_tokens = self.mask[left], self.prompt_tokens[left]
+        for layer in self.layers:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+            if gone:
+                layer.prompt_keys = layer.prompt_keys[left]
+                layer.prompt_values = layer.prompt_values[left]
+        self._arrange()
+
+    def step(self, tokens):
+        if self.longest == self.layers[0].keys.shape[2]:
+            for layer in self.layers:  # doubling: each token is copied once or twice in all
+                room = min(self.limit, 2 * self.longest) - self.longest
+                for name in ("keys", "values"):
+                    old = getattr(layer, name)
+                    new = old.new_zeros(*old.shape[:2], room, old.shape[3])
+                    setattr(layer, name, torch.cat([old, new], 2))
+        if self.even:
+            self.unwritten = None
+        else:
+            columns = torch.arange(self.longest + 1, device=tokens.device)
+            self.unwritten = columns > self.at[:, None, None, None]
+        cache = Cache(layers=self.layers)
+        positions = (self.first + self.at)[:, None]
+        with attention(self.model, SHARED):
+            logits = run(self.model, tokens[:, None], positions=positions, cache=cache)
+        # A row that has ended may go on for a while, unread, and stays within its room
+        self.lengths = [min(n + 1, self.limit - 1) for n in self.lengths]
+        self._count()
+        return logits
+
+    def _arrange(self):
+        """Works out where the rows stand in the grid of prompts."""
+        device, count = self.mask.device, len(self.mask)
+        seen, places = [0] * count, []
+        for prompt in self.prompt:
+            places.append(seen[prompt])
+            seen[prompt] += 1
+        self.grid = (count, max(seen))
+        places = [p * self.grid[1] + at for p, at in zip(self.prompt, places, strict=True)]
+        full = places == list(range(count * self.grid[1]))
+        self.place = None if full else torch.tensor(places, device=device)
+        self.number = torch.arange(len(places), device=device)
+        self.first = self.prompt_tokens[torch.tensor(self.prompt, device=device)]
+        padded = not bool(self.mask.all())
+        self.prompt_padding = ~self.mask[:, None, None] if padded else None
+        self._count()
+
+    def _count(self):
+        self.longest = max(self.lengths)
+        self.even = min(self.lengths) == self.longest
+        self.at = torch.tensor(self.lengths, device=self.mask.device)
+
+    def to_grid(self, x):
+        """(S, K, R, D) -> (B, K, Gm * R, D); places without a row hold zeros."""
+        if self.place is not None:
+            x = x.new_zeros(self.grid[0] * self.grid[1], *x.shape[1:]).index_copy_(0, self.place, x)
+        return x.unflatten(0, self.grid).transpose(1, 2).flatten(2, 3)
+
+    def from_grid(self, x):
+        """(B, K, Gm * R, D) -> (S, K, R, D)"""
+        x = x.unflatten(2, (self.grid[1], -1)).transpose(1, 2).flatten(0, 1)
+        return x if self.place is None else x[self.place]
+
+
+@contextlib.contextmanager
+def attention(model, name):
+    """The model's attention is the one of that name, for a while."""
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+# --- Any key-value cache ------------------------------------------------------------
+class CachedDecoder:
+    """A cache of transformers' own, with a prompt's part repeated for each of its rows."""
+
+    joins = False
+
+    def __init__(self, model):
+        self.model = model
+
+    def admit(self, prompts, group_size):
+        logits, self.cache, mask, lengths = prefill(self.model, prompts)
+        self.padded = not bool(mask.all())
+        self.cache.batch_repeat_interleave(group_size)
+        self.mask = mask.long().repeat_interleave(group_size, 0)  # (S, P)
+        self.positions = lengths[:, None].repeat_interleave(group_size, 0)
+        return logits.repeat_interleave(group_size, 0)
+
+    def step(self, tokens):
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
+        mask = self.mask if self.padded else None
+        logits = run(
+            self.model, tokens[:, None], positions=self.positions, cache=self.cache, mask=mask
+        )
+        self.positions = self.positions + 1
+        return logits
+
+    def keep(self, rows):
+        self.cache.batch_select_indices(rows)
+        self.mask, self.positions = self.mask[rows], self.positions[rows]
+
+
+# --- Any causal model ---------------------------------------------------------------
+class PlainDecoder:
+    """No cache: slow (each token runs the whole row again) but exact for every causal model."""
+
+    joins = True
+
+    def __init__(self, model):
+        self.model, self.rows = model, []
+
+    def admit(self, prompts, group_size):
+        new = [list(p) for p in prompts for _ in range(group_size)]
+        self.rows += new
+        return self._forward(new)
+
+    def step(self, tokens):
+        for row, token in zip(self.rows, tokens.tolist(), strict=True):
+            row.append(token)
+        return self._forward(self.rows)
+
+    def keep(self, rows):
+        self.rows = [self.rows[i] for i in rows.tolist()]
+
+    def _forward(self, rows):
+        longest = max(map(len, rows))
+        ids = [row + [0] * (longest - len(row)) for row in rows]  # causal: later is unseen
+        ids = torch.tensor(ids, device=self.model.device)
+        last = torch.tensor([len(row) - 1 for row in rows], device=ids.device)
+        logits = self.model(input_ids=ids, use_cache=False).logits
+        return logits[torch.arange(len(ids), device=ids.device), last]

@@ -1,0 +1,99 @@
+"""What rank 0 fetches from the reference server and shares with the other ranks.
+
+Groups that workers sampled come whole. Of what the ranks sampled themselves they have all but the
+reference's log-probs: those arrive while the first micro-batches are trained, so that scoring takes
+no time of its own. Every rank sees the whole step, and works out denominators and everyone's
+micro-batches by itself; none can disagree.
+"""
+
+import torch.distributed as dist
+
+from client import Wait
+from wire import unpack_group
+
+
+class Exchange:
+    """All ranks call its methods together; only rank 0 talks to the server."""
+
+    def __init__(self, server, run, wait_limit_seconds):
+        self.server, self.run, self.limit = server, run, wait_limit_seconds
+        self.seen = set()  # ids of all that came: a lease that ran out hands them out again
+        self.spare = {}  # rank 0: groups of workers that came and nobody asked for yet, by id
+        self.wanted, self.scores = set(), {}  # what was sampled for this step; its log-probs
+        self.dropped = 0  # groups that were too old
+
+    def workers_groups(self, number, *, oldest, wait):
+        """-> up to `number` groups that workers sampled, just so many if `wait`.
+
+        Those that a policy before version `oldest` sampled are dropped, and counted.
+        """
+        self.wanted, groups = set(), []
+        if dist.get_rank() == 0:
+            waiting = Wait(f"groups of {self.run} from {self.server.url}", self.limit)
+            while True:
+                old = [id for id, g in self.spare.items() if g.policy_version < oldest]
+                self.dropped += len([self.spare.pop(id) for id in old])
+                groups += [self.spare.pop(id) for id in list(self.spare)[: number - len(groups)]]
+                if len(groups) == number:
+                    break
+                if not self._fetch(number - len(groups), oldest, patience=wait):
+                    if not wait:
+                        break
+                    text = f"{number - len(groups)} of {number} are missing; the server says"
+                    waiting.turn(f"{text} {self.server.stats()}", pause=0)
+        return self._shared(groups)
+
+    def begin(self, ids):
+        """The ranks have uploaded groups with these ids, to have them scored."""
+        self.wanted, self.scores = set(ids), {}
+
+    def whole(self, ids):
+        """-> these groups, once the server has scored them all."""
+        groups = []
+        if dist.get_rank() == 0:
+            waiting = Wait(f"regrouped groups from {self.server.url}", self.limit)
+            while missing := set(ids) - self.spare.keys():
+                if not self._fetch(len(missing), 0, patience=True):
+                    waiting.turn(f"{len(missing)} of {len(ids)} are not scored yet", pause=0)
+            groups = [self.spare.pop(id) for id in ids]
+        return self._shared(groups)
+
+    def first_scored(self, choices):
+        """-> the number of the one of `choices`, sets of ids, whose scores are all there first.
+
+        `self.scores` has then their log-probs, {id: [(T,), ...]}, on all ranks.
+        """
+        choices = [ids & self.wanted for ids in choices]
+
+        def ready():
+            return [i for i, ids in enumerate(choices) if ids <= self.scores.keys()]
+
+        if ready():  # the same on all ranks, without a word
+            return ready()[0]
+        if dist.get_rank() == 0:
+            waiting = Wait(f"log-probs of {self.run} from {self.server.url}", self.limit)
+            while not ready():
+                missing = len(set().union(*choices) - self.scores.keys())
+                if not self._fetch(missing, 0, patience=True):
+                    waiting.turn(f"{missing} groups are not scored yet", pause=0)
+        self.scores = self._shared(self.scores)
+        return ready()[0]
+
+    def _fetch(self, number, oldest, patience):
+        """Leases up to `number` groups. -> whether any came that was not here before."""
+        bodies = self.server.lease(self.run, number, oldest=oldest, patience=patience)
+        self.dropped, self.server.dropped = self.dropped + self.server.dropped, 0
+        new = [unpack_group(bodies[id]) for id in bodies.keys() - self.seen]
+        self.seen |= bodies.keys()
+        for group in sorted(new, key=lambda group: group.id):
+            if group.id in self.wanted:
+                self.scores[group.id] = group.completions(group.ref_logps)
+            else:
+                self.spare[group.id] = group
+        return bool(new)
+
+    def _shared(self, value):
+        """-> rank 0's value, on all ranks."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]

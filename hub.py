@@ -1,0 +1,161 @@
+"""What workers ask the reference server for: a run's newest policy, and prompts to sample.
+
+The trainer publishes its policy here: the weights in parts (`write`), then what they are
+(`publish`). A worker asks for `work`: it is told the newest policy, and which prompts are its to
+sample next. How many is decided here, so that workers are paced and nothing they make grows too
+old: the groups that wait, and those that workers have in hand, are never more than the run's
+`capacity`.
+
+Weights lie in files beside the store, what is known of them in its database: both survive kill -9.
+"""
+
+import hashlib
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+from wire import sha256_of
+
+WORKER_SECONDS = 120  # a worker not heard of for so long has lost what it had in hand
+RECORD = {  # what publish() takes, by type; the policy's file is known by run and version
+    "run": str,
+    "version": int,  # optimiser updates behind these weights
+    "bytes": int,
+    "sha256": str,
+    "capacity": int,  # groups in hand and waiting, at most
+    "oldest": int,  # groups that an older policy sampled are dropped
+    "scored": bool,  # whether groups need the reference's log-probs
+    "settings": dict,  # the trainer's constants that a worker must have too
+    "proof": dict,  # a prompt, a completion, and the publisher's log-probs of it
+}
+
+
+class Hub:
+    def __init__(self, store, folder, max_bytes):
+        """`folder` holds the policies' files, `max_bytes` bounds one of them."""
+        self.store, self.folder, self.max_bytes = store, Path(folder), max_bytes
+        self.workers = {}  # name -> {"held", "seen", "version", "groups"}
+        os.makedirs(self.folder, exist_ok=True)
+        with store.changed:
+            store.db.execute(
+                "CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, record TEXT,"
+                " position INTEGER, published REAL, ended INTEGER)"
+            )
+
+    # --- Policies -----------------------------------------------------------------
+    def path(self, run, version):
+        """-> where that policy lies; nothing of a client's text becomes part of a path."""
+        digest = hashlib.sha256(run.encode()).hexdigest()[:16]
+        return self.folder / f"{digest}-{int(version):012d}.safetensors"
+
+    def write(self, run, version, offset, part):
+        """Takes the next part of a policy's file; -> bytes so far. ValueError if it is not next."""
+        draft = self.path(run, version).with_suffix(".part")
+        have = draft.stat().st_size if draft.exists() and offset else 0
+        if offset != have:
+            raise ValueError(f"the next part begins at {have}, not at {offset}")
+        if offset + len(part) > self.max_bytes:
+            raise ValueError(f"a policy has at most MAX_POLICY_BYTES = {self.max_bytes} bytes")
+        with open(draft, "ab" if offset else "wb") as file:
+            file.write(part)
+        return offset + len(part)
+
+    def publish(self, record):
+        """Makes the parts a policy, if they are what `record` (RECORD) says; else ValueError."""
+        for name, kind in RECORD.items():
+            if type(record.get(name)) is not kind:
+                raise ValueError(f"{name} must be of type {kind.__name__}")
+        if not re.fullmatch("[0-9a-f]{64}", record["sha256"]) or record["capacity"] < 1:
+            raise ValueError("sha256 must be 64 hex digits, capacity 1 or more")
+        run, version = record["run"], record["version"]
+        path = self.path(run, version)
+        draft = path.with_suffix(".part")
+        if not draft.exists() and path.exists():
+            draft = path  # a repeat, whose answer was lost
+        if not draft.exists() or draft.stat().st_size != record["bytes"]:
+            raise ValueError(f"{record['bytes']} bytes of policy {version} have not all come")
+        if sha256_of(draft) != record["sha256"]:
+            raise ValueError("the policy was damaged on its way: its SHA-256 differs")
+        os.replace(draft, path)
+        with self.store.changed:
+            self.store.db.execute(
+                "INSERT INTO runs VALUES (:run, :record, 0, :now, 0) ON CONFLICT (run) DO UPDATE"
+                " SET record=:record, published=:now, ended=0",
+                {"run": run, "record": json.dumps(record), "now": time.time()},
+            )
+            self.store.changed.notify_all()
+        self.store.drop_old(run, record["oldest"])
+        mine = path.name.split("-")[0]
+        for old in sorted(self.folder.glob(f"{mine}-*"))[:-2]:  # who reads one may finish
+            old.unlink()
+
+    def record(self, run=None):
+        """-> the record of the run, or of the one that published last; None if there is none."""
+        where = "run=?" if run else "ended=0 ORDER BY published DESC LIMIT 1"
+        query = f"SELECT record FROM runs WHERE {where}"
+        with self.store.changed:
+            row = self.store.db.execute(query, (run,) if run else ()).fetchone()
+        return json.loads(row[0]) if row else None
+
+    def end(self, run):
+        """The run is over: its workers are told so."""
+        with self.store.changed:
+            self.store.db.execute("UPDATE runs SET ended=1 WHERE run=?", (run,))
+            self.store.changed.notify_all()
+
+    # --- Work ---------------------------------------------------------------------
+    def work(self, worker, *, held, want, run, version, patience):
+        """-> {"policy": record or None, "first": position, "count": n}: what to sample.
+
+        `held` groups are in the worker's hand, `want` more it could begin, with `version` of `run`.
+        Prompts are positions in the endless order that the run's seed gives; each is handed out
+        once. Waits up to `patience` seconds while there is no run, or no room.
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            with self.store.changed:
+                record, count = self.record(), 0
+                me = self.workers.setdefault(worker, {"groups": 0})
+                me |= {"held": held, "seen": time.monotonic(), "version": version}
+                if record:
+                    newer = (record["run"], record["version"]) != (run, version)
+                    count = 0 if newer else max(0, min(want, self.room(record)))
+                    if newer or count:
+                        first = self._positions(record["run"], count)
+                        me["held"] += count
+                        return {"policy": record, "first": first, "count": count}
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return {"policy": record, "first": 0, "count": 0}
+                self.store.changed.wait(left)
+
+    def room(self, record):
+        """-> groups that may be begun now."""
+        now = time.monotonic()
+        held = [w["held"] for w in self.workers.values() if now - w["seen"] < WORKER_SECONDS]
+        return record["capacity"] - self.store.queued(record["run"]) - sum(held)
+
+    def _positions(self, run, count):
+        query = "SELECT position FROM runs WHERE run=?"
+        first = self.store.db.execute(query, (run,)).fetchone()[0]
+        update = "UPDATE runs SET position=position+? WHERE run=?"
+        self.store.db.execute(update, (count, run))
+        return first
+
+    def uploaded(self, worker):
+        """A group has come from the worker: it holds one less."""
+        if worker in self.workers:
+            me = self.workers[worker]
+            me["held"], me["groups"] = max(0, me["held"] - 1), me["groups"] + 1
+
+    def stats(self):
+        """-> {worker: groups uploaded, in hand, policy version, seconds since it was heard of}."""
+        now = time.monotonic()
+        with self.store.changed:
+            return {
+                name: {"groups": w["groups"], "held": w["held"], "version": w["version"]}
+                | {"seen_s": round(now - w["seen"], 1)}
+                for name, w in self.workers.items()
+            }

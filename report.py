@@ -1,0 +1,170 @@
+"""What a run tells: evaluations, metrics.jsonl, samples.jsonl, the progress bar, checkpoints.
+
+README.md explains every metric. Only rank 0 writes.
+"""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from rollout import TALLY, sampled_and_rewarded
+
+
+def say(text):
+    """Prints on rank 0, above the progress bar."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        tqdm.write(f"{time.strftime('%H:%M:%S')} {text}")
+        sys.stdout.flush()
+
+
+class Clock:
+    """Seconds of a step by part: sample, reward, wait, backward (with forward), step, other."""
+
+    def __init__(self):
+        self.parts, self.started = Counter(), time.perf_counter()
+        self.inner = 0.0  # seconds of parts within the part that is running
+
+    @contextlib.contextmanager
+    def part(self, name):
+        """Counts the block's time, without that of parts within it, which count by themselves."""
+        began, outer, self.inner = time.perf_counter(), self.inner, 0.0
+        yield
+        seconds = time.perf_counter() - began
+        self.parts[name] += seconds - self.inner
+        self.inner = outer + seconds
+
+    def lap(self):
+        """-> {"seconds": all, "seconds_sample": ...} since the last lap; `other` is the rest."""
+        now = time.perf_counter()
+        total, parts = now - self.started, dict(self.parts)
+        self.parts, self.started = Counter(), now
+        parts["other"] = total - sum(parts.values())
+        return {"seconds": total} | {f"seconds_{k}": v for k, v in parts.items()}
+
+
+def add_up(count, names):
+    """-> the named counts summed over all ranks."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sums = torch.tensor([float(count[name]) for name in names], dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return dict(zip(names, sums.tolist(), strict=True))
+
+
+def evaluate(engine, recipe, prompts):
+    """-> greedy accuracy (OUTCOME > 0), the positive share of each reward, the truncated share and
+    the mean length, over all ranks."""
+    count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()][::-1]
+
+    def take(room):
+        return [mine.pop() for _ in range(min(room, len(mine)))]
+
+    for _, completions, rewards in sampled_and_rewarded(
+        engine, recipe, take, group_size=1, temperature=0, seed=0, count=Counter()
+    ):
+        count["questions"] += 1
+        count["truncated"] += completions[0].truncated
+        count["completion_tokens"] += len(completions[0].ids)
+        count["accuracy"] += rewards[0][recipe.outcome] > 0
+        count.update({f"positive_{name}": int(r > 0) for name, r in rewards[0].items()})
+    names = ["accuracy", *(f"positive_{name}" for name in recipe.reward_weights)]
+    names += ["truncated", "completion_tokens"]
+    total = add_up(count, ["questions", *names])
+    return {f"eval_{name}": total[name] / total["questions"] for name in names}
+
+
+def rollout_metrics(count, recipe):
+    """-> means over all that all ranks counted for a rollout (rollout.tally)."""
+    total = add_up(count, [*TALLY, *(f"reward_{name}" for name in recipe.reward_weights)])
+    n = max(total["completions"], 1)
+    rewards = {name: total[f"reward_{name}"] / n for name in recipe.reward_weights}
+    return {
+        "reward": sum(w * rewards[name] for name, w in recipe.reward_weights.items()),
+        **{f"reward_{name}": mean for name, mean in rewards.items()},
+        "accuracy": total["right"] / n,
+        "completion_tokens": total["tokens"] / n,
+        "truncated": total["truncated"] / n,
+        "flat_groups": total["flat"] / max(total["groups"], 1),
+        "groups_sampled": int(total["groups"]),
+        "tokens_sampled": int(total["tokens"]),
+    }
+
+
+class RunFolder:
+    """RUN_DIR: metrics.jsonl, samples.jsonl, step_N."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def log(self, file, record):
+        """Appends a record to a file, one JSON object a line."""
+        if dist.get_rank() == 0:
+            with open(self.path / file, "a") as f:
+                f.write(json.dumps(record) + "\n")
+
+    def log_evaluation(self, evaluation, step):
+        """Logs and says an evaluation; -> its accuracy."""
+        self.log("metrics.jsonl", {"step": step} | evaluation)
+        say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
+        return evaluation["eval_accuracy"]
+
+    def log_samples(self, tokenizer, prompts, group, advantages, step, number):
+        """Writes `number` completions of a trained group to samples.jsonl."""
+        if dist.get_rank() != 0:
+            return
+        item = next(item for index, item, _ in prompts if index == group.item)
+        completions = group.completions(group.completion_ids)
+        for i in range(min(number, len(completions))):
+            record = {
+                "step": step,
+                "question": item["question"],
+                "answer": item.get("answer"),
+                "completion": tokenizer.decode(completions[i]),
+                "rewards": dict(zip(group.reward_names, group.rewards[i].tolist(), strict=True)),
+                "advantage": advantages[i].item(),
+                "truncated": group.truncated[i].item(),
+                "sampler": group.sampler,
+                "policy_version": group.policy_version,
+            }
+            self.log("samples.jsonl", record)
+
+    def save(self, policy, step, keep):
+        """Saves step_N and deletes all but the newest `keep`; -> step."""
+        if dist.get_rank() == 0:
+            policy.save(self.path / f"step_{step:06d}")
+            for old in sorted(self.path.glob("step_*"))[:-keep]:
+                shutil.rmtree(old)
+            say(f"saved {self.path}/step_{step:06d}")
+        return step
+
+
+def show(bar, metrics):
+    """Moves the progress bar on, to a step's metrics."""
+    bar.set_postfix_str(
+        f"reward {metrics['reward']:+.2f} accuracy {metrics['accuracy']:.2f}"
+        f" kl {metrics.get('kl', math.nan):.3f} length {metrics['completion_tokens']:.0f}"
+        f" tokens/s {metrics['tokens_per_second']:.0f}",
+        refresh=False,
+    )
+    bar.update()
+
+
+PARTS = ("sample", "reward", "wait", "backward", "step", "other")
+
+
+def say_parts(laps):
+    """Says where the time of the run's steps went."""
+    total = sum(lap["seconds"] for lap in laps) or 1
+    shares = {p: sum(lap.get(f"seconds_{p}", 0) for lap in laps) / total for p in PARTS}
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    say(f"{len(laps)} steps of {total / max(len(laps), 1):.2f} s: {parts}")

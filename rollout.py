@@ -1,0 +1,243 @@
+"""Rollouts: prompts are sampled in groups, rewarded, and made into what travels (wire.py).
+
+The ranks of grpo_ref_split.py do this, and so do workers (worker.py, vllm_worker.py): all sample
+with an engine, which has `stream` (as sampler.stream_groups) and `text`. What they must agree on is
+a Recipe, made of the trainer's constants.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import numbers
+import queue
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from wire import Group, is_flat, pack_group
+
+
+@dataclass
+class Recipe:
+    """What is sampled, and how it is rewarded: the same in the trainer and in all workers."""
+
+    task_name: str
+    task: object  # the module tasks/NAME.py
+    prompts: list  # [(index, item, prompt ids)] of the training split
+    group_size: int
+    sample_batch: int  # completions sampled at once
+    max_prompt_tokens: int
+    max_completion_tokens: int
+    temperature: float
+    reward_weights: dict
+    outcome: str
+    skip_flat_groups: bool
+    max_refills: int
+    seed: int
+
+    def settings(self):
+        """-> what a worker must have as the trainer has it, for JSON."""
+        texts = json.dumps([[index, ids] for index, _, ids in self.prompts])
+        return {
+            "TASK": self.task_name,
+            "GROUP_SIZE": self.group_size,
+            "MAX_PROMPT_TOKENS": self.max_prompt_tokens,
+            "MAX_COMPLETION_TOKENS": self.max_completion_tokens,
+            "TEMPERATURE": self.temperature,
+            "REWARD_WEIGHTS": self.reward_weights,
+            "OUTCOME": self.outcome,
+            "SEED": self.seed,
+            "prompts (tokenizer, task and its data)": hashlib.sha256(texts.encode()).hexdigest(),
+        }
+
+
+# --- Prompts ------------------------------------------------------------------------
+class Order:
+    """The endless order of prompts that the seed gives: every epoch a new one, each prompt once."""
+
+    def __init__(self, prompts, seed):
+        self.prompts, self.seed, self.epoch = prompts, seed, None
+
+    def __getitem__(self, position):
+        epoch, at = divmod(position, len(self.prompts))
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, list(self.prompts)
+            random.Random(f"{self.seed}/{epoch}").shuffle(self.order)
+        return self.order[at]
+
+
+def endless(prompts, seed, rank, world):
+    """Yields this rank's prompts: every world-th of the Order."""
+    order = Order(prompts, seed)
+    for position in itertools.count(rank, world):
+        yield order[position]
+
+
+# --- Sample and reward --------------------------------------------------------------
+def sampled_and_rewarded(engine, recipe, take, *, group_size, temperature, seed, count):
+    """Yields (prompt, completions, rewards) as soon as each group is sampled.
+
+    `take(n)` gives up to n prompts, as in Recipe.prompts. `rewards` holds, for each completion, the
+    task's dict of named rewards. The task sees text; the trainer goes on with the sampled ids, as
+    text tokenised again may give other ids. The time that rewards take goes to
+    count["seconds_reward"]. Raises SystemExit if rewards don't fit REWARD_WEIGHTS.
+    """
+    numbers, started = itertools.count(), {}
+
+    def take_ids(count):
+        new = {next(numbers): prompt for prompt in take(count)}
+        started.update(new)
+        return [(key, prompt[2]) for key, prompt in new.items()]
+
+    for key, completions in engine.stream(
+        take_ids,
+        group_size=group_size,
+        max_rows=recipe.sample_batch,
+        longest_prompt=recipe.max_prompt_tokens,
+        max_new_tokens=recipe.max_completion_tokens,
+        temperature=temperature,
+        seed=seed,
+    ):
+        prompt, began = started.pop(key), time.perf_counter()
+        rewards = [recipe.task.rewards(prompt[1], engine.text(c)) for c in completions]
+        for r in rewards:
+            if r.keys() != recipe.reward_weights.keys():
+                raise SystemExit(
+                    f"{recipe.task_name} rewards {sorted(r)}, but REWARD_WEIGHTS has other names"
+                )
+            if not all(real(value) for value in r.values()):
+                raise SystemExit(
+                    f"{recipe.task_name} rewards {r}, not finite numbers, for {prompt[1]}"
+                )
+        count["seconds_reward"] += time.perf_counter() - began
+        yield prompt, completions, rewards
+
+
+def real(value):
+    """Whether a finite number; NumPy's are, too."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return number and math.isfinite(value)
+
+
+def rollout(engine, recipe, stream, count, *, share, seed):
+    """Yields (sampled, flat) until `share` groups are worth training; counts all in `count`.
+
+    Flat groups (all right, or all wrong) have nothing to compare: judged on OUTCOME, since a group
+    that is all wrong would otherwise train its format alone, at full size. As soon as one is found
+    another prompt takes its place, up to MAX_REFILLS times `share` of them in all; after that there
+    may be fewer than `share`.
+    """
+    kept, begun, ended = 0, 0, 0
+
+    def take(room):
+        nonlocal begun
+        wanted = share - kept - (begun - ended)
+        left = share * (1 + recipe.max_refills) - begun
+        new = list(itertools.islice(stream, max(0, min(room, wanted, left))))
+        begun += len(new)
+        return new
+
+    for sampled in sampled_and_rewarded(
+        engine,
+        recipe,
+        take,
+        group_size=recipe.group_size,
+        temperature=recipe.temperature,
+        seed=seed,
+        count=count,
+    ):
+        flat = is_flat([r[recipe.outcome] for r in sampled[2]])
+        count.update(tally(recipe, sampled, flat))
+        ended += 1
+        kept += not (flat and recipe.skip_flat_groups)
+        yield sampled, flat
+
+
+TALLY = ("groups", "flat", "completions", "tokens", "truncated", "right")
+
+
+def tally(recipe, sampled, flat):
+    """-> sums over the completions of one sampled group, by name."""
+    _, completions, rewards = sampled
+    return {
+        "groups": 1,
+        "flat": int(flat),
+        "completions": len(completions),
+        "tokens": sum(len(c.ids) for c in completions),
+        "truncated": sum(c.truncated for c in completions),
+        "right": sum(r[recipe.outcome] > 0 for r in rewards),
+    } | {f"reward_{name}": sum(r[name] for r in rewards) for name in recipe.reward_weights}
+
+
+def tally_of(recipe, group):
+    """-> the same for a group that came over the wire (without `flat` ones that were skipped)."""
+    rewards = {n: group.rewards[:, i] for i, n in enumerate(group.reward_names)}
+    return {
+        "groups": 1,
+        "flat": int(group.flat),
+        "completions": len(group.completion_lengths),
+        "tokens": int(group.completion_lengths.sum()),
+        "truncated": int(group.truncated.sum()),
+        "right": int((rewards[recipe.outcome] > 0).sum()),
+    } | {f"reward_{name}": float(rewards[name].sum()) for name in recipe.reward_weights}
+
+
+def make_group(sampled, *, id, run, version, sampler, outcome):
+    """-> the wire's Group of a sampled one."""
+    (index, _, ids), completions, rewards = sampled
+    names = list(rewards[0])
+    return Group(
+        id=id,
+        run=run,
+        policy_version=version,
+        item=index,
+        sampler=sampler,
+        outcome=outcome,
+        reward_names=names,
+        prompt_ids=torch.tensor(ids, dtype=torch.int32),
+        completion_ids=torch.tensor([i for c in completions for i in c.ids], dtype=torch.int32),
+        completion_lengths=torch.tensor([len(c.ids) for c in completions], dtype=torch.int32),
+        sampler_logps=torch.tensor([p for c in completions for p in c.logps]),
+        truncated=torch.tensor([c.truncated for c in completions]),
+        rewards=torch.tensor([[float(r[name]) for name in names] for r in rewards]),
+    )
+
+
+# --- Upload -------------------------------------------------------------------------
+class Uploader:
+    """Uploads groups in a thread of its own, so that sampling goes on meanwhile."""
+
+    def __init__(self, server):
+        self.server, self.waiting = server, queue.Queue()
+        self.replies, self.error = [], None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def put(self, group, *, pool):
+        """`pool`: the group is flat, and only of use with another of its prompt. Raises what an
+        earlier upload raised."""
+        if self.error:
+            raise self.error
+        self.waiting.put((pack_group(group), {"pool": int(pool)}))
+
+    def finish(self):
+        """Waits until all is uploaded; -> the server's answers, in order."""
+        self.waiting.put(None)
+        self.thread.join()
+        if self.error:
+            raise self.error
+        return self.replies
+
+    def _run(self):
+        while (item := self.waiting.get()) is not None:
+            body, query = item
+            try:
+                reply = self.server.call("POST", "/upload", data=body, params=query)
+                self.replies.append(reply.json())
+            except Exception as error:  # noqa: BLE001 (raised where the groups come from)
+                self.error = error
+                return

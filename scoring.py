@@ -1,0 +1,161 @@
+"""The reference model of ref_server.py: scores stored groups, and may become a run's policy.
+
+Log-probs of the sampled tokens are all that a KL penalty needs of it. Completions are scored in
+batches sorted by length, and the prompt of a group runs once.
+"""
+
+import hashlib
+import os
+import queue
+import shutil
+import traceback
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+
+from forward import CompletionModel, number_prompts, order_rows, pack_by_tokens
+from grpo_loss_triton import linear_logps
+from policy import load_model, load_tokenizer, load_weights, merge_adapters
+from wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
+
+
+# --- Scoring ------------------------------------------------------------------------
+@torch.no_grad()
+def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
+    """-> log-probs of every completion, a list of float32 CPU tensors (T_i,), in the order given.
+
+    `model` is a CompletionModel; rows with the same prompt, next to each other, share it.
+
+    A batch that does not fit the GPU is halved until it does; one row that does not fit raises.
+    """
+    result = [None] * len(prompts)
+
+    def forward(rows):  # a function of its own: what it holds is gone when it has raised
+        p, c = [prompts[r] for r in rows], [completions[r] for r in rows]
+        hidden, ids = model(p, c)
+        logps = linear_logps(
+            hidden, model.head, ids, temperature=temperature, vocab_size=vocab_size
+        )
+        return logps.cpu().split([len(x) for x in c])
+
+    def score(rows):
+        try:
+            for row, part in zip(rows, forward(rows), strict=True):
+                result[row] = part.clone()  # not a view, which would keep the batch alive
+            return
+        except torch.OutOfMemoryError:
+            if len(rows) == 1:
+                raise
+        print(
+            f"out of memory with {len(rows)} rows: halving (lower SCORE_BATCH_TOKENS)", flush=True
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        score(rows[: len(rows) // 2])
+        score(rows[len(rows) // 2 :])
+
+    numbers = number_prompts(prompts, model.shares)
+    rows = zip(numbers, prompts, completions, strict=True)
+    sizes = [(number, len(p), len(c)) for number, p, c in rows]
+    for batch in pack_by_tokens(sizes, order_rows(sizes), budget):
+        score(batch)
+    return result
+
+
+def score_groups(store, rows, score, **limits):
+    """Scores stored groups, [(seq, body)], and stores their log-probs.
+
+    `score(prompts, completions)` is score_rows with its settings, `limits` are unpack_group's: the
+    groups may have come under another model. A group that can't be scored is marked as failed with
+    its error, which the run's next lease raises; the others go on.
+    """
+    try:
+        groups = [unpack_group(body, **limits) for _, body in rows]
+        prompts = [p for g in groups for p in [g.prompt_ids.tolist()] * len(g.completion_lengths)]
+        completions = [ids.tolist() for g in groups for ids in g.completions(g.completion_ids)]
+        logps = iter(score(prompts, completions))
+        for group in groups:
+            group.ref_logps = torch.cat([next(logps) for _ in group.completion_lengths])
+            if not torch.isfinite(group.ref_logps).all():
+                raise ValueError("the reference model gave log-probs that are not finite")
+    except Exception as error:  # noqa: BLE001 (printed, stored, raised in the trainer)
+        failure = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # raises if CUDA is broken for good: end, don't fail them all
+    else:
+        for group, (seq, _) in zip(groups, rows, strict=True):
+            store.scored(seq, pack_group(group))
+        return
+    if len(rows) == 1:
+        store.failed(rows[0][0], failure)
+        return
+    for row in rows:  # which one was it? Out here, where the error no longer holds its tensors
+        score_groups(store, [row], score, **limits)
+
+
+class Reference:
+    """The frozen model, and `info`, what GET /info says of it. POST /reference gives it the weights
+    of a run's policy (iterative GRPO), between two batches; they outlast a restart of the server.
+    """
+
+    def __init__(self, store, folder, *, model, dtype, temperature, share_prompts):
+        self.name, self.wanted_dtype, self.store = model, dtype, store
+        facts = tokenizer_facts(load_tokenizer(model))
+        loaded, dtype = load_model(model, dtype, facts["vocab_size"])
+        loaded.requires_grad_(False)
+        self.max_tokens = getattr(loaded.config, "max_position_embeddings", None)
+        self.model = CompletionModel(loaded, share_prompts=share_prompts)
+        for note in self.model.notes:
+            print(note, flush=True)
+        self.facts = {"protocol": PROTOCOL, "model": model, "temperature": temperature}
+        self.facts |= {"dtype": dtype} | facts
+        self.kept, self.orders = Path(folder, "reference.safetensors"), queue.Queue()
+        weights = store.reference_weights() if self.kept.exists() else ""
+        if weights:
+            self._load(self.kept)
+            print(f"the reference is still {weights}, as before the restart", flush=True)
+        self._now(weights)
+
+    def _now(self, weights):
+        """The weights are now those named `weights`; "" stands for the model's own."""
+        info = self.facts | {"weights": weights}
+        info["facts"] = hashlib.sha256(repr(sorted(info.items())).encode()).hexdigest()[:16]
+        self.store.use_reference(info)  # what the former one scored is scored again
+        self.info = info
+
+    def replace(self, path, weights):
+        """Asks the scoring thread for the weights in `path` (None: the model's own), called
+        `weights`, and waits until it has them. ValueError if they are of another model."""
+        answer = queue.Queue()
+        self.orders.put((path, weights, answer))
+        if error := answer.get():
+            raise ValueError(error)
+
+    def obey(self):
+        """Carries out what replace() asks for; called between two batches."""
+        while not self.orders.empty():
+            path, weights, answer = self.orders.get()
+            name = weights or self.name
+            try:
+                if weights != self.info["weights"]:
+                    self._load(path)
+                    if path:  # a copy: only the newest policies of a run are kept
+                        shutil.copy(path, self.kept.with_suffix(".part"))
+                        os.replace(self.kept.with_suffix(".part"), self.kept)
+                    self._now(weights)
+                    print(f"the reference is now {name}", flush=True)
+                answer.put(None)
+            except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+                traceback.print_exc()
+                answer.put(f"{name} can't be the reference: {error}")
+
+    def _load(self, path):
+        tensors = safetensors.torch.load_file(path) if path else None
+        if tensors is None or any(".lora_A." in name for name in tensors):
+            own = load_model(self.name, self.wanted_dtype, self.facts["vocab_size"])[0]
+            base = dict(own.named_parameters())
+            tensors = merge_adapters(base, tensors) if tensors else base
+        load_weights(self.model.model, tensors)

@@ -1,0 +1,240 @@
+"""The vLLM engine against a transformers forward: what it samples, and whose weights it holds.
+
+Needs the venv of requirements-vllm.txt; skipped elsewhere. About a minute on one core.
+"""
+
+import os
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+pytest.importorskip("vllm")
+from vllm_worker import VLLMEngine
+
+V = 400  # ids of the tokenizer that these models stand for
+CONTEXT = 256
+EOS = {11, 12, 13, 14, 15, 16, 17, 18}  # many, so that completions do end
+CONFIG_EOS = 5  # the model's own idea, which must not count
+# float32, measured: at most 4e-5 in 5 000 log-probs, where two models differ by 15 and more
+NOISE = 2e-4
+LONG = [20 + i % 300 for i in range(140)]  # over one block of the prefix cache, of 128 tokens
+PROMPTS = [LONG, [30, 31, 32, 33]]
+
+
+def make_model(*, tied, rows, seed):
+    """-> a random Qwen2; no parameter is 0 or 1, so that each matters."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=rows,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # 32 a head: on a CPU vLLM has no attention for 8 or 16
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+        eos_token_id=CONFIG_EOS,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape)
+    model.generation_config.update(do_sample=True, top_k=2, temperature=0.5, repetition_penalty=2.0)
+    return model
+
+
+def weights(model):
+    return {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def log_probs(model, prompt, ids, temperature=1.0):
+    """-> (T, V) log-probs after the prompt, over the tokenizer's ids alone."""
+    logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1, :V]
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def distance(model, prompt, ids, logps, temperature=1.0):
+    """-> the largest difference of `logps` from the model's."""
+    exact = log_probs(model, prompt, ids, temperature).gather(1, torch.tensor(ids)[:, None])
+    return (exact[:, 0] - torch.tensor(logps)).abs().max().item()
+
+
+class Case:
+    def __init__(self, folder, *, tied, rows):
+        self.old = make_model(tied=tied, rows=rows, seed=0)
+        self.new = make_model(tied=tied, rows=rows, seed=1)
+        self.old.save_pretrained(folder)
+        self.engine = VLLMEngine(
+            str(folder),
+            None,  # no text is asked for
+            dtype="float32",
+            eos_ids=EOS,
+            vocab_size=V,
+            max_tokens=CONTEXT,
+            seed=0,
+            memory=0.2,
+        )
+
+    def sample(self, prompts, *, group_size=8, max_new_tokens=40, temperature=0.8, seed=0):
+        return self.engine.sample(
+            prompts,
+            group_size=group_size,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
+
+    def distances(self, model):
+        """-> how far from `model` are (sampled log-probs at 0.8, scores at 1), over PROMPTS."""
+        sampled, scored = [], []
+        for prompt, group in zip(PROMPTS, self.sample(PROMPTS), strict=True):
+            sampled += [distance(model, prompt, c.ids, c.logps, 0.8) for c in group]
+            ids = group[0].ids
+            scored.append(distance(model, prompt, ids, self.engine.logps(prompt, ids)))
+        return max(sampled), max(scored)
+
+
+@pytest.fixture(scope="module", params=["tied, padded", "untied"])
+def shared(request, tmp_path_factory):
+    """One engine for the tests of a parameter: it takes seconds to start."""
+    tied = request.param == "tied, padded"
+    launcher = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "0.0.0.1", "MASTER_PORT": "1"}
+    os.environ.update(launcher)  # as if DeepSpeed had started us
+    case = Case(tmp_path_factory.mktemp("model"), tied=tied, rows=416 if tied else V)
+    assert not launcher.keys() & os.environ.keys()
+    return case
+
+
+@pytest.fixture
+def case(shared):
+    """-> the Case, with the old weights."""
+    shared.engine.load(weights(shared.old))
+    return shared
+
+
+def test_the_weights_at_the_start_are_the_models(shared):
+    # Runs first in its module's order: nothing was loaded yet
+    assert max(shared.distances(shared.old)) < NOISE
+
+
+def test_the_log_probs_are_those_of_the_sampled_distribution(case):
+    groups = case.sample(PROMPTS, group_size=16)
+    assert [len(group) for group in groups] == [16, 16]
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for one in group:
+            assert len(one.ids) == len(one.logps) and max(one.ids) < V
+            assert distance(case.old, prompt, one.ids, one.logps, 0.8) < NOISE
+        assert len({tuple(one.ids) for one in group}) > 8  # each has a seed of its own
+    assert case.sample(PROMPTS, group_size=16) == groups
+    assert case.sample(PROMPTS, group_size=16, seed=1) != groups
+
+
+def test_the_first_token_is_drawn_from_the_softmax_over_the_tokenizers_ids(case):
+    (group,) = case.sample([LONG], group_size=4096, max_new_tokens=1)
+    counts = torch.bincount(torch.tensor([one.ids[0] for one in group]), minlength=V)
+    assert len(counts) == V
+    excess = {t: chi_square(counts, log_probs(case.old, LONG, [0], t)[0].exp()) for t in (0.8, 0.9)}
+    assert excess[0.8] < 4  # standard deviations; a right sampler exceeds it about once in 10 000
+    assert excess[0.9] > 8  # so it would have told a temperature off by 0.1
+
+
+def chi_square(counts, p):
+    """-> Pearson's statistic in standard deviations above its mean; rare ids are one bin."""
+    expected = p * counts.sum()
+    rare = expected < 10
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    found = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    freedom = len(found) - 1
+    return (((found - expected) ** 2 / expected).sum().item() - freedom) / (2 * freedom) ** 0.5
+
+
+def test_a_completion_ends_with_eos_unless_it_is_cut(case):
+    groups = case.sample(PROMPTS, group_size=64) + case.sample([LONG], group_size=512)
+    completions = [one for group in groups for one in group]
+    for one in completions:
+        assert not EOS & set(one.ids[:-1])
+        assert one.truncated == (one.ids[-1] not in EOS)
+        assert len(one.ids) == 40 or not one.truncated
+    assert 0 < sum(one.truncated for one in completions) < len(completions)
+    assert any(CONFIG_EOS in one.ids[:-1] for one in completions)  # it does not end them
+    (group,) = case.sample([LONG], group_size=4096, max_new_tokens=1)
+    assert {one.truncated for one in group} == {True, False}  # EOS in the last place counts
+
+
+def test_more_prompts_than_vllm_prefills_at_once(case):
+    prompts = [[20 + (i * j) % 300 for j in range(140)] for i in range(1, 41)]  # over 4 096 tokens
+    for prompt, group in zip(prompts, case.sample(prompts, group_size=2), strict=True):
+        for one in group:
+            assert distance(case.old, prompt, one.ids, one.logps, 0.8) < NOISE
+
+
+def test_scores_up_to_the_context_and_of_one_token(case):
+    prompt, ids = [50] * 100, [60 + i % 50 for i in range(CONTEXT - 100)]
+    for part in (ids, ids[:1]):
+        assert distance(case.old, prompt, part, case.engine.logps(prompt, part)) < NOISE
+
+
+def test_after_a_load_the_engine_is_the_new_policy(case):
+    assert max(case.distances(case.old)) < NOISE < 1 < min(case.distances(case.new))
+    for _ in range(2):  # a second load goes through layers that were loaded before
+        case.engine.load(weights(case.new))
+        assert max(case.distances(case.new)) < NOISE < 1 < min(case.distances(case.old))
+        case.engine.load(weights(case.old))
+        assert max(case.distances(case.old)) < NOISE < 1 < min(case.distances(case.new))
+
+
+def test_a_load_takes_every_parameter(case):
+    old, new = weights(case.old), weights(case.new)
+    mixed = make_model(
+        tied=case.old.config.tie_word_embeddings, rows=case.old.config.vocab_size, seed=0
+    )
+    for name in old:
+        case.engine.load(dict(reversed(old.items())) | {name: new[name]})  # in any order
+        mixed.get_parameter(name).data.copy_(new[name])
+        sampled, scored = case.distances(mixed)
+        assert max(sampled, scored) < NOISE, name
+        assert min(case.distances(case.old)) > 10 * NOISE, name  # or this would show nothing
+        mixed.get_parameter(name).data.copy_(old[name])
+
+
+def test_a_load_takes_bfloat16(case):
+    half = {name: tensor.bfloat16() for name, tensor in weights(case.new).items()}
+    case.engine.load(half)
+    policy = make_model(
+        tied=case.old.config.tie_word_embeddings, rows=case.old.config.vocab_size, seed=1
+    )
+    for parameter in policy.parameters():  # .bfloat16() would round the rotary buffers too
+        parameter.data = parameter.data.bfloat16().float()
+    assert max(case.distances(policy)) < NOISE < max(case.distances(case.new))
+
+
+def test_a_load_that_does_not_fit_raises_and_changes_nothing(case):
+    new, norm = weights(case.new), "model.norm.weight"
+    bias = "model.layers.0.self_attn.o_proj.bias"  # vLLM skips biases it does not know
+    misfits = {
+        "model.norm.weight: got None": {
+            name: tensor for name, tensor in new.items() if name != norm
+        },
+        "o_proj.bias: got .* has None": new | {bias: torch.zeros(64)},
+        r"got .*\[65\].* has .*\[64\]": new | {norm: torch.zeros(65)},
+        "model.embed_tokens.weight": new | {"model.embed_tokens.weight": torch.zeros(V - 1, 64)},
+    }
+    for message, tensors in misfits.items():
+        with pytest.raises(ValueError, match=message):
+            case.engine.load(tensors)
+    assert max(case.distances(case.old)) < NOISE
+
+
+def test_a_prompt_without_room_for_a_token_is_refused(case):
+    with pytest.raises(ValueError, match="256"):
+        case.sample([LONG, [20] * CONTEXT])
+    assert max(case.distances(case.old)) < NOISE  # and the engine goes on
+
+
+def test_broken_weights_are_told(case):
+    case.engine.load({name: tensor * float("nan") for name, tensor in weights(case.new).items()})
+    with pytest.raises(RuntimeError, match="not finite"):
+        case.sample(PROMPTS)
