@@ -268,6 +268,7 @@ def rollout_step(policy, recipe, stream, exchange, run, step, clock):
     for sampled, flat in rollout(policy, recipe, stream, count, share=share, seed=seed):
         id, number = f"{step:06d}-{rank:04d}-{number:04d}", number + 1
         names = {"id": id, "run": run, "version": step, "sampler": "trainer", "outcome": OUTCOME}
+        names["skipped"] = {}  # counted here
         group, of_use = make_group(sampled, **names), not (flat and SKIP_FLAT_GROUPS)
         if of_use:
             mine.append(pack_group(group))

@@ -174,9 +174,11 @@ def tally(recipe, sampled, flat):
 
 
 def tally_of(recipe, group):
-    """-> the same for a group that came over the wire (without `flat` ones that were skipped)."""
+    """-> the same for a group that a worker sampled, with the flat ones it left out before it."""
+    if group.sampler == "regrouped":  # counted when they were sampled
+        return {}
     rewards = {n: group.rewards[:, i] for i, n in enumerate(group.reward_names)}
-    return {
+    own = {
         "groups": 1,
         "flat": int(group.flat),
         "completions": len(group.completion_lengths),
@@ -184,9 +186,10 @@ def tally_of(recipe, group):
         "truncated": int(group.truncated.sum()),
         "right": int((rewards[recipe.outcome] > 0).sum()),
     } | {f"reward_{name}": float(rewards[name].sum()) for name in recipe.reward_weights}
+    return {name: value + group.skipped.get(name, 0) for name, value in own.items()}
 
 
-def make_group(sampled, *, id, run, version, sampler, outcome):
+def make_group(sampled, *, id, run, version, sampler, outcome, skipped):
     """-> the wire's Group of a sampled one."""
     (index, _, ids), completions, rewards = sampled
     names = list(rewards[0])
@@ -197,6 +200,7 @@ def make_group(sampled, *, id, run, version, sampler, outcome):
         item=index,
         sampler=sampler,
         outcome=outcome,
+        skipped=skipped,
         reward_names=names,
         prompt_ids=torch.tensor(ids, dtype=torch.int32),
         completion_ids=torch.tensor([i for c in completions for i in c.ids], dtype=torch.int32),

@@ -133,10 +133,12 @@ class Store:
             return []
 
     def drop_old(self, run, oldest):
-        """Ends the run's groups that a policy before version `oldest` sampled. -> how many."""
-        where = "run=? AND version<? AND state IN ('waiting', 'scored', 'pooled')"
+        """Ends the run's groups that a policy before version `oldest` sampled. -> how many, without
+        flat ones that found no other."""
+        where = "run=? AND version<? AND state "
         with self.changed:
-            return self._end("dropped", where, (run, oldest))
+            self._end("dropped", where + "= 'pooled'", (run, oldest))
+            return self._end("dropped", where + "IN ('waiting', 'scored')", (run, oldest))
 
     def _end(self, state, where, values):
         """Takes the bodies of groups away. -> how many groups."""
@@ -258,6 +260,7 @@ def join_flat(old, new):
             new,
             id=f"{new.id}+{i}",
             sampler="regrouped",
+            skipped={},
             policy_version=min(old.policy_version, new.policy_version),
             ref_logps=None,
             **{

@@ -9,13 +9,14 @@ A group is a prompt and its G completions, N tokens in all, laid one after anoth
     rewards          float32 (G, K)      raw, a column for each name in reward_names
     ref_logps        float32 (N,)        under the reference model; added by the server
     metadata (JSON)                      protocol, id, run, policy_version, item, sampler, outcome,
-                                         reward_names
+                                         skipped, reward_names
 
 Nothing is pickled, so a body can only ever be data. Who reads one checks it first (`unpack_group`).
 """
 
 import hashlib
 import json
+import math
 import struct
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class Group:
     item: int  # index of the question in the task's training split
     sampler: str  # who sampled: "trainer", or a worker's name
     outcome: str  # the reward that says right or wrong: a group in which it is constant is flat
+    skipped: dict  # sums over flat groups that the sampler left out before this one; see tally()
     reward_names: list[str]
     prompt_ids: torch.Tensor
     completion_ids: torch.Tensor
@@ -72,7 +74,7 @@ TENSORS = {
     "ref_logps": torch.float32,
 }
 METADATA = {"id": str, "run": str, "policy_version": int, "item": int}
-METADATA |= {"sampler": str, "outcome": str, "reward_names": list}
+METADATA |= {"sampler": str, "outcome": str, "skipped": dict, "reward_names": list}
 # What reading a blob raises; RuntimeError: JSON nested too deeply, torch's view of 4-bit dtypes
 UNREADABLE = (safetensors.SafetensorError, struct.error)
 UNREADABLE += (ValueError, KeyError, TypeError, RuntimeError)
@@ -132,6 +134,9 @@ def check_group(g, vocab_size, max_tokens):
         raise ValueError(f"reward_names must differ, got {g.reward_names!r}")
     if g.outcome not in g.reward_names or not 0 < len(g.sampler) <= 200:
         raise ValueError("outcome must be one of reward_names, sampler 1 to 200 characters")
+    numbers = all(type(x) in (int, float) and math.isfinite(x) for x in g.skipped.values())
+    if len(g.skipped) > 100 or not numbers:
+        raise ValueError("skipped must be at most 100 finite numbers by name")
     if g.completion_lengths.dim() != 1 or g.completion_lengths.numel() == 0:
         raise ValueError("completion_lengths must be (G,) with G of 1 or more")
     if g.completion_lengths.min() < 1:

@@ -21,7 +21,7 @@ import safetensors.torch
 
 from client import Wait
 from policy_sync import check_proof
-from rollout import Order, Uploader, make_group, sampled_and_rewarded
+from rollout import Order, Uploader, make_group, sampled_and_rewarded, tally
 from wire import is_flat
 
 ASK_SECONDS = 0.5  # between two questions for more work while rows are running
@@ -34,7 +34,7 @@ def run_worker(engine, server, recipe, name=None):
     the policy can't be proved to have arrived, SystemExit where it is another model's.
     """
     name = name or f"{socket.gethostname()}-{os.getpid()}"
-    state = {"run": None, "version": -1, "held": 0}
+    state = {"run": None, "version": -1, "held": 0, "skipped": Counter()}
     order, total = Order(recipe.prompts, recipe.seed), Counter()
     wait = Wait(f"work from {server.url}", server.limit)
     with tempfile.TemporaryDirectory(prefix="grpo-worker-") as folder:
@@ -128,12 +128,16 @@ def sample(engine, server, recipe, name, order, work, state, total):
         of_use = not (flat and recipe.skip_flat_groups)
         id = f"{name}-{work['first']:08d}-{number:04d}"
         if of_use or server.regroups:
-            uploader.put(
-                make_group(
-                    sampled, id=id, run=run, version=version, sampler=name, outcome=recipe.outcome
-                ),
-                pool=not of_use,
-            )
+            names = {"id": id, "run": run, "version": version, "sampler": name}
+            names |= {
+                "outcome": recipe.outcome,
+                "skipped": dict(state["skipped"]) if of_use else {},
+            }
+            uploader.put(make_group(sampled, **names), pool=not of_use)
+        if of_use:
+            state["skipped"] = Counter()
+        else:
+            state["skipped"].update(tally(recipe, sampled, flat))
         state["held"] -= 1
         count.update(groups=1, flat=flat, tokens=sum(len(c.ids) for c in sampled[1]))
     replies = uploader.finish()

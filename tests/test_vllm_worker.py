@@ -3,7 +3,13 @@
 Needs the venv of requirements-vllm.txt; skipped elsewhere. About a minute on one core.
 """
 
+import json
 import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("vllm")
 from vllm_worker import VLLMEngine
+from warm_start import make_tokenizer
 
 V = 400  # ids of the tokenizer that these models stand for
 CONTEXT = 256
@@ -238,3 +245,72 @@ def test_broken_weights_are_told(case):
     case.engine.load({name: tensor * float("nan") for name, tensor in weights(case.new).items()})
     with pytest.raises(RuntimeError, match="not finite"):
         case.sample(PROMPTS)
+
+
+# --- The worker, with trainer and server -----------------------------------------------
+ROOT = Path(__file__).parent.parent
+TRAINERS_PYTHON = ROOT / ".venv/bin/python"  # vLLM's venv has no DeepSpeed
+
+
+@pytest.mark.skipif(not TRAINERS_PYTHON.exists(), reason="no .venv, which `make test` builds")
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_trainer_that_samples_nothing_learns_from_vllm(tmp_path, lora_rank):
+    """The first update checks vLLM's log-probs against the trainer's; each pull has its proof."""
+    tokenizer, model = make_tokenizer(), make_model(tied=True, rows=416, seed=0)
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        port, master = one.getsockname()[1], str(two.getsockname()[1])
+    name = str(tmp_path / "model")
+    server = {"MODEL": name, "PORT": port, "STORE": str(tmp_path / "store.sqlite")}
+    trainer = {
+        "MODEL": name,
+        "TASK": "arithmetic",
+        "RUN_DIR": str(tmp_path / "run"),
+        "REF_SERVER": f"http://127.0.0.1:{port}",
+        "PUBLISH_STEPS": 1,
+        "TRAINER_SAMPLES": False,
+        "LORA_RANK": lora_rank,
+        "PROMPTS_PER_STEP": 4,
+        "GROUP_SIZE": 4,
+        "SAMPLE_BATCH": 8,
+        "MAX_PROMPT_TOKENS": 96,
+        "MAX_COMPLETION_TOKENS": 16,
+        "SKIP_FLAT_GROUPS": False,
+        "MASK_TRUNCATED": False,
+        "LEARNING_RATE": 1e-2,
+        "WARMUP_STEPS": 1,
+        "STEPS": 4,
+        "EVAL_QUESTIONS": 8,
+    }
+    worker = {f"grpo_ref_split.{k}": v for k, v in trainer.items()} | {"MEMORY_GB": 0.2}
+    preset = str(ROOT / "tests/preset.py")
+    deepspeed = [str(TRAINERS_PYTHON.with_name("deepspeed")), "--num_gpus", "1"]
+    deepspeed += ["--no_local_rank", "--master_port", master]
+    commands = {
+        "server": [TRAINERS_PYTHON, preset, "ref_server", json.dumps([server])],
+        "worker": [sys.executable, preset, "vllm_worker", json.dumps([worker])],
+        "trainer": [*deepspeed, preset, "grpo_ref_split", json.dumps([trainer])],
+    }
+    processes, logs = {}, {role: tmp_path / f"{role}.log" for role in commands}
+    try:
+        for role, command in commands.items():
+            with open(logs[role], "w") as log:
+                output = {"stdout": log, "stderr": subprocess.STDOUT}
+                processes[role] = subprocess.Popen(command, **output)
+        assert processes["trainer"].wait(240) == 0, "\n".join(p.read_text() for p in logs.values())
+        assert processes["worker"].poll() is None, logs["worker"].read_text()
+    finally:
+        for process in processes.values():
+            process.terminate()
+            process.wait(30)
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    steps = [r for r in map(json.loads, lines) if "loss" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4]
+    assert steps[0]["mismatch"] < 1e-4 and steps[-1]["grad_norm"] > 1e-4
+    assert max(r["staleness_max"] for r in steps) > 0  # it samples ahead
+    proved = re.findall(r"policy (\d+) of run-", logs["worker"].read_text())
+    assert len(proved) > 2 and proved == sorted(proved)
