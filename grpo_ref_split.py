@@ -150,11 +150,6 @@ def check_config():
         ("DTYPE", f"one of auto, {', '.join(NOISE)}", DTYPE in ["auto", *NOISE]),
         ("OUTCOME", "one of the names in REWARD_WEIGHTS", OUTCOME in list(REWARD_WEIGHTS)),
         ("REF_SERVER", "http://host:port", str(REF_SERVER).startswith(("http://", "https://"))),
-        (
-            "RUN_DIR",
-            "a folder that holds no run: choose another, or move that one",
-            not holds_run(),
-        ),
     ]
     if all(holds for _, _, holds in rules):  # the types are right
         rules = [
@@ -190,8 +185,13 @@ def whole(value):
     return type(value) is int
 
 
-def holds_run():
-    return Path(RUN_DIR, "metrics.jsonl").exists() or any(Path(RUN_DIR).glob("step_*"))
+def check_run_dir():
+    """Raises SystemExit if a run would be written over."""
+    if Path(RUN_DIR, "metrics.jsonl").exists() or any(Path(RUN_DIR).glob("step_*")):
+        raise SystemExit(
+            f"RUN_DIR = {RUN_DIR!r} must be a folder that holds no run: choose another, or move"
+            " that one"
+        )
 
 
 # --- Data ------------------------------------------------------------------------------
@@ -580,15 +580,17 @@ def share_policy(publisher, server, run, before, step):
     def passed(every):
         return every and step // every > before // every
 
-    if publisher and (passed(PUBLISH_STEPS) or passed(REFERENCE_REFRESH_STEPS)):
+    refresh = passed(REFERENCE_REFRESH_STEPS) and step > 0
+    if publisher and (passed(PUBLISH_STEPS) or refresh):
         publisher.publish(step, oldest=step - MAX_STALENESS)
-        if passed(REFERENCE_REFRESH_STEPS):
+        if refresh:
             publisher.finish()
             server.set_reference(run, step)
             say(f"the policy of step {step} is now the reference")
 
 
 def main():
+    check_run_dir()
     tokenizer, recipe, server = prepare()
     policy = make_policy(tokenizer)
     test = load_prompts(recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]

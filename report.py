@@ -107,10 +107,10 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def log(self, file, record):
-        """Appends a record to a file, one JSON object a line."""
+        """Appends a record to a file, one JSON object a line, with the time of day."""
         if dist.get_rank() == 0:
             with open(self.path / file, "a") as f:
-                f.write(json.dumps(record) + "\n")
+                f.write(json.dumps(record | {"time": round(time.time(), 2)}) + "\n")
 
     def log_evaluation(self, evaluation, step):
         """Logs and says an evaluation; -> its accuracy."""

@@ -55,15 +55,20 @@ def prompt(length, draw):
 
 
 def make_model(folder):
-    """Saves the counting model, float32, and its tokenizer.
+    """Saves the counting model of SHAPE, float32, and its tokenizer."""
+    build(SHAPE).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
+def build(shape):
+    """-> a counting model of this shape (Qwen2Config's names), float32 on the CPU.
 
     Embeddings are unit vectors (a, b): a token's head is along the b of the token before it, with
     logit SHARP, EOS's along a. The blocks add little noise to them.
     """
-    tokenizer = make_tokenizer()
-    eos, first = tokenizer.eos_token_id, FIRST_COUNT
+    eos, first = SPECIALS.index("<eos>"), FIRST_COUNT
     torch.manual_seed(0)
-    config = Qwen2Config(**SHAPE, eos_token_id=eos, pad_token_id=0, bos_token_id=None)
+    config = Qwen2Config(**shape, eos_token_id=eos, pad_token_id=0, bos_token_id=None)
     model = Qwen2ForCausalLM(config)
     width = config.hidden_size
     b = torch.nn.functional.normalize(torch.randn(config.vocab_size, width - 1), dim=1)
@@ -89,5 +94,4 @@ def make_model(folder):
             torch.cat([a[:, None], b * (1 - a[:, None] ** 2).sqrt()], 1)
         )
         model.lm_head.weight.copy_(head / width**0.5)  # the last norm's output has length sqrt(H)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return model.eval()

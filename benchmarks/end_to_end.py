@@ -110,7 +110,7 @@ def run_ours(case, model, steps):
         master.bind(("127.0.0.1", 0))
         port, master_port = str(s.getsockname()[1]), str(master.getsockname()[1])
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    here, log = str(Path(__file__).resolve()), open(f"{folder}.log", "w")
+    here, log = str(Path(__file__).resolve()), open(f"{folder}.log", "w")  # noqa: SIM115
     output = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment, "cwd": ROOT}
     server = subprocess.Popen([sys.executable, here, "serve", model, port, folder], **output)
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]

@@ -36,7 +36,13 @@ def make_rows(policy, loss_type):
             logps = linear_logps(hidden, model.head, ids, vocab_size=policy.vocab_size)
         noise = torch.randn(3, len(completion), generator=draw) * 0.3
         row = grpo.Row(
-            prompt, completion, logps + noise[2], logps + noise[0], (-1.0) ** i * (1 + i)
+            group=f"group {i // 2}",
+            number=i % 2,
+            prompt=prompt,
+            completion=completion,
+            sampler_logps=logps + noise[2],
+            ref_logps=logps + noise[0],
+            advantage=(-1.0) ** i * (1 + i),
         )
         row.old_logps = logps + noise[1]
         rows.append(row)

@@ -3,6 +3,8 @@
     python tests/preset.py ref_server '[{"MODEL": "...", "PORT": 1234}]'
     deepspeed tests/preset.py grpo_ref_split '[{"MODEL": "...", "RUN_DIR": "..."}, ...]'
 
+    python tests/preset.py grpo_ref_split:worker '[{"MODEL": "..."}]'       # not main(), but worker()
+
 Several presets are run one after another in the same process, which saves DeepSpeed's slow start.
 """
 
@@ -15,7 +17,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.dirname(HERE), HERE]  # HERE for tasks/parity.py
 
 if __name__ == "__main__":
-    name, presets = sys.argv[1], json.loads(sys.argv[2])
+    (name, _, function), presets = sys.argv[1].partition(":"), json.loads(sys.argv[2])
     script = importlib.import_module(name)
     if len(presets) > 1:  # DeepSpeed's process group serves them all
         import torch.distributed as dist
@@ -28,4 +30,4 @@ if __name__ == "__main__":
             if not hasattr(target, constant):
                 sys.exit(f"{target.__name__} has no constant {constant}")
             setattr(target, constant, value)
-        script.main()
+        getattr(script, function or "main")()

@@ -261,6 +261,50 @@ def test_truncated_importance_weights_by_hand():
     assert gradient == pytest.approx([-0.4, 0, -0.1, 0.2, 0.15, 0])
 
 
+def test_the_ratio_is_bounded_for_both_signs_of_the_advantage():
+    """INTELLECT-2's two-sided clip: else a token of A < 0 that the sampler thought impossible
+    weighs without bound."""
+    # Of hand_batch only the fifth token is touched, with A = -1, w = 0.2 and r = 1.5: its objective
+    # was -1.5 with the gradient 0.2 x 1.5, and is -1.4, with none. The second, with A = 2, w = 0.1
+    # and the same r, stands at 1.3 as before.
+    base, slopes = loss_and_gradient()
+    loss, gradient = loss_and_gradient(ratio_cap=1.4)
+    assert loss - base == pytest.approx(0.2 * (1.4 - 1.5))
+    assert slopes[4] == pytest.approx(0.3) and gradient == pytest.approx(
+        [*slopes[:4], 0, slopes[5]]
+    )
+    # Where the cap is below 1 + CLIP_HIGH it stops A > 0 too: at 1.2 x 2, and not 1.3 x 2
+    loss, gradient = loss_and_gradient(ratio_cap=1.2)
+    assert loss - base == pytest.approx(0.1 * 2 * (1.3 - 1.2) + 0.2 * (1.2 - 1.5))
+    assert gradient == pytest.approx([*slopes[:4], 0, slopes[5]])
+    # Beyond all ratios, and 0, which is off: nothing changes
+    for cap in (0.0, 2.0):
+        assert loss_and_gradient(ratio_cap=cap) == (base, slopes)
+    # The KL is not bounded: its r is the token's own
+    kl = {"unbiased_kl": True, "kl_beta": 0.5}
+    free, capped = loss_and_gradient(**kl), loss_and_gradient(**kl, ratio_cap=1.2)
+    assert capped[0] - free[0] == pytest.approx(loss - base)
+
+
+@pytest.mark.parametrize("ratio", [1.9, 2.1, 1e3])
+def test_beyond_the_cap_a_negative_advantage_pulls_no_more(ratio):
+    logps = torch.tensor([ratio], dtype=torch.double).log().requires_grad_()
+    loss, stats = policy_loss(
+        logps,
+        torch.zeros(1, dtype=torch.double),
+        None,
+        -torch.ones(1, dtype=torch.double),
+        torch.ones(1, dtype=torch.double),
+        **CLIPS,
+        kl_beta=0,
+        ratio_cap=2.0,
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(min(ratio, 2.0))
+    assert logps.grad.item() == pytest.approx(ratio if ratio < 2 else 0)
+    assert stats["ratio"].item() == pytest.approx(ratio)  # what is logged is what it was
+
+
 def test_the_ratio_of_a_sequence_by_hand():
     """GSPO: one ratio for all tokens, the geometric mean of theirs, clipped as one."""
     # (1 x 1.5 x 0.5)^(1/3) = 0.9085603 is in the range for both; its gradient is s A / 3 per token,

@@ -4,6 +4,7 @@
 one row at a time, with no padding, mask, position or cache to get wrong.
 """
 
+import gc
 import itertools
 import math
 from types import SimpleNamespace
@@ -448,6 +449,21 @@ def test_greedy_is_the_same_however_many_rows_there_are(family, model_of):
     for max_rows in (1, 4):
         few = sample(model_of(family), MANY, max_rows=max_rows, **settings)
         assert [[c.ids for c in group] for group in few] == [[c.ids for c in g] for g in whole]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "mamba"])
+def test_the_cache_is_gone_when_the_samples_are_there(family, model_of):
+    """Not when Python's garbage collector comes round: training needs the memory at once."""
+    sample(model_of(family), PROMPTS)  # with the trial of a decoder
+    kinds = (SharedDecoder, CachedDecoder, PlainDecoder, decode.SharedLayer, transformers.Cache)
+    gc.collect()
+    gc.disable()
+    try:
+        sample(model_of(family), MANY, max_rows=7)
+        left = [type(x).__name__ for x in gc.get_objects() if isinstance(x, kinds)]
+    finally:
+        gc.enable()
+    assert left == []
 
 
 def test_the_weights_may_change_between_two_rounds(model_of):

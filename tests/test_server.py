@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,14 +22,15 @@ import requests
 import safetensors.torch
 import torch
 from test_wire import VOCAB, make_group
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import store as store_module
 from client import RefServer
 from forward import CompletionModel
 from hub import Hub
+from policy import load_policy, trained_weights
 from ref_server import make_app
-from scoring import score_groups, score_rows
+from scoring import Reference, score_groups, score_rows
 from store import Store, StoreFull
 from wire import PROTOCOL, pack_group, unpack_group
 
@@ -416,6 +418,84 @@ def test_what_the_model_can_not_score_is_failed(store, model, kind):
     with pytest.raises(RuntimeError, match=f"group-001 failed: ValueError: .*{reason[kind]}"):
         lease(store, "bad")
     assert list(lease(store)) == ["group-000"]
+
+
+# --- A reference that follows the policy --------------------------------------------
+@pytest.fixture
+def reference(store, tiny, tmp_path):
+    """-> reference(): the Reference around the store, as after a start of the server."""
+    (tmp_path / "policies").mkdir()
+    settings = {"model": str(tiny), "dtype": "float32", "temperature": 1.0, "share_prompts": True}
+    return lambda: Reference(store, tmp_path / "policies", **settings)
+
+
+def replace(reference, path, weights):
+    """Calls replace() as a route does, and obey() as the scoring thread does."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(reference.replace, path, weights)
+        while not asked.done():
+            reference.obey()
+            time.sleep(0.001)
+    return asked.result()
+
+
+def moved_policy(tiny, path, **changes):
+    """Saves what a trainer would publish after some steps; -> its model."""
+    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32", **changes)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    safetensors.torch.save_file(trained_weights(policy.model), path)
+    return policy.model
+
+
+def scores_of(reference):
+    prompts, completions = rows_of(MIXED)
+    settings = {"budget": 500, "temperature": 1.0, "vocab_size": VOCAB}
+    return torch.cat(score_rows(reference.model, prompts, completions, **settings))
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_policy_becomes_the_reference_outlasts_a_restart_and_goes(
+    store, reference, model, tiny, tmp_path, lora_rank
+):
+    path = tmp_path / "policy.safetensors"
+    policy = moved_policy(tiny, path, lora_rank=lora_rank)
+    own, theirs = (torch.cat(plain_logps(m, *rows_of(MIXED), 1.0)) for m in (model, policy))
+    assert (own - theirs).abs().max() > 0.1
+    ours = reference()
+    first = dict(ours.info)
+    assert (first["weights"], first["model"], first["protocol"]) == ("", str(tiny), PROTOCOL)
+    torch.testing.assert_close(scores_of(ours), own, rtol=0, atol=TOLERANCE)
+    put(store, 0)
+    mark_scored(store)
+    replace(ours, path, "run@3")
+    assert ours.info["weights"] == "run@3" and ours.info["facts"] != first["facts"]
+    assert store.stats()["waiting"] == 1  # what the former one scored is scored again
+    torch.testing.assert_close(scores_of(ours), theirs, rtol=0, atol=2 * TOLERANCE)
+    replace(ours, tmp_path / "gone", "run@3")  # it is that already: a repeat, answer lost
+    path.unlink()  # the run goes on, and only its newest policies are kept
+    again = reference()
+    assert again.info == ours.info
+    torch.testing.assert_close(scores_of(again), theirs, rtol=0, atol=2 * TOLERANCE)
+    replace(again, None, "")
+    assert again.info == first == reference().info
+    torch.testing.assert_close(scores_of(again), own, rtol=0, atol=TOLERANCE)
+
+
+def test_what_can_not_be_the_reference_leaves_it_as_it_was(store, reference, tiny, tmp_path):
+    ours = reference()
+    before, scores = dict(ours.info), scores_of(ours)
+    bad = tmp_path / "bad.safetensors"
+    safetensors.torch.save_file({"other": torch.zeros(1)}, bad)
+    (tmp_path / "garbled").write_bytes(b"no safetensors")
+    for name in ("bad.safetensors", "garbled", "gone"):
+        with pytest.raises(ValueError, match="run@1 can't be the reference"):
+            replace(ours, tmp_path / name, "run@1")
+    assert ours.info == before and torch.equal(scores_of(ours), scores)
+    assert reference().info == before
 
 
 # --- Routes -------------------------------------------------------------------------

@@ -1,9 +1,12 @@
 """The trainer's parts, without DeepSpeed or a server: what is sampled, kept, weighed, refused."""
 
 import json
+import pickle
 import random
 import re
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from types import SimpleNamespace
 
@@ -17,6 +20,7 @@ import grpo_ref_split as grpo
 import report
 import rollout
 from client import RefServer
+from exchange import Exchange
 from forward import CompletionModel
 from hub import Hub
 from policy import load_policy, prompt_ids
@@ -31,13 +35,14 @@ from wire import PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
 def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), **changes):
     """-> a wire Group with these rewards (G, 2)."""
     tokens = sum(lengths)
-    fields = dict(
+    fields = dict(  # noqa: C408
         id="000000-0000-0000",
         run="test",
         policy_version=0,
         item=0,
         sampler="trainer",
         outcome="correctness",
+        skipped={},
         reward_names=["correctness", "format"],
         prompt_ids=torch.tensor([5, 6], dtype=torch.int32),
         completion_ids=torch.arange(10, 10 + tokens, dtype=torch.int32),
@@ -190,6 +195,8 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tmp_path):
 
 # --- Rollout ------------------------------------------------------------------------
 NAMES = {"correctness": 2.0, "format": 1.0}
+NAMED = {"id": "a", "run": "r", "version": 0, "sampler": "trainer"}  # of make_group
+NAMED |= {"outcome": "correctness", "skipped": {}}
 GSIZE = 2  # of the groups of a FakeEngine
 MIXED = [(1.0, -1.0), (-1.0, -1.0)]
 ALL_WRONG = [(-1.0, 1.25), (-1.0, -1.0)]  # differs in format alone
@@ -199,7 +206,7 @@ ALL_RIGHT = [(1.0, 1.25), (1.0, -1.0)]
 def a_recipe(prompts=(), **changes):
     """-> a Recipe whose task rewards a FakeEngine's completions as the prompt's item says."""
     task = SimpleNamespace(rewards=lambda item, text: dict(zip(NAMES, item[text], strict=True)))
-    fields = dict(
+    fields = dict(  # noqa: C408
         task_name="fake",
         task=task,
         prompts=list(prompts),
@@ -303,7 +310,7 @@ def test_what_is_sent_is_what_was_sampled():
     prompt = (3, {"question": "?", "answer": "4"}, [5, 6])
     completions = [Completion([7, 2], [-1.0, -2.0], False), Completion([8, 8, 8], [-0.5] * 3, True)]
     rewards = [{"format": -1.0, "correctness": 1.0}, {"correctness": -1, "format": 1.25}]
-    names = {"id": "a", "run": "r", "version": 4, "sampler": "me", "outcome": "correctness"}
+    names = NAMED | {"version": 4, "sampler": "me", "skipped": {"groups": 1}}
     group = make_group((prompt, completions, rewards), **names)
     assert group.prompt_ids.tolist() == [5, 6]
     assert group.completion_ids.tolist() == [7, 2, 8, 8, 8]
@@ -314,6 +321,7 @@ def test_what_is_sent_is_what_was_sampled():
     assert columns == {"correctness": [1.0, -1.0], "format": [-1.0, 1.25]}  # by name, not order
     assert (group.id, group.run, group.item, group.policy_version) == ("a", "r", 3, 4)
     assert (group.sampler, group.outcome, group.flat) == ("me", "correctness", False)
+    assert group.skipped == {"groups": 1}
     assert unpack_group(pack_group(group)).rewards.equal(group.rewards)
 
 
@@ -321,8 +329,7 @@ def test_rewards_that_a_task_names_in_another_order_are_trained_all_the_same():
     """The names are those of REWARD_WEIGHTS, which is all that was asked of a task."""
     prompt, completion = (0, {}, [5]), Completion([7], [-1.0], False)
     rewards = [{"format": 0.5, "correctness": 1.0}, {"format": 0.25, "correctness": -1.0}]
-    names = {"id": "a", "run": "r", "version": 0, "sampler": "trainer", "outcome": "correctness"}
-    group = make_group((prompt, [completion] * 2, rewards), **names)
+    group = make_group((prompt, [completion] * 2, rewards), **NAMED)
     ahead, behind = grpo.advantages_of(group).tolist()
     assert ahead > 0 > behind
 
@@ -393,10 +400,12 @@ def take_step(server, outcomes, *, step=0, engine=None, clock=None, **recipe):
     """-> rollout_step's (groups, metrics) of prompts whose groups come out as told."""
     stream, engine = iter(prompts_of(outcomes)), engine or FakeEngine()
     recipe, clock = a_recipe(**recipe), clock or report.Clock()
-    return grpo.rollout_step(engine, recipe, stream, server, "run", step, clock)
+    exchange = server and server.exchange
+    return grpo.rollout_step(engine, recipe, stream, exchange, "run", step, clock)
 
 
-def test_a_rollout_without_a_server(alone):
+def test_a_rollout_without_a_server(alone, monkeypatch):
+    monkeypatch.setattr(grpo, "KL_BETA", 0)
     groups, metrics = take_step(None, [MIXED, ALL_WRONG, MIXED, MIXED, MIXED], step=4)
     assert [g.item for g in groups] == [0, 2, 3]
     assert {(g.policy_version, g.sampler, g.run) for g in groups} == {(4, "trainer", "run")}
@@ -412,12 +421,13 @@ def test_a_rollout_without_a_server(alone):
 def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
     """10 prompts on 4 ranks: 3, 3, 2 and 2; each rank draws with a seed of its own."""
     monkeypatch.setattr(grpo, "PROMPTS_PER_STEP", 10)
+    monkeypatch.setattr(grpo, "KL_BETA", 0)
     monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 4)
     counts, seeds, ids = [], set(), set()
     for rank, step in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]:
 
         def gather(everyone, mine):
-            everyone[:] = [mine, [], [], []]
+            everyone[:] = [mine, *[([], [])] * 3]
 
         monkeypatch.setattr(grpo.dist, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(grpo.dist, "all_gather_object", gather)
@@ -445,6 +455,7 @@ def server(tmp_path):
 
     client = InProcess(app, limit=1, after=score)
     client.store, client.hub, client.regroups = store, hub, True
+    client.exchange = Exchange(client, "run", 1)
     yield client
     store.db.close()
 
@@ -461,8 +472,11 @@ def publish(server, **changes):
 def test_a_rollout_goes_through_the_server_and_comes_back_scored(alone, server):
     groups, metrics = take_step(server, [MIXED, ALL_WRONG, MIXED, MIXED])
     assert [g.item for g in groups] == [0, 2, 3]
-    assert all(g.ref_logps is not None for g in groups)
-    assert [g.id for g in groups] == sorted(g.id for g in groups)  # the same order on every rank
+    ids = [g.id for g in groups]
+    assert ids == sorted(ids)  # the same order on every rank
+    assert server.exchange.first_scored([set(ids)]) == 0
+    scores = server.exchange.scores
+    assert {id: [len(x) for x in scores[id]] for id in ids} == {id: [2, 1] for id in ids}
     assert server.store.stats()["pooled"] == 1  # the flat one waits for another of its prompt
     assert metrics["groups_sampled"] == 4
 
@@ -479,17 +493,19 @@ def test_two_flat_groups_of_a_prompt_are_trained_together(alone, server):
     assert all(row.old_logps is row.sampler_logps for row in rows)
 
 
-def test_what_is_joined_with_a_group_that_is_almost_too_old_is_not_waited_for_in_vain(
-    alone, server, monkeypatch
-):
-    """The lease drops what is older than MAX_STALENESS, and whoever joined it counted on it."""
+@pytest.mark.parametrize("publishes", [0, 1])
+def test_what_is_too_old_is_not_joined_either(alone, server, monkeypatch, publishes):
+    """MAX_STALENESS is of all that is trained, whether there are workers or not."""
     monkeypatch.setattr(grpo, "MAX_STALENESS", 4)
-    for step in range(5):
-        outcomes = [ALL_WRONG if step == 0 else MIXED, MIXED, MIXED, MIXED]
-        groups, _ = take_step(server, outcomes, step=step)
+    monkeypatch.setattr(grpo, "PUBLISH_STEPS", publishes)
+    for step in range(6):
+        if publishes:
+            publish(server, version=step, oldest=step - 4)
+        first = {0: ALL_WRONG, 5: ALL_RIGHT}.get(step, MIXED)
+        groups, _ = take_step(server, [first, MIXED, MIXED, MIXED], step=step)
         server.call("POST", "/ack", json={"run": "run", "ids": [g.id for g in groups]})
-    groups, _ = take_step(server, [ALL_RIGHT, MIXED, MIXED, MIXED], step=5)
     assert len([g for g in groups if g.sampler == "trainer"]) == 3
+    assert max(5 - g.policy_version for g in groups) <= 4
 
 
 def test_flat_groups_stay_at_home_where_the_server_does_not_regroup(alone, server):
@@ -504,10 +520,14 @@ def test_all_flat_is_a_step_without_groups(alone, server):
     assert grpo.make_rows(groups, 0) == []
 
 
+FLAT = (None, [Completion([7, 7, 7, 2], [-1.0] * 4, False)], [{"correctness": 1, "format": 0.5}])
+
+
 def a_workers(server, number, *, version=0):
     """Uploads groups as a worker would."""
     for i in range(number):
         ids = {"id": f"worker-{version}-{i}", "policy_version": version, "sampler": "worker"}
+        ids["skipped"] = rollout.tally(a_recipe(), FLAT, True) if i == 0 else {}
         group = a_group([[1.0, -1.0], [-1.0, -1.0]], run="run", item=90 + i, **ids)
         group.ref_logps = None
         server.call("POST", "/upload", data=pack_group(group))
@@ -520,7 +540,9 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, s
     engine = FakeEngine()
     groups, metrics = take_step(server, [MIXED] * 9, step=3, engine=engine)
     assert sorted(g.item for g in groups) == [0, 90, 91] and engine.asked == [1, 0]
-    assert metrics["groups_sampled"] == 3 and metrics["completion_tokens"] == (3 + 4 + 4) / 6
+    # and the flat group that the worker left out counts too
+    assert metrics["groups_sampled"] == 4 and metrics["flat_groups"] == 1 / 4
+    assert metrics["completion_tokens"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
     rows = grpo.make_rows(groups, 3)
     assert all(row.old_logps is row.sampler_logps for row in rows)
@@ -571,9 +593,131 @@ def test_a_group_counts_the_same_before_and_after_the_wire():
     recipe = a_recipe()
     for outcome in (MIXED, ALL_WRONG, ALL_RIGHT):
         (group,) = sampled(FakeEngine(), recipe, prompts_of([outcome]))
-        names = {"id": "a", "run": "r", "version": 0, "sampler": "w", "outcome": "correctness"}
         before = rollout.tally(recipe, group, outcome is not MIXED)
-        assert rollout.tally_of(recipe, make_group(group, **names)) == before
+        assert rollout.tally_of(recipe, make_group(group, **NAMED)) == before
+        twice = {name: 2 * value for name, value in before.items()}
+        skipped = make_group(group, **NAMED | {"skipped": before})
+        assert rollout.tally_of(recipe, skipped) == twice
+        regrouped = make_group(group, **NAMED | {"sampler": "regrouped"})
+        assert rollout.tally_of(recipe, regrouped) == {}  # it was counted when it was sampled
+
+
+# --- Exchange between ranks ----------------------------------------------------------
+class Ranks:
+    """Two ranks as threads. Where they do not call the same, both end with an error."""
+
+    def __init__(self, monkeypatch):
+        self.local, self.barrier = threading.local(), threading.Barrier(2)
+        self.called = [None, None]
+        monkeypatch.setattr(grpo.dist, "get_rank", lambda: self.local.rank)
+        monkeypatch.setattr(grpo.dist, "broadcast_object_list", self.broadcast)
+
+    def meet(self, what):
+        """Both ranks must call the same; so a backward pass does under ZeRO-2."""
+        self.called[self.local.rank] = what
+        self.barrier.wait(2)
+        assert self.called[0] == self.called[1], self.called
+        self.barrier.wait(2)
+
+    def broadcast(self, box, src):
+        if self.local.rank == src:
+            self.value = pickle.dumps(box[0])
+        self.meet("broadcast")
+        box[0] = pickle.loads(self.value)
+        self.meet("broadcast's end")
+
+    def run(self, function):
+        """-> what function(rank) returns on both."""
+
+        def of_rank(rank):
+            self.local.rank = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(of_rank, range(2)))
+
+
+class Leases:
+    """A server that hands out groups with these ids, a list of them for each lease."""
+
+    url = "http://leases"
+
+    def __init__(self, *leases):
+        self.leases, self.dropped, self.asked = list(leases), 0, []
+
+    def lease(self, run, limit, *, oldest, patience):
+        self.asked.append((limit, oldest, patience))
+        ids = self.leases.pop(0) if self.leases else []
+        assert len(ids) <= limit
+        return {id: pack_group(a_group([[1.0, -1.0], [-1.0, -1.0]], id=id)) for id in ids}
+
+    def stats(self):
+        return {"waiting": 9}
+
+
+def exchanges(*leases):
+    """-> the Exchanges of two ranks; only that of rank 0 may call the server."""
+    return Exchange(Leases(*leases), "run", 0.3), Exchange(None, "run", 0.3)
+
+
+def test_micro_batches_are_trained_in_the_order_in_which_they_are_scored(monkeypatch):
+    ranks, both = Ranks(monkeypatch), exchanges(["c"], ["a", "d"], ["b"])
+
+    def steps(rank):
+        both[rank].begin("abcd")
+        choices, order = [{"a", "b"}, {"c"}, {"d", "worker's"}, {"another worker's"}], []
+        while choices:
+            at = both[rank].first_scored(choices)
+            ranks.meet("backward")
+            order.append("".join(sorted(choices.pop(at))))
+        return order, both[rank].scores
+
+    (order, scores), (other, others) = ranks.run(steps)
+    assert order == other == ["another worker's", "c", "dworker's", "ab"]
+    assert scores.keys() == others.keys() == set("abcd")
+    for id in "abcd":
+        assert [x.tolist() for x in others[id]] == [[-1, -1, -1], [-1]]
+
+
+def test_ranks_agree_though_one_of_their_groups_came_with_regrouped_ones(monkeypatch):
+    """Rank 0 knows more than the others then, and must not act on it alone: they would hang."""
+    ranks, both = Ranks(monkeypatch), exchanges(["a", "x+0"], ["x+1"], ["b"])
+
+    def steps(rank):
+        both[rank].begin("ab")
+        joined = both[rank].whole(["x+0", "x+1"])
+        order = []
+        for choices in ([{"a"}, {"b"}], [{"b"}]):
+            order.append(both[rank].first_scored(choices))
+            ranks.meet("backward")
+        return [g.id for g in joined], order
+
+    first, second = ranks.run(steps)
+    assert first == second == (["x+0", "x+1"], [0, 0])
+
+
+def test_a_lease_that_ran_out_gives_no_group_twice(monkeypatch):
+    ranks, both = Ranks(monkeypatch), exchanges(["a"], ["a"], ["b"], ["b", "c"], ["a"], ["d"])
+
+    def steps(rank):
+        settings = {"oldest": 0, "wait": True}
+        return [[g.id for g in both[rank].workers_groups(n, **settings)] for n in (1, 1, 2)]
+
+    assert ranks.run(steps) == [[["a"], ["b"], ["c", "d"]]] * 2
+
+
+@pytest.mark.parametrize("what", ["workers_groups", "whole", "first_scored"])
+def test_a_wait_for_groups_that_do_not_come_ends_with_a_sentence(monkeypatch, what):
+    alone = exchanges(["a"])[0]
+    monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
+    alone.begin(["b"])
+    with pytest.raises(RuntimeError, match="waited 0.3 s for .*http://leases: 1 "):
+        if what == "workers_groups":
+            alone.workers_groups(2, oldest=0, wait=True)
+        elif what == "whole":
+            alone.whole(["a", "b"])
+        else:
+            alone.first_scored([{"b"}])
 
 
 # --- Uploads ------------------------------------------------------------------------
@@ -684,11 +828,10 @@ def test_a_sampler_at_another_temperature_stops_the_run(tiny, monkeypatch):
     )
     monkeypatch.setattr(grpo, "MASK_TRUNCATED", False)
     monkeypatch.setattr(grpo, "KL_BETA", 0)
-    names = {"id": "g", "run": "r", "version": 0, "sampler": "trainer", "outcome": "correctness"}
     recipe, mismatch = a_recipe(task=task, group_size=4), {}
     for temperature in (1.0, 0.9):
         all_sampled = sampled(policy, recipe, prompts, temperature=temperature)
-        rows = grpo.make_rows([make_group(group, **names) for group in all_sampled], 0)
+        rows = grpo.make_rows([make_group(group, **NAMED) for group in all_sampled], 0)
         model = CompletionModel(policy.model, share_prompts=True)
         _, sums, _ = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
         sums = dict(zip(grpo.SUMS, sums.tolist(), strict=True))

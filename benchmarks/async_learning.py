@@ -1,0 +1,174 @@
+"""Does a trainer whose groups come from workers learn as well as one that samples for itself?
+
+    python benchmarks/async_learning.py out                                  # out.md, out.png
+    python benchmarks/async_learning.py out --vllm .vllm/bin/python          # with vLLM too
+    python benchmarks/async_learning.py out --seeds 0 1 2                    # fewer
+
+The demo's task and constants, 100 steps; for each seed one warm start, from which train
+
+  sync    the trainer samples, as in demo.py
+  async   the trainer samples nothing; two workers with transformers do, MAX_STALENESS 4
+  vllm    the same with one worker with vLLM
+
+one after the other, each with its reference server. All processes have one thread. Accuracies are
+greedy, on the 500 test questions. The model has 2 heads, not the demo's 4: vLLM on a CPU wants 32
+dimensions a head. Seconds count from the first evaluation to the last, evaluations included.
+"""
+
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+HERE = str(Path(__file__).resolve())
+WORKERS = {"sync": 0, "async": 2, "vllm": 1}
+
+
+# --- The processes --------------------------------------------------------------------
+def set_constants(folder, port, seed, mode):
+    import demo
+    import grpo_ref_split as grpo
+
+    demo.RUN_DIR, demo.WARM_START = f"{folder}/{mode}", f"{folder}/warm_start"
+    grpo.main, main = lambda: None, grpo.main  # demo.train sets the constants, and calls it
+    demo.train(port, int(seed), "plain")
+    grpo.main = main
+    grpo.EVAL_STEPS = 20
+    if mode != "sync":
+        grpo.PUBLISH_STEPS, grpo.TRAINER_SAMPLES, grpo.MAX_STALENESS = 1, False, 4
+        grpo.SAMPLE_BATCH = 64
+    return grpo
+
+
+def run_role(role, folder, port, seed, mode):
+    if role == "server":
+        import ref_server
+
+        ref_server.MODEL, ref_server.PORT = f"{folder}/warm_start", int(port)
+        ref_server.DTYPE, ref_server.STORE = "float32", f"{folder}/{mode}.sqlite"
+        ref_server.main()
+        return
+    grpo = set_constants(folder, port, seed, mode)
+    if role == "trainer":
+        grpo.main()
+    elif mode == "vllm":
+        import vllm_worker
+
+        vllm_worker.MEMORY_GB = 0.3
+        vllm_worker.main()
+    else:
+        grpo.worker()
+
+
+def train(folder, seed, mode, vllm):
+    """Runs a trainer with what it needs; -> its metrics."""
+    from demo import free_port, start, stop
+
+    port, processes = free_port(), []
+    arguments = [str(folder), port, str(seed), mode]
+    worker = vllm if mode == "vllm" else sys.executable
+    deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
+    deepspeed += ["--no_local_rank", "--master_port", free_port(), "--log_level", "warning"]
+    commands = {"server": [sys.executable, HERE, "server", *arguments]}
+    for number in range(WORKERS[mode]):
+        commands[f"worker{number}"] = [worker, HERE, "worker", *arguments]
+    commands["trainer"] = [*deepspeed, HERE, "trainer", *arguments]
+    try:
+        for name, command in commands.items():
+            log = open(f"{folder}/{mode}-{name}.log", "w")  # noqa: SIM115 (closed at exit)
+            processes.append(start(command, log))
+        if processes[-1].wait():
+            raise SystemExit(f"the trainer failed: see {folder}/{mode}-trainer.log")
+    finally:
+        for process in reversed(processes):
+            stop(process)
+    lines = Path(folder, mode, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# --- The report -----------------------------------------------------------------------
+def summary(records):
+    evaluations = [r for r in records if "eval_accuracy" in r]
+    steps = [r for r in records if "loss" in r]
+    return {
+        "before": evaluations[0]["eval_accuracy"],
+        "after": evaluations[-1]["eval_accuracy"],
+        "seconds": evaluations[-1]["time"] - evaluations[0]["time"],
+        "staleness": statistics.mean(r.get("staleness", 0) for r in steps),
+        "stalest": max(r.get("staleness_max", 0) for r in steps),
+        "dropped": steps[-1].get("groups_dropped", 0),
+        "ratio": max(r["sampler_ratio_max"] for r in steps),
+        "curve": [(r["time"] - evaluations[0]["time"], r["eval_accuracy"]) for r in evaluations],
+    }
+
+
+def draw(results, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for color, (mode, runs) in zip(("C0", "C1", "C2"), results.items(), strict=False):
+        for i, run in enumerate(runs):
+            label = mode if i == 0 else None
+            ax.plot(*zip(*run["curve"], strict=True), color=color, marker=".", label=label)
+    ax.set_xlabel("seconds since the first evaluation")
+    ax.set_ylabel("greedy accuracy, 500 test questions")
+    ax.grid(alpha=0.3)
+    ax.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main(out, seeds, vllm):
+    from benchmarks.measure import facts
+    from warm_start import warm_start
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all processes end
+    os.environ["OMP_NUM_THREADS"] = "1"
+    results = {mode: [] for mode in WORKERS if mode != "vllm" or vllm}
+    lines = ["| seed | mode | before | after | seconds | staleness, mean and most | dropped groups"]
+    lines[0] += " | largest ratio |"
+    lines.append("|" + "---|" * 8)
+    for seed in seeds:
+        folder = Path(tempfile.mkdtemp(prefix=f"async-{seed}-"))
+        warm_start(str(folder / "warm_start"), seed, 800, heads=2)
+        for mode in results:
+            r = summary(train(folder, seed, mode, vllm))
+            results[mode] += [r]
+            lines.append(
+                f"| {seed} | {mode} | {r['before']:.3f} | {r['after']:.3f} | {r['seconds']:.0f} |"
+                f" {r['staleness']:.1f}, {r['stalest']} | {r['dropped']} | {r['ratio']:.1f} |"
+            )
+            print(time.strftime("%H:%M:%S"), lines[-1], flush=True)
+    for mode, runs in results.items():
+        after = [r["after"] for r in runs]
+        lines.append(
+            f"| **all** | {mode} | | {statistics.mean(after):.3f} ± {spread(after):.3f} |"
+            f" {statistics.median(r['seconds'] for r in runs):.0f} | | | |"
+        )
+    Path(f"{out}.md").write_text("\n".join([facts("torch", "transformers"), "", *lines, ""]))
+    draw(results, f"{out}.png")
+    print("\n".join(lines))
+
+
+def spread(values):
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["server" | "trainer" | "worker" as role, *arguments]:
+            run_role(role, *arguments)
+        case [out, *rest]:
+            python = rest[rest.index("--vllm") + 1] if "--vllm" in rest else None
+            seeds = rest[rest.index("--seeds") + 1 :] if "--seeds" in rest else "01234"
+            main(out, [int(seed) for seed in seeds], python)
+        case _:
+            sys.exit(__doc__)

@@ -1,0 +1,211 @@
+"""Groups sampled a second: ours against transformers' generate and continuous batching, and vLLM.
+
+    python benchmarks/sampling.py                                   # prints the table
+    python benchmarks/sampling.py out.md                            # and writes it to a file
+    python benchmarks/sampling.py out.md --vllm .vllm/bin/python    # with vLLM, from its own venv
+
+The model counts (counting.py), so completions end by themselves, after 64 to 256 tokens, all
+lengths as likely, or are cut at 64. 8 prompts x 8 completions, temperature 1, the whole
+distribution; generate gets 64 rows, each with its prompt, as trainers call it. CPU: 1M parameters,
+float32, one thread. CUDA: the shapes of Qwen2.5 0.5B and 3B, bf16, 64 prompts x 8.
+
+Tokens a second are medians of ROUNDS rounds, in which all engines but vLLM run in turn, after one
+that does not count. Continuous batching takes 5 s and more a call on a CPU whatever the batch, so
+it runs once. vLLM runs in a process of its own right after the others.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks.counting import SHAPE, SPECIALS, build, make_tokenizer, prompt
+from benchmarks.measure import DEVICE, facts
+from sampler import sample_groups
+
+QWEN = {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": False}
+QWEN |= {"max_position_embeddings": 4096}
+MODELS = {
+    "cpu": {"1M": SHAPE},
+    "cuda": {
+        "Qwen2.5-0.5B": QWEN
+        | {"hidden_size": 896, "intermediate_size": 4864}
+        | {"num_hidden_layers": 24, "num_attention_heads": 14},
+        "Qwen2.5-3B": QWEN
+        | {"hidden_size": 2048, "intermediate_size": 11_008}
+        | {"num_hidden_layers": 36, "num_attention_heads": 16},
+    },
+}[DEVICE]
+CASES = [(200, 256), (400, 64)]  # prompt tokens, completion tokens at most
+PROMPTS = {"cpu": 8, "cuda": 64}[DEVICE]
+GROUP = 8
+ROUNDS = 5
+EOS = SPECIALS.index("<eos>")
+VOCAB = len(make_tokenizer())
+
+
+def make_prompts(tokens):
+    tokenizer, draw = make_tokenizer(), torch.Generator().manual_seed(1)
+    return [tokenizer(prompt(tokens, draw))["input_ids"] for _ in range(PROMPTS)]
+
+
+def pinned(tokens):
+    """-> generate's settings: the whole distribution, and nothing of the model's own."""
+    return GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=tokens,
+        eos_token_id=EOS,
+        pad_token_id=SPECIALS.index("<pad>"),
+    )
+
+
+def ours(model, prompts, tokens, seed):
+    groups = sample_groups(
+        model,
+        prompts,
+        group_size=GROUP,
+        max_new_tokens=tokens,
+        temperature=1.0,
+        eos_ids={EOS},
+        vocab_size=VOCAB,
+        generator=torch.Generator(model.device).manual_seed(seed),
+    )
+    return sum(len(c.ids) for group in groups for c in group)
+
+
+@torch.no_grad()
+def generate(model, prompts, tokens, seed):
+    torch.manual_seed(seed)
+    ids = torch.tensor(prompts, device=model.device).repeat_interleave(GROUP, 0)
+    settings = {"attention_mask": torch.ones_like(ids), "generation_config": pinned(tokens)}
+    out = model.generate(ids, **settings)[:, ids.shape[1] :]
+    return int((out != SPECIALS.index("<pad>")).sum())
+
+
+@torch.no_grad()
+def continuous(model, prompts, tokens, seed):
+    torch.manual_seed(seed)
+    rows = [ids for ids in prompts for _ in range(GROUP)]
+    outputs = model.generate_batch(
+        inputs=rows, generation_config=pinned(tokens), progress_bar=False
+    )
+    return sum(len(output.generated_tokens) for output in outputs.values())
+
+
+def tokens_per_second(run, *arguments):
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    count = run(*arguments)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return count / (time.perf_counter() - began)
+
+
+def compare(model, prompt_tokens, tokens):
+    """-> {engine: tokens a second} of those of this venv."""
+    prompts, rates = make_prompts(prompt_tokens), {}
+    for seed in range(ROUNDS + 1):
+        for run in (ours, generate):
+            rate = tokens_per_second(run, model, prompts, tokens, seed)
+            if seed:
+                rates.setdefault(run.__name__, []).append(rate)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    try:
+        rates = [
+            tokens_per_second(continuous, model, prompts, tokens, seed)
+            for seed in range(1 if DEVICE == "cpu" else 3)
+        ]
+        medians["continuous batching"] = max(rates)
+    except Exception as error:  # noqa: BLE001 (a peer that does not run here is said to)
+        print(f"continuous batching: {error!r}"[:300], flush=True)
+    return medians
+
+
+def vllm(folder, prompt_tokens, tokens):
+    """Run by vLLM's Python: prints the median tokens a second, as JSON."""
+    from vllm_worker import VLLMEngine
+
+    prompt_tokens, tokens = int(prompt_tokens), int(tokens)
+    engine = VLLMEngine(
+        folder,
+        None,
+        dtype="float32" if DEVICE == "cpu" else "bfloat16",
+        eos_ids={EOS},
+        vocab_size=VOCAB,
+        max_tokens=prompt_tokens + tokens,
+        seed=0,
+        memory=1.0 if DEVICE == "cpu" else 60.0,
+    )
+    prompts, rates = make_prompts(prompt_tokens), []
+    for seed in range(4):
+        began = time.perf_counter()
+        groups = engine.sample(
+            prompts, group_size=GROUP, max_new_tokens=tokens, temperature=1.0, seed=seed
+        )
+        count = sum(len(c.ids) for group in groups for c in group)
+        rates.append(count / (time.perf_counter() - began))
+    print(json.dumps(statistics.median(rates[1:])))
+
+
+def main(out, python):
+    if DEVICE == "cpu":
+        torch.set_num_threads(1)
+    engines = ["ours", "generate", "continuous batching", *(["vLLM"] if python else [])]
+    lines = [f"| model | prompt | completion | {' | '.join(engines)} | ours / generate |"]
+    lines.append("|" + "---|" * (4 + len(engines)))
+    for name, shape in MODELS.items():
+        model = build(shape)
+        if DEVICE == "cuda":
+            model = model.to("cuda", torch.bfloat16)
+        for prompt_tokens, tokens in CASES:
+            rates = compare(model, prompt_tokens, tokens)
+            if python:
+                with tempfile.TemporaryDirectory() as folder:
+                    model.save_pretrained(folder)
+                    make_tokenizer().save_pretrained(folder)
+                    command = [python, __file__, "vllm", folder, str(prompt_tokens), str(tokens)]
+                    run = subprocess.run(
+                        command,
+                        check=True,
+                        env=os.environ | {"OMP_NUM_THREADS": "1"},
+                        capture_output=True,
+                        text=True,
+                    )
+                    rates["vLLM"] = json.loads(run.stdout.splitlines()[-1])
+            columns = [f"{rates[e]:.0f}" if e in rates else "failed" for e in engines]
+            length = "64 to 256" if tokens == 256 else f"cut at {tokens}"
+            ratio = rates["ours"] / rates["generate"]
+            lines.append(
+                f"| {name} | {prompt_tokens} | {length} | {' | '.join(columns)} | {ratio:.2f} |"
+            )
+            print(lines[-1], flush=True)
+    text = "\n".join([facts("torch", "transformers"), "Tokens a second.", "", *lines, ""])
+    print(text)
+    if out:
+        Path(out).write_text(text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["vllm"]:
+        vllm(*sys.argv[2:])
+    else:
+        arguments = sys.argv[1:]
+        python = None
+        if "--vllm" in arguments:
+            at = arguments.index("--vllm")
+            python = arguments[at + 1]
+            del arguments[at : at + 2]
+        main(arguments[0] if arguments else None, python)
