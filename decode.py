@@ -135,7 +135,7 @@ class SharedLayer(DynamicLayer):
 
     def __init__(self, rows):
         super().__init__()
-        self.rows, self.is_initialized = rows, True
+        self.rows, self.is_initialized = weakref.proxy(rows), True  # or it would stay in memory
         self.prompt_keys = self.prompt_values = None
 
     def get_seq_length(self):
@@ -360,7 +360,7 @@ class CachedDecoder:
 class PlainDecoder:
     """No cache: slow (each token runs the whole row again) but exact for every causal model."""
 
-    joins = True
+    joins = False
 
     def __init__(self, model):
         self.model, self.rows = model, []

@@ -20,7 +20,7 @@ class Exchange:
         self.seen = set()  # ids of all that came: a lease that ran out hands them out again
         self.spare = {}  # rank 0: groups of workers that came and nobody asked for yet, by id
         self.wanted, self.scores = set(), {}  # what was sampled for this step; its log-probs
-        self.dropped = 0  # groups that were too old
+        self.dropped, self.oldest = 0, 0  # groups that were too old; policies that are not
 
     def workers_groups(self, number, *, oldest, wait):
         """-> up to `number` groups that workers sampled, just so many if `wait`.
@@ -43,9 +43,10 @@ class Exchange:
                     waiting.turn(f"{text} {self.server.stats()}", pause=0)
         return self._shared(groups)
 
-    def begin(self, ids):
-        """The ranks have uploaded groups with these ids, to have them scored."""
-        self.wanted, self.scores = set(ids), {}
+    def begin(self, ids, oldest):
+        """The ranks have uploaded groups with these ids, to have them scored; what a policy before
+        version `oldest` sampled is of no more use to this run."""
+        self.wanted, self.scores, self.oldest = set(ids), {}, oldest
 
     def whole(self, ids):
         """-> these groups, once the server has scored them all."""
@@ -53,10 +54,12 @@ class Exchange:
         if dist.get_rank() == 0:
             waiting = Wait(f"regrouped groups from {self.server.url}", self.limit)
             while missing := set(ids) - self.spare.keys():
-                if not self._fetch(len(missing), 0, patience=True):
+                if not self._fetch(len(missing), self.oldest, patience=True):
                     waiting.turn(f"{len(missing)} of {len(ids)} are not scored yet", pause=0)
             groups = [self.spare.pop(id) for id in ids]
-        return self._shared(groups)
+        # Scores may have come with them, and all ranks must know the same
+        groups, self.scores = self._shared((groups, self.scores))
+        return groups
 
     def first_scored(self, choices):
         """-> the number of the one of `choices`, sets of ids, whose scores are all there first.
@@ -74,7 +77,7 @@ class Exchange:
             waiting = Wait(f"log-probs of {self.run} from {self.server.url}", self.limit)
             while not ready():
                 missing = len(set().union(*choices) - self.scores.keys())
-                if not self._fetch(missing, 0, patience=True):
+                if not self._fetch(missing, self.oldest, patience=True):
                     waiting.turn(f"{missing} groups are not scored yet", pause=0)
         self.scores = self._shared(self.scores)
         return ready()[0]

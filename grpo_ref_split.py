@@ -243,6 +243,7 @@ def make_recipe(task, prompts):
         skip_flat_groups=SKIP_FLAT_GROUPS,
         max_refills=MAX_REFILLS,
         seed=SEED,
+        stop_tokens=STOP_TOKENS,
     )
 
 
@@ -273,7 +274,7 @@ def rollout_step(policy, recipe, stream, exchange, run, step, clock):
         if of_use:
             mine.append(pack_group(group))
         if pools if not of_use else KL_BETA:
-            uploader.put(group, pool=not of_use)
+            uploader.put(group, pool=not of_use, oldest=step - MAX_STALENESS)
     sampling = time.perf_counter() - began - count["seconds_reward"]
     clock.parts += Counter(sample=sampling, reward=count["seconds_reward"])
     with clock.part("wait"):
@@ -282,7 +283,7 @@ def rollout_step(policy, recipe, stream, exchange, run, step, clock):
         dist.all_gather_object(everyone, (mine, joined))
         own = [unpack_group(body) for bodies, _ in everyone for body in bodies]
         if exchange:
-            exchange.begin(group.id for group in own if KL_BETA)
+            exchange.begin((g.id for g in own if KL_BETA), step - MAX_STALENESS)
             own += exchange.whole([id for _, ids in everyone for id in ids])
     if rank == 0:  # of flat groups that workers left out nothing is known
         for group in groups:
@@ -535,8 +536,8 @@ def check_first_update(metrics, policy_dtype, reference):
             f"at the first update the trainer's log-probs differ from the sampler's by"
             f" {metrics['mismatch']:.2g} a token on average (limit {limit}): the ratio is not 1"
         )
-    if reference is None or reference["model"] != MODEL:
-        return  # another model, from which the KL is not 0
+    if "kl" not in metrics or reference["model"] != MODEL:
+        return  # no reference, or another model, from which the KL is not 0
     limit = max(KL_NOISE[policy_dtype], KL_NOISE[reference["dtype"]])
     if metrics["kl"] > limit:
         raise RuntimeError(
@@ -650,6 +651,7 @@ def main():
         folder.save(policy, step, KEEP_CHECKPOINTS)
     if publisher:
         publisher.finish()
+    if server and rank == 0:
         server.call("POST", "/end", json={"run": run})
     dist.destroy_process_group()
     if idle == IDLE_LIMIT:

@@ -53,13 +53,15 @@ class Hub:
     def write(self, run, version, offset, part):
         """Takes the next part of a policy's file; -> bytes so far. ValueError if it is not next."""
         draft = self.path(run, version).with_suffix(".part")
-        have = draft.stat().st_size if draft.exists() and offset else 0
-        if offset != have:
+        have = draft.stat().st_size if draft.exists() else 0
+        if not 0 <= offset <= have:  # less: a repeat, whose answer was lost
             raise ValueError(f"the next part begins at {have}, not at {offset}")
         if offset + len(part) > self.max_bytes:
             raise ValueError(f"a policy has at most MAX_POLICY_BYTES = {self.max_bytes} bytes")
-        with open(draft, "ab" if offset else "wb") as file:
+        with open(draft, "r+b" if offset else "wb") as file:
+            file.seek(offset)
             file.write(part)
+            file.truncate()
         return offset + len(part)
 
     def publish(self, record):
@@ -67,6 +69,8 @@ class Hub:
         for name, kind in RECORD.items():
             if type(record.get(name)) is not kind:
                 raise ValueError(f"{name} must be of type {kind.__name__}")
+            if kind is int and not -(2**62) < record[name] < 2**62:
+                raise ValueError(f"{name} is too large")
         if not re.fullmatch("[0-9a-f]{64}", record["sha256"]) or record["capacity"] < 1:
             raise ValueError("sha256 must be 64 hex digits, capacity 1 or more")
         run, version = record["run"], record["version"]
@@ -118,7 +122,7 @@ class Hub:
             with self.store.changed:
                 record, count = self.record(), 0
                 me = self.workers.setdefault(worker, {"groups": 0})
-                me |= {"held": held, "seen": time.monotonic(), "version": version}
+                me |= {"held": max(0, held), "seen": time.monotonic(), "version": version}
                 if record:
                     newer = (record["run"], record["version"]) != (run, version)
                     count = 0 if newer else max(0, min(want, self.room(record)))
@@ -149,6 +153,7 @@ class Hub:
         if worker in self.workers:
             me = self.workers[worker]
             me["held"], me["groups"] = max(0, me["held"] - 1), me["groups"] + 1
+            me["seen"] = time.monotonic()
 
     def stats(self):
         """-> {worker: groups uploaded, in hand, policy version, seconds since it was heard of}."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import jinja2
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.pytorch_utils import Conv1D
 
 from forward import CompletionModel
 from grpo_loss import linear_logps
@@ -177,19 +178,20 @@ def load_weights(model, tensors):
         parameters[name].copy_(tensor)
 
 
-def merge_adapters(base, tensors):
-    """-> the whole model's weights, from trained_weights of a LoRA policy and the weights `base`
-    that it is frozen on: W + 2 B A. Weights that are no adapters come back as they are."""
-    adapters = {n: t for n, t in tensors.items() if ".lora_A." in n}
-    if not adapters:
-        return tensors
-    merged = dict(base)
-    for name, a in adapters.items():
-        layer, b = name.split(".lora_A.")[0] + ".weight", tensors[name.replace("lora_A", "lora_B")]
-        update = 2 * b.float() @ a.float()
-        if update.shape != base[layer].shape:
-            update = update.T  # GPT-2 keeps its matrices transposed
-        merged[layer] = (base[layer].float() + update).to(base[layer].dtype)
+def merge_adapters(model, tensors):
+    """-> the whole model's weights, from trained_weights of a LoRA policy and the `model` that it
+    is frozen on: W + 2 B A. ValueError if an adapter's layer is none of the model's."""
+    merged = dict(model.named_parameters())
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            path = name.split(".lora_A.")[0]
+            if f"{path}.weight" not in merged:
+                raise ValueError(f"there is no layer {path} for the adapter {name}")
+            weight, b = merged[f"{path}.weight"], tensors[name.replace("lora_A", "lora_B")]
+            update = 2 * (b.float() @ a.float()).to(weight.device)
+            if isinstance(model.get_submodule(path), Conv1D):  # GPT-2 keeps matrices transposed
+                update = update.T
+            merged[f"{path}.weight"] = (weight.float() + update).to(weight.dtype).detach()
     return merged
 
 

@@ -25,6 +25,7 @@ import torch
 import waitress
 
 from hub import Hub
+from policy import load_tokenizer
 from scoring import Reference, score_groups, score_rows
 from store import Store, StoreFull
 from wire import unpack_group
@@ -119,8 +120,10 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
             hub.uploaded(group.sampler)
             if group.policy_version < run["oldest"]:
                 return {"stored": store.put(group, b"", "dropped"), "dropped": True}
-            if bottle.request.query.get("pool") == "1" and group.flat:
-                joined = store.pool(group, body, run["oldest"]) if regroup else []
+            asked = bottle.request.query
+            if asked.get("pool") == "1" and group.flat:
+                oldest = max(run["oldest"], min(int(asked.get("oldest") or 0), 2**62))
+                joined = store.pool(group, body, oldest) if regroup else []
                 return {"stored": regroup, "joined": joined}
             return {"stored": store.put(group, body, "waiting" if run["scored"] else "scored")}
         except ValueError as error:
@@ -211,7 +214,11 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
     @app.post("/end")
     def end():
         (run,) = read_json(run=str)
-        hub.end(run)
+        try:
+            hub.end(run)
+            store.forget_pooled(run)
+        except ValueError as error:  # a text that is no UTF-8
+            refuse(400, str(error))
         return {}
 
     @app.get("/info")
@@ -238,6 +245,7 @@ def main():
         sys.exit(f"HOST = {HOST!r} is reachable by others: set GRPO_TOKEN here and at the trainer")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     print(f"loading the reference model {MODEL} ...", flush=True)
+    load_tokenizer(MODEL)  # a wrong MODEL ends here, before there is a store
     store = Store(STORE, MAX_STORE_BYTES)
     hub = Hub(store, f"{STORE}.policies", MAX_POLICY_BYTES)
     reference = Reference(

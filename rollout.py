@@ -38,6 +38,7 @@ class Recipe:
     skip_flat_groups: bool
     max_refills: int
     seed: int
+    stop_tokens: list
 
     def settings(self):
         """-> what a worker must have as the trainer has it, for JSON."""
@@ -51,6 +52,7 @@ class Recipe:
             "REWARD_WEIGHTS": self.reward_weights,
             "OUTCOME": self.outcome,
             "SEED": self.seed,
+            "STOP_TOKENS": self.stop_tokens,
             "prompts (tokenizer, task and its data)": hashlib.sha256(texts.encode()).hexdigest(),
         }
 
@@ -113,6 +115,7 @@ def sampled_and_rewarded(engine, recipe, take, *, group_size, temperature, seed,
                 raise SystemExit(
                     f"{recipe.task_name} rewards {r}, not finite numbers, for {prompt[1]}"
                 )
+        rewards = [{name: r[name] for name in recipe.reward_weights} for r in rewards]
         count["seconds_reward"] += time.perf_counter() - began
         yield prompt, completions, rewards
 
@@ -221,12 +224,12 @@ class Uploader:
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def put(self, group, *, pool):
-        """`pool`: the group is flat, and only of use with another of its prompt. Raises what an
-        earlier upload raised."""
+    def put(self, group, *, pool, oldest=0):
+        """`pool`: the group is flat, and only of use with another of its prompt, which policy
+        version `oldest` or a newer one sampled. Raises what an earlier upload raised."""
         if self.error:
             raise self.error
-        self.waiting.put((pack_group(group), {"pool": int(pool)}))
+        self.waiting.put((pack_group(group), {"pool": int(pool), "oldest": oldest}))
 
     def finish(self):
         """Waits until all is uploaded; -> the server's answers, in order."""

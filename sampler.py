@@ -73,7 +73,8 @@ def stream_groups(
     device = model.device
     eos = torch.tensor(sorted(eos_ids), device=device)
     decoder = make_decoder(model, max_new_tokens, longest_prompt)
-    groups, owners, running = {}, [], 0  # (key, number) of each row; rows that have not ended
+    groups, unfinished = {}, {}  # by key: completions, and how many of them are missing
+    owners, running = [], 0  # (key, number) of each row; rows that have not ended
     logits, rows = None, []
     while True:
         room = (max_rows - running) // group_size
@@ -84,9 +85,10 @@ def stream_groups(
                 raise RuntimeError("the model's logits are not finite: its weights are broken")
             logits = first if not owners else torch.cat([logits, first])
             groups |= {key: [None] * group_size for key, _ in new}
+            unfinished |= {key: group_size for key, _ in new}
             owners += [(key, i) for key, _ in new for i in range(group_size)]
             running += len(first)
-            columns = max_new_tokens + 1  # the last takes what ended rows go on to write
+            columns = max_new_tokens
             fresh = [
                 torch.zeros(len(first), columns, dtype=torch.long, device=device),  # ids
                 torch.zeros(len(first), columns, device=device),  # logps
@@ -99,18 +101,22 @@ def stream_groups(
 
         ids, logps, at, going = rows
         tokens, chosen = draw(logits[:, :vocab_size], temperature, generator)  # (S,), (S,)
-        column = torch.where(going, at, max_new_tokens)[:, None]
+        column = at.clamp(max=max_new_tokens - 1)[:, None]  # a row that has ended is read already
         ids.scatter_(1, column, tokens[:, None])
         logps.scatter_(1, column, chosen[:, None])
         at += going
         ended = going & (torch.isin(tokens, eos) | (at == max_new_tokens))
-        for row in ended.nonzero().flatten().tolist():  # the one wait for the device in each turn
-            key, i = owners[row]
-            n, running = int(at[row]), running - 1
-            cut = int(tokens[row]) not in eos_ids
-            groups[key][i] = Completion(ids[row, :n].tolist(), logps[row, :n].tolist(), cut)
-            if all(groups[key]):
-                yield key, groups.pop(key)
+        last = ended.nonzero().flatten()  # the one wait for the device in each turn
+        if len(last):
+            found = zip(last.tolist(), *(x[last].tolist() for x in (ids, logps, at)), strict=True)
+            for row, row_ids, row_logps, n in found:
+                key, i = owners[row]
+                group, running = groups[key], running - 1
+                cut = row_ids[n - 1] not in eos_ids
+                group[i] = Completion(row_ids[:n], row_logps[:n], cut)
+                unfinished[key] -= 1
+                if not unfinished[key]:
+                    yield key, groups.pop(key)
         going &= ~ended
 
         if not running:

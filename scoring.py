@@ -156,6 +156,5 @@ class Reference:
         tensors = safetensors.torch.load_file(path) if path else None
         if tensors is None or any(".lora_A." in name for name in tensors):
             own = load_model(self.name, self.wanted_dtype, self.facts["vocab_size"])[0]
-            base = dict(own.named_parameters())
-            tensors = merge_adapters(base, tensors) if tensors else base
+            tensors = merge_adapters(own, tensors or {})
         load_weights(self.model.model, tensors)

@@ -62,7 +62,7 @@ class Store:
         self.db.execute("CREATE INDEX IF NOT EXISTS by_item ON groups (state, run, item)")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_state ON groups (state, run, seq)")
         self.db.execute("CREATE TABLE IF NOT EXISTS reference (facts TEXT)")
-        self.bytes = self.db.execute("SELECT IFNULL(SUM(bytes), 0) FROM groups").fetchone()[0]
+        self.bytes = self._sum()
 
     def use_reference(self, facts):
         """Sends groups that another reference model (or temperature) scored back to be scored."""
@@ -96,8 +96,7 @@ class Store:
         return self.db.execute(where, (group.run, group.id)).fetchone() is not None
 
     def _insert(self, group, body, state):
-        if self.bytes + len(body) > self.max_bytes:
-            raise StoreFull
+        self._make_room(len(body))
         self.db.execute(
             "INSERT INTO groups (run, id, state, body, bytes, uploaded, version, item)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -114,6 +113,8 @@ class Store:
         if a pooled one of the prompt, sampled by policy `oldest` or newer, has other outcomes.
         A repeat of an upload gives the ids again. Raises StoreFull.
         """
+        if len(group.id) > 198:
+            raise ValueError("the id of a group to be joined has 198 characters at most")
         with self.changed:
             if self.known(group):
                 ids = (f"{group.id}+0", f"{group.id}+1")
@@ -124,13 +125,39 @@ class Store:
             for seq, other in self.db.execute(query, (group.run, group.item, oldest)).fetchall():
                 joined = join_flat(unpack_group(other), group)
                 if joined:
-                    self._insert(group, b"", "joined")
-                    for new in joined:
-                        self._insert(new, pack_group(new), "waiting")
-                    self._end("joined", "seq=?", (seq,))
+                    self._join(seq, group, joined)
                     return [new.id for new in joined]
             self._insert(group, body, "pooled")
             return []
+
+    def _join(self, seq, group, joined):
+        """Puts `joined` in the place of the pooled group `seq` and of `group`, all or nothing."""
+        bodies = [pack_group(new) for new in joined]
+        pooled = self.db.execute("SELECT bytes FROM groups WHERE seq=?", (seq,)).fetchone()[0]
+        self._make_room(sum(map(len, bodies)) - pooled, spared=seq)
+        self.db.execute("BEGIN")
+        try:
+            self._end("joined", "seq=?", (seq,))
+            self._insert(group, b"", "joined")
+            for new, body in zip(joined, bodies, strict=True):
+                self._insert(new, body, "waiting")
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            self.bytes = self._sum()
+            raise
+        self.db.execute("COMMIT")
+
+    def _make_room(self, size, spared=-1):
+        """Ends pooled groups, the oldest first, until `size` bytes fit. Raises StoreFull."""
+        while self.bytes + size > self.max_bytes:
+            query = "SELECT seq FROM groups WHERE state='pooled' AND seq!=? ORDER BY seq LIMIT 1"
+            row = self.db.execute(query, (spared,)).fetchone()
+            if not row:
+                raise StoreFull
+            self._end("dropped", "seq=?", row)
+
+    def _sum(self):
+        return self.db.execute("SELECT IFNULL(SUM(bytes), 0) FROM groups").fetchone()[0]
 
     def drop_old(self, run, oldest):
         """Ends the run's groups that a policy before version `oldest` sampled. -> how many, without
@@ -149,6 +176,11 @@ class Store:
         )
         self.bytes -= size
         return count
+
+    def forget_pooled(self, run):
+        """Ends the run's flat groups that found no other: the run is over."""
+        with self.changed:
+            self._end("dropped", "run=? AND state='pooled'", (run,))
 
     def queued(self, run):
         """-> the run's groups that wait to be scored or to be leased."""

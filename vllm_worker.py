@@ -101,7 +101,7 @@ class VLLMEngine:
         changed nothing, if one is missing, unknown or of another shape.
         """
         if any(".lora_A." in name for name in tensors):
-            tensors = merge_adapters(self._own_weights(), tensors)
+            tensors = merge_adapters(self._own_model(), tensors)
         found = {name: tensor.shape for name, tensor in tensors.items()}
         if found != self.shapes:  # vLLM would keep the old weights of what is missing, silently
             name = min(found.items() ^ self.shapes.items())[0]
@@ -127,13 +127,12 @@ class VLLMEngine:
         scored = [*output.prompt_logprobs[len(prompt) :], output.outputs[0].logprobs[0]]
         return [found[id].logprob for id, found in zip(completion, scored, strict=True)]
 
-    def _own_weights(self):
-        """-> the weights that LoRA's adapters come on top of; read once, kept on the CPU."""
+    def _own_model(self):
+        """-> the model that LoRA's adapters come on top of; read once, kept on the CPU."""
         if self.base is None:
             from transformers import AutoModelForCausalLM
 
-            model = AutoModelForCausalLM.from_pretrained(self.name, dtype=self.dtype)
-            self.base = {name: weight.detach() for name, weight in model.named_parameters()}
+            self.base = AutoModelForCausalLM.from_pretrained(self.name, dtype=self.dtype)
         return self.base
 
     def _generate(self, prompts, params):

@@ -45,8 +45,10 @@ def run_worker(engine, server, recipe, name=None):
                 wait.turn("no run has published a policy (PUBLISH_STEPS), or all have ended")
                 continue
             if is_newer(policy, state):
-                take_policy(engine, server, recipe, policy, Path(folder, "policy"), state)
-                wait.moved()
+                if take_policy(engine, server, recipe, policy, Path(folder, "policy"), state):
+                    wait.moved()
+                else:
+                    wait.turn(f"policy {policy['version']} is gone, and no newer one has come")
                 continue
             if not work["count"]:
                 wait.turn("as many groups wait to be trained as MAX_STALENESS allows", pause=0)
@@ -66,11 +68,11 @@ def is_newer(policy, state):
 
 
 def take_policy(engine, server, recipe, policy, path, state):
-    """Fetches a policy, loads it, and proves that it is there."""
+    """Fetches a policy, loads it, and proves that it is there; -> False if it is gone."""
     check_settings(policy["settings"], recipe.settings())
     started = time.perf_counter()
     if not server.fetch(policy, path):
-        return  # a newer one has come meanwhile
+        return False  # a newer one has come meanwhile
     try:
         engine.load(safetensors.torch.load_file(path))
     except ValueError as error:
@@ -81,6 +83,7 @@ def take_policy(engine, server, recipe, policy, path, state):
         f"policy {policy['version']} of {policy['run']}: {policy['bytes'] / 1e6:.1f} MB in"
         f" {time.perf_counter() - started:.1f} s; log-probs differ from the trainer's by {gap:.1g}"
     )
+    return True
 
 
 def check_settings(theirs, mine):

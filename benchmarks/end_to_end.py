@@ -253,9 +253,7 @@ def main(python, cases, out):
     from warm_start import warm_start
 
     folder = Path(tempfile.mkdtemp(prefix="end-to-end-"))
-    lines = [
-        "| case | ours, s a step | TRL, s a step | ours / TRL | ours by part | accuracy, ours / TRL |"
-    ]
+    lines = ["| case | ours, s a step | TRL | ours / TRL | ours by part | accuracy, ours / TRL |"]
     lines += ["|---|---|---|---|---|---|"]
     for case in cases:
         model = folder / ("demo" if case == "demo" else "counting")

@@ -53,6 +53,7 @@ CARDS = {16: 14.5, 24: 23.5, 40: 39.4, 48: 44.4, 80: 79.1, 141: 139.0}  # name: 
 CONTEXT = 1.5 * 2**30  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
 SLACK = 0.1  # allowance: fragmentation, of all that comes and goes
 BUCKET = 50_000_000  # start_engine's reduce_bucket_size, in parameters
+ROOM = 64  # tokens that SharedDecoder makes room for at first
 BF16, FP32, FP64 = 2, 4, 8
 WEIGHTS, ADAM = "weights, bf16", "master weights and Adam, fp32"
 STATES = WEIGHTS, ADAM, "gradients of a step, fp32"
@@ -213,25 +214,36 @@ def training(m, prompt, completion, world, offload):
     return phases | {"step": states | flat | norms}
 
 
-def sampling(m, prompt, completion, states):
-    """SAMPLE_BATCH completions to their last token; and that many prompts at once, to evaluate."""
-    rows, keys = trainer.SAMPLE_BATCH, prompt + completion - 1
-    cache = BF16 * 2 * m.layers * rows * m.kv
-    token = rows * m.vocab * (BF16 + 2 * FP32)  # logits, scaled, log_softmax: to the next token
-    softmax = rows * m.vocab * 2 * FP32  # the next ones, before those go
-    growth = BF16 * 2 * rows * keys * m.kv  # one layer's cache, copied
-    evaluation = layer_forward(m, rows, prompt, prompt, True) + rows * prompt**2
-    evaluation += 2 * BF16 * m.hidden * rows * prompt
-    return {
-        "sampling": states
-        | {"key-value cache": cache * keys, "its growth, logits": token + max(growth, softmax)},
-        "evaluation": states | {"key-value cache": cache * prompt, "one layer": evaluation},
-    }
+def sampling(m, prompts, rows, prompt, completion):
+    """The parts of a batch of decode.SharedDecoder, at the largest of three moments.
+
+    Rows that ended and wait to be taken out, up to an eighth, are not in it: groups that join them
+    find them there.
+    """
+    token = BF16 * 2 * m.layers * m.kv  # keys and values, all layers
+    of_prompts, logits = token * prompts * prompt, BF16 * rows * m.vocab
+    layer = layer_forward(m, prompts, prompt, prompt, True) + prompts * prompt**2  # and the mask
+    layer += 2 * BF16 * m.hidden * prompts * prompt
+    begun = of_prompts + token * rows * min(completion, ROOM)  # and again, where the prompts ran
+    ended = of_prompts + token * rows * completion
+    growth = BF16 * rows * completion * m.kv if completion > ROOM else 0  # a layer's keys, copied
+    # drawing: logits of the first token and of this one; log_softmax, its exp; their sums
+    drawing = 2 * logits + rows * m.vocab * (2 * FP32 + FP64)
+    moments = (
+        {"key-value cache": of_prompts, "one layer": layer},
+        {"key-value cache": of_prompts + begun, "its growth, logits": logits},
+        {"key-value cache": ended, "its growth, logits": max(2 * logits + growth, drawing)},
+    )
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def phases_of(m, prompt, completion, world=1, offload=False):
     states = model_states(m, world, offload)
-    made = sampling(m, prompt, completion, states)
+    rows = trainer.SAMPLE_BATCH  # of whole groups; to evaluate, each of another prompt
+    made = {
+        "sampling": states | sampling(m, rows // trainer.GROUP_SIZE, rows, prompt, completion),
+        "evaluation": states | sampling(m, rows, rows, prompt, completion),
+    }
     return made | training(m, prompt, completion, world, offload)
 
 
@@ -299,8 +311,10 @@ def random_rows(vocab, prompt, completion, groups):
     for group in range(groups):
         ids = torch.randint(vocab, (prompt + completion,)).tolist()
         logps = torch.full((completion,), -math.log(vocab))  # about those of a random model
-        row = trainer.Row(ids[group % 2 : prompt], ids[prompt:], logps, logps, 1.0, 1e-3)
-        rows += [replace(row) for _ in range(trainer.GROUP_SIZE)]
+        row = trainer.Row(
+            str(group), 0, ids[group % 2 : prompt], ids[prompt:], logps, logps, 1.0, 1e-3
+        )
+        rows += [replace(row, number=i) for i in range(trainer.GROUP_SIZE)]
     return rows
 
 
@@ -313,7 +327,7 @@ def measure(policy, prompt, completion, start, live=None):
     some = max(2 * micro_batch(prompt, completion)[1], batch)  # two micro-batches at least
     rows = random_rows(vocab, prompt, completion, -(-some // group))
     settings = {"temperature": 1.0, "eos_ids": policy.eos_ids, "vocab_size": vocab}
-    settings["generator"] = None
+    settings |= {"generator": None, "max_new_tokens": completion}
     prompts, phases = [row.prompt for row in rows[:batch]], {}
     with live or nullcontext():
         engine = start(policy)
@@ -322,14 +336,12 @@ def measure(policy, prompt, completion, start, live=None):
                 trainer.accumulate(engine, rows, vocab)
             with peak(phases, "step", live):
                 engine.step()
-        for name, chosen, size, tokens in (
-            ("sampling", prompts[::group], group, completion),
-            ("evaluation", prompts, 1, 1),
+        for name, chosen, size in (
+            ("sampling", prompts[::group], group),
+            ("evaluation", prompts, 1),
         ):
             with peak(phases, name, live):
-                sample_groups(
-                    policy.model, chosen, group_size=size, max_new_tokens=tokens, **settings
-                )
+                sample_groups(policy.model, chosen, group_size=size, **settings)
     return phases
 
 

@@ -2,8 +2,7 @@
 
     python tests/preset.py ref_server '[{"MODEL": "...", "PORT": 1234}]'
     deepspeed tests/preset.py grpo_ref_split '[{"MODEL": "...", "RUN_DIR": "..."}, ...]'
-
-    python tests/preset.py grpo_ref_split:worker '[{"MODEL": "..."}]'       # not main(), but worker()
+    python tests/preset.py grpo_ref_split:worker '[{"MODEL": "..."}]'    # not main(), but worker()
 
 Several presets are run one after another in the same process, which saves DeepSpeed's slow start.
 """

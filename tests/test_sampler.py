@@ -280,7 +280,7 @@ def test_the_slow_path_is_the_fast_one(family, model_of):
     for engine in engines:
         engine.keep(kept)
     compare(lambda engine: engine.step(everyone[:4]))
-    engines = [engine for engine in engines if engine.joins]  # the others wait for all to end
+    engines = [e for e in engines if not isinstance(e, CachedDecoder)]  # it waits for all to end
     compare(lambda engine: engine.admit([[4] * 12, [9]], 3))  # longer than all, and shorter
     compare(lambda engine: engine.step(torch.arange(10)))
     for engine in engines:  # rows of different age, groups of different size, a prompt without any
@@ -423,7 +423,7 @@ def test_a_group_comes_as_soon_as_it_has_ended_and_makes_room(family, model_of):
         assert first_two == sorted((0, 1), key=lengths.get)
     # Between those that ended first and last, a third began, if the decoder allows it
     before = desk.events[: desk.events.index(first_two[1])]
-    assert any(2 in e[1] for e in before if isinstance(e, tuple)) == (family != "mistral")
+    assert any(2 in e[1] for e in before if isinstance(e, tuple)) == (family == "qwen2")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
@@ -640,13 +640,12 @@ def test_a_token_of_probability_zero_is_never_drawn():
 
 
 def test_the_rare_ids_of_a_large_vocabulary_keep_their_share(monkeypatch):
-    """Summed up in float32, all that is rarer than 6e-8 would vanish behind the likely ones."""
-    rare = 1 << 16  # with 2 ** -26 each, in all 2 ** -10 of the sum
-    logits = torch.full((4, rare + 1), -26 * math.log(2))
+    """Summed up in float32, eight of these would become one, behind the likely id."""
+    rare = 1 << 16  # with 2 ** -26 each
+    logits = torch.full((16, rare + 1), -26 * math.log(2))
     logits[:, 0] = 0
-    above = torch.tensor([0.0, 0.25, 0.5, 0.75]).double()
-    total = 1 + rare * 2**-26
-    uniform = (1 + above * rare * 2**-26) / total
+    wanted = torch.randint(rare, (16,), generator=torch.Generator().manual_seed(0))
+    uniform = (1 + (wanted.double() + 0.5) * 2**-26) / (1 + rare * 2**-26)
     monkeypatch.setattr(torch, "rand", lambda *_, **__: uniform[:, None])
     tokens, _ = draw(logits, 1.0, None)
-    assert ((tokens - 1) / rare - above).abs().max() < 1e-4
+    assert (tokens - 1 - wanted).abs().max() <= 1
