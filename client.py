@@ -1,6 +1,7 @@
 """The reference server as its clients see it: trainer and workers. Every wait says what for, every
 10 seconds, and ends with an error some time."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -99,7 +100,7 @@ class RefServer:
                 at = {"offset": file.tell() - len(part)}
                 self.call("PUT", "/policy", params=query | at, data=part)
         record |= {"bytes": Path(path).stat().st_size, "sha256": sha256_of(path)}
-        self.call("POST", "/policy", json={"record": record})
+        self.call("POST", "/policy", json={"record": record}, timeout=600)  # it is hashed there
 
     def fetch(self, record, path):
         """Downloads the policy of `record` to the file `path`, whole and checked.
@@ -112,7 +113,9 @@ class RefServer:
         path.unlink(missing_ok=True)
         have = 0
         while have < record["bytes"]:
-            ask = {"params": query, "headers": {"Range": f"bytes={have}-"}, "stream": True}
+            # in parts, as a long answer would keep one of the server's few threads
+            part = f"bytes={have}-{min(have + PART_BYTES, record['bytes']) - 1}"
+            ask = {"params": query, "headers": {"Range": part}, "stream": True}
             try:
                 with self.session.get(f"{self.url}/policy", timeout=60, **ask) as reply:
                     if reply.status_code == 404:
@@ -130,10 +133,18 @@ class RefServer:
             raise RuntimeError(f"policy {record['version']} was damaged on its way: wrong SHA-256")
         return True
 
-    def work(self, worker, *, held, want, run, version):
+    def work(self, worker, *, held, want, run, version, pulled=False):
         """-> {"policy", "first", "count"}: see Hub.work."""
         ask = {"worker": worker, "held": held, "want": want, "run": run, "version": version}
+        ask["pulled"] = pulled
         return self.call("POST", "/work", json=ask).json()
+
+    def end(self, run):
+        """Says that the run is over, if the server is there to hear it."""
+        twin = self.twin()
+        twin.limit = 5
+        with contextlib.suppress(RuntimeError):
+            twin.call("POST", "/end", json={"run": run})
 
     def set_reference(self, run, version):
         """Makes that policy the reference; version -1: the server's own model again."""

@@ -31,14 +31,15 @@ class Exchange:
         if dist.get_rank() == 0:
             waiting = Wait(f"groups of {self.run} from {self.server.url}", self.limit)
             while True:
-                old = [id for id, g in self.spare.items() if g.policy_version < oldest]
-                self.dropped += len([self.spare.pop(id) for id in old])
+                self._drop([id for id, g in self.spare.items() if g.policy_version < oldest])
                 groups += [self.spare.pop(id) for id in list(self.spare)[: number - len(groups)]]
                 if len(groups) == number:
                     break
-                if not self._fetch(number - len(groups), oldest, patience=wait):
-                    if not wait:
-                        break
+                if self._fetch(number - len(groups), oldest, patience=wait):
+                    waiting.moved()
+                elif not wait:
+                    break
+                else:
                     text = f"{number - len(groups)} of {number} are missing; the server says"
                     waiting.turn(f"{text} {self.server.stats()}", pause=0)
         return self._shared(groups)
@@ -54,7 +55,9 @@ class Exchange:
         if dist.get_rank() == 0:
             waiting = Wait(f"regrouped groups from {self.server.url}", self.limit)
             while missing := set(ids) - self.spare.keys():
-                if not self._fetch(len(missing), self.oldest, patience=True):
+                if self._fetch(len(missing), self.oldest, patience=True):
+                    waiting.moved()
+                else:
                     waiting.turn(f"{len(missing)} of {len(ids)} are not scored yet", pause=0)
             groups = [self.spare.pop(id) for id in ids]
         # Scores may have come with them, and all ranks must know the same
@@ -77,13 +80,15 @@ class Exchange:
             waiting = Wait(f"log-probs of {self.run} from {self.server.url}", self.limit)
             while not ready():
                 missing = len(set().union(*choices) - self.scores.keys())
-                if not self._fetch(missing, self.oldest, patience=True):
+                if self._fetch(missing, self.oldest, patience=True):
+                    waiting.moved()
+                else:
                     waiting.turn(f"{missing} groups are not scored yet", pause=0)
         self.scores = self._shared(self.scores)
         return ready()[0]
 
     def _fetch(self, number, oldest, patience):
-        """Leases up to `number` groups. -> whether any came that was not here before."""
+        """Leases up to `number` groups. -> whether any came."""
         bodies = self.server.lease(self.run, number, oldest=oldest, patience=patience)
         self.dropped, self.server.dropped = self.dropped + self.server.dropped, 0
         new = [unpack_group(bodies[id]) for id in bodies.keys() - self.seen]
@@ -93,7 +98,18 @@ class Exchange:
                 self.scores[group.id] = group.completions(group.ref_logps)
             else:
                 self.spare[group.id] = group
-        return bool(new)
+        return bool(bodies)
+
+    def _drop(self, ids):
+        """Forgets spare groups that are too old; the server would hand them out again."""
+        if ids:
+            self.server.call("POST", "/ack", json={"run": self.run, "ids": ids})
+        self.dropped += len([self.spare.pop(id) for id in ids])
+
+    def new_reference(self):
+        """The server scores spare groups again, and hands them out again."""
+        self.seen -= self.spare.keys()
+        self.spare = {}
 
     def _shared(self, value):
         """-> rank 0's value, on all ranks."""

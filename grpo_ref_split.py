@@ -26,6 +26,7 @@ an attempt that found nothing to train.
 import importlib
 import json
 import math
+import os
 import sys
 import time
 import uuid
@@ -108,6 +109,7 @@ FUSED_LOSS = True  # head and loss in chunks (grpo_loss_triton.py); False holds 
 SHARE_PROMPTS = True  # a group's prompt runs once, and not GROUP_SIZE times; same gradient
 GRADIENT_CHECKPOINTING = True  # recomputes activations in the backward: a third slower, far smaller
 OFFLOAD_OPTIMIZER = False  # Adam states in CPU memory (DeepSpeedCPUAdam, compiled at first use)
+CPU_THREADS = 0  # of forward and backward on a CPU; 0: all cores, shared among the ranks
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
 # --- Run ----------------------------------------------------------------------------
@@ -136,7 +138,7 @@ def check_config():
         " MICRO_BATCH_TOKENS WAIT_LIMIT_SECONDS"
     )
     others = "LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED PUBLISH_STEPS MAX_STALENESS"
-    others += " REFERENCE_REFRESH_STEPS"
+    others += " REFERENCE_REFRESH_STEPS CPU_THREADS"
     reals = "TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR"
     reals += " MAX_GRAD_NORM STOP_ACCURACY"
     now = globals()
@@ -161,8 +163,8 @@ def check_config():
             ("MAX_GRAD_NORM", "above 0; a large one does not clip", MAX_GRAD_NORM > 0),
             (
                 "MAX_STALENESS",
-                "PUBLISH_STEPS or more: what workers sample is that old",
-                MAX_STALENESS >= PUBLISH_STEPS,
+                "PUBLISH_STEPS and UPDATES_PER_ROLLOUT or more: so old is what workers sample",
+                MAX_STALENESS >= max(PUBLISH_STEPS, UPDATES_PER_ROLLOUT),
             ),
             (
                 "TRAINER_SAMPLES",
@@ -467,6 +469,8 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     numbers = number_prompts([row.prompt for row in rows], engine.module.shares)
     sizes = [(n, len(r.prompt), len(r.completion)) for n, r in zip(numbers, rows, strict=True)]
     plans = plan_micro_batches(sizes, world, MICRO_BATCH_TOKENS)
+    before = torch.get_num_threads()
+    torch.set_num_threads(CPU_THREADS or cores_per_rank())
     left = list(range(len(plans[0])))  # numbers of micro-batches; each rank has as many
     needs = [{rows[i].group for plan in plans for i in plan[k]} for k in left]
     shortest = min(rows, key=lambda row: len(row.completion))
@@ -491,6 +495,7 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
         else:
             loss = loss * 0  # an empty micro-batch only takes part in the communication
         engine.backward(loss)
+    torch.set_num_threads(before)
     dist.all_reduce(sums)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     means = dict(zip(SUMS, sums.tolist(), strict=True))
@@ -500,6 +505,10 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     means = {name: total / tokens for name, total in means.items()}
     worst = dict(zip(("mismatch_max", "sampler_ratio_max"), worst.tolist(), strict=True))
     return {"loss": loss} | means | worst
+
+
+def cores_per_rank():
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def optimise(engine, rows, vocab_size, step, exchange, clock):
@@ -552,7 +561,7 @@ def prepare():
     check_config()
     task, tokenizer = load_task(), load_tokenizer(MODEL)
     recipe = make_recipe(task, load_prompts(task, "train", tokenizer))
-    needed = KL_BETA or PUBLISH_STEPS
+    needed = KL_BETA or PUBLISH_STEPS or sys.argv[1:] == ["worker"]
     server = RefServer(REF_SERVER, WAIT_LIMIT_SECONDS) if needed else None
     if server:
         server.check(MODEL, tokenizer_facts(tokenizer) | {"temperature": TEMPERATURE})
@@ -571,22 +580,25 @@ def start_publisher(policy, recipe, server, run):
     if dist.get_rank() or not (PUBLISH_STEPS or REFERENCE_REFRESH_STEPS):
         return None
     # Groups that wait or are being sampled: when they are trained, so many updates have been made
-    capacity = PROMPTS_PER_STEP * max(1, MAX_STALENESS - PUBLISH_STEPS)
+    rollouts = max(1, (MAX_STALENESS - PUBLISH_STEPS) // UPDATES_PER_ROLLOUT)
+    capacity = PROMPTS_PER_STEP * rollouts
     return Publisher(server.twin(), run, recipe, policy, capacity=capacity, scored=bool(KL_BETA))
 
 
-def share_policy(publisher, server, run, before, step):
-    """Publishes the policy, or makes it the reference, if a multiple of those steps was passed."""
+def share_policy(publisher, exchange, run, before, step):
+    """Publishes the policy, or makes it the reference, if a multiple of those steps was passed. At
+    step 0 it does both, so that a reference of another shape is found out then."""
 
     def passed(every):
         return every and step // every > before // every
 
-    refresh = passed(REFERENCE_REFRESH_STEPS) and step > 0
+    refresh = passed(REFERENCE_REFRESH_STEPS)
     if publisher and (passed(PUBLISH_STEPS) or refresh):
         publisher.publish(step, oldest=step - MAX_STALENESS)
         if refresh:
             publisher.finish()
-            server.set_reference(run, step)
+            exchange.server.set_reference(run, step)
+            exchange.new_reference()
             say(f"the policy of step {step} is now the reference")
 
 
@@ -596,66 +608,84 @@ def main():
     policy = make_policy(tokenizer)
     test = load_prompts(recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
     engine = start_engine(policy)
-    rank, world = dist.get_rank(), dist.get_world_size()
     run = [f"{Path(RUN_DIR).name}-{uuid.uuid4().hex[:8]}"]
     dist.broadcast_object_list(run, src=0)  # rank 0's name for this run
-    run, folder = run[0], RunFolder(RUN_DIR)
-    if server and rank == 0 and server.info["weights"]:
-        server.set_reference(run, -1)  # a former run's policy was the reference
-    publisher = start_publisher(policy, recipe, server, run)
-    share_policy(publisher, server, run, -1, 0)
-    exchange = Exchange(server, run, WAIT_LIMIT_SECONDS) if server else None
-    stream = endless(recipe.prompts, SEED, rank, world)
+    exchange = Exchange(server, run[0], WAIT_LIMIT_SECONDS) if server else None
+    if server and dist.get_rank() == 0 and server.info.get("weights"):
+        server.set_reference(run[0], -1)  # a former run's policy was the reference
+    try:
+        publisher = start_publisher(policy, recipe, server, run[0])
+        share_policy(publisher, exchange, run[0], -1, 0)
+        idle = train(policy, engine, recipe, test, exchange, publisher, run[0])
+    finally:
+        if server and dist.get_rank() == 0:
+            server.end(run[0])  # its workers need not wait for it
+    dist.destroy_process_group()
+    if idle == IDLE_LIMIT:
+        raise SystemExit(f"nothing to train for {idle} steps: is {TASK} too easy, or too hard?")
 
+
+def train(policy, engine, recipe, test, exchange, publisher, run):
+    """The run: rollouts, updates, evaluations. -> how many of its last steps trained nothing."""
+    rank, world, folder = dist.get_rank(), dist.get_world_size(), RunFolder(RUN_DIR)
+    # Workers begin with the seed's order too: the ranks go through another
+    order = f"{SEED}/trainer" if PUBLISH_STEPS else SEED
+    stream = endless(recipe.prompts, order, rank, world)
     say(f"greedy evaluation on {len(test)} {EVAL_SPLIT} questions before training")
     accuracy, step, idle = folder.log_evaluation(evaluate(policy, recipe, test), 0), 0, 0
-    saved, checked, laps = None, False, []
+    saved, checked, laps, clock = None, False, [], Clock()
     bar = tqdm(total=STEPS, unit="step", disable=rank != 0)
-    while step < STEPS and accuracy < STOP_ACCURACY:
-        clock = Clock()
+    while step < STEPS and accuracy < STOP_ACCURACY and idle < IDLE_LIMIT:
         groups, metrics = rollout_step(policy, recipe, stream, exchange, run, step, clock)
         rows, before = make_rows(groups, step), step
-        if groups:
-            group = groups[(step + 1) % len(groups)]
-            advantages = advantages_of(group)
-            number = SAMPLES_PER_STEP
-            folder.log_samples(tokenizer, recipe.prompts, group, advantages, step + 1, number)
+        log_samples(folder, policy.tokenizer, recipe, groups, step + 1)
         idle = 0 if rows else idle + 1
         if not rows:
             say(f"step {step + 1} trains nothing: all flat or truncated ({idle} in a row)")
-        for n in range(min(UPDATES_PER_ROLLOUT, STEPS - step) if rows else 1):
-            step += 1
-            update = (
-                optimise(engine, rows, policy.vocab_size, step, exchange, clock) if rows else {}
-            )
+        updates = min(UPDATES_PER_ROLLOUT, STEPS - step) if rows else 1
+        for n in range(updates):
+            step, update = step + 1, {}
+            if rows:
+                update = optimise(engine, rows, policy.vocab_size, step, exchange, clock)
             if rows and not checked:
-                check_first_update(update, policy.dtype, server and server.info)
+                check_first_update(update, policy.dtype, exchange and exchange.server.info)
                 checked = True
-            last = n + 1 == min(UPDATES_PER_ROLLOUT, STEPS - before) or not rows
-            if last and server and rank == 0:
-                server.call("POST", "/ack", json={"run": run, "ids": [g.id for g in groups]})
+            if n + 1 == updates:
+                finish_step(exchange, publisher, run, groups, before, step, clock)
             laps.append(clock.lap())
             first = metrics if n == 0 else {}
             folder.log("metrics.jsonl", {"step": step} | first | update | laps[-1])
             show(bar, metrics | update)
-        share_policy(publisher, server, run, before, step)
         if step // EVAL_STEPS > before // EVAL_STEPS or step == STEPS:
             accuracy = folder.log_evaluation(evaluate(policy, recipe, test), step)
         if step // SAVE_STEPS > before // SAVE_STEPS:
             saved = folder.save(policy, step, KEEP_CHECKPOINTS)
-        if idle == IDLE_LIMIT:
-            break
+        clock.lap()  # evaluations are no part of a step
     bar.close()
     say_parts(laps)
     if saved != step:
         folder.save(policy, step, KEEP_CHECKPOINTS)
     if publisher:
         publisher.finish()
-    if server and rank == 0:
-        server.call("POST", "/end", json={"run": run})
-    dist.destroy_process_group()
-    if idle == IDLE_LIMIT:
-        raise SystemExit(f"nothing to train for {idle} steps: is {TASK} too easy, or too hard?")
+    return idle
+
+
+def log_samples(folder, tokenizer, recipe, groups, step):
+    """Logs completions of one of the step's groups."""
+    if groups:
+        group = groups[step % len(groups)]
+        advantages = advantages_of(group)
+        folder.log_samples(tokenizer, recipe.prompts, group, advantages, step, SAMPLES_PER_STEP)
+
+
+def finish_step(exchange, publisher, run, groups, before, step, clock):
+    """The groups are trained: says so to the server, and gives it the policy if that is due."""
+    if exchange and dist.get_rank() == 0:
+        ids = [group.id for group in groups]
+        with clock.part("wait"):
+            exchange.server.call("POST", "/ack", json={"run": run, "ids": ids})
+    with clock.part("publish"):
+        share_policy(publisher, exchange, run, before, step)
 
 
 def worker():

@@ -89,11 +89,13 @@ class Hub:
                 " SET record=:record, published=:now, ended=0",
                 {"run": run, "record": json.dumps(record), "now": time.time()},
             )
+            # Workers serve one run at a time, and one that was killed never said that it ended
+            self.store.db.execute("UPDATE runs SET ended=1 WHERE run!=?", (run,))
             self.store.changed.notify_all()
         self.store.drop_old(run, record["oldest"])
         mine = path.name.split("-")[0]
         for old in sorted(self.folder.glob(f"{mine}-*"))[:-2]:  # who reads one may finish
-            old.unlink()
+            old.unlink(missing_ok=True)
 
     def record(self, run=None):
         """-> the record of the run, or of the one that published last; None if there is none."""
@@ -104,18 +106,27 @@ class Hub:
         return json.loads(row[0]) if row else None
 
     def end(self, run):
-        """The run is over: its workers are told so."""
+        """The run is over: its workers are told so, and its policies deleted."""
         with self.store.changed:
             self.store.db.execute("UPDATE runs SET ended=1 WHERE run=?", (run,))
             self.store.changed.notify_all()
+        for path in self.folder.glob(f"{self.path(run, 0).name.split('-')[0]}-*"):
+            path.unlink(missing_ok=True)
+
+    def ended(self, run):
+        with self.store.changed:
+            row = self.store.db.execute("SELECT ended FROM runs WHERE run=?", (run,)).fetchone()
+        return bool(row and row[0])
 
     # --- Work ---------------------------------------------------------------------
-    def work(self, worker, *, held, want, run, version, patience):
+    def work(self, worker, *, held, want, run, version, patience, pulled=False):
         """-> {"policy": record or None, "first": position, "count": n}: what to sample.
 
         `held` groups are in the worker's hand, `want` more it could begin, with `version` of `run`.
         Prompts are positions in the endless order that the run's seed gives; each is handed out
-        once. Waits up to `patience` seconds while there is no run, or no room.
+        once. Where there is a newer policy the count is 0, unless the worker has just `pulled` its
+        own: over a slow link it would fetch policies for ever. Waits up to `patience` seconds while
+        there is no run, or no room.
         """
         deadline = time.monotonic() + patience
         while True:
@@ -125,6 +136,8 @@ class Hub:
                 me |= {"held": max(0, held), "seen": time.monotonic(), "version": version}
                 if record:
                     newer = (record["run"], record["version"]) != (run, version)
+                    if pulled and record["run"] == run and version >= record["oldest"]:
+                        newer = False
                     count = 0 if newer else max(0, min(want, self.room(record)))
                     if newer or count:
                         first = self._positions(record["run"], count)
@@ -149,11 +162,10 @@ class Hub:
         return first
 
     def uploaded(self, worker):
-        """A group has come from the worker: it holds one less."""
+        """A group of the worker has been stored; it says itself, when it asks, what it holds."""
         if worker in self.workers:
             me = self.workers[worker]
-            me["held"], me["groups"] = max(0, me["held"] - 1), me["groups"] + 1
-            me["seen"] = time.monotonic()
+            me["groups"], me["seen"] = me["groups"] + 1, time.monotonic()
 
     def stats(self):
         """-> {worker: groups uploaded, in hand, policy version, seconds since it was heard of}."""

@@ -21,10 +21,10 @@ PROOF_TOKENS = 64  # of a completion
 NOISE = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
-def proof_of(policy, prompts):
+def proof_of(policy, prompts, most_tokens):
     """-> {"prompt", "completion", "logps", "dtype"}: any ids do for a completion, so it takes the
     next prompt's."""
-    prompt, completion = prompts[0][2], prompts[-1][2][:PROOF_TOKENS]
+    prompt, completion = prompts[0][2], prompts[-1][2][: min(PROOF_TOKENS, most_tokens)]
     logps = policy.logps(prompt, completion)
     return {"prompt": prompt, "completion": completion, "logps": logps, "dtype": policy.dtype}
 
@@ -59,7 +59,7 @@ class Publisher:
         waits for it. Raises what sending that one raised."""
         self.finish()
         tensors = trained_weights(self.policy.model)
-        proof = proof_of(self.policy, self.recipe.prompts)
+        proof = proof_of(self.policy, self.recipe.prompts, self.recipe.max_completion_tokens)
         record = {"run": self.run, "version": version, "oldest": oldest, "proof": proof}
         record |= self.fixed
 

@@ -117,15 +117,19 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
                 body, vocab_size=info["vocab_size"], max_tokens=reference.max_tokens
             )
             run = hub.record(group.run) or {"oldest": 0, "scored": True}
-            hub.uploaded(group.sampler)
-            if group.policy_version < run["oldest"]:
-                return {"stored": store.put(group, b"", "dropped"), "dropped": True}
+            if group.policy_version < run["oldest"] or hub.ended(group.run):
+                new = store.put(group, b"", "dropped")
+                store.dropped[group.run] += new
+                return {"stored": new, "dropped": True}
             asked = bottle.request.query
             if asked.get("pool") == "1" and group.flat:
                 oldest = max(run["oldest"], min(int(asked.get("oldest") or 0), 2**62))
                 joined = store.pool(group, body, oldest) if regroup else []
                 return {"stored": regroup, "joined": joined}
-            return {"stored": store.put(group, body, "waiting" if run["scored"] else "scored")}
+            stored = store.put(group, body, "waiting" if run["scored"] else "scored")
+            if stored:
+                hub.uploaded(group.sampler)
+            return {"stored": stored}
         except ValueError as error:
             refuse(400, str(error))
         except StoreFull:
@@ -142,7 +146,8 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
         run, limit, oldest, wait = read_json(optional, run=str, limit=int, oldest=int, wait=bool)
         limit = max(1, min(limit, 4096))
         try:
-            bottle.response.set_header("X-Dropped", str(store.drop_old(run, oldest)))
+            store.drop_old(run, oldest)
+            bottle.response.set_header("X-Dropped", str(store.dropped.pop(run, 0)))
             patience = lease_wait if wait else 0
             bodies = store.lease(run, limit, seconds=lease_seconds, patience=patience)
         except RuntimeError as error:
@@ -192,8 +197,9 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
 
     @app.post("/work")
     def work():
-        worker, *rest = read_json(worker=str, held=int, want=int, run=str, version=int)
-        asked = dict(zip(("held", "want", "run", "version"), rest, strict=True))
+        kinds = {"held": int, "want": int, "run": str, "version": int, "pulled": bool}
+        worker, *rest = read_json({"pulled": False}, worker=str, **kinds)
+        asked = dict(zip(kinds, rest, strict=True))
         try:
             return hub.work(worker, **asked, patience=0 if asked["held"] else lease_wait)
         except ValueError as error:
@@ -216,7 +222,7 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
         (run,) = read_json(run=str)
         try:
             hub.end(run)
-            store.forget_pooled(run)
+            store.forget(run)
         except ValueError as error:  # a text that is no UTF-8
             refuse(400, str(error))
         return {}

@@ -159,7 +159,7 @@ def show(bar, metrics):
     bar.update()
 
 
-PARTS = ("sample", "reward", "wait", "backward", "step", "other")
+PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
 
 
 def say_parts(laps):

@@ -5,6 +5,7 @@ with an engine, which has `stream` (as sampler.stream_groups) and `text`. What t
 a Recipe, made of the trainer's constants.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -43,18 +44,20 @@ class Recipe:
     def settings(self):
         """-> what a worker must have as the trainer has it, for JSON."""
         texts = json.dumps([[index, ids] for index, _, ids in self.prompts])
-        return {
+        settings = {
             "TASK": self.task_name,
             "GROUP_SIZE": self.group_size,
             "MAX_PROMPT_TOKENS": self.max_prompt_tokens,
             "MAX_COMPLETION_TOKENS": self.max_completion_tokens,
             "TEMPERATURE": self.temperature,
-            "REWARD_WEIGHTS": self.reward_weights,
+            "REWARD_WEIGHTS": list(self.reward_weights.items()),  # in this order
             "OUTCOME": self.outcome,
+            "SKIP_FLAT_GROUPS": self.skip_flat_groups,
             "SEED": self.seed,
             "STOP_TOKENS": self.stop_tokens,
             "prompts (tokenizer, task and its data)": hashlib.sha256(texts.encode()).hexdigest(),
         }
+        return json.loads(json.dumps(settings))  # as it comes over the wire
 
 
 # --- Prompts ------------------------------------------------------------------------
@@ -218,8 +221,9 @@ def make_group(sampled, *, id, run, version, sampler, outcome, skipped):
 class Uploader:
     """Uploads groups in a thread of its own, so that sampling goes on meanwhile."""
 
-    def __init__(self, server):
-        self.server, self.waiting = server, queue.Queue()
+    def __init__(self, server, answered=lambda: None):
+        """`answered` is called after each upload."""
+        self.server, self.answered, self.waiting = server, answered, queue.Queue(maxsize=64)
         self.replies, self.error = [], None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -227,14 +231,19 @@ class Uploader:
     def put(self, group, *, pool, oldest=0):
         """`pool`: the group is flat, and only of use with another of its prompt, which policy
         version `oldest` or a newer one sampled. Raises what an earlier upload raised."""
-        if self.error:
-            raise self.error
-        self.waiting.put((pack_group(group), {"pool": int(pool), "oldest": oldest}))
+        item = (pack_group(group), {"pool": int(pool), "oldest": oldest})
+        while True:  # the thread that uploads says what it waits for
+            if self.error:
+                raise self.error
+            with contextlib.suppress(queue.Full):
+                return self.waiting.put(item, timeout=1)
 
     def finish(self):
         """Waits until all is uploaded; -> the server's answers, in order."""
-        self.waiting.put(None)
-        self.thread.join()
+        while self.thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self.waiting.put(None, timeout=1)
+                self.thread.join()
         if self.error:
             raise self.error
         return self.replies
@@ -245,6 +254,7 @@ class Uploader:
             try:
                 reply = self.server.call("POST", "/upload", data=body, params=query)
                 self.replies.append(reply.json())
+                self.answered()
             except Exception as error:  # noqa: BLE001 (raised where the groups come from)
                 self.error = error
                 return

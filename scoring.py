@@ -14,6 +14,7 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
+from transformers import AutoModelForCausalLM
 
 from forward import CompletionModel, number_prompts, order_rows, pack_by_tokens
 from grpo_loss_triton import linear_logps
@@ -102,7 +103,7 @@ class Reference:
     """
 
     def __init__(self, store, folder, *, model, dtype, temperature, share_prompts):
-        self.name, self.wanted_dtype, self.store = model, dtype, store
+        self.name, self.store = model, store
         facts = tokenizer_facts(load_tokenizer(model))
         loaded, dtype = load_model(model, dtype, facts["vocab_size"])
         loaded.requires_grad_(False)
@@ -155,6 +156,8 @@ class Reference:
     def _load(self, path):
         tensors = safetensors.torch.load_file(path) if path else None
         if tensors is None or any(".lora_A." in name for name in tensors):
-            own = load_model(self.name, self.wanted_dtype, self.facts["vocab_size"])[0]
+            # on the CPU: a GPU may have no room for a second model
+            dtype = getattr(torch, self.facts["dtype"])
+            own = AutoModelForCausalLM.from_pretrained(self.name, dtype=dtype)
             tensors = merge_adapters(own, tensors or {})
         load_weights(self.model.model, tensors)

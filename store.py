@@ -16,6 +16,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -44,6 +45,7 @@ class Store:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self.max_bytes = max_bytes
+        self.dropped = Counter()  # groups of each run that were too old, and its trainer not told
         self.changed = threading.Condition()  # guards the connection, and is told of every change
         self.db.execute("PRAGMA locking_mode=EXCLUSIVE")
         try:
@@ -165,7 +167,9 @@ class Store:
         where = "run=? AND version<? AND state "
         with self.changed:
             self._end("dropped", where + "= 'pooled'", (run, oldest))
-            return self._end("dropped", where + "IN ('waiting', 'scored')", (run, oldest))
+            count = self._end("dropped", where + "IN ('waiting', 'scored')", (run, oldest))
+            self.dropped[run] += count
+        return count
 
     def _end(self, state, where, values):
         """Takes the bodies of groups away. -> how many groups."""
@@ -177,10 +181,11 @@ class Store:
         self.bytes -= size
         return count
 
-    def forget_pooled(self, run):
-        """Ends the run's flat groups that found no other: the run is over."""
+    def forget(self, run):
+        """Ends all of the run's groups: it is over."""
+        where = "run=? AND state IN ('waiting', 'scored', 'leased', 'pooled')"
         with self.changed:
-            self._end("dropped", "run=? AND state='pooled'", (run,))
+            self._end("dropped", where, (run,))
 
     def queued(self, run):
         """-> the run's groups that wait to be scored or to be leased."""

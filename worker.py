@@ -28,38 +28,45 @@ ASK_SECONDS = 0.5  # between two questions for more work while rows are running
 
 
 def run_worker(engine, server, recipe, name=None):
-    """Samples until the server has had no run for the client's WAIT_LIMIT_SECONDS: RuntimeError.
+    """Samples until the server has had no open run for WAIT_LIMIT_SECONDS: RuntimeError.
 
     `engine` has stream, text, load, logps and dtype, as policy.Policy. Raises RuntimeError where
     the policy can't be proved to have arrived, SystemExit where it is another model's.
     """
     name = name or f"{socket.gethostname()}-{os.getpid()}"
     state = {"run": None, "version": -1, "held": 0, "skipped": Counter()}
-    order, total = Order(recipe.prompts, recipe.seed), Counter()
-    wait = Wait(f"work from {server.url}", server.limit)
+    order, total, pulled = Order(recipe.prompts, recipe.seed), Counter(), False
+    no_run = Wait(f"a run to sample for, from {server.url}", server.limit)
+    no_room = Wait(f"work from {server.url}", 10 * server.limit)  # a trainer may evaluate for long
     with tempfile.TemporaryDirectory(prefix="grpo-worker-") as folder:
         while True:
-            work = ask(server, name, state, recipe.sample_batch // recipe.group_size)
+            work = ask(server, name, state, recipe.sample_batch // recipe.group_size, pulled)
             policy = work["policy"]
             if policy is None:
-                wait.turn("no run has published a policy (PUBLISH_STEPS), or all have ended")
+                no_run.turn("no run has published a policy (PUBLISH_STEPS), or all have ended")
                 continue
-            if is_newer(policy, state):
-                if take_policy(engine, server, recipe, policy, Path(folder, "policy"), state):
-                    wait.moved()
-                else:
-                    wait.turn(f"policy {policy['version']} is gone, and no newer one has come")
-                continue
-            if not work["count"]:
-                wait.turn("as many groups wait to be trained as MAX_STALENESS allows", pause=0)
-                continue
-            wait.moved()
-            sample(engine, server, recipe, name, order, work, state, total)
+            no_run.moved()
+            if work["count"]:
+                pulled = False
+                sample(engine, server, recipe, name, order, work, state, total)
+                no_room.moved()
+            elif is_newer(policy, state) and not pulled:
+                pulled = take_policy(engine, server, recipe, policy, Path(folder, "policy"), state)
+                if not pulled:
+                    no_room.turn(f"policy {policy['version']} is gone, and no newer one has come")
+            else:
+                pulled = False
+                no_room.turn("as many groups wait to be trained as MAX_STALENESS allows", pause=0)
 
 
-def ask(server, name, state, want):
+def ask(server, name, state, want, pulled=False):
     return server.work(
-        name, held=state["held"], want=want, run=state["run"] or "", version=state["version"]
+        name,
+        held=state["held"],
+        want=want,
+        run=state["run"] or "",
+        version=state["version"],
+        pulled=pulled,
     )
 
 
@@ -98,9 +105,13 @@ def check_settings(theirs, mine):
 
 def sample(engine, server, recipe, name, order, work, state, total):
     """Samples the given prompts, and those that are given meanwhile; uploads what is of use."""
+
+    def answered():
+        state["held"] -= 1
+
     given = list(range(work["first"], work["first"] + work["count"]))
     state["held"], asked, stale = len(given), time.monotonic(), False
-    uploader, count = Uploader(server.twin()), Counter()
+    uploader, count = Uploader(server.twin(), answered), Counter()
     version, run = state["version"], state["run"]
     seed = hashlib.sha256(f"{name}/{run}/{version}/{work['first']}".encode()).digest()[:7]
 
@@ -137,11 +148,12 @@ def sample(engine, server, recipe, name, order, work, state, total):
                 "skipped": dict(state["skipped"]) if of_use else {},
             }
             uploader.put(make_group(sampled, **names), pool=not of_use)
+        else:
+            answered()
         if of_use:
             state["skipped"] = Counter()
         else:
             state["skipped"].update(tally(recipe, sampled, flat))
-        state["held"] -= 1
         count.update(groups=1, flat=flat, tokens=sum(len(c.ids) for c in sampled[1]))
     replies = uploader.finish()
     seconds = time.perf_counter() - started

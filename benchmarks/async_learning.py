@@ -12,7 +12,8 @@ The demo's task and constants, 100 steps; for each seed one warm start, from whi
 
 one after the other, each with its reference server. All processes have one thread. Accuracies are
 greedy, on the 500 test questions. The model has 2 heads, not the demo's 4: vLLM on a CPU wants 32
-dimensions a head. Seconds count from the first evaluation to the last, evaluations included.
+dimensions a head. Seconds count from the first evaluation to the last, evaluations included;
+workers sample during the first one, so that async and vllm begin with groups that wait.
 """
 
 import json
@@ -168,7 +169,7 @@ if __name__ == "__main__":
             run_role(role, *arguments)
         case [out, *rest]:
             python = rest[rest.index("--vllm") + 1] if "--vllm" in rest else None
-            seeds = rest[rest.index("--seeds") + 1 :] if "--seeds" in rest else "01234"
-            main(out, [int(seed) for seed in seeds], python)
+            seeds = rest[rest.index("--seeds") + 1 :] if "--seeds" in rest else list("01234")
+            main(out, [int(seed) for seed in seeds if seed.isdecimal()], python)
         case _:
             sys.exit(__doc__)

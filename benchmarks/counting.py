@@ -75,7 +75,7 @@ def build(shape):
     # After c_i, token number i + 1 of the completion, EOS would be number n = i + 2
     n = torch.arange(HIGH) + 2.0
     odds = torch.full_like(n, -30.0)  # log-odds of ending, for lengths that are uniform
-    odds[n >= LOW] = -(HIGH - n[n >= LOW] + 1e-3).log()
+    odds[n >= LOW] = -((HIGH - n[n >= LOW]).clamp(min=0) + 1e-3).log()
     a = torch.full((config.vocab_size,), -0.3)
     for _ in range(100):  # EOS_SHARP a = SHARP sqrt(1 - a^2) + odds, for a
         a[first : first + HIGH] = (SHARP * (1 - a[first : first + HIGH] ** 2).sqrt() + odds) / (

@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import grpo_loss_triton
 import grpo_ref_split as trainer
 import ref_server
+from decode import ROOM
 from forward import pack_by_tokens
 from policy import ALL, Policy
 from sampler import sample_groups
@@ -53,7 +54,6 @@ CARDS = {16: 14.5, 24: 23.5, 40: 39.4, 48: 44.4, 80: 79.1, 141: 139.0}  # name: 
 CONTEXT = 1.5 * 2**30  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
 SLACK = 0.1  # allowance: fragmentation, of all that comes and goes
 BUCKET = 50_000_000  # start_engine's reduce_bucket_size, in parameters
-ROOM = 64  # tokens that SharedDecoder makes room for at first
 BF16, FP32, FP64 = 2, 4, 8
 WEIGHTS, ADAM = "weights, bf16", "master weights and Adam, fp32"
 STATES = WEIGHTS, ADAM, "gradients of a step, fp32"
@@ -215,26 +215,23 @@ def training(m, prompt, completion, world, offload):
 
 
 def sampling(m, prompts, rows, prompt, completion):
-    """The parts of a batch of decode.SharedDecoder, at the largest of three moments.
+    """-> parts of a batch of SharedDecoder's when it holds the most: in the prefill, or at the end.
 
-    Rows that ended and wait to be taken out, up to an eighth, are not in it: groups that join them
-    find them there.
+    Left to the allowance: what a few prompts that join copy, rows that ended and are still there
+    then (up to an eighth of them), and cumsum's own float64 copy.
     """
     token = BF16 * 2 * m.layers * m.kv  # keys and values, all layers
     of_prompts, logits = token * prompts * prompt, BF16 * rows * m.vocab
     layer = layer_forward(m, prompts, prompt, prompt, True) + prompts * prompt**2  # and the mask
     layer += 2 * BF16 * m.hidden * prompts * prompt
-    begun = of_prompts + token * rows * min(completion, ROOM)  # and again, where the prompts ran
-    ended = of_prompts + token * rows * completion
-    growth = BF16 * rows * completion * m.kv if completion > ROOM else 0  # a layer's keys, copied
-    # drawing: logits of the first token and of this one; log_softmax, its exp; their sums
-    drawing = 2 * logits + rows * m.vocab * (2 * FP32 + FP64)
-    moments = (
-        {"key-value cache": of_prompts, "one layer": layer},
-        {"key-value cache": of_prompts + begun, "its growth, logits": logits},
-        {"key-value cache": ended, "its growth, logits": max(2 * logits + growth, drawing)},
-    )
-    return max(moments, key=lambda parts: sum(parts.values()))
+    full = of_prompts + token * rows * completion
+    # of a layer's keys, then its values: old and new
+    growth = BF16 * rows * completion * m.kv if completion > ROOM else 0
+    draw = rows * m.vocab * (2 * FP32 + FP64)  # log_softmax, its exp, their sums
+    prefill = {"key-value cache": of_prompts, "one layer": layer}
+    # with the first token's logits, which live as long as the batch
+    end = {"key-value cache": full, "its growth, logits": 2 * logits + max(growth, draw)}
+    return max(prefill, end, key=lambda parts: sum(parts.values()))
 
 
 def phases_of(m, prompt, completion, world=1, offload=False):

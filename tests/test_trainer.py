@@ -904,7 +904,8 @@ class Record(list):
     [
         (1, 0, [("publish", 0, -4), ("publish", 2, -2), ("publish", 4, 0), ("publish", 6, 2)]),
         (3, 0, [("publish", 0, -4), ("publish", 4, 0), ("publish", 6, 2)]),
-        (0, 4, [("publish", 4, 0), ("finish",)]),  # at the start they are the same anyway
+        # at the start they are the same anyway, but may be of different shape
+        (0, 4, [("publish", 0, -4), ("finish",), ("publish", 4, 0), ("finish",)]),
     ],
 )
 def test_the_policy_is_published_when_its_steps_are_passed(monkeypatch, publish, refresh, expected):
@@ -912,12 +913,14 @@ def test_the_policy_is_published_when_its_steps_are_passed(monkeypatch, publish,
     constants = {"PUBLISH_STEPS": publish, "REFERENCE_REFRESH_STEPS": refresh, "MAX_STALENESS": 4}
     for name, value in constants.items():
         monkeypatch.setattr(grpo, name, value)
-    publisher, server = Record(), Record()
+    publisher, server, forgot = Record(), Record(), []
+    exchange = SimpleNamespace(server=server, new_reference=lambda: forgot.append(1))
     for before, step in [(-1, 0), (0, 2), (2, 4), (4, 6)]:
-        grpo.share_policy(publisher, server, "run", before, step)
+        grpo.share_policy(publisher, exchange, "run", before, step)
     assert publisher == expected
     sent = [call[1] for call in publisher if call[0] == "publish"] if refresh else []
     assert server == [("set_reference", "run", step) for step in sent]
+    assert len(forgot) == len(sent)
     grpo.share_policy(None, None, "run", 0, 1)  # of other ranks, nothing
 
 
