@@ -4,8 +4,10 @@
     python benchmarks/end_to_end.py ../venv-peers/bin/python mixed out.md  # one, and a file
 
 Each case runs our two scripts as they are (server and trainer, one thread each), then TRL with two
-threads, then both again, ROUNDS times. A step's seconds are medians over the steps of all rounds
-after the first three, of wall time from one step's end to the next's.
+threads; both ROUNDS times. A step's seconds are medians over the steps of all rounds after the
+first three. Ours are what the trainer logs, from one step's end to the next's without evaluations;
+TRL's are the wall time between two ends of a step. TRL takes all 64 (128) rows as one micro-batch,
+as its settings have it; ours are cut by tokens, as ours have it.
 
   mixed   1M parameters, prompts of 200 tokens, completions of 64 to 256, 8 prompts x 8
   short   the same, prompts of 400 tokens, completions of 64
@@ -37,7 +39,7 @@ CASES = {  # prompts, group size, prompt tokens, completion tokens, learning rat
     "short": (8, 8, 400, 64, 1e-6, 12),
     "demo": (16, 8, None, 24, 7e-4, 100),
 }
-ROUNDS = 2
+ROUNDS = 1
 SKIP = 3  # first steps, not counted
 KL_BETA = 0.04
 BATCH_TOKENS = 4096  # of a micro-batch, and of a scoring batch; on a CPU larger ones gain nothing
