@@ -287,7 +287,7 @@ def rollout_step(policy, recipe, stream, exchange, run, step, clock):
         if exchange:
             exchange.begin((g.id for g in own if KL_BETA), step - MAX_STALENESS)
             own += exchange.whole([id for _, ids in everyone for id in ids])
-    if rank == 0:  # of flat groups that workers left out nothing is known
+    if rank == 0:  # the ranks have the same groups: counted once, with the flat ones left out
         for group in groups:
             count.update(tally_of(recipe, group))
     groups = sorted(groups + own, key=lambda group: group.id)
@@ -508,6 +508,8 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
 
 
 def cores_per_rank():
+    """-> this machine's cores over its ranks, for forward and backward on a CPU: while they run the
+    server is idle, but for what it scores of the same step."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -569,6 +571,7 @@ def prepare():
 
 
 def make_policy(tokenizer):
+    """-> the Policy. SystemExit where model and constants do not fit."""
     policy = load_policy(MODEL, tokenizer, DTYPE, STOP_TOKENS, LORA_RANK)
     policy.check_context(MAX_PROMPT_TOKENS, MAX_COMPLETION_TOKENS)
     say(f"{MODEL} in {policy.dtype}; completions end at {policy.stops()}")

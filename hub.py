@@ -3,7 +3,7 @@
 The trainer publishes its policy here: the weights in parts (`write`), then what they are
 (`publish`). A worker asks for `work`: it is told the newest policy, and which prompts are its to
 sample next. How many is decided here, so that workers are paced and nothing they make grows too
-old: the groups that wait, and those that workers have in hand, are never more than the run's
+old: the groups that wait, and those that workers have in hand, are not to be more than the run's
 `capacity`.
 
 Weights lie in files beside the store, what is known of them in its database: both survive kill -9.

@@ -156,6 +156,7 @@ def sample(engine, server, recipe, name, order, work, state, total):
             state["skipped"].update(tally(recipe, sampled, flat))
         count.update(groups=1, flat=flat, tokens=sum(len(c.ids) for c in sampled[1]))
     replies = uploader.finish()
+    state["held"] = 0  # all is answered; two threads counted
     seconds = time.perf_counter() - started
     count["late"] = sum(reply.get("dropped", False) for reply in replies)
     total.update(count)
