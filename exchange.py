@@ -65,27 +65,30 @@ class Exchange:
         return groups
 
     def first_scored(self, choices):
-        """-> the number of the one of `choices`, sets of ids, whose scores are all there first.
-
-        `self.scores` has then their log-probs, {id: [(T,), ...]}, on all ranks.
-        """
+        """-> the number of one of `choices`, sets of ids, whose scores are there, or else of the last:
+        a step's shortest completions are the first that were uploaded. Does not wait."""
         choices = [ids & self.wanted for ids in choices]
+        if len(choices) > 1 and not any(ids <= self.scores.keys() for ids in choices):
+            if dist.get_rank() == 0:
+                self._fetch(len(set().union(*choices)), self.oldest, patience=False)
+            self.scores = self._shared(self.scores)
+        ready = (i for i, ids in enumerate(choices) if ids <= self.scores.keys())
+        return next(ready, len(choices) - 1)
 
-        def ready():
-            return [i for i, ids in enumerate(choices) if ids <= self.scores.keys()]
-
-        if ready():  # the same on all ranks, without a word
-            return ready()[0]
+    def wait_for(self, ids):
+        """Returns when `self.scores` has the log-probs, {id: [(T,), ...]}, of all these groups that
+        were sampled for this step, on all ranks."""
+        ids = ids & self.wanted
+        if ids <= self.scores.keys():  # the same on all ranks, without a word
+            return
         if dist.get_rank() == 0:
             waiting = Wait(f"log-probs of {self.run} from {self.server.url}", self.limit)
-            while not ready():
-                missing = len(set().union(*choices) - self.scores.keys())
-                if self._fetch(missing, self.oldest, patience=True):
+            while missing := len(ids - self.scores.keys()):
+                if self._fetch(len(self.wanted - self.scores.keys()), self.oldest, patience=True):
                     waiting.moved()
                 else:
                     waiting.turn(f"{missing} groups are not scored yet", pause=0)
         self.scores = self._shared(self.scores)
-        return ready()[0]
 
     def _fetch(self, number, oldest, patience):
         """Leases up to `number` groups. -> whether any came."""

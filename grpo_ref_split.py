@@ -363,11 +363,13 @@ SUMS = ("loss", "tokens", "ratio", "kl", "clip_low", "clip_high", "mismatch", "e
 SUMS += ("sampler_ratio",)
 
 
-def micro_batch_loss(model, rows, vocab_size, *, scale):
+def micro_batch_loss(model, rows, vocab_size, *, scale, score=lambda: None):
     """-> (loss, sums, worst): `scale` times the rows' part of the step's loss, sums of SUMS over
     their tokens, and the largest difference to a sampler's log-prob and ratio to its probability.
+    `score` is called when the rows need the reference's log-probs, which is after their forward.
     """
     hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
+    score()
     lengths = torch.tensor([len(row.completion) for row in rows])
 
     def spread(values):  # one for each row -> one for each of its tokens
@@ -477,19 +479,25 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=engine.device)
     worst = torch.zeros(2, device=engine.device)
     while left:
-        at = 0
-        if exchange:
-            with clock.part("wait"):
-                at = exchange.first_scored([needs[k] for k in left])
-        batch = plans[rank][left.pop(at)]
+        with clock.part("wait"):
+            now = left.pop(exchange.first_scored([needs[k] for k in left]) if exchange else 0)
+        batch = plans[rank][now]
         engine.set_gradient_accumulation_boundary(not left)
         mine = [rows[i] for i in batch]
-        for row in mine:
-            if KL_BETA and row.ref_logps is None:
-                row.ref_logps = exchange.scores[row.group][row.number]
-        mine = mine or [replace(shortest, ref_logps=shortest.sampler_logps)]
+
+        def score(mine=mine, groups=needs[now]):
+            if exchange:
+                with clock.part("wait"):
+                    exchange.wait_for(groups)
+            for row in mine:
+                if KL_BETA and row.ref_logps is None:
+                    row.ref_logps = exchange.scores[row.group][row.number]
+
+        filler = [replace(shortest, ref_logps=shortest.sampler_logps)]
         # ZeRO-2 takes the mean over ranks; we want the sum
-        loss, parts, mismatch = micro_batch_loss(engine, mine, vocab_size, scale=world)
+        loss, parts, mismatch = micro_batch_loss(
+            engine, mine or filler, vocab_size, scale=world, score=score
+        )
         if batch:
             sums, worst = sums + parts, torch.maximum(worst, mismatch)
         else:

@@ -477,6 +477,7 @@ def test_a_rollout_goes_through_the_server_and_comes_back_scored(alone, server):
     ids = [g.id for g in groups]
     assert ids == sorted(ids)  # the same order on every rank
     assert server.exchange.first_scored([set(ids)]) == 0
+    server.exchange.wait_for(set(ids))
     scores = server.exchange.scores
     assert {id: [len(x) for x in scores[id]] for id in ids} == {id: [2, 1] for id in ids}
     assert server.store.stats()["pooled"] == 1  # the flat one waits for another of its prompt
@@ -669,9 +670,10 @@ def test_micro_batches_are_trained_in_the_order_in_which_they_are_scored(monkeyp
         both[rank].begin("abcd", 0)
         choices, order = [{"a", "b"}, {"c"}, {"d", "worker's"}, {"another worker's"}], []
         while choices:
-            at = both[rank].first_scored(choices)
-            ranks.meet("backward")
-            order.append("".join(sorted(choices.pop(at))))
+            now = choices.pop(both[rank].first_scored(choices))
+            ranks.meet("forward")
+            both[rank].wait_for(now)
+            order.append("".join(sorted(now)))
         return order, both[rank].scores
 
     (order, scores), (other, others) = ranks.run(steps)
@@ -691,6 +693,7 @@ def test_ranks_agree_though_one_of_their_groups_came_with_regrouped_ones(monkeyp
         order = []
         for choices in ([{"a"}, {"b"}], [{"b"}]):
             order.append(both[rank].first_scored(choices))
+            both[rank].wait_for(choices[order[-1]])
             ranks.meet("backward")
         return [g.id for g in joined], order
 
@@ -708,7 +711,7 @@ def test_a_lease_that_ran_out_gives_no_group_twice(monkeypatch):
     assert ranks.run(steps) == [[["a"], ["b"], ["c", "d"]]] * 2
 
 
-@pytest.mark.parametrize("what", ["workers_groups", "whole", "first_scored"])
+@pytest.mark.parametrize("what", ["workers_groups", "whole", "wait_for"])
 def test_a_wait_for_groups_that_do_not_come_ends_with_a_sentence(monkeypatch, what):
     alone = exchanges(["a"])[0]
     monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
@@ -719,7 +722,7 @@ def test_a_wait_for_groups_that_do_not_come_ends_with_a_sentence(monkeypatch, wh
         elif what == "whole":
             alone.whole(["a", "b"])
         else:
-            alone.first_scored([{"b"}])
+            alone.wait_for({"b"})
 
 
 # --- Uploads ------------------------------------------------------------------------
