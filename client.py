@@ -72,13 +72,13 @@ class RefServer:
             )
         return info
 
-    def lease(self, run, limit, *, oldest=0, patience=True):
+    def lease(self, run, limit, *, oldest=0, step=0, patience=True):
         """-> {id: body} of up to `limit` of the run's scored groups; {} if there is none yet.
 
         Without `patience` the server answers at once. Groups that a policy before version `oldest`
-        sampled are dropped, and counted in `dropped`.
+        sampled are dropped, and counted in `dropped`; `step` is the updates made so far.
         """
-        ask = {"run": run, "limit": limit, "oldest": oldest, "wait": patience}
+        ask = {"run": run, "limit": limit, "oldest": oldest, "step": step, "wait": patience}
         reply = self.call("POST", "/lease", json=ask)
         self.dropped += int(reply.headers.get("X-Dropped", 0))
         if reply.status_code == 204:
@@ -90,6 +90,25 @@ class RefServer:
 
     def stats(self):
         return self.call("GET", "/stats").json()
+
+    # --- Steps --------------------------------------------------------------------
+    def ack(self, run, ids, step):
+        """These groups were trained, after `step` updates. -> whether the server's store is half
+        full of what no checkpoint covers."""
+        ask = {"run": run, "ids": list(ids), "step": step}
+        reply = self.call("POST", "/ack", json=ask).json()
+        return 2 * reply["kept_bytes"] > reply["max_bytes"]
+
+    def drop(self, run, ids, reason):
+        self.call("POST", "/drop", json={"run": run, "ids": list(ids), "reason": reason})
+
+    def checkpoint(self, run, step):
+        """A checkpoint after `step` updates has been saved."""
+        self.call("POST", "/checkpoint", json={"run": run, "step": step})
+
+    def resume(self, run, step):
+        """The run goes on from that checkpoint. -> counts of what the server undid."""
+        return self.call("POST", "/resume", json={"run": run, "step": step}).json()
 
     # --- Policies -----------------------------------------------------------------
     def publish(self, path, record):
@@ -133,10 +152,10 @@ class RefServer:
             raise RuntimeError(f"policy {record['version']} was damaged on its way: wrong SHA-256")
         return True
 
-    def work(self, worker, *, held, want, run, version, pulled=False):
+    def work(self, worker, *, held, want, run, version, sha256, pulled=False):
         """-> {"policy", "first", "count"}: see Hub.work."""
         ask = {"worker": worker, "held": held, "want": want, "run": run, "version": version}
-        ask["pulled"] = pulled
+        ask |= {"sha256": sha256, "pulled": pulled}
         return self.call("POST", "/work", json=ask).json()
 
     def end(self, run):

@@ -21,13 +21,15 @@ class Exchange:
         self.spare = {}  # rank 0: groups of workers that came and nobody asked for yet, by id
         self.wanted, self.scores = set(), {}  # what was sampled for this step; its log-probs
         self.dropped, self.oldest = 0, 0  # groups that were too old; policies that are not
+        self.step = 0  # updates so far
 
-    def workers_groups(self, number, *, oldest, wait):
+    def workers_groups(self, number, *, step, oldest, wait):
         """-> up to `number` groups that workers sampled, just so many if `wait`.
 
-        Those that a policy before version `oldest` sampled are dropped, and counted.
+        `step` is the updates made so far. Those that a policy before version `oldest` sampled are
+        dropped, and counted.
         """
-        self.wanted, groups = set(), []
+        self.wanted, self.step, groups = set(), step, []
         if dist.get_rank() == 0:
             waiting = Wait(f"groups of {self.run} from {self.server.url}", self.limit)
             while True:
@@ -44,10 +46,10 @@ class Exchange:
                     waiting.turn(f"{text} {self.server.stats()}", pause=0)
         return self._shared(groups)
 
-    def begin(self, ids, oldest):
+    def begin(self, ids, *, step, oldest):
         """The ranks have uploaded groups with these ids, to have them scored; what a policy before
         version `oldest` sampled is of no more use to this run."""
-        self.wanted, self.scores, self.oldest = set(ids), {}, oldest
+        self.wanted, self.scores, self.step, self.oldest = set(ids), {}, step, oldest
 
     def whole(self, ids):
         """-> these groups, once the server has scored them all."""
@@ -65,8 +67,8 @@ class Exchange:
         return groups
 
     def first_scored(self, choices):
-        """-> the number of one of `choices`, sets of ids, whose scores are there, or else of the last:
-        a step's shortest completions are the first that were uploaded. Does not wait."""
+        """-> the number of one of `choices`, sets of ids, whose scores are there; if there is none,
+        of the last: a step's shortest completions are uploaded first. Does not wait."""
         choices = [ids & self.wanted for ids in choices]
         if len(choices) > 1 and not any(ids <= self.scores.keys() for ids in choices):
             if dist.get_rank() == 0:
@@ -92,7 +94,9 @@ class Exchange:
 
     def _fetch(self, number, oldest, patience):
         """Leases up to `number` groups. -> whether any came."""
-        bodies = self.server.lease(self.run, number, oldest=oldest, patience=patience)
+        bodies = self.server.lease(
+            self.run, number, oldest=oldest, step=self.step, patience=patience
+        )
         self.dropped, self.server.dropped = self.dropped + self.server.dropped, 0
         new = [unpack_group(bodies[id]) for id in bodies.keys() - self.seen]
         self.seen |= bodies.keys()
@@ -106,7 +110,7 @@ class Exchange:
     def _drop(self, ids):
         """Forgets spare groups that are too old; the server would hand them out again."""
         if ids:
-            self.server.call("POST", "/ack", json={"run": self.run, "ids": ids})
+            self.server.drop(self.run, ids, "too old")
         self.dropped += len([self.spare.pop(id) for id in ids])
 
     def new_reference(self):

@@ -23,7 +23,6 @@ N completion tokens that are trained, V ids of the tokenizer. A `step` is one op
 an attempt that found nothing to train.
 """
 
-import importlib
 import json
 import math
 import os
@@ -32,29 +31,32 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+import checkpoint
 import grpo_loss
 import grpo_loss_triton
 from client import RefServer
+from config import check_constants, check_same_run, constants_of, load_prompts, load_task
+from engine import start_engine
 from exchange import Exchange
-from forward import CompletionModel, number_prompts, plan_micro_batches
-from grpo_loss import LOSS_TYPES, OBJECTIVES, group_advantages, token_weights
-from policy import load_policy, load_tokenizer, prompt_ids
+from forward import number_prompts, plan_micro_batches
+from grpo_loss import group_advantages, token_weights
+from policy import load_policy, load_tokenizer
 from policy_sync import NOISE, Publisher
 from report import Clock, RunFolder, evaluate, rollout_metrics, say, say_parts, show
-from rollout import Recipe, Uploader, endless, make_group, real, rollout, tally_of
+from rollout import Recipe, Stream, Uploader, make_group, rollout, tally_of
+from watch import Heartbeats, watch_launcher
 from wire import pack_group, tokenizer_facts, unpack_group
 
 # --- What to train ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # any AutoModelForCausalLM: hub name or folder
 TASK = "gsm8k"  # tasks/gsm8k.py: data, prompt and rewards; copy it to make your own
-RUN_DIR = "runs/gsm8k"  # checkpoints, metrics.jsonl, samples.jsonl; must not hold a run already
+RUN_DIR = "runs/gsm8k"  # checkpoints, metrics.jsonl, samples.jsonl; a run there goes on (RESUME)
 REF_SERVER = "http://127.0.0.1:59875"  # on another machine: its address, and GRPO_TOKEN on both
 
 # --- Rollouts -----------------------------------------------------------------------
@@ -119,10 +121,13 @@ EVAL_QUESTIONS = 512  # the first so many of the split
 STOP_ACCURACY = (
     1.01  # stop when an evaluation reaches it; then report on questions not in EVAL_SPLIT
 )
-SAVE_STEPS = 100
+SAVE_STEPS = 100  # a checkpoint is the model, and 12 bytes a trained parameter to go on from it
 KEEP_CHECKPOINTS = 2  # the newest; older ones are deleted
+RESUME = True  # go on from RUN_DIR's newest checkpoint; False: RUN_DIR must not hold a run
 SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
-WAIT_LIMIT_SECONDS = 600  # for the reference server, after which the run ends with an error
+WAIT_LIMIT_SECONDS = 600  # for the server or another rank, after which the run ends with an error
+REWARD_TIMEOUT_SECONDS = 60  # for the rewards of a group, after which the run ends with an error
+MAX_BAD_STEPS = 5  # steps in a row with a gradient that is not finite: skipped, then the run ends
 
 IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run ends
 # What rounding may do to the mean k3 at the first update, to a reference of the same weights (and
@@ -130,103 +135,10 @@ IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run
 KL_NOISE = {"float32": 1e-6, "bfloat16": 5e-3}
 
 
-def check_config():
-    """Raises SystemExit with a sentence for each constant that can't be, before anything heavy."""
-    counts = (
-        "PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS SAMPLE_BATCH STEPS"
-        " EVAL_STEPS EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT"
-        " MICRO_BATCH_TOKENS WAIT_LIMIT_SECONDS"
-    )
-    others = "LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED PUBLISH_STEPS MAX_STALENESS"
-    others += " REFERENCE_REFRESH_STEPS CPU_THREADS"
-    reals = "TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR"
-    reals += " MAX_GRAD_NORM STOP_ACCURACY"
-    now = globals()
-    rules = [
-        *((n, "a whole number from 1 on", whole(now[n]) and now[n] >= 1) for n in counts.split()),
-        *((n, "a whole number from 0 on", whole(now[n]) and now[n] >= 0) for n in others.split()),
-        *((n, "a number from 0 on", real(now[n]) and now[n] >= 0) for n in reals.split()),
-        ("LOSS_TYPE", f"one of {', '.join(LOSS_TYPES)}", LOSS_TYPE in list(LOSS_TYPES)),
-        ("OBJECTIVE", f"one of {', '.join(OBJECTIVES)}", OBJECTIVE in OBJECTIVES),
-        ("RATIO_LEVEL", "token or sequence", RATIO_LEVEL in ("token", "sequence")),
-        ("DTYPE", f"one of auto, {', '.join(NOISE)}", DTYPE in ["auto", *NOISE]),
-        ("OUTCOME", "one of the names in REWARD_WEIGHTS", OUTCOME in list(REWARD_WEIGHTS)),
-        ("REF_SERVER", "http://host:port", str(REF_SERVER).startswith(("http://", "https://"))),
-    ]
-    if all(holds for _, _, holds in rules):  # the types are right
-        rules = [
-            ("GROUP_SIZE", "2 or more, to be compared with each other", GROUP_SIZE >= 2),
-            ("TEMPERATURE", "above 0, or all of a group are equal", TEMPERATURE > 0),
-            ("CLIP_LOW", "above 0, and 1 at most", 0 < CLIP_LOW <= 1),
-            ("CLIP_HIGH", "above 0", CLIP_HIGH > 0),
-            ("IS_CAP", "0, which is off, or 1 and more", IS_CAP == 0 or IS_CAP >= 1),
-            ("MAX_GRAD_NORM", "above 0; a large one does not clip", MAX_GRAD_NORM > 0),
-            (
-                "MAX_STALENESS",
-                "PUBLISH_STEPS and UPDATES_PER_ROLLOUT or more: so old is what workers sample",
-                MAX_STALENESS >= max(PUBLISH_STEPS, UPDATES_PER_ROLLOUT),
-            ),
-            (
-                "TRAINER_SAMPLES",
-                "True where no workers can: PUBLISH_STEPS is 0",
-                TRAINER_SAMPLES or PUBLISH_STEPS > 0,
-            ),
-            (
-                "REFERENCE_REFRESH_STEPS",
-                "0 where there is no reference: KL_BETA is 0",
-                KL_BETA > 0 or not REFERENCE_REFRESH_STEPS,
-            ),
-            ("SAMPLE_BATCH", "GROUP_SIZE or more: groups stay whole", SAMPLE_BATCH >= GROUP_SIZE),
-        ]
-    broken = [f"{name} = {now[name]!r} must be {what}" for name, what, holds in rules if not holds]
-    if broken:
-        raise SystemExit("grpo_ref_split.py can't run with these constants:\n" + "\n".join(broken))
-
-
-def whole(value):
-    return type(value) is int
-
-
-def check_run_dir():
-    """Raises SystemExit if a run would be written over."""
-    if Path(RUN_DIR, "metrics.jsonl").exists() or any(Path(RUN_DIR).glob("step_*")):
-        raise SystemExit(
-            f"RUN_DIR = {RUN_DIR!r} must be a folder that holds no run: choose another, or move"
-            " that one"
-        )
-
-
-# --- Data ------------------------------------------------------------------------------
-def load_task():
-    """-> the module tasks/TASK.py. Raises SystemExit if there is none, or it lacks a function."""
-    try:
-        task = importlib.import_module(f"tasks.{TASK}")
-    except ModuleNotFoundError as error:
-        raise SystemExit(
-            f"TASK = {TASK!r}: no tasks/{TASK}.py that can be imported ({error})"
-        ) from None
-    missing = {"load", "messages", "rewards"} - vars(task).keys()
-    if missing:
-        raise SystemExit(f"tasks/{TASK}.py lacks {', '.join(sorted(missing))}; see tasks/gsm8k.py")
-    return task
-
-
-def load_prompts(task, split, tokenizer):
-    """-> [(index, item, prompt_ids)] of the split, without prompts over MAX_PROMPT_TOKENS."""
-    try:
-        items = task.load(split)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"the {split} questions of {TASK} can't be loaded: {error}") from error
-    ids = [prompt_ids(tokenizer, task.messages(item["question"])) for item in items]
-    prompts = [
-        (index, item, prompt)
-        for index, (item, prompt) in enumerate(zip(items, ids, strict=True))
-        if len(prompt) <= MAX_PROMPT_TOKENS
-    ]
-    say(f"{TASK}/{split}: {len(items)} questions, {len(items) - len(prompts)} left out as too long")
-    if not prompts:
-        raise SystemExit(f"no question fits MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}: raise it")
-    return prompts
+# --- What is sampled ----------------------------------------------------------------
+def load_split(task, split, tokenizer):
+    """-> [(index, item, prompt_ids)] of the task's questions."""
+    return load_prompts(TASK, task, split, tokenizer, MAX_PROMPT_TOKENS)
 
 
 def make_recipe(task, prompts):
@@ -246,6 +158,7 @@ def make_recipe(task, prompts):
         max_refills=MAX_REFILLS,
         seed=SEED,
         stop_tokens=STOP_TOKENS,
+        reward_timeout_seconds=REWARD_TIMEOUT_SECONDS,
     )
 
 
@@ -260,9 +173,8 @@ def rollout_step(policy, recipe, stream, exchange, run, step, clock):
     groups, count = [], Counter()
     if PUBLISH_STEPS:
         with clock.part("wait"):
-            groups = exchange.workers_groups(
-                PROMPTS_PER_STEP, oldest=step - MAX_STALENESS, wait=not TRAINER_SAMPLES
-            )
+            oldest = {"step": step, "oldest": step - MAX_STALENESS}
+            groups = exchange.workers_groups(PROMPTS_PER_STEP, **oldest, wait=not TRAINER_SAMPLES)
     missing = PROMPTS_PER_STEP - len(groups) if TRAINER_SAMPLES else 0
     share = missing // world + (rank < missing % world)
     pools, mine, number = bool(server and server.regroups), [], 0
@@ -285,7 +197,8 @@ def rollout_step(policy, recipe, stream, exchange, run, step, clock):
         dist.all_gather_object(everyone, (mine, joined))
         own = [unpack_group(body) for bodies, _ in everyone for body in bodies]
         if exchange:
-            exchange.begin((g.id for g in own if KL_BETA), step - MAX_STALENESS)
+            ids = (group.id for group in own if KL_BETA)
+            exchange.begin(ids, step=step, oldest=step - MAX_STALENESS)
             own += exchange.whole([id for _, ids in everyone for id in ids])
     if rank == 0:  # the ranks have the same groups: counted once, with the flat ones left out
         for group in groups:
@@ -295,7 +208,7 @@ def rollout_step(policy, recipe, stream, exchange, run, step, clock):
     seconds = clock.parts["sample"] if share else clock.parts["wait"]  # waiting for workers
     metrics["tokens_per_second"] = metrics["tokens_sampled"] / max(seconds, 1e-9)
     if PUBLISH_STEPS:
-        ages = [step - group.policy_version for group in groups]
+        ages = [max(0, step - group.policy_version) for group in groups]
         metrics["staleness"] = sum(ages) / max(len(ages), 1)
         metrics["staleness_max"] = max(ages, default=0)
         metrics["groups_dropped"] = exchange.dropped
@@ -412,45 +325,19 @@ def micro_batch_loss(model, rows, vocab_size, *, scale, score=lambda: None):
 
 
 # --- Step ---------------------------------------------------------------------------
-def start_engine(policy):
-    """-> DeepSpeed's engine, ZeRO-2, round a CompletionModel of the policy, with its optimiser."""
-    import deepspeed  # takes seconds; the tests of this file's functions do without
-
-    # DeepSpeed would compile an all-reduce for CPU inference here: a minute, and a compiler which
-    # may be missing. Training has no use for it. Another version may compile: say what we wait for.
-    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
-    # longer than any rank waits by itself, or the others would end it before it says what for
-    deepspeed.init_distributed(timeout=timedelta(seconds=WAIT_LIMIT_SECONDS + 3600))
-    model = CompletionModel(
-        policy.model, share_prompts=SHARE_PROMPTS, gradient_checkpointing=GRADIENT_CHECKPOINTING
+def make_engine(policy):
+    """-> DeepSpeed's engine round the policy; see engine.py."""
+    return start_engine(
+        policy,
+        learning_rate=LEARNING_RATE,
+        adam_betas=ADAM_BETAS,
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=MAX_GRAD_NORM,
+        share_prompts=SHARE_PROMPTS,
+        gradient_checkpointing=GRADIENT_CHECKPOINTING,
+        offload_optimizer=OFFLOAD_OPTIMIZER,
+        wait_limit_seconds=WAIT_LIMIT_SECONDS,
     )
-    # What a rank could not have, none has: all must plan the same micro-batches
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (model.shares, model.notes))
-    model.shares = all(shares for shares, _ in everyone)
-    for note in sorted({note for _, notes in everyone for note in notes}):
-        say(note)
-    settings = {"lr": LEARNING_RATE, "betas": ADAM_BETAS, "weight_decay": WEIGHT_DECAY}
-    trained = [p for p in policy.model.parameters() if p.requires_grad]
-    zero = {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": 50_000_000}
-    if OFFLOAD_OPTIMIZER:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        optimizer = DeepSpeedCPUAdam(trained, **settings)
-        zero["offload_optimizer"] = {"device": "cpu"}
-    else:
-        fused = policy.model.device.type == "cuda"
-        optimizer = torch.optim.AdamW(trained, fused=fused, **settings)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,  # a formality: accumulate() cuts micro-batches by
-        "gradient_accumulation_steps": 1,  # tokens, and says itself where a step ends
-        "zero_optimization": zero,
-        "gradient_clipping": MAX_GRAD_NORM,
-        "bf16": {"enabled": policy.dtype == "bfloat16"},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    }
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def learning_rate(step):
@@ -498,6 +385,9 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
         loss, parts, mismatch = micro_batch_loss(
             engine, mine or filler, vocab_size, scale=world, score=score
         )
+        # A loss that is not finite must not train by a gradient that happens to be: DeepSpeed
+        # skips the step, on all ranks, if any part of the gradient is not
+        loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
         if batch:
             sums, worst = sums + parts, torch.maximum(worst, mismatch)
         else:
@@ -522,24 +412,36 @@ def cores_per_rank():
 
 
 def optimise(engine, rows, vocab_size, step, exchange, clock):
-    """One optimiser update on the step's rows; -> its metrics. RuntimeError if not finite."""
+    """One optimiser update on the step's rows; -> its metrics, `skipped` among them.
+
+    DeepSpeed leaves weights and optimiser as they are where the gradient is not finite.
+    """
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate(step)
     with clock.part("backward"):
         metrics = accumulate(engine, rows, vocab_size, exchange, clock)
-    if math.isfinite(metrics["loss"]):
-        with clock.part("step"):
-            engine.step()
-            metrics["grad_norm"] = float(engine.get_global_grad_norm())
+    with clock.part("step"):
+        engine.step()
+        metrics["grad_norm"] = float(engine.get_global_grad_norm())
     metrics["learning_rate"] = learning_rate(step)
     # DeepSpeed's norm of a gradient that overflowed may also be -1
-    if not (math.isfinite(metrics["loss"]) and 0 <= metrics["grad_norm"] < math.inf):
-        path = Path(RUN_DIR, f"bad_step_{step:06d}.json")
-        if dist.get_rank() == 0:
-            path.write_text(json.dumps([asdict(row) for row in rows], default=torch.Tensor.tolist))
-        dist.barrier()  # until it is written: the launcher ends all ranks when one ends
-        raise RuntimeError(f"step {step} is not finite: {metrics}; its rows are kept in {path}")
-    return metrics
+    finite = math.isfinite(metrics["loss"]) and 0 <= metrics["grad_norm"] < math.inf
+    return metrics | {"skipped": int(not finite)}
+
+
+def bad_step(progress, rows, metrics):
+    """A step was skipped: says so and keeps its rows. RuntimeError after MAX_BAD_STEPS in a row."""
+    path = Path(RUN_DIR, f"bad_step_{progress.step:06d}.json")
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps([asdict(row) for row in rows], default=torch.Tensor.tolist))
+        for old in sorted(Path(RUN_DIR).glob("bad_step_*"))[:-MAX_BAD_STEPS]:
+            old.unlink()
+    progress.bad += 1
+    values = f"loss {metrics['loss']}, norm of the gradient {metrics['grad_norm']}"
+    say(f"step {progress.step} is skipped: {values}; {progress.bad} in a row; rows kept in {path}")
+    dist.barrier()  # until it is written: the launcher ends all ranks when one ends
+    if progress.bad >= MAX_BAD_STEPS:
+        raise RuntimeError(f"{progress.bad} steps in a row were not finite; see {path}")
 
 
 def check_first_update(metrics, policy_dtype, reference):
@@ -565,12 +467,83 @@ def check_first_update(metrics, policy_dtype, reference):
         )
 
 
+# --- A run, from its beginning or from a checkpoint -----------------------------------
+@dataclass
+class Progress:
+    """Where the run is: what a checkpoint keeps beside weights, optimiser and random numbers."""
+
+    run: str  # its name at the server
+    step: int = 0  # updates made
+    evaluated: int = -1  # the step of the last evaluation,
+    accuracy: float = 0.0  # its result,
+    best: float = 0.0  # and the best of all
+    saved: int = -1  # the step of the last checkpoint
+    reference: int = 0  # the step whose policy is the reference, where one follows
+    idle: int = 0  # steps in a row that had nothing to train
+    bad: int = 0  # updates in a row that were not finite
+    checked: bool = False  # whether check_first_update has been
+
+
+def passed(every, before, step):
+    """Whether a multiple of `every` lies after `before`, up to `step`; `every` 0 is never."""
+    return bool(every and step // every > before // every)
+
+
+def check_run_dir():
+    """Raises SystemExit where a run would be written over."""
+    folder, files = Path(RUN_DIR), ("run.json", "metrics.jsonl")
+    holds_one = any(Path(folder, name).exists() for name in files) or any(folder.glob("step_*"))
+    if holds_one and not (RESUME and Path(folder, "run.json").exists()):
+        raise SystemExit(
+            f"RUN_DIR = {RUN_DIR!r} must be a folder that holds no run: choose another, move that"
+            " one, or go on with it (RESUME = True)"
+        )
+
+
+def open_run(engine, stream, server):
+    """-> the Progress of the run in RUN_DIR: a new one, or from its newest whole checkpoint, where
+    everything is then as it was. All ranks call it."""
+    found = [None]
+    if dist.get_rank() == 0:
+        named = Path(RUN_DIR, "run.json")
+        if not named.exists():
+            name = f"{Path(RUN_DIR).name}-{uuid.uuid4().hex[:8]}"
+            draft = named.with_suffix(".draft")
+            draft.write_text(json.dumps({"run": name, "constants": constants_of(globals())}))
+            draft.replace(named)
+        found = [(json.loads(named.read_text())["run"], *checkpoint.newest(RUN_DIR))]
+    dist.broadcast_object_list(found, src=0)
+    run, path, state = found[0]
+    progress = Progress(run)
+    if path:
+        check_same_run(state, globals(), dist.get_world_size())
+        checkpoint.load(path, engine, stream)
+        progress = Progress(**state["progress"])
+        say(f"the run {run} goes on from {path}")
+    RunFolder(RUN_DIR).cut(progress.step if path else -1)
+    if server and dist.get_rank() == 0:
+        undone = server.resume(run, progress.step)
+        if any(undone.values()):
+            say(f"of what the server had for later steps: {undone}")
+    return progress
+
+
+def save(progress, policy, engine, stream, exchange):
+    """Saves a checkpoint; the server may then forget what it covers."""
+    progress.saved = progress.step
+    state = {"step": progress.step, "progress": asdict(progress)}
+    state["constants"] = constants_of(globals())
+    checkpoint.save(RUN_DIR, policy, engine, stream, state, KEEP_CHECKPOINTS)
+    if exchange and dist.get_rank() == 0:
+        exchange.server.checkpoint(progress.run, progress.step)
+
+
 # --- Main ---------------------------------------------------------------------------
 def prepare():
     """-> (tokenizer, recipe, server): what trainer and workers begin with; `server` may be None."""
-    check_config()
-    task, tokenizer = load_task(), load_tokenizer(MODEL)
-    recipe = make_recipe(task, load_prompts(task, "train", tokenizer))
+    check_constants(globals())
+    task, tokenizer = load_task(TASK), load_tokenizer(MODEL)
+    recipe = make_recipe(task, load_split(task, "train", tokenizer))
     needed = KL_BETA or PUBLISH_STEPS or sys.argv[1:] == ["worker"]
     server = RefServer(REF_SERVER, WAIT_LIMIT_SECONDS) if needed else None
     if server:
@@ -596,89 +569,112 @@ def start_publisher(policy, recipe, server, run):
     return Publisher(server.twin(), run, recipe, policy, capacity=capacity, scored=bool(KL_BETA))
 
 
-def share_policy(publisher, exchange, run, before, step):
-    """Publishes the policy, or makes it the reference, if a multiple of those steps was passed. At
-    step 0 it does both, so that a reference of another shape is found out then."""
-
-    def passed(every):
-        return every and step // every > before // every
-
-    refresh = passed(REFERENCE_REFRESH_STEPS)
-    if publisher and (passed(PUBLISH_STEPS) or refresh):
+def first_policy(publisher, exchange, progress):
+    """Gives workers the policy to begin with, and the server the reference that belongs to it: a
+    step's, where one follows, and else its own model."""
+    if not exchange or dist.get_rank():
+        return
+    server, step = exchange.server, progress.step
+    wanted = f"{progress.run}@{progress.reference}" if REFERENCE_REFRESH_STEPS else ""
+    there = server.info.get("weights", "")
+    if PUBLISH_STEPS or (wanted != there and progress.reference == step and publisher):
         publisher.publish(step, oldest=step - MAX_STALENESS)
-        if refresh:
-            publisher.finish()
-            exchange.server.set_reference(run, step)
-            exchange.new_reference()
-            say(f"the policy of step {step} is now the reference")
+    if wanted == there:
+        return
+    if not wanted:
+        server.set_reference(progress.run, -1)  # another run's policy was the reference
+    elif progress.reference == step:
+        refresh_reference(publisher, exchange, progress)
+    else:
+        raise SystemExit(
+            f"the run's reference is its policy of step {progress.reference}; the server at"
+            f" {REF_SERVER} has it no more, but {there or 'its own model'}: begin another run, with"
+            f" another RUN_DIR and MODEL = '{RUN_DIR}/step_{step:06d}'"
+        )
+
+
+def refresh_reference(publisher, exchange, progress):
+    """Makes the policy that has just been published the reference."""
+    publisher.finish()
+    exchange.server.set_reference(progress.run, progress.step)
+    exchange.new_reference()
+    say(f"the policy of step {progress.step} is now the reference")
 
 
 def main():
     check_run_dir()
+    watch_launcher()
     tokenizer, recipe, server = prepare()
     policy = make_policy(tokenizer)
-    test = load_prompts(recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
-    engine = start_engine(policy)
-    run = [f"{Path(RUN_DIR).name}-{uuid.uuid4().hex[:8]}"]
-    dist.broadcast_object_list(run, src=0)  # rank 0's name for this run
-    exchange = Exchange(server, run[0], WAIT_LIMIT_SECONDS) if server else None
-    if server and dist.get_rank() == 0 and server.info.get("weights"):
-        server.set_reference(run[0], -1)  # a former run's policy was the reference
-    try:
-        publisher = start_publisher(policy, recipe, server, run[0])
-        share_policy(publisher, exchange, run[0], -1, 0)
-        idle = train(policy, engine, recipe, test, exchange, publisher, run[0])
-    finally:
-        if server and dist.get_rank() == 0:
-            server.end(run[0])  # its workers need not wait for it
-    dist.destroy_process_group()
-    if idle == IDLE_LIMIT:
-        raise SystemExit(f"nothing to train for {idle} steps: is {TASK} too easy, or too hard?")
-
-
-def train(policy, engine, recipe, test, exchange, publisher, run):
-    """The run: rollouts, updates, evaluations. -> how many of its last steps trained nothing."""
-    rank, world, folder = dist.get_rank(), dist.get_world_size(), RunFolder(RUN_DIR)
+    test = load_split(recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
+    engine = make_engine(policy)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    heartbeats = Heartbeats(rank, world, WAIT_LIMIT_SECONDS)
     # Workers begin with the seed's order too: the ranks go through another
-    order = f"{SEED}/trainer" if PUBLISH_STEPS else SEED
-    stream = endless(recipe.prompts, order, rank, world)
-    say(f"greedy evaluation on {len(test)} {EVAL_SPLIT} questions before training")
-    accuracy, step, idle = folder.log_evaluation(evaluate(policy, recipe, test), 0), 0, 0
-    saved, checked, laps, clock = None, False, [], Clock()
-    bar = tqdm(total=STEPS, unit="step", disable=rank != 0)
-    while step < STEPS and accuracy < STOP_ACCURACY and idle < IDLE_LIMIT:
-        groups, metrics = rollout_step(policy, recipe, stream, exchange, run, step, clock)
-        rows, before = make_rows(groups, step), step
-        log_samples(folder, policy.tokenizer, recipe, groups, step + 1)
-        idle = 0 if rows else idle + 1
+    stream = Stream(recipe.prompts, f"{SEED}/trainer" if PUBLISH_STEPS else SEED, rank, world)
+    Path(RUN_DIR).mkdir(parents=True, exist_ok=True)
+    progress = open_run(engine, stream, server)
+    exchange = Exchange(server, progress.run, WAIT_LIMIT_SECONDS) if server else None
+    publisher = start_publisher(policy, recipe, server, progress.run)
+    first_policy(publisher, exchange, progress)
+    train(policy, engine, recipe, test, stream, exchange, publisher, progress)
+    # Not where it failed: the run may go on, and its workers and groups wait for that
+    if server and rank == 0:
+        server.end(progress.run)  # its workers need not wait for it
+    dist.barrier()
+    heartbeats.stop()
+    dist.destroy_process_group()
+    if progress.idle >= IDLE_LIMIT:
+        raise SystemExit(
+            f"nothing to train for {progress.idle} steps: is {TASK} too easy, or too hard?"
+        )
+
+
+def train(policy, engine, recipe, test, stream, exchange, publisher, progress):
+    """The run: rollouts, updates, evaluations, checkpoints, until its steps are made."""
+    folder, laps, clock, p = RunFolder(RUN_DIR), [], Clock(), progress
+    bar = tqdm(total=STEPS, initial=p.step, unit="step", disable=dist.get_rank() != 0)
+    half_full = False
+    while True:
+        if passed(EVAL_STEPS, p.evaluated, p.step) or p.step >= STEPS and p.evaluated < p.step:
+            say(f"greedy evaluation on {len(test)} {EVAL_SPLIT} questions after step {p.step}")
+            p.accuracy = folder.log_evaluation(evaluate(policy, recipe, test), p.step)
+            p.evaluated, p.best = p.step, max(p.best, p.accuracy)
+        done = p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
+        if p.saved < p.step and (done or half_full or passed(SAVE_STEPS, max(p.saved, 0), p.step)):
+            save(p, policy, engine, stream, exchange)
+        if done:
+            break
+        clock.lap()  # evaluations and checkpoints are no part of a step
+        groups, metrics = rollout_step(policy, recipe, stream, exchange, p.run, p.step, clock)
+        rows, before = make_rows(groups, p.step), p.step
+        log_samples(folder, policy.tokenizer, recipe, groups, p.step + 1)
+        p.idle = 0 if rows else p.idle + 1
         if not rows:
-            say(f"step {step + 1} trains nothing: all flat or truncated ({idle} in a row)")
-        updates = min(UPDATES_PER_ROLLOUT, STEPS - step) if rows else 1
+            say(f"step {p.step + 1} trains nothing: all flat or truncated ({p.idle} in a row)")
+        updates = min(UPDATES_PER_ROLLOUT, STEPS - p.step) if rows else 1
         for n in range(updates):
-            step, update = step + 1, {}
+            p.step, update = p.step + 1, {}
             if rows:
-                update = optimise(engine, rows, policy.vocab_size, step, exchange, clock)
-            if rows and not checked:
+                update = optimise(engine, rows, policy.vocab_size, p.step, exchange, clock)
+                if update["skipped"]:
+                    bad_step(p, rows, update)
+                else:
+                    p.bad = 0
+            if rows and not p.checked and not update["skipped"]:
                 check_first_update(update, policy.dtype, exchange and exchange.server.info)
-                checked = True
+                p.checked = True
             if n + 1 == updates:
-                finish_step(exchange, publisher, run, groups, before, step, clock)
+                half_full = finish_step(exchange, p, groups, before, clock)
+                hand_on(policy, engine, stream, exchange, publisher, p, before, clock)
             laps.append(clock.lap())
             first = metrics if n == 0 else {}
-            folder.log("metrics.jsonl", {"step": step} | first | update | laps[-1])
+            folder.log("metrics.jsonl", {"step": p.step} | first | update | laps[-1])
             show(bar, metrics | update)
-        if step // EVAL_STEPS > before // EVAL_STEPS or step == STEPS:
-            accuracy = folder.log_evaluation(evaluate(policy, recipe, test), step)
-        if step // SAVE_STEPS > before // SAVE_STEPS:
-            saved = folder.save(policy, step, KEEP_CHECKPOINTS)
-        clock.lap()  # evaluations are no part of a step
     bar.close()
     say_parts(laps)
-    if saved != step:
-        folder.save(policy, step, KEEP_CHECKPOINTS)
     if publisher:
         publisher.finish()
-    return idle
 
 
 def log_samples(folder, tokenizer, recipe, groups, step):
@@ -689,14 +685,34 @@ def log_samples(folder, tokenizer, recipe, groups, step):
         folder.log_samples(tokenizer, recipe.prompts, group, advantages, step, SAMPLES_PER_STEP)
 
 
-def finish_step(exchange, publisher, run, groups, before, step, clock):
-    """The groups are trained: says so to the server, and gives it the policy if that is due."""
-    if exchange and dist.get_rank() == 0:
-        ids = [group.id for group in groups]
-        with clock.part("wait"):
-            exchange.server.call("POST", "/ack", json={"run": run, "ids": ids})
+def finish_step(exchange, progress, groups, before, clock):
+    """Tells the server that the groups are trained. -> whether, on any rank, its store is half full
+    of them, and wants a checkpoint."""
+    if not exchange:
+        return False
+    answer = [False]
+    with clock.part("wait"):
+        if dist.get_rank() == 0:
+            ids = [group.id for group in groups]
+            answer = [exchange.server.ack(progress.run, ids, before)]
+        dist.broadcast_object_list(answer, src=0)
+    return answer[0]
+
+
+def hand_on(policy, engine, stream, exchange, publisher, progress, before, clock):
+    """Publishes the policy, or makes it the reference, if a multiple of those steps was passed.
+
+    A checkpoint comes before a new reference: a run that resumes from it needs no older one.
+    """
+    refresh = passed(REFERENCE_REFRESH_STEPS, before, progress.step)
+    if refresh:
+        progress.reference = progress.step
+        save(progress, policy, engine, stream, exchange)
     with clock.part("publish"):
-        share_policy(publisher, exchange, run, before, step)
+        if publisher and (passed(PUBLISH_STEPS, before, progress.step) or refresh):
+            publisher.publish(progress.step, oldest=progress.step - MAX_STALENESS)
+            if refresh:
+                refresh_reference(publisher, exchange, progress)
 
 
 def worker():

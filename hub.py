@@ -97,6 +97,13 @@ class Hub:
         for old in sorted(self.folder.glob(f"{mine}-*"))[:-2]:  # who reads one may finish
             old.unlink(missing_ok=True)
 
+    def resume(self, run, version):
+        """The run goes on from that version: newer ones belong to a history that is no more."""
+        first = self.path(run, version + 1).name if version >= 0 else ""
+        for path in self.folder.glob(f"{self.path(run, 0).name.split('-')[0]}-*"):
+            if path.name >= first:
+                path.unlink(missing_ok=True)
+
     def record(self, run=None):
         """-> the record of the run, or of the one that published last; None if there is none."""
         where = "run=?" if run else "ended=0 ORDER BY published DESC LIMIT 1"
@@ -119,10 +126,11 @@ class Hub:
         return bool(row and row[0])
 
     # --- Work ---------------------------------------------------------------------
-    def work(self, worker, *, held, want, run, version, patience, pulled=False):
+    def work(self, worker, *, held, want, run, version, sha256, patience, pulled=False):
         """-> {"policy": record or None, "first": position, "count": n}: what to sample.
 
-        `held` groups are in the worker's hand, `want` more it could begin, with `version` of `run`.
+        `held` groups are in the worker's hand, `want` more it could begin, with `version` of `run`,
+        whose weights have this `sha256`: a run that was resumed may give a version other ones.
         Prompts are positions in the endless order that the run's seed gives; each is handed out
         once. Where there is a newer policy the count is 0, unless the worker has just `pulled` its
         own: over a slow link it would fetch policies for ever. Waits up to `patience` seconds while
@@ -135,7 +143,8 @@ class Hub:
                 me = self.workers.setdefault(worker, {"groups": 0})
                 me |= {"held": max(0, held), "seen": time.monotonic(), "version": version}
                 if record:
-                    newer = (record["run"], record["version"]) != (run, version)
+                    mine = (run, version, sha256)
+                    newer = (record["run"], record["version"], record["sha256"]) != mine
                     if pulled and record["run"] == run and version >= record["oldest"]:
                         newer = False
                     count = 0 if newer else max(0, min(want, self.room(record)))

@@ -6,9 +6,7 @@ whether there is a chat template and what roles it knows, dropout, the padding o
 
 import contextlib
 import os
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 import jinja2
 import torch
@@ -73,12 +71,9 @@ class Policy:
             )
 
     def save(self, folder):
-        """Writes model and tokenizer in Hugging Face format: whole, or not at all."""
-        draft = Path(folder).with_name(".unfinished")
-        shutil.rmtree(draft, ignore_errors=True)
-        self.model.save_pretrained(draft)
-        self.tokenizer.save_pretrained(draft)
-        draft.rename(folder)
+        """Writes model and tokenizer in Hugging Face format."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
 
 def load_tokenizer(name):

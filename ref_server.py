@@ -5,10 +5,10 @@
 A producer (a rank of grpo_ref_split.py, or a worker) POSTs one group (wire.py) to /upload. It is
 stored (store.py), scored with the reference model (scoring.py), leased to the trainer, and
 acknowledged when the optimiser step that used it is done. Where workers sample, the trainer
-publishes its policy here and they fetch it (hub.py). Routes: POST /upload /lease /ack, PUT, POST
-and GET /policy, POST /work /reference /end, GET /info /stats /. A KL penalty needs log-probs of the
-reference for the sampled tokens only, and no gradient: that is why the reference can live in
-another process, on an old card or another machine, and sampling hides it.
+publishes its policy here and they fetch it (hub.py). Routes: POST /upload /lease /ack /drop
+/checkpoint /resume /end, PUT, POST and GET /policy, POST /work /reference, GET /info /stats /. A KL
+penalty needs log-probs of the reference for the sampled tokens only, and no gradient: that is why
+the reference can live in another process, on an old card or another machine, and sampling hides it.
 """
 
 import hmac
@@ -118,14 +118,17 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
             )
             run = hub.record(group.run) or {"oldest": 0, "scored": True}
             if group.policy_version < run["oldest"] or hub.ended(group.run):
-                new = store.put(group, b"", "dropped")
+                reason = "the run was over" if hub.ended(group.run) else "too old"
+                new = store.put(group, b"", "dropped", reason)
                 store.dropped[group.run] += new
                 return {"stored": new, "dropped": True}
             asked = bottle.request.query
             if asked.get("pool") == "1" and group.flat:
                 oldest = max(run["oldest"], min(int(asked.get("oldest") or 0), 2**62))
-                joined = store.pool(group, body, oldest) if regroup else []
-                return {"stored": regroup, "joined": joined}
+                if not regroup:
+                    store.put(group, b"", "dropped", "flat")
+                    return {"stored": False, "joined": []}
+                return {"stored": True, "joined": store.pool(group, body, oldest)}
             stored = store.put(group, body, "waiting" if run["scored"] else "scored")
             if stored:
                 hub.uploaded(group.sampler)
@@ -142,11 +145,11 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
 
     @app.post("/lease")
     def lease():
-        optional = {"oldest": 0, "wait": True}
-        run, limit, oldest, wait = read_json(optional, run=str, limit=int, oldest=int, wait=bool)
+        kinds = {"run": str, "limit": int, "oldest": int, "wait": bool, "step": int}
+        run, limit, oldest, wait, step = read_json({"oldest": 0, "wait": True, "step": 0}, **kinds)
         limit = max(1, min(limit, 4096))
         try:
-            store.drop_old(run, oldest)
+            store.drop_old(run, oldest, step)
             bottle.response.set_header("X-Dropped", str(store.dropped.pop(run, 0)))
             patience = lease_wait if wait else 0
             bodies = store.lease(run, limit, seconds=lease_seconds, patience=patience)
@@ -165,9 +168,38 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
 
     @app.post("/ack")
     def ack():
-        run, ids = read_json(run=str, ids=list)
+        run, ids, step = read_json(run=str, ids=list, step=int)
         try:
-            return {"acknowledged": store.ack(run, [str(id) for id in ids])}
+            count = store.ack(run, [str(id) for id in ids], step)
+        except ValueError as error:  # a text that is no UTF-8
+            refuse(400, str(error))
+        # what no checkpoint covers yet: the trainer saves one before the store is full of it
+        sizes = store.stats()
+        return {"acknowledged": count} | {name: sizes[name] for name in ("kept_bytes", "max_bytes")}
+
+    @app.post("/drop")
+    def drop():
+        run, ids, reason = read_json(run=str, ids=list, reason=str)
+        try:
+            return {"dropped": store.drop(run, [str(id) for id in ids], reason[:200])}
+        except ValueError as error:  # a text that is no UTF-8
+            refuse(400, str(error))
+
+    @app.post("/checkpoint")
+    def checkpoint():
+        run, step = read_json(run=str, step=int)
+        try:
+            store.cover(run, step)
+        except ValueError as error:  # a text that is no UTF-8
+            refuse(400, str(error))
+        return {}
+
+    @app.post("/resume")
+    def resume():
+        run, step = read_json(run=str, step=int)
+        try:
+            hub.resume(run, step)
+            return store.resume(run, step)
         except ValueError as error:  # a text that is no UTF-8
             refuse(400, str(error))
 
@@ -197,7 +229,8 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
 
     @app.post("/work")
     def work():
-        kinds = {"held": int, "want": int, "run": str, "version": int, "pulled": bool}
+        kinds = {"held": int, "want": int, "run": str, "version": int, "sha256": str}
+        kinds |= {"pulled": bool}
         worker, *rest = read_json({"pulled": False}, worker=str, **kinds)
         asked = dict(zip(kinds, rest, strict=True))
         try:
@@ -233,7 +266,9 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
 
     @app.get("/stats")
     def stats():
-        return store.stats() | {"workers": hub.stats()}
+        run = bottle.request.query.decode().run or store.newest_run()
+        ledger = {"ledger": store.ledger(run)} if run else {}
+        return store.stats() | {"run": run, "workers": hub.stats()} | ledger
 
     @app.get("/")
     def page():

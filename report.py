@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from collections import Counter
@@ -100,7 +99,7 @@ def rollout_metrics(count, recipe):
 
 
 class RunFolder:
-    """RUN_DIR: metrics.jsonl, samples.jsonl, step_N."""
+    """RUN_DIR: metrics.jsonl, samples.jsonl; checkpoint.py writes there too."""
 
     def __init__(self, path):
         self.path = Path(path)
@@ -110,7 +109,8 @@ class RunFolder:
         """Appends a record to a file, one JSON object a line, with the time of day."""
         if dist.get_rank() == 0:
             with open(self.path / file, "a") as f:
-                f.write(json.dumps(record | {"time": round(time.time(), 2)}) + "\n")
+                record = {k: finite(v) for k, v in record.items()} | {"time": round(time.time(), 2)}
+                f.write(json.dumps(record) + "\n")
 
     def log_evaluation(self, evaluation, step):
         """Logs and says an evaluation; -> its accuracy."""
@@ -138,14 +138,23 @@ class RunFolder:
             }
             self.log("samples.jsonl", record)
 
-    def save(self, policy, step, keep):
-        """Saves step_N and deletes all but the newest `keep`; -> step."""
-        if dist.get_rank() == 0:
-            policy.save(self.path / f"step_{step:06d}")
-            for old in sorted(self.path.glob("step_*"))[:-keep]:
-                shutil.rmtree(old)
-            say(f"saved {self.path}/step_{step:06d}")
-        return step
+    def cut(self, step):
+        """Forgets what was logged after `step`: a history that is no more. A line that was being
+        written when the run ended goes too."""
+        for path in (self.path / "metrics.jsonl", self.path / "samples.jsonl"):
+            if dist.get_rank() == 0 and path.exists():
+                kept = []
+                for line in path.read_text().splitlines():
+                    with contextlib.suppress(ValueError):
+                        kept += [line] if json.loads(line)["step"] <= step else []
+                draft = path.with_suffix(".draft")
+                draft.write_text("".join(line + "\n" for line in kept))
+                draft.replace(path)
+
+
+def finite(value):
+    """-> the value for JSON, which knows no NaN: null in its place."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show(bar, metrics):

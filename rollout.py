@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from watch import TooSlow, timely
 from wire import Group, is_flat, pack_group
 
 
@@ -40,6 +41,7 @@ class Recipe:
     max_refills: int
     seed: int
     stop_tokens: list
+    reward_timeout_seconds: float
 
     def settings(self):
         """-> what a worker must have as the trainer has it, for JSON."""
@@ -75,11 +77,19 @@ class Order:
         return self.order[at]
 
 
-def endless(prompts, seed, rank, world):
-    """Yields this rank's prompts: every world-th of the Order."""
-    order = Order(prompts, seed)
-    for position in itertools.count(rank, world):
-        yield order[position]
+class Stream:
+    """A rank's prompts, without end: every world-th of the Order, from `position` on."""
+
+    def __init__(self, prompts, seed, rank, world):
+        self.order, self.position, self.world = Order(prompts, seed), rank, world
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        prompt = self.order[self.position]
+        self.position += self.world
+        return prompt
 
 
 # --- Sample and reward --------------------------------------------------------------
@@ -108,7 +118,7 @@ def sampled_and_rewarded(engine, recipe, take, *, group_size, temperature, seed,
         seed=seed,
     ):
         prompt, began = started.pop(key), time.perf_counter()
-        rewards = [recipe.task.rewards(prompt[1], engine.text(c)) for c in completions]
+        rewards = rewarded(recipe, prompt[1], [engine.text(c) for c in completions])
         for r in rewards:
             if r.keys() != recipe.reward_weights.keys():
                 raise SystemExit(
@@ -121,6 +131,23 @@ def sampled_and_rewarded(engine, recipe, take, *, group_size, temperature, seed,
         rewards = [{name: r[name] for name in recipe.reward_weights} for r in rewards]
         count["seconds_reward"] += time.perf_counter() - began
         yield prompt, completions, rewards
+
+
+def rewarded(recipe, item, texts):
+    """-> the task's rewards of a group's completions. What the task raises is a bug, and no reward:
+    it stops the run and says for what; so do rewards that take too long."""
+    rewards, limit = [], recipe.reward_timeout_seconds
+    try:
+        with timely(limit, "the rewards of a group"):
+            for text in texts:
+                rewards.append(recipe.task.rewards(item, text))
+    except Exception as error:
+        remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
+        raise RuntimeError(
+            f"tasks/{recipe.task_name}.py: rewards() failed with {error!r}{remedy} for the question"
+            f" {item!r} and the completion {texts[len(rewards)]!r}"
+        ) from error
+    return rewards
 
 
 def real(value):
@@ -240,7 +267,7 @@ class Uploader:
 
     def finish(self):
         """Waits until all is uploaded; -> the server's answers, in order."""
-        while self.thread.is_alive():
+        while self.thread.is_alive():  # the thread that uploads says what it waits for
             with contextlib.suppress(queue.Full):
                 self.waiting.put(None, timeout=1)
                 self.thread.join()

@@ -5,7 +5,9 @@ store.put(group, body)          # an upload     waiting
 store.waiting(limit, patience)  # to be scored
 store.scored(seq, body)         # with log-probs          -> scored
 store.lease(run, limit, ...)    # to the trainer                    -> leased
-store.ack(run, ids)             # it was trained                              -> done
+store.ack(run, ids, step)       # it was trained                              -> trained
+store.cover(run, step)          # a checkpoint has what it taught             -> done
+store.resume(run, step)         # the run goes on from a checkpoint: later steps are undone
 store.drop_old(run, oldest)     # an older policy sampled it                  -> dropped
 store.pool(group, body)         # a flat group: pooled, until another of its prompt fits it
 """
@@ -23,7 +25,7 @@ import torch
 
 from wire import is_flat, pack_group, unpack_group
 
-STATES = ("waiting", "scored", "leased", "done", "failed", "pooled", "joined", "dropped")
+STATES = ("waiting", "scored", "leased", "trained", "done", "failed", "pooled", "joined", "dropped")
 LEASE_BYTES = 64 << 20  # of groups in one lease, unless a single one is larger: bounds its reply
 
 
@@ -32,10 +34,14 @@ class StoreFull(Exception):
 
 
 class Store:
-    """Groups in SQLite. A group is waiting -> scored -> leased -> done, or failed with an error.
+    """Groups in SQLite. A group is waiting -> scored -> leased -> trained -> done, or failed with
+    an error; too old for its run it is dropped, as for other reasons, which are kept.
 
-    Too old for its run it is dropped. Groups that are done, dropped or joined with another keep
-    their row without the body, so that a late repeat of an upload is recognised.
+    Exactly once is meant for the history that survives. What a step used is kept until a checkpoint
+    covers that step; a run that resumes from an earlier one is handed it again, in the same order.
+    What the ranks sampled themselves they sample again: those groups give their ids free.
+    Groups that are done, dropped or joined with another keep their row without the body, so that a
+    late repeat of an upload is recognised and the ledger adds up.
     WAL with synchronous=NORMAL: a committed upload survives the death of the process, though not a
     power cut. The file is locked: a second server, with another model, would score the first one's
     groups.
@@ -55,15 +61,21 @@ class Store:
         self.db.execute("PRAGMA synchronous=NORMAL")
         self.db.execute(
             "CREATE TABLE IF NOT EXISTS groups (seq INTEGER PRIMARY KEY, run TEXT, id TEXT,"
-            " state TEXT, body BLOB, bytes INTEGER, error TEXT, uploaded REAL, lease_ends REAL,"
-            " version INTEGER, item INTEGER, UNIQUE (run, id))"
+            " state TEXT, bytes INTEGER, error TEXT, uploaded REAL, lease_ends REAL,"
+            " version INTEGER, item INTEGER, sampler TEXT,"
+            " made INTEGER,"  # the ranks' step that sampled or joined it; NULL: workers did
+            " step INTEGER, was TEXT,"  # the ranks' step that ended it, and its state before
+            " replay INTEGER,"  # the step that used it in a history that was undone
+            " body BLOB, UNIQUE (run, id))"  # last: what comes after a long one is slow to reach
         )
         columns = [row[1] for row in self.db.execute("PRAGMA table_info(groups)")]
-        if "version" not in columns:
+        if "replay" not in columns:
             raise SystemExit(f"{path} is an older version's store: finish its runs, or delete it")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_item ON groups (state, run, item)")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_state ON groups (state, run, seq)")
         self.db.execute("CREATE TABLE IF NOT EXISTS reference (facts TEXT)")
+        # The answers to some leases died with the server before; whoever has them knows their ids
+        self.db.execute("UPDATE groups SET state='scored' WHERE state='leased'")
         self.bytes = self._sum()
 
     def use_reference(self, facts):
@@ -74,6 +86,7 @@ class Store:
                 self.db.execute(
                     "UPDATE groups SET state='waiting' WHERE state IN ('scored','leased')"
                 )
+                self.db.execute("UPDATE groups SET was='waiting' WHERE was='scored'")
                 self.db.execute("DELETE FROM reference")
                 self.db.execute("INSERT INTO reference VALUES (?)", (facts,))
 
@@ -82,28 +95,29 @@ class Store:
         row = self.db.execute("SELECT facts FROM reference").fetchone()
         return json.loads(row[0]).get("weights", "") if row else ""
 
-    def put(self, group, body, state="waiting"):
+    def put(self, group, body, state="waiting", reason=None):
         """Stores an uploaded group; -> False if it is there already. Raises StoreFull.
 
-        `state` is another for groups that need no score ("scored"), or came too late ("dropped").
+        `state` is another for groups that need no score ("scored"), or are "dropped" for a reason.
         """
         with self.changed:
             if self.known(group):
                 return False
-            self._insert(group, body, state)
+            self._insert(group, body, state, reason)
         return True
 
     def known(self, group):
         where = "SELECT 1 FROM groups WHERE run=? AND id=?"
         return self.db.execute(where, (group.run, group.id)).fetchone() is not None
 
-    def _insert(self, group, body, state):
+    def _insert(self, group, body, state, reason=None, made=None):
         self._make_room(len(body))
+        made = group.policy_version if group.sampler == "trainer" else made
         self.db.execute(
-            "INSERT INTO groups (run, id, state, body, bytes, uploaded, version, item)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (group.run, group.id, state, body, len(body), time.time())
-            + (group.policy_version, group.item),
+            "INSERT INTO groups (run, id, state, body, bytes, uploaded, error, version, item,"
+            " sampler, made) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (group.run, group.id, state, body, len(body), time.time(), reason)
+            + (group.policy_version, group.item, group.sampler, made),
         )
         self.bytes += len(body)
         self.changed.notify_all()
@@ -135,14 +149,16 @@ class Store:
     def _join(self, seq, group, joined):
         """Puts `joined` in the place of the pooled group `seq` and of `group`, all or nothing."""
         bodies = [pack_group(new) for new in joined]
+        made = group.policy_version if group.sampler == "trainer" else None
         pooled = self.db.execute("SELECT bytes FROM groups WHERE seq=?", (seq,)).fetchone()[0]
-        self._make_room(sum(map(len, bodies)) - pooled, spared=seq)
+        freed = pooled if made is None else 0
+        self._make_room(sum(map(len, bodies)) - freed, spared=seq)
         self.db.execute("BEGIN")
         try:
-            self._end("joined", "seq=?", (seq,))
+            self._end("joined", "seq=?", (seq,), step=made)
             self._insert(group, b"", "joined")
             for new, body in zip(joined, bodies, strict=True):
-                self._insert(new, body, "waiting")
+                self._insert(new, body, "waiting", made=made)
         except BaseException:
             self.db.execute("ROLLBACK")
             self.bytes = self._sum()
@@ -156,36 +172,128 @@ class Store:
             row = self.db.execute(query, (spared,)).fetchone()
             if not row:
                 raise StoreFull
-            self._end("dropped", "seq=?", row)
+            self._end("dropped", "seq=?", row, reason="flat, and there was no room for it")
 
     def _sum(self):
         return self.db.execute("SELECT IFNULL(SUM(bytes), 0) FROM groups").fetchone()[0]
 
-    def drop_old(self, run, oldest):
+    def drop_old(self, run, oldest, step=None):
         """Ends the run's groups that a policy before version `oldest` sampled. -> how many, without
-        flat ones that found no other."""
-        where = "run=? AND version<? AND state "
+        flat ones that found no other. `step` is the ranks', where it is they who ask."""
+        where, why = "run=? AND version<? AND state ", {"reason": "too old"}
         with self.changed:
-            self._end("dropped", where + "= 'pooled'", (run, oldest))
-            count = self._end("dropped", where + "IN ('waiting', 'scored')", (run, oldest))
+            self._end("dropped", where + "= 'pooled'", (run, oldest), step=step, **why)
+            count = self._end("dropped", where + "IN ('waiting', 'scored')", (run, oldest), **why)
             self.dropped[run] += count
         return count
 
-    def _end(self, state, where, values):
-        """Takes the bodies of groups away. -> how many groups."""
+    def drop(self, run, ids, reason):
+        """Ends groups that the trainer can't use. -> how many were not ended already."""
+        where = "run=? AND id=? AND state IN ('waiting', 'scored', 'leased')"
+        with self.changed:
+            return sum(self._end("dropped", where, (run, id), reason=reason) for id in ids)
+
+    def _end(self, state, where, values, *, reason=None, step=None):
+        """Ends groups. -> how many. Their bodies are deleted; with a `step`, that of the ranks
+        which ended them, only when a checkpoint covers it."""
         query = f"SELECT COUNT(*), IFNULL(SUM(bytes), 0) FROM groups WHERE {where}"
         count, size = self.db.execute(query, values).fetchone()
-        self.db.execute(
-            f"UPDATE groups SET state='{state}', body=NULL, bytes=0 WHERE {where}", values
-        )
-        self.bytes -= size
+        if not count:
+            return 0
+        if step is None:
+            change = "body=NULL, bytes=0, step=NULL, was=NULL"
+            self.bytes -= size
+        else:
+            change = f"step={int(step)}, was=REPLACE(state, 'leased', 'scored')"
+        query = f"UPDATE groups SET {change}, state=?, error=? WHERE {where}"
+        self.db.execute(query, (state, reason, *values))
         return count
 
     def forget(self, run):
         """Ends all of the run's groups: it is over."""
         where = "run=? AND state IN ('waiting', 'scored', 'leased', 'pooled')"
         with self.changed:
-            self._end("dropped", where, (run,))
+            self._end("dropped", where, (run,), reason="the run was over")
+            self._cover(run, 2**62)
+
+    # --- Checkpoints --------------------------------------------------------------
+    def ack(self, run, ids, step):
+        """The groups were trained, by the rollout after `step` updates. -> how many just now.
+
+        Workers' are kept until a checkpoint covers the step; what the ranks sampled they can sample
+        again.
+        """
+        where = "run=? AND id=? AND state NOT IN ('trained', 'done', 'dropped') AND made IS "
+        with self.changed:
+            own = sum(self._end("trained", where + "NOT NULL", (run, id)) for id in ids)
+            kept = sum(self._end("trained", where + "NULL", (run, id), step=step) for id in ids)
+        return own + kept
+
+    def cover(self, run, step):
+        """A checkpoint after `step` updates has been saved: what they used is not needed again."""
+        with self.changed:
+            self._cover(run, step)
+
+    def _cover(self, run, step):
+        where = "run=? AND step<? AND body IS NOT NULL"
+        query = f"SELECT IFNULL(SUM(bytes), 0) FROM groups WHERE {where}"
+        self.bytes -= self.db.execute(query, (run, step)).fetchone()[0]
+        self.db.execute(f"UPDATE groups SET body=NULL, bytes=0 WHERE {where}", (run, step))
+        done = "UPDATE groups SET state='done' WHERE run=? AND state='trained'"
+        self.db.execute(f"{done} AND IFNULL(step, made)<?", (run, step))
+        self.changed.notify_all()
+
+    def resume(self, run, step):
+        """The run goes on from its checkpoint after `step` updates: undoes what came after it.
+
+        -> how many groups will be handed out again, and how many the ranks will sample again.
+        """
+        with self.changed:
+            self.db.execute("BEGIN")
+            try:
+                self._cover(run, step)
+                again = self._end(
+                    "dropped", "run=? AND made>=?", (run, step), reason="sampled again"
+                )
+                rename = "UPDATE groups SET id=id || '~' || seq, made=-1 WHERE run=? AND made>=?"
+                self.db.execute(rename, (run, step))
+                back = self.db.execute(
+                    "UPDATE groups SET state=was, replay=step, step=NULL, was=NULL, error=NULL"
+                    " WHERE run=? AND step>=? AND body IS NOT NULL",
+                    (run, step),
+                ).rowcount
+                free = "UPDATE groups SET state='scored' WHERE run=? AND state='leased'"
+                back += self.db.execute(free, (run,)).rowcount
+            except BaseException:
+                self.db.execute("ROLLBACK")
+                self.bytes = self._sum()
+                raise
+            self.db.execute("COMMIT")
+            self.changed.notify_all()
+        return {"handed_out_again": back, "sampled_again": again}
+
+    def ledger(self, run):
+        """-> where the run's groups have gone, which adds up: uploaded + regrouped = trained +
+        waiting + joined + failed + dropped. `dropped` has counts by reason."""
+        where = "FROM groups WHERE run=?"
+        with self.changed:
+            states = f"SELECT state, error, COUNT(*) {where} GROUP BY state, error"
+            rows = self.db.execute(states, (run,)).fetchall()
+            by = dict(self.db.execute(f"SELECT sampler, COUNT(*) {where} GROUP BY sampler", (run,)))
+        counts, dropped = Counter(), Counter()
+        for state, reason, count in rows:
+            counts[state] += count
+            if state == "dropped":
+                dropped[reason or "?"] += count
+        return {
+            "uploaded": sum(by.values()) - by.get("regrouped", 0),
+            "regrouped": by.get("regrouped", 0),
+            "trained": counts["trained"] + counts["done"],
+            "waiting": sum(counts[s] for s in ("waiting", "scored", "leased", "pooled")),
+            "joined": counts["joined"],
+            "failed": counts["failed"],
+            "dropped": dict(dropped),
+        }
 
     def queued(self, run):
         """-> the run's groups that wait to be scored or to be leased."""
@@ -231,7 +339,7 @@ class Store:
         """
         query = (
             "SELECT seq, id, bytes FROM groups WHERE state IN ('scored', 'leased') AND run=?"
-            " AND (state='scored' OR lease_ends<?) ORDER BY seq LIMIT ?"
+            " AND (state='scored' OR lease_ends<?) ORDER BY replay IS NULL, replay, seq LIMIT ?"
         )
         deadline = time.monotonic() + patience
         with self.changed:
@@ -259,22 +367,25 @@ class Store:
                 self.changed.notify_all()  # there is room for workers to begin others
         return bodies
 
-    def ack(self, run, ids):
-        """Ends the groups' way: they were trained. -> how many were not done already."""
+    def newest_run(self):
+        """-> the run of the newest upload, or None."""
         with self.changed:
-            where = "run=? AND id=? AND state!='done'"
-            return sum(self._end("done", where, (run, id)) for id in ids)
+            row = self.db.execute("SELECT run FROM groups ORDER BY seq DESC LIMIT 1").fetchone()
+        return row[0] if row else None
 
     def stats(self):
-        """-> counts of groups by state, bytes held, age in seconds of the oldest waiting."""
+        """-> counts of groups by state, bytes held, those of groups that were trained among them,
+        age in seconds of the oldest waiting."""
         with self.changed:
+            kept = self.db.execute("SELECT IFNULL(SUM(bytes), 0) FROM groups WHERE step NOT NULL")
             counts = dict(self.db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
             oldest = self.db.execute(
                 "SELECT MIN(uploaded) FROM groups WHERE state='waiting'"
             ).fetchone()[0]
         states = {state: counts.get(state, 0) for state in STATES}
         age = round(time.time() - oldest, 1) if oldest else 0
-        return states | {"bytes": self.bytes, "max_bytes": self.max_bytes, "oldest_waiting_s": age}
+        sizes = {"bytes": self.bytes, "kept_bytes": kept.fetchone()[0], "max_bytes": self.max_bytes}
+        return states | sizes | {"oldest_waiting_s": age}
 
 
 def join_flat(old, new):

@@ -34,7 +34,7 @@ def run_worker(engine, server, recipe, name=None):
     the policy can't be proved to have arrived, SystemExit where it is another model's.
     """
     name = name or f"{socket.gethostname()}-{os.getpid()}"
-    state = {"run": None, "version": -1, "held": 0, "skipped": Counter()}
+    state = {"run": None, "version": -1, "sha256": "", "held": 0, "skipped": Counter()}
     order, total, pulled = Order(recipe.prompts, recipe.seed), Counter(), False
     no_run = Wait(f"a run to sample for, from {server.url}", server.limit)
     no_room = Wait(f"work from {server.url}", 10 * server.limit)  # a trainer may evaluate for long
@@ -66,12 +66,14 @@ def ask(server, name, state, want, pulled=False):
         want=want,
         run=state["run"] or "",
         version=state["version"],
+        sha256=state["sha256"],
         pulled=pulled,
     )
 
 
 def is_newer(policy, state):
-    return (policy["run"], policy["version"]) != (state["run"], state["version"])
+    """Whether it is another than the worker has; a resumed run may give a version other weights."""
+    return any(policy[name] != state[name] for name in ("run", "version", "sha256"))
 
 
 def take_policy(engine, server, recipe, policy, path, state):
@@ -85,7 +87,7 @@ def take_policy(engine, server, recipe, policy, path, state):
     except ValueError as error:
         raise SystemExit(f"policy {policy['version']} does not fit MODEL here: {error}") from error
     gap = check_proof(engine, policy)
-    state |= {"run": policy["run"], "version": policy["version"]}
+    state |= {name: policy[name] for name in ("run", "version", "sha256")}
     tell(
         f"policy {policy['version']} of {policy['run']}: {policy['bytes'] / 1e6:.1f} MB in"
         f" {time.perf_counter() - started:.1f} s; log-probs differ from the trainer's by {gap:.1g}"

@@ -99,7 +99,7 @@ def train(case, model, port, folder, steps):
     if case == "demo":
         grpo.TASK, grpo.FINAL_LR, grpo.MAX_PROMPT_TOKENS = "arithmetic", 0.0, 64
     else:
-        grpo.load_task = lambda: Counting
+        grpo.load_task = lambda name: Counting
         grpo.REWARD_WEIGHTS, grpo.MAX_PROMPT_TOKENS = {"correctness": 1.0}, prompt_tokens
     grpo.main()
 

@@ -73,7 +73,7 @@ def main(model, out):
     policy = load_policy(model, AutoTokenizer.from_pretrained(model), "float32")
     loss_types = ("grpo", "dapo", "dr_grpo")
     result = {(t, "plain"): plain_gradient(policy, make_rows(policy, t)) for t in loss_types}
-    engine = grpo.start_engine(policy)
+    engine = grpo.make_engine(policy)
     for loss_type in loss_types:
         for name, budget in BUDGETS.items():
             grpo.MICRO_BATCH_TOKENS = budget

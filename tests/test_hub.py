@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 
 import pytest
 import torch
-from test_server import INFO, FakeReference, InProcess, call, refused
+from test_server import INFO, FakeReference, InProcess, call, done, refused
 from test_wire import make_group
 
 import hub as hub_module
@@ -25,6 +25,7 @@ from wire import pack_group, unpack_group
 
 MAX_POLICY = 1000
 WEIGHTS = bytes(range(256)) * 3
+SHA256 = hashlib.sha256(WEIGHTS).hexdigest()
 
 
 @pytest.fixture
@@ -266,8 +267,9 @@ def test_all_of_it_is_there_when_it_is_opened_again(tmp_path):
 
 
 # --- Work ---------------------------------------------------------------------------
-def ask(hub, worker="a", *, held=0, want=4, run="run", version=0, patience=0):
-    return hub.work(worker, held=held, want=want, run=run, version=version, patience=patience)
+def ask(hub, worker="a", *, held=0, want=4, run="run", version=0, sha256=SHA256, patience=0):
+    ask = {"held": held, "want": want, "run": run, "version": version, "sha256": sha256}
+    return hub.work(worker, **ask, patience=patience)
 
 
 def test_prompts_are_handed_out_once(hub):
@@ -333,7 +335,7 @@ def test_pacing_holds_whatever_workers_do(hub, store):
         elif act >= 0.8:
             for seq, body in store.waiting(2, 0):
                 store.scored(seq, body)
-            store.ack("run", list(store.lease("run", 3, seconds=60, patience=0)))
+            done(store, list(store.lease("run", 3, seconds=60, patience=0)))
         assert sum(held.values()) + store.queued("run") <= capacity
     assert seen == list(range(len(seen))) and len(seen) > 100
 
@@ -399,11 +401,11 @@ def test_who_waits_for_work_is_woken(hub, store, what):
 
 def test_work_over_http(app, hub):
     client = InProcess(app)
-    asked = {"held": 0, "want": 3, "run": "", "version": -1}
+    asked = {"held": 0, "want": 3, "run": "", "version": -1, "sha256": ""}
     assert client.work("w", **asked) == {"policy": None, "first": 0, "count": 0}
     publish(hub)
     assert client.work("w", **asked)["policy"] == record_of()
-    answer = client.work("w", **asked | {"run": "run", "version": 0})
+    answer = client.work("w", **asked | {"run": "run", "version": 0, "sha256": SHA256})
     assert answer == {"policy": record_of(), "first": 0, "count": 3}
     (worker,) = client.stats()["workers"].items()
     assert worker[0] == "w" and worker[1]["held"] == 3
@@ -604,7 +606,7 @@ def test_pooling_the_same_group_again_changes_nothing(store):
         assert pool(store, first) == []
     stats = store.stats()
     assert (stats["waiting"], stats["pooled"], stats["joined"]) == (2, 0, 2)
-    store.ack("run", ["group-001+0", "group-001+1"])
+    done(store, ["group-001+0", "group-001+1"])
     assert sorted(pool(store, second)) == ["group-001+0", "group-001+1"] and store.bytes == 0
     assert not store.put(second, pack_group(second))
 
@@ -686,8 +688,8 @@ def test_bytes_are_right_at_all_times_and_when_it_is_opened_again(tmp_path):
         for seq, body in store.waiting(rng.randint(0, 3), 0):
             store.scored(seq, body * 2) if rng.random() < 0.9 else store.failed(seq, "error")
         ids = [id for (id,) in store.db.execute("SELECT id FROM groups WHERE state='failed'")]
-        store.ack("run", ids)
-        store.ack("run", list(store.lease("run", 2, seconds=60, patience=0)))
+        done(store, ids)
+        done(store, list(store.lease("run", 2, seconds=60, patience=0)))
         store.drop_old("run", seed - 60)
         assert_bytes(store)
     stats = store.stats()

@@ -34,6 +34,7 @@ from scoring import Reference, score_groups, score_rows
 from store import Store, StoreFull
 from wire import PROTOCOL, pack_group, unpack_group
 
+LATE = 2**40  # a step
 PRESET = Path(__file__).with_name("preset.py")
 TOLERANCE = 1e-5  # float32 on both sides; measured: 4e-6
 
@@ -64,6 +65,13 @@ def mark_scored(store):
         store.scored(seq, body + b"scored")
 
 
+def done(store, ids, run="run"):
+    """They were trained, and a checkpoint covers that. -> how many just now."""
+    count = store.ack(run, ids, LATE)
+    store.cover(run, LATE + 1)
+    return count
+
+
 def lease(store, run="run", limit=100, seconds=60, patience=0):
     return store.lease(run, limit, seconds=seconds, patience=patience)
 
@@ -84,7 +92,7 @@ def test_runs_are_kept_apart(store):
     put(store, 0, run="a")
     put(store, 0, run="b")
     mark_scored(store)
-    assert len(lease(store, "a")) == 1 and store.ack("a", ["group-000"]) == 1
+    assert len(lease(store, "a")) == 1 and done(store, ["group-000"], "a") == 1
     assert len(lease(store, "b")) == 1
 
 
@@ -94,9 +102,9 @@ def test_the_same_id_again_changes_nothing_even_when_it_is_done(store):
     assert not store.put(again, b"other body") and len(store.waiting(9, 0)[0][1]) > 100
     mark_scored(store)
     lease(store)
-    assert store.ack("run", ["group-000", "unknown"]) == 1
+    assert done(store, ["group-000", "unknown"]) == 1
     assert not store.put(again, b"other body")  # late, after its step
-    assert store.ack("run", ["group-000"]) == 0
+    assert done(store, ["group-000"]) == 0
     assert lease(store) == {} and store.waiting(9, 0) == []
 
 
@@ -108,7 +116,7 @@ def test_a_full_store_refuses_until_something_is_done(store):
         put(store, 1)
     assert not store.put(make_group(seed=0), b"known: no room needed" * 10)
     mark_scored(store)
-    store.ack("run", list(lease(store)))
+    done(store, list(lease(store)))
     assert store.bytes == 0
     put(store, 1)
 
@@ -144,7 +152,7 @@ def test_a_failed_group_is_told_to_its_run_alone(store):
     assert len(lease(store, "other")) == 1
     assert store.stats()["failed"] == 1
     assert store.bytes == sum(len(body) for _, body in others)
-    store.ack("run", ["group-000"])  # who knows about it may go on
+    done(store, ["group-000"])  # who knows about it may go on
     assert list(lease(store)) == ["group-001"]
 
 
@@ -152,7 +160,7 @@ def test_a_group_acknowledged_while_it_is_scored_stays_done(store):
     """Or it would be handed out, and trained, once more."""
     put(store, 0)
     ((seq, body),) = store.waiting(9, 0)
-    store.ack("run", ["group-000"])
+    done(store, ["group-000"])
     store.scored(seq, body)
     assert lease(store) == {} and store.stats()["done"] == 1 and store.bytes == 0
 
@@ -162,7 +170,7 @@ def test_another_reference_scores_again_what_is_not_done(store):
     put(store, 0, 1, 2)
     mark_scored(store)
     lease(store, limit=1)
-    store.ack("run", list(lease(store, limit=1)))
+    done(store, list(lease(store, limit=1)))
     store.use_reference({"temperature": 1.0, "model": "a"})
     assert store.stats()["waiting"] == 0
     store.use_reference({"model": "b", "temperature": 1.0})
@@ -184,10 +192,12 @@ def test_all_is_there_when_it_is_opened_again(tmp_path):
     bodies = put(first, 0, 1, 2)
     mark_scored(first)
     leased = lease(first, limit=1, seconds=0)
-    first.ack("run", ["group-001"])
+    first.ack("run", ["group-001"], 5)
     counts = first.stats()
     first.db.close()
     second = Store(path, 100_000)
+    # the answer to a lease may have died with the server: it is handed out again
+    counts |= {"scored": counts["scored"] + 1, "leased": 0}
     assert second.stats() | {"oldest_waiting_s": 0} == counts
     assert lease(second) == leased | {"group-002": bodies["group-002"] + b"scored"}
     second.db.close()
@@ -266,7 +276,7 @@ def test_many_threads_at_once_lose_and_double_nothing(tmp_path):
         while len(got) < 100:
             bodies = lease(store, limit=7, patience=0.05)
             got.extend(bodies)
-            store.ack("run", list(bodies))
+            done(store, list(bodies))
 
     threads = [threading.Thread(target=produce, args=(worker,)) for worker in range(4)]
     threads += [threading.Thread(target=consume) for _ in range(3)]
@@ -602,9 +612,12 @@ def test_a_group_goes_round(app, store):
     (blob,) = safetensors.torch.load(blobs).values()
     assert blob.numpy().tobytes() == body + b"scored"
     assert call(app, "POST", "/lease", wanted)[0] == 204
-    done = {"run": "run", "ids": ["group-000"]}
-    assert call(app, "POST", "/ack", done)[::2] == (200, b'{"acknowledged": 1}')
-    assert call(app, "POST", "/ack", done)[::2] == (200, b'{"acknowledged": 0}')
+    done = {"run": "run", "ids": ["group-000"], "step": 3}
+    assert call(app, "POST", "/ack", done)[::2] == (
+        200,
+        b'{"acknowledged": 1, "kept_bytes": 0, "max_bytes": 100000}',
+    )
+    assert json.loads(call(app, "POST", "/ack", done)[2])["acknowledged"] == 0
 
 
 def test_info_stats_and_the_page_for_people(app, store):
@@ -683,9 +696,15 @@ def test_bad_json_is_refused_with_the_reason(app, store, route, body):
 
 def test_ids_of_any_kind_end_no_lease_but_their_own(app, store):
     put(store, 0)
-    odd = {"run": "run", "ids": [None, {}, [], 1e400, "'; DROP TABLE groups; --", 10**30]}
-    assert call(app(), "POST", "/ack", odd)[::2] == (200, b'{"acknowledged": 0}')
-    assert refused(call(app(), "POST", "/ack", {"run": "run", "ids": ["\ud800"]}), 400)
+    odd = {
+        "run": "run",
+        "ids": [None, {}, [], 1e400, "'; DROP TABLE groups; --", 10**30],
+        "step": 1,
+    }
+    assert json.loads(call(app(), "POST", "/ack", odd)[2])["acknowledged"] == 0
+    half = {"run": "run", "ids": ["\ud800"], "step": 0, "reason": "half a letter"}
+    assert refused(call(app(), "POST", "/ack", half), 400)
+    assert refused(call(app(), "POST", "/drop", half), 400)
     assert store.stats()["waiting"] == 1
 
 
@@ -773,7 +792,8 @@ def test_groups_survive_kill_9_of_the_server(tiny, tmp_path, model, monkeypatch)
         bodies, deadline = {}, time.monotonic() + 60
         while len(bodies) < len(ids) and time.monotonic() < deadline:
             bodies |= server.lease("run", len(ids))
-        server.call("POST", "/ack", json={"run": "run", "ids": ids})
+        server.ack("run", ids, LATE)
+        server.checkpoint("run", LATE + 1)
         stats = server.call("GET", "/stats").json()
         assert (stats["done"], stats["bytes"]) == (40, 0)
         with pytest.raises(RuntimeError, match="refused .413."):

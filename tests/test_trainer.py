@@ -20,13 +20,15 @@ import grpo_ref_split as grpo
 import report
 import rollout
 from client import RefServer
+from config import check_constants
 from exchange import Exchange
 from forward import CompletionModel
 from hub import Hub
 from policy import load_policy, prompt_ids
 from policy_sync import NOISE
 from ref_server import make_app
-from rollout import Recipe, endless, make_group, sampled_and_rewarded
+from report import Clock
+from rollout import Recipe, Stream, make_group, sampled_and_rewarded
 from sampler import Completion
 from store import Store
 from wire import PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
@@ -89,32 +91,37 @@ def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), **changes):
 )
 def test_a_bad_constant_is_named_with_its_value(constant, value, monkeypatch, tmp_path):
     monkeypatch.setattr(grpo, "RUN_DIR", str(tmp_path))
-    grpo.check_config()
+    check_constants(vars(grpo))
     monkeypatch.setattr(grpo, constant, value)
     if value == 9:
         constant, value = "MAX_STALENESS", grpo.MAX_STALENESS
     with pytest.raises(SystemExit, match=re.escape(f"{constant} = {value!r} must be")):
-        grpo.check_config()
+        check_constants(vars(grpo))
 
 
 def test_a_reference_that_follows_needs_a_reference(monkeypatch, tmp_path):
     for name, value in {"RUN_DIR": str(tmp_path), "REFERENCE_REFRESH_STEPS": 5}.items():
         monkeypatch.setattr(grpo, name, value)
-    grpo.check_config()
+    check_constants(vars(grpo))
     monkeypatch.setattr(grpo, "KL_BETA", 0)
     with pytest.raises(SystemExit, match="REFERENCE_REFRESH_STEPS = 5 must be 0 where there is no"):
-        grpo.check_config()
+        check_constants(vars(grpo))
 
 
 def test_a_run_is_not_written_over(monkeypatch, tmp_path):
     monkeypatch.setattr(grpo, "RUN_DIR", str(tmp_path))
-    for trace in ("metrics.jsonl", "step_000500"):  # FIELD 5a-21: the next run wrote over it
+    # FIELD 5a-21: the next run wrote over it; without run.json there is no going on
+    for trace, resumes in [("metrics.jsonl", 1), ("step_000500", 1), ("run.json", 0)]:
+        monkeypatch.setattr(grpo, "RESUME", bool(resumes))
         (tmp_path / trace).mkdir()
         with pytest.raises(SystemExit, match="holds no run"):
             grpo.check_run_dir()
-        grpo.check_config()  # a worker's RUN_DIR may hold what it likes: it writes nothing there
+        check_constants(vars(grpo))  # a worker's RUN_DIR may hold what it likes
         (tmp_path / trace).rmdir()
         grpo.check_run_dir()
+    monkeypatch.setattr(grpo, "RESUME", True)
+    (tmp_path / "run.json").touch()
+    grpo.check_run_dir()  # that one goes on
 
 
 def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():
@@ -140,12 +147,12 @@ def test_learning_rate_warms_up_and_decays(monkeypatch):
 # --- Prompts ------------------------------------------------------------------------
 def test_ranks_share_each_epoch_without_overlap():
     prompts = list(range(10))
-    ranks = [list(islice(endless(prompts, 0, rank, 3), 10)) for rank in range(3)]
+    ranks = [list(islice(Stream(prompts, 0, rank, 3), 10)) for rank in range(3)]
     order = [prompt for turn in zip(*ranks, strict=True) for prompt in turn]  # of all ranks
     assert sorted(order[:10]) == sorted(order[10:20]) == prompts
     assert order[:10] != order[10:20]  # a new order
-    assert ranks[0] == list(islice(endless(prompts, 0, 0, 3), 10))  # FIELD 5a-22: no seed
-    assert ranks[0] != list(islice(endless(prompts, 1, 0, 3), 10))
+    assert ranks[0] == list(islice(Stream(prompts, 0, 0, 3), 10))  # FIELD 5a-22: no seed
+    assert ranks[0] != list(islice(Stream(prompts, 1, 0, 3), 10))
 
 
 def test_a_chat_is_templated_once_and_a_role_it_does_not_know_is_folded_in(tiny):
@@ -173,11 +180,11 @@ def test_long_prompts_are_left_out_and_counted(tiny, monkeypatch, capsys):
         load=lambda split: items, messages=lambda q: [{"role": "user", "content": q}]
     )
     monkeypatch.setattr(grpo, "MAX_PROMPT_TOKENS", 40)
-    assert [index for index, _, _ in grpo.load_prompts(task, "train", tokenizer)] == [0]
+    assert [index for index, _, _ in grpo.load_split(task, "train", tokenizer)] == [0]
     assert "2 questions, 1 left out" in capsys.readouterr().out  # FIELD 5a-22: in silence
     monkeypatch.setattr(grpo, "MAX_PROMPT_TOKENS", 2)
     with pytest.raises(SystemExit, match="MAX_PROMPT_TOKENS = 2"):
-        grpo.load_prompts(task, "train", tokenizer)
+        grpo.load_split(task, "train", tokenizer)
 
 
 def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tmp_path):
@@ -223,6 +230,7 @@ def a_recipe(prompts=(), **changes):
         max_refills=4,
         seed=0,
         stop_tokens=[],
+        reward_timeout_seconds=60,
     )
     return Recipe(**fields | changes)
 
@@ -486,7 +494,7 @@ def test_a_rollout_goes_through_the_server_and_comes_back_scored(alone, server):
 
 def test_two_flat_groups_of_a_prompt_are_trained_together(alone, server):
     groups, _ = take_step(server, [ALL_WRONG, MIXED, MIXED, MIXED], step=0)
-    server.call("POST", "/ack", json={"run": "run", "ids": [g.id for g in groups]})
+    server.ack("run", [g.id for g in groups], 0)
     groups, metrics = take_step(server, [ALL_RIGHT, MIXED, MIXED, MIXED], step=1)
     joined = [g for g in groups if g.sampler == "regrouped"]
     assert len(groups) == 5 and len(joined) == 2 and metrics["groups_sampled"] == 4
@@ -506,7 +514,7 @@ def test_what_is_too_old_is_not_joined_either(alone, server, monkeypatch, publis
             publish(server, version=step, oldest=step - 4)
         first = {0: ALL_WRONG, 5: ALL_RIGHT}.get(step, MIXED)
         groups, _ = take_step(server, [first, MIXED, MIXED, MIXED], step=step)
-        server.call("POST", "/ack", json={"run": "run", "ids": [g.id for g in groups]})
+        server.ack("run", [g.id for g in groups], 0)
     assert len([g for g in groups if g.sampler == "trainer"]) == 3
     assert max(5 - g.policy_version for g in groups) <= 4
 
@@ -648,7 +656,7 @@ class Leases:
     def __init__(self, *leases):
         self.leases, self.dropped, self.asked = list(leases), 0, []
 
-    def lease(self, run, limit, *, oldest, patience):
+    def lease(self, run, limit, *, oldest, step, patience):
         self.asked.append((limit, oldest, patience))
         ids = self.leases.pop(0) if self.leases else []
         assert len(ids) <= limit
@@ -667,7 +675,7 @@ def test_micro_batches_are_trained_in_the_order_in_which_they_are_scored(monkeyp
     ranks, both = Ranks(monkeypatch), exchanges(["c"], ["a", "d"], ["b"])
 
     def steps(rank):
-        both[rank].begin("abcd", 0)
+        both[rank].begin("abcd", step=0, oldest=0)
         choices, order = [{"a", "b"}, {"c"}, {"d", "worker's"}, {"another worker's"}], []
         while choices:
             now = choices.pop(both[rank].first_scored(choices))
@@ -688,7 +696,7 @@ def test_ranks_agree_though_one_of_their_groups_came_with_regrouped_ones(monkeyp
     ranks, both = Ranks(monkeypatch), exchanges(["a", "x+0"], ["x+1"], ["b"])
 
     def steps(rank):
-        both[rank].begin("ab", 0)
+        both[rank].begin("ab", step=0, oldest=0)
         joined = both[rank].whole(["x+0", "x+1"])
         order = []
         for choices in ([{"a"}, {"b"}], [{"b"}]):
@@ -705,7 +713,7 @@ def test_a_lease_that_ran_out_gives_no_group_twice(monkeypatch):
     ranks, both = Ranks(monkeypatch), exchanges(["a"], ["a"], ["b"], ["b", "c"], ["a"], ["d"])
 
     def steps(rank):
-        settings = {"oldest": 0, "wait": True}
+        settings = {"step": 0, "oldest": 0, "wait": True}
         return [[g.id for g in both[rank].workers_groups(n, **settings)] for n in (1, 1, 2)]
 
     assert ranks.run(steps) == [[["a"], ["b"], ["c", "d"]]] * 2
@@ -715,10 +723,10 @@ def test_a_lease_that_ran_out_gives_no_group_twice(monkeypatch):
 def test_a_wait_for_groups_that_do_not_come_ends_with_a_sentence(monkeypatch, what):
     alone = exchanges(["a"])[0]
     monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
-    alone.begin(["b"], 0)
+    alone.begin(["b"], step=0, oldest=0)
     with pytest.raises(RuntimeError, match="waited 0.3 s for .*http://leases: 1 "):
         if what == "workers_groups":
-            alone.workers_groups(2, oldest=0, wait=True)
+            alone.workers_groups(2, step=0, oldest=0, wait=True)
         elif what == "whole":
             alone.whole(["a", "b"])
         else:
@@ -908,23 +916,53 @@ class Record(list):
         (1, 0, [("publish", 0, -4), ("publish", 2, -2), ("publish", 4, 0), ("publish", 6, 2)]),
         (3, 0, [("publish", 0, -4), ("publish", 4, 0), ("publish", 6, 2)]),
         # at the start they are the same anyway, but may be of different shape
-        (0, 4, [("publish", 0, -4), ("finish",), ("publish", 4, 0), ("finish",)]),
+        (0, 4, [("publish", 0, -4), ("finish",), ("save", 4), ("publish", 4, 0), ("finish",)]),
     ],
 )
-def test_the_policy_is_published_when_its_steps_are_passed(monkeypatch, publish, refresh, expected):
+def test_the_policy_is_published_when_its_steps_are_passed(
+    monkeypatch, alone, publish, refresh, expected
+):
     """With two updates on each rollout a step may be jumped over, and is made up for."""
     constants = {"PUBLISH_STEPS": publish, "REFERENCE_REFRESH_STEPS": refresh, "MAX_STALENESS": 4}
     for name, value in constants.items():
         monkeypatch.setattr(grpo, name, value)
-    publisher, server, forgot = Record(), Record(), []
+    publisher, server, forgot, clock = Record(), Record(), [], Clock()
+    server.info = {}
+    monkeypatch.setattr(grpo, "save", lambda p, *_: publisher.append(("save", p.step)))
     exchange = SimpleNamespace(server=server, new_reference=lambda: forgot.append(1))
-    for before, step in [(-1, 0), (0, 2), (2, 4), (4, 6)]:
-        grpo.share_policy(publisher, exchange, "run", before, step)
+    progress = grpo.Progress("run")
+    grpo.first_policy(publisher, exchange, progress)
+    for before, progress.step in [(0, 2), (2, 4), (4, 6)]:
+        grpo.hand_on(None, None, None, exchange, publisher, progress, before, clock)
     assert publisher == expected
     sent = [call[1] for call in publisher if call[0] == "publish"] if refresh else []
     assert server == [("set_reference", "run", step) for step in sent]
     assert len(forgot) == len(sent)
-    grpo.share_policy(None, None, "run", 0, 1)  # of other ranks, nothing
+    grpo.hand_on(None, None, None, None, None, grpo.Progress("run", 1), 0, clock)  # other ranks
+
+
+@pytest.mark.parametrize(
+    ("there", "reference", "expected"),
+    [
+        ("run@4", 4, []),  # as it was left
+        ("run@4", 6, [("publish", 6, 2), ("finish",), ("set_reference", "run", 6)]),
+        ("", 4, SystemExit),  # the server's files are gone, and the run's checkpoint has no step 4
+    ],
+)
+def test_a_run_that_goes_on_has_the_reference_it_had(
+    monkeypatch, alone, there, reference, expected
+):
+    for name, value in {"REFERENCE_REFRESH_STEPS": 2, "MAX_STALENESS": 4}.items():
+        monkeypatch.setattr(grpo, name, value)
+    calls, progress = Record(), grpo.Progress("run", 6, reference=reference)
+    calls.info = {"weights": there}
+    exchange = SimpleNamespace(server=calls, new_reference=lambda: None)
+    if expected is SystemExit:
+        with pytest.raises(SystemExit, match="policy of step 4"):
+            grpo.first_policy(calls, exchange, progress)
+    else:
+        grpo.first_policy(calls, exchange, progress)
+        assert calls == expected
 
 
 # --- Client -------------------------------------------------------------------------

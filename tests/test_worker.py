@@ -25,7 +25,7 @@ from hub import Hub
 from policy import ALL, load_policy, load_weights, merge_adapters, trained_weights
 from policy_sync import NOISE, Publisher, check_proof, proof_of
 from ref_server import make_app
-from rollout import Order, endless, tally_of
+from rollout import Order, Stream, tally_of
 from store import Store
 from wire import unpack_group
 
@@ -48,7 +48,7 @@ def test_every_epoch_has_each_prompt_once_in_an_order_of_its_own():
 def test_the_order_is_the_trainers_and_may_be_read_anywhere():
     """Positions come from the server: a worker sees some of them, back and forth."""
     prompts = list(range(10))
-    order, alone = Order(prompts, 5), endless(prompts, 5, rank=0, world=1)
+    order, alone = Order(prompts, 5), Stream(prompts, 5, rank=0, world=1)
     expected = [next(alone) for _ in range(45)]
     positions = torch.randperm(45, generator=torch.Generator().manual_seed(0)).tolist()
     assert [order[at] for at in positions] == [expected[at] for at in positions]

@@ -1,0 +1,61 @@
+"""DeepSpeed's engine, ZeRO-2, round the policy."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from forward import CompletionModel
+from report import say
+
+
+def start_engine(
+    policy,
+    *,
+    learning_rate,
+    adam_betas,
+    weight_decay,
+    max_grad_norm,
+    share_prompts,
+    gradient_checkpointing,
+    offload_optimizer,
+    wait_limit_seconds,
+):
+    """-> DeepSpeed's engine, ZeRO-2, round a CompletionModel of the policy, with its optimiser."""
+    import deepspeed  # takes seconds; the tests of the trainer's functions do without
+
+    # DeepSpeed would compile an all-reduce for CPU inference here: a minute, and a compiler which
+    # may be missing. Training has no use for it. Another version may compile: say what we wait for.
+    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
+    # Longer than a rank waits by itself for server or rewards, which ends it with a better sentence
+    deepspeed.init_distributed(timeout=timedelta(seconds=2 * wait_limit_seconds + 60))
+    model = CompletionModel(
+        policy.model, share_prompts=share_prompts, gradient_checkpointing=gradient_checkpointing
+    )
+    # What a rank could not have, none has: all must plan the same micro-batches
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (model.shares, model.notes))
+    model.shares = all(shares for shares, _ in everyone)
+    for note in sorted({note for _, notes in everyone for note in notes}):
+        say(note)
+    settings = {"lr": learning_rate, "betas": adam_betas, "weight_decay": weight_decay}
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    zero = {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": 50_000_000}
+    if offload_optimizer:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer = DeepSpeedCPUAdam(trained, **settings)
+        zero["offload_optimizer"] = {"device": "cpu"}
+    else:
+        fused = policy.model.device.type == "cuda"
+        optimizer = torch.optim.AdamW(trained, fused=fused, **settings)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # a formality: accumulate() cuts micro-batches by
+        "gradient_accumulation_steps": 1,  # tokens, and says itself where a step ends
+        "zero_optimization": zero,
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": policy.dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]

@@ -1,0 +1,10 @@
+"""arithmetic's questions, with a reward that a random model meets half of the time: even length."""
+
+from tasks.arithmetic import load, messages  # noqa: F401
+
+
+def rewards(item, completion):
+    return {
+        "correctness": 1.0 if len(completion) % 2 == 0 else -1.0,
+        "format": 1.25 if completion[:1].isalpha() else -1.0,
+    }

@@ -1,0 +1,298 @@
+"""Nothing is lost, trained twice or leaked: checkpoints, and the store when a run resumes."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+import test_server
+import torch
+from test_server import done, lease, mark_scored
+from test_wire import make_group
+
+import checkpoint
+from config import check_same_run, constants_of
+from rollout import Stream
+from store import Store
+from wire import pack_group
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "store.sqlite", max_bytes=10**6)
+    yield store
+    store.db.close()
+
+
+def put(store, *seeds):
+    """Stores groups of a worker; -> their bodies by id."""
+    return test_server.put(store, *seeds, sampler="worker")
+
+
+def adds_up(store, run="run"):
+    """-> the ledger, having checked that it adds up and that the bytes are what is there."""
+    ledger = store.ledger(run)
+    ends = ("trained", "waiting", "joined", "failed")
+    total = sum(ledger[name] for name in ends) + sum(ledger["dropped"].values())
+    assert ledger["uploaded"] + ledger["regrouped"] == total, ledger
+    query = "SELECT IFNULL(SUM(LENGTH(body)), 0), IFNULL(SUM(bytes), 0) FROM groups"
+    held, said = store.db.execute(query).fetchone()
+    assert held == said == store.bytes
+    return ledger
+
+
+# --- The store ----------------------------------------------------------------------
+def test_what_workers_sampled_is_kept_until_a_checkpoint_covers_it(store):
+    put(store, 0, 1, 2, 3)
+    mark_scored(store)
+    order = list(lease(store))
+    assert store.ack("run", order[:2], 5) == 2 and store.ack("run", order[2:], 6) == 2
+    assert store.ack("run", order, 7) == 0  # once is all
+    assert store.stats()["trained"] == 4 and store.stats()["kept_bytes"] == store.bytes > 0
+    store.cover("run", 6)  # the checkpoint after 6 updates: the rollout after 5 is in it
+    assert (store.stats()["done"], store.stats()["trained"]) == (2, 2)
+    assert adds_up(store)["trained"] == 4
+    store.cover("run", 7)
+    assert store.bytes == 0 and lease(store) == {} and adds_up(store)["trained"] == 4
+
+
+def test_a_run_that_resumes_is_handed_the_same_in_the_same_order(store):
+    bodies = put(store, 3, 1, 0, 2, 4)
+    mark_scored(store)
+    first, second = list(lease(store, limit=2)), list(lease(store, limit=2))
+    store.ack("run", second, 5)  # not the order of upload
+    store.ack("run", first, 6)
+    held = list(lease(store))  # and one was in the trainer's hands
+    assert store.resume("run", 5) == {"handed_out_again": 5, "sampled_again": 0}
+    again = lease(store)
+    assert list(again) == second + first + held
+    assert all(again[id] == bodies[id] + b"scored" for id in again)
+    adds_up(store)
+
+
+def test_what_a_checkpoint_covers_is_not_handed_out_again(store):
+    put(store, 0, 1, 2)
+    mark_scored(store)
+    a, b, c = lease(store)
+    for step, id in enumerate((a, b, c)):
+        store.ack("run", [id], step)
+    assert store.resume("run", 2)["handed_out_again"] == 1
+    assert list(lease(store)) == [c]
+    assert store.resume("run", 2)["handed_out_again"] == 1  # and once more
+    assert adds_up(store) == {
+        "uploaded": 3, "regrouped": 0, "trained": 2, "waiting": 1, "joined": 0, "failed": 0,
+        "dropped": {},
+    }  # fmt: skip
+
+
+def test_what_the_ranks_sampled_is_sampled_again_under_the_same_ids(store):
+    groups = [make_group(seed=s, sampler="trainer", policy_version=s) for s in range(3)]
+    for group in groups:
+        store.put(group, pack_group(group))
+    mark_scored(store)
+    leased = list(lease(store))
+    for step, id in enumerate(leased):
+        store.ack("run", [id], step)
+    assert store.bytes == 0  # they need not be kept
+    assert store.resume("run", 1) == {"handed_out_again": 0, "sampled_again": 2}
+    assert lease(store) == {}
+    assert [store.put(g, pack_group(g)) for g in groups] == [False, True, True]
+    assert len(store.waiting(9, 0)) == 2
+    ledger = adds_up(store)
+    assert ledger["dropped"] == {"sampled again": 2} and ledger["uploaded"] == 5
+
+
+def flat_group(outcome, version, seed, sampler="trainer"):
+    group = make_group((1, 1), seed=seed, policy_version=version, item=7, sampler=sampler)
+    return make_group(
+        (1, 1), seed=seed, policy_version=version, item=7, sampler=sampler,
+        rewards=torch.full_like(group.rewards, outcome),
+    )  # fmt: skip
+
+
+def test_a_join_of_the_ranks_is_undone_with_the_step_that_made_it(store):
+    old, new = flat_group(-1.0, 3, 0), flat_group(1.0, 5, 1)
+    assert store.pool(old, pack_group(old), 0) == []
+    joined = store.pool(new, pack_group(new), 0)
+    assert len(joined) == 2 and store.stats()["joined"] == 2
+    adds_up(store)
+    assert store.resume("run", 5) == {"handed_out_again": 1, "sampled_again": 3}
+    assert store.stats()["pooled"] == 1 and store.stats()["waiting"] == 0
+    assert store.pool(new, pack_group(new), 0) == joined  # the same again
+    store.cover("run", 6)
+    assert store.stats()["pooled"] == 0 and len(store.waiting(9, 0)) == 2
+    adds_up(store)
+
+
+def test_a_pooled_group_that_grew_too_old_is_young_again(store):
+    old = flat_group(-1.0, 3, 0)
+    store.pool(old, pack_group(old), 0)
+    assert store.drop_old("run", 4, step=8) == 0 and store.stats()["pooled"] == 0
+    store.resume("run", 6)
+    assert store.stats()["pooled"] == 1
+    store.drop_old("run", 4, step=8)
+    store.cover("run", 9)
+    store.resume("run", 9)
+    assert store.bytes == 0 and adds_up(store)["dropped"] == {"too old": 1}
+
+
+def test_a_run_that_is_over_leaves_nothing_behind(store):
+    put(store, 0, 1, 2)
+    mark_scored(store)
+    store.ack("run", list(lease(store, limit=1)), 0)
+    lease(store, limit=1)
+    store.forget("run")
+    assert store.bytes == 0
+    assert adds_up(store)["trained"] == 1
+    assert store.ledger("run")["dropped"] == {"the run was over": 2}
+
+
+def test_another_reference_scores_again_what_is_handed_out_again(store):
+    put(store, 0)
+    mark_scored(store)
+    store.ack("run", list(lease(store)), 5)
+    store.use_reference({"model": "other"})
+    store.resume("run", 5)
+    assert store.stats()["waiting"] == 1 and lease(store) == {}
+
+
+def test_the_ledger_adds_up_whatever_happens(store, monkeypatch):
+    """Random uploads, leases, checkpoints, crashes: what is trained in the history that survives is
+    trained once, and nothing is left in nobody's hands."""
+    draw, made, step, checkpointed = random.Random(0), 0, 0, 0
+    trained = {}  # id -> step, in the history that survives
+    held = []
+    for _ in range(600):
+        what = draw.choice(
+            ["upload", "upload", "lease", "train", "train", "save", "crash", "server"]
+        )
+        if what == "upload":
+            made += bool(put(store, made))
+            mark_scored(store)
+        elif what == "lease":
+            held += list(lease(store, limit=draw.randint(1, 3)))
+        elif what == "train" and held:
+            assert not trained.keys() & set(held), "trained twice"
+            store.ack("run", held, step)
+            trained |= dict.fromkeys(held, step)
+            step, held = step + 1, []
+        elif what == "save":
+            checkpointed = step
+            store.cover("run", step)
+        elif what == "crash":
+            step, held = checkpointed, []
+            trained = {id: at for id, at in trained.items() if at < step}
+            store.resume("run", step)
+        elif what == "server":
+            free = "UPDATE groups SET state='scored' WHERE state='leased'"  # as Store() does
+            store.db.execute(free)
+            held = []
+        assert adds_up(store)["uploaded"] == made
+        assert store.ledger("run")["trained"] == len(trained)
+    assert made > 100 and len(trained) > 30
+    left = list(lease(store, limit=999))
+    assert len(left) + len(trained) == made and not trained.keys() & set(left)
+    assert done(store, left) == len(left) and store.bytes == 0
+
+
+# --- Checkpoints --------------------------------------------------------------------
+class FakeEngine:
+    """Writes a file where DeepSpeed does."""
+
+    def save_checkpoint(self, folder, tag, **_):
+        Path(folder, tag).mkdir()
+        Path(folder, tag, "optim_states.pt").write_bytes(b"x" * 100)
+
+    def load_checkpoint(self, folder, tag, **_):
+        assert Path(folder, tag, "optim_states.pt").stat().st_size == 100
+
+
+class FakePolicy:
+    def save(self, folder):
+        Path(folder).mkdir()
+        Path(folder, "model.safetensors").write_bytes(b"weights")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name, value in {"get_rank": 0, "get_world_size": 1, "barrier": None}.items():
+        monkeypatch.setattr(checkpoint.dist, name, lambda value=value: value)
+
+
+def save(folder, step, stream, keep=2):
+    state = {"step": step, "progress": {"run": "r", "step": step}}
+    checkpoint.save(folder, FakePolicy(), FakeEngine(), stream, state, keep)
+
+
+def test_a_checkpoint_brings_back_the_place_in_the_data_and_the_random_numbers(tmp_path, alone):
+    stream = Stream([(i, {}, [i]) for i in range(5)], 0, rank=0, world=2)
+    [next(stream) for _ in range(3)]
+    save(tmp_path, 7, stream)
+    expected = [next(stream) for _ in range(4)], random.random(), torch.rand(3).tolist()
+    path, state = checkpoint.newest(tmp_path)
+    assert path.name == "step_000007" and state["progress"] == {"run": "r", "step": 7}
+    fresh = Stream(stream.order.prompts, 0, rank=0, world=2)
+    checkpoint.load(path, FakeEngine(), fresh)
+    assert ([next(fresh) for _ in range(4)], random.random(), torch.rand(3).tolist()) == expected
+
+
+DAMAGE = {
+    "a file is gone": lambda path: os.remove(path / "model.safetensors"),
+    "a file is cut": lambda path: os.truncate(path / "trainer/deepspeed/optim_states.pt", 99),
+    "no state": lambda path: os.remove(path / "trainer/state.json"),
+    "half a state": lambda path: os.truncate(path / "trainer/state.json", 30),
+    "an odd state": lambda path: (path / "trainer/state.json").write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_torn_checkpoint_is_named_and_passed_over(tmp_path, alone, capsys, damage):
+    stream = Stream([(0, {}, [0])], 0, 0, 1)
+    for step in (3, 9, 10):
+        save(tmp_path, step, stream)
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000009", "step_000010"]
+    (tmp_path / ".unfinished").mkdir()
+    DAMAGE[damage](tmp_path / "step_000010")
+    path, state = checkpoint.newest(tmp_path)
+    assert path.name == "step_000009" and state["step"] == 9
+    out = capsys.readouterr().out
+    assert "step_000010 is not whole, and passed over" in out and "that one does not count" in out
+    save(tmp_path, 10, stream)  # in its place
+    assert checkpoint.newest(tmp_path)[1]["step"] == 10 and not (tmp_path / ".unfinished").exists()
+
+
+def test_no_checkpoint_is_no_error(tmp_path):
+    assert checkpoint.newest(tmp_path / "no folder") == (None, None)
+
+
+def test_a_run_goes_on_with_as_many_ranks_and_the_same_model(capsys):
+    import grpo_ref_split as grpo
+
+    now = dict(vars(grpo))
+    state = {"constants": constants_of(now), "ranks": 2, "step": 40}
+    assert state["constants"]["ADAM_BETAS"] == [0.9, 0.99]
+    check_same_run(state, now, 2)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(SystemExit, match="is a run on 2 ranks, here are 3: launch 2, or begin"):
+        check_same_run(state, now, 3)
+    for name in ("MODEL", "LORA_RANK", "DTYPE"):
+        with pytest.raises(SystemExit, match=f"{name} = 'other' must be"):
+            check_same_run(state, now | {name: "other"}, 2)
+    check_same_run(state, now | {"STEPS": 777, "CLIP_LOW": 0.1}, 2)
+    out = capsys.readouterr().out
+    assert "STEPS 500 -> 777" in out and "CLIP_LOW 0.2 -> 0.1" in out
+
+
+def test_what_was_logged_after_the_checkpoint_is_forgotten(tmp_path, monkeypatch):
+    import report
+
+    monkeypatch.setattr(report.dist, "get_rank", lambda: 0)
+    folder = report.RunFolder(tmp_path)
+    for step in range(1, 6):
+        folder.log("metrics.jsonl", {"step": step, "loss": float("nan")})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "los')  # killed while writing
+    folder.cut(3)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 3] and records[0]["loss"] is None

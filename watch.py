@@ -1,0 +1,133 @@
+"""Nobody waits in silence for a process that is gone, and nobody is left behind by one.
+
+with timely(seconds, text): ...          # a reward function gets so long
+watch_launcher()                         # a rank ends when deepspeed, which started it, does
+Heartbeats(rank, world, limit)           # and when another rank is not heard of any more
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+from torch.distributed import distributed_c10d
+
+LOOK_SECONDS = 5  # between two looks at the others
+
+
+class TooSlow(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def timely(seconds, what):
+    """Raises TooSlow in the block after `seconds`. Code that never returns to Python can't be
+    interrupted: the process then ends a little later, with its traceback. Main thread only; in
+    others it does nothing. (Not SIGALRM, which math-verify uses for its own limits.)"""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_):
+        raise TooSlow(f"{what} took more than {seconds} s")
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    main = threading.main_thread().ident
+    timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGUSR2))
+    timer.daemon = True
+    timer.start()
+    # from a thread of C, which also runs while others hold the interpreter
+    faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # so that it does not interrupt what comes after the block
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGUSR2, before)
+
+
+def watch_launcher():
+    """Ends this process when one of the `deepspeed` processes above it is gone: killed, it could
+    not end what it had started."""
+    above = [p for p in psutil.Process().parents() if is_launcher(p)]
+    if above:
+        in_background(end_with, above)
+
+
+def is_launcher(process):
+    with contextlib.suppress(psutil.Error):
+        return any("deepspeed" in word for word in process.cmdline()[:4])
+    return False
+
+
+def end_with(processes):
+    while all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        time.sleep(1)
+    leave("the deepspeed launcher is gone, so this rank ends")
+
+
+class Heartbeats:
+    """Tells the other ranks that this one is alive, and ends it when one of them is not.
+
+    They tell each other through the process group's key-value store. What a rank is busy with may
+    take as long as it likes; a process that is stopped, or a machine that is gone, sends no beat.
+    """
+
+    def __init__(self, rank, world, limit_seconds):
+        self.rank, self.world, self.limit = rank, world, limit_seconds
+        self.heard = {r: (None, time.monotonic()) for r in range(world) if r != rank}
+        self.said, self.over = 0.0, False
+        if world > 1:
+            # a connection of its own: collectives may hold the other for long
+            self.store = distributed_c10d._get_default_store().clone()
+            in_background(self._run)
+
+    def stop(self):
+        """The run is over: the others may leave."""
+        self.over = True
+
+    def _run(self):
+        beat = 0
+        while not self.over:
+            beat += 1
+            try:
+                self.store.set(f"heartbeat/{self.rank}", str(beat))
+                for rank in self.heard:
+                    self._listen(rank)
+            except Exception as error:  # noqa: BLE001 (said, and the process ends)
+                if not self.over:
+                    leave(f"rank 0, which keeps the ranks together, does not answer: {error!r}")
+            time.sleep(LOOK_SECONDS)
+
+    def _listen(self, rank):
+        key = f"heartbeat/{rank}"
+        beat = self.store.get(key) if self.store.check([key]) else None
+        now, (last, since) = time.monotonic(), self.heard[rank]
+        if beat != last:
+            self.heard[rank] = beat, now
+        elif now - since > self.limit:
+            leave(
+                f"rank {rank} was not heard of for {self.limit} s: its process or machine is gone"
+            )
+        elif now - since > 10 and now - self.said > 10:
+            self.said = now
+            tell(f"waiting for rank {rank}, which was not heard of for {now - since:.0f} s")
+
+
+def in_background(function, *arguments):
+    threading.Thread(target=function, args=arguments, daemon=True).start()
+
+
+def tell(text):
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def leave(text):
+    """Ends this process at once; deepspeed ends the other ranks of the machine."""
+    tell(text)
+    os._exit(1)
