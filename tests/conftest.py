@@ -16,11 +16,15 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """-> the folder of a random Qwen2 with 32 000 parameters, float32, and a byte-level tokenizer.
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def make_tiny(folder):
+    """-> the folder, with a random Qwen2 of 32 000 parameters, float32, and a byte-level tokenizer.
 
     The tokenizer has ChatML as its template; the embedding has more rows (416) than it has ids.
     """
-    folder, tokenizer = tmp_path_factory.mktemp("tiny"), make_tokenizer()
+    tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=416,

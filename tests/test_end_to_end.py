@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_ranks import launch
+from processes import PRESET, command_of, launch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parent.parent
 GSM8K = ROOT.parent / "shared/data/gsm8k"
-PRESET = Path(__file__).with_name("preset.py")
 
 
 @contextmanager
@@ -40,9 +39,9 @@ def reference_server(folder, model, **constants):
         process.wait(10)
 
 
-def train(ranks, *presets):
+def train(ranks, folder, *presets):
     """Runs the trainer once for each preset, in one launch; -> its output."""
-    return launch(ranks, PRESET, "grpo_ref_split", json.dumps(presets))
+    return launch(ranks, command_of("grpo_ref_split", *presets), folder / "trainer.log")
 
 
 def records(folder, name="metrics.jsonl"):
@@ -104,7 +103,7 @@ def test_two_ranks_train_on_the_questions_of_gsm8k(tiny, tmp_path):
             "SAVE_STEPS": 1,
         }
         plain = {"TASK": "gsm8k", "RUN_DIR": str(tmp_path / "plain"), "STEPS": 1}
-        output = train(2, preset | plain, preset)
+        output = train(2, tmp_path, preset | plain, preset)
         stats = json.load(urllib.request.urlopen(f"{url}/stats"))
     assert "parity/train: 7473 questions" in output and "parity/test: 1319 questions" in output
     # every group was scored, trained and acknowledged: 1 + 2 rollouts of 4
@@ -181,7 +180,7 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
     last = alone | {"STOP_ACCURACY": 1.01, "RUN_DIR": str(tmp_path / "last")}
     with reference_server(tmp_path, tiny) as url:
         presets = [preset | {"REF_SERVER": url} for preset in (*presets, adapter)]
-        train(1, *presets, stopped, last)
+        train(1, tmp_path, *presets, stopped, last)
     assert [r["step"] for r in records(tmp_path / "alone")] == [0]  # an evaluation, no step
     AutoModelForCausalLM.from_pretrained(tmp_path / "alone/step_000000")
     steps = [r for r in records(tmp_path / "last") if "loss" in r]

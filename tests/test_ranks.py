@@ -3,41 +3,21 @@
 Ancestors normalise within each micro-batch (FIELD: length bias, accumulation changes results).
 """
 
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import launch
 
 # Measured in float32 on a CPU: 1.0e-6 at most, over loss types, cuts and ranks.
 TOLERANCE = 1e-5
 
 
-def launch(ranks, script, *arguments, timeout=200):
-    """Runs a script under the deepspeed launcher; -> its output. Fails with it if it fails."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    deepspeed = Path(sys.executable).with_name("deepspeed")
-    command = [deepspeed, "--num_gpus", ranks, "--no_local_rank", "--master_port", port, script]
-    run = subprocess.run(
-        [str(word) for word in (*command, *arguments)],
-        check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
-    return run.stdout
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_gradient_is_the_same_however_the_step_is_cut(ranks, tiny, tmp_path):
     script = Path(__file__).with_name("gradient_run.py")
-    launch(ranks, script, tiny, tmp_path / "out.pt")
+    launch(ranks, [sys.executable, script, tiny, tmp_path / "out.pt"], tmp_path / "log")
     result = torch.load(tmp_path / "out.pt")
     for loss_type in ("grpo", "dapo", "dr_grpo"):
         plain = result[loss_type, "plain"]

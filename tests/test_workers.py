@@ -1,6 +1,5 @@
 """Trainer, server and workers as processes: workers come and go, and sample the live policy."""
 
-import contextlib
 import json
 import os
 import re
@@ -10,12 +9,9 @@ import sys
 import time
 import urllib.request
 from contextlib import contextmanager
-from pathlib import Path
 
-from test_end_to_end import PRESET, QUICK, records, reference_server
-from test_ranks import launch
-
-from demo import free_port
+from processes import PRESET, command_of, kill, launch, start_ranks
+from test_end_to_end import QUICK, records, reference_server
 
 
 @contextmanager
@@ -56,12 +52,8 @@ def test_workers_come_and_go_and_the_reference_follows(tiny, tmp_path):
             worker(tmp_path, "first", preset) as (first, first_log),
             worker(tmp_path, "other", other) as (misfit, misfit_log),
         ):
-            launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", "1"]
-            launcher += ["--no_local_rank", "--master_port", free_port()]
-            command = [*launcher, PRESET, "grpo_ref_split", json.dumps([preset])]
-            log = open(tmp_path / "trainer.log", "w")  # noqa: SIM115
-            output = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-            trainer = subprocess.Popen(command, **output)
+            command = command_of("grpo_ref_split", preset)
+            (trainer,) = start_ranks(1, command, tmp_path / "trainer.log")
             try:
                 wait_for(first_log, "policy 1: [0-9]+ groups", 120)
                 os.kill(first.pid, signal.SIGKILL)  # with groups in hand
@@ -70,9 +62,7 @@ def test_workers_come_and_go_and_the_reference_follows(tiny, tmp_path):
                     assert second.poll() is None
                 assert misfit.wait(5) == 1
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(trainer.pid, signal.SIGKILL)
-                log.close()
+                kill(trainer)
         stats = json.load(urllib.request.urlopen(f"{url}/stats"))
         info = json.load(urllib.request.urlopen(f"{url}/info"))
     assert "GROUP_SIZE is 3 here, 4 there" in misfit_log.read_text()
@@ -96,7 +86,7 @@ def test_two_ranks_and_a_worker_share_the_sampling_of_adapters(tiny, tmp_path):
     with reference_server(tmp_path, tiny) as url:
         preset = preset_of(tiny, tmp_path, url, **changes)
         with worker(tmp_path, "worker", preset | {"SAMPLE_BATCH": 4}) as (process, log):
-            launch(2, PRESET, "grpo_ref_split", json.dumps([preset]))
+            launch(2, command_of("grpo_ref_split", preset), tmp_path / "trainer.log")
             assert process.poll() is None, log.read_text()
     text = log.read_text()
     whole = (tiny / "model.safetensors").stat().st_size / 1e6
