@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from report import say
+from watch import announced
 
 DRAFT = ".unfinished"
 
@@ -40,7 +41,8 @@ def save(folder, policy, engine, stream, state, keep):
     if torch.cuda.is_available():
         own["cuda"] = torch.cuda.get_rng_state().tolist()
     Path(draft, "trainer", f"rank_{rank}.json").write_text(json.dumps(own))
-    dist.barrier()
+    with announced("the other ranks' part of the checkpoint"):
+        dist.barrier()
     if rank == 0:
         files = [path for path in draft.rglob("*") if path.is_file()]
         sizes = {str(path.relative_to(draft)): path.stat().st_size for path in files}

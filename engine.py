@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from forward import CompletionModel
 from report import say
+from watch import announced
 
 
 def start_engine(
@@ -28,8 +29,9 @@ def start_engine(
     # may be missing. Training has no use for it. Another version may compile: say what we wait for.
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
-    # Longer than a rank waits by itself for server or rewards, which ends it with a better sentence
-    deepspeed.init_distributed(timeout=timedelta(seconds=2 * wait_limit_seconds + 60))
+    # Longer than a rank waits by itself, for the server, which ends it with a better sentence
+    with announced("all ranks to start"):
+        deepspeed.init_distributed(timeout=timedelta(seconds=wait_limit_seconds + 60))
     model = CompletionModel(
         policy.model, share_prompts=share_prompts, gradient_checkpointing=gradient_checkpointing
     )

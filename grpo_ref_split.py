@@ -50,7 +50,7 @@ from policy import load_policy, load_tokenizer
 from policy_sync import NOISE, Publisher
 from report import Clock, RunFolder, evaluate, rollout_metrics, say, say_parts, show
 from rollout import Recipe, Stream, Uploader, make_group, rollout, tally_of
-from watch import Heartbeats, watch_launcher
+from watch import Heartbeats, announced, watch_launcher
 from wire import pack_group, tokenizer_facts, unpack_group
 
 # --- What to train ------------------------------------------------------------------
@@ -194,7 +194,8 @@ def rollout_step(policy, recipe, stream, exchange, run, step, clock):
     with clock.part("wait"):
         joined = [id for r in (uploader.finish() if uploader else []) for id in r.get("joined", [])]
         everyone = [None] * world
-        dist.all_gather_object(everyone, (mine, joined))
+        with announced("the other ranks' groups"):
+            dist.all_gather_object(everyone, (mine, joined))
         own = [unpack_group(body) for bodies, _ in everyone for body in bodies]
         if exchange:
             ids = (group.id for group in own if KL_BETA)

@@ -1,6 +1,7 @@
 """Nobody waits in silence for a process that is gone, and nobody is left behind by one.
 
 with timely(seconds, text): ...          # a reward function gets so long
+with announced(text): ...                # what may wait says so every 10 s
 watch_launcher()                         # a rank ends when deepspeed, which started it, does
 Heartbeats(rank, world, limit)           # and when another rank is not heard of any more
 """
@@ -49,6 +50,22 @@ def timely(seconds, what):
         timer.join()  # so that it does not interrupt what comes after the block
         faulthandler.cancel_dump_traceback_later()
         signal.signal(signal.SIGUSR2, before)
+
+
+@contextlib.contextmanager
+def announced(what):
+    """Says every 10 s that the block is waiting, and for what."""
+    over, began = threading.Event(), time.monotonic()
+
+    def speak():
+        while not over.wait(10):
+            tell(f"waiting for {what} since {time.monotonic() - began:.0f} s")
+
+    in_background(speak)
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def watch_launcher():
@@ -114,7 +131,7 @@ class Heartbeats:
             leave(
                 f"rank {rank} was not heard of for {self.limit} s: its process or machine is gone"
             )
-        elif now - since > 10 and now - self.said > 10:
+        elif now - since >= 10 and now - self.said >= 10:
             self.said = now
             tell(f"waiting for rank {rank}, which was not heard of for {now - since:.0f} s")
 
@@ -124,7 +141,8 @@ def in_background(function, *arguments):
 
 
 def tell(text):
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    print(f"{time.strftime('%H:%M:%S')} {rank}{text}", file=sys.stderr, flush=True)
 
 
 def leave(text):

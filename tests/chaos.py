@@ -89,6 +89,7 @@ class Household:
             if not processes or any(p.poll() is not None for p in processes):
                 kill(*processes)
                 if role == "trainer":
+                    self.steps = steps_in(self.folder)
                     self.running[role] = start_ranks(self.ranks, command, log)
                 else:
                     self.running[role] = [start(command, log, OMP_NUM_THREADS="1")]
@@ -117,7 +118,7 @@ def run(model, folder, *, kills, seed, ranks):
             processes = house.running[role]
             kill(*([draw.choice(processes)] if victim == "rank" else processes))
             print(f"{time.monotonic() - started:.0f} s: kill {number + 1}: {victim}", flush=True)
-            if victim == "rank":
+            if victim == "rank" and steps_in(house.folder) > house.steps:
                 gone_by = time.monotonic() + 30
                 while any(p.poll() is None for p in processes):  # the others end by themselves
                     if time.monotonic() > gone_by:

@@ -65,6 +65,20 @@ def plain_gradient(policy, rows):
     return torch.cat([g.flatten() for g in gradient])
 
 
+def bad_steps(engine, policy):
+    """-> for steps with a row that is not finite, on one rank alone or not, and one that is: whether
+    they were skipped, and whether weights have changed."""
+    grpo.LEARNING_RATE, result = 1e-3, []
+    for value in (torch.nan, torch.inf, 0.0):
+        rows = make_rows(policy, "grpo")
+        rows[3].ref_logps = rows[3].ref_logps + value
+        before = [p.clone() for p in policy.model.parameters()]
+        metrics = grpo.optimise(engine, rows, policy.vocab_size, 100, None, grpo.Clock())
+        pairs = zip(before, policy.model.parameters(), strict=True)
+        result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))
+    return result
+
+
 def main(model, out):
     from deepspeed.utils import safe_get_full_grad
     from transformers import AutoTokenizer
@@ -82,6 +96,7 @@ def main(model, out):
             result[loss_type, name] = torch.cat(gradient)
             result[loss_type, name, "metrics"] = metrics
             engine.step()
+    result["bad"] = bad_steps(engine, policy)
     if dist.get_rank() == 0:
         torch.save(result, out)
     dist.destroy_process_group()

@@ -826,6 +826,33 @@ def test_the_run_stops_unless_the_first_update_is_as_theory_says():
     grpo.check_first_update({"mismatch": 4e-7}, "float32", None)
 
 
+def test_bad_steps_are_counted_kept_and_end_the_run_when_they_follow_each_other(
+    alone, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(grpo, "RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(grpo, "MAX_BAD_STEPS", 3)
+    monkeypatch.setattr(grpo.dist, "barrier", lambda: None)
+    rows = grpo.make_rows([a_group([[1.0, -1.0], [-1.0, 1.0]])], 0)
+    progress, metrics = grpo.Progress("run"), {"loss": float("nan"), "grad_norm": float("inf")}
+    for progress.step in range(1, 5):
+        if progress.step == 3:
+            progress.bad = 0  # a good one between
+        grpo.bad_step(progress, rows, metrics)
+    progress.step = 5
+    with pytest.raises(
+        RuntimeError, match="3 steps in a row were not finite; see .*bad_step_000005"
+    ):
+        grpo.bad_step(progress, rows, metrics)
+    assert (
+        "step 2 is skipped: loss nan, norm of the gradient inf; 2 in a row"
+        in capsys.readouterr().out
+    )
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["bad_step_000003.json", "bad_step_000004.json", "bad_step_000005.json"]
+    (first, _) = json.loads((tmp_path / names[0]).read_text())
+    assert first["completion"] == rows[0].completion and first["advantage"] == rows[0].advantage
+
+
 def test_without_a_kl_there_is_none_to_check():
     """KL_BETA 0 and PUBLISH_STEPS 1: there is a server, for the workers, but no "kl"."""
     same = {"model": grpo.MODEL, "dtype": "float32"}

@@ -1,0 +1,176 @@
+"""Time limits of rewards, ranks that are not heard of, launchers that are gone."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_trainer import MIXED, FakeEngine, a_recipe, prompts_of, sampled
+
+import watch
+from watch import Heartbeats, TooSlow, timely
+
+ROOT = Path(__file__).parent.parent
+
+
+# --- Rewards ------------------------------------------------------------------------
+def for_ever():
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("busy", [for_ever, lambda: time.sleep(60)])
+def test_what_takes_too_long_is_interrupted(busy):
+    started = time.monotonic()
+    with (
+        pytest.raises(TooSlow, match=r"the rewards took more than 0.2 s"),
+        timely(0.2, "the rewards"),
+    ):
+        busy()
+    assert time.monotonic() - started < 5
+
+
+def test_what_is_in_time_is_left_alone():
+    for _ in range(20):
+        with timely(0.05, "this"):
+            time.sleep(0.001)
+    time.sleep(0.1)  # nothing comes late
+
+
+def test_math_verifys_own_alarm_does_not_end_ours():
+    import signal
+
+    with pytest.raises(TooSlow), timely(0.3, "this"):
+        signal.alarm(100)
+        signal.alarm(0)
+        time.sleep(10)
+
+
+def test_code_that_never_comes_back_ends_the_process_with_a_traceback():
+    """faulthandler's thread needs no interpreter: here one that another thread never gives up."""
+    program = """
+import ctypes, faulthandler, watch
+later = faulthandler.dump_traceback_later
+faulthandler.dump_traceback_later = lambda s, **k: later(0.5, **k)
+with watch.timely(0.1, "this"):
+    ctypes.pythonapi.PyThread_acquire_lock.restype = ctypes.c_int
+    lock = ctypes.pythonapi.PyThread_allocate_lock
+    lock.restype = ctypes.c_void_p
+    held = ctypes.c_void_p(lock())
+    while True:
+        ctypes.pythonapi.PyThread_acquire_lock(held, 1)  # holds the interpreter while it waits
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert run.returncode == 1 and "Timeout" in run.stderr and 'File "<string>"' in run.stderr
+
+
+def test_a_reward_that_fails_or_hangs_stops_the_run_with_question_and_completion():
+    def broken(item, text):
+        raise KeyError("answer")
+
+    def slow(item, text):
+        if text == "second":
+            time.sleep(60)
+        return {"correctness": 1.0, "format": 1.0}
+
+    for function, reason in [
+        (broken, "KeyError.*'first'"),
+        (slow, "REWARD_TIMEOUT_SECONDS.*'second'"),
+    ]:
+        recipe = a_recipe(prompts_of([MIXED]), reward_timeout_seconds=0.2)
+        recipe.task.rewards = function
+        with pytest.raises(RuntimeError, match=f"(?s)tasks/fake.py: rewards.*{reason}") as caught:
+            sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+        assert caught.value.__cause__ is not None  # with its traceback
+
+
+# --- Ranks --------------------------------------------------------------------------
+class Left(BaseException):
+    pass
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Leaving is an exception here, and nothing starts by itself."""
+
+    def leave(text):
+        raise Left(text)
+
+    monkeypatch.setattr(watch, "leave", leave)
+    monkeypatch.setattr(watch, "in_background", lambda *_: None)
+
+
+class Store(dict):
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def clone(self):
+        return self
+
+
+def heartbeats(monkeypatch, store, rank=0, limit=600):
+    monkeypatch.setattr(watch.distributed_c10d, "_get_default_store", lambda: store)
+    return Heartbeats(rank, 3, limit)
+
+
+def test_a_rank_that_is_not_heard_of_is_named_and_ends_the_others(left, monkeypatch, capsys):
+    store, now = Store(), [1000.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    beats = heartbeats(monkeypatch, store)
+    for second in range(0, 700, 5):
+        now[0] = 1000.0 + second
+        store.set("heartbeat/1", str(second))
+        if second < 50:
+            store.set("heartbeat/2", str(second))
+        beats._listen(1)
+        if second - 45 > 600:
+            with pytest.raises(Left, match="rank 2 was not heard of for 600 s"):
+                beats._listen(2)
+            break
+        beats._listen(2)
+    assert second == 650
+    said = capsys.readouterr().err.splitlines()
+    assert (
+        55 <= len(said) <= 61 and "waiting for rank 2, which was not heard of for 15 s" in said[0]
+    )
+
+
+def test_a_rank_that_never_came_counts_too(left, monkeypatch):
+    beats = heartbeats(monkeypatch, Store(), limit=-1)
+    with pytest.raises(Left, match="rank 1"):
+        beats._listen(1)
+
+
+def test_a_store_that_is_gone_ends_the_rank_unless_the_run_is_over(left, monkeypatch):
+    class Gone(Store):
+        def set(self, key, value):
+            raise RuntimeError("Broken pipe")
+
+    beats = heartbeats(monkeypatch, Gone(), rank=1)
+    with pytest.raises(Left, match="rank 0, which keeps the ranks together, does not answer"):
+        beats._run()
+    beats.stop()
+    beats._run()
+
+
+def test_a_rank_ends_with_its_launcher(left):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = psutil.Process(child.pid)
+    assert not watch.is_launcher(process)
+    child.kill()
+    with pytest.raises(Left, match="launcher is gone"):
+        watch.end_with([process])  # also as long as it is a zombie
+    child.wait()
+    assert not watch.is_launcher(process)
