@@ -2,6 +2,7 @@
 10 seconds, and ends with an error some time."""
 
 import contextlib
+import json
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ import safetensors.torch
 from wire import PROTOCOL, sha256_of
 
 PART_BYTES = 8 << 20  # of a policy, in one request; below the server's MAX_BODY_BYTES
+LOG_PAUSE_SECONDS = 30  # after a POST /log that failed
+UNLOGGED_RECORDS = 1000  # kept meanwhile; the server takes 4000 in one post
 
 # What a call raises while the server is down, or when it dies in the middle of its reply
 CUT_OFF = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
@@ -24,6 +27,7 @@ class RefServer:
         self.url, self.limit, self.agreed = url.rstrip("/"), wait_limit_seconds, None
         self.info, self.regroups = {}, False  # what check() was told; the use of flat groups
         self.dropped = 0  # groups that lease() was told were too old
+        self.unlogged, self.log_after = [], 0.0  # records that log() still has to send, and when
         self.session = requests.Session()
         self.session.trust_env = False  # no HTTP_PROXY, which seldom knows a cluster's machines
         if token := os.environ.get("GRPO_TOKEN"):
@@ -90,6 +94,27 @@ class RefServer:
 
     def stats(self):
         return self.call("GET", "/stats").json()
+
+    def log(self, run, records, samples):
+        """Shows metrics and completions on the server's page, if it is there to take them.
+
+        Training neither ends nor waits for a page: one try of 5 s, and after a failure none for 30.
+        Records are kept meanwhile, so that the curves have no gap.
+        """
+        self.unlogged = (self.unlogged + records)[-UNLOGGED_RECORDS:]
+        if time.monotonic() < self.log_after:
+            return
+        body = json.dumps({"run": run, "records": self.unlogged, "samples": samples}).encode()
+        try:
+            reply = self.session.request("POST", f"{self.url}/log", data=body, timeout=5)
+        except requests.RequestException:
+            self.log_after = time.monotonic() + LOG_PAUSE_SECONDS
+            return
+        if not reply.ok:
+            self.log_after = time.monotonic() + LOG_PAUSE_SECONDS
+            print(f"{self.url}/log refused ({reply.status_code}): {reply.text}", flush=True)
+        if reply.status_code < 500:  # what was refused once is refused again
+            self.unlogged = []
 
     # --- Steps --------------------------------------------------------------------
     def ack(self, run, ids, step):

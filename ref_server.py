@@ -6,7 +6,8 @@ A producer (a rank of grpo_ref_split.py, or a worker) POSTs one group (wire.py) 
 stored (store.py), scored with the reference model (scoring.py), leased to the trainer, and
 acknowledged when the optimiser step that used it is done. Where workers sample, the trainer
 publishes its policy here and they fetch it (hub.py). Routes: POST /upload /lease /ack /drop
-/checkpoint /resume /end, PUT, POST and GET /policy, POST /work /reference, GET /info /stats /. A KL
+/checkpoint /resume /end, PUT, POST and GET /policy, POST /work /reference, GET /info /stats
+/health; for people GET /, which shows GET /live and what trainers send to POST /log (live.py). A KL
 penalty needs log-probs of the reference for the sampled tokens only, and no gradient: that is why
 the reference can live in another process, on an old card or another machine, and sampling hides it.
 """
@@ -25,6 +26,7 @@ import torch
 import waitress
 
 from hub import Hub
+from live import PLAIN, Live, load_page
 from policy import load_tokenizer
 from scoring import Reference, score_groups, score_rows
 from store import Store, StoreFull
@@ -56,14 +58,18 @@ LEASE_WAIT_SECONDS = 5  # a lease request waits this long for the first scored g
 def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lease_wait, regroup):
     """The WSGI app. `reference` has `info`, what GET /info answers, `max_tokens` and `replace`;
     `token` is None or the shared secret."""
-    app = bottle.Bottle()
+    app, live, (html, html_headers) = bottle.Bottle(), Live(store), load_page()
 
     def refuse(status, reason, **headers):
         headers["Content-Type"] = "application/json"
+        if status != 401:  # a browser's first request is one, before it asks for the token
+            live.error(f"{bottle.request.method} {bottle.request.path}: {reason}")
         raise bottle.HTTPResponse(json.dumps({"error": reason}), status, headers)
 
     def explain(error):  # 404, 405, and 500 for what nobody foresaw (bottle prints its traceback)
         bottle.response.content_type = "application/json"
+        if error.exception:
+            live.error(f"{bottle.request.method} {bottle.request.path}: {error.exception!r}")
         return json.dumps({"error": repr(error.exception) if error.exception else error.body})
 
     app.default_error_handler = explain
@@ -104,10 +110,19 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
 
     @app.hook("before_request")
     def authorise():
+        path, get = bottle.request.path, bottle.request.method in ("GET", "HEAD")
+        if not token or (get and path == "/health"):
+            return
         # not get_header, which raises if a header is no UTF-8
         sent = bottle.request.environ.get("HTTP_AUTHORIZATION", "")
-        if token and not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
-            refuse(401, "no or wrong token: set GRPO_TOKEN to the server's on this machine")
+        if hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
+            return
+        # Basic is for people, whose browser adds it to what any site has it send: so only to look
+        _, password = bottle.parse_auth(sent) or ("", "")
+        if get and hmac.compare_digest(password.encode(), token.encode()):
+            return
+        ask = {"WWW-Authenticate": 'Basic realm="grpo-split"'} if path in ("/", "/live") else {}
+        refuse(401, "no or wrong token: set GRPO_TOKEN to the server's on this machine", **ask)
 
     @app.post("/upload")
     def upload():
@@ -128,10 +143,12 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
                 if not regroup:
                     store.put(group, b"", "dropped", "flat")
                     return {"stored": False, "joined": []}
+                live.uploaded(len(group.completion_ids))
                 return {"stored": True, "joined": store.pool(group, body, oldest)}
             stored = store.put(group, body, "waiting" if run["scored"] else "scored")
             if stored:
                 hub.uploaded(group.sampler)
+                live.uploaded(len(group.completion_ids))
             return {"stored": stored}
         except ValueError as error:
             refuse(400, str(error))
@@ -270,11 +287,29 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
         ledger = {"ledger": store.ledger(run)} if run else {}
         return store.stats() | {"run": run, "workers": hub.stats()} | ledger
 
+    @app.get("/health")
+    def health():
+        return {"ok": True}
+
+    @app.post("/log")
+    def log():
+        run, records, samples = read_json(run=str, records=list, samples=list)
+        try:
+            live.log(run, records, samples)
+        except ValueError as error:
+            refuse(400, str(error))
+        return {}
+
+    @app.get("/live")
+    def get_live():
+        run, _ = read_query()
+        bottle.response.headers.update(PLAIN)
+        return live.snapshot(run, hub, get_info())
+
     @app.get("/")
     def page():
-        bottle.response.content_type = "text/plain; charset=utf-8"
-        lines = [f"{k:>18}  {v}" for k, v in (reference.info | stats()).items()]
-        return "grpo-split reference server\n\n" + "\n".join(lines) + "\n"
+        bottle.response.headers.update(html_headers)
+        return html
 
     return app
 

@@ -409,7 +409,7 @@ def test_work_over_http(app, hub):
     assert answer == {"policy": record_of(), "first": 0, "count": 3}
     (worker,) = client.stats()["workers"].items()
     assert worker[0] == "w" and worker[1]["held"] == 3
-    assert b"'held': 3" in call(app, "GET", "/")[2]
+    assert b'"held": 3' in call(app, "GET", "/live")[2]
 
 
 @pytest.mark.parametrize("change", [
@@ -435,7 +435,7 @@ def test_half_a_surrogate_breaks_nothing(app, hub, route):
     publish(hub)
     body = {"worker": "\ud800", "held": 0, "want": 3, "run": "\ud800", "version": 0}
     assert call(app, "POST", route, body)[0] in (200, 400)
-    assert call(app, "GET", "/stats")[0] == call(app, "GET", "/")[0] == 200
+    assert call(app, "GET", "/stats")[0] == call(app, "GET", "/live")[0] == 200
 
 
 # --- Uploads of workers -------------------------------------------------------------

@@ -620,15 +620,12 @@ def test_a_group_goes_round(app, store):
     assert json.loads(call(app, "POST", "/ack", done)[2])["acknowledged"] == 0
 
 
-def test_info_stats_and_the_page_for_people(app, store):
+def test_info_and_stats(app, store):
     app = app()
     put(store, 0)
     assert json.loads(call(app, "GET", "/info")[2]) == INFO | {"regroup": True}
     stats = json.loads(call(app, "GET", "/stats")[2])
     assert stats["waiting"] == 1 and stats["workers"] == {}
-    status, headers, page = call(app, "GET", "/")
-    assert (status, headers["Content-Type"]) == (200, "text/plain; charset=utf-8")
-    assert b"vocab_size  395" in page and b"waiting  1" in page
 
 
 def test_a_malformed_upload_is_refused_with_the_reason(app, store):
@@ -725,15 +722,16 @@ def test_a_failed_group_ends_its_runs_lease_with_500(app, store):
 
 
 def test_what_nobody_foresaw_is_told_in_json_too(app, store):
-    assert "Not found" in refused(call(app(), "GET", "/nothing"), 404)
-    assert "not allowed" in refused(call(app(), "GET", "/upload"), 405)
+    app = app()
+    assert "Not found" in refused(call(app, "GET", "/nothing"), 404)
+    assert "not allowed" in refused(call(app, "GET", "/upload"), 405)
     store.db.close()  # as a disk that fails would
-    reason = refused(call(app(), "POST", "/upload", pack_group(make_group())), 500)
+    reason = refused(call(app, "POST", "/upload", pack_group(make_group())), 500)
     assert "ProgrammingError" in reason
 
 
 ROUTES = "GET /info,GET /stats,GET /,GET /no,POST /upload,POST /lease,POST /ack,POST /reference"
-ROUTES += ",PUT /policy,POST /policy,GET /policy,POST /work,POST /end"
+ROUTES += ",PUT /policy,POST /policy,GET /policy,POST /work,POST /end,GET /live,POST /log"
 
 
 @pytest.mark.parametrize("route", ROUTES.split(","))

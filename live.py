@@ -1,0 +1,255 @@
+"""What the reference server's page shows: errors, rates of upload, and what trainers post of runs.
+
+    GET /      page.html, for people; it asks for /live every 2 s
+    GET /live  Live.snapshot: all that the page shows, as JSON
+    POST /log  Live.log: records as in metrics.jsonl, completions as in samples.jsonl
+
+Everything kept is bounded. The curves lie in the store's database too, and survive kill -9; errors,
+rates and completions are of this process.
+"""
+
+import base64
+import hashlib
+import re
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from store import STATES
+
+CURVES = ("reward", "accuracy", "eval_accuracy", "kl", "completion_tokens")
+MAX_POINTS = 4000  # of a curve; beyond it every second one goes
+SENT_POINTS = 400  # of a curve in one answer: a chart is about 500 pixels wide
+MAX_RUNS, MAX_SAMPLES, MAX_ERRORS = 20, 8, 20
+MAX_TEXT, MAX_ERROR = 4000, 500  # characters of a completion or question, and of an error
+RATE_SECONDS = 60
+
+
+PLAIN = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+
+
+def load_page():
+    """-> (page.html, the headers it is sent with). Its script is allowed by its hash: even if a
+    model's text ever became HTML, no script in it would run."""
+    html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    script = re.search("<script>(.*?)</script>", html, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}';"
+    policy += " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
+    policy += " frame-ancestors 'none'"
+    kind = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": policy}
+    return html, PLAIN | kind
+
+
+# --- What a trainer may post --------------------------------------------------------
+def check_numbers(what, numbers, limit):
+    """Raises ValueError unless these are at most `limit` finite numbers by name."""
+    if type(numbers) is not dict or len(numbers) > limit:
+        raise ValueError(f"{what} must be at most {limit} numbers by name")
+    for name, value in numbers.items():
+        # the bound also keeps out NaN, and integers that no float can hold
+        if len(name) > 100 or type(value) not in (int, float) or not abs(value) < 1e30:
+            raise ValueError(f"{name[:100]!r} of {what} must be a finite number")
+
+
+def check_step(what, value):
+    step = value.get("step") if type(value) is dict else None
+    if type(step) is not int or not 0 <= step < 2**53:
+        raise ValueError(f"{what} must be a dict with a step of 0 or more")
+
+
+def clean_sample(sample):
+    """-> what the page shows of a completion, cut to its length; ValueError if it is none."""
+    check_step("a sample", sample)
+    if type(sample.get("completion")) is not str:
+        raise ValueError("a sample's completion must be a text")
+    rewards = sample.get("rewards", {})
+    check_numbers("a sample's rewards", rewards, 50)
+    given = {name: value for name, value in sample.items() if value is not None}
+    numbers = {n: given[n] for n in ("advantage", "policy_version") if n in given}
+    check_numbers("a sample", numbers, 2)
+    texts = {n: cut(str(given[n]), MAX_TEXT) for n in ("question", "completion") if n in given}
+    names = {n: cut(str(given[n]), 200) for n in ("answer", "sampler") if n in given}
+    facts = {"step": sample["step"], "truncated": bool(sample.get("truncated"))}
+    return facts | texts | names | numbers | {"rewards": rewards}
+
+
+def cut(text, limit):
+    """Example: "abcdef", 4 -> "abcd … (2 more characters)" """
+    more = len(text) - limit
+    return text if more <= 0 else f"{text[:limit]} … ({more} more characters)"
+
+
+def spread(points, number):
+    """-> `number` of the points, or fewer, as evenly as can be, with the first and the last."""
+    last = len(points) - 1
+    if last < number:
+        return points
+    return [points[i * last // (number - 1)] for i in range(number)]
+
+
+# --- What is kept -------------------------------------------------------------------
+@dataclass
+class Run:
+    logged: float = 0  # time of the last post
+    step: int = -1
+    curves: dict = field(default_factory=lambda: {name: [] for name in CURVES})  # (step, value)
+    last: dict = field(default_factory=dict)  # all metrics of the last step
+    samples: deque = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+
+
+class Live:
+    """May be used from any thread: all is guarded by the store's lock."""
+
+    def __init__(self, store):
+        self.store, self.started = store, time.monotonic()
+        self.errors = {}  # text -> (how often, when last), the latest at the end
+        self.seconds = {}  # second -> [groups, tokens] that came in it
+        self.runs = {}  # name -> Run, the one that logged last at the end
+        with store.changed:
+            store.db.execute(
+                "CREATE TABLE IF NOT EXISTS curves (run TEXT, curve TEXT, step INTEGER, value REAL,"
+                " logged REAL, PRIMARY KEY (run, curve, step)) WITHOUT ROWID"
+            )
+            for name, curve, *point, logged in store.db.execute(
+                "SELECT run, curve, step, value, logged FROM curves ORDER BY run, curve, step"
+            ):
+                run = self.runs.setdefault(name, Run())
+                run.curves.setdefault(curve, []).append(tuple(point))
+                run.step, run.logged = max(run.step, point[0]), max(run.logged, logged)
+        self.runs = dict(sorted(self.runs.items(), key=lambda item: item[1].logged))
+
+    def error(self, text):
+        """A repeat only counts: what a producer retries every second must not hide the others."""
+        text = cut(text, MAX_ERROR)
+        with self.store.changed:
+            count, _ = self.errors.pop(text, (0, 0))
+            self.errors[text] = (count + 1, time.monotonic())
+            while len(self.errors) > MAX_ERRORS:
+                del self.errors[next(iter(self.errors))]
+
+    def uploaded(self, tokens):
+        """A group with so many completion tokens was taken."""
+        now = int(time.monotonic())
+        with self.store.changed:
+            if now not in self.seconds:
+                new = now - RATE_SECONDS
+                self.seconds = {s: c for s, c in self.seconds.items() if s > new} | {now: [0, 0]}
+            self.seconds[now][0] += 1
+            self.seconds[now][1] += tokens
+
+    def rates(self):
+        now = int(time.monotonic())
+        span = max(1, min(RATE_SECONDS, time.monotonic() - self.started))
+        counts = [c for second, c in self.seconds.items() if second > now - RATE_SECONDS]
+        groups, tokens = (sum(column) for column in zip([0, 0], *counts, strict=True))
+        return {"groups_per_s": round(groups / span, 2), "tokens_per_s": round(tokens / span, 1)}
+
+    def log(self, name, records, samples):
+        """Takes what a run posts. ValueError, and nothing is taken, if it is not what it should be.
+
+        A record of a step that is there already adds to it (an evaluation follows its step). One of
+        an earlier step undoes what came later: the trainer resumed from a checkpoint.
+        """
+        if not 0 < len(name) <= 200 or not name.isprintable():
+            raise ValueError("run must have 1 to 200 printable characters")
+        if len(records) > MAX_POINTS or len(samples) > 100:
+            raise ValueError(f"at most {MAX_POINTS} records and 100 samples in one post, please")
+        for record in records:
+            check_step("a record", record)
+            check_numbers("a record", record, 200)
+        samples, db = [clean_sample(sample) for sample in samples], self.store.db
+        with self.store.changed:
+            run = self.runs[name] = self.runs.pop(name, None) or Run()
+            run.logged = time.time()
+            run.samples.extend(samples)
+            db.execute("BEGIN")
+            try:
+                if len(self.runs) > MAX_RUNS:
+                    oldest = next(iter(self.runs))
+                    del self.runs[oldest]
+                    db.execute("DELETE FROM curves WHERE run=?", (oldest,))
+                for record in records:
+                    self._add(name, run, record)
+            except BaseException:
+                db.execute("ROLLBACK")
+                raise
+            db.execute("COMMIT")
+
+    def _add(self, name, run, record):
+        step = record["step"]
+        if step < run.step:
+            for points in run.curves.values():
+                while points and points[-1][0] > step:
+                    points.pop()
+            self.store.db.execute("DELETE FROM curves WHERE run=? AND step>?", (name, step))
+        run.last = (run.last if step == run.step else {}) | record
+        run.step = step
+        for curve in CURVES:
+            if curve in record:
+                self._append(name, curve, run, step, float(record[curve]))
+
+    def _append(self, name, curve, run, step, value):
+        points, half = run.curves[curve], MAX_POINTS // 2
+        changed = step  # the first step whose row differs
+        if len(points) > half:  # thinned, perhaps: then the last stays only if it is as far apart
+            apart = (points[half - 1][0] - points[0][0]) / (half - 1)
+            if points[-1][0] - points[-2][0] < apart:
+                changed = points.pop()[0]
+        if points and points[-1][0] == step:
+            points.pop()
+        points.append((step, value))
+        new = points[-1:]
+        if len(points) > MAX_POINTS:
+            points[:] = new = points[:-1:2] + points[-1:]
+            changed = -1
+        delete = "DELETE FROM curves WHERE run=? AND curve=? AND step>=?"
+        self.store.db.execute(delete, (name, curve, changed))
+        rows = [(name, curve, *point, run.logged) for point in new]
+        self.store.db.executemany("INSERT INTO curves VALUES (?, ?, ?, ?, ?)", rows)
+
+    # --- What is shown ------------------------------------------------------------
+    def snapshot(self, asked, hub, server):
+        """-> what GET /live answers: of the run `asked`, or else of the one that logged last.
+
+        `server` is what GET /info answers. Times are ages in seconds: clocks may differ.
+        """
+        now, clock = time.monotonic(), time.time()
+        with self.store.changed:
+            stats = self.store.stats()
+            oldest = self.store.db.execute(
+                "SELECT state, MIN(uploaded) FROM groups WHERE state IN ('waiting', 'scored',"
+                " 'leased') GROUP BY state"
+            )
+            ages = {state: round(max(0, clock - uploaded), 1) for state, uploaded in oldest}
+            name = asked if asked in self.runs else next(reversed(self.runs), "")
+            policy = hub.record(name)  # without a name that of the run which published last
+            name, run = name or (policy or {}).get("run", ""), self.runs.get(name, Run())
+            curves = {curve: spread(points, SENT_POINTS) for curve, points in run.curves.items()}
+            size = {name: stats[name] for name in ("bytes", "max_bytes")}
+            errors = [
+                {"text": text, "count": count, "age_s": round(now - when, 1)}
+                for text, (count, when) in reversed(self.errors.items())
+            ]
+            return {
+                "server": server | size | {"up_s": round(now - self.started, 1)},
+                "states": {state: stats[state] for state in STATES},
+                "oldest": ages,
+                "oldest_s": max(ages.values(), default=None),
+                "rates": self.rates(),
+                "workers": hub.stats(),
+                "errors": errors,
+                "runs": list(reversed(self.runs)),
+                "run": name,
+                "ended": hub.ended(name),
+                "step": run.step if run.step >= 0 else None,
+                "policy_version": policy["version"] if policy else None,
+                "logged_s": round(max(0, clock - run.logged), 1) if run.logged else None,
+                "curves": {
+                    curve: {"steps": [s for s, _ in p], "values": [float(f"{v:.4g}") for _, v in p]}
+                    for curve, p in curves.items()
+                },
+                "last": dict(run.last),
+                "samples": list(reversed(run.samples)),
+            }

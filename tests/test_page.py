@@ -1,0 +1,577 @@
+"""The page for people: what it is told (live.py), who may see it, and what a real browser makes of
+it. The picture in the README:
+
+    python tests/test_page.py docs/page.png
+"""
+
+import base64
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import requests
+import waitress
+from test_server import INFO, FakeReference, InProcess, call, mark_scored, put, refused
+from test_wire import make_group
+
+import client
+import hub as hub_module
+import live as live_module
+import store as store_module
+from hub import Hub
+from live import Live, spread
+from ref_server import make_app
+from store import Store
+from wire import pack_group
+
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "store.sqlite", max_bytes=10**6)
+    yield store
+    store.db.close()
+
+
+def app_of(store, folder, token=None, reference=None):
+    hub = Hub(store, Path(folder, "policies"), max_bytes=10_000)
+    settings = {"token": token, "max_body_bytes": 10**7, "regroup": True}
+    settings |= {"lease_seconds": 60, "lease_wait": 0}
+    return make_app(store, hub, reference or FakeReference(), **settings), hub
+
+
+@pytest.fixture
+def app(store, tmp_path):
+    return app_of(store, tmp_path)[0]
+
+
+def record(step, **metrics):
+    return {"step": step, "reward": step / 100, "accuracy": 0.5} | metrics
+
+
+def sample(step=1, **changes):
+    """As RunFolder.log_samples writes it."""
+    facts = {"step": step, "question": "1 + 1?", "answer": "2", "completion": "<answer>2</answer>"}
+    facts |= {"rewards": {"correctness": 1.0, "format": 1.25}, "advantage": 0.35}
+    return facts | {"truncated": False, "sampler": "trainer", "policy_version": 0} | changes
+
+
+def look(app, run=""):
+    status, headers, body = call(app, "GET", "/live", QUERY_STRING=f"run={run}")
+    assert (status, headers["Content-Type"]) == (200, "application/json")
+    return json.loads(body)
+
+
+def post(app, run="run", records=(), samples=()):
+    body = {"run": run, "records": list(records), "samples": list(samples)}
+    return call(app, "POST", "/log", body)
+
+
+def steps_of(live, run="run", curve="reward"):
+    return [step for step, _ in live.runs[run].curves[curve]]
+
+
+# --- What is kept -------------------------------------------------------------------
+def test_curves_survive_a_restart_of_the_server(store):
+    live = Live(store)
+    live.log("old", [record(1)], [])
+    live.log("run", [{"step": 0, "eval_accuracy": 0.25}, record(1, kl=0.5, entropy=2)], [sample()])
+    live.log("run", [{"step": 1, "eval_accuracy": 0.75}, record(2)], [])
+    again = Live(store)
+    assert list(again.runs) == ["old", "run"]  # the one that logged last is shown
+    assert again.runs["run"].curves == live.runs["run"].curves == {
+        "reward": [(1, 0.01), (2, 0.02)],
+        "accuracy": [(1, 0.5), (2, 0.5)],
+        "eval_accuracy": [(0, 0.25), (1, 0.75)],
+        "kl": [(1, 0.5)],
+        "completion_tokens": [],
+    }  # fmt: skip
+    assert again.runs["run"].step == 2
+
+
+def test_a_trainer_that_resumes_undoes_what_came_after_its_checkpoint(store):
+    live = Live(store)
+    live.log("run", [record(step, kl=1) for step in range(1, 11)], [])
+    live.log("run", [{"step": 10, "eval_accuracy": 0.5}], [])
+    assert steps_of(live) == list(range(1, 11))  # an evaluation follows its step, and undoes none
+    live.log("run", [record(7, reward=-1)], [])
+    for now in (live, Live(store)):
+        assert steps_of(now) == list(range(1, 8)) and now.runs["run"].step == 7
+        assert now.runs["run"].curves["reward"][-1] == (7, -1)
+        assert steps_of(now, curve="kl") == list(range(1, 8))
+        assert steps_of(now, curve="eval_accuracy") == []
+
+
+@pytest.mark.parametrize("stride", [1, 2, 7])
+def test_a_long_run_is_thinned_evenly_and_ends_with_its_newest_step(store, monkeypatch, stride):
+    monkeypatch.setattr(live_module, "MAX_POINTS", 40)
+    live = Live(store)
+    for step in range(1, 1000 * stride, stride):
+        live.log("run", [record(step)], [])
+        steps = steps_of(live)
+        assert steps[0] == 1 and steps[-1] == step and len(steps) <= 40
+    gaps = {b - a for a, b in itertools.pairwise(steps[:-1])}
+    assert max(gaps) <= 2 * min(gaps) and len(steps) > 18
+    assert Live(store).runs["run"].curves == live.runs["run"].curves
+    assert live.runs["run"].curves["reward"] == [(step, step / 100) for step in steps]
+
+
+def test_what_is_kept_and_sent_is_bounded(store, monkeypatch):
+    live = Live(store)
+    for n in range(25):
+        live.log(f"run {n}", [record(1)], [sample(step) for step in range(n)])
+        live.error(f"error {n}")
+    for now in (live, Live(store)):
+        assert list(now.runs) == [f"run {n}" for n in range(5, 25)]
+    assert [s["step"] for s in live.runs["run 24"].samples] == list(range(16, 24))
+    assert list(live.errors) == [f"error {n}" for n in range(5, 25)]
+    live.error("error 5")  # a repeat: counted, and hides no other
+    assert len(live.errors) == 20 and live.errors["error 5"][0] == 2
+    live.error("x" * 10**6)
+    live.log("long", [], [sample(completion="y" * 10_000, answer="z" * 10_000, question=5)])
+    (kept,) = live.runs["long"].samples
+    assert kept["completion"] == "y" * 4000 + " … (6000 more characters)"
+    assert kept["answer"].startswith("z" * 200 + " …") and max(map(len, live.errors)) < 540
+    assert spread([1, 2, 3], 3) == [1, 2, 3] and spread(list(range(101)), 3) == [0, 50, 100]
+
+
+def test_rates_are_of_the_last_minute(store, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(live_module.time, "monotonic", lambda: clock[0])
+    live = Live(store)
+    for _ in range(10):
+        clock[0] += 1
+        live.uploaded(300)
+    assert live.rates() == {"groups_per_s": 1.0, "tokens_per_s": 300.0}  # since the start
+    clock[0] += 55
+    assert live.rates()["groups_per_s"] == pytest.approx(5 / 60, abs=0.01)
+    clock[0] += 100
+    assert live.rates() == {"groups_per_s": 0, "tokens_per_s": 0}
+    live.uploaded(60)
+    assert live.rates()["tokens_per_s"] == 1 and len(live.seconds) == 1
+
+
+def test_many_threads_at_once(store):
+    live = Live(store)
+
+    def work(n):
+        for step in range(50):
+            live.log(f"run {n}", [record(step)], [sample(step)])
+            live.uploaded(1)
+            live.error(f"error {step % 20}")
+            live.rates()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for n in range(4):
+        assert steps_of(live, f"run {n}") == steps_of(Live(store), f"run {n}") == list(range(50))
+    assert sum(groups for groups, _ in live.seconds.values()) == 200
+    assert sum(count for count, _ in live.errors.values()) == 200
+
+
+# --- Routes -------------------------------------------------------------------------
+BAD_POSTS = {
+    "run must have": {"run": ""},
+    "printable": {"run": "a\nb"},
+    "200 printable": {"run": "\ud800"},
+    "of type str": {"run": 5},
+    "of type list": {"records": {}},
+    "type list": {"samples": "x"},
+    "a record must be a dict": {"records": [5]},
+    "with a step": {"records": [{"reward": 1.0}]},
+    "a step of 0 or more": {"records": [{"step": -1}]},
+    "step of 0": {"records": [{"step": 1.5}]},
+    "'reward' of a record must be a finite number": {"records": [{"step": 1, "reward": math.nan}]},
+    "'kl' of a record must": {"records": [{"step": 1, "kl": "<b>"}]},
+    "'a' of a record must": {"records": [{"step": 1, "a": True}]},
+    "'b' of a record must": {"records": [{"step": 1, "b": 10**400}]},
+    "at most 200 numbers": {"records": [{"step": 1} | dict.fromkeys(map(str, range(300)), 1)]},
+    "at most 4000 records": {"records": [{"step": 1}] * 4001},
+    "100 samples": {"samples": [sample()] * 101},
+    "a sample must be a dict": {"samples": [None]},
+    "with a step of 0": {"samples": [sample(step="1")]},
+    "completion must be a text": {"samples": [sample(completion=["x"])]},
+    "of a sample's rewards must be a finite": {"samples": [sample(rewards={"format": math.inf})]},
+    "rewards must be at most 50": {"samples": [sample(rewards=[1.0])]},
+    "'advantage' of a sample must be": {"samples": [sample(advantage="<b>")]},
+    "'policy_version' of a sample must": {"samples": [sample(policy_version=[])]},
+}
+
+
+@pytest.mark.parametrize("reason", BAD_POSTS)
+def test_a_post_that_is_not_what_it_should_be_is_refused_whole(app, store, reason):
+    body = {"run": "run", "records": [record(1)], "samples": [sample()]} | BAD_POSTS[reason]
+    assert reason in refused(call(app, "POST", "/log", body), 400)
+    now = look(app)
+    assert now["runs"] == [] and now["errors"][0]["text"].startswith("POST /log: ")
+    assert store.db.execute("SELECT COUNT(*) FROM curves").fetchone() == (0,)
+
+
+def test_before_anything_has_happened(app):
+    now = look(app)
+    assert now["run"] == ""
+    assert now["step"] is now["policy_version"] is now["oldest_s"] is None
+    assert now["runs"] == now["errors"] == now["samples"] == [] and now["workers"] == {}
+    assert now["server"] | INFO == now["server"] and set(now["states"].values()) == {0}
+    assert call(app, "GET", "/health")[::2] == (200, b'{"ok": true}')
+
+
+def test_what_the_page_is_told(app, store):
+    assert call(app, "POST", "/upload", pack_group(make_group(seed=0)))[0] == 200
+    assert call(app, "POST", "/upload", pack_group(make_group(seed=0)))[0] == 200  # a repeat
+    mark_scored(store)
+    put(store, 1)
+    call(app, "POST", "/upload", b"no group")
+    call(
+        app,
+        "POST",
+        "/work",
+        {"worker": "w", "held": 0, "want": 1, "run": "", "version": -1, "sha256": ""},
+    )
+    post(app, "first", [record(1)])
+    post(app, "second", [record(step, kl=1 / 3) for step in range(1, 2001)], [sample(2000)])
+    now = look(app)
+    assert (now["states"]["waiting"], now["states"]["scored"]) == (1, 1)
+    assert 0 <= now["oldest"]["waiting"] <= now["oldest"]["scored"] == now["oldest_s"] < 60
+    assert 0 < now["rates"]["groups_per_s"] <= 1
+    assert now["rates"]["tokens_per_s"] == pytest.approx(6 * now["rates"]["groups_per_s"], abs=0.1)
+    assert "safetensors" in now["errors"][0]["text"] and list(now["workers"]) == ["w"]
+    assert (now["runs"], now["run"], now["step"]) == (["second", "first"], "second", 2000)
+    kl = now["curves"]["kl"]
+    assert (len(kl["steps"]), kl["steps"][0], kl["steps"][-1]) == (400, 1, 2000)
+    assert kl["values"][0] == 0.3333 and now["last"]["reward"] == 20
+    assert now["samples"] == [sample(2000)]
+    assert look(app, "first")["step"] == 1 and look(app, "nobody")["run"] == "second"
+
+
+def test_the_page_allows_nothing_but_itself(app):
+    status, headers, html = call(app, "GET", "/")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    policy = headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; ") and "connect-src 'self'" in policy
+    assert "script-src 'sha256-" in policy and "http" not in policy
+    for sent in (headers, call(app, "GET", "/live")[1]):
+        assert sent["X-Content-Type-Options"] == "nosniff"
+        assert sent["Cache-Control"] == "no-store"
+    for word in (b"innerHTML", b"outerHTML", b"insertAdjacent", b"document.write", b"eval("):
+        assert word not in html
+    assert not re.search(rb"(src|href)=(?!\"data:,\")", html)
+
+
+def basic(text):
+    return "Basic " + base64.b64encode(text.encode()).decode()
+
+
+def test_a_browser_gets_in_with_the_token_as_password(store, tmp_path):
+    app, _ = app_of(store, tmp_path, token="sécret")
+    for path in ("/", "/live"):
+        for sent in (None, basic("any:secret"), basic(":"), basic("sécret"), "Basic é", "basic !"):
+            answer = call(app, "GET", path, HTTP_AUTHORIZATION=sent)
+            assert "GRPO_TOKEN" in refused(answer, 401)
+            assert answer[1]["Www-Authenticate"] == 'Basic realm="grpo-split"'
+        for user in ("", "any", "sécret"):
+            sent = basic(f"{user}:sécret")
+            assert call(app, "GET", path, HTTP_AUTHORIZATION=sent)[0] == 200
+    assert "Www-Authenticate" not in call(app, "GET", "/stats")[1]
+    assert call(app, "GET", "/stats", HTTP_AUTHORIZATION=basic(":sécret"))[0] == 200
+    assert call(app, "GET", "/health")[0] == 200  # for who asks whether the server lives
+    assert b"cret" not in call(app, "GET", "/live", HTTP_AUTHORIZATION="Bearer sécret")[2]
+
+
+@pytest.mark.parametrize("route", ["/log", "/end", "/ack", "/lease", "/health"])
+def test_what_a_browser_adds_by_itself_changes_nothing(store, tmp_path, route):
+    """Another site's form may post here, and the browser would send the password along."""
+    app, _ = app_of(store, tmp_path, token="secret")
+    body = {"run": "run", "records": [], "samples": [], "ids": [], "limit": 1}
+    answer = call(app, "POST", route, body, HTTP_AUTHORIZATION=basic(":secret"))
+    assert "GRPO_TOKEN" in refused(answer, 401)
+
+
+# --- The client ---------------------------------------------------------------------
+def test_what_a_trainer_logs_is_shown(app):
+    server = InProcess(app)
+    server.log("run", [record(1)], [sample()])
+    server.log("run", [record(2)], [])
+    now = look(app)
+    assert now["curves"]["reward"] == {"steps": [1, 2], "values": [0.01, 0.02]}
+    assert now["samples"] == [sample()] and server.unlogged == []
+
+
+def test_a_server_that_is_not_there_costs_one_try_in_30_s_and_no_record(app, monkeypatch):
+    clock, tries = [1000.0], []
+    server = InProcess(app)
+    answers = server.session.request
+
+    def down(*args, timeout, **request):
+        tries.append(timeout)
+        raise requests.ConnectTimeout
+
+    monkeypatch.setattr(client.time, "monotonic", lambda: clock[0])
+    server.session.request = down
+    for step in range(1, 4):
+        clock[0] += 10
+        server.log("run", [record(step)], [])
+    assert tries == [5]
+    server.session.request = answers
+    clock[0] += 10
+    server.log("run", [record(4)], [])
+    assert look(app)["curves"]["reward"]["steps"] == [1, 2, 3, 4]
+    server.session.request = down
+    for step in range(5, 2005):
+        server.log("run", [record(step)], [])
+    assert len(server.unlogged) == client.UNLOGGED_RECORDS and len(tries) == 2
+
+
+def test_what_is_refused_is_said_and_not_sent_again(app, capsys, monkeypatch):
+    server = InProcess(app)
+    server.log("run", [record(1, kl=math.nan)], [])
+    assert "'kl' of a record must be a finite number" in capsys.readouterr().out
+    server.log_after = 0
+    server.log("run", [record(2)], [])
+    assert look(app)["curves"]["reward"]["steps"] == [2]
+
+
+# --- A real browser -----------------------------------------------------------------
+@contextlib.contextmanager
+def serving(app):
+    """-> (its address, the paths that were asked for)."""
+    asked = []
+
+    def noting(environ, start_response):
+        asked.append(environ["PATH_INFO"])
+        return app(environ, start_response)
+
+    server = waitress.create_server(noting, host="127.0.0.1", port=0, threads=4)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.effective_port}", asked
+    finally:
+        server.close()
+        thread.join(5)
+        server.task_dispatcher.shutdown()  # nobody may be in the store when it is closed
+
+
+def browse(url, *options, size="1200,900", seconds=3):
+    """-> (what Chromium prints, its console) after so many seconds of its own clock."""
+    with tempfile.TemporaryDirectory() as profile:
+        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+        command += ["--disable-background-networking", "--disable-sync", "--mute-audio"]
+        command += ["--disable-component-update", "--disable-extensions", "--hide-scrollbars"]
+        command += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        command += ["--disable-dev-shm-usage", "--enable-logging=stderr", f"--window-size={size}"]
+        command += [f"--user-data-dir={profile}", f"--virtual-time-budget={1000 * seconds}"]
+        done = subprocess.run(
+            [*command, *options, url], capture_output=True, timeout=120, check=True
+        )
+    console = [line for line in done.stderr.decode().splitlines() if "CONSOLE" in line]
+    return done.stdout.decode(), console
+
+
+HOSTILE = [
+    "<script>document.title='hacked'</script>",
+    "<img src=/leak onerror=\"document.title='hacked'\">",
+    "</script></pre></body><svg onload=document.title='hacked'><iframe src=/leak>",
+    "&lt;b&gt; &amp; \u202e right to left \u2066 שלום مرحبا \U0001f600 \x00\x1b[31m",
+    "javascript:document.title='hacked'//\"'`${document.title='hacked'}",
+    "x" * 10_000,
+]
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH: apt-get install chromium")
+def test_in_a_real_browser_hostile_text_stays_text(app, store, tmp_path):
+    samples = [
+        sample(
+            7, completion=text, question=text, answer=text, sampler=text, rewards={text[:100]: -1.0}
+        )
+        for text in HOSTILE
+    ]
+    records = [record(step, kl=step / 50, completion_tokens=90 + step) for step in range(1, 60)]
+    records.append({"step": 59, "eval_accuracy": 0.625, HOSTILE[0]: 1.0})
+    assert post(app, HOSTILE[1], records, samples)[0] == 200
+    work = {"held": 2, "want": 0, "run": "", "version": -1, "sha256": ""}
+    for text in HOSTILE[:4]:
+        assert call(app, "POST", "/work", work | {"worker": text})[0] == 200
+        call(app, "POST", "/lease", {"run": "run", "limit": 1, "oldest": 2**62, "wait": text})
+    call(app, "POST", "/upload", pack_group(make_group(seed=0)))
+    refused(call(app, "POST", f"/policy?{HOSTILE[0]}", b"x"), 404)
+    picture = tmp_path / "page.png"
+    with serving(app) as (url, asked):
+        dom, console = browse(url, "--dump-dom")
+        browse(url, f"--screenshot={picture}")
+    assert console == []  # no error, and nothing that the policy had to refuse
+    assert set(asked) == {"/", "/live"} and asked.count("/live") > 2
+    assert "<title>grpo-split</title>" in dom and "hacked</title>" not in dom
+    body = dom[dom.index("<body") : dom.index("<script>\n")]
+    assert not re.search("<(script|img|iframe|svg onload)", body)
+    shown = re.findall("<pre>(.*?)</pre>", body, re.DOTALL)
+    assert len(shown) == len(HOSTILE)  # the newest first
+    for text, html in zip(reversed(HOSTILE), shown, strict=True):
+        for sign, escaped in {"&": "&amp;", "<": "&lt;", ">": "&gt;"}.items():
+            text = text.replace(sign, escaped)
+        assert html in (text, f"{text[:4000]} … (6000 more characters)")
+    curves = re.findall('<path class="mean"[^>]* d="(M[^"]*)"', body)
+    assert len(curves) == 4 and all(curve.count("L") == 58 for curve in curves)
+    for text in ("evaluation 0.625 ○", ">1.18<", ">149<", "<b>59</b>", ">waiting</span><b>1<"):
+        assert text in body, text
+    for id in ("workers", "errors", "last", "states", "facts", "runs"):
+        assert re.search(f'id="{id}"[^>]*><', body), f"{id} is empty"
+    assert body.count("onload=document.title") >= 3  # completion, worker's name
+    assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 20_000
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH: apt-get install chromium")
+def test_in_a_real_browser_before_any_run_and_without_the_server(app):
+    with serving(app) as (url, _):
+        dom, console = browse(url, "--dump-dom", seconds=1)
+    body = dom[dom.index("<body") : dom.index("<script>\n")]
+    assert console == [] and "No run has logged yet." in body and "undefined" not in body
+    assert re.search('id="trouble"[^>]* hidden=""', body) and "NaN" not in body
+
+    def broken(environ, start_response):
+        if environ["PATH_INFO"] == "/live":
+            environ["PATH_INFO"] = "/nothing"
+        return app(environ, start_response)
+
+    with serving(broken) as (url, _):
+        dom, _ = browse(url, "--dump-dom", seconds=1)
+    assert re.search("The server has not answered as it should since .* ago .status 404", dom)
+
+
+# --- The picture --------------------------------------------------------------------
+QUESTIONS = [  # question, answer, thought, given answer, correctness and advantage
+    (
+        "A bakery sells 48 muffins in the morning and half as many later, at $3. Its earnings?",
+        "216",
+        "Later it sells 48 / 2 = 24, so 48 + 24 = 72 in all.\n72 * 3 = 216.",
+        "216",
+        (1.0, 0.71),
+    ),
+    (
+        "Nadia reads 15 pages a day for two weeks. Her book has 300 pages. How many are left?",
+        "90",
+        "Two weeks are 14 days, 15 * 14 = 210 pages.\n300 - 210 = 80.",
+        "80",
+        (-1.0, -1.22),
+    ),
+    (
+        "A tank holds 120 litres and is three quarters full. How many litres fit in yet?",
+        "30",
+        "A quarter is empty: 120 / 4 = 30 litres.",
+        "30",
+        (1.0, 0.48),
+    ),
+]
+
+
+def made_up_records(steps, draw):
+    for step in range(1, steps + 1):
+        skill = 1 - math.exp(-step / 330)
+        accuracy = min(1, max(0, 0.31 + 0.47 * skill + draw.gauss(0, 0.055)))
+        form = 1.25 * (1 - math.exp(-step / 90)) + draw.gauss(0, 0.04)
+        length = 212 - 70 * (1 - math.exp(-step / 120)) + 95 * skill + draw.gauss(0, 9)
+        kl = 0.085 * skill + 0.00002 * step + abs(draw.gauss(0, 0.006)) * skill
+        metrics = {"reward": 2 * accuracy - 1 + form, "accuracy": accuracy, "kl": kl}
+        metrics |= {"completion_tokens": length, "truncated": 0.004, "entropy": 0.31}
+        yield {"step": step} | metrics | {"loss": 0.0031, "grad_norm": 0.42, "staleness": 1.3}
+        if step % 100 == 0:
+            yield {"step": step, "eval_accuracy": 0.33 + 0.45 * skill}
+
+
+def realistic(store, hub, app, clock, run="gsm8k-5f21c0de", steps=1250):
+    """A made-up run on GSM8K, in its middle, with three workers: no measurement."""
+    draw, weights = random.Random(3), b"weights"
+    policy = {"run": run, "version": steps, "capacity": 40, "oldest": 0, "scored": True}
+    policy |= {"bytes": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}
+    hub.write(run, steps, 0, weights)
+    hub.publish(policy | {"settings": {}, "proof": {}})
+    for seed in range(420):
+        clock.sleep(0.42)
+        lengths = [draw.randint(120, 300) for _ in range(8)]
+        group = make_group(lengths, seed=seed, run=run, policy_version=steps)
+        assert call(app, "POST", "/upload", pack_group(group))[0] == 200
+        if seed < 400:
+            mark_scored(store)
+            if seed % 8 == 7 and seed < 392:
+                store.ack(run, list(store.lease(run, 8, seconds=60, patience=0)), seed)
+        if seed in (60, 250, 254, 258):
+            size, store.max_bytes = store.max_bytes, 1 << 14 if seed > 60 else 1 << 30
+            broken = b"" if seed > 60 else b"GET / HTTP/1.1"
+            call(app, "POST", "/upload", broken or pack_group(make_group(seed=999)))
+            store.max_bytes = size
+    store.cover(run, 300)
+    store.lease(run, 5, seconds=60, patience=0)
+    for worker, held, groups in (("vllm-1", 6, 9816), ("vllm-2", 5, 9604), ("cpu-node-7", 1, 611)):
+        ask = {"worker": worker, "held": held, "want": 0, "pulled": False, "sha256": ""}
+        asked = ask | {"run": run, "version": steps - (worker == "cpu-node-7")}
+        assert call(app, "POST", "/work", asked)[0] == 200
+        hub.workers[worker]["groups"] = groups
+        clock.sleep(1.4)
+    hub.workers["cpu-node-7"]["seen"] -= 41
+    samples = [
+        sample(steps, question=question, answer=answer, advantage=advantage, sampler=sampler)
+        | {"completion": f"<think>\n{thought}\n</think>\n<answer>{given}</answer>"}
+        | {"rewards": {"correctness": right, "format": 1.25}}
+        for sampler, (question, answer, thought, given, (right, advantage)) in zip(
+            ("vllm-2", "trainer", "vllm-1"), QUESTIONS, strict=True
+        )
+    ]
+    assert post(app, run, made_up_records(steps, draw), samples[::-1])[0] == 200
+    clock.sleep(2)
+
+
+class Clock:
+    """In place of the modules' `time`: a run of minutes happens in seconds."""
+
+    def __init__(self):
+        self.ahead = 0.0
+
+    def time(self):
+        return time.time() + self.ahead
+
+    def monotonic(self):
+        return time.monotonic() + self.ahead
+
+    def sleep(self, seconds):
+        self.ahead += seconds
+
+
+def main(path, size="1200,1050", *options):
+    from PIL import Image  # matplotlib's
+
+    clock = Clock()
+    hub_module.time = live_module.time = store_module.time = clock
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder, "store.sqlite"), 1 << 30)
+        reference = FakeReference()
+        reference.info = INFO | {"model": "Qwen/Qwen2.5-3B", "dtype": "bfloat16"}
+        reference.max_tokens = 1024
+        app, hub = app_of(store, folder, reference=reference)
+        realistic(store, hub, app, clock)
+        began = time.perf_counter()
+        body = call(app, "GET", "/live")[2]
+        print(f"/live: {len(body)} bytes in {1000 * (time.perf_counter() - began):.1f} ms")
+        with serving(app) as (url, _):
+            browse(url, f"--screenshot={Path(path).resolve()}", *options, size=size)
+        Image.open(path).quantize(256).save(path, optimize=True)
+        store.db.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
