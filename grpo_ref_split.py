@@ -48,7 +48,7 @@ from forward import number_prompts, plan_micro_batches
 from grpo_loss import group_advantages, token_weights
 from policy import load_policy, load_tokenizer
 from policy_sync import NOISE, Publisher
-from report import Clock, RunFolder, evaluate, rollout_metrics, say, say_parts, show
+from report import Clock, Page, RunFolder, evaluate, rollout_metrics, say, say_parts, show
 from rollout import Recipe, Stream, Uploader, make_group, rollout, tally_of
 from watch import Heartbeats, announced, watch_launcher
 from wire import pack_group, tokenizer_facts, unpack_group
@@ -633,7 +633,8 @@ def main():
 
 def train(policy, engine, recipe, test, stream, exchange, publisher, progress):
     """The run: rollouts, updates, evaluations, checkpoints, until its steps are made."""
-    folder, laps, clock, p = RunFolder(RUN_DIR), [], Clock(), progress
+    page = Page(exchange.server, progress.run) if exchange and dist.get_rank() == 0 else None
+    folder, laps, clock, p = RunFolder(RUN_DIR, page), [], Clock(), progress
     bar = tqdm(total=STEPS, initial=p.step, unit="step", disable=dist.get_rank() != 0)
     half_full = False
     while True:

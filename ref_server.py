@@ -111,6 +111,8 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
     @app.hook("before_request")
     def authorise():
         path, get = bottle.request.path, bottle.request.method in ("GET", "HEAD")
+        if not get and "HTTP_ORIGIN" in bottle.request.environ:  # a web page's; no client of ours
+            refuse(403, "this is no address for web pages to send to")
         if not token or (get and path == "/health"):
             return
         # not get_header, which raises if a header is no UTF-8

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import queue
 import sys
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from rollout import TALLY, sampled_and_rewarded
+from watch import in_background
 
 
 def say(text):
@@ -98,11 +100,33 @@ def rollout_metrics(count, recipe):
     }
 
 
+class Page:
+    """Shows what is logged on the reference server's page, in a thread: training waits for none."""
+
+    def __init__(self, server, run):
+        self.server, self.run, self.logged = server.twin(), run, queue.SimpleQueue()
+        in_background(self._send)
+
+    def put(self, file, record):
+        known = {name: value for name, value in record.items() if value is not None}
+        self.logged.put((file, known))
+
+    def _send(self):
+        while True:
+            batch = [self.logged.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    batch.append(self.logged.get_nowait())
+            records = [record for file, record in batch if file == "metrics.jsonl"]
+            samples = [record for file, record in batch if file == "samples.jsonl"]
+            self.server.log(self.run, records, samples)
+
+
 class RunFolder:
     """RUN_DIR: metrics.jsonl, samples.jsonl; checkpoint.py writes there too."""
 
-    def __init__(self, path):
-        self.path = Path(path)
+    def __init__(self, path, page=None):
+        self.path, self.page = Path(path), page
         self.path.mkdir(parents=True, exist_ok=True)
 
     def log(self, file, record):
@@ -111,6 +135,8 @@ class RunFolder:
             with open(self.path / file, "a") as f:
                 record = {k: finite(v) for k, v in record.items()} | {"time": round(time.time(), 2)}
                 f.write(json.dumps(record) + "\n")
+            if self.page:
+                self.page.put(file, record)
 
     def log_evaluation(self, evaluation, step):
         """Logs and says an evaluation; -> its accuracy."""

@@ -66,8 +66,8 @@ def plain_gradient(policy, rows):
 
 
 def bad_steps(engine, policy):
-    """-> for steps with a row that is not finite, on one rank alone or not, and one that is: whether
-    they were skipped, and whether weights have changed."""
+    """-> for two steps with a row that is not finite, and one without: whether they were skipped,
+    and whether weights have changed."""
     grpo.LEARNING_RATE, result = 1e-3, []
     for value in (torch.nan, torch.inf, 0.0):
         rows = make_rows(policy, "grpo")

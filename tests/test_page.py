@@ -304,6 +304,17 @@ def test_what_a_browser_adds_by_itself_changes_nothing(store, tmp_path, route):
 
 
 # --- The client ---------------------------------------------------------------------
+def test_no_web_page_may_send_anything(app, store):
+    """Without a token too: any site can have a browser post to 127.0.0.1."""
+    put(store, 0)
+    for route in ("/end", "/ack", "/upload", "/resume"):
+        body = {"run": "run", "ids": ["group-000"], "step": 0}
+        answer = call(app, "POST", route, body, HTTP_ORIGIN="http://elsewhere.example")
+        assert "no address for web pages" in refused(answer, 403)
+    assert store.stats()["waiting"] == 1
+    assert call(app, "GET", "/live", HTTP_ORIGIN="null")[0] == 200
+
+
 def test_what_a_trainer_logs_is_shown(app):
     server = InProcess(app)
     server.log("run", [record(1)], [sample()])

@@ -143,7 +143,7 @@ def test_a_rank_that_is_not_heard_of_is_named_and_ends_the_others(left, monkeypa
     assert second == 650
     said = capsys.readouterr().err.splitlines()
     assert (
-        55 <= len(said) <= 61 and "waiting for rank 2, which was not heard of for 15 s" in said[0]
+        55 <= len(said) <= 61 and "waiting for rank 2, which was not heard of for 10 s" in said[0]
     )
 
 
