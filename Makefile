@@ -7,7 +7,7 @@ demo: .venv/ready
 	.venv/bin/python demo.py $(SEED)
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
 vllm-test: .venv/ready .vllm/ready
 	OMP_NUM_THREADS=1 .vllm/bin/python -m pytest -q tests/test_vllm_worker.py
