@@ -14,12 +14,15 @@ load() together.
 import json
 import random
 import shutil
+import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from report import say
+from config import check_same_run, constants_of
+from report import RunFolder, say
 from watch import announced
 
 DRAFT = ".unfinished"
@@ -86,3 +89,64 @@ def load(path, engine, stream):
     torch.set_rng_state(torch.tensor(own["torch"], dtype=torch.uint8))
     if "cuda" in own and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.tensor(own["cuda"], dtype=torch.uint8))
+
+
+# --- A run, from its beginning or from a checkpoint -----------------------------------
+@dataclass
+class Progress:
+    """Where the run is: what a checkpoint keeps beside weights, optimiser and random numbers."""
+
+    run: str  # its name at the server
+    step: int = 0  # updates made
+    evaluated: int = -1  # the step of the last evaluation,
+    accuracy: float = 0.0  # its result,
+    best: float = 0.0  # and the best of all
+    saved: int = -1  # the step of the last checkpoint
+    reference: int = 0  # the step whose policy is the reference, where one follows
+    idle: int = 0  # steps in a row that had nothing to train
+    bad: int = 0  # updates in a row that were not finite
+    checked: bool = False  # whether check_first_update has been
+
+
+def passed(every, before, step):
+    """Whether a multiple of `every` lies after `before`, up to `step`; `every` 0 is never."""
+    return bool(every and step // every > before // every)
+
+
+def check_run_dir(folder, resume):
+    """Raises SystemExit where a run would be written over."""
+    files = [Path(folder, name).exists() for name in ("run.json", "metrics.jsonl")]
+    holds_one = any(files) or any(Path(folder).glob("step_*"))
+    if holds_one and not (resume and files[0]):
+        raise SystemExit(
+            f"RUN_DIR = {folder!r} must be a folder that holds no run: choose another, move that"
+            " one, or go on with it (RESUME = True)"
+        )
+
+
+def open_run(folder, constants, engine, stream, server):
+    """-> the Progress of the run in `folder`: a new one, or from its newest whole checkpoint, where
+    everything is then as it was. `constants` are the trainer's globals(). All ranks call it."""
+    found = [None]
+    if dist.get_rank() == 0:
+        named = Path(folder, "run.json")
+        if not named.exists():
+            name = f"{Path(folder).name}-{uuid.uuid4().hex[:8]}"
+            draft = named.with_suffix(".draft")
+            draft.write_text(json.dumps({"run": name, "constants": constants_of(constants)}))
+            draft.replace(named)
+        found = [(json.loads(named.read_text())["run"], *newest(folder))]
+    dist.broadcast_object_list(found, src=0)
+    run, path, state = found[0]
+    progress = Progress(run)
+    if path:
+        check_same_run(state, constants, dist.get_world_size())
+        load(path, engine, stream)
+        progress = Progress(**state["progress"])
+        say(f"the run {run} goes on from {path}")
+    RunFolder(folder).cut(progress.step if path else -1)
+    if server and dist.get_rank() == 0:
+        undone = server.resume(run, progress.step)
+        if any(undone.values()):
+            say(f"of what the server had for later steps: {undone}")
+    return progress

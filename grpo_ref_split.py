@@ -28,7 +28,6 @@ import math
 import os
 import sys
 import time
-import uuid
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,8 +39,9 @@ from tqdm import tqdm
 import checkpoint
 import grpo_loss
 import grpo_loss_triton
+from checkpoint import check_run_dir, open_run, passed
 from client import RefServer
-from config import check_constants, check_same_run, constants_of, load_prompts, load_task
+from config import check_constants, constants_of, load_prompts, load_task
 from engine import start_engine
 from exchange import Exchange
 from forward import number_prompts, plan_micro_batches
@@ -468,77 +468,6 @@ def check_first_update(metrics, policy_dtype, reference):
         )
 
 
-# --- A run, from its beginning or from a checkpoint -----------------------------------
-@dataclass
-class Progress:
-    """Where the run is: what a checkpoint keeps beside weights, optimiser and random numbers."""
-
-    run: str  # its name at the server
-    step: int = 0  # updates made
-    evaluated: int = -1  # the step of the last evaluation,
-    accuracy: float = 0.0  # its result,
-    best: float = 0.0  # and the best of all
-    saved: int = -1  # the step of the last checkpoint
-    reference: int = 0  # the step whose policy is the reference, where one follows
-    idle: int = 0  # steps in a row that had nothing to train
-    bad: int = 0  # updates in a row that were not finite
-    checked: bool = False  # whether check_first_update has been
-
-
-def passed(every, before, step):
-    """Whether a multiple of `every` lies after `before`, up to `step`; `every` 0 is never."""
-    return bool(every and step // every > before // every)
-
-
-def check_run_dir():
-    """Raises SystemExit where a run would be written over."""
-    folder, files = Path(RUN_DIR), ("run.json", "metrics.jsonl")
-    holds_one = any(Path(folder, name).exists() for name in files) or any(folder.glob("step_*"))
-    if holds_one and not (RESUME and Path(folder, "run.json").exists()):
-        raise SystemExit(
-            f"RUN_DIR = {RUN_DIR!r} must be a folder that holds no run: choose another, move that"
-            " one, or go on with it (RESUME = True)"
-        )
-
-
-def open_run(engine, stream, server):
-    """-> the Progress of the run in RUN_DIR: a new one, or from its newest whole checkpoint, where
-    everything is then as it was. All ranks call it."""
-    found = [None]
-    if dist.get_rank() == 0:
-        named = Path(RUN_DIR, "run.json")
-        if not named.exists():
-            name = f"{Path(RUN_DIR).name}-{uuid.uuid4().hex[:8]}"
-            draft = named.with_suffix(".draft")
-            draft.write_text(json.dumps({"run": name, "constants": constants_of(globals())}))
-            draft.replace(named)
-        found = [(json.loads(named.read_text())["run"], *checkpoint.newest(RUN_DIR))]
-    dist.broadcast_object_list(found, src=0)
-    run, path, state = found[0]
-    progress = Progress(run)
-    if path:
-        check_same_run(state, globals(), dist.get_world_size())
-        checkpoint.load(path, engine, stream)
-        progress = Progress(**state["progress"])
-        say(f"the run {run} goes on from {path}")
-    RunFolder(RUN_DIR).cut(progress.step if path else -1)
-    if server and dist.get_rank() == 0:
-        undone = server.resume(run, progress.step)
-        if any(undone.values()):
-            say(f"of what the server had for later steps: {undone}")
-    return progress
-
-
-def save(progress, policy, engine, stream, exchange):
-    """Saves a checkpoint; the server may then forget what it covers."""
-    progress.saved = progress.step
-    state = {"step": progress.step, "progress": asdict(progress)}
-    state["constants"] = constants_of(globals())
-    checkpoint.save(RUN_DIR, policy, engine, stream, state, KEEP_CHECKPOINTS)
-    if exchange and dist.get_rank() == 0:
-        exchange.server.checkpoint(progress.run, progress.step)
-
-
 # --- Main ---------------------------------------------------------------------------
 def prepare():
     """-> (tokenizer, recipe, server): what trainer and workers begin with; `server` may be None."""
@@ -603,7 +532,7 @@ def refresh_reference(publisher, exchange, progress):
 
 
 def main():
-    check_run_dir()
+    check_run_dir(RUN_DIR, RESUME)
     watch_launcher()
     tokenizer, recipe, server = prepare()
     policy = make_policy(tokenizer)
@@ -614,7 +543,7 @@ def main():
     # Workers begin with the seed's order too: the ranks go through another
     stream = Stream(recipe.prompts, f"{SEED}/trainer" if PUBLISH_STEPS else SEED, rank, world)
     Path(RUN_DIR).mkdir(parents=True, exist_ok=True)
-    progress = open_run(engine, stream, server)
+    progress = open_run(RUN_DIR, globals(), engine, stream, server)
     exchange = Exchange(server, progress.run, WAIT_LIMIT_SECONDS) if server else None
     publisher = start_publisher(policy, recipe, server, progress.run)
     first_policy(publisher, exchange, progress)
@@ -699,6 +628,16 @@ def finish_step(exchange, progress, groups, before, clock):
             answer = [exchange.server.ack(progress.run, ids, before)]
         dist.broadcast_object_list(answer, src=0)
     return answer[0]
+
+
+def save(progress, policy, engine, stream, exchange):
+    """Saves a checkpoint; the server may then forget what it covers."""
+    progress.saved = progress.step
+    state = {"step": progress.step, "progress": asdict(progress)}
+    state["constants"] = constants_of(globals())
+    checkpoint.save(RUN_DIR, policy, engine, stream, state, KEEP_CHECKPOINTS)
+    if exchange and dist.get_rank() == 0:
+        exchange.server.checkpoint(progress.run, progress.step)
 
 
 def hand_on(policy, engine, stream, exchange, publisher, progress, before, clock):

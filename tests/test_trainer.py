@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 import grpo_ref_split as grpo
 import report
 import rollout
+from checkpoint import Progress
 from client import RefServer
 from config import check_constants
 from exchange import Exchange
@@ -115,13 +116,13 @@ def test_a_run_is_not_written_over(monkeypatch, tmp_path):
         monkeypatch.setattr(grpo, "RESUME", bool(resumes))
         (tmp_path / trace).mkdir()
         with pytest.raises(SystemExit, match="holds no run"):
-            grpo.check_run_dir()
+            grpo.check_run_dir(str(tmp_path), grpo.RESUME)
         check_constants(vars(grpo))  # a worker's RUN_DIR may hold what it likes
         (tmp_path / trace).rmdir()
-        grpo.check_run_dir()
+        grpo.check_run_dir(str(tmp_path), grpo.RESUME)
     monkeypatch.setattr(grpo, "RESUME", True)
     (tmp_path / "run.json").touch()
-    grpo.check_run_dir()  # that one goes on
+    grpo.check_run_dir(str(tmp_path), grpo.RESUME)  # that one goes on
 
 
 def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():
@@ -833,7 +834,7 @@ def test_bad_steps_are_counted_kept_and_end_the_run_when_they_follow_each_other(
     monkeypatch.setattr(grpo, "MAX_BAD_STEPS", 3)
     monkeypatch.setattr(grpo.dist, "barrier", lambda: None)
     rows = grpo.make_rows([a_group([[1.0, -1.0], [-1.0, 1.0]])], 0)
-    progress, metrics = grpo.Progress("run"), {"loss": float("nan"), "grad_norm": float("inf")}
+    progress, metrics = Progress("run"), {"loss": float("nan"), "grad_norm": float("inf")}
     for progress.step in range(1, 5):
         if progress.step == 3:
             progress.bad = 0  # a good one between
@@ -957,7 +958,7 @@ def test_the_policy_is_published_when_its_steps_are_passed(
     server.info = {}
     monkeypatch.setattr(grpo, "save", lambda p, *_: publisher.append(("save", p.step)))
     exchange = SimpleNamespace(server=server, new_reference=lambda: forgot.append(1))
-    progress = grpo.Progress("run")
+    progress = Progress("run")
     grpo.first_policy(publisher, exchange, progress)
     for before, progress.step in [(0, 2), (2, 4), (4, 6)]:
         grpo.hand_on(None, None, None, exchange, publisher, progress, before, clock)
@@ -965,7 +966,7 @@ def test_the_policy_is_published_when_its_steps_are_passed(
     sent = [call[1] for call in publisher if call[0] == "publish"] if refresh else []
     assert server == [("set_reference", "run", step) for step in sent]
     assert len(forgot) == len(sent)
-    grpo.hand_on(None, None, None, None, None, grpo.Progress("run", 1), 0, clock)  # other ranks
+    grpo.hand_on(None, None, None, None, None, Progress("run", 1), 0, clock)  # other ranks
 
 
 @pytest.mark.parametrize(
@@ -981,7 +982,7 @@ def test_a_run_that_goes_on_has_the_reference_it_had(
 ):
     for name, value in {"REFERENCE_REFRESH_STEPS": 2, "MAX_STALENESS": 4}.items():
         monkeypatch.setattr(grpo, name, value)
-    calls, progress = Record(), grpo.Progress("run", 6, reference=reference)
+    calls, progress = Record(), Progress("run", 6, reference=reference)
     calls.info = {"weights": there}
     exchange = SimpleNamespace(server=calls, new_reference=lambda: None)
     if expected is SystemExit:
