@@ -60,6 +60,7 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
 
     def refuse(status, reason, **headers):
         headers["Content-Type"] = "application/json"
+        reason = reason[:1000]  # it may quote the body
         raise bottle.HTTPResponse(json.dumps({"error": reason}), status, headers)
 
     def explain(error):  # 404, 405, and 500 for what nobody foresaw (bottle prints its traceback)
@@ -69,7 +70,8 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
     app.default_error_handler = explain
 
     def read_body():
-        length = bottle.request.content_length  # -1 when there is none
+        text = bottle.request.environ.get("CONTENT_LENGTH") or ""
+        length = int(text) if text.isdecimal() and len(text) < 20 else -1
         if not 0 < length <= max_body_bytes:
             refuse(413 if length > 0 else 411, f"a body of 1 to {max_body_bytes} bytes, please")
         # not request.body, which spills what is over 100 KB to a file
@@ -98,6 +100,8 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
         query = bottle.request.query
         try:
             numbers = {k: int(v) for k, v in query.items() if k in ("version", "offset")}
+            if not all(abs(n) < 2**62 for n in numbers.values()):
+                raise ValueError("too large")
             return query.decode().run or "", numbers
         except ValueError as error:
             refuse(400, f"version and offset must be numbers: {error}")

@@ -25,6 +25,7 @@ import torch
 
 PROTOCOL = 2  # raised when the wire changes; trainer and server must agree
 MAX_HEADER_BYTES = 1 << 16  # a group's is 1 KB; 16 MB of header took 3.5 s and 300 MB to refuse
+MAX_COMPLETIONS = 10_000  # of a group; joining two flat ones of 500 000 each took 14 s
 
 
 @dataclass
@@ -136,8 +137,13 @@ def check_group(g, vocab_size, max_tokens):
     numbers = all(type(x) in (int, float) and abs(x) < 1e15 for x in g.skipped.values())
     if len(g.skipped) > 100 or not numbers:
         raise ValueError("skipped must be at most 100 finite numbers by name")
+    # The trainer prints and logs them
+    if not all(0 < len(x) <= 200 and x.isprintable() for x in [*g.reward_names, *g.skipped]):
+        raise ValueError("names in reward_names and skipped must be printable, 1 to 200 characters")
     if g.completion_lengths.dim() != 1 or g.completion_lengths.numel() == 0:
         raise ValueError("completion_lengths must be (G,) with G of 1 or more")
+    if len(g.completion_lengths) > MAX_COMPLETIONS:
+        raise ValueError(f"a group has at most {MAX_COMPLETIONS} completions")
     if g.completion_lengths.min() < 1:
         raise ValueError("every completion must have at least one token (EOS counts)")
     size, tokens = len(g.completion_lengths), int(g.completion_lengths.sum(dtype=torch.int64))
@@ -150,6 +156,8 @@ def check_group(g, vocab_size, max_tokens):
     for name, shape in shapes.items():
         if tuple(getattr(g, name).shape) != shape:
             raise ValueError(f"{name} must be {shape}, got {tuple(getattr(g, name).shape)}")
+    if g.truncated.view(torch.uint8).max() > 1:  # torch takes any byte for a bool
+        raise ValueError("truncated must be of bytes 0 and 1")
     if g.prompt_ids.dim() != 1 or g.prompt_ids.numel() == 0:
         raise ValueError("prompt_ids must be (P,) with P of 1 or more")
     ids = torch.cat([g.prompt_ids, g.completion_ids])

@@ -106,6 +106,13 @@ def test_a_part_whose_answer_was_lost_may_be_sent_again(app):
     assert commit(app, record_of())[0] == 200 and get_policy(app)[2] == WEIGHTS
 
 
+@pytest.mark.parametrize("odd", ["x", "", 2**62, -(10**30), 10**300])
+@pytest.mark.parametrize("name", ["version", "offset"])
+def test_a_version_or_offset_that_is_no_number_of_ours_is_refused(app, hub, name, odd):
+    assert "must be numbers" in refused(put_part(app, WEIGHTS, **{name: odd}), 400)
+    assert files(hub) == []
+
+
 @pytest.mark.parametrize("offset", [501, 10**9, -1])
 def test_a_part_that_is_not_next_is_refused(app, offset):
     put_part(app, WEIGHTS[:500])

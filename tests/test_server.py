@@ -641,6 +641,17 @@ def test_lengths_are_checked_before_anything_is_read(app):
     assert reason == "the body ended after 50 of 60 bytes"
 
 
+@pytest.mark.parametrize("length", ["x", "1e3", "-1", "+5", " ", "9" * 5000])
+def test_a_length_that_is_no_number_is_refused(app, length):
+    assert refused(call(app(), "POST", "/upload", b"x", CONTENT_LENGTH=length), 411)
+
+
+def test_a_reason_that_quotes_the_body_is_cut(app):
+    long = pack_group(make_group(reward_names=["x" * 2000] * 2))
+    reason = refused(call(app(), "POST", "/upload", long), 400)
+    assert reason.startswith("reward_names must differ") and len(reason) == 1000
+
+
 def test_a_full_store_says_when_to_come_back(app, store):
     """Ancestor 5b-7: no back-pressure; half of all groups stayed in memory for ever."""
     store.max_bytes = 10

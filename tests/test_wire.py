@@ -152,6 +152,14 @@ BAD_TENSORS = {
         {"completion_ids": torch.full((6,), VOCAB, dtype=torch.int32)},
         "0..394, got .*395",
     ),
+    "a bool of 2": (
+        {"truncated": torch.tensor([0, 2, 1], dtype=torch.uint8).view(torch.bool)},
+        "bytes 0 and 1",
+    ),
+    "more completions than are joined in a second": (
+        {"completion_lengths": torch.ones(wire.MAX_COMPLETIONS + 1, dtype=torch.int32)},
+        "at most 10000 completions",
+    ),
     "too long": ({"prompt_ids": torch.zeros(254, dtype=torch.int32)}, "257 tokens exceed"),
 }
 
@@ -196,6 +204,13 @@ BAD_METADATA = {
     "NaN": ({"item": float("nan")}, "'item' must be int"),
     "negative version": ({"policy_version": -1}, "negative"),
     "huge item": ({"item": 2**63}, "64 bits"),
+    "skipped by a name that can't be printed": (
+        {"skipped": {"\ud800": 1}},
+        "names in reward_names",
+    ),
+    "skipped by no name": ({"skipped": {"": 1}}, "names in reward_names"),
+    "name that can't be printed": ({"reward_names": ["correct", "a\nb"]}, "must be printable"),
+    "endless name": ({"reward_names": ["correct", "x" * 201]}, "1 to 200 characters"),
     "names a string": ({"reward_names": "ab"}, "'reward_names' must be list"),
     "no names": ({"reward_names": []}, "list of names"),
     "names of numbers": ({"reward_names": [1, 2]}, "list of names"),
