@@ -355,7 +355,7 @@ RECORD |= {"bytes": len(WEIGHTS), "sha256": hashlib.sha256(WEIGHTS).hexdigest()}
 RECORD |= {"settings": {}, "proof": {}}
 ASKED = {
     "/lease": {"run": "fuzz", "limit": 2, "oldest": 0, "wait": False},
-    "/ack": {"run": "fuzz", "ids": ["fuzz-1"]},
+    "/ack": {"run": "fuzz", "ids": ["fuzz-1"], "step": 0},
     "/work": {
         "worker": "w",
         "held": 0,
@@ -628,22 +628,22 @@ def measure(server, count, *, seed, first):
     assert upload[1] < 2 * upload[0] + 0.002, f"uploads have slowed down: {upload} s"
 
 
-def save_model(folder):
+def save_model(folder, max_tokens):
     """A random Qwen2 of 32 000 parameters, as in conftest.py."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = Qwen2Config(vocab_size=416, max_position_embeddings=256, **shape, **heads)
+    config = Qwen2Config(vocab_size=416, max_position_embeddings=max_tokens, **shape, **heads)
     Qwen2ForCausalLM(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
 
 @contextmanager
-def served(folder, **constants):
+def served(folder, *, max_tokens, **constants):
     """Runs ref_server.py with these constants and a tiny model, its store in `folder`; -> the
     process and its address. It is killed at the end."""
-    save_model(folder / "model")
+    save_model(folder / "model", max_tokens)
     constants = preset(folder / "model", folder, **constants)
     command = [sys.executable, PRESET, "ref_server", json.dumps([constants])]
     environment = {k: v for k, v in os.environ.items() if k != "GRPO_TOKEN"}
@@ -670,7 +670,10 @@ def main():
         if not asked.server:
             measure(Function(folder), asked.count, seed=asked.seed, first=asked.first)
             return
-        with served(folder, LEASE_WAIT_SECONDS=0) as (process, url):
+        with served(folder, max_tokens=LIMITS["max_tokens"], LEASE_WAIT_SECONDS=0) as (
+            process,
+            url,
+        ):
             server = Process(folder, url, process.pid)
             measure(server, asked.count, seed=asked.seed, first=asked.first)
 
