@@ -17,6 +17,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -57,12 +58,18 @@ class Store:
         self.db.execute("PRAGMA synchronous=NORMAL")
         self.db.execute(
             "CREATE TABLE IF NOT EXISTS groups (seq INTEGER PRIMARY KEY, run TEXT, id TEXT,"
-            " state TEXT, body BLOB, bytes INTEGER, error TEXT, uploaded REAL, lease_ends REAL,"
+            " state TEXT, bytes INTEGER, error TEXT, uploaded REAL, lease_ends REAL,"
             " version INTEGER, item INTEGER, UNIQUE (run, id))"
         )
         columns = [row[1] for row in self.db.execute("PRAGMA table_info(groups)")]
-        if "version" not in columns:
+        if "version" not in columns or "body" in columns:
             raise SystemExit(f"{path} is an older version's store: finish its runs, or delete it")
+        # Apart, as any change of a row writes the whole of it: a lease wrote each body once more
+        self.db.execute("CREATE TABLE IF NOT EXISTS bodies (seq INTEGER PRIMARY KEY, body BLOB)")
+        self.db.execute(
+            "CREATE TRIGGER IF NOT EXISTS ended AFTER UPDATE OF bytes ON groups WHEN NEW.bytes=0"
+            " BEGIN DELETE FROM bodies WHERE seq=NEW.seq; END"
+        )
         self.db.execute("CREATE INDEX IF NOT EXISTS by_item ON groups (state, run, item)")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_state ON groups (state, run, seq)")
         self.db.execute("CREATE TABLE IF NOT EXISTS reference (facts TEXT)")
@@ -101,12 +108,15 @@ class Store:
 
     def _insert(self, group, body, state):
         self._make_room(len(body))
-        self.db.execute(
-            "INSERT INTO groups (run, id, state, body, bytes, uploaded, version, item)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (group.run, group.id, state, body, len(body), time.time())
-            + (group.policy_version, group.item),
-        )
+        with self._together():
+            row = self.db.execute(
+                "INSERT INTO groups (run, id, state, bytes, uploaded, version, item)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (group.run, group.id, state, len(body), time.time())
+                + (group.policy_version, group.item),
+            )
+            if body:
+                self.db.execute("INSERT INTO bodies VALUES (?, ?)", (row.lastrowid, body))
         self.bytes += len(body)
         self.changed.notify_all()
 
@@ -124,8 +134,8 @@ class Store:
                 ids = (f"{group.id}+0", f"{group.id}+1")
                 where = "SELECT id FROM groups WHERE run=? AND id IN (?, ?)"
                 return [row[0] for row in self.db.execute(where, (group.run, *ids))]
-            query = "SELECT seq, body FROM groups WHERE state='pooled' AND run=? AND item=?"
-            query += " AND version>=? ORDER BY seq DESC"
+            query = "SELECT seq, body FROM groups JOIN bodies USING (seq) WHERE state='pooled'"
+            query += " AND run=? AND item=? AND version>=? ORDER BY seq DESC"
             for seq, other in self.db.execute(query, (group.run, group.item, oldest)).fetchall():
                 joined = join_flat(unpack_group(other), group)
                 if joined:
@@ -139,17 +149,27 @@ class Store:
         bodies = [pack_group(new) for new in joined]
         pooled = self.db.execute("SELECT bytes FROM groups WHERE seq=?", (seq,)).fetchone()[0]
         self._make_room(sum(map(len, bodies)) - pooled, spared=seq)
-        self.db.execute("BEGIN")
-        try:
+        with self._together():
             self._end("joined", "seq=?", (seq,))
             self._insert(group, b"", "joined")
             for new, body in zip(joined, bodies, strict=True):
                 self._insert(new, body, "waiting")
+
+    @contextmanager
+    def _together(self):
+        """What is written within is written all or not at all; within another, it is part of it."""
+        if self.db.in_transaction:
+            yield
+            return
+        self.db.execute("BEGIN")
+        try:
+            yield
+            self.db.execute("COMMIT")
         except BaseException:
-            self.db.execute("ROLLBACK")
+            if self.db.in_transaction:  # SQLite itself may have ended it: the disk is full
+                self.db.execute("ROLLBACK")
             self.bytes = self._sum()
             raise
-        self.db.execute("COMMIT")
 
     def _make_room(self, size, spared=-1):
         """Ends pooled groups, the oldest first, until `size` bytes fit. Raises StoreFull."""
@@ -178,7 +198,8 @@ class Store:
         query = f"SELECT COUNT(*), IFNULL(SUM(bytes), 0) FROM groups WHERE {where}"
         count, size = self.db.execute(query, values).fetchone()
         self.db.execute(
-            f"UPDATE groups SET state='{state}', body=NULL, bytes=0 WHERE {where}", values
+            f"UPDATE groups SET state='{state}', bytes=0 WHERE {where}",
+            values,  # trigger: its body
         )
         self.bytes -= size
         return count
@@ -198,14 +219,16 @@ class Store:
     def waiting(self, limit, patience, size=None):
         """-> up to `limit` (seq, body) to score, oldest first, after at most `patience` seconds;
         no more than `size` bytes of them, unless the first is larger."""
-        query = "SELECT seq, body FROM groups WHERE state='waiting' ORDER BY seq LIMIT ?"
+        query = "SELECT seq, bytes FROM groups WHERE state='waiting' ORDER BY seq LIMIT ?"
+        body = "SELECT body FROM bodies WHERE seq=?"  # not joined, which would sort bodies, too
         with self.changed:
             rows = self.db.execute(query, (limit,)).fetchall()
             if not rows and self.changed.wait(patience):
                 rows = self.db.execute(query, (limit,)).fetchall()
-        sizes = itertools.accumulate(len(body) for _, body in rows)
-        fit = sum(size is None or so_far <= size for so_far in sizes)
-        return rows[: max(fit, 1)]
+            sizes = itertools.accumulate(bytes for _, bytes in rows)
+            fit = sum(size is None or so_far <= size for so_far in sizes)
+            chosen = [(seq,) for seq, _ in rows[: max(fit, 1)]]
+            return [(seq[0], self.db.execute(body, seq).fetchone()[0]) for seq in chosen]
 
     def scored(self, seq, body):
         self._update(seq, "scored", body, None)
@@ -219,10 +242,12 @@ class Store:
             row = self.db.execute(old, (seq,)).fetchone()
             if not row:  # acknowledged meanwhile: it must not come back
                 return
-            self.db.execute(
-                "UPDATE groups SET state=?, body=?, bytes=?, error=? WHERE seq=?",
-                (state, body, len(body), error, seq),
-            )
+            with self._together():
+                self.db.execute("UPDATE bodies SET body=? WHERE seq=?", (body, seq))
+                self.db.execute(
+                    "UPDATE groups SET state=?, bytes=?, error=? WHERE seq=?",
+                    (state, len(body), error, seq),
+                )
             self.bytes += len(body) - row[0]
             self.changed.notify_all()
 
@@ -251,7 +276,7 @@ class Store:
                 size += bytes
                 if bodies and size > LEASE_BYTES:
                     break
-                body = self.db.execute("SELECT body FROM groups WHERE seq=?", (seq,))
+                body = self.db.execute("SELECT body FROM bodies WHERE seq=?", (seq,))
                 bodies[id] = body.fetchone()[0]
                 self.db.execute(
                     "UPDATE groups SET state='leased', lease_ends=? WHERE seq=?",

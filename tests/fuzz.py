@@ -492,7 +492,8 @@ class Function:
 
     def sweep(self, sent):
         """Checks every body that the store has, and ends it."""
-        rows = self.store.db.execute("SELECT run, state, body FROM groups WHERE bytes>0").fetchall()
+        query = "SELECT run, state, body FROM groups JOIN bodies USING (seq)"
+        rows = self.store.db.execute(query).fetchall()
         for run, state, body in rows:
             meta, _ = decode(body)
             assert meta["run"] == run and (body in sent or meta["sampler"] == "regrouped")
