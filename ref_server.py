@@ -20,15 +20,13 @@ import threading
 import time
 
 import bottle
-import safetensors.torch
-import torch
 import waitress
 
 from hub import Hub
 from policy import load_tokenizer
 from scoring import Reference, score_groups, score_rows
 from store import Store, StoreFull
-from wire import unpack_group
+from wire import pack_bodies, unpack_group
 
 # --- What to serve ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder; may be larger than the policy, same tokenizer
@@ -163,9 +161,9 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
             return b""
         bottle.response.content_type = "application/octet-stream"
         bottle.response.set_header("X-Facts", reference.info["facts"])  # who scores now
-        # a blob of blobs: each group's body as a uint8 tensor under the group's id
-        blobs = {id: torch.frombuffer(bytearray(b), dtype=torch.uint8) for id, b in bodies.items()}
-        return safetensors.torch.save(blobs)
+        parts = pack_bodies(bodies)
+        bottle.response.content_length = sum(map(len, parts))
+        return iter(parts)  # bottle would join a list
 
     @app.post("/ack")
     def ack():
@@ -276,14 +274,18 @@ def main():
         lease_wait=LEASE_WAIT_SECONDS,
         regroup=REGROUP,
     )
-    # inbuf_overflow and recv_bytes: bodies stay in memory and come in few reads (2.8x the uploads)
+    # inbuf_overflow and recv_bytes: bodies stay in memory and come in few reads (2.8x the uploads);
+    # outbuf_overflow: so do the answers to leases. Of clients that stall, 100 would shut out others
     server = waitress.create_server(
         app,
         host=HOST,
         port=PORT,
         threads=THREADS,
         inbuf_overflow=64 << 20,
+        outbuf_overflow=64 << 20,
         recv_bytes=262_144,
+        connection_limit=1000,
+        asyncore_use_poll=True,  # select() ends at 1024 files
         max_request_body_size=MAX_BODY_BYTES + 1,  # refuses from this many bytes on
     )
     http = threading.Thread(target=server.run, daemon=True)

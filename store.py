@@ -272,23 +272,24 @@ class Store:
                     break
                 self.changed.wait(left)
             bodies, size = {}, 0
-            for seq, id, bytes in rows:
-                size += bytes
-                if bodies and size > LEASE_BYTES:
-                    break
-                body = self.db.execute("SELECT body FROM bodies WHERE seq=?", (seq,))
-                bodies[id] = body.fetchone()[0]
-                self.db.execute(
-                    "UPDATE groups SET state='leased', lease_ends=? WHERE seq=?",
-                    (time.time() + seconds, seq),
-                )
+            with self._together():  # or each would write the table's and its indices' pages
+                for seq, id, bytes in rows:
+                    size += bytes
+                    if bodies and size > LEASE_BYTES:
+                        break
+                    body = self.db.execute("SELECT body FROM bodies WHERE seq=?", (seq,))
+                    bodies[id] = body.fetchone()[0]
+                    self.db.execute(
+                        "UPDATE groups SET state='leased', lease_ends=? WHERE seq=?",
+                        (time.time() + seconds, seq),
+                    )
             if bodies:
                 self.changed.notify_all()  # there is room for workers to begin others
         return bodies
 
     def ack(self, run, ids):
         """Ends the groups' way: they were trained. -> how many were not done already."""
-        with self.changed:
+        with self.changed, self._together():
             where = "run=? AND id=? AND state!='done'"
             return sum(self._end("done", where, (run, id)) for id in ids)
 
