@@ -11,10 +11,12 @@ reference for the sampled tokens only, and no gradient: that is why the referenc
 another process, on an old card or another machine, and sampling hides it.
 """
 
+import errno
 import hmac
 import json
 import os
 import signal
+import sqlite3
 import sys
 import threading
 import time
@@ -49,6 +51,9 @@ MAX_POLICY_BYTES = 64 << 30  # of one published policy; the two newest of each r
 LEASE_SECONDS = 120  # unless acknowledged, handed out again; below the trainer's WAIT_LIMIT_SECONDS
 LEASE_WAIT_SECONDS = 5  # a lease request waits this long for the first scored group before its 204
 
+NO_DISK = (sqlite3.OperationalError, OSError)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 # --- Routes -------------------------------------------------------------------------
 def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lease_wait, regroup):
@@ -66,6 +71,21 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
         return json.dumps({"error": repr(error.exception) if error.exception else error.body})
 
     app.default_error_handler = explain
+
+    @app.install
+    def need_disk(route):
+        """A full disk, in any route, is a 503: nothing was stored, and clients wait for room."""
+
+        def answer(*args, **kwargs):
+            try:
+                return route(*args, **kwargs)
+            except NO_DISK as error:
+                if isinstance(error, OSError) and error.errno not in NO_SPACE:
+                    raise
+                reason = f"the disk of the store {store.path} is full, or fails: {error}"
+                refuse(503, f"{reason}; make room there, and all goes on", **{"Retry-After": "5"})
+
+        return answer
 
     def read_body():
         text = bottle.request.environ.get("CONTENT_LENGTH") or ""
@@ -311,8 +331,12 @@ def main():
         rows = store.waiting(limit=64, patience=1, size=8 * SCORE_BATCH_TOKENS)
         if rows:
             limits = {"vocab_size": info["vocab_size"], "max_tokens": reference.max_tokens}
-            score_groups(store, rows, score, **limits)
-            total += len(rows)
+            try:
+                score_groups(store, rows, score, **limits)
+                total += len(rows)
+            except sqlite3.OperationalError as error:
+                print(f"{STORE}: {error}; make room on its disk. Trying again", flush=True)
+                time.sleep(5)
         if time.monotonic() - said > 60:
             said = time.monotonic()
             print(f"{time.strftime('%H:%M:%S')} scored {total} groups; {store.stats()}", flush=True)

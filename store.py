@@ -45,7 +45,7 @@ class Store:
     def __init__(self, path, max_bytes):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self.max_bytes = max_bytes
+        self.path, self.max_bytes = path, max_bytes
         self.dropped = Counter()  # groups of each run that were too old, and its trainer not told
         self.changed = threading.Condition()  # guards the connection, and is told of every change
         self.db.execute("PRAGMA locking_mode=EXCLUSIVE")
