@@ -12,17 +12,17 @@ penalty needs log-probs of the reference for the sampled tokens only, and no gra
 the reference can live in another process, on an old card or another machine, and sampling hides it.
 """
 
+import errno
 import hmac
 import json
 import os
 import signal
+import sqlite3
 import sys
 import threading
 import time
 
 import bottle
-import safetensors.torch
-import torch
 import waitress
 
 from hub import Hub
@@ -30,7 +30,7 @@ from live import PLAIN, Live, load_page
 from policy import load_tokenizer
 from scoring import Reference, score_groups, score_rows
 from store import Store, StoreFull
-from wire import unpack_group
+from wire import pack_bodies, unpack_group
 
 # --- What to serve ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder; may be larger than the policy, same tokenizer
@@ -53,6 +53,9 @@ MAX_POLICY_BYTES = 64 << 30  # of one published policy; the two newest of each r
 LEASE_SECONDS = 120  # unless acknowledged, handed out again; below the trainer's WAIT_LIMIT_SECONDS
 LEASE_WAIT_SECONDS = 5  # a lease request waits this long for the first scored group before its 204
 
+NO_DISK = (sqlite3.OperationalError, OSError)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 # --- Routes -------------------------------------------------------------------------
 def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lease_wait, regroup):
@@ -74,6 +77,21 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
         return json.dumps({"error": repr(error.exception) if error.exception else error.body})
 
     app.default_error_handler = explain
+
+    @app.install
+    def need_disk(route):
+        """A full disk, in any route, is a 503: nothing was stored, and clients wait for room."""
+
+        def answer(*args, **kwargs):
+            try:
+                return route(*args, **kwargs)
+            except NO_DISK as error:
+                if isinstance(error, OSError) and error.errno not in NO_SPACE:
+                    raise
+                reason = f"the disk of the store {store.path} is full, or fails: {error}"
+                refuse(503, f"{reason}; make room there, and all goes on", **{"Retry-After": "5"})
+
+        return answer
 
     def read_body():
         text = bottle.request.environ.get("CONTENT_LENGTH") or ""
@@ -185,9 +203,9 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
             return b""
         bottle.response.content_type = "application/octet-stream"
         bottle.response.set_header("X-Facts", reference.info["facts"])  # who scores now
-        # a blob of blobs: each group's body as a uint8 tensor under the group's id
-        blobs = {id: torch.frombuffer(bytearray(b), dtype=torch.uint8) for id, b in bodies.items()}
-        return safetensors.torch.save(blobs)
+        parts = pack_bodies(bodies)
+        bottle.response.content_length = sum(map(len, parts))
+        return iter(parts)  # bottle would join a list
 
     @app.post("/ack")
     def ack():
@@ -348,14 +366,18 @@ def main():
         lease_wait=LEASE_WAIT_SECONDS,
         regroup=REGROUP,
     )
-    # inbuf_overflow and recv_bytes: bodies stay in memory and come in few reads (2.8x the uploads)
+    # inbuf_overflow and recv_bytes: bodies stay in memory and come in few reads (2.8x the uploads);
+    # outbuf_overflow: so do the answers to leases. Of clients that stall, 100 would shut out others
     server = waitress.create_server(
         app,
         host=HOST,
         port=PORT,
         threads=THREADS,
         inbuf_overflow=64 << 20,
+        outbuf_overflow=64 << 20,
         recv_bytes=262_144,
+        connection_limit=1000,
+        asyncore_use_poll=True,  # select() ends at 1024 files
         max_request_body_size=MAX_BODY_BYTES + 1,  # refuses from this many bytes on
     )
     http = threading.Thread(target=server.run, daemon=True)
@@ -381,8 +403,12 @@ def main():
         rows = store.waiting(limit=64, patience=1, size=8 * SCORE_BATCH_TOKENS)
         if rows:
             limits = {"vocab_size": info["vocab_size"], "max_tokens": reference.max_tokens}
-            score_groups(store, rows, score, **limits)
-            total += len(rows)
+            try:
+                score_groups(store, rows, score, **limits)
+                total += len(rows)
+            except sqlite3.OperationalError as error:
+                print(f"{STORE}: {error}; make room on its disk. Trying again", flush=True)
+                time.sleep(5)
         if time.monotonic() - said > 60:
             said = time.monotonic()
             print(f"{time.strftime('%H:%M:%S')} scored {total} groups; {store.stats()}", flush=True)

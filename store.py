@@ -19,6 +19,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -50,10 +51,12 @@ class Store:
     def __init__(self, path, max_bytes):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self.max_bytes = max_bytes
+        self.path, self.max_bytes = path, max_bytes
         self.dropped = Counter()  # groups of each run that were too old, and its trainer not told
         self.changed = threading.Condition()  # guards the connection, and is told of every change
         self.db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        self.db.execute("PRAGMA page_size=32768")  # a body of 1 MB is 32 of them, not 256
+        self.db.execute("PRAGMA secure_delete=OFF")  # Debian's overwrites what is deleted, as slow
         try:
             self.db.execute("PRAGMA journal_mode=WAL")
         except sqlite3.OperationalError as error:
@@ -66,11 +69,17 @@ class Store:
             " made INTEGER,"  # the ranks' step that sampled or joined it; NULL: workers did
             " step INTEGER, was TEXT,"  # the ranks' step that ended it, and its state before
             " replay INTEGER,"  # the step that used it in a history that was undone
-            " body BLOB, UNIQUE (run, id))"  # last: what comes after a long one is slow to reach
+            " UNIQUE (run, id))"
         )
         columns = [row[1] for row in self.db.execute("PRAGMA table_info(groups)")]
         if "replay" not in columns:
             raise SystemExit(f"{path} is an older version's store: finish its runs, or delete it")
+        # Apart, as any change of a row writes the whole of it: a lease wrote each body once more
+        self.db.execute("CREATE TABLE IF NOT EXISTS bodies (seq INTEGER PRIMARY KEY, body BLOB)")
+        self.db.execute(
+            "CREATE TRIGGER IF NOT EXISTS ended AFTER UPDATE OF bytes ON groups WHEN NEW.bytes=0"
+            " BEGIN DELETE FROM bodies WHERE seq=NEW.seq; END"
+        )
         self.db.execute("CREATE INDEX IF NOT EXISTS by_item ON groups (state, run, item)")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_state ON groups (state, run, seq)")
         self.db.execute("CREATE TABLE IF NOT EXISTS reference (facts TEXT)")
@@ -113,12 +122,15 @@ class Store:
     def _insert(self, group, body, state, reason=None, made=None):
         self._make_room(len(body))
         made = group.policy_version if group.sampler == "trainer" else made
-        self.db.execute(
-            "INSERT INTO groups (run, id, state, body, bytes, uploaded, error, version, item,"
-            " sampler, made) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (group.run, group.id, state, body, len(body), time.time(), reason)
-            + (group.policy_version, group.item, group.sampler, made),
-        )
+        with self._together():
+            row = self.db.execute(
+                "INSERT INTO groups (run, id, state, bytes, uploaded, error, version, item,"
+                " sampler, made) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (group.run, group.id, state, len(body), time.time(), reason)
+                + (group.policy_version, group.item, group.sampler, made),
+            )
+            if body:
+                self.db.execute("INSERT INTO bodies VALUES (?, ?)", (row.lastrowid, body))
         self.bytes += len(body)
         self.changed.notify_all()
 
@@ -136,8 +148,8 @@ class Store:
                 ids = (f"{group.id}+0", f"{group.id}+1")
                 where = "SELECT id FROM groups WHERE run=? AND id IN (?, ?)"
                 return [row[0] for row in self.db.execute(where, (group.run, *ids))]
-            query = "SELECT seq, body FROM groups WHERE state='pooled' AND run=? AND item=?"
-            query += " AND version>=? ORDER BY seq DESC"
+            query = "SELECT seq, body FROM groups JOIN bodies USING (seq) WHERE state='pooled'"
+            query += " AND run=? AND item=? AND version>=? ORDER BY seq DESC"
             for seq, other in self.db.execute(query, (group.run, group.item, oldest)).fetchall():
                 joined = join_flat(unpack_group(other), group)
                 if joined:
@@ -153,17 +165,27 @@ class Store:
         pooled = self.db.execute("SELECT bytes FROM groups WHERE seq=?", (seq,)).fetchone()[0]
         freed = pooled if made is None else 0
         self._make_room(sum(map(len, bodies)) - freed, spared=seq)
-        self.db.execute("BEGIN")
-        try:
+        with self._together():
             self._end("joined", "seq=?", (seq,), step=made)
             self._insert(group, b"", "joined")
             for new, body in zip(joined, bodies, strict=True):
                 self._insert(new, body, "waiting", made=made)
+
+    @contextmanager
+    def _together(self):
+        """What is written within is written all or not at all; within another, it is part of it."""
+        if self.db.in_transaction:
+            yield
+            return
+        self.db.execute("BEGIN")
+        try:
+            yield
+            self.db.execute("COMMIT")
         except BaseException:
-            self.db.execute("ROLLBACK")
+            if self.db.in_transaction:  # SQLite itself may have ended it: the disk is full
+                self.db.execute("ROLLBACK")
             self.bytes = self._sum()
             raise
-        self.db.execute("COMMIT")
 
     def _make_room(self, size, spared=-1):
         """Ends pooled groups, the oldest first, until `size` bytes fit. Raises StoreFull."""
@@ -190,7 +212,7 @@ class Store:
     def drop(self, run, ids, reason):
         """Ends groups that the trainer can't use. -> how many were not ended already."""
         where = "run=? AND id=? AND state IN ('waiting', 'scored', 'leased')"
-        with self.changed:
+        with self.changed, self._together():
             return sum(self._end("dropped", where, (run, id), reason=reason) for id in ids)
 
     def _end(self, state, where, values, *, reason=None, step=None):
@@ -201,7 +223,7 @@ class Store:
         if not count:
             return 0
         if step is None:
-            change = "body=NULL, bytes=0, step=NULL, was=NULL"
+            change = "bytes=0, step=NULL, was=NULL"  # the trigger deletes the bodies
             self.bytes -= size
         else:
             change = f"step={int(step)}, was=REPLACE(state, 'leased', 'scored')"
@@ -212,7 +234,7 @@ class Store:
     def forget(self, run):
         """Ends all of the run's groups: it is over."""
         where = "run=? AND state IN ('waiting', 'scored', 'leased', 'pooled')"
-        with self.changed:
+        with self.changed, self._together():
             self._end("dropped", where, (run,), reason="the run was over")
             self._cover(run, 2**62)
 
@@ -224,21 +246,21 @@ class Store:
         again.
         """
         where = "run=? AND id=? AND state NOT IN ('trained', 'done', 'dropped') AND made IS "
-        with self.changed:
+        with self.changed, self._together():
             own = sum(self._end("trained", where + "NOT NULL", (run, id)) for id in ids)
             kept = sum(self._end("trained", where + "NULL", (run, id), step=step) for id in ids)
         return own + kept
 
     def cover(self, run, step):
         """A checkpoint after `step` updates has been saved: what they used is not needed again."""
-        with self.changed:
+        with self.changed, self._together():
             self._cover(run, step)
 
     def _cover(self, run, step):
-        where = "run=? AND step<? AND body IS NOT NULL"
+        where = "run=? AND step<? AND bytes>0"
         query = f"SELECT IFNULL(SUM(bytes), 0) FROM groups WHERE {where}"
         self.bytes -= self.db.execute(query, (run, step)).fetchone()[0]
-        self.db.execute(f"UPDATE groups SET body=NULL, bytes=0 WHERE {where}", (run, step))
+        self.db.execute(f"UPDATE groups SET bytes=0 WHERE {where}", (run, step))
         done = "UPDATE groups SET state='done' WHERE run=? AND state='trained'"
         self.db.execute(f"{done} AND IFNULL(step, made)<?", (run, step))
         self.changed.notify_all()
@@ -248,27 +270,18 @@ class Store:
 
         -> how many groups will be handed out again, and how many the ranks will sample again.
         """
-        with self.changed:
-            self.db.execute("BEGIN")
-            try:
-                self._cover(run, step)
-                again = self._end(
-                    "dropped", "run=? AND made>=?", (run, step), reason="sampled again"
-                )
-                rename = "UPDATE groups SET id=id || '~' || seq, made=-1 WHERE run=? AND made>=?"
-                self.db.execute(rename, (run, step))
-                back = self.db.execute(
-                    "UPDATE groups SET state=was, replay=step, step=NULL, was=NULL, error=NULL"
-                    " WHERE run=? AND step>=? AND body IS NOT NULL",
-                    (run, step),
-                ).rowcount
-                free = "UPDATE groups SET state='scored' WHERE run=? AND state='leased'"
-                back += self.db.execute(free, (run,)).rowcount
-            except BaseException:
-                self.db.execute("ROLLBACK")
-                self.bytes = self._sum()
-                raise
-            self.db.execute("COMMIT")
+        with self.changed, self._together():
+            self._cover(run, step)
+            again = self._end("dropped", "run=? AND made>=?", (run, step), reason="sampled again")
+            rename = "UPDATE groups SET id=id || '~' || seq, made=-1 WHERE run=? AND made>=?"
+            self.db.execute(rename, (run, step))
+            back = self.db.execute(
+                "UPDATE groups SET state=was, replay=step, step=NULL, was=NULL, error=NULL"
+                " WHERE run=? AND step>=? AND bytes>0",
+                (run, step),
+            ).rowcount
+            free = "UPDATE groups SET state='scored' WHERE run=? AND state='leased'"
+            back += self.db.execute(free, (run,)).rowcount
             self.changed.notify_all()
         return {"handed_out_again": back, "sampled_again": again}
 
@@ -304,14 +317,16 @@ class Store:
     def waiting(self, limit, patience, size=None):
         """-> up to `limit` (seq, body) to score, oldest first, after at most `patience` seconds;
         no more than `size` bytes of them, unless the first is larger."""
-        query = "SELECT seq, body FROM groups WHERE state='waiting' ORDER BY seq LIMIT ?"
+        query = "SELECT seq, bytes FROM groups WHERE state='waiting' ORDER BY seq LIMIT ?"
+        body = "SELECT body FROM bodies WHERE seq=?"  # not joined, which would sort bodies, too
         with self.changed:
             rows = self.db.execute(query, (limit,)).fetchall()
             if not rows and self.changed.wait(patience):
                 rows = self.db.execute(query, (limit,)).fetchall()
-        sizes = itertools.accumulate(len(body) for _, body in rows)
-        fit = sum(size is None or so_far <= size for so_far in sizes)
-        return rows[: max(fit, 1)]
+            sizes = itertools.accumulate(bytes for _, bytes in rows)
+            fit = sum(size is None or so_far <= size for so_far in sizes)
+            chosen = [(seq,) for seq, _ in rows[: max(fit, 1)]]
+            return [(seq[0], self.db.execute(body, seq).fetchone()[0]) for seq in chosen]
 
     def scored(self, seq, body):
         self._update(seq, "scored", body, None)
@@ -325,10 +340,12 @@ class Store:
             row = self.db.execute(old, (seq,)).fetchone()
             if not row:  # acknowledged meanwhile: it must not come back
                 return
-            self.db.execute(
-                "UPDATE groups SET state=?, body=?, bytes=?, error=? WHERE seq=?",
-                (state, body, len(body), error, seq),
-            )
+            with self._together():
+                self.db.execute("UPDATE bodies SET body=? WHERE seq=?", (body, seq))
+                self.db.execute(
+                    "UPDATE groups SET state=?, bytes=?, error=? WHERE seq=?",
+                    (state, len(body), error, seq),
+                )
             self.bytes += len(body) - row[0]
             self.changed.notify_all()
 
@@ -353,16 +370,17 @@ class Store:
                     break
                 self.changed.wait(left)
             bodies, size = {}, 0
-            for seq, id, bytes in rows:
-                size += bytes
-                if bodies and size > LEASE_BYTES:
-                    break
-                body = self.db.execute("SELECT body FROM groups WHERE seq=?", (seq,))
-                bodies[id] = body.fetchone()[0]
-                self.db.execute(
-                    "UPDATE groups SET state='leased', lease_ends=? WHERE seq=?",
-                    (time.time() + seconds, seq),
-                )
+            with self._together():  # or each would write the table's and its indices' pages
+                for seq, id, bytes in rows:
+                    size += bytes
+                    if bodies and size > LEASE_BYTES:
+                        break
+                    body = self.db.execute("SELECT body FROM bodies WHERE seq=?", (seq,))
+                    bodies[id] = body.fetchone()[0]
+                    self.db.execute(
+                        "UPDATE groups SET state='leased', lease_ends=? WHERE seq=?",
+                        (time.time() + seconds, seq),
+                    )
             if bodies:
                 self.changed.notify_all()  # there is room for workers to begin others
         return bodies

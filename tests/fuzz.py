@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
@@ -288,6 +288,10 @@ LEVELS = [
 ]
 
 
+# Another way took what it would spoil
+SPOILED = suppress(LookupError, ValueError, TypeError, AttributeError, OverflowError, struct.error)
+
+
 def build(draw, group, ways):
     """-> the group's body, written by hand and spoiled in these `ways`, level by level."""
     meta = {"protocol": wire.PROTOCOL} | {name: vars(group)[name] for name in wire.METADATA}
@@ -296,7 +300,8 @@ def build(draw, group, ways):
     tensors = {name: tensor.numpy().copy() for name, tensor in tensors.items()}
     for way in ways:
         if way in LEVELS[0]:
-            way(draw, meta, tensors)
+            with SPOILED:
+                way(draw, meta, tensors)
     header, data = {"__metadata__": {"grpo": json.dumps(meta)}}, b""
     for name, tensor in tensors.items():
         offsets = [len(data), len(data) + tensor.nbytes]
@@ -305,8 +310,8 @@ def build(draw, group, ways):
         data += tensor.tobytes()
     for way in ways:
         if way in LEVELS[1]:
-            way(draw, header)
-            break  # a second one might not find what it spoils
+            with SPOILED:
+                way(draw, header)
     text = json.dumps(header).encode()
     for way in ways:
         if way in LEVELS[2]:
@@ -314,7 +319,8 @@ def build(draw, group, ways):
     body = struct.pack("<Q", len(text)) + text + data
     for way in ways:
         if way in LEVELS[3] and len(body) > 9:
-            body = way(draw, body)
+            with SPOILED:
+                body = way(draw, body)
     return body
 
 
@@ -349,7 +355,7 @@ RECORD |= {"bytes": len(WEIGHTS), "sha256": hashlib.sha256(WEIGHTS).hexdigest()}
 RECORD |= {"settings": {}, "proof": {}}
 ASKED = {
     "/lease": {"run": "fuzz", "limit": 2, "oldest": 0, "wait": False},
-    "/ack": {"run": "fuzz", "ids": ["fuzz-1"]},
+    "/ack": {"run": "fuzz", "ids": ["fuzz-1"], "step": 0},
     "/work": {
         "worker": "w",
         "held": 0,
@@ -486,7 +492,8 @@ class Function:
 
     def sweep(self, sent):
         """Checks every body that the store has, and ends it."""
-        rows = self.store.db.execute("SELECT run, state, body FROM groups WHERE bytes>0").fetchall()
+        query = "SELECT run, state, body FROM groups JOIN bodies USING (seq)"
+        rows = self.store.db.execute(query).fetchall()
         for run, state, body in rows:
             meta, _ = decode(body)
             assert meta["run"] == run and (body in sent or meta["sampler"] == "regrouped")
@@ -577,6 +584,10 @@ def fuzz(server, count, *, seed, first=0):
         try:
             status, headers, data = server.send(case)
             seconds = time.perf_counter() - begin
+            if seconds > MOST_SECONDS:  # is it the body, or another program on this machine?
+                begin = time.perf_counter()
+                server.send(case)
+                seconds = min(seconds, time.perf_counter() - begin)
             check_answer(case, status, headers, data, seconds, app=server.app)
             if case.path == "/upload" and status == 200:
                 sent[case.body] = None
@@ -618,22 +629,22 @@ def measure(server, count, *, seed, first):
     assert upload[1] < 2 * upload[0] + 0.002, f"uploads have slowed down: {upload} s"
 
 
-def save_model(folder):
+def save_model(folder, max_tokens):
     """A random Qwen2 of 32 000 parameters, as in conftest.py."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = Qwen2Config(vocab_size=416, max_position_embeddings=256, **shape, **heads)
+    config = Qwen2Config(vocab_size=416, max_position_embeddings=max_tokens, **shape, **heads)
     Qwen2ForCausalLM(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
 
 @contextmanager
-def served(folder, **constants):
+def served(folder, *, max_tokens, **constants):
     """Runs ref_server.py with these constants and a tiny model, its store in `folder`; -> the
     process and its address. It is killed at the end."""
-    save_model(folder / "model")
+    save_model(folder / "model", max_tokens)
     constants = preset(folder / "model", folder, **constants)
     command = [sys.executable, PRESET, "ref_server", json.dumps([constants])]
     environment = {k: v for k, v in os.environ.items() if k != "GRPO_TOKEN"}
@@ -660,7 +671,10 @@ def main():
         if not asked.server:
             measure(Function(folder), asked.count, seed=asked.seed, first=asked.first)
             return
-        with served(folder, LEASE_WAIT_SECONDS=0) as (process, url):
+        with served(folder, max_tokens=LIMITS["max_tokens"], LEASE_WAIT_SECONDS=0) as (
+            process,
+            url,
+        ):
             server = Process(folder, url, process.pid)
             measure(server, asked.count, seed=asked.seed, first=asked.first)
 

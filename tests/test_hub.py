@@ -526,6 +526,7 @@ def flat(outcome, seed, lengths=(3, 1, 2), **changes):
 
 def assert_bytes(store):
     query = "SELECT IFNULL(SUM(bytes), 0), IFNULL(SUM(LENGTH(body)), 0) FROM groups"
+    query += " LEFT JOIN bodies USING (seq)"
     assert store.db.execute(query).fetchone() == (store.bytes, store.bytes)
 
 
@@ -592,7 +593,7 @@ def test_what_does_not_fit_stays_pooled(store):
 
 
 def pooled(store):
-    query = "SELECT body FROM groups WHERE state='pooled'"
+    query = "SELECT body FROM groups JOIN bodies USING (seq) WHERE state='pooled'"
     return [unpack_group(body) for (body,) in store.db.execute(query)]
 
 

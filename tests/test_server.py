@@ -1,5 +1,6 @@
 """The reference server: its store, its scoring, its routes as a WSGI function, and the process."""
 
+import errno
 import io
 import json
 import os
@@ -667,6 +668,33 @@ def test_a_full_store_says_when_to_come_back(app, store):
     store.max_bytes = 10
     answer = call(app(), "POST", "/upload", pack_group(make_group()))
     assert "10 bytes" in refused(answer, 503) and answer[1]["Retry-After"] == "1"
+
+
+def test_a_full_disk_is_told_and_harms_nothing(app, store):
+    """It was a 500, and the end of the scoring thread. SQLite says "full" of a page count, too."""
+    app, bodies = app(max_body_bytes=500_000), put(store, 0)
+    store.max_bytes = 1_000_000
+    (pages,) = store.db.execute("PRAGMA page_count").fetchone()
+    store.db.execute(f"PRAGMA max_page_count={pages}")
+    before, large = store.stats()["bytes"], pack_group(make_group((200,) * 200, seed=1))
+    answer = call(app, "POST", "/upload", large)
+    assert f"{store.path} is full" in refused(answer, 503) and answer[1]["Retry-After"] == "5"
+    assert store.stats()["bytes"] == before and not store.db.in_transaction
+    assert [body for _, body in store.waiting(9, 0)] == list(bodies.values())
+    store.db.execute("PRAGMA max_page_count=100000")
+    assert call(app, "POST", "/upload", large)[0] == 200
+
+
+@pytest.mark.parametrize("code, status", [(errno.ENOSPC, 503), (errno.EACCES, 500)])
+def test_a_disk_without_room_for_a_policy_is_told_too(app, hub, monkeypatch, code, status):
+    def write(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(hub, "write", write)
+    query = "run=run&version=0&offset=0"
+    assert os.strerror(code) in refused(
+        call(app(), "PUT", "/policy", b"x", QUERY_STRING=query), status
+    )
 
 
 BAD_JSON = [
