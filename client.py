@@ -64,6 +64,8 @@ class RefServer:
                 raise ValueError("its /info is no JSON object")
         except (requests.RequestException, ValueError) as error:
             raise SystemExit(f"REF_SERVER = {self.url!r} is no ref_server.py: {error}") from error
+        except RuntimeError as error:  # the wrong token, or nobody there
+            raise SystemExit(str(error)) from error
         self.agreed, self.info = info.get("facts"), info
         self.regroups = bool(info.get("regroup"))
         wrong = [name for name in mine if info.get(name) != mine[name]]

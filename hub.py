@@ -19,6 +19,7 @@ from pathlib import Path
 from wire import sha256_of
 
 WORKER_SECONDS = 120  # a worker not heard of for so long has lost what it had in hand
+MAX_WORKERS = 1000  # of which is known when they were heard of last
 RECORD = {  # what publish() takes, by type; the policy's file is known by run and version
     "run": str,
     "version": int,  # optimiser updates behind these weights
@@ -136,11 +137,14 @@ class Hub:
         own: over a slow link it would fetch policies for ever. Waits up to `patience` seconds while
         there is no run, or no room.
         """
+        if not 0 < len(worker) <= 200 or not worker.isprintable():
+            raise ValueError("a worker's name has 1 to 200 printable characters")
         deadline = time.monotonic() + patience
         while True:
             with self.store.changed:
+                self._forget_workers()
                 record, count = self.record(), 0
-                me = self.workers.setdefault(worker, {"groups": 0})
+                me = self.workers.setdefault(worker, {"groups": 0, "seen": 0.0})
                 me |= {"held": max(0, held), "seen": time.monotonic(), "version": version}
                 if record:
                     mine = (run, version, sha256)
@@ -156,6 +160,12 @@ class Hub:
                 if left <= 0:
                     return {"policy": record, "first": 0, "count": 0}
                 self.store.changed.wait(left)
+
+    def _forget_workers(self):
+        """Keeps the table short, whatever names come."""
+        if len(self.workers) > MAX_WORKERS:
+            oldest = min(self.workers, key=lambda name: self.workers[name]["seen"])
+            del self.workers[oldest]
 
     def room(self, record):
         """-> groups that may be begun now."""

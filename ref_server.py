@@ -368,18 +368,21 @@ def main():
     )
     # inbuf_overflow and recv_bytes: bodies stay in memory and come in few reads (2.8x the uploads);
     # outbuf_overflow: so do the answers to leases. Of clients that stall, 100 would shut out others
-    server = waitress.create_server(
-        app,
-        host=HOST,
-        port=PORT,
-        threads=THREADS,
-        inbuf_overflow=64 << 20,
-        outbuf_overflow=64 << 20,
-        recv_bytes=262_144,
-        connection_limit=1000,
-        asyncore_use_poll=True,  # select() ends at 1024 files
-        max_request_body_size=MAX_BODY_BYTES + 1,  # refuses from this many bytes on
-    )
+    try:
+        server = waitress.create_server(
+            app,
+            host=HOST,
+            port=PORT,
+            threads=THREADS,
+            inbuf_overflow=64 << 20,
+            outbuf_overflow=64 << 20,
+            recv_bytes=262_144,
+            connection_limit=1000,
+            asyncore_use_poll=True,  # select() ends at 1024 files
+            max_request_body_size=MAX_BODY_BYTES + 1,  # refuses from this many bytes on
+        )
+    except (OSError, ValueError, OverflowError) as error:
+        sys.exit(f"HOST = {HOST!r}, PORT = {PORT!r} can't be served: {error}; another server's?")
     http = threading.Thread(target=server.run, daemon=True)
     http.start()
     info = reference.info

@@ -68,7 +68,7 @@ class Witness(threading.Thread):
 class Household:
     """The processes, by role; each is started again with the same command when it has ended."""
 
-    def __init__(self, model, folder, ranks):
+    def __init__(self, model, folder, ranks, workers):
         port = int(free_port())
         self.url, self.folder, self.ranks = f"http://127.0.0.1:{port}", Path(folder), ranks
         here = {"MODEL": str(model), "RUN_DIR": str(self.folder / "run"), "REF_SERVER": self.url}
@@ -77,9 +77,9 @@ class Household:
         self.commands = {
             "server": command_of("ref_server", store),
             "trainer": command_of("grpo_ref_split", self.constants),
-            "worker 1": command_of("grpo_ref_split:worker", self.constants),
-            "worker 2": command_of("grpo_ref_split:worker", self.constants),
         }
+        for n in range(1, workers + 1):
+            self.commands[f"worker {n}"] = command_of("grpo_ref_split:worker", self.constants)
         self.running = {}
 
     def tend(self):
@@ -98,11 +98,10 @@ class Household:
         kill(*(p for processes in self.running.values() for p in processes))
 
 
-def run(model, folder, *, kills, seed, ranks):
+def run(model, folder, victims, *, seed, ranks, workers):
     """-> the list of what was wrong; empty if nothing was."""
-    draw, house = random.Random(seed), Household(model, folder, ranks)
+    draw, house = random.Random(seed), Household(model, folder, ranks, workers)
     witness = Witness(house.url)
-    victims = kills * ["server", "rank", "trainer", "worker 1", "worker 2"]
     draw.shuffle(victims)
     started = time.monotonic()
     try:
@@ -197,7 +196,8 @@ def main(kills=20):
 
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     conftest.make_tiny(folder / "tiny")
-    found = run(folder / "tiny", folder, kills=kills, seed=int(time.time()), ranks=2)
+    victims = kills * ["server", "rank", "trainer", "worker 1", "worker 2"]
+    found = run(folder / "tiny", folder, victims, seed=int(time.time()), ranks=2, workers=2)
     print("\n".join(found) or f"nothing was lost, trained twice or left behind ({folder})")
     sys.exit(bool(found))
 

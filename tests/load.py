@@ -148,7 +148,8 @@ class Load:
                         break
 
     def train(self):
-        """Leases and acknowledges."""
+        """Leases and acknowledges; each step has its checkpoint."""
+        step = 0
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=TIMEOUT_SECONDS)
         while not self.stop.is_set():
             connection.request("POST", "/lease", json.dumps({"run": RUN, "limit": LEASE}))
@@ -160,8 +161,11 @@ class Load:
                 continue
             (size,) = struct.unpack_from("<Q", blobs)
             ids = [id for id in json.loads(blobs[8 : 8 + size]) if id != "__metadata__"]
-            connection.request("POST", "/ack", json.dumps({"run": RUN, "ids": ids, "step": 0}))
+            connection.request("POST", "/ack", json.dumps({"run": RUN, "ids": ids, "step": step}))
             assert json.loads(connection.getresponse().read())["acknowledged"] == len(ids)
+            step += 1
+            connection.request("POST", "/checkpoint", json.dumps({"run": RUN, "step": step}))
+            connection.getresponse().read()
             self.leased += len(ids)
 
     def watch(self):

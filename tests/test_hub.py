@@ -374,6 +374,33 @@ def test_who_uploads_is_alive(hub, store, monkeypatch):
     assert ask(hub, "b")["count"] == 0
 
 
+def test_names_of_workers_are_bounded_in_length_and_number(hub, monkeypatch):
+    monkeypatch.setattr(hub_module, "MAX_WORKERS", 10)
+    publish(hub)
+    for name in ("", "x" * 201, "a\nb"):
+        with pytest.raises(ValueError, match="a worker's name"):
+            ask(hub, name)
+    for number in range(30):
+        ask(hub, f"worker {number}", want=0)
+    assert len(hub.workers) <= 11 and "worker 29" in hub.workers and "worker 0" not in hub.workers
+
+
+def test_a_resumed_runs_version_may_have_other_weights(hub):
+    publish(hub, 3)
+    assert ask(hub, version=3, sha256="of the run that died")["count"] == 0
+    assert ask(hub, version=3)["count"] == 4
+
+
+def test_policies_of_a_history_that_is_no_more_are_deleted(hub):
+    publish(hub, 5)
+    publish(hub, 6)
+    publish(hub, 0, run="other")
+    hub.resume("run", 5)
+    assert len(files(hub)) == 2
+    publish(hub, 5)  # again, and it stays
+    assert hub.path("run", 5).exists() and not hub.path("run", 6).exists()
+
+
 def test_a_run_that_has_ended_has_no_work(app, hub):
     assert ask(hub) == {"policy": None, "first": 0, "count": 0}
     publish(hub, run="first")

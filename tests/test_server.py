@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-import signal
 import socket
 import sqlite3
 import subprocess
@@ -804,47 +803,6 @@ def process(constants, **environment):
     finally:
         server.kill()
         server.communicate()
-
-
-def test_groups_survive_kill_9_of_the_server(tiny, tmp_path, model, monkeypatch):
-    """What was answered 200 is handed out scored, though the server died meanwhile."""
-    monkeypatch.setenv("GRPO_TOKEN", "secret")
-    constants = preset(tiny, tmp_path, LEASE_SECONDS=1, LEASE_WAIT_SECONDS=0.2)
-    server = RefServer(f"http://127.0.0.1:{constants['PORT']}", 60)
-    groups = [make_group((9, 20, 30), seed=seed, prompt=20) for seed in range(40)]
-    ids = [group.id for group in groups]
-    with process(constants, GRPO_TOKEN="secret") as first:
-        info = server.call("GET", "/info").json()
-        assert (info["vocab_size"], info["dtype"]) == (VOCAB, "float32")
-        for group in groups:
-            server.call("POST", "/upload", data=pack_group(group))
-            if group.id == ids[0]:  # leased, but its trainer does not live to use it
-                while server.call("POST", "/lease", json={"run": "run", "limit": 1}).content == b"":
-                    pass
-        os.kill(first.pid, signal.SIGKILL)
-    with process(constants, GRPO_TOKEN="secret"):
-        assert server.call("POST", "/upload", data=pack_group(groups[0])).json() == {
-            "stored": False
-        }
-        bodies, deadline = {}, time.monotonic() + 60
-        while len(bodies) < len(ids) and time.monotonic() < deadline:
-            bodies |= server.lease("run", len(ids))
-        server.ack("run", ids, LATE)
-        server.checkpoint("run", LATE + 1)
-        stats = server.call("GET", "/stats").json()
-        assert (stats["done"], stats["bytes"]) == (40, 0)
-        with pytest.raises(RuntimeError, match="refused .413."):
-            server.call("POST", "/upload", data=b"x" * ((16 << 20) + 1))
-        server.session.headers["Authorization"] = "Bearer wrong"
-        with pytest.raises(RuntimeError, match="refused .401.*GRPO_TOKEN"):
-            server.call("GET", "/info")
-    assert sorted(bodies) == ids
-    for group in groups:
-        scored = unpack_group(bodies[group.id])
-        assert torch.equal(scored.completion_ids, group.completion_ids)
-        completions = [c.tolist() for c in group.completions(group.completion_ids)]
-        plain = plain_logps(model, [group.prompt_ids.tolist()] * 3, completions, 1.0)
-        torch.testing.assert_close(scored.ref_logps, torch.cat(plain), rtol=0, atol=TOLERANCE)
 
 
 def test_a_server_that_can_not_start_says_why_and_ends(tiny, tmp_path):

@@ -392,6 +392,14 @@ def test_check_refuses_a_reference_that_does_not_fit(name):
         RefServer(server.url, 5).check("policy", facts)
 
 
+def test_a_wrong_token_and_a_missing_server_are_sentences_before_anything_starts():
+    refusal = reply(401, b'{"error": "no or wrong token: set GRPO_TOKEN"}')
+    with pytest.raises(SystemExit, match="wrong token: set GRPO_TOKEN"):
+        RefServer(Replies(refusal).url, 5).check("model", {})
+    with pytest.raises(SystemExit, match="waited 0 s for .* is `python ref_server.py` running"):
+        RefServer("http://127.0.0.1:9", 0).check("model", {})
+
+
 def blobs(*, headers="", **bodies):
     """-> /lease's reply: a tensor of bytes for each group."""
     tensors = {k: torch.frombuffer(bytearray(b), dtype=torch.uint8) for k, b in bodies.items()}
