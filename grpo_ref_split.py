@@ -597,11 +597,12 @@ def train(policy, engine, recipe, test, stream, exchange, publisher, progress):
                 p.checked = True
             if n + 1 == updates:
                 half_full = finish_step(exchange, p, groups, before, clock)
-                hand_on(policy, engine, stream, exchange, publisher, p, before, clock)
+                hand_on(publisher, p, before, clock)
             laps.append(clock.lap())
             first = metrics if n == 0 else {}
             folder.log("metrics.jsonl", {"step": p.step} | first | update | laps[-1])
             show(bar, metrics | update)
+        follow(policy, engine, stream, exchange, publisher, p, before)
     bar.close()
     say_parts(laps)
     if publisher:
@@ -640,20 +641,23 @@ def save(progress, policy, engine, stream, exchange):
         exchange.server.checkpoint(progress.run, progress.step)
 
 
-def hand_on(policy, engine, stream, exchange, publisher, progress, before, clock):
-    """Publishes the policy, or makes it the reference, if a multiple of those steps was passed.
+def hand_on(publisher, progress, before, clock):
+    """Publishes the policy for workers, if that is due after an update."""
+    with clock.part("publish"):
+        if publisher and passed(PUBLISH_STEPS, before, progress.step):
+            publisher.publish(progress.step, oldest=progress.step - MAX_STALENESS)
 
-    A checkpoint comes before a new reference: a run that resumes from it needs no older one.
-    """
-    refresh = passed(REFERENCE_REFRESH_STEPS, before, progress.step)
-    if refresh:
+
+def follow(policy, engine, stream, exchange, publisher, progress, before):
+    """Makes the policy the reference, if that is due. A checkpoint comes first: a run that resumes
+    from it needs no older reference."""
+    if passed(REFERENCE_REFRESH_STEPS, before, progress.step):
         progress.reference = progress.step
         save(progress, policy, engine, stream, exchange)
-    with clock.part("publish"):
-        if publisher and (passed(PUBLISH_STEPS, before, progress.step) or refresh):
-            publisher.publish(progress.step, oldest=progress.step - MAX_STALENESS)
-            if refresh:
-                refresh_reference(publisher, exchange, progress)
+        if publisher:
+            if not passed(PUBLISH_STEPS, before, progress.step):
+                publisher.publish(progress.step, oldest=progress.step - MAX_STALENESS)
+            refresh_reference(publisher, exchange, progress)
 
 
 def worker():

@@ -391,6 +391,14 @@ def test_a_resumed_runs_version_may_have_other_weights(hub):
     assert ask(hub, version=3)["count"] == 4
 
 
+def test_a_run_that_had_ended_may_go_on(app, hub):
+    publish(hub)
+    hub.end("run")
+    assert upload(app, make_group(seed=1))["dropped"]
+    hub.resume("run", 0)
+    assert upload(app, make_group(seed=2)) == {"stored": True}
+
+
 def test_policies_of_a_history_that_is_no_more_are_deleted(hub):
     publish(hub, 5)
     publish(hub, 6)

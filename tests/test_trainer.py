@@ -961,12 +961,13 @@ def test_the_policy_is_published_when_its_steps_are_passed(
     progress = Progress("run")
     grpo.first_policy(publisher, exchange, progress)
     for before, progress.step in [(0, 2), (2, 4), (4, 6)]:
-        grpo.hand_on(None, None, None, exchange, publisher, progress, before, clock)
+        grpo.hand_on(publisher, progress, before, clock)
+        grpo.follow(None, None, None, exchange, publisher, progress, before)
     assert publisher == expected
     sent = [call[1] for call in publisher if call[0] == "publish"] if refresh else []
     assert server == [("set_reference", "run", step) for step in sent]
     assert len(forgot) == len(sent)
-    grpo.hand_on(None, None, None, None, None, Progress("run", 1), 0, clock)  # other ranks
+    grpo.hand_on(None, Progress("run", 1), 0, clock)  # other ranks
 
 
 @pytest.mark.parametrize(
