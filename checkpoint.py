@@ -142,7 +142,7 @@ def open_run(folder, constants, engine, stream, server):
     if path:
         check_same_run(state, constants, dist.get_world_size())
         load(path, engine, stream)
-        progress = Progress(**state["progress"])
+        progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
         say(f"the run {run} goes on from {path}")
     RunFolder(folder).cut(progress.step if path else -1)
     if server and dist.get_rank() == 0:

@@ -604,7 +604,10 @@ def train(policy, engine, recipe, test, stream, exchange, publisher, progress):
             show(bar, metrics | update)
         follow(policy, engine, stream, exchange, publisher, p, before)
     bar.close()
-    say_parts(laps)
+    if laps:
+        say_parts(laps)
+    else:
+        say(f"the run in {RUN_DIR} has ended, at step {p.step}: for another choose another RUN_DIR")
     if publisher:
         publisher.finish()
 
