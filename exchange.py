@@ -11,6 +11,8 @@ import torch.distributed as dist
 from client import Wait
 from wire import unpack_group
 
+WORKER = "python grpo_ref_split.py worker"
+
 
 class Exchange:
     """All ranks call its methods together; only rank 0 talks to the server."""
@@ -42,8 +44,8 @@ class Exchange:
                 elif not wait:
                     break
                 else:
-                    text = f"{number - len(groups)} of {number} are missing; the server says"
-                    waiting.turn(f"{text} {self.server.stats()}", pause=0)
+                    missing = f"{number - len(groups)} of {number} are missing"
+                    waiting.turn(f"{missing}; {who_samples(self.server.stats())}", pause=0)
         return self._shared(groups)
 
     def begin(self, ids, *, step, oldest):
@@ -123,3 +125,14 @@ class Exchange:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+
+def who_samples(stats):
+    """-> a sentence about the workers that the server has heard of, and what waits there."""
+    workers = {n: w for n, w in stats.get("workers", {}).items() if w["seen_s"] < 60}
+    states = ("waiting", "scored", "leased", "pooled", "failed")
+    waits = ", ".join(f"{stats[name]} {name}" for name in states if stats.get(name)) or "nothing"
+    if not workers:
+        return f"no worker was heard of for a minute: is `{WORKER}` running? At the server: {waits}"
+    held = ", ".join(f"{name} has {w['held']} in hand" for name, w in workers.items())
+    return f"{held}; at the server: {waits}"

@@ -16,6 +16,7 @@ import torch
 from test_server import FakeReference, InProcess
 from transformers import AutoTokenizer
 
+import exchange as exchange_module
 import grpo_ref_split as grpo
 import report
 import rollout
@@ -732,6 +733,18 @@ def test_a_wait_for_groups_that_do_not_come_ends_with_a_sentence(monkeypatch, wh
             alone.whole(["a", "b"])
         else:
             alone.wait_for({"b"})
+
+
+def test_a_wait_for_workers_names_them_or_says_how_to_start_one():
+    quiet = {"a": {"held": 3, "seen_s": 99.0}}
+    text = exchange_module.who_samples({"workers": quiet, "waiting": 2, "done": 9})
+    assert text == (
+        "no worker was heard of for a minute: is `python grpo_ref_split.py worker` running?"
+        " At the server: 2 waiting"
+    )
+    alive = quiet | {"b": {"held": 1, "seen_s": 2.0}}
+    text = exchange_module.who_samples({"workers": alive, "scored": 0})
+    assert text == "b has 1 in hand; at the server: nothing"
 
 
 # --- Uploads ------------------------------------------------------------------------
