@@ -11,6 +11,7 @@ It is written under another name, which is changed when all is there. One that i
 load() together.
 """
 
+import fcntl
 import json
 import random
 import shutil
@@ -54,17 +55,26 @@ def save(folder, policy, engine, stream, state, keep):
         final = Path(folder, f"step_{state['step']:06d}")
         shutil.rmtree(final, ignore_errors=True)  # a torn one
         draft.rename(final)
-        for old in sorted(Path(folder).glob("step_*"))[:-keep]:
-            shutil.rmtree(old)
+        for old in sorted(Path(folder).glob("step_*"), key=number)[::-1]:
+            newer = number(old) > state["step"]  # torn, and of a history that is no more
+            keep -= not newer
+            if newer or keep < 0:
+                shutil.rmtree(old)
         say(f"saved {final}")
     dist.barrier()
+
+
+def number(path):
+    """-> the N of step_N."""
+    digits = path.name.removeprefix("step_")
+    return int(digits) if digits.isdecimal() else -1
 
 
 def newest(folder):
     """-> (path, state) of the newest whole checkpoint, or (None, None); names torn ones."""
     if Path(folder, DRAFT).exists():
         say(f"{folder}: the run ended while a checkpoint was being saved; that one does not count")
-    for path in sorted(Path(folder).glob("step_*"), reverse=True):
+    for path in sorted(Path(folder).glob("step_*"), key=number, reverse=True):
         try:
             state = json.loads(Path(path, "trainer", "state.json").read_text())
             for name, size in state["files"].items():
@@ -124,6 +134,18 @@ def check_run_dir(folder, resume):
         )
 
 
+def lock_run(folder):
+    """-> a file that is locked until it is closed, or this process ends. SystemExit if another
+    trainer has it: the two would undo each other's steps."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    file = open(Path(folder, ".lock"), "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise SystemExit(f"another trainer is running in RUN_DIR = {folder!r}") from None
+    return file
+
+
 def open_run(folder, constants, engine, stream, server):
     """-> the Progress of the run in `folder`: a new one, or from its newest whole checkpoint, where
     everything is then as it was. `constants` are the trainer's globals(). All ranks call it."""
@@ -142,6 +164,11 @@ def open_run(folder, constants, engine, stream, server):
     if path:
         check_same_run(state, constants, dist.get_world_size())
         load(path, engine, stream)
+        # DeepSpeed brings back these too; the learning rate is set at each step
+        engine.optimizer.clip_grad = constants["MAX_GRAD_NORM"]
+        for group in engine.optimizer.param_groups:
+            group["betas"] = tuple(constants["ADAM_BETAS"])
+            group["weight_decay"] = constants["WEIGHT_DECAY"]
         progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
         say(f"the run {run} goes on from {path}")
     RunFolder(folder).cut(progress.step if path else -1)

@@ -1,7 +1,6 @@
 """The reference server as its clients see it: trainer and workers. Every wait says what for, every
 10 seconds, and ends with an error some time."""
 
-import contextlib
 import json
 import os
 import time
@@ -186,11 +185,13 @@ class RefServer:
         return self.call("POST", "/work", json=ask).json()
 
     def end(self, run):
-        """Says that the run is over, if the server is there to hear it."""
+        """Says that the run is over; where the server is not there to hear it, says so here."""
         twin = self.twin()
-        twin.limit = 5
-        with contextlib.suppress(RuntimeError):
+        twin.limit = min(self.limit, 120)  # it may be starting
+        try:
             twin.call("POST", "/end", json={"run": run})
+        except RuntimeError as error:
+            print(f"the server does not know that the run {run} is over: {error}", flush=True)
 
     def set_reference(self, run, version):
         """Makes that policy the reference; version -1: the server's own model again."""

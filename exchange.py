@@ -95,7 +95,7 @@ class Exchange:
         self.scores = self._shared(self.scores)
 
     def _fetch(self, number, oldest, patience):
-        """Leases up to `number` groups. -> whether any came."""
+        """Leases up to `number` groups. -> whether any came that had not come before."""
         bodies = self.server.lease(
             self.run, number, oldest=oldest, step=self.step, patience=patience
         )
@@ -107,7 +107,7 @@ class Exchange:
                 self.scores[group.id] = group.completions(group.ref_logps)
             else:
                 self.spare[group.id] = group
-        return bool(bodies)
+        return bool(new)
 
     def _drop(self, ids):
         """Forgets spare groups that are too old; the server would hand them out again."""

@@ -39,7 +39,7 @@ from tqdm import tqdm
 import checkpoint
 import grpo_loss
 import grpo_loss_triton
-from checkpoint import check_run_dir, open_run, passed
+from checkpoint import check_run_dir, lock_run, open_run, passed
 from client import RefServer
 from config import check_constants, constants_of, load_prompts, load_task
 from engine import start_engine
@@ -192,7 +192,10 @@ def rollout_step(policy, recipe, stream, exchange, run, step, clock):
     sampling = time.perf_counter() - began - count["seconds_reward"]
     clock.parts += Counter(sample=sampling, reward=count["seconds_reward"])
     with clock.part("wait"):
-        joined = [id for r in (uploader.finish() if uploader else []) for id in r.get("joined", [])]
+        replies = uploader.finish() if uploader else []
+        if any(reply.get("dropped") for reply in replies):
+            raise RuntimeError(f"{REF_SERVER} refuses this run's groups: does another trainer run?")
+        joined = [id for reply in replies for id in reply.get("joined", [])]
         everyone = [None] * world
         with announced("the other ranks' groups"):
             dist.all_gather_object(everyone, (mine, joined))
@@ -507,14 +510,16 @@ def first_policy(publisher, exchange, progress):
     server, step = exchange.server, progress.step
     wanted = f"{progress.run}@{progress.reference}" if REFERENCE_REFRESH_STEPS else ""
     there = server.info.get("weights", "")
+    at_first = not progress.reference  # that is MODEL, which the server has too
     if PUBLISH_STEPS or (wanted != there and progress.reference == step and publisher):
         publisher.publish(step, oldest=step - MAX_STALENESS)
+        publisher.finish()  # or what is sampled before it has come would be too old, or too late
     if wanted == there:
         return
-    if not wanted:
-        server.set_reference(progress.run, -1)  # another run's policy was the reference
-    elif progress.reference == step:
+    if wanted and progress.reference == step:
         refresh_reference(publisher, exchange, progress)
+    elif not wanted or (at_first and server.info.get("model") == MODEL):
+        server.set_reference(progress.run, -1)  # another run's policy was the reference
     else:
         raise SystemExit(
             f"the run's reference is its policy of step {progress.reference}; the server at"
@@ -539,14 +544,16 @@ def main():
     test = load_split(recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
     engine = make_engine(policy)
     rank, world = dist.get_rank(), dist.get_world_size()
+    lock = lock_run(RUN_DIR) if rank == 0 else None  # until it is closed, as this function ends
     heartbeats = Heartbeats(rank, world, WAIT_LIMIT_SECONDS)
     # Workers begin with the seed's order too: the ranks go through another
     stream = Stream(recipe.prompts, f"{SEED}/trainer" if PUBLISH_STEPS else SEED, rank, world)
-    Path(RUN_DIR).mkdir(parents=True, exist_ok=True)
     progress = open_run(RUN_DIR, globals(), engine, stream, server)
     exchange = Exchange(server, progress.run, WAIT_LIMIT_SECONDS) if server else None
     publisher = start_publisher(policy, recipe, server, progress.run)
     first_policy(publisher, exchange, progress)
+    with announced("rank 0 and the server"):
+        dist.barrier()  # nobody samples before the server has undone what came after the checkpoint
     train(policy, engine, recipe, test, stream, exchange, publisher, progress)
     # Not where it failed: the run may go on, and its workers and groups wait for that
     if server and rank == 0:
@@ -554,6 +561,8 @@ def main():
     dist.barrier()
     heartbeats.stop()
     dist.destroy_process_group()
+    if lock:
+        lock.close()
     if progress.idle >= IDLE_LIMIT:
         raise SystemExit(
             f"nothing to train for {progress.idle} steps: is {TASK} too easy, or too hard?"
@@ -593,7 +602,9 @@ def train(policy, engine, recipe, test, stream, exchange, publisher, progress):
                 else:
                     p.bad = 0
             if rows and not p.checked and not update["skipped"]:
-                check_first_update(update, policy.dtype, exchange and exchange.server.info)
+                # not where groups of a history that is no more are trained again
+                if all(group.policy_version <= before for group in groups):
+                    check_first_update(update, policy.dtype, exchange and exchange.server.info)
                 p.checked = True
             if n + 1 == updates:
                 half_full = finish_step(exchange, p, groups, before, clock)

@@ -102,6 +102,11 @@ class Hub:
         """The run goes on from that version: newer ones belong to a history that is no more."""
         with self.store.changed:  # it may have ended, and go on with more STEPS
             self.store.db.execute("UPDATE runs SET ended=0 WHERE run=?", (run,))
+            if record := self.record(run):
+                lag = record["version"] - record["oldest"]
+                record["oldest"] = min(record["oldest"], version - lag)
+                update = "UPDATE runs SET record=? WHERE run=?"
+                self.store.db.execute(update, (json.dumps(record), run))
         first = self.path(run, version + 1).name if version >= 0 else ""
         for path in self.folder.glob(f"{self.path(run, 0).name.split('-')[0]}-*"):
             if path.name >= first:

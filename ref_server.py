@@ -215,8 +215,7 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
         except ValueError as error:  # a text that is no UTF-8
             refuse(400, str(error))
         # what no checkpoint covers yet: the trainer saves one before the store is full of it
-        sizes = store.stats()
-        return {"acknowledged": count} | {name: sizes[name] for name in ("kept_bytes", "max_bytes")}
+        return {"acknowledged": count, "kept_bytes": store.kept(run), "max_bytes": store.max_bytes}
 
     @app.post("/drop")
     def drop():

@@ -108,7 +108,8 @@ class Page:
         in_background(self._send)
 
     def put(self, file, record):
-        known = {name: value for name, value in record.items() if value is not None}
+        # what the page has no use for would be refused, and the rest with it
+        known = {k: v for k, v in record.items() if v is not None and not huge(v)}
         self.logged.put((file, known))
 
     def _send(self):
@@ -119,7 +120,11 @@ class Page:
                     batch.append(self.logged.get_nowait())
             records = [record for file, record in batch if file == "metrics.jsonl"]
             samples = [record for file, record in batch if file == "samples.jsonl"]
-            self.server.log(self.run, records, samples)
+            self.server.log(self.run, records, samples[-8:])
+
+
+def huge(value):
+    return isinstance(value, int | float) and abs(value) > 1e29
 
 
 class RunFolder:

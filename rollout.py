@@ -141,11 +141,11 @@ def rewarded(recipe, item, texts):
         with timely(limit, "the rewards of a group"):
             for text in texts:
                 rewards.append(recipe.task.rewards(item, text))
-    except Exception as error:
+    except (Exception, TooSlow) as error:
         remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
         raise RuntimeError(
             f"tasks/{recipe.task_name}.py: rewards() failed with {error!r}{remedy} for the question"
-            f" {item!r} and the completion {texts[len(rewards)]!r}"
+            f" {item!r} and the completion {texts[min(len(rewards), len(texts) - 1)]!r}"
         ) from error
     return rewards
 

@@ -161,13 +161,21 @@ class Store:
     def _join(self, seq, group, joined):
         """Puts `joined` in the place of the pooled group `seq` and of `group`, all or nothing."""
         bodies = [pack_group(new) for new in joined]
-        made = group.policy_version if group.sampler == "trainer" else None
-        pooled = self.db.execute("SELECT bytes FROM groups WHERE seq=?", (seq,)).fetchone()[0]
-        freed = pooled if made is None else 0
-        self._make_room(sum(map(len, bodies)) - freed, spared=seq)
+        own = group.policy_version if group.sampler == "trainer" else None
+        pooled = "SELECT bytes, made FROM groups WHERE seq=?"
+        size, others = self.db.execute(pooled, (seq,)).fetchone()
+        # What the ranks sampled in an undone step they sample again: the join is undone with it,
+        # and a worker's part of it pooled again
+        made = max((step for step in (own, others) if step is not None), default=None)
+        mine = pack_group(group) if made is not None and own is None else b""
+        freed = size if made is None else 0
+        self._make_room(sum(map(len, bodies)) + len(mine) - freed, spared=seq)
         with self._together():
             self._end("joined", "seq=?", (seq,), step=made)
-            self._insert(group, b"", "joined")
+            self._insert(group, mine, "joined")
+            if mine:
+                undo = "UPDATE groups SET step=?, was='pooled' WHERE run=? AND id=?"
+                self.db.execute(undo, (made, group.run, group.id))
             for new, body in zip(joined, bodies, strict=True):
                 self._insert(new, body, "waiting", made=made)
 
@@ -224,16 +232,16 @@ class Store:
             return 0
         if step is None:
             change = "bytes=0, step=NULL, was=NULL"  # the trigger deletes the bodies
-            self.bytes -= size
         else:
             change = f"step={int(step)}, was=REPLACE(state, 'leased', 'scored')"
         query = f"UPDATE groups SET {change}, state=?, error=? WHERE {where}"
         self.db.execute(query, (state, reason, *values))
+        self.bytes -= size if step is None else 0
         return count
 
     def forget(self, run):
         """Ends all of the run's groups: it is over."""
-        where = "run=? AND state IN ('waiting', 'scored', 'leased', 'pooled')"
+        where = "run=? AND state IN ('waiting', 'scored', 'leased', 'pooled', 'failed')"
         with self.changed, self._together():
             self._end("dropped", where, (run,), reason="the run was over")
             self._cover(run, 2**62)
@@ -280,6 +288,8 @@ class Store:
                 " WHERE run=? AND step>=? AND bytes>0",
                 (run, step),
             ).rowcount
+            retry = "UPDATE groups SET state='waiting', error=NULL WHERE run=? AND state='failed'"
+            self.db.execute(retry, (run,))
             free = "UPDATE groups SET state='scored' WHERE run=? AND state='leased'"
             back += self.db.execute(free, (run,)).rowcount
             self.changed.notify_all()
@@ -329,12 +339,6 @@ class Store:
             return [(seq[0], self.db.execute(body, seq).fetchone()[0]) for seq in chosen]
 
     def scored(self, seq, body):
-        self._update(seq, "scored", body, None)
-
-    def failed(self, seq, error):
-        self._update(seq, "failed", b"", error)
-
-    def _update(self, seq, state, body, error):
         with self.changed:
             old = "SELECT bytes FROM groups WHERE seq=? AND state='waiting'"
             row = self.db.execute(old, (seq,)).fetchone()
@@ -343,10 +347,17 @@ class Store:
             with self._together():
                 self.db.execute("UPDATE bodies SET body=? WHERE seq=?", (body, seq))
                 self.db.execute(
-                    "UPDATE groups SET state=?, bytes=?, error=? WHERE seq=?",
-                    (state, len(body), error, seq),
+                    "UPDATE groups SET state='scored', bytes=? WHERE seq=?", (len(body), seq)
                 )
             self.bytes += len(body) - row[0]
+            self.changed.notify_all()
+
+    def failed(self, seq, error):
+        """It can't be scored: its run's next lease says so. It is tried again when the run resumes:
+        the cause may have been mended."""
+        with self.changed:
+            query = "UPDATE groups SET state='failed', error=? WHERE seq=? AND state='waiting'"
+            self.db.execute(query, (error, seq))
             self.changed.notify_all()
 
     def lease(self, run, limit, *, seconds, patience):
@@ -384,6 +395,12 @@ class Store:
             if bodies:
                 self.changed.notify_all()  # there is room for workers to begin others
         return bodies
+
+    def kept(self, run):
+        """-> bytes of the run's groups that were trained and that no checkpoint covers."""
+        query = "SELECT IFNULL(SUM(bytes), 0) FROM groups WHERE run=? AND step NOT NULL"
+        with self.changed:
+            return self.db.execute(query, (run,)).fetchone()[0]
 
     def newest_run(self):
         """-> the run of the newest upload, or None."""

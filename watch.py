@@ -20,8 +20,8 @@ from torch.distributed import distributed_c10d
 LOOK_SECONDS = 5  # between two looks at the others
 
 
-class TooSlow(Exception):
-    pass
+class TooSlow(BaseException):
+    """Not an Exception: a task that catches those must not make a reward of it."""
 
 
 @contextlib.contextmanager
@@ -33,8 +33,11 @@ def timely(seconds, what):
         yield
         return
 
+    error, fired = TooSlow(f"{what} took more than {seconds} s"), []
+
     def interrupt(*_):
-        raise TooSlow(f"{what} took more than {seconds} s")
+        fired.append(True)
+        raise error
 
     before = signal.signal(signal.SIGUSR2, interrupt)
     main = threading.main_thread().ident
@@ -44,12 +47,16 @@ def timely(seconds, what):
     # from a thread of C, which also runs while others hold the interpreter
     faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
     try:
-        yield
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()  # so that it does not interrupt what comes after the block
     finally:
-        timer.cancel()
-        timer.join()  # so that it does not interrupt what comes after the block
         faulthandler.cancel_dump_traceback_later()
         signal.signal(signal.SIGUSR2, before)
+    if fired:  # and it was caught all the same
+        raise error
 
 
 @contextlib.contextmanager
@@ -74,6 +81,8 @@ def watch_launcher():
     above = [p for p in psutil.Process().parents() if is_launcher(p)]
     if above:
         in_background(end_with, above)
+    elif "CROSS_RANK" in os.environ:  # deepspeed's launcher sets it, and was gone already
+        leave("the deepspeed launcher is gone, so this rank ends")
 
 
 def is_launcher(process):

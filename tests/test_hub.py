@@ -391,6 +391,15 @@ def test_a_resumed_runs_version_may_have_other_weights(hub):
     assert ask(hub, version=3)["count"] == 4
 
 
+def test_what_is_sampled_before_the_resumed_policy_has_come_is_not_too_old(app, hub):
+    """The undone history's record says that its oldest policies are newer than the checkpoint."""
+    publish(hub, 40, oldest=36)
+    assert upload(app, make_group(seed=1, policy_version=30))["dropped"]
+    hub.resume("run", 30)
+    assert upload(app, make_group(seed=2, policy_version=30)) == {"stored": True}
+    assert hub.record("run")["oldest"] == 26
+
+
 def test_a_run_that_had_ended_may_go_on(app, hub):
     publish(hub)
     hub.end("run")
@@ -608,6 +617,8 @@ def test_two_flat_groups_of_other_outcomes_become_two_that_are_not(store, length
         assert torch.equal(g.prompt_ids, new.prompt_ids)
     counts = {k: n for k, n in store.stats().items() if n and k in STATES}
     assert counts == {"waiting": 2, "joined": 2}
+    assert_bytes(store)
+    store.cover("run", 5)  # till then the join might be undone, as one of them is the ranks'
     assert store.bytes == sum(len(pack_group(g)) for g in groups)
 
 

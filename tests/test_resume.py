@@ -137,6 +137,41 @@ def test_a_pooled_group_that_grew_too_old_is_young_again(store):
     assert store.bytes == 0 and adds_up(store)["dropped"] == {"too old": 1}
 
 
+def test_a_workers_part_of_a_join_with_an_undone_group_is_pooled_again(store):
+    """Or the ranks' completions would be trained twice: once joined, and once sampled again."""
+    own, workers = flat_group(-1.0, 5, 0), flat_group(1.0, 3, 1, sampler="worker")
+    store.pool(own, pack_group(own), 0)
+    assert len(store.pool(workers, pack_group(workers), 0)) == 2
+    adds_up(store)
+    store.resume("run", 4)
+    ledger = adds_up(store)
+    assert ledger["waiting"] == 1 and ledger["dropped"] == {"sampled again": 3}
+    assert store.stats()["pooled"] == 1
+    assert len(store.pool(own, pack_group(own), 0)) == 2  # sampled again, and joined again
+    adds_up(store)
+    store.cover("run", 6)
+    assert store.stats()["pooled"] == 0 and adds_up(store)["waiting"] == 2
+
+
+def test_a_group_that_could_not_be_scored_is_tried_again_when_the_run_resumes(store):
+    put(store, 0)
+    ((seq, body),) = store.waiting(9, 0)
+    store.failed(seq, "out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        lease(store)
+    assert adds_up(store)["failed"] == 1
+    store.resume("run", 0)
+    assert store.waiting(9, 0) == [(seq, body)]
+    assert lease(store) == {}
+
+
+def test_what_other_runs_left_does_not_hasten_a_checkpoint(store):
+    put(store, 0, 1)
+    mark_scored(store)
+    store.ack("run", list(lease(store)), 0)
+    assert store.kept("run") == store.bytes > 0 and store.kept("other") == 0
+
+
 def test_a_run_that_is_over_leaves_nothing_behind(store):
     put(store, 0, 1, 2)
     mark_scored(store)
@@ -260,6 +295,28 @@ def test_a_torn_checkpoint_is_named_and_passed_over(tmp_path, alone, capsys, dam
     assert "step_000010 is not whole, and passed over" in out and "that one does not count" in out
     save(tmp_path, 10, stream)  # in its place
     assert checkpoint.newest(tmp_path)[1]["step"] == 10 and not (tmp_path / ".unfinished").exists()
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_checkpoint_just_saved_stays_and_torn_ones_of_later_steps_go(tmp_path, alone, keep):
+    stream = Stream([(0, {}, [0])], 0, 0, 1)
+    for name in ("step_000200", "step_000300"):
+        (tmp_path / name).mkdir()
+    save(tmp_path, 100, stream, keep)
+    assert [p.name for p in tmp_path.glob("step_*")] == ["step_000100"]
+    for step in (999_999, 1_000_000):
+        save(tmp_path, step, stream, keep)
+    left = sorted(checkpoint.number(p) for p in tmp_path.glob("step_*"))
+    assert left == [999_999, 1_000_000][-keep:]
+    assert checkpoint.newest(tmp_path)[1]["step"] == 1_000_000
+
+
+def test_two_trainers_do_not_share_a_folder(tmp_path):
+    first = checkpoint.lock_run(str(tmp_path / "run"))
+    with pytest.raises(SystemExit, match="another trainer is running in RUN_DIR"):
+        checkpoint.lock_run(str(tmp_path / "run"))
+    first.close()
+    checkpoint.lock_run(str(tmp_path / "run")).close()
 
 
 def test_no_checkpoint_is_no_error(tmp_path):

@@ -1,10 +1,12 @@
 """The trainer's parts, without DeepSpeed or a server: what is sampled, kept, weighed, refused."""
 
+import functools
 import json
 import pickle
 import random
 import re
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -735,6 +737,20 @@ def test_a_wait_for_groups_that_do_not_come_ends_with_a_sentence(monkeypatch, wh
             alone.wait_for({"b"})
 
 
+def test_what_comes_again_is_no_progress(monkeypatch):
+    """Leases run out and are handed out again: for ever, if that counted."""
+    alone = exchanges(*[["a"]] * 10_000)[0]
+    alone.server.lease = functools.partial(slowly, alone.server.lease)
+    monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
+    with pytest.raises(RuntimeError, match="waited 0.3 s for"):
+        alone.workers_groups(2, step=0, oldest=0, wait=True)
+
+
+def slowly(function, *args, **kwargs):
+    time.sleep(0.02)
+    return function(*args, **kwargs)
+
+
 def test_a_wait_for_workers_names_them_or_says_how_to_start_one():
     quiet = {"a": {"held": 3, "seen_s": 99.0}}
     text = exchange_module.who_samples({"workers": quiet, "waiting": 2, "done": 9})
@@ -941,6 +957,9 @@ def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(tiny
 
 
 # --- Publishing ---------------------------------------------------------------------
+FIRST = [("publish", 0, -4), ("finish",)]  # it has arrived before anything is sampled
+
+
 class Record(list):
     """Notes what is called: [(name, arguments)]."""
 
@@ -954,10 +973,10 @@ class Record(list):
 @pytest.mark.parametrize(
     ("publish", "refresh", "expected"),
     [
-        (1, 0, [("publish", 0, -4), ("publish", 2, -2), ("publish", 4, 0), ("publish", 6, 2)]),
-        (3, 0, [("publish", 0, -4), ("publish", 4, 0), ("publish", 6, 2)]),
+        (1, 0, [*FIRST, ("publish", 2, -2), ("publish", 4, 0), ("publish", 6, 2)]),
+        (3, 0, [*FIRST, ("publish", 4, 0), ("publish", 6, 2)]),
         # at the start they are the same anyway, but may be of different shape
-        (0, 4, [("publish", 0, -4), ("finish",), ("save", 4), ("publish", 4, 0), ("finish",)]),
+        (0, 4, [*FIRST, ("finish",), ("save", 4), ("publish", 4, 0), ("finish",)]),
     ],
 )
 def test_the_policy_is_published_when_its_steps_are_passed(
@@ -987,7 +1006,7 @@ def test_the_policy_is_published_when_its_steps_are_passed(
     ("there", "reference", "expected"),
     [
         ("run@4", 4, []),  # as it was left
-        ("run@4", 6, [("publish", 6, 2), ("finish",), ("set_reference", "run", 6)]),
+        ("run@4", 6, [("publish", 6, 2), ("finish",), ("finish",), ("set_reference", "run", 6)]),
         ("", 4, SystemExit),  # the server's files are gone, and the run's checkpoint has no step 4
     ],
 )

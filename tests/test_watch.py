@@ -39,6 +39,23 @@ def test_what_is_in_time_is_left_alone():
     time.sleep(0.1)  # nothing comes late
 
 
+def test_a_task_that_catches_everything_makes_no_reward_of_it():
+    def careful():
+        try:
+            time.sleep(60)
+        except Exception:  # noqa: BLE001
+            return 0.0
+
+    with pytest.raises(TooSlow), timely(0.2, "this"):
+        careful()
+
+    with pytest.raises(TooSlow), timely(0.2, "this"):
+        try:
+            time.sleep(60)
+        except BaseException:  # noqa: BLE001
+            time.sleep(0.01)
+
+
 def test_math_verifys_own_alarm_does_not_end_ours():
     import signal
 
