@@ -1,13 +1,14 @@
-"""What the server's pool of flat groups gives back: REGROUP on and off, few questions and many.
+"""What the server's pool of flat groups gives back: REGROUP off and on, large groups and small.
 
     python benchmarks/regroup.py             # prints the table
     python benchmarks/regroup.py out.md      # and writes it to a file
+    python benchmarks/regroup.py out.md 2    # groups of 2 alone
 
-The demo's model, task and constants (16 prompts a step, groups of 8, MAX_REFILLS 1), one seed, 60
-steps. A flat group can only be joined with another of the same question, sampled at most
-MAX_STALENESS = 4 steps later: with 64 questions each comes again after 4 steps, with 6 000 never in
-the run. `sampled` counts groups, `flat` those all right or all wrong, `joined` the flat ones that
-found another and were trained after all, `rows` the completions trained in the whole run.
+The demo's model, task and constants (128 completions a step, MAX_REFILLS 1), 64 questions, one
+seed, 60 steps. A flat group can only be joined with another of the same question, sampled at most
+MAX_STALENESS = 4 steps later. Of 8 completions all are wrong and, 4 steps later, all right but very
+seldom; of 2 often. `sampled` counts groups, `flat` those all right or all wrong, `joined` the flat
+ones that found another and were trained after all, `rows` the completions trained in the run.
 """
 
 import json
@@ -23,7 +24,7 @@ import requests
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 HERE = str(Path(__file__).resolve())
-STEPS = 60
+STEPS, QUESTIONS, COMPLETIONS = 60, 64, 128
 
 
 def serve(folder, port, regroup):
@@ -35,16 +36,24 @@ def serve(folder, port, regroup):
     demo.serve(port)
 
 
-def train(folder, port, questions):
+def train(folder, port, group_size):
     import demo
+    import grpo_ref_split as grpo
     from tasks import arithmetic
 
-    arithmetic.SIZES["train"] = int(questions)
+    arithmetic.SIZES["train"] = QUESTIONS
+    main = grpo.main
+
+    def with_groups():
+        grpo.GROUP_SIZE, grpo.PROMPTS_PER_STEP = int(group_size), COMPLETIONS // int(group_size)
+        main()
+
+    grpo.main = with_groups
     demo.RUN_DIR, demo.WARM_START, demo.STEPS = folder, f"{folder}/warm_start", STEPS
     demo.train(port, 0, "plain")
 
 
-def run(model, questions, regroup):
+def run(model, group_size, regroup):
     """-> the table's row."""
     from demo import free_port, start, stop
 
@@ -55,7 +64,7 @@ def run(model, questions, regroup):
     with open(f"{folder}/server.log", "w") as log, open(f"{folder}/trainer.log", "w") as output:
         server = start([sys.executable, HERE, "serve", folder, port, regroup], log)
         try:
-            command = [*deepspeed, HERE, "train", folder, port, questions]
+            command = [*deepspeed, HERE, "train", folder, port, group_size]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             streams = {"stdout": output, "stderr": subprocess.STDOUT, "env": environment}
             subprocess.run(command, check=True, **streams)
@@ -70,12 +79,13 @@ def run(model, questions, regroup):
     kept = total - flat + stats["joined"]
     accuracy = [r["eval_accuracy"] for r in records if "eval_accuracy" in r][-1]
     return (
-        f"| {questions} | {regroup} | {total} | {flat:.0f} | {stats['joined']} | {8 * kept:.0f} |"
+        f"| {group_size} | {regroup} | {total} | {flat:.0f} | {stats['joined']} |"
+        f" {int(group_size) * kept:.0f} |"
         f" {accuracy:.3f} |"
     )
 
 
-def main(out):
+def main(out, sizes):
     import torch
 
     from benchmarks.measure import facts
@@ -84,11 +94,11 @@ def main(out):
     torch.set_num_threads(1)
     model = tempfile.mkdtemp(prefix="regroup-model-")
     warm_start(model, 0, 800)
-    lines = ["| questions | REGROUP | sampled | flat | joined | rows | accuracy at the end |"]
+    lines = ["| group size | REGROUP | sampled | flat | joined | rows | accuracy at the end |"]
     lines.append("|" + "---|" * 7)
-    for questions in ("64", "6000"):
+    for group_size in sizes:
         for regroup in ("off", "on"):
-            lines.append(run(model, questions, regroup))
+            lines.append(run(model, group_size, regroup))
             print(time.strftime("%H:%M:%S"), lines[-1], flush=True)
     text = "\n".join([facts("torch", "transformers"), "", *lines, ""])
     if out:
@@ -101,5 +111,9 @@ if __name__ == "__main__":
             serve(*arguments)
         case ["train", *arguments]:
             train(*arguments)
-        case [*out]:
-            main(out[0] if out else None)
+        case [*words]:
+            files = [word for word in words if not word.isdecimal()]
+            main(
+                files[0] if files else None,
+                [word for word in words if word.isdecimal()] or ["8", "2"],
+            )
