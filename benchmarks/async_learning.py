@@ -3,6 +3,7 @@
     python benchmarks/async_learning.py out                                  # out.md, out.png
     python benchmarks/async_learning.py out --vllm .vllm/bin/python          # with vLLM too
     python benchmarks/async_learning.py out --seeds 0 1 2                    # fewer
+    python benchmarks/async_learning.py out --folders /tmp/async-0-x ...     # of runs made before
 
 The demo's task and constants, 100 steps; for each seed one warm start, from which train
 
@@ -128,34 +129,55 @@ def draw(results, path):
 
 
 def main(out, seeds, vllm):
-    from benchmarks.measure import facts
     from warm_start import warm_start
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all processes end
     os.environ["OMP_NUM_THREADS"] = "1"
-    results = {mode: [] for mode in WORKERS if mode != "vllm" or vllm}
-    lines = ["| seed | mode | before | after | seconds | staleness, mean and most | dropped groups"]
-    lines[0] += " | largest ratio |"
-    lines.append("|" + "---|" * 8)
+    results = []  # (seed, mode, summary)
     for seed in seeds:
         folder = Path(tempfile.mkdtemp(prefix=f"async-{seed}-"))
         warm_start(str(folder / "warm_start"), seed, 800, heads=2)
-        for mode in results:
-            r = summary(train(folder, seed, mode, vllm))
-            results[mode] += [r]
+        for mode in WORKERS:
+            if mode != "vllm" or vllm:
+                results.append((seed, mode, summary(train(folder, seed, mode, vllm))))
+                print(time.strftime("%H:%M:%S"), row(*results[-1]), flush=True)
+    report(out, results)
+
+
+def read(folders):
+    """-> results of runs that were made before."""
+    results = []
+    for folder in folders:
+        for mode in WORKERS:
+            path = Path(folder, mode, "metrics.jsonl")
+            if path.exists():
+                records = [json.loads(line) for line in path.read_text().splitlines()]
+                results.append((Path(folder).name.split("-")[1], mode, summary(records)))
+    return results
+
+
+def row(seed, mode, r):
+    return (
+        f"| {seed} | {mode} | {r['before']:.3f} | {r['after']:.3f} | {r['seconds']:.0f} |"
+        f" {r['staleness']:.1f}, {r['stalest']} | {r['dropped']} | {r['ratio']:.1f} |"
+    )
+
+
+def report(out, results):
+    from benchmarks.measure import facts
+
+    lines = ["| seed | mode | before | after | seconds | staleness, mean and most | dropped groups"]
+    lines[0] += " | largest ratio |"
+    lines += ["|" + "---|" * 8, *(row(*result) for result in results)]
+    by_mode = {mode: [r for _, m, r in results if m == mode] for mode in WORKERS}
+    for mode, runs in by_mode.items():
+        if after := [r["after"] for r in runs]:
             lines.append(
-                f"| {seed} | {mode} | {r['before']:.3f} | {r['after']:.3f} | {r['seconds']:.0f} |"
-                f" {r['staleness']:.1f}, {r['stalest']} | {r['dropped']} | {r['ratio']:.1f} |"
+                f"| **all** | {mode} | | {statistics.mean(after):.3f} ± {spread(after):.3f} |"
+                f" {statistics.median(r['seconds'] for r in runs):.0f} | | | |"
             )
-            print(time.strftime("%H:%M:%S"), lines[-1], flush=True)
-    for mode, runs in results.items():
-        after = [r["after"] for r in runs]
-        lines.append(
-            f"| **all** | {mode} | | {statistics.mean(after):.3f} ± {spread(after):.3f} |"
-            f" {statistics.median(r['seconds'] for r in runs):.0f} | | | |"
-        )
     Path(f"{out}.md").write_text("\n".join([facts("torch", "transformers"), "", *lines, ""]))
-    draw(results, f"{out}.png")
+    draw(by_mode, f"{out}.png")
     print("\n".join(lines))
 
 
@@ -167,6 +189,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["server" | "trainer" | "worker" as role, *arguments]:
             run_role(role, *arguments)
+        case [out, "--folders", *folders]:
+            report(out, read(folders))
         case [out, *rest]:
             python = rest[rest.index("--vllm") + 1] if "--vllm" in rest else None
             seeds = rest[rest.index("--seeds") + 1 :] if "--seeds" in rest else list("01234")
