@@ -486,6 +486,7 @@ def prepare():
 
 def make_policy(tokenizer):
     """-> the Policy. SystemExit where model and constants do not fit."""
+    torch.manual_seed(SEED)  # adapters begin with random numbers
     policy = load_policy(MODEL, tokenizer, DTYPE, STOP_TOKENS, LORA_RANK)
     policy.check_context(MAX_PROMPT_TOKENS, MAX_COMPLETION_TOKENS)
     say(f"{MODEL} in {policy.dtype}; completions end at {policy.stops()}")
