@@ -1,4 +1,4 @@
-"""Next-token logits for sampler.py: three ways to remember the past of a batch of rows.
+"""Next-token logits for sampler.py: ways to remember the past of a batch of rows.
 
     decoder = make_decoder(model, max_new_tokens)
     logits = decoder.admit(prompts, group_size)   # (B * G, V'): each prompt has run once
@@ -10,7 +10,8 @@ times, and its G rows attend to them in one matrix product; what a row adds is w
 (transformers' own cache copies all of it for each token). New prompts may join running rows. Any
 architecture whose attention goes through transformers' attention interface can have it: it is
 tried on the model first, and held against `CachedDecoder`, which needs a key-value cache alone.
-`PlainDecoder` runs each row from its start, for models whose past is no such cache.
+`LlamaDecoder` is the same with a step of our own, tried likewise (llama_step.py). `PlainDecoder`
+runs each row from its start, for models whose past is no such cache.
 
 Symbols: B prompts, G completions of each, S rows in the batch, P prompt tokens, T completion tokens
 so far, K key-value heads, R query heads for each of them, D width of a head.
@@ -24,6 +25,8 @@ import weakref
 import torch
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
+
+import llama_step
 
 ROOM = 64  # tokens that a row has room for at first; doubled when they are full
 SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among transformers' attentions
@@ -39,12 +42,14 @@ def make_decoder(model, max_new_tokens, longest_prompt=None):
     window = smallest_window(model)
     if window and (longest_prompt is None or longest_prompt + max_new_tokens > window):
         return CachedDecoder(model)
-    if model not in fast:
-        fast[model] = shares_prompts(model)
-    return SharedDecoder(model, max_new_tokens) if fast[model] else CachedDecoder(model)
+    if model not in fastest:
+        kinds = ([LlamaDecoder] if llama_step.knows(model) else []) + [SharedDecoder]
+        fastest[model] = next((kind for kind in kinds if is_right(kind, model)), None)
+    kind = fastest[model]
+    return kind(model, max_new_tokens) if kind else CachedDecoder(model)
 
 
-fast = weakref.WeakKeyDictionary()  # model -> whether SharedDecoder is right for it
+fastest = weakref.WeakKeyDictionary()  # model -> the decoder that shares prompts, or None
 
 
 def can_cache(model):
@@ -67,12 +72,12 @@ def smallest_window(model):
 
 
 @torch.no_grad()
-def shares_prompts(model):
-    """Tries SharedDecoder on the model: three steps, rows that leave, a prompt that joins."""
+def is_right(kind, model):
+    """Tries a decoder that shares prompts: three steps, rows that leave, a prompt that joins."""
     prompts, joining = [[7, 3, 5], [4]], [[6, 2, 1, 8]]
     ids = torch.arange(1, 9, device=model.device) % model.config.get_text_config().vocab_size
     try:
-        shared, cached = SharedDecoder(model, 4), CachedDecoder(model)
+        shared, cached = kind(model, 4), CachedDecoder(model)
         pairs = [(shared.admit(prompts, 4), cached.admit(prompts, 4))]
         pairs += [(shared.step(ids), cached.step(ids))]
         kept = torch.tensor([1, 2, 3, 6], device=model.device)
@@ -86,14 +91,16 @@ def shares_prompts(model):
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 (whatever it is, the other decoder does without)
-        print(f"sampling by the slower way, each row with its own prompt: {error!r}", flush=True)
+        print(f"sampling by a slower way than {kind.__name__}: {error!r}", flush=True)
         return False
     limit = TRIAL_LIMIT.get(model.dtype, 1e-4)
     for a, b in pairs:
         gap, size = (a.float() - b.float()).norm().item(), b.float().norm().item()
         if not gap <= limit * size:
             print(
-                f"sampling by the slower way: shared prompts differ by {gap / size:.1g}", flush=True
+                f"sampling by a slower way than {kind.__name__}, whose logits differ by"
+                f" {gap / size:.1g}",
+                flush=True,
             )
             return False
     return True
@@ -153,51 +160,66 @@ class SharedLayer(DynamicLayer):
         return self.rows.width + self.rows.longest
 
     def update(self, keys, values, *args, **kwargs):
-        """Writes the new token's keys and values, (S, K, 1, D), where each row has its next."""
-        rows = self.rows
-        if rows.even:
-            self.keys[:, :, rows.longest] = keys[:, :, 0]
-            self.values[:, :, rows.longest] = values[:, :, 0]
-        else:
-            self.keys[rows.number, :, rows.at] = keys[:, :, 0]
-            self.values[rows.number, :, rows.at] = values[:, :, 0]
+        """Takes the new token's keys and values, (S, K, 1, D)."""
+        self.write(keys[:, :, 0], values[:, :, 0])
         keys.past = self  # shared_attention finds it there
         return keys, values
+
+    def write(self, keys, values):
+        """Writes the new token's keys and values, (S, K, D), where each row has its next."""
+        rows = self.rows
+        if rows.even:
+            self.keys[:, :, rows.longest], self.values[:, :, rows.longest] = keys, values
+        else:
+            self.keys[rows.number, :, rows.at], self.values[rows.number, :, rows.at] = keys, values
+
+    def attend(self, query, scaling, softcap=None):
+        """-> (S, K, R, D), attention of one new token of each row to its prompt and to its own.
+
+        Softmax over both parts at once is the mean of each part's own attention, weighted by the
+        parts' sums of exponentials (as in FlashAttention, arXiv 2205.14135): so the prompt's part
+        is a matrix product over all rows of a group, (G * R, D) x (D, P). `query` (S, K, R, D).
+        """
+        rows, settings = self.rows, (scaling, softcap)
+        keys, values = (x[:, :, : rows.longest + 1] for x in (self.keys, self.values))
+        own, own_log = attend(query, keys, values, rows.unwritten, *settings)
+        past = self.prompt_keys, self.prompt_values, rows.prompt_padding
+        shared, log = attend(rows.to_grid(query), *past, *settings)
+        weight = torch.sigmoid(rows.from_grid(log[..., None]) - own_log[..., None])
+        shared, dtype = rows.from_grid(shared), own.dtype
+        return torch.lerp(own.to(weight.dtype), shared.to(weight.dtype), weight).to(dtype)
+
+
+def attend(query, keys, values, mask, scaling, softcap):
+    """-> attention of (B, K, Q, D) to (B, K, C, D), and the log of the sums of exponentials
+    (B, K, Q). `mask` is None or added to the scores."""
+    if query.device.type == "cpu" and softcap is None and query.shape[-1] == values.shape[-1]:
+        return flash_on_cpu(query, keys, values, attn_mask=mask, scale=scaling)
+    scores = (query @ keys.transpose(-1, -2)).float() * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores += mask
+    top = scores.amax(-1, keepdim=True)
+    exps = scores.sub_(top).exp_()
+    sums = exps.sum(-1, keepdim=True)
+    return (exps / sums).to(values.dtype) @ values, (top + sums.log()).squeeze(-1)
+
+
+# What scaled_dot_product_attention calls there; it alone gives the sums of exponentials too
+flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def shared_attention(
     module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_
 ):
-    """Attention of one new token of each row, query (S, K * R, 1, D), to its prompt and its own.
-
-    Softmax over both parts at once is the mean of each part's own attention, weighted by the parts'
-    sums of exponentials (as in FlashAttention, arXiv 2205.14135): so the prompt's part is a matrix
-    product over all rows of a group, (G * R, D) x (D, P). -> (S, 1, K * R, D), None
-    """
+    """SharedLayer.attend, for transformers' layers. (S, K * R, 1, D) -> (S, 1, K * R, D), None"""
     if s_aux is not None:
         raise NotImplementedError("attention sinks")
-    past, rows = key.past, key.past.rows
     size, heads, _, width = query.shape
-    scaling = width**-0.5 if scaling is None else scaling
-    query = (query * scaling).view(size, key.shape[1], -1, width)  # (S, K, R, D)
-
-    def attend(query, keys, values, hidden):  # -> weighted values, largest score, sum of exp
-        scores = (query @ keys.transpose(-1, -2)).float()
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if hidden is not None:
-            scores.masked_fill_(hidden, -torch.inf)
-        top = scores.amax(-1, keepdim=True)
-        exps = scores.sub_(top).exp_()
-        return exps.to(values.dtype) @ values, top, exps.sum(-1, keepdim=True)
-
-    own_keys, own_values = (x[:, :, : rows.longest + 1] for x in (past.keys, past.values))
-    own, own_top, own_sum = attend(query, own_keys, own_values, rows.unwritten)
-    parts = attend(rows.to_grid(query), past.prompt_keys, past.prompt_values, rows.prompt_padding)
-    shared, top, total = map(rows.from_grid, parts)
-    weight = (top - own_top).clamp(max=60).exp()  # no overflow; the row's own part is then nothing
-    out = (own + shared * weight) / (own_sum + total * weight)
-    return out.to(own.dtype).view(size, 1, heads, -1), None
+    query = query.view(size, key.shape[1], -1, width)
+    out = key.past.attend(query, width**-0.5 if scaling is None else scaling, softcap)
+    return out.reshape(size, 1, heads, -1), None
 
 
 AttentionInterface.register(SHARED, shared_attention)
@@ -270,15 +292,23 @@ class SharedDecoder:
             self.unwritten = None
         else:
             columns = torch.arange(self.longest + 1, device=tokens.device)
-            self.unwritten = columns > self.at[:, None, None, None]
-        cache = Cache(layers=self.layers)
-        positions = (self.first + self.at)[:, None]
-        with attention(self.model, SHARED):
-            logits = run(self.model, tokens[:, None], positions=positions, cache=cache)
+            self.unwritten = self._hidden(columns > self.at[:, None, None, None])
+        logits = self._run(tokens, self.first + self.at)
         # A row that has ended may go on for a while, unread, and stays within its room
         self.lengths = [min(n + 1, self.limit - 1) for n in self.lengths]
         self._count()
         return logits
+
+    def _run(self, tokens, positions):
+        cache = Cache(layers=self.layers)
+        with attention(self.model, SHARED):
+            return run(self.model, tokens[:, None], positions=positions[:, None], cache=cache)
+
+    def _hidden(self, where):
+        """-> what is added to scores, so that what is True is not seen."""
+        return torch.zeros(where.shape, device=where.device, dtype=self.model.dtype).masked_fill_(
+            where, -torch.inf
+        )
 
     def _arrange(self):
         """Works out where the rows stand in the grid of prompts."""
@@ -294,7 +324,7 @@ class SharedDecoder:
         self.number = torch.arange(len(places), device=device)
         self.first = self.prompt_tokens[torch.tensor(self.prompt, device=device)]
         padded = not bool(self.mask.all())
-        self.prompt_padding = ~self.mask[:, None, None] if padded else None
+        self.prompt_padding = self._hidden(~self.mask[:, None, None]) if padded else None
         self._count()
 
     def _count(self):
@@ -312,6 +342,13 @@ class SharedDecoder:
         """(B, K, Gm * R, D) -> (S, K, R, D)"""
         x = x.unflatten(2, (self.grid[1], -1)).transpose(1, 2).flatten(0, 1)
         return x if self.place is None else x[self.place]
+
+
+class LlamaDecoder(SharedDecoder):
+    """The same with a step of our own, for the architectures that llama_step.py knows."""
+
+    def _run(self, tokens, positions):
+        return llama_step.step(self.model, tokens, positions, self.layers)
 
 
 def on_top(old, new, dim):

@@ -331,6 +331,8 @@ def micro_batch_loss(model, rows, vocab_size, *, scale, score=lambda: None):
 # --- Step ---------------------------------------------------------------------------
 def make_engine(policy):
     """-> DeepSpeed's engine round the policy; see engine.py."""
+    if policy.model.device.type == "cpu":
+        say(f"on a CPU: {training_threads()} threads of each rank for forward and backward")
     return start_engine(
         policy,
         learning_rate=LEARNING_RATE,
@@ -363,7 +365,7 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     sizes = [(n, len(r.prompt), len(r.completion)) for n, r in zip(numbers, rows, strict=True)]
     plans = plan_micro_batches(sizes, world, MICRO_BATCH_TOKENS)
     before = torch.get_num_threads()
-    torch.set_num_threads(CPU_THREADS or cores_per_rank())
+    torch.set_num_threads(training_threads())
     left = list(range(len(plans[0])))  # numbers of micro-batches; each rank has as many
     needs = [{rows[i].group for plan in plans for i in plan[k]} for k in left]
     shortest = min(rows, key=lambda row: len(row.completion))
@@ -409,10 +411,12 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     return {"loss": loss} | means | worst
 
 
-def cores_per_rank():
-    """-> this machine's cores over its ranks, for forward and backward on a CPU: while they run the
+def training_threads():
+    """-> CPU_THREADS, or this machine's cores over its ranks: while forward and backward run the
     server is idle, but for what it scores of the same step."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    # deepspeed's name, or torchrun's: with all cores for each rank a step takes twice the time
+    ranks = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    return CPU_THREADS or max(1, len(os.sched_getaffinity(0)) // int(ranks))
 
 
 def optimise(engine, rows, vocab_size, step, exchange, clock):

@@ -8,6 +8,7 @@ Heartbeats(rank, world, limit)           # and when another rank is not heard of
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -33,30 +34,57 @@ def timely(seconds, what):
         yield
         return
 
-    error, fired = TooSlow(f"{what} took more than {seconds} s"), []
+    error, fired, over = TooSlow(f"{what} took more than {seconds} s"), [], False
 
     def interrupt(*_):
         fired.append(True)
-        raise error
+        if not over:
+            raise error
 
     before = signal.signal(signal.SIGUSR2, interrupt)
-    main = threading.main_thread().ident
-    timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGUSR2))
-    timer.daemon = True
-    timer.start()
+    alarm.set(time.monotonic() + seconds)
     # from a thread of C, which also runs while others hold the interpreter
     faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
     try:
         try:
             yield
         finally:
-            timer.cancel()
-            timer.join()  # so that it does not interrupt what comes after the block
+            over = True
+            alarm.set(math.inf)  # so that it does not interrupt what comes after the block
     finally:
         faulthandler.cancel_dump_traceback_later()
         signal.signal(signal.SIGUSR2, before)
     if fired:  # and it was caught all the same
         raise error
+
+
+class Alarm:
+    """Sends the main thread SIGUSR2 soon after a time that may be moved. One thread looks at it all
+    the while: one for each block would wait for the interpreter, 5 ms and more, with every group's
+    rewards, while the thread that uploads is busy."""
+
+    LOOK_SECONDS = 0.1
+
+    def __init__(self):
+        self.lock, self.thread, self.time = threading.Lock(), None, math.inf
+
+    def set(self, at):
+        with self.lock:
+            self.time = at
+        if not (self.thread and self.thread.is_alive()):  # a fork leaves it behind
+            self.thread = in_background(self._look)
+
+    def _look(self):
+        main = threading.main_thread().ident
+        while True:
+            time.sleep(self.LOOK_SECONDS)
+            with self.lock:
+                if time.monotonic() > self.time:
+                    self.time = math.inf
+                    signal.pthread_kill(main, signal.SIGUSR2)
+
+
+alarm = Alarm()
 
 
 @contextlib.contextmanager
@@ -146,7 +174,9 @@ class Heartbeats:
 
 
 def in_background(function, *arguments):
-    threading.Thread(target=function, args=arguments, daemon=True).start()
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    return thread
 
 
 def tell(text):

@@ -3,11 +3,12 @@
     python benchmarks/end_to_end.py ../venv-peers/bin/python               # all cases
     python benchmarks/end_to_end.py ../venv-peers/bin/python mixed out.md  # one, and a file
 
-Each case runs our two scripts as they are (server and trainer, one thread each), then TRL with two
-threads; both ROUNDS times. A step's seconds are medians over the steps of all rounds after the
-first three. Ours are what the trainer logs, from one step's end to the next's without evaluations;
-TRL's are the wall time between two ends of a step. TRL takes all 64 (128) rows as one micro-batch,
-as its settings have it; ours are cut by tokens, as ours have it.
+Each case runs our two scripts as they are and TRL, both with one rank, which has two threads (ours:
+in forward and backward), and with two ranks of one thread; the faster of each are compared. A
+step's seconds are medians over all steps after the first three. Ours are what the trainer logs,
+from one step's end to the next's without evaluations; TRL's are the wall time between two ends of a
+step. TRL takes all of a rank's rows as one micro-batch, as its settings have it; ours are cut by
+tokens, as ours have it. The server is one more process of ours on the same cores.
 
   mixed   1M parameters, prompts of 200 tokens, completions of 64 to 256, 8 prompts x 8
   short   the same, prompts of 400 tokens, completions of 64
@@ -39,7 +40,7 @@ CASES = {  # prompts, group size, prompt tokens, completion tokens, learning rat
     "short": (8, 8, 400, 64, 1e-6, 12),
     "demo": (16, 8, None, 24, 7e-4, 100),
 }
-ROUNDS = 1
+RANKS = (1, 2)
 SKIP = 3  # first steps, not counted
 KL_BETA = 0.04
 BATCH_TOKENS = 4096  # of a micro-batch, and of a scoring batch; on a CPU larger ones gain nothing
@@ -104,8 +105,8 @@ def train(case, model, port, folder, steps):
     grpo.main()
 
 
-def run_ours(case, model, steps):
-    """-> seconds of each step, the run's folder."""
+def run_ours(case, model, steps, ranks):
+    """-> the median of the steps' seconds, shares of the parts, the run's last checkpoint."""
     folder = tempfile.mkdtemp(prefix="ours-")
     with socket.socket() as s, socket.socket() as master:
         s.bind(("127.0.0.1", 0))
@@ -115,7 +116,7 @@ def run_ours(case, model, steps):
     here, log = str(Path(__file__).resolve()), open(f"{folder}.log", "w")  # noqa: SIM115
     output = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment, "cwd": ROOT}
     server = subprocess.Popen([sys.executable, here, "serve", model, port, folder], **output)
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
     launcher += ["--no_local_rank", "--master_port", master_port, "--log_level", "warning"]
     try:
         command = [*launcher, here, "train", case, model, port, f"{folder}/run", str(steps)]
@@ -129,7 +130,8 @@ def run_ours(case, model, steps):
         name: statistics.mean(r.get(f"seconds_{name}", 0) / r["seconds"] for r in records[SKIP:])
         for name in ("sample", "reward", "wait", "backward", "step", "publish", "other")
     }
-    return [r["seconds"] for r in records], parts, max(Path(folder, "run").glob("step_*"))
+    seconds = statistics.median(r["seconds"] for r in records[SKIP:])
+    return seconds, parts, max(Path(folder, "run").glob("step_*"))
 
 
 # --- TRL ------------------------------------------------------------------------------
@@ -142,7 +144,8 @@ def trl(case, model, out, steps):
     from transformers import AutoTokenizer, TrainerCallback
 
     prompts, group, _, completion_tokens, rate, _ = CASES[case]
-    torch.set_num_threads(2)
+    ranks = int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(2 // ranks)
     if case == "demo":
         from tasks import arithmetic as task
 
@@ -174,7 +177,8 @@ def trl(case, model, out, steps):
         logging_steps=10**6,
         disable_tqdm=True,
         max_steps=int(steps),
-        per_device_train_batch_size=prompts * group,
+        ddp_backend="gloo",
+        per_device_train_batch_size=prompts * group // ranks,
         num_generations=group,
         max_completion_length=completion_tokens,
         temperature=1.0,
@@ -201,6 +205,8 @@ def trl(case, model, out, steps):
         callbacks=[Times()],
     )
     trainer.train()
+    if not trainer.accelerator.is_main_process:
+        return
     trainer.save_model(f"{out}.model")
     tokenizer.save_pretrained(f"{out}.model")
     seconds = [b - a for a, b in itertools.pairwise(ends)]
@@ -208,16 +214,17 @@ def trl(case, model, out, steps):
     Path(out).write_text(json.dumps({"seconds": seconds, "versions": versions}))
 
 
-def run_trl(python, case, model, steps):
-    """-> seconds of each step but the first, the model's folder, versions."""
+def run_trl(python, case, model, steps, ranks):
+    """-> the median of the steps' seconds, the model's folder, versions."""
     out = f"{tempfile.mkdtemp(prefix='trl-')}/out.json"
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
-    command = [python, str(Path(__file__).resolve()), "trl", case, model, out, str(steps)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(2 // ranks), "HF_HUB_OFFLINE": "1"}
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(Path(__file__).resolve()), "trl", case, model, out, str(steps)]
     with open(f"{out}.log", "w") as log:
         output = {"stdout": log, "stderr": subprocess.STDOUT}
         subprocess.run(command, check=True, env=environment, cwd=ROOT, **output)
     result = json.loads(Path(out).read_text())
-    return result["seconds"], f"{out}.model", result["versions"]
+    return statistics.median(result["seconds"][SKIP - 1 :]), f"{out}.model", result["versions"]
 
 
 # --- Both -----------------------------------------------------------------------------
@@ -255,25 +262,21 @@ def main(python, cases, out):
     from warm_start import warm_start
 
     folder = Path(tempfile.mkdtemp(prefix="end-to-end-"))
-    lines = ["| case | ours, s a step | TRL | ours / TRL | ours by part | accuracy, ours / TRL |"]
-    lines += ["|---|---|---|---|---|---|"]
+    lines = ["| case | ours, s a step: 1 rank, 2 | TRL: 1 rank, 2 | best / best |"]
+    lines[0] += " ours by part | accuracy, ours / TRL |"
+    lines += ["|" + "---|" * 6]
     for case in cases:
-        model = folder / ("demo" if case == "demo" else "counting")
+        model, steps = folder / ("demo" if case == "demo" else "counting"), CASES[case][-1]
         if not model.exists():
             warm_start(str(model), 0, 800) if case == "demo" else make_model(str(model))
-        steps, times = CASES[case][-1], {"ours": [], "trl": []}
-        for _ in range(ROUNDS if case != "demo" else 1):
-            seconds, parts, ours = run_ours(case, str(model), steps)
-            times["ours"] += seconds[SKIP:]
-            seconds, theirs, versions = run_trl(python, case, str(model), steps)
-            times["trl"] += seconds[SKIP - 1 :]
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        scores = f"{accuracy(ours):.3f} / {accuracy(theirs):.3f}" if case == "demo" else ""
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in parts.items())
-        lines.append(
-            f"| {case} | {medians['ours']:.3f} | {medians['trl']:.3f} |"
-            f" {medians['ours'] / medians['trl']:.2f} | {shares} | {scores} |"
-        )
+        ours = [run_ours(case, str(model), steps, ranks) for ranks in RANKS]
+        theirs = [run_trl(python, case, str(model), steps, ranks) for ranks in RANKS]
+        (seconds, parts, mine), (their_seconds, their, versions) = min(ours), min(theirs)
+        scores = f"{accuracy(mine):.3f} / {accuracy(their):.3f}" if case == "demo" else ""
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share > 0.005)
+        times = (", ".join(f"{run[0]:.3f}" for run in runs) for runs in (ours, theirs))
+        row = [case, *times, f"{seconds / their_seconds:.2f}", shares, scores]
+        lines.append("| " + " | ".join(row) + " |")
         print(lines[-1], flush=True)
     text = "\n".join(
         [facts("torch", "transformers", "deepspeed") + f" {versions}.", "", *lines, ""]

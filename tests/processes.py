@@ -37,7 +37,7 @@ def start(command, log, **environment):
 def start_ranks(ranks, command, log):
     """Starts the ranks of a process group; -> their processes."""
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks)}
-    group |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    group |= {"LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}  # as deepspeed calls it
     return [start(command, log, RANK=str(r), LOCAL_RANK=str(r), **group) for r in range(ranks)]
 
 

@@ -73,6 +73,8 @@ def test_ranks_end_when_one_of_them_or_their_launcher_is_killed(tiny, tmp_path, 
         wait_for_step(tmp_path / "run", 1, launcher, tmp_path / "log")
         ranks = ranks_of(launcher)
         assert len(ranks) == 2
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)  # not all cores for each
+        assert f"{threads} threads of each rank" in Path(tmp_path / "log").read_text()
         os.kill(ranks[1].pid if victim == "rank" else launcher.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs(ranks, timeout=30)
         launcher.wait(30)

@@ -15,14 +15,16 @@ import transformers
 from transformers import AttentionInterface, AutoModelForCausalLM, GenerationConfig
 
 import decode
+import llama_step
 from decode import (
     CachedDecoder,
+    LlamaDecoder,
     PlainDecoder,
     SharedDecoder,
     accepts,
     can_cache,
+    is_right,
     make_decoder,
-    shares_prompts,
 )
 from sampler import draw, sample_groups, stream_groups
 
@@ -67,7 +69,8 @@ WIDE = {  # the same with windows wider than any text here, and attention that i
     "gemma3 wide": ("Gemma3TextConfig", GEMMA | {"sliding_window": 64}),
     "mistral wide": ("MistralConfig", LLAMA | {"sliding_window": 64}),
 }
-SHARING = {"qwen2", "llama", "qwen3", "gemma", "gpt2", "opt", "mixtral", *WIDE}
+OWN_STEP = {"qwen2", "llama", "qwen3", "mistral wide"}  # of llama_step.py
+SHARING = {*OWN_STEP, "gemma", "gpt2", "opt", "mixtral", *WIDE}
 SLOW = {"mamba", "gpt1", "lfm2"}  # their past is not (only) a key-value cache
 
 
@@ -228,7 +231,7 @@ class Shapes:
         self.hook.remove()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral"])  # which have different decoders
+@pytest.mark.parametrize("family", ["gemma", "mistral"])  # which have different decoders
 def test_a_prompt_runs_once_and_finished_rows_leave_in_bunches(family, model_of):
     """A row that has ended is not read any more; more than an eighth of them leave together."""
     with Shapes(model_of(family)) as shapes:
@@ -253,9 +256,10 @@ def test_which_families_share_prompts(family, model_of):
     """ALiBi (BLOOM) is of no attention interface, and a window may hide a part of the prompt."""
     kind = type(make_decoder(model_of(family), 12, longest_prompt=9))
     slow = PlainDecoder if family in SLOW else CachedDecoder
-    assert kind is (SharedDecoder if family in SHARING else slow)
+    sharing = LlamaDecoder if family in OWN_STEP else SharedDecoder
+    assert kind is (sharing if family in SHARING else slow)
     if family in WIDE:  # 64 tokens of window are just enough for these
-        assert type(make_decoder(model_of(family), 12, longest_prompt=52)) is SharedDecoder
+        assert type(make_decoder(model_of(family), 12, longest_prompt=52)) is sharing
         for longest in (53, None):
             assert type(make_decoder(model_of(family), 12, longest)) is CachedDecoder
 
@@ -267,6 +271,7 @@ def test_the_slow_path_is_the_fast_one(family, model_of):
     model, logits = model_of(family), []
     engines = [PlainDecoder(model), CachedDecoder(model)]
     engines += [SharedDecoder(model, 12)] if family in SHARING else []
+    engines += [LlamaDecoder(model, 12)] if family in OWN_STEP else []
     everyone, kept = torch.arange(8) + 3, torch.tensor([0, 3, 4, 7])
 
     def compare(turn):
@@ -312,7 +317,7 @@ def without_own(module, query, key, value, mask, **others):
 
 @pytest.mark.parametrize("family, wrong", [
     ("gemma2 wide", without_softcap),
-    ("qwen2", without_own),
+    ("gpt2", without_own),
     ("qwen2", "positions"),
     ("qwen2", "padding"),
     ("qwen2", "ages"),
@@ -321,7 +326,8 @@ def without_own(module, query, key, value, mask, **others):
 def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeypatch):
     """It is tried on every model, for nobody has tried it on all architectures."""
     model, arrange = tiny_model(family), SharedDecoder._arrange
-    assert shares_prompts(model)
+    kinds = [SharedDecoder] + ([LlamaDecoder] if family in OWN_STEP else [])
+    assert all(is_right(kind, model) for kind in kinds)
     if callable(wrong):
         AttentionInterface.register(decode.SHARED, wrong)
 
@@ -337,14 +343,92 @@ def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeyp
         nothing = property(lambda self: None, lambda self, value: None)
         monkeypatch.setattr(SharedDecoder, "unwritten", nothing, raising=False)
     try:
-        assert not shares_prompts(model)
+        assert not any(is_right(kind, model) for kind in kinds)
         assert type(make_decoder(model, 12, 9)) is CachedDecoder
     finally:
         AttentionInterface.register(decode.SHARED, decode.shared_attention)
 
 
+# --- The step of our own ---------------------------------------------------------------
+@pytest.mark.parametrize("family", sorted(OWN_STEP))
+@pytest.mark.parametrize("part", ["norm", "rotated"])
+def test_an_own_step_that_would_be_wrong_is_found_out(family, part, monkeypatch, capsys):
+    """Such a model is sampled by transformers' layers."""
+    wrong = {"norm": lambda module, x: x * module.weight, "rotated": lambda x, cos, sin: x * cos}
+    monkeypatch.setattr(llama_step, part, wrong[part])
+    assert type(make_decoder(tiny_model(family), 12, 9)) is SharedDecoder
+    assert "a slower way than LlamaDecoder, whose logits differ by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+        {"tie_word_embeddings": True, "num_key_value_heads": 1, "hidden_act": "gelu"},
+    ],
+)
+def test_llamas_of_other_shapes_take_our_step(changes):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**(LLAMA | changes))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    assert_records_plain_logps(model, LlamaDecoder)
+
+
+def test_adapters_take_our_step():
+    from peft import LoraConfig
+
+    model = tiny_model("qwen2")
+    layers = ["q_proj", "v_proj", "down_proj"]
+    model.add_adapter(LoraConfig(r=4, target_modules=layers, init_lora_weights=False))
+    assert_records_plain_logps(model.eval(), LlamaDecoder)
+
+
+@torch.no_grad()
+def assert_records_plain_logps(model, kind):
+    assert type(make_decoder(model, 12, 9)) is kind
+    for prompt, group in zip(PROMPTS, sample(model, PROMPTS), strict=True):
+        for c in group:
+            gap = torch.tensor(c.logps) - plain_logps(model, prompt, c.ids, 1.0)
+            assert gap.abs().max() < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen2", "gemma"])
+def test_bfloat16_is_near_float32(family):
+    """Measured: 0.02 to 0.04, as near as with transformers' own cache."""
+    model, kinds = tiny_model(family), [CachedDecoder, SharedDecoder]
+    kinds += [LlamaDecoder] if family in OWN_STEP else []
+    exact, half = PlainDecoder(model), tiny_model(family).to(torch.bfloat16)
+    exact.admit(PROMPTS, 2)
+    expected = exact.step(torch.arange(8))
+    for kind in kinds:
+        decoder = kind(half) if kind is CachedDecoder else kind(half, 12)
+        decoder.admit(PROMPTS, 2)
+        gap = (decoder.step(torch.arange(8)).float() - expected).norm() / expected.norm()
+        assert gap < 0.1, kind
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_both_kinds_of_attention_give_the_same_and_its_sums(mask):
+    """PyTorch's kernel for CPUs, and what other devices and capped scores take."""
+    draw = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(3, 2, n, 8, generator=draw) for n in (4, 70, 70))
+    hidden = torch.zeros(3, 1, 1, 70)
+    hidden[0, ..., 50:] = hidden[1, ..., :69] = -torch.inf
+    arguments = query, keys, values, hidden if mask else None, 0.3
+    uncapped = decode.attend(*arguments, 1e6)  # a cap that no score is near to
+    for a, b in zip(decode.attend(*arguments, None), uncapped, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    scores = query.double() @ keys.double().mT * 0.3 + (hidden if mask else 0)
+    torch.testing.assert_close(uncapped[1], scores.logsumexp(-1).float(), rtol=0, atol=1e-4)
+
+
 def test_the_models_own_attention_is_back_after_each_step(model_of):
-    model = model_of("qwen2")
+    model = model_of("gemma")
     before = model.config._attn_implementation
     decoder = make_decoder(model, 12, 9)
     decoder.admit(PROMPTS, 2)
