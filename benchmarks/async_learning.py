@@ -186,6 +186,8 @@ def spread(values):
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv):
+        sys.exit(__doc__)
     match sys.argv[1:]:
         case ["server" | "trainer" | "worker" as role, *arguments]:
             run_role(role, *arguments)

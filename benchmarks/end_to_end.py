@@ -288,6 +288,8 @@ def main(python, cases, out):
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv):
+        sys.exit(__doc__)
     match sys.argv[1:]:
         case ["serve", *arguments]:
             serve(*arguments)

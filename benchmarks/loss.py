@@ -386,4 +386,6 @@ def measure(methods, found, b, small):
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv):
+        sys.exit(__doc__)
     main()

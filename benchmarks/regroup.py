@@ -106,6 +106,8 @@ def main(out, sizes):
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv):
+        sys.exit(__doc__)
     match sys.argv[1:]:
         case ["serve", *arguments]:
             serve(*arguments)

@@ -199,6 +199,8 @@ def main(out, python):
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv):
+        sys.exit(__doc__)
     if sys.argv[1:2] == ["vllm"]:
         vllm(*sys.argv[2:])
     else:
