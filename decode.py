@@ -194,8 +194,10 @@ def attend(query, keys, values, mask, scaling, softcap):
     """-> attention of (B, K, Q, D) to (B, K, C, D), and the log of the sums of exponentials
     (B, K, Q). `mask` is None or added to the scores."""
     if query.device.type == "cpu" and softcap is None and query.shape[-1] == values.shape[-1]:
-        return flash_on_cpu(query, keys, values, attn_mask=mask, scale=scaling)
-    scores = (query @ keys.transpose(-1, -2)).float() * scaling
+        # What scaled_dot_product_attention calls there; it alone gives the sums of exponentials too
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(query.contiguous(), keys, values, attn_mask=mask, scale=scaling)
+    scores = (query * scaling @ keys.transpose(-1, -2)).float()
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
@@ -204,10 +206,6 @@ def attend(query, keys, values, mask, scaling, softcap):
     exps = scores.sub_(top).exp_()
     sums = exps.sum(-1, keepdim=True)
     return (exps / sums).to(values.dtype) @ values, (top + sums.log()).squeeze(-1)
-
-
-# What scaled_dot_product_attention calls there; it alone gives the sums of exponentials too
-flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def shared_attention(
@@ -306,9 +304,8 @@ class SharedDecoder:
 
     def _hidden(self, where):
         """-> what is added to scores, so that what is True is not seen."""
-        return torch.zeros(where.shape, device=where.device, dtype=self.model.dtype).masked_fill_(
-            where, -torch.inf
-        )
+        zeros = self.layers[0].keys.new_zeros(where.shape)
+        return zeros.masked_fill_(where, -torch.inf)
 
     def _arrange(self):
         """Works out where the rows stand in the grid of prompts."""

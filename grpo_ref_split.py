@@ -415,8 +415,10 @@ def training_threads():
     """-> CPU_THREADS, or this machine's cores over its ranks: while forward and backward run the
     server is idle, but for what it scores of the same step."""
     # deepspeed's name, or torchrun's: with all cores for each rank a step takes twice the time
-    ranks = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
-    return CPU_THREADS or max(1, len(os.sched_getaffinity(0)) // int(ranks))
+    ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
+    mine, launchers = (len(os.sched_getaffinity(pid)) for pid in (0, os.getppid()))
+    bound = mine < launchers  # deepspeed --bind_cores_to_rank: they are this rank's alone
+    return CPU_THREADS or (mine if bound else max(1, mine // ranks))
 
 
 def optimise(engine, rows, vocab_size, step, exchange, clock):

@@ -19,6 +19,7 @@ import psutil
 from torch.distributed import distributed_c10d
 
 LOOK_SECONDS = 5  # between two looks at the others
+ALARM_LOOK_SECONDS = 0.1  # and at the clock, while rewards are computed: they get so much longer
 
 
 class TooSlow(BaseException):
@@ -29,11 +30,12 @@ class TooSlow(BaseException):
 def timely(seconds, what):
     """Raises TooSlow in the block after `seconds`. Code that never returns to Python can't be
     interrupted: the process then ends a little later, with its traceback. Main thread only; in
-    others it does nothing. (Not SIGALRM, which math-verify uses for its own limits.)"""
+    others it does nothing. Blocks do not nest. (Not SIGALRM, which math-verify uses itself.)"""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    assert alarm.time == math.inf, "timely() within timely()"
     error, fired, over = TooSlow(f"{what} took more than {seconds} s"), [], False
 
     def interrupt(*_):
@@ -42,11 +44,11 @@ def timely(seconds, what):
             raise error
 
     before = signal.signal(signal.SIGUSR2, interrupt)
-    alarm.set(time.monotonic() + seconds)
-    # from a thread of C, which also runs while others hold the interpreter
-    faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
     try:
         try:
+            # from a thread of C, which also runs while others hold the interpreter
+            faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
+            alarm.set(time.monotonic() + seconds)
             yield
         finally:
             over = True
@@ -63,21 +65,19 @@ class Alarm:
     the while: one for each block would wait for the interpreter, 5 ms and more, with every group's
     rewards, while the thread that uploads is busy."""
 
-    LOOK_SECONDS = 0.1
-
     def __init__(self):
         self.lock, self.thread, self.time = threading.Lock(), None, math.inf
 
     def set(self, at):
         with self.lock:
             self.time = at
-        if not (self.thread and self.thread.is_alive()):  # a fork leaves it behind
+        if not self.thread:
             self.thread = in_background(self._look)
 
     def _look(self):
         main = threading.main_thread().ident
         while True:
-            time.sleep(self.LOOK_SECONDS)
+            time.sleep(ALARM_LOOK_SECONDS)
             with self.lock:
                 if time.monotonic() > self.time:
                     self.time = math.inf
@@ -85,6 +85,7 @@ class Alarm:
 
 
 alarm = Alarm()
+os.register_at_fork(after_in_child=alarm.__init__)  # its thread stays behind, perhaps with the lock
 
 
 @contextlib.contextmanager

@@ -271,7 +271,9 @@ def main(python, cases, out):
             warm_start(str(model), 0, 800) if case == "demo" else make_model(str(model))
         ours = [run_ours(case, str(model), steps, ranks) for ranks in RANKS]
         theirs = [run_trl(python, case, str(model), steps, ranks) for ranks in RANKS]
-        (seconds, parts, mine), (their_seconds, their, versions) = min(ours), min(theirs)
+        (seconds, parts, mine), (their_seconds, their, versions) = (
+            min(runs, key=lambda run: run[0]) for runs in (ours, theirs)
+        )
         scores = f"{accuracy(mine):.3f} / {accuracy(their):.3f}" if case == "demo" else ""
         shares = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share > 0.005)
         times = (", ".join(f"{run[0]:.3f}" for run in runs) for runs in (ours, theirs))

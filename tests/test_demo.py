@@ -56,12 +56,14 @@ def test_the_demo_ends_all_that_it_started(tmp_path):
     demos = {how: start_demo(folder, steps=10_000) for how, folder in hows.items()}
     for how, demo in demos.items():
         metrics, deadline = hows[how] / "metrics.jsonl", time.monotonic() + 180
-        family = []
+        family = []  # server, launcher and its launcher, trainer
         while len(family) < 4 or (how == signal.SIGTERM and not metrics.exists()):
-            assert demo.poll() is None and time.monotonic() < deadline, demo.stdout.read()[-3000:]
+            if demo.poll() is not None or time.monotonic() > deadline:
+                for other in demos.values():
+                    other.terminate()
+                raise AssertionError((how, family, demo.communicate(timeout=30)[0][-3000:]))
             time.sleep(0.1)
             family = psutil.Process(demo.pid).children(recursive=True)
-        # that is the server, the launcher and its launcher, the trainer
         demo.send_signal(how)
         demo.communicate(timeout=30)
         _, alive = psutil.wait_procs(family, timeout=5)

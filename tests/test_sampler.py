@@ -74,9 +74,10 @@ SHARING = {*OWN_STEP, "gemma", "gpt2", "opt", "mixtral", *WIDE}
 SLOW = {"mamba", "gpt1", "lfm2"}  # their past is not (only) a key-value cache
 
 
-def tiny_model(family, seed=0):
+def tiny_model(family, seed=0, **changes):
     """-> a random model in eval mode whose next-token distribution is far from flat."""
     name, sizes = (FAMILIES | WIDE)[family]
+    sizes = sizes | changes
     torch.manual_seed(seed)
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes, **special))
@@ -369,13 +370,7 @@ def test_an_own_step_that_would_be_wrong_is_found_out(family, part, monkeypatch,
     ],
 )
 def test_llamas_of_other_shapes_take_our_step(changes):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**(LLAMA | changes))
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.15 * torch.randn_like(parameter))
-    assert_records_plain_logps(model, LlamaDecoder)
+    assert_our_step_records_plain_logps(tiny_model("llama", **changes))
 
 
 def test_adapters_take_our_step():
@@ -384,12 +379,12 @@ def test_adapters_take_our_step():
     model = tiny_model("qwen2")
     layers = ["q_proj", "v_proj", "down_proj"]
     model.add_adapter(LoraConfig(r=4, target_modules=layers, init_lora_weights=False))
-    assert_records_plain_logps(model.eval(), LlamaDecoder)
+    assert_our_step_records_plain_logps(model.eval())
 
 
 @torch.no_grad()
-def assert_records_plain_logps(model, kind):
-    assert type(make_decoder(model, 12, 9)) is kind
+def assert_our_step_records_plain_logps(model):
+    assert type(make_decoder(model, 12, 9)) is LlamaDecoder
     for prompt, group in zip(PROMPTS, sample(model, PROMPTS), strict=True):
         for c in group:
             gap = torch.tensor(c.logps) - plain_logps(model, prompt, c.ids, 1.0)
@@ -402,23 +397,31 @@ def test_bfloat16_is_near_float32(family):
     """Measured: 0.02 to 0.04, as near as with transformers' own cache."""
     model, kinds = tiny_model(family), [CachedDecoder, SharedDecoder]
     kinds += [LlamaDecoder] if family in OWN_STEP else []
-    exact, half = PlainDecoder(model), tiny_model(family).to(torch.bfloat16)
-    exact.admit(PROMPTS, 2)
-    expected = exact.step(torch.arange(8))
+    half = tiny_model(family).to(torch.bfloat16)
+
+    def logits(decoder):
+        decoder.admit(PROMPTS, 2)
+        found = [decoder.step(torch.arange(8))]
+        if decoder.joins:  # rows of different age: some of what they have room for is unwritten
+            decoder.admit([[4] * 12, [9]], 3)
+            found += [decoder.step(torch.arange(14))]
+        return [x.float() for x in found]
+
+    expected = logits(PlainDecoder(model))
     for kind in kinds:
         decoder = kind(half) if kind is CachedDecoder else kind(half, 12)
-        decoder.admit(PROMPTS, 2)
-        gap = (decoder.step(torch.arange(8)).float() - expected).norm() / expected.norm()
-        assert gap < 0.1, kind
+        for found, exact in zip(logits(decoder), expected, strict=False):
+            assert (found - exact).norm() < 0.1 * exact.norm(), kind
 
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_both_kinds_of_attention_give_the_same_and_its_sums(mask):
-    """PyTorch's kernel for CPUs, and what other devices and capped scores take."""
-    draw = torch.Generator().manual_seed(0)
-    query, keys, values = (torch.randn(3, 2, n, 8, generator=draw) for n in (4, 70, 70))
-    hidden = torch.zeros(3, 1, 1, 70)
-    hidden[0, ..., 50:] = hidden[1, ..., :69] = -torch.inf
+    """PyTorch's kernel for CPUs, and what other devices and capped scores take. The kernel goes by
+    blocks of 512 keys: here some are hidden as a whole."""
+    numbers = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(3, 2, n, 8, generator=numbers) for n in (4, 1100, 1100))
+    hidden = torch.zeros(3, 1, 1, 1100)
+    hidden[0, ..., 50:] = hidden[1, ..., :1099] = -torch.inf
     arguments = query, keys, values, hidden if mask else None, 0.3
     uncapped = decode.attend(*arguments, 1e6)  # a cap that no score is near to
     for a, b in zip(decode.attend(*arguments, None), uncapped, strict=True):

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import pickle
 import random
 import re
@@ -1092,3 +1093,23 @@ def test_no_server_is_an_error_that_says_what_to_start(monkeypatch, capsys):
     with pytest.raises(RuntimeError, match="waited 40 s for .*ref_server.py"):
         client.call("GET", "/info")
     assert capsys.readouterr().out.count("waiting for http://127.0.0.1:9/info") >= 3
+
+
+# --- Threads ---------------------------------------------------------------------------
+@pytest.mark.parametrize("environment, mine, launchers, threads", [
+    ({}, 4, 4, 4),
+    ({"LOCAL_SIZE": "2"}, 4, 4, 2),  # deepspeed
+    ({"LOCAL_WORLD_SIZE": "2"}, 4, 4, 2),  # torchrun
+    ({"LOCAL_SIZE": "8"}, 4, 4, 1),
+    ({"LOCAL_SIZE": "4"}, 2, 8, 2),  # deepspeed --bind_cores_to_rank
+])  # fmt: skip
+def test_ranks_share_the_cores(environment, mine, launchers, threads, monkeypatch):
+    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    cores = {0: range(mine), os.getppid(): range(launchers)}
+    monkeypatch.setattr(os, "sched_getaffinity", cores.get)
+    assert grpo.training_threads() == threads
+    monkeypatch.setattr(grpo, "CPU_THREADS", 3)
+    assert grpo.training_threads() == 3

@@ -1,5 +1,7 @@
 """Time limits of rewards, ranks that are not heard of, launchers that are gone."""
 
+import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -36,7 +38,25 @@ def test_what_is_in_time_is_left_alone():
     for _ in range(20):
         with timely(0.05, "this"):
             time.sleep(0.001)
-    time.sleep(0.1)  # nothing comes late
+    time.sleep(0.05 + 2 * watch.ALARM_LOOK_SECONDS)  # nothing comes late
+
+
+def test_limits_do_not_nest():
+    """The inner one would switch the outer one off."""
+    with pytest.raises(AssertionError, match="within"), timely(5, "outer"), timely(5, "inner"):
+        pass
+    with pytest.raises(TooSlow), timely(0.1, "this"):  # and it works as before
+        time.sleep(10)
+
+
+def test_a_fork_may_have_limits_of_its_own():
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(TooSlow), timely(0.1, "this"):
+            time.sleep(10)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_task_that_catches_everything_makes_no_reward_of_it():
