@@ -34,7 +34,8 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
-from test_server import PRESET, FakeReference, call, preset
+from processes import command_of, free_port
+from test_server import FakeReference, call
 from test_wire import LIMITS, VOCAB, make_group
 
 import wire
@@ -650,8 +651,9 @@ def served(folder, *, max_tokens, **constants):
     """Runs ref_server.py with these constants and a tiny model, its store in `folder`; -> the
     process and its address. It is killed at the end."""
     save_model(folder / "model", max_tokens)
-    constants = preset(folder / "model", folder, **constants)
-    command = [sys.executable, PRESET, "ref_server", json.dumps([constants])]
+    constants |= {"MODEL": str(folder / "model"), "PORT": int(free_port()), "DTYPE": "float32"}
+    constants |= {"STORE": str(folder / "store.sqlite")}
+    command = command_of("ref_server", constants)
     environment = {k: v for k, v in os.environ.items() if k != "GRPO_TOKEN"}
     with open(folder / "log", "w") as log:
         output = {"stdout": log, "stderr": subprocess.STDOUT}

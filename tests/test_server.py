@@ -4,14 +4,12 @@ import errno
 import io
 import json
 import os
-import socket
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +22,7 @@ import torch
 from test_wire import VOCAB, make_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ref_server
 import store as store_module
 from client import RefServer
 from forward import CompletionModel
@@ -35,7 +34,7 @@ from store import Store, StoreFull
 from wire import PROTOCOL, pack_group, unpack_group
 
 LATE = 2**40  # a step
-PRESET = Path(__file__).with_name("preset.py")
+HERE = Path(__file__).parent
 TOLERANCE = 1e-5  # float32 on both sides; measured: 4e-6
 
 
@@ -219,7 +218,7 @@ def test_what_was_put_survives_kill_9_and_meanwhile_nobody_else_opens_the_store(
     tmp_path, monkeypatch
 ):
     path = tmp_path / "store.sqlite"
-    paths = os.pathsep.join([str(PRESET.parent), str(PRESET.parent.parent)])
+    paths = os.pathsep.join([str(HERE), str(HERE.parent)])
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, path],
         stdout=subprocess.PIPE,
@@ -783,38 +782,18 @@ def test_every_route_asks_for_the_token(app, route):
 
 
 # --- The process --------------------------------------------------------------------
-def preset(tiny, folder, **constants):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    store = str(folder / "store.sqlite")
-    return {"MODEL": str(tiny), "PORT": port, "STORE": store, "DTYPE": "float32"} | constants
-
-
-@contextmanager
-def process(constants, **environment):
-    """Runs ref_server.py with these constants; kills it at the end."""
-    command = [sys.executable, PRESET, "ref_server", json.dumps([constants])]
-    environment = {k: v for k, v in os.environ.items() if k != "GRPO_TOKEN"} | environment
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    server = subprocess.Popen(command, env=environment, **output)
-    try:
-        yield server
-    finally:
-        server.kill()
-        server.communicate()
-
-
-def test_a_server_that_can_not_start_says_why_and_ends(tiny, tmp_path):
+def test_a_server_that_can_not_start_says_why_and_ends(tiny, tmp_path, monkeypatch):
     """Ancestor 5c-5: it bound 0.0.0.0 without authentication."""
-    with (
-        process(preset(tiny, tmp_path, HOST="0.0.0.0")) as open_to_all,
-        process(preset(tmp_path / "no_model", tmp_path)) as without_model,
-    ):
-        output = open_to_all.communicate(timeout=60)[0]
-        assert open_to_all.returncode == 1, output
-        assert output.strip().endswith("set GRPO_TOKEN here and at the trainer")
-        assert "Traceback" not in output
-        output = without_model.communicate(timeout=60)[0]
-        assert without_model.returncode == 1 and "no_model" in output
-    assert not (tmp_path / "store.sqlite").exists()
+    monkeypatch.delenv("GRPO_TOKEN", raising=False)
+    monkeypatch.setattr(ref_server.signal, "signal", lambda *_: None)
+    cases = [
+        ({"MODEL": str(tiny), "HOST": "0.0.0.0"}, "set GRPO_TOKEN here and at the trainer$"),
+        ({"MODEL": str(tmp_path / "no_model"), "HOST": "127.0.0.1"}, "no_model"),
+    ]
+    monkeypatch.setattr(ref_server, "STORE", str(tmp_path / "store.sqlite"))
+    for constants, sentence in cases:
+        for name, value in constants.items():
+            monkeypatch.setattr(ref_server, name, value)
+        with pytest.raises(SystemExit, match=sentence):
+            ref_server.main()
+    assert not list(tmp_path.iterdir())
