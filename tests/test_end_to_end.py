@@ -14,7 +14,8 @@ import torch
 from processes import PRESET, command_of, launch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from policy import load_model
+from policy import load_policy
+from scoring import Reference
 
 ROOT = Path(__file__).parent.parent
 GSM8K = ROOT.parent / "shared/data/gsm8k"
@@ -204,5 +205,9 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
     for name, weight in base.items():
         same = trained.get(name, trained.get(name.replace(".weight", ".base_layer.weight")))
         assert torch.equal(weight, same), name
+    adapter = str(tmp_path / "adapter/step_000002")
+    settings = {"model": adapter, "dtype": "float32", "temperature": 1.0, "share_prompts": True}
     with pytest.raises(SystemExit, match="is a LoRA adapter. Merge it first"):
-        load_model(str(tmp_path / "adapter/step_000002"), "float32", 448)  # as both scripts do
+        load_policy(adapter, AutoTokenizer.from_pretrained(adapter), "float32")  # in the trainer
+    with pytest.raises(SystemExit, match="is a LoRA adapter. Merge it first"):
+        Reference(None, tmp_path, **settings)  # in the server
