@@ -1,5 +1,6 @@
 """DeepSpeed's engine, ZeRO-2, round the policy."""
 
+import os
 from datetime import timedelta
 
 import torch
@@ -20,9 +21,13 @@ def start_engine(
     share_prompts,
     gradient_checkpointing,
     offload_optimizer,
+    cpu_threads,
     wait_limit_seconds,
 ):
     """-> DeepSpeed's engine, ZeRO-2, round a CompletionModel of the policy, with its optimiser."""
+    if policy.model.device.type == "cpu":
+        threads = training_threads(cpu_threads)
+        say(f"on a CPU: {threads} threads of each rank for forward and backward")
     import deepspeed  # takes seconds; the tests of the trainer's functions do without
 
     # DeepSpeed would compile an all-reduce for CPU inference here: a minute, and a compiler which
@@ -61,3 +66,13 @@ def start_engine(
         "data_types": {"grad_accum_dtype": "fp32"},
     }
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def training_threads(cpu_threads):
+    """-> `cpu_threads`, or where it is 0 this machine's cores over its ranks: while forward and
+    backward run the server is idle, but for what it scores of the same step."""
+    # deepspeed's name, or torchrun's: with all cores for each rank a step takes twice the time
+    ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
+    mine, launchers = (len(os.sched_getaffinity(pid)) for pid in (0, os.getppid()))
+    bound = mine < launchers  # deepspeed --bind_cores_to_rank: they are this rank's alone
+    return cpu_threads or (mine if bound else max(1, mine // ranks))

@@ -42,7 +42,7 @@ import grpo_loss_triton
 from checkpoint import check_run_dir, lock_run, open_run, passed
 from client import RefServer
 from config import check_constants, constants_of, load_prompts, load_task
-from engine import start_engine
+from engine import start_engine, training_threads
 from exchange import Exchange
 from forward import number_prompts, plan_micro_batches
 from grpo_loss import group_advantages, token_weights
@@ -331,8 +331,6 @@ def micro_batch_loss(model, rows, vocab_size, *, scale, score=lambda: None):
 # --- Step ---------------------------------------------------------------------------
 def make_engine(policy):
     """-> DeepSpeed's engine round the policy; see engine.py."""
-    if policy.model.device.type == "cpu":
-        say(f"on a CPU: {training_threads()} threads of each rank for forward and backward")
     return start_engine(
         policy,
         learning_rate=LEARNING_RATE,
@@ -342,6 +340,7 @@ def make_engine(policy):
         share_prompts=SHARE_PROMPTS,
         gradient_checkpointing=GRADIENT_CHECKPOINTING,
         offload_optimizer=OFFLOAD_OPTIMIZER,
+        cpu_threads=CPU_THREADS,
         wait_limit_seconds=WAIT_LIMIT_SECONDS,
     )
 
@@ -365,7 +364,7 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     sizes = [(n, len(r.prompt), len(r.completion)) for n, r in zip(numbers, rows, strict=True)]
     plans = plan_micro_batches(sizes, world, MICRO_BATCH_TOKENS)
     before = torch.get_num_threads()
-    torch.set_num_threads(training_threads())
+    torch.set_num_threads(training_threads(CPU_THREADS))
     left = list(range(len(plans[0])))  # numbers of micro-batches; each rank has as many
     needs = [{rows[i].group for plan in plans for i in plan[k]} for k in left]
     shortest = min(rows, key=lambda row: len(row.completion))
@@ -409,16 +408,6 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     means = {name: total / tokens for name, total in means.items()}
     worst = dict(zip(("mismatch_max", "sampler_ratio_max"), worst.tolist(), strict=True))
     return {"loss": loss} | means | worst
-
-
-def training_threads():
-    """-> CPU_THREADS, or this machine's cores over its ranks: while forward and backward run the
-    server is idle, but for what it scores of the same step."""
-    # deepspeed's name, or torchrun's: with all cores for each rank a step takes twice the time
-    ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
-    mine, launchers = (len(os.sched_getaffinity(pid)) for pid in (0, os.getppid()))
-    bound = mine < launchers  # deepspeed --bind_cores_to_rank: they are this rank's alone
-    return CPU_THREADS or (mine if bound else max(1, mine // ranks))
 
 
 def optimise(engine, rows, vocab_size, step, exchange, clock):

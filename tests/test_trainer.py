@@ -26,6 +26,7 @@ import rollout
 from checkpoint import Progress
 from client import RefServer
 from config import check_constants
+from engine import training_threads
 from exchange import Exchange
 from forward import CompletionModel
 from hub import Hub
@@ -1110,6 +1111,5 @@ def test_ranks_share_the_cores(environment, mine, launchers, threads, monkeypatc
         monkeypatch.setenv(name, value)
     cores = {0: range(mine), os.getppid(): range(launchers)}
     monkeypatch.setattr(os, "sched_getaffinity", cores.get)
-    assert grpo.training_threads() == threads
-    monkeypatch.setattr(grpo, "CPU_THREADS", 3)
-    assert grpo.training_threads() == 3
+    assert training_threads(0) == threads
+    assert training_threads(3) == 3
