@@ -117,10 +117,9 @@ class Progress:
     bad: int = 0  # updates in a row that were not finite
     checked: bool = False  # whether check_first_update has been
 
-
-def passed(every, before, step):
-    """Whether a multiple of `every` lies after `before`, up to `step`; `every` 0 is never."""
-    return bool(every and step // every > before // every)
+    def passed(self, every, before):
+        """Whether a multiple of `every` lies after step `before`, up to now; `every` 0 is never."""
+        return bool(every and self.step // every > before // every)
 
 
 def check_run_dir(folder, resume):

@@ -115,8 +115,19 @@ class Exchange:
             self.server.drop(self.run, ids, "too old")
         self.dropped += len([self.spare.pop(id) for id in ids])
 
-    def new_reference(self):
-        """The server scores spare groups again, and hands them out again."""
+    def trained(self, groups, step, clock):
+        """Tells the server that these groups were trained, after `step` updates. -> whether its
+        store is half full of what was trained, and wants a checkpoint."""
+        half_full = False
+        with clock.part("wait"):
+            if dist.get_rank() == 0:
+                half_full = self.server.ack(self.run, [group.id for group in groups], step)
+            return self._shared(half_full)
+
+    def new_reference(self, version):
+        """Rank 0 only: makes that policy, which was published, the reference. The server scores
+        spare groups again, and hands them out again."""
+        self.server.set_reference(self.run, version)
         self.seen -= self.spare.keys()
         self.spare = {}
 

@@ -25,7 +25,6 @@ an attempt that found nothing to train.
 
 import json
 import math
-import os
 import sys
 import time
 from collections import Counter
@@ -39,7 +38,7 @@ from tqdm import tqdm
 import checkpoint
 import grpo_loss
 import grpo_loss_triton
-from checkpoint import check_run_dir, lock_run, open_run, passed
+from checkpoint import check_run_dir, lock_run, open_run
 from client import RefServer
 from config import check_constants, constants_of, load_prompts, load_task
 from engine import start_engine, training_threads
@@ -47,7 +46,7 @@ from exchange import Exchange
 from forward import number_prompts, plan_micro_batches
 from grpo_loss import group_advantages, token_weights
 from policy import load_policy, load_tokenizer
-from policy_sync import NOISE, Publisher
+from policy_sync import Followers, check_first_update
 from report import Clock, Page, RunFolder, evaluate, rollout_metrics, say, say_parts, show
 from rollout import Recipe, Stream, Uploader, make_group, rollout, tally_of
 from watch import Heartbeats, announced, watch_launcher
@@ -130,9 +129,6 @@ REWARD_TIMEOUT_SECONDS = 60  # for the rewards of a group, after which the run e
 MAX_BAD_STEPS = 5  # steps in a row with a gradient that is not finite: skipped, then the run ends
 
 IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run ends
-# What rounding may do to the mean k3 at the first update, to a reference of the same weights (and
-# policy_sync.NOISE to log-probs). Measured on a CPU, tiny models: float32 0, bfloat16 9e-4.
-KL_NOISE = {"float32": 1e-6, "bfloat16": 5e-3}
 
 
 # --- What is sampled ----------------------------------------------------------------
@@ -443,29 +439,6 @@ def bad_step(progress, rows, metrics):
         raise RuntimeError(f"{progress.bad} steps in a row were not finite; see {path}")
 
 
-def check_first_update(metrics, policy_dtype, reference):
-    """Raises RuntimeError unless the first update is what theory says: ratio 1, KL 0.
-
-    At the first update trainer, sampler and reference hold the same weights. Their log-probs differ
-    by rounding alone, for which NOISE and KL_NOISE are generous bounds. More means that they do not
-    compute the same thing (temperature, dropout, attention, wrong weights).
-    """
-    limit = NOISE[policy_dtype]
-    if metrics["mismatch"] > limit:
-        raise RuntimeError(
-            f"at the first update the trainer's log-probs differ from the sampler's by"
-            f" {metrics['mismatch']:.2g} a token on average (limit {limit}): the ratio is not 1"
-        )
-    if "kl" not in metrics or reference["model"] != MODEL:
-        return  # no reference, or another model, from which the KL is not 0
-    limit = max(KL_NOISE[policy_dtype], KL_NOISE[reference["dtype"]])
-    if metrics["kl"] > limit:
-        raise RuntimeError(
-            f"at the first update the KL to the reference is {metrics['kl']:.2g} a token (limit"
-            f" {limit}) and should be 0: does ref_server.py serve the weights of {MODEL}?"
-        )
-
-
 # --- Main ---------------------------------------------------------------------------
 def prepare():
     """-> (tokenizer, recipe, server): what trainer and workers begin with; `server` may be None."""
@@ -488,48 +461,20 @@ def make_policy(tokenizer):
     return policy
 
 
-def start_publisher(policy, recipe, server, run):
-    """-> rank 0's Publisher, or None where the policy goes nowhere."""
-    if dist.get_rank() or not (PUBLISH_STEPS or REFERENCE_REFRESH_STEPS):
-        return None
+def make_followers(policy, recipe, exchange):
+    """-> what hands the policy on, to workers and as the reference; see policy_sync.py."""
     # Groups that wait or are being sampled: when they are trained, so many updates have been made
     rollouts = max(1, (MAX_STALENESS - PUBLISH_STEPS) // UPDATES_PER_ROLLOUT)
-    capacity = PROMPTS_PER_STEP * rollouts
-    return Publisher(server.twin(), run, recipe, policy, capacity=capacity, scored=bool(KL_BETA))
-
-
-def first_policy(publisher, exchange, progress):
-    """Gives workers the policy to begin with, and the server the reference that belongs to it: a
-    step's, where one follows, and else its own model."""
-    if not exchange or dist.get_rank():
-        return
-    server, step = exchange.server, progress.step
-    wanted = f"{progress.run}@{progress.reference}" if REFERENCE_REFRESH_STEPS else ""
-    there = server.info.get("weights", "")
-    at_first = not progress.reference  # that is MODEL, which the server has too
-    if PUBLISH_STEPS or (wanted != there and progress.reference == step and publisher):
-        publisher.publish(step, oldest=step - MAX_STALENESS)
-        publisher.finish()  # or what is sampled before it has come would be too old, or too late
-    if wanted == there:
-        return
-    if wanted and progress.reference == step:
-        refresh_reference(publisher, exchange, progress)
-    elif not wanted or (at_first and server.info.get("model") == MODEL):
-        server.set_reference(progress.run, -1)  # another run's policy was the reference
-    else:
-        raise SystemExit(
-            f"the run's reference is its policy of step {progress.reference}; the server at"
-            f" {REF_SERVER} has it no more, but {there or 'its own model'}: begin another run, with"
-            f" another RUN_DIR and MODEL = '{RUN_DIR}/step_{step:06d}'"
-        )
-
-
-def refresh_reference(publisher, exchange, progress):
-    """Makes the policy that has just been published the reference."""
-    publisher.finish()
-    exchange.server.set_reference(progress.run, progress.step)
-    exchange.new_reference()
-    say(f"the policy of step {progress.step} is now the reference")
+    return Followers(
+        policy,
+        recipe,
+        exchange,
+        publish_steps=PUBLISH_STEPS,
+        refresh_steps=REFERENCE_REFRESH_STEPS,
+        max_staleness=MAX_STALENESS,
+        capacity=PROMPTS_PER_STEP * rollouts,
+        scored=bool(KL_BETA),
+    )
 
 
 def main():
@@ -546,11 +491,11 @@ def main():
     stream = Stream(recipe.prompts, f"{SEED}/trainer" if PUBLISH_STEPS else SEED, rank, world)
     progress = open_run(RUN_DIR, globals(), engine, stream, server)
     exchange = Exchange(server, progress.run, WAIT_LIMIT_SECONDS) if server else None
-    publisher = start_publisher(policy, recipe, server, progress.run)
-    first_policy(publisher, exchange, progress)
+    followers = make_followers(policy, recipe, exchange)
+    followers.begin(progress, model=MODEL, run_dir=RUN_DIR)
     with announced("rank 0 and the server"):
         dist.barrier()  # nobody samples before the server has undone what came after the checkpoint
-    train(policy, engine, recipe, test, stream, exchange, publisher, progress)
+    train(policy, engine, recipe, test, stream, exchange, followers, progress)
     # Not where it failed: the run may go on, and its workers and groups wait for that
     if server and rank == 0:
         server.end(progress.run)  # its workers need not wait for it
@@ -565,19 +510,19 @@ def main():
         )
 
 
-def train(policy, engine, recipe, test, stream, exchange, publisher, progress):
+def train(policy, engine, recipe, test, stream, exchange, followers, progress):
     """The run: rollouts, updates, evaluations, checkpoints, until its steps are made."""
     page = Page(exchange.server, progress.run) if exchange and dist.get_rank() == 0 else None
     folder, laps, clock, p = RunFolder(RUN_DIR, page), [], Clock(), progress
     bar = tqdm(total=STEPS, initial=p.step, unit="step", disable=dist.get_rank() != 0)
     half_full = False
     while True:
-        if passed(EVAL_STEPS, p.evaluated, p.step) or p.step >= STEPS and p.evaluated < p.step:
+        if p.passed(EVAL_STEPS, p.evaluated) or p.step >= STEPS and p.evaluated < p.step:
             say(f"greedy evaluation on {len(test)} {EVAL_SPLIT} questions after step {p.step}")
             p.accuracy = folder.log_evaluation(evaluate(policy, recipe, test), p.step)
             p.evaluated, p.best = p.step, max(p.best, p.accuracy)
         done = p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
-        if p.saved < p.step and (done or half_full or passed(SAVE_STEPS, max(p.saved, 0), p.step)):
+        if p.saved < p.step and (done or half_full or p.passed(SAVE_STEPS, max(p.saved, 0))):
             save(p, policy, engine, stream, exchange)
         if done:
             break
@@ -600,23 +545,23 @@ def train(policy, engine, recipe, test, stream, exchange, publisher, progress):
             if rows and not p.checked and not update["skipped"]:
                 # not where groups of a history that is no more are trained again
                 if all(group.policy_version <= before for group in groups):
-                    check_first_update(update, policy.dtype, exchange and exchange.server.info)
+                    reference = exchange and exchange.server.info
+                    check_first_update(update, policy.dtype, reference, model=MODEL)
                 p.checked = True
             if n + 1 == updates:
-                half_full = finish_step(exchange, p, groups, before, clock)
-                hand_on(publisher, p, before, clock)
+                half_full = exchange and exchange.trained(groups, before, clock)
+                followers.hand_on(p, before, clock)
             laps.append(clock.lap())
             first = metrics if n == 0 else {}
             folder.log("metrics.jsonl", {"step": p.step} | first | update | laps[-1])
             show(bar, metrics | update)
-        follow(policy, engine, stream, exchange, publisher, p, before)
+        followers.follow(p, before, save=lambda: save(p, policy, engine, stream, exchange))
     bar.close()
     if laps:
         say_parts(laps)
     else:
         say(f"the run in {RUN_DIR} has ended, at step {p.step}: for another choose another RUN_DIR")
-    if publisher:
-        publisher.finish()
+    followers.finish()
 
 
 def log_samples(folder, tokenizer, recipe, groups, step):
@@ -627,20 +572,6 @@ def log_samples(folder, tokenizer, recipe, groups, step):
         folder.log_samples(tokenizer, recipe.prompts, group, advantages, step, SAMPLES_PER_STEP)
 
 
-def finish_step(exchange, progress, groups, before, clock):
-    """Tells the server that the groups are trained. -> whether, on any rank, its store is half full
-    of them, and wants a checkpoint."""
-    if not exchange:
-        return False
-    answer = [False]
-    with clock.part("wait"):
-        if dist.get_rank() == 0:
-            ids = [group.id for group in groups]
-            answer = [exchange.server.ack(progress.run, ids, before)]
-        dist.broadcast_object_list(answer, src=0)
-    return answer[0]
-
-
 def save(progress, policy, engine, stream, exchange):
     """Saves a checkpoint; the server may then forget what it covers."""
     progress.saved = progress.step
@@ -649,25 +580,6 @@ def save(progress, policy, engine, stream, exchange):
     checkpoint.save(RUN_DIR, policy, engine, stream, state, KEEP_CHECKPOINTS)
     if exchange and dist.get_rank() == 0:
         exchange.server.checkpoint(progress.run, progress.step)
-
-
-def hand_on(publisher, progress, before, clock):
-    """Publishes the policy for workers, if that is due after an update."""
-    with clock.part("publish"):
-        if publisher and passed(PUBLISH_STEPS, before, progress.step):
-            publisher.publish(progress.step, oldest=progress.step - MAX_STALENESS)
-
-
-def follow(policy, engine, stream, exchange, publisher, progress, before):
-    """Makes the policy the reference, if that is due. A checkpoint comes first: a run that resumes
-    from it needs no older reference."""
-    if passed(REFERENCE_REFRESH_STEPS, before, progress.step):
-        progress.reference = progress.step
-        save(progress, policy, engine, stream, exchange)
-        if publisher:
-            if not passed(PUBLISH_STEPS, before, progress.step):
-                publisher.publish(progress.step, oldest=progress.step - MAX_STALENESS)
-            refresh_reference(publisher, exchange, progress)
 
 
 def worker():

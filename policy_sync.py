@@ -1,9 +1,10 @@
-"""How the policy gets from the trainer to the workers, and the proof that it has arrived.
+"""How the policy gets from the trainer to those who follow it, and the proof that it has arrived.
 
 The trainer's rank 0 publishes: weights as a safetensors file, and a record (hub.RECORD) with a
 proof, the log-probs that its own model gives a fixed text. A worker that has loaded the weights
 computes the same: if they differ by more than rounding, it samples something else than the policy,
 and refuses to. (simple_GRPO's vLLM process went on with the initial weights, without a word.)
+The first update is such a proof for sampler and reference: there all have the same weights.
 """
 
 import tempfile
@@ -12,13 +13,17 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 
 from policy import trained_weights
+from report import say
 
 PROOF_TOKENS = 64  # of a completion
 # Largest mean |log-prob difference| between two computations of the same policy that passes for
 # rounding. Measured on a CPU, tiny models: float32 4e-7, bfloat16 3e-3.
 NOISE = {"float32": 1e-4, "bfloat16": 5e-2}
+# The same for the mean k3, to a reference of the same weights: float32 0, bfloat16 9e-4.
+KL_NOISE = {"float32": 1e-6, "bfloat16": 5e-3}
 
 
 def proof_of(policy, prompts, most_tokens):
@@ -42,6 +47,30 @@ def check_proof(engine, record):
             " this worker would sample"
         )
     return gap
+
+
+def check_first_update(metrics, policy_dtype, reference, *, model):
+    """Raises RuntimeError unless the first update is what theory says: ratio 1, KL 0.
+
+    At the first update trainer, sampler and reference hold the same weights. Their log-probs differ
+    by rounding alone, for which NOISE and KL_NOISE are generous bounds. More means that they do not
+    compute the same thing (temperature, dropout, attention, wrong weights). `reference` is what the
+    server's /info says, or None.
+    """
+    limit = NOISE[policy_dtype]
+    if metrics["mismatch"] > limit:
+        raise RuntimeError(
+            f"at the first update the trainer's log-probs differ from the sampler's by"
+            f" {metrics['mismatch']:.2g} a token on average (limit {limit}): the ratio is not 1"
+        )
+    if "kl" not in metrics or reference["model"] != model:
+        return  # no reference, or another model, from which the KL is not 0
+    limit = max(KL_NOISE[policy_dtype], KL_NOISE[reference["dtype"]])
+    if metrics["kl"] > limit:
+        raise RuntimeError(
+            f"at the first update the KL to the reference is {metrics['kl']:.2g} a token (limit"
+            f" {limit}) and should be 0: does ref_server.py serve the weights of {model}?"
+        )
 
 
 class Publisher:
@@ -80,3 +109,77 @@ class Publisher:
             self.thread.join()
         if self.error:
             raise self.error
+
+
+class Followers:
+    """Workers, every `publish_steps`, and the reference, every `refresh_steps`; 0 is off.
+
+    All ranks call its methods together; only rank 0 talks to the server.
+    """
+
+    def __init__(
+        self, policy, recipe, exchange, *, publish_steps, refresh_steps, max_staleness, **fixed
+    ):
+        """`exchange` may be None if both are off; `fixed` is Publisher's."""
+        self.exchange, self.max_staleness = exchange, max_staleness
+        self.publish_steps, self.refresh_steps = publish_steps, refresh_steps
+        self.publisher = self.published = None  # the latter is the step of the newest policy
+        if dist.get_rank() == 0 and (publish_steps or refresh_steps):
+            server = exchange.server.twin()
+            self.publisher = Publisher(server, exchange.run, recipe, policy, **fixed)
+
+    def begin(self, progress, *, model, run_dir):
+        """Gives workers the policy to begin with, and the server the reference that belongs to it:
+        a step's, where one follows, and else its own model."""
+        if not self.exchange or dist.get_rank():
+            return
+        server, step = self.exchange.server, progress.step
+        if self.publish_steps:
+            self._publish(step)
+            self.finish()  # or what is sampled before it has come would be too old, or too late
+        wanted = f"{progress.run}@{progress.reference}" if self.refresh_steps else ""
+        there = server.info.get("weights", "")
+        at_first = not progress.reference  # that is `model`, which the server has too
+        if wanted == there:
+            return
+        if wanted and progress.reference == step:
+            self._refresh(step)
+        elif not wanted or (at_first and server.info.get("model") == model):
+            server.set_reference(progress.run, -1)  # another run's policy was the reference
+        else:
+            raise SystemExit(
+                f"the run's reference is its policy of step {progress.reference}; the server at"
+                f" {server.url} has it no more, but {there or 'its own model'}: begin another run,"
+                f" with another RUN_DIR and MODEL = '{run_dir}/step_{step:06d}'"
+            )
+
+    def hand_on(self, progress, before, clock):
+        """Publishes the policy for workers, if that is due since step `before`."""
+        with clock.part("publish"):
+            if self.publisher and progress.passed(self.publish_steps, before):
+                self._publish(progress.step)
+
+    def follow(self, progress, before, save):
+        """Makes the policy the reference, if that is due. A checkpoint, `save`, comes first: a run
+        that resumes from it needs no older reference."""
+        if progress.passed(self.refresh_steps, before):
+            progress.reference = progress.step
+            save()
+            if self.publisher:
+                self._refresh(progress.step)
+
+    def finish(self):
+        """Waits until what was published has arrived."""
+        if self.publisher:
+            self.publisher.finish()
+
+    def _publish(self, step):
+        self.publisher.publish(step, oldest=step - self.max_staleness)
+        self.published = step
+
+    def _refresh(self, step):
+        if self.published != step:
+            self._publish(step)
+        self.finish()
+        self.exchange.new_reference(step)
+        say(f"the policy of step {step} is now the reference")

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 import exchange as exchange_module
 import grpo_ref_split as grpo
+import policy_sync
 import report
 import rollout
 from checkpoint import Progress
@@ -31,7 +32,7 @@ from exchange import Exchange
 from forward import CompletionModel
 from hub import Hub
 from policy import load_policy, prompt_ids
-from policy_sync import NOISE
+from policy_sync import NOISE, Followers, check_first_update
 from ref_server import make_app
 from report import Clock
 from rollout import Recipe, Stream, make_group, sampled_and_rewarded
@@ -846,16 +847,16 @@ def test_whose_log_probs_are_the_old_ones(monkeypatch):
 # --- First update -------------------------------------------------------------------
 def test_the_run_stops_unless_the_first_update_is_as_theory_says():
     good = {"mismatch": 4e-7, "kl": 1e-9}
-    same = {"model": grpo.MODEL, "dtype": "float32"}
-    grpo.check_first_update(good, "float32", same)
+    same = {"model": "ours", "dtype": "float32"}
+    check_first_update(good, "float32", same, model="ours")
     with pytest.raises(RuntimeError, match="ratio is not 1"):
-        grpo.check_first_update(good | {"mismatch": 1e-3}, "float32", same)
-    with pytest.raises(RuntimeError, match="should be 0"):
-        grpo.check_first_update(good | {"kl": 9e-4}, "float32", same)
+        check_first_update(good | {"mismatch": 1e-3}, "float32", same, model="ours")
+    with pytest.raises(RuntimeError, match="should be 0: .* the weights of ours"):
+        check_first_update(good | {"kl": 9e-4}, "float32", same, model="ours")
     # a reference in bfloat16 differs by that much; another model, and none, by any amount
-    grpo.check_first_update(good | {"kl": 9e-4}, "float32", same | {"dtype": "bfloat16"})
-    grpo.check_first_update(good | {"kl": 9e-4}, "float32", same | {"model": "larger"})
-    grpo.check_first_update({"mismatch": 4e-7}, "float32", None)
+    check_first_update(good | {"kl": 9e-4}, "float32", same | {"dtype": "bfloat16"}, model="ours")
+    check_first_update(good | {"kl": 9e-4}, "float32", same, model="smaller")
+    check_first_update({"mismatch": 4e-7}, "float32", None, model="ours")
 
 
 def test_bad_steps_are_counted_kept_and_end_the_run_when_they_follow_each_other(
@@ -887,8 +888,8 @@ def test_bad_steps_are_counted_kept_and_end_the_run_when_they_follow_each_other(
 
 def test_without_a_kl_there_is_none_to_check():
     """KL_BETA 0 and PUBLISH_STEPS 1: there is a server, for the workers, but no "kl"."""
-    same = {"model": grpo.MODEL, "dtype": "float32"}
-    grpo.check_first_update({"mismatch": 4e-7}, "float32", same)
+    same = {"model": "ours", "dtype": "float32"}
+    check_first_update({"mismatch": 4e-7}, "float32", same, model="ours")
 
 
 def test_a_sampler_at_another_temperature_stops_the_run(tiny, monkeypatch):
@@ -959,7 +960,9 @@ def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(tiny
 
 
 # --- Publishing ---------------------------------------------------------------------
-FIRST = [("publish", 0, -4), ("finish",)]  # it has arrived before anything is sampled
+ARRIVED = ("finish",)
+FIRST = [("publish", 0, -4), ARRIVED]  # before anything is sampled
+BEGINNING = {"model": "ours", "run_dir": "runs/a"}
 
 
 class Record(list):
@@ -972,59 +975,80 @@ class Record(list):
         return lambda *arguments, **named: self.append((name, *arguments, *named.values()))
 
 
+def refer(step):
+    return "set_reference", "run", step
+
+
+def a_followers(monkeypatch, *, publish, refresh, there=""):
+    """-> Followers of every so many steps, at a server whose reference is `there`; and a Record of
+    what they call of it, and of a Publisher."""
+    calls = Record()
+    calls.info, calls.url = {"weights": there, "model": "ours"}, "http://server"
+    monkeypatch.setattr(policy_sync, "Publisher", lambda *_, **__: calls)
+    steps = {"publish_steps": publish, "refresh_steps": refresh, "max_staleness": 4}
+    followers = Followers(None, None, Exchange(calls, "run", 1), **steps)
+    calls.clear()
+    return followers, calls
+
+
 @pytest.mark.parametrize(
     ("publish", "refresh", "expected"),
     [
         (1, 0, [*FIRST, ("publish", 2, -2), ("publish", 4, 0), ("publish", 6, 2)]),
         (3, 0, [*FIRST, ("publish", 4, 0), ("publish", 6, 2)]),
         # at the start they are the same anyway, but may be of different shape
-        (0, 4, [*FIRST, ("finish",), ("save", 4), ("publish", 4, 0), ("finish",)]),
+        (0, 4, [*FIRST, refer(0), ("save", 4), ("publish", 4, 0), ARRIVED, refer(4)]),
+        (4, 4, [*FIRST, ARRIVED, refer(0), ("publish", 4, 0), ("save", 4), ARRIVED, refer(4)]),
     ],
 )
 def test_the_policy_is_published_when_its_steps_are_passed(
     monkeypatch, alone, publish, refresh, expected
 ):
     """With two updates on each rollout a step may be jumped over, and is made up for."""
-    constants = {"PUBLISH_STEPS": publish, "REFERENCE_REFRESH_STEPS": refresh, "MAX_STALENESS": 4}
-    for name, value in constants.items():
-        monkeypatch.setattr(grpo, name, value)
-    publisher, server, forgot, clock = Record(), Record(), [], Clock()
-    server.info = {}
-    monkeypatch.setattr(grpo, "save", lambda p, *_: publisher.append(("save", p.step)))
-    exchange = SimpleNamespace(server=server, new_reference=lambda: forgot.append(1))
-    progress = Progress("run")
-    grpo.first_policy(publisher, exchange, progress)
+    followers, calls = a_followers(monkeypatch, publish=publish, refresh=refresh)
+    progress, clock, exchange = Progress("run"), Clock(), followers.exchange
+    followers.begin(progress, **BEGINNING)
     for before, progress.step in [(0, 2), (2, 4), (4, 6)]:
-        grpo.hand_on(publisher, progress, before, clock)
-        grpo.follow(None, None, None, exchange, publisher, progress, before)
-    assert publisher == expected
-    sent = [call[1] for call in publisher if call[0] == "publish"] if refresh else []
-    assert server == [("set_reference", "run", step) for step in sent]
-    assert len(forgot) == len(sent)
-    grpo.hand_on(None, Progress("run", 1), 0, clock)  # other ranks
+        exchange.spare, exchange.seen = {"waits": None}, {"waits", "trained"}
+        followers.hand_on(progress, before, clock)
+        followers.follow(progress, before, lambda: calls.append(("save", progress.step)))
+        # what waits here is scored again by a new reference, and handed out again
+        waits = set() if calls[-1] == refer(progress.step) else {"waits"}
+        assert exchange.seen == waits | {"trained"} and {*exchange.spare} == waits
+    assert calls == expected and progress.reference == refresh
+
+
+def test_other_ranks_publish_nothing_and_save_with_the_first(monkeypatch, alone):
+    monkeypatch.setattr(grpo.dist, "get_rank", lambda: 1)
+    followers, calls = a_followers(monkeypatch, publish=1, refresh=1)
+    progress = Progress("run")
+    followers.begin(progress, **BEGINNING)
+    progress.step = 1
+    followers.hand_on(progress, 0, Clock())
+    followers.follow(progress, 0, lambda: calls.append("save"))
+    followers.finish()
+    assert calls == ["save"] and progress.reference == 1
 
 
 @pytest.mark.parametrize(
     ("there", "reference", "expected"),
     [
         ("run@4", 4, []),  # as it was left
-        ("run@4", 6, [("publish", 6, 2), ("finish",), ("finish",), ("set_reference", "run", 6)]),
+        ("run@4", 6, [("publish", 6, 2), ARRIVED, refer(6)]),
+        ("run@4", 0, [refer(-1)]),  # the server's own model
         ("", 4, SystemExit),  # the server's files are gone, and the run's checkpoint has no step 4
     ],
 )
 def test_a_run_that_goes_on_has_the_reference_it_had(
     monkeypatch, alone, there, reference, expected
 ):
-    for name, value in {"REFERENCE_REFRESH_STEPS": 2, "MAX_STALENESS": 4}.items():
-        monkeypatch.setattr(grpo, name, value)
-    calls, progress = Record(), Progress("run", 6, reference=reference)
-    calls.info = {"weights": there}
-    exchange = SimpleNamespace(server=calls, new_reference=lambda: None)
+    followers, calls = a_followers(monkeypatch, publish=0, refresh=2, there=there)
+    progress = Progress("run", 6, reference=reference)
     if expected is SystemExit:
-        with pytest.raises(SystemExit, match="policy of step 4"):
-            grpo.first_policy(calls, exchange, progress)
+        with pytest.raises(SystemExit, match="policy of step 4; the server at http://server has"):
+            followers.begin(progress, **BEGINNING)
     else:
-        grpo.first_policy(calls, exchange, progress)
+        followers.begin(progress, **BEGINNING)
         assert calls == expected
 
 
