@@ -23,13 +23,11 @@ N completion tokens that are trained, V ids of the tokenizer. A `step` is one op
 an attempt that found nothing to train.
 """
 
-import json
 import math
 import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -424,19 +422,18 @@ def optimise(engine, rows, vocab_size, step, exchange, clock):
     return metrics | {"skipped": int(not finite)}
 
 
-def bad_step(progress, rows, metrics):
-    """A step was skipped: says so and keeps its rows. RuntimeError after MAX_BAD_STEPS in a row."""
-    path = Path(RUN_DIR, f"bad_step_{progress.step:06d}.json")
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps([asdict(row) for row in rows], default=torch.Tensor.tolist))
-        for old in sorted(Path(RUN_DIR).glob("bad_step_*"))[:-MAX_BAD_STEPS]:
-            old.unlink()
-    progress.bad += 1
-    values = f"loss {metrics['loss']}, norm of the gradient {metrics['grad_norm']}"
-    say(f"step {progress.step} is skipped: {values}; {progress.bad} in a row; rows kept in {path}")
-    dist.barrier()  # until it is written: the launcher ends all ranks when one ends
-    if progress.bad >= MAX_BAD_STEPS:
-        raise RuntimeError(f"{progress.bad} steps in a row were not finite; see {path}")
+def check_update(update, policy, rows, groups, before, exchange, folder, progress):
+    """Ends the run where too many updates in a row were not finite, or where the first one, on
+    groups sampled after `before` updates, is not what theory says."""
+    if update["skipped"]:
+        folder.bad_step(progress, rows, update, limit=MAX_BAD_STEPS)
+        return
+    progress.bad = 0
+    # not where groups of a history that is no more are trained again
+    if not progress.checked and all(group.policy_version <= before for group in groups):
+        reference = exchange and exchange.server.info
+        check_first_update(update, policy.dtype, reference, model=MODEL)
+    progress.checked = True
 
 
 # --- Main ---------------------------------------------------------------------------
@@ -529,7 +526,7 @@ def train(policy, engine, recipe, test, stream, exchange, followers, progress):
         clock.lap()  # evaluations and checkpoints are no part of a step
         groups, metrics = rollout_step(policy, recipe, stream, exchange, p.run, p.step, clock)
         rows, before = make_rows(groups, p.step), p.step
-        log_samples(folder, policy.tokenizer, recipe, groups, p.step + 1)
+        folder.log_samples(policy, recipe, groups, advantages_of, p.step + 1, SAMPLES_PER_STEP)
         p.idle = 0 if rows else p.idle + 1
         if not rows:
             say(f"step {p.step + 1} trains nothing: all flat or truncated ({p.idle} in a row)")
@@ -538,16 +535,7 @@ def train(policy, engine, recipe, test, stream, exchange, followers, progress):
             p.step, update = p.step + 1, {}
             if rows:
                 update = optimise(engine, rows, policy.vocab_size, p.step, exchange, clock)
-                if update["skipped"]:
-                    bad_step(p, rows, update)
-                else:
-                    p.bad = 0
-            if rows and not p.checked and not update["skipped"]:
-                # not where groups of a history that is no more are trained again
-                if all(group.policy_version <= before for group in groups):
-                    reference = exchange and exchange.server.info
-                    check_first_update(update, policy.dtype, reference, model=MODEL)
-                p.checked = True
+                check_update(update, policy, rows, groups, before, exchange, folder, p)
             if n + 1 == updates:
                 half_full = exchange and exchange.trained(groups, before, clock)
                 followers.hand_on(p, before, clock)
@@ -562,14 +550,6 @@ def train(policy, engine, recipe, test, stream, exchange, followers, progress):
     else:
         say(f"the run in {RUN_DIR} has ended, at step {p.step}: for another choose another RUN_DIR")
     followers.finish()
-
-
-def log_samples(folder, tokenizer, recipe, groups, step):
-    """Logs completions of one of the step's groups."""
-    if groups:
-        group = groups[step % len(groups)]
-        advantages = advantages_of(group)
-        folder.log_samples(tokenizer, recipe.prompts, group, advantages, step, SAMPLES_PER_STEP)
 
 
 def save(progress, policy, engine, stream, exchange):

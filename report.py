@@ -11,6 +11,7 @@ import queue
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -128,7 +129,7 @@ def huge(value):
 
 
 class RunFolder:
-    """RUN_DIR: metrics.jsonl, samples.jsonl; checkpoint.py writes there too."""
+    """RUN_DIR: metrics.jsonl, samples.jsonl, bad steps; checkpoint.py writes there too."""
 
     def __init__(self, path, page=None):
         self.path, self.page = Path(path), page
@@ -149,18 +150,20 @@ class RunFolder:
         say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
         return evaluation["eval_accuracy"]
 
-    def log_samples(self, tokenizer, prompts, group, advantages, step, number):
-        """Writes `number` completions of a trained group to samples.jsonl."""
-        if dist.get_rank() != 0:
+    def log_samples(self, policy, recipe, groups, advantages_of, step, number):
+        """Writes `number` completions of one of the step's groups to samples.jsonl."""
+        if dist.get_rank() != 0 or not groups:
             return
-        item = next(item for index, item, _ in prompts if index == group.item)
+        group = groups[step % len(groups)]
+        item = next(item for index, item, _ in recipe.prompts if index == group.item)
+        advantages = advantages_of(group)
         completions = group.completions(group.completion_ids)
         for i in range(min(number, len(completions))):
             record = {
                 "step": step,
                 "question": item["question"],
                 "answer": item.get("answer"),
-                "completion": tokenizer.decode(completions[i]),
+                "completion": policy.tokenizer.decode(completions[i]),
                 "rewards": dict(zip(group.reward_names, group.rewards[i].tolist(), strict=True)),
                 "advantage": advantages[i].item(),
                 "truncated": group.truncated[i].item(),
@@ -168,6 +171,23 @@ class RunFolder:
                 "policy_version": group.policy_version,
             }
             self.log("samples.jsonl", record)
+
+    def bad_step(self, progress, rows, metrics, limit):
+        """A step was skipped: says so and keeps its rows. RuntimeError after `limit` in a row."""
+        path = self.path / f"bad_step_{progress.step:06d}.json"
+        if dist.get_rank() == 0:
+            path.write_text(json.dumps([asdict(row) for row in rows], default=torch.Tensor.tolist))
+            for old in sorted(self.path.glob("bad_step_*"))[:-limit]:
+                old.unlink()
+        progress.bad += 1
+        values = f"loss {metrics['loss']}, norm of the gradient {metrics['grad_norm']}"
+        say(
+            f"step {progress.step} is skipped: {values}; {progress.bad} in a row;"
+            f" rows kept in {path}"
+        )
+        dist.barrier()  # until it is written: the launcher ends all ranks when one ends
+        if progress.bad >= limit:
+            raise RuntimeError(f"{progress.bad} steps in a row were not finite; see {path}")
 
     def cut(self, step):
         """Forgets what was logged after `step`: a history that is no more. A line that was being

@@ -862,20 +862,19 @@ def test_the_run_stops_unless_the_first_update_is_as_theory_says():
 def test_bad_steps_are_counted_kept_and_end_the_run_when_they_follow_each_other(
     alone, monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr(grpo, "RUN_DIR", str(tmp_path))
-    monkeypatch.setattr(grpo, "MAX_BAD_STEPS", 3)
+    folder = report.RunFolder(tmp_path)
     monkeypatch.setattr(grpo.dist, "barrier", lambda: None)
     rows = grpo.make_rows([a_group([[1.0, -1.0], [-1.0, 1.0]])], 0)
     progress, metrics = Progress("run"), {"loss": float("nan"), "grad_norm": float("inf")}
     for progress.step in range(1, 5):
         if progress.step == 3:
             progress.bad = 0  # a good one between
-        grpo.bad_step(progress, rows, metrics)
+        folder.bad_step(progress, rows, metrics, limit=3)
     progress.step = 5
     with pytest.raises(
         RuntimeError, match="3 steps in a row were not finite; see .*bad_step_000005"
     ):
-        grpo.bad_step(progress, rows, metrics)
+        folder.bad_step(progress, rows, metrics, limit=3)
     assert (
         "step 2 is skipped: loss nan, norm of the gradient inf; 2 in a row"
         in capsys.readouterr().out
