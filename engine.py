@@ -21,13 +21,9 @@ def start_engine(
     share_prompts,
     gradient_checkpointing,
     offload_optimizer,
-    cpu_threads,
     wait_limit_seconds,
 ):
     """-> DeepSpeed's engine, ZeRO-2, round a CompletionModel of the policy, with its optimiser."""
-    if policy.model.device.type == "cpu":
-        threads = training_threads(cpu_threads)
-        say(f"on a CPU: {threads} threads of each rank for forward and backward")
     import deepspeed  # takes seconds; the tests of the trainer's functions do without
 
     # DeepSpeed would compile an all-reduce for CPU inference here: a minute, and a compiler which

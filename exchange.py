@@ -9,7 +9,8 @@ micro-batches by itself; none can disagree.
 import torch.distributed as dist
 
 from client import Wait
-from wire import unpack_group
+from watch import announced
+from wire import pack_group, unpack_group
 
 WORKER = "python grpo_ref_split.py worker"
 
@@ -115,6 +116,13 @@ class Exchange:
             self.server.drop(self.run, ids, "too old")
         self.dropped += len([self.spare.pop(id) for id in ids])
 
+    def staleness(self, groups, step):
+        """-> metrics: how many of `step` updates the groups have missed, and how many were too old
+        to be among them."""
+        ages = [max(0, step - group.policy_version) for group in groups]
+        mean, most = sum(ages) / max(len(ages), 1), max(ages, default=0)
+        return {"staleness": mean, "staleness_max": most, "groups_dropped": self.dropped}
+
     def trained(self, groups, step, clock):
         """Tells the server that these groups were trained, after `step` updates. -> whether its
         store is half full of what was trained, and wants a checkpoint."""
@@ -136,6 +144,25 @@ class Exchange:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+
+def all_ranks_groups(mine, uploader, exchange, *, step, oldest, scored):
+    """-> what all ranks sampled for this step, this one `mine`, and what the server made of flat
+    groups. `uploader` has got what the server needs: flat ones, and if `scored` the others; it is
+    None where that is nothing, and `exchange` where there is no server."""
+    replies = uploader.finish() if uploader else []
+    if any(reply.get("dropped") for reply in replies):
+        url = uploader.server.url
+        raise RuntimeError(f"{url} refuses this run's groups: does another trainer run?")
+    joined = [id for reply in replies for id in reply.get("joined", [])]
+    everyone = [None] * dist.get_world_size()
+    with announced("the other ranks' groups"):
+        dist.all_gather_object(everyone, ([pack_group(group) for group in mine], joined))
+    groups = [unpack_group(body) for bodies, _ in everyone for body in bodies]
+    if exchange:
+        exchange.begin((g.id for g in groups if scored), step=step, oldest=oldest)
+        groups += exchange.whole([id for _, ids in everyone for id in ids])
+    return groups
 
 
 def who_samples(stats):

@@ -40,7 +40,7 @@ from checkpoint import check_run_dir, lock_run, open_run
 from client import RefServer
 from config import check_constants, constants_of, load_prompts, load_task
 from engine import start_engine, training_threads
-from exchange import Exchange
+from exchange import Exchange, all_ranks_groups
 from forward import number_prompts, plan_micro_batches
 from grpo_loss import group_advantages, token_weights
 from policy import load_policy, load_tokenizer
@@ -48,7 +48,7 @@ from policy_sync import Followers, check_first_update
 from report import Clock, Page, RunFolder, evaluate, rollout_metrics, say, say_parts, show
 from rollout import Recipe, Stream, Uploader, make_group, rollout, tally_of
 from watch import Heartbeats, announced, watch_launcher
-from wire import pack_group, tokenizer_facts, unpack_group
+from wire import tokenizer_facts
 
 # --- What to train ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # any AutoModelForCausalLM: hub name or folder
@@ -164,52 +164,38 @@ def rollout_step(policy, recipe, stream, exchange, run, step, clock):
     on. Their own groups come back without the reference's log-probs: those arrive in accumulate().
     """
     rank, world, server = dist.get_rank(), dist.get_world_size(), exchange and exchange.server
-    groups, count = [], Counter()
+    theirs, mine, count, oldest = [], [], Counter(), step - MAX_STALENESS
     if PUBLISH_STEPS:
         with clock.part("wait"):
-            oldest = {"step": step, "oldest": step - MAX_STALENESS}
-            groups = exchange.workers_groups(PROMPTS_PER_STEP, **oldest, wait=not TRAINER_SAMPLES)
-    missing = PROMPTS_PER_STEP - len(groups) if TRAINER_SAMPLES else 0
+            wait = not TRAINER_SAMPLES
+            theirs = exchange.workers_groups(PROMPTS_PER_STEP, step=step, oldest=oldest, wait=wait)
+    missing = PROMPTS_PER_STEP - len(theirs) if TRAINER_SAMPLES else 0
     share = missing // world + (rank < missing % world)
-    pools, mine, number = bool(server and server.regroups), [], 0
+    pools = bool(server and server.regroups)
     uploader = Uploader(server.twin()) if KL_BETA or pools else None
     seed, began = (SEED * 1_000_003 + step) * 4096 + rank, time.perf_counter()
-    for sampled, flat in rollout(policy, recipe, stream, count, share=share, seed=seed):
-        id, number = f"{step:06d}-{rank:04d}-{number:04d}", number + 1
-        names = {"id": id, "run": run, "version": step, "sampler": "trainer", "outcome": OUTCOME}
-        names["skipped"] = {}  # counted here
+    groups_of_rank = rollout(policy, recipe, stream, count, share=share, seed=seed)
+    for number, (sampled, flat) in enumerate(groups_of_rank):
+        names = {"id": f"{step:06d}-{rank:04d}-{number:04d}", "run": run, "version": step}
+        names |= {"sampler": "trainer", "outcome": OUTCOME, "skipped": {}}  # flat: counted here
         group, of_use = make_group(sampled, **names), not (flat and SKIP_FLAT_GROUPS)
         if of_use:
-            mine.append(pack_group(group))
+            mine.append(group)
         if pools if not of_use else KL_BETA:
-            uploader.put(group, pool=not of_use, oldest=step - MAX_STALENESS)
+            uploader.put(group, pool=not of_use, oldest=oldest)
     sampling = time.perf_counter() - began - count["seconds_reward"]
     clock.parts += Counter(sample=sampling, reward=count["seconds_reward"])
     with clock.part("wait"):
-        replies = uploader.finish() if uploader else []
-        if any(reply.get("dropped") for reply in replies):
-            raise RuntimeError(f"{REF_SERVER} refuses this run's groups: does another trainer run?")
-        joined = [id for reply in replies for id in reply.get("joined", [])]
-        everyone = [None] * world
-        with announced("the other ranks' groups"):
-            dist.all_gather_object(everyone, (mine, joined))
-        own = [unpack_group(body) for bodies, _ in everyone for body in bodies]
-        if exchange:
-            ids = (group.id for group in own if KL_BETA)
-            exchange.begin(ids, step=step, oldest=step - MAX_STALENESS)
-            own += exchange.whole([id for _, ids in everyone for id in ids])
+        ours = all_ranks_groups(mine, uploader, exchange, step=step, oldest=oldest, scored=KL_BETA)
     if rank == 0:  # the ranks have the same groups: counted once, with the flat ones left out
-        for group in groups:
+        for group in theirs:
             count.update(tally_of(recipe, group))
-    groups = sorted(groups + own, key=lambda group: group.id)
+    groups = sorted(theirs + ours, key=lambda group: group.id)
     metrics = rollout_metrics(count, recipe)
     seconds = clock.parts["sample"] if share else clock.parts["wait"]  # waiting for workers
     metrics["tokens_per_second"] = metrics["tokens_sampled"] / max(seconds, 1e-9)
     if PUBLISH_STEPS:
-        ages = [max(0, step - group.policy_version) for group in groups]
-        metrics["staleness"] = sum(ages) / max(len(ages), 1)
-        metrics["staleness_max"] = max(ages, default=0)
-        metrics["groups_dropped"] = exchange.dropped
+        metrics |= exchange.staleness(groups, step)
     return groups, metrics
 
 
@@ -325,6 +311,9 @@ def micro_batch_loss(model, rows, vocab_size, *, scale, score=lambda: None):
 # --- Step ---------------------------------------------------------------------------
 def make_engine(policy):
     """-> DeepSpeed's engine round the policy; see engine.py."""
+    if policy.model.device.type == "cpu":
+        threads = training_threads(CPU_THREADS)
+        say(f"on a CPU: {threads} threads of each rank for forward and backward")
     return start_engine(
         policy,
         learning_rate=LEARNING_RATE,
@@ -334,7 +323,6 @@ def make_engine(policy):
         share_prompts=SHARE_PROMPTS,
         gradient_checkpointing=GRADIENT_CHECKPOINTING,
         offload_optimizer=OFFLOAD_OPTIMIZER,
-        cpu_threads=CPU_THREADS,
         wait_limit_seconds=WAIT_LIMIT_SECONDS,
     )
 
@@ -431,8 +419,7 @@ def check_update(update, policy, rows, groups, before, exchange, folder, progres
     progress.bad = 0
     # not where groups of a history that is no more are trained again
     if not progress.checked and all(group.policy_version <= before for group in groups):
-        reference = exchange and exchange.server.info
-        check_first_update(update, policy.dtype, reference, model=MODEL)
+        check_first_update(update, policy.dtype, exchange and exchange.server.info, model=MODEL)
     progress.checked = True
 
 
@@ -462,16 +449,9 @@ def make_followers(policy, recipe, exchange):
     """-> what hands the policy on, to workers and as the reference; see policy_sync.py."""
     # Groups that wait or are being sampled: when they are trained, so many updates have been made
     rollouts = max(1, (MAX_STALENESS - PUBLISH_STEPS) // UPDATES_PER_ROLLOUT)
-    return Followers(
-        policy,
-        recipe,
-        exchange,
-        publish_steps=PUBLISH_STEPS,
-        refresh_steps=REFERENCE_REFRESH_STEPS,
-        max_staleness=MAX_STALENESS,
-        capacity=PROMPTS_PER_STEP * rollouts,
-        scored=bool(KL_BETA),
-    )
+    fixed = {"capacity": PROMPTS_PER_STEP * rollouts, "scored": bool(KL_BETA)}
+    steps = {"publish_steps": PUBLISH_STEPS, "refresh_steps": REFERENCE_REFRESH_STEPS}
+    return Followers(policy, recipe, exchange, max_staleness=MAX_STALENESS, **steps, **fixed)
 
 
 def main():

@@ -54,8 +54,7 @@ def check_first_update(metrics, policy_dtype, reference, *, model):
 
     At the first update trainer, sampler and reference hold the same weights. Their log-probs differ
     by rounding alone, for which NOISE and KL_NOISE are generous bounds. More means that they do not
-    compute the same thing (temperature, dropout, attention, wrong weights). `reference` is what the
-    server's /info says, or None.
+    compute the same thing (temperature, dropout, attention, wrong weights). `reference` is /info's.
     """
     limit = NOISE[policy_dtype]
     if metrics["mismatch"] > limit:

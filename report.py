@@ -180,11 +180,8 @@ class RunFolder:
             for old in sorted(self.path.glob("bad_step_*"))[:-limit]:
                 old.unlink()
         progress.bad += 1
-        values = f"loss {metrics['loss']}, norm of the gradient {metrics['grad_norm']}"
-        say(
-            f"step {progress.step} is skipped: {values}; {progress.bad} in a row;"
-            f" rows kept in {path}"
-        )
+        skipped = f"step {progress.step} is skipped: loss {metrics['loss']}, norm of the gradient"
+        say(f"{skipped} {metrics['grad_norm']}; {progress.bad} in a row; rows kept in {path}")
         dist.barrier()  # until it is written: the launcher ends all ranks when one ends
         if progress.bad >= limit:
             raise RuntimeError(f"{progress.bad} steps in a row were not finite; see {path}")
