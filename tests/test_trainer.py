@@ -1105,8 +1105,9 @@ def test_no_server_is_an_error_that_says_what_to_start(monkeypatch, capsys):
     """FIELD 5a-14: a bare except made a dead server look like an empty queue, for ever."""
     clock = random.Random(0)
     now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    monkeypatch.setattr("time.sleep", lambda s: now.__setitem__(0, now[0] + 3 + clock.random()))
+    fake = {"monotonic": lambda: now[0]}  # the client's alone: other threads sleep, too
+    fake["sleep"] = lambda s: now.__setitem__(0, now[0] + 3 + clock.random())
+    monkeypatch.setattr("client.time", SimpleNamespace(**fake))
     client = RefServer("http://127.0.0.1:9", 40)  # a port where nothing listens
     with pytest.raises(RuntimeError, match="waited 40 s for .*ref_server.py"):
         client.call("GET", "/info")
