@@ -347,7 +347,7 @@ def measure_here(name, prompt, completion, rank, offload):
     os.environ.update(ALONE)
     trainer.LORA_RANK, trainer.OFFLOAD_OPTIMIZER = rank, bool(offload)
     policy = random_policy(config_of(*MODELS[name]), rank)
-    phases = measure(policy, prompt, completion, trainer.start_engine)
+    phases = measure(policy, prompt, completion, trainer.make_engine)
     free, room = torch.cuda.mem_get_info()
     outside = room - free - torch.cuda.memory_reserved()  # CUDA, NCCL; others' programs, too
     reserved = torch.cuda.max_memory_reserved()

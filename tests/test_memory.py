@@ -174,7 +174,7 @@ def compare_deepspeed(share, rank, offload):
     settings = {"LORA_RANK": rank, "OFFLOAD_OPTIMIZER": offload}
     quiet = contextlib.redirect_stdout(sys.stderr)
     with constants(m, share, 4), mock.patch.multiple(trainer, **settings), quiet:
-        counted = count(config, rank, 64, 32, trainer.start_engine)
+        counted = count(config, rank, 64, 32, trainer.make_engine)
         computed = summed(memory.phases_of(m, 64, 32, 1, offload))
     # with offload: master weights, Adam, gradients and a bf16 copy; a buffer
     in_ram = (4 * 4 + BF16) * m.trained + BF16 * m.largest if offload else 0
@@ -225,7 +225,7 @@ def test_a_gpu_is_read_phase_by_phase(monkeypatch, capsys):
         monkeypatch.setattr(torch.cuda, name, answer)
     shape = (32, 2, 4, 2, 64, 416, True, 0.0)
     monkeypatch.setitem(memory.MODELS, "tiny", shape)
-    monkeypatch.setattr(trainer, "start_engine", Engine)
+    monkeypatch.setattr(trainer, "make_engine", Engine)
     for name, value in {"SAMPLE_BATCH": 8, "MICRO_BATCH_TOKENS": 64, "LORA_RANK": 0}.items():
         monkeypatch.setattr(trainer, name, value)
     monkeypatch.setattr(trainer, "OFFLOAD_OPTIMIZER", False)
