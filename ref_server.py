@@ -5,16 +5,14 @@
 A producer (a rank of grpo_ref_split.py, or a worker) POSTs one group (wire.py) to /upload. It is
 stored (store.py), scored with the reference model (scoring.py), leased to the trainer, and
 acknowledged when the optimiser step that used it is done. Where workers sample, the trainer
-publishes its policy here and they fetch it (hub.py). Routes: POST /upload /lease /ack /drop
-/checkpoint /resume /end, PUT, POST and GET /policy, POST /work /reference, GET /info /stats
-/health; for people GET /, which shows GET /live and what trainers send to POST /log (live.py). A KL
-penalty needs log-probs of the reference for the sampled tokens only, and no gradient: that is why
-the reference can live in another process, on an old card or another machine, and sampling hides it.
+publishes its policy here and they fetch it (hub.py). Routes, behind gate.py: POST /upload /lease
+/ack /drop /checkpoint /resume /end, PUT, POST and GET /policy, POST /work /reference, GET /info
+/stats /health; for people GET /, which shows GET /live and what trainers send to POST /log
+(live.py). A KL penalty needs log-probs of the reference for the sampled tokens only, and no
+gradient: that is why the reference can live in another process, on an old card or another machine,
+and sampling hides it.
 """
 
-import errno
-import hmac
-import json
 import os
 import signal
 import sqlite3
@@ -25,11 +23,12 @@ import time
 import bottle
 import waitress
 
+from gate import Gate
 from hub import Hub
 from live import PLAIN, Live, load_page
 from policy import load_tokenizer
 from scoring import Reference, score_groups, score_rows
-from store import Store, StoreFull
+from store import Store
 from wire import pack_bodies, unpack_group
 
 # --- What to serve ------------------------------------------------------------------
@@ -53,151 +52,56 @@ MAX_POLICY_BYTES = 64 << 30  # of one published policy; the two newest of each r
 LEASE_SECONDS = 120  # unless acknowledged, handed out again; below the trainer's WAIT_LIMIT_SECONDS
 LEASE_WAIT_SECONDS = 5  # a lease request waits this long for the first scored group before its 204
 
-NO_DISK = (sqlite3.OperationalError, OSError)
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 # --- Routes -------------------------------------------------------------------------
 def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lease_wait, regroup):
     """The WSGI app. `reference` has `info`, what GET /info answers, `max_tokens` and `replace`;
     `token` is None or the shared secret."""
-    app, live, (html, html_headers) = bottle.Bottle(), Live(store), load_page()
+    app = Gate(Live(store), token=token, max_body_bytes=max_body_bytes)
+    add_uploads(app, store, hub, reference, regroup)
+    add_leases(app, store, reference, lease_seconds, lease_wait)
+    add_runs(app, store, hub)
+    add_policies(app, hub, reference, lease_wait)
+    add_views(app, store, hub, reference, regroup)
+    return app
 
-    def refuse(status, reason, **headers):
-        headers["Content-Type"] = "application/json"
-        reason = reason[:1000]  # it may quote the body
-        if status != 401:  # a browser's first request is one, before it asks for the token
-            live.error(f"{bottle.request.method} {bottle.request.path}: {reason}")
-        raise bottle.HTTPResponse(json.dumps({"error": reason}), status, headers)
 
-    def explain(error):  # 404, 405, and 500 for what nobody foresaw (bottle prints its traceback)
-        bottle.response.content_type = "application/json"
-        if error.exception:
-            live.error(f"{bottle.request.method} {bottle.request.path}: {error.exception!r}")
-        return json.dumps({"error": repr(error.exception) if error.exception else error.body})
-
-    app.default_error_handler = explain
-
-    @app.install
-    def need_disk(route):
-        """A full disk, in any route, is a 503: nothing was stored, and clients wait for room."""
-
-        def answer(*args, **kwargs):
-            try:
-                return route(*args, **kwargs)
-            except NO_DISK as error:
-                if isinstance(error, OSError) and error.errno not in NO_SPACE:
-                    raise
-                reason = f"the disk of the store {store.path} is full, or fails: {error}"
-                refuse(503, f"{reason}; make room there, and all goes on", **{"Retry-After": "5"})
-
-        return answer
-
-    def read_body():
-        text = bottle.request.environ.get("CONTENT_LENGTH") or ""
-        length = int(text) if text.isdecimal() and len(text) < 20 else -1
-        if not 0 < length <= max_body_bytes:
-            refuse(413 if length > 0 else 411, f"a body of 1 to {max_body_bytes} bytes, please")
-        # not request.body, which spills what is over 100 KB to a file
-        body = bottle.request.environ["wsgi.input"].read(length)
-        if len(body) != length:
-            refuse(400, f"the body ended after {len(body)} of {length} bytes")
-        return body
-
-    def read_json(defaults=None, **kinds):
-        """-> the values of the body's JSON, which must have these names and types; those in
-        `defaults` may be missing."""
-        try:
-            asked = json.loads(read_body())
-            values = [(defaults or {} if n not in asked else asked)[n] for n in kinds]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            refuse(400, f"the body must be JSON with {', '.join(kinds)}: {error!r}")
-        for value, (name, kind) in zip(values, kinds.items(), strict=True):
-            if type(value) is not kind:
-                refuse(400, f"{name} must be of type {kind.__name__}")
-            if kind is int and not -(2**62) < value < 2**62 and name != "limit":
-                refuse(400, f"{name} is too large")
-        return values
-
-    def read_query():
-        """-> run and the numbers of the query string."""
-        query = bottle.request.query
-        try:
-            numbers = {k: int(v) for k, v in query.items() if k in ("version", "offset")}
-            if not all(abs(n) < 2**62 for n in numbers.values()):
-                raise ValueError("too large")
-            return query.decode().run or "", numbers
-        except ValueError as error:
-            refuse(400, f"version and offset must be numbers: {error}")
-
-    @app.hook("before_request")
-    def authorise():
-        path, get = bottle.request.path, bottle.request.method in ("GET", "HEAD")
-        if not get and "HTTP_ORIGIN" in bottle.request.environ:  # a web page's; no client of ours
-            refuse(403, "this is no address for web pages to send to")
-        if not token or (get and path == "/health"):
-            return
-        # not get_header, which raises if a header is no UTF-8
-        sent = bottle.request.environ.get("HTTP_AUTHORIZATION", "")
-        if hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
-            return
-        # Basic is for people, whose browser adds it to what any site has it send: so only to look
-        _, password = bottle.parse_auth(sent) or ("", "")
-        if get and hmac.compare_digest(password.encode(), token.encode()):
-            return
-        ask = {"WWW-Authenticate": 'Basic realm="grpo-split"'} if path in ("/", "/live") else {}
-        refuse(401, "no or wrong token: set GRPO_TOKEN to the server's on this machine", **ask)
-
-    @app.post("/upload")
+def add_uploads(app, store, hub, reference, regroup):
+    @app.post("/upload", apply=app.blame)
     def upload():
-        body, info = read_body(), reference.info
-        try:
-            group = unpack_group(
-                body, vocab_size=info["vocab_size"], max_tokens=reference.max_tokens
-            )
-            run = hub.record(group.run) or {"oldest": 0, "scored": True}
-            if group.policy_version < run["oldest"] or hub.ended(group.run):
-                reason = "the run was over" if hub.ended(group.run) else "too old"
-                new = store.put(group, b"", "dropped", reason)
-                store.dropped[group.run] += new
-                return {"stored": new, "dropped": True}
-            asked = bottle.request.query
-            if asked.get("pool") == "1" and group.flat:
-                oldest = max(run["oldest"], min(int(asked.get("oldest") or 0), 2**62))
-                if not regroup:
-                    store.put(group, b"", "dropped", "flat")
-                    return {"stored": False, "joined": []}
-                live.uploaded(len(group.completion_ids))
-                return {"stored": True, "joined": store.pool(group, body, oldest)}
-            stored = store.put(group, body, "waiting" if run["scored"] else "scored")
-            if stored:
-                hub.uploaded(group.sampler)
-                live.uploaded(len(group.completion_ids))
-            return {"stored": stored}
-        except ValueError as error:
-            refuse(400, str(error))
-        except StoreFull:
-            refuse(
-                503,
-                f"the store holds its {store.max_bytes} bytes; if their runs have ended, stop"
-                " the server and delete its STORE",
-                **{"Retry-After": "1"},
-            )
+        body, info = app.read_body(), reference.info
+        group = unpack_group(body, vocab_size=info["vocab_size"], max_tokens=reference.max_tokens)
+        run = hub.record(group.run) or {"oldest": 0, "scored": True}
+        if group.policy_version < run["oldest"] or hub.ended(group.run):
+            reason = "the run was over" if hub.ended(group.run) else "too old"
+            new = store.put(group, b"", "dropped", reason)
+            store.dropped[group.run] += new
+            return {"stored": new, "dropped": True}
+        asked = bottle.request.query
+        if asked.get("pool") == "1" and group.flat:
+            oldest = max(run["oldest"], min(int(asked.get("oldest") or 0), 2**62))
+            if not regroup:
+                store.put(group, b"", "dropped", "flat")
+                return {"stored": False, "joined": []}
+            app.live.uploaded(len(group.completion_ids))
+            return {"stored": True, "joined": store.pool(group, body, oldest)}
+        stored = store.put(group, body, "waiting" if run["scored"] else "scored")
+        if stored:
+            hub.uploaded(group.sampler)
+            app.live.uploaded(len(group.completion_ids))
+        return {"stored": stored}
 
-    @app.post("/lease")
-    def lease():
-        kinds = {"run": str, "limit": int, "oldest": int, "wait": bool, "step": int}
-        run, limit, oldest, wait, step = read_json({"oldest": 0, "wait": True, "step": 0}, **kinds)
-        limit = max(1, min(limit, 4096))
+
+def add_leases(app, store, reference, lease_seconds, lease_wait):
+    @app.takes_json("/lease")
+    def lease(run: str, limit: int, oldest: int = 0, wait: bool = True, step: int = 0):
+        limit, patience = max(1, min(limit, 4096)), lease_wait if wait else 0
+        store.drop_old(run, oldest, step)
+        bottle.response.set_header("X-Dropped", str(store.dropped.pop(run, 0)))
         try:
-            store.drop_old(run, oldest, step)
-            bottle.response.set_header("X-Dropped", str(store.dropped.pop(run, 0)))
-            patience = lease_wait if wait else 0
             bodies = store.lease(run, limit, seconds=lease_seconds, patience=patience)
         except RuntimeError as error:
-            refuse(500, str(error))
-        except ValueError as error:  # a text that is no UTF-8
-            refuse(400, str(error))
+            app.refuse(500, str(error))
         if not bodies:
             bottle.response.status = 204
             return b""
@@ -207,98 +111,78 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
         bottle.response.content_length = sum(map(len, parts))
         return iter(parts)  # bottle would join a list
 
-    @app.post("/ack")
-    def ack():
-        run, ids, step = read_json(run=str, ids=list, step=int)
-        try:
-            count = store.ack(run, [str(id) for id in ids], step)
-        except ValueError as error:  # a text that is no UTF-8
-            refuse(400, str(error))
+    @app.takes_json("/ack")
+    def ack(run: str, ids: list, step: int):
+        count = store.ack(run, [str(id) for id in ids], step)
         # what no checkpoint covers yet: the trainer saves one before the store is full of it
         return {"acknowledged": count, "kept_bytes": store.kept(run), "max_bytes": store.max_bytes}
 
-    @app.post("/drop")
-    def drop():
-        run, ids, reason = read_json(run=str, ids=list, reason=str)
-        try:
-            return {"dropped": store.drop(run, [str(id) for id in ids], reason[:200])}
-        except ValueError as error:  # a text that is no UTF-8
-            refuse(400, str(error))
+    @app.takes_json("/drop")
+    def drop(run: str, ids: list, reason: str):
+        return {"dropped": store.drop(run, [str(id) for id in ids], reason[:200])}
 
-    @app.post("/checkpoint")
-    def checkpoint():
-        run, step = read_json(run=str, step=int)
-        try:
-            store.cover(run, step)
-        except ValueError as error:  # a text that is no UTF-8
-            refuse(400, str(error))
+
+def add_runs(app, store, hub):
+    @app.takes_json("/checkpoint")
+    def checkpoint(run: str, step: int):
+        store.cover(run, step)
         return {}
 
-    @app.post("/resume")
-    def resume():
-        run, step = read_json(run=str, step=int)
-        try:
-            hub.resume(run, step)
-            return store.resume(run, step)
-        except ValueError as error:  # a text that is no UTF-8
-            refuse(400, str(error))
+    @app.takes_json("/resume")
+    def resume(run: str, step: int):
+        hub.resume(run, step)
+        return store.resume(run, step)
 
+    @app.takes_json("/end")
+    def end(run: str):
+        hub.end(run)
+        store.forget(run)
+        return {}
+
+    @app.takes_json("/log")
+    def log(run: str, records: list, samples: list):
+        app.live.log(run, records, samples)
+        return {}
+
+
+def add_policies(app, hub, reference, lease_wait):
     @app.put("/policy")
     def put_policy():
-        run, at = read_query()
+        run, at = app.read_query()
         try:
-            return {"bytes": hub.write(run, at["version"], at["offset"], read_body())}
+            return {"bytes": hub.write(run, at["version"], at["offset"], app.read_body())}
         except (ValueError, KeyError) as error:
-            refuse(400, f"a part of a policy with run, version and offset, please: {error}")
+            app.refuse(400, f"a part of a policy with run, version and offset, please: {error}")
 
-    @app.post("/policy")
-    def post_policy():
-        (record,) = read_json(record=dict)
-        try:
-            hub.publish(record)
-        except ValueError as error:
-            refuse(400, str(error))
+    @app.takes_json("/policy")
+    def post_policy(record: dict):
+        hub.publish(record)
         return {"version": record["version"]}
 
     @app.get("/policy")
     def get_policy():
-        run, at = read_query()
+        run, at = app.read_query()
         path = hub.path(run, at.get("version", -1))
         # with Range, Content-Length and Last-Modified
         return bottle.static_file(path.name, root=path.parent, mimetype="application/octet-stream")
 
-    @app.post("/work")
-    def work():
-        kinds = {"held": int, "want": int, "run": str, "version": int, "sha256": str}
-        kinds |= {"pulled": bool}
-        worker, *rest = read_json({"pulled": False}, worker=str, **kinds)
-        asked = dict(zip(kinds, rest, strict=True))
-        try:
-            return hub.work(worker, **asked, patience=0 if asked["held"] else lease_wait)
-        except ValueError as error:
-            refuse(400, str(error))
+    @app.takes_json("/work")
+    def work(
+        worker: str, held: int, want: int, run: str, version: int, sha256: str, pulled: bool = False
+    ):
+        asked = {"held": held, "want": want, "pulled": pulled}
+        mine = {"run": run, "version": version, "sha256": sha256}
+        return hub.work(worker, **asked, **mine, patience=0 if held else lease_wait)
 
-    @app.post("/reference")
-    def post_reference():
-        run, version = read_json(run=str, version=int)
-        try:
-            if version < 0:
-                reference.replace(None, "")
-            else:
-                reference.replace(hub.path(run, version), f"{run}@{version}")
-        except ValueError as error:
-            refuse(400, str(error))
+    @app.takes_json("/reference")
+    def post_reference(run: str, version: int):
+        path = hub.path(run, version) if version >= 0 else None
+        reference.replace(path, f"{run}@{version}" if path else "")
         return reference.info
 
-    @app.post("/end")
-    def end():
-        (run,) = read_json(run=str)
-        try:
-            hub.end(run)
-            store.forget(run)
-        except ValueError as error:  # a text that is no UTF-8
-            refuse(400, str(error))
-        return {}
+
+def add_views(app, store, hub, reference, regroup):
+    html, html_headers = load_page()
 
     @app.get("/info")
     def get_info():
@@ -314,61 +198,25 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
     def health():
         return {"ok": True}
 
-    @app.post("/log")
-    def log():
-        run, records, samples = read_json(run=str, records=list, samples=list)
-        try:
-            live.log(run, records, samples)
-        except ValueError as error:
-            refuse(400, str(error))
-        return {}
-
     @app.get("/live")
     def get_live():
-        run, _ = read_query()
+        run, _ = app.read_query()
         bottle.response.headers.update(PLAIN)
-        return live.snapshot(run, hub, get_info())
+        return app.live.snapshot(run, hub, get_info())
 
     @app.get("/")
     def page():
         bottle.response.headers.update(html_headers)
         return html
 
-    return app
 
-
-# --- Main ---------------------------------------------------------------------------
-def main():
-    token = os.environ.get("GRPO_TOKEN")
-    if HOST not in ("127.0.0.1", "localhost", "::1") and not token:
-        sys.exit(f"HOST = {HOST!r} is reachable by others: set GRPO_TOKEN here and at the trainer")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    print(f"loading the reference model {MODEL} ...", flush=True)
-    load_tokenizer(MODEL)  # a wrong MODEL ends here, before there is a store
-    store = Store(STORE, MAX_STORE_BYTES)
-    hub = Hub(store, f"{STORE}.policies", MAX_POLICY_BYTES)
-    reference = Reference(
-        store,
-        hub.folder,
-        model=MODEL,
-        dtype=DTYPE,
-        temperature=TEMPERATURE,
-        share_prompts=SHARE_PROMPTS,
-    )
-    app = make_app(
-        store,
-        hub,
-        reference,
-        token=token,
-        max_body_bytes=MAX_BODY_BYTES,
-        lease_seconds=LEASE_SECONDS,
-        lease_wait=LEASE_WAIT_SECONDS,
-        regroup=REGROUP,
-    )
+# --- Serving and scoring ------------------------------------------------------------
+def listen(app):
+    """-> the HTTP server; its run() serves."""
     # inbuf_overflow and recv_bytes: bodies stay in memory and come in few reads (2.8x the uploads);
     # outbuf_overflow: so do the answers to leases. Of clients that stall, 100 would shut out others
     try:
-        server = waitress.create_server(
+        return waitress.create_server(
             app,
             host=HOST,
             port=PORT,
@@ -382,29 +230,22 @@ def main():
         )
     except (OSError, ValueError, OverflowError) as error:
         sys.exit(f"HOST = {HOST!r}, PORT = {PORT!r} can't be served: {error}; another server's?")
-    http = threading.Thread(target=server.run, daemon=True)
-    http.start()
-    info = reference.info
-    print(f"serving {MODEL} ({info['dtype']}) on http://{HOST}:{server.effective_port}", flush=True)
+
+
+def score_while(alive, store, reference):
+    """Scores what is uploaded for as long as alive(), and says how much once a minute."""
+    vocab_size, said, total = reference.info["vocab_size"], time.monotonic(), 0
+    settings = {"budget": SCORE_BATCH_TOKENS, "temperature": TEMPERATURE, "vocab_size": vocab_size}
+    limits = {"vocab_size": vocab_size, "max_tokens": reference.max_tokens}
 
     def score(prompts, completions):
-        return score_rows(
-            reference.model,
-            prompts,
-            completions,
-            budget=SCORE_BATCH_TOKENS,
-            temperature=TEMPERATURE,
-            vocab_size=info["vocab_size"],
-        )
+        return score_rows(reference.model, prompts, completions, **settings)
 
-    # Scoring is the main thread: if it dies, the process dies, and nobody waits for a dead loop.
-    said, total = time.monotonic(), 0
-    while http.is_alive():
+    while alive():
         reference.obey()
         # a batch or so at a time, as what is scored can be leased; a token takes about 8 bytes
         rows = store.waiting(limit=64, patience=1, size=8 * SCORE_BATCH_TOKENS)
         if rows:
-            limits = {"vocab_size": info["vocab_size"], "max_tokens": reference.max_tokens}
             try:
                 score_groups(store, rows, score, **limits)
                 total += len(rows)
@@ -414,6 +255,29 @@ def main():
         if time.monotonic() - said > 60:
             said = time.monotonic()
             print(f"{time.strftime('%H:%M:%S')} scored {total} groups; {store.stats()}", flush=True)
+
+
+# --- Main ---------------------------------------------------------------------------
+def main():
+    token = os.environ.get("GRPO_TOKEN")
+    if HOST not in ("127.0.0.1", "localhost", "::1") and not token:
+        sys.exit(f"HOST = {HOST!r} is reachable by others: set GRPO_TOKEN here and at the trainer")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    print(f"loading the reference model {MODEL} ...", flush=True)
+    load_tokenizer(MODEL)  # a wrong MODEL ends here, before there is a store
+    store = Store(STORE, MAX_STORE_BYTES)
+    hub = Hub(store, f"{STORE}.policies", MAX_POLICY_BYTES)
+    settings = {"dtype": DTYPE, "temperature": TEMPERATURE, "share_prompts": SHARE_PROMPTS}
+    reference = Reference(store, hub.folder, model=MODEL, **settings)
+    settings = {"token": token, "max_body_bytes": MAX_BODY_BYTES, "regroup": REGROUP}
+    settings |= {"lease_seconds": LEASE_SECONDS, "lease_wait": LEASE_WAIT_SECONDS}
+    server = listen(make_app(store, hub, reference, **settings))
+    http = threading.Thread(target=server.run, daemon=True)
+    http.start()
+    dtype = reference.info["dtype"]
+    print(f"serving {MODEL} ({dtype}) on http://{HOST}:{server.effective_port}", flush=True)
+    # Scoring is the main thread: if it dies, the process dies, and nobody waits for a dead loop.
+    score_while(http.is_alive, store, reference)
     sys.exit("the HTTP server ended, so this process does")
 
 
