@@ -70,27 +70,16 @@ def run_role(role, folder, port, seed, mode):
 
 def train(folder, seed, mode, vllm):
     """Runs a trainer with what it needs; -> its metrics."""
-    from demo import free_port, start, stop
+    from benchmarks.measure import trained
+    from demo import free_port
 
-    port, processes = free_port(), []
-    arguments = [str(folder), port, str(seed), mode]
+    arguments = [str(folder), free_port(), str(seed), mode]
     worker = vllm if mode == "vllm" else sys.executable
-    deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
-    deepspeed += ["--no_local_rank", "--master_port", free_port(), "--log_level", "warning"]
-    commands = {"server": [sys.executable, HERE, "server", *arguments]}
+    others = {"server": [sys.executable, HERE, "server", *arguments]}
     for number in range(WORKERS[mode]):
-        commands[f"worker{number}"] = [worker, HERE, "worker", *arguments]
-    commands["trainer"] = [*deepspeed, HERE, "trainer", *arguments]
-    try:
-        for name, command in commands.items():
-            log = open(f"{folder}/{mode}-{name}.log", "w")  # noqa: SIM115 (closed at exit)
-            processes.append(start(command, log))
-        if processes[-1].wait():
-            raise SystemExit(f"the trainer failed: see {folder}/{mode}-trainer.log")
-    finally:
-        for process in reversed(processes):
-            stop(process)
-    lines = Path(folder, mode, "metrics.jsonl").read_text().splitlines()
+        others[f"worker{number}"] = [worker, HERE, "worker", *arguments]
+    with trained(f"{folder}/{mode}-", others, [HERE, "trainer", *arguments]):
+        lines = Path(folder, mode, "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 

@@ -24,7 +24,6 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+HERE = str(Path(__file__).resolve())
 
 CASES = {  # prompts, group size, prompt tokens, completion tokens, learning rate, steps
     "mixed": (8, 8, 200, 256, 1e-6, 8),
@@ -107,24 +107,14 @@ def train(case, model, port, folder, steps):
 
 def run_ours(case, model, steps, ranks):
     """-> the median of the steps' seconds, shares of the parts, the run's last checkpoint."""
-    folder = tempfile.mkdtemp(prefix="ours-")
-    with socket.socket() as s, socket.socket() as master:
-        s.bind(("127.0.0.1", 0))
-        master.bind(("127.0.0.1", 0))
-        port, master_port = str(s.getsockname()[1]), str(master.getsockname()[1])
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    here, log = str(Path(__file__).resolve()), open(f"{folder}.log", "w")  # noqa: SIM115
-    output = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment, "cwd": ROOT}
-    server = subprocess.Popen([sys.executable, here, "serve", model, port, folder], **output)
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
-    launcher += ["--no_local_rank", "--master_port", master_port, "--log_level", "warning"]
-    try:
-        command = [*launcher, here, "train", case, model, port, f"{folder}/run", str(steps)]
-        subprocess.run(command, check=True, **output)
-    finally:
-        server.terminate()
-        server.wait()
-    lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
+    from benchmarks.measure import trained
+    from demo import free_port
+
+    folder, port = tempfile.mkdtemp(prefix="ours-"), free_port()
+    server = [sys.executable, HERE, "serve", model, port, folder]
+    trainer = [HERE, "train", case, model, port, f"{folder}/run", str(steps)]
+    with trained(f"{folder}-", {"server": server}, trainer, ranks):
+        lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
     records = [r for r in map(json.loads, lines) if "loss" in r]
     parts = {
         name: statistics.mean(r.get(f"seconds_{name}", 0) / r["seconds"] for r in records[SKIP:])
@@ -219,7 +209,7 @@ def run_trl(python, case, model, steps, ranks):
     out = f"{tempfile.mkdtemp(prefix='trl-')}/out.json"
     environment = os.environ | {"OMP_NUM_THREADS": str(2 // ranks), "HF_HUB_OFFLINE": "1"}
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(Path(__file__).resolve()), "trl", case, model, out, str(steps)]
+    command += [HERE, "trl", case, model, out, str(steps)]
     with open(f"{out}.log", "w") as log:
         output = {"stdout": log, "stderr": subprocess.STDOUT}
         subprocess.run(command, check=True, env=environment, cwd=ROOT, **output)

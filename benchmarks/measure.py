@@ -1,4 +1,5 @@
-"""What the benchmarks of this folder measure with: peak memory, and the facts beside a figure."""
+"""What the benchmarks of this folder measure with: processes that train, peak memory, and the facts
+beside a figure."""
 
 import ctypes
 import importlib.metadata
@@ -9,6 +10,7 @@ import re
 import resource
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -32,6 +34,28 @@ def facts(*packages):
             versions.append(f"{package} not installed")
     command = " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return f"`python {command}`: {machine}, {', '.join(versions)}, commit {commit}."
+
+
+@contextmanager
+def trained(logs, others, trainer, ranks=1):
+    """Starts the commands `others`, by name, and deepspeed with the `trainer`, a script and its
+    arguments. The block runs when it has ended well; then all are ended. What they print goes to
+    files: `logs`, their name, ".log"."""
+    from demo import free_port, start, stop
+
+    deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
+    deepspeed += ["--no_local_rank", "--master_port", free_port(), "--log_level", "warning"]
+    processes = []
+    try:
+        for name, command in (others | {"trainer": [*deepspeed, *trainer]}).items():
+            with open(f"{logs}{name}.log", "w") as log:
+                processes.append(start(command, log))
+        if processes[-1].wait():
+            raise SystemExit(f"the trainer failed: see {logs}trainer.log")
+        yield
+    finally:
+        for process in reversed(processes):
+            stop(process)
 
 
 def apart(function, *args, threads=CORES):

@@ -13,7 +13,6 @@ ones that found another and were trained after all, `rows` the completions train
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -55,22 +54,14 @@ def train(folder, port, group_size):
 
 def run(model, group_size, regroup):
     """-> the table's row."""
-    from demo import free_port, start, stop
+    from benchmarks.measure import trained
+    from demo import free_port
 
     folder, port = tempfile.mkdtemp(prefix="regroup-"), free_port()
     os.symlink(model, f"{folder}/warm_start")
-    deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
-    deepspeed += ["--no_local_rank", "--master_port", free_port(), "--log_level", "warning"]
-    with open(f"{folder}/server.log", "w") as log, open(f"{folder}/trainer.log", "w") as output:
-        server = start([sys.executable, HERE, "serve", folder, port, regroup], log)
-        try:
-            command = [*deepspeed, HERE, "train", folder, port, group_size]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            streams = {"stdout": output, "stderr": subprocess.STDOUT, "env": environment}
-            subprocess.run(command, check=True, **streams)
-            stats = requests.get(f"http://127.0.0.1:{port}/stats", timeout=10).json()
-        finally:
-            stop(server)
+    server = [sys.executable, HERE, "serve", folder, port, regroup]
+    with trained(f"{folder}/", {"server": server}, [HERE, "train", folder, port, group_size]):
+        stats = requests.get(f"http://127.0.0.1:{port}/stats", timeout=10).json()
     records = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     sampled = [r for r in records if "groups_sampled" in r]
     total = sum(r["groups_sampled"] for r in sampled)
