@@ -10,8 +10,9 @@ times, and its G rows attend to them in one matrix product; what a row adds is w
 (transformers' own cache copies all of it for each token). New prompts may join running rows. Any
 architecture whose attention goes through transformers' attention interface can have it: it is
 tried on the model first, and held against `CachedDecoder`, which needs a key-value cache alone.
-`LlamaDecoder` is the same with a step of our own, tried likewise (llama_step.py). `PlainDecoder`
-runs each row from its start, for models whose past is no such cache.
+`LlamaDecoder` is the same with a step of our own, tried likewise (llama_step.py), and on a GPU its
+step is recorded and replayed (cuda_graph.py). `PlainDecoder` runs each row from its start, for
+models whose past is no such cache.
 
 Symbols: B prompts, G completions of each, S rows in the batch, P prompt tokens, T completion tokens
 so far, K key-value heads, R query heads for each of them, D width of a head.
@@ -44,6 +45,10 @@ def make_decoder(model, max_new_tokens, longest_prompt=None):
         return CachedDecoder(model)
     if model not in fastest:
         kinds = ([LlamaDecoder] if llama_step.knows(model) else []) + [SharedDecoder]
+        if model.device.type == "cuda" and llama_step.knows(model):
+            from cuda_graph import GraphedDecoder
+
+            kinds.insert(0, GraphedDecoder)
         fastest[model] = next((kind for kind in kinds if is_right(kind, model)), None)
     kind = fastest[model]
     return kind(model, max_new_tokens) if kind else CachedDecoder(model)
@@ -73,21 +78,23 @@ def smallest_window(model):
 
 @torch.no_grad()
 def is_right(kind, model):
-    """Tries a decoder that shares prompts: three steps, rows that leave, a prompt that joins."""
+    """Tries a decoder that shares prompts: steps, rows that leave, a prompt that joins."""
     prompts, joining = [[7, 3, 5], [4]], [[6, 2, 1, 8]]
-    ids = torch.arange(1, 9, device=model.device) % model.config.get_text_config().vocab_size
+    ids = torch.arange(1, 9, device=model.device)
     try:
-        shared, cached = kind(model, 4), CachedDecoder(model)
+        shared, cached = kind(model, 8), CachedDecoder(model)
         pairs = [(shared.admit(prompts, 4), cached.admit(prompts, 4))]
-        pairs += [(shared.step(ids), cached.step(ids))]
+        # cloned, for a decoder may give the same memory again
+        pairs += [(shared.step(ids + i).clone(), cached.step(ids + i)) for i in range(3)]
         kept = torch.tensor([1, 2, 3, 6], device=model.device)
         shared.keep(kept)
         cached.keep(kept)
         shared.admit(joining, 4)
         late = CachedDecoder(model)
         late.admit(joining, 4)
-        expected = torch.cat([cached.step(ids[:4]), late.step(ids[4:])])
-        pairs += [(shared.step(ids), expected)]
+        for i in range(3):
+            expected = torch.cat([cached.step(ids[:4] + i), late.step(ids[4:] + i)])
+            pairs += [(shared.step(ids + i).clone(), expected)]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 (whatever it is, the other decoder does without)
@@ -181,7 +188,7 @@ class SharedLayer(DynamicLayer):
         is a matrix product over all rows of a group, (G * R, D) x (D, P). `query` (S, K, R, D).
         """
         rows, settings = self.rows, (scaling, softcap)
-        keys, values = (x[:, :, : rows.longest + 1] for x in (self.keys, self.values))
+        keys, values = (x[:, :, : rows.seen] for x in (self.keys, self.values))
         own, own_log = attend(query, keys, values, rows.unwritten, *settings)
         past = self.prompt_keys, self.prompt_values, rows.prompt_padding
         shared, log = attend(rows.to_grid(query), *past, *settings)
@@ -197,7 +204,13 @@ def attend(query, keys, values, mask, scaling, softcap):
         # What scaled_dot_product_attention calls there; it alone gives the sums of exponentials too
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(query.contiguous(), keys, values, attn_mask=mask, scale=scaling)
-    scores = (query * scaling @ keys.transpose(-1, -2)).float()
+    # A score of 30, rounded to bfloat16, is off by 0.1: float32, as in PyTorch's kernels
+    if query.device.type == "cuda" and query.dtype != torch.float32:
+        flat = query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
+        scores = torch.bmm(*flat, torch.float32).unflatten(0, query.shape[:2])
+    else:
+        scores = (query @ keys.transpose(-1, -2)).float()
+    scores *= scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
@@ -227,6 +240,7 @@ class SharedDecoder:
     """See the top of the file. A row's place in the grid (B, Gm) says whose prompt is its own."""
 
     joins = True  # admit() may be called while rows are running
+    bunch = 8  # rows that ended are worth a keep() when they are this fraction of the batch
 
     def __init__(self, model, max_new_tokens):
         self.model, self.limit = model, max_new_tokens
@@ -280,22 +294,28 @@ class SharedDecoder:
 
     def step(self, tokens):
         if self.longest == self.layers[0].keys.shape[2]:
-            for layer in self.layers:  # doubling: each token is copied once or twice in all
-                room = min(self.limit, 2 * self.longest) - self.longest
-                for name in ("keys", "values"):
-                    old = getattr(layer, name)
-                    new = old.new_zeros(*old.shape[:2], room, old.shape[3])
-                    setattr(layer, name, torch.cat([old, new], 2))
-        if self.even:
-            self.unwritten = None
-        else:
-            columns = torch.arange(self.longest + 1, device=tokens.device)
-            self.unwritten = self._hidden(columns > self.at[:, None, None, None])
-        logits = self._run(tokens, self.first + self.at)
+            self._widen()
+        logits = self._next(tokens)
         # A row that has ended may go on for a while, unread, and stays within its room
         self.lengths = [min(n + 1, self.limit - 1) for n in self.lengths]
         self._count()
         return logits
+
+    def _widen(self):
+        """Doubles the rows' room: each token is copied once or twice in all."""
+        for layer in self.layers:
+            room = min(self.limit, 2 * self.longest) - self.longest
+            for name in ("keys", "values"):
+                old = getattr(layer, name)
+                new = old.new_zeros(*old.shape[:2], room, old.shape[3])
+                setattr(layer, name, torch.cat([old, new], 2))
+
+    def _next(self, tokens):
+        self.seen, self.unwritten = self.longest + 1, None
+        if not self.even:
+            columns = torch.arange(self.seen, device=tokens.device)
+            self.unwritten = self._hidden(columns > self.at[:, None, None, None])
+        return self._run(tokens, self.first + self.at)
 
     def _run(self, tokens, positions):
         cache = Cache(layers=self.layers)
@@ -377,7 +397,7 @@ def attention(model, name):
 class CachedDecoder:
     """A cache of transformers' own, with a prompt's part repeated for each of its rows."""
 
-    joins = False
+    joins, bunch = False, 8
 
     def __init__(self, model):
         self.model = model
@@ -408,7 +428,7 @@ class CachedDecoder:
 class PlainDecoder:
     """No cache: slow (each token runs the whole row again) but exact for every causal model."""
 
-    joins = False
+    joins, bunch = False, 8
 
     def __init__(self, model):
         self.model, self.rows = model, []

@@ -78,7 +78,8 @@ def stream_groups(
     logits, rows = None, []
     while True:
         room = (max_rows - running) // group_size
-        new = take(room) if room and (decoder.joins or not running) else []
+        pays = room * group_size >= max_rows // decoder.bunch if decoder.joins else not running
+        new = take(room) if room and pays else []
         if new:
             first = decoder.admit([ids for _, ids in new], group_size)  # (B * G, V')
             if not torch.isfinite(first).all():
@@ -123,7 +124,7 @@ def stream_groups(
             owners, decoder = [], make_decoder(model, max_new_tokens, longest_prompt)
             continue
         # Rows that ended leave in bunches, for the others' past is copied then
-        if len(owners) - running > len(owners) // 8:
+        if len(owners) - running > len(owners) // decoder.bunch:
             left = going.nonzero().flatten()
             rows, tokens = [x[left] for x in rows], tokens[left]
             owners = [owners[row] for row in left.tolist()]

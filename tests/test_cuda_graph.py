@@ -1,0 +1,202 @@
+"""The recorded step: on a GPU as it is, elsewhere on a tape that does what a CUDA graph does.
+
+A tape keeps operations with the memory that they read and write, and runs these again, without the
+Python around them; and like a graph it refuses what waits for the device or brings numbers to it.
+So a number of Python's that should have changed, or a tensor that was not copied to its place,
+gives wrong logits here too. What a tape cannot show is that CUDA takes it, and what it brings:
+`pytest tests/test_cuda_graph.py` on a GPU, and benchmarks/sampling.py.
+"""
+
+import itertools
+
+import pytest
+import torch
+from test_sampler import (
+    EOS,
+    MANY,
+    OWN_STEP,
+    PROMPTS,
+    TOLERANCE,
+    assert_well_formed,
+    plain_logps,
+    sample,
+    tiny_model,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import cuda_graph
+import decode
+import sampler
+from cuda_graph import GraphedDecoder
+from decode import LlamaDecoder, is_right, make_decoder
+
+aten = torch.ops.aten
+# .item() and bool(), boolean indices, and tensors made of Python's numbers
+WAITING = {aten._local_scalar_dense, aten.nonzero, aten.lift_fresh, aten.is_nonzero}
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+
+
+class Tape(TorchDispatchMode):
+    """Records operations; see the top of the file."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in WAITING:
+            raise RuntimeError(f"{function} in a graph")
+        out = function(*args, **kwargs or {})
+        self.calls.append((function, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        for function, args, kwargs, out in self.calls:
+            again = function(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.fixture(autouse=True)
+def taped(monkeypatch):
+    """-> how often a step was recorded, and how often replayed."""
+    counts = {"recorded": 0, "replayed": 0}
+    real = cuda_graph.record
+
+    def on_tape(function):
+        tape = Tape()
+        with tape:
+            out = function()
+        return tape.replay, out.fill_(torch.nan)  # a graph has not run yet when it is recorded
+
+    def counted(function):
+        replay, out = (real if torch.cuda.is_available() else on_tape)(function)
+        counts["recorded"] += 1
+
+        def count():
+            counts["replayed"] += 1
+            replay()
+
+        return count, out
+
+    monkeypatch.setattr(cuda_graph, "record", counted)
+    return counts
+
+
+def steps(decoder, model):
+    """-> logits of steps in which rows leave, prompts join and the room is doubled."""
+    found, ids = [decoder.admit(PROMPTS, 2)], torch.arange(8, device=model.device) + 3
+    found += [decoder.step(ids + i).clone() for i in range(4)]
+    decoder.keep(torch.tensor([0, 3, 4, 7], device=model.device))
+    found += [decoder.step(ids[:4] + i).clone() for i in range(4)]
+    decoder.admit([[4] * 12, [9]], 3)  # longer than all, and shorter
+    ids = torch.arange(10, device=model.device)
+    found += [decoder.step(ids + i).clone() for i in range(4)]
+    # rows of different age, groups of different size, a prompt without any
+    decoder.keep(torch.tensor([1, 2, 4, 5, 6, 7], device=model.device))
+    found += [decoder.step(ids[:6] + i).clone() for i in range(8)]
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", sorted(OWN_STEP))
+def test_a_replayed_step_has_the_logits_of_one_that_runs(family, device, taped, monkeypatch):
+    monkeypatch.setattr(decode, "ROOM", 8)  # full before the third round, and amid the last
+    model = tiny_model(family).to(device)
+    graphed, plain = GraphedDecoder(model, 20), LlamaDecoder(model, 20)
+    for a, b in zip(steps(graphed, model), steps(plain, model), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
+        assert (a.amax(1) - a.amin(1)).min() > 1  # far from flat
+    # Four rounds, and one more for the room of 16; the first step of each runs as it is
+    assert taped == {"recorded": 5, "replayed": 20 - 5}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("max_rows", [12, None])
+def test_graphed_samples_have_plain_log_probs(max_rows, device, taped, monkeypatch):
+    model = tiny_model("qwen2").to(device)
+    monkeypatch.setattr(sampler, "make_decoder", lambda model, n, longest: GraphedDecoder(model, n))
+    generator = torch.Generator(device).manual_seed(0)
+    groups = sample(model, MANY, group_size=3, max_rows=max_rows, generator=generator)
+    assert_well_formed(groups, prompts=9, group_size=3, max_new_tokens=12, eos_ids=EOS)
+    model.cpu()
+    for prompt, group in zip(MANY, groups, strict=True):
+        for c in group:
+            gap = torch.tensor(c.logps) - plain_logps(model, prompt, c.ids, 1.0)
+            assert gap.abs().max() < 5 * TOLERANCE
+    longest = max(len(c.ids) for c in itertools.chain(*groups))
+    assert taped["replayed"] >= longest / 2 > taped["recorded"]
+
+
+# --- What would be wrong is found out ------------------------------------------------------
+def an_age_that_stays(self):
+    """The column that is written is a number of Python's, and the same in each replay."""
+    LlamaDecoder._count(self)
+
+
+class Forgetful(GraphedDecoder):
+    """Does not copy what has changed to where the recorded step reads it."""
+
+    def _next(self, tokens):
+        logits = super()._next(tokens)
+        if self.steps > 1:
+            self.inputs = tuple(x.clone() for x in self.inputs)
+        return logits
+
+
+@pytest.mark.parametrize("wrong", ["the column", "the inputs", "it waits"])
+def test_a_recorded_step_that_would_be_wrong_is_found_out(wrong, monkeypatch, capsys):
+    model, kind = tiny_model("llama"), GraphedDecoder
+    assert is_right(kind, model)
+    if wrong == "the column":
+        monkeypatch.setattr(GraphedDecoder, "_count", an_age_that_stays)
+    elif wrong == "the inputs":
+        kind = Forgetful
+    else:  # its rotary embedding looks at the largest position
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        model = tiny_model("llama", rope_parameters=rope)
+    assert not is_right(kind, model)
+    reason = "in a graph" if wrong == "it waits" else "whose logits differ by"
+    assert reason in capsys.readouterr().out
+    assert is_right(LlamaDecoder, model)
+
+
+# --- On a GPU ----------------------------------------------------------------------------
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_takes_the_recorded_step(dtype):
+    model = tiny_model("qwen2").to("cuda", dtype)
+    assert type(make_decoder(model, 12, 9)) is GraphedDecoder
+    assert type(make_decoder(tiny_model("gemma").cuda(), 12, 9)) is decode.SharedDecoder
+
+
+@needs_gpu
+@torch.no_grad()
+def test_scores_of_bfloat16_are_kept_in_float32():
+    """Large scores, as Qwen2.5's biases make them; a score rounded to bfloat16 is off by 0.1."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    like = {"generator": draw, "device": "cuda", "dtype": torch.bfloat16}
+    query, keys, values = (torch.randn(3, 2, n, 64, **like) for n in (4, 300, 300))
+    query, settings = query * 4, (None, 1.0, None)
+    out, log = decode.attend(query, keys, values, *settings)
+    scores = query.double() @ keys.double().mT
+    torch.testing.assert_close(log.double(), scores.logsumexp(-1), rtol=0, atol=1e-3)
+    expected = scores.softmax(-1) @ values.double()
+    assert (out.double() - expected).norm() < 0.01 * expected.norm()
+
+
+@needs_gpu
+@torch.no_grad()
+def test_bfloat16_recorded_is_as_near_to_float32_as_run():
+    exact = tiny_model("qwen2").cuda()
+    half = tiny_model("qwen2").to("cuda", torch.bfloat16)
+    expected = steps(LlamaDecoder(exact, 20), exact)
+    for found, reference in zip(steps(GraphedDecoder(half, 20), half), expected, strict=True):
+        assert (found.float() - reference).norm() < 0.1 * reference.norm()
