@@ -16,11 +16,9 @@ import hashlib
 import http.client
 import json
 import math
-import os
 import random
 import statistics
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +32,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
-from processes import command_of, free_port
+from processes import command_of, free_port, start
 from test_server import FakeReference, call
 from test_wire import LIMITS, VOCAB, make_group
 
@@ -654,15 +652,12 @@ def served(folder, *, max_tokens, **constants):
     constants |= {"MODEL": str(folder / "model"), "PORT": int(free_port()), "DTYPE": "float32"}
     constants |= {"STORE": str(folder / "store.sqlite")}
     command = command_of("ref_server", constants)
-    environment = {k: v for k, v in os.environ.items() if k != "GRPO_TOKEN"}
-    with open(folder / "log", "w") as log:
-        output = {"stdout": log, "stderr": subprocess.STDOUT}
-        server = subprocess.Popen(command, env=environment, **output)
-        try:
-            yield server, f"http://127.0.0.1:{constants['PORT']}"
-        finally:
-            server.kill()
-            server.wait()
+    server = start(command, folder / "log", GRPO_TOKEN="")
+    try:
+        yield server, f"http://127.0.0.1:{constants['PORT']}"
+    finally:
+        server.kill()
+        server.wait()
 
 
 def main():

@@ -3,15 +3,13 @@
 import json
 import signal
 import socket
-import subprocess
-import sys
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from processes import PRESET, command_of, launch
+from processes import command_of, launch, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from policy import load_policy
@@ -28,12 +26,7 @@ def reference_server(folder, model, **constants):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     preset = {"MODEL": str(model), "PORT": port, "STORE": str(folder / "store.sqlite")} | constants
-    with open(folder / "server.log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, PRESET, "ref_server", json.dumps([preset])],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    process = start(command_of("ref_server", preset), folder / "server.log")
     try:
         yield f"http://127.0.0.1:{port}"
         assert process.poll() is None, (folder / "server.log").read_text()

@@ -4,23 +4,19 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from contextlib import contextmanager
 
-from processes import PRESET, command_of, kill, launch, start_ranks
+from processes import command_of, kill, launch, start, start_ranks
 from test_end_to_end import QUICK, records, reference_server
 
 
 @contextmanager
 def worker(folder, name, preset):
     """Runs a worker while the block runs; -> (process, its log's path)."""
-    command = [sys.executable, PRESET, "grpo_ref_split:worker", json.dumps([preset])]
     path = folder / f"{name}.log"
-    with open(path, "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    process = start(command_of("grpo_ref_split:worker", preset), path)
     try:
         yield process, path
     finally:
