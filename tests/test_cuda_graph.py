@@ -160,7 +160,7 @@ def test_a_recorded_step_that_would_be_wrong_is_found_out(wrong, monkeypatch, ca
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
         model = tiny_model("llama", rope_parameters=rope)
     assert not is_right(kind, model)
-    reason = "in a graph" if wrong == "it waits" else "whose logits differ by"
+    reason = "in a graph" if wrong == "it waits" else "its logits differ by"
     assert reason in capsys.readouterr().out
     assert is_right(LlamaDecoder, model)
 
