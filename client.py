@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 import requests
-import safetensors.torch
 
-from wire import PROTOCOL, sha256_of
+from wire import PROTOCOL, sha256_of, unpack_bodies
 
 PART_BYTES = 8 << 20  # of a policy, in one request; below the server's MAX_BODY_BYTES
 LOG_PAUSE_SECONDS = 30  # after a POST /log that failed
@@ -90,8 +89,7 @@ class RefServer:
             return {}
         if self.agreed and reply.headers.get("X-Facts") != self.agreed:
             raise RuntimeError(f"{self.url} now serves another reference model or temperature")
-        blobs = safetensors.torch.load(reply.content)
-        return {id: blob.numpy().tobytes() for id, blob in blobs.items()}
+        return unpack_bodies(reply.content, max_header_bytes=len(reply.content))
 
     def stats(self):
         return self.call("GET", "/stats").json()

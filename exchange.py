@@ -141,6 +141,8 @@ class Exchange:
 
     def _shared(self, value):
         """-> rank 0's value, on all ranks."""
+        if dist.get_world_size() == 1:  # as it is: pickling a step's log-probs takes 10 ms
+            return value
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
@@ -155,13 +157,16 @@ def all_ranks_groups(mine, uploader, exchange, *, step, oldest, scored):
         url = uploader.server.url
         raise RuntimeError(f"{url} refuses this run's groups: does another trainer run?")
     joined = [id for reply in replies for id in reply.get("joined", [])]
-    everyone = [None] * dist.get_world_size()
-    with announced("the other ranks' groups"):
-        dist.all_gather_object(everyone, ([pack_group(group) for group in mine], joined))
-    groups = [unpack_group(body) for bodies, _ in everyone for body in bodies]
+    groups, world = list(mine), dist.get_world_size()
+    if world > 1:
+        everyone = [None] * world
+        with announced("the other ranks' groups"):
+            dist.all_gather_object(everyone, ([pack_group(group) for group in mine], joined))
+        groups = [unpack_group(body) for bodies, _ in everyone for body in bodies]
+        joined = [id for _, ids in everyone for id in ids]
     if exchange:
         exchange.begin((g.id for g in groups if scored), step=step, oldest=oldest)
-        groups += exchange.whole([id for _, ids in everyone for id in ids])
+        groups += exchange.whole(joined)
     return groups
 
 

@@ -2,7 +2,7 @@
 
     CUDA_VISIBLE_DEVICES=7 python ref_server.py     # on a spare GPU, on a CPU, on another machine
 
-A producer (a rank of grpo_ref_split.py, or a worker) POSTs one group (wire.py) to /upload. It is
+A producer (a rank of grpo_ref_split.py, or a worker) POSTs groups (wire.py) to /upload. A group is
 stored (store.py), scored with the reference model (scoring.py), leased to the trainer, and
 acknowledged when the optimiser step that used it is done. Where workers sample, the trainer
 publishes its policy here and they fetch it (hub.py). Routes, behind gate.py: POST /upload /lease
@@ -29,7 +29,7 @@ from live import PLAIN, Live, load_page
 from policy import load_tokenizer
 from scoring import Reference, score_groups, score_rows
 from store import Store
-from wire import pack_bodies, unpack_group
+from wire import pack_bodies, unpack_bodies, unpack_group
 
 # --- What to serve ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder; may be larger than the policy, same tokenizer
@@ -69,22 +69,31 @@ def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lea
 def add_uploads(app, store, hub, reference, regroup):
     @app.post("/upload", apply=app.blame)
     def upload():
-        body, info = app.read_body(), reference.info
-        group = unpack_group(body, vocab_size=info["vocab_size"], max_tokens=reference.max_tokens)
+        asked, body, info = bottle.request.query, app.read_body(), reference.info
+        bodies = unpack_bodies(body).values() if asked.get("several") == "1" else [body]
+        limits = {"vocab_size": info["vocab_size"], "max_tokens": reference.max_tokens}
+        groups = [
+            unpack_group(body, **limits) for body in bodies
+        ]  # all are right, or none is stored
+        pooled = asked.get("pool") == "1"
+        oldest = min(int(asked.get("oldest") or 0), 2**62)
+        answers = [take(*pair, pooled, oldest) for pair in zip(groups, bodies, strict=True)]
+        return {"groups": answers} if asked.get("several") == "1" else answers[0]
+
+    def take(group, body, pooled, oldest):
         run = hub.record(group.run) or {"oldest": 0, "scored": True}
         if group.policy_version < run["oldest"] or hub.ended(group.run):
             reason = "the run was over" if hub.ended(group.run) else "too old"
             new = store.put(group, b"", "dropped", reason)
             store.dropped[group.run] += new
             return {"stored": new, "dropped": True}
-        asked = bottle.request.query
-        if asked.get("pool") == "1" and group.flat:
-            oldest = max(run["oldest"], min(int(asked.get("oldest") or 0), 2**62))
+        if pooled and group.flat:
             if not regroup:
                 store.put(group, b"", "dropped", "flat")
                 return {"stored": False, "joined": []}
             app.live.uploaded(len(group.completion_ids))
-            return {"stored": True, "joined": store.pool(group, body, oldest)}
+            joined = store.pool(group, body, max(run["oldest"], oldest))
+            return {"stored": True, "joined": joined}
         stored = store.put(group, body, "waiting" if run["scored"] else "scored")
         if stored:
             hub.uploaded(group.sampler)

@@ -20,7 +20,11 @@ from dataclasses import dataclass
 import torch
 
 from watch import TooSlow, timely
-from wire import Group, is_flat, pack_group
+from wire import Group, is_flat, pack_bodies, pack_group
+
+TOGETHER_SECONDS = 0.02  # a group is uploaded with those that end so soon after the one before
+UPLOAD_BYTES = 1 << 18  # of groups in one request, about; a larger group goes alone
+UPLOAD_GROUPS = 64  # in one request
 
 
 @dataclass
@@ -246,10 +250,14 @@ def make_group(sampled, *, id, run, version, sampler, outcome, skipped):
 
 # --- Upload -------------------------------------------------------------------------
 class Uploader:
-    """Uploads groups in a thread of its own, so that sampling goes on meanwhile."""
+    """Uploads groups in a thread of its own, so that sampling goes on meanwhile.
+
+    Those that end soon after one another go together: a request takes 2 ms of Python, which
+    sampling would wait for, and the server scores them as one batch.
+    """
 
     def __init__(self, server, answered=lambda: None):
-        """`answered` is called after each upload."""
+        """`answered` is called for each group that the server has taken."""
         self.server, self.answered, self.waiting = server, answered, queue.Queue(maxsize=64)
         self.replies, self.error = [], None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -258,7 +266,7 @@ class Uploader:
     def put(self, group, *, pool, oldest=0):
         """`pool`: the group is flat, and only of use with another of its prompt, which policy
         version `oldest` or a newer one sampled. Raises what an earlier upload raised."""
-        item = (pack_group(group), {"pool": int(pool), "oldest": oldest})
+        item = Upload(group.id, pack_group(group), {"pool": int(pool), "oldest": oldest})
         while True:  # the thread that uploads says what it waits for
             if self.error:
                 raise self.error
@@ -276,12 +284,47 @@ class Uploader:
         return self.replies
 
     def _run(self):
-        while (item := self.waiting.get()) is not None:
-            body, query = item
+        over = False
+        while not over:
+            items, over = self._those_that_wait()
             try:
-                reply = self.server.call("POST", "/upload", data=body, params=query)
-                self.replies.append(reply.json())
-                self.answered()
+                for _, alike in itertools.groupby(items, key=together):
+                    self._upload(list(alike))
             except Exception as error:  # noqa: BLE001 (raised where the groups come from)
                 self.error = error
                 return
+
+    def _those_that_wait(self):
+        """-> what put() has given, and what it gives soon after; and whether that is all."""
+        items, patience = [], None
+        while len(items) < UPLOAD_GROUPS and sum(len(i.body) for i in items) < UPLOAD_BYTES:
+            try:
+                item = self.waiting.get(timeout=patience)
+            except queue.Empty:
+                break
+            if item is None:
+                return items, True
+            items, patience = [*items, item], TOGETHER_SECONDS
+        return items, False
+
+    def _upload(self, items):
+        data, query = items[0].body, items[0].query
+        if len(items) > 1:
+            data = b"".join(pack_bodies({item.id: item.body for item in items}))
+            query = query | {"several": 1}
+        reply = self.server.call("POST", "/upload", data=data, params=query).json()
+        for answer in reply["groups"] if len(items) > 1 else [reply]:
+            self.replies.append(answer)
+            self.answered()
+
+
+@dataclass
+class Upload:
+    id: str
+    body: bytes
+    query: dict
+
+
+def together(upload):
+    """-> what uploads that go in one request have in common."""
+    return upload.query, upload.id if len(upload.body) > UPLOAD_BYTES else ""

@@ -87,8 +87,8 @@ def score_groups(store, rows, score, **limits):
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # raises if CUDA is broken for good: end, don't fail them all
     else:
-        for group, (seq, _) in zip(groups, rows, strict=True):
-            store.scored(seq, pack_group(group))
+        bodies = {seq: pack_group(group) for group, (seq, _) in zip(groups, rows, strict=True)}
+        store.scored(bodies)
         return
     if len(rows) == 1:
         store.failed(rows[0][0], failure)

@@ -3,7 +3,7 @@
 store = Store("runs/ref_store.sqlite", max_bytes=1 << 30)
 store.put(group, body)          # an upload     waiting
 store.waiting(limit, patience)  # to be scored
-store.scored(seq, body)         # with log-probs          -> scored
+store.scored({seq: body})       # with log-probs          -> scored
 store.lease(run, limit, ...)    # to the trainer                    -> leased
 store.ack(run, ids, step)       # it was trained                              -> trained
 store.cover(run, step)          # a checkpoint has what it taught             -> done
@@ -338,18 +338,17 @@ class Store:
             chosen = [(seq,) for seq, _ in rows[: max(fit, 1)]]
             return [(seq[0], self.db.execute(body, seq).fetchone()[0]) for seq in chosen]
 
-    def scored(self, seq, body):
-        with self.changed:
-            old = "SELECT bytes FROM groups WHERE seq=? AND state='waiting'"
-            row = self.db.execute(old, (seq,)).fetchone()
-            if not row:  # acknowledged meanwhile: it must not come back
-                return
-            with self._together():
-                self.db.execute("UPDATE bodies SET body=? WHERE seq=?", (body, seq))
-                self.db.execute(
-                    "UPDATE groups SET state='scored', bytes=? WHERE seq=?", (len(body), seq)
-                )
-            self.bytes += len(body) - row[0]
+    def scored(self, bodies):
+        """Stores {seq: body with log-probs}, all at once: a lease that waits finds them all."""
+        with self.changed, self._together():
+            for seq, body in bodies.items():
+                old = "SELECT bytes FROM groups WHERE seq=? AND state='waiting'"
+                row = self.db.execute(old, (seq,)).fetchone()
+                if row:  # else it was acknowledged meanwhile, and must not come back
+                    self.db.execute("UPDATE bodies SET body=? WHERE seq=?", (body, seq))
+                    now = "UPDATE groups SET state='scored', bytes=? WHERE seq=?"
+                    self.db.execute(now, (len(body), seq))
+                    self.bytes += len(body) - row[0]
             self.changed.notify_all()
 
     def failed(self, seq, error):

@@ -1,4 +1,4 @@
-"""What travels between samplers, reference server and trainer: one group per body, as safetensors.
+"""What travels between samplers, reference server and trainer: groups, each a safetensors blob.
 
 A group is a prompt and its G completions, N tokens in all, laid one after another without padding:
 
@@ -11,6 +11,7 @@ A group is a prompt and its G completions, N tokens in all, laid one after anoth
     metadata (JSON)                      protocol, id, run, policy_version, item, sampler, outcome,
                                          skipped, reward_names
 
+Several groups, in one upload or in the answer to a lease, are a blob of blobs (`pack_bodies`).
 Nothing is pickled, so a body can only ever be data. Who reads one checks it first (`unpack_group`).
 """
 
@@ -23,7 +24,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-PROTOCOL = 2  # raised when the wire changes; trainer and server must agree
+PROTOCOL = 3  # raised when the wire changes; trainer and server must agree
 MAX_HEADER_BYTES = 1 << 16  # a group's is 1 KB; 16 MB of header took 3.5 s and 300 MB to refuse
 MAX_COMPLETIONS = 10_000  # of a group; joining two flat ones of 500 000 each took 14 s
 
@@ -102,15 +103,34 @@ def pack_bodies(bodies):
     return [struct.pack("<Q", len(text)) + text, *bodies.values()]
 
 
+def unpack_bodies(blob, *, max_header_bytes=MAX_HEADER_BYTES):
+    """-> {id: body} of a blob of pack_bodies, in its order. Raises ValueError when it is none."""
+    try:
+        header_bytes = check_header(blob, max_header_bytes)
+        bodies = safetensors.torch.load(blob)  # in an order of its own
+        names = [name for name in json.loads(blob[8 : 8 + header_bytes]) if name in bodies]
+    except UNREADABLE as error:
+        raise ValueError(f"not a safetensors blob of groups: {error!r}") from error
+    if not bodies or any(x.dtype != torch.uint8 or x.dim() != 1 for x in bodies.values()):
+        raise ValueError("a blob of groups must hold them as uint8 tensors of one dimension")
+    return {id: bodies[id].numpy().tobytes() for id in names}
+
+
+def check_header(blob, most):
+    """-> the bytes of its header. Raises ValueError, or struct.error, if they can't be right."""
+    (header_bytes,) = struct.unpack_from("<Q", blob)
+    if header_bytes > most:
+        raise ValueError(f"its header claims {header_bytes} bytes")
+    return header_bytes
+
+
 def unpack_group(body, *, vocab_size=None, max_tokens=None):
     """-> the Group in a blob, checked. Raises ValueError with the reason when it is malformed.
 
     `vocab_size` bounds the ids, `max_tokens` the length of prompt plus completion.
     """
     try:
-        (header_bytes,) = struct.unpack_from("<Q", body)
-        if header_bytes > MAX_HEADER_BYTES:
-            raise ValueError(f"its header claims {header_bytes} bytes")
+        header_bytes = check_header(body, MAX_HEADER_BYTES)
         tensors = safetensors.torch.load(body)
         meta = json.loads(json.loads(body[8 : 8 + header_bytes])["__metadata__"]["grpo"])
     except UNREADABLE as error:

@@ -90,7 +90,7 @@ def other_field(draw, meta, tensors):
 
 
 def odd_protocol(draw, meta, tensors):
-    meta["protocol"] = draw.choice([1, 3, 2.0, "2", *ODD])
+    meta["protocol"] = draw.choice([1, 2, 4, 3.0, "3", *ODD])
 
 
 def odd_names(draw, meta, tensors):
@@ -328,7 +328,7 @@ def valid_group(draw, number):
     changes = {"id": f"fuzz-{number}", "run": "fuzz", "item": draw.randrange(2)}
     if draw.random() < 0.3:
         changes["rewards"] = torch.full((len(lengths), 2), float(draw.randint(0, 1)))  # flat
-    return make_group(lengths, seed=number, prompt=draw.randint(1, 8), **changes)
+    return make_group(lengths, seed=draw.randrange(2**31), prompt=draw.randint(1, 8), **changes)
 
 
 def large_case(draw, number):
@@ -345,6 +345,22 @@ def large_case(draw, number):
     rewards = torch.full((size, 2), float(draw.randint(0, 1))) if pooled else torch.rand(size, 2)
     group = make_group([1] * size, id=f"fuzz-{number}", run="fuzz", item=9, rewards=rewards)
     return Case(f"large: {kind}", wire.pack_group(group), query="pool=1" if pooled else "")
+
+
+def several_case(draw, number, spoiled, query):
+    """Several groups in one body: all right, or one or the whole spoiled."""
+    groups = [valid_group(draw, f"{number}-{i}") for i in range(draw.randint(1, 4))]
+    bodies = {group.id: wire.pack_group(group) for group in groups}
+    kind = draw.choice(["valid", "one spoiled", "the whole spoiled", "a group, not several"])
+    if kind == "one spoiled":
+        bodies[draw.choice([*bodies, "another", "\U0001f600"])] = spoiled
+    blob = b"".join(wire.pack_bodies(bodies))
+    if kind == "the whole spoiled":
+        blob = draw.choice(LEVELS[3])(draw, blob)
+    elif kind == "a group, not several":
+        blob = draw.choice([spoiled, *bodies.values(), b"".join(wire.pack_bodies({}))])
+    query = f"several=1&{query}"
+    return Case(f"several: {kind}", blob, query=query, good=kind == "valid")
 
 
 # --- The other routes ---------------------------------------------------------------
@@ -417,7 +433,10 @@ def make_case(seed, number):
         length = draw.choice(["", "x", "-1", "+5", "1e3", "0", "7", str(2 << 30), "9" * 40])
         return Case("Content-Length", wire.pack_group(group), length=length)
     ways = [draw.choice(draw.choice(LEVELS)) for _ in range(draw.choice([1, 1, 1, 2, 3]))]
-    return Case(ways[0].__name__, build(draw, group, ways), query=query)
+    body = build(draw, group, ways)
+    if choice < 0.24:
+        return several_case(draw, number, body, query)
+    return Case(ways[0].__name__, body, query=query)
 
 
 # --- What must hold -----------------------------------------------------------------
@@ -594,8 +613,10 @@ def fuzz(server, count, *, seed, first=0):
                 seconds = min(seconds, time.perf_counter() - begin)
             check_answer(case, status, headers, data, seconds, app=server.app)
             if case.path == "/upload" and status == 200:
-                sent[case.body] = None
-                decode(case.body)
+                several = "several=1" in case.query
+                for body in wire.unpack_bodies(case.body).values() if several else [case.body]:
+                    sent[body] = None
+                    decode(body)
             if len(sent) and (number % server.batch == 0 or number == first + count - 1):
                 stored += server.sweep(sent)
                 sent = {}

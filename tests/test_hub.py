@@ -308,7 +308,7 @@ def test_groups_in_hand_and_waiting_are_never_more_than_the_capacity(hub, store)
     assert ask(hub, "c")["count"] == 0
     ask(hub, "a", held=1, want=0)  # who samples says what it still holds
     for seq, body in store.waiting(9, 0):
-        store.scored(seq, body)
+        store.scored({seq: body})
     assert ask(hub, "c")["count"] == 0
     store.lease("run", 2, seconds=60, patience=0)  # they are in training: room for two others
     assert ask(hub, "c")["count"] == 2
@@ -341,7 +341,7 @@ def test_pacing_holds_whatever_workers_do(hub, store):
                 hub.uploaded(name)
         elif act >= 0.8:
             for seq, body in store.waiting(2, 0):
-                store.scored(seq, body)
+                store.scored({seq: body})
             done(store, list(store.lease("run", 3, seconds=60, patience=0)))
         assert sum(held.values()) + store.queued("run") <= capacity
     assert seen == list(range(len(seen))) and len(seen) > 100
@@ -709,7 +709,7 @@ def test_a_group_that_is_dropped_while_it_is_scored_stays_dropped(store):
     store.put(make_group(), b"body")
     ((seq, body),) = store.waiting(9, 0)
     store.drop_old("run", 99)
-    store.scored(seq, body + b"scored")
+    store.scored({seq: body + b"scored"})
     store.failed(seq, "too late")
     assert_bytes(store)
     assert store.stats()["dropped"] == 1 and store.bytes == 0
@@ -740,7 +740,7 @@ def test_bytes_are_right_at_all_times_and_when_it_is_opened_again(tmp_path):
         except StoreFull:
             store.drop_old("run", seed - 10)
         for seq, body in store.waiting(rng.randint(0, 3), 0):
-            store.scored(seq, body * 2) if rng.random() < 0.9 else store.failed(seq, "error")
+            store.scored({seq: body * 2}) if rng.random() < 0.9 else store.failed(seq, "error")
         ids = [id for (id,) in store.db.execute("SELECT id FROM groups WHERE state='failed'")]
         done(store, ids)
         done(store, list(store.lease("run", 2, seconds=60, patience=0)))

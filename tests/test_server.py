@@ -31,7 +31,7 @@ from policy import load_policy, trained_weights
 from ref_server import make_app
 from scoring import Reference, score_groups, score_rows
 from store import Store, StoreFull
-from wire import PROTOCOL, pack_group, unpack_group
+from wire import PROTOCOL, pack_bodies, pack_group, unpack_group
 
 LATE = 2**40  # a step
 HERE = Path(__file__).parent
@@ -61,7 +61,7 @@ def put(store, *seeds, **changes):
 
 def mark_scored(store):
     for seq, body in store.waiting(100, 0):
-        store.scored(seq, body + b"scored")
+        store.scored({seq: body + b"scored"})
 
 
 def done(store, ids, run="run"):
@@ -145,7 +145,7 @@ def test_a_failed_group_is_told_to_its_run_alone(store):
     (seq, body_of_it), *others = store.waiting(9, 0)
     store.failed(seq, "ValueError: too strange")  # it may be tried again
     for seq, body in others:
-        store.scored(seq, body)
+        store.scored({seq: body})
     with pytest.raises(RuntimeError, match="group-000 failed: ValueError: too strange"):
         lease(store)
     assert len(lease(store, "other")) == 1
@@ -160,7 +160,7 @@ def test_a_group_acknowledged_while_it_is_scored_stays_done(store):
     put(store, 0)
     ((seq, body),) = store.waiting(9, 0)
     done(store, ["group-000"])
-    store.scored(seq, body)
+    store.scored({seq: body})
     assert lease(store) == {} and store.stats()["done"] == 1 and store.bytes == 0
 
 
@@ -617,6 +617,24 @@ def test_a_group_goes_round(app, store):
         b'{"acknowledged": 1, "kept_bytes": 0, "max_bytes": 100000}',
     )
     assert json.loads(call(app, "POST", "/ack", done)[2])["acknowledged"] == 0
+
+
+def test_several_groups_come_in_one_body_all_or_none(app, store):
+    app, groups = app(), [make_group(seed=i) for i in (2, 0, 1)]  # answered in this order
+    blob = b"".join(pack_bodies({group.id: pack_group(group) for group in groups}))
+    several = {"QUERY_STRING": "several=1"}
+    status, _, answer = call(app, "POST", "/upload", blob, **several)
+    assert (status, json.loads(answer)) == (200, {"groups": 3 * [{"stored": True}]})
+    stored = [row[0] for row in store.db.execute("SELECT id FROM groups ORDER BY seq")]
+    assert stored == [group.id for group in groups]
+    again = json.loads(call(app, "POST", "/upload", blob, **several)[2])
+    assert again == {"groups": 3 * [{"stored": False}]}
+    broken = {"new": pack_group(make_group(seed=3)), "broken": b"no group"}
+    answer = call(app, "POST", "/upload", b"".join(pack_bodies(broken)), **several)
+    assert "not a safetensors blob with a group" in refused(answer, 400)
+    for none in (b"no blob", pack_group(groups[0]), b"".join(pack_bodies({}))):
+        assert "blob of groups" in refused(call(app, "POST", "/upload", none, **several), 400)
+    assert store.stats()["waiting"] == 3
 
 
 def test_info_and_stats(app, store):

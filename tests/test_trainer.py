@@ -468,7 +468,7 @@ def server(tmp_path):
         for seq, body in store.waiting(99, 0):
             group = unpack_group(body)
             group.ref_logps = -torch.ones(len(group.completion_ids))
-            store.scored(seq, pack_group(group))
+            store.scored({seq: pack_group(group)})
 
     client = InProcess(app, limit=1, after=score)
     client.store, client.hub, client.regroups = store, hub, True
@@ -628,6 +628,7 @@ class Ranks:
         self.local, self.barrier = threading.local(), threading.Barrier(2)
         self.called = [None, None]
         monkeypatch.setattr(grpo.dist, "get_rank", lambda: self.local.rank)
+        monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 2)
         monkeypatch.setattr(grpo.dist, "broadcast_object_list", self.broadcast)
 
     def meet(self, what):
@@ -793,6 +794,37 @@ def test_uploads_say_whether_they_are_flat_and_are_answered_in_order(server):
         {"stored": True, "joined": []},
         {"stored": True, "joined": ["c+0", "c+1"]},
     ]
+
+
+def test_groups_that_end_together_go_in_one_request(server, monkeypatch):
+    """A flat one is asked about otherwise, and a large one might not fit with others."""
+    monkeypatch.setattr(rollout, "TOGETHER_SECONDS", 5)  # all that is put before finish()
+    requests, call = [], server.call
+
+    def counted(method, path, **request):
+        requests.append(request["params"])
+        return call(method, path, **request)
+
+    server.call, answered = counted, []
+    uploader = rollout.Uploader(server, lambda: answered.append(len(requests)))
+    groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=f"{i}") for i in range(5)]
+    for group in groups[:3]:
+        uploader.put(group, pool=False)
+    uploader.put(a_group(ALL_WRONG, id="flat"), pool=True, oldest=2)
+    for group in groups[3:]:
+        uploader.put(group, pool=False)
+    assert [reply["stored"] for reply in uploader.finish()] == 6 * [True]
+    assert requests == [
+        {"pool": 0, "oldest": 0, "several": 1},
+        {"pool": 1, "oldest": 2},
+        {"pool": 0, "oldest": 0, "several": 1},
+    ]
+    assert answered == [1, 1, 1, 2, 3, 3]  # what a worker has in hand
+    monkeypatch.setattr(rollout, "UPLOAD_BYTES", 10)
+    alone = rollout.Uploader(server)
+    for i in range(2):
+        alone.put(a_group([[1.0, -1.0], [-1.0, -1.0]], id=f"large {i}"), pool=False)
+    assert len(alone.finish()) == 2 and requests[3:] == 2 * [{"pool": 0, "oldest": 0}]
 
 
 # --- Rows ---------------------------------------------------------------------------

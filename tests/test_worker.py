@@ -27,7 +27,7 @@ from policy_sync import NOISE, Publisher, check_proof, proof_of
 from ref_server import make_app
 from rollout import Order, Stream, tally_of
 from store import Store
-from wire import unpack_group
+from wire import unpack_bodies, unpack_group
 
 
 @pytest.fixture
@@ -440,8 +440,11 @@ class Script:
 
     def call(self, method, path, *, data, params):
         assert (method, path) == ("POST", "/upload")
-        self.uploads.append((unpack_group(data), params["pool"]))
-        return SimpleNamespace(json=lambda: {"stored": True})
+        several = params.get("several")
+        bodies = unpack_bodies(data).values() if several else [data]
+        self.uploads += [(unpack_group(body), params["pool"]) for body in bodies]
+        answers = [{"stored": True} for _ in bodies]
+        return SimpleNamespace(json=lambda: {"groups": answers} if several else answers[0])
 
 
 W = {version: torch.arange(3.0) - 5 - version for version in range(9)}
@@ -642,8 +645,10 @@ def test_a_worker_says_what_it_did(capsys):
     plain = server.call
 
     def call(*arguments, **named):
-        plain(*arguments, **named)
-        return SimpleNamespace(json=lambda: {"stored": True, "dropped": next(late)})
+        reply = plain(*arguments, **named).json()
+        for answer in reply.get("groups", [reply]):
+            answer["dropped"] = next(late)
+        return SimpleNamespace(json=lambda: reply)
 
     server.call = call
     run(server)
