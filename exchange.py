@@ -80,12 +80,16 @@ class Exchange:
         ready = (i for i, ids in enumerate(choices) if ids <= self.scores.keys())
         return next(ready, len(choices) - 1)
 
+    def has(self, ids):
+        """Whether `self.scores` has the log-probs, {id: [(T,), ...]}, of all these groups that were
+        sampled for this step: the same on all ranks, without a word."""
+        return ids & self.wanted <= self.scores.keys()
+
     def wait_for(self, ids):
-        """Returns when `self.scores` has the log-probs, {id: [(T,), ...]}, of all these groups that
-        were sampled for this step, on all ranks."""
-        ids = ids & self.wanted
-        if ids <= self.scores.keys():  # the same on all ranks, without a word
+        """Returns when it has them, on all ranks."""
+        if self.has(ids):
             return
+        ids = ids & self.wanted
         if dist.get_rank() == 0:
             waiting = Wait(f"log-probs of {self.run} from {self.server.url}", self.limit)
             while missing := len(ids - self.scores.keys()):

@@ -345,8 +345,7 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     numbers = number_prompts([row.prompt for row in rows], engine.module.shares)
     sizes = [(n, len(r.prompt), len(r.completion)) for n, r in zip(numbers, rows, strict=True)]
     plans = plan_micro_batches(sizes, world, MICRO_BATCH_TOKENS)
-    before = torch.get_num_threads()
-    torch.set_num_threads(training_threads(CPU_THREADS))
+    before, threads = torch.get_num_threads(), training_threads(CPU_THREADS)
     left = list(range(len(plans[0])))  # numbers of micro-batches; each rank has as many
     needs = [{rows[i].group for plan in plans for i in plan[k]} for k in left]
     shortest = min(rows, key=lambda row: len(row.completion))
@@ -358,11 +357,15 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
         batch = plans[rank][now]
         engine.set_gradient_accumulation_boundary(not left)
         mine = [rows[i] for i in batch]
+        # A server on these cores is computing meanwhile: a thread too many waits for the others
+        scored = not exchange or exchange.has(needs[now])
+        torch.set_num_threads(threads if scored else max(1, threads - 1))
 
         def score(mine=mine, groups=needs[now]):
             if exchange:
                 with clock.part("wait"):
                     exchange.wait_for(groups)
+            torch.set_num_threads(threads)
             for row in mine:
                 if KL_BETA and row.ref_logps is None:
                     row.ref_logps = exchange.scores[row.group][row.number]
