@@ -13,6 +13,13 @@ import torch
 from decode import LlamaDecoder
 
 
+def can_record(model):
+    """Whether nothing in a step waits for the GPU. Not merely tried: a recording that fails leaves
+    PyTorch's allocator in the belief that it goes on. Dynamic RoPE looks at the positions."""
+    rope = getattr(model.model.rotary_emb, "rope_type", "default")
+    return model.device.type == "cuda" and rope in ("default", "linear", "yarn", "llama3")
+
+
 class GraphedDecoder(LlamaDecoder):
     """LlamaDecoder with its step recorded. What step() returns is overwritten by the next step."""
 
@@ -33,7 +40,7 @@ class GraphedDecoder(LlamaDecoder):
     def _next(self, tokens):
         self.steps += 1
         if self.steps == 1:  # it may be the only one; and what is set up at a first use is then
-            self.replay = self.logits = None  # their memory is free
+            self.replay = self.logits = None
             return self._whole(tokens, self.at)
         if self.steps == 2:
             self.inputs = tokens.clone(), self.at.clone()
@@ -56,7 +63,15 @@ def record(function):
 
     Other threads may use the GPU meanwhile. Raises RuntimeError where the function waits for it.
     """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = function()
+    # Not `with torch.cuda.graph(...)`, which first gives all free memory back to the driver, and
+    # stays on its own stream where the recording fails
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            out = function()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
     return graph.replay, out

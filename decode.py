@@ -46,9 +46,9 @@ def make_decoder(model, max_new_tokens, longest_prompt=None):
     if model not in fastest:
         kinds = ([LlamaDecoder] if llama_step.knows(model) else []) + [SharedDecoder]
         if model.device.type == "cuda" and llama_step.knows(model):
-            from cuda_graph import GraphedDecoder
+            from cuda_graph import GraphedDecoder, can_record
 
-            kinds.insert(0, GraphedDecoder)
+            kinds = [GraphedDecoder] * can_record(model) + kinds
         fastest[model] = next((kind for kind in kinds if is_right(kind, model)), None)
     kind = fastest[model]
     return kind(model, max_new_tokens) if kind else CachedDecoder(model)
@@ -96,19 +96,19 @@ def is_right(kind, model):
 def trial(kind, model):
     """Yields logits and those of a CachedDecoder: steps, rows that leave, a prompt that joins."""
     prompts, joining = [[7, 3, 5], [4]], [[6, 2, 1, 8]]
-    ids = torch.arange(1, 9, device=model.device)
+    ids, vocab = torch.arange(1, 9, device=model.device), model.config.get_text_config().vocab_size
     shared, cached, late = kind(model, 8), CachedDecoder(model), CachedDecoder(model)
     yield shared.admit(prompts, 4), cached.admit(prompts, 4)
-    for i in range(3):  # for a step that is recorded in the second and replayed
-        yield shared.step(ids + i), cached.step(ids + i)
+    turns = [(ids + i) % vocab for i in range(3)]  # the second of them may be recorded
+    for ids in turns:
+        yield shared.step(ids), cached.step(ids)
     kept = torch.tensor([1, 2, 3, 6], device=model.device)
     shared.keep(kept)
     cached.keep(kept)
     shared.admit(joining, 4)
     late.admit(joining, 4)
-    for i in range(3):
-        old, new = cached.step(ids[:4] + i), late.step(ids[4:] + i)
-        yield shared.step(ids + i), torch.cat([old, new])
+    for ids in turns:
+        yield shared.step(ids), torch.cat([cached.step(ids[:4]), late.step(ids[4:])])
 
 
 def accepts(model, name):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from client import Wait
 from watch import announced
-from wire import pack_group, unpack_group
+from wire import check_group, pack_group, unpack_group
 
 WORKER = "python grpo_ref_split.py worker"
 
@@ -162,6 +162,9 @@ def all_ranks_groups(mine, uploader, exchange, *, step, oldest, scored):
         raise RuntimeError(f"{url} refuses this run's groups: does another trainer run?")
     joined = [id for reply in replies for id in reply.get("joined", [])]
     groups, world = list(mine), dist.get_world_size()
+    if not scored:  # else the server does
+        for group in mine:
+            check_group(group, None, None)
     if world > 1:
         everyone = [None] * world
         with announced("the other ranks' groups"):

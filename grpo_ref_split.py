@@ -108,7 +108,7 @@ FUSED_LOSS = True  # head and loss in chunks (grpo_loss_triton.py); False holds 
 SHARE_PROMPTS = True  # a group's prompt runs once, and not GROUP_SIZE times; same gradient
 GRADIENT_CHECKPOINTING = True  # recomputes activations in the backward: a third slower, far smaller
 OFFLOAD_OPTIMIZER = False  # Adam states in CPU memory (DeepSpeedCPUAdam, compiled at first use)
-CPU_THREADS = 0  # of forward and backward on a CPU; 0: all cores, shared among the ranks
+CPU_THREADS = 0  # of forward and backward on a CPU; 0: the ranks' share of its cores, or one less
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
 # --- Run ----------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
         mine = [rows[i] for i in batch]
         # A server on these cores is computing meanwhile: a thread too many waits for the others
         scored = not exchange or exchange.has(needs[now])
-        torch.set_num_threads(threads if scored else max(1, threads - 1))
+        torch.set_num_threads(threads if scored or CPU_THREADS else max(1, threads - 1))
 
         def score(mine=mine, groups=needs[now]):
             if exchange:

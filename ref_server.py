@@ -47,7 +47,7 @@ THREADS = 16  # requests served at once; a waiting lease holds one for up to LEA
 # --- The store ----------------------------------------------------------------------
 STORE = "runs/ref_store.sqlite"  # what was answered with 200 is here, and survives kill -9
 MAX_STORE_BYTES = 1 << 30  # beyond it an upload is answered 503: producers wait, disk stays bounded
-MAX_BODY_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 4 MB
+MAX_BODY_BYTES = 16 << 20  # of a group: 64 completions of 8192 tokens are 4 MB; 1 MB at least
 MAX_POLICY_BYTES = 64 << 30  # of one published policy; the two newest of each run are kept
 LEASE_SECONDS = 120  # unless acknowledged, handed out again; below the trainer's WAIT_LIMIT_SECONDS
 LEASE_WAIT_SECONDS = 5  # a lease request waits this long for the first scored group before its 204
@@ -77,7 +77,8 @@ def add_uploads(app, store, hub, reference, regroup):
         ]  # all are right, or none is stored
         pooled = asked.get("pool") == "1"
         oldest = min(int(asked.get("oldest") or 0), 2**62)
-        answers = [take(*pair, pooled, oldest) for pair in zip(groups, bodies, strict=True)]
+        with store.together():  # so that they are scored together, too
+            answers = [take(*pair, pooled, oldest) for pair in zip(groups, bodies, strict=True)]
         return {"groups": answers} if asked.get("several") == "1" else answers[0]
 
     def take(group, body, pooled, oldest):

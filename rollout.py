@@ -164,9 +164,9 @@ def rollout(engine, recipe, stream, count, *, share, seed):
     """Yields (sampled, flat) until `share` groups are worth training; counts all in `count`.
 
     Flat groups (all right, or all wrong) have nothing to compare: judged on OUTCOME, since a group
-    that is all wrong would otherwise train its format alone, at full size. As soon as one is found
-    another prompt takes its place, up to MAX_REFILLS times `share` of them in all; after that there
-    may be fewer than `share`.
+    that is all wrong would otherwise train its format alone, at full size. When there is room for
+    it another prompt takes its place, up to MAX_REFILLS times `share` of them in all; after that
+    there may be fewer than `share`.
     """
     kept, begun, ended = 0, 0, 0
 
@@ -266,7 +266,7 @@ class Uploader:
     def put(self, group, *, pool, oldest=0):
         """`pool`: the group is flat, and only of use with another of its prompt, which policy
         version `oldest` or a newer one sampled. Raises what an earlier upload raised."""
-        item = Upload(group.id, pack_group(group), {"pool": int(pool), "oldest": oldest})
+        item = Upload(group.id, pack_group(group), int(pool), oldest)
         while True:  # the thread that uploads says what it waits for
             if self.error:
                 raise self.error
@@ -274,7 +274,7 @@ class Uploader:
                 return self.waiting.put(item, timeout=1)
 
     def finish(self):
-        """Waits until all is uploaded; -> the server's answers, in order."""
+        """Waits until all is uploaded; -> the server's answers."""
         while self.thread.is_alive():  # the thread that uploads says what it waits for
             with contextlib.suppress(queue.Full):
                 self.waiting.put(None, timeout=1)
@@ -288,7 +288,7 @@ class Uploader:
         while not over:
             items, over = self._those_that_wait()
             try:
-                for _, alike in itertools.groupby(items, key=together):
+                for _, alike in itertools.groupby(sorted(items, key=together), key=together):
                     self._upload(list(alike))
             except Exception as error:  # noqa: BLE001 (raised where the groups come from)
                 self.error = error
@@ -296,7 +296,7 @@ class Uploader:
 
     def _those_that_wait(self):
         """-> what put() has given, and what it gives soon after; and whether that is all."""
-        items, patience = [], None
+        items, until, patience = [], math.inf, None
         while len(items) < UPLOAD_GROUPS and sum(len(i.body) for i in items) < UPLOAD_BYTES:
             try:
                 item = self.waiting.get(timeout=patience)
@@ -304,14 +304,16 @@ class Uploader:
                 break
             if item is None:
                 return items, True
-            items, patience = [*items, item], TOGETHER_SECONDS
+            items, now = [*items, item], time.monotonic()
+            until = min(until, now + 5 * TOGETHER_SECONDS)
+            patience = max(0, min(TOGETHER_SECONDS, until - now))
         return items, False
 
     def _upload(self, items):
-        data, query = items[0].body, items[0].query
+        data, query = items[0].body, {"pool": items[0].pool, "oldest": items[0].oldest}
         if len(items) > 1:
             data = b"".join(pack_bodies({item.id: item.body for item in items}))
-            query = query | {"several": 1}
+            query["several"] = 1
         reply = self.server.call("POST", "/upload", data=data, params=query).json()
         for answer in reply["groups"] if len(items) > 1 else [reply]:
             self.replies.append(answer)
@@ -322,9 +324,10 @@ class Uploader:
 class Upload:
     id: str
     body: bytes
-    query: dict
+    pool: int
+    oldest: int
 
 
 def together(upload):
     """-> what uploads that go in one request have in common."""
-    return upload.query, upload.id if len(upload.body) > UPLOAD_BYTES else ""
+    return upload.pool, upload.oldest, upload.id if len(upload.body) > UPLOAD_BYTES else ""

@@ -62,8 +62,9 @@ def stream_groups(
 ):
     """Yields (key, [Completion] * G) for each prompt, as soon as its last completion has ended.
 
-    `take(n)` gives up to n prompts, as (key, token ids); it is asked whenever there is room for a
-    group among `max_rows` rows, and the stream ends when all rows have ended and it gives none.
+    `take(n)` gives up to n prompts, as (key, token ids); it is asked when there is room for a group
+    and for some part (decode.py: bunch) of `max_rows` rows, and the stream ends when all rows have
+    ended and it gives none.
     Completions are drawn from softmax(logits / temperature). `temperature` 0 decodes greedily
     (log-probs are then those at temperature 1). Ids from `vocab_size` on are the padding of the
     embedding: they are left out of the softmax here, in the trainer and in the reference server
@@ -80,6 +81,11 @@ def stream_groups(
         room = (max_rows - running) // group_size
         pays = room * group_size >= max_rows // decoder.bunch if decoder.joins else not running
         new = take(room) if room and pays else []
+        if new and running < len(owners):  # the memory of those that have ended comes first
+            left = rows[-1].nonzero().flatten()
+            rows, logits = [x[left] for x in rows], logits[left]
+            owners = [owners[row] for row in left.tolist()]
+            decoder.keep(left)
         if new:
             first = decoder.admit([ids for _, ids in new], group_size)  # (B * G, V')
             if not torch.isfinite(first).all():

@@ -180,6 +180,12 @@ class Store:
                 self._insert(new, body, "waiting", made=made)
 
     @contextmanager
+    def together(self):
+        """What is stored within is stored all or not at all, and seen by others all at once."""
+        with self.changed, self._together():
+            yield
+
+    @contextmanager
     def _together(self):
         """What is written within is written all or not at all; within another, it is part of it."""
         if self.db.in_transaction:

@@ -24,7 +24,8 @@ import safetensors
 import safetensors.torch
 import torch
 
-PROTOCOL = 3  # raised when the wire changes; trainer and server must agree
+PROTOCOL = 3  # raised when the routes change; trainer and server must agree
+GROUP_PROTOCOL = 2  # raised when a group changes: stores hold those of older servers, too
 MAX_HEADER_BYTES = 1 << 16  # a group's is 1 KB; 16 MB of header took 3.5 s and 300 MB to refuse
 MAX_COMPLETIONS = 10_000  # of a group; joining two flat ones of 500 000 each took 14 s
 
@@ -85,7 +86,7 @@ def pack_group(group):
     """-> the group as one safetensors blob (bytes)."""
     fields = vars(group)  # not asdict, which copies every tensor with its whole storage
     tensors = {k: fields[k].contiguous() for k in TENSORS if fields[k] is not None}
-    meta = {"protocol": PROTOCOL} | {k: fields[k] for k in METADATA}
+    meta = {"protocol": GROUP_PROTOCOL} | {k: fields[k] for k in METADATA}
     return safetensors.torch.save(tensors, {"grpo": json.dumps(meta)})
 
 
@@ -137,8 +138,8 @@ def unpack_group(body, *, vocab_size=None, max_tokens=None):
         raise ValueError(f"not a safetensors blob with a group in it: {error!r}") from error
     if type(meta) is not dict:
         raise ValueError(f"the metadata must be a JSON object, got {type(meta).__name__}")
-    if type(meta.get("protocol")) is not int or meta["protocol"] != PROTOCOL:
-        raise ValueError(f"this server speaks protocol {PROTOCOL}; update the older side")
+    if type(meta.get("protocol")) is not int or meta["protocol"] != GROUP_PROTOCOL:
+        raise ValueError(f"its protocol must be {GROUP_PROTOCOL}; update the older side")
     for name, kind in METADATA.items():
         if type(meta.get(name)) is not kind:
             raise ValueError(f"metadata {name!r} must be {kind.__name__}, got {meta.get(name)!r}")

@@ -32,8 +32,10 @@ from cuda_graph import GraphedDecoder
 from decode import LlamaDecoder, is_right, make_decoder
 
 aten = torch.ops.aten
-# .item() and bool(), boolean indices, and tensors made of Python's numbers
+# .item() and bool(), indices by a mask, and tensors made of Python's numbers
 WAITING = {aten._local_scalar_dense, aten.nonzero, aten.lift_fresh, aten.is_nonzero}
+WAITING |= {aten.masked_select}
+INDEXING = {aten.index, aten.index_put, aten.index_put_}
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
 
@@ -45,7 +47,9 @@ class Tape(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket in WAITING:
+        indices = args[1] if function.overloadpacket in INDEXING else []
+        masked = any(x is not None and x.dtype == torch.bool for x in indices)
+        if masked or function.overloadpacket in WAITING:
             raise RuntimeError(f"{function} in a graph")
         out = function(*args, **kwargs or {})
         self.calls.append((function, args, kwargs or {}, out))
@@ -60,8 +64,10 @@ class Tape(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def taped(monkeypatch):
-    """-> how often a step was recorded, and how often replayed."""
+def taped(monkeypatch, request):
+    """-> how often a step was recorded, and how often replayed: on a tape, but for models of a test
+    that has a GPU as its device."""
+    on_gpu = "cuda" in request.node.name
     counts = {"recorded": 0, "replayed": 0}
     real = cuda_graph.record
 
@@ -72,7 +78,7 @@ def taped(monkeypatch):
         return tape.replay, out.fill_(torch.nan)  # a graph has not run yet when it is recorded
 
     def counted(function):
-        replay, out = (real if torch.cuda.is_available() else on_tape)(function)
+        replay, out = (real if on_gpu else on_tape)(function)
         counts["recorded"] += 1
 
         def count():
@@ -171,9 +177,12 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gpu_takes_the_recorded_step(dtype):
+def test_cuda_takes_the_recorded_step(dtype):
     model = tiny_model("qwen2").to("cuda", dtype)
     assert type(make_decoder(model, 12, 9)) is GraphedDecoder
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    dynamic = tiny_model("llama", rope_parameters=rope).cuda()
+    assert type(make_decoder(dynamic, 12, 9)) is LlamaDecoder
     assert type(make_decoder(tiny_model("gemma").cuda(), 12, 9)) is decode.SharedDecoder
 
 
@@ -194,7 +203,7 @@ def test_scores_of_bfloat16_are_kept_in_float32():
 
 @needs_gpu
 @torch.no_grad()
-def test_bfloat16_recorded_is_as_near_to_float32_as_run():
+def test_bfloat16_recorded_by_cuda_is_as_near_to_float32_as_run():
     exact = tiny_model("qwen2").cuda()
     half = tiny_model("qwen2").to("cuda", torch.bfloat16)
     expected = steps(LlamaDecoder(exact, 20), exact)

@@ -13,7 +13,7 @@ import torch
 import client
 import wire
 from client import RefServer
-from wire import PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
+from wire import GROUP_PROTOCOL, PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
 
 VOCAB = 395  # the tiny tokenizer's
 LIMITS = {"vocab_size": VOCAB, "max_tokens": 256}
@@ -45,7 +45,7 @@ def blob(tensors=None, text=None, **meta):
     """-> a body made by hand: a valid one but for what is given (a tensor None is left out)."""
     group = vars(make_group())
     tensors = {k: group[k] for k in wire.TENSORS if group[k] is not None} | (tensors or {})
-    facts = {"protocol": PROTOCOL} | {k: group[k] for k in wire.METADATA} | meta
+    facts = {"protocol": GROUP_PROTOCOL} | {k: group[k] for k in wire.METADATA} | meta
     facts = {k: v for k, v in facts.items() if v is not None}
     text = json.dumps(facts) if text is None else text
     return safetensors.torch.save(
@@ -173,8 +173,8 @@ def test_bad_tensors_are_refused_with_the_reason(name):
 
 
 BAD_METADATA = {
-    "other protocol": ({"protocol": PROTOCOL + 1}, "protocol"),
-    "older protocol": ({"protocol": PROTOCOL - 1}, "update the older side"),
+    "other protocol": ({"protocol": GROUP_PROTOCOL + 1}, "protocol"),
+    "older protocol": ({"protocol": GROUP_PROTOCOL - 1}, "update the older side"),
     "protocol True": ({"protocol": True}, "protocol"),
     "no protocol": ({"protocol": None}, "protocol"),
     "no id": ({"id": None}, "'id' must be str"),

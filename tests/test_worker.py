@@ -5,6 +5,7 @@ import json
 import random
 import socket
 import threading
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -32,7 +33,9 @@ from wire import unpack_bodies, unpack_group
 
 @pytest.fixture
 def no_pause(monkeypatch):
-    monkeypatch.setattr(client_module.time, "sleep", lambda seconds: None)
+    """The client's alone: other threads sleep, too."""
+    fake = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)
+    monkeypatch.setattr(client_module, "time", fake)
 
 
 # --- Prompts ------------------------------------------------------------------------
@@ -612,7 +615,9 @@ def test_a_policy_that_is_gone_before_it_was_fetched_is_asked_for_anew():
 
 def test_a_worker_waits_for_a_run_and_says_for_what(no_pause, monkeypatch, capsys):
     now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now.__setitem__(0, now[0] + 4) or now[0])
+    monkeypatch.setattr(
+        client_module.time, "monotonic", lambda: now.__setitem__(0, now[0] + 4) or now[0]
+    )
     server = Script(*[{"policy": None}] * 99)
     server.limit = 60
     run(
@@ -623,7 +628,9 @@ def test_a_worker_waits_for_a_run_and_says_for_what(no_pause, monkeypatch, capsy
 
 def test_a_worker_waits_while_there_is_no_room(no_pause, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now.__setitem__(0, now[0] + 4) or now[0])
+    monkeypatch.setattr(
+        client_module.time, "monotonic", lambda: now.__setitem__(0, now[0] + 4) or now[0]
+    )
     server = Script(policy(0), *[policy(0)] * 99, policies=W)
     server.limit = 60
     run(server, expected=RuntimeError, match="as many groups wait .* as MAX_STALENESS allows")
