@@ -8,6 +8,7 @@ gives wrong logits here too. What a tape cannot show is that CUDA takes it, and 
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 import cuda_graph
 import decode
 import sampler
-from cuda_graph import GraphedDecoder
+from cuda_graph import GraphedDecoder, can_record
 from decode import LlamaDecoder, is_right, make_decoder
 
 aten = torch.ops.aten
@@ -126,6 +127,9 @@ def test_a_replayed_step_has_the_logits_of_one_that_runs(family, device, taped, 
 def test_graphed_samples_have_plain_log_probs(max_rows, device, taped, monkeypatch):
     model = tiny_model("qwen2").to(device)
     monkeypatch.setattr(sampler, "make_decoder", lambda model, n, longest: GraphedDecoder(model, n))
+    sizes, step = [], GraphedDecoder.step
+    count = lambda self, tokens: sizes.append(len(tokens)) or step(self, tokens)
+    monkeypatch.setattr(GraphedDecoder, "step", count)
     generator = torch.Generator(device).manual_seed(0)
     groups = sample(model, MANY, group_size=3, max_rows=max_rows, generator=generator)
     assert_well_formed(groups, prompts=9, group_size=3, max_new_tokens=12, eos_ids=EOS)
@@ -136,6 +140,21 @@ def test_graphed_samples_have_plain_log_probs(max_rows, device, taped, monkeypat
             assert gap.abs().max() < 5 * TOLERANCE
     longest = max(len(c.ids) for c in itertools.chain(*groups))
     assert taped["replayed"] >= longest / 2 > taped["recorded"]
+    assert max(sizes) <= (max_rows or 27)  # those that have ended leave before others come
+
+
+def test_a_step_that_looks_at_its_positions_is_not_recorded():
+    """A recording that fails leaves its traces in PyTorch's allocator."""
+    for rope, static in {
+        "default": True,
+        "yarn": True,
+        "dynamic": False,
+        "longrope": False,
+    }.items():
+        body = SimpleNamespace(rotary_emb=SimpleNamespace(rope_type=rope))
+        model = SimpleNamespace(device=torch.device("cuda"), model=body)
+        assert can_record(model) == static
+    assert not can_record(tiny_model("llama"))  # on a CPU
 
 
 # --- What would be wrong is found out ------------------------------------------------------

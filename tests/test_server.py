@@ -637,6 +637,19 @@ def test_several_groups_come_in_one_body_all_or_none(app, store):
     assert store.stats()["waiting"] == 3
 
 
+def test_several_groups_that_do_not_fit_are_none_of_them_stored(app, store):
+    """Not the first of them, and the others when the client asks again."""
+    app, bodies = app(), {f"{i}": pack_group(make_group(seed=i)) for i in range(3)}
+    store.max_bytes = 2 * len(bodies["0"])
+    blob = b"".join(pack_bodies(bodies))
+    answer = call(app, "POST", "/upload", blob, QUERY_STRING="several=1")
+    assert "the store holds its" in refused(answer, 503)
+    assert store.stats()["waiting"] == store.bytes == 0
+    store.max_bytes *= 2
+    assert call(app, "POST", "/upload", blob, QUERY_STRING="several=1")[0] == 200
+    assert len(store.waiting(9, 0)) == 3
+
+
 def test_info_and_stats(app, store):
     app = app()
     put(store, 0)
