@@ -64,8 +64,7 @@ def stream_groups(
 
     `take(n)` gives up to n prompts, as (key, token ids); it is asked when there is room for a group
     and for some part (decode.py: bunch) of `max_rows` rows, and the stream ends when all rows have
-    ended and it gives none.
-    Completions are drawn from softmax(logits / temperature). `temperature` 0 decodes greedily
+    ended and it gives none. Completions are drawn from softmax(logits / temperature); at 0 greedily
     (log-probs are then those at temperature 1). Ids from `vocab_size` on are the padding of the
     embedding: they are left out of the softmax here, in the trainer and in the reference server
     alike. `generator` is a torch.Generator on the model's device. No prompt is longer than
@@ -76,16 +75,19 @@ def stream_groups(
     decoder = make_decoder(model, max_new_tokens, longest_prompt)
     groups, unfinished = {}, {}  # by key: completions, and how many of them are missing
     owners, running = [], 0  # (key, number) of each row; rows that have not ended
-    logits, rows = None, []
+    rows, tokens = [], None
     while True:
         room = (max_rows - running) // group_size
         pays = room * group_size >= max_rows // decoder.bunch if decoder.joins else not running
         new = take(room) if room and pays else []
-        if new and running < len(owners):  # the memory of those that have ended comes first
+        # Rows that ended leave in bunches, for the others' past is copied then, or when others join
+        if len(owners) - running > (0 if new else len(owners) // decoder.bunch):
             left = rows[-1].nonzero().flatten()
-            rows, logits = [x[left] for x in rows], logits[left]
+            rows, tokens = [x[left] for x in rows], tokens[left]
             owners = [owners[row] for row in left.tolist()]
             decoder.keep(left)
+        if owners:
+            logits = decoder.step(tokens)  # (S, V'): V' is V plus the padding of the embedding
         if new:
             first = decoder.admit([ids for _, ids in new], group_size)  # (B * G, V')
             if not torch.isfinite(first).all():
@@ -128,14 +130,6 @@ def stream_groups(
 
         if not running:
             owners, decoder = [], make_decoder(model, max_new_tokens, longest_prompt)
-            continue
-        # Rows that ended leave in bunches, for the others' past is copied then
-        if len(owners) - running > len(owners) // decoder.bunch:
-            left = going.nonzero().flatten()
-            rows, tokens = [x[left] for x in rows], tokens[left]
-            owners = [owners[row] for row in left.tolist()]
-            decoder.keep(left)
-        logits = decoder.step(tokens)  # (S, V'): V' is V plus the padding of the embedding
 
 
 def draw(logits, temperature, generator):
