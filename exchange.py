@@ -72,13 +72,17 @@ class Exchange:
     def first_scored(self, choices):
         """-> the number of one of `choices`, sets of ids, whose scores are there; if there is none,
         of the last: a step's shortest completions are uploaded first. Does not wait."""
-        choices = [ids & self.wanted for ids in choices]
-        if len(choices) > 1 and not any(ids <= self.scores.keys() for ids in choices):
+        if len(choices) > 1 and not any(map(self.has, choices)):
+            self.look(set().union(*choices))
+        return next((i for i, ids in enumerate(choices) if self.has(ids)), len(choices) - 1)
+
+    def look(self, ids):
+        """Takes what has been scored of these groups; does not wait."""
+        missing = len((ids & self.wanted) - self.scores.keys())
+        if missing:
             if dist.get_rank() == 0:
-                self._fetch(len(set().union(*choices)), self.oldest, patience=False)
+                self._fetch(missing, self.oldest, patience=False)
             self.scores = self._shared(self.scores)
-        ready = (i for i, ids in enumerate(choices) if ids <= self.scores.keys())
-        return next(ready, len(choices) - 1)
 
     def has(self, ids):
         """Whether `self.scores` has the log-probs, {id: [(T,), ...]}, of all these groups that were

@@ -14,6 +14,7 @@ Symbols: R rows (sequences), P prompt and T completion tokens, N completion toke
 row after another without padding, H hidden size, V' rows of the LM head.
 """
 
+import bisect
 import functools
 import itertools
 from collections import Counter
@@ -51,46 +52,72 @@ def order_rows(sizes):
     return sorted(range(len(sizes)), key=place)
 
 
-def pack_by_tokens(sizes, order, budget):
-    """Cuts `order` into batches, each of at most `budget` padded tokens; a row never splits.
+def pack_by_tokens(sizes, units, budget):
+    """Packs `units`, lists of row numbers, into batches in their order; a unit never splits.
 
-    `sizes` has (prompt number, prompt tokens, completion tokens) of every row. A batch costs its
-    prompts at the width of the longest, its rows at the width of the longest completion, and an
-    eighth of a token for each token of a shared prompt that a further row attends to: its keys and
-    values are no work, but memory.
-    Example: [(0, 5, 3), (0, 5, 2), (1, 4, 1)], [0, 1, 2], 14 -> [[0, 1], [2]]
+    `sizes` has (prompt number, prompt tokens, completion tokens) of every row. A batch has at most
+    `budget` padded_tokens, unless it is a single unit.
+    Example: [(0, 5, 3), (0, 5, 2), (1, 4, 1)], [[0], [1], [2]], 14 -> [[0, 1], [2]]
     """
-    batches, prompts, wide, long = [], set(), 0, 0
-    for row in order:
-        prompt, prompt_tokens, tokens = sizes[row]
-        prompts, wide, long = prompts | {prompt}, max(wide, prompt_tokens), max(long, tokens)
-        rows = len(batches[-1]) + 1 if batches else 1
-        cost = len(prompts) * wide + rows * long + (rows - len(prompts)) * wide // 8
-        if not batches or cost > budget:
+    batches, prompts, wide, long = [], 0, 0, 0
+    for unit in units:
+        own = shape(sizes, unit)
+        shared = bool(batches) and sizes[batches[-1][-1]][0] == sizes[unit[0]][0]
+        grown = prompts + own[0] - shared, max(wide, own[1]), max(long, own[2])
+        if not batches or padded_tokens(len(batches[-1]) + len(unit), *grown) > budget:
             batches.append([])
-            prompts, wide, long = {prompt}, prompt_tokens, tokens
-        batches[-1].append(row)
+            grown = own
+        batches[-1] += unit
+        prompts, wide, long = grown
     return batches
+
+
+def shape(sizes, rows):
+    """-> (prompts, tokens of the longest, tokens of the longest completion) of rows."""
+    prompts, wide, long = zip(*(sizes[row] for row in rows), strict=True)
+    return len(set(prompts)), max(wide), max(long)
+
+
+def padded_tokens(rows, prompts, wide, long):
+    """-> what a batch costs: its prompts at the width of the longest, its rows at the width of the
+    longest completion, and an eighth of a token for each token of a shared prompt that a further
+    row attends to: its keys and values are no work, but memory."""
+    return prompts * wide + rows * long + (rows - prompts) * wide // 8
 
 
 def plan_micro_batches(sizes, world, budget):
     """-> for each rank a list of micro-batches (lists of row numbers), equally many for each rank.
 
-    Every rank gets about the same number of tokens, and groups stay together but for one at each
-    cut. ZeRO-2 communicates in every backward: a rank with fewer micro-batches would hang the
-    others, so it gets empty ones on top.
-    Example: [(0, 4, 1), (1, 4, 5), (2, 4, 3)], 2 ranks, budget 9 -> [[[1], []], [[2], [0]]]
+    As few as there can be, and of one size rather than full ones and a rest: in each ZeRO-2
+    communicates, so ranks wait there for the one with most. Groups stay whole unless that takes
+    longer. The server cuts what it scores in the same way, so that what it has scored first can be
+    trained while it scores on. A rank without rows for its last micro-batch gets an empty one.
+    Example: [(0, 4, 1), (1, 4, 5), (2, 4, 3)], 2 ranks, budget 9 -> [[[1], [0]], [[2], []]]
     """
-    rows_of = Counter(prompt for prompt, _, _ in sizes)
-    costs = [tokens + width / rows_of[prompt] for prompt, width, tokens in sizes]
-    mine, done = [[] for _ in range(world)], 0.0
-    for row in order_rows(sizes):
-        middle = (done + costs[row] / 2) / sum(costs)
-        mine[min(world - 1, int(world * middle))].append(row)
-        done += costs[row]
-    plans = [pack_by_tokens(sizes, rows, budget) for rows in mine]
-    most = max(map(len, plans))
-    return [plan + [[]] * (most - len(plan)) for plan in plans]
+    order = order_rows(sizes)
+    rows = [[row] for row in order]
+    groups = [list(run) for _, run in itertools.groupby(order, key=lambda row: sizes[row][0])]
+    most = -(-len(pack_by_tokens(sizes, rows, budget)) // world) * world
+    plans = []
+    for units in (groups, rows):
+        # the smallest budget that needs no more batches makes them equal
+        def enough(limit, units=units):
+            return len(pack_by_tokens(sizes, units, limit)) <= most
+
+        limit = bisect.bisect_left(range(budget), True, key=enough) if most > 1 else budget
+        plans.append(pack_by_tokens(sizes, units, limit))
+
+    def seconds(batches):
+        costs = [padded_tokens(len(batch), *shape(sizes, batch)) for batch in batches]
+        fits = [c <= budget or len(batch) == 1 for c, batch in zip(costs, batches, strict=True)]
+        turns = range(0, len(batches), world)
+        return not (all(fits) and len(fits) <= most), sum(
+            max(costs[turn : turn + world]) for turn in turns
+        )
+
+    batches = min(plans, key=seconds)
+    batches += [[]] * (-len(batches) % world)
+    return [batches[rank::world] for rank in range(world)]
 
 
 # --- The model ----------------------------------------------------------------------

@@ -23,6 +23,7 @@ N completion tokens that are trained, V ids of the tokenizer. A `step` is one op
 an attempt that found nothing to train.
 """
 
+import functools
 import math
 import sys
 import time
@@ -334,51 +335,64 @@ def learning_rate(step):
     return LEARNING_RATE * warm * (1 - (1 - FINAL_LR) * done)
 
 
+def micro_batches(engine, rows, exchange, clock):
+    """Yields (mine, last, score) for each micro-batch: this rank's rows, perhaps none; whether it
+    is the step's last; and what waits for their log-probs under the reference.
+
+    That which the reference has scored first comes first, the same on all ranks.
+    """
+    rank, threads = dist.get_rank(), training_threads(CPU_THREADS)
+    numbers = number_prompts([row.prompt for row in rows], engine.module.shares)
+    sizes = [(n, len(r.prompt), len(r.completion)) for n, r in zip(numbers, rows, strict=True)]
+    plans = plan_micro_batches(sizes, dist.get_world_size(), MICRO_BATCH_TOKENS)
+    left = list(range(len(plans[0])))  # numbers of micro-batches; each rank has as many
+    needs = [{rows[i].group for plan in plans for i in plan[k]} for k in left]
+    everything = set().union(*needs)
+
+    def share_cores(look):
+        # A server on these cores is computing meanwhile: a thread too many waits for the others
+        if exchange and engine.device.type == "cpu" and threads > 1 and not CPU_THREADS:
+            if look:
+                exchange.look(everything)
+            torch.set_num_threads(threads - (not exchange.has(everything)))
+
+    def score(mine, groups):
+        if exchange:
+            with clock.part("wait"):
+                exchange.wait_for(groups)
+                share_cores(look=True)
+        for row in mine:
+            if KL_BETA and row.ref_logps is None:
+                row.ref_logps = exchange.scores[row.group][row.number]
+
+    torch.set_num_threads(threads)
+    while left:
+        with clock.part("wait"):
+            now = left.pop(exchange.first_scored([needs[k] for k in left]) if exchange else 0)
+            share_cores(look=False)
+        mine = [rows[i] for i in plans[rank][now]]
+        yield mine, not left, functools.partial(score, mine, needs[now])
+
+
 def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     """Runs this rank's micro-batches forward and backward; -> the step's means over all ranks.
 
     The weights already divide by the whole step's counts, so parts add up: to a gradient that is
-    the same for 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4, in any order. That which the reference
-    has scored first comes first.
+    the same for 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4, in any order.
     """
-    rank, world, clock = dist.get_rank(), dist.get_world_size(), clock or Clock()
-    numbers = number_prompts([row.prompt for row in rows], engine.module.shares)
-    sizes = [(n, len(r.prompt), len(r.completion)) for n, r in zip(numbers, rows, strict=True)]
-    plans = plan_micro_batches(sizes, world, MICRO_BATCH_TOKENS)
-    before, threads = torch.get_num_threads(), training_threads(CPU_THREADS)
-    left = list(range(len(plans[0])))  # numbers of micro-batches; each rank has as many
-    needs = [{rows[i].group for plan in plans for i in plan[k]} for k in left]
     shortest = min(rows, key=lambda row: len(row.completion))
+    filler = [replace(shortest, ref_logps=shortest.sampler_logps)]
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=engine.device)
-    worst = torch.zeros(2, device=engine.device)
-    while left:
-        with clock.part("wait"):
-            now = left.pop(exchange.first_scored([needs[k] for k in left]) if exchange else 0)
-        batch = plans[rank][now]
-        engine.set_gradient_accumulation_boundary(not left)
-        mine = [rows[i] for i in batch]
-        # A server on these cores is computing meanwhile: a thread too many waits for the others
-        scored = not exchange or exchange.has(needs[now])
-        torch.set_num_threads(threads if scored or CPU_THREADS else max(1, threads - 1))
-
-        def score(mine=mine, groups=needs[now]):
-            if exchange:
-                with clock.part("wait"):
-                    exchange.wait_for(groups)
-            torch.set_num_threads(threads)
-            for row in mine:
-                if KL_BETA and row.ref_logps is None:
-                    row.ref_logps = exchange.scores[row.group][row.number]
-
-        filler = [replace(shortest, ref_logps=shortest.sampler_logps)]
+    worst, before = torch.zeros(2, device=engine.device), torch.get_num_threads()
+    for mine, last, score in micro_batches(engine, rows, exchange, clock or Clock()):
+        engine.set_gradient_accumulation_boundary(last)
         # ZeRO-2 takes the mean over ranks; we want the sum
-        loss, parts, mismatch = micro_batch_loss(
-            engine, mine or filler, vocab_size, scale=world, score=score
-        )
+        settings = {"scale": dist.get_world_size(), "score": score}
+        loss, parts, mismatch = micro_batch_loss(engine, mine or filler, vocab_size, **settings)
         # A loss that is not finite must not train by a gradient that happens to be: DeepSpeed
         # skips the step, on all ranks, if any part of the gradient is not
         loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
-        if batch:
+        if mine:
             sums, worst = sums + parts, torch.maximum(worst, mismatch)
         else:
             loss = loss * 0  # an empty micro-batch only takes part in the communication

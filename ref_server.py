@@ -253,8 +253,8 @@ def score_while(alive, store, reference):
 
     while alive():
         reference.obey()
-        # a batch or so at a time, as what is scored can be leased; a token takes about 8 bytes
-        rows = store.waiting(limit=64, patience=1, size=8 * SCORE_BATCH_TOKENS)
+        # a few batches at a time; a token takes about 8 bytes
+        rows = store.waiting(limit=64, patience=1, size=32 * SCORE_BATCH_TOKENS)
         if rows:
             try:
                 score_groups(store, rows, score, **limits)

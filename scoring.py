@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
-from forward import CompletionModel, number_prompts, order_rows, pack_by_tokens
+from forward import CompletionModel, number_prompts, plan_micro_batches
 from grpo_loss_triton import linear_logps
 from policy import load_model, load_tokenizer, load_weights, merge_adapters
 from wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
@@ -25,13 +25,13 @@ from wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
 # --- Scoring ------------------------------------------------------------------------
 @torch.no_grad()
 def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
-    """-> log-probs of every completion, a list of float32 CPU tensors (T_i,), in the order given.
+    """Yields {row: log-probs (T,)} of some rows after the others, float32 and on the CPU, the
+    shortest first: what ends first is uploaded first, and the trainer wants it first.
 
     `model` is a CompletionModel; rows with the same prompt, next to each other, share it.
 
     A batch that does not fit the GPU is halved until it does; one row that does not fit raises.
     """
-    result = [None] * len(prompts)
 
     def forward(rows):  # a function of its own: what it holds is gone when it has raised
         p, c = [prompts[r] for r in rows], [completions[r] for r in rows]
@@ -43,9 +43,9 @@ def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
 
     def score(rows):
         try:
-            for row, part in zip(rows, forward(rows), strict=True):
-                result[row] = part.clone()  # not a view, which would keep the batch alive
-            return
+            # not views, which would keep the batch alive
+            parts = [part.clone() for part in forward(rows)]
+            return dict(zip(rows, parts, strict=True))
         except torch.OutOfMemoryError:
             if len(rows) == 1:
                 raise
@@ -54,47 +54,60 @@ def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
         )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        score(rows[: len(rows) // 2])
-        score(rows[len(rows) // 2 :])
+        return score(rows[: len(rows) // 2]) | score(rows[len(rows) // 2 :])
 
     numbers = number_prompts(prompts, model.shares)
     rows = zip(numbers, prompts, completions, strict=True)
     sizes = [(number, len(p), len(c)) for number, p, c in rows]
-    for batch in pack_by_tokens(sizes, order_rows(sizes), budget):
-        score(batch)
-    return result
+    (batches,) = plan_micro_batches(sizes, 1, budget)
+    yield from map(score, reversed(batches))
 
 
-def score_groups(store, rows, score, **limits):
-    """Scores stored groups, [(seq, body)], and stores their log-probs.
+def score_groups(store, stored, score, **limits):
+    """Scores stored groups, [(seq, body)], and stores the log-probs of each as soon as it has them:
+    the trainer begins with those.
 
     `score(prompts, completions)` is score_rows with its settings, `limits` are unpack_group's: the
     groups may have come under another model. A group that can't be scored is marked as failed with
     its error, which the run's next lease raises; the others go on.
     """
-    try:
-        groups = [unpack_group(body, **limits) for _, body in rows]
-        prompts = [p for g in groups for p in [g.prompt_ids.tolist()] * len(g.completion_lengths)]
-        completions = [ids.tolist() for g in groups for ids in g.completions(g.completion_ids)]
-        logps = iter(score(prompts, completions))
-        for group in groups:
-            group.ref_logps = torch.cat([next(logps) for _ in group.completion_lengths])
-            if not torch.isfinite(group.ref_logps).all():
+    left, parts = dict(stored), scored_parts(stored, score, limits)
+    while left:
+        try:
+            part = next(parts)
+        except Exception as error:  # noqa: BLE001 (printed, stored, raised in the trainer)
+            failure = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # raises if CUDA is broken for good: end, don't fail all
+            break
+        store.scored(part)
+        left = {seq: body for seq, body in left.items() if seq not in part}
+    if left and len(stored) == 1:
+        store.failed(stored[0][0], failure)
+        return
+    for one in left.items():  # which was it? Out here, where the error no longer holds its tensors
+        score_groups(store, [one], score, **limits)
+
+
+def scored_parts(stored, score, limits):
+    """Yields {seq: body with log-probs} of the groups that are whole after each batch."""
+    groups = {seq: unpack_group(body, **limits) for seq, body in stored}
+    prompts, completions, rows, logps = [], [], {}, {}
+    for seq, group in groups.items():
+        rows[seq] = range(len(prompts), len(prompts) + len(group.completion_lengths))
+        prompts += [group.prompt_ids.tolist()] * len(group.completion_lengths)
+        completions += [ids.tolist() for ids in group.completions(group.completion_ids)]
+    for batch in score(prompts, completions):
+        logps |= batch
+        part = {}
+        for seq in [seq for seq in rows if all(row in logps for row in rows[seq])]:
+            groups[seq].ref_logps = torch.cat([logps[row] for row in rows.pop(seq)])
+            if not torch.isfinite(groups[seq].ref_logps).all():
                 raise ValueError("the reference model gave log-probs that are not finite")
-    except Exception as error:  # noqa: BLE001 (printed, stored, raised in the trainer)
-        failure = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # raises if CUDA is broken for good: end, don't fail them all
-    else:
-        bodies = {seq: pack_group(group) for group, (seq, _) in zip(groups, rows, strict=True)}
-        store.scored(bodies)
-        return
-    if len(rows) == 1:
-        store.failed(rows[0][0], failure)
-        return
-    for row in rows:  # which one was it? Out here, where the error no longer holds its tensors
-        score_groups(store, [row], score, **limits)
+            part[seq] = pack_group(groups[seq])
+        if part:
+            yield part
 
 
 class Reference:

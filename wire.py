@@ -21,6 +21,7 @@ import struct
 from dataclasses import dataclass
 
 import safetensors
+import safetensors.numpy
 import safetensors.torch
 import torch
 
@@ -85,9 +86,9 @@ UNREADABLE += (ValueError, KeyError, TypeError, RuntimeError)
 def pack_group(group):
     """-> the group as one safetensors blob (bytes)."""
     fields = vars(group)  # not asdict, which copies every tensor with its whole storage
-    tensors = {k: fields[k].contiguous() for k in TENSORS if fields[k] is not None}
+    tensors = {k: fields[k].contiguous().numpy() for k in TENSORS if fields[k] is not None}
     meta = {"protocol": GROUP_PROTOCOL} | {k: fields[k] for k in METADATA}
-    return safetensors.torch.save(tensors, {"grpo": json.dumps(meta)})
+    return safetensors.numpy.save(tensors, {"grpo": json.dumps(meta)})  # a third of torch's time
 
 
 def pack_bodies(bodies):

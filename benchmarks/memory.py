@@ -106,7 +106,7 @@ def micro_batch(prompt, completion):
     share, group = trainer.SHARE_PROMPTS, trainer.GROUP_SIZE
     rows = range(max(group, trainer.MICRO_BATCH_TOKENS // completion + group))
     sizes = [(row // group if share else row, prompt, completion) for row in rows]
-    first = pack_by_tokens(sizes, list(rows), trainer.MICRO_BATCH_TOKENS)[0]
+    first = pack_by_tokens(sizes, [[row] for row in rows], trainer.MICRO_BATCH_TOKENS)[0]
     prompts = len({sizes[row][0] for row in first}) if share else 0
     return prompts, len(first), completion - 1 if share else prompt + completion - 1
 

@@ -5,6 +5,7 @@ Correctness ignores the format, so accuracy means the same before and after trai
 number by its place: listing candidates never pays, nor does a copied question ("3 + 4" for 7).
 """
 
+import functools
 import json
 import logging
 import re
@@ -116,6 +117,15 @@ def final_answer(text):
     return (marked or numeric or [""])[-1].strip(), bool(marked)
 
 
+@functools.lru_cache(1024)  # the completions of a group have one gold answer, and often their own
+def cleaned(text):
+    """-> the text of an answer without what a number may be dressed in."""
+    for pattern, to in CLEAN:
+        text = pattern.sub(to, text).strip()
+    return text
+
+
+@functools.lru_cache(1024)
 def number(text, marked):
     """-> the Fraction that cleaned `text` commits to; None if it has none, many or a sum.
 
@@ -134,8 +144,7 @@ def number(text, marked):
 
 def same(gold, span, marked):
     """-> whether `span` commits to the value of `gold`: exactly, or LaTeX by math-verify."""
-    for pattern, to in CLEAN:
-        gold, span = pattern.sub(to, gold).strip(), pattern.sub(to, span).strip()
+    gold, span = cleaned(gold), cleaned(span)
     want = number(gold, True)
     if want is None:
         raise ValueError(f"the gold answer {gold!r} is no number: correct the data")

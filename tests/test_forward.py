@@ -6,6 +6,7 @@ The yardstick is a plain forward of one row at a time, and its gradient.
 import ast
 import inspect
 import itertools
+import math
 import random
 import re
 
@@ -236,7 +237,7 @@ def test_packing_a_random_sweep():
         order = order_rows(sizes)
         runs = [prompt for prompt, _ in itertools.groupby(sizes[row][0] for row in order)]
         assert len(runs) == len(set(runs)), seed  # a group stays together
-        batches = pack_by_tokens(sizes, order, budget)
+        batches = pack_by_tokens(sizes, [[row] for row in order], budget)
         assert list(itertools.chain(*batches)) == order and all(batches), seed
         assert all(len(b) == 1 or padded_tokens(b, sizes) <= budget for b in batches), seed
         # The next row would not have fitted: nothing was cut that need not be.
@@ -257,15 +258,36 @@ def test_planning_a_random_sweep():
         for plan in plans:
             filled = [bool(batch) for batch in plan]
             assert filled == sorted(filled, reverse=True)  # the empty ones on top
-        assert not sizes or any(all(plan) for plan in plans)  # no more of them than needed
-        # Balanced: in tokens to one row's, where a row has its share of its group's prompt.
-        shared = [sizes[row][1] / sum(s[0] == sizes[row][0] for s in sizes) for row in rows]
-        cost = {row: sizes[row][2] + share for row, share in zip(rows, shared, strict=True)}
-        tokens = [sum(cost[row] for batch in plan for row in batch) for plan in plans]
-        assert max(tokens) - min(tokens) <= 2 * max(cost.values(), default=0) + 1e-6, seed
-        # Groups are cut at most where one rank's rows end
-        parts = sum(len({sizes[row][0] for b in plan for row in b}) for plan in plans)
-        assert parts <= len({s[0] for s in sizes}) + world - 1, seed
+            fit = [len(b) == 1 or padded_tokens(b, sizes) <= budget for b in plan if b]
+            assert all(fit), seed
+        # No more of them than rows cut anywhere need, and the last to be trained are the longest
+        batches = [batch for turn in zip(*plans, strict=True) for batch in turn if batch]
+        order = order_rows(sizes)
+        rows = [[row] for row in order]
+        needed = len(pack_by_tokens(sizes, rows, budget))
+        assert len(plans[0]) == -(-needed // world), seed
+        assert list(itertools.chain(*batches)) == order
+        # No slower than the best cut into so many of one size; ranks wait for the one with most
+        cuts = [pack_by_tokens(sizes, rows, n) for n in range(0, budget + 1, max(1, budget // 50))]
+        cuts = [cut for cut in cuts if len(cut) <= len(plans[0]) * world]
+        best = min((seconds(cut, sizes, world) for cut in cuts), default=math.inf)
+        assert seconds(batches, sizes, world) <= 1.05 * best + 2 * max(map(sum, sizes), default=0)
+
+
+def seconds(batches, sizes, world):
+    costs = [padded_tokens(batch, sizes) for batch in batches]
+    return sum(max(costs[i : i + world]) for i in range(0, len(costs), world))
+
+
+def test_micro_batches_are_of_one_size_and_groups_whole_where_that_is_no_slower():
+    groups = [(g, 40, 10) for g in range(8) for _ in range(4)]  # 8 groups of 4 rows, 95 tokens each
+    one = plan_micro_batches(groups, 1, 300)
+    assert [len(b) for b in one[0]] == [12, 12, 8]  # and not 12.6 and the rest
+    two = plan_micro_batches(groups, 2, 400)
+    assert [[len(b) for b in plan] for plan in two] == [[16], [16]]
+    # Three groups on two ranks: whole ones would let a rank wait for half of its time
+    uneven = plan_micro_batches(groups[:12], 2, 400)
+    assert [[len(b) for b in plan] for plan in uneven] == [[6], [6]]
 
 
 EIGHT = [

@@ -313,6 +313,15 @@ def plain_logps(model, prompts, completions, temperature):
     return result
 
 
+def scores(model, prompts, completions, **settings):
+    """-> all that score_rows yields, in the order of the rows."""
+    logps = {}
+    for batch in score_rows(model, prompts, completions, **settings):
+        assert not batch.keys() & logps.keys()
+        logps |= batch
+    return [logps.pop(row) for row in range(len(prompts))] + list(logps)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("budget", [1, 60, 100_000])
@@ -322,9 +331,8 @@ def test_score_rows_is_the_plain_log_softmax_whatever_the_batches(
     """Ancestor 5c-6: bf16 log-softmax of the whole batch; 5a: T 0.9 sampled, T 1 scored."""
     prompts, completions = rows_of(MIXED)
     shared = CompletionModel(model, share_prompts=share)
-    got = score_rows(
-        shared, prompts, completions, budget=budget, temperature=temperature, vocab_size=VOCAB
-    )
+    settings = {"budget": budget, "temperature": temperature, "vocab_size": VOCAB}
+    got = scores(shared, prompts, completions, **settings)
     for ours, plain in zip(got, plain_logps(model, prompts, completions, temperature), strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, plain, rtol=0, atol=TOLERANCE)
@@ -334,9 +342,8 @@ def test_scored_log_probs_own_their_memory(model):
     """Ancestor 5c-2: views, which keep (and serialise) the whole batch."""
     prompts, completions = rows_of(MIXED)
     model = CompletionModel(model, share_prompts=True)
-    for logps in score_rows(
-        model, prompts, completions, budget=1000, temperature=1.0, vocab_size=VOCAB
-    ):
+    settings = {"budget": 1000, "temperature": 1.0, "vocab_size": VOCAB}
+    for logps in scores(model, prompts, completions, **settings):
         assert logps.untyped_storage().nbytes() == 4 * len(logps)
 
 
@@ -361,12 +368,12 @@ def test_a_batch_that_does_not_fit_is_halved(model):
     model = CompletionModel(model, share_prompts=True)
     settings = {"budget": 100_000, "temperature": 1.0, "vocab_size": VOCAB}
     small = SmallMemory(model, rows=2)
-    got = score_rows(small, prompts, completions, **settings)
+    got = scores(small, prompts, completions, **settings)
     assert small.batches == [7, 3, 1, 2, 4, 2, 2]
-    for ours, whole in zip(got, score_rows(model, prompts, completions, **settings), strict=True):
+    for ours, whole in zip(got, scores(model, prompts, completions, **settings), strict=True):
         torch.testing.assert_close(ours, whole, rtol=0, atol=TOLERANCE)
     with pytest.raises(torch.OutOfMemoryError):
-        score_rows(SmallMemory(model, rows=0), prompts, completions, **settings)
+        scores(SmallMemory(model, rows=0), prompts, completions, **settings)
 
 
 def scorer(model, **settings):
@@ -405,6 +412,37 @@ def test_a_group_that_raises_is_failed_and_the_others_go_on(store, model):
     assert store.stats()["scored"] == 2 and len(lease(store, "other")) == 1
 
 
+def test_a_group_can_be_leased_before_those_with_it_are_scored(store, model):
+    """The trainer works on the shortest while the server scores on."""
+    for n in (60, 3, 30):
+        group = make_group([n] * 3, seed=n)
+        store.put(group, pack_group(group))
+    leased = []
+
+    def score(prompts, completions):
+        for batch in scorer(model, budget=150)(prompts, completions):
+            leased.append(list(lease(store)))
+            yield batch
+
+    score_groups(store, store.waiting(9, 0), score)
+    leased.append(list(lease(store)))
+    assert [ids for ids in leased if ids] == [["group-003"], ["group-030"], ["group-060"]]
+
+
+def test_a_full_disk_fails_no_group(store, model, monkeypatch):
+    put(store, 0, 1)
+
+    def full(bodies):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patch, pytest.raises(sqlite3.OperationalError):
+        patch.setattr(store, "scored", full)
+        score_groups(store, store.waiting(9, 0), scorer(model))
+    assert store.stats()["waiting"] == 2
+    score_groups(store, store.waiting(9, 0), scorer(model))
+    assert len(lease(store)) == 2
+
+
 @pytest.mark.parametrize("kind", ["garbled", "other vocabulary", "not finite"])
 def test_what_the_model_can_not_score_is_failed(store, model, kind):
     """A body stored under another protocol or model must not end the server at each start."""
@@ -415,10 +453,11 @@ def test_what_the_model_can_not_score_is_failed(store, model, kind):
     limits = {"vocab_size": VOCAB - 1 if kind == "other vocabulary" else VOCAB}
 
     def score(prompts, completions):
-        logps = scorer(model)(prompts, completions)
-        if [VOCAB - 1] * 3 in completions:
-            logps[-1] += torch.nan
-        return logps
+        for batch in scorer(model)(prompts, completions):
+            for row, logps in batch.items():
+                if completions[row] == [VOCAB - 1] * 3:
+                    logps += torch.nan
+            yield batch
 
     good = unpack_group(store.waiting(1, 0)[0][1])
     assert max(good.prompt_ids.max(), good.completion_ids.max()) < VOCAB - 1
@@ -463,7 +502,7 @@ def moved_policy(tiny, path, **changes):
 def scores_of(reference):
     prompts, completions = rows_of(MIXED)
     settings = {"budget": 500, "temperature": 1.0, "vocab_size": VOCAB}
-    return torch.cat(score_rows(reference.model, prompts, completions, **settings))
+    return torch.cat(scores(reference.model, prompts, completions, **settings))
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
