@@ -14,10 +14,8 @@ Symbols: R rows (sequences), P prompt and T completion tokens, N completion toke
 row after another without padding, H hidden size, V' rows of the LM head.
 """
 
-import bisect
 import functools
 import itertools
-from collections import Counter
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -25,99 +23,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from decode import accepts, can_cache
-
-
-# --- Micro-batches ------------------------------------------------------------------
-def number_prompts(prompts, share):
-    """-> for each row the number of its prompt: neighbours with equal prompts share one.
-
-    With `share` False each row has its own. Example: [[1], [1], [2]], True -> [0, 0, 1]
-    """
-    if not share:
-        return list(range(len(prompts)))
-    runs = itertools.groupby(prompts)
-    return [number for number, (_, run) in enumerate(runs) for _ in run]
-
-
-def order_rows(sizes):
-    """-> row numbers: a prompt's rows together, longest first; prompts by their longest row."""
-    longest = Counter()
-    for prompt, _, tokens in sizes:
-        longest[prompt] = max(tokens, longest[prompt])
-
-    def place(row):
-        prompt, _, tokens = sizes[row]
-        return -longest[prompt], prompt, -tokens
-
-    return sorted(range(len(sizes)), key=place)
-
-
-def pack_by_tokens(sizes, units, budget):
-    """Packs `units`, lists of row numbers, into batches in their order; a unit never splits.
-
-    `sizes` has (prompt number, prompt tokens, completion tokens) of every row. A batch has at most
-    `budget` padded_tokens, unless it is a single unit.
-    Example: [(0, 5, 3), (0, 5, 2), (1, 4, 1)], [[0], [1], [2]], 14 -> [[0, 1], [2]]
-    """
-    batches, prompts, wide, long = [], 0, 0, 0
-    for unit in units:
-        own = shape(sizes, unit)
-        shared = bool(batches) and sizes[batches[-1][-1]][0] == sizes[unit[0]][0]
-        grown = prompts + own[0] - shared, max(wide, own[1]), max(long, own[2])
-        if not batches or padded_tokens(len(batches[-1]) + len(unit), *grown) > budget:
-            batches.append([])
-            grown = own
-        batches[-1] += unit
-        prompts, wide, long = grown
-    return batches
-
-
-def shape(sizes, rows):
-    """-> (prompts, tokens of the longest, tokens of the longest completion) of rows."""
-    prompts, wide, long = zip(*(sizes[row] for row in rows), strict=True)
-    return len(set(prompts)), max(wide), max(long)
-
-
-def padded_tokens(rows, prompts, wide, long):
-    """-> what a batch costs: its prompts at the width of the longest, its rows at the width of the
-    longest completion, and an eighth of a token for each token of a shared prompt that a further
-    row attends to: its keys and values are no work, but memory."""
-    return prompts * wide + rows * long + (rows - prompts) * wide // 8
-
-
-def plan_micro_batches(sizes, world, budget):
-    """-> for each rank a list of micro-batches (lists of row numbers), equally many for each rank.
-
-    As few as there can be, and of one size rather than full ones and a rest: in each ZeRO-2
-    communicates, so ranks wait there for the one with most. Groups stay whole unless that takes
-    longer. The server cuts what it scores in the same way, so that what it has scored first can be
-    trained while it scores on. A rank without rows for its last micro-batch gets an empty one.
-    Example: [(0, 4, 1), (1, 4, 5), (2, 4, 3)], 2 ranks, budget 9 -> [[[1], [0]], [[2], []]]
-    """
-    order = order_rows(sizes)
-    rows = [[row] for row in order]
-    groups = [list(run) for _, run in itertools.groupby(order, key=lambda row: sizes[row][0])]
-    most = -(-len(pack_by_tokens(sizes, rows, budget)) // world) * world
-    plans = []
-    for units in (groups, rows):
-        # the smallest budget that needs no more batches makes them equal
-        def enough(limit, units=units):
-            return len(pack_by_tokens(sizes, units, limit)) <= most
-
-        limit = bisect.bisect_left(range(budget), True, key=enough) if most > 1 else budget
-        plans.append(pack_by_tokens(sizes, units, limit))
-
-    def seconds(batches):
-        costs = [padded_tokens(len(batch), *shape(sizes, batch)) for batch in batches]
-        fits = [c <= budget or len(batch) == 1 for c, batch in zip(costs, batches, strict=True)]
-        turns = range(0, len(batches), world)
-        return not (all(fits) and len(fits) <= most), sum(
-            max(costs[turn : turn + world]) for turn in turns
-        )
-
-    batches = min(plans, key=seconds)
-    batches += [[]] * (-len(batches) % world)
-    return [batches[rank::world] for rank in range(world)]
+from micro_batches import number_prompts
 
 
 # --- The model ----------------------------------------------------------------------

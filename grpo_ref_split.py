@@ -23,7 +23,6 @@ N completion tokens that are trained, V ids of the tokenizer. A `step` is one op
 an attempt that found nothing to train.
 """
 
-import functools
 import math
 import sys
 import time
@@ -42,8 +41,8 @@ from client import RefServer
 from config import check_constants, constants_of, load_prompts, load_task
 from engine import start_engine, training_threads
 from exchange import Exchange, all_ranks_groups
-from forward import number_prompts, plan_micro_batches
 from grpo_loss import group_advantages, token_weights
+from micro_batches import micro_batches
 from policy import load_policy, load_tokenizer
 from policy_sync import Followers, check_first_update
 from report import Clock, Page, RunFolder, evaluate, rollout_metrics, say, say_parts, show
@@ -335,45 +334,6 @@ def learning_rate(step):
     return LEARNING_RATE * warm * (1 - (1 - FINAL_LR) * done)
 
 
-def micro_batches(engine, rows, exchange, clock):
-    """Yields (mine, last, score) for each micro-batch: this rank's rows, perhaps none; whether it
-    is the step's last; and what waits for their log-probs under the reference.
-
-    That which the reference has scored first comes first, the same on all ranks.
-    """
-    rank, threads = dist.get_rank(), training_threads(CPU_THREADS)
-    numbers = number_prompts([row.prompt for row in rows], engine.module.shares)
-    sizes = [(n, len(r.prompt), len(r.completion)) for n, r in zip(numbers, rows, strict=True)]
-    plans = plan_micro_batches(sizes, dist.get_world_size(), MICRO_BATCH_TOKENS)
-    left = list(range(len(plans[0])))  # numbers of micro-batches; each rank has as many
-    needs = [{rows[i].group for plan in plans for i in plan[k]} for k in left]
-    everything = set().union(*needs)
-
-    def share_cores(look):
-        # A server on these cores is computing meanwhile: a thread too many waits for the others
-        if exchange and engine.device.type == "cpu" and threads > 1 and not CPU_THREADS:
-            if look:
-                exchange.look(everything)
-            torch.set_num_threads(threads - (not exchange.has(everything)))
-
-    def score(mine, groups):
-        if exchange:
-            with clock.part("wait"):
-                exchange.wait_for(groups)
-                share_cores(look=True)
-        for row in mine:
-            if KL_BETA and row.ref_logps is None:
-                row.ref_logps = exchange.scores[row.group][row.number]
-
-    torch.set_num_threads(threads)
-    while left:
-        with clock.part("wait"):
-            now = left.pop(exchange.first_scored([needs[k] for k in left]) if exchange else 0)
-            share_cores(look=False)
-        mine = [rows[i] for i in plans[rank][now]]
-        yield mine, not left, functools.partial(score, mine, needs[now])
-
-
 def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     """Runs this rank's micro-batches forward and backward; -> the step's means over all ranks.
 
@@ -384,7 +344,9 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     filler = [replace(shortest, ref_logps=shortest.sampler_logps)]
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=engine.device)
     worst, before = torch.zeros(2, device=engine.device), torch.get_num_threads()
-    for mine, last, score in micro_batches(engine, rows, exchange, clock or Clock()):
+    cut = {"budget": MICRO_BATCH_TOKENS, "threads": training_threads(CPU_THREADS)}
+    cut["own_cores"] = bool(CPU_THREADS)
+    for mine, last, score in micro_batches(rows, engine, exchange, clock or Clock(), **cut):
         engine.set_gradient_accumulation_boundary(last)
         # ZeRO-2 takes the mean over ranks; we want the sum
         settings = {"scale": dist.get_world_size(), "score": score}

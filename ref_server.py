@@ -200,7 +200,7 @@ def add_views(app, store, hub, reference, regroup):
 
     @app.get("/stats")
     def stats():
-        run = bottle.request.query.decode().run or store.newest_run()
+        run = app.read_query()[0] or store.newest_run()
         ledger = {"ledger": store.ledger(run)} if run else {}
         return store.stats() | {"run": run, "workers": hub.stats()} | ledger
 

@@ -16,8 +16,9 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
-from forward import CompletionModel, number_prompts, plan_micro_batches
+from forward import CompletionModel
 from grpo_loss_triton import linear_logps
+from micro_batches import number_prompts, plan_micro_batches
 from policy import load_model, load_tokenizer, load_weights, merge_adapters
 from wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
 

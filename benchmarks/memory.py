@@ -36,7 +36,7 @@ import grpo_loss_triton
 import grpo_ref_split as trainer
 import ref_server
 from decode import ROOM
-from forward import pack_by_tokens
+from micro_batches import pack_by_tokens
 from policy import ALL, Policy
 from sampler import sample_groups
 

@@ -1,24 +1,22 @@
-"""CompletionModel and micro-batches: whatever is shared, padded, chunked or cut, the same numbers.
+"""CompletionModel: whatever is shared, padded, chunked or cut, the same numbers.
 
 The yardstick is a plain forward of one row at a time, and its gradient.
 """
 
 import ast
 import inspect
-import itertools
-import math
-import random
 import re
 
 import pytest
 import torch
 from test_sampler import FAMILIES, PROMPTS, SLOW, TOLERANCE, VOCAB, plain_logps, tiny_model
 
-import forward
 import grpo_loss
 import grpo_loss_triton
-from forward import CompletionModel, number_prompts, order_rows, pack_by_tokens, plan_micro_batches
+import micro_batches
+from forward import CompletionModel, has_plain_head
 from grpo_loss import group_advantages, mean_of_sequence
+from micro_batches import number_prompts, pack_by_tokens, plan_micro_batches
 
 # Rows of PROMPTS, whose tokens number 1, 5, 9 and 3. 0 is the filler and the models' pad id, 2 is
 # EOS: pad stands first, within and last, EOS last and within, and two rows are a single token.
@@ -203,8 +201,8 @@ def test_a_head_that_is_more_than_a_matrix_is_found_out(change):
         model.lm_head.__class__ = NormHead
     else:
         model.lm_head.forward = lambda h: torch.nn.functional.linear(h, model.lm_head.weight * 1.1)
-    assert not forward.has_plain_head(model)
-    assert forward.has_plain_head(tiny_model("qwen2"))
+    assert not has_plain_head(model)
+    assert has_plain_head(tiny_model("qwen2"))
 
 
 class Scaled:
@@ -213,83 +211,6 @@ class Scaled:
 
 
 # --- Micro-batches ------------------------------------------------------------------
-def random_sizes(seed):
-    """-> (sizes, budget): up to 10 groups of 1 to 8 rows, each row in its group's prompt."""
-    rng = random.Random(seed)
-    high = rng.choice([1, 5, 100, 1000])
-    sizes = []
-    for prompt in range(rng.randint(0, 10)):
-        width = rng.randint(1, high)
-        sizes += [(prompt, width, rng.randint(1, high)) for _ in range(rng.randint(1, 8))]
-    return sizes, rng.choice([1, 7, 100, 2000])
-
-
-def padded_tokens(batch, sizes):
-    prompts = {sizes[row][0] for row in batch}
-    wide = max(sizes[row][1] for row in batch)
-    shared = (len(batch) - len(prompts)) * wide // 8  # keys and values of a prompt seen once more
-    return len(prompts) * wide + len(batch) * max(sizes[row][2] for row in batch) + shared
-
-
-def test_packing_a_random_sweep():
-    for seed in range(500):
-        sizes, budget = random_sizes(seed)
-        order = order_rows(sizes)
-        runs = [prompt for prompt, _ in itertools.groupby(sizes[row][0] for row in order)]
-        assert len(runs) == len(set(runs)), seed  # a group stays together
-        batches = pack_by_tokens(sizes, [[row] for row in order], budget)
-        assert list(itertools.chain(*batches)) == order and all(batches), seed
-        assert all(len(b) == 1 or padded_tokens(b, sizes) <= budget for b in batches), seed
-        # The next row would not have fitted: nothing was cut that need not be.
-        for one, two in itertools.pairwise(batches):
-            assert padded_tokens([*one, two[0]], sizes) > budget, seed
-
-
-def test_planning_a_random_sweep():
-    """ZeRO-2 communicates in every backward: ranks with unequal counts of them hang."""
-    for seed in range(500):
-        sizes, budget = random_sizes(seed)
-        world = random.Random(seed).choice([1, 2, 3, 8, 50])  # 50 ranks are often more than rows
-        plans = plan_micro_batches(sizes, world, budget)
-        assert len(plans) == world
-        assert len({len(plan) for plan in plans}) == 1, seed
-        rows = [row for plan in plans for batch in plan for row in batch]
-        assert sorted(rows) == list(range(len(sizes)))  # every row once
-        for plan in plans:
-            filled = [bool(batch) for batch in plan]
-            assert filled == sorted(filled, reverse=True)  # the empty ones on top
-            fit = [len(b) == 1 or padded_tokens(b, sizes) <= budget for b in plan if b]
-            assert all(fit), seed
-        # No more of them than rows cut anywhere need, and the last to be trained are the longest
-        batches = [batch for turn in zip(*plans, strict=True) for batch in turn if batch]
-        order = order_rows(sizes)
-        rows = [[row] for row in order]
-        needed = len(pack_by_tokens(sizes, rows, budget))
-        assert len(plans[0]) == -(-needed // world), seed
-        assert list(itertools.chain(*batches)) == order
-        # No slower than the best cut into so many of one size; ranks wait for the one with most
-        cuts = [pack_by_tokens(sizes, rows, n) for n in range(0, budget + 1, max(1, budget // 50))]
-        cuts = [cut for cut in cuts if len(cut) <= len(plans[0]) * world]
-        best = min((seconds(cut, sizes, world) for cut in cuts), default=math.inf)
-        assert seconds(batches, sizes, world) <= 1.05 * best + 2 * max(map(sum, sizes), default=0)
-
-
-def seconds(batches, sizes, world):
-    costs = [padded_tokens(batch, sizes) for batch in batches]
-    return sum(max(costs[i : i + world]) for i in range(0, len(costs), world))
-
-
-def test_micro_batches_are_of_one_size_and_groups_whole_where_that_is_no_slower():
-    groups = [(g, 40, 10) for g in range(8) for _ in range(4)]  # 8 groups of 4 rows, 95 tokens each
-    one = plan_micro_batches(groups, 1, 300)
-    assert [len(b) for b in one[0]] == [12, 12, 8]  # and not 12.6 and the rest
-    two = plan_micro_batches(groups, 2, 400)
-    assert [[len(b) for b in plan] for plan in two] == [[16], [16]]
-    # Three groups on two ranks: whole ones would let a rank wait for half of its time
-    uneven = plan_micro_batches(groups[:12], 2, 400)
-    assert [[len(b) for b in plan] for plan in uneven] == [[6], [6]]
-
-
 EIGHT = [
     [1 + (7 * i + 3 * t) % 109 for t in range(n)] for i, n in enumerate([4, 1, 3, 8, 12, 2, 6, 5])
 ]
@@ -367,7 +288,7 @@ def test_the_examples_in_the_docstrings_hold():
         "pack_by_tokens": pack_by_tokens,
         "plan_micro_batches": plan_micro_batches,
     }
-    for name, function in [*vars(forward).items(), *vars(grpo_loss).items()]:
+    for name, function in [*vars(micro_batches).items(), *vars(grpo_loss).items()]:
         if not inspect.isfunction(function) or name not in calls:
             continue
         ((inputs, output),) = re.findall(r"Example: (.*) -> (.*)", function.__doc__)

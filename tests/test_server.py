@@ -689,6 +689,12 @@ def test_several_groups_that_do_not_fit_are_none_of_them_stored(app, store):
     assert len(store.waiting(9, 0)) == 3
 
 
+@pytest.mark.parametrize("path", ["/stats", "/live", "/policy"])
+def test_a_query_that_is_no_text_is_refused_with_a_sentence(app, path):
+    status, _, body = call(app(), "GET", path, QUERY_STRING="run=%ff")
+    assert status == 400 and b"a query of text" in body
+
+
 def test_info_and_stats(app, store):
     app = app()
     put(store, 0)

@@ -699,34 +699,6 @@ def test_micro_batches_are_trained_in_the_order_in_which_they_are_scored(monkeyp
         assert [x.tolist() for x in others[id]] == [[-1, -1, -1], [-1]]
 
 
-@pytest.mark.parametrize("cpu_threads", [0, 2])
-def test_the_server_gets_a_core_for_as_long_as_it_scores(monkeypatch, cpu_threads):
-    """Until all of the step is scored, not just what is trained first; and the row's scores."""
-    alone, before = exchanges(["c"], ["a"], ["b"])[0], torch.get_num_threads()
-    monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(grpo, "training_threads", lambda given: 2)
-    monkeypatch.setattr(grpo, "CPU_THREADS", cpu_threads)
-    monkeypatch.setattr(grpo, "MICRO_BATCH_TOKENS", 8)
-    groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=id, ref_logps=None) for id in "abc"]
-    rows = grpo.make_rows(groups, 0)
-    for number, row in enumerate(rows):  # of other prompts
-        row.prompt = [number // 2]
-    alone.begin("abc", step=0, oldest=0)
-    module = SimpleNamespace(shares=True)
-    engine = SimpleNamespace(module=module, device=torch.device("cpu"))
-    seen = []
-    for mine, last, score in grpo.micro_batches(engine, rows, alone, Clock()):
-        threads = torch.get_num_threads()
-        score()
-        seen.append((mine[0].group, len(mine), last, threads, torch.get_num_threads()))
-        assert [len(row.ref_logps) for row in mine] == [3, 1]
-    torch.set_num_threads(before)
-    few = 2 if cpu_threads else 1
-    assert seen[0] == ("c", 2, False, few, few)
-    assert seen[1:] == [("a", 2, False, few, 2), ("b", 2, True, 2, 2)]
-
-
 def test_ranks_agree_though_one_of_their_groups_came_with_regrouped_ones(monkeypatch):
     """Rank 0 knows more than the others then, and must not act on it alone: they would hang."""
     ranks, both = Ranks(monkeypatch), exchanges(["a", "x+0"], ["x+1"], ["b"])

@@ -1,0 +1,147 @@
+"""Micro-batches: which rows run forward and backward together, and in which order.
+
+    plans = plan_micro_batches(sizes, world, budget=8192)   # for each rank, lists of row numbers
+    for mine, last, score in micro_batches(rows, engine, exchange, ...): ...
+
+The reference server cuts what it scores by the same plan. So what it has scored first is trained
+while it scores on, and a step waits for little more than the first of its micro-batches.
+"""
+
+import bisect
+import functools
+import itertools
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+
+# --- The plan -----------------------------------------------------------------------
+def number_prompts(prompts, share):
+    """-> for each row the number of its prompt: neighbours with equal prompts share one.
+
+    With `share` False each row has its own. Example: [[1], [1], [2]], True -> [0, 0, 1]
+    """
+    if not share:
+        return list(range(len(prompts)))
+    runs = itertools.groupby(prompts)
+    return [number for number, (_, run) in enumerate(runs) for _ in run]
+
+
+def order_rows(sizes):
+    """-> row numbers: a prompt's rows together, longest first; prompts by their longest row."""
+    longest = Counter()
+    for prompt, _, tokens in sizes:
+        longest[prompt] = max(tokens, longest[prompt])
+
+    def place(row):
+        prompt, _, tokens = sizes[row]
+        return -longest[prompt], prompt, -tokens
+
+    return sorted(range(len(sizes)), key=place)
+
+
+def pack_by_tokens(sizes, units, budget):
+    """Packs `units`, lists of row numbers, into batches in their order; a unit never splits.
+
+    `sizes` has (prompt number, prompt tokens, completion tokens) of every row. A batch has at most
+    `budget` padded_tokens, unless it is a single unit.
+    Example: [(0, 5, 3), (0, 5, 2), (1, 4, 1)], [[0], [1], [2]], 14 -> [[0, 1], [2]]
+    """
+    batches, prompts, wide, long = [], 0, 0, 0
+    for unit in units:
+        own = shape(sizes, unit)
+        shared = bool(batches) and sizes[batches[-1][-1]][0] == sizes[unit[0]][0]
+        grown = prompts + own[0] - shared, max(wide, own[1]), max(long, own[2])
+        if not batches or padded_tokens(len(batches[-1]) + len(unit), *grown) > budget:
+            batches.append([])
+            grown = own
+        batches[-1] += unit
+        prompts, wide, long = grown
+    return batches
+
+
+def shape(sizes, rows):
+    """-> (prompts, tokens of the longest, tokens of the longest completion) of rows."""
+    prompts, wide, long = zip(*(sizes[row] for row in rows), strict=True)
+    return len(set(prompts)), max(wide), max(long)
+
+
+def padded_tokens(rows, prompts, wide, long):
+    """-> what a batch costs: its prompts at the width of the longest, its rows at the width of the
+    longest completion, and an eighth of a token for each token of a shared prompt that a further
+    row attends to: its keys and values are no work, but memory."""
+    return prompts * wide + rows * long + (rows - prompts) * wide // 8
+
+
+def plan_micro_batches(sizes, world, budget):
+    """-> for each rank a list of micro-batches (lists of row numbers), equally many for each rank.
+
+    As few as there can be, and of one size rather than full ones and a rest: in each ZeRO-2
+    communicates, so ranks wait there for the one with most. Groups stay whole unless that takes
+    longer. The server cuts what it scores in the same way, so that what it has scored first can be
+    trained while it scores on. A rank without rows for its last micro-batch gets an empty one.
+    Example: [(0, 4, 1), (1, 4, 5), (2, 4, 3)], 2 ranks, budget 9 -> [[[1], [0]], [[2], []]]
+    """
+    order = order_rows(sizes)
+    rows = [[row] for row in order]
+    groups = [list(run) for _, run in itertools.groupby(order, key=lambda row: sizes[row][0])]
+    most = -(-len(pack_by_tokens(sizes, rows, budget)) // world) * world
+    plans = []
+    for units in (groups, rows):
+        # the smallest budget that needs no more batches makes them equal
+        def enough(limit, units=units):
+            return len(pack_by_tokens(sizes, units, limit)) <= most
+
+        limit = bisect.bisect_left(range(budget), True, key=enough) if most > 1 else budget
+        plans.append(pack_by_tokens(sizes, units, limit))
+
+    def seconds(batches):
+        costs = [padded_tokens(len(batch), *shape(sizes, batch)) for batch in batches]
+        fits = [c <= budget or len(batch) == 1 for c, batch in zip(costs, batches, strict=True)]
+        turns = [max(costs[i : i + world]) for i in range(0, len(costs), world)]
+        return len(batches) > most or not all(fits), sum(turns)
+
+    batches = min(plans, key=seconds)
+    batches += [[]] * (-len(batches) % world)
+    return [batches[rank::world] for rank in range(world)]
+
+
+# --- The order ----------------------------------------------------------------------
+def micro_batches(rows, engine, exchange, clock, *, budget, threads, own_cores):
+    """Yields (mine, last, score) for each micro-batch: this rank's rows, perhaps none; whether it
+    is the step's last; and what waits for their log-probs under the reference.
+
+    That which the reference has scored first comes first, the same on all ranks. `threads` are this
+    process's on a CPU: one less while the server scores, unless they are its `own_cores`.
+    """
+    numbers = number_prompts([row.prompt for row in rows], engine.module.shares)
+    sizes = [(n, len(r.prompt), len(r.completion)) for n, r in zip(numbers, rows, strict=True)]
+    plans = plan_micro_batches(sizes, dist.get_world_size(), budget)
+    left = list(range(len(plans[0])))  # numbers of micro-batches; each rank has as many
+    needs = [{rows[i].group for plan in plans for i in plan[k]} for k in left]
+    everything = set().union(*needs)
+
+    def share_cores(look):
+        # A server on these cores is computing meanwhile: a thread too many waits for the others
+        if exchange and engine.device.type == "cpu" and threads > 1 and not own_cores:
+            if look:
+                exchange.look(everything)
+            torch.set_num_threads(threads - (not exchange.has(everything)))
+
+    def score(mine, groups):
+        if exchange:
+            with clock.part("wait"):
+                exchange.wait_for(groups)
+                share_cores(look=True)
+            for row in mine:
+                if row.ref_logps is None and row.group in exchange.scores:
+                    row.ref_logps = exchange.scores[row.group][row.number]
+
+    torch.set_num_threads(threads)
+    while left:
+        with clock.part("wait"):
+            now = left.pop(exchange.first_scored([needs[k] for k in left]) if exchange else 0)
+            share_cores(look=False)
+        mine = [rows[i] for i in plans[dist.get_rank()][now]]
+        yield mine, not left, functools.partial(score, mine, needs[now])
