@@ -88,7 +88,7 @@ class Gate(bottle.Bottle):
             return query.decode().run or "", numbers
         except ValueError as error:
             self.refuse(
-                400, f"a query of text, with version and offset as numbers, please: {error}"
+                400, f"a query of text, where version and offset must be numbers: {error}"
             )
 
     def takes_json(self, path):
