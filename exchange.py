@@ -6,6 +6,8 @@ no time of its own. Every rank sees the whole step, and works out denominators a
 micro-batches by itself; none can disagree.
 """
 
+from urllib.parse import urlsplit
+
 import torch.distributed as dist
 
 from client import Wait
@@ -22,9 +24,15 @@ class Exchange:
         self.server, self.run, self.limit = server, run, wait_limit_seconds
         self.seen = set()  # ids of all that came: a lease that ran out hands them out again
         self.spare = {}  # rank 0: groups of workers that came and nobody asked for yet, by id
-        self.wanted, self.scores = set(), {}  # what was sampled for this step; its log-probs
+        self.wanted, self.scores = set(), {}  # what was sampled for this step; {id: [(T,), ...]}
+        self.fresh = {}  # rank 0: log-probs (N,) and lengths that the other ranks do not know yet
         self.dropped, self.oldest = 0, 0  # groups that were too old; policies that are not
         self.step = 0  # updates so far
+
+    @property
+    def same_machine(self):
+        """Whether the server's address is this machine's, so that it may share the ranks' cores."""
+        return urlsplit(self.server.url).hostname in ("127.0.0.1", "localhost", "::1")
 
     def workers_groups(self, number, *, step, oldest, wait):
         """-> up to `number` groups that workers sampled, just so many if `wait`.
@@ -53,6 +61,7 @@ class Exchange:
         """The ranks have uploaded groups with these ids, to have them scored; what a policy before
         version `oldest` sampled is of no more use to this run."""
         self.wanted, self.scores, self.step, self.oldest = set(ids), {}, step, oldest
+        self.fresh = {}
 
     def whole(self, ids):
         """-> these groups, once the server has scored them all."""
@@ -65,9 +74,8 @@ class Exchange:
                 else:
                     waiting.turn(f"{len(missing)} of {len(ids)} are not scored yet", pause=0)
             groups = [self.spare.pop(id) for id in ids]
-        # Scores may have come with them, and all ranks must know the same
-        groups, self.scores = self._shared((groups, self.scores))
-        return groups
+        self._tell()  # scores may have come with them, and all ranks must know the same
+        return self._shared(groups)
 
     def first_scored(self, choices):
         """-> the number of one of `choices`, sets of ids, whose scores are there; if there is none,
@@ -82,11 +90,11 @@ class Exchange:
         if missing:
             if dist.get_rank() == 0:
                 self._fetch(missing, self.oldest, patience=False)
-            self.scores = self._shared(self.scores)
+            self._tell()
 
     def has(self, ids):
-        """Whether `self.scores` has the log-probs, {id: [(T,), ...]}, of all these groups that were
-        sampled for this step: the same on all ranks, without a word."""
+        """Whether `self.scores` has the log-probs of all these groups that were sampled for this
+        step: the same on all ranks, without a word."""
         return ids & self.wanted <= self.scores.keys()
 
     def wait_for(self, ids):
@@ -96,12 +104,13 @@ class Exchange:
         ids = ids & self.wanted
         if dist.get_rank() == 0:
             waiting = Wait(f"log-probs of {self.run} from {self.server.url}", self.limit)
-            while missing := len(ids - self.scores.keys()):
-                if self._fetch(len(self.wanted - self.scores.keys()), self.oldest, patience=True):
+            while missing := len(ids - self.scores.keys() - self.fresh.keys()):
+                left = self.wanted - self.scores.keys() - self.fresh.keys()
+                if self._fetch(len(left), self.oldest, patience=True):
                     waiting.moved()
                 else:
                     waiting.turn(f"{missing} groups are not scored yet", pause=0)
-        self.scores = self._shared(self.scores)
+        self._tell()
 
     def _fetch(self, number, oldest, patience):
         """Leases up to `number` groups. -> whether any came that had not come before."""
@@ -113,10 +122,15 @@ class Exchange:
         self.seen |= bodies.keys()
         for group in sorted(new, key=lambda group: group.id):
             if group.id in self.wanted:
-                self.scores[group.id] = group.completions(group.ref_logps)
+                self.fresh[group.id] = group.ref_logps, group.completion_lengths.tolist()
             else:
                 self.spare[group.id] = group
         return bool(new)
+
+    def _tell(self):
+        """All ranks take in the log-probs that rank 0 has fetched."""
+        fresh, self.fresh = self._shared(self.fresh), {}
+        self.scores |= {id: logps.split(lengths) for id, (logps, lengths) in fresh.items()}
 
     def _drop(self, ids):
         """Forgets spare groups that are too old; the server would hand them out again."""

@@ -87,9 +87,7 @@ class Gate(bottle.Bottle):
                 raise ValueError("too large")
             return query.decode().run or "", numbers
         except ValueError as error:
-            self.refuse(
-                400, f"a query of text, where version and offset must be numbers: {error}"
-            )
+            self.refuse(400, f"a query of text, where version and offset must be numbers: {error}")
 
     def takes_json(self, path):
         """A route for POST: its parameters are the names and types that the body's JSON must have,

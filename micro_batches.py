@@ -1,13 +1,12 @@
 """Micro-batches: which rows run forward and backward together, and in which order.
 
-    plans = plan_micro_batches(sizes, world, budget=8192)   # for each rank, lists of row numbers
+    plans = plan_micro_batches(sizes, world, budget)        # for each rank, lists of row numbers
     for mine, last, score in micro_batches(rows, engine, exchange, ...): ...
 
-The reference server cuts what it scores by the same plan. So what it has scored first is trained
-while it scores on, and a step waits for little more than the first of its micro-batches.
+What the reference server has scored first is trained while it scores on: a step waits for little
+more than the first of its micro-batches.
 """
 
-import bisect
 import functools
 import itertools
 from collections import Counter
@@ -44,8 +43,8 @@ def order_rows(sizes):
 def pack_by_tokens(sizes, units, budget):
     """Packs `units`, lists of row numbers, into batches in their order; a unit never splits.
 
-    `sizes` has (prompt number, prompt tokens, completion tokens) of every row. A batch has at most
-    `budget` padded_tokens, unless it is a single unit.
+    `sizes` has (prompt number, prompt tokens, completion tokens) of every row; a prompt's rows are
+    neighbours. A batch has at most `budget` padded_tokens, unless it is a single unit.
     Example: [(0, 5, 3), (0, 5, 2), (1, 4, 1)], [[0], [1], [2]], 14 -> [[0, 1], [2]]
     """
     batches, prompts, wide, long = [], 0, 0, 0
@@ -74,33 +73,41 @@ def padded_tokens(rows, prompts, wide, long):
     return prompts * wide + rows * long + (rows - prompts) * wide // 8
 
 
+def whole_groups(sizes, budget):
+    """-> units for pack_by_tokens: the rows of a prompt, or single ones where all do not fit."""
+    units = []
+    for _, run in itertools.groupby(order_rows(sizes), key=lambda row: sizes[row][0]):
+        rows = list(run)
+        fit = padded_tokens(len(rows), *shape(sizes, rows)) <= budget
+        units += [rows] if fit else [[row] for row in rows]
+    return units
+
+
 def plan_micro_batches(sizes, world, budget):
     """-> for each rank a list of micro-batches (lists of row numbers), equally many for each rank.
 
     As few as there can be, and of one size rather than full ones and a rest: in each ZeRO-2
-    communicates, so ranks wait there for the one with most. Groups stay whole unless that takes
-    longer. The server cuts what it scores in the same way, so that what it has scored first can be
-    trained while it scores on. A rank without rows for its last micro-batch gets an empty one.
+    communicates, so ranks wait there for the one with most. Where it takes no more of them, and no
+    longer, groups stay whole: one that is cut waits for the scores of two. A rank without rows for
+    its last micro-batch gets an empty one.
     Example: [(0, 4, 1), (1, 4, 5), (2, 4, 3)], 2 ranks, budget 9 -> [[[1], [0]], [[2], []]]
     """
-    order = order_rows(sizes)
-    rows = [[row] for row in order]
-    groups = [list(run) for _, run in itertools.groupby(order, key=lambda row: sizes[row][0])]
+    rows = [[row] for row in order_rows(sizes)]
     most = -(-len(pack_by_tokens(sizes, rows, budget)) // world) * world
     plans = []
-    for units in (groups, rows):
-        # the smallest budget that needs no more batches makes them equal
-        def enough(limit, units=units):
-            return len(pack_by_tokens(sizes, units, limit)) <= most
-
-        limit = bisect.bisect_left(range(budget), True, key=enough) if most > 1 else budget
-        plans.append(pack_by_tokens(sizes, units, limit))
+    for units in (whole_groups(sizes, budget), rows):
+        # The smallest budget that needs no more batches makes them equal: to a 64th
+        low, high = 0 if most > 1 else budget, budget
+        while high - low > 1 + high // 64:
+            middle = (low + high) // 2
+            enough = len(pack_by_tokens(sizes, units, middle)) <= most
+            low, high = (low, middle) if enough else (middle, high)
+        plans.append(pack_by_tokens(sizes, units, high))
 
     def seconds(batches):
         costs = [padded_tokens(len(batch), *shape(sizes, batch)) for batch in batches]
-        fits = [c <= budget or len(batch) == 1 for c, batch in zip(costs, batches, strict=True)]
         turns = [max(costs[i : i + world]) for i in range(0, len(costs), world)]
-        return len(batches) > most or not all(fits), sum(turns)
+        return len(batches) > most, sum(turns)
 
     batches = min(plans, key=seconds)
     batches += [[]] * (-len(batches) % world)
@@ -113,7 +120,7 @@ def micro_batches(rows, engine, exchange, clock, *, budget, threads, own_cores):
     is the step's last; and what waits for their log-probs under the reference.
 
     That which the reference has scored first comes first, the same on all ranks. `threads` are this
-    process's on a CPU: one less while the server scores, unless they are its `own_cores`.
+    process's on a CPU: one less while a server beside it scores, unless they are its `own_cores`.
     """
     numbers = number_prompts([row.prompt for row in rows], engine.module.shares)
     sizes = [(n, len(r.prompt), len(r.completion)) for n, r in zip(numbers, rows, strict=True)]
@@ -122,18 +129,18 @@ def micro_batches(rows, engine, exchange, clock, *, budget, threads, own_cores):
     needs = [{rows[i].group for plan in plans for i in plan[k]} for k in left]
     everything = set().union(*needs)
 
-    def share_cores(look):
+    def share_cores():
         # A server on these cores is computing meanwhile: a thread too many waits for the others
-        if exchange and engine.device.type == "cpu" and threads > 1 and not own_cores:
-            if look:
-                exchange.look(everything)
-            torch.set_num_threads(threads - (not exchange.has(everything)))
+        if exchange and exchange.same_machine and engine.device.type == "cpu" and not own_cores:
+            torch.set_num_threads(max(1, threads - (not exchange.has(everything))))
 
     def score(mine, groups):
         if exchange:
             with clock.part("wait"):
                 exchange.wait_for(groups)
-                share_cores(look=True)
+                if dist.get_world_size() == 1:  # where it costs no broadcast
+                    exchange.look(everything)
+                share_cores()
             for row in mine:
                 if row.ref_logps is None and row.group in exchange.scores:
                     row.ref_logps = exchange.scores[row.group][row.number]
@@ -142,6 +149,6 @@ def micro_batches(rows, engine, exchange, clock, *, budget, threads, own_cores):
     while left:
         with clock.part("wait"):
             now = left.pop(exchange.first_scored([needs[k] for k in left]) if exchange else 0)
-            share_cores(look=False)
+            share_cores()
         mine = [rows[i] for i in plans[dist.get_rank()][now]]
         yield mine, not left, functools.partial(score, mine, needs[now])

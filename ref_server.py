@@ -77,7 +77,7 @@ def add_uploads(app, store, hub, reference, regroup):
         ]  # all are right, or none is stored
         pooled = asked.get("pool") == "1"
         oldest = min(int(asked.get("oldest") or 0), 2**62)
-        with store.together():  # so that they are scored together, too
+        with store.together():  # so that what is scored is cut from all of them
             answers = [take(*pair, pooled, oldest) for pair in zip(groups, bodies, strict=True)]
         return {"groups": answers} if asked.get("several") == "1" else answers[0]
 

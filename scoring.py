@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from forward import CompletionModel
 from grpo_loss_triton import linear_logps
-from micro_batches import number_prompts, plan_micro_batches
+from micro_batches import number_prompts, pack_by_tokens, whole_groups
 from policy import load_model, load_tokenizer, load_weights, merge_adapters
 from wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
 
@@ -60,7 +60,7 @@ def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
     numbers = number_prompts(prompts, model.shares)
     rows = zip(numbers, prompts, completions, strict=True)
     sizes = [(number, len(p), len(c)) for number, p, c in rows]
-    (batches,) = plan_micro_batches(sizes, 1, budget)
+    batches = pack_by_tokens(sizes, whole_groups(sizes, budget), budget)
     yield from map(score, reversed(batches))
 
 
@@ -75,7 +75,8 @@ def score_groups(store, stored, score, **limits):
     left, parts = dict(stored), scored_parts(stored, score, limits)
     while left:
         try:
-            part = next(parts)
+            part = next(parts, None)
+            assert part, f"{len(left)} of {len(stored)} groups were not scored"
         except Exception as error:  # noqa: BLE001 (printed, stored, raised in the trainer)
             failure = f"{type(error).__name__}: {error}"
             traceback.print_exc()
@@ -113,7 +114,7 @@ def scored_parts(stored, score, limits):
 
 class Reference:
     """The frozen model, and `info`, what GET /info says of it. POST /reference gives it the weights
-    of a run's policy (iterative GRPO), between two batches; they outlast a restart of the server.
+    of a run's policy (iterative GRPO), between two picks; they outlast a restart of the server.
     """
 
     def __init__(self, store, folder, *, model, dtype, temperature, share_prompts):
@@ -150,7 +151,7 @@ class Reference:
             raise ValueError(error)
 
     def obey(self):
-        """Carries out what replace() asks for; called between two batches."""
+        """Carries out what replace() asks for; called between two picks from the store."""
         while not self.orders.empty():
             path, weights, answer = self.orders.get()
             name = weights or self.name

@@ -345,7 +345,7 @@ class Store:
             return [(seq[0], self.db.execute(body, seq).fetchone()[0]) for seq in chosen]
 
     def scored(self, bodies):
-        """Stores {seq: body with log-probs}, all at once: a lease that waits finds them all."""
+        """Stores {seq: body with log-probs}, all at once: a lease that waits finds all of them."""
         with self.changed, self._together():
             for seq, body in bodies.items():
                 old = "SELECT bytes FROM groups WHERE seq=? AND state='waiting'"
@@ -367,6 +367,7 @@ class Store:
 
     def lease(self, run, limit, *, seconds, patience):
         """-> {id: body} of up to `limit` scored groups of the run, oldest first; may be empty.
+        Of a few batches' groups those are there first that are scored first, the shortest.
 
         Raises RuntimeError if scoring one of the run's groups failed: its trainer should know.
         """

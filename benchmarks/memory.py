@@ -102,7 +102,7 @@ class Sizes:
 
 
 def micro_batch(prompt, completion):
-    """-> (prompts, rows, width of a row) of the first micro-batch, cut as the trainer cuts it."""
+    """-> (prompts, rows, width of a row) of the largest micro-batch that the trainer may cut."""
     share, group = trainer.SHARE_PROMPTS, trainer.GROUP_SIZE
     rows = range(max(group, trainer.MICRO_BATCH_TOKENS // completion + group))
     sizes = [(row // group if share else row, prompt, completion) for row in rows]

@@ -7,10 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_trainer import a_group, exchanges
+from test_trainer import Ranks, a_group, exchanges
 
 import grpo_ref_split as grpo
-from micro_batches import micro_batches, order_rows, pack_by_tokens, plan_micro_batches
+from micro_batches import (
+    micro_batches,
+    order_rows,
+    pack_by_tokens,
+    plan_micro_batches,
+    whole_groups,
+)
 from report import Clock
 
 
@@ -82,8 +88,12 @@ def seconds(batches, sizes, world):
 
 def test_micro_batches_are_of_one_size_and_groups_whole_where_that_is_no_slower():
     groups = [(g, 40, 10) for g in range(8) for _ in range(4)]  # 8 groups of 4 rows, 95 tokens each
-    one = plan_micro_batches(groups, 1, 300)
-    assert [len(b) for b in one[0]] == [12, 12, 8]  # and not 12.6 and the rest
+    rows = [[row] for row in order_rows(groups)]
+    assert [len(b) for b in pack_by_tokens(groups, rows, 250)] == [9, 9, 9, 5]  # rows cut anywhere
+    assert [len(b) for b in plan_micro_batches(groups, 1, 250)[0]] == [8, 8, 8, 8]
+    # Three groups fit: where they are cut, in equal thirds, one in three waits for two scorings
+    three = plan_micro_batches([(g, 400, 64) for g in range(8) for _ in range(8)], 1, 4096)
+    assert [len(b) for b in three[0]] == [24, 24, 16]
     two = plan_micro_batches(groups, 2, 400)
     assert [[len(b) for b in plan] for plan in two] == [[16], [16]]
     # Three groups on two ranks: whole ones would let a rank wait for half of its time
@@ -91,27 +101,71 @@ def test_micro_batches_are_of_one_size_and_groups_whole_where_that_is_no_slower(
     assert [[len(b) for b in plan] for plan in uneven] == [[6], [6]]
 
 
+def test_what_the_server_scores_is_cut_between_groups_unless_one_is_too_large():
+    small, large = [(0, 40, 10)] * 4, [(1, 40, 100)] * 4
+    assert whole_groups(small + large, 200) == [[4], [5], [6], [7], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("threads", [(2, 2), (2, 1), (1, 2)])
+def test_ranks_with_unlike_numbers_of_cores_call_the_same(monkeypatch, threads):
+    """A broadcast by one rank in the other's backward would hang both."""
+    ranks, both = Ranks(monkeypatch), exchanges(["f", "e"], ["a", "d"], ["b", "c"])
+    monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 2)
+    both[1].server = both[0].server
+    module = SimpleNamespace(shares=True)
+    engine = SimpleNamespace(module=module, device=torch.device("cpu"))
+
+    def steps(rank):
+        both[rank].begin("abcdef", step=0, oldest=0)
+        rows, order = unscored_rows("abcdef"), []
+        settings = {"budget": 8, "threads": threads[rank], "own_cores": False}
+        for mine, _, score in micro_batches(rows, engine, both[rank], Clock(), **settings):
+            score()
+            ranks.meet("backward")
+            order.append([row.group for row in mine])
+            assert all(row.ref_logps is not None for row in mine)
+        return order
+
+    before = torch.get_num_threads()
+    try:
+        first, second = ranks.run(steps)
+    finally:
+        torch.set_num_threads(before)
+    assert len(first) == len(second) == 3
+    assert sorted(itertools.chain(*first, *second)) == sorted("aabbccddeeff")
+
+
+def unscored_rows(ids):
+    """-> the rows of groups of two, each with a prompt of its own."""
+    groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=id, ref_logps=None) for id in ids]
+    rows = grpo.make_rows(groups, 0)
+    for number, row in enumerate(rows):
+        row.prompt = [number // 2]
+    return rows
+
+
 @pytest.mark.parametrize("own_cores", [False, True])
-def test_the_server_gets_a_core_for_as_long_as_it_scores(monkeypatch, own_cores):
+@pytest.mark.parametrize("url", ["http://127.0.0.1:59875", "http://far.away:59875"])
+def test_a_server_beside_gets_a_core_for_as_long_as_it_scores(monkeypatch, own_cores, url):
     """Until all of the step is scored, not just what is trained first; and the row's scores."""
     alone, before = exchanges(["c"], ["a"], ["b"])[0], torch.get_num_threads()
     monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 1)
-    groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=id, ref_logps=None) for id in "abc"]
-    rows = grpo.make_rows(groups, 0)
-    for number, row in enumerate(rows):  # of other prompts
-        row.prompt = [number // 2]
+    alone.server.url = url
     alone.begin("abc", step=0, oldest=0)
     module = SimpleNamespace(shares=True)
     engine = SimpleNamespace(module=module, device=torch.device("cpu"))
     seen = []
     settings = {"budget": 8, "threads": 2, "own_cores": own_cores}
-    for mine, last, score in micro_batches(rows, engine, alone, Clock(), **settings):
-        threads = torch.get_num_threads()
-        score()
-        seen.append((mine[0].group, len(mine), last, threads, torch.get_num_threads()))
-        assert [len(row.ref_logps) for row in mine] == [3, 1]
-    torch.set_num_threads(before)
-    few = 2 if own_cores else 1
+    rows = unscored_rows("abc")
+    try:
+        for mine, last, score in micro_batches(rows, engine, alone, Clock(), **settings):
+            threads = torch.get_num_threads()
+            score()
+            seen.append((mine[0].group, len(mine), last, threads, torch.get_num_threads()))
+            assert [len(row.ref_logps) for row in mine] == [3, 1]
+    finally:
+        torch.set_num_threads(before)
+    few = 2 if own_cores or "far" in url else 1
     assert seen[0] == ("c", 2, False, few, few)
     assert seen[1:] == [("a", 2, False, few, 2), ("b", 2, True, 2, 2)]
