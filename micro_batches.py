@@ -128,17 +128,19 @@ def micro_batches(rows, engine, exchange, clock, *, budget, threads, own_cores):
     left = list(range(len(plans[0])))  # numbers of micro-batches; each rank has as many
     needs = [{rows[i].group for plan in plans for i in plan[k]} for k in left]
     everything = set().union(*needs)
+    on_cpu = engine.device.type == "cpu"
+    shared = exchange and exchange.same_machine and on_cpu and not own_cores
 
     def share_cores():
         # A server on these cores is computing meanwhile: a thread too many waits for the others
-        if exchange and exchange.same_machine and engine.device.type == "cpu" and not own_cores:
+        if shared:
             torch.set_num_threads(max(1, threads - (not exchange.has(everything))))
 
     def score(mine, groups):
         if exchange:
             with clock.part("wait"):
                 exchange.wait_for(groups)
-                if dist.get_world_size() == 1:  # where it costs no broadcast
+                if shared and dist.get_world_size() == 1:  # where it costs no broadcast
                     exchange.look(everything)
                 share_cores()
             for row in mine:
