@@ -128,8 +128,8 @@ def micro_batches(rows, engine, exchange, clock, *, budget, threads, own_cores):
     left = list(range(len(plans[0])))  # numbers of micro-batches; each rank has as many
     needs = [{rows[i].group for plan in plans for i in plan[k]} for k in left]
     everything = set().union(*needs)
-    on_cpu = engine.device.type == "cpu"
-    shared = exchange and exchange.same_machine and on_cpu and not own_cores
+    beside = exchange and exchange.same_machine
+    shared = beside and engine.device.type == "cpu" and not own_cores
 
     def share_cores():
         # A server on these cores is computing meanwhile: a thread too many waits for the others
