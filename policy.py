@@ -84,16 +84,28 @@ def load_tokenizer(name):
         raise SystemExit(f"MODEL = {name!r} can't be loaded: {error}") from error
 
 
+def own_device():
+    """Returns "cuda:N", N this process's LOCAL_RANK, or "cpu" where there is no GPU.
+
+    Turns off cuDNN's attention, PyTorch's first choice on H100, H200 and B200: with a mask its
+    backward gives NaN at key lengths of 64 modulo 128 (pytorch #196678, trl #7181), on B200 it
+    decodes wrongly (pytorch #193893), and it plans anew for every shape.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+        return device
+    return "cpu"
+
+
 def load_model(name, dtype, vocab_size):
     """-> (model, dtype) on this process's GPU or the CPU; `dtype` auto is bfloat16 on a GPU.
 
     It stays in eval mode: GPT-2 ships dropout 0.1, with which the ratio would be noise. Raises
     SystemExit if its embedding has no room for the tokenizer's ids, or it is a LoRA adapter.
     """
-    device = "cpu"
-    if torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        torch.cuda.set_device(device)
+    device = own_device()
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from policy import prompt_ids
+from policy import own_device, prompt_ids
 from tasks import arithmetic
 
 CHAT = (  # ChatML, as Qwen2.5, without a system prompt
@@ -108,8 +108,7 @@ def warm_start(folder, seed, steps, heads=4):
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen2ForCausalLM(config).to(device)
+    model = Qwen2ForCausalLM(config).to(own_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
     prompts = {}  # question -> ids, as the same ones come again
     end = [tokenizer.eos_token_id]
