@@ -19,6 +19,7 @@ from sampler import stream_groups
 from wire import tokenizer_facts
 
 ALL = "all-linear"  # PEFT's name for every linear layer but the LM head
+GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # NVIDIA's driver; the same under WSL
 
 
 @dataclass
@@ -89,25 +90,45 @@ def own_device():
 
     Turns off cuDNN's attention, PyTorch's first choice on H100, H200 and B200: with a mask its
     backward gives NaN at key lengths of 64 modulo 128 (pytorch #196678, trl #7181), on B200 it
-    decodes wrongly (pytorch #193893), and it plans anew for every shape.
+    decodes wrongly (pytorch #193893), and it plans anew for every shape. Raises SystemExit where
+    there is a GPU that torch, built for CUDA, can't use: the CPU would train for weeks, unsaid.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     if torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
         return device
+    wants_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda and any(map(os.path.exists, GPU_FILES)) and not wants_cpu:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            raise SystemExit(
+                f"there is a GPU, but torch {torch.__version__} can't use it: {error} Install a"
+                " newer driver, or a torch built for yours. CUDA_VISIBLE_DEVICES=-1 takes the CPU"
+            ) from error
     return "cpu"
 
 
+def choose_dtype(dtype, device):
+    """Returns the name of the dtype that DTYPE stands for: "auto" is bfloat16 on a GPU that has it,
+    and float32 elsewhere. Cards before Ampere (T4, V100) emulate bfloat16, at a crawl."""
+    has_bfloat16 = device != "cpu" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == "auto":
+        dtype = "bfloat16" if has_bfloat16 else "float32"
+    if device != "cpu" and not has_bfloat16:
+        print(f"this GPU has no bfloat16: {dtype} will be slow, and float32 needs twice the memory")
+    return dtype
+
+
 def load_model(name, dtype, vocab_size):
-    """-> (model, dtype) on this process's GPU or the CPU; `dtype` auto is bfloat16 on a GPU.
+    """-> (model, dtype) on this process's GPU or the CPU; `dtype` as in choose_dtype.
 
     It stays in eval mode: GPT-2 ships dropout 0.1, with which the ratio would be noise. Raises
     SystemExit if its embedding has no room for the tokenizer's ids, or it is a LoRA adapter.
     """
     device = own_device()
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
+    dtype = choose_dtype(dtype, device)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
     if getattr(model, "_hf_peft_config_loaded", False):
         raise SystemExit(

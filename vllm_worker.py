@@ -17,7 +17,7 @@ import random
 
 import torch
 
-from policy import completion_text, merge_adapters, stop_ids
+from policy import choose_dtype, completion_text, merge_adapters, own_device, stop_ids
 from sampler import Completion
 from wire import tokenizer_facts
 
@@ -191,9 +191,7 @@ def main():
 
     tokenizer, recipe, server = trainer.prepare()
     eos_ids = stop_ids(trainer.MODEL, tokenizer, trainer.STOP_TOKENS)
-    dtype = trainer.DTYPE
-    if dtype == "auto":
-        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    dtype = choose_dtype(trainer.DTYPE, own_device())
     engine = VLLMEngine(
         trainer.MODEL,
         tokenizer,

@@ -5,13 +5,19 @@ import torch
 from torch.nn import functional
 from transformers import AutoTokenizer
 
+import policy as policy_module
 import scoring
 import warm_start
 from forward import CompletionModel
-from policy import load_policy
+from policy import choose_dtype, load_policy, own_device
 from store import Store
 
 PROMPTS, COMPLETIONS = [[5, 6, 7], [8, 9]], [[3, 4, 5], [6, 7, 8]]
+
+
+def fake_gpu(monkeypatch, **functions):
+    for name, function in ({"is_available": lambda: False} | functions).items():
+        monkeypatch.setattr(torch.cuda, name, function)
 
 
 # --- cuDNN's attention ---------------------------------------------------------------
@@ -68,3 +74,40 @@ def begin_the_demo(_, scratch):
 def test_no_path_runs_a_model_by_cudnns_attention(path, choices, tiny, tmp_path):
     path(tiny, tmp_path)
     assert len(choices) >= 2 and not any(choices)
+
+
+# --- Which device, which dtype -------------------------------------------------------
+def test_a_gpu_that_torch_can_not_use_is_no_reason_to_train_on_the_cpu(monkeypatch, tmp_path):
+    too_old = "The NVIDIA driver on your system is too old (found version 12020)."
+
+    def init():
+        raise RuntimeError(too_old)
+
+    fake_gpu(monkeypatch, init=init)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(policy_module, "GPU_FILES", (str(tmp_path),))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert own_device() == "cpu"  # a build for the CPU
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(SystemExit, match="there is a GPU, but .* is too old .* a newer driver, or"):
+        own_device()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert own_device() == "cpu"  # as wished
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(policy_module, "GPU_FILES", (str(tmp_path / "none"),))
+    assert own_device() == "cpu"  # a laptop with PyPI's torch
+
+
+def test_auto_takes_bfloat16_where_the_card_has_it(monkeypatch, capsys):
+    def t4(including_emulation=True):
+        return including_emulation
+
+    assert choose_dtype("auto", "cpu") == "float32"
+    assert choose_dtype("bfloat16", "cpu") == "bfloat16"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    assert choose_dtype("auto", "cuda:0") == "bfloat16"
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", t4)
+    assert choose_dtype("auto", "cuda:0") == "float32"
+    assert choose_dtype("bfloat16", "cuda:0") == "bfloat16"
+    assert capsys.readouterr().out.count("this GPU has no bfloat16") == 2
