@@ -129,7 +129,9 @@ def load_model(name, dtype, vocab_size):
     """
     device = own_device()
     dtype = choose_dtype(dtype, device)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+    # straight to the GPU, tensor by tensor: else every rank holds the whole model in RAM at once
+    place = {} if device == "cpu" else {"device_map": {"": device}}
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **place)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise SystemExit(
             f"MODEL = {name!r} is a LoRA adapter. Merge it first, in Python:\n"

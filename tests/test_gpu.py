@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import policy as policy_module
 import scoring
@@ -111,3 +111,21 @@ def test_auto_takes_bfloat16_where_the_card_has_it(monkeypatch, capsys):
     assert choose_dtype("auto", "cuda:0") == "float32"
     assert choose_dtype("bfloat16", "cuda:0") == "bfloat16"
     assert capsys.readouterr().out.count("this GPU has no bfloat16") == 2
+
+
+def test_a_rank_loads_the_model_straight_to_its_gpu(tiny, monkeypatch):
+    """Not to RAM first: seven ranks with 7B would take 107 GB of it."""
+    asked, load = [], AutoModelForCausalLM.from_pretrained
+
+    def recorded(name, **settings):
+        asked.append(settings.pop("device_map", None))
+        return load(name, **settings)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", recorded)
+    placed = []
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: placed.append(device) or self)
+    there = {"is_available": lambda: True, "is_bf16_supported": lambda including_emulation: True}
+    fake_gpu(monkeypatch, set_device=placed.append, **there)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    policy_module.load_model(str(tiny), "float32", 400)
+    assert asked == [{"": "cuda:5"}] and placed[0] == "cuda:5"
