@@ -44,24 +44,38 @@ def start_engine(
         say(note)
     settings = {"lr": learning_rate, "betas": adam_betas, "weight_decay": weight_decay}
     trained = [p for p in policy.model.parameters() if p.requires_grad]
+    on_gpu = policy.model.device.type == "cuda"
+    # On a CPU about as fast as DeepSpeedCPUAdam, which is compiled at first use, for minutes
+    optimizer = torch.optim.AdamW(trained, fused=on_gpu or offload_optimizer, **settings)
+    config = engine_config(policy.dtype, max_grad_norm, offload_optimizer, on_gpu)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
+    """Returns DeepSpeed's configuration."""
     zero = {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": 50_000_000}
     if offload_optimizer:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        optimizer = DeepSpeedCPUAdam(trained, **settings)
         zero["offload_optimizer"] = {"device": "cpu"}
-    else:
-        fused = policy.model.device.type == "cuda"
-        optimizer = torch.optim.AdamW(trained, fused=fused, **settings)
-    config = {
+    return {
         "train_micro_batch_size_per_gpu": 1,  # a formality: accumulate() cuts micro-batches by
         "gradient_accumulation_steps": 1,  # tokens, and says itself where a step ends
         "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": max_grad_norm,
-        "bf16": {"enabled": policy.dtype == "bfloat16"},
+        "bf16": {"enabled": dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
     }
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def take_step(engine):
+    """Takes the optimiser's step, unless a part of the gradient is not finite: then all stays as it
+    is, on all ranks. Returns the gradient's norm before clipping; -1 or not finite in that case."""
+    engine.step()
+    if engine.optimizer.overflow:
+        # With offload in bf16 DeepSpeed 0.19.8 would go on adding to these sums: NaN for ever
+        for part in engine.optimizer.averaged_gradients:
+            engine.optimizer.averaged_gradients[part] = None
+    return float(engine.get_global_grad_norm())
 
 
 def training_threads(cpu_threads):

@@ -39,7 +39,7 @@ import grpo_loss_triton
 from checkpoint import check_run_dir, lock_run, open_run
 from client import RefServer
 from config import check_constants, constants_of, load_prompts, load_task
-from engine import start_engine, training_threads
+from engine import start_engine, take_step, training_threads
 from exchange import Exchange, all_ranks_groups
 from grpo_loss import group_advantages, token_weights
 from micro_batches import micro_batches
@@ -107,7 +107,7 @@ MICRO_BATCH_TOKENS = 8_192  # padded tokens per forward/backward; does not chang
 FUSED_LOSS = True  # head and loss in chunks (grpo_loss_triton.py); False holds all logits
 SHARE_PROMPTS = True  # a group's prompt runs once, and not GROUP_SIZE times; same gradient
 GRADIENT_CHECKPOINTING = True  # recomputes activations in the backward: a third slower, far smaller
-OFFLOAD_OPTIMIZER = False  # Adam states in CPU memory (DeepSpeedCPUAdam, compiled at first use)
+OFFLOAD_OPTIMIZER = False  # master weights, Adam states and its step in CPU memory
 CPU_THREADS = 0  # of forward and backward on a CPU; 0: the ranks' share of its cores, or one less
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
@@ -372,17 +372,13 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
 
 
 def optimise(engine, rows, vocab_size, step, exchange, clock):
-    """One optimiser update on the step's rows; -> its metrics, `skipped` among them.
-
-    DeepSpeed leaves weights and optimiser as they are where the gradient is not finite.
-    """
+    """One optimiser update on the step's rows; -> its metrics, `skipped` among them."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate(step)
     with clock.part("backward"):
         metrics = accumulate(engine, rows, vocab_size, exchange, clock)
     with clock.part("step"):
-        engine.step()
-        metrics["grad_norm"] = float(engine.get_global_grad_norm())
+        metrics["grad_norm"] = take_step(engine)
     metrics["learning_rate"] = learning_rate(step)
     # DeepSpeed's norm of a gradient that overflowed may also be -1
     finite = math.isfinite(metrics["loss"]) and 0 <= metrics["grad_norm"] < math.inf

@@ -66,10 +66,10 @@ def plain_gradient(policy, rows):
 
 
 def bad_steps(engine, policy):
-    """-> for two steps with a row that is not finite, and one without: whether they were skipped,
+    """-> for two steps with a row that is not finite, and two without: whether they were skipped,
     and whether weights have changed."""
-    grpo.LEARNING_RATE, result = 1e-3, []
-    for value in (torch.nan, torch.inf, 0.0):
+    grpo.LEARNING_RATE, result = 1e-2, []
+    for value in (torch.nan, torch.inf, 0.0, 0.0):
         rows = make_rows(policy, "grpo")
         rows[3].ref_logps = rows[3].ref_logps + value
         before = [p.clone() for p in policy.model.parameters()]
@@ -96,7 +96,11 @@ def main(model, out):
             result[loss_type, name] = torch.cat(gradient)
             result[loss_type, name, "metrics"] = metrics
             engine.step()
-    result["bad"] = bad_steps(engine, policy)
+    result["bad"] = {"float32": bad_steps(engine, policy)}
+    grpo.OFFLOAD_OPTIMIZER, tokenizer = True, policy.tokenizer
+    for dtype in ("float32", "bfloat16"):
+        policy = load_policy(model, tokenizer, dtype)
+        result["bad"][f"{dtype}, offload"] = bad_steps(grpo.make_engine(policy), policy)
     if dist.get_rank() == 0:
         torch.save(result, out)
     dist.destroy_process_group()
