@@ -54,8 +54,8 @@ def start_engine(
 def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
     """Returns DeepSpeed's configuration."""
     zero = {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": 50_000_000}
-    if offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
+    if offload_optimizer:  # copies from and to pinned memory take a fraction of the time
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     return {
         "train_micro_batch_size_per_gpu": 1,  # a formality: accumulate() cuts micro-batches by
         "gradient_accumulation_steps": 1,  # tokens, and says itself where a step ends

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import policy as policy_module
 import scoring
 import warm_start
+from engine import engine_config
 from forward import CompletionModel
 from policy import choose_dtype, load_policy, own_device
 from store import Store
@@ -129,3 +130,13 @@ def test_a_rank_loads_the_model_straight_to_its_gpu(tiny, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "5")
     policy_module.load_model(str(tiny), "float32", 400)
     assert asked == [{"": "cuda:5"}] and placed[0] == "cuda:5"
+
+
+def test_what_is_offloaded_from_a_gpu_goes_through_pinned_memory():
+    def offload(*settings):
+        return engine_config("bfloat16", 1.0, *settings)["zero_optimization"]["offload_optimizer"]
+
+    assert offload(True, True) == {"device": "cpu", "pin_memory": True}
+    assert offload(True, False) == {"device": "cpu", "pin_memory": False}  # nothing to pin for
+    plain = engine_config("bfloat16", 1.0, False, True)["zero_optimization"]
+    assert "offload_optimizer" not in plain
