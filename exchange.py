@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from client import Wait
-from watch import announced
+from watch import meet
 from wire import check_group, pack_group, unpack_group
 
 WORKER = "python grpo_ref_split.py worker"
@@ -165,6 +165,7 @@ class Exchange:
         """-> rank 0's value, on all ranks."""
         if dist.get_world_size() == 1:  # as it is: pickling a step's log-probs takes 10 ms
             return value
+        meet("rank 0, which asks the server")
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
@@ -185,8 +186,8 @@ def all_ranks_groups(mine, uploader, exchange, *, step, oldest, scored):
             check_group(group, None, None)
     if world > 1:
         everyone = [None] * world
-        with announced("the other ranks' groups"):
-            dist.all_gather_object(everyone, ([pack_group(group) for group in mine], joined))
+        meet("the other ranks' groups")
+        dist.all_gather_object(everyone, ([pack_group(group) for group in mine], joined))
         groups = [unpack_group(body) for bodies, _ in everyone for body in bodies]
         joined = [id for _, ids in everyone for id in ids]
     if exchange:

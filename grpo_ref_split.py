@@ -47,7 +47,7 @@ from policy import load_policy, load_tokenizer
 from policy_sync import Followers, check_first_update
 from report import Clock, Page, RunFolder, evaluate, rollout_metrics, say, say_parts, show
 from rollout import Recipe, Stream, Uploader, make_group, rollout, tally_of
-from watch import Heartbeats, announced, watch_launcher
+from watch import Heartbeats, meet, watch_launcher
 from wire import tokenizer_facts
 
 # --- What to train ------------------------------------------------------------------
@@ -445,8 +445,8 @@ def main():
     exchange = Exchange(server, progress.run, WAIT_LIMIT_SECONDS) if server else None
     followers = make_followers(policy, recipe, exchange)
     followers.begin(progress, model=MODEL, run_dir=RUN_DIR)
-    with announced("rank 0 and the server"):
-        dist.barrier()  # nobody samples before the server has undone what came after the checkpoint
+    # nobody samples before the server has undone what came after the checkpoint
+    meet("rank 0, which resumes the run at the server")
     train(policy, engine, recipe, test, stream, exchange, followers, progress)
     # Not where it failed: the run may go on, and its workers and groups wait for that
     if server and rank == 0:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from rollout import TALLY, sampled_and_rewarded
-from watch import in_background
+from watch import in_background, meet
 
 
 def say(text):
@@ -80,6 +80,7 @@ def evaluate(engine, recipe, prompts):
         count.update({f"positive_{name}": int(r > 0) for name, r in rewards[0].items()})
     names = ["accuracy", *(f"positive_{name}" for name in recipe.reward_weights)]
     names += ["truncated", "completion_tokens"]
+    meet("the other ranks' part of the evaluation")
     total = add_up(count, ["questions", *names])
     return {f"eval_{name}": total[name] / total["questions"] for name in names}
 

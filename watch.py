@@ -2,6 +2,7 @@
 
 with timely(seconds, text): ...          # a reward function gets so long
 with announced(text): ...                # what may wait says so every 10 s
+meet(text)                               # until all ranks are here, however far apart they are
 watch_launcher()                         # a rank ends when deepspeed, which started it, does
 Heartbeats(rank, world, limit)           # and when another rank is not heard of any more
 """
@@ -16,6 +17,7 @@ import threading
 import time
 
 import psutil
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 LOOK_SECONDS = 5  # between two looks at the others
@@ -104,6 +106,43 @@ def announced(what):
         over.set()
 
 
+class Meetings:
+    """The process group's key-value store, this thread's own connection to it, and how many
+    meetings there were."""
+
+    group = store = None
+    number = 0
+
+
+def meet(what):
+    """Returns when all ranks have called it; says every 10 s which are missing. For `what` may take
+    long: a collective gives up after the process group's limit, also where all is well and one rank
+    still samples or waits for a slow worker. A rank that is gone ends the others: Heartbeats.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world == 1:
+        return
+    if Meetings.group is not distributed_c10d._get_default_store():  # another one than before
+        Meetings.group, Meetings.number = distributed_c10d._get_default_store(), 0
+        Meetings.store = Meetings.group.clone()
+    Meetings.number += 1
+    store, number, began = Meetings.store, Meetings.number, time.monotonic()
+    said = began
+    store.set(f"meeting/{rank}", str(number))
+    if store.add("meeting/arrivals", 1) == number * world:
+        store.set(f"meeting/over/{number}", "")
+        store.delete_key(f"meeting/over/{number - 1}")
+    while not store.check([f"meeting/over/{number}"]):  # store.wait() would log each time-out
+        now = time.monotonic()
+        if now - said >= 10:
+            said = now
+            keys = {r: f"meeting/{r}" for r in range(world)}
+            there = [r for r, k in keys.items() if store.check([k]) and int(store.get(k)) >= number]
+            missing = ", ".join(str(r) for r in keys if r not in there)
+            tell(f"waiting for {what} since {now - began:.0f} s: not here yet is rank {missing}")
+        time.sleep(min(0.05, 0.0005 + (now - began) / 20))
+
+
 def watch_launcher():
     """Ends this process when one of the `deepspeed` processes above it is gone: killed, it could
     not end what it had started."""
@@ -130,17 +169,20 @@ class Heartbeats:
     """Tells the other ranks that this one is alive, and ends it when one of them is not.
 
     They tell each other through the process group's key-value store. What a rank is busy with may
-    take as long as it likes; a process that is stopped, or a machine that is gone, sends no beat.
+    take as long as it likes, if the others wait by meet(); a process that is stopped, or a machine
+    that is gone, sends no beat. Rank 0 keeps the store: what asks it then waits for ever, so that a
+    second thread looks after the one that asks.
     """
 
     def __init__(self, rank, world, limit_seconds):
         self.rank, self.world, self.limit = rank, world, limit_seconds
         self.heard = {r: (None, time.monotonic()) for r in range(world) if r != rank}
-        self.said, self.over = 0.0, False
+        self.said, self.over, self.answered = 0.0, False, time.monotonic()
         if world > 1:
             # a connection of its own: collectives may hold the other for long
             self.store = distributed_c10d._get_default_store().clone()
             in_background(self._run)
+            in_background(self._look_after)
 
     def stop(self):
         """The run is over: the others may leave."""
@@ -154,10 +196,20 @@ class Heartbeats:
                 self.store.set(f"heartbeat/{self.rank}", str(beat))
                 for rank in self.heard:
                     self._listen(rank)
+                self.answered = time.monotonic()
             except Exception as error:  # noqa: BLE001 (said, and the process ends)
                 if not self.over:
                     leave(f"rank 0, which keeps the ranks together, does not answer: {error!r}")
             time.sleep(LOOK_SECONDS)
+
+    def _look_after(self):
+        while not self.over:
+            silent = time.monotonic() - self.answered
+            if silent > self.limit:
+                leave(f"rank 0 did not answer for {silent:.0f} s: its process or machine is gone")
+            if silent >= 10 + LOOK_SECONDS:
+                tell(f"waiting for rank 0, which has not answered for {silent:.0f} s")
+            time.sleep(min(LOOK_SECONDS, max(0.1, self.limit / 10)))
 
     def _listen(self, rank):
         key = f"heartbeat/{rank}"

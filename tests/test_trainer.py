@@ -402,6 +402,7 @@ def alone(monkeypatch):
     """One rank, and constants of a small run."""
     gather = {"all_gather_object": lambda everyone, mine: everyone.__setitem__(0, mine)}
     dist = {"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_reduce": lambda *_, **__: None}
+    monkeypatch.setattr(exchange_module, "meet", lambda what: None)
     for name, function in {
         **dist,
         **gather,
@@ -630,6 +631,7 @@ class Ranks:
         monkeypatch.setattr(grpo.dist, "get_rank", lambda: self.local.rank)
         monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 2)
         monkeypatch.setattr(grpo.dist, "broadcast_object_list", self.broadcast)
+        monkeypatch.setattr(exchange_module, "meet", self.meet)
 
     def meet(self, what):
         """Both ranks must call the same; so a backward pass does under ZeRO-2."""

@@ -1,0 +1,118 @@
+"""Ranks that wait for one another: while something moves, and not for ever for one that is gone."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from processes import NURSERY
+
+import exchange
+import watch
+from demo import free_port
+
+LIMIT = 2  # seconds of WAIT_LIMIT_SECONDS here; the process group's own limit is the same
+
+
+def join(rank, port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank)}
+    os.environ["WORLD_SIZE"] = "2"
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
+
+
+def run(function, *arguments):
+    """-> the exit codes of two ranks that ran function(rank, *arguments), and how long it took."""
+    began, port = time.monotonic(), free_port()
+    ranks = [
+        NURSERY.Process(target=function, args=(rank, port, *arguments), daemon=True)
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        while time.monotonic() < began + 60 and all(p.exitcode is None for p in ranks):
+            time.sleep(0.05)  # until one has ended
+        seconds = time.monotonic() - began
+        for process in ranks:
+            process.join(2 * LIMIT)
+        return [process.exitcode for process in ranks], seconds
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def from_a_slow_worker(rank, port):
+    """A group every LIMIT / 2 seconds, four of them: rank 0 never waits LIMIT for one."""
+    join(rank, port)
+    ours = exchange.Exchange(SimpleNamespace(url="http://server", stats=dict), "run", LIMIT)
+
+    def fetch(number, oldest, patience):
+        time.sleep(LIMIT / 2)
+        ours.spare[f"{len(ours.spare)}-{time.monotonic()}"] = SimpleNamespace(policy_version=1)
+        return True
+
+    ours._fetch = fetch
+    assert len(ours.workers_groups(4, step=0, oldest=0, wait=True)) == 4
+
+
+def by_one_rank_that_samples_long(rank, port):
+    join(rank, port)
+    time.sleep(2 * LIMIT * rank)
+    assert exchange.all_ranks_groups([], None, None, step=0, oldest=0, scored=False) == []
+
+
+@pytest.mark.parametrize("wait", [from_a_slow_worker, by_one_rank_that_samples_long])
+def test_a_wait_that_moves_outlives_the_limit_of_the_process_group(wait):
+    codes, seconds = run(wait)
+    assert codes == [0, 0] and seconds > 2 * LIMIT
+
+
+def with_one_that_stops(rank, port, gone, log):
+    """Like a machine that is gone: its connections stay open, and nothing answers."""
+    with open(log, "a") as output:
+        os.dup2(output.fileno(), 2)
+    join(rank, port)
+    watch.LOOK_SECONDS = 0.2
+    watch.Heartbeats(rank, 2, LIMIT)
+    watch.meet("both")
+    if rank == gone:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    watch.meet("the other")
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_that_is_gone_ends_the_one_that_waits_for_it(gone, tmp_path):
+    codes, seconds = run(with_one_that_stops, gone, tmp_path / "log")
+    assert codes[gone] is None and codes[1 - gone] == 1  # watch.leave
+    assert seconds < 10 * LIMIT
+    assert f"rank {1 - gone}: rank {gone} " in (tmp_path / "log").read_text()
+
+
+def test_a_wait_for_ranks_names_those_that_are_missing(monkeypatch, capsys):
+    class Store(dict):
+        get_default = __call__ = lambda self: self
+        set, clone = dict.__setitem__, lambda self: self
+
+        def check(self, keys):
+            now[0] += 6
+            if now[0] > 60:
+                self["meeting/over/1"] = ""
+            return all(key in self for key in keys)
+
+        def add(self, key, number):
+            self[key] = self.get(key, 0) + number
+            return self[key]
+
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watch.time, "sleep", lambda _: None)
+    monkeypatch.setattr(watch.distributed_c10d, "_get_default_store", Store({"meeting/2": "1"}))
+    monkeypatch.setattr(watch.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(watch.dist, "get_rank", lambda: 0)
+    watch.meet("the others' groups")
+    assert "waiting for the others' groups since 12 s: not here yet is rank 1" in (
+        capsys.readouterr().err
+    )
