@@ -8,6 +8,8 @@ that it has, and what is not written yet is masked. When rows leave or join, or 
 doubled, it is recorded anew, which takes as long as several steps: so that is done by halves.
 """
 
+import functools
+
 import torch
 
 from decode import LlamaDecoder
@@ -58,17 +60,26 @@ class GraphedDecoder(LlamaDecoder):
         return self._run(tokens, self.first + at)
 
 
+@functools.cache
+def recorder():
+    """Returns the stream and the memory pool of all recordings. Pools of their own would stay
+    reserved when the recordings are gone, and cuBLAS keeps a workspace for each stream: gigabytes.
+    """
+    return torch.cuda.Stream(), torch.cuda.MemPool()
+
+
 def record(function):
     """-> (replay, what the function returned, which each replay() writes again). Nothing runs yet.
 
     Other threads may use the GPU meanwhile. Raises RuntimeError where the function waits for it.
+    Recordings share memory: they may be replayed in turns, but not at the same time.
     """
     # Not `with torch.cuda.graph(...)`, which first gives all free memory back to the driver, and
     # stays on its own stream where the recording fails
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, (stream, pool) = torch.cuda.CUDAGraph(), recorder()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         try:
             out = function()
         finally:

@@ -1,10 +1,13 @@
 """What a GPU needs and a CPU does not show: held here on a machine without one."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import cuda_graph
 import policy as policy_module
 import scoring
 import warm_start
@@ -140,3 +143,36 @@ def test_what_is_offloaded_from_a_gpu_goes_through_pinned_memory():
     assert offload(True, False) == {"device": "cpu", "pin_memory": False}  # nothing to pin for
     plain = engine_config("bfloat16", 1.0, False, True)["zero_optimization"]
     assert "offload_optimizer" not in plain
+
+
+# --- Recordings ----------------------------------------------------------------------
+def test_all_recordings_share_one_stream_and_one_memory_pool(monkeypatch):
+    used = []
+
+    class Stream:
+        wait_stream = lambda self, other: None
+
+    class Pool:
+        def __init__(self):
+            self.id = (0, object())
+
+    class Graph:
+        capture_end = replay = lambda self: None
+
+        def capture_begin(self, pool, capture_error_mode):
+            used.append((pool, streams[-1]))
+
+    streams = []
+
+    @contextlib.contextmanager
+    def on(stream):
+        streams.append(stream)
+        yield
+
+    fakes = {"CUDAGraph": Graph, "Stream": Stream, "MemPool": Pool, "current_stream": Stream}
+    fake_gpu(monkeypatch, stream=on, **fakes)
+    cuda_graph.recorder.cache_clear()
+    for _ in range(3):
+        assert cuda_graph.record(lambda: "logits")[1] == "logits"
+    cuda_graph.recorder.cache_clear()
+    assert len(used) == 3 and len(set(used)) == 1
