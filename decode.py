@@ -296,6 +296,7 @@ class SharedDecoder:
         logits = self._next(tokens)
         # A row that has ended may go on for a while, unread, and stays within its room
         self.lengths = [min(n + 1, self.limit - 1) for n in self.lengths]
+        self.at = (self.at + 1).clamp_(max=self.limit - 1)  # a copy of the list would be waited for
         self._count()
         return logits
 
@@ -340,12 +341,12 @@ class SharedDecoder:
         self.first = self.prompt_tokens[torch.tensor(self.prompt, device=device)]
         padded = not bool(self.mask.all())
         self.prompt_padding = self._hidden(~self.mask[:, None, None]) if padded else None
+        self.at = torch.tensor(self.lengths, device=device)
         self._count()
 
     def _count(self):
         self.longest = max(self.lengths)
         self.even = min(self.lengths) == self.longest
-        self.at = torch.tensor(self.lengths, device=self.mask.device)
 
     def to_grid(self, x):
         """(S, K, R, D) -> (B, K, Gm * R, D); places without a row hold zeros."""

@@ -11,6 +11,7 @@ import cuda_graph
 import policy as policy_module
 import scoring
 import warm_start
+from decode import LlamaDecoder, SharedDecoder
 from engine import engine_config
 from forward import CompletionModel
 from policy import choose_dtype, load_policy, own_device
@@ -176,3 +177,18 @@ def test_all_recordings_share_one_stream_and_one_memory_pool(monkeypatch):
         assert cuda_graph.record(lambda: "logits")[1] == "logits"
     cuda_graph.recorder.cache_clear()
     assert len(used) == 3 and len(set(used)) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [SharedDecoder, LlamaDecoder])
+def test_a_decoded_token_brings_no_numbers_to_the_device(kind, tiny, monkeypatch):
+    """A copy from Python's memory waits for all that the GPU has still to do: once a token."""
+    copies, real = [], torch.tensor
+    decoder = kind(policy_of(tiny).model, 9)
+    decoder.admit(PROMPTS, 2)
+    monkeypatch.setattr(torch, "tensor", lambda *a, **k: copies.append(a) or real(*a, **k))
+    for _ in range(12):  # a row that has ended stays within its room
+        decoder.step(torch.arange(4))
+    assert not copies and decoder.at.tolist() == decoder.lengths == 4 * [8]
+    decoder.keep(real([0, 3]))
+    assert decoder.at.tolist() == decoder.lengths == 2 * [8]
