@@ -14,6 +14,7 @@ It knows nothing of HTTP, DeepSpeed or rewards. Symbols: B prompts, G completion
 the batch, T completion tokens, V ids of the tokenizer.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +69,7 @@ def stream_groups(
     (log-probs are then those at temperature 1). Ids from `vocab_size` on are the padding of the
     embedding: they are left out of the softmax here, in the trainer and in the reference server
     alike. `generator` is a torch.Generator on the model's device. No prompt is longer than
-    `longest_prompt`. Raises RuntimeError if the model's logits are not finite.
+    `longest_prompt`. Raises RuntimeError where a completion ends whose logits were not finite.
     """
     device = model.device
     eos = torch.tensor(sorted(eos_ids), device=device)
@@ -90,8 +91,6 @@ def stream_groups(
             logits = decoder.step(tokens)  # (S, V'): V' is V plus the padding of the embedding
         if new:
             first = decoder.admit([ids for _, ids in new], group_size)  # (B * G, V')
-            if not torch.isfinite(first).all():
-                raise RuntimeError("the model's logits are not finite: its weights are broken")
             logits = first if not owners else torch.cat([logits, first])
             groups |= {key: [None] * group_size for key, _ in new}
             unfinished |= {key: group_size for key, _ in new}
@@ -119,6 +118,8 @@ def stream_groups(
         if len(last):
             found = zip(last.tolist(), *(x[last].tolist() for x in (ids, logps, at)), strict=True)
             for row, row_ids, row_logps, n in found:
+                if not math.isfinite(sum(row_logps[:n])):
+                    raise RuntimeError("the model's logits are not finite: its weights are broken")
                 key, i = owners[row]
                 group, running = groups[key], running - 1
                 cut = row_ids[n - 1] not in eos_ids
@@ -145,4 +146,5 @@ def draw(logits, temperature, generator):
             len(below), 1, dtype=torch.float64, device=below.device, generator=generator
         )
         tokens = torch.searchsorted(below, uniform * below[:, -1:], right=True).squeeze(1)
+        tokens.clamp_(max=below.shape[1] - 1)  # NaN is found beyond all ids: a device-side assert
     return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)

@@ -11,7 +11,7 @@ import cuda_graph
 import policy as policy_module
 import scoring
 import warm_start
-from decode import LlamaDecoder, SharedDecoder
+from decode import LlamaDecoder, SharedDecoder, make_decoder
 from engine import engine_config
 from forward import CompletionModel
 from policy import choose_dtype, load_policy, own_device
@@ -192,3 +192,26 @@ def test_a_decoded_token_brings_no_numbers_to_the_device(kind, tiny, monkeypatch
     assert not copies and decoder.at.tolist() == decoder.lengths == 4 * [8]
     decoder.keep(real([0, 3]))
     assert decoder.at.tolist() == decoder.lengths == 2 * [8]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_go_bad_later_are_said_and_draw_no_id_beyond_the_vocabulary(
+    temperature, tiny, monkeypatch
+):
+    """On a GPU an index out of range is a device-side assert, which names another line."""
+    policy, step, drawn = policy_of(tiny), LlamaDecoder.step, []
+    assert type(make_decoder(policy.model, 4)) is LlamaDecoder
+
+    def bad(self, tokens):
+        drawn.append(tokens.max().item())
+        logits = step(self, tokens)
+        logits[1] = torch.nan
+        return logits
+
+    monkeypatch.setattr(LlamaDecoder, "step", bad)
+    settings = {"max_rows": 4, "longest_prompt": 3, "max_new_tokens": 4, "group_size": 2}
+    prompts = iter([[("a", PROMPTS[0]), ("b", PROMPTS[1])]])
+    take = lambda n: next(prompts, [])
+    with pytest.raises(RuntimeError, match="the model's logits are not finite"):
+        list(policy.stream(take, seed=0, temperature=temperature, **settings))
+    assert len(drawn) == 3 and max(drawn) < policy.vocab_size
