@@ -72,10 +72,11 @@ def rewards(item, completion):
 
 # --- Correctness: find the answer, read it as a number, compare --------------------
 # "#### 18", but neither the Markdown heading "#### Step 2" nor "#### 2. Add"
-HASHES = re.compile(r"####(?!\s*\d+[.)]\s+[A-Z])\s*((?:\\[a-z]+|[^\w\n]){0,20}\d[^\n]*)")
+HASHES = re.compile(r"####(?!\s*\(?\d+[.)]\s+[A-Z])\s*((?:\\[a-z]+|[^\w\n]){0,20}\d[^\n]*)")
 BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-REST = r"(?:(?![.!?](?:\s|$))[^\n]){0,200}"  # of a sentence
-ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\bis\b|:|=)|^A:)\s*({REST}\d{REST})")
+REST = r"(?:(?![.!?](?:\s|$)).){0,200}"  # of a sentence
+NUMERIC = rf"(?=.{{0,200}}\d)({REST}\d{REST})"  # looks for the digit first: REST is slow
+ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\bis\b|:|=) ?:?|^A:)\s*{NUMERIC}")
 CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"<<.*?>>", ""),  # GSM8K's calculator notes
     (r"[\u2212\uff0d]", "-"),  # the typographic minus

@@ -156,6 +156,7 @@ UNTAGGED = [  # gold, a whole completion without (complete) tags
     ("12", "#### 12 apples from 3 boxes\nNext question: 5 pears"),
     ("18", "#### Step 2: 3 * 4 = 12\nThe answer is 18."),
     ("18", "#### 2. Add\nHence the total is 18"),
+    ("18", "#### (2) Add\nHence the total is 18"),
     ("18", r"First \boxed{5}, then \boxed{18}. Check: 18 - 5 = 13."),
     ("0.5", r"Thus \boxed{\frac{1}{2}} of 10."),
     ("18", "The answer is 18. Check: 9 + 9. I hope this answer is helpful."),
@@ -167,6 +168,7 @@ UNTAGGED = [  # gold, a whole completion without (complete) tags
     ("18", "- eggs: 9\n- 18 dollars"),
     ("18", "<think>9 * 2</think><answer>18"),  # cut off
     ("-7", "It falls to -7"),
+    ("12", "The answer is: 12 apples from 3 boxes."),
 ]
 
 
@@ -222,6 +224,7 @@ HEAVY = ["9^9^9^9", "9^{9^{9^9}}", "9**9**9**9", "((9^9)^9)^9", "9" * 10_000, r"
 HEAVY += ["999999999!", r"10^{10^{10}}", r"\sum_{i=1}^{10^9} i", "(" * 10_000, "a" * 10_000]
 HEAVY += ["<answer>" * 1000, "<<" * 2000, "1 or " * 2000, "#### " * 1000, "answer: " * 1000]
 HEAVY += ["\n" * 5000, r"\boxed{" * 1000, "<|im_end|> " * 1000 + "x", "1 " * 5000, "=" * 9000]
+HEAVY += ["answer is " * 1000]
 
 
 @pytest.mark.parametrize(
