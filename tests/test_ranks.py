@@ -1,6 +1,6 @@
 """The gradient does not depend on how a step is cut up: 1 x 8 micro-batches, 8 x 1, 2 ranks x 4.
 
-Ancestors normalise within each micro-batch (FIELD: length bias, accumulation changes results).
+A mean over each micro-batch would favour short completions, and change with the accumulation.
 """
 
 import sys

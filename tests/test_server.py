@@ -77,7 +77,7 @@ def lease(store, run="run", limit=100, seconds=60, patience=0):
 
 # --- The store ----------------------------------------------------------------------
 def test_groups_come_out_oldest_first_and_once(store):
-    """Ancestor 5c-3: a LIFO queue starved old groups, then trained them hundreds of steps later."""
+    """The newest first would starve old groups, and train them hundreds of steps later."""
     bodies = put(store, 2, 0, 1)
     assert [body for _, body in store.waiting(2, 0)] == list(bodies.values())[:2]
     assert lease(store) == {}  # nothing is scored yet
@@ -108,7 +108,7 @@ def test_the_same_id_again_changes_nothing_even_when_it_is_done(store):
 
 
 def test_a_full_store_refuses_until_something_is_done(store):
-    """Ancestor 5c-3: two unbounded queues, a leak when the producer is faster than the trainer."""
+    """Without a bound it would grow for as long as producers are faster than the trainer."""
     put(store, 0)
     store.max_bytes = store.bytes + 10
     with pytest.raises(StoreFull):
@@ -328,7 +328,7 @@ def scores(model, prompts, completions, **settings):
 def test_score_rows_is_the_plain_log_softmax_whatever_the_batches(
     model, budget, share, temperature
 ):
-    """Ancestor 5c-6: bf16 log-softmax of the whole batch; 5a: T 0.9 sampled, T 1 scored."""
+    """In float32, at the sampling temperature, and of one part of the batch after another."""
     prompts, completions = rows_of(MIXED)
     shared = CompletionModel(model, share_prompts=share)
     settings = {"budget": budget, "temperature": temperature, "vocab_size": VOCAB}
@@ -339,7 +339,7 @@ def test_score_rows_is_the_plain_log_softmax_whatever_the_batches(
 
 
 def test_scored_log_probs_own_their_memory(model):
-    """Ancestor 5c-2: views, which keep (and serialise) the whole batch."""
+    """A view would keep the whole batch."""
     prompts, completions = rows_of(MIXED)
     model = CompletionModel(model, share_prompts=True)
     settings = {"budget": 1000, "temperature": 1.0, "vocab_size": VOCAB}
@@ -363,7 +363,7 @@ class SmallMemory(torch.nn.Module):
 
 
 def test_a_batch_that_does_not_fit_is_halved(model):
-    """Ancestor 5c-1, 5c-6: no splitting; out of memory ended the worker, not the process."""
+    """Out of memory is not the end: only a row that does not fit alone is."""
     prompts, completions = rows_of(MIXED)
     model = CompletionModel(model, share_prompts=True)
     settings = {"budget": 100_000, "temperature": 1.0, "vocab_size": VOCAB}
@@ -396,7 +396,7 @@ def test_score_groups_adds_ref_logps_and_nothing_else(store, model):
 
 
 def test_a_group_that_raises_is_failed_and_the_others_go_on(store, model):
-    """Ancestor 5c-1: one bad upload ended the scoring loop while /upload went on to answer."""
+    """One bad upload must not end the scoring loop while /upload goes on to answer."""
     put(store, 0, 1)
     put(store, 2, run="other")
     poison = unpack_group(store.waiting(9, 0)[0][1]).completion_ids.tolist()[:3]
@@ -704,7 +704,7 @@ def test_info_and_stats(app, store):
 
 
 def test_a_malformed_upload_is_refused_with_the_reason(app, store):
-    """Ancestor 5c-4: a malformed upload was answered b'tensor', as a good one."""
+    """It must not be answered as a good one is."""
     app = app()
     nan = pack_group(make_group(rewards=torch.full((3, 2), torch.nan)))
     assert refused(call(app, "POST", "/upload", nan), 400) == "rewards must be finite"
@@ -827,7 +827,7 @@ def test_a_strange_limit_is_brought_into_range(app, store, limit):
 
 
 def test_a_failed_group_ends_its_runs_lease_with_500(app, store):
-    """Ancestor 5c-1: after an error in the scoring loop /get answered b'empty' for ever."""
+    """After an error in scoring the lease must not answer "nothing yet" for ever."""
     put(store, 0)
     store.failed(1, "ValueError: no")
     answer = call(app(), "POST", "/lease", {"run": "run", "limit": 1})
@@ -849,7 +849,7 @@ ROUTES += ",PUT /policy,POST /policy,GET /policy,POST /work,POST /end,GET /live,
 
 @pytest.mark.parametrize("route", ROUTES.split(","))
 def test_every_route_asks_for_the_token(app, route):
-    """Ancestor 5c-5: on 0.0.0.0, and whoever found the port could read and write."""
+    """Or whoever finds the port could read and write."""
     app = app(token="sécret")
     for sent in (None, "", "Bearer ", "Bearer secret", "Bearer sécret2", "sécret"):
         answer = call(app, *route.split(), b"x", HTTP_AUTHORIZATION=sent)
@@ -859,7 +859,7 @@ def test_every_route_asks_for_the_token(app, route):
 
 # --- The process --------------------------------------------------------------------
 def test_a_server_that_can_not_start_says_why_and_ends(tiny, tmp_path, monkeypatch):
-    """Ancestor 5c-5: it bound 0.0.0.0 without authentication."""
+    """On 0.0.0.0 it must not serve without authentication."""
     monkeypatch.delenv("GRPO_TOKEN", raising=False)
     monkeypatch.setattr(ref_server.signal, "signal", lambda *_: None)
     cases = [

@@ -117,7 +117,7 @@ def test_a_reference_that_follows_needs_a_reference(monkeypatch, tmp_path):
 
 def test_a_run_is_not_written_over(monkeypatch, tmp_path):
     monkeypatch.setattr(grpo, "RUN_DIR", str(tmp_path))
-    # FIELD 5a-21: the next run wrote over it; without run.json there is no going on
+    # the next run would write over it; without run.json there is no going on
     for trace, resumes in [("metrics.jsonl", 1), ("step_000500", 1), ("run.json", 0)]:
         monkeypatch.setattr(grpo, "RESUME", bool(resumes))
         (tmp_path / trace).mkdir()
@@ -135,7 +135,7 @@ def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():
     w = grpo.REWARD_WEIGHTS
     right_but_plain = w["correctness"] * 1 + w["format"] * -1
     wrong_but_pretty = w["correctness"] * -1 + w["format"] * 1.25
-    assert right_but_plain > wrong_but_pretty  # FIELD 5a-18: 0.0 against 0.25
+    assert right_but_plain > wrong_but_pretty  # 1.0 > -0.75; at (1, 1) it would be 0.0 against 0.25
 
 
 def test_learning_rate_warms_up_and_decays(monkeypatch):
@@ -158,7 +158,7 @@ def test_ranks_share_each_epoch_without_overlap():
     order = [prompt for turn in zip(*ranks, strict=True) for prompt in turn]  # of all ranks
     assert sorted(order[:10]) == sorted(order[10:20]) == prompts
     assert order[:10] != order[10:20]  # a new order
-    assert ranks[0] == list(islice(Stream(prompts, 0, 0, 3), 10))  # FIELD 5a-22: no seed
+    assert ranks[0] == list(islice(Stream(prompts, 0, 0, 3), 10))  # the seed's
     assert ranks[0] != list(islice(Stream(prompts, 1, 0, 3), 10))
 
 
@@ -188,7 +188,7 @@ def test_long_prompts_are_left_out_and_counted(tiny, monkeypatch, capsys):
     )
     monkeypatch.setattr(grpo, "MAX_PROMPT_TOKENS", 40)
     assert [index for index, _, _ in grpo.load_split(task, "train", tokenizer)] == [0]
-    assert "2 questions, 1 left out" in capsys.readouterr().out  # FIELD 5a-22: in silence
+    assert "2 questions, 1 left out" in capsys.readouterr().out  # not in silence
     monkeypatch.setattr(grpo, "MAX_PROMPT_TOKENS", 2)
     with pytest.raises(SystemExit, match="MAX_PROMPT_TOKENS = 2"):
         grpo.load_split(task, "train", tokenizer)
@@ -284,7 +284,7 @@ def rolled_out(outcomes, share, engine=None, **changes):
 def test_flat_groups_are_judged_on_correctness_replaced_and_counted():
     outcomes = [MIXED, ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED, MIXED, MIXED]
     kept, flat, count = rolled_out(outcomes, share=4)
-    assert kept == [0, 2, 4, 5]  # FIELD 5a-18: a format-only group passed the filter
+    assert kept == [0, 2, 4, 5]  # format alone is no spread: 1 and 3 are flat
     assert flat == [1, 3]
     assert count["groups"] == 6 and count["flat"] == 2
     assert count["completions"] == 12 and count["truncated"] == 6 and count["tokens"] == 18
@@ -324,7 +324,7 @@ def test_sampling_is_bounded_and_as_the_recipe_says():
 
 
 def test_what_is_sent_is_what_was_sampled():
-    """FIELD 5a-1: text was tokenised again, so other ids were trained than sampled."""
+    """The ids themselves: those of a text that is tokenised again may be others."""
     prompt = (3, {"question": "?", "answer": "4"}, [5, 6])
     completions = [Completion([7, 2], [-1.0, -2.0], False), Completion([8, 8, 8], [-0.5] * 3, True)]
     rewards = [{"format": -1.0, "correctness": 1.0}, {"correctness": -1, "format": 1.25}]
@@ -771,7 +771,7 @@ def test_a_wait_for_workers_names_them_or_says_how_to_start_one():
 
 # --- Uploads ------------------------------------------------------------------------
 def test_an_upload_that_fails_is_raised_where_the_groups_come_from():
-    """FIELD 5a-14: a thread that died in silence; the trainer waited for ever."""
+    """If its thread died in silence, the trainer would wait for ever."""
     refusal = RuntimeError("refused (400): rewards must be finite")
 
     def call(*_, **__):
@@ -853,7 +853,7 @@ def test_truncated_rows_count_in_the_mean_and_are_not_trained(monkeypatch):
 def test_a_step_without_rows_is_possible(monkeypatch):
     assert grpo.make_rows([], 0) == []
     all_cut = a_group([[1.0, -1.0], [-1.0, -1.0]], truncated=(True, True))
-    assert grpo.make_rows([all_cut], 0) == []  # FIELD 5a-5: 0 / 0
+    assert grpo.make_rows([all_cut], 0) == []  # no mean of nothing: 0 / 0
 
 
 def test_whose_log_probs_are_the_old_ones(monkeypatch):
@@ -921,7 +921,7 @@ def test_bad_steps_are_counted_kept_and_end_the_run_when_they_follow_each_other(
 
 
 def test_a_sampler_at_another_temperature_stops_the_run(tiny, monkeypatch):
-    """FIELD 5a-9: sampled at 0.9, log-probs at 1.0; the ratio looked like 1 and was not."""
+    """The first update's own log-probs as the old ones make the ratio 1, whatever was sampled."""
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
     prompts = [(i, {"answer": "4"}, [5 + i, 6, 7]) for i in range(4)]
     task = SimpleNamespace(
@@ -1135,7 +1135,7 @@ def test_a_full_store_is_waited_for_and_a_refusal_is_raised(monkeypatch):
 
 
 def test_no_server_is_an_error_that_says_what_to_start(monkeypatch, capsys):
-    """FIELD 5a-14: a bare except made a dead server look like an empty queue, for ever."""
+    """A dead server must not look like an empty queue, and be waited for, for ever."""
     clock = random.Random(0)
     now = [0.0]
     fake = {"monotonic": lambda: now[0]}  # the client's alone: other threads sleep, too

@@ -84,7 +84,7 @@ def test_completions_splits_a_flat_tensor():
 
 
 def test_a_view_is_packed_without_the_storage_behind_it():
-    """Ancestor 5c-2: torch.save of a view wrote its whole storage, 33.6 kB for 4.8 kB."""
+    """torch.save would write the whole of it."""
     large = -torch.rand(100_000)
     group = make_group(sampler_logps=large[:6], ref_logps=large[6:12])
     assert len(pack_group(group)) < 2000
@@ -166,7 +166,7 @@ BAD_TENSORS = {
 
 @pytest.mark.parametrize("name", BAD_TENSORS)
 def test_bad_tensors_are_refused_with_the_reason(name):
-    """Ancestor 5c-4: no check of shapes or lengths; a wrong upload was dropped without a word."""
+    """Its shapes, lengths and values: a wrong upload must not be dropped without a word."""
     tensors, reason = BAD_TENSORS[name]
     with pytest.raises(ValueError, match=reason):
         unpack_group(blob(tensors), **LIMITS)
@@ -382,7 +382,7 @@ def test_the_clients_token_travels(monkeypatch):
 
 @pytest.mark.parametrize("name", ["protocol", "vocab_size", "tokenizer", "temperature"])
 def test_check_refuses_a_reference_that_does_not_fit(name):
-    """Ancestor 5c-4: nothing checked that reference and trainer had the same tokenizer."""
+    """Log-probs of other ids, or at another temperature, would be finite numbers too."""
     facts = {"vocab_size": 395, "tokenizer": "ab", "temperature": 1.0}
     info = facts | {"protocol": PROTOCOL, "model": "ref"}
     server = Replies(reply(200, json.dumps(info).encode()))
