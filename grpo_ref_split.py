@@ -125,7 +125,6 @@ SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each s
 WAIT_LIMIT_SECONDS = 600  # for the server or another rank, after which the run ends with an error
 REWARD_TIMEOUT_SECONDS = 60  # for the rewards of a group, after which the run ends with an error
 MAX_BAD_STEPS = 5  # steps in a row with a gradient that is not finite: skipped, then the run ends
-
 IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run ends
 
 

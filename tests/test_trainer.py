@@ -26,7 +26,7 @@ import report
 import rollout
 from checkpoint import Progress
 from client import RefServer
-from config import check_constants
+from config import check_constants, constants_of
 from engine import training_threads
 from exchange import Exchange
 from forward import CompletionModel
@@ -104,6 +104,14 @@ def test_a_bad_constant_is_named_with_its_value(constant, value, monkeypatch, tm
         constant, value = "MAX_STALENESS", grpo.MAX_STALENESS
     with pytest.raises(SystemExit, match=re.escape(f"{constant} = {value!r} must be")):
         check_constants(vars(grpo))
+
+
+def test_every_constant_of_the_trainer_is_checked(monkeypatch):
+    for constant in constants_of(vars(grpo)).keys() - {"SUMS"}:  # SUMS are names, none to edit
+        with monkeypatch.context() as patch:
+            patch.setattr(grpo, constant, None)
+            with pytest.raises(SystemExit, match=f"{constant} = None must be"):
+                check_constants(vars(grpo))
 
 
 def test_a_reference_that_follows_needs_a_reference(monkeypatch, tmp_path):
