@@ -8,7 +8,7 @@
 Edit the constants below. A preset is a Python file that imports this one, sets its constants and
 calls main(); demo.py is an example. The file reads in the order in which data flows: a rollout
 (sampling, rewards: rollout.py), upload, fetch with reference log-probs, advantages, loss, step;
-report.py evaluates, logs and saves.
+report.py evaluates and logs, checkpoint.py saves.
 
 GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completion's advantage is its
 reward, centred and scaled within the G completions of its prompt. Where we deviate from the paper:

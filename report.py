@@ -1,4 +1,4 @@
-"""What a run tells: evaluations, metrics.jsonl, samples.jsonl, the progress bar, checkpoints.
+"""What a run tells: evaluations, metrics.jsonl, samples.jsonl, the progress bar.
 
 README.md explains every metric. Only rank 0 writes.
 """
@@ -30,7 +30,8 @@ def say(text):
 
 
 class Clock:
-    """Seconds of a step by part: sample, reward, wait, backward (with forward), step, other."""
+    """Seconds of a step by part: sample, reward, wait, backward (with forward), step, publish,
+    other."""
 
     def __init__(self):
         self.parts, self.started = Counter(), time.perf_counter()
