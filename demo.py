@@ -136,8 +136,9 @@ def stop(process):
         process.kill()
 
 
-def run_both(seed, rewards):
-    """Runs ref_server.py and the trainer until the latter ends; ends both whatever happens."""
+def run_both(seed, rewards, look):
+    """Runs ref_server.py and the trainer until the latter ends; ends both whatever happens. Before
+    the server is ended, look() gets its address."""
     port, log_path = free_port(), Path(RUN_DIR, "ref_server.log")
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
     launcher += ["--no_local_rank", "--master_port", free_port(), "--log_level", "warning"]
@@ -154,6 +155,7 @@ def run_both(seed, rewards):
             time.sleep(0.2)
         if trainer.returncode:
             raise SystemExit(f"the trainer ended with an error ({trainer.returncode}), see above")
+        look(f"http://127.0.0.1:{port}")
     finally:
         # a second Ctrl-C would leave some of them running
         handlers = {end: signal.signal(end, signal.SIG_IGN) for end in ENDS}
@@ -164,7 +166,7 @@ def run_both(seed, rewards):
 
 
 # --- Main ---------------------------------------------------------------------------
-def main(seed, rewards):
+def main(seed, rewards, look=lambda url: None):
     for end in ENDS:
         if end != signal.SIGHUP or signal.getsignal(end) != signal.SIG_IGN:  # nohup's wish
             signal.signal(
@@ -175,7 +177,7 @@ def main(seed, rewards):
     print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
     warm_start(WARM_START, seed, WARM_STEPS)
     print("2. GRPO: ref_server.py and grpo_ref_split.py, loading takes about 15 s", flush=True)
-    run_both(seed, rewards)
+    run_both(seed, rewards, look)
     final = max(Path(RUN_DIR).glob("step_*"))
     before, after = diagnose(WARM_START), diagnose(final)
 

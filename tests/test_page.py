@@ -1,23 +1,13 @@
 """The page for people: what it is told (live.py), who may see it, and what a real browser makes of
-it. The picture in the README:
-
-    python tests/test_page.py docs/page.png
-"""
+it."""
 
 import base64
 import contextlib
-import hashlib
 import itertools
 import json
 import math
-import random
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -27,16 +17,14 @@ from test_server import INFO, FakeReference, InProcess, call, mark_scored, put, 
 from test_wire import make_group
 
 import client
-import hub as hub_module
 import live as live_module
-import store as store_module
+from docs import page
+from docs.page import CHROMIUM, browse
 from hub import Hub
 from live import Live, spread
 from ref_server import make_app
 from store import Store
 from wire import pack_group
-
-CHROMIUM = shutil.which("chromium")
 
 
 @pytest.fixture
@@ -379,22 +367,6 @@ def serving(app):
         server.task_dispatcher.shutdown()  # nobody may be in the store when it is closed
 
 
-def browse(url, *options, size="1200,900", seconds=3):
-    """-> (what Chromium prints, its console) after so many seconds of its own clock."""
-    with tempfile.TemporaryDirectory() as profile:
-        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
-        command += ["--disable-background-networking", "--disable-sync", "--mute-audio"]
-        command += ["--disable-component-update", "--disable-extensions", "--hide-scrollbars"]
-        command += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
-        command += ["--disable-dev-shm-usage", "--enable-logging=stderr", f"--window-size={size}"]
-        command += [f"--user-data-dir={profile}", f"--virtual-time-budget={1000 * seconds}"]
-        done = subprocess.run(
-            [*command, *options, url], capture_output=True, timeout=120, check=True
-        )
-    console = [line for line in done.stderr.decode().splitlines() if "CONSOLE" in line]
-    return done.stdout.decode(), console
-
-
 HOSTILE = [
     "<script>document.title='hacked'</script>",
     "<img src=/leak onerror=\"document.title='hacked'\">",
@@ -466,124 +438,7 @@ def test_in_a_real_browser_before_any_run_and_without_the_server(app):
     assert re.search("The server has not answered as it should since .* ago .status 404", dom)
 
 
-# --- The picture --------------------------------------------------------------------
-QUESTIONS = [  # question, answer, thought, given answer, correctness and advantage
-    (
-        "A bakery sells 48 muffins in the morning and half as many later, at $3. Its earnings?",
-        "216",
-        "Later it sells 48 / 2 = 24, so 48 + 24 = 72 in all.\n72 * 3 = 216.",
-        "216",
-        (1.0, 0.71),
-    ),
-    (
-        "Nadia reads 15 pages a day for two weeks. Her book has 300 pages. How many are left?",
-        "90",
-        "Two weeks are 14 days, 15 * 14 = 210 pages.\n300 - 210 = 80.",
-        "80",
-        (-1.0, -1.22),
-    ),
-    (
-        "A tank holds 120 litres and is three quarters full. How many litres fit in yet?",
-        "30",
-        "A quarter is empty: 120 / 4 = 30 litres.",
-        "30",
-        (1.0, 0.48),
-    ),
-]
-
-
-def made_up_records(steps, draw):
-    for step in range(1, steps + 1):
-        skill = 1 - math.exp(-step / 330)
-        accuracy = min(1, max(0, 0.31 + 0.47 * skill + draw.gauss(0, 0.055)))
-        form = 1.25 * (1 - math.exp(-step / 90)) + draw.gauss(0, 0.04)
-        length = 212 - 70 * (1 - math.exp(-step / 120)) + 95 * skill + draw.gauss(0, 9)
-        kl = 0.085 * skill + 0.00002 * step + abs(draw.gauss(0, 0.006)) * skill
-        metrics = {"reward": 2 * accuracy - 1 + form, "accuracy": accuracy, "kl": kl}
-        metrics |= {"completion_tokens": length, "truncated": 0.004, "entropy": 0.31}
-        yield {"step": step} | metrics | {"loss": 0.0031, "grad_norm": 0.42, "staleness": 1.3}
-        if step % 100 == 0:
-            yield {"step": step, "eval_accuracy": 0.33 + 0.45 * skill}
-
-
-def realistic(store, hub, app, clock, run="gsm8k-5f21c0de", steps=1250):
-    """A made-up run on GSM8K, in its middle, with three workers: no measurement."""
-    draw, weights = random.Random(3), b"weights"
-    policy = {"run": run, "version": steps, "capacity": 40, "oldest": 0, "scored": True}
-    policy |= {"bytes": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}
-    hub.write(run, steps, 0, weights)
-    hub.publish(policy | {"settings": {}, "proof": {}})
-    for seed in range(420):
-        clock.sleep(0.42)
-        lengths = [draw.randint(120, 300) for _ in range(8)]
-        group = make_group(lengths, seed=seed, run=run, policy_version=steps)
-        assert call(app, "POST", "/upload", pack_group(group))[0] == 200
-        if seed < 400:
-            mark_scored(store)
-            if seed % 8 == 7 and seed < 392:
-                store.ack(run, list(store.lease(run, 8, seconds=60, patience=0)), seed)
-        if seed in (60, 250, 254, 258):
-            size, store.max_bytes = store.max_bytes, 1 << 14 if seed > 60 else 1 << 30
-            broken = b"" if seed > 60 else b"GET / HTTP/1.1"
-            call(app, "POST", "/upload", broken or pack_group(make_group(seed=999)))
-            store.max_bytes = size
-    store.cover(run, 300)
-    store.lease(run, 5, seconds=60, patience=0)
-    for worker, held, groups in (("vllm-1", 6, 9816), ("vllm-2", 5, 9604), ("cpu-node-7", 1, 611)):
-        ask = {"worker": worker, "held": held, "want": 0, "pulled": False, "sha256": ""}
-        asked = ask | {"run": run, "version": steps - (worker == "cpu-node-7")}
-        assert call(app, "POST", "/work", asked)[0] == 200
-        hub.workers[worker]["groups"] = groups
-        clock.sleep(1.4)
-    hub.workers["cpu-node-7"]["seen"] -= 41
-    samples = [
-        sample(steps, question=question, answer=answer, advantage=advantage, sampler=sampler)
-        | {"completion": f"<think>\n{thought}\n</think>\n<answer>{given}</answer>"}
-        | {"rewards": {"correctness": right, "format": 1.25}}
-        for sampler, (question, answer, thought, given, (right, advantage)) in zip(
-            ("vllm-2", "trainer", "vllm-1"), QUESTIONS, strict=True
-        )
-    ]
-    assert post(app, run, made_up_records(steps, draw), samples[::-1])[0] == 200
-    clock.sleep(2)
-
-
-class Clock:
-    """In place of the modules' `time`: a run of minutes happens in seconds."""
-
-    def __init__(self):
-        self.ahead = 0.0
-
-    def time(self):
-        return time.time() + self.ahead
-
-    def monotonic(self):
-        return time.monotonic() + self.ahead
-
-    def sleep(self, seconds):
-        self.ahead += seconds
-
-
-def main(path, size="1200,1050", *options):
-    from PIL import Image  # matplotlib's
-
-    clock = Clock()
-    hub_module.time = live_module.time = store_module.time = clock
-    with tempfile.TemporaryDirectory() as folder:
-        store = Store(Path(folder, "store.sqlite"), 1 << 30)
-        reference = FakeReference()
-        reference.info = INFO | {"model": "Qwen/Qwen2.5-3B", "dtype": "bfloat16"}
-        reference.max_tokens = 1024
-        app, hub = app_of(store, folder, reference=reference)
-        realistic(store, hub, app, clock)
-        began = time.perf_counter()
-        body = call(app, "GET", "/live")[2]
-        print(f"/live: {len(body)} bytes in {1000 * (time.perf_counter() - began):.1f} ms")
-        with serving(app) as (url, _):
-            browse(url, f"--screenshot={Path(path).resolve()}", *options, size=size)
-        Image.open(path).quantize(256).save(path, optimize=True)
-        store.db.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def test_without_a_browser_the_script_of_the_picture_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(page, "CHROMIUM", None)
+    with pytest.raises(SystemExit, match="apt-get install chromium"):
+        page.main("0")

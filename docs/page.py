@@ -1,0 +1,52 @@
+"""The README's picture: the demo, and at its end the server's page, as a browser shows it.
+
+    make pictures       # or: .venv/bin/python -m docs.page 0
+
+Runs demo.py with that seed, in runs/demo, and writes docs/page.png. Needs chromium and two minutes.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import demo
+
+CHROMIUM = shutil.which("chromium")
+PICTURE = Path(__file__).with_name("page.png")
+
+
+def browse(url, *options, size="1200,900", seconds=3):
+    """-> (what Chromium prints, its console) after so many seconds of its own clock."""
+    with tempfile.TemporaryDirectory() as profile:
+        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+        command += ["--disable-background-networking", "--disable-sync", "--mute-audio"]
+        command += ["--disable-component-update", "--disable-extensions", "--hide-scrollbars"]
+        command += ["--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        command += ["--disable-dev-shm-usage", "--enable-logging=stderr", f"--window-size={size}"]
+        command += [f"--user-data-dir={profile}", f"--virtual-time-budget={1000 * seconds}"]
+        done = subprocess.run(
+            [*command, *options, url], capture_output=True, timeout=120, check=True
+        )
+    console = [line for line in done.stderr.decode().splitlines() if "CONSOLE" in line]
+    return done.stdout.decode(), console
+
+
+def main(seed):
+    if not CHROMIUM:
+        sys.exit("no chromium on PATH to make the picture with: apt-get install chromium")
+    from PIL import Image, ImageChops  # matplotlib's
+
+    def look(url):
+        browse(url, f"--screenshot={PICTURE}", size="1200,1500")
+        shot = Image.open(PICTURE).convert("RGB")
+        ground = Image.new("RGB", shot.size, shot.getpixel((0, 0)))
+        bottom = ImageChops.difference(shot, ground).getbbox()[3] + 16
+        shot.crop((0, 0, shot.width, bottom)).quantize(256).save(PICTURE, optimize=True)
+
+    demo.main(int(seed), "plain", look)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
