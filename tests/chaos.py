@@ -1,7 +1,7 @@
 """Kills server, ranks, trainer and workers with SIGKILL, at random, and starts them again with the
 same commands; then checks that nothing was lost, trained twice or left behind.
 
-    python tests/chaos.py        # 20 kills of each: about half an hour on two cores
+    python tests/chaos.py        # 20 kills of each: eleven minutes on two cores
     python tests/chaos.py 3      # 3 of each
 
 A trainer of two ranks and two workers train a tiny model, all with their own seeds, and a witness
