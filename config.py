@@ -2,13 +2,14 @@
 
 import importlib
 import json
+import math
+import numbers
 from pathlib import Path
 
 from grpo_loss import LOSS_TYPES, OBJECTIVES
 from policy import prompt_ids
 from policy_sync import NOISE
 from report import say
-from rollout import real
 
 COUNTS = """PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS SAMPLE_BATCH STEPS
     EVAL_STEPS EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT MICRO_BATCH_TOKENS
@@ -90,6 +91,12 @@ def together(*, GROUP_SIZE, TEMPERATURE, CLIP_LOW, CLIP_HIGH, IS_CAP, MAX_GRAD_N
 
 def whole(value):
     return type(value) is int
+
+
+def real(value):
+    """Whether a finite number, which True is not; NumPy's are, too."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return number and math.isfinite(value)
 
 
 def load_task(name):

@@ -123,28 +123,18 @@ def sampled_and_rewarded(engine, recipe, take, *, group_size, temperature, seed,
     ):
         prompt, began = started.pop(key), time.perf_counter()
         rewards = rewarded(recipe, prompt[1], [engine.text(c) for c in completions])
-        for r in rewards:
-            if r.keys() != recipe.reward_weights.keys():
-                raise SystemExit(
-                    f"{recipe.task_name} rewards {sorted(r)}, but REWARD_WEIGHTS has other names"
-                )
-            if not all(real(value) for value in r.values()):
-                raise SystemExit(
-                    f"{recipe.task_name} rewards {r}, not finite numbers, for {prompt[1]}"
-                )
-        rewards = [{name: r[name] for name in recipe.reward_weights} for r in rewards]
         count["seconds_reward"] += time.perf_counter() - began
         yield prompt, completions, rewards
 
 
 def rewarded(recipe, item, texts):
-    """-> the task's rewards of a group's completions. What the task raises is a bug, and no reward:
+    """-> the named_floats of a group's completions. What the task raises is a bug, and no reward:
     it stops the run and says for what; so do rewards that take too long."""
     rewards, limit = [], recipe.reward_timeout_seconds
     try:
         with timely(limit, "the rewards of a group"):
             for text in texts:
-                rewards.append(recipe.task.rewards(item, text))
+                rewards.append(named_floats(recipe, recipe.task.rewards(item, text), item))
     except (Exception, TooSlow) as error:
         remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
         raise RuntimeError(
@@ -154,10 +144,24 @@ def rewarded(recipe, item, texts):
     return rewards
 
 
-def real(value):
-    """Whether a finite number; NumPy's are, too."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+def named_floats(recipe, rewards, item):
+    """-> what the task's rewards() gave for `item`, as floats in the order of REWARD_WEIGHTS.
+    Raises SystemExit where it has other names, or what is no finite number."""
+    if rewards.keys() != recipe.reward_weights.keys():
+        raise SystemExit(
+            f"{recipe.task_name} rewards {sorted(rewards)}, but REWARD_WEIGHTS has other names"
+        )
+    floats = {name: as_float(rewards[name]) for name in recipe.reward_weights}
+    if not all(map(math.isfinite, floats.values())):
+        raise SystemExit(f"{recipe.task_name} rewards {rewards}, not finite numbers, for {item}")
+    return floats
+
+
+def as_float(value):
+    """-> a number as a float, also NumPy's or torch's; True as 1, False as 0; all else as NaN."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) else math.nan
 
 
 def rollout(engine, recipe, stream, count, *, share, seed):

@@ -80,6 +80,7 @@ def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), **changes):
         ("EVAL_STEPS", 2.5),
         ("MICRO_BATCH_TOKENS", 0),
         ("UPDATES_PER_ROLLOUT", True),
+        ("CLIP_LOW", True),
         ("GROUP_SIZE", "8"),
         ("CLIP_LOW", None),
         ("LOSS_TYPE", ["grpo"]),
@@ -354,9 +355,12 @@ def test_what_is_sent_is_what_was_sampled():
 def test_rewards_that_a_task_names_in_another_order_are_trained_all_the_same():
     """The names are those of REWARD_WEIGHTS, which is all that was asked of a task."""
     task = SimpleNamespace(rewards=lambda item, text: {"format": 0.5, "correctness": 1.0})
-    (one,) = sampled(FakeEngine(), a_recipe(task=task), [(0, {"question": "?"}, [5, 6])])
+    (one,) = sampled(FakeEngine(), a_recipe(task=task), [PROMPT])
     group = make_group(one, **NAMED)
     assert group.reward_names == list(grpo.REWARD_WEIGHTS) and group.rewards[0].tolist() == [1, 0.5]
+
+
+PROMPT = 0, {"question": "Why?"}, [5, 6]
 
 
 def sampled(engine, recipe, prompts, **changes):
@@ -372,14 +376,27 @@ def sampled(engine, recipe, prompts, **changes):
 def test_rewards_of_other_names_are_refused():
     recipe = a_recipe(task=SimpleNamespace(rewards=lambda item, text: {"correct": 1.0}))
     with pytest.raises(SystemExit, match="REWARD_WEIGHTS"):
-        sampled(FakeEngine(), recipe, [(0, {"question": "?"}, [5, 6])])
+        sampled(FakeEngine(), recipe, [PROMPT])
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan"), True, np.float32("inf")])
+@pytest.mark.parametrize("value", [None, "1", float("nan"), [1.0], np.ones(1), np.float32("inf")])
 def test_a_reward_that_is_no_number_is_named_with_its_question(value):
     task = SimpleNamespace(rewards=lambda item, text: {"correctness": value, "format": 1.0})
     with pytest.raises(SystemExit, match="not finite numbers, for .*Why"):
-        sampled(FakeEngine(), a_recipe(task=task), [(0, {"question": "Why?"}, [5, 6])])
+        sampled(FakeEngine(), a_recipe(task=task), [PROMPT])
+
+
+@pytest.mark.parametrize("kind", [bool, np.bool_, int, np.float32, np.array, torch.tensor])
+def test_a_reward_may_be_a_truth_or_any_librarys_number(kind):
+    """`return {"correctness": answer == gold, ...}` is what comes to mind first."""
+
+    def rewards(item, text):
+        return {"correctness": kind(text == "first"), "format": kind(False)}
+
+    (group,) = sampled(FakeEngine(), a_recipe(task=SimpleNamespace(rewards=rewards)), [PROMPT])
+    assert group[2] == [{"correctness": 1.0, "format": 0.0}, {"correctness": 0.0, "format": 0.0}]
+    assert {type(value) for r in group[2] for value in r.values()} == {float}
+    assert not make_group(group, **NAMED).flat
 
 
 def test_broken_weights_are_said_to_be_broken(tiny):
