@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import numbers
+import traceback
 from pathlib import Path
 
 from grpo_loss import LOSS_TYPES, OBJECTIVES
@@ -114,12 +115,10 @@ def load_task(name):
 
 
 def load_prompts(name, task, split, tokenizer, max_prompt_tokens):
-    """-> [(index, item, prompt_ids)] of the split, without longer prompts."""
-    try:
-        items = task.load(split)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"the {split} questions of {name} can't be loaded: {error}") from error
-    ids = [prompt_ids(tokenizer, task.messages(item["question"])) for item in items]
+    """-> [(index, item, prompt_ids)] of the split, without longer prompts. Raises SystemExit with a
+    sentence where the task gives no questions, or none that fits."""
+    items = load_items(name, task, split)
+    ids = [prompt_ids(tokenizer, chat_of(name, task, item["question"])) for item in items]
     prompts = [
         (index, item, prompt)
         for index, (item, prompt) in enumerate(zip(items, ids, strict=True))
@@ -129,6 +128,43 @@ def load_prompts(name, task, split, tokenizer, max_prompt_tokens):
     if not prompts:
         raise SystemExit(f"no question fits MAX_PROMPT_TOKENS = {max_prompt_tokens}: raise it")
     return prompts
+
+
+def load_items(name, task, split):
+    """-> the task's items of the split. Raises SystemExit where load() gives anything else."""
+    call, splits = f"tasks/{name}.py: load({split!r})", 'for "train" and EVAL_SPLIT'
+    must = f'it must return a list of dicts, each with a "question", {splits}'
+    try:
+        items = list(task.load(split))
+    except Exception as error:
+        raise SystemExit(f"{call} failed with {error!r}{line_of(task, error)}: {must}") from error
+    if not items:
+        raise SystemExit(f"{call} returned no item: {must}")
+    for number, item in enumerate(items):
+        if not (isinstance(item, dict) and "question" in item):
+            raise SystemExit(f"{call} returned {item!r:.500} as item {number}: {must}")
+    return items
+
+
+def chat_of(name, task, question):
+    """-> the task's messages for a question. Raises SystemExit where messages() gives no chat."""
+    call = f"tasks/{name}.py: messages({question!r:.500})"
+    must = 'it must return a list of {"role": ..., "content": ...}, both texts'
+    try:
+        chat = task.messages(question)
+    except Exception as error:
+        raise SystemExit(f"{call} failed with {error!r}{line_of(task, error)}: {must}") from error
+    is_chat = isinstance(chat, list | tuple) and chat and all(isinstance(m, dict) for m in chat)
+    if not is_chat or not all(isinstance(m.get(k), str) for m in chat for k in ("role", "content")):
+        raise SystemExit(f"{call} returned {chat!r:.500}: {must}")
+    return chat
+
+
+def line_of(task, error):
+    """-> " in line 9", the task's own that led to the error; "" where none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if f.filename == getattr(task, "__file__", None)]
+    return f" in line {lines[-1]}" if lines else ""
 
 
 # --- A run that goes on ----------------------------------------------------------------

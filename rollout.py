@@ -16,6 +16,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
 
@@ -134,7 +135,7 @@ def rewarded(recipe, item, texts):
     try:
         with timely(limit, "the rewards of a group"):
             for text in texts:
-                rewards.append(named_floats(recipe, recipe.task.rewards(item, text), item))
+                rewards.append(named_floats(recipe, recipe.task.rewards(item, text), item, text))
     except (Exception, TooSlow) as error:
         remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
         raise RuntimeError(
@@ -144,17 +145,31 @@ def rewarded(recipe, item, texts):
     return rewards
 
 
-def named_floats(recipe, rewards, item):
-    """-> what the task's rewards() gave for `item`, as floats in the order of REWARD_WEIGHTS.
-    Raises SystemExit where it has other names, or what is no finite number."""
-    if rewards.keys() != recipe.reward_weights.keys():
-        raise SystemExit(
-            f"{recipe.task_name} rewards {sorted(rewards)}, but REWARD_WEIGHTS has other names"
-        )
-    floats = {name: as_float(rewards[name]) for name in recipe.reward_weights}
-    if not all(map(math.isfinite, floats.values())):
-        raise SystemExit(f"{recipe.task_name} rewards {rewards}, not finite numbers, for {item}")
-    return floats
+def named_floats(recipe, rewards, item, text):
+    """-> what the task's rewards() returned for a completion `text`, as floats in the order of
+    REWARD_WEIGHTS. Raises SystemExit where it is no dict of these names, or not of numbers."""
+    names = list(recipe.reward_weights)
+    if not isinstance(rewards, dict):
+        wrong = f"it must be a dict of numbers by name, for {names}"
+    elif rewards.keys() != recipe.reward_weights.keys():
+        wrong = f"its names are {list(rewards)}, those in REWARD_WEIGHTS are {names}, and must be"
+        wrong += f" the same{nearest(rewards, names)}"
+    else:
+        floats = {name: as_float(rewards[name]) for name in names}
+        if all(map(math.isfinite, floats.values())):
+            return floats
+        wrong = "each must be a finite number, or True or False"
+    raise SystemExit(
+        f"tasks/{recipe.task_name}.py: rewards() returned {rewards!r:.500} for the question"
+        f" {item!r} and the completion {text!r}: {wrong}"
+    )
+
+
+def nearest(theirs, names):
+    """Example: nearest(["correct"], ["correctness"]) -> "; is 'correct' to be 'correctness'?" """
+    absent, strange = [n for n in names if n not in theirs], [n for n in theirs if n not in names]
+    near = [(n, m) for n in strange for m in get_close_matches(str(n), absent, 1)]
+    return "".join(f"; is {n!r} to be {m!r}?" for n, m in near)
 
 
 def as_float(value):

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from test_server import FakeReference, InProcess
@@ -371,32 +370,6 @@ def sampled(engine, recipe, prompts, **changes):
 
     settings = {"group_size": recipe.group_size, "temperature": 1.0, "seed": 0, "count": Counter()}
     return list(sampled_and_rewarded(engine, recipe, take, **settings | changes))
-
-
-def test_rewards_of_other_names_are_refused():
-    recipe = a_recipe(task=SimpleNamespace(rewards=lambda item, text: {"correct": 1.0}))
-    with pytest.raises(SystemExit, match="REWARD_WEIGHTS"):
-        sampled(FakeEngine(), recipe, [PROMPT])
-
-
-@pytest.mark.parametrize("value", [None, "1", float("nan"), [1.0], np.ones(1), np.float32("inf")])
-def test_a_reward_that_is_no_number_is_named_with_its_question(value):
-    task = SimpleNamespace(rewards=lambda item, text: {"correctness": value, "format": 1.0})
-    with pytest.raises(SystemExit, match="not finite numbers, for .*Why"):
-        sampled(FakeEngine(), a_recipe(task=task), [PROMPT])
-
-
-@pytest.mark.parametrize("kind", [bool, np.bool_, int, np.float32, np.array, torch.tensor])
-def test_a_reward_may_be_a_truth_or_any_librarys_number(kind):
-    """`return {"correctness": answer == gold, ...}` is what comes to mind first."""
-
-    def rewards(item, text):
-        return {"correctness": kind(text == "first"), "format": kind(False)}
-
-    (group,) = sampled(FakeEngine(), a_recipe(task=SimpleNamespace(rewards=rewards)), [PROMPT])
-    assert group[2] == [{"correctness": 1.0, "format": 0.0}, {"correctness": 0.0, "format": 0.0}]
-    assert {type(value) for r in group[2] for value in r.values()} == {float}
-    assert not make_group(group, **NAMED).flat
 
 
 def test_broken_weights_are_said_to_be_broken(tiny):

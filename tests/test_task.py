@@ -1,0 +1,137 @@
+"""A task of one's own, tasks/NAME.py: what it may return, and what is said where it may not."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_trainer import NAMED, PROMPT, FakeEngine, a_recipe, sampled
+from transformers import AutoTokenizer
+
+from config import load_prompts
+from rollout import make_group
+
+
+def chat(question):
+    return [{"role": "user", "content": question}]
+
+
+def loaded(tiny, load=lambda split: [{"question": "Why?"}], messages=chat, split="train"):
+    """-> the prompts of a task "mine"."""
+    task = SimpleNamespace(load=load, messages=messages, __file__=__file__)
+    return load_prompts("mine", task, split, AutoTokenizer.from_pretrained(tiny), 99)
+
+
+def refused(sentence, function, *arguments, **named):
+    """Calls what must end with the sentence, of the one task's file."""
+    with pytest.raises(SystemExit, match=rf"^tasks/mine.py: .*{re.escape(sentence)}"):
+        function(*arguments, **named)
+
+
+# --- Questions ----------------------------------------------------------------------
+ITEMS = 'it must return a list of dicts, each with a "question", for "train" and EVAL_SPLIT'
+
+
+def broken_load(split):
+    return [{"question": {}["answer"]}]
+
+
+LINE = broken_load.__code__.co_firstlineno + 1
+
+
+@pytest.mark.parametrize(
+    ("load", "sentence"),
+    [
+        (lambda split: [], "returned no item"),  # was: raise MAX_PROMPT_TOKENS
+        (lambda split: None, """failed with TypeError("'NoneType' object is not iterable")"""),
+        ({"test": []}.__getitem__, "failed with KeyError('train')"),
+        (broken_load, f"failed with KeyError('answer') in line {LINE}"),
+        (lambda split: [{"question": "?"}, {"text": 5}], "returned {'text': 5} as item 1"),
+        (lambda split: {"train": []}, "returned 'train' as item 0"),
+    ],
+)
+def test_a_load_that_gives_no_questions_is_told_what_it_gave_and_what_it_must(load, sentence, tiny):
+    refused(f"{sentence}: {ITEMS}", loaded, tiny, load)
+
+
+def test_a_split_that_datasets_does_not_have_is_said(tiny, tmp_path):
+    """Its errors are of many kinds, and not all of them are Python's."""
+    import datasets
+
+    def load(split):
+        return datasets.load_dataset("json", data_dir=str(tmp_path), split=split)
+
+    (tmp_path / "train.jsonl").write_text('{"question": "Why?", "answer": "42"}\n')
+    assert loaded(tiny, load)[0][1] == {"question": "Why?", "answer": "42"}
+    refused("load('test') failed with ValueError('Unknown split", loaded, tiny, load, split="test")
+    (tmp_path / "train.jsonl").write_text("{")
+    refused("load('train') failed with DatasetGenerationError", loaded, tiny, load)
+
+
+def test_questions_may_come_one_by_one(tiny):
+    assert len(loaded(tiny, lambda split: iter([{"question": "Why?"}] * 2))) == 2
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        (lambda question: question.role, """failed with AttributeError("'str' object has no"""),
+        (lambda question: question, "returned 'Why?'"),
+        (lambda question: [], "returned []"),
+        (lambda question: [question], "returned ['Why?']"),
+        (lambda question: chat(question)[0], "returned {'role': 'user', 'content': 'Why?'}"),
+        (lambda question: [{"role": "user"}], "returned [{'role': 'user'}]"),
+        (lambda question: chat(5), "returned [{'role': 'user', 'content': 5}]"),
+    ],
+)
+def test_messages_that_are_no_chat_are_said(messages, what, tiny):
+    refused(f"messages('Why?') {what}", loaded, tiny, messages=messages)
+    refused('must return a list of {"role": ..., "content": ...}', loaded, tiny, messages=messages)
+
+
+# --- Rewards ------------------------------------------------------------------------
+def rewarded(rewards):
+    """-> the rewards of a group of two, each of which a task "mine" gave."""
+    task = SimpleNamespace(rewards=lambda item, text: rewards(text))
+    return sampled(FakeEngine(), a_recipe(task=task, task_name="mine"), [PROMPT])[0]
+
+
+@pytest.mark.parametrize("kind", [bool, np.bool_, int, np.float32, np.array, torch.tensor])
+def test_a_reward_may_be_a_truth_or_any_librarys_number(kind):
+    """`return {"correctness": answer == gold, ...}` is what comes to mind first."""
+    group = rewarded(lambda text: {"correctness": kind(text == "first"), "format": kind(False)})
+    assert group[2] == [{"correctness": 1.0, "format": 0.0}, {"correctness": 0.0, "format": 0.0}]
+    assert {type(value) for r in group[2] for value in r.values()} == {float}
+    assert not make_group(group, **NAMED).flat
+
+
+@pytest.mark.parametrize("value", [None, "1", float("nan"), [1.0], np.ones(1), np.float32("inf")])
+def test_a_reward_that_is_no_number_is_named_with_question_and_completion(value):
+    rewards = {"correctness": value, "format": 1.0}
+    what = (
+        f"rewards() returned {rewards!r} for the question {PROMPT[1]!r} and the completion 'first'"
+    )
+    refused(f"{what}: each must be a finite number", rewarded, lambda text: rewards)
+
+
+@pytest.mark.parametrize("rewards", [1.0, True, None, [1.0, 0.0]])
+def test_rewards_without_names_are_refused(rewards):
+    what = f"rewards() returned {rewards} for the question {PROMPT[1]!r} and the completion 'first'"
+    must = "it must be a dict of numbers by name, for ['correctness', 'format']"
+    refused(f"{what}: {must}", rewarded, lambda text: rewards)
+
+
+@pytest.mark.parametrize(
+    ("names", "meant"),
+    [
+        (["correct", "format"], "; is 'correct' to be 'correctness'?"),
+        (["style", 7], ""),
+        (["correctness"], ""),
+        (["correctness", "format", "formats"], ""),
+    ],
+)
+def test_names_that_are_not_those_of_the_weights_are_said_with_the_nearest(names, meant):
+    both = f"its names are {names}, those in REWARD_WEIGHTS are ['correctness', 'format']"
+    sentence = f"{both}, and must be the same{meant}"
+    refused(sentence, rewarded, lambda text: dict.fromkeys(names, 1.0))
