@@ -11,6 +11,7 @@ from grpo_loss import LOSS_TYPES, OBJECTIVES
 from policy import prompt_ids
 from policy_sync import NOISE
 from report import say
+from rollout import rewarded
 
 COUNTS = """PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS SAMPLE_BATCH STEPS
     EVAL_STEPS EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT MICRO_BATCH_TOKENS
@@ -158,6 +159,17 @@ def chat_of(name, task, question):
     if not is_chat or not all(isinstance(m.get(k), str) for m in chat for k in ("role", "content")):
         raise SystemExit(f"{call} returned {chat!r:.500}: {must}")
     return chat
+
+
+def check_rewards(recipe):
+    """Has the task reward an empty completion of its first question, before anything heavy is
+    loaded. Raises SystemExit where that fails, with its traceback, or gives no such rewards."""
+    try:
+        rewarded(recipe, recipe.prompts[0][1], [""])
+    except RuntimeError as error:
+        trace = "".join(traceback.format_exception(error.__cause__))
+        must = "a task must reward any completion, and an empty one can be sampled"
+        raise SystemExit(f"{trace}{error}: {must}") from error
 
 
 def line_of(task, error):

@@ -38,7 +38,7 @@ import grpo_loss
 import grpo_loss_triton
 from checkpoint import check_run_dir, lock_run, open_run
 from client import RefServer
-from config import check_constants, constants_of, load_prompts, load_task
+from config import check_constants, check_rewards, constants_of, load_prompts, load_task
 from engine import start_engine, take_step, training_threads
 from exchange import Exchange, all_ranks_groups
 from grpo_loss import group_advantages, token_weights
@@ -403,6 +403,7 @@ def prepare():
     check_constants(globals())
     task, tokenizer = load_task(TASK), load_tokenizer(MODEL)
     recipe = make_recipe(task, load_split(task, "train", tokenizer))
+    check_rewards(recipe)
     needed = KL_BETA or PUBLISH_STEPS or sys.argv[1:] == ["worker"]
     server = RefServer(REF_SERVER, WAIT_LIMIT_SECONDS) if needed else None
     if server:
@@ -432,8 +433,8 @@ def main():
     check_run_dir(RUN_DIR, RESUME)
     watch_launcher()
     tokenizer, recipe, server = prepare()
-    policy = make_policy(tokenizer)
     test = load_split(recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
+    policy = make_policy(tokenizer)
     engine = make_engine(policy)
     rank, world = dist.get_rank(), dist.get_world_size()
     lock = lock_run(RUN_DIR) if rank == 0 else None  # until it is closed, as this function ends

@@ -1,6 +1,8 @@
 """A task of one's own, tasks/NAME.py: what it may return, and what is said where it may not."""
 
 import re
+import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from test_trainer import NAMED, PROMPT, FakeEngine, a_recipe, sampled
 from transformers import AutoTokenizer
 
+import grpo_ref_split as grpo
 from config import load_prompts
 from rollout import make_group
 
@@ -135,3 +138,63 @@ def test_names_that_are_not_those_of_the_weights_are_said_with_the_nearest(names
     both = f"its names are {names}, those in REWARD_WEIGHTS are ['correctness', 'format']"
     sentence = f"{both}, and must be the same{meant}"
     refused(sentence, rewarded, lambda text: dict.fromkeys(names, 1.0))
+
+
+# --- Before the model is loaded -----------------------------------------------------
+class TheModel(Exception):
+    """It is about to be loaded."""
+
+
+@pytest.fixture
+def mine(tiny, tmp_path, monkeypatch):
+    """-> the trainer's task "mine"."""
+
+    def load_policy(*_):
+        raise TheModel
+
+    task = SimpleNamespace(load=lambda split: [{"question": "Why?"}], messages=chat)
+    task.rewards = lambda item, text: {"correctness": text == "42", "format": 1.0}
+    monkeypatch.setitem(sys.modules, "tasks.mine", task)
+    constants = {"MODEL": str(tiny), "RUN_DIR": str(tmp_path), "TASK": "mine", "KL_BETA": 0}
+    for name, value in (constants | {"load_policy": load_policy}).items():
+        monkeypatch.setattr(grpo, name, value)
+    return task
+
+
+def test_a_task_that_is_as_it_should_be_gets_as_far_as_the_model(mine):
+    with pytest.raises(TheModel):
+        grpo.main()
+
+
+def test_names_that_are_not_those_of_the_weights_are_found_before_the_model_is_loaded(mine):
+    mine.rewards = lambda item, text: {"correct": 1.0, "format": 1.0}
+    refused("'Why?'} and the completion '': its names are ['correct', 'format']", grpo.main)
+    refused("'Why?'} and the completion '': its names are ['correct', 'format']", grpo.worker)
+
+
+def test_a_task_that_does_not_cope_with_an_empty_completion_is_told_so_with_its_traceback(mine):
+    """It can be sampled, and would end the run then."""
+    mine.rewards = lambda item, text: {"correctness": text.split()[-1] == "42", "format": 1.0}
+    with pytest.raises(SystemExit) as caught:
+        grpo.main()
+    said = str(caught.value)
+    assert said.startswith("Traceback") and f'File "{__file__}", line' in said
+    assert re.search(
+        r"tasks/mine.py: rewards\(\) failed with IndexError.*'Why\?'.*completion ''", said
+    )
+    assert said.endswith(": a task must reward any completion, and an empty one can be sampled")
+    assert type(caught.value.__cause__.__cause__) is IndexError
+
+
+def test_rewards_that_take_too_long_are_found_before_the_model_is_loaded(mine, monkeypatch):
+    monkeypatch.setattr(grpo, "REWARD_TIMEOUT_SECONDS", 1)
+    mine.rewards = lambda item, text: time.sleep(60)
+    with pytest.raises(
+        SystemExit, match=r"(?s)time.sleep\(60\).*failed with TooSlow.*more than 1 s"
+    ):
+        grpo.main()
+
+
+def test_a_missing_eval_split_is_found_before_the_model_is_loaded(mine):
+    mine.load = {"train": [{"question": "Why?"}]}.__getitem__
+    refused("load('test') failed with KeyError('test')", grpo.main)
