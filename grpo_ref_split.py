@@ -45,7 +45,7 @@ from grpo_loss import group_advantages, token_weights
 from micro_batches import micro_batches
 from policy import load_policy, load_tokenizer
 from policy_sync import Followers, check_first_update
-from report import Clock, Page, RunFolder, evaluate, rollout_metrics, say, say_parts, show
+from report import Clock, Page, RunFolder, evaluate, rollout_metrics, say, say_parts, show, why_idle
 from rollout import Recipe, Stream, Uploader, make_group, rollout, tally_of
 from watch import Heartbeats, meet, watch_launcher
 from wire import tokenizer_facts
@@ -157,13 +157,14 @@ def make_recipe(task, prompts):
 
 # --- Rollout and exchange -----------------------------------------------------------
 def rollout_step(policy, recipe, stream, exchange, run, step, clock):
-    """-> (groups, metrics): what all ranks will train after `step` updates.
+    """-> (groups, metrics, flat): what all ranks will train after `step` updates; `flat` is [one]
+    of the groups that this rank sampled and left out, to be looked at, or [].
 
     What workers have ready comes first; the ranks sample the rest, and upload it while they sample
     on. Their own groups come back without the reference's log-probs: those arrive in accumulate().
     """
     rank, world, server = dist.get_rank(), dist.get_world_size(), exchange and exchange.server
-    theirs, mine, count, oldest = [], [], Counter(), step - MAX_STALENESS
+    theirs, mine, left_out, count, oldest = [], [], [], Counter(), step - MAX_STALENESS
     if PUBLISH_STEPS:
         with clock.part("wait"):
             wait = not TRAINER_SAMPLES
@@ -180,6 +181,8 @@ def rollout_step(policy, recipe, stream, exchange, run, step, clock):
         group, of_use = make_group(sampled, **names), not (flat and SKIP_FLAT_GROUPS)
         if of_use:
             mine.append(group)
+        else:
+            left_out = [group]
         if pools if not of_use else KL_BETA:
             uploader.put(group, pool=not of_use, oldest=oldest)
     sampling = time.perf_counter() - began - count["seconds_reward"]
@@ -195,7 +198,7 @@ def rollout_step(policy, recipe, stream, exchange, run, step, clock):
     metrics["tokens_per_second"] = metrics["tokens_sampled"] / max(seconds, 1e-9)
     if PUBLISH_STEPS:
         metrics |= exchange.staleness(groups, step)
-    return groups, metrics
+    return groups, metrics, left_out
 
 
 # --- Rows to train ---------------------------------------------------------
@@ -447,7 +450,7 @@ def main():
     followers.begin(progress, model=MODEL, run_dir=RUN_DIR)
     # nobody samples before the server has undone what came after the checkpoint
     meet("rank 0, which resumes the run at the server")
-    train(policy, engine, recipe, test, stream, exchange, followers, progress)
+    why = train(policy, engine, recipe, test, stream, exchange, followers, progress)
     # Not where it failed: the run may go on, and its workers and groups wait for that
     if server and rank == 0:
         server.end(progress.run)  # its workers need not wait for it
@@ -458,16 +461,18 @@ def main():
         lock.close()
     if progress.idle >= IDLE_LIMIT:
         raise SystemExit(
-            f"nothing to train for {progress.idle} steps: is {TASK} too easy, or too hard?"
+            f"nothing to train for {progress.idle} steps, in the last one {why}. Read"
+            f" {RUN_DIR}/samples.jsonl: is TASK = {TASK!r} too easy, too hard, or judged wrongly?"
         )
 
 
 def train(policy, engine, recipe, test, stream, exchange, followers, progress):
-    """The run: rollouts, updates, evaluations, checkpoints, until its steps are made."""
+    """The run: rollouts, updates, evaluations, checkpoints, until its steps are made. -> why its
+    newest step without anything to train had nothing."""
     page = Page(exchange.server, progress.run) if exchange and dist.get_rank() == 0 else None
     folder, laps, clock, p = RunFolder(RUN_DIR, page), [], Clock(), progress
     bar = tqdm(total=STEPS, initial=p.step, unit="step", disable=dist.get_rank() != 0)
-    half_full = False
+    half_full, why = False, ""
     while True:
         if p.passed(EVAL_STEPS, p.evaluated) or p.step >= STEPS and p.evaluated < p.step:
             say(f"greedy evaluation on {len(test)} {EVAL_SPLIT} questions after step {p.step}")
@@ -479,12 +484,13 @@ def train(policy, engine, recipe, test, stream, exchange, followers, progress):
         if done:
             break
         clock.lap()  # evaluations and checkpoints are no part of a step
-        groups, metrics = rollout_step(policy, recipe, stream, exchange, p.run, p.step, clock)
-        rows, before = make_rows(groups, p.step), p.step
-        folder.log_samples(policy, recipe, groups, advantages_of, p.step + 1, SAMPLES_PER_STEP)
+        groups, metrics, flat = rollout_step(policy, recipe, stream, exchange, p.run, p.step, clock)
+        rows, before, shown = make_rows(groups, p.step), p.step, groups or flat
+        folder.log_samples(policy, recipe, shown, advantages_of, p.step + 1, SAMPLES_PER_STEP)
         p.idle = 0 if rows else p.idle + 1
         if not rows:
-            say(f"step {p.step + 1} trains nothing: all flat or truncated ({p.idle} in a row)")
+            why = why_idle(metrics, groups, recipe)
+            say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {why}")
         updates = min(UPDATES_PER_ROLLOUT, STEPS - p.step) if rows else 1
         for n in range(updates):
             p.step, update = p.step + 1, {}
@@ -505,6 +511,7 @@ def train(policy, engine, recipe, test, stream, exchange, followers, progress):
     else:
         say(f"the run in {RUN_DIR} has ended, at step {p.step}: for another choose another RUN_DIR")
     followers.finish()
+    return why
 
 
 def save(progress, policy, engine, stream, exchange):

@@ -103,6 +103,19 @@ def rollout_metrics(count, recipe):
     }
 
 
+def why_idle(metrics, groups, recipe):
+    """-> why a rollout of these `metrics` has nothing to train; `groups` are all but the flat."""
+    share, limit = metrics["truncated"], recipe.max_completion_tokens
+    cut = f"{'all' if share == 1 else f'{share:.0%}'} truncated at MAX_COMPLETION_TOKENS = {limit}"
+    if groups:
+        kept = f"the {len(groups)} groups that are not left out"
+        return f"{kept} are all truncated (MASK_TRUNCATED), and of what was sampled {cut}"
+    accuracy, outcome = metrics["accuracy"], f"by OUTCOME = {recipe.outcome!r}"
+    flat = {0: "all wrong", 1: "all right"}.get(accuracy, "each all right or all wrong")
+    sampled = f"{metrics['groups_sampled']} groups, {flat} {outcome} (accuracy {accuracy:.2f})"
+    return f"{sampled}, {cut}, are left out (SKIP_FLAT_GROUPS)"
+
+
 class Page:
     """Shows what is logged on the reference server's page, in a thread: training waits for none."""
 

@@ -1,6 +1,7 @@
 """Both scripts as processes, from sampling to a checkpoint that transformers loads."""
 
 import json
+import re
 import signal
 import socket
 import urllib.request
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import command_of, launch, start
+from processes import command_of, launch, start, start_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from policy import load_policy
@@ -131,6 +132,20 @@ def test_two_ranks_train_on_the_questions_of_gsm8k(tiny, tmp_path):
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "run/step_000003").state_dict()
     assert any((before[name] != after[name]).any() for name in before)
     AutoTokenizer.from_pretrained(tmp_path / "run/step_000003")
+
+
+def test_a_run_with_nothing_to_train_ends_with_what_was_sampled_and_why(tiny, tmp_path):
+    log, run = tmp_path / "trainer.log", tmp_path / "run"
+    preset = QUICK | {"MODEL": str(tiny), "TASK": "arithmetic", "KL_BETA": 0, "RUN_DIR": str(run)}
+    preset |= {"SKIP_FLAT_GROUPS": True, "IDLE_LIMIT": 2, "MAX_PROMPT_TOKENS": 128}
+    (rank,) = start_ranks(1, command_of("grpo_ref_split", preset), log)
+    assert rank.wait(120) == 1
+    flat = r"20 groups, all wrong by OUTCOME = 'correctness' \(accuracy 0.00\), .* truncated at"
+    end = rf"nothing to train for 2 steps, in the last one {flat} .*{run}/samples.jsonl: is TASK"
+    assert re.search(rf"(?s)step 2 trains nothing \(2 in a row\): {flat}.*{end}", log.read_text())
+    samples = records(run, "samples.jsonl")
+    assert [s["step"] for s in samples] == [1, 1, 2, 2] and samples[0]["question"]
+    assert all(s["rewards"]["correctness"] == -1 for s in samples)
 
 
 def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path):

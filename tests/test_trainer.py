@@ -414,6 +414,11 @@ def alone(monkeypatch):
 
 def take_step(server, outcomes, *, step=0, engine=None, clock=None, **recipe):
     """-> rollout_step's (groups, metrics) of prompts whose groups come out as told."""
+    return take_whole_step(server, outcomes, step=step, engine=engine, clock=clock, **recipe)[:2]
+
+
+def take_whole_step(server, outcomes, *, step=0, engine=None, clock=None, **recipe):
+    """-> the same, and a flat group."""
     stream, engine = iter(prompts_of(outcomes)), engine or FakeEngine()
     recipe, clock = a_recipe(**recipe), clock or report.Clock()
     exchange = server and server.exchange
@@ -531,10 +536,33 @@ def test_flat_groups_stay_at_home_where_the_server_does_not_regroup(alone, serve
     assert len(groups) == 3 and server.store.stats()["pooled"] == 0
 
 
-def test_all_flat_is_a_step_without_groups(alone, server):
-    groups, metrics = take_step(server, [ALL_WRONG] * 99)
+def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server, tmp_path):
+    groups, metrics, flat = take_whole_step(server, [ALL_WRONG] * 99)
     assert groups == [] and metrics["flat_groups"] == 1 and metrics["groups_sampled"] == 15
     assert grpo.make_rows(groups, 0) == []
+    policy = SimpleNamespace(tokenizer=SimpleNamespace(decode=str))
+    recipe, folder = a_recipe(prompts_of([ALL_WRONG] * 99)), report.RunFolder(tmp_path)
+    folder.log_samples(policy, recipe, flat, grpo.advantages_of, 1, 9)
+    (first, _) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert first["question"] == "?" and first["rewards"] == {"correctness": -1.0, "format": 1.25}
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups", "sentence"),
+    [
+        ({"accuracy": 0.0}, 0, "all wrong by OUTCOME = 'correctness' (accuracy 0.00), 30% trunc"),
+        ({"accuracy": 1.0}, 0, "all right by OUTCOME = 'correctness' (accuracy 1.00), 30% trunc"),
+        ({"accuracy": 0.4}, 0, "each all right or all wrong by OUTCOME = 'correctness' (accuracy"),
+        ({}, 0, "(accuracy 0.00), 30% truncated at MAX_COMPLETION_TOKENS = 8, are left out (SK"),
+        ({"truncated": 1.0}, 0, "all truncated at MAX_COMPLETION_TOKENS = 8, are left out (SKIP_"),
+        ({"accuracy": 0.4}, 3, "the 3 groups that are not left out are all truncated (MASK_TRUNC"),
+    ],
+)
+def test_what_has_nothing_to_train_is_said_to_be_right_wrong_or_truncated(
+    changes, groups, sentence
+):
+    metrics = {"accuracy": 0.0, "truncated": 0.3, "groups_sampled": 15} | changes
+    assert sentence in report.why_idle(metrics, [None] * groups, a_recipe())
 
 
 FLAT = (None, [Completion([7, 7, 7, 2], [-1.0] * 4, False)], [{"correctness": 1, "format": 0.5}])
