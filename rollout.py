@@ -131,9 +131,10 @@ def sampled_and_rewarded(engine, recipe, take, *, group_size, temperature, seed,
 def rewarded(recipe, item, texts):
     """-> the named_floats of a group's completions. What the task raises is a bug, and no reward:
     it stops the run and says for what; so do rewards that take too long."""
-    rewards, limit = [], recipe.reward_timeout_seconds
+    rewards, question = [], item.get("question")
+    what = f"the rewards of question {question!r:.80}, tasks/{recipe.task_name}.py,"
     try:
-        with timely(limit, "the rewards of a group"):
+        with timely(recipe.reward_timeout_seconds, what):
             for text in texts:
                 rewards.append(named_floats(recipe, recipe.task.rewards(item, text), item, text))
     except (Exception, TooSlow) as error:

@@ -1,6 +1,6 @@
 """Nobody waits in silence for a process that is gone, and nobody is left behind by one.
 
-with timely(seconds, text): ...          # a reward function gets so long
+with timely(seconds, text): ...          # a reward function gets so long, and is no silent wait
 with announced(text): ...                # what may wait says so every 10 s
 meet(text)                               # until all ranks are here, however far apart they are
 watch_launcher()                         # a rank ends when deepspeed, which started it, does
@@ -20,6 +20,7 @@ import psutil
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+SPEAK_SECONDS = 10  # between two words of what waits
 LOOK_SECONDS = 5  # between two looks at the others
 ALARM_LOOK_SECONDS = 0.1  # and at the clock, while rewards are computed: they get so much longer
 
@@ -30,9 +31,10 @@ class TooSlow(BaseException):
 
 @contextlib.contextmanager
 def timely(seconds, what):
-    """Raises TooSlow in the block after `seconds`. Code that never returns to Python can't be
-    interrupted: the process then ends a little later, with its traceback. Main thread only; in
-    others it does nothing. Blocks do not nest. (Not SIGALRM, which math-verify uses itself.)"""
+    """Raises TooSlow in the block after `seconds`; every 10 s that such blocks take says so. Code
+    that never returns to Python can't be interrupted: the process then ends a little later, with
+    its traceback. Main thread only; in others it does nothing. Blocks do not nest. (Not SIGALRM,
+    which math-verify uses itself.)"""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -50,7 +52,7 @@ def timely(seconds, what):
         try:
             # from a thread of C, which also runs while others hold the interpreter
             faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
-            alarm.set(time.monotonic() + seconds)
+            alarm.set(time.monotonic() + seconds, what)
             yield
         finally:
             over = True
@@ -63,27 +65,36 @@ def timely(seconds, what):
 
 
 class Alarm:
-    """Sends the main thread SIGUSR2 soon after a time that may be moved. One thread looks at it all
-    the while: one for each block would wait for the interpreter, 5 ms and more, with every group's
-    rewards, while the thread that uploads is busy."""
+    """Sends the main thread SIGUSR2 soon after a time that may be moved, and says what that thread
+    is busy with. One thread looks at it all the while: one for each block would wait for the
+    interpreter, 5 ms and more, with every group's rewards, while the thread that uploads is busy.
+    """
 
     def __init__(self):
         self.lock, self.thread, self.time = threading.Lock(), None, math.inf
+        self.what, self.began = "", 0.0
 
-    def set(self, at):
+    def set(self, at, what=""):
         with self.lock:
-            self.time = at
+            self.time, self.what, self.began = at, what, time.monotonic()
         if not self.thread:
             self.thread = in_background(self._look)
 
     def _look(self):
-        main = threading.main_thread().ident
+        main, looked, busy = threading.main_thread().ident, time.monotonic(), 0.0
         while True:
             time.sleep(ALARM_LOOK_SECONDS)
             with self.lock:
-                if time.monotonic() > self.time:
+                now, what, began = time.monotonic(), self.what, self.began
+                if now > self.time:
                     self.time = math.inf
                     signal.pthread_kill(main, signal.SIGUSR2)
+            # Over all blocks, less the time between: an evaluation's are short, but many
+            passed, looked = now - looked, now
+            busy = busy + passed if what else max(0.0, busy - passed)
+            if what and busy >= SPEAK_SECONDS:
+                tell(f"waiting for {what} since {now - began:.0f} s")
+                busy = 0.0
 
 
 alarm = Alarm()
@@ -96,7 +107,7 @@ def announced(what):
     over, began = threading.Event(), time.monotonic()
 
     def speak():
-        while not over.wait(10):
+        while not over.wait(SPEAK_SECONDS):
             tell(f"waiting for {what} since {time.monotonic() - began:.0f} s")
 
     in_background(speak)
@@ -221,7 +232,7 @@ class Heartbeats:
             leave(
                 f"rank {rank} was not heard of for {self.limit} s: its process or machine is gone"
             )
-        elif now - since >= 10 and now - self.said >= 10:
+        elif now - since >= SPEAK_SECONDS and now - self.said >= SPEAK_SECONDS:
             self.said = now
             tell(f"waiting for rank {rank}, which was not heard of for {now - since:.0f} s")
 

@@ -130,6 +130,34 @@ def test_a_reward_that_fails_or_hangs_stops_the_run_with_question_and_completion
         assert caught.value.__cause__ is not None  # with its traceback
 
 
+def rewarded(seconds, groups, monkeypatch, capsys, *, between=0.0):
+    """-> what is said while so many groups are rewarded, each for `seconds`, and sampled."""
+    monkeypatch.setattr(watch, "SPEAK_SECONDS", 0.4)
+    monkeypatch.setattr(watch, "ALARM_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(watch, "alarm", watch.Alarm())  # one that has waited for nothing yet
+    recipe, engine = a_recipe(), FakeEngine()
+    recipe.task.rewards = lambda item, text: time.sleep(seconds) or {"correctness": 1, "format": 1}
+    decode = engine.text
+    engine.text = lambda completion: time.sleep(between) or decode(completion)
+    sampled(engine, recipe, prompts_of([MIXED] * groups), group_size=1)
+    return capsys.readouterr().err
+
+
+def test_slow_rewards_are_not_waited_for_in_silence(monkeypatch, capsys):
+    said = rewarded(1.5, 1, monkeypatch, capsys)
+    assert said.count("waiting for the rewards of question '?', tasks/fake.py, since ") >= 2
+    assert "since 1 s" in said
+
+
+def test_many_rewards_that_are_not_slow_by_themselves_are_waited_for_aloud_too(monkeypatch, capsys):
+    """An evaluation's have no group: 512 of 5 s each are 40 minutes."""
+    assert "waiting for the rewards" in rewarded(0.1, 15, monkeypatch, capsys)
+
+
+def test_of_quick_rewards_nothing_is_said(monkeypatch, capsys):
+    assert rewarded(0.001, 60, monkeypatch, capsys, between=0.02) == ""
+
+
 # --- Ranks --------------------------------------------------------------------------
 class Left(BaseException):
     pass
