@@ -38,9 +38,9 @@ def start_engine(
     )
     # What a rank could not have, none has: all must plan the same micro-batches
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (model.shares, model.notes))
-    model.shares = all(shares for shares, _ in everyone)
-    for note in sorted({note for _, notes in everyone for note in notes}):
+    dist.all_gather_object(everyone, (model.shares, model.separable, model.notes))
+    model.shares, model.separable = (all(one[i] for one in everyone) for i in range(2))
+    for note in sorted({note for *_, notes in everyone for note in notes}):
         say(note)
     settings = {"lr": learning_rate, "betas": adam_betas, "weight_decay": weight_decay}
     trained = [p for p in policy.model.parameters() if p.requires_grad]

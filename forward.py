@@ -42,6 +42,8 @@ class CompletionModel(torch.nn.Module):
         if gradient_checkpointing and not checkpoint_layers(model):
             self.notes.append("this model has no layers to checkpoint: it needs more memory")
         self.separable = has_plain_head(model)
+        if not self.separable:
+            self.notes.append("its logits are more than a matrix product: the loss holds them all")
         self.shares = share_prompts and self._shares_exactly()
 
     @property
@@ -133,12 +135,10 @@ class CompletionModel(torch.nn.Module):
             return False
         states, first = self._separate(prompts, completions)
         cuts = [(i, at, len(c)) for i, (at, c) in enumerate(zip(first, completions, strict=True))]
-        shared = torch.cat([shared[i, :n] for i, _, n in cuts]).float()
+        shared = torch.cat([shared[i, :n] for i, _, n in cuts])
         states = torch.cat([states[i, at : at + n] for i, at, n in cuts])
-        gap, size = (shared - states).norm().item(), states.float().norm().item()
-        # Measured: 3e-7 at most in float32; without the mask of the padding 0.2 to 0.9
-        if not gap <= size * (1e-3 if states.dtype == torch.float32 else 0.1):
-            self.notes.append(f"shared prompts differ by {gap / size:.1g}: each row runs its own")
+        if not (gap := distance(shared, states)) <= limit_of(states):
+            self.notes.append(f"shared prompts differ by {gap:.1g}: each row runs its own")
             return False
         return True
 
@@ -155,13 +155,23 @@ def has_plain_head(model):
         logits = model(input_ids=ids, use_cache=False).logits
     finally:
         hook.remove()
-    if len(seen) != 2 or not torch.equal(seen[1], logits):
+    if len(seen) != 2 or not torch.equal(seen[1], logits):  # of one run: a soft-cap is a small gap
         return False
     product = torch.nn.functional.linear(seen[0], head.weight)
-    if not (product - logits).float().norm() <= 1e-2 * logits.float().norm():
-        return False
+    # Of two runs: a mixture of experts adds up in any order on a GPU
     hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-    return torch.equal(hidden, seen[0])
+    return distance(product, logits) <= 1e-2 and distance(hidden, seen[0]) <= limit_of(hidden)
+
+
+def distance(a, b):
+    """Returns |a - b| / |b|, a float."""
+    return ((a - b).float().norm() / b.float().norm()).item()
+
+
+def limit_of(states):
+    """Returns the distance that passes for rounding between two ways to the same states. Measured:
+    3e-7 at most in float32; without the mask of the padding 0.2 to 0.9."""
+    return 1e-3 if states.dtype == torch.float32 else 0.1
 
 
 # --- Caches that may be asked twice -------------------------------------------------
