@@ -2,19 +2,22 @@
 
 A checkpoint is a model in Hugging Face format, which MODEL may name, and a folder `trainer`:
 
-    deepspeed/       the optimiser and its float32 weights, of every rank, as DeepSpeed writes them
-    rank_0.json ...  a rank's place in the data, and its random numbers
-    state.json       where the run is, and the size of every file; written last
+    optimizer_0.pt ...  a rank's part of the optimiser, and of the float32 weights
+    rank_0.json ...     its place in the data, and its random numbers
+    state.json          where the run is, and of every rank its files' sizes
 
-It is written under another name, which is changed when all is there. One that is torn all the same
-(a full disk, a copy broken off) is found by its sizes, and passed over. All ranks call save() and
-load() together.
+It is written under another name, which is changed when all is there. Machines that have RUN_DIR on
+disks of their own each keep their ranks' part: the first rank that sees a folder makes and renames
+it, and rank 0's, which alone has the model, comes last and makes it count. A checkpoint is whole if
+every rank finds what it wrote. One that is torn all the same (a full disk, a disk that is gone) is
+found by its sizes, and passed over by all. All ranks call save() and open_run() together.
 """
 
 import fcntl
 import json
 import random
 import shutil
+import socket
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,39 +32,66 @@ from watch import announced
 DRAFT = ".unfinished"
 
 
+def gathered(value):
+    """-> every rank's `value`, by rank."""
+    everyone = [None] * dist.get_world_size()
+    with announced("the other ranks' part in RUN_DIR"):
+        dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def leads(folder):
+    """-> whether this rank is the first of those that see the same `folder`: each leaves a file in
+    it, and looks for the others'."""
+    token = Path(folder, f".rank_{uuid.uuid4().hex}")  # a new name: network disks remember old ones
+    token.parent.mkdir(parents=True, exist_ok=True)
+    token.touch()
+    seen = [Path(folder, name).exists() for name in gathered(token.name)]
+    gathered(None)  # until all have looked
+    token.unlink()
+    return seen.index(True) == dist.get_rank()
+
+
 def save(folder, policy, engine, stream, state, keep):
     """Saves step_N, N being state["step"], and deletes all but the newest `keep`."""
-    rank, draft = dist.get_rank(), Path(folder, DRAFT)
-    if rank == 0:
-        shutil.rmtree(draft, ignore_errors=True)
-        policy.save(draft)
-        Path(draft, "trainer").mkdir()
-    dist.barrier()
-    engine.save_checkpoint(
-        str(draft / "trainer"), tag="deepspeed", save_latest=False, exclude_frozen_parameters=True
-    )
+    rank, draft, first = dist.get_rank(), Path(folder, DRAFT), leads(folder)
+    final = Path(folder, f"step_{state['step']:06d}")
+    if first:
+        for old in (draft, final):  # the latter is torn, or another part of it is
+            shutil.rmtree(old, ignore_errors=True)
+        if rank == 0:
+            policy.save(draft)
+        Path(draft, "trainer").mkdir(parents=True)
+    files = [path for path in draft.rglob("*") if path.is_file()] if rank == 0 else []
+    gathered(None)
+    files += save_part(Path(draft, "trainer"), engine, stream)
+    sizes = gathered({str(path.relative_to(draft)): path.stat().st_size for path in files})
+    text = json.dumps(state | {"ranks": len(sizes), "files": sizes}, indent=1)
+    for last in (False, True):
+        if first and last == (rank == 0):
+            Path(draft, "trainer", "state.json").write_text(text)
+            draft.rename(final)
+        gathered(None)
+    say(f"saved {final}")
+    for old in sorted(Path(folder).glob("step_*"), key=number)[::-1] if first else []:
+        newer = number(old) > state["step"]  # torn, and of a history that is no more
+        keep -= not newer
+        if newer or keep < 0:
+            shutil.rmtree(old)
+
+
+def save_part(trainer, engine, stream):
+    """Writes what this rank alone knows; -> the files."""
+    rank = dist.get_rank()
     own = {"position": stream.position, "random": random.getstate()}
     own["torch"] = torch.get_rng_state().tolist()
     if torch.cuda.is_available():
         own["cuda"] = torch.cuda.get_rng_state().tolist()
-    Path(draft, "trainer", f"rank_{rank}.json").write_text(json.dumps(own))
-    with announced("the other ranks' part of the checkpoint"):
-        dist.barrier()
-    if rank == 0:
-        files = [path for path in draft.rglob("*") if path.is_file()]
-        sizes = {str(path.relative_to(draft)): path.stat().st_size for path in files}
-        text = json.dumps(state | {"ranks": dist.get_world_size(), "files": sizes}, indent=1)
-        Path(draft, "trainer", "state.json").write_text(text)
-        final = Path(folder, f"step_{state['step']:06d}")
-        shutil.rmtree(final, ignore_errors=True)  # a torn one
-        draft.rename(final)
-        for old in sorted(Path(folder).glob("step_*"), key=number)[::-1]:
-            newer = number(old) > state["step"]  # torn, and of a history that is no more
-            keep -= not newer
-            if newer or keep < 0:
-                shutil.rmtree(old)
-        say(f"saved {final}")
-    dist.barrier()
+    files = [trainer / f"optimizer_{rank}.pt", trainer / f"rank_{rank}.json"]
+    # Not engine.save_checkpoint: that writes the model too, and load_checkpoint reads it everywhere
+    torch.save(engine.optimizer.state_dict(), files[0])
+    files[1].write_text(json.dumps(own))
+    return files
 
 
 def number(path):
@@ -71,28 +101,53 @@ def number(path):
 
 
 def newest(folder):
-    """-> (path, state) of the newest whole checkpoint, or (None, None); names torn ones."""
+    """-> (path, state) of the newest whole checkpoint, or (None, None) if rank 0 has none; names
+    torn ones. SystemExit if all are: the run must not begin again because a disk is not there."""
     if Path(folder, DRAFT).exists():
         say(f"{folder}: the run ended while a checkpoint was being saved; that one does not count")
-    for path in sorted(Path(folder).glob("step_*"), key=number, reverse=True):
-        try:
-            state = json.loads(Path(path, "trainer", "state.json").read_text())
-            for name, size in state["files"].items():
-                if Path(path, name).stat().st_size != size:
-                    raise ValueError(f"{name} has not its {size} bytes")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            say(f"{path} is not whole, and passed over: {error}")
-        else:
-            return path, state
+    paths = sorted(Path(folder).glob("step_*"), key=number, reverse=True)
+    missing = None
+    for name in gathered([path.name for path in paths])[0]:
+        states, wrong = zip(*gathered(look(Path(folder, name))), strict=True)
+        if not any(wrong):
+            return Path(folder, name), states[0]
+        missing = next(filter(None, wrong))
+        say(f"{Path(folder, name)} is not whole, and passed over: {missing}")
+    if missing:
+        raise SystemExit(
+            f"no checkpoint in RUN_DIR = {folder!r} is whole: {missing}. Start each rank on the"
+            " machine that it was on, or put RUN_DIR on a disk that all machines share; for another"
+            " run choose another RUN_DIR"
+        )
     return None, None
+
+
+def look(path):
+    """-> (state, None) of a checkpoint of which this rank finds its part; else (None, why not)."""
+    rank, path = dist.get_rank(), path.absolute()
+    try:
+        state = json.loads(Path(path, "trainer", "state.json").read_text())
+        files = state["files"]  # older checkpoints have one dict for all ranks
+        mine = [files] if isinstance(files, dict) else files[rank : rank + 1]
+        for name, size in (item for part in mine for item in part.items()):
+            if Path(path, name).stat().st_size != size:
+                raise ValueError(f"{path / name} has not its {size} bytes")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return None, f"rank {rank} on {socket.gethostname()}: {error}"
+    return state, None
 
 
 def load(path, engine, stream):
     """Gives engine and stream what save() found."""
-    engine.load_checkpoint(
-        str(Path(path, "trainer")), tag="deepspeed", load_module_strict=False
-    )  # not strict: what LoRA keeps frozen is not in it
-    own = json.loads(Path(path, "trainer", f"rank_{dist.get_rank()}.json").read_text())
+    rank, trainer = dist.get_rank(), Path(path, "trainer")
+    old = list(trainer.glob(f"deepspeed/*zero_pp_rank_{rank}_*"))  # as DeepSpeed saved it
+    part = old[0] if old else trainer / f"optimizer_{rank}.pt"
+    part = torch.load(part, map_location="cpu", weights_only=False)
+    # DeepSpeed wants a list of all ranks' parts, and takes its own
+    own = {rank: part["optimizer_state_dict"] if old else part}
+    engine.optimizer.load_state_dict(own, load_from_fp32_weights=True)
+    engine.optimizer.update_lp_params()  # the model's weights, from all ranks' float32 ones
+    own = json.loads(Path(trainer, f"rank_{rank}.json").read_text())
     stream.position = own["position"]
     version, numbers, gauss = own["random"]
     random.setstate((version, tuple(numbers), gauss))
@@ -145,20 +200,34 @@ def lock_run(folder):
     return file
 
 
+def run_of(folder, constants):
+    """-> the name of the run in `folder`, kept in run.json: a new one if rank 0 finds none.
+    SystemExit if another rank finds another."""
+    named = Path(folder, "run.json")
+    found = json.loads(named.read_text()) if named.exists() else None
+    name = f"{Path(folder).name}-{uuid.uuid4().hex[:8]}"
+    new = {"run": name, "constants": constants_of(constants)}
+    everyone = gathered((found, new, socket.gethostname()))
+    record = everyone[0][0] or everyone[0][1]
+    for rank, (other, _, host) in enumerate(everyone):
+        if other and other["run"] != record["run"]:
+            raise SystemExit(
+                f"RUN_DIR = {folder!r} of rank {rank}, on {host}, holds the run {other['run']}, and"
+                f" rank 0's, on {everyone[0][2]}, {'another' if everyone[0][0] else 'none'}: start"
+                " each rank on the machine that it was on, or choose another RUN_DIR"
+            )
+    if not found:
+        draft = named.with_suffix(f".rank_{dist.get_rank()}")
+        draft.write_text(json.dumps(record))
+        draft.replace(named)
+    return record["run"]
+
+
 def open_run(folder, constants, engine, stream, server):
     """-> the Progress of the run in `folder`: a new one, or from its newest whole checkpoint, where
     everything is then as it was. `constants` are the trainer's globals(). All ranks call it."""
-    found = [None]
-    if dist.get_rank() == 0:
-        named = Path(folder, "run.json")
-        if not named.exists():
-            name = f"{Path(folder).name}-{uuid.uuid4().hex[:8]}"
-            draft = named.with_suffix(".draft")
-            draft.write_text(json.dumps({"run": name, "constants": constants_of(constants)}))
-            draft.replace(named)
-        found = [(json.loads(named.read_text())["run"], *newest(folder))]
-    dist.broadcast_object_list(found, src=0)
-    run, path, state = found[0]
+    run = run_of(folder, constants)
+    path, state = newest(folder)
     progress = Progress(run)
     if path:
         check_same_run(state, constants, dist.get_world_size())

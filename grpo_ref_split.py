@@ -36,7 +36,7 @@ from tqdm import tqdm
 import checkpoint
 import grpo_loss
 import grpo_loss_triton
-from checkpoint import check_run_dir, lock_run, open_run
+from checkpoint import check_run_dir, leads, lock_run, open_run
 from client import RefServer
 from config import check_constants, check_rewards, constants_of, load_prompts, load_task
 from engine import start_engine, take_step, training_threads
@@ -440,7 +440,7 @@ def main():
     policy = make_policy(tokenizer)
     engine = make_engine(policy)
     rank, world = dist.get_rank(), dist.get_world_size()
-    lock = lock_run(RUN_DIR) if rank == 0 else None  # until it is closed, as this function ends
+    lock = lock_run(RUN_DIR) if leads(RUN_DIR) else None  # until it is closed, at the end
     heartbeats = Heartbeats(rank, world, WAIT_LIMIT_SECONDS)
     # Workers begin with the seed's order too: the ranks go through another
     stream = Stream(recipe.prompts, f"{SEED}/trainer" if PUBLISH_STEPS else SEED, rank, world)

@@ -60,6 +60,7 @@ def become(argv, log, environment):
         os.dup2(output.fileno(), 2)
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(environment.get("WORKING_FOLDER", "."))
     sys.argv[:] = argv
     sys.path[0] = os.path.dirname(argv[0])
     runpy.run_path(argv[0], run_name="__main__")
@@ -81,11 +82,15 @@ def start(command, log, **environment):
         )
 
 
-def start_ranks(ranks, command, log):
-    """Starts the ranks of a process group; -> their processes."""
+def start_ranks(ranks, command, log, disks=()):
+    """Starts the ranks of a process group, in the working folders `disks`, a rank each, as if on
+    machines of their own; -> their processes."""
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks)}
     group |= {"LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}  # as deepspeed calls it
-    return [start(command, log, RANK=str(r), LOCAL_RANK=str(r), **group) for r in range(ranks)]
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    for environment, disk in zip(own, disks, strict=False):
+        environment["WORKING_FOLDER"] = str(disk)
+    return [start(command, log, **group, **environment) for environment in own]
 
 
 def start_launcher(ranks, command, log):
@@ -95,9 +100,9 @@ def start_launcher(ranks, command, log):
     return start([*deepspeed, *command[1:]], log)
 
 
-def launch(ranks, command, log, timeout=200):
+def launch(ranks, command, log, timeout=200, disks=()):
     """Runs ranks to their end; -> their output. Fails with it if one fails."""
-    processes, deadline = start_ranks(ranks, command, log), time.monotonic() + timeout
+    processes, deadline = start_ranks(ranks, command, log, disks), time.monotonic() + timeout
     try:
         while any(p.poll() is None for p in processes):
             failed = any(p.poll() for p in processes) or time.monotonic() > deadline

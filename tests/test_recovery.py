@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -62,6 +63,42 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
     assert ledger["trained"] == 36 and ledger["waiting"] == ledger["failed"] == 0
     assert ledger["uploaded"] == 36 + sum(ledger["dropped"].values())
     assert ledger["dropped"].keys() <= {"sampled again"}
+
+
+def test_two_machines_with_disks_of_their_own_go_on_as_if_they_had_not_stopped(tiny, tmp_path):
+    """kill -9 of both after step 7, and the second one's part of step 6 is lost: both take step 3,
+    and where the disks change places neither begins. Adapters go on in the same way."""
+    log, disks = tmp_path / "log", [tmp_path / "a", tmp_path / "b"]
+    [disk.mkdir() for disk in disks]
+    whole = preset_of(tiny, "http://127.0.0.1:9", "whole", KL_BETA=0, EVAL_STEPS=99)
+    whole |= {"tasks.arithmetic.SIZES": {"train": 99, "test": 8}, "DTYPE": "bfloat16"}
+    killed = whole | {"RUN_DIR": "killed"}
+    ranks = start_ranks(2, command_of("grpo_ref_split", killed), log, disks)
+    wait_for_step(disks[0] / "killed", 7, ranks[0], log)
+    kill(*ranks)
+    for disk, other in (disks, disks[::-1]):
+        shutil.copytree(disk / "killed", other / "swapped")
+    os.remove(disks[1] / "killed/step_000006/trainer/optimizer_1.pt")
+    lora = whole | {"RUN_DIR": "lora", "LORA_RANK": 4, "DTYPE": "float32", "STEPS": 2}
+    presets = [killed, whole, lora | {"STEPS": 1}, lora, lora | {"RUN_DIR": "lora whole"}]
+    presets.append(killed | {"RUN_DIR": "swapped", "LORA_RANK": 0})
+    ranks = start_ranks(2, command_of("grpo_ref_split", *presets), log, disks)
+    codes, output = [rank.wait(150) for rank in ranks], log.read_text()
+    assert codes == [1, 1], output[-4000:]
+    assert "step_000006 is not whole, and passed over: rank 1 on " in output
+    assert "goes on from killed/step_000003" in output and "goes on from lora/step_000001" in output
+    for pair in [("killed", "whole"), ("lora", "lora whole")]:
+        steps, weights = [], []
+        for folder in [disks[0] / name for name in pair]:
+            steps.append([(r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r])
+            (model,) = folder.glob("step_00000[29]/*.safetensors")
+            weights.append(model.read_bytes())
+        assert steps[0] == steps[1] and weights[0] == weights[1], pair
+    for disk in disks:
+        left = [path.name for path in (disk / "killed").glob("*step*")]
+        assert sorted(left) == ["step_000006", "step_000009"]
+        assert (disk / "killed/.lock").exists()  # no other trainer on either
+    assert "is whole: rank 0 on" in output.split("goes on from lora")[1]
 
 
 @pytest.mark.parametrize("victim", ["rank", "launcher"])

@@ -3,6 +3,10 @@
 import json
 import os
 import random
+import re
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -232,15 +236,56 @@ def test_the_ledger_adds_up_whatever_happens(store, monkeypatch):
 
 
 # --- Checkpoints --------------------------------------------------------------------
+class Ranks:
+    """A process group of threads, in the place of torch.distributed."""
+
+    def __init__(self, world):
+        self.values, self.mine = [None] * world, threading.local()
+        self.barrier = threading.Barrier(world, timeout=20)
+
+    def get_rank(self):
+        return getattr(self.mine, "rank", 0)
+
+    def get_world_size(self):
+        return len(self.values)
+
+    def all_gather_object(self, everyone, value):
+        self.values[self.get_rank()] = value
+        self.barrier.wait()
+        everyone[:] = self.values
+        self.barrier.wait()
+
+    def each(self, function, values):
+        """-> what function(value), of a value for each rank, gives there; or SystemExit's text."""
+
+        def run(rank, value):
+            self.mine.rank = rank
+            try:
+                return function(value)
+            except SystemExit as error:
+                return str(error)
+            except OSError:
+                self.barrier.abort()  # the launcher ends the other ranks
+                raise
+
+        with ThreadPoolExecutor(len(self.values)) as threads:
+            return list(threads.map(run, range(len(self.values)), values))
+
+
 class FakeEngine:
-    """Writes a file where DeepSpeed does."""
+    """With an optimiser as DeepSpeed's, whose state is the rank."""
 
-    def save_checkpoint(self, folder, tag, **_):
-        Path(folder, tag).mkdir()
-        Path(folder, tag, "optim_states.pt").write_bytes(b"x" * 100)
+    def __init__(self):
+        self.optimizer, self.loaded = self, None
 
-    def load_checkpoint(self, folder, tag, **_):
-        assert Path(folder, tag, "optim_states.pt").stat().st_size == 100
+    def state_dict(self):
+        return {"rank": checkpoint.dist.get_rank()}
+
+    def load_state_dict(self, states, load_from_fp32_weights):
+        self.loaded = states[checkpoint.dist.get_rank()]
+
+    def update_lp_params(self):
+        assert self.loaded == self.state_dict()
 
 
 class FakePolicy:
@@ -251,8 +296,13 @@ class FakePolicy:
 
 @pytest.fixture
 def alone(monkeypatch):
-    for name, value in {"get_rank": 0, "get_world_size": 1, "barrier": None}.items():
-        monkeypatch.setattr(checkpoint.dist, name, lambda value=value: value)
+    monkeypatch.setattr(checkpoint, "dist", Ranks(1))
+
+
+@pytest.fixture
+def ranks(monkeypatch, request):
+    monkeypatch.setattr(checkpoint, "dist", Ranks(request.param))
+    return checkpoint.dist
 
 
 def save(folder, step, stream, keep=2):
@@ -274,7 +324,7 @@ def test_a_checkpoint_brings_back_the_place_in_the_data_and_the_random_numbers(t
 
 DAMAGE = {
     "a file is gone": lambda path: os.remove(path / "model.safetensors"),
-    "a file is cut": lambda path: os.truncate(path / "trainer/deepspeed/optim_states.pt", 99),
+    "a file is cut": lambda path: os.truncate(path / "trainer/optimizer_0.pt", 99),
     "no state": lambda path: os.remove(path / "trainer/state.json"),
     "half a state": lambda path: os.truncate(path / "trainer/state.json", 30),
     "an odd state": lambda path: (path / "trainer/state.json").write_text("[]"),
@@ -319,8 +369,114 @@ def test_two_trainers_do_not_share_a_folder(tmp_path):
     checkpoint.lock_run(str(tmp_path / "run")).close()
 
 
-def test_no_checkpoint_is_no_error(tmp_path):
+def test_no_checkpoint_is_no_error(tmp_path, alone):
     assert checkpoint.newest(tmp_path / "no folder") == (None, None)
+
+
+def test_a_run_does_not_begin_again_because_no_checkpoint_is_whole(tmp_path, alone):
+    save(tmp_path, 3, Stream([(0, {}, [0])], 0, 0, 1))
+    os.remove(tmp_path / "step_000003/model.safetensors")
+    with pytest.raises(SystemExit, match="no checkpoint in RUN_DIR = .* is whole: rank 0 on "):
+        checkpoint.newest(tmp_path)
+
+
+def test_a_checkpoint_as_deepspeed_saved_it_can_be_opened(tmp_path, alone):
+    stream, engine = Stream([(0, {}, [0])], 0, 0, 1), FakeEngine()
+    save(tmp_path, 3, stream)
+    trainer = tmp_path / "step_000003/trainer"
+    (trainer / "optimizer_0.pt").unlink()
+    (trainer / "deepspeed").mkdir()
+    old = "deepspeed/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": engine.state_dict()}, trainer / old)
+    state = json.loads((trainer / "state.json").read_text())
+    files = {f"trainer/{name}": (trainer / name).stat().st_size for name in ("rank_0.json", old)}
+    (trainer / "state.json").write_text(json.dumps(state | {"files": files}))  # of all ranks
+    path, _ = checkpoint.newest(tmp_path)
+    checkpoint.load(path, engine, stream)
+    assert engine.loaded == engine.state_dict()
+
+
+# Which folder each rank sees -> who makes and renames what is in it
+@pytest.mark.parametrize(
+    "ranks, folders, leaders",
+    [
+        (1, "a", [True]),
+        (4, "aaaa", [True, False, False, False]),
+        (4, "aabb", [True, False, True, False]),
+        (4, "abab", [True, True, False, False]),
+        (3, "abc", [True, True, True]),
+        (3, "aAb", [True, False, True]),  # the same disk, mounted elsewhere
+    ],
+    indirect=["ranks"],
+)
+def test_each_folder_has_one_rank_that_leads(tmp_path, ranks, folders, leaders):
+    (tmp_path / "A").symlink_to(tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    seen = [tmp_path / name for name in folders]
+    assert ranks.each(checkpoint.leads, seen) == leaders
+    assert not any(list(folder.iterdir()) for folder in seen)  # nothing is left
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_checkpoint_counts_only_when_every_machine_has_its_part(tmp_path, ranks):
+    disks, stream = [tmp_path / "a", tmp_path / "b"], Stream([(0, {}, [0])], 0, 0, 1)
+    disks[1].mkdir()
+    (disks[1] / "step_000003").write_text("in the way")
+    with pytest.raises((OSError, threading.BrokenBarrierError)):
+        ranks.each(lambda disk: save(disk, 3, stream), disks)
+    assert not list(disks[0].glob("step_*"))
+
+
+def swap(one, other):
+    one.rename(one.with_name("aside"))
+    other.rename(one)
+    one.with_name("aside").rename(other)
+
+
+# What happens to the disks of two machines -> which step both ranks go on from, or what both say
+DISKS = {
+    "nothing": (lambda a, b: None, 9),
+    "a part is gone": (lambda a, b: os.remove(b / "step_000009/trainer/rank_1.json"), 3),
+    "a part is cut": (lambda a, b: os.truncate(b / "step_000009/trainer/optimizer_1.pt", 9), 3),
+    "killed in between": (lambda a, b: (a / "step_000009").rename(a / ".unfinished"), 3),
+    "the second is new": (lambda a, b: shutil.rmtree(b), "rank 1 on .*b/step_0000.* Start each"),
+    "the first is new": (lambda a, b: shutil.rmtree(a), "rank 1, on .*, holds the run a-.* none"),
+    "they changed places": (swap, "is whole: rank 0 on .*a/step_0000"),
+}
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+@pytest.mark.parametrize("damage", DISKS)
+def test_what_is_whole_is_agreed_by_machines_with_disks_of_their_own(tmp_path, ranks, damage):
+    disks, damage, expected = [tmp_path / "a", tmp_path / "b"], *DISKS[damage]
+    stream = Stream([(0, {}, [0])], 0, 0, 1)
+
+    def begin(disk):
+        checkpoint.leads(disk)
+        run = checkpoint.run_of(str(disk), {})
+        [save(disk, step, stream) for step in (1, 3, 9)]
+        return run
+
+    def go_on(disk):
+        checkpoint.leads(disk)
+        run, (path, _) = checkpoint.run_of(str(disk), {}), checkpoint.newest(str(disk))
+        checkpoint.load(path, FakeEngine(), stream)
+        save(disk, 9, stream)
+        return run, checkpoint.number(path)
+
+    run, same = ranks.each(begin, disks)
+    assert run == same
+    for disk in disks:
+        assert sorted(p.name for p in disk.glob("step_*")) == ["step_000003", "step_000009"]
+    models = [(disk / "step_000009/model.safetensors").exists() for disk in disks]
+    assert models == [True, False]  # a model for people is where rank 0 is
+    damage(*disks)
+    found = ranks.each(go_on, disks)
+    if isinstance(expected, int):
+        assert found == [(run, expected)] * 2
+        assert [step for _, step in ranks.each(go_on, disks)] == [9, 9]
+    else:
+        assert all(re.search(expected, text) for text in found), found
 
 
 def test_a_run_goes_on_with_as_many_ranks_and_the_same_model(capsys):
