@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from config import check_same_run, constants_of
 from report import RunFolder, say
-from watch import announced
+from watch import meet
 
 DRAFT = ".unfinished"
 
@@ -35,8 +35,8 @@ DRAFT = ".unfinished"
 def gathered(value):
     """-> every rank's `value`, by rank."""
     everyone = [None] * dist.get_world_size()
-    with announced("the other ranks' part in RUN_DIR"):
-        dist.all_gather_object(everyone, value)
+    meet("the other ranks' part in RUN_DIR")  # a slow disk may take long
+    dist.all_gather_object(everyone, value)
     return everyone
 
 

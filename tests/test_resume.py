@@ -296,11 +296,13 @@ class FakePolicy:
 
 @pytest.fixture
 def alone(monkeypatch):
+    monkeypatch.setattr(checkpoint, "meet", lambda what: None)
     monkeypatch.setattr(checkpoint, "dist", Ranks(1))
 
 
 @pytest.fixture
 def ranks(monkeypatch, request):
+    monkeypatch.setattr(checkpoint, "meet", lambda what: None)
     monkeypatch.setattr(checkpoint, "dist", Ranks(request.param))
     return checkpoint.dist
 
