@@ -290,8 +290,9 @@ class Rows:
             self.store(rows, p, grad, part)
 
     def slabs(self, logits, part):
-        """Yields (slice of the rows, their logits), few at a time: copies stay in a CPU's cache."""
-        step = max(1, (1 << 18) // self.width)
+        """Yields (slice of the rows, their logits): few, whose copies stay in a CPU's cache, or on a
+        GPU that can't use Triton as many as keep it busy, 0.27 GB of float32 for each copy."""
+        step = max(1, (1 << (18 if logits.device.type == "cpu" else 26)) // self.width)
         for start in range(0, len(logits), step):
             stop = min(start + step, len(logits))
             rows = slice(part.start + start, part.start + stop)

@@ -14,6 +14,7 @@ import warm_start
 from decode import LlamaDecoder, SharedDecoder, make_decoder
 from engine import engine_config
 from forward import CompletionModel
+from grpo_loss_triton import Rows
 from policy import choose_dtype, load_policy, own_device
 from store import Store
 
@@ -215,3 +216,19 @@ def test_logits_that_go_bad_later_are_said_and_draw_no_id_beyond_the_vocabulary(
     with pytest.raises(RuntimeError, match="the model's logits are not finite"):
         list(policy.stream(take, seed=0, temperature=temperature, **settings))
     assert len(drawn) == 3 and max(drawn) < policy.vocab_size
+
+
+# --- The loss without Triton ---------------------------------------------------------
+def test_rows_without_triton_go_many_at_a_time_but_on_a_cpu():
+    """One at a time, as a CPU's cache wants it, is half a million launches in a micro-batch."""
+    tokens, width = 600, 151_936
+    counts = {}
+    for device in ("cpu", "meta"):  # meta: not a CPU, and no memory
+        logits = torch.empty(1, width, dtype=torch.bfloat16, device=device).expand(tokens, width)
+        rows = Rows(
+            logits[:, :1], torch.empty(width, 1, device=device), torch.empty(0), 1, None, False
+        )
+        parts = [part for part, _ in rows.slabs(logits, slice(0, tokens))]
+        assert parts[0].start == 0 and parts[-1].stop == tokens
+        counts[device] = len(parts)
+    assert counts["cpu"] == tokens and counts["meta"] == 2
