@@ -290,7 +290,7 @@ class Rows:
             self.store(rows, p, grad, part)
 
     def slabs(self, logits, part):
-        """Yields (slice of the rows, their logits): few, whose copies stay in a CPU's cache, or on a
+        """Yields (slice of the rows, their logits): few, whose copies fit a CPU's cache, or on a
         GPU that can't use Triton as many as keep it busy, 0.27 GB of float32 for each copy."""
         step = max(1, (1 << (18 if logits.device.type == "cpu" else 26)) // self.width)
         for start in range(0, len(logits), step):
