@@ -154,25 +154,33 @@ def through_head(hidden, weight, row_op, needs):
     """Calls row_op(logits, grad, part) for chunks of rows; -> (dH, dW), None where not needed.
 
     `logits` (C, V') are those of the rows `part`, a slice. row_op writes their gradient into `grad`
-    of the same shape: the same memory, if there is a head.
+    of the same shape: the same memory, if there is a head. Where nothing is needed, logits are in
+    float32 if a GPU gives them at once: the reference's log-probs, and half of their noise in bf16.
     """
-    size, chunk = len(hidden), chunk_rows(len(hidden), weight)
+    half = hidden.dtype in (torch.bfloat16, torch.float16)
+    exact = half and not any(needs) and hidden.is_cuda and sums_in_float32(hidden.device)
+    dtype = torch.float32 if exact else hidden.dtype
+    size, chunk = len(hidden), chunk_rows(len(hidden), weight, dtype.itemsize)
     hidden = hidden.contiguous()  # a slice of logits may not be: the kernel wants rows end to end
     d_hidden = torch.empty_like(hidden) if needs[0] else None
     d_weight = None
     if needs[1]:
         few = size <= chunk * CHUNKS_IN_OWN_DTYPE
-        exact = torch.promote_types(weight.dtype, torch.float32)
-        d_weight = torch.zeros_like(weight, dtype=weight.dtype if few else exact)
+        sums = weight.dtype if few else torch.promote_types(weight.dtype, torch.float32)
+        d_weight = torch.zeros_like(weight, dtype=sums)
     if weight is not None:
-        buffer = hidden.new_empty(min(chunk, size), len(weight))
+        buffer = hidden.new_empty(min(chunk, size), len(weight), dtype=dtype)
     for start in range(0, size, chunk):
         part = slice(start, min(start + chunk, size))
         h = hidden[part]
         if weight is None:
             row_op(h, d_hidden[part] if needs[0] else None, part)
             continue
-        logits = torch.mm(h, weight.t(), out=buffer[: len(h)])
+        logits, product = buffer[: len(h)], (h, weight.t())
+        if exact:
+            torch.addmm(logits, *product, beta=0, out_dtype=torch.float32, out=logits)
+        else:
+            torch.mm(*product, out=logits)
         row_op(logits, logits, part)
         if needs[0]:
             torch.mm(logits, weight, out=d_hidden[part])
@@ -181,12 +189,13 @@ def through_head(hidden, weight, row_op, needs):
     return d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
 
-def chunk_rows(size, weight):
-    """-> rows of a chunk, about equal, so that no short one is left over; all, without a head."""
+def chunk_rows(size, weight, itemsize):
+    """-> rows of a chunk, about equal, so that no short one is left over; all, without a head. A
+    logit takes `itemsize` bytes."""
     if weight is None:
         return max(1, size)
     budget = CHUNK_BYTES if weight.is_cuda else weight.nbytes
-    most = max(128, budget // (len(weight) * weight.element_size()))
+    most = max(128, budget // (len(weight) * itemsize))
     equal = math.ceil(size / math.ceil(max(1, size) / most))
     return max(128, math.ceil(equal / 128) * 128)
 

@@ -44,7 +44,7 @@ from exchange import Exchange, all_ranks_groups
 from grpo_loss import group_advantages, token_weights
 from micro_batches import micro_batches
 from policy import load_policy, load_tokenizer
-from policy_sync import Followers, check_first_update
+from policy_sync import Followers, check_first_update, tilt_of
 from report import Clock, Page, RunFolder, evaluate, rollout_metrics, say, say_parts, show, why_idle
 from rollout import Recipe, Stream, Uploader, make_group, rollout, tally_of
 from watch import Heartbeats, meet, watch_launcher
@@ -259,7 +259,7 @@ def make_rows(groups, step):
 
 # --- Loss ---------------------------------------------------------------------------
 SUMS = ("loss", "tokens", "ratio", "kl", "clip_low", "clip_high", "mismatch", "entropy")
-SUMS += ("sampler_ratio",)
+SUMS += ("sampler_ratio", "sampler_k3", "tilt", "surprise")
 
 
 def micro_batch_loss(model, rows, vocab_size, *, scale, score=lambda: None):
@@ -303,8 +303,12 @@ def micro_batch_loss(model, rows, vocab_size, *, scale, score=lambda: None):
     if first:
         for row, part in zip(rows, stats["logps"].cpu().split(lengths.tolist()), strict=True):
             row.old_logps = part
-    stats["mismatch"] = (stats["logps"] - sampler_logps).abs()
-    stats["sampler_ratio"] = (stats["logps"] - sampler_logps).exp()
+    gap = stats["logps"] - sampler_logps
+    stats |= {"mismatch": gap.abs(), "sampler_ratio": gap.exp(), "sampler_k3": gap.expm1() - gap}
+    # A sampler at (1 + x) times the temperature finds log-probs that are x (logp + entropy) off, to
+    # first order: x is the slope of the gap on that, from which noise, however large, averages out
+    surprise = stats["logps"] + stats["entropy"]
+    stats |= {"tilt": gap * surprise, "surprise": surprise**2}
     stats |= {"loss": loss.detach()[None] / scale, "tokens": torch.ones_like(ids)}
     sums = torch.stack([stats[name].sum().double() for name in SUMS])
     return loss, sums, torch.stack([stats["mismatch"].max(), stats["sampler_ratio"].max()])
@@ -364,13 +368,19 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     torch.set_num_threads(before)
     dist.all_reduce(sums)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    means = dict(zip(SUMS, sums.tolist(), strict=True))
+    return means_of(sums.tolist(), worst.tolist())
+
+
+def means_of(sums, worst):
+    """Returns metrics, means over the step's tokens, from what micro_batch_loss returns."""
+    means = dict(zip(SUMS, sums, strict=True))
     loss, tokens = means.pop("loss"), means.pop("tokens")
+    tilt = tilt_of(means.pop("tilt"), means.pop("surprise"))
     if not KL_BETA:
         del means["kl"]  # not 0, but not known
     means = {name: total / tokens for name, total in means.items()}
-    worst = dict(zip(("mismatch_max", "sampler_ratio_max"), worst.tolist(), strict=True))
-    return {"loss": loss} | means | worst
+    worst = dict(zip(("mismatch_max", "sampler_ratio_max"), worst, strict=True))
+    return {"loss": loss} | means | tilt | worst
 
 
 def optimise(engine, rows, vocab_size, step, exchange, clock):
@@ -396,7 +406,9 @@ def check_update(update, policy, rows, groups, before, exchange, folder, progres
     progress.bad = 0
     # not where groups of a history that is no more are trained again
     if not progress.checked and all(group.policy_version <= before for group in groups):
-        check_first_update(update, policy.dtype, exchange and exchange.server.info, model=MODEL)
+        reference = exchange and exchange.server.info
+        said = check_first_update(update, policy.dtype, reference, model=MODEL)
+        say(f"the first update is as it should be: {said}")
     progress.checked = True
 
 

@@ -44,7 +44,16 @@ def step(model, tokens, positions, layers):
         hidden = hidden + attention.o_proj(out.flatten(1))
         mlp, normed = block.mlp, norm(block.post_attention_layernorm, hidden)
         hidden = hidden + mlp.down_proj(mlp.act_fn(mlp.gate_proj(normed)).mul_(mlp.up_proj(normed)))
-    return model.lm_head(norm(body.norm, hidden))
+    return logits_of(model.lm_head, norm(body.norm, hidden))
+
+
+def logits_of(head, hidden):
+    """Returns logits (S, V'), on a GPU in float32 also for bfloat16 states: rounded to bfloat16, a
+    logit of 20 is off by up to 0.06, and the log-probs that are trained on are of what is drawn."""
+    if not hidden.is_cuda or hidden.dtype == torch.float32 or type(head) is not torch.nn.Linear:
+        return head(hidden)
+    logits = torch.bmm(hidden[None], head.weight.T[None], torch.float32)[0]
+    return logits if head.bias is None else logits + head.bias
 
 
 def norm(module, x):

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.pytorch_utils import Conv1D
 
 from forward import CompletionModel
-from grpo_loss import linear_logps
+from grpo_loss_triton import linear_logps
 from sampler import stream_groups
 from wire import tokenizer_facts
 
@@ -38,14 +38,19 @@ class Policy:
         """Samples groups with the weights as they are; see sampler.stream_groups."""
         generator = torch.Generator(device=self.model.device)
         generator.manual_seed(seed)
-        return stream_groups(
-            self.model,
-            take,
-            eos_ids=self.eos_ids,
-            vocab_size=self.vocab_size,
-            generator=generator,
-            **settings,
+        own = {"eos_ids": self.eos_ids, "vocab_size": self.vocab_size, "generator": generator}
+        return stream_groups(self.model, take, **own | settings)
+
+    def continuation(self, prompt, size):
+        """Returns `size` ids that the policy draws after the prompt, at temperature 1; where it
+        would end a completion it goes on."""
+        settings = {"group_size": 1, "max_rows": 1, "longest_prompt": len(prompt), "seed": 0}
+        settings |= {"max_new_tokens": size, "temperature": 1.0, "eos_ids": {-1}}
+        prompts = [(0, prompt)]
+        ((_, (completion,)),) = self.stream(
+            lambda _: [prompts.pop()] if prompts else [], **settings
         )
+        return completion.ids
 
     @torch.no_grad()
     def logps(self, prompt, completion):

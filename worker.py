@@ -90,7 +90,8 @@ def take_policy(engine, server, recipe, policy, path, state):
     state |= {name: policy[name] for name in ("run", "version", "sha256")}
     tell(
         f"policy {policy['version']} of {policy['run']}: {policy['bytes'] / 1e6:.1f} MB in"
-        f" {time.perf_counter() - started:.1f} s; log-probs differ from the trainer's by {gap:.1g}"
+        f" {time.perf_counter() - started:.1f} s; log-probs differ from the trainer's by"
+        f" {gap:.1g} in mean k3"
     )
     return True
 

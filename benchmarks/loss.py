@@ -367,8 +367,9 @@ def measure(methods, found, b, small):
     peaks = {name: apart(row_peak, methods[name], b, small) for name in found}
     fitting = {name: methods[name] for name in found if peaks[name] is not None}
     times = apart(milliseconds, fitting, b)
-    tokens, row_bytes = len(b.packed), len(b.weight) * b.weight.element_size()
-    chunk = min(tokens, grpo_loss_triton.chunk_rows(tokens, b.weight)) * row_bytes
+    tokens, itemsize = len(b.packed), b.weight.element_size()
+    chunk = min(tokens, grpo_loss_triton.chunk_rows(tokens, b.weight, itemsize))
+    chunk *= len(b.weight) * itemsize
     training = methods is LOSSES
     floor = chunk + training * (b.hidden.nbytes + b.weight.nbytes)
     columns = "forward | and backward | x bare | " if training else "ms | x bare | "

@@ -8,13 +8,14 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cuda_graph
+import llama_step
 import policy as policy_module
 import scoring
 import warm_start
 from decode import LlamaDecoder, SharedDecoder, make_decoder
 from engine import engine_config
 from forward import CompletionModel
-from grpo_loss_triton import Rows
+from grpo_loss_triton import Rows, linear_logps
 from policy import choose_dtype, load_policy, own_device
 from store import Store
 
@@ -232,3 +233,21 @@ def test_rows_without_triton_go_many_at_a_time_but_on_a_cpu():
         assert parts[0].start == 0 and parts[-1].stop == tokens
         counts[device] = len(parts)
     assert counts["cpu"] == tokens and counts["meta"] == 2
+
+
+# --- Logits --------------------------------------------------------------------------
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@torch.no_grad()
+def test_log_probs_of_sampler_and_reference_are_not_rounded_to_bfloat16():
+    draw = torch.Generator("cuda").manual_seed(0)
+    like = {"generator": draw, "device": "cuda", "dtype": torch.bfloat16}
+    head = torch.nn.Linear(64, 1000, bias=False, dtype=torch.bfloat16, device="cuda")
+    head.weight.copy_(torch.randn(1000, 64, **like))  # logits of some 8, as a real model's
+    hidden, ids = torch.randn(32, 64, **like), torch.arange(32, device="cuda")
+    exact = (hidden.double() @ head.weight.T.double()).log_softmax(-1)
+    exact = exact.gather(1, ids[:, None]).squeeze(1)
+    sampled = llama_step.logits_of(head, hidden)
+    assert sampled.dtype == torch.float32
+    sampled = sampled.log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
+    for found in (sampled, linear_logps(hidden, head.weight, ids)):
+        assert (found - exact).abs().max() < 1e-4  # rounded logits: 0.03

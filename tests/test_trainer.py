@@ -31,7 +31,7 @@ from exchange import Exchange
 from forward import CompletionModel
 from hub import Hub
 from policy import load_policy, prompt_ids
-from policy_sync import NOISE, Followers, check_first_update
+from policy_sync import TILT, Followers, check_first_update
 from ref_server import make_app
 from report import Clock
 from rollout import Recipe, Stream, make_group, sampled_and_rewarded
@@ -905,19 +905,26 @@ def test_whose_log_probs_are_the_old_ones(monkeypatch):
 
 # --- First update -------------------------------------------------------------------
 def test_the_run_stops_unless_the_first_update_is_as_theory_says():
-    good = {"mismatch": 4e-7, "kl": 1e-9}
+    good = {"sampler_k3": 1e-13, "mismatch": 4e-7, "sampler_tilt": 1e-6, "kl": 1e-9}
     same = {"model": "ours", "dtype": "float32"}
-    check_first_update(good, "float32", same, model="ours")
-    with pytest.raises(RuntimeError, match="ratio is not 1"):
-        check_first_update(good | {"mismatch": 1e-3}, "float32", same, model="ours")
+    said = check_first_update(good, "float32", same, model="ours")
+    assert "differ by 1e-13 in mean k3 (limit 1e-06), trainer and reference by 1e-09" in said
+    for k3 in (1e-5, float("nan")):
+        with pytest.raises(RuntimeError, match="ratio is not 1"):
+            check_first_update(good | {"sampler_k3": k3}, "float32", same, model="ours")
+    with pytest.raises(RuntimeError, match="at 0.950 times the trainer's temperature"):
+        check_first_update(good | {"sampler_tilt": -0.05}, "bfloat16", same, model="ours")
     with pytest.raises(RuntimeError, match="should be 0: .* the weights of ours"):
         check_first_update(good | {"kl": 9e-4}, "float32", same, model="ours")
     # a reference in bfloat16 differs by that much; another model, and none, by any amount
     check_first_update(good | {"kl": 9e-4}, "float32", same | {"dtype": "bfloat16"}, model="ours")
     check_first_update(good | {"kl": 9e-4}, "float32", same, model="smaller")
-    check_first_update({"mismatch": 4e-7}, "float32", None, model="ours")
+    few = {"sampler_k3": 1e-13, "mismatch": 4e-7}  # too few tokens for a tilt
+    check_first_update(few, "float32", None, model="ours")
     # KL_BETA 0 and PUBLISH_STEPS 1: there is a server, for the workers, but no "kl"
-    check_first_update({"mismatch": 4e-7}, "float32", same, model="ours")
+    check_first_update(few, "float32", same, model="ours")
+    loud = {"sampler_k3": 3.5e-3, "mismatch": 0.067}
+    assert "by 0.067 a token: much" in check_first_update(loud, "bfloat16", None, model="ours")
 
 
 def test_bad_steps_are_counted_kept_and_end_the_run_when_they_follow_each_other(
@@ -946,24 +953,53 @@ def test_bad_steps_are_counted_kept_and_end_the_run_when_they_follow_each_other(
     assert first["completion"] == rows[0].completion and first["advantage"] == rows[0].advantage
 
 
-def test_a_sampler_at_another_temperature_stops_the_run(tiny, monkeypatch):
-    """The first update's own log-probs as the old ones make the ratio 1, whatever was sampled."""
-    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
-    prompts = [(i, {"answer": "4"}, [5 + i, 6, 7]) for i in range(4)]
+def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
+    """-> the metrics of an update of `policy` on what `sampler` has sampled, with noise of that sd
+    in its log-probs."""
     task = SimpleNamespace(
         rewards=lambda item, text: {"correctness": float(len(text) % 3), "format": 1.0}
     )
+    prompts = [(i, {"answer": "4"}, [5 + i, 6, 7]) for i in range(32)]
+    recipe, torch_seed = a_recipe(task=task, group_size=4), torch.manual_seed(0)
+    groups = [
+        make_group(group, **NAMED)
+        for group in sampled(sampler, recipe, prompts, temperature=temperature)
+    ]
+    for group in groups:
+        group.sampler_logps += noise * torch.randn(len(group.sampler_logps), generator=torch_seed)
+    rows = grpo.make_rows(groups, 0)
+    model = CompletionModel(policy.model, share_prompts=True)
+    _, sums, worst = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
+    return grpo.means_of(sums.tolist(), worst.tolist())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_update_tells_noise_from_a_wrong_sampler(dtype, tiny, monkeypatch):
+    """Sampled at 0.9 with log-probs at 1.0, a ratio looked like 1 and was not. At 1.05 the gap is
+    smaller than bfloat16's noise, and shows in the slope alone."""
+    policy, stale = (
+        load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), dtype) for _ in range(2)
+    )
     monkeypatch.setattr(grpo, "MASK_TRUNCATED", False)
     monkeypatch.setattr(grpo, "KL_BETA", 0)
-    recipe, mismatch = a_recipe(task=task, group_size=4), {}
-    for temperature in (1.0, 0.9):
-        all_sampled = sampled(policy, recipe, prompts, temperature=temperature)
-        rows = grpo.make_rows([make_group(group, **NAMED) for group in all_sampled], 0)
-        model = CompletionModel(policy.model, share_prompts=True)
-        _, sums, _ = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
-        sums = dict(zip(grpo.SUMS, sums.tolist(), strict=True))
-        mismatch[temperature] = sums["mismatch"] / sums["tokens"]
-    assert mismatch[1.0] < 1e-5 < NOISE["float32"] < mismatch[0.9]
+    check = functools.partial(check_first_update, policy_dtype=dtype, reference=None, model="ours")
+    check(first_update(policy, policy))
+    noises = [0.055, 0.084] if dtype == "bfloat16" else []  # published: see policy_sync.NOISE
+    for noise in noises:
+        metrics = first_update(policy, policy, noise=noise)
+        assert metrics["sampler_k3"] > 1e-3 and abs(metrics["sampler_tilt"]) < TILT / 2
+        check(metrics)
+    for temperature in (0.9, 0.95, 1.05):
+        for noise in [0.0, *noises]:
+            metrics = first_update(policy, policy, temperature=temperature, noise=noise)
+            assert metrics["sampler_tilt"] == pytest.approx(temperature - 1, abs=0.015)
+            with pytest.raises(RuntimeError, match="ratio is not 1|trainer's temperature"):
+                check(metrics)
+    with torch.no_grad():
+        for parameter in stale.model.model.layers[1].parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    with pytest.raises(RuntimeError, match="ratio is not 1"):
+        check(first_update(policy, stale))
 
 
 def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, monkeypatch):
