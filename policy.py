@@ -138,11 +138,15 @@ def load_model(name, dtype, vocab_size):
     place = {} if device == "cpu" else {"device_map": {"": device}}
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **place)
     if getattr(model, "_hf_peft_config_loaded", False):
+        base = next(iter(model.peft_config.values())).base_model_name_or_path
         raise SystemExit(
             f"MODEL = {name!r} is a LoRA adapter. Merge it first, in Python:\n"
-            f"  from peft import AutoPeftModelForCausalLM as Adapter\n"
-            f"  Adapter.from_pretrained({name!r}).merge_and_unload().save_pretrained('merged')\n"
-            "and copy its tokenizer files there"
+            "  from peft import PeftModel\n"
+            "  from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+            f"  model = AutoModelForCausalLM.from_pretrained({base!r})\n"
+            f"  model = PeftModel.from_pretrained(model, {name!r}).merge_and_unload()\n"
+            "  model.save_pretrained('merged')\n"
+            f"  AutoTokenizer.from_pretrained({name!r}).save_pretrained('merged')"
         )
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:
@@ -162,7 +166,9 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
     if lora_rank:
         from peft import LoraConfig
 
-        model.add_adapter(LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=ALL))
+        # without a task_type PEFT's Auto classes do not load what is saved
+        size = {"r": lora_rank, "lora_alpha": 2 * lora_rank}
+        model.add_adapter(LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, **size))
     eos_ids = stop_ids(name, tokenizer, stop_tokens)
     return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype)
 

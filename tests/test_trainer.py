@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import re
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -215,6 +216,30 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tmp_path):
     tokenizer.add_tokens([f"new{i}" for i in range(50)])
     with pytest.raises(SystemExit, match="wrong pair"):
         load_policy(str(tiny), tokenizer, "float32")
+
+
+@pytest.mark.parametrize("task_type", ["CAUSAL_LM", None])  # None: as older versions saved it
+def test_an_adapter_is_merged_by_the_recipe_that_is_printed(tiny, tmp_path, monkeypatch, task_type):
+    monkeypatch.chdir(tmp_path)
+    tokenizer, adapter = AutoTokenizer.from_pretrained(tiny), tmp_path / "adapter"
+    policy = load_policy(str(tiny), tokenizer, "float32", lora_rank=2)
+    with torch.no_grad():  # B starts as 0
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    policy.save(adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["task_type"] == "CAUSAL_LM"
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"task_type": task_type}))
+    with pytest.raises(SystemExit, match="is a LoRA adapter. Merge it first") as refused:
+        load_policy(str(adapter), tokenizer, "float32")
+    _, _, recipe = str(refused.value).partition("\n")
+    exec(textwrap.dedent(recipe), {})  # noqa: S102
+    merged = load_policy("merged", AutoTokenizer.from_pretrained("merged"), "float32")
+    logps = [model.logps([5, 6, 7], [8, 9, 10]) for model in (merged, policy)]
+    assert logps[0] == pytest.approx(logps[1], abs=1e-4)
+    plain = load_policy(str(tiny), tokenizer, "float32").logps([5, 6, 7], [8, 9, 10])
+    assert logps[0] != pytest.approx(plain, abs=1e-2)
 
 
 # --- Rollout ------------------------------------------------------------------------
