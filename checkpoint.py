@@ -25,11 +25,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from config import check_same_run, constants_of
+from config import check_same, check_same_run, constants_of, differing
 from report import RunFolder, say
 from watch import meet
 
 DRAFT = ".unfinished"
+BASIS = ("MODEL", "LORA_RANK", "DTYPE", "TASK")  # what a run without a checkpoint goes on with
 
 
 def gathered(value):
@@ -200,37 +201,58 @@ def lock_run(folder):
     return file
 
 
-def run_of(folder, constants):
-    """-> the name of the run in `folder`, kept in run.json: a new one if rank 0 finds none.
-    SystemExit if another rank finds another."""
+def run_of(folder, now, server):
+    """-> (name, constants before) of the run in `folder`, as rank 0's run.json has them; those of a
+    new run, without constants, where there is none, or where it failed before its first step and
+    was another. SystemExit if another rank finds another run."""
     named = Path(folder, "run.json")
-    found = json.loads(named.read_text()) if named.exists() else None
-    name = f"{Path(folder).name}-{uuid.uuid4().hex[:8]}"
-    new = {"run": name, "constants": constants_of(constants)}
-    everyone = gathered((found, new, socket.gethostname()))
-    record = everyone[0][0] or everyone[0][1]
+    found = json.loads(named.read_text()) if named.exists() else {}
+    chosen = name_run(named.parent, found, now, server) if dist.get_rank() == 0 else None
+    everyone = gathered((found.get("run"), chosen, socket.gethostname()))
+    ours, chosen, our_host = everyone[0]
     for rank, (other, _, host) in enumerate(everyone):
-        if other and other["run"] != record["run"]:
+        if other and other != ours:
             raise SystemExit(
-                f"RUN_DIR = {folder!r} of rank {rank}, on {host}, holds the run {other['run']}, and"
-                f" rank 0's, on {everyone[0][2]}, {'another' if everyone[0][0] else 'none'}: start"
-                " each rank on the machine that it was on, or choose another RUN_DIR"
+                f"RUN_DIR = {folder!r} of rank {rank}, on {host}, holds the run {other}, and"
+                f" rank 0's, on {our_host}, {'another' if ours else 'none'}: start each rank on the"
+                " machine that it was on, or choose another RUN_DIR"
             )
-    if not found:
-        draft = named.with_suffix(f".rank_{dist.get_rank()}")
-        draft.write_text(json.dumps(record))
-        draft.replace(named)
-    return record["run"]
+    return chosen
+
+
+def name_run(folder, found, now, server):
+    """-> run_of's, from what its run.json holds; called by rank 0."""
+    if found:
+        others, metrics = differing(found["constants"], now, BASIS), Path(folder, "metrics.jsonl")
+        begun = any(folder.glob("step_*")) or metrics.exists() and metrics.stat().st_size
+        if begun or not others:
+            return found["run"], found["constants"]
+        ended, other = found["run"], others[0]
+        say(f"the run {ended} ended before its first step; with another {other} a new one begins")
+        if server:
+            server.end(ended)  # what it holds of that run is of no use to this one
+    return f"{folder.name}-{uuid.uuid4().hex[:8]}", {}
+
+
+def keep_run(folder, run, now):
+    """Writes run.json: the run's name, and the constants of this start."""
+    draft = Path(folder, f".run_{dist.get_rank()}.json")  # the folder may be that of several ranks
+    draft.write_text(json.dumps({"run": run, "constants": constants_of(now)}))
+    draft.replace(Path(folder, "run.json"))
 
 
 def open_run(folder, constants, engine, stream, server):
     """-> the Progress of the run in `folder`: a new one, or from its newest whole checkpoint, where
     everything is then as it was. `constants` are the trainer's globals(). All ranks call it."""
-    run = run_of(folder, constants)
+    run, before = run_of(folder, constants, server)
     path, state = newest(folder)
     progress = Progress(run)
     if path:
         check_same_run(state, constants, dist.get_world_size())
+    elif before:
+        check_same(before, constants, BASIS)
+    keep_run(folder, run, constants)
+    if path:
         load(path, engine, stream)
         # DeepSpeed brings back these too; the learning rate is set at each step
         engine.optimizer.clip_grad = constants["MAX_GRAD_NORM"]

@@ -197,13 +197,21 @@ def check_same_run(state, now, ranks):
             f" launch {state['ranks']}, or begin another run from its weights, with another RUN_DIR"
             f" and MODEL = '{Path(now['RUN_DIR'])}/step_{state['step']:06d}'"
         )
-    for name in ("MODEL", "LORA_RANK", "DTYPE"):
-        if before.get(name) != now[name]:
-            raise SystemExit(
-                f"{name} = {now[name]!r} must be {before.get(name)!r}, as the run in RUN_DIR ="
-                f" {now['RUN_DIR']!r} has it; choose another RUN_DIR for another run"
-            )
+    check_same(before, now, ("MODEL", "LORA_RANK", "DTYPE"))
     here = constants_of(now)
     changed = [f"{k} {before[k]!r} -> {v!r}" for k, v in here.items() if before.get(k, v) != v]
     if changed:
         say(f"the run goes on with other constants: {', '.join(changed)}")
+
+
+def check_same(before, now, names):
+    """Raises SystemExit where one of these constants is not what it was before."""
+    for name in differing(before, now, names):
+        raise SystemExit(
+            f"{name} = {now[name]!r} must be {before.get(name)!r}, as the run in RUN_DIR ="
+            f" {now['RUN_DIR']!r} has it; choose another RUN_DIR for another run"
+        )
+
+
+def differing(before, now, names):
+    return [name for name in names if before.get(name) != now[name]]

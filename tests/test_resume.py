@@ -16,6 +16,7 @@ from test_server import done, lease, mark_scored
 from test_wire import make_group
 
 import checkpoint
+import report
 from config import check_same_run, constants_of
 from rollout import Stream
 from store import Store
@@ -272,11 +273,14 @@ class Ranks:
             return list(threads.map(run, range(len(self.values)), values))
 
 
+RUN = {"MODEL": "a", "LORA_RANK": 0, "DTYPE": "auto", "TASK": "t", "STEPS": 5}
+
+
 class FakeEngine:
     """With an optimiser as DeepSpeed's, whose state is the rank."""
 
     def __init__(self):
-        self.optimizer, self.loaded = self, None
+        self.optimizer, self.loaded, self.param_groups = self, None, []
 
     def state_dict(self):
         return {"rank": checkpoint.dist.get_rank()}
@@ -298,6 +302,7 @@ class FakePolicy:
 def alone(monkeypatch):
     monkeypatch.setattr(checkpoint, "meet", lambda what: None)
     monkeypatch.setattr(checkpoint, "dist", Ranks(1))
+    monkeypatch.setattr(report, "dist", Ranks(1))
 
 
 @pytest.fixture
@@ -455,13 +460,17 @@ def test_what_is_whole_is_agreed_by_machines_with_disks_of_their_own(tmp_path, r
 
     def begin(disk):
         checkpoint.leads(disk)
-        run = checkpoint.run_of(str(disk), {})
+        run, before = checkpoint.run_of(str(disk), RUN, None)
+        assert before == {}
+        checkpoint.keep_run(str(disk), run, RUN)
         [save(disk, step, stream) for step in (1, 3, 9)]
         return run
 
     def go_on(disk):
         checkpoint.leads(disk)
-        run, (path, _) = checkpoint.run_of(str(disk), {}), checkpoint.newest(str(disk))
+        run, before = checkpoint.run_of(str(disk), RUN, None)
+        assert before == RUN
+        path, _ = checkpoint.newest(str(disk))
         checkpoint.load(path, FakeEngine(), stream)
         save(disk, 9, stream)
         return run, checkpoint.number(path)
@@ -499,9 +508,61 @@ def test_a_run_goes_on_with_as_many_ranks_and_the_same_model(capsys):
     assert "STEPS 500 -> 777" in out and "CLIP_LOW 0.2 -> 0.1" in out
 
 
-def test_what_was_logged_after_the_checkpoint_is_forgotten(tmp_path, monkeypatch):
-    import report
+class FakeServer:
+    def __init__(self):
+        self.ended = []
 
+    def resume(self, run, step):
+        return {}
+
+    def end(self, run):
+        self.ended.append(run)
+
+
+def opened(folder, server=None, **changes):
+    """-> run.json, after a start with RUN and other constants."""
+    constants = RUN | {"RUN_DIR": str(folder), "MAX_GRAD_NORM": 1.0, "ADAM_BETAS": (0.9, 0.99)}
+    constants |= {"WEIGHT_DECAY": 0.0} | changes
+    engine, stream = FakeEngine(), Stream([(0, {}, [0])], 0, 0, 1)
+    progress = checkpoint.open_run(str(folder), constants, engine, stream, server)
+    record = json.loads((folder / "run.json").read_text())
+    assert record["run"] == progress.run
+    return record
+
+
+def test_run_json_has_the_constants_of_the_last_start(tmp_path, alone):
+    first = opened(tmp_path)
+    assert opened(tmp_path) == first and first["constants"]["STEPS"] == 5
+    again = opened(tmp_path, STEPS=7)
+    assert again["run"] == first["run"] and again["constants"]["STEPS"] == 7
+    state = {"step": 3, "constants": again["constants"], "progress": {"run": first["run"]}}
+    checkpoint.save(tmp_path, FakePolicy(), FakeEngine(), Stream([(0, {}, [0])], 0, 0, 1), state, 1)
+    last = opened(tmp_path, STEPS=9, TASK="other")  # goes on with another task, and says so
+    assert last["run"] == first["run"]
+    assert last["constants"]["STEPS"] == 9 and last["constants"]["TASK"] == "other"
+    with pytest.raises(SystemExit, match="MODEL = 'b' must be 'a'"):
+        opened(tmp_path, MODEL="b")
+    assert json.loads((tmp_path / "run.json").read_text()) == last
+
+
+@pytest.mark.parametrize("name", ["MODEL", "LORA_RANK", "DTYPE", "TASK"])
+def test_a_run_without_a_checkpoint_goes_on_as_the_same_or_not_at_all(
+    tmp_path, alone, capsys, name
+):
+    server, first = FakeServer(), opened(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(SystemExit, match=f"{name} = 'other' must be .* choose another RUN_DIR"):
+        opened(tmp_path, server, **{name: "other"})
+    assert json.loads((tmp_path / "run.json").read_text()) == first and not server.ended
+    # Not one that failed before anything came of it: the server may forget what it has of that
+    (tmp_path / "metrics.jsonl").write_text("")
+    other = opened(tmp_path, server, **{name: "other"})
+    assert other["run"] != first["run"] and other["constants"][name] == "other"
+    assert server.ended == [first["run"]]
+    assert f"with another {name} a new one begins" in capsys.readouterr().out
+
+
+def test_what_was_logged_after_the_checkpoint_is_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr(report.dist, "get_rank", lambda: 0)
     folder = report.RunFolder(tmp_path)
     for step in range(1, 6):
