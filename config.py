@@ -1,5 +1,6 @@
 """What is checked before anything heavy starts: constants, task, data. A sentence a mistake."""
 
+import difflib
 import importlib
 import json
 import math
@@ -13,16 +14,45 @@ from policy_sync import NOISE
 from report import say
 from rollout import rewarded
 
-COUNTS = """PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS SAMPLE_BATCH STEPS
-    EVAL_STEPS EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT MICRO_BATCH_TOKENS
-    WAIT_LIMIT_SECONDS REWARD_TIMEOUT_SECONDS MAX_BAD_STEPS IDLE_LIMIT"""
-WHOLES = """LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED PUBLISH_STEPS MAX_STALENESS
-    REFERENCE_REFRESH_STEPS CPU_THREADS"""
-REALS = """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
-    MAX_GRAD_NORM STOP_ACCURACY"""
-SWITCHES = """MASK_TRUNCATED SKIP_FLAT_GROUPS ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
-    RECOMPUTE_OLD_LOGPS FUSED_LOSS SHARE_PROMPTS GRADIENT_CHECKPOINTING OFFLOAD_OPTIMIZER RESUME"""
-TEXTS = "MODEL TASK RUN_DIR REF_SERVER OUTCOME EVAL_SPLIT"
+RULES = {  # what a constant must be: whether a value is
+    "a whole number from 1 on": lambda value: whole(value) and value >= 1,
+    "a whole number from 0 on": lambda value: whole(value) and value >= 0,
+    "a number from 0 on": lambda value: real(value) and value >= 0,
+    "True or False": lambda value: value in (True, False),
+    "a text": lambda value: isinstance(value, str) and value != "",
+}
+TRAINER = {
+    "a whole number from 1 on": """PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS
+        MAX_COMPLETION_TOKENS SAMPLE_BATCH STEPS EVAL_STEPS EVAL_QUESTIONS SAVE_STEPS
+        KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT MICRO_BATCH_TOKENS WAIT_LIMIT_SECONDS
+        REWARD_TIMEOUT_SECONDS MAX_BAD_STEPS IDLE_LIMIT""",
+    "a whole number from 0 on": """LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED
+        PUBLISH_STEPS MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS""",
+    "a number from 0 on": """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP
+        WEIGHT_DECAY FINAL_LR MAX_GRAD_NORM STOP_ACCURACY""",
+    "True or False": """MASK_TRUNCATED SKIP_FLAT_GROUPS ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
+        RECOMPUTE_OLD_LOGPS FUSED_LOSS SHARE_PROMPTS GRADIENT_CHECKPOINTING OFFLOAD_OPTIMIZER
+        RESUME""",
+    "a text": "MODEL TASK RUN_DIR REF_SERVER OUTCOME EVAL_SPLIT",
+}
+SERVER = {
+    "a whole number from 1 on": """SCORE_BATCH_TOKENS THREADS MAX_STORE_BYTES MAX_BODY_BYTES
+        MAX_POLICY_BYTES""",
+    "a whole number from 0 on": "PORT",
+    "a number from 0 on": "TEMPERATURE LEASE_SECONDS LEASE_WAIT_SECONDS",
+    "True or False": "SHARE_PROMPTS REGROUP",
+    "a text": "MODEL HOST STORE",
+}
+DTYPES = ["auto", *NOISE]
+
+
+def check_names(now, known):
+    """Raises SystemExit where a preset has set constants in a script, whose globals() are `now`,
+    that the script does not have: misspelt, they would be without effect."""
+    for name in now:
+        if name.isupper() and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+            raise SystemExit(f"there is no constant {name}: is {near} meant?")
 
 
 def check_constants(now):
@@ -34,28 +64,51 @@ def check_constants(now):
     betas = now["ADAM_BETAS"]
     pair = isinstance(betas, tuple | list) and len(betas) == 2
     rules = [
-        *((n, "a whole number from 1 on", whole(now[n]) and now[n] >= 1) for n in COUNTS.split()),
-        *((n, "a whole number from 0 on", whole(now[n]) and now[n] >= 0) for n in WHOLES.split()),
-        *((n, "a number from 0 on", real(now[n]) and now[n] >= 0) for n in REALS.split()),
-        *((n, "True or False", now[n] in (True, False)) for n in SWITCHES.split()),
-        *((n, "a text", isinstance(now[n], str) and now[n] != "") for n in TEXTS.split()),
+        *rules_of(TRAINER, now),
         ("REWARD_WEIGHTS", "a dict of numbers by name", named),
         ("STOP_TOKENS", "a list of texts", texts),
         ("ADAM_BETAS", "two numbers below 1", pair and all(real(b) and 0 <= b < 1 for b in betas)),
         ("LOSS_TYPE", f"one of {', '.join(LOSS_TYPES)}", now["LOSS_TYPE"] in list(LOSS_TYPES)),
         ("OBJECTIVE", f"one of {', '.join(OBJECTIVES)}", now["OBJECTIVE"] in OBJECTIVES),
         ("RATIO_LEVEL", "token or sequence", now["RATIO_LEVEL"] in ("token", "sequence")),
-        ("DTYPE", f"one of auto, {', '.join(NOISE)}", now["DTYPE"] in ["auto", *NOISE]),
+        ("DTYPE", f"one of {', '.join(DTYPES)}", now["DTYPE"] in DTYPES),
     ]
-    if all(holds for _, _, holds in rules):  # the types are right
-        rules = together(**now)
+    refuse_broken("grpo_ref_split.py", now, rules)
+    refuse_broken("grpo_ref_split.py", now, together(**now))  # the types are right
+
+
+def check_server_constants(now):
+    """The same for the constants of ref_server.py."""
+    dtype = ("DTYPE", f"one of {', '.join(DTYPES)}", now["DTYPE"] in DTYPES)
+    refuse_broken("ref_server.py", now, [*rules_of(SERVER, now), dtype])
+    wait, body = now["LEASE_WAIT_SECONDS"], now["MAX_BODY_BYTES"]
+    rules = [
+        ("TEMPERATURE", "above 0", now["TEMPERATURE"] > 0),
+        ("PORT", "65535 at most; 0 is any that is free", now["PORT"] <= 65535),
+        (
+            "LEASE_WAIT_SECONDS",
+            "below LEASE_SECONDS, and below 60, when clients give up",
+            wait < min(now["LEASE_SECONDS"], 60),
+        ),
+        ("MAX_BODY_BYTES", "1 MB at least: 1 << 20", body >= 1 << 20),
+        ("MAX_STORE_BYTES", "MAX_BODY_BYTES or more", now["MAX_STORE_BYTES"] >= body),
+    ]
+    refuse_broken("ref_server.py", now, rules)
+
+
+def rules_of(table, now):
+    """-> rules, (constant, what it must be, whether it is), of a table's constants."""
+    return [(n, what, RULES[what](now[n])) for what in table for n in table[what].split()]
+
+
+def refuse_broken(script, now, rules):
     broken = [f"{name} = {now[name]!r} must be {what}" for name, what, holds in rules if not holds]
     if broken:
-        raise SystemExit("grpo_ref_split.py can't run with these constants:\n" + "\n".join(broken))
+        raise SystemExit(f"{script} can't run with these constants:\n" + "\n".join(broken))
 
 
 def together(*, GROUP_SIZE, TEMPERATURE, CLIP_LOW, CLIP_HIGH, IS_CAP, MAX_GRAD_NORM, **now):
-    """-> rules, (constant, what it must be, whether it is), of values of the right type."""
+    """-> rules of the trainer's constants with each other, where their types are right."""
     address = now["REF_SERVER"].startswith(("http://", "https://"))
     oldest = max(now["PUBLISH_STEPS"], now["UPDATES_PER_ROLLOUT"])
     refreshes = now["REFERENCE_REFRESH_STEPS"]

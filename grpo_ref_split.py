@@ -38,7 +38,14 @@ import grpo_loss
 import grpo_loss_triton
 from checkpoint import check_run_dir, leads, lock_run, open_run
 from client import RefServer
-from config import check_constants, check_rewards, constants_of, load_prompts, load_task
+from config import (
+    check_constants,
+    check_names,
+    check_rewards,
+    constants_of,
+    load_prompts,
+    load_task,
+)
 from engine import start_engine, take_step, training_threads
 from exchange import Exchange, all_ranks_groups
 from grpo_loss import group_advantages, token_weights
@@ -413,8 +420,12 @@ def check_update(update, policy, rows, groups, before, exchange, folder, progres
 
 
 # --- Main ---------------------------------------------------------------------------
+constants = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
+
+
 def prepare():
     """-> (tokenizer, recipe, server): what trainer and workers begin with; `server` may be None."""
+    check_names(globals(), constants)
     check_constants(globals())
     task, tokenizer = load_task(TASK), load_tokenizer(MODEL)
     recipe = make_recipe(task, load_split(task, "train", tokenizer))

@@ -23,6 +23,7 @@ import time
 import bottle
 import waitress
 
+from config import check_names, check_server_constants
 from gate import Gate
 from hub import Hub
 from live import PLAIN, Live, load_page
@@ -268,7 +269,12 @@ def score_while(alive, store, reference):
 
 
 # --- Main ---------------------------------------------------------------------------
+constants = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
+
+
 def main():
+    check_names(globals(), constants)
+    check_server_constants(globals())
     token = os.environ.get("GRPO_TOKEN")
     if HOST not in ("127.0.0.1", "localhost", "::1") and not token:
         sys.exit(f"HOST = {HOST!r} is reachable by others: set GRPO_TOKEN here and at the trainer")

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -858,6 +859,35 @@ def test_every_route_asks_for_the_token(app, route):
 
 
 # --- The process --------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("constant", "value"),
+    [
+        ("TEMPERATURE", 0),
+        ("TEMPERATURE", "1"),
+        ("DTYPE", "float16"),
+        ("SCORE_BATCH_TOKENS", 0),
+        ("SHARE_PROMPTS", "yes"),
+        ("MODEL", None),
+        ("STORE", ""),
+        ("PORT", 65536),
+        ("PORT", "59875"),
+        ("THREADS", 0),
+        ("LEASE_WAIT_SECONDS", 120),
+        ("LEASE_SECONDS", float("nan")),
+        ("MAX_BODY_BYTES", 1 << 10),
+        ("MAX_STORE_BYTES", 1 << 20),
+        ("MAX_POLICY_BYTES", 1e9),
+    ],
+)
+def test_a_bad_constant_of_the_server_is_named_with_its_value(
+    constant, value, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(ref_server, "MODEL", str(tmp_path / "none"))
+    monkeypatch.setattr(ref_server, constant, value)
+    with pytest.raises(SystemExit, match=re.escape(f"{constant} = {value!r} must be")):
+        ref_server.main()
+
+
 def test_a_server_that_can_not_start_says_why_and_ends(tiny, tmp_path, monkeypatch):
     """On 0.0.0.0 it must not serve without authentication."""
     monkeypatch.delenv("GRPO_TOKEN", raising=False)

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 import exchange as exchange_module
 import grpo_ref_split as grpo
 import policy_sync
+import ref_server
 import report
 import rollout
 from checkpoint import Progress
@@ -113,6 +114,24 @@ def test_every_constant_of_the_trainer_is_checked(monkeypatch):
             patch.setattr(grpo, constant, None)
             with pytest.raises(SystemExit, match=f"{constant} = None must be"):
                 check_constants(vars(grpo))
+
+
+@pytest.mark.parametrize(
+    ("script", "start", "wrong", "right"),
+    [
+        (grpo, grpo.main, "LERNING_RATE", "LEARNING_RATE"),
+        (grpo, grpo.worker, "PROMPTS_STEP", "PROMPTS_PER_STEP"),
+        (ref_server, ref_server.main, "SCORE_TOKENS", "SCORE_BATCH_TOKENS"),
+    ],
+)
+def test_a_constant_that_a_preset_misspells_is_refused(
+    script, start, wrong, right, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script, "MODEL", str(tmp_path / "none"))  # where the old ones went on to
+    monkeypatch.setattr(script, wrong, 1, raising=False)
+    with pytest.raises(SystemExit, match=f"there is no constant {wrong}: is {right} meant"):
+        start()
 
 
 def test_a_reference_that_follows_needs_a_reference(monkeypatch, tmp_path):
