@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import numbers
+import sys
 import traceback
 from pathlib import Path
 
@@ -44,6 +45,16 @@ SERVER = {
     "a text": "MODEL HOST STORE",
 }
 DTYPES = ["auto", *NOISE]
+
+
+def arguments():
+    """-> the words of the command line, without the --local_rank=N that deepspeed adds."""
+    return [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
+
+
+def usage(doc):
+    """-> what a script whose __doc__ this is says of arguments that it does not know."""
+    return "\n\n".join([*doc.split("\n\n")[:2], "All else is said by the constants in the file."])
 
 
 def check_names(now, known):

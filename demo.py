@@ -6,10 +6,10 @@
 
 Makes a 126 000-parameter Qwen2 that has learned from sloppy examples (the warm start): it can add
 and subtract and knows the tags, but often picks the wrong operator and rarely uses the tags. Then
-starts ref_server.py on it, launches grpo_ref_split.py with `deepspeed`, and compares before and
-after on unseen questions. What GRPO does here is to *elicit*: it makes usual what the model could
-do and seldom did. It teaches no arithmetic. The constants of the run were chosen on the validation
-split and on other seeds; the test split is only reported.
+starts ref_server.py and grpo_ref_split.py on it, a process each, and compares before and after on
+unseen questions. What GRPO does here is to *elicit*: it makes usual what the model could do and
+seldom did. It teaches no arithmetic. The constants of the run were chosen on the validation split
+and on other seeds; the test split is only reported.
 
 Also the example of a preset: train() and serve() import a script, set its constants, call main().
 """
@@ -29,6 +29,7 @@ from pathlib import Path
 
 import psutil
 
+from config import arguments
 from policy import load_policy, load_tokenizer, prompt_ids
 from sampler import sample_groups
 from tasks import arithmetic
@@ -140,13 +141,11 @@ def run_both(seed, rewards, look):
     """Runs ref_server.py and the trainer until the latter ends; ends both whatever happens. Before
     the server is ended, look() gets its address."""
     port, log_path = free_port(), Path(RUN_DIR, "ref_server.log")
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
-    launcher += ["--no_local_rank", "--master_port", free_port(), "--log_level", "warning"]
-    processes = []
+    demo, processes = [sys.executable, "demo.py"], []
     try:
         with open(log_path, "w") as log:
-            processes.append(start([sys.executable, "demo.py", "serve", port], log))
-        processes.append(start([*launcher, "demo.py", "train", port, str(seed), rewards]))
+            processes.append(start([*demo, "serve", port], log))
+        processes.append(start([*demo, "train", port, str(seed), rewards]))
         server, trainer = processes
         while trainer.poll() is None:
             if server.poll() is not None:
@@ -224,4 +223,4 @@ def command(arguments):
 
 
 if __name__ == "__main__":
-    command(sys.argv[1:])
+    command(arguments())

@@ -10,6 +10,23 @@ from forward import CompletionModel
 from report import say
 from watch import announced
 
+# How many processes mpirun and srun have started
+MANY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def stand_alone():
+    """Where no launcher has started this process, it is the only rank: says so to DeepSpeed, which
+    would look for MPI. Many processes of mpirun or srun are left to that."""
+    many = any(int(os.environ.get(name) or 1) > 1 for name in MANY)
+    if "RANK" in os.environ or many:
+        return
+    # MASTER_PORT 0: the system picks one that is free
+    only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+    os.environ.update(only | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    if torch.cuda.device_count() > 1:
+        gpus = torch.cuda.device_count()
+        say(f"this process trains on one of {gpus} GPUs; `deepspeed` starts one on each")
+
 
 def start_engine(
     policy,
@@ -31,6 +48,7 @@ def start_engine(
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
     # Longer than a rank waits by itself, for the server, which ends it with a better sentence
+    stand_alone()
     with announced("all ranks to start"):
         deepspeed.init_distributed(timeout=timedelta(seconds=wait_limit_seconds + 60))
     model = CompletionModel(

@@ -2,7 +2,7 @@
 
     CUDA_VISIBLE_DEVICES=7 python ref_server.py                           # first, on one GPU
     CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6 deepspeed grpo_ref_split.py        # then, on the others
-    deepspeed --num_gpus 1 grpo_ref_split.py                              # one GPU, or a CPU
+    python grpo_ref_split.py               # on one GPU, or a CPU
     python grpo_ref_split.py worker        # anywhere else: samples for the trainer (PUBLISH_STEPS)
 
 Edit the constants below. A preset is a Python file that imports this one, sets its constants and
@@ -34,6 +34,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import checkpoint
+import config
 import grpo_loss
 import grpo_loss_triton
 from checkpoint import check_run_dir, leads, lock_run, open_run
@@ -423,14 +424,15 @@ def check_update(update, policy, rows, groups, before, exchange, folder, progres
 constants = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
 
 
-def prepare():
-    """-> (tokenizer, recipe, server): what trainer and workers begin with; `server` may be None."""
+def prepare(worker=False):
+    """-> (tokenizer, recipe, server): what trainer and workers begin with; `server` may be None for
+    a trainer."""
     check_names(globals(), constants)
     check_constants(globals())
     task, tokenizer = load_task(TASK), load_tokenizer(MODEL)
     recipe = make_recipe(task, load_split(task, "train", tokenizer))
     check_rewards(recipe)
-    needed = KL_BETA or PUBLISH_STEPS or sys.argv[1:] == ["worker"]
+    needed = KL_BETA or PUBLISH_STEPS or worker
     server = RefServer(REF_SERVER, WAIT_LIMIT_SECONDS) if needed else None
     if server:
         server.check(MODEL, tokenizer_facts(tokenizer) | {"temperature": TEMPERATURE})
@@ -551,12 +553,15 @@ def worker():
     """Samples for the trainer, until there is no run any more."""
     from worker import run_worker
 
-    tokenizer, recipe, server = prepare()
+    tokenizer, recipe, server = prepare(worker=True)
     run_worker(make_policy(tokenizer), server, recipe)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["worker"]:
-        worker()
-    else:
-        main()
+    match config.arguments():
+        case []:
+            main()
+        case ["worker"]:
+            worker()
+        case _:
+            sys.exit(config.usage(__doc__))

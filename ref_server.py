@@ -23,7 +23,7 @@ import time
 import bottle
 import waitress
 
-from config import check_names, check_server_constants
+from config import arguments, check_names, check_server_constants, usage
 from gate import Gate
 from hub import Hub
 from live import PLAIN, Live, load_page
@@ -298,6 +298,8 @@ def main():
 
 
 if __name__ == "__main__":
+    if arguments():
+        sys.exit(usage(__doc__))
     try:
         main()
     except KeyboardInterrupt:

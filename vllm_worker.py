@@ -14,9 +14,11 @@ padding of the embedding in its softmax; each is undone below.
 import math
 import os
 import random
+import sys
 
 import torch
 
+from config import arguments, usage
 from policy import choose_dtype, completion_text, merge_adapters, own_device, stop_ids
 from sampler import Completion
 from wire import tokenizer_facts
@@ -189,7 +191,7 @@ def main():
     import grpo_ref_split as trainer
     from worker import run_worker
 
-    tokenizer, recipe, server = trainer.prepare()
+    tokenizer, recipe, server = trainer.prepare(worker=True)
     eos_ids = stop_ids(trainer.MODEL, tokenizer, trainer.STOP_TOKENS)
     dtype = choose_dtype(trainer.DTYPE, own_device())
     engine = VLLMEngine(
@@ -206,4 +208,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if arguments():
+        sys.exit(usage(__doc__))
     main()

@@ -38,16 +38,18 @@ def facts(*packages):
 
 @contextmanager
 def trained(logs, others, trainer, ranks=1):
-    """Starts the commands `others`, by name, and deepspeed with the `trainer`, a script and its
-    arguments. The block runs when it has ended well; then all are ended. What they print goes to
-    files: `logs`, their name, ".log"."""
+    """Starts the commands `others`, by name, and the `trainer`, a script and its arguments; where
+    it has more `ranks`, on the cores of a CPU, by deepspeed. The block runs when it has ended well;
+    then all are ended. What they print goes to files: `logs`, their name, ".log"."""
     from demo import free_port, start, stop
 
-    deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
-    deepspeed += ["--no_local_rank", "--master_port", free_port(), "--log_level", "warning"]
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
+        launcher += ["--no_local_rank", "--master_port", free_port(), "--log_level", "warning"]
     processes = []
     try:
-        for name, command in (others | {"trainer": [*deepspeed, *trainer]}).items():
+        for name, command in (others | {"trainer": [*launcher, *trainer]}).items():
             with open(f"{logs}{name}.log", "w") as log:
                 processes.append(start(command, log))
         if processes[-1].wait():

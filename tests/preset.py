@@ -16,7 +16,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.dirname(HERE), HERE]  # HERE for tasks/parity.py
 
 if __name__ == "__main__":
-    (name, _, function), presets = sys.argv[1].partition(":"), json.loads(sys.argv[2])
+    from config import arguments
+
+    role, presets = arguments()
+    (name, _, function), presets = role.partition(":"), json.loads(presets)
     script = importlib.import_module(name)
     if len(presets) > 1:  # DeepSpeed's process group serves them all
         import torch.distributed as dist

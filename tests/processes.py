@@ -96,7 +96,7 @@ def start_ranks(ranks, command, log, disks=()):
 def start_launcher(ranks, command, log):
     """Starts the ranks by the deepspeed launcher; -> its process."""
     deepspeed = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", ranks]
-    deepspeed += ["--no_local_rank", "--master_port", free_port()]
+    deepspeed += ["--master_port", free_port()]
     return start([*deepspeed, *command[1:]], log)
 
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 def start_demo(folder, steps):
     short = {"DEMO_RUN_DIR": str(folder), "DEMO_WARM_STEPS": "20", "DEMO_STEPS": str(steps)}
+    short["CUDA_VISIBLE_DEVICES"] = "7"
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process we start inherits it
     try:
         return subprocess.Popen(
@@ -50,21 +51,22 @@ def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
 
 def test_the_demo_ends_all_that_it_started(tmp_path):
     """Also where Ctrl-C comes to be ignored, as by what a shell script runs with an `&`. One is
-    ended while server and launcher still start, the other while it trains. Two demos at once, as
+    ended while server and trainer still start, the other while it trains. Two demos at once, as
     most of their time is spent on imports."""
-    least = {signal.SIGINT: 2, signal.SIGTERM: 4}  # server, launcher; its launcher, trainer
     hows = {signal.SIGINT: tmp_path / "int", signal.SIGTERM: tmp_path / "term"}
     demos = {how: start_demo(folder, steps=10_000) for how, folder in hows.items()}
     for how, demo in demos.items():
         metrics, deadline = hows[how] / "metrics.jsonl", time.monotonic() + 180
         family = []
-        while len(family) < least[how] or (how == signal.SIGTERM and not metrics.exists()):
+        while len(family) < 2 or (how == signal.SIGTERM and not metrics.exists()):
             if demo.poll() is not None or time.monotonic() > deadline:
                 for other in demos.values():
                     other.terminate()
                 raise AssertionError((how, family, demo.communicate(timeout=30)[0][-3000:]))
             time.sleep(0.1)
             family = psutil.Process(demo.pid).children(recursive=True)
+        if metrics.exists():  # the GPU that was chosen is the one that is used
+            assert {p.environ().get("CUDA_VISIBLE_DEVICES") for p in family} == {"7"}
         demo.send_signal(how)
         demo.communicate(timeout=30)
         _, alive = psutil.wait_procs(family, timeout=5)

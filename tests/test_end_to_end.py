@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import socket
+import sys
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -219,3 +220,40 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
         load_policy(adapter, AutoTokenizer.from_pretrained(adapter), "float32")  # in the trainer
     with pytest.raises(SystemExit, match="is a LoRA adapter. Merge it first"):
         Reference(None, tmp_path, **settings)  # in the server
+
+
+@pytest.mark.parametrize("script", ["grpo_ref_split", "ref_server", "vllm_worker"])
+def test_arguments_that_a_script_does_not_know_start_nothing(tmp_path, script):
+    command = [sys.executable, ROOT / f"{script}.py", "--local_rank=0", "--steps", "5"]
+    process = start(command, tmp_path / "log")
+    try:
+        assert process.wait(30) == 1
+    finally:
+        process.kill()
+    output = (tmp_path / "log").read_text()
+    assert f"python {script}.py" in output and "by the constants in the file" in output
+    assert len(output.splitlines()) < 12
+
+
+def test_one_process_needs_no_launcher(tiny, tmp_path):
+    preset = QUICK | {"MODEL": str(tiny), "TASK": "arithmetic", "RUN_DIR": str(tmp_path / "run")}
+    preset |= {"MAX_PROMPT_TOKENS": 128, "STEPS": 1, "KL_BETA": 0}
+    process = start(command_of("grpo_ref_split", preset), tmp_path / "log", OMP_NUM_THREADS="1")
+    try:
+        assert process.wait(100) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        process.kill()
+    assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1]
+
+
+def test_a_worker_has_a_server_whatever_its_process_was_called_with(tiny, tmp_path):
+    """A preset has arguments of its own; and the trainer needs no server at these constants."""
+    preset = QUICK | {"MODEL": str(tiny), "TASK": "arithmetic", "KL_BETA": 0, "PUBLISH_STEPS": 0}
+    preset |= {"REF_SERVER": "http://127.0.0.1:9", "WAIT_LIMIT_SECONDS": 1}
+    preset |= {"MAX_PROMPT_TOKENS": 128}
+    process = start(command_of("grpo_ref_split:worker", preset), tmp_path / "log")
+    try:
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+    assert "waited 1 s for http://127.0.0.1:9/info" in (tmp_path / "log").read_text()

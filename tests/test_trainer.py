@@ -28,7 +28,7 @@ import rollout
 from checkpoint import Progress
 from client import RefServer
 from config import check_constants, constants_of
-from engine import training_threads
+from engine import stand_alone, training_threads
 from exchange import Exchange
 from forward import CompletionModel
 from hub import Hub
@@ -1270,3 +1270,19 @@ def test_ranks_share_the_cores(environment, mine, launchers, threads, monkeypatc
     monkeypatch.setattr(os, "sched_getaffinity", cores.get)
     assert training_threads(0) == threads
     assert training_threads(3) == 3
+
+
+@pytest.mark.parametrize(
+    "launched",
+    [
+        {"RANK": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        {"PMI_SIZE": "2"},
+        {"SLURM_STEP_NUM_TASKS": "4"},
+    ],
+)
+def test_only_a_process_that_nobody_launched_takes_itself_for_the_only_rank(monkeypatch, launched):
+    for environment in (dict(launched), {"SLURM_STEP_NUM_TASKS": "1"}):
+        monkeypatch.setattr(os, "environ", environment)
+        stand_alone()
+        assert environment == launched or environment["RANK"] == "0"
