@@ -7,6 +7,7 @@ whether there is a chat template and what roles it knows, dropout, the padding o
 import contextlib
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import jinja2
 import torch
@@ -16,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from forward import CompletionModel
 from grpo_loss_triton import linear_logps
 from sampler import stream_groups
+from watch import announced
 from wire import tokenizer_facts
 
 ALL = "all-linear"  # PEFT's name for every linear layer but the LM head
@@ -84,8 +86,10 @@ class Policy:
 
 def load_tokenizer(name):
     """-> the model's tokenizer. Raises SystemExit with a sentence if there is no such model."""
+    check_folder(name)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        with announced("the model hub"):
+            return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise SystemExit(f"MODEL = {name!r} can't be loaded: {error}") from error
 
@@ -124,6 +128,18 @@ def choose_dtype(dtype, device):
     if device != "cpu" and not has_bfloat16:
         print(f"this GPU has no bfloat16: {dtype} will be slow, and float32 needs twice the memory")
     return dtype
+
+
+def check_folder(name):
+    """Raises SystemExit where `name` can be no hub's, or begins with a folder that is here, and is
+    no model's folder: the hub would be asked for it, without a network for a minute."""
+    local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    local = local or Path(name.partition("/")[0]).is_dir()
+    if local and not any(Path(name, f"{part}config.json").exists() for part in ("", "adapter_")):
+        raise SystemExit(
+            f"MODEL = {name!r} is no folder with a model: there is no"
+            f" {Path(name, 'config.json').absolute()}"
+        )
 
 
 def load_model(name, dtype, vocab_size):

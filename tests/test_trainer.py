@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 import exchange as exchange_module
 import grpo_ref_split as grpo
+import policy as policy_module
 import policy_sync
 import ref_server
 import report
@@ -259,6 +260,22 @@ def test_an_adapter_is_merged_by_the_recipe_that_is_printed(tiny, tmp_path, monk
     assert logps[0] == pytest.approx(logps[1], abs=1e-4)
     plain = load_policy(str(tiny), tokenizer, "float32").logps([5, 6, 7], [8, 9, 10])
     assert logps[0] != pytest.approx(plain, abs=1e-2)
+
+
+def test_a_model_folder_that_is_not_there_is_named_at_once(tmp_path, monkeypatch):
+    """The hub is not asked: without a network that takes a minute."""
+    monkeypatch.setattr(policy_module.AutoTokenizer, "from_pretrained", lambda name: name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/empty").mkdir(parents=True)
+    for name in ("./m", "/no/m", "~/m", "runs/g/step_000100", "a/b/c", "runs/m", "runs/empty"):
+        with pytest.raises(SystemExit, match=f"MODEL = '{name}' is no folder with a model"):
+            policy_module.load_tokenizer(name)
+    for name in ("Qwen/Qwen2.5-3B", "gpt2"):  # the hub's
+        assert policy_module.load_tokenizer(name) == name
+    for config in ("config.json", "adapter_config.json"):
+        (tmp_path / "runs/empty" / config).touch()
+        assert policy_module.load_tokenizer("runs/empty") == "runs/empty"
+        (tmp_path / "runs/empty" / config).unlink()
 
 
 # --- Rollout ------------------------------------------------------------------------
