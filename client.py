@@ -8,8 +8,10 @@ from pathlib import Path
 
 import requests
 
+from watch import stop
 from wire import PROTOCOL, sha256_of, unpack_bodies
 
+STOP_SECONDS = 15  # a wait, once this process was asked to end; deepspeed kills it after 30
 PART_BYTES = 8 << 20  # of a policy, in one request; below the server's MAX_BODY_BYTES
 LOG_PAUSE_SECONDS = 30  # after a POST /log that failed
 UNLOGGED_RECORDS = 1000  # kept meanwhile; the server takes 4000 in one post
@@ -212,6 +214,11 @@ class Wait:
         now = time.monotonic()
         if now - self.start > self.limit:
             raise RuntimeError(f"waited {self.limit} s for {self.what}: {why}")
+        if stop.asked and now - max(self.start, stop.at) > STOP_SECONDS:
+            what = f"the step can't be finished without {self.what}: {why}"
+            raise RuntimeError(
+                f"ended by {stop.asked} without a checkpoint of the last steps: {what}"
+            )
         if now - self.said > 10:
             self.said = now
             print(f"waiting for {self.what} since {now - self.start:.0f} s: {why}", flush=True)

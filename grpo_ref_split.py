@@ -53,9 +53,10 @@ from grpo_loss import group_advantages, token_weights
 from micro_batches import micro_batches
 from policy import load_policy, load_tokenizer
 from policy_sync import Followers, check_first_update, tilt_of
-from report import Clock, Page, RunFolder, evaluate, rollout_metrics, say, say_parts, show, why_idle
+from report import Clock, Page, RunFolder, any_rank, evaluate, rollout_metrics, say, say_parts, show
+from report import why_idle
 from rollout import Recipe, Stream, Uploader, make_group, rollout, tally_of
-from watch import Heartbeats, meet, watch_launcher
+from watch import Heartbeats, meet, stop, watch_launcher
 from wire import tokenizer_facts
 
 # --- What to train ------------------------------------------------------------------
@@ -475,15 +476,21 @@ def main():
     followers.begin(progress, model=MODEL, run_dir=RUN_DIR)
     # nobody samples before the server has undone what came after the checkpoint
     meet("rank 0, which resumes the run at the server")
-    why = train(policy, engine, recipe, test, stream, exchange, followers, progress)
-    # Not where it failed: the run may go on, and its workers and groups wait for that
-    if server and rank == 0:
+    with stop.listening():
+        asked, why = train(policy, engine, recipe, test, stream, exchange, followers, progress)
+    # Not where it failed or was stopped: it may go on, and its workers and groups wait for that
+    if server and rank == 0 and not asked:
         server.end(progress.run)  # its workers need not wait for it
     dist.barrier()
     heartbeats.stop()
     dist.destroy_process_group()
     if lock:
         lock.close()
+    if asked:
+        raise SystemExit(
+            f"ended by {stop.asked or 'a signal'} after step {progress.step}, which is saved:"
+            " started again the run goes on"
+        )
     if progress.idle >= IDLE_LIMIT:
         raise SystemExit(
             f"nothing to train for {progress.idle} steps, in the last one {why}. Read"
@@ -492,21 +499,25 @@ def main():
 
 
 def train(policy, engine, recipe, test, stream, exchange, followers, progress):
-    """The run: rollouts, updates, evaluations, checkpoints, until its steps are made. -> why its
-    newest step without anything to train had nothing."""
+    """The run: rollouts, updates, evaluations, checkpoints, until its steps are made. -> whether
+    it ends before that, as a rank was asked to; why its newest step with nothing to train had so.
+    """
     page = Page(exchange.server, progress.run) if exchange and dist.get_rank() == 0 else None
     folder, laps, clock, p = RunFolder(RUN_DIR, page), [], Clock(), progress
     bar = tqdm(total=STEPS, initial=p.step, unit="step", disable=dist.get_rank() != 0)
     half_full, why = False, ""
     while True:
-        if p.passed(EVAL_STEPS, p.evaluated) or p.step >= STEPS and p.evaluated < p.step:
+        due = p.passed(EVAL_STEPS, p.evaluated) or p.step >= STEPS and p.evaluated < p.step
+        if due and not any_rank(stop.asked):  # else it is due when the run goes on
             say(f"greedy evaluation on {len(test)} {EVAL_SPLIT} questions after step {p.step}")
             p.accuracy = folder.log_evaluation(evaluate(policy, recipe, test), p.step)
             p.evaluated, p.best = p.step, max(p.best, p.accuracy)
+        asked = any_rank(stop.asked)
         done = p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
-        if p.saved < p.step and (done or half_full or p.passed(SAVE_STEPS, max(p.saved, 0))):
+        ends = done or asked
+        if p.saved < p.step and (ends or half_full or p.passed(SAVE_STEPS, max(p.saved, 0))):
             save(p, policy, engine, stream, exchange)
-        if done:
+        if ends:
             break
         clock.lap()  # evaluations and checkpoints are no part of a step
         groups, metrics, flat = rollout_step(policy, recipe, stream, exchange, p.run, p.step, clock)
@@ -533,10 +544,10 @@ def train(policy, engine, recipe, test, stream, exchange, followers, progress):
     bar.close()
     if laps:
         say_parts(laps)
-    else:
+    elif not asked:
         say(f"the run in {RUN_DIR} has ended, at step {p.step}: for another choose another RUN_DIR")
     followers.finish()
-    return why
+    return asked, why
 
 
 def save(progress, policy, engine, stream, exchange):

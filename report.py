@@ -63,6 +63,11 @@ def add_up(count, names):
     return dict(zip(names, sums.tolist(), strict=True))
 
 
+def any_rank(holds):
+    """-> whether it holds on any rank; all ranks call it."""
+    return add_up({"holds": bool(holds)}, ["holds"])["holds"] > 0
+
+
 def evaluate(engine, recipe, prompts):
     """-> greedy accuracy (OUTCOME > 0), the positive share of each reward, the truncated share and
     the mean length, over all ranks."""

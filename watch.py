@@ -2,6 +2,7 @@
 
 with timely(seconds, text): ...          # a reward function gets so long, and is no silent wait
 with announced(text): ...                # what may wait says so every 10 s
+with stop.listening(): ...               # SIGINT and SIGTERM: stop.asked, and the block goes on
 meet(text)                               # until all ranks are here, however far apart they are
 watch_launcher()                         # a rank ends when deepspeed, which started it, does
 Heartbeats(rank, world, limit)           # and when another rank is not heard of any more
@@ -22,6 +23,8 @@ from torch.distributed import distributed_c10d
 
 SPEAK_SECONDS = 10  # between two words of what waits
 LOOK_SECONDS = 5  # between two looks at the others
+AGAIN_SECONDS = 2  # between two Ctrl-C: deepspeed sends signals too, right after the first
+LEFT_SECONDS = 120  # for the last step and its checkpoint, when deepspeed is gone
 ALARM_LOOK_SECONDS = 0.1  # and at the clock, while rewards are computed: they get so much longer
 
 
@@ -154,9 +157,69 @@ def meet(what):
         time.sleep(min(0.05, 0.0005 + (now - began) / 20))
 
 
+class Stop:
+    """What SIGINT and SIGTERM ask of the trainer: to finish its step, save it, and end. A thread
+    hears them: a handler would wait while the main thread is in a collective."""
+
+    def __init__(self):
+        self.asked, self.at, self.listens = "", math.inf, False  # by what, and when
+
+    @contextlib.contextmanager
+    def listening(self):
+        """In the block the signals do no more than that, but for a second Ctrl-C: it ends this
+        process at once."""
+        self.__init__()
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        ends = (signal.SIGINT, signal.SIGTERM)
+        before = {end: signal.getsignal(end) for end in ends}
+        heard = [end for end in ends if before[end] != signal.SIG_IGN]
+        in_background(self._hear, read, heard)
+        wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for end in heard:
+            signal.signal(end, lambda *_: None)
+        self.listens = True
+        try:
+            yield
+        finally:
+            self.listens = False
+            for end in heard:
+                signal.signal(end, before[end])
+            signal.set_wakeup_fd(wakeup)
+            os.close(write)
+
+    def _hear(self, read, heard):
+        while signals := os.read(read, 64):
+            for number in signals:
+                if number in heard:
+                    self.ask(signal.Signals(number).name)
+        os.close(read)
+
+    def ask(self, by):
+        now = time.monotonic()
+        if by == "SIGTERM" and another_rank_ended():
+            leave("another rank has ended, so this one does")
+        if not self.asked:
+            self.asked, self.at = by, now
+            tell(f"{by}: this step is finished and saved, then the run ends; Ctrl-C again: at once")
+        elif by == "SIGINT" and now - self.at > AGAIN_SECONDS:
+            leave("a second SIGINT: ended without a checkpoint of the last steps")
+
+
+stop = Stop()
+
+
+def another_rank_ended():
+    """Whether deepspeed, which then ends the others, has fewer processes than it started."""
+    with contextlib.suppress(psutil.Error):
+        launcher, ranks = psutil.Process().parent(), int(os.environ.get("LOCAL_SIZE", "0"))
+        return is_launcher(launcher) and len(launcher.children()) < ranks
+    return False
+
+
 def watch_launcher():
-    """Ends this process when one of the `deepspeed` processes above it is gone: killed, it could
-    not end what it had started."""
+    """Ends this process when one of the `deepspeed` processes above it is gone: it could not end
+    what it had started. A trainer may finish its step, as after a signal."""
     above = [p for p in psutil.Process().parents() if is_launcher(p)]
     if above:
         in_background(end_with, above)
@@ -173,6 +236,9 @@ def is_launcher(process):
 def end_with(processes):
     while all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
         time.sleep(1)
+    if stop.listens:
+        stop.ask("the end of deepspeed")
+        time.sleep(LEFT_SECONDS)
     leave("the deepspeed launcher is gone, so this rank ends")
 
 

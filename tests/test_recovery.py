@@ -101,8 +101,40 @@ def test_two_machines_with_disks_of_their_own_go_on_as_if_they_had_not_stopped(t
     assert "is whole: rank 0 on" in output.split("goes on from lora")[1]
 
 
-@pytest.mark.parametrize("victim", ["rank", "launcher"])
-def test_ranks_end_when_one_of_them_or_their_launcher_is_killed(tiny, tmp_path, victim):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny, tmp_path, ranks):
+    """SIGTERM to one rank, in the middle of a step: no step is lost, none is made again."""
+    log, url = tmp_path / "log", "http://127.0.0.1:9"
+    changes = {"KL_BETA": 0, "SAVE_STEPS": 10**6, "STEPS": 20, "EVAL_STEPS": 7}
+    stopped = preset_of(tiny, url, tmp_path / "stopped", **changes)
+    processes = start_ranks(ranks, command_of("grpo_ref_split", stopped), log)
+    try:
+        wait_for_step(tmp_path / "stopped", 3, processes[0], log)
+        processes[-1].send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in processes] == [1] * ranks
+    finally:
+        kill(*processes)
+    before = [r for r in records(tmp_path / "stopped") if "loss" in r]
+    last = before[-1]["step"]
+    assert 3 <= last < 20 and (tmp_path / f"stopped/step_{last:06d}/trainer/state.json").exists()
+    output = log.read_text()
+    assert "SIGTERM: this step is finished and saved" in output
+    assert f"after step {last}, which is saved: started again the run goes on" in output
+    whole = preset_of(tiny, url, tmp_path / "whole", **changes)
+    launch(ranks, command_of("grpo_ref_split", stopped, whole), log)
+    after, expected = records(tmp_path / "stopped"), records(tmp_path / "whole")
+    assert [r for r in after if "loss" in r][:last] == before  # not made again
+    for name in ("loss", "grad_norm", "reward", "eval_accuracy", "completion_tokens"):
+        mine, theirs = (
+            [(r["step"], r[name]) for r in one if name in r] for one in (after, expected)
+        )
+        assert [at for at, _ in mine] == [at for at, _ in theirs], name
+        assert [x for _, x in mine] == pytest.approx([x for _, x in theirs], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("victim", ["rank", "launcher", "Ctrl-C"])
+def test_ranks_end_when_one_of_them_or_their_launcher_does(tiny, tmp_path, victim):
+    """Ctrl-C in a terminal comes to them all. They save their last step, but where one is gone."""
     preset = preset_of(tiny, "http://127.0.0.1:9", tmp_path / "run", KL_BETA=0, STEPS=10**6)
     preset |= {"SAVE_STEPS": 10**6, "EVAL_STEPS": 10**6}
     launcher = start_launcher(2, command_of("grpo_ref_split", preset), tmp_path / "log")
@@ -112,10 +144,16 @@ def test_ranks_end_when_one_of_them_or_their_launcher_is_killed(tiny, tmp_path, 
         assert len(ranks) == 2
         threads = max(1, len(os.sched_getaffinity(0)) // 2)  # not all cores for each
         assert f"{threads} threads of each rank" in Path(tmp_path / "log").read_text()
-        os.kill(ranks[1].pid if victim == "rank" else launcher.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(ranks, timeout=30)
+        if victim == "Ctrl-C":
+            os.killpg(launcher.pid, signal.SIGINT)
+        else:
+            os.kill(ranks[1].pid if victim == "rank" else launcher.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(ranks, timeout=25)  # deepspeed would kill them after 30
         launcher.wait(30)
         assert not alive
+        last = max(r["step"] for r in records(tmp_path / "run") if "loss" in r)
+        saved = [path.name for path in (tmp_path / "run").glob("step_*")]
+        assert saved == ([] if victim == "rank" else [f"step_{last:06d}"])
     finally:
         kill(launcher)
 

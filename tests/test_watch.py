@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,54 @@ import watch
 from watch import Heartbeats, TooSlow, timely
 
 ROOT = Path(__file__).parent.parent
+
+
+# --- Signals ------------------------------------------------------------------------
+LISTENS = """
+import hashlib, sys
+import client
+from watch import stop
+
+client.STOP_SECONDS, wait = 1, client.Wait("the server", 600)
+with stop.listening():
+    print("listening", flush=True)
+    if sys.argv[1] == "compute":  # as in a collective: no handler in Python would run meanwhile
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)
+    while True:
+        wait.turn("it is down")
+"""
+
+
+@contextlib.contextmanager
+def listener(doing):
+    words = [sys.executable, "-c", LISTENS, doing]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(words, cwd=ROOT, text=True, **pipes) as process:
+        try:
+            assert process.stdout.readline() == "listening\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_second_ctrl_c_ends_a_trainer_at_once_but_not_that_which_deepspeed_adds():
+    with listener("compute") as process:
+        process.send_signal(signal.SIGINT)
+        assert "SIGINT: this step is finished and saved" in process.stdout.readline()
+        for end in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(end)
+        time.sleep(watch.AGAIN_SECONDS + 0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 1
+        assert "a second SIGINT: ended" in process.stdout.read()
+
+
+def test_a_trainer_that_is_asked_to_end_does_not_wait_for_a_server_that_is_down():
+    with listener("wait") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 1
+        assert "the step can't be finished without the server: it is down" in process.stdout.read()
 
 
 # --- Rewards ------------------------------------------------------------------------
