@@ -8,6 +8,7 @@ import json
 import math
 import os
 import queue
+import select
 import sys
 import time
 from collections import Counter
@@ -25,8 +26,20 @@ from watch import in_background, meet
 def say(text):
     """Prints on rank 0, above the progress bar."""
     if int(os.environ.get("RANK", "0")) == 0:
+        outlive_readers()
         tqdm.write(f"{time.strftime('%H:%M:%S')} {text}")
         sys.stdout.flush()
+
+
+def outlive_readers():
+    """Output goes nowhere from when what read it is gone: a `tee`, by the Ctrl-C that has us save
+    the run."""
+    for descriptor in (1, 2):
+        output = select.poll()
+        output.register(descriptor, 0)
+        if output.poll(0):  # an error, or the other end is closed
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), descriptor)
 
 
 class Clock:
@@ -227,6 +240,7 @@ def finite(value):
 
 def show(bar, metrics):
     """Moves the progress bar on, to a step's metrics."""
+    outlive_readers()
     bar.set_postfix_str(
         f"reward {metrics['reward']:+.2f} accuracy {metrics['accuracy']:.2f}"
         f" kl {metrics.get('kl', math.nan):.3f} length {metrics['completion_tokens']:.0f}"

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -130,6 +131,23 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
         )
         assert [at for at, _ in mine] == [at for at, _ in theirs], name
         assert [x for _, x in mine] == pytest.approx([x for _, x in theirs], rel=1e-5, abs=1e-6)
+
+
+def test_a_run_saves_its_last_step_also_where_nobody_reads_its_output_any_more(tiny, tmp_path):
+    """As with `| tee log`, which the same Ctrl-C ends."""
+    changes = {"KL_BETA": 0, "SAVE_STEPS": 10**6, "STEPS": 10**6, "EVAL_STEPS": 10**6}
+    preset = preset_of(tiny, "http://127.0.0.1:9", tmp_path / "run", **changes)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command_of("grpo_ref_split", preset), **output) as process:
+        try:
+            wait_for_step(tmp_path / "run", 3, process, os.devnull)
+            process.stdout.close()
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+        finally:
+            process.kill()
+    last = max(r["step"] for r in records(tmp_path / "run") if "loss" in r)
+    assert (tmp_path / f"run/step_{last:06d}/trainer/state.json").exists()
 
 
 @pytest.mark.parametrize("victim", ["rank", "launcher", "Ctrl-C"])
