@@ -11,7 +11,7 @@ import requests
 from watch import stop
 from wire import PROTOCOL, sha256_of, unpack_bodies
 
-STOP_SECONDS = 15  # a wait, once this process was asked to end; deepspeed kills it after 30
+STOP_SECONDS = 25  # a wait, once this process was asked to end; deepspeed kills it after 30
 PART_BYTES = 8 << 20  # of a policy, in one request; below the server's MAX_BODY_BYTES
 LOG_PAUSE_SECONDS = 30  # after a POST /log that failed
 UNLOGGED_RECORDS = 1000  # kept meanwhile; the server takes 4000 in one post

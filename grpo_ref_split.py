@@ -2,7 +2,7 @@
 
     CUDA_VISIBLE_DEVICES=7 python ref_server.py                           # first, on one GPU
     CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6 deepspeed grpo_ref_split.py        # then, on the others
-    python grpo_ref_split.py               # on one GPU, or a CPU
+    python grpo_ref_split.py                                              # one GPU, or a CPU
     python grpo_ref_split.py worker        # anywhere else: samples for the trainer (PUBLISH_STEPS)
 
 Edit the constants below. A preset is a Python file that imports this one, sets its constants and

@@ -1,8 +1,8 @@
 """The scripts as processes, as the tests start them. Ranks are started as the deepspeed launcher
-does it, by the environment, for the launcher itself takes ten seconds; test_demo.py and
-test_recovery.py use the real one. Python scripts are forked from a process that has imported what
-they need, which takes each of them seven seconds; what those two start imports for itself, and
-has a hash seed of its own, and what is read from the environment at import."""
+does it, by the environment, for the launcher takes ten seconds; test_recovery.py uses the real one.
+Python scripts are forked from a process that has imported what they need, which takes each of them
+seven seconds; what the launcher and test_demo.py start imports for itself, and has a hash seed of
+its own, and what is read from the environment at import."""
 
 import contextlib
 import json
