@@ -131,10 +131,11 @@ def choose_dtype(dtype, device):
 
 
 def check_folder(name):
-    """Raises SystemExit where `name` can be no hub's, or begins with a folder that is here, and is
-    no model's folder: the hub would be asked for it, without a network for a minute."""
-    local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    local = local or Path(name.partition("/")[0]).is_dir()
+    """Raises SystemExit where `name`, a text or Path, can be no hub's or begins with a folder that
+    is here, and is no model's folder: asking the hub takes a minute where there is no network."""
+    text = str(name)
+    local = text.startswith((".", "/", "~")) or text.count("/") > 1
+    local = local or Path(text.partition("/")[0]).is_dir()
     if local and not any(Path(name, f"{part}config.json").exists() for part in ("", "adapter_")):
         raise SystemExit(
             f"MODEL = {name!r} is no folder with a model: there is no"

@@ -275,6 +275,7 @@ def test_a_model_folder_that_is_not_there_is_named_at_once(tmp_path, monkeypatch
     for config in ("config.json", "adapter_config.json"):
         (tmp_path / "runs/empty" / config).touch()
         assert policy_module.load_tokenizer("runs/empty") == "runs/empty"
+        assert policy_module.load_tokenizer(tmp_path / "runs/empty")
         (tmp_path / "runs/empty" / config).unlink()
 
 
