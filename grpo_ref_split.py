@@ -53,8 +53,18 @@ from grpo_loss import group_advantages, token_weights
 from micro_batches import micro_batches
 from policy import load_policy, load_tokenizer
 from policy_sync import Followers, check_first_update, tilt_of
-from report import Clock, Page, RunFolder, any_rank, evaluate, rollout_metrics, say, say_parts, show
-from report import why_idle
+from report import (
+    Clock,
+    Page,
+    RunFolder,
+    any_rank,
+    evaluate,
+    rollout_metrics,
+    say,
+    say_parts,
+    show,
+    why_idle,
+)
 from rollout import Recipe, Stream, Uploader, make_group, rollout, tally_of
 from watch import Heartbeats, meet, stop, watch_launcher
 from wire import tokenizer_facts
