@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from forward import CompletionModel
+from policy import own_device
 from report import say
-from watch import announced
+from watch import announced, meet
 
 # How many processes mpirun and srun have started
 MANY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -28,6 +29,24 @@ def stand_alone():
         say(f"this process trains on one of {gpus} GPUs; `deepspeed` starts one on each")
 
 
+def join_ranks(wait_limit_seconds):
+    """Makes this process a rank, if it is none yet: before it loads a model, which may take longer
+    on one machine than collectives wait, and with the GPU chosen that they shall use."""
+    if dist.is_initialized():
+        return
+    import deepspeed  # takes seconds; the tests of the trainer's functions do without
+
+    own_device()
+    # DeepSpeed would compile an all-reduce for CPU inference here: a minute, and a compiler which
+    # may be missing. Training has no use for it. Another version may compile: say what we wait for.
+    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
+    stand_alone()
+    # Longer than a rank waits by itself, for the server, which ends it with a better sentence
+    with announced("all ranks to start"):
+        deepspeed.init_distributed(timeout=timedelta(seconds=wait_limit_seconds + 60))
+
+
 def start_engine(
     policy,
     *,
@@ -41,20 +60,14 @@ def start_engine(
     wait_limit_seconds,
 ):
     """-> DeepSpeed's engine, ZeRO-2, round a CompletionModel of the policy, with its optimiser."""
-    import deepspeed  # takes seconds; the tests of the trainer's functions do without
+    import deepspeed
 
-    # DeepSpeed would compile an all-reduce for CPU inference here: a minute, and a compiler which
-    # may be missing. Training has no use for it. Another version may compile: say what we wait for.
-    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
-    # Longer than a rank waits by itself, for the server, which ends it with a better sentence
-    stand_alone()
-    with announced("all ranks to start"):
-        deepspeed.init_distributed(timeout=timedelta(seconds=wait_limit_seconds + 60))
+    join_ranks(wait_limit_seconds)
     model = CompletionModel(
         policy.model, share_prompts=share_prompts, gradient_checkpointing=gradient_checkpointing
     )
     # What a rank could not have, none has: all must plan the same micro-batches
+    meet("all ranks to load the model")
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (model.shares, model.separable, model.notes))
     model.shares, model.separable = (all(one[i] for one in everyone) for i in range(2))

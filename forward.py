@@ -164,8 +164,8 @@ def has_plain_head(model):
 
 
 def distance(a, b):
-    """Returns |a - b| / |b|, a float."""
-    return ((a - b).float().norm() / b.float().norm()).item()
+    """Returns |a - b| / |b|, a float; 0 where both are."""
+    return ((a - b).float().norm() / b.float().norm().clamp(min=1e-30)).item()
 
 
 def limit_of(states):

@@ -47,7 +47,7 @@ from config import (
     load_prompts,
     load_task,
 )
-from engine import start_engine, take_step, training_threads
+from engine import join_ranks, start_engine, take_step, training_threads
 from exchange import Exchange, all_ranks_groups
 from grpo_loss import group_advantages, token_weights
 from micro_batches import micro_batches
@@ -473,11 +473,12 @@ def main():
     watch_launcher()
     tokenizer, recipe, server = prepare()
     test = load_split(recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
+    join_ranks(WAIT_LIMIT_SECONDS)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    heartbeats = Heartbeats(rank, world, WAIT_LIMIT_SECONDS)
+    lock = lock_run(RUN_DIR) if leads(RUN_DIR) else None  # until it is closed, at the end
     policy = make_policy(tokenizer)
     engine = make_engine(policy)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    lock = lock_run(RUN_DIR) if leads(RUN_DIR) else None  # until it is closed, at the end
-    heartbeats = Heartbeats(rank, world, WAIT_LIMIT_SECONDS)
     # Workers begin with the seed's order too: the ranks go through another
     stream = Stream(recipe.prompts, f"{SEED}/trainer" if PUBLISH_STEPS else SEED, rank, world)
     progress = open_run(RUN_DIR, globals(), engine, stream, server)

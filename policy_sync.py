@@ -1,9 +1,9 @@
 """How the policy gets from the trainer to those who follow it, and the proof that it has arrived.
 
 The trainer's rank 0 publishes: weights as a safetensors file, and a record (hub.RECORD) with a
-proof, the log-probs that its own model gives a fixed text. A worker that has loaded the weights
-computes the same: if they differ by more than rounding, it samples something else than the policy,
-and refuses to. (simple_GRPO's vLLM process went on with the initial weights, without a word.)
+proof, the log-probs that its own model gives one of its completions. A worker that has loaded the
+weights computes the same: if they differ by more than rounding, it samples something else than the
+policy, and refuses to. (simple_GRPO's vLLM process went on with the initial weights, without a word.)
 The first update is such a proof for sampler and reference: there all have the same weights.
 """
 

@@ -380,10 +380,13 @@ def table(head, rows):
 
 
 def cell(name, prompt, completion, rank, world, offload):
+    """Returns "GB (card, card)": the second also holds ref_server.py."""
     real = measured(name, prompt, completion, rank, offload) if world == 1 else None
     phases = phases_of(sizes_of(name, rank), prompt, completion, world, offload)
     size = real or need(phases)[0]
-    return f"{gb(size)} ({card(size)}){', measured' if real else ''}"
+    server = need(server_phases(sizes_of(name, 0), prompt, completion))[0]
+    cards = f"{card(size)}, {card(size + server)}"
+    return f"{gb(size)} ({cards}){', measured' if real else ''}"
 
 
 def print_cards(prompt, completion):
@@ -462,7 +465,8 @@ def print_all():
     print(f"`python benchmarks/memory.py`: commit {commit}, torch {torch.__version__}, {gpu}.\n")
     cards, slack = ", ".join(map(str, CARDS)), f"{SLACK:.0%}"
     micro, batch = trainer.MICRO_BATCH_TOKENS, trainer.SAMPLE_BATCH
-    print(f"""GB (2^30) per GPU, and in brackets the smallest usual card that holds it, of {cards}.
+    print(f"""GB (2^30) per GPU, and in brackets the smallest usual card that holds it, and that which
+holds ref_server.py beside it, of {cards}; they have bfloat16 (Ampere and newer), or all is twice.
 Cells are **computed, not measured**, unless one says so. Prompt and completion have 512 tokens;
 MICRO_BATCH_TOKENS {micro}, SAMPLE_BATCH {batch}, the rest as shipped. An allowance is in it, a
 guess: {gb(CONTEXT)} GB for CUDA and NCCL, and {slack} of what comes and goes.\n""")

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import memory
 from memory import BF16, trainer
 
+import engine
 import forward
 import grpo_loss_triton
 
@@ -200,7 +201,7 @@ def test_parameters_are_as_published():
 
 
 def test_what_the_trainer_hard_codes_is_what_is_computed_with():
-    assert f'"reduce_bucket_size": {memory.BUCKET:_}' in inspect.getsource(trainer.start_engine)
+    assert f'"reduce_bucket_size": {memory.BUCKET:_}' in inspect.getsource(engine.engine_config)
 
 
 def test_cards():
