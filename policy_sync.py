@@ -3,8 +3,8 @@
 The trainer's rank 0 publishes: weights as a safetensors file, and a record (hub.RECORD) with a
 proof, the log-probs that its own model gives one of its completions. A worker that has loaded the
 weights computes the same: if they differ by more than rounding, it samples something else than the
-policy, and refuses to. (simple_GRPO's vLLM process went on with the initial weights, without a word.)
-The first update is such a proof for sampler and reference: there all have the same weights.
+policy, and refuses to. (simple_GRPO's vLLM process went on with the initial weights, unsaid.) The
+first update is such a proof for sampler and reference: there all have the same weights.
 """
 
 import tempfile

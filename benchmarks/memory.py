@@ -465,11 +465,12 @@ def print_all():
     print(f"`python benchmarks/memory.py`: commit {commit}, torch {torch.__version__}, {gpu}.\n")
     cards, slack = ", ".join(map(str, CARDS)), f"{SLACK:.0%}"
     micro, batch = trainer.MICRO_BATCH_TOKENS, trainer.SAMPLE_BATCH
-    print(f"""GB (2^30) per GPU, and in brackets the smallest usual card that holds it, and that which
-holds ref_server.py beside it, of {cards}; they have bfloat16 (Ampere and newer), or all is twice.
-Cells are **computed, not measured**, unless one says so. Prompt and completion have 512 tokens;
-MICRO_BATCH_TOKENS {micro}, SAMPLE_BATCH {batch}, the rest as shipped. An allowance is in it, a
-guess: {gb(CONTEXT)} GB for CUDA and NCCL, and {slack} of what comes and goes.\n""")
+    print(f"""GB (2^30) per GPU, and in brackets the smallest usual card that holds it, and the one
+that holds ref_server.py beside it, of {cards}. They have bfloat16 (Ampere and
+newer): else all is twice as much. Cells are **computed, not measured**, unless one says so.
+Prompt and completion have 512 tokens; MICRO_BATCH_TOKENS {micro}, SAMPLE_BATCH {batch}, the rest
+as shipped. An allowance is in it, a guess: {gb(CONTEXT)} GB for CUDA and NCCL, and {slack} of
+what comes and goes.\n""")
     print_cards(512, 512)
     print("""## States, RAM, server
 
