@@ -113,7 +113,9 @@ def free_port():
 
 def start(command, log=None):
     """Starts a command in a session of its own, so that Ctrl-C reaches us alone and we end it."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # two busy processes, perhaps two cores
+    # As grpo_ref_split.py sets it, which this file imports too late for that
+    environment = {"GOMP_SPINCOUNT": "1000"} | os.environ
+    environment |= {"OMP_NUM_THREADS": "1"}  # two busy processes, perhaps two cores
     output = {"stdout": log, "stderr": subprocess.STDOUT} if log else {}
     return subprocess.Popen(command, start_new_session=True, env=environment, **output)
 

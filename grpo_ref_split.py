@@ -24,10 +24,15 @@ an attempt that found nothing to train.
 """
 
 import math
+import os
 import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+
+# Before torch: on a CPU its threads else spin for long when they wait. Where another process wants
+# the core, a step then takes ten times as long (benchmarks/results/wait_policy.md)
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 import torch.distributed as dist

@@ -20,6 +20,8 @@ import sys
 import threading
 import time
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see grpo_ref_split.py
+
 import bottle
 import waitress
 
