@@ -120,6 +120,23 @@ def start(command, log=None):
     return subprocess.Popen(command, start_new_session=True, env=environment, **output)
 
 
+@contextlib.contextmanager
+def undisturbed():
+    """Signals that come in the block take effect after it: who starts a process must know of it
+    before it may be told to end it."""
+    noted, before = [], {end: signal.getsignal(end) for end in ENDS}
+    heard = [end for end in ENDS if before[end] != signal.SIG_IGN]
+    for end in heard:
+        signal.signal(end, lambda number, _: noted.append(number))
+    try:
+        yield
+    finally:
+        for end in heard:
+            signal.signal(end, before[end])
+    for number in noted:
+        signal.raise_signal(number)
+
+
 def stop(process):
     """Ends a process and all that it started."""
     try:
@@ -145,9 +162,9 @@ def run_both(seed, rewards, look):
     port, log_path = free_port(), Path(RUN_DIR, "ref_server.log")
     demo, processes = [sys.executable, "demo.py"], []
     try:
-        with open(log_path, "w") as log:
+        with open(log_path, "w") as log, undisturbed():
             processes.append(start([*demo, "serve", port], log))
-        processes.append(start([*demo, "train", port, str(seed), rewards]))
+            processes.append(start([*demo, "train", port, str(seed), rewards]))
         server, trainer = processes
         while trainer.poll() is None:
             if server.poll() is not None:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
+import demo as demo_module
 from tasks import arithmetic
 
 ROOT = Path(__file__).parent.parent
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 def start_demo(folder, steps):
     short = {"DEMO_RUN_DIR": str(folder), "DEMO_WARM_STEPS": "20", "DEMO_STEPS": str(steps)}
-    short["CUDA_VISIBLE_DEVICES"] = "7"
+    short["CUDA_VISIBLE_DEVICES"] = "0"
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process we start inherits it
     try:
         return subprocess.Popen(
@@ -66,11 +67,25 @@ def test_the_demo_ends_all_that_it_started(tmp_path):
             time.sleep(0.1)
             family = psutil.Process(demo.pid).children(recursive=True)
         if metrics.exists():  # the GPU that was chosen is the one that is used
-            assert {p.environ().get("CUDA_VISIBLE_DEVICES") for p in family} == {"7"}
+            assert {p.environ().get("CUDA_VISIBLE_DEVICES") for p in family} == {"0"}
         demo.send_signal(how)
         demo.communicate(timeout=30)
         _, alive = psutil.wait_procs(family, timeout=5)
         assert not alive and demo.returncode != 0
+
+
+def test_a_signal_while_a_process_is_started_comes_when_that_is_known(monkeypatch):
+    heard, started = [], []
+    monkeypatch.setattr(demo_module, "ENDS", (signal.SIGUSR1,))
+    handler = signal.signal(signal.SIGUSR1, lambda *_: heard.append(list(started)))
+    try:
+        with demo_module.undisturbed():
+            signal.raise_signal(signal.SIGUSR1)
+            started.append("trainer")
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert heard == [["trainer"]] * 2
 
 
 def test_arithmetic_splits_share_no_question_and_stay_the_same():
