@@ -147,6 +147,7 @@ def load(path, engine, stream):
     # DeepSpeed wants a list of all ranks' parts, and takes its own
     own = {rank: part["optimizer_state_dict"] if old else part}
     engine.optimizer.load_state_dict(own, load_from_fp32_weights=True)
+    meet("the other ranks' part of the checkpoint")
     engine.optimizer.update_lp_params()  # the model's weights, from all ranks' float32 ones
     own = json.loads(Path(trainer, f"rank_{rank}.json").read_text())
     stream.position = own["position"]

@@ -1,6 +1,7 @@
 """The reference server as its clients see it: trainer and workers. Every wait says what for, every
 10 seconds, and ends with an error some time."""
 
+import contextlib
 import json
 import os
 import time
@@ -221,5 +222,6 @@ class Wait:
             )
         if now - self.said > 10:
             self.said = now
-            print(f"waiting for {self.what} since {now - self.start:.0f} s: {why}", flush=True)
+            with contextlib.suppress(OSError):  # whoever read it may be gone, by the same Ctrl-C
+                print(f"waiting for {self.what} since {now - self.start:.0f} s: {why}", flush=True)
         time.sleep(pause)

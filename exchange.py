@@ -165,7 +165,7 @@ class Exchange:
         """-> rank 0's value, on all ranks."""
         if dist.get_world_size() == 1:  # as it is: pickling a step's log-probs takes 10 ms
             return value
-        meet("rank 0, which asks the server")
+        meet("the other ranks (rank 0 asks the server)")
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]

@@ -146,7 +146,7 @@ SAVE_STEPS = 100  # a checkpoint is the model, and 12 bytes a trained parameter 
 KEEP_CHECKPOINTS = 2  # the newest; older ones are deleted
 RESUME = True  # go on from RUN_DIR's newest checkpoint; False: RUN_DIR must not hold a run
 SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
-WAIT_LIMIT_SECONDS = 600  # for the server or another rank, after which the run ends with an error
+WAIT_LIMIT_SECONDS = 600  # without a sign of the server or another rank: then the run ends
 REWARD_TIMEOUT_SECONDS = 60  # for the rewards of a group, after which the run ends with an error
 MAX_BAD_STEPS = 5  # steps in a row with a gradient that is not finite: skipped, then the run ends
 IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run ends
@@ -282,14 +282,14 @@ def make_rows(groups, step):
 
 
 # --- Loss ---------------------------------------------------------------------------
-SUMS = ("loss", "tokens", "ratio", "kl", "clip_low", "clip_high", "mismatch", "entropy")
-SUMS += ("sampler_ratio", "sampler_k3", "tilt", "surprise")
+sum_names = ("loss", "tokens", "ratio", "kl", "clip_low", "clip_high", "mismatch", "entropy")
+sum_names += ("sampler_ratio", "sampler_k3", "tilt", "surprise")
 
 
 def micro_batch_loss(model, rows, vocab_size, *, scale, score=lambda: None):
-    """-> (loss, sums, worst): `scale` times the rows' part of the step's loss, sums of SUMS over
-    their tokens, and the largest difference to a sampler's log-prob and ratio to its probability.
-    `score` is called when the rows need the reference's log-probs, which is after their forward.
+    """-> (loss, sums, worst): `scale` times the rows' part of the step's loss; sums over their
+    tokens, by sum_names; the largest difference to a sampler's log-prob, and ratio to its
+    probability. `score` is called when the rows need the reference's log-probs: after the forward.
     """
     hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
     score()
@@ -334,7 +334,7 @@ def micro_batch_loss(model, rows, vocab_size, *, scale, score=lambda: None):
     surprise = stats["logps"] + stats["entropy"]
     stats |= {"tilt": gap * surprise, "surprise": surprise**2}
     stats |= {"loss": loss.detach()[None] / scale, "tokens": torch.ones_like(ids)}
-    sums = torch.stack([stats[name].sum().double() for name in SUMS])
+    sums = torch.stack([stats[name].sum().double() for name in sum_names])
     return loss, sums, torch.stack([stats["mismatch"].max(), stats["sampler_ratio"].max()])
 
 
@@ -372,7 +372,7 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
     """
     shortest = min(rows, key=lambda row: len(row.completion))
     filler = [replace(shortest, ref_logps=shortest.sampler_logps)]
-    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=engine.device)
+    sums = torch.zeros(len(sum_names), dtype=torch.float64, device=engine.device)
     worst, before = torch.zeros(2, device=engine.device), torch.get_num_threads()
     cut = {"budget": MICRO_BATCH_TOKENS, "threads": training_threads(CPU_THREADS)}
     cut["own_cores"] = bool(CPU_THREADS)
@@ -397,7 +397,7 @@ def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
 
 def means_of(sums, worst):
     """Returns metrics, means over the step's tokens, from what micro_batch_loss returns."""
-    means = dict(zip(SUMS, sums, strict=True))
+    means = dict(zip(sum_names, sums, strict=True))
     loss, tokens = means.pop("loss"), means.pop("tokens")
     tilt = tilt_of(means.pop("tilt"), means.pop("surprise"))
     if not KL_BETA:
@@ -491,13 +491,13 @@ def main():
     followers = make_followers(policy, recipe, exchange)
     followers.begin(progress, model=MODEL, run_dir=RUN_DIR)
     # nobody samples before the server has undone what came after the checkpoint
-    meet("rank 0, which resumes the run at the server")
+    meet("the other ranks (rank 0 resumes the run at the server)")
     with stop.listening():
         asked, why = train(policy, engine, recipe, test, stream, exchange, followers, progress)
     # Not where it failed or was stopped: it may go on, and its workers and groups wait for that
     if server and rank == 0 and not asked:
         server.end(progress.run)  # its workers need not wait for it
-    dist.barrier()
+    meet("the other ranks (rank 0 ends the run at the server)")
     heartbeats.stop()
     dist.destroy_process_group()
     if lock:
@@ -524,11 +524,14 @@ def train(policy, engine, recipe, test, stream, exchange, followers, progress):
     half_full, why = False, ""
     while True:
         due = p.passed(EVAL_STEPS, p.evaluated) or p.step >= STEPS and p.evaluated < p.step
-        if due and not any_rank(stop.asked):  # else it is due when the run goes on
-            say(f"greedy evaluation on {len(test)} {EVAL_SPLIT} questions after step {p.step}")
-            p.accuracy = folder.log_evaluation(evaluate(policy, recipe, test), p.step)
-            p.evaluated, p.best = p.step, max(p.best, p.accuracy)
         asked = any_rank(stop.asked)
+        if due and not asked:
+            say(f"greedy evaluation on {len(test)} {EVAL_SPLIT} questions after step {p.step}")
+            evaluation = evaluate(policy, recipe, test)
+            asked = any_rank(stop.asked)  # then it is not whole, and due when the run goes on
+            if not asked:
+                p.accuracy = folder.log_evaluation(evaluation, p.step)
+                p.evaluated, p.best = p.step, max(p.best, p.accuracy)
         done = p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
         ends = done or asked
         if p.saved < p.step and (ends or half_full or p.passed(SAVE_STEPS, max(p.saved, 0))):

@@ -49,7 +49,8 @@ def step(model, tokens, positions, layers):
 
 def logits_of(head, hidden):
     """Returns logits (S, V'), on a GPU in float32 also for bfloat16 states: rounded to bfloat16, a
-    logit of 20 is off by up to 0.06, and the log-probs that are trained on are of what is drawn."""
+    logit of 20 is off by up to 0.06, and the log-probs that are trained on are of what is drawn.
+    (Models that this file does not know give their logits as they like.)"""
     if not hidden.is_cuda or hidden.dtype == torch.float32 or type(head) is not torch.nn.Linear:
         return head(hidden)
     logits = torch.bmm(hidden[None], head.weight.T[None], torch.float32)[0]

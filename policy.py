@@ -112,9 +112,11 @@ def own_device():
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
             raise SystemExit(
                 f"there is a GPU, but torch {torch.__version__} can't use it: {error} Install a"
-                " newer driver, or a torch built for yours. CUDA_VISIBLE_DEVICES=-1 takes the CPU"
+                " newer driver, or a torch built for yours; CUDA_VISIBLE_DEVICES, which is"
+                f" {visible}, may name a GPU that is not there; -1 takes the CPU"
             ) from error
     return "cpu"
 
@@ -125,8 +127,10 @@ def choose_dtype(dtype, device):
     has_bfloat16 = device != "cpu" and torch.cuda.is_bf16_supported(including_emulation=False)
     if dtype == "auto":
         dtype = "bfloat16" if has_bfloat16 else "float32"
-    if device != "cpu" and not has_bfloat16:
-        print(f"this GPU has no bfloat16: {dtype} will be slow, and float32 needs twice the memory")
+        if device != "cpu" and not has_bfloat16:
+            print("this GPU has no bfloat16: float32 is taken, which needs twice the memory")
+    elif dtype == "bfloat16" and device != "cpu" and not has_bfloat16:
+        print("this GPU has no bfloat16 and only emulates it, at a crawl: take DTYPE = 'float32'")
     return dtype
 
 
@@ -139,7 +143,8 @@ def check_folder(name):
     if local and not any(Path(name, f"{part}config.json").exists() for part in ("", "adapter_")):
         raise SystemExit(
             f"MODEL = {name!r} is no folder with a model: there is no"
-            f" {Path(name, 'config.json').absolute()}"
+            f" {Path(name, 'config.json').absolute()} (and where {text.partition('/')[0]!r} is a"
+            " folder here, the hub is not asked)"
         )
 
 

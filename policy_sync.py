@@ -34,11 +34,13 @@ TILT = 0.03
 EVIDENCE = 200.0  # nats^2 of surprise that the tilt wants to be judged by: some 1000 tokens
 
 
-def sample_proof(policy, prompts, most_tokens):
+def sample_proof(policy, recipe):
     """Returns (prompt, completion), ids that the policy itself says to the first prompt: log-probs
-    of what it would not say are large, and so is their rounding."""
-    prompt = prompts[0][2]
-    return prompt, policy.continuation(prompt, min(PROOF_TOKENS, most_tokens))
+    of what it would not say are large, and so is their rounding. As long as a prompt and completion
+    may be: of few tokens, a stale layer may pass for noise."""
+    prompt = recipe.prompts[0][2]
+    room = recipe.max_prompt_tokens + recipe.max_completion_tokens - len(prompt)
+    return prompt, policy.continuation(prompt, min(PROOF_TOKENS, room))
 
 
 def proof_of(policy, prompt, completion):
@@ -119,8 +121,7 @@ class Publisher:
         waits for it. Raises what sending that one raised."""
         self.finish()
         tensors = trained_weights(self.policy.model)
-        most = self.recipe.max_completion_tokens
-        self.text = self.text or sample_proof(self.policy, self.recipe.prompts, most)
+        self.text = self.text or sample_proof(self.policy, self.recipe)
         proof = proof_of(self.policy, *self.text)
         record = {"run": self.run, "version": version, "oldest": oldest, "proof": proof}
         record |= self.fixed

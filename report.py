@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from rollout import TALLY, sampled_and_rewarded
-from watch import in_background, meet
+from watch import in_background, meet, stop
 
 
 def say(text):
@@ -78,17 +78,17 @@ def add_up(count, names):
 
 def any_rank(holds):
     """-> whether it holds on any rank; all ranks call it."""
-    meet("rank 0, which may still publish the policy")
+    meet("the other ranks (rank 0 may be publishing the policy)")
     return add_up({"holds": bool(holds)}, ["holds"])["holds"] > 0
 
 
 def evaluate(engine, recipe, prompts):
     """-> greedy accuracy (OUTCOME > 0), the positive share of each reward, the truncated share and
-    the mean length, over all ranks."""
+    the mean length, over all ranks. Once the run is asked to stop it begins no more questions."""
     count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()][::-1]
 
     def take(room):
-        return [mine.pop() for _ in range(min(room, len(mine)))]
+        return [mine.pop() for _ in range(0 if stop.asked else min(room, len(mine)))]
 
     for _, completions, rewards in sampled_and_rewarded(
         engine, recipe, take, group_size=1, temperature=0, seed=0, count=Counter()
@@ -102,7 +102,7 @@ def evaluate(engine, recipe, prompts):
     names += ["truncated", "completion_tokens"]
     meet("the other ranks' part of the evaluation")
     total = add_up(count, ["questions", *names])
-    return {f"eval_{name}": total[name] / total["questions"] for name in names}
+    return {f"eval_{name}": total[name] / max(total["questions"], 1) for name in names}
 
 
 def rollout_metrics(count, recipe):

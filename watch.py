@@ -75,28 +75,31 @@ class Alarm:
 
     def __init__(self):
         self.lock, self.thread, self.time = threading.Lock(), None, math.inf
-        self.what, self.began = "", 0.0
+        self.what = ""
 
     def set(self, at, what=""):
         with self.lock:
-            self.time, self.what, self.began = at, what, time.monotonic()
+            self.time, self.what = at, what
         if not self.thread:
             self.thread = in_background(self._look)
 
     def _look(self):
-        main, looked, busy = threading.main_thread().ident, time.monotonic(), 0.0
+        main, looked = threading.main_thread().ident, time.monotonic()
+        busy = spent = 0.0
         while True:
             time.sleep(ALARM_LOOK_SECONDS)
             with self.lock:
-                now, what, began = time.monotonic(), self.what, self.began
+                now, what = time.monotonic(), self.what
                 if now > self.time:
                     self.time = math.inf
                     signal.pthread_kill(main, signal.SIGUSR2)
             # Over all blocks, less the time between: an evaluation's are short, but many
             passed, looked = now - looked, now
             busy = busy + passed if what else max(0.0, busy - passed)
+            spent = spent if busy else 0.0
             if what and busy >= SPEAK_SECONDS:
-                tell(f"waiting for {what} since {now - began:.0f} s")
+                spent += busy
+                tell(f"waiting for {what} {spent:.0f} s by now")
                 busy = 0.0
 
 
@@ -131,7 +134,8 @@ class Meetings:
 def meet(what):
     """Returns when all ranks have called it; says every 10 s which are missing. For `what` may take
     long: a collective gives up after the process group's limit, also where all is well and one rank
-    still samples or waits for a slow worker. A rank that is gone ends the others: Heartbeats.
+    still samples or waits for a slow worker. A rank that is gone ends the others: Heartbeats; for
+    one that lives there is no limit.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     if world == 1:
@@ -277,7 +281,7 @@ class Heartbeats:
             except Exception as error:  # noqa: BLE001 (said, and the process ends)
                 if not self.over:
                     leave(f"rank 0, which keeps the ranks together, does not answer: {error!r}")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(min(LOOK_SECONDS, self.limit / 10))
 
     def _look_after(self):
         while not self.over:
@@ -286,7 +290,7 @@ class Heartbeats:
                 leave(f"rank 0 did not answer for {silent:.0f} s: its process or machine is gone")
             if silent >= 10 + LOOK_SECONDS:
                 tell(f"waiting for rank 0, which has not answered for {silent:.0f} s")
-            time.sleep(min(LOOK_SECONDS, max(0.1, self.limit / 10)))
+            time.sleep(min(LOOK_SECONDS, self.limit / 10))
 
     def _listen(self, rank):
         key = f"heartbeat/{rank}"
@@ -311,7 +315,8 @@ def in_background(function, *arguments):
 
 def tell(text):
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    print(f"{time.strftime('%H:%M:%S')} {rank}{text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # whoever read it may be gone, by the same Ctrl-C
+        print(f"{time.strftime('%H:%M:%S')} {rank}{text}", file=sys.stderr, flush=True)
 
 
 def leave(text):

@@ -739,7 +739,7 @@ def test_a_reason_that_quotes_the_body_is_cut(app):
 
 
 def test_a_full_store_says_when_to_come_back(app, store):
-    """Ancestor 5b-7: no back-pressure; half of all groups stayed in memory for ever."""
+    """Without back-pressure half of all groups would stay in memory for ever."""
     store.max_bytes = 10
     answer = call(app(), "POST", "/upload", pack_group(make_group()))
     assert "10 bytes" in refused(answer, 503) and answer[1]["Retry-After"] == "1"

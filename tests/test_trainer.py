@@ -26,6 +26,7 @@ import policy_sync
 import ref_server
 import report
 import rollout
+import watch
 from checkpoint import Progress
 from client import RefServer
 from config import check_constants, constants_of
@@ -110,7 +111,7 @@ def test_a_bad_constant_is_named_with_its_value(constant, value, monkeypatch, tm
 
 
 def test_every_constant_of_the_trainer_is_checked(monkeypatch):
-    for constant in constants_of(vars(grpo)).keys() - {"SUMS"}:  # SUMS are names, none to edit
+    for constant in constants_of(vars(grpo)):
         with monkeypatch.context() as patch:
             patch.setattr(grpo, constant, None)
             with pytest.raises(SystemExit, match=f"{constant} = None must be"):
@@ -696,6 +697,16 @@ def test_a_reward_may_have_any_name(alone):
     assert metrics["completion_tokens"] == 1.5 and metrics["reward_tokens"] == -1
 
 
+def test_an_evaluation_begins_no_more_questions_once_the_run_is_to_stop(alone, monkeypatch):
+    """Or deepspeed would kill the run before it has saved: 30 s after the signal."""
+    engine, recipe = FakeEngine(), a_recipe()
+    questions = prompts_of([MIXED] * 100)
+    assert report.evaluate(engine, recipe, questions)["eval_truncated"] == 0
+    monkeypatch.setattr(watch.stop, "asked", "SIGTERM")
+    engine.settings = None
+    assert report.evaluate(engine, recipe, questions)["eval_completion_tokens"] == 0
+
+
 def test_a_group_counts_the_same_before_and_after_the_wire():
     recipe = a_recipe()
     for outcome in (MIXED, ALL_WRONG, ALL_RIGHT):
@@ -1081,7 +1092,8 @@ def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, m
             parameter.add_(torch.randn_like(parameter) * 0.05)
     _, sums, _ = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
     assert all(torch.equal(a, row.old_logps) for a, row in zip(old, rows, strict=True))
-    assert abs(sums[grpo.SUMS.index("ratio")] / sums[grpo.SUMS.index("tokens")] - 1) > 1e-3
+    sums = dict(zip(grpo.sum_names, sums.tolist(), strict=True))
+    assert abs(sums["ratio"] / sums["tokens"] - 1) > 1e-3
 
 
 def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(tiny, monkeypatch):

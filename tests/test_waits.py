@@ -60,6 +60,7 @@ def from_a_slow_worker(rank, port):
 
 def by_one_rank_that_samples_long(rank, port):
     join(rank, port)
+    watch.Heartbeats(rank, 2, LIMIT)  # it lives, and so it is waited for
     time.sleep(2 * LIMIT * rank)
     assert exchange.all_ranks_groups([], None, None, step=0, oldest=0, scored=False) == []
 
@@ -75,7 +76,6 @@ def with_one_that_stops(rank, port, gone, log):
     with open(log, "a") as output:
         os.dup2(output.fileno(), 2)
     join(rank, port)
-    watch.LOOK_SECONDS = 0.2
     watch.Heartbeats(rank, 2, LIMIT)
     watch.meet("both")
     if rank == gone:

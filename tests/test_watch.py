@@ -13,6 +13,7 @@ import pytest
 from test_trainer import MIXED, FakeEngine, a_recipe, prompts_of, sampled
 
 import watch
+from client import Wait
 from watch import Heartbeats, TooSlow, timely
 
 ROOT = Path(__file__).parent.parent
@@ -194,13 +195,14 @@ def rewarded(seconds, groups, monkeypatch, capsys, *, between=0.0):
 
 def test_slow_rewards_are_not_waited_for_in_silence(monkeypatch, capsys):
     said = rewarded(1.5, 1, monkeypatch, capsys)
-    assert said.count("waiting for the rewards of question '?', tasks/fake.py, since ") >= 2
-    assert "since 1 s" in said
+    assert said.count("waiting for the rewards of question '?', tasks/fake.py, ") >= 2
+    assert "tasks/fake.py, 1 s by now" in said
 
 
 def test_many_rewards_that_are_not_slow_by_themselves_are_waited_for_aloud_too(monkeypatch, capsys):
     """An evaluation's have no group: 512 of 5 s each are 40 minutes."""
-    assert "waiting for the rewards" in rewarded(0.1, 15, monkeypatch, capsys)
+    said = rewarded(0.1, 15, monkeypatch, capsys)
+    assert "waiting for the rewards" in said and ", 1 s by now" in said
 
 
 def test_of_quick_rewards_nothing_is_said(monkeypatch, capsys):
@@ -288,3 +290,21 @@ def test_a_rank_ends_with_its_launcher(left):
         watch.end_with([process])  # also as long as it is a zombie
     child.wait()
     assert not watch.is_launcher(process)
+
+
+# --- Words ----------------------------------------------------------------------------
+def test_who_reads_may_be_gone(monkeypatch):
+    """`2>&1 | tee` ends by the same Ctrl-C; the thread that hears a second one must live on."""
+
+    class Gone:
+        def write(self, text):
+            raise BrokenPipeError
+
+        flush = write
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    monkeypatch.setattr(sys, "stdout", Gone())
+    watch.tell("SIGINT: this step is finished and saved")
+    wait = Wait("the server", 600)
+    wait.said -= 11
+    wait.turn("no answer", pause=0)

@@ -116,14 +116,15 @@ def move(model, drift):
 
 def proof_by(policy):
     """-> a proof, as it comes over the wire."""
-    return json.loads(json.dumps(proof_of(policy, *sample_proof(policy, PROMPTS, 64))))
+    recipe = a_recipe(PROMPTS, max_prompt_tokens=20, max_completion_tokens=64)
+    return json.loads(json.dumps(proof_of(policy, *sample_proof(policy, recipe))))
 
 
 def test_the_same_weights_prove_it_and_others_do_not(tiny):
     """simple_GRPO's vLLM process sampled with the initial weights, without a word."""
     trainer = tiny_policy(tiny, drift=0.02)
     record = {"version": 7, "proof": proof_by(trainer)}
-    assert len(record["proof"]["logps"]) == 64
+    assert len(record["proof"]["logps"]) == 20 + 64 - 4  # as many as may be
     mine = tiny_policy(tiny)
     with pytest.raises(RuntimeError, match="policy 7 is loaded, but its log-probs differ"):
         check_proof(mine, record)
