@@ -98,7 +98,7 @@ def main(model, out):
             engine.step()
     result["bad"] = {"float32": bad_steps(engine, policy)}
     grpo.OFFLOAD_OPTIMIZER, tokenizer = True, policy.tokenizer
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16") if dist.get_world_size() > 1 else ():
         policy = load_policy(model, tokenizer, dtype)
         result["bad"][f"{dtype}, offload"] = bad_steps(grpo.make_engine(policy), policy)
     if dist.get_rank() == 0:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import command_of, launch, start, start_ranks
+from processes import command_of, launch, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from policy import load_policy
@@ -135,20 +135,6 @@ def test_two_ranks_train_on_the_questions_of_gsm8k(tiny, tmp_path):
     AutoTokenizer.from_pretrained(tmp_path / "run/step_000003")
 
 
-def test_a_run_with_nothing_to_train_ends_with_what_was_sampled_and_why(tiny, tmp_path):
-    log, run = tmp_path / "trainer.log", tmp_path / "run"
-    preset = QUICK | {"MODEL": str(tiny), "TASK": "arithmetic", "KL_BETA": 0, "RUN_DIR": str(run)}
-    preset |= {"SKIP_FLAT_GROUPS": True, "IDLE_LIMIT": 2, "MAX_PROMPT_TOKENS": 128}
-    (rank,) = start_ranks(1, command_of("grpo_ref_split", preset), log)
-    assert rank.wait(120) == 1
-    flat = r"20 groups, all wrong by OUTCOME = 'correctness' \(accuracy 0.00\), .* truncated at"
-    end = rf"nothing to train for 2 steps, in the last one {flat} .*{run}/samples.jsonl: is TASK"
-    assert re.search(rf"(?s)step 2 trains nothing \(2 in a row\): {flat}.*{end}", log.read_text())
-    samples = records(run, "samples.jsonl")
-    assert [s["step"] for s in samples] == [1, 1, 2, 2] and samples[0]["question"]
-    assert all(s["rewards"]["correctness"] == -1 for s in samples)
-
-
 def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path):
     from transformers import Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config
 
@@ -235,15 +221,26 @@ def test_arguments_that_a_script_does_not_know_start_nothing(tmp_path, script):
     assert len(output.splitlines()) < 12
 
 
-def test_one_process_needs_no_launcher(tiny, tmp_path):
+def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothing_to_train(
+    tiny, tmp_path
+):
+    log, flat = tmp_path / "log", tmp_path / "flat"
     preset = QUICK | {"MODEL": str(tiny), "TASK": "arithmetic", "RUN_DIR": str(tmp_path / "run")}
     preset |= {"MAX_PROMPT_TOKENS": 128, "STEPS": 1, "KL_BETA": 0}
-    process = start(command_of("grpo_ref_split", preset), tmp_path / "log", OMP_NUM_THREADS="1")
+    all_wrong = preset | {"SKIP_FLAT_GROUPS": True, "IDLE_LIMIT": 2, "RUN_DIR": str(flat)}
+    presets = [preset, all_wrong | {"STEPS": 9}]
+    process = start(command_of("grpo_ref_split", *presets), log, OMP_NUM_THREADS="1")
     try:
-        assert process.wait(100) == 0, (tmp_path / "log").read_text()[-3000:]
+        assert process.wait(120) == 1, log.read_text()[-3000:]
     finally:
         process.kill()
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1]
+    why = r"20 groups, all wrong by OUTCOME = 'correctness' \(accuracy 0.00\), .* truncated at"
+    end = rf"nothing to train for 2 steps, in the last one {why} .*{flat}/samples.jsonl: is TASK"
+    assert re.search(rf"(?s)step 2 trains nothing \(2 in a row\): {why}.*{end}", log.read_text())
+    samples = records(flat, "samples.jsonl")
+    assert [s["step"] for s in samples] == [1, 1, 2, 2] and samples[0]["question"]
+    assert all(s["rewards"]["correctness"] == -1 for s in samples)
 
 
 def test_a_worker_has_a_server_whatever_its_process_was_called_with(tiny, tmp_path):

@@ -20,7 +20,7 @@ def test_the_gradient_is_the_same_however_the_step_is_cut(ranks, tiny, tmp_path)
     launch(ranks, [sys.executable, script, tiny, tmp_path / "out.pt"], tmp_path / "log")
     result = torch.load(tmp_path / "out.pt")
     # NaN and infinity are skipped on all ranks, and the steps after them are not
-    assert len(result["bad"]) == 3
+    assert len(result["bad"]) == (3 if ranks > 1 else 1)  # with offload, too
     for how, steps in result["bad"].items():
         assert steps == [(1, False), (1, False), (0, True), (0, True)], how
     for loss_type in ("grpo", "dapo", "dr_grpo"):
