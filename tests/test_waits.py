@@ -18,9 +18,12 @@ LIMIT = 2  # seconds of WAIT_LIMIT_SECONDS here; the process group's own limit i
 
 
 def join(rank, port):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank)}
-    os.environ["WORLD_SIZE"] = "2"
-    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
+    os.environ["RANK"] = str(rank)
+    store = dist.TCPStore("127.0.0.1", int(port), 2, rank == 0, timeout=timedelta(seconds=60))
+    store.set(f"here/{rank}", "")
+    store.wait(["here/0", "here/1"])  # to start may take one longer than the limit
+    group = {"store": store, "rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT), **group)
 
 
 def run(function, *arguments):
