@@ -499,6 +499,7 @@ def main():
         server.end(progress.run)  # its workers need not wait for it
     meet("the other ranks (rank 0 ends the run at the server)")
     heartbeats.stop()
+    dist.barrier()  # rank 0 keeps the store by which they meet: it leaves when all have left that
     dist.destroy_process_group()
     if lock:
         lock.close()
