@@ -213,6 +213,12 @@ def test_cards():
     assert sizes[0] > max(sizes[1:]) and min(sizes) == sizes[3]
 
 
+def test_a_cell_names_the_card_and_the_one_that_also_holds_the_server(monkeypatch):
+    monkeypatch.setattr(memory, "measured", lambda *_: None)  # also where there is a GPU
+    assert memory.cell("Qwen2.5-3B", 512, 512, 0, 2, True) == "22.3 (24, 40)"
+    assert memory.cell("Qwen2.5-0.5B", 512, 512, 0, 1, True) == "6.6 (16, 16)"
+
+
 def test_a_gpu_is_read_phase_by_phase(monkeypatch, capsys):
     """A faked one: each phase's peak is asked for once, after it was reset."""
     asked = []

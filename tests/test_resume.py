@@ -368,6 +368,18 @@ def test_the_checkpoint_just_saved_stays_and_torn_ones_of_later_steps_go(tmp_pat
     assert checkpoint.newest(tmp_path)[1]["step"] == 1_000_000
 
 
+def test_ranks_meet_before_they_gather_the_weights_that_they_read(tmp_path, alone, monkeypatch):
+    """One may read for longer than a collective waits."""
+    stream, events = Stream([(0, {}, [0])], 0, 0, 1), []
+    save(tmp_path, 3, stream)
+    engine = FakeEngine()
+    monkeypatch.setattr(checkpoint, "meet", lambda what: events.append("meet"))
+    engine.load_state_dict = lambda *_, **__: events.append("read")
+    engine.update_lp_params = lambda: events.append("gather")
+    checkpoint.load(tmp_path / "step_000003", engine, stream)
+    assert events == ["read", "meet", "gather"]
+
+
 def test_two_trainers_do_not_share_a_folder(tmp_path):
     first = checkpoint.lock_run(str(tmp_path / "run"))
     with pytest.raises(SystemExit, match="another trainer is running in RUN_DIR"):

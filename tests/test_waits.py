@@ -11,6 +11,7 @@ import torch.distributed as dist
 from processes import NURSERY
 
 import exchange
+import grpo_ref_split as trainer
 import watch
 from demo import free_port
 
@@ -119,3 +120,39 @@ def test_a_wait_for_ranks_names_those_that_are_missing(monkeypatch, capsys):
     assert "waiting for the others' groups since 12 s: not here yet is rank 1" in (
         capsys.readouterr().err
     )
+
+
+def test_ranks_join_before_they_load_the_model_and_meet_before_the_end(monkeypatch, tmp_path):
+    """A model may be here on one machine and be downloaded on another; and rank 0 may publish."""
+    order = []
+
+    def noted(name, result=None):
+        return lambda *_, **__: order.append(name) or result
+
+    run, lock = SimpleNamespace(run="run", idle=0, step=1), SimpleNamespace(close=lambda: None)
+    recipe = SimpleNamespace(task=None, prompts=[])
+    fakes = {
+        "RUN_DIR": str(tmp_path),
+        "watch_launcher": noted("watch"),
+        "prepare": noted("prepare", (None, recipe, None)),
+        "load_split": noted("questions", []),
+        "join_ranks": noted("join"),
+        "Heartbeats": noted("beat", SimpleNamespace(stop=noted("stop beating"))),
+        "leads": noted("lead", True),
+        "lock_run": noted("lock", lock),
+        "make_policy": noted("model"),
+        "make_engine": noted("engine"),
+        "open_run": noted("open", run),
+        "make_followers": noted("followers", SimpleNamespace(begin=noted("begin"))),
+        "train": noted("train", (False, "")),
+        "meet": noted("meet"),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(trainer, name, fake)
+    calls = {"get_rank": 0, "get_world_size": 1, "barrier": None, "destroy_process_group": None}
+    for name, result in calls.items():
+        monkeypatch.setattr(trainer.dist, name, noted(name, result))
+    trainer.main()
+    assert order.index("join") < order.index("beat") < order.index("model")
+    end = ["train", "meet", "stop beating", "barrier", "destroy_process_group"]
+    assert [name for name in order if name in end][-5:] == end
