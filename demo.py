@@ -55,27 +55,28 @@ def serve(port):
 
 
 def train(port, seed, rewards):
-    import grpo_ref_split as grpo
+    import grpo_ref_split as trainer
 
-    grpo.MODEL, grpo.TASK, grpo.RUN_DIR = WARM_START, "arithmetic", RUN_DIR
-    grpo.REF_SERVER = f"http://127.0.0.1:{port}"
-    grpo.SEED, grpo.STEPS = seed, STEPS
-    grpo.PROMPTS_PER_STEP, grpo.GROUP_SIZE, grpo.SAMPLE_BATCH = 16, 8, 64
-    grpo.MAX_PROMPT_TOKENS, grpo.MAX_COMPLETION_TOKENS = 64, 24
-    grpo.LEARNING_RATE, grpo.WARMUP_STEPS, grpo.FINAL_LR = 7e-4, 5, 0.3
-    grpo.MICRO_BATCH_TOKENS, grpo.GRADIENT_CHECKPOINTING = 8192, False
-    grpo.DTYPE = "float32"  # a tiny model on either device
-    grpo.EVAL_STEPS, grpo.EVAL_QUESTIONS, grpo.SAVE_STEPS = 40, 500, 10**6
-    grpo.EVAL_SPLIT, grpo.MAX_REFILLS = EVAL_SPLIT, 1  # near the end most groups are all right
+    trainer.MODEL, trainer.TASK, trainer.RUN_DIR = WARM_START, "arithmetic", RUN_DIR
+    trainer.REF_SERVER = f"http://127.0.0.1:{port}"
+    trainer.SEED, trainer.STEPS = seed, STEPS
+    trainer.PROMPTS_PER_STEP, trainer.GROUP_SIZE, trainer.SAMPLE_BATCH = 16, 8, 64
+    trainer.MAX_PROMPT_TOKENS, trainer.MAX_COMPLETION_TOKENS = 64, 24
+    trainer.LEARNING_RATE, trainer.WARMUP_STEPS, trainer.FINAL_LR = 7e-4, 5, 0.3
+    trainer.MICRO_BATCH_TOKENS, trainer.GRADIENT_CHECKPOINTING = 8192, False
+    trainer.DTYPE = "float32"  # a tiny model on either device
+    trainer.EVAL_STEPS, trainer.EVAL_QUESTIONS, trainer.SAVE_STEPS = 40, 500, 10**6
+    trainer.EVAL_SPLIT = EVAL_SPLIT
+    trainer.MAX_REFILLS = 1  # near the end most groups are all right
     if rewards == "shuffled":  # metrics are made of the true ones, advantages of these
-        plain, draw = grpo.make_group, random.Random(seed)
+        plain, draw = trainer.make_group, random.Random(seed)
 
         def shuffled_group(sampled, **names):
             prompt, completions, rewards = sampled
             return plain((prompt, completions, draw.sample(rewards, len(rewards))), **names)
 
-        grpo.make_group = shuffled_group
-    grpo.main()
+        trainer.make_group = shuffled_group
+    trainer.main()
 
 
 # --- What changed -------------------------------------------------------------------

@@ -35,17 +35,17 @@ WORKERS = {"sync": 0, "async": 2, "vllm": 1}
 # --- The processes --------------------------------------------------------------------
 def set_constants(folder, port, seed, mode):
     import demo
-    import grpo_ref_split as grpo
+    import grpo_ref_split as trainer
 
     demo.RUN_DIR, demo.WARM_START = f"{folder}/{mode}", f"{folder}/warm_start"
-    grpo.main, main = lambda: None, grpo.main  # demo.train sets the constants, and calls it
+    trainer.main, main = lambda: None, trainer.main  # demo.train sets the constants, and calls it
     demo.train(port, int(seed), "plain")
-    grpo.main = main
-    grpo.EVAL_STEPS = 20
+    trainer.main = main
+    trainer.EVAL_STEPS = 20
     if mode != "sync":
-        grpo.PUBLISH_STEPS, grpo.TRAINER_SAMPLES, grpo.MAX_STALENESS = 1, False, 4
-        grpo.SAMPLE_BATCH = 64
-    return grpo
+        trainer.PUBLISH_STEPS, trainer.TRAINER_SAMPLES, trainer.MAX_STALENESS = 1, False, 4
+        trainer.SAMPLE_BATCH = 64
+    return trainer
 
 
 def run_role(role, folder, port, seed, mode):
@@ -56,16 +56,16 @@ def run_role(role, folder, port, seed, mode):
         ref_server.DTYPE, ref_server.STORE = "float32", f"{folder}/{mode}.sqlite"
         ref_server.main()
         return
-    grpo = set_constants(folder, port, seed, mode)
+    trainer = set_constants(folder, port, seed, mode)
     if role == "trainer":
-        grpo.main()
+        trainer.main()
     elif mode == "vllm":
         import vllm_worker
 
         vllm_worker.MEMORY_GB = 0.3
         vllm_worker.main()
     else:
-        grpo.worker()
+        trainer.worker()
 
 
 def train(folder, seed, mode, vllm):

@@ -85,24 +85,26 @@ def serve(model, port, folder):
 
 
 def train(case, model, port, folder, steps):
-    import grpo_ref_split as grpo
+    import grpo_ref_split as trainer
 
     prompts, group, prompt_tokens, completion_tokens, rate, _ = CASES[case]
     Counting.case = case
-    grpo.MODEL, grpo.RUN_DIR, grpo.REF_SERVER = model, folder, f"http://127.0.0.1:{port}"
-    grpo.PROMPTS_PER_STEP, grpo.GROUP_SIZE, grpo.SAMPLE_BATCH = prompts, group, prompts * group
-    grpo.MAX_COMPLETION_TOKENS, grpo.LEARNING_RATE = completion_tokens, rate
-    grpo.STEPS, grpo.WARMUP_STEPS, grpo.KL_BETA = int(steps), 5, KL_BETA
-    grpo.SKIP_FLAT_GROUPS = grpo.MASK_TRUNCATED = False
-    grpo.GRADIENT_CHECKPOINTING, grpo.MICRO_BATCH_TOKENS = False, BATCH_TOKENS
-    grpo.EVAL_STEPS = grpo.SAVE_STEPS = 10**6
-    grpo.EVAL_QUESTIONS, grpo.DTYPE = 1, "float32"
+    trainer.MODEL, trainer.RUN_DIR = model, folder
+    trainer.REF_SERVER = f"http://127.0.0.1:{port}"
+    trainer.PROMPTS_PER_STEP, trainer.GROUP_SIZE = prompts, group
+    trainer.SAMPLE_BATCH = prompts * group
+    trainer.MAX_COMPLETION_TOKENS, trainer.LEARNING_RATE = completion_tokens, rate
+    trainer.STEPS, trainer.WARMUP_STEPS, trainer.KL_BETA = int(steps), 5, KL_BETA
+    trainer.SKIP_FLAT_GROUPS = trainer.MASK_TRUNCATED = False
+    trainer.GRADIENT_CHECKPOINTING, trainer.MICRO_BATCH_TOKENS = False, BATCH_TOKENS
+    trainer.EVAL_STEPS = trainer.SAVE_STEPS = 10**6
+    trainer.EVAL_QUESTIONS, trainer.DTYPE = 1, "float32"
     if case == "demo":
-        grpo.TASK, grpo.FINAL_LR, grpo.MAX_PROMPT_TOKENS = "arithmetic", 0.0, 64
+        trainer.TASK, trainer.FINAL_LR, trainer.MAX_PROMPT_TOKENS = "arithmetic", 0.0, 64
     else:
-        grpo.load_task = lambda name: Counting
-        grpo.REWARD_WEIGHTS, grpo.MAX_PROMPT_TOKENS = {"correctness": 1.0}, prompt_tokens
-    grpo.main()
+        trainer.load_task = lambda name: Counting
+        trainer.REWARD_WEIGHTS, trainer.MAX_PROMPT_TOKENS = {"correctness": 1.0}, prompt_tokens
+    trainer.main()
 
 
 def run_ours(case, model, steps, ranks):

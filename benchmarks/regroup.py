@@ -37,17 +37,18 @@ def serve(folder, port, regroup):
 
 def train(folder, port, group_size):
     import demo
-    import grpo_ref_split as grpo
+    import grpo_ref_split as trainer
     from tasks import arithmetic
 
     arithmetic.SIZES["train"] = QUESTIONS
-    main = grpo.main
+    main = trainer.main
 
     def with_groups():
-        grpo.GROUP_SIZE, grpo.PROMPTS_PER_STEP = int(group_size), COMPLETIONS // int(group_size)
+        trainer.GROUP_SIZE = int(group_size)
+        trainer.PROMPTS_PER_STEP = COMPLETIONS // int(group_size)
         main()
 
-    grpo.main = with_groups
+    trainer.main = with_groups
     demo.RUN_DIR, demo.WARM_START, demo.STEPS = folder, f"{folder}/warm_start", STEPS
     demo.train(port, 0, "plain")
 

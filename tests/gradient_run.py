@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import grpo_ref_split as grpo
+import grpo_ref_split as trainer
 from forward import CompletionModel
 from grpo_loss import linear_logps
 from policy import load_policy
@@ -35,7 +35,7 @@ def make_rows(policy, loss_type):
             hidden, ids = model([prompt], [completion])
             logps = linear_logps(hidden, model.head, ids, vocab_size=policy.vocab_size)
         noise = torch.randn(3, len(completion), generator=draw) * 0.3
-        row = grpo.Row(
+        row = trainer.Row(
             group=f"group {i // 2}",
             number=i % 2,
             prompt=prompt,
@@ -49,7 +49,7 @@ def make_rows(policy, loss_type):
     lengths = torch.tensor([len(row.completion) for row in rows])
     sizes = {"sequences": 7, "tokens": int(lengths.sum()), "max_completion_tokens": 32}
     for row, weight in zip(
-        rows, grpo.token_weights(lengths, loss_type=loss_type, **sizes).tolist(), strict=True
+        rows, trainer.token_weights(lengths, loss_type=loss_type, **sizes).tolist(), strict=True
     ):
         row.weight = weight
     return rows
@@ -57,10 +57,10 @@ def make_rows(policy, loss_type):
 
 def plain_gradient(policy, rows):
     """The specification: one batch, no sharing, no chunks, no DeepSpeed, no plan."""
-    grpo.FUSED_LOSS = False
+    trainer.FUSED_LOSS = False
     model = CompletionModel(policy.model, share_prompts=False)
-    loss, _, _ = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
-    grpo.FUSED_LOSS = True
+    loss, _, _ = trainer.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
+    trainer.FUSED_LOSS = True
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     return torch.cat([g.flatten() for g in gradient])
 
@@ -68,12 +68,12 @@ def plain_gradient(policy, rows):
 def bad_steps(engine, policy):
     """-> for two steps with a row that is not finite, and two without: whether they were skipped,
     and whether weights have changed."""
-    grpo.LEARNING_RATE, result = 1e-2, []
+    trainer.LEARNING_RATE, result = 1e-2, []
     for value in (torch.nan, torch.inf, 0.0, 0.0):
         rows = make_rows(policy, "grpo")
         rows[3].ref_logps = rows[3].ref_logps + value
         before = [p.clone() for p in policy.model.parameters()]
-        metrics = grpo.optimise(engine, rows, policy.vocab_size, 100, None, grpo.Clock())
+        metrics = trainer.optimise(engine, rows, policy.vocab_size, 100, None, trainer.Clock())
         pairs = zip(before, policy.model.parameters(), strict=True)
         result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))
     return result
@@ -83,24 +83,24 @@ def main(model, out):
     from deepspeed.utils import safe_get_full_grad
     from transformers import AutoTokenizer
 
-    grpo.LEARNING_RATE = 0.0  # a step empties the gradients and leaves the model as it is
+    trainer.LEARNING_RATE = 0.0  # a step empties the gradients and leaves the model as it is
     policy = load_policy(model, AutoTokenizer.from_pretrained(model), "float32")
     loss_types = ("grpo", "dapo", "dr_grpo")
     result = {(t, "plain"): plain_gradient(policy, make_rows(policy, t)) for t in loss_types}
-    engine = grpo.make_engine(policy)
+    engine = trainer.make_engine(policy)
     for loss_type in loss_types:
         for name, budget in BUDGETS.items():
-            grpo.MICRO_BATCH_TOKENS = budget
-            metrics = grpo.accumulate(engine, make_rows(policy, loss_type), policy.vocab_size)
+            trainer.MICRO_BATCH_TOKENS = budget
+            metrics = trainer.accumulate(engine, make_rows(policy, loss_type), policy.vocab_size)
             gradient = [safe_get_full_grad(p).flatten() for p in policy.model.parameters()]
             result[loss_type, name] = torch.cat(gradient)
             result[loss_type, name, "metrics"] = metrics
             engine.step()
     result["bad"] = {"float32": bad_steps(engine, policy)}
-    grpo.OFFLOAD_OPTIMIZER, tokenizer = True, policy.tokenizer
+    trainer.OFFLOAD_OPTIMIZER, tokenizer = True, policy.tokenizer
     for dtype in ("float32", "bfloat16") if dist.get_world_size() > 1 else ():
         policy = load_policy(model, tokenizer, dtype)
-        result["bad"][f"{dtype}, offload"] = bad_steps(grpo.make_engine(policy), policy)
+        result["bad"][f"{dtype}, offload"] = bad_steps(trainer.make_engine(policy), policy)
     if dist.get_rank() == 0:
         torch.save(result, out)
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_trainer import Ranks, a_group, exchanges
 
-import grpo_ref_split as grpo
+import grpo_ref_split as trainer
 from micro_batches import (
     micro_batches,
     order_rows,
@@ -110,7 +110,7 @@ def test_what_the_server_scores_is_cut_between_groups_unless_one_is_too_large():
 def test_ranks_with_unlike_numbers_of_cores_call_the_same(monkeypatch, threads):
     """A broadcast by one rank in the other's backward would hang both."""
     ranks, both = Ranks(monkeypatch), exchanges(["f", "e"], ["a", "d"], ["b", "c"])
-    monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 2)
     both[1].server = both[0].server
     module = SimpleNamespace(shares=True)
     engine = SimpleNamespace(module=module, device=torch.device("cpu"))
@@ -138,7 +138,7 @@ def test_ranks_with_unlike_numbers_of_cores_call_the_same(monkeypatch, threads):
 def unscored_rows(ids):
     """-> the rows of groups of two, each with a prompt of its own."""
     groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=id, ref_logps=None) for id in ids]
-    rows = grpo.make_rows(groups, 0)
+    rows = trainer.make_rows(groups, 0)
     for number, row in enumerate(rows):
         row.prompt = [number // 2]
     return rows
@@ -149,8 +149,8 @@ def unscored_rows(ids):
 def test_a_server_beside_gets_a_core_for_as_long_as_it_scores(monkeypatch, own_cores, url):
     """Until all of the step is scored, not just what is trained first; and the row's scores."""
     alone, before = exchanges(["c"], ["a"], ["b"])[0], torch.get_num_threads()
-    monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(trainer.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 1)
     alone.server.url = url
     alone.begin("abc", step=0, oldest=0)
     module = SimpleNamespace(shares=True)

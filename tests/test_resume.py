@@ -503,9 +503,9 @@ def test_what_is_whole_is_agreed_by_machines_with_disks_of_their_own(tmp_path, r
 
 
 def test_a_run_goes_on_with_as_many_ranks_and_the_same_model(capsys):
-    import grpo_ref_split as grpo
+    import grpo_ref_split as trainer
 
-    now = dict(vars(grpo))
+    now = dict(vars(trainer))
     state = {"constants": constants_of(now), "ranks": 2, "step": 40}
     assert state["constants"]["ADAM_BETAS"] == [0.9, 0.99]
     check_same_run(state, now, 2)

@@ -11,7 +11,7 @@ import torch
 from test_trainer import NAMED, PROMPT, FakeEngine, a_recipe, sampled
 from transformers import AutoTokenizer
 
-import grpo_ref_split as grpo
+import grpo_ref_split as trainer
 from config import load_prompts
 from rollout import make_group
 
@@ -157,26 +157,26 @@ def mine(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tasks.mine", task)
     constants = {"MODEL": str(tiny), "RUN_DIR": str(tmp_path), "TASK": "mine", "KL_BETA": 0}
     for name, value in (constants | {"load_policy": load_policy}).items():
-        monkeypatch.setattr(grpo, name, value)
+        monkeypatch.setattr(trainer, name, value)
     return task
 
 
 def test_a_task_that_is_as_it_should_be_gets_as_far_as_the_model(mine):
     with pytest.raises(TheModel):
-        grpo.main()
+        trainer.main()
 
 
 def test_names_that_are_not_those_of_the_weights_are_found_before_the_model_is_loaded(mine):
     mine.rewards = lambda item, text: {"correct": 1.0, "format": 1.0}
-    refused("'Why?'} and the completion '': its names are ['correct', 'format']", grpo.main)
-    refused("'Why?'} and the completion '': its names are ['correct', 'format']", grpo.worker)
+    refused("'Why?'} and the completion '': its names are ['correct', 'format']", trainer.main)
+    refused("'Why?'} and the completion '': its names are ['correct', 'format']", trainer.worker)
 
 
 def test_a_task_that_does_not_cope_with_an_empty_completion_is_told_so_with_its_traceback(mine):
     """It can be sampled, and would end the run then."""
     mine.rewards = lambda item, text: {"correctness": text.split()[-1] == "42", "format": 1.0}
     with pytest.raises(SystemExit) as caught:
-        grpo.main()
+        trainer.main()
     said = str(caught.value)
     assert said.startswith("Traceback") and f'File "{__file__}", line' in said
     assert re.search(
@@ -187,14 +187,14 @@ def test_a_task_that_does_not_cope_with_an_empty_completion_is_told_so_with_its_
 
 
 def test_rewards_that_take_too_long_are_found_before_the_model_is_loaded(mine, monkeypatch):
-    monkeypatch.setattr(grpo, "REWARD_TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(trainer, "REWARD_TIMEOUT_SECONDS", 1)
     mine.rewards = lambda item, text: time.sleep(60)
     with pytest.raises(
         SystemExit, match=r"(?s)time.sleep\(60\).*failed with TooSlow.*more than 1 s"
     ):
-        grpo.main()
+        trainer.main()
 
 
 def test_a_missing_eval_split_is_found_before_the_model_is_loaded(mine):
     mine.load = {"train": [{"question": "Why?"}]}.__getitem__
-    refused("load('test') failed with KeyError('test')", grpo.main)
+    refused("load('test') failed with KeyError('test')", trainer.main)

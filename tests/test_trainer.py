@@ -20,7 +20,7 @@ from test_server import FakeReference, InProcess
 from transformers import AutoTokenizer
 
 import exchange as exchange_module
-import grpo_ref_split as grpo
+import grpo_ref_split as trainer
 import policy as policy_module
 import policy_sync
 import ref_server
@@ -101,28 +101,28 @@ def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), **changes):
     ],
 )
 def test_a_bad_constant_is_named_with_its_value(constant, value, monkeypatch, tmp_path):
-    monkeypatch.setattr(grpo, "RUN_DIR", str(tmp_path))
-    check_constants(vars(grpo))
-    monkeypatch.setattr(grpo, constant, value)
+    monkeypatch.setattr(trainer, "RUN_DIR", str(tmp_path))
+    check_constants(vars(trainer))
+    monkeypatch.setattr(trainer, constant, value)
     if value == 9:
-        constant, value = "MAX_STALENESS", grpo.MAX_STALENESS
+        constant, value = "MAX_STALENESS", trainer.MAX_STALENESS
     with pytest.raises(SystemExit, match=re.escape(f"{constant} = {value!r} must be")):
-        check_constants(vars(grpo))
+        check_constants(vars(trainer))
 
 
 def test_every_constant_of_the_trainer_is_checked(monkeypatch):
-    for constant in constants_of(vars(grpo)):
+    for constant in constants_of(vars(trainer)):
         with monkeypatch.context() as patch:
-            patch.setattr(grpo, constant, None)
+            patch.setattr(trainer, constant, None)
             with pytest.raises(SystemExit, match=f"{constant} = None must be"):
-                check_constants(vars(grpo))
+                check_constants(vars(trainer))
 
 
 @pytest.mark.parametrize(
     ("script", "start", "wrong", "right"),
     [
-        (grpo, grpo.main, "LERNING_RATE", "LEARNING_RATE"),
-        (grpo, grpo.worker, "PROMPTS_STEP", "PROMPTS_PER_STEP"),
+        (trainer, trainer.main, "LERNING_RATE", "LEARNING_RATE"),
+        (trainer, trainer.worker, "PROMPTS_STEP", "PROMPTS_PER_STEP"),
         (ref_server, ref_server.main, "SCORE_TOKENS", "SCORE_BATCH_TOKENS"),
     ],
 )
@@ -138,31 +138,31 @@ def test_a_constant_that_a_preset_misspells_is_refused(
 
 def test_a_reference_that_follows_needs_a_reference(monkeypatch, tmp_path):
     for name, value in {"RUN_DIR": str(tmp_path), "REFERENCE_REFRESH_STEPS": 5}.items():
-        monkeypatch.setattr(grpo, name, value)
-    check_constants(vars(grpo))
-    monkeypatch.setattr(grpo, "KL_BETA", 0)
+        monkeypatch.setattr(trainer, name, value)
+    check_constants(vars(trainer))
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
     with pytest.raises(SystemExit, match="REFERENCE_REFRESH_STEPS = 5 must be 0 where there is no"):
-        check_constants(vars(grpo))
+        check_constants(vars(trainer))
 
 
 def test_a_run_is_not_written_over(monkeypatch, tmp_path):
-    monkeypatch.setattr(grpo, "RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(trainer, "RUN_DIR", str(tmp_path))
     # the next run would write over it; without run.json there is no going on
     for trace, resumes in [("metrics.jsonl", 1), ("step_000500", 1), ("run.json", 0)]:
-        monkeypatch.setattr(grpo, "RESUME", bool(resumes))
+        monkeypatch.setattr(trainer, "RESUME", bool(resumes))
         (tmp_path / trace).mkdir()
         with pytest.raises(SystemExit, match="holds no run"):
-            grpo.check_run_dir(str(tmp_path), grpo.RESUME)
-        check_constants(vars(grpo))  # a worker's RUN_DIR may hold what it likes
+            trainer.check_run_dir(str(tmp_path), trainer.RESUME)
+        check_constants(vars(trainer))  # a worker's RUN_DIR may hold what it likes
         (tmp_path / trace).rmdir()
-        grpo.check_run_dir(str(tmp_path), grpo.RESUME)
-    monkeypatch.setattr(grpo, "RESUME", True)
+        trainer.check_run_dir(str(tmp_path), trainer.RESUME)
+    monkeypatch.setattr(trainer, "RESUME", True)
     (tmp_path / "run.json").touch()
-    grpo.check_run_dir(str(tmp_path), grpo.RESUME)  # that one goes on
+    trainer.check_run_dir(str(tmp_path), trainer.RESUME)  # that one goes on
 
 
 def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():
-    w = grpo.REWARD_WEIGHTS
+    w = trainer.REWARD_WEIGHTS
     right_but_plain = w["correctness"] * 1 + w["format"] * -1
     wrong_but_pretty = w["correctness"] * -1 + w["format"] * 1.25
     assert right_but_plain > wrong_but_pretty  # 1.0 > -0.75; at (1, 1) it would be 0.0 against 0.25
@@ -175,10 +175,10 @@ def test_learning_rate_warms_up_and_decays(monkeypatch):
         "STEPS": 14,
         "FINAL_LR": 0.5,
     }.items():
-        monkeypatch.setattr(grpo, name, value)
-    assert [grpo.learning_rate(step) for step in (1, 2, 4, 9, 14)] == [0.5, 1.0, 2.0, 1.5, 1.0]
-    monkeypatch.setattr(grpo, "WARMUP_STEPS", 0)
-    assert grpo.learning_rate(1) <= 2.0
+        monkeypatch.setattr(trainer, name, value)
+    assert [trainer.learning_rate(step) for step in (1, 2, 4, 9, 14)] == [0.5, 1.0, 2.0, 1.5, 1.0]
+    monkeypatch.setattr(trainer, "WARMUP_STEPS", 0)
+    assert trainer.learning_rate(1) <= 2.0
 
 
 # --- Prompts ------------------------------------------------------------------------
@@ -216,12 +216,12 @@ def test_long_prompts_are_left_out_and_counted(tiny, monkeypatch, capsys):
     task = SimpleNamespace(
         load=lambda split: items, messages=lambda q: [{"role": "user", "content": q}]
     )
-    monkeypatch.setattr(grpo, "MAX_PROMPT_TOKENS", 40)
-    assert [index for index, _, _ in grpo.load_split(task, "train", tokenizer)] == [0]
+    monkeypatch.setattr(trainer, "MAX_PROMPT_TOKENS", 40)
+    assert [index for index, _, _ in trainer.load_split(task, "train", tokenizer)] == [0]
     assert "2 questions, 1 left out" in capsys.readouterr().out  # not in silence
-    monkeypatch.setattr(grpo, "MAX_PROMPT_TOKENS", 2)
+    monkeypatch.setattr(trainer, "MAX_PROMPT_TOKENS", 2)
     with pytest.raises(SystemExit, match="MAX_PROMPT_TOKENS = 2"):
-        grpo.load_split(task, "train", tokenizer)
+        trainer.load_split(task, "train", tokenizer)
 
 
 def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tmp_path):
@@ -419,7 +419,8 @@ def test_rewards_that_a_task_names_in_another_order_are_trained_all_the_same():
     task = SimpleNamespace(rewards=lambda item, text: {"format": 0.5, "correctness": 1.0})
     (one,) = sampled(FakeEngine(), a_recipe(task=task), [PROMPT])
     group = make_group(one, **NAMED)
-    assert group.reward_names == list(grpo.REWARD_WEIGHTS) and group.rewards[0].tolist() == [1, 0.5]
+    assert group.reward_names == list(trainer.REWARD_WEIGHTS)
+    assert group.rewards[0].tolist() == [1, 0.5]
 
 
 PROMPT = 0, {"question": "Why?"}, [5, 6]
@@ -469,10 +470,10 @@ def alone(monkeypatch):
         **gather,
         "broadcast_object_list": lambda box, src: None,
     }.items():
-        monkeypatch.setattr(grpo.dist, name, function)
+        monkeypatch.setattr(trainer.dist, name, function)
     constants = {"PROMPTS_PER_STEP": 3, "GROUP_SIZE": GSIZE, "WAIT_LIMIT_SECONDS": 1}
     for name, value in constants.items():
-        monkeypatch.setattr(grpo, name, value)
+        monkeypatch.setattr(trainer, name, value)
 
 
 def take_step(server, outcomes, *, step=0, engine=None, clock=None, **recipe):
@@ -485,11 +486,11 @@ def take_whole_step(server, outcomes, *, step=0, engine=None, clock=None, **reci
     stream, engine = iter(prompts_of(outcomes)), engine or FakeEngine()
     recipe, clock = a_recipe(**recipe), clock or report.Clock()
     exchange = server and server.exchange
-    return grpo.rollout_step(engine, recipe, stream, exchange, "run", step, clock)
+    return trainer.rollout_step(engine, recipe, stream, exchange, "run", step, clock)
 
 
 def test_a_rollout_without_a_server(alone, monkeypatch):
-    monkeypatch.setattr(grpo, "KL_BETA", 0)
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
     groups, metrics = take_step(None, [MIXED, ALL_WRONG, MIXED, MIXED, MIXED], step=4)
     assert [g.item for g in groups] == [0, 2, 3]
     assert {(g.policy_version, g.sampler, g.run) for g in groups} == {(4, "trainer", "run")}
@@ -504,17 +505,17 @@ def test_a_rollout_without_a_server(alone, monkeypatch):
 
 def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
     """10 prompts on 4 ranks: 3, 3, 2 and 2; each rank draws with a seed of its own."""
-    monkeypatch.setattr(grpo, "PROMPTS_PER_STEP", 10)
-    monkeypatch.setattr(grpo, "KL_BETA", 0)
-    monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(trainer, "PROMPTS_PER_STEP", 10)
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
+    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 4)
     counts, seeds, ids = [], set(), set()
     for rank, step in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]:
 
         def gather(everyone, mine):
             everyone[:] = [mine, *[([], [])] * 3]
 
-        monkeypatch.setattr(grpo.dist, "get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(grpo.dist, "all_gather_object", gather)
+        monkeypatch.setattr(trainer.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(trainer.dist, "all_gather_object", gather)
         engine = FakeEngine()
         groups, _ = take_step(None, [MIXED] * 10, step=step, engine=engine)
         counts.append(len(groups))
@@ -574,15 +575,15 @@ def test_two_flat_groups_of_a_prompt_are_trained_together(alone, server):
     assert len(groups) == 5 and len(joined) == 2 and metrics["groups_sampled"] == 4
     assert all(not g.flat and g.item == 0 and g.policy_version == 0 for g in joined)
     assert all(len(g.completion_lengths) == GSIZE for g in joined)
-    rows = grpo.make_rows(groups, 1)  # of another policy, so the sampler's log-probs are the old
+    rows = trainer.make_rows(groups, 1)  # of another policy, so the sampler's log-probs are the old
     assert all(row.old_logps is row.sampler_logps for row in rows)
 
 
 @pytest.mark.parametrize("publishes", [0, 1])
 def test_what_is_too_old_is_not_joined_either(alone, server, monkeypatch, publishes):
     """MAX_STALENESS is of all that is trained, whether there are workers or not."""
-    monkeypatch.setattr(grpo, "MAX_STALENESS", 4)
-    monkeypatch.setattr(grpo, "PUBLISH_STEPS", publishes)
+    monkeypatch.setattr(trainer, "MAX_STALENESS", 4)
+    monkeypatch.setattr(trainer, "PUBLISH_STEPS", publishes)
     for step in range(6):
         if publishes:
             publish(server, version=step, oldest=step - 4)
@@ -602,10 +603,10 @@ def test_flat_groups_stay_at_home_where_the_server_does_not_regroup(alone, serve
 def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server, tmp_path):
     groups, metrics, flat = take_whole_step(server, [ALL_WRONG] * 99)
     assert groups == [] and metrics["flat_groups"] == 1 and metrics["groups_sampled"] == 15
-    assert grpo.make_rows(groups, 0) == []
+    assert trainer.make_rows(groups, 0) == []
     policy = SimpleNamespace(tokenizer=SimpleNamespace(decode=str))
     recipe, folder = a_recipe(prompts_of([ALL_WRONG] * 99)), report.RunFolder(tmp_path)
-    folder.log_samples(policy, recipe, flat, grpo.advantages_of, 1, 9)
+    folder.log_samples(policy, recipe, flat, trainer.advantages_of, 1, 9)
     (first, _) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert first["question"] == "?" and first["rewards"] == {"correctness": -1.0, "format": 1.25}
 
@@ -642,7 +643,7 @@ def a_workers(server, number, *, version=0):
 
 
 def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, server, monkeypatch):
-    monkeypatch.setattr(grpo, "PUBLISH_STEPS", 1)
+    monkeypatch.setattr(trainer, "PUBLISH_STEPS", 1)
     publish(server)
     a_workers(server, 2, version=1)
     engine = FakeEngine()
@@ -652,13 +653,13 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, s
     assert metrics["groups_sampled"] == 4 and metrics["flat_groups"] == 1 / 4
     assert metrics["completion_tokens"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
-    rows = grpo.make_rows(groups, 3)
+    rows = trainer.make_rows(groups, 3)
     assert all(row.old_logps is row.sampler_logps for row in rows)
 
 
 def test_workers_alone_may_sample(alone, server, monkeypatch):
-    monkeypatch.setattr(grpo, "PUBLISH_STEPS", 1)
-    monkeypatch.setattr(grpo, "TRAINER_SAMPLES", False)
+    monkeypatch.setattr(trainer, "PUBLISH_STEPS", 1)
+    monkeypatch.setattr(trainer, "TRAINER_SAMPLES", False)
     publish(server)
     a_workers(server, 3)
     a_workers(server, 2, version=1)
@@ -671,8 +672,8 @@ def test_workers_alone_may_sample(alone, server, monkeypatch):
 
 
 def test_groups_that_are_too_old_are_dropped_and_counted(alone, server, monkeypatch):
-    monkeypatch.setattr(grpo, "PUBLISH_STEPS", 1)
-    monkeypatch.setattr(grpo, "MAX_STALENESS", 2)
+    monkeypatch.setattr(trainer, "PUBLISH_STEPS", 1)
+    monkeypatch.setattr(trainer, "MAX_STALENESS", 2)
     publish(server)
     a_workers(server, 2)
     a_workers(server, 1, version=3)
@@ -727,9 +728,9 @@ class Ranks:
     def __init__(self, monkeypatch):
         self.local, self.barrier = threading.local(), threading.Barrier(2)
         self.called = [None, None]
-        monkeypatch.setattr(grpo.dist, "get_rank", lambda: self.local.rank)
-        monkeypatch.setattr(grpo.dist, "get_world_size", lambda: 2)
-        monkeypatch.setattr(grpo.dist, "broadcast_object_list", self.broadcast)
+        monkeypatch.setattr(trainer.dist, "get_rank", lambda: self.local.rank)
+        monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(trainer.dist, "broadcast_object_list", self.broadcast)
         monkeypatch.setattr(exchange_module, "meet", self.meet)
 
     def meet(self, what):
@@ -831,7 +832,7 @@ def test_a_lease_that_ran_out_gives_no_group_twice(monkeypatch):
 @pytest.mark.parametrize("what", ["workers_groups", "whole", "wait_for"])
 def test_a_wait_for_groups_that_do_not_come_ends_with_a_sentence(monkeypatch, what):
     alone = exchanges(["a"])[0]
-    monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(trainer.dist, "get_rank", lambda: 0)
     alone.begin(["b"], step=0, oldest=0)
     with pytest.raises(RuntimeError, match="waited 0.3 s for .*http://leases: 1 "):
         if what == "workers_groups":
@@ -846,7 +847,7 @@ def test_what_comes_again_is_no_progress(monkeypatch):
     """Leases run out and are handed out again: for ever, if that counted."""
     alone = exchanges(*[["a"]] * 10_000)[0]
     alone.server.lease = functools.partial(slowly, alone.server.lease)
-    monkeypatch.setattr(grpo.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(trainer.dist, "get_rank", lambda: 0)
     with pytest.raises(RuntimeError, match="waited 0.3 s for"):
         alone.workers_groups(2, step=0, oldest=0, wait=True)
 
@@ -929,9 +930,9 @@ def test_groups_that_end_together_go_in_one_request(server, monkeypatch):
 
 # --- Rows ---------------------------------------------------------------------------
 def test_rows_by_hand(monkeypatch):
-    monkeypatch.setattr(grpo, "REWARD_WEIGHTS", {"correctness": 2.0, "format": 1.0})
-    monkeypatch.setattr(grpo, "ADVANTAGE_STD", False)
-    rows = grpo.make_rows([a_group([[1.0, -1.0], [-1.0, -1.0]])], 0)
+    monkeypatch.setattr(trainer, "REWARD_WEIGHTS", {"correctness": 2.0, "format": 1.0})
+    monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
+    rows = trainer.make_rows([a_group([[1.0, -1.0], [-1.0, -1.0]])], 0)
     assert [row.completion for row in rows] == [[10, 11, 12], [13]]
     assert [row.prompt for row in rows] == [[5, 6]] * 2
     assert [row.advantage for row in rows] == [2.0, -2.0]  # 1 and -3, less their mean -1
@@ -941,18 +942,18 @@ def test_rows_by_hand(monkeypatch):
 
 def test_truncated_rows_count_in_the_mean_and_are_not_trained(monkeypatch):
     group = a_group([[1.0, -1.0], [-1.0, -1.0]], truncated=(True, False))
-    monkeypatch.setattr(grpo, "ADVANTAGE_STD", False)
-    (row,) = grpo.make_rows([group], 0)
+    monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
+    (row,) = trainer.make_rows([group], 0)
     assert row.completion == [13] and row.advantage == -2.0
     assert row.weight == pytest.approx(1 / 2)  # of 2 sequences, the cut one included (as in TRL)
-    monkeypatch.setattr(grpo, "MASK_TRUNCATED", False)
-    assert len(grpo.make_rows([group], 0)) == 2
+    monkeypatch.setattr(trainer, "MASK_TRUNCATED", False)
+    assert len(trainer.make_rows([group], 0)) == 2
 
 
 def test_a_step_without_rows_is_possible(monkeypatch):
-    assert grpo.make_rows([], 0) == []
+    assert trainer.make_rows([], 0) == []
     all_cut = a_group([[1.0, -1.0], [-1.0, -1.0]], truncated=(True, True))
-    assert grpo.make_rows([all_cut], 0) == []  # no mean of nothing: 0 / 0
+    assert trainer.make_rows([all_cut], 0) == []  # no mean of nothing: 0 / 0
 
 
 def test_whose_log_probs_are_the_old_ones(monkeypatch):
@@ -963,7 +964,7 @@ def test_whose_log_probs_are_the_old_ones(monkeypatch):
     joined = a_group(mixed, policy_version=5, sampler="regrouped")
 
     def sampled_are_old(*groups):
-        rows = grpo.make_rows(groups, 5)
+        rows = trainer.make_rows(groups, 5)
         known = {row.old_logps is not None for row in rows}
         assert len(known) == 1  # all of a step alike: the loss asks the first row
         assert all(row.old_logps in (None, row.sampler_logps) for row in rows)
@@ -972,7 +973,7 @@ def test_whose_log_probs_are_the_old_ones(monkeypatch):
     assert not sampled_are_old(ours, ours)
     for other in (old, theirs, joined):
         assert sampled_are_old(ours, other) and sampled_are_old(other, ours)
-    monkeypatch.setattr(grpo, "RECOMPUTE_OLD_LOGPS", True)
+    monkeypatch.setattr(trainer, "RECOMPUTE_OLD_LOGPS", True)
     assert not sampled_are_old(old, theirs)
 
 
@@ -1004,8 +1005,8 @@ def test_bad_steps_are_counted_kept_and_end_the_run_when_they_follow_each_other(
     alone, monkeypatch, tmp_path, capsys
 ):
     folder = report.RunFolder(tmp_path)
-    monkeypatch.setattr(grpo.dist, "barrier", lambda: None)
-    rows = grpo.make_rows([a_group([[1.0, -1.0], [-1.0, 1.0]])], 0)
+    monkeypatch.setattr(trainer.dist, "barrier", lambda: None)
+    rows = trainer.make_rows([a_group([[1.0, -1.0], [-1.0, 1.0]])], 0)
     progress, metrics = Progress("run"), {"loss": float("nan"), "grad_norm": float("inf")}
     for progress.step in range(1, 5):
         if progress.step == 3:
@@ -1040,10 +1041,10 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
     ]
     for group in groups:
         group.sampler_logps += noise * torch.randn(len(group.sampler_logps), generator=torch_seed)
-    rows = grpo.make_rows(groups, 0)
+    rows = trainer.make_rows(groups, 0)
     model = CompletionModel(policy.model, share_prompts=True)
-    _, sums, worst = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
-    return grpo.means_of(sums.tolist(), worst.tolist())
+    _, sums, worst = trainer.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
+    return trainer.means_of(sums.tolist(), worst.tolist())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -1053,8 +1054,8 @@ def test_the_first_update_tells_noise_from_a_wrong_sampler(dtype, tiny, monkeypa
     policy, stale = (
         load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), dtype) for _ in range(2)
     )
-    monkeypatch.setattr(grpo, "MASK_TRUNCATED", False)
-    monkeypatch.setattr(grpo, "KL_BETA", 0)
+    monkeypatch.setattr(trainer, "MASK_TRUNCATED", False)
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
     check = functools.partial(check_first_update, policy_dtype=dtype, reference=None, model="ours")
     check(first_update(policy, policy))
     noises = [0.055, 0.084] if dtype == "bfloat16" else []  # published: see policy_sync.NOISE
@@ -1077,12 +1078,12 @@ def test_the_first_update_tells_noise_from_a_wrong_sampler(dtype, tiny, monkeypa
 
 def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, monkeypatch):
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
-    monkeypatch.setattr(grpo, "KL_BETA", 0)
-    monkeypatch.setattr(grpo, "IS_CAP", 0)  # the group's log-probs are made up
-    rows = grpo.make_rows([a_group([[1.0, -1.0], [-1.0, -1.0]])], 0)
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
+    monkeypatch.setattr(trainer, "IS_CAP", 0)  # the group's log-probs are made up
+    rows = trainer.make_rows([a_group([[1.0, -1.0], [-1.0, -1.0]])], 0)
     assert all(row.old_logps is None for row in rows)
     model = CompletionModel(policy.model, share_prompts=True)
-    loss, sums, _ = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
+    loss, sums, _ = trainer.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
     assert abs(loss.item()) < 1e-6  # the advantages sum to 0, and each sequence weighs the same
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     assert sum(g.norm() for g in gradient) > 1e-3  # and yet it learns: exp(logp - detached)
@@ -1090,24 +1091,24 @@ def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, m
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    _, sums, _ = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
+    _, sums, _ = trainer.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
     assert all(torch.equal(a, row.old_logps) for a, row in zip(old, rows, strict=True))
-    sums = dict(zip(grpo.sum_names, sums.tolist(), strict=True))
+    sums = dict(zip(trainer.sum_names, sums.tolist(), strict=True))
     assert abs(sums["ratio"] / sums["tokens"] - 1) > 1e-3
 
 
 def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(tiny, monkeypatch):
     """A sampler that found its tokens far less likely than the trainer does: IS_CAP."""
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
-    monkeypatch.setattr(grpo, "KL_BETA", 0)
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
     model = CompletionModel(policy.model, share_prompts=True)
     group = a_group([[1.0, -1.0], [-1.0, -1.0]], sampler="worker")
     group.sampler_logps -= 20  # ratios of e^10 and more
 
     def step(recompute):
-        monkeypatch.setattr(grpo, "RECOMPUTE_OLD_LOGPS", recompute)
-        rows = grpo.make_rows([group], 0)
-        loss, _, worst = grpo.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
+        monkeypatch.setattr(trainer, "RECOMPUTE_OLD_LOGPS", recompute)
+        rows = trainer.make_rows([group], 0)
+        loss, _, worst = trainer.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
         assert worst[1] > 1e4
         advantages = [row.advantage for row in rows]
         gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
@@ -1116,11 +1117,11 @@ def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(tiny
     # Their log-probs as the old ones: the ratio is cut at 1.2 for A > 0, at IS_CAP for A < 0, and
     # neither has a gradient; each sequence weighs a half
     (right, wrong), loss, slope = step(recompute=False)
-    expected = -(1 + grpo.CLIP_HIGH) * right / 2 - grpo.IS_CAP * wrong / 2
+    expected = -(1 + trainer.CLIP_HIGH) * right / 2 - trainer.IS_CAP * wrong / 2
     assert loss == pytest.approx(expected, rel=1e-5) and slope == 0
     # Recomputed: the ratio is 1, and the weight IS_CAP, so that the two cancel but still learn
     _, loss, slope = step(recompute=True)
-    assert loss == pytest.approx(-grpo.IS_CAP * (right + wrong) / 2, abs=1e-5) and slope > 1e-3
+    assert loss == pytest.approx(-trainer.IS_CAP * (right + wrong) / 2, abs=1e-5) and slope > 1e-3
 
 
 # --- Publishing ---------------------------------------------------------------------
@@ -1183,7 +1184,7 @@ def test_the_policy_is_published_when_its_steps_are_passed(
 
 
 def test_other_ranks_publish_nothing_and_save_with_the_first(monkeypatch, alone):
-    monkeypatch.setattr(grpo.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(trainer.dist, "get_rank", lambda: 1)
     followers, calls = a_followers(monkeypatch, publish=1, refresh=1)
     followers.begin(Progress("run"), **BEGINNING)
     followers.hand_on(Progress("run", 1), 0, Clock())
