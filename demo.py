@@ -29,11 +29,11 @@ from pathlib import Path
 
 import psutil
 
-from config import arguments
-from policy import load_policy, load_tokenizer, prompt_ids
-from sampler import sample_groups
+from grpo.models import load_policy, load_tokenizer, prompt_ids
+from grpo.sampling.sampler import sample_groups
+from grpo.tiny_model import warm_start
+from grpo.training.checks import arguments
 from tasks import arithmetic
-from warm_start import warm_start
 
 # The environment is for tests, and for choosing these without a look at the test split.
 RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo")

@@ -34,7 +34,7 @@ import warnings
 import torch
 from torch.autograd.function import once_differentiable
 
-from grpo_loss import policy_loss, sides, trained_tokens
+from grpo.loss import policy_loss, sides, trained_tokens
 
 try:
     import triton

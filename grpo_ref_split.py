@@ -38,13 +38,17 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-import checkpoint
-import config
-import grpo_loss
 import grpo_loss_triton
-from checkpoint import check_run_dir, leads, lock_run, open_run
-from client import RefServer
-from config import (
+from grpo import loss as grpo_loss
+from grpo.client import RefServer
+from grpo.loss import group_advantages, token_weights
+from grpo.models import load_policy, load_tokenizer
+from grpo.packing import micro_batches
+from grpo.sampling.rollout import Recipe, Stream, Uploader, make_group, rollout, tally_of
+from grpo.training import checkpoint
+from grpo.training import checks as config
+from grpo.training.checkpoint import check_run_dir, leads, lock_run, open_run
+from grpo.training.checks import (
     check_constants,
     check_names,
     check_rewards,
@@ -52,13 +56,10 @@ from config import (
     load_prompts,
     load_task,
 )
-from engine import join_ranks, start_engine, take_step, training_threads
-from exchange import Exchange, all_ranks_groups
-from grpo_loss import group_advantages, token_weights
-from micro_batches import micro_batches
-from policy import load_policy, load_tokenizer
-from policy_sync import Followers, check_first_update, tilt_of
-from report import (
+from grpo.training.engine import join_ranks, start_engine, take_step, training_threads
+from grpo.training.exchange import Exchange, all_ranks_groups
+from grpo.training.liveness import Heartbeats, meet, stop, watch_launcher
+from grpo.training.metrics import (
     Clock,
     Page,
     RunFolder,
@@ -70,9 +71,8 @@ from report import (
     show,
     why_idle,
 )
-from rollout import Recipe, Stream, Uploader, make_group, rollout, tally_of
-from watch import Heartbeats, meet, stop, watch_launcher
-from wire import tokenizer_facts
+from grpo.training.publish import Followers, check_first_update, tilt_of
+from grpo.wire import tokenizer_facts
 
 # --- What to train ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # any AutoModelForCausalLM: hub name or folder
@@ -582,7 +582,7 @@ def save(progress, policy, engine, stream, exchange):
 
 def worker():
     """Samples for the trainer, until there is no run any more."""
-    from worker import run_worker
+    from grpo.sampling.worker import run_worker
 
     tokenizer, recipe, server = prepare(worker=True)
     run_worker(make_policy(tokenizer), server, recipe)

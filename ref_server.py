@@ -25,14 +25,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see grpo_ref_sp
 import bottle
 import waitress
 
-from config import arguments, check_names, check_server_constants, usage
-from gate import Gate
-from hub import Hub
-from live import PLAIN, Live, load_page
-from policy import load_tokenizer
-from scoring import Reference, score_groups, score_rows
-from store import Store
-from wire import pack_bodies, unpack_bodies, unpack_group
+from grpo.models import load_tokenizer
+from grpo.serving.dashboard import PLAIN, Live, load_page
+from grpo.serving.gate import Gate
+from grpo.serving.policies import Hub
+from grpo.serving.scoring import Reference, score_groups, score_rows
+from grpo.serving.store import Store
+from grpo.training.checks import arguments, check_names, check_server_constants, usage
+from grpo.wire import pack_bodies, unpack_bodies, unpack_group
 
 # --- What to serve ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder; may be larger than the policy, same tokenizer

@@ -90,7 +90,7 @@ def test_3_the_loss_is_zero_and_the_model_learns():
     on the loss is ascent on the expected reward. So watch the reward, not the loss; and a group
     whose rewards are all equal has advantages 0 and teaches nothing.
     """
-    from grpo_loss import policy_loss
+    from grpo.loss import policy_loss
 
     # Two completions of one token: 0 earns reward 1, and 1 earns 0. A group of 4 samples.
     logits = torch.zeros(2, requires_grad=True)  # probabilities 1/2, 1/2
@@ -124,7 +124,7 @@ def test_4_clipping_stops_what_has_gone_far_enough():
     is r A, as d r = r d logp: for a bad token that became likelier it grows with r, unbounded. The
     KL term is outside the min and is never clipped.
     """
-    from grpo_loss import policy_loss
+    from grpo.loss import policy_loss
 
     # The ranges end at 0.8 and 1.28, so clip(r) is 0.8, 1 and 1.28 for r = 0.5, 1 and 1.5.
     lesson = [  # A, r, min(r A, clip(r) A), its gradient with respect to logp

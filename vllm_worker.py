@@ -18,10 +18,10 @@ import sys
 
 import torch
 
-from config import arguments, usage
-from policy import choose_dtype, completion_text, merge_adapters, own_device, stop_ids
-from sampler import Completion
-from wire import tokenizer_facts
+from grpo.models import choose_dtype, completion_text, merge_adapters, own_device, stop_ids
+from grpo.sampling.sampler import Completion
+from grpo.training.checks import arguments, usage
+from grpo.wire import tokenizer_facts
 
 MEMORY_GB = 20.0  # a GPU's memory that vLLM takes; on a CPU its KV cache, of which 1 is plenty
 
@@ -189,7 +189,7 @@ def read_completion(output):
 def main():
     set_environment()  # vLLM must not take us for a rank
     import grpo_ref_split as trainer
-    from worker import run_worker
+    from grpo.sampling.worker import run_worker
 
     tokenizer, recipe, server = trainer.prepare(worker=True)
     eos_ids = stop_ids(trainer.MODEL, tokenizer, trainer.STOP_TOKENS)

@@ -118,7 +118,7 @@ def draw(results, path):
 
 
 def main(out, seeds, vllm):
-    from warm_start import warm_start
+    from grpo.tiny_model import warm_start
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all processes end
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -222,8 +222,8 @@ def run_trl(python, case, model, steps, ranks):
 # --- Both -----------------------------------------------------------------------------
 def accuracy(folder):
     """-> the share of the demo's 500 test questions answered right, greedily."""
-    from policy import load_policy, load_tokenizer, prompt_ids
-    from sampler import sample_groups
+    from grpo.models import load_policy, load_tokenizer, prompt_ids
+    from grpo.sampling.sampler import sample_groups
     from tasks import arithmetic as task
 
     policy = load_policy(str(folder), load_tokenizer(str(folder)), "float32")
@@ -251,7 +251,7 @@ def main(python, cases, out):
     torch.set_num_threads(1)
     from benchmarks.counting import make_model
     from benchmarks.measure import facts
-    from warm_start import warm_start
+    from grpo.tiny_model import warm_start
 
     folder = Path(tempfile.mkdtemp(prefix="end-to-end-"))
     lines = ["| case | ours, s a step: 1 rank, 2 | TRL: 1 rank, 2 | best / best |"]

@@ -37,9 +37,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import grpo_loss
 import grpo_loss_triton
 from benchmarks.measure import CORES, DEVICE, apart, facts, peak_bytes
+from grpo import loss as grpo_loss
 
 # --- What is measured ---------------------------------------------------------------
 SHAPES = {  # name: (H, V')

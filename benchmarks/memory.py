@@ -35,10 +35,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import grpo_loss_triton
 import grpo_ref_split as trainer
 import ref_server
-from decode import ROOM
-from micro_batches import pack_by_tokens
-from policy import ALL, Policy
-from sampler import sample_groups
+from grpo.models import ALL, Policy
+from grpo.packing import pack_by_tokens
+from grpo.sampling.decoders.shared_prompt import ROOM
+from grpo.sampling.sampler import sample_groups
 
 # --- What is computed ---------------------------------------------------------------
 MODELS = {  # name: H, L, heads, key-value heads, I, V', tied; published parameters, in 10^9

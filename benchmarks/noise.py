@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from forward import CompletionModel
-from grpo_loss import linear_logps
-from policy import load_policy, load_tokenizer, prompt_ids
-from policy_sync import NOISE, TILT
-from sampler import sample_groups
+from grpo.forward import CompletionModel
+from grpo.loss import linear_logps
+from grpo.models import load_policy, load_tokenizer, prompt_ids
+from grpo.sampling.sampler import sample_groups
+from grpo.training.publish import NOISE, TILT
 from tasks import arithmetic
 
 G = 8

@@ -81,7 +81,7 @@ def main(out, sizes):
     import torch
 
     from benchmarks.measure import facts
-    from warm_start import warm_start
+    from grpo.tiny_model import warm_start
 
     torch.set_num_threads(1)
     model = tempfile.mkdtemp(prefix="regroup-model-")

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.counting import SHAPE, SPECIALS, build, make_tokenizer, prompt
 from benchmarks.measure import DEVICE, facts
-from sampler import sample_groups
+from grpo.sampling.sampler import sample_groups
 
 QWEN = {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": False}
 QWEN |= {"max_position_embeddings": 4096}

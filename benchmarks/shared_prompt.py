@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import grpo_loss_triton
 from benchmarks.measure import DEVICE, apart, facts, peak_bytes
-from forward import CompletionModel
+from grpo.forward import CompletionModel
 
 MODELS = {
     "cpu": {"1M": (128, 384, 5, 4, 2, 1024)},  # hidden, inner, layers, heads, kv heads, vocabulary

@@ -25,8 +25,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from processes import command_of, free_port, kill, start, start_ranks
 from test_wire import make_group
 
-from client import RefServer
-from wire import pack_group
+from grpo.client import RefServer
+from grpo.wire import pack_group
 
 PROMPTS = 4
 CONSTANTS = {

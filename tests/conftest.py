@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from warm_start import make_tokenizer
+from grpo.tiny_model import make_tokenizer
 
 torch.set_num_threads(1)
 

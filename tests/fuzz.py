@@ -36,12 +36,12 @@ from processes import command_of, free_port, start
 from test_server import FakeReference, call
 from test_wire import LIMITS, VOCAB, make_group
 
-import wire
-from client import RefServer
-from hub import Hub
+from grpo import wire
+from grpo.client import RefServer
+from grpo.serving.policies import Hub
+from grpo.serving.store import Store
+from grpo.tiny_model import make_tokenizer
 from ref_server import MAX_BODY_BYTES, make_app
-from store import Store
-from warm_start import make_tokenizer
 
 DTYPES = {"I32": np.int32, "F32": np.float32, "BOOL": np.bool_}
 NAMES = {torch.int32: "I32", torch.float32: "F32", torch.bool: "BOOL"}

@@ -12,9 +12,9 @@ import torch.distributed as dist
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import grpo_ref_split as trainer
-from forward import CompletionModel
-from grpo_loss import linear_logps
-from policy import load_policy
+from grpo.forward import CompletionModel
+from grpo.loss import linear_logps
+from grpo.models import load_policy
 
 BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}
 

@@ -41,8 +41,8 @@ from fuzz import resident, served
 from measure import facts
 from test_wire import make_group
 
-from client import RefServer
-from wire import pack_group
+from grpo.client import RefServer
+from grpo.wire import pack_group
 
 CLIENTS, STALLED = 64, 20
 COMPLETIONS, TOKENS = 64, 2000  # 8 bytes a token: 1 MB

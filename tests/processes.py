@@ -20,7 +20,13 @@ from demo import free_port
 
 PRESET = Path(__file__).with_name("preset.py")
 NURSERY = multiprocessing.get_context("forkserver")
-IMPORTED = ["ref_server", "grpo_ref_split", "worker", "deepspeed", "transformers.models.qwen2"]
+IMPORTED = [
+    "ref_server",
+    "grpo_ref_split",
+    "grpo.sampling.worker",
+    "deepspeed",
+    "transformers.models.qwen2",
+]
 NURSERY.set_forkserver_preload(IMPORTED)
 
 

@@ -26,11 +26,11 @@ from test_sampler import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import cuda_graph
-import decode
-import sampler
-from cuda_graph import GraphedDecoder, can_record
-from decode import LlamaDecoder, is_right, make_decoder
+from grpo.sampling import sampler
+from grpo.sampling.decoders import cuda_graph
+from grpo.sampling.decoders import shared_prompt as decode
+from grpo.sampling.decoders.cuda_graph import GraphedDecoder, can_record
+from grpo.sampling.decoders.shared_prompt import LlamaDecoder, is_right, make_decoder
 
 aten = torch.ops.aten
 # .item() and bool(), indices by a mask, and tensors made of Python's numbers

@@ -14,8 +14,8 @@ import torch
 from processes import command_of, launch, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from policy import load_policy
-from scoring import Reference
+from grpo.models import load_policy
+from grpo.serving.scoring import Reference
 
 ROOT = Path(__file__).parent.parent
 GSM8K = ROOT.parent / "shared/data/gsm8k"

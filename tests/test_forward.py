@@ -11,12 +11,12 @@ import pytest
 import torch
 from test_sampler import FAMILIES, PROMPTS, SLOW, TOLERANCE, VOCAB, plain_logps, tiny_model
 
-import grpo_loss
 import grpo_loss_triton
-import micro_batches
-from forward import CompletionModel, has_plain_head
-from grpo_loss import group_advantages, mean_of_sequence
-from micro_batches import number_prompts, pack_by_tokens, plan_micro_batches
+from grpo import loss as grpo_loss
+from grpo import packing as micro_batches
+from grpo.forward import CompletionModel, has_plain_head
+from grpo.loss import group_advantages, mean_of_sequence
+from grpo.packing import number_prompts, pack_by_tokens, plan_micro_batches
 
 # Rows of PROMPTS, whose tokens number 1, 5, 9 and 3. 0 is the filler and the models' pad id, 2 is
 # EOS: pad stands first, within and last, EOS last and within, and two rows are a single token.

@@ -7,17 +7,17 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import cuda_graph
-import llama_step
-import policy as policy_module
-import scoring
-import warm_start
-from decode import LlamaDecoder, SharedDecoder, make_decoder
-from engine import engine_config
-from forward import CompletionModel
+from grpo import models as policy_module
+from grpo import tiny_model as warm_start
+from grpo.forward import CompletionModel
+from grpo.models import choose_dtype, load_policy, own_device
+from grpo.sampling.decoders import cuda_graph
+from grpo.sampling.decoders import llama as llama_step
+from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder, make_decoder
+from grpo.serving import scoring
+from grpo.serving.store import Store
+from grpo.training.engine import engine_config
 from grpo_loss_triton import Rows, linear_logps
-from policy import choose_dtype, load_policy, own_device
-from store import Store
 
 PROMPTS, COMPLETIONS = [[5, 6, 7], [8, 9]], [[3, 4, 5], [6, 7, 8]]
 

@@ -17,11 +17,11 @@ import torch
 from test_server import INFO, FakeReference, InProcess, call, done, refused
 from test_wire import make_group
 
-import hub as hub_module
-from hub import WORKER_SECONDS, Hub
+from grpo.serving import policies as hub_module
+from grpo.serving.policies import WORKER_SECONDS, Hub
+from grpo.serving.store import STATES, Store, StoreFull, join_flat
+from grpo.wire import pack_group, unpack_group
 from ref_server import make_app
-from store import STATES, Store, StoreFull, join_flat
-from wire import pack_group, unpack_group
 
 MAX_POLICY = 1000
 WEIGHTS = bytes(range(256)) * 3

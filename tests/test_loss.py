@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from grpo_loss import (
+from grpo.loss import (
     group_advantages,
     linear_logps,
     logps_from_logits,

@@ -20,8 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import grpo_loss as plain
 import grpo_loss_triton as fused
+from grpo import loss as plain
 
 triton = fused.triton
 NEEDS_TRITON = pytest.mark.skipif(triton is None, reason="no Triton here")

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import memory
 from memory import BF16, trainer
 
-import engine
-import forward
 import grpo_loss_triton
+from grpo import forward
+from grpo.training import engine
 
 CASES = [  # memory.MODELS' shape, prompt, completion, group, shared prompts, LoRA rank
     ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, True, 0),

@@ -10,14 +10,14 @@ import torch
 from test_trainer import Ranks, a_group, exchanges
 
 import grpo_ref_split as trainer
-from micro_batches import (
+from grpo.packing import (
     micro_batches,
     order_rows,
     pack_by_tokens,
     plan_micro_batches,
     whole_groups,
 )
-from report import Clock
+from grpo.training.metrics import Clock
 
 
 def random_sizes(seed):

@@ -16,15 +16,15 @@ import waitress
 from test_server import INFO, FakeReference, InProcess, call, mark_scored, put, refused
 from test_wire import make_group
 
-import client
-import live as live_module
 from docs import page
 from docs.page import CHROMIUM, browse
-from hub import Hub
-from live import Live, spread
+from grpo import client
+from grpo.serving import dashboard as live_module
+from grpo.serving.dashboard import Live, spread
+from grpo.serving.policies import Hub
+from grpo.serving.store import Store
+from grpo.wire import pack_group
 from ref_server import make_app
-from store import Store
-from wire import pack_group
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ import torch
 from test_server import done, lease, mark_scored
 from test_wire import make_group
 
-import checkpoint
-import report
-from config import check_same_run, constants_of
-from rollout import Stream
-from store import Store
-from wire import pack_group
+from grpo.sampling.rollout import Stream
+from grpo.serving.store import Store
+from grpo.training import checkpoint
+from grpo.training import metrics as report
+from grpo.training.checks import check_same_run, constants_of
+from grpo.wire import pack_group
 
 
 @pytest.fixture

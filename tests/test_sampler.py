@@ -14,9 +14,9 @@ import torch
 import transformers
 from transformers import AttentionInterface, AutoModelForCausalLM, GenerationConfig
 
-import decode
-import llama_step
-from decode import (
+from grpo.sampling.decoders import llama as llama_step
+from grpo.sampling.decoders import shared_prompt as decode
+from grpo.sampling.decoders.shared_prompt import (
     CachedDecoder,
     LlamaDecoder,
     PlainDecoder,
@@ -26,7 +26,7 @@ from decode import (
     is_right,
     make_decoder,
 )
-from sampler import draw, sample_groups, stream_groups
+from grpo.sampling.sampler import draw, sample_groups, stream_groups
 
 VOCAB = 110  # ids of the tokenizer; the models embed 120, as real ones pad their embedding
 # Float32, cached and batched against plain; measured over families and seeds: 2.4e-6.

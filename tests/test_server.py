@@ -24,15 +24,15 @@ from test_wire import VOCAB, make_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ref_server
-import store as store_module
-from client import RefServer
-from forward import CompletionModel
-from hub import Hub
-from policy import load_policy, trained_weights
+from grpo.client import RefServer
+from grpo.forward import CompletionModel
+from grpo.models import load_policy, trained_weights
+from grpo.serving import store as store_module
+from grpo.serving.policies import Hub
+from grpo.serving.scoring import Reference, score_groups, score_rows
+from grpo.serving.store import Store, StoreFull
+from grpo.wire import PROTOCOL, pack_bodies, pack_group, unpack_group
 from ref_server import make_app
-from scoring import Reference, score_groups, score_rows
-from store import Store, StoreFull
-from wire import PROTOCOL, pack_bodies, pack_group, unpack_group
 
 LATE = 2**40  # a step
 HERE = Path(__file__).parent
@@ -205,7 +205,7 @@ def test_all_is_there_when_it_is_opened_again(tmp_path):
 
 HOLD = """
 import sys, time
-from store import Store
+from grpo.serving.store import Store
 from test_wire import make_group
 store = Store(sys.argv[1], 100_000)
 for seed in range(50):

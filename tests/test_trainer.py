@@ -19,29 +19,29 @@ import torch
 from test_server import FakeReference, InProcess
 from transformers import AutoTokenizer
 
-import exchange as exchange_module
 import grpo_ref_split as trainer
-import policy as policy_module
-import policy_sync
 import ref_server
-import report
-import rollout
-import watch
-from checkpoint import Progress
-from client import RefServer
-from config import check_constants, constants_of
-from engine import stand_alone, training_threads
-from exchange import Exchange
-from forward import CompletionModel
-from hub import Hub
-from policy import load_policy, prompt_ids
-from policy_sync import TILT, Followers, check_first_update
+from grpo import models as policy_module
+from grpo.client import RefServer
+from grpo.forward import CompletionModel
+from grpo.models import load_policy, prompt_ids
+from grpo.sampling import rollout
+from grpo.sampling.rollout import Recipe, Stream, make_group, sampled_and_rewarded
+from grpo.sampling.sampler import Completion
+from grpo.serving.policies import Hub
+from grpo.serving.store import Store
+from grpo.training import exchange as exchange_module
+from grpo.training import liveness as watch
+from grpo.training import metrics as report
+from grpo.training import publish as policy_sync
+from grpo.training.checkpoint import Progress
+from grpo.training.checks import check_constants, constants_of
+from grpo.training.engine import stand_alone, training_threads
+from grpo.training.exchange import Exchange
+from grpo.training.metrics import Clock
+from grpo.training.publish import TILT, Followers, check_first_update
+from grpo.wire import PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
 from ref_server import make_app
-from report import Clock
-from rollout import Recipe, Stream, make_group, sampled_and_rewarded
-from sampler import Completion
-from store import Store
-from wire import PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
 
 
 def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), **changes):
@@ -1277,7 +1277,7 @@ def test_no_server_is_an_error_that_says_what_to_start(monkeypatch, capsys):
     now = [0.0]
     fake = {"monotonic": lambda: now[0]}  # the client's alone: other threads sleep, too
     fake["sleep"] = lambda s: now.__setitem__(0, now[0] + 3 + clock.random())
-    monkeypatch.setattr("client.time", SimpleNamespace(**fake))
+    monkeypatch.setattr("grpo.client.time", SimpleNamespace(**fake))
     client = RefServer("http://127.0.0.1:9", 40)  # a port where nothing listens
     with pytest.raises(RuntimeError, match="waited 40 s for .*ref_server.py"):
         client.call("GET", "/info")

@@ -16,8 +16,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("vllm")
+from grpo.tiny_model import make_tokenizer
 from vllm_worker import VLLMEngine
-from warm_start import make_tokenizer
 
 V = 400  # ids of the tokenizer that these models stand for
 CONTEXT = 256

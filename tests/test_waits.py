@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 from processes import NURSERY
 
-import exchange
 import grpo_ref_split as trainer
-import watch
 from demo import free_port
+from grpo.training import exchange
+from grpo.training import liveness as watch
 
 LIMIT = 2  # seconds of WAIT_LIMIT_SECONDS here; the process group's own limit is the same
 

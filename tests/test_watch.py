@@ -12,9 +12,9 @@ import psutil
 import pytest
 from test_trainer import MIXED, FakeEngine, a_recipe, prompts_of, sampled
 
-import watch
-from client import Wait
-from watch import Heartbeats, TooSlow, timely
+from grpo.client import Wait
+from grpo.training import liveness as watch
+from grpo.training.liveness import Heartbeats, TooSlow, timely
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parent.parent
 # --- Signals ------------------------------------------------------------------------
 LISTENS = """
 import hashlib, sys
-import client
-from watch import stop
+from grpo import client
+from grpo.training.liveness import stop
 
 client.STOP_SECONDS, wait = 1, client.Wait("the server", 600)
 with stop.listening():
@@ -138,7 +138,8 @@ def test_math_verifys_own_alarm_does_not_end_ours():
 def test_code_that_never_comes_back_ends_the_process_with_a_traceback():
     """faulthandler's thread needs no interpreter: here one that another thread never gives up."""
     program = """
-import ctypes, faulthandler, watch
+import ctypes, faulthandler
+from grpo.training import liveness as watch
 later = faulthandler.dump_traceback_later
 faulthandler.dump_traceback_later = lambda s, **k: later(0.5, **k)
 with watch.timely(0.1, "this"):

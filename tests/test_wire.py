@@ -10,10 +10,9 @@ import pytest
 import safetensors.torch
 import torch
 
-import client
-import wire
-from client import RefServer
-from wire import GROUP_PROTOCOL, PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
+from grpo import client, wire
+from grpo.client import RefServer
+from grpo.wire import GROUP_PROTOCOL, PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
 
 VOCAB = 395  # the tiny tokenizer's
 LIMITS = {"vocab_size": VOCAB, "max_tokens": 256}

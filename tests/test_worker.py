@@ -19,16 +19,16 @@ from test_trainer import ALL_RIGHT, ALL_WRONG, MIXED, FakeEngine, a_recipe, prom
 from test_wire import Replies, reply
 from transformers import AutoTokenizer
 
-import client as client_module
-import worker
-from client import RefServer
-from hub import Hub
-from policy import ALL, load_policy, load_weights, merge_adapters, trained_weights
-from policy_sync import NOISE, Publisher, check_proof, proof_of, sample_proof
+from grpo import client as client_module
+from grpo.client import RefServer
+from grpo.models import ALL, load_policy, load_weights, merge_adapters, trained_weights
+from grpo.sampling import worker
+from grpo.sampling.rollout import Order, Stream, tally_of
+from grpo.serving.policies import Hub
+from grpo.serving.store import Store
+from grpo.training.publish import NOISE, Publisher, check_proof, proof_of, sample_proof
+from grpo.wire import unpack_bodies, unpack_group
 from ref_server import make_app
-from rollout import Order, Stream, tally_of
-from store import Store
-from wire import unpack_bodies, unpack_group
 
 
 @pytest.fixture

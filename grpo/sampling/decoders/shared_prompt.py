@@ -27,7 +27,7 @@ import torch
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-import llama_step
+from grpo.sampling.decoders import llama as llama_step
 
 ROOM = 64  # tokens that a row has room for at first; doubled when they are full
 SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among transformers' attentions
@@ -46,7 +46,7 @@ def make_decoder(model, max_new_tokens, longest_prompt=None):
     if model not in fastest:
         kinds = ([LlamaDecoder] if llama_step.knows(model) else []) + [SharedDecoder]
         if model.device.type == "cuda" and llama_step.knows(model):
-            from cuda_graph import GraphedDecoder, can_record
+            from grpo.sampling.decoders.cuda_graph import GraphedDecoder, can_record
 
             kinds = [GraphedDecoder] * can_record(model) + kinds
         fastest[model] = next((kind for kind in kinds if is_right(kind, model)), None)

@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from policy import trained_weights
-from report import say
+from grpo.models import trained_weights
+from grpo.training.metrics import say
 
 PROOF_TOKENS = 128  # of a completion
 # Largest mean k3 = exp(d) - d - 1, d the difference of a token's log-probs, of two computations of

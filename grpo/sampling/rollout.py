@@ -20,8 +20,8 @@ from difflib import get_close_matches
 
 import torch
 
-from watch import TooSlow, timely
-from wire import Group, is_flat, pack_bodies, pack_group
+from grpo.training.liveness import TooSlow, timely
+from grpo.wire import Group, is_flat, pack_bodies, pack_group
 
 TOGETHER_SECONDS = 0.02  # a group is uploaded with those that end so soon after the one before
 UPLOAD_BYTES = 1 << 18  # of groups in one request, about; a larger group goes alone

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 import torch
 
-from wire import is_flat, pack_group, unpack_group
+from grpo.wire import is_flat, pack_group, unpack_group
 
 STATES = ("waiting", "scored", "leased", "trained", "done", "failed", "pooled", "joined", "dropped")
 LEASE_BYTES = 64 << 20  # of groups in one lease, unless a single one is larger: bounds its reply

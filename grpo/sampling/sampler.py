@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from decode import make_decoder
+from grpo.sampling.decoders.shared_prompt import make_decoder
 
 
 @dataclass

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from rollout import TALLY, sampled_and_rewarded
-from watch import in_background, meet, stop
+from grpo.sampling.rollout import TALLY, sampled_and_rewarded
+from grpo.training.liveness import in_background, meet, stop
 
 
 def say(text):

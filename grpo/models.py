@@ -14,11 +14,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
-from forward import CompletionModel
+from grpo.forward import CompletionModel
+from grpo.sampling.sampler import stream_groups
+from grpo.training.liveness import announced
+from grpo.wire import tokenizer_facts
 from grpo_loss_triton import linear_logps
-from sampler import stream_groups
-from watch import announced
-from wire import tokenizer_facts
 
 ALL = "all-linear"  # PEFT's name for every linear layer but the LM head
 GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # NVIDIA's driver; the same under WSL

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from policy import own_device, prompt_ids
+from grpo.models import own_device, prompt_ids
 from tasks import arithmetic
 
 CHAT = (  # ChatML, as Qwen2.5, without a system prompt

@@ -18,7 +18,7 @@ import sqlite3
 
 import bottle
 
-from store import StoreFull
+from grpo.serving.store import StoreFull
 
 NO_DISK = (sqlite3.OperationalError, OSError)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import requests
 
-from watch import stop
-from wire import PROTOCOL, sha256_of, unpack_bodies
+from grpo.training.liveness import stop
+from grpo.wire import PROTOCOL, sha256_of, unpack_bodies
 
 STOP_SECONDS = 25  # a wait, once this process was asked to end; deepspeed kills it after 30
 PART_BYTES = 8 << 20  # of a policy, in one request; below the server's MAX_BODY_BYTES

@@ -6,10 +6,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from forward import CompletionModel
-from policy import own_device
-from report import say
-from watch import announced, meet
+from grpo.forward import CompletionModel
+from grpo.models import own_device
+from grpo.training.liveness import announced, meet
+from grpo.training.metrics import say
 
 # How many processes mpirun and srun have started
 MANY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from client import Wait
-from watch import meet
-from wire import check_group, pack_group, unpack_group
+from grpo.client import Wait
+from grpo.training.liveness import meet
+from grpo.wire import check_group, pack_group, unpack_group
 
 WORKER = "python grpo_ref_split.py worker"
 

@@ -16,7 +16,7 @@ import re
 import time
 from pathlib import Path
 
-from wire import sha256_of
+from grpo.wire import sha256_of
 
 WORKER_SECONDS = 120  # a worker not heard of for so long has lost what it had in hand
 MAX_WORKERS = 1000  # of which is known when they were heard of last

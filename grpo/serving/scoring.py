@@ -16,11 +16,11 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
-from forward import CompletionModel
+from grpo.forward import CompletionModel
+from grpo.models import load_model, load_tokenizer, load_weights, merge_adapters
+from grpo.packing import number_prompts, pack_by_tokens, whole_groups
+from grpo.wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
 from grpo_loss_triton import linear_logps
-from micro_batches import number_prompts, pack_by_tokens, whole_groups
-from policy import load_model, load_tokenizer, load_weights, merge_adapters
-from wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
 
 
 # --- Scoring ------------------------------------------------------------------------

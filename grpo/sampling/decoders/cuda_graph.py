@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-from decode import LlamaDecoder
+from grpo.sampling.decoders.shared_prompt import LlamaDecoder
 
 
 def can_record(model):

@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from config import check_same, check_same_run, constants_of, differing
-from report import RunFolder, say
-from watch import meet
+from grpo.training.checks import check_same, check_same_run, constants_of, differing
+from grpo.training.liveness import meet
+from grpo.training.metrics import RunFolder, say
 
 DRAFT = ".unfinished"
 BASIS = ("MODEL", "LORA_RANK", "DTYPE", "TASK")  # what a run without a checkpoint goes on with

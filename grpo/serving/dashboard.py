@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from store import STATES
+from grpo.serving.store import STATES
 
 CURVES = ("reward", "accuracy", "eval_accuracy", "kl", "completion_tokens")
 MAX_POINTS = 4000  # of a curve; beyond it every second one goes

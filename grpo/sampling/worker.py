@@ -19,10 +19,10 @@ from pathlib import Path
 
 import safetensors.torch
 
-from client import Wait
-from policy_sync import check_proof
-from rollout import Order, Uploader, make_group, sampled_and_rewarded, tally
-from wire import is_flat
+from grpo.client import Wait
+from grpo.sampling.rollout import Order, Uploader, make_group, sampled_and_rewarded, tally
+from grpo.training.publish import check_proof
+from grpo.wire import is_flat
 
 ASK_SECONDS = 0.5  # between two questions for more work while rows are running
 

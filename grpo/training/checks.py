@@ -9,11 +9,11 @@ import sys
 import traceback
 from pathlib import Path
 
-from grpo_loss import LOSS_TYPES, OBJECTIVES
-from policy import prompt_ids
-from policy_sync import NOISE
-from report import say
-from rollout import rewarded
+from grpo.loss import LOSS_TYPES, OBJECTIVES
+from grpo.models import prompt_ids
+from grpo.sampling.rollout import rewarded
+from grpo.training.metrics import say
+from grpo.training.publish import NOISE
 
 RULES = {  # what a constant must be: whether a value is
     "a whole number from 1 on": lambda value: whole(value) and value >= 1,
