@@ -51,7 +51,7 @@ def test_workers_come_and_go_and_the_reference_follows(tiny, tmp_path):
             command = command_of("grpo_ref_split", preset)
             (trainer,) = start_ranks(1, command, tmp_path / "trainer.log")
             try:
-                wait_for(first_log, "policy 1: [0-9]+ groups", 120)
+                wait_for(first_log, r"policy [1-9]: \d+ groups", 120)
                 os.kill(first.pid, signal.SIGKILL)  # with groups in hand
                 with worker(tmp_path, "second", preset) as (second, second_log):
                     assert trainer.wait(120) == 0, (tmp_path / "trainer.log").read_text()[-3000:]
