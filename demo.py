@@ -29,10 +29,11 @@ from pathlib import Path
 
 import psutil
 
-from grpo.models import load_policy, load_tokenizer, prompt_ids
+from grpo.constants import arguments
+from grpo.models import load_tokenizer, prompt_ids
+from grpo.sampling.policy import load_policy
 from grpo.sampling.sampler import sample_groups
 from grpo.tiny_model import warm_start
-from grpo.training.checks import arguments
 from tasks import arithmetic
 
 # The environment is for tests, and for choosing these without a look at the test split.

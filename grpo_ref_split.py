@@ -41,24 +41,22 @@ from tqdm import tqdm
 import grpo_loss_triton
 from grpo import loss as grpo_loss
 from grpo.client import RefServer
+from grpo.constants import arguments, check_names, usage
+from grpo.log import say
 from grpo.loss import group_advantages, token_weights
-from grpo.models import load_policy, load_tokenizer
-from grpo.packing import micro_batches
-from grpo.sampling.rollout import Recipe, Stream, Uploader, make_group, rollout, tally_of
+from grpo.models import load_tokenizer
+from grpo.proof import check_first_update, tilt_of
+from grpo.sampling.policy import load_policy
+from grpo.sampling.recipe import Recipe, check_rewards, load_prompts, load_task
+from grpo.sampling.rollout import Stream, make_group, rollout, tally_of
+from grpo.sampling.upload import Uploader
+from grpo.stop import stop
 from grpo.training import checkpoint
-from grpo.training import checks as config
 from grpo.training.checkpoint import check_run_dir, leads, lock_run, open_run
-from grpo.training.checks import (
-    check_constants,
-    check_names,
-    check_rewards,
-    constants_of,
-    load_prompts,
-    load_task,
-)
+from grpo.training.checks import check_constants, constants_of
 from grpo.training.engine import join_ranks, start_engine, take_step, training_threads
-from grpo.training.exchange import Exchange, all_ranks_groups
-from grpo.training.liveness import Heartbeats, meet, stop, watch_launcher
+from grpo.training.exchange import Exchange, all_ranks_groups, micro_batches
+from grpo.training.liveness import Heartbeats, meet, watch_launcher
 from grpo.training.metrics import (
     Clock,
     Page,
@@ -66,12 +64,11 @@ from grpo.training.metrics import (
     any_rank,
     evaluate,
     rollout_metrics,
-    say,
     say_parts,
     show,
     why_idle,
 )
-from grpo.training.publish import Followers, check_first_update, tilt_of
+from grpo.training.publish import Followers
 from grpo.wire import tokenizer_facts
 
 # --- What to train ------------------------------------------------------------------
@@ -589,10 +586,10 @@ def worker():
 
 
 if __name__ == "__main__":
-    match config.arguments():
+    match arguments():
         case []:
             main()
         case ["worker"]:
             worker()
         case _:
-            sys.exit(config.usage(__doc__))
+            sys.exit(usage(__doc__))

@@ -25,13 +25,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see grpo_ref_sp
 import bottle
 import waitress
 
+from grpo.constants import arguments, check_names, usage
 from grpo.models import load_tokenizer
+from grpo.serving.checks import check_server_constants
 from grpo.serving.dashboard import PLAIN, Live, load_page
 from grpo.serving.gate import Gate
 from grpo.serving.policies import Hub
 from grpo.serving.scoring import Reference, score_groups, score_rows
 from grpo.serving.store import Store
-from grpo.training.checks import arguments, check_names, check_server_constants, usage
 from grpo.wire import pack_bodies, unpack_bodies, unpack_group
 
 # --- What to serve ------------------------------------------------------------------

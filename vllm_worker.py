@@ -18,9 +18,11 @@ import sys
 
 import torch
 
-from grpo.models import choose_dtype, completion_text, merge_adapters, own_device, stop_ids
+from grpo.constants import arguments, usage
+from grpo.models import choose_dtype, own_device, stop_ids
+from grpo.sampling.policy import completion_text
 from grpo.sampling.sampler import Completion
-from grpo.training.checks import arguments, usage
+from grpo.weights import merge_adapters
 from grpo.wire import tokenizer_facts
 
 MEMORY_GB = 20.0  # a GPU's memory that vLLM takes; on a CPU its KV cache, of which 1 is plenty

@@ -222,7 +222,8 @@ def run_trl(python, case, model, steps, ranks):
 # --- Both -----------------------------------------------------------------------------
 def accuracy(folder):
     """-> the share of the demo's 500 test questions answered right, greedily."""
-    from grpo.models import load_policy, load_tokenizer, prompt_ids
+    from grpo.models import load_tokenizer, prompt_ids
+    from grpo.sampling.policy import load_policy
     from grpo.sampling.sampler import sample_groups
     from tasks import arithmetic as task
 

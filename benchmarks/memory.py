@@ -35,9 +35,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import grpo_loss_triton
 import grpo_ref_split as trainer
 import ref_server
-from grpo.models import ALL, Policy
 from grpo.packing import pack_by_tokens
 from grpo.sampling.decoders.shared_prompt import ROOM
+from grpo.sampling.policy import ALL, Policy
 from grpo.sampling.sampler import sample_groups
 
 # --- What is computed ---------------------------------------------------------------

@@ -15,9 +15,10 @@ import torch
 
 from grpo.forward import CompletionModel
 from grpo.loss import linear_logps
-from grpo.models import load_policy, load_tokenizer, prompt_ids
+from grpo.models import load_tokenizer, prompt_ids
+from grpo.proof import NOISE, TILT
+from grpo.sampling.policy import load_policy
 from grpo.sampling.sampler import sample_groups
-from grpo.training.publish import NOISE, TILT
 from tasks import arithmetic
 
 G = 8

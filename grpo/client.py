@@ -9,7 +9,7 @@ from pathlib import Path
 
 import requests
 
-from grpo.training.liveness import stop
+from grpo.stop import stop
 from grpo.wire import PROTOCOL, sha256_of, unpack_bodies
 
 STOP_SECONDS = 25  # a wait, once this process was asked to end; deepspeed kills it after 30

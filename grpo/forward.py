@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from grpo.models import accepts, can_cache
 from grpo.packing import number_prompts
-from grpo.sampling.decoders.shared_prompt import accepts, can_cache
 
 
 # --- The model ----------------------------------------------------------------------

@@ -5,83 +5,24 @@ whether there is a chat template and what roles it knows, dropout, the padding o
 """
 
 import contextlib
+import functools
+import inspect
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.pytorch_utils import Conv1D
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+)
 
-from grpo.forward import CompletionModel
-from grpo.sampling.sampler import stream_groups
-from grpo.training.liveness import announced
-from grpo.wire import tokenizer_facts
-from grpo_loss_triton import linear_logps
+from grpo.log import announced
 
-ALL = "all-linear"  # PEFT's name for every linear layer but the LM head
 GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # NVIDIA's driver; the same under WSL
-
-
-@dataclass
-class Policy:
-    name: str
-    model: torch.nn.Module
-    tokenizer: object
-    eos_ids: set[int]
-    vocab_size: int  # ids of the tokenizer; the embedding may be padded beyond them
-    dtype: str
-
-    def text(self, completion):
-        return completion_text(self.tokenizer, completion)
-
-    def stream(self, take, *, seed, **settings):
-        """Samples groups with the weights as they are; see sampler.stream_groups."""
-        generator = torch.Generator(device=self.model.device)
-        generator.manual_seed(seed)
-        own = {"eos_ids": self.eos_ids, "vocab_size": self.vocab_size, "generator": generator}
-        return stream_groups(self.model, take, **own | settings)
-
-    def continuation(self, prompt, size):
-        """Returns `size` ids that the policy draws after the prompt, at temperature 1; where it
-        would end a completion it goes on."""
-        settings = {"group_size": 1, "max_rows": 1, "longest_prompt": len(prompt), "seed": 0}
-        settings |= {"max_new_tokens": size, "temperature": 1.0, "eos_ids": {-1}}
-        prompts = [(0, prompt)]
-        ((_, (completion,)),) = self.stream(
-            lambda _: [prompts.pop()] if prompts else [], **settings
-        )
-        return completion.ids
-
-    @torch.no_grad()
-    def logps(self, prompt, completion):
-        """-> log-probs of the completion's ids after the prompt, from a plain forward."""
-        model = CompletionModel(self.model, share_prompts=False)
-        hidden, ids = model([prompt], [completion])
-        return linear_logps(hidden, model.head, ids, vocab_size=self.vocab_size).tolist()
-
-    def load(self, tensors):
-        """Takes trained_weights of another process. ValueError if they are another model's."""
-        load_weights(self.model, tensors)
-
-    def stops(self):
-        """-> the tokens that end a completion, as text."""
-        return ", ".join(self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids)))
-
-    def check_context(self, prompt_tokens, completion_tokens):
-        """Raises SystemExit if the two together exceed the model's context."""
-        context = getattr(self.model.config, "max_position_embeddings", None)
-        if context is not None and prompt_tokens + completion_tokens > context:
-            raise SystemExit(
-                f"MAX_PROMPT_TOKENS + MAX_COMPLETION_TOKENS = {prompt_tokens + completion_tokens}"
-                f" exceeds the context of {context} tokens of {self.name}: lower one of them"
-            )
-
-    def save(self, folder):
-        """Writes model and tokenizer in Hugging Face format."""
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
 
 
 def load_tokenizer(name):
@@ -176,25 +117,6 @@ def load_model(name, dtype, vocab_size):
     return model.to(device).eval(), dtype
 
 
-def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
-    """-> the Policy; see load_model for `dtype`.
-
-    With a `lora_rank` the model is frozen, and every linear layer but the LM head gets an adapter,
-    which starts as 0: W x + 2 B A x (LoRA, 2106.09685). Saved, a folder then holds the adapter.
-    Raises SystemExit as load_model does, or if no EOS is named.
-    """
-    vocab_size = tokenizer_facts(tokenizer)["vocab_size"]
-    model, dtype = load_model(name, dtype, vocab_size)
-    if lora_rank:
-        from peft import LoraConfig
-
-        # without a task_type PEFT's Auto classes do not load what is saved
-        size = {"r": lora_rank, "lora_alpha": 2 * lora_rank}
-        model.add_adapter(LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, **size))
-    eos_ids = stop_ids(name, tokenizer, stop_tokens)
-    return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype)
-
-
 def stop_ids(name, tokenizer, stop_tokens):
     """-> the ids that end a completion: what tokenizer, generation config and model config call
     EOS, and `stop_tokens` that the tokenizer knows. SystemExit if there is none."""
@@ -210,54 +132,6 @@ def stop_ids(name, tokenizer, stop_tokens):
     return eos_ids
 
 
-def completion_text(tokenizer, completion):
-    """-> a sampled completion's text, without the EOS that ended it."""
-    ids = completion.ids if completion.truncated else completion.ids[:-1]
-    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-
-
-# --- Weights that travel ------------------------------------------------------------
-def trained_weights(model):
-    """-> {name: CPU tensor} of what is trained: all, or a LoRA policy's adapters alone."""
-    # cloned even where to() would give the parameter itself: the next step must not change it
-    parameters = model.named_parameters()
-    return {n: p.detach().to("cpu", copy=True) for n, p in parameters if p.requires_grad}
-
-
-@torch.no_grad()
-def load_weights(model, tensors):
-    """Writes `tensors` over the parameters of the same names. ValueError if any does not fit, or
-    if one that is trained is missing: then nothing has changed."""
-    parameters = dict(model.named_parameters())
-    expected = {n for n, p in parameters.items() if p.requires_grad} or parameters.keys()
-    names = sorted(expected ^ tensors.keys())
-    if names:
-        raise ValueError(f"the weights are of another model, or another LORA_RANK: {names[:3]} ...")
-    for name, tensor in tensors.items():
-        if tensor.shape != parameters[name].shape:
-            shapes = f"{tuple(tensor.shape)}, not {tuple(parameters[name].shape)}"
-            raise ValueError(f"the weights are of another model: {name} is {shapes}")
-    for name, tensor in tensors.items():
-        parameters[name].copy_(tensor)
-
-
-def merge_adapters(model, tensors):
-    """-> the whole model's weights, from trained_weights of a LoRA policy and the `model` that it
-    is frozen on: W + 2 B A. ValueError if an adapter's layer is none of the model's."""
-    merged = dict(model.named_parameters())
-    for name, a in tensors.items():
-        if ".lora_A." in name:
-            path = name.split(".lora_A.")[0]
-            if f"{path}.weight" not in merged:
-                raise ValueError(f"there is no layer {path} for the adapter {name}")
-            weight, b = merged[f"{path}.weight"], tensors[name.replace("lora_A", "lora_B")]
-            update = 2 * (b.float() @ a.float()).to(weight.device)
-            if isinstance(model.get_submodule(path), Conv1D):  # GPT-2 keeps matrices transposed
-                update = update.T
-            merged[f"{path}.weight"] = (weight.float() + update).to(weight.dtype).detach()
-    return merged
-
-
 def prompt_ids(tokenizer, messages):
     """-> the ids of a chat, up to where the answer begins."""
     if not tokenizer.chat_template:  # GPT-2 and other plain models
@@ -270,3 +144,33 @@ def prompt_ids(tokenizer, messages):
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
+
+
+def can_cache(model):
+    """Whether the model's past is a key-value cache that can be repeated and thinned by rows.
+
+    Recurrent and linear-attention models (Mamba, RWKV, Qwen3-Next) keep a state instead; some do so
+    in a few layers and don't say it (LFM2), but their cache's layers tell. GPT-1 keeps nothing.
+    """
+    if getattr(model, "_is_stateful", False) or not accepts(model, "past_key_values"):
+        return False
+    layers = DynamicCache(config=model.config).layers
+    return not any(hasattr(layer, "conv_states") for layer in layers)
+
+
+def smallest_window(model):
+    """-> tokens that a layer with sliding or chunked attention sees, the fewest; None: no such."""
+    layers = DynamicCache(config=model.config).layers
+    windows = [layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")]
+    return min(windows, default=None)
+
+
+def accepts(model, name):
+    """Whether the model's forward takes the argument `name` (not every architecture takes all)."""
+    model = getattr(model, "module", model)  # DeepSpeed wraps the model
+    return name in forward_arguments(type(model))
+
+
+@functools.cache
+def forward_arguments(architecture):
+    return inspect.signature(architecture.forward).parameters.keys()

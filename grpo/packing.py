@@ -7,12 +7,8 @@ What the reference server has scored first is trained while it scores on: a step
 more than the first of its micro-batches.
 """
 
-import functools
 import itertools
 from collections import Counter
-
-import torch
-import torch.distributed as dist
 
 
 # --- The plan -----------------------------------------------------------------------
@@ -112,45 +108,3 @@ def plan_micro_batches(sizes, world, budget):
     batches = min(plans, key=seconds)
     batches += [[]] * (-len(batches) % world)
     return [batches[rank::world] for rank in range(world)]
-
-
-# --- The order ----------------------------------------------------------------------
-def micro_batches(rows, engine, exchange, clock, *, budget, threads, own_cores):
-    """Yields (mine, last, score) for each micro-batch: this rank's rows, perhaps none; whether it
-    is the step's last; and what waits for their log-probs under the reference.
-
-    That which the reference has scored first comes first, the same on all ranks. `threads` are this
-    process's on a CPU: one less while a server beside it scores, unless they are its `own_cores`.
-    """
-    numbers = number_prompts([row.prompt for row in rows], engine.module.shares)
-    sizes = [(n, len(r.prompt), len(r.completion)) for n, r in zip(numbers, rows, strict=True)]
-    plans = plan_micro_batches(sizes, dist.get_world_size(), budget)
-    left = list(range(len(plans[0])))  # numbers of micro-batches; each rank has as many
-    needs = [{rows[i].group for plan in plans for i in plan[k]} for k in left]
-    everything = set().union(*needs)
-    beside = exchange and exchange.same_machine
-    shared = beside and engine.device.type == "cpu" and not own_cores
-
-    def share_cores():
-        # A server on these cores is computing meanwhile: a thread too many waits for the others
-        if shared:
-            torch.set_num_threads(max(1, threads - (not exchange.has(everything))))
-
-    def score(mine, groups):
-        if exchange:
-            with clock.part("wait"):
-                exchange.wait_for(groups)
-                if shared and dist.get_world_size() == 1:  # where it costs no broadcast
-                    exchange.look(everything)
-                share_cores()
-            for row in mine:
-                if row.ref_logps is None and row.group in exchange.scores:
-                    row.ref_logps = exchange.scores[row.group][row.number]
-
-    torch.set_num_threads(threads)
-    while left:
-        with clock.part("wait"):
-            now = left.pop(exchange.first_scored([needs[k] for k in left]) if exchange else 0)
-            share_cores()
-        mine = [rows[i] for i in plans[dist.get_rank()][now]]
-        yield mine, not left, functools.partial(score, mine, needs[now])

@@ -14,7 +14,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
 from grpo.loss import linear_logps
-from grpo.models import load_policy
+from grpo.sampling.policy import load_policy
 
 BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}
 

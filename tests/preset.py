@@ -16,7 +16,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.dirname(HERE), HERE]  # HERE for tasks/parity.py
 
 if __name__ == "__main__":
-    from grpo.training.checks import arguments
+    from grpo.constants import arguments
 
     role, presets = arguments()
     (name, _, function), presets = role.partition(":"), json.loads(presets)

@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 from grpo.sampling import sampler
 from grpo.sampling.decoders import cuda_graph
 from grpo.sampling.decoders import shared_prompt as decode
+from grpo.sampling.decoders.choice import is_right, make_decoder
 from grpo.sampling.decoders.cuda_graph import GraphedDecoder, can_record
-from grpo.sampling.decoders.shared_prompt import LlamaDecoder, is_right, make_decoder
+from grpo.sampling.decoders.shared_prompt import LlamaDecoder
 
 aten = torch.ops.aten
 # .item() and bool(), indices by a mask, and tensors made of Python's numbers

@@ -14,7 +14,7 @@ import torch
 from processes import command_of, launch, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.models import load_policy
+from grpo.sampling.policy import load_policy
 from grpo.serving.scoring import Reference
 
 ROOT = Path(__file__).parent.parent

@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo import models as policy_module
 from grpo import tiny_model as warm_start
 from grpo.forward import CompletionModel
-from grpo.models import choose_dtype, load_policy, own_device
+from grpo.models import choose_dtype, own_device
 from grpo.sampling.decoders import cuda_graph
 from grpo.sampling.decoders import llama as llama_step
-from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder, make_decoder
+from grpo.sampling.decoders.choice import make_decoder
+from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
+from grpo.sampling.policy import load_policy
 from grpo.serving import scoring
 from grpo.serving.store import Store
 from grpo.training.engine import engine_config

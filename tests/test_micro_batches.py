@@ -10,13 +10,8 @@ import torch
 from test_trainer import Ranks, a_group, exchanges
 
 import grpo_ref_split as trainer
-from grpo.packing import (
-    micro_batches,
-    order_rows,
-    pack_by_tokens,
-    plan_micro_batches,
-    whole_groups,
-)
+from grpo.packing import order_rows, pack_by_tokens, plan_micro_batches, whole_groups
+from grpo.training.exchange import micro_batches
 from grpo.training.metrics import Clock
 
 

@@ -14,18 +14,12 @@ import torch
 import transformers
 from transformers import AttentionInterface, AutoModelForCausalLM, GenerationConfig
 
+from grpo.models import accepts, can_cache
 from grpo.sampling.decoders import llama as llama_step
 from grpo.sampling.decoders import shared_prompt as decode
-from grpo.sampling.decoders.shared_prompt import (
-    CachedDecoder,
-    LlamaDecoder,
-    PlainDecoder,
-    SharedDecoder,
-    accepts,
-    can_cache,
-    is_right,
-    make_decoder,
-)
+from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
+from grpo.sampling.decoders.choice import is_right, make_decoder
+from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
 from grpo.sampling.sampler import draw, sample_groups, stream_groups
 
 VOCAB = 110  # ids of the tokenizer; the models embed 120, as real ones pad their embedding

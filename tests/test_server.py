@@ -26,11 +26,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ref_server
 from grpo.client import RefServer
 from grpo.forward import CompletionModel
-from grpo.models import load_policy, trained_weights
+from grpo.sampling.policy import load_policy
 from grpo.serving import store as store_module
 from grpo.serving.policies import Hub
 from grpo.serving.scoring import Reference, score_groups, score_rows
 from grpo.serving.store import Store, StoreFull
+from grpo.weights import trained_weights
 from grpo.wire import PROTOCOL, pack_bodies, pack_group, unpack_group
 from ref_server import make_app
 

@@ -12,8 +12,8 @@ from test_trainer import NAMED, PROMPT, FakeEngine, a_recipe, sampled
 from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
+from grpo.sampling.recipe import load_prompts
 from grpo.sampling.rollout import make_group
-from grpo.training.checks import load_prompts
 
 
 def chat(question):

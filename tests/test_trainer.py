@@ -24,9 +24,12 @@ import ref_server
 from grpo import models as policy_module
 from grpo.client import RefServer
 from grpo.forward import CompletionModel
-from grpo.models import load_policy, prompt_ids
-from grpo.sampling import rollout
-from grpo.sampling.rollout import Recipe, Stream, make_group, sampled_and_rewarded
+from grpo.models import prompt_ids
+from grpo.proof import TILT, check_first_update
+from grpo.sampling import rollout, upload
+from grpo.sampling.policy import load_policy
+from grpo.sampling.recipe import Recipe
+from grpo.sampling.rollout import Stream, make_group, sampled_and_rewarded
 from grpo.sampling.sampler import Completion
 from grpo.serving.policies import Hub
 from grpo.serving.store import Store
@@ -39,7 +42,7 @@ from grpo.training.checks import check_constants, constants_of
 from grpo.training.engine import stand_alone, training_threads
 from grpo.training.exchange import Exchange
 from grpo.training.metrics import Clock
-from grpo.training.publish import TILT, Followers, check_first_update
+from grpo.training.publish import Followers
 from grpo.wire import PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
 from ref_server import make_app
 
@@ -877,7 +880,7 @@ def test_an_upload_that_fails_is_raised_where_the_groups_come_from():
     def call(*_, **__):
         raise refusal
 
-    uploader = rollout.Uploader(SimpleNamespace(call=call))
+    uploader = upload.Uploader(SimpleNamespace(call=call))
     group = a_group([[1.0, -1.0], [-1.0, -1.0]])
     uploader.put(group, pool=False)
     with pytest.raises(RuntimeError, match="must be finite"):
@@ -887,7 +890,7 @@ def test_an_upload_that_fails_is_raised_where_the_groups_come_from():
 
 
 def test_uploads_say_whether_they_are_flat_and_are_answered_in_order(server):
-    uploader = rollout.Uploader(server)
+    uploader = upload.Uploader(server)
     uploader.put(a_group([[1.0, -1.0], [-1.0, -1.0]], id="a"), pool=False)
     for id, outcome in (("b", ALL_WRONG), ("c", ALL_RIGHT)):
         uploader.put(a_group(outcome, id=id), pool=True)
@@ -900,7 +903,7 @@ def test_uploads_say_whether_they_are_flat_and_are_answered_in_order(server):
 
 def test_groups_that_end_together_go_in_one_request(server, monkeypatch):
     """A flat one is asked about otherwise, and a large one might not fit with others."""
-    monkeypatch.setattr(rollout, "TOGETHER_SECONDS", 5)  # all that is put before finish()
+    monkeypatch.setattr(upload, "TOGETHER_SECONDS", 5)  # all that is put before finish()
     requests, call = [], server.call
 
     def counted(method, path, **request):
@@ -908,7 +911,7 @@ def test_groups_that_end_together_go_in_one_request(server, monkeypatch):
         return call(method, path, **request)
 
     server.call, answered = counted, []
-    uploader = rollout.Uploader(server, lambda: answered.append(len(requests)))
+    uploader = upload.Uploader(server, lambda: answered.append(len(requests)))
     groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=f"{i}") for i in range(5)]
     for group in groups[:3]:
         uploader.put(group, pool=False)
@@ -921,8 +924,8 @@ def test_groups_that_end_together_go_in_one_request(server, monkeypatch):
         {"pool": 1, "oldest": 2},
     ]
     assert answered == [1, 1, 1, 1, 1, 2]  # what a worker has in hand
-    monkeypatch.setattr(rollout, "UPLOAD_BYTES", 10)
-    alone = rollout.Uploader(server)
+    monkeypatch.setattr(upload, "UPLOAD_BYTES", 10)
+    alone = upload.Uploader(server)
     for i in range(2):
         alone.put(a_group([[1.0, -1.0], [-1.0, -1.0]], id=f"large {i}"), pool=False)
     assert len(alone.finish()) == 2 and requests[2:] == 2 * [{"pool": 0, "oldest": 0}]

@@ -12,9 +12,13 @@ import psutil
 import pytest
 from test_trainer import MIXED, FakeEngine, a_recipe, prompts_of, sampled
 
+from grpo import log
+from grpo import stop as stop_module
 from grpo.client import Wait
+from grpo.sampling import reward_timeout
+from grpo.sampling.reward_timeout import TooSlow, timely
 from grpo.training import liveness as watch
-from grpo.training.liveness import Heartbeats, TooSlow, timely
+from grpo.training.liveness import Heartbeats
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,7 +57,7 @@ def test_a_second_ctrl_c_ends_a_trainer_at_once_but_not_that_which_deepspeed_add
         assert "SIGINT: this step is finished and saved" in process.stdout.readline()
         for end in (signal.SIGINT, signal.SIGTERM):
             process.send_signal(end)
-        time.sleep(watch.AGAIN_SECONDS + 0.5)
+        time.sleep(stop_module.AGAIN_SECONDS + 0.5)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 1
@@ -88,7 +92,7 @@ def test_what_is_in_time_is_left_alone():
     for _ in range(20):
         with timely(0.05, "this"):
             time.sleep(0.001)
-    time.sleep(0.05 + 2 * watch.ALARM_LOOK_SECONDS)  # nothing comes late
+    time.sleep(0.05 + 2 * reward_timeout.ALARM_LOOK_SECONDS)  # nothing comes late
 
 
 def test_limits_do_not_nest():
@@ -139,10 +143,10 @@ def test_code_that_never_comes_back_ends_the_process_with_a_traceback():
     """faulthandler's thread needs no interpreter: here one that another thread never gives up."""
     program = """
 import ctypes, faulthandler
-from grpo.training import liveness as watch
+from grpo.sampling import reward_timeout
 later = faulthandler.dump_traceback_later
 faulthandler.dump_traceback_later = lambda s, **k: later(0.5, **k)
-with watch.timely(0.1, "this"):
+with reward_timeout.timely(0.1, "this"):
     ctypes.pythonapi.PyThread_acquire_lock.restype = ctypes.c_int
     lock = ctypes.pythonapi.PyThread_allocate_lock
     lock.restype = ctypes.c_void_p
@@ -183,9 +187,11 @@ def test_a_reward_that_fails_or_hangs_stops_the_run_with_question_and_completion
 
 def rewarded(seconds, groups, monkeypatch, capsys, *, between=0.0):
     """-> what is said while so many groups are rewarded, each for `seconds`, and sampled."""
-    monkeypatch.setattr(watch, "SPEAK_SECONDS", 0.4)
-    monkeypatch.setattr(watch, "ALARM_LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(watch, "alarm", watch.Alarm())  # one that has waited for nothing yet
+    monkeypatch.setattr(reward_timeout, "SPEAK_SECONDS", 0.4)
+    monkeypatch.setattr(reward_timeout, "ALARM_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(
+        reward_timeout, "alarm", reward_timeout.Alarm()
+    )  # a new one
     recipe, engine = a_recipe(), FakeEngine()
     recipe.task.rewards = lambda item, text: time.sleep(seconds) or {"correctness": 1, "format": 1}
     decode = engine.text
@@ -285,12 +291,12 @@ def test_a_store_that_is_gone_ends_the_rank_unless_the_run_is_over(left, monkeyp
 def test_a_rank_ends_with_its_launcher(left):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     process = psutil.Process(child.pid)
-    assert not watch.is_launcher(process)
+    assert not stop_module.is_launcher(process)
     child.kill()
     with pytest.raises(Left, match="launcher is gone"):
         watch.end_with([process])  # also as long as it is a zombie
     child.wait()
-    assert not watch.is_launcher(process)
+    assert not stop_module.is_launcher(process)
 
 
 # --- Words ----------------------------------------------------------------------------
@@ -305,7 +311,7 @@ def test_who_reads_may_be_gone(monkeypatch):
 
     monkeypatch.setattr(sys, "stderr", Gone())
     monkeypatch.setattr(sys, "stdout", Gone())
-    watch.tell("SIGINT: this step is finished and saved")
+    log.tell("SIGINT: this step is finished and saved")
     wait = Wait("the server", 600)
     wait.said -= 11
     wait.turn("no answer", pause=0)

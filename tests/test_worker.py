@@ -21,12 +21,14 @@ from transformers import AutoTokenizer
 
 from grpo import client as client_module
 from grpo.client import RefServer
-from grpo.models import ALL, load_policy, load_weights, merge_adapters, trained_weights
+from grpo.proof import NOISE, check_proof, proof_of, sample_proof
 from grpo.sampling import worker
+from grpo.sampling.policy import ALL, load_policy
 from grpo.sampling.rollout import Order, Stream, tally_of
 from grpo.serving.policies import Hub
 from grpo.serving.store import Store
-from grpo.training.publish import NOISE, Publisher, check_proof, proof_of, sample_proof
+from grpo.training.publish import Publisher
+from grpo.weights import load_weights, merge_adapters, trained_weights
 from grpo.wire import unpack_bodies, unpack_group
 from ref_server import make_app
 

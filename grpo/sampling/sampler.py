@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo.sampling.decoders.shared_prompt import make_decoder
+from grpo.sampling.decoders.choice import make_decoder
 
 
 @dataclass

@@ -20,8 +20,9 @@ from pathlib import Path
 import safetensors.torch
 
 from grpo.client import Wait
-from grpo.sampling.rollout import Order, Uploader, make_group, sampled_and_rewarded, tally
-from grpo.training.publish import check_proof
+from grpo.proof import check_proof
+from grpo.sampling.rollout import Order, make_group, sampled_and_rewarded, tally
+from grpo.sampling.upload import Uploader
 from grpo.wire import is_flat
 
 ASK_SECONDS = 0.5  # between two questions for more work while rows are running

@@ -17,8 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo.forward import CompletionModel
-from grpo.models import load_model, load_tokenizer, load_weights, merge_adapters
+from grpo.models import load_model, load_tokenizer
 from grpo.packing import number_prompts, pack_by_tokens, whole_groups
+from grpo.weights import load_weights, merge_adapters
 from grpo.wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
 from grpo_loss_triton import linear_logps
 

@@ -25,9 +25,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from grpo.log import say
 from grpo.training.checks import check_same, check_same_run, constants_of, differing
 from grpo.training.liveness import meet
-from grpo.training.metrics import RunFolder, say
+from grpo.training.metrics import RunFolder
 
 DRAFT = ".unfinished"
 BASIS = ("MODEL", "LORA_RANK", "DTYPE", "TASK")  # what a run without a checkpoint goes on with

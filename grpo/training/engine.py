@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from grpo.forward import CompletionModel
+from grpo.log import announced, say
 from grpo.models import own_device
-from grpo.training.liveness import announced, meet
-from grpo.training.metrics import say
+from grpo.training.liveness import meet
 
 # How many processes mpirun and srun have started
 MANY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")

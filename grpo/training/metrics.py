@@ -6,10 +6,7 @@ README.md explains every metric. Only rank 0 writes.
 import contextlib
 import json
 import math
-import os
 import queue
-import select
-import sys
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -17,29 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
+from grpo.log import in_background, outlive_readers, say
 from grpo.sampling.rollout import TALLY, sampled_and_rewarded
-from grpo.training.liveness import in_background, meet, stop
-
-
-def say(text):
-    """Prints on rank 0, above the progress bar."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        outlive_readers()
-        tqdm.write(f"{time.strftime('%H:%M:%S')} {text}")
-        sys.stdout.flush()
-
-
-def outlive_readers():
-    """Output goes nowhere from when what read it is gone: a `tee`, by the Ctrl-C that has us save
-    the run."""
-    for descriptor in (1, 2):
-        output = select.poll()
-        output.register(descriptor, 0)
-        if output.poll(0):  # an error, or the other end is closed
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), descriptor)
+from grpo.stop import stop
+from grpo.training.liveness import meet
 
 
 class Clock:

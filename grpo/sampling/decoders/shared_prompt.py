@@ -19,136 +19,17 @@ so far, K key-value heads, R query heads for each of them, D width of a head.
 """
 
 import contextlib
-import functools
-import inspect
 import weakref
 
 import torch
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
 from grpo.sampling.decoders import llama as llama_step
+from grpo.sampling.decoders.cached import on_top, prefill, run
 
 ROOM = 64  # tokens that a row has room for at first; doubled when they are full
 SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among transformers' attentions
-# Largest relative difference of logits that the trial takes for rounding. Measured over 14 families
-# in float32: 1e-6; a wrong mask or position gives 0.1 and more, a forgotten soft-cap 5e-4.
-TRIAL_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
-
-
-def make_decoder(model, max_new_tokens, longest_prompt=None):
-    """-> the fastest decoder that is right for the model; the choice is made once for a model."""
-    if not can_cache(model):
-        return PlainDecoder(model)
-    window = smallest_window(model)
-    if window and (longest_prompt is None or longest_prompt + max_new_tokens > window):
-        return CachedDecoder(model)
-    if model not in fastest:
-        kinds = ([LlamaDecoder] if llama_step.knows(model) else []) + [SharedDecoder]
-        if model.device.type == "cuda" and llama_step.knows(model):
-            from grpo.sampling.decoders.cuda_graph import GraphedDecoder, can_record
-
-            kinds = [GraphedDecoder] * can_record(model) + kinds
-        fastest[model] = next((kind for kind in kinds if is_right(kind, model)), None)
-    kind = fastest[model]
-    return kind(model, max_new_tokens) if kind else CachedDecoder(model)
-
-
-fastest = weakref.WeakKeyDictionary()  # model -> the decoder that shares prompts, or None
-
-
-def can_cache(model):
-    """Whether the model's past is a key-value cache that can be repeated and thinned by rows.
-
-    Recurrent and linear-attention models (Mamba, RWKV, Qwen3-Next) keep a state instead; some do so
-    in a few layers and don't say it (LFM2), but their cache's layers tell. GPT-1 keeps nothing.
-    """
-    if getattr(model, "_is_stateful", False) or not accepts(model, "past_key_values"):
-        return False
-    layers = DynamicCache(config=model.config).layers
-    return not any(hasattr(layer, "conv_states") for layer in layers)
-
-
-def smallest_window(model):
-    """-> tokens that a layer with sliding or chunked attention sees, the fewest; None: no such."""
-    layers = DynamicCache(config=model.config).layers
-    windows = [layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")]
-    return min(windows, default=None)
-
-
-def is_right(kind, model):
-    """Tries a decoder that shares prompts, and says so where it will not do."""
-    limit = TRIAL_LIMIT.get(model.dtype, 1e-4)
-    try:
-        for found, expected in trial(kind, model):
-            gap, size = (found.float() - expected).norm().item(), expected.float().norm().item()
-            if not gap <= limit * size:
-                raise ArithmeticError(f"its logits differ by {gap / size:.1g}")
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 (whatever it is, the other decoder does without)
-        print(f"sampling by a slower way than {kind.__name__}: {error!r}", flush=True)
-        return False
-    return True
-
-
-@torch.no_grad()
-def trial(kind, model):
-    """Yields logits and those of a CachedDecoder: steps, rows that leave, a prompt that joins."""
-    prompts, joining = [[7, 3, 5], [4]], [[6, 2, 1, 8]]
-    ids, vocab = torch.arange(1, 9, device=model.device), model.config.get_text_config().vocab_size
-    shared, cached, late = kind(model, 8), CachedDecoder(model), CachedDecoder(model)
-    yield shared.admit(prompts, 4), cached.admit(prompts, 4)
-    turns = [(ids + i) % vocab for i in range(3)]  # the second of them may be recorded
-    for ids in turns:
-        yield shared.step(ids), cached.step(ids)
-    kept = torch.tensor([1, 2, 3, 6], device=model.device)
-    shared.keep(kept)
-    cached.keep(kept)
-    shared.admit(joining, 4)
-    late.admit(joining, 4)
-    for ids in turns:
-        yield shared.step(ids), torch.cat([cached.step(ids[:4]), late.step(ids[4:])])
-
-
-def accepts(model, name):
-    """Whether the model's forward takes the argument `name` (not every architecture takes all)."""
-    model = getattr(model, "module", model)  # DeepSpeed wraps the model
-    return name in forward_arguments(type(model))
-
-
-@functools.cache
-def forward_arguments(architecture):
-    return inspect.signature(architecture.forward).parameters.keys()
-
-
-def run(model, ids, *, positions, cache, mask=None):
-    """-> logits (rows, V') of the last column of `ids`; `mask` is None where nothing is padded."""
-    inputs = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
-    if mask is not None:
-        inputs["attention_mask"] = mask
-    if accepts(model, "position_ids"):
-        inputs["position_ids"] = positions
-    if accepts(model, "logits_to_keep"):
-        inputs["logits_to_keep"] = 1
-    return model(**inputs).logits[:, -1]
-
-
-def prefill(model, prompts):
-    """Runs prompts, left-padded so that all end in the same column.
-
-    -> logits (B, V'), their DynamicCache, the mask (B, P) and each prompt's length (B,).
-    """
-    longest, device = max(map(len, prompts)), model.device
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    mask = torch.arange(longest, device=device) >= longest - lengths[:, None]
-    # Left padding shifts the columns, so positions count real tokens only.
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
-    padded = None if len(set(map(len, prompts))) == 1 else mask.long()  # the mask hides the zeros
-    logits = run(model, ids, positions=positions, cache=cache, mask=padded)
-    return logits, cache, mask, lengths
 
 
 # --- Shared prompts -----------------------------------------------------------------
@@ -367,19 +248,6 @@ class LlamaDecoder(SharedDecoder):
         return llama_step.step(self.model, tokens, positions, self.layers)
 
 
-def on_top(old, new, dim):
-    """-> both, one after the other, padded on the left of dimension `dim` to the same width."""
-    if old is None:
-        return new
-    width = max(old.shape[dim], new.shape[dim])
-
-    def widened(x):
-        pad = [0, 0] * (x.dim() - 1 - dim) + [width - x.shape[dim], 0]
-        return torch.nn.functional.pad(x, pad)
-
-    return torch.cat([widened(old), widened(new)])
-
-
 @contextlib.contextmanager
 def attention(model, name):
     """The model's attention is the one of that name, for a while."""
@@ -390,65 +258,3 @@ def attention(model, name):
         yield
     finally:
         config._attn_implementation = before
-
-
-# --- Any key-value cache ------------------------------------------------------------
-class CachedDecoder:
-    """A cache of transformers' own, with a prompt's part repeated for each of its rows."""
-
-    joins, bunch = False, 8
-
-    def __init__(self, model):
-        self.model = model
-
-    def admit(self, prompts, group_size):
-        logits, self.cache, mask, lengths = prefill(self.model, prompts)
-        self.padded = not bool(mask.all())
-        self.cache.batch_repeat_interleave(group_size)
-        self.mask = mask.long().repeat_interleave(group_size, 0)  # (S, P)
-        self.positions = lengths[:, None].repeat_interleave(group_size, 0)
-        return logits.repeat_interleave(group_size, 0)
-
-    def step(self, tokens):
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
-        mask = self.mask if self.padded else None
-        logits = run(
-            self.model, tokens[:, None], positions=self.positions, cache=self.cache, mask=mask
-        )
-        self.positions = self.positions + 1
-        return logits
-
-    def keep(self, rows):
-        self.cache.batch_select_indices(rows)
-        self.mask, self.positions = self.mask[rows], self.positions[rows]
-
-
-# --- Any causal model ---------------------------------------------------------------
-class PlainDecoder:
-    """No cache: slow (each token runs the whole row again) but exact for every causal model."""
-
-    joins, bunch = False, 8
-
-    def __init__(self, model):
-        self.model, self.rows = model, []
-
-    def admit(self, prompts, group_size):
-        new = [list(p) for p in prompts for _ in range(group_size)]
-        self.rows += new
-        return self._forward(new)
-
-    def step(self, tokens):
-        for row, token in zip(self.rows, tokens.tolist(), strict=True):
-            row.append(token)
-        return self._forward(self.rows)
-
-    def keep(self, rows):
-        self.rows = [self.rows[i] for i in rows.tolist()]
-
-    def _forward(self, rows):
-        longest = max(map(len, rows))
-        ids = [row + [0] * (longest - len(row)) for row in rows]  # causal: later is unseen
-        ids = torch.tensor(ids, device=self.model.device)
-        last = torch.tensor([len(row) - 1 for row in rows], device=ids.device)
-        logits = self.model(input_ids=ids, use_cache=False).logits
-        return logits[torch.arange(len(ids), device=ids.device), last]

@@ -1,0 +1,57 @@
+"""Constants of a script, and its command line: a sentence for each mistake."""
+
+import difflib
+import math
+import numbers
+import sys
+
+from grpo.proof import NOISE
+
+RULES = {  # what a constant must be: whether a value is
+    "a whole number from 1 on": lambda value: whole(value) and value >= 1,
+    "a whole number from 0 on": lambda value: whole(value) and value >= 0,
+    "a number from 0 on": lambda value: real(value) and value >= 0,
+    "True or False": lambda value: value in (True, False),
+    "a text": lambda value: isinstance(value, str) and value != "",
+}
+DTYPES = ["auto", *NOISE]
+
+
+def arguments():
+    """-> the words of the command line, without the --local_rank=N that deepspeed adds."""
+    return [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
+
+
+def usage(doc):
+    """-> what a script whose __doc__ this is says of arguments that it does not know."""
+    return "\n\n".join([*doc.split("\n\n")[:2], "All else is said by the constants in the file."])
+
+
+def check_names(now, known):
+    """Raises SystemExit where a preset has set constants in a script, whose globals() are `now`,
+    that the script does not have: misspelt, they would be without effect."""
+    for name in now:
+        if name.isupper() and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+            raise SystemExit(f"there is no constant {name}: is {near} meant?")
+
+
+def rules_of(table, now):
+    """-> rules, (constant, what it must be, whether it is), of a table's constants."""
+    return [(n, what, RULES[what](now[n])) for what in table for n in table[what].split()]
+
+
+def refuse_broken(script, now, rules):
+    broken = [f"{name} = {now[name]!r} must be {what}" for name, what, holds in rules if not holds]
+    if broken:
+        raise SystemExit(f"{script} can't run with these constants:\n" + "\n".join(broken))
+
+
+def whole(value):
+    return type(value) is int
+
+
+def real(value):
+    """Whether a finite number, which True is not; NumPy's are, too."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return number and math.isfinite(value)

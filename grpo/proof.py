@@ -1,0 +1,89 @@
+"""Proofs by log-probs that two processes hold the same policy."""
+
+import torch
+
+PROOF_TOKENS = 128  # of a completion
+# Largest mean k3 = exp(d) - d - 1, d the difference of a token's log-probs, of two computations of
+# one policy, that passes for rounding. It grows with the square of d, so noise counts for little.
+# Published for bfloat16: sd of d 0.055 for Qwen2.5-0.5B, a trainer against vLLM or against itself
+# at another batch size (trl #6789), which is 1.5e-3; mean |d| 0.067 for a mixture of experts in FP8
+# (miles #2722), some 4e-3. Measured for the demo's models (benchmarks/results/noise.md): 4e-5, in
+# float32 6e-14, with one layer as it was 100 updates before 0.012 to 0.06.
+NOISE = {"float32": 1e-6, "bfloat16": 1e-2}
+LOUD = 0.05  # a mean |d| that is worth a word
+# How far the sampler's temperature may seem to be from the trainer's, as a share of it. At 1.05
+# times that, k3 is 2e-4 to 5e-4 for the demo's models, less than noise; `tilt` in micro_batch_loss
+# finds 0.047 to 0.048, also under noise, and 0.003 at most where all is right (the same table).
+TILT = 0.03
+EVIDENCE = 200.0  # nats^2 of surprise that the tilt wants to be judged by: some 1000 tokens
+
+
+def sample_proof(policy, recipe):
+    """Returns (prompt, completion), ids that the policy itself says to the first prompt: log-probs
+    of what it would not say are large, and so is their rounding. As long as a prompt and completion
+    may be: of few tokens, a stale layer may pass for noise."""
+    prompt = recipe.prompts[0][2]
+    room = recipe.max_prompt_tokens + recipe.max_completion_tokens - len(prompt)
+    return prompt, policy.continuation(prompt, min(PROOF_TOKENS, room))
+
+
+def proof_of(policy, prompt, completion):
+    """Returns {"prompt", "completion", "logps", "dtype"}, what check_proof is held against."""
+    logps = policy.logps(prompt, completion)
+    return {"prompt": prompt, "completion": completion, "logps": logps, "dtype": policy.dtype}
+
+
+def check_proof(engine, record):
+    """Returns the mean k3 to the publisher's log-probs. RuntimeError if beyond rounding."""
+    proof = record["proof"]
+    mine, theirs = torch.tensor(engine.logps(proof["prompt"], proof["completion"])), proof["logps"]
+    d = mine.double() - torch.tensor(theirs).double()
+    gap = (d.expm1() - d).mean().item()
+    limit = max(NOISE[proof["dtype"]], NOISE[engine.dtype])
+    if not gap <= limit:  # nor NaN
+        raise RuntimeError(
+            f"policy {record['version']} is loaded, but its log-probs differ from the trainer's by"
+            f" {gap:.2g} in mean k3 (limit {limit}): it is not the trainer's policy that this"
+            " worker would sample"
+        )
+    return gap
+
+
+def tilt_of(tilt, surprise):
+    """Returns {"sampler_tilt": their ratio}, how much hotter than the trainer the sampler seems to
+    draw; {} where there were too few tokens to tell."""
+    return {"sampler_tilt": tilt / surprise} if surprise > EVIDENCE else {}
+
+
+def check_first_update(metrics, policy_dtype, reference, *, model):
+    """Raises RuntimeError unless the first update is what theory says: ratio 1, KL 0. Returns a
+    sentence on how near it came.
+
+    At the first update trainer, sampler and reference hold the same weights. Their log-probs differ
+    by rounding alone, for which NOISE is a generous bound. More means that they do not compute the
+    same thing (temperature, dropout, attention, wrong weights). `reference` is /info's.
+    """
+    gap, limit = metrics["sampler_k3"], NOISE[policy_dtype]
+    if not gap <= limit:
+        raise RuntimeError(
+            f"at the first update the trainer's log-probs differ from the sampler's by"
+            f" {gap:.2g} in mean k3 (limit {limit}): the ratio is not 1"
+        )
+    tilt = metrics.get("sampler_tilt", 0.0)  # not there: too few tokens
+    if abs(tilt) > TILT:
+        raise RuntimeError(
+            f"at the first update the sampler seems to draw at {1 + tilt:.3f} times the trainer's"
+            " temperature: both must be TEMPERATURE"
+        )
+    said = f"trainer and sampler differ by {gap:.1g} in mean k3 (limit {limit})"
+    if metrics["mismatch"] > LOUD:
+        said += f", by {metrics['mismatch']:.2g} a token: much, even for {policy_dtype}"
+    if "kl" not in metrics or reference["model"] != model:
+        return said  # no reference, or another model, from which the KL is not 0
+    limit = max(limit, NOISE[reference["dtype"]])
+    if not metrics["kl"] <= limit:
+        raise RuntimeError(
+            f"at the first update the KL to the reference is {metrics['kl']:.2g} a token (limit"
+            f" {limit}) and should be 0: does ref_server.py serve the weights of {model}?"
+        )
+    return f"{said}, trainer and reference by {metrics['kl']:.1g}"

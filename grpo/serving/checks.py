@@ -1,0 +1,31 @@
+"""The constants of ref_server.py."""
+
+from grpo.constants import DTYPES, refuse_broken, rules_of
+
+SERVER = {
+    "a whole number from 1 on": """SCORE_BATCH_TOKENS THREADS MAX_STORE_BYTES MAX_BODY_BYTES
+        MAX_POLICY_BYTES""",
+    "a whole number from 0 on": "PORT",
+    "a number from 0 on": "TEMPERATURE LEASE_SECONDS LEASE_WAIT_SECONDS",
+    "True or False": "SHARE_PROMPTS REGROUP",
+    "a text": "MODEL HOST STORE",
+}
+
+
+def check_server_constants(now):
+    """The same for the constants of ref_server.py."""
+    dtype = ("DTYPE", f"one of {', '.join(DTYPES)}", now["DTYPE"] in DTYPES)
+    refuse_broken("ref_server.py", now, [*rules_of(SERVER, now), dtype])
+    wait, body = now["LEASE_WAIT_SECONDS"], now["MAX_BODY_BYTES"]
+    rules = [
+        ("TEMPERATURE", "above 0", now["TEMPERATURE"] > 0),
+        ("PORT", "65535 at most; 0 is any that is free", now["PORT"] <= 65535),
+        (
+            "LEASE_WAIT_SECONDS",
+            "below LEASE_SECONDS, and below 60, when clients give up",
+            wait < min(now["LEASE_SECONDS"], 60),
+        ),
+        ("MAX_BODY_BYTES", "1 MB at least: 1 << 20", body >= 1 << 20),
+        ("MAX_STORE_BYTES", "MAX_BODY_BYTES or more", now["MAX_STORE_BYTES"] >= body),
+    ]
+    refuse_broken("ref_server.py", now, rules)
