@@ -195,7 +195,7 @@ def main(seed, rewards, look=lambda url: None):
     started = time.perf_counter()
     shutil.rmtree(RUN_DIR, ignore_errors=True)
     print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
-    warm_start(WARM_START, seed, WARM_STEPS)
+    warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
     print("2. GRPO: ref_server.py and grpo_ref_split.py, loading takes about 15 s", flush=True)
     run_both(seed, rewards, look)
     final = max(Path(RUN_DIR).glob("step_*"))

@@ -119,13 +119,14 @@ def draw(results, path):
 
 def main(out, seeds, vllm):
     from grpo.tiny_model import warm_start
+    from tasks import arithmetic
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all processes end
     os.environ["OMP_NUM_THREADS"] = "1"
     results = []  # (seed, mode, summary)
     for seed in seeds:
         folder = Path(tempfile.mkdtemp(prefix=f"async-{seed}-"))
-        warm_start(str(folder / "warm_start"), seed, 800, heads=2)
+        warm_start(str(folder / "warm_start"), arithmetic, seed, 800, heads=2)
         for mode in WORKERS:
             if mode != "vllm" or vllm:
                 results.append((seed, mode, summary(train(folder, seed, mode, vllm))))

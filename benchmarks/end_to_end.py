@@ -253,6 +253,7 @@ def main(python, cases, out):
     from benchmarks.counting import make_model
     from benchmarks.measure import facts
     from grpo.tiny_model import warm_start
+    from tasks import arithmetic
 
     folder = Path(tempfile.mkdtemp(prefix="end-to-end-"))
     lines = ["| case | ours, s a step: 1 rank, 2 | TRL: 1 rank, 2 | best / best |"]
@@ -261,7 +262,7 @@ def main(python, cases, out):
     for case in cases:
         model, steps = folder / ("demo" if case == "demo" else "counting"), CASES[case][-1]
         if not model.exists():
-            warm_start(str(model), 0, 800) if case == "demo" else make_model(str(model))
+            warm_start(str(model), arithmetic, 0, 800) if case == "demo" else make_model(str(model))
         ours = [run_ours(case, str(model), steps, ranks) for ranks in RANKS]
         theirs = [run_trl(python, case, str(model), steps, ranks) for ranks in RANKS]
         (seconds, parts, mine), (their_seconds, their, versions) = (

@@ -82,10 +82,11 @@ def main(out, sizes):
 
     from benchmarks.measure import facts
     from grpo.tiny_model import warm_start
+    from tasks import arithmetic
 
     torch.set_num_threads(1)
     model = tempfile.mkdtemp(prefix="regroup-model-")
-    warm_start(model, 0, 800)
+    warm_start(model, arithmetic, 0, 800)
     lines = ["| group size | REGROUP | sampled | flat | joined | rows | accuracy at the end |"]
     lines.append("|" + "---|" * 7)
     for group_size in sizes:

@@ -1,6 +1,6 @@
 """The demo's tiny model, before GRPO: 126 000 parameters that learned from sloppy examples.
 
-    warm_start("runs/demo/warm_start", seed=0, steps=800)    # about 45 s on one core
+    warm_start("runs/demo/warm_start", arithmetic, seed=0, steps=800)    # 45 s on one core
 
 It stands for a real base model: it knows the arithmetic, the operators and the tags, and rarely
 brings them together. Half of what it sees are true equations, half are sloppy answers to questions.
@@ -14,7 +14,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from grpo.models import own_device, prompt_ids
-from tasks import arithmetic
 
 CHAT = (  # ChatML, as Qwen2.5, without a system prompt
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -24,7 +23,7 @@ CHAT = (  # ChatML, as Qwen2.5, without a system prompt
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 
 
-def make_tokenizer():
+def make_tokenizer(task):
     """-> a byte-level BPE of about 400 ids, trained on training questions, with the tags as ids."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -40,7 +39,7 @@ def make_tokenizer():
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator([item["question"] for item in arithmetic.load("train")[:2000]], trainer)
+    bpe.train_from_iterator([item["question"] for item in task.load("train")[:2000]], trainer)
     bpe.add_tokens(["<think>", "</think>", "<answer>", "</answer>"])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
@@ -71,9 +70,9 @@ def sloppy(item, draw):
     )
 
 
-def equation(draw):
+def equation(task, draw):
     """-> a true equation. Example: 7+5=12"""
-    item = arithmetic.make_item(draw)
+    item = task.make_item(draw)
     return f"{item['a']}{item['operator']}{item['b']}={item['answer']}"
 
 
@@ -88,12 +87,12 @@ def next_token_loss(model, rows):
     ).loss
 
 
-def warm_start(folder, seed, steps, heads=4):
+def warm_start(folder, task, seed, steps, heads=4):
     """Trains the tiny model on sloppy examples and true equations, and saves it. With 2 `heads`
     they are wide enough for vLLM on a CPU."""
     torch.set_num_threads(1)  # a second gains a fifth when a core is free, and costs much when not
     torch.manual_seed(seed)
-    draw, tokenizer, train_items = random.Random(seed), make_tokenizer(), arithmetic.load("train")
+    draw, tokenizer, train_items = random.Random(seed), make_tokenizer(task), task.load("train")
     config = Qwen2Config(
         vocab_size=416,  # the tokenizer's ids, padded as real models pad theirs
         hidden_size=64,
@@ -117,14 +116,12 @@ def warm_start(folder, seed, steps, heads=4):
         examples = []  # (ids, how many of them are given and not learned)
         for item in draw.choices(train_items, k=32):
             if item["question"] not in prompts:
-                prompts[item["question"]] = prompt_ids(
-                    tokenizer, arithmetic.messages(item["question"])
-                )
+                prompts[item["question"]] = prompt_ids(tokenizer, task.messages(item["question"]))
             prompt = prompts[item["question"]]
             examples.append(
                 (prompt + tokenizer(sloppy(item, draw))["input_ids"] + end, len(prompt))
             )
-        equations = tokenizer([equation(draw) for _ in range(64)])["input_ids"]
+        equations = tokenizer([equation(task, draw) for _ in range(64)])["input_ids"]
         # two batches, as equations padded to the length of examples would double the time
         loss = next_token_loss(model, examples)
         loss = loss + next_token_loss(model, [(ids + end, 1) for ids in equations])

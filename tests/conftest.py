@@ -10,6 +10,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo.tiny_model import make_tokenizer
+from tasks import arithmetic
 
 torch.set_num_threads(1)
 
@@ -24,7 +25,7 @@ def make_tiny(folder):
 
     The tokenizer has ChatML as its template; the embedding has more rows (416) than it has ids.
     """
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(arithmetic)
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=416,

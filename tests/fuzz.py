@@ -42,6 +42,7 @@ from grpo.serving.policies import Hub
 from grpo.serving.store import Store
 from grpo.tiny_model import make_tokenizer
 from ref_server import MAX_BODY_BYTES, make_app
+from tasks import arithmetic
 
 DTYPES = {"I32": np.int32, "F32": np.float32, "BOOL": np.bool_}
 NAMES = {torch.int32: "I32", torch.float32: "F32", torch.bool: "BOOL"}
@@ -662,7 +663,7 @@ def save_model(folder, max_tokens):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
     config = Qwen2Config(vocab_size=416, max_position_embeddings=max_tokens, **shape, **heads)
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    make_tokenizer(arithmetic).save_pretrained(folder)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from grpo.serving import scoring
 from grpo.serving.store import Store
 from grpo.training.engine import engine_config
 from grpo_loss_triton import Rows, linear_logps
+from tasks import arithmetic
 
 PROMPTS, COMPLETIONS = [[5, 6, 7], [8, 9]], [[3, 4, 5], [6, 7, 8]]
 
@@ -76,7 +77,7 @@ def serve(folder, scratch):
 
 
 def begin_the_demo(_, scratch):
-    warm_start.warm_start(scratch / "warm", seed=0, steps=1)
+    warm_start.warm_start(scratch / "warm", arithmetic, seed=0, steps=1)
 
 
 @pytest.mark.parametrize("path", [train, sample, prove, serve, begin_the_demo])

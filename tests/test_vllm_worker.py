@@ -17,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("vllm")
 from grpo.tiny_model import make_tokenizer
+from tasks import arithmetic
 from vllm_worker import VLLMEngine
 
 V = 400  # ids of the tokenizer that these models stand for
@@ -256,7 +257,7 @@ TRAINERS_PYTHON = ROOT / ".venv/bin/python"  # vLLM's venv has no DeepSpeed
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_trainer_that_samples_nothing_learns_from_vllm(tmp_path, lora_rank):
     """The first update checks vLLM's log-probs against the trainer's; each pull has its proof."""
-    tokenizer, model = make_tokenizer(), make_model(tied=True, rows=416, seed=0)
+    tokenizer, model = make_tokenizer(arithmetic), make_model(tied=True, rows=416, seed=0)
     model.config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")

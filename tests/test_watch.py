@@ -189,9 +189,7 @@ def rewarded(seconds, groups, monkeypatch, capsys, *, between=0.0):
     """-> what is said while so many groups are rewarded, each for `seconds`, and sampled."""
     monkeypatch.setattr(reward_timeout, "SPEAK_SECONDS", 0.4)
     monkeypatch.setattr(reward_timeout, "ALARM_LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(
-        reward_timeout, "alarm", reward_timeout.Alarm()
-    )  # a new one
+    monkeypatch.setattr(reward_timeout, "alarm", reward_timeout.Alarm())  # a new one
     recipe, engine = a_recipe(), FakeEngine()
     recipe.task.rewards = lambda item, text: time.sleep(seconds) or {"correctness": 1, "format": 1}
     decode = engine.text

@@ -1,0 +1,108 @@
+"""The rules of the house, read off the imports, also those within functions."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("sampling", "training", "serving")
+FILES = [*ROOT.glob("*.py"), *ROOT.glob("grpo/**/*.py"), *ROOT.glob("tasks/*.py")]
+
+
+def name_of(path):
+    """Example: grpo/sampling/worker.py -> grpo.sampling.worker; grpo/__init__.py -> grpo"""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+def imports_of(path):
+    """Returns the names of all modules that a file imports, ours and others."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: imports are absolute"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in inner}
+    return found
+
+
+IMPORTS = {name: imports_of(path) for name, path in MODULES.items()}
+
+
+def room(module):
+    """Returns where a module lives: a folder of grpo, "grpo", "tasks", or "root"."""
+    first, *rest = module.split(".")
+    if first == "grpo":
+        return rest[0] if rest and rest[0] in FOLDERS else "grpo"
+    return "tasks" if first == "tasks" else "root"
+
+
+MAY = {  # what a room may import of ours, beside itself
+    "root": {"root", "grpo", "tasks", *FOLDERS},
+    "grpo": {"grpo"},
+    "sampling": {"grpo"},
+    "training": {"grpo", "sampling"},
+    "serving": {"grpo"},
+    "tasks": set(),
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_room_imports_only_what_it_may(module):
+    here = room(module)
+    for other in IMPORTS[module] & MODULES.keys():
+        allowed = room(other) in MAY[here] | {here}
+        fused = here in ("sampling", "training", "serving") and other == "grpo_loss_triton"
+        assert allowed or fused, f"{module} must not import {other}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("grpo.")])
+def test_packages_stay_in_their_process(module):
+    """The server needs no DeepSpeed, a worker neither that nor bottle; ranks meet in training."""
+    kept = {"torch.distributed": "training", "deepspeed": "training"}
+    kept |= {"bottle": "serving", "waitress": "serving", "sqlite3": "serving"}
+    for package, where in kept.items():
+        used = any(i == package or i.startswith(f"{package}.") for i in IMPORTS[module])
+        assert not used or room(module) == where, f"{module} must not import {package}"
+
+
+def test_there_are_no_circles():
+    seen = {}
+
+    def visit(module, path):
+        assert seen.get(module) != "open", f"a circle: {[*path, module]}"
+        if module not in seen:
+            seen[module] = "open"
+            for other in IMPORTS[module] & MODULES.keys():
+                visit(other, [*path, module])
+            seen[module] = "done"
+
+    for module in MODULES:
+        visit(module, [])
+
+
+QUIET = """
+import importlib, pathlib, sys, threading
+before = set(pathlib.Path().iterdir())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+assert set(pathlib.Path().iterdir()) == before
+assert threading.active_count() == 1, threading.enumerate()
+"""
+
+
+def test_importing_does_nothing_but_define(tmp_path):
+    """It prints nothing, starts no thread, writes no file and reads no argument."""
+    names = [m for m in MODULES if not m.startswith("tasks") and m != "test_qiudao"]
+    command = [sys.executable, "-c", QUIET, *names]
+    settings = {"cwd": tmp_path, "env": {"PYTHONPATH": str(ROOT)}, "capture_output": True}
+    done = subprocess.run(command, check=False, text=True, **settings)
+    assert done.returncode == 0 and done.stdout == "", done.stdout + done.stderr
