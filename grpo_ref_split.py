@@ -6,21 +6,22 @@
     python grpo_ref_split.py worker        # anywhere else: samples for the trainer (PUBLISH_STEPS)
 
 Edit the constants below. A preset is a Python file that imports this one, sets its constants and
-calls main(); demo.py is an example. The file reads in the order in which data flows: a rollout
-(sampling, rewards: rollout.py), upload, fetch with reference log-probs, advantages, loss, step;
-report.py evaluates and logs, checkpoint.py saves.
+calls main(); demo.py is an example. The file reads in the order in which data flows: sample groups
+and exchange them, make sequences with advantages and weights, loss and gradient, the update, the
+loop. Functions marked "Collective" are called by all ranks together, and marked where they are.
 
 GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completion's advantage is its
 reward, centred and scaled within the G completions of its prompt. Where we deviate from the paper:
   - every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch;
   - the log-probs of the first of UPDATES_PER_ROLLOUT updates serve as the old ones (the ratio is
-    exactly 1), as they come for free; the sampler's own travel along and must agree with them. What
-    workers sampled is older, or computed otherwise: there the old log-probs are the sampler's;
-  - groups without spread in correctness are left out and replaced (DAPO, 2503.14476, sec. 3.2).
+    exactly 1), as they come for free; the sampler's must agree with them. Workers sample with an
+    older policy: there the old log-probs are the sampler's own;
+  - groups whose completions are all right or all wrong are left out and replaced (DAPO, 2503.14476,
+    sec. 3.2): their advantages are 0.
 
-Symbols: B sequences of a micro-batch, G completions of a group, P prompt and T completion tokens,
-N completion tokens that are trained, V ids of the tokenizer. A `step` is one optimiser update, or
-an attempt that found nothing to train.
+Symbols: G completions of a group, P prompt and T completion tokens, B sequences (a prompt and one
+completion) of a micro-batch, N their completion tokens, V ids of the tokenizer, H hidden size. A
+`step` is one optimiser update, or an attempt that found nothing to train.
 """
 
 import math
@@ -29,9 +30,10 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
 
-# Before torch: on a CPU its threads else spin for long when they wait. Where another process wants
-# the core, a step then takes ten times as long (benchmarks/results/wait_policy.md)
+# Before torch: waiting threads would spin on a CPU. Where another process wants the core, a step
+# then takes ten times as long (benchmarks/results/wait_policy.md)
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
@@ -39,56 +41,42 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import grpo_loss_triton
-from grpo import loss as grpo_loss
-from grpo.client import RefServer
+from grpo import loss as plain_loss
 from grpo.constants import arguments, check_names, usage
 from grpo.log import say
-from grpo.loss import group_advantages, token_weights
-from grpo.models import load_tokenizer
-from grpo.proof import check_first_update, tilt_of
-from grpo.sampling.policy import load_policy
-from grpo.sampling.recipe import Recipe, check_rewards, load_prompts, load_task
-from grpo.sampling.rollout import Stream, make_group, rollout, tally_of
+from grpo.packing import plan_turns
+from grpo.proof import check_first_update
+from grpo.sampling.rollout import make_group, rollout, tally_of
+from grpo.sampling.start import load_split, make_policy, prepare
 from grpo.sampling.upload import Uploader
 from grpo.stop import stop
-from grpo.training import checkpoint
-from grpo.training.checkpoint import check_run_dir, leads, lock_run, open_run
+from grpo.training import checkpoint, exchange
 from grpo.training.checks import check_constants, constants_of
-from grpo.training.engine import join_ranks, start_engine, take_step, training_threads
-from grpo.training.exchange import Exchange, all_ranks_groups, micro_batches
+from grpo.training.engine import cpu_threads, join_ranks, take_step
 from grpo.training.liveness import Heartbeats, meet, watch_launcher
-from grpo.training.metrics import (
-    Clock,
-    Page,
-    RunFolder,
-    any_rank,
-    evaluate,
-    rollout_metrics,
-    say_parts,
-    show,
-    why_idle,
-)
-from grpo.training.publish import Followers
-from grpo.wire import tokenizer_facts
+from grpo.training.metrics import any_rank, evaluate, rollout_metrics, say_parts, show, why_idle
+from grpo.training.start import start_run
+from grpo.training.token_stats import TokenStats
+from grpo.wire import check_group
 
 # --- What to train ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # any AutoModelForCausalLM: hub name or folder
 TASK = "gsm8k"  # tasks/gsm8k.py: data, prompt and rewards; copy it to make your own
-RUN_DIR = "runs/gsm8k"  # checkpoints, metrics.jsonl, samples.jsonl; a run there goes on (RESUME)
+RUN_DIR = "runs/gsm8k"  # checkpoints, metrics.jsonl, samples.jsonl; a run there resumes (RESUME)
 REF_SERVER = "http://127.0.0.1:59875"  # on another machine: its address, and GRPO_TOKEN on both
 
-# --- Rollouts -----------------------------------------------------------------------
+# --- Rollouts (in brackets: TRL's names) ---------------------------------------------
 PROMPTS_PER_STEP = 28  # over all ranks, best a multiple of them; each gives GROUP_SIZE sequences
-GROUP_SIZE = 8  # G: completions per prompt; advantages are normalised within the group
+GROUP_SIZE = 8  # G: completions per prompt, compared with each other (num_generations)
 MAX_PROMPT_TOKENS = 512  # longer prompts are left out, and counted at the start
-MAX_COMPLETION_TOKENS = 512  # longer ones are cut, and their last token is then not EOS
+MAX_COMPLETION_TOKENS = 512  # longer ones are cut: truncated (max_completion_length)
 STOP_TOKENS = ["<|im_end|>"]  # end a completion too, beside EOS; unknown ones are ignored
 TEMPERATURE = 1.0  # for sampling and for every log-prob; ref_server.py must agree
-SAMPLE_BATCH = 64  # completions sampled at once by a rank: more is faster, and holds more KV cache
-MASK_TRUNCATED = True  # cut completions count in the baseline, but their tokens are not trained
+SAMPLE_BATCH = 64  # completions sampled at once by a rank: more is faster, and takes more KV cache
+MASK_TRUNCATED = True  # truncated completions count in the group's mean, but are not trained
 SKIP_FLAT_GROUPS = True  # leave out groups that are all right or all wrong, and sample others
-MAX_REFILLS = 4  # rounds of such sampling in a step; after that the step makes do with fewer groups
-OUTCOME = "correctness"  # the reward that says right (> 0) or wrong: accuracy, and what is flat
+MAX_REFILLS = 4  # rounds of such sampling in a step; after that the step has fewer groups
+OUTCOME = "correctness"  # the reward that says right (> 0) or wrong: accuracy, and flat groups
 # At (2, 1) a right answer in the wrong format (+1) beats a wrong one in the right format (-0.75);
 # at (1, 1), simple_GRPO's scale, it does not (0 against 0.25).
 REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0}
@@ -96,24 +84,24 @@ REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0}
 # --- Loss ---------------------------------------------------------------------------
 LOSS_TYPE = "grpo"  # token weights: grpo (mean per sequence), dapo (per token), dr_grpo (constant)
 ADVANTAGE_STD = True  # False: centred only, without the bias to easy and hard prompts (Dr. GRPO)
-CLIP_LOW = 0.2  # the ratio's gradient stops below 1 - CLIP_LOW ...
-CLIP_HIGH = 0.2  # ... and above 1 + CLIP_HIGH; 0.28 leaves rare tokens more room (DAPO)
-KL_BETA = 0.04  # weight of the KL to the reference; 0 needs no reference and no server
+CLIP_LOW = 0.2  # the ratio has no gradient below 1 - CLIP_LOW ... (epsilon)
+CLIP_HIGH = 0.2  # ... and above 1 + CLIP_HIGH; 0.28 leaves rare tokens more room (epsilon_high)
+KL_BETA = 0.04  # weight of the KL to the reference; 0 needs no reference and no server (beta)
 UNBIASED_KL = False  # the KL's estimate times the ratio, for an unbiased gradient (DeepSeek-V3.2)
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
-RATIO_LEVEL = "token"  # or "sequence" (GSPO; then CLIP_LOW and CLIP_HIGH are some 1e-4)
-IS_CAP = 2.0  # bounds what a token's probability may have grown by since it was sampled; 0: off
-UPDATES_PER_ROLLOUT = 1  # mu: optimiser updates on each rollout; clipping acts from the second on
+RATIO_LEVEL = "token"  # or "sequence" (GSPO; CLIP_LOW and CLIP_HIGH are then some 1e-4)
+IS_CAP = 2.0  # truncated importance sampling: cap on p_trainer / p_sampler; 0: off
+UPDATES_PER_ROLLOUT = 1  # optimiser updates on each rollout; clipping acts from 2 (num_iterations)
 
-# --- Workers, and a reference that follows: 0 is off --------------------------------
+# --- Workers, and a reference that is refreshed: 0 is off ------------------------------
 PUBLISH_STEPS = 0  # 1: publish the policy every so many steps, for workers on other machines
 TRAINER_SAMPLES = True  # the ranks sample what workers have not; False: workers alone sample
 MAX_STALENESS = 4  # groups sampled by a policy more updates ago than this are dropped
-RECOMPUTE_OLD_LOGPS = False  # of workers' groups: as of the first update, and weighed up to IS_CAP
+RECOMPUTE_OLD_LOGPS = False  # workers' groups take the first update's old log-probs, and IS_CAP
 REFERENCE_REFRESH_STEPS = 0  # make the policy the reference every so many steps (iterative GRPO)
 
 # --- Optimisation -------------------------------------------------------------------
-STEPS = 500  # optimiser updates
+STEPS = 500  # optimiser updates (max_steps)
 LEARNING_RATE = 1e-6  # LoRA wants some 10 to 20 times as much
 LORA_RANK = 0  # 16 or 32: train adapters of that rank, and keep the model itself frozen
 WARMUP_STEPS = 10  # linear from 0
@@ -125,189 +113,184 @@ SEED = 0
 
 # --- Memory: lower these first when out of memory -----------------------------------
 MICRO_BATCH_TOKENS = 8_192  # padded tokens per forward/backward; does not change the gradient
-FUSED_LOSS = True  # head and loss in chunks (grpo_loss_triton.py); False holds all logits
+FUSED_LOSS = True  # LM head and loss in chunks (grpo_loss_triton.py); False holds all logits
 SHARE_PROMPTS = True  # a group's prompt runs once, and not GROUP_SIZE times; same gradient
 GRADIENT_CHECKPOINTING = True  # recomputes activations in the backward: a third slower, far smaller
-OFFLOAD_OPTIMIZER = False  # master weights, Adam states and its step in CPU memory
-CPU_THREADS = 0  # of forward and backward on a CPU; 0: the ranks' share of its cores, or one less
+OFFLOAD_OPTIMIZER = False  # master weights, Adam states and the update in CPU memory
+CPU_THREADS = 0  # of forward and backward on a CPU; 0: the cores over the ranks
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
 # --- Run ----------------------------------------------------------------------------
 EVAL_STEPS = 50  # greedy accuracy at step 0, every so many steps, and at the end
 EVAL_SPLIT = "test"
 EVAL_QUESTIONS = 512  # the first so many of the split
-STOP_ACCURACY = (
-    1.01  # stop when an evaluation reaches it; then report on questions not in EVAL_SPLIT
-)
-SAVE_STEPS = 100  # a checkpoint is the model, and 12 bytes a trained parameter to go on from it
+STOP_ACCURACY = 1.01  # stop when an evaluation reaches it; report on another split than EVAL_SPLIT
+SAVE_STEPS = 100  # a checkpoint is the model, and 12 bytes a trained parameter to resume from it
 KEEP_CHECKPOINTS = 2  # the newest; older ones are deleted
-RESUME = True  # go on from RUN_DIR's newest checkpoint; False: RUN_DIR must not hold a run
+RESUME = True  # resume from RUN_DIR's newest checkpoint; False: RUN_DIR must not hold a run
 SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
 WAIT_LIMIT_SECONDS = 600  # without a sign of the server or another rank: then the run ends
-REWARD_TIMEOUT_SECONDS = 60  # for the rewards of a group, after which the run ends with an error
+REWARD_TIMEOUT_SECONDS = 60  # for the rewards of a group; then the run ends with an error
 MAX_BAD_STEPS = 5  # steps in a row with a gradient that is not finite: skipped, then the run ends
 IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run ends
 
 
-# --- What is sampled ----------------------------------------------------------------
-def load_split(task, split, tokenizer):
-    """-> [(index, item, prompt_ids)] of the task's questions."""
-    return load_prompts(TASK, task, split, tokenizer, MAX_PROMPT_TOKENS)
+# --- Sample and exchange --------------------------------------------------------------
+def sample_and_exchange(run):
+    """Collective: returns (groups, metrics, flat): what all ranks train next; what was sampled, in
+    numbers; [one] of this rank's groups that are left out, to be looked at, or [].
 
-
-def make_recipe(task, prompts):
-    """-> what is sampled and how it is rewarded, for this process and to compare with others'."""
-    return Recipe(
-        task_name=TASK,
-        task=task,
-        prompts=prompts,
-        group_size=GROUP_SIZE,
-        sample_batch=SAMPLE_BATCH,
-        max_prompt_tokens=MAX_PROMPT_TOKENS,
-        max_completion_tokens=MAX_COMPLETION_TOKENS,
-        temperature=TEMPERATURE,
-        reward_weights=REWARD_WEIGHTS,
-        outcome=OUTCOME,
-        skip_flat_groups=SKIP_FLAT_GROUPS,
-        max_refills=MAX_REFILLS,
-        seed=SEED,
-        stop_tokens=STOP_TOKENS,
-        reward_timeout_seconds=REWARD_TIMEOUT_SECONDS,
-    )
-
-
-# --- Rollout and exchange -----------------------------------------------------------
-def rollout_step(policy, recipe, stream, exchange, run, step, clock):
-    """-> (groups, metrics, flat): what all ranks will train after `step` updates; `flat` is [one]
-    of the groups that this rank sampled and left out, to be looked at, or [].
-
-    What workers have ready comes first; the ranks sample the rest, and upload it while they sample
-    on. Their own groups come back without the reference's log-probs: those arrive in accumulate().
+    Workers' groups come first; the ranks sample what is missing, and upload it while they sample.
+    Their own groups come without the reference's log-probs: those arrive in accumulate().
     """
-    rank, world, server = dist.get_rank(), dist.get_world_size(), exchange and exchange.server
-    theirs, mine, left_out, count, oldest = [], [], [], Counter(), step - MAX_STALENESS
+    step, recipe, clock = run.progress.step, run.recipe, run.clock
+    oldest, theirs = step - MAX_STALENESS, []
     if PUBLISH_STEPS:
         with clock.part("wait"):
-            wait = not TRAINER_SAMPLES
-            theirs = exchange.workers_groups(PROMPTS_PER_STEP, step=step, oldest=oldest, wait=wait)
+            theirs = exchange.take_workers_groups(  # collective
+                run.inbox, PROMPTS_PER_STEP, step=step, oldest=oldest, wait=not TRAINER_SAMPLES
+            )
     missing = PROMPTS_PER_STEP - len(theirs) if TRAINER_SAMPLES else 0
+    rank, world = dist.get_rank(), dist.get_world_size()
     share = missing // world + (rank < missing % world)
-    pools = bool(server and server.regroups)
-    uploader = Uploader(server.twin()) if KL_BETA or pools else None
-    seed, began = (SEED * 1_000_003 + step) * 4096 + rank, time.perf_counter()
-    groups_of_rank = rollout(policy, recipe, stream, count, share=share, seed=seed)
-    for number, (sampled, flat) in enumerate(groups_of_rank):
-        names = {"id": f"{step:06d}-{rank:04d}-{number:04d}", "run": run, "version": step}
-        names |= {"sampler": "trainer", "outcome": OUTCOME, "skipped": {}}  # flat: counted here
-        group, of_use = make_group(sampled, **names), not (flat and SKIP_FLAT_GROUPS)
-        if of_use:
-            mine.append(group)
-        else:
-            left_out = [group]
-        if pools if not of_use else KL_BETA:
-            uploader.put(group, pool=not of_use, oldest=oldest)
-    sampling = time.perf_counter() - began - count["seconds_reward"]
-    clock.parts += Counter(sample=sampling, reward=count["seconds_reward"])
+    mine, flat, regrouped, count = sample_share(run, share, oldest)
     with clock.part("wait"):
-        ours = all_ranks_groups(mine, uploader, exchange, step=step, oldest=oldest, scored=KL_BETA)
-    if rank == 0:  # the ranks have the same groups: counted once, with the flat ones left out
+        ours = exchange.gather_groups(mine)  # collective
+        run.reference.expect([g.id for g in ours] if KL_BETA else [], step=step, oldest=oldest)
+        if run.server and run.server.regroups:
+            ours += exchange.take_regrouped(run.inbox, regrouped)  # collective
+    if rank == 0:  # all ranks have these: counted once
         for group in theirs:
             count.update(tally_of(recipe, group))
     groups = sorted(theirs + ours, key=lambda group: group.id)
-    metrics = rollout_metrics(count, recipe)
+    metrics = rollout_metrics(count, recipe)  # collective
     seconds = clock.parts["sample"] if share else clock.parts["wait"]  # waiting for workers
     metrics["tokens_per_second"] = metrics["tokens_sampled"] / max(seconds, 1e-9)
     if PUBLISH_STEPS:
-        metrics |= exchange.staleness(groups, step)
-    return groups, metrics, left_out
+        metrics |= exchange.staleness(run.inbox, groups, step)
+    return groups, metrics, flat[-1:]
 
 
-# --- Rows to train ---------------------------------------------------------
+def sample_share(run, share, oldest):
+    """Samples this rank's `share` of groups, and uploads what the server is to score, while it
+    samples. Returns (usable groups, flat groups, ids of regrouped ones, counts)."""
+    rank, step, clock, count = dist.get_rank(), run.progress.step, run.clock, Counter()
+    regroups = bool(run.server and run.server.regroups)
+    uploader = Uploader(run.server.twin()) if KL_BETA or regroups else None
+    seed, began = (SEED * 1_000_003 + step) * 4096 + rank, time.perf_counter()
+    sampled = rollout(run.policy, run.recipe, run.stream, count, share=share, seed=seed)
+    mine, left_out = [], []
+    for number, (completions, flat) in enumerate(sampled):
+        group = make_group(
+            completions,
+            id=f"{step:06d}-{rank:04d}-{number:04d}",
+            run=run.progress.run,
+            version=step,
+            sampler="trainer",
+            outcome=OUTCOME,
+            skipped={},  # flat groups are counted here
+        )
+        if flat and SKIP_FLAT_GROUPS:
+            left_out.append(group)
+            if regroups:
+                uploader.put(group, pool=True, oldest=oldest)
+            continue
+        mine.append(group)
+        if KL_BETA:
+            uploader.put(group, pool=False, oldest=oldest)
+        else:
+            check_group(group, None, None)  # as the server does
+    sampling = time.perf_counter() - began - count["seconds_reward"]
+    clock.parts += Counter(sample=sampling, reward=count["seconds_reward"])
+    with clock.part("wait"):
+        regrouped = exchange.finish_uploads(uploader) if uploader else []
+    return mine, left_out, regrouped, count
+
+
+# --- Sequences to train ---------------------------------------------------------------
 @dataclass
-class Row:
-    """One sequence to train."""
+class Sequence:
+    """A prompt and one of its completions, with all that the loss needs of it."""
 
     group: str  # the id of its group
     number: int  # which of the group's completions it is
     prompt: list[int]
     completion: list[int]
     sampler_logps: torch.Tensor  # (T,)
-    ref_logps: torch.Tensor | None  # (T,); None: not here yet, or there is no reference
+    ref_logps: torch.Tensor | None  # (T,); None: not here yet, or KL_BETA is 0
     advantage: float
     weight: float = 0.0  # of each token
     old_logps: torch.Tensor | None = None  # (T,); None: those of the first update on the rollout
 
 
 def advantages_of(group):
-    """-> advantages (G,) of a group's weighted rewards."""
+    """Returns the advantages (G,) of a group's weighted rewards."""
     assert group.reward_names == list(REWARD_WEIGHTS), group.reward_names
     weighted = group.rewards @ torch.tensor(list(REWARD_WEIGHTS.values()))
-    return group_advantages(weighted, scale_by_std=ADVANTAGE_STD)
+    return plain_loss.group_advantages(weighted, scale_by_std=ADVANTAGE_STD)
 
 
-def make_rows(groups, step):
-    """-> the rows of a step's groups, with weights; without the truncated if MASK_TRUNCATED.
-
-    A truncated completion still counts in its group's mean, and in the number of sequences. If any
-    group is older than `step`, or a worker's, the sampler's log-probs are the old ones for all.
-    """
-    rows = []
+def is_off_policy(groups, step):
+    """Whether any group was sampled by another policy than that after `step` updates, or by a
+    worker, whose log-probs are computed otherwise. Then the sampler's are the old ones for all."""
     ours = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
-    old_are_sampled = not (ours or RECOMPUTE_OLD_LOGPS)
+    return not (ours or RECOMPUTE_OLD_LOGPS)
+
+
+def make_sequences(groups, off_policy):
+    """Returns the sequences of a step's groups; without the truncated if MASK_TRUNCATED: those
+    still count in their group's mean, and in the number of sequences."""
+    sequences = []
     for group in groups:
-        advantages = advantages_of(group).tolist()
-        ids, logps = (group.completions(x) for x in (group.completion_ids, group.sampler_logps))
-        there = KL_BETA and group.ref_logps is not None
-        refs = group.completions(group.ref_logps) if there else [None] * len(ids)
-        for i, truncated in enumerate(group.truncated.tolist()):
-            if not (truncated and MASK_TRUNCATED):
-                prompt, completion = group.prompt_ids.tolist(), ids[i].tolist()
-                row = Row(group.id, i, prompt, completion, logps[i], refs[i], advantages[i])
-                row.old_logps = logps[i] if old_are_sampled else None
-                rows.append(row)
-    lengths = torch.tensor([len(row.completion) for row in rows])
-    weights = token_weights(
+        ids = group.completions(group.completion_ids)
+        logps = group.completions(group.sampler_logps)
+        here = KL_BETA and group.ref_logps is not None
+        refs = group.completions(group.ref_logps) if here else [None] * len(ids)
+        for i, advantage in enumerate(advantages_of(group).tolist()):
+            if MASK_TRUNCATED and group.truncated[i]:
+                continue
+            prompt, completion = group.prompt_ids.tolist(), ids[i].tolist()
+            old_logps = logps[i] if off_policy else None
+            sequence = Sequence(group.id, i, prompt, completion, logps[i], refs[i], advantage)
+            sequences.append(replace(sequence, old_logps=old_logps))
+    lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
+    weights = plain_loss.token_weights(
         lengths,
         loss_type=LOSS_TYPE,
         sequences=sum(len(group.completion_lengths) for group in groups),
         tokens=int(lengths.sum()),
         max_completion_tokens=MAX_COMPLETION_TOKENS,
     )
-    for row, weight in zip(rows, weights.tolist(), strict=True):
-        row.weight = weight
-    return rows
+    for sequence, weight in zip(sequences, weights.tolist(), strict=True):
+        sequence.weight = weight
+    return sequences
 
 
-# --- Loss ---------------------------------------------------------------------------
-sum_names = ("loss", "tokens", "ratio", "kl", "clip_low", "clip_high", "mismatch", "entropy")
-sum_names += ("sampler_ratio", "sampler_k3", "tilt", "surprise")
+# --- Loss and gradient ------------------------------------------------------------------
+def batch_loss(head, hidden, ids, batch, vocab_size, *, scale, off_policy):
+    """Returns (loss, stats) of a micro-batch's B sequences: `scale` times their part of the step's
+    loss, and tensors (N,) of their tokens, by name; see grpo/loss.py.
 
-
-def micro_batch_loss(model, rows, vocab_size, *, scale, score=lambda: None):
-    """-> (loss, sums, worst): `scale` times the rows' part of the step's loss; sums over their
-    tokens, by sum_names; the largest difference to a sampler's log-prob, and ratio to its
-    probability. `score` is called when the rows need the reference's log-probs: after the forward.
+    `hidden` (N, H) are the states that predict the completions' `ids` (N,); `head` is (V', H).
     """
-    hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
-    score()
-    lengths = torch.tensor([len(row.completion) for row in rows])
+    lengths = [len(s.completion) for s in batch]
 
-    def spread(values):  # one for each row -> one for each of its tokens
-        return torch.tensor(values).repeat_interleave(lengths).to(ids.device)
+    def per_token(values):  # (B,) -> (N,)
+        return torch.tensor(values).repeat_interleave(torch.tensor(lengths)).to(ids.device)
 
-    def joined(parts):
+    def joined(parts):  # B tensors (T,) -> (N,)
         return torch.cat(parts).to(ids.device)
 
-    # At the first update the old policy is this one: its log-probs are the loss's own, for free
-    first, sampler_logps = rows[0].old_logps is None, joined([row.sampler_logps for row in rows])
-    loss, stats = (grpo_loss_triton if FUSED_LOSS else grpo_loss).grpo_loss(
+    first_update = batch[0].old_logps is None
+    sampler_logps = joined([s.sampler_logps for s in batch])
+    loss, stats = (grpo_loss_triton if FUSED_LOSS else plain_loss).grpo_loss(
         hidden,
-        getattr(model, "module", model).head,  # DeepSpeed wraps the model
+        head,
         ids,
-        None if first else joined([row.old_logps for row in rows]),
-        joined([row.ref_logps for row in rows]) if KL_BETA else None,
-        spread([row.advantage for row in rows]),
-        spread([row.weight * scale for row in rows]),
+        None if first_update else joined([s.old_logps for s in batch]),  # None: the loss's own
+        joined([s.ref_logps for s in batch]) if KL_BETA else None,
+        per_token([s.advantage for s in batch]),
+        per_token([s.weight * scale for s in batch]),
         temperature=TEMPERATURE,
         vocab_size=vocab_size,
         clip_low=CLIP_LOW,
@@ -317,272 +300,227 @@ def micro_batch_loss(model, rows, vocab_size, *, scale, score=lambda: None):
         unbiased_kl=UNBIASED_KL,
         sampler_logps=sampler_logps,
         is_cap=IS_CAP,
-        # if the old log-probs are the sampler's that weight is 1, and the ratio itself is bounded
-        ratio_cap=IS_CAP if rows[0].old_logps is rows[0].sampler_logps else 0.0,
-        sequences=spread(list(range(len(rows)))) if RATIO_LEVEL == "sequence" else None,
+        # off-policy that weight is 1, as the old log-probs are the sampler's: bound the ratio
+        ratio_cap=IS_CAP if off_policy else 0.0,
+        sequences=per_token(list(range(len(batch)))) if RATIO_LEVEL == "sequence" else None,
     )
-    if first:
-        for row, part in zip(rows, stats["logps"].cpu().split(lengths.tolist()), strict=True):
-            row.old_logps = part
-    gap = stats["logps"] - sampler_logps
-    stats |= {"mismatch": gap.abs(), "sampler_ratio": gap.exp(), "sampler_k3": gap.expm1() - gap}
-    # A sampler at (1 + x) times the temperature finds log-probs that are x (logp + entropy) off, to
-    # first order: x is the slope of the gap on that, from which noise, however large, averages out
-    surprise = stats["logps"] + stats["entropy"]
-    stats |= {"tilt": gap * surprise, "surprise": surprise**2}
-    stats |= {"loss": loss.detach()[None] / scale, "tokens": torch.ones_like(ids)}
-    sums = torch.stack([stats[name].sum().double() for name in sum_names])
-    return loss, sums, torch.stack([stats["mismatch"].max(), stats["sampler_ratio"].max()])
+    if first_update:  # its log-probs are the old ones of the next
+        for sequence, logps in zip(batch, stats["logps"].cpu().split(lengths), strict=True):
+            sequence.old_logps = logps
+    return loss, stats | {"sampler_logps": sampler_logps}
 
 
-# --- Step ---------------------------------------------------------------------------
-def make_engine(policy):
-    """-> DeepSpeed's engine round the policy; see engine.py."""
-    if policy.model.device.type == "cpu":
-        threads = training_threads(CPU_THREADS)
-        say(f"on a CPU: {threads} threads of each rank for forward and backward")
-    return start_engine(
-        policy,
-        learning_rate=LEARNING_RATE,
-        adam_betas=ADAM_BETAS,
-        weight_decay=WEIGHT_DECAY,
-        max_grad_norm=MAX_GRAD_NORM,
-        share_prompts=SHARE_PROMPTS,
-        gradient_checkpointing=GRADIENT_CHECKPOINTING,
-        offload_optimizer=OFFLOAD_OPTIMIZER,
-        wait_limit_seconds=WAIT_LIMIT_SECONDS,
-    )
+def accumulate(engine, sequences, vocab_size, reference, *, off_policy):
+    """Collective: accumulates the gradient of a step's sequences; returns means over its tokens.
+
+    The weights already divide by the whole step's counts, so parts add up: to a gradient that is
+    the same for 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4, in any order.
+    """
+    rank, world, stats = dist.get_rank(), dist.get_world_size(), TokenStats(engine.device)
+    turns = plan_turns(sequences, engine.module.shares, rank, world, MICRO_BATCH_TOKENS)
+    for done, turn in enumerate(reference.in_order_of_arrival(turns), start=1):  # collective
+        engine.set_gradient_accumulation_boundary(done == len(turns))
+        batch = turn.batch
+        hidden, ids = engine([s.prompt for s in batch], [s.completion for s in batch])
+        if KL_BETA:
+            reference.wait_for(turn.groups)  # collective
+            reference.complete(batch)
+        # ZeRO-2 takes the mean over the ranks, and we want the sum: so the scale
+        head = engine.module.head
+        loss, per_token = batch_loss(
+            head, hidden, ids, batch, vocab_size, scale=world, off_policy=off_policy
+        )
+        if turn.counts:
+            stats.add(loss / world, per_token)
+        # A loss that is not finite must not train by a gradient that happens to be: DeepSpeed
+        # skips the step, on all ranks, if any part of the gradient is not
+        loss = loss * torch.where(loss.detach().isfinite(), float(turn.counts), torch.nan)
+        engine.backward(loss)  # collective
+    return stats.means()  # collective
 
 
+# --- Update -------------------------------------------------------------------------
 def learning_rate(step):
-    """-> the rate of update number `step` (from 1): linear warm-up, linear decay to FINAL_LR."""
+    """Returns the rate of update `step` (from 1): linear warm-up, then linear decay to FINAL_LR."""
     warm = min(1.0, step / max(WARMUP_STEPS, 1))
     done = max(0, step - WARMUP_STEPS) / max(1, STEPS - WARMUP_STEPS)
     return LEARNING_RATE * warm * (1 - (1 - FINAL_LR) * done)
 
 
-def accumulate(engine, rows, vocab_size, exchange=None, clock=None):
-    """Runs this rank's micro-batches forward and backward; -> the step's means over all ranks.
-
-    The weights already divide by the whole step's counts, so parts add up: to a gradient that is
-    the same for 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4, in any order.
-    """
-    shortest = min(rows, key=lambda row: len(row.completion))
-    filler = [replace(shortest, ref_logps=shortest.sampler_logps)]
-    sums = torch.zeros(len(sum_names), dtype=torch.float64, device=engine.device)
-    worst, before = torch.zeros(2, device=engine.device), torch.get_num_threads()
-    cut = {"budget": MICRO_BATCH_TOKENS, "threads": training_threads(CPU_THREADS)}
-    cut["own_cores"] = bool(CPU_THREADS)
-    for mine, last, score in micro_batches(rows, engine, exchange, clock or Clock(), **cut):
-        engine.set_gradient_accumulation_boundary(last)
-        # ZeRO-2 takes the mean over ranks; we want the sum
-        settings = {"scale": dist.get_world_size(), "score": score}
-        loss, parts, mismatch = micro_batch_loss(engine, mine or filler, vocab_size, **settings)
-        # A loss that is not finite must not train by a gradient that happens to be: DeepSpeed
-        # skips the step, on all ranks, if any part of the gradient is not
-        loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
-        if mine:
-            sums, worst = sums + parts, torch.maximum(worst, mismatch)
-        else:
-            loss = loss * 0  # an empty micro-batch only takes part in the communication
-        engine.backward(loss)
-    torch.set_num_threads(before)
-    dist.all_reduce(sums)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return means_of(sums.tolist(), worst.tolist())
-
-
-def means_of(sums, worst):
-    """Returns metrics, means over the step's tokens, from what micro_batch_loss returns."""
-    means = dict(zip(sum_names, sums, strict=True))
-    loss, tokens = means.pop("loss"), means.pop("tokens")
-    tilt = tilt_of(means.pop("tilt"), means.pop("surprise"))
-    if not KL_BETA:
-        del means["kl"]  # not 0, but not known
-    means = {name: total / tokens for name, total in means.items()}
-    worst = dict(zip(("mismatch_max", "sampler_ratio_max"), worst, strict=True))
-    return {"loss": loss} | means | tilt | worst
-
-
-def optimise(engine, rows, vocab_size, step, exchange, clock):
-    """One optimiser update on the step's rows; -> its metrics, `skipped` among them."""
+def update(run, sequences, *, off_policy):
+    """Collective: one optimiser update on the sequences; returns its metrics. A gradient that is
+    not finite leaves the weights as they are ("skipped")."""
+    engine, rate = run.engine, learning_rate(run.progress.step)
     for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate(step)
-    with clock.part("backward"):
-        metrics = accumulate(engine, rows, vocab_size, exchange, clock)
-    with clock.part("step"):
-        metrics["grad_norm"] = take_step(engine)
-    metrics["learning_rate"] = learning_rate(step)
+        group["lr"] = rate
+    with run.clock.part("backward"), cpu_threads(CPU_THREADS):
+        metrics = accumulate(  # collective
+            engine, sequences, run.policy.vocab_size, run.reference, off_policy=off_policy
+        )
+    with run.clock.part("step"):
+        norm = take_step(engine)  # collective
+    if not KL_BETA:
+        del metrics["kl"]  # not 0, but not known
     # DeepSpeed's norm of a gradient that overflowed may also be -1
-    finite = math.isfinite(metrics["loss"]) and 0 <= metrics["grad_norm"] < math.inf
-    return metrics | {"skipped": int(not finite)}
+    finite = math.isfinite(metrics["loss"]) and 0 <= norm < math.inf
+    return metrics | {"grad_norm": norm, "learning_rate": rate, "skipped": int(not finite)}
 
 
-def check_update(update, policy, rows, groups, before, exchange, folder, progress):
-    """Ends the run where too many updates in a row were not finite, or where the first one, on
-    groups sampled after `before` updates, is not what theory says."""
-    if update["skipped"]:
-        folder.bad_step(progress, rows, update, limit=MAX_BAD_STEPS)
+def check_update(run, metrics, sequences, groups, before):
+    """Collective: ends the run after too many updates in a row that were not finite, or where the
+    first one, on groups sampled after `before` updates, is not what theory says."""
+    progress = run.progress
+    if metrics["skipped"]:
+        run.folder.bad_step(progress, sequences, metrics, limit=MAX_BAD_STEPS)  # collective
         return
     progress.bad = 0
-    # not where groups of a history that is no more are trained again
+    # not where a resumed run trains groups of a history that was undone
     if not progress.checked and all(group.policy_version <= before for group in groups):
-        reference = exchange and exchange.server.info
-        said = check_first_update(update, policy.dtype, reference, model=MODEL)
+        reference = run.server.info if run.server else None
+        said = check_first_update(metrics, run.policy.dtype, reference, model=MODEL)
         say(f"the first update is as it should be: {said}")
     progress.checked = True
 
 
-# --- Main ---------------------------------------------------------------------------
-constants = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
-
-
-def prepare(worker=False):
-    """-> (tokenizer, recipe, server): what trainer and workers begin with; `server` may be None for
-    a trainer."""
-    check_names(globals(), constants)
-    check_constants(globals())
-    task, tokenizer = load_task(TASK), load_tokenizer(MODEL)
-    recipe = make_recipe(task, load_split(task, "train", tokenizer))
-    check_rewards(recipe)
-    needed = KL_BETA or PUBLISH_STEPS or worker
-    server = RefServer(REF_SERVER, WAIT_LIMIT_SECONDS) if needed else None
-    if server:
-        server.check(MODEL, tokenizer_facts(tokenizer) | {"temperature": TEMPERATURE})
-    return tokenizer, recipe, server
-
-
-def make_policy(tokenizer):
-    """-> the Policy. SystemExit where model and constants do not fit."""
-    torch.manual_seed(SEED)  # adapters begin with random numbers
-    policy = load_policy(MODEL, tokenizer, DTYPE, STOP_TOKENS, LORA_RANK)
-    policy.check_context(MAX_PROMPT_TOKENS, MAX_COMPLETION_TOKENS)
-    say(f"{MODEL} in {policy.dtype}; completions end at {policy.stops()}")
-    return policy
-
-
-def make_followers(policy, recipe, exchange):
-    """-> what hands the policy on, to workers and as the reference; see policy_sync.py."""
-    # Groups that wait or are being sampled: when they are trained, so many updates have been made
-    rollouts = max(1, (MAX_STALENESS - PUBLISH_STEPS) // UPDATES_PER_ROLLOUT)
-    fixed = {"capacity": PROMPTS_PER_STEP * rollouts, "scored": bool(KL_BETA)}
-    steps = {"publish_steps": PUBLISH_STEPS, "refresh_steps": REFERENCE_REFRESH_STEPS}
-    return Followers(policy, recipe, exchange, max_staleness=MAX_STALENESS, **steps, **fixed)
-
-
-def main():
-    check_run_dir(RUN_DIR, RESUME)
-    watch_launcher()
-    tokenizer, recipe, server = prepare()
-    test = load_split(recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
-    join_ranks(WAIT_LIMIT_SECONDS)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    heartbeats = Heartbeats(rank, world, WAIT_LIMIT_SECONDS)
-    lock = lock_run(RUN_DIR) if leads(RUN_DIR) else None  # until it is closed, at the end
-    policy = make_policy(tokenizer)
-    engine = make_engine(policy)
-    # Workers begin with the seed's order too: the ranks go through another
-    stream = Stream(recipe.prompts, f"{SEED}/trainer" if PUBLISH_STEPS else SEED, rank, world)
-    progress = open_run(RUN_DIR, globals(), engine, stream, server)
-    exchange = Exchange(server, progress.run, WAIT_LIMIT_SECONDS) if server else None
-    followers = make_followers(policy, recipe, exchange)
-    followers.begin(progress, model=MODEL, run_dir=RUN_DIR)
-    # nobody samples before the server has undone what came after the checkpoint
-    meet("the other ranks (rank 0 resumes the run at the server)")
-    with stop.listening():
-        asked, why = train(policy, engine, recipe, test, stream, exchange, followers, progress)
-    # Not where it failed or was stopped: it may go on, and its workers and groups wait for that
-    if server and rank == 0 and not asked:
-        server.end(progress.run)  # its workers need not wait for it
-    meet("the other ranks (rank 0 ends the run at the server)")
-    heartbeats.stop()
-    dist.barrier()  # rank 0 keeps the store by which they meet: it leaves when all have left that
-    dist.destroy_process_group()
-    if lock:
-        lock.close()
-    if asked:
-        raise SystemExit(
-            f"ended by {stop.asked or 'a signal'} after step {progress.step}, which is saved:"
-            " started again the run goes on"
-        )
-    if progress.idle >= IDLE_LIMIT:
-        raise SystemExit(
-            f"nothing to train for {progress.idle} steps, in the last one {why}. Read"
-            f" {RUN_DIR}/samples.jsonl: is TASK = {TASK!r} too easy, too hard, or judged wrongly?"
-        )
-
-
-def train(policy, engine, recipe, test, stream, exchange, followers, progress):
-    """The run: rollouts, updates, evaluations, checkpoints, until its steps are made. -> whether
-    it ends before that, as a rank was asked to; why its newest step with nothing to train had so.
-    """
-    page = Page(exchange.server, progress.run) if exchange and dist.get_rank() == 0 else None
-    folder, laps, clock, p = RunFolder(RUN_DIR, page), [], Clock(), progress
+# --- The loop -----------------------------------------------------------------------
+def train(run):
+    """Collective: rollouts, updates, evaluations and checkpoints, until the run's steps are made.
+    Returns (asked, why): whether it ends before that, as a signal asked a rank to; and why the
+    newest step without anything to train had nothing."""
+    p, clock, laps, half_full, why = run.progress, run.clock, [], False, ""
     bar = tqdm(total=STEPS, initial=p.step, unit="step", disable=dist.get_rank() != 0)
-    half_full, why = False, ""
     while True:
-        due = p.passed(EVAL_STEPS, p.evaluated) or p.step >= STEPS and p.evaluated < p.step
-        asked = any_rank(stop.asked)
-        if due and not asked:
-            say(f"greedy evaluation on {len(test)} {EVAL_SPLIT} questions after step {p.step}")
-            evaluation = evaluate(policy, recipe, test)
-            asked = any_rank(stop.asked)  # then it is not whole, and due when the run goes on
-            if not asked:
-                p.accuracy = folder.log_evaluation(evaluation, p.step)
-                p.evaluated, p.best = p.step, max(p.best, p.accuracy)
-        done = p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
-        ends = done or asked
-        if p.saved < p.step and (ends or half_full or p.passed(SAVE_STEPS, max(p.saved, 0))):
-            save(p, policy, engine, stream, exchange)
+        asked = evaluate_if_due(run)  # collective
+        ends = asked or p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
+        due = half_full or p.passed(SAVE_STEPS, max(p.saved, 0))
+        if p.saved < p.step and (ends or due):
+            save(run)  # collective
         if ends:
             break
-        clock.lap()  # evaluations and checkpoints are no part of a step
-        groups, metrics, flat = rollout_step(policy, recipe, stream, exchange, p.run, p.step, clock)
-        rows, before, shown = make_rows(groups, p.step), p.step, groups or flat
-        folder.log_samples(policy, recipe, shown, advantages_of, p.step + 1, SAMPLES_PER_STEP)
-        p.idle = 0 if rows else p.idle + 1
-        if not rows:
-            why = why_idle(metrics, groups, recipe)
+        clock.lap()  # evaluations and checkpoints are not part of a step
+        before = p.step
+        groups, metrics, flat = sample_and_exchange(run)  # collective
+        off_policy = is_off_policy(groups, p.step)
+        sequences = make_sequences(groups, off_policy)
+        run.folder.log_samples(
+            run.policy, run.recipe, groups or flat, advantages_of, p.step + 1, SAMPLES_PER_STEP
+        )
+        p.idle = 0 if sequences else p.idle + 1
+        if not sequences:
+            why = why_idle(metrics, groups, run.recipe)
             say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {why}")
-        updates = min(UPDATES_PER_ROLLOUT, STEPS - p.step) if rows else 1
-        for n in range(updates):
-            p.step, update = p.step + 1, {}
-            if rows:
-                update = optimise(engine, rows, policy.vocab_size, p.step, exchange, clock)
-                check_update(update, policy, rows, groups, before, exchange, folder, p)
-            if n + 1 == updates:
-                half_full = exchange and exchange.trained(groups, before, clock)
-                followers.hand_on(p, before, clock)
+        updates = min(UPDATES_PER_ROLLOUT, STEPS - p.step) if sequences else 1
+        for number in range(1, updates + 1):
+            p.step, trained = p.step + 1, {}
+            if sequences:
+                trained = update(run, sequences, off_policy=off_policy)  # collective
+                check_update(run, trained, sequences, groups, before)  # collective
+            if number == updates:
+                if run.server:
+                    half_full = exchange.acknowledge(run.inbox, groups, before, clock)  # collective
+                run.publishing.publish_if_due(p, before, clock)
             laps.append(clock.lap())
-            first = metrics if n == 0 else {}
-            folder.log("metrics.jsonl", {"step": p.step} | first | update | laps[-1])
-            show(bar, metrics | update)
-        followers.follow(p, before, save=lambda: save(p, policy, engine, stream, exchange))
+            sampled = metrics if number == 1 else {}  # once for all updates on it
+            run.folder.log("metrics.jsonl", {"step": p.step} | sampled | trained | laps[-1])
+            show(bar, metrics | trained)
+        run.publishing.refresh_if_due(p, before, save=lambda: save(run))  # collective
     bar.close()
     if laps:
         say_parts(laps)
     elif not asked:
         say(f"the run in {RUN_DIR} has ended, at step {p.step}: for another choose another RUN_DIR")
-    followers.finish()
+    run.publishing.finish()
     return asked, why
 
 
-def save(progress, policy, engine, stream, exchange):
-    """Saves a checkpoint; the server may then forget what it covers."""
+def evaluate_if_due(run):
+    """Collective: evaluates at the beginning, every EVAL_STEPS and at the end. Returns whether any
+    rank was asked to end: then the evaluation is left out, and due when the run resumes."""
+    p = run.progress
+    asked = any_rank(stop.asked)  # collective
+    due = p.passed(EVAL_STEPS, p.evaluated) or p.step >= STEPS and p.evaluated < p.step
+    if asked or not due:
+        return asked
+    say(f"greedy evaluation on {len(run.questions)} {EVAL_SPLIT} questions after step {p.step}")
+    result = evaluate(run.policy, run.recipe, run.questions)  # collective
+    if any_rank(stop.asked):  # collective
+        return True
+    p.accuracy = run.folder.log_evaluation(result, p.step)
+    p.evaluated, p.best = p.step, max(p.best, p.accuracy)
+    return False
+
+
+def save(run):
+    """Collective: saves a checkpoint; the server may then forget the groups that it covers."""
+    progress = run.progress
     progress.saved = progress.step
-    state = {"step": progress.step, "progress": asdict(progress)}
-    state["constants"] = constants_of(globals())
-    checkpoint.save(RUN_DIR, policy, engine, stream, state, KEEP_CHECKPOINTS)
-    if exchange and dist.get_rank() == 0:
-        exchange.server.checkpoint(progress.run, progress.step)
+    state = {
+        "step": progress.step,
+        "progress": asdict(progress),
+        "constants": constants_of(vars(constants())),
+    }
+    checkpoint.save(  # collective
+        RUN_DIR, run.policy, run.engine, run.stream, state, KEEP_CHECKPOINTS
+    )
+    if run.inbox:
+        run.server.checkpoint(progress.run, progress.step)
+
+
+# --- Main ---------------------------------------------------------------------------
+def constants():
+    """Returns this file's constants as attributes, as a preset has set them."""
+    return SimpleNamespace(**{name: value for name, value in globals().items() if name.isupper()})
+
+
+known = frozenset(vars(constants()))  # a preset that sets another one has misspelt it
+
+
+def check():
+    """Returns the constants. SystemExit with a sentence for each that can't be."""
+    check_names(vars(constants()), known)
+    check_constants(vars(constants()))
+    return constants()
+
+
+def main():
+    c = check()
+    checkpoint.check_run_dir(RUN_DIR, RESUME)
+    watch_launcher()
+    tokenizer, recipe, server = prepare(c, needs_server=KL_BETA or PUBLISH_STEPS)
+    questions = load_split(c, recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
+    join_ranks(WAIT_LIMIT_SECONDS)  # collective
+    heartbeats = Heartbeats(dist.get_rank(), dist.get_world_size(), WAIT_LIMIT_SECONDS)
+    lock = checkpoint.lock_run(RUN_DIR) if checkpoint.leads(RUN_DIR) else None  # collective
+    run = start_run(c, tokenizer, recipe, questions, server)  # collective
+    with stop.listening():
+        asked, why = train(run)  # collective
+    if run.inbox and not asked:  # a run that was stopped, or failed, may resume: its workers wait
+        server.end(run.progress.run)
+    meet("the other ranks (rank 0 ends the run at the server)")  # collective
+    heartbeats.stop()
+    dist.barrier()  # collective: rank 0 keeps the store by which they meet, and leaves last
+    dist.destroy_process_group()
+    if lock:
+        lock.close()
+    if asked:
+        raise SystemExit(
+            f"ended by {stop.asked or 'a signal'} after step {run.progress.step}, which is saved:"
+            " started again the run resumes"
+        )
+    if run.progress.idle >= IDLE_LIMIT:
+        raise SystemExit(
+            f"nothing to train for {run.progress.idle} steps, in the last one {why}. Read"
+            f" {RUN_DIR}/samples.jsonl: is TASK = {TASK!r} too easy, too hard, or judged wrongly?"
+        )
 
 
 def worker():
-    """Samples for the trainer, until there is no run any more."""
+    """Samples for the trainer, until all runs have ended."""
     from grpo.sampling.worker import run_worker
 
-    tokenizer, recipe, server = prepare(worker=True)
-    run_worker(make_policy(tokenizer), server, recipe)
+    c = check()
+    tokenizer, recipe, server = prepare(c, needs_server=True)
+    run_worker(make_policy(c, tokenizer), server, recipe)
 
 
 if __name__ == "__main__":

@@ -191,9 +191,10 @@ def read_completion(output):
 def main():
     set_environment()  # vLLM must not take us for a rank
     import grpo_ref_split as trainer
+    from grpo.sampling.start import prepare
     from grpo.sampling.worker import run_worker
 
-    tokenizer, recipe, server = trainer.prepare(worker=True)
+    tokenizer, recipe, server = prepare(trainer.check(), needs_server=True)
     eos_ids = stop_ids(trainer.MODEL, tokenizer, trainer.STOP_TOKENS)
     dtype = choose_dtype(trainer.DTYPE, own_device())
     engine = VLLMEngine(

@@ -39,6 +39,9 @@ from grpo.packing import pack_by_tokens
 from grpo.sampling.decoders.shared_prompt import ROOM
 from grpo.sampling.policy import ALL, Policy
 from grpo.sampling.sampler import sample_groups
+from grpo.training.exchange import ReferenceLogps
+from grpo.training.metrics import Clock
+from grpo.training.start import make_engine
 
 # --- What is computed ---------------------------------------------------------------
 MODELS = {  # name: H, L, heads, key-value heads, I, V', tied; published parameters, in 10^9
@@ -308,7 +311,7 @@ def random_rows(vocab, prompt, completion, groups):
     for group in range(groups):
         ids = torch.randint(vocab, (prompt + completion,)).tolist()
         logps = torch.full((completion,), -math.log(vocab))  # about those of a random model
-        row = trainer.Row(
+        row = trainer.Sequence(
             str(group), 0, ids[group % 2 : prompt], ids[prompt:], logps, logps, 1.0, 1e-3
         )
         rows += [replace(row, number=i) for i in range(trainer.GROUP_SIZE)]
@@ -326,11 +329,12 @@ def measure(policy, prompt, completion, start, live=None):
     settings = {"temperature": 1.0, "eos_ids": policy.eos_ids, "vocab_size": vocab}
     settings |= {"generator": None, "max_new_tokens": completion}
     prompts, phases = [row.prompt for row in rows[:batch]], {}
+    reference = ReferenceLogps(None, Clock())
     with live or nullcontext():
         engine = start(policy)
         for _ in range(2):  # Adam's moments are there from the second step on
             with peak(phases, "training", live):
-                trainer.accumulate(engine, rows, vocab)
+                trainer.accumulate(engine, rows, vocab, reference, off_policy=False)
             with peak(phases, "step", live):
                 engine.step()
         for name, chosen, size in (
@@ -347,7 +351,9 @@ def measure_here(name, prompt, completion, rank, offload):
     os.environ.update(ALONE)
     trainer.LORA_RANK, trainer.OFFLOAD_OPTIMIZER = rank, bool(offload)
     policy = random_policy(config_of(*MODELS[name]), rank)
-    phases = measure(policy, prompt, completion, trainer.make_engine)
+    phases = measure(
+        policy, prompt, completion, functools.partial(make_engine, trainer.constants())
+    )
     free, room = torch.cuda.mem_get_info()
     outside = room - free - torch.cuda.memory_reserved()  # CUDA, NCCL; others' programs, too
     reserved = torch.cuda.max_memory_reserved()

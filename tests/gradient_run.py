@@ -5,6 +5,7 @@ deepspeed --num_gpus 2 tests/gradient_run.py MODEL OUT.pt
 
 import os
 import sys
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
-from grpo.loss import linear_logps
+from grpo.loss import linear_logps, token_weights
 from grpo.sampling.policy import load_policy
+from grpo.training.exchange import ReferenceLogps
+from grpo.training.metrics import Clock
+from grpo.training.start import make_engine
 
 BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}
 
@@ -35,7 +39,7 @@ def make_rows(policy, loss_type):
             hidden, ids = model([prompt], [completion])
             logps = linear_logps(hidden, model.head, ids, vocab_size=policy.vocab_size)
         noise = torch.randn(3, len(completion), generator=draw) * 0.3
-        row = trainer.Row(
+        row = trainer.Sequence(
             group=f"group {i // 2}",
             number=i % 2,
             prompt=prompt,
@@ -49,7 +53,7 @@ def make_rows(policy, loss_type):
     lengths = torch.tensor([len(row.completion) for row in rows])
     sizes = {"sequences": 7, "tokens": int(lengths.sum()), "max_completion_tokens": 32}
     for row, weight in zip(
-        rows, trainer.token_weights(lengths, loss_type=loss_type, **sizes).tolist(), strict=True
+        rows, token_weights(lengths, loss_type=loss_type, **sizes).tolist(), strict=True
     ):
         row.weight = weight
     return rows
@@ -59,7 +63,10 @@ def plain_gradient(policy, rows):
     """The specification: one batch, no sharing, no chunks, no DeepSpeed, no plan."""
     trainer.FUSED_LOSS = False
     model = CompletionModel(policy.model, share_prompts=False)
-    loss, _, _ = trainer.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
+    hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
+    loss, _ = trainer.batch_loss(
+        model.head, hidden, ids, rows, policy.vocab_size, scale=1, off_policy=False
+    )
     trainer.FUSED_LOSS = True
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     return torch.cat([g.flatten() for g in gradient])
@@ -73,7 +80,10 @@ def bad_steps(engine, policy):
         rows = make_rows(policy, "grpo")
         rows[3].ref_logps = rows[3].ref_logps + value
         before = [p.clone() for p in policy.model.parameters()]
-        metrics = trainer.optimise(engine, rows, policy.vocab_size, 100, None, trainer.Clock())
+        reference = ReferenceLogps(None, Clock())
+        run = SimpleNamespace(engine=engine, policy=policy, reference=reference, clock=Clock())
+        run.progress = SimpleNamespace(step=100)
+        metrics = trainer.update(run, rows, off_policy=False)
         pairs = zip(before, policy.model.parameters(), strict=True)
         result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))
     return result
@@ -87,11 +97,15 @@ def main(model, out):
     policy = load_policy(model, AutoTokenizer.from_pretrained(model), "float32")
     loss_types = ("grpo", "dapo", "dr_grpo")
     result = {(t, "plain"): plain_gradient(policy, make_rows(policy, t)) for t in loss_types}
-    engine = trainer.make_engine(policy)
+    engine = make_engine(trainer.constants(), policy)
+    reference = ReferenceLogps(None, Clock())
     for loss_type in loss_types:
         for name, budget in BUDGETS.items():
             trainer.MICRO_BATCH_TOKENS = budget
-            metrics = trainer.accumulate(engine, make_rows(policy, loss_type), policy.vocab_size)
+            rows = make_rows(policy, loss_type)
+            metrics = trainer.accumulate(
+                engine, rows, policy.vocab_size, reference, off_policy=False
+            )
             gradient = [safe_get_full_grad(p).flatten() for p in policy.model.parameters()]
             result[loss_type, name] = torch.cat(gradient)
             result[loss_type, name, "metrics"] = metrics
@@ -100,7 +114,8 @@ def main(model, out):
     trainer.OFFLOAD_OPTIMIZER, tokenizer = True, policy.tokenizer
     for dtype in ("float32", "bfloat16") if dist.get_world_size() > 1 else ():
         policy = load_policy(model, tokenizer, dtype)
-        result["bad"][f"{dtype}, offload"] = bad_steps(trainer.make_engine(policy), policy)
+        engine = make_engine(trainer.constants(), policy)
+        result["bad"][f"{dtype}, offload"] = bad_steps(engine, policy)
     if dist.get_rank() == 0:
         torch.save(result, out)
     dist.destroy_process_group()

@@ -275,8 +275,8 @@ def test_the_loss_does_not_depend_on_how_the_step_is_cut(loss_type, share, model
     def step(world, budget):
         prompts = number_prompts(EIGHT_PROMPTS, share)
         sizes = [(n, len(p), len(c)) for n, p, c in zip(prompts, EIGHT_PROMPTS, EIGHT, strict=True)]
-        plans = plan_micro_batches(sizes, world, budget)
-        parts = [part(b, share, grpo_loss_triton) for plan in plans for b in plan if b]
+        turns = plan_micro_batches(sizes, world, budget)
+        parts = [part(b, share, grpo_loss_triton) for turn in turns for b in turn if b]
         return len(parts), sum(p[0] for p in parts), sum(p[1] for p in parts)
 
     loss, gradient = part(list(range(8)), False, grpo_loss)  # the specification

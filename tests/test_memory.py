@@ -1,6 +1,7 @@
 """benchmarks/memory.py: what it computes, against living tensors of the trainer's own code."""
 
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -21,6 +22,7 @@ from memory import BF16, trainer
 import grpo_loss_triton
 from grpo import forward
 from grpo.training import engine
+from grpo.training.start import make_engine
 
 CASES = [  # memory.MODELS' shape, prompt, completion, group, shared prompts, LoRA rank
     ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, True, 0),
@@ -175,7 +177,7 @@ def compare_deepspeed(share, rank, offload):
     settings = {"LORA_RANK": rank, "OFFLOAD_OPTIMIZER": offload}
     quiet = contextlib.redirect_stdout(sys.stderr)
     with constants(m, share, 4), mock.patch.multiple(trainer, **settings), quiet:
-        counted = count(config, rank, 64, 32, trainer.make_engine)
+        counted = count(config, rank, 64, 32, functools.partial(make_engine, trainer.constants()))
         computed = summed(memory.phases_of(m, 64, 32, 1, offload))
     # with offload: master weights, Adam, gradients and a bf16 copy; a buffer
     in_ram = (4 * 4 + BF16) * m.trained + BF16 * m.largest if offload else 0
@@ -232,7 +234,7 @@ def test_a_gpu_is_read_phase_by_phase(monkeypatch, capsys):
         monkeypatch.setattr(torch.cuda, name, answer)
     shape = (32, 2, 4, 2, 64, 416, True, 0.0)
     monkeypatch.setitem(memory.MODELS, "tiny", shape)
-    monkeypatch.setattr(trainer, "make_engine", Engine)
+    monkeypatch.setattr(memory, "make_engine", lambda constants, policy: Engine(policy))
     for name, value in {"SAMPLE_BATCH": 8, "MICRO_BATCH_TOKENS": 64, "LORA_RANK": 0}.items():
         monkeypatch.setattr(trainer, name, value)
     monkeypatch.setattr(trainer, "OFFLOAD_OPTIMIZER", False)

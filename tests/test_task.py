@@ -12,6 +12,7 @@ from test_trainer import NAMED, PROMPT, FakeEngine, a_recipe, sampled
 from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
+from grpo.sampling import start
 from grpo.sampling.recipe import load_prompts
 from grpo.sampling.rollout import make_group
 
@@ -156,8 +157,9 @@ def mine(tiny, tmp_path, monkeypatch):
     task.rewards = lambda item, text: {"correctness": text == "42", "format": 1.0}
     monkeypatch.setitem(sys.modules, "tasks.mine", task)
     constants = {"MODEL": str(tiny), "RUN_DIR": str(tmp_path), "TASK": "mine", "KL_BETA": 0}
-    for name, value in (constants | {"load_policy": load_policy}).items():
+    for name, value in constants.items():
         monkeypatch.setattr(trainer, name, value)
+    monkeypatch.setattr(start, "load_policy", load_policy)
     return task
 
 

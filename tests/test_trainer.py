@@ -27,6 +27,7 @@ from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
 from grpo.proof import TILT, check_first_update
 from grpo.sampling import rollout, upload
+from grpo.sampling import start as start_module
 from grpo.sampling.policy import load_policy
 from grpo.sampling.recipe import Recipe
 from grpo.sampling.rollout import Stream, make_group, sampled_and_rewarded
@@ -40,9 +41,15 @@ from grpo.training import publish as policy_sync
 from grpo.training.checkpoint import Progress
 from grpo.training.checks import check_constants, constants_of
 from grpo.training.engine import stand_alone, training_threads
-from grpo.training.exchange import Exchange
+from grpo.training.exchange import (
+    Inbox,
+    ReferenceLogps,
+    take_regrouped,
+    take_workers_groups,
+)
 from grpo.training.metrics import Clock
-from grpo.training.publish import Followers
+from grpo.training.publish import Publishing, reference_at_start
+from grpo.training.token_stats import TokenStats
 from grpo.wire import PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
 from ref_server import make_app
 
@@ -155,13 +162,13 @@ def test_a_run_is_not_written_over(monkeypatch, tmp_path):
         monkeypatch.setattr(trainer, "RESUME", bool(resumes))
         (tmp_path / trace).mkdir()
         with pytest.raises(SystemExit, match="holds no run"):
-            trainer.check_run_dir(str(tmp_path), trainer.RESUME)
+            trainer.checkpoint.check_run_dir(str(tmp_path), trainer.RESUME)
         check_constants(vars(trainer))  # a worker's RUN_DIR may hold what it likes
         (tmp_path / trace).rmdir()
-        trainer.check_run_dir(str(tmp_path), trainer.RESUME)
+        trainer.checkpoint.check_run_dir(str(tmp_path), trainer.RESUME)
     monkeypatch.setattr(trainer, "RESUME", True)
     (tmp_path / "run.json").touch()
-    trainer.check_run_dir(str(tmp_path), trainer.RESUME)  # that one goes on
+    trainer.checkpoint.check_run_dir(str(tmp_path), trainer.RESUME)  # that one goes on
 
 
 def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():
@@ -220,11 +227,14 @@ def test_long_prompts_are_left_out_and_counted(tiny, monkeypatch, capsys):
         load=lambda split: items, messages=lambda q: [{"role": "user", "content": q}]
     )
     monkeypatch.setattr(trainer, "MAX_PROMPT_TOKENS", 40)
-    assert [index for index, _, _ in trainer.load_split(task, "train", tokenizer)] == [0]
+    assert [
+        index
+        for index, _, _ in start_module.load_split(trainer.constants(), task, "train", tokenizer)
+    ] == [0]
     assert "2 questions, 1 left out" in capsys.readouterr().out  # not in silence
     monkeypatch.setattr(trainer, "MAX_PROMPT_TOKENS", 2)
     with pytest.raises(SystemExit, match="MAX_PROMPT_TOKENS = 2"):
-        trainer.load_split(task, "train", tokenizer)
+        start_module.load_split(trainer.constants(), task, "train", tokenizer)
 
 
 def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tmp_path):
@@ -488,8 +498,10 @@ def take_whole_step(server, outcomes, *, step=0, engine=None, clock=None, **reci
     """-> the same, and a flat group."""
     stream, engine = iter(prompts_of(outcomes)), engine or FakeEngine()
     recipe, clock = a_recipe(**recipe), clock or report.Clock()
-    exchange = server and server.exchange
-    return trainer.rollout_step(engine, recipe, stream, exchange, "run", step, clock)
+    run = SimpleNamespace(policy=engine, recipe=recipe, stream=stream, server=server, clock=clock)
+    run.progress, run.inbox = Progress("run", step), server and server.inbox
+    run.reference = server.reference if server else ReferenceLogps(None, clock)
+    return trainer.sample_and_exchange(run)
 
 
 def test_a_rollout_without_a_server(alone, monkeypatch):
@@ -515,7 +527,7 @@ def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
     for rank, step in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]:
 
         def gather(everyone, mine):
-            everyone[:] = [mine, *[([], [])] * 3]
+            everyone[:] = [mine, [], [], []]
 
         monkeypatch.setattr(trainer.dist, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(trainer.dist, "all_gather_object", gather)
@@ -543,7 +555,8 @@ def server(tmp_path):
 
     client = InProcess(app, limit=1, after=score)
     client.store, client.hub, client.regroups = store, hub, True
-    client.exchange = Exchange(client, "run", 1)
+    client.inbox = Inbox(client, "run", 1)
+    client.reference = ReferenceLogps(client.inbox, report.Clock())
     yield client
     store.db.close()
 
@@ -562,10 +575,11 @@ def test_a_rollout_goes_through_the_server_and_comes_back_scored(alone, server):
     assert [g.item for g in groups] == [0, 2, 3]
     ids = [g.id for g in groups]
     assert ids == sorted(ids)  # the same order on every rank
-    assert server.exchange.first_scored([set(ids)]) == 0
-    server.exchange.wait_for(set(ids))
-    scores = server.exchange.scores
-    assert {id: [len(x) for x in scores[id]] for id in ids} == {id: [2, 1] for id in ids}
+    turn = SimpleNamespace(groups=set(ids))
+    assert list(server.reference.in_order_of_arrival([turn])) == [turn]
+    server.reference.wait_for(set(ids))
+    logps = server.reference.arrived
+    assert {id: [len(x) for x in logps[id]] for id in ids} == {id: [2, 1] for id in ids}
     assert server.store.stats()["pooled"] == 1  # the flat one waits for another of its prompt
     assert metrics["groups_sampled"] == 4
 
@@ -578,8 +592,7 @@ def test_two_flat_groups_of_a_prompt_are_trained_together(alone, server):
     assert len(groups) == 5 and len(joined) == 2 and metrics["groups_sampled"] == 4
     assert all(not g.flat and g.item == 0 and g.policy_version == 0 for g in joined)
     assert all(len(g.completion_lengths) == GSIZE for g in joined)
-    rows = trainer.make_rows(groups, 1)  # of another policy, so the sampler's log-probs are the old
-    assert all(row.old_logps is row.sampler_logps for row in rows)
+    assert trainer.is_off_policy(groups, 1)  # so the sampler's log-probs are the old ones
 
 
 @pytest.mark.parametrize("publishes", [0, 1])
@@ -606,7 +619,7 @@ def test_flat_groups_stay_at_home_where_the_server_does_not_regroup(alone, serve
 def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server, tmp_path):
     groups, metrics, flat = take_whole_step(server, [ALL_WRONG] * 99)
     assert groups == [] and metrics["flat_groups"] == 1 and metrics["groups_sampled"] == 15
-    assert trainer.make_rows(groups, 0) == []
+    assert trainer.make_sequences(groups, off_policy=False) == []
     policy = SimpleNamespace(tokenizer=SimpleNamespace(decode=str))
     recipe, folder = a_recipe(prompts_of([ALL_WRONG] * 99)), report.RunFolder(tmp_path)
     folder.log_samples(policy, recipe, flat, trainer.advantages_of, 1, 9)
@@ -656,8 +669,7 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, s
     assert metrics["groups_sampled"] == 4 and metrics["flat_groups"] == 1 / 4
     assert metrics["completion_tokens"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
-    rows = trainer.make_rows(groups, 3)
-    assert all(row.old_logps is row.sampler_logps for row in rows)
+    assert trainer.is_off_policy(groups, 3)
 
 
 def test_workers_alone_may_sample(alone, server, monkeypatch):
@@ -670,7 +682,7 @@ def test_workers_alone_may_sample(alone, server, monkeypatch):
     groups, metrics = take_step(server, [MIXED] * 9, step=1, engine=engine)
     assert len(groups) == 3 and engine.asked == [0] and metrics["groups_dropped"] == 0
     assert server.store.stats()["scored"] == 2  # for the next step
-    with pytest.raises(RuntimeError, match="waited 1 s for groups of run.*1 of 3 are missing"):
+    with pytest.raises(RuntimeError, match="waited 1 s for groups of run.*: 1 missing; no worker"):
         take_step(server, [MIXED] * 9, step=1)
 
 
@@ -734,6 +746,8 @@ class Ranks:
         monkeypatch.setattr(trainer.dist, "get_rank", lambda: self.local.rank)
         monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 2)
         monkeypatch.setattr(trainer.dist, "broadcast_object_list", self.broadcast)
+        monkeypatch.setattr(trainer.dist, "all_gather_object", self.gather)
+        self.values = [None, None]
         monkeypatch.setattr(exchange_module, "meet", self.meet)
 
     def meet(self, what):
@@ -749,6 +763,12 @@ class Ranks:
         self.meet("broadcast")
         box[0] = pickle.loads(self.value)
         self.meet("broadcast's end")
+
+    def gather(self, everyone, mine):
+        self.values[self.local.rank] = mine
+        self.meet("gather")
+        everyone[:] = self.values
+        self.meet("gather's end")
 
     def run(self, function):
         """-> what function(rank) returns on both."""
@@ -779,23 +799,28 @@ class Leases:
         return {"waiting": 9}
 
 
-def exchanges(*leases):
-    """-> the Exchanges of two ranks; only that of rank 0 may call the server."""
-    return Exchange(Leases(*leases), "run", 0.3), Exchange(None, "run", 0.3)
+def an_inbox(*leases):
+    return Inbox(Leases(*leases), "run", 0.3)
+
+
+def references(*leases):
+    """-> the ReferenceLogps of two ranks; only that of rank 0 may call the server."""
+    return [ReferenceLogps(inbox, report.Clock()) for inbox in (an_inbox(*leases), None)]
 
 
 def test_micro_batches_are_trained_in_the_order_in_which_they_are_scored(monkeypatch):
-    ranks, both = Ranks(monkeypatch), exchanges(["c"], ["a", "d"], ["b"])
+    ranks, both = Ranks(monkeypatch), references(["c"], ["a", "d"], ["b"])
+    needed = [{"a", "b"}, {"c"}, {"d", "worker's"}, {"another worker's"}]
+    turns = [SimpleNamespace(groups=groups) for groups in needed]
 
     def steps(rank):
-        both[rank].begin("abcd", step=0, oldest=0)
-        choices, order = [{"a", "b"}, {"c"}, {"d", "worker's"}, {"another worker's"}], []
-        while choices:
-            now = choices.pop(both[rank].first_scored(choices))
+        both[rank].expect("abcd", step=0, oldest=0)
+        order = []
+        for turn in both[rank].in_order_of_arrival(turns):
             ranks.meet("forward")
-            both[rank].wait_for(now)
-            order.append("".join(sorted(now)))
-        return order, both[rank].scores
+            both[rank].wait_for(turn.groups)
+            order.append("".join(sorted(turn.groups)))
+        return order, both[rank].arrived
 
     (order, scores), (other, others) = ranks.run(steps)
     assert order == other == ["another worker's", "c", "dworker's", "ab"]
@@ -806,53 +831,54 @@ def test_micro_batches_are_trained_in_the_order_in_which_they_are_scored(monkeyp
 
 def test_ranks_agree_though_one_of_their_groups_came_with_regrouped_ones(monkeypatch):
     """Rank 0 knows more than the others then, and must not act on it alone: they would hang."""
-    ranks, both = Ranks(monkeypatch), exchanges(["a", "x+0"], ["x+1"], ["b"])
+    ranks, both = Ranks(monkeypatch), references(["a", "x+0"], ["x+1"], ["b"])
+    turns = [SimpleNamespace(groups={id}) for id in "ab"]
 
     def steps(rank):
-        both[rank].begin("ab", step=0, oldest=0)
-        joined = both[rank].whole(["x+0", "x+1"])
+        both[rank].expect("ab", step=0, oldest=0)
+        joined = take_regrouped(both[rank].inbox, [["x+0"], ["x+1"]][rank])
         order = []
-        for choices in ([{"a"}, {"b"}], [{"b"}]):
-            order.append(both[rank].first_scored(choices))
-            both[rank].wait_for(choices[order[-1]])
+        for turn in both[rank].in_order_of_arrival(turns):
+            both[rank].wait_for(turn.groups)
+            order += turn.groups
             ranks.meet("backward")
         return [g.id for g in joined], order
 
     first, second = ranks.run(steps)
-    assert first == second == (["x+0", "x+1"], [0, 0])
+    assert first == second == (["x+0", "x+1"], ["a", "b"])
 
 
 def test_a_lease_that_ran_out_gives_no_group_twice(monkeypatch):
-    ranks, both = Ranks(monkeypatch), exchanges(["a"], ["a"], ["b"], ["b", "c"], ["a"], ["d"])
+    ranks = Ranks(monkeypatch)
+    both = an_inbox(["a"], ["a"], ["b"], ["b", "c"], ["a"], ["d"]), None
 
     def steps(rank):
         settings = {"step": 0, "oldest": 0, "wait": True}
-        return [[g.id for g in both[rank].workers_groups(n, **settings)] for n in (1, 1, 2)]
+        return [[g.id for g in take_workers_groups(both[rank], n, **settings)] for n in (1, 1, 2)]
 
     assert ranks.run(steps) == [[["a"], ["b"], ["c", "d"]]] * 2
 
 
-@pytest.mark.parametrize("what", ["workers_groups", "whole", "wait_for"])
-def test_a_wait_for_groups_that_do_not_come_ends_with_a_sentence(monkeypatch, what):
-    alone = exchanges(["a"])[0]
-    monkeypatch.setattr(trainer.dist, "get_rank", lambda: 0)
-    alone.begin(["b"], step=0, oldest=0)
-    with pytest.raises(RuntimeError, match="waited 0.3 s for .*http://leases: 1 "):
-        if what == "workers_groups":
-            alone.workers_groups(2, step=0, oldest=0, wait=True)
-        elif what == "whole":
-            alone.whole(["a", "b"])
+@pytest.mark.parametrize("what", ["workers' groups", "regrouped", "log-probs"])
+def test_a_wait_for_groups_that_do_not_come_ends_with_a_sentence(alone, what):
+    inbox = an_inbox(["a"])
+    reference = ReferenceLogps(inbox, report.Clock())
+    reference.expect(["b"], step=0, oldest=0)
+    with pytest.raises(RuntimeError, match="waited 0.3 s for .*http://leases: 1 missing; "):
+        if what == "workers' groups":
+            take_workers_groups(inbox, 2, step=0, oldest=0, wait=True)
+        elif what == "regrouped":
+            take_regrouped(inbox, ["a", "b"])
         else:
-            alone.wait_for({"b"})
+            reference.wait_for({"b"})
 
 
-def test_what_comes_again_is_no_progress(monkeypatch):
+def test_what_comes_again_is_no_progress(alone):
     """Leases run out and are handed out again: for ever, if that counted."""
-    alone = exchanges(*[["a"]] * 10_000)[0]
-    alone.server.lease = functools.partial(slowly, alone.server.lease)
-    monkeypatch.setattr(trainer.dist, "get_rank", lambda: 0)
+    inbox = an_inbox(*[["a"]] * 10_000)
+    inbox.server.lease = functools.partial(slowly, inbox.server.lease)
     with pytest.raises(RuntimeError, match="waited 0.3 s for"):
-        alone.workers_groups(2, step=0, oldest=0, wait=True)
+        take_workers_groups(inbox, 2, step=0, oldest=0, wait=True)
 
 
 def slowly(function, *args, **kwargs):
@@ -862,14 +888,15 @@ def slowly(function, *args, **kwargs):
 
 def test_a_wait_for_workers_names_them_or_says_how_to_start_one():
     quiet = {"a": {"held": 3, "seen_s": 99.0}}
-    text = exchange_module.who_samples({"workers": quiet, "waiting": 2, "done": 9})
+    stats = {"workers": quiet, "waiting": 2, "done": 9}
+    text = exchange_module.workers_state(SimpleNamespace(stats=lambda: stats))
     assert text == (
         "no worker was heard of for a minute: is `python grpo_ref_split.py worker` running?"
-        " At the server: 2 waiting"
+        " Groups at the server: 2 waiting"
     )
-    alive = quiet | {"b": {"held": 1, "seen_s": 2.0}}
-    text = exchange_module.who_samples({"workers": alive, "scored": 0})
-    assert text == "b has 1 in hand; at the server: nothing"
+    stats = {"workers": quiet | {"b": {"held": 1, "seen_s": 2.0}}, "scored": 0}
+    text = exchange_module.workers_state(SimpleNamespace(stats=lambda: stats))
+    assert text == "b has 1 outstanding; groups at the server: none"
 
 
 # --- Uploads ------------------------------------------------------------------------
@@ -935,7 +962,7 @@ def test_groups_that_end_together_go_in_one_request(server, monkeypatch):
 def test_rows_by_hand(monkeypatch):
     monkeypatch.setattr(trainer, "REWARD_WEIGHTS", {"correctness": 2.0, "format": 1.0})
     monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
-    rows = trainer.make_rows([a_group([[1.0, -1.0], [-1.0, -1.0]])], 0)
+    rows = trainer.make_sequences([a_group([[1.0, -1.0], [-1.0, -1.0]])], off_policy=False)
     assert [row.completion for row in rows] == [[10, 11, 12], [13]]
     assert [row.prompt for row in rows] == [[5, 6]] * 2
     assert [row.advantage for row in rows] == [2.0, -2.0]  # 1 and -3, less their mean -1
@@ -946,17 +973,17 @@ def test_rows_by_hand(monkeypatch):
 def test_truncated_rows_count_in_the_mean_and_are_not_trained(monkeypatch):
     group = a_group([[1.0, -1.0], [-1.0, -1.0]], truncated=(True, False))
     monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
-    (row,) = trainer.make_rows([group], 0)
+    (row,) = trainer.make_sequences([group], off_policy=False)
     assert row.completion == [13] and row.advantage == -2.0
     assert row.weight == pytest.approx(1 / 2)  # of 2 sequences, the cut one included (as in TRL)
     monkeypatch.setattr(trainer, "MASK_TRUNCATED", False)
-    assert len(trainer.make_rows([group], 0)) == 2
+    assert len(trainer.make_sequences([group], off_policy=False)) == 2
 
 
 def test_a_step_without_rows_is_possible(monkeypatch):
-    assert trainer.make_rows([], 0) == []
+    assert trainer.make_sequences([], off_policy=False) == []
     all_cut = a_group([[1.0, -1.0], [-1.0, -1.0]], truncated=(True, True))
-    assert trainer.make_rows([all_cut], 0) == []  # no mean of nothing: 0 / 0
+    assert trainer.make_sequences([all_cut], off_policy=False) == []  # no mean of nothing: 0 / 0
 
 
 def test_whose_log_probs_are_the_old_ones(monkeypatch):
@@ -967,11 +994,10 @@ def test_whose_log_probs_are_the_old_ones(monkeypatch):
     joined = a_group(mixed, policy_version=5, sampler="regrouped")
 
     def sampled_are_old(*groups):
-        rows = trainer.make_rows(groups, 5)
-        known = {row.old_logps is not None for row in rows}
-        assert len(known) == 1  # all of a step alike: the loss asks the first row
-        assert all(row.old_logps in (None, row.sampler_logps) for row in rows)
-        return known.pop()
+        off_policy = trainer.is_off_policy(groups, 5)
+        for row in trainer.make_sequences(groups, off_policy):
+            assert row.old_logps is (row.sampler_logps if off_policy else None)
+        return off_policy
 
     assert not sampled_are_old(ours, ours)
     for other in (old, theirs, joined):
@@ -1009,7 +1035,7 @@ def test_bad_steps_are_counted_kept_and_end_the_run_when_they_follow_each_other(
 ):
     folder = report.RunFolder(tmp_path)
     monkeypatch.setattr(trainer.dist, "barrier", lambda: None)
-    rows = trainer.make_rows([a_group([[1.0, -1.0], [-1.0, 1.0]])], 0)
+    rows = trainer.make_sequences([a_group([[1.0, -1.0], [-1.0, 1.0]])], off_policy=False)
     progress, metrics = Progress("run"), {"loss": float("nan"), "grad_norm": float("inf")}
     for progress.step in range(1, 5):
         if progress.step == 3:
@@ -1044,14 +1070,29 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
     ]
     for group in groups:
         group.sampler_logps += noise * torch.randn(len(group.sampler_logps), generator=torch_seed)
-    rows = trainer.make_rows(groups, 0)
+    loss, stats = loss_of(policy, trainer.make_sequences(groups, off_policy=False))
+    metrics = means_of(loss, stats)
+    del metrics["kl"]  # KL_BETA is 0
+    return metrics
+
+
+def loss_of(policy, rows, off_policy=False):
     model = CompletionModel(policy.model, share_prompts=True)
-    _, sums, worst = trainer.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
-    return trainer.means_of(sums.tolist(), worst.tolist())
+    hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
+    return trainer.batch_loss(
+        model.head, hidden, ids, rows, policy.vocab_size, scale=1, off_policy=off_policy
+    )
+
+
+def means_of(loss, stats):
+    """-> the metrics of one rank's only micro-batch."""
+    totals = TokenStats("cpu")
+    totals.add(loss, stats)
+    return totals.means()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_first_update_tells_noise_from_a_wrong_sampler(dtype, tiny, monkeypatch):
+def test_the_first_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone, monkeypatch):
     """Sampled at 0.9 with log-probs at 1.0, a ratio looked like 1 and was not. At 1.05 the gap is
     smaller than bfloat16's noise, and shows in the slope alone."""
     policy, stale = (
@@ -1079,14 +1120,13 @@ def test_the_first_update_tells_noise_from_a_wrong_sampler(dtype, tiny, monkeypa
         check(first_update(policy, stale))
 
 
-def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, monkeypatch):
+def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, alone, monkeypatch):
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
     monkeypatch.setattr(trainer, "KL_BETA", 0)
     monkeypatch.setattr(trainer, "IS_CAP", 0)  # the group's log-probs are made up
-    rows = trainer.make_rows([a_group([[1.0, -1.0], [-1.0, -1.0]])], 0)
+    rows = trainer.make_sequences([a_group([[1.0, -1.0], [-1.0, -1.0]])], off_policy=False)
     assert all(row.old_logps is None for row in rows)
-    model = CompletionModel(policy.model, share_prompts=True)
-    loss, sums, _ = trainer.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
+    loss, _ = loss_of(policy, rows)
     assert abs(loss.item()) < 1e-6  # the advantages sum to 0, and each sequence weighs the same
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     assert sum(g.norm() for g in gradient) > 1e-3  # and yet it learns: exp(logp - detached)
@@ -1094,25 +1134,26 @@ def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, m
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    _, sums, _ = trainer.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
+    loss, stats = loss_of(policy, rows)
     assert all(torch.equal(a, row.old_logps) for a, row in zip(old, rows, strict=True))
-    sums = dict(zip(trainer.sum_names, sums.tolist(), strict=True))
-    assert abs(sums["ratio"] / sums["tokens"] - 1) > 1e-3
+    assert abs(means_of(loss, stats)["ratio"] - 1) > 1e-3
 
 
-def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(tiny, monkeypatch):
+def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(
+    tiny, alone, monkeypatch
+):
     """A sampler that found its tokens far less likely than the trainer does: IS_CAP."""
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
     monkeypatch.setattr(trainer, "KL_BETA", 0)
-    model = CompletionModel(policy.model, share_prompts=True)
     group = a_group([[1.0, -1.0], [-1.0, -1.0]], sampler="worker")
     group.sampler_logps -= 20  # ratios of e^10 and more
 
     def step(recompute):
         monkeypatch.setattr(trainer, "RECOMPUTE_OLD_LOGPS", recompute)
-        rows = trainer.make_rows([group], 0)
-        loss, _, worst = trainer.micro_batch_loss(model, rows, policy.vocab_size, scale=1)
-        assert worst[1] > 1e4
+        off_policy = trainer.is_off_policy([group], 0)
+        rows = trainer.make_sequences([group], off_policy)
+        loss, stats = loss_of(policy, rows, off_policy)
+        assert means_of(loss, stats)["sampler_ratio_max"] > 1e4
         advantages = [row.advantage for row in rows]
         gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
         return advantages, loss.item(), sum(g.norm() for g in gradient).item()
@@ -1147,16 +1188,17 @@ def refer(step):
     return "set_reference", "run", step
 
 
-def a_followers(monkeypatch, *, publish, refresh, there=""):
-    """-> Followers of every so many steps, at a server whose reference is `there`; and a Record of
-    what they call of it, and of a Publisher."""
+def a_publishing(monkeypatch, *, publish, refresh, there="", rank=0):
+    """-> Publishing every so many steps, at a server whose reference is `there`; and a Record of
+    what it calls of that, and of a Publisher."""
     calls = Record()
     calls.info, calls.url = {"weights": there, "model": "ours"}, "http://server"
     monkeypatch.setattr(policy_sync, "Publisher", lambda *_, **__: calls)
     steps = {"publish_steps": publish, "refresh_steps": refresh, "max_staleness": 4}
-    followers = Followers(None, None, Exchange(calls, "run", 1), **steps)
+    inbox = None if rank else Inbox(calls, "run", 1)
+    publishing = Publishing(None, None, inbox, **steps, capacity=9, scored=True)
     calls.clear()
-    return followers, calls
+    return publishing, calls
 
 
 @pytest.mark.parametrize(
@@ -1173,26 +1215,25 @@ def test_the_policy_is_published_when_its_steps_are_passed(
     monkeypatch, alone, publish, refresh, expected
 ):
     """With two updates on each rollout a step may be jumped over, and is made up for."""
-    followers, calls = a_followers(monkeypatch, publish=publish, refresh=refresh)
-    progress, clock, exchange = Progress("run"), Clock(), followers.exchange
-    followers.begin(progress, **BEGINNING)
+    publishing, calls = a_publishing(monkeypatch, publish=publish, refresh=refresh)
+    progress, clock, inbox = Progress("run"), Clock(), publishing.inbox
+    publishing.begin(progress, **BEGINNING)
     for before, progress.step in [(0, 2), (2, 4), (4, 6)]:
-        exchange.spare, exchange.seen = {"waits": None}, {"waits", "trained"}
-        followers.hand_on(progress, before, clock)
-        followers.follow(progress, before, lambda: calls.append(("save", progress.step)))
+        inbox.groups, inbox.seen = {"waits": None}, {"waits", "trained"}
+        publishing.publish_if_due(progress, before, clock)
+        publishing.refresh_if_due(progress, before, lambda: calls.append(("save", progress.step)))
         # what waits here is scored again by a new reference, and handed out again
         waits = set() if calls[-1] == refer(progress.step) else {"waits"}
-        assert exchange.seen == waits | {"trained"} and {*exchange.spare} == waits
+        assert inbox.seen == waits | {"trained"} and {*inbox.groups} == waits
     assert calls == expected and progress.reference == refresh
 
 
 def test_other_ranks_publish_nothing_and_save_with_the_first(monkeypatch, alone):
-    monkeypatch.setattr(trainer.dist, "get_rank", lambda: 1)
-    followers, calls = a_followers(monkeypatch, publish=1, refresh=1)
-    followers.begin(Progress("run"), **BEGINNING)
-    followers.hand_on(Progress("run", 1), 0, Clock())
-    followers.follow(Progress("run", 1), 0, lambda: calls.append("save"))
-    followers.finish()
+    publishing, calls = a_publishing(monkeypatch, publish=1, refresh=1, rank=1)
+    publishing.begin(Progress("run"), **BEGINNING)
+    publishing.publish_if_due(Progress("run", 1), 0, Clock())
+    publishing.refresh_if_due(Progress("run", 1), 0, lambda: calls.append("save"))
+    publishing.finish()
     assert calls == ["save"]
 
 
@@ -1208,14 +1249,34 @@ def test_other_ranks_publish_nothing_and_save_with_the_first(monkeypatch, alone)
 def test_a_run_that_goes_on_has_the_reference_it_had(
     monkeypatch, alone, there, reference, expected
 ):
-    followers, calls = a_followers(monkeypatch, publish=0, refresh=2, there=there)
+    publishing, calls = a_publishing(monkeypatch, publish=0, refresh=2, there=there)
     progress = Progress("run", 6, reference=reference)
     if expected is SystemExit:
-        with pytest.raises(SystemExit, match="policy of step 4; the server at http://server has"):
-            followers.begin(progress, **BEGINNING)
+        with pytest.raises(SystemExit, match="policy of step 4; the server at http://server no"):
+            publishing.begin(progress, **BEGINNING)
     else:
-        followers.begin(progress, **BEGINNING)
+        publishing.begin(progress, **BEGINNING)
         assert calls == expected
+
+
+@pytest.mark.parametrize(
+    ("reference", "refreshes", "serves", "own_model", "expected"),
+    [
+        (0, False, "", False, "keep"),
+        (0, False, "another@3", True, "own model"),  # another run's policy is the reference
+        (4, True, "run@4", False, "keep"),
+        (6, True, "run@4", False, "publish"),  # the newest step's, which the trainer has
+        (0, True, "run@4", True, "own model"),  # the run's first policy is the server's own model
+        (0, True, "run@4", False, "lost"),
+        (4, True, "", True, "lost"),
+    ],
+)
+def test_what_becomes_of_the_reference_at_the_start(
+    reference, refreshes, serves, own_model, expected
+):
+    progress = Progress("run", 6, reference=reference)
+    settings = {"refreshes": refreshes, "serves": serves, "own_model": own_model}
+    assert reference_at_start(progress, **settings) == expected
 
 
 # --- Client -------------------------------------------------------------------------

@@ -51,22 +51,25 @@ def run(function, *arguments):
 def from_a_slow_worker(rank, port):
     """A group every LIMIT / 2 seconds, four of them: rank 0 never waits LIMIT for one."""
     join(rank, port)
-    ours = exchange.Exchange(SimpleNamespace(url="http://server", stats=dict), "run", LIMIT)
+    server = SimpleNamespace(url="http://server", stats=dict)
+    inbox = exchange.Inbox(server, "run", LIMIT) if rank == 0 else None
 
-    def fetch(number, oldest, patience):
+    def fetch(number, patience):
         time.sleep(LIMIT / 2)
-        ours.spare[f"{len(ours.spare)}-{time.monotonic()}"] = SimpleNamespace(policy_version=1)
+        inbox.groups[f"{len(inbox.groups)}-{time.monotonic()}"] = SimpleNamespace(policy_version=1)
         return True
 
-    ours._fetch = fetch
-    assert len(ours.workers_groups(4, step=0, oldest=0, wait=True)) == 4
+    if inbox:
+        inbox.fetch = fetch
+    groups = exchange.take_workers_groups(inbox, 4, step=0, oldest=0, wait=True)
+    assert len(groups) == 4
 
 
 def by_one_rank_that_samples_long(rank, port):
     join(rank, port)
     watch.Heartbeats(rank, 2, LIMIT)  # it lives, and so it is waited for
     time.sleep(2 * LIMIT * rank)
-    assert exchange.all_ranks_groups([], None, None, step=0, oldest=0, scored=False) == []
+    assert exchange.gather_groups([]) == []
 
 
 @pytest.mark.parametrize("wait", [from_a_slow_worker, by_one_rank_that_samples_long])
@@ -129,7 +132,10 @@ def test_ranks_join_before_they_load_the_model_and_meet_before_the_end(monkeypat
     def noted(name, result=None):
         return lambda *_, **__: order.append(name) or result
 
-    run, lock = SimpleNamespace(run="run", idle=0, step=1), SimpleNamespace(close=lambda: None)
+    run, lock = SimpleNamespace(inbox=None), SimpleNamespace(close=lambda: None)
+    run.progress = SimpleNamespace(run="run", idle=0, step=1)
+    checkpoint = {"check_run_dir": noted("look"), "leads": noted("lead", True)}
+    checkpoint["lock_run"] = noted("lock", lock)
     recipe = SimpleNamespace(task=None, prompts=[])
     fakes = {
         "RUN_DIR": str(tmp_path),
@@ -138,12 +144,8 @@ def test_ranks_join_before_they_load_the_model_and_meet_before_the_end(monkeypat
         "load_split": noted("questions", []),
         "join_ranks": noted("join"),
         "Heartbeats": noted("beat", SimpleNamespace(stop=noted("stop beating"))),
-        "leads": noted("lead", True),
-        "lock_run": noted("lock", lock),
-        "make_policy": noted("model"),
-        "make_engine": noted("engine"),
-        "open_run": noted("open", run),
-        "make_followers": noted("followers", SimpleNamespace(begin=noted("begin"))),
+        "checkpoint": SimpleNamespace(**checkpoint),
+        "start_run": noted("model", run),
         "train": noted("train", (False, "")),
         "meet": noted("meet"),
     }

@@ -229,7 +229,9 @@ def test_what_is_published_is_the_policy_as_it_was(tiny):
 
 def test_a_policy_that_could_not_be_sent_ends_the_run(tiny):
     post = Post()
-    publisher = Publisher(post, "run", a_recipe(PROMPTS), tiny_policy(tiny))
+    publisher = Publisher(
+        post, "run", a_recipe(PROMPTS), tiny_policy(tiny), capacity=9, scored=True
+    )
     publisher.finish()  # nothing was begun
     post.error = RuntimeError("refused (400): SHA-256 differs")
     publisher.publish(0, oldest=0)
@@ -241,7 +243,7 @@ def test_a_policy_that_could_not_be_sent_ends_the_run(tiny):
 
 def test_a_lora_policy_sends_its_adapters_alone(tiny):
     policy, post = tiny_policy(tiny, lora_rank=2), Post()
-    publisher = Publisher(post, "run", a_recipe(PROMPTS), policy)
+    publisher = Publisher(post, "run", a_recipe(PROMPTS), policy, capacity=9, scored=True)
     publisher.publish(0, oldest=0)
     publisher.finish()
     assert all(".lora_" in name for name in post.got[0][0]) and len(post.got[0][0]) == 28

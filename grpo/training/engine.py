@@ -1,5 +1,6 @@
 """DeepSpeed's engine, ZeRO-2, round the policy."""
 
+import contextlib
 import os
 from datetime import timedelta
 
@@ -117,3 +118,14 @@ def training_threads(cpu_threads):
     mine, launchers = (len(os.sched_getaffinity(pid)) for pid in (0, os.getppid()))
     bound = mine < launchers  # deepspeed --bind_cores_to_rank: they are this rank's alone
     return cpu_threads or (mine if bound else max(1, mine // ranks))
+
+
+@contextlib.contextmanager
+def cpu_threads(number):
+    """In the block torch computes with so many threads on a CPU: see training_threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(training_threads(number))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,10 +1,9 @@
-"""How the policy gets from the trainer to those who follow it, and the proof that it has arrived.
+"""The trainer's policy on its way to the server: for workers to sample with, and as the reference.
 
-The trainer's rank 0 publishes: weights as a safetensors file, and a record (hub.RECORD) with a
-proof, the log-probs that its own model gives one of its completions. A worker that has loaded the
-weights computes the same: if they differ by more than rounding, it samples something else than the
-policy, and refuses to. (simple_GRPO's vLLM process went on with the initial weights, unsaid.) The
-first update is such a proof for sampler and reference: there all have the same weights.
+Rank 0 publishes: the weights as a safetensors file, and a record (fields: grpo.serving.policies)
+with a proof, the log-probs that the trainer gives to one of its own completions. A worker computes
+the same with the weights that it has loaded; if they differ by more than rounding it refuses to
+sample. (simple_GRPO's vLLM process kept the initial weights, and nobody was told.)
 """
 
 import tempfile
@@ -12,7 +11,6 @@ import threading
 from pathlib import Path
 
 import safetensors.torch
-import torch.distributed as dist
 
 from grpo.log import say
 from grpo.proof import proof_of, sample_proof
@@ -20,96 +18,132 @@ from grpo.weights import trained_weights
 
 
 class Publisher:
-    """Sends the policy to the server, in a thread: training goes on with the next step."""
+    """Sends the policy to the server in a thread, while training resumes."""
 
-    def __init__(self, server, run, recipe, policy, **fixed):
-        """`fixed` are the parts of hub.RECORD that stay the same."""
+    def __init__(self, server, run, recipe, policy, *, capacity, scored):
+        """`capacity` is how many groups may be outstanding at workers or wait for training;
+        `scored` says whether they need the reference's log-probs."""
         self.server, self.run, self.recipe, self.policy = server, run, recipe, policy
-        self.fixed = fixed | {"settings": recipe.settings()}
-        self.text = None  # of the proof: sampled once, as sampling takes as long as a completion
+        self.capacity, self.scored = capacity, scored
+        self.text = None  # of the proof: sampled once, as that takes as long as a completion
         self.folder = tempfile.TemporaryDirectory(prefix="grpo-policy-")
         self.thread = self.error = None
 
     def publish(self, version, oldest):
-        """Begins to send the weights as they are now. While the version before is still on its way,
-        waits for it. Raises what sending that one raised."""
+        """Begins to send the weights as they are now; workers may sample with this policy and those
+        from version `oldest` on. Waits while the one before is still being sent, and raises what
+        sending that one raised."""
         self.finish()
-        tensors = trained_weights(self.policy.model)
         self.text = self.text or sample_proof(self.policy, self.recipe)
-        proof = proof_of(self.policy, *self.text)
-        record = {"run": self.run, "version": version, "oldest": oldest, "proof": proof}
-        record |= self.fixed
-
-        def send():
-            try:
-                path = Path(self.folder.name, "policy.safetensors")
-                safetensors.torch.save_file(tensors, path)
-                self.server.publish(path, record)
-            except Exception as error:  # noqa: BLE001 (raised in the main thread, by finish)
-                self.error = error
-
-        self.thread = threading.Thread(target=send, daemon=True)
+        record = {
+            "run": self.run,
+            "version": version,
+            "oldest": oldest,
+            "capacity": self.capacity,
+            "scored": self.scored,
+            "settings": self.recipe.settings(),
+            "proof": proof_of(self.policy, *self.text),
+        }
+        arguments = trained_weights(self.policy.model), record
+        self.thread = threading.Thread(target=self._send, args=arguments, daemon=True)
         self.thread.start()
 
+    def _send(self, tensors, record):
+        try:
+            path = Path(self.folder.name, "policy.safetensors")
+            safetensors.torch.save_file(tensors, path)
+            self.server.publish(path, record)
+        except Exception as error:  # noqa: BLE001 (raised in the main thread, by finish)
+            self.error = error
+
     def finish(self):
-        """Waits until the last one has arrived."""
+        """Waits until what was published has arrived."""
         if self.thread:
             self.thread.join()
         if self.error:
             raise self.error
 
 
-class Followers:
-    """Workers, every `publish_steps`, and the reference, every `refresh_steps`; 0 is off.
+def reference_at_start(progress, *, refreshes, serves, own_model):
+    """Returns what rank 0 does so that the server has the reference that the run was left with:
+    "keep" it, "publish" the policy as the reference, take the server's "own model", or "lost" if
+    neither the server nor the trainer has it any more.
 
-    All ranks call its methods together; only rank 0 talks to the server.
+    `serves` is the policy that is the server's reference, as "run@version", or "" for the server's
+    own model; `own_model` says whether that is what the run's policy began with.
     """
+    wanted = f"{progress.run}@{progress.reference}" if refreshes else ""
+    if wanted == serves:
+        return "keep"
+    if wanted and progress.reference == progress.step:
+        return "publish"
+    if not wanted or (progress.reference == 0 and own_model):
+        return "own model"
+    return "lost"
+
+
+class Publishing:
+    """Publishes the policy every `publish_steps`, and makes it the reference every `refresh_steps`;
+    0 is never. Rank 0 does it, which has an `inbox`; on the others that is None."""
 
     def __init__(
-        self, policy, recipe, exchange, *, publish_steps, refresh_steps, max_staleness, **fixed
+        self,
+        policy,
+        recipe,
+        inbox,
+        *,
+        publish_steps,
+        refresh_steps,
+        max_staleness,
+        capacity,
+        scored,
     ):
-        """`exchange` may be None if both are off; `fixed` is Publisher's."""
-        self.exchange, self.max_staleness = exchange, max_staleness
+        """`capacity` and `scored` are Publisher's."""
+        self.inbox, self.max_staleness = inbox, max_staleness
         self.publish_steps, self.refresh_steps = publish_steps, refresh_steps
-        self.publisher = self.published = None  # the latter is the step of the newest policy
-        if dist.get_rank() == 0 and (publish_steps or refresh_steps):
-            server = exchange.server.twin()
-            self.publisher = Publisher(server, exchange.run, recipe, policy, **fixed)
-
-    def begin(self, progress, *, model, run_dir):
-        """Gives workers the policy to begin with, and the server the reference that belongs to it:
-        a step's, where one follows, and else its own model."""
-        if not self.exchange or dist.get_rank():
-            return
-        server, step = self.exchange.server, progress.step
-        if self.publish_steps:
-            self._publish(step)
-            self.finish()  # or what is sampled before it has come would be too old, or too late
-        wanted = f"{progress.run}@{progress.reference}" if self.refresh_steps else ""
-        there = server.info.get("weights", "")
-        at_first = not progress.reference  # that is `model`, which the server has too
-        if wanted == there:
-            return
-        if wanted and progress.reference == step:
-            self._refresh(step)
-        elif not wanted or (at_first and server.info.get("model") == model):
-            server.set_reference(progress.run, -1)  # another run's policy was the reference
-        else:
-            raise SystemExit(
-                f"the run's reference is its policy of step {progress.reference}; the server at"
-                f" {server.url} has it no more, but {there or 'its own model'}: begin another run,"
-                f" with another RUN_DIR and MODEL = '{run_dir}/step_{step:06d}'"
+        self.published = None  # the step of the newest policy that was published
+        self.publisher = None
+        if inbox and (publish_steps or refresh_steps):
+            server = inbox.server.twin()
+            self.publisher = Publisher(
+                server, inbox.run, recipe, policy, capacity=capacity, scored=scored
             )
 
-    def hand_on(self, progress, before, clock):
+    def begin(self, progress, *, model, run_dir):
+        """Gives workers the policy to begin with, and the server the run's reference. SystemExit if
+        that reference is lost."""
+        if not self.inbox:
+            return
+        server = self.inbox.server
+        if self.publish_steps:
+            self._publish(progress.step)
+            self.publisher.finish()  # what is sampled before it has arrived would be too old
+        action = reference_at_start(
+            progress,
+            refreshes=bool(self.refresh_steps),
+            serves=server.info.get("weights", ""),
+            own_model=server.info.get("model") == model,
+        )
+        if action == "publish":
+            self._refresh(progress.step)
+        elif action == "own model":
+            server.set_reference(progress.run, -1)
+        elif action == "lost":
+            raise SystemExit(
+                f"the run's reference is its policy of step {progress.reference}; the server at"
+                f" {server.url} no longer has it: begin another run, with another RUN_DIR and"
+                f" MODEL = '{run_dir}/step_{progress.step:06d}'"
+            )
+
+    def publish_if_due(self, progress, before, clock):
         """Publishes the policy for workers, if that is due since step `before`."""
-        with clock.part("publish"):
-            if self.publisher and progress.passed(self.publish_steps, before):
+        if self.publisher and progress.passed(self.publish_steps, before):
+            with clock.part("publish"):
                 self._publish(progress.step)
 
-    def follow(self, progress, before, save):
-        """Makes the policy the reference, if that is due. A checkpoint, `save`, comes first: a run
-        that resumes from it needs no older reference."""
+    def refresh_if_due(self, progress, before, save):
+        """Makes the policy the reference, if that is due since step `before`. A checkpoint, `save`
+        (collective), comes first: a run that resumes from it needs no older reference."""
         if progress.passed(self.refresh_steps, before):
             progress.reference = progress.step
             save()
@@ -128,6 +162,7 @@ class Followers:
     def _refresh(self, step):
         if self.published != step:
             self._publish(step)
-        self.finish()
-        self.exchange.new_reference(step)
+        self.publisher.finish()
+        self.inbox.server.set_reference(self.inbox.run, step)
+        self.inbox.forget_groups()
         say(f"the policy of step {step} is now the reference")

@@ -1,0 +1,61 @@
+"""Means over all tokens of an update, all micro-batches and ranks: the metrics of the loss.
+
+    stats = TokenStats(device)
+    stats.add(loss, per_token)    # a micro-batch's, on this rank
+    metrics = stats.means()       # collective
+
+What each metric means: docs/metrics.md.
+"""
+
+import torch
+import torch.distributed as dist
+
+from grpo.proof import tilt_of
+
+LOSS = ("ratio", "kl", "clip_low", "clip_high", "entropy")  # of what grpo_loss returns, per token
+SAMPLER = ("mismatch", "sampler_ratio", "sampler_k3", "tilt", "surprise")  # trainer against sampler
+
+
+class TokenStats:
+    def __init__(self, device):
+        # float64: sums over a million tokens
+        self.sums = torch.zeros(2 + len(LOSS + SAMPLER), dtype=torch.float64, device=device)
+        self.largest = torch.zeros(2, device=device)  # mismatch, sampler_ratio
+
+    def add(self, loss, per_token):
+        """Adds a micro-batch: its part of the step's loss, a scalar, and tensors (N,) by name: what
+        grpo_loss says of its tokens, and "sampler_logps"."""
+        names = ("logps", "entropy", "sampler_logps")
+        values = per_token | sampler_stats(*(per_token[name] for name in names))
+        tokens = torch.ones_like(per_token["logps"]).sum()
+        sums = [loss.detach(), tokens, *(values[name].sum() for name in LOSS + SAMPLER)]
+        self.sums += torch.stack([value.double() for value in sums])
+        largest = torch.stack([values["mismatch"].max(), values["sampler_ratio"].max()])
+        self.largest = torch.maximum(self.largest, largest)  # NaN stays NaN
+
+    def means(self):
+        """Collective: returns the metrics over all ranks' tokens, by name."""
+        dist.all_reduce(self.sums)
+        dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
+        loss, tokens, *sums = self.sums.tolist()
+        sums = dict(zip(LOSS + SAMPLER, sums, strict=True))
+        tilt = tilt_of(sums.pop("tilt"), sums.pop("surprise"))
+        means = {name: total / tokens for name, total in sums.items()}
+        mismatch, ratio = self.largest.tolist()
+        largest = {"mismatch_max": mismatch, "sampler_ratio_max": ratio}
+        return {"loss": loss} | means | tilt | largest
+
+
+def sampler_stats(logps, entropy, sampler_logps):
+    """Returns, per token, how far the trainer's log-probs are from the sampler's; all are (N,)."""
+    gap = logps - sampler_logps
+    # A sampler at (1 + x) times the temperature finds log-probs that are x (logp + entropy) off, to
+    # first order: x, the tilt, is the slope of the gap on that. Noise, however large, averages out.
+    surprise = logps + entropy
+    return {
+        "mismatch": gap.abs(),
+        "sampler_ratio": gap.exp(),
+        "sampler_k3": gap.expm1() - gap,
+        "tilt": gap * surprise,
+        "surprise": surprise**2,
+    }
