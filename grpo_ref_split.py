@@ -29,7 +29,7 @@ import os
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 # Before torch: waiting threads would spin on a CPU. Where another process wants the core, a step
@@ -217,10 +217,10 @@ class Sequence:
     prompt: list[int]
     completion: list[int]
     sampler_logps: torch.Tensor  # (T,)
+    old_logps: torch.Tensor | None  # (T,); None: those of the first update on the rollout
     ref_logps: torch.Tensor | None  # (T,); None: not here yet, or KL_BETA is 0
     advantage: float
-    weight: float = 0.0  # of each token
-    old_logps: torch.Tensor | None = None  # (T,); None: those of the first update on the rollout
+    weight: float = 0.0  # of each token, in the step's loss
 
 
 def advantages_of(group):
@@ -250,9 +250,9 @@ def make_sequences(groups, off_policy):
             if MASK_TRUNCATED and group.truncated[i]:
                 continue
             prompt, completion = group.prompt_ids.tolist(), ids[i].tolist()
-            old_logps = logps[i] if off_policy else None
-            sequence = Sequence(group.id, i, prompt, completion, logps[i], refs[i], advantage)
-            sequences.append(replace(sequence, old_logps=old_logps))
+            old = logps[i] if off_policy else None
+            sequence = Sequence(group.id, i, prompt, completion, logps[i], old, refs[i], advantage)
+            sequences.append(sequence)
     lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
     weights = plain_loss.token_weights(
         lengths,
@@ -385,52 +385,44 @@ def check_update(run, metrics, sequences, groups, before):
 # --- The loop -----------------------------------------------------------------------
 def train(run):
     """Collective: rollouts, updates, evaluations and checkpoints, until the run's steps are made.
-    Returns (asked, why): whether it ends before that, as a signal asked a rank to; and why the
-    newest step without anything to train had nothing."""
-    p, clock, laps, half_full, why = run.progress, run.clock, [], False, ""
+    Returns whether it ends before that, as a signal asked a rank to."""
+    p, store_is_full = run.progress, False
     bar = tqdm(total=STEPS, initial=p.step, unit="step", disable=dist.get_rank() != 0)
     while True:
         asked = evaluate_if_due(run)  # collective
         ends = asked or p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
-        due = half_full or p.passed(SAVE_STEPS, max(p.saved, 0))
-        if p.saved < p.step and (ends or due):
+        due = ends or store_is_full or p.passed(SAVE_STEPS, max(p.saved, 0))
+        if due and p.saved < p.step:
             save(run)  # collective
         if ends:
-            break
-        clock.lap()  # evaluations and checkpoints are not part of a step
+            bar.close()
+            run.publishing.finish()
+            return asked
+        run.clock.lap()  # evaluations and checkpoints are not part of a step
         before = p.step
         groups, metrics, flat = sample_and_exchange(run)  # collective
-        off_policy = is_off_policy(groups, p.step)
+        off_policy = is_off_policy(groups, before)
         sequences = make_sequences(groups, off_policy)
-        run.folder.log_samples(
-            run.policy, run.recipe, groups or flat, advantages_of, p.step + 1, SAMPLES_PER_STEP
-        )
+        shown = groups or flat, advantages_of, before + 1, SAMPLES_PER_STEP
+        run.folder.log_samples(run.policy, run.recipe, *shown)
         p.idle = 0 if sequences else p.idle + 1
         if not sequences:
-            why = why_idle(metrics, groups, run.recipe)
-            say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {why}")
-        updates = min(UPDATES_PER_ROLLOUT, STEPS - p.step) if sequences else 1
+            run.idle_reason = why_idle(metrics, groups, run.recipe)
+            say(f"step {before + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
+        updates = min(UPDATES_PER_ROLLOUT, STEPS - before) if sequences else 1
         for number in range(1, updates + 1):
             p.step, trained = p.step + 1, {}
             if sequences:
                 trained = update(run, sequences, off_policy=off_policy)  # collective
                 check_update(run, trained, sequences, groups, before)  # collective
             if number == updates:
-                if run.server:
-                    half_full = exchange.acknowledge(run.inbox, groups, before, clock)  # collective
-                run.publishing.publish_if_due(p, before, clock)
-            laps.append(clock.lap())
+                store_is_full = exchange.acknowledge(run, groups, before)  # collective
+                run.publishing.publish_if_due(p, before, run.clock)
+            run.laps.append(run.clock.lap())
             sampled = metrics if number == 1 else {}  # once for all updates on it
-            run.folder.log("metrics.jsonl", {"step": p.step} | sampled | trained | laps[-1])
+            run.folder.log("metrics.jsonl", {"step": p.step} | sampled | trained | run.laps[-1])
             show(bar, metrics | trained)
         run.publishing.refresh_if_due(p, before, save=lambda: save(run))  # collective
-    bar.close()
-    if laps:
-        say_parts(laps)
-    elif not asked:
-        say(f"the run in {RUN_DIR} has ended, at step {p.step}: for another choose another RUN_DIR")
-    run.publishing.finish()
-    return asked, why
 
 
 def evaluate_if_due(run):
@@ -452,38 +444,31 @@ def evaluate_if_due(run):
 
 def save(run):
     """Collective: saves a checkpoint; the server may then forget the groups that it covers."""
-    progress = run.progress
-    progress.saved = progress.step
-    state = {
-        "step": progress.step,
-        "progress": asdict(progress),
-        "constants": constants_of(vars(constants())),
-    }
+    p = run.progress
+    p.saved = p.step
+    state = {"step": p.step, "progress": asdict(p), "constants": constants_of(vars(constants()))}
     checkpoint.save(  # collective
         RUN_DIR, run.policy, run.engine, run.stream, state, KEEP_CHECKPOINTS
     )
     if run.inbox:
-        run.server.checkpoint(progress.run, progress.step)
+        run.server.checkpoint(p.run, p.step)
 
 
 # --- Main ---------------------------------------------------------------------------
+known = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
+
+
 def constants():
-    """Returns this file's constants as attributes, as a preset has set them."""
-    return SimpleNamespace(**{name: value for name, value in globals().items() if name.isupper()})
-
-
-known = frozenset(vars(constants()))  # a preset that sets another one has misspelt it
-
-
-def check():
-    """Returns the constants. SystemExit with a sentence for each that can't be."""
-    check_names(vars(constants()), known)
-    check_constants(vars(constants()))
-    return constants()
+    """Returns this file's constants as attributes, as a preset has set them. SystemExit with a
+    sentence for each that can't be."""
+    now = {name: value for name, value in globals().items() if name.isupper()}
+    check_names(now, known)
+    check_constants(now)
+    return SimpleNamespace(**now)
 
 
 def main():
-    c = check()
+    c = constants()
     checkpoint.check_run_dir(RUN_DIR, RESUME)
     watch_launcher()
     tokenizer, recipe, server = prepare(c, needs_server=KL_BETA or PUBLISH_STEPS)
@@ -493,7 +478,7 @@ def main():
     lock = checkpoint.lock_run(RUN_DIR) if checkpoint.leads(RUN_DIR) else None  # collective
     run = start_run(c, tokenizer, recipe, questions, server)  # collective
     with stop.listening():
-        asked, why = train(run)  # collective
+        asked = train(run)  # collective
     if run.inbox and not asked:  # a run that was stopped, or failed, may resume: its workers wait
         server.end(run.progress.run)
     meet("the other ranks (rank 0 ends the run at the server)")  # collective
@@ -502,23 +487,28 @@ def main():
     dist.destroy_process_group()
     if lock:
         lock.close()
+    p = run.progress
     if asked:
+        by = stop.asked or "a signal"
         raise SystemExit(
-            f"ended by {stop.asked or 'a signal'} after step {run.progress.step}, which is saved:"
-            " started again the run resumes"
+            f"ended by {by} after step {p.step}, which is saved: start again to resume"
         )
-    if run.progress.idle >= IDLE_LIMIT:
+    if p.idle >= IDLE_LIMIT:
         raise SystemExit(
-            f"nothing to train for {run.progress.idle} steps, in the last one {why}. Read"
+            f"nothing to train for {p.idle} steps, in the last one {run.idle_reason}. Read"
             f" {RUN_DIR}/samples.jsonl: is TASK = {TASK!r} too easy, too hard, or judged wrongly?"
         )
+    if run.laps:
+        say_parts(run.laps)
+    else:
+        say(f"the run in {RUN_DIR} has ended, at step {p.step}: for another choose another RUN_DIR")
 
 
 def worker():
     """Samples for the trainer, until all runs have ended."""
     from grpo.sampling.worker import run_worker
 
-    c = check()
+    c = constants()
     tokenizer, recipe, server = prepare(c, needs_server=True)
     run_worker(make_policy(c, tokenizer), server, recipe)
 

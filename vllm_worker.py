@@ -194,7 +194,7 @@ def main():
     from grpo.sampling.start import prepare
     from grpo.sampling.worker import run_worker
 
-    tokenizer, recipe, server = prepare(trainer.check(), needs_server=True)
+    tokenizer, recipe, server = prepare(trainer.constants(), needs_server=True)
     eos_ids = stop_ids(trainer.MODEL, tokenizer, trainer.STOP_TOKENS)
     dtype = choose_dtype(trainer.DTYPE, own_device())
     engine = VLLMEngine(

@@ -312,7 +312,7 @@ def random_rows(vocab, prompt, completion, groups):
         ids = torch.randint(vocab, (prompt + completion,)).tolist()
         logps = torch.full((completion,), -math.log(vocab))  # about those of a random model
         row = trainer.Sequence(
-            str(group), 0, ids[group % 2 : prompt], ids[prompt:], logps, logps, 1.0, 1e-3
+            str(group), 0, ids[group % 2 : prompt], ids[prompt:], logps, None, logps, 1.0, 1e-3
         )
         rows += [replace(row, number=i) for i in range(trainer.GROUP_SIZE)]
     return rows

@@ -45,10 +45,10 @@ def make_rows(policy, loss_type):
             prompt=prompt,
             completion=completion,
             sampler_logps=logps + noise[2],
+            old_logps=logps + noise[1],
             ref_logps=logps + noise[0],
             advantage=(-1.0) ** i * (1 + i),
         )
-        row.old_logps = logps + noise[1]
         rows.append(row)
     lengths = torch.tensor([len(row.completion) for row in rows])
     sizes = {"sequences": 7, "tokens": int(lengths.sum()), "max_completion_tokens": 32}

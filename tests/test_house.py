@@ -106,3 +106,42 @@ def test_importing_does_nothing_but_define(tmp_path):
     settings = {"cwd": tmp_path, "env": {"PYTHONPATH": str(ROOT)}, "capture_output": True}
     done = subprocess.run(command, check=False, text=True, **settings)
     assert done.returncode == 0 and done.stdout == "", done.stdout + done.stderr
+
+
+# --- Collective functions ---------------------------------------------------------------
+def functions_of(path):
+    """Returns [(function's node, whether it is a method)] of a file."""
+    tree = ast.parse(path.read_text())
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    methods = {
+        id(item) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for item in node.body
+    }
+    return [(n, id(n) in methods) for n in ast.walk(tree) if isinstance(n, kinds)]
+
+
+def is_collective(node):
+    return (ast.get_docstring(node) or "").startswith("Collective: ")
+
+
+TRAINER = ROOT / "grpo_ref_split.py"
+COLLECTIVE = {
+    node.name: is_method
+    for path in [TRAINER, *ROOT.glob("grpo/training/*.py")]
+    for node, is_method in functions_of(path)
+    if is_collective(node)
+}
+
+
+def test_a_collective_call_is_marked_where_the_trainer_makes_it():
+    """A rank that does not make it leaves the others waiting: one must see it at the call."""
+    text = TRAINER.read_text()
+    lines, marked = text.splitlines(), 0
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            attribute = isinstance(node.func, ast.Attribute)
+            name = node.func.attr if attribute else getattr(node.func, "id", None)
+            of_counter = attribute and name == "update" and not COLLECTIVE.get(name)
+            if name in COLLECTIVE and not of_counter:
+                assert "# collective" in lines[node.lineno - 1], lines[node.lineno - 1]
+                marked += 1
+    assert marked > 15

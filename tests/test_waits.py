@@ -132,7 +132,7 @@ def test_ranks_join_before_they_load_the_model_and_meet_before_the_end(monkeypat
     def noted(name, result=None):
         return lambda *_, **__: order.append(name) or result
 
-    run, lock = SimpleNamespace(inbox=None), SimpleNamespace(close=lambda: None)
+    run, lock = SimpleNamespace(inbox=None, laps=[]), SimpleNamespace(close=lambda: None)
     run.progress = SimpleNamespace(run="run", idle=0, step=1)
     checkpoint = {"check_run_dir": noted("look"), "leads": noted("lead", True)}
     checkpoint["lock_run"] = noted("lock", lock)
@@ -146,7 +146,7 @@ def test_ranks_join_before_they_load_the_model_and_meet_before_the_end(monkeypat
         "Heartbeats": noted("beat", SimpleNamespace(stop=noted("stop beating"))),
         "checkpoint": SimpleNamespace(**checkpoint),
         "start_run": noted("model", run),
-        "train": noted("train", (False, "")),
+        "train": noted("train", False),
         "meet": noted("meet"),
     }
     for name, fake in fakes.items():

@@ -155,12 +155,14 @@ def take_regrouped(inbox, ids):
     return shared(groups)
 
 
-def acknowledge(inbox, groups, step, clock):
-    """Collective: tells the server that these groups were trained, after `step` updates. Returns
-    whether its store is half full of what no checkpoint covers. `inbox` is None but on rank 0."""
-    with clock.part("wait"):
+def acknowledge(run, groups, step):
+    """Collective: tells the server, if there is one, that these groups were trained, after `step`
+    updates. Returns whether its store is half full of what no checkpoint covers."""
+    if not run.server:
+        return False
+    with run.clock.part("wait"):
         ids = [group.id for group in groups]
-        return shared(inbox.server.ack(inbox.run, ids, step) if inbox else False)
+        return shared(run.server.ack(run.progress.run, ids, step) if run.inbox else False)
 
 
 def staleness(inbox, groups, step):

@@ -1,7 +1,7 @@
 """A run begins: what it holds is made, new or as its newest checkpoint has it. `c` is the trainer's
 constants, as attributes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -34,7 +34,9 @@ class Run:
     reference: ReferenceLogps  # the reference's log-probs, as they arrive
     publishing: Publishing  # of the policy
     folder: RunFolder  # RUN_DIR
-    clock: Clock  # a step's seconds, by part
+    clock: Clock  # a step's seconds, by part ...
+    laps: list = field(default_factory=list)  # ... and of all steps made
+    idle_reason: str = ""  # why the newest step that trained nothing had nothing
 
 
 def make_engine(c, policy):
