@@ -101,7 +101,7 @@ def test_a_rank_that_is_gone_ends_the_one_that_waits_for_it(gone, tmp_path):
 def test_a_wait_for_ranks_names_those_that_are_missing(monkeypatch, capsys):
     class Store(dict):
         get_default = __call__ = lambda self: self
-        set, clone = dict.__setitem__, lambda self: self
+        set, clone, __hash__ = dict.__setitem__, lambda self: self, object.__hash__
 
         def check(self, keys):
             now[0] += 6

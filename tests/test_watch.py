@@ -1,4 +1,4 @@
-"""Time limits of rewards, ranks that are not heard of, launchers that are gone."""
+"""Time limits of rewards, ranks that are not heard from, launchers that are gone."""
 
 import contextlib
 import os
@@ -246,7 +246,7 @@ def heartbeats(monkeypatch, store, rank=0, limit=600):
     return Heartbeats(rank, 3, limit)
 
 
-def test_a_rank_that_is_not_heard_of_is_named_and_ends_the_others(left, monkeypatch, capsys):
+def test_a_rank_that_is_not_heard_from_is_named_and_ends_the_others(left, monkeypatch, capsys):
     store, now = Store(), [1000.0]
     monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
     beats = heartbeats(monkeypatch, store)
@@ -257,14 +257,14 @@ def test_a_rank_that_is_not_heard_of_is_named_and_ends_the_others(left, monkeypa
             store.set("heartbeat/2", str(second))
         beats._listen(1)
         if second - 45 > 600:
-            with pytest.raises(Left, match="rank 2 was not heard of for 600 s"):
+            with pytest.raises(Left, match="rank 2 was not heard from for 600 s"):
                 beats._listen(2)
             break
         beats._listen(2)
     assert second == 650
     said = capsys.readouterr().err.splitlines()
     assert (
-        55 <= len(said) <= 61 and "waiting for rank 2, which was not heard of for 10 s" in said[0]
+        55 <= len(said) <= 61 and "waiting for rank 2, which was not heard from for 10 s" in said[0]
     )
 
 

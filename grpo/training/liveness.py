@@ -1,13 +1,13 @@
-"""Nobody waits in silence for a process that is gone, and nobody is left behind by one.
+"""Ranks wait for each other, name who is missing, and end when a rank or their launcher is gone.
 
-with timely(seconds, text): ...          # a reward function gets so long, and is no silent wait
-with announced(text): ...                # what may wait says so every 10 s
-with stop.listening(): ...               # SIGINT and SIGTERM: stop.asked, and the block goes on
-meet(text)                               # until all ranks are here, however far apart they are
-watch_launcher()                         # a rank ends when deepspeed, which started it, does
-Heartbeats(rank, world, limit)           # and when another rank is not heard of any more
+meet(what), gathered(value, what)        a collective begins when all ranks are here, however late
+watch_launcher()                         a rank ends when deepspeed, which started it, does
+Heartbeats(rank, world, limit)           and when another rank is no longer heard from
+
+A function that all ranks must call together says "Collective:" first in its docstring.
 """
 
+import functools
 import os
 import time
 
@@ -18,51 +18,57 @@ from torch.distributed import distributed_c10d
 from grpo.log import SPEAK_SECONDS, in_background, tell
 from grpo.stop import is_launcher, leave, stop
 
-LOOK_SECONDS = 5  # between two looks at the others
+LOOK_SECONDS = 5  # between two looks at the other ranks
 LEFT_SECONDS = 120  # for the last step and its checkpoint, when deepspeed is gone
 
 
-class Meetings:
-    """The process group's key-value store, this thread's own connection to it, and how many
-    meetings there were."""
-
-    group = store = None
-    number = 0
+@functools.lru_cache(maxsize=1)  # a process group that is initialised anew has another store
+def own_connection(store):
+    """Returns the main thread's own connection to the process group's key-value store."""
+    return store.clone()
 
 
 def meet(what):
-    """Returns when all ranks have called it; says every 10 s which are missing. For `what` may take
-    long: a collective gives up after the process group's limit, also where all is well and one rank
-    still samples or waits for a slow worker. A rank that is gone ends the others: Heartbeats; for
-    one that lives there is no limit.
+    """Collective: returns when all ranks have called it; says every 10 s which are missing.
+
+    It precedes a collective that ranks reach at different times, as `what` may take long: the
+    collective would give up at the process group's time limit, though all is well and one rank
+    still samples or waits for a slow worker. Here a rank that is alive is waited for without limit;
+    Heartbeats end the wait for one that is gone.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     if world == 1:
         return
-    if Meetings.group is not distributed_c10d._get_default_store():  # another one than before
-        Meetings.group, Meetings.number = distributed_c10d._get_default_store(), 0
-        Meetings.store = Meetings.group.clone()
-    Meetings.number += 1
-    store, number, began = Meetings.store, Meetings.number, time.monotonic()
+    store, began = own_connection(distributed_c10d._get_default_store()), time.monotonic()
+    arrivals = store.add("meeting/arrivals", 1)
+    meeting = -(-arrivals // world)  # its number: no rank leaves one before all have arrived
+    store.set(f"meeting/{rank}", str(meeting))
+    if arrivals == meeting * world:
+        store.set(f"meeting/over/{meeting}", "")
+        store.delete_key(f"meeting/over/{meeting - 1}")
     said = began
-    store.set(f"meeting/{rank}", str(number))
-    if store.add("meeting/arrivals", 1) == number * world:
-        store.set(f"meeting/over/{number}", "")
-        store.delete_key(f"meeting/over/{number - 1}")
-    while not store.check([f"meeting/over/{number}"]):  # store.wait() would log each time-out
+    while not store.check([f"meeting/over/{meeting}"]):  # store.wait() would log each time-out
         now = time.monotonic()
-        if now - said >= 10:
-            said = now
-            keys = {r: f"meeting/{r}" for r in range(world)}
-            there = [r for r, k in keys.items() if store.check([k]) and int(store.get(k)) >= number]
-            missing = ", ".join(str(r) for r in keys if r not in there)
+        if now - said >= SPEAK_SECONDS:
+            said, keys = now, {r: f"meeting/{r}" for r in range(world)}
+            here = [r for r, k in keys.items() if store.check([k]) and int(store.get(k)) >= meeting]
+            missing = ", ".join(str(r) for r in keys if r not in here)
             tell(f"waiting for {what} since {now - began:.0f} s: not here yet is rank {missing}")
         time.sleep(min(0.05, 0.0005 + (now - began) / 20))
 
 
+def gathered(value, what):
+    """Collective: returns every rank's `value`, by rank, once all are here; `what` as for meet."""
+    meet(what)
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+# --- The launcher -------------------------------------------------------------------
 def watch_launcher():
-    """Ends this process when one of the `deepspeed` processes above it is gone: it could not end
-    what it had started. A trainer may finish its step, as after a signal."""
+    """Ends this process when a `deepspeed` process above it is gone and so can't end what it had
+    started. A trainer may finish its step, as after a signal."""
     above = [p for p in psutil.Process().parents() if is_launcher(p)]
     if above:
         in_background(end_with, above)
@@ -71,6 +77,7 @@ def watch_launcher():
 
 
 def end_with(processes):
+    """Ends this process when the first of `processes` has ended."""
     while all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
         time.sleep(1)
     if stop.listens:
@@ -79,24 +86,27 @@ def end_with(processes):
     leave("the deepspeed launcher is gone, so this rank ends")
 
 
+# --- The other ranks ----------------------------------------------------------------
 class Heartbeats:
     """Tells the other ranks that this one is alive, and ends it when one of them is not.
 
-    They tell each other through the process group's key-value store. What a rank is busy with may
-    take as long as it likes, if the others wait by meet(); a process that is stopped, or a machine
-    that is gone, sends no beat. Rank 0 keeps the store: what asks it then waits for ever, so that a
-    second thread looks after the one that asks.
+    Beats go through the process group's key-value store. Work may take a rank as long as it likes,
+    if the others wait in meet(); a process that is stopped, or a machine that is gone, sends none.
+    Rank 0 keeps the store: without it a request blocks for ever, so a second thread watches the
+    thread that asks.
     """
 
     def __init__(self, rank, world, limit_seconds):
-        self.rank, self.world, self.limit = rank, world, limit_seconds
-        self.heard = {r: (None, time.monotonic()) for r in range(world) if r != rank}
-        self.said, self.over, self.answered = 0.0, False, time.monotonic()
+        self.rank, self.limit = rank, limit_seconds
+        now = time.monotonic()
+        self.heard = {r: (None, now) for r in range(world) if r != rank}  # last beat, since when
+        self.answered = now  # when the store last did
+        self.said, self.over = 0.0, False
         if world > 1:
-            # a connection of its own: collectives may hold the other for long
+            # A connection of its own: collectives may hold the other for long
             self.store = distributed_c10d._get_default_store().clone()
             in_background(self._run)
-            in_background(self._look_after)
+            in_background(self._watch_store)
 
     def stop(self):
         """The run is over: the others may leave."""
@@ -116,12 +126,12 @@ class Heartbeats:
                     leave(f"rank 0, which keeps the ranks together, does not answer: {error!r}")
             time.sleep(min(LOOK_SECONDS, self.limit / 10))
 
-    def _look_after(self):
+    def _watch_store(self):
         while not self.over:
             silent = time.monotonic() - self.answered
             if silent > self.limit:
                 leave(f"rank 0 did not answer for {silent:.0f} s: its process or machine is gone")
-            if silent >= 10 + LOOK_SECONDS:
+            if silent >= SPEAK_SECONDS + LOOK_SECONDS:
                 tell(f"waiting for rank 0, which has not answered for {silent:.0f} s")
             time.sleep(min(LOOK_SECONDS, self.limit / 10))
 
@@ -129,12 +139,13 @@ class Heartbeats:
         key = f"heartbeat/{rank}"
         beat = self.store.get(key) if self.store.check([key]) else None
         now, (last, since) = time.monotonic(), self.heard[rank]
+        silent = now - since
         if beat != last:
             self.heard[rank] = beat, now
-        elif now - since > self.limit:
+        elif silent > self.limit:
             leave(
-                f"rank {rank} was not heard of for {self.limit} s: its process or machine is gone"
+                f"rank {rank} was not heard from for {self.limit} s: its process or machine is gone"
             )
-        elif now - since >= SPEAK_SECONDS and now - self.said >= SPEAK_SECONDS:
+        elif silent >= SPEAK_SECONDS and now - self.said >= SPEAK_SECONDS:
             self.said = now
-            tell(f"waiting for rank {rank}, which was not heard of for {now - since:.0f} s")
+            tell(f"waiting for rank {rank}, which was not heard from for {silent:.0f} s")
