@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, ZeRO-2, round the policy."""
+"""DeepSpeed's engine, ZeRO-2, around the policy's model, and the processes that are its ranks."""
 
 import contextlib
 import os
@@ -10,29 +10,27 @@ import torch.distributed as dist
 from grpo.forward import CompletionModel
 from grpo.log import announced, say
 from grpo.models import own_device
-from grpo.training.liveness import meet
+from grpo.training.liveness import gathered
 
-# How many processes mpirun and srun have started
-MANY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# How many processes mpirun or srun has started
+LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def stand_alone():
-    """Where no launcher has started this process, it is the only rank: says so to DeepSpeed, which
-    would look for MPI. Many processes of mpirun or srun are left to that."""
-    many = any(int(os.environ.get(name) or 1) > 1 for name in MANY)
-    if "RANK" in os.environ or many:
+    """Makes a process that no launcher has started the only rank: without this DeepSpeed would look
+    for MPI. Several processes of mpirun or srun are left to that."""
+    if "RANK" in os.environ or any(int(os.environ.get(name) or 1) > 1 for name in LAUNCHED):
         return
     # MASTER_PORT 0: the system picks one that is free
     only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     os.environ.update(only | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
-    if torch.cuda.device_count() > 1:
-        gpus = torch.cuda.device_count()
+    if (gpus := torch.cuda.device_count()) > 1:
         say(f"this process trains on one of {gpus} GPUs; `deepspeed` starts one on each")
 
 
 def join_ranks(wait_limit_seconds):
-    """Makes this process a rank, if it is none yet: before it loads a model, which may take longer
-    on one machine than collectives wait, and with the GPU chosen that they shall use."""
+    """Collective: makes this process a rank, with a GPU of its own, if it is none yet. Comes before
+    the model is loaded, which may take longer on one machine than a collective waits."""
     if dist.is_initialized():
         return
     import deepspeed  # takes seconds; the tests of the trainer's functions do without
@@ -43,7 +41,7 @@ def join_ranks(wait_limit_seconds):
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
     stand_alone()
-    # Longer than a rank waits by itself, for the server, which ends it with a better sentence
+    # Longer than a rank waits for the server: it then ends by itself, with a better sentence
     with announced("all ranks to start"):
         deepspeed.init_distributed(timeout=timedelta(seconds=wait_limit_seconds + 60))
 
@@ -60,25 +58,29 @@ def start_engine(
     offload_optimizer,
     wait_limit_seconds,
 ):
-    """-> DeepSpeed's engine, ZeRO-2, round a CompletionModel of the policy, with its optimiser."""
+    """Collective: returns DeepSpeed's engine around a CompletionModel of the policy's model, with
+    AdamW over the parameters that are trained."""
     import deepspeed
 
     join_ranks(wait_limit_seconds)
     model = CompletionModel(
         policy.model, share_prompts=share_prompts, gradient_checkpointing=gradient_checkpointing
     )
-    # What a rank could not have, none has: all must plan the same micro-batches
-    meet("all ranks to load the model")
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (model.shares, model.separable, model.notes))
-    model.shares, model.separable = (all(one[i] for one in everyone) for i in range(2))
-    for note in sorted({note for *_, notes in everyone for note in notes}):
+    # What one rank's model can't do, none does: all must plan the same micro-batches
+    abilities = model.shares, model.separable, model.notes
+    shares, separable, notes = zip(*gathered(abilities, "all ranks to load the model"), strict=True)
+    model.shares, model.separable = all(shares), all(separable)
+    for note in sorted(set().union(*notes)):
         say(note)
-    settings = {"lr": learning_rate, "betas": adam_betas, "weight_decay": weight_decay}
-    trained = [p for p in policy.model.parameters() if p.requires_grad]
     on_gpu = policy.model.device.type == "cuda"
-    # On a CPU about as fast as DeepSpeedCPUAdam, which is compiled at first use, for minutes
-    optimizer = torch.optim.AdamW(trained, fused=on_gpu or offload_optimizer, **settings)
+    optimizer = torch.optim.AdamW(
+        [p for p in policy.model.parameters() if p.requires_grad],
+        lr=learning_rate,
+        betas=adam_betas,
+        weight_decay=weight_decay,
+        # On a CPU about as fast as DeepSpeedCPUAdam, which is compiled at first use, for minutes
+        fused=on_gpu or offload_optimizer,
+    )
     config = engine_config(policy.dtype, max_grad_norm, offload_optimizer, on_gpu)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
@@ -89,8 +91,8 @@ def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
     if offload_optimizer:  # copies from and to pinned memory take a fraction of the time
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # a formality: accumulate() cuts micro-batches by
-        "gradient_accumulation_steps": 1,  # tokens, and says itself where a step ends
+        "train_micro_batch_size_per_gpu": 1,  # a formality: the trainer plans micro-batches by
+        "gradient_accumulation_steps": 1,  # tokens, and marks itself the last one of a step
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": max_grad_norm,
@@ -100,8 +102,9 @@ def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
 
 
 def take_step(engine):
-    """Takes the optimiser's step, unless a part of the gradient is not finite: then all stays as it
-    is, on all ranks. Returns the gradient's norm before clipping; -1 or not finite in that case."""
+    """Collective: takes the optimiser's step, unless a part of the gradient is not finite: then
+    weights and optimiser stay as they are, on all ranks. Returns the gradient's norm before
+    clipping; -1 or not finite where the step was not taken."""
     engine.step()
     if engine.optimizer.overflow:
         # With offload in bf16 DeepSpeed 0.19.8 would go on adding to these sums: NaN for ever
@@ -111,8 +114,8 @@ def take_step(engine):
 
 
 def training_threads(cpu_threads):
-    """-> `cpu_threads`, or where it is 0 this machine's cores over its ranks: while forward and
-    backward run the server is idle, but for what it scores of the same step."""
+    """Returns a rank's CPU threads for forward and backward: `cpu_threads`, or where it is 0 the
+    machine's cores over its ranks, as a server beside them scores little meanwhile."""
     # deepspeed's name, or torchrun's: with all cores for each rank a step takes twice the time
     ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
     mine, launchers = (len(os.sched_getaffinity(pid)) for pid in (0, os.getppid()))
