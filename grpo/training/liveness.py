@@ -40,19 +40,14 @@ def meet(what):
     if world == 1:
         return
     store, began = own_connection(distributed_c10d._get_default_store()), time.monotonic()
-    arrivals = store.add("meeting/arrivals", 1)
-    meeting = -(-arrivals // world)  # its number: no rank leaves one before all have arrived
-    store.set(f"meeting/{rank}", str(meeting))
-    if arrivals == meeting * world:
-        store.set(f"meeting/over/{meeting}", "")
-        store.delete_key(f"meeting/over/{meeting - 1}")
+    meeting = store.add(f"meeting/{rank}", 1)  # its number: no rank leaves one before all are here
+    store.add("meeting/arrivals", 1)
     said = began
-    while not store.check([f"meeting/over/{meeting}"]):  # store.wait() would log each time-out
+    while store.add("meeting/arrivals", 0) < meeting * world:  # wait() would log each time-out
         now = time.monotonic()
         if now - said >= SPEAK_SECONDS:
-            said, keys = now, {r: f"meeting/{r}" for r in range(world)}
-            here = [r for r, k in keys.items() if store.check([k]) and int(store.get(k)) >= meeting]
-            missing = ", ".join(str(r) for r in keys if r not in here)
+            said, late = now, [r for r in range(world) if store.add(f"meeting/{r}", 0) < meeting]
+            missing = ", ".join(map(str, late))
             tell(f"waiting for {what} since {now - began:.0f} s: not here yet is rank {missing}")
         time.sleep(min(0.05, 0.0005 + (now - began) / 20))
 
