@@ -581,6 +581,6 @@ def test_what_was_logged_after_the_checkpoint_is_forgotten(tmp_path, monkeypatch
         folder.log("metrics.jsonl", {"step": step, "loss": float("nan")})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "los')  # killed while writing
-    folder.cut(3)
+    folder.undo(3)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [1, 2, 3] and records[0]["loss"] is None

@@ -263,7 +263,7 @@ def open_run(folder, constants, engine, stream, server):
             group["weight_decay"] = constants["WEIGHT_DECAY"]
         progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
         say(f"the run {run} goes on from {path}")
-    RunFolder(folder).cut(progress.step if path else -1)
+    RunFolder(folder).undo(progress.step if path else -1)
     if server and dist.get_rank() == 0:
         undone = server.resume(run, progress.step)
         if any(undone.values()):

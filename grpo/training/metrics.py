@@ -1,9 +1,10 @@
-"""What a run tells: evaluations, metrics.jsonl, samples.jsonl, the progress bar.
+"""What a run reports: evaluations, metrics.jsonl, samples.jsonl, the page, the progress bar.
 
-README.md explains every metric. Only rank 0 writes.
+README.md explains every metric. All ranks count, and rank 0 writes.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import queue
@@ -18,12 +19,13 @@ import torch.distributed as dist
 from grpo.log import in_background, outlive_readers, say
 from grpo.sampling.rollout import TALLY, sampled_and_rewarded
 from grpo.stop import stop
-from grpo.training.liveness import meet
+from grpo.training.liveness import gathered, meet
+
+PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")  # backward: + forward
 
 
 class Clock:
-    """Seconds of a step by part: sample, reward, wait, backward (with forward), step, publish,
-    other."""
+    """Seconds of a step by part, one of PARTS; `other` is the rest."""
 
     def __init__(self):
         self.parts, self.started = Counter(), time.perf_counter()
@@ -39,7 +41,7 @@ class Clock:
         self.inner = outer + seconds
 
     def lap(self):
-        """-> {"seconds": all, "seconds_sample": ...} since the last lap; `other` is the rest."""
+        """Returns {"seconds": all, "seconds_sample": ...} since the last lap."""
         now = time.perf_counter()
         total, parts = now - self.started, dict(self.parts)
         self.parts, self.started = Counter(), now
@@ -47,8 +49,9 @@ class Clock:
         return {"seconds": total} | {f"seconds_{k}": v for k, v in parts.items()}
 
 
+# --- Sums over the ranks ------------------------------------------------------------
 def add_up(count, names):
-    """-> the named counts summed over all ranks."""
+    """Collective: returns the named counts, {name: sum over all ranks}."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sums = torch.tensor([float(count[name]) for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(sums)
@@ -56,36 +59,35 @@ def add_up(count, names):
 
 
 def any_rank(holds):
-    """-> whether it holds on any rank; all ranks call it."""
-    meet("the other ranks (rank 0 may be publishing the policy)")
-    return add_up({"holds": bool(holds)}, ["holds"])["holds"] > 0
+    """Collective: returns whether it holds on any rank."""
+    return any(gathered(bool(holds), "the other ranks (rank 0 may be publishing the policy)"))
 
 
-def evaluate(engine, recipe, prompts):
-    """-> greedy accuracy (OUTCOME > 0), the positive share of each reward, the truncated share and
-    the mean length, over all ranks. Once the run is asked to stop it begins no more questions."""
-    count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()][::-1]
+def evaluate(policy, recipe, prompts):
+    """Collective: returns greedy accuracy (OUTCOME > 0), the positive share of each reward, the
+    truncated share and the mean length. Once the run is asked to stop it begins no question."""
+    count, mine = Counter(), iter(prompts[dist.get_rank() :: dist.get_world_size()])
 
     def take(room):
-        return [mine.pop() for _ in range(0 if stop.asked else min(room, len(mine)))]
+        return [] if stop.asked else list(itertools.islice(mine, room))
 
-    for _, completions, rewards in sampled_and_rewarded(
-        engine, recipe, take, group_size=1, temperature=0, seed=0, count=Counter()
+    for _, (completion,), (rewards,) in sampled_and_rewarded(
+        policy, recipe, take, group_size=1, temperature=0, seed=0, count=Counter()
     ):
         count["questions"] += 1
-        count["truncated"] += completions[0].truncated
-        count["completion_tokens"] += len(completions[0].ids)
-        count["accuracy"] += rewards[0][recipe.outcome] > 0
-        count.update({f"positive_{name}": int(r > 0) for name, r in rewards[0].items()})
-    names = ["accuracy", *(f"positive_{name}" for name in recipe.reward_weights)]
-    names += ["truncated", "completion_tokens"]
+        count["accuracy"] += rewards[recipe.outcome] > 0
+        count["truncated"] += completion.truncated
+        count["completion_tokens"] += len(completion.ids)
+        count.update({f"positive_{name}": int(r > 0) for name, r in rewards.items()})
+    positive = [f"positive_{name}" for name in recipe.reward_weights]
+    names = ["accuracy", *positive, "truncated", "completion_tokens"]
     meet("the other ranks' part of the evaluation")
     total = add_up(count, ["questions", *names])
     return {f"eval_{name}": total[name] / max(total["questions"], 1) for name in names}
 
 
 def rollout_metrics(count, recipe):
-    """-> means over all that all ranks counted for a rollout (rollout.tally)."""
+    """Collective: returns means over what all ranks have counted for a rollout (rollout.tally)."""
     total = add_up(count, [*TALLY, *(f"reward_{name}" for name in recipe.reward_weights)])
     n = max(total["completions"], 1)
     rewards = {name: total[f"reward_{name}"] / n for name in recipe.reward_weights}
@@ -102,7 +104,8 @@ def rollout_metrics(count, recipe):
 
 
 def why_idle(metrics, groups, recipe):
-    """-> why a rollout of these `metrics` has nothing to train; `groups` are all but the flat."""
+    """Returns why a rollout with these metrics has nothing to train; `groups` are those that were
+    not left out as flat."""
     share, limit = metrics["truncated"], recipe.max_completion_tokens
     cut = f"{'all' if share == 1 else f'{share:.0%}'} truncated at MAX_COMPLETION_TOKENS = {limit}"
     if groups:
@@ -114,35 +117,34 @@ def why_idle(metrics, groups, recipe):
     return f"{sampled}, {cut}, are left out (SKIP_FLAT_GROUPS)"
 
 
+# --- Where it goes ------------------------------------------------------------------
 class Page:
-    """Shows what is logged on the reference server's page, in a thread: training waits for none."""
+    """Sends what is logged to the reference server's page, in a thread: training does not wait."""
 
     def __init__(self, server, run):
         self.server, self.run, self.logged = server.twin(), run, queue.SimpleQueue()
         in_background(self._send)
 
     def put(self, file, record):
-        # what the page has no use for would be refused, and the rest with it
-        known = {k: v for k, v in record.items() if v is not None and not huge(v)}
-        self.logged.put((file, known))
+        self.logged.put((file, {k: v for k, v in record.items() if accepted(v)}))
 
     def _send(self):
         while True:
             batch = [self.logged.get()]
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    batch.append(self.logged.get_nowait())
+            while not self.logged.empty():
+                batch.append(self.logged.get())
             records = [record for file, record in batch if file == "metrics.jsonl"]
             samples = [record for file, record in batch if file == "samples.jsonl"]
             self.server.log(self.run, records, samples[-8:])
 
 
-def huge(value):
-    return isinstance(value, int | float) and abs(value) > 1e29
+def accepted(value):
+    """Returns whether the page takes a value; it would refuse a request with any other."""
+    return value is not None and not (isinstance(value, int | float) and abs(value) > 1e29)
 
 
 class RunFolder:
-    """RUN_DIR: metrics.jsonl, samples.jsonl, bad steps; checkpoint.py writes there too."""
+    """RUN_DIR's metrics.jsonl, samples.jsonl and bad steps; checkpoint.py writes there too."""
 
     def __init__(self, path, page=None):
         self.path, self.page = Path(path), page
@@ -151,14 +153,14 @@ class RunFolder:
     def log(self, file, record):
         """Appends a record to a file, one JSON object a line, with the time of day."""
         if dist.get_rank() == 0:
+            record = {k: finite(v) for k, v in record.items()} | {"time": round(time.time(), 2)}
             with open(self.path / file, "a") as f:
-                record = {k: finite(v) for k, v in record.items()} | {"time": round(time.time(), 2)}
                 f.write(json.dumps(record) + "\n")
             if self.page:
                 self.page.put(file, record)
 
     def log_evaluation(self, evaluation, step):
-        """Logs and says an evaluation; -> its accuracy."""
+        """Logs and says an evaluation; returns its accuracy."""
         self.log("metrics.jsonl", {"step": step} | evaluation)
         say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
         return evaluation["eval_accuracy"]
@@ -170,13 +172,12 @@ class RunFolder:
         group = groups[step % len(groups)]
         item = next(item for index, item, _ in recipe.prompts if index == group.item)
         advantages = advantages_of(group)
-        completions = group.completions(group.completion_ids)
-        for i in range(min(number, len(completions))):
+        for i, ids in enumerate(group.completions(group.completion_ids)[:number]):
             record = {
                 "step": step,
                 "question": item["question"],
                 "answer": item.get("answer"),
-                "completion": policy.tokenizer.decode(completions[i]),
+                "completion": policy.tokenizer.decode(ids),
                 "rewards": dict(zip(group.reward_names, group.rewards[i].tolist(), strict=True)),
                 "advantage": advantages[i].item(),
                 "truncated": group.truncated[i].item(),
@@ -186,35 +187,36 @@ class RunFolder:
             self.log("samples.jsonl", record)
 
     def bad_step(self, progress, rows, metrics, limit):
-        """A step was skipped: says so and keeps its rows. RuntimeError after `limit` in a row."""
+        """Collective: says that a step was skipped, and keeps its sequences. RuntimeError after
+        `limit` of them in a row."""
         path = self.path / f"bad_step_{progress.step:06d}.json"
         if dist.get_rank() == 0:
             path.write_text(json.dumps([asdict(row) for row in rows], default=torch.Tensor.tolist))
             for old in sorted(self.path.glob("bad_step_*"))[:-limit]:
                 old.unlink()
         progress.bad += 1
-        skipped = f"step {progress.step} is skipped: loss {metrics['loss']}, norm of the gradient"
-        say(f"{skipped} {metrics['grad_norm']}; {progress.bad} in a row; rows kept in {path}")
+        why = f"loss {metrics['loss']}, norm of the gradient {metrics['grad_norm']}"
+        say(f"step {progress.step} is skipped: {why}; {progress.bad} in a row; kept in {path}")
         dist.barrier()  # until it is written: the launcher ends all ranks when one ends
         if progress.bad >= limit:
             raise RuntimeError(f"{progress.bad} steps in a row were not finite; see {path}")
 
-    def cut(self, step):
-        """Forgets what was logged after `step`: a history that is no more. A line that was being
-        written when the run ended goes too."""
+    def undo(self, step):
+        """Removes what was logged after `step`, of a history that was undone, and a line that was
+        being written when the run ended."""
         for path in (self.path / "metrics.jsonl", self.path / "samples.jsonl"):
             if dist.get_rank() == 0 and path.exists():
                 kept = []
                 for line in path.read_text().splitlines():
                     with contextlib.suppress(ValueError):
-                        kept += [line] if json.loads(line)["step"] <= step else []
+                        kept += [line + "\n"] if json.loads(line)["step"] <= step else []
                 draft = path.with_suffix(".draft")
-                draft.write_text("".join(line + "\n" for line in kept))
+                draft.write_text("".join(kept))
                 draft.replace(path)
 
 
 def finite(value):
-    """-> the value for JSON, which knows no NaN: null in its place."""
+    """Returns the value for JSON, which knows no NaN: null in its place."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -228,9 +230,6 @@ def show(bar, metrics):
         refresh=False,
     )
     bar.update()
-
-
-PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
 
 
 def say_parts(laps):
