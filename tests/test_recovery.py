@@ -87,7 +87,7 @@ def test_two_machines_with_disks_of_their_own_go_on_as_if_they_had_not_stopped(t
     codes, output = [rank.wait(150) for rank in ranks], log.read_text()
     assert codes == [1, 1], output[-4000:]
     assert "step_000006 is not whole, and passed over: rank 1 on " in output
-    assert "goes on from killed/step_000003" in output and "goes on from lora/step_000001" in output
+    assert "resumes from killed/step_000003" in output and "resumes from lora/step_000001" in output
     for pair in [("killed", "whole"), ("lora", "lora whole")]:
         steps, weights = [], []
         for folder in [disks[0] / name for name in pair]:
@@ -99,7 +99,7 @@ def test_two_machines_with_disks_of_their_own_go_on_as_if_they_had_not_stopped(t
         left = [path.name for path in (disk / "killed").glob("*step*")]
         assert sorted(left) == ["step_000006", "step_000009"]
         assert (disk / "killed/.lock").exists()  # no other trainer on either
-    assert "is whole: rank 0 on" in output.split("goes on from lora")[1]
+    assert "is whole: rank 0 on" in output.split("resumes from lora")[1]
 
 
 def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny, tmp_path):

@@ -17,9 +17,9 @@ from test_wire import make_group
 
 from grpo.sampling.rollout import Stream
 from grpo.serving.store import Store
-from grpo.training import checkpoint
+from grpo.training import checkpoint, liveness
 from grpo.training import metrics as report
-from grpo.training.checks import check_same_run, constants_of
+from grpo.training.checkpoint import check_resumable, constants_of
 from grpo.wire import pack_group
 
 
@@ -299,17 +299,18 @@ class FakePolicy:
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    monkeypatch.setattr(checkpoint, "meet", lambda what: None)
-    monkeypatch.setattr(checkpoint, "dist", Ranks(1))
-    monkeypatch.setattr(report, "dist", Ranks(1))
+def ranks(monkeypatch, request):
+    ranks = Ranks(getattr(request, "param", 1))
+    for module in (checkpoint, liveness, report):
+        monkeypatch.setattr(module, "dist", ranks)
+    for module in (checkpoint, liveness):
+        monkeypatch.setattr(module, "meet", lambda what: ranks.barrier.wait())
+    return ranks
 
 
 @pytest.fixture
-def ranks(monkeypatch, request):
-    monkeypatch.setattr(checkpoint, "meet", lambda what: None)
-    monkeypatch.setattr(checkpoint, "dist", Ranks(request.param))
-    return checkpoint.dist
+def alone(ranks):
+    pass
 
 
 def save(folder, step, stream, keep=2):
@@ -363,7 +364,7 @@ def test_the_checkpoint_just_saved_stays_and_torn_ones_of_later_steps_go(tmp_pat
     assert [p.name for p in tmp_path.glob("step_*")] == ["step_000100"]
     for step in (999_999, 1_000_000):
         save(tmp_path, step, stream, keep)
-    left = sorted(checkpoint.number(p) for p in tmp_path.glob("step_*"))
+    left = sorted(checkpoint.step_of(p) for p in tmp_path.glob("step_*"))
     assert left == [999_999, 1_000_000][-keep:]
     assert checkpoint.newest(tmp_path)[1]["step"] == 1_000_000
 
@@ -399,20 +400,26 @@ def test_a_run_does_not_begin_again_because_no_checkpoint_is_whole(tmp_path, alo
         checkpoint.newest(tmp_path)
 
 
-def test_a_checkpoint_as_deepspeed_saved_it_can_be_opened(tmp_path, alone):
-    stream, engine = Stream([(0, {}, [0])], 0, 0, 1), FakeEngine()
-    save(tmp_path, 3, stream)
+def test_a_checkpoint_with_deepspeeds_own_files_is_refused_with_what_to_do(tmp_path, alone):
+    """The layout of commit 8b2f077: one dict has the files of all ranks."""
+    first, stream = opened(tmp_path), Stream([(0, {}, [0])], 0, 0, 1)
+    state = {"step": 3, "constants": first["constants"], "progress": {"run": first["run"]}}
+    checkpoint.save(tmp_path, FakePolicy(), FakeEngine(), stream, state, 1)
     trainer = tmp_path / "step_000003/trainer"
     (trainer / "optimizer_0.pt").unlink()
     (trainer / "deepspeed").mkdir()
     old = "deepspeed/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    torch.save({"optimizer_state_dict": engine.state_dict()}, trainer / old)
+    torch.save({"optimizer_state_dict": {}}, trainer / old)
     state = json.loads((trainer / "state.json").read_text())
     files = {f"trainer/{name}": (trainer / name).stat().st_size for name in ("rank_0.json", old)}
-    (trainer / "state.json").write_text(json.dumps(state | {"files": files}))  # of all ranks
-    path, _ = checkpoint.newest(tmp_path)
-    checkpoint.load(path, engine, stream)
-    assert engine.loaded == engine.state_dict()
+    (trainer / "state.json").write_text(json.dumps(state | {"files": files}))
+    anew = "begin another run from its weights, with another RUN_DIR and MODEL = '.*/step_000003'"
+    with pytest.raises(SystemExit, match=f"step_000003 has an earlier version's layout .*: {anew}"):
+        opened(tmp_path, STEPS=7)
+    assert json.loads((tmp_path / "run.json").read_text()) == first
+    (trainer / old).unlink()
+    with pytest.raises(SystemExit, match="is whole: rank 0 on .*optim_states.pt"):
+        opened(tmp_path)
 
 
 # Which folder each rank sees -> who makes and renames what is in it
@@ -452,7 +459,7 @@ def swap(one, other):
     one.with_name("aside").rename(other)
 
 
-# What happens to the disks of two machines -> which step both ranks go on from, or what both say
+# What happens to the disks of two machines -> the step that both resume from, or what they say
 DISKS = {
     "nothing": (lambda a, b: None, 9),
     "a part is gone": (lambda a, b: os.remove(b / "step_000009/trainer/rank_1.json"), 3),
@@ -474,18 +481,18 @@ def test_what_is_whole_is_agreed_by_machines_with_disks_of_their_own(tmp_path, r
         checkpoint.leads(disk)
         run, before = checkpoint.run_of(str(disk), RUN, None)
         assert before == {}
-        checkpoint.keep_run(str(disk), run, RUN)
+        checkpoint.write_run(str(disk), run, RUN)
         [save(disk, step, stream) for step in (1, 3, 9)]
         return run
 
-    def go_on(disk):
+    def resume(disk):
         checkpoint.leads(disk)
         run, before = checkpoint.run_of(str(disk), RUN, None)
         assert before == RUN
         path, _ = checkpoint.newest(str(disk))
         checkpoint.load(path, FakeEngine(), stream)
         save(disk, 9, stream)
-        return run, checkpoint.number(path)
+        return run, checkpoint.step_of(path)
 
     run, same = ranks.each(begin, disks)
     assert run == same
@@ -494,28 +501,29 @@ def test_what_is_whole_is_agreed_by_machines_with_disks_of_their_own(tmp_path, r
     models = [(disk / "step_000009/model.safetensors").exists() for disk in disks]
     assert models == [True, False]  # a model for people is where rank 0 is
     damage(*disks)
-    found = ranks.each(go_on, disks)
+    found = ranks.each(resume, disks)
     if isinstance(expected, int):
         assert found == [(run, expected)] * 2
-        assert [step for _, step in ranks.each(go_on, disks)] == [9, 9]
+        assert [step for _, step in ranks.each(resume, disks)] == [9, 9]
     else:
         assert all(re.search(expected, text) for text in found), found
 
 
-def test_a_run_goes_on_with_as_many_ranks_and_the_same_model(capsys):
+def test_a_run_resumes_with_as_many_ranks_and_the_same_model(capsys):
     import grpo_ref_split as trainer
 
     now = dict(vars(trainer))
-    state = {"constants": constants_of(now), "ranks": 2, "step": 40}
+    state = {"constants": constants_of(now), "ranks": 2, "step": 40, "files": [{}, {}]}
     assert state["constants"]["ADAM_BETAS"] == [0.9, 0.99]
-    check_same_run(state, now, 2)
+    check_resumable("runs/a/step_000040", state, now, 2)
     assert capsys.readouterr().out == ""
-    with pytest.raises(SystemExit, match="is a run on 2 ranks, here are 3: launch 2, or begin"):
-        check_same_run(state, now, 3)
+    refusal = "of a run on 2 ranks, here are 3: launch 2, or begin .* MODEL = 'runs/a/step_000040'"
+    with pytest.raises(SystemExit, match=refusal):
+        check_resumable("runs/a/step_000040", state, now, 3)
     for name in ("MODEL", "LORA_RANK", "DTYPE"):
         with pytest.raises(SystemExit, match=f"{name} = 'other' must be"):
-            check_same_run(state, now | {name: "other"}, 2)
-    check_same_run(state, now | {"STEPS": 777, "CLIP_LOW": 0.1}, 2)
+            check_resumable("step_000040", state, now | {name: "other"}, 2)
+    check_resumable("step_000040", state, now | {"STEPS": 777, "CLIP_LOW": 0.1}, 2)
     out = capsys.readouterr().out
     assert "STEPS 500 -> 777" in out and "CLIP_LOW 0.2 -> 0.1" in out
 
@@ -549,7 +557,7 @@ def test_run_json_has_the_constants_of_the_last_start(tmp_path, alone):
     assert again["run"] == first["run"] and again["constants"]["STEPS"] == 7
     state = {"step": 3, "constants": again["constants"], "progress": {"run": first["run"]}}
     checkpoint.save(tmp_path, FakePolicy(), FakeEngine(), Stream([(0, {}, [0])], 0, 0, 1), state, 1)
-    last = opened(tmp_path, STEPS=9, TASK="other")  # goes on with another task, and says so
+    last = opened(tmp_path, STEPS=9, TASK="other")  # resumes with another task, and says so
     assert last["run"] == first["run"]
     assert last["constants"]["STEPS"] == 9 and last["constants"]["TASK"] == "other"
     with pytest.raises(SystemExit, match="MODEL = 'b' must be 'a'"):
@@ -558,7 +566,7 @@ def test_run_json_has_the_constants_of_the_last_start(tmp_path, alone):
 
 
 @pytest.mark.parametrize("name", ["MODEL", "LORA_RANK", "DTYPE", "TASK"])
-def test_a_run_without_a_checkpoint_goes_on_as_the_same_or_not_at_all(
+def test_a_run_without_a_checkpoint_resumes_as_the_same_or_not_at_all(
     tmp_path, alone, capsys, name
 ):
     server, first = FakeServer(), opened(tmp_path)

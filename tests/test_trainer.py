@@ -38,8 +38,8 @@ from grpo.training import exchange as exchange_module
 from grpo.training import liveness as watch
 from grpo.training import metrics as report
 from grpo.training import publish as policy_sync
-from grpo.training.checkpoint import Progress
-from grpo.training.checks import check_constants, constants_of
+from grpo.training.checkpoint import Progress, constants_of
+from grpo.training.checks import check_constants
 from grpo.training.engine import stand_alone, training_threads
 from grpo.training.exchange import (
     Inbox,

@@ -1,10 +1,8 @@
-"""What is checked before anything heavy starts: constants, task, data. A sentence a mistake."""
+"""Checks of the trainer's constants, before anything heavy starts: a sentence for each mistake."""
 
-import json
-from pathlib import Path
+from types import SimpleNamespace
 
 from grpo.constants import DTYPES, real, refuse_broken, rules_of
-from grpo.log import say
 from grpo.loss import LOSS_TYPES, OBJECTIVES
 
 TRAINER = {
@@ -23,98 +21,47 @@ TRAINER = {
 }
 
 
-def check_constants(now):
-    """Raises SystemExit with a sentence for each constant of the trainer, `now`, that can't be."""
-    weights = now["REWARD_WEIGHTS"]
-    named = isinstance(weights, dict) and weights and all(map(real, weights.values()))
-    texts = isinstance(now["STOP_TOKENS"], list | tuple)
-    texts = texts and all(isinstance(token, str) for token in now["STOP_TOKENS"])
-    betas = now["ADAM_BETAS"]
-    pair = isinstance(betas, tuple | list) and len(betas) == 2
-    rules = [
-        *rules_of(TRAINER, now),
-        ("REWARD_WEIGHTS", "a dict of numbers by name", named),
-        ("STOP_TOKENS", "a list of texts", texts),
-        ("ADAM_BETAS", "two numbers below 1", pair and all(real(b) and 0 <= b < 1 for b in betas)),
-        ("LOSS_TYPE", f"one of {', '.join(LOSS_TYPES)}", now["LOSS_TYPE"] in list(LOSS_TYPES)),
-        ("OBJECTIVE", f"one of {', '.join(OBJECTIVES)}", now["OBJECTIVE"] in OBJECTIVES),
-        ("RATIO_LEVEL", "token or sequence", now["RATIO_LEVEL"] in ("token", "sequence")),
-        ("DTYPE", f"one of {', '.join(DTYPES)}", now["DTYPE"] in DTYPES),
-    ]
-    refuse_broken("grpo_ref_split.py", now, rules)
-    refuse_broken("grpo_ref_split.py", now, together(**now))  # the types are right
+def check_constants(constants):
+    """Raises SystemExit with a sentence for each of the trainer's constants that can't be: its
+    value, and what it must be. `constants` gives values by name, such as the trainer's globals():
+    names that no rule mentions are ignored."""
+    c = SimpleNamespace(**constants)
+    kinds = [*rules_of(TRAINER, constants), *rules_of_one(c)]
+    refuse_broken("grpo_ref_split.py", constants, kinds)
+    refuse_broken("grpo_ref_split.py", constants, rules_of_several(c))
 
 
-def together(*, GROUP_SIZE, TEMPERATURE, CLIP_LOW, CLIP_HIGH, IS_CAP, MAX_GRAD_NORM, **now):
-    """-> rules of the trainer's constants with each other, where their types are right."""
-    address = now["REF_SERVER"].startswith(("http://", "https://"))
-    oldest = max(now["PUBLISH_STEPS"], now["UPDATES_PER_ROLLOUT"])
-    refreshes = now["REFERENCE_REFRESH_STEPS"]
-    return [
-        ("REF_SERVER", "http://host:port", address),
-        ("OUTCOME", "one of the names in REWARD_WEIGHTS", now["OUTCOME"] in now["REWARD_WEIGHTS"]),
-        ("GROUP_SIZE", "2 or more, to be compared with each other", GROUP_SIZE >= 2),
-        ("TEMPERATURE", "above 0, or all of a group are equal", TEMPERATURE > 0),
-        ("CLIP_LOW", "above 0, and 1 at most", 0 < CLIP_LOW <= 1),
-        ("CLIP_HIGH", "above 0", CLIP_HIGH > 0),
-        ("IS_CAP", "0, which is off, or 1 and more", IS_CAP == 0 or IS_CAP >= 1),
-        ("MAX_GRAD_NORM", "above 0; a large one does not clip", MAX_GRAD_NORM > 0),
-        (
-            "MAX_STALENESS",
-            "PUBLISH_STEPS and UPDATES_PER_ROLLOUT or more: so old is what workers sample",
-            now["MAX_STALENESS"] >= oldest,
-        ),
-        (
-            "TRAINER_SAMPLES",
-            "True where no workers can: PUBLISH_STEPS is 0",
-            now["TRAINER_SAMPLES"] or now["PUBLISH_STEPS"] > 0,
-        ),
-        (
-            "REFERENCE_REFRESH_STEPS",
-            "0 where there is no reference: KL_BETA is 0",
-            now["KL_BETA"] > 0 or not refreshes,
-        ),
-        (
-            "SAMPLE_BATCH",
-            "GROUP_SIZE or more: groups stay whole",
-            now["SAMPLE_BATCH"] >= GROUP_SIZE,
-        ),
-    ]
+def rules_of_one(c):
+    """Yields rules (constant, what it must be, whether it is) of constants `c` of any type."""
+    named = isinstance(c.REWARD_WEIGHTS, dict) and all(map(real, c.REWARD_WEIGHTS.values()))
+    yield "REWARD_WEIGHTS", "a dict of numbers by name", named and c.REWARD_WEIGHTS
+    stops = isinstance(c.STOP_TOKENS, list | tuple)
+    stops = stops and all(isinstance(token, str) for token in c.STOP_TOKENS)
+    yield "STOP_TOKENS", "a list of texts", stops
+    betas = isinstance(c.ADAM_BETAS, list | tuple) and len(c.ADAM_BETAS) == 2
+    betas = betas and all(real(beta) and 0 <= beta < 1 for beta in c.ADAM_BETAS)
+    yield "ADAM_BETAS", "two numbers below 1", betas
+    yield "LOSS_TYPE", f"one of {', '.join(LOSS_TYPES)}", c.LOSS_TYPE in list(LOSS_TYPES)
+    yield "OBJECTIVE", f"one of {', '.join(OBJECTIVES)}", c.OBJECTIVE in OBJECTIVES
+    yield "RATIO_LEVEL", "token or sequence", c.RATIO_LEVEL in ("token", "sequence")
+    yield "DTYPE", f"one of {', '.join(DTYPES)}", c.DTYPE in DTYPES
 
 
-# --- A run that goes on ----------------------------------------------------------------
-def constants_of(now):
-    """-> the constants in a script's globals(), as JSON gives them back."""
-    plain = int | float | str | list | tuple | dict | None
-    kept = {k: v for k, v in now.items() if k.isupper() and isinstance(v, plain)}
-    return json.loads(json.dumps(kept, default=str))
-
-
-def check_same_run(state, now, ranks):
-    """Raises SystemExit where a run can't go on from a checkpoint's `state`: on more or fewer
-    ranks, as each has its part of the optimiser, or with another model. Says what else changed."""
-    before = state["constants"]
-    if state["ranks"] != ranks:
-        raise SystemExit(
-            f"RUN_DIR = {now['RUN_DIR']!r} is a run on {state['ranks']} ranks, here are {ranks}:"
-            f" launch {state['ranks']}, or begin another run from its weights, with another RUN_DIR"
-            f" and MODEL = '{Path(now['RUN_DIR'])}/step_{state['step']:06d}'"
-        )
-    check_same(before, now, ("MODEL", "LORA_RANK", "DTYPE"))
-    here = constants_of(now)
-    changed = [f"{k} {before[k]!r} -> {v!r}" for k, v in here.items() if before.get(k, v) != v]
-    if changed:
-        say(f"the run goes on with other constants: {', '.join(changed)}")
-
-
-def check_same(before, now, names):
-    """Raises SystemExit where one of these constants is not what it was before."""
-    for name in differing(before, now, names):
-        raise SystemExit(
-            f"{name} = {now[name]!r} must be {before.get(name)!r}, as the run in RUN_DIR ="
-            f" {now['RUN_DIR']!r} has it; choose another RUN_DIR for another run"
-        )
-
-
-def differing(before, now, names):
-    return [name for name in names if before.get(name) != now[name]]
+def rules_of_several(c):
+    """Yields rules that compare constants with limits and with each other; the types are right."""
+    yield "REF_SERVER", "http://host:port", c.REF_SERVER.startswith(("http://", "https://"))
+    yield "OUTCOME", "one of the names in REWARD_WEIGHTS", c.OUTCOME in c.REWARD_WEIGHTS
+    yield "GROUP_SIZE", "2 or more, to be compared with each other", c.GROUP_SIZE >= 2
+    yield "SAMPLE_BATCH", "GROUP_SIZE or more: groups stay whole", c.SAMPLE_BATCH >= c.GROUP_SIZE
+    yield "TEMPERATURE", "above 0, or all of a group are equal", c.TEMPERATURE > 0
+    yield "CLIP_LOW", "above 0, and 1 at most", 0 < c.CLIP_LOW <= 1
+    yield "CLIP_HIGH", "above 0", c.CLIP_HIGH > 0
+    yield "IS_CAP", "0, which is off, or 1 and more", c.IS_CAP == 0 or c.IS_CAP >= 1
+    yield "MAX_GRAD_NORM", "above 0; a large one does not clip", c.MAX_GRAD_NORM > 0
+    oldest = max(c.PUBLISH_STEPS, c.UPDATES_PER_ROLLOUT)  # updates since a worker's policy
+    remedy = "PUBLISH_STEPS and UPDATES_PER_ROLLOUT or more: so old is what workers sample"
+    yield "MAX_STALENESS", remedy, c.MAX_STALENESS >= oldest
+    sampled = c.TRAINER_SAMPLES or c.PUBLISH_STEPS > 0
+    yield "TRAINER_SAMPLES", "True where no workers can: PUBLISH_STEPS is 0", sampled
+    there = c.KL_BETA > 0 or not c.REFERENCE_REFRESH_STEPS
+    yield "REFERENCE_REFRESH_STEPS", "0 where there is no reference: KL_BETA is 0", there
