@@ -74,6 +74,28 @@ def test_packages_stay_in_their_process(module):
         assert not used or room(module) == where, f"{module} must not import {package}"
 
 
+COLLECTIVES = {"all_reduce", "all_gather_object", "broadcast", "broadcast_object_list", "barrier"}
+FUNCTIONS = [  # (module, function) of training/, methods too
+    (module, node)
+    for module, path in MODULES.items()
+    for node in ast.walk(ast.parse(path.read_text()))
+    if room(module) == "training" and isinstance(node, ast.FunctionDef)
+]
+
+
+def test_what_all_ranks_must_call_together_says_so():
+    """A rank that calls such a function alone waits for ever: "Collective:" opens its docstring."""
+    documents = [ast.get_docstring(function) or "" for _, function in FUNCTIONS]
+    marked = [text.startswith("Collective:") for text in documents]
+    known = {f.name for (_, f), mark in zip(FUNCTIONS, marked, strict=True) if mark}
+    assert {"meet", "gathered", "add_up"} < known
+    known |= {f"dist.{name}" for name in COLLECTIVES}
+    for (module, function), mark in zip(FUNCTIONS, marked, strict=True):
+        calls = {ast.unparse(n.func) for n in ast.walk(function) if isinstance(n, ast.Call)}
+        unsaid = [] if mark else calls & known
+        assert not unsaid, f"{function.name} in {module} calls {unsaid}: it is collective, too"
+
+
 def test_there_are_no_circles():
     seen = {}
 
