@@ -231,11 +231,9 @@ def left(monkeypatch):
 
 
 class Store(dict):
-    def set(self, key, value):
-        self[key] = value.encode()
-
-    def check(self, keys):
-        return all(key in self for key in keys)
+    def add(self, key, number):
+        self[key] = self.get(key, 0) + number
+        return self[key]
 
     def clone(self):
         return self
@@ -252,9 +250,9 @@ def test_a_rank_that_is_not_heard_from_is_named_and_ends_the_others(left, monkey
     beats = heartbeats(monkeypatch, store)
     for second in range(0, 700, 5):
         now[0] = 1000.0 + second
-        store.set("heartbeat/1", str(second))
+        store["heartbeat/1"] = second
         if second < 50:
-            store.set("heartbeat/2", str(second))
+            store["heartbeat/2"] = second
         beats._listen(1)
         if second - 45 > 600:
             with pytest.raises(Left, match="rank 2 was not heard from for 600 s"):
@@ -276,7 +274,7 @@ def test_a_rank_that_never_came_counts_too(left, monkeypatch):
 
 def test_a_store_that_is_gone_ends_the_rank_unless_the_run_is_over(left, monkeypatch):
     class Gone(Store):
-        def set(self, key, value):
+        def add(self, key, number):
             raise RuntimeError("Broken pipe")
 
     beats = heartbeats(monkeypatch, Gone(), rank=1)

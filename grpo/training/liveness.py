@@ -46,9 +46,10 @@ def meet(what):
     while store.add("meeting/arrivals", 0) < meeting * world:  # wait() would log each time-out
         now = time.monotonic()
         if now - said >= SPEAK_SECONDS:
-            said, late = now, [r for r in range(world) if store.add(f"meeting/{r}", 0) < meeting]
-            missing = ", ".join(map(str, late))
-            tell(f"waiting for {what} since {now - began:.0f} s: not here yet is rank {missing}")
+            said = now
+            late = [str(r) for r in range(world) if store.add(f"meeting/{r}", 0) < meeting]
+            since = f"since {now - began:.0f} s"
+            tell(f"waiting for {what} {since}: not here yet is rank {', '.join(late)}")
         time.sleep(min(0.05, 0.0005 + (now - began) / 20))
 
 
@@ -72,7 +73,7 @@ def watch_launcher():
 
 
 def end_with(processes):
-    """Ends this process when the first of `processes` has ended."""
+    """Ends this process when one of `processes` has ended."""
     while all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
         time.sleep(1)
     if stop.listens:
@@ -93,9 +94,8 @@ class Heartbeats:
 
     def __init__(self, rank, world, limit_seconds):
         self.rank, self.limit = rank, limit_seconds
-        now = time.monotonic()
-        self.heard = {r: (None, now) for r in range(world) if r != rank}  # last beat, since when
-        self.answered = now  # when the store last did
+        self.answered = now = time.monotonic()  # when the store last did
+        self.heard = {r: (0, now) for r in range(world) if r != rank}  # beats, since when so many
         self.said, self.over = 0.0, False
         if world > 1:
             # A connection of its own: collectives may hold the other for long
@@ -108,11 +108,9 @@ class Heartbeats:
         self.over = True
 
     def _run(self):
-        beat = 0
         while not self.over:
-            beat += 1
             try:
-                self.store.set(f"heartbeat/{self.rank}", str(beat))
+                self.store.add(f"heartbeat/{self.rank}", 1)
                 for rank in self.heard:
                     self._listen(rank)
                 self.answered = time.monotonic()
@@ -131,12 +129,11 @@ class Heartbeats:
             time.sleep(min(LOOK_SECONDS, self.limit / 10))
 
     def _listen(self, rank):
-        key = f"heartbeat/{rank}"
-        beat = self.store.get(key) if self.store.check([key]) else None
-        now, (last, since) = time.monotonic(), self.heard[rank]
+        beats, (known, since) = self.store.add(f"heartbeat/{rank}", 0), self.heard[rank]
+        now = time.monotonic()
         silent = now - since
-        if beat != last:
-            self.heard[rank] = beat, now
+        if beats != known:
+            self.heard[rank] = beats, now
         elif silent > self.limit:
             leave(
                 f"rank {rank} was not heard from for {self.limit} s: its process or machine is gone"

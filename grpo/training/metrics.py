@@ -221,7 +221,7 @@ def finite(value):
 
 
 def show(bar, metrics):
-    """Moves the progress bar on, to a step's metrics."""
+    """Advances the progress bar by a step, and shows its metrics."""
     outlive_readers()
     bar.set_postfix_str(
         f"reward {metrics['reward']:+.2f} accuracy {metrics['accuracy']:.2f}"
