@@ -26,9 +26,9 @@ def check_constants(constants):
     value, and what it must be. `constants` gives values by name, such as the trainer's globals():
     names that no rule mentions are ignored."""
     c = SimpleNamespace(**constants)
-    kinds = [*rules_of(TRAINER, constants), *rules_of_one(c)]
-    refuse_broken("grpo_ref_split.py", constants, kinds)
-    refuse_broken("grpo_ref_split.py", constants, rules_of_several(c))
+    single = [*rules_of(TRAINER, constants), *rules_of_one(c)]
+    refuse_broken("grpo_ref_split.py", constants, single)
+    refuse_broken("grpo_ref_split.py", constants, [*rules_of_several(c)])
 
 
 def rules_of_one(c):
