@@ -51,7 +51,7 @@ from grpo.sampling.start import load_split, make_policy, prepare
 from grpo.sampling.upload import Uploader
 from grpo.stop import stop
 from grpo.training import checkpoint, exchange
-from grpo.training.checks import check_constants, constants_of
+from grpo.training.checks import check_constants
 from grpo.training.engine import cpu_threads, join_ranks, take_step
 from grpo.training.liveness import Heartbeats, meet, watch_launcher
 from grpo.training.metrics import any_rank, evaluate, rollout_metrics, say_parts, show, why_idle
@@ -446,7 +446,8 @@ def save(run):
     """Collective: saves a checkpoint; the server may then forget the groups that it covers."""
     p = run.progress
     p.saved = p.step
-    state = {"step": p.step, "progress": asdict(p), "constants": constants_of(vars(constants()))}
+    now = checkpoint.constants_of(vars(constants()))
+    state = {"step": p.step, "progress": asdict(p), "constants": now}
     checkpoint.save(  # collective
         RUN_DIR, run.policy, run.engine, run.stream, state, KEEP_CHECKPOINTS
     )

@@ -478,6 +478,7 @@ def alone(monkeypatch):
     gather = {"all_gather_object": lambda everyone, mine: everyone.__setitem__(0, mine)}
     dist = {"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_reduce": lambda *_, **__: None}
     monkeypatch.setattr(exchange_module, "meet", lambda what: None)
+    monkeypatch.setattr(watch, "meet", lambda what: None)
     for name, function in {
         **dist,
         **gather,
@@ -749,6 +750,7 @@ class Ranks:
         monkeypatch.setattr(trainer.dist, "all_gather_object", self.gather)
         self.values = [None, None]
         monkeypatch.setattr(exchange_module, "meet", self.meet)
+        monkeypatch.setattr(watch, "meet", self.meet)
 
     def meet(self, what):
         """Both ranks must call the same; so a backward pass does under ZeRO-2."""

@@ -16,7 +16,7 @@ order, or the run hangs.
 import torch.distributed as dist
 
 from grpo.client import Wait
-from grpo.training.liveness import meet
+from grpo.training.liveness import gathered, meet
 from grpo.wire import pack_group, unpack_group
 
 WORKER = "python grpo_ref_split.py worker"
@@ -33,21 +33,11 @@ def shared(value):
     return box[0]
 
 
-def gathered(value):
-    """Collective: returns every rank's value, by rank."""
-    if dist.get_world_size() == 1:
-        return [value]
-    everyone = [None] * dist.get_world_size()
-    meet("the other ranks' groups")
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
 def gather_groups(mine):
     """Collective: returns the groups that all ranks have sampled."""
     if dist.get_world_size() == 1:
         return list(mine)
-    everyone = gathered([pack_group(group) for group in mine])
+    everyone = gathered([pack_group(group) for group in mine], "the other ranks' groups")
     return [unpack_group(body) for bodies in everyone for body in bodies]
 
 
@@ -147,7 +137,7 @@ def take_workers_groups(inbox, number, *, step, oldest, wait):
 def take_regrouped(inbox, ids):
     """Collective: returns the groups that the server has made of the ranks' zero-variance ones,
     once they are scored; `ids` are this rank's. `inbox` is None but on rank 0."""
-    ids = [id for some in gathered(ids) for id in some]
+    ids = [id for some in gathered(ids, "the other ranks' groups") for id in some]
     groups = []
     if inbox:
         inbox.fetch_until(lambda: len(set(ids) - inbox.groups.keys()), "regrouped groups")

@@ -137,13 +137,13 @@ class Publishing:
 
     def publish_if_due(self, progress, before, clock):
         """Publishes the policy for workers, if that is due since step `before`."""
-        if self.publisher and progress.passed(self.publish_steps, before):
-            with clock.part("publish"):
+        with clock.part("publish"):
+            if self.publisher and progress.passed(self.publish_steps, before):
                 self._publish(progress.step)
 
     def refresh_if_due(self, progress, before, save):
-        """Makes the policy the reference, if that is due since step `before`. A checkpoint, `save`
-        (collective), comes first: a run that resumes from it needs no older reference."""
+        """Collective: makes the policy the reference, if that is due since step `before`. `save`, a
+        checkpoint, comes first: a run that resumes from it needs no older reference."""
         if progress.passed(self.refresh_steps, before):
             progress.reference = progress.step
             save()
