@@ -13,7 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from tasks.gsm8k import CORRECT, final_answer, rewards
+from tasks.answers import final_answer
+from tasks.gsm8k import CORRECT, rewards
 
 
 def read(path):

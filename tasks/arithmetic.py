@@ -1,10 +1,8 @@
 """Small word problems, made here: the task of demo.py. "Ann has 7 pens and buys 5 more. ..."
 
-    load(split) -> [{"question": "Ann has 7 pens ...", "answer": "12"}, ...]
-
 Addition and subtraction of 1..20, in 3 wordings each. Questions are split by a hash of their text,
-so no test question is ever seen in training; its numbers will have been, in another question. What
-is measured on the test split is therefore unseen *questions*, not unseen arithmetic.
+so no test question is ever seen in training; its numbers will have been, in another question. The
+test split therefore measures unseen *questions*, not unseen arithmetic.
 """
 
 import hashlib
@@ -31,7 +29,7 @@ WORDINGS = {
 
 
 def load(split):
-    """-> the split's items; beside question and answer they hold the numbers and the operator."""
+    """Returns the split's items: question and answer ("12"), both numbers and the operator."""
     if split not in SIZES:
         raise SystemExit(f"tasks/arithmetic.py has no split {split!r}: one of {', '.join(SIZES)}")
     draw, items = random.Random(split), {}
@@ -43,22 +41,22 @@ def load(split):
 
 
 def make_item(draw):
-    """-> one random problem; `draw` is a random.Random."""
+    """Returns one random problem; `draw` is a random.Random."""
     operator, a, b = draw.choice("+-"), draw.randint(1, LARGEST), draw.randint(1, LARGEST)
     if operator == "-":
         a, b = max(a, b), min(a, b)
-    words = {"name": draw.choice(NAMES), "things": draw.choice(THINGS)}
-    question = draw.choice(WORDINGS[operator]).format(a=a, b=b, **words)
+    name, things = draw.choice(NAMES), draw.choice(THINGS)
+    question = draw.choice(WORDINGS[operator]).format(a=a, b=b, name=name, things=things)
     answer = str(a + b if operator == "+" else a - b)
     return {"question": question, "answer": answer, "a": a, "b": b, "operator": operator}
 
 
 def split_of(question):
-    """-> train (80 %), validation (10 %) or test (10 %), by the question's MD5."""
+    """Returns "train" (80 %), "validation" (10 %) or "test" (10 %), by the question's MD5."""
     bucket = int(hashlib.md5(question.encode()).hexdigest(), 16) % 10
     return {0: "test", 1: "validation"}.get(bucket, "train")
 
 
 def messages(question):
-    """-> the chat that asks the question; the tiny model needs no system prompt."""
+    """Returns the chat that asks the question; the tiny model needs no system prompt."""
     return [{"role": "user", "content": question}]

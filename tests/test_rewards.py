@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks import gsm8k
+from tasks import answers, gsm8k
 from tasks.gsm8k import CORRECT, FORMATTED, UNFORMATTED, WRONG, rewards
 
 GSM8K = Path(__file__).resolve().parents[2] / "shared/data/gsm8k"
@@ -379,7 +379,7 @@ HEAVY += ["个1" + "*" * 10_000, "个" * 10_000, "个" + " " * 10_000, "answer i
     ],
 )
 def test_heavy_latex_never_reaches_math_verify(latex):
-    assert not gsm8k.SAFE.fullmatch(latex)
+    assert not answers.SAFE.fullmatch(latex)
 
 
 @pytest.mark.parametrize("text", HEAVY, ids=range(len(HEAVY)))
@@ -531,10 +531,10 @@ def test_messages_ask_for_the_format_that_is_rewarded():
 
 
 def test_the_examples_in_the_docstrings_hold():
-    examples = re.findall(r"Example: (.+) -> (.+)", Path(gsm8k.__file__).read_text("utf-8"))
+    examples = re.findall(r"Example: (.+) -> (.+)", Path(answers.__file__).read_text("utf-8"))
     assert len(examples) == 2
     for call, result in examples:
-        assert eval(call, vars(gsm8k)) == eval(result, {"Fraction": Fraction})
+        assert eval(call, vars(answers)) == eval(result, {"Fraction": Fraction})
 
 
 def test_importing_the_task_imports_neither_torch_nor_datasets_nor_sympy():
