@@ -653,7 +653,7 @@ def a_workers(server, number, *, version=0):
     """Uploads groups as a worker would."""
     for i in range(number):
         ids = {"id": f"worker-{version}-{i}", "policy_version": version, "sampler": "worker"}
-        ids["skipped"] = rollout.tally(a_recipe(), FLAT, True) if i == 0 else {}
+        ids["skipped"] = rollout.tally(a_recipe(), FLAT) if i == 0 else {}
         group = a_group([[1.0, -1.0], [-1.0, -1.0]], run="run", item=90 + i, **ids)
         group.ref_logps = None
         server.call("POST", "/upload", data=pack_group(group))
@@ -708,7 +708,7 @@ def test_a_reward_may_have_any_name(alone):
     assert result["eval_accuracy"] == 1 and result["eval_completion_tokens"] == 2
     assert result["eval_positive_accuracy"] == 1 and result["eval_positive_tokens"] == 0
     assert engine.settings["temperature"] == 0 and engine.settings["max_rows"] == 64
-    count = Counter(rollout.tally(recipe, sampled(engine, recipe, prompts_of([MIXED]))[0], True))
+    count = Counter(rollout.tally(recipe, sampled(engine, recipe, prompts_of([MIXED]))[0]))
     metrics = report.rollout_metrics(count, recipe)
     assert metrics["accuracy"] == 1 and metrics["reward_accuracy"] == 1
     assert metrics["completion_tokens"] == 1.5 and metrics["reward_tokens"] == -1
@@ -728,7 +728,7 @@ def test_a_group_counts_the_same_before_and_after_the_wire():
     recipe = a_recipe()
     for outcome in (MIXED, ALL_WRONG, ALL_RIGHT):
         (group,) = sampled(FakeEngine(), recipe, prompts_of([outcome]))
-        before = rollout.tally(recipe, group, outcome is not MIXED)
+        before = rollout.tally(recipe, group)
         assert rollout.tally_of(recipe, make_group(group, **NAMED)) == before
         twice = {name: 2 * value for name, value in before.items()}
         skipped = make_group(group, **NAMED | {"skipped": before})

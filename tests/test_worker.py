@@ -700,7 +700,7 @@ def test_a_worker_says_what_it_did(capsys):
 
     server.call = call
     run(server)
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "policy 0 of run: 0.0 MB" in said and "differ from the trainer's by 0" in said
     assert "policy 0: 7 groups (2 flat, 2 too late)" in said and "7 groups in all" in said
 

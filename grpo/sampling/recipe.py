@@ -1,18 +1,66 @@
-"""What is sampled and how it is rewarded: task, prompts, settings."""
+"""The recipe: what is sampled and how it is rewarded, the same in the trainer and in all workers.
 
+Everything that a task returns is checked here: an error names the task's file, what it returned and
+what it must return.
+"""
+
+import contextlib
 import hashlib
 import importlib
 import json
+import math
+import numbers
 import traceback
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from grpo.log import say
 from grpo.models import prompt_ids
-from grpo.sampling.rollout import rewarded
+from grpo.sampling.reward_timeout import TooSlow, timely
 
 
+@dataclass
+class Recipe:
+    """The constants that sampling needs; grpo_ref_split.py explains them."""
+
+    task_name: str
+    task: object  # the module tasks/NAME.py
+    prompts: list  # [(index, item, prompt ids)] of the training split
+    group_size: int
+    sample_batch: int
+    max_prompt_tokens: int
+    max_completion_tokens: int
+    temperature: float
+    reward_weights: dict
+    outcome: str
+    skip_flat_groups: bool
+    max_refills: int
+    seed: int
+    stop_tokens: list
+    reward_timeout_seconds: float
+
+    def settings(self):
+        """Returns what a worker must have as the trainer has it, as JSON gives it back."""
+        prompts = json.dumps([[index, ids] for index, _, ids in self.prompts]).encode()
+        settings = {
+            "TASK": self.task_name,
+            "GROUP_SIZE": self.group_size,
+            "MAX_PROMPT_TOKENS": self.max_prompt_tokens,
+            "MAX_COMPLETION_TOKENS": self.max_completion_tokens,
+            "TEMPERATURE": self.temperature,
+            "REWARD_WEIGHTS": list(self.reward_weights.items()),  # in this order
+            "OUTCOME": self.outcome,
+            "SKIP_FLAT_GROUPS": self.skip_flat_groups,
+            "SEED": self.seed,
+            "STOP_TOKENS": self.stop_tokens,
+            "prompts (tokenizer, task and its data)": hashlib.sha256(prompts).hexdigest(),
+        }
+        return json.loads(json.dumps(settings))
+
+
+# --- Questions ----------------------------------------------------------------------
 def load_task(name):
-    """-> the module tasks/NAME.py. Raises SystemExit if there is none, or it lacks a function."""
+    """Returns the module tasks/NAME.py. Raises SystemExit if it is missing or lacks a function."""
     try:
         task = importlib.import_module(f"tasks.{name}")
     except ModuleNotFoundError as error:
@@ -26,10 +74,10 @@ def load_task(name):
 
 
 def load_prompts(name, task, split, tokenizer, max_prompt_tokens):
-    """-> [(index, item, prompt_ids)] of the split, without longer prompts. Raises SystemExit with a
-    sentence where the task gives no questions, or none that fits."""
+    """Returns [(index, item, prompt ids)] of the split, without longer prompts. Raises SystemExit
+    where the task gives no questions, or none that fits."""
     items = load_items(name, task, split)
-    ids = [prompt_ids(tokenizer, chat_of(name, task, item["question"])) for item in items]
+    ids = [prompt_ids(tokenizer, load_chat(name, task, item["question"])) for item in items]
     prompts = [
         (index, item, prompt)
         for index, (item, prompt) in enumerate(zip(items, ids, strict=True))
@@ -42,13 +90,10 @@ def load_prompts(name, task, split, tokenizer, max_prompt_tokens):
 
 
 def load_items(name, task, split):
-    """-> the task's items of the split. Raises SystemExit where load() gives anything else."""
     call, splits = f"tasks/{name}.py: load({split!r})", 'for "train" and EVAL_SPLIT'
     must = f'it must return a list of dicts, each with a "question", {splits}'
-    try:
+    with explained(task, call, must):
         items = list(task.load(split))
-    except Exception as error:
-        raise SystemExit(f"{call} failed with {error!r}{line_of(task, error)}: {must}") from error
     if not items:
         raise SystemExit(f"{call} returned no item: {must}")
     for number, item in enumerate(items):
@@ -57,72 +102,89 @@ def load_items(name, task, split):
     return items
 
 
-def chat_of(name, task, question):
-    """-> the task's messages for a question. Raises SystemExit where messages() gives no chat."""
+def load_chat(name, task, question):
     call = f"tasks/{name}.py: messages({question!r:.500})"
     must = 'it must return a list of {"role": ..., "content": ...}, both texts'
-    try:
+    with explained(task, call, must):
         chat = task.messages(question)
-    except Exception as error:
-        raise SystemExit(f"{call} failed with {error!r}{line_of(task, error)}: {must}") from error
     is_chat = isinstance(chat, list | tuple) and chat and all(isinstance(m, dict) for m in chat)
     if not is_chat or not all(isinstance(m.get(k), str) for m in chat for k in ("role", "content")):
         raise SystemExit(f"{call} returned {chat!r:.500}: {must}")
     return chat
 
 
+@contextlib.contextmanager
+def explained(task, call, must):
+    """Makes an exception of the task's a SystemExit, with the line of its file that led to it."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f.lineno for f in frames if f.filename == getattr(task, "__file__", None)]
+        where = f" in line {lines[-1]}" if lines else ""
+        raise SystemExit(f"{call} failed with {error!r}{where}: {must}") from error
+
+
+# --- Rewards ------------------------------------------------------------------------
 def check_rewards(recipe):
     """Has the task reward an empty completion of its first question, before anything heavy is
-    loaded. Raises SystemExit where that fails, with its traceback, or gives no such rewards."""
+    loaded. Raises SystemExit, with the traceback, where that fails."""
     try:
-        rewarded(recipe, recipe.prompts[0][1], [""])
+        reward_group(recipe, recipe.prompts[0][1], [""])
     except RuntimeError as error:
         trace = "".join(traceback.format_exception(error.__cause__))
         must = "a task must reward any completion, and an empty one can be sampled"
         raise SystemExit(f"{trace}{error}: {must}") from error
 
 
-def line_of(task, error):
-    """-> " in line 9", the task's own that led to the error; "" where none did."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f.lineno for f in frames if f.filename == getattr(task, "__file__", None)]
-    return f" in line {lines[-1]}" if lines else ""
+def reward_group(recipe, item, texts):
+    """Returns a dict of floats, in the order of REWARD_WEIGHTS, for each text of a completion.
+
+    Raises RuntimeError where the task raises, which is a bug and not a reward, or takes too long;
+    SystemExit where the rewards are not what REWARD_WEIGHTS names.
+    """
+    rewards, question = [], item.get("question")
+    what = f"the rewards of question {question!r:.80}, tasks/{recipe.task_name}.py,"
+    try:
+        with timely(recipe.reward_timeout_seconds, what):
+            for text in texts:
+                rewards.append(named_floats(recipe, recipe.task.rewards(item, text), item, text))
+    except (Exception, TooSlow) as error:
+        remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
+        raise RuntimeError(
+            f"tasks/{recipe.task_name}.py: rewards() failed with {error!r}{remedy} for the question"
+            f" {item!r} and the completion {texts[min(len(rewards), len(texts) - 1)]!r}"
+        ) from error
+    return rewards
 
 
-@dataclass
-class Recipe:
-    """What is sampled, and how it is rewarded: the same in the trainer and in all workers."""
+def named_floats(recipe, rewards, item, text):
+    names = list(recipe.reward_weights)
+    if not isinstance(rewards, dict):
+        wrong = f"it must be a dict of numbers by name, for {names}"
+    elif rewards.keys() != recipe.reward_weights.keys():
+        wrong = f"its names are {list(rewards)}, those in REWARD_WEIGHTS are {names}, and must be"
+        wrong += f" the same{nearest(rewards, names)}"
+    else:
+        floats = {name: as_float(rewards[name]) for name in names}
+        if all(map(math.isfinite, floats.values())):
+            return floats
+        wrong = "each must be a finite number, or True or False"
+    raise SystemExit(
+        f"tasks/{recipe.task_name}.py: rewards() returned {rewards!r:.500} for the question"
+        f" {item!r} and the completion {text!r}: {wrong}"
+    )
 
-    task_name: str
-    task: object  # the module tasks/NAME.py
-    prompts: list  # [(index, item, prompt ids)] of the training split
-    group_size: int
-    sample_batch: int  # completions sampled at once
-    max_prompt_tokens: int
-    max_completion_tokens: int
-    temperature: float
-    reward_weights: dict
-    outcome: str
-    skip_flat_groups: bool
-    max_refills: int
-    seed: int
-    stop_tokens: list
-    reward_timeout_seconds: float
 
-    def settings(self):
-        """-> what a worker must have as the trainer has it, for JSON."""
-        texts = json.dumps([[index, ids] for index, _, ids in self.prompts])
-        settings = {
-            "TASK": self.task_name,
-            "GROUP_SIZE": self.group_size,
-            "MAX_PROMPT_TOKENS": self.max_prompt_tokens,
-            "MAX_COMPLETION_TOKENS": self.max_completion_tokens,
-            "TEMPERATURE": self.temperature,
-            "REWARD_WEIGHTS": list(self.reward_weights.items()),  # in this order
-            "OUTCOME": self.outcome,
-            "SKIP_FLAT_GROUPS": self.skip_flat_groups,
-            "SEED": self.seed,
-            "STOP_TOKENS": self.stop_tokens,
-            "prompts (tokenizer, task and its data)": hashlib.sha256(texts.encode()).hexdigest(),
-        }
-        return json.loads(json.dumps(settings))  # as it comes over the wire
+def nearest(theirs, names):
+    """Example: nearest(["correct"], ["correctness"]) -> "; is 'correct' to be 'correctness'?" """
+    absent, strange = [n for n in names if n not in theirs], [n for n in theirs if n not in names]
+    near = [(n, m) for n in strange for m in get_close_matches(str(n), absent, 1)]
+    return "".join(f"; is {n!r} to be {m!r}?" for n, m in near)
+
+
+def as_float(value):
+    """Returns a number (Python's, NumPy's or torch's) or truth value as a float; else NaN."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) else math.nan

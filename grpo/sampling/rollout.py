@@ -1,40 +1,41 @@
-"""Rollouts: prompts are sampled in groups, rewarded, and made into what travels (wire.py).
+"""Rollouts: prompts are sampled in groups, rewarded, counted, and made into what travels (wire.py).
 
-The ranks of grpo_ref_split.py do this, and so do workers (worker.py, vllm_worker.py): all sample
-with an engine, which has `stream` (as sampler.stream_groups) and `text`. What they must agree on is
-a Recipe, made of the trainer's constants.
+The ranks of grpo_ref_split.py do this, and so do workers (worker.py, vllm_worker.py). Each samples
+with a policy: anything with `stream` (as sampler.stream_groups) and `text`. Throughout, a prompt is
+(index, item, prompt ids), as in Recipe.prompts, and a sampled group is (prompt, completions,
+rewards): G sampler.Completions, and for each a dict of floats by the names in REWARD_WEIGHTS.
 """
 
 import itertools
-import math
-import numbers
 import random
 import time
-from difflib import get_close_matches
+from dataclasses import replace
 
 import torch
 
-from grpo.sampling.reward_timeout import TooSlow, timely
+from grpo.sampling.recipe import reward_group
+from grpo.sampling.sampler import Completion
 from grpo.wire import Group, is_flat
 
 
 # --- Prompts ------------------------------------------------------------------------
 class Order:
-    """The endless order of prompts that the seed gives: every epoch a new one, each prompt once."""
+    """The endless order of prompts that a seed gives: each epoch has all, shuffled anew."""
 
     def __init__(self, prompts, seed):
-        self.prompts, self.seed, self.epoch = prompts, seed, None
+        self.prompts, self.seed = prompts, seed
+        self.epoch, self.shuffled = None, []
 
     def __getitem__(self, position):
         epoch, at = divmod(position, len(self.prompts))
         if epoch != self.epoch:
-            self.epoch, self.order = epoch, list(self.prompts)
-            random.Random(f"{self.seed}/{epoch}").shuffle(self.order)
-        return self.order[at]
+            self.epoch, self.shuffled = epoch, list(self.prompts)
+            random.Random(f"{self.seed}/{epoch}").shuffle(self.shuffled)
+        return self.shuffled[at]
 
 
 class Stream:
-    """A rank's prompts, without end: every world-th of the Order, from `position` on."""
+    """A rank's prompts, endless: every world-th of the Order, from `position` on."""
 
     def __init__(self, prompts, seed, rank, world):
         self.order, self.position, self.world = Order(prompts, seed), rank, world
@@ -49,131 +50,73 @@ class Stream:
 
 
 # --- Sample and reward --------------------------------------------------------------
-def sampled_and_rewarded(engine, recipe, take, *, group_size, temperature, seed, count):
-    """Yields (prompt, completions, rewards) as soon as each group is sampled.
+def sampled_and_rewarded(policy, recipe, take, *, seed, count, **changes):
+    """Yields each sampled group as soon as its last completion has ended.
 
-    `take(n)` gives up to n prompts, as in Recipe.prompts. `rewards` holds, for each completion, the
-    task's dict of named rewards. The task sees text; the trainer goes on with the sampled ids, as
-    text tokenised again may give other ids. The time that rewards take goes to
-    count["seconds_reward"]. Raises SystemExit if rewards don't fit REWARD_WEIGHTS.
+    `take(n)` gives up to n prompts; `changes` are of the recipe, such as temperature=0 for greedy.
+    The task sees text; the trainer trains the sampled ids, as text tokenised again may give others.
+    The time that rewards take goes to count["seconds_reward"]. Raises what reward_group does.
     """
-    numbers, started = itertools.count(), {}
+    recipe, begun = replace(recipe, **changes), []  # a prompt's key is its place in `begun`
 
-    def take_ids(count):
-        new = {next(numbers): prompt for prompt in take(count)}
-        started.update(new)
-        return [(key, prompt[2]) for key, prompt in new.items()]
+    def take_ids(room):
+        first = len(begun)
+        begun.extend(take(room))
+        return [(key, begun[key][2]) for key in range(first, len(begun))]
 
-    for key, completions in engine.stream(
+    for key, completions in policy.stream(
         take_ids,
-        group_size=group_size,
+        group_size=recipe.group_size,
         max_rows=recipe.sample_batch,
         longest_prompt=recipe.max_prompt_tokens,
         max_new_tokens=recipe.max_completion_tokens,
-        temperature=temperature,
+        temperature=recipe.temperature,
         seed=seed,
     ):
-        prompt, began = started.pop(key), time.perf_counter()
-        rewards = rewarded(recipe, prompt[1], [engine.text(c) for c in completions])
-        count["seconds_reward"] += time.perf_counter() - began
+        prompt, started = begun[key], time.perf_counter()
+        rewards = reward_group(recipe, prompt[1], [policy.text(c) for c in completions])
+        count["seconds_reward"] += time.perf_counter() - started
         yield prompt, completions, rewards
 
 
-def rewarded(recipe, item, texts):
-    """-> the named_floats of a group's completions. What the task raises is a bug, and no reward:
-    it stops the run and says for what; so do rewards that take too long."""
-    rewards, question = [], item.get("question")
-    what = f"the rewards of question {question!r:.80}, tasks/{recipe.task_name}.py,"
-    try:
-        with timely(recipe.reward_timeout_seconds, what):
-            for text in texts:
-                rewards.append(named_floats(recipe, recipe.task.rewards(item, text), item, text))
-    except (Exception, TooSlow) as error:
-        remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
-        raise RuntimeError(
-            f"tasks/{recipe.task_name}.py: rewards() failed with {error!r}{remedy} for the question"
-            f" {item!r} and the completion {texts[min(len(rewards), len(texts) - 1)]!r}"
-        ) from error
-    return rewards
+def rollout(policy, recipe, stream, count, *, share, seed):
+    """Yields (sampled group, whether it is flat) until `share` groups are usable; adds the tally of
+    each to the Counter `count`.
 
-
-def named_floats(recipe, rewards, item, text):
-    """-> what the task's rewards() returned for a completion `text`, as floats in the order of
-    REWARD_WEIGHTS. Raises SystemExit where it is no dict of these names, or not of numbers."""
-    names = list(recipe.reward_weights)
-    if not isinstance(rewards, dict):
-        wrong = f"it must be a dict of numbers by name, for {names}"
-    elif rewards.keys() != recipe.reward_weights.keys():
-        wrong = f"its names are {list(rewards)}, those in REWARD_WEIGHTS are {names}, and must be"
-        wrong += f" the same{nearest(rewards, names)}"
-    else:
-        floats = {name: as_float(rewards[name]) for name in names}
-        if all(map(math.isfinite, floats.values())):
-            return floats
-        wrong = "each must be a finite number, or True or False"
-    raise SystemExit(
-        f"tasks/{recipe.task_name}.py: rewards() returned {rewards!r:.500} for the question"
-        f" {item!r} and the completion {text!r}: {wrong}"
-    )
-
-
-def nearest(theirs, names):
-    """Example: nearest(["correct"], ["correctness"]) -> "; is 'correct' to be 'correctness'?" """
-    absent, strange = [n for n in names if n not in theirs], [n for n in theirs if n not in names]
-    near = [(n, m) for n in strange for m in get_close_matches(str(n), absent, 1)]
-    return "".join(f"; is {n!r} to be {m!r}?" for n, m in near)
-
-
-def as_float(value):
-    """-> a number as a float, also NumPy's or torch's; True as 1, False as 0; all else as NaN."""
-    if getattr(value, "ndim", None) == 0:
-        value = value.item()
-    return float(value) if isinstance(value, numbers.Real) else math.nan
-
-
-def rollout(engine, recipe, stream, count, *, share, seed):
-    """Yields (sampled, flat) until `share` groups are worth training; counts all in `count`.
-
-    Flat groups (all right, or all wrong) have nothing to compare: judged on OUTCOME, since a group
-    that is all wrong would otherwise train its format alone, at full size. When there is room for
-    it another prompt takes its place, up to MAX_REFILLS times `share` of them in all; after that
-    there may be fewer than `share`.
+    Of a zero-variance ("flat") group all completions are right, or all wrong, by OUTCOME: there is
+    nothing to compare. (By the weighted rewards there may be: it would train its format alone, at
+    full size.) With SKIP_FLAT_GROUPS it is not usable, and once there is room another prompt takes
+    its place, up to MAX_REFILLS times `share`; after that there may be fewer than `share`.
     """
-    kept, begun, ended = 0, 0, 0
+    usable = begun = ended = 0
 
     def take(room):
         nonlocal begun
-        wanted = share - kept - (begun - ended)
+        missing = share - usable - (begun - ended)  # should all that have begun be usable
         left = share * (1 + recipe.max_refills) - begun
-        new = list(itertools.islice(stream, max(0, min(room, wanted, left))))
-        begun += len(new)
-        return new
+        prompts = list(itertools.islice(stream, max(0, min(room, missing, left))))
+        begun += len(prompts)
+        return prompts
 
-    for sampled in sampled_and_rewarded(
-        engine,
-        recipe,
-        take,
-        group_size=recipe.group_size,
-        temperature=recipe.temperature,
-        seed=seed,
-        count=count,
-    ):
-        flat = is_flat([r[recipe.outcome] for r in sampled[2]])
-        count.update(tally(recipe, sampled, flat))
+    for sampled in sampled_and_rewarded(policy, recipe, take, seed=seed, count=count):
+        counts = tally(recipe, sampled)
+        count.update(counts)
         ended += 1
-        kept += not (flat and recipe.skip_flat_groups)
-        yield sampled, flat
+        usable += not (counts["flat"] and recipe.skip_flat_groups)
+        yield sampled, bool(counts["flat"])
 
 
-TALLY = ("groups", "flat", "completions", "tokens", "truncated", "right")
+# --- Count --------------------------------------------------------------------------
+# Sums over sampled groups, by name; beside them "reward_NAME", the sum of each reward
+TALLY = ("groups", "flat", "completions", "tokens", "truncated", "right")  # right: OUTCOME > 0
 
 
-def tally(recipe, sampled, flat):
-    """-> sums over the completions of one sampled group, by name."""
+def tally(recipe, sampled):
+    """Returns {name: number}: the TALLY and rewards of one sampled group."""
     _, completions, rewards = sampled
     return {
         "groups": 1,
-        "flat": int(flat),
+        "flat": int(is_flat([r[recipe.outcome] for r in rewards])),
         "completions": len(completions),
         "tokens": sum(len(c.ids) for c in completions),
         "truncated": sum(c.truncated for c in completions),
@@ -182,24 +125,21 @@ def tally(recipe, sampled, flat):
 
 
 def tally_of(recipe, group):
-    """-> the same for a group that a worker sampled, with the flat ones it left out before it."""
-    if group.sampler == "regrouped":  # counted when they were sampled
+    """Returns the tally of a worker's wire.Group and of the flat groups it skipped before that; {}
+    for a regrouped one, whose completions were counted when they were sampled."""
+    if group.sampler == "regrouped":
         return {}
-    rewards = {n: group.rewards[:, i] for i, n in enumerate(group.reward_names)}
-    own = {
-        "groups": 1,
-        "flat": int(group.flat),
-        "completions": len(group.completion_lengths),
-        "tokens": int(group.completion_lengths.sum()),
-        "truncated": int(group.truncated.sum()),
-        "right": int((rewards[recipe.outcome] > 0).sum()),
-    } | {f"reward_{name}": float(rewards[name].sum()) for name in recipe.reward_weights}
-    return {name: value + group.skipped.get(name, 0) for name, value in own.items()}
+    ids, truncated = group.completions(group.completion_ids), group.truncated.tolist()
+    completions = [Completion(i, [], cut) for i, cut in zip(ids, truncated, strict=True)]
+    rewards = [dict(zip(group.reward_names, row, strict=True)) for row in group.rewards.tolist()]
+    counts = tally(recipe, (None, completions, rewards))
+    return {name: value + group.skipped.get(name, 0) for name, value in counts.items()}
 
 
+# --- Pack ---------------------------------------------------------------------------
 def make_group(sampled, *, id, run, version, sampler, outcome, skipped):
-    """-> the wire's Group of a sampled one."""
-    (index, _, ids), completions, rewards = sampled
+    """Returns the wire.Group of a sampled group."""
+    (index, _, prompt_ids), completions, rewards = sampled
     names = list(rewards[0])
     return Group(
         id=id,
@@ -210,7 +150,7 @@ def make_group(sampled, *, id, run, version, sampler, outcome, skipped):
         outcome=outcome,
         skipped=skipped,
         reward_names=names,
-        prompt_ids=torch.tensor(ids, dtype=torch.int32),
+        prompt_ids=torch.tensor(prompt_ids, dtype=torch.int32),
         completion_ids=torch.tensor([i for c in completions for i in c.ids], dtype=torch.int32),
         completion_lengths=torch.tensor([len(c.ids) for c in completions], dtype=torch.int32),
         sampler_logps=torch.tensor([p for c in completions for p in c.logps]),
