@@ -10,45 +10,45 @@ PROOF_TOKENS = 128  # of a completion
 # (miles #2722), some 4e-3. Measured for the demo's models (benchmarks/results/noise.md): 4e-5, in
 # float32 6e-14, with one layer as it was 100 updates before 0.012 to 0.06.
 NOISE = {"float32": 1e-6, "bfloat16": 1e-2}
-LOUD = 0.05  # a mean |d| that is worth a word
+LOUD = 0.05  # a mean |d| from which on the sentence on the first update names it
 # How far the sampler's temperature may seem to be from the trainer's, as a share of it. At 1.05
 # times that, k3 is 2e-4 to 5e-4 for the demo's models, less than noise; `tilt` in micro_batch_loss
 # finds 0.047 to 0.048, also under noise, and 0.003 at most where all is right (the same table).
 TILT = 0.03
-EVIDENCE = 200.0  # nats^2 of surprise that the tilt wants to be judged by: some 1000 tokens
+EVIDENCE = 200.0  # nats^2 of surprise that the tilt needs to be judged by: some 1000 tokens
 
 
+# --- A worker's policy is the trainer's -----------------------------------------------
 def sample_proof(policy, recipe):
-    """Returns (prompt, completion), ids that the policy itself says to the first prompt: log-probs
-    of what it would not say are large, and so is their rounding. As long as a prompt and completion
-    may be: of few tokens, a stale layer may pass for noise."""
+    """Returns (prompt, completion) ids: what the policy itself draws after the first prompt, for
+    log-probs of what it would not say are large, and so is their rounding; and as long as prompt
+    and completion may be, for with few tokens a stale layer may pass for noise."""
     prompt = recipe.prompts[0][2]
     room = recipe.max_prompt_tokens + recipe.max_completion_tokens - len(prompt)
     return prompt, policy.continuation(prompt, min(PROOF_TOKENS, room))
 
 
 def proof_of(policy, prompt, completion):
-    """Returns {"prompt", "completion", "logps", "dtype"}, what check_proof is held against."""
+    """Returns {"prompt", "completion", "logps", "dtype"}, for check_proof in another process."""
     logps = policy.logps(prompt, completion)
     return {"prompt": prompt, "completion": completion, "logps": logps, "dtype": policy.dtype}
 
 
-def check_proof(engine, record):
-    """Returns the mean k3 to the publisher's log-probs. RuntimeError if beyond rounding."""
+def check_proof(policy, record):
+    """Returns the mean k3 to the publisher's log-probs. Raises RuntimeError if beyond rounding."""
     proof = record["proof"]
-    mine, theirs = torch.tensor(engine.logps(proof["prompt"], proof["completion"])), proof["logps"]
-    d = mine.double() - torch.tensor(theirs).double()
-    gap = (d.expm1() - d).mean().item()
-    limit = max(NOISE[proof["dtype"]], NOISE[engine.dtype])
+    mine = torch.tensor(policy.logps(proof["prompt"], proof["completion"]))
+    d = mine.double() - torch.tensor(proof["logps"]).double()
+    gap, limit = (d.expm1() - d).mean().item(), max(NOISE[proof["dtype"]], NOISE[policy.dtype])
     if not gap <= limit:  # nor NaN
         raise RuntimeError(
             f"policy {record['version']} is loaded, but its log-probs differ from the trainer's by"
-            f" {gap:.2g} in mean k3 (limit {limit}): it is not the trainer's policy that this"
-            " worker would sample"
+            f" {gap:.2g} in mean k3 (limit {limit}): this worker would sample another policy"
         )
     return gap
 
 
+# --- The first update is what theory says ---------------------------------------------
 def tilt_of(tilt, surprise):
     """Returns {"sampler_tilt": their ratio}, how much hotter than the trainer the sampler seems to
     draw; {} where there were too few tokens to tell."""
@@ -56,8 +56,8 @@ def tilt_of(tilt, surprise):
 
 
 def check_first_update(metrics, policy_dtype, reference, *, model):
-    """Raises RuntimeError unless the first update is what theory says: ratio 1, KL 0. Returns a
-    sentence on how near it came.
+    """Returns a sentence on how near the first update came to theory: ratio 1, KL 0. Raises
+    RuntimeError where it did not.
 
     At the first update trainer, sampler and reference hold the same weights. Their log-probs differ
     by rounding alone, for which NOISE is a generous bound. More means that they do not compute the
@@ -69,7 +69,7 @@ def check_first_update(metrics, policy_dtype, reference, *, model):
             f"at the first update the trainer's log-probs differ from the sampler's by"
             f" {gap:.2g} in mean k3 (limit {limit}): the ratio is not 1"
         )
-    tilt = metrics.get("sampler_tilt", 0.0)  # not there: too few tokens
+    tilt = metrics.get("sampler_tilt", 0.0)
     if abs(tilt) > TILT:
         raise RuntimeError(
             f"at the first update the sampler seems to draw at {1 + tilt:.3f} times the trainer's"

@@ -1,25 +1,23 @@
-"""Weights that travel: of what is trained, between processes."""
+"""Weights that travel between processes: those that are trained."""
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
 
-# --- Weights that travel ------------------------------------------------------------
 def trained_weights(model):
-    """-> {name: CPU tensor} of what is trained: all, or a LoRA policy's adapters alone."""
-    # cloned even where to() would give the parameter itself: the next step must not change it
+    """Returns {name: CPU tensor} of what is trained: all, or the adapters of a LoRA policy."""
+    # copied even where to() would give the parameter itself: the next step must not change it
     parameters = model.named_parameters()
     return {n: p.detach().to("cpu", copy=True) for n, p in parameters if p.requires_grad}
 
 
 @torch.no_grad()
 def load_weights(model, tensors):
-    """Writes `tensors` over the parameters of the same names. ValueError if any does not fit, or
-    if one that is trained is missing: then nothing has changed."""
+    """Writes `tensors` over the parameters of the same names: those that are trained, or all of a
+    frozen model. Raises ValueError, and has changed nothing, if any is missing or does not fit."""
     parameters = dict(model.named_parameters())
     expected = {n for n, p in parameters.items() if p.requires_grad} or parameters.keys()
-    names = sorted(expected ^ tensors.keys())
-    if names:
+    if names := sorted(expected ^ tensors.keys()):
         raise ValueError(f"the weights are of another model, or another LORA_RANK: {names[:3]} ...")
     for name, tensor in tensors.items():
         if tensor.shape != parameters[name].shape:
@@ -29,9 +27,10 @@ def load_weights(model, tensors):
         parameters[name].copy_(tensor)
 
 
+@torch.no_grad()
 def merge_adapters(model, tensors):
-    """-> the whole model's weights, from trained_weights of a LoRA policy and the `model` that it
-    is frozen on: W + 2 B A. ValueError if an adapter's layer is none of the model's."""
+    """Returns the whole model's weights, W + 2 B A, from the adapters of a LoRA policy and the
+    `model` under its adapters. Raises ValueError if that has no such layer."""
     merged = dict(model.named_parameters())
     for name, a in tensors.items():
         if ".lora_A." in name:
@@ -42,5 +41,5 @@ def merge_adapters(model, tensors):
             update = 2 * (b.float() @ a.float()).to(weight.device)
             if isinstance(model.get_submodule(path), Conv1D):  # GPT-2 keeps matrices transposed
                 update = update.T
-            merged[f"{path}.weight"] = (weight.float() + update).to(weight.dtype).detach()
+            merged[f"{path}.weight"] = (weight.float() + update).to(weight.dtype)
     return merged

@@ -1,4 +1,4 @@
-"""The policy that samples: its model, its tokenizer, and what ends a completion."""
+"""The policy that samples: a model, its tokenizer, and what ends a completion."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 
 from grpo.forward import CompletionModel
 from grpo.models import load_model, stop_ids
-from grpo.sampling.sampler import stream_groups
+from grpo.sampling.sampler import sample_groups, stream_groups
 from grpo.weights import load_weights
 from grpo.wire import tokenizer_facts
 from grpo_loss_triton import linear_logps
@@ -20,43 +20,53 @@ class Policy:
     model: torch.nn.Module
     tokenizer: object
     eos_ids: set[int]
-    vocab_size: int  # ids of the tokenizer; the embedding may be padded beyond them
+    vocab_size: int  # V: ids of the tokenizer; the embedding may be padded beyond them
     dtype: str
+
+    def stream(self, take, *, seed, **settings):
+        """Samples groups with the weights as they are; see sampler.stream_groups."""
+        return stream_groups(
+            self.model,
+            take,
+            eos_ids=self.eos_ids,
+            vocab_size=self.vocab_size,
+            generator=self.generator(seed),
+            **settings,
+        )
+
+    def continuation(self, prompt, size):
+        """Returns `size` ids drawn after the prompt, at temperature 1; no EOS ends them."""
+        ((completion,),) = sample_groups(
+            self.model,
+            [prompt],
+            group_size=1,
+            max_new_tokens=size,
+            temperature=1.0,
+            eos_ids={-1},
+            vocab_size=self.vocab_size,
+            generator=self.generator(seed=0),
+        )
+        return completion.ids
+
+    def generator(self, seed):
+        return torch.Generator(device=self.model.device).manual_seed(seed)
 
     def text(self, completion):
         return completion_text(self.tokenizer, completion)
 
-    def stream(self, take, *, seed, **settings):
-        """Samples groups with the weights as they are; see sampler.stream_groups."""
-        generator = torch.Generator(device=self.model.device)
-        generator.manual_seed(seed)
-        own = {"eos_ids": self.eos_ids, "vocab_size": self.vocab_size, "generator": generator}
-        return stream_groups(self.model, take, **own | settings)
-
-    def continuation(self, prompt, size):
-        """Returns `size` ids that the policy draws after the prompt, at temperature 1; where it
-        would end a completion it goes on."""
-        settings = {"group_size": 1, "max_rows": 1, "longest_prompt": len(prompt), "seed": 0}
-        settings |= {"max_new_tokens": size, "temperature": 1.0, "eos_ids": {-1}}
-        prompts = [(0, prompt)]
-        ((_, (completion,)),) = self.stream(
-            lambda _: [prompts.pop()] if prompts else [], **settings
-        )
-        return completion.ids
-
     @torch.no_grad()
     def logps(self, prompt, completion):
-        """-> log-probs of the completion's ids after the prompt, from a plain forward."""
+        """Returns log-probs (floats, temperature 1) of the completion's ids after the prompt's."""
         model = CompletionModel(self.model, share_prompts=False)
         hidden, ids = model([prompt], [completion])
         return linear_logps(hidden, model.head, ids, vocab_size=self.vocab_size).tolist()
 
     def load(self, tensors):
-        """Takes trained_weights of another process. ValueError if they are another model's."""
+        """Takes another process's trained_weights. Raises ValueError if another model's."""
         load_weights(self.model, tensors)
 
     def stops(self):
-        """-> the tokens that end a completion, as text."""
+        """Returns the tokens that end a completion, as text."""
         return ", ".join(self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids)))
 
     def check_context(self, prompt_tokens, completion_tokens):
@@ -69,31 +79,30 @@ class Policy:
             )
 
     def save(self, folder):
-        """Writes model and tokenizer in Hugging Face format."""
+        """Writes model (with LoRA: the adapter alone) and tokenizer in Hugging Face format."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 
 def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
-    """-> the Policy; see load_model for `dtype`.
+    """Returns the Policy of a model (hub name or folder); see load_model for `dtype` and errors.
 
     With a `lora_rank` the model is frozen, and every linear layer but the LM head gets an adapter,
-    which starts as 0: W x + 2 B A x (LoRA, 2106.09685). Saved, a folder then holds the adapter.
-    Raises SystemExit as load_model does, or if no EOS is named.
+    which starts as 0: W x + 2 B A x (LoRA, 2106.09685).
     """
     vocab_size = tokenizer_facts(tokenizer)["vocab_size"]
     model, dtype = load_model(name, dtype, vocab_size)
     if lora_rank:
         from peft import LoraConfig
 
-        # without a task_type PEFT's Auto classes do not load what is saved
-        size = {"r": lora_rank, "lora_alpha": 2 * lora_rank}
-        model.add_adapter(LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, **size))
+        config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=ALL)
+        config.task_type = "CAUSAL_LM"  # or PEFT's Auto classes do not load what is saved
+        model.add_adapter(config)
     eos_ids = stop_ids(name, tokenizer, stop_tokens)
     return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype)
 
 
 def completion_text(tokenizer, completion):
-    """-> a sampled completion's text, without the EOS that ended it."""
+    """Returns a sampled completion's text, without the EOS that ended it."""
     ids = completion.ids if completion.truncated else completion.ids[:-1]
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
