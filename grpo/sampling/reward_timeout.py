@@ -11,7 +11,7 @@ import time
 
 from grpo.log import SPEAK_SECONDS, in_background, tell
 
-ALARM_LOOK_SECONDS = 0.1  # and at the clock, while rewards are computed: they get so much longer
+ALARM_LOOK_SECONDS = 0.1  # between two looks at the clock: a limit may be exceeded by that much
 
 
 class TooSlow(BaseException):
@@ -20,24 +20,25 @@ class TooSlow(BaseException):
 
 @contextlib.contextmanager
 def timely(seconds, what):
-    """Raises TooSlow in the block after `seconds`; every 10 s that such blocks take says so. Code
-    that never returns to Python can't be interrupted: the process then ends a little later, with
-    its traceback. Main thread only; in others it does nothing. Blocks do not nest. (Not SIGALRM,
-    which math-verify uses itself.)"""
+    """Raises TooSlow in the block after `seconds`, and says every 10 s spent in such blocks what is
+    waited for. Code that never returns to Python can't be interrupted: 10 s later the process ends
+    with its traceback. Does nothing outside the main thread; blocks do not nest. The signal is not
+    SIGALRM, which math-verify uses itself."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     assert alarm.time == math.inf, "timely() within timely()"
-    error, fired, over = TooSlow(f"{what} took more than {seconds} s"), [], False
+    error, fired, over = TooSlow(f"{what} took more than {seconds} s"), False, False
 
     def interrupt(*_):
-        fired.append(True)
+        nonlocal fired
+        fired = True
         if not over:
             raise error
 
     before = signal.signal(signal.SIGUSR2, interrupt)
-    try:
+    try:  # twice, for the signal may come at the very end of the inner one
         try:
             # from a thread of C, which also runs while others hold the interpreter
             faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
@@ -49,19 +50,18 @@ def timely(seconds, what):
     finally:
         faulthandler.cancel_dump_traceback_later()
         signal.signal(signal.SIGUSR2, before)
-    if fired:  # and it was caught all the same
+    if fired:  # and the block has caught it
         raise error
 
 
 class Alarm:
-    """Sends the main thread SIGUSR2 soon after a time that may be moved, and says what that thread
-    is busy with. One thread looks at it all the while: one for each block would wait for the
-    interpreter, 5 ms and more, with every group's rewards, while the thread that uploads is busy.
-    """
+    """Sends the main thread SIGUSR2 at a time that may be moved, and says what that thread is busy
+    with. One thread for all blocks: each group's would wait 5 ms and more for the interpreter,
+    while the thread that uploads is busy."""
 
     def __init__(self):
-        self.lock, self.thread, self.time = threading.Lock(), None, math.inf
-        self.what = ""
+        self.lock, self.thread = threading.Lock(), None
+        self.time, self.what = math.inf, ""
 
     def set(self, at, what=""):
         with self.lock:
@@ -71,7 +71,7 @@ class Alarm:
 
     def _look(self):
         main, looked = threading.main_thread().ident, time.monotonic()
-        busy = spent = 0.0
+        busy = spent = 0.0  # seconds in blocks: since it last spoke, and before
         while True:
             time.sleep(ALARM_LOOK_SECONDS)
             with self.lock:
@@ -79,14 +79,13 @@ class Alarm:
                 if now > self.time:
                     self.time = math.inf
                     signal.pthread_kill(main, signal.SIGUSR2)
-            # Over all blocks, less the time between: an evaluation's are short, but many
+            # over all blocks, less the time between: an evaluation's are short, but many
             passed, looked = now - looked, now
             busy = busy + passed if what else max(0.0, busy - passed)
             spent = spent if busy else 0.0
             if what and busy >= SPEAK_SECONDS:
-                spent += busy
+                spent, busy = spent + busy, 0.0
                 tell(f"waiting for {what} {spent:.0f} s by now")
-                busy = 0.0
 
 
 alarm = Alarm()
