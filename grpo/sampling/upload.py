@@ -1,12 +1,12 @@
-"""Uploads groups in a thread of its own, so that sampling goes on meanwhile."""
+"""Uploads groups in a thread of its own, so that sampling continues meanwhile."""
 
 import contextlib
-import itertools
 import math
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from grpo.wire import pack_bodies, pack_group
 
@@ -15,24 +15,10 @@ UPLOAD_BYTES = 1 << 18  # of groups in one request, about; a larger group goes a
 UPLOAD_GROUPS = 64  # in one request
 
 
-@dataclass
-class Upload:
-    id: str
-    body: bytes
-    pool: int
-    oldest: int
-
-    def request(self):
-        """Returns what uploads that go in one request have in common."""
-        return self.pool, self.oldest, self.id if len(self.body) > UPLOAD_BYTES else ""
-
-
 class Uploader:
-    """Uploads what `put` is given, in a thread; what fails there is raised by `put` and `finish`.
-
-    Groups that end soon after one another go together: a request takes 2 ms of Python, which
-    sampling would wait for, and the server scores them as one batch.
-    """
+    """What fails in the thread is raised by `put` and `finish`. Groups that end soon after one
+    another go together: a request takes 2 ms of Python, which sampling would wait for, and the
+    server scores them as one batch."""
 
     def __init__(self, server, answered=lambda: None):
         """`answered` is called, in that thread, for each group that the server has taken."""
@@ -44,7 +30,9 @@ class Uploader:
     def put(self, group, *, pool=False, oldest=0):
         """`pool`: the group is flat, and only usable with another of its prompt, which policy
         version `oldest` or a newer one sampled."""
-        upload = Upload(group.id, pack_group(group), int(pool), oldest)
+        body = pack_group(group)
+        alone = group.id if len(body) > UPLOAD_BYTES else ""
+        upload = (int(pool), oldest, alone), group.id, body  # in one request the first is the same
         while not self.error:  # the thread that uploads says what it waits for
             with contextlib.suppress(queue.Full):
                 return self.waiting.put(upload, timeout=1)
@@ -61,21 +49,19 @@ class Uploader:
         return self.replies
 
     def _run(self):
-        over = False
+        over, kind = False, itemgetter(0)
         try:
             while not over:
                 uploads, over = self._next()
-                uploads.sort(key=Upload.request)
-                for _, alike in itertools.groupby(uploads, key=Upload.request):
-                    self._send(list(alike))
+                for (pool, oldest, _), alike in groupby(sorted(uploads, key=kind), key=kind):
+                    self._send({id: body for _, id, body in alike}, pool, oldest)
         except Exception as error:  # noqa: BLE001 (raised where the groups come from)
             self.error = error
 
     def _next(self):
-        """Returns the uploads that wait and those that come soon after, and whether they are the
-        last."""
-        uploads, until, patience = [], math.inf, None
-        while len(uploads) < UPLOAD_GROUPS and sum(len(u.body) for u in uploads) < UPLOAD_BYTES:
+        """Returns the next upload and those that come soon after, and whether they are the last."""
+        uploads, end, patience = [], math.inf, None
+        while len(uploads) < UPLOAD_GROUPS and sum(len(u[2]) for u in uploads) < UPLOAD_BYTES:
             try:
                 upload = self.waiting.get(timeout=patience)
             except queue.Empty:
@@ -84,16 +70,16 @@ class Uploader:
                 return uploads, True
             uploads.append(upload)
             now = time.monotonic()
-            until = min(until, now + 5 * TOGETHER_SECONDS)
-            patience = max(0, min(TOGETHER_SECONDS, until - now))
+            end = min(end, now + 5 * TOGETHER_SECONDS)
+            patience = max(0, min(TOGETHER_SECONDS, end - now))
         return uploads, False
 
-    def _send(self, uploads):
-        data, query = uploads[0].body, {"pool": uploads[0].pool, "oldest": uploads[0].oldest}
-        if len(uploads) > 1:
-            data = b"".join(pack_bodies({u.id: u.body for u in uploads}))
+    def _send(self, bodies, pool, oldest):
+        several, query = len(bodies) > 1, {"pool": pool, "oldest": oldest}
+        if several:
             query["several"] = 1
+        data = b"".join(pack_bodies(bodies) if several else bodies.values())
         reply = self.server.call("POST", "/upload", data=data, params=query).json()
-        for answer in reply["groups"] if len(uploads) > 1 else [reply]:
+        for answer in reply["groups"] if several else [reply]:
             self.replies.append(answer)
             self.answered()
