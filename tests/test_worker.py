@@ -24,7 +24,7 @@ from grpo.client import RefServer
 from grpo.proof import NOISE, check_proof, proof_of, sample_proof
 from grpo.sampling import worker
 from grpo.sampling.policy import ALL, load_policy
-from grpo.sampling.rollout import Order, Stream, tally_of
+from grpo.sampling.rollout import Stream, tally_of
 from grpo.serving.policies import Hub
 from grpo.serving.store import Store
 from grpo.training.publish import Publisher
@@ -42,18 +42,18 @@ def no_pause(monkeypatch):
 
 # --- Prompts ------------------------------------------------------------------------
 def test_every_epoch_has_each_prompt_once_in_an_order_of_its_own():
-    prompts, order = list("abcdefg"), Order(list("abcdefg"), seed=3)
+    prompts, order = list("abcdefg"), Stream(list("abcdefg"), seed=3)
     epochs = [[order[7 * epoch + at] for at in range(7)] for epoch in range(20)]
     assert all(sorted(epoch) == prompts for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 20 and prompts == list("abcdefg")
-    other = Order(prompts, seed=4)
+    other = Stream(prompts, seed=4)
     assert [other[at] for at in range(7)] != epochs[0]
 
 
 def test_the_order_is_the_trainers_and_may_be_read_anywhere():
     """Positions come from the server: a worker sees some of them, back and forth."""
     prompts = list(range(10))
-    order, alone = Order(prompts, 5), Stream(prompts, 5, rank=0, world=1)
+    order, alone = Stream(prompts, 5), Stream(prompts, 5, rank=0, world=1)
     expected = [next(alone) for _ in range(45)]
     positions = torch.randperm(45, generator=torch.Generator().manual_seed(0)).tolist()
     assert [order[at] for at in positions] == [expected[at] for at in positions]
@@ -516,7 +516,7 @@ def run(server, recipe=RECIPE, expected=Ended, match=None):
 
 
 def in_order(*positions):
-    order = Order(RECIPE.prompts, RECIPE.seed)
+    order = Stream(RECIPE.prompts, RECIPE.seed)
     return [order[position][0] for position in positions]
 
 

@@ -18,6 +18,10 @@ from grpo.log import say
 from grpo.models import prompt_ids
 from grpo.sampling.reward_timeout import TooSlow, timely
 
+# Beside task, rewards and prompts; batch sizes and limits are each machine's own
+SHARED = ("group_size", "max_prompt_tokens", "max_completion_tokens", "temperature", "outcome")
+SHARED += ("skip_flat_groups", "seed", "stop_tokens")
+
 
 @dataclass
 class Recipe:
@@ -42,17 +46,9 @@ class Recipe:
     def settings(self):
         """Returns what a worker must have as the trainer has it, as JSON gives it back."""
         prompts = json.dumps([[index, ids] for index, _, ids in self.prompts]).encode()
-        settings = {
+        settings = {name.upper(): getattr(self, name) for name in SHARED} | {
             "TASK": self.task_name,
-            "GROUP_SIZE": self.group_size,
-            "MAX_PROMPT_TOKENS": self.max_prompt_tokens,
-            "MAX_COMPLETION_TOKENS": self.max_completion_tokens,
-            "TEMPERATURE": self.temperature,
             "REWARD_WEIGHTS": list(self.reward_weights.items()),  # in this order
-            "OUTCOME": self.outcome,
-            "SKIP_FLAT_GROUPS": self.skip_flat_groups,
-            "SEED": self.seed,
-            "STOP_TOKENS": self.stop_tokens,
             "prompts (tokenizer, task and its data)": hashlib.sha256(prompts).hexdigest(),
         }
         return json.loads(json.dumps(settings))
@@ -78,11 +74,8 @@ def load_prompts(name, task, split, tokenizer, max_prompt_tokens):
     where the task gives no questions, or none that fits."""
     items = load_items(name, task, split)
     ids = [prompt_ids(tokenizer, load_chat(name, task, item["question"])) for item in items]
-    prompts = [
-        (index, item, prompt)
-        for index, (item, prompt) in enumerate(zip(items, ids, strict=True))
-        if len(prompt) <= max_prompt_tokens
-    ]
+    everything = zip(range(len(items)), items, ids, strict=True)
+    prompts = [prompt for prompt in everything if len(prompt[2]) <= max_prompt_tokens]
     say(f"{name}/{split}: {len(items)} questions, {len(items) - len(prompts)} left out as too long")
     if not prompts:
         raise SystemExit(f"no question fits MAX_PROMPT_TOKENS = {max_prompt_tokens}: raise it")

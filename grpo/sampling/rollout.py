@@ -19,11 +19,12 @@ from grpo.wire import Group, is_flat
 
 
 # --- Prompts ------------------------------------------------------------------------
-class Order:
-    """The endless order of prompts that a seed gives: each epoch has all, shuffled anew."""
+class Stream:
+    """The endless order of prompts that a seed gives: all of them in each epoch, shuffled anew. Any
+    position can be read; iterating gives a rank's share, every world-th."""
 
-    def __init__(self, prompts, seed):
-        self.prompts, self.seed = prompts, seed
+    def __init__(self, prompts, seed, rank=0, world=1):
+        self.prompts, self.seed, self.position, self.world = prompts, seed, rank, world
         self.epoch, self.shuffled = None, []
 
     def __getitem__(self, position):
@@ -33,18 +34,11 @@ class Order:
             random.Random(f"{self.seed}/{epoch}").shuffle(self.shuffled)
         return self.shuffled[at]
 
-
-class Stream:
-    """A rank's prompts, endless: every world-th of the Order, from `position` on."""
-
-    def __init__(self, prompts, seed, rank, world):
-        self.order, self.position, self.world = Order(prompts, seed), rank, world
-
     def __iter__(self):
         return self
 
     def __next__(self):
-        prompt = self.order[self.position]
+        prompt = self[self.position]
         self.position += self.world
         return prompt
 

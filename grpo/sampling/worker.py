@@ -22,7 +22,7 @@ import safetensors.torch
 from grpo.client import Wait
 from grpo.log import tell
 from grpo.proof import check_proof
-from grpo.sampling.rollout import Order, make_group, sampled_and_rewarded, tally
+from grpo.sampling.rollout import Stream, make_group, sampled_and_rewarded, tally
 from grpo.sampling.upload import Uploader
 
 ASK_SECONDS = 0.5  # between two requests for more work while completions are being sampled
@@ -65,7 +65,7 @@ class Worker:
     def __init__(self, policy, server, recipe, name):
         self.policy, self.server, self.recipe, self.name = policy, server, recipe, name
         self.run, self.version, self.sha256 = "", -1, ""  # of the policy that is loaded
-        self.order, self.asked = Order(recipe.prompts, recipe.seed), 0.0  # when, for work
+        self.order, self.asked = Stream(recipe.prompts, recipe.seed), 0.0  # when, for work
         self.given = deque()  # positions in the order, not begun
         self.outstanding = 0  # groups that were given and are not uploaded, or found flat
         self.superseded = False  # a newer policy waits: ask for nothing more with this one
