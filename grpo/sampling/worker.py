@@ -14,7 +14,7 @@ import os
 import socket
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 
 import safetensors.torch
@@ -65,9 +65,10 @@ class Worker:
     def __init__(self, policy, server, recipe, name):
         self.policy, self.server, self.recipe, self.name = policy, server, recipe, name
         self.run, self.version, self.sha256 = "", -1, ""  # of the policy that is loaded
-        self.order, self.asked = Stream(recipe.prompts, recipe.seed), 0.0  # when, for work
-        self.given = deque()  # positions in the order, not begun
-        self.outstanding = 0  # groups that were given and are not uploaded, or found flat
+        self.order = Stream(recipe.prompts, recipe.seed)
+        self.given = range(0)  # positions in the order, not begun
+        self.outstanding = 0  # groups that were given, and are neither uploaded nor left out
+        self.asked = 0.0  # for work, on the monotonic clock
         self.superseded = False  # a newer policy waits: ask for nothing more with this one
         self.skipped = Counter()  # the tally of flat groups since the last usable one
         self.groups = 0  # sampled in all
@@ -115,24 +116,24 @@ class Worker:
     def sample(self, first, count):
         """Samples the prompts at these positions, and those that are given meanwhile."""
         started, counts = time.perf_counter(), Counter()
-        self.given, self.outstanding = deque(range(first, first + count)), count
-        self.superseded = False
+        self.given, self.outstanding, self.superseded = range(first, first + count), count, False
         uploader = Uploader(self.server.twin(), self.answered)
         seed = hashlib.sha256(f"{self.name}/{self.run}/{self.version}/{first}".encode()).digest()
         seed = int.from_bytes(seed[:7], "big")
         groups = sampled_and_rewarded(self.policy, self.recipe, self.take, seed=seed, count=counts)
         for number, sampled in enumerate(groups):
-            id, own = f"{self.name}-{first:08d}-{number:04d}", tally(self.recipe, sampled)
+            id = f"{self.name}-{first:08d}-{number:04d}"
+            own = tally(self.recipe, sampled)
             counts.update(own)
             if not (own["flat"] and self.recipe.skip_flat_groups):
                 uploader.put(self.pack(sampled, id, self.skipped))
                 self.skipped = Counter()
+                continue
+            self.skipped.update(own)
+            if self.server.regroups:
+                uploader.put(self.pack(sampled, id, {}), pool=True)
             else:
-                self.skipped.update(own)
-                if self.server.regroups:
-                    uploader.put(self.pack(sampled, id, {}), pool=True)
-                else:
-                    self.answered()
+                self.answered()
         late = sum(reply.get("dropped", False) for reply in uploader.finish())
         self.outstanding = 0  # two threads counted
         self.groups += counts["groups"]
@@ -149,9 +150,10 @@ class Worker:
             work = self.ask(room)
             self.superseded = work["policy"] is None or self.lacks(work["policy"])
             if not self.superseded:
-                self.given.extend(range(work["first"], work["first"] + work["count"]))
+                self.given = range(work["first"], work["first"] + work["count"])
                 self.outstanding += work["count"]
-        return [self.order[self.given.popleft()] for _ in range(min(room, len(self.given)))]
+        begun, self.given = self.given[:room], self.given[room:]
+        return [self.order[position] for position in begun]
 
     def pack(self, sampled, id, skipped):
         return make_group(
