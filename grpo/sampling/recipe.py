@@ -18,7 +18,7 @@ from grpo.log import say
 from grpo.models import prompt_ids
 from grpo.sampling.reward_timeout import TooSlow, timely
 
-# Beside task, rewards and prompts; batch sizes and limits are each machine's own
+# What a worker must have as the trainer has it, beside task, prompts and REWARD_WEIGHTS
 SHARED = ("group_size", "max_prompt_tokens", "max_completion_tokens", "temperature", "outcome")
 SHARED += ("skip_flat_groups", "seed", "stop_tokens")
 
@@ -44,7 +44,7 @@ class Recipe:
     reward_timeout_seconds: float
 
     def settings(self):
-        """Returns what a worker must have as the trainer has it, as JSON gives it back."""
+        """Returns what the trainer publishes and a worker compares, as JSON gives it back."""
         prompts = json.dumps([[index, ids] for index, _, ids in self.prompts]).encode()
         settings = {name.upper(): getattr(self, name) for name in SHARED} | {
             "TASK": self.task_name,
