@@ -2,15 +2,14 @@
 
     .vllm/bin/python vllm_worker.py    # in a venv with requirements-vllm.txt
 
-The constants are grpo_ref_split.py's, which must be the trainer's; one is added here. vLLM runs
-inside this process, so new weights reach it by a call, on CPU and GPU alike: no NCCL, nothing
-pickled. It is one model on one device; for more GPUs, run more workers.
-
-The distribution is sampler.py's: softmax(logits / temperature) over the tokenizer's ids. By itself
-vLLM inherits the model's stops, reports log-probs from before the temperature, and counts the
-padding of the embedding in its softmax; each is undone below.
+Its constants are grpo_ref_split.py's, which must be the trainer's, and MEMORY_GB. vLLM runs inside
+this process, so new weights reach it by a call: no NCCL, nothing pickled. One worker is one model
+on one device; for more GPUs, run more workers. The distribution is sampler.py's, softmax(logits /
+temperature) over the tokenizer's ids. By itself vLLM inherits the model's stops, reports log-probs
+from before the temperature, and has the embedding's padding in its softmax; each is undone below.
 """
 
+import functools
 import math
 import os
 import random
@@ -26,33 +25,28 @@ from grpo.weights import merge_adapters
 from grpo.wire import tokenizer_facts
 
 MEMORY_GB = 20.0  # a GPU's memory that vLLM takes; on a CPU its KV cache, of which 1 is plenty
-
-# What a launcher tells its ranks, and this is none
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The whole distribution (top_k 0 is off); EOS is what we say, not what vLLM reads
-PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
+PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+PLAIN |= {"ignore_eos": True, "detokenize": False}
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class VLLMEngine:
+class VLLMPolicy:
     """Samples, takes new weights without a restart, and scores. Not for two threads at once."""
 
     def __init__(self, model, tokenizer, *, dtype, eos_ids, vocab_size, max_tokens, seed, memory):
-        """Loads `model`, a hub name or folder; about 10 s on a CPU, and compiles on a GPU.
-
-        `tokenizer` turns completions into text; `dtype` is "float32" or "bfloat16", as the
-        trainer's; `eos_ids` is all that ends a completion; `vocab_size` counts the tokenizer's ids;
-        `max_tokens` bounds prompt plus completion; `memory` is in GB: on a GPU all that vLLM takes,
-        on a CPU the KV cache alone.
-        """
+        """Loads `model`, a hub name or folder; about 10 s on a CPU, and compiles on a GPU. `dtype`
+        is "float32" or "bfloat16"; `eos_ids` are all that end a completion; `vocab_size` counts the
+        tokenizer's ids; `max_tokens` bounds prompt plus completion; `memory` is MEMORY_GB."""
         set_environment()
         from transformers import AutoConfig, AutoModelForCausalLM
         from vllm import LLM
 
-        self.name, self.tokenizer, self.base = model, tokenizer, None
+        self.name, self.tokenizer = model, tokenizer
         self.eos_ids, self.dtype, self.max_tokens = sorted(eos_ids), dtype, max_tokens
-        with torch.device("meta"):  # what load() will be given: names and shapes, no memory
-            policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-        self.shapes = {name: parameter.shape for name, parameter in policy.named_parameters()}
+        with torch.device("meta"):  # names and shapes of what load() takes, without memory
+            trained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        self.shapes = {name: parameter.shape for name, parameter in trained.named_parameters()}
         gpu, budget = torch.cuda.is_available(), {"kv_cache_memory_bytes": int(memory * 1e9)}
         if gpu:
             budget = {"gpu_memory_utilization": memory * 1e9 / torch.cuda.mem_get_info()[1]}
@@ -72,83 +66,78 @@ class VLLMEngine:
         self.llm.apply_model(lambda model: mask_padding(model, vocab_size))
 
     def stream(self, take, *, group_size, max_rows, seed, longest_prompt=None, **settings):
-        """Yields (key, completions) as sampler.stream_groups does, a batch after the other."""
+        """Yields (key, completions) as sampler.stream_groups does, one batch after the other."""
         while new := take(max_rows // group_size):
-            prompts = [ids for _, ids in new]
+            keys, prompts = zip(*new, strict=True)
             groups = self.sample(prompts, group_size=group_size, seed=seed, **settings)
-            yield from zip((key for key, _ in new), groups, strict=True)
+            yield from zip(keys, groups, strict=True)
             seed += 1
 
     def text(self, completion):
         return completion_text(self.tokenizer, completion)
 
     def sample(self, prompts, *, group_size, max_new_tokens, temperature, seed):
-        """-> for each of B `prompts` (lists of ids) a list of `group_size` `Completion`s.
-
-        The same `seed` gives the same completions. `temperature` must be above 0. Raises ValueError
-        if a prompt leaves no room within max_tokens, RuntimeError if the weights are broken.
-        """
+        """Returns for each of B `prompts` (lists of ids) a list of `group_size` Completions, the
+        same for the same `seed`. `temperature` must be above 0. Raises ValueError if a prompt
+        leaves no room within max_tokens, RuntimeError if the weights are broken."""
         if max(map(len, prompts)) >= self.max_tokens:  # before vLLM has queued others
             raise ValueError(f"a prompt fills the {self.max_tokens} tokens of max_tokens")
-        params, draw = PLAIN | {"n": group_size, "temperature": temperature}, random.Random(seed)
-        params |= {"max_tokens": max_new_tokens, "stop_token_ids": self.eos_ids, "logprobs": 0}
-        # Completion i of a prompt is drawn with its prompt's seed + i
-        seeded = [params | {"seed": draw.getrandbits(62)} for _ in prompts]
-        outputs = self._generate(prompts, seeded)
+        draw = random.Random(seed)
+        outputs = self._generate(
+            prompts,
+            seeds=[draw.getrandbits(62) for _ in prompts],  # completion i is drawn with seed + i
+            n=group_size,
+            temperature=temperature,
+            max_tokens=max_new_tokens,
+            stop_token_ids=self.eos_ids,
+            logprobs=0,
+        )
         return [[read_completion(one) for one in output.outputs] for output in outputs]
 
     def load(self, tensors):
-        """Replaces the weights in place; what is sampled next is the new policy's.
-
-        `tensors`: transformers' model.named_parameters(), on the CPU, in any float dtype, or the
-        adapters of a LoRA policy, which are merged into the model's own. Raises ValueError, and has
-        changed nothing, if one is missing, unknown or of another shape.
-        """
+        """Replaces the weights in place by `tensors`: transformers' named_parameters(), on the CPU,
+        in any float dtype, or a LoRA policy's adapters, merged into the model's own. Raises
+        ValueError, and has changed nothing, if one is missing, unknown or of another shape."""
         if any(".lora_A." in name for name in tensors):
-            tensors = merge_adapters(self._own_model(), tensors)
+            tensors = merge_adapters(self.base, tensors)
         found = {name: tensor.shape for name, tensor in tensors.items()}
         if found != self.shapes:  # vLLM would keep the old weights of what is missing, silently
             name = min(found.items() ^ self.shapes.items())[0]
             due = self.shapes.get(name)
             raise ValueError(f"{name}: got {found.get(name)}, but the model has {due}")
-        dtype = getattr(torch, self.dtype)
         # Cast here, as vLLM warns for each tensor that it casts; a generator, to hold one copy
-        weights = ((name, tensors[name].to(dtype)) for name in self.shapes)
+        weights = ((name, tensors[name].to(getattr(torch, self.dtype))) for name in self.shapes)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.apply_model(refresh_head)
         if not self.llm.reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError("vLLM did not empty its prefix cache: is it sampling meanwhile?")
 
     def logps(self, prompt, completion):
-        """-> log-probs (floats, at temperature 1) of the ids `completion` after the ids `prompt`.
-
-        Held against the trainer's for the same ids, they show whether `load` worked. The last id is
-        scored as the next one, as vLLM wants room for one more and there may be none.
-        """
-        ids, last = prompt + completion[:-1], completion[-1]
-        params = PLAIN | {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0}
-        (output,) = self._generate([ids], [params | {"logprob_token_ids": [last]}])
+        """Returns log-probs (floats, temperature 1) of the completion's ids after the prompt's. The
+        last is scored as the next one: vLLM wants room for one more, and there may be none."""
+        ids, last = prompt + completion[:-1], completion[-1:]
+        (output,) = self._generate(
+            [ids], [None], temperature=1.0, max_tokens=1, prompt_logprobs=0, logprob_token_ids=last
+        )
         scored = [*output.prompt_logprobs[len(prompt) :], output.outputs[0].logprobs[0]]
         return [found[id].logprob for id, found in zip(completion, scored, strict=True)]
 
-    def _own_model(self):
-        """-> the model that LoRA's adapters come on top of; read once, kept on the CPU."""
-        if self.base is None:
-            from transformers import AutoModelForCausalLM
+    @functools.cached_property
+    def base(self):  # what LoRA's adapters come on top of, on the CPU
+        from transformers import AutoModelForCausalLM
 
-            self.base = AutoModelForCausalLM.from_pretrained(self.name, dtype=self.dtype)
-        return self.base
+        return AutoModelForCausalLM.from_pretrained(self.name, dtype=self.dtype)
 
-    def _generate(self, prompts, params):
+    def _generate(self, prompts, seeds, **params):
         from vllm import SamplingParams
 
-        params = [SamplingParams(**one, detokenize=False) for one in params]
-        prompts = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        params = [SamplingParams(**PLAIN, **params, seed=seed) for seed in seeds]
+        prompts = [{"prompt_token_ids": ids} for ids in prompts]
         return self.llm.generate(prompts, params, use_tqdm=False)
 
 
 def set_environment():
-    """Before vLLM is imported, which then reads it."""
+    """Called before vLLM is imported, which reads it: this process is not one of several ranks."""
     for name in LAUNCHER:
         os.environ.pop(name, None)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
@@ -157,8 +146,8 @@ def set_environment():
 
 
 def mask_padding(model, vocab_size):
-    """Gives ids from `vocab_size` on the probability 0, behind the head. `allowed_token_ids` would
-    be a list of 151 665 ids with every request, and not hold for the scores of a prompt."""
+    """Gives ids from `vocab_size` on the probability 0, after the head. `allowed_token_ids` would
+    send 151 665 ids with every request, and would not hold for the scores of a prompt."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     def mask(layer, inputs, logits):
@@ -170,7 +159,7 @@ def mask_padding(model, vocab_size):
 
 
 def refresh_head(model):
-    """On a CPU vLLM multiplies by packed copies of the weights, and its reload leaves out that of
+    """On a CPU vLLM multiplies by packed copies of the weights, and its reload forgets the copy of
     a head tied to the embedding. On a GPU there are no copies, and this does nothing."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -180,7 +169,6 @@ def refresh_head(model):
 
 
 def read_completion(output):
-    """-> the `Completion` in one of vLLM's outputs."""
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     logps = [found[id].logprob for id, found in zip(output.token_ids, output.logprobs, strict=True)]
     if not all(map(math.isfinite, logps)):
@@ -189,7 +177,7 @@ def read_completion(output):
 
 
 def main():
-    set_environment()  # vLLM must not take us for a rank
+    set_environment()
     import grpo_ref_split as trainer
     from grpo.sampling.start import prepare
     from grpo.sampling.worker import run_worker
@@ -200,14 +188,14 @@ def main():
     engine = VLLMEngine(
         trainer.MODEL,
         tokenizer,
-        dtype=dtype,
-        eos_ids=eos_ids,
+        dtype=choose_dtype(trainer.DTYPE, own_device()),
+        eos_ids=stop_ids(trainer.MODEL, tokenizer, trainer.STOP_TOKENS),
         vocab_size=tokenizer_facts(tokenizer)["vocab_size"],
         max_tokens=trainer.MAX_PROMPT_TOKENS + trainer.MAX_COMPLETION_TOKENS,
         seed=trainer.SEED,
         memory=MEMORY_GB,
     )
-    run_worker(engine, server, recipe)
+    run_worker(policy, server, recipe)
 
 
 if __name__ == "__main__":

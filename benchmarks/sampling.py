@@ -136,10 +136,10 @@ def compare(model, prompt_tokens, tokens):
 
 def vllm(folder, prompt_tokens, tokens):
     """Run by vLLM's Python: prints the median tokens a second, as JSON."""
-    from vllm_worker import VLLMEngine
+    from vllm_worker import VLLMPolicy
 
     prompt_tokens, tokens = int(prompt_tokens), int(tokens)
-    engine = VLLMEngine(
+    policy = VLLMPolicy(
         folder,
         None,
         dtype="float32" if DEVICE == "cpu" else "bfloat16",
@@ -152,7 +152,7 @@ def vllm(folder, prompt_tokens, tokens):
     prompts, rates = make_prompts(prompt_tokens), []
     for seed in range(4):
         began = time.perf_counter()
-        groups = engine.sample(
+        groups = policy.sample(
             prompts, group_size=GROUP, max_new_tokens=tokens, temperature=1.0, seed=seed
         )
         count = sum(len(c.ids) for group in groups for c in group)

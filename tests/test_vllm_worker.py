@@ -1,4 +1,4 @@
-"""The vLLM engine against a transformers forward: what it samples, and whose weights it holds.
+"""The vLLM policy against a transformers forward: what it samples, and whose weights it holds.
 
 Needs the venv of requirements-vllm.txt; skipped elsewhere. About a minute on one core.
 """
@@ -18,7 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 pytest.importorskip("vllm")
 from grpo.tiny_model import make_tokenizer
 from tasks import arithmetic
-from vllm_worker import VLLMEngine
+from vllm_worker import VLLMPolicy
 
 V = 400  # ids of the tokenizer that these models stand for
 CONTEXT = 256
@@ -75,7 +75,7 @@ class Case:
         self.old = make_model(tied=tied, rows=rows, seed=0)
         self.new = make_model(tied=tied, rows=rows, seed=1)
         self.old.save_pretrained(folder)
-        self.engine = VLLMEngine(
+        self.policy = VLLMPolicy(
             str(folder),
             None,  # no text is asked for
             dtype="float32",
@@ -87,7 +87,7 @@ class Case:
         )
 
     def sample(self, prompts, *, group_size=8, max_new_tokens=40, temperature=0.8, seed=0):
-        return self.engine.sample(
+        return self.policy.sample(
             prompts,
             group_size=group_size,
             max_new_tokens=max_new_tokens,
@@ -101,13 +101,13 @@ class Case:
         for prompt, group in zip(PROMPTS, self.sample(PROMPTS), strict=True):
             sampled += [distance(model, prompt, c.ids, c.logps, 0.8) for c in group]
             ids = group[0].ids
-            scored.append(distance(model, prompt, ids, self.engine.logps(prompt, ids)))
+            scored.append(distance(model, prompt, ids, self.policy.logps(prompt, ids)))
         return max(sampled), max(scored)
 
 
 @pytest.fixture(scope="module", params=["tied, padded", "untied"])
 def shared(request, tmp_path_factory):
-    """One engine for the tests of a parameter: it takes seconds to start."""
+    """One policy for the tests of a parameter: it takes seconds to start."""
     tied = request.param == "tied, padded"
     launcher = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "0.0.0.1", "MASTER_PORT": "1"}
     os.environ.update(launcher)  # as if DeepSpeed had started us
@@ -119,7 +119,7 @@ def shared(request, tmp_path_factory):
 @pytest.fixture
 def case(shared):
     """-> the Case, with the old weights."""
-    shared.engine.load(weights(shared.old))
+    shared.policy.load(weights(shared.old))
     return shared
 
 
@@ -182,15 +182,15 @@ def test_more_prompts_than_vllm_prefills_at_once(case):
 def test_scores_up_to_the_context_and_of_one_token(case):
     prompt, ids = [50] * 100, [60 + i % 50 for i in range(CONTEXT - 100)]
     for part in (ids, ids[:1]):
-        assert distance(case.old, prompt, part, case.engine.logps(prompt, part)) < NOISE
+        assert distance(case.old, prompt, part, case.policy.logps(prompt, part)) < NOISE
 
 
-def test_after_a_load_the_engine_is_the_new_policy(case):
+def test_after_a_load_it_is_the_new_policy(case):
     assert max(case.distances(case.old)) < NOISE < 1 < min(case.distances(case.new))
     for _ in range(2):  # a second load goes through layers that were loaded before
-        case.engine.load(weights(case.new))
+        case.policy.load(weights(case.new))
         assert max(case.distances(case.new)) < NOISE < 1 < min(case.distances(case.old))
-        case.engine.load(weights(case.old))
+        case.policy.load(weights(case.old))
         assert max(case.distances(case.old)) < NOISE < 1 < min(case.distances(case.new))
 
 
@@ -200,7 +200,7 @@ def test_a_load_takes_every_parameter(case):
         tied=case.old.config.tie_word_embeddings, rows=case.old.config.vocab_size, seed=0
     )
     for name in old:
-        case.engine.load(dict(reversed(old.items())) | {name: new[name]})  # in any order
+        case.policy.load(dict(reversed(old.items())) | {name: new[name]})  # in any order
         mixed.get_parameter(name).data.copy_(new[name])
         sampled, scored = case.distances(mixed)
         assert max(sampled, scored) < NOISE, name
@@ -210,7 +210,7 @@ def test_a_load_takes_every_parameter(case):
 
 def test_a_load_takes_bfloat16(case):
     half = {name: tensor.bfloat16() for name, tensor in weights(case.new).items()}
-    case.engine.load(half)
+    case.policy.load(half)
     policy = make_model(
         tied=case.old.config.tie_word_embeddings, rows=case.old.config.vocab_size, seed=1
     )
@@ -232,18 +232,18 @@ def test_a_load_that_does_not_fit_raises_and_changes_nothing(case):
     }
     for message, tensors in misfits.items():
         with pytest.raises(ValueError, match=message):
-            case.engine.load(tensors)
+            case.policy.load(tensors)
     assert max(case.distances(case.old)) < NOISE
 
 
 def test_a_prompt_without_room_for_a_token_is_refused(case):
     with pytest.raises(ValueError, match="256"):
         case.sample([LONG, [20] * CONTEXT])
-    assert max(case.distances(case.old)) < NOISE  # and the engine goes on
+    assert max(case.distances(case.old)) < NOISE  # and it samples on
 
 
 def test_broken_weights_are_told(case):
-    case.engine.load({name: tensor * float("nan") for name, tensor in weights(case.new).items()})
+    case.policy.load({name: tensor * float("nan") for name, tensor in weights(case.new).items()})
     with pytest.raises(RuntimeError, match="not finite"):
         case.sample(PROMPTS)
 
