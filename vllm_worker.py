@@ -26,8 +26,7 @@ from grpo.wire import tokenizer_facts
 
 MEMORY_GB = 20.0  # a GPU's memory that vLLM takes; on a CPU its KV cache, of which 1 is plenty
 # The whole distribution (top_k 0 is off); EOS is what we say, not what vLLM reads
-PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-PLAIN |= {"ignore_eos": True, "detokenize": False}
+PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -131,7 +130,7 @@ class VLLMPolicy:
     def _generate(self, prompts, seeds, **params):
         from vllm import SamplingParams
 
-        params = [SamplingParams(**PLAIN, **params, seed=seed) for seed in seeds]
+        params = [SamplingParams(**PLAIN, **params, seed=seed, detokenize=False) for seed in seeds]
         prompts = [{"prompt_token_ids": ids} for ids in prompts]
         return self.llm.generate(prompts, params, use_tqdm=False)
 
