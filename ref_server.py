@@ -1,16 +1,22 @@
-"""The frozen reference model behind HTTP: takes in sampled groups, gives them back with log-probs.
+"""The frozen reference model behind HTTP: groups go in, and come back with its log-probs.
 
     CUDA_VISIBLE_DEVICES=7 python ref_server.py     # on a spare GPU, on a CPU, on another machine
 
-A producer (a rank of grpo_ref_split.py, or a worker) POSTs groups (wire.py) to /upload. A group is
-stored (store.py), scored with the reference model (scoring.py), leased to the trainer, and
-acknowledged when the optimiser step that used it is done. Where workers sample, the trainer
-publishes its policy here and they fetch it (hub.py). Routes, behind gate.py: POST /upload /lease
-/ack /drop /checkpoint /resume /end, PUT, POST and GET /policy, POST /work /reference, GET /info
-/stats /health; for people GET /, which shows GET /live and what trainers send to POST /log
-(live.py). A KL penalty needs log-probs of the reference for the sampled tokens only, and no
-gradient: that is why the reference can live in another process, on an old card or another machine,
-and sampling hides it.
+What a group goes through:
+
+    POST /upload      a rank of grpo_ref_split.py, or a worker, has sampled it: it is stored
+    (main thread)     it is scored: log-probs of the sampled tokens under the reference model
+    POST /lease       the trainer takes it with its log-probs, and it is not leased to others
+    POST /ack /drop   an optimiser step has used it; or the trainer can't use it
+    POST /checkpoint  a checkpoint holds what was learned from it: its body is deleted
+    POST /resume      the run resumes from a checkpoint: what later steps used is leased again
+    POST /end         the run is over
+
+Where workers sample, the trainer publishes its policy (PUT, POST /policy), and they ask for prompts
+(POST /work) and fetch it (GET /policy); it may become the reference (POST /reference). Programs
+look at GET /info /stats /health, people at GET /, which shows GET /live and what trainers POST to
+/log. A KL penalty needs the reference's log-probs of the sampled tokens, and no gradient: so the
+reference can live in another process, on an old card or another machine, and sampling hides it.
 """
 
 import os
@@ -19,6 +25,7 @@ import sqlite3
 import sys
 import threading
 import time
+from functools import partial
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see grpo_ref_split.py
 
@@ -30,7 +37,9 @@ from grpo.models import load_tokenizer
 from grpo.serving.checks import check_server_constants
 from grpo.serving.dashboard import PLAIN, Live, load_page
 from grpo.serving.gate import Gate
-from grpo.serving.policies import Hub
+from grpo.serving.pacing import Pacing
+from grpo.serving.policies import Policies
+from grpo.serving.pool import Pool
 from grpo.serving.scoring import Reference, score_groups, score_rows
 from grpo.serving.store import Store
 from grpo.wire import pack_bodies, unpack_bodies, unpack_group
@@ -41,77 +50,83 @@ TEMPERATURE = 1.0  # log-probs are those of softmax(logits / TEMPERATURE); the t
 DTYPE = "auto"  # bfloat16 on a GPU, float32 on a CPU; softmax is float32 either way
 SCORE_BATCH_TOKENS = 8_192  # padded tokens in one forward; halved by itself when out of memory
 SHARE_PROMPTS = True  # a group's prompt runs once; same log-probs
-REGROUP = True  # flat groups wait for one of the same prompt that fits, and both are trained
+REGROUP = False  # join two zero-variance groups of a prompt, one right, one wrong: for tiny groups
 
 # --- Where to serve -----------------------------------------------------------------
 HOST = "127.0.0.1"  # another address needs a shared secret in the environment: GRPO_TOKEN=...
 PORT = 59875
-THREADS = 16  # requests served at once; a waiting lease holds one for up to LEASE_WAIT_SECONDS
+THREADS = 16  # requests served at once; a lease that waits holds one, up to LEASE_WAIT_SECONDS
 
 # --- The store ----------------------------------------------------------------------
 STORE = "runs/ref_store.sqlite"  # what was answered with 200 is here, and survives kill -9
-MAX_STORE_BYTES = 1 << 30  # beyond it an upload is answered 503: producers wait, disk stays bounded
-MAX_BODY_BYTES = 16 << 20  # of a group: 64 completions of 8192 tokens are 4 MB; 1 MB at least
+MAX_STORE_BYTES = 1 << 30  # beyond it an upload is answered 503: clients wait, disk stays bounded
+MAX_BODY_BYTES = 16 << 20  # of a request: 64 completions of 8192 tokens are 4 MB; 1 MB at least
 MAX_POLICY_BYTES = 64 << 30  # of one published policy; the two newest of each run are kept
-LEASE_SECONDS = 120  # unless acknowledged, handed out again; below the trainer's WAIT_LIMIT_SECONDS
-LEASE_WAIT_SECONDS = 5  # a lease request waits this long for the first scored group before its 204
+LEASE_SECONDS = 120  # unacknowledged, leased again; below the trainer's WAIT_LIMIT_SECONDS
+LEASE_WAIT_SECONDS = 5  # a lease waits this long for the first scored group before its 204
 
 
 # --- Routes -------------------------------------------------------------------------
-def make_app(store, hub, reference, *, token, max_body_bytes, lease_seconds, lease_wait, regroup):
-    """The WSGI app. `reference` has `info`, what GET /info answers, `max_tokens` and `replace`;
-    `token` is None or the shared secret."""
-    app = Gate(Live(store), token=token, max_body_bytes=max_body_bytes)
-    add_uploads(app, store, hub, reference, regroup)
-    add_leases(app, store, reference, lease_seconds, lease_wait)
-    add_runs(app, store, hub)
-    add_policies(app, hub, reference, lease_wait)
-    add_views(app, store, hub, reference, regroup)
+def make_app(
+    store, policies, reference, *, token, max_body_bytes, lease_seconds, lease_wait, regroup
+):
+    """Returns the WSGI app. `reference` has `info`, what GET /info answers, `max_tokens` and
+    `replace`; `token` is None or the shared secret."""
+    live, pacing = Live(store), Pacing(store, policies)
+    pool = Pool(store) if regroup else None
+    app = Gate(live.error, store.path, token=token, max_body_bytes=max_body_bytes)
+    add_uploads(app, store, policies, pacing, live, reference, pool)
+    add_leases(app, store, reference, pool, lease_seconds, lease_wait)
+    add_runs(app, store, policies)
+    add_policies(app, policies, pacing, reference, lease_wait)
+    add_views(app, store, policies, pacing, live, reference, regroup)
     return app
 
 
-def add_uploads(app, store, hub, reference, regroup):
+def add_uploads(app, store, policies, pacing, live, reference, pool):
     @app.post("/upload", apply=app.blame)
     def upload():
-        asked, body, info = bottle.request.query, app.read_body(), reference.info
-        bodies = unpack_bodies(body).values() if asked.get("several") == "1" else [body]
-        limits = {"vocab_size": info["vocab_size"], "max_tokens": reference.max_tokens}
-        groups = [
-            unpack_group(body, **limits) for body in bodies
-        ]  # all are right, or none is stored
-        pooled = asked.get("pool") == "1"
-        oldest = min(int(asked.get("oldest") or 0), 2**62)
-        with store.together():  # so that what is scored is cut from all of them
-            answers = [take(*pair, pooled, oldest) for pair in zip(groups, bodies, strict=True)]
-        return {"groups": answers} if asked.get("several") == "1" else answers[0]
+        body, query, info = app.read_body(), bottle.request.query, reference.info
+        several = query.get("several") == "1"
+        bodies = unpack_bodies(body).values() if several else [body]
+        unpack = partial(
+            unpack_group, vocab_size=info["vocab_size"], max_tokens=reference.max_tokens
+        )
+        groups = [unpack(body) for body in bodies]  # all are right, or none is stored
+        pooled, oldest = query.get("pool") == "1", min(int(query.get("oldest") or 0), 2**62)
+        with store.transaction():  # so that they are scored together
+            pairs = zip(groups, bodies, strict=True)
+            answers = [take(group, body, pooled, oldest) for group, body in pairs]
+        return {"groups": answers} if several else answers[0]
 
     def take(group, body, pooled, oldest):
-        run = hub.record(group.run) or {"oldest": 0, "scored": True}
-        if group.policy_version < run["oldest"] or hub.ended(group.run):
-            reason = "the run was over" if hub.ended(group.run) else "too old"
-            new = store.put(group, b"", "dropped", reason)
-            store.dropped[group.run] += new
-            return {"stored": new, "dropped": True}
+        """Stores a group; returns the answer to its client."""
+        run = policies.record(group.run) or {"oldest": 0, "scored": True}
+        if policies.ended(group.run):
+            return {"stored": store.refuse(group, "the run was over"), "dropped": True}
+        if group.policy_version < run["oldest"]:
+            return {"stored": store.refuse(group, "too old"), "dropped": True}
         if pooled and group.flat:
-            if not regroup:
+            if not pool:
                 store.put(group, b"", "dropped", "flat")
                 return {"stored": False, "joined": []}
-            app.live.uploaded(len(group.completion_ids))
-            joined = store.pool(group, body, max(run["oldest"], oldest))
-            return {"stored": True, "joined": joined}
+            live.uploaded(len(group.completion_ids))
+            return {"stored": True, "joined": pool.add(group, body, max(run["oldest"], oldest))}
         stored = store.put(group, body, "waiting" if run["scored"] else "scored")
         if stored:
-            hub.uploaded(group.sampler)
-            app.live.uploaded(len(group.completion_ids))
+            pacing.uploaded(group.sampler)
+            live.uploaded(len(group.completion_ids))
         return {"stored": stored}
 
 
-def add_leases(app, store, reference, lease_seconds, lease_wait):
+def add_leases(app, store, reference, pool, lease_seconds, lease_wait):
     @app.takes_json("/lease")
     def lease(run: str, limit: int, oldest: int = 0, wait: bool = True, step: int = 0):
+        store.drop_old(run, oldest)
+        if pool:
+            pool.drop_old(run, oldest, step)
+        bottle.response.set_header("X-Dropped", str(store.report_dropped(run)))
         limit, patience = max(1, min(limit, 4096)), lease_wait if wait else 0
-        store.drop_old(run, oldest, step)
-        bottle.response.set_header("X-Dropped", str(store.dropped.pop(run, 0)))
         try:
             bodies = store.lease(run, limit, seconds=lease_seconds, patience=patience)
         except RuntimeError as error:
@@ -128,7 +143,7 @@ def add_leases(app, store, reference, lease_seconds, lease_wait):
     @app.takes_json("/ack")
     def ack(run: str, ids: list, step: int):
         count = store.ack(run, [str(id) for id in ids], step)
-        # what no checkpoint covers yet: the trainer saves one before the store is full of it
+        # What no checkpoint covers yet: the trainer saves one before the store is full of it
         return {"acknowledged": count, "kept_bytes": store.kept(run), "max_bytes": store.max_bytes}
 
     @app.takes_json("/drop")
@@ -136,7 +151,7 @@ def add_leases(app, store, reference, lease_seconds, lease_wait):
         return {"dropped": store.drop(run, [str(id) for id in ids], reason[:200])}
 
 
-def add_runs(app, store, hub):
+def add_runs(app, store, policies):
     @app.takes_json("/checkpoint")
     def checkpoint(run: str, step: int):
         store.cover(run, step)
@@ -144,58 +159,60 @@ def add_runs(app, store, hub):
 
     @app.takes_json("/resume")
     def resume(run: str, step: int):
-        hub.resume(run, step)
+        policies.resume(run, step)
         return store.resume(run, step)
 
     @app.takes_json("/end")
     def end(run: str):
-        hub.end(run)
+        policies.end(run)
         store.forget(run)
         return {}
 
-    @app.takes_json("/log")
-    def log(run: str, records: list, samples: list):
-        app.live.log(run, records, samples)
-        return {}
 
-
-def add_policies(app, hub, reference, lease_wait):
+def add_policies(app, policies, pacing, reference, lease_wait):
     @app.put("/policy")
     def put_policy():
         run, at = app.read_query()
         try:
-            return {"bytes": hub.write(run, at["version"], at["offset"], app.read_body())}
+            return {"bytes": policies.write(run, at["version"], at["offset"], app.read_body())}
         except (ValueError, KeyError) as error:
             app.refuse(400, f"a part of a policy with run, version and offset, please: {error}")
 
     @app.takes_json("/policy")
     def post_policy(record: dict):
-        hub.publish(record)
+        policies.publish(record)
         return {"version": record["version"]}
-
-    @app.get("/policy")
-    def get_policy():
-        run, at = app.read_query()
-        path = hub.path(run, at.get("version", -1))
-        # with Range, Content-Length and Last-Modified
-        return bottle.static_file(path.name, root=path.parent, mimetype="application/octet-stream")
 
     @app.takes_json("/work")
     def work(
         worker: str, held: int, want: int, run: str, version: int, sha256: str, pulled: bool = False
     ):
-        asked = {"held": held, "want": want, "pulled": pulled}
-        mine = {"run": run, "version": version, "sha256": sha256}
-        return hub.work(worker, **asked, **mine, patience=0 if held else lease_wait)
+        return pacing.work(
+            worker,
+            held=held,
+            want=want,
+            run=run,
+            version=version,
+            sha256=sha256,
+            pulled=pulled,
+            patience=0 if held else lease_wait,
+        )
+
+    @app.get("/policy")
+    def get_policy():
+        run, at = app.read_query()
+        path = policies.path(run, at.get("version", -1))
+        # with Range, Content-Length and Last-Modified
+        return bottle.static_file(path.name, root=path.parent, mimetype="application/octet-stream")
 
     @app.takes_json("/reference")
     def post_reference(run: str, version: int):
-        path = hub.path(run, version) if version >= 0 else None
+        path = policies.path(run, version) if version >= 0 else None
         reference.replace(path, f"{run}@{version}" if path else "")
         return reference.info
 
 
-def add_views(app, store, hub, reference, regroup):
+def add_views(app, store, policies, pacing, live, reference, regroup):
     html, html_headers = load_page()
 
     @app.get("/info")
@@ -206,17 +223,22 @@ def add_views(app, store, hub, reference, regroup):
     def stats():
         run = app.read_query()[0] or store.newest_run()
         ledger = {"ledger": store.ledger(run)} if run else {}
-        return store.stats() | {"run": run, "workers": hub.stats()} | ledger
+        return store.stats() | {"run": run, "workers": pacing.stats()} | ledger
 
     @app.get("/health")
     def health():
         return {"ok": True}
 
+    @app.takes_json("/log")
+    def log(run: str, records: list, samples: list):
+        live.log(run, records, samples)
+        return {}
+
     @app.get("/live")
     def get_live():
         run, _ = app.read_query()
         bottle.response.headers.update(PLAIN)
-        return app.live.snapshot(run, hub, get_info())
+        return live.snapshot(run, policies, pacing, get_info())
 
     @app.get("/")
     def page():
@@ -224,9 +246,36 @@ def add_views(app, store, hub, reference, regroup):
         return html
 
 
-# --- Serving and scoring ------------------------------------------------------------
+# --- Scoring ------------------------------------------------------------------------
+def score_while(alive, store, reference):
+    """Scores what is uploaded for as long as alive(), and prints how much once a minute."""
+    vocab_size, said, total = reference.info["vocab_size"], time.monotonic(), 0
+    score = partial(
+        score_rows,
+        reference.model,
+        budget=SCORE_BATCH_TOKENS,
+        temperature=TEMPERATURE,
+        vocab_size=vocab_size,
+    )
+    while alive():
+        reference.load_requested()
+        # a few batches at a time; a token takes about 8 bytes
+        groups = store.waiting(limit=64, patience=1, size=32 * SCORE_BATCH_TOKENS)
+        try:
+            max_tokens = reference.max_tokens
+            score_groups(store, groups, score, vocab_size=vocab_size, max_tokens=max_tokens)
+            total += len(groups)
+        except sqlite3.OperationalError as error:
+            print(f"{STORE}: {error}; make room on its disk. Trying again", flush=True)
+            time.sleep(5)
+        if time.monotonic() - said > 60:
+            said = time.monotonic()
+            print(f"{time.strftime('%H:%M:%S')} scored {total} groups; {store.stats()}", flush=True)
+
+
+# --- Main ---------------------------------------------------------------------------
 def listen(app):
-    """-> the HTTP server; its run() serves."""
+    """Returns the HTTP server; its run() serves."""
     # inbuf_overflow and recv_bytes: bodies stay in memory and come in few reads (2.8x the uploads);
     # outbuf_overflow: so do the answers to leases. Of clients that stall, 100 would shut out others
     try:
@@ -246,32 +295,6 @@ def listen(app):
         sys.exit(f"HOST = {HOST!r}, PORT = {PORT!r} can't be served: {error}; another server's?")
 
 
-def score_while(alive, store, reference):
-    """Scores what is uploaded for as long as alive(), and says how much once a minute."""
-    vocab_size, said, total = reference.info["vocab_size"], time.monotonic(), 0
-    settings = {"budget": SCORE_BATCH_TOKENS, "temperature": TEMPERATURE, "vocab_size": vocab_size}
-    limits = {"vocab_size": vocab_size, "max_tokens": reference.max_tokens}
-
-    def score(prompts, completions):
-        return score_rows(reference.model, prompts, completions, **settings)
-
-    while alive():
-        reference.obey()
-        # a few batches at a time; a token takes about 8 bytes
-        rows = store.waiting(limit=64, patience=1, size=32 * SCORE_BATCH_TOKENS)
-        if rows:
-            try:
-                score_groups(store, rows, score, **limits)
-                total += len(rows)
-            except sqlite3.OperationalError as error:
-                print(f"{STORE}: {error}; make room on its disk. Trying again", flush=True)
-                time.sleep(5)
-        if time.monotonic() - said > 60:
-            said = time.monotonic()
-            print(f"{time.strftime('%H:%M:%S')} scored {total} groups; {store.stats()}", flush=True)
-
-
-# --- Main ---------------------------------------------------------------------------
 constants = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
 
 
@@ -285,17 +308,31 @@ def main():
     print(f"loading the reference model {MODEL} ...", flush=True)
     load_tokenizer(MODEL)  # a wrong MODEL ends here, before there is a store
     store = Store(STORE, MAX_STORE_BYTES)
-    hub = Hub(store, f"{STORE}.policies", MAX_POLICY_BYTES)
-    settings = {"dtype": DTYPE, "temperature": TEMPERATURE, "share_prompts": SHARE_PROMPTS}
-    reference = Reference(store, hub.folder, model=MODEL, **settings)
-    settings = {"token": token, "max_body_bytes": MAX_BODY_BYTES, "regroup": REGROUP}
-    settings |= {"lease_seconds": LEASE_SECONDS, "lease_wait": LEASE_WAIT_SECONDS}
-    server = listen(make_app(store, hub, reference, **settings))
+    policies = Policies(store, f"{STORE}.policies", MAX_POLICY_BYTES)
+    reference = Reference(
+        store,
+        policies.folder,
+        model=MODEL,
+        dtype=DTYPE,
+        temperature=TEMPERATURE,
+        share_prompts=SHARE_PROMPTS,
+    )
+    app = make_app(
+        store,
+        policies,
+        reference,
+        token=token,
+        max_body_bytes=MAX_BODY_BYTES,
+        lease_seconds=LEASE_SECONDS,
+        lease_wait=LEASE_WAIT_SECONDS,
+        regroup=REGROUP,
+    )
+    server = listen(app)
     http = threading.Thread(target=server.run, daemon=True)
     http.start()
     dtype = reference.info["dtype"]
     print(f"serving {MODEL} ({dtype}) on http://{HOST}:{server.effective_port}", flush=True)
-    # Scoring is the main thread: if it dies, the process dies, and nobody waits for a dead loop.
+    # Scoring is the main thread: if it dies, the process dies, and nobody waits for a dead loop
     score_while(http.is_alive, store, reference)
     sys.exit("the HTTP server ended, so this process does")
 

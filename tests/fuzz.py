@@ -38,7 +38,7 @@ from test_wire import LIMITS, VOCAB, make_group
 
 from grpo import wire
 from grpo.client import RefServer
-from grpo.serving.policies import Hub
+from grpo.serving.policies import Policies
 from grpo.serving.store import Store
 from grpo.tiny_model import make_tokenizer
 from ref_server import MAX_BODY_BYTES, make_app
@@ -504,7 +504,7 @@ class Function:
         self.store = Store(folder / "store.sqlite", max_bytes=256 << 20)
         self.path, self.pid = folder / "store.sqlite", "self"
         settings = {"token": None, "max_body_bytes": MAX_BODY_BYTES, "regroup": True}
-        hub = Hub(self.store, folder / "policies", max_bytes=10_000)
+        hub = Policies(self.store, folder / "policies", max_bytes=10_000)
         self.function = make_app(
             self.store, hub, FakeReference(), lease_seconds=60, lease_wait=0, **settings
         )

@@ -1,4 +1,4 @@
-"""The hub for workers: policies go up and down whole, work is paced, flat groups are joined.
+"""The server for workers: policies go up and down whole, work is paced, flat groups are joined.
 
 Routes are called as WSGI functions: no sockets.
 """
@@ -17,9 +17,11 @@ import torch
 from test_server import INFO, FakeReference, InProcess, call, done, refused
 from test_wire import make_group
 
-from grpo.serving import policies as hub_module
-from grpo.serving.policies import WORKER_SECONDS, Hub
-from grpo.serving.store import STATES, Store, StoreFull, join_flat
+from grpo.serving import pacing as pacing_module
+from grpo.serving.pacing import WORKER_SECONDS, Pacing
+from grpo.serving.policies import RECORD, Policies
+from grpo.serving.pool import Pool, join_flat
+from grpo.serving.store import STATES, Store, StoreFull
 from grpo.wire import pack_group, unpack_group
 from ref_server import make_app
 
@@ -36,14 +38,19 @@ def store(tmp_path):
 
 
 @pytest.fixture
-def hub(store, tmp_path):
-    return Hub(store, tmp_path / "policies", MAX_POLICY)
+def policies(store, tmp_path):
+    return Policies(store, tmp_path / "policies", MAX_POLICY)
 
 
 @pytest.fixture
-def app(store, hub):
+def pacing(store, policies):
+    return Pacing(store, policies)
+
+
+@pytest.fixture
+def app(store, policies):
     settings = {"token": None, "max_body_bytes": 5000, "regroup": True}
-    return make_app(store, hub, FakeReference(), lease_seconds=60, lease_wait=0, **settings)
+    return make_app(store, policies, FakeReference(), lease_seconds=60, lease_wait=0, **settings)
 
 
 def record_of(version=0, weights=WEIGHTS, **changes):
@@ -52,10 +59,10 @@ def record_of(version=0, weights=WEIGHTS, **changes):
     return record | {"settings": {"SEED": 0}, "proof": {"logps": [-1.0]}} | changes
 
 
-def publish(hub, version=0, weights=WEIGHTS, **changes):
+def publish(policies, version=0, weights=WEIGHTS, **changes):
     record = record_of(version, weights, **changes)
-    hub.write(record["run"], version, 0, weights)
-    hub.publish(record)
+    policies.write(record["run"], version, 0, weights)
+    policies.publish(record)
     return record
 
 
@@ -74,24 +81,24 @@ def commit(app, record):
     return call(app, "POST", "/policy", {"record": record})
 
 
-def files(hub):
-    return sorted(path.name for path in hub.folder.iterdir())
+def files(policies):
+    return sorted(path.name for path in policies.folder.iterdir())
 
 
 # --- Policies: up -------------------------------------------------------------------
-def test_a_policy_goes_up_in_parts_and_is_there_when_all_have_come(app, hub):
+def test_a_policy_goes_up_in_parts_and_is_there_when_all_have_come(app, policies):
     for offset in range(0, len(WEIGHTS), 300):
         part = WEIGHTS[offset : offset + 300]
         status, _, answer = put_part(app, part, offset=offset)
         assert (status, json.loads(answer)) == (200, {"bytes": offset + len(part)})
-        assert hub.record() is None and get_policy(app)[0] == 404
+        assert policies.record() is None and get_policy(app)[0] == 404
     assert commit(app, record_of())[::2] == (200, b'{"version": 0}')
     assert get_policy(app)[::2] == (200, WEIGHTS)
-    assert hub.record() == hub.record("run") == record_of()
-    assert len(files(hub)) == 1  # no part is left
+    assert policies.record() == policies.record("run") == record_of()
+    assert len(files(policies)) == 1  # no part is left
 
 
-def test_an_upload_that_broke_off_begins_again(app, hub):
+def test_an_upload_that_broke_off_begins_again(app):
     put_part(app, b"of a trainer that died" * 9)
     put_part(app, WEIGHTS[:500])
     put_part(app, WEIGHTS[500:], offset=500)
@@ -109,9 +116,9 @@ def test_a_part_whose_answer_was_lost_may_be_sent_again(app):
 
 @pytest.mark.parametrize("odd", ["x", "", 2**62, -(10**30), 10**300])
 @pytest.mark.parametrize("name", ["version", "offset"])
-def test_a_version_or_offset_that_is_no_number_of_ours_is_refused(app, hub, name, odd):
+def test_a_version_or_offset_that_is_no_number_of_ours_is_refused(app, policies, name, odd):
     assert "must be numbers" in refused(put_part(app, WEIGHTS, **{name: odd}), 400)
-    assert files(hub) == []
+    assert files(policies) == []
 
 
 @pytest.mark.parametrize("offset", [501, 10**9, -1])
@@ -122,7 +129,7 @@ def test_a_part_that_is_not_next_is_refused(app, offset):
     assert put_part(app, WEIGHTS[500:], offset=500)[0] == 200  # which changed nothing
 
 
-def test_a_policy_that_is_too_large_is_refused_with_the_constant(app, hub):
+def test_a_policy_that_is_too_large_is_refused_with_the_constant(app):
     put_part(app, b"x" * 600)
     reason = refused(put_part(app, b"x" * 401, offset=600), 400)
     assert "MAX_POLICY_BYTES = 1000" in reason
@@ -139,9 +146,9 @@ def test_a_policy_that_is_too_large_is_refused_with_the_constant(app, hub):
     {"offset": "9" * 5000},
     {"version": "1.5"},
 ])  # fmt: skip
-def test_a_part_without_its_place_is_refused(app, hub, query):
+def test_a_part_without_its_place_is_refused(app, policies, query):
     assert refused(put_part(app, WEIGHTS, **query), 400)
-    assert files(hub) == []
+    assert files(policies) == []
 
 
 BAD_RECORDS = {
@@ -164,50 +171,50 @@ BAD_RECORDS = {
 
 
 @pytest.mark.parametrize("name", BAD_RECORDS)
-def test_a_record_that_lies_is_refused_and_nothing_is_published(app, hub, name):
+def test_a_record_that_lies_is_refused_and_nothing_is_published(app, policies, name):
     changes, reason = BAD_RECORDS[name]
     put_part(app, WEIGHTS)
     with pytest.raises(ValueError, match=reason):
-        hub.publish(record_of(**changes))
+        policies.publish(record_of(**changes))
     assert refused(commit(app, record_of(**changes)), 400)
-    assert hub.record() is None and get_policy(app)[0] == 404
+    assert policies.record() is None and get_policy(app)[0] == 404
     assert commit(app, record_of())[0] == 200  # the parts are still there
 
 
-def test_a_record_is_an_object_with_all_its_fields(app, hub):
+def test_a_record_is_an_object_with_all_its_fields(app, policies):
     put_part(app, WEIGHTS)
     for body in (b"", b"[]", b'{"record": []}', b'{"record": null}', b"{}", b"no json"):
         assert refused(call(app, "POST", "/policy", body), 400 if body else 411)
-    for name in hub_module.RECORD:
+    for name in RECORD:
         record = record_of()
         del record[name]
         assert f"{name} must be of type" in refused(commit(app, record), 400)
-    assert hub.record() is None
+    assert policies.record() is None
 
 
-def test_a_commit_whose_answer_was_lost_is_the_same_as_once(app, hub):
+def test_a_commit_whose_answer_was_lost_is_the_same_as_once(app, policies):
     for version in range(3):
         put_part(app, WEIGHTS, version=version)
         assert commit(app, record_of(version))[0] == 200
         assert commit(app, record_of(version))[::2] == (200, b'{"version": %d}' % version)
-    assert len(files(hub)) == 2 and get_policy(app, version=2)[2] == WEIGHTS
+    assert len(files(policies)) == 2 and get_policy(app, version=2)[2] == WEIGHTS
 
 
 NAMES = ["../../evil", "..", "/etc/passwd", "a/b", "a\\b", "模型 ü", "a\0b", ".", "x" * 200, " "]
 
 
 @pytest.mark.parametrize("run", NAMES)
-def test_no_name_of_a_run_becomes_a_path(app, hub, tmp_path, run):
+def test_no_name_of_a_run_becomes_a_path(app, policies, tmp_path, run):
     before = sorted(path.name for path in tmp_path.iterdir())
     assert put_part(app, WEIGHTS, run=run)[0] == 200
     assert commit(app, record_of(run=run))[0] == 200
     assert get_policy(app, run)[::2] == (200, WEIGHTS)
-    (name,) = files(hub)
+    (name,) = files(policies)
     assert name.isascii() and set(name) <= set("0123456789abcdef-.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
-    assert hub.record()["run"] == run
+    assert policies.record()["run"] == run
     for other in NAMES:
-        assert (hub.path(other, 0) == hub.path(run, 0)) == (other == run)
+        assert (policies.path(other, 0) == policies.path(run, 0)) == (other == run)
 
 
 # --- Policies: down -----------------------------------------------------------------
@@ -219,8 +226,8 @@ def test_no_name_of_a_run_becomes_a_path(app, hub, tmp_path, run):
     ("bytes=767-", 206, WEIGHTS[767:]),
     ("bytes=768-", 416, None),
 ])  # fmt: skip
-def test_a_policy_comes_in_the_range_that_is_asked_for(app, hub, asked, status, expected):
-    publish(hub)
+def test_a_policy_comes_in_the_range_that_is_asked_for(app, policies, asked, status, expected):
+    publish(policies)
     got, headers, body = get_policy(app, HTTP_RANGE=asked)
     assert got == status
     if expected:
@@ -234,111 +241,112 @@ def test_a_policy_comes_in_the_range_that_is_asked_for(app, hub, asked, status, 
 @pytest.mark.parametrize(
     "query", ["run=run&version=7", "run=no&version=0", "run=run", "", "run=%ff"]
 )
-def test_a_policy_that_is_gone_is_not_found(app, hub, query):
-    publish(hub)
+def test_a_policy_that_is_gone_is_not_found(app, policies, query):
+    publish(policies)
     answer = call(app, "GET", "/policy", QUERY_STRING=query)
     assert refused(answer, 400 if "%ff" in query else 404)
 
 
-def test_only_the_two_newest_of_a_run_are_kept(app, hub):
-    publish(hub, 3, run="other")
+def test_only_the_two_newest_of_a_run_are_kept(app, policies):
+    publish(policies, 3, run="other")
     for version in (8, 9, 10, 100, 1000):
-        publish(hub, version, b"weights of %d" % version)
+        publish(policies, version, b"weights of %d" % version)
     assert [get_policy(app, version=v)[0] for v in (8, 9, 10, 100, 1000)] == [404] * 3 + [200] * 2
     assert get_policy(app, version=1000)[2] == b"weights of 1000"
-    assert get_policy(app, "other", 3)[0] == 200 and len(files(hub)) == 3
+    assert get_policy(app, "other", 3)[0] == 200 and len(files(policies)) == 3
 
 
-def test_who_reads_a_policy_may_finish_though_it_is_deleted(app, hub):
-    publish(hub, 0)
-    with open(hub.path("run", 0), "rb") as file:
+def test_who_reads_a_policy_may_finish_though_it_is_deleted(app, policies):
+    publish(policies, 0)
+    with open(policies.path("run", 0), "rb") as file:
         for version in (1, 2):
-            publish(hub, version)
+            publish(policies, version)
         assert get_policy(app, version=0)[0] == 404 and file.read() == WEIGHTS
 
 
 def test_all_of_it_is_there_when_it_is_opened_again(tmp_path):
     first = Store(tmp_path / "store.sqlite", 10_000)
-    hub = Hub(first, tmp_path / "policies", MAX_POLICY)
-    publish(hub, 4)
-    hub.write("run", 5, 0, WEIGHTS[:100])
-    assert ask(hub, version=4, want=3)["count"] == 3
+    policies = Policies(first, tmp_path / "policies", MAX_POLICY)
+    publish(policies, 4)
+    policies.write("run", 5, 0, WEIGHTS[:100])
+    assert ask(Pacing(first, policies), version=4, want=3)["count"] == 3
     first.db.close()
     second = Store(tmp_path / "store.sqlite", 10_000)
-    hub = Hub(second, tmp_path / "policies", MAX_POLICY)
-    assert hub.record() == record_of(4) and hub.path("run", 4).read_bytes() == WEIGHTS
-    assert ask(hub, version=4, want=2) == {"policy": record_of(4), "first": 3, "count": 2}
-    assert hub.write("run", 5, 100, WEIGHTS[100:]) == len(WEIGHTS)  # goes on where it was
-    hub.publish(record_of(5))
+    policies = Policies(second, tmp_path / "policies", MAX_POLICY)
+    assert policies.record() == record_of(4) and policies.path("run", 4).read_bytes() == WEIGHTS
+    answer = ask(Pacing(second, policies), version=4, want=2)
+    assert answer == {"policy": record_of(4), "first": 3, "count": 2}
+    assert policies.write("run", 5, 100, WEIGHTS[100:]) == len(WEIGHTS)  # goes on where it was
+    policies.publish(record_of(5))
     second.db.close()
 
 
 # --- Work ---------------------------------------------------------------------------
-def ask(hub, worker="a", *, held=0, want=4, run="run", version=0, sha256=SHA256, patience=0):
+def ask(pacing, worker="a", *, held=0, want=4, run="run", version=0, sha256=SHA256, patience=0):
     ask = {"held": held, "want": want, "run": run, "version": version, "sha256": sha256}
-    return hub.work(worker, **ask, patience=patience)
+    return pacing.work(worker, **ask, patience=patience)
 
 
-def test_prompts_are_handed_out_once(hub):
-    publish(hub, capacity=100)
-    answers = [ask(hub, name, held=4 * turn) for turn in range(3) for name in "abc"]
+def test_prompts_are_handed_out_once(policies, pacing):
+    publish(policies, capacity=100)
+    answers = [ask(pacing, name, held=4 * turn) for turn in range(3) for name in "abc"]
     assert [(a["first"], a["count"]) for a in answers] == [(4 * i, 4) for i in range(9)]
-    publish(hub, 1, capacity=100)
-    assert ask(hub, version=1)["first"] == 36  # a new policy goes on with the same epoch
+    publish(policies, 1, capacity=100)
+    assert ask(pacing, version=1)["first"] == 36  # a new policy goes on with the same epoch
 
 
-def test_a_newer_policy_comes_before_work(hub):
-    publish(hub, 0)
+def test_a_newer_policy_comes_before_work(policies, pacing):
+    publish(policies, 0)
     nothing = {"first": 0, "count": 0}
-    assert ask(hub, run="", version=-1) == {"policy": record_of(0)} | nothing
-    publish(hub, 5, oldest=1)
-    policy = ask(hub, version=0)["policy"]
-    assert policy["version"] == 5 and ask(hub, version=0)["count"] == 0
-    assert ask(hub, run="other", version=5)["count"] == 0  # the same number of another run
-    assert ask(hub, version=5) == {"policy": record_of(5, oldest=1), "first": 0, "count": 4}
+    assert ask(pacing, run="", version=-1) == {"policy": record_of(0)} | nothing
+    publish(policies, 5, oldest=1)
+    policy = ask(pacing, version=0)["policy"]
+    assert policy["version"] == 5 and ask(pacing, version=0)["count"] == 0
+    assert ask(pacing, run="other", version=5)["count"] == 0  # the same number of another run
+    assert ask(pacing, version=5) == {"policy": record_of(5, oldest=1), "first": 0, "count": 4}
 
 
-def test_groups_in_hand_and_waiting_are_never_more_than_the_capacity(hub, store):
-    publish(hub, capacity=8)
-    assert [ask(hub, "a")["count"], ask(hub, "b", want=6)["count"]] == [4, 4]
-    assert ask(hub, "c") == {"policy": record_of(capacity=8), "first": 0, "count": 0}
+def test_groups_in_hand_and_waiting_are_never_more_than_the_capacity(policies, pacing, store):
+    publish(policies, capacity=8)
+    assert [ask(pacing, "a")["count"], ask(pacing, "b", want=6)["count"]] == [4, 4]
+    assert ask(pacing, "c") == {"policy": record_of(capacity=8), "first": 0, "count": 0}
     for seed in range(3):  # a's come: they wait, and are not in hand
-        hub.uploaded("a")
+        pacing.uploaded("a")
         store.put(make_group(seed=seed), pack_group(make_group(seed=seed)))
-    assert ask(hub, "c")["count"] == 0
-    ask(hub, "a", held=1, want=0)  # who samples says what it still holds
+    assert ask(pacing, "c")["count"] == 0
+    ask(pacing, "a", held=1, want=0)  # who samples says what it still holds
     for seq, body in store.waiting(9, 0):
         store.scored({seq: body})
-    assert ask(hub, "c")["count"] == 0
+    assert ask(pacing, "c")["count"] == 0
     store.lease("run", 2, seconds=60, patience=0)  # they are in training: room for two others
-    assert ask(hub, "c")["count"] == 2
-    assert ask(hub, "c", held=2)["count"] == 0
-    assert ask(hub, "b", held=1)["count"] == 3  # of its four, three were flat
+    assert ask(pacing, "c")["count"] == 2
+    assert ask(pacing, "c", held=2)["count"] == 0
+    assert ask(pacing, "b", held=1)["count"] == 3  # of its four, three were flat
 
 
-def test_other_runs_groups_take_no_room(hub, store):
-    publish(hub, capacity=2)
+def test_other_runs_groups_take_no_room(policies, pacing, store):
+    publish(policies, capacity=2)
     for seed in range(5):
         store.put(make_group(seed=seed, run="old"), b"body")
-    assert ask(hub)["count"] == 2
+    assert ask(pacing)["count"] == 2
 
 
-def test_pacing_holds_whatever_workers_do(hub, store):
+def test_pacing_holds_whatever_workers_do(policies, pacing, store):
     """At random: ask, upload, skip, lease; in hand and waiting are never above the capacity."""
     rng, capacity, seen, seed = random.Random(0), 12, [], 0
-    publish(hub, capacity=capacity)
+    publish(policies, capacity=capacity)
     held = {name: 0 for name in "abcd"}
     for _ in range(600):
         name, act = rng.choice("abcd"), rng.random()
         if act < 0.4:
-            answer = ask(hub, name, held=held[name], want=rng.randint(0, 5))
+            answer = ask(pacing, name, held=held[name], want=rng.randint(0, 5))
             seen += range(answer["first"], answer["first"] + answer["count"])
             held[name] += answer["count"]
         elif act < 0.8 and held[name]:
             held[name] -= 1
-            if rng.random() < 0.7:  # else it was flat: the hub hears of it with the next question
+            if rng.random() < 0.7:  # else it was flat: pacing hears of it with the next question
                 store.put(make_group(seed=(seed := seed + 1)), b"body")
-                hub.uploaded(name)
+                pacing.uploaded(name)
         elif act >= 0.8:
             for seq, body in store.waiting(2, 0):
                 store.scored({seq: body})
@@ -347,96 +355,97 @@ def test_pacing_holds_whatever_workers_do(hub, store):
     assert seen == list(range(len(seen))) and len(seen) > 100
 
 
-def test_what_a_dead_worker_had_in_hand_is_given_up_after_a_while(hub, monkeypatch):
+def test_what_a_dead_worker_had_in_hand_is_given_up_after_a_while(policies, pacing, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(hub_module.time, "monotonic", lambda: now[0])
-    publish(hub, capacity=4)
-    assert ask(hub, "dead")["count"] == 4
+    monkeypatch.setattr(pacing_module.time, "monotonic", lambda: now[0])
+    publish(policies, capacity=4)
+    assert ask(pacing, "dead")["count"] == 4
     now[0] += WORKER_SECONDS - 1
-    assert ask(hub, "b")["count"] == 0
+    assert ask(pacing, "b")["count"] == 0
     now[0] += 1
-    assert ask(hub, "b") == {"policy": record_of(capacity=4), "first": 4, "count": 4}
+    assert ask(pacing, "b") == {"policy": record_of(capacity=4), "first": 4, "count": 4}
     # It was not dead: what it still holds counts again, and is not handed out to others
-    assert ask(hub, "dead", held=4)["count"] == 0
-    assert hub.stats()["dead"] == {"groups": 0, "held": 4, "version": 0, "seen_s": 0.0}
+    assert ask(pacing, "dead", held=4)["count"] == 0
+    assert pacing.stats()["dead"] == {"groups": 0, "held": 4, "version": 0, "seen_s": 0.0}
 
 
-def test_who_uploads_is_alive(hub, store, monkeypatch):
+def test_who_uploads_is_alive(policies, pacing, store, monkeypatch):
     """Long completions: a worker whose rows all run asks for nothing, for minutes."""
     now = [1000.0]
-    monkeypatch.setattr(hub_module.time, "monotonic", lambda: now[0])
-    publish(hub, capacity=4)
-    assert ask(hub, "slow")["count"] == 4
+    monkeypatch.setattr(pacing_module.time, "monotonic", lambda: now[0])
+    publish(policies, capacity=4)
+    assert ask(pacing, "slow")["count"] == 4
     now[0] += WORKER_SECONDS - 1
-    hub.uploaded("slow")
+    pacing.uploaded("slow")
     store.put(make_group(), b"body")
     now[0] += 2
-    assert ask(hub, "b")["count"] == 0
+    assert ask(pacing, "b")["count"] == 0
 
 
-def test_names_of_workers_are_bounded_in_length_and_number(hub, monkeypatch):
-    monkeypatch.setattr(hub_module, "MAX_WORKERS", 10)
-    publish(hub)
+def test_names_of_workers_are_bounded_in_length_and_number(policies, pacing, monkeypatch):
+    monkeypatch.setattr(pacing_module, "MAX_WORKERS", 10)
+    publish(policies)
     for name in ("", "x" * 201, "a\nb"):
         with pytest.raises(ValueError, match="a worker's name"):
-            ask(hub, name)
+            ask(pacing, name)
     for number in range(30):
-        ask(hub, f"worker {number}", want=0)
-    assert len(hub.workers) <= 11 and "worker 29" in hub.workers and "worker 0" not in hub.workers
+        ask(pacing, f"worker {number}", want=0)
+    workers = pacing.workers
+    assert len(workers) <= 11 and "worker 29" in workers and "worker 0" not in workers
 
 
-def test_a_resumed_runs_version_may_have_other_weights(hub):
-    publish(hub, 3)
-    assert ask(hub, version=3, sha256="of the run that died")["count"] == 0
-    assert ask(hub, version=3)["count"] == 4
+def test_a_resumed_runs_version_may_have_other_weights(policies, pacing):
+    publish(policies, 3)
+    assert ask(pacing, version=3, sha256="of the run that died")["count"] == 0
+    assert ask(pacing, version=3)["count"] == 4
 
 
-def test_what_is_sampled_before_the_resumed_policy_has_come_is_not_too_old(app, hub):
+def test_what_is_sampled_before_the_resumed_policy_has_come_is_not_too_old(app, policies):
     """The undone history's record says that its oldest policies are newer than the checkpoint."""
-    publish(hub, 40, oldest=36)
+    publish(policies, 40, oldest=36)
     assert upload(app, make_group(seed=1, policy_version=30))["dropped"]
-    hub.resume("run", 30)
+    policies.resume("run", 30)
     assert upload(app, make_group(seed=2, policy_version=30)) == {"stored": True}
-    assert hub.record("run")["oldest"] == 26
+    assert policies.record("run")["oldest"] == 26
 
 
-def test_a_run_that_had_ended_may_go_on(app, hub):
-    publish(hub)
-    hub.end("run")
+def test_a_run_that_had_ended_may_go_on(app, policies):
+    publish(policies)
+    policies.end("run")
     assert upload(app, make_group(seed=1))["dropped"]
-    hub.resume("run", 0)
+    policies.resume("run", 0)
     assert upload(app, make_group(seed=2)) == {"stored": True}
 
 
-def test_policies_of_a_history_that_is_no_more_are_deleted(hub):
-    publish(hub, 5)
-    publish(hub, 6)
-    publish(hub, 0, run="other")
-    hub.resume("run", 5)
-    assert len(files(hub)) == 2
-    publish(hub, 5)  # again, and it stays
-    assert hub.path("run", 5).exists() and not hub.path("run", 6).exists()
+def test_policies_of_a_history_that_is_no_more_are_deleted(policies):
+    publish(policies, 5)
+    publish(policies, 6)
+    publish(policies, 0, run="other")
+    policies.resume("run", 5)
+    assert len(files(policies)) == 2
+    publish(policies, 5)  # again, and it stays
+    assert policies.path("run", 5).exists() and not policies.path("run", 6).exists()
 
 
-def test_a_run_that_has_ended_has_no_work(app, hub):
-    assert ask(hub) == {"policy": None, "first": 0, "count": 0}
-    publish(hub, run="first")
-    publish(hub, run="run")
+def test_a_run_that_has_ended_has_no_work(app, policies, pacing):
+    assert ask(pacing) == {"policy": None, "first": 0, "count": 0}
+    publish(policies, run="first")
+    publish(policies, run="run")
     assert call(app, "POST", "/end", {"run": "run"})[0] == 200
-    assert ask(hub)["policy"] is None  # the first was killed, or it would have said so
+    assert ask(pacing)["policy"] is None  # the first was killed, or it would have said so
     assert call(app, "POST", "/end", {"run": "unknown"})[0] == 200
-    assert ask(hub)["policy"] is None and hub.record("run") == record_of()
-    publish(hub, 1)
-    assert ask(hub)["policy"]["version"] == 1  # it is not over, after all
+    assert ask(pacing)["policy"] is None and policies.record("run") == record_of()
+    publish(policies, 1)
+    assert ask(pacing)["policy"]["version"] == 1  # it is not over, after all
 
 
 @pytest.mark.parametrize("what", ["publish", "lease"])
-def test_who_waits_for_work_is_woken(hub, store, what):
+def test_who_waits_for_work_is_woken(policies, pacing, store, what):
     if what == "lease":
-        publish(hub, capacity=1)
+        publish(policies, capacity=1)
         store.put(make_group(), b"body", "scored")
     got = []
-    waiter = threading.Thread(target=lambda: got.append(ask(hub, patience=20)))
+    waiter = threading.Thread(target=lambda: got.append(ask(pacing, patience=20)))
     waiter.start()
     time.sleep(0.1)
     assert not got
@@ -444,17 +453,17 @@ def test_who_waits_for_work_is_woken(hub, store, what):
     if what == "lease":
         assert store.lease("run", 1, seconds=60, patience=0)
     else:
-        publish(hub)
+        publish(policies)
     waiter.join(10)
     assert got[0]["policy"]["version"] == 0 and time.monotonic() - started < 5
     assert got[0]["count"] == (1 if what == "lease" else 4)
 
 
-def test_work_over_http(app, hub):
+def test_work_over_http(app, policies):
     client = InProcess(app)
     asked = {"held": 0, "want": 3, "run": "", "version": -1, "sha256": ""}
     assert client.work("w", **asked) == {"policy": None, "first": 0, "count": 0}
-    publish(hub)
+    publish(policies)
     assert client.work("w", **asked)["policy"] == record_of()
     answer = client.work("w", **asked | {"run": "run", "version": 0, "sha256": SHA256})
     assert answer == {"policy": record_of(), "first": 0, "count": 3}
@@ -473,17 +482,17 @@ def test_work_over_http(app, hub):
     {"version": 2**70},
     {"held": 2**64},
 ])  # fmt: skip
-def test_a_question_for_work_that_makes_no_sense_is_refused(app, hub, change):
-    publish(hub)
+def test_a_question_for_work_that_makes_no_sense_is_refused(app, policies, change):
+    publish(policies)
     asked = {"worker": "w", "held": 0, "want": 3, "run": "run", "version": 0}
     assert refused(call(app, "POST", "/work", asked | change), 400)
-    assert hub.workers == {}
+    assert json.loads(call(app, "GET", "/stats")[2])["workers"] == {}
 
 
 @pytest.mark.parametrize("route", ["/work", "/end", "/reference"])
-def test_half_a_surrogate_breaks_nothing(app, hub, route):
+def test_half_a_surrogate_breaks_nothing(app, policies, route):
     """JSON can write it, UTF-8 can't: neither the answer nor later ones may fail for it."""
-    publish(hub)
+    publish(policies)
     body = {"worker": "\ud800", "held": 0, "want": 3, "run": "\ud800", "version": 0}
     assert call(app, "POST", route, body)[0] in (200, 400)
     assert call(app, "GET", "/stats")[0] == call(app, "GET", "/live")[0] == 200
@@ -496,43 +505,41 @@ def upload(app, group, **query):
     return json.loads(answer[2])
 
 
-def test_a_group_that_is_too_old_is_refused_politely(app, hub, store):
+def test_a_group_that_is_too_old_is_refused_politely(app, policies, store):
     """The worker goes on: it could not know."""
-    publish(hub, 9, oldest=5)
+    publish(policies, 9, oldest=5)
     old, due = (make_group(seed=version, policy_version=version) for version in (4, 5))
     assert upload(app, old) == {"stored": True, "dropped": True}
     assert upload(app, old) == {"stored": False, "dropped": True}
     assert upload(app, due) == {"stored": True}
     stats = store.stats()
     assert (stats["dropped"], stats["waiting"], stats["bytes"]) == (1, 1, len(pack_group(due)))
-    publish(hub, 10, oldest=6)
+    publish(policies, 10, oldest=6)
     assert store.stats()["dropped"] == 2 and store.bytes == 0
 
 
-def test_a_run_without_a_reference_gets_its_groups_at_once(app, hub, store):
-    publish(hub, scored=False)
+def test_a_run_without_a_reference_gets_its_groups_at_once(app, policies, store):
+    publish(policies, scored=False)
     upload(app, make_group())
     body = pack_group(make_group())
     assert store.lease("run", 1, seconds=60, patience=0) == {"group-000": body}
 
 
-def test_an_upload_is_counted_and_in_hand_until_the_worker_asks(app, hub):
-    publish(hub)
-    ask(hub, "worker")
+def test_an_upload_is_counted_and_in_hand_until_the_worker_asks(app, policies):
+    publish(policies)
+    asked = {"held": 0, "want": 4, "run": "run", "version": 0, "sha256": SHA256}
+    assert InProcess(app).work("worker", **asked)["count"] == 4
     upload(app, make_group(sampler="worker"))
     upload(app, make_group(seed=1, sampler="nobody knows"))
-    assert hub.stats()["worker"] | {"seen_s": 0} == {
-        "groups": 1,
-        "held": 4,
-        "version": 0,
-        "seen_s": 0,
-    }
+    workers = json.loads(call(app, "GET", "/stats")[2])["workers"]
+    expected = {"groups": 1, "held": 4, "version": 0, "seen_s": 0}
+    assert workers["worker"] | {"seen_s": 0} == expected and len(workers) == 1
 
 
-def test_flat_groups_are_pooled_only_where_asked_and_allowed(store, hub):
+def test_flat_groups_are_pooled_only_where_asked_and_allowed(store, policies):
     settings = {"token": None, "max_body_bytes": 5000, "lease_seconds": 60, "lease_wait": 0}
     reference = FakeReference()
-    off, on = (make_app(store, hub, reference, regroup=r, **settings) for r in (False, True))
+    off, on = (make_app(store, policies, reference, regroup=r, **settings) for r in (False, True))
     assert json.loads(call(off, "GET", "/info")[2]) == INFO | {"regroup": False}
     assert upload(off, flat(1, 0), pool=1) == {"stored": False, "joined": []}
     assert upload(on, flat(1, 1), pool=0) == {"stored": True}  # SKIP_FLAT_GROUPS = False
@@ -546,8 +553,8 @@ def test_flat_groups_are_pooled_only_where_asked_and_allowed(store, hub):
     assert (stats["waiting"], stats["pooled"], stats["joined"]) == (4, 0, 2)
 
 
-def test_a_published_policy_becomes_the_reference(app, hub):
-    publish(hub, 3)
+def test_a_published_policy_becomes_the_reference(app, policies):
+    publish(policies, 3)
     client = InProcess(app)
     client.set_reference("run", 3)
     assert client.call("GET", "/info").json()["weights"] == "run@3"
@@ -575,7 +582,7 @@ def assert_bytes(store):
 
 
 def pool(store, group, oldest=0):
-    ids = store.pool(group, pack_group(group), oldest)
+    ids = Pool(store).add(group, pack_group(group), oldest)
     assert_bytes(store)
     return ids
 
@@ -695,7 +702,8 @@ def test_old_groups_are_dropped_wherever_they_wait(store):
     store.put(make_group(seed=7, policy_version=1, run="other"), b"x" * 10)
     for seed, state in ((8, "leased"), (9, "failed")):
         store.put(make_group(seed=seed, policy_version=1), b"x" * 10, state)
-    assert store.drop_old("run", 3) == 4  # without the flat one, which nobody was waiting for
+    assert store.drop_old("run", 3) == 4
+    Pool(store).drop_old("run", 3, None)  # the flat one, which nobody was waiting for
     assert_bytes(store)
     stats = store.stats()
     assert (stats["dropped"], stats["pooled"]) == (5, 0)
@@ -734,17 +742,19 @@ def test_bytes_are_right_at_all_times_and_when_it_is_opened_again(tmp_path):
         group = flat(rng.choice([1, -1]), seed, item=rng.randint(0, 3), policy_version=seed)
         try:
             if rng.random() < 0.7:
-                store.pool(group, pack_group(group), seed - 40)
+                Pool(store).add(group, pack_group(group), seed - 40)
             else:
                 store.put(group, pack_group(group), rng.choice(["waiting", "scored"]))
         except StoreFull:
             store.drop_old("run", seed - 10)
+            Pool(store).drop_old("run", seed - 10, None)
         for seq, body in store.waiting(rng.randint(0, 3), 0):
             store.scored({seq: body * 2}) if rng.random() < 0.9 else store.failed(seq, "error")
         ids = [id for (id,) in store.db.execute("SELECT id FROM groups WHERE state='failed'")]
         done(store, ids)
         done(store, list(store.lease("run", 2, seconds=60, patience=0)))
         store.drop_old("run", seed - 60)
+        Pool(store).drop_old("run", seed - 60, None)
         assert_bytes(store)
     stats = store.stats()
     assert min(stats[state] for state in ("done", "joined", "dropped")) > 10

@@ -21,7 +21,7 @@ from docs.page import CHROMIUM, browse
 from grpo import client
 from grpo.serving import dashboard as live_module
 from grpo.serving.dashboard import Live, spread
-from grpo.serving.policies import Hub
+from grpo.serving.policies import Policies
 from grpo.serving.store import Store
 from grpo.wire import pack_group
 from ref_server import make_app
@@ -35,7 +35,7 @@ def store(tmp_path):
 
 
 def app_of(store, folder, token=None, reference=None):
-    hub = Hub(store, Path(folder, "policies"), max_bytes=10_000)
+    hub = Policies(store, Path(folder, "policies"), max_bytes=10_000)
     settings = {"token": token, "max_body_bytes": 10**7, "regroup": True}
     settings |= {"lease_seconds": 60, "lease_wait": 0}
     return make_app(store, hub, reference or FakeReference(), **settings), hub

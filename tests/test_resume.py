@@ -16,6 +16,7 @@ from test_server import done, lease, mark_scored
 from test_wire import make_group
 
 from grpo.sampling.rollout import Stream
+from grpo.serving.pool import Pool
 from grpo.serving.store import Store
 from grpo.training import checkpoint, liveness
 from grpo.training import metrics as report
@@ -118,13 +119,13 @@ def flat_group(outcome, version, seed, sampler="trainer"):
 
 def test_a_join_of_the_ranks_is_undone_with_the_step_that_made_it(store):
     old, new = flat_group(-1.0, 3, 0), flat_group(1.0, 5, 1)
-    assert store.pool(old, pack_group(old), 0) == []
-    joined = store.pool(new, pack_group(new), 0)
+    assert Pool(store).add(old, pack_group(old), 0) == []
+    joined = Pool(store).add(new, pack_group(new), 0)
     assert len(joined) == 2 and store.stats()["joined"] == 2
     adds_up(store)
     assert store.resume("run", 5) == {"handed_out_again": 1, "sampled_again": 3}
     assert store.stats()["pooled"] == 1 and store.stats()["waiting"] == 0
-    assert store.pool(new, pack_group(new), 0) == joined  # the same again
+    assert Pool(store).add(new, pack_group(new), 0) == joined  # the same again
     store.cover("run", 6)
     assert store.stats()["pooled"] == 0 and len(store.waiting(9, 0)) == 2
     adds_up(store)
@@ -132,11 +133,12 @@ def test_a_join_of_the_ranks_is_undone_with_the_step_that_made_it(store):
 
 def test_a_pooled_group_that_grew_too_old_is_young_again(store):
     old = flat_group(-1.0, 3, 0)
-    store.pool(old, pack_group(old), 0)
-    assert store.drop_old("run", 4, step=8) == 0 and store.stats()["pooled"] == 0
+    Pool(store).add(old, pack_group(old), 0)
+    Pool(store).drop_old("run", 4, step=8)
+    assert store.drop_old("run", 4) == 0 and store.stats()["pooled"] == 0
     store.resume("run", 6)
     assert store.stats()["pooled"] == 1
-    store.drop_old("run", 4, step=8)
+    Pool(store).drop_old("run", 4, step=8)
     store.cover("run", 9)
     store.resume("run", 9)
     assert store.bytes == 0 and adds_up(store)["dropped"] == {"too old": 1}
@@ -145,14 +147,14 @@ def test_a_pooled_group_that_grew_too_old_is_young_again(store):
 def test_a_workers_part_of_a_join_with_an_undone_group_is_pooled_again(store):
     """Or the ranks' completions would be trained twice: once joined, and once sampled again."""
     own, workers = flat_group(-1.0, 5, 0), flat_group(1.0, 3, 1, sampler="worker")
-    store.pool(own, pack_group(own), 0)
-    assert len(store.pool(workers, pack_group(workers), 0)) == 2
+    Pool(store).add(own, pack_group(own), 0)
+    assert len(Pool(store).add(workers, pack_group(workers), 0)) == 2
     adds_up(store)
     store.resume("run", 4)
     ledger = adds_up(store)
     assert ledger["waiting"] == 1 and ledger["dropped"] == {"sampled again": 3}
     assert store.stats()["pooled"] == 1
-    assert len(store.pool(own, pack_group(own), 0)) == 2  # sampled again, and joined again
+    assert len(Pool(store).add(own, pack_group(own), 0)) == 2  # sampled again, and joined again
     adds_up(store)
     store.cover("run", 6)
     assert store.stats()["pooled"] == 0 and adds_up(store)["waiting"] == 2

@@ -27,8 +27,9 @@ import ref_server
 from grpo.client import RefServer
 from grpo.forward import CompletionModel
 from grpo.sampling.policy import load_policy
+from grpo.serving import database
 from grpo.serving import store as store_module
-from grpo.serving.policies import Hub
+from grpo.serving.policies import Policies
 from grpo.serving.scoring import Reference, score_groups, score_rows
 from grpo.serving.store import Store, StoreFull
 from grpo.weights import trained_weights
@@ -230,7 +231,7 @@ def test_what_was_put_survives_kill_9_and_meanwhile_nobody_else_opens_the_store(
         for _ in range(50):
             assert holder.stdout.readline() == b"put\n"
         connect = partial(sqlite3.connect, timeout=0.1)
-        monkeypatch.setattr(store_module.sqlite3, "connect", connect)
+        monkeypatch.setattr(database.sqlite3, "connect", connect)
         with pytest.raises(SystemExit, match="locked; is it another server's"):
             Store(path, 100_000)
     finally:
@@ -480,11 +481,11 @@ def reference(store, tiny, tmp_path):
 
 
 def replace(reference, path, weights):
-    """Calls replace() as a route does, and obey() as the scoring thread does."""
+    """Calls replace() as a route does, and load_requested() as the scoring thread does."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(reference.replace, path, weights)
         while not asked.done():
-            reference.obey()
+            reference.load_requested()
             time.sleep(0.001)
     return asked.result()
 
@@ -568,7 +569,7 @@ class FakeReference:
 
 @pytest.fixture
 def hub(store, tmp_path):
-    return Hub(store, tmp_path / "policies", max_bytes=10_000)
+    return Policies(store, tmp_path / "policies", max_bytes=10_000)
 
 
 @pytest.fixture
@@ -755,7 +756,7 @@ def test_a_full_disk_is_told_and_harms_nothing(app, store):
     before, large = store.stats()["bytes"], pack_group(make_group((200,) * 200, seed=1))
     answer = call(app, "POST", "/upload", large)
     assert f"{store.path} is full" in refused(answer, 503) and answer[1]["Retry-After"] == "5"
-    assert store.stats()["bytes"] == before and not store.db.in_transaction
+    assert store.stats()["bytes"] == before and not store.db.connection.in_transaction
     assert [body for _, body in store.waiting(9, 0)] == list(bodies.values())
     store.db.execute("PRAGMA max_page_count=100000")
     assert call(app, "POST", "/upload", large)[0] == 200

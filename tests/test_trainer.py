@@ -32,7 +32,7 @@ from grpo.sampling.policy import load_policy
 from grpo.sampling.recipe import Recipe
 from grpo.sampling.rollout import Stream, make_group, sampled_and_rewarded
 from grpo.sampling.sampler import Completion
-from grpo.serving.policies import Hub
+from grpo.serving.policies import Policies
 from grpo.serving.store import Store
 from grpo.training import exchange as exchange_module
 from grpo.training import liveness as watch
@@ -544,7 +544,7 @@ def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
 def server(tmp_path):
     """-> a client of the real store and routes; every upload is scored at once."""
     store = Store(tmp_path / "store.sqlite", 10**6)
-    hub = Hub(store, tmp_path / "policies", 10**6)
+    hub = Policies(store, tmp_path / "policies", 10**6)
     settings = {"token": None, "max_body_bytes": 10**6, "lease_seconds": 60, "lease_wait": 0}
     app = make_app(store, hub, FakeReference(), regroup=True, **settings)
 

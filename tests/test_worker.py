@@ -717,7 +717,7 @@ def hub_server(tmp_path):
     """-> a client of the real hub, store and routes."""
     Noting.asked = []
     store = Store(tmp_path / "store.sqlite", 10**6)
-    hub = Hub(store, tmp_path / "policies", 10**6)
+    hub = Policies(store, tmp_path / "policies", 10**6)
     settings = {"token": None, "max_body_bytes": 10**6, "lease_seconds": 60, "lease_wait": 0}
     app = make_app(store, hub, FakeReference(), regroup=True, **settings)
     client = Noting(app, limit=0.2)

@@ -107,7 +107,7 @@ class Live:
         self.errors = {}  # text -> (how often, when last), the latest at the end
         self.seconds = {}  # second -> [groups, tokens] that came in it
         self.runs = {}  # name -> Run, the one that logged last at the end
-        with store.changed:
+        with store.db.transaction():
             store.db.execute(
                 "CREATE TABLE IF NOT EXISTS curves (run TEXT, curve TEXT, step INTEGER, value REAL,"
                 " logged REAL, PRIMARY KEY (run, curve, step)) WITHOUT ROWID"
@@ -123,7 +123,7 @@ class Live:
     def error(self, text):
         """A repeat only counts: what a producer retries every second must not hide the others."""
         text = cut(text, MAX_ERROR)
-        with self.store.changed:
+        with self.store.db.changed:
             count, _ = self.errors.pop(text, (0, 0))
             self.errors[text] = (count + 1, time.monotonic())
             while len(self.errors) > MAX_ERRORS:
@@ -132,7 +132,7 @@ class Live:
     def uploaded(self, tokens):
         """A group with so many completion tokens was taken."""
         now = int(time.monotonic())
-        with self.store.changed:
+        with self.store.db.changed:
             if now not in self.seconds:
                 new = now - RATE_SECONDS
                 self.seconds = {s: c for s, c in self.seconds.items() if s > new} | {now: [0, 0]}
@@ -159,23 +159,17 @@ class Live:
         for record in records:
             check_step("a record", record)
             check_numbers("a record", record, 200)
-        samples, db = [clean_sample(sample) for sample in samples], self.store.db
-        with self.store.changed:
+        samples = [clean_sample(sample) for sample in samples]
+        with self.store.db.transaction():
             run = self.runs[name] = self.runs.pop(name, None) or Run()
             run.logged = time.time()
             run.samples.extend(samples)
-            db.execute("BEGIN")
-            try:
-                if len(self.runs) > MAX_RUNS:
-                    oldest = next(iter(self.runs))
-                    del self.runs[oldest]
-                    db.execute("DELETE FROM curves WHERE run=?", (oldest,))
-                for record in records:
-                    self._add(name, run, record)
-            except BaseException:
-                db.execute("ROLLBACK")
-                raise
-            db.execute("COMMIT")
+            if len(self.runs) > MAX_RUNS:
+                oldest = next(iter(self.runs))
+                del self.runs[oldest]
+                self.store.db.execute("DELETE FROM curves WHERE run=?", (oldest,))
+            for record in records:
+                self._add(name, run, record)
 
     def _add(self, name, run, record):
         step = record["step"]
@@ -207,24 +201,20 @@ class Live:
         delete = "DELETE FROM curves WHERE run=? AND curve=? AND step>=?"
         self.store.db.execute(delete, (name, curve, changed))
         rows = [(name, curve, *point, run.logged) for point in new]
-        self.store.db.executemany("INSERT INTO curves VALUES (?, ?, ?, ?, ?)", rows)
+        for row in rows:
+            self.store.db.execute("INSERT INTO curves VALUES (?, ?, ?, ?, ?)", row)
 
     # --- What is shown ------------------------------------------------------------
-    def snapshot(self, asked, hub, server):
+    def snapshot(self, asked, policies, pacing, server):
         """-> what GET /live answers: of the run `asked`, or else of the one that logged last.
 
         `server` is what GET /info answers. Times are ages in seconds: clocks may differ.
         """
         now, clock = time.monotonic(), time.time()
-        with self.store.changed:
-            stats = self.store.stats()
-            oldest = self.store.db.execute(
-                "SELECT state, MIN(uploaded) FROM groups WHERE state IN ('waiting', 'scored',"
-                " 'leased') GROUP BY state"
-            )
-            ages = {state: round(max(0, clock - uploaded), 1) for state, uploaded in oldest}
+        with self.store.db.changed:
+            stats, ages = self.store.stats(), self.store.ages()
             name = asked if asked in self.runs else next(reversed(self.runs), "")
-            policy = hub.record(name)  # without a name that of the run which published last
+            policy = policies.record(name)  # without a name that of the run which published last
             name, run = name or (policy or {}).get("run", ""), self.runs.get(name, Run())
             curves = {curve: spread(points, SENT_POINTS) for curve, points in run.curves.items()}
             size = {name: stats[name] for name in ("bytes", "max_bytes")}
@@ -238,11 +228,11 @@ class Live:
                 "oldest": ages,
                 "oldest_s": max(ages.values(), default=None),
                 "rates": self.rates(),
-                "workers": hub.stats(),
+                "workers": pacing.stats(),
                 "errors": errors,
                 "runs": list(reversed(self.runs)),
                 "run": name,
-                "ended": hub.ended(name),
+                "ended": policies.ended(name),
                 "step": run.step if run.step >= 0 else None,
                 "policy_version": policy["version"] if policy else None,
                 "logged_s": round(max(0, clock - run.logged), 1) if run.logged else None,

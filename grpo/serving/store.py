@@ -1,322 +1,366 @@
 """The reference server's groups, in SQLite: what was answered with 200 survives kill -9.
 
-store = Store("runs/ref_store.sqlite", max_bytes=1 << 30)
-store.put(group, body)          # an upload     waiting
-store.waiting(limit, patience)  # to be scored
-store.scored({seq: body})       # with log-probs          -> scored
-store.lease(run, limit, ...)    # to the trainer                    -> leased
-store.ack(run, ids, step)       # it was trained                              -> trained
-store.cover(run, step)          # a checkpoint has what it taught             -> done
-store.resume(run, step)         # the run goes on from a checkpoint: later steps are undone
-store.drop_old(run, oldest)     # an older policy sampled it                  -> dropped
-store.pool(group, body)         # a flat group: pooled, until another of its prompt fits it
+    store = Store("runs/ref_store.sqlite", max_bytes=1 << 30)
+    store.put(group, body)          # an upload, once per id                        -> waiting
+    store.waiting(limit, patience)  # the next groups to score
+    store.scored({seq: body})       # their bodies with log-probs                   -> scored
+    store.lease(run, limit, ...)    # to the trainer, for a while                   -> leased
+    store.ack(run, ids, step)       # an optimiser step used them                   -> trained
+    store.cover(run, step)          # a checkpoint holds what that step learned     -> done
+    store.resume(run, step)         # the run resumes from a checkpoint: later steps are undone
+
+TRANSITIONS has all that can happen to a group. Each group is trained exactly once in the history
+that survives: what a worker sampled is kept until a checkpoint covers the step that used it, and a
+run that resumes from an earlier one gets it again, in the same order. What the ranks sampled they
+sample again, under the same ids. Groups that are done or dropped keep their row without the body,
+so that a late repeat of an upload is recognised and the ledger adds up.
 """
 
 import itertools
 import json
-import os
-import sqlite3
-import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import replace
 
-import torch
+from grpo.serving.database import Database
 
-from grpo.wire import is_flat, pack_group, unpack_group
+LEASE_BYTES = 64 << 20  # of groups in one lease, unless a single one is larger: bounds its reply
 
 STATES = ("waiting", "scored", "leased", "trained", "done", "failed", "pooled", "joined", "dropped")
-LEASE_BYTES = 64 << 20  # of groups in one lease, unless a single one is larger: bounds its reply
+BEFORE = "the state before"  # the column `was` holds it
+
+# An upload is waiting; scored, if its run needs no log-probs of the reference; dropped, if it comes
+# too late; or pooled (pool.py). What happens to it then, and what becomes of its body:
+#     kept           the body stays
+#     deleted        at once
+#     until covered  it stays, with the step that ended the group and the state before, until a
+#                    checkpoint covers that step; without a step it is deleted at once
+# fmt: off
+TRANSITIONS = {
+    # event:    (from states,                            to state,  body)
+    "score":    ("waiting",                             "scored",  "kept"),  # it has log-probs now
+    "fail":     ("waiting",                             "failed",  "kept"),  # it can't be scored
+    "rescore":  ("scored leased",                       "waiting", "kept"),  # another reference
+    "lease":    ("scored leased",                       "leased",  "kept"),  # an old lease ran out
+    "release":  ("leased",                              "scored",  "kept"),  # a server or run began
+    "train":    ("waiting scored leased failed",        "trained", "until covered"),
+    "cover":    ("trained",                             "done",    "deleted"),
+    "undo":     ("trained joined dropped",              BEFORE,    "kept"),  # the run resumes; ...
+    "resample": (" ".join(STATES),                      "dropped", "deleted"),  # ... ranks' groups
+    "retry":    ("failed",                              "waiting", "kept"),  # ... and failed ones
+    "expire":   ("waiting scored",                      "dropped", "deleted"),  # its policy is old
+    "drop":     ("waiting scored leased",               "dropped", "deleted"),  # the trainer's wish
+    "forget":   ("waiting scored leased failed pooled", "dropped", "deleted"),  # the run is over
+    # only with REGROUP: zero-variance groups that wait for another of their prompt
+    "join":     ("pooled",                              "joined",  "until covered"),
+    "outgrow":  ("pooled",                              "dropped", "until covered"),  # as expire
+    "evict":    ("pooled",                              "dropped", "deleted"),  # the store is full
+}
+# fmt: on
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS groups (
+    seq INTEGER PRIMARY KEY, run TEXT, id TEXT, state TEXT, bytes INTEGER, error TEXT,
+    uploaded REAL, lease_ends REAL, version INTEGER, item INTEGER, sampler TEXT,
+    made INTEGER,    -- the ranks' step that sampled or joined it; NULL: workers sampled it
+    step INTEGER,    -- the ranks' step that ended it, while its body is kept ...
+    was TEXT,        -- ... and its state before
+    replay INTEGER,  -- the step that used it in a history that was undone
+    UNIQUE (run, id));
+-- apart, as any change of a row writes the whole of it: a lease wrote each body once more
+CREATE TABLE IF NOT EXISTS bodies (seq INTEGER PRIMARY KEY, body BLOB);
+CREATE TRIGGER IF NOT EXISTS ended AFTER UPDATE OF bytes ON groups WHEN NEW.bytes=0
+    BEGIN DELETE FROM bodies WHERE seq=NEW.seq; END;
+CREATE INDEX IF NOT EXISTS by_item ON groups (state, run, item);
+CREATE INDEX IF NOT EXISTS by_state ON groups (state, run, seq);
+CREATE TABLE IF NOT EXISTS reference (facts TEXT);
+"""
 
 
 class StoreFull(Exception):
-    """The store holds MAX_STORE_BYTES; the producer should try again later."""
+    """The store holds MAX_STORE_BYTES; the client should try again later."""
 
 
 class Store:
-    """Groups in SQLite. A group is waiting -> scored -> leased -> trained -> done, or failed with
-    an error; too old for its run it is dropped, as for other reasons, which are kept.
-
-    Exactly once is meant for the history that survives. What a step used is kept until a checkpoint
-    covers that step; a run that resumes from an earlier one is handed it again, in the same order.
-    What the ranks sampled themselves they sample again: those groups give their ids free.
-    Groups that are done, dropped or joined with another keep their row without the body, so that a
-    late repeat of an upload is recognised and the ledger adds up.
-    WAL with synchronous=NORMAL: a committed upload survives the death of the process, though not a
-    power cut. The file is locked: a second server, with another model, would score the first one's
-    groups.
-    """
-
     def __init__(self, path, max_bytes):
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        self.db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self.path, self.max_bytes = path, max_bytes
-        self.dropped = Counter()  # groups of each run that were too old, and its trainer not told
-        self.changed = threading.Condition()  # guards the connection, and is told of every change
-        self.db.execute("PRAGMA locking_mode=EXCLUSIVE")
-        self.db.execute("PRAGMA page_size=32768")  # a body of 1 MB is 32 of them, not 256
-        self.db.execute("PRAGMA secure_delete=OFF")  # Debian's overwrites what is deleted, as slow
-        try:
-            self.db.execute("PRAGMA journal_mode=WAL")
-        except sqlite3.OperationalError as error:
-            raise SystemExit(f"{path}: {error}; is it another server's? Set STORE") from error
-        self.db.execute("PRAGMA synchronous=NORMAL")
-        self.db.execute(
-            "CREATE TABLE IF NOT EXISTS groups (seq INTEGER PRIMARY KEY, run TEXT, id TEXT,"
-            " state TEXT, bytes INTEGER, error TEXT, uploaded REAL, lease_ends REAL,"
-            " version INTEGER, item INTEGER, sampler TEXT,"
-            " made INTEGER,"  # the ranks' step that sampled or joined it; NULL: workers did
-            " step INTEGER, was TEXT,"  # the ranks' step that ended it, and its state before
-            " replay INTEGER,"  # the step that used it in a history that was undone
-            " UNIQUE (run, id))"
-        )
-        columns = [row[1] for row in self.db.execute("PRAGMA table_info(groups)")]
-        if "replay" not in columns:
+        """Raises SystemExit if another server has the store open, or an older version made it."""
+        self.db, self.path, self.max_bytes = Database(path), path, max_bytes
+        columns = [row[1] for row in self.db.rows("PRAGMA table_info(groups)")]
+        if columns and "replay" not in columns:
             raise SystemExit(f"{path} is an older version's store: finish its runs, or delete it")
-        # Apart, as any change of a row writes the whole of it: a lease wrote each body once more
-        self.db.execute("CREATE TABLE IF NOT EXISTS bodies (seq INTEGER PRIMARY KEY, body BLOB)")
-        self.db.execute(
-            "CREATE TRIGGER IF NOT EXISTS ended AFTER UPDATE OF bytes ON groups WHEN NEW.bytes=0"
-            " BEGIN DELETE FROM bodies WHERE seq=NEW.seq; END"
-        )
-        self.db.execute("CREATE INDEX IF NOT EXISTS by_item ON groups (state, run, item)")
-        self.db.execute("CREATE INDEX IF NOT EXISTS by_state ON groups (state, run, seq)")
-        self.db.execute("CREATE TABLE IF NOT EXISTS reference (facts TEXT)")
+        self.db.connection.executescript(SCHEMA)
+        self.unreported = Counter()  # groups of each run that were too old, its trainer not told
+        self.bytes = self._sum("1")  # of all bodies
         # The answers to some leases died with the server before; whoever has them knows their ids
-        self.db.execute("UPDATE groups SET state='scored' WHERE state='leased'")
-        self.bytes = self._sum()
+        with self.transaction():
+            self.move("release", "1")
+
+    # --- Changes ------------------------------------------------------------------
+    @contextmanager
+    def transaction(self):
+        """What is stored within is atomic, and seen by other threads all at once."""
+        with self.db.changed:
+            before = self.bytes
+            try:
+                with self.db.transaction():
+                    yield
+            except BaseException:
+                self.bytes = before
+                raise
+
+    def move(self, event, where, values=(), **columns):
+        """Does `event` to the groups of `where` that are in a state for it, and sets `columns`.
+        Returns how many. The caller has begun a transaction."""
+        before, after, body = TRANSITIONS[event]
+        where = f"{where} AND state IN ('" + before.replace(" ", "', '") + "')"
+        changes = ["state=was" if after is BEFORE else f"state='{after}'"]
+        columns = {"error": None} | columns
+        if body == "until covered" and columns.get("step") is not None:
+            changes.append("was=REPLACE(state, 'leased', 'scored')")
+        elif body != "kept":
+            self.bytes -= self._sum(where, values)
+            columns |= {"bytes": 0, "step": None, "was": None}  # the trigger deletes the bodies
+        changes += [f"{name}=?" for name in columns]
+        query = f"UPDATE groups SET {', '.join(changes)} WHERE {where}"
+        return self.db.execute(query, (*columns.values(), *values)).rowcount
+
+    def insert(self, group, body, state, *, reason=None, made=None):
+        """Stores a group that is not there yet; returns its `seq`. Raises StoreFull. The caller has
+        begun a transaction."""
+        while self.bytes + len(body) > self.max_bytes:
+            first = "seq=(SELECT MIN(seq) FROM groups WHERE state='pooled')"
+            if not self.move("evict", first, error="flat, and there was no room for it"):
+                raise StoreFull(
+                    f"the store holds its {self.max_bytes} bytes; if their runs have ended, stop"
+                    " the server and delete its STORE"
+                )
+        made = group.policy_version if group.sampler == "trainer" else made
+        seq = self.db.execute(
+            "INSERT INTO groups (run, id, state, bytes, uploaded, error, version, item, sampler,"
+            " made) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (group.run, group.id, state, len(body), time.time(), reason)
+            + (group.policy_version, group.item, group.sampler, made),
+        ).lastrowid
+        if body:
+            self.db.execute("INSERT INTO bodies VALUES (?, ?)", (seq, body))
+        self.bytes += len(body)
+        return seq
+
+    # --- Uploads ------------------------------------------------------------------
+    def put(self, group, body, state="waiting", reason=None):
+        """Stores an uploaded group; returns False if it is there already. Raises StoreFull.
+
+        `state` is "scored" for groups that need no log-probs of the reference.
+        """
+        with self.transaction():
+            if self.known(group):
+                return False
+            self.insert(group, body, state, reason=reason)
+        return True
+
+    def known(self, group):
+        query = "SELECT 1 FROM groups WHERE run=? AND id=?"
+        return self.db.value(query, (group.run, group.id)) is not None
+
+    def refuse(self, group, reason):
+        """Notes an upload that comes too late, without its body; returns False for a repeat."""
+        with self.transaction():
+            new = self.put(group, b"", "dropped", reason)
+            self.unreported[group.run] += new
+        return new
+
+    # --- Scoring ------------------------------------------------------------------
+    def waiting(self, limit, patience, size=float("inf")):
+        """Returns up to `limit` (seq, body) to score, oldest first, after at most `patience`
+        seconds; no more than `size` bytes of them, unless the first is larger."""
+        query = "SELECT seq, bytes FROM groups WHERE state='waiting' ORDER BY seq LIMIT ?"
+        with self.db.changed:
+            groups = self.db.rows(query, (limit,))
+            if not groups and self.db.changed.wait(patience):
+                groups = self.db.rows(query, (limit,))
+            return [(seq, self._body(seq)) for seq, _ in first_of(groups, size)]
+
+    def scored(self, bodies):
+        """Stores {seq: body with log-probs}, all at once: a lease that waits finds all of them."""
+        with self.transaction():
+            for seq, body in bodies.items():
+                before = self._sum("seq=?", (seq,))
+                # else it was acknowledged or dropped meanwhile, and must not come back
+                if self.move("score", "seq=?", (seq,), bytes=len(body)):
+                    self.db.execute("UPDATE bodies SET body=? WHERE seq=?", (body, seq))
+                    self.bytes += len(body) - before
+
+    def failed(self, seq, error):
+        """The group can't be scored: its run's next lease says so. It is tried again when the run
+        resumes, as the cause may be gone."""
+        with self.transaction():
+            self.move("fail", "seq=?", (seq,), error=error)
 
     def use_reference(self, facts):
         """Sends groups that another reference model (or temperature) scored back to be scored."""
         facts = json.dumps(facts, sort_keys=True)
-        with self.changed:
-            if self.db.execute("SELECT facts FROM reference").fetchall() != [(facts,)]:
-                self.db.execute(
-                    "UPDATE groups SET state='waiting' WHERE state IN ('scored','leased')"
-                )
+        with self.transaction():
+            if self.db.rows("SELECT facts FROM reference") != [(facts,)]:
+                self.move("rescore", "1")
                 self.db.execute("UPDATE groups SET was='waiting' WHERE was='scored'")
                 self.db.execute("DELETE FROM reference")
                 self.db.execute("INSERT INTO reference VALUES (?)", (facts,))
 
     def reference_weights(self):
-        """-> the name of the weights that scored last; "" for a reference model's own."""
-        row = self.db.execute("SELECT facts FROM reference").fetchone()
-        return json.loads(row[0]).get("weights", "") if row else ""
+        """Returns the name of the weights that scored last; "" for the reference model's own."""
+        return json.loads(self.db.value("SELECT facts FROM reference") or "{}").get("weights", "")
 
-    def put(self, group, body, state="waiting", reason=None):
-        """Stores an uploaded group; -> False if it is there already. Raises StoreFull.
+    # --- Training -----------------------------------------------------------------
+    def lease(self, run, limit, *, seconds, patience):
+        """Returns {id: body} of up to `limit` scored groups of the run, after at most `patience`
+        seconds; may be empty. Oldest first; of what was scored together the shortest are there
+        first.
 
-        `state` is another for groups that need no score ("scored"), or are "dropped" for a reason.
+        Raises RuntimeError if scoring one of the run's groups failed: its trainer should know.
         """
-        with self.changed:
-            if self.known(group):
-                return False
-            self._insert(group, body, state, reason)
-        return True
+        deadline, bodies = time.monotonic() + patience, {}
+        with self.db.changed:
+            while not (groups := self._leasable(run, limit)):
+                if (left := deadline - time.monotonic()) <= 0:
+                    return {}
+                self.db.changed.wait(left)
+            with self.transaction():  # one for all, or each would write the same pages
+                for seq, id, _ in first_of(groups, LEASE_BYTES):
+                    self.move("lease", "seq=?", (seq,), lease_ends=time.time() + seconds)
+                    bodies[id] = self._body(seq)
+        return bodies
 
-    def known(self, group):
-        where = "SELECT 1 FROM groups WHERE run=? AND id=?"
-        return self.db.execute(where, (group.run, group.id)).fetchone() is not None
+    def _leasable(self, run, limit):
+        failed = "SELECT id, error FROM groups WHERE state='failed' AND run=? LIMIT 1"
+        if failures := self.db.rows(failed, (run,)):
+            raise RuntimeError("scoring group {} failed: {}".format(*failures[0]))
+        return self.db.rows(
+            "SELECT seq, id, bytes FROM groups WHERE state IN ('scored', 'leased') AND run=?"
+            " AND (state='scored' OR lease_ends<?) ORDER BY replay IS NULL, replay, seq LIMIT ?",
+            (run, time.time(), limit),
+        )
 
-    def _insert(self, group, body, state, reason=None, made=None):
-        self._make_room(len(body))
-        made = group.policy_version if group.sampler == "trainer" else made
-        with self._together():
-            row = self.db.execute(
-                "INSERT INTO groups (run, id, state, bytes, uploaded, error, version, item,"
-                " sampler, made) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (group.run, group.id, state, len(body), time.time(), reason)
-                + (group.policy_version, group.item, group.sampler, made),
+    def ack(self, run, ids, step):
+        """The groups were trained, in the rollout after `step` updates. Returns how many just now.
+
+        Bodies of workers' groups are kept until a checkpoint covers the step; the ranks' own are
+        deleted, as they can sample them again.
+        """
+        with self.transaction():
+            own, workers = "run=? AND id=? AND made NOT NULL", "run=? AND id=? AND made IS NULL"
+            return sum(
+                self.move("train", own, (run, id))
+                + self.move("train", workers, (run, id), step=step)
+                for id in ids
             )
-            if body:
-                self.db.execute("INSERT INTO bodies VALUES (?, ?)", (row.lastrowid, body))
-        self.bytes += len(body)
-        self.changed.notify_all()
 
-    def pool(self, group, body, oldest):
-        """Stores a flat group for later, or joins it with one of its prompt that fits it.
-
-        -> the ids of the groups that came of it, which wait to be scored like others: none, or two
-        if a pooled one of the prompt, sampled by policy `oldest` or newer, has other outcomes.
-        A repeat of an upload gives the ids again. Raises StoreFull.
-        """
-        if len(group.id) > 198:
-            raise ValueError("the id of a group to be joined has 198 characters at most")
-        with self.changed:
-            if self.known(group):
-                ids = (f"{group.id}+0", f"{group.id}+1")
-                where = "SELECT id FROM groups WHERE run=? AND id IN (?, ?)"
-                return [row[0] for row in self.db.execute(where, (group.run, *ids))]
-            query = "SELECT seq, body FROM groups JOIN bodies USING (seq) WHERE state='pooled'"
-            query += " AND run=? AND item=? AND version>=? ORDER BY seq DESC"
-            for seq, other in self.db.execute(query, (group.run, group.item, oldest)).fetchall():
-                joined = join_flat(unpack_group(other), group)
-                if joined:
-                    self._join(seq, group, joined)
-                    return [new.id for new in joined]
-            self._insert(group, body, "pooled")
-            return []
-
-    def _join(self, seq, group, joined):
-        """Puts `joined` in the place of the pooled group `seq` and of `group`, all or nothing."""
-        bodies = [pack_group(new) for new in joined]
-        own = group.policy_version if group.sampler == "trainer" else None
-        pooled = "SELECT bytes, made FROM groups WHERE seq=?"
-        size, others = self.db.execute(pooled, (seq,)).fetchone()
-        # What the ranks sampled in an undone step they sample again: the join is undone with it,
-        # and a worker's part of it pooled again
-        made = max((step for step in (own, others) if step is not None), default=None)
-        mine = pack_group(group) if made is not None and own is None else b""
-        freed = size if made is None else 0
-        self._make_room(sum(map(len, bodies)) + len(mine) - freed, spared=seq)
-        with self._together():
-            self._end("joined", "seq=?", (seq,), step=made)
-            self._insert(group, mine, "joined")
-            if mine:
-                undo = "UPDATE groups SET step=?, was='pooled' WHERE run=? AND id=?"
-                self.db.execute(undo, (made, group.run, group.id))
-            for new, body in zip(joined, bodies, strict=True):
-                self._insert(new, body, "waiting", made=made)
-
-    @contextmanager
-    def together(self):
-        """What is stored within is stored all or not at all, and seen by others all at once."""
-        with self.changed, self._together():
-            yield
-
-    @contextmanager
-    def _together(self):
-        """What is written within is written all or not at all; within another, it is part of it."""
-        if self.db.in_transaction:
-            yield
-            return
-        self.db.execute("BEGIN")
-        try:
-            yield
-            self.db.execute("COMMIT")
-        except BaseException:
-            if self.db.in_transaction:  # SQLite itself may have ended it: the disk is full
-                self.db.execute("ROLLBACK")
-            self.bytes = self._sum()
-            raise
-
-    def _make_room(self, size, spared=-1):
-        """Ends pooled groups, the oldest first, until `size` bytes fit. Raises StoreFull."""
-        while self.bytes + size > self.max_bytes:
-            query = "SELECT seq FROM groups WHERE state='pooled' AND seq!=? ORDER BY seq LIMIT 1"
-            row = self.db.execute(query, (spared,)).fetchone()
-            if not row:
-                raise StoreFull
-            self._end("dropped", "seq=?", row, reason="flat, and there was no room for it")
-
-    def _sum(self):
-        return self.db.execute("SELECT IFNULL(SUM(bytes), 0) FROM groups").fetchone()[0]
-
-    def drop_old(self, run, oldest, step=None):
-        """Ends the run's groups that a policy before version `oldest` sampled. -> how many, without
-        flat ones that found no other. `step` is the ranks', where it is they who ask."""
-        where, why = "run=? AND version<? AND state ", {"reason": "too old"}
-        with self.changed:
-            self._end("dropped", where + "= 'pooled'", (run, oldest), step=step, **why)
-            count = self._end("dropped", where + "IN ('waiting', 'scored')", (run, oldest), **why)
-            self.dropped[run] += count
+    def drop_old(self, run, oldest):
+        """Drops groups that a policy before version `oldest` sampled. Returns how many."""
+        with self.transaction():
+            where = "run=? AND version<?"
+            count = self.move("expire", where, (run, oldest), error="too old")
+            self.unreported[run] += count
         return count
+
+    def report_dropped(self, run):
+        """Returns how many groups of the run were dropped as too old since the last call."""
+        with self.db.changed:
+            return self.unreported.pop(run, 0)
 
     def drop(self, run, ids, reason):
-        """Ends groups that the trainer can't use. -> how many were not ended already."""
-        where = "run=? AND id=? AND state IN ('waiting', 'scored', 'leased')"
-        with self.changed, self._together():
-            return sum(self._end("dropped", where, (run, id), reason=reason) for id in ids)
-
-    def _end(self, state, where, values, *, reason=None, step=None):
-        """Ends groups. -> how many. Their bodies are deleted; with a `step`, that of the ranks
-        which ended them, only when a checkpoint covers it."""
-        query = f"SELECT COUNT(*), IFNULL(SUM(bytes), 0) FROM groups WHERE {where}"
-        count, size = self.db.execute(query, values).fetchone()
-        if not count:
-            return 0
-        if step is None:
-            change = "bytes=0, step=NULL, was=NULL"  # the trigger deletes the bodies
-        else:
-            change = f"step={int(step)}, was=REPLACE(state, 'leased', 'scored')"
-        query = f"UPDATE groups SET {change}, state=?, error=? WHERE {where}"
-        self.db.execute(query, (state, reason, *values))
-        self.bytes -= size if step is None else 0
-        return count
-
-    def forget(self, run):
-        """Ends all of the run's groups: it is over."""
-        where = "run=? AND state IN ('waiting', 'scored', 'leased', 'pooled', 'failed')"
-        with self.changed, self._together():
-            self._end("dropped", where, (run,), reason="the run was over")
-            self._cover(run, 2**62)
+        """Drops groups that the trainer can't use. Returns how many had not ended already."""
+        with self.transaction():
+            return sum(self.move("drop", "run=? AND id=?", (run, id), error=reason) for id in ids)
 
     # --- Checkpoints --------------------------------------------------------------
-    def ack(self, run, ids, step):
-        """The groups were trained, by the rollout after `step` updates. -> how many just now.
-
-        Workers' are kept until a checkpoint covers the step; what the ranks sampled they can sample
-        again.
-        """
-        where = "run=? AND id=? AND state NOT IN ('trained', 'done', 'dropped') AND made IS "
-        with self.changed, self._together():
-            own = sum(self._end("trained", where + "NOT NULL", (run, id)) for id in ids)
-            kept = sum(self._end("trained", where + "NULL", (run, id), step=step) for id in ids)
-        return own + kept
-
     def cover(self, run, step):
-        """A checkpoint after `step` updates has been saved: what they used is not needed again."""
-        with self.changed, self._together():
-            self._cover(run, step)
-
-    def _cover(self, run, step):
-        where = "run=? AND step<? AND bytes>0"
-        query = f"SELECT IFNULL(SUM(bytes), 0) FROM groups WHERE {where}"
-        self.bytes -= self.db.execute(query, (run, step)).fetchone()[0]
-        self.db.execute(f"UPDATE groups SET bytes=0 WHERE {where}", (run, step))
-        done = "UPDATE groups SET state='done' WHERE run=? AND state='trained'"
-        self.db.execute(f"{done} AND IFNULL(step, made)<?", (run, step))
-        self.changed.notify_all()
+        """A checkpoint after `step` updates was saved: what those updates used is not needed
+        again."""
+        with self.transaction():
+            self.move("cover", "run=? AND IFNULL(step, made)<?", (run, step))
+            ended = "run=? AND step<? AND bytes>0 AND state IN ('joined', 'dropped')"
+            self.bytes -= self._sum(ended, (run, step))
+            self.db.execute(f"UPDATE groups SET bytes=0 WHERE {ended}", (run, step))
 
     def resume(self, run, step):
-        """The run goes on from its checkpoint after `step` updates: undoes what came after it.
+        """The run resumes from its checkpoint after `step` updates: undoes what came after it.
 
-        -> how many groups will be handed out again, and how many the ranks will sample again.
+        Returns how many groups will be leased again, and how many the ranks will sample again.
         """
-        with self.changed, self._together():
-            self._cover(run, step)
-            again = self._end("dropped", "run=? AND made>=?", (run, step), reason="sampled again")
-            rename = "UPDATE groups SET id=id || '~' || seq, made=-1 WHERE run=? AND made>=?"
+        with self.transaction():
+            self.cover(run, step)
+            own, undone = "run=? AND made>=?", "run=? AND step>=? AND bytes>0"
+            again = self.move("resample", own, (run, step), error="sampled again")
+            rename = f"UPDATE groups SET id=id || '~' || seq, made=-1 WHERE {own}"
             self.db.execute(rename, (run, step))
-            back = self.db.execute(
-                "UPDATE groups SET state=was, replay=step, step=NULL, was=NULL, error=NULL"
-                " WHERE run=? AND step>=? AND bytes>0",
-                (run, step),
-            ).rowcount
-            retry = "UPDATE groups SET state='waiting', error=NULL WHERE run=? AND state='failed'"
-            self.db.execute(retry, (run,))
-            free = "UPDATE groups SET state='scored' WHERE run=? AND state='leased'"
-            back += self.db.execute(free, (run,)).rowcount
-            self.changed.notify_all()
+            self.db.execute(f"UPDATE groups SET replay=step WHERE {undone}", (run, step))
+            back = self.move("undo", undone, (run, step), step=None, was=None)
+            back += self.move("release", "run=?", (run,))
+            self.move("retry", "run=?", (run,))
         return {"handed_out_again": back, "sampled_again": again}
 
+    def forget(self, run):
+        """The run is over: drops what it has not trained, and every body."""
+        with self.transaction():
+            self.move("forget", "run=?", (run,), error="the run was over")
+            self.cover(run, 2**62)
+
+    # --- What there is ------------------------------------------------------------
+    def _sum(self, where, values=()):
+        """Returns the bytes of these groups' bodies."""
+        query = f"SELECT IFNULL(SUM(bytes), 0) FROM groups WHERE {where}"
+        return self.db.value(query, values)
+
+    def _body(self, seq):
+        # not by a join, which would sort bodies, too
+        return self.db.value("SELECT body FROM bodies WHERE seq=?", (seq,))
+
+    def queued(self, run):
+        """Returns how many groups of the run wait to be scored or leased."""
+        query = "SELECT COUNT(*) FROM groups WHERE run=? AND state IN ('waiting', 'scored')"
+        return self.db.value(query, (run,))
+
+    def kept(self, run):
+        """Returns the bytes of the run's trained groups that no checkpoint covers."""
+        return self._sum("run=? AND step NOT NULL", (run,))
+
+    def newest_run(self):
+        """Returns the run of the newest upload, or None."""
+        return self.db.value("SELECT run FROM groups ORDER BY seq DESC LIMIT 1")
+
+    def ages(self):
+        """Returns {state: seconds since the oldest upload in it} of what is not yet trained."""
+        query = "SELECT state, MIN(uploaded) FROM groups WHERE state IN"
+        rows = self.db.rows(f"{query} ('waiting', 'scored', 'leased') GROUP BY state")
+        return {state: round(max(0, time.time() - uploaded), 1) for state, uploaded in rows}
+
+    def stats(self):
+        """Returns counts of groups by state; bytes in all, those of trained groups among them, and
+        at most; the age in seconds of the oldest group that waits."""
+        with self.db.changed:
+            counts = dict(self.db.rows("SELECT state, COUNT(*) FROM groups GROUP BY state"))
+            kept, oldest = self._sum("step NOT NULL"), self.ages().get("waiting", 0)
+        sizes = {"bytes": self.bytes, "kept_bytes": kept, "max_bytes": self.max_bytes}
+        states = {state: counts.get(state, 0) for state in STATES}
+        return states | sizes | {"oldest_waiting_s": oldest}
+
     def ledger(self, run):
-        """-> where the run's groups have gone, which adds up: uploaded + regrouped = trained +
+        """Returns where the run's groups have gone, which adds up: uploaded + regrouped = trained +
         waiting + joined + failed + dropped. `dropped` has counts by reason."""
-        where = "FROM groups WHERE run=?"
-        with self.changed:
-            states = f"SELECT state, error, COUNT(*) {where} GROUP BY state, error"
-            rows = self.db.execute(states, (run,)).fetchall()
-            by = dict(self.db.execute(f"SELECT sampler, COUNT(*) {where} GROUP BY sampler", (run,)))
-        counts, dropped = Counter(), Counter()
-        for state, reason, count in rows:
+        rows = self.db.rows(
+            "SELECT state, error, sampler='regrouped', COUNT(*) FROM groups WHERE run=?"
+            " GROUP BY 1, 2, 3",
+            (run,),
+        )
+        counts, dropped, regrouped = Counter(), Counter(), 0
+        for state, reason, is_regrouped, count in rows:
             counts[state] += count
+            regrouped += is_regrouped * count
             if state == "dropped":
                 dropped[reason or "?"] += count
         return {
-            "uploaded": sum(by.values()) - by.get("regrouped", 0),
-            "regrouped": by.get("regrouped", 0),
+            "uploaded": counts.total() - regrouped,
+            "regrouped": regrouped,
             "trained": counts["trained"] + counts["done"],
             "waiting": sum(counts[s] for s in ("waiting", "scored", "leased", "pooled")),
             "joined": counts["joined"],
@@ -324,151 +368,9 @@ class Store:
             "dropped": dict(dropped),
         }
 
-    def queued(self, run):
-        """-> the run's groups that wait to be scored or to be leased."""
-        where = "SELECT COUNT(*) FROM groups WHERE run=? AND state IN ('waiting', 'scored')"
-        with self.changed:
-            return self.db.execute(where, (run,)).fetchone()[0]
 
-    def waiting(self, limit, patience, size=None):
-        """-> up to `limit` (seq, body) to score, oldest first, after at most `patience` seconds;
-        no more than `size` bytes of them, unless the first is larger."""
-        query = "SELECT seq, bytes FROM groups WHERE state='waiting' ORDER BY seq LIMIT ?"
-        body = "SELECT body FROM bodies WHERE seq=?"  # not joined, which would sort bodies, too
-        with self.changed:
-            rows = self.db.execute(query, (limit,)).fetchall()
-            if not rows and self.changed.wait(patience):
-                rows = self.db.execute(query, (limit,)).fetchall()
-            sizes = itertools.accumulate(bytes for _, bytes in rows)
-            fit = sum(size is None or so_far <= size for so_far in sizes)
-            chosen = [(seq,) for seq, _ in rows[: max(fit, 1)]]
-            return [(seq[0], self.db.execute(body, seq).fetchone()[0]) for seq in chosen]
-
-    def scored(self, bodies):
-        """Stores {seq: body with log-probs}, all at once: a lease that waits finds all of them."""
-        with self.changed, self._together():
-            for seq, body in bodies.items():
-                old = "SELECT bytes FROM groups WHERE seq=? AND state='waiting'"
-                row = self.db.execute(old, (seq,)).fetchone()
-                if row:  # else it was acknowledged meanwhile, and must not come back
-                    self.db.execute("UPDATE bodies SET body=? WHERE seq=?", (body, seq))
-                    now = "UPDATE groups SET state='scored', bytes=? WHERE seq=?"
-                    self.db.execute(now, (len(body), seq))
-                    self.bytes += len(body) - row[0]
-            self.changed.notify_all()
-
-    def failed(self, seq, error):
-        """It can't be scored: its run's next lease says so. It is tried again when the run resumes:
-        the cause may have been mended."""
-        with self.changed:
-            query = "UPDATE groups SET state='failed', error=? WHERE seq=? AND state='waiting'"
-            self.db.execute(query, (error, seq))
-            self.changed.notify_all()
-
-    def lease(self, run, limit, *, seconds, patience):
-        """-> {id: body} of up to `limit` scored groups of the run, oldest first; may be empty.
-        Of a few batches' groups those are there first that are scored first, the shortest.
-
-        Raises RuntimeError if scoring one of the run's groups failed: its trainer should know.
-        """
-        query = (
-            "SELECT seq, id, bytes FROM groups WHERE state IN ('scored', 'leased') AND run=?"
-            " AND (state='scored' OR lease_ends<?) ORDER BY replay IS NULL, replay, seq LIMIT ?"
-        )
-        deadline = time.monotonic() + patience
-        with self.changed:
-            while True:
-                error = "SELECT id, error FROM groups WHERE state='failed' AND run=? LIMIT 1"
-                if failure := self.db.execute(error, (run,)).fetchone():
-                    raise RuntimeError(f"scoring group {failure[0]} failed: {failure[1]}")
-                rows = self.db.execute(query, (run, time.time(), limit)).fetchall()
-                left = deadline - time.monotonic()
-                if rows or left <= 0:
-                    break
-                self.changed.wait(left)
-            bodies, size = {}, 0
-            with self._together():  # or each would write the table's and its indices' pages
-                for seq, id, bytes in rows:
-                    size += bytes
-                    if bodies and size > LEASE_BYTES:
-                        break
-                    body = self.db.execute("SELECT body FROM bodies WHERE seq=?", (seq,))
-                    bodies[id] = body.fetchone()[0]
-                    self.db.execute(
-                        "UPDATE groups SET state='leased', lease_ends=? WHERE seq=?",
-                        (time.time() + seconds, seq),
-                    )
-            if bodies:
-                self.changed.notify_all()  # there is room for workers to begin others
-        return bodies
-
-    def kept(self, run):
-        """-> bytes of the run's groups that were trained and that no checkpoint covers."""
-        query = "SELECT IFNULL(SUM(bytes), 0) FROM groups WHERE run=? AND step NOT NULL"
-        with self.changed:
-            return self.db.execute(query, (run,)).fetchone()[0]
-
-    def newest_run(self):
-        """-> the run of the newest upload, or None."""
-        with self.changed:
-            row = self.db.execute("SELECT run FROM groups ORDER BY seq DESC LIMIT 1").fetchone()
-        return row[0] if row else None
-
-    def stats(self):
-        """-> counts of groups by state, bytes held, those of groups that were trained among them,
-        age in seconds of the oldest waiting."""
-        with self.changed:
-            kept = self.db.execute("SELECT IFNULL(SUM(bytes), 0) FROM groups WHERE step NOT NULL")
-            counts = dict(self.db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
-            oldest = self.db.execute(
-                "SELECT MIN(uploaded) FROM groups WHERE state='waiting'"
-            ).fetchone()[0]
-        states = {state: counts.get(state, 0) for state in STATES}
-        age = round(time.time() - oldest, 1) if oldest else 0
-        sizes = {"bytes": self.bytes, "kept_bytes": kept.fetchone()[0], "max_bytes": self.max_bytes}
-        return states | sizes | {"oldest_waiting_s": age}
-
-
-def join_flat(old, new):
-    """-> two groups of the halves of two flat ones, [] if their outcomes are the same.
-
-    All wrong then and all right now tell nothing, each by itself; together they do. Each keeps half
-    of either, as many completions as `new` has; log-probs are those of whoever sampled, and the
-    policy version that of the older.
-    """
-    column = new.reward_names.index(new.outcome)
-    size = len(new.completion_lengths)
-    if old.reward_names != new.reward_names or len(old.completion_lengths) != size:
-        return []
-    if is_flat([old.rewards[0, column].item(), new.rewards[0, column].item()]):
-        return []
-    order, half = torch.arange(size), size // 2
-    parts = [(order[:half], order[: size - half]), (order[half:], order[size - half :])]
-    return [
-        replace(
-            new,
-            id=f"{new.id}+{i}",
-            sampler="regrouped",
-            skipped={},
-            policy_version=min(old.policy_version, new.policy_version),
-            ref_logps=None,
-            **{
-                name: torch.cat([chosen(old, name, a), chosen(new, name, b)])
-                for name in PER_COMPLETION
-            },
-        )
-        for i, (a, b) in enumerate(parts)
-        if len(a) and len(b)
-    ]
-
-
-PER_COMPLETION = ("completion_ids", "completion_lengths", "sampler_logps", "truncated", "rewards")
-
-
-def chosen(group, name, which):
-    """-> the field's part for the completions `which`."""
-    values = getattr(group, name)
-    if name in ("completion_ids", "sampler_logps"):
-        parts = group.completions(values)
-        return torch.cat([parts[i] for i in which.tolist()])
-    return values[which]
+def first_of(groups, size):
+    """Returns the first of these rows, whose last column is their bytes: as many as `size` bytes
+    allow, but one at least."""
+    sums = itertools.accumulate(row[-1] for row in groups)
+    return groups[: max(1, sum(so_far <= size for so_far in sums))]

@@ -1,0 +1,69 @@
+"""The server's SQLite file: one connection that all threads share, its lock, its transactions.
+
+    db = Database("runs/ref_store.sqlite")
+    with db.transaction():           # atomic; meanwhile no other thread reads or writes
+        db.execute("UPDATE ...", values)
+    with db.changed:                 # the lock alone, to look and to wait for the next change
+        if not db.rows("SELECT ..."):
+            db.changed.wait(5)
+
+The store, the published policies and the page's curves keep a few tables each in it.
+"""
+
+import os
+import sqlite3
+import threading
+from contextlib import contextmanager
+
+
+class Database:
+    """What a transaction wrote survives the death of the process, though not a power cut (WAL with
+    synchronous=NORMAL). The file is locked: a second server, with another model, would score the
+    first one's groups."""
+
+    def __init__(self, path):
+        """Raises SystemExit if another process has the file open."""
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        self.connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self.changed = threading.Condition()  # the lock; notified after each transaction
+        self.execute("PRAGMA locking_mode=EXCLUSIVE")
+        self.execute("PRAGMA page_size=32768")  # a body of 1 MB is 32 pages, not 256
+        self.execute("PRAGMA secure_delete=OFF")  # Debian's overwrites what is deleted: slow
+        try:
+            self.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            raise SystemExit(f"{path}: {error}; is it another server's? Set STORE") from error
+        self.execute("PRAGMA synchronous=NORMAL")
+
+    @contextmanager
+    def transaction(self):
+        """Commits when the block ends and rolls back if it raises. A transaction within another is
+        part of that one."""
+        with self.changed:
+            if self.connection.in_transaction:
+                yield
+                return
+            self.execute("BEGIN")
+            try:
+                yield
+                self.execute("COMMIT")
+            except BaseException:
+                if self.connection.in_transaction:  # a full disk makes SQLite itself roll back
+                    self.execute("ROLLBACK")
+                raise
+            self.changed.notify_all()
+
+    def execute(self, query, values=()):
+        return self.connection.execute(query, values)
+
+    def rows(self, query, values=()):
+        with self.changed:  # no other thread's transaction is half done
+            return self.execute(query, values).fetchall()
+
+    def value(self, query, values=()):
+        """Returns the first column of the first row; None if there is no row."""
+        rows = self.rows(query, values)
+        return rows[0][0] if rows else None
+
+    def close(self):
+        self.connection.close()

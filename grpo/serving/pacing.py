@@ -1,0 +1,84 @@
+"""Which worker samples how much, so that nothing workers make grows too old.
+
+    pacing = Pacing(store, policies)
+    pacing.work("worker 1", held=0, want=4, ...)  # -> the newest policy, and prompts to sample
+
+Groups that wait in the store and groups outstanding at workers are together at most the
+`capacity` that the run has published.
+"""
+
+import time
+
+WORKER_SECONDS = 120  # what is outstanding at a worker not heard of for so long counts as lost
+MAX_WORKERS = 1000  # those heard of last are remembered
+
+
+class Pacing:
+    def __init__(self, store, policies):
+        self.store, self.policies = store, policies
+        self.workers = {}  # name -> {"groups", "held", "version", "seen"}
+
+    def work(self, worker, *, held, want, run, version, sha256, patience, pulled=False):
+        """Returns {"policy": record or None, "first": position, "count": n}: what to sample.
+
+        `held` groups are outstanding at the worker, and it could begin `want` more with `version`
+        of `run`, whose weights have this `sha256`: a run that resumed may give a version other
+        ones. `first` and `count` are of Policies.take_prompts; where there is a newer policy the
+        count is 0. Waits up to `patience` seconds while there is no run, or no room. Raises
+        ValueError for a name that can't be shown.
+        """
+        if not 0 < len(worker) <= 200 or not worker.isprintable():
+            raise ValueError("a worker's name has 1 to 200 printable characters")
+        deadline = time.monotonic() + patience
+        with self.store.db.changed:
+            while True:
+                me = self._remember(worker, max(0, held), version)
+                record = self.policies.record()
+                newer = record and is_newer(record, run, version, sha256, pulled)
+                count = max(0, min(want, self._room(record))) if record and not newer else 0
+                if newer or count:
+                    first = self.policies.take_prompts(record["run"], count)
+                    me["held"] += count
+                    return {"policy": record, "first": first, "count": count}
+                if (left := deadline - time.monotonic()) <= 0:
+                    return {"policy": record, "first": 0, "count": 0}
+                self.store.db.changed.wait(left)
+
+    def _remember(self, worker, held, version):
+        if len(self.workers) > MAX_WORKERS:  # whatever names come, the table stays short
+            del self.workers[min(self.workers, key=lambda name: self.workers[name]["seen"])]
+        me = self.workers.setdefault(worker, {"groups": 0})
+        me |= {"held": held, "version": version, "seen": time.monotonic()}
+        return me
+
+    def _room(self, record):
+        """Returns how many groups may be begun now."""
+        alive = time.monotonic() - WORKER_SECONDS
+        held = sum(w["held"] for w in self.workers.values() if w["seen"] > alive)
+        return record["capacity"] - self.store.queued(record["run"]) - held
+
+    def uploaded(self, worker):
+        """A group of the worker was stored. It stays outstanding until the worker asks for work,
+        and says itself what it still has."""
+        if worker in self.workers:
+            me = self.workers[worker]
+            me["groups"], me["seen"] = me["groups"] + 1, time.monotonic()
+
+    def stats(self):
+        """Returns for each worker its groups uploaded and outstanding ("held"), the version of its
+        policy, and the seconds since it was heard of."""
+        now = time.monotonic()
+        with self.store.db.changed:
+            return {
+                name: {"groups": w["groups"], "held": w["held"], "version": w["version"]}
+                | {"seen_s": round(now - w["seen"], 1)}
+                for name, w in self.workers.items()
+            }
+
+
+def is_newer(record, run, version, sha256, pulled):
+    """Whether a worker with these weights should fetch the record's before it samples. Not where it
+    has just `pulled` its own and they are not too old: over a slow link it would fetch for ever."""
+    if pulled and record["run"] == run and version >= record["oldest"]:
+        return False
+    return (record["run"], record["version"], record["sha256"]) != (run, version, sha256)
