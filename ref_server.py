@@ -30,17 +30,16 @@ from functools import partial
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see grpo_ref_split.py
 
 import bottle
-import waitress
 
 from grpo.constants import arguments, check_names, usage
 from grpo.models import load_tokenizer
 from grpo.serving.checks import check_server_constants
 from grpo.serving.dashboard import PLAIN, Live, load_page
-from grpo.serving.gate import Gate
+from grpo.serving.gate import Gate, listen
 from grpo.serving.pacing import Pacing
 from grpo.serving.policies import Policies
 from grpo.serving.pool import Pool
-from grpo.serving.scoring import Reference, score_groups, score_rows
+from grpo.serving.scoring import Reference, score_groups
 from grpo.serving.store import Store
 from grpo.wire import pack_bodies, unpack_bodies, unpack_group
 
@@ -72,13 +71,13 @@ def make_app(
 ):
     """Returns the WSGI app. `reference` has `info`, what GET /info answers, `max_tokens` and
     `replace`; `token` is None or the shared secret."""
-    live, pacing = Live(store), Pacing(store, policies)
+    live, pacing = Live(store), Pacing(store, policies, lease_wait)
     pool = Pool(store) if regroup else None
     app = Gate(live.error, store.path, token=token, max_body_bytes=max_body_bytes)
     add_uploads(app, store, policies, pacing, live, reference, pool)
     add_leases(app, store, reference, pool, lease_seconds, lease_wait)
     add_runs(app, store, policies)
-    add_policies(app, policies, pacing, reference, lease_wait)
+    add_policies(app, policies, pacing, reference)
     add_views(app, store, policies, pacing, live, reference, regroup)
     return app
 
@@ -86,15 +85,14 @@ def make_app(
 def add_uploads(app, store, policies, pacing, live, reference, pool):
     @app.post("/upload", apply=app.blame)
     def upload():
-        body, query, info = app.read_body(), bottle.request.query, reference.info
+        body, query = app.read_body(), bottle.request.query
         several = query.get("several") == "1"
         bodies = unpack_bodies(body).values() if several else [body]
-        unpack = partial(
-            unpack_group, vocab_size=info["vocab_size"], max_tokens=reference.max_tokens
-        )
-        groups = [unpack(body) for body in bodies]  # all are right, or none is stored
+        vocab_size, max_tokens = reference.info["vocab_size"], reference.max_tokens
+        # all are right, or none is stored
+        groups = [unpack_group(b, vocab_size=vocab_size, max_tokens=max_tokens) for b in bodies]
         pooled, oldest = query.get("pool") == "1", min(int(query.get("oldest") or 0), 2**62)
-        with store.transaction():  # so that they are scored together
+        with store.transaction():  # or scoring would begin with a part of them
             pairs = zip(groups, bodies, strict=True)
             answers = [take(group, body, pooled, oldest) for group, body in pairs]
         return {"groups": answers} if several else answers[0]
@@ -152,10 +150,7 @@ def add_leases(app, store, reference, pool, lease_seconds, lease_wait):
 
 
 def add_runs(app, store, policies):
-    @app.takes_json("/checkpoint")
-    def checkpoint(run: str, step: int):
-        store.cover(run, step)
-        return {}
+    app.takes_json("/checkpoint")(store.cover)
 
     @app.takes_json("/resume")
     def resume(run: str, step: int):
@@ -166,37 +161,20 @@ def add_runs(app, store, policies):
     def end(run: str):
         policies.end(run)
         store.forget(run)
-        return {}
 
 
-def add_policies(app, policies, pacing, reference, lease_wait):
-    @app.put("/policy")
+def add_policies(app, policies, pacing, reference):
+    @app.put("/policy", apply=app.blame)
     def put_policy():
-        run, at = app.read_query()
-        try:
-            return {"bytes": policies.write(run, at["version"], at["offset"], app.read_body())}
-        except (ValueError, KeyError) as error:
-            app.refuse(400, f"a part of a policy with run, version and offset, please: {error}")
+        run, at = app.read_query("version", "offset")
+        return {"bytes": policies.write(run, at["version"], at["offset"], app.read_body())}
 
     @app.takes_json("/policy")
     def post_policy(record: dict):
         policies.publish(record)
         return {"version": record["version"]}
 
-    @app.takes_json("/work")
-    def work(
-        worker: str, held: int, want: int, run: str, version: int, sha256: str, pulled: bool = False
-    ):
-        return pacing.work(
-            worker,
-            held=held,
-            want=want,
-            run=run,
-            version=version,
-            sha256=sha256,
-            pulled=pulled,
-            patience=0 if held else lease_wait,
-        )
+    app.takes_json("/work")(pacing.work)
 
     @app.get("/policy")
     def get_policy():
@@ -225,14 +203,11 @@ def add_views(app, store, policies, pacing, live, reference, regroup):
         ledger = {"ledger": store.ledger(run)} if run else {}
         return store.stats() | {"run": run, "workers": pacing.stats()} | ledger
 
-    @app.get("/health")
-    def health():
-        return {"ok": True}
+    app.get("/health", callback=lambda: {"ok": True})
 
     @app.takes_json("/log")
     def log(run: str, records: list, samples: list):
         live.log(run, records, samples)
-        return {}
 
     @app.get("/live")
     def get_live():
@@ -249,20 +224,14 @@ def add_views(app, store, policies, pacing, live, reference, regroup):
 # --- Scoring ------------------------------------------------------------------------
 def score_while(alive, store, reference):
     """Scores what is uploaded for as long as alive(), and prints how much once a minute."""
-    vocab_size, said, total = reference.info["vocab_size"], time.monotonic(), 0
-    score = partial(
-        score_rows,
-        reference.model,
-        budget=SCORE_BATCH_TOKENS,
-        temperature=TEMPERATURE,
-        vocab_size=vocab_size,
-    )
+    vocab_size, max_tokens = reference.info["vocab_size"], reference.max_tokens
+    said, total = time.monotonic(), 0
+    score = partial(reference.score, budget=SCORE_BATCH_TOKENS)
     while alive():
         reference.load_requested()
         # a few batches at a time; a token takes about 8 bytes
         groups = store.waiting(limit=64, patience=1, size=32 * SCORE_BATCH_TOKENS)
         try:
-            max_tokens = reference.max_tokens
             score_groups(store, groups, score, vocab_size=vocab_size, max_tokens=max_tokens)
             total += len(groups)
         except sqlite3.OperationalError as error:
@@ -274,27 +243,6 @@ def score_while(alive, store, reference):
 
 
 # --- Main ---------------------------------------------------------------------------
-def listen(app):
-    """Returns the HTTP server; its run() serves."""
-    # inbuf_overflow and recv_bytes: bodies stay in memory and come in few reads (2.8x the uploads);
-    # outbuf_overflow: so do the answers to leases. Of clients that stall, 100 would shut out others
-    try:
-        return waitress.create_server(
-            app,
-            host=HOST,
-            port=PORT,
-            threads=THREADS,
-            inbuf_overflow=64 << 20,
-            outbuf_overflow=64 << 20,
-            recv_bytes=262_144,
-            connection_limit=1000,
-            asyncore_use_poll=True,  # select() ends at 1024 files
-            max_request_body_size=MAX_BODY_BYTES + 1,  # refuses from this many bytes on
-        )
-    except (OSError, ValueError, OverflowError) as error:
-        sys.exit(f"HOST = {HOST!r}, PORT = {PORT!r} can't be served: {error}; another server's?")
-
-
 constants = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
 
 
@@ -309,14 +257,7 @@ def main():
     load_tokenizer(MODEL)  # a wrong MODEL ends here, before there is a store
     store = Store(STORE, MAX_STORE_BYTES)
     policies = Policies(store, f"{STORE}.policies", MAX_POLICY_BYTES)
-    reference = Reference(
-        store,
-        policies.folder,
-        model=MODEL,
-        dtype=DTYPE,
-        temperature=TEMPERATURE,
-        share_prompts=SHARE_PROMPTS,
-    )
+    reference = Reference(store, policies.folder, MODEL, DTYPE, TEMPERATURE, SHARE_PROMPTS)
     app = make_app(
         store,
         policies,
@@ -327,7 +268,7 @@ def main():
         lease_wait=LEASE_WAIT_SECONDS,
         regroup=REGROUP,
     )
-    server = listen(app)
+    server = listen(app, HOST, PORT, THREADS, MAX_BODY_BYTES)
     http = threading.Thread(target=server.run, daemon=True)
     http.start()
     dtype = reference.info["dtype"]

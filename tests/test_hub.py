@@ -44,7 +44,7 @@ def policies(store, tmp_path):
 
 @pytest.fixture
 def pacing(store, policies):
-    return Pacing(store, policies)
+    return Pacing(store, policies, patience=0)
 
 
 @pytest.fixture
@@ -269,12 +269,12 @@ def test_all_of_it_is_there_when_it_is_opened_again(tmp_path):
     policies = Policies(first, tmp_path / "policies", MAX_POLICY)
     publish(policies, 4)
     policies.write("run", 5, 0, WEIGHTS[:100])
-    assert ask(Pacing(first, policies), version=4, want=3)["count"] == 3
+    assert ask(Pacing(first, policies, 0), version=4, want=3)["count"] == 3
     first.db.close()
     second = Store(tmp_path / "store.sqlite", 10_000)
     policies = Policies(second, tmp_path / "policies", MAX_POLICY)
     assert policies.record() == record_of(4) and policies.path("run", 4).read_bytes() == WEIGHTS
-    answer = ask(Pacing(second, policies), version=4, want=2)
+    answer = ask(Pacing(second, policies, 0), version=4, want=2)
     assert answer == {"policy": record_of(4), "first": 3, "count": 2}
     assert policies.write("run", 5, 100, WEIGHTS[100:]) == len(WEIGHTS)  # goes on where it was
     policies.publish(record_of(5))
@@ -283,8 +283,8 @@ def test_all_of_it_is_there_when_it_is_opened_again(tmp_path):
 
 # --- Work ---------------------------------------------------------------------------
 def ask(pacing, worker="a", *, held=0, want=4, run="run", version=0, sha256=SHA256, patience=0):
-    ask = {"held": held, "want": want, "run": run, "version": version, "sha256": sha256}
-    return pacing.work(worker, **ask, patience=patience)
+    pacing.patience = patience
+    return pacing.work(worker, held, want, run, version, sha256)
 
 
 def test_prompts_are_handed_out_once(policies, pacing):

@@ -15,8 +15,10 @@ import hmac
 import inspect
 import json
 import sqlite3
+import sys
 
 import bottle
+import waitress
 
 from grpo.serving.store import StoreFull
 
@@ -81,13 +83,14 @@ class Gate(bottle.Bottle):
                 self.refuse(400, f"{p.name} is too large")
         return values
 
-    def read_query(self):
-        """Returns the query string's run, "" if there is none, and its numbers by name."""
+    def read_query(self, *required):
+        """Returns the query string's run, "" if there is none, and its numbers by name; those
+        `required` must be there."""
         query = bottle.request.query
         try:
             numbers = {k: int(v) for k, v in query.items() if k in ("version", "offset")}
-            if not all(abs(n) < 2**62 for n in numbers.values()):
-                raise ValueError("too large")
+            if not all(abs(n) < 2**62 for n in numbers.values()) or set(required) - set(numbers):
+                raise ValueError("too large, or missing")
             return query.decode().run or "", numbers
         except ValueError as error:
             self.refuse(400, f"a query of text, where version and offset must be numbers: {error}")
@@ -98,7 +101,12 @@ class Gate(bottle.Bottle):
 
         def install(route):
             parameters = list(inspect.signature(route).parameters.values())
-            self.post(path, apply=self.blame)(lambda: route(*self.read_json(parameters)))
+
+            def answer():
+                result = route(*self.read_json(parameters))
+                return {} if result is None else result
+
+            self.post(path, apply=self.blame)(answer)
             return route
 
         return install
@@ -146,3 +154,24 @@ class Gate(bottle.Bottle):
         if error.exception:
             self.show_error(f"{bottle.request.method} {bottle.request.path}: {error.exception!r}")
         return json.dumps({"error": repr(error.exception) if error.exception else error.body})
+
+
+def listen(app, host, port, threads, max_body_bytes):
+    """Returns the HTTP server; its run() serves."""
+    # inbuf_overflow and recv_bytes: bodies stay in memory and come in few reads (2.8x the uploads);
+    # outbuf_overflow: so do the answers to leases. Of clients that stall, 100 would shut out others
+    try:
+        return waitress.create_server(
+            app,
+            host=host,
+            port=port,
+            threads=threads,
+            inbuf_overflow=64 << 20,
+            outbuf_overflow=64 << 20,
+            recv_bytes=262_144,
+            connection_limit=1000,
+            asyncore_use_poll=True,  # select() ends at 1024 files
+            max_request_body_size=max_body_bytes + 1,  # refuses from this many bytes on
+        )
+    except (OSError, ValueError, OverflowError) as error:
+        sys.exit(f"HOST = {host!r}, PORT = {port!r} can't be served: {error}; another server's?")

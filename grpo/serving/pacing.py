@@ -14,22 +14,26 @@ MAX_WORKERS = 1000  # those heard of last are remembered
 
 
 class Pacing:
-    def __init__(self, store, policies):
-        self.store, self.policies = store, policies
+    def __init__(self, store, policies, patience):
+        """`patience` is how many seconds a worker without groups waits for an answer."""
+        self.store, self.policies, self.patience = store, policies, patience
         self.workers = {}  # name -> {"groups", "held", "version", "seen"}
 
-    def work(self, worker, *, held, want, run, version, sha256, patience, pulled=False):
+    def work(
+        self, worker: str, held: int, want: int, run: str, version: int, sha256: str,
+        pulled: bool = False,
+    ):  # fmt: skip
         """Returns {"policy": record or None, "first": position, "count": n}: what to sample.
 
         `held` groups are outstanding at the worker, and it could begin `want` more with `version`
         of `run`, whose weights have this `sha256`: a run that resumed may give a version other
         ones. `first` and `count` are of Policies.take_prompts; where there is a newer policy the
-        count is 0. Waits up to `patience` seconds while there is no run, or no room. Raises
-        ValueError for a name that can't be shown.
+        count is 0. Waits for a while where there is no run, or no room. Raises ValueError for a
+        name that can't be shown.
         """
         if not 0 < len(worker) <= 200 or not worker.isprintable():
             raise ValueError("a worker's name has 1 to 200 printable characters")
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + (0 if held else self.patience)
         with self.store.db.changed:
             while True:
                 me = self._remember(worker, max(0, held), version)

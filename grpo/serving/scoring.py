@@ -119,7 +119,7 @@ class Reference:
     """The frozen model, and `info`, what GET /info says of it. POST /reference gives it the weights
     of a run's policy, between two batches of groups; they outlast a restart of the server."""
 
-    def __init__(self, store, folder, *, model, dtype, temperature, share_prompts):
+    def __init__(self, store, folder, model, dtype, temperature, share_prompts):
         """`folder` is where a copy of the weights is kept."""
         self.name, self.store = model, store
         facts = tokenizer_facts(load_tokenizer(model))
@@ -137,6 +137,16 @@ class Reference:
             self._load(self.kept)
             print(f"the reference is still {weights}, as before the restart", flush=True)
         self.info = self._announce(weights)
+
+    def score(self, prompts, completions, budget):
+        return score_rows(
+            self.model,
+            prompts,
+            completions,
+            budget=budget,
+            temperature=self.facts["temperature"],
+            vocab_size=self.facts["vocab_size"],
+        )
 
     def replace(self, path, weights):
         """Waits until the scoring thread has loaded the weights in `path` (None: the model's own),

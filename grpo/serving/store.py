@@ -273,7 +273,7 @@ class Store:
             return sum(self.move("drop", "run=? AND id=?", (run, id), error=reason) for id in ids)
 
     # --- Checkpoints --------------------------------------------------------------
-    def cover(self, run, step):
+    def cover(self, run: str, step: int):
         """A checkpoint after `step` updates was saved: what those updates used is not needed
         again."""
         with self.transaction():
