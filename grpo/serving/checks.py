@@ -1,4 +1,4 @@
-"""The constants of ref_server.py."""
+"""What the constants of ref_server.py must be."""
 
 from grpo.constants import DTYPES, refuse_broken, rules_of
 
@@ -13,18 +13,15 @@ SERVER = {
 
 
 def check_server_constants(now):
-    """The same for the constants of ref_server.py."""
+    """Raises SystemExit with a sentence for each that is not; `now` has their values by name."""
     dtype = ("DTYPE", f"one of {', '.join(DTYPES)}", now["DTYPE"] in DTYPES)
     refuse_broken("ref_server.py", now, [*rules_of(SERVER, now), dtype])
-    wait, body = now["LEASE_WAIT_SECONDS"], now["MAX_BODY_BYTES"]
+    body, wait = now["MAX_BODY_BYTES"], now["LEASE_WAIT_SECONDS"]
+    patient = "below LEASE_SECONDS, and below 60, when clients give up"
     rules = [
         ("TEMPERATURE", "above 0", now["TEMPERATURE"] > 0),
         ("PORT", "65535 at most; 0 is any that is free", now["PORT"] <= 65535),
-        (
-            "LEASE_WAIT_SECONDS",
-            "below LEASE_SECONDS, and below 60, when clients give up",
-            wait < min(now["LEASE_SECONDS"], 60),
-        ),
+        ("LEASE_WAIT_SECONDS", patient, wait < min(now["LEASE_SECONDS"], 60)),
         ("MAX_BODY_BYTES", "1 MB at least: 1 << 20", body >= 1 << 20),
         ("MAX_STORE_BYTES", "MAX_BODY_BYTES or more", now["MAX_STORE_BYTES"] >= body),
     ]

@@ -48,7 +48,7 @@ class Policies:
         return self.folder / f"{digest}-{int(version):012d}.safetensors"
 
     def files(self, run):
-        """Returns all files of the run, parts too, oldest version first."""
+        """Returns the run's files and drafts, the oldest version first."""
         digest = self.path(run, 0).name.split("-")[0]
         return sorted(self.folder.glob(f"{digest}-*"))
 
@@ -96,7 +96,7 @@ class Policies:
 
     def resume(self, run, version):
         """The run resumes from that version: newer policies are of a history that was undone."""
-        with self.store.transaction():  # it may have ended, and resume with more STEPS
+        with self.store.transaction():  # the run may have ended, and resume with more STEPS
             self.store.db.execute("UPDATE runs SET ended=0 WHERE run=?", (run,))
             if record := self.record(run):
                 lag = record["version"] - record["oldest"]

@@ -9,6 +9,7 @@ import os
 import queue
 import shutil
 import traceback
+from concurrent.futures import Future
 from pathlib import Path
 
 import safetensors
@@ -139,27 +140,22 @@ class Reference:
         self.info = self._announce(weights)
 
     def score(self, prompts, completions, budget):
-        return score_rows(
-            self.model,
-            prompts,
-            completions,
-            budget=budget,
-            temperature=self.facts["temperature"],
-            vocab_size=self.facts["vocab_size"],
-        )
+        """As score_rows."""
+        t, v = self.facts["temperature"], self.facts["vocab_size"]
+        args = self.model, prompts, completions
+        return score_rows(*args, budget=budget, temperature=t, vocab_size=v)
 
     def replace(self, path, weights):
         """Waits until the scoring thread has loaded the weights in `path` (None: the model's own),
         called `weights`. Raises ValueError if they are of another model."""
-        answer = queue.Queue()
-        self.requests.put((path, weights, answer))
-        if error := answer.get():
-            raise ValueError(error)
+        done = Future()
+        self.requests.put((path, weights, done))
+        done.result()
 
     def load_requested(self):
         """Does what replace() asks for; called by the scoring thread between batches of groups."""
         while not self.requests.empty():
-            path, weights, answer = self.requests.get()
+            path, weights, done = self.requests.get()
             name = weights or self.name
             try:
                 if weights != self.info["weights"]:
@@ -169,10 +165,10 @@ class Reference:
                         os.replace(self.kept.with_suffix(".part"), self.kept)
                     self.info = self._announce(weights)
                     print(f"the reference is now {name}", flush=True)
-                answer.put(None)
+                done.set_result(None)
             except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
                 traceback.print_exc()
-                answer.put(f"{name} can't be the reference: {error}")
+                done.set_exception(ValueError(f"{name} can't be the reference: {error}"))
 
     def _announce(self, weights):
         """Tells the store that these weights score now; returns the info for them."""

@@ -2,18 +2,18 @@
 
     store = Store("runs/ref_store.sqlite", max_bytes=1 << 30)
     store.put(group, body)          # an upload, once per id                        -> waiting
-    store.waiting(limit, patience)  # the next groups to score
-    store.scored({seq: body})       # their bodies with log-probs                   -> scored
+    store.waiting(limit, patience)  # the next groups to score ...
+    store.scored({seq: body})       # ... and with their log-probs                  -> scored
     store.lease(run, limit, ...)    # to the trainer, for a while                   -> leased
     store.ack(run, ids, step)       # an optimiser step used them                   -> trained
     store.cover(run, step)          # a checkpoint holds what that step learned     -> done
     store.resume(run, step)         # the run resumes from a checkpoint: later steps are undone
 
-TRANSITIONS has all that can happen to a group. Each group is trained exactly once in the history
-that survives: what a worker sampled is kept until a checkpoint covers the step that used it, and a
-run that resumes from an earlier one gets it again, in the same order. What the ranks sampled they
-sample again, under the same ids. Groups that are done or dropped keep their row without the body,
-so that a late repeat of an upload is recognised and the ledger adds up.
+TRANSITIONS has all that can happen to a group. In the history that survives, each group is trained
+exactly once: what a worker sampled is kept until a checkpoint covers the step that used it, and a
+run that resumes from an earlier one gets it again, in the same order; what the ranks sampled they
+sample again, under the same ids. Rows are never deleted, so that a late repeat of an upload is
+recognised and the ledger adds up.
 """
 
 import itertools
@@ -29,27 +29,24 @@ LEASE_BYTES = 64 << 20  # of groups in one lease, unless a single one is larger:
 STATES = ("waiting", "scored", "leased", "trained", "done", "failed", "pooled", "joined", "dropped")
 BEFORE = "the state before"  # the column `was` holds it
 
-# An upload is waiting; scored, if its run needs no log-probs of the reference; dropped, if it comes
-# too late; or pooled (pool.py). What happens to it then, and what becomes of its body:
-#     kept           the body stays
-#     deleted        at once
-#     until covered  it stays, with the step that ended the group and the state before, until a
-#                    checkpoint covers that step; without a step it is deleted at once
+# An upload begins as waiting; as scored, if its run needs no log-probs of the reference; as dropped,
+# if it comes too late; as pooled (pool.py). Its body is kept, deleted, or kept "until covered":
+# until a checkpoint covers the step that ended the group; without such a step it is deleted at once.
 # fmt: off
 TRANSITIONS = {
     # event:    (from states,                            to state,  body)
     "score":    ("waiting",                             "scored",  "kept"),  # it has log-probs now
     "fail":     ("waiting",                             "failed",  "kept"),  # it can't be scored
     "rescore":  ("scored leased",                       "waiting", "kept"),  # another reference
-    "lease":    ("scored leased",                       "leased",  "kept"),  # an old lease ran out
-    "release":  ("leased",                              "scored",  "kept"),  # a server or run began
+    "lease":    ("scored leased",                       "leased",  "kept"),  # again when it ran out
+    "release":  ("leased",                              "scored",  "kept"),  # server, run restart
     "train":    ("waiting scored leased failed",        "trained", "until covered"),
     "cover":    ("trained",                             "done",    "deleted"),
-    "undo":     ("trained joined dropped",              BEFORE,    "kept"),  # the run resumes; ...
-    "resample": (" ".join(STATES),                      "dropped", "deleted"),  # ... ranks' groups
-    "retry":    ("failed",                              "waiting", "kept"),  # ... and failed ones
+    "undo":     ("trained joined dropped",              BEFORE,    "kept"),  # the run resumes ...
+    "resample": (" ".join(STATES),                      "dropped", "deleted"),  # ... own groups
+    "retry":    ("failed",                              "waiting", "kept"),  # ... maybe mended
     "expire":   ("waiting scored",                      "dropped", "deleted"),  # its policy is old
-    "drop":     ("waiting scored leased",               "dropped", "deleted"),  # the trainer's wish
+    "drop":     ("waiting scored leased",               "dropped", "deleted"),  # of no use
     "forget":   ("waiting scored leased failed pooled", "dropped", "deleted"),  # the run is over
     # only with REGROUP: zero-variance groups that wait for another of their prompt
     "join":     ("pooled",                              "joined",  "until covered"),
@@ -78,7 +75,7 @@ CREATE TABLE IF NOT EXISTS reference (facts TEXT);
 
 
 class StoreFull(Exception):
-    """The store holds MAX_STORE_BYTES; the client should try again later."""
+    """There is no room for an upload: the client should try again later."""
 
 
 class Store:
@@ -89,10 +86,9 @@ class Store:
         if columns and "replay" not in columns:
             raise SystemExit(f"{path} is an older version's store: finish its runs, or delete it")
         self.db.connection.executescript(SCHEMA)
-        self.unreported = Counter()  # groups of each run that were too old, its trainer not told
+        self.unreported = Counter()  # of each run, groups too old that its trainer has not heard of
         self.bytes = self._sum("1")  # of all bodies
-        # The answers to some leases died with the server before; whoever has them knows their ids
-        with self.transaction():
+        with self.transaction():  # answers to leases died with the server before
             self.move("release", "1")
 
     # --- Changes ------------------------------------------------------------------
@@ -109,10 +105,10 @@ class Store:
                 raise
 
     def move(self, event, where, values=(), **columns):
-        """Does `event` to the groups of `where` that are in a state for it, and sets `columns`.
-        Returns how many. The caller has begun a transaction."""
+        """Applies a transition to the groups of `where` that are in a state for it, and sets more
+        `columns`. Returns how many. Call it in a transaction."""
         before, after, body = TRANSITIONS[event]
-        where = f"{where} AND state IN ('" + before.replace(" ", "', '") + "')"
+        where += " AND state IN ('" + before.replace(" ", "', '") + "')"
         changes = ["state=was" if after is BEFORE else f"state='{after}'"]
         columns = {"error": None} | columns
         if body == "until covered" and columns.get("step") is not None:
@@ -125,8 +121,7 @@ class Store:
         return self.db.execute(query, (*columns.values(), *values)).rowcount
 
     def insert(self, group, body, state, *, reason=None, made=None):
-        """Stores a group that is not there yet; returns its `seq`. Raises StoreFull. The caller has
-        begun a transaction."""
+        """Stores a new group; returns its `seq`. Raises StoreFull. Call it in a transaction."""
         while self.bytes + len(body) > self.max_bytes:
             first = "seq=(SELECT MIN(seq) FROM groups WHERE state='pooled')"
             if not self.move("evict", first, error="flat, and there was no room for it"):
@@ -148,10 +143,7 @@ class Store:
 
     # --- Uploads ------------------------------------------------------------------
     def put(self, group, body, state="waiting", reason=None):
-        """Stores an uploaded group; returns False if it is there already. Raises StoreFull.
-
-        `state` is "scored" for groups that need no log-probs of the reference.
-        """
+        """Stores an uploaded group; returns False if it is there already. Raises StoreFull."""
         with self.transaction():
             if self.known(group):
                 return False
@@ -163,7 +155,7 @@ class Store:
         return self.db.value(query, (group.run, group.id)) is not None
 
     def refuse(self, group, reason):
-        """Notes an upload that comes too late, without its body; returns False for a repeat."""
+        """Stores an upload that comes too late, without its body; returns False for a repeat."""
         with self.transaction():
             new = self.put(group, b"", "dropped", reason)
             self.unreported[group.run] += new
@@ -171,8 +163,8 @@ class Store:
 
     # --- Scoring ------------------------------------------------------------------
     def waiting(self, limit, patience, size=float("inf")):
-        """Returns up to `limit` (seq, body) to score, oldest first, after at most `patience`
-        seconds; no more than `size` bytes of them, unless the first is larger."""
+        """Returns up to `limit` (seq, body) to score, oldest first, of at most `size` bytes (but
+        one at least); waits up to `patience` seconds for the first."""
         query = "SELECT seq, bytes FROM groups WHERE state='waiting' ORDER BY seq LIMIT ?"
         with self.db.changed:
             groups = self.db.rows(query, (limit,))
@@ -191,8 +183,7 @@ class Store:
                     self.bytes += len(body) - before
 
     def failed(self, seq, error):
-        """The group can't be scored: its run's next lease says so. It is tried again when the run
-        resumes, as the cause may be gone."""
+        """Marks a group that can't be scored: its run's next lease raises the error."""
         with self.transaction():
             self.move("fail", "seq=?", (seq,), error=error)
 
@@ -212,12 +203,9 @@ class Store:
 
     # --- Training -----------------------------------------------------------------
     def lease(self, run, limit, *, seconds, patience):
-        """Returns {id: body} of up to `limit` scored groups of the run, after at most `patience`
-        seconds; may be empty. Oldest first; of what was scored together the shortest are there
-        first.
-
-        Raises RuntimeError if scoring one of the run's groups failed: its trainer should know.
-        """
+        """Returns {id: body} of up to `limit` scored groups of the run, oldest first; for `seconds`
+        nobody else gets them. Waits up to `patience` seconds for the first; may be empty. Raises
+        RuntimeError if one of the run's groups could not be scored: its trainer should know."""
         deadline, bodies = time.monotonic() + patience, {}
         with self.db.changed:
             while not (groups := self._leasable(run, limit)):
@@ -241,11 +229,8 @@ class Store:
         )
 
     def ack(self, run, ids, step):
-        """The groups were trained, in the rollout after `step` updates. Returns how many just now.
-
-        Bodies of workers' groups are kept until a checkpoint covers the step; the ranks' own are
-        deleted, as they can sample them again.
-        """
+        """The groups were trained, after `step` updates. Returns how many just now. The ranks' own
+        bodies are deleted, as they can sample them again; workers' are kept for now."""
         with self.transaction():
             own, workers = "run=? AND id=? AND made NOT NULL", "run=? AND id=? AND made IS NULL"
             return sum(
@@ -274,8 +259,7 @@ class Store:
 
     # --- Checkpoints --------------------------------------------------------------
     def cover(self, run: str, step: int):
-        """A checkpoint after `step` updates was saved: what those updates used is not needed
-        again."""
+        """A checkpoint after `step` updates was saved: what they used is not needed again."""
         with self.transaction():
             self.move("cover", "run=? AND IFNULL(step, made)<?", (run, step))
             ended = "run=? AND step<? AND bytes>0 AND state IN ('joined', 'dropped')"
@@ -284,9 +268,7 @@ class Store:
 
     def resume(self, run, step):
         """The run resumes from its checkpoint after `step` updates: undoes what came after it.
-
-        Returns how many groups will be leased again, and how many the ranks will sample again.
-        """
+        Returns how many groups will be leased again, and how many the ranks sample again."""
         with self.transaction():
             self.cover(run, step)
             own, undone = "run=? AND made>=?", "run=? AND step>=? AND bytes>0"
@@ -335,8 +317,8 @@ class Store:
         return {state: round(max(0, time.time() - uploaded), 1) for state, uploaded in rows}
 
     def stats(self):
-        """Returns counts of groups by state; bytes in all, those of trained groups among them, and
-        at most; the age in seconds of the oldest group that waits."""
+        """Returns the number of groups in each state, bytes, and the age of the oldest group that
+        waits, in seconds. kept_bytes are those that wait for a checkpoint."""
         with self.db.changed:
             counts = dict(self.db.rows("SELECT state, COUNT(*) FROM groups GROUP BY state"))
             kept, oldest = self._sum("step NOT NULL"), self.ages().get("waiting", 0)
