@@ -5,18 +5,17 @@
 What a group goes through:
 
     POST /upload      a rank of grpo_ref_split.py, or a worker, has sampled it: it is stored
-    (main thread)     it is scored: log-probs of the sampled tokens under the reference model
-    POST /lease       the trainer takes it with its log-probs, and it is not leased to others
+    (main thread)     it is scored: log-probs of its tokens under the reference model
+    POST /lease       the trainer gets it with them; for LEASE_SECONDS nobody else does
     POST /ack /drop   an optimiser step has used it; or the trainer can't use it
     POST /checkpoint  a checkpoint holds what was learned from it: its body is deleted
     POST /resume      the run resumes from a checkpoint: what later steps used is leased again
-    POST /end         the run is over
+    POST /end         the run is over: what is left is dropped
 
-Where workers sample, the trainer publishes its policy (PUT, POST /policy), and they ask for prompts
-(POST /work) and fetch it (GET /policy); it may become the reference (POST /reference). Programs
-look at GET /info /stats /health, people at GET /, which shows GET /live and what trainers POST to
-/log. A KL penalty needs the reference's log-probs of the sampled tokens, and no gradient: so the
-reference can live in another process, on an old card or another machine, and sampling hides it.
+Workers ask for prompts (POST /work) and fetch the policy (GET /policy) that the trainer published
+(PUT, POST /policy). It may become the reference (POST /reference). GET /info /stats /health are for
+programs, GET / is for people: it shows GET /live, and what trainers POST to /log. A KL penalty
+needs no gradient of the reference, so it can live on an old card or another machine.
 """
 
 import os
@@ -69,8 +68,7 @@ LEASE_WAIT_SECONDS = 5  # a lease waits this long for the first scored group bef
 def make_app(
     store, policies, reference, *, token, max_body_bytes, lease_seconds, lease_wait, regroup
 ):
-    """Returns the WSGI app. `reference` has `info`, what GET /info answers, `max_tokens` and
-    `replace`; `token` is None or the shared secret."""
+    """Returns the WSGI app; `token` is None or the shared secret."""
     live, pacing = Live(store), Pacing(store, policies, lease_wait)
     pool = Pool(store) if regroup else None
     app = Gate(live.error, store.path, token=token, max_body_bytes=max_body_bytes)
@@ -89,12 +87,11 @@ def add_uploads(app, store, policies, pacing, live, reference, pool):
         several = query.get("several") == "1"
         bodies = unpack_bodies(body).values() if several else [body]
         vocab_size, max_tokens = reference.info["vocab_size"], reference.max_tokens
-        # all are right, or none is stored
+        # all are valid, or none is stored
         groups = [unpack_group(b, vocab_size=vocab_size, max_tokens=max_tokens) for b in bodies]
         pooled, oldest = query.get("pool") == "1", min(int(query.get("oldest") or 0), 2**62)
         with store.transaction():  # or scoring would begin with a part of them
-            pairs = zip(groups, bodies, strict=True)
-            answers = [take(group, body, pooled, oldest) for group, body in pairs]
+            answers = [take(*pair, pooled, oldest) for pair in zip(groups, bodies, strict=True)]
         return {"groups": answers} if several else answers[0]
 
     def take(group, body, pooled, oldest):
@@ -125,10 +122,7 @@ def add_leases(app, store, reference, pool, lease_seconds, lease_wait):
             pool.drop_old(run, oldest, step)
         bottle.response.set_header("X-Dropped", str(store.report_dropped(run)))
         limit, patience = max(1, min(limit, 4096)), lease_wait if wait else 0
-        try:
-            bodies = store.lease(run, limit, seconds=lease_seconds, patience=patience)
-        except RuntimeError as error:
-            app.refuse(500, str(error))
+        bodies = store.lease(run, limit, seconds=lease_seconds, patience=patience)
         if not bodies:
             bottle.response.status = 204
             return b""
@@ -180,7 +174,7 @@ def add_policies(app, policies, pacing, reference):
     def get_policy():
         run, at = app.read_query()
         path = policies.path(run, at.get("version", -1))
-        # with Range, Content-Length and Last-Modified
+        # It answers Range requests: a download resumes where it broke off
         return bottle.static_file(path.name, root=path.parent, mimetype="application/octet-stream")
 
     @app.takes_json("/reference")
@@ -211,9 +205,8 @@ def add_views(app, store, policies, pacing, live, reference, regroup):
 
     @app.get("/live")
     def get_live():
-        run, _ = app.read_query()
         bottle.response.headers.update(PLAIN)
-        return live.snapshot(run, policies, pacing, get_info())
+        return live.snapshot(app.read_query()[0], policies, pacing, get_info())
 
     @app.get("/")
     def page():

@@ -201,8 +201,7 @@ class Live:
         delete = "DELETE FROM curves WHERE run=? AND curve=? AND step>=?"
         self.store.db.execute(delete, (name, curve, changed))
         rows = [(name, curve, *point, run.logged) for point in new]
-        for row in rows:
-            self.store.db.execute("INSERT INTO curves VALUES (?, ?, ?, ?, ?)", row)
+        self.store.db.executemany("INSERT INTO curves VALUES (?, ?, ?, ?, ?)", rows)
 
     # --- What is shown ------------------------------------------------------------
     def snapshot(self, asked, policies, pacing, server):

@@ -56,6 +56,9 @@ class Database:
     def execute(self, query, values=()):
         return self.connection.execute(query, values)
 
+    def executemany(self, query, rows):
+        return self.connection.executemany(query, rows)
+
     def rows(self, query, values=()):
         with self.changed:  # no other thread's transaction is half done
             return self.execute(query, values).fetchall()

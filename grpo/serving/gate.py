@@ -7,7 +7,7 @@
 
 A route gets a complete body, or values of the types it names, and may raise: ValueError for what
 the client sent (400), StoreFull, and what SQLite and the system raise on a full disk (503). All
-else is a bug of ours (500). A refusal is JSON, {"error": a sentence}.
+else (500) is ScoringFailed or a bug of ours. A refusal is JSON, {"error": a sentence}.
 """
 
 import errno
@@ -20,7 +20,7 @@ import sys
 import bottle
 import waitress
 
-from grpo.serving.store import StoreFull
+from grpo.serving.store import ScoringFailed, StoreFull
 
 NO_DISK = (sqlite3.OperationalError, OSError)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -33,7 +33,7 @@ class Gate(bottle.Bottle):
         self.show_error, self.store_path = show_error, store_path
         self.token, self.max_body_bytes = token, max_body_bytes
         self.add_hook("before_request", self.authorise)
-        self.install(self.need_room)
+        self.install(self.explain)
 
     # --- Who may ask --------------------------------------------------------------
     def authorise(self):
@@ -124,13 +124,14 @@ class Gate(bottle.Bottle):
 
         return answer
 
-    def need_room(self, route):
-        """A full store, and a full disk in any route, is a 503: nothing was stored, and clients
-        wait for room."""
+    def explain(self, route):
+        """A full store or disk, in any route, is a 503: nothing was stored, and clients wait."""
 
         def answer(*args, **kwargs):
             try:
                 return route(*args, **kwargs)
+            except ScoringFailed as error:
+                self.refuse(500, str(error))
             except StoreFull as error:
                 self.refuse(503, str(error), **{"Retry-After": "1"})
             except NO_DISK as error:

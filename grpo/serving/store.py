@@ -29,9 +29,9 @@ LEASE_BYTES = 64 << 20  # of groups in one lease, unless a single one is larger:
 STATES = ("waiting", "scored", "leased", "trained", "done", "failed", "pooled", "joined", "dropped")
 BEFORE = "the state before"  # the column `was` holds it
 
-# An upload begins as waiting; as scored, if its run needs no log-probs of the reference; as dropped,
-# if it comes too late; as pooled (pool.py). Its body is kept, deleted, or kept "until covered":
-# until a checkpoint covers the step that ended the group; without such a step it is deleted at once.
+# An upload begins as waiting; as scored, where it needs no log-probs of the reference; as dropped,
+# where it comes too late; as pooled (pool.py). A body kept "until covered" stays until a checkpoint
+# covers the step that ended the group, and is deleted at once if no such step is given.
 # fmt: off
 TRANSITIONS = {
     # event:    (from states,                            to state,  body)
@@ -76,6 +76,10 @@ CREATE TABLE IF NOT EXISTS reference (facts TEXT);
 
 class StoreFull(Exception):
     """There is no room for an upload: the client should try again later."""
+
+
+class ScoringFailed(RuntimeError):
+    """A group of the run could not be scored: its trainer should know."""
 
 
 class Store:
@@ -205,7 +209,7 @@ class Store:
     def lease(self, run, limit, *, seconds, patience):
         """Returns {id: body} of up to `limit` scored groups of the run, oldest first; for `seconds`
         nobody else gets them. Waits up to `patience` seconds for the first; may be empty. Raises
-        RuntimeError if one of the run's groups could not be scored: its trainer should know."""
+        ScoringFailed."""
         deadline, bodies = time.monotonic() + patience, {}
         with self.db.changed:
             while not (groups := self._leasable(run, limit)):
@@ -221,7 +225,7 @@ class Store:
     def _leasable(self, run, limit):
         failed = "SELECT id, error FROM groups WHERE state='failed' AND run=? LIMIT 1"
         if failures := self.db.rows(failed, (run,)):
-            raise RuntimeError("scoring group {} failed: {}".format(*failures[0]))
+            raise ScoringFailed("scoring group {} failed: {}".format(*failures[0]))
         return self.db.rows(
             "SELECT seq, id, bytes FROM groups WHERE state IN ('scored', 'leased') AND run=?"
             " AND (state='scored' OR lease_ends<?) ORDER BY replay IS NULL, replay, seq LIMIT ?",
