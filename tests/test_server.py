@@ -31,7 +31,7 @@ from grpo.serving import database
 from grpo.serving import store as store_module
 from grpo.serving.policies import Policies
 from grpo.serving.scoring import Reference, score_groups, score_rows
-from grpo.serving.store import Store, StoreFull
+from grpo.serving.store import TRANSITIONS, Store, StoreFull
 from grpo.weights import trained_weights
 from grpo.wire import PROTOCOL, pack_bodies, pack_group, unpack_group
 from ref_server import make_app
@@ -79,6 +79,15 @@ def lease(store, run="run", limit=100, seconds=60, patience=0):
 
 
 # --- The store ----------------------------------------------------------------------
+def test_every_state_is_reached_and_only_what_has_ended_stays_so():
+    states = set(store_module.STATES)
+    sources = {state for before, _, _ in TRANSITIONS.values() for state in before.split()}
+    targets = {after for _, after, _ in TRANSITIONS.values()} - {store_module.BEFORE}
+    assert sources <= states and targets | {"pooled"} == states
+    left = [before for event, (before, _, _) in TRANSITIONS.items() if event != "resample"]
+    assert {state for before in left for state in before.split()} == states - {"done"}
+
+
 def test_groups_come_out_oldest_first_and_once(store):
     """The newest first would starve old groups, and train them hundreds of steps later."""
     bodies = put(store, 2, 0, 1)

@@ -26,6 +26,8 @@ class Database:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self.changed = threading.Condition()  # the lock; notified after each transaction
+        self.execute, self.executemany = self.connection.execute, self.connection.executemany
+        self.executescript, self.close = self.connection.executescript, self.connection.close
         self.execute("PRAGMA locking_mode=EXCLUSIVE")
         self.execute("PRAGMA page_size=32768")  # a body of 1 MB is 32 pages, not 256
         self.execute("PRAGMA secure_delete=OFF")  # Debian's overwrites what is deleted: slow
@@ -53,12 +55,6 @@ class Database:
                 raise
             self.changed.notify_all()
 
-    def execute(self, query, values=()):
-        return self.connection.execute(query, values)
-
-    def executemany(self, query, rows):
-        return self.connection.executemany(query, rows)
-
     def rows(self, query, values=()):
         with self.changed:  # no other thread's transaction is half done
             return self.execute(query, values).fetchall()
@@ -67,6 +63,3 @@ class Database:
         """Returns the first column of the first row; None if there is no row."""
         rows = self.rows(query, values)
         return rows[0][0] if rows else None
-
-    def close(self):
-        self.connection.close()

@@ -67,8 +67,8 @@ class Gate(bottle.Bottle):
         return body
 
     def read_json(self, parameters):
-        """Returns a value of the body's JSON for each of a function's parameters, of its type;
-        those with a default may be missing."""
+        """Returns the value of each parameter in the body's JSON, of its type; those with a default
+        may be missing."""
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         try:
             sent = json.loads(self.read_body())
@@ -101,20 +101,15 @@ class Gate(bottle.Bottle):
 
         def install(route):
             parameters = list(inspect.signature(route).parameters.values())
-
-            def answer():
-                result = route(*self.read_json(parameters))
-                return {} if result is None else result
-
-            self.post(path, apply=self.blame)(answer)
+            self.post(path, apply=self.blame)(lambda: route(*self.read_json(parameters)))
             return route
 
         return install
 
     # --- What is refused ----------------------------------------------------------
     def blame(self, route):
-        """A ValueError in this route is about what was sent (also text that is not UTF-8): 400. Not
-        in every route: where nothing is sent, it is a bug of ours."""
+        """A ValueError is about what was sent (also text that is not UTF-8): 400. Only for routes
+        to which something is sent: elsewhere it is a bug of ours."""
 
         def answer(*args, **kwargs):
             try:
@@ -125,11 +120,13 @@ class Gate(bottle.Bottle):
         return answer
 
     def explain(self, route):
-        """A full store or disk, in any route, is a 503: nothing was stored, and clients wait."""
+        """A full store or disk, in any route, is a 503: nothing was stored, and clients wait. What
+        returns nothing is answered with {}."""
 
         def answer(*args, **kwargs):
             try:
-                return route(*args, **kwargs)
+                result = route(*args, **kwargs)
+                return {} if result is None else result
             except ScoringFailed as error:
                 self.refuse(500, str(error))
             except StoreFull as error:

@@ -23,13 +23,12 @@ class Pacing:
         self, worker: str, held: int, want: int, run: str, version: int, sha256: str,
         pulled: bool = False,
     ):  # fmt: skip
-        """Returns {"policy": record or None, "first": position, "count": n}: what to sample.
+        """Returns {"policy": record or None, "first": position, "count": n}: what to sample, see
+        Policies.take_prompts. Where there is a newer policy the count is 0.
 
         `held` groups are outstanding at the worker, and it could begin `want` more with `version`
         of `run`, whose weights have this `sha256`: a run that resumed may give a version other
-        ones. `first` and `count` are of Policies.take_prompts; where there is a newer policy the
-        count is 0. Waits for a while where there is no run, or no room. Raises ValueError for a
-        name that can't be shown.
+        ones. Waits for a while if there is no run, or no room. Raises ValueError for an odd name.
         """
         if not 0 < len(worker) <= 200 or not worker.isprintable():
             raise ValueError("a worker's name has 1 to 200 printable characters")

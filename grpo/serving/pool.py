@@ -22,12 +22,9 @@ class Pool:
         self.store = store
 
     def add(self, group, body, oldest):
-        """Keeps a flat group, or joins it with one that fits it, sampled by policy `oldest` or
-        newer. Returns the ids of the groups that come of it, which wait to be scored: none or two.
-
-        A repeat of an upload gives the ids again. Raises StoreFull, and ValueError if the id leaves
-        no room for the two.
-        """
+        """Keeps a flat group, or joins it with one that fits it and that policy `oldest` or a newer
+        one sampled. Returns the ids of the groups to score that come of it, none or two; the same
+        for a repeat. Raises StoreFull, and ValueError if the id is too long to be extended."""
         if len(group.id) > 198:
             raise ValueError("the id of a group to be joined has 198 characters at most")
         with self.store.transaction():
@@ -48,11 +45,9 @@ class Pool:
             return []
 
     def _join(self, seq, made, group, body, joined):
-        """Puts `joined` in the place of the pooled group `seq` and of `group`.
-
-        What the ranks sampled in a step that is undone they sample again: the join is undone with
-        it, and a worker's part of it pooled again. `made` is that step, of the pooled group.
-        """
+        """Puts `joined` in the place of the pooled group `seq` and of `group`. `made` is the step
+        in which the ranks sampled the former, or None. They sample it again if the step is undone:
+        then the join is undone, too, and a worker's part of it is pooled again."""
         own = group.sampler == "trainer"
         steps = [made, group.policy_version if own else None]
         made = max((step for step in steps if step is not None), default=None)
@@ -64,8 +59,8 @@ class Pool:
             self.store.insert(new, pack_group(new), "waiting", made=made)
 
     def drop_old(self, run, oldest, step):
-        """Drops pooled groups that a policy before version `oldest` sampled. A run that resumes
-        from before its `step` gets them back."""
+        """Drops pooled groups that a policy before version `oldest` sampled; a run that resumes
+        from before `step` gets them back."""
         with self.store.transaction():
             where = "run=? AND version<?"
             self.store.move("outgrow", where, (run, oldest), step=step, error="too old")
@@ -77,30 +72,20 @@ def join_flat(old, new):
     They have as many completions as `new`, log-probs of whoever sampled, and the version of the
     older policy.
     """
-    column = new.reward_names.index(new.outcome)
-    size = len(new.completion_lengths)
-    if old.reward_names != new.reward_names or len(old.completion_lengths) != size:
+    column, size = new.reward_names.index(new.outcome), len(new.completion_lengths)
+    if old.reward_names != new.reward_names or len(old.completion_lengths) != size or size < 2:
         return []
-    if size < 2 or is_flat([old.rewards[0, column].item(), new.rewards[0, column].item()]):
+    if is_flat([old.rewards[0, column].item(), new.rewards[0, column].item()]):
         return []
-    half, version = size // 2, min(old.policy_version, new.policy_version)
-    return [
-        replace(
-            new,
-            id=f"{new.id}+{i}",
-            sampler="regrouped",
-            skipped={},
-            policy_version=version,
-            ref_logps=None,
-            **{name: torch.cat([part(old, name, a), part(new, name, b)]) for name in PARTS},
-        )
-        for i, (a, b) in enumerate(
-            [
-                (slice(half), slice(size - half)),
-                (slice(half, None), slice(size - half, None)),
-            ]
-        )
-    ]
+    version = min(old.policy_version, new.policy_version)
+    base = replace(new, sampler="regrouped", skipped={}, policy_version=version, ref_logps=None)
+    first, second = size // 2, size - size // 2  # completions of old and of new in the first group
+    cuts = [(slice(first), slice(second)), (slice(first, None), slice(second, None))]
+    joined = []
+    for i, (a, b) in enumerate(cuts):
+        parts = {name: torch.cat([part(old, name, a), part(new, name, b)]) for name in PARTS}
+        joined.append(replace(base, id=f"{new.id}+{i}", **parts))
+    return joined
 
 
 PARTS = ("completion_ids", "completion_lengths", "sampler_logps", "truncated", "rewards")

@@ -35,8 +35,7 @@ def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
     a single sequence does not fit.
     """
     numbers = number_prompts(prompts, model.shares)
-    triples = zip(numbers, prompts, completions, strict=True)
-    sizes = [(number, len(p), len(c)) for number, p, c in triples]
+    sizes = [(n, len(p), len(c)) for n, p, c in zip(numbers, prompts, completions, strict=True)]
     batches = pack_by_tokens(sizes, whole_groups(sizes, budget), budget)
     while batches:
         batch = batches.pop()  # the last has the shortest
@@ -51,11 +50,8 @@ def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
             yield dict(zip(batch, logps, strict=True))
         else:  # out here, where the error no longer holds the batch's tensors
             torch.cuda.empty_cache()
-            print(
-                f"out of memory with {len(batch)} sequences: halving (lower SCORE_BATCH_TOKENS)",
-                flush=True,
-            )
             half = len(batch) // 2
+            print(f"out of memory: halving {len(batch)} sequences (lower SCORE_BATCH_TOKENS)")
             batches += [batch[half:], batch[:half]]
 
 
@@ -140,10 +136,11 @@ class Reference:
         self.info = self._announce(weights)
 
     def score(self, prompts, completions, budget):
-        """As score_rows."""
-        t, v = self.facts["temperature"], self.facts["vocab_size"]
-        args = self.model, prompts, completions
-        return score_rows(*args, budget=budget, temperature=t, vocab_size=v)
+        facts = self.facts
+        return score_rows(
+            self.model, prompts, completions,
+            budget=budget, temperature=facts["temperature"], vocab_size=facts["vocab_size"],
+        )  # fmt: skip
 
     def replace(self, path, weights):
         """Waits until the scoring thread has loaded the weights in `path` (None: the model's own),

@@ -89,7 +89,7 @@ class Store:
         columns = [row[1] for row in self.db.rows("PRAGMA table_info(groups)")]
         if columns and "replay" not in columns:
             raise SystemExit(f"{path} is an older version's store: finish its runs, or delete it")
-        self.db.connection.executescript(SCHEMA)
+        self.db.executescript(SCHEMA)
         self.unreported = Counter()  # of each run, groups too old that its trainer has not heard of
         self.bytes = self._sum("1")  # of all bodies
         with self.transaction():  # answers to leases died with the server before
@@ -111,9 +111,9 @@ class Store:
     def move(self, event, where, values=(), **columns):
         """Applies a transition to the groups of `where` that are in a state for it, and sets more
         `columns`. Returns how many. Call it in a transaction."""
-        before, after, body = TRANSITIONS[event]
-        where += " AND state IN ('" + before.replace(" ", "', '") + "')"
-        changes = ["state=was" if after is BEFORE else f"state='{after}'"]
+        sources, target, body = TRANSITIONS[event]
+        where += " AND state IN ('" + sources.replace(" ", "', '") + "')"
+        changes = ["state=was" if target is BEFORE else f"state='{target}'"]
         columns = {"error": None} | columns
         if body == "until covered" and columns.get("step") is not None:
             changes.append("was=REPLACE(state, 'leased', 'scored')")
