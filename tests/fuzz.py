@@ -504,9 +504,9 @@ class Function:
         self.store = Store(folder / "store.sqlite", max_bytes=256 << 20)
         self.path, self.pid = folder / "store.sqlite", "self"
         settings = {"token": None, "max_body_bytes": MAX_BODY_BYTES, "regroup": True}
-        hub = Policies(self.store, folder / "policies", max_bytes=10_000)
+        policies = Policies(self.store, folder / "policies", max_bytes=10_000)
         self.function = make_app(
-            self.store, hub, FakeReference(), lease_seconds=60, lease_wait=0, **settings
+            self.store, policies, FakeReference(), lease_seconds=60, lease_wait=0, **settings
         )
 
     def send(self, case):

@@ -577,17 +577,17 @@ class FakeReference:
 
 
 @pytest.fixture
-def hub(store, tmp_path):
+def policies(store, tmp_path):
     return Policies(store, tmp_path / "policies", max_bytes=10_000)
 
 
 @pytest.fixture
-def app(store, hub):
+def app(store, policies):
     """-> app(**changes): the WSGI app around the store."""
     settings = {"token": None, "max_body_bytes": 5000, "regroup": True}
     settings |= {"lease_seconds": 60, "lease_wait": 0}
     reference = FakeReference()
-    return lambda **changes: make_app(store, hub, reference, **settings | changes)
+    return lambda **changes: make_app(store, policies, reference, **settings | changes)
 
 
 def call(app, method, path, body=b"", **environ):
@@ -772,11 +772,11 @@ def test_a_full_disk_is_told_and_harms_nothing(app, store):
 
 
 @pytest.mark.parametrize("code, status", [(errno.ENOSPC, 503), (errno.EACCES, 500)])
-def test_a_disk_without_room_for_a_policy_is_told_too(app, hub, monkeypatch, code, status):
+def test_a_disk_without_room_for_a_policy_is_told_too(app, policies, monkeypatch, code, status):
     def write(*_):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(hub, "write", write)
+    monkeypatch.setattr(policies, "write", write)
     query = "run=run&version=0&offset=0"
     assert os.strerror(code) in refused(
         call(app(), "PUT", "/policy", b"x", QUERY_STRING=query), status

@@ -35,23 +35,27 @@ BEFORE = "the state before"  # the column `was` holds it
 # fmt: off
 TRANSITIONS = {
     # event:    (from states,                            to state,  body)
-    "score":    ("waiting",                             "scored",  "kept"),  # it has log-probs now
-    "fail":     ("waiting",                             "failed",  "kept"),  # it can't be scored
-    "rescore":  ("scored leased",                       "waiting", "kept"),  # another reference
-    "lease":    ("scored leased",                       "leased",  "kept"),  # again when it ran out
-    "release":  ("leased",                              "scored",  "kept"),  # server, run restart
+    # scoring, and again where another reference model is served
+    "score":    ("waiting",                             "scored",  "kept"),
+    "fail":     ("waiting",                             "failed",  "kept"),
+    "rescore":  ("scored leased",                       "waiting", "kept"),
+    # training; a lease may run out, or be lost with a server or trainer that died
+    "lease":    ("scored leased",                       "leased",  "kept"),
+    "release":  ("leased",                              "scored",  "kept"),
     "train":    ("waiting scored leased failed",        "trained", "until covered"),
     "cover":    ("trained",                             "done",    "deleted"),
-    "undo":     ("trained joined dropped",              BEFORE,    "kept"),  # the run resumes ...
-    "resample": (" ".join(STATES),                      "dropped", "deleted"),  # ... own groups
-    "retry":    ("failed",                              "waiting", "kept"),  # ... maybe mended
-    "expire":   ("waiting scored",                      "dropped", "deleted"),  # its policy is old
-    "drop":     ("waiting scored leased",               "dropped", "deleted"),  # of no use
-    "forget":   ("waiting scored leased failed pooled", "dropped", "deleted"),  # the run is over
-    # only with REGROUP: zero-variance groups that wait for another of their prompt
+    # a run resumes: groups of later steps are as before, or the ranks sample them again
+    "undo":     ("trained joined dropped",              BEFORE,    "kept"),
+    "resample": (" ".join(STATES),                      "dropped", "deleted"),
+    "retry":    ("failed",                              "waiting", "kept"),
+    # too old a policy sampled it; the trainer can't use it; the run is over
+    "expire":   ("waiting scored",                      "dropped", "deleted"),
+    "drop":     ("waiting scored leased",               "dropped", "deleted"),
+    "forget":   ("waiting scored leased failed pooled", "dropped", "deleted"),
+    # with REGROUP only: a zero-variance group finds another of its prompt; is too old; has no room
     "join":     ("pooled",                              "joined",  "until covered"),
-    "outgrow":  ("pooled",                              "dropped", "until covered"),  # as expire
-    "evict":    ("pooled",                              "dropped", "deleted"),  # the store is full
+    "outgrow":  ("pooled",                              "dropped", "until covered"),
+    "evict":    ("pooled",                              "dropped", "deleted"),
 }
 # fmt: on
 
@@ -91,9 +95,9 @@ class Store:
             raise SystemExit(f"{path} is an older version's store: finish its runs, or delete it")
         self.db.executescript(SCHEMA)
         self.unreported = Counter()  # of each run, groups too old that its trainer has not heard of
-        self.bytes = self._sum("1")  # of all bodies
+        self.bytes = self._sum()  # of all bodies
         with self.transaction():  # answers to leases died with the server before
-            self.move("release", "1")
+            self.move("release")
 
     # --- Changes ------------------------------------------------------------------
     @contextmanager
@@ -108,7 +112,7 @@ class Store:
                 self.bytes = before
                 raise
 
-    def move(self, event, where, values=(), **columns):
+    def move(self, event, where="1", values=(), **columns):
         """Applies a transition to the groups of `where` that are in a state for it, and sets more
         `columns`. Returns how many. Call it in a transaction."""
         sources, target, body = TRANSITIONS[event]
@@ -196,7 +200,7 @@ class Store:
         facts = json.dumps(facts, sort_keys=True)
         with self.transaction():
             if self.db.rows("SELECT facts FROM reference") != [(facts,)]:
-                self.move("rescore", "1")
+                self.move("rescore")
                 self.db.execute("UPDATE groups SET was='waiting' WHERE was='scored'")
                 self.db.execute("DELETE FROM reference")
                 self.db.execute("INSERT INTO reference VALUES (?)", (facts,))
@@ -236,11 +240,10 @@ class Store:
         """The groups were trained, after `step` updates. Returns how many just now. The ranks' own
         bodies are deleted, as they can sample them again; workers' are kept for now."""
         with self.transaction():
-            own, workers = "run=? AND id=? AND made NOT NULL", "run=? AND id=? AND made IS NULL"
-            return sum(
-                self.move("train", own, (run, id))
-                + self.move("train", workers, (run, id), step=step)
-                for id in ids
+            where = "run=? AND id=? AND made"
+            own = sum(self.move("train", f"{where} NOT NULL", (run, id)) for id in ids)
+            return own + sum(
+                self.move("train", f"{where} IS NULL", (run, id), step=step) for id in ids
             )
 
     def drop_old(self, run, oldest):
@@ -266,6 +269,7 @@ class Store:
         """A checkpoint after `step` updates was saved: what they used is not needed again."""
         with self.transaction():
             self.move("cover", "run=? AND IFNULL(step, made)<?", (run, step))
+            # those that a step joined or dropped stay so, without a body
             ended = "run=? AND step<? AND bytes>0 AND state IN ('joined', 'dropped')"
             self.bytes -= self._sum(ended, (run, step))
             self.db.execute(f"UPDATE groups SET bytes=0 WHERE {ended}", (run, step))
@@ -292,7 +296,7 @@ class Store:
             self.cover(run, 2**62)
 
     # --- What there is ------------------------------------------------------------
-    def _sum(self, where, values=()):
+    def _sum(self, where="1", values=()):
         """Returns the bytes of these groups' bodies."""
         query = f"SELECT IFNULL(SUM(bytes), 0) FROM groups WHERE {where}"
         return self.db.value(query, values)
