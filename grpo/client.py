@@ -139,7 +139,7 @@ class RefServer:
 
     # --- Policies -----------------------------------------------------------------
     def publish(self, path, record):
-        """Sends the policy file `path`, in parts, and its record (policies.RECORD)."""
+        """Sends the policy file `path`, in parts, and its record (hub.RECORD)."""
         query = {"run": record["run"], "version": record["version"]}
         with open(path, "rb") as file:
             while part := file.read(PART_BYTES):
@@ -180,7 +180,7 @@ class RefServer:
         return True
 
     def work(self, worker, *, held, want, run, version, sha256, pulled=False):
-        """-> {"policy", "first", "count"}: see Pacing.work."""
+        """-> {"policy", "first", "count"}: see Hub.work."""
         ask = {"worker": worker, "held": held, "want": want, "run": run, "version": version}
         ask |= {"sha256": sha256, "pulled": pulled}
         return self.call("POST", "/work", json=ask).json()
