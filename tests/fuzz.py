@@ -672,7 +672,7 @@ def served(folder, *, max_tokens, **constants):
     process and its address. It is killed at the end."""
     save_model(folder / "model", max_tokens)
     constants |= {"MODEL": str(folder / "model"), "PORT": int(free_port()), "DTYPE": "float32"}
-    constants |= {"STORE": str(folder / "store.sqlite")}
+    constants = {"STORE": str(folder / "store.sqlite")} | constants
     command = command_of("ref_server", constants)
     server = start(command, folder / "log", GRPO_TOKEN="")
     try:
