@@ -25,7 +25,7 @@ from grpo.proof import NOISE, check_proof, proof_of, sample_proof
 from grpo.sampling import worker
 from grpo.sampling.policy import ALL, load_policy
 from grpo.sampling.rollout import Stream, tally_of
-from grpo.serving.policies import Hub
+from grpo.serving.policies import Policies
 from grpo.serving.store import Store
 from grpo.training.publish import Publisher
 from grpo.weights import load_weights, merge_adapters, trained_weights
