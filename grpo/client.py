@@ -1,5 +1,5 @@
-"""The reference server as its clients see it: trainer and workers. Every wait says what for, every
-10 seconds, and ends with an error some time."""
+"""The reference server's client, for trainer and workers: a method a route. No wait is silent, and
+each ends with an error some time."""
 
 import contextlib
 import json
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import requests
 
-from grpo.stop import stop
+from grpo.log import say
+from grpo.stop import Wait
 from grpo.wire import PROTOCOL, sha256_of, unpack_bodies
 
-STOP_SECONDS = 25  # a wait, once this process was asked to end; deepspeed kills it after 30
 PART_BYTES = 8 << 20  # of a policy, in one request; below the server's MAX_BODY_BYTES
 LOG_PAUSE_SECONDS = 30  # after a POST /log that failed
 UNLOGGED_RECORDS = 1000  # kept meanwhile; the server takes 4000 in one post
@@ -22,65 +22,72 @@ CUT_OFF = (requests.ConnectionError, requests.Timeout, requests.exceptions.Chunk
 
 
 class RefServer:
-    """Calls of the server's routes. One thread at a time may use it."""
+    """A client of the server. One thread at a time may use it."""
 
     def __init__(self, url, wait_limit_seconds):
-        self.url, self.limit, self.agreed = url.rstrip("/"), wait_limit_seconds, None
-        self.info, self.regroups = {}, False  # what check() was told; the use of flat groups
-        self.dropped = 0  # groups that lease() was told were too old
-        self.unlogged, self.log_after = [], 0.0  # records that log() still has to send, and when
+        self.url, self.limit = url.rstrip("/"), wait_limit_seconds
+        self.agreed = None  # a hash of the reference that check() accepted
+        self.info, self.regroups = {}, False  # /info's answer; whether flat groups are of use
+        self.dropped = 0  # groups that were too old, as lease() was told
+        self.unlogged, self.log_after = [], 0.0  # records that log() has still to send, and when
         self.session = requests.Session()
         self.session.trust_env = False  # no HTTP_PROXY, which seldom knows a cluster's machines
         if token := os.environ.get("GRPO_TOKEN"):
             self.session.headers["Authorization"] = f"Bearer {token}"
 
     def twin(self):
-        """-> another client of the same server, for another thread."""
-        twin = RefServer(self.url, self.limit)
-        twin.agreed = self.agreed
-        return twin
+        """Returns a second client of the same server, for another thread."""
+        second = RefServer(self.url, self.limit)
+        second.agreed = self.agreed
+        return second
 
-    def call(self, method, path, **request):
-        """-> the response. Waits while there is no connection or no room; raises RuntimeError if
-        the server refuses, or after `wait_limit_seconds`."""
-        wait, request = Wait(f"{self.url}{path}", self.limit), {"timeout": 60} | request
+    def call(self, method, path, *, timeout=60, **request) -> requests.Response:
+        """Calls a route. Waits while there is no connection or no room (503).
+
+        Raises RuntimeError if the server refuses, or after `wait_limit_seconds`.
+        """
+        url = self.url + path
+        wait = Wait(url, self.limit)
         while True:
             try:
-                reply = self.session.request(method, self.url + path, **request)
+                reply = self.session.request(method, url, timeout=timeout, **request)
             except CUT_OFF as error:
                 wait.turn(f"no answer ({type(error).__name__}); is `python ref_server.py` running?")
                 continue
-            if reply.status_code == 503:
-                wait.turn(f"the server has no room: {reply.text}")
-                continue
-            if not reply.ok:
-                raise RuntimeError(f"{self.url}{path} refused ({reply.status_code}): {reply.text}")
-            return reply
+            if reply.ok:
+                return reply
+            if reply.status_code != 503:
+                raise RuntimeError(f"{url} refused ({reply.status_code}): {reply.text}")
+            wait.turn(f"the server has no room: {reply.text}")
 
     def check(self, model, facts):
-        """-> what /info says; SystemExit if its log-probs would not fit the policy `model`."""
+        """Returns /info's answer. `facts` (of the tokenizer, and the temperature) are the policy's.
+
+        Raises SystemExit if the reference's log-probs would not fit the policy `model`.
+        """
+        mine = facts | {"protocol": PROTOCOL}
         try:
-            info, mine = self.call("GET", "/info").json(), facts | {"protocol": PROTOCOL}
+            info = self.call("GET", "/info").json()
             if type(info) is not dict:
-                raise ValueError("its /info is no JSON object")
+                raise ValueError("its /info is not a JSON object")
         except (requests.RequestException, ValueError) as error:
             raise SystemExit(f"REF_SERVER = {self.url!r} is no ref_server.py: {error}") from error
         except RuntimeError as error:  # the wrong token, or nobody there
             raise SystemExit(str(error)) from error
-        self.agreed, self.info = info.get("facts"), info
-        self.regroups = bool(info.get("regroup"))
-        wrong = [name for name in mine if info.get(name) != mine[name]]
+        wrong = [f"{k} {info.get(k)} and not {v}" for k, v in mine.items() if info.get(k) != v]
         if wrong:
-            differ = ", ".join(f"{name} {info.get(name)} and not {mine[name]}" for name in wrong)
             raise SystemExit(
                 f"the reference {info.get('model')} at {self.url} does not fit the policy {model}:"
-                f" it has {differ}. Tokenizer, temperature and protocol must be the same on both"
-                " sides"
+                f" it has {', '.join(wrong)}. Tokenizer, temperature and protocol must be the same"
+                " on both sides"
             )
+        self.agreed, self.info = info.get("facts"), info
+        self.regroups = bool(info.get("regroup"))
         return info
 
+    # --- Groups -------------------------------------------------------------------
     def lease(self, run, limit, *, oldest=0, step=0, patience=True):
-        """-> {id: body} of up to `limit` of the run's scored groups; {} if there is none yet.
+        """Returns {id: body} of up to `limit` of the run's scored groups; {} if there is none yet.
 
         Without `patience` the server answers at once. Groups that a policy before version `oldest`
         sampled are dropped, and counted in `dropped`; `step` is the updates made so far.
@@ -94,34 +101,11 @@ class RefServer:
             raise RuntimeError(f"{self.url} now serves another reference model or temperature")
         return unpack_bodies(reply.content, max_header_bytes=len(reply.content))
 
-    def stats(self):
-        return self.call("GET", "/stats").json()
-
-    def log(self, run, records, samples):
-        """Shows metrics and completions on the server's page, if it is there to take them.
-
-        Training neither ends nor waits for a page: one try of 5 s, and after a failure none for 30.
-        Records are kept meanwhile, so that the curves have no gap.
-        """
-        self.unlogged = (self.unlogged + records)[-UNLOGGED_RECORDS:]
-        if time.monotonic() < self.log_after:
-            return
-        body = json.dumps({"run": run, "records": self.unlogged, "samples": samples}).encode()
-        try:
-            reply = self.session.request("POST", f"{self.url}/log", data=body, timeout=5)
-        except requests.RequestException:
-            self.log_after = time.monotonic() + LOG_PAUSE_SECONDS
-            return
-        if not reply.ok:
-            self.log_after = time.monotonic() + LOG_PAUSE_SECONDS
-            print(f"{self.url}/log refused ({reply.status_code}): {reply.text}", flush=True)
-        if reply.status_code < 500:  # what was refused once is refused again
-            self.unlogged = []
-
-    # --- Steps --------------------------------------------------------------------
     def ack(self, run, ids, step):
-        """These groups were trained, after `step` updates. -> whether the server's store is half
-        full of what no checkpoint covers."""
+        """Reports groups as trained, by the rollout after `step` updates.
+
+        Returns whether groups that no checkpoint covers fill half of the server's store.
+        """
         ask = {"run": run, "ids": list(ids), "step": step}
         reply = self.call("POST", "/ack", json=ask).json()
         return 2 * reply["kept_bytes"] > reply["max_bytes"]
@@ -129,99 +113,103 @@ class RefServer:
     def drop(self, run, ids, reason):
         self.call("POST", "/drop", json={"run": run, "ids": list(ids), "reason": reason})
 
+    def stats(self):
+        return self.call("GET", "/stats").json()
+
+    # --- Runs ---------------------------------------------------------------------
     def checkpoint(self, run, step):
-        """A checkpoint after `step` updates has been saved."""
+        """Reports a checkpoint after `step` updates as saved."""
         self.call("POST", "/checkpoint", json={"run": run, "step": step})
 
     def resume(self, run, step):
-        """The run goes on from that checkpoint. -> counts of what the server undid."""
+        """Resumes the run from that checkpoint. Returns counts of what the server undid."""
         return self.call("POST", "/resume", json={"run": run, "step": step}).json()
+
+    def end(self, run):
+        """Ends the run: its workers need not wait for it."""
+        second = self.twin()
+        second.limit = min(self.limit, 120)  # it may be starting
+        try:
+            second.call("POST", "/end", json={"run": run})
+        except RuntimeError as error:
+            say(f"the server does not know that the run {run} is over: {error}")
+
+    def log(self, run, records, samples):
+        """Shows metrics and completions on the server's page.
+
+        Training neither ends nor waits for a page: one try of 5 s, and after a failure none for 30.
+        Records are kept meanwhile, so that the curves have no gap.
+        """
+        self.unlogged = (self.unlogged + records)[-UNLOGGED_RECORDS:]
+        if time.monotonic() < self.log_after:
+            return
+        self.log_after = time.monotonic() + LOG_PAUSE_SECONDS  # unless this one is taken
+        body = json.dumps({"run": run, "records": self.unlogged, "samples": samples}).encode()
+        with contextlib.suppress(requests.RequestException):
+            reply = self.session.request("POST", f"{self.url}/log", data=body, timeout=5)
+            if reply.ok:
+                self.log_after = 0.0
+            else:
+                say(f"{self.url}/log refused ({reply.status_code}): {reply.text}")
+            if reply.status_code < 500:  # what was refused once is refused again
+                self.unlogged = []
 
     # --- Policies -----------------------------------------------------------------
     def publish(self, path, record):
-        """Sends the policy file `path`, in parts, and its record (hub.RECORD)."""
+        """Sends the policy file `path` in parts, and `record` (RECORD in serving/policies.py), to
+        which its size and hash are added."""
         query = {"run": record["run"], "version": record["version"]}
         with open(path, "rb") as file:
             while part := file.read(PART_BYTES):
-                at = {"offset": file.tell() - len(part)}
-                self.call("PUT", "/policy", params=query | at, data=part)
+                offset = file.tell() - len(part)
+                self.call("PUT", "/policy", params=query | {"offset": offset}, data=part)
         record |= {"bytes": Path(path).stat().st_size, "sha256": sha256_of(path)}
         self.call("POST", "/policy", json={"record": record}, timeout=600)  # it is hashed there
 
     def fetch(self, record, path):
-        """Downloads the policy of `record` to the file `path`, whole and checked.
+        """Downloads the policy of `record` to the file `path`; resumes where a connection breaks.
 
-        A connection that breaks is taken up again where it broke. -> False if the policy is gone,
-        as a newer one has come. RuntimeError if what came is not what was published.
+        Returns False if the policy is gone, as a newer one has come. Raises RuntimeError if the
+        file differs from what was published.
         """
-        query = {"run": record["run"], "version": record["version"]}
         wait, path = Wait(f"policy {record['version']} from {self.url}", self.limit), Path(path)
-        path.unlink(missing_ok=True)
-        have = 0
-        while have < record["bytes"]:
-            # in parts, as a long answer would keep one of the server's few threads
-            part = f"bytes={have}-{min(have + PART_BYTES, record['bytes']) - 1}"
-            ask = {"params": query, "headers": {"Range": part}, "stream": True}
+        path.write_bytes(b"")
+        while path.stat().st_size < record["bytes"]:
             try:
-                with self.session.get(f"{self.url}/policy", timeout=60, **ask) as reply:
-                    if reply.status_code == 404:
-                        return False
-                    if reply.status_code != 206:
-                        raise RuntimeError(f"GET /policy: {reply.status_code}: {reply.text}")
-                    with open(path, "ab") as file:
-                        for part in reply.iter_content(1 << 20):
-                            have += file.write(part)
-                            wait.moved()
-                            wait.turn(f"{have} of {record['bytes']} bytes have come", pause=0)
+                if not self._fetch_part(record, path, wait):
+                    return False
             except CUT_OFF as error:
+                have = path.stat().st_size
                 wait.turn(f"the connection broke ({type(error).__name__}) after {have} bytes")
         if sha256_of(path) != record["sha256"]:
             raise RuntimeError(f"policy {record['version']} was damaged on its way: wrong SHA-256")
         return True
 
-    def work(self, worker, *, held, want, run, version, sha256, pulled=False):
-        """-> {"policy", "first", "count"}: see Hub.work."""
-        ask = {"worker": worker, "held": held, "want": want, "run": run, "version": version}
-        ask |= {"sha256": sha256, "pulled": pulled}
-        return self.call("POST", "/work", json=ask).json()
+    def _fetch_part(self, record, path, wait):
+        """Appends the next PART_BYTES: a longer answer would hold one of the server's threads."""
+        have = path.stat().st_size
+        end = min(have + PART_BYTES, record["bytes"]) - 1
+        query = {"run": record["run"], "version": record["version"]}
+        ask = {"Range": f"bytes={have}-{end}"}
+        url = f"{self.url}/policy"
+        reply = self.session.get(url, params=query, headers=ask, stream=True, timeout=60)
+        with reply, open(path, "ab") as file:
+            if reply.status_code == 404:
+                return False
+            if reply.status_code != 206:
+                raise RuntimeError(f"GET /policy: {reply.status_code}: {reply.text}")
+            for piece in reply.iter_content(1 << 20):
+                have += file.write(piece)
+                wait.moved()
+                wait.turn(f"{have} of {record['bytes']} bytes have come", pause=0)
+        return True
 
-    def end(self, run):
-        """Says that the run is over; where the server is not there to hear it, says so here."""
-        twin = self.twin()
-        twin.limit = min(self.limit, 120)  # it may be starting
-        try:
-            twin.call("POST", "/end", json={"run": run})
-        except RuntimeError as error:
-            print(f"the server does not know that the run {run} is over: {error}", flush=True)
+    def work(self, worker, *, held, want, run, version, sha256, pulled=False):
+        """Returns {"policy", "first", "count"}, what to sample: see Hub.work."""
+        ask = {"worker": worker, "held": held, "want": want, "run": run, "version": version}
+        return self.call("POST", "/work", json=ask | {"sha256": sha256, "pulled": pulled}).json()
 
     def set_reference(self, run, version):
         """Makes that policy the reference; version -1: the server's own model again."""
         reply = self.call("POST", "/reference", json={"run": run, "version": version}, timeout=600)
         self.agreed = reply.json()["facts"]
-
-
-class Wait:
-    """A wait that says every 10 s what it is for, and ends with an error."""
-
-    def __init__(self, what, limit_seconds):
-        self.what, self.limit = what, limit_seconds
-        self.start = self.said = time.monotonic()
-
-    def moved(self):
-        """Something came: the limit counts from now."""
-        self.start = time.monotonic()
-
-    def turn(self, why, pause=0.5):
-        now = time.monotonic()
-        if now - self.start > self.limit:
-            raise RuntimeError(f"waited {self.limit} s for {self.what}: {why}")
-        if stop.asked and now - max(self.start, stop.at) > STOP_SECONDS:
-            what = f"the step can't be finished without {self.what}: {why}"
-            raise RuntimeError(
-                f"ended by {stop.asked} without a checkpoint of the last steps: {what}"
-            )
-        if now - self.said > 10:
-            self.said = now
-            with contextlib.suppress(OSError):  # whoever read it may be gone, by the same Ctrl-C
-                print(f"waiting for {self.what} since {now - self.start:.0f} s: {why}", flush=True)
-        time.sleep(pause)

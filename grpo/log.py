@@ -1,4 +1,4 @@
-"""How a process speaks, and how it waits aloud."""
+"""How a process speaks, and how it waits aloud; grpo/stop.py has the waits that end."""
 
 import contextlib
 import os
@@ -9,51 +9,53 @@ import time
 
 from tqdm import tqdm
 
-SPEAK_SECONDS = 10  # between two words of what waits
-
-
-@contextlib.contextmanager
-def announced(what):
-    """Says every 10 s that the block is waiting, and for what."""
-    over, began = threading.Event(), time.monotonic()
-
-    def speak():
-        while not over.wait(SPEAK_SECONDS):
-            tell(f"waiting for {what} since {time.monotonic() - began:.0f} s")
-
-    in_background(speak)
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def in_background(function, *arguments):
-    thread = threading.Thread(target=function, args=arguments, daemon=True)
-    thread.start()
-    return thread
-
-
-def tell(text):
-    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    with contextlib.suppress(OSError):  # whoever read it may be gone, by the same Ctrl-C
-        print(f"{time.strftime('%H:%M:%S')} {rank}{text}", file=sys.stderr, flush=True)
+SPEAK_SECONDS = 10  # between two lines about the same wait
 
 
 def say(text):
-    """Prints on rank 0, above the progress bar."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    """Prints a line about the run: rank 0 alone, on stdout, above the progress bar."""
+    if os.environ.get("RANK", "0") == "0":
         outlive_readers()
         tqdm.write(f"{time.strftime('%H:%M:%S')} {text}")
         sys.stdout.flush()
 
 
+def tell(text):
+    """Prints a line about this process: any rank and thread, on stderr."""
+    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    with contextlib.suppress(OSError):  # Ctrl-C may have ended the reader, a `tee`, as well
+        print(f"{time.strftime('%H:%M:%S')} {rank}{text}", file=sys.stderr, flush=True)
+
+
 def outlive_readers():
-    """Output goes nowhere from when what read it is gone: a `tee`, by the Ctrl-C that has us save
-    the run."""
+    """Sends stdout and stderr nowhere once their reader is gone: the Ctrl-C that asks us to save
+    the run ends a `tee` at once."""
     for descriptor in (1, 2):
         output = select.poll()
         output.register(descriptor, 0)
         if output.poll(0):  # an error, or the other end is closed
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), descriptor)
+
+
+def in_background(function, *arguments):
+    """Returns the thread that runs the function; it does not keep the process alive."""
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+@contextlib.contextmanager
+def announced(what):
+    """Says every 10 s that the block waits for `what`, and since when."""
+    over, start = threading.Event(), time.monotonic()
+
+    def speak():
+        while not over.wait(SPEAK_SECONDS):
+            tell(f"waiting for {what} since {time.monotonic() - start:.0f} s")
+
+    in_background(speak)
+    try:
+        yield
+    finally:
+        over.set()

@@ -1,4 +1,4 @@
-"""A run is asked to end, by a signal or by the end of what started it."""
+"""What ends a process: a signal, the end of its launcher, a wait that takes too long."""
 
 import contextlib
 import math
@@ -8,61 +8,91 @@ import time
 
 import psutil
 
-from grpo.log import in_background, tell
+from grpo.log import SPEAK_SECONDS, in_background, tell
 
 AGAIN_SECONDS = 2  # between two Ctrl-C: deepspeed sends signals too, right after the first
+STOP_SECONDS = 25  # a wait, once this process was asked to end; deepspeed kills it after 30
 
 
 class Stop:
-    """What SIGINT and SIGTERM ask of the trainer: to finish its step, save it, and end. A thread
-    hears them: a handler would wait while the main thread is in a collective."""
+    """A request, by SIGINT or SIGTERM, to finish the step, save it, and end.
+
+    A thread receives the signals: a handler in Python would not run while the main thread is in a
+    collective.
+    """
 
     def __init__(self):
-        self.asked, self.at, self.listens = "", math.inf, False  # by what, and when
+        self.asked, self.at = "", math.inf  # the first signal's name, and when it came
+        self.listens = False
 
     @contextlib.contextmanager
     def listening(self):
-        """In the block the signals do no more than that, but for a second Ctrl-C: it ends this
-        process at once."""
-        self.__init__()
+        """In the block a signal only sets `asked`; a second Ctrl-C ends this process at once."""
+        self.asked, self.at = "", math.inf
         read, write = os.pipe()
         os.set_blocking(write, False)
-        ends = (signal.SIGINT, signal.SIGTERM)
-        before = {end: signal.getsignal(end) for end in ends}
-        heard = [end for end in ends if before[end] != signal.SIG_IGN]
-        in_background(self._hear, read, heard)
+        ends = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) != signal.SIG_IGN]
+        in_background(self._receive, read, ends)
         wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for end in heard:
-            signal.signal(end, lambda *_: None)
+        before = {number: signal.signal(number, lambda *_: None) for number in ends}
         self.listens = True
         try:
             yield
         finally:
             self.listens = False
-            for end in heard:
-                signal.signal(end, before[end])
+            for number, handler in before.items():
+                signal.signal(number, handler)
             signal.set_wakeup_fd(wakeup)
             os.close(write)
 
-    def _hear(self, read, heard):
-        while signals := os.read(read, 64):
-            for number in signals:
-                if number in heard:
+    def _receive(self, read, ends):
+        while numbers := os.read(read, 64):
+            for number in numbers:
+                if number in ends:
                     self.ask(signal.Signals(number).name)
         os.close(read)
 
     def ask(self, by):
-        now = time.monotonic()
         if by == "SIGTERM" and another_rank_ended():
             leave("another rank has ended, so this one does")
         if not self.asked:
-            self.asked, self.at = by, now
+            self.asked, self.at = by, time.monotonic()
             tell(f"{by}: this step is finished and saved, then the run ends; Ctrl-C again: at once")
-        elif by == "SIGINT" and now - self.at > AGAIN_SECONDS:
+        elif by == "SIGINT" and time.monotonic() - self.at > AGAIN_SECONDS:
             leave("a second SIGINT: ended without a checkpoint of the last steps")
 
 
 stop = Stop()
+
+
+class Wait:
+    """A polling loop's wait: says every 10 s what it is for, and ends with an error."""
+
+    def __init__(self, what, limit_seconds):
+        self.what, self.limit = what, limit_seconds
+        self.start = self.said = time.monotonic()
+
+    def moved(self):
+        """There is progress: the limit counts from now."""
+        self.start = time.monotonic()
+
+    def turn(self, why, pause=0.5):
+        """Sleeps `pause` seconds; `why` says what is still missing.
+
+        Raises RuntimeError at the limit, and STOP_SECONDS after this process was asked to end.
+        """
+        now = time.monotonic()
+        if now - self.start > self.limit:
+            raise RuntimeError(f"waited {self.limit} s for {self.what}: {why}")
+        if stop.asked and now - max(self.start, stop.at) > STOP_SECONDS:
+            raise RuntimeError(
+                f"ended by {stop.asked} without a checkpoint of the last steps: the step can't be"
+                f" finished without {self.what}: {why}"
+            )
+        if now - self.said > SPEAK_SECONDS:
+            self.said = now
+            tell(f"waiting for {self.what} since {now - self.start:.0f} s: {why}")
+        time.sleep(pause)
 
 
 def another_rank_ended():

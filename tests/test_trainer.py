@@ -1341,13 +1341,13 @@ def test_no_server_is_an_error_that_says_what_to_start(monkeypatch, capsys):
     """A dead server must not look like an empty queue, and be waited for, for ever."""
     clock = random.Random(0)
     now = [0.0]
-    fake = {"monotonic": lambda: now[0]}  # the client's alone: other threads sleep, too
+    fake = {"monotonic": lambda: now[0]}  # of waits alone: other threads sleep, too
     fake["sleep"] = lambda s: now.__setitem__(0, now[0] + 3 + clock.random())
-    monkeypatch.setattr("grpo.client.time", SimpleNamespace(**fake))
+    monkeypatch.setattr("grpo.stop.time", SimpleNamespace(**fake))
     client = RefServer("http://127.0.0.1:9", 40)  # a port where nothing listens
     with pytest.raises(RuntimeError, match="waited 40 s for .*ref_server.py"):
         client.call("GET", "/info")
-    assert capsys.readouterr().out.count("waiting for http://127.0.0.1:9/info") >= 3
+    assert capsys.readouterr().err.count("waiting for http://127.0.0.1:9/info") >= 3
 
 
 # --- Threads ---------------------------------------------------------------------------

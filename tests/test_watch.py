@@ -14,9 +14,9 @@ from test_trainer import MIXED, FakeEngine, a_recipe, prompts_of, sampled
 
 from grpo import log
 from grpo import stop as stop_module
-from grpo.client import Wait
 from grpo.sampling import reward_timeout
 from grpo.sampling.reward_timeout import TooSlow, timely
+from grpo.stop import Wait
 from grpo.training import liveness as watch
 from grpo.training.liveness import Heartbeats
 
@@ -26,11 +26,10 @@ ROOT = Path(__file__).parent.parent
 # --- Signals ------------------------------------------------------------------------
 LISTENS = """
 import hashlib, sys
-from grpo import client
-from grpo.training.liveness import stop
+from grpo import stop
 
-client.STOP_SECONDS, wait = 1, client.Wait("the server", 600)
-with stop.listening():
+stop.STOP_SECONDS, wait = 1, stop.Wait("the server", 600)
+with stop.stop.listening():
     print("listening", flush=True)
     if sys.argv[1] == "compute":  # as in a collective: no handler in Python would run meanwhile
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from grpo import client, wire
+from grpo import stop, wire
 from grpo.client import RefServer
 from grpo.wire import GROUP_PROTOCOL, PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
 
@@ -336,7 +336,7 @@ def reply(status, body, length=None, headers=""):
 
 @pytest.fixture
 def no_pause(monkeypatch):
-    monkeypatch.setattr(client.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(stop.time, "sleep", lambda seconds: None)
 
 
 def test_a_call_goes_on_when_the_server_dies_in_the_middle_of_its_reply(no_pause):

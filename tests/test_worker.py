@@ -20,6 +20,7 @@ from test_wire import Replies, reply
 from transformers import AutoTokenizer
 
 from grpo import client as client_module
+from grpo import stop as stop_module
 from grpo.client import RefServer
 from grpo.proof import NOISE, check_proof, proof_of, sample_proof
 from grpo.sampling import worker
@@ -35,9 +36,9 @@ from ref_server import make_app
 
 @pytest.fixture
 def no_pause(monkeypatch):
-    """The client's alone: other threads sleep, too."""
+    """Of waits alone: other threads sleep, too."""
     fake = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)
-    monkeypatch.setattr(client_module, "time", fake)
+    monkeypatch.setattr(stop_module, "time", fake)
 
 
 # --- Prompts ------------------------------------------------------------------------
@@ -657,20 +658,20 @@ def test_a_policy_that_is_gone_before_it_was_fetched_is_asked_for_anew():
 def test_a_worker_waits_for_a_run_and_says_for_what(no_pause, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(
-        client_module.time, "monotonic", lambda: now.__setitem__(0, now[0] + 4) or now[0]
+        stop_module.time, "monotonic", lambda: now.__setitem__(0, now[0] + 4) or now[0]
     )
     server = Script(*[{"policy": None}] * 99)
     server.limit = 60
     run(
         server, expected=RuntimeError, match="waited 60 s for a run .*no run has published a policy"
     )
-    assert capsys.readouterr().out.count("waiting for a run to sample for") >= 3
+    assert capsys.readouterr().err.count("waiting for a run to sample for") >= 3
 
 
 def test_a_worker_waits_while_there_is_no_room(no_pause, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(
-        client_module.time, "monotonic", lambda: now.__setitem__(0, now[0] + 4) or now[0]
+        stop_module.time, "monotonic", lambda: now.__setitem__(0, now[0] + 4) or now[0]
     )
     server = Script(policy(0), *[policy(0)] * 99, policies=W)
     server.limit = 60
