@@ -1,4 +1,4 @@
-"""Constants of a script, and its command line: a sentence for each mistake."""
+"""A script's constants and command line, with a sentence for each mistake."""
 
 import difflib
 import math
@@ -8,8 +8,8 @@ import sys
 from grpo.proof import NOISE
 
 RULES = {  # what a constant must be: whether a value is
-    "a whole number from 1 on": lambda value: whole(value) and value >= 1,
-    "a whole number from 0 on": lambda value: whole(value) and value >= 0,
+    "a whole number from 1 on": lambda value: type(value) is int and value >= 1,
+    "a whole number from 0 on": lambda value: type(value) is int and value >= 0,
     "a number from 0 on": lambda value: real(value) and value >= 0,
     "True or False": lambda value: value in (True, False),
     "a text": lambda value: isinstance(value, str) and value != "",
@@ -18,18 +18,20 @@ DTYPES = ["auto", *NOISE]
 
 
 def arguments():
-    """-> the words of the command line, without the --local_rank=N that deepspeed adds."""
+    """Returns the command line's words, without the --local_rank=N that deepspeed adds."""
     return [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
 
 
 def usage(doc):
-    """-> what a script whose __doc__ this is says of arguments that it does not know."""
+    """Returns the reply to unknown arguments: the beginning of a script's __doc__."""
     return "\n\n".join([*doc.split("\n\n")[:2], "All else is said by the constants in the file."])
 
 
 def check_names(now, known):
-    """Raises SystemExit where a preset has set constants in a script, whose globals() are `now`,
-    that the script does not have: misspelt, they would be without effect."""
+    """Raises SystemExit if a preset has set a constant that the script lacks, as when misspelt.
+
+    `now` are the script's globals(), `known` its constants' names.
+    """
     for name in now:
         if name.isupper() and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
@@ -37,7 +39,7 @@ def check_names(now, known):
 
 
 def rules_of(table, now):
-    """-> rules, (constant, what it must be, whether it is), of a table's constants."""
+    """Returns (constant, what it must be, whether it is) for each in a table {what: "NAME ..."}."""
     return [(n, what, RULES[what](now[n])) for what in table for n in table[what].split()]
 
 
@@ -47,11 +49,7 @@ def refuse_broken(script, now, rules):
         raise SystemExit(f"{script} can't run with these constants:\n" + "\n".join(broken))
 
 
-def whole(value):
-    return type(value) is int
-
-
 def real(value):
-    """Whether a finite number, which True is not; NumPy's are, too."""
+    """Whether this is a finite number, NumPy's too; True is not."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return number and math.isfinite(value)
