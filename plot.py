@@ -7,45 +7,39 @@ import json
 import sys
 from pathlib import Path
 
-CURVES = [  # title, then the metrics that share its axes
-    ("accuracy", ["accuracy", "eval_accuracy"]),
-    ("reward", ["reward"]),
-    ("KL to the reference (nats a token)", ["kl"]),
-    ("completion length (tokens)", ["completion_tokens"]),
-    ("entropy (nats a token)", ["entropy"]),
-    ("share of flat groups", ["flat_groups"]),
-]
+CURVES = {  # title: the metrics that share its axes
+    "accuracy": ["accuracy", "eval_accuracy"],
+    "reward": ["reward"],
+    "KL to the reference (nats a token)": ["kl"],
+    "completion length (tokens)": ["completion_tokens"],
+    "entropy (nats a token)": ["entropy"],
+    "share of zero-variance (flat) groups": ["flat_groups"],
+}
 
 
-def plot(run_dir):
-    """Writes run_dir/curves.png from run_dir/metrics.jsonl; -> its path."""
+def plot(run_dir) -> Path:
+    """Writes run_dir/curves.png from run_dir/metrics.jsonl and returns its path."""
     import matplotlib
 
     matplotlib.use("Agg")  # no screen needed
     import matplotlib.pyplot as plt
 
-    path = Path(run_dir, "metrics.jsonl")
+    path, target = Path(run_dir, "metrics.jsonl"), Path(run_dir, "curves.png")
     if not path.exists():
-        raise SystemExit(
-            f"{path} is not there: give the folder of a run, e.g. python plot.py runs/demo"
-        )
+        sys.exit(f"{path} is not there: give the folder of a run, e.g. python plot.py runs/demo")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     figure, axes = plt.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
-    for ax, (title, names) in zip(axes.flat, CURVES, strict=True):
+    for ax, (title, names) in zip(axes.flat, CURVES.items(), strict=True):
         for name in names:
             points = [(r["step"], r[name]) for r in records if name in r]
             if points:
-                ax.plot(
-                    *zip(*points, strict=True),
-                    marker="o" if name[:5] == "eval_" else "",
-                    label=name,
-                )
+                marker = "o" if name.startswith("eval_") else ""
+                ax.plot(*zip(*points, strict=True), marker=marker, label=name)
         ax.set_title(title)
         ax.set_xlabel("step")
         ax.grid(alpha=0.3)
         if ax.lines:
             ax.legend()
-    target = Path(run_dir, "curves.png")
     figure.savefig(target, dpi=110)
     plt.close(figure)
     return target
