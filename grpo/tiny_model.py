@@ -3,9 +3,10 @@
     warm_start("runs/demo/warm_start", arithmetic, seed=0, steps=800)    # 45 s on one core
 
 It stands for a real base model: it knows the arithmetic, the operators and the tags, and rarely
-brings them together. Half of what it sees are true equations, half are sloppy answers to questions.
+brings them together. Half of its examples are true equations, half are sloppy answers to questions.
 """
 
+import functools
 import random
 import time
 
@@ -24,19 +25,17 @@ SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s
 
 
 def make_tokenizer(task):
-    """-> a byte-level BPE of about 400 ids, trained on training questions, with the tags as ids."""
+    """Returns a byte-level BPE of about 400 ids, trained on training questions; each tag is an id."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level]
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator([item["question"] for item in task.load("train")[:2000]], trainer)
@@ -48,8 +47,26 @@ def make_tokenizer(task):
     return tokenizer
 
 
+def make_model(tokenizer, heads):
+    config = Qwen2Config(
+        vocab_size=416,  # the tokenizer's ids, padded as real models pad theirs
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        initializer_range=0.1,  # 0.02 made the arithmetic slower to learn
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen2ForCausalLM(config).to(own_device())
+
+
 def sloppy(item, draw):
-    """-> a completion as the warm start sees it: a true equation, often not the one asked for.
+    """Returns a completion for the warm start: a true equation, often not the one asked for.
 
     The two shares below decide how hard GRPO's part is. A subtraction usually adds, so greedy
     answers begin near 50 %; an addition seldom subtracts, so the model does tell the two apart.
@@ -70,17 +87,16 @@ def sloppy(item, draw):
     )
 
 
-def equation(task, draw):
-    """-> a true equation. Example: 7+5=12"""
-    item = task.make_item(draw)
+def equation(item):
+    """Returns a true equation. Example: 7+5=12"""
     return f"{item['a']}{item['operator']}{item['b']}={item['answer']}"
 
 
-def next_token_loss(model, rows):
-    """-> the mean cross-entropy of rows (ids, how many of them are given and not learned)."""
-    width = max(len(ids) for ids, _ in rows)
-    ids = [ids + [0] * (width - len(ids)) for ids, _ in rows]
-    labels = [[-100] * n + ids[n:] + [-100] * (width - len(ids)) for ids, n in rows]
+def next_token_loss(model, examples):
+    """Returns the mean cross-entropy of examples (ids, how many of them are given, not learned)."""
+    width = max(len(ids) for ids, _ in examples)
+    ids = [ids + [0] * (width - len(ids)) for ids, _ in examples]
+    labels = [[-100] * n + ids[n:] + [-100] * (width - len(ids)) for ids, n in examples]
     return model(
         input_ids=torch.tensor(ids, device=model.device),
         labels=torch.tensor(labels, device=model.device),
@@ -93,35 +109,17 @@ def warm_start(folder, task, seed, steps, heads=4):
     torch.set_num_threads(1)  # a second gains a fifth when a core is free, and costs much when not
     torch.manual_seed(seed)
     draw, tokenizer, train_items = random.Random(seed), make_tokenizer(task), task.load("train")
-    config = Qwen2Config(
-        vocab_size=416,  # the tokenizer's ids, padded as real models pad theirs
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        initializer_range=0.1,  # 0.02 made the arithmetic slower to learn
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen2ForCausalLM(config).to(own_device())
+    model = make_model(tokenizer, heads)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
-    prompts = {}  # question -> ids, as the same ones come again
-    end = [tokenizer.eos_token_id]
-    started = time.perf_counter()
+    prompt_of = functools.cache(lambda question: prompt_ids(tokenizer, task.messages(question)))
+    end, started = [tokenizer.eos_token_id], time.perf_counter()
     for step in range(steps):
-        examples = []  # (ids, how many of them are given and not learned)
+        examples = []
         for item in draw.choices(train_items, k=32):
-            if item["question"] not in prompts:
-                prompts[item["question"]] = prompt_ids(tokenizer, task.messages(item["question"]))
-            prompt = prompts[item["question"]]
-            examples.append(
-                (prompt + tokenizer(sloppy(item, draw))["input_ids"] + end, len(prompt))
-            )
-        equations = tokenizer([equation(task, draw) for _ in range(64)])["input_ids"]
+            prompt = prompt_of(item["question"])
+            completion = tokenizer(sloppy(item, draw))["input_ids"] + end
+            examples.append((prompt + completion, len(prompt)))
+        equations = tokenizer([equation(task.make_item(draw)) for _ in range(64)])["input_ids"]
         # two batches, as equations padded to the length of examples would double the time
         loss = next_token_loss(model, examples)
         loss = loss + next_token_loss(model, [(ids + end, 1) for ids in equations])
