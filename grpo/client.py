@@ -60,6 +60,9 @@ class RefServer:
                 raise RuntimeError(f"{url} refused ({reply.status_code}): {reply.text}")
             wait.turn(f"the server has no room: {reply.text}")
 
+    def post(self, path, **body) -> requests.Response:
+        return self.call("POST", path, json=body)
+
     def check(self, model, facts):
         """Returns /info's answer. `facts` (of the tokenizer, and the temperature) are the policy's.
 
@@ -92,8 +95,8 @@ class RefServer:
         Without `patience` the server answers at once. Groups that a policy before version `oldest`
         sampled are dropped, and counted in `dropped`; `step` is the updates made so far.
         """
-        ask = {"run": run, "limit": limit, "oldest": oldest, "step": step, "wait": patience}
-        reply = self.call("POST", "/lease", json=ask)
+        ask = {"limit": limit, "oldest": oldest, "step": step, "wait": patience}
+        reply = self.post("/lease", run=run, **ask)
         self.dropped += int(reply.headers.get("X-Dropped", 0))
         if reply.status_code == 204:
             return {}
@@ -106,12 +109,11 @@ class RefServer:
 
         Returns whether groups that no checkpoint covers fill half of the server's store.
         """
-        ask = {"run": run, "ids": list(ids), "step": step}
-        reply = self.call("POST", "/ack", json=ask).json()
+        reply = self.post("/ack", run=run, ids=list(ids), step=step).json()
         return 2 * reply["kept_bytes"] > reply["max_bytes"]
 
     def drop(self, run, ids, reason):
-        self.call("POST", "/drop", json={"run": run, "ids": list(ids), "reason": reason})
+        self.post("/drop", run=run, ids=list(ids), reason=reason)
 
     def stats(self):
         return self.call("GET", "/stats").json()
@@ -119,18 +121,18 @@ class RefServer:
     # --- Runs ---------------------------------------------------------------------
     def checkpoint(self, run, step):
         """Reports a checkpoint after `step` updates as saved."""
-        self.call("POST", "/checkpoint", json={"run": run, "step": step})
+        self.post("/checkpoint", run=run, step=step)
 
     def resume(self, run, step):
         """Resumes the run from that checkpoint. Returns counts of what the server undid."""
-        return self.call("POST", "/resume", json={"run": run, "step": step}).json()
+        return self.post("/resume", run=run, step=step).json()
 
     def end(self, run):
         """Ends the run: its workers need not wait for it."""
         second = self.twin()
         second.limit = min(self.limit, 120)  # it may be starting
         try:
-            second.call("POST", "/end", json={"run": run})
+            second.post("/end", run=run)
         except RuntimeError as error:
             say(f"the server does not know that the run {run} is over: {error}")
 
@@ -172,27 +174,24 @@ class RefServer:
         Returns False if the policy is gone, as a newer one has come. Raises RuntimeError if the
         file differs from what was published.
         """
-        wait, path = Wait(f"policy {record['version']} from {self.url}", self.limit), Path(path)
+        path, wait = Path(path), Wait(f"policy {record['version']} from {self.url}", self.limit)
         path.write_bytes(b"")
-        while path.stat().st_size < record["bytes"]:
+        while (have := path.stat().st_size) < record["bytes"]:
             try:
-                if not self._fetch_part(record, path, wait):
+                if not self._fetch_part(record, path, have, wait):
                     return False
             except CUT_OFF as error:
-                have = path.stat().st_size
-                wait.turn(f"the connection broke ({type(error).__name__}) after {have} bytes")
+                wait.turn(f"the connection broke: {type(error).__name__}")
         if sha256_of(path) != record["sha256"]:
             raise RuntimeError(f"policy {record['version']} was damaged on its way: wrong SHA-256")
         return True
 
-    def _fetch_part(self, record, path, wait):
+    def _fetch_part(self, record, path, have, wait):
         """Appends the next PART_BYTES: a longer answer would hold one of the server's threads."""
-        have = path.stat().st_size
         end = min(have + PART_BYTES, record["bytes"]) - 1
         query = {"run": record["run"], "version": record["version"]}
-        ask = {"Range": f"bytes={have}-{end}"}
-        url = f"{self.url}/policy"
-        reply = self.session.get(url, params=query, headers=ask, stream=True, timeout=60)
+        ask = {"params": query, "headers": {"Range": f"bytes={have}-{end}"}, "stream": True}
+        reply = self.session.get(f"{self.url}/policy", timeout=60, **ask)
         with reply, open(path, "ab") as file:
             if reply.status_code == 404:
                 return False
@@ -205,9 +204,9 @@ class RefServer:
         return True
 
     def work(self, worker, *, held, want, run, version, sha256, pulled=False):
-        """Returns {"policy", "first", "count"}, what to sample: see Hub.work."""
-        ask = {"worker": worker, "held": held, "want": want, "run": run, "version": version}
-        return self.call("POST", "/work", json=ask | {"sha256": sha256, "pulled": pulled}).json()
+        """Returns {"policy", "first", "count"}, what to sample: see grpo/serving/policies.py."""
+        has = {"held": held, "run": run, "version": version, "sha256": sha256, "pulled": pulled}
+        return self.post("/work", worker=worker, want=want, **has).json()
 
     def set_reference(self, run, version):
         """Makes that policy the reference; version -1: the server's own model again."""

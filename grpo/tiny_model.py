@@ -25,7 +25,7 @@ SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s
 
 
 def make_tokenizer(task):
-    """Returns a byte-level BPE of about 400 ids, trained on training questions; each tag is an id."""
+    """Returns a byte-level BPE of about 400 ids, trained on questions; each tag is one id."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,18 +1,9 @@
 """What travels between samplers, reference server and trainer: groups, each a safetensors blob.
 
 A group is a prompt and its G completions, N tokens in all, laid one after another without padding:
-
-    prompt_ids         int32 (P,)        completion_lengths int32 (G,)
-    completion_ids     int32 (N,)        the sampled ids: text is never tokenised again
-    sampler_logps    float32 (N,)        under the policy that sampled, at the sampling temperature
-    truncated           bool (G,)        cut at the length limit: the last token is not EOS
-    rewards          float32 (G, K)      raw, a column for each name in reward_names
-    ref_logps        float32 (N,)        under the reference model; added by the server
-    metadata (JSON)                      protocol, id, run, policy_version, item, sampler, outcome,
-                                         skipped, reward_names
-
-Several groups, in one upload or in the answer to a lease, are a blob of blobs (`pack_bodies`).
-Nothing is pickled, so a body can only ever be data. The receiver checks it first (`unpack_group`).
+the tensors below, and metadata as JSON. Several groups, in one upload or in the answer to a lease,
+are a blob of blobs (`pack_bodies`). Nothing is pickled, so a body can only ever be data. The
+receiver checks it first (`unpack_group`).
 """
 
 import hashlib
@@ -32,13 +23,13 @@ MAX_HEADER_BYTES = 1 << 16  # a group's is 1 KB; 16 MB of header took 3.5 s and 
 MAX_COMPLETIONS = 10_000  # of a group; joining two flat ones of 500 000 each took 14 s
 
 TENSORS = {
-    "prompt_ids": torch.int32,
-    "completion_ids": torch.int32,
-    "completion_lengths": torch.int32,
-    "sampler_logps": torch.float32,
-    "truncated": torch.bool,
-    "rewards": torch.float32,
-    "ref_logps": torch.float32,
+    "prompt_ids": torch.int32,  # (P,)
+    "completion_ids": torch.int32,  # (N,), the sampled ids: text is never tokenised again
+    "completion_lengths": torch.int32,  # (G,)
+    "sampler_logps": torch.float32,  # (N,), of the policy that sampled, at its temperature
+    "truncated": torch.bool,  # (G,), cut at the length limit: the last token is not EOS
+    "rewards": torch.float32,  # (G, K), raw, a column for each of reward_names
+    "ref_logps": torch.float32,  # (N,), of the reference model; added by the server
 }
 # What reading a blob raises; RuntimeError: JSON nested too deeply, torch's view of 4-bit dtypes
 UNREADABLE = (SafetensorError, struct.error, ValueError, KeyError, TypeError, RuntimeError)
@@ -46,7 +37,7 @@ UNREADABLE = (SafetensorError, struct.error, ValueError, KeyError, TypeError, Ru
 
 @dataclass
 class Group:
-    """A prompt and its completions; tensors on the CPU, shapes as above."""
+    """A prompt and its completions; tensors on the CPU, as above."""
 
     id: str  # unique in its run: a repeated upload changes nothing
     run: str
@@ -55,7 +46,7 @@ class Group:
     sampler: str  # "trainer", or a worker's name
     outcome: str  # the reward that tells right from wrong
     skipped: dict  # sums over the flat groups that the sampler left out before this one: tally()
-    reward_names: list  # of K texts
+    reward_names: list  # K texts
     prompt_ids: torch.Tensor
     completion_ids: torch.Tensor
     completion_lengths: torch.Tensor
@@ -206,7 +197,6 @@ def check_group(g, vocab_size, max_tokens):
     require(fits, f"{longest} tokens exceed the reference model's context of {max_tokens}")
 
 
-# --- Fingerprints ---------------------------------------------------------------------
 def sha256_of(path) -> str:
     """Returns the file's SHA-256, in hex."""
     digest = hashlib.sha256()
