@@ -1,11 +1,8 @@
-"""What the reference server's page shows: errors, rates of upload, and what trainers post of runs.
+"""What the reference server's page shows: errors, upload rates, and the runs' metrics.
 
-    GET /      page.html, for people; it asks for /live every 2 s
-    GET /live  Live.snapshot: all that the page shows, as JSON
-    POST /log  Live.log: records as in metrics.jsonl, completions as in samples.jsonl
-
-Everything kept is bounded. The curves lie in the store's database too, and survive kill -9; errors,
-rates and completions are of this process.
+GET / sends page.html, which asks GET /live (`snapshot`) every 2 s. Trainers POST /log (`log`)
+records as in metrics.jsonl and completions as in samples.jsonl. All that is kept is bounded. The
+curves are in the store's database too, and survive kill -9; the rest is lost with the process.
 """
 
 import base64
@@ -22,22 +19,23 @@ CURVES = ("reward", "accuracy", "eval_accuracy", "kl", "completion_tokens")
 MAX_POINTS = 4000  # of a curve; beyond it every second one goes
 SENT_POINTS = 400  # of a curve in one answer: a chart is about 500 pixels wide
 MAX_RUNS, MAX_SAMPLES, MAX_ERRORS = 20, 8, 20
-MAX_TEXT, MAX_ERROR = 4000, 500  # characters of a completion or question, and of an error
+MAX_ERROR = 500  # characters
+SAMPLE_TEXTS = {"question": 4000, "completion": 4000, "answer": 200, "sampler": 200}  # characters
 RATE_SECONDS = 60
-
-
 PLAIN = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
 def load_page():
-    """-> (page.html, the headers it is sent with). Its script is allowed by its hash: even if a
-    model's text ever became HTML, no script in it would run."""
+    """Returns page.html and its headers, which allow its script by hash: if a model's text ever
+    became HTML, no script in it would run."""
     html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     script = re.search("<script>(.*?)</script>", html, re.DOTALL)[1]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}';"
-    policy += " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
-    policy += " frame-ancestors 'none'"
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}';"
+        " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
+        " frame-ancestors 'none'"
+    )
     kind = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": policy}
     return html, PLAIN | kind
 
@@ -60,7 +58,7 @@ def check_step(what, value):
 
 
 def clean_sample(sample):
-    """-> what the page shows of a completion, cut to its length; ValueError if it is none."""
+    """Returns what the page shows of a completion, with texts cut. Raises ValueError."""
     check_step("a sample", sample)
     if type(sample.get("completion")) is not str:
         raise ValueError("a sample's completion must be a text")
@@ -69,10 +67,9 @@ def clean_sample(sample):
     given = {name: value for name, value in sample.items() if value is not None}
     numbers = {n: given[n] for n in ("advantage", "policy_version") if n in given}
     check_numbers("a sample", numbers, 2)
-    texts = {n: cut(str(given[n]), MAX_TEXT) for n in ("question", "completion") if n in given}
-    names = {n: cut(str(given[n]), 200) for n in ("answer", "sampler") if n in given}
+    texts = {n: cut(str(given[n]), SAMPLE_TEXTS[n]) for n in SAMPLE_TEXTS if n in given}
     facts = {"step": sample["step"], "truncated": bool(sample.get("truncated"))}
-    return facts | texts | names | numbers | {"rewards": rewards}
+    return facts | texts | numbers | {"rewards": rewards}
 
 
 def cut(text, limit):
@@ -81,15 +78,7 @@ def cut(text, limit):
     return text if more <= 0 else f"{text[:limit]} … ({more} more characters)"
 
 
-def spread(points, number):
-    """-> `number` of the points, or fewer, as evenly as can be, with the first and the last."""
-    last = len(points) - 1
-    if last < number:
-        return points
-    return [points[i * last // (number - 1)] for i in range(number)]
-
-
-# --- What is kept -------------------------------------------------------------------
+# --- Curves -------------------------------------------------------------------------
 @dataclass
 class Run:
     logged: float = 0  # time of the last post
@@ -98,6 +87,44 @@ class Run:
     last: dict = field(default_factory=dict)  # all metrics of the last step
     samples: deque = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
 
+    def add(self, record):
+        """Adds a step's metrics, to those of the same step if there are any: an evaluation follows
+        its step. An earlier step removes the later ones: the trainer resumed from a checkpoint."""
+        step = record["step"]
+        if step < self.step:
+            self.curves = {c: [p for p in old if p[0] <= step] for c, old in self.curves.items()}
+        self.last = (self.last if step == self.step else {}) | record
+        self.step = step
+        for curve in CURVES:
+            if curve in record:
+                add_point(self.curves[curve], step, float(record[curve]))
+
+
+def add_point(points, step, value):
+    """Appends a point, or replaces that of the same step; thins the curve if it is full."""
+    half = MAX_POINTS // 2
+    if len(points) > half:  # thinned, perhaps: then the last stays only if it is as far apart
+        apart = (points[half - 1][0] - points[0][0]) / (half - 1)
+        if points[-1][0] - points[-2][0] < apart:
+            points.pop()
+    if points and points[-1][0] == step:
+        points.pop()
+    points.append((step, value))
+    if len(points) > MAX_POINTS:
+        points[:] = points[:-1:2] + points[-1:]
+
+
+def spread(points, number):
+    """Returns at most `number` of the points, evenly, with the first and the last."""
+    last = len(points) - 1
+    if last < number:
+        return points
+    return [points[i * last // (number - 1)] for i in range(number)]
+
+
+def columns(points):
+    return {"steps": [s for s, _ in points], "values": [float(f"{v:.4g}") for _, v in points]}
+
 
 class Live:
     """May be used from any thread: all is guarded by the store's lock."""
@@ -105,7 +132,7 @@ class Live:
     def __init__(self, store):
         self.store, self.started = store, time.monotonic()
         self.errors = {}  # text -> (how often, when last), the latest at the end
-        self.seconds = {}  # second -> [groups, tokens] that came in it
+        self.seconds = {}  # second -> (groups, tokens) uploaded in it
         self.runs = {}  # name -> Run, the one that logged last at the end
         with store.db.transaction():
             store.db.execute(
@@ -121,7 +148,7 @@ class Live:
         self.runs = dict(sorted(self.runs.items(), key=lambda item: item[1].logged))
 
     def error(self, text):
-        """A repeat only counts: what a producer retries every second must not hide the others."""
+        """Adds an error; a repeat only counts, so that a producer that retries hides no other."""
         text = cut(text, MAX_ERROR)
         with self.store.db.changed:
             count, _ = self.errors.pop(text, (0, 0))
@@ -130,7 +157,7 @@ class Live:
                 del self.errors[next(iter(self.errors))]
 
     def uploaded(self, tokens):
-        """A group with so many completion tokens was taken."""
+        """Counts an uploaded group with so many completion tokens."""
         now = int(time.monotonic())
         with self.store.db.changed:
             if now not in self.seconds:
@@ -140,18 +167,16 @@ class Live:
             self.seconds[now][1] += tokens
 
     def rates(self):
-        now = int(time.monotonic())
-        span = max(1, min(RATE_SECONDS, time.monotonic() - self.started))
-        counts = [c for second, c in self.seconds.items() if second > now - RATE_SECONDS]
-        groups, tokens = (sum(column) for column in zip([0, 0], *counts, strict=True))
+        now = time.monotonic()
+        span = max(1, min(RATE_SECONDS, now - self.started))
+        with self.store.changed:
+            last = [c for second, c in self.seconds.items() if second > int(now) - RATE_SECONDS]
+        groups, tokens = (sum(column) for column in zip((0, 0), *last, strict=True))
         return {"groups_per_s": round(groups / span, 2), "tokens_per_s": round(tokens / span, 1)}
 
     def log(self, name, records, samples):
-        """Takes what a run posts. ValueError, and nothing is taken, if it is not what it should be.
-
-        A record of a step that is there already adds to it (an evaluation follows its step). One of
-        an earlier step undoes what came later: the trainer resumed from a checkpoint.
-        """
+        """Adds records and samples to a run; raises ValueError, and has added none, if one is not
+        what it should be."""
         if not 0 < len(name) <= 200 or not name.isprintable():
             raise ValueError("run must have 1 to 200 printable characters")
         if len(records) > MAX_POINTS or len(samples) > 100:
@@ -162,6 +187,7 @@ class Live:
         samples = [clean_sample(sample) for sample in samples]
         with self.store.db.transaction():
             run = self.runs[name] = self.runs.pop(name, None) or Run()
+            before = {curve: set(points) for curve, points in run.curves.items()}
             run.logged = time.time()
             run.samples.extend(samples)
             if len(self.runs) > MAX_RUNS:
@@ -171,43 +197,21 @@ class Live:
             for record in records:
                 self._add(name, run, record)
 
-    def _add(self, name, run, record):
-        step = record["step"]
-        if step < run.step:
-            for points in run.curves.values():
-                while points and points[-1][0] > step:
-                    points.pop()
-            self.store.db.execute("DELETE FROM curves WHERE run=? AND step>?", (name, step))
-        run.last = (run.last if step == run.step else {}) | record
-        run.step = step
-        for curve in CURVES:
-            if curve in record:
-                self._append(name, curve, run, step, float(record[curve]))
-
-    def _append(self, name, curve, run, step, value):
-        points, half = run.curves[curve], MAX_POINTS // 2
-        changed = step  # the first step whose row differs
-        if len(points) > half:  # thinned, perhaps: then the last stays only if it is as far apart
-            apart = (points[half - 1][0] - points[0][0]) / (half - 1)
-            if points[-1][0] - points[-2][0] < apart:
-                changed = points.pop()[0]
-        if points and points[-1][0] == step:
-            points.pop()
-        points.append((step, value))
-        new = points[-1:]
-        if len(points) > MAX_POINTS:
-            points[:] = new = points[:-1:2] + points[-1:]
-            changed = -1
-        delete = "DELETE FROM curves WHERE run=? AND curve=? AND step>=?"
-        self.store.db.execute(delete, (name, curve, changed))
-        rows = [(name, curve, *point, run.logged) for point in new]
-        self.store.db.executemany("INSERT INTO curves VALUES (?, ?, ?, ?, ?)", rows)
+    def _write(self, name, run, before):
+        """Writes what differs from the points `before`: 1 ms where all curves are full."""
+        delete = "DELETE FROM curves WHERE run=? AND curve=? AND step=?"
+        insert = "INSERT INTO curves VALUES (?, ?, ?, ?, ?)"
+        for curve, points in run.curves.items():
+            old, new = before[curve], set(points)
+            self.store.db.executemany(delete, [(name, curve, step) for step, _ in old - new])
+            rows = [(name, curve, step, value, run.logged) for step, value in new - old]
+            self.store.db.executemany(insert, rows)
 
     # --- What is shown ------------------------------------------------------------
     def snapshot(self, asked, policies, pacing, server):
         """-> what GET /live answers: of the run `asked`, or else of the one that logged last.
 
-        `server` is what GET /info answers. Times are ages in seconds: clocks may differ.
+        `server` is GET /info's answer. Times are ages in seconds: clocks may differ.
         """
         now, clock = time.monotonic(), time.time()
         with self.store.db.changed:
@@ -233,12 +237,19 @@ class Live:
                 "run": name,
                 "ended": policies.ended(name),
                 "step": run.step if run.step >= 0 else None,
-                "policy_version": policy["version"] if policy else None,
+                "policy_version": policy.get("version"),
                 "logged_s": round(max(0, clock - run.logged), 1) if run.logged else None,
                 "curves": {
-                    curve: {"steps": [s for s, _ in p], "values": [float(f"{v:.4g}") for _, v in p]}
-                    for curve, p in curves.items()
+                    c: columns(spread(points, SENT_POINTS)) for c, points in run.curves.items()
                 },
                 "last": dict(run.last),
                 "samples": list(reversed(run.samples)),
             }
+
+    def _ages(self, clock):
+        """Returns the age in seconds of the oldest pending group of each state."""
+        oldest = self.store.db.execute(
+            "SELECT state, MIN(uploaded) FROM groups WHERE state IN ('waiting', 'scored', 'leased')"
+            " GROUP BY state"
+        )
+        return {state: round(max(0, clock - uploaded), 1) for state, uploaded in oldest}
