@@ -95,8 +95,7 @@ class RefServer:
         Without `patience` the server answers at once. Groups that a policy before version `oldest`
         sampled are dropped, and counted in `dropped`; `step` is the updates made so far.
         """
-        ask = {"limit": limit, "oldest": oldest, "step": step, "wait": patience}
-        reply = self.post("/lease", run=run, **ask)
+        reply = self.post("/lease", run=run, limit=limit, oldest=oldest, step=step, wait=patience)
         self.dropped += int(reply.headers.get("X-Dropped", 0))
         if reply.status_code == 204:
             return {}
@@ -189,9 +188,13 @@ class RefServer:
     def _fetch_part(self, record, path, have, wait):
         """Appends the next PART_BYTES: a longer answer would hold one of the server's threads."""
         end = min(have + PART_BYTES, record["bytes"]) - 1
-        query = {"run": record["run"], "version": record["version"]}
-        ask = {"params": query, "headers": {"Range": f"bytes={have}-{end}"}, "stream": True}
-        reply = self.session.get(f"{self.url}/policy", timeout=60, **ask)
+        reply = self.session.get(
+            f"{self.url}/policy",
+            params={"run": record["run"], "version": record["version"]},
+            headers={"Range": f"bytes={have}-{end}"},
+            stream=True,
+            timeout=60,
+        )
         with reply, open(path, "ab") as file:
             if reply.status_code == 404:
                 return False
@@ -205,8 +208,9 @@ class RefServer:
 
     def work(self, worker, *, held, want, run, version, sha256, pulled=False):
         """Returns {"policy", "first", "count"}, what to sample: see grpo/serving/policies.py."""
-        has = {"held": held, "run": run, "version": version, "sha256": sha256, "pulled": pulled}
-        return self.post("/work", worker=worker, want=want, **has).json()
+        body = {"worker": worker, "held": held, "want": want, "pulled": pulled}
+        body |= {"run": run, "version": version, "sha256": sha256}
+        return self.call("POST", "/work", json=body).json()
 
     def set_reference(self, run, version):
         """Makes that policy the reference; version -1: the server's own model again."""
