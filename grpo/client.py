@@ -157,7 +157,7 @@ class RefServer:
 
     # --- Policies -----------------------------------------------------------------
     def publish(self, path, record):
-        """Sends the policy file `path` in parts, and `record` (RECORD in serving/policies.py), to
+        """Sends the policy file `path` in parts, and `record` (policies.RECORD), to
         which its size and hash are added."""
         query = {"run": record["run"], "version": record["version"]}
         with open(path, "rb") as file:
@@ -207,7 +207,7 @@ class RefServer:
         return True
 
     def work(self, worker, *, held, want, run, version, sha256, pulled=False):
-        """Returns {"policy", "first", "count"}, what to sample: see grpo/serving/policies.py."""
+        """Returns {"policy", "first", "count"}, what to sample: see the route in ref_server.py."""
         body = {"worker": worker, "held": held, "want": want, "pulled": pulled}
         body |= {"run": run, "version": version, "sha256": sha256}
         return self.call("POST", "/work", json=body).json()
