@@ -35,8 +35,7 @@ def plot(run_dir) -> Path:
             if points:
                 marker = "o" if name.startswith("eval_") else ""
                 ax.plot(*zip(*points, strict=True), marker=marker, label=name)
-        ax.set_title(title)
-        ax.set_xlabel("step")
+        ax.set(title=title, xlabel="step")
         ax.grid(alpha=0.3)
         if ax.lines:
             ax.legend()

@@ -12,6 +12,7 @@ import time
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from grpo.models import own_device, prompt_ids
@@ -26,11 +27,10 @@ SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s
 
 def make_tokenizer(task):
     """Returns a byte-level BPE of about 400 ids, trained on questions; each tag is one id."""
+    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level]
-    )
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
@@ -82,9 +82,8 @@ def sloppy(item, draw):
         return f"<think>{work}</think><answer>{answer}</answer>"
     if kind < 0.75:
         return f"{work} so {answer}"
-    return draw.choice(
-        [f"<think>{work}<answer>{answer}</answer>", f"{work}</think><answer>{answer}"]
-    )
+    broken = [f"<think>{work}<answer>{answer}</answer>", f"{work}</think><answer>{answer}"]
+    return draw.choice(broken)
 
 
 def equation(item):
@@ -94,13 +93,10 @@ def equation(item):
 
 def next_token_loss(model, examples):
     """Returns the mean cross-entropy of examples (ids, how many of them are given, not learned)."""
-    width = max(len(ids) for ids, _ in examples)
-    ids = [ids + [0] * (width - len(ids)) for ids, _ in examples]
-    labels = [[-100] * n + ids[n:] + [-100] * (width - len(ids)) for ids, n in examples]
-    return model(
-        input_ids=torch.tensor(ids, device=model.device),
-        labels=torch.tensor(labels, device=model.device),
-    ).loss
+    labels = [torch.tensor([-100] * given + ids[given:]) for ids, given in examples]
+    labels = pad_sequence(labels, batch_first=True, padding_value=-100).to(model.device)
+    ids = pad_sequence([torch.tensor(ids) for ids, _ in examples], batch_first=True)
+    return model(input_ids=ids.to(model.device), labels=labels).loss
 
 
 def warm_start(folder, task, seed, steps, heads=4):
