@@ -182,9 +182,7 @@ def main():
     from grpo.sampling.worker import run_worker
 
     tokenizer, recipe, server = prepare(trainer.constants(), needs_server=True)
-    eos_ids = stop_ids(trainer.MODEL, tokenizer, trainer.STOP_TOKENS)
-    dtype = choose_dtype(trainer.DTYPE, own_device())
-    engine = VLLMEngine(
+    policy = VLLMPolicy(
         trainer.MODEL,
         tokenizer,
         dtype=choose_dtype(trainer.DTYPE, own_device()),

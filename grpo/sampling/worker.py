@@ -19,11 +19,11 @@ from pathlib import Path
 
 import safetensors.torch
 
-from grpo.client import Wait
 from grpo.log import tell
 from grpo.proof import check_proof
 from grpo.sampling.rollout import Stream, make_group, sampled_and_rewarded, tally
 from grpo.sampling.upload import Uploader
+from grpo.stop import Wait
 
 ASK_SECONDS = 0.5  # between two requests for more work while completions are being sampled
 

@@ -160,16 +160,15 @@ class Live:
         """Counts an uploaded group with so many completion tokens."""
         now = int(time.monotonic())
         with self.store.db.changed:
-            if now not in self.seconds:
-                new = now - RATE_SECONDS
-                self.seconds = {s: c for s, c in self.seconds.items() if s > new} | {now: [0, 0]}
-            self.seconds[now][0] += 1
-            self.seconds[now][1] += tokens
+            groups, before = self.seconds.get(now, (0, 0))
+            self.seconds[now] = groups + 1, before + tokens
+            while (first := next(iter(self.seconds))) <= now - RATE_SECONDS:
+                del self.seconds[first]
 
     def rates(self):
         now = time.monotonic()
         span = max(1, min(RATE_SECONDS, now - self.started))
-        with self.store.changed:
+        with self.store.db.changed:
             last = [c for second, c in self.seconds.items() if second > int(now) - RATE_SECONDS]
         groups, tokens = (sum(column) for column in zip((0, 0), *last, strict=True))
         return {"groups_per_s": round(groups / span, 2), "tokens_per_s": round(tokens / span, 1)}
@@ -190,12 +189,13 @@ class Live:
             before = {curve: set(points) for curve, points in run.curves.items()}
             run.logged = time.time()
             run.samples.extend(samples)
+            for record in records:
+                run.add(record)
+            self._write(name, run, before)
             if len(self.runs) > MAX_RUNS:
                 oldest = next(iter(self.runs))
                 del self.runs[oldest]
                 self.store.db.execute("DELETE FROM curves WHERE run=?", (oldest,))
-            for record in records:
-                self._add(name, run, record)
 
     def _write(self, name, run, before):
         """Writes what differs from the points `before`: 1 ms where all curves are full."""
@@ -209,7 +209,7 @@ class Live:
 
     # --- What is shown ------------------------------------------------------------
     def snapshot(self, asked, policies, pacing, server):
-        """-> what GET /live answers: of the run `asked`, or else of the one that logged last.
+        """Returns GET /live's answer for the run `asked`, or else for the one that logged last.
 
         `server` is GET /info's answer. Times are ages in seconds: clocks may differ.
         """
@@ -217,14 +217,10 @@ class Live:
         with self.store.db.changed:
             stats, ages = self.store.stats(), self.store.ages()
             name = asked if asked in self.runs else next(reversed(self.runs), "")
-            policy = policies.record(name)  # without a name that of the run which published last
-            name, run = name or (policy or {}).get("run", ""), self.runs.get(name, Run())
-            curves = {curve: spread(points, SENT_POINTS) for curve, points in run.curves.items()}
-            size = {name: stats[name] for name in ("bytes", "max_bytes")}
-            errors = [
-                {"text": text, "count": count, "age_s": round(now - when, 1)}
-                for text, (count, when) in reversed(self.errors.items())
-            ]
+            policy = policies.record(name) or {}  # without a name, of the run that published last
+            name = name or policy.get("run", "")
+            run = self.runs.get(name, Run())
+            size = {"bytes": stats["bytes"], "max_bytes": stats["max_bytes"]}
             return {
                 "server": server | size | {"up_s": round(now - self.started, 1)},
                 "states": {state: stats[state] for state in STATES},
@@ -232,7 +228,10 @@ class Live:
                 "oldest_s": max(ages.values(), default=None),
                 "rates": self.rates(),
                 "workers": pacing.stats(),
-                "errors": errors,
+                "errors": [
+                    {"text": text, "count": count, "age_s": round(now - when, 1)}
+                    for text, (count, when) in reversed(self.errors.items())
+                ],
                 "runs": list(reversed(self.runs)),
                 "run": name,
                 "ended": policies.ended(name),
@@ -245,11 +244,3 @@ class Live:
                 "last": dict(run.last),
                 "samples": list(reversed(run.samples)),
             }
-
-    def _ages(self, clock):
-        """Returns the age in seconds of the oldest pending group of each state."""
-        oldest = self.store.db.execute(
-            "SELECT state, MIN(uploaded) FROM groups WHERE state IN ('waiting', 'scored', 'leased')"
-            " GROUP BY state"
-        )
-        return {state: round(max(0, clock - uploaded), 1) for state, uploaded in oldest}

@@ -15,7 +15,7 @@ order, or the run hangs.
 
 import torch.distributed as dist
 
-from grpo.client import Wait
+from grpo.stop import Wait
 from grpo.training.liveness import gathered, meet
 from grpo.wire import pack_group, unpack_group
 
