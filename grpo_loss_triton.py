@@ -123,9 +123,7 @@ class FusedLoss(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("grpo_loss: its gradients were handed out by an earlier backward")
         grads, ctx.grads = ctx.grads, None
-        for grad in grads:
-            if grad is not None:
-                scale(grad, upstream)
+        grads = [grad if grad is None else grad.mul_(upstream) for grad in grads]
         return *grads, None, None, None, None, None
 
 
@@ -220,14 +218,6 @@ def sums_in_float32(device):
     except (TypeError, RuntimeError):  # NotImplementedError is a RuntimeError
         return False
     return bool((ones == 17).all())
-
-
-def scale(grad, factor):
-    """grad *= factor, a scalar on its device: not waited for, and grad not read if it is 1."""
-    if use_triton(grad):
-        scale_kernel[(triton.cdiv(grad.numel(), 8192),)](grad, factor, grad.numel(), BLOCK=8192)
-    elif grad.device.type != "cpu" or factor != 1:
-        grad.mul_(factor)
 
 
 # --- Rows: logits to log-probs, and to their own gradient ---------------------------
@@ -439,14 +429,6 @@ if triton:
                 p = tl.exp2((z - top) * (INV_T * LOG2E) - log_sum * LOG2E)
                 dz = slope * (tl.where(columns == target, 1.0, 0.0) - p)
                 tl.store(grad + columns, dz.to(grad.dtype.element_ty), mask=columns < WIDTH)
-
-    @triton.jit
-    def scale_kernel(values, factor, size, BLOCK: tl.constexpr):
-        by = tl.load(factor)
-        if by != 1.0:
-            at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            scaled = tl.load(values + at, mask=at < size).to(tl.float32) * by
-            tl.store(values + at, scaled.to(values.dtype.element_ty), mask=at < size)
 
 
 def launch(rows, logits, grad, part, tokens=(None,) * 4, settings=None, *, READ, WRITE):
