@@ -93,11 +93,6 @@ def linear_logps(hidden, weight, ids, *, temperature=1.0, vocab_size=None, entro
     return (logps, entropies) if entropy else logps
 
 
-def logps_from_logits(logits, ids, *, temperature=1.0, vocab_size=None):
-    """-> log softmax(logits / temperature)[ids], float32, for models without a separable head."""
-    return linear_logps(logits, None, ids, temperature=temperature, vocab_size=vocab_size)
-
-
 # --- Autograd -----------------------------------------------------------------------
 class FusedLoss(torch.autograd.Function):
     """hidden, weight -> loss; their gradients are made in the forward pass, chunk by chunk."""

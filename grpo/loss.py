@@ -66,11 +66,6 @@ def linear_logps(hidden, weight, ids, *, temperature=1.0, vocab_size=None, entro
     return logps, torch.special.entr(log_probs.detach().exp()).sum(-1)  # entr(p) = -p log p
 
 
-def logps_from_logits(logits, ids, *, temperature=1.0, vocab_size=None):
-    """-> log softmax(logits / temperature)[ids], float32: linear_logps for logits (..., V')."""
-    return linear_logps(logits, None, ids, temperature=temperature, vocab_size=vocab_size)
-
-
 # --- Loss ---------------------------------------------------------------------------
 OBJECTIVES = ("clip", "cispo")
 

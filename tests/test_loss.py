@@ -13,7 +13,6 @@ import torch
 from grpo.loss import (
     group_advantages,
     linear_logps,
-    logps_from_logits,
     policy_loss,
     token_weights,
 )
@@ -85,10 +84,10 @@ def test_the_padding_of_the_embedding_is_left_out():
     """Ids that the tokenizer does not have are never sampled, so they have no probability."""
     # softmax of (0, log 3) is (1/4, 3/4), whatever stands in the column beyond them.
     logits = torch.tensor([[0, math.log(3), 50.0], [0, math.log(3), 1.0]])
-    logps = logps_from_logits(logits, torch.tensor([0, 1]), temperature=1.0, vocab_size=2)
+    logps = linear_logps(logits, None, torch.tensor([0, 1]), temperature=1.0, vocab_size=2)
     torch.testing.assert_close(logps.exp(), torch.tensor([0.25, 0.75]))
     # At temperature 1/2 the odds 1 : 3 are squared: 1 : 9.
-    logps = logps_from_logits(logits, torch.tensor([0, 1]), temperature=0.5, vocab_size=2)
+    logps = linear_logps(logits, None, torch.tensor([0, 1]), temperature=0.5, vocab_size=2)
     torch.testing.assert_close(logps.exp(), torch.tensor([0.1, 0.9]))
 
 
@@ -96,7 +95,7 @@ def test_logps_are_float32_of_bfloat16_logits():
     """simple_GRPO took the log-softmax in bf16: 1.6 % in the ratio, a KL of mostly zeros."""
     torch.manual_seed(0)
     logits, targets = 5 * torch.randn(50, 1000).bfloat16(), torch.randint(990, (50,))
-    logps = logps_from_logits(logits, targets, temperature=0.9, vocab_size=990)
+    logps = linear_logps(logits, None, targets, temperature=0.9, vocab_size=990)
     exact = torch.log_softmax(logits[:, :990].double() / 0.9, -1)[torch.arange(50), targets]
     assert logps.dtype == torch.float32
     assert (logps - exact).abs().max() < 1e-5
