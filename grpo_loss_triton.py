@@ -1,45 +1,44 @@
-"""The GRPO loss from hidden states and the LM head, without ever holding the full logits.
+"""The GRPO loss of grpo/loss.py, same names, arguments and results, without the full logits.
 
-    loss, stats = grpo_loss(hidden, weight, ids, old_logps, ref_logps, advantages, weights,
-                            temperature=1.0, clip_low=0.2, clip_high=0.2, kl_beta=0.04)
+How it gets along without them. For N = 4096 tokens of Qwen2.5 the logits (N, V') take 1.2 GB in
+bf16, and plain torch holds them three to seven times (float32, softmax, gradients). Here the tokens
+pass the LM head W in chunks of C, which share one buffer Z:
 
-Names, arguments and results are those of grpo_loss.py, whose plain torch is the specification. It
-runs on any device: the matrix products are torch's, and what lies between them is one Triton kernel
-on CUDA and a few lines of torch elsewhere.
+    Z     = H_c W^T   (C, V')  a matrix product: the logits of the chunk's tokens
+    Z    <- dZ        (C, V')  `row_kernel`: their log-probs and, in place, the logits' gradient
+    dH_c  = Z W       (C, H)   a matrix product: the gradient of the hidden states
+    dW   += Z^T H_c   (V', H)  a matrix product: the gradient of the head
 
-Why it is small. The logits of 4096 tokens of Qwen2.5 are 1.2 GB in bf16, and plain torch holds them
-three to seven times (float32, softmax, gradients). Here tokens pass the head in chunks: logits of a
-chunk, their log-probs and, in their place, their gradient; then the two products that carry it to
-the hidden states and to the head. What is ever held is dH, dW and one chunk.
+Only dH, dW and Z are held. All four steps fit into the forward pass, as the loss is a sum over
+tokens: a token's logits alone give their gradient, up to the factor that `backward` receives. That
+is three products; four, if the backward pass computed the logits again. Padding, of weight 0,
+leaves before the first. Where Triton can't run, class Rows does its step in torch.
 
-Why it is fast. The loss is a weighted sum over tokens, so when the forward pass has a token's
-logits their gradient is known too, but for the factor that `backward` gets: three products in all,
-where computing the logits again costs four. Padding (weight 0) leaves before the first of them.
+The derivation. For a token with logits z = W h, temperature tau and sampled id y:
 
-The derivation. For a token with logits z = W h, temperature T and sampled id y:
+    logp = z_y / tau - log sum_v exp(z_v / tau)
+    d logp / dz_v = (1[v = y] - p_v) / tau      where p = softmax(z / tau)
+    dz = slope (1[v = y] - p) / tau             where slope = d loss / d logp, one number a token
 
-    logp = z_y / T - log sum_v exp(z_v / T)   d logp / dz_v = (1[v = y] - p_v) / T, p = softmax(z/T)
-    dz = g (1[v = y] - p) / T                 with g = d loss / d logp, one number for each token
-    dH = dZ W,   dW = dZ^T H                  for all tokens, as Z = H W^T
-
-Only g knows of GRPO: see `row_kernel`. Where g needs other tokens first (GSPO's ratio of a whole
-sequence), `linear_logps` gives the log-probs, autograd g, and the backward pass makes the logits a
-second time: four products, the same memory.
+Only the slope depends on the objective: see `row_kernel`. With GSPO it needs all tokens of the
+sequence first: there linear_logps returns the log-probs, autograd finds the slopes, and the
+backward pass computes the logits again, in four products and the same memory.
 """
 
 import functools
 import math
 import warnings
+from collections import namedtuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from grpo.loss import policy_loss, sides, trained_tokens
+from grpo.loss import policy_loss, trained_tokens
 
 try:
     import triton
     import triton.language as tl
-except ImportError:  # no Linux, no GPU build: the torch rows below do everything
+except ImportError:  # not Linux, or torch without CUDA: class Rows works in torch
     triton = None
 
 # Logits of one chunk on a GPU: 2048 tokens of Qwen2.5 in bf16. A chunk reads the head twice and dW
@@ -50,66 +49,50 @@ CHUNK_BYTES = 640 << 20
 CHUNKS_IN_OWN_DTYPE = 4
 
 
-# --- The two entries ----------------------------------------------------------------
+# --- What the trainer and the server call -------------------------------------------
 def grpo_loss(
-    hidden,
-    weight,
-    ids,
-    old_logps,
-    ref_logps,
-    advantages,
-    weights,
-    *,
-    temperature=1.0,
-    vocab_size=None,
-    **settings,
-):
-    """-> (loss, stats): grpo_loss.grpo_loss, with gradients for `hidden` and `weight`.
+    hidden, head, ids, old_logps, ref_logps, advantages, weights, *,
+    clip_low, clip_high, kl_beta, objective="clip", unbiased_kl=False,
+    sampler_logps=None, is_cap=0.0, ratio_cap=0.0, sequences=None,
+    temperature=1.0, vocab_size=None,
+):  # fmt: skip
+    """Returns (loss, stats) of grpo.loss.grpo_loss, differentiable in `hidden` and `head`.
 
-    The gradients are finished in the forward pass and given out once: a second backward through the
-    same loss raises RuntimeError. A head that needs no gradient (LoRA) gets no product for it.
+    The gradients are finished in the forward pass and handed out once: a second backward through
+    the same loss raises RuntimeError. A frozen head (LoRA) costs no product and no memory.
     """
     (hidden, ids, *tokens), restore = trained_tokens(
-        weights, hidden, ids, old_logps, ref_logps, advantages, weights, *sides(settings)
+        weights, hidden, ids, old_logps, ref_logps, advantages, weights, sampler_logps, sequences
     )
-    *tokens, settings["sampler_logps"], settings["sequences"] = tokens
-    if settings["sequences"] is not None:
-        logps, entropy = linear_logps(
-            hidden, weight, ids, temperature=temperature, vocab_size=vocab_size, entropy=True
-        )
-        loss, stats = policy_loss(logps, *tokens, **settings)
-        return loss, restore(stats | {"logps": logps.detach(), "entropy": entropy})
-    stats, rows = {}, Rows(hidden, weight, ids, temperature, vocab_size, use_triton(hidden))
-    loss = FusedLoss.apply(hidden, weight, rows, tokens, settings, stats, torch.is_grad_enabled())
-    return loss, restore(stats)
+    numbers = clip_low, clip_high, kl_beta, objective, unbiased_kl, is_cap, ratio_cap
+    given = LossArguments(*tokens, *numbers)
+    rows = Rows(hidden, head, ids, temperature, vocab_size, use_triton(hidden), given)
+    if sequences is None:
+        loss = FusedLoss.apply(hidden, head, rows, torch.is_grad_enabled())
+        logps, stats = rows.logps, rows.stats
+    else:
+        logps = LinearLogps.apply(hidden, head, rows)
+        loss, stats = rows.loss(logps)
+    return loss, restore(stats | {"logps": logps.detach(), "entropy": rows.entropy})
 
 
-def linear_logps(hidden, weight, ids, *, temperature=1.0, vocab_size=None, entropy=False):
-    """-> grpo_loss.linear_logps. Keeps no logits: the backward pass computes them again."""
+def linear_logps(hidden, head, ids, *, temperature=1.0, vocab_size=None, entropy=False):
+    """Returns grpo.loss.linear_logps. Keeps no logits: the backward pass computes them again."""
     flat = hidden.reshape(-1, hidden.shape[-1])
-    rows = Rows(flat, weight, ids.reshape(-1), temperature, vocab_size, use_triton(flat))
-    logps, entropies = LinearLogps.apply(flat, weight, rows)
-    logps, entropies = logps.view(ids.shape), entropies.view(ids.shape)
-    return (logps, entropies) if entropy else logps
+    rows = Rows(flat, head, ids.reshape(-1), temperature, vocab_size, use_triton(flat))
+    logps = LinearLogps.apply(flat, head, rows).view(ids.shape)
+    return (logps, rows.entropy.view(ids.shape)) if entropy else logps
 
 
 # --- Autograd -----------------------------------------------------------------------
 class FusedLoss(torch.autograd.Function):
-    """hidden, weight -> loss; their gradients are made in the forward pass, chunk by chunk."""
+    """hidden, head -> loss; the gradients of the two are finished in the forward pass."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, rows, tokens, settings, stats, differentiable):
-        needs = [needed and differentiable for needed in ctx.needs_input_grad[:2]]
-
-        def row_op(logits, grad, part):
-            if any(needs):
-                rows.read_and_write(logits, grad, part, tokens, settings)
-            else:
-                rows.read(logits, part)
-
-        ctx.grads = through_head(hidden, weight, row_op, needs)
-        loss, of_tokens = policy_loss(rows.logps, *tokens, **settings)
-        stats.update(of_tokens, logps=rows.logps, entropy=rows.entropy)
+    def forward(ctx, hidden, head, rows, grad_enabled):
+        needs = [needed and grad_enabled for needed in ctx.needs_input_grad[:2]]
+        ctx.grads = through_head(hidden, head, rows, needs)
+        loss, rows.stats = rows.loss(rows.logps)
         return loss
 
     @staticmethod
@@ -118,213 +101,189 @@ class FusedLoss(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("grpo_loss: its gradients were handed out by an earlier backward")
         grads, ctx.grads = ctx.grads, None
-        grads = [grad if grad is None else grad.mul_(upstream) for grad in grads]
-        return *grads, None, None, None, None, None
+        return *(grad if grad is None else grad.mul_(upstream) for grad in grads), None, None
 
 
 class LinearLogps(torch.autograd.Function):
-    """hidden, weight -> logps, entropy; the backward pass makes the logits again."""
+    """hidden, head -> logps; the backward pass computes the logits again."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, rows):
-        through_head(hidden, weight, lambda z, _, part: rows.read(z, part), (False, False))
-        ctx.save_for_backward(hidden, weight)
-        ctx.mark_non_differentiable(rows.entropy)
-        outputs = rows.logps, rows.entropy
-        ctx.rows, rows.logps, rows.entropy = rows, None, None  # a cycle would never be freed
-        return outputs
+    def forward(ctx, hidden, head, rows):
+        through_head(hidden, head, rows, (False, False))
+        ctx.save_for_backward(hidden, head)
+        ctx.rows = rows
+        logps, rows.logps = rows.logps, None  # a cycle would never be freed
+        return logps
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, slopes, _):
-        hidden, weight = ctx.saved_tensors
+    def backward(ctx, slopes):
+        hidden, head = ctx.saved_tensors
         ctx.rows.slopes = slopes.contiguous()
-        return *through_head(hidden, weight, ctx.rows.write, ctx.needs_input_grad[:2]), None
+        return *through_head(hidden, head, ctx.rows, ctx.needs_input_grad[:2], forward=False), None
 
 
 # --- Through the head, in chunks ----------------------------------------------------
-def through_head(hidden, weight, row_op, needs):
-    """Calls row_op(logits, grad, part) for chunks of rows; -> (dH, dW), None where not needed.
+def through_head(hidden, head, rows, needs, forward=True):
+    """Runs `rows` on their logits, chunk by chunk; returns (dH, dW), each None if not needed.
 
-    `logits` (C, V') are those of the rows `part`, a slice. row_op writes their gradient into `grad`
-    of the same shape: the same memory, if there is a head. Where nothing is needed, logits are in
-    float32 if a GPU gives them at once: the reference's log-probs, and half of their noise in bf16.
+    If neither is, a GPU computes bf16 logits in float32: half of the noise of the log-probs.
+    Without `forward`, the softmax is that of an earlier run.
     """
-    half = hidden.dtype in (torch.bfloat16, torch.float16)
-    exact = half and not any(needs) and hidden.is_cuda and sums_in_float32(hidden.device)
-    dtype = torch.float32 if exact else hidden.dtype
-    size, chunk = len(hidden), chunk_rows(len(hidden), weight, dtype.itemsize)
-    hidden = hidden.contiguous()  # a slice of logits may not be: the kernel wants rows end to end
+    hidden = hidden.contiguous()  # given logits may be a slice, with gaps
+    backward = any(needs)
     d_hidden = torch.empty_like(hidden) if needs[0] else None
-    d_weight = None
-    if needs[1]:
-        few = size <= chunk * CHUNKS_IN_OWN_DTYPE
-        sums = weight.dtype if few else torch.promote_types(weight.dtype, torch.float32)
-        d_weight = torch.zeros_like(weight, dtype=sums)
-    if weight is not None:
-        buffer = hidden.new_empty(min(chunk, size), len(weight), dtype=dtype)
-    for start in range(0, size, chunk):
-        part = slice(start, min(start + chunk, size))
-        h = hidden[part]
-        if weight is None:
-            row_op(h, d_hidden[part] if needs[0] else None, part)
-            continue
-        logits, product = buffer[: len(h)], (h, weight.t())
-        if exact:
-            torch.addmm(logits, *product, beta=0, out_dtype=torch.float32, out=logits)
-        else:
-            torch.mm(*product, out=logits)
-        row_op(logits, logits, part)
+    if head is None:
+        rows.run(hidden, d_hidden, slice(0, len(hidden)), forward=forward, backward=backward)
+        return d_hidden, None
+    exact = hidden.itemsize == 2 and not backward and sums_in_float32(hidden.device)
+    dtype = torch.float32 if exact else hidden.dtype
+    chunk = chunk_rows(len(hidden), head, dtype.itemsize)
+    few = len(hidden) <= chunk * CHUNKS_IN_OWN_DTYPE
+    sums = head.dtype if few else torch.promote_types(head.dtype, torch.float32)
+    d_head = torch.zeros_like(head, dtype=sums) if needs[1] else None
+    buffer = hidden.new_empty(min(chunk, len(hidden)), len(head), dtype=dtype)
+    for start in range(0, len(hidden), chunk):
+        h = hidden[start : start + chunk]
+        part = slice(start, start + len(h))
+        logits = buffer[: len(h)]
+        add_product(logits, h, head.t(), beta=0)
+        rows.run(logits, logits, part, forward=forward, backward=backward)
         if needs[0]:
-            torch.mm(logits, weight, out=d_hidden[part])
+            torch.mm(logits, head, out=d_hidden[part])
         if needs[1]:
-            add_product(d_weight, logits.t(), h)
-    return d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
+            add_product(d_head, logits.t(), h)
+    return d_hidden, None if d_head is None else d_head.to(head.dtype)
 
 
-def chunk_rows(size, weight, itemsize):
-    """-> rows of a chunk, about equal, so that no short one is left over; all, without a head. A
-    logit takes `itemsize` bytes."""
-    if weight is None:
-        return max(1, size)
-    budget = CHUNK_BYTES if weight.is_cuda else weight.nbytes
-    most = max(128, budget // (len(weight) * itemsize))
+def chunk_rows(size, head, itemsize):
+    """Returns the rows of a chunk, a multiple of 128: about equal, so that no short one is left."""
+    most = max(128, (CHUNK_BYTES if head.is_cuda else head.nbytes) // (len(head) * itemsize))
     equal = math.ceil(size / math.ceil(max(1, size) / most))
     return max(128, math.ceil(equal / 128) * 128)
 
 
-def add_product(total, a, b):
-    """total += a @ b, where total may be float32 while a and b are bf16."""
+def add_product(total, a, b, beta=1):
+    """total = beta * total + a @ b, where total may be float32 while a and b are bf16."""
     if total.dtype == a.dtype:
-        total.addmm_(a, b)
+        torch.addmm(total, a, b, beta=beta, out=total)
     elif sums_in_float32(total.device):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
     else:
         total += a @ b
 
 
 @functools.cache
 def sums_in_float32(device):
-    """Whether this torch adds a bf16 product to a float32 matrix at once (CUDA, from 2.8 on)."""
+    """Returns whether torch adds a bf16 product to a float32 matrix at once (CUDA, from 2.8 on)."""
     ones = torch.ones(16, 16, device=device)
-    half = ones.bfloat16()
     try:
-        torch.addmm(ones, half, half, out_dtype=torch.float32, out=ones)
+        torch.addmm(ones, ones.bfloat16(), ones.bfloat16(), out_dtype=torch.float32, out=ones)
+        return bool((ones == 17).all())
     except (TypeError, RuntimeError):  # NotImplementedError is a RuntimeError
         return False
-    return bool((ones == 17).all())
 
 
-# --- Rows: logits to log-probs, and to their own gradient ---------------------------
+# --- Rows: from logits to log-probs, and to their own gradient ----------------------
+# What policy_loss takes beside logps: tensors (N,), or None, and numbers. By default, no loss.
+LossArguments = namedtuple("LossArguments", [
+    "old_logps", "ref_logps", "advantages", "weights", "sampler_logps", "sequences",
+    "clip_low", "clip_high", "kl_beta", "objective", "unbiased_kl", "is_cap", "ratio_cap",
+], defaults=[*[None] * 6, 0.0, 0.0, 0.0, "clip", False, 0.0, 0.0])  # fmt: skip
+
+
 class Rows:
-    """What is known of each of N rows of logits, float32 (N,), and how to learn it.
+    """The logits' N rows, one for each token: what is known of them, float32 (N,).
 
-    `top` is the largest logit, `log_sum` the log of sum_v exp((z_v - top) / T): kept apart, as in
-    their sum large logits would round log_sum away. So logps can't be positive by rounding either.
-    `slopes` are d loss / d logp.
+    `top` is the largest logit, `log_sum` the log of sum_v exp((z_v - top) / tau): one number would
+    round log_sum away where logits are large, and logps to above 0. `slopes`: d loss / d logp.
     """
 
-    def __init__(self, hidden, weight, ids, temperature, vocab_size, in_triton):
-        self.width = hidden.shape[1] if weight is None else len(weight)
+    def __init__(self, hidden, head, ids, temperature, vocab_size, in_triton, given=None):
+        self.width = hidden.shape[1] if head is None else len(head)
         self.vocab_size = self.width if vocab_size is None else vocab_size
         if not 0 < self.vocab_size <= self.width:
             raise ValueError(f"vocab_size = {vocab_size}, but there are {self.width} logits")
-        self.ids, self.temperature = ids.contiguous(), temperature
+        self.ids = ids.contiguous()
+        self.temperature = temperature
+        self.in_triton = in_triton
+        self.given = given or LossArguments()
+        self.stats = {}  # policy_loss's
         self.exact = torch.promote_types(hidden.dtype, torch.float32)
         self.logps, self.entropy, self.top, self.log_sum, self.slopes = (
             hidden.new_empty(len(hidden), dtype=self.exact) for _ in range(5)
         )
-        self.in_triton = in_triton
 
-    def read(self, logits, part):
-        """Fills in all but `slopes` of the rows `part`, a slice, whose logits these are."""
+    def loss(self, logps, part=slice(None)):
+        """Returns policy_loss of the tokens `part`, whose log-probs these are."""
+        given = self.given._asdict().items()
+        return policy_loss(logps, **{k: v[part] if torch.is_tensor(v) else v for k, v in given})
+
+    def run(self, logits, grad, part, *, forward, backward):
+        """Does what row_kernel does to the rows `part`, a slice, with the logits (C, V').
+
+        `forward` finds all but the slopes, `backward` writes the gradient of the logits to `grad`,
+        which may be `logits`; with both, the slopes in between are those of `loss`.
+        """
         if self.in_triton:
-            return launch(self, logits, logits, part, READ=True, WRITE=False)
+            return launch(self, logits, grad, part, forward=forward, backward=backward)
         for rows, z in self.slabs(logits, part):
-            self.softmax(rows, z)
-
-    def softmax(self, rows, z):
-        """Fills in a few rows; -> their exp((z - top) / T), whose sum is exp(log_sum)."""
-        top, target = z.amax(1), z.gather(1, self.ids[rows, None]).squeeze(1)
-        x = (z - top[:, None]).div_(self.temperature).clamp_(min=-1e4)  # 0 x -inf would be NaN
-        p = x.exp()
-        total = p.sum(1)
-        self.top[rows], self.log_sum[rows] = top, total.log()
-        self.logps[rows] = (target - top) / self.temperature - total.log()
-        self.entropy[rows] = total.log() - torch.linalg.vecdot(p, x) / total
-        return p
-
-    def write(self, logits, grad, part):
-        """Writes the gradient of the rows' logits, from their slopes, into `grad`."""
-        if self.in_triton:
-            return launch(self, logits, grad, part, READ=False, WRITE=True)
-        for rows, z in self.slabs(logits, part):
-            p = (z - self.top[rows, None]).div_(self.temperature).exp_()
-            self.store(rows, p, grad, part)
-
-    def store(self, rows, p, grad, part):
-        """Writes a few rows; `p` is what softmax gives, and is used up."""
-        out = grad[rows.start - part.start : rows.stop - part.start]
-        g = self.slopes[rows] / self.temperature
-        p.mul_((-g / self.log_sum[rows].exp())[:, None])
-        out[:, : self.vocab_size] = p.scatter_add_(1, self.ids[rows, None], g[:, None])
-        out[:, self.vocab_size :] = 0  # the embedding's padding
-
-    def read_and_write(self, logits, grad, part, tokens, settings):
-        """Both at once: the slopes in between are those of policy_loss."""
-        if self.in_triton:
-            return launch(self, logits, grad, part, tokens, settings, READ=True, WRITE=True)
-        for rows, z in self.slabs(logits, part):
-            p = self.softmax(rows, z)
-            *fields, sampler_logps = (cut(t, rows) for t in (*tokens, settings["sampler_logps"]))
-            with torch.enable_grad():
-                logps = self.logps[rows].detach().requires_grad_()
-                loss, _ = policy_loss(logps, *fields, **settings | {"sampler_logps": sampler_logps})
-            (self.slopes[rows],) = torch.autograd.grad(loss, logps)
-            self.store(rows, p, grad, part)
+            if forward:
+                self.top[rows] = z.amax(1)
+            x = (z - self.top[rows, None]).div_(self.temperature).clamp_(min=-1e4)  # finite
+            p = x.exp()  # exp(log_sum) times the probabilities
+            if forward:
+                total, target = p.sum(1), z.gather(1, self.ids[rows, None]).squeeze(1)
+                self.log_sum[rows] = log_sum = total.log()
+                self.logps[rows] = (target - self.top[rows]) / self.temperature - log_sum
+                self.entropy[rows] = log_sum - torch.linalg.vecdot(p, x) / total
+            if forward and backward:
+                with torch.enable_grad():
+                    logps = self.logps[rows].detach().requires_grad_()
+                    loss, _ = self.loss(logps, rows)
+                (self.slopes[rows],) = torch.autograd.grad(loss, logps)
+            if backward:
+                out = grad[rows.start - part.start :][: len(z)]
+                slope = self.slopes[rows] / self.temperature
+                p.mul_((-slope / self.log_sum[rows].exp())[:, None])
+                out[:, : self.vocab_size] = p.scatter_add_(1, self.ids[rows, None], slope[:, None])
+                out[:, self.vocab_size :] = 0  # the embedding's padding
 
     def slabs(self, logits, part):
-        """Yields (slice of the rows, their logits): few, whose copies fit a CPU's cache, or on a
-        GPU that can't use Triton as many as keep it busy, 0.27 GB of float32 for each copy."""
-        step = max(1, (1 << (18 if logits.device.type == "cpu" else 26)) // self.width)
-        for start in range(0, len(logits), step):
-            stop = min(start + step, len(logits))
-            rows = slice(part.start + start, part.start + stop)
-            yield rows, logits[start:stop, : self.vocab_size].to(self.exact)
-
-
-def cut(tensor, part):
-    return None if tensor is None else tensor[part]
+        """Yields (slice of the rows, their logits (., V)): few, so that their copies fit a CPU's
+        cache; on a GPU without Triton enough to keep it busy, 0.27 GB of float32 for a copy."""
+        size = max(1, (1 << (18 if logits.device.type == "cpu" else 26)) // self.width)
+        for start in range(0, len(logits), size):
+            z = logits[start : start + size, : self.vocab_size].to(self.exact)
+            yield slice(part.start + start, part.start + start + len(z)), z
 
 
 def use_triton(tensor):
-    if triton is None or not tensor.is_cuda or tensor.dtype == torch.float64:
-        return False
-    return kernel_works(tensor.device, tensor.dtype)
+    possible = triton is not None and tensor.is_cuda and tensor.dtype != torch.float64
+    return possible and kernel_works(tensor.device, tensor.dtype)
 
 
 @functools.cache
 def kernel_works(device, dtype):
-    """Whether the kernel runs here and finds what the torch rows find: tried once; if not, said."""
+    """Returns whether the kernel runs and agrees with torch: tried once, on three rows."""
     z = torch.linspace(-4, 4, 600).view(3, 200).to(device, dtype)
-    part, results = slice(0, 3), []
+    results = []
     try:
         for in_triton in (False, True):
             rows = Rows(z, None, torch.arange(3, device=device), 0.9, 190, in_triton)
-            grad = torch.empty_like(z)
-            rows.read(z, part)
+            through_head(z, None, rows, (False, False))
             rows.slopes.fill_(1.0)
-            rows.write(z, grad, part)
+            grad, _ = through_head(z, None, rows, (True, False), forward=False)
             results.append(torch.cat([rows.logps, rows.entropy, grad.float().flatten()]))
         gap = (results[0] - results[1]).abs().max().item()
-        why = f"it is {gap:.1g} off" if not gap < (1e-4 if dtype == torch.float32 else 1e-2) else ""
+        if not gap < (1e-4 if dtype == torch.float32 else 1e-2):
+            raise ArithmeticError(f"it is {gap:.1g} off")
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 (a card too old, no compiler: Triton raises anything)
-        why = repr(error)
-    if why:
-        warnings.warn(f"the Triton kernel can't be used, torch is slower: {why}", stacklevel=2)
-    return not why
+    except Exception as why:  # noqa: BLE001 (a card too old, no compiler: Triton raises anything)
+        warnings.warn(f"the Triton kernel can't be used, torch is slower: {why!r}", stacklevel=2)
+        return False
+    return True
 
 
 # --- The kernel ---------------------------------------------------------------------
@@ -336,18 +295,15 @@ if triton:
         ids,  # (C,) int64; all that follow are float32 (C,)
         logps, entropies, tops, log_sums, slopes,
         old_logps, ref_logps, advantages, weights, sampler_logps,
-        VOCAB: tl.constexpr, WIDTH: tl.constexpr, INV_T: tl.constexpr,
-        READ: tl.constexpr, WRITE: tl.constexpr,
-        CLIP_LOW: tl.constexpr, CLIP_HIGH: tl.constexpr, KL_BETA: tl.constexpr,
-        CISPO: tl.constexpr, UNBIASED_KL: tl.constexpr,
-        ON_POLICY: tl.constexpr, IS_CAP: tl.constexpr, RATIO_CAP: tl.constexpr,
-        BLOCK: tl.constexpr,
+        VOCAB: tl.constexpr, WIDTH: tl.constexpr, INV_TAU: tl.constexpr, BLOCK: tl.constexpr,
+        FORWARD: tl.constexpr, BACKWARD: tl.constexpr, ON_POLICY: tl.constexpr, CISPO: tl.constexpr,
+        CLIP_LOW: tl.constexpr, CLIP_HIGH: tl.constexpr, RATIO_CAP: tl.constexpr,
+        IS_CAP: tl.constexpr, KL_BETA: tl.constexpr, UNBIASED_KL: tl.constexpr,
     ):  # fmt: skip
-        """One program, one row of logits; READ and WRITE are Rows.read and Rows.write.
+        """One program, one row of logits; FORWARD and BACKWARD are those of Rows.run.
 
-        Memory per bf16 logit: READ reads 2 bytes, WRITE reads and writes 4. With both it is 4 to 6:
-        the second read comes from the L2 cache as far as the rows in flight fit there, which for
-        Qwen2.5 (304 KB a row, two rows per SM) they do in part. Not measured.
+        A bf16 logit is 2 bytes of memory traffic forward, 4 backward, 4 to 6 with both: the second
+        read may hit the L2 cache (a row of Qwen2.5 is 304 KB, an SM has two in flight).
         """
         LOG2E: tl.constexpr = 1.4426950408889634
         row = tl.program_id(0).to(tl.int64)  # row * WIDTH exceeds 32 bits from 14 000 rows on
@@ -355,8 +311,8 @@ if triton:
         grad += row * WIDTH
         target = tl.load(ids + row)
         z_target = tl.load(logits + target).to(tl.float32)  # before a gradient takes its place
-        if READ:
-            # Online softmax: total = sum exp((z - top) / T), moment = sum (z - top) exp(same).
+        if FORWARD:
+            # Online softmax: total = sum exp((z - top) / tau), moment = sum (z - top) exp(same).
             # When a larger logit turns up, both are rewritten for it.
             top = tl.full((), -3.0e38, tl.float32)
             total = tl.full((), 0.0, tl.float32)
@@ -368,36 +324,32 @@ if triton:
                 z = tl.where(columns < VOCAB, z.to(tl.float32), float("-inf"))
                 new_top = tl.maximum(top, tl.max(z, 0))
                 below = z - new_top  # exact near the top, also for logits of 1e4
-                e = tl.exp2(below * (INV_T * LOG2E))
-                shrink = tl.exp2((top - new_top) * (INV_T * LOG2E))
+                e = tl.exp2(below * (INV_TAU * LOG2E))
+                shrink = tl.exp2((top - new_top) * (INV_TAU * LOG2E))
                 moment = (moment + total * (top - new_top)) * shrink
                 moment += tl.sum(tl.where(e > 0, e * below, 0.0), 0)  # 0 x -inf would be NaN
                 total = total * shrink + tl.sum(e, 0)
                 top = new_top
             log_sum = tl.log(total)
-            logp = (z_target - top) * INV_T - log_sum
+            logp = (z_target - top) * INV_TAU - log_sum
             tl.store(logps + row, logp)
-            tl.store(entropies + row, log_sum - moment * INV_T / total)
+            tl.store(entropies + row, log_sum - moment * INV_TAU / total)
             tl.store(tops + row, top)
             tl.store(log_sums + row, log_sum)
-        if WRITE:
-            if READ:
-                # g = d loss / d logp of policy_loss, whose loss is weight * (KL_BETA kl - gain):
+        if BACKWARD:
+            if FORWARD:
+                # slope = d loss / d logp, where policy_loss is weight * (KL_BETA kl - gain):
                 #   gain = min(r A, clip(r) A)   d gain = r A, or 0 where the clipped one is smaller
                 #   gain = sg(clip(r)) A logp    d gain = clip(r) A                          (CISPO)
                 #   kl = exp(d) - d - 1 = k3     d kl = 1 - exp(d)            with d = ref - logp
                 #   kl = r k3                    d kl = r k3 + r (1 - exp(d)) = - r d     (unbiased)
                 advantage = tl.load(advantages + row)
-                old = logp
-                if not ON_POLICY:
-                    old = tl.load(old_logps + row)
+                old = logp if ON_POLICY else tl.load(old_logps + row)
                 ratio = tl.exp(logp - old)
                 clipped = tl.minimum(tl.maximum(ratio, 1.0 - CLIP_LOW), 1.0 + CLIP_HIGH)
-                if CISPO:
-                    slope = clipped * advantage
-                else:
-                    slope = ratio * advantage
-                    slope = tl.where(slope <= clipped * advantage, slope, 0.0)
+                slope = clipped * advantage
+                if not CISPO:
+                    slope = tl.where(ratio * advantage <= slope, ratio * advantage, 0.0)
                     if RATIO_CAP > 0:
                         slope = tl.where(ratio > RATIO_CAP, 0.0, slope)
                 if IS_CAP > 0:
@@ -416,44 +368,33 @@ if triton:
                 slope = tl.load(slopes + row)
                 top = tl.load(tops + row)
                 log_sum = tl.load(log_sums + row)
-            slope *= INV_T
+            slope *= INV_TAU
             for start in tl.range(0, WIDTH, BLOCK):  # the embedding's padding gets zeros
                 columns = start + tl.arange(0, BLOCK)
                 z = tl.load(logits + columns, mask=columns < WIDTH, other=float("-inf"))
                 z = tl.where(columns < VOCAB, z.to(tl.float32), float("-inf"))
-                p = tl.exp2((z - top) * (INV_T * LOG2E) - log_sum * LOG2E)
+                p = tl.exp2((z - top) * (INV_TAU * LOG2E) - log_sum * LOG2E)
                 dz = slope * (tl.where(columns == target, 1.0, 0.0) - p)
                 tl.store(grad + columns, dz.to(grad.dtype.element_ty), mask=columns < WIDTH)
 
 
-def launch(rows, logits, grad, part, tokens=(None,) * 4, settings=None, *, READ, WRITE):
-    """Runs row_kernel on the rows `part`. What a mode does not read may be any tensor: `top`."""
-    settings = settings or {}
-    known = rows.logps, rows.entropy, rows.top, rows.log_sum, rows.slopes
-    fields = *known, *tokens, settings.get("sampler_logps")
+def launch(rows, logits, grad, part, *, forward, backward):
+    """Runs row_kernel on the rows `part`; in the place of what it does not read stands `top`."""
+    given = rows.given if forward and backward else LossArguments()
+    fields = rows.logps, rows.entropy, rows.top, rows.log_sum, rows.slopes, *given[:5]
     row_kernel[(len(logits),)](
-        logits,
-        grad,
-        rows.ids[part],
+        logits, logits if grad is None else grad, rows.ids[part],
         *(rows.top if field is None else field[part].float().contiguous() for field in fields),
-        VOCAB=rows.vocab_size,
-        WIDTH=rows.width,
-        INV_T=1 / rows.temperature,
-        READ=READ,
-        WRITE=WRITE,
-        CLIP_LOW=settings.get("clip_low", 0.0),
-        CLIP_HIGH=settings.get("clip_high", 0.0),
-        KL_BETA=settings.get("kl_beta", 0.0),
-        CISPO=settings.get("objective") == "cispo",
-        UNBIASED_KL=settings.get("unbiased_kl", False),
-        ON_POLICY=tokens[0] is None,
-        IS_CAP=settings.get("is_cap", 0.0),
-        RATIO_CAP=settings.get("ratio_cap", 0.0),
+        VOCAB=rows.vocab_size, WIDTH=rows.width, INV_TAU=1 / rows.temperature,
+        FORWARD=forward, BACKWARD=backward,
+        ON_POLICY=given.old_logps is None, CISPO=given.objective == "cispo",
+        CLIP_LOW=given.clip_low, CLIP_HIGH=given.clip_high, RATIO_CAP=given.ratio_cap,
+        IS_CAP=given.is_cap, KL_BETA=given.kl_beta, UNBIASED_KL=given.unbiased_kl,
         **block_of(rows.width, logits.element_size()),
-    )
+    )  # fmt: skip
 
 
 def block_of(width, itemsize):
-    """-> the columns that a program takes at once, 16 KB of them at most, and its warps."""
+    """Returns the columns that a program takes at once, 16 KB of them at most, and its warps."""
     block = min(16384 // itemsize, triton.next_power_of_2(width))
     return {"BLOCK": block, "num_warps": max(1, block * itemsize // 1024)}

@@ -1,24 +1,36 @@
 """The GRPO loss in plain torch: the readable specification of what is trained.
 
-Three things, in the order in which they are needed: advantages and weights of a step's completions;
-the log-probs of their tokens; the loss. `linear_logps` and `grpo_loss` hold the full logits, N x V,
-several times over. grpo_loss_triton.py has both again, under the same names and signatures, without
-doing so; the trainer takes that file, and the tests hold it to this one.
+In the order in which a step needs them: a group's rewards become advantages, the completions'
+lengths become one weight for each token, hidden states become log-probs, and all of these become
+one number, minus the sum over tokens of weight * objective. The sum is never divided: the weights
+hold every denominator. So however a step is cut into micro-batches and ranks, the parts add up to
+the same loss and the same gradient.
 
-Symbols: B sequences, G completions of a group, N tokens, H hidden size, V ids of the tokenizer,
-V' rows of the LM head (V and the embedding's padding). Per-token tensors may be (N,) or (B, T), if
-all are; advantages may also be (B,).
+This file holds the (N, V) logits several times over. grpo_loss_triton.py has `grpo_loss` and
+`linear_logps` with the same signatures and never holds them; the trainer uses that file, and the
+tests hold it to this one.
+
+Symbols: B sequences, G completions in a group, T tokens of a completion, N completion tokens, flat;
+H hidden size, V ids of the tokenizer, V' >= V rows of the LM head (the embedding may be padded).
+Per-token tensors are all (N,), or all (B, T) with weight 0 at the padding; float32, but ids int64.
 """
 
 import torch
 
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
+OBJECTIVES = ("clip", "cispo")
 
-# --- Advantages and weights ---------------------------------------------------------
+
+# --- Advantages and token weights ---------------------------------------------------
 def group_advantages(rewards, *, scale_by_std):
-    """-> advantages (G,) of one group's weighted rewards (G,): centred, and scaled by their std.
+    """Returns the advantages (G,) of one group's rewards (G,): (reward - mean) / (std + 1e-4).
 
-    DeepSeekMath sec. 4.1.2; without the std it is Dr. GRPO's. The 1e-4 keeps an all-equal group
-    finite (its advantages are 0). Example: [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]
+    DeepSeekMath (2402.03300), sec. 4.1.2; without the std it is Dr. GRPO (2503.20783).
+    Why the mean: it is the baseline. A completion is made likelier for being better than the
+    others of its prompt, not for a prompt on which every completion earns much.
+    Why the std: rewards that differ little then teach as much as rewards that differ much.
+    Why 1e-4: in a zero-variance group the std is 0, and its advantages must be 0, not NaN.
+    Example: [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]
     """
     rewards = rewards.double()  # in float32 the mean of equal rewards may differ from them
     centred = rewards - rewards.mean()
@@ -26,40 +38,39 @@ def group_advantages(rewards, *, scale_by_std):
 
 
 def token_weights(lengths, *, loss_type, sequences, tokens, max_completion_tokens):
-    """-> for each sequence, the weight of each of its tokens in the loss, float32 (B,).
+    """Returns the weight of each token in the loss, one for each sequence, float32 (B,).
 
-    `lengths` (B,) are the trained tokens of each; `sequences` counts all of the step, also those
-    masked, `tokens` the trained tokens of the step: over all ranks and micro-batches, so that the
-    gradient does not depend on how the step is cut up. Each loss type is a row of LOSS_TYPES.
+    `lengths` (B,) counts the trained tokens of each of these sequences. `sequences` and `tokens`
+    count those of the whole step, over all ranks and micro-batches; `sequences` includes the masked
+    ones, which train no token. (TRL's loss_type has the same names.)
     """
-    weights = LOSS_TYPES[loss_type](lengths.float(), sequences, tokens, max_completion_tokens)
-    return torch.as_tensor(weights, dtype=torch.float32).expand(len(lengths))
-
-
-LOSS_TYPES = {
-    # the mean over sequences of the mean over tokens (DeepSeekMath eq. 3): favours short answers
-    "grpo": lambda lengths, sequences, tokens, longest: 1 / (sequences * lengths.clamp(min=1)),
-    # the mean over all tokens of the step (DAPO eq. 8): a token counts the same in any sequence
-    "dapo": lambda lengths, sequences, tokens, longest: 1 / max(tokens, 1),
-    # a constant (Dr. GRPO): no length in it at all
-    "dr_grpo": lambda lengths, sequences, tokens, longest: 1 / (sequences * longest),
-}
+    if loss_type == "grpo":
+        # Mean over sequences of the mean over tokens (DeepSeekMath, eq. 3): a token weighs less in
+        # a long completion than in a short one.
+        denominator = sequences * lengths.float().clamp(min=1)
+    elif loss_type == "dapo":  # mean over all tokens of the step (DAPO, 2503.14476, eq. 8)
+        denominator = max(tokens, 1)
+    elif loss_type == "dr_grpo":  # a constant, in which no length takes part
+        denominator = sequences * max_completion_tokens
+    else:
+        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
+    return torch.as_tensor(1 / denominator, dtype=torch.float32).expand(lengths.shape)
 
 
 # --- Log-probs ----------------------------------------------------------------------
-def linear_logps(hidden, weight, ids, *, temperature=1.0, vocab_size=None, entropy=False):
-    """-> log softmax(hidden @ weight.T / temperature)[ids], float32, shaped like `ids`.
+def linear_logps(hidden, head, ids, *, temperature=1.0, vocab_size=None, entropy=False):
+    """Returns log softmax(hidden @ head.T / temperature)[ids], float32, shaped like `ids`.
 
-    `hidden` (..., H) are the states that predict the tokens `ids` (...), int64, each below
-    `vocab_size`; `weight` (V', H) is the LM head, in the same dtype. With weight None, `hidden`
-    (..., V') are the logits themselves, for models with more than a matrix there. The softmax is
-    over the first `vocab_size` columns: a tokenizer never emits the embedding's padding. It is in
-    float32 whatever the model's dtype, as bf16 log-probs cost up to 1.6 % in the probability ratio.
-    With `entropy`, -> (logps, entropy): of the sampling distribution, in nats, detached.
+    `hidden` (..., H) are the states that predict the tokens `ids` (...), each below `vocab_size`;
+    `head` (V', H) is the matrix of the LM head, in the same dtype. With head None, `hidden`
+    (..., V') are the logits themselves, for models whose head is more than a matrix.
+    With `entropy`, returns (logps, entropy): that of the distribution, in nats, detached.
+    Why `vocab_size`: a sampler never draws the padding of the embedding; the softmax leaves it out.
+    Why float32, whatever the dtype: bf16 log-probs are up to 1.6 % off in the ratio of the loss.
     """
-    logits = hidden if weight is None else hidden @ weight.T  # (..., V')
+    logits = hidden if head is None else hidden @ head.T  # (..., V')
     exact = torch.promote_types(logits.dtype, torch.float32)
-    log_probs = (logits[..., :vocab_size].to(exact) / temperature).log_softmax(-1)
+    log_probs = (logits[..., :vocab_size].to(exact) / temperature).log_softmax(-1)  # (..., V)
     logps = log_probs.gather(-1, ids[..., None]).squeeze(-1)
     if not entropy:
         return logps
@@ -67,146 +78,128 @@ def linear_logps(hidden, weight, ids, *, temperature=1.0, vocab_size=None, entro
 
 
 # --- Loss ---------------------------------------------------------------------------
-OBJECTIVES = ("clip", "cispo")
-
-
 def policy_loss(
-    logps,
-    old_logps,
-    ref_logps,
-    advantages,
-    weights,
-    *,
-    clip_low,
-    clip_high,
-    kl_beta,
-    objective="clip",
-    unbiased_kl=False,
-    sampler_logps=None,
-    is_cap=0.0,
-    ratio_cap=0.0,
-    sequences=None,
-):
-    """-> (loss, stats): minus the weighted sum of the GRPO objective over N tokens.
+    logps, old_logps, ref_logps, advantages, weights, *,
+    clip_low, clip_high, kl_beta, objective="clip", unbiased_kl=False,
+    sampler_logps=None, is_cap=0.0, ratio_cap=0.0, sequences=None,
+):  # fmt: skip
+    """Returns (loss, stats): minus the sum over tokens of weight * objective, a scalar.
 
-    For a token with ratio r = exp(logp - old_logp), advantage A and weight w it is
-    w * (min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) - kl_beta * k3), with
-    k3 = exp(ref - logp) - (ref - logp) - 1, an estimate of KL(policy || reference) that is never
-    negative (DeepSeekMath eq. 3 and 4). `old_logps` None means those of `logps`: on-policy, r is 1.
-    `ref_logps` may be None if kl_beta is 0. All are float32, gradients flow through `logps` alone,
-    `stats` has detached tensors of the same shape. What departs from that:
+    For a token with the ratio r = exp(logp - old_logp) and the advantage A the objective is
 
-    objective="cispo"  sg(clip(r)) A logp for the min: no token loses its gradient (MiniMax-M1,
-                       2506.13585, eq. 4 and 5; it bounds r from above only, which is clip_low = 1)
-    unbiased_kl        k3 times r, whose gradient is that of the KL: r (logp - ref) (DeepSeek-V3.2,
+        min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) - kl_beta * k3
+        k3 = exp(d) - d - 1, where d = ref_logp - logp              (DeepSeekMath, eq. 3 and 4)
+
+    Why r: the tokens were sampled by an old policy; r reweighs them to the one that is trained.
+    Why the min: a token whose r has left the range in the direction that A wants gets no gradient,
+    it went far enough; in the other direction it keeps all of it, to come back (PPO, 1707.06347).
+    Why k3: averaged over the policy's samples it is KL(policy || reference), as -d is, but it is
+    never negative and has less variance (Schulman, joschu.net/blog/kl-approx.html).
+
+    All tensors are float32 of one shape. `logps` are the policy's, and alone get a gradient.
+    `old_logps` None means the values of `logps`: on-policy, r is 1, and the gradient of r that of
+    logp. `ref_logps` may be None if kl_beta is 0. `stats` holds detached tensors of the same shape:
+    ratio, kl, and (bool) where the clip stopped the gradient, clip_low and clip_high. Options:
+
+    objective="cispo"  sg(clip(r)) A logp for the min, where sg stops the gradient: no token loses
+                       its own (MiniMax-M1, 2506.13585, eq. 4 and 5; there clip_low is 1)
+    unbiased_kl        k3 times r, whose gradient is the KL's own, r (logp - ref) (DeepSeek-V3.2,
                        2512.02556, sec. 3.1)
-    is_cap             the objective, not the KL, times min(exp(old - sampler), is_cap), for a
-                       sampler that finds other log-probs than the trainer (truncated importance
-                       sampling)
-    ratio_cap          the min's r is at most this, which for A < 0 has no bound otherwise: for old
-                       log-probs of a sampler that may be far off (the two-sided clip of
-                       INTELLECT-2, 2505.07291)
-    sequences          each token's sequence number (int64): r is the sequence's, exp of the mean of
-                       its tokens' logp - old_logp (GSPO, 2507.18071, eq. 7); k3's r stays a token's
+    is_cap             truncated importance sampling, for a sampler that computes other log-probs
+                       than the trainer: the objective, not the KL, times
+                       min(exp(old_logp - sampler_logp), is_cap); 0: off
+    ratio_cap          the min's r is at most this, for old_logps of a sampler that may be far off:
+                       r A is unbounded where A < 0 (INTELLECT-2, 2505.07291); 0: off
+    sequences          the number of each token's sequence, int64: r is then the sequence's, exp of
+                       the mean of its logp - old_logp (GSPO, 2507.18071, eq. 7); k3's r stays
     """
     old_logps = (logps if old_logps is None else old_logps).detach()
     log_ratio = logps - old_logps
-    token_ratio = torch.exp(log_ratio)
+    token_ratio = log_ratio.exp()
     if sequences is not None:
         log_ratio = mean_of_sequence(log_ratio, sequences)
-    ratio = torch.exp(log_ratio)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    if objective not in OBJECTIVES:
-        raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
-    if objective == "cispo":
-        gain = clipped.detach() * advantages * logps
-    else:
-        # The smaller of the two: a step that already went too far gets no more gradient (clipped),
-        # one that went the wrong way keeps its full gradient.
+    ratio = log_ratio.exp()
+    low, high = 1 - clip_low, 1 + clip_high
+    is_low, is_high = ratio.detach() < low, ratio.detach() > high
+    if objective == "clip":
         bounded = ratio.clamp(max=ratio_cap) if ratio_cap else ratio
-        clipped = bounded.clamp(1 - clip_low, 1 + clip_high)
-        gain = torch.minimum(bounded * advantages, clipped * advantages)
+        gain = torch.minimum(bounded * advantages, bounded.clamp(low, high) * advantages)
+        is_low, is_high = is_low & (advantages < 0), is_high & (advantages > 0)
+    elif objective == "cispo":  # clips whatever the sign of the advantage
+        gain = ratio.detach().clamp(low, high) * advantages * logps
+    else:
+        raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
     if is_cap:
         gain = gain * torch.exp(old_logps - sampler_logps).clamp(max=is_cap)
     kl = torch.zeros_like(logps)
     if kl_beta:
-        difference = ref_logps.detach() - logps
-        kl = torch.expm1(difference) - difference  # exp(d) - 1 - d would round to below 0
+        d = ref_logps.detach() - logps
+        kl = torch.expm1(d) - d  # exp(d) - 1 - d would round to below 0
         gain = gain - kl_beta * (kl * token_ratio if unbiased_kl else kl)
-    either = objective == "cispo"  # clips whatever the sign; the min only the way that A wants
-    stats = {
-        "ratio": ratio.detach(),
-        "kl": kl.detach(),
-        "clip_low": (ratio.detach() < 1 - clip_low) & ((advantages < 0) | either),
-        "clip_high": (ratio.detach() > 1 + clip_high) & ((advantages > 0) | either),
-    }
+    stats = {"ratio": ratio.detach(), "kl": kl.detach(), "clip_low": is_low, "clip_high": is_high}
     return -(weights * gain).sum(), stats
 
 
 def mean_of_sequence(values, sequences):
-    """-> for each token the mean of its sequence. Example: [1, 3, 5], [0, 0, 1] -> [2, 2, 5]"""
+    """Returns for each token the mean of its sequence, (N,).
+
+    Example: [1, 3, 5], [0, 0, 1] -> [2, 2, 5]
+    """
     zeros = values.new_zeros(int(sequences.max()) + 1 if len(sequences) else 0)
     sums = zeros.index_add(0, sequences, values)
     counts = zeros.index_add(0, sequences, torch.ones_like(values))
     return (sums / counts.clamp(min=1))[sequences]
 
 
+# --- From hidden states to the loss -------------------------------------------------
 def grpo_loss(
-    hidden,
-    weight,
-    ids,
-    old_logps,
-    ref_logps,
-    advantages,
-    weights,
-    *,
-    temperature=1.0,
-    vocab_size=None,
-    **settings,
-):
-    """-> (loss, stats): policy_loss, from the hidden states `hidden` and the LM head `weight`.
+    hidden, head, ids, old_logps, ref_logps, advantages, weights, *,
+    clip_low, clip_high, kl_beta, objective="clip", unbiased_kl=False,
+    sampler_logps=None, is_cap=0.0, ratio_cap=0.0, sequences=None,
+    temperature=1.0, vocab_size=None,
+):  # fmt: skip
+    """Returns (loss, stats): policy_loss of the log-probs that linear_logps finds for `ids`.
 
-    The tensors are those of linear_logps and policy_loss, `settings` the latter's. A token of
-    weight 0 is masked: it costs nothing, whatever stands there, and its stats are 0. `stats` has
-    "logps" and "entropy" too.
+    `hidden` (N, H) or (B, T, H), `head` (V', H) and `ids` are described there, the rest in
+    policy_loss; `advantages` may be (B,) beside (B, T). A token of weight 0 is masked: it costs
+    nothing, whatever its values, and its stats are 0. `stats` has "logps" and "entropy" too.
     """
-    (hidden, ids, *tokens), restore = trained_tokens(
-        weights, hidden, ids, old_logps, ref_logps, advantages, weights, *sides(settings)
+    trained, restore = trained_tokens(
+        weights, hidden, ids, old_logps, ref_logps, advantages, weights, sampler_logps, sequences
     )
+    hidden, ids, old_logps, ref_logps, advantages, weights, sampler_logps, sequences = trained
     logps, entropy = linear_logps(
-        hidden, weight, ids, temperature=temperature, vocab_size=vocab_size, entropy=True
+        hidden, head, ids, temperature=temperature, vocab_size=vocab_size, entropy=True
     )
-    *tokens, settings["sampler_logps"], settings["sequences"] = tokens
-    loss, stats = policy_loss(logps, *tokens, **settings)
+    loss, stats = policy_loss(
+        logps, old_logps, ref_logps, advantages, weights, clip_low=clip_low, clip_high=clip_high,
+        kl_beta=kl_beta, objective=objective, unbiased_kl=unbiased_kl, sampler_logps=sampler_logps,
+        is_cap=is_cap, ratio_cap=ratio_cap, sequences=sequences,
+    )  # fmt: skip
     return loss, restore(stats | {"logps": logps.detach(), "entropy": entropy})
 
 
-def sides(settings):
-    """-> the two of policy_loss's settings that are per-token tensors, or None."""
-    return settings.get("sampler_logps"), settings.get("sequences")
-
-
 def trained_tokens(weights, hidden, *tensors):
-    """-> (tensors, restore): each flat, without the tokens of weight 0; and what undoes that.
+    """Returns (trained, restore): the tensors of the N tokens whose weight is not 0, and the way
+    back, a function from a dict of (N,) tensors to one shaped like `weights`, with zeros between.
 
-    Padding leaves here, before the LM head: of a padded batch it is often half the work. `tensors`
-    are shaped like `weights` (B, T), or (B,), or None; `hidden` has a dimension more.
+    `hidden` (..., H) becomes (N, H); the others, shaped like `weights` (...), or (B,), become (N,),
+    and None stays None. So padding, often half of a batch, never passes the LM head.
     """
-    flat = weights.reshape(-1)
-    index = flat.nonzero().squeeze(1)
-    whole = len(index) == len(flat)
+    index = weights.reshape(-1).nonzero().squeeze(1)
+    whole = len(index) == weights.numel()  # then nothing is copied
 
     def select(tensor):
         if tensor is None:
             return None
-        if tensor.dim() < weights.dim():  # (B,): one for each sequence
-            tensor = tensor.reshape(*tensor.shape, *[1] * (weights.dim() - tensor.dim()))
-        tensor = tensor.expand(weights.shape).reshape(-1)
-        return tensor if whole else tensor[index]
+        if tensor.dim() < weights.dim():
+            tensor = tensor.unsqueeze(-1)  # (B,) -> (B, 1)
+        flat = tensor.expand(weights.shape).reshape(-1)
+        return flat if whole else flat[index]
 
     def restore(stats):
-        full = {name: values.new_zeros(len(flat)) for name, values in stats.items()}
-        return {k: v.index_copy(0, index, stats[k]).view(weights.shape) for k, v in full.items()}
+        zeros = {name: values.new_zeros(weights.numel()) for name, values in stats.items()}
+        return {n: z.index_copy_(0, index, stats[n]).view(weights.shape) for n, z in zeros.items()}
 
     hidden = hidden.reshape(-1, hidden.shape[-1])
     return [hidden if whole else hidden[index], *map(select, tensors)], restore

@@ -93,8 +93,8 @@ def make(variant, shape=(24,), *, width=97, size=16, dtype=torch.float32):
     settings = dict(variant)
     on_policy, gspo = settings.pop("on_policy", False), settings.pop("gspo", False)
     vocab, temperature = settings.get("vocab_size", width), settings.get("temperature", 1.0)
-    hidden, weight = torch.randn(*shape, size).to(dtype), (torch.randn(width, size) / 2).to(dtype)
-    z = (hidden.double() @ weight.double().T)[..., :vocab] / temperature
+    hidden, head = torch.randn(*shape, size).to(dtype), (torch.randn(width, size) / 2).to(dtype)
+    z = (hidden.double() @ head.double().T)[..., :vocab] / temperature
     ids = torch.randint(vocab, shape)
     corners = torch.tensor([vocab - 1, 0, z.reshape(-1, vocab)[min(2, ids.numel() - 1)].argmax()])
     ids.view(-1)[:3] = corners[: ids.numel()]
@@ -105,7 +105,7 @@ def make(variant, shape=(24,), *, width=97, size=16, dtype=torch.float32):
         weights *= torch.arange(6) < torch.tensor([[5], [0], [2], [6]])
     sequences = rows[:, None].expand(shape) if len(shape) == 2 else rows * 4 // shape[0]
     batch = {
-        "hidden": hidden, "weight": weight, "ids": ids, "weights": weights,
+        "hidden": hidden, "head": head, "ids": ids, "weights": weights,
         "old_logps": None if on_policy else old, "ref_logps": ref if settings["kl_beta"] else None,
         "advantages": torch.randn(shape[0]), "sequences": sequences if gspo else None,
         "sampler_logps": sampler if "is_cap" in settings else None,
@@ -124,13 +124,13 @@ def with_garbage(batch):
 
 
 def oracle(
-    hidden, weight, ids, old_logps, ref_logps, advantages, weights, sampler_logps, sequences, *,
+    hidden, head, ids, old_logps, ref_logps, advantages, weights, sampler_logps, sequences, *,
     clip_low, clip_high, kl_beta, temperature=1.0, vocab_size=None, objective="clip",
     unbiased_kl=False, is_cap=0.0, ratio_cap=math.inf,
 ):  # fmt: skip
     """-> loss, dH, dW and the sum of the loss's |terms|: autograd in float64, papers' formulas."""
-    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
-    z = (hidden @ weight.T)[..., :vocab_size] / temperature
+    hidden, head = (t.detach().double().requires_grad_() for t in (hidden, head))
+    z = (hidden @ head.T)[..., :vocab_size] / temperature
     logp = z.gather(-1, ids[..., None]).squeeze(-1) - z.logsumexp(-1)
     old = logp.detach() if old_logps is None else old_logps.double()
     a = advantages.double().view(-1, *[1] * (ids.dim() - 1))
@@ -150,16 +150,16 @@ def oracle(
         d = ref_logps.double() - logp
         gain = gain - kl_beta * (d.exp() - 1 - d) * (of_token if unbiased_kl else 1)
     terms = (weights * gain)[weights > 0]
-    grads = torch.autograd.grad(-terms.sum(), (hidden, weight))
+    grads = torch.autograd.grad(-terms.sum(), (hidden, head))
     return -terms.detach().sum(), *grads, terms.detach().abs().sum()
 
 
 def run(module, batch, settings, *, factor=1.0):
     """-> (loss, dH, dW), stats"""
-    leaves = {name: batch[name].clone().requires_grad_() for name in ("hidden", "weight")}
+    leaves = {name: batch[name].clone().requires_grad_() for name in ("hidden", "head")}
     loss, stats = module.grpo_loss(**batch | leaves, **settings)
     (loss * factor).backward()
-    return (loss.detach(), leaves["hidden"].grad, leaves["weight"].grad), stats
+    return (loss.detach(), leaves["hidden"].grad, leaves["head"].grad), stats
 
 
 def error(got, exact):
@@ -179,13 +179,13 @@ def on_device(engine, batch):
 
 
 def check(engine, batch, settings, tolerance=5e-6):
-    """Loss and gradients are the oracle's, in either file; the stats are those of grpo_loss.py."""
+    """Loss and gradients are the oracle's, in either file; the stats are those of grpo/loss.py."""
     batch = on_device(engine, batch)
     exact, given = oracle(**batch, **settings), with_garbage(batch)
     (got, stats), (specified, expected) = (run(m, given, settings) for m in (engine.module, plain))
-    # Measured: 1.7e-6 at most, and 2.1e-6 of grpo_loss.py
+    # Measured: 1.7e-6 at most, and 2.1e-6 of grpo/loss.py
     assert max(errors(got, exact)) < tolerance
-    assert max(errors(specified, exact)) < tolerance, "grpo_loss.py"
+    assert max(errors(specified, exact)) < tolerance, "grpo/loss.py"
     assert not got[1][batch["weights"] == 0].any()
     assert not any(values.requires_grad for values in stats.values())
     torch.testing.assert_close(stats, expected, rtol=1e-5, atol=2 * tolerance)
@@ -281,7 +281,7 @@ def test_the_gradient_is_the_central_difference(variant):
     """In float64, on a CPU; not for what has a stop-gradient: on-policy and CISPO."""
     batch, settings = make(VARIANTS[variant], (4, 6), size=3, dtype=torch.float64)
     (_, *grads), _ = run(fused, batch, settings)
-    for name, grad in zip(("hidden", "weight"), grads, strict=True):
+    for name, grad in zip(("hidden", "head"), grads, strict=True):
         moved = batch[name].view(-1)
         for i in range(0, len(moved), 5):
             ends = []
@@ -300,7 +300,7 @@ def test_no_token_at_all(engine, gspo):
     batch, settings = make(VARIANTS["kl"] | {"gspo": gspo}, (4, 6))
     batch = on_device(engine, batch | {"weights": torch.zeros(4, 6)})
     got, stats = run(engine.module, with_garbage(batch), settings)
-    for result, like in zip(got, (torch.zeros(()), batch["hidden"], batch["weight"]), strict=True):
+    for result, like in zip(got, (torch.zeros(()), batch["hidden"], batch["head"]), strict=True):
         assert torch.equal(result, torch.zeros_like(like, device=engine.device))
     for values in stats.values():
         assert values.shape == (4, 6) and not values.any()
@@ -321,13 +321,13 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("gspo", [False, True])
-@pytest.mark.parametrize("trained", [("hidden", "weight"), ("hidden",), ("weight",), ()])
+@pytest.mark.parametrize("trained", [("hidden", "head"), ("hidden",), ("head",), ()])
 def test_no_product_is_made_for_what_is_frozen(engine, trained, gspo):
     """LoRA freezes the head: it would be a third of the work, and as much memory as the head."""
     batch, settings = make(VARIANTS["kl"] | {"gspo": gspo})
     batch = on_device(engine, batch)
-    exact = dict(zip(("hidden", "weight"), oracle(**batch, **settings)[1:3], strict=True))
-    for name in ("hidden", "weight"):
+    exact = dict(zip(("hidden", "head"), oracle(**batch, **settings)[1:3], strict=True))
+    for name in ("hidden", "head"):
         batch[name].requires_grad_(name in trained)
     with Recorder() as recorder:
         loss, _ = engine.module.grpo_loss(**batch, **settings)
@@ -335,7 +335,7 @@ def test_no_product_is_made_for_what_is_frozen(engine, trained, gspo):
         if trained:
             loss.backward()
     assert recorder.products == 1 + len(trained) + (gspo and bool(trained))
-    for name in ("hidden", "weight"):
+    for name in ("hidden", "head"):
         grad = batch[name].grad
         assert error(grad, exact[name]) < 5e-6 if name in trained else grad is None
     with Recorder() as recorder, torch.no_grad():
@@ -387,14 +387,14 @@ def test_memory_is_freed_at_once(engine, name, backward):
     """Not when the garbage collector comes: until then a step's gradients would lie there twice."""
     batch, settings = make(VARIANTS["kl"])
     batch = on_device(engine, batch)
-    batch["weight"].requires_grad_()
+    batch["head"].requires_grad_()
     gc.disable()
     try:
         hidden = batch.pop("hidden") * 1
         if name == "grpo_loss":
             result, stats = engine.module.grpo_loss(hidden, **batch, **settings)
         else:
-            result = stats = engine.module.linear_logps(hidden, batch["weight"], batch["ids"]).sum()
+            result = stats = engine.module.linear_logps(hidden, batch["head"], batch["ids"]).sum()
         node = result.grad_fn
         while not isinstance(node, torch.autograd.function.BackwardCFunction):
             node = node.next_functions[0][0]
@@ -408,22 +408,22 @@ def test_memory_is_freed_at_once(engine, name, backward):
 
 
 # --- Log-probs ------------------------------------------------------------------------
-def check_logps(engine, hidden, weight, ids, slopes, **options):
+def check_logps(engine, hidden, head, ids, slopes, **options):
     """Log-probs, entropy and gradients are what they are defined as, in float64, and in range.
 
     The gradient is asked of linear_logps, and of grpo_loss where it is that of sum(slopes logps).
     """
-    leaves = [t.requires_grad_() for t in (hidden, weight) if t is not None]
+    leaves = [t.requires_grad_() for t in (hidden, head) if t is not None]
     before, exact = hidden.detach().clone(), [t.detach().double().requires_grad_() for t in leaves]
-    z = (exact[0] if weight is None else exact[0] @ exact[1].T)[..., : options.get("vocab_size")]
+    z = (exact[0] if head is None else exact[0] @ exact[1].T)[..., : options.get("vocab_size")]
     log_p = torch.log_softmax(z / options["temperature"], -1)
     expected = log_p.gather(-1, ids[..., None]).squeeze(-1)
     entropy = -(log_p.exp() * log_p).nan_to_num(0).sum(-1)  # 0 x -inf
     wanted = torch.autograd.grad(expected, exact, slopes.double())
 
-    logps, *more = engine.module.linear_logps(hidden, weight, ids, **options, entropy=True)
+    logps, *more = engine.module.linear_logps(hidden, head, ids, **options, entropy=True)
     loss, stats = engine.module.grpo_loss(
-        hidden, weight, ids, None, None, -slopes, torch.ones_like(slopes), **CLIPS, **options
+        hidden, head, ids, None, None, -slopes, torch.ones_like(slopes), **CLIPS, **options
     )
     for a, b in ((logps, *more), (stats["logps"], stats["entropy"])):
         assert a.dtype == b.dtype == torch.float32 and not b.requires_grad
@@ -441,10 +441,10 @@ def check_logps(engine, hidden, weight, ids, slopes, **options):
 def test_linear_logps(engine, vocab_size, temperature, expanded):
     torch.manual_seed(0)
     with torch.device(engine.device):
-        hidden, weight, ids = torch.randn(2, 5, 16), torch.randn(1009, 16), torch.arange(10) * 111
+        hidden, head, ids = torch.randn(2, 5, 16), torch.randn(1009, 16), torch.arange(10) * 111
         slopes = torch.ones(()).expand(2, 5) if expanded else torch.randn(2, 5)  # .sum()'s is such
     options = {"vocab_size": vocab_size, "temperature": temperature}
-    check_logps(engine, hidden, weight, ids.view(2, 5), slopes, **options)
+    check_logps(engine, hidden, head, ids.view(2, 5), slopes, **options)
 
 
 LOGITS = {
@@ -501,7 +501,7 @@ def test_the_loss_is_ligers(options):
         beta=0.3, compiled=False, epsilon_low=0.2, epsilon_high=1.28 if cispo else 0.28,
         max_completion_length=6, temperature=0.7, **options,
     )  # fmt: skip
-    leaves = [batch[name].clone().requires_grad_() for name in ("hidden", "weight")]
+    leaves = [batch[name].clone().requires_grad_() for name in ("hidden", "head")]
     theirs, *_ = loss_of(
         *leaves, batch["ids"], mask.float(), batch["advantages"],
         ref_per_token_logps=batch["ref_logps"], old_per_token_logps=batch["old_logps"],
@@ -554,8 +554,8 @@ ON = {
     "RATIO_CAP": 2.0,
 }
 USUAL = ON | {"CISPO": False, "UNBIASED_KL": False}
-READ, WRITE, BOTH = ({"READ": r, "WRITE": w} for r, w in ((1, 0), (0, 1), (1, 1)))
-MODES = [READ | OFF, WRITE | OFF, BOTH | OFF, BOTH | ON, BOTH | USUAL]
+FORWARD, BACKWARD, BOTH = ({"FORWARD": f, "BACKWARD": b} for f, b in ((1, 0), (0, 1), (1, 1)))
+MODES = [FORWARD | OFF, BACKWARD | OFF, BOTH | OFF, BOTH | ON, BOTH | USUAL]
 
 
 def ptx_of(kernel, dtype, capability, num_warps, constants):
@@ -583,7 +583,7 @@ def test_the_kernels_compile(capability, dtype, itemsize, tmp_path, monkeypatch)
     from triton.backends.nvidia.compiler import get_ptxas
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    fixed = {"VOCAB": 151_665, "WIDTH": 151_936, "INV_T": 1 / 0.9, "CLIP_LOW": 0.2,
+    fixed = {"VOCAB": 151_665, "WIDTH": 151_936, "INV_TAU": 1 / 0.9, "CLIP_LOW": 0.2,
              "CLIP_HIGH": 0.28}  # fmt: skip
     fixed |= fused.block_of(151_936, itemsize)
     num_warps = fixed.pop("num_warps")
@@ -597,5 +597,5 @@ def test_the_kernels_compile(capability, dtype, itemsize, tmp_path, monkeypatch)
         spilled = re.findall(r"(\d+) bytes spill", report.stderr + report.stdout)
         assert spilled == ["0", "0"] and ".f64" not in ptx, (constants, report)
         wide = re.findall(r"(ld|st)\.global\.v4", ptx)
-        assert wide.count("ld") >= 2 * (mode["READ"] + mode["WRITE"])
-        assert wide.count("st") >= 2 * mode["WRITE"]
+        assert wide.count("ld") >= 2 * (mode["FORWARD"] + mode["BACKWARD"])
+        assert wide.count("st") >= 2 * mode["BACKWARD"]
