@@ -1,17 +1,15 @@
 """GRPO end to end in two minutes, on a CPU or a GPU: a tiny model, and the two scripts as they are.
 
     python demo.py              # or: make demo
-    python demo.py 3            # with another seed
+    python demo.py 3            # another seed
     python demo.py 3 shuffled   # a control: rewards shuffled within each group; accuracy falls
 
-Makes a 126 000-parameter Qwen2 that has learned from sloppy examples (the warm start): it can add
-and subtract and knows the tags, but often picks the wrong operator and rarely uses the tags. Then
-starts ref_server.py and grpo_ref_split.py on it, a process each, and compares before and after on
-unseen questions. What GRPO does here is to *elicit*: it makes usual what the model could do and
-seldom did. It teaches no arithmetic. The constants of the run were chosen on the validation split
-and on other seeds; the test split is only reported.
-
-Also the example of a preset: train() and serve() import a script, set its constants, call main().
+A warm start trains a 126 000-parameter Qwen2 on sloppy examples: it can add and subtract and knows
+the tags, but often picks the wrong operator and rarely writes the tags. Then ref_server.py and
+grpo_ref_split.py train it, a process each. GRPO *elicits* here: what the model could do but rarely
+did becomes the rule; it teaches no arithmetic. The constants were chosen on the validation split
+and on other seeds. serve() and train() show what a preset is: import a script, set its constants,
+call its main().
 """
 
 import contextlib
@@ -29,6 +27,7 @@ from pathlib import Path
 
 import psutil
 
+import plot
 from grpo.constants import arguments
 from grpo.models import load_tokenizer, prompt_ids
 from grpo.sampling.policy import load_policy
@@ -36,20 +35,21 @@ from grpo.sampling.sampler import sample_groups
 from grpo.tiny_model import warm_start
 from tasks import arithmetic
 
-# The environment is for tests, and for choosing these without a look at the test split.
+# The environment is for tests, and for choosing constants without a look at the test split.
 RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo")
-WARM_START = f"{RUN_DIR}/warm_start"  # the policy's start, and the reference
+WARM_START = f"{RUN_DIR}/warm_start"  # where the policy starts, and the reference
 WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
 STEPS = int(os.environ.get("DEMO_STEPS", "100"))
 EVAL_SPLIT = os.environ.get("DEMO_EVAL_SPLIT", "test")
-ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what may end the demo from outside
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the demo
 
 
-# --- The two scripts, with the constants of this preset -----------------------------
+# --- The two presets ----------------------------------------------------------------
 def serve(port):
     import ref_server
 
-    ref_server.MODEL, ref_server.PORT = WARM_START, int(port)
+    ref_server.MODEL = WARM_START
+    ref_server.PORT = int(port)
     ref_server.DTYPE = "float32"
     ref_server.STORE = f"{RUN_DIR}/ref_store.sqlite"
     ref_server.main()
@@ -58,36 +58,42 @@ def serve(port):
 def train(port, seed, rewards):
     import grpo_ref_split as trainer
 
-    trainer.MODEL, trainer.TASK, trainer.RUN_DIR = WARM_START, "arithmetic", RUN_DIR
+    trainer.MODEL = WARM_START
+    trainer.TASK = "arithmetic"
+    trainer.RUN_DIR = RUN_DIR
     trainer.REF_SERVER = f"http://127.0.0.1:{port}"
-    trainer.SEED, trainer.STEPS = seed, STEPS
-    trainer.PROMPTS_PER_STEP, trainer.GROUP_SIZE, trainer.SAMPLE_BATCH = 16, 8, 64
-    trainer.MAX_PROMPT_TOKENS, trainer.MAX_COMPLETION_TOKENS = 64, 24
-    trainer.LEARNING_RATE, trainer.WARMUP_STEPS, trainer.FINAL_LR = 7e-4, 5, 0.3
-    trainer.MICRO_BATCH_TOKENS, trainer.GRADIENT_CHECKPOINTING = 8192, False
-    trainer.DTYPE = "float32"  # a tiny model on either device
-    trainer.EVAL_STEPS, trainer.EVAL_QUESTIONS, trainer.SAVE_STEPS = 40, 500, 10**6
-    trainer.EVAL_SPLIT = EVAL_SPLIT
+    trainer.SEED = seed
+    trainer.STEPS = STEPS
+    trainer.PROMPTS_PER_STEP = 16
+    trainer.MAX_PROMPT_TOKENS = 64
+    trainer.MAX_COMPLETION_TOKENS = 24
     trainer.MAX_REFILLS = 1  # near the end most groups are all right
-    if rewards == "shuffled":  # metrics are made of the true ones, advantages of these
-        plain, draw = trainer.make_group, random.Random(seed)
+    trainer.LEARNING_RATE = 7e-4
+    trainer.WARMUP_STEPS = 5
+    trainer.FINAL_LR = 0.3
+    trainer.GRADIENT_CHECKPOINTING = False
+    trainer.DTYPE = "float32"  # a tiny model, on a GPU too
+    trainer.EVAL_STEPS = 40
+    trainer.EVAL_SPLIT = EVAL_SPLIT
+    if rewards == "shuffled":  # metrics still come from the true rewards, advantages do not
+        make_group, draw = trainer.make_group, random.Random(seed)
 
-        def shuffled_group(sampled, **names):
+        def make_shuffled_group(sampled, **names):
             prompt, completions, rewards = sampled
-            return plain((prompt, completions, draw.sample(rewards, len(rewards))), **names)
+            return make_group((prompt, completions, draw.sample(rewards, len(rewards))), **names)
 
-        trainer.make_group = shuffled_group
+        trainer.make_group = make_shuffled_group
     trainer.main()
 
 
-# --- What changed -------------------------------------------------------------------
+# --- Before and after ---------------------------------------------------------------
 def diagnose(folder):
-    """-> of the greedy answers to 200 validation questions: how many write a true equation, and how
-    many use the operator that the question asks for. This tells arithmetic from habit."""
+    """Returns the shares of 200 greedy answers with a true equation, which tells arithmetic, and
+    with the operator that the question asks for, which tells habit."""
     policy = load_policy(folder, load_tokenizer(folder), "float32")
     items = arithmetic.load("validation")[:200]
     groups = sample_groups(
-        policy.model.eval(),
+        policy.model,
         [prompt_ids(policy.tokenizer, arithmetic.messages(item["question"])) for item in items],
         group_size=1,
         max_new_tokens=24,
@@ -98,150 +104,96 @@ def diagnose(folder):
     )
     true = right = 0
     for item, (completion,) in zip(items, groups, strict=True):
-        match = re.search(r"(\d+)([+-])(\d+)=(\d+)", policy.text(completion))
-        if match:
+        if match := re.search(r"(\d+)([+-])(\d+)=(\d+)", policy.text(completion)):
             a, operator, b, value = match.groups()
             true += int(value) == (int(a) + int(b) if operator == "+" else int(a) - int(b))
             right += operator == item["operator"]
-    return {"true_equation": true / len(items), "right_operator": right / len(items)}
+    return {"true equation": true / len(items), "right operator": right / len(items)}
 
 
 # --- Processes ----------------------------------------------------------------------
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
 
 
 def start(command, log=None):
-    """Starts a command in a session of its own, so that Ctrl-C reaches us alone and we end it."""
-    # As grpo_ref_split.py sets it, which this file imports too late for that
-    environment = {"GOMP_SPINCOUNT": "1000"} | os.environ
-    environment |= {"OMP_NUM_THREADS": "1"}  # two busy processes, perhaps two cores
-    output = {"stdout": log, "stderr": subprocess.STDOUT} if log else {}
-    return subprocess.Popen(command, start_new_session=True, env=environment, **output)
-
-
-@contextlib.contextmanager
-def undisturbed():
-    """Signals that come in the block take effect after it: who starts a process must know of it
-    before it may be told to end it."""
-    noted, before = [], {end: signal.getsignal(end) for end in ENDS}
-    heard = [end for end in ENDS if before[end] != signal.SIG_IGN]
-    for end in heard:
-        signal.signal(end, lambda number, _: noted.append(number))
-    try:
-        yield
-    finally:
-        for end in heard:
-            signal.signal(end, before[end])
-    for number in noted:
-        signal.raise_signal(number)
+    """Starts a command in a session of its own, so that Ctrl-C reaches only us and we end it."""
+    # The scripts set GOMP_SPINCOUNT too, but this file has imported torch before them
+    env = {"GOMP_SPINCOUNT": "1000"} | os.environ | {"OMP_NUM_THREADS": "1"}  # perhaps two cores
+    return subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
 
 
 def stop(process):
-    """Ends a process and all that it started."""
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
-    process.terminate()
-    for child in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.terminate()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    for child in alive:
-        child.kill()
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    """Ends what start() has started, with all its children; kills what takes longer than 5 s."""
+    with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+        os.killpg(process.pid, signal.SIGTERM)
+        psutil.wait_procs([psutil.Process(process.pid)], timeout=5)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
-def run_both(seed, rewards, look):
-    """Runs ref_server.py and the trainer until the latter ends; ends both whatever happens. Before
-    the server is ended, look() gets its address."""
-    port, log_path = free_port(), Path(RUN_DIR, "ref_server.log")
-    demo, processes = [sys.executable, "demo.py"], []
-    try:
-        with open(log_path, "w") as log, undisturbed():
-            processes.append(start([*demo, "serve", port], log))
-            processes.append(start([*demo, "train", port, str(seed), rewards]))
-        server, trainer = processes
-        while trainer.poll() is None:
-            if server.poll() is not None:
-                tail = log_path.read_text()[-2000:]
-                raise SystemExit(f"the reference server ended, so the demo does:\n{tail}")
-            time.sleep(0.2)
-        if trainer.returncode:
-            raise SystemExit(f"the trainer ended with an error ({trainer.returncode}), see above")
-        look(f"http://127.0.0.1:{port}")
-    finally:
-        # a second Ctrl-C would leave some of them running
-        handlers = {end: signal.signal(end, signal.SIG_IGN) for end in ENDS}
-        for process in reversed(processes):
-            stop(process)
-        for end, handler in handlers.items():
-            signal.signal(end, handler)
+def train_and_serve(seed, rewards, look):
+    """Returns when the trainer has ended; the server is still there, for look() and diagnose()."""
+    port = free_port()
+    log_path = Path(RUN_DIR, "ref_server.log")
+    with open(log_path, "w") as log:
+        server = start([sys.executable, "demo.py", "serve", port], log)
+    trainer = start([sys.executable, "demo.py", "train", port, str(seed), rewards])
+    while trainer.poll() is None:
+        if server.poll() is not None:
+            tail = log_path.read_text()[-2000:]
+            raise SystemExit(f"the reference server ended, so the demo does:\n{tail}")
+        time.sleep(0.2)
+    if trainer.returncode:
+        raise SystemExit(f"the trainer ended with an error ({trainer.returncode}), see above")
+    look(f"http://127.0.0.1:{port}")
 
 
 # --- Main ---------------------------------------------------------------------------
-def main(seed, rewards, look=lambda url: None):
-    for end in ENDS:
-        if end != signal.SIGHUP or signal.getsignal(end) != signal.SIG_IGN:  # nohup's wish
-            signal.signal(
-                end, lambda number, _: sys.exit(f"ended by {signal.Signals(number).name}")
-            )
+def main(seed, rewards="plain", look=lambda url: None):  # look: after training, at the server
+    for number in ENDS:  # also where a shell ignores Ctrl-C (`&`); only nohup's wish is kept
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda n, _: sys.exit(f"ended by {signal.Signals(n).name}"))
+    try:
+        run(seed, rewards, look)
+    finally:
+        for number in ENDS:  # a second Ctrl-C would leave some of them running
+            signal.signal(number, signal.SIG_IGN)
+        for child in reversed(psutil.Process().children()):  # the trainer first
+            stop(child)
+
+
+def run(seed, rewards, look):
     started = time.perf_counter()
     shutil.rmtree(RUN_DIR, ignore_errors=True)
     print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
     warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
     print("2. GRPO: ref_server.py and grpo_ref_split.py, loading takes about 15 s", flush=True)
-    run_both(seed, rewards, look)
+    train_and_serve(seed, rewards, look)
     final = max(Path(RUN_DIR).glob("step_*"))
     before, after = diagnose(WARM_START), diagnose(final)
-
-    import plot
-
     plot.plot(RUN_DIR)
-    records = [json.loads(x) for x in Path(RUN_DIR, "metrics.jsonl").read_text().splitlines()]
-    evaluations = [r for r in records if "eval_accuracy" in r]
-    result = {
-        "accuracy_before": evaluations[0]["eval_accuracy"],
-        "accuracy_after": evaluations[-1]["eval_accuracy"],
-        "format_before": evaluations[0]["eval_positive_format"],
-        "format_after": evaluations[-1]["eval_positive_format"],
-        "steps": evaluations[-1]["step"],
-        "seconds": round(time.perf_counter() - started, 1),
-        "seed": seed,
-        "rewards": rewards,
-    }
-    shares = [f"{k.replace('_', ' ')} {v:.0%} -> {after[k]:.0%}" for k, v in before.items()]
-    print(f"\nIn greedy answers to validation questions: {', '.join(shares)}.")
+    shares = ", ".join(f"{name} {before[name]:.0%} -> {after[name]:.0%}" for name in before)
+    print(f"\nIn greedy answers to validation questions: {shares}.")
     if rewards == "plain":
-        print(
-            "GRPO elicited an operator and a format that the warm start knew but rarely chose; it"
-        )
+        print("GRPO elicited an operator and a format that the model knew but rarely chose; it")
         print("taught no arithmetic. The questions were unseen, the numbers in them were not.")
     print(f"Model: {final}   curves: {RUN_DIR}/curves.png   texts: {RUN_DIR}/samples.jsonl\n")
-    print(json.dumps(result), flush=True)
+    records = map(json.loads, Path(RUN_DIR, "metrics.jsonl").read_text().splitlines())
+    first, *_, last = (record for record in records if "eval_accuracy" in record)
+    result = {"seed": seed, "rewards": rewards, "steps": last["step"]}
+    for name, metric in {"accuracy": "eval_accuracy", "format": "eval_positive_format"}.items():
+        result |= {f"{name}_before": first[metric], f"{name}_after": last[metric]}
+    print(json.dumps(result | {"seconds": round(time.perf_counter() - started, 1)}), flush=True)
 
 
-def command(arguments):
-    match arguments:
+if __name__ == "__main__":
+    match arguments() or ["0"]:
         case ["serve", port]:
             serve(port)
         case ["train", port, seed, rewards]:
             train(port, int(seed), rewards)
-        case []:
-            main(0, "plain")
-        case [seed] if seed.isdecimal():
-            main(int(seed), "plain")
-        case [seed, "shuffled"] if seed.isdecimal():
-            main(int(seed), "shuffled")
+        case [seed, *control] if seed.isdecimal() and control in ([], ["shuffled"]):
+            main(int(seed), *control)
         case _:
             sys.exit(__doc__)
-
-
-if __name__ == "__main__":
-    command(arguments())
