@@ -1,7 +1,8 @@
-# make demo   the whole of it on a tiny model, about two minutes      make test   what must hold
+# make demo   the whole of it on a tiny model, about two minutes      make test   all tests
 # Both build .venv first; see README.md for a CPU build of torch.
 PYTHON ?= python3
 SEED ?= 0
+CONSTRAINTS ?= constraints.txt
 
 demo: .venv/ready
 	.venv/bin/python demo.py $(SEED)
@@ -9,8 +10,11 @@ demo: .venv/ready
 test: .venv/dev-ready
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
-# docs/page.png, of a run of the demo; needs chromium
+# docs/demo.png, of five seeds and a control: 15 minutes; docs/page.png, of one more: needs chromium
 pictures: .venv/ready
+	for seed in 0 1 2 3 4; do DEMO_RUN_DIR=runs/demo_$$seed .venv/bin/python demo.py $$seed || exit 1; done
+	DEMO_RUN_DIR=runs/demo_shuffled .venv/bin/python demo.py 0 shuffled
+	.venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
 	.venv/bin/python -m docs.page $(SEED)
 
 vllm-test: .venv/ready .vllm/ready
@@ -23,12 +27,12 @@ lint: .venv/dev-ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer, please: make PYTHON=python3.11")'
 	@echo "building .venv, once: downloads about 1 GB, with the CUDA build of torch several"
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --requirement requirements.txt --constraint constraints.txt
+	.venv/bin/pip install --quiet --requirement requirements.txt --constraint $(CONSTRAINTS)
 	@touch .venv/ready
 
 # what tests and linter need besides
 .venv/dev-ready: requirements-dev.txt .venv/ready
-	.venv/bin/pip install --quiet --requirement requirements-dev.txt --constraint constraints.txt
+	.venv/bin/pip install --quiet --requirement requirements-dev.txt --constraint $(CONSTRAINTS)
 	@touch .venv/dev-ready
 
 # vLLM pins torch and transformers, so it has a venv of its own

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from test_docs import documented_metrics
 from transformers import AutoModelForCausalLM
 
 import demo as demo_module
@@ -45,7 +47,12 @@ def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
     run = tmp_path / "run"
     AutoModelForCausalLM.from_pretrained(run / "step_000002")
     assert (run / "curves.png").stat().st_size > 10_000
-    assert (run / "samples.jsonl").exists() and (run / "metrics.jsonl").exists()
+    assert (run / "samples.jsonl").exists()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    written = set().union(*map(json.loads, lines)) - {"step", "time"}
+    named = {re.sub("^(reward|eval_positive)_.*", r"\1_NAME", metric) for metric in written}
+    with_workers = {"staleness", "staleness_max", "groups_dropped"}
+    assert named | with_workers == documented_metrics()  # docs/metrics.md
     # the reward, accuracy, KL, length and tokens/s of the progress bar
     assert all(word in output for word in ("reward ", "accuracy ", "kl ", "length ", "tokens/s "))
 

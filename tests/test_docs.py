@@ -1,0 +1,191 @@
+"""Docs and code say the same: constants, metrics, routes, sentences, files, links, commands."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+SCRIPTS = ("grpo_ref_split.py", "ref_server.py")
+CODE = [*ROOT.glob("*.py"), *ROOT.glob("grpo/**/*.py"), *ROOT.glob("tasks/*.py")]
+TREES = {path: ast.parse(path.read_text()) for path in CODE}
+pages = pytest.mark.parametrize("page", TEXT)
+
+
+def code_words(text):
+    """Returns what stands in backticks."""
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def rows(text, heading):
+    """Returns the cells of the tables below a heading, up to the next one of its level."""
+    section = text.split(f"\n{heading}\n")[1].split("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
+
+
+# --- The README, links, files ---------------------------------------------------------
+def test_the_readme_is_one_page():
+    assert len(TEXT["README.md"].splitlines()) <= 110
+
+
+def anchors(page):
+    """Returns the names that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_every_relative_link_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", TEXT[page]):
+        if not link.startswith("http"):
+            name, _, anchor = link.partition("#")
+            target = (ROOT / page).parent / name
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_the_readme_leads_to_every_page():
+    for page in TEXT.keys() - {"README.md"}:
+        assert f"]({page})" in TEXT["README.md"], page
+
+
+WRITTEN = {"metrics.jsonl", "samples.jsonl", "bad_step_*.json", "config.json", "out.md"}  # by runs
+WRITTEN |= {"example_model_solutions.jsonl", "hosts"}
+FILE = re.compile(r"[\w*./-]+\.(?:py|md|txt|html|yml|toml|png|jsonl?)\b")
+
+
+@pages
+def test_every_file_that_is_named_exists(page):
+    folders = ("", "grpo/**/", "tests/", "tasks/", "docs/", "benchmarks/")
+    for word in FILE.findall(re.sub(r"https?://\S+|\]\([^)]*\)", "", TEXT[page])):
+        found = any(any(ROOT.glob(folder + word.lstrip("./"))) for folder in folders)
+        assert found or word in WRITTEN or word.startswith("../"), word
+
+
+def test_architecture_names_every_file_of_the_package():
+    text = TEXT["docs/architecture.md"]
+    for path in ROOT.glob("grpo/**/*.py"):
+        inner = path.parent.name == "decoders" or path.name == "__init__.py"
+        assert inner or f"{path.name}`" in text, path
+
+
+# --- Constants ------------------------------------------------------------------------
+def constants_of(script):
+    """Returns {constant: whether a comment in the script explains it}."""
+    lines, found = (ROOT / script).read_text().splitlines(), {}
+    for node in TREES[ROOT / script].body:
+        if isinstance(node, ast.Assign) and node.targets[0].id.isupper():
+            own = lines[node.lineno - 1 : node.end_lineno]
+            above = lines[node.lineno - 2]
+            commented = any("  # " in line for line in own)
+            found[node.targets[0].id] = commented or above.startswith("# ") and "---" not in above
+    return found
+
+
+CONSTANTS = {script: constants_of(script) for script in SCRIPTS}
+OTHERS = {"MEMORY_GB", "DATA", "GRPO_TOKEN", "CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL"}
+OTHERS |= {"GOMP_SPINCOUNT", "NAME"}
+
+
+@pages
+def test_every_constant_that_is_named_exists(page):
+    known = OTHERS.union(*CONSTANTS.values())
+    for word in code_words(TEXT[page]):
+        for name in re.findall(r"(?<![\w`.])[A-Z][A-Z_]{3,}(?![\w./])", word):
+            assert name in known | {"POST", "JSON"}, name
+
+
+def test_every_constant_is_explained():
+    named = set(re.findall(r"\w+", " ".join(word for t in TEXT.values() for word in code_words(t))))
+    for script, constants in CONSTANTS.items():
+        for name, commented in constants.items():
+            assert commented or name in named, f"{name} of {script}: a comment, or a word in docs"
+
+
+# --- Metrics --------------------------------------------------------------------------
+def documented_metrics():
+    cells = re.findall(r"^\| (`.*?) \|", TEXT["docs/metrics.md"], re.MULTILINE)
+    return {name for cell in cells for name in code_words(cell)}
+
+
+def test_every_metric_that_is_documented_has_its_name_in_the_code():
+    text = "\n".join(path.read_text() for path in CODE)
+    for name in documented_metrics():
+        bare = re.sub("^(seconds|eval)_", "", name).removesuffix("_NAME")
+        assert re.search(rf"[\"']{name}[\"']|\b{bare}(?:_|\b)", text), name
+
+
+# --- Routes ---------------------------------------------------------------------------
+def routes():
+    """Returns {(method, path)} of the decorators in the server's code."""
+    found = set()
+    methods = {"get": "GET", "post": "POST", "put": "PUT", "takes_json": "POST"}
+    for path in [ROOT / "ref_server.py", *ROOT.glob("grpo/serving/*.py")]:
+        for node in ast.walk(TREES[path]):
+            for call in getattr(node, "decorator_list", []):
+                method = methods.get(getattr(getattr(call, "func", None), "attr", None))
+                if method:
+                    found.add((method, call.args[0].value))
+    return found
+
+
+def test_routes_are_those_of_the_server():
+    cells = [row[0] for row in rows(TEXT["docs/architecture.md"], "## Routes")]
+    documented = [tuple(code_words(cell)[0].split()) for cell in cells if "`" in cell]
+    assert len(routes()) > 10
+    assert sorted(documented) == sorted(routes())
+
+
+# --- Words that people see ------------------------------------------------------------
+def strings():
+    """Returns every text in the code, with … for what is put into it."""
+    found = []
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "…" for p in node.values]
+                found.append("".join(parts))
+    return "\n".join(found)
+
+
+def test_sentences_in_troubleshooting_are_in_the_code():
+    text = strings()
+    cells = re.findall(r"^\| (`.*?`) \| ", TEXT["docs/troubleshooting.md"], re.MULTILINE)
+    sentences = [cell.strip("`") for cell in cells]
+    assert len(sentences) > 30
+    for sentence in sentences:
+        assert all(part.strip() in text for part in sentence.split("…")), sentence
+
+
+# --- Commands -------------------------------------------------------------------------
+RUN = {  # what runs a command, or the same with other constants
+    "make demo": "tests/test_demo.py",
+    "make test": ".ci/run",
+    "make lint": ".ci/run",
+    ".ci/run": ".github/workflows/ci.yml",
+    ".venv/bin/python -m pytest tests/test_loss.py": "Makefile",
+}
+
+
+def commands(text):
+    """Returns the lines of indented and fenced blocks that begin as a command does."""
+    lines = re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE)
+    start = r"(?:\w+=\S+ )*(?:make|\.?[\w./]*python|deepspeed|caddy|ssh|\.ci/run)\b"
+    return [line for line in lines if re.match(start, line)]
+
+
+@pages
+def test_every_command_is_run_by_a_test_or_says_what_it_needs(page):
+    for line in commands(TEXT[page]):
+        command, _, comment = (part.strip() for part in line.partition("  # "))
+        if not comment.startswith("needs "):
+            assert command in RUN, f"{line}: add `# needs ...`, or what runs it"
+            assert (ROOT / RUN[command]).exists()
+        for target in re.findall(r"\bmake ([\w-]+)", command):
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
