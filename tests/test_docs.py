@@ -163,6 +163,15 @@ def test_sentences_in_troubleshooting_are_in_the_code():
         assert all(part.strip() in text for part in sentence.split("…")), sentence
 
 
+def test_the_task_in_the_readme_has_the_functions_of_the_one_that_is_copied():
+    block = re.search(r"```python\n(.*?)```", TEXT["README.md"], re.DOTALL)[1]
+    shown = re.findall(r"^def (\w+)\((.*?)\):", block, re.MULTILINE)
+    source = (ROOT / "tasks/gsm8k.py").read_text()
+    assert [name for name, _ in shown] == ["load", "messages", "rewards"]
+    for name, parameters in shown:
+        assert f"def {name}({parameters}):" in source
+
+
 # --- Commands -------------------------------------------------------------------------
 RUN = {  # what runs a command, or the same with other constants
     "make demo": "tests/test_demo.py",
