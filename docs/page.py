@@ -1,4 +1,4 @@
-"""The README's picture: the demo, and at its end the server's page, as a browser shows it.
+"""The picture in docs/metrics.md: the server's page at the end of a demo, as a browser shows it.
 
     make pictures       # or: .venv/bin/python -m docs.page 0
 
@@ -18,7 +18,7 @@ PICTURE = Path(__file__).with_name("page.png")
 
 
 def browse(url, *options, size="1200,900", seconds=3):
-    """-> (what Chromium prints, its console) after so many seconds of its own clock."""
+    """Returns what Chromium prints, and its console, after `seconds` of the page's own clock."""
     with tempfile.TemporaryDirectory() as profile:
         command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
         command += ["--disable-background-networking", "--disable-sync", "--mute-audio"]
