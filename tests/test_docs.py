@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo.serving.store import STATES
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
@@ -88,7 +90,7 @@ def constants_of(script):
 
 CONSTANTS = {script: constants_of(script) for script in SCRIPTS}
 OTHERS = {"MEMORY_GB", "DATA", "GRPO_TOKEN", "CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL"}
-OTHERS |= {"GOMP_SPINCOUNT", "NAME"}
+OTHERS |= {"GOMP_SPINCOUNT", "NAME", "TRANSITIONS"}
 
 
 @pages
@@ -121,15 +123,14 @@ def test_every_metric_that_is_documented_has_its_name_in_the_code():
 
 # --- Routes ---------------------------------------------------------------------------
 def routes():
-    """Returns {(method, path)} of the decorators in the server's code."""
-    found = set()
+    """Returns [(method, path)] of calls such as app.get("/info") in the server's code."""
     methods = {"get": "GET", "post": "POST", "put": "PUT", "takes_json": "POST"}
-    for path in [ROOT / "ref_server.py", *ROOT.glob("grpo/serving/*.py")]:
-        for node in ast.walk(TREES[path]):
-            for call in getattr(node, "decorator_list", []):
-                method = methods.get(getattr(getattr(call, "func", None), "attr", None))
-                if method:
-                    found.add((method, call.args[0].value))
+    found = []
+    for node in ast.walk(TREES[ROOT / "ref_server.py"]):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            method, path = methods.get(node.func.attr), getattr(node.args[0], "value", None)
+            if method and str(path).startswith("/"):
+                found.append((method, path))
     return found
 
 
@@ -138,6 +139,11 @@ def test_routes_are_those_of_the_server():
     documented = [tuple(code_words(cell)[0].split()) for cell in cells if "`" in cell]
     assert len(routes()) > 10
     assert sorted(documented) == sorted(routes())
+
+
+def test_the_stores_states_are_those_of_the_code():
+    named = [row[0] for row in rows(TEXT["docs/architecture.md"], "## The store's states")]
+    assert sorted(named) == sorted([*STATES, "state"])
 
 
 # --- Words that people see ------------------------------------------------------------
