@@ -1,8 +1,5 @@
-"""The model that is trained, and its tokenizer: loading, prompts to ids, ids to text, saving.
-
-Any AutoModelForCausalLM will do. What differs between families is settled here: where EOS is named,
-whether there is a chat template and what roles it knows, dropout, the padding of the embedding.
-"""
+"""Loads a model and its tokenizer, and knows how families differ: where EOS is named, which chat
+roles there are, what a forward takes, what a cache keeps. Any AutoModelForCausalLM will do."""
 
 import contextlib
 import functools
@@ -26,7 +23,7 @@ GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # NVIDIA's driver; t
 
 
 def load_tokenizer(name):
-    """-> the model's tokenizer. Raises SystemExit with a sentence if there is no such model."""
+    """Returns the model's tokenizer. Raises SystemExit if there is no such model."""
     check_folder(name)
     try:
         with announced("the model hub"):
@@ -41,19 +38,18 @@ def own_device():
     Turns off cuDNN's attention, PyTorch's first choice on H100, H200 and B200: with a mask its
     backward gives NaN at key lengths of 64 modulo 128 (pytorch #196678, trl #7181), on B200 it
     decodes wrongly (pytorch #193893), and it plans anew for every shape. Raises SystemExit where
-    there is a GPU that torch, built for CUDA, can't use: the CPU would train for weeks, unsaid.
+    torch, built for CUDA, can't use the GPU: training would run on the CPU for weeks, unnoticed.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     if torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
         return device
-    wants_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if torch.version.cuda and any(map(os.path.exists, GPU_FILES)) and not wants_cpu:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    if torch.version.cuda and any(map(os.path.exists, GPU_FILES)) and visible not in ("", "-1"):
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
             raise SystemExit(
                 f"there is a GPU, but torch {torch.__version__} can't use it: {error} Install a"
                 " newer driver, or a torch built for yours; CUDA_VISIBLE_DEVICES, which is"
@@ -65,39 +61,39 @@ def own_device():
 def choose_dtype(dtype, device):
     """Returns the name of the dtype that DTYPE stands for: "auto" is bfloat16 on a GPU that has it,
     and float32 elsewhere. Cards before Ampere (T4, V100) emulate bfloat16, at a crawl."""
-    has_bfloat16 = device != "cpu" and torch.cuda.is_bf16_supported(including_emulation=False)
+    on_gpu = device != "cpu"
+    emulated = on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if emulated and dtype == "auto":
+        print("this GPU has no bfloat16: float32 is used, which needs twice the memory")
+    if emulated and dtype == "bfloat16":
+        print("this GPU has no bfloat16 and emulates it, at a crawl: set DTYPE = 'float32'")
     if dtype == "auto":
-        dtype = "bfloat16" if has_bfloat16 else "float32"
-        if device != "cpu" and not has_bfloat16:
-            print("this GPU has no bfloat16: float32 is taken, which needs twice the memory")
-    elif dtype == "bfloat16" and device != "cpu" and not has_bfloat16:
-        print("this GPU has no bfloat16 and only emulates it, at a crawl: take DTYPE = 'float32'")
+        return "bfloat16" if on_gpu and not emulated else "float32"
     return dtype
 
 
 def check_folder(name):
-    """Raises SystemExit where `name`, a text or Path, can be no hub's or begins with a folder that
-    is here, and is no model's folder: asking the hub takes a minute where there is no network."""
-    text = str(name)
-    local = text.startswith((".", "/", "~")) or text.count("/") > 1
-    local = local or Path(text.partition("/")[0]).is_dir()
+    """Raises SystemExit where `name`, a str or Path, looks like a local folder, by its form or by
+    a first part that exists, and has no model in it: asking the hub takes a minute offline."""
+    first, *rest = str(name).split("/")
+    local = str(name).startswith((".", "/", "~")) or len(rest) > 1 or Path(first).is_dir()
     if local and not any(Path(name, f"{part}config.json").exists() for part in ("", "adapter_")):
         raise SystemExit(
-            f"MODEL = {name!r} is no folder with a model: there is no"
-            f" {Path(name, 'config.json').absolute()} (and where {text.partition('/')[0]!r} is a"
-            " folder here, the hub is not asked)"
+            f"MODEL = {name!r} is not a folder with a model: there is no"
+            f" {Path(name, 'config.json').absolute()} (the hub is not asked where {first!r} is a"
+            " folder here)"
         )
 
 
 def load_model(name, dtype, vocab_size):
-    """-> (model, dtype) on this process's GPU or the CPU; `dtype` as in choose_dtype.
+    """Returns the model, on this process's GPU or the CPU, and the dtype's name (choose_dtype).
 
-    It stays in eval mode: GPT-2 ships dropout 0.1, with which the ratio would be noise. Raises
-    SystemExit if its embedding has no room for the tokenizer's ids, or it is a LoRA adapter.
+    It stays in eval mode: with GPT-2's dropout of 0.1 the ratio would be noise. Raises SystemExit
+    if its embedding has no room for the tokenizer's ids, or if it is a LoRA adapter.
     """
     device = own_device()
     dtype = choose_dtype(dtype, device)
-    # straight to the GPU, tensor by tensor: else every rank holds the whole model in RAM at once
+    # Straight to the GPU, tensor by tensor: else every rank holds the whole model in RAM at once
     place = {} if device == "cpu" else {"device_map": {"": device}}
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **place)
     if getattr(model, "_hf_peft_config_loaded", False):
@@ -118,8 +114,8 @@ def load_model(name, dtype, vocab_size):
 
 
 def stop_ids(name, tokenizer, stop_tokens):
-    """-> the ids that end a completion: what tokenizer, generation config and model config call
-    EOS, and `stop_tokens` that the tokenizer knows. SystemExit if there is none."""
+    """Returns the ids that end a completion: EOS in tokenizer, generation config and model config,
+    and those of `stop_tokens` that the tokenizer knows. Raises SystemExit if there are none."""
     config = AutoConfig.from_pretrained(name)
     stops = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     with contextlib.suppress(OSError):  # not every model has one
@@ -133,24 +129,25 @@ def stop_ids(name, tokenizer, stop_tokens):
 
 
 def prompt_ids(tokenizer, messages):
-    """-> the ids of a chat, up to where the answer begins."""
+    """Returns the ids of a chat, up to where the answer begins."""
+    whole = "\n\n".join(message["content"] for message in messages)
     if not tokenizer.chat_template:  # GPT-2 and other plain models
-        return tokenizer("\n\n".join(m["content"] for m in messages) + "\n")["input_ids"]
+        return tokenizer(whole + "\n")["input_ids"]
+    render = functools.partial(
+        tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True
+    )
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = render(messages)
     except jinja2.TemplateError:  # Gemma knows no system role: the user says it
-        content = "\n\n".join(m["content"] for m in messages)
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
+        text = render([{"role": "user", "content": whole}])
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
 
 
 def can_cache(model):
-    """Whether the model's past is a key-value cache that can be repeated and thinned by rows.
+    """Returns whether the model has a KV cache from which sequences can be repeated and dropped.
 
-    Recurrent and linear-attention models (Mamba, RWKV, Qwen3-Next) keep a state instead; some do so
-    in a few layers and don't say it (LFM2), but their cache's layers tell. GPT-1 keeps nothing.
+    Recurrent and linear-attention models (Mamba, RWKV, Qwen3-Next) keep a state instead, some in a
+    few layers, which is seen in their cache alone (LFM2). GPT-1 keeps nothing.
     """
     if getattr(model, "_is_stateful", False) or not accepts(model, "past_key_values"):
         return False
@@ -159,18 +156,40 @@ def can_cache(model):
 
 
 def smallest_window(model):
-    """-> tokens that a layer with sliding or chunked attention sees, the fewest; None: no such."""
+    """Returns the fewest tokens that a layer with sliding or chunked attention sees, or None."""
     layers = DynamicCache(config=model.config).layers
     windows = [layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")]
     return min(windows, default=None)
 
 
 def accepts(model, name):
-    """Whether the model's forward takes the argument `name` (not every architecture takes all)."""
+    """Returns whether the model's forward takes the argument: not every architecture takes all."""
     model = getattr(model, "module", model)  # DeepSpeed wraps the model
     return name in forward_arguments(type(model))
+
+
+def supported(model, **arguments):
+    """Returns the arguments that the model's forward takes."""
+    return {name: value for name, value in arguments.items() if accepts(model, name)}
 
 
 @functools.cache
 def forward_arguments(architecture):
     return inspect.signature(architecture.forward).parameters.keys()
+
+
+def padded(sequences, device):
+    """Returns lists of ids as a tensor (B, longest), int64, with zeros on the right."""
+    width = max(map(len, sequences))
+    return torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences], device=device)
+
+
+def left_padded(prompts, device):
+    """Returns ids (B, P), which all end in the last column, the position of each, and the mask of
+    the padding, or None where there is none; all int64."""
+    lengths = torch.tensor([[len(ids)] for ids in prompts], device=device)
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=device)
+    positions = torch.arange(-width, 0, device=device) + lengths
+    mask = None if min(map(len, prompts)) == width else (positions >= 0).long()
+    return ids, positions.clamp(min=0), mask

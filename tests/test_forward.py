@@ -166,10 +166,29 @@ def test_a_model_that_ignores_its_cache_is_found_out(model_of):
     model.model.forward = forgetful
     ours = CompletionModel(model, share_prompts=True)
     assert not ours.shares
-    assert re.match("prompts can't be shared|shared prompts differ", ours.notes[0])
+    assert re.match("prompts can't be shared, each completion runs its own: its ", ours.notes[0])
     logps, _ = logps_of(ours, PROMPT_OF, COMPLETIONS)
     expected = torch.cat([plain_logps(model_of("qwen2"), p, c, 1.0) for p, c in ROWS])
     torch.testing.assert_close(logps, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_the_reason_why_prompts_are_not_shared_is_in_words():
+    """Nobody can do anything with "'NoneType' object has no attribute 'shape'"."""
+    model = tiny_model("qwen2")
+    body = model.model.forward
+
+    def of_tuples(*inputs, past_key_values=None, **settings):  # as models' own code has them
+        if past_key_values is not None:
+            assert past_key_values[0][0] is not None
+        return body(*inputs, **settings)
+
+    model.model.forward = of_tuples
+    expected = "prompts can't be shared, each completion runs its own: "
+    refused = "its layers do not take a cache object of ours (TypeError)"
+    assert CompletionModel(model, share_prompts=True).notes == [expected + refused]
+    for family in SLOW:
+        notes = CompletionModel(tiny_model(family), share_prompts=True).notes
+        assert notes == [expected + "this model has no KV cache, or not only that"]
 
 
 def test_no_memory_is_not_taken_for_no_cache(monkeypatch):

@@ -282,7 +282,7 @@ def test_a_model_folder_that_is_not_there_is_named_at_once(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/empty").mkdir(parents=True)
     for name in ("./m", "/no/m", "~/m", "runs/g/step_000100", "a/b/c", "runs/m", "runs/empty"):
-        with pytest.raises(SystemExit, match=f"MODEL = '{name}' is no folder with a model"):
+        with pytest.raises(SystemExit, match=f"MODEL = '{name}' is not a folder with a model"):
             policy_module.load_tokenizer(name)
     for name in ("Qwen/Qwen2.5-3B", "gpt2"):  # the hub's
         assert policy_module.load_tokenizer(name) == name
