@@ -8,6 +8,7 @@ gives wrong logits here too. What a tape cannot show is that CUDA takes it, and 
 """
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,7 @@ from grpo.sampling.decoders import cuda_graph
 from grpo.sampling.decoders import shared_prompt as decode
 from grpo.sampling.decoders.choice import is_right, make_decoder
 from grpo.sampling.decoders.cuda_graph import GraphedDecoder, can_record
-from grpo.sampling.decoders.shared_prompt import LlamaDecoder
+from grpo.sampling.decoders.llama import LlamaDecoder
 
 aten = torch.ops.aten
 # .item() and bool(), indices by a mask, and tensors made of Python's numbers
@@ -96,15 +97,15 @@ def taped(monkeypatch, request):
 def steps(decoder, model):
     """-> logits of steps in which rows leave, prompts join and the room is doubled."""
     found, ids = [decoder.admit(PROMPTS, 2)], torch.arange(8, device=model.device) + 3
-    found += [decoder.step(ids + i).clone() for i in range(4)]
+    found += [decoder.next_logits(ids + i).clone() for i in range(4)]
     decoder.keep(torch.tensor([0, 3, 4, 7], device=model.device))
-    found += [decoder.step(ids[:4] + i).clone() for i in range(4)]
+    found += [decoder.next_logits(ids[:4] + i).clone() for i in range(4)]
     decoder.admit([[4] * 12, [9]], 3)  # longer than all, and shorter
     ids = torch.arange(10, device=model.device)
-    found += [decoder.step(ids + i).clone() for i in range(4)]
+    found += [decoder.next_logits(ids + i).clone() for i in range(4)]
     # rows of different age, groups of different size, a prompt without any
     decoder.keep(torch.tensor([1, 2, 4, 5, 6, 7], device=model.device))
-    found += [decoder.step(ids[:6] + i).clone() for i in range(8)]
+    found += [decoder.next_logits(ids[:6] + i).clone() for i in range(8)]
     return found
 
 
@@ -128,9 +129,9 @@ def test_a_replayed_step_has_the_logits_of_one_that_runs(family, device, taped, 
 def test_graphed_samples_have_plain_log_probs(max_rows, device, taped, monkeypatch):
     model = tiny_model("qwen2").to(device)
     monkeypatch.setattr(sampler, "make_decoder", lambda model, n, longest: GraphedDecoder(model, n))
-    sizes, step = [], GraphedDecoder.step
+    sizes, step = [], GraphedDecoder.next_logits
     count = lambda self, tokens: sizes.append(len(tokens)) or step(self, tokens)
-    monkeypatch.setattr(GraphedDecoder, "step", count)
+    monkeypatch.setattr(GraphedDecoder, "next_logits", count)
     generator = torch.Generator(device).manual_seed(0)
     groups = sample(model, MANY, group_size=3, max_rows=max_rows, generator=generator)
     assert_well_formed(groups, prompts=9, group_size=3, max_new_tokens=12, eos_ids=EOS)
@@ -159,18 +160,20 @@ def test_a_step_that_looks_at_its_positions_is_not_recorded():
 
 
 # --- What would be wrong is found out ------------------------------------------------------
-def an_age_that_stays(self):
+def a_column_that_stays(self, tokens, columns):
     """The column that is written is a number of Python's, and the same in each replay."""
-    LlamaDecoder._count(self)
+    slots = self.decoder.slots_for(columns, self.decoder.room)
+    where = (..., self.decoder.lengths[0], slice(None))
+    return self.decoder.forward(tokens, replace(slots, where=where))
 
 
 class Forgetful(GraphedDecoder):
     """Does not copy what has changed to where the recorded step reads it."""
 
-    def _next(self, tokens):
-        logits = super()._next(tokens)
-        if self.steps > 1:
-            self.inputs = tuple(x.clone() for x in self.inputs)
+    def next_logits(self, tokens):
+        logits = super().next_logits(tokens)
+        if self.graph:
+            self.graph.inputs = [x.clone() for x in self.graph.inputs]
         return logits
 
 
@@ -179,7 +182,7 @@ def test_a_recorded_step_that_would_be_wrong_is_found_out(wrong, monkeypatch, ca
     model, kind = tiny_model("llama"), GraphedDecoder
     assert is_right(kind, model)
     if wrong == "the column":
-        monkeypatch.setattr(GraphedDecoder, "_count", an_age_that_stays)
+        monkeypatch.setattr(GraphedDecoder, "_forward", a_column_that_stays)
     elif wrong == "the inputs":
         kind = Forgetful
     else:  # its rotary embedding looks at the largest position

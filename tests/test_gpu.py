@@ -14,7 +14,8 @@ from grpo.models import choose_dtype, own_device
 from grpo.sampling.decoders import cuda_graph
 from grpo.sampling.decoders import llama as llama_step
 from grpo.sampling.decoders.choice import make_decoder
-from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
+from grpo.sampling.decoders.llama import LlamaDecoder
+from grpo.sampling.decoders.shared_prompt import SharedDecoder
 from grpo.sampling.policy import load_policy
 from grpo.serving import scoring
 from grpo.serving.store import Store
@@ -193,10 +194,10 @@ def test_a_decoded_token_brings_no_numbers_to_the_device(kind, tiny, monkeypatch
     decoder.admit(PROMPTS, 2)
     monkeypatch.setattr(torch, "tensor", lambda *a, **k: copies.append(a) or real(*a, **k))
     for _ in range(12):  # a row that has ended stays within its room
-        decoder.step(torch.arange(4))
-    assert not copies and decoder.at.tolist() == decoder.lengths == 4 * [8]
+        decoder.next_logits(torch.arange(4))
+    assert not copies and decoder.columns.tolist() == decoder.lengths == 4 * [8]
     decoder.keep(real([0, 3]))
-    assert decoder.at.tolist() == decoder.lengths == 2 * [8]
+    assert decoder.columns.tolist() == decoder.lengths == 2 * [8]
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
@@ -204,7 +205,7 @@ def test_logits_that_go_bad_later_are_said_and_draw_no_id_beyond_the_vocabulary(
     temperature, tiny, monkeypatch
 ):
     """On a GPU an index out of range is a device-side assert, which names another line."""
-    policy, step, drawn = policy_of(tiny), LlamaDecoder.step, []
+    policy, step, drawn = policy_of(tiny), LlamaDecoder.next_logits, []
     assert type(make_decoder(policy.model, 4)) is LlamaDecoder
 
     def bad(self, tokens):
@@ -213,7 +214,7 @@ def test_logits_that_go_bad_later_are_said_and_draw_no_id_beyond_the_vocabulary(
         logits[1] = torch.nan
         return logits
 
-    monkeypatch.setattr(LlamaDecoder, "step", bad)
+    monkeypatch.setattr(LlamaDecoder, "next_logits", bad)
     settings = {"max_rows": 4, "longest_prompt": 3, "max_new_tokens": 4, "group_size": 2}
     prompts = iter([[("a", PROMPTS[0]), ("b", PROMPTS[1])]])
     take = lambda n: next(prompts, [])

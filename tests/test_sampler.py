@@ -7,6 +7,7 @@ one row at a time, with no padding, mask, position or cache to get wrong.
 import gc
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,8 @@ from grpo.sampling.decoders import llama as llama_step
 from grpo.sampling.decoders import shared_prompt as decode
 from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
 from grpo.sampling.decoders.choice import is_right, make_decoder
-from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
+from grpo.sampling.decoders.llama import LlamaDecoder
+from grpo.sampling.decoders.shared_prompt import SharedDecoder
 from grpo.sampling.sampler import draw, sample_groups, stream_groups
 
 VOCAB = 110  # ids of the tokenizer; the models embed 120, as real ones pad their embedding
@@ -277,17 +279,17 @@ def test_the_slow_path_is_the_fast_one(family, model_of):
         logits.append(first)
 
     compare(lambda engine: engine.admit(PROMPTS, 2))
-    compare(lambda engine: engine.step(everyone))
+    compare(lambda engine: engine.next_logits(everyone))
     for engine in engines:
         engine.keep(kept)
-    compare(lambda engine: engine.step(everyone[:4]))
+    compare(lambda engine: engine.next_logits(everyone[:4]))
     engines = [e for e in engines if not isinstance(e, CachedDecoder)]  # it waits for all to end
     compare(lambda engine: engine.admit([[4] * 12, [9]], 3))  # longer than all, and shorter
-    compare(lambda engine: engine.step(torch.arange(10)))
+    compare(lambda engine: engine.next_logits(torch.arange(10)))
     for engine in engines:  # rows of different age, groups of different size, a prompt without any
         engine.keep(torch.tensor([1, 2, 4, 5, 6, 7]))
-    compare(lambda engine: engine.step(torch.arange(6)))
-    compare(lambda engine: engine.step(torch.arange(6) + 9))
+    compare(lambda engine: engine.next_logits(torch.arange(6)))
+    compare(lambda engine: engine.next_logits(torch.arange(6) + 9))
     assert all((x.amax(1) - x.amin(1)).min() > 1 for x in logits)  # far from flat
 
 
@@ -321,7 +323,7 @@ def without_own(module, query, key, value, mask, **others):
 ])  # fmt: skip
 def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeypatch):
     """It is tried on every model, for nobody has tried it on all architectures."""
-    model, arrange = tiny_model(family), SharedDecoder._arrange
+    model, arrange, slots = tiny_model(family), SharedDecoder._arrange, SharedDecoder.slots_for
     kinds = [SharedDecoder] + ([LlamaDecoder] if family in OWN_STEP else [])
     assert all(is_right(kind, model) for kind in kinds)
     if callable(wrong):
@@ -330,14 +332,14 @@ def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeyp
     def arrange_wrongly(self):
         arrange(self)
         if wrong == "positions":
-            self.first = self.first + 1
+            self.layout = replace(self.layout, start=self.layout.start + 1)
         elif wrong == "padding":
-            self.prompt_padding = None
+            self.layout = replace(self.layout, padding=None)
 
     monkeypatch.setattr(SharedDecoder, "_arrange", arrange_wrongly)
     if wrong == "ages":  # rows that joined late see what was never written
-        nothing = property(lambda self: None, lambda self, value: None)
-        monkeypatch.setattr(SharedDecoder, "unwritten", nothing, raising=False)
+        seeing = lambda *arguments: replace(slots(*arguments), unwritten=None)
+        monkeypatch.setattr(SharedDecoder, "slots_for", seeing)
     try:
         assert not any(is_right(kind, model) for kind in kinds)
         assert type(make_decoder(model, 12, 9)) is CachedDecoder
@@ -397,10 +399,10 @@ def test_bfloat16_is_near_float32(family):
 
     def logits(decoder):
         decoder.admit(PROMPTS, 2)
-        found = [decoder.step(torch.arange(8))]
+        found = [decoder.next_logits(torch.arange(8))]
         if decoder.joins:  # rows of different age: some of what they have room for is unwritten
             decoder.admit([[4] * 12, [9]], 3)
-            found += [decoder.step(torch.arange(14))]
+            found += [decoder.next_logits(torch.arange(14))]
         return [x.float() for x in found]
 
     expected = logits(PlainDecoder(model))
@@ -431,7 +433,7 @@ def test_the_models_own_attention_is_back_after_each_step(model_of):
     before = model.config._attn_implementation
     decoder = make_decoder(model, 12, 9)
     decoder.admit(PROMPTS, 2)
-    decoder.step(torch.arange(8))
+    decoder.next_logits(torch.arange(8))
     assert model.config._attn_implementation == before != decode.SHARED
 
 

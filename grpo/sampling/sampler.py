@@ -64,7 +64,7 @@ def stream_groups(
     """Yields (key, [Completion] * G) for each prompt, as soon as its last completion has ended.
 
     `take(n)` gives up to n prompts, as (key, token ids); it is asked when there is room for a group
-    and for some part (decode.py: bunch) of `max_rows` rows, and the stream ends when all rows have
+    and for some part (decoder.compaction) of `max_rows`, and the stream ends when all rows have
     ended and it gives none. Completions are drawn from softmax(logits / temperature); at 0 greedily
     (log-probs are then those at temperature 1). Ids from `vocab_size` on are the padding of the
     embedding: they are left out of the softmax here, in the trainer and in the reference server
@@ -79,16 +79,18 @@ def stream_groups(
     rows, tokens = [], None
     while True:
         room = (max_rows - running) // group_size
-        pays = room * group_size >= max_rows // decoder.bunch if decoder.joins else not running
+        pays = room * group_size >= max_rows // decoder.compaction if decoder.joins else not running
         new = take(room) if room and pays else []
         # Rows that ended leave in bunches, for the others' past is copied then, or when others join
-        if len(owners) - running > (0 if new else len(owners) // decoder.bunch):
+        if len(owners) - running > (0 if new else len(owners) // decoder.compaction):
             left = rows[-1].nonzero().flatten()
             rows, tokens = [x[left] for x in rows], tokens[left]
             owners = [owners[row] for row in left.tolist()]
             decoder.keep(left)
         if owners:
-            logits = decoder.step(tokens)  # (S, V'): V' is V plus the padding of the embedding
+            logits = decoder.next_logits(
+                tokens
+            )  # (S, V'): V' is V plus the padding of the embedding
         if new:
             first = decoder.admit([ids for _, ids in new], group_size)  # (B * G, V')
             logits = first if not owners else torch.cat([logits, first])

@@ -1,110 +1,86 @@
-"""The simple, always right decoders."""
+"""The simple decoders, right for every model that choice.py gives them; their methods are there."""
 
 import torch
 from transformers import DynamicCache
 
-from grpo.models import accepts
+from grpo.models import left_padded, padded, supported
 
 
-def run(model, ids, *, positions, cache, mask=None):
-    """-> logits (rows, V') of the last column of `ids`; `mask` is None where nothing is padded."""
-    inputs = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
-    if mask is not None:
-        inputs["attention_mask"] = mask
-    if accepts(model, "position_ids"):
-        inputs["position_ids"] = positions
-    if accepts(model, "logits_to_keep"):
-        inputs["logits_to_keep"] = 1
-    return model(**inputs).logits[:, -1]
+class Unsupported(Exception):
+    """What a decoder needs and a model does not have, in words for whoever runs that model."""
+
+
+def last_logits(model, ids, positions, cache, mask=None):
+    """Returns logits (S, V') of the last column of `ids` (S, any). `mask` hides padding, if any."""
+    optional = supported(model, position_ids=positions, logits_to_keep=1)
+    return model(
+        input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional
+    ).logits[:, -1]
 
 
 def prefill(model, prompts):
-    """Runs prompts, left-padded so that all end in the same column.
+    """Runs prompts, padded on the left.
 
-    -> logits (B, V'), their DynamicCache, the mask (B, P) and each prompt's length (B,).
+    Returns logits (B, V'), the DynamicCache, and the mask (B, P), or None where nothing is padded.
     """
-    longest, device = max(map(len, prompts)), model.device
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    mask = torch.arange(longest, device=device) >= longest - lengths[:, None]
-    # Left padding shifts the columns, so positions count real tokens only.
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    ids, positions, mask = left_padded(prompts, model.device)
     cache = DynamicCache(config=model.config)
-    padded = None if len(set(map(len, prompts))) == 1 else mask.long()  # the mask hides the zeros
-    logits = run(model, ids, positions=positions, cache=cache, mask=padded)
-    return logits, cache, mask, lengths
+    return last_logits(model, ids, positions, cache, mask), cache, mask
 
 
-def on_top(old, new, dim):
-    """-> both, one after the other, padded on the left of dimension `dim` to the same width."""
-    if old is None:
-        return new
-    width = max(old.shape[dim], new.shape[dim])
-
-    def widened(x):
-        pad = [0, 0] * (x.dim() - 1 - dim) + [width - x.shape[dim], 0]
-        return torch.nn.functional.pad(x, pad)
-
-    return torch.cat([widened(old), widened(new)])
-
-
-# --- Any key-value cache ------------------------------------------------------------
 class CachedDecoder:
-    """A cache of transformers' own, with a prompt's part repeated for each of its rows."""
+    """transformers' own KV cache, with a prompt's part repeated for each of its sequences."""
 
-    joins, bunch = False, 8
+    joins, compaction = False, 8
 
     def __init__(self, model):
         self.model = model
+        self.cache = self.mask = self.positions = None
 
     def admit(self, prompts, group_size):
-        logits, self.cache, mask, lengths = prefill(self.model, prompts)
-        self.padded = not bool(mask.all())
+        logits, self.cache, mask = prefill(self.model, prompts)
         self.cache.batch_repeat_interleave(group_size)
-        self.mask = mask.long().repeat_interleave(group_size, 0)  # (S, P)
-        self.positions = lengths[:, None].repeat_interleave(group_size, 0)
+        self.mask = None if mask is None else mask.repeat_interleave(group_size, 0)  # (S, P)
+        lengths = torch.tensor([[len(p)] for p in prompts], device=logits.device)
+        self.positions = lengths.repeat_interleave(group_size, 0)  # (S, 1)
         return logits.repeat_interleave(group_size, 0)
 
-    def step(self, tokens):
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
-        mask = self.mask if self.padded else None
-        logits = run(
-            self.model, tokens[:, None], positions=self.positions, cache=self.cache, mask=mask
-        )
+    def next_logits(self, tokens):
+        if self.mask is not None:
+            self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        logits = last_logits(self.model, tokens[:, None], self.positions, self.cache, self.mask)
         self.positions = self.positions + 1
         return logits
 
-    def keep(self, rows):
-        self.cache.batch_select_indices(rows)
-        self.mask, self.positions = self.mask[rows], self.positions[rows]
+    def keep(self, indices):
+        self.cache.batch_select_indices(indices)
+        self.mask = None if self.mask is None else self.mask[indices]
+        self.positions = self.positions[indices]
 
 
-# --- Any causal model ---------------------------------------------------------------
 class PlainDecoder:
-    """No cache: slow (each token runs the whole row again) but exact for every causal model."""
+    """No cache: slow, since each token runs its whole sequence, but right for any causal model."""
 
-    joins, bunch = False, 8
+    joins, compaction = False, 8
 
     def __init__(self, model):
-        self.model, self.rows = model, []
+        self.model, self.sequences = model, []
 
     def admit(self, prompts, group_size):
         new = [list(p) for p in prompts for _ in range(group_size)]
-        self.rows += new
-        return self._forward(new)
+        self.sequences += new
+        return self._logits(new)
 
-    def step(self, tokens):
-        for row, token in zip(self.rows, tokens.tolist(), strict=True):
-            row.append(token)
-        return self._forward(self.rows)
+    def next_logits(self, tokens):
+        for sequence, token in zip(self.sequences, tokens.tolist(), strict=True):
+            sequence.append(token)
+        return self._logits(self.sequences)
 
-    def keep(self, rows):
-        self.rows = [self.rows[i] for i in rows.tolist()]
+    def keep(self, indices):
+        self.sequences = [self.sequences[i] for i in indices.tolist()]
 
-    def _forward(self, rows):
-        longest = max(map(len, rows))
-        ids = [row + [0] * (longest - len(row)) for row in rows]  # causal: later is unseen
-        ids = torch.tensor(ids, device=self.model.device)
-        last = torch.tensor([len(row) - 1 for row in rows], device=ids.device)
+    def _logits(self, sequences):
+        ids = padded(sequences, self.model.device)  # on the right, where a causal model never looks
+        last = torch.tensor([len(s) - 1 for s in sequences], device=ids.device)
         logits = self.model(input_ids=ids, use_cache=False).logits
         return logits[torch.arange(len(ids), device=ids.device), last]

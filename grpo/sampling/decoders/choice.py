@@ -1,38 +1,51 @@
-"""Which decoder a model gets: the fastest that computes what the simple one does."""
+"""Chooses the decoder: the fastest that computes what a simple one does on the model at hand.
+
+    decoder = make_decoder(model, max_new_tokens, longest_prompt)
+    logits = decoder.admit(prompts, group_size)  # (B * G, V'): each prompt runs once
+    logits = decoder.next_logits(tokens)         # (S, V'), after one more token of each sequence
+    decoder.keep(indices)                        # drops all sequences but these
+
+`PlainDecoder` (cached.py) runs each sequence from its start for every token, for models without a
+KV cache; `CachedDecoder` has transformers' cache. `SharedDecoder` keeps a prompt once for its group
+and lets prompts join (`joins`); `LlamaDecoder` has layers of its own besides; `GraphedDecoder`
+records them as a CUDA graph. These three depend on a model's inside, so each is tried on the model
+before it is used. Dropping sequences copies the cache of the others: it pays when more than
+1 / `compaction` of all have ended.
+
+Symbols: B prompts, G sequences of each, S sequences in all, V' the columns of the LM head.
+"""
 
 import weakref
 
 import torch
 
 from grpo.models import can_cache, smallest_window
-from grpo.sampling.decoders import llama as llama_step
+from grpo.sampling.decoders import llama
 from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
-from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
+from grpo.sampling.decoders.cuda_graph import GraphedDecoder, can_record
+from grpo.sampling.decoders.shared_prompt import SharedDecoder
 
 # Largest relative difference of logits that the trial takes for rounding. Measured over 14 families
 # in float32: 1e-6; a wrong mask or position gives 0.1 and more, a forgotten soft-cap 5e-4.
 TRIAL_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 
+fastest = weakref.WeakKeyDictionary()  # model -> the kind of decoder that passed, or None
+
 
 def make_decoder(model, max_new_tokens, longest_prompt=None):
-    """-> the fastest decoder that is right for the model; the choice is made once for a model."""
+    """Returns a decoder for one batch. None may share prompts that a window can hide a part of."""
     if not can_cache(model):
         return PlainDecoder(model)
     window = smallest_window(model)
     if window and (longest_prompt is None or longest_prompt + max_new_tokens > window):
         return CachedDecoder(model)
     if model not in fastest:
-        kinds = ([LlamaDecoder] if llama_step.knows(model) else []) + [SharedDecoder]
-        if model.device.type == "cuda" and llama_step.knows(model):
-            from grpo.sampling.decoders.cuda_graph import GraphedDecoder, can_record
-
-            kinds = [GraphedDecoder] * can_record(model) + kinds
+        kinds = [SharedDecoder]
+        if llama.knows(model):
+            kinds = [GraphedDecoder] * can_record(model) + [llama.LlamaDecoder, SharedDecoder]
         fastest[model] = next((kind for kind in kinds if is_right(kind, model)), None)
     kind = fastest[model]
     return kind(model, max_new_tokens) if kind else CachedDecoder(model)
-
-
-fastest = weakref.WeakKeyDictionary()  # model -> the decoder that shares prompts, or None
 
 
 def is_right(kind, model):
@@ -53,18 +66,19 @@ def is_right(kind, model):
 
 @torch.no_grad()
 def trial(kind, model):
-    """Yields logits and those of a CachedDecoder: steps, rows that leave, a prompt that joins."""
+    """Yields logits, and what CachedDecoder gives, while sequences leave and a prompt joins."""
     prompts, joining = [[7, 3, 5], [4]], [[6, 2, 1, 8]]
     ids, vocab = torch.arange(1, 9, device=model.device), model.config.get_text_config().vocab_size
     shared, cached, late = kind(model, 8), CachedDecoder(model), CachedDecoder(model)
     yield shared.admit(prompts, 4), cached.admit(prompts, 4)
-    turns = [(ids + i) % vocab for i in range(3)]  # the second of them may be recorded
-    for ids in turns:
-        yield shared.step(ids), cached.step(ids)
+    tokens = [(ids + i) % vocab for i in range(3)]  # the second of them may be recorded
+    for ids in tokens:
+        yield shared.next_logits(ids), cached.next_logits(ids)
     kept = torch.tensor([1, 2, 3, 6], device=model.device)
     shared.keep(kept)
     cached.keep(kept)
     shared.admit(joining, 4)
     late.admit(joining, 4)
-    for ids in turns:
-        yield shared.step(ids), torch.cat([cached.step(ids[:4]), late.step(ids[4:])])
+    for ids in tokens:
+        both = cached.next_logits(ids[:4]), late.next_logits(ids[4:])
+        yield shared.next_logits(ids), torch.cat(both)

@@ -1,75 +1,73 @@
-"""A decoder's step on a GPU, recorded once as a CUDA graph and replayed: for decode.py.
+"""GraphedDecoder: LlamaDecoder on a GPU, recorded once as a CUDA graph and replayed.
 
-A step of a small model launches hundreds of kernels, a few microseconds of Python and driver each,
-and that is what it takes: the GPU waits. A graph launches them all in one call. It reads and writes
-the memory that it was recorded with, so all that changes from step to step must stay in its place
-and keep its shape: tokens and ages are copied into tensors that stay, a row attends to all the room
-that it has, and what is not written yet is masked. When rows leave or join, or their room is
-doubled, it is recorded anew, which takes as long as several steps: so that is done by halves.
+A token of a small model launches hundreds of kernels, each for a few microseconds of Python and
+driver, in which the GPU waits. A graph launches them all in one call. It reads and writes the
+memory that it was recorded with, so whatever changes from token to token stays in its place and
+keeps its shape: tokens and columns are copied into the graph's own tensors, and a sequence attends
+to all the room that it has, where what is not written yet is masked. When sequences leave or join,
+or their room is doubled, a new graph is recorded, which takes as long as several tokens: hence the
+compaction by halves.
 """
 
 import functools
 
 import torch
 
-from grpo.sampling.decoders.shared_prompt import LlamaDecoder
+from grpo.sampling.decoders.llama import LlamaDecoder
 
 
 def can_record(model):
-    """Whether nothing in a step waits for the GPU. Not merely tried: a recording that fails leaves
-    PyTorch's allocator in the belief that it goes on. Dynamic RoPE looks at the positions."""
+    """Returns whether nothing in a Llama's forward waits for the GPU, as dynamic RoPE does, which
+    looks at the positions. Not merely tried: a recording that fails leaves PyTorch's allocator in
+    the belief that it continues."""
     rope = getattr(model.model.rotary_emb, "rope_type", "default")
     return model.device.type == "cuda" and rope in ("default", "linear", "yarn", "llama3")
 
 
-class GraphedDecoder(LlamaDecoder):
-    """LlamaDecoder with its step recorded. What step() returns is overwritten by the next step."""
+class GraphedDecoder:
+    """What next_logits returns is overwritten by the next call."""
 
-    bunch = 2
+    feature = "CUDA graphs"
+    joins, compaction = True, 2
 
-    def _arrange(self):
-        super()._arrange()
-        self.steps = 0  # since the memory was another
+    def __init__(self, model, max_new_tokens):
+        self.decoder = LlamaDecoder(model, max_new_tokens)
+        self.admit, self.keep = self.decoder.admit, self.decoder.keep
+        self.graph = self.memory = None
 
-    def _widen(self):
-        super()._widen()
-        self.steps = 0
+    def next_logits(self, tokens):
+        self.decoder.make_room()
+        memory, columns = (self.decoder.layout, self.decoder.room), self.decoder.columns
+        if memory != self.memory:  # one token as it is: it may be the only one, and it sets up
+            self.memory, self.graph = memory, None  # what a first use does
+            logits = self._forward(tokens, columns)
+        else:
+            self.graph = self.graph or Graph(self._forward, tokens, columns)
+            logits = self.graph.replay(tokens, columns)
+        self.decoder.advance()
+        return logits
 
-    def _count(self):
-        super()._count()
-        self.even = False  # the column that is written would be a number, the same in every replay
-
-    def _next(self, tokens):
-        self.steps += 1
-        if self.steps == 1:  # it may be the only one; and what is set up at a first use is then
-            self.replay = self.logits = None
-            return self._whole(tokens, self.at)
-        if self.steps == 2:
-            self.inputs = tokens.clone(), self.at.clone()
-            self.replay, self.logits = record(lambda: self._whole(*self.inputs))
-        for still, new in zip(self.inputs, (tokens, self.at), strict=True):
-            still.copy_(new)
-        self.replay()
-        return self.logits
-
-    def _whole(self, tokens, at):
-        """-> logits (S, V'); the ages `at` (S,) of the rows say where and what they are."""
-        self.at, self.seen = at, self.layers[0].keys.shape[2]
-        columns = torch.arange(self.seen, device=at.device)
-        self.unwritten = self._hidden(columns > at[:, None, None, None])
-        return self._run(tokens, self.first + at)
+    def _forward(self, tokens, columns):
+        """Returns logits (S, V'); no number of Python's may change from token to token."""
+        return self.decoder.forward(tokens, self.decoder.slots_for(columns, self.decoder.room))
 
 
-@functools.cache
-def recorder():
-    """Returns the stream and the memory pool of all recordings. Pools of their own would stay
-    reserved when the recordings are gone, and cuBLAS keeps a workspace for each stream: gigabytes.
-    """
-    return torch.cuda.Stream(), torch.cuda.MemPool()
+class Graph:
+    """A function of tensors, recorded for inputs of one shape."""
+
+    def __init__(self, function, *inputs):
+        self.inputs = [x.clone() for x in inputs]
+        self.run, self.output = record(lambda: function(*self.inputs))
+
+    def replay(self, *inputs):
+        for own, new in zip(self.inputs, inputs, strict=True):
+            own.copy_(new)
+        self.run()
+        return self.output
 
 
 def record(function):
-    """-> (replay, what the function returned, which each replay() writes again). Nothing runs yet.
+    """Returns (replay, what the function returned, which each replay() writes). Nothing runs yet.
 
     Other threads may use the GPU meanwhile. Raises RuntimeError where the function waits for it.
     Recordings share memory: they may be replayed in turns, but not at the same time.
@@ -86,3 +84,11 @@ def record(function):
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
     return graph.replay, out
+
+
+@functools.cache
+def recorder():
+    """Returns the stream and the memory pool of all recordings. Pools of their own would stay
+    reserved when the recordings are gone, and cuBLAS keeps a workspace for each stream: gigabytes.
+    """
+    return torch.cuda.Stream(), torch.cuda.MemPool()

@@ -1,16 +1,17 @@
-"""One decoding step of Llama-like models, with less between the matrix products: for decode.py.
+"""LlamaDecoder: SharedDecoder with Llama's layers written out, in fewer operations and calls.
 
-A step of a small batch is bound by the number of operations and calls, not by their size. Against
-transformers' layers this has half of the calls and three quarters of the operations; what it brings
-is in benchmarks/results/sampling.md. It knows one kind of block, that of Llama, Mistral, Qwen2 and
-Qwen3: RMS norm, rotary attention, RMS norm, gated MLP, each on top of the residual. decode.py holds
-it against the general way on the model itself, as all that it takes from a model's inside.
+A decoded token of a small batch takes as long as its operations are many, not large. Against
+transformers' layers these are half of the calls and three quarters of the operations; what that
+gains is in benchmarks/results/sampling.md. There is one kind of block, that of Llama, Mistral,
+Qwen2 and Qwen3: RMS norm, rotary attention, RMS norm, gated MLP, each added to the residual.
 
-Symbols: S rows, H hidden size, A query heads, K key-value heads, D width of a head.
+Symbols: S sequences, H hidden size, A query heads, K key-value heads, D width of a head.
 """
 
 import torch
 from torch.nn.functional import rms_norm
+
+from grpo.sampling.decoders.shared_prompt import SharedDecoder
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -19,42 +20,32 @@ def knows(model):
     return getattr(model.config, "model_type", None) in MODEL_TYPES
 
 
-def step(model, tokens, positions, layers):
-    """-> logits (S, V') of one new token of each row; tokens and positions (S,), int64.
+class LlamaDecoder(SharedDecoder):
+    feature = "Llama layers of our own"
 
-    `layers` keep the past: decode.SharedLayer, with `write` and `attend`.
-    """
-    body = model.model
-    hidden = body.embed_tokens(tokens)  # (S, H)
-    cos, sin = body.rotary_emb(hidden, positions[:, None])  # (S, 1, D)
-    for block, past in zip(body.layers, layers, strict=True):
-        attention = block.self_attn
-        normed = norm(block.input_layernorm, hidden)
-        query, key, value = (
-            projection(normed).unflatten(-1, (-1, attention.head_dim))
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if hasattr(attention, "q_norm"):  # Qwen3
-            query, key = norm(attention.q_norm, query), norm(attention.k_norm, key)
-        both = rotated(torch.cat([query, key], 1), cos, sin)
-        query, key = both[:, : query.shape[1]], both[:, query.shape[1] :]
-        past.write(key, value)
-        query = query.unflatten(1, (key.shape[1], -1))  # (S, K, A / K, D)
-        out = past.attend(query, attention.scaling)
-        hidden = hidden + attention.o_proj(out.flatten(1))
-        mlp, normed = block.mlp, norm(block.post_attention_layernorm, hidden)
-        hidden = hidden + mlp.down_proj(mlp.act_fn(mlp.gate_proj(normed)).mul_(mlp.up_proj(normed)))
-    return logits_of(model.lm_head, norm(body.norm, hidden))
-
-
-def logits_of(head, hidden):
-    """Returns logits (S, V'), on a GPU in float32 also for bfloat16 states: rounded to bfloat16, a
-    logit of 20 is off by up to 0.06, and the log-probs that are trained on are of what is drawn.
-    (Models that this file does not know give their logits as they like.)"""
-    if not hidden.is_cuda or hidden.dtype == torch.float32 or type(head) is not torch.nn.Linear:
-        return head(hidden)
-    logits = torch.bmm(hidden[None], head.weight.T[None], torch.float32)[0]
-    return logits if head.bias is None else logits + head.bias
+    def forward(self, tokens, slots):
+        body = self.model.model
+        hidden = body.embed_tokens(tokens)  # (S, H)
+        cos, sin = body.rotary_emb(hidden, slots.positions[:, None])  # (S, 1, D)
+        for block, layer in zip(body.layers, self.layers, strict=True):
+            attention = block.self_attn
+            normed = norm(block.input_layernorm, hidden)
+            query, key, value = (
+                projection(normed).unflatten(-1, (-1, attention.head_dim))
+                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            if hasattr(attention, "q_norm"):  # Qwen3
+                query, key = norm(attention.q_norm, query), norm(attention.k_norm, key)
+            both = rotated(torch.cat([query, key], 1), cos, sin)
+            query, key = both[:, : query.shape[1]], both[:, query.shape[1] :]
+            layer.write(key, value, slots)
+            query = query.unflatten(1, (key.shape[1], -1))  # (S, K, A / K, D)
+            out = layer.attention(query, slots, attention.scaling)
+            hidden = hidden + attention.o_proj(out.flatten(1))
+            mlp, normed = block.mlp, norm(block.post_attention_layernorm, hidden)
+            gate = mlp.act_fn(mlp.gate_proj(normed))
+            hidden = hidden + mlp.down_proj(gate.mul_(mlp.up_proj(normed)))
+        return logits_of(self.model.lm_head, norm(body.norm, hidden))
 
 
 def norm(module, x):
@@ -62,7 +53,17 @@ def norm(module, x):
 
 
 def rotated(x, cos, sin):
-    """Rotary positions: x (S, A + K, D) by cos, sin (S, 1, D)."""
+    """Returns x (S, A + K, D) with rotary positions, cos and sin (S, 1, D)."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], -1)
     return torch.addcmul(x * cos, turned, sin)
+
+
+def logits_of(head, hidden):
+    """Returns logits (S, V'), on a GPU in float32 also for bfloat16 states: rounded to bfloat16, a
+    logit of 20 is off by up to 0.06, and with it the log-prob that is trained on.
+    (transformers' own layers give logits in the model's dtype.)"""
+    if not hidden.is_cuda or hidden.dtype == torch.float32 or type(head) is not torch.nn.Linear:
+        return head(hidden)
+    logits = torch.bmm(hidden[None], head.weight.T[None], torch.float32)[0]
+    return logits if head.bias is None else logits + head.bias

@@ -1,86 +1,125 @@
-"""Next-token logits for sampler.py: ways to remember the past of a batch of rows.
+"""SharedDecoder: a prompt's keys and values are kept, and attended to, once for its whole group.
 
-    decoder = make_decoder(model, max_new_tokens)
-    logits = decoder.admit(prompts, group_size)   # (B * G, V'): each prompt has run once
-    logits = decoder.step(tokens)                 # (S, V'), one token for each row
-    decoder.keep(rows)                            # only these rows go on
+The G sequences of a group attend to their prompt in one matrix product, and what a sequence adds is
+written in place (transformers' cache copies all of it for each token). New prompts may join while
+others run. A model whose attention goes through transformers' attention interface can have this,
+if it passes the trial in choice.py.
 
-`SharedDecoder` is the fast one. A prompt's keys and values are kept once for its group, not G
-times, and its G rows attend to them in one matrix product; what a row adds is written in place
-(transformers' own cache copies all of it for each token). New prompts may join running rows. Any
-architecture whose attention goes through transformers' attention interface can have it: it is
-tried on the model first, and held against `CachedDecoder`, which needs a key-value cache alone.
-`LlamaDecoder` is the same with a step of our own, tried likewise (llama_step.py), and on a GPU its
-step is recorded and replayed (cuda_graph.py). `PlainDecoder` runs each row from its start, for
-models whose past is no such cache.
-
-Symbols: B prompts, G completions of each, S rows in the batch, P prompt tokens, T completion tokens
-so far, K key-value heads, R query heads for each of them, D width of a head.
+Symbols: B prompts, G sequences of each, S sequences in all, P prompt tokens, K key-value heads,
+R query heads for each of them, D width of a head, C tokens that a sequence has room for.
 """
 
-import contextlib
-import weakref
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
-from grpo.sampling.decoders import llama as llama_step
-from grpo.sampling.decoders.cached import on_top, prefill, run
+from grpo.sampling.decoders.cached import Unsupported, last_logits, prefill
 
-ROOM = 64  # tokens that a row has room for at first; doubled when they are full
+ROOM = 64  # C at first; doubled when it is full
 SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among transformers' attentions
 
 
-# --- Shared prompts -----------------------------------------------------------------
+# --- Where everything is ------------------------------------------------------------
+@dataclass(frozen=True, eq=False)  # compared by identity
+class Layout:
+    """Which prompt each sequence continues; made anew when sequences join or leave.
+
+    The grid (B, Gm), Gm the largest group, has the sequences of a prompt in its row.
+    """
+
+    numbers: torch.Tensor  # (S,) 0, 1, 2, ...
+    start: torch.Tensor  # (S,) position of the first token: how many its prompt has
+    grid: tuple[int, int]
+    place: torch.Tensor | None  # (S,) in the flattened grid; None where that is 0, 1, 2, ...
+    padding: torch.Tensor | None  # (B, 1, 1, P) added to scores; None where no prompt is padded
+
+    def to_grid(self, x):
+        """Returns (S, K, R, D) as (B, K, Gm * R, D); places without a sequence hold zeros."""
+        if self.place is not None:
+            x = x.new_zeros(self.grid[0] * self.grid[1], *x.shape[1:]).index_copy_(0, self.place, x)
+        return x.unflatten(0, self.grid).transpose(1, 2).flatten(2, 3)
+
+    def from_grid(self, x):
+        """Returns (B, K, Gm * R, D) as (S, K, R, D)."""
+        x = x.unflatten(2, (self.grid[1], -1)).transpose(1, 2).flatten(0, 1)
+        return x if self.place is None else x[self.place]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where each sequence's next token goes in the cache, and what it attends to."""
+
+    layout: Layout
+    positions: torch.Tensor  # (S,)
+    where: tuple  # index of what is written, in (S, K, C, D)
+    seen: int  # of the C columns
+    unwritten: torch.Tensor | None  # (S, 1, 1, seen) added to scores; None where all is written
+
+
+def hidden(where, like):
+    """Returns what is added to scores, so that no attention goes to where `where` is True."""
+    return like.new_zeros(where.shape).masked_fill_(where, -torch.inf)
+
+
+# --- The cache ----------------------------------------------------------------------
 class SharedLayer(DynamicLayer):
-    """One layer's past: the prompts' keys and values, (B, K, P, D), and the rows' own, (S, K, C, D)
-    with room for C tokens. `rows` is the SharedDecoder, which knows what belongs to whom."""
+    """One layer's keys and values: those of the prompts, (B, K, P, D), and what the sequences add,
+    (S, K, C, D)."""
 
-    def __init__(self, rows):
+    def __init__(self):
         super().__init__()
-        self.rows, self.is_initialized = weakref.proxy(rows), True  # or it would stay in memory
-        self.prompt_keys = self.prompt_values = None
+        self.is_initialized, self.prompts, self.own = True, [None, None], [None, None]
 
-    def get_seq_length(self):
-        return self.rows.width + self.rows.longest
+    def admit(self, layer, group_size, room):
+        """Adds the prompts of transformers' layer, and room for their sequences' tokens."""
+        for i, new in enumerate((layer.keys, layer.values)):
+            empty = new.new_zeros(len(new) * group_size, new.shape[1], room, new.shape[3])
+            if self.own[i] is not None:
+                empty = torch.cat([self.own[i], empty])
+                width = max(self.prompts[i].shape[2], new.shape[2])
+                both = (pad(x, (0, 0, width - x.shape[2], 0)) for x in (self.prompts[i], new))
+                new = torch.cat(list(both))
+            self.prompts[i], self.own[i] = new, empty
 
-    def update(self, keys, values, *args, **kwargs):
-        """Takes the new token's keys and values, (S, K, 1, D)."""
-        self.write(keys[:, :, 0], values[:, :, 0])
-        keys.past = self  # shared_attention finds it there
-        return keys, values
+    def keep(self, indices, prompts):
+        """Drops all but the sequences `indices`, and all but `prompts` unless that is None."""
+        self.own = [x[indices] for x in self.own]
+        if prompts is not None:
+            self.prompts = [x[prompts] for x in self.prompts]
 
-    def write(self, keys, values):
-        """Writes the new token's keys and values, (S, K, D), where each row has its next."""
-        rows = self.rows
-        if rows.even:
-            self.keys[:, :, rows.longest], self.values[:, :, rows.longest] = keys, values
-        else:
-            self.keys[rows.number, :, rows.at], self.values[rows.number, :, rows.at] = keys, values
+    def widen(self, room):
+        for i, x in enumerate(self.own):
+            self.own[i] = pad(x, (0, 0, 0, room - x.shape[2]))
 
-    def attend(self, query, scaling, softcap=None):
-        """-> (S, K, R, D), attention of one new token of each row to its prompt and to its own.
+    def write(self, keys, values, slots):
+        """Writes the next token's keys and values, (S, K, D)."""
+        self.own[0][slots.where], self.own[1][slots.where] = keys, values
 
-        Softmax over both parts at once is the mean of each part's own attention, weighted by the
-        parts' sums of exponentials (as in FlashAttention, arXiv 2205.14135): so the prompt's part
-        is a matrix product over all rows of a group, (G * R, D) x (D, P). `query` (S, K, R, D).
+    def attention(self, query, slots, scaling, softcap=None):
+        """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D).
+
+        Softmax over prompt and own tokens at once is the mean of each part's attention, weighted
+        by the part's sum of exponentials (as in FlashAttention, arXiv 2205.14135): so the prompt's
+        part is a matrix product over all sequences of a group, (G * R, D) x (D, P).
         """
-        rows, settings = self.rows, (scaling, softcap)
-        keys, values = (x[:, :, : rows.seen] for x in (self.keys, self.values))
-        own, own_log = attend(query, keys, values, rows.unwritten, *settings)
-        past = self.prompt_keys, self.prompt_values, rows.prompt_padding
-        shared, log = attend(rows.to_grid(query), *past, *settings)
-        weight = torch.sigmoid(rows.from_grid(log[..., None]) - own_log[..., None])
-        shared, dtype = rows.from_grid(shared), own.dtype
+        layout, own = slots.layout, (x[:, :, : slots.seen] for x in self.own)
+        own, own_log = attend(query, *own, slots.unwritten, scaling, softcap)
+        grid = layout.to_grid(query)
+        shared, log = attend(grid, *self.prompts, layout.padding, scaling, softcap)
+        weight = torch.sigmoid(layout.from_grid(log[..., None]) - own_log[..., None])
+        shared, dtype = layout.from_grid(shared), own.dtype
         return torch.lerp(own.to(weight.dtype), shared.to(weight.dtype), weight).to(dtype)
 
 
 def attend(query, keys, values, mask, scaling, softcap):
-    """-> attention of (B, K, Q, D) to (B, K, C, D), and the log of the sums of exponentials
-    (B, K, Q). `mask` is None or added to the scores."""
+    """Returns the attention of queries (B, K, Q, D) to (B, K, C, D), and the log of the sum of
+    exponentials, (B, K, Q). `mask` is None or added to the scores."""
     if query.device.type == "cpu" and softcap is None and query.shape[-1] == values.shape[-1]:
-        # What scaled_dot_product_attention calls there; it alone gives the sums of exponentials too
+        # What scaled_dot_product_attention calls there; only this returns the sums as well
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(query.contiguous(), keys, values, attn_mask=mask, scale=scaling)
     # A score of 30, rounded to bfloat16, is off by 0.1: float32, as in PyTorch's kernels
@@ -100,161 +139,133 @@ def attend(query, keys, values, mask, scaling, softcap):
     return (exps / sums).to(values.dtype) @ values, (top + sums.log()).squeeze(-1)
 
 
+# --- transformers' side -------------------------------------------------------------
+class SharedCache(Cache):
+    """The cache as a model of transformers takes it, for one token of each sequence."""
+
+    def __init__(self, layers, slots):
+        super().__init__(layers=layers)
+        self.slots = slots
+
+    def get_seq_length(self, layer_idx=0):
+        return self.layers[0].prompts[0].shape[2] + self.slots.seen - 1
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        """Takes the next token's keys and values, (S, K, 1, D)."""
+        self.layers[layer_idx].write(keys[:, :, 0], values[:, :, 0], self.slots)
+        keys.shared = self.layers[layer_idx], self.slots  # shared_attention finds them there
+        return keys, values
+
+
 def shared_attention(
     module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_
 ):
-    """SharedLayer.attend, for transformers' layers. (S, K * R, 1, D) -> (S, 1, K * R, D), None"""
+    """SharedLayer.attention for transformers' layers: (S, K * R, 1, D) -> (S, 1, K * R, D), None"""
     if s_aux is not None:
-        raise NotImplementedError("attention sinks")
+        raise Unsupported("its attention has sinks")
+    if not hasattr(key, "shared"):  # the layer computes its keys from what it has cached
+        raise Unsupported("its attention keeps its own cache format")
+    layer, slots = key.shared
     size, heads, _, width = query.shape
     query = query.view(size, key.shape[1], -1, width)
-    out = key.past.attend(query, width**-0.5 if scaling is None else scaling, softcap)
+    out = layer.attention(query, slots, width**-0.5 if scaling is None else scaling, softcap)
     return out.reshape(size, 1, heads, -1), None
 
 
 AttentionInterface.register(SHARED, shared_attention)
 
 
+# --- The decoder --------------------------------------------------------------------
 class SharedDecoder:
-    """See the top of the file. A row's place in the grid (B, Gm) says whose prompt is its own."""
-
-    joins = True  # admit() may be called while rows are running
-    bunch = 8  # rows that ended are worth a keep() when they are this fraction of the batch
+    feature = "shared prompts"
+    joins, compaction = True, 8
 
     def __init__(self, model, max_new_tokens):
-        self.model, self.limit = model, max_new_tokens
-        self.layers = None
-        self.prompt, self.lengths = [], []  # of each row: its prompt's number, its tokens so far
-        self.width = 0  # P
-        self.mask = self.prompt_tokens = None  # (B, P); (B,)
+        self.model, self.limit, self.room = model, max_new_tokens, min(max_new_tokens, ROOM)
+        self.layers, self.layout = None, None
+        self.prompt_lengths, self.prompt_of = [], []  # (B,) in tokens; (S,) which prompt it has
+        self.lengths, self.columns = [], None  # (S,) its tokens so far; the same on the device
 
     def admit(self, prompts, group_size):
-        """Runs the prompts, and adds G rows for each after the others. -> their logits."""
-        logits, cache, mask, tokens = prefill(self.model, prompts)
-        if self.layers is None:
-            self.layers = [SharedLayer(self) for _ in cache.layers]
-            self.mask, self.prompt_tokens = mask[:0], tokens[:0]
-        count, more = len(self.mask), len(prompts) * group_size
-        room = self.layers[0].keys.shape[2] if self.lengths else min(self.limit, ROOM)
+        logits, cache, _ = prefill(self.model, prompts)
+        self.layers = self.layers or [SharedLayer() for _ in cache.layers]
         for layer, new in zip(self.layers, cache.layers, strict=True):
-            layer.prompt_keys = on_top(layer.prompt_keys, new.keys, dim=2)
-            layer.prompt_values = on_top(layer.prompt_values, new.values, dim=2)
-            for name in ("keys", "values"):
-                like = getattr(new, name)
-                own = like.new_zeros(more, like.shape[1], room, like.shape[3])
-                setattr(
-                    layer, name, torch.cat([getattr(layer, name), own]) if self.lengths else own
-                )
-        self.mask = on_top(self.mask, mask, dim=1)
-        self.width = self.mask.shape[1]
-        self.prompt_tokens = torch.cat([self.prompt_tokens, tokens])
-        self.prompt += [count + i for i in range(len(prompts)) for _ in range(group_size)]
-        self.lengths += [0] * more
+            layer.admit(new, group_size, self.room)
+        for prompt in prompts:
+            self.prompt_of += [len(self.prompt_lengths)] * group_size
+            self.prompt_lengths.append(len(prompt))
+            self.lengths += [0] * group_size
         self._arrange()
         return logits.repeat_interleave(group_size, 0)
 
-    def keep(self, rows):
-        """Copies what the rows need; prompts without rows are forgotten."""
-        index = rows.tolist()
-        self.lengths = [self.lengths[i] for i in index]
-        prompts = sorted({self.prompt[i] for i in index})
-        renumbered = {old: new for new, old in enumerate(prompts)}
-        gone = len(prompts) < len(self.mask)
-        self.prompt = [renumbered[self.prompt[i]] for i in index]
-        if gone:
-            left = torch.tensor(prompts, device=rows.device)
-            self.mask, self.prompt_tokens = self.mask[left], self.prompt_tokens[left]
+    def keep(self, indices):
+        """Copies the cache of these sequences; prompts that none of them continues are dropped."""
+        index = indices.tolist()
+        left = sorted({self.prompt_of[i] for i in index})
+        fewer = len(left) < len(self.prompt_lengths)
+        prompts = torch.tensor(left, device=indices.device) if fewer else None
         for layer in self.layers:
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
-            if gone:
-                layer.prompt_keys = layer.prompt_keys[left]
-                layer.prompt_values = layer.prompt_values[left]
+            layer.keep(indices, prompts)
+        self.prompt_lengths = [self.prompt_lengths[prompt] for prompt in left]
+        self.prompt_of = [left.index(self.prompt_of[i]) for i in index]
+        self.lengths = [self.lengths[i] for i in index]
         self._arrange()
 
-    def step(self, tokens):
-        if self.longest == self.layers[0].keys.shape[2]:
-            self._widen()
-        logits = self._next(tokens)
-        # A row that has ended may go on for a while, unread, and stays within its room
-        self.lengths = [min(n + 1, self.limit - 1) for n in self.lengths]
-        self.at = (self.at + 1).clamp_(max=self.limit - 1)  # a copy of the list would be waited for
-        self._count()
+    def _arrange(self):
+        like = self.layers[0].prompts[0]
+        prompts, device, width = len(like), like.device, like.shape[2]
+        ranks = [rank for _, run in groupby(self.prompt_of) for rank, _ in enumerate(run)]
+        largest = 1 + max(ranks)
+        place = [prompt * largest + rank for prompt, rank in zip(self.prompt_of, ranks)]
+        full = place == list(range(prompts * largest))
+        lengths = torch.tensor(self.prompt_lengths, device=device)
+        before = torch.arange(width, device=device) < width - lengths[:, None, None, None]
+        self.layout = Layout(
+            numbers=torch.arange(len(place), device=device),
+            start=lengths[torch.tensor(self.prompt_of, device=device)],
+            grid=(prompts, largest),
+            place=None if full else torch.tensor(place, device=device),
+            padding=hidden(before, like) if min(self.prompt_lengths) < width else None,
+        )
+        self.columns = torch.tensor(self.lengths, device=device)
+
+    def next_logits(self, tokens):
+        self.make_room()
+        longest = max(self.lengths)
+        if min(self.lengths) == longest:  # a slice is written faster, and nothing is unwritten
+            positions, where = self.layout.start + self.columns, (..., longest, slice(None))
+            slots = Slots(self.layout, positions, where, longest + 1, None)
+        else:
+            slots = self.slots_for(self.columns, longest + 1)
+        logits = self.forward(tokens, slots)
+        self.advance()
         return logits
 
-    def _widen(self):
-        """Doubles the rows' room: each token is copied once or twice in all."""
-        for layer in self.layers:
-            room = min(self.limit, 2 * self.longest) - self.longest
-            for name in ("keys", "values"):
-                old = getattr(layer, name)
-                new = old.new_zeros(*old.shape[:2], room, old.shape[3])
-                setattr(layer, name, torch.cat([old, new], 2))
+    def slots_for(self, columns, seen):
+        """Returns the Slots of tokens that go to `columns` (S,), each of them below `seen`."""
+        layout, like = self.layout, self.layers[0].own[0]
+        after = torch.arange(seen, device=columns.device) > columns[:, None, None, None]
+        where = layout.numbers, slice(None), columns
+        return Slots(layout, layout.start + columns, where, seen, hidden(after, like))
 
-    def _next(self, tokens):
-        self.seen, self.unwritten = self.longest + 1, None
-        if not self.even:
-            columns = torch.arange(self.seen, device=tokens.device)
-            self.unwritten = self._hidden(columns > self.at[:, None, None, None])
-        return self._run(tokens, self.first + self.at)
+    def make_room(self):
+        """Doubles the room if it is full, so that a token is copied twice at most."""
+        if max(self.lengths) == self.room:
+            self.room = min(self.limit, 2 * self.room)
+            for layer in self.layers:
+                layer.widen(self.room)
 
-    def _run(self, tokens, positions):
-        cache = Cache(layers=self.layers)
-        with attention(self.model, SHARED):
-            return run(self.model, tokens[:, None], positions=positions[:, None], cache=cache)
+    def forward(self, tokens, slots):
+        """Returns logits (S, V') of one more token of each sequence, which takes its slot."""
+        config, cache = self.model.config, SharedCache(self.layers, slots)
+        before, config._attn_implementation = config._attn_implementation, SHARED
+        try:
+            return last_logits(self.model, tokens[:, None], slots.positions[:, None], cache)
+        finally:
+            config._attn_implementation = before
 
-    def _hidden(self, where):
-        """-> what is added to scores, so that what is True is not seen."""
-        zeros = self.layers[0].keys.new_zeros(where.shape)
-        return zeros.masked_fill_(where, -torch.inf)
-
-    def _arrange(self):
-        """Works out where the rows stand in the grid of prompts."""
-        device, count = self.mask.device, len(self.mask)
-        seen, places = [0] * count, []
-        for prompt in self.prompt:
-            places.append(seen[prompt])
-            seen[prompt] += 1
-        self.grid = (count, max(seen))
-        places = [p * self.grid[1] + at for p, at in zip(self.prompt, places, strict=True)]
-        full = places == list(range(count * self.grid[1]))
-        self.place = None if full else torch.tensor(places, device=device)
-        self.number = torch.arange(len(places), device=device)
-        self.first = self.prompt_tokens[torch.tensor(self.prompt, device=device)]
-        padded = not bool(self.mask.all())
-        self.prompt_padding = self._hidden(~self.mask[:, None, None]) if padded else None
-        self.at = torch.tensor(self.lengths, device=device)
-        self._count()
-
-    def _count(self):
-        self.longest = max(self.lengths)
-        self.even = min(self.lengths) == self.longest
-
-    def to_grid(self, x):
-        """(S, K, R, D) -> (B, K, Gm * R, D); places without a row hold zeros."""
-        if self.place is not None:
-            x = x.new_zeros(self.grid[0] * self.grid[1], *x.shape[1:]).index_copy_(0, self.place, x)
-        return x.unflatten(0, self.grid).transpose(1, 2).flatten(2, 3)
-
-    def from_grid(self, x):
-        """(B, K, Gm * R, D) -> (S, K, R, D)"""
-        x = x.unflatten(2, (self.grid[1], -1)).transpose(1, 2).flatten(0, 1)
-        return x if self.place is None else x[self.place]
-
-
-class LlamaDecoder(SharedDecoder):
-    """The same with a step of our own, for the architectures that llama_step.py knows."""
-
-    def _run(self, tokens, positions):
-        return llama_step.step(self.model, tokens, positions, self.layers)
-
-
-@contextlib.contextmanager
-def attention(model, name):
-    """The model's attention is the one of that name, for a while."""
-    config = model.config
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    def advance(self):
+        # A sequence that has ended may stay for a while, unread, and must not outgrow its room
+        self.lengths = [min(n + 1, self.limit - 1) for n in self.lengths]
+        # Not a copy of the list: each token would wait for the device
+        self.columns = (self.columns + 1).clamp_(max=self.limit - 1)
