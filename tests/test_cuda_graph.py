@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from grpo.sampling import sampler
 from grpo.sampling.decoders import cuda_graph
 from grpo.sampling.decoders import shared_prompt as decode
-from grpo.sampling.decoders.choice import is_right, make_decoder
+from grpo.sampling.decoders.choice import is_right, make_decoder, trial
 from grpo.sampling.decoders.cuda_graph import GraphedDecoder, can_record
 from grpo.sampling.decoders.llama import LlamaDecoder
 
@@ -189,8 +189,12 @@ def test_a_recorded_step_that_would_be_wrong_is_found_out(wrong, monkeypatch, ca
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
         model = tiny_model("llama", rope_parameters=rope)
     assert not is_right(kind, model)
-    reason = "in a graph" if wrong == "it waits" else "its logits differ by"
-    assert reason in capsys.readouterr().out
+    reason = "(RuntimeError)" if wrong == "it waits" else "its logits differ by"
+    said = capsys.readouterr().out
+    assert "is sampled without CUDA graphs, so slower: its" in said and reason in said
+    if wrong == "it waits":
+        with pytest.raises(RuntimeError, match="in a graph"):
+            list(trial(kind, model))
     assert is_right(LlamaDecoder, model)
 
 

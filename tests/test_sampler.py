@@ -65,6 +65,22 @@ WIDE = {  # the same with windows wider than any text here, and attention that i
     "gemma3 wide": ("Gemma3TextConfig", GEMMA | {"sliding_window": 64}),
     "mistral wide": ("MistralConfig", LLAMA | {"sliding_window": 64}),
 }
+MIXTURE = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+DEEPSEEK = SHAPE | MIXTURE | LATENT | {"v_head_dim": 8, "moe_intermediate_size": 16}
+SINKS = GEMMA | {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}
+ELSEWHERE = "its attention does not go through transformers' attention interface"
+UNSHARED = {  # families that can't have shared prompts, and the reason that is printed
+    "bloom": (*FAMILIES["bloom"], ELSEWHERE),
+    "falcon": ("FalconConfig", SHAPE, ELSEWHERE),
+    "mpt": (
+        "MptConfig",
+        {"vocab_size": 120, "d_model": 32, "n_heads": 4, "n_layers": 2},
+        ELSEWHERE,
+    ),
+    "deepseek v3": ("DeepseekV3Config", DEEPSEEK, "its attention keeps its own cache format"),
+    "gpt-oss": ("GptOssConfig", SINKS, "its attention has sinks"),
+}
 OWN_STEP = {"qwen2", "llama", "qwen3", "mistral wide"}  # of llama_step.py
 SHARING = {*OWN_STEP, "gemma", "gpt2", "opt", "mixtral", *WIDE}
 SLOW = {"mamba", "gpt1", "lfm2"}  # their past is not (only) a key-value cache
@@ -72,7 +88,7 @@ SLOW = {"mamba", "gpt1", "lfm2"}  # their past is not (only) a key-value cache
 
 def tiny_model(family, seed=0, **changes):
     """-> a random model in eval mode whose next-token distribution is far from flat."""
-    name, sizes = (FAMILIES | WIDE)[family]
+    name, sizes, *_ = (UNSHARED | FAMILIES | WIDE)[family]
     sizes = sizes | changes
     torch.manual_seed(seed)
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -263,6 +279,32 @@ def test_which_families_share_prompts(family, model_of):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", UNSHARED)
+def test_a_slower_decoder_is_taken_for_a_reason_in_words(family, capsys):
+    """Nobody can do anything with "'Tensor' object has no attribute 'past'"."""
+    model = tiny_model(family)
+    assert type(make_decoder(model, 12, 9)) is CachedDecoder
+    *_, reason = UNSHARED[family]
+    said = f"this model is sampled without shared prompts, so slower: {reason}\n"
+    assert capsys.readouterr().out == said
+    make_decoder(model, 12, 9)
+    assert capsys.readouterr().out == ""  # once for a model
+    for prompt, group in zip(PROMPTS, sample(model, PROMPTS), strict=True):
+        for c in group:
+            gap = torch.tensor(c.logps) - plain_logps(model, prompt, c.ids, 1.0)
+            assert gap.abs().max() < TOLERANCE
+
+
+def test_a_decoder_that_fails_is_no_reason_to_stop(monkeypatch, capsys):
+    def fail(*_):
+        raise AttributeError("'NoneType' object has no attribute 'to'")
+
+    monkeypatch.setattr(SharedDecoder, "next_logits", fail)
+    assert type(make_decoder(tiny_model("gemma"), 12, 9)) is CachedDecoder
+    assert "so slower: its layers fail in this way (AttributeError)\n" in capsys.readouterr().out
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("family", sorted({*SHARING, "bloom", "mistral"}))
 def test_the_slow_path_is_the_fast_one(family, model_of):
     """A model with a cache has the same logits without it: three engines, one answer."""
@@ -356,7 +398,7 @@ def test_an_own_step_that_would_be_wrong_is_found_out(family, part, monkeypatch,
     monkeypatch.setattr(llama_step, part, wrong[part])
     assert type(make_decoder(tiny_model(family), 12, 9)) is SharedDecoder
     said = capsys.readouterr().out
-    assert "a slower way than LlamaDecoder" in said and "its logits differ by" in said
+    assert "is sampled without Llama layers of our own, so slower: its logits differ by" in said
 
 
 @pytest.mark.parametrize(

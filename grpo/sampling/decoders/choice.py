@@ -21,7 +21,7 @@ import torch
 
 from grpo.models import can_cache, smallest_window
 from grpo.sampling.decoders import llama
-from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
+from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder, Unsupported
 from grpo.sampling.decoders.cuda_graph import GraphedDecoder, can_record
 from grpo.sampling.decoders.shared_prompt import SharedDecoder
 
@@ -49,19 +49,31 @@ def make_decoder(model, max_new_tokens, longest_prompt=None):
 
 
 def is_right(kind, model):
-    """Tries a decoder that shares prompts, and says so where it will not do."""
-    limit = TRIAL_LIMIT.get(model.dtype, 1e-4)
+    """Returns whether a decoder passes the trial; if it does not, prints the reason."""
+    reason = fault(kind, model)
+    if reason:
+        print(f"this model is sampled without {kind.feature}, so slower: {reason}", flush=True)
+    return not reason
+
+
+def fault(kind, model):
+    """Returns in words what is wrong with a decoder for the model, or None."""
+    limit, reason = TRIAL_LIMIT.get(model.dtype, 1e-4), None
     try:
         for found, expected in trial(kind, model):
             gap, size = (found.float() - expected).norm().item(), expected.float().norm().item()
             if not gap <= limit * size:
-                raise ArithmeticError(f"its logits differ by {gap / size:.1g}")
+                reason = f"its logits differ by {gap / size:.1g}"
+                break
     except torch.OutOfMemoryError:
         raise
+    except Unsupported as error:
+        return str(error)
     except Exception as error:  # noqa: BLE001 (whatever it is, the other decoder does without)
-        print(f"sampling by a slower way than {kind.__name__}: {error!r}", flush=True)
-        return False
-    return True
+        reason = f"its layers fail in this way ({type(error).__name__})"
+    if reason and not getattr(model, "_supports_attention_backend", True):
+        return "its attention does not go through transformers' attention interface"
+    return reason
 
 
 @torch.no_grad()
