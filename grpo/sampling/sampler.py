@@ -1,23 +1,25 @@
-"""Samples groups of completions from the live policy: token ids, and the log-prob of each.
+"""Samples groups of completions from a model: token ids, and the log-prob of each.
 
     groups = sample_groups(model, prompts, group_size=8, max_new_tokens=512, temperature=1.0,
                            eos_ids={2}, vocab_size=151_665, generator=None)
 
-Why not `model.generate`: transformers fills every setting that we do not name from the model's
-own generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and
-then the log-probs that we train on are not those of the distribution that was sampled. This loop
-knows one distribution, softmax(logits / temperature) over the tokenizer's ids: nothing to inherit.
-It is faster too (decode.py): a prompt runs once for its whole group and is attended to once,
-finished rows leave the batch, and prompts that wait take their place.
+Why not `model.generate`: transformers takes every setting that we do not name from the model's own
+generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and then
+the log-probs that we train on are not those of the distribution that was sampled. Here there is one
+distribution, softmax(logits / temperature) over the tokenizer's ids. It is faster too: a prompt
+runs once for its whole group (decoders/choice.py), completions that have ended leave the batch, and
+the next prompts take their place.
 
-It knows nothing of HTTP, DeepSpeed or rewards. Symbols: B prompts, G completions of each, S rows in
-the batch, T completion tokens, V ids of the tokenizer.
+Symbols: G completions of each prompt, S sequences in the batch, T completion tokens, V ids of the
+tokenizer.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from grpo.sampling.decoders.choice import make_decoder
 
@@ -32,17 +34,17 @@ class Completion:
 
 
 def sample_groups(model, prompts, *, max_rows=None, **settings):
-    """-> a list of G `Completion`s for each of the prompts, lists of token ids, in their order.
+    """Returns a list of G `Completion`s for each of the prompts, which are lists of token ids.
 
-    At most `max_rows` rows are sampled at once (None: all); the rest as in stream_groups.
+    At most `max_rows` sequences are sampled at once (None: all); the rest as in stream_groups.
     """
-    waiting = list(enumerate(prompts))[::-1]
-
-    def take(count):
-        return [waiting.pop() for _ in range(min(count, len(waiting)))]
-
+    waiting = iter(enumerate(prompts))
     max_rows = max_rows or len(prompts) * settings["group_size"]
     longest = max(map(len, prompts), default=0)
+
+    def take(count):
+        return list(itertools.islice(waiting, count))
+
     groups = dict(stream_groups(model, take, max_rows=max_rows, longest_prompt=longest, **settings))
     return [groups[i] for i in range(len(prompts))]
 
@@ -63,86 +65,103 @@ def stream_groups(
 ):
     """Yields (key, [Completion] * G) for each prompt, as soon as its last completion has ended.
 
-    `take(n)` gives up to n prompts, as (key, token ids); it is asked when there is room for a group
-    and for some part (decoder.compaction) of `max_rows`, and the stream ends when all rows have
-    ended and it gives none. Completions are drawn from softmax(logits / temperature); at 0 greedily
-    (log-probs are then those at temperature 1). Ids from `vocab_size` on are the padding of the
-    embedding: they are left out of the softmax here, in the trainer and in the reference server
-    alike. `generator` is a torch.Generator on the model's device. No prompt is longer than
-    `longest_prompt`. Raises RuntimeError where a completion ends whose logits were not finite.
+    `take(n)` returns up to n prompts, as (key, token ids). It is asked when there is room for a
+    group, and for enough of `max_rows` that the copying pays; the stream ends when all sequences
+    have ended and it returns none. Completions are drawn from softmax(logits / temperature), at 0
+    greedily (log-probs are then those at temperature 1). Ids from `vocab_size` on are the padding
+    of the embedding: the softmax leaves them out here, in the trainer and in the reference server.
+    `generator` is a torch.Generator on the model's device. Raises RuntimeError where a completion
+    ends whose logits were not finite.
     """
-    device = model.device
-    eos = torch.tensor(sorted(eos_ids), device=device)
-    decoder = make_decoder(model, max_new_tokens, longest_prompt)
-    groups, unfinished = {}, {}  # by key: completions, and how many of them are missing
-    owners, running = [], 0  # (key, number) of each row; rows that have not ended
-    rows, tokens = [], None
+    running, groups = None, {}
     while True:
-        room = (max_rows - running) // group_size
-        pays = room * group_size >= max_rows // decoder.compaction if decoder.joins else not running
-        new = take(room) if room and pays else []
-        # Rows that ended leave in bunches, for the others' past is copied then, or when others join
-        if len(owners) - running > (0 if new else len(owners) // decoder.compaction):
-            left = rows[-1].nonzero().flatten()
-            rows, tokens = [x[left] for x in rows], tokens[left]
-            owners = [owners[row] for row in left.tolist()]
-            decoder.keep(left)
-        if owners:
-            logits = decoder.next_logits(
-                tokens
-            )  # (S, V'): V' is V plus the padding of the embedding
+        if not (running and running.unfinished):
+            running = Running(max_new_tokens, eos_ids, model.device)
+            decoder = make_decoder(model, max_new_tokens, longest_prompt)
+        room = (max_rows - running.unfinished) // group_size
+        pays = decoder.joins and room * group_size >= max_rows // decoder.compaction
+        new = take(room) if room and (pays or not running.unfinished) else []
+        ended = len(running.owners) - running.unfinished
+        if ended > (0 if new else len(running.owners) // decoder.compaction):
+            decoder.keep(running.drop_ended())
+        if running.owners:
+            logits = decoder.next_logits(running.tokens)  # (S, V'): V and the padding
         if new:
-            first = decoder.admit([ids for _, ids in new], group_size)  # (B * G, V')
-            logits = first if not owners else torch.cat([logits, first])
+            first = decoder.admit([ids for _, ids in new], group_size)
+            logits = torch.cat([logits, first]) if running.owners else first
+            running.add([key for key, _ in new], group_size)
             groups |= {key: [None] * group_size for key, _ in new}
-            unfinished |= {key: group_size for key, _ in new}
-            owners += [(key, i) for key, _ in new for i in range(group_size)]
-            running += len(first)
-            columns = max_new_tokens
-            fresh = [
-                torch.zeros(len(first), columns, dtype=torch.long, device=device),  # ids
-                torch.zeros(len(first), columns, device=device),  # logps
-                torch.zeros(len(first), dtype=torch.long, device=device),  # tokens so far
-                torch.ones(len(first), dtype=torch.bool, device=device),  # still going
-            ]
-            rows = fresh if len(owners) == len(first) else list(map(torch.cat, zip(rows, fresh)))
-        if not running:
+        if not running.owners:
             return
+        tokens, logps = draw(logits[:, :vocab_size], temperature, generator)
+        for key, number, completion in running.write(tokens, logps):
+            groups[key][number] = completion
+            if all(groups[key]):
+                yield key, groups.pop(key)
 
-        ids, logps, at, going = rows
-        tokens, chosen = draw(logits[:, :vocab_size], temperature, generator)  # (S,), (S,)
-        column = at.clamp(max=max_new_tokens - 1)[:, None]  # a row that has ended is read already
-        ids.scatter_(1, column, tokens[:, None])
-        logps.scatter_(1, column, chosen[:, None])
-        at += going
-        ended = going & (torch.isin(tokens, eos) | (at == max_new_tokens))
-        last = ended.nonzero().flatten()  # the one wait for the device in each turn
-        if len(last):
-            found = zip(last.tolist(), *(x[last].tolist() for x in (ids, logps, at)), strict=True)
-            for row, row_ids, row_logps, n in found:
-                if not math.isfinite(sum(row_logps[:n])):
-                    raise RuntimeError("the model's logits are not finite: its weights are broken")
-                key, i = owners[row]
-                group, running = groups[key], running - 1
-                cut = row_ids[n - 1] not in eos_ids
-                group[i] = Completion(row_ids[:n], row_logps[:n], cut)
-                unfinished[key] -= 1
-                if not unfinished[key]:
-                    yield key, groups.pop(key)
-        going &= ~ended
 
-        if not running:
-            owners, decoder = [], make_decoder(model, max_new_tokens, longest_prompt)
+class Running:
+    """The sequences in the batch. Those that have ended stay until drop_ended, unread."""
+
+    def __init__(self, max_new_tokens, eos_ids, device):
+        self.limit, self.eos_ids = max_new_tokens, eos_ids
+        self.eos = torch.tensor(sorted(eos_ids), device=device)
+        self.owners, self.unfinished = [], 0  # (key, number in the group) of each; how many go on
+        self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
+        self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
+        self.lengths = torch.zeros(0, dtype=torch.long, device=device)
+        self.going = torch.zeros(0, dtype=torch.bool, device=device)
+        self.tokens = None  # (S,) the last of each
+
+    def add(self, keys, group_size):
+        """Adds G sequences for each of the keys, without tokens so far."""
+        count = len(keys) * group_size
+        self.owners += [(key, i) for key in keys for i in range(group_size)]
+        self.unfinished += count
+        self.ids, self.logps = pad(self.ids, (0, 0, 0, count)), pad(self.logps, (0, 0, 0, count))
+        self.lengths = pad(self.lengths, (0, count))
+        self.going = pad(self.going, (0, count), value=True)
+
+    def drop_ended(self):
+        """Returns the indices of those that stay."""
+        stay = self.going.nonzero().flatten()
+        self.owners = [self.owners[i] for i in stay.tolist()]
+        self.ids, self.logps, self.lengths = self.ids[stay], self.logps[stay], self.lengths[stay]
+        self.going, self.tokens = self.going[stay], self.tokens[stay]
+        return stay
+
+    def write(self, tokens, logps):
+        """Adds a token to each sequence; returns (key, number, Completion) of those that end."""
+        self.tokens = tokens
+        column = self.lengths.clamp(max=self.limit - 1)[:, None]  # what has ended is read already
+        self.ids.scatter_(1, column, tokens[:, None])
+        self.logps.scatter_(1, column, logps[:, None])
+        self.lengths += self.going
+        ended = self.going & (torch.isin(tokens, self.eos) | (self.lengths == self.limit))
+        self.going &= ~ended
+        last = ended.nonzero().flatten()  # for each token the one wait for the device
+        if not len(last):
+            return []
+        self.unfinished -= len(last)
+        lists = (x[last].tolist() for x in (self.ids, self.logps, self.lengths))
+        return [self._ended(*one) for one in zip(last.tolist(), *lists, strict=True)]
+
+    def _ended(self, index, ids, logps, length):
+        ids, logps = ids[:length], logps[:length]
+        if not math.isfinite(sum(logps)):
+            raise RuntimeError("the model's logits are not finite: its weights are broken")
+        return *self.owners[index], Completion(ids, logps, truncated=ids[-1] not in self.eos_ids)
 
 
 def draw(logits, temperature, generator):
-    """-> (tokens (S,), their log-probs (S,)) from logits (S, V)."""
+    """Returns tokens (S,) drawn from logits (S, V), and their log-probs (S,)."""
     log_probs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature == 0:
         tokens = log_probs.argmax(-1)
     else:
-        # The inverse of the distribution function, at one uniform number for each row: multinomial
-        # draws one for each id. Float64, or the sum over a large vocabulary would lose small ones.
+        # The inverse of the distribution function, at one uniform number for each sequence:
+        # multinomial draws one for each id. Float64, or the sum over a large vocabulary would lose
+        # the small ones.
         below = log_probs.exp().cumsum(-1, dtype=torch.float64)  # (S, V)
         uniform = torch.rand(
             len(below), 1, dtype=torch.float64, device=below.device, generator=generator
