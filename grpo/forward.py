@@ -61,21 +61,15 @@ class CompletionModel(torch.nn.Module):
 
     def _states(self, run, prompts, completions):
         """Returns states (N, H) from `run`, which is _shared or _separate."""
-        states, first = run(
-            prompts, completions
-        )  # (B, width, H); first[i] predicts i's first token
-        index = [
-            i * states.shape[1] + first[i] + t
-            for i, c in enumerate(completions)
-            for t in range(len(c))
-        ]
+        states, first = run(prompts, completions)  # (B, width, H); where each completion begins
+        begin = [i * states.shape[1] + column for i, column in enumerate(first)]
+        index = [b + t for b, c in zip(begin, completions, strict=True) for t in range(len(c))]
         return states.flatten(0, 1)[torch.tensor(index, device=states.device)]
 
     def _separate(self, prompts, completions):
         """Each sequence by itself, padded on the right, where causal attention never looks."""
-        ids = padded(
-            [p + c[:-1] for p, c in zip(prompts, completions, strict=True)], self.model.device
-        )
+        sequences = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
+        ids = padded(sequences, self.model.device)
         cut = min(map(len, prompts)) - 1  # column t of the states predicts token t + 1
         states = self._run(ids, ids.shape[1] - cut, use_cache=False)
         return states, [len(p) - 1 - cut for p in prompts]

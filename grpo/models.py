@@ -130,16 +130,19 @@ def stop_ids(name, tokenizer, stop_tokens):
 
 def prompt_ids(tokenizer, messages):
     """Returns the ids of a chat, up to where the answer begins."""
-    whole = "\n\n".join(message["content"] for message in messages)
+
+    def joined():
+        return "\n\n".join(message["content"] for message in messages)
+
+    def rendered(chat):
+        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
     if not tokenizer.chat_template:  # GPT-2 and other plain models
-        return tokenizer(whole + "\n")["input_ids"]
-    render = functools.partial(
-        tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True
-    )
+        return tokenizer(joined() + "\n")["input_ids"]
     try:
-        text = render(messages)
+        text = rendered(messages)
     except jinja2.TemplateError:  # Gemma knows no system role: the user says it
-        text = render([{"role": "user", "content": whole}])
+        text = rendered([{"role": "user", "content": joined()}])
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
 
 

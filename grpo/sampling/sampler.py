@@ -7,11 +7,8 @@ Why not `model.generate`: transformers takes every setting that we do not name f
 generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and then
 the log-probs that we train on are not those of the distribution that was sampled. Here there is one
 distribution, softmax(logits / temperature) over the tokenizer's ids. It is faster too: a prompt
-runs once for its whole group (decoders/choice.py), completions that have ended leave the batch, and
-the next prompts take their place.
-
-Symbols: G completions of each prompt, S sequences in the batch, T completion tokens, V ids of the
-tokenizer.
+runs once for its group (decoders/choice.py), and new prompts take the place of what has ended.
+Symbols: G completions of a prompt, S sequences in the batch, T completion tokens, V tokenizer ids.
 """
 
 import itertools
@@ -81,11 +78,12 @@ def stream_groups(
         room = (max_rows - running.unfinished) // group_size
         pays = decoder.joins and room * group_size >= max_rows // decoder.compaction
         new = take(room) if room and (pays or not running.unfinished) else []
+        # Dropping copies the cache of the others: done for many at once, or when some join
         ended = len(running.owners) - running.unfinished
         if ended > (0 if new else len(running.owners) // decoder.compaction):
             decoder.keep(running.drop_ended())
         if running.owners:
-            logits = decoder.next_logits(running.tokens)  # (S, V'): V and the padding
+            logits = decoder.next_logits(running.tokens)  # (S, V'): V and the embedding's padding
         if new:
             first = decoder.admit([ids for _, ids in new], group_size)
             logits = torch.cat([logits, first]) if running.owners else first
@@ -101,12 +99,12 @@ def stream_groups(
 
 
 class Running:
-    """The sequences in the batch. Those that have ended stay until drop_ended, unread."""
+    """The S sequences of the batch; those that have ended stay, unread, until drop_ended."""
 
     def __init__(self, max_new_tokens, eos_ids, device):
         self.limit, self.eos_ids = max_new_tokens, eos_ids
         self.eos = torch.tensor(sorted(eos_ids), device=device)
-        self.owners, self.unfinished = [], 0  # (key, number in the group) of each; how many go on
+        self.owners, self.unfinished = [], 0  # (key, number in the group) of each; not ended
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
         self.lengths = torch.zeros(0, dtype=torch.long, device=device)
@@ -123,7 +121,7 @@ class Running:
         self.going = pad(self.going, (0, count), value=True)
 
     def drop_ended(self):
-        """Returns the indices of those that stay."""
+        """Returns the indices (S',) of those that stay."""
         stay = self.going.nonzero().flatten()
         self.owners = [self.owners[i] for i in stay.tolist()]
         self.ids, self.logps, self.lengths = self.ids[stay], self.logps[stay], self.lengths[stay]
@@ -159,9 +157,8 @@ def draw(logits, temperature, generator):
     if temperature == 0:
         tokens = log_probs.argmax(-1)
     else:
-        # The inverse of the distribution function, at one uniform number for each sequence:
-        # multinomial draws one for each id. Float64, or the sum over a large vocabulary would lose
-        # the small ones.
+        # The inverse of the distribution function at one uniform number for each sequence, where
+        # multinomial draws one for each id. A float32 sum over a large vocabulary loses small ones.
         below = log_probs.exp().cumsum(-1, dtype=torch.float64)  # (S, V)
         uniform = torch.rand(
             len(below), 1, dtype=torch.float64, device=below.device, generator=generator

@@ -5,12 +5,11 @@
     logits = decoder.next_logits(tokens)         # (S, V'), after one more token of each sequence
     decoder.keep(indices)                        # drops all sequences but these
 
-`PlainDecoder` (cached.py) runs each sequence from its start for every token, for models without a
-KV cache; `CachedDecoder` has transformers' cache. `SharedDecoder` keeps a prompt once for its group
-and lets prompts join (`joins`); `LlamaDecoder` has layers of its own besides; `GraphedDecoder`
-records them as a CUDA graph. These three depend on a model's inside, so each is tried on the model
-before it is used. Dropping sequences copies the cache of the others: it pays when more than
-1 / `compaction` of all have ended.
+PlainDecoder works without a KV cache, CachedDecoder with transformers' own. SharedDecoder keeps a
+prompt once for its group and lets prompts join a running batch (`joins`), LlamaDecoder has its own
+layers besides, GraphedDecoder records these as a CUDA graph. Those three depend on a model's
+inside, so each is tried on the model first. Dropping sequences copies the cache of the others: it
+pays when more than 1 / `compaction` of all have ended.
 
 Symbols: B prompts, G sequences of each, S sequences in all, V' the columns of the LM head.
 """
@@ -33,7 +32,7 @@ fastest = weakref.WeakKeyDictionary()  # model -> the kind of decoder that passe
 
 
 def make_decoder(model, max_new_tokens, longest_prompt=None):
-    """Returns a decoder for one batch. None may share prompts that a window can hide a part of."""
+    """Returns a decoder for one batch. Prompts that a window may hide a part of are not shared."""
     if not can_cache(model):
         return PlainDecoder(model)
     window = smallest_window(model)
@@ -49,31 +48,24 @@ def make_decoder(model, max_new_tokens, longest_prompt=None):
 
 
 def is_right(kind, model):
-    """Returns whether a decoder passes the trial; if it does not, prints the reason."""
-    reason = fault(kind, model)
-    if reason:
-        print(f"this model is sampled without {kind.feature}, so slower: {reason}", flush=True)
-    return not reason
-
-
-def fault(kind, model):
-    """Returns in words what is wrong with a decoder for the model, or None."""
+    """Returns whether a decoder passes the trial on the model; if it does not, prints why."""
     limit, reason = TRIAL_LIMIT.get(model.dtype, 1e-4), None
     try:
         for found, expected in trial(kind, model):
             gap, size = (found.float() - expected).norm().item(), expected.float().norm().item()
             if not gap <= limit * size:
-                reason = f"its logits differ by {gap / size:.1g}"
-                break
+                raise Unsupported(f"its logits differ by {gap / size:.1g}")
     except torch.OutOfMemoryError:
         raise
     except Unsupported as error:
-        return str(error)
+        reason = str(error)
     except Exception as error:  # noqa: BLE001 (whatever it is, the other decoder does without)
         reason = f"its layers fail in this way ({type(error).__name__})"
     if reason and not getattr(model, "_supports_attention_backend", True):
-        return "its attention does not go through transformers' attention interface"
-    return reason
+        reason = "its attention does not go through transformers' attention interface"
+    if reason:
+        print(f"this model is sampled without {kind.feature}, so slower: {reason}", flush=True)
+    return not reason
 
 
 @torch.no_grad()

@@ -1,12 +1,11 @@
 """GraphedDecoder: LlamaDecoder on a GPU, recorded once as a CUDA graph and replayed.
 
 A token of a small model launches hundreds of kernels, each for a few microseconds of Python and
-driver, in which the GPU waits. A graph launches them all in one call. It reads and writes the
-memory that it was recorded with, so whatever changes from token to token stays in its place and
-keeps its shape: tokens and columns are copied into the graph's own tensors, and a sequence attends
-to all the room that it has, where what is not written yet is masked. When sequences leave or join,
-or their room is doubled, a new graph is recorded, which takes as long as several tokens: hence the
-compaction by halves.
+driver, in which the GPU waits; a graph launches them all in one call. It reads and writes the
+memory that it was recorded with: tokens and columns are copied into tensors of its own, and a
+sequence attends to all its room, masked where nothing is written yet. When sequences leave or join,
+or their room is doubled, a new one is recorded, which takes several tokens' time: so they leave
+when half of them have ended.
 """
 
 import functools

@@ -218,14 +218,17 @@ class SharedDecoder:
         largest = 1 + max(ranks)
         place = [prompt * largest + rank for prompt, rank in zip(self.prompt_of, ranks)]
         full = place == list(range(prompts * largest))
-        lengths = torch.tensor(self.prompt_lengths, device=device)
-        before = torch.arange(width, device=device) < width - lengths[:, None, None, None]
+        padding = None
+        if min(self.prompt_lengths) < width:
+            first = torch.tensor([[[[width - n]]] for n in self.prompt_lengths], device=device)
+            padding = hidden(torch.arange(width, device=device) < first, like)
+        start = [self.prompt_lengths[prompt] for prompt in self.prompt_of]
         self.layout = Layout(
             numbers=torch.arange(len(place), device=device),
-            start=lengths[torch.tensor(self.prompt_of, device=device)],
+            start=torch.tensor(start, device=device),
             grid=(prompts, largest),
             place=None if full else torch.tensor(place, device=device),
-            padding=hidden(before, like) if min(self.prompt_lengths) < width else None,
+            padding=padding,
         )
         self.columns = torch.tensor(self.lengths, device=device)
 
