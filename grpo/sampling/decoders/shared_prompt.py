@@ -77,13 +77,12 @@ class SharedLayer(DynamicLayer):
     def admit(self, layer, group_size, room):
         """Adds the prompts of transformers' layer, and room for their sequences' tokens."""
         for i, new in enumerate((layer.keys, layer.values)):
-            empty = new.new_zeros(len(new) * group_size, new.shape[1], room, new.shape[3])
+            own = new.new_zeros(len(new) * group_size, new.shape[1], room, new.shape[3])
             if self.own[i] is not None:
-                empty = torch.cat([self.own[i], empty])
-                width = max(self.prompts[i].shape[2], new.shape[2])
-                both = (pad(x, (0, 0, width - x.shape[2], 0)) for x in (self.prompts[i], new))
-                new = torch.cat(list(both))
-            self.prompts[i], self.own[i] = new, empty
+                own, both = torch.cat([self.own[i], own]), (self.prompts[i], new)
+                width = max(x.shape[2] for x in both)
+                new = torch.cat([pad(x, (0, 0, width - x.shape[2], 0)) for x in both])
+            self.prompts[i], self.own[i] = new, own
 
     def keep(self, indices, prompts):
         """Drops all but the sequences `indices`, and all but `prompts` unless that is None."""
@@ -106,13 +105,13 @@ class SharedLayer(DynamicLayer):
         by the part's sum of exponentials (as in FlashAttention, arXiv 2205.14135): so the prompt's
         part is a matrix product over all sequences of a group, (G * R, D) x (D, P).
         """
-        layout, own = slots.layout, (x[:, :, : slots.seen] for x in self.own)
-        own, own_log = attend(query, *own, slots.unwritten, scaling, softcap)
+        layout, (keys, values) = slots.layout, (x[:, :, : slots.seen] for x in self.own)
+        own, own_log = attend(query, keys, values, slots.unwritten, scaling, softcap)
         grid = layout.to_grid(query)
         shared, log = attend(grid, *self.prompts, layout.padding, scaling, softcap)
-        weight = torch.sigmoid(layout.from_grid(log[..., None]) - own_log[..., None])
-        shared, dtype = layout.from_grid(shared), own.dtype
-        return torch.lerp(own.to(weight.dtype), shared.to(weight.dtype), weight).to(dtype)
+        shared, log = layout.from_grid(shared), layout.from_grid(log[..., None])
+        weight = torch.sigmoid(log - own_log[..., None])
+        return torch.lerp(own.to(weight.dtype), shared.to(weight.dtype), weight).to(own.dtype)
 
 
 def attend(query, keys, values, mask, scaling, softcap):
