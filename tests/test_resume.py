@@ -327,7 +327,7 @@ def test_a_checkpoint_brings_back_the_place_in_the_data_and_the_random_numbers(t
     expected = [next(stream) for _ in range(4)], random.random(), torch.rand(3).tolist()
     path, state = checkpoint.newest(tmp_path)
     assert path.name == "step_000007" and state["progress"] == {"run": "r", "step": 7}
-    fresh = Stream(stream.order.prompts, 0, rank=0, world=2)
+    fresh = Stream(stream.prompts, 0, rank=0, world=2)
     checkpoint.load(path, FakeEngine(), fresh)
     assert ([next(fresh) for _ in range(4)], random.random(), torch.rand(3).tolist()) == expected
 
