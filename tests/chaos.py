@@ -22,8 +22,8 @@ import requests
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from helpers import make_group
 from processes import command_of, free_port, kill, start, start_ranks
-from test_wire import make_group
 
 from grpo.client import RefServer
 from grpo.wire import pack_group

@@ -13,6 +13,8 @@ from grpo.tiny_model import make_tokenizer
 from tasks import arithmetic
 
 torch.set_num_threads(1)
+# so that their asserts, too, say what the values were
+pytest.register_assert_rewrite("documents", "fakes", "families", "helpers", "oracle")
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +45,67 @@ def make_tiny(folder):
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def store(tmp_path):
+    from grpo.serving.store import Store
+
+    store = Store(tmp_path / "store.sqlite", max_bytes=100_000)
+    yield store
+    store.db.close()
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """One rank, and constants of a small run."""
+    from fakes import GSIZE
+
+    import grpo_ref_split as trainer
+    from grpo.training import exchange as exchange_module
+    from grpo.training import liveness as watch
+
+    gather = {"all_gather_object": lambda everyone, mine: everyone.__setitem__(0, mine)}
+    dist = {"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_reduce": lambda *_, **__: None}
+    monkeypatch.setattr(exchange_module, "meet", lambda what: None)
+    monkeypatch.setattr(watch, "meet", lambda what: None)
+    for name, function in {
+        **dist,
+        **gather,
+        "broadcast_object_list": lambda box, src: None,
+    }.items():
+        monkeypatch.setattr(trainer.dist, name, function)
+    constants = {"PROMPTS_PER_STEP": 3, "GROUP_SIZE": GSIZE, "WAIT_LIMIT_SECONDS": 1}
+    for name, value in constants.items():
+        monkeypatch.setattr(trainer, name, value)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """-> a client of the real store and routes; every upload is scored at once."""
+    from helpers import FakeReference, InProcess
+
+    from grpo.serving.policies import Policies
+    from grpo.serving.store import Store
+    from grpo.training import metrics as report
+    from grpo.training.exchange import Inbox, ReferenceLogps
+    from grpo.wire import pack_group, unpack_group
+    from ref_server import make_app
+
+    store = Store(tmp_path / "store.sqlite", 10**6)
+    hub = Policies(store, tmp_path / "policies", 10**6)
+    settings = {"token": None, "max_body_bytes": 10**6, "lease_seconds": 60, "lease_wait": 0}
+    app = make_app(store, hub, FakeReference(), regroup=True, **settings)
+
+    def score():
+        for seq, body in store.waiting(99, 0):
+            group = unpack_group(body)
+            group.ref_logps = -torch.ones(len(group.completion_ids))
+            store.scored({seq: pack_group(group)})
+
+    client = InProcess(app, limit=1, after=score)
+    client.store, client.hub, client.regroups = store, hub, True
+    client.inbox = Inbox(client, "run", 1)
+    client.reference = ReferenceLogps(client.inbox, report.Clock())
+    yield client
+    store.db.close()

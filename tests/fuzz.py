@@ -32,9 +32,8 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
+from helpers import LIMITS, VOCAB, FakeReference, call, make_group
 from processes import command_of, free_port, start
-from test_server import FakeReference, call
-from test_wire import LIMITS, VOCAB, make_group
 
 from grpo import wire
 from grpo.client import RefServer

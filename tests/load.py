@@ -38,8 +38,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch
 from fuzz import resident, served
+from helpers import make_group
 from measure import facts
-from test_wire import make_group
 
 from grpo.client import RefServer
 from grpo.wire import pack_group

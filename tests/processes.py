@@ -9,9 +9,12 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -140,3 +143,39 @@ def ranks_of(launcher):
             if "RANK" in process.environ() and PRESET.name in " ".join(process.cmdline()):
                 found.append(process)
     return [p for p in found if "launch" not in " ".join(p.cmdline())]
+
+
+@contextmanager
+def reference_server(folder, model, **constants):
+    """Runs ref_server.py on a free port while the block runs; -> its URL."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    preset = {"MODEL": str(model), "PORT": port, "STORE": str(folder / "store.sqlite")} | constants
+    process = start(command_of("ref_server", preset), folder / "server.log")
+    try:
+        yield f"http://127.0.0.1:{port}"
+        assert process.poll() is None, (folder / "server.log").read_text()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(10)
+
+
+def records(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+
+
+QUICK = {
+    "PROMPTS_PER_STEP": 4,
+    "GROUP_SIZE": 4,
+    "SAMPLE_BATCH": 8,
+    "MAX_COMPLETION_TOKENS": 12,
+    "MAX_PROMPT_TOKENS": 1024,
+    "MICRO_BATCH_TOKENS": 2048,
+    "SKIP_FLAT_GROUPS": False,  # a random model is never right
+    "MASK_TRUNCATED": False,  # and seldom finds its EOS
+    "LEARNING_RATE": 1e-3,
+    "WARMUP_STEPS": 1,
+    "STEPS": 3,
+    "EVAL_QUESTIONS": 8,
+}

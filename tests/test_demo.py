@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_docs import documented_metrics
+from documents import documented_metrics
 from transformers import AutoModelForCausalLM
 
 import demo as demo_module

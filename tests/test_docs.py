@@ -5,21 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
+from documents import TEXT, code_words, documented_metrics
 
 from grpo.serving.store import STATES
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 SCRIPTS = ("grpo_ref_split.py", "ref_server.py")
 CODE = [*ROOT.glob("*.py"), *ROOT.glob("grpo/**/*.py"), *ROOT.glob("tasks/*.py")]
 TREES = {path: ast.parse(path.read_text()) for path in CODE}
 pages = pytest.mark.parametrize("page", TEXT)
-
-
-def code_words(text):
-    """Returns what stands in backticks."""
-    return re.findall(r"`([^`\n]+)`", text)
 
 
 def rows(text, heading):
@@ -109,11 +103,6 @@ def test_every_constant_is_explained():
 
 
 # --- Metrics --------------------------------------------------------------------------
-def documented_metrics():
-    cells = re.findall(r"^\| (`.*?) \|", TEXT["docs/metrics.md"], re.MULTILINE)
-    return {name for cell in cells for name in code_words(cell)}
-
-
 def test_every_metric_that_is_documented_has_its_name_in_the_code():
     text = "\n".join(path.read_text() for path in CODE)
     for name in documented_metrics():

@@ -2,16 +2,13 @@
 
 import json
 import re
-import signal
-import socket
 import sys
 import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from processes import command_of, launch, start
+from processes import QUICK, command_of, launch, records, reference_server, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.sampling.policy import load_policy
@@ -21,29 +18,9 @@ ROOT = Path(__file__).parent.parent
 GSM8K = ROOT.parent / "shared/data/gsm8k"
 
 
-@contextmanager
-def reference_server(folder, model, **constants):
-    """Runs ref_server.py on a free port while the block runs; -> its URL."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    preset = {"MODEL": str(model), "PORT": port, "STORE": str(folder / "store.sqlite")} | constants
-    process = start(command_of("ref_server", preset), folder / "server.log")
-    try:
-        yield f"http://127.0.0.1:{port}"
-        assert process.poll() is None, (folder / "server.log").read_text()
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(10)
-
-
 def train(ranks, folder, *presets):
     """Runs the trainer once for each preset, in one launch; -> its output."""
     return launch(ranks, command_of("grpo_ref_split", *presets), folder / "trainer.log")
-
-
-def records(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
 
 
 def model_of(folder, tiny, config_class, **settings):
@@ -68,20 +45,6 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
-}
-QUICK = {
-    "PROMPTS_PER_STEP": 4,
-    "GROUP_SIZE": 4,
-    "SAMPLE_BATCH": 8,
-    "MAX_COMPLETION_TOKENS": 12,
-    "MAX_PROMPT_TOKENS": 1024,
-    "MICRO_BATCH_TOKENS": 2048,
-    "SKIP_FLAT_GROUPS": False,  # a random model is never right
-    "MASK_TRUNCATED": False,  # and seldom finds its EOS
-    "LEARNING_RATE": 1e-3,
-    "WARMUP_STEPS": 1,
-    "STEPS": 3,
-    "EVAL_QUESTIONS": 8,
 }
 
 

@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from test_sampler import FAMILIES, PROMPTS, SLOW, TOLERANCE, VOCAB, plain_logps, tiny_model
+from families import FAMILIES, PROMPTS, SLOW, TOLERANCE, VOCAB, plain_logps, tiny_model
 
 import grpo_loss_triton
 from grpo import loss as grpo_loss

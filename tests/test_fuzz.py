@@ -2,7 +2,7 @@
 
 import pytest
 from fuzz import LEVELS, Case, Function, build, check_answer, decode, fuzz, make_case, valid_group
-from test_wire import raw
+from helpers import raw
 
 SEED = 1
 

@@ -1,28 +1,23 @@
-"""The fused loss: against an oracle in float64, against the plain loss, and at its edges.
-
-Two engines run it on any machine: `rows` is the module as a CPU has it, `interpreter` a second copy
-of it, whose kernels Triton's interpreter runs. `cuda` is the real thing, where there is a GPU; what
-a GPU would be given is compiled and looked at without one.
-"""
+"""The fused loss: against an oracle in float64, against the plain loss, and at its edges."""
 
 import functools
 import gc
 import importlib.util
 import inspect
 import math
-import re
-import subprocess
 import types
 import weakref
 
 import pytest
 import torch
+from oracle import CLIPS, VARIANTS, check, error, errors, make, on_device, oracle, run, with_garbage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import grpo_loss_triton as fused
 from grpo import loss as plain
 
+# --- The loss ----------------------------------------------------------------------
 triton = fused.triton
 NEEDS_TRITON = pytest.mark.skipif(triton is None, reason="no Triton here")
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -30,7 +25,6 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU he
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 
-# --- Engines --------------------------------------------------------------------------
 @functools.cache
 def interpreted():
     """-> a copy of the module whose kernels are interpreted; `fused` itself stays what it is."""
@@ -62,137 +56,6 @@ def engine(request, monkeypatch):
     )
 
 
-# --- Batches and the oracle -----------------------------------------------------------
-CLIPS = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.0}
-GSPO = CLIPS | {"gspo": True, "clip_low": 0.08, "clip_high": 0.1}  # means spread less
-VARIANTS = {
-    "clip": CLIPS,
-    "kl": CLIPS | {"kl_beta": 0.3},
-    "unbiased_kl": CLIPS | {"kl_beta": 0.3, "unbiased_kl": True},
-    "cispo": CLIPS | {"objective": "cispo", "kl_beta": 0.3},
-    "capped": CLIPS | {"is_cap": 1.1, "kl_beta": 0.3},
-    "bounded": CLIPS | {"ratio_cap": 1.3, "kl_beta": 0.3},
-    "capped_cispo": CLIPS | {"is_cap": 1.1, "objective": "cispo", "temperature": 0.7},
-    "warm": CLIPS | {"temperature": 1.6, "kl_beta": 0.3},
-    "padded_head": CLIPS | {"temperature": 0.7, "vocab_size": 90, "kl_beta": 0.3},
-    "on_policy": CLIPS | {"on_policy": True},
-    "on_policy_kl": CLIPS | {"on_policy": True, "kl_beta": 0.3, "unbiased_kl": True, "is_cap": 1.1},
-    "gspo": GSPO,
-    "gspo_kl": GSPO | {"kl_beta": 0.3, "unbiased_kl": True, "is_cap": 1.1,
-                       "temperature": 0.7, "vocab_size": 90},
-}  # fmt: skip
-
-
-def make(variant, shape=(24,), *, width=97, size=16, dtype=torch.float32):
-    """-> (batch, settings), the keyword arguments of grpo_loss. A batch (4, 6) has padding.
-
-    The first ids are column 0, the last column and the likeliest one; log-ratios spread by 0.4, so
-    that each side of the clip has its tokens.
-    """
-    torch.manual_seed(0)
-    settings = dict(variant)
-    on_policy, gspo = settings.pop("on_policy", False), settings.pop("gspo", False)
-    vocab, temperature = settings.get("vocab_size", width), settings.get("temperature", 1.0)
-    hidden, head = torch.randn(*shape, size).to(dtype), (torch.randn(width, size) / 2).to(dtype)
-    z = (hidden.double() @ head.double().T)[..., :vocab] / temperature
-    ids = torch.randint(vocab, shape)
-    corners = torch.tensor([vocab - 1, 0, z.reshape(-1, vocab)[min(2, ids.numel() - 1)].argmax()])
-    ids.view(-1)[:3] = corners[: ids.numel()]
-    exact = z.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
-    old, ref, sampler = ((exact + 0.4 * torch.randn(shape)).float() for _ in range(3))
-    weights, rows = torch.rand(shape) + 0.1, torch.arange(shape[0])
-    if shape == (4, 6):
-        weights *= torch.arange(6) < torch.tensor([[5], [0], [2], [6]])
-    sequences = rows[:, None].expand(shape) if len(shape) == 2 else rows * 4 // shape[0]
-    batch = {
-        "hidden": hidden, "head": head, "ids": ids, "weights": weights,
-        "old_logps": None if on_policy else old, "ref_logps": ref if settings["kl_beta"] else None,
-        "advantages": torch.randn(shape[0]), "sequences": sequences if gspo else None,
-        "sampler_logps": sampler if "is_cap" in settings else None,
-    }  # fmt: skip
-    return batch, settings
-
-
-def with_garbage(batch):
-    """-> the batch with what padding may hold wherever the weight is 0."""
-    masked, batch = batch["weights"] == 0, dict(batch)
-    garbage = {"ids": -100, "old_logps": math.nan, "ref_logps": 1e30, "sampler_logps": -math.inf}
-    for name, value in garbage.items():
-        if batch[name] is not None:
-            batch[name] = batch[name].masked_fill(masked, value)
-    return batch | {"hidden": batch["hidden"].masked_fill(masked[..., None], math.nan)}
-
-
-def oracle(
-    hidden, head, ids, old_logps, ref_logps, advantages, weights, sampler_logps, sequences, *,
-    clip_low, clip_high, kl_beta, temperature=1.0, vocab_size=None, objective="clip",
-    unbiased_kl=False, is_cap=0.0, ratio_cap=math.inf,
-):  # fmt: skip
-    """-> loss, dH, dW and the sum of the loss's |terms|: autograd in float64, papers' formulas."""
-    hidden, head = (t.detach().double().requires_grad_() for t in (hidden, head))
-    z = (hidden @ head.T)[..., :vocab_size] / temperature
-    logp = z.gather(-1, ids[..., None]).squeeze(-1) - z.logsumexp(-1)
-    old = logp.detach() if old_logps is None else old_logps.double()
-    a = advantages.double().view(-1, *[1] * (ids.dim() - 1))
-    r = of_token = (logp - old).exp()
-    if sequences is not None:
-        for number in range(4):
-            own = (sequences == number) & (weights > 0)
-            r = torch.where(own, (logp - old)[own].sum().div(own.sum()).exp(), r)
-    if objective == "cispo":
-        gain = r.detach().clamp(1 - clip_low, 1 + clip_high) * a * logp
-    else:  # the same as the smaller of two: bounded only where that lowers the objective
-        r = r.clamp(max=ratio_cap)
-        gain = a * torch.where(a > 0, r.clamp(max=1 + clip_high), r.clamp(min=1 - clip_low))
-    if is_cap:
-        gain = gain * (old - sampler_logps).exp().clamp(max=is_cap)
-    if kl_beta:
-        d = ref_logps.double() - logp
-        gain = gain - kl_beta * (d.exp() - 1 - d) * (of_token if unbiased_kl else 1)
-    terms = (weights * gain)[weights > 0]
-    grads = torch.autograd.grad(-terms.sum(), (hidden, head))
-    return -terms.detach().sum(), *grads, terms.detach().abs().sum()
-
-
-def run(module, batch, settings, *, factor=1.0):
-    """-> (loss, dH, dW), stats"""
-    leaves = {name: batch[name].clone().requires_grad_() for name in ("hidden", "head")}
-    loss, stats = module.grpo_loss(**batch | leaves, **settings)
-    (loss * factor).backward()
-    return (loss.detach(), leaves["hidden"].grad, leaves["head"].grad), stats
-
-
-def error(got, exact):
-    """-> the norm of the difference, relative to that of `exact`."""
-    assert got.shape == exact.shape
-    return ((got.double() - exact).norm() / exact.norm()).item()
-
-
-def errors(results, exact):
-    """-> those of loss, dH and dW; the loss's relative to its terms, as they nearly cancel."""
-    of_loss = (results[0].double() - exact[0]).abs() / exact[3]
-    return of_loss.item(), error(results[1], exact[1]), error(results[2], exact[2])
-
-
-def on_device(engine, batch):
-    return {name: t if t is None else t.to(engine.device) for name, t in batch.items()}
-
-
-def check(engine, batch, settings, tolerance=5e-6):
-    """Loss and gradients are the oracle's, in either file; the stats are those of grpo/loss.py."""
-    batch = on_device(engine, batch)
-    exact, given = oracle(**batch, **settings), with_garbage(batch)
-    (got, stats), (specified, expected) = (run(m, given, settings) for m in (engine.module, plain))
-    # Measured: 1.7e-6 at most, and 2.1e-6 of grpo/loss.py
-    assert max(errors(got, exact)) < tolerance
-    assert max(errors(specified, exact)) < tolerance, "grpo/loss.py"
-    assert not got[1][batch["weights"] == 0].any()
-    assert not any(values.requires_grad for values in stats.values())
-    torch.testing.assert_close(stats, expected, rtol=1e-5, atol=2 * tolerance)
-    return stats
-
-
-# --- The loss -------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["grpo_loss", "linear_logps"])
 def test_the_plain_and_the_fused_file_have_the_same_signatures(name):
     """So that either can be imported in the other's place."""
@@ -306,7 +169,7 @@ def test_no_token_at_all(engine, gspo):
         assert values.shape == (4, 6) and not values.any()
 
 
-# --- Autograd, products and memory ----------------------------------------------------
+# --- Autograd, products and memory -------------------------------------------------
 class Recorder(TorchDispatchMode):
     """Counts the matrix products, and notes the numbers in the largest tensor that was made."""
 
@@ -407,7 +270,7 @@ def test_memory_is_freed_at_once(engine, name, backward):
         gc.enable()
 
 
-# --- Log-probs ------------------------------------------------------------------------
+# --- Log-probs ---------------------------------------------------------------------
 def check_logps(engine, hidden, head, ids, slopes, **options):
     """Log-probs, entropy and gradients are what they are defined as, in float64, and in range.
 
@@ -474,7 +337,7 @@ def test_logps_of_logits(engine, name):
         check_logps(engine, logits, None, ids, torch.randn(ids.shape), temperature=0.7)
 
 
-# --- Another implementation -------------------------------------------------------------
+# --- Another implementation --------------------------------------------------------
 @pytest.mark.parametrize("options", [
     {"loss_type": "grpo"},
     {"loss_type": "dapo"},
@@ -512,7 +375,7 @@ def test_the_loss_is_ligers(options):
         assert error(mine, other.detach()) < 5e-6  # measured: 2.3e-6
 
 
-# --- A kernel that does not work --------------------------------------------------------
+# --- A kernel that does not work ---------------------------------------------------
 @pytest.mark.parametrize("engine", ["interpreter"], indirect=True)
 @pytest.mark.parametrize("fault", [None, "raises", "wrong"])
 def test_a_kernel_that_does_not_work_is_said_and_done_without(engine, fault, monkeypatch):
@@ -534,68 +397,3 @@ def test_a_kernel_that_does_not_work_is_said_and_done_without(engine, fault, mon
     why = {"raises": "Failed to find C compiler", "wrong": "it is 0.02 off"}[fault]
     with pytest.warns(UserWarning, match=f"can't be used.*{why}"):
         assert not works(torch.float32)
-
-
-# --- What a GPU gets --------------------------------------------------------------------
-OFF = {
-    "CISPO": False,
-    "UNBIASED_KL": False,
-    "ON_POLICY": True,
-    "KL_BETA": 0.0,
-    "IS_CAP": 0.0,
-    "RATIO_CAP": 0.0,
-}
-ON = {
-    "CISPO": True,
-    "UNBIASED_KL": True,
-    "ON_POLICY": False,
-    "KL_BETA": 0.04,
-    "IS_CAP": 2.0,
-    "RATIO_CAP": 2.0,
-}
-USUAL = ON | {"CISPO": False, "UNBIASED_KL": False}
-FORWARD, BACKWARD, BOTH = ({"FORWARD": f, "BACKWARD": b} for f, b in ((1, 0), (0, 1), (1, 1)))
-MODES = [FORWARD | OFF, BACKWARD | OFF, BOTH | OFF, BOTH | ON, BOTH | USUAL]
-
-
-def ptx_of(kernel, dtype, capability, num_warps, constants):
-    """-> the PTX that Triton makes of a kernel for a card of this compute capability."""
-    kinds = {"ids": "*i64", "logits": "*" + dtype, "grad": "*" + dtype}
-    names = kernel.arg_names
-    source = triton.compiler.ASTSource(
-        kernel,
-        {name: "constexpr" if name in constants else kinds.get(name, "*fp32") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants},
-    )
-    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": num_warps}).asm["ptx"]
-
-
-@NEEDS_TRITON
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("dtype, itemsize", [("bf16", 2), ("fp32", 4)])
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_kernels_compile(capability, dtype, itemsize, tmp_path, monkeypatch):
-    """The interpreter runs what does not compile. No register may spill, no float be a double, and
-    logits move 16 bytes at a time: with a mask of the odd vocabulary it would be one by one.
-    """
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    fixed = {"VOCAB": 151_665, "WIDTH": 151_936, "INV_TAU": 1 / 0.9, "CLIP_LOW": 0.2,
-             "CLIP_HIGH": 0.28}  # fmt: skip
-    fixed |= fused.block_of(151_936, itemsize)
-    num_warps = fixed.pop("num_warps")
-    for mode in MODES:
-        constants = fixed | mode
-        ptx = ptx_of(fused.row_kernel, dtype, capability, num_warps, constants)
-        (tmp_path / "ptx").write_text(ptx)
-        arch = re.search(r"\.target (\w+)", ptx)[1]
-        command = [get_ptxas(capability).path, "-v", "-arch", arch, "ptx", "-o", "cubin"]
-        report = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        spilled = re.findall(r"(\d+) bytes spill", report.stderr + report.stdout)
-        assert spilled == ["0", "0"] and ".f64" not in ptx, (constants, report)
-        wide = re.findall(r"(ld|st)\.global\.v4", ptx)
-        assert wide.count("ld") >= 2 * (mode["FORWARD"] + mode["BACKWARD"])
-        assert wide.count("st") >= 2 * mode["BACKWARD"]

@@ -12,8 +12,17 @@ import chaos
 import psutil
 import pytest
 import requests
-from processes import command_of, kill, launch, ranks_of, start_launcher, start_ranks
-from test_end_to_end import QUICK, records, reference_server
+from processes import (
+    QUICK,
+    command_of,
+    kill,
+    launch,
+    ranks_of,
+    records,
+    reference_server,
+    start_launcher,
+    start_ranks,
+)
 
 
 def wait_for_step(folder, step, process, log):

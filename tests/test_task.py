@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_trainer import NAMED, PROMPT, FakeEngine, a_recipe, sampled
+from fakes import NAMED, PROMPT, FakeEngine, a_recipe, sampled
 from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer

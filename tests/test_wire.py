@@ -1,45 +1,19 @@
-"""The wire: groups come back as they were sent, and nothing malformed gets past unpack_group."""
+"""The wire: groups come back as they were sent, and nothing malformed is unpacked."""
 
 import dataclasses
 import json
-import socket
 import struct
-import threading
 
 import pytest
 import safetensors.torch
 import torch
+from helpers import LIMITS, VOCAB, make_group, raw
 
-from grpo import stop, wire
-from grpo.client import RefServer
-from grpo.wire import GROUP_PROTOCOL, PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
-
-VOCAB = 395  # the tiny tokenizer's
-LIMITS = {"vocab_size": VOCAB, "max_tokens": 256}
+from grpo import wire
+from grpo.wire import GROUP_PROTOCOL, Group, pack_group, tokenizer_facts, unpack_group
 
 
-def make_group(lengths=(3, 1, 2), *, seed=0, prompt=4, **changes):
-    """-> a random valid Group with completions of these lengths; `changes` replace its fields."""
-    draw, tokens = torch.Generator().manual_seed(seed), sum(lengths)
-    fields = {
-        "id": f"group-{seed:03d}",
-        "run": "run",
-        "policy_version": 7,
-        "item": 3,
-        "sampler": "trainer",
-        "outcome": "correct",
-        "skipped": {"groups": 2, "reward_format": -0.5},
-        "reward_names": ["correct", "format"],
-        "prompt_ids": torch.randint(0, VOCAB, (prompt,), generator=draw, dtype=torch.int32),
-        "completion_ids": torch.randint(0, VOCAB, (tokens,), generator=draw, dtype=torch.int32),
-        "completion_lengths": torch.tensor(lengths, dtype=torch.int32),
-        "sampler_logps": -torch.rand(tokens, generator=draw),
-        "truncated": torch.rand(len(lengths), generator=draw) < 0.5,
-        "rewards": torch.rand(len(lengths), 2, generator=draw),
-    }
-    return Group(**fields | changes)
-
-
+# --- Round trip --------------------------------------------------------------------
 def blob(tensors=None, text=None, **meta):
     """-> a body made by hand: a valid one but for what is given (a tensor None is left out)."""
     group = vars(make_group())
@@ -52,18 +26,12 @@ def blob(tensors=None, text=None, **meta):
     )
 
 
-def raw(header, data=b""):
-    header = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(header)) + header + data
-
-
 def one_tensor(dtype, shape, size, end=None):
     """-> a body with one tensor of `size` bytes, of which its header says what it likes."""
     view = {"dtype": dtype, "shape": shape, "data_offsets": [0, size if end is None else end]}
     return raw({"__metadata__": {"grpo": "{}"}, "prompt_ids": view}, bytes(size))
 
 
-# --- Round trip ---------------------------------------------------------------------
 @pytest.mark.parametrize("scored", [False, True])
 def test_round_trip(scored):
     group = make_group(ref_logps=-torch.rand(6) if scored else None)
@@ -108,7 +76,7 @@ def test_a_group_is_flat_if_its_outcome_is_constant(rewards, flat):
     assert other.flat == flat  # the outcome's column, wherever it stands
 
 
-# --- Malformed bodies ---------------------------------------------------------------
+# --- Malformed bodies --------------------------------------------------------------
 VALID = pack_group(make_group())
 BAD_TENSORS = {
     "no tensor": ({"truncated": None}, "tensors must be"),
@@ -295,7 +263,7 @@ def test_no_flipped_byte_of_the_header_escapes_as_another_error():
     assert refused > 2000  # the rest changed a name or a number into another good one
 
 
-# --- Tokenizer facts and the client -------------------------------------------------
+# --- Tokenizer facts and the client ------------------------------------------------
 def test_tokenizer_facts_tell_tokenizers_apart(tiny):
     from transformers import AutoTokenizer
 
@@ -306,128 +274,3 @@ def test_tokenizer_facts_tell_tokenizers_apart(tiny):
     tokenizer.add_tokens(["<new>"])
     assert tokenizer_facts(tokenizer)["tokenizer"] != facts["tokenizer"]
     assert tokenizer_facts(tokenizer)["vocab_size"] == VOCAB + 1
-
-
-class Replies:
-    """A server on a free port that sends one canned reply to each connection in turn."""
-
-    def __init__(self, *replies):
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        self.requests = []
-        threading.Thread(target=self.run, args=(replies,), daemon=True).start()
-
-    def run(self, replies):
-        for reply in replies:
-            connection, _ = self.socket.accept()
-            with connection, connection.makefile("rb") as request:
-                head = list(iter(request.readline, b"\r\n"))
-                length = [int(line[15:]) for line in head if line.startswith(b"Content-Length:")]
-                self.requests.append(b"".join(head) + request.read(sum(length)))
-                connection.sendall(reply)
-        self.socket.close()
-
-
-def reply(status, body, length=None, headers=""):
-    length = len(body) if length is None else length
-    head = f"HTTP/1.1 {status} X\r\nContent-Length: {length}\r\nConnection: close\r\n{headers}\r\n"
-    return head.encode() + body
-
-
-@pytest.fixture
-def no_pause(monkeypatch):
-    monkeypatch.setattr(stop.time, "sleep", lambda seconds: None)
-
-
-def test_a_call_goes_on_when_the_server_dies_in_the_middle_of_its_reply(no_pause):
-    server = Replies(reply(200, b"half", length=8), b"", reply(200, b"complete"))
-    assert RefServer(server.url, 20).call("GET", "/info").content == b"complete"
-
-
-def test_a_call_waits_while_the_store_is_full(no_pause):
-    server = Replies(reply(503, b"full", headers="Retry-After: 1\r\n"), reply(200, b"{}"))
-    assert RefServer(server.url, 20).call("POST", "/upload", data=b"x").ok
-    assert len(server.requests) == 2
-
-
-def test_a_refusal_is_raised_at_once_with_its_reason():
-    """simple_GRPO's bare `except: return None` on the network made any error look like no data."""
-    server = Replies(reply(400, b'{"error": "rewards must be finite"}'))
-    with pytest.raises(RuntimeError, match=r"refused \(400\).*rewards must be finite"):
-        RefServer(server.url, 20).call("POST", "/upload", data=b"x")
-
-
-def test_a_wait_for_a_server_that_is_not_there_ends_with_a_sentence():
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        port = s.getsockname()[1]
-    with pytest.raises(RuntimeError, match=r"no answer \(ConnectionError\); is `python ref_server"):
-        RefServer(f"http://127.0.0.1:{port}", 0.1).call("GET", "/info")
-
-
-def test_the_clients_proxy_is_not_asked(monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody there
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    server = Replies(reply(200, b"{}"))
-    assert RefServer(server.url, 0.1).call("GET", "/info").ok
-
-
-def test_the_clients_token_travels(monkeypatch):
-    monkeypatch.setenv("GRPO_TOKEN", "secret")
-    server = Replies(reply(200, b"{}"))
-    RefServer(server.url, 5).call("GET", "/info")
-    assert b"Authorization: Bearer secret\r\n" in server.requests[0]
-
-
-@pytest.mark.parametrize("name", ["protocol", "vocab_size", "tokenizer", "temperature"])
-def test_check_refuses_a_reference_that_does_not_fit(name):
-    """Log-probs of other ids, or at another temperature, would be finite numbers too."""
-    facts = {"vocab_size": 395, "tokenizer": "ab", "temperature": 1.0}
-    info = facts | {"protocol": PROTOCOL, "model": "ref"}
-    server = Replies(reply(200, json.dumps(info).encode()))
-    assert RefServer(server.url, 5).check("policy", facts) == info
-    server = Replies(reply(200, json.dumps(info | {name: 0.9}).encode()))
-    with pytest.raises(SystemExit, match=f"{name} 0.9 and not"):
-        RefServer(server.url, 5).check("policy", facts)
-
-
-def test_a_wrong_token_and_a_missing_server_are_sentences_before_anything_starts():
-    refusal = reply(401, b'{"error": "no or wrong token: set GRPO_TOKEN"}')
-    with pytest.raises(SystemExit, match="wrong token: set GRPO_TOKEN"):
-        RefServer(Replies(refusal).url, 5).check("model", {})
-    with pytest.raises(SystemExit, match="waited 0 s for .* is `python ref_server.py` running"):
-        RefServer("http://127.0.0.1:9", 0).check("model", {})
-
-
-def blobs(*, headers="", **bodies):
-    """-> /lease's reply: a tensor of bytes for each group."""
-    tensors = {k: torch.frombuffer(bytearray(b), dtype=torch.uint8) for k, b in bodies.items()}
-    return reply(200, safetensors.torch.save(tensors), headers=headers)
-
-
-def test_a_lease_gives_bodies_by_id_and_counts_what_was_too_old():
-    server = Replies(
-        blobs(c=b"third", a=b"1", headers="X-Dropped: 2\r\n"),
-        reply(204, b"", headers="X-Dropped: 3\r\n"),
-    )
-    trainer = RefServer(server.url, 5)
-    assert trainer.lease("run", 7, oldest=4) == {"c": b"third", "a": b"1"}
-    assert trainer.lease("run", 7, patience=False) == {} and trainer.dropped == 5
-    asked = [json.loads(request.split(b"\r\n")[-1]) for request in server.requests]
-    assert asked == [
-        {"run": "run", "limit": 7, "oldest": 4, "step": 0, "wait": True},
-        {"run": "run", "limit": 7, "oldest": 0, "step": 0, "wait": False},
-    ]
-
-
-def test_a_twin_expects_the_same_reference(monkeypatch):
-    """Threads of the trainer each have a client; all must notice another reference."""
-    monkeypatch.setenv("GRPO_TOKEN", "secret")
-    server = Replies(blobs(a=b"1", headers="X-Facts: other\r\n"))
-    first = RefServer(server.url + "/", 5)
-    first.agreed = "ours"
-    twin = first.twin()
-    assert twin.session is not first.session
-    with pytest.raises(RuntimeError, match="another reference model"):
-        twin.lease("run", 1)
-    assert b"Authorization: Bearer secret\r\n" in server.requests[0]

@@ -8,8 +8,7 @@ import time
 import urllib.request
 from contextlib import contextmanager
 
-from processes import command_of, kill, launch, start, start_ranks
-from test_end_to_end import QUICK, records, reference_server
+from processes import QUICK, command_of, kill, launch, records, reference_server, start, start_ranks
 
 
 @contextmanager

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import requests
 import waitress
-from test_server import INFO, FakeReference, InProcess, call, mark_scored, put, refused
-from test_wire import make_group
+from helpers import INFO, FakeReference, InProcess, call, make_group, mark_scored, put, refused
 
 from docs import page
 from docs.page import CHROMIUM, browse

@@ -1,11 +1,11 @@
-"""How a step is cut into micro-batches, and in which order they are trained."""
+"""Packing: how a step is cut into micro-batches."""
 
 import itertools
 import math
 import random
 
 import torch
-from test_trainer import Ranks, a_group, references
+from fakes import Ranks, a_group, references
 
 import grpo_ref_split as trainer
 from grpo.packing import in_order, pack_by_tokens, plan_micro_batches, plan_turns, whole_groups

@@ -4,7 +4,7 @@ A tape keeps operations with the memory that they read and write, and runs these
 Python around them; and like a graph it refuses what waits for the device or brings numbers to it.
 So a number of Python's that should have changed, or a tensor that was not copied to its place,
 gives wrong logits here too. What a tape cannot show is that CUDA takes it, and what it brings:
-`pytest tests/test_cuda_graph.py` on a GPU, and benchmarks/sampling.py.
+`pytest tests/sampling/test_cuda_graph.py` on a GPU, and benchmarks/sampling.py.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_sampler import (
+from families import (
     EOS,
     MANY,
     OWN_STEP,

@@ -1,0 +1,129 @@
+"""A rank's rollout: zero-variance groups are replaced, and what is sent is what was sampled."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import (
+    ALL_RIGHT,
+    ALL_WRONG,
+    MIXED,
+    NAMED,
+    PROMPT,
+    FakeEngine,
+    a_recipe,
+    prompts_of,
+    sampled,
+)
+from transformers import AutoTokenizer
+
+import grpo_ref_split as trainer
+from grpo.sampling import rollout
+from grpo.sampling.policy import load_policy
+from grpo.sampling.rollout import make_group
+from grpo.sampling.sampler import Completion
+from grpo.wire import pack_group, unpack_group
+
+
+def rolled_out(outcomes, share, engine=None, **changes):
+    """-> (numbers of the prompts whose groups are worth training, those of flat ones, counts)."""
+    recipe, count = a_recipe(**changes), Counter()
+    stream, engine = iter(prompts_of(outcomes)), engine or FakeEngine()
+    both = [], []
+    for ours, flat in rollout.rollout(engine, recipe, stream, count, share=share, seed=3):
+        both[flat].append(ours[0][0])
+    return *both, count
+
+
+def test_flat_groups_are_judged_on_correctness_replaced_and_counted():
+    outcomes = [MIXED, ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED, MIXED, MIXED]
+    kept, flat, count = rolled_out(outcomes, share=4)
+    assert kept == [0, 2, 4, 5]  # format alone is no spread: 1 and 3 are flat
+    assert flat == [1, 3]
+    assert count["groups"] == 6 and count["flat"] == 2
+    assert count["completions"] == 12 and count["truncated"] == 6 and count["tokens"] == 18
+    assert count["right"] == 4 + 2 and count["reward_format"] == 4 * -2 + 2 * 0.25
+
+
+def test_a_flat_group_is_replaced_as_soon_as_it_is_found():
+    """Not after the others have ended: the batch stays full."""
+    engine = FakeEngine()
+    rolled_out([ALL_WRONG, MIXED, MIXED, MIXED], 3, engine)
+    assert engine.asked == [3, 1, 0, 0, 0]
+
+
+def test_refilling_ends():
+    kept, flat, count = rolled_out([ALL_WRONG] * 100, share=4, max_refills=2)
+    assert kept == [] and len(flat) == count["groups"] == 4 * 3
+    assert rolled_out([MIXED] * 9, share=0) == ([], [], {})
+
+
+def test_flat_groups_are_kept_when_asked():
+    engine = FakeEngine()
+    _, flat, _ = rolled_out([ALL_WRONG] * 9, 4, engine, skip_flat_groups=False)
+    assert flat == [0, 1, 2, 3] and engine.asked == [4, 0, 0, 0, 0]
+
+
+def test_sampling_is_bounded_and_as_the_recipe_says():
+    engine = FakeEngine()
+    rolled_out([MIXED] * 9, 5, engine, sample_batch=5, temperature=0.7)
+    assert engine.most == 2  # groups of 2, not 3
+    assert engine.settings == {
+        "max_rows": 5,
+        "longest_prompt": 20,
+        "max_new_tokens": 8,
+        "temperature": 0.7,
+        "seed": 3,
+    }
+
+
+def test_what_is_sent_is_what_was_sampled():
+    """The ids themselves: those of a text that is tokenised again may be others."""
+    prompt = (3, {"question": "?", "answer": "4"}, [5, 6])
+    completions = [Completion([7, 2], [-1.0, -2.0], False), Completion([8, 8, 8], [-0.5] * 3, True)]
+    rewards = [{"format": -1.0, "correctness": 1.0}, {"correctness": -1, "format": 1.25}]
+    names = NAMED | {"version": 4, "sampler": "me", "skipped": {"groups": 1}}
+    group = make_group((prompt, completions, rewards), **names)
+    assert group.prompt_ids.tolist() == [5, 6]
+    assert group.completion_ids.tolist() == [7, 2, 8, 8, 8]
+    assert group.completion_lengths.tolist() == [2, 3]
+    assert group.sampler_logps.tolist() == [-1.0, -2.0, -0.5, -0.5, -0.5]
+    assert group.truncated.tolist() == [False, True]
+    columns = dict(zip(group.reward_names, group.rewards.T.tolist(), strict=True))
+    assert columns == {"correctness": [1.0, -1.0], "format": [-1.0, 1.25]}  # by name, not order
+    assert (group.id, group.run, group.item, group.policy_version) == ("a", "r", 3, 4)
+    assert (group.sampler, group.outcome, group.flat) == ("me", "correctness", False)
+    assert group.skipped == {"groups": 1}
+    assert unpack_group(pack_group(group)).rewards.equal(group.rewards)
+
+
+def test_rewards_that_a_task_names_in_another_order_are_trained_all_the_same():
+    """The names are those of REWARD_WEIGHTS, which is all that was asked of a task."""
+    task = SimpleNamespace(rewards=lambda item, text: {"format": 0.5, "correctness": 1.0})
+    (one,) = sampled(FakeEngine(), a_recipe(task=task), [PROMPT])
+    group = make_group(one, **NAMED)
+    assert group.reward_names == list(trainer.REWARD_WEIGHTS)
+    assert group.rewards[0].tolist() == [1, 0.5]
+
+
+def test_broken_weights_are_said_to_be_broken(tiny):
+    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
+    with torch.no_grad():
+        next(policy.model.parameters()).fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="logits are not finite"):
+        sampled(policy, a_recipe(), [(0, {}, [5, 6])])
+
+
+def test_a_policy_streams_text_and_ids(tiny):
+    """The engine that trainer and worker share: the seed decides, rewards are of the ids' text."""
+    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
+    texts = []
+    task = SimpleNamespace(rewards=lambda item, text: texts.append(text) or {"a": 1.0})
+    recipe = a_recipe(task=task, reward_weights={"a": 1.0}, group_size=3)
+    prompts, count = [(9, {}, [5, 6, 7]), (4, {}, [8])], Counter()
+    first = sampled(policy, recipe, prompts, count=count)
+    assert sorted(prompt[0] for prompt, _, _ in first) == [4, 9]
+    assert texts == [policy.text(c) for _, completions, _ in first for c in completions]
+    assert count["seconds_reward"] > 0
+    assert first == sampled(policy, recipe, prompts) != sampled(policy, recipe, prompts, seed=1)

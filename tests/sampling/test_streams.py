@@ -1,0 +1,158 @@
+"""Streams: prompts join, and groups leave, while others are sampled."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from families import (
+    EOS,
+    FAMILIES,
+    MANY,
+    PROMPTS,
+    TOLERANCE,
+    VOCAB,
+    WIDE,
+    Shapes,
+    assert_well_formed,
+    plain_logps,
+    sample,
+    tiny_model,
+)
+
+from grpo.models import accepts
+from grpo.sampling.decoders import shared_prompt as decode
+from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
+from grpo.sampling.decoders.shared_prompt import SharedDecoder
+from grpo.sampling.sampler import stream_groups
+
+FEW_ROWS = [(family, 7, 3) for family in FAMILIES | WIDE]
+SOME = ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral")
+
+FEW_ROWS += [(family, *rows) for family in SOME for rows in ((2, 1), (9, 1))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family, max_rows, group_size", FEW_ROWS)
+def test_prompts_are_let_in_while_rows_run(family, max_rows, group_size, model_of):
+    """Their log-probs are those of a plain forward, whoever shares the batch with them."""
+    model = model_of(family)
+    groups = sample(model, MANY, group_size=group_size, max_rows=max_rows)
+    assert_well_formed(groups, prompts=9, group_size=group_size, max_new_tokens=12, eos_ids=EOS)
+    for prompt, group in zip(MANY, groups, strict=True):
+        for c in group:
+            gap = torch.tensor(c.logps) - plain_logps(model, prompt, c.ids, 1.0)
+            assert gap.abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["gpt1", "gpt2"])
+@pytest.mark.parametrize("max_rows, group_size, eos", [(9, 1, 2), (8, 4, 4)])
+def test_an_ended_row_stays_within_the_models_positions(
+    family, max_rows, group_size, eos, model_of
+):
+    """Both have a table of 64, and it may stay in the batch while others run."""
+    prompts, eos_ids = [[5 + i] * 9 for i in range(30)], set(range(12, 12 + eos))
+    settings = {"group_size": group_size, "max_rows": max_rows, "max_new_tokens": 55}
+    groups = sample(model_of(family), prompts, eos_ids=eos_ids, **settings)
+    assert len(groups) == 30
+
+
+class Desk:
+    """Gives prompts to a stream, and notes what it was asked for and what has come of it."""
+
+    def __init__(self, prompts):
+        self.waiting, self.events = list(enumerate(prompts)), []
+
+    def take(self, number):
+        given, self.waiting = self.waiting[:number], self.waiting[number:]
+        self.events.append((number, [key for key, _ in given]))
+        return given
+
+    def run(self, model, **changes):
+        settings = {"group_size": 3, "max_rows": 7, "max_new_tokens": 12, "temperature": 1.0}
+        settings |= {"eos_ids": EOS, "vocab_size": VOCAB, "longest_prompt": 12}
+        settings["generator"] = torch.Generator().manual_seed(0)
+        for key, group in stream_groups(model, self.take, **settings | changes):
+            self.events.append(key)
+            yield key, group
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mamba", "mistral"])
+def test_a_group_comes_as_soon_as_it_has_ended_and_makes_room(family, model_of):
+    desk, lengths = Desk(MANY), {}
+    with Shapes(model_of(family)) as shapes:
+        for key, group in desk.run(model_of(family)):
+            lengths[key] = max(len(c.ids) for c in group)
+    assert max(rows for rows, _ in shapes) <= 7 + 1  # one that has ended may stay for a while
+    assert sorted(lengths) == list(range(9)) and len(desk.events) > 9
+    asked = [event for event in desk.events if isinstance(event, tuple)]
+    given = [key for _, keys in asked for key in keys]
+    assert given == list(range(9)) and asked[-1] == (2, [])
+    assert all(0 < number <= 2 for number, _ in asked)
+    first_two = [event for event in desk.events if event in (0, 1)]
+    if lengths[0] != lengths[1]:
+        assert first_two == sorted((0, 1), key=lengths.get)
+    # Between those that ended first and last, a third began, if the decoder allows it
+    before = desk.events[: desk.events.index(first_two[1])]
+    assert any(2 in e[1] for e in before if isinstance(e, tuple)) == (family == "qwen2")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_who_reads_a_group_may_ask_for_another_even_after_the_last(family, model_of):
+    """A flat group is seen when it comes, and replaced: the stream must not have ended by then."""
+    desk, came = Desk(MANY[:1]), []
+    for key, _ in desk.run(model_of(family)):
+        came.append(key)
+        if key < 5:
+            desk.waiting.append((key + 1, MANY[key + 1]))
+    assert came == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_stream_without_prompts_ends(model_of):
+    assert list(Desk([]).run(model_of("qwen2"))) == []
+    assert sample(model_of("qwen2"), []) == []
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_greedy_is_the_same_however_many_rows_there_are(family, model_of):
+    settings = {"temperature": 0, "group_size": 1}
+    whole = sample(model_of(family), MANY, **settings)
+    for max_rows in (1, 4):
+        few = sample(model_of(family), MANY, max_rows=max_rows, **settings)
+        assert [[c.ids for c in group] for group in few] == [[c.ids for c in g] for g in whole]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "mamba"])
+def test_the_cache_is_gone_when_the_samples_are_there(family, model_of):
+    """Not when Python's garbage collector comes round: training needs the memory at once."""
+    sample(model_of(family), PROMPTS)  # with the trial of a decoder
+    kinds = (SharedDecoder, CachedDecoder, PlainDecoder, decode.SharedLayer, transformers.Cache)
+    gc.collect()
+    gc.disable()
+    try:
+        sample(model_of(family), MANY, max_rows=7)
+        left = [type(x).__name__ for x in gc.get_objects() if isinstance(x, kinds)]
+    finally:
+        gc.enable()
+    assert left == []
+
+
+def test_the_weights_may_change_between_two_rounds(model_of):
+    """What is known of a model from the trial is how it computes, and no value."""
+    model = tiny_model("qwen2")
+    before = sample(model, PROMPTS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        for prompt, group in zip(PROMPTS, sample(model, PROMPTS), strict=True):
+            gap = torch.tensor(group[0].logps) - plain_logps(model, prompt, group[0].ids, 1.0)
+            assert gap.abs().max() < TOLERANCE
+    assert sample(model, PROMPTS) != before
+
+
+def test_accepts_looks_through_the_wrapper(model_of):
+    """DeepSpeed's engine takes (*inputs, **kwargs): its own signature says nothing."""
+    for family, known in {"qwen2": True, "bloom": False}.items():
+        assert accepts(model_of(family), "position_ids") == known
+        assert accepts(SimpleNamespace(module=model_of(family)), "position_ids") == known

@@ -1,0 +1,174 @@
+"""tasks/gsm8k.py: the format that is rewarded, its prompt and its loader."""
+
+import json
+import re
+import subprocess
+import sys
+import types
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from tasks import answers, gsm8k
+from tasks.gsm8k import CORRECT, FORMATTED, UNFORMATTED, WRONG, rewards
+
+# --- Format ------------------------------------------------------------------------
+GSM8K = Path(__file__).resolve().parents[2] / "shared/data/gsm8k"
+
+
+def formatted(completion):
+    return rewards({"answer": "18"}, completion)["format"] == FORMATTED
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "<think>9 * 2</think><answer>18</answer>",
+        "<think>9 * 2</think>\n\n<answer>18</answer>",  # ancestors gave -1
+        "\n <think>\n9\n* 2\n</think> <answer>\n18\n</answer>\n",
+        "<think>a < b > c</think><answer>18</answer>",
+        "<think>a</think><answer>18</answer><|im_end|>",  # ancestors gave -1, always
+        "<think>a</think><answer>18</answer>\n<|im_end|>\n<|endoftext|><|endoftext|>",
+        "<think>a</think><answer>18</answer></s>",
+        "<think>a</think><answer>18</answer><eos>",
+        "<think>a</think><answer>18</answer><end_of_turn>\n",
+        "<think>a</think><answer>18</answer><|eot_id|>",
+    ],
+)
+def test_formatted(completion):
+    assert formatted(completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "",
+        "18",
+        "<answer>18</answer>",
+        "<think>a</think>",
+        "<think>a</think>18",
+        "<think>a</think><answer>18",
+        "<think>a<answer>18</answer>",
+        "<answer>18</answer><think>a</think>",
+        "<think>a<answer>18</answer></think>",
+        "<think>a</think><answer><think>b</think>18</answer>",
+        "<think>a</think><answer>18</answer><answer>18</answer>",  # ancestors gave +1.25
+        "<think>a</think><answer>1</answer>2</answer>",
+        "<think>a</think><think>b</think><answer>18</answer>",
+        "<think>a</think> so <answer>18</answer>",
+        "Sure! <think>a</think><answer>18</answer>",
+        "<think>a</think><answer>18</answer> done",
+        "<think>a</think><|im_end|><answer>18</answer>",
+        "<THINK>a</THINK><answer>18</answer>",
+    ],
+)
+def test_not_formatted(completion):
+    assert not formatted(completion)
+
+
+def test_the_two_rewards_are_apart():
+    item = {"question": "9 * 2?", "answer": "#### 18"}
+    good, bad = "<think>a</think><answer>18</answer>", "<think>a</think><answer>17</answer>"
+    assert rewards(item, good) == {"correctness": CORRECT, "format": FORMATTED}
+    assert rewards(item, bad) == {"correctness": WRONG, "format": FORMATTED}
+    assert rewards(item, "18") == {"correctness": CORRECT, "format": UNFORMATTED}
+    assert rewards(item, "17") == {"correctness": WRONG, "format": UNFORMATTED}
+    assert (CORRECT, WRONG, FORMATTED, UNFORMATTED) == (1.0, -1.0, 1.25, -1.0)
+
+
+# --- Data, and the file itself -----------------------------------------------------
+GOOD = {"question": "9 * 2?", "answer": "9 * 2 = 18\n#### 18"}
+
+
+def test_load_reads_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(gsm8k, "DATA", str(tmp_path))
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps(GOOD)}\n" * 3, encoding="utf-8")
+    assert gsm8k.load("train") == [GOOD] * 3
+    with pytest.raises(FileNotFoundError, match=r"test\.jsonl is missing: set DATA"):
+        gsm8k.load("test")
+    monkeypatch.setattr(gsm8k, "DATA", str(tmp_path / "absent"))
+    with pytest.raises(FileNotFoundError, match="is missing: set DATA"):
+        gsm8k.load("train")
+
+
+def test_load_reads_the_hub_where_data_is_no_folder(monkeypatch):
+    def load_dataset(name, config, split):
+        if name != "openai/gsm8k":
+            raise FileNotFoundError("no such dataset")
+        assert (config, split) == ("main", "train")
+        return iter([GOOD])
+
+    fake = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setattr(gsm8k, "DATA", "openai/gsm8k")
+    assert gsm8k.load("train") == [GOOD]
+    monkeypatch.setattr(gsm8k, "DATA", "my/gsm9k")
+    with pytest.raises(OSError, match="'my/gsm9k' is no folder here and no hub dataset"):
+        gsm8k.load("train")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{",
+        "[]",
+        "7",
+        '{"question": "9 * 2?"}',
+        '{"answer": "#### 18"}',
+        '{"question": 9, "answer": "#### 18"}',
+        '{"question": "9 * 2?", "answer": 18}',
+        '{"question": "9 * 2?", "answer": "18"}',
+        '{"question": "9 * 2?", "answer": "18 ####"}',
+    ],
+)
+def test_a_malformed_line_is_named(line, tmp_path, monkeypatch):
+    monkeypatch.setattr(gsm8k, "DATA", str(tmp_path))
+    good = json.dumps(GOOD)
+    (tmp_path / "test.jsonl").write_text(f"{good}\n{line}\n{good}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"test\.jsonl, line 2: give it a question and an answer"):
+        gsm8k.load("test")
+
+
+def test_messages_ask_for_the_format_that_is_rewarded():
+    system, user = gsm8k.messages("9 * 2?")
+    assert user == {"role": "user", "content": "9 * 2?"}
+    assert re.findall(r"</?\w+>", system["content"])[:4] == [
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+    ]
+
+
+def test_the_examples_in_the_docstrings_hold():
+    examples = re.findall(r"Example: (.+) -> (.+)", Path(answers.__file__).read_text("utf-8"))
+    assert len(examples) == 2
+    for call, result in examples:
+        assert eval(call, vars(answers)) == eval(result, {"Fraction": Fraction})
+
+
+def test_importing_the_task_imports_neither_torch_nor_datasets_nor_sympy():
+    code = "import sys, tasks.gsm8k; print({'torch', 'datasets', 'sympy'} & set(sys.modules))"
+    root = Path(gsm8k.__file__).resolve().parents[1]
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, check=True, stdout=subprocess.PIPE
+    )
+    assert shown.stdout.strip() == b"set()"
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K folder is not beside the repository")
+def test_every_gold_solution_of_gsm8k_is_right_and_its_neighbour_wrong(monkeypatch):
+    monkeypatch.setattr(gsm8k, "DATA", str(GSM8K))
+    items = gsm8k.load("train") + gsm8k.load("test")
+    assert len(items) == 8792
+    for item in items:
+        gold = item["answer"].rsplit("####", 1)[1].strip()
+        other = int(gold.replace(",", "")) + 1
+        tagged = {n: f"<think>a</think>\n<answer>{n}</answer><|im_end|>" for n in (gold, other)}
+        right = {"correctness": CORRECT, "format": FORMATTED}
+        assert rewards(item, item["answer"])["correctness"] == CORRECT, item
+        assert rewards(item, tagged[gold]) == right, item
+        assert rewards(item, tagged[other])["correctness"] == WRONG, item
+        assert rewards(item, f"#### {other}")["correctness"] == WRONG, item

@@ -1,0 +1,87 @@
+"""Models and tokenizers: chat templates, stop ids, merged adapters."""
+
+import json
+import textwrap
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from grpo import models as policy_module
+from grpo.models import prompt_ids
+from grpo.sampling.policy import load_policy
+from grpo.sampling.sampler import Completion
+
+
+def test_a_chat_is_templated_once_and_a_role_it_does_not_know_is_folded_in(tiny):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    text = tokenizer.decode(prompt_ids(tokenizer, chat))
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    tokenizer.chat_template = (  # as Gemma's
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        + tokenizer.chat_template
+    )
+    text = tokenizer.decode(prompt_ids(tokenizer, chat))
+    assert text.startswith("<|im_start|>user\nBe brief.\n\n2 + 2?<|im_end|>")
+    tokenizer.chat_template = None  # as GPT-2's
+    assert tokenizer.decode(prompt_ids(tokenizer, chat)) == "Be brief.\n\n2 + 2?\n"
+
+
+def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    policy = load_policy(str(tiny), tokenizer, "float32")
+    assert tokenizer.eos_token_id in policy.eos_ids
+    assert policy.vocab_size < policy.model.get_input_embeddings().weight.shape[0]
+    ended = Completion([40, 41, tokenizer.eos_token_id], [-1.0] * 3, truncated=False)
+    cut = Completion([40, 41], [-1.0] * 2, truncated=True)
+    assert policy.text(ended) == policy.text(cut) == tokenizer.decode([40, 41])
+    with pytest.raises(SystemExit, match="context of 256"):
+        policy.check_context(200, 100)
+    tokenizer.add_tokens([f"new{i}" for i in range(50)])
+    with pytest.raises(SystemExit, match="wrong pair"):
+        load_policy(str(tiny), tokenizer, "float32")
+
+
+@pytest.mark.parametrize("task_type", ["CAUSAL_LM", None])  # None: as older versions saved it
+def test_an_adapter_is_merged_by_the_recipe_that_is_printed(tiny, tmp_path, monkeypatch, task_type):
+    monkeypatch.chdir(tmp_path)
+    tokenizer, adapter = AutoTokenizer.from_pretrained(tiny), tmp_path / "adapter"
+    policy = load_policy(str(tiny), tokenizer, "float32", lora_rank=2)
+    with torch.no_grad():  # B starts as 0
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    policy.save(adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["task_type"] == "CAUSAL_LM"
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"task_type": task_type}))
+    with pytest.raises(SystemExit, match="is a LoRA adapter. Merge it first") as refused:
+        load_policy(str(adapter), tokenizer, "float32")
+    _, _, recipe = str(refused.value).partition("\n")
+    exec(textwrap.dedent(recipe), {})  # noqa: S102
+    merged = load_policy("merged", AutoTokenizer.from_pretrained("merged"), "float32")
+    logps = [model.logps([5, 6, 7], [8, 9, 10]) for model in (merged, policy)]
+    assert logps[0] == pytest.approx(logps[1], abs=1e-4)
+    plain = load_policy(str(tiny), tokenizer, "float32").logps([5, 6, 7], [8, 9, 10])
+    assert logps[0] != pytest.approx(plain, abs=1e-2)
+
+
+def test_a_model_folder_that_is_not_there_is_named_at_once(tmp_path, monkeypatch):
+    """The hub is not asked: without a network that takes a minute."""
+    monkeypatch.setattr(policy_module.AutoTokenizer, "from_pretrained", lambda name: name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/empty").mkdir(parents=True)
+    for name in ("./m", "/no/m", "~/m", "runs/g/step_000100", "a/b/c", "runs/m", "runs/empty"):
+        with pytest.raises(SystemExit, match=f"MODEL = '{name}' is not a folder with a model"):
+            policy_module.load_tokenizer(name)
+    for name in ("Qwen/Qwen2.5-3B", "gpt2"):  # the hub's
+        assert policy_module.load_tokenizer(name) == name
+    for config in ("config.json", "adapter_config.json"):
+        (tmp_path / "runs/empty" / config).touch()
+        assert policy_module.load_tokenizer("runs/empty") == "runs/empty"
+        assert policy_module.load_tokenizer(tmp_path / "runs/empty")
+        (tmp_path / "runs/empty" / config).unlink()

@@ -1,0 +1,74 @@
+"""The proof that a worker has the trainer's policy: noise passes, other weights do not."""
+
+import json
+
+import pytest
+import torch
+from fakes import PROMPTS, Post, a_recipe, move, tiny_policy
+
+from grpo.proof import NOISE, check_proof, proof_of, sample_proof
+from grpo.training.publish import Publisher
+from grpo.weights import trained_weights
+
+
+def proof_by(policy):
+    """-> a proof, as it comes over the wire."""
+    recipe = a_recipe(PROMPTS, max_prompt_tokens=20, max_completion_tokens=64)
+    return json.loads(json.dumps(proof_of(policy, *sample_proof(policy, recipe))))
+
+
+def test_the_same_weights_prove_it_and_others_do_not(tiny):
+    """simple_GRPO's vLLM process sampled with the initial weights, without a word."""
+    trainer = tiny_policy(tiny, drift=0.02)
+    record = {"version": 7, "proof": proof_by(trainer)}
+    assert len(record["proof"]["logps"]) == 20 + 64 - 4  # as many as may be
+    mine = tiny_policy(tiny)
+    with pytest.raises(RuntimeError, match="policy 7 is loaded, but its log-probs differ"):
+        check_proof(mine, record)
+    mine.load(trained_weights(trainer.model))
+    assert check_proof(mine, record) < 1e-6
+    with torch.no_grad():
+        mine.model.model.norm.weight[0] = torch.nan
+    with pytest.raises(RuntimeError, match="differ from the trainer's by nan"):
+        check_proof(mine, record)
+
+
+def test_another_dtype_is_no_other_policy_and_one_stale_layer_is(tiny):
+    """Measured: 1e-4 in bfloat16, and 0.04 with one layer off by as much as the drift."""
+    trainer, coarse = tiny_policy(tiny), tiny_policy(tiny, "bfloat16")
+    record = {"version": 0, "proof": proof_by(trainer)}
+    gap = check_proof(coarse, record)
+    assert NOISE["float32"] < gap < NOISE["bfloat16"] / 2
+    move(coarse.model.model.layers[1], 0.1)
+    with pytest.raises(RuntimeError, match="limit 0.01"):
+        check_proof(coarse, record)
+
+
+@pytest.mark.parametrize("sd, passes", [(0.055, True), (0.084, True), (0.3, False)])
+def test_noise_of_published_sizes_is_no_other_policy(sd, passes, tiny):
+    """sd 0.055: Qwen2.5-0.5B in bfloat16; 0.084: mean |d| 0.067, a mixture of experts in FP8."""
+    policy = tiny_policy(tiny, "bfloat16")
+    record = {"version": 0, "proof": proof_by(policy)}
+    torch.manual_seed(0)
+    exact = policy.logps
+    policy.logps = lambda *text: [p + sd * torch.randn(()).item() for p in exact(*text)]
+    if passes:
+        assert check_proof(policy, record) > 1e-3
+    else:
+        with pytest.raises(RuntimeError, match="limit 0.01"):
+            check_proof(policy, record)
+
+
+def test_the_text_of_the_proof_is_the_policys_own_and_sampled_once(tiny, monkeypatch):
+    policy, post = tiny_policy(tiny), Post()
+    publisher = Publisher(post, "run", a_recipe(PROMPTS), policy, capacity=9, scored=True)
+    for version in range(2):
+        publisher.publish(version, oldest=0)
+        publisher.finish()
+        move(policy.model, 0.02)
+        monkeypatch.setattr(policy, "continuation", None)
+    first, second = (record["proof"] for _, record in post.got)
+    assert first["prompt"] == second["prompt"] == PROMPTS[0][2]
+    assert first["completion"] == second["completion"] and first["logps"] != second["logps"]
+    strange = policy.logps(PROMPTS[0][2], PROMPTS[-1][2])
+    assert sum(first["logps"]) / len(first["logps"]) > sum(strange) / len(strange)

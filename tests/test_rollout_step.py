@@ -1,0 +1,254 @@
+"""A step's groups, of all ranks and workers, with and without a server."""
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from fakes import (
+    ALL_RIGHT,
+    ALL_WRONG,
+    GSIZE,
+    MIXED,
+    NAMED,
+    FakeEngine,
+    a_group,
+    a_recipe,
+    prompts_of,
+    sampled,
+)
+
+import grpo_ref_split as trainer
+from grpo.sampling import rollout
+from grpo.sampling.rollout import make_group
+from grpo.sampling.sampler import Completion
+from grpo.training import liveness as watch
+from grpo.training import metrics as report
+from grpo.training.checkpoint import Progress
+from grpo.training.exchange import ReferenceLogps
+from grpo.wire import pack_group
+
+
+def take_step(server, outcomes, *, step=0, engine=None, clock=None, **recipe):
+    """-> rollout_step's (groups, metrics) of prompts whose groups come out as told."""
+    return take_whole_step(server, outcomes, step=step, engine=engine, clock=clock, **recipe)[:2]
+
+
+def take_whole_step(server, outcomes, *, step=0, engine=None, clock=None, **recipe):
+    """-> the same, and a flat group."""
+    stream, engine = iter(prompts_of(outcomes)), engine or FakeEngine()
+    recipe, clock = a_recipe(**recipe), clock or report.Clock()
+    run = SimpleNamespace(policy=engine, recipe=recipe, stream=stream, server=server, clock=clock)
+    run.progress, run.inbox = Progress("run", step), server and server.inbox
+    run.reference = server.reference if server else ReferenceLogps(None, clock)
+    return trainer.sample_and_exchange(run)
+
+
+def test_a_rollout_without_a_server(alone, monkeypatch):
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
+    groups, metrics = take_step(None, [MIXED, ALL_WRONG, MIXED, MIXED, MIXED], step=4)
+    assert [g.item for g in groups] == [0, 2, 3]
+    assert {(g.policy_version, g.sampler, g.run) for g in groups} == {(4, "trainer", "run")}
+    assert metrics["groups_sampled"] == 4 and metrics["flat_groups"] == 1 / 4
+    assert metrics["accuracy"] == 3 / 8 and metrics["truncated"] == 1 / 2
+    assert metrics["completion_tokens"] == 1.5 and metrics["tokens_sampled"] == 12
+    formats = (3 * -2 + 0.25) / 8
+    assert metrics["reward_format"] == pytest.approx(formats)
+    assert metrics["reward"] == pytest.approx(2 * (3 - 5) / 8 + formats)
+    assert "staleness" not in metrics
+
+
+def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
+    """10 prompts on 4 ranks: 3, 3, 2 and 2; each rank draws with a seed of its own."""
+    monkeypatch.setattr(trainer, "PROMPTS_PER_STEP", 10)
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
+    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 4)
+    counts, seeds, ids = [], set(), set()
+    for rank, step in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]:
+
+        def gather(everyone, mine):
+            everyone[:] = [mine, [], [], []]
+
+        monkeypatch.setattr(trainer.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(trainer.dist, "all_gather_object", gather)
+        engine = FakeEngine()
+        groups, _ = take_step(None, [MIXED] * 10, step=step, engine=engine)
+        counts.append(len(groups))
+        seeds.add(engine.settings["seed"])
+        ids |= {g.id for g in groups}
+    assert counts == [3, 3, 2, 2, 3] and len(seeds) == 5 and len(ids) == sum(counts)
+
+
+def publish(server, **changes):
+    """Makes `run` a run with workers, with a policy of no weights."""
+    record = {"run": "run", "version": 0, "capacity": 9, "oldest": 0, "scored": True}
+    record |= {"settings": {}, "proof": {}} | changes
+    path = server.hub.folder.parent / "policy"
+    path.write_bytes(b"weights")
+    server.publish(path, record)
+
+
+def test_a_rollout_goes_through_the_server_and_comes_back_scored(alone, server):
+    groups, metrics = take_step(server, [MIXED, ALL_WRONG, MIXED, MIXED])
+    assert [g.item for g in groups] == [0, 2, 3]
+    ids = [g.id for g in groups]
+    assert ids == sorted(ids)  # the same order on every rank
+    turn = SimpleNamespace(groups=set(ids))
+    assert list(server.reference.in_order_of_arrival([turn])) == [turn]
+    server.reference.wait_for(set(ids))
+    logps = server.reference.arrived
+    assert {id: [len(x) for x in logps[id]] for id in ids} == {id: [2, 1] for id in ids}
+    assert server.store.stats()["pooled"] == 1  # the flat one waits for another of its prompt
+    assert metrics["groups_sampled"] == 4
+
+
+def test_two_flat_groups_of_a_prompt_are_trained_together(alone, server):
+    groups, _ = take_step(server, [ALL_WRONG, MIXED, MIXED, MIXED], step=0)
+    server.ack("run", [g.id for g in groups], 0)
+    groups, metrics = take_step(server, [ALL_RIGHT, MIXED, MIXED, MIXED], step=1)
+    joined = [g for g in groups if g.sampler == "regrouped"]
+    assert len(groups) == 5 and len(joined) == 2 and metrics["groups_sampled"] == 4
+    assert all(not g.flat and g.item == 0 and g.policy_version == 0 for g in joined)
+    assert all(len(g.completion_lengths) == GSIZE for g in joined)
+    assert trainer.is_off_policy(groups, 1)  # so the sampler's log-probs are the old ones
+
+
+@pytest.mark.parametrize("publishes", [0, 1])
+def test_what_is_too_old_is_not_joined_either(alone, server, monkeypatch, publishes):
+    """MAX_STALENESS is of all that is trained, whether there are workers or not."""
+    monkeypatch.setattr(trainer, "MAX_STALENESS", 4)
+    monkeypatch.setattr(trainer, "PUBLISH_STEPS", publishes)
+    for step in range(6):
+        if publishes:
+            publish(server, version=step, oldest=step - 4)
+        first = {0: ALL_WRONG, 5: ALL_RIGHT}.get(step, MIXED)
+        groups, _ = take_step(server, [first, MIXED, MIXED, MIXED], step=step)
+        server.ack("run", [g.id for g in groups], 0)
+    assert len([g for g in groups if g.sampler == "trainer"]) == 3
+    assert max(5 - g.policy_version for g in groups) <= 4
+
+
+def test_flat_groups_stay_at_home_where_the_server_does_not_regroup(alone, server):
+    server.regroups = False
+    groups, _ = take_step(server, [ALL_WRONG, MIXED, MIXED, MIXED])
+    assert len(groups) == 3 and server.store.stats()["pooled"] == 0
+
+
+def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server, tmp_path):
+    groups, metrics, flat = take_whole_step(server, [ALL_WRONG] * 99)
+    assert groups == [] and metrics["flat_groups"] == 1 and metrics["groups_sampled"] == 15
+    assert trainer.make_sequences(groups, off_policy=False) == []
+    policy = SimpleNamespace(tokenizer=SimpleNamespace(decode=str))
+    recipe, folder = a_recipe(prompts_of([ALL_WRONG] * 99)), report.RunFolder(tmp_path)
+    folder.log_samples(policy, recipe, flat, trainer.advantages_of, 1, 9)
+    (first, _) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert first["question"] == "?" and first["rewards"] == {"correctness": -1.0, "format": 1.25}
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups", "sentence"),
+    [
+        ({"accuracy": 0.0}, 0, "all wrong by OUTCOME = 'correctness' (accuracy 0.00), 30% trunc"),
+        ({"accuracy": 1.0}, 0, "all right by OUTCOME = 'correctness' (accuracy 1.00), 30% trunc"),
+        ({"accuracy": 0.4}, 0, "each all right or all wrong by OUTCOME = 'correctness' (accuracy"),
+        ({}, 0, "(accuracy 0.00), 30% truncated at MAX_COMPLETION_TOKENS = 8, are left out (SK"),
+        ({"truncated": 1.0}, 0, "all truncated at MAX_COMPLETION_TOKENS = 8, are left out (SKIP_"),
+        ({"accuracy": 0.4}, 3, "the 3 groups that are not left out are all truncated (MASK_TRUNC"),
+    ],
+)
+def test_what_has_nothing_to_train_is_said_to_be_right_wrong_or_truncated(
+    changes, groups, sentence
+):
+    metrics = {"accuracy": 0.0, "truncated": 0.3, "groups_sampled": 15} | changes
+    assert sentence in report.why_idle(metrics, [None] * groups, a_recipe())
+
+
+FLAT = (None, [Completion([7, 7, 7, 2], [-1.0] * 4, False)], [{"correctness": 1, "format": 0.5}])
+
+
+def a_workers(server, number, *, version=0):
+    """Uploads groups as a worker would."""
+    for i in range(number):
+        ids = {"id": f"worker-{version}-{i}", "policy_version": version, "sampler": "worker"}
+        ids["skipped"] = rollout.tally(a_recipe(), FLAT) if i == 0 else {}
+        group = a_group([[1.0, -1.0], [-1.0, -1.0]], run="run", item=90 + i, **ids)
+        group.ref_logps = None
+        server.call("POST", "/upload", data=pack_group(group))
+
+
+def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, server, monkeypatch):
+    monkeypatch.setattr(trainer, "PUBLISH_STEPS", 1)
+    publish(server)
+    a_workers(server, 2, version=1)
+    engine = FakeEngine()
+    groups, metrics = take_step(server, [MIXED] * 9, step=3, engine=engine)
+    assert sorted(g.item for g in groups) == [0, 90, 91] and engine.asked == [1, 0]
+    # and the flat group that the worker left out counts too
+    assert metrics["groups_sampled"] == 4 and metrics["flat_groups"] == 1 / 4
+    assert metrics["completion_tokens"] == (3 + 4 + 4 + 4) / 7
+    assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
+    assert trainer.is_off_policy(groups, 3)
+
+
+def test_workers_alone_may_sample(alone, server, monkeypatch):
+    monkeypatch.setattr(trainer, "PUBLISH_STEPS", 1)
+    monkeypatch.setattr(trainer, "TRAINER_SAMPLES", False)
+    publish(server)
+    a_workers(server, 3)
+    a_workers(server, 2, version=1)
+    engine = FakeEngine()
+    groups, metrics = take_step(server, [MIXED] * 9, step=1, engine=engine)
+    assert len(groups) == 3 and engine.asked == [0] and metrics["groups_dropped"] == 0
+    assert server.store.stats()["scored"] == 2  # for the next step
+    with pytest.raises(RuntimeError, match="waited 1 s for groups of run.*: 1 missing; no worker"):
+        take_step(server, [MIXED] * 9, step=1)
+
+
+def test_groups_that_are_too_old_are_dropped_and_counted(alone, server, monkeypatch):
+    monkeypatch.setattr(trainer, "PUBLISH_STEPS", 1)
+    monkeypatch.setattr(trainer, "MAX_STALENESS", 2)
+    publish(server)
+    a_workers(server, 2)
+    a_workers(server, 1, version=3)
+    groups, metrics = take_step(server, [MIXED] * 9, step=5)
+    assert sorted(g.item for g in groups) == [0, 1, 90]
+    assert metrics["groups_dropped"] == 2 and metrics["staleness_max"] == 2
+
+
+def test_a_reward_may_have_any_name(alone):
+    """Names of rewards and of counts must not meet: a reward "accuracy" made eval_accuracy 2."""
+    weights = {"accuracy": 1.0, "tokens": 1.0}
+    task = SimpleNamespace(rewards=lambda item, text: {"accuracy": 1, "tokens": -1})
+    recipe = a_recipe(task=task, reward_weights=weights, outcome="accuracy")
+    engine = FakeEngine()
+    result = report.evaluate(engine, recipe, prompts_of([MIXED]))
+    assert result["eval_accuracy"] == 1 and result["eval_completion_tokens"] == 2
+    assert result["eval_positive_accuracy"] == 1 and result["eval_positive_tokens"] == 0
+    assert engine.settings["temperature"] == 0 and engine.settings["max_rows"] == 64
+    count = Counter(rollout.tally(recipe, sampled(engine, recipe, prompts_of([MIXED]))[0]))
+    metrics = report.rollout_metrics(count, recipe)
+    assert metrics["accuracy"] == 1 and metrics["reward_accuracy"] == 1
+    assert metrics["completion_tokens"] == 1.5 and metrics["reward_tokens"] == -1
+
+
+def test_an_evaluation_begins_no_more_questions_once_the_run_is_to_stop(alone, monkeypatch):
+    """Or deepspeed would kill the run before it has saved: 30 s after the signal."""
+    engine, recipe = FakeEngine(), a_recipe()
+    questions = prompts_of([MIXED] * 100)
+    assert report.evaluate(engine, recipe, questions)["eval_truncated"] == 0
+    monkeypatch.setattr(watch.stop, "asked", "SIGTERM")
+    engine.settings = None
+    assert report.evaluate(engine, recipe, questions)["eval_completion_tokens"] == 0
+
+
+def test_a_group_counts_the_same_before_and_after_the_wire():
+    recipe = a_recipe()
+    for outcome in (MIXED, ALL_WRONG, ALL_RIGHT):
+        (group,) = sampled(FakeEngine(), recipe, prompts_of([outcome]))
+        before = rollout.tally(recipe, group)
+        assert rollout.tally_of(recipe, make_group(group, **NAMED)) == before
+        twice = {name: 2 * value for name, value in before.items()}
+        skipped = make_group(group, **NAMED | {"skipped": before})
+        assert rollout.tally_of(recipe, skipped) == twice
+        regrouped = make_group(group, **NAMED | {"sampler": "regrouped"})
+        assert rollout.tally_of(recipe, regrouped) == {}  # it was counted when it was sampled

@@ -1,0 +1,123 @@
+"""The trainer's constants are checked before anything starts."""
+
+import re
+
+import pytest
+
+import grpo_ref_split as trainer
+import ref_server
+from grpo.training.checkpoint import constants_of
+from grpo.training.checks import check_constants
+
+
+@pytest.mark.parametrize(
+    ("constant", "value"),
+    [
+        ("GROUP_SIZE", 1),
+        ("TEMPERATURE", 0.0),
+        ("LOSS_TYPE", "ppo"),
+        ("CLIP_LOW", 1.5),
+        ("CLIP_HIGH", 0),
+        ("KL_BETA", -0.1),
+        ("OUTCOME", "correct"),
+        ("DTYPE", "float16"),
+        ("STEPS", 0),
+        ("EVAL_STEPS", 2.5),
+        ("MICRO_BATCH_TOKENS", 0),
+        ("UPDATES_PER_ROLLOUT", True),
+        ("CLIP_LOW", True),
+        ("GROUP_SIZE", "8"),
+        ("CLIP_LOW", None),
+        ("LOSS_TYPE", ["grpo"]),
+        ("MAX_REFILLS", -1),
+        ("LEARNING_RATE", float("nan")),
+        ("SAMPLE_BATCH", 4),
+        ("OBJECTIVE", "ppo"),
+        ("RATIO_LEVEL", "word"),
+        ("IS_CAP", 0.5),
+        ("PUBLISH_STEPS", -1),
+        ("PUBLISH_STEPS", 9),  # older than MAX_STALENESS before it is sampled
+        ("TRAINER_SAMPLES", False),  # and nobody else may
+        ("REFERENCE_REFRESH_STEPS", 0.5),
+        ("REF_SERVER", "127.0.0.1:59875"),
+    ],
+)
+def test_a_bad_constant_is_named_with_its_value(constant, value, monkeypatch, tmp_path):
+    monkeypatch.setattr(trainer, "RUN_DIR", str(tmp_path))
+    check_constants(vars(trainer))
+    monkeypatch.setattr(trainer, constant, value)
+    if value == 9:
+        constant, value = "MAX_STALENESS", trainer.MAX_STALENESS
+    with pytest.raises(SystemExit, match=re.escape(f"{constant} = {value!r} must be")):
+        check_constants(vars(trainer))
+
+
+def test_every_constant_of_the_trainer_is_checked(monkeypatch):
+    for constant in constants_of(vars(trainer)):
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, constant, None)
+            with pytest.raises(SystemExit, match=f"{constant} = None must be"):
+                check_constants(vars(trainer))
+
+
+@pytest.mark.parametrize(
+    ("script", "start", "wrong", "right"),
+    [
+        (trainer, trainer.main, "LERNING_RATE", "LEARNING_RATE"),
+        (trainer, trainer.worker, "PROMPTS_STEP", "PROMPTS_PER_STEP"),
+        (ref_server, ref_server.main, "SCORE_TOKENS", "SCORE_BATCH_TOKENS"),
+    ],
+)
+def test_a_constant_that_a_preset_misspells_is_refused(
+    script, start, wrong, right, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script, "MODEL", str(tmp_path / "none"))  # where the old ones went on to
+    monkeypatch.setattr(script, wrong, 1, raising=False)
+    with pytest.raises(SystemExit, match=f"there is no constant {wrong}: is {right} meant"):
+        start()
+
+
+def test_a_reference_that_follows_needs_a_reference(monkeypatch, tmp_path):
+    for name, value in {"RUN_DIR": str(tmp_path), "REFERENCE_REFRESH_STEPS": 5}.items():
+        monkeypatch.setattr(trainer, name, value)
+    check_constants(vars(trainer))
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
+    with pytest.raises(SystemExit, match="REFERENCE_REFRESH_STEPS = 5 must be 0 where there is no"):
+        check_constants(vars(trainer))
+
+
+def test_a_run_is_not_written_over(monkeypatch, tmp_path):
+    monkeypatch.setattr(trainer, "RUN_DIR", str(tmp_path))
+    # the next run would write over it; without run.json there is no going on
+    for trace, resumes in [("metrics.jsonl", 1), ("step_000500", 1), ("run.json", 0)]:
+        monkeypatch.setattr(trainer, "RESUME", bool(resumes))
+        (tmp_path / trace).mkdir()
+        with pytest.raises(SystemExit, match="holds no run"):
+            trainer.checkpoint.check_run_dir(str(tmp_path), trainer.RESUME)
+        check_constants(vars(trainer))  # a worker's RUN_DIR may hold what it likes
+        (tmp_path / trace).rmdir()
+        trainer.checkpoint.check_run_dir(str(tmp_path), trainer.RESUME)
+    monkeypatch.setattr(trainer, "RESUME", True)
+    (tmp_path / "run.json").touch()
+    trainer.checkpoint.check_run_dir(str(tmp_path), trainer.RESUME)  # that one goes on
+
+
+def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():
+    w = trainer.REWARD_WEIGHTS
+    right_but_plain = w["correctness"] * 1 + w["format"] * -1
+    wrong_but_pretty = w["correctness"] * -1 + w["format"] * 1.25
+    assert right_but_plain > wrong_but_pretty  # 1.0 > -0.75; at (1, 1) it would be 0.0 against 0.25
+
+
+def test_learning_rate_warms_up_and_decays(monkeypatch):
+    for name, value in {
+        "LEARNING_RATE": 2.0,
+        "WARMUP_STEPS": 4,
+        "STEPS": 14,
+        "FINAL_LR": 0.5,
+    }.items():
+        monkeypatch.setattr(trainer, name, value)
+    assert [trainer.learning_rate(step) for step in (1, 2, 4, 9, 14)] == [0.5, 1.0, 2.0, 1.5, 1.0]
+    monkeypatch.setattr(trainer, "WARMUP_STEPS", 0)
+    assert trainer.learning_rate(1) <= 2.0

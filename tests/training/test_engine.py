@@ -1,0 +1,41 @@
+"""The engine's set-up: cores of each rank, and a process that is the only rank."""
+
+import os
+
+import pytest
+
+from grpo.training.engine import stand_alone, training_threads
+
+
+@pytest.mark.parametrize("environment, mine, launchers, threads", [
+    ({}, 4, 4, 4),
+    ({"LOCAL_SIZE": "2"}, 4, 4, 2),  # deepspeed
+    ({"LOCAL_WORLD_SIZE": "2"}, 4, 4, 2),  # torchrun
+    ({"LOCAL_SIZE": "8"}, 4, 4, 1),
+    ({"LOCAL_SIZE": "4"}, 2, 8, 2),  # deepspeed --bind_cores_to_rank
+])  # fmt: skip
+def test_ranks_share_the_cores(environment, mine, launchers, threads, monkeypatch):
+    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    cores = {0: range(mine), os.getppid(): range(launchers)}
+    monkeypatch.setattr(os, "sched_getaffinity", cores.get)
+    assert training_threads(0) == threads
+    assert training_threads(3) == 3
+
+
+@pytest.mark.parametrize(
+    "launched",
+    [
+        {"RANK": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        {"PMI_SIZE": "2"},
+        {"SLURM_STEP_NUM_TASKS": "4"},
+    ],
+)
+def test_only_a_process_that_nobody_launched_takes_itself_for_the_only_rank(monkeypatch, launched):
+    for environment in (dict(launched), {"SLURM_STEP_NUM_TASKS": "1"}):
+        monkeypatch.setattr(os, "environ", environment)
+        stand_alone()
+        assert environment == launched or environment["RANK"] == "0"
