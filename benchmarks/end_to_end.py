@@ -102,7 +102,8 @@ def train(case, model, port, folder, steps):
     if case == "demo":
         trainer.TASK, trainer.FINAL_LR, trainer.MAX_PROMPT_TOKENS = "arithmetic", 0.0, 64
     else:
-        trainer.load_task = lambda name: Counting
+        sys.modules["tasks.counting"] = Counting
+        trainer.TASK = "counting"
         trainer.REWARD_WEIGHTS, trainer.MAX_PROMPT_TOKENS = {"correctness": 1.0}, prompt_tokens
     trainer.main()
 
