@@ -7,17 +7,20 @@
 
 Edit the constants below. A preset is a Python file that imports this one, sets its constants and
 calls main(); demo.py is an example. The file reads in the order in which data flows: sample groups
-and exchange them, make sequences with advantages and weights, loss and gradient, the update, the
-loop. Functions marked "Collective" are called by all ranks together, and marked where they are.
+and exchange them, make sequences, loss and gradient, update, loop. A "collective" function is
+called by all ranks together, or they hang; each such call is marked.
 
 GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completion's advantage is its
 reward, centred and scaled within the G completions of its prompt. Where we deviate from the paper:
   - every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch;
-  - the log-probs of the first of UPDATES_PER_ROLLOUT updates serve as the old ones (the ratio is
-    exactly 1), as they come for free; the sampler's must agree with them. Workers sample with an
-    older policy: there the old log-probs are the sampler's own;
-  - groups whose completions are all right or all wrong are left out and replaced (DAPO, 2503.14476,
-    sec. 3.2): their advantages are 0.
+  - old log-probs are those of the first of UPDATES_PER_ROLLOUT updates, which come for free and
+    make its ratio exactly 1; off-policy (workers, whose policy is older) they are the sampler's;
+  - flat groups, whose completions are all right or all wrong, have nothing to compare: they are
+    left out and others sampled in their place (DAPO, 2503.14476, sec. 3.2).
+
+A completion's token has four log-probs: the policy's own, which alone has a gradient; `sampler`,
+of whoever drew it, to check that it was drawn from this policy; `old`, to which the ratio is taken
+and clipped; `ref`, of the frozen reference, to which the KL penalty holds the policy.
 
 Symbols: G completions of a group, P prompt and T completion tokens, B sequences (a prompt and one
 completion) of a micro-batch, N their completion tokens, V ids of the tokenizer, H hidden size. A
@@ -480,6 +483,8 @@ def main():
     run = start_run(c, tokenizer, recipe, questions, server)  # collective
     with stop.listening():
         asked = train(run)  # collective
+    if run.laps:
+        say_parts(run.laps)
     if run.inbox and not asked:  # a run that was stopped, or failed, may resume: its workers wait
         server.end(run.progress.run)
     meet("the other ranks (rank 0 ends the run at the server)")  # collective
@@ -499,9 +504,7 @@ def main():
             f"nothing to train for {p.idle} steps, in the last one {run.idle_reason}. Read"
             f" {RUN_DIR}/samples.jsonl: is TASK = {TASK!r} too easy, too hard, or judged wrongly?"
         )
-    if run.laps:
-        say_parts(run.laps)
-    else:
+    if not run.laps:
         say(f"the run in {RUN_DIR} has ended, at step {p.step}: for another choose another RUN_DIR")
 
 

@@ -232,7 +232,9 @@ class ReferenceLogps:
     def _fetch(self, ids):
         """Collective: takes what has been scored of these groups; does not wait."""
         if self.inbox:
-            self.inbox.fetch(len(ids & self.expected), patience=False)
+            missing = (ids & self.expected) - self.arrived.keys() - self.inbox.ref_logps.keys()
+            if missing:
+                self.inbox.fetch(len(missing), patience=False)
         self._share()
 
     def _share(self):
