@@ -220,7 +220,7 @@ def forward_only(logps_of):
     return torch.no_grad()(lambda b: logps_of(b.hidden, b.weight, b.ids, False))
 
 
-BARE, OURS, PLAIN = "bare GEMMs", "**ours**", "plain torch (grpo_loss.py)"
+BARE, OURS, PLAIN = "bare GEMMs", "**ours**", "plain torch (grpo/loss.py)"
 PER_TOKEN = {  # name: (log-probs, whether they need no padding)
     PLAIN: (plain_logps, True),
     "simple_GRPO's row loop": (row_loop, False),

@@ -5,7 +5,7 @@
 Takes the demo's models, its warm start and the one trained for 100 updates. A sampler draws 8
 completions of 64 training questions, the trainer finds its own log-probs for them, d is the
 difference. Noise is added to the sampler's log-probs, at sizes that others published for bfloat16
-(see policy_sync.NOISE); a stale layer is that of the other of the two models.
+(see grpo.proof.NOISE); a stale layer is that of the other of the two models.
 """
 
 import sys

@@ -30,7 +30,7 @@ from grpo.wire import pack_group
 
 
 def take_step(server, outcomes, *, step=0, engine=None, clock=None, **recipe):
-    """-> rollout_step's (groups, metrics) of prompts whose groups come out as told."""
+    """-> sample_and_exchange's (groups, metrics) of prompts whose groups come out as told."""
     return take_whole_step(server, outcomes, step=step, engine=engine, clock=clock, **recipe)[:2]
 
 

@@ -163,7 +163,7 @@ def test_the_first_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone, m
     monkeypatch.setattr(trainer, "KL_BETA", 0)
     check = functools.partial(check_first_update, policy_dtype=dtype, reference=None, model="ours")
     check(first_update(policy, policy))
-    noises = [0.055, 0.084] if dtype == "bfloat16" else []  # published: see policy_sync.NOISE
+    noises = [0.055, 0.084] if dtype == "bfloat16" else []  # published: see grpo.proof.NOISE
     for noise in noises:
         metrics = first_update(policy, policy, noise=noise)
         assert metrics["sampler_k3"] > 1e-3 and abs(metrics["sampler_tilt"]) < TILT / 2

@@ -1,5 +1,4 @@
-"""The page for people: what it is told (live.py), who may see it, and what a real browser makes of
-it."""
+"""The page for people: what it is told, who may see it, and what a real browser makes of it."""
 
 import base64
 import contextlib

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from grpo import stop as stop_module
-from grpo.training import liveness as watch
+from grpo.training import liveness
 from grpo.training.liveness import Heartbeats
 
 # --- Signals -----------------------------------------------------------------------
@@ -75,8 +75,8 @@ def left(monkeypatch):
     def leave(text):
         raise Left(text)
 
-    monkeypatch.setattr(watch, "leave", leave)
-    monkeypatch.setattr(watch, "in_background", lambda *_: None)
+    monkeypatch.setattr(liveness, "leave", leave)
+    monkeypatch.setattr(liveness, "in_background", lambda *_: None)
 
 
 class Store(dict):
@@ -89,13 +89,13 @@ class Store(dict):
 
 
 def heartbeats(monkeypatch, store, rank=0, limit=600):
-    monkeypatch.setattr(watch.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(liveness.distributed_c10d, "_get_default_store", lambda: store)
     return Heartbeats(rank, 3, limit)
 
 
 def test_a_rank_that_is_not_heard_from_is_named_and_ends_the_others(left, monkeypatch, capsys):
     store, now = Store(), [1000.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
     beats = heartbeats(monkeypatch, store)
     for second in range(0, 700, 5):
         now[0] = 1000.0 + second
@@ -139,6 +139,6 @@ def test_a_rank_ends_with_its_launcher(left):
     assert not stop_module.is_launcher(process)
     child.kill()
     with pytest.raises(Left, match="launcher is gone"):
-        watch.end_with([process])  # also as long as it is a zombie
+        liveness.end_with([process])  # also as long as it is a zombie
     child.wait()
     assert not stop_module.is_launcher(process)

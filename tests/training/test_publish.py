@@ -5,7 +5,7 @@ import torch
 from fakes import PROMPTS, Post, a_recipe, move, tiny_policy
 
 from grpo.proof import check_proof
-from grpo.training import publish as policy_sync
+from grpo.training import publish as publish_module
 from grpo.training.checkpoint import Progress
 from grpo.training.exchange import Inbox
 from grpo.training.metrics import Clock
@@ -37,7 +37,7 @@ def a_publishing(monkeypatch, *, publish, refresh, there="", rank=0):
     what it calls of that, and of a Publisher."""
     calls = Record()
     calls.info, calls.url = {"weights": there, "model": "ours"}, "http://server"
-    monkeypatch.setattr(policy_sync, "Publisher", lambda *_, **__: calls)
+    monkeypatch.setattr(publish_module, "Publisher", lambda *_, **__: calls)
     steps = {"publish_steps": publish, "refresh_steps": refresh, "max_staleness": 4}
     inbox = None if rank else Inbox(calls, "run", 1)
     publishing = Publishing(None, None, inbox, **steps, capacity=9, scored=True)

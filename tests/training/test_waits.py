@@ -12,8 +12,7 @@ from processes import NURSERY
 
 import grpo_ref_split as trainer
 from demo import free_port
-from grpo.training import exchange
-from grpo.training import liveness as watch
+from grpo.training import exchange, liveness
 
 LIMIT = 2  # seconds of WAIT_LIMIT_SECONDS here; the process group's own limit is the same
 
@@ -67,7 +66,7 @@ def from_a_slow_worker(rank, port):
 
 def by_one_rank_that_samples_long(rank, port):
     join(rank, port)
-    watch.Heartbeats(rank, 2, LIMIT)  # it lives, and so it is waited for
+    liveness.Heartbeats(rank, 2, LIMIT)  # it lives, and so it is waited for
     time.sleep(2 * LIMIT * rank)
     assert exchange.gather_groups([]) == []
 
@@ -83,17 +82,17 @@ def with_one_that_stops(rank, port, gone, log):
     with open(log, "a") as output:
         os.dup2(output.fileno(), 2)
     join(rank, port)
-    watch.Heartbeats(rank, 2, LIMIT)
-    watch.meet("both")
+    liveness.Heartbeats(rank, 2, LIMIT)
+    liveness.meet("both")
     if rank == gone:
         os.kill(os.getpid(), signal.SIGSTOP)
-    watch.meet("the other")
+    liveness.meet("the other")
 
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_rank_that_is_gone_ends_the_one_that_waits_for_it(gone, tmp_path):
     codes, seconds = run(with_one_that_stops, gone, tmp_path / "log")
-    assert codes[gone] is None and codes[1 - gone] == 1  # watch.leave
+    assert codes[gone] is None and codes[1 - gone] == 1  # liveness.leave
     assert seconds < 10 * LIMIT
     assert f"rank {1 - gone}: rank {gone} " in (tmp_path / "log").read_text()
 
@@ -109,12 +108,12 @@ def test_a_wait_for_ranks_names_those_that_are_missing(monkeypatch, capsys):
             return 3 if now[0] > 60 else self[key]
 
     now = [0.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(watch.time, "sleep", lambda _: None)
-    monkeypatch.setattr(watch.distributed_c10d, "_get_default_store", Store({"meeting/2": 1}))
-    monkeypatch.setattr(watch.dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(watch.dist, "get_rank", lambda: 0)
-    watch.meet("the others' groups")
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(liveness.time, "sleep", lambda _: None)
+    monkeypatch.setattr(liveness.distributed_c10d, "_get_default_store", Store({"meeting/2": 1}))
+    monkeypatch.setattr(liveness.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(liveness.dist, "get_rank", lambda: 0)
+    liveness.meet("the others' groups")
     assert "waiting for the others' groups since 12 s: not here yet is rank 1" in (
         capsys.readouterr().err
     )
