@@ -95,7 +95,7 @@ def test_two_machines_with_disks_of_their_own_go_on_as_if_they_had_not_stopped(t
     ranks = start_ranks(2, command_of("grpo_ref_split", *presets), log, disks)
     codes, output = [rank.wait(150) for rank in ranks], log.read_text()
     assert codes == [1, 1], output[-4000:]
-    assert "step_000006 is not whole, and passed over: rank 1 on " in output
+    assert "step_000006 is incomplete and is skipped: rank 1 on " in output
     assert "resumes from killed/step_000003" in output and "resumes from lora/step_000001" in output
     for pair in [("killed", "whole"), ("lora", "lora whole")]:
         steps, weights = [], []
@@ -108,7 +108,7 @@ def test_two_machines_with_disks_of_their_own_go_on_as_if_they_had_not_stopped(t
         left = [path.name for path in (disk / "killed").glob("*step*")]
         assert sorted(left) == ["step_000006", "step_000009"]
         assert (disk / "killed/.lock").exists()  # no other trainer on either
-    assert "is whole: rank 0 on" in output.split("resumes from lora")[1]
+    assert "is complete: rank 0 on" in output.split("resumes from lora")[1]
 
 
 def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny, tmp_path):

@@ -2,15 +2,14 @@
 
 A checkpoint is a model in Hugging Face format, which MODEL may name, and a folder `trainer`:
 
-    optimizer_0.pt ...  a rank's part of the optimiser, and of the float32 weights
-    rank_0.json ...     its place in the data, and its random numbers
-    state.json          where the run is, and the sizes of every rank's files
+    optimizer_0.pt ...  a rank's part of the optimiser and of the float32 weights
+    rank_0.json ...     its position in the data and its random number generators
+    state.json          the run's progress, and the sizes of every rank's files
 
-Saving is atomic: all is written to RUN_DIR/.unfinished, which is then renamed. Where machines have
-RUN_DIR on disks of their own, each keeps the part of its ranks: the first rank that sees a folder
-makes and renames it, and that of rank 0, which alone has the model, is renamed last. A checkpoint
-is whole if every rank finds the files that it wrote, at their sizes; one that is not (a full disk,
-a disk that is gone) is named and passed over by all.
+Saving is atomic: a folder RUN_DIR/.unfinished is renamed when all ranks have written. Where machines
+have RUN_DIR on disks of their own, each keeps the files of its ranks: the first rank that sees a
+folder makes and renames it, and the folder of rank 0, which alone has the model, is renamed last. A
+checkpoint is complete if every rank finds its files, at their sizes; otherwise all ranks skip it.
 """
 
 import fcntl
@@ -31,14 +30,14 @@ from grpo.training.metrics import RunFolder
 
 DRAFT = ".unfinished"
 OTHERS = "the other ranks' part in RUN_DIR"  # a slow disk may take long
-SAME = ("MODEL", "LORA_RANK", "DTYPE")  # constants that a checkpoint can't be resumed without
+SAME = ("MODEL", "LORA_RANK", "DTYPE")  # a checkpoint can't be resumed with other values
 
 
 # --- Save ---------------------------------------------------------------------------
 def leads(folder):
     """Collective: returns whether this rank is the first of those that see the same `folder`. Each
     leaves a file in it and looks for the others'."""
-    token = Path(folder, f".rank_{uuid.uuid4().hex}")  # a new name: network disks remember old ones
+    token = Path(folder, f".rank_{uuid.uuid4().hex}")  # a new name: network disks cache old ones
     token.parent.mkdir(parents=True, exist_ok=True)
     token.touch()
     seen = [Path(folder, name).exists() for name in gathered(token.name, OTHERS)]
@@ -48,16 +47,16 @@ def leads(folder):
 
 
 def save(folder, policy, engine, stream, state, keep):
-    """Collective: saves step_N, N being state["step"], and deletes all but the newest `keep`."""
+    """Collective: saves step_N, where N is state["step"], and deletes all but the newest `keep`."""
     rank, leader = dist.get_rank(), leads(folder)
-    draft, final = Path(folder, DRAFT), Path(folder, f"step_{state['step']:06d}")
+    draft, final, files = Path(folder, DRAFT), Path(folder, f"step_{state['step']:06d}"), []
     if leader:
-        for leftover in (draft, final):  # the latter was torn, here or on another machine
+        for leftover in (draft, final):  # `final` is incomplete, here or on another machine
             shutil.rmtree(leftover, ignore_errors=True)
         if rank == 0:
             policy.save(draft)
+            files = [path for path in draft.rglob("*") if path.is_file()]
         Path(draft, "trainer").mkdir(parents=True)
-    files = [path for path in draft.rglob("*") if path.is_file()] if rank == 0 else []
     meet(OTHERS)
     files += save_part(Path(draft, "trainer"), engine, stream)
     sizes = gathered({str(path.relative_to(draft)): path.stat().st_size for path in files}, OTHERS)
@@ -70,7 +69,7 @@ def save(folder, policy, engine, stream, state, keep):
     say(f"saved {final}")
     saved = saved_in(folder) if leader else []
     kept = [path for path in saved if step_of(path) <= state["step"]][-keep:]
-    for path in set(saved) - set(kept):  # later ones are torn, or of a history that was undone
+    for path in set(saved) - set(kept):  # later ones are incomplete, or from before a resume
         shutil.rmtree(path)
 
 
@@ -79,8 +78,6 @@ def save_part(trainer, engine, stream):
     rank = dist.get_rank()
     own = {"position": stream.position, "random": random.getstate()}
     own["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_available():
-        own["cuda"] = torch.cuda.get_rng_state().tolist()
     files = [trainer / f"optimizer_{rank}.pt", trainer / f"rank_{rank}.json"]
     # Not engine.save_checkpoint: that writes the model too, and load_checkpoint reads it everywhere
     torch.save(engine.optimizer.state_dict(), files[0])
@@ -95,28 +92,28 @@ def step_of(path):
 
 
 def saved_in(folder):
-    """Returns the paths of a folder's checkpoints, whole or not, oldest first."""
+    """Returns the paths of a folder's checkpoints, complete or not, oldest first."""
     return sorted(Path(folder).glob("step_*"), key=step_of)
 
 
 # --- Find and load ------------------------------------------------------------------
 def newest(folder):
-    """Collective: returns (path, state) of the newest whole checkpoint, or (None, None) if rank 0
-    has none; says which are not whole. SystemExit if none of several is: a run must not begin again
-    because a disk is not there."""
+    """Collective: returns (path, state) of the newest complete checkpoint, or (None, None) if rank
+    0 has no checkpoint. SystemExit if it has some and none is complete: a run must not start over
+    because a disk is missing."""
     if Path(folder, DRAFT).exists():
         say(f"{folder}: the run ended while a checkpoint was being saved; that one does not count")
     fault = None
-    for name in gathered([path.name for path in saved_in(folder)], OTHERS)[0][::-1]:
+    for name in reversed(gathered([path.name for path in saved_in(folder)], OTHERS)[0]):
         path = Path(folder, name)
         states, faults = zip(*gathered(inspect(path), OTHERS), strict=True)
         if not any(faults):
             return path, states[0]
         fault = next(filter(None, faults))
-        say(f"{path} is not whole, and passed over: {fault}")
+        say(f"{path} is incomplete and is skipped: {fault}")
     if fault:
         raise SystemExit(
-            f"no checkpoint in RUN_DIR = {folder!r} is whole: {fault}. Start each rank on the"
+            f"no checkpoint in RUN_DIR = {folder!r} is complete: {fault}. Start each rank on the"
             " machine that it was on, or put RUN_DIR on a disk that all machines share; for another"
             " run choose another RUN_DIR"
         )
@@ -128,9 +125,8 @@ def inspect(path):
     rank, path = dist.get_rank(), path.absolute()
     try:
         state = json.loads(Path(path, "trainer", "state.json").read_text())
-        files = state["files"]  # by rank; a dict in the layout that check_resumable refuses
-        mine = files if isinstance(files, dict) else dict(*files[rank : rank + 1])
-        for name, size in mine.items():
+        # Further ranks have no files: check_resumable refuses them
+        for name, size in dict(*state["files"][rank : rank + 1]).items():
             if Path(path, name).stat().st_size != size:
                 raise ValueError(f"{path / name} should have {size} bytes")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -139,10 +135,10 @@ def inspect(path):
 
 
 def load(path, engine, stream):
-    """Collective: gives the engine, the stream and the random generators what save() wrote."""
+    """Collective: restores engine, stream and random number generators from what save() wrote."""
     rank, trainer = dist.get_rank(), Path(path, "trainer")
     part = torch.load(trainer / f"optimizer_{rank}.pt", map_location="cpu", weights_only=False)
-    # DeepSpeed wants a list of all ranks' parts, and takes its own
+    # DeepSpeed expects all ranks' parts and takes its own
     engine.optimizer.load_state_dict({rank: part}, load_from_fp32_weights=True)
     meet("the other ranks' part of the checkpoint")
     engine.optimizer.update_lp_params()  # the model's weights, from all ranks' float32 ones
@@ -151,25 +147,23 @@ def load(path, engine, stream):
     version, numbers, gauss = own["random"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(torch.tensor(own["torch"], dtype=torch.uint8))
-    if "cuda" in own and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.tensor(own["cuda"], dtype=torch.uint8))
 
 
-# --- A run, from its beginning or from a checkpoint ---------------------------------
+# --- Begin or resume a run ----------------------------------------------------------
 @dataclass
 class Progress:
-    """Where the run is: what a checkpoint keeps beside weights, optimiser and random numbers."""
+    """What a checkpoint keeps beside weights, optimiser and random number generators."""
 
     run: str  # its name at the server
     step: int = 0  # updates made
     evaluated: int = -1  # the step of the last evaluation,
     accuracy: float = 0.0  # its result,
-    best: float = 0.0  # and the best of all
+    best: float = 0.0  # and the best result so far
     saved: int = -1  # the step of the last checkpoint
     reference: int = 0  # the step whose policy is the reference, where that is refreshed
     idle: int = 0  # steps in a row that had nothing to train
     bad: int = 0  # updates in a row that were not finite
-    checked: bool = False  # whether check_first_update has been
+    checked: bool = False  # whether check_first_update is done
 
     def passed(self, every, before):
         """Returns whether a multiple of `every` lies after step `before`, up to now; 0: never."""
@@ -188,8 +182,8 @@ def check_run_dir(folder, resume):
 
 
 def lock_run(folder):
-    """Returns a file that is locked until it is closed, or this process ends. SystemExit if another
-    trainer has it: the two would undo each other's steps."""
+    """Returns a file that stays locked until it is closed or this process ends. SystemExit if
+    another trainer holds the lock: the two would undo each other's steps."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     file = open(Path(folder, ".lock"), "w")  # noqa: SIM115
     try:
@@ -200,9 +194,9 @@ def lock_run(folder):
 
 
 def open_run(folder, constants, engine, stream, server):
-    """Collective: returns the Progress of the run in `folder`: a new one, or from its newest whole
-    checkpoint, where everything is then as it was. `constants` gives values by name, such as the
-    trainer's globals(); `server` is None where the run has none."""
+    """Collective: returns the Progress of the run in `folder`: a new run, or one that resumes from
+    its newest complete checkpoint. `constants` are values by name, such as the trainer's globals();
+    `server` is None where the run has none."""
     run, before = run_of(folder, constants, server)
     path, state = newest(folder)
     if path:
@@ -213,7 +207,7 @@ def open_run(folder, constants, engine, stream, server):
     progress = Progress(run)
     if path:
         load(path, engine, stream)
-        # DeepSpeed brings back these too; the learning rate is set at each step
+        # DeepSpeed restores these too; the learning rate is set at each step
         engine.optimizer.clip_grad = constants["MAX_GRAD_NORM"]
         for group in engine.optimizer.param_groups:
             group["betas"] = tuple(constants["ADAM_BETAS"])
@@ -224,14 +218,14 @@ def open_run(folder, constants, engine, stream, server):
     if server and dist.get_rank() == 0:
         undone = server.resume(run, progress.step)
         if any(undone.values()):
-            say(f"of what the server had for later steps: {undone}")
+            say(f"the server undid what it had for later steps: {undone}")
     return progress
 
 
 def run_of(folder, constants, server):
-    """Collective: returns (name, constants before) of the run in rank 0's run.json; of a new one,
-    without constants, if there is none, or it ended before its first step and had another model or
-    task. SystemExit if another rank finds another run."""
+    """Collective: returns (name, earlier constants) of the run in rank 0's run.json. Returns a new
+    name and {} if there is none, or if that run ended before its first step and had another model
+    or task. SystemExit if another rank finds another run."""
     path, metrics = Path(folder, "run.json"), Path(folder, "metrics.jsonl")
     found = json.loads(path.read_text()) if path.exists() else {}
     begun = bool(saved_in(folder)) or metrics.exists() and metrics.stat().st_size > 0
@@ -245,18 +239,19 @@ def run_of(folder, constants, server):
                 f" 0's, on {host}, {'another' if ours else 'none'}: start each rank on the machine"
                 " that it was on, or choose another RUN_DIR"
             )
-    others = differing(found["constants"], constants, (*SAME, "TASK")) if found else []
-    if found and (begun or not others):
+    if not found:
+        return new, {}
+    others = differing(found["constants"], constants, (*SAME, "TASK"))
+    if begun or not others:
         return ours, found["constants"]
-    if found:
-        say(f"the run {ours} ended without a step: with another {others[0]} a new one begins")
-        if server and dist.get_rank() == 0:
-            server.end(ours)  # this run has no use for what it holds of that one
+    say(f"the run {ours} ended without a step: with another {others[0]} a new one begins")
+    if server and dist.get_rank() == 0:
+        server.end(ours)  # the server may forget that run's groups
     return new, {}
 
 
 def write_run(folder, run, constants):
-    """Writes run.json: the run's name, and the constants of this start."""
+    """Writes run.json: the run's name and the constants of this start."""
     draft = Path(folder, f".run_{dist.get_rank()}.json")  # other ranks may write to the same folder
     draft.write_text(json.dumps({"run": run, "constants": constants_of(constants)}))
     draft.replace(Path(folder, "run.json"))
@@ -264,22 +259,20 @@ def write_run(folder, run, constants):
 
 # --- The constants of a run that resumes --------------------------------------------
 def constants_of(variables):
-    """Returns the constants among a script's globals(), as JSON gives them back."""
+    """Returns the constants among a script's globals(), as they come back from JSON."""
     plain = int | float | str | list | tuple | dict | None
     kept = {k: v for k, v in variables.items() if k.isupper() and isinstance(v, plain)}
     return json.loads(json.dumps(kept, default=str))
 
 
 def check_resumable(path, state, constants, ranks):
-    """Raises SystemExit where a run on so many `ranks` can't resume from the checkpoint `path`, or
-    not with these constants. Says which other constants have changed."""
-    anew = f"begin another run from its weights, with another RUN_DIR and MODEL = '{path}'"
-    if isinstance(state["files"], dict):  # with DeepSpeed's own files
-        raise SystemExit(f"{path} has an earlier version's layout and can't be resumed: {anew}")
+    """Raises SystemExit if a run on this number of `ranks`, or with these constants, can't resume
+    from the checkpoint `path`. Says which other constants have changed."""
     before, there = state["constants"], state["ranks"]
     if there != ranks:  # each has its part of the optimiser
         raise SystemExit(
-            f"{path} is of a run on {there} ranks, here are {ranks}: launch {there}, or {anew}"
+            f"{path} is of a run on {there} ranks, here are {ranks}: launch {there}, or begin"
+            f" another run from its weights, with another RUN_DIR and MODEL = '{path}'"
         )
     check_same(before, constants, SAME)
     now = constants_of(constants)
@@ -289,7 +282,7 @@ def check_resumable(path, state, constants, ranks):
 
 
 def check_same(before, constants, names):
-    """Raises SystemExit where one of these constants is not what it was before."""
+    """Raises SystemExit if one of these constants has changed."""
     for name in differing(before, constants, names):
         raise SystemExit(
             f"{name} = {constants[name]!r} must be {before.get(name)!r}, as the run in RUN_DIR ="

@@ -121,7 +121,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_torn_checkpoint_is_named_and_passed_over(tmp_path, alone, capsys, damage):
+def test_a_torn_checkpoint_is_named_and_skipped(tmp_path, alone, capsys, damage):
     stream = Stream([(0, {}, [0])], 0, 0, 1)
     for step in (3, 9, 10):
         save(tmp_path, step, stream)
@@ -131,7 +131,7 @@ def test_a_torn_checkpoint_is_named_and_passed_over(tmp_path, alone, capsys, dam
     path, state = checkpoint.newest(tmp_path)
     assert path.name == "step_000009" and state["step"] == 9
     out = capsys.readouterr().out
-    assert "step_000010 is not whole, and passed over" in out and "that one does not count" in out
+    assert "step_000010 is incomplete and is skipped" in out and "that one does not count" in out
     save(tmp_path, 10, stream)  # in its place
     assert checkpoint.newest(tmp_path)[1]["step"] == 10 and not (tmp_path / ".unfinished").exists()
 
@@ -174,33 +174,11 @@ def test_no_checkpoint_is_no_error(tmp_path, alone):
     assert checkpoint.newest(tmp_path / "no folder") == (None, None)
 
 
-def test_a_run_does_not_begin_again_because_no_checkpoint_is_whole(tmp_path, alone):
+def test_a_run_does_not_begin_again_because_no_checkpoint_is_complete(tmp_path, alone):
     save(tmp_path, 3, Stream([(0, {}, [0])], 0, 0, 1))
     os.remove(tmp_path / "step_000003/model.safetensors")
-    with pytest.raises(SystemExit, match="no checkpoint in RUN_DIR = .* is whole: rank 0 on "):
+    with pytest.raises(SystemExit, match="no checkpoint in RUN_DIR = .* is complete: rank 0 on "):
         checkpoint.newest(tmp_path)
-
-
-def test_a_checkpoint_with_deepspeeds_own_files_is_refused_with_what_to_do(tmp_path, alone):
-    """The layout of commit 8b2f077: one dict has the files of all ranks."""
-    first, stream = opened(tmp_path), Stream([(0, {}, [0])], 0, 0, 1)
-    state = {"step": 3, "constants": first["constants"], "progress": {"run": first["run"]}}
-    checkpoint.save(tmp_path, FakePolicy(), FakeEngine(), stream, state, 1)
-    trainer = tmp_path / "step_000003/trainer"
-    (trainer / "optimizer_0.pt").unlink()
-    (trainer / "deepspeed").mkdir()
-    old = "deepspeed/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    torch.save({"optimizer_state_dict": {}}, trainer / old)
-    state = json.loads((trainer / "state.json").read_text())
-    files = {f"trainer/{name}": (trainer / name).stat().st_size for name in ("rank_0.json", old)}
-    (trainer / "state.json").write_text(json.dumps(state | {"files": files}))
-    anew = "begin another run from its weights, with another RUN_DIR and MODEL = '.*/step_000003'"
-    with pytest.raises(SystemExit, match=f"step_000003 has an earlier version's layout .*: {anew}"):
-        opened(tmp_path, STEPS=7)
-    assert json.loads((tmp_path / "run.json").read_text()) == first
-    (trainer / old).unlink()
-    with pytest.raises(SystemExit, match="is whole: rank 0 on .*optim_states.pt"):
-        opened(tmp_path)
 
 
 # Which folder each rank sees -> who makes and renames what is in it
@@ -248,13 +226,13 @@ DISKS = {
     "killed in between": (lambda a, b: (a / "step_000009").rename(a / ".unfinished"), 3),
     "the second is new": (lambda a, b: shutil.rmtree(b), "rank 1 on .*b/step_0000.* Start each"),
     "the first is new": (lambda a, b: shutil.rmtree(a), "rank 1, on .*, holds the run a-.* none"),
-    "they changed places": (swap, "is whole: rank 0 on .*a/step_0000"),
+    "they changed places": (swap, "is complete: rank 0 on .*a/step_0000"),
 }
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 @pytest.mark.parametrize("damage", DISKS)
-def test_what_is_whole_is_agreed_by_machines_with_disks_of_their_own(tmp_path, ranks, damage):
+def test_machines_with_disks_of_their_own_agree_on_what_is_complete(tmp_path, ranks, damage):
     disks, damage, expected = [tmp_path / "a", tmp_path / "b"], *DISKS[damage]
     stream = Stream([(0, {}, [0])], 0, 0, 1)
 
