@@ -39,9 +39,9 @@ from grpo.packing import pack_by_tokens
 from grpo.sampling.decoders.shared_prompt import ROOM
 from grpo.sampling.policy import ALL, Policy
 from grpo.sampling.sampler import sample_groups
+from grpo.training.engine import make_engine
 from grpo.training.exchange import ReferenceLogps
 from grpo.training.metrics import Clock
-from grpo.training.start import make_engine
 
 # --- What is computed ---------------------------------------------------------------
 MODELS = {  # name: H, L, heads, key-value heads, I, V', tied; published parameters, in 10^9
@@ -56,7 +56,7 @@ GPUS = (1, 2, 8)
 CARDS = {16: 14.5, 24: 23.5, 40: 39.4, 48: 44.4, 80: 79.1, 141: 139.0}  # name: GB a program gets
 CONTEXT = 1.5 * 2**30  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
 SLACK = 0.1  # allowance: fragmentation, of all that comes and goes
-BUCKET = 50_000_000  # start_engine's reduce_bucket_size, in parameters
+BUCKET = 50_000_000  # engine_config's reduce_bucket_size, in parameters
 BF16, FP32, FP64 = 2, 4, 8
 WEIGHTS, ADAM = "weights, bf16", "master weights and Adam, fp32"
 STATES = WEIGHTS, ADAM, "gradients of a step, fp32"

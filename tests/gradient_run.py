@@ -16,9 +16,9 @@ import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
 from grpo.loss import linear_logps, token_weights
 from grpo.sampling.policy import load_policy
+from grpo.training.engine import make_engine
 from grpo.training.exchange import ReferenceLogps
 from grpo.training.metrics import Clock
-from grpo.training.start import make_engine
 
 BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}
 

@@ -22,7 +22,7 @@ from memory import BF16, trainer
 import grpo_loss_triton
 from grpo import forward
 from grpo.training import engine
-from grpo.training.start import make_engine
+from grpo.training.engine import make_engine
 
 CASES = [  # memory.MODELS' shape, prompt, completion, group, shared prompts, LoRA rank
     ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, True, 0),

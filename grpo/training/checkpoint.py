@@ -6,7 +6,7 @@ A checkpoint is a model in Hugging Face format, which MODEL may name, and a fold
     rank_0.json ...     its position in the data and its random number generators
     state.json          the run's progress, and the sizes of every rank's files
 
-Saving is atomic: a folder RUN_DIR/.unfinished is renamed when all ranks have written. Where machines
+Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. Where machines
 have RUN_DIR on disks of their own, each keeps the files of its ranks: the first rank that sees a
 folder makes and renames it, and the folder of rank 0, which alone has the model, is renamed last. A
 checkpoint is complete if every rank finds its files, at their sizes; otherwise all ranks skip it.

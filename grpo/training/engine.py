@@ -12,16 +12,16 @@ from grpo.log import announced, say
 from grpo.models import own_device
 from grpo.training.liveness import gathered
 
-# How many processes mpirun or srun has started
+# The number of processes that mpirun or srun has started
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def stand_alone():
     """Makes a process that no launcher has started the only rank: without this DeepSpeed would look
-    for MPI. Several processes of mpirun or srun are left to that."""
+    for MPI. Several processes of mpirun or srun are left to DeepSpeed."""
     if "RANK" in os.environ or any(int(os.environ.get(name) or 1) > 1 for name in LAUNCHED):
         return
-    # MASTER_PORT 0: the system picks one that is free
+    # MASTER_PORT 0: the system picks a free one
     only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     os.environ.update(only | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
     if (gpus := torch.cuda.device_count()) > 1:
@@ -29,42 +29,37 @@ def stand_alone():
 
 
 def join_ranks(wait_limit_seconds):
-    """Collective: makes this process a rank, with a GPU of its own, if it is none yet. Comes before
+    """Collective: makes this process a rank with a GPU of its own, unless it is one. Comes before
     the model is loaded, which may take longer on one machine than a collective waits."""
     if dist.is_initialized():
         return
-    import deepspeed  # takes seconds; the tests of the trainer's functions do without
+    import deepspeed  # takes seconds; tests of the trainer's functions do without
 
     own_device()
-    # DeepSpeed would compile an all-reduce for CPU inference here: a minute, and a compiler which
-    # may be missing. Training has no use for it. Another version may compile: say what we wait for.
+    # DeepSpeed would compile an all-reduce for CPU inference, which training never calls: a minute,
+    # and a compiler that may be missing. Other versions of it may compile: say what we wait for
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
     stand_alone()
-    # Longer than a rank waits for the server: it then ends by itself, with a better sentence
+    # Longer than a rank waits for the server, whose error says more
     with announced("all ranks to start"):
         deepspeed.init_distributed(timeout=timedelta(seconds=wait_limit_seconds + 60))
 
 
-def start_engine(
-    policy,
-    *,
-    learning_rate,
-    adam_betas,
-    weight_decay,
-    max_grad_norm,
-    share_prompts,
-    gradient_checkpointing,
-    offload_optimizer,
-    wait_limit_seconds,
-):
-    """Collective: returns DeepSpeed's engine around a CompletionModel of the policy's model, with
-    AdamW over the parameters that are trained."""
+def make_engine(c, policy):
+    """Collective: returns DeepSpeed's engine around a CompletionModel of the policy's model. `c`
+    has the trainer's constants as attributes."""
     import deepspeed
 
-    join_ranks(wait_limit_seconds)
+    join_ranks(c.WAIT_LIMIT_SECONDS)
+    on_gpu = policy.model.device.type == "cuda"
+    if not on_gpu:
+        threads = training_threads(c.CPU_THREADS)
+        say(f"on a CPU: {threads} threads of each rank for forward and backward")
     model = CompletionModel(
-        policy.model, share_prompts=share_prompts, gradient_checkpointing=gradient_checkpointing
+        policy.model,
+        share_prompts=c.SHARE_PROMPTS,
+        gradient_checkpointing=c.GRADIENT_CHECKPOINTING,
     )
     # What one rank's model can't do, none does: all must plan the same micro-batches
     abilities = model.shares, model.separable, model.notes
@@ -72,16 +67,15 @@ def start_engine(
     model.shares, model.separable = all(shares), all(separable)
     for note in sorted(set().union(*notes)):
         say(note)
-    on_gpu = policy.model.device.type == "cuda"
     optimizer = torch.optim.AdamW(
         [p for p in policy.model.parameters() if p.requires_grad],
-        lr=learning_rate,
-        betas=adam_betas,
-        weight_decay=weight_decay,
-        # On a CPU about as fast as DeepSpeedCPUAdam, which is compiled at first use, for minutes
-        fused=on_gpu or offload_optimizer,
+        lr=c.LEARNING_RATE,
+        betas=c.ADAM_BETAS,
+        weight_decay=c.WEIGHT_DECAY,
+        # On a CPU about as fast as DeepSpeedCPUAdam, whose first use compiles for minutes
+        fused=on_gpu or c.OFFLOAD_OPTIMIZER,
     )
-    config = engine_config(policy.dtype, max_grad_norm, offload_optimizer, on_gpu)
+    config = engine_config(policy.dtype, c.MAX_GRAD_NORM, c.OFFLOAD_OPTIMIZER, on_gpu)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
@@ -91,8 +85,9 @@ def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
     if offload_optimizer:  # copies from and to pinned memory take a fraction of the time
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # a formality: the trainer plans micro-batches by
-        "gradient_accumulation_steps": 1,  # tokens, and marks itself the last one of a step
+        # A formality: the trainer plans micro-batches by tokens, and marks a step's last one itself
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": max_grad_norm,
@@ -107,15 +102,15 @@ def take_step(engine):
     clipping; -1 or not finite where the step was not taken."""
     engine.step()
     if engine.optimizer.overflow:
-        # With offload in bf16 DeepSpeed 0.19.8 would go on adding to these sums: NaN for ever
+        # With offload in bf16 DeepSpeed 0.19.8 would add to these sums for ever: all NaN
         for part in engine.optimizer.averaged_gradients:
             engine.optimizer.averaged_gradients[part] = None
     return float(engine.get_global_grad_norm())
 
 
 def training_threads(cpu_threads):
-    """Returns a rank's CPU threads for forward and backward: `cpu_threads`, or where it is 0 the
-    machine's cores over its ranks, as a server beside them scores little meanwhile."""
+    """Returns a rank's CPU threads for forward and backward: `cpu_threads`, or if that is 0 the
+    machine's cores over its ranks, as a server on the same machine scores little meanwhile."""
     # deepspeed's name, or torchrun's: with all cores for each rank a step takes twice the time
     ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
     mine, launchers = (len(os.sched_getaffinity(pid)) for pid in (0, os.getppid()))
@@ -125,7 +120,7 @@ def training_threads(cpu_threads):
 
 @contextlib.contextmanager
 def cpu_threads(number):
-    """In the block torch computes with so many threads on a CPU: see training_threads."""
+    """Sets torch's CPU threads in the block: see training_threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(training_threads(number))
     try:

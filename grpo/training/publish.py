@@ -1,52 +1,42 @@
 """The trainer's policy on its way to the server: for workers to sample with, and as the reference.
 
-Rank 0 publishes: the weights as a safetensors file, and a record (fields: grpo.serving.policies)
-with a proof, the log-probs that the trainer gives to one of its own completions. A worker computes
-the same with the weights that it has loaded; if they differ by more than rounding it refuses to
-sample. (simple_GRPO's vLLM process kept the initial weights, and nobody was told.)
+Rank 0 publishes the weights as a safetensors file, and a record (grpo.serving.policies) with a
+proof: the log-probs that the trainer gives to a completion of its own. A worker computes the same
+with the weights that it has loaded, and refuses to sample if they differ by more than rounding.
+(simple_GRPO's vLLM process silently kept the initial weights.)
 """
 
 import tempfile
-import threading
 from pathlib import Path
 
 import safetensors.torch
 
-from grpo.log import say
+from grpo.log import in_background, say
 from grpo.proof import proof_of, sample_proof
 from grpo.weights import trained_weights
 
 
 class Publisher:
-    """Sends the policy to the server in a thread, while training resumes."""
+    """Sends the policy to the server in a thread, while training continues."""
 
     def __init__(self, server, run, recipe, policy, *, capacity, scored):
-        """`capacity` is how many groups may be outstanding at workers or wait for training;
-        `scored` says whether they need the reference's log-probs."""
-        self.server, self.run, self.recipe, self.policy = server, run, recipe, policy
-        self.capacity, self.scored = capacity, scored
+        """At most `capacity` groups may be outstanding at workers or wait for training; `scored`
+        says whether they need the reference's log-probs."""
+        self.server, self.recipe, self.policy = server, recipe, policy
+        self.record = {"run": run, "capacity": capacity, "scored": scored}
+        self.record["settings"] = recipe.settings()
         self.text = None  # of the proof: sampled once, as that takes as long as a completion
         self.folder = tempfile.TemporaryDirectory(prefix="grpo-policy-")
         self.thread = self.error = None
 
     def publish(self, version, oldest):
-        """Begins to send the weights as they are now; workers may sample with this policy and those
-        from version `oldest` on. Waits while the one before is still being sent, and raises what
-        sending that one raised."""
+        """Begins to send the weights as they are now; workers may sample with this policy and with
+        older ones down to version `oldest`. Finishes the previous policy first."""
         self.finish()
         self.text = self.text or sample_proof(self.policy, self.recipe)
-        record = {
-            "run": self.run,
-            "version": version,
-            "oldest": oldest,
-            "capacity": self.capacity,
-            "scored": self.scored,
-            "settings": self.recipe.settings(),
-            "proof": proof_of(self.policy, *self.text),
-        }
-        arguments = trained_weights(self.policy.model), record
-        self.thread = threading.Thread(target=self._send, args=arguments, daemon=True)
-        self.thread.start()
+        proof = proof_of(self.policy, *self.text)
+        record = self.record | {"version": version, "oldest": oldest, "proof": proof}
+        self.thread = in_background(self._send, trained_weights(self.policy.model), record)
 
     def _send(self, tensors, record):
         try:
@@ -57,7 +47,7 @@ class Publisher:
             self.error = error
 
     def finish(self):
-        """Waits until what was published has arrived."""
+        """Waits until the policy has arrived; raises what sending it raised."""
         if self.thread:
             self.thread.join()
         if self.error:
@@ -65,12 +55,11 @@ class Publisher:
 
 
 def reference_at_start(progress, *, refreshes, serves, own_model):
-    """Returns what rank 0 does so that the server has the reference that the run was left with:
-    "keep" it, "publish" the policy as the reference, take the server's "own model", or "lost" if
-    neither the server nor the trainer has it any more.
+    """Returns how rank 0 makes the run's reference the server's: "keep" it, "publish" the policy,
+    take the server's "own model"; or "lost" if nobody has it any longer.
 
-    `serves` is the policy that is the server's reference, as "run@version", or "" for the server's
-    own model; `own_model` says whether that is what the run's policy began with.
+    `serves` names the server's reference, "run@version", or "" for the server's own model;
+    `own_model` says whether the run's policy began with that model.
     """
     wanted = f"{progress.run}@{progress.reference}" if refreshes else ""
     if wanted == serves:
@@ -83,46 +72,40 @@ def reference_at_start(progress, *, refreshes, serves, own_model):
 
 
 class Publishing:
-    """Publishes the policy every `publish_steps`, and makes it the reference every `refresh_steps`;
-    0 is never. Rank 0 does it, which has an `inbox`; on the others that is None."""
+    """Publishes the policy every PUBLISH_STEPS, and makes it the reference every
+    REFERENCE_REFRESH_STEPS. `c` has the trainer's constants as attributes; `inbox` is rank 0's,
+    which does this, and None on the other ranks."""
 
-    def __init__(
-        self,
-        policy,
-        recipe,
-        inbox,
-        *,
-        publish_steps,
-        refresh_steps,
-        max_staleness,
-        capacity,
-        scored,
-    ):
-        """`capacity` and `scored` are Publisher's."""
-        self.inbox, self.max_staleness = inbox, max_staleness
-        self.publish_steps, self.refresh_steps = publish_steps, refresh_steps
-        self.published = None  # the step of the newest policy that was published
+    def __init__(self, c, policy, recipe, inbox):
+        self.c, self.inbox = c, inbox
+        self.published = None  # the step of the newest published policy
         self.publisher = None
-        if inbox and (publish_steps or refresh_steps):
-            server = inbox.server.twin()
+        if inbox and (c.PUBLISH_STEPS or c.REFERENCE_REFRESH_STEPS):
+            # Any group beyond these would be older than MAX_STALENESS before it is trained
+            rollouts = max(1, (c.MAX_STALENESS - c.PUBLISH_STEPS) // c.UPDATES_PER_ROLLOUT)
             self.publisher = Publisher(
-                server, inbox.run, recipe, policy, capacity=capacity, scored=scored
+                inbox.server.twin(),
+                inbox.run,
+                recipe,
+                policy,
+                capacity=c.PROMPTS_PER_STEP * rollouts,
+                scored=bool(c.KL_BETA),
             )
 
-    def begin(self, progress, *, model, run_dir):
-        """Gives workers the policy to begin with, and the server the run's reference. SystemExit if
-        that reference is lost."""
+    def begin(self, progress):
+        """Gives workers their first policy, and the server the run's reference. SystemExit if that
+        reference is lost."""
         if not self.inbox:
             return
         server = self.inbox.server
-        if self.publish_steps:
+        if self.c.PUBLISH_STEPS:
             self._publish(progress.step)
-            self.publisher.finish()  # what is sampled before it has arrived would be too old
+            self.publisher.finish()  # groups sampled before it has arrived would be too old
         action = reference_at_start(
             progress,
-            refreshes=bool(self.refresh_steps),
+            refreshes=bool(self.c.REFERENCE_REFRESH_STEPS),
             serves=server.info.get("weights", ""),
-            own_model=server.info.get("model") == model,
+            own_model=server.info.get("model") == self.c.MODEL,
         )
         if action == "publish":
             self._refresh(progress.step)
@@ -132,31 +115,31 @@ class Publishing:
             raise SystemExit(
                 f"the run's reference is its policy of step {progress.reference}; the server at"
                 f" {server.url} no longer has it: begin another run, with another RUN_DIR and"
-                f" MODEL = '{run_dir}/step_{progress.step:06d}'"
+                f" MODEL = '{self.c.RUN_DIR}/step_{progress.step:06d}'"
             )
 
     def publish_if_due(self, progress, before, clock):
         """Publishes the policy for workers, if that is due since step `before`."""
         with clock.part("publish"):
-            if self.publisher and progress.passed(self.publish_steps, before):
+            if self.publisher and progress.passed(self.c.PUBLISH_STEPS, before):
                 self._publish(progress.step)
 
     def refresh_if_due(self, progress, before, save):
         """Collective: makes the policy the reference, if that is due since step `before`. `save`, a
         checkpoint, comes first: a run that resumes from it needs no older reference."""
-        if progress.passed(self.refresh_steps, before):
+        if progress.passed(self.c.REFERENCE_REFRESH_STEPS, before):
             progress.reference = progress.step
             save()
             if self.publisher:
                 self._refresh(progress.step)
 
     def finish(self):
-        """Waits until what was published has arrived."""
+        """Waits until the published policy has arrived."""
         if self.publisher:
             self.publisher.finish()
 
     def _publish(self, step):
-        self.publisher.publish(step, oldest=step - self.max_staleness)
+        self.publisher.publish(step, oldest=step - self.c.MAX_STALENESS)
         self.published = step
 
     def _refresh(self, step):

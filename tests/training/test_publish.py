@@ -1,5 +1,7 @@
 """Publishing: at which steps, and the weights as they were at that step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fakes import PROMPTS, Post, a_recipe, move, tiny_policy
@@ -15,7 +17,6 @@ from grpo.weights import trained_weights
 # --- Publishing --------------------------------------------------------------------
 ARRIVED = ("finish",)
 FIRST = [("publish", 0, -4), ARRIVED]  # before anything is sampled
-BEGINNING = {"model": "ours", "run_dir": "runs/a"}
 
 
 class Record(list):
@@ -38,9 +39,11 @@ def a_publishing(monkeypatch, *, publish, refresh, there="", rank=0):
     calls = Record()
     calls.info, calls.url = {"weights": there, "model": "ours"}, "http://server"
     monkeypatch.setattr(publish_module, "Publisher", lambda *_, **__: calls)
-    steps = {"publish_steps": publish, "refresh_steps": refresh, "max_staleness": 4}
+    steps = {"PUBLISH_STEPS": publish, "REFERENCE_REFRESH_STEPS": refresh, "MAX_STALENESS": 4}
+    steps |= {"UPDATES_PER_ROLLOUT": 1, "PROMPTS_PER_STEP": 3, "KL_BETA": 0.04}
+    constants = SimpleNamespace(**steps, MODEL="ours", RUN_DIR="runs/a")
     inbox = None if rank else Inbox(calls, "run", 1)
-    publishing = Publishing(None, None, inbox, **steps, capacity=9, scored=True)
+    publishing = Publishing(constants, None, None, inbox)
     calls.clear()
     return publishing, calls
 
@@ -61,7 +64,7 @@ def test_the_policy_is_published_when_its_steps_are_passed(
     """With two updates on each rollout a step may be jumped over, and is made up for."""
     publishing, calls = a_publishing(monkeypatch, publish=publish, refresh=refresh)
     progress, clock, inbox = Progress("run"), Clock(), publishing.inbox
-    publishing.begin(progress, **BEGINNING)
+    publishing.begin(progress)
     for before, progress.step in [(0, 2), (2, 4), (4, 6)]:
         inbox.groups, inbox.seen = {"waits": None}, {"waits", "trained"}
         publishing.publish_if_due(progress, before, clock)
@@ -74,7 +77,7 @@ def test_the_policy_is_published_when_its_steps_are_passed(
 
 def test_other_ranks_publish_nothing_and_save_with_the_first(monkeypatch, alone):
     publishing, calls = a_publishing(monkeypatch, publish=1, refresh=1, rank=1)
-    publishing.begin(Progress("run"), **BEGINNING)
+    publishing.begin(Progress("run"))
     publishing.publish_if_due(Progress("run", 1), 0, Clock())
     publishing.refresh_if_due(Progress("run", 1), 0, lambda: calls.append("save"))
     publishing.finish()
@@ -97,9 +100,9 @@ def test_a_run_that_goes_on_has_the_reference_it_had(
     progress = Progress("run", 6, reference=reference)
     if expected is SystemExit:
         with pytest.raises(SystemExit, match="policy of step 4; the server at http://server no"):
-            publishing.begin(progress, **BEGINNING)
+            publishing.begin(progress)
     else:
-        publishing.begin(progress, **BEGINNING)
+        publishing.begin(progress)
         assert calls == expected
 
 
