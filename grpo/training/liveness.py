@@ -3,8 +3,6 @@
 meet(what), gathered(value, what)        a collective begins when all ranks are here, however late
 watch_launcher()                         a rank ends when deepspeed, which started it, does
 Heartbeats(rank, world, limit)           and when another rank is no longer heard from
-
-A function that all ranks must call together says "Collective:" first in its docstring.
 """
 
 import functools
@@ -31,18 +29,17 @@ def own_connection(store):
 def meet(what):
     """Collective: returns when all ranks have called it; says every 10 s which are missing.
 
-    It precedes a collective that ranks reach at different times, as `what` may take long: the
-    collective would give up at the process group's time limit, though all is well and one rank
-    still samples or waits for a slow worker. Here a rank that is alive is waited for without limit;
-    Heartbeats end the wait for one that is gone.
+    It precedes a collective that ranks reach at different times, where `what` may take long: one
+    that still samples or waits for a slow worker would exceed the process group's time limit. Here
+    a rank that is alive is waited for without limit; Heartbeats end the wait for one that is gone.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     if world == 1:
         return
-    store, began = own_connection(distributed_c10d._get_default_store()), time.monotonic()
+    store = own_connection(distributed_c10d._get_default_store())
+    began = said = time.monotonic()
     meeting = store.add(f"meeting/{rank}", 1)  # its number: no rank leaves one before all are here
     store.add("meeting/arrivals", 1)
-    said = began
     while store.add("meeting/arrivals", 0) < meeting * world:  # wait() would log each time-out
         now = time.monotonic()
         if now - said >= SPEAK_SECONDS:
@@ -63,12 +60,12 @@ def gathered(value, what):
 
 # --- The launcher -------------------------------------------------------------------
 def watch_launcher():
-    """Ends this process when a `deepspeed` process above it is gone and so can't end what it had
-    started. A trainer may finish its step, as after a signal."""
+    """Ends this process when a `deepspeed` process above it is gone, and so can't end the processes
+    that it started. A trainer may finish its step, as after a signal."""
     above = [p for p in psutil.Process().parents() if is_launcher(p)]
     if above:
         in_background(end_with, above)
-    elif "CROSS_RANK" in os.environ:  # deepspeed's launcher sets it, and was gone already
+    elif "CROSS_RANK" in os.environ:  # set by deepspeed's launcher, which is gone already
         leave("the deepspeed launcher is gone, so this rank ends")
 
 
@@ -86,14 +83,14 @@ def end_with(processes):
 class Heartbeats:
     """Tells the other ranks that this one is alive, and ends it when one of them is not.
 
-    Beats go through the process group's key-value store. Work may take a rank as long as it likes,
-    if the others wait in meet(); a process that is stopped, or a machine that is gone, sends none.
-    Rank 0 keeps the store: without it a request blocks for ever, so a second thread watches the
-    thread that asks.
+    Beats go through the process group's key-value store, in a thread: a rank may work as long as it
+    likes, but a process that is stopped or a machine that is gone sends none. Rank 0 keeps the
+    store, without which a request blocks for ever, so a second thread watches the first.
     """
 
     def __init__(self, rank, world, limit_seconds):
         self.rank, self.limit = rank, limit_seconds
+        self.pause = min(LOOK_SECONDS, limit_seconds / 10)
         self.answered = now = time.monotonic()  # when the store last did
         self.heard = {r: (0, now) for r in range(world) if r != rank}  # beats, since when so many
         self.said, self.over = 0.0, False
@@ -104,7 +101,7 @@ class Heartbeats:
             in_background(self._watch_store)
 
     def stop(self):
-        """The run is over: the others may leave."""
+        """The run is over: the other ranks may leave."""
         self.over = True
 
     def _run(self):
@@ -117,7 +114,7 @@ class Heartbeats:
             except Exception as error:  # noqa: BLE001 (said, and the process ends)
                 if not self.over:
                     leave(f"rank 0, which keeps the ranks together, does not answer: {error!r}")
-            time.sleep(min(LOOK_SECONDS, self.limit / 10))
+            time.sleep(self.pause)
 
     def _watch_store(self):
         while not self.over:
@@ -126,18 +123,16 @@ class Heartbeats:
                 leave(f"rank 0 did not answer for {silent:.0f} s: its process or machine is gone")
             if silent >= SPEAK_SECONDS + LOOK_SECONDS:
                 tell(f"waiting for rank 0, which has not answered for {silent:.0f} s")
-            time.sleep(min(LOOK_SECONDS, self.limit / 10))
+            time.sleep(self.pause)
 
     def _listen(self, rank):
         beats, (known, since) = self.store.add(f"heartbeat/{rank}", 0), self.heard[rank]
         now = time.monotonic()
-        silent = now - since
         if beats != known:
             self.heard[rank] = beats, now
-        elif silent > self.limit:
-            leave(
-                f"rank {rank} was not heard from for {self.limit} s: its process or machine is gone"
-            )
-        elif silent >= SPEAK_SECONDS and now - self.said >= SPEAK_SECONDS:
+        elif now - since > self.limit:
+            silent = f"rank {rank} was not heard from for {self.limit} s"
+            leave(f"{silent}: its process or machine is gone")
+        elif now - since >= SPEAK_SECONDS <= now - self.said:
             self.said = now
-            tell(f"waiting for rank {rank}, which was not heard from for {silent:.0f} s")
+            tell(f"waiting for rank {rank}, which was not heard from for {now - since:.0f} s")
