@@ -1,6 +1,6 @@
 """What a run reports: evaluations, metrics.jsonl, samples.jsonl, the page, the progress bar.
 
-README.md explains every metric. All ranks count, and rank 0 writes.
+What each metric means: docs/metrics.md. All ranks count, and rank 0 writes.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from grpo.log import in_background, outlive_readers, say
-from grpo.sampling.rollout import TALLY, sampled_and_rewarded
+from grpo.sampling.rollout import TALLY, sampled_and_rewarded, tally
 from grpo.stop import stop
 from grpo.training.liveness import gathered, meet
 
@@ -43,9 +43,9 @@ class Clock:
     def lap(self):
         """Returns {"seconds": all, "seconds_sample": ...} since the last lap."""
         now = time.perf_counter()
-        total, parts = now - self.started, dict(self.parts)
-        self.parts, self.started = Counter(), now
+        total, parts = now - self.started, self.parts
         parts["other"] = total - sum(parts.values())
+        self.parts, self.started = Counter(), now
         return {"seconds": total} | {f"seconds_{k}": v for k, v in parts.items()}
 
 
@@ -65,25 +65,23 @@ def any_rank(holds):
 
 def evaluate(policy, recipe, prompts):
     """Collective: returns greedy accuracy (OUTCOME > 0), the positive share of each reward, the
-    truncated share and the mean length. Once the run is asked to stop it begins no question."""
+    truncated share and the mean length. Begins no question once the run is asked to stop."""
     count, mine = Counter(), iter(prompts[dist.get_rank() :: dist.get_world_size()])
 
     def take(room):
         return [] if stop.asked else list(itertools.islice(mine, room))
 
-    for _, (completion,), (rewards,) in sampled_and_rewarded(
+    for sampled in sampled_and_rewarded(
         policy, recipe, take, group_size=1, temperature=0, seed=0, count=Counter()
     ):
-        count["questions"] += 1
-        count["accuracy"] += rewards[recipe.outcome] > 0
-        count["truncated"] += completion.truncated
-        count["completion_tokens"] += len(completion.ids)
-        count.update({f"positive_{name}": int(r > 0) for name, r in rewards.items()})
-    positive = [f"positive_{name}" for name in recipe.reward_weights]
-    names = ["accuracy", *positive, "truncated", "completion_tokens"]
+        count.update(tally(recipe, sampled))
+        count.update({f"positive_{name}": int(r > 0) for name, r in sampled[2][0].items()})
+    positive = {f"positive_{name}": f"positive_{name}" for name in recipe.reward_weights}
+    lengths = {"truncated": "truncated", "completion_tokens": "tokens"}
+    names = {"accuracy": "right"} | positive | lengths
     meet("the other ranks' part of the evaluation")
-    total = add_up(count, ["questions", *names])
-    return {f"eval_{name}": total[name] / max(total["questions"], 1) for name in names}
+    total = add_up(count, ["completions", *names.values()])
+    return {f"eval_{k}": total[name] / max(total["completions"], 1) for k, name in names.items()}
 
 
 def rollout_metrics(count, recipe):
@@ -104,8 +102,8 @@ def rollout_metrics(count, recipe):
 
 
 def why_idle(metrics, groups, recipe):
-    """Returns why a rollout with these metrics has nothing to train; `groups` are those that were
-    not left out as flat."""
+    """Returns why a rollout with these metrics trains nothing; `groups` are without the flat ones
+    that were left out."""
     share, limit = metrics["truncated"], recipe.max_completion_tokens
     cut = f"{'all' if share == 1 else f'{share:.0%}'} truncated at MAX_COMPLETION_TOKENS = {limit}"
     if groups:
@@ -126,7 +124,9 @@ class Page:
         in_background(self._send)
 
     def put(self, file, record):
-        self.logged.put((file, {k: v for k, v in record.items() if accepted(v)}))
+        # The page refuses a request with null or a number from 1e30 on
+        fit = {k: v for k, v in record.items() if not isinstance(v, float) or abs(v) <= 1e29}
+        self.logged.put((file, {k: v for k, v in fit.items() if v is not None}))
 
     def _send(self):
         while True:
@@ -138,11 +138,6 @@ class Page:
             self.server.log(self.run, records, samples[-8:])
 
 
-def accepted(value):
-    """Returns whether the page takes a value; it would refuse a request with any other."""
-    return value is not None and not (isinstance(value, int | float) and abs(value) > 1e29)
-
-
 class RunFolder:
     """RUN_DIR's metrics.jsonl, samples.jsonl and bad steps; checkpoint.py writes there too."""
 
@@ -151,7 +146,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def log(self, file, record):
-        """Appends a record to a file, one JSON object a line, with the time of day."""
+        """Appends a record, with the time, to a file of one JSON object per line."""
         if dist.get_rank() == 0:
             record = {k: finite(v) for k, v in record.items()} | {"time": round(time.time(), 2)}
             with open(self.path / file, "a") as f:
@@ -186,12 +181,12 @@ class RunFolder:
             }
             self.log("samples.jsonl", record)
 
-    def bad_step(self, progress, rows, metrics, limit):
-        """Collective: says that a step was skipped, and keeps its sequences. RuntimeError after
-        `limit` of them in a row."""
+    def bad_step(self, progress, sequences, metrics, limit):
+        """Collective: says that a step is skipped, and keeps its sequences in a file. RuntimeError
+        after `limit` such steps in a row."""
         path = self.path / f"bad_step_{progress.step:06d}.json"
         if dist.get_rank() == 0:
-            path.write_text(json.dumps([asdict(row) for row in rows], default=torch.Tensor.tolist))
+            path.write_text(json.dumps([asdict(s) for s in sequences], default=torch.Tensor.tolist))
             for old in sorted(self.path.glob("bad_step_*"))[:-limit]:
                 old.unlink()
         progress.bad += 1
@@ -202,7 +197,7 @@ class RunFolder:
             raise RuntimeError(f"{progress.bad} steps in a row were not finite; see {path}")
 
     def undo(self, step):
-        """Removes what was logged after `step`, of a history that was undone, and a line that was
+        """Removes records of steps after `step`, which the run makes again, and a line that was
         being written when the run ended."""
         for path in (self.path / "metrics.jsonl", self.path / "samples.jsonl"):
             if dist.get_rank() == 0 and path.exists():
@@ -216,7 +211,7 @@ class RunFolder:
 
 
 def finite(value):
-    """Returns the value for JSON, which knows no NaN: null in its place."""
+    """Returns the value, or None if it is NaN or infinite, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -234,7 +229,7 @@ def show(bar, metrics):
 
 def say_parts(laps):
     """Says where the time of the run's steps went."""
-    total = sum(lap["seconds"] for lap in laps) or 1
+    total = sum(lap["seconds"] for lap in laps)
     shares = {p: sum(lap.get(f"seconds_{p}", 0) for lap in laps) / total for p in PARTS}
     parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    say(f"{len(laps)} steps of {total / max(len(laps), 1):.2f} s: {parts}")
+    say(f"{len(laps)} steps of {total / len(laps):.2f} s: {parts}")
