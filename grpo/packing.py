@@ -2,31 +2,21 @@
 
     turns = plan_micro_batches(sizes, world, budget)    # turns[turn][rank]: numbers of sequences
 
-Pure planning: every rank knows the whole step, computes the same plan, and nothing is communicated.
-A sequence is known by its Size alone. The server packs what it scores by the same functions.
+Every rank knows the whole step and computes the same plan: nothing is communicated. A sequence's
+size is (number of its prompt, prompt tokens, completion tokens); sequences with the same number
+share the prompt. The server packs what it scores by the same functions.
 """
 
 import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-GROWTH = 1.02  # of the size of micro-batches that is tried next
-
-
-class Size(NamedTuple):
-    """A sequence's number of its prompt (sequences with the same one share it), and its lengths."""
-
-    prompt: int
-    prompt_tokens: int
-    completion_tokens: int
+GROWTH = 1.02  # of the budget that is tried next
 
 
 def number_prompts(prompts, share):
-    """Returns each sequence's number of its prompt: equal neighbours have the same one.
-
-    With `share` False each sequence has its own. Example: [[1], [1], [2]], True -> [0, 0, 1]
-    """
+    """Returns the number of each sequence's prompt: equal neighbours have the same one, or with
+    `share` False each its own. Example: [[1], [1], [2]], True -> [0, 0, 1]"""
     if not share:
         return list(range(len(prompts)))
     runs = itertools.groupby(prompts)
@@ -35,16 +25,12 @@ def number_prompts(prompts, share):
 
 def in_order(sizes):
     """Returns sequence numbers: those of a prompt together, longest first; prompts by their longest
-    completion. Neighbours are then of like length, which wastes least on padding."""
+    completion. Neighbours are then of similar length, which wastes least on padding."""
     longest = Counter()
     for prompt, _, tokens in sizes:
         longest[prompt] = max(tokens, longest[prompt])
-
-    def key(number):
-        prompt, _, tokens = sizes[number]
-        return -longest[prompt], prompt, -tokens
-
-    return sorted(range(len(sizes)), key=key)
+    keys = [(-longest[prompt], prompt, -tokens) for prompt, _, tokens in sizes]
+    return sorted(range(len(sizes)), key=keys.__getitem__)
 
 
 def pack_by_tokens(sizes, units, budget):
@@ -74,15 +60,15 @@ def shape(sizes, numbers):
 
 
 def padded_tokens(sequences, prompts, wide, long):
-    """Returns what a batch costs, in tokens: its prompts, each as wide as the widest; its
-    completions, each as long as the longest; and an eighth of a token for each token of a shared
-    prompt that a further sequence attends to: its keys and values are no work, but memory."""
+    """Returns a batch's cost in tokens: prompts, each as wide as the widest; completions, each as
+    long as the longest; and an eighth of each prompt token that a further sequence shares, whose
+    keys and values take no work, but memory."""
     return prompts * wide + sequences * long + (sequences - prompts) * wide // 8
 
 
 def whole_groups(sizes, budget):
-    """Returns units for pack_by_tokens: a prompt's sequences, or single ones where the batch would
-    be too large."""
+    """Returns units for pack_by_tokens: all sequences of a prompt, or single ones where the batch
+    would be too large."""
     units = []
     for _, run in itertools.groupby(in_order(sizes), key=lambda number: sizes[number][0]):
         numbers = list(run)
@@ -94,10 +80,9 @@ def whole_groups(sizes, budget):
 def plan_micro_batches(sizes, world, budget):
     """Returns turns; a turn has a micro-batch (a list of sequence numbers) for each of the ranks.
 
-    ZeRO-2 communicates in every backward: each rank needs equally many micro-batches, and in each
-    turn the ranks wait for the one with most. So there are as few turns as the budget allows, and
-    micro-batches of about one size rather than full ones and a rest. A rank without sequences for
-    the last turn gets an empty list.
+    ZeRO-2 communicates in every backward: all ranks need the same number of micro-batches, and in
+    each turn they wait for the largest. So there are as few turns as the budget allows, of equal
+    micro-batches rather than full ones and a rest. In the last turn a rank may get an empty list.
     Example: [(0, 4, 1), (1, 4, 5), (2, 4, 3)], 2 ranks, budget 9 -> [[[1], [2]], [[0], []]]
     """
     units = [[number] for number in in_order(sizes)]
@@ -116,17 +101,15 @@ class Turn:
     """A forward and backward of all ranks, each on a micro-batch of its own."""
 
     batch: list  # this rank's sequences
-    counts: bool  # False: nothing was left for this rank, which takes part all the same
+    counts: bool  # False: a filler, as all ranks take part in each turn
     groups: set[str]  # ids of the groups of all ranks' sequences
 
 
 def plan_turns(sequences, share_prompts, rank, world, budget):
     """Returns the turns in which the ranks train a step's sequences; see plan_micro_batches."""
     numbers = number_prompts([s.prompt for s in sequences], share_prompts)
-    sizes = [
-        Size(number, len(s.prompt), len(s.completion))
-        for number, s in zip(numbers, sequences, strict=True)
-    ]
+    lengths = ((len(s.prompt), len(s.completion)) for s in sequences)
+    sizes = [(n, *pair) for n, pair in zip(numbers, lengths, strict=True)]
     shortest = min(sequences, key=lambda s: len(s.completion))
     filler = replace(shortest, ref_logps=shortest.sampler_logps)
     turns = []

@@ -1,4 +1,4 @@
-"""Checks of the trainer's constants, before anything heavy starts: a sentence for each mistake."""
+"""Checks of the trainer's constants, before anything heavy starts."""
 
 from types import SimpleNamespace
 
@@ -22,9 +22,8 @@ TRAINER = {
 
 
 def check_constants(constants):
-    """Raises SystemExit with a sentence for each of the trainer's constants that can't be: its
-    value, and what it must be. `constants` gives values by name, such as the trainer's globals():
-    names that no rule mentions are ignored."""
+    """Raises SystemExit with a sentence for each wrong constant: its value, and what it must be.
+    `constants` are values by name, such as the trainer's globals(); other names are ignored."""
     c = SimpleNamespace(**constants)
     single = [*rules_of(TRAINER, constants), *rules_of_one(c)]
     refuse_broken("grpo_ref_split.py", constants, single)
@@ -33,22 +32,21 @@ def check_constants(constants):
 
 def rules_of_one(c):
     """Yields rules (constant, what it must be, whether it is) of constants `c` of any type."""
-    named = isinstance(c.REWARD_WEIGHTS, dict) and all(map(real, c.REWARD_WEIGHTS.values()))
-    yield "REWARD_WEIGHTS", "a dict of numbers by name", named and c.REWARD_WEIGHTS
-    stops = isinstance(c.STOP_TOKENS, list | tuple)
-    stops = stops and all(isinstance(token, str) for token in c.STOP_TOKENS)
-    yield "STOP_TOKENS", "a list of texts", stops
-    betas = isinstance(c.ADAM_BETAS, list | tuple) and len(c.ADAM_BETAS) == 2
-    betas = betas and all(real(beta) and 0 <= beta < 1 for beta in c.ADAM_BETAS)
-    yield "ADAM_BETAS", "two numbers below 1", betas
-    yield "LOSS_TYPE", f"one of {', '.join(LOSS_TYPES)}", c.LOSS_TYPE in list(LOSS_TYPES)
+    weights, stops, betas = c.REWARD_WEIGHTS, c.STOP_TOKENS, c.ADAM_BETAS
+    named = isinstance(weights, dict) and all(map(real, weights.values()))
+    yield "REWARD_WEIGHTS", "a dict of numbers by name", named and weights
+    texts = isinstance(stops, list | tuple) and all(isinstance(token, str) for token in stops)
+    yield "STOP_TOKENS", "a list of texts", texts
+    two = isinstance(betas, list | tuple) and len(betas) == 2 and all(map(real, betas))
+    yield "ADAM_BETAS", "two numbers below 1", two and all(0 <= beta < 1 for beta in betas)
+    yield "LOSS_TYPE", f"one of {', '.join(LOSS_TYPES)}", c.LOSS_TYPE in LOSS_TYPES
     yield "OBJECTIVE", f"one of {', '.join(OBJECTIVES)}", c.OBJECTIVE in OBJECTIVES
     yield "RATIO_LEVEL", "token or sequence", c.RATIO_LEVEL in ("token", "sequence")
     yield "DTYPE", f"one of {', '.join(DTYPES)}", c.DTYPE in DTYPES
 
 
 def rules_of_several(c):
-    """Yields rules that compare constants with limits and with each other; the types are right."""
+    """Yields rules that compare constants, whose types are right, with limits and each other."""
     yield "REF_SERVER", "http://host:port", c.REF_SERVER.startswith(("http://", "https://"))
     yield "OUTCOME", "one of the names in REWARD_WEIGHTS", c.OUTCOME in c.REWARD_WEIGHTS
     yield "GROUP_SIZE", "2 or more, to be compared with each other", c.GROUP_SIZE >= 2

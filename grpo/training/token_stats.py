@@ -1,11 +1,4 @@
-"""Means over all tokens of an update, all micro-batches and ranks: the metrics of the loss.
-
-    stats = TokenStats(device)
-    stats.add(loss, per_token)    # a micro-batch's, on this rank
-    metrics = stats.means()       # collective
-
-What each metric means: docs/metrics.md.
-"""
+"""Means over all tokens of an update, all micro-batches and ranks; each metric: docs/metrics.md."""
 
 import torch
 import torch.distributed as dist
@@ -23,10 +16,11 @@ class TokenStats:
         self.largest = torch.zeros(2, device=device)  # mismatch, sampler_ratio
 
     def add(self, loss, per_token):
-        """Adds a micro-batch: its part of the step's loss, a scalar, and tensors (N,) by name: what
-        grpo_loss says of its tokens, and "sampler_logps"."""
-        names = ("logps", "entropy", "sampler_logps")
-        values = per_token | sampler_stats(*(per_token[name] for name in names))
+        """Adds a micro-batch of this rank: its part of the step's loss, a scalar, and tensors (N,)
+        by name: grpo_loss's stats and "sampler_logps"."""
+        values = per_token | sampler_stats(
+            per_token["logps"], per_token["entropy"], per_token["sampler_logps"]
+        )
         tokens = torch.ones_like(per_token["logps"]).sum()
         sums = [loss.detach(), tokens, *(values[name].sum() for name in LOSS + SAMPLER)]
         self.sums += torch.stack([value.double() for value in sums])
@@ -48,14 +42,13 @@ class TokenStats:
 
 def sampler_stats(logps, entropy, sampler_logps):
     """Returns, per token, how far the trainer's log-probs are from the sampler's; all are (N,)."""
-    gap = logps - sampler_logps
-    # A sampler at (1 + x) times the temperature finds log-probs that are x (logp + entropy) off, to
-    # first order: x, the tilt, is the slope of the gap on that. Noise, however large, averages out.
-    surprise = logps + entropy
+    gap, surprise = logps - sampler_logps, logps + entropy
     return {
         "mismatch": gap.abs(),
         "sampler_ratio": gap.exp(),
         "sampler_k3": gap.expm1() - gap,
+        # A sampler at (1 + x) times the temperature gives log-probs that differ by x * surprise, to
+        # first order: x, the tilt, is the slope of gap on surprise. Noise averages out
         "tilt": gap * surprise,
         "surprise": surprise**2,
     }
