@@ -4,12 +4,12 @@
     python demo.py 3            # another seed
     python demo.py 3 shuffled   # a control: rewards shuffled within each group; accuracy falls
 
-A warm start trains a 126 000-parameter Qwen2 on sloppy examples: it can add and subtract and knows
-the tags, but often picks the wrong operator and rarely writes the tags. Then ref_server.py and
-grpo_ref_split.py train it, a process each. GRPO *elicits* here: what the model could do but rarely
-did becomes the rule; it teaches no arithmetic. The constants were chosen on the validation split
-and on other seeds. serve() and train() show what a preset is: import a script, set its constants,
-call its main().
+A warm start trains a Qwen2 of 126 000 parameters on sloppy examples: it can add and subtract and
+knows the tags, but often picks the wrong operator and rarely writes the tags. Then ref_server.py
+and grpo_ref_split.py train it, in a process each. GRPO *elicits* here: what the model could do but
+rarely did becomes the rule; it teaches no arithmetic. The constants were chosen on the validation
+split and on other seeds. serve() and train() are examples of a preset: import a script, set its
+constants, call its main().
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from grpo.sampling.sampler import sample_groups
 from grpo.tiny_model import warm_start
 from tasks import arithmetic
 
-# The environment is for tests, and for choosing constants without a look at the test split.
+# The environment variables are for tests, and for choosing constants without the test split
 RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo")
 WARM_START = f"{RUN_DIR}/warm_start"  # where the policy starts, and the reference
 WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
@@ -87,14 +87,12 @@ def train(port, seed, rewards):
 
 
 # --- Before and after ---------------------------------------------------------------
-def diagnose(folder):
-    """Returns the shares of 200 greedy answers with a true equation, which tells arithmetic, and
-    with the operator that the question asks for, which tells habit."""
+def greedy_answers(folder, questions):
+    """Returns the texts that the model in `folder` answers, without randomness."""
     policy = load_policy(folder, load_tokenizer(folder), "float32")
-    items = arithmetic.load("validation")[:200]
     groups = sample_groups(
         policy.model,
-        [prompt_ids(policy.tokenizer, arithmetic.messages(item["question"])) for item in items],
+        [prompt_ids(policy.tokenizer, arithmetic.messages(question)) for question in questions],
         group_size=1,
         max_new_tokens=24,
         temperature=0,
@@ -102,9 +100,17 @@ def diagnose(folder):
         vocab_size=policy.vocab_size,
         generator=None,
     )
+    return [policy.text(completion) for (completion,) in groups]
+
+
+def diagnose(folder):
+    """Returns the shares of 200 greedy answers with a true equation, which shows arithmetic, and
+    with the operator that the question asks for, which shows habit."""
+    items = arithmetic.load("validation")[:200]
+    answers = greedy_answers(folder, [item["question"] for item in items])
     true = right = 0
-    for item, (completion,) in zip(items, groups, strict=True):
-        if match := re.search(r"(\d+)([+-])(\d+)=(\d+)", policy.text(completion)):
+    for item, answer in zip(items, answers, strict=True):
+        if match := re.search(r"(\d+)([+-])(\d+)=(\d+)", answer):
             a, operator, b, value = match.groups()
             true += int(value) == (int(a) + int(b) if operator == "+" else int(a) - int(b))
             right += operator == item["operator"]
@@ -118,22 +124,22 @@ def free_port():
 
 
 def start(command, log=None):
-    """Starts a command in a session of its own, so that Ctrl-C reaches only us and we end it."""
+    """Starts a command in a session of its own: Ctrl-C reaches only this process, which ends it."""
     # The scripts set GOMP_SPINCOUNT too, but this file has imported torch before them
     env = {"GOMP_SPINCOUNT": "1000"} | os.environ | {"OMP_NUM_THREADS": "1"}  # perhaps two cores
     return subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
 
 
 def stop(process):
-    """Ends what start() has started, with all its children; kills what takes longer than 5 s."""
+    """Ends what start() has started, with all its children; kills it after 5 s."""
     with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
         os.killpg(process.pid, signal.SIGTERM)
-        psutil.wait_procs([psutil.Process(process.pid)], timeout=5)
+        psutil.wait_procs([process], timeout=5)
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def train_and_serve(seed, rewards, look):
-    """Returns when the trainer has ended; the server is still there, for look() and diagnose()."""
+    """Runs trainer and server until the trainer has ended, then calls look(url of the server)."""
     port = free_port()
     log_path = Path(RUN_DIR, "ref_server.log")
     with open(log_path, "w") as log:
@@ -150,8 +156,8 @@ def train_and_serve(seed, rewards, look):
 
 
 # --- Main ---------------------------------------------------------------------------
-def main(seed, rewards="plain", look=lambda url: None):  # look: after training, at the server
-    for number in ENDS:  # also where a shell ignores Ctrl-C (`&`); only nohup's wish is kept
+def main(seed, rewards="plain", look=lambda url: None):
+    for number in ENDS:  # also if a shell ignores Ctrl-C (`&`); only nohup's SIG_IGN is kept
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda n, _: sys.exit(f"ended by {signal.Signals(n).name}"))
     try:

@@ -26,9 +26,8 @@ def browse(url, *options, size="1200,900", seconds=3):
         command += ["--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
         command += ["--disable-dev-shm-usage", "--enable-logging=stderr", f"--window-size={size}"]
         command += [f"--user-data-dir={profile}", f"--virtual-time-budget={1000 * seconds}"]
-        done = subprocess.run(
-            [*command, *options, url], capture_output=True, timeout=120, check=True
-        )
+        command += [*options, url]
+        done = subprocess.run(command, capture_output=True, timeout=120, check=True)
     console = [line for line in done.stderr.decode().splitlines() if "CONSOLE" in line]
     return done.stdout.decode(), console
 

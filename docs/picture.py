@@ -4,24 +4,21 @@
     .venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
 
 Writes docs/demo.png from each folder's metrics.jsonl; a folder named *shuffled is the control.
-Prints what the model of the first folder answers to the first test questions, before and after.
+Prints how the model of the first folder answers the first test questions, before and after.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from grpo.models import load_tokenizer, prompt_ids
-from grpo.sampling.policy import load_policy
-from grpo.sampling.sampler import sample_groups
+from demo import greedy_answers
 from tasks import arithmetic
 
 PICTURE = Path(__file__).with_name("demo.png")
 QUESTIONS = 3  # in the table
-LABELS = {"eval_accuracy": "greedy, 500 unseen questions", "accuracy": "sampled, in training"}
-STYLES = {
-    "eval_accuracy": {"marker": "o", "linewidth": 1.6},
-    "accuracy": {"linewidth": 0.8, "alpha": 0.5},
+CURVES = {  # metric: label and style
+    "eval_accuracy": ("greedy, 500 unseen questions", {"marker": "o", "linewidth": 1.6}),
+    "accuracy": ("sampled, in training", {"linewidth": 0.8, "alpha": 0.5}),
 }
 
 
@@ -37,15 +34,12 @@ def draw(folders):
         lines = Path(folder, "metrics.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
         control = folder.endswith("shuffled")
-        for metric, label in LABELS.items():
+        color = "tab:gray" if control else "tab:blue"
+        for metric, (label, style) in CURVES.items():
             label = f"control, rewards shuffled: {label}" if control else label
             points = [(r["step"], r[metric]) for r in records if metric in r]
-            ax.plot(
-                *zip(*points, strict=True),
-                color="tab:gray" if control else "tab:blue",
-                label="_" if label in named else label,
-                **STYLES[metric],
-            )
+            shown = "_" if label in named else label
+            ax.plot(*zip(*points, strict=True), color=color, label=shown, **style)
             named.add(label)
     ax.set(xlabel="step (optimiser update)", ylabel="accuracy", ylim=(0, 1.02))
     ax.grid(alpha=0.3)
@@ -53,29 +47,13 @@ def draw(folders):
     figure.savefig(PICTURE, dpi=110)
 
 
-def answers(folder, questions):
-    """Returns the greedy answers of the model in `folder`."""
-    policy = load_policy(folder, load_tokenizer(folder), "float32")
-    groups = sample_groups(
-        policy.model,
-        [prompt_ids(policy.tokenizer, arithmetic.messages(question)) for question in questions],
-        group_size=1,
-        max_new_tokens=24,
-        temperature=0,
-        eos_ids=policy.eos_ids,
-        vocab_size=policy.vocab_size,
-        generator=None,
-    )
-    return [policy.text(completion) for (completion,) in groups]
-
-
 def main(folders):
     draw(folders)
     questions = [item["question"] for item in arithmetic.load("test")[:QUESTIONS]]
-    before = answers(f"{folders[0]}/warm_start", questions)
-    after = answers(max(Path(folders[0]).glob("step_*")), questions)
-    for row in zip(questions, before, after, strict=True):
-        print(f"| {row[0]} | `{row[1]}` | `{row[2]}` |")
+    before = greedy_answers(f"{folders[0]}/warm_start", questions)
+    after = greedy_answers(max(Path(folders[0]).glob("step_*")), questions)
+    for question, one, other in zip(questions, before, after, strict=True):
+        print(f"| {question} | `{one}` | `{other}` |")
 
 
 if __name__ == "__main__":
