@@ -1,6 +1,6 @@
 """The GRPO loss of grpo/loss.py, same names, arguments and results, without the full logits.
 
-How it gets along without them. For N = 4096 tokens of Qwen2.5 the logits (N, V') take 1.2 GB in
+How it avoids them. For N = 4096 tokens of Qwen2.5 the logits (N, V') take 1.2 GB in
 bf16, and plain torch holds them three to seven times (float32, softmax, gradients). Here the tokens
 pass the LM head W in chunks of C, which share one buffer Z:
 
@@ -12,7 +12,7 @@ pass the LM head W in chunks of C, which share one buffer Z:
 Only dH, dW and Z are held. All four steps fit into the forward pass, as the loss is a sum over
 tokens: a token's logits alone give their gradient, up to the factor that `backward` receives. That
 is three products; four, if the backward pass computed the logits again. Padding, of weight 0,
-leaves before the first. Where Triton can't run, class Rows does its step in torch.
+is left out before the first. Where Triton can't run, class Rows does its step in torch.
 
 The derivation. For a token with logits z = W h, temperature tau and sampled id y:
 
@@ -379,7 +379,7 @@ if triton:
 
 
 def launch(rows, logits, grad, part, *, forward, backward):
-    """Runs row_kernel on the rows `part`; in the place of what it does not read stands `top`."""
+    """Runs row_kernel on the rows `part`; `top` stands in for each tensor that it does not read."""
     given = rows.given if forward and backward else LossArguments()
     fields = rows.logps, rows.entropy, rows.top, rows.log_sum, rows.slopes, *given[:5]
     row_kernel[(len(logits),)](

@@ -50,7 +50,7 @@ def token_weights(lengths, *, loss_type, sequences, tokens, max_completion_token
         denominator = sequences * lengths.float().clamp(min=1)
     elif loss_type == "dapo":  # mean over all tokens of the step (DAPO, 2503.14476, eq. 8)
         denominator = max(tokens, 1)
-    elif loss_type == "dr_grpo":  # a constant, in which no length takes part
+    elif loss_type == "dr_grpo":  # a constant, whatever the lengths
         denominator = sequences * max_completion_tokens
     else:
         raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
@@ -91,8 +91,8 @@ def policy_loss(
         k3 = exp(d) - d - 1, where d = ref_logp - logp              (DeepSeekMath, eq. 3 and 4)
 
     Why r: the tokens were sampled by an old policy; r reweighs them to the one that is trained.
-    Why the min: a token whose r has left the range in the direction that A wants gets no gradient,
-    it went far enough; in the other direction it keeps all of it, to come back (PPO, 1707.06347).
+    Why the min: a token whose r has left the range in the direction that A wants went far enough
+    and gets no gradient; in the other direction it keeps all of it, to come back (PPO, 1707.06347).
     Why k3: averaged over the policy's samples it is KL(policy || reference), as -d is, but it is
     never negative and has less variance (Schulman, joschu.net/blog/kl-approx.html).
 
