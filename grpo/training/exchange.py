@@ -1,13 +1,9 @@
 """Groups and reference log-probs on their way between the reference server and the ranks.
 
-    gather_groups                            the ranks' own groups, on every rank
-    Inbox                                    groups that rank 0, which alone leases, has received
-    take_workers_groups, take_regrouped      complete groups out of the inbox
-    ReferenceLogps                           log-probs of the ranks' own groups, as they are scored
-
-Of the ranks' own groups only the reference's log-probs come back, while the first micro-batches are
-trained: so scoring takes no time of its own. Every rank knows all groups of the step, and computes
-denominators and everyone's micro-batches by itself.
+Rank 0 alone leases groups, into its Inbox, and shares them. Of the ranks' own groups only the
+reference's log-probs come back (ReferenceLogps), while the first micro-batches are trained: so
+scoring takes no time of its own. Every rank knows all groups of the step, and computes denominators
+and everyone's micro-batches by itself.
 
 All ranks call a function marked "Collective", in the same order; otherwise the run hangs.
 """

@@ -1,9 +1,4 @@
-"""Ranks wait for each other, name who is missing, and end when a rank or their launcher is gone.
-
-meet(what), gathered(value, what)        a collective begins when all ranks are here, however late
-watch_launcher()                         a rank ends when deepspeed, which started it, does
-Heartbeats(rank, world, limit)           and when another rank is no longer heard from
-"""
+"""Ranks wait for each other, name who is missing, and end when a rank or their launcher is gone."""
 
 import functools
 import os

@@ -39,16 +39,15 @@ class Run:
 
 def start_run(c, tokenizer, recipe, questions, server):
     """Collective: returns the Run, new or resumed, once all ranks may begin to sample."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     policy = make_policy(c, tokenizer)
     engine = make_engine(c, policy)
     # Workers take the seed's own order of prompts, so the ranks take another one
     order = f"{c.SEED}/trainer" if c.PUBLISH_STEPS else c.SEED
-    stream = Stream(recipe.prompts, order, rank, world)
+    stream = Stream(recipe.prompts, order, rank, dist.get_world_size())
     progress = open_run(c.RUN_DIR, vars(c), engine, stream, server)
-    inbox, clock = None, Clock()
-    if server and rank == 0:
-        inbox = Inbox(server, progress.run, c.WAIT_LIMIT_SECONDS)
+    inbox = Inbox(server, progress.run, c.WAIT_LIMIT_SECONDS) if server and rank == 0 else None
+    clock = Clock()
     run = Run(
         policy=policy,
         engine=engine,
