@@ -35,12 +35,11 @@ from grpo.sampling.sampler import sample_groups
 from grpo.tiny_model import warm_start
 from tasks import arithmetic
 
-# The environment variables are for tests, and for choosing constants without the test split
+# The environment variables are for the tests and the pictures
 RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo")
 WARM_START = f"{RUN_DIR}/warm_start"  # where the policy starts, and the reference
 WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
 STEPS = int(os.environ.get("DEMO_STEPS", "100"))
-EVAL_SPLIT = os.environ.get("DEMO_EVAL_SPLIT", "test")
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the demo
 
 
@@ -74,7 +73,6 @@ def train(port, seed, rewards):
     trainer.GRADIENT_CHECKPOINTING = False
     trainer.DTYPE = "float32"  # a tiny model, on a GPU too
     trainer.EVAL_STEPS = 40
-    trainer.EVAL_SPLIT = EVAL_SPLIT
     if rewards == "shuffled":  # metrics still come from the true rewards, advantages do not
         make_group, draw = trainer.make_group, random.Random(seed)
 
