@@ -19,17 +19,14 @@ CURVES = {  # title: the metrics that share its axes
 
 def plot(run_dir) -> Path:
     """Writes run_dir/curves.png from run_dir/metrics.jsonl and returns its path."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no screen needed
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     path, target = Path(run_dir, "metrics.jsonl"), Path(run_dir, "curves.png")
     if not path.exists():
         sys.exit(f"{path} is not there: give the folder of a run, e.g. python plot.py runs/demo")
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    figure, axes = plt.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
-    for ax, (title, names) in zip(axes.flat, CURVES.items(), strict=True):
+    figure = Figure(figsize=(13, 6.5), layout="constrained")
+    for ax, (title, names) in zip(figure.subplots(2, 3).flat, CURVES.items(), strict=True):
         for name in names:
             points = [(r["step"], r[name]) for r in records if name in r]
             if points:
@@ -40,7 +37,6 @@ def plot(run_dir) -> Path:
         if ax.lines:
             ax.legend()
     figure.savefig(target, dpi=110)
-    plt.close(figure)
     return target
 
 

@@ -23,12 +23,10 @@ CURVES = {  # metric: label and style
 
 
 def draw(folders):
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")  # no screen needed
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    ax = figure.subplots()
     named = set()  # one entry of the legend for all seeds
     for folder in folders:
         lines = Path(folder, "metrics.jsonl").read_text().splitlines()

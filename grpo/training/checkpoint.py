@@ -49,7 +49,8 @@ def leads(folder):
 def save(folder, policy, engine, stream, state, keep):
     """Collective: saves step_N, where N is state["step"], and deletes all but the newest `keep`."""
     rank, leader = dist.get_rank(), leads(folder)
-    draft, final, files = Path(folder, DRAFT), Path(folder, f"step_{state['step']:06d}"), []
+    draft, final = Path(folder, DRAFT), Path(folder, f"step_{state['step']:06d}")
+    files = []
     if leader:
         for leftover in (draft, final):  # `final` is incomplete, here or on another machine
             shutil.rmtree(leftover, ignore_errors=True)
