@@ -37,33 +37,23 @@ def pack_by_tokens(sizes, units, budget):
     """Returns `units` (lists of sequence numbers) packed into batches, in their order.
 
     A unit is never split. A batch has at most `budget` padded_tokens, unless it is a single unit.
-    Sequences of a prompt must be neighbours.
     Example: [(0, 5, 3), (0, 5, 2), (1, 4, 1)], [[0], [1], [2]], 14 -> [[0, 1], [2]]
     """
-    batches, prompts, wide, long = [], 0, 0, 0
+    batches = []
     for unit in units:
-        own = shape(sizes, unit)
-        shared = bool(batches) and sizes[batches[-1][-1]][0] == sizes[unit[0]][0]
-        grown = prompts + own[0] - shared, max(wide, own[1]), max(long, own[2])
-        if not batches or padded_tokens(len(batches[-1]) + len(unit), *grown) > budget:
+        if not batches or padded_tokens(sizes, batches[-1] + unit) > budget:
             batches.append([])
-            grown = own
         batches[-1] += unit
-        prompts, wide, long = grown
     return batches
 
 
-def shape(sizes, numbers):
-    """Returns (prompts, tokens of the longest prompt, tokens of the longest completion)."""
-    prompts, wide, long = zip(*(sizes[number] for number in numbers), strict=True)
-    return len(set(prompts)), max(wide), max(long)
-
-
-def padded_tokens(sequences, prompts, wide, long):
+def padded_tokens(sizes, batch):
     """Returns a batch's cost in tokens: prompts, each as wide as the widest; completions, each as
     long as the longest; and an eighth of each prompt token that a further sequence shares, whose
     keys and values take no work, but memory."""
-    return prompts * wide + sequences * long + (sequences - prompts) * wide // 8
+    prompts, widths, lengths = zip(*(sizes[number] for number in batch), strict=True)
+    different, wide = len(set(prompts)), max(widths)
+    return different * wide + len(batch) * max(lengths) + (len(batch) - different) * wide // 8
 
 
 def whole_groups(sizes, budget):
@@ -72,7 +62,7 @@ def whole_groups(sizes, budget):
     units = []
     for _, run in itertools.groupby(in_order(sizes), key=lambda number: sizes[number][0]):
         numbers = list(run)
-        fit = padded_tokens(len(numbers), *shape(sizes, numbers)) <= budget
+        fit = padded_tokens(sizes, numbers) <= budget
         units += [numbers] if fit else [[number] for number in numbers]
     return units
 
@@ -88,7 +78,7 @@ def plan_micro_batches(sizes, world, budget):
     units = [[number] for number in in_order(sizes)]
     full = pack_by_tokens(sizes, units, budget)
     count = -(-len(full) // world) * world
-    cost = sum(padded_tokens(len(batch), *shape(sizes, batch)) for batch in full)
+    cost = sum(padded_tokens(sizes, batch) for batch in full)
     limit = min(budget, cost / max(count, 1))
     while len(batches := pack_by_tokens(sizes, units, limit)) > count:
         limit = min(budget, GROWTH * limit)
