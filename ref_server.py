@@ -73,7 +73,7 @@ def make_app(
     pool = Pool(store) if regroup else None
     app = Gate(live.error, store.path, token=token, max_body_bytes=max_body_bytes)
     add_uploads(app, store, policies, pacing, live, reference, pool)
-    add_leases(app, store, reference, pool, lease_seconds, lease_wait)
+    add_leases(app, store, reference, lease_seconds, lease_wait)
     add_runs(app, store, policies)
     add_policies(app, policies, pacing, reference)
     add_views(app, store, policies, pacing, live, reference, regroup)
@@ -114,12 +114,10 @@ def add_uploads(app, store, policies, pacing, live, reference, pool):
         return {"stored": stored}
 
 
-def add_leases(app, store, reference, pool, lease_seconds, lease_wait):
+def add_leases(app, store, reference, lease_seconds, lease_wait):
     @app.takes_json("/lease")
     def lease(run: str, limit: int, oldest: int = 0, wait: bool = True, step: int = 0):
-        store.drop_old(run, oldest)
-        if pool:
-            pool.drop_old(run, oldest, step)
+        store.drop_old(run, oldest, step)
         bottle.response.set_header("X-Dropped", str(store.report_dropped(run)))
         limit, patience = max(1, min(limit, 4096)), lease_wait if wait else 0
         bodies = store.lease(run, limit, seconds=lease_seconds, patience=patience)

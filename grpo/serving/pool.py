@@ -58,13 +58,6 @@ class Pool:
         for new in joined:
             self.store.insert(new, pack_group(new), "waiting", made=made)
 
-    def drop_old(self, run, oldest, step):
-        """Drops pooled groups that a policy before version `oldest` sampled; a run that resumes
-        from before `step` gets them back."""
-        with self.store.transaction():
-            where = "run=? AND version<?"
-            self.store.move("outgrow", where, (run, oldest), step=step, error="too old")
-
 
 def join_flat(old, new):
     """Returns two groups, each of half of either's completions; [] if both have the same outcome.

@@ -9,18 +9,16 @@
     store.cover(run, step)          # a checkpoint holds what that step learned     -> done
     store.resume(run, step)         # the run resumes from a checkpoint: later steps are undone
 
-TRANSITIONS has all that can happen to a group. In the history that survives, each group is trained
-exactly once: what a worker sampled is kept until a checkpoint covers the step that used it, and a
-run that resumes from an earlier one gets it again, in the same order; what the ranks sampled they
-sample again, under the same ids. Rows are never deleted, so that a late repeat of an upload is
-recognised and the ledger adds up.
+In the history that survives, each group is trained exactly once: what a worker sampled is kept
+until a checkpoint covers the step that used it, and a run that resumes from an earlier one gets it
+again, in the same order; the ranks sample theirs again, under the same ids. Rows are never deleted,
+so that a late repeat of an upload is recognised and the ledger adds up.
 """
 
 import itertools
 import json
 import time
 from collections import Counter
-from contextlib import contextmanager
 
 from grpo.serving.database import Database
 
@@ -74,6 +72,7 @@ CREATE TRIGGER IF NOT EXISTS ended AFTER UPDATE OF bytes ON groups WHEN NEW.byte
     BEGIN DELETE FROM bodies WHERE seq=NEW.seq; END;
 CREATE INDEX IF NOT EXISTS by_item ON groups (state, run, item);
 CREATE INDEX IF NOT EXISTS by_state ON groups (state, run, seq);
+CREATE INDEX IF NOT EXISTS by_bytes ON groups (bytes) WHERE bytes>0;
 CREATE TABLE IF NOT EXISTS reference (facts TEXT);
 """
 
@@ -93,25 +92,13 @@ class Store:
         columns = [row[1] for row in self.db.rows("PRAGMA table_info(groups)")]
         if columns and "replay" not in columns:
             raise SystemExit(f"{path} is an older version's store: finish its runs, or delete it")
+        self.transaction = self.db.transaction
         self.db.executescript(SCHEMA)
-        self.unreported = Counter()  # of each run, groups too old that its trainer has not heard of
-        self.bytes = self._sum()  # of all bodies
+        self.unreported = Counter()  # run -> groups too old, until report_dropped
         with self.transaction():  # answers to leases died with the server before
             self.move("release")
 
     # --- Changes ------------------------------------------------------------------
-    @contextmanager
-    def transaction(self):
-        """What is stored within is atomic, and seen by other threads all at once."""
-        with self.db.changed:
-            before = self.bytes
-            try:
-                with self.db.transaction():
-                    yield
-            except BaseException:
-                self.bytes = before
-                raise
-
     def move(self, event, where="1", values=(), **columns):
         """Applies a transition to the groups of `where` that are in a state for it, and sets more
         `columns`. Returns how many. Call it in a transaction."""
@@ -122,7 +109,6 @@ class Store:
         if body == "until covered" and columns.get("step") is not None:
             changes.append("was=REPLACE(state, 'leased', 'scored')")
         elif body != "kept":
-            self.bytes -= self._sum(where, values)
             columns |= {"bytes": 0, "step": None, "was": None}  # the trigger deletes the bodies
         changes += [f"{name}=?" for name in columns]
         query = f"UPDATE groups SET {', '.join(changes)} WHERE {where}"
@@ -146,7 +132,6 @@ class Store:
         ).lastrowid
         if body:
             self.db.execute("INSERT INTO bodies VALUES (?, ?)", (seq, body))
-        self.bytes += len(body)
         return seq
 
     # --- Uploads ------------------------------------------------------------------
@@ -184,11 +169,9 @@ class Store:
         """Stores {seq: body with log-probs}, all at once: a lease that waits finds all of them."""
         with self.transaction():
             for seq, body in bodies.items():
-                before = self._sum("seq=?", (seq,))
                 # else it was acknowledged or dropped meanwhile, and must not come back
                 if self.move("score", "seq=?", (seq,), bytes=len(body)):
                     self.db.execute("UPDATE bodies SET body=? WHERE seq=?", (body, seq))
-                    self.bytes += len(body) - before
 
     def failed(self, seq, error):
         """Marks a group that can't be scored: its run's next lease raises the error."""
@@ -237,22 +220,21 @@ class Store:
         )
 
     def ack(self, run, ids, step):
-        """The groups were trained, after `step` updates. Returns how many just now. The ranks' own
-        bodies are deleted, as they can sample them again; workers' are kept for now."""
+        """Marks groups as trained, after `step` updates; returns how many were not yet. The ranks'
+        own bodies are deleted, as they can sample them again; workers' are kept for now."""
         with self.transaction():
-            where = "run=? AND id=? AND made"
-            own = sum(self.move("train", f"{where} NOT NULL", (run, id)) for id in ids)
-            return own + sum(
-                self.move("train", f"{where} IS NULL", (run, id), step=step) for id in ids
-            )
+            own, workers = "run=? AND id=? AND made NOT NULL", "run=? AND id=? AND made IS NULL"
+            count = sum(self.move("train", own, (run, id)) for id in ids)
+            return count + sum(self.move("train", workers, (run, id), step=step) for id in ids)
 
-    def drop_old(self, run, oldest):
-        """Drops groups that a policy before version `oldest` sampled. Returns how many."""
+    def drop_old(self, run, oldest, step=None):
+        """Drops groups that a policy before version `oldest` sampled; with `step` pooled ones too,
+        which a run that resumes from before that step gets back."""
         with self.transaction():
-            where = "run=? AND version<?"
-            count = self.move("expire", where, (run, oldest), error="too old")
-            self.unreported[run] += count
-        return count
+            old = "run=? AND version<?", (run, oldest)
+            self.unreported[run] += self.move("expire", *old, error="too old")
+            if step is not None:
+                self.move("outgrow", *old, step=step, error="too old")
 
     def report_dropped(self, run):
         """Returns how many groups of the run were dropped as too old since the last call."""
@@ -271,12 +253,11 @@ class Store:
             self.move("cover", "run=? AND IFNULL(step, made)<?", (run, step))
             # those that a step joined or dropped stay so, without a body
             ended = "run=? AND step<? AND bytes>0 AND state IN ('joined', 'dropped')"
-            self.bytes -= self._sum(ended, (run, step))
             self.db.execute(f"UPDATE groups SET bytes=0 WHERE {ended}", (run, step))
 
     def resume(self, run, step):
-        """The run resumes from its checkpoint after `step` updates: undoes what came after it.
-        Returns how many groups will be leased again, and how many the ranks sample again."""
+        """Undoes what came after the run's checkpoint after `step` updates. Returns how many groups
+        will be leased again, and how many the ranks sample again."""
         with self.transaction():
             self.cover(run, step)
             own, undone = "run=? AND made>=?", "run=? AND step>=? AND bytes>0"
@@ -296,9 +277,13 @@ class Store:
             self.cover(run, 2**62)
 
     # --- What there is ------------------------------------------------------------
-    def _sum(self, where="1", values=()):
-        """Returns the bytes of these groups' bodies."""
-        query = f"SELECT IFNULL(SUM(bytes), 0) FROM groups WHERE {where}"
+    @property
+    def bytes(self):
+        """The size of all bodies."""
+        return self._sum("1")
+
+    def _sum(self, where, values=()):
+        query = f"SELECT IFNULL(SUM(bytes), 0) FROM groups WHERE bytes>0 AND {where}"
         return self.db.value(query, values)
 
     def _body(self, seq):
@@ -325,32 +310,30 @@ class Store:
         return {state: round(max(0, time.time() - uploaded), 1) for state, uploaded in rows}
 
     def stats(self):
-        """Returns the number of groups in each state, bytes, and the age of the oldest group that
-        waits, in seconds. kept_bytes are those that wait for a checkpoint."""
+        """Returns the number of groups in each state, the bytes of all bodies and of those that
+        wait for a checkpoint, and the age in seconds of the oldest group that is not scored."""
         with self.db.changed:
             counts = dict(self.db.rows("SELECT state, COUNT(*) FROM groups GROUP BY state"))
-            kept, oldest = self._sum("step NOT NULL"), self.ages().get("waiting", 0)
-        sizes = {"bytes": self.bytes, "kept_bytes": kept, "max_bytes": self.max_bytes}
-        states = {state: counts.get(state, 0) for state in STATES}
-        return states | sizes | {"oldest_waiting_s": oldest}
+            return {state: counts.get(state, 0) for state in STATES} | {
+                "bytes": self.bytes,
+                "kept_bytes": self._sum("step NOT NULL"),
+                "max_bytes": self.max_bytes,
+                "oldest_waiting_s": self.ages().get("waiting", 0),
+            }
 
     def ledger(self, run):
         """Returns where the run's groups have gone, which adds up: uploaded + regrouped = trained +
         waiting + joined + failed + dropped. `dropped` has counts by reason."""
-        rows = self.db.rows(
-            "SELECT state, error, sampler='regrouped', COUNT(*) FROM groups WHERE run=?"
-            " GROUP BY 1, 2, 3",
-            (run,),
-        )
-        counts, dropped, regrouped = Counter(), Counter(), 0
-        for state, reason, is_regrouped, count in rows:
+        query = "SELECT state, error, sampler, COUNT(*) FROM groups WHERE run=? GROUP BY 1, 2, 3"
+        counts, dropped = Counter(), Counter()
+        for state, reason, sampler, count in self.db.rows(query, (run,)):
             counts[state] += count
-            regrouped += is_regrouped * count
+            counts["regrouped" if sampler == "regrouped" else "uploaded"] += count
             if state == "dropped":
                 dropped[reason or "?"] += count
         return {
-            "uploaded": counts.total() - regrouped,
-            "regrouped": regrouped,
+            "uploaded": counts["uploaded"],
+            "regrouped": counts["regrouped"],
             "trained": counts["trained"] + counts["done"],
             "waiting": sum(counts[s] for s in ("waiting", "scored", "leased", "pooled")),
             "joined": counts["joined"],

@@ -140,15 +140,18 @@ def test_old_groups_are_dropped_wherever_they_wait(store):
     store.put(make_group(seed=7, policy_version=1, run="other"), b"x" * 10)
     for seed, state in ((8, "leased"), (9, "failed")):
         store.put(make_group(seed=seed, policy_version=1), b"x" * 10, state)
-    assert store.drop_old("run", 3) == 4
-    Pool(store).drop_old("run", 3, None)  # the flat one, which nobody was waiting for
+    store.drop_old("run", 3, step=9)
+    assert store.report_dropped("run") == 4  # not the flat one, which nobody was waiting for
     assert_bytes(store)
     stats = store.stats()
     assert (stats["dropped"], stats["pooled"]) == (5, 0)
     assert (stats["waiting"], stats["scored"], stats["leased"], stats["failed"]) == (2, 1, 1, 1)
-    assert store.drop_old("run", 3) == store.drop_old("nobody", 99) == 0
+    store.drop_old("run", 3)
+    store.drop_old("nobody", 99)
+    assert store.report_dropped("run") == store.report_dropped("nobody") == 0
     assert not store.put(make_group(seed=0, policy_version=1), b"late again")
-    assert store.drop_old("run", -4) == 0  # the first steps
+    store.drop_old("run", -4)  # the first steps
+    assert store.report_dropped("run") == 0
 
 
 def test_a_group_that_is_dropped_while_it_is_scored_stays_dropped(store):
@@ -184,15 +187,13 @@ def test_bytes_are_right_at_all_times_and_when_it_is_opened_again(tmp_path):
             else:
                 store.put(group, pack_group(group), rng.choice(["waiting", "scored"]))
         except StoreFull:
-            store.drop_old("run", seed - 10)
-            Pool(store).drop_old("run", seed - 10, None)
+            store.drop_old("run", seed - 10, step=seed)
         for seq, body in store.waiting(rng.randint(0, 3), 0):
             store.scored({seq: body * 2}) if rng.random() < 0.9 else store.failed(seq, "error")
         ids = [id for (id,) in store.db.execute("SELECT id FROM groups WHERE state='failed'")]
         done(store, ids)
         done(store, list(store.lease("run", 2, seconds=60, patience=0)))
-        store.drop_old("run", seed - 60)
-        Pool(store).drop_old("run", seed - 60, None)
+        store.drop_old("run", seed - 60, step=seed)
         assert_bytes(store)
     stats = store.stats()
     assert min(stats[state] for state in ("done", "joined", "dropped")) > 10

@@ -121,11 +121,11 @@ def test_a_join_of_the_ranks_is_undone_with_the_step_that_made_it(store):
 def test_a_pooled_group_that_grew_too_old_is_young_again(store):
     old = flat_group(-1.0, 3, 0)
     Pool(store).add(old, pack_group(old), 0)
-    Pool(store).drop_old("run", 4, step=8)
-    assert store.drop_old("run", 4) == 0 and store.stats()["pooled"] == 0
+    store.drop_old("run", 4, step=8)
+    assert store.report_dropped("run") == 0 and store.stats()["pooled"] == 0
     store.resume("run", 6)
     assert store.stats()["pooled"] == 1
-    Pool(store).drop_old("run", 4, step=8)
+    store.drop_old("run", 4, step=8)
     store.cover("run", 9)
     store.resume("run", 9)
     assert store.bytes == 0 and adds_up(store)["dropped"] == {"too old": 1}
