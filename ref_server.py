@@ -81,7 +81,7 @@ def make_app(
 
 
 def add_uploads(app, store, policies, pacing, live, reference, pool):
-    @app.post("/upload", apply=app.blame)
+    @app.post("/upload")
     def upload():
         body, query = app.read_body(), bottle.request.query
         several = query.get("several") == "1"
@@ -156,7 +156,7 @@ def add_runs(app, store, policies):
 
 
 def add_policies(app, policies, pacing, reference):
-    @app.put("/policy", apply=app.blame)
+    @app.put("/policy")
     def put_policy():
         run, at = app.read_query("version", "offset")
         return {"bytes": policies.write(run, at["version"], at["offset"], app.read_body())}

@@ -5,9 +5,8 @@
     @app.takes_json("/ack")                               # POST {"run": "a", "ids": []}
     def ack(run: str, ids: list, step: int = 0): ...      # types are checked, step may be missing
 
-A route gets a complete body, or values of the types it names, and may raise: ValueError for what
-the client sent (400), StoreFull, and what SQLite and the system raise on a full disk (503). All
-else (500) is ScoringFailed or a bug of ours. A refusal is JSON, {"error": a sentence}.
+A route gets a complete body, or values of the types it names. A refusal is JSON, {"error": a
+sentence}; `explain` says which exception of a route becomes which status.
 """
 
 import errno
@@ -22,7 +21,7 @@ import waitress
 
 from grpo.serving.store import ScoringFailed, StoreFull
 
-NO_DISK = (sqlite3.OperationalError, OSError)
+READS = ("GET", "HEAD")  # requests that send nothing
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -35,9 +34,9 @@ class Gate(bottle.Bottle):
         self.add_hook("before_request", self.authorise)
         self.install(self.explain)
 
-    # --- Who may ask --------------------------------------------------------------
+    # --- Authentication -----------------------------------------------------------
     def authorise(self):
-        path, get = bottle.request.path, bottle.request.method in ("GET", "HEAD")
+        path, get = bottle.request.path, bottle.request.method in READS
         if not get and "HTTP_ORIGIN" in bottle.request.environ:  # a web page, not a client of ours
             self.refuse(403, "this is no address for web pages to send to")
         if not self.token or (get and path == "/health"):
@@ -53,7 +52,7 @@ class Gate(bottle.Bottle):
         ask = {"WWW-Authenticate": 'Basic realm="grpo-split"'} if path in ("/", "/live") else {}
         self.refuse(401, "no or wrong token: set GRPO_TOKEN to the server's on this machine", **ask)
 
-    # --- What was sent ------------------------------------------------------------
+    # --- Requests -----------------------------------------------------------------
     def read_body(self):
         text = bottle.request.environ.get("CONTENT_LENGTH") or ""
         length = int(text) if text.isdecimal() and len(text) < 20 else -1
@@ -96,42 +95,34 @@ class Gate(bottle.Bottle):
             self.refuse(400, f"a query of text, where version and offset must be numbers: {error}")
 
     def takes_json(self, path):
-        """A route for POST: its parameters are the names and types that the body's JSON must have.
-        Where it raises ValueError, the client is to blame."""
+        """Decorates a route for POST, whose parameters are the names and types that the body's JSON
+        must have."""
 
         def install(route):
             parameters = list(inspect.signature(route).parameters.values())
-            self.post(path, apply=self.blame)(lambda: route(*self.read_json(parameters)))
+            self.post(path)(lambda: route(*self.read_json(parameters)))
             return route
 
         return install
 
-    # --- What is refused ----------------------------------------------------------
-    def blame(self, route):
-        """A ValueError is about what was sent (also text that is not UTF-8): 400. Only for routes
-        to which something is sent: elsewhere it is a bug of ours."""
-
-        def answer(*args, **kwargs):
-            try:
-                return route(*args, **kwargs)
-            except ValueError as error:
-                self.refuse(400, str(error))
-
-        return answer
-
+    # --- Refusals -----------------------------------------------------------------
     def explain(self, route):
-        """A full store or disk, in any route, is a 503: nothing was stored, and clients wait. What
-        returns nothing is answered with {}."""
+        """Answers {} where the route returns None, and refuses where it raises: with 400 where the
+        client sent a wrong value, 503 where store or disk is full (clients try again), else 500."""
 
         def answer(*args, **kwargs):
             try:
                 result = route(*args, **kwargs)
                 return {} if result is None else result
+            except ValueError as error:
+                if bottle.request.method in READS:  # a bug of ours
+                    raise
+                self.refuse(400, str(error))
             except ScoringFailed as error:
                 self.refuse(500, str(error))
             except StoreFull as error:
                 self.refuse(503, str(error), **{"Retry-After": "1"})
-            except NO_DISK as error:
+            except (sqlite3.OperationalError, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in NO_SPACE:
                     raise
                 reason = f"the disk of the store {self.store_path} is full, or fails: {error}; make"
@@ -147,7 +138,7 @@ class Gate(bottle.Bottle):
         raise bottle.HTTPResponse(json.dumps({"error": reason}), status, headers)
 
     def default_error_handler(self, error):
-        """404, 405, and 500 for what nobody foresaw (bottle prints its traceback)."""
+        """Answers 404, 405, and 500 for a bug (bottle prints its traceback)."""
         bottle.response.content_type = "application/json"
         if error.exception:
             self.show_error(f"{bottle.request.method} {bottle.request.path}: {error.exception!r}")
