@@ -22,7 +22,6 @@ import os
 import signal
 import sqlite3
 import sys
-import threading
 import time
 from functools import partial
 
@@ -31,6 +30,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see grpo_ref_sp
 import bottle
 
 from grpo.constants import arguments, check_names, usage
+from grpo.log import in_background
 from grpo.models import load_tokenizer
 from grpo.serving.checks import check_server_constants
 from grpo.serving.dashboard import PLAIN, Live, load_page
@@ -73,8 +73,7 @@ def make_app(
     pool = Pool(store) if regroup else None
     app = Gate(live.error, store.path, token=token, max_body_bytes=max_body_bytes)
     add_uploads(app, store, policies, pacing, live, reference, pool)
-    add_leases(app, store, reference, lease_seconds, lease_wait)
-    add_runs(app, store, policies)
+    add_training(app, store, policies, reference, lease_seconds, lease_wait)
     add_policies(app, policies, pacing, reference)
     add_views(app, store, policies, pacing, live, reference, regroup)
     return app
@@ -84,12 +83,10 @@ def add_uploads(app, store, policies, pacing, live, reference, pool):
     @app.post("/upload")
     def upload():
         body, query = app.read_body(), bottle.request.query
-        several = query.get("several") == "1"
+        several, pooled = query.get("several") == "1", query.get("pool") == "1"
+        oldest = min(int(query.get("oldest") or 0), 2**62)
         bodies = unpack_bodies(body).values() if several else [body]
-        vocab_size, max_tokens = reference.info["vocab_size"], reference.max_tokens
-        # all are valid, or none is stored
-        groups = [unpack_group(b, vocab_size=vocab_size, max_tokens=max_tokens) for b in bodies]
-        pooled, oldest = query.get("pool") == "1", min(int(query.get("oldest") or 0), 2**62)
+        groups = [unpack_group(b, **reference.limits) for b in bodies]  # all valid, or none stored
         with store.transaction():  # or scoring would begin with a part of them
             answers = [take(*pair, pooled, oldest) for pair in zip(groups, bodies, strict=True)]
         return {"groups": answers} if several else answers[0]
@@ -114,7 +111,7 @@ def add_uploads(app, store, policies, pacing, live, reference, pool):
         return {"stored": stored}
 
 
-def add_leases(app, store, reference, lease_seconds, lease_wait):
+def add_training(app, store, policies, reference, lease_seconds, lease_wait):
     @app.takes_json("/lease")
     def lease(run: str, limit: int, oldest: int = 0, wait: bool = True, step: int = 0):
         store.drop_old(run, oldest, step)
@@ -140,8 +137,6 @@ def add_leases(app, store, reference, lease_seconds, lease_wait):
     def drop(run: str, ids: list, reason: str):
         return {"dropped": store.drop(run, [str(id) for id in ids], reason[:200])}
 
-
-def add_runs(app, store, policies):
     app.takes_json("/checkpoint")(store.cover)
 
     @app.takes_json("/resume")
@@ -215,7 +210,6 @@ def add_views(app, store, policies, pacing, live, reference, regroup):
 # --- Scoring ------------------------------------------------------------------------
 def score_while(alive, store, reference):
     """Scores what is uploaded for as long as alive(), and prints how much once a minute."""
-    vocab_size, max_tokens = reference.info["vocab_size"], reference.max_tokens
     said, total = time.monotonic(), 0
     score = partial(reference.score, budget=SCORE_BATCH_TOKENS)
     while alive():
@@ -223,7 +217,7 @@ def score_while(alive, store, reference):
         # a few batches at a time; a token takes about 8 bytes
         groups = store.waiting(limit=64, patience=1, size=32 * SCORE_BATCH_TOKENS)
         try:
-            score_groups(store, groups, score, vocab_size=vocab_size, max_tokens=max_tokens)
+            score_groups(store, groups, score, **reference.limits)
             total += len(groups)
         except sqlite3.OperationalError as error:
             print(f"{STORE}: {error}; make room on its disk. Trying again", flush=True)
@@ -260,8 +254,7 @@ def main():
         regroup=REGROUP,
     )
     server = listen(app, HOST, PORT, THREADS, MAX_BODY_BYTES)
-    http = threading.Thread(target=server.run, daemon=True)
-    http.start()
+    http = in_background(server.run)
     dtype = reference.info["dtype"]
     print(f"serving {MODEL} ({dtype}) on http://{HOST}:{server.effective_port}", flush=True)
     # Scoring is the main thread: if it dies, the process dies, and nobody waits for a dead loop

@@ -109,7 +109,7 @@ class FakeReference:
     """In place of the model: knows what it is, and takes every policy that exists."""
 
     def __init__(self):
-        self.info, self.max_tokens, self.replaced = INFO, 256, []
+        self.info, self.limits, self.replaced = INFO, LIMITS, []
 
     def replace(self, path, weights):
         if path and not path.exists():

@@ -73,7 +73,7 @@ def serve(folder, scratch):
     settings = {"dtype": "float32", "temperature": 1.0, "share_prompts": True}
     reference = scoring.Reference(store, scratch, model=str(folder), **settings)
     limits = {"budget": 100, "temperature": 1.0, "vocab_size": 400}
-    assert len(list(scoring.score_rows(reference.model, PROMPTS, COMPLETIONS, **limits))) == 1
+    assert len(list(scoring.score_sequences(reference.model, PROMPTS, COMPLETIONS, **limits))) == 1
     store.db.close()
 
 

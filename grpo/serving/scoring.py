@@ -1,13 +1,13 @@
 """The reference model of ref_server.py: it scores stored groups, and may become a run's policy.
 
-A score is the log-prob of a sampled token: all that a KL penalty needs of the reference. Sequences
-are scored in batches, the shortest first, and the prompt of a group runs once.
+A score is the log-prob of a sampled token: all that a KL penalty needs of the reference.
 """
 
 import hashlib
 import os
 import queue
 import shutil
+import sqlite3
 import traceback
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,13 +26,13 @@ from grpo_loss_triton import linear_logps
 
 
 # --- Scoring ------------------------------------------------------------------------
-def score_rows(model, prompts, completions, *, budget, temperature, vocab_size):
-    """Yields {index of a sequence: log-probs (T,)} of one batch after another, float32 on the CPU,
-    the shortest first: what is scored first is trained first.
+def score_sequences(model, prompts, completions, *, budget, temperature, vocab_size):
+    """Yields {index of a sequence: its log-probs (T,)}, a batch at a time, float32 on the CPU; the
+    shortest first: what is scored first is trained first.
 
-    `model` is a CompletionModel; neighbours with the same prompt share it. A batch has at most
-    `budget` padded tokens, and is halved while it does not fit the GPU. Raises OutOfMemoryError if
-    a single sequence does not fit.
+    `model` is a CompletionModel, which runs a prompt once for neighbours that have the same. A
+    batch has at most `budget` padded tokens, and is halved while it does not fit the GPU. Raises
+    OutOfMemoryError if a single sequence does not fit.
     """
     numbers = number_prompts(prompts, model.shares)
     sizes = [(n, len(p), len(c)) for n, p, c in zip(numbers, prompts, completions, strict=True)]
@@ -68,22 +68,22 @@ def score_groups(store, stored, score, **limits):
     """Scores stored groups, [(seq, body)], and stores the log-probs of each as soon as it has them:
     the trainer begins with those.
 
-    `score(prompts, completions)` is score_rows with its constants, `limits` are unpack_group's: the
-    groups may have come under another model. A group that can't be scored is marked as failed with
-    its error, which the run's next lease raises; the others are scored.
+    `score(prompts, completions)` is score_sequences with its constants, `limits` are
+    unpack_group's: the groups may have come under another model. A group that can't be scored is
+    marked as failed with its error, which the run's next lease raises; the others are scored.
     """
-    left, parts = dict(stored), scored_parts(stored, score, limits)
-    while left:
-        try:
-            part = next(parts)
-        except Exception as error:  # noqa: BLE001 (printed, stored, raised in the trainer)
-            failure = f"{type(error).__name__}: {error}"
-            traceback.print_exc()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # raises if CUDA is broken for good: end, don't fail all
-            break
-        store.scored(part)
-        left = {seq: body for seq, body in left.items() if seq not in part}
+    left = dict(stored)
+    try:
+        for part in scored_parts(stored, score, limits):
+            store.scored(part)
+            left = {seq: body for seq, body in left.items() if seq not in part}
+    except sqlite3.Error:  # not the groups' fault: the disk is full
+        raise
+    except Exception as error:  # noqa: BLE001 (printed, stored, raised in the trainer)
+        failure = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # raises if CUDA is broken for good: end, don't fail all
     if left and len(stored) == 1:
         store.failed(stored[0][0], failure)
         return
@@ -113,8 +113,8 @@ def scored_parts(stored, score, limits):
 
 # --- The model ----------------------------------------------------------------------
 class Reference:
-    """The frozen model, and `info`, what GET /info says of it. POST /reference gives it the weights
-    of a run's policy, between two batches of groups; they outlast a restart of the server."""
+    """The frozen model, and `info`, the answer to GET /info. POST /reference gives it the weights
+    of a published policy, between two batches of groups; they outlast a restart of the server."""
 
     def __init__(self, store, folder, model, dtype, temperature, share_prompts):
         """`folder` is where a copy of the weights is kept."""
@@ -122,12 +122,13 @@ class Reference:
         facts = tokenizer_facts(load_tokenizer(model))
         loaded, dtype = load_model(model, dtype, facts["vocab_size"])
         loaded.requires_grad_(False)
-        self.max_tokens = getattr(loaded.config, "max_position_embeddings", None)
+        self.limits = {"vocab_size": facts["vocab_size"]}  # of groups, for unpack_group
+        self.limits["max_tokens"] = getattr(loaded.config, "max_position_embeddings", None)
         self.model = CompletionModel(loaded, share_prompts=share_prompts)
         for note in self.model.notes:
             print(note, flush=True)
-        self.facts = {"protocol": PROTOCOL, "model": model, "temperature": temperature}
-        self.facts |= {"dtype": dtype} | facts
+        self.facts = facts | {"protocol": PROTOCOL, "model": model, "dtype": dtype}
+        self.facts["temperature"] = temperature
         self.kept, self.requests = Path(folder, "reference.safetensors"), queue.Queue()
         weights = store.reference_weights() if self.kept.exists() else ""
         if weights:
@@ -137,14 +138,14 @@ class Reference:
 
     def score(self, prompts, completions, budget):
         facts = self.facts
-        return score_rows(
+        return score_sequences(
             self.model, prompts, completions,
             budget=budget, temperature=facts["temperature"], vocab_size=facts["vocab_size"],
         )  # fmt: skip
 
     def replace(self, path, weights):
-        """Waits until the scoring thread has loaded the weights in `path` (None: the model's own),
-        called `weights`. Raises ValueError if they are of another model."""
+        """Waits until the scoring thread has loaded the file `path` (None: the model's own), called
+        `weights`. Raises ValueError if it is of another model."""
         done = Future()
         self.requests.put((path, weights, done))
         done.result()
@@ -168,7 +169,7 @@ class Reference:
                 done.set_exception(ValueError(f"{name} can't be the reference: {error}"))
 
     def _announce(self, weights):
-        """Tells the store that these weights score now; returns the info for them."""
+        """Tells the store that these weights score now; returns their info."""
         info = self.facts | {"weights": weights}
         info["facts"] = hashlib.sha256(repr(sorted(info.items())).encode()).hexdigest()[:16]
         self.store.use_reference(info)  # what the former one scored is scored again

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.forward import CompletionModel
 from grpo.sampling.policy import load_policy
-from grpo.serving.scoring import Reference, score_groups, score_rows
+from grpo.serving.scoring import Reference, score_groups, score_sequences
 from grpo.weights import trained_weights
 from grpo.wire import PROTOCOL, pack_group, unpack_group
 
@@ -47,9 +47,9 @@ def plain_logps(model, prompts, completions, temperature):
 
 
 def scores(model, prompts, completions, **settings):
-    """-> all that score_rows yields, in the order of the rows."""
+    """-> all that score_sequences yields, in the order of the rows."""
     logps = {}
-    for batch in score_rows(model, prompts, completions, **settings):
+    for batch in score_sequences(model, prompts, completions, **settings):
         assert not batch.keys() & logps.keys()
         logps |= batch
     return [logps.pop(row) for row in range(len(prompts))] + list(logps)
@@ -58,7 +58,7 @@ def scores(model, prompts, completions, **settings):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("budget", [1, 60, 100_000])
-def test_score_rows_is_the_plain_log_softmax_whatever_the_batches(
+def test_score_sequences_is_the_plain_log_softmax_whatever_the_batches(
     model, budget, share, temperature
 ):
     """In float32, at the sampling temperature, and of one part of the batch after another."""
@@ -112,7 +112,7 @@ def test_a_batch_that_does_not_fit_is_halved(model):
 def scorer(model, **settings):
     settings = {"budget": 500, "temperature": 1.0, "vocab_size": VOCAB} | settings
     model = CompletionModel(model, share_prompts=True)
-    return lambda prompts, completions: score_rows(model, prompts, completions, **settings)
+    return lambda prompts, completions: score_sequences(model, prompts, completions, **settings)
 
 
 def test_score_groups_adds_ref_logps_and_nothing_else(store, model):
