@@ -1,8 +1,9 @@
 """The reference server's client, for trainer and workers: a method a route. No wait is silent, and
-each ends with an error some time."""
+each has a limit."""
 
 import contextlib
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -27,8 +28,8 @@ class RefServer:
     def __init__(self, url, wait_limit_seconds):
         self.url, self.limit = url.rstrip("/"), wait_limit_seconds
         self.agreed = None  # a hash of the reference that check() accepted
-        self.info, self.regroups = {}, False  # /info's answer; whether flat groups are of use
-        self.dropped = 0  # groups that were too old, as lease() was told
+        self.info, self.regroups = {}, False  # /info's answer; whether it joins flat groups
+        self.dropped = 0  # groups that were too old, counted by lease()
         self.unlogged, self.log_after = [], 0.0  # records that log() has still to send, and when
         self.session = requests.Session()
         self.session.trust_env = False  # no HTTP_PROXY, which seldom knows a cluster's machines
@@ -41,13 +42,13 @@ class RefServer:
         second.agreed = self.agreed
         return second
 
-    def call(self, method, path, *, timeout=60, **request) -> requests.Response:
+    def call(self, method, path, *, timeout=60, limit=math.inf, **request) -> requests.Response:
         """Calls a route. Waits while there is no connection or no room (503).
 
-        Raises RuntimeError if the server refuses, or after `wait_limit_seconds`.
+        Raises RuntimeError if the server refuses, or after `limit` or `wait_limit_seconds`.
         """
         url = self.url + path
-        wait = Wait(url, self.limit)
+        wait = Wait(url, min(limit, self.limit))
         while True:
             try:
                 reply = self.session.request(method, url, timeout=timeout, **request)
@@ -60,8 +61,8 @@ class RefServer:
                 raise RuntimeError(f"{url} refused ({reply.status_code}): {reply.text}")
             wait.turn(f"the server has no room: {reply.text}")
 
-    def post(self, path, **body) -> requests.Response:
-        return self.call("POST", path, json=body)
+    def post(self, path, *, timeout=60, **body) -> requests.Response:
+        return self.call("POST", path, timeout=timeout, json=body)
 
     def check(self, model, facts):
         """Returns /info's answer. `facts` (of the tokenizer, and the temperature) are the policy's.
@@ -128,10 +129,8 @@ class RefServer:
 
     def end(self, run):
         """Ends the run: its workers need not wait for it."""
-        second = self.twin()
-        second.limit = min(self.limit, 120)  # it may be starting
         try:
-            second.post("/end", run=run)
+            self.call("POST", "/end", limit=120, json={"run": run})  # the server may be starting
         except RuntimeError as error:
             say(f"the server does not know that the run {run} is over: {error}")
 
@@ -157,15 +156,15 @@ class RefServer:
 
     # --- Policies -----------------------------------------------------------------
     def publish(self, path, record):
-        """Sends the policy file `path` in parts, and `record` (policies.RECORD), to
-        which its size and hash are added."""
-        query = {"run": record["run"], "version": record["version"]}
+        """Sends the policy file `path` in parts, then `record` (policies.RECORD), to which it adds
+        size and hash."""
+        at = {"run": record["run"], "version": record["version"]}
         with open(path, "rb") as file:
             while part := file.read(PART_BYTES):
                 offset = file.tell() - len(part)
-                self.call("PUT", "/policy", params=query | {"offset": offset}, data=part)
+                self.call("PUT", "/policy", params=at | {"offset": offset}, data=part)
         record |= {"bytes": Path(path).stat().st_size, "sha256": sha256_of(path)}
-        self.call("POST", "/policy", json={"record": record}, timeout=600)  # it is hashed there
+        self.post("/policy", timeout=600, record=record)  # it is hashed there
 
     def fetch(self, record, path):
         """Downloads the policy of `record` to the file `path`; resumes where a connection breaks.
@@ -187,14 +186,10 @@ class RefServer:
 
     def _fetch_part(self, record, path, have, wait):
         """Appends the next PART_BYTES: a longer answer would hold one of the server's threads."""
-        end = min(have + PART_BYTES, record["bytes"]) - 1
-        reply = self.session.get(
-            f"{self.url}/policy",
-            params={"run": record["run"], "version": record["version"]},
-            headers={"Range": f"bytes={have}-{end}"},
-            stream=True,
-            timeout=60,
-        )
+        at = {"run": record["run"], "version": record["version"]}
+        part = {"Range": f"bytes={have}-{min(have + PART_BYTES, record['bytes']) - 1}"}
+        url = f"{self.url}/policy"
+        reply = self.session.get(url, params=at, headers=part, stream=True, timeout=60)
         with reply, open(path, "ab") as file:
             if reply.status_code == 404:
                 return False
@@ -206,13 +201,11 @@ class RefServer:
                 wait.turn(f"{have} of {record['bytes']} bytes have come", pause=0)
         return True
 
-    def work(self, worker, *, held, want, run, version, sha256, pulled=False):
-        """Returns {"policy", "first", "count"}, what to sample: see the route in ref_server.py."""
-        body = {"worker": worker, "held": held, "want": want, "pulled": pulled}
-        body |= {"run": run, "version": version, "sha256": sha256}
-        return self.call("POST", "/work", json=body).json()
+    def work(self, worker, **asked):
+        """Returns {"policy", "first", "count"}, what to sample. Arguments: Pacing.work."""
+        return self.post("/work", worker=worker, **asked).json()
 
     def set_reference(self, run, version):
         """Makes that policy the reference; version -1: the server's own model again."""
-        reply = self.call("POST", "/reference", json={"run": run, "version": version}, timeout=600)
+        reply = self.post("/reference", timeout=600, run=run, version=version)
         self.agreed = reply.json()["facts"]
