@@ -1,8 +1,8 @@
 """What the reference server's page shows: errors, upload rates, and the runs' metrics.
 
-GET / sends page.html, which asks GET /live (`snapshot`) every 2 s. Trainers POST /log (`log`)
-records as in metrics.jsonl and completions as in samples.jsonl. All that is kept is bounded. The
-curves are in the store's database too, and survive kill -9; the rest is lost with the process.
+page.html asks GET /live (`snapshot`) every 2 s. Trainers POST /log (`log`) records as in
+metrics.jsonl and completions as in samples.jsonl. All that is kept is bounded. The curves are in
+the store's database too, and survive kill -9; the rest is lost with the process.
 """
 
 import base64
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo.serving.store import STATES
+from grpo.wire import is_name
 
 CURVES = ("reward", "accuracy", "eval_accuracy", "kl", "completion_tokens")
 MAX_POINTS = 4000  # of a curve; beyond it every second one goes
@@ -21,7 +22,7 @@ SENT_POINTS = 400  # of a curve in one answer: a chart is about 500 pixels wide
 MAX_RUNS, MAX_SAMPLES, MAX_ERRORS = 20, 8, 20
 MAX_ERROR = 500  # characters
 SAMPLE_TEXTS = {"question": 4000, "completion": 4000, "answer": 200, "sampler": 200}  # characters
-RATE_SECONDS = 60
+RATE_SECONDS, MAX_UPLOADS = 60, 100_000  # what upload rates are of
 PLAIN = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
@@ -42,7 +43,7 @@ def load_page():
 
 # --- What a trainer may post --------------------------------------------------------
 def check_numbers(what, numbers, limit):
-    """Raises ValueError unless these are at most `limit` finite numbers by name."""
+    """Raises ValueError unless `numbers` are at most `limit` finite numbers by name."""
     if type(numbers) is not dict or len(numbers) > limit:
         raise ValueError(f"{what} must be at most {limit} numbers by name")
     for name, value in numbers.items():
@@ -88,8 +89,8 @@ class Run:
     samples: deque = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
 
     def add(self, record):
-        """Adds a step's metrics, to those of the same step if there are any: an evaluation follows
-        its step. An earlier step removes the later ones: the trainer resumed from a checkpoint."""
+        """Adds a step's metrics to those that the step has already: an evaluation follows its step.
+        An earlier step removes the later ones: the trainer resumed from a checkpoint."""
         step = record["step"]
         if step < self.step:
             self.curves = {c: [p for p in old if p[0] <= step] for c, old in self.curves.items()}
@@ -130,16 +131,16 @@ class Live:
     """May be used from any thread: all is guarded by the store's lock."""
 
     def __init__(self, store):
-        self.store, self.started = store, time.monotonic()
+        self.store, self.db, self.started = store, store.db, time.monotonic()
         self.errors = {}  # text -> (how often, when last), the latest at the end
-        self.seconds = {}  # second -> (groups, tokens) uploaded in it
+        self.uploads = deque(maxlen=MAX_UPLOADS)  # (when, completion tokens) of each group
         self.runs = {}  # name -> Run, the one that logged last at the end
-        with store.db.transaction():
-            store.db.execute(
+        with self.db.transaction():
+            self.db.execute(
                 "CREATE TABLE IF NOT EXISTS curves (run TEXT, curve TEXT, step INTEGER, value REAL,"
                 " logged REAL, PRIMARY KEY (run, curve, step)) WITHOUT ROWID"
             )
-            for name, curve, *point, logged in store.db.execute(
+            for name, curve, *point, logged in self.db.execute(
                 "SELECT run, curve, step, value, logged FROM curves ORDER BY run, curve, step"
             ):
                 run = self.runs.setdefault(name, Run())
@@ -150,7 +151,7 @@ class Live:
     def error(self, text):
         """Adds an error; a repeat only counts, so that a producer that retries hides no other."""
         text = cut(text, MAX_ERROR)
-        with self.store.db.changed:
+        with self.db.changed:
             count, _ = self.errors.pop(text, (0, 0))
             self.errors[text] = (count + 1, time.monotonic())
             while len(self.errors) > MAX_ERRORS:
@@ -158,25 +159,20 @@ class Live:
 
     def uploaded(self, tokens):
         """Counts an uploaded group with so many completion tokens."""
-        now = int(time.monotonic())
-        with self.store.db.changed:
-            groups, before = self.seconds.get(now, (0, 0))
-            self.seconds[now] = groups + 1, before + tokens
-            while (first := next(iter(self.seconds))) <= now - RATE_SECONDS:
-                del self.seconds[first]
+        with self.db.changed:
+            self.uploads.append((time.monotonic(), tokens))
 
     def rates(self):
         now = time.monotonic()
+        with self.db.changed:
+            tokens = [n for when, n in self.uploads if when > now - RATE_SECONDS]
         span = max(1, min(RATE_SECONDS, now - self.started))
-        with self.store.db.changed:
-            last = [c for second, c in self.seconds.items() if second > int(now) - RATE_SECONDS]
-        groups, tokens = (sum(column) for column in zip((0, 0), *last, strict=True))
+        groups, tokens = len(tokens), sum(tokens)
         return {"groups_per_s": round(groups / span, 2), "tokens_per_s": round(tokens / span, 1)}
 
     def log(self, name, records, samples):
-        """Adds records and samples to a run; raises ValueError, and has added none, if one is not
-        what it should be."""
-        if not 0 < len(name) <= 200 or not name.isprintable():
+        """Adds records and samples to a run: all, or none if one is malformed: ValueError."""
+        if not is_name(name):
             raise ValueError("run must have 1 to 200 printable characters")
         if len(records) > MAX_POINTS or len(samples) > 100:
             raise ValueError(f"at most {MAX_POINTS} records and 100 samples in one post, please")
@@ -184,37 +180,32 @@ class Live:
             check_step("a record", record)
             check_numbers("a record", record, 200)
         samples = [clean_sample(sample) for sample in samples]
-        with self.store.db.transaction():
+        with self.db.transaction():
             run = self.runs[name] = self.runs.pop(name, None) or Run()
             before = {curve: set(points) for curve, points in run.curves.items()}
             run.logged = time.time()
             run.samples.extend(samples)
             for record in records:
                 run.add(record)
-            self._write(name, run, before)
+            for curve, points in run.curves.items():  # what differs: 1 ms where all are full
+                old, new = before[curve], set(points)
+                gone = [(name, curve, step) for step, _ in old - new]
+                self.db.executemany("DELETE FROM curves WHERE run=? AND curve=? AND step=?", gone)
+                rows = [(name, curve, *point, run.logged) for point in new - old]
+                self.db.executemany("INSERT INTO curves VALUES (?, ?, ?, ?, ?)", rows)
             if len(self.runs) > MAX_RUNS:
                 oldest = next(iter(self.runs))
                 del self.runs[oldest]
-                self.store.db.execute("DELETE FROM curves WHERE run=?", (oldest,))
+                self.db.execute("DELETE FROM curves WHERE run=?", (oldest,))
 
-    def _write(self, name, run, before):
-        """Writes what differs from the points `before`: 1 ms where all curves are full."""
-        delete = "DELETE FROM curves WHERE run=? AND curve=? AND step=?"
-        insert = "INSERT INTO curves VALUES (?, ?, ?, ?, ?)"
-        for curve, points in run.curves.items():
-            old, new = before[curve], set(points)
-            self.store.db.executemany(delete, [(name, curve, step) for step, _ in old - new])
-            rows = [(name, curve, step, value, run.logged) for step, value in new - old]
-            self.store.db.executemany(insert, rows)
-
-    # --- What is shown ------------------------------------------------------------
+    # --- The answer to GET /live -------------------------------------------------
     def snapshot(self, asked, policies, pacing, server):
         """Returns GET /live's answer for the run `asked`, or else for the one that logged last.
 
         `server` is GET /info's answer. Times are ages in seconds: clocks may differ.
         """
         now, clock = time.monotonic(), time.time()
-        with self.store.db.changed:
+        with self.db.changed:
             stats, ages = self.store.stats(), self.store.ages()
             name = asked if asked in self.runs else next(reversed(self.runs), "")
             policy = policies.record(name) or {}  # without a name, of the run that published last

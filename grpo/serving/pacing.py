@@ -9,6 +9,8 @@ Groups that wait in the store and groups outstanding at workers are together at 
 
 import time
 
+from grpo.wire import is_name
+
 WORKER_SECONDS = 120  # what is outstanding at a worker not heard of for so long counts as lost
 MAX_WORKERS = 1000  # those heard of last are remembered
 
@@ -30,7 +32,7 @@ class Pacing:
         of `run`, whose weights have this `sha256`: a run that resumed may give a version other
         ones. Waits for a while if there is no run, or no room. Raises ValueError for an odd name.
         """
-        if not 0 < len(worker) <= 200 or not worker.isprintable():
+        if not is_name(worker):
             raise ValueError("a worker's name has 1 to 200 printable characters")
         deadline = time.monotonic() + (0 if held else self.patience)
         with self.store.db.changed:
