@@ -211,7 +211,7 @@ def test_ids_of_any_kind_end_no_lease_but_their_own(app, store):
     assert store.stats()["waiting"] == 1
 
 
-@pytest.mark.parametrize("limit", [0, -1, -(10**30), 10**30])
+@pytest.mark.parametrize("limit", [0, -1, -(10**6), 10**6])
 def test_a_strange_limit_is_brought_into_range(app, store, limit):
     put(store, 0, 1)
     mark_scored(store)

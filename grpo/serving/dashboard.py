@@ -198,7 +198,7 @@ class Live:
                 del self.runs[oldest]
                 self.db.execute("DELETE FROM curves WHERE run=?", (oldest,))
 
-    # --- The answer to GET /live -------------------------------------------------
+    # --- The answer to GET /live --------------------------------------------------
     def snapshot(self, asked, policies, pacing, server):
         """Returns GET /live's answer for the run `asked`, or else for the one that logged last.
 

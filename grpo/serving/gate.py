@@ -19,6 +19,7 @@ import sys
 import bottle
 import waitress
 
+from grpo.serving.policies import check_type
 from grpo.serving.store import ScoringFailed, StoreFull
 
 READS = ("GET", "HEAD")  # requests that send nothing
@@ -76,10 +77,7 @@ class Gate(bottle.Bottle):
             names = ", ".join(p.name for p in parameters)
             self.refuse(400, f"the body must be JSON with {names}: {error!r}")
         for value, p in zip(values, parameters, strict=True):
-            if type(value) is not p.annotation:
-                self.refuse(400, f"{p.name} must be of type {p.annotation.__name__}")
-            if type(value) is int and not -(2**62) < value < 2**62 and p.name != "limit":
-                self.refuse(400, f"{p.name} is too large")
+            check_type(p.name, value, p.annotation)
         return values
 
     def read_query(self, *required):

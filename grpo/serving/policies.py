@@ -10,7 +10,6 @@ Weights are files beside the store; the records are in its database. Both surviv
 
 import hashlib
 import json
-import os
 import re
 import time
 from pathlib import Path
@@ -33,13 +32,13 @@ RECORD = {  # what publish() takes, by type
 class Policies:
     def __init__(self, store, folder, max_bytes):
         """`folder` holds the files; one of them has at most `max_bytes`."""
-        self.store, self.folder, self.max_bytes = store, Path(folder), max_bytes
-        os.makedirs(self.folder, exist_ok=True)
-        with store.transaction():
-            store.db.execute(
-                "CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, record TEXT,"
-                " position INTEGER, published REAL, ended INTEGER)"
-            )
+        self.store, self.db = store, store.db
+        self.folder, self.max_bytes = Path(folder), max_bytes
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.db.execute(
+            "CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, record TEXT,"
+            " position INTEGER, published REAL, ended INTEGER)"
+        )
 
     # --- Files --------------------------------------------------------------------
     def path(self, run, version):
@@ -53,8 +52,8 @@ class Policies:
         return sorted(self.folder.glob(f"{digest}-*"))
 
     def write(self, run, version, offset, part):
-        """Takes the next part of a policy's file; returns its bytes so far. Raises ValueError if
-        the part is not the next, or too much."""
+        """Writes the next part of a policy's file; returns its bytes so far. Raises ValueError if
+        the part is not the next, or too large."""
         draft = self.path(run, version).with_suffix(".part")
         have = draft.stat().st_size if draft.exists() else 0
         if not 0 <= offset <= have:  # less: a repeat, whose answer was lost
@@ -70,7 +69,7 @@ class Policies:
     # --- Runs ---------------------------------------------------------------------
     def publish(self, record):
         """Makes the parts the run's newest policy; drops groups that are too old now. Raises
-        ValueError if the parts are not what `record` (RECORD) says."""
+        ValueError if the parts are not what `record` says."""
         check_record(record)
         run, version = record["run"], record["version"]
         path = self.path(run, version)
@@ -81,28 +80,28 @@ class Policies:
             raise ValueError(f"{record['bytes']} bytes of policy {version} have not all come")
         if sha256_of(draft) != record["sha256"]:
             raise ValueError("the policy was damaged on its way: its SHA-256 differs")
-        os.replace(draft, path)
-        with self.store.transaction():
-            self.store.db.execute(
+        draft.replace(path)
+        with self.db.transaction():
+            self.db.execute(
                 "INSERT INTO runs VALUES (:run, :record, 0, :now, 0) ON CONFLICT (run) DO UPDATE"
                 " SET record=:record, published=:now, ended=0",
                 {"run": run, "record": json.dumps(record), "now": time.time()},
             )
             # Workers serve one run at a time, and one that was killed never said that it ended
-            self.store.db.execute("UPDATE runs SET ended=1 WHERE run!=?", (run,))
+            self.db.execute("UPDATE runs SET ended=1 WHERE run!=?", (run,))
             self.store.drop_old(run, record["oldest"])
         for old in self.files(run)[:-2]:  # who reads one may finish
             old.unlink(missing_ok=True)
 
     def resume(self, run, version):
         """The run resumes from that version: newer policies are of a history that was undone."""
-        with self.store.transaction():  # the run may have ended, and resume with more STEPS
-            self.store.db.execute("UPDATE runs SET ended=0 WHERE run=?", (run,))
+        with self.db.transaction():  # the run may have ended, and resume with more STEPS
+            self.db.execute("UPDATE runs SET ended=0 WHERE run=?", (run,))
             if record := self.record(run):
                 lag = record["version"] - record["oldest"]
                 record["oldest"] = min(record["oldest"], version - lag)
-                update = "UPDATE runs SET record=? WHERE run=?"
-                self.store.db.execute(update, (json.dumps(record), run))
+                changed = json.dumps(record), run
+                self.db.execute("UPDATE runs SET record=? WHERE run=?", changed)
         first = self.path(run, version + 1).name if version >= 0 else ""
         for path in self.files(run):
             if path.name >= first:
@@ -110,37 +109,40 @@ class Policies:
 
     def end(self, run):
         """The run is over: workers get no more of its work, and its policies are deleted."""
-        with self.store.transaction():
-            self.store.db.execute("UPDATE runs SET ended=1 WHERE run=?", (run,))
+        with self.db.transaction():
+            self.db.execute("UPDATE runs SET ended=1 WHERE run=?", (run,))
         for path in self.files(run):
             path.unlink(missing_ok=True)
 
     def ended(self, run):
-        return bool(self.store.db.value("SELECT ended FROM runs WHERE run=?", (run,)))
+        return bool(self.db.value("SELECT ended FROM runs WHERE run=?", (run,)))
 
     def record(self, run=None):
         """Returns the record of the run, or of the one that published last, or None."""
         where = "run=?" if run else "ended=0 ORDER BY published DESC LIMIT 1"
         query = f"SELECT record FROM runs WHERE {where}"
-        text = self.store.db.value(query, (run,) if run else ())
+        text = self.db.value(query, (run,) if run else ())
         return json.loads(text) if text else None
 
     def take_prompts(self, run, count):
         """Returns the first of the run's next `count` prompts, which nobody else gets: positions in
         the endless order that its seed gives."""
-        with self.store.transaction():
-            first = self.store.db.value("SELECT position FROM runs WHERE run=?", (run,))
-            update = "UPDATE runs SET position=position+? WHERE run=?"
-            self.store.db.execute(update, (count, run))
+        with self.db.transaction():
+            first = self.db.value("SELECT position FROM runs WHERE run=?", (run,))
+            self.db.execute("UPDATE runs SET position=position+? WHERE run=?", (count, run))
         return first
 
 
 def check_record(record):
-    """Raises ValueError unless the record has what RECORD lists."""
     for name, kind in RECORD.items():
-        if type(record.get(name)) is not kind:
-            raise ValueError(f"{name} must be of type {kind.__name__}")
-        if kind is int and not -(2**62) < record[name] < 2**62:
-            raise ValueError(f"{name} is too large")
+        check_type(name, record.get(name), kind)
     if not re.fullmatch("[0-9a-f]{64}", record["sha256"]) or record["capacity"] < 1:
         raise ValueError("sha256 must be 64 hex digits, capacity 1 or more")
+
+
+def check_type(name, value, kind):
+    """Raises ValueError for a value of another type, or an integer that SQLite can't store."""
+    if type(value) is not kind:
+        raise ValueError(f"{name} must be of type {kind.__name__}")
+    if kind is int and not -(2**62) < value < 2**62:
+        raise ValueError(f"{name} is too large")
