@@ -1,7 +1,4 @@
-"""Which worker samples how much, so that nothing workers make grows too old.
-
-    pacing = Pacing(store, policies)
-    pacing.work("worker 1", held=0, want=4, ...)  # -> the newest policy, and prompts to sample
+"""Which worker samples how much, so that no worker's group grows too old.
 
 Groups that wait in the store and groups outstanding at workers are together at most the
 `capacity` that the run has published.
@@ -25,12 +22,13 @@ class Pacing:
         self, worker: str, held: int, want: int, run: str, version: int, sha256: str,
         pulled: bool = False,
     ):  # fmt: skip
-        """Returns {"policy": record or None, "first": position, "count": n}: what to sample, see
-        Policies.take_prompts. Where there is a newer policy the count is 0.
+        """Returns {"policy": record or None, "first": position, "count": n}: the newest policy, and
+        what to sample (Policies.take_prompts); while there is a newer policy the count is 0.
 
-        `held` groups are outstanding at the worker, and it could begin `want` more with `version`
-        of `run`, whose weights have this `sha256`: a run that resumed may give a version other
-        ones. Waits for a while if there is no run, or no room. Raises ValueError for an odd name.
+        `held` groups are outstanding at the worker, which could begin `want` more with `version` of
+        `run`. `sha256` is that policy's: a resumed run may give a version other weights. `pulled`:
+        see is_newer. A worker without groups waits while there is no run or no room. Raises
+        ValueError for a malformed name.
         """
         if not is_name(worker):
             raise ValueError("a worker's name has 1 to 200 printable characters")
@@ -63,15 +61,14 @@ class Pacing:
         return record["capacity"] - self.store.queued(record["run"]) - held
 
     def uploaded(self, worker):
-        """A group of the worker was stored. It stays outstanding until the worker asks for work,
-        and says itself what it still has."""
+        """Counts a stored group of the worker. It stays outstanding until the worker asks again."""
         if worker in self.workers:
-            me = self.workers[worker]
-            me["groups"], me["seen"] = me["groups"] + 1, time.monotonic()
+            self.workers[worker]["groups"] += 1
+            self.workers[worker]["seen"] = time.monotonic()
 
     def stats(self):
         """Returns for each worker its groups uploaded and outstanding ("held"), the version of its
-        policy, and the seconds since it was heard of."""
+        policy, and the seconds since it was heard from."""
         now = time.monotonic()
         with self.store.db.changed:
             return {
@@ -82,7 +79,7 @@ class Pacing:
 
 
 def is_newer(record, run, version, sha256, pulled):
-    """Whether a worker with these weights should fetch the record's before it samples. Not where it
+    """Whether a worker with these weights should fetch the record's before it samples; not where it
     has just `pulled` its own and they are not too old: over a slow link it would fetch for ever."""
     if pulled and record["run"] == run and version >= record["oldest"]:
         return False
