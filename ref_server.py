@@ -37,7 +37,7 @@ from grpo.serving.dashboard import PLAIN, Live, load_page
 from grpo.serving.gate import Gate, listen
 from grpo.serving.pacing import Pacing
 from grpo.serving.policies import Policies
-from grpo.serving.pool import Pool
+from grpo.serving.pool import add_flat
 from grpo.serving.scoring import Reference, score_groups
 from grpo.serving.store import Store
 from grpo.wire import pack_bodies, unpack_bodies, unpack_group
@@ -70,16 +70,15 @@ def make_app(
 ):
     """Returns the WSGI app; `token` is None or the shared secret."""
     live, pacing = Live(store), Pacing(store, policies, lease_wait)
-    pool = Pool(store) if regroup else None
     app = Gate(live.error, store.path, token=token, max_body_bytes=max_body_bytes)
-    add_uploads(app, store, policies, pacing, live, reference, pool)
+    add_uploads(app, store, policies, pacing, live, reference, regroup)
     add_training(app, store, policies, reference, lease_seconds, lease_wait)
     add_policies(app, policies, pacing, reference)
     add_views(app, store, policies, pacing, live, reference, regroup)
     return app
 
 
-def add_uploads(app, store, policies, pacing, live, reference, pool):
+def add_uploads(app, store, policies, pacing, live, reference, regroup):
     @app.post("/upload")
     def upload():
         body, query = app.read_body(), bottle.request.query
@@ -99,11 +98,12 @@ def add_uploads(app, store, policies, pacing, live, reference, pool):
         if group.policy_version < run["oldest"]:
             return {"stored": store.refuse(group, "too old"), "dropped": True}
         if pooled and group.flat:
-            if not pool:
+            if not regroup:
                 store.put(group, b"", "dropped", "flat")
                 return {"stored": False, "joined": []}
             live.uploaded(len(group.completion_ids))
-            return {"stored": True, "joined": pool.add(group, body, max(run["oldest"], oldest))}
+            joined = add_flat(store, group, body, max(run["oldest"], oldest))
+            return {"stored": True, "joined": joined}
         stored = store.put(group, body, "waiting" if run["scored"] else "scored")
         if stored:
             pacing.uploaded(group.sampler)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import done, flat, make_group
 
-from grpo.serving.pool import Pool, join_flat
+from grpo.serving.pool import add_flat, join_flat
 from grpo.serving.store import STATES, Store, StoreFull
 from grpo.wire import pack_group, unpack_group
 
@@ -20,7 +20,7 @@ def assert_bytes(store):
 
 
 def pool(store, group, oldest=0):
-    ids = Pool(store).add(group, pack_group(group), oldest)
+    ids = add_flat(store, group, pack_group(group), oldest)
     assert_bytes(store)
     return ids
 
@@ -183,7 +183,7 @@ def test_bytes_are_right_at_all_times_and_when_it_is_opened_again(tmp_path):
         group = flat(rng.choice([1, -1]), seed, item=rng.randint(0, 3), policy_version=seed)
         try:
             if rng.random() < 0.7:
-                Pool(store).add(group, pack_group(group), seed - 40)
+                add_flat(store, group, pack_group(group), seed - 40)
             else:
                 store.put(group, pack_group(group), rng.choice(["waiting", "scored"]))
         except StoreFull:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import done, lease, make_group, mark_scored
 
-from grpo.serving.pool import Pool
+from grpo.serving.pool import add_flat
 from grpo.serving.store import Store
 from grpo.wire import pack_group
 
@@ -106,13 +106,13 @@ def flat_group(outcome, version, seed, sampler="trainer"):
 
 def test_a_join_of_the_ranks_is_undone_with_the_step_that_made_it(store):
     old, new = flat_group(-1.0, 3, 0), flat_group(1.0, 5, 1)
-    assert Pool(store).add(old, pack_group(old), 0) == []
-    joined = Pool(store).add(new, pack_group(new), 0)
+    assert add_flat(store, old, pack_group(old), 0) == []
+    joined = add_flat(store, new, pack_group(new), 0)
     assert len(joined) == 2 and store.stats()["joined"] == 2
     adds_up(store)
     assert store.resume("run", 5) == {"handed_out_again": 1, "sampled_again": 3}
     assert store.stats()["pooled"] == 1 and store.stats()["waiting"] == 0
-    assert Pool(store).add(new, pack_group(new), 0) == joined  # the same again
+    assert add_flat(store, new, pack_group(new), 0) == joined  # the same again
     store.cover("run", 6)
     assert store.stats()["pooled"] == 0 and len(store.waiting(9, 0)) == 2
     adds_up(store)
@@ -120,7 +120,7 @@ def test_a_join_of_the_ranks_is_undone_with_the_step_that_made_it(store):
 
 def test_a_pooled_group_that_grew_too_old_is_young_again(store):
     old = flat_group(-1.0, 3, 0)
-    Pool(store).add(old, pack_group(old), 0)
+    add_flat(store, old, pack_group(old), 0)
     store.drop_old("run", 4, step=8)
     assert store.report_dropped("run") == 0 and store.stats()["pooled"] == 0
     store.resume("run", 6)
@@ -134,14 +134,14 @@ def test_a_pooled_group_that_grew_too_old_is_young_again(store):
 def test_a_workers_part_of_a_join_with_an_undone_group_is_pooled_again(store):
     """Or the ranks' completions would be trained twice: once joined, and once sampled again."""
     own, workers = flat_group(-1.0, 5, 0), flat_group(1.0, 3, 1, sampler="worker")
-    Pool(store).add(own, pack_group(own), 0)
-    assert len(Pool(store).add(workers, pack_group(workers), 0)) == 2
+    add_flat(store, own, pack_group(own), 0)
+    assert len(add_flat(store, workers, pack_group(workers), 0)) == 2
     adds_up(store)
     store.resume("run", 4)
     ledger = adds_up(store)
     assert ledger["waiting"] == 1 and ledger["dropped"] == {"sampled again": 3}
     assert store.stats()["pooled"] == 1
-    assert len(Pool(store).add(own, pack_group(own), 0)) == 2  # sampled again, and joined again
+    assert len(add_flat(store, own, pack_group(own), 0)) == 2  # sampled again, and joined again
     adds_up(store)
     store.cover("run", 6)
     assert store.stats()["pooled"] == 0 and adds_up(store)["waiting"] == 2
