@@ -18,20 +18,18 @@ DTYPES = ["auto", *NOISE]
 
 
 def arguments():
-    """Returns the command line's words, without the --local_rank=N that deepspeed adds."""
+    """Returns the command line's words without deepspeed's --local_rank=N."""
     return [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
 
 
 def usage(doc):
-    """Returns the reply to unknown arguments: the beginning of a script's __doc__."""
+    """Returns the reply to unknown arguments, from a script's __doc__."""
     return "\n\n".join([*doc.split("\n\n")[:2], "All else is said by the constants in the file."])
 
 
 def check_names(now, known):
-    """Raises SystemExit if a preset has set a constant that the script lacks, as when misspelt.
-
-    `now` are the script's globals(), `known` its constants' names.
-    """
+    """Raises SystemExit if a preset has set a constant that is not in `known`, the script's own;
+    `now` are its globals()."""
     for name in now:
         if name.isupper() and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
@@ -39,7 +37,7 @@ def check_names(now, known):
 
 
 def rules_of(table, now):
-    """Returns (constant, what it must be, whether it is) for each in a table {what: "NAME ..."}."""
+    """Returns [(constant, what it must be, whether it is)] of a table {what: "NAME ..."}."""
     return [(n, what, RULES[what](now[n])) for what in table for n in table[what].split()]
 
 

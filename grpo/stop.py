@@ -21,21 +21,19 @@ class Stop:
     collective.
     """
 
-    def __init__(self):
-        self.asked, self.at = "", math.inf  # the first signal's name, and when it came
-        self.listens = False
+    asked, at = "", math.inf  # the first signal's name, and when it came
+    listens = False
 
     @contextlib.contextmanager
     def listening(self):
         """In the block a signal only sets `asked`; a second Ctrl-C ends this process at once."""
-        self.asked, self.at = "", math.inf
+        self.asked, self.at, self.listens = "", math.inf, True
         read, write = os.pipe()
         os.set_blocking(write, False)
         ends = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) != signal.SIG_IGN]
         in_background(self._receive, read, ends)
         wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         before = {number: signal.signal(number, lambda *_: None) for number in ends}
-        self.listens = True
         try:
             yield
         finally:
@@ -66,7 +64,7 @@ stop = Stop()
 
 
 class Wait:
-    """A polling loop's wait: says every 10 s what it is for, and ends with an error."""
+    """A polling loop's wait: says every 10 s what it is for, and raises at its limit."""
 
     def __init__(self, what, limit_seconds):
         self.what, self.limit = what, limit_seconds

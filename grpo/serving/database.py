@@ -7,7 +7,7 @@
         if not db.rows("SELECT ..."):
             db.changed.wait(5)
 
-The store, the published policies and the page's curves keep a few tables each in it.
+The store, the published policies and the page's curves have their tables in it.
 """
 
 import os
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 
 class Database:
-    """What a transaction wrote survives the death of the process, though not a power cut (WAL with
+    """A transaction survives the death of the process, but not a power cut (WAL with
     synchronous=NORMAL). The file is locked: a second server, with another model, would score the
     first one's groups."""
 
