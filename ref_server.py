@@ -244,15 +244,9 @@ def main():
     policies = Policies(store, f"{STORE}.policies", MAX_POLICY_BYTES)
     reference = Reference(store, policies.folder, MODEL, DTYPE, TEMPERATURE, SHARE_PROMPTS)
     app = make_app(
-        store,
-        policies,
-        reference,
-        token=token,
-        max_body_bytes=MAX_BODY_BYTES,
-        lease_seconds=LEASE_SECONDS,
-        lease_wait=LEASE_WAIT_SECONDS,
-        regroup=REGROUP,
-    )
+        store, policies, reference, token=token, max_body_bytes=MAX_BODY_BYTES,
+        lease_seconds=LEASE_SECONDS, lease_wait=LEASE_WAIT_SECONDS, regroup=REGROUP,
+    )  # fmt: skip
     server = listen(app, HOST, PORT, THREADS, MAX_BODY_BYTES)
     http = in_background(server.run)
     dtype = reference.info["dtype"]

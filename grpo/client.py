@@ -5,7 +5,6 @@ import contextlib
 import json
 import math
 import os
-import time
 from pathlib import Path
 
 import requests
@@ -15,8 +14,7 @@ from grpo.stop import Wait
 from grpo.wire import PROTOCOL, sha256_of, unpack_bodies
 
 PART_BYTES = 8 << 20  # of a policy, in one request; below the server's MAX_BODY_BYTES
-LOG_PAUSE_SECONDS = 30  # after a POST /log that failed
-UNLOGGED_RECORDS = 1000  # kept meanwhile; the server takes 4000 in one post
+UNLOGGED_RECORDS = 1000  # kept while the server is down; it takes 4000 in one post
 
 # What a call raises while the server is down, or when it dies in the middle of its reply
 CUT_OFF = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
@@ -30,7 +28,7 @@ class RefServer:
         self.agreed = None  # a hash of the reference that check() accepted
         self.info, self.regroups = {}, False  # /info's answer; whether it joins flat groups
         self.dropped = 0  # groups that were too old, counted by lease()
-        self.unlogged, self.log_after = [], 0.0  # records that log() has still to send, and when
+        self.unlogged = []  # records that log() has still to send
         self.session = requests.Session()
         self.session.trust_env = False  # no HTTP_PROXY, which seldom knows a cluster's machines
         if token := os.environ.get("GRPO_TOKEN"):
@@ -135,21 +133,13 @@ class RefServer:
             say(f"the server does not know that the run {run} is over: {error}")
 
     def log(self, run, records, samples):
-        """Shows metrics and completions on the server's page.
-
-        Training neither ends nor waits for a page: one try of 5 s, and after a failure none for 30.
-        Records are kept meanwhile, so that the curves have no gap.
-        """
+        """Shows metrics and completions on the server's page: one try of 5 s. Records that do not
+        arrive are sent again with the next ones, so that the curves have no gap."""
         self.unlogged = (self.unlogged + records)[-UNLOGGED_RECORDS:]
-        if time.monotonic() < self.log_after:
-            return
-        self.log_after = time.monotonic() + LOG_PAUSE_SECONDS  # unless this one is taken
         body = json.dumps({"run": run, "records": self.unlogged, "samples": samples}).encode()
         with contextlib.suppress(requests.RequestException):
             reply = self.session.request("POST", f"{self.url}/log", data=body, timeout=5)
-            if reply.ok:
-                self.log_after = 0.0
-            else:
+            if not reply.ok:
                 say(f"{self.url}/log refused ({reply.status_code}): {reply.text}")
             if reply.status_code < 500:  # what was refused once is refused again
                 self.unlogged = []
