@@ -179,7 +179,7 @@ def sample_share(run, share, oldest):
     samples. Returns (usable groups, flat groups, ids of regrouped ones, counts)."""
     rank, step, clock, count = dist.get_rank(), run.progress.step, run.clock, Counter()
     regroups = bool(run.server and run.server.regroups)
-    uploader = Uploader(run.server.twin()) if KL_BETA or regroups else None
+    uploader = Uploader(run.server.copy()) if KL_BETA or regroups else None
     seed, began = (SEED * 1_000_003 + step) * 4096 + rank, time.perf_counter()
     sampled = rollout(run.policy, run.recipe, run.stream, count, share=share, seed=seed)
     mine, left_out = [], []

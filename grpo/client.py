@@ -34,7 +34,7 @@ class RefServer:
         if token := os.environ.get("GRPO_TOKEN"):
             self.session.headers["Authorization"] = f"Bearer {token}"
 
-    def twin(self):
+    def copy(self):
         """Returns a second client of the same server, for another thread."""
         second = RefServer(self.url, self.limit)
         second.agreed = self.agreed

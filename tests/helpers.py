@@ -152,10 +152,10 @@ class InProcess(RefServer):
         self.app, self.after = app, after
         self.session = SimpleNamespace(request=self.request, get=partial(self.request, "GET"))
 
-    def twin(self):
-        twin = InProcess(self.app, self.limit, self.after)
-        twin.agreed = self.agreed
-        return twin
+    def copy(self):
+        second = InProcess(self.app, self.limit, self.after)
+        second.agreed = self.agreed
+        return second
 
     def request(self, method, url, *, params=(), data=b"", json=None, headers=(), **_):
         names = {f"HTTP_{k.upper().replace('-', '_')}": v for k, v in dict(headers).items()}

@@ -172,14 +172,14 @@ def test_a_lease_gives_bodies_by_id_and_counts_what_was_too_old():
     ]
 
 
-def test_a_twin_expects_the_same_reference(monkeypatch):
+def test_a_second_client_expects_the_same_reference(monkeypatch):
     """Threads of the trainer each have a client; all must notice another reference."""
     monkeypatch.setenv("GRPO_TOKEN", "secret")
     server = Replies(blobs(a=b"1", headers="X-Facts: other\r\n"))
     first = RefServer(server.url + "/", 5)
     first.agreed = "ours"
-    twin = first.twin()
-    assert twin.session is not first.session
+    second = first.copy()
+    assert second.session is not first.session
     with pytest.raises(RuntimeError, match="another reference model"):
-        twin.lease("run", 1)
+        second.lease("run", 1)
     assert b"Authorization: Bearer secret\r\n" in server.requests[0]

@@ -117,7 +117,7 @@ class Worker:
         """Samples the prompts at these positions, and those that are given meanwhile."""
         started, counts = time.perf_counter(), Counter()
         self.given, self.outstanding, self.superseded = range(first, first + count), count, False
-        uploader = Uploader(self.server.twin(), self.answered)
+        uploader = Uploader(self.server.copy(), self.answered)
         seed = hashlib.sha256(f"{self.name}/{self.run}/{self.version}/{first}".encode()).digest()
         seed = int.from_bytes(seed[:7], "big")
         groups = sampled_and_rewarded(self.policy, self.recipe, self.take, seed=seed, count=counts)

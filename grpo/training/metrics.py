@@ -120,7 +120,7 @@ class Page:
     """Sends what is logged to the reference server's page, in a thread: training does not wait."""
 
     def __init__(self, server, run):
-        self.server, self.run, self.logged = server.twin(), run, queue.SimpleQueue()
+        self.server, self.run, self.logged = server.copy(), run, queue.SimpleQueue()
         in_background(self._send)
 
     def put(self, file, record):

@@ -84,7 +84,7 @@ class Publishing:
             # Any group beyond these would be older than MAX_STALENESS before it is trained
             rollouts = max(1, (c.MAX_STALENESS - c.PUBLISH_STEPS) // c.UPDATES_PER_ROLLOUT)
             self.publisher = Publisher(
-                inbox.server.twin(),
+                inbox.server.copy(),
                 inbox.run,
                 recipe,
                 policy,

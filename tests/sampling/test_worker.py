@@ -63,7 +63,7 @@ class Script:
         self.answers, self.regroups, self.policies = list(answers), regroups, policies
         self.asked, self.uploads, self.fetched = [], [], []
 
-    def twin(self):
+    def copy(self):
         return self
 
     def work(self, name, **asked):
@@ -326,7 +326,7 @@ def test_a_real_policy_reaches_a_worker_and_is_what_it_samples(tiny, hub_server)
     task = SimpleNamespace(rewards=lambda item, text: {"correctness": len(text) % 2, "format": 1.0})
     recipe = a_recipe(PROMPTS, task=task, group_size=4, sample_batch=8, skip_flat_groups=False)
     fixed = {"capacity": 3, "scored": False}
-    publisher = Publisher(hub_server.twin(), "run", recipe, trainer, **fixed)
+    publisher = Publisher(hub_server.copy(), "run", recipe, trainer, **fixed)
     publisher.publish(6, oldest=2)
     publisher.finish()
     with pytest.raises(RuntimeError, match="as many groups wait"):
