@@ -152,20 +152,17 @@ def is_name(text):
 
 
 def check_metadata(g):
-    for field in ("id", "run", "sampler"):
-        require(is_name(getattr(g, field)), f"need a printable {field} 1 to 200 characters long")
+    names, rewards = [g.id, g.run, g.sampler, *g.reward_names, *g.skipped], g.reward_names
+    printable = all(isinstance(name, str) and is_name(name) for name in names)
+    require(printable, "id, run, sampler and other names must be printable, 1 to 200 characters")
     require(g.id != "__metadata__", "id may be any name but not __metadata__")  # see pack_bodies
     in_range = 0 <= g.policy_version < 2**63 and 0 <= g.item < 2**63
     require(in_range, "policy_version and item must not be negative, nor need over 64 bits")
-    rewards = g.reward_names
-    texts = len(rewards) > 0 and all(isinstance(name, str) for name in rewards)
-    require(texts, f"reward_names must be a list of names, got {rewards!r}")
-    require(len(set(rewards)) == len(rewards), f"reward_names must differ, got {rewards!r}")
+    differ = 0 < len(rewards) == len(set(rewards))
+    require(differ, f"reward_names must be a list of names that differ, got {rewards!r}")
     require(g.outcome in rewards, f"outcome must be one of reward_names, got {g.outcome!r}")
     numbers = all(type(x) in (int, float) and abs(x) < 1e15 for x in g.skipped.values())
     require(numbers and len(g.skipped) <= 100, "skipped must be at most 100 finite numbers by name")
-    named = all(map(is_name, [*rewards, *g.skipped]))
-    require(named, "names in reward_names and skipped must be printable, 1 to 200 characters")
 
 
 def check_group(g, vocab_size, max_tokens):

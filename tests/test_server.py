@@ -125,9 +125,9 @@ def test_a_length_that_is_no_number_is_refused(app, length):
 
 
 def test_a_reason_that_quotes_the_body_is_cut(app):
-    long = pack_group(make_group(reward_names=["x" * 2000] * 2))
+    long = pack_group(make_group(outcome="x" * 2000))
     reason = refused(call(app(), "POST", "/upload", long), 400)
-    assert reason.startswith("reward_names must differ") and len(reason) == 1000
+    assert reason.startswith("outcome must be one of") and len(reason) == 1000
 
 
 def test_a_full_store_says_when_to_come_back(app, store):
