@@ -251,7 +251,7 @@ def main():
     http = in_background(server.run)
     dtype = reference.info["dtype"]
     print(f"serving {MODEL} ({dtype}) on http://{HOST}:{server.effective_port}", flush=True)
-    # Scoring is the main thread: if it dies, the process dies, and nobody waits for a dead loop
+    # In the main thread: if scoring fails, the process ends, and clients notice
     score_while(http.is_alive, store, reference)
     sys.exit("the HTTP server ended, so this process does")
 

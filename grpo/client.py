@@ -73,7 +73,7 @@ class RefServer:
             if type(info) is not dict:
                 raise ValueError("its /info is not a JSON object")
         except (requests.RequestException, ValueError) as error:
-            raise SystemExit(f"REF_SERVER = {self.url!r} is no ref_server.py: {error}") from error
+            raise SystemExit(f"REF_SERVER = {self.url!r} is another server: {error}") from error
         except RuntimeError as error:  # the wrong token, or nobody there
             raise SystemExit(str(error)) from error
         wrong = [f"{k} {info.get(k)} and not {v}" for k, v in mine.items() if info.get(k) != v]

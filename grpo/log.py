@@ -1,4 +1,4 @@
-"""How a process speaks, and how it waits aloud; grpo/stop.py has the waits that end."""
+"""What a process prints: about the run, itself, and what it waits for (see also stop.Wait)."""
 
 import contextlib
 import os
@@ -28,8 +28,8 @@ def tell(text):
 
 
 def outlive_readers():
-    """Sends stdout and stderr nowhere once their reader is gone: the Ctrl-C that asks us to save
-    the run ends a `tee` at once."""
+    """Redirects stdout and stderr to /dev/null once their reader is gone: the Ctrl-C that asks us
+    to save the run also ends a `tee`."""
     for descriptor in (1, 2):
         output = select.poll()
         output.register(descriptor, 0)

@@ -71,7 +71,7 @@ class Wait:
         self.start = self.said = time.monotonic()
 
     def moved(self):
-        """There is progress: the limit counts from now."""
+        """Restarts the limit, as there is progress."""
         self.start = time.monotonic()
 
     def turn(self, why, pause=0.5):

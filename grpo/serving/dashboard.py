@@ -128,7 +128,7 @@ def columns(points):
 
 
 class Live:
-    """May be used from any thread: all is guarded by the store's lock."""
+    """What the page shows. Any thread may use it: the store's lock guards it."""
 
     def __init__(self, store):
         self.store, self.db, self.started = store, store.db, time.monotonic()

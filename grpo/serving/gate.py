@@ -39,7 +39,7 @@ class Gate(bottle.Bottle):
     def authorise(self):
         path, get = bottle.request.path, bottle.request.method in READS
         if not get and "HTTP_ORIGIN" in bottle.request.environ:  # a web page, not a client of ours
-            self.refuse(403, "this is no address for web pages to send to")
+            self.refuse(403, "web pages may not send requests here")
         if not self.token or (get and path == "/health"):
             return
         # not get_header, which raises if a header is not UTF-8

@@ -8,8 +8,8 @@ import time
 
 from grpo.wire import is_name
 
-WORKER_SECONDS = 120  # what is outstanding at a worker not heard of for so long counts as lost
-MAX_WORKERS = 1000  # those heard of last are remembered
+WORKER_SECONDS = 120  # what is outstanding at a worker not heard from for so long counts as lost
+MAX_WORKERS = 1000  # those heard from last are remembered
 
 
 class Pacing:

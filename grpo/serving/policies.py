@@ -42,7 +42,7 @@ class Policies:
 
     # --- Files --------------------------------------------------------------------
     def path(self, run, version):
-        """Returns the policy's file; no text of a client becomes part of its path."""
+        """Returns the policy's file. Its name contains no text from a client."""
         digest = hashlib.sha256(run.encode()).hexdigest()[:16]
         return self.folder / f"{digest}-{int(version):012d}.safetensors"
 
@@ -94,7 +94,7 @@ class Policies:
             old.unlink(missing_ok=True)
 
     def resume(self, run, version):
-        """The run resumes from that version: newer policies are of a history that was undone."""
+        """Resumes the run from that version: newer policies belong to steps that were undone."""
         with self.db.transaction():  # the run may have ended, and resume with more STEPS
             self.db.execute("UPDATE runs SET ended=0 WHERE run=?", (run,))
             if record := self.record(run):
@@ -108,7 +108,7 @@ class Policies:
                 path.unlink(missing_ok=True)
 
     def end(self, run):
-        """The run is over: workers get no more of its work, and its policies are deleted."""
+        """Ends the run: workers get no prompts of it, and its policies are deleted."""
         with self.db.transaction():
             self.db.execute("UPDATE runs SET ended=1 WHERE run=?", (run,))
         for path in self.files(run):
@@ -125,8 +125,8 @@ class Policies:
         return json.loads(text) if text else None
 
     def take_prompts(self, run, count):
-        """Returns the first of the run's next `count` prompts, which nobody else gets: positions in
-        the endless order that its seed gives."""
+        """Returns the first of the run's next `count` prompts, a position in the endless order that
+        its seed gives; nobody else gets them."""
         with self.db.transaction():
             first = self.db.value("SELECT position FROM runs WHERE run=?", (run,))
             self.db.execute("UPDATE runs SET position=position+? WHERE run=?", (count, run))

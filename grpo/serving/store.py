@@ -66,7 +66,7 @@ CREATE TABLE IF NOT EXISTS groups (
     was TEXT,        -- ... and its state before
     replay INTEGER,  -- the step that used it in a history that was undone
     UNIQUE (run, id));
--- apart, as any change of a row writes the whole of it: a lease wrote each body once more
+-- apart: SQLite rewrites a whole row when a column changes, and a lease would rewrite each body
 CREATE TABLE IF NOT EXISTS bodies (seq INTEGER PRIMARY KEY, body BLOB);
 CREATE TRIGGER IF NOT EXISTS ended AFTER UPDATE OF bytes ON groups WHEN NEW.bytes=0
     BEGIN DELETE FROM bodies WHERE seq=NEW.seq; END;
@@ -248,7 +248,7 @@ class Store:
 
     # --- Checkpoints --------------------------------------------------------------
     def cover(self, run: str, step: int):
-        """A checkpoint after `step` updates was saved: what they used is not needed again."""
+        """A checkpoint after `step` updates is saved: the bodies that they used can go."""
         with self.transaction():
             self.move("cover", "run=? AND IFNULL(step, made)<?", (run, step))
             # those that a step joined or dropped stay so, without a body
@@ -271,7 +271,7 @@ class Store:
         return {"handed_out_again": back, "sampled_again": again}
 
     def forget(self, run):
-        """The run is over: drops what it has not trained, and every body."""
+        """Drops what a run that is over has not trained, and every body of it."""
         with self.transaction():
             self.move("forget", "run=?", (run,), error="the run was over")
             self.cover(run, 2**62)

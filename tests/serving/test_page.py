@@ -296,7 +296,7 @@ def test_no_web_page_may_send_anything(app, store):
     for route in ("/end", "/ack", "/upload", "/resume"):
         body = {"run": "run", "ids": ["group-000"], "step": 0}
         answer = call(app, "POST", route, body, HTTP_ORIGIN="http://elsewhere.example")
-        assert "no address for web pages" in refused(answer, 403)
+        assert "web pages may not send" in refused(answer, 403)
     assert store.stats()["waiting"] == 1
     assert call(app, "GET", "/live", HTTP_ORIGIN="null")[0] == 200
 
