@@ -115,15 +115,11 @@ def add_point(points, step, value):
         points[:] = points[:-1:2] + points[-1:]
 
 
-def spread(points, number):
-    """Returns at most `number` of the points, evenly, with the first and the last."""
+def chart(points):
+    """Returns a curve for the page: SENT_POINTS at most, evenly, with the first and the last."""
     last = len(points) - 1
-    if last < number:
-        return points
-    return [points[i * last // (number - 1)] for i in range(number)]
-
-
-def columns(points):
+    if last >= SENT_POINTS:
+        points = [points[i * last // (SENT_POINTS - 1)] for i in range(SENT_POINTS)]
     return {"steps": [s for s, _ in points], "values": [float(f"{v:.4g}") for _, v in points]}
 
 
@@ -229,9 +225,7 @@ class Live:
                 "step": run.step if run.step >= 0 else None,
                 "policy_version": policy.get("version"),
                 "logged_s": round(max(0, clock - run.logged), 1) if run.logged else None,
-                "curves": {
-                    c: columns(spread(points, SENT_POINTS)) for c, points in run.curves.items()
-                },
+                "curves": {curve: chart(points) for curve, points in run.curves.items()},
                 "last": dict(run.last),
                 "samples": list(reversed(run.samples)),
             }

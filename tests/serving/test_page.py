@@ -18,7 +18,7 @@ from docs import page
 from docs.page import CHROMIUM, browse
 from grpo import client
 from grpo.serving import dashboard as live_module
-from grpo.serving.dashboard import Live, spread
+from grpo.serving.dashboard import Live, chart
 from grpo.serving.policies import Policies
 from grpo.serving.store import Store
 from grpo.wire import pack_group
@@ -131,7 +131,9 @@ def test_what_is_kept_and_sent_is_bounded(store, monkeypatch):
     (kept,) = live.runs["long"].samples
     assert kept["completion"] == "y" * 4000 + " … (6000 more characters)"
     assert kept["answer"].startswith("z" * 200 + " …") and max(map(len, live.errors)) < 540
-    assert spread([1, 2, 3], 3) == [1, 2, 3] and spread(list(range(101)), 3) == [0, 50, 100]
+    monkeypatch.setattr(live_module, "SENT_POINTS", 3)
+    for steps, sent in ((range(3), [0, 1, 2]), (range(101), [0, 50, 100])):
+        assert chart([(step, 1.0) for step in steps])["steps"] == sent
 
 
 def test_rates_are_of_the_last_minute(store, monkeypatch):
