@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import traceback
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import safetensors
@@ -125,6 +126,9 @@ class Reference:
         self.limits = {"vocab_size": facts["vocab_size"]}  # of groups, for unpack_group
         self.limits["max_tokens"] = getattr(loaded.config, "max_position_embeddings", None)
         self.model = CompletionModel(loaded, share_prompts=share_prompts)
+        self.score = partial(  # called with prompts, completions, budget=...
+            score_sequences, self.model, temperature=temperature, vocab_size=facts["vocab_size"]
+        )
         for note in self.model.notes:
             print(note, flush=True)
         self.facts = facts | {"protocol": PROTOCOL, "model": model, "dtype": dtype}
@@ -135,13 +139,6 @@ class Reference:
             self._load(self.kept)
             print(f"the reference is still {weights}, as before the restart", flush=True)
         self.info = self._announce(weights)
-
-    def score(self, prompts, completions, budget):
-        facts = self.facts
-        return score_sequences(
-            self.model, prompts, completions,
-            budget=budget, temperature=facts["temperature"], vocab_size=facts["vocab_size"],
-        )  # fmt: skip
 
     def replace(self, path, weights):
         """Waits until the scoring thread has loaded the file `path` (None: the model's own), called
