@@ -24,7 +24,7 @@ class Policy:
     dtype: str
 
     def stream(self, take, *, seed, **settings):
-        """Samples groups with the weights as they are; see sampler.stream_groups."""
+        """Samples groups with the current weights; see sampler.stream_groups."""
         return stream_groups(
             self.model,
             take,
@@ -35,7 +35,7 @@ class Policy:
         )
 
     def continuation(self, prompt, size):
-        """Returns `size` ids drawn after the prompt, at temperature 1; no EOS ends them."""
+        """Returns `size` ids drawn after the prompt at temperature 1; EOS does not end them."""
         ((completion,),) = sample_groups(
             self.model,
             [prompt],
@@ -56,18 +56,14 @@ class Policy:
 
     @torch.no_grad()
     def logps(self, prompt, completion):
-        """Returns log-probs (floats, temperature 1) of the completion's ids after the prompt's."""
+        """Returns the log-probs (floats, temperature 1) of the completion's ids."""
         model = CompletionModel(self.model, share_prompts=False)
         hidden, ids = model([prompt], [completion])
         return linear_logps(hidden, model.head, ids, vocab_size=self.vocab_size).tolist()
 
     def load(self, tensors):
-        """Takes another process's trained_weights. Raises ValueError if another model's."""
+        """Loads another process's trained_weights. Raises ValueError if they do not fit."""
         load_weights(self.model, tensors)
-
-    def stops(self):
-        """Returns the tokens that end a completion, as text."""
-        return ", ".join(self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids)))
 
     def check_context(self, prompt_tokens, completion_tokens):
         """Raises SystemExit if the two together exceed the model's context."""
@@ -79,7 +75,7 @@ class Policy:
             )
 
     def save(self, folder):
-        """Writes model (with LoRA: the adapter alone) and tokenizer in Hugging Face format."""
+        """Writes the model (with LoRA the adapter alone) and tokenizer in Hugging Face format."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
@@ -88,7 +84,7 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
     """Returns the Policy of a model (hub name or folder); see load_model for `dtype` and errors.
 
     With a `lora_rank` the model is frozen, and every linear layer but the LM head gets an adapter,
-    which starts as 0: W x + 2 B A x (LoRA, 2106.09685).
+    W x + 2 B A x, with B = 0 at first (LoRA, 2106.09685).
     """
     vocab_size = tokenizer_facts(tokenizer)["vocab_size"]
     model, dtype = load_model(name, dtype, vocab_size)
@@ -96,13 +92,13 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
         from peft import LoraConfig
 
         config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=ALL)
-        config.task_type = "CAUSAL_LM"  # or PEFT's Auto classes do not load what is saved
+        config.task_type = "CAUSAL_LM"  # else PEFT's Auto classes do not load what is saved
         model.add_adapter(config)
     eos_ids = stop_ids(name, tokenizer, stop_tokens)
     return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype)
 
 
 def completion_text(tokenizer, completion):
-    """Returns a sampled completion's text, without the EOS that ended it."""
+    """Returns a completion's text, without the EOS that ended it."""
     ids = completion.ids if completion.truncated else completion.ids[:-1]
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)

@@ -12,7 +12,6 @@ import math
 import numbers
 import traceback
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from grpo.log import say
 from grpo.models import prompt_ids
@@ -71,7 +70,7 @@ def load_task(name):
 
 def load_prompts(name, task, split, tokenizer, max_prompt_tokens):
     """Returns [(index, item, prompt ids)] of the split, without longer prompts. Raises SystemExit
-    where the task gives no questions, or none that fits."""
+    if the task returns no valid questions, or none that fits."""
     items = load_items(name, task, split)
     ids = [prompt_ids(tokenizer, load_chat(name, task, item["question"])) for item in items]
     everything = zip(range(len(items)), items, ids, strict=True)
@@ -108,7 +107,7 @@ def load_chat(name, task, question):
 
 @contextlib.contextmanager
 def explained(task, call, must):
-    """Makes an exception of the task's a SystemExit, with the line of its file that led to it."""
+    """Turns an exception of the task into a SystemExit that names the line of the task's file."""
     try:
         yield
     except Exception as error:
@@ -121,7 +120,7 @@ def explained(task, call, must):
 # --- Rewards ------------------------------------------------------------------------
 def check_rewards(recipe):
     """Has the task reward an empty completion of its first question, before anything heavy is
-    loaded. Raises SystemExit, with the traceback, where that fails."""
+    loaded. Raises SystemExit, with the traceback, if that fails."""
     try:
         reward_group(recipe, recipe.prompts[0][1], [""])
     except RuntimeError as error:
@@ -131,10 +130,10 @@ def check_rewards(recipe):
 
 
 def reward_group(recipe, item, texts):
-    """Returns a dict of floats, in the order of REWARD_WEIGHTS, for each text of a completion.
+    """Returns, for each completion's text, a dict of floats in the order of REWARD_WEIGHTS.
 
-    Raises RuntimeError where the task raises, which is a bug and not a reward, or takes too long;
-    SystemExit where the rewards are not what REWARD_WEIGHTS names.
+    Raises RuntimeError if the task raises, which is a bug and not a reward, or takes too long;
+    SystemExit if the rewards are not what REWARD_WEIGHTS names.
     """
     rewards, question = [], item.get("question")
     what = f"the rewards of question {question!r:.80}, tasks/{recipe.task_name}.py,"
@@ -153,27 +152,15 @@ def reward_group(recipe, item, texts):
 
 def named_floats(recipe, rewards, item, text):
     names = list(recipe.reward_weights)
-    if not isinstance(rewards, dict):
-        wrong = f"it must be a dict of numbers by name, for {names}"
-    elif rewards.keys() != recipe.reward_weights.keys():
-        wrong = f"its names are {list(rewards)}, those in REWARD_WEIGHTS are {names}, and must be"
-        wrong += f" the same{nearest(rewards, names)}"
-    else:
+    if isinstance(rewards, dict) and rewards.keys() == recipe.reward_weights.keys():
         floats = {name: as_float(rewards[name]) for name in names}
         if all(map(math.isfinite, floats.values())):
             return floats
-        wrong = "each must be a finite number, or True or False"
     raise SystemExit(
         f"tasks/{recipe.task_name}.py: rewards() returned {rewards!r:.500} for the question"
-        f" {item!r} and the completion {text!r}: {wrong}"
+        f" {item!r} and the completion {text!r}: it must return a dict of finite numbers, or True"
+        f" and False, by the names in REWARD_WEIGHTS, {names}"
     )
-
-
-def nearest(theirs, names):
-    """Example: nearest(["correct"], ["correctness"]) -> "; is 'correct' to be 'correctness'?" """
-    absent, strange = [n for n in names if n not in theirs], [n for n in theirs if n not in names]
-    near = [(n, m) for n in strange for m in get_close_matches(str(n), absent, 1)]
-    return "".join(f"; is {n!r} to be {m!r}?" for n, m in near)
 
 
 def as_float(value):

@@ -1,4 +1,4 @@
-"""What trainer and workers both begin with. `c` is the trainer's constants, as attributes."""
+"""What trainer and workers begin with. `c` is the trainer's constants, as attributes."""
 
 import torch
 
@@ -37,17 +37,17 @@ def prepare(c, *, needs_server):
         reward_timeout_seconds=c.REWARD_TIMEOUT_SECONDS,
     )
     check_rewards(recipe)
-    if not needs_server:
-        return tokenizer, recipe, None
-    server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
-    server.check(c.MODEL, tokenizer_facts(tokenizer) | {"temperature": c.TEMPERATURE})
+    server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS) if needs_server else None
+    if server:
+        server.check(c.MODEL, tokenizer_facts(tokenizer) | {"temperature": c.TEMPERATURE})
     return tokenizer, recipe, server
 
 
 def make_policy(c, tokenizer):
-    """Returns the Policy. SystemExit where model and constants do not fit."""
+    """Returns the Policy. Raises SystemExit where model and constants do not fit."""
     torch.manual_seed(c.SEED)  # adapters begin with random numbers
     policy = load_policy(c.MODEL, tokenizer, c.DTYPE, c.STOP_TOKENS, c.LORA_RANK)
     policy.check_context(c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS)
-    say(f"{c.MODEL} in {policy.dtype}; completions end at {policy.stops()}")
+    stops = ", ".join(tokenizer.convert_ids_to_tokens(sorted(policy.eos_ids)))
+    say(f"{c.MODEL} in {policy.dtype}; completions end at {stops}")
     return policy
