@@ -1,9 +1,8 @@
-"""A reward function gets so long: `with timely(seconds, text): ...`"""
+"""A time limit for rewards: `with timely(seconds, text): ...`"""
 
 import contextlib
 import faulthandler
 import math
-import os
 import signal
 import sys
 import threading
@@ -38,7 +37,7 @@ def timely(seconds, what):
             raise error
 
     before = signal.signal(signal.SIGUSR2, interrupt)
-    try:  # twice, for the signal may come at the very end of the inner one
+    try:  # twice, as the signal may come at the very end of the inner one
         try:
             # from a thread of C, which also runs while others hold the interpreter
             faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
@@ -56,8 +55,8 @@ def timely(seconds, what):
 
 class Alarm:
     """Sends the main thread SIGUSR2 at a time that may be moved, and says what that thread is busy
-    with. One thread for all blocks: each group's would wait 5 ms and more for the interpreter,
-    while the thread that uploads is busy."""
+    with. One thread for all blocks: each new one would wait 5 ms and more for the interpreter while
+    the uploading thread is busy."""
 
     def __init__(self):
         self.lock, self.thread = threading.Lock(), None
@@ -89,4 +88,3 @@ class Alarm:
 
 
 alarm = Alarm()
-os.register_at_fork(after_in_child=alarm.__init__)  # its thread stays behind, perhaps with the lock

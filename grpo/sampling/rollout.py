@@ -1,8 +1,7 @@
-"""Rollouts: prompts are sampled in groups, rewarded, counted, and made into what travels (wire.py).
+"""Rollouts: prompts are sampled in groups, rewarded, counted, and packed as wire.Groups.
 
-The ranks of grpo_ref_split.py do this, and so do workers (worker.py, vllm_worker.py). Each samples
-with a policy: anything with `stream` (as sampler.stream_groups) and `text`. Throughout, a prompt is
-(index, item, prompt ids), as in Recipe.prompts, and a sampled group is (prompt, completions,
+Ranks and workers sample with a policy: anything with `stream` (as sampler.stream_groups) and `text`.
+A prompt is (index, item, prompt ids), as in Recipe.prompts. A sampled group is (prompt, completions,
 rewards): G sampler.Completions, and for each a dict of floats by the names in REWARD_WEIGHTS.
 """
 
@@ -20,8 +19,8 @@ from grpo.wire import Group, is_flat
 
 # --- Prompts ------------------------------------------------------------------------
 class Stream:
-    """The endless order of prompts that a seed gives: all of them in each epoch, shuffled anew. Any
-    position can be read; iterating gives a rank's share, every world-th."""
+    """The endless order of prompts that a seed gives: each epoch has all of them, shuffled anew.
+    Any position can be read; iterating gives a rank's share, every world-th."""
 
     def __init__(self, prompts, seed, rank=0, world=1):
         self.prompts, self.seed, self.position, self.world = prompts, seed, rank, world
@@ -47,9 +46,9 @@ class Stream:
 def sampled_and_rewarded(policy, recipe, take, *, seed, count, **changes):
     """Yields each sampled group as soon as its last completion has ended.
 
-    `take(n)` gives up to n prompts; `changes` are of the recipe, such as temperature=0 for greedy.
-    The task sees text; the trainer trains the sampled ids, as text tokenised again may give others.
-    The time that rewards take goes to count["seconds_reward"]. Raises what reward_group does.
+    `take(n)` returns up to n prompts; `changes` replace the recipe's fields, such as temperature=0
+    for greedy. Adds the time that rewards take to count["seconds_reward"]. Raises what reward_group
+    does. The task sees text; the trainer trains the sampled ids, as re-tokenised text may differ.
     """
     recipe, begun = replace(recipe, **changes), []  # a prompt's key is its place in `begun`
 
@@ -77,16 +76,16 @@ def rollout(policy, recipe, stream, count, *, share, seed):
     """Yields (sampled group, whether it is flat) until `share` groups are usable; adds the tally of
     each to the Counter `count`.
 
-    Of a zero-variance ("flat") group all completions are right, or all wrong, by OUTCOME: there is
-    nothing to compare. (By the weighted rewards there may be: it would train its format alone, at
-    full size.) With SKIP_FLAT_GROUPS it is not usable, and once there is room another prompt takes
-    its place, up to MAX_REFILLS times `share`; after that there may be fewer than `share`.
+    In a zero-variance ("flat") group all completions are right, or all wrong, by OUTCOME: there is
+    nothing to compare. (Its weighted rewards may differ: it would train the format alone, at full
+    size.) With SKIP_FLAT_GROUPS it is not usable, and another prompt replaces it once there is
+    room, up to MAX_REFILLS times `share`; after that there may be fewer than `share`.
     """
     usable = begun = ended = 0
 
     def take(room):
         nonlocal begun
-        missing = share - usable - (begun - ended)  # should all that have begun be usable
+        missing = share - usable - (begun - ended)  # if all that have begun turn out usable
         left = share * (1 + recipe.max_refills) - begun
         prompts = list(itertools.islice(stream, max(0, min(room, missing, left))))
         begun += len(prompts)
