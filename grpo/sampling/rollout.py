@@ -1,8 +1,8 @@
 """Rollouts: prompts are sampled in groups, rewarded, counted, and packed as wire.Groups.
 
-Ranks and workers sample with a policy: anything with `stream` (as sampler.stream_groups) and `text`.
-A prompt is (index, item, prompt ids), as in Recipe.prompts. A sampled group is (prompt, completions,
-rewards): G sampler.Completions, and for each a dict of floats by the names in REWARD_WEIGHTS.
+Ranks and workers sample with a policy: any object with `stream` (as sampler.stream_groups) and
+`text`. A prompt is (index, item, prompt ids), as in Recipe.prompts. A sampled group is (prompt,
+completions, rewards): G sampler.Completions, and for each a dict of floats by reward name.
 """
 
 import itertools

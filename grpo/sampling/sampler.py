@@ -6,8 +6,8 @@
 Why not `model.generate`: transformers takes every setting that we do not name from the model's own
 generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and then
 the log-probs that we train on are not those of the distribution that was sampled. Here there is one
-distribution, softmax(logits / temperature) over the tokenizer's ids. It is faster too: a prompt
-runs once for its group (decoders/choice.py), and new prompts take the place of what has ended.
+distribution, softmax(logits / temperature) over the tokenizer's ids. It is also faster: a prompt
+runs once for its group (decoders/choice.py), and new prompts replace finished sequences.
 Symbols: G completions of a prompt, S sequences in the batch, T completion tokens, V tokenizer ids.
 """
 
@@ -62,8 +62,8 @@ def stream_groups(
 ):
     """Yields (key, [Completion] * G) for each prompt, as soon as its last completion has ended.
 
-    `take(n)` returns up to n prompts, as (key, token ids). It is asked when there is room for a
-    group, and for enough of `max_rows` that the copying pays; the stream ends when all sequences
+    `take(n)` returns up to n prompts, as (key, token ids). It is called when a group has room, and
+    enough of `max_rows` is free that copying the cache pays; the stream ends when all sequences
     have ended and it returns none. Completions are drawn from softmax(logits / temperature), at 0
     greedily (log-probs are then those at temperature 1). Ids from `vocab_size` on are the padding
     of the embedding: the softmax leaves them out here, in the trainer and in the reference server.
@@ -108,47 +108,45 @@ class Running:
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
         self.lengths = torch.zeros(0, dtype=torch.long, device=device)
-        self.going = torch.zeros(0, dtype=torch.bool, device=device)
+        self.active = torch.zeros(0, dtype=torch.bool, device=device)
         self.tokens = None  # (S,) the last of each
 
     def add(self, keys, group_size):
-        """Adds G sequences for each of the keys, without tokens so far."""
+        """Adds G sequences without tokens for each key."""
         count = len(keys) * group_size
         self.owners += [(key, i) for key in keys for i in range(group_size)]
         self.unfinished += count
         self.ids, self.logps = pad(self.ids, (0, 0, 0, count)), pad(self.logps, (0, 0, 0, count))
         self.lengths = pad(self.lengths, (0, count))
-        self.going = pad(self.going, (0, count), value=True)
+        self.active = pad(self.active, (0, count), value=True)
 
     def drop_ended(self):
         """Returns the indices (S',) of those that stay."""
-        stay = self.going.nonzero().flatten()
+        stay = self.active.nonzero().flatten()
         self.owners = [self.owners[i] for i in stay.tolist()]
         self.ids, self.logps, self.lengths = self.ids[stay], self.logps[stay], self.lengths[stay]
-        self.going, self.tokens = self.going[stay], self.tokens[stay]
+        self.active, self.tokens = self.active[stay], self.tokens[stay]
         return stay
 
     def write(self, tokens, logps):
-        """Adds a token to each sequence; returns (key, number, Completion) of those that end."""
+        """Adds a token to each sequence; yields (key, number, Completion) of those that end."""
         self.tokens = tokens
-        column = self.lengths.clamp(max=self.limit - 1)[:, None]  # what has ended is read already
+        column = self.lengths.clamp(max=self.limit - 1)[:, None]  # past the end nobody reads it
         self.ids.scatter_(1, column, tokens[:, None])
         self.logps.scatter_(1, column, logps[:, None])
-        self.lengths += self.going
-        ended = self.going & (torch.isin(tokens, self.eos) | (self.lengths == self.limit))
-        self.going &= ~ended
-        last = ended.nonzero().flatten()  # for each token the one wait for the device
+        self.lengths += self.active
+        ended = self.active & (torch.isin(tokens, self.eos) | (self.lengths == self.limit))
+        self.active &= ~ended
+        last = ended.nonzero().flatten()  # the one wait for the device in each token
         if not len(last):
-            return []
+            return
         self.unfinished -= len(last)
         lists = (x[last].tolist() for x in (self.ids, self.logps, self.lengths))
-        return [self._ended(*one) for one in zip(last.tolist(), *lists, strict=True)]
-
-    def _ended(self, index, ids, logps, length):
-        ids, logps = ids[:length], logps[:length]
-        if not math.isfinite(sum(logps)):
-            raise RuntimeError("the model's logits are not finite: its weights are broken")
-        return *self.owners[index], Completion(ids, logps, truncated=ids[-1] not in self.eos_ids)
+        for i, ids, found, length in zip(last.tolist(), *lists, strict=True):
+            ids, found = ids[:length], found[:length]
+            if not math.isfinite(sum(found)):
+                raise RuntimeError("the model's logits are not finite: its weights are broken")
+            yield *self.owners[i], Completion(ids, found, truncated=ids[-1] not in self.eos_ids)
 
 
 def draw(logits, temperature, generator):
@@ -160,9 +158,7 @@ def draw(logits, temperature, generator):
         # The inverse of the distribution function at one uniform number for each sequence, where
         # multinomial draws one for each id. A float32 sum over a large vocabulary loses small ones.
         below = log_probs.exp().cumsum(-1, dtype=torch.float64)  # (S, V)
-        uniform = torch.rand(
-            len(below), 1, dtype=torch.float64, device=below.device, generator=generator
-        )
+        uniform = below.new_empty(len(below), 1).uniform_(generator=generator)
         tokens = torch.searchsorted(below, uniform * below[:, -1:], right=True).squeeze(1)
         tokens.clamp_(max=below.shape[1] - 1)  # NaN is found beyond all ids: a device-side assert
     return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)

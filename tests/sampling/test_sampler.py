@@ -307,6 +307,6 @@ def test_the_rare_ids_of_a_large_vocabulary_keep_their_share(monkeypatch):
     logits[:, 0] = 0
     wanted = torch.randint(rare, (16,), generator=torch.Generator().manual_seed(0))
     uniform = (1 + (wanted.double() + 0.5) * 2**-26) / (1 + rare * 2**-26)
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: uniform[:, None])
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, **_: self.copy_(uniform[:, None]))
     tokens, _ = draw(logits, 1.0, None)
     assert (tokens - 1 - wanted).abs().max() <= 1
