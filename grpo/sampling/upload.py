@@ -3,11 +3,11 @@
 import contextlib
 import math
 import queue
-import threading
 import time
 from itertools import groupby
 from operator import itemgetter
 
+from grpo.log import in_background
 from grpo.wire import pack_bodies, pack_group
 
 TOGETHER_SECONDS = 0.02  # a group is uploaded with those that end so soon after the one before
@@ -16,23 +16,22 @@ UPLOAD_GROUPS = 64  # in one request
 
 
 class Uploader:
-    """What fails in the thread is raised by `put` and `finish`. Groups that end soon after one
-    another go together: a request takes 2 ms of Python, which sampling would wait for, and the
-    server scores them as one batch."""
+    """Groups that end soon after one another go together: a request takes 2 ms of Python, for which
+    sampling would wait, and the server scores them as one batch. `put` and `finish` raise what
+    fails in the thread."""
 
     def __init__(self, server, answered=lambda: None):
         """`answered` is called, in that thread, for each group that the server has taken."""
         self.server, self.answered, self.waiting = server, answered, queue.Queue(maxsize=64)
         self.replies, self.error = [], None
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
+        self.thread = in_background(self._run)
 
     def put(self, group, *, pool=False, oldest=0):
-        """`pool`: the group is flat, and only usable with another of its prompt, which policy
-        version `oldest` or a newer one sampled."""
+        """`pool`: the group is flat, and only usable with another of its prompt that was sampled by
+        policy version `oldest` or a newer one."""
         body = pack_group(group)
         alone = group.id if len(body) > UPLOAD_BYTES else ""
-        upload = (int(pool), oldest, alone), group.id, body  # in one request the first is the same
+        upload = (int(pool), oldest, alone), group.id, body  # a request's have the same first part
         while not self.error:  # the thread that uploads says what it waits for
             with contextlib.suppress(queue.Full):
                 return self.waiting.put(upload, timeout=1)
@@ -75,9 +74,8 @@ class Uploader:
         return uploads, False
 
     def _send(self, bodies, pool, oldest):
-        several, query = len(bodies) > 1, {"pool": pool, "oldest": oldest}
-        if several:
-            query["several"] = 1
+        several = len(bodies) > 1
+        query = {"pool": pool, "oldest": oldest} | ({"several": 1} if several else {})
         data = b"".join(pack_bodies(bodies) if several else bodies.values())
         reply = self.server.call("POST", "/upload", data=data, params=query).json()
         for answer in reply["groups"] if several else [reply]:

@@ -3,10 +3,10 @@
     python grpo_ref_split.py worker     # with transformers; the constants of that file
     python vllm_worker.py               # with vLLM
 
-It talks to the reference server alone (REF_SERVER, and GRPO_TOKEN if that has one). It asks for
-work, fetches the policy when there is a newer one, proves that it has it, samples the prompts it
-was given, rewards and uploads. It may be started and ended at any time: its outstanding groups are
-given to nobody else, and missed by nobody.
+It talks to the reference server alone (REF_SERVER, and GRPO_TOKEN if that has one): asks for work,
+fetches a newer policy if there is one, proves that it has it, then samples, rewards and uploads the
+prompts it was given. It may start and end at any time: the groups it leaves behind are given to
+nobody else, and nobody waits for them.
 """
 
 import hashlib
@@ -29,10 +29,10 @@ ASK_SECONDS = 0.5  # between two requests for more work while completions are be
 
 
 def run_worker(policy, server, recipe, name=None):
-    """Samples until the server has had no open run for WAIT_LIMIT_SECONDS: RuntimeError.
+    """Samples until it raises RuntimeError: no open run at the server for WAIT_LIMIT_SECONDS.
 
-    `policy` has stream, text, load, logps and dtype, as policy.Policy. Raises RuntimeError where
-    the trainer's policy can't be proved to have arrived, SystemExit where it is another model's.
+    `policy` has stream, text, load, logps and dtype, as policy.Policy. Raises RuntimeError, too, if
+    it computes other log-probs than the trainer's, SystemExit if it is another model.
     """
     worker = Worker(policy, server, recipe, name or f"{socket.gethostname()}-{os.getpid()}")
     no_run = Wait(f"a run to sample for, from {server.url}", server.limit)
@@ -60,22 +60,22 @@ def run_worker(policy, server, recipe, name=None):
 
 
 class Worker:
-    """The policy that is loaded, and the groups that the server has given to be sampled by it."""
+    """The policy that is loaded, and the groups that it was given to sample."""
 
     def __init__(self, policy, server, recipe, name):
         self.policy, self.server, self.recipe, self.name = policy, server, recipe, name
         self.run, self.version, self.sha256 = "", -1, ""  # of the policy that is loaded
         self.order = Stream(recipe.prompts, recipe.seed)
         self.given = range(0)  # positions in the order, not begun
-        self.outstanding = 0  # groups that were given, and are neither uploaded nor left out
+        self.outstanding = 0  # groups given, and neither uploaded nor left out
         self.asked = 0.0  # for work, on the monotonic clock
-        self.superseded = False  # a newer policy waits: ask for nothing more with this one
+        self.superseded = False  # a newer policy waits: ask for no more work
         self.skipped = Counter()  # the tally of flat groups since the last usable one
         self.groups = 0  # sampled in all
 
     def ask(self, want, pulled=False):
         """Returns {"policy", "first", "count"}: the newest policy's record, and which positions of
-        the order, at most `want`, to sample next; none while there is a newer policy."""
+        the order to sample next, at most `want`; none while there is a newer policy."""
         work = self.server.work(
             self.name,
             held=self.outstanding,
@@ -89,13 +89,13 @@ class Worker:
         return work
 
     def lacks(self, record):
-        """Whether another policy is loaded; a resumed run may give a version other weights."""
+        """Returns whether another policy is loaded; a resumed run repeats versions, not hashes."""
         loaded = self.run, self.version, self.sha256
         return loaded != (record["run"], record["version"], record["sha256"])
 
     def load(self, record, path):
-        """Fetches a policy to `path`, loads it, and proves that it has arrived. Returns False if it
-        is gone, as a newer one has come."""
+        """Fetches a policy to `path`, loads it, and proves that it has arrived. Returns False if a
+        newer one has replaced it."""
         check_settings(record["settings"], self.recipe.settings())
         version, started = record["version"], time.perf_counter()
         if not self.server.fetch(record, path):
@@ -114,12 +114,12 @@ class Worker:
         return True
 
     def sample(self, first, count):
-        """Samples the prompts at these positions, and those that are given meanwhile."""
+        """Samples the prompts at `count` positions from `first` on, and those given meanwhile."""
         started, counts = time.perf_counter(), Counter()
         self.given, self.outstanding, self.superseded = range(first, first + count), count, False
         uploader = Uploader(self.server.copy(), self.answered)
-        seed = hashlib.sha256(f"{self.name}/{self.run}/{self.version}/{first}".encode()).digest()
-        seed = int.from_bytes(seed[:7], "big")
+        digest = hashlib.sha256(f"{self.name}/{self.run}/{self.version}/{first}".encode()).digest()
+        seed = int.from_bytes(digest[:7], "big")
         groups = sampled_and_rewarded(self.policy, self.recipe, self.take, seed=seed, count=counts)
         for number, sampled in enumerate(groups):
             id = f"{self.name}-{first:08d}-{number:04d}"
@@ -144,7 +144,7 @@ class Worker:
         )
 
     def take(self, room):
-        """Returns up to `room` prompts; asks for more work when all that was given has begun."""
+        """Returns up to `room` prompts; asks for more work once all given ones have begun."""
         due = time.monotonic() - self.asked > ASK_SECONDS
         if room and due and not self.given and not self.superseded:
             work = self.ask(room)
