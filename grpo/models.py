@@ -152,7 +152,7 @@ def can_cache(model):
     Recurrent and linear-attention models (Mamba, RWKV, Qwen3-Next) keep a state instead, some in a
     few layers, which is seen in their cache alone (LFM2). GPT-1 keeps nothing.
     """
-    if getattr(model, "_is_stateful", False) or not accepts(model, "past_key_values"):
+    if getattr(model, "_is_stateful", False) or not supported(model, past_key_values=None):
         return False
     layers = DynamicCache(config=model.config).layers
     return not any(hasattr(layer, "conv_states") for layer in layers)
@@ -165,15 +165,10 @@ def smallest_window(model):
     return min(windows, default=None)
 
 
-def accepts(model, name):
-    """Returns whether the model's forward takes the argument: not every architecture takes all."""
-    model = getattr(model, "module", model)  # DeepSpeed wraps the model
-    return name in forward_arguments(type(model))
-
-
 def supported(model, **arguments):
-    """Returns the arguments that the model's forward takes."""
-    return {name: value for name, value in arguments.items() if accepts(model, name)}
+    """Returns the arguments that the model's forward takes: not every architecture takes all."""
+    names = forward_arguments(type(model))
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 @functools.cache

@@ -206,7 +206,7 @@ def test_logits_that_go_bad_later_are_said_and_draw_no_id_beyond_the_vocabulary(
 ):
     """On a GPU an index out of range is a device-side assert, which names another line."""
     policy, step, drawn = policy_of(tiny), LlamaDecoder.next_logits, []
-    assert type(make_decoder(policy.model, 4)) is LlamaDecoder
+    assert type(make_decoder(policy.model, 4, 3)) is LlamaDecoder
 
     def bad(self, tokens):
         drawn.append(tokens.max().item())

@@ -1,7 +1,6 @@
 """Streams: prompts join, and groups leave, while others are sampled."""
 
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from families import (
     tiny_model,
 )
 
-from grpo.models import accepts
 from grpo.sampling.decoders import shared_prompt as decode
 from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
 from grpo.sampling.decoders.shared_prompt import SharedDecoder
@@ -149,10 +147,3 @@ def test_the_weights_may_change_between_two_rounds(model_of):
             gap = torch.tensor(group[0].logps) - plain_logps(model, prompt, group[0].ids, 1.0)
             assert gap.abs().max() < TOLERANCE
     assert sample(model, PROMPTS) != before
-
-
-def test_accepts_looks_through_the_wrapper(model_of):
-    """DeepSpeed's engine takes (*inputs, **kwargs): its own signature says nothing."""
-    for family, known in {"qwen2": True, "bloom": False}.items():
-        assert accepts(model_of(family), "position_ids") == known
-        assert accepts(SimpleNamespace(module=model_of(family)), "position_ids") == known

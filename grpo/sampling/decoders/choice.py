@@ -1,4 +1,4 @@
-"""Chooses the decoder: the fastest that computes what a simple one does on the model at hand.
+"""Chooses the decoder: the fastest that agrees with a simple one on this model.
 
     decoder = make_decoder(model, max_new_tokens, longest_prompt)
     logits = decoder.admit(prompts, group_size)  # (B * G, V'): each prompt runs once
@@ -6,10 +6,10 @@
     decoder.keep(indices)                        # drops all sequences but these
 
 PlainDecoder works without a KV cache, CachedDecoder with transformers' own. SharedDecoder keeps a
-prompt once for its group and lets prompts join a running batch (`joins`), LlamaDecoder has its own
-layers besides, GraphedDecoder records these as a CUDA graph. Those three depend on a model's
-inside, so each is tried on the model first. Dropping sequences copies the cache of the others: it
-pays when more than 1 / `compaction` of all have ended.
+prompt once for its group and lets prompts join a running batch (`joins`), LlamaDecoder also has its
+own layers, GraphedDecoder records these as a CUDA graph. Those three rely on a model's internals,
+so each is tried on the model first. Dropping sequences copies the cache of the others: it pays when
+more than 1 / `compaction` of all have ended.
 
 Symbols: B prompts, G sequences of each, S sequences in all, V' the columns of the LM head.
 """
@@ -19,9 +19,9 @@ import weakref
 import torch
 
 from grpo.models import can_cache, smallest_window
-from grpo.sampling.decoders import llama
 from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder, Unsupported
 from grpo.sampling.decoders.cuda_graph import GraphedDecoder, can_record
+from grpo.sampling.decoders.llama import MODEL_TYPES, LlamaDecoder
 from grpo.sampling.decoders.shared_prompt import SharedDecoder
 
 # Largest relative difference of logits that the trial takes for rounding. Measured over 14 families
@@ -31,17 +31,17 @@ TRIAL_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 fastest = weakref.WeakKeyDictionary()  # model -> the kind of decoder that passed, or None
 
 
-def make_decoder(model, max_new_tokens, longest_prompt=None):
-    """Returns a decoder for one batch. Prompts that a window may hide a part of are not shared."""
+def make_decoder(model, max_new_tokens, longest_prompt):
+    """Returns a decoder for one batch. Prompts that a window may hide in part are not shared."""
     if not can_cache(model):
         return PlainDecoder(model)
     window = smallest_window(model)
-    if window and (longest_prompt is None or longest_prompt + max_new_tokens > window):
+    if window and longest_prompt + max_new_tokens > window:
         return CachedDecoder(model)
     if model not in fastest:
         kinds = [SharedDecoder]
-        if llama.knows(model):
-            kinds = [GraphedDecoder] * can_record(model) + [llama.LlamaDecoder, SharedDecoder]
+        if model.config.model_type in MODEL_TYPES:
+            kinds = [GraphedDecoder] * can_record(model) + [LlamaDecoder, SharedDecoder]
         fastest[model] = next((kind for kind in kinds if is_right(kind, model)), None)
     kind = fastest[model]
     return kind(model, max_new_tokens) if kind else CachedDecoder(model)

@@ -1,9 +1,9 @@
 """LlamaDecoder: SharedDecoder with Llama's layers written out, in fewer operations and calls.
 
-A decoded token of a small batch takes as long as its operations are many, not large. Against
-transformers' layers these are half of the calls and three quarters of the operations; what that
-gains is in benchmarks/results/sampling.md. There is one kind of block, that of Llama, Mistral,
-Qwen2 and Qwen3: RMS norm, rotary attention, RMS norm, gated MLP, each added to the residual.
+In a small batch a token's time goes by the number of operations, not their size. Here are half of
+the calls and three quarters of the operations of transformers' layers; what that gains is in
+benchmarks/results/sampling.md. There is one kind of block, that of Llama, Mistral, Qwen2 and Qwen3:
+RMS norm, rotary attention, RMS norm, gated MLP, with a residual around each half.
 
 Symbols: S sequences, H hidden size, A query heads, K key-value heads, D width of a head.
 """
@@ -14,10 +14,6 @@ from torch.nn.functional import rms_norm
 from grpo.sampling.decoders.shared_prompt import SharedDecoder
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-def knows(model):
-    return getattr(model.config, "model_type", None) in MODEL_TYPES
 
 
 class LlamaDecoder(SharedDecoder):
