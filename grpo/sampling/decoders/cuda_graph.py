@@ -1,11 +1,11 @@
 """GraphedDecoder: LlamaDecoder on a GPU, recorded once as a CUDA graph and replayed.
 
-A token of a small model launches hundreds of kernels, each for a few microseconds of Python and
-driver, in which the GPU waits; a graph launches them all in one call. It reads and writes the
+A token of a small model launches hundreds of kernels, and during each launch, a few microseconds in
+Python and driver, the GPU waits; a graph launches them all in one call. It reads and writes the
 memory that it was recorded with: tokens and columns are copied into tensors of its own, and a
-sequence attends to all its room, masked where nothing is written yet. When sequences leave or join,
-or their room is doubled, a new one is recorded, which takes several tokens' time: so they leave
-when half of them have ended.
+sequence attends to all its room, masked where nothing is written yet. A new graph is recorded when
+sequences leave or join, or their room is doubled; that costs several tokens' time, so sequences
+leave only when half of them have ended.
 """
 
 import functools
@@ -17,8 +17,8 @@ from grpo.sampling.decoders.llama import LlamaDecoder
 
 def can_record(model):
     """Returns whether nothing in a Llama's forward waits for the GPU, as dynamic RoPE does, which
-    looks at the positions. Not merely tried: a recording that fails leaves PyTorch's allocator in
-    the belief that it continues."""
+    looks at the positions. Not left to a trial: a recording that fails leaves PyTorch's allocator
+    as if it were still recording."""
     rope = getattr(model.model.rotary_emb, "rope_type", "default")
     return model.device.type == "cuda" and rope in ("default", "linear", "yarn", "llama3")
 
@@ -37,8 +37,8 @@ class GraphedDecoder:
     def next_logits(self, tokens):
         self.decoder.make_room()
         memory, columns = (self.decoder.layout, self.decoder.room), self.decoder.columns
-        if memory != self.memory:  # one token as it is: it may be the only one, and it sets up
-            self.memory, self.graph = memory, None  # what a first use does
+        if memory != self.memory:  # the first token is not recorded: it may be the only one, and
+            self.memory, self.graph = memory, None  # sets up what kernels need at first use
             logits = self._forward(tokens, columns)
         else:
             self.graph = self.graph or Graph(self._forward, tokens, columns)
@@ -47,7 +47,7 @@ class GraphedDecoder:
         return logits
 
     def _forward(self, tokens, columns):
-        """Returns logits (S, V'); no number of Python's may change from token to token."""
+        """Returns logits (S, V'); no Python number in here may change from token to token."""
         return self.decoder.forward(tokens, self.decoder.slots_for(columns, self.decoder.room))
 
 

@@ -1,9 +1,8 @@
 """SharedDecoder: a prompt's keys and values are kept, and attended to, once for its whole group.
 
-The G sequences of a group attend to their prompt in one matrix product, and what a sequence adds is
-written in place (transformers' cache copies all of it for each token). New prompts may join while
-others run. A model whose attention goes through transformers' attention interface can have this,
-if it passes the trial in choice.py.
+The G sequences of a group attend to their prompt in one matrix product, and their own tokens are
+written in place (transformers' cache copies everything for each token). New prompts may join a
+running batch. It needs a model whose attention goes through transformers' attention interface.
 
 Symbols: B prompts, G sequences of each, S sequences in all, P prompt tokens, K key-value heads,
 R query heads for each of them, D width of a head, C tokens that a sequence has room for.
@@ -28,10 +27,9 @@ SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among trans
 class Layout:
     """Which prompt each sequence continues; made anew when sequences join or leave.
 
-    The grid (B, Gm), Gm the largest group, has the sequences of a prompt in its row.
+    Row b of the grid (B, Gm) has the sequences of prompt b; Gm is the size of the largest group.
     """
 
-    numbers: torch.Tensor  # (S,) 0, 1, 2, ...
     start: torch.Tensor  # (S,) position of the first token: how many its prompt has
     grid: tuple[int, int]
     place: torch.Tensor | None  # (S,) in the flattened grid; None where that is 0, 1, 2, ...
@@ -55,27 +53,26 @@ class Slots:
 
     layout: Layout
     positions: torch.Tensor  # (S,)
-    where: tuple  # index of what is written, in (S, K, C, D)
+    where: tuple  # index of what is written, into (S, K, C, D)
     seen: int  # of the C columns
     unwritten: torch.Tensor | None  # (S, 1, 1, seen) added to scores; None where all is written
 
 
 def hidden(where, like):
-    """Returns what is added to scores, so that no attention goes to where `where` is True."""
+    """Returns what to add to scores so that no attention goes to where `where` is True."""
     return like.new_zeros(where.shape).masked_fill_(where, -torch.inf)
 
 
 # --- The cache ----------------------------------------------------------------------
 class SharedLayer(DynamicLayer):
-    """One layer's keys and values: those of the prompts, (B, K, P, D), and what the sequences add,
-    (S, K, C, D)."""
+    """A layer's keys and values: of prompts, (B, K, P, D), and of sequences, (S, K, C, D)."""
 
     def __init__(self):
         super().__init__()
         self.is_initialized, self.prompts, self.own = True, [None, None], [None, None]
 
     def admit(self, layer, group_size, room):
-        """Adds the prompts of transformers' layer, and room for their sequences' tokens."""
+        """Adds the prompts in a layer of transformers' cache, and room for their sequences."""
         for i, new in enumerate((layer.keys, layer.values)):
             own = new.new_zeros(len(new) * group_size, new.shape[1], room, new.shape[3])
             if self.own[i] is not None:
@@ -101,9 +98,9 @@ class SharedLayer(DynamicLayer):
     def attention(self, query, slots, scaling, softcap=None):
         """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D).
 
-        Softmax over prompt and own tokens at once is the mean of each part's attention, weighted
-        by the part's sum of exponentials (as in FlashAttention, arXiv 2205.14135): so the prompt's
-        part is a matrix product over all sequences of a group, (G * R, D) x (D, P).
+        The softmax over prompt and own tokens is the mean of each part's attention, weighted by its
+        sum of exponentials (FlashAttention, arXiv 2205.14135): so the prompt's part is one matrix
+        product for all sequences of a group, (G * R, D) x (D, P).
         """
         layout, (keys, values) = slots.layout, (x[:, :, : slots.seen] for x in self.own)
         own, own_log = attend(query, keys, values, slots.unwritten, scaling, softcap)
@@ -118,7 +115,7 @@ def attend(query, keys, values, mask, scaling, softcap):
     """Returns the attention of queries (B, K, Q, D) to (B, K, C, D), and the log of the sum of
     exponentials, (B, K, Q). `mask` is None or added to the scores."""
     if query.device.type == "cpu" and softcap is None and query.shape[-1] == values.shape[-1]:
-        # What scaled_dot_product_attention calls there; only this returns the sums as well
+        # What scaled_dot_product_attention calls; only this returns the sums as well
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(query.contiguous(), keys, values, attn_mask=mask, scale=scaling)
     # A score of 30, rounded to bfloat16, is off by 0.1: float32, as in PyTorch's kernels
@@ -140,7 +137,7 @@ def attend(query, keys, values, mask, scaling, softcap):
 
 # --- transformers' side -------------------------------------------------------------
 class SharedCache(Cache):
-    """The cache as a model of transformers takes it, for one token of each sequence."""
+    """The layers as a model of transformers takes them, for one token of each sequence."""
 
     def __init__(self, layers, slots):
         super().__init__(layers=layers)
@@ -198,7 +195,7 @@ class SharedDecoder:
         return logits.repeat_interleave(group_size, 0)
 
     def keep(self, indices):
-        """Copies the cache of these sequences; prompts that none of them continues are dropped."""
+        """Drops all but these sequences, and prompts that none of them continues."""
         index = indices.tolist()
         left = sorted({self.prompt_of[i] for i in index})
         fewer = len(left) < len(self.prompt_lengths)
@@ -223,7 +220,6 @@ class SharedDecoder:
             padding = hidden(torch.arange(width, device=device) < first, like)
         start = [self.prompt_lengths[prompt] for prompt in self.prompt_of]
         self.layout = Layout(
-            numbers=torch.arange(len(place), device=device),
             start=torch.tensor(start, device=device),
             grid=(prompts, largest),
             place=None if full else torch.tensor(place, device=device),
@@ -247,18 +243,18 @@ class SharedDecoder:
         """Returns the Slots of tokens that go to `columns` (S,), each of them below `seen`."""
         layout, like = self.layout, self.layers[0].own[0]
         after = torch.arange(seen, device=columns.device) > columns[:, None, None, None]
-        where = layout.numbers, slice(None), columns
+        where = torch.arange(len(columns), device=columns.device), slice(None), columns
         return Slots(layout, layout.start + columns, where, seen, hidden(after, like))
 
     def make_room(self):
-        """Doubles the room if it is full, so that a token is copied twice at most."""
+        """Doubles the room if it is full: so each token is copied twice at most."""
         if max(self.lengths) == self.room:
             self.room = min(self.limit, 2 * self.room)
             for layer in self.layers:
                 layer.widen(self.room)
 
     def forward(self, tokens, slots):
-        """Returns logits (S, V') of one more token of each sequence, which takes its slot."""
+        """Returns logits (S, V') after one more token of each sequence, which takes its slot."""
         config, cache = self.model.config, SharedCache(self.layers, slots)
         before, config._attn_implementation = config._attn_implementation, SHARED
         try:
