@@ -1,5 +1,5 @@
-"""Loads a model and its tokenizer, and knows how families differ: where EOS is named, which chat
-roles there are, what a forward takes, what a cache keeps. Any AutoModelForCausalLM will do."""
+"""Loads models and tokenizers, and knows how families differ: where EOS is named, which chat roles
+there are, what a forward takes, what a cache keeps. Any AutoModelForCausalLM will do."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from transformers import (
 
 from grpo.log import announced
 
-GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # NVIDIA's driver; the same under WSL
+GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # NVIDIA's driver, and that of WSL
 
 
 def load_tokenizer(name):
@@ -35,10 +35,9 @@ def load_tokenizer(name):
 def own_device():
     """Returns "cuda:N", N this process's LOCAL_RANK, or "cpu" where there is no GPU.
 
-    Turns off cuDNN's attention, PyTorch's first choice on H100, H200 and B200: with a mask its
-    backward gives NaN at key lengths of 64 modulo 128 (pytorch #196678, trl #7181), on B200 it
-    decodes wrongly (pytorch #193893), and it plans anew for every shape. Raises SystemExit where
-    torch, built for CUDA, can't use the GPU: training would run on the CPU for weeks, unnoticed.
+    Turns off cuDNN's attention: masked, its backward gives NaN (pytorch #196678, trl #7181), and
+    on B200 it decodes wrongly (pytorch #193893). Raises SystemExit if torch, built for CUDA, can't
+    use the GPU: training would run on the CPU for weeks, unnoticed.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     if torch.cuda.is_available():
@@ -59,22 +58,20 @@ def own_device():
 
 
 def choose_dtype(dtype, device):
-    """Returns the name of the dtype that DTYPE stands for: "auto" is bfloat16 on a GPU that has it,
-    and float32 elsewhere. Cards before Ampere (T4, V100) emulate bfloat16, at a crawl."""
+    """Returns the name of the dtype that DTYPE stands for: "auto" is bfloat16 on a GPU that has it
+    (not T4, V100 and older), and float32 elsewhere."""
     on_gpu = device != "cpu"
-    emulated = on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
-    if emulated and dtype == "auto":
-        print("this GPU has no bfloat16: float32 is used, which needs twice the memory")
-    if emulated and dtype == "bfloat16":
-        print("this GPU has no bfloat16 and emulates it, at a crawl: set DTYPE = 'float32'")
+    native = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    if on_gpu and not native and dtype != "float32":
+        print("this GPU has no bfloat16, but a slow emulation: DTYPE = 'auto' is float32 here")
     if dtype == "auto":
-        return "bfloat16" if on_gpu and not emulated else "float32"
+        return "bfloat16" if native else "float32"
     return dtype
 
 
 def check_folder(name):
-    """Raises SystemExit where `name`, a str or Path, looks like a local folder, by its form or by
-    a first part that exists, and has no model in it: asking the hub takes a minute offline."""
+    """Raises SystemExit if `name` (str or Path) looks like a local folder, by its form or because
+    its first part exists, but holds no model: asking the hub takes a minute offline."""
     first, *rest = str(name).split("/")
     local = str(name).startswith((".", "/", "~")) or len(rest) > 1 or Path(first).is_dir()
     if local and not any(Path(name, f"{part}config.json").exists() for part in ("", "adapter_")):
@@ -88,12 +85,12 @@ def check_folder(name):
 def load_model(name, dtype, vocab_size):
     """Returns the model, on this process's GPU or the CPU, and the dtype's name (choose_dtype).
 
-    It stays in eval mode: with GPT-2's dropout of 0.1 the ratio would be noise. Raises SystemExit
-    if its embedding has no room for the tokenizer's ids, or if it is a LoRA adapter.
+    It is in eval mode: with GPT-2's dropout of 0.1 the ratio would be noise. Raises SystemExit if
+    its embedding has fewer rows than the tokenizer has ids, or if it is a LoRA adapter.
     """
     device = own_device()
     dtype = choose_dtype(dtype, device)
-    # Straight to the GPU, tensor by tensor: else every rank holds the whole model in RAM at once
+    # Straight to the GPU, tensor by tensor: else each rank holds a whole model in RAM
     place = {} if device == "cpu" else {"device_map": {"": device}}
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **place)
     if getattr(model, "_hf_peft_config_loaded", False):
@@ -131,26 +128,22 @@ def stop_ids(name, tokenizer, stop_tokens):
 def prompt_ids(tokenizer, messages):
     """Returns the ids of a chat, up to where the answer begins."""
 
-    def joined():
-        return "\n\n".join(message["content"] for message in messages)
-
-    def rendered(chat):
-        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-
+    joined = "\n\n".join(message["content"] for message in messages)
     if not tokenizer.chat_template:  # GPT-2 and other plain models
-        return tokenizer(joined() + "\n")["input_ids"]
+        return tokenizer(joined + "\n")["input_ids"]
+    template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True)
     try:
-        text = rendered(messages)
+        text = template(messages, tokenize=False)
     except jinja2.TemplateError:  # Gemma knows no system role: the user says it
-        text = rendered([{"role": "user", "content": joined()}])
+        text = template([{"role": "user", "content": joined}], tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
 
 
 def can_cache(model):
     """Returns whether the model has a KV cache from which sequences can be repeated and dropped.
 
-    Recurrent and linear-attention models (Mamba, RWKV, Qwen3-Next) keep a state instead, some in a
-    few layers, which is seen in their cache alone (LFM2). GPT-1 keeps nothing.
+    Recurrent and linear-attention models (Mamba, RWKV, Qwen3-Next) keep a state instead; some in a
+    few layers only, which only their cache shows (LFM2). GPT-1 keeps nothing.
     """
     if getattr(model, "_is_stateful", False) or not supported(model, past_key_values=None):
         return False
@@ -159,10 +152,9 @@ def can_cache(model):
 
 
 def smallest_window(model):
-    """Returns the fewest tokens that a layer with sliding or chunked attention sees, or None."""
+    """Returns the smallest window of a layer with sliding or chunked attention, or None."""
     layers = DynamicCache(config=model.config).layers
-    windows = [layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")]
-    return min(windows, default=None)
+    return min((x.sliding_window for x in layers if hasattr(x, "sliding_window")), default=None)
 
 
 def supported(model, **arguments):
@@ -183,8 +175,8 @@ def padded(sequences, device):
 
 
 def left_padded(prompts, device):
-    """Returns ids (B, P), which all end in the last column, the position of each, and the mask of
-    the padding, or None where there is none; all int64."""
+    """Returns ids (B, P), padded on the left, their positions, and the mask (0: padding), or None
+    where nothing is padded; all int64."""
     lengths = torch.tensor([[len(ids)] for ids in prompts], device=device)
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=device)
