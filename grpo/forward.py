@@ -4,12 +4,11 @@
     hidden, ids = model(prompts, completions)         # lists of id lists -> (N, H), (N,)
     logps = linear_logps(hidden, model.head, ids)     # grpo/loss.py or grpo_loss_triton.py
 
-The G completions of a group have the same prompt, and nearly every trainer runs it G times, forward
-and backward. Here it runs once with a KV cache, each completion reads its prompt's keys and values
-there, and in the backward pass the gradients of all G meet in them. Nothing is approximated: it is
-the same sum, added in another order.
+The G completions of a group share a prompt, which nearly every trainer runs G times, forward and
+backward. Here it runs once, with a KV cache: each completion reads its prompt's keys and values
+there, and their gradients add up there in the backward pass. It is the same sum in another order.
 
-Trainer and reference server both take their log-probs from here, so they compute the same thing.
+Trainer and reference server both compute their log-probs by this file.
 Symbols: B sequences, P prompt and T completion tokens, N completion tokens of all sequences, one
 after another without padding, H hidden size, V' rows of the LM head.
 """
@@ -30,10 +29,9 @@ from grpo.packing import number_prompts
 class CompletionModel(torch.nn.Module):
     """A causal language model that gives the states before its LM head, of completions only.
 
-    What the model allows is found out here, once. `head` is its LM head (V', H), or None where
-    logits are more than a product with a matrix (a bias, Gemma 2's soft-capping, Cohere's scale):
-    then the states are the logits. `shares` says whether prompts run once; `notes` are sentences
-    about what the model does not allow. It stays in eval mode: dropout would make the ratio noise.
+    `head` is the LM head (V', H), or None where logits are more than a matrix product (a bias,
+    Gemma 2's soft-capping, Cohere's scale): then the states are the logits. `shares` says whether
+    prompts run once. `notes` are sentences on what the model does not allow.
     """
 
     def __init__(self, model, *, share_prompts, gradient_checkpointing=False):
@@ -67,7 +65,7 @@ class CompletionModel(torch.nn.Module):
         return states.flatten(0, 1)[torch.tensor(index, device=states.device)]
 
     def _separate(self, prompts, completions):
-        """Each sequence by itself, padded on the right, where causal attention never looks."""
+        """Each sequence by itself, padded on the right, which causal attention never sees."""
         sequences = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
         ids = padded(sequences, self.model.device)
         cut = min(map(len, prompts)) - 1  # column t of the states predicts token t + 1
@@ -106,8 +104,8 @@ class CompletionModel(torch.nn.Module):
 
     @torch.no_grad()
     def _fault_of_sharing(self):
-        """Returns in words why shared prompts don't give the states of separate ones, or None: this
-        is tried on three sequences."""
+        """Returns why shared prompts do not give the states of separate ones, or None: tried on
+        three sequences."""
         if not can_cache(self.model):
             return "this model has no KV cache, or not only that"
         prompts = [[1, 2, 3], [1, 2, 3], [4, 5, 6, 7, 8]]
@@ -149,14 +147,14 @@ def distance(a, b):
 
 
 def limit_of(states):
-    """Returns the distance that passes for rounding between two ways to the same states. Measured:
-    3e-7 at most in float32; without the mask of the padding 0.2 to 0.9."""
+    """Returns the distance that passes for rounding. Measured: in float32 3e-7 at most; without the
+    padding's mask 0.2 to 0.9."""
     return 1e-3 if states.dtype == torch.float32 else 0.1
 
 
-# --- Caches that may be asked twice -------------------------------------------------
-# Gradient checkpointing runs a layer again in the backward pass, which would append to a cache a
-# second time: transformers drops the cache there. These two give the same answer however often.
+# --- Caches that may be read twice --------------------------------------------------
+# Gradient checkpointing runs a layer again in the backward pass, which would append to a
+# cache twice (transformers drops the cache there). These two give the same answer each time.
 class PromptLayer(DynamicLayer):
     """Keeps the prompts' keys and values (prompts, heads, P, head size), with their graph."""
 
@@ -172,7 +170,7 @@ class PromptLayer(DynamicLayer):
 class CompletionLayer(DynamicLayer):
     """Puts each sequence's prompt before its own keys and values, and keeps nothing.
 
-    Keys of all positions, also where attention slides: transformers' mask sees to the window.
+    It has the keys of all positions: where attention slides, transformers' mask applies the window.
     """
 
     def __init__(self, prompts, number):
