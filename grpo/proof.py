@@ -3,26 +3,24 @@
 import torch
 
 PROOF_TOKENS = 128  # of a completion
-# Largest mean k3 = exp(d) - d - 1, d the difference of a token's log-probs, of two computations of
-# one policy, that passes for rounding. It grows with the square of d, so noise counts for little.
-# Published for bfloat16: sd of d 0.055 for Qwen2.5-0.5B, a trainer against vLLM or against itself
-# at another batch size (trl #6789), which is 1.5e-3; mean |d| 0.067 for a mixture of experts in FP8
-# (miles #2722), some 4e-3. Measured for the demo's models (benchmarks/results/noise.md): 4e-5, in
-# float32 6e-14, with one layer as it was 100 updates before 0.012 to 0.06.
+# Largest mean k3 = exp(d) - d - 1 that passes for rounding, d the difference of a token's log-probs
+# between two computations of one policy. Published for bfloat16: sd of d 0.055, k3 1.5e-3, for
+# Qwen2.5-0.5B, a trainer against vLLM or itself at another batch size (trl #6789); mean |d| 0.067,
+# k3 some 4e-3, for a mixture of experts in FP8 (miles #2722). Measured for the demo's models
+# (benchmarks/results/noise.md): 4e-5, in float32 6e-14; with a layer 100 updates old 0.012 to 0.06.
 NOISE = {"float32": 1e-6, "bfloat16": 1e-2}
-LOUD = 0.05  # a mean |d| from which on the sentence on the first update names it
-# How far the sampler's temperature may seem to be from the trainer's, as a share of it. At 1.05
-# times that, k3 is 2e-4 to 5e-4 for the demo's models, less than noise; `tilt` in micro_batch_loss
-# finds 0.047 to 0.048, also under noise, and 0.003 at most where all is right (the same table).
+LOUD = 0.05  # mean |d| above which the sentence on the first update names it
+# Largest relative difference of the sampler's temperature from the trainer's, as sampler_stats
+# estimates it. At 1.05 times the temperature k3 is 2e-4 to 5e-4 for the demo's models, less than
+# noise; the estimate is 0.047 to 0.048, also under noise, and else 0.003 at most (the same table).
 TILT = 0.03
-EVIDENCE = 200.0  # nats^2 of surprise that the tilt needs to be judged by: some 1000 tokens
+EVIDENCE = 200.0  # nats^2 of surprise, some 1000 tokens: with less the tilt is not judged
 
 
 # --- A worker's policy is the trainer's -----------------------------------------------
 def sample_proof(policy, recipe):
-    """Returns (prompt, completion) ids: what the policy itself draws after the first prompt, for
-    log-probs of what it would not say are large, and so is their rounding; and as long as prompt
-    and completion may be, for with few tokens a stale layer may pass for noise."""
+    """Returns (prompt, completion) ids: the first prompt and what the policy draws after it.
+    Rounding is larger in other text, and with few tokens a stale layer may pass for it."""
     prompt = recipe.prompts[0][2]
     room = recipe.max_prompt_tokens + recipe.max_completion_tokens - len(prompt)
     return prompt, policy.continuation(prompt, min(PROOF_TOKENS, room))
@@ -50,18 +48,17 @@ def check_proof(policy, record):
 
 # --- The first update is what theory says ---------------------------------------------
 def tilt_of(tilt, surprise):
-    """Returns {"sampler_tilt": their ratio}, how much hotter than the trainer the sampler seems to
-    draw; {} where there were too few tokens to tell."""
+    """Returns {"sampler_tilt": tilt / surprise}, how much hotter than the trainer the sampler seems
+    to draw; {} where there were too few tokens to tell."""
     return {"sampler_tilt": tilt / surprise} if surprise > EVIDENCE else {}
 
 
 def check_first_update(metrics, policy_dtype, reference, *, model):
-    """Returns a sentence on how near the first update came to theory: ratio 1, KL 0. Raises
-    RuntimeError where it did not.
+    """Returns a sentence on how near the first update came to theory: ratio 1, KL 0.
 
-    At the first update trainer, sampler and reference hold the same weights. Their log-probs differ
-    by rounding alone, for which NOISE is a generous bound. More means that they do not compute the
-    same thing (temperature, dropout, attention, wrong weights). `reference` is /info's.
+    Trainer, sampler and reference then have the same weights: their log-probs differ by rounding
+    alone. Raises RuntimeError if they differ by more: they do not compute the same thing
+    (temperature, dropout, attention, wrong weights). `reference` is /info's answer.
     """
     gap, limit = metrics["sampler_k3"], NOISE[policy_dtype]
     if not gap <= limit:

@@ -6,15 +6,15 @@ from transformers.pytorch_utils import Conv1D
 
 def trained_weights(model):
     """Returns {name: CPU tensor} of what is trained: all, or the adapters of a LoRA policy."""
-    # copied even where to() would give the parameter itself: the next step must not change it
-    parameters = model.named_parameters()
-    return {n: p.detach().to("cpu", copy=True) for n, p in parameters if p.requires_grad}
+    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    # copied even on a CPU: the next step must not change them
+    return {name: parameter.to("cpu", copy=True) for name, parameter in trained.items()}
 
 
 @torch.no_grad()
 def load_weights(model, tensors):
-    """Writes `tensors` over the parameters of the same names: those that are trained, or all of a
-    frozen model. Raises ValueError, and has changed nothing, if any is missing or does not fit."""
+    """Writes `tensors` over the trained parameters, or all of a frozen model. Raises ValueError, and
+    changes nothing, if one is missing, unknown or of another shape."""
     parameters = dict(model.named_parameters())
     expected = {n for n, p in parameters.items() if p.requires_grad} or parameters.keys()
     if names := sorted(expected ^ tensors.keys()):
@@ -29,8 +29,8 @@ def load_weights(model, tensors):
 
 @torch.no_grad()
 def merge_adapters(model, tensors):
-    """Returns the whole model's weights, W + 2 B A, from the adapters of a LoRA policy and the
-    `model` under its adapters. Raises ValueError if that has no such layer."""
+    """Returns all weights of a LoRA policy, W + 2 B A, from its adapters and the `model` under them.
+    Raises ValueError if that lacks such a layer."""
     merged = dict(model.named_parameters())
     for name, a in tensors.items():
         if ".lora_A." in name:
