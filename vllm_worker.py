@@ -2,11 +2,11 @@
 
     .vllm/bin/python vllm_worker.py    # in a venv with requirements-vllm.txt
 
-Its constants are grpo_ref_split.py's, which must be the trainer's, and MEMORY_GB. vLLM runs inside
-this process, so new weights reach it by a call: no NCCL, nothing pickled. One worker is one model
-on one device; for more GPUs, run more workers. The distribution is sampler.py's, softmax(logits /
-temperature) over the tokenizer's ids. By itself vLLM inherits the model's stops, reports log-probs
-from before the temperature, and has the embedding's padding in its softmax; each is undone below.
+Its constants are MEMORY_GB and those of grpo_ref_split.py, which must be the trainer's. vLLM runs
+in this process, so new weights reach it by a call: no NCCL, nothing pickled. One worker is one
+model on one device; for more GPUs, run more workers. The distribution is sampler.py's. By itself
+vLLM inherits the model's stops, reports log-probs from before the temperature, and has the
+embedding's padding in its softmax; each is undone below.
 """
 
 import functools
@@ -21,11 +21,11 @@ from grpo.constants import arguments, usage
 from grpo.models import choose_dtype, own_device, stop_ids
 from grpo.sampling.policy import completion_text
 from grpo.sampling.sampler import Completion
-from grpo.weights import merge_adapters
+from grpo.weights import check_shapes, merge_adapters
 from grpo.wire import tokenizer_facts
 
-MEMORY_GB = 20.0  # a GPU's memory that vLLM takes; on a CPU its KV cache, of which 1 is plenty
-# The whole distribution (top_k 0 is off); EOS is what we say, not what vLLM reads
+MEMORY_GB = 20.0  # of a GPU's memory; on a CPU that of the KV cache, where 1 is plenty
+# The whole distribution (top_k 0 is off), with our stops instead of the model's
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -34,9 +34,8 @@ class VLLMPolicy:
     """Samples, takes new weights without a restart, and scores. Not for two threads at once."""
 
     def __init__(self, model, tokenizer, *, dtype, eos_ids, vocab_size, max_tokens, seed, memory):
-        """Loads `model`, a hub name or folder; about 10 s on a CPU, and compiles on a GPU. `dtype`
-        is "float32" or "bfloat16"; `eos_ids` are all that end a completion; `vocab_size` counts the
-        tokenizer's ids; `max_tokens` bounds prompt plus completion; `memory` is MEMORY_GB."""
+        """Loads `model`, a hub name or folder, in `dtype`, "float32" or "bfloat16". `max_tokens`
+        bounds prompt plus completion; `memory` is MEMORY_GB."""
         set_environment()
         from transformers import AutoConfig, AutoModelForCausalLM
         from vllm import LLM
@@ -45,7 +44,7 @@ class VLLMPolicy:
         self.eos_ids, self.dtype, self.max_tokens = sorted(eos_ids), dtype, max_tokens
         with torch.device("meta"):  # names and shapes of what load() takes, without memory
             trained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-        self.shapes = {name: parameter.shape for name, parameter in trained.named_parameters()}
+        self.parameters = dict(trained.named_parameters())
         gpu, budget = torch.cuda.is_available(), {"kv_cache_memory_bytes": int(memory * 1e9)}
         if gpu:
             budget = {"gpu_memory_utilization": memory * 1e9 / torch.cuda.mem_get_info()[1]}
@@ -64,8 +63,8 @@ class VLLMPolicy:
         )
         self.llm.apply_model(lambda model: mask_padding(model, vocab_size))
 
-    def stream(self, take, *, group_size, max_rows, seed, longest_prompt=None, **settings):
-        """Yields (key, completions) as sampler.stream_groups does, one batch after the other."""
+    def stream(self, take, *, group_size, max_rows, seed, longest_prompt, **settings):
+        """Yields (key, completions) as sampler.stream_groups does, one batch after another."""
         while new := take(max_rows // group_size):
             keys, prompts = zip(*new, strict=True)
             groups = self.sample(prompts, group_size=group_size, seed=seed, **settings)
@@ -76,9 +75,9 @@ class VLLMPolicy:
         return completion_text(self.tokenizer, completion)
 
     def sample(self, prompts, *, group_size, max_new_tokens, temperature, seed):
-        """Returns for each of B `prompts` (lists of ids) a list of `group_size` Completions, the
-        same for the same `seed`. `temperature` must be above 0. Raises ValueError if a prompt
-        leaves no room within max_tokens, RuntimeError if the weights are broken."""
+        """Returns `group_size` Completions for each of the prompts (lists of ids), the same for the
+        same `seed`; `temperature` must be above 0. Raises ValueError if a prompt leaves no room
+        within max_tokens, RuntimeError if the weights are broken."""
         if max(map(len, prompts)) >= self.max_tokens:  # before vLLM has queued others
             raise ValueError(f"a prompt fills the {self.max_tokens} tokens of max_tokens")
         draw = random.Random(seed)
@@ -94,26 +93,21 @@ class VLLMPolicy:
         return [[read_completion(one) for one in output.outputs] for output in outputs]
 
     def load(self, tensors):
-        """Replaces the weights in place by `tensors`: transformers' named_parameters(), on the CPU,
-        in any float dtype, or a LoRA policy's adapters, merged into the model's own. Raises
-        ValueError, and has changed nothing, if one is missing, unknown or of another shape."""
+        """Replaces the weights by another process's trained_weights, in any float dtype; adapters
+        are merged first. Raises ValueError, and changes nothing, if they do not fit."""
         if any(".lora_A." in name for name in tensors):
             tensors = merge_adapters(self.base, tensors)
-        found = {name: tensor.shape for name, tensor in tensors.items()}
-        if found != self.shapes:  # vLLM would keep the old weights of what is missing, silently
-            name = min(found.items() ^ self.shapes.items())[0]
-            due = self.shapes.get(name)
-            raise ValueError(f"{name}: got {found.get(name)}, but the model has {due}")
+        check_shapes(tensors, self.parameters)  # vLLM would keep what is missing, silently
         # Cast here, as vLLM warns for each tensor that it casts; a generator, to hold one copy
-        weights = ((name, tensors[name].to(getattr(torch, self.dtype))) for name in self.shapes)
+        weights = ((name, tensors[name].to(getattr(torch, self.dtype))) for name in self.parameters)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.apply_model(refresh_head)
         if not self.llm.reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError("vLLM did not empty its prefix cache: is it sampling meanwhile?")
 
     def logps(self, prompt, completion):
-        """Returns log-probs (floats, temperature 1) of the completion's ids after the prompt's. The
-        last is scored as the next one: vLLM wants room for one more, and there may be none."""
+        """Returns the log-probs (floats, temperature 1) of the completion's ids. The last id is
+        scored as the next one: vLLM wants room for one more, and there may be none."""
         ids, last = prompt + completion[:-1], completion[-1:]
         (output,) = self._generate(
             [ids], [None], temperature=1.0, max_tokens=1, prompt_logprobs=0, logprob_token_ids=last
@@ -122,7 +116,7 @@ class VLLMPolicy:
         return [found[id].logprob for id, found in zip(completion, scored, strict=True)]
 
     @functools.cached_property
-    def base(self):  # what LoRA's adapters come on top of, on the CPU
+    def base(self):  # the model under LoRA's adapters, on the CPU
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(self.name, dtype=self.dtype)
@@ -136,7 +130,7 @@ class VLLMPolicy:
 
 
 def set_environment():
-    """Called before vLLM is imported, which reads it: this process is not one of several ranks."""
+    """Tells vLLM, before it is imported, that this process is not one of several ranks."""
     for name in LAUNCHER:
         os.environ.pop(name, None)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
@@ -145,8 +139,8 @@ def set_environment():
 
 
 def mask_padding(model, vocab_size):
-    """Gives ids from `vocab_size` on the probability 0, after the head. `allowed_token_ids` would
-    send 151 665 ids with every request, and would not hold for the scores of a prompt."""
+    """Gives ids from `vocab_size` on the probability 0. vLLM's `allowed_token_ids` would send
+    151 665 ids with every request, and does not apply to a prompt's scores."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     def mask(layer, inputs, logits):
@@ -159,7 +153,7 @@ def mask_padding(model, vocab_size):
 
 def refresh_head(model):
     """On a CPU vLLM multiplies by packed copies of the weights, and its reload forgets the copy of
-    a head tied to the embedding. On a GPU there are no copies, and this does nothing."""
+    a head that is tied to the embedding. On a GPU this does nothing."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for layer in model.modules():

@@ -11,26 +11,33 @@ def trained_weights(model):
     return {name: parameter.to("cpu", copy=True) for name, parameter in trained.items()}
 
 
+def check_shapes(tensors, model):
+    """Raises ValueError unless `tensors` has the same names and shapes as `model`; both are
+    {name: tensor}."""
+    shapes = [{name: tuple(x.shape) for name, x in xs.items()} for xs in (tensors, model)]
+    if shapes[0] != shapes[1]:
+        name = min(shapes[0].items() ^ shapes[1].items())[0]
+        got, due = (side.get(name, "missing") for side in shapes)
+        raise ValueError(
+            f"the weights are of another model, or another LORA_RANK: {name} is {got}, not {due}"
+        )
+
+
 @torch.no_grad()
 def load_weights(model, tensors):
-    """Writes `tensors` over the trained parameters, or all of a frozen model. Raises ValueError, and
-    changes nothing, if one is missing, unknown or of another shape."""
+    """Writes `tensors` over the trained parameters, or all of a frozen model. Raises ValueError,
+    and changes nothing, if they do not fit."""
     parameters = dict(model.named_parameters())
-    expected = {n for n, p in parameters.items() if p.requires_grad} or parameters.keys()
-    if names := sorted(expected ^ tensors.keys()):
-        raise ValueError(f"the weights are of another model, or another LORA_RANK: {names[:3]} ...")
-    for name, tensor in tensors.items():
-        if tensor.shape != parameters[name].shape:
-            shapes = f"{tuple(tensor.shape)}, not {tuple(parameters[name].shape)}"
-            raise ValueError(f"the weights are of another model: {name} is {shapes}")
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    check_shapes(tensors, trained or parameters)
     for name, tensor in tensors.items():
         parameters[name].copy_(tensor)
 
 
 @torch.no_grad()
 def merge_adapters(model, tensors):
-    """Returns all weights of a LoRA policy, W + 2 B A, from its adapters and the `model` under them.
-    Raises ValueError if that lacks such a layer."""
+    """Returns the weights of a LoRA policy, W + 2 B A, from its adapters and the `model` under
+    them. Raises ValueError if that lacks such a layer."""
     merged = dict(model.named_parameters())
     for name, a in tensors.items():
         if ".lora_A." in name:

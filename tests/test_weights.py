@@ -54,7 +54,7 @@ def test_adapters_travel_to_a_model_with_adapters():
     assert torch.equal(mine(ids).logits, theirs(ids).logits)
     with pytest.raises(ValueError, match="another LORA_RANK"):
         load_weights(mine, trained_weights(tiny_model("qwen2")))
-    with pytest.raises(ValueError, match="is .2, 32., not .4, 32."):
+    with pytest.raises(ValueError, match="is .2, 64., not .4, 64."):
         load_weights(mine, trained_weights(with_adapters(tiny_model("qwen2"), rank=2)))
 
 
