@@ -2,8 +2,8 @@
 
     warm_start("runs/demo/warm_start", arithmetic, seed=0, steps=800)    # 45 s on one core
 
-It stands for a real base model: it knows the arithmetic, the operators and the tags, and rarely
-brings them together. Half of its examples are true equations, half are sloppy answers to questions.
+It stands for a real base model: it knows the arithmetic, the operators and the tags, but rarely
+combines them. Its examples are true equations and sloppy answers to questions.
 """
 
 import functools
@@ -26,7 +26,7 @@ SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s
 
 
 def make_tokenizer(task):
-    """Returns a byte-level BPE of about 400 ids, trained on questions; each tag is one id."""
+    """Returns a byte-level BPE tokenizer of about 400 ids; each tag is one id."""
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe = Tokenizer(models.BPE())
@@ -68,8 +68,8 @@ def make_model(tokenizer, heads):
 def sloppy(item, draw):
     """Returns a completion for the warm start: a true equation, often not the one asked for.
 
-    The two shares below decide how hard GRPO's part is. A subtraction usually adds, so greedy
-    answers begin near 50 %; an addition seldom subtracts, so the model does tell the two apart.
+    The shares 0.1 and 0.62 decide how hard GRPO's part is. A subtraction usually adds, so greedy
+    accuracy begins near 50 %; an addition seldom subtracts, so the model does tell them apart.
     """
     a, b, operator = item["a"], item["b"], item["operator"]
     if draw.random() < {"+": 0.1, "-": 0.62}[operator]:
@@ -86,13 +86,8 @@ def sloppy(item, draw):
     return draw.choice(broken)
 
 
-def equation(item):
-    """Returns a true equation. Example: 7+5=12"""
-    return f"{item['a']}{item['operator']}{item['b']}={item['answer']}"
-
-
 def next_token_loss(model, examples):
-    """Returns the mean cross-entropy of examples (ids, how many of them are given, not learned)."""
+    """Returns the mean cross-entropy of examples (ids, how many of the first are not learned)."""
     labels = [torch.tensor([-100] * given + ids[given:]) for ids, given in examples]
     labels = pad_sequence(labels, batch_first=True, padding_value=-100).to(model.device)
     ids = pad_sequence([torch.tensor(ids) for ids, _ in examples], batch_first=True)
@@ -101,8 +96,8 @@ def next_token_loss(model, examples):
 
 def warm_start(folder, task, seed, steps, heads=4):
     """Trains the tiny model on sloppy examples and true equations, and saves it. With 2 `heads`
-    they are wide enough for vLLM on a CPU."""
-    torch.set_num_threads(1)  # a second gains a fifth when a core is free, and costs much when not
+    vLLM can run it on a CPU."""
+    torch.set_num_threads(1)  # two are a fifth faster on free cores, and much slower on busy ones
     torch.manual_seed(seed)
     draw, tokenizer, train_items = random.Random(seed), make_tokenizer(task), task.load("train")
     model = make_model(tokenizer, heads)
@@ -115,10 +110,11 @@ def warm_start(folder, task, seed, steps, heads=4):
             prompt = prompt_of(item["question"])
             completion = tokenizer(sloppy(item, draw))["input_ids"] + end
             examples.append((prompt + completion, len(prompt)))
-        equations = tokenizer([equation(task.make_item(draw)) for _ in range(64)])["input_ids"]
+        items = [task.make_item(draw) for _ in range(64)]
+        equations = tokenizer(["{a}{operator}{b}={answer}".format(**item) for item in items])
+        equations = [(ids + end, 1) for ids in equations["input_ids"]]
         # two batches, as equations padded to the length of examples would double the time
-        loss = next_token_loss(model, examples)
-        loss = loss + next_token_loss(model, [(ids + end, 1) for ids in equations])
+        loss = next_token_loss(model, examples) + next_token_loss(model, equations)
         for group in optimizer.param_groups:
             group["lr"] = 4e-3 * min((step + 1) / 30, 1, 0.05 + 1.9 * (1 - step / steps))
         loss.backward()
