@@ -1,8 +1,8 @@
 """Small word problems, made here: the task of demo.py. "Ann has 7 pens and buys 5 more. ..."
 
-Addition and subtraction of 1..20, in 3 wordings each. Questions are split by a hash of their text,
-so no test question is ever seen in training; its numbers will have been, in another question. The
-test split therefore measures unseen *questions*, not unseen arithmetic.
+Addition and subtraction of 1..20, in 3 wordings each. Questions are split by a hash of their text:
+no test question is seen in training, but its numbers are, in another question. So the test split
+measures unseen *questions*, not unseen arithmetic.
 """
 
 import hashlib
@@ -30,8 +30,6 @@ WORDINGS = {
 
 def load(split):
     """Returns the split's items: question and answer ("12"), both numbers and the operator."""
-    if split not in SIZES:
-        raise SystemExit(f"tasks/arithmetic.py has no split {split!r}: one of {', '.join(SIZES)}")
     draw, items = random.Random(split), {}
     while len(items) < SIZES[split]:
         item = make_item(draw)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
 from grpo.sampling import start
-from grpo.sampling.recipe import load_prompts
+from grpo.sampling.recipe import load_split
 from grpo.sampling.rollout import make_group
 
 
@@ -24,7 +24,8 @@ def chat(question):
 def loaded(tiny, load=lambda split: [{"question": "Why?"}], messages=chat, split="train"):
     """-> the prompts of a task "mine"."""
     task = SimpleNamespace(load=load, messages=messages, __file__=__file__)
-    return load_prompts("mine", task, split, AutoTokenizer.from_pretrained(tiny), 99)
+    constants = SimpleNamespace(TASK="mine", MAX_PROMPT_TOKENS=99)
+    return load_split(constants, task, split, AutoTokenizer.from_pretrained(tiny))
 
 
 def refused(sentence, function, *arguments, **named):

@@ -24,7 +24,7 @@ SHARED += ("skip_flat_groups", "seed", "stop_tokens")
 
 @dataclass
 class Recipe:
-    """The constants that sampling needs; grpo_ref_split.py explains them."""
+    """The task, its prompts, and the trainer's constants that sampling needs, in lower case."""
 
     task_name: str
     task: object  # the module tasks/NAME.py
@@ -68,16 +68,19 @@ def load_task(name):
     return task
 
 
-def load_prompts(name, task, split, tokenizer, max_prompt_tokens):
-    """Returns [(index, item, prompt ids)] of the split, without longer prompts. Raises SystemExit
-    if the task returns no valid questions, or none that fits."""
-    items = load_items(name, task, split)
-    ids = [prompt_ids(tokenizer, load_chat(name, task, item["question"])) for item in items]
-    everything = zip(range(len(items)), items, ids, strict=True)
-    prompts = [prompt for prompt in everything if len(prompt[2]) <= max_prompt_tokens]
-    say(f"{name}/{split}: {len(items)} questions, {len(items) - len(prompts)} left out as too long")
+def load_split(c, task, split, tokenizer):
+    """Returns [(index, item, prompt ids)] of the split, without prompts over MAX_PROMPT_TOKENS; `c`
+    is the trainer's constants. Raises SystemExit if the task has no valid questions, or none fits.
+    """
+    items, prompts = load_items(c.TASK, task, split), []
+    for index, item in enumerate(items):
+        ids = prompt_ids(tokenizer, load_chat(c.TASK, task, item["question"]))
+        if len(ids) <= c.MAX_PROMPT_TOKENS:
+            prompts.append((index, item, ids))
+    left_out = len(items) - len(prompts)
+    say(f"{c.TASK}/{split}: {len(items)} questions, {left_out} left out as too long")
     if not prompts:
-        raise SystemExit(f"no question fits MAX_PROMPT_TOKENS = {max_prompt_tokens}: raise it")
+        raise SystemExit(f"no question fits MAX_PROMPT_TOKENS = {c.MAX_PROMPT_TOKENS}: raise it")
     return prompts
 
 

@@ -1,41 +1,24 @@
 """What trainer and workers begin with. `c` is the trainer's constants, as attributes."""
 
+from dataclasses import fields
+
 import torch
 
 from grpo.client import RefServer
 from grpo.log import say
 from grpo.models import load_tokenizer
 from grpo.sampling.policy import load_policy
-from grpo.sampling.recipe import Recipe, check_rewards, load_prompts, load_task
+from grpo.sampling.recipe import Recipe, check_rewards, load_split, load_task
 from grpo.wire import tokenizer_facts
-
-
-def load_split(c, task, split, tokenizer):
-    """Returns [(index, item, prompt_ids)] of the task's questions; see load_prompts."""
-    return load_prompts(c.TASK, task, split, tokenizer, c.MAX_PROMPT_TOKENS)
 
 
 def prepare(c, *, needs_server):
     """Returns (tokenizer, recipe, server): task, prompts, rewards and server are checked before
     anything heavy is loaded. `server` is None if it is not needed."""
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
-    recipe = Recipe(
-        task_name=c.TASK,
-        task=task,
-        prompts=load_split(c, task, "train", tokenizer),
-        group_size=c.GROUP_SIZE,
-        sample_batch=c.SAMPLE_BATCH,
-        max_prompt_tokens=c.MAX_PROMPT_TOKENS,
-        max_completion_tokens=c.MAX_COMPLETION_TOKENS,
-        temperature=c.TEMPERATURE,
-        reward_weights=c.REWARD_WEIGHTS,
-        outcome=c.OUTCOME,
-        skip_flat_groups=c.SKIP_FLAT_GROUPS,
-        max_refills=c.MAX_REFILLS,
-        seed=c.SEED,
-        stop_tokens=c.STOP_TOKENS,
-        reward_timeout_seconds=c.REWARD_TIMEOUT_SECONDS,
-    )
+    prompts = load_split(c, task, "train", tokenizer)
+    constants = [getattr(c, field.name.upper()) for field in fields(Recipe)[3:]]
+    recipe = Recipe(c.TASK, task, prompts, *constants)
     check_rewards(recipe)
     server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS) if needs_server else None
     if server:
