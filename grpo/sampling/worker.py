@@ -64,7 +64,7 @@ class Worker:
 
     def __init__(self, policy, server, recipe, name):
         self.policy, self.server, self.recipe, self.name = policy, server, recipe, name
-        self.run, self.version, self.sha256 = "", -1, ""  # of the policy that is loaded
+        self.loaded = {"run": "", "version": -1, "sha256": ""}  # which policy
         self.order = Stream(recipe.prompts, recipe.seed)
         self.given = range(0)  # positions in the order, not begun
         self.outstanding = 0  # groups given, and neither uploaded nor left out
@@ -76,22 +76,14 @@ class Worker:
     def ask(self, want, pulled=False):
         """Returns {"policy", "first", "count"}: the newest policy's record, and which positions of
         the order to sample next, at most `want`; none while there is a newer policy."""
-        work = self.server.work(
-            self.name,
-            held=self.outstanding,
-            want=want,
-            run=self.run,
-            version=self.version,
-            sha256=self.sha256,
-            pulled=pulled,
-        )
+        held = self.outstanding
+        work = self.server.work(self.name, held=held, want=want, pulled=pulled, **self.loaded)
         self.asked = time.monotonic()
         return work
 
     def lacks(self, record):
         """Returns whether another policy is loaded; a resumed run repeats versions, not hashes."""
-        loaded = self.run, self.version, self.sha256
-        return loaded != (record["run"], record["version"], record["sha256"])
+        return any(record[key] != value for key, value in self.loaded.items())
 
     def load(self, record, path):
         """Fetches a policy to `path`, loads it, and proves that it has arrived. Returns False if a
@@ -105,9 +97,9 @@ class Worker:
         except ValueError as error:
             raise SystemExit(f"policy {version} does not fit MODEL here: {error}") from error
         gap = check_proof(self.policy, record)
-        self.run, self.version, self.sha256 = record["run"], version, record["sha256"]
+        self.loaded = {key: record[key] for key in self.loaded}
         tell(
-            f"policy {version} of {self.run}: {record['bytes'] / 1e6:.1f} MB in"
+            f"policy {version} of {record['run']}: {record['bytes'] / 1e6:.1f} MB in"
             f" {time.perf_counter() - started:.1f} s; log-probs differ from the trainer's by"
             f" {gap:.1g} in mean k3"
         )
@@ -118,27 +110,36 @@ class Worker:
         started, counts = time.perf_counter(), Counter()
         self.given, self.outstanding, self.superseded = range(first, first + count), count, False
         uploader = Uploader(self.server.copy(), self.answered)
-        digest = hashlib.sha256(f"{self.name}/{self.run}/{self.version}/{first}".encode()).digest()
+        run, version = self.loaded["run"], self.loaded["version"]
+        digest = hashlib.sha256(f"{self.name}/{run}/{version}/{first}".encode()).digest()
         seed = int.from_bytes(digest[:7], "big")
         groups = sampled_and_rewarded(self.policy, self.recipe, self.take, seed=seed, count=counts)
         for number, sampled in enumerate(groups):
-            id = f"{self.name}-{first:08d}-{number:04d}"
             own = tally(self.recipe, sampled)
             counts.update(own)
-            if not (own["flat"] and self.recipe.skip_flat_groups):
-                uploader.put(self.pack(sampled, id, self.skipped))
-                self.skipped = Counter()
-                continue
-            self.skipped.update(own)
-            if self.server.regroups:
-                uploader.put(self.pack(sampled, id, {}), pool=True)
-            else:
+            flat = bool(own["flat"] and self.recipe.skip_flat_groups)
+            if flat and not self.server.regroups:
                 self.answered()
+            else:
+                group = make_group(
+                    sampled,
+                    id=f"{self.name}-{first:08d}-{number:04d}",
+                    run=run,
+                    version=version,
+                    sampler=self.name,
+                    outcome=self.recipe.outcome,
+                    skipped={} if flat else dict(self.skipped),
+                )
+                uploader.put(group, pool=flat)
+            if flat:
+                self.skipped.update(own)
+            else:
+                self.skipped = Counter()
         late = sum(reply.get("dropped", False) for reply in uploader.finish())
         self.outstanding = 0  # two threads counted
         self.groups += counts["groups"]
         tell(
-            f"policy {self.version}: {counts['groups']} groups ({counts['flat']} flat, {late} too"
+            f"policy {version}: {counts['groups']} groups ({counts['flat']} flat, {late} too"
             f" late), {counts['tokens'] / (time.perf_counter() - started):.0f} tokens/s;"
             f" {self.groups} groups in all"
         )
@@ -154,17 +155,6 @@ class Worker:
                 self.outstanding += work["count"]
         begun, self.given = self.given[:room], self.given[room:]
         return [self.order[position] for position in begun]
-
-    def pack(self, sampled, id, skipped):
-        return make_group(
-            sampled,
-            id=id,
-            run=self.run,
-            version=self.version,
-            sampler=self.name,
-            outcome=self.recipe.outcome,
-            skipped=dict(skipped),
-        )
 
     def answered(self):
         self.outstanding -= 1
