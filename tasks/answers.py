@@ -64,7 +64,7 @@ GAP = r"#(?:[^\w#]|\b(?:and|to|or|x|maybe|perhaps|possibly|either|also)\b)*"
 FIRST_UNSURE = re.compile(rf"(?is)\W*?(?:{GAP}#|#[^#]*\bor\b.*#|#\s*[+×÷])")
 LAST_UNSURE = re.compile(rf"(?i)(?:{GAP}|#[^#]*\bor\b[^#]*|[+×÷/]\s*)#[^#]*$|#\s*[+×÷][^#]*$")
 LATEX = re.compile(r"\\[A-Za-z]|[\^√]")
-# Bounds what math-verify sees: its timeout, SIGALRM, is for the main thread and stops no 9^{9^9}.
+# Bounds what math-verify sees: its timeout, by SIGALRM, does not stop 9^{9^9}.
 SAFE = re.compile(
     r"(?s)(?!.{121})(?:[\d.,\s{}]|(?<![\d}])-|\\[dt]?frac|\\sqrt\{\d{1,9}\}"
     r"|\\(?:times|cdot)\s*10(?=\^)|(?<=\d)\^(?:\d|\{-?\d\d?\}|\{?\\circ\}?)(?!\s*\^))*"
@@ -86,12 +86,12 @@ def gold_number(gold):
     text = cleaned(plain(str(gold).rsplit("####", 1)[-1]))
     value = number(text, True)
     if value is None:
-        raise ValueError(f"the gold answer {text!r} is no number: correct the data")
+        raise ValueError(f"the gold answer {text!r} is not a number: correct the data")
     return value
 
 
 def final_answer(text):
-    """Returns the words that hold the answer, and whether they are marked as the answer.
+    """Returns the words that hold the answer, and whether they are marked as such.
 
     Example: final_answer("<answer>5</answer> no, <answer>6</answer>") -> ("6", True)
     """
@@ -103,7 +103,7 @@ def final_answer(text):
 
 
 def plain(text):
-    """Returns `text` with the digits, marks and some words of other scripts as English has them."""
+    """Returns `text` with digits, marks and some words of other scripts put in English."""
     if text.isascii():
         return text
     text = text.translate(MARKS)
@@ -114,7 +114,7 @@ def plain(text):
 
 @functools.lru_cache(1024)  # the completions of a group have one gold answer, and often their own
 def cleaned(text):
-    """Returns the text of an answer without what a number may be dressed in."""
+    """Returns the text of an answer without units, formatting and equations around its number."""
     for pattern, to in CLEAN:
         text = pattern.sub(to, text).strip()
     return text

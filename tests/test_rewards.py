@@ -328,7 +328,7 @@ def test_the_last_complete_block_is_the_answer_even_if_empty():
 def test_a_gold_answer_may_be_a_bare_number_and_must_be_a_number():
     assert correct(12, "<answer>12</answer>")
     for gold in ("blue", "5 or 6", r"2\sqrt{3}", ""):
-        with pytest.raises(ValueError, match="is no number: correct the data"):
+        with pytest.raises(ValueError, match="is not a number: correct the data"):
             correct(f"#### {gold}", f"<answer>{gold}</answer>")
 
 
