@@ -163,7 +163,8 @@ class RefServer:
         file differs from what was published.
         """
         path, wait = Path(path), Wait(f"policy {record['version']} from {self.url}", self.limit)
-        path.write_bytes(b"")
+        path.unlink(missing_ok=True)  # not emptied: vLLM may still have the old file mapped
+        path.touch()
         while (have := path.stat().st_size) < record["bytes"]:
             try:
                 if not self._fetch_part(record, path, have, wait):

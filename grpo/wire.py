@@ -178,9 +178,9 @@ def check_group(g, vocab_size, max_tokens):
     shapes |= {"truncated": (G,), "rewards": (G, len(g.reward_names))}
     for name, shape in shapes.items():
         if (tensor := getattr(g, name)) is not None:  # ref_logps may be missing
-            found, finite = tuple(tensor.shape), torch.isfinite(tensor).all()
-            require(found == shape, f"{name} must be {shape}, got {found}")
-            require(finite, f"{name} must be finite")
+            found = tuple(tensor.shape)
+            require(found == shape, f"{name} must be {shape}, got {found[:9]}")
+            require(torch.isfinite(tensor).all(), f"{name} must be finite")
     require(g.sampler_logps.max() <= 1e-3, "sampler_logps must be log-probs, not positive")
     # torch takes any byte for a bool
     require(g.truncated.view(torch.uint8).max() <= 1, "truncated must be of bytes 0 and 1")

@@ -26,7 +26,11 @@ def load(split):
         return read_jsonl(folder / f"{split}.jsonl")
     import datasets
 
-    return list(datasets.load_dataset(DATA, "main", split=split))
+    try:
+        return list(datasets.load_dataset(DATA, "main", split=split))
+    except OSError as error:
+        where = "is not a folder here, and not a data set on the hub"
+        raise OSError(f"DATA = {DATA!r} in tasks/gsm8k.py {where}: {error}") from error
 
 
 def messages(question):

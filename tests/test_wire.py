@@ -80,6 +80,7 @@ def test_a_group_is_flat_if_its_outcome_is_constant(rewards, flat):
 VALID = pack_group(make_group())
 BAD_TENSORS = {
     "no tensor": ({"truncated": None}, "tensors must be"),
+    "100 dimensions": ({"rewards": torch.zeros([1] * 100)}, "rewards must be .*, got .1, 1, 1"),
     "one too many": ({"advantages": torch.zeros(3)}, "tensors must be"),
     "int64 ids": ({"prompt_ids": torch.zeros(4, dtype=torch.int64)}, "prompt_ids must be .*int32"),
     "bf16 log-probs": ({"sampler_logps": -torch.ones(6).bfloat16()}, "sampler_logps must be"),

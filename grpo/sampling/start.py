@@ -17,8 +17,9 @@ def prepare(c, *, needs_server):
     anything heavy is loaded. `server` is None if it is not needed."""
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
     prompts = load_split(c, task, "train", tokenizer)
-    constants = [getattr(c, field.name.upper()) for field in fields(Recipe)[3:]]
-    recipe = Recipe(c.TASK, task, prompts, *constants)
+    named = [field.name for field in fields(Recipe) if hasattr(c, field.name.upper())]
+    constants = {name: getattr(c, name.upper()) for name in named if name != "task"}
+    recipe = Recipe(task_name=c.TASK, task=task, prompts=prompts, **constants)
     check_rewards(recipe)
     server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS) if needs_server else None
     if server:

@@ -10,7 +10,7 @@ import hashlib
 import re
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from grpo.serving.store import STATES
@@ -87,6 +87,11 @@ class Run:
     curves: dict = field(default_factory=lambda: {name: [] for name in CURVES})  # (step, value)
     last: dict = field(default_factory=dict)  # all metrics of the last step
     samples: deque = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+
+    def copy(self, logged):
+        curves = {curve: list(points) for curve, points in self.curves.items()}
+        samples = deque(self.samples, maxlen=MAX_SAMPLES)
+        return replace(self, logged=logged, curves=curves, samples=samples)
 
     def add(self, record):
         """Adds a step's metrics to those that the step has already: an evaluation follows its step.
@@ -176,23 +181,26 @@ class Live:
             check_step("a record", record)
             check_numbers("a record", record, 200)
         samples = [clean_sample(sample) for sample in samples]
-        with self.db.transaction():
-            run = self.runs[name] = self.runs.pop(name, None) or Run()
-            before = {curve: set(points) for curve, points in run.curves.items()}
-            run.logged = time.time()
+        with self.db.changed:
+            before = self.runs.get(name) or Run()
+            run = before.copy(time.time())
             run.samples.extend(samples)
             for record in records:
                 run.add(record)
-            for curve, points in run.curves.items():  # what differs: 1 ms where all are full
-                old, new = before[curve], set(points)
-                gone = [(name, curve, step) for step, _ in old - new]
-                self.db.executemany("DELETE FROM curves WHERE run=? AND curve=? AND step=?", gone)
-                rows = [(name, curve, *point, run.logged) for point in new - old]
-                self.db.executemany("INSERT INTO curves VALUES (?, ?, ?, ?, ?)", rows)
-            if len(self.runs) > MAX_RUNS:
-                oldest = next(iter(self.runs))
-                del self.runs[oldest]
-                self.db.execute("DELETE FROM curves WHERE run=?", (oldest,))
+            others = [other for other in self.runs if other != name]
+            kept = others[max(0, len(others) + 1 - MAX_RUNS) :]
+            with self.db.transaction():
+                for curve, points in run.curves.items():  # what differs: 1 ms where all are full
+                    old, new = set(before.curves[curve]), set(points)
+                    gone = [(name, curve, step) for step, _ in old - new]
+                    query = "DELETE FROM curves WHERE run=? AND curve=? AND step=?"
+                    self.db.executemany(query, gone)
+                    rows = [(name, curve, *point, run.logged) for point in new - old]
+                    self.db.executemany("INSERT INTO curves VALUES (?, ?, ?, ?, ?)", rows)
+                for other in set(others) - set(kept):
+                    self.db.execute("DELETE FROM curves WHERE run=?", (other,))
+            # on a full disk it raised: memory then has what the disk has, and the post is repeated
+            self.runs = {other: self.runs[other] for other in kept} | {name: run}
 
     # --- The answer to GET /live --------------------------------------------------
     def snapshot(self, asked, policies, pacing, server):

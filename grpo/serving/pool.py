@@ -45,8 +45,8 @@ def join(store, seq, made, group, body, joined):
     steps = [made, group.policy_version if own else None]
     made = max((step for step in steps if step is not None), default=None)
     kept = body if made is not None and not own else b""
+    store.move("join", "seq=?", (seq,), step=made)  # first: to insert may evict what is pooled
     mine = store.insert(group, kept, "pooled")
-    store.move("join", "seq=?", (seq,), step=made)
     store.move("join", "seq=?", (mine,), step=made if kept else None)
     for new in joined:
         store.insert(new, pack_group(new), "waiting", made=made)

@@ -52,7 +52,10 @@ def score_sequences(model, prompts, completions, *, budget, temperature, vocab_s
         else:  # out here, where the error no longer holds the batch's tensors
             torch.cuda.empty_cache()
             half = len(batch) // 2
-            print(f"out of memory: halving {len(batch)} sequences (lower SCORE_BATCH_TOKENS)")
+            print(
+                f"out of memory: halving {len(batch)} sequences (lower SCORE_BATCH_TOKENS)",
+                flush=True,
+            )
             batches += [batch[half:], batch[:half]]
 
 
@@ -73,7 +76,7 @@ def score_groups(store, stored, score, **limits):
     unpack_group's: the groups may have come under another model. A group that can't be scored is
     marked as failed with its error, which the run's next lease raises; the others are scored.
     """
-    left = dict(stored)
+    left, failure = dict(stored), "it was not scored"
     try:
         for part in scored_parts(stored, score, limits):
             store.scored(part)

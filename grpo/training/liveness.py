@@ -1,8 +1,11 @@
 """Ranks wait for each other, name who is missing, and end when a rank or their launcher is gone."""
 
+import contextlib
 import functools
+import json
 import os
 import time
+from pathlib import Path
 
 import psutil
 import torch.distributed as dist
@@ -80,7 +83,8 @@ class Heartbeats:
 
     Beats go through the process group's key-value store, in a thread: a rank may work as long as it
     likes, but a process that is stopped or a machine that is gone sends none. Rank 0 keeps the
-    store, without which a request blocks for ever, so a second thread watches the first.
+    store, without which a request blocks for ever, so a second thread watches the first. A process
+    of this machine that has ended is noticed at once, with no launcher to end the others, too.
     """
 
     def __init__(self, rank, world, limit_seconds):
@@ -92,6 +96,7 @@ class Heartbeats:
         if world > 1:
             # A connection of its own: collectives may hold the other for long
             self.store = distributed_c10d._get_default_store().clone()
+            self.store.set(f"process/{rank}", json.dumps([this_machine(), *identity(os.getpid())]))
             in_background(self._run)
             in_background(self._watch_store)
 
@@ -125,9 +130,34 @@ class Heartbeats:
         now = time.monotonic()
         if beats != known:
             self.heard[rank] = beats, now
+        elif self._has_ended(rank) and not self.over:  # in this order: it may leave after the end
+            leave(f"the process of rank {rank} has ended, so this rank ends")
         elif now - since > self.limit:
             silent = f"rank {rank} was not heard from for {self.limit} s"
             leave(f"{silent}: its process or machine is gone")
         elif now - since >= SPEAK_SECONDS <= now - self.said:
             self.said = now
             tell(f"waiting for rank {rank}, which was not heard from for {now - since:.0f} s")
+
+    def _has_ended(self, rank):
+        if not self.store.check([f"process/{rank}"]):  # it has just begun
+            return False
+        machine, *process = json.loads(self.store.get(f"process/{rank}"))
+        return machine == this_machine() and identity(process[0]) != process
+
+
+@functools.cache
+def this_machine():
+    """Returns what two processes have in common if they see one another's process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return boot.strip() + os.readlink("/proc/self/ns/pid")
+
+
+def identity(pid):
+    """Returns [pid, time of its start], as another process may get the id; [pid, None] if it has
+    ended, perhaps without its parent's notice."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return [pid, process.create_time()]
+    return [pid, None]

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import sqlite3
 import threading
 from pathlib import Path
 
@@ -71,6 +72,25 @@ def steps_of(live, run="run", curve="reward"):
 
 
 # --- What is kept -------------------------------------------------------------------
+def test_a_post_that_the_disk_had_no_room_for_is_written_when_it_is_repeated(store, monkeypatch):
+    """Memory must not run ahead: the repeated post would then write nothing, or twice the same."""
+    live, executemany = Live(store), store.db.executemany
+    live.log("run", [record(step) for step in range(1, 6)], [])
+
+    def full(query, rows):
+        executemany(query, rows)
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(store.db, "executemany", full)
+    for _ in range(2):
+        with pytest.raises(sqlite3.OperationalError):
+            live.log("run", [record(3)], [sample()])  # the run resumed from a checkpoint
+        assert steps_of(live) == steps_of(Live(store)) == [1, 2, 3, 4, 5]
+    monkeypatch.setattr(store.db, "executemany", executemany)
+    live.log("run", [record(3), record(4)], [])
+    assert steps_of(live) == steps_of(Live(store)) == [1, 2, 3, 4]
+
+
 def test_curves_survive_a_restart_of_the_server(store):
     live = Live(store)
     live.log("old", [record(1)], [])

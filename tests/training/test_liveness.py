@@ -87,6 +87,11 @@ class Store(dict):
     def clone(self):
         return self
 
+    set = dict.__setitem__
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
 
 def heartbeats(monkeypatch, store, rank=0, limit=600):
     monkeypatch.setattr(liveness.distributed_c10d, "_get_default_store", lambda: store)

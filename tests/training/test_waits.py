@@ -97,6 +97,27 @@ def test_a_rank_that_is_gone_ends_the_one_that_waits_for_it(gone, tmp_path):
     assert f"rank {1 - gone}: rank {gone} " in (tmp_path / "log").read_text()
 
 
+def with_one_that_is_killed(rank, port, gone, log):
+    with open(log, "a") as output:
+        os.dup2(output.fileno(), 2)
+    join(rank, port)
+    liveness.LOOK_SECONDS = 0.2
+    liveness.Heartbeats(rank, 2, 600)  # the limit is for those of which nothing is known
+    liveness.meet("both")
+    if rank == gone:
+        os.kill(os.getpid(), signal.SIGKILL)
+    liveness.meet("the other")
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_whose_process_has_ended_ends_the_other_without_a_launcher(gone, tmp_path):
+    """In a meeting no connection breaks when it is rank 1 that ends."""
+    codes, _ = run(with_one_that_is_killed, gone, tmp_path / "log")
+    assert codes[gone] == -signal.SIGKILL and codes[1 - gone] == 1
+    if gone == 1:  # without rank 0 there is no store to ask
+        assert "the process of rank 1 has ended" in (tmp_path / "log").read_text()
+
+
 def test_a_wait_for_ranks_names_those_that_are_missing(monkeypatch, capsys):
     class Store(dict):
         __call__ = clone = lambda self: self
