@@ -32,7 +32,7 @@ import os
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 # Before torch: waiting threads would spin on a CPU. Where another process wants the core, a step
@@ -48,13 +48,11 @@ from grpo import loss as plain_loss
 from grpo.constants import arguments, check_names, usage
 from grpo.log import say
 from grpo.packing import plan_turns
-from grpo.proof import check_first_update
 from grpo.sampling.rollout import make_group, rollout, tally_of
 from grpo.sampling.start import load_split, make_policy, prepare
 from grpo.sampling.upload import Uploader
 from grpo.stop import stop
-from grpo.training import checkpoint, exchange
-from grpo.training.checks import check_constants
+from grpo.training import checkpoint, checks, exchange
 from grpo.training.engine import cpu_threads, join_ranks, take_step
 from grpo.training.liveness import Heartbeats, meet, watch_launcher
 from grpo.training.metrics import any_rank, evaluate, rollout_metrics, say_parts, show, why_idle
@@ -369,22 +367,6 @@ def update(run, sequences, *, off_policy):
     return metrics | {"grad_norm": norm, "learning_rate": rate, "skipped": int(not finite)}
 
 
-def check_update(run, metrics, sequences, groups, before):
-    """Collective: ends the run after too many updates in a row that were not finite, or where the
-    first one, on groups sampled after `before` updates, is not what theory says."""
-    progress = run.progress
-    if metrics["skipped"]:
-        run.folder.bad_step(progress, sequences, metrics, limit=MAX_BAD_STEPS)  # collective
-        return
-    progress.bad = 0
-    # not where a resumed run trains groups of a history that was undone
-    if not progress.checked and all(group.policy_version <= before for group in groups):
-        reference = run.server.info if run.server else None
-        said = check_first_update(metrics, run.policy.dtype, reference, model=MODEL)
-        say(f"the first update is as it should be: {said}")
-    progress.checked = True
-
-
 # --- The loop -----------------------------------------------------------------------
 def train(run):
     """Collective: rollouts, updates, evaluations and checkpoints, until the run's steps are made.
@@ -396,7 +378,7 @@ def train(run):
         ends = asked or p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
         due = ends or store_is_full or p.passed(SAVE_STEPS, max(p.saved, 0))
         if due and p.saved < p.step:
-            save(run)  # collective
+            checkpoint.save_run(run)  # collective
         if ends:
             bar.close()
             run.publishing.finish()
@@ -417,7 +399,7 @@ def train(run):
             p.step, trained = p.step + 1, {}
             if sequences:
                 trained = update(run, sequences, off_policy=off_policy)  # collective
-                check_update(run, trained, sequences, groups, before)  # collective
+                checks.check_update(run, trained, sequences, groups, before)  # collective
             if number == updates:
                 store_is_full = exchange.acknowledge(run, groups, before)  # collective
                 run.publishing.publish_if_due(p, before, run.clock)
@@ -425,7 +407,7 @@ def train(run):
             sampled = metrics if number == 1 else {}  # once for all updates on it
             run.folder.log("metrics.jsonl", {"step": p.step} | sampled | trained | run.laps[-1])
             show(bar, metrics | trained)
-        run.publishing.refresh_if_due(p, before, save=lambda: save(run))  # collective
+        run.publishing.refresh_if_due(p, before, lambda: checkpoint.save_run(run))  # collective
 
 
 def evaluate_if_due(run):
@@ -445,19 +427,6 @@ def evaluate_if_due(run):
     return False
 
 
-def save(run):
-    """Collective: saves a checkpoint; the server may then forget the groups that it covers."""
-    p = run.progress
-    p.saved = p.step
-    now = checkpoint.constants_of(vars(constants()))
-    state = {"step": p.step, "progress": asdict(p), "constants": now}
-    checkpoint.save(  # collective
-        RUN_DIR, run.policy, run.engine, run.stream, state, KEEP_CHECKPOINTS
-    )
-    if run.inbox:
-        run.server.checkpoint(p.run, p.step)
-
-
 # --- Main ---------------------------------------------------------------------------
 known = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
 
@@ -467,7 +436,7 @@ def constants():
     sentence for each that can't be."""
     now = {name: value for name, value in globals().items() if name.isupper()}
     check_names(now, known)
-    check_constants(now)
+    checks.check_constants(now)
     return SimpleNamespace(**now)
 
 

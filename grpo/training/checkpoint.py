@@ -18,7 +18,7 @@ import random
 import shutil
 import socket
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -44,6 +44,17 @@ def leads(folder):
     meet(OTHERS)  # until all have looked
     token.unlink()
     return seen.index(True) == dist.get_rank()
+
+
+def save_run(run):
+    """Collective: saves a checkpoint of the run; the server may then forget what it covers."""
+    progress, c = run.progress, run.constants
+    progress.saved = progress.step
+    state = {"step": progress.step, "progress": asdict(progress)}
+    state["constants"] = constants_of(vars(c))
+    save(c.RUN_DIR, run.policy, run.engine, run.stream, state, c.KEEP_CHECKPOINTS)
+    if run.inbox:
+        run.server.checkpoint(progress.run, progress.step)
 
 
 def save(folder, policy, engine, stream, state, keep):

@@ -1,9 +1,11 @@
-"""Checks of the trainer's constants, before anything heavy starts."""
+"""Checks of the trainer: its constants, before anything heavy starts, and its updates."""
 
 from types import SimpleNamespace
 
 from grpo.constants import DTYPES, real, refuse_broken, rules_of
+from grpo.log import say
 from grpo.loss import LOSS_TYPES, OBJECTIVES
+from grpo.proof import check_first_update
 
 TRAINER = {
     "a whole number from 1 on": """PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS
@@ -63,3 +65,19 @@ def rules_of_several(c):
     yield "TRAINER_SAMPLES", "True where no workers can: PUBLISH_STEPS is 0", sampled
     there = c.KL_BETA > 0 or not c.REFERENCE_REFRESH_STEPS
     yield "REFERENCE_REFRESH_STEPS", "0 where there is no reference: KL_BETA is 0", there
+
+
+def check_update(run, metrics, sequences, groups, before):
+    """Collective: ends the run after too many updates in a row that were not finite, or where the
+    first one, on groups sampled after `before` updates, is not what theory says."""
+    progress, c = run.progress, run.constants
+    if metrics["skipped"]:
+        run.folder.bad_step(progress, sequences, metrics, limit=c.MAX_BAD_STEPS)
+        return
+    progress.bad = 0
+    # Not where a resumed run trains groups of a history that was undone
+    if not progress.checked and all(group.policy_version <= before for group in groups):
+        reference = run.server.info if run.server else None
+        said = check_first_update(metrics, run.policy.dtype, reference, model=c.MODEL)
+        say(f"the first update is as it should be: {said}")
+    progress.checked = True

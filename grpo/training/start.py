@@ -1,6 +1,7 @@
 """The start of a run, new or resumed. `c` has the trainer's constants as attributes."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch.distributed as dist
 
@@ -21,6 +22,7 @@ from grpo.training.publish import Publishing
 class Run:
     """What a run holds from its start to its end, on each rank."""
 
+    constants: SimpleNamespace  # the trainer's
     policy: Policy
     engine: object  # DeepSpeed's, around a CompletionModel of the policy's model
     recipe: Recipe  # what is sampled and how it is rewarded
@@ -49,6 +51,7 @@ def start_run(c, tokenizer, recipe, questions, server):
     inbox = Inbox(server, progress.run, c.WAIT_LIMIT_SECONDS) if server and rank == 0 else None
     clock = Clock()
     run = Run(
+        constants=c,
         policy=policy,
         engine=engine,
         recipe=recipe,
