@@ -117,6 +117,7 @@ DAMAGE = {
     "no state": lambda path: os.remove(path / "trainer/state.json"),
     "half a state": lambda path: os.truncate(path / "trainer/state.json", 30),
     "an odd state": lambda path: (path / "trainer/state.json").write_text("[]"),
+    "an earlier layout": lambda path: (path / "trainer/state.json").write_text('{"files": {}}'),
 }
 
 
@@ -132,6 +133,7 @@ def test_a_torn_checkpoint_is_named_and_skipped(tmp_path, alone, capsys, damage)
     assert path.name == "step_000009" and state["step"] == 9
     out = capsys.readouterr().out
     assert "step_000010 is incomplete and is skipped" in out and "that one does not count" in out
+    assert ("an earlier version's layout; MODEL may name it" in out) == ("layout" in damage)
     save(tmp_path, 10, stream)  # in its place
     assert checkpoint.newest(tmp_path)[1]["step"] == 10 and not (tmp_path / ".unfinished").exists()
 
