@@ -138,7 +138,7 @@ def inspect(path):
     try:
         state = json.loads(Path(path, "trainer", "state.json").read_text())
         if isinstance(state["files"], dict):
-            raise ValueError(f"{path} has an earlier version's layout; MODEL may name it")
+            raise TypeError(f"{path} has an earlier version's layout; MODEL may name it")
         # Further ranks have no files: check_resumable refuses them
         for name, size in dict(*state["files"][rank : rank + 1]).items():
             if Path(path, name).stat().st_size != size:
