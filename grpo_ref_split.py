@@ -149,17 +149,15 @@ def sample_and_exchange(run):
     if PUBLISH_STEPS:
         with clock.part("wait"):
             theirs = exchange.take_workers_groups(  # collective
-                run.inbox, PROMPTS_PER_STEP, step=step, oldest=oldest, wait=not TRAINER_SAMPLES
+                run.inbox, PROMPTS_PER_STEP, oldest=oldest, wait=not TRAINER_SAMPLES
             )
     missing = PROMPTS_PER_STEP - len(theirs) if TRAINER_SAMPLES else 0
     rank, world = dist.get_rank(), dist.get_world_size()
     share = missing // world + (rank < missing % world)
-    mine, flat, regrouped, count = sample_share(run, share, oldest)
+    mine, flat, count = sample_share(run, share)
     with clock.part("wait"):
         ours = exchange.gather_groups(mine)  # collective
-        run.reference.expect([g.id for g in ours] if KL_BETA else [], step=step, oldest=oldest)
-        if run.server and run.server.regroups:
-            ours += exchange.take_regrouped(run.inbox, regrouped)  # collective
+    run.reference.expect([g.id for g in ours] if KL_BETA else [], oldest=oldest)
     if rank == 0:  # all ranks have these: counted once
         for group in theirs:
             count.update(tally_of(recipe, group))
@@ -172,12 +170,11 @@ def sample_and_exchange(run):
     return groups, metrics, flat[-1:]
 
 
-def sample_share(run, share, oldest):
-    """Samples this rank's `share` of groups, and uploads what the server is to score, while it
-    samples. Returns (usable groups, flat groups, ids of regrouped ones, counts)."""
+def sample_share(run, share):
+    """Samples this rank's `share` of groups, and uploads them to be scored while it samples.
+    Returns (usable groups, flat groups, counts)."""
     rank, step, clock, count = dist.get_rank(), run.progress.step, run.clock, Counter()
-    regroups = bool(run.server and run.server.regroups)
-    uploader = Uploader(run.server.copy()) if KL_BETA or regroups else None
+    uploader = Uploader(run.server.copy()) if KL_BETA else None
     seed, began = (SEED * 1_000_003 + step) * 4096 + rank, time.perf_counter()
     sampled = rollout(run.policy, run.recipe, run.stream, count, share=share, seed=seed)
     mine, left_out = [], []
@@ -193,19 +190,18 @@ def sample_share(run, share, oldest):
         )
         if flat and SKIP_FLAT_GROUPS:
             left_out.append(group)
-            if regroups:
-                uploader.put(group, pool=True, oldest=oldest)
             continue
         mine.append(group)
-        if KL_BETA:
-            uploader.put(group, pool=False, oldest=oldest)
+        if uploader:
+            uploader.put(group)
         else:
             check_group(group, None, None)  # as the server does
     sampling = time.perf_counter() - began - count["seconds_reward"]
     clock.parts += Counter(sample=sampling, reward=count["seconds_reward"])
-    with clock.part("wait"):
-        regrouped = exchange.finish_uploads(uploader) if uploader else []
-    return mine, left_out, regrouped, count
+    if uploader:
+        with clock.part("wait"):
+            exchange.finish_uploads(uploader)
+    return mine, left_out, count
 
 
 # --- Sequences to train ---------------------------------------------------------------

@@ -37,7 +37,6 @@ from grpo.serving.dashboard import PLAIN, Live, load_page
 from grpo.serving.gate import Gate, listen
 from grpo.serving.pacing import Pacing
 from grpo.serving.policies import Policies
-from grpo.serving.pool import add_flat
 from grpo.serving.scoring import Reference, score_groups
 from grpo.serving.store import Store
 from grpo.wire import pack_bodies, unpack_bodies, unpack_group
@@ -48,7 +47,6 @@ TEMPERATURE = 1.0  # log-probs are those of softmax(logits / TEMPERATURE); the t
 DTYPE = "auto"  # bfloat16 on a GPU, float32 on a CPU; softmax is float32 either way
 SCORE_BATCH_TOKENS = 8_192  # padded tokens in one forward; halved by itself when out of memory
 SHARE_PROMPTS = True  # a group's prompt runs once; same log-probs
-REGROUP = False  # join two zero-variance groups of a prompt, one right, one wrong: for tiny groups
 
 # --- Where to serve -----------------------------------------------------------------
 HOST = "127.0.0.1"  # another address needs a shared secret in the environment: GRPO_TOKEN=...
@@ -65,45 +63,37 @@ LEASE_WAIT_SECONDS = 5  # a lease waits this long for the first scored group bef
 
 
 # --- Routes -------------------------------------------------------------------------
-def make_app(
-    store, policies, reference, *, token, max_body_bytes, lease_seconds, lease_wait, regroup
-):
+def make_app(store, policies, reference, *, token, max_body_bytes, lease_seconds, lease_wait):
     """Returns the WSGI app; `token` is None or the shared secret."""
     live, pacing = Live(store), Pacing(store, policies, lease_wait)
     app = Gate(live.error, store.path, token=token, max_body_bytes=max_body_bytes)
-    add_uploads(app, store, policies, pacing, live, reference, regroup)
+    add_uploads(app, store, policies, pacing, live, reference)
     add_training(app, store, policies, reference, lease_seconds, lease_wait)
     add_policies(app, policies, pacing, reference)
-    add_views(app, store, policies, pacing, live, reference, regroup)
+    add_views(app, store, policies, pacing, live, reference)
     return app
 
 
-def add_uploads(app, store, policies, pacing, live, reference, regroup):
+def add_uploads(app, store, policies, pacing, live, reference):
     @app.post("/upload")
     def upload():
         body, query = app.read_body(), bottle.request.query
-        several, pooled = query.get("several") == "1", query.get("pool") == "1"
-        oldest = min(int(query.get("oldest") or 0), 2**62)
+        several = query.get("several") == "1"
+        if query.get("pool") == "1":  # an older client's flat group, which must not be trained
+            raise ValueError("regrouping (?pool=1) was removed: update this client")
         bodies = unpack_bodies(body).values() if several else [body]
         groups = [unpack_group(b, **reference.limits) for b in bodies]  # all valid, or none stored
         with store.transaction():  # or scoring would begin with a part of them
-            answers = [take(*pair, pooled, oldest) for pair in zip(groups, bodies, strict=True)]
+            answers = [take(*pair) for pair in zip(groups, bodies, strict=True)]
         return {"groups": answers} if several else answers[0]
 
-    def take(group, body, pooled, oldest):
+    def take(group, body):
         """Stores a group; returns the answer to its client."""
         run = policies.record(group.run) or {"oldest": 0, "scored": True}
         if policies.ended(group.run):
             return {"stored": store.refuse(group, "the run was over"), "dropped": True}
         if group.policy_version < run["oldest"]:
             return {"stored": store.refuse(group, "too old"), "dropped": True}
-        if pooled and group.flat:
-            if not regroup:
-                store.put(group, b"", "dropped", "flat")
-                return {"stored": False, "joined": []}
-            live.uploaded(len(group.completion_ids))
-            joined = add_flat(store, group, body, max(run["oldest"], oldest))
-            return {"stored": True, "joined": joined}
         stored = store.put(group, body, "waiting" if run["scored"] else "scored")
         if stored:
             pacing.uploaded(group.sampler)
@@ -113,8 +103,8 @@ def add_uploads(app, store, policies, pacing, live, reference, regroup):
 
 def add_training(app, store, policies, reference, lease_seconds, lease_wait):
     @app.takes_json("/lease")
-    def lease(run: str, limit: int, oldest: int = 0, wait: bool = True, step: int = 0):
-        store.drop_old(run, oldest, step)
+    def lease(run: str, limit: int, oldest: int = 0, wait: bool = True):
+        store.drop_old(run, oldest)
         bottle.response.set_header("X-Dropped", str(store.report_dropped(run)))
         limit, patience = max(1, min(limit, 4096)), lease_wait if wait else 0
         bodies = store.lease(run, limit, seconds=lease_seconds, patience=patience)
@@ -177,12 +167,10 @@ def add_policies(app, policies, pacing, reference):
         return reference.info
 
 
-def add_views(app, store, policies, pacing, live, reference, regroup):
+def add_views(app, store, policies, pacing, live, reference):
     html, html_headers = load_page()
 
-    @app.get("/info")
-    def get_info():
-        return reference.info | {"regroup": regroup}
+    app.get("/info", callback=lambda: reference.info)
 
     @app.get("/stats")
     def stats():
@@ -199,7 +187,7 @@ def add_views(app, store, policies, pacing, live, reference, regroup):
     @app.get("/live")
     def get_live():
         bottle.response.headers.update(PLAIN)
-        return live.snapshot(app.read_query()[0], policies, pacing, get_info())
+        return live.snapshot(app.read_query()[0], policies, pacing, reference.info)
 
     @app.get("/")
     def page():
@@ -245,7 +233,7 @@ def main():
     reference = Reference(store, policies.folder, MODEL, DTYPE, TEMPERATURE, SHARE_PROMPTS)
     app = make_app(
         store, policies, reference, token=token, max_body_bytes=MAX_BODY_BYTES,
-        lease_seconds=LEASE_SECONDS, lease_wait=LEASE_WAIT_SECONDS, regroup=REGROUP,
+        lease_seconds=LEASE_SECONDS, lease_wait=LEASE_WAIT_SECONDS,
     )  # fmt: skip
     server = listen(app, HOST, PORT, THREADS, MAX_BODY_BYTES)
     http = in_background(server.run)

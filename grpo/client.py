@@ -26,7 +26,7 @@ class RefServer:
     def __init__(self, url, wait_limit_seconds):
         self.url, self.limit = url.rstrip("/"), wait_limit_seconds
         self.agreed = None  # a hash of the reference that check() accepted
-        self.info, self.regroups = {}, False  # /info's answer; whether it joins flat groups
+        self.info = {}  # /info's answer
         self.dropped = 0  # groups that were too old, counted by lease()
         self.unlogged = []  # records that log() has still to send
         self.session = requests.Session()
@@ -84,17 +84,16 @@ class RefServer:
                 " on both sides"
             )
         self.agreed, self.info = info.get("facts"), info
-        self.regroups = bool(info.get("regroup"))
         return info
 
     # --- Groups -------------------------------------------------------------------
-    def lease(self, run, limit, *, oldest=0, step=0, patience=True):
+    def lease(self, run, limit, *, oldest=0, patience=True):
         """Returns {id: body} of up to `limit` of the run's scored groups; {} if there is none yet.
 
         Without `patience` the server answers at once. Groups that a policy before version `oldest`
-        sampled are dropped, and counted in `dropped`; `step` is the updates made so far.
+        sampled are dropped, and counted in `dropped`.
         """
-        reply = self.post("/lease", run=run, limit=limit, oldest=oldest, step=step, wait=patience)
+        reply = self.post("/lease", run=run, limit=limit, oldest=oldest, wait=patience)
         self.dropped += int(reply.headers.get("X-Dropped", 0))
         if reply.status_code == 204:
             return {}

@@ -95,7 +95,7 @@ def server(tmp_path):
     store = Store(tmp_path / "store.sqlite", 10**6)
     hub = Policies(store, tmp_path / "policies", 10**6)
     settings = {"token": None, "max_body_bytes": 10**6, "lease_seconds": 60, "lease_wait": 0}
-    app = make_app(store, hub, FakeReference(), regroup=True, **settings)
+    app = make_app(store, hub, FakeReference(), **settings)
 
     def score():
         for seq, body in store.waiting(99, 0):
@@ -104,7 +104,7 @@ def server(tmp_path):
             store.scored({seq: pack_group(group)})
 
     client = InProcess(app, limit=1, after=score)
-    client.store, client.hub, client.regroups = store, hub, True
+    client.store, client.hub = store, hub
     client.inbox = Inbox(client, "run", 1)
     client.reference = ReferenceLogps(client.inbox, report.Clock())
     yield client

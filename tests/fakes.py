@@ -172,7 +172,7 @@ class Leases:
     def __init__(self, *leases):
         self.leases, self.dropped, self.asked = list(leases), 0, []
 
-    def lease(self, run, limit, *, oldest, step, patience):
+    def lease(self, run, limit, *, oldest, patience):
         self.asked.append((limit, oldest, patience))
         ids = self.leases.pop(0) if self.leases else []
         assert len(ids) <= limit

@@ -325,15 +325,13 @@ def build(draw, group, ways):
 
 def valid_group(draw, number):
     lengths = [draw.randint(1, 8) for _ in range(draw.choice([1, 2, 3, 8]))]
-    changes = {"id": f"fuzz-{number}", "run": "fuzz", "item": draw.randrange(2)}
-    if draw.random() < 0.3:
-        changes["rewards"] = torch.full((len(lengths), 2), float(draw.randint(0, 1)))  # flat
-    return make_group(lengths, seed=draw.randrange(2**31), prompt=draw.randint(1, 8), **changes)
+    item, seed, prompt = draw.randrange(2), draw.randrange(2**31), draw.randint(1, 8)
+    return make_group(lengths, seed=seed, prompt=prompt, id=f"fuzz-{number}", run="fuzz", item=item)
 
 
 def large_case(draw, number):
     """What takes time or memory, if anything does: many short completions, the largest bodies."""
-    kind = draw.choice(["zeros", "claim", "completions", "completions, pooled", "too large"])
+    kind = draw.choice(["zeros", "claim", "completions", "too large"])
     if kind == "zeros":
         return Case("large: zeros", bytes(MAX_BODY_BYTES))
     if kind == "claim":
@@ -341,13 +339,12 @@ def large_case(draw, number):
         return Case("large: claim", struct.pack("<Q", len(text)) + text.encode() + bytes(8 << 20))
     if kind == "too large":
         return Case("large: too large", bytes(MAX_BODY_BYTES + 1))
-    size, pooled = draw.choice([10_000, 100_000, 500_000]), "pooled" in kind
-    rewards = torch.full((size, 2), float(draw.randint(0, 1))) if pooled else torch.rand(size, 2)
-    group = make_group([1] * size, id=f"fuzz-{number}", run="fuzz", item=9, rewards=rewards)
-    return Case(f"large: {kind}", wire.pack_group(group), query="pool=1" if pooled else "")
+    size = draw.choice([10_000, 100_000, 500_000])
+    group = make_group([1] * size, id=f"fuzz-{number}", run="fuzz", item=9)
+    return Case("large: completions", wire.pack_group(group))
 
 
-def several_case(draw, number, spoiled, query):
+def several_case(draw, number, spoiled):
     """Several groups in one body: all right, or one or the whole spoiled."""
     groups = [valid_group(draw, f"{number}-{i}") for i in range(draw.randint(1, 4))]
     bodies = {group.id: wire.pack_group(group) for group in groups}
@@ -359,8 +356,7 @@ def several_case(draw, number, spoiled, query):
         blob = draw.choice(LEVELS[3])(draw, blob)
     elif kind == "a group, not several":
         blob = draw.choice([spoiled, *bodies.values(), b"".join(wire.pack_bodies({}))])
-    query = f"several=1&{query}"
-    return Case(f"several: {kind}", blob, query=query, good=kind == "valid")
+    return Case(f"several: {kind}", blob, query="several=1", good=kind == "valid")
 
 
 # --- The other routes ---------------------------------------------------------------
@@ -423,20 +419,20 @@ def make_case(seed, number):
     if choice < 0.06:
         return route_case(draw)
     group = valid_group(draw, number)
-    query = draw.choice(["", "", "", "pool=1", "pool=1&oldest=3"])
     if choice < 0.16:
-        return Case("valid", wire.pack_group(group), query=query, good=True)
+        return Case("valid", wire.pack_group(group), good=True)
     if choice < 0.17:
         odd = draw.choice(["x", "-1", "1e3", "9" * 30, "9" * 5000, "%ff", "%ED%A0%80"])
-        return Case("query", wire.pack_group(group), query=f"pool=1&oldest={odd}")
+        query = draw.choice([f"several={odd}", "pool=1"])  # of the latter older clients know
+        return Case("query", wire.pack_group(group), query=query)
     if choice < 0.18:
         length = draw.choice(["", "x", "-1", "+5", "1e3", "0", "7", str(2 << 30), "9" * 40])
         return Case("Content-Length", wire.pack_group(group), length=length)
     ways = [draw.choice(draw.choice(LEVELS)) for _ in range(draw.choice([1, 1, 1, 2, 3]))]
     body = build(draw, group, ways)
     if choice < 0.24:
-        return several_case(draw, number, body, query)
-    return Case(ways[0].__name__, body, query=query)
+        return several_case(draw, number, body)
+    return Case(ways[0].__name__, body)
 
 
 # --- What must hold -----------------------------------------------------------------
@@ -502,7 +498,7 @@ class Function:
     def __init__(self, folder):
         self.store = Store(folder / "store.sqlite", max_bytes=256 << 20)
         self.path, self.pid = folder / "store.sqlite", "self"
-        settings = {"token": None, "max_body_bytes": MAX_BODY_BYTES, "regroup": True}
+        settings = {"token": None, "max_body_bytes": MAX_BODY_BYTES}
         policies = Policies(self.store, folder / "policies", max_bytes=10_000)
         self.function = make_app(
             self.store, policies, FakeReference(), lease_seconds=60, lease_wait=0, **settings
@@ -519,7 +515,7 @@ class Function:
         rows = self.store.db.execute(query).fetchall()
         for run, state, body in rows:
             meta, _ = decode(body)
-            assert meta["run"] == run and (body in sent or meta["sampler"] == "regrouped")
+            assert meta["run"] == run and body in sent
             self.store.forget(run)
         assert self.store.bytes == 0, f"the store still counts {self.store.bytes} bytes"
         return collections.Counter(state for _, state, _ in rows)
@@ -574,7 +570,7 @@ class Process:
                 assert "ref_logps" in decode(body)[1]
             self.client.call("POST", "/end", json={"run": run})
         assert self.client.stats()["bytes"] == 0
-        return collections.Counter(scored=stats["scored"], pooled=stats["pooled"])
+        return collections.Counter(scored=stats["scored"])
 
 
 def resident(pid):
@@ -613,7 +609,7 @@ def fuzz(server, count, *, seed, first=0):
                 seconds = min(seconds, time.perf_counter() - begin)
             check_answer(case, status, headers, data, seconds, app=server.app)
             if case.path == "/upload" and status == 200:
-                several = "several=1" in case.query
+                several = case.query == "several=1"
                 for body in wire.unpack_bodies(case.body).values() if several else [case.body]:
                     sent[body] = None
                     decode(body)

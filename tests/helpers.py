@@ -203,13 +203,3 @@ def files(policies):
 def ask(pacing, worker="a", *, held=0, want=4, run="run", version=0, sha256=SHA256, patience=0):
     pacing.patience = patience
     return pacing.work(worker, held, want, run, version, sha256)
-
-
-def flat(outcome, seed, lengths=(3, 1, 2), **changes):
-    """-> a group whose completions are all right (1) or all wrong (-1)."""
-    draw = torch.Generator().manual_seed(1000 + seed)
-    rewards = torch.stack(
-        [torch.full((len(lengths),), float(outcome)), torch.rand(len(lengths), generator=draw)], 1
-    )
-    prompt_ids = torch.tensor([5, 6, 7], dtype=torch.int32)
-    return make_group(lengths, seed=seed, rewards=rewards, prompt_ids=prompt_ids, **changes)

@@ -167,8 +167,8 @@ def test_a_lease_gives_bodies_by_id_and_counts_what_was_too_old():
     assert trainer.lease("run", 7, patience=False) == {} and trainer.dropped == 5
     asked = [json.loads(request.split(b"\r\n")[-1]) for request in server.requests]
     assert asked == [
-        {"run": "run", "limit": 7, "oldest": 4, "step": 0, "wait": True},
-        {"run": "run", "limit": 7, "oldest": 0, "step": 0, "wait": False},
+        {"run": "run", "limit": 7, "oldest": 4, "wait": True},
+        {"run": "run", "limit": 7, "oldest": 0, "wait": False},
     ]
 
 

@@ -106,7 +106,7 @@ def test_ranks_train_all_of_a_step_in_the_same_turns_as_it_is_scored(monkeypatch
     ranks, both = Ranks(monkeypatch), references(["f", "e"], ["a", "d"], ["b", "c"])
 
     def steps(rank):
-        both[rank].expect("abcdef", step=0, oldest=0)
+        both[rank].expect("abcdef", oldest=0)
         turns, order = plan_turns(unscored_rows("abcdef"), True, rank, 2, 8), []
         for turn in both[rank].in_order_of_arrival(turns):
             both[rank].wait_for(turn.groups)

@@ -8,7 +8,6 @@ import pytest
 from fakes import (
     ALL_RIGHT,
     ALL_WRONG,
-    GSIZE,
     MIXED,
     NAMED,
     FakeEngine,
@@ -98,40 +97,12 @@ def test_a_rollout_goes_through_the_server_and_comes_back_scored(alone, server):
     server.reference.wait_for(set(ids))
     logps = server.reference.arrived
     assert {id: [len(x) for x in logps[id]] for id in ids} == {id: [2, 1] for id in ids}
-    assert server.store.stats()["pooled"] == 1  # the flat one waits for another of its prompt
     assert metrics["groups_sampled"] == 4
 
 
-def test_two_flat_groups_of_a_prompt_are_trained_together(alone, server):
-    groups, _ = take_step(server, [ALL_WRONG, MIXED, MIXED, MIXED], step=0)
-    server.ack("run", [g.id for g in groups], 0)
-    groups, metrics = take_step(server, [ALL_RIGHT, MIXED, MIXED, MIXED], step=1)
-    joined = [g for g in groups if g.sampler == "regrouped"]
-    assert len(groups) == 5 and len(joined) == 2 and metrics["groups_sampled"] == 4
-    assert all(not g.flat and g.item == 0 and g.policy_version == 0 for g in joined)
-    assert all(len(g.completion_lengths) == GSIZE for g in joined)
-    assert trainer.is_off_policy(groups, 1)  # so the sampler's log-probs are the old ones
-
-
-@pytest.mark.parametrize("publishes", [0, 1])
-def test_what_is_too_old_is_not_joined_either(alone, server, monkeypatch, publishes):
-    """MAX_STALENESS is of all that is trained, whether there are workers or not."""
-    monkeypatch.setattr(trainer, "MAX_STALENESS", 4)
-    monkeypatch.setattr(trainer, "PUBLISH_STEPS", publishes)
-    for step in range(6):
-        if publishes:
-            publish(server, version=step, oldest=step - 4)
-        first = {0: ALL_WRONG, 5: ALL_RIGHT}.get(step, MIXED)
-        groups, _ = take_step(server, [first, MIXED, MIXED, MIXED], step=step)
-        server.ack("run", [g.id for g in groups], 0)
-    assert len([g for g in groups if g.sampler == "trainer"]) == 3
-    assert max(5 - g.policy_version for g in groups) <= 4
-
-
-def test_flat_groups_stay_at_home_where_the_server_does_not_regroup(alone, server):
-    server.regroups = False
+def test_flat_groups_stay_at_home(alone, server):
     groups, _ = take_step(server, [ALL_WRONG, MIXED, MIXED, MIXED])
-    assert len(groups) == 3 and server.store.stats()["pooled"] == 0
+    assert len(groups) == 3 and server.store.ledger("run")["uploaded"] == 3
 
 
 def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server, tmp_path):
@@ -250,5 +221,3 @@ def test_a_group_counts_the_same_before_and_after_the_wire():
         twice = {name: 2 * value for name, value in before.items()}
         skipped = make_group(group, **NAMED | {"skipped": before})
         assert rollout.tally_of(recipe, skipped) == twice
-        regrouped = make_group(group, **NAMED | {"sampler": "regrouped"})
-        assert rollout.tally_of(recipe, regrouped) == {}  # it was counted when it was sampled

@@ -25,7 +25,7 @@ def policies(store, tmp_path):
 @pytest.fixture
 def app(store, policies):
     """-> app(**changes): the WSGI app around the store."""
-    settings = {"token": None, "max_body_bytes": 5000, "regroup": True}
+    settings = {"token": None, "max_body_bytes": 5000}
     settings |= {"lease_seconds": 60, "lease_wait": 0}
     reference = FakeReference()
     return lambda **changes: make_app(store, policies, reference, **settings | changes)
@@ -91,7 +91,7 @@ def test_a_query_that_is_no_text_is_refused_with_a_sentence(app, path):
 def test_info_and_stats(app, store):
     app = app()
     put(store, 0)
-    assert json.loads(call(app, "GET", "/info")[2]) == INFO | {"regroup": True}
+    assert json.loads(call(app, "GET", "/info")[2]) == INFO
     stats = json.loads(call(app, "GET", "/stats")[2])
     assert stats["waiting"] == 1 and stats["workers"] == {}
 

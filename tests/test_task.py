@@ -111,7 +111,7 @@ def test_a_reward_may_be_a_truth_or_any_librarys_number(kind):
     group = rewarded(lambda text: {"correctness": kind(text == "first"), "format": kind(False)})
     assert group[2] == [{"correctness": 1.0, "format": 0.0}, {"correctness": 0.0, "format": 0.0}]
     assert {type(value) for r in group[2] for value in r.values()} == {float}
-    assert not make_group(group, **NAMED).flat
+    assert make_group(group, **NAMED).rewards.tolist() == [[1, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("value", [None, "1", float("nan"), [1.0], np.ones(1), np.float32("inf")])

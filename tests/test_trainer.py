@@ -52,7 +52,6 @@ def test_whose_log_probs_are_the_old_ones(monkeypatch):
     mixed = [[1.0, -1.0], [-1.0, -1.0]]
     ours, old = a_group(mixed, policy_version=5), a_group(mixed, policy_version=4)
     theirs = a_group(mixed, policy_version=5, sampler="worker")
-    joined = a_group(mixed, policy_version=5, sampler="regrouped")
 
     def sampled_are_old(*groups):
         off_policy = trainer.is_off_policy(groups, 5)
@@ -61,7 +60,7 @@ def test_whose_log_probs_are_the_old_ones(monkeypatch):
         return off_policy
 
     assert not sampled_are_old(ours, ours)
-    for other in (old, theirs, joined):
+    for other in (old, theirs):
         assert sampled_are_old(ours, other) and sampled_are_old(other, ours)
     monkeypatch.setattr(trainer, "RECOMPUTE_OLD_LOGPS", True)
     assert not sampled_are_old(old, theirs)

@@ -64,18 +64,6 @@ def test_ids_of_any_length_and_script_come_back():
         assert (back.id, back.run, back.sampler) == (name,) * 3
 
 
-@pytest.mark.parametrize("rewards, flat", [
-    ([[1, -1], [1, 0.5], [1, 2]], True),  # all right, and only the format differs
-    ([[-1, 1], [-1, 1], [-1, 1]], True),
-    ([[1, 1], [-1, 1], [1, 1]], False),
-    ([[0.1, 0], [0.1 + 1e-8, 0], [0.1, 0]], True),  # the same to rounding
-])  # fmt: skip
-def test_a_group_is_flat_if_its_outcome_is_constant(rewards, flat):
-    assert make_group(rewards=torch.tensor(rewards, dtype=torch.float32)).flat == flat
-    other = make_group(rewards=torch.tensor(rewards).float().flip(1), outcome="format")
-    assert other.flat == flat  # the outcome's column, wherever it stands
-
-
 # --- Malformed bodies --------------------------------------------------------------
 VALID = pack_group(make_group())
 BAD_TENSORS = {
@@ -124,7 +112,7 @@ BAD_TENSORS = {
         {"truncated": torch.tensor([0, 2, 1], dtype=torch.uint8).view(torch.bool)},
         "bytes 0 and 1",
     ),
-    "more completions than are joined in a second": (
+    "more completions than are packed in seconds": (
         {"completion_lengths": torch.ones(wire.MAX_COMPLETIONS + 1, dtype=torch.int32)},
         "at most 10000 completions",
     ),

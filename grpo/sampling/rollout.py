@@ -14,7 +14,7 @@ import torch
 
 from grpo.sampling.recipe import reward_group
 from grpo.sampling.sampler import Completion
-from grpo.wire import Group, is_flat
+from grpo.wire import Group
 
 
 # --- Prompts ------------------------------------------------------------------------
@@ -104,6 +104,11 @@ def rollout(policy, recipe, stream, count, *, share, seed):
 TALLY = ("groups", "flat", "completions", "tokens", "truncated", "right")  # right: OUTCOME > 0
 
 
+def is_flat(values):
+    """Example: [1, 1, 1] -> True; [1, -1, 1] -> False"""
+    return max(values) - min(values) < 1e-6
+
+
 def tally(recipe, sampled):
     """Returns {name: number}: the TALLY and rewards of one sampled group."""
     _, completions, rewards = sampled
@@ -118,10 +123,7 @@ def tally(recipe, sampled):
 
 
 def tally_of(recipe, group):
-    """Returns the tally of a worker's wire.Group and of the flat groups it skipped before that; {}
-    for a regrouped one, whose completions were counted when they were sampled."""
-    if group.sampler == "regrouped":
-        return {}
+    """Returns the tally of a worker's wire.Group and of the flat groups it skipped before that."""
     ids, truncated = group.completions(group.completion_ids), group.truncated.tolist()
     completions = [Completion(i, [], cut) for i, cut in zip(ids, truncated, strict=True)]
     rewards = [dict(zip(group.reward_names, row, strict=True)) for row in group.rewards.tolist()]

@@ -4,8 +4,6 @@ import contextlib
 import math
 import queue
 import time
-from itertools import groupby
-from operator import itemgetter
 
 from grpo.log import in_background
 from grpo.wire import pack_bodies, pack_group
@@ -26,12 +24,8 @@ class Uploader:
         self.replies, self.error = [], None
         self.thread = in_background(self._run)
 
-    def put(self, group, *, pool=False, oldest=0):
-        """`pool`: the group is flat, and only usable with another of its prompt that was sampled by
-        policy version `oldest` or a newer one."""
-        body = pack_group(group)
-        alone = group.id if len(body) > UPLOAD_BYTES else ""
-        upload = (int(pool), oldest, alone), group.id, body  # a request's have the same first part
+    def put(self, group):
+        upload = group.id, pack_group(group)
         while not self.error:  # the thread that uploads says what it waits for
             with contextlib.suppress(queue.Full):
                 return self.waiting.put(upload, timeout=1)
@@ -48,19 +42,21 @@ class Uploader:
         return self.replies
 
     def _run(self):
-        over, kind = False, itemgetter(0)
+        over = False
         try:
             while not over:
                 uploads, over = self._next()
-                for (pool, oldest, _), alike in groupby(sorted(uploads, key=kind), key=kind):
-                    self._send({id: body for _, id, body in alike}, pool, oldest)
+                small = {id: body for id, body in uploads if len(body) <= UPLOAD_BYTES}
+                large = [{id: body} for id, body in uploads if id not in small]
+                for request in filter(None, [small, *large]):
+                    self._send(request)
         except Exception as error:  # noqa: BLE001 (raised where the groups come from)
             self.error = error
 
     def _next(self):
         """Returns the next upload and those that come soon after, and whether they are the last."""
         uploads, end, patience = [], math.inf, None
-        while len(uploads) < UPLOAD_GROUPS and sum(len(u[2]) for u in uploads) < UPLOAD_BYTES:
+        while len(uploads) < UPLOAD_GROUPS and sum(len(u[1]) for u in uploads) < UPLOAD_BYTES:
             try:
                 upload = self.waiting.get(timeout=patience)
             except queue.Empty:
@@ -73,11 +69,11 @@ class Uploader:
             patience = max(0, min(TOGETHER_SECONDS, end - now))
         return uploads, False
 
-    def _send(self, bodies, pool, oldest):
+    def _send(self, bodies):
         several = len(bodies) > 1
-        query = {"pool": pool, "oldest": oldest} | ({"several": 1} if several else {})
         data = b"".join(pack_bodies(bodies) if several else bodies.values())
-        reply = self.server.call("POST", "/upload", data=data, params=query).json()
+        params = {"several": int(several)}
+        reply = self.server.call("POST", "/upload", data=data, params=params).json()
         for answer in reply["groups"] if several else [reply]:
             self.replies.append(answer)
             self.answered()

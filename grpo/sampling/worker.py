@@ -117,24 +117,21 @@ class Worker:
         for number, sampled in enumerate(groups):
             own = tally(self.recipe, sampled)
             counts.update(own)
-            flat = bool(own["flat"] and self.recipe.skip_flat_groups)
-            if flat and not self.server.regroups:
-                self.answered()
-            else:
-                group = make_group(
-                    sampled,
-                    id=f"{self.name}-{first:08d}-{number:04d}",
-                    run=run,
-                    version=version,
-                    sampler=self.name,
-                    outcome=self.recipe.outcome,
-                    skipped={} if flat else dict(self.skipped),
-                )
-                uploader.put(group, pool=flat)
-            if flat:
+            if own["flat"] and self.recipe.skip_flat_groups:
                 self.skipped.update(own)
-            else:
-                self.skipped = Counter()
+                self.answered()
+                continue
+            group = make_group(
+                sampled,
+                id=f"{self.name}-{first:08d}-{number:04d}",
+                run=run,
+                version=version,
+                sampler=self.name,
+                outcome=self.recipe.outcome,
+                skipped=dict(self.skipped),
+            )
+            uploader.put(group)
+            self.skipped = Counter()
         late = sum(reply.get("dropped", False) for reply in uploader.finish())
         self.outstanding = 0  # two threads counted
         self.groups += counts["groups"]

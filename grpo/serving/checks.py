@@ -7,7 +7,7 @@ SERVER = {
         MAX_POLICY_BYTES""",
     "a whole number from 0 on": "PORT",
     "a number from 0 on": "TEMPERATURE LEASE_SECONDS LEASE_WAIT_SECONDS",
-    "True or False": "SHARE_PROMPTS REGROUP",
+    "True or False": "SHARE_PROMPTS",
     "a text": "MODEL HOST STORE",
 }
 

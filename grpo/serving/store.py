@@ -24,45 +24,41 @@ from grpo.serving.database import Database
 
 LEASE_BYTES = 64 << 20  # of groups in one lease, unless a single one is larger: bounds its reply
 
-STATES = ("waiting", "scored", "leased", "trained", "done", "failed", "pooled", "joined", "dropped")
+STATES = ("waiting", "scored", "leased", "trained", "done", "failed", "dropped")
 BEFORE = "the state before"  # the column `was` holds it
 
 # An upload begins as waiting; as scored, where it needs no log-probs of the reference; as dropped,
-# where it comes too late; as pooled (pool.py). A body kept "until covered" stays until a checkpoint
-# covers the step that ended the group, and is deleted at once if no such step is given.
+# where it comes too late. A body kept "until covered" stays until a checkpoint covers the step that
+# trained the group, and is deleted at once if no such step is given.
 # fmt: off
 TRANSITIONS = {
-    # event:    (from states,                            to state,  body)
+    # event:    (from states,                     to state,  body)
     # scoring, and again where another reference model is served
-    "score":    ("waiting",                             "scored",  "kept"),
-    "fail":     ("waiting",                             "failed",  "kept"),
-    "rescore":  ("scored leased",                       "waiting", "kept"),
+    "score":    ("waiting",                      "scored",  "kept"),
+    "fail":     ("waiting",                      "failed",  "kept"),
+    "rescore":  ("scored leased",                "waiting", "kept"),
     # training; a lease may run out, or be lost with a server or trainer that died
-    "lease":    ("scored leased",                       "leased",  "kept"),
-    "release":  ("leased",                              "scored",  "kept"),
-    "train":    ("waiting scored leased failed",        "trained", "until covered"),
-    "cover":    ("trained",                             "done",    "deleted"),
+    "lease":    ("scored leased",                "leased",  "kept"),
+    "release":  ("leased",                       "scored",  "kept"),
+    "train":    ("waiting scored leased failed", "trained", "until covered"),
+    "cover":    ("trained",                      "done",    "deleted"),
     # a run resumes: groups of later steps are as before, or the ranks sample them again
-    "undo":     ("trained joined dropped",              BEFORE,    "kept"),
-    "resample": (" ".join(STATES),                      "dropped", "deleted"),
-    "retry":    ("failed",                              "waiting", "kept"),
+    "undo":     ("trained",                      BEFORE,    "kept"),
+    "resample": (" ".join(STATES),               "dropped", "deleted"),
+    "retry":    ("failed",                       "waiting", "kept"),
     # too old a policy sampled it; the trainer can't use it; the run is over
-    "expire":   ("waiting scored",                      "dropped", "deleted"),
-    "drop":     ("waiting scored leased",               "dropped", "deleted"),
-    "forget":   ("waiting scored leased failed pooled", "dropped", "deleted"),
-    # with REGROUP only: a zero-variance group finds another of its prompt; is too old; has no room
-    "join":     ("pooled",                              "joined",  "until covered"),
-    "outgrow":  ("pooled",                              "dropped", "until covered"),
-    "evict":    ("pooled",                              "dropped", "deleted"),
+    "expire":   ("waiting scored",               "dropped", "deleted"),
+    "drop":     ("waiting scored leased",        "dropped", "deleted"),
+    "forget":   ("waiting scored leased failed", "dropped", "deleted"),
 }
 # fmt: on
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
     seq INTEGER PRIMARY KEY, run TEXT, id TEXT, state TEXT, bytes INTEGER, error TEXT,
-    uploaded REAL, lease_ends REAL, version INTEGER, item INTEGER, sampler TEXT,
-    made INTEGER,    -- the ranks' step that sampled or joined it; NULL: workers sampled it
-    step INTEGER,    -- the ranks' step that ended it, while its body is kept ...
+    uploaded REAL, lease_ends REAL, version INTEGER,
+    made INTEGER,    -- the ranks' step that sampled it; NULL: workers sampled it
+    step INTEGER,    -- the ranks' step that trained it, while its body is kept ...
     was TEXT,        -- ... and its state before
     replay INTEGER,  -- the step that used it in a history that was undone
     UNIQUE (run, id));
@@ -70,10 +66,12 @@ CREATE TABLE IF NOT EXISTS groups (
 CREATE TABLE IF NOT EXISTS bodies (seq INTEGER PRIMARY KEY, body BLOB);
 CREATE TRIGGER IF NOT EXISTS ended AFTER UPDATE OF bytes ON groups WHEN NEW.bytes=0
     BEGIN DELETE FROM bodies WHERE seq=NEW.seq; END;
-CREATE INDEX IF NOT EXISTS by_item ON groups (state, run, item);
 CREATE INDEX IF NOT EXISTS by_state ON groups (state, run, seq);
 CREATE INDEX IF NOT EXISTS by_bytes ON groups (bytes) WHERE bytes>0;
 CREATE TABLE IF NOT EXISTS reference (facts TEXT);
+-- an older server kept flat groups as pooled, to join two of them, which were then joined
+UPDATE groups SET state='dropped', error=IFNULL(error, 'regrouping was removed'), bytes=0,
+    step=NULL, was=NULL WHERE state IN ('pooled', 'joined') OR was='pooled';
 """
 
 
@@ -114,38 +112,28 @@ class Store:
         query = f"UPDATE groups SET {', '.join(changes)} WHERE {where}"
         return self.db.execute(query, (*columns.values(), *values)).rowcount
 
-    def insert(self, group, body, state, *, reason=None, made=None):
-        """Stores a new group; returns its `seq`. Raises StoreFull. Call it in a transaction."""
-        while self.bytes + len(body) > self.max_bytes:
-            first = "seq=(SELECT MIN(seq) FROM groups WHERE state='pooled')"
-            if not self.move("evict", first, error="flat, and there was no room for it"):
-                raise StoreFull(
-                    f"the store holds its {self.max_bytes} bytes; if their runs have ended, stop"
-                    " the server and delete its STORE"
-                )
-        made = group.policy_version if group.sampler == "trainer" else made
-        seq = self.db.execute(
-            "INSERT INTO groups (run, id, state, bytes, uploaded, error, version, item, sampler,"
-            " made) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (group.run, group.id, state, len(body), time.time(), reason)
-            + (group.policy_version, group.item, group.sampler, made),
-        ).lastrowid
-        if body:
-            self.db.execute("INSERT INTO bodies VALUES (?, ?)", (seq, body))
-        return seq
-
     # --- Uploads ------------------------------------------------------------------
     def put(self, group, body, state="waiting", reason=None):
         """Stores an uploaded group; returns False if it is there already. Raises StoreFull."""
         with self.transaction():
-            if self.known(group):
+            known = "SELECT 1 FROM groups WHERE run=? AND id=?"
+            if self.db.rows(known, (group.run, group.id)):
                 return False
-            self.insert(group, body, state, reason=reason)
+            if self.bytes + len(body) > self.max_bytes:
+                raise StoreFull(
+                    f"the store holds its {self.max_bytes} bytes; if their runs have ended, stop"
+                    " the server and delete its STORE"
+                )
+            version = group.policy_version
+            made = version if group.sampler == "trainer" else None
+            seq = self.db.execute(
+                "INSERT INTO groups (run, id, state, bytes, uploaded, error, version, made)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (group.run, group.id, state, len(body), time.time(), reason, version, made),
+            ).lastrowid
+            if body:
+                self.db.execute("INSERT INTO bodies VALUES (?, ?)", (seq, body))
         return True
-
-    def known(self, group):
-        query = "SELECT 1 FROM groups WHERE run=? AND id=?"
-        return self.db.value(query, (group.run, group.id)) is not None
 
     def refuse(self, group, reason):
         """Stores an upload that comes too late, without its body; returns False for a repeat."""
@@ -227,14 +215,11 @@ class Store:
             count = sum(self.move("train", own, (run, id)) for id in ids)
             return count + sum(self.move("train", workers, (run, id), step=step) for id in ids)
 
-    def drop_old(self, run, oldest, step=None):
-        """Drops groups that a policy before version `oldest` sampled; with `step` pooled ones too,
-        which a run that resumes from before that step gets back."""
+    def drop_old(self, run, oldest):
+        """Drops groups that a policy before version `oldest` sampled."""
         with self.transaction():
-            old = "run=? AND version<?", (run, oldest)
-            self.unreported[run] += self.move("expire", *old, error="too old")
-            if step is not None:
-                self.move("outgrow", *old, step=step, error="too old")
+            old = "run=? AND version<?"
+            self.unreported[run] += self.move("expire", old, (run, oldest), error="too old")
 
     def report_dropped(self, run):
         """Returns how many groups of the run were dropped as too old since the last call."""
@@ -251,16 +236,13 @@ class Store:
         """A checkpoint after `step` updates is saved: the bodies that they used can go."""
         with self.transaction():
             self.move("cover", "run=? AND IFNULL(step, made)<?", (run, step))
-            # those that a step joined or dropped stay so, without a body
-            ended = "run=? AND step<? AND bytes>0 AND state IN ('joined', 'dropped')"
-            self.db.execute(f"UPDATE groups SET bytes=0 WHERE {ended}", (run, step))
 
     def resume(self, run, step):
         """Undoes what came after the run's checkpoint after `step` updates. Returns how many groups
         will be leased again, and how many the ranks sample again."""
         with self.transaction():
             self.cover(run, step)
-            own, undone = "run=? AND made>=?", "run=? AND step>=? AND bytes>0"
+            own, undone = "run=? AND made>=?", "run=? AND step>=?"
             again = self.move("resample", own, (run, step), error="sampled again")
             rename = f"UPDATE groups SET id=id || '~' || seq, made=-1 WHERE {own}"
             self.db.execute(rename, (run, step))
@@ -322,21 +304,18 @@ class Store:
             }
 
     def ledger(self, run):
-        """Returns where the run's groups have gone, which adds up: uploaded + regrouped = trained +
-        waiting + joined + failed + dropped. `dropped` has counts by reason."""
-        query = "SELECT state, error, sampler, COUNT(*) FROM groups WHERE run=? GROUP BY 1, 2, 3"
+        """Returns where the run's groups have gone, which adds up: uploaded = trained + waiting +
+        failed + dropped. `dropped` has counts by reason."""
+        query = "SELECT state, error, COUNT(*) FROM groups WHERE run=? GROUP BY 1, 2"
         counts, dropped = Counter(), Counter()
-        for state, reason, sampler, count in self.db.rows(query, (run,)):
+        for state, reason, count in self.db.rows(query, (run,)):
             counts[state] += count
-            counts["regrouped" if sampler == "regrouped" else "uploaded"] += count
             if state == "dropped":
                 dropped[reason or "?"] += count
         return {
-            "uploaded": counts["uploaded"],
-            "regrouped": counts["regrouped"],
+            "uploaded": counts.total(),
             "trained": counts["trained"] + counts["done"],
-            "waiting": sum(counts[s] for s in ("waiting", "scored", "leased", "pooled")),
-            "joined": counts["joined"],
+            "waiting": counts["waiting"] + counts["scored"] + counts["leased"],
             "failed": counts["failed"],
             "dropped": dict(dropped),
         }

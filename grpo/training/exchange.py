@@ -35,13 +35,10 @@ def gather_groups(mine):
 
 
 def finish_uploads(uploader):
-    """Waits until the server has this rank's groups. Returns the ids of the groups that it has made
-    of zero-variance ones (regrouping). RuntimeError if it refuses groups of this run."""
-    replies = uploader.finish()
-    if any(reply.get("dropped") for reply in replies):
+    """Waits until the server has this rank's groups. RuntimeError if it refuses any of them."""
+    if any(reply.get("dropped") for reply in uploader.finish()):
         url = uploader.server.url
         raise RuntimeError(f"{url} refuses this run's groups: does another trainer run?")
-    return [id for reply in replies for id in reply.get("joined", [])]
 
 
 # --- From the server ------------------------------------------------------------------
@@ -55,19 +52,17 @@ class Inbox:
         self.groups = {}  # groups received and not taken yet, by id
         self.expected = set()  # ids of the ranks' own groups of this step, and ...
         self.ref_logps = {}  # ... what came for them: ((N,) log-probs, completion lengths)
-        self.step = self.oldest = 0  # updates made; version of the oldest usable policy
+        self.oldest = 0  # version of the oldest usable policy
 
-    def expect(self, ids, *, step, oldest):
+    def expect(self, ids, *, oldest):
         """Of these groups, which the ranks have, only the log-probs are wanted from now on."""
-        self.expected, self.ref_logps, self.step, self.oldest = set(ids), {}, step, oldest
+        self.expected, self.ref_logps, self.oldest = set(ids), {}, oldest
 
     def fetch(self, number, *, patience):
         """Leases up to `number` groups, or all whose log-probs are wanted; with patience the server
         waits for the first of them. Returns whether any is new."""
         number = max(number, len(self.expected - self.seen))
-        bodies = self.server.lease(
-            self.run, number, oldest=self.oldest, step=self.step, patience=patience
-        )
+        bodies = self.server.lease(self.run, number, oldest=self.oldest, patience=patience)
         new = [unpack_group(bodies[id]) for id in bodies.keys() - self.seen]
         self.seen |= bodies.keys()
         for group in sorted(new, key=lambda group: group.id):
@@ -103,13 +98,13 @@ class Inbox:
         self.groups = {}
 
 
-def take_workers_groups(inbox, number, *, step, oldest, wait):
+def take_workers_groups(inbox, number, *, oldest, wait):
     """Collective: returns up to `number` groups that workers have sampled; with `wait` no fewer.
-    `step` is the updates made so far; groups of a policy before version `oldest` are dropped and
-    counted. `inbox` is None but on rank 0."""
+    Groups of a policy before version `oldest` are dropped and counted. `inbox` is None but on rank
+    0."""
     groups = []
     if inbox:
-        inbox.expect([], step=step, oldest=oldest)
+        inbox.expect([], oldest=oldest)
         inbox.drop_older(oldest)
         if wait:
             inbox.fetch_until(
@@ -118,17 +113,6 @@ def take_workers_groups(inbox, number, *, step, oldest, wait):
         while (missing := number - len(inbox.groups)) > 0 and inbox.fetch(missing, patience=False):
             pass
         groups = inbox.take(list(inbox.groups)[:number])
-    return shared(groups)
-
-
-def take_regrouped(inbox, ids):
-    """Collective: returns the groups that the server has made of the ranks' zero-variance ones,
-    once they are scored; `ids` are this rank's. `inbox` is None but on rank 0."""
-    ids = [id for some in gathered(ids, "the other ranks' groups") for id in some]
-    groups = []
-    if inbox:
-        inbox.fetch_until(lambda: len(set(ids) - inbox.groups.keys()), "regrouped groups")
-        groups = inbox.take(ids)
     return shared(groups)
 
 
@@ -154,7 +138,7 @@ def staleness(inbox, groups, step):
 def workers_state(server):
     """Returns a sentence about the workers that the server has heard of, and its groups."""
     stats = server.stats()
-    states = ("waiting", "scored", "leased", "pooled", "failed")
+    states = ("waiting", "scored", "leased", "failed")
     groups = ", ".join(f"{stats[name]} {name}" for name in states if stats.get(name)) or "none"
     workers = stats.get("workers", {}).items()
     held = [f"{name} has {w['held']} outstanding" for name, w in workers if w["seen_s"] < 60]
@@ -176,11 +160,11 @@ class ReferenceLogps:
         self.inbox, self.clock = inbox, clock
         self.expected, self.arrived = set(), {}  # ids; {id: [(T,) of each completion]}
 
-    def expect(self, ids, *, step, oldest):
+    def expect(self, ids, *, oldest):
         """A step begins, and the ranks have uploaded these groups; see Inbox.expect."""
         self.expected, self.arrived = set(ids), {}
         if self.inbox:
-            self.inbox.expect(ids, step=step, oldest=oldest)
+            self.inbox.expect(ids, oldest=oldest)
 
     def have(self, ids):
         """Returns whether the log-probs of all these groups are here, or were not asked for."""
@@ -194,10 +178,7 @@ class ReferenceLogps:
             with self.clock.part("wait"):
                 if len(left) > 1 and not any(self.have(turn.groups) for turn in left):
                     if self.inbox:
-                        needed = set().union(*(turn.groups for turn in left)) & self.expected
-                        missing = needed - self.arrived.keys() - self.inbox.ref_logps.keys()
-                        if missing:
-                            self.inbox.fetch(len(missing), patience=False)
+                        self.inbox.fetch(0, patience=False)  # whatever is expected
                     self._share()
             first = (i for i, turn in enumerate(left) if self.have(turn.groups))
             yield left.pop(next(first, -1))

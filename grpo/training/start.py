@@ -12,7 +12,7 @@ from grpo.sampling.rollout import Stream
 from grpo.sampling.start import make_policy
 from grpo.training.checkpoint import Progress, open_run
 from grpo.training.engine import make_engine
-from grpo.training.exchange import Inbox, ReferenceLogps, shared
+from grpo.training.exchange import Inbox, ReferenceLogps
 from grpo.training.liveness import meet
 from grpo.training.metrics import Clock, Page, RunFolder
 from grpo.training.publish import Publishing
@@ -65,8 +65,6 @@ def start_run(c, tokenizer, recipe, questions, server):
         folder=RunFolder(c.RUN_DIR, Page(server, progress.run) if inbox else None),
         clock=clock,
     )
-    if server:  # it decides on collective calls, and the server may have started anew meanwhile
-        server.regroups = shared(server.regroups)
     run.publishing.begin(progress)
     # Nobody samples before the server has undone what came after the checkpoint
     meet("the other ranks (rank 0 resumes the run at the server)")

@@ -39,8 +39,8 @@ def hub_server(tmp_path):
     store = Store(tmp_path / "store.sqlite", 10**6)
     hub = Policies(store, tmp_path / "policies", 10**6)
     settings = {"token": None, "max_body_bytes": 10**6, "lease_seconds": 60, "lease_wait": 0}
-    app = make_app(store, hub, FakeReference(), regroup=True, **settings)
+    app = make_app(store, hub, FakeReference(), **settings)
     client = Noting(app, limit=0.2)
-    client.store, client.hub, client.regroups = store, hub, True
+    client.store, client.hub = store, hub
     yield client
     store.db.close()

@@ -12,6 +12,7 @@ from fakes import (
     NAMED,
     PROMPT,
     FakeEngine,
+    a_group,
     a_recipe,
     prompts_of,
     sampled,
@@ -21,7 +22,7 @@ from transformers import AutoTokenizer
 import grpo_ref_split as trainer
 from grpo.sampling import rollout
 from grpo.sampling.policy import load_policy
-from grpo.sampling.rollout import make_group
+from grpo.sampling.rollout import make_group, tally_of
 from grpo.sampling.sampler import Completion
 from grpo.wire import pack_group, unpack_group
 
@@ -78,6 +79,20 @@ def test_sampling_is_bounded_and_as_the_recipe_says():
     }
 
 
+@pytest.mark.parametrize("rewards, flat", [
+    ([[1, -1], [1, 0.5], [1, 2]], True),  # all right, and only the format differs
+    ([[-1, 1], [-1, 1], [-1, 1]], True),
+    ([[1, 1], [-1, 1], [1, 1]], False),
+    ([[0.1, 0], [0.1 + 1e-8, 0], [0.1, 0]], True),  # the same to rounding
+])  # fmt: skip
+def test_a_group_is_flat_if_its_outcome_is_constant(rewards, flat):
+    recipe, three = a_recipe(), {"lengths": (1, 2, 1), "truncated": (False,) * 3}
+    assert tally_of(recipe, a_group(rewards, **three))["flat"] == flat
+    other = a_group([pair[::-1] for pair in rewards], **three)
+    other.reward_names.reverse()  # the outcome's column, wherever it stands
+    assert tally_of(recipe, other)["flat"] == flat
+
+
 def test_what_is_sent_is_what_was_sampled():
     """The ids themselves: those of a text that is tokenised again may be others."""
     prompt = (3, {"question": "?", "answer": "4"}, [5, 6])
@@ -93,7 +108,7 @@ def test_what_is_sent_is_what_was_sampled():
     columns = dict(zip(group.reward_names, group.rewards.T.tolist(), strict=True))
     assert columns == {"correctness": [1.0, -1.0], "format": [-1.0, 1.25]}  # by name, not order
     assert (group.id, group.run, group.item, group.policy_version) == ("a", "r", 3, 4)
-    assert (group.sampler, group.outcome, group.flat) == ("me", "correctness", False)
+    assert (group.sampler, group.outcome) == ("me", "correctness")
     assert group.skipped == {"groups": 1}
     assert unpack_group(pack_group(group)).rewards.equal(group.rewards)
 

@@ -59,8 +59,8 @@ class Script:
 
     url, limit = "http://script", 5
 
-    def __init__(self, *answers, regroups=False, policies=()):
-        self.answers, self.regroups, self.policies = list(answers), regroups, policies
+    def __init__(self, *answers, policies=()):
+        self.answers, self.policies = list(answers), policies
         self.asked, self.uploads, self.fetched = [], [], []
 
     def copy(self):
@@ -83,7 +83,7 @@ class Script:
         assert (method, path) == ("POST", "/upload")
         several = params.get("several")
         bodies = unpack_bodies(data).values() if several else [data]
-        self.uploads += [(unpack_group(body), params["pool"]) for body in bodies]
+        self.uploads += [unpack_group(body) for body in bodies]
         answers = [{"stored": True} for _ in bodies]
         return SimpleNamespace(json=lambda: {"groups": answers} if several else answers[0])
 
@@ -124,11 +124,11 @@ def test_a_worker_fetches_what_is_newer_and_samples_what_it_is_given():
         W[0].tolist(),
         W[3].tolist(),
     ]
-    groups = [group for group, _ in server.uploads]
+    groups = server.uploads
     assert [g.item for g in groups] == in_order(0, 1, 9)
     assert [g.policy_version for g in groups] == [0, 0, 3]
     assert {(g.run, g.sampler, g.outcome) for g in groups} == {("run", "me", "correctness")}
-    assert len({g.id for g in groups}) == 3 and all(pool == 0 for _, pool in server.uploads)
+    assert len({g.id for g in groups}) == 3
     assert [(a["run"], a["version"]) for a in server.asked] == [
         *[("", -1), ("run", 0), ("run", 0), ("run", 3), ("run", 3)]
     ]
@@ -158,32 +158,25 @@ def test_no_two_rollouts_draw_alike():
     torch.Generator().manual_seed(max(everyone))  # which takes 64 bits
 
 
-@pytest.mark.parametrize("regroups", [False, True])
-def test_flat_groups_are_pooled_or_stay_at_home(regroups):
-    answers = policy(0), policy(0) | {"first": 0, "count": 7}
-    server = Script(*answers, regroups=regroups, policies=W)
+def test_flat_groups_stay_at_home():
+    server = Script(policy(0), policy(0) | {"first": 0, "count": 7}, policies=W)
     run(server)
-    flat = {OUTCOMES.index(ALL_WRONG), OUTCOMES.index(ALL_RIGHT)}
-    sent = {group.item: pool for group, pool in server.uploads}
-    assert sent == {i: int(i in flat) for i in range(7) if regroups or i not in flat}
-    assert len(server.uploads) == len(sent)
+    kept = [i for i, outcome in enumerate(OUTCOMES) if outcome is MIXED]
+    assert sorted(group.item for group in server.uploads) == kept
 
 
-@pytest.mark.parametrize("regroups", [False, True])
-def test_what_is_left_out_is_counted_with_the_next_group(regroups):
+def test_what_is_left_out_is_counted_with_the_next_group():
     """So the trainer's accuracy is of all that was sampled, also over two rollouts."""
     first, second = {"first": 0, "count": 4}, {"first": 4, "count": 3}
-    answers = policy(0), policy(0) | first, policy(0) | second
-    server = Script(*answers, regroups=regroups, policies=W)
+    server = Script(policy(0), policy(0) | first, policy(0) | second, policies=W)
     run(server)
-    sent, count = [group for group, pool in server.uploads if not pool], Counter()
-    for group in sent:
+    count = Counter()
+    for group in server.uploads:
         count.update(tally_of(RECIPE, group))
     kept = [OUTCOMES[i] is MIXED for i in in_order(*range(7))]
     assert kept[-1] and not all(kept[:4]) and count["groups"] == 7 and count["flat"] == 2
     assert count["completions"] == 14 and count["right"] == 5 + 2
-    assert all(not group.skipped for group, pool in server.uploads if pool)
-    assert sum(bool(group.skipped) for group in sent) in (1, 2)
+    assert sum(bool(group.skipped) for group in server.uploads) in (1, 2)
 
 
 def test_a_worker_asks_for_more_while_it_samples_until_a_newer_policy_comes(monkeypatch):
@@ -202,7 +195,7 @@ def test_a_worker_asks_for_more_while_it_samples_until_a_newer_policy_comes(monk
     assert server.fetched == [0, 1] and len(engine.used) == 1
     positions = Counter(in_order(0, 1, 2, 5, 6))
     flat = [i for i in positions if OUTCOMES[i] is not MIXED]
-    assert Counter(g.item for g, _ in server.uploads) == positions - Counter(flat)
+    assert Counter(g.item for g in server.uploads) == positions - Counter(flat)
     held = [asked["held"] for asked in server.asked]
     # Two in hand, one has ended, and its upload may have been answered; and one more is begun ...
     assert held[:2] == [0, 0] and held[2] in (1, 2) and held[-2:] == [0, 0]
@@ -277,8 +270,8 @@ def test_an_upload_that_fails_ends_the_worker():
 
 
 def test_a_worker_says_what_it_did(capsys):
-    server = Script(policy(0), policy(0) | {"first": 0, "count": 7}, regroups=True, policies=W)
-    late = iter([True, False, True, False, False, False, False])
+    server = Script(policy(0), policy(0) | {"first": 0, "count": 7}, policies=W)
+    late = iter([True, False, True, False, False])
     plain = server.call
 
     def call(*arguments, **named):
@@ -296,7 +289,7 @@ def test_a_worker_says_what_it_did(capsys):
 
 # --- Trainer's side, server and worker together ------------------------------------
 def test_a_worker_and_the_hub_get_along(hub_server, tmp_path, no_pause):
-    """Two policies, room for five groups, flat ones joined, and an end."""
+    """Two policies, room for five groups, and an end."""
     settings, store = RECIPE.settings(), hub_server.store
 
     def publish(version, **changes):
@@ -306,7 +299,7 @@ def test_a_worker_and_the_hub_get_along(hub_server, tmp_path, no_pause):
     publish(0, capacity=5)
     hub_server.limit = 0.2
     run(hub_server, expected=RuntimeError, match="as many groups wait .* as MAX_STALENESS allows")
-    assert store.queued("run") == 5  # and the flat ones make no room: they are pooled, not queued
+    assert store.queued("run") == 5  # the flat ones, which stay at home, take no room
     stats = hub_server.stats()["workers"]["me"]
     assert (stats["held"], stats["version"]) == (0, 0)
     publish(1, capacity=14, oldest=1)  # all of version 0 are too old now
@@ -314,7 +307,7 @@ def test_a_worker_and_the_hub_get_along(hub_server, tmp_path, no_pause):
     run(hub_server, expected=RuntimeError, match="as many groups wait")
     groups = [unpack_group(body) for _, body in store.waiting(99, 0)]
     assert {g.policy_version for g in groups} == {1} and len(groups) >= 14
-    assert not any(g.flat for g in groups)
+    assert all(OUTCOMES[g.item] is MIXED for g in groups)
     hub_server.call("POST", "/end", json={"run": "run"})
     run(hub_server, expected=RuntimeError, match="no run has published a policy")
 

@@ -14,5 +14,5 @@ def policies(store, tmp_path):
 
 @pytest.fixture
 def app(store, policies):
-    settings = {"token": None, "max_body_bytes": 5000, "regroup": True}
+    settings = {"token": None, "max_body_bytes": 5000}
     return make_app(store, policies, FakeReference(), lease_seconds=60, lease_wait=0, **settings)

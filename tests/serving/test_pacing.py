@@ -8,15 +8,12 @@ from urllib.parse import urlencode
 
 import pytest
 from helpers import (
-    INFO,
     SHA256,
-    FakeReference,
     InProcess,
     ask,
     call,
     done,
     files,
-    flat,
     make_group,
     publish,
     record_of,
@@ -26,7 +23,6 @@ from helpers import (
 from grpo.serving import pacing as pacing_module
 from grpo.serving.pacing import WORKER_SECONDS, Pacing
 from grpo.wire import pack_group
-from ref_server import make_app
 
 
 # --- Work --------------------------------------------------------------------------
@@ -284,21 +280,11 @@ def test_an_upload_is_counted_and_in_hand_until_the_worker_asks(app, policies):
     assert workers["worker"] | {"seen_s": 0} == expected and len(workers) == 1
 
 
-def test_flat_groups_are_pooled_only_where_asked_and_allowed(store, policies):
-    settings = {"token": None, "max_body_bytes": 5000, "lease_seconds": 60, "lease_wait": 0}
-    reference = FakeReference()
-    off, on = (make_app(store, policies, reference, regroup=r, **settings) for r in (False, True))
-    assert json.loads(call(off, "GET", "/info")[2]) == INFO | {"regroup": False}
-    assert upload(off, flat(1, 0), pool=1) == {"stored": False, "joined": []}
-    assert upload(on, flat(1, 1), pool=0) == {"stored": True}  # SKIP_FLAT_GROUPS = False
-    assert upload(on, make_group(seed=2), pool=1) == {"stored": True}  # it is not flat at all
-    assert upload(on, flat(1, 3), pool=1) == {"stored": True, "joined": []}
-    assert upload(on, flat(-1, 4), pool=1) == {
-        "stored": True,
-        "joined": ["group-004+0", "group-004+1"],
-    }
-    stats = store.stats()
-    assert (stats["waiting"], stats["pooled"], stats["joined"]) == (4, 0, 2)
+def test_a_client_that_still_offers_flat_groups_to_be_joined_is_told_to_be_updated(app):
+    answer = call(app, "POST", "/upload", pack_group(make_group()), QUERY_STRING="pool=1&oldest=3")
+    assert refused(answer, 400) == "regrouping (?pool=1) was removed: update this client"
+    assert upload(app, make_group(), pool=0, oldest=3) == {"stored": True}  # and all else is taken
+    assert call(app, "POST", "/lease", {"run": "run", "limit": 1, "step": 3})[0] == 204
 
 
 def test_a_published_policy_becomes_the_reference(app, policies):

@@ -35,7 +35,7 @@ def store(tmp_path):
 
 def app_of(store, folder, token=None, reference=None):
     hub = Policies(store, Path(folder, "policies"), max_bytes=10_000)
-    settings = {"token": token, "max_body_bytes": 10**7, "regroup": True}
+    settings = {"token": token, "max_body_bytes": 10**7}
     settings |= {"lease_seconds": 60, "lease_wait": 0}
     return make_app(store, hub, reference or FakeReference(), **settings), hub
 

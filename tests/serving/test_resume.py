@@ -4,10 +4,8 @@ import random
 
 import helpers
 import pytest
-import torch
 from helpers import done, lease, make_group, mark_scored
 
-from grpo.serving.pool import add_flat
 from grpo.serving.store import Store
 from grpo.wire import pack_group
 
@@ -27,9 +25,9 @@ def put(store, *seeds):
 def adds_up(store, run="run"):
     """-> the ledger, having checked that it adds up and that the bytes are what is there."""
     ledger = store.ledger(run)
-    ends = ("trained", "waiting", "joined", "failed")
+    ends = ("trained", "waiting", "failed")
     total = sum(ledger[name] for name in ends) + sum(ledger["dropped"].values())
-    assert ledger["uploaded"] + ledger["regrouped"] == total, ledger
+    assert ledger["uploaded"] == total, ledger
     (held,) = store.db.execute("SELECT IFNULL(SUM(LENGTH(body)), 0) FROM bodies").fetchone()
     (said,) = store.db.execute("SELECT IFNULL(SUM(bytes), 0) FROM groups").fetchone()
     assert held == said == store.bytes
@@ -73,10 +71,8 @@ def test_what_a_checkpoint_covers_is_not_handed_out_again(store):
     assert store.resume("run", 2)["handed_out_again"] == 1
     assert list(lease(store)) == [c]
     assert store.resume("run", 2)["handed_out_again"] == 1  # and once more
-    assert adds_up(store) == {
-        "uploaded": 3, "regrouped": 0, "trained": 2, "waiting": 1, "joined": 0, "failed": 0,
-        "dropped": {},
-    }  # fmt: skip
+    counts = {"uploaded": 3, "trained": 2, "waiting": 1, "failed": 0, "dropped": {}}
+    assert adds_up(store) == counts
 
 
 def test_what_the_ranks_sampled_is_sampled_again_under_the_same_ids(store):
@@ -94,57 +90,6 @@ def test_what_the_ranks_sampled_is_sampled_again_under_the_same_ids(store):
     assert len(store.waiting(9, 0)) == 2
     ledger = adds_up(store)
     assert ledger["dropped"] == {"sampled again": 2} and ledger["uploaded"] == 5
-
-
-def flat_group(outcome, version, seed, sampler="trainer"):
-    group = make_group((1, 1), seed=seed, policy_version=version, item=7, sampler=sampler)
-    return make_group(
-        (1, 1), seed=seed, policy_version=version, item=7, sampler=sampler,
-        rewards=torch.full_like(group.rewards, outcome),
-    )  # fmt: skip
-
-
-def test_a_join_of_the_ranks_is_undone_with_the_step_that_made_it(store):
-    old, new = flat_group(-1.0, 3, 0), flat_group(1.0, 5, 1)
-    assert add_flat(store, old, pack_group(old), 0) == []
-    joined = add_flat(store, new, pack_group(new), 0)
-    assert len(joined) == 2 and store.stats()["joined"] == 2
-    adds_up(store)
-    assert store.resume("run", 5) == {"handed_out_again": 1, "sampled_again": 3}
-    assert store.stats()["pooled"] == 1 and store.stats()["waiting"] == 0
-    assert add_flat(store, new, pack_group(new), 0) == joined  # the same again
-    store.cover("run", 6)
-    assert store.stats()["pooled"] == 0 and len(store.waiting(9, 0)) == 2
-    adds_up(store)
-
-
-def test_a_pooled_group_that_grew_too_old_is_young_again(store):
-    old = flat_group(-1.0, 3, 0)
-    add_flat(store, old, pack_group(old), 0)
-    store.drop_old("run", 4, step=8)
-    assert store.report_dropped("run") == 0 and store.stats()["pooled"] == 0
-    store.resume("run", 6)
-    assert store.stats()["pooled"] == 1
-    store.drop_old("run", 4, step=8)
-    store.cover("run", 9)
-    store.resume("run", 9)
-    assert store.bytes == 0 and adds_up(store)["dropped"] == {"too old": 1}
-
-
-def test_a_workers_part_of_a_join_with_an_undone_group_is_pooled_again(store):
-    """Or the ranks' completions would be trained twice: once joined, and once sampled again."""
-    own, workers = flat_group(-1.0, 5, 0), flat_group(1.0, 3, 1, sampler="worker")
-    add_flat(store, own, pack_group(own), 0)
-    assert len(add_flat(store, workers, pack_group(workers), 0)) == 2
-    adds_up(store)
-    store.resume("run", 4)
-    ledger = adds_up(store)
-    assert ledger["waiting"] == 1 and ledger["dropped"] == {"sampled again": 3}
-    assert store.stats()["pooled"] == 1
-    assert len(add_flat(store, own, pack_group(own), 0)) == 2  # sampled again, and joined again
-    adds_up(store)
-    store.cover("run", 6)
-    assert store.stats()["pooled"] == 0 and adds_up(store)["waiting"] == 2
 
 
 def test_a_group_that_could_not_be_scored_is_tried_again_when_the_run_resumes(store):

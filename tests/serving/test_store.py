@@ -1,6 +1,7 @@
 """The store: every group comes out once, also after kill -9."""
 
 import os
+import random
 import sqlite3
 import subprocess
 import sys
@@ -15,17 +16,25 @@ from helpers import done, lease, make_group, mark_scored, put
 from grpo.serving import database
 from grpo.serving import store as store_module
 from grpo.serving.store import TRANSITIONS, Store, StoreFull
+from grpo.wire import pack_group
 
 HERE = Path(__file__).parent.parent
+
+
+def assert_bytes(store):
+    query = "SELECT IFNULL(SUM(bytes), 0), IFNULL(SUM(LENGTH(body)), 0) FROM groups"
+    query += " LEFT JOIN bodies USING (seq)"
+    assert store.db.execute(query).fetchone() == (store.bytes, store.bytes)
 
 
 def test_every_state_is_reached_and_only_what_has_ended_stays_so():
     states = set(store_module.STATES)
     sources = {state for before, _, _ in TRANSITIONS.values() for state in before.split()}
     targets = {after for _, after, _ in TRANSITIONS.values()} - {store_module.BEFORE}
-    assert sources <= states and targets | {"pooled"} == states
+    assert sources <= states == targets
     left = [before for event, (before, _, _) in TRANSITIONS.items() if event != "resample"]
-    assert {state for before in left for state in before.split()} == states - {"done"}
+    ended = {"done", "dropped"}
+    assert {state for before in left for state in before.split()} == states - ended
 
 
 def test_groups_come_out_oldest_first_and_once(store):
@@ -137,6 +146,75 @@ def test_stats_count(store):
     assert 0 <= stats["oldest_waiting_s"] < 5
 
 
+def test_old_groups_are_dropped_wherever_they_wait(store):
+    """All but what is leased, done or failed; of this run alone."""
+    for seed, version in enumerate([1, 2, 3, 1, 2, 3]):
+        state = "waiting" if seed < 3 else "scored"
+        store.put(make_group(seed=seed, policy_version=version), b"x" * 10, state)
+    store.put(make_group(seed=7, policy_version=1, run="other"), b"x" * 10)
+    for seed, state in ((8, "leased"), (9, "failed")):
+        store.put(make_group(seed=seed, policy_version=1), b"x" * 10, state)
+    store.drop_old("run", 3)
+    assert store.report_dropped("run") == 4
+    assert_bytes(store)
+    stats = store.stats()
+    assert stats["dropped"] == 4
+    assert (stats["waiting"], stats["scored"], stats["leased"], stats["failed"]) == (2, 1, 1, 1)
+    store.drop_old("run", 3)
+    store.drop_old("nobody", 99)
+    assert store.report_dropped("run") == store.report_dropped("nobody") == 0
+    assert not store.put(make_group(seed=0, policy_version=1), b"late again")
+    store.drop_old("run", -4)  # the first steps
+    assert store.report_dropped("run") == 0
+
+
+def test_a_group_that_is_dropped_while_it_is_scored_stays_dropped(store):
+    store.put(make_group(), b"body")
+    ((seq, body),) = store.waiting(9, 0)
+    store.drop_old("run", 99)
+    store.scored({seq: body + b"scored"})
+    store.failed(seq, "too late")
+    assert_bytes(store)
+    assert store.stats()["dropped"] == 1 and store.bytes == 0
+    assert store.lease("run", 9, seconds=60, patience=0) == {}
+
+
+def test_a_group_may_come_in_another_state(store):
+    assert store.put(make_group(), b"scored already", "scored")
+    assert store.put(make_group(seed=1), b"", "dropped")
+    assert not store.put(make_group(seed=1), b"body", "scored")
+    assert_bytes(store)
+    assert store.waiting(9, 0) == [] and store.queued("run") == 1
+    leased = store.lease("run", 9, seconds=60, patience=0)
+    assert leased == {"group-000": b"scored already"} and store.queued("run") == 0
+
+
+def test_bytes_are_right_at_all_times_and_when_it_is_opened_again(tmp_path):
+    """At random: put, score, fail, drop, lease, acknowledge."""
+    path, rng = tmp_path / "store.sqlite", random.Random(0)
+    store = Store(path, 30_000)
+    for seed in range(300):
+        group = make_group(seed=seed, policy_version=seed)
+        try:
+            store.put(group, pack_group(group), rng.choice(["waiting", "scored"]))
+        except StoreFull:
+            store.drop_old("run", seed - 10)
+        for seq, body in store.waiting(rng.randint(0, 3), 0):
+            store.scored({seq: body * 2}) if rng.random() < 0.9 else store.failed(seq, "error")
+        ids = [id for (id,) in store.db.execute("SELECT id FROM groups WHERE state='failed'")]
+        done(store, ids)
+        if rng.random() < 0.3:
+            done(store, list(lease(store, limit=2)))
+        store.drop_old("run", seed - 60)
+        assert_bytes(store)
+    stats = store.stats()
+    assert min(stats["done"], stats["dropped"]) > 10
+    store.db.close()
+    again = Store(path, 30_000)
+    assert again.stats() | {"oldest_waiting_s": 0} == stats | {"oldest_waiting_s": 0}
+    again.db.close()
+
+
 def test_all_is_there_when_it_is_opened_again(tmp_path):
     path = tmp_path / "deep" / "store.sqlite"
     first = Store(path, 100_000)
@@ -152,6 +230,65 @@ def test_all_is_there_when_it_is_opened_again(tmp_path):
     assert second.stats() | {"oldest_waiting_s": 0} == counts
     assert lease(second) == leased | {"group-002": bodies["group-002"] + b"scored"}
     second.db.close()
+
+
+def test_the_store_of_an_older_version_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "store.sqlite"
+    old = sqlite3.connect(path)
+    old.execute(
+        "CREATE TABLE groups (seq INTEGER PRIMARY KEY, run TEXT, id TEXT, state TEXT, body BLOB,"
+        " bytes INTEGER, error TEXT, uploaded REAL, lease_ends REAL, UNIQUE (run, id))"
+    )
+    old.execute("INSERT INTO groups (run, id, state) VALUES ('run', 'a', 'waiting')")
+    old.commit()
+    old.close()
+    with pytest.raises(SystemExit, match="older version's store: finish its runs, or delete it"):
+        Store(path, 1000)
+    # the connection that was refused is still open, and locks the file
+    old = sqlite3.connect(f"file:{path}?immutable=1", uri=True)
+    assert old.execute("SELECT id, state FROM groups").fetchall() == [("a", "waiting")]
+    old.close()
+
+
+WITH_REGROUPING = """
+CREATE TABLE groups (
+    seq INTEGER PRIMARY KEY, run TEXT, id TEXT, state TEXT, bytes INTEGER, error TEXT,
+    uploaded REAL, lease_ends REAL, version INTEGER, item INTEGER, sampler TEXT,
+    made INTEGER, step INTEGER, was TEXT, replay INTEGER, UNIQUE (run, id));
+CREATE TABLE bodies (seq INTEGER PRIMARY KEY, body BLOB);
+CREATE INDEX by_item ON groups (state, run, item);
+INSERT INTO groups (id, state, bytes, error, sampler, made, step, was) VALUES
+    ('flat',     'pooled',  4, NULL,      'worker',    NULL, NULL, NULL),
+    ('ranks',    'joined',  0, NULL,      'trainer',   5,    NULL, NULL),
+    ('half',     'joined',  4, NULL,      'worker',    NULL, 5,    'pooled'),
+    ('covered',  'joined',  0, NULL,      'worker',    NULL, 2,    'pooled'),
+    ('old',      'dropped', 4, 'too old', 'worker',    NULL, 5,    'pooled'),
+    ('half+0',   'scored',  4, NULL,      'regrouped', 5,    NULL, NULL),
+    ('half+1',   'trained', 0, NULL,      'regrouped', 5,    NULL, NULL),
+    ('theirs',   'trained', 4, NULL,      'worker',    NULL, 5,    'scored');
+UPDATE groups SET run='run', uploaded=0, version=4, item=3;
+INSERT INTO bodies SELECT seq, CAST('body' AS BLOB) FROM groups WHERE bytes>0;
+"""
+
+
+def test_a_store_with_regrouping_in_it_is_opened_and_its_flat_groups_are_dropped(tmp_path):
+    path = tmp_path / "store.sqlite"
+    old = sqlite3.connect(path)
+    old.executescript(WITH_REGROUPING)
+    old.close()
+    for _ in range(2):
+        store = Store(path, 1000)
+        assert_bytes(store)
+        gone = {"regrouping was removed": 4, "too old": 1}
+        counts = {"uploaded": 8, "trained": 2, "waiting": 1, "failed": 0, "dropped": gone}
+        assert store.ledger("run") == counts
+        store.db.close()
+    store = Store(path, 1000)
+    assert store.resume("run", 5) == {"handed_out_again": 1, "sampled_again": 3}
+    assert lease(store) == {"theirs": b"body"}
+    assert store.put(make_group(seed=1), b"new") and not store.put(make_group(id="flat"), b"late")
+    assert_bytes(store)
+    store.db.close()
 
 
 HOLD = """

@@ -9,7 +9,7 @@ from fakes import Ranks, an_inbox, references
 
 from grpo.training import exchange as exchange_module
 from grpo.training import metrics as report
-from grpo.training.exchange import ReferenceLogps, take_regrouped, take_workers_groups
+from grpo.training.exchange import ReferenceLogps, take_workers_groups
 
 
 def test_micro_batches_are_trained_in_the_order_in_which_they_are_scored(monkeypatch):
@@ -18,7 +18,7 @@ def test_micro_batches_are_trained_in_the_order_in_which_they_are_scored(monkeyp
     turns = [SimpleNamespace(groups=groups) for groups in needed]
 
     def steps(rank):
-        both[rank].expect("abcd", step=0, oldest=0)
+        both[rank].expect("abcd", oldest=0)
         order = []
         for turn in both[rank].in_order_of_arrival(turns):
             ranks.meet("forward")
@@ -33,46 +33,25 @@ def test_micro_batches_are_trained_in_the_order_in_which_they_are_scored(monkeyp
         assert [x.tolist() for x in others[id]] == [[-1, -1, -1], [-1]]
 
 
-def test_ranks_agree_though_one_of_their_groups_came_with_regrouped_ones(monkeypatch):
-    """Rank 0 knows more than the others then, and must not act on it alone: they would hang."""
-    ranks, both = Ranks(monkeypatch), references(["a", "x+0"], ["x+1"], ["b"])
-    turns = [SimpleNamespace(groups={id}) for id in "ab"]
-
-    def steps(rank):
-        both[rank].expect("ab", step=0, oldest=0)
-        joined = take_regrouped(both[rank].inbox, [["x+0"], ["x+1"]][rank])
-        order = []
-        for turn in both[rank].in_order_of_arrival(turns):
-            both[rank].wait_for(turn.groups)
-            order += turn.groups
-            ranks.meet("backward")
-        return [g.id for g in joined], order
-
-    first, second = ranks.run(steps)
-    assert first == second == (["x+0", "x+1"], ["a", "b"])
-
-
 def test_a_lease_that_ran_out_gives_no_group_twice(monkeypatch):
     ranks = Ranks(monkeypatch)
     both = an_inbox(["a"], ["a"], ["b"], ["b", "c"], ["a"], ["d"]), None
 
     def steps(rank):
-        settings = {"step": 0, "oldest": 0, "wait": True}
+        settings = {"oldest": 0, "wait": True}
         return [[g.id for g in take_workers_groups(both[rank], n, **settings)] for n in (1, 1, 2)]
 
     assert ranks.run(steps) == [[["a"], ["b"], ["c", "d"]]] * 2
 
 
-@pytest.mark.parametrize("what", ["workers' groups", "regrouped", "log-probs"])
+@pytest.mark.parametrize("what", ["workers' groups", "log-probs"])
 def test_a_wait_for_groups_that_do_not_come_ends_with_a_sentence(alone, what):
     inbox = an_inbox(["a"])
     reference = ReferenceLogps(inbox, report.Clock())
-    reference.expect(["b"], step=0, oldest=0)
+    reference.expect(["b"], oldest=0)
     with pytest.raises(RuntimeError, match="waited 0.3 s for .*http://leases: 1 missing; "):
         if what == "workers' groups":
-            take_workers_groups(inbox, 2, step=0, oldest=0, wait=True)
-        elif what == "regrouped":
-            take_regrouped(inbox, ["a", "b"])
+            take_workers_groups(inbox, 2, oldest=0, wait=True)
         else:
             reference.wait_for({"b"})
 
@@ -82,7 +61,7 @@ def test_what_comes_again_is_no_progress(alone):
     inbox = an_inbox(*[["a"]] * 10_000)
     inbox.server.lease = functools.partial(slowly, inbox.server.lease)
     with pytest.raises(RuntimeError, match="waited 0.3 s for"):
-        take_workers_groups(inbox, 2, step=0, oldest=0, wait=True)
+        take_workers_groups(inbox, 2, oldest=0, wait=True)
 
 
 def slowly(function, *args, **kwargs):

@@ -60,7 +60,7 @@ def from_a_slow_worker(rank, port):
 
     if inbox:
         inbox.fetch = fetch
-    groups = exchange.take_workers_groups(inbox, 4, step=0, oldest=0, wait=True)
+    groups = exchange.take_workers_groups(inbox, 4, oldest=0, wait=True)
     assert len(groups) == 4
 
 
