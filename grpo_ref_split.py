@@ -30,7 +30,6 @@ completion) of a micro-batch, N their completion tokens, V ids of the tokenizer,
 import math
 import os
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -48,14 +47,14 @@ from grpo import loss as plain_loss
 from grpo.constants import arguments, check_names, usage
 from grpo.log import say
 from grpo.packing import plan_turns
-from grpo.sampling.rollout import make_group, rollout, tally_of
+from grpo.sampling.rollout import groups_to_begin, make_group, rollout, seed_of, tally_of
 from grpo.sampling.start import load_split, make_policy, prepare
 from grpo.sampling.upload import Uploader
 from grpo.stop import stop
 from grpo.training import checkpoint, checks, exchange
 from grpo.training.engine import cpu_threads, join_ranks, take_step
 from grpo.training.liveness import Heartbeats, meet, watch_launcher
-from grpo.training.metrics import any_rank, evaluate, rollout_metrics, say_parts, show, why_idle
+from grpo.training.metrics import any_rank, evaluate, rollout_metrics, say_end, show, why_idle
 from grpo.training.start import start_run
 from grpo.training.token_stats import TokenStats
 from grpo.wire import check_group
@@ -76,7 +75,7 @@ TEMPERATURE = 1.0  # for sampling and for every log-prob; ref_server.py must agr
 SAMPLE_BATCH = 64  # completions sampled at once by a rank: more is faster, and takes more KV cache
 MASK_TRUNCATED = True  # truncated completions count in the group's mean, but are not trained
 SKIP_FLAT_GROUPS = True  # leave out groups that are all right or all wrong, and sample others
-MAX_REFILLS = 4  # rounds of such sampling in a step; after that the step has fewer groups
+MAX_REFILLS = 4  # at most so many times PROMPTS_PER_STEP; after that the step has fewer groups
 OUTCOME = "correctness"  # the reward that says right (> 0) or wrong: accuracy, and flat groups
 # At (2, 1) a right answer in the wrong format (+1) beats a wrong one in the right format (-0.75);
 # at (1, 1), simple_GRPO's scale, it does not (0 against 0.25).
@@ -138,8 +137,8 @@ IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run
 
 # --- Sample and exchange --------------------------------------------------------------
 def sample_and_exchange(run):
-    """Collective: returns (groups, metrics, flat): what all ranks train next; what was sampled, in
-    numbers; [one] of this rank's groups that are left out, to be looked at, or [].
+    """Collective: returns (groups, metrics, skipped): what all ranks train next; means over what
+    was sampled, by name; one flat group of this rank, or none, for samples.jsonl.
 
     Workers' groups come first; the ranks sample what is missing, and upload it while they sample.
     Their own groups come without the reference's log-probs: those arrive in accumulate().
@@ -152,36 +151,56 @@ def sample_and_exchange(run):
                 run.inbox, PROMPTS_PER_STEP, oldest=oldest, wait=not TRAINER_SAMPLES
             )
     missing = PROMPTS_PER_STEP - len(theirs) if TRAINER_SAMPLES else 0
-    rank, world = dist.get_rank(), dist.get_world_size()
-    share = missing // world + (rank < missing % world)
-    mine, flat, count = sample_share(run, share)
-    with clock.part("wait"):
-        ours = exchange.gather_groups(mine)  # collective
+    ours, skipped, count = sample_missing(run, missing)  # collective
     run.reference.expect([g.id for g in ours] if KL_BETA else [], oldest=oldest)
-    if rank == 0:  # all ranks have these: counted once
+    if dist.get_rank() == 0:  # all ranks have these: counted once
         for group in theirs:
             count.update(tally_of(recipe, group))
     groups = sorted(theirs + ours, key=lambda group: group.id)
     metrics = rollout_metrics(count, recipe)  # collective
-    seconds = clock.parts["sample"] if share else clock.parts["wait"]  # waiting for workers
+    seconds = clock.parts["sample" if missing else "wait"]  # for workers
     metrics["tokens_per_second"] = metrics["tokens_sampled"] / max(seconds, 1e-9)
     if PUBLISH_STEPS:
         metrics |= exchange.staleness(run.inbox, groups, step)
-    return groups, metrics, flat[-1:]
+    return groups, metrics, skipped[-1:]
 
 
-def sample_share(run, share):
-    """Samples this rank's `share` of groups, and uploads them to be scored while it samples.
-    Returns (usable groups, flat groups, counts)."""
-    rank, step, clock, count = dist.get_rank(), run.progress.step, run.clock, Counter()
+def sample_missing(run, missing):
+    """Collective: samples until the ranks have `missing` usable groups, or (1 + MAX_REFILLS) times
+    as many in all. Returns (all ranks' usable groups, this one's flat groups, its counts).
+
+    Each round begins as many groups as are expected to be needed, by the share that was flat in the
+    last steps: so batches are full. What has begun is finished, and trained if it is usable, even
+    if the step gets more than PROMPTS_PER_STEP: the first to end would be the short completions.
+    """
+    p, clock, begun, most = run.progress, run.clock, 0, missing * (1 + MAX_REFILLS)
+    ours, skipped, count = [], [], Counter()
     uploader = Uploader(run.server.copy()) if KL_BETA else None
-    seed, began = (SEED * 1_000_003 + step) * 4096 + rank, time.perf_counter()
-    sampled = rollout(run.policy, run.recipe, run.stream, count, share=share, seed=seed)
-    mine, left_out = [], []
-    for number, (completions, flat) in enumerate(sampled):
+    p.begin_rollout()
+    while number := groups_to_begin(missing - len(ours), p.flat_share, most - begun):
+        with clock.part("sample"):
+            mine, flat = sample_share(run, number, begun, count, uploader)
+        with clock.part("wait"):
+            usable = exchange.gather_groups(mine)  # collective
+        p.count_round(groups=number, usable=len(usable))
+        begun, ours, skipped = begun + number, ours + usable, skipped + flat
+    clock.parts.update(reward=count["seconds_reward"], sample=-count["seconds_reward"])
+    with clock.part("wait"):
+        exchange.finish_uploads(uploader)
+    return ours, skipped, count
+
+
+def sample_share(run, number, begun, count, uploader):
+    """Samples this rank's share of the next `number` groups, and uploads what the server is to
+    score, meanwhile. Returns (usable groups, flat groups); `count` gets the tally of all."""
+    rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
+    share, seed = number // world + (rank < number % world), seed_of(SEED, step, begun, rank)
+    usable, skipped = [], []
+    sampled = rollout(run.policy, run.recipe, run.stream, count, number=share, seed=seed)
+    for completions, flat in sampled:
         group = make_group(
             completions,
-            id=f"{step:06d}-{rank:04d}-{number:04d}",
+            id=f"{step:06d}-{rank:04d}-{count['groups']:04d}",
             run=run.progress.run,
             version=step,
             sampler="trainer",
@@ -189,19 +208,14 @@ def sample_share(run, share):
             skipped={},  # flat groups are counted here
         )
         if flat and SKIP_FLAT_GROUPS:
-            left_out.append(group)
+            skipped.append(group)
             continue
-        mine.append(group)
-        if uploader:
+        usable.append(group)
+        if KL_BETA:
             uploader.put(group)
         else:
             check_group(group, None, None)  # as the server does
-    sampling = time.perf_counter() - began - count["seconds_reward"]
-    clock.parts += Counter(sample=sampling, reward=count["seconds_reward"])
-    if uploader:
-        with clock.part("wait"):
-            exchange.finish_uploads(uploader)
-    return mine, left_out, count
+    return usable, skipped
 
 
 # --- Sequences to train ---------------------------------------------------------------
@@ -381,11 +395,12 @@ def train(run):
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before = p.step
-        groups, metrics, flat = sample_and_exchange(run)  # collective
+        groups, metrics, skipped = sample_and_exchange(run)  # collective
         off_policy = is_off_policy(groups, before)
         sequences = make_sequences(groups, off_policy)
-        shown = groups or flat, advantages_of, before + 1, SAMPLES_PER_STEP
-        run.folder.log_samples(run.policy, run.recipe, *shown)
+        run.folder.log_samples(
+            run.policy, run.recipe, groups or skipped, advantages_of, before + 1, SAMPLES_PER_STEP
+        )
         p.idle = 0 if sequences else p.idle + 1
         if not sequences:
             run.idle_reason = why_idle(metrics, groups, run.recipe)
@@ -448,8 +463,6 @@ def main():
     run = start_run(c, tokenizer, recipe, questions, server)  # collective
     with stop.listening():
         asked = train(run)  # collective
-    if run.laps:
-        say_parts(run.laps)
     if run.inbox and not asked:  # a run that was stopped, or failed, may resume: its workers wait
         server.end(run.progress.run)
     meet("the other ranks (rank 0 ends the run at the server)")  # collective
@@ -458,19 +471,7 @@ def main():
     dist.destroy_process_group()
     if lock:
         lock.close()
-    p = run.progress
-    if asked:
-        by = stop.asked or "a signal"
-        raise SystemExit(
-            f"ended by {by} after step {p.step}, which is saved: start again to resume"
-        )
-    if p.idle >= IDLE_LIMIT:
-        raise SystemExit(
-            f"nothing to train for {p.idle} steps, in the last one {run.idle_reason}. Read"
-            f" {RUN_DIR}/samples.jsonl: is TASK = {TASK!r} too easy, too hard, or judged wrongly?"
-        )
-    if not run.laps:
-        say(f"the run in {RUN_DIR} has ended, at step {p.step}: for another choose another RUN_DIR")
+    say_end(run, asked)
 
 
 def worker():

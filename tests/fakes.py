@@ -69,7 +69,6 @@ def a_recipe(prompts=(), **changes):
         reward_weights=NAMES,
         outcome="correctness",
         skip_flat_groups=True,
-        max_refills=4,
         seed=0,
         stop_tokens=[],
         reward_timeout_seconds=60,
@@ -120,25 +119,24 @@ def sampled(engine, recipe, prompts, **changes):
 
 
 class Ranks:
-    """Two ranks as threads. Where they do not call the same, both end with an error."""
+    """Ranks as threads. Where they do not call the same, all end with an error."""
 
-    def __init__(self, monkeypatch):
-        self.local, self.barrier = threading.local(), threading.Barrier(2)
-        self.called = [None, None]
+    def __init__(self, monkeypatch, number=2):
+        self.local, self.barrier = threading.local(), threading.Barrier(number)
+        self.called, self.values = [None] * number, [None] * number
         monkeypatch.setattr(trainer.dist, "get_rank", lambda: self.local.rank)
-        monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(trainer.dist, "get_world_size", lambda: number)
         monkeypatch.setattr(trainer.dist, "broadcast_object_list", self.broadcast)
         monkeypatch.setattr(trainer.dist, "all_gather_object", self.gather)
-        self.values = [None, None]
         monkeypatch.setattr(exchange_module, "meet", self.meet)
         monkeypatch.setattr(watch, "meet", self.meet)
 
     def meet(self, what):
-        """Both ranks must call the same; so a backward pass does under ZeRO-2."""
+        """All ranks must call the same; so a backward pass does under ZeRO-2."""
         self.called[self.local.rank] = what
-        self.barrier.wait(2)
-        assert self.called[0] == self.called[1], self.called
-        self.barrier.wait(2)
+        self.barrier.wait(60)
+        assert len(set(self.called)) == 1, self.called
+        self.barrier.wait(60)
 
     def broadcast(self, box, src):
         if self.local.rank == src:
@@ -154,14 +152,18 @@ class Ranks:
         self.meet("gather's end")
 
     def run(self, function):
-        """-> what function(rank) returns on both."""
+        """-> what function(rank) returns on each."""
 
         def of_rank(rank):
             self.local.rank = rank
-            return function(rank)
+            try:
+                return function(rank)
+            except BaseException:
+                self.barrier.abort()  # the others need not wait
+                raise
 
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(of_rank, range(2)))
+        with ThreadPoolExecutor(len(self.called)) as pool:
+            return list(pool.map(of_rank, range(len(self.called))))
 
 
 class Leases:

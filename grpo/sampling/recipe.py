@@ -37,7 +37,6 @@ class Recipe:
     reward_weights: dict
     outcome: str
     skip_flat_groups: bool
-    max_refills: int
     seed: int
     stop_tokens: list
     reward_timeout_seconds: float

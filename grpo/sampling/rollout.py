@@ -5,7 +5,9 @@ Ranks and workers sample with a policy: any object with `stream` (as sampler.str
 completions, rewards): G sampler.Completions, and for each a dict of floats by reward name.
 """
 
+import hashlib
 import itertools
+import math
 import random
 import time
 from dataclasses import replace
@@ -72,31 +74,43 @@ def sampled_and_rewarded(policy, recipe, take, *, seed, count, **changes):
         yield prompt, completions, rewards
 
 
-def rollout(policy, recipe, stream, count, *, share, seed):
-    """Yields (sampled group, whether it is flat) until `share` groups are usable; adds the tally of
-    each to the Counter `count`.
+def rollout(policy, recipe, stream, count, *, number, seed):
+    """Yields (sampled group, whether it is flat) for the next `number` prompts of the stream; adds
+    the tally of each to the Counter `count`.
 
     In a zero-variance ("flat") group all completions are right, or all wrong, by OUTCOME: there is
     nothing to compare. (Its weighted rewards may differ: it would train the format alone, at full
-    size.) With SKIP_FLAT_GROUPS it is not usable, and another prompt replaces it once there is
-    room, up to MAX_REFILLS times `share`; after that there may be fewer than `share`.
+    size.)
     """
-    usable = begun = ended = 0
+    prompts = itertools.islice(stream, number)
 
     def take(room):
-        nonlocal begun
-        missing = share - usable - (begun - ended)  # if all that have begun turn out usable
-        left = share * (1 + recipe.max_refills) - begun
-        prompts = list(itertools.islice(stream, max(0, min(room, missing, left))))
-        begun += len(prompts)
-        return prompts
+        return list(itertools.islice(prompts, room))
 
     for sampled in sampled_and_rewarded(policy, recipe, take, seed=seed, count=count):
         counts = tally(recipe, sampled)
         count.update(counts)
-        ended += 1
-        usable += not (counts["flat"] and recipe.skip_flat_groups)
         yield sampled, bool(counts["flat"])
+
+
+def groups_to_begin(missing, flat_share, most):
+    """Returns how many groups to begin for `missing` usable ones, `most` at most, if a share of
+    `flat_share` is flat: one standard deviation more than are needed on average, so that five times
+    in six there are enough.
+
+    For n groups the usable ones are n (1 - f) on average, with a standard deviation of
+    sqrt(n f (1 - f)), where n (1 - f) is about `missing`.
+    """
+    if missing <= 0 or flat_share >= 1:
+        return max(0, most) if missing > 0 else 0
+    wanted = (missing + math.sqrt(missing * flat_share)) / (1 - flat_share)
+    return max(0, min(math.ceil(wanted), most))
+
+
+def seed_of(*parts):
+    """Returns a seed of 56 bits, another one for other parts (texts and numbers)."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
 # --- Count --------------------------------------------------------------------------

@@ -9,7 +9,6 @@ prompts it was given. It may start and end at any time: the groups it leaves beh
 nobody else, and nobody waits for them.
 """
 
-import hashlib
 import os
 import socket
 import tempfile
@@ -21,7 +20,7 @@ import safetensors.torch
 
 from grpo.log import tell
 from grpo.proof import check_proof
-from grpo.sampling.rollout import Stream, make_group, sampled_and_rewarded, tally
+from grpo.sampling.rollout import Stream, make_group, sampled_and_rewarded, seed_of, tally
 from grpo.sampling.upload import Uploader
 from grpo.stop import Wait
 
@@ -111,8 +110,7 @@ class Worker:
         self.given, self.outstanding, self.superseded = range(first, first + count), count, False
         uploader = Uploader(self.server.copy(), self.answered)
         run, version = self.loaded["run"], self.loaded["version"]
-        digest = hashlib.sha256(f"{self.name}/{run}/{version}/{first}".encode()).digest()
-        seed = int.from_bytes(digest[:7], "big")
+        seed = seed_of(self.name, run, version, first)
         groups = sampled_and_rewarded(self.policy, self.recipe, self.take, seed=seed, count=counts)
         for number, sampled in enumerate(groups):
             own = tally(self.recipe, sampled)

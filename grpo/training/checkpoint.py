@@ -30,6 +30,7 @@ from grpo.training.metrics import RunFolder
 
 DRAFT = ".unfinished"
 OTHERS = "the other ranks' part in RUN_DIR"  # a slow disk may take long
+FADE = 0.8  # from step to step: flat_share is of about five of them
 SAME = ("MODEL", "LORA_RANK", "DTYPE")  # a checkpoint can't be resumed with other values
 
 
@@ -178,10 +179,25 @@ class Progress:
     idle: int = 0  # steps in a row that had nothing to train
     bad: int = 0  # updates in a row that were not finite
     checked: bool = False  # whether check_first_update is done
+    sampled: float = 0.0  # groups that the ranks sampled, those of earlier steps counting less,
+    flat: float = 0.0  # and how many of them were flat
 
     def passed(self, every, before):
         """Returns whether a multiple of `every` lies after step `before`, up to now; 0: never."""
         return bool(every and self.step // every > before // every)
+
+    @property
+    def flat_share(self):
+        """The share of flat groups in the last steps; 0 before the first."""
+        return self.flat / self.sampled if self.sampled else 0.0
+
+    def begin_rollout(self):
+        """Has the steps so far count less than the one that begins."""
+        self.sampled, self.flat = FADE * self.sampled, FADE * self.flat
+
+    def count_round(self, *, groups, usable):
+        self.sampled += groups
+        self.flat += groups - usable
 
 
 def check_run_dir(folder, resume):

@@ -35,8 +35,9 @@ def gather_groups(mine):
 
 
 def finish_uploads(uploader):
-    """Waits until the server has this rank's groups. RuntimeError if it refuses any of them."""
-    if any(reply.get("dropped") for reply in uploader.finish()):
+    """Waits until the server has this rank's groups; `uploader` may be None. RuntimeError if it
+    refuses groups of this run."""
+    if uploader and any(reply.get("dropped") for reply in uploader.finish()):
         url = uploader.server.url
         raise RuntimeError(f"{url} refuses this run's groups: does another trainer run?")
 

@@ -233,3 +233,24 @@ def say_parts(laps):
     shares = {p: sum(lap.get(f"seconds_{p}", 0) for lap in laps) / total for p in PARTS}
     parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     say(f"{len(laps)} steps of {total / len(laps):.2f} s: {parts}")
+
+
+def say_end(run, asked):
+    """Says how a run has ended. SystemExit if it was `asked` to end, or had nothing to train."""
+    p, c = run.progress, run.constants
+    if run.laps:
+        say_parts(run.laps)
+    if asked:
+        by = stop.asked or "a signal"
+        raise SystemExit(
+            f"ended by {by} after step {p.step}, which is saved: start again to resume"
+        )
+    if p.idle >= c.IDLE_LIMIT:
+        raise SystemExit(
+            f"nothing to train for {p.idle} steps, in the last one {run.idle_reason}. Read"
+            f" {c.RUN_DIR}/samples.jsonl: is TASK = {c.TASK!r} too easy, too hard, or judged"
+            " wrongly?"
+        )
+    if not run.laps:
+        ended = f"the run in {c.RUN_DIR} has ended, at step {p.step}"
+        say(f"{ended}: for another choose another RUN_DIR")
