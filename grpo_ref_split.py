@@ -13,10 +13,10 @@ called by all ranks together, or they hang; each such call is marked.
 GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completion's advantage is its
 reward, centred and scaled within the G completions of its prompt. Where we deviate from the paper:
   - every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch;
-  - old log-probs are those of the first of UPDATES_PER_ROLLOUT updates, which come for free and
-    make its ratio exactly 1; off-policy (workers, whose policy is older) they are the sampler's;
-  - flat groups, whose completions are all right or all wrong, have nothing to compare: they are
-    left out and others sampled in their place (DAPO, 2503.14476, sec. 3.2).
+  - old log-probs are the first update's own, which costs no extra forward and makes its ratio
+    exactly 1; off-policy (groups of workers, whose policy is older) they are the sampler's;
+  - flat groups, whose completions all earn the same OUTCOME (all right, or all wrong), have nothing
+    to compare: they are skipped, and others sampled in their place (DAPO, 2503.14476, sec. 3.2).
 
 A completion's token has four log-probs: the policy's own, which alone has a gradient; `sampler`,
 of whoever drew it, to check that it was drawn from this policy; `old`, to which the ratio is taken
@@ -74,7 +74,7 @@ STOP_TOKENS = ["<|im_end|>"]  # end a completion too, beside EOS; unknown ones a
 TEMPERATURE = 1.0  # for sampling and for every log-prob; ref_server.py must agree
 SAMPLE_BATCH = 64  # completions sampled at once by a rank: more is faster, and takes more KV cache
 MASK_TRUNCATED = True  # truncated completions count in the group's mean, but are not trained
-SKIP_FLAT_GROUPS = True  # leave out groups that are all right or all wrong, and sample others
+SKIP_FLAT_GROUPS = True  # skip groups that are all right or all wrong, and sample others
 MAX_REFILLS = 4  # at most so many times PROMPTS_PER_STEP; after that the step has fewer groups
 OUTCOME = "correctness"  # the reward that says right (> 0) or wrong: accuracy, and flat groups
 # At (2, 1) a right answer in the wrong format (+1) beats a wrong one in the right format (-0.75);
@@ -82,7 +82,7 @@ OUTCOME = "correctness"  # the reward that says right (> 0) or wrong: accuracy, 
 REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0}
 
 # --- Loss ---------------------------------------------------------------------------
-LOSS_TYPE = "grpo"  # token weights: grpo (mean per sequence), dapo (per token), dr_grpo (constant)
+LOSS_TYPE = "grpo"  # divides tokens by: their sequence's (grpo), all (dapo), a constant (dr_grpo)
 ADVANTAGE_STD = True  # False: centred only, without the bias to easy and hard prompts (Dr. GRPO)
 CLIP_LOW = 0.2  # the ratio has no gradient below 1 - CLIP_LOW ... (epsilon)
 CLIP_HIGH = 0.2  # ... and above 1 + CLIP_HIGH; 0.28 leaves rare tokens more room (epsilon_high)
@@ -97,7 +97,7 @@ UPDATES_PER_ROLLOUT = 1  # optimiser updates on each rollout; clipping acts from
 PUBLISH_STEPS = 0  # 1: publish the policy every so many steps, for workers on other machines
 TRAINER_SAMPLES = True  # the ranks sample what workers have not; False: workers alone sample
 MAX_STALENESS = 4  # groups sampled by a policy more updates ago than this are dropped
-RECOMPUTE_OLD_LOGPS = False  # workers' groups take the first update's old log-probs, and IS_CAP
+RECOMPUTE_OLD_LOGPS = False  # for workers' groups too, by the first update; IS_CAP then applies
 REFERENCE_REFRESH_STEPS = 0  # make the policy the reference every so many steps (iterative GRPO)
 
 # --- Optimisation -------------------------------------------------------------------
@@ -242,8 +242,8 @@ def advantages_of(group):
 
 
 def is_off_policy(groups, step):
-    """Whether any group was sampled by another policy than that after `step` updates, or by a
-    worker, whose log-probs are computed otherwise. Then the sampler's are the old ones for all."""
+    """Returns True if any group was sampled by a worker, or by a policy that is not the one after
+    `step` updates: then the old log-probs of all groups are the sampler's."""
     ours = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
     return not (ours or RECOMPUTE_OLD_LOGPS)
 
@@ -311,7 +311,7 @@ def batch_loss(head, hidden, ids, batch, vocab_size, *, scale, off_policy):
         unbiased_kl=UNBIASED_KL,
         sampler_logps=sampler_logps,
         is_cap=IS_CAP,
-        # off-policy that weight is 1, as the old log-probs are the sampler's: bound the ratio
+        # Off-policy old and sampler's log-probs are the same, and is_cap acts on nothing
         ratio_cap=IS_CAP if off_policy else 0.0,
         sequences=per_token(list(range(len(batch)))) if RATIO_LEVEL == "sequence" else None,
     )
@@ -341,11 +341,12 @@ def accumulate(engine, sequences, vocab_size, reference, *, off_policy):
         loss, per_token = batch_loss(
             head, hidden, ids, batch, vocab_size, scale=world, off_policy=off_policy
         )
-        if turn.counts:
+        if not turn.is_filler:
             stats.add(loss / world, per_token)
-        # A loss that is not finite must not train by a gradient that happens to be: DeepSpeed
-        # skips the step, on all ranks, if any part of the gradient is not
-        loss = loss * torch.where(loss.detach().isfinite(), float(turn.counts), torch.nan)
+        # A loss that is not finite can have a finite gradient: it becomes NaN, so that DeepSpeed
+        # skips the step, on all ranks
+        factor = 0.0 if turn.is_filler else 1.0
+        loss = loss * torch.where(loss.detach().isfinite(), factor, torch.nan)
         engine.backward(loss)  # collective
     return stats.means()  # collective
 
@@ -371,7 +372,7 @@ def update(run, sequences, *, off_policy):
     with run.clock.part("step"):
         norm = take_step(engine)  # collective
     if not KL_BETA:
-        del metrics["kl"]  # not 0, but not known
+        del metrics["kl"]  # it was not computed: 0 would be wrong
     # DeepSpeed's norm of a gradient that overflowed may also be -1
     finite = math.isfinite(metrics["loss"]) and 0 <= norm < math.inf
     return metrics | {"grad_norm": norm, "learning_rate": rate, "skipped": int(not finite)}

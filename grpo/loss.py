@@ -90,16 +90,17 @@ def policy_loss(
         min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) - kl_beta * k3
         k3 = exp(d) - d - 1, where d = ref_logp - logp              (DeepSeekMath, eq. 3 and 4)
 
-    Why r: the tokens were sampled by an old policy; r reweighs them to the one that is trained.
+    Why r: the tokens were sampled by an old policy; r reweighs them to the one that is trained. At
+    a rollout's first update, on-policy, the two are the same, and r is 1.
     Why the min: a token whose r has left the range in the direction that A wants went far enough
     and gets no gradient; in the other direction it keeps all of it, to come back (PPO, 1707.06347).
-    Why k3: averaged over the policy's samples it is KL(policy || reference), as -d is, but it is
-    never negative and has less variance (Schulman, joschu.net/blog/kl-approx.html).
+    Why k3: for tokens drawn from the policy both k3 and -d average to KL(policy || reference); k3
+    is never negative and has less variance (Schulman, joschu.net/blog/kl-approx.html).
 
     All tensors are float32 of one shape. `logps` are the policy's, and alone get a gradient.
-    `old_logps` None means the values of `logps`: on-policy, r is 1, and the gradient of r that of
-    logp. `ref_logps` may be None if kl_beta is 0. `stats` holds detached tensors of the same shape:
-    ratio, kl, and (bool) where the clip stopped the gradient, clip_low and clip_high. Options:
+    `old_logps` None means logps.detach(): r is 1, and its gradient is that of logp. `ref_logps` may
+    be None if kl_beta is 0. `stats` holds detached tensors of the same shape: ratio, kl, and (bool)
+    where the clip stopped the gradient, clip_low and clip_high. Options:
 
     objective="cispo"  sg(clip(r)) A logp for the min, where sg stops the gradient: no token loses
                        its own (MiniMax-M1, 2506.13585, eq. 4 and 5; there clip_low is 1)

@@ -49,8 +49,8 @@ def pack_by_tokens(sizes, units, budget):
 
 def padded_tokens(sizes, batch):
     """Returns a batch's cost in tokens: prompts, each as wide as the widest; completions, each as
-    long as the longest; and an eighth of each prompt token that a further sequence shares, whose
-    keys and values take no work, but memory."""
+    long as the longest; and 1/8 of each prompt token that a further sequence shares, for the memory
+    of its keys and values."""
     prompts, widths, lengths = zip(*(sizes[number] for number in batch), strict=True)
     different, wide = len(set(prompts)), max(widths)
     return different * wide + len(batch) * max(lengths) + (len(batch) - different) * wide // 8
@@ -91,7 +91,7 @@ class Turn:
     """A forward and backward of all ranks, each on a micro-batch of its own."""
 
     batch: list  # this rank's sequences
-    counts: bool  # False: a filler, as all ranks take part in each turn
+    is_filler: bool  # the rank has no micro-batch left, but all take part in each turn
     groups: set[str]  # ids of the groups of all ranks' sequences
 
 
@@ -101,10 +101,10 @@ def plan_turns(sequences, share_prompts, rank, world, budget):
     lengths = ((len(s.prompt), len(s.completion)) for s in sequences)
     sizes = [(n, *pair) for n, pair in zip(numbers, lengths, strict=True)]
     shortest = min(sequences, key=lambda s: len(s.completion))
-    filler = replace(shortest, ref_logps=shortest.sampler_logps)
+    filler = replace(shortest, ref_logps=shortest.sampler_logps)  # times 0: any will do
     turns = []
     for batches in plan_micro_batches(sizes, world, budget):
         mine = [sequences[i] for i in batches[rank]]
         groups = {sequences[i].group for batch in batches for i in batch}
-        turns.append(Turn(mine or [filler], bool(mine), groups))
+        turns.append(Turn(mine or [filler], not mine, groups))
     return turns

@@ -54,17 +54,18 @@ def tilt_of(tilt, surprise):
 
 
 def check_first_update(metrics, policy_dtype, reference, *, model):
-    """Returns a sentence on how near the first update came to theory: ratio 1, KL 0.
+    """Returns a sentence on how far log-probs of trainer, sampler and reference are apart at the
+    run's first update.
 
-    Trainer, sampler and reference then have the same weights: their log-probs differ by rounding
-    alone. Raises RuntimeError if they differ by more: they do not compute the same thing
-    (temperature, dropout, attention, wrong weights). `reference` is /info's answer.
+    The three then have the same weights: their log-probs differ by rounding alone. Raises
+    RuntimeError if they differ by more: they do not compute the same thing (temperature, dropout,
+    attention, wrong weights). `reference` is /info's answer.
     """
     gap, limit = metrics["sampler_k3"], NOISE[policy_dtype]
     if not gap <= limit:
         raise RuntimeError(
             f"at the first update the trainer's log-probs differ from the sampler's by"
-            f" {gap:.2g} in mean k3 (limit {limit}): the ratio is not 1"
+            f" {gap:.2g} in mean k3 (limit {limit}), though they hold the same policy"
         )
     tilt = metrics.get("sampler_tilt", 0.0)
     if abs(tilt) > TILT:

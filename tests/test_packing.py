@@ -114,7 +114,7 @@ def test_ranks_train_all_of_a_step_in_the_same_turns_as_it_is_scored(monkeypatch
             ranks.meet("backward")
             order.append([row.group for row in turn.batch])
             assert all(len(row.ref_logps) == len(row.completion) for row in turn.batch)
-            assert turn.counts and turn.groups >= {row.group for row in turn.batch}
+            assert not turn.is_filler and turn.groups >= {row.group for row in turn.batch}
         return order
 
     first, second = ranks.run(steps)
@@ -127,6 +127,6 @@ def test_a_rank_without_sequences_takes_part_with_one_that_does_not_count():
     rows = unscored_rows("ab")[:3]
     for rank, counts in enumerate([True, True, True, False]):
         (turn,) = plan_turns(rows, True, rank, 4, 8)
-        assert turn.counts == counts and turn.groups == {"a", "b"} and len(turn.batch) == 1
+        assert turn.is_filler != counts and turn.groups == {"a", "b"} and len(turn.batch) == 1
     assert torch.equal(turn.batch[0].ref_logps, turn.batch[0].sampler_logps)  # waits for none
     assert all(row.ref_logps is None for row in rows)

@@ -46,20 +46,40 @@ def take_whole_step(server, outcomes, *, step=0, engine=None, clock=None, **reci
 def test_a_rollout_without_a_server(alone, monkeypatch):
     monkeypatch.setattr(trainer, "KL_BETA", 0)
     groups, metrics = take_step(None, [MIXED, ALL_WRONG, MIXED, MIXED, MIXED], step=4)
-    assert [g.item for g in groups] == [0, 2, 3]
+    assert [g.item for g in groups] == [0, 2, 3, 4]  # two rounds
     assert {(g.policy_version, g.sampler, g.run) for g in groups} == {(4, "trainer", "run")}
-    assert metrics["groups_sampled"] == 4 and metrics["flat_groups"] == 1 / 4
-    assert metrics["accuracy"] == 3 / 8 and metrics["truncated"] == 1 / 2
-    assert metrics["completion_tokens"] == 1.5 and metrics["tokens_sampled"] == 12
-    formats = (3 * -2 + 0.25) / 8
+    assert metrics["groups_sampled"] == 5 and metrics["flat_groups"] == 1 / 5
+    assert metrics["accuracy"] == 4 / 10 and metrics["truncated"] == 1 / 2
+    assert metrics["completion_tokens"] == 1.5 and metrics["tokens_sampled"] == 15
+    formats = (4 * -2 + 0.25) / 10
     assert metrics["reward_format"] == pytest.approx(formats)
-    assert metrics["reward"] == pytest.approx(2 * (3 - 5) / 8 + formats)
+    assert metrics["reward"] == pytest.approx(2 * (4 - 6) / 10 + formats)
     assert "staleness" not in metrics
+
+
+def test_a_step_samples_in_rounds_until_it_has_enough(alone, monkeypatch):
+    """The first begins 3 groups, as nothing was flat so far; the second makes up for two of them,
+    and for a flat one among those."""
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
+    outcomes, engine = [MIXED, ALL_WRONG, ALL_RIGHT, *[MIXED] * 20], FakeEngine()
+    groups, metrics = take_step(None, outcomes, engine=engine)
+    begun = [n for n in engine.asked if n]
+    assert begun == [3, 10] and metrics["groups_sampled"] == 13  # (2 + sqrt(2 * 2/3)) / (1/3)
+    assert len(groups) == 11 and len({g.id for g in groups}) == 11  # all that is usable is trained
+
+
+def test_flat_groups_are_trained_when_asked(alone, monkeypatch):
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
+    monkeypatch.setattr(trainer, "SKIP_FLAT_GROUPS", False)
+    engine = FakeEngine()
+    groups, _ = take_step(None, [ALL_WRONG] * 9, engine=engine)
+    assert len(groups) == 3 and [n for n in engine.asked if n] == [3]
 
 
 def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
     """10 prompts on 4 ranks: 3, 3, 2 and 2; each rank draws with a seed of its own."""
     monkeypatch.setattr(trainer, "PROMPTS_PER_STEP", 10)
+    monkeypatch.setattr(trainer, "MAX_REFILLS", 0)  # one round
     monkeypatch.setattr(trainer, "KL_BETA", 0)
     monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 4)
     counts, seeds, ids = [], set(), set()
@@ -97,12 +117,8 @@ def test_a_rollout_goes_through_the_server_and_comes_back_scored(alone, server):
     server.reference.wait_for(set(ids))
     logps = server.reference.arrived
     assert {id: [len(x) for x in logps[id]] for id in ids} == {id: [2, 1] for id in ids}
+    assert server.store.ledger("run")["uploaded"] == 3  # the flat one is of no use there
     assert metrics["groups_sampled"] == 4
-
-
-def test_flat_groups_stay_at_home(alone, server):
-    groups, _ = take_step(server, [ALL_WRONG, MIXED, MIXED, MIXED])
-    assert len(groups) == 3 and server.store.ledger("run")["uploaded"] == 3
 
 
 def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server, tmp_path):
@@ -122,9 +138,9 @@ def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server
         ({"accuracy": 0.0}, 0, "all wrong by OUTCOME = 'correctness' (accuracy 0.00), 30% trunc"),
         ({"accuracy": 1.0}, 0, "all right by OUTCOME = 'correctness' (accuracy 1.00), 30% trunc"),
         ({"accuracy": 0.4}, 0, "each all right or all wrong by OUTCOME = 'correctness' (accuracy"),
-        ({}, 0, "(accuracy 0.00), 30% truncated at MAX_COMPLETION_TOKENS = 8, are left out (SK"),
-        ({"truncated": 1.0}, 0, "all truncated at MAX_COMPLETION_TOKENS = 8, are left out (SKIP_"),
-        ({"accuracy": 0.4}, 3, "the 3 groups that are not left out are all truncated (MASK_TRUNC"),
+        ({}, 0, "(accuracy 0.00), 30% truncated at MAX_COMPLETION_TOKENS = 8, are skipped (SK"),
+        ({"truncated": 1.0}, 0, "all truncated at MAX_COMPLETION_TOKENS = 8, are skipped (SKIP_"),
+        ({"accuracy": 0.4}, 3, "the 3 groups that are not skipped are all truncated (MASK_TRUNC"),
     ],
 )
 def test_what_has_nothing_to_train_is_said_to_be_right_wrong_or_truncated(
@@ -169,7 +185,7 @@ def test_workers_alone_may_sample(alone, server, monkeypatch):
     a_workers(server, 2, version=1)
     engine = FakeEngine()
     groups, metrics = take_step(server, [MIXED] * 9, step=1, engine=engine)
-    assert len(groups) == 3 and engine.asked == [0] and metrics["groups_dropped"] == 0
+    assert len(groups) == 3 and engine.asked == [] and metrics["groups_dropped"] == 0
     assert server.store.stats()["scored"] == 2  # for the next step
     with pytest.raises(RuntimeError, match="waited 1 s for groups of run.*: 1 missing; no worker"):
         take_step(server, [MIXED] * 9, step=1)

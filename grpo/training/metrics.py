@@ -103,16 +103,16 @@ def rollout_metrics(count, recipe):
 
 def why_idle(metrics, groups, recipe):
     """Returns why a rollout with these metrics trains nothing; `groups` are without the flat ones
-    that were left out."""
+    that were skipped."""
     share, limit = metrics["truncated"], recipe.max_completion_tokens
     cut = f"{'all' if share == 1 else f'{share:.0%}'} truncated at MAX_COMPLETION_TOKENS = {limit}"
     if groups:
-        kept = f"the {len(groups)} groups that are not left out"
+        kept = f"the {len(groups)} groups that are not skipped"
         return f"{kept} are all truncated (MASK_TRUNCATED), and of what was sampled {cut}"
     accuracy, outcome = metrics["accuracy"], f"by OUTCOME = {recipe.outcome!r}"
     flat = {0: "all wrong", 1: "all right"}.get(accuracy, "each all right or all wrong")
     sampled = f"{metrics['groups_sampled']} groups, {flat} {outcome} (accuracy {accuracy:.2f})"
-    return f"{sampled}, {cut}, are left out (SKIP_FLAT_GROUPS)"
+    return f"{sampled}, {cut}, are skipped (SKIP_FLAT_GROUPS)"
 
 
 # --- Where it goes ------------------------------------------------------------------

@@ -47,8 +47,9 @@ def sampler_stats(logps, entropy, sampler_logps):
         "mismatch": gap.abs(),
         "sampler_ratio": gap.exp(),
         "sampler_k3": gap.expm1() - gap,
-        # A sampler at (1 + x) times the temperature gives log-probs that differ by x * surprise, to
-        # first order: x, the tilt, is the slope of gap on surprise. Noise averages out
+        # Surprise is how far a log-prob is above its mean, -entropy. A sampler at (1 + x) times
+        # the temperature gives log-probs that differ by x * surprise, to first order: x, the tilt,
+        # is the slope of gap on surprise, in which noise averages out
         "tilt": gap * surprise,
         "surprise": surprise**2,
     }

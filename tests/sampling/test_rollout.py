@@ -27,43 +27,31 @@ from grpo.sampling.sampler import Completion
 from grpo.wire import pack_group, unpack_group
 
 
-def rolled_out(outcomes, share, engine=None, **changes):
+def rolled_out(outcomes, number, engine=None, **changes):
     """-> (numbers of the prompts whose groups are worth training, those of flat ones, counts)."""
     recipe, count = a_recipe(**changes), Counter()
     stream, engine = iter(prompts_of(outcomes)), engine or FakeEngine()
     both = [], []
-    for ours, flat in rollout.rollout(engine, recipe, stream, count, share=share, seed=3):
+    for ours, flat in rollout.rollout(engine, recipe, stream, count, number=number, seed=3):
         both[flat].append(ours[0][0])
     return *both, count
 
 
-def test_flat_groups_are_judged_on_correctness_replaced_and_counted():
+def test_flat_groups_are_judged_on_correctness_and_counted():
     outcomes = [MIXED, ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED, MIXED, MIXED]
-    kept, flat, count = rolled_out(outcomes, share=4)
-    assert kept == [0, 2, 4, 5]  # format alone is no spread: 1 and 3 are flat
+    usable, flat, count = rolled_out(outcomes, 6)
+    assert usable == [0, 2, 4, 5]  # format alone is no spread: 1 and 3 are flat
     assert flat == [1, 3]
     assert count["groups"] == 6 and count["flat"] == 2
     assert count["completions"] == 12 and count["truncated"] == 6 and count["tokens"] == 18
     assert count["right"] == 4 + 2 and count["reward_format"] == 4 * -2 + 2 * 0.25
 
 
-def test_a_flat_group_is_replaced_as_soon_as_it_is_found():
-    """Not after the others have ended: the batch stays full."""
+def test_as_many_groups_begin_as_were_asked_for():
     engine = FakeEngine()
-    rolled_out([ALL_WRONG, MIXED, MIXED, MIXED], 3, engine)
-    assert engine.asked == [3, 1, 0, 0, 0]
-
-
-def test_refilling_ends():
-    kept, flat, count = rolled_out([ALL_WRONG] * 100, share=4, max_refills=2)
-    assert kept == [] and len(flat) == count["groups"] == 4 * 3
-    assert rolled_out([MIXED] * 9, share=0) == ([], [], {})
-
-
-def test_flat_groups_are_kept_when_asked():
-    engine = FakeEngine()
-    _, flat, _ = rolled_out([ALL_WRONG] * 9, 4, engine, skip_flat_groups=False)
-    assert flat == [0, 1, 2, 3] and engine.asked == [4, 0, 0, 0, 0]
+    rolled_out([MIXED] * 9, 3, engine)
+    assert engine.asked == [3, 0, 0, 0]
+    assert rolled_out([MIXED] * 9, 0) == ([], [], {})
 
 
 def test_sampling_is_bounded_and_as_the_recipe_says():
