@@ -278,9 +278,9 @@ def make_sequences(groups, off_policy):
 
 
 # --- Loss and gradient ------------------------------------------------------------------
-def batch_loss(head, hidden, ids, batch, vocab_size, *, scale, off_policy):
-    """Returns (loss, stats) of a micro-batch's B sequences: `scale` times their part of the step's
-    loss, and tensors (N,) of their tokens, by name; see grpo/loss.py.
+def batch_loss(head, hidden, ids, batch, vocab_size, *, off_policy):
+    """Returns (loss, stats) of a micro-batch's B sequences: their part of the step's loss, a
+    scalar, and tensors (N,) of their tokens, by name; see grpo/loss.py.
 
     `hidden` (N, H) are the states that predict the completions' `ids` (N,); `head` is (V', H).
     """
@@ -301,7 +301,7 @@ def batch_loss(head, hidden, ids, batch, vocab_size, *, scale, off_policy):
         None if first_update else joined([s.old_logps for s in batch]),  # None: the loss's own
         joined([s.ref_logps for s in batch]) if KL_BETA else None,
         per_token([s.advantage for s in batch]),
-        per_token([s.weight * scale for s in batch]),
+        per_token([s.weight for s in batch]),
         temperature=TEMPERATURE,
         vocab_size=vocab_size,
         clip_low=CLIP_LOW,
@@ -336,13 +336,10 @@ def accumulate(engine, sequences, vocab_size, reference, *, off_policy):
         if KL_BETA:
             reference.wait_for(turn.groups)  # collective
             reference.complete(batch)
-        # ZeRO-2 takes the mean over the ranks, and we want the sum: so the scale
         head = engine.module.head
-        loss, per_token = batch_loss(
-            head, hidden, ids, batch, vocab_size, scale=world, off_policy=off_policy
-        )
+        loss, per_token = batch_loss(head, hidden, ids, batch, vocab_size, off_policy=off_policy)
         if not turn.is_filler:
-            stats.add(loss / world, per_token)
+            stats.add(loss, per_token)
         # A loss that is not finite can have a finite gradient: it becomes NaN, so that DeepSpeed
         # skips the step, on all ranks
         factor = 0.0 if turn.is_filler else 1.0

@@ -64,9 +64,7 @@ def plain_gradient(policy, rows):
     trainer.FUSED_LOSS = False
     model = CompletionModel(policy.model, share_prompts=False)
     hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
-    loss, _ = trainer.batch_loss(
-        model.head, hidden, ids, rows, policy.vocab_size, scale=1, off_policy=False
-    )
+    loss, _ = trainer.batch_loss(model.head, hidden, ids, rows, policy.vocab_size, off_policy=False)
     trainer.FUSED_LOSS = True
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     return torch.cat([g.flatten() for g in gradient])

@@ -140,7 +140,7 @@ def loss_of(policy, rows, off_policy=False):
     model = CompletionModel(policy.model, share_prompts=True)
     hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
     return trainer.batch_loss(
-        model.head, hidden, ids, rows, policy.vocab_size, scale=1, off_policy=off_policy
+        model.head, hidden, ids, rows, policy.vocab_size, off_policy=off_policy
     )
 
 

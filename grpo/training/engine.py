@@ -82,12 +82,15 @@ def make_engine(c, policy):
 def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
     """Returns DeepSpeed's configuration."""
     zero = {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": 50_000_000}
+    # Each part of a bucket is reduced to the rank that keeps it: half the bytes of an all-reduce
+    zero["use_multi_rank_bucket_allreduce"] = False
     if offload_optimizer:  # copies from and to pinned memory take a fraction of the time
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     return {
         # A formality: the trainer plans micro-batches by tokens, and marks a step's last one itself
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
+        "gradient_allreduce_op": "sum",  # the weights of the loss hold every denominator
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": max_grad_norm,
