@@ -1,0 +1,223 @@
+"""All that waits for a GPU, in one command and half an hour: writes runs/gpu_report.md.
+
+    make gpu-report                                          # or: python benchmarks/gpu_report.py
+    python benchmarks/gpu_report.py demo "GPU tests"         # these parts alone
+
+Each part is a process of its own, with a time limit: one that fails or hangs is a section that says
+so, with the end of what it printed, and not the end of the report. Nothing is downloaded: models
+have the shapes of Qwen2.5 0.5B and 3B, and weights by which they count (counting.py), so that
+lengths of completions are known. Figures that are computed stand beside the measured ones. On a
+machine without a GPU the same parts run on the CPU with a model of 1M parameters: a rehearsal.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+HERE = str(Path(__file__).resolve())
+
+import torch
+
+from benchmarks import memory
+from benchmarks.counting import SHAPE, build, make_tokenizer
+from benchmarks.measure import DEVICE, facts, trained
+from demo import free_port
+
+REPORT = ROOT / "runs/gpu_report.md"
+MINUTES = 30  # of the whole report
+TAIL = 3000  # characters of what a part that failed has printed
+QWEN = ("Qwen2.5-0.5B", "Qwen2.5-3B")
+SIZES = QWEN if DEVICE == "cuda" else ("1M",)
+STEPS, SKIP = 8, 3  # of "a step of"; the first are not counted
+
+PYTHON = [sys.executable]
+GPU_TESTS = ["tests/test_gpu.py", "tests/sampling/test_cuda_graph.py", "tests/test_loss_triton.py"]
+
+
+def parts_of_the_report():
+    """-> {name: (command, minutes)}, the most important first."""
+    parts = {"GPU tests": ([*PYTHON, "-m", "pytest", "-q", "-rs", *GPU_TESTS], 6)}
+    for size in SIZES:
+        parts[f"a step of {size}"] = ([*PYTHON, HERE, "--step", size, "1"], 5)
+    parts["two ranks"] = ([*PYTHON, HERE, "--step", SIZES[0], "2"], 3)
+    parts["demo"] = ([*PYTHON, "demo.py"], 6)
+    for size in SIZES:
+        parts[f"memory of {size}"] = ([*PYTHON, HERE, "--memory", size], 3)
+    losses = SIZES if DEVICE == "cuda" else []  # on a CPU that takes too long for a rehearsal
+    for size in losses:
+        parts[f"loss of {size}"] = ([*PYTHON, "benchmarks/loss.py", size], 4)
+    return parts | {"sampling": ([*PYTHON, "benchmarks/sampling.py"], 5)}
+
+
+# --- The report -----------------------------------------------------------------------
+def run_part(command, seconds):
+    """-> (what came of it, what it printed): "took 12 s", "FAILED ..." or "NOT FINISHED ..."."""
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=max(1, seconds))
+        except subprocess.TimeoutExpired:
+            code = None
+            from demo import stop
+
+            stop(process)
+        log.seek(0)
+        text = log.read()
+    took = f"{time.monotonic() - began:.0f} s"
+    if code is None:
+        return f"NOT FINISHED in {took}", text[-TAIL:]
+    if code:
+        return f"FAILED ({code}) after {took}", text[-TAIL:]
+    return f"took {took}", text
+
+
+def section(name, command, outcome, text):
+    """-> a part as Markdown; what is a table stays one, other text is quoted."""
+    shown = " ".join(["python", *command[1:]]).replace(f"{ROOT}/", "")
+    lines = [line for line in text.splitlines() if "warning" not in line.lower()]
+    if outcome.startswith("took") and any(line.startswith("|") for line in lines):
+        body = "\n".join(line for line in lines if line.startswith("|") or line.endswith("."))
+    else:
+        body = "\n".join(["```", *(lines if "took" not in outcome else lines[-12:]), "```"])
+    return f"## {name}: {outcome}\n\n`{shown}`\n\n{body}\n"
+
+
+def report(parts, path, minutes):
+    """Runs the parts one after the other, and writes the report anew after each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ends, sections = time.monotonic() + 60 * minutes, []
+    head = f"# GPU report\n\n{facts('torch', 'deepspeed', 'transformers', 'triton')}\n"
+    for name, (command, limit) in parts.items():
+        left = ends - time.monotonic()
+        if left < 10:
+            outcome, text = f"NOT RUN: the {minutes} minutes are over", ""
+        else:
+            print(f"{name} (up to {min(60 * limit, left):.0f} s) ...", flush=True)
+            outcome, text = run_part(command, min(60 * limit, left))
+        print(f"{name}: {outcome}", flush=True)
+        sections.append(section(name, command, outcome, text))
+        path.write_text("\n".join([head, *sections]))
+    print(f"written: {path}. Please send it to the project, whatever it says.")
+
+
+# --- A step ---------------------------------------------------------------------------
+def shape_of(size):
+    if size == "1M":
+        return SHAPE
+    hidden, layers, heads, kv_heads, inner, vocab, *_ = memory.MODELS[size]
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,  # or the model can't count
+        "max_position_embeddings": 4096,
+    }
+
+
+def way_to_train(size, ranks):
+    """-> the LORA_RANK with which trainer and server fit on one card, by memory.py's arithmetic.
+    SystemExit if none does."""
+    if DEVICE == "cpu":
+        return 0
+    room = torch.cuda.mem_get_info()[1]
+    server = memory.need(memory.server_phases(memory.sizes_of(size, 0), 256, 256))[0]
+    for rank in (0, memory.RANK):
+        phases = memory.phases_of(memory.sizes_of(size, rank), 256, 256, ranks)
+        if memory.need(phases)[0] + server < room:
+            return rank
+    raise SystemExit(f"{size} fits on no card of {room / 2**30:.0f} GB: not run")
+
+
+def serve(model, port, folder):
+    import ref_server
+
+    ref_server.MODEL, ref_server.PORT = model, int(port)
+    ref_server.STORE = f"{folder}/store.sqlite"
+    ref_server.main()
+
+
+def train(model, port, folder, lora_rank):
+    import grpo_ref_split as trainer
+    from benchmarks.end_to_end import Counting
+
+    sys.modules["tasks.counting"] = Counting
+    trainer.MODEL, trainer.RUN_DIR, trainer.TASK = model, f"{folder}/run", "counting"
+    trainer.REF_SERVER = f"http://127.0.0.1:{port}"
+    trainer.REWARD_WEIGHTS, trainer.LORA_RANK = {"correctness": 1.0}, int(lora_rank)
+    trainer.MAX_PROMPT_TOKENS = trainer.MAX_COMPLETION_TOKENS = 256
+    trainer.PROMPTS_PER_STEP = 8  # as many sequences as SAMPLE_BATCH: one rank's share of many
+    trainer.STEPS, trainer.EVAL_QUESTIONS, trainer.EVAL_STEPS = STEPS, 1, 10**6
+    trainer.SAVE_STEPS = 10**6
+    trainer.main()
+
+
+def step(size, ranks):
+    """Prints where the time of a step goes, as a table; `size` by name, with so many ranks."""
+    if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
+        print(f"this machine has {torch.cuda.device_count()} GPU: not run")
+        return
+    lora_rank = way_to_train(size, ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        model, port = f"{folder}/model", free_port()
+        dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+        build(shape_of(size)).to(dtype).save_pretrained(model)
+        make_tokenizer().save_pretrained(model)
+        server = [sys.executable, HERE, "--serve", model, port, folder]
+        command = [HERE, "--train", model, port, folder, str(lora_rank)]
+        try:
+            with trained(f"{folder}/", {"server": server}, command, ranks):
+                text = Path(folder, "run/metrics.jsonl").read_text()
+        except SystemExit:
+            for log in Path(folder).glob("*.log"):
+                print(f"--- {log.name}\n{log.read_text()[-TAIL // 2 :]}")
+            raise
+    records = [r for r in map(json.loads, text.splitlines()) if "loss" in r][SKIP:]
+    names = [n for n in records[0] if n.startswith("seconds")] + ["tokens_per_second", "skipped"]
+    medians = [statistics.median(r.get(name, 0) for r in records) for name in names]
+    print(f"Medians of {len(records)} steps of 64 completions; {size}, ranks: {ranks},", end=" ")
+    print(f"trained: {f'LoRA {lora_rank}' if lora_rank else 'all'}.")
+    memory.table(names, [[f"{value:.3g}" for value in medians]])
+
+
+def print_memory(size):
+    if DEVICE == "cpu":
+        print("memory is measured on a GPU alone: not run")
+        return
+    rows = []
+    for rank in (0, memory.RANK):
+        found = memory.measured(size, 512, 512, rank, False)
+        computed = memory.need(memory.phases_of(memory.sizes_of(size, rank), 512, 512))[0]
+        what = f"LoRA {rank}" if rank else "all"
+        rows.append([what, memory.gb(found) if found else "too small", memory.gb(computed)])
+    memory.table(["trained", "GB, measured", "GB, computed"], rows)
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    match sys.argv[1:]:
+        case ["--serve", *arguments]:
+            serve(*arguments)
+        case ["--train", *arguments]:
+            train(*arguments)
+        case ["--step", size, ranks]:
+            step(size, int(ranks))
+        case ["--memory", size]:
+            print_memory(size)
+        case names if set(names) <= set(parts := parts_of_the_report()):
+            chosen = {name: part for name, part in parts.items() if not names or name in names}
+            report(chosen, REPORT, MINUTES)
+        case _:
+            sys.exit(__doc__)
