@@ -20,6 +20,10 @@ pictures: .venv/ready
 vllm-test: .venv/ready .vllm/ready
 	OMP_NUM_THREADS=1 .vllm/bin/python -m pytest -q tests/test_vllm_worker.py
 
+# runs/gpu_report.md: all that waits for a GPU, in half an hour
+gpu-report: .venv/dev-ready
+	.venv/bin/python benchmarks/gpu_report.py
+
 lint: .venv/dev-ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
 
@@ -46,4 +50,4 @@ lint: .venv/dev-ready
 clean:
 	rm -rf .venv .vllm runs
 
-.PHONY: demo test pictures vllm-test lint clean
+.PHONY: demo test pictures vllm-test gpu-report lint clean

@@ -10,6 +10,7 @@ lengths of completions are known. Figures that are computed stand beside the mea
 machine without a GPU the same parts run on the CPU with a model of 1M parameters: a rehearsal.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 HERE = str(Path(__file__).resolve())
 
+import psutil
 import torch
 
 from benchmarks import memory
@@ -61,16 +63,12 @@ def run_part(command, seconds):
     """-> (what came of it, what it printed): "took 12 s", "FAILED ..." or "NOT FINISHED ..."."""
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
             code = process.wait(timeout=max(1, seconds))
         except subprocess.TimeoutExpired:
             code = None
-            from demo import stop
-
-            stop(process)
+            stop_all(process)
         log.seek(0)
         text = log.read()
     took = f"{time.monotonic() - began:.0f} s"
@@ -79,6 +77,15 @@ def run_part(command, seconds):
     if code:
         return f"FAILED ({code}) after {took}", text[-TAIL:]
     return f"took {took}", text
+
+
+def stop_all(process):
+    """Kills a process and all that it has started, also those in sessions of their own."""
+    found = psutil.Process(process.pid)
+    for child in [*found.children(recursive=True), found]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
 
 
 def section(name, command, outcome, text):
