@@ -9,8 +9,6 @@ from benchmarks import gpu_report
 TABLE = "print('| a | b |\\n|---|---|\\n| 1 | 2 |')"
 SLEEP = "import time; time.sleep(99)"
 HANGS = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])"
-    "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
-)
 
 
 def test_a_part_that_fails_or_hangs_is_a_section_and_not_the_end(tmp_path, capsys):
