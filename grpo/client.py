@@ -40,10 +40,13 @@ class RefServer:
         second.agreed = self.agreed
         return second
 
-    def call(self, method, path, *, timeout=60, limit=math.inf, **request) -> requests.Response:
+    def call(
+        self, method, path, *, timeout=60, limit=math.inf, expected=(), **request
+    ) -> requests.Response:
         """Calls a route. Waits while there is no connection or no room (503).
 
-        Raises RuntimeError if the server refuses, or after `limit` or `wait_limit_seconds`.
+        Raises RuntimeError if the server refuses by a status that is not `expected`, or after
+        `limit` or `wait_limit_seconds`.
         """
         url = self.url + path
         wait = Wait(url, min(limit, self.limit))
@@ -53,7 +56,7 @@ class RefServer:
             except CUT_OFF as error:
                 wait.turn(f"no answer ({type(error).__name__}); is `python ref_server.py` running?")
                 continue
-            if reply.ok:
+            if reply.ok or reply.status_code in expected:
                 return reply
             if reply.status_code != 503:
                 raise RuntimeError(f"{url} refused ({reply.status_code}): {reply.text}")
@@ -156,39 +159,25 @@ class RefServer:
         self.post("/policy", timeout=600, record=record)  # it is hashed there
 
     def fetch(self, record, path):
-        """Downloads the policy of `record` to the file `path`; resumes where a connection breaks.
+        """Downloads the policy of `record` to the file `path`, in parts: one that is cut off is
+        asked for again, and a long answer would hold one of the server's threads.
 
         Returns False if the policy is gone, as a newer one has come. Raises RuntimeError if the
         file differs from what was published.
         """
-        path, wait = Path(path), Wait(f"policy {record['version']} from {self.url}", self.limit)
-        path.unlink(missing_ok=True)  # not emptied: vLLM may still have the old file mapped
-        path.touch()
-        while (have := path.stat().st_size) < record["bytes"]:
-            try:
-                if not self._fetch_part(record, path, have, wait):
+        at = {"run": record["run"], "version": record["version"]}
+        wait = Wait(f"policy {record['version']} from {self.url}", math.inf)
+        Path(path).unlink(missing_ok=True)  # not emptied: vLLM may still have the old file mapped
+        with open(path, "wb") as file:
+            while (have := file.tell()) < record["bytes"]:
+                part = {"Range": f"bytes={have}-{min(have + PART_BYTES, record['bytes']) - 1}"}
+                reply = self.call("GET", "/policy", params=at, headers=part, expected=[404])
+                if reply.status_code == 404:
                     return False
-            except CUT_OFF as error:
-                wait.turn(f"the connection broke: {type(error).__name__}")
+                file.write(reply.content)
+                wait.turn(f"{file.tell()} of {record['bytes']} bytes have come", pause=0)
         if sha256_of(path) != record["sha256"]:
             raise RuntimeError(f"policy {record['version']} was damaged on its way: wrong SHA-256")
-        return True
-
-    def _fetch_part(self, record, path, have, wait):
-        """Appends the next PART_BYTES: a longer answer would hold one of the server's threads."""
-        at = {"run": record["run"], "version": record["version"]}
-        part = {"Range": f"bytes={have}-{min(have + PART_BYTES, record['bytes']) - 1}"}
-        url = f"{self.url}/policy"
-        reply = self.session.get(url, params=at, headers=part, stream=True, timeout=60)
-        with reply, open(path, "ab") as file:
-            if reply.status_code == 404:
-                return False
-            if reply.status_code != 206:
-                raise RuntimeError(f"GET /policy: {reply.status_code}: {reply.text}")
-            for piece in reply.iter_content(1 << 20):
-                have += file.write(piece)
-                wait.moved()
-                wait.turn(f"{have} of {record['bytes']} bytes have come", pause=0)
         return True
 
     def work(self, worker, **asked):

@@ -6,7 +6,6 @@ import json
 import socket
 import struct
 import threading
-from functools import partial
 from types import SimpleNamespace
 from urllib.parse import urlencode
 
@@ -150,7 +149,7 @@ class InProcess(RefServer):
     def __init__(self, app, limit=5, after=lambda: None):
         super().__init__("http://in.process", limit)
         self.app, self.after = app, after
-        self.session = SimpleNamespace(request=self.request, get=partial(self.request, "GET"))
+        self.session = SimpleNamespace(request=self.request)
 
     def copy(self):
         second = InProcess(self.app, self.limit, self.after)
