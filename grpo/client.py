@@ -1,8 +1,6 @@
 """The reference server's client, for trainer and workers: a method a route. No wait is silent, and
 each has a limit."""
 
-import contextlib
-import json
 import math
 import os
 from pathlib import Path
@@ -14,7 +12,6 @@ from grpo.stop import Wait
 from grpo.wire import PROTOCOL, sha256_of, unpack_bodies
 
 PART_BYTES = 8 << 20  # of a policy, in one request; below the server's MAX_BODY_BYTES
-UNLOGGED_RECORDS = 1000  # kept while the server is down; it takes 4000 in one post
 
 # What a call raises while the server is down, or when it dies in the middle of its reply
 CUT_OFF = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
@@ -28,7 +25,6 @@ class RefServer:
         self.agreed = None  # a hash of the reference that check() accepted
         self.info = {}  # /info's answer
         self.dropped = 0  # groups that were too old, counted by lease()
-        self.unlogged = []  # records that log() has still to send
         self.session = requests.Session()
         self.session.trust_env = False  # no HTTP_PROXY, which seldom knows a cluster's machines
         if token := os.environ.get("GRPO_TOKEN"):
@@ -135,16 +131,11 @@ class RefServer:
             say(f"the server does not know that the run {run} is over: {error}")
 
     def log(self, run, records, samples):
-        """Shows metrics and completions on the server's page: one try of 5 s. Records that do not
-        arrive are sent again with the next ones, so that the curves have no gap."""
-        self.unlogged = (self.unlogged + records)[-UNLOGGED_RECORDS:]
-        body = json.dumps({"run": run, "records": self.unlogged, "samples": samples}).encode()
-        with contextlib.suppress(requests.RequestException):
-            reply = self.session.request("POST", f"{self.url}/log", data=body, timeout=5)
-            if not reply.ok:
-                say(f"{self.url}/log refused ({reply.status_code}): {reply.text}")
-            if reply.status_code < 500:  # what was refused once is refused again
-                self.unlogged = []
+        """Shows metrics and completions on the server's page."""
+        try:
+            self.post("/log", run=run, records=records, samples=samples)
+        except RuntimeError as error:  # the run can do without a page
+            say(f"not on the page: {error}")
 
     # --- Policies -----------------------------------------------------------------
     def publish(self, path, record):

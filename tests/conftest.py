@@ -1,6 +1,8 @@
 """What the tests share: one thread, no network, and a tiny model in Hugging Face format."""
 
 import os
+import time
+from types import SimpleNamespace
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch; the processes that tests start inherit both
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -45,6 +47,15 @@ def make_tiny(folder):
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def no_pause(monkeypatch):
+    """Of waits alone: other threads sleep, too."""
+    from grpo import stop as stop_module
+
+    fake = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)
+    monkeypatch.setattr(stop_module, "time", fake)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import torch
 from helpers import Replies, reply
 from transformers import AutoTokenizer
 
-from grpo import stop
 from grpo.client import RefServer
 from grpo.wire import PROTOCOL, tokenizer_facts
 
@@ -86,11 +85,6 @@ def test_no_server_is_an_error_that_says_what_to_start(monkeypatch, capsys):
 
 
 # --- Tokenizer facts and the client ------------------------------------------------
-@pytest.fixture
-def no_pause(monkeypatch):
-    monkeypatch.setattr(stop.time, "sleep", lambda seconds: None)
-
-
 def test_a_call_goes_on_when_the_server_dies_in_the_middle_of_its_reply(no_pause):
     server = Replies(reply(200, b"half", length=8), b"", reply(200, b"complete"))
     assert RefServer(server.url, 20).call("GET", "/info").content == b"complete"

@@ -1,13 +1,9 @@
 """What the tests of sampling share."""
 
-import time
-from types import SimpleNamespace
-
 import pytest
 from families import tiny_model
 from helpers import FakeReference, InProcess
 
-from grpo import stop as stop_module
 from grpo.serving.policies import Policies
 from grpo.serving.store import Store
 from ref_server import make_app
@@ -17,13 +13,6 @@ from ref_server import make_app
 def model_of():
     made = {}
     return lambda family: made.setdefault(family, tiny_model(family))
-
-
-@pytest.fixture
-def no_pause(monkeypatch):
-    """Of waits alone: other threads sleep, too."""
-    fake = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)
-    monkeypatch.setattr(stop_module, "time", fake)
 
 
 class Noting(InProcess):
