@@ -5,7 +5,6 @@ import contextlib
 import functools
 import inspect
 import os
-from pathlib import Path
 
 import jinja2
 import torch
@@ -24,12 +23,13 @@ GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # NVIDIA's driver, a
 
 def load_tokenizer(name):
     """Returns the model's tokenizer. Raises SystemExit if there is no such model."""
-    check_folder(name)
     try:
         with announced("the model hub"):
             return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"MODEL = {name!r} can't be loaded: {error}") from error
+        raise SystemExit(
+            f"MODEL = {name!r} can't be loaded, neither as a folder nor from the hub: {error}"
+        ) from error
 
 
 def own_device():
@@ -67,19 +67,6 @@ def choose_dtype(dtype, device):
     if dtype == "auto":
         return "bfloat16" if native else "float32"
     return dtype
-
-
-def check_folder(name):
-    """Raises SystemExit if `name` (str or Path) looks like a local folder, by its form or because
-    its first part exists, but holds no model: asking the hub takes a minute offline."""
-    first, *rest = str(name).split("/")
-    local = str(name).startswith((".", "/", "~")) or len(rest) > 1 or Path(first).is_dir()
-    if local and not any(Path(name, f"{part}config.json").exists() for part in ("", "adapter_")):
-        raise SystemExit(
-            f"MODEL = {name!r} is not a folder with a model: there is no"
-            f" {Path(name, 'config.json').absolute()} (the hub is not asked where {first!r} is a"
-            " folder here)"
-        )
 
 
 def load_model(name, dtype, vocab_size):
