@@ -81,16 +81,7 @@ def load_model(name, dtype, vocab_size):
     place = {} if device == "cpu" else {"device_map": {"": device}}
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **place)
     if getattr(model, "_hf_peft_config_loaded", False):
-        base = next(iter(model.peft_config.values())).base_model_name_or_path
-        raise SystemExit(
-            f"MODEL = {name!r} is a LoRA adapter. Merge it first, in Python:\n"
-            "  from peft import PeftModel\n"
-            "  from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-            f"  model = AutoModelForCausalLM.from_pretrained({base!r})\n"
-            f"  model = PeftModel.from_pretrained(model, {name!r}).merge_and_unload()\n"
-            "  model.save_pretrained('merged')\n"
-            f"  AutoTokenizer.from_pretrained({name!r}).save_pretrained('merged')"
-        )
+        raise SystemExit(f"MODEL = {name!r} is a LoRA adapter: merge it first, see docs/memory.md")
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:
         raise SystemExit(f"{name} embeds {rows} ids, its tokenizer has {vocab_size}: a wrong pair")

@@ -1,10 +1,8 @@
 """Models and tokenizers: chat templates, stop ids, merged adapters."""
 
-import json
-import textwrap
-
 import pytest
 import torch
+from documents import TEXT
 from transformers import AutoTokenizer
 
 from grpo.models import load_tokenizer, prompt_ids
@@ -45,8 +43,7 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tmp_path):
         load_policy(str(tiny), tokenizer, "float32")
 
 
-@pytest.mark.parametrize("task_type", ["CAUSAL_LM", None])  # None: as older versions saved it
-def test_an_adapter_is_merged_by_the_recipe_that_is_printed(tiny, tmp_path, monkeypatch, task_type):
+def test_an_adapter_is_merged_by_the_recipe_in_the_docs(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer, adapter = AutoTokenizer.from_pretrained(tiny), tmp_path / "adapter"
     policy = load_policy(str(tiny), tokenizer, "float32", lora_rank=2)
@@ -55,13 +52,10 @@ def test_an_adapter_is_merged_by_the_recipe_that_is_printed(tiny, tmp_path, monk
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     policy.save(adapter)
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    assert config["task_type"] == "CAUSAL_LM"
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"task_type": task_type}))
-    with pytest.raises(SystemExit, match="is a LoRA adapter. Merge it first") as refused:
+    with pytest.raises(SystemExit, match="is a LoRA adapter: merge it first, see docs/memory.md"):
         load_policy(str(adapter), tokenizer, "float32")
-    _, _, recipe = str(refused.value).partition("\n")
-    exec(textwrap.dedent(recipe), {})  # noqa: S102
+    recipe = TEXT["docs/memory.md"].split("```python\n")[1].split("```")[0]
+    exec(recipe.replace("runs/gsm8k/step_000500", str(adapter)), {})  # noqa: S102
     merged = load_policy("merged", AutoTokenizer.from_pretrained("merged"), "float32")
     logps = [model.logps([5, 6, 7], [8, 9, 10]) for model in (merged, policy)]
     assert logps[0] == pytest.approx(logps[1], abs=1e-4)
