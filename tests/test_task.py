@@ -23,7 +23,7 @@ def chat(question):
 
 def loaded(tiny, load=lambda split: [{"question": "Why?"}], messages=chat, split="train"):
     """-> the prompts of a task "mine"."""
-    task = SimpleNamespace(load=load, messages=messages, __file__=__file__)
+    task = SimpleNamespace(load=load, messages=messages)
     constants = SimpleNamespace(TASK="mine", MAX_PROMPT_TOKENS=99)
     return load_split(constants, task, split, AutoTokenizer.from_pretrained(tiny))
 
@@ -38,40 +38,16 @@ def refused(sentence, function, *arguments, **named):
 ITEMS = 'it must return a list of dicts, each with a "question", for "train" and EVAL_SPLIT'
 
 
-def broken_load(split):
-    return [{"question": {}["answer"]}]
-
-
-LINE = broken_load.__code__.co_firstlineno + 1
-
-
 @pytest.mark.parametrize(
     ("load", "sentence"),
     [
         (lambda split: [], "returned no item"),  # was: raise MAX_PROMPT_TOKENS
-        (lambda split: None, """failed with TypeError("'NoneType' object is not iterable")"""),
-        ({"test": []}.__getitem__, "failed with KeyError('train')"),
-        (broken_load, f"failed with KeyError('answer') in line {LINE}"),
         (lambda split: [{"question": "?"}, {"text": 5}], "returned {'text': 5} as item 1"),
         (lambda split: {"train": []}, "returned 'train' as item 0"),
     ],
 )
 def test_a_load_that_gives_no_questions_is_told_what_it_gave_and_what_it_must(load, sentence, tiny):
     refused(f"{sentence}: {ITEMS}", loaded, tiny, load)
-
-
-def test_a_split_that_datasets_does_not_have_is_said(tiny, tmp_path):
-    """Its errors are of many kinds, and not all of them are Python's."""
-    import datasets
-
-    def load(split):
-        return datasets.load_dataset("json", data_dir=str(tmp_path), split=split)
-
-    (tmp_path / "train.jsonl").write_text('{"question": "Why?", "answer": "42"}\n')
-    assert loaded(tiny, load)[0][1] == {"question": "Why?", "answer": "42"}
-    refused("load('test') failed with ValueError('Unknown split", loaded, tiny, load, split="test")
-    (tmp_path / "train.jsonl").write_text("{")
-    refused("load('train') failed with DatasetGenerationError", loaded, tiny, load)
 
 
 def test_questions_may_come_one_by_one(tiny):
@@ -81,7 +57,6 @@ def test_questions_may_come_one_by_one(tiny):
 @pytest.mark.parametrize(
     ("messages", "what"),
     [
-        (lambda question: question.role, """failed with AttributeError("'str' object has no"""),
         (lambda question: question, "returned 'Why?'"),
         (lambda question: [], "returned []"),
         (lambda question: [question], "returned ['Why?']"),
@@ -170,29 +145,23 @@ def test_names_that_are_not_those_of_the_weights_are_found_before_the_model_is_l
     refused(f"'Why?'}} and the completion '': {MUST}", trainer.worker)
 
 
-def test_a_task_that_does_not_cope_with_an_empty_completion_is_told_so_with_its_traceback(mine):
+def test_a_task_that_does_not_cope_with_an_empty_completion_is_told_so(mine):
     """It can be sampled, and would end the run then."""
     mine.rewards = lambda item, text: {"correctness": text.split()[-1] == "42", "format": 1.0}
-    with pytest.raises(SystemExit) as caught:
+    failed = r"tasks/mine.py: rewards\(\) failed with IndexError.*'Why\?'.*completion ''"
+    with pytest.raises(RuntimeError, match=failed) as caught:
         trainer.main()
-    said = str(caught.value)
-    assert said.startswith("Traceback") and f'File "{__file__}", line' in said
-    assert re.search(
-        r"tasks/mine.py: rewards\(\) failed with IndexError.*'Why\?'.*completion ''", said
-    )
-    assert said.endswith(": a task must reward any completion, and an empty one can be sampled")
-    assert type(caught.value.__cause__.__cause__) is IndexError
+    assert type(caught.value.__cause__) is IndexError  # with its traceback
 
 
 def test_rewards_that_take_too_long_are_found_before_the_model_is_loaded(mine, monkeypatch):
     monkeypatch.setattr(trainer, "REWARD_TIMEOUT_SECONDS", 1)
     mine.rewards = lambda item, text: time.sleep(60)
-    with pytest.raises(
-        SystemExit, match=r"(?s)time.sleep\(60\).*failed with TooSlow.*more than 1 s"
-    ):
+    with pytest.raises(RuntimeError, match="failed with TooSlow.*more than 1 s"):
         trainer.main()
 
 
 def test_a_missing_eval_split_is_found_before_the_model_is_loaded(mine):
     mine.load = {"train": [{"question": "Why?"}]}.__getitem__
-    refused("load('test') failed with KeyError('test')", trainer.main)
+    with pytest.raises(KeyError, match="test"):
+        trainer.main()

@@ -4,13 +4,11 @@ Everything that a task returns is checked here: an error names the task's file, 
 what it must return.
 """
 
-import contextlib
 import hashlib
 import importlib
 import json
 import math
 import numbers
-import traceback
 from dataclasses import dataclass
 
 from grpo.log import say
@@ -86,8 +84,7 @@ def load_split(c, task, split, tokenizer):
 def load_items(name, task, split):
     call, splits = f"tasks/{name}.py: load({split!r})", 'for "train" and EVAL_SPLIT'
     must = f'it must return a list of dicts, each with a "question", {splits}'
-    with explained(task, call, must):
-        items = list(task.load(split))
+    items = list(task.load(split))
     if not items:
         raise SystemExit(f"{call} returned no item: {must}")
     for number, item in enumerate(items):
@@ -99,38 +96,14 @@ def load_items(name, task, split):
 def load_chat(name, task, question):
     call = f"tasks/{name}.py: messages({question!r:.500})"
     must = 'it must return a list of {"role": ..., "content": ...}, both texts'
-    with explained(task, call, must):
-        chat = task.messages(question)
+    chat = task.messages(question)
     is_chat = isinstance(chat, list | tuple) and chat and all(isinstance(m, dict) for m in chat)
     if not is_chat or not all(isinstance(m.get(k), str) for m in chat for k in ("role", "content")):
         raise SystemExit(f"{call} returned {chat!r:.500}: {must}")
     return chat
 
 
-@contextlib.contextmanager
-def explained(task, call, must):
-    """Turns an exception of the task into a SystemExit that names the line of the task's file."""
-    try:
-        yield
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f.lineno for f in frames if f.filename == getattr(task, "__file__", None)]
-        where = f" in line {lines[-1]}" if lines else ""
-        raise SystemExit(f"{call} failed with {error!r}{where}: {must}") from error
-
-
 # --- Rewards ------------------------------------------------------------------------
-def check_rewards(recipe):
-    """Has the task reward an empty completion of its first question, before anything heavy is
-    loaded. Raises SystemExit, with the traceback, if that fails."""
-    try:
-        reward_group(recipe, recipe.prompts[0][1], [""])
-    except RuntimeError as error:
-        trace = "".join(traceback.format_exception(error.__cause__))
-        must = "a task must reward any completion, and an empty one can be sampled"
-        raise SystemExit(f"{trace}{error}: {must}") from error
-
-
 def reward_group(recipe, item, texts):
     """Returns, for each completion's text, a dict of floats in the order of REWARD_WEIGHTS.
 

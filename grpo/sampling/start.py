@@ -8,7 +8,7 @@ from grpo.client import RefServer
 from grpo.log import say
 from grpo.models import load_tokenizer
 from grpo.sampling.policy import load_policy
-from grpo.sampling.recipe import Recipe, check_rewards, load_split, load_task
+from grpo.sampling.recipe import Recipe, load_split, load_task, reward_group
 from grpo.wire import tokenizer_facts
 
 
@@ -20,7 +20,7 @@ def prepare(c, *, needs_server):
     named = [field.name for field in fields(Recipe) if hasattr(c, field.name.upper())]
     constants = {name: getattr(c, name.upper()) for name in named if name != "task"}
     recipe = Recipe(task_name=c.TASK, task=task, prompts=prompts, **constants)
-    check_rewards(recipe)
+    reward_group(recipe, prompts[0][1], [""])  # which can be sampled: it must not fail hours later
     server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS) if needs_server else None
     if server:
         server.check(c.MODEL, tokenizer_facts(tokenizer) | {"temperature": c.TEMPERATURE})
