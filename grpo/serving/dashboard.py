@@ -1,28 +1,47 @@
 """What the reference server's page shows: errors, upload rates, and the runs' metrics.
 
 page.html asks GET /live (`snapshot`) every 2 s. Trainers POST /log (`log`) records as in
-metrics.jsonl and completions as in samples.jsonl. All that is kept is bounded. The curves are in
-the store's database too, and survive kill -9; the rest is lost with the process.
+metrics.jsonl and completions as in samples.jsonl. All that is kept is bounded. The metrics are in
+the store's database, and survive kill -9; the rest is lost with the process.
 """
 
 import base64
 import hashlib
+import json
 import re
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from grpo.serving.store import STATES
 from grpo.wire import is_name
 
 CURVES = ("reward", "accuracy", "eval_accuracy", "kl", "completion_tokens")
-MAX_POINTS = 4000  # of a curve; beyond it every second one goes
+MAX_STEPS = 4000  # of a run; beyond it half as many are kept
 SENT_POINTS = 400  # of a curve in one answer: a chart is about 500 pixels wide
+MAX_RECORD = 10_000  # characters of a step's JSON, so that all runs together have 800 MB at most
 MAX_RUNS, MAX_SAMPLES, MAX_ERRORS = 20, 8, 20
 MAX_ERROR = 500  # characters
 SAMPLE_TEXTS = {"question": 4000, "completion": 4000, "answer": 200, "sampler": 200}  # characters
 RATE_SECONDS, MAX_UPLOADS = 60, 100_000  # what upload rates are of
+SCHEMA = """
+DROP TABLE IF EXISTS curves;  -- an earlier version's
+CREATE TABLE IF NOT EXISTS shown (run TEXT PRIMARY KEY, logged REAL);  -- the latest post last
+CREATE TABLE IF NOT EXISTS logged (run TEXT, step INTEGER, numbers INTEGER, record TEXT);
+CREATE INDEX IF NOT EXISTS by_step ON logged (run, step, numbers);
+"""
+SHOWN = "SELECT run, logged FROM shown ORDER BY rowid DESC"
+# At most :most steps of a run, which is cut into as many stretches of the same length. For each
+# stands its first or last step, if it has that, or else one with the most numbers: an evaluation's
+EVENLY = """
+SELECT step FROM (
+    SELECT step, ROW_NUMBER() OVER (
+        PARTITION BY CAST((step - first) * (:most - 1.0) / (last - first) AS INTEGER)
+        ORDER BY step IN (first, last) DESC, numbers DESC, step) AS place
+    FROM logged, (SELECT MIN(step) AS first, MAX(step) AS last FROM logged WHERE run=:run)
+    WHERE run=:run)
+WHERE place=1
+"""
 PLAIN = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
@@ -79,52 +98,9 @@ def cut(text, limit):
     return text if more <= 0 else f"{text[:limit]} … ({more} more characters)"
 
 
-# --- Curves -------------------------------------------------------------------------
-@dataclass
-class Run:
-    logged: float = 0  # time of the last post
-    step: int = -1
-    curves: dict = field(default_factory=lambda: {name: [] for name in CURVES})  # (step, value)
-    last: dict = field(default_factory=dict)  # all metrics of the last step
-    samples: deque = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-
-    def copy(self, logged):
-        curves = {curve: list(points) for curve, points in self.curves.items()}
-        samples = deque(self.samples, maxlen=MAX_SAMPLES)
-        return replace(self, logged=logged, curves=curves, samples=samples)
-
-    def add(self, record):
-        """Adds a step's metrics to those that the step has already: an evaluation follows its step.
-        An earlier step removes the later ones: the trainer resumed from a checkpoint."""
-        step = record["step"]
-        if step < self.step:
-            self.curves = {c: [p for p in old if p[0] <= step] for c, old in self.curves.items()}
-        self.last = (self.last if step == self.step else {}) | record
-        self.step = step
-        for curve in CURVES:
-            if curve in record:
-                add_point(self.curves[curve], step, float(record[curve]))
-
-
-def add_point(points, step, value):
-    """Appends a point, or replaces that of the same step; thins the curve if it is full."""
-    half = MAX_POINTS // 2
-    if len(points) > half:  # thinned, perhaps: then the last stays only if it is as far apart
-        apart = (points[half - 1][0] - points[0][0]) / (half - 1)
-        if points[-1][0] - points[-2][0] < apart:
-            points.pop()
-    if points and points[-1][0] == step:
-        points.pop()
-    points.append((step, value))
-    if len(points) > MAX_POINTS:
-        points[:] = points[:-1:2] + points[-1:]
-
-
-def chart(points):
-    """Returns a curve for the page: SENT_POINTS at most, evenly, with the first and the last."""
-    last = len(points) - 1
-    if last >= SENT_POINTS:
-        points = [points[i * last // (SENT_POINTS - 1)] for i in range(SENT_POINTS)]
+def chart(records, name):
+    """Returns the metric `name` for the page, of those records that have it."""
+    points = [(record["step"], record[name]) for record in records if name in record]
     return {"steps": [s for s, _ in points], "values": [float(f"{v:.4g}") for _, v in points]}
 
 
@@ -135,19 +111,8 @@ class Live:
         self.store, self.db, self.started = store, store.db, time.monotonic()
         self.errors = {}  # text -> (how often, when last), the latest at the end
         self.uploads = deque(maxlen=MAX_UPLOADS)  # (when, completion tokens) of each group
-        self.runs = {}  # name -> Run, the one that logged last at the end
-        with self.db.transaction():
-            self.db.execute(
-                "CREATE TABLE IF NOT EXISTS curves (run TEXT, curve TEXT, step INTEGER, value REAL,"
-                " logged REAL, PRIMARY KEY (run, curve, step)) WITHOUT ROWID"
-            )
-            for name, curve, *point, logged in self.db.execute(
-                "SELECT run, curve, step, value, logged FROM curves ORDER BY run, curve, step"
-            ):
-                run = self.runs.setdefault(name, Run())
-                run.curves.setdefault(curve, []).append(tuple(point))
-                run.step, run.logged = max(run.step, point[0]), max(run.logged, logged)
-        self.runs = dict(sorted(self.runs.items(), key=lambda item: item[1].logged))
+        self.samples = {}  # run -> the latest
+        self.db.executescript(SCHEMA)
 
     def error(self, text):
         """Adds an error; a repeat only counts, so that a producer that retries hides no other."""
@@ -171,36 +136,48 @@ class Live:
         groups, tokens = len(tokens), sum(tokens)
         return {"groups_per_s": round(groups / span, 2), "tokens_per_s": round(tokens / span, 1)}
 
-    def log(self, name, records, samples):
+    def log(self, run, records, samples):
         """Adds records and samples to a run: all, or none if one is malformed: ValueError."""
-        if not is_name(name):
+        if not is_name(run):
             raise ValueError("run must have 1 to 200 printable characters")
-        if len(records) > MAX_POINTS or len(samples) > 100:
-            raise ValueError(f"at most {MAX_POINTS} records and 100 samples in one post, please")
-        for record in records:
-            check_step("a record", record)
-            check_numbers("a record", record, 200)
+        if len(records) > MAX_STEPS or len(samples) > 100:
+            raise ValueError(f"at most {MAX_STEPS} records and 100 samples in one post, please")
         samples = [clean_sample(sample) for sample in samples]
         with self.db.changed:
-            before = self.runs.get(name) or Run()
-            run = before.copy(time.time())
-            run.samples.extend(samples)
-            for record in records:
-                run.add(record)
-            others = [other for other in self.runs if other != name]
-            kept = others[max(0, len(others) + 1 - MAX_RUNS) :]
             with self.db.transaction():
-                for curve, points in run.curves.items():  # what differs: 1 ms where all are full
-                    old, new = set(before.curves[curve]), set(points)
-                    gone = [(name, curve, step) for step, _ in old - new]
-                    query = "DELETE FROM curves WHERE run=? AND curve=? AND step=?"
-                    self.db.executemany(query, gone)
-                    rows = [(name, curve, *point, run.logged) for point in new - old]
-                    self.db.executemany("INSERT INTO curves VALUES (?, ?, ?, ?, ?)", rows)
-                for other in set(others) - set(kept):
-                    self.db.execute("DELETE FROM curves WHERE run=?", (other,))
-            # on a full disk it raised: memory then has what the disk has, and the post is repeated
-            self.runs = {other: self.runs[other] for other in kept} | {name: run}
+                for record in records:
+                    self._add(run, record)
+                self._bound(run)
+            latest = self.samples.pop(run, []) + samples  # on a full disk it has raised
+            self.samples[run] = latest[-MAX_SAMPLES:]
+            if len(self.samples) > MAX_RUNS:
+                del self.samples[next(iter(self.samples))]
+
+    def _add(self, run, record):
+        """Adds a step's metrics to those that the step has already: an evaluation follows its step.
+        An earlier step removes the later ones: the trainer resumed from a checkpoint."""
+        check_step("a record", record)
+        at = run, record["step"]
+        before = self.db.value("SELECT record FROM logged WHERE run=? AND step=?", at)
+        record = json.loads(before or "{}") | record
+        check_numbers("a record", record, 200)
+        text = json.dumps(record)
+        if len(text) > MAX_RECORD:
+            raise ValueError(f"a record must be at most {MAX_RECORD} characters of JSON")
+        self.db.execute("DELETE FROM logged WHERE run=? AND step>=?", at)
+        row = (*at, len(record), text)
+        self.db.execute("INSERT INTO logged VALUES (?, ?, ?, ?)", row)
+
+    def _bound(self, run):
+        """Notes that the run logged last; thins it if it is long, and deletes the oldest runs."""
+        count = self.db.value("SELECT COUNT(*) FROM logged WHERE run=?", (run,))
+        if count > MAX_STEPS:
+            half = {"run": run, "most": MAX_STEPS // 2}
+            self.db.execute(f"DELETE FROM logged WHERE run=:run AND step NOT IN ({EVENLY})", half)
+        self.db.execute("INSERT OR REPLACE INTO shown VALUES (?, ?)", (run, time.time()))
+        for old, _ in self.db.rows(f"{SHOWN} LIMIT -1 OFFSET ?", (MAX_RUNS,)):
+            self.db.execute("DELETE FROM shown WHERE run=?", (old,))
+            self.db.execute("DELETE FROM logged WHERE run=?", (old,))
 
     # --- The answer to GET /live --------------------------------------------------
     def snapshot(self, asked, policies, pacing, server):
@@ -211,10 +188,14 @@ class Live:
         now, clock = time.monotonic(), time.time()
         with self.db.changed:
             stats, ages = self.store.stats(), self.store.ages()
-            name = asked if asked in self.runs else next(reversed(self.runs), "")
+            shown = dict(self.db.rows(SHOWN))
+            name = asked if asked in shown else next(iter(shown), "")
             policy = policies.record(name) or {}  # without a name, of the run that published last
             name = name or policy.get("run", "")
-            run = self.runs.get(name, Run())
+            query = f"SELECT record FROM logged WHERE run=:run AND step IN ({EVENLY}) ORDER BY step"
+            rows = self.db.rows(query, {"run": name, "most": SENT_POINTS})
+            records = [json.loads(text) for (text,) in rows]
+            last = records[-1] if records else {}
             size = {"bytes": stats["bytes"], "max_bytes": stats["max_bytes"]}
             return {
                 "server": server | size | {"up_s": round(now - self.started, 1)},
@@ -227,13 +208,13 @@ class Live:
                     {"text": text, "count": count, "age_s": round(now - when, 1)}
                     for text, (count, when) in reversed(self.errors.items())
                 ],
-                "runs": list(reversed(self.runs)),
+                "runs": list(shown),
                 "run": name,
                 "ended": policies.ended(name),
-                "step": run.step if run.step >= 0 else None,
+                "step": last.get("step"),
                 "policy_version": policy.get("version"),
-                "logged_s": round(max(0, clock - run.logged), 1) if run.logged else None,
-                "curves": {curve: chart(points) for curve, points in run.curves.items()},
-                "last": dict(run.last),
-                "samples": list(reversed(run.samples)),
+                "logged_s": round(max(0, clock - shown[name]), 1) if name in shown else None,
+                "curves": {curve: chart(records, curve) for curve in CURVES},
+                "last": last,
+                "samples": list(reversed(self.samples.get(name, []))),
             }

@@ -9,6 +9,7 @@ import re
 import sqlite3
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import requests
@@ -18,7 +19,7 @@ from helpers import INFO, FakeReference, InProcess, call, make_group, mark_score
 from docs import page
 from docs.page import CHROMIUM, browse
 from grpo.serving import dashboard as live_module
-from grpo.serving.dashboard import Live, chart
+from grpo.serving.dashboard import Live
 from grpo.serving.policies import Policies
 from grpo.serving.store import Store
 from grpo.wire import pack_group
@@ -66,26 +67,33 @@ def post(app, run="run", records=(), samples=()):
     return call(app, "POST", "/log", body)
 
 
+def answer_of(live, run="run"):
+    """-> GET /live's answer where there are no policies and no workers."""
+    nobody = SimpleNamespace(record=lambda run: None, ended=lambda run: False, stats=dict)
+    return live.snapshot(run, nobody, nobody, {})
+
+
 def steps_of(live, run="run", curve="reward"):
-    return [step for step, _ in live.runs[run].curves[curve]]
+    return answer_of(live, run)["curves"][curve]["steps"]
 
 
 # --- What is kept -------------------------------------------------------------------
 def test_a_post_that_the_disk_had_no_room_for_is_written_when_it_is_repeated(store, monkeypatch):
-    """Memory must not run ahead: the repeated post would then write nothing, or twice the same."""
-    live, executemany = Live(store), store.db.executemany
+    live, execute = Live(store), store.db.execute
     live.log("run", [record(step) for step in range(1, 6)], [])
 
-    def full(query, rows):
-        executemany(query, rows)
-        raise sqlite3.OperationalError("database or disk is full")
+    def full(query, *values):
+        if query.startswith("INSERT"):
+            raise sqlite3.OperationalError("database or disk is full")
+        return execute(query, *values)
 
-    monkeypatch.setattr(store.db, "executemany", full)
-    for _ in range(2):
-        with pytest.raises(sqlite3.OperationalError):
-            live.log("run", [record(3)], [sample()])  # the run resumed from a checkpoint
-        assert steps_of(live) == steps_of(Live(store)) == [1, 2, 3, 4, 5]
-    monkeypatch.setattr(store.db, "executemany", executemany)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.db, "execute", full)
+        for _ in range(2):
+            with pytest.raises(sqlite3.OperationalError):
+                live.log("run", [record(3)], [sample()])  # the run resumed from a checkpoint
+    assert steps_of(live) == steps_of(Live(store)) == [1, 2, 3, 4, 5]
+    assert answer_of(live)["samples"] == []
     live.log("run", [record(3), record(4)], [])
     assert steps_of(live) == steps_of(Live(store)) == [1, 2, 3, 4]
 
@@ -95,16 +103,26 @@ def test_curves_survive_a_restart_of_the_server(store):
     live.log("old", [record(1)], [])
     live.log("run", [{"step": 0, "eval_accuracy": 0.25}, record(1, kl=0.5, entropy=2)], [sample()])
     live.log("run", [{"step": 1, "eval_accuracy": 0.75}, record(2)], [])
-    again = Live(store)
-    assert list(again.runs) == ["old", "run"]  # the one that logged last is shown
-    assert again.runs["run"].curves == live.runs["run"].curves == {
-        "reward": [(1, 0.01), (2, 0.02)],
-        "accuracy": [(1, 0.5), (2, 0.5)],
-        "eval_accuracy": [(0, 0.25), (1, 0.75)],
-        "kl": [(1, 0.5)],
-        "completion_tokens": [],
+    now, again = answer_of(live), answer_of(Live(store), "")
+    assert again["runs"] == ["run", "old"]  # the one that logged last is shown
+    assert again["curves"] == now["curves"] == {
+        "reward": {"steps": [1, 2], "values": [0.01, 0.02]},
+        "accuracy": {"steps": [1, 2], "values": [0.5, 0.5]},
+        "eval_accuracy": {"steps": [0, 1], "values": [0.25, 0.75]},
+        "kl": {"steps": [1], "values": [0.5]},
+        "completion_tokens": {"steps": [], "values": []},
     }  # fmt: skip
-    assert again.runs["run"].step == 2
+    assert again["last"] == now["last"] == record(2)
+    assert again["step"] == 2 and 0 <= again["logged_s"] < 60
+
+
+def test_an_earlier_versions_store_opens_without_its_curves(store):
+    store.db.execute("CREATE TABLE curves (run TEXT, curve TEXT, step INTEGER, value REAL)")
+    store.db.execute("INSERT INTO curves VALUES ('run', 'reward', 1, 0.5)")
+    live = Live(store)
+    assert answer_of(live)["runs"] == []
+    live.log("run", [record(2)], [])
+    assert steps_of(live) == [2]
 
 
 def test_a_trainer_that_resumes_undoes_what_came_after_its_checkpoint(store):
@@ -114,24 +132,41 @@ def test_a_trainer_that_resumes_undoes_what_came_after_its_checkpoint(store):
     assert steps_of(live) == list(range(1, 11))  # an evaluation follows its step, and undoes none
     live.log("run", [record(7, reward=-1)], [])
     for now in (live, Live(store)):
-        assert steps_of(now) == list(range(1, 8)) and now.runs["run"].step == 7
-        assert now.runs["run"].curves["reward"][-1] == (7, -1)
+        assert steps_of(now) == list(range(1, 8)) and answer_of(now)["step"] == 7
+        assert answer_of(now)["curves"]["reward"]["values"][-1] == -1
         assert steps_of(now, curve="kl") == list(range(1, 8))
         assert steps_of(now, curve="eval_accuracy") == []
 
 
-@pytest.mark.parametrize("stride", [1, 2, 7])
+@pytest.mark.parametrize("stride", [1, 2, 7, 2**40])
 def test_a_long_run_is_thinned_evenly_and_ends_with_its_newest_step(store, monkeypatch, stride):
-    monkeypatch.setattr(live_module, "MAX_POINTS", 40)
-    live = Live(store)
+    monkeypatch.setattr(live_module, "MAX_STEPS", 40)
+    monkeypatch.setattr(live_module, "SENT_POINTS", 40)
+    live, counts = Live(store), []
     for step in range(1, 1000 * stride, stride):
         live.log("run", [record(step)], [])
-        steps = steps_of(live)
-        assert steps[0] == 1 and steps[-1] == step and len(steps) <= 40
-    gaps = {b - a for a, b in itertools.pairwise(steps[:-1])}
-    assert max(gaps) <= 2 * min(gaps) and len(steps) > 18
-    assert Live(store).runs["run"].curves == live.runs["run"].curves
-    assert live.runs["run"].curves["reward"] == [(step, step / 100) for step in steps]
+        counts.append(store.db.value("SELECT COUNT(*) FROM logged"))
+    assert max(counts) == 40 and min(counts[40:]) > 10
+    curve = answer_of(live)["curves"]["reward"]
+    assert curve["steps"][0] == 1 and curve["steps"][-1] == step
+    assert curve["values"] == [float(f"{s / 100:.4g}") for s in curve["steps"]]
+    assert answer_of(Live(store))["curves"]["reward"] == curve
+    monkeypatch.setattr(live_module, "SENT_POINTS", 5)
+    gaps = [b - a for a, b in itertools.pairwise(steps_of(live))]
+    assert len(gaps) == 4 and max(gaps) <= 2 * min(gaps)
+
+
+def test_no_evaluation_is_lost_where_there_are_few(store, monkeypatch):
+    """Every second step may be the one that has none, or the one that has it."""
+    monkeypatch.setattr(live_module, "MAX_STEPS", 40)
+    live = Live(store)
+    live.log("run", [{"step": 0, "eval_accuracy": 0.5}], [])
+    for step in range(1, 201):
+        live.log("run", [record(step)], [])
+        if step % 20 == 0:
+            live.log("run", [{"step": step, "eval_accuracy": 0.5}], [])
+    monkeypatch.setattr(live_module, "SENT_POINTS", 20)
+    assert steps_of(live, curve="eval_accuracy") == list(range(0, 201, 20))
 
 
 def test_what_is_kept_and_sent_is_bounded(store, monkeypatch):
@@ -140,19 +175,31 @@ def test_what_is_kept_and_sent_is_bounded(store, monkeypatch):
         live.log(f"run {n}", [record(1)], [sample(step) for step in range(n)])
         live.error(f"error {n}")
     for now in (live, Live(store)):
-        assert list(now.runs) == [f"run {n}" for n in range(5, 25)]
-    assert [s["step"] for s in live.runs["run 24"].samples] == list(range(16, 24))
+        assert answer_of(now)["runs"] == [f"run {n}" for n in reversed(range(5, 25))]
+    assert [s["step"] for s in answer_of(live)["samples"]] == list(reversed(range(16, 24)))
+    assert store.db.value("SELECT COUNT(*) FROM logged") == 20 == len(live.samples)
     assert list(live.errors) == [f"error {n}" for n in range(5, 25)]
     live.error("error 5")  # a repeat: counted, and hides no other
     assert len(live.errors) == 20 and live.errors["error 5"][0] == 2
     live.error("x" * 10**6)
     live.log("long", [], [sample(completion="y" * 10_000, answer="z" * 10_000, question=5)])
-    (kept,) = live.runs["long"].samples
+    (kept,) = answer_of(live)["samples"]
     assert kept["completion"] == "y" * 4000 + " … (6000 more characters)"
     assert kept["answer"].startswith("z" * 200 + " …") and max(map(len, live.errors)) < 540
     monkeypatch.setattr(live_module, "SENT_POINTS", 3)
     for steps, sent in ((range(3), [0, 1, 2]), (range(101), [0, 50, 100])):
-        assert chart([(step, 1.0) for step in steps])["steps"] == sent
+        live.log(f"{len(steps)} steps", [record(step) for step in steps], [])
+        assert steps_of(live, f"{len(steps)} steps") == sent
+
+
+def test_what_is_added_to_a_step_is_bounded(store):
+    live = Live(store)
+    live.log("run", [{f"{n:5}": n for n in range(190)} | {"step": 1}], [])
+    with pytest.raises(ValueError, match="a record must be at most 200 numbers"):
+        live.log("run", [{f"more {n}": n for n in range(10)} | {"step": 1}], [])
+    with pytest.raises(ValueError, match="at most 10000 characters of JSON"):
+        live.log("run", [{"step": 2}, {f"{n:0100}": n for n in range(100)} | {"step": 3}], [])
+    assert len(answer_of(live)["last"]) == 191 and answer_of(live)["step"] == 1
 
 
 def test_rates_are_of_the_last_minute(store, monkeypatch):
@@ -227,7 +274,7 @@ def test_a_post_that_is_not_what_it_should_be_is_refused_whole(app, store, reaso
     assert reason in refused(call(app, "POST", "/log", body), 400)
     now = look(app)
     assert now["runs"] == [] and now["errors"][0]["text"].startswith("POST /log: ")
-    assert store.db.execute("SELECT COUNT(*) FROM curves").fetchone() == (0,)
+    assert store.db.execute("SELECT COUNT(*) FROM logged").fetchone() == (0,)
 
 
 def test_before_anything_has_happened(app):
