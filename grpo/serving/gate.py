@@ -55,7 +55,7 @@ class Gate(bottle.Bottle):
 
     # --- Requests -----------------------------------------------------------------
     def read_body(self):
-        length = int(bottle.request.environ.get("CONTENT_LENGTH") or 0)
+        length = bottle.request.content_length
         if not 0 < length <= self.max_body_bytes:
             status = 413 if length > 0 else 411
             self.refuse(status, f"a body of 1 to {self.max_body_bytes} bytes, please")
@@ -156,5 +156,5 @@ def listen(app, host, port, threads, max_body_bytes):
             asyncore_use_poll=True,  # select() ends at 1024 files
             max_request_body_size=max_body_bytes + 1,  # refuses from this many bytes on
         )
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"HOST = {host!r}, PORT = {port!r} can't be served: {error}; another server's?")
