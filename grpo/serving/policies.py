@@ -44,7 +44,7 @@ class Policies:
     def path(self, run, version):
         """Returns the policy's file. Its name contains no text from a client."""
         digest = hashlib.sha256(run.encode()).hexdigest()[:16]
-        return self.folder / f"{digest}-{int(version):012d}.safetensors"
+        return self.folder / f"{digest}-{version:012d}.safetensors"
 
     def files(self, run):
         """Returns the run's files and drafts, the oldest version first."""
@@ -102,7 +102,7 @@ class Policies:
                 record["oldest"] = min(record["oldest"], version - lag)
                 changed = json.dumps(record), run
                 self.db.execute("UPDATE runs SET record=? WHERE run=?", changed)
-        first = self.path(run, version + 1).name if version >= 0 else ""
+        first = self.path(run, version + 1).name
         for path in self.files(run):
             if path.name >= first:
                 path.unlink(missing_ok=True)
