@@ -39,12 +39,11 @@ class Pacing:
                 record = self.policies.record()
                 newer = record and is_newer(record, run, version, sha256, pulled)
                 count = max(0, min(want, self._room(record))) if record and not newer else 0
-                if newer or count:
-                    first = self.policies.take_prompts(record["run"], count)
+                left = deadline - time.monotonic()
+                if newer or count or left <= 0:
+                    first = self.policies.take_prompts(record["run"], count) if count else 0
                     me["held"] += count
                     return {"policy": record, "first": first, "count": count}
-                if (left := deadline - time.monotonic()) <= 0:
-                    return {"policy": record, "first": 0, "count": 0}
                 self.store.db.changed.wait(left)
 
     def _remember(self, worker, held, version):
