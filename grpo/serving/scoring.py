@@ -4,7 +4,6 @@ A score is the log-prob of a sampled token: all that a KL penalty needs of the r
 """
 
 import hashlib
-import os
 import queue
 import shutil
 import sqlite3
@@ -159,8 +158,9 @@ class Reference:
                 if weights != self.info["weights"]:
                     self._load(path)
                     if path:  # a copy: only the newest policies of a run are kept
-                        shutil.copy(path, self.kept.with_suffix(".part"))
-                        os.replace(self.kept.with_suffix(".part"), self.kept)
+                        draft = self.kept.with_suffix(".part")
+                        shutil.copy(path, draft)
+                        draft.replace(self.kept)
                     self.info = self._announce(weights)
                     print(f"the reference is now {name}", flush=True)
                 done.set_result(None)
