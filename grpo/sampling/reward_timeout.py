@@ -5,8 +5,9 @@ import faulthandler
 import signal
 import sys
 import threading
+import time
 
-from grpo.log import announced
+from grpo.log import SPEAK_SECONDS, tell
 
 
 class TooSlow(BaseException):
@@ -24,17 +25,21 @@ def timely(seconds, what):
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    began = time.monotonic()
 
-    def interrupt(*_):
-        raise TooSlow(f"{what} took more than {seconds} s")
+    def look(*_):
+        spent = time.monotonic() - began
+        if spent >= seconds:
+            raise TooSlow(f"{what} took more than {seconds} s")
+        tell(f"waiting for {what} since {spent:.0f} s")
+        signal.setitimer(signal.ITIMER_REAL, min(SPEAK_SECONDS, seconds - spent))
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, look)
     # from a thread of C, which also runs while others hold the interpreter
     faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, min(SPEAK_SECONDS, seconds))
     try:
-        with announced(what):
-            yield
+        yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.cancel_dump_traceback_later()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes import MIXED, FakeEngine, a_recipe, prompts_of, sampled
 
-from grpo import log
+from grpo.sampling import reward_timeout
 from grpo.sampling.reward_timeout import TooSlow, timely
 
 ROOT = Path(__file__).parent.parent.parent
@@ -105,7 +105,7 @@ def test_a_reward_that_fails_or_hangs_stops_the_run_with_question_and_completion
 
 
 def test_slow_rewards_are_not_waited_for_in_silence(monkeypatch, capsys):
-    monkeypatch.setattr(log, "SPEAK_SECONDS", 0.4)
+    monkeypatch.setattr(reward_timeout, "SPEAK_SECONDS", 0.4)
     recipe = a_recipe()
     recipe.task.rewards = lambda item, text: time.sleep(1) or {"correctness": 1, "format": 1}
     sampled(FakeEngine(), recipe, prompts_of([MIXED]), group_size=1)
