@@ -34,8 +34,8 @@ SWEEP = "https://johnmusgrave.com/p/vllm-throughput-latency-sweep-on"
 SIMPLE = f"{GITHUB}/lsdefine/simple_GRPO/blob/92eb290/README.md"
 OPEN_R1 = f"{GITHUB}/huggingface/open-r1/issues/161"
 
-# Seconds for 10^9 parameters, an estimate: a step of Qwen2.5-3B on two A100 with the optimiser in CPU
-# memory took 2.4 to 3.1 s, says the commit that put --bind_cores_to_rank into DeepSpeed's tutorial
+# Seconds for 10^9 parameters, an estimate: a step of Qwen2.5-3B on two A100 with the optimiser in
+# CPU memory took 2.4 to 3.1 s (the commit that put --bind_cores_to_rank into DeepSpeed's tutorial)
 ADAM_ON_CPU = 0.8
 
 # (model, sampled by, card, tokens a second of one sequence, whether it is fitted to, source)
@@ -143,7 +143,8 @@ def comparisons():
             what = f"simple_GRPO: a step of {name}, A800, {flat:.0%} flat"
             yield what, seconds / 60, simple_grpo_seconds(name, flat), "", SIMPLE
     for name in ("Qwen2.5-7B", "Qwen2.5-1.5B"):
-        yield f"TRL + vLLM: a step of {name}, 8 A100", 281.24, open_r1_seconds(name), "", OPEN_R1
+        what = f"TRL + vLLM: a step of R1-Distill, {name}'s shape, 8 A100"
+        yield what, 281.24, open_r1_seconds(name), "", OPEN_R1
 
 
 def errors():
@@ -158,10 +159,15 @@ def print_table():
     print("""## Beside what others have published
 
 "Fitted": one of cost.py's constants was fitted to this kind of row: LAUNCH to generate's, BANDWIDTH
-and LARGE to vLLM's, the efficiency of A100 and H100 to training's. The other rows try them. Of the
-runs two things are not known: simple_GRPO's share of flat groups (its code samples until a group is
-not flat), hence two rows each; and which of two recipes of that day open-r1's issue, its first
-step, is about. Errors below 0: computed faster than published.
+and LARGE to vLLM's, the efficiency of A100 and H100 to training's; SMALL, NODE, DRAW, links and
+lengths are assumed. The other rows try them. Above 0: computed slower than published.
+
+What the errors say: recorded tokens of the two engines that were not fitted are computed too slow,
+as LARGE has vLLM 0.6.3's own time on the host in it; short sequences are trained too fast, as
+LoRA's own launches and the optimiser are left out. Of the runs two things are not known:
+simple_GRPO's share of flat groups (it samples until a group is not flat), hence two rows each; and
+which of that day's two recipes open-r1's issue is about. It shows one step, the first: an agreement
+with one of the two proves little.
 """)
     rows = [
         [what, f"{1e3 * s:.2f} ms" if s < 0.2 else f"{s:.1f} s"]
