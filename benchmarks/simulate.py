@@ -16,6 +16,7 @@ Symbols: the trainer's, and L layers, W ranks. Units: seconds, bytes, FLOP, toke
 
 import argparse
 import functools
+import io
 import random
 import sys
 from collections import Counter
@@ -190,7 +191,7 @@ def print_job(name, card, c):
     table(["computed", "seconds a step", "share"], [*rows, ("the step", f"{total:.2f}", "100%")])
     table(["computed", "a step"], [(fact, f"{value:.1f}") for fact, value in numbers.items()])
     if size > CARDS[card].room * 2**30:
-        print(f"It needs {gb(size)} GB of each GPU: more than a {card} has. See docs/memory.md.\n")
+        print(f"It needs {gb(size)} GB of each GPU: more than one {card} has. See docs/memory.md.\n")
 
 
 def print_cards(c):
@@ -262,8 +263,9 @@ def main():
         published.print_table()
     elif asked.write:
         path = Path(__file__).with_name("results") / "simulate.md"
-        with open(path, "w") as page, redirect_stdout(page):
+        with redirect_stdout(io.StringIO()) as page:  # git calls a file that is being written changed
             print_all(c)
+        path.write_text(page.getvalue())
     elif asked.model not in MODELS:
         sys.exit(f"unknown model {asked.model}: known are {', '.join(MODELS)}")
     elif asked.card not in CARDS:

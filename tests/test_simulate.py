@@ -142,7 +142,7 @@ def test_the_printed_parts_add_up(monkeypatch, capsys):
 
 def test_what_does_not_fit_is_said(monkeypatch, capsys):
     run(monkeypatch, "Qwen2.5-14B", "A800", "--steps", "1")
-    assert "more than a A800 has" in capsys.readouterr().out
+    assert "more than one A800 has" in capsys.readouterr().out
 
 
 def test_lengths_may_be_real_ones(tmp_path):
