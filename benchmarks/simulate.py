@@ -146,19 +146,18 @@ def step_parts(rounds, turns, m, card, c):
     states = cost.OPTIMISER * m.total / c.ranks / (card.bandwidth * cost.BANDWIDTH)
     launches = cost.PER_MATRIX[1] * cost.matrices(m) * cost.LAUNCH
     parts["optimiser"] = states + launches + others * gradient / card.link
-    parts["publishing"] = gradient / cost.TO_HOST if c.publish else 0.0
+    parts["publishing"] = gradient / cost.TO_HOST / c.publish if c.publish else 0.0
     return parts, scoring
 
 
 def simulate(name, card, c):
     """Returns ({part: seconds}, {fact: number}), means over c.steps simulated steps."""
-    m, parts, facts_of = sizes_of(name, 0), Counter(), Counter()
-    made = steps(tuple(sorted(vars(c).items())))
+    m, parts, numbers = sizes_of(name, 0), Counter(), Counter()
+    made = steps(tuple(sorted(vars(c).items())))  # a key: cards and models share the scheduling
     for rounds, turns in made:
-        of_step, scoring = step_parts(rounds, turns, m, CARDS[card], c)
+        seconds, scoring = step_parts(rounds, turns, m, CARDS[card], c)
         batches = [batch for ranks in rounds for batch in ranks]
-        parts.update({part: seconds / len(made) for part, seconds in of_step.items()})
-        of_step = {
+        counted = {
             "columns, slowest rank": columns_of(rounds),
             "rows in the batch": sum(b.rows for b in batches) / sum(b.columns for b in batches),
             "rounds": len(rounds),
@@ -168,8 +167,9 @@ def simulate(name, card, c):
             "micro-batches of a rank": len(turns),
             "scoring on the server's own GPU, seconds": scoring,
         }
-        facts_of.update({fact: value / len(made) for fact, value in of_step.items()})
-    return parts, facts_of
+        parts.update({part: value / len(made) for part, value in seconds.items()})
+        numbers.update({fact: value / len(made) for fact, value in counted.items()})
+    return parts, numbers
 
 
 def step_seconds(name, card, c):
@@ -191,7 +191,7 @@ def print_job(name, card, c):
     table(["computed", "seconds a step", "share"], [*rows, ("the step", f"{total:.2f}", "100%")])
     table(["computed", "a step"], [(fact, f"{value:.1f}") for fact, value in numbers.items()])
     if size > CARDS[card].room * 2**30:
-        print(f"It needs {gb(size)} GB of each GPU: more than one {card} has. See docs/memory.md.\n")
+        print(f"It needs {gb(size)} GB, more than one {card} has: see docs/memory.md.\n")
 
 
 def print_cards(c):
@@ -263,7 +263,8 @@ def main():
         published.print_table()
     elif asked.write:
         path = Path(__file__).with_name("results") / "simulate.md"
-        with redirect_stdout(io.StringIO()) as page:  # git calls a file that is being written changed
+        # Not into the file at once: git would call it changed, and so would the page its commit
+        with redirect_stdout(io.StringIO()) as page:
             print_all(c)
         path.write_text(page.getvalue())
     elif asked.model not in MODELS:
