@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from grpo.sampling import sampler
 from grpo.sampling.decoders import cuda_graph
 from grpo.sampling.decoders import shared_prompt as decode
+from grpo.sampling.decoders.attention import kernel_works
 from grpo.sampling.decoders.choice import is_right, make_decoder, trial
 from grpo.sampling.decoders.cuda_graph import GraphedDecoder, can_record
 from grpo.sampling.decoders.llama import LlamaDecoder
@@ -211,6 +212,13 @@ def test_cuda_takes_the_recorded_step(dtype):
     dynamic = tiny_model("llama", rope_parameters=rope).cuda()
     assert type(make_decoder(dynamic, 12, 9)) is LlamaDecoder
     assert type(make_decoder(tiny_model("gemma").cuda(), 12, 9)) is decode.SharedDecoder
+
+
+@needs_gpu
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_has_attention_in_one_kernel(dtype, width):
+    assert kernel_works(torch.device("cuda"), dtype, width)
 
 
 @needs_gpu

@@ -217,22 +217,6 @@ def test_bfloat16_is_near_float32(family):
             assert (found - exact).norm() < 0.1 * exact.norm(), kind
 
 
-@pytest.mark.parametrize("mask", [False, True])
-def test_both_kinds_of_attention_give_the_same_and_its_sums(mask):
-    """PyTorch's kernel for CPUs, and what other devices and capped scores take. The kernel goes by
-    blocks of 512 keys: here some are hidden as a whole."""
-    numbers = torch.Generator().manual_seed(0)
-    query, keys, values = (torch.randn(3, 2, n, 8, generator=numbers) for n in (4, 1100, 1100))
-    hidden = torch.zeros(3, 1, 1, 1100)
-    hidden[0, ..., 50:] = hidden[1, ..., :1099] = -torch.inf
-    arguments = query, keys, values, hidden if mask else None, 0.3
-    uncapped = decode.attend(*arguments, 1e6)  # a cap that no score is near to
-    for a, b in zip(decode.attend(*arguments, None), uncapped, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
-    scores = query.double() @ keys.double().mT * 0.3 + (hidden if mask else 0)
-    torch.testing.assert_close(uncapped[1], scores.logsumexp(-1).float(), rtol=0, atol=1e-4)
-
-
 def test_the_models_own_attention_is_back_after_each_step(model_of):
     model = model_of("gemma")
     before = model.config._attn_implementation

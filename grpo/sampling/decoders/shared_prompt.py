@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
+from grpo.sampling.decoders.attention import attend, hidden
 from grpo.sampling.decoders.cached import Unsupported, last_logits, prefill
 
 ROOM = 64  # C at first; doubled when it is full
@@ -56,11 +57,6 @@ class Slots:
     where: tuple  # index of what is written, into (S, K, C, D)
     seen: int  # of the C columns
     unwritten: torch.Tensor | None  # (S, 1, 1, seen) added to scores; None where all is written
-
-
-def hidden(where, like):
-    """Returns what to add to scores so that no attention goes to where `where` is True."""
-    return like.new_zeros(where.shape).masked_fill_(where, -torch.inf)
 
 
 # --- The cache ----------------------------------------------------------------------
@@ -109,30 +105,6 @@ class SharedLayer(DynamicLayer):
         shared, log = layout.from_grid(shared), layout.from_grid(log[..., None])
         weight = torch.sigmoid(log - own_log[..., None])
         return torch.lerp(own.to(weight.dtype), shared.to(weight.dtype), weight).to(own.dtype)
-
-
-def attend(query, keys, values, mask, scaling, softcap):
-    """Returns the attention of queries (B, K, Q, D) to (B, K, C, D), and the log of the sum of
-    exponentials, (B, K, Q). `mask` is None or added to the scores."""
-    if query.device.type == "cpu" and softcap is None and query.shape[-1] == values.shape[-1]:
-        # What scaled_dot_product_attention calls; only this returns the sums as well
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(query.contiguous(), keys, values, attn_mask=mask, scale=scaling)
-    # A score of 30, rounded to bfloat16, is off by 0.1: float32, as in PyTorch's kernels
-    if query.device.type == "cuda" and query.dtype != torch.float32:
-        flat = query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
-        scores = torch.bmm(*flat, torch.float32).unflatten(0, query.shape[:2])
-    else:
-        scores = (query @ keys.transpose(-1, -2)).float()
-    scores *= scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores += mask
-    top = scores.amax(-1, keepdim=True)
-    exps = scores.sub_(top).exp_()
-    sums = exps.sum(-1, keepdim=True)
-    return (exps / sums).to(values.dtype) @ values, (top + sums.log()).squeeze(-1)
 
 
 # --- transformers' side -------------------------------------------------------------

@@ -1,0 +1,106 @@
+"""Attention of a few queries to many keys, and the log of each query's sum of exponentials.
+
+The sums are what joins parts of one softmax (shared_prompt.py). PyTorch has a kernel that returns
+both for CPUs, and one for GPUs; capped scores, and what these kernels do not take, go in pieces of
+some ten operations each.
+
+Symbols: B batch, K key-value heads, Q queries of each, C keys, D width of a head.
+"""
+
+import functools
+
+import torch
+
+ALIGNED = 8  # a mask's row must begin at a multiple of 16 bytes: so many elements at most
+
+
+def hidden(where, like):
+    """Returns what to add to scores so that no attention goes to where `where` is True: the dtype
+    of `like`, the shape of `where`, in rows that are aligned for the kernel."""
+    columns = where.shape[-1]
+    rows = like.new_zeros(*where.shape[:-1], -(-columns // ALIGNED) * ALIGNED)
+    return rows[..., :columns].masked_fill_(where, -torch.inf)
+
+
+def attend(query, keys, values, mask, scaling, softcap):
+    """Returns the attention of queries (B, K, Q, D) to (B, K, C, D), and the log of the sum of
+    exponentials, (B, K, Q). `mask` is None or made by `hidden`: (B, 1, 1, C), added to scores."""
+    if softcap is None and query.shape[-1] == values.shape[-1]:
+        if query.device.type == "cpu":
+            # What scaled_dot_product_attention calls; only this returns the sums as well
+            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            return flash(query.contiguous(), keys, values, attn_mask=mask, scale=scaling)
+        if kernel_works(query.device, query.dtype, query.shape[-1]):
+            return in_one_kernel(query, keys, values, mask, scaling)
+    return in_pieces(query, keys, values, mask, scaling, softcap)
+
+
+def in_one_kernel(query, keys, values, mask, scaling):
+    """`attend` by the kernel that scaled_dot_product_attention takes on a GPU where there is a mask
+    (CUTLASS's, not cuDNN's). It takes any strides, those of 0 too, that are multiples of 16 bytes,
+    scores are float32, and without dropout it can be recorded."""
+    if mask is not None:
+        mask = mask.expand(*query.shape[:3], -1)
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, log_sums, _, _ = kernel(query, keys, values, mask, True, scale=scaling)
+    return out, log_sums[..., : query.shape[2]]  # which the kernel pads to a multiple of 32
+
+
+def in_pieces(query, keys, values, mask, scaling, softcap):
+    # A score of 30, rounded to bfloat16, is off by 0.1: float32, as in PyTorch's kernels
+    if query.device.type == "cuda" and query.dtype != torch.float32:
+        flat = query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
+        scores = torch.bmm(*flat, torch.float32).unflatten(0, query.shape[:2])
+    else:
+        scores = (query @ keys.transpose(-1, -2)).float()
+    scores *= scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores += mask
+    top = scores.amax(-1, keepdim=True)
+    exps = scores.sub_(top).exp_()
+    sums = exps.sum(-1, keepdim=True)
+    return (exps / sums).to(values.dtype) @ values, (top + sums.log()).squeeze(-1)
+
+
+# --- Whether there is a kernel ------------------------------------------------------
+@functools.cache
+@torch.no_grad()
+def kernel_works(device, dtype, width):
+    """Returns whether in_one_kernel takes heads of this width and agrees with in_pieces in float32.
+    Tried once, before anything is recorded; if not, prints why: decoders go on, in pieces."""
+    reason, limit, scaling = None, 1e-4 if dtype == torch.float32 else 1e-2, width**-0.5
+    try:
+        for case in trial(device, dtype, width):
+            exact = in_pieces(*(None if x is None else x.float() for x in case), scaling, None)
+            pairs = zip(in_one_kernel(*case, scaling), exact, strict=True)
+            gap = max((found - due).abs().max().item() for found, due in pairs)
+            if not gap < limit:
+                reason = f"is {gap:.1g} off"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 (no kernel for this GPU or width: anything is raised)
+        reason = f"fails ({type(error).__name__})"
+    if reason:
+        of = f"{str(dtype).removeprefix('torch.')} and heads of {width}"
+        print(
+            f"attention is computed in pieces, so slower: its kernel for {of} {reason}", flush=True
+        )
+    return not reason
+
+
+def trial(device, dtype, width):
+    """Yields (query, keys, values, mask) as decoders have them: few and many queries, a part of
+    what there is room for, without a mask and with whole blocks of keys hidden."""
+
+    def numbers(first, count):
+        size = (2, 3, count, width)
+        return (first + torch.arange(2 * 3 * count * width, device=device)).sin().view(size)
+
+    query, keys, values = (numbers(i, 256).to(dtype) for i in range(3))
+    keys, values = keys[:, :, :203], values[:, :, :203]
+    column = torch.arange(203, device=device)
+    unseen = torch.stack([column < 150, column > 7]).view(2, 1, 1, 203)
+    for count, mask in ((7, None), (7, hidden(unseen, keys)), (70, hidden(unseen, keys))):
+        yield query[:, :, :count], keys, values, mask
