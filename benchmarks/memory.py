@@ -230,7 +230,7 @@ def sampling(m, prompts, rows, prompt, completion):
     full = of_prompts + token * rows * completion
     # of a layer's keys, then its values: old and new
     growth = BF16 * rows * completion * m.kv if completion > ROOM else 0
-    draw = rows * m.vocab * (2 * FP32 + FP64)  # log_softmax, its exp, their sums
+    draw = rows * m.vocab * (2 * FP32 + FP64)  # log_softmax, its exp, their sums; a GPU: 3 * FP32
     prefill = {"key-value cache": of_prompts, "one layer": layer}
     # with the first token's logits, which live as long as the batch
     end = {"key-value cache": full, "its growth, logits": 2 * logits + max(growth, draw)}

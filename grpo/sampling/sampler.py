@@ -151,14 +151,27 @@ class Running:
 
 def draw(logits, temperature, generator):
     """Returns tokens (S,) drawn from logits (S, V), and their log-probs (S,)."""
+    if temperature and logits.device.type != "cpu":
+        return race(logits.float() / temperature, generator)
     log_probs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
-    if temperature == 0:
-        tokens = log_probs.argmax(-1)
-    else:
-        # The inverse of the distribution function at one uniform number for each sequence, where
-        # multinomial draws one for each id. A float32 sum over a large vocabulary loses small ones.
-        below = log_probs.exp().cumsum(-1, dtype=torch.float64)  # (S, V)
-        uniform = below.new_empty(len(below), 1).uniform_(generator=generator)
-        tokens = torch.searchsorted(below, uniform * below[:, -1:], right=True).squeeze(1)
-        tokens.clamp_(max=below.shape[1] - 1)  # NaN is found beyond all ids: a device-side assert
+    tokens = invert(log_probs, generator) if temperature else log_probs.argmax(-1)
     return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def race(logits, generator):
+    """Returns what `draw` does, in three passes after the softmax, each a kernel on a GPU: if id i
+    arrives after a time that is exponential with rate p_i, it is the first with probability p_i
+    (so torch.multinomial draws one, but that waits for the device)."""
+    probs = torch.softmax(logits, dim=-1)  # (S, V)
+    times = torch.empty_like(probs).exponential_(generator=generator)
+    tokens = torch.div(probs, times, out=times).argmax(-1)  # NaN counts as the largest
+    return tokens, probs.gather(1, tokens[:, None]).squeeze(1).log()
+
+
+def invert(log_probs, generator):
+    """Returns tokens (S,) where the distribution functions of log_probs (S, V) reach one uniform
+    number each: a CPU is slow at drawing one for each id. Sums of float32 would lose rare ids."""
+    below = log_probs.exp().cumsum(-1, dtype=torch.float64)  # (S, V)
+    uniform = below.new_empty(len(below), 1).uniform_(generator=generator)
+    tokens = torch.searchsorted(below, uniform * below[:, -1:], right=True).squeeze(1)
+    return tokens.clamp_(max=below.shape[1] - 1)  # NaN is found beyond all ids

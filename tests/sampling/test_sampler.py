@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 
 from grpo.models import can_cache
 from grpo.sampling.decoders.choice import make_decoder
-from grpo.sampling.sampler import draw
+from grpo.sampling.sampler import draw, race
 
 
 # --- Every family ------------------------------------------------------------------
@@ -287,17 +287,48 @@ def test_two_tokens_have_the_probabilities_of_the_softmax(sharp):
     assert value > limit
 
 
-def test_a_token_of_probability_zero_is_never_drawn():
+def on_a_cpu(logits, generator):
+    return draw(logits, 1.0, generator)
+
+
+both_draws = pytest.mark.parametrize("drawn", [on_a_cpu, race])
+
+
+@both_draws
+def test_a_token_of_probability_zero_is_never_drawn(drawn):
     """Neither before, between nor behind the others: a sum that stays equal is no interval."""
     logits = torch.full((4096, 9), -torch.inf)
     logits[:, [2, 3, 6]] = torch.tensor([0.0, 1.0, 0.0])
-    tokens, logps = draw(logits, 1.0, torch.Generator().manual_seed(0))
+    tokens, logps = drawn(logits, torch.Generator().manual_seed(0))
     counts = torch.bincount(tokens, minlength=9)
     exact = torch.softmax(logits[0].double(), 0)
     assert counts.nonzero().flatten().tolist() == [2, 3, 6]
     torch.testing.assert_close(logps, torch.log_softmax(logits, -1)[0, tokens])
     value, limit = chi_square(counts, exact)
     assert value < limit
+
+
+@both_draws
+def test_the_draws_of_cpu_and_gpu_have_the_same_distribution(drawn):
+    """Ids from likely to rare, 1e-4; at 0.9 of the temperature the same draws would not pass."""
+    logits = 3 * torch.randn(50, generator=torch.Generator().manual_seed(1))
+    tokens, logps = drawn(logits.expand(200_000, 50), torch.Generator().manual_seed(0))
+    counts = torch.bincount(tokens, minlength=50)
+    value, limit = chi_square(counts, torch.softmax(logits.double(), 0))
+    assert value < limit
+    value, limit = chi_square(counts, torch.softmax(logits.double() / 0.9, 0))
+    assert value > limit
+    torch.testing.assert_close(logps, torch.log_softmax(logits, -1)[tokens], rtol=0, atol=1e-5)
+
+
+@both_draws
+def test_logits_that_are_not_finite_draw_an_id_without_log_prob(drawn):
+    """On a GPU an index out of range is a device-side assert; `write` says what is wrong."""
+    logits = torch.zeros(4, 9)
+    logits[0], logits[1, 3], logits[2, 3] = torch.nan, torch.nan, torch.inf
+    tokens, logps = drawn(logits, torch.Generator().manual_seed(0))
+    assert 0 <= tokens.min() and tokens.max() < 9
+    assert logps.isfinite().tolist() == [False, False, False, True]
 
 
 def test_the_rare_ids_of_a_large_vocabulary_keep_their_share(monkeypatch):
