@@ -92,6 +92,7 @@ class Sizes:
             model = AutoModelForCausalLM.from_config(config)
         body = model.base_model.layers
         linear = [m.weight.shape for m in body.modules() if isinstance(m, torch.nn.Linear)]
+        self.adapted = sum(shape.numel() for shape in linear)  # of all matrices with adapters
         self.tied = config.tie_word_embeddings
         self.total = sum(p.numel() for p in model.parameters())  # a tied head counts once
         self.trained = sum(rank * sum(shape) for shape in linear) if rank else self.total
@@ -427,6 +428,17 @@ def print_states(prompt, completion):
     table([*head, "RAM, offload", "server"], rows)
 
 
+def merged_bytes(m):
+    """Returns what MergedAdapters holds while a LoRA policy samples, where twice that is free: not
+    in the phases above, for where it is not free nothing is merged."""
+    return BF16 * m.adapted
+
+
+def print_merged():
+    rows = [[name, gb(merged_bytes(sizes_of(name, RANK)))] for name in MODELS]
+    table(["model", "copies, GB"], rows)
+
+
 def print_parts(name, prompt, completion):
     prompts, rows, _ = micro_batch(prompt, completion)
     print(f"A micro-batch: {rows} rows of {completion} tokens, {prompts} prompts of {prompt}.\n")
@@ -487,6 +499,12 @@ DeepSpeed 0.19.8 keeps on the GPU from the first backward to the step. RAM: of a
 (master weights, Adam, gradients, a bf16 copy), read in DeepSpeed's code, not measured. Server:
 ref_server.py with the same model, allowance included.\n""")
     print_states(512, 512)
+    print("""## Adapters, merged to sample
+
+With LoRA, W + 2 B A of all layers but the LM head lie beside the weights while a rank, a worker or
+an evaluation samples, on a GPU that has twice as much free then; elsewhere nothing is merged, so
+that no card above need be larger. A CPU always merges.\n""")
+    print_merged()
     print("## By part\n")
     print_parts("Qwen2.5-3B", 512, 512)
     print("""## Computed over counted

@@ -1,4 +1,4 @@
-"""Weights that travel between processes: those that are trained."""
+"""The weights that are trained: as they travel between processes, and merged to sample."""
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -34,6 +34,7 @@ def load_weights(model, tensors):
         parameters[name].copy_(tensor)
 
 
+# --- Adapters -----------------------------------------------------------------------
 @torch.no_grad()
 def merge_adapters(model, tensors):
     """Returns the weights of a LoRA policy, W + 2 B A, from its adapters and the `model` under
@@ -44,9 +45,57 @@ def merge_adapters(model, tensors):
             path = name.split(".lora_A.")[0]
             if f"{path}.weight" not in merged:
                 raise ValueError(f"there is no layer {path} for the adapter {name}")
-            weight, b = merged[f"{path}.weight"], tensors[name.replace("lora_A", "lora_B")]
-            update = 2 * (b.float() @ a.float()).to(weight.device)
-            if isinstance(model.get_submodule(path), Conv1D):  # GPT-2 keeps matrices transposed
-                update = update.T
-            merged[f"{path}.weight"] = (weight.float() + update).to(weight.dtype)
+            b = tensors[name.replace("lora_A", "lora_B")]
+            merged[f"{path}.weight"] = merged_weight(model.get_submodule(path), a, b)
     return merged
+
+
+def merged_weight(layer, a, b):
+    """Returns W + 2 B A in the dtype of the layer's W: added in float32, rounded once."""
+    update = 2 * (b.float() @ a.float()).to(layer.weight.device)
+    if isinstance(layer, Conv1D):  # GPT-2 keeps matrices transposed
+        update = update.T
+    return (layer.weight.float() + update).to(layer.weight.dtype)
+
+
+class MergedAdapters:
+    """Inside `with`, each layer that has an adapter is a plain one with W + 2 B A: one matrix
+    product, where an adapter takes four more operations. Outside, the model is as it was, with its
+    own W, which is never written.
+
+    It holds copies of all matrices that have adapters, in their dtype, until it is gone; or none,
+    and changes nothing, on a GPU that does not have twice their size free.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model):
+        adapted = [(path, x) for path, x in model.named_modules() if hasattr(x, "lora_A")]
+        self.layers = []  # (parent, its name for the layer, layer, what is under it, W, merged W)
+        if not has_room(model, sum(layer.weight.nbytes for _, layer in adapted)):
+            return
+        for path, layer in adapted:
+            parent, _, name = path.rpartition(".")
+            base, (adapter,) = layer.base_layer, layer.active_adapters
+            a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+            merged = torch.nn.Parameter(merged_weight(base, a, b), requires_grad=False)
+            parent = model.get_submodule(parent)
+            self.layers.append((parent, name, layer, base, base.weight, merged))
+
+    def __enter__(self):
+        for parent, name, _, base, _, merged in self.layers:
+            base.weight = merged
+            setattr(parent, name, base)
+
+    def __exit__(self, *_):
+        for parent, name, layer, base, own, _ in self.layers:
+            base.weight = own
+            setattr(parent, name, layer)
+
+
+def has_room(model, size):
+    """Returns whether `size` bytes on the model's device leave as much free: for the KV cache."""
+    device = model.device
+    if device.type == "cpu":
+        return True
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached >= 2 * size

@@ -23,6 +23,7 @@ import grpo_loss_triton
 from grpo import forward
 from grpo.training import engine
 from grpo.training.engine import make_engine
+from grpo.weights import MergedAdapters
 
 CASES = [  # memory.MODELS' shape, prompt, completion, group, shared prompts, LoRA rank
     ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, True, 0),
@@ -200,6 +201,13 @@ def test_parameters_are_as_published():
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert trained == memory.Sizes(config, 8).trained
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}  # adapters, too
+
+
+def test_merged_adapters_are_as_large_as_computed():
+    config = memory.config_of(*CASES[1][0])
+    merged = MergedAdapters(memory.random_policy(config, 8).model)
+    copies = sum(weight.nbytes for *_, weight in merged.layers)
+    assert copies == memory.merged_bytes(memory.Sizes(config, 8)) > 0
 
 
 def test_what_the_trainer_hard_codes_is_what_is_computed_with():

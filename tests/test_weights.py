@@ -1,12 +1,18 @@
 """Weights that travel: those that do not fit change nothing; adapters are merged."""
 
+import gc
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fakes import move
 from families import tiny_model
 
-from grpo.sampling.policy import ALL
-from grpo.weights import load_weights, merge_adapters, trained_weights
+from grpo import weights
+from grpo.sampling import policy
+from grpo.sampling.policy import ALL, Policy
+from grpo.weights import MergedAdapters, has_room, load_weights, merge_adapters, trained_weights
 
 
 def test_weights_that_do_not_fit_change_nothing():
@@ -83,3 +89,93 @@ def test_adapters_from_a_file_are_merged_on_the_models_device():
     tensors = trained_weights(with_adapters(tiny_model("qwen2")))
     merged = merge_adapters(tiny_model("qwen2").to("meta"), tensors)
     assert all(tensor.device.type == "meta" for tensor in merged.values())
+
+
+# --- Merged to sample ----------------------------------------------------------------
+def state_of(model):
+    """Returns what may not change: each parameter's identity, memory and values, and the layers."""
+    tensors = {name: (id(p), p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    return tensors, [(name, id(module)) for name, module in model.named_modules()]
+
+
+def assert_as_before(model, before):
+    tensors, modules = state_of(model)
+    assert modules == before[1] and tensors.keys() == before[0].keys()
+    for name, (identity, memory, values) in tensors.items():
+        assert (identity, memory) == before[0][name][:2], name
+        assert torch.equal(values, before[0][name][2]), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "llama", "opt"])
+def test_a_model_with_merged_adapters_has_plain_layers_for_a_while(family):
+    ids, model = torch.tensor([[3, 4, 5, 6, 7, 8]]), with_adapters(tiny_model(family))
+    expected, before = model(ids).logits, state_of(model)
+    plain = [type(module) for module in tiny_model(family).modules()]
+    merged = MergedAdapters(model)
+    for _ in range(3):
+        with merged:
+            assert [type(module) for module in model.modules()] == plain
+            torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=5e-5)
+        assert_as_before(model, before)
+        assert torch.equal(model(ids).logits, expected)
+    with pytest.raises(ZeroDivisionError), merged:
+        raise ZeroDivisionError
+    assert_as_before(model, before)
+
+
+def streaming(model):
+    sampler = Policy("tiny", model, None, {500}, 110, "float32")
+    prompts = [(0, [5, 6, 7]), (1, [8]), (2, [4, 9])]
+    settings = {"max_rows": 4, "longest_prompt": 3, "max_new_tokens": 5, "temperature": 1.0}
+
+    def take(count):
+        return [prompts.pop() for _ in range(min(count, len(prompts)))]
+
+    return sampler.stream(take, seed=0, group_size=2, **settings)
+
+
+@pytest.mark.parametrize("end", ["exhausted", "closed", "dropped", "an error", "held"])
+def test_a_stream_leaves_the_model_as_it_is_trained(end, monkeypatch):
+    """Also between two groups: then rewards are found, and whoever stops there may save it."""
+    model = with_adapters(tiny_model("qwen2"))
+    before, copies = state_of(model), weakref.WeakSet()
+
+    def noted(model):
+        copies.add(merged := MergedAdapters(model))
+        return merged
+
+    monkeypatch.setattr(policy, "MergedAdapters", noted)
+    groups = streaming(model)
+    next(groups)
+    assert_as_before(model, before)
+    assert [len(merged.layers) for merged in copies] == [2 * 7]
+    if end == "exhausted":
+        assert len(list(groups)) == 2
+    elif end == "closed":
+        groups.close()
+    elif end == "an error":
+        monkeypatch.setattr(torch.Tensor, "scatter_", None)
+        with pytest.raises(TypeError):
+            list(groups)
+    assert_as_before(model, before)
+    if end != "held":
+        del groups
+        gc.collect()
+        assert not copies
+
+
+@torch.no_grad()
+def test_a_gpu_without_room_for_a_second_copy_keeps_its_adapters(monkeypatch):
+    model, cuda = with_adapters(tiny_model("qwen2")), SimpleNamespace(device=torch.device("cuda"))
+    for name, value in {"memory_reserved": 50, "memory_allocated": 20}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    assert has_room(cuda, 65) and not has_room(cuda, 66)
+    asked = []
+    monkeypatch.setattr(weights, "has_room", lambda model, size: asked.append(size))
+    before = state_of(model)
+    with MergedAdapters(model):
+        assert_as_before(model, before)
+    linear = [m for m in tiny_model("qwen2").model.layers.modules() if hasattr(m, "in_features")]
+    assert asked == [sum(4 * m.in_features * m.out_features for m in linear)]

@@ -7,7 +7,7 @@ import torch
 from grpo.forward import CompletionModel
 from grpo.models import load_model, stop_ids
 from grpo.sampling.sampler import sample_groups, stream_groups
-from grpo.weights import load_weights
+from grpo.weights import MergedAdapters, load_weights
 from grpo.wire import tokenizer_facts
 from grpo_loss_triton import linear_logps
 
@@ -24,8 +24,13 @@ class Policy:
     dtype: str
 
     def stream(self, take, *, seed, **settings):
-        """Samples groups with the current weights; see sampler.stream_groups."""
-        return stream_groups(
+        """Samples groups with the current weights; see sampler.stream_groups.
+
+        Adapters are merged, but not between two groups: what rewards, uploads or saves then, or
+        leaves the rest, has the model as it is trained.
+        """
+        merged = MergedAdapters(self.model)
+        groups = stream_groups(
             self.model,
             take,
             eos_ids=self.eos_ids,
@@ -33,6 +38,12 @@ class Policy:
             generator=self.generator(seed),
             **settings,
         )
+        while True:
+            with merged:
+                group = next(groups, None)
+            if group is None:
+                return
+            yield group
 
     def continuation(self, prompt, size):
         """Returns `size` ids drawn after the prompt at temperature 1; EOS does not end them."""
