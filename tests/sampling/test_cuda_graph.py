@@ -28,18 +28,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo.sampling import sampler
-from grpo.sampling.decoders import cuda_graph
+from grpo.sampling.decoders import choice, cuda_graph
 from grpo.sampling.decoders import shared_prompt as decode
 from grpo.sampling.decoders.attention import kernel_works
 from grpo.sampling.decoders.choice import is_right, make_decoder, trial
-from grpo.sampling.decoders.cuda_graph import GraphedDecoder, can_record
+from grpo.sampling.decoders.cuda_graph import (
+    GraphedDecoder,
+    GraphedSharedDecoder,
+    can_record,
+    can_record_layers,
+    never_waits,
+)
 from grpo.sampling.decoders.llama import LlamaDecoder
+from grpo.sampling.decoders.shared_prompt import SharedDecoder
 
 aten = torch.ops.aten
 # .item() and bool(), indices by a mask, and tensors made of Python's numbers
 WAITING = {aten._local_scalar_dense, aten.nonzero, aten.lift_fresh, aten.is_nonzero}
 WAITING |= {aten.masked_select}
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
 
@@ -110,13 +118,18 @@ def steps(decoder, model):
     return found
 
 
+STEPS = [(family, GraphedDecoder) for family in sorted(OWN_STEP)]
+OTHERS = ["gemma", "gemma2 wide", "gemma3 wide", "opt", "mixtral", "qwen2"]
+STEPS += [(family, GraphedSharedDecoder) for family in OTHERS]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", sorted(OWN_STEP))
-def test_a_replayed_step_has_the_logits_of_one_that_runs(family, device, taped, monkeypatch):
+@pytest.mark.parametrize("family, kind", STEPS)
+def test_a_replayed_step_has_the_logits_of_one_that_runs(family, kind, device, taped, monkeypatch):
     monkeypatch.setattr(decode, "ROOM", 8)  # full before the third round, and amid the last
     model = tiny_model(family).to(device)
-    graphed, plain = GraphedDecoder(model, 20), LlamaDecoder(model, 20)
+    graphed, plain = kind(model, 20), kind.kind(model, 20)
     for a, b in zip(steps(graphed, model), steps(plain, model), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
         assert (a.amax(1) - a.amin(1)).min() > 1  # far from flat
@@ -160,6 +173,45 @@ def test_a_step_that_looks_at_its_positions_is_not_recorded():
     assert not can_record(tiny_model("llama"))  # on a CPU
 
 
+@pytest.fixture
+def refusing(monkeypatch):
+    """PyTorch's mode that raises where the host waits, on a CPU."""
+    modes = []
+
+    def set_mode(mode):
+        if mode == "error":
+            modes.append(Tape())
+            modes[0].__enter__()
+        else:
+            assert mode == 0
+            modes.pop().__exit__(None, None, None)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    yield
+    assert not modes
+
+
+def test_transformers_layers_are_recorded_where_nothing_in_them_waits(refusing):
+    """GPT-2 looks for padding where there is a pad id and no mask."""
+    gpt2 = tiny_model("gpt2")
+    assert not never_waits(SharedDecoder(gpt2, 2))
+    gpt2.config.pad_token_id = None
+    dynamic = tiny_model("llama", rope_parameters=DYNAMIC)
+    assert not never_waits(SharedDecoder(dynamic, 2))
+    for model in (gpt2, tiny_model("gemma"), tiny_model("opt")):
+        assert never_waits(SharedDecoder(model, 2))
+        assert not can_record_layers(model)  # on a CPU
+
+
+def test_a_gpu_records_the_layers_of_other_families(monkeypatch, refusing):
+    monkeypatch.setattr(choice, "can_record_layers", lambda model: True)
+    assert type(make_decoder(tiny_model("gemma"), 12, 9)) is GraphedSharedDecoder
+    assert type(make_decoder(tiny_model("qwen2"), 12, 9)) is LlamaDecoder  # which comes first
+    monkeypatch.setattr(LlamaDecoder, "forward", None)
+    assert type(make_decoder(tiny_model("llama"), 12, 9)) is GraphedSharedDecoder
+
+
 # --- What would be wrong is found out ------------------------------------------------------
 def a_column_that_stays(self, tokens, columns):
     """The column that is written is a number of Python's, and the same in each replay."""
@@ -187,8 +239,7 @@ def test_a_recorded_step_that_would_be_wrong_is_found_out(wrong, monkeypatch, ca
     elif wrong == "the inputs":
         kind = Forgetful
     else:  # its rotary embedding looks at the largest position
-        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-        model = tiny_model("llama", rope_parameters=rope)
+        model = tiny_model("llama", rope_parameters=DYNAMIC)
     assert not is_right(kind, model)
     reason = "(RuntimeError)" if wrong == "it waits" else "its logits differ by"
     said = capsys.readouterr().out
@@ -208,10 +259,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_cuda_takes_the_recorded_step(dtype):
     model = tiny_model("qwen2").to("cuda", dtype)
     assert type(make_decoder(model, 12, 9)) is GraphedDecoder
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    dynamic = tiny_model("llama", rope_parameters=rope).cuda()
-    assert type(make_decoder(dynamic, 12, 9)) is LlamaDecoder
-    assert type(make_decoder(tiny_model("gemma").cuda(), 12, 9)) is decode.SharedDecoder
+    dynamic = tiny_model("llama", rope_parameters=DYNAMIC).cuda()
+    assert type(make_decoder(dynamic, 12, 9)) is LlamaDecoder and not can_record_layers(dynamic)
+    assert type(make_decoder(tiny_model("gemma").cuda(), 12, 9)) is GraphedSharedDecoder
 
 
 @needs_gpu

@@ -7,7 +7,7 @@
 
 PlainDecoder works without a KV cache, CachedDecoder with transformers' own. SharedDecoder keeps a
 prompt once for its group and lets prompts join a running batch (`joins`), LlamaDecoder also has its
-own layers, GraphedDecoder records these as a CUDA graph. Those three rely on a model's internals,
+own layers, and a Graphed one records such a step as a CUDA graph. They rely on a model's internals,
 so each is tried on the model first. Dropping sequences copies the cache of the others: it pays when
 more than 1 / `compaction` of all have ended.
 
@@ -20,7 +20,12 @@ import torch
 
 from grpo.models import can_cache, smallest_window
 from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder, Unsupported
-from grpo.sampling.decoders.cuda_graph import GraphedDecoder, can_record
+from grpo.sampling.decoders.cuda_graph import (
+    GraphedDecoder,
+    GraphedSharedDecoder,
+    can_record,
+    can_record_layers,
+)
 from grpo.sampling.decoders.llama import MODEL_TYPES, LlamaDecoder
 from grpo.sampling.decoders.shared_prompt import SharedDecoder
 
@@ -39,12 +44,21 @@ def make_decoder(model, max_new_tokens, longest_prompt):
     if window and longest_prompt + max_new_tokens > window:
         return CachedDecoder(model)
     if model not in fastest:
-        kinds = [SharedDecoder]
-        if model.config.model_type in MODEL_TYPES:
-            kinds = [GraphedDecoder] * can_record(model) + [LlamaDecoder, SharedDecoder]
-        fastest[model] = next((kind for kind in kinds if is_right(kind, model)), None)
+        right = (kind for kind in kinds_for(model) if is_right(kind, model))
+        fastest[model] = next(right, None)
     kind = fastest[model]
     return kind(model, max_new_tokens) if kind else CachedDecoder(model)
+
+
+def kinds_for(model):
+    """Yields the kinds of decoders to try, the fastest first."""
+    if model.config.model_type in MODEL_TYPES:
+        if can_record(model):
+            yield GraphedDecoder
+        yield LlamaDecoder
+    if can_record_layers(model):
+        yield GraphedSharedDecoder
+    yield SharedDecoder
 
 
 def is_right(kind, model):

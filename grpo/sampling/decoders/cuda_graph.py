@@ -1,4 +1,4 @@
-"""GraphedDecoder: LlamaDecoder on a GPU, recorded once as a CUDA graph and replayed.
+"""GraphedDecoder: a decoder's step on a GPU, recorded once as a CUDA graph and replayed.
 
 A token of a small model launches hundreds of kernels, and during each launch, a few microseconds in
 Python and driver, the GPU waits; a graph launches them all in one call. It reads and writes the
@@ -13,24 +13,56 @@ import functools
 import torch
 
 from grpo.sampling.decoders.llama import LlamaDecoder
+from grpo.sampling.decoders.shared_prompt import SharedDecoder
 
 
+# --- What may be recorded -----------------------------------------------------------
+# Not left to a trial: a recording that fails leaves PyTorch's allocator as if it still recorded.
 def can_record(model):
     """Returns whether nothing in a Llama's forward waits for the GPU, as dynamic RoPE does, which
-    looks at the positions. Not left to a trial: a recording that fails leaves PyTorch's allocator
-    as if it were still recording."""
+    looks at the positions."""
     rope = getattr(model.model.rotary_emb, "rope_type", "default")
     return model.device.type == "cuda" and rope in ("default", "linear", "yarn", "llama3")
 
 
+def can_record_layers(model):
+    """Returns whether transformers' layers take a token without waiting for the GPU: tried once,
+    while PyTorch raises where the host waits."""
+    if model.device.type != "cuda":
+        return False
+    try:
+        return never_waits(SharedDecoder(model, 2))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001 (SharedDecoder's own trial says what it is)
+        return False
+
+
+@torch.no_grad()
+def never_waits(decoder):
+    tokens = decoder.admit([[7]], 1).argmax(-1)
+    decoder.next_logits(tokens)  # sets up what kernels need at first use
+    slots, before = decoder.slots_for(decoder.columns, 2), torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decoder.forward(tokens, slots)
+    except RuntimeError:
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return True
+
+
+# --- The decoders -------------------------------------------------------------------
 class GraphedDecoder:
     """What next_logits returns is overwritten by the next call."""
 
     feature = "CUDA graphs"
     joins, compaction = True, 2
+    kind = LlamaDecoder
 
     def __init__(self, model, max_new_tokens):
-        self.decoder = LlamaDecoder(model, max_new_tokens)
+        self.decoder = self.kind(model, max_new_tokens)
         self.admit, self.keep = self.decoder.admit, self.decoder.keep
         self.graph = self.memory = None
 
@@ -49,6 +81,13 @@ class GraphedDecoder:
     def _forward(self, tokens, columns):
         """Returns logits (S, V'); no Python number in here may change from token to token."""
         return self.decoder.forward(tokens, self.decoder.slots_for(columns, self.decoder.room))
+
+
+class GraphedSharedDecoder(GraphedDecoder):
+    """The same of transformers' layers. As they launch more kernels for a shared prompt than for a
+    copied one, 50 a layer against 40, launches would eat up what the sharing saves."""
+
+    kind = SharedDecoder
 
 
 class Graph:
