@@ -1,0 +1,152 @@
+"""torch.cuda as the pretended GPU has it: the device, streams, graphs, the process group."""
+
+import contextlib
+from types import SimpleNamespace
+
+import torch
+import torch._dynamo  # before torch.cuda is replaced: it keeps a table of what is there
+import torch.cuda.nvtx
+import torch.distributed as dist
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves
+
+from rehearsal import kernels, rules
+from rehearsal.device import Device
+from rehearsal.events import Recording, launched, waited
+
+MEMORY = 80 << 30  # bytes that it says it has
+tensor_of_torch, join_of_torch = torch.tensor, dist.init_process_group
+
+
+class CUDAGraph:
+    """The calls that were recorded, to be made again on the same memory."""
+
+    recorded = 0  # kernels of the newest recording
+
+    def capture_begin(self, *_, **__):
+        assert Recording.current is None, "one graph records at a time"
+        self.recording = Recording.current = Recording()
+
+    def capture_end(self):
+        """Nothing has run yet: what was written gets its values back, what is new has none."""
+        recording, Recording.current = self.recording, None
+        CUDAGraph.recorded = len(recording.calls)
+        with torch._C._DisableTorchDispatch():
+            for tensor, values in reversed(recording.before):
+                tensor.copy_(values)
+            written = {tensor.data_ptr() for tensor, _ in recording.before}
+            for *_, out in recording.calls:
+                for x in tree_leaves(out):
+                    if x.is_floating_point() and x.data_ptr() not in written:
+                        x.fill_(torch.nan)
+
+    def replay(self):
+        launched("graph")
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            for function, args, kwargs, out in self.recording.calls:
+                again = function(*args, **kwargs)
+                for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+class Stream:
+    """A stream or an event: nothing runs beside anything else here."""
+
+    def __init__(self, *_, **__):
+        self.cuda_stream, self.device = 0, torch.device("cuda:0")
+
+    def nothing(self, *_):
+        pass
+
+    wait_stream = wait_event = record_event = record = nothing
+
+    def synchronize(self):
+        waited("synchronize")
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, _):
+        return 0.0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def nothing(*_, **__):
+    pass
+
+
+A100 = SimpleNamespace(
+    name="A100", total_memory=MEMORY, major=8, minor=0, multi_processor_count=108
+)
+TORCH_CUDA = {
+    # the device
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "init": nothing,
+    "_lazy_init": nothing,
+    "_is_in_bad_fork": lambda: False,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "set_device": nothing,
+    "get_device_name": lambda *_: A100.name,
+    "get_device_properties": lambda *_: A100,
+    "get_device_capability": lambda *_: (A100.major, A100.minor),
+    "is_bf16_supported": lambda *_, **__: True,
+    # memory
+    "mem_get_info": lambda *_: (MEMORY, MEMORY),
+    "memory_allocated": lambda *_: 0,
+    "max_memory_allocated": lambda *_: 0,
+    "reset_peak_memory_stats": nothing,
+    "empty_cache": nothing,
+    "ipc_collect": nothing,
+    "MemPool": lambda: SimpleNamespace(id=(0, 1)),
+    # random numbers: a torch.Generator("cuda") draws them
+    "manual_seed": nothing,
+    "manual_seed_all": nothing,
+    "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+    "set_rng_state": nothing,
+    # streams
+    "synchronize": lambda *_: waited("synchronize"),
+    "Stream": Stream,
+    "Event": Stream,
+    "stream": lambda stream: contextlib.nullcontext(),
+    "current_stream": Stream,
+    "default_stream": Stream,
+    "CUDAGraph": CUDAGraph,
+    "is_current_stream_capturing": lambda: Recording.current is not None,
+}
+
+
+def tensor(data, *, dtype=None, device=None, requires_grad=False, pin_memory=False):
+    """torch.tensor, which copies to the device where no dispatch mode sees it."""
+    if not rules.is_gpu(device):
+        return tensor_of_torch(data, dtype=dtype, device=device, requires_grad=requires_grad)
+    return tensor_of_torch(data, dtype=dtype).to(device).requires_grad_(requires_grad)
+
+
+def join(backend=None, *args, **kwargs):
+    """torch.distributed.init_process_group: gloo carries what NCCL would; execute() refuses what
+    NCCL would refuse."""
+    return join_of_torch("gloo", *args, **kwargs)
+
+
+def pretend():
+    """Gives this process a GPU, for good. build.load() came before."""
+    torch.utils._device._device_constructors()  # keeps a table, too
+    for name, value in TORCH_CUDA.items():
+        setattr(torch.cuda, name, value)
+    torch.cuda.nvtx._nvtx = SimpleNamespace(rangePushA=lambda _: 0, rangePop=int, markA=nothing)
+    functional.scaled_dot_product_attention = kernels.attention
+    torch._C._nn.scaled_dot_product_attention = kernels.attention
+    torch.rms_norm, torch.tensor = kernels.rms_norm, tensor
+    # A parameter keeps its identity when it is moved, as on CUDA: tied ones stay tied
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    dist.init_process_group = join
+    dist.distributed_c10d._get_object_coll_device = lambda group=None: "cuda"
+    Device().__enter__()

@@ -1,0 +1,90 @@
+"""What happens on the pretended GPU: kernels are launched, the host waits, a graph records."""
+
+import contextlib
+import sys
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+MACHINERY = {str(HERE / f"{name}.py") for name in ("events", "device", "kernels", "cuda")}
+BLOCKS = []  # the Counts of the blocks that run
+
+
+class Counts:
+    """What a block did."""
+
+    def __init__(self):
+        self.launches = Counter()  # kernels, by operation
+        self.waits = Counter()  # by "what waited at file:line"
+
+    def __str__(self):
+        lines = [f"{self.launches.total()} launches, {self.waits.total()} waits"]
+        return "\n".join(lines + [f"  {n} x {what}" for what, n in self.waits.most_common()])
+
+
+@contextlib.contextmanager
+def counted():
+    """Yields the Counts of all that the block does, in any thread."""
+    BLOCKS.append(Counts())
+    try:
+        yield BLOCKS[-1]
+    finally:
+        BLOCKS.pop()
+
+
+def launched(operation, kernels=1):
+    for block in BLOCKS:
+        block.launches[operation] += kernels
+
+
+def waited(reason, times=1):
+    """The host waits for all that was launched. Raises RuntimeError while a graph records, as CUDA
+    does."""
+    if Recording.current:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {reason}")
+    if BLOCKS:
+        place = f"{reason} at {source_line()}"
+        for block in BLOCKS:
+            block.waits[place] += times
+
+
+def source_line():
+    """Returns the innermost line of the project that is running, and of a library that it called.
+
+    Example: "grpo/forward.py:104, sdpa_mask.py:307"; "autograd" where a backward pass runs.
+    """
+    frame, library = sys._getframe(1), ""
+    while frame:
+        name, line = frame.f_code.co_filename, frame.f_lineno
+        if name not in MACHINERY:
+            if name.startswith(f"{ROOT}/") and "site-packages" not in name:
+                return f"{Path(name).relative_to(ROOT)}:{line}{library}"
+            if not library and "/torch/" not in name and "contextlib" not in name:
+                library = f", {Path(name).name}:{line}"
+        frame = frame.f_back
+    return f"autograd{library}"
+
+
+class Recording:
+    """What a CUDA graph records: calls on tensors of the CPU, with the memory that they use."""
+
+    current = None  # the one that records now
+
+    def __init__(self):
+        self.calls = []  # (function, its arguments, by name, what it returned)
+        self.before = []  # (a tensor that a call wrote to, its values before)
+
+    @staticmethod
+    def call(function, *args, **kwargs):
+        """Returns function(*args, **kwargs), and records it where a graph records."""
+        out = function(*args, **kwargs)
+        if Recording.current:
+            Recording.current.calls.append((function, args, kwargs, out))
+        return out
+
+    @staticmethod
+    def writes(tensor):
+        """Says that the next call writes to the tensor."""
+        if Recording.current:
+            Recording.current.before.append((tensor, tensor.clone()))
