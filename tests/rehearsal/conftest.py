@@ -48,8 +48,8 @@ class Process:
         raise EOFError(f"the rehearsal's process has ended: {self.log.read()[-4000:]}")
 
     def end(self):
-        self.process.stdin.close()
-        self.process.wait(10)
+        self.process.kill()  # it has nothing to lose
+        self.process.wait()
 
 
 def process_of(config):

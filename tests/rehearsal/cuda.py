@@ -1,13 +1,16 @@
 """torch.cuda as the pretended GPU has it: the device, streams, graphs, the process group."""
 
 import contextlib
+import os
+import threading
 from types import SimpleNamespace
 
 import torch
-import torch._dynamo  # before torch.cuda is replaced: it keeps a table of what is there
+import torch._dynamo  # before torch.cuda is replaced: it looks for what is there
 import torch.cuda.nvtx
 import torch.distributed as dist
 from torch.nn import functional
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
 
 from rehearsal import kernels, rules
@@ -15,7 +18,8 @@ from rehearsal.device import Device
 from rehearsal.events import Recording, launched, waited
 
 MEMORY = 80 << 30  # bytes that it says it has
-tensor_of_torch, join_of_torch = torch.tensor, dist.init_process_group
+tensor_of_torch, move_of_torch = torch.tensor, torch.nn.Module.to
+join_of_torch, run_of_torch = dist.init_process_group, threading.Thread.run
 
 
 class CUDAGraph:
@@ -130,23 +134,41 @@ def tensor(data, *, dtype=None, device=None, requires_grad=False, pin_memory=Fal
     return tensor_of_torch(data, dtype=dtype).to(device).requires_grad_(requires_grad)
 
 
+def move(module, *args, **kwargs):
+    """torch.nn.Module.to: a parameter that changes sides keeps its identity, as it does on CUDA.
+    Tied ones stay tied, and an optimizer's are still the model's."""
+    device = torch._C._nn._parse_to(*args, **kwargs)[0]
+    crosses = any(device and p.device.type != device.type for p in module.parameters())
+    torch.__future__.set_swap_module_params_on_conversion(crosses)
+    try:
+        return move_of_torch(module, *args, **kwargs)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def join(backend=None, *args, **kwargs):
     """torch.distributed.init_process_group: gloo carries what NCCL would; execute() refuses what
     NCCL would refuse."""
     return join_of_torch("gloo", *args, **kwargs)
 
 
+def run(thread):
+    """threading.Thread.run: threads see the GPU, too."""
+    with Device():
+        run_of_torch(thread)
+
+
 def pretend():
     """Gives this process a GPU, for good. build.load() came before."""
-    torch.utils._device._device_constructors()  # keeps a table, too
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile() knows torch's own functions alone
+    _device_constructors()  # a table of them, made before torch.tensor changes
     for name, value in TORCH_CUDA.items():
         setattr(torch.cuda, name, value)
     torch.cuda.nvtx._nvtx = SimpleNamespace(rangePushA=lambda _: 0, rangePop=int, markA=nothing)
     functional.scaled_dot_product_attention = kernels.attention
     torch._C._nn.scaled_dot_product_attention = kernels.attention
     torch.rms_norm, torch.tensor = kernels.rms_norm, tensor
-    # A parameter keeps its identity when it is moved, as on CUDA: tied ones stay tied
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    dist.init_process_group = join
+    torch.nn.Module.to, torch.nn.Module.cuda = move, lambda module: move(module, "cuda")
+    dist.init_process_group, threading.Thread.run = join, run
     dist.distributed_c10d._get_object_coll_device = lambda group=None: "cuda"
     Device().__enter__()

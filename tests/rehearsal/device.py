@@ -7,7 +7,6 @@ import functools
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from rehearsal import kernels, rules
 from rehearsal.events import Recording, launched, waited
@@ -95,15 +94,23 @@ def inner_of(x):
     return x.inner if isinstance(x, OnGPU) else x
 
 
+def mapped(function, x):
+    """Returns x with function(leaf) for each leaf: x is one, or a list or tuple of such."""
+    if isinstance(x, list | tuple):
+        return type(x)(mapped(function, part) for part in x)
+    return function(x)
+
+
 def execute(func, args, kwargs):
     """Returns what the operation `func` returns, as CUDA would compute it."""
-    flat, spec = tree_flatten((args, kwargs))
-    on_gpu = any(isinstance(x, OnGPU) for x in flat)
+    flat = []
+    mapped(flat.append, (args, list(kwargs.values())))
+    from_gpu = any(isinstance(x, OnGPU) for x in flat)
     device = kwargs.get("device")
-    to_gpu = on_gpu if device is None else rules.is_gpu(device)
-    if func.namespace == "c10d" and not on_gpu:
+    to_gpu = from_gpu if device is None else rules.is_gpu(device)
+    if func.namespace == "c10d" and not from_gpu:
         raise RuntimeError(f"No backend type associated with device type cpu: {func}")  # NCCL's
-    if not on_gpu and not to_gpu:
+    if not from_gpu and not to_gpu:
         return func(*args, **kwargs)
     if rules.base_name(func) in ("copy_", "_to_copy"):
         return copied(func, args, kwargs, to_gpu)
@@ -111,22 +118,44 @@ def execute(func, args, kwargs):
     for reason in rules.waits(func, args):
         waited(reason)
     for argument in written_arguments(func):
-        target = value_of(func, argument, args, kwargs)
-        tree_map_only(OnGPU, lambda x: Recording.writes(x.inner), target)
+        mapped(note_write, value_of(func, argument, args, kwargs))
     launches = rules.kernels(func, args)
     if launches:
         launched(rules.base_name(func), launches)
-    with CPUGenerators(flat) as flat:
-        flat = [CPU if isinstance(x, torch.device) else inner_of(x) for x in flat]
-        inner_args, inner_kwargs = tree_unflatten(flat, spec)
-        if inner_kwargs.get("pin_memory"):
-            inner_kwargs = inner_kwargs | {"pin_memory": False}
-        call = kernels.ONLY_CUDA.get(func, func)
-        if launches:
-            out = Recording.call(call, *inner_args, **inner_kwargs)
-        else:
-            out = call(*inner_args, **inner_kwargs)
+    out = computed(func, args, kwargs, flat, Recording.call if launches else run_it)
     return returned(func, args, kwargs, out) if to_gpu else out
+
+
+def note_write(x):
+    if isinstance(x, OnGPU):
+        Recording.writes(x.inner)
+
+
+def run_it(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+def computed(func, args, kwargs, flat, run):
+    """Returns what the operation returns on the CPU, by run(function, *args, **kwargs).
+
+    Kernels of the CPU take no generator of the GPU: they get one that has its state.
+    """
+    twins = {x: torch.Generator() for x in flat if isinstance(x, torch.Generator)}
+    for generator, twin in twins.items():
+        twin.set_state(generator.get_state())
+
+    def on_cpu(x):
+        if isinstance(x, OnGPU):
+            return x.inner
+        if isinstance(x, torch.device):
+            return CPU
+        return twins[x] if isinstance(x, torch.Generator) else x
+
+    settings = {name: mapped(on_cpu, x) for name, x in kwargs.items() if name != "pin_memory"}
+    out = run(kernels.ONLY_CUDA.get(func, func), *mapped(on_cpu, args), **settings)
+    for generator, twin in twins.items():
+        generator.set_state(twin.get_state())
+    return out
 
 
 @functools.cache
@@ -139,6 +168,10 @@ def value_of(func, argument, args, kwargs):
         return kwargs[argument.name]
     place = [a.name for a in func._schema.arguments].index(argument.name)
     return args[place] if place < len(args) else None
+
+
+def on_gpu(x):
+    return OnGPU(x) if isinstance(x, torch.Tensor) else x
 
 
 def returned(func, args, kwargs, out):
@@ -155,30 +188,8 @@ def returned(func, args, kwargs, out):
             if isinstance(results[i], OnGPU) and results[i].inner.shape != results[i].shape:
                 raise NotImplementedError(f"rehearsal: {func} changes a shape in place")
         else:
-            results[i] = tree_map_only(torch.Tensor, OnGPU, results[i])
+            results[i] = mapped(on_gpu, results[i])
     return tuple(results) if several else results[0]
-
-
-class CPUGenerators:
-    """Lends the GPU's generators among `flat` to kernels of the CPU, which take no others."""
-
-    def __init__(self, flat):
-        self.flat = flat
-        self.lent = [(i, x, torch.Generator()) for i, x in enumerate(flat) if is_generator(x)]
-
-    def __enter__(self):
-        flat = list(self.flat)
-        for i, own, twin in self.lent:
-            flat[i] = twin.set_state(own.get_state())
-        return flat
-
-    def __exit__(self, *_):
-        for _, own, twin in self.lent:
-            own.set_state(twin.get_state())
-
-
-def is_generator(x):
-    return isinstance(x, torch.Generator)
 
 
 def copied(func, args, kwargs, to_gpu):

@@ -28,6 +28,7 @@ def is_gpu(device):
     return device is not None and torch.device(device).type == "cuda"
 
 
+@functools.cache
 def base_name(func):
     return func.overloadpacket.__name__
 
@@ -112,10 +113,14 @@ def waits(func, args):
 def kernels(func, args):
     """Returns how many kernels an operation launches."""
     name = base_name(func)
-    view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-    if view or name in FREE:
+    if name in FREE or is_view(func):
         return 0
     if name in ("index_put", "index_put_", "_index_put_impl_"):
         accumulates = len(args) > 3 and args[3]
         return 8 if accumulates else 1  # Indexing.cu: it sorts
     return KERNELS.get(name, 1)
+
+
+@functools.cache
+def is_view(func):
+    return any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)

@@ -14,9 +14,17 @@ from grpo.sampling.decoders.cuda_graph import GraphedDecoder
 from grpo.sampling.decoders.llama import LlamaDecoder
 from grpo.sampling.decoders.shared_prompt import SharedDecoder
 from grpo.sampling.sampler import sample_groups
+from rehearsal.events import counted
+from rehearsal.measured import (
+    EVEN,
+    PADDED,
+    decoder_cost,
+    decoder_of,
+    generate_cost,
+    line,
+    model_of,
+)
 
-SIMPLE = {PlainDecoder: lambda model, n: PlainDecoder(model)}
-SIMPLE |= {CachedDecoder: lambda model, n: CachedDecoder(model)}
 EOS = set(range(10, 20))  # from 13 on isin() waits; models have one to three
 CASES = [
     ("qwen2", PlainDecoder),
@@ -39,8 +47,8 @@ def sample(model, **changes):
 
 
 def use(monkeypatch, kind):
-    make = SIMPLE.get(kind, kind)
-    monkeypatch.setattr(sampler, "make_decoder", lambda model, n, longest: make(model, n))
+    make = lambda model, tokens, longest: decoder_of(kind, model, tokens)
+    monkeypatch.setattr(sampler, "make_decoder", make)
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
@@ -66,3 +74,60 @@ CHOICES = [("qwen2", GraphedDecoder), ("gpt2", SharedDecoder), ("gemma2", Cached
 def test_the_fastest_decoder_passes_its_trial(family, kind, dtype):
     model = tiny_model(family).to("cuda", dtype)
     assert type(make_decoder(model, 12, 9)) is kind
+
+
+# --- Bounds -------------------------------------------------------------------------------
+WAITS = {  # a token: the sampler asks which rows have ended
+    (SharedDecoder, "even"): 1,
+    (SharedDecoder, "padded"): 1,
+    (LlamaDecoder, "padded"): 1,
+    (GraphedDecoder, "even"): 1,
+    (GraphedDecoder, "padded"): 1,
+    (CachedDecoder, "even"): 1,
+}
+
+
+@pytest.mark.parametrize(("kind", "prompts"), WAITS)
+def test_a_token_waits_once(kind, prompts):
+    cost = decoder_cost(model_of("qwen2", 2), kind, {"even": EVEN, "padded": PADDED}[prompts])
+    assert cost.waits.total() == WAITS[kind, prompts], cost.waits
+    (place,) = cost.waits
+    assert place.startswith("nonzero at grpo/sampling/sampler.py:")
+
+
+LAUNCHES = {  # of a token: (at most a + b for each layer; of the recorded step)
+    ("qwen2", CachedDecoder): (46, 40, None),
+    ("qwen2", SharedDecoder): (48, 70, None),
+    ("qwen2", LlamaDecoder): (40, 52, None),
+    ("qwen2", GraphedDecoder): (29, 0, (19, 53)),
+    ("qwen3", GraphedDecoder): (29, 0, (19, 55)),
+    ("gpt2", SharedDecoder): (45, 50, None),
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), LAUNCHES)
+def test_a_token_launches_no_more_than_it_did(family, kind):
+    fixed, each, graph = LAUNCHES[family, kind]
+    costs = {layers: decoder_cost(model_of(family, layers), kind, EVEN) for layers in (1, 2)}
+    a, b = line({layers: cost.launches for layers, cost in costs.items()})
+    assert a <= fixed and b <= each, (a, b)
+    if graph:
+        recorded = line({layers: cost.recorded for layers, cost in costs.items()})
+        assert recorded[0] <= graph[0] and recorded[1] <= graph[1], recorded
+
+
+def test_generate_waits_three_times_a_token():
+    """So says the same measure of transformers': the table is benchmarks/rehearsal.py's."""
+    cost = generate_cost(model_of("qwen2", 2), EVEN)
+    assert cost.waits.total() == 3, cost.waits
+
+
+def test_joining_and_leaving_wait_a_bounded_number_of_times():
+    decoder = LlamaDecoder(model_of("qwen2", 2), 8)
+    with torch.no_grad(), counted() as admitting:
+        decoder.admit(PADDED, 4)
+    indices = torch.tensor([0, 2, 3, 5, 6], device="cuda")
+    with torch.no_grad(), counted() as leaving:
+        decoder.keep(indices)
+    assert admitting.waits.total() <= 8, admitting
+    assert leaving.waits.total() <= 6, leaving

@@ -1,0 +1,124 @@
+"""How much a decoded token and a micro-batch launch, and how often the host waits for them.
+
+Of tiny models: the numbers go by the number of layers, not by their width.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from families import tiny_model
+
+import grpo_loss_triton
+from grpo import loss as plain_loss
+from grpo.forward import CompletionModel
+from grpo.sampling import sampler
+from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
+from rehearsal.cuda import CUDAGraph
+from rehearsal.events import counted
+
+EVEN = [[7, 3, 5, 9], [4, 8, 2, 1]]  # prompts of one length: nothing is padded
+PADDED = [[7, 3, 5, 9], [4, 8]]
+GROUP = 4
+FEWER, MORE = 3, 5  # tokens; a graph is recorded at the third
+
+
+@dataclass
+class Cost:
+    launches: float
+    waits: Counter  # by place
+    recorded: int = 0  # kernels of the graph
+
+
+def model_of(family, layers, dtype=torch.bfloat16):
+    """Returns the tiny model of a family with so many layers, on the GPU."""
+    name = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    return tiny_model(family, **{name: layers}).to("cuda", dtype)
+
+
+def line(numbers):
+    """Returns (a, b), where a + b * layers are the `numbers`, {layers: number}, two of them."""
+    (few, low), (many, high) = numbers.items()
+    slope = (high - low) / (many - few)
+    return low - slope * few, slope
+
+
+# --- Sampling -------------------------------------------------------------------------
+def decoder_of(kind, model, tokens):
+    return kind(model) if kind in (PlainDecoder, CachedDecoder) else kind(model, tokens)
+
+
+def per_token(tokens_drawn):
+    """Returns the Cost of one more token; tokens_drawn(n) samples n."""
+    counts = []
+    for tokens in (FEWER, MORE):
+        with counted() as count:
+            tokens_drawn(tokens)
+        counts.append(count)
+    few, many = counts
+    waits = {place: n - few.waits[place] for place, n in many.waits.items()}
+    return Cost(
+        (many.launches.total() - few.launches.total()) / (MORE - FEWER),
+        Counter({place: n / (MORE - FEWER) for place, n in waits.items() if n}),
+        CUDAGraph.recorded,
+    )
+
+
+def decoder_cost(model, kind, prompts):
+    """Returns the Cost of a token of all sequences, the sampler's turn included."""
+
+    def sample(tokens):
+        sampler.sample_groups(
+            model,
+            prompts,
+            group_size=GROUP,
+            max_new_tokens=tokens,
+            temperature=1.0,
+            eos_ids={-1},  # no sequence ends
+            vocab_size=110,
+            generator=torch.Generator("cuda").manual_seed(0),
+        )
+
+    make = sampler.make_decoder
+    sampler.make_decoder = lambda model, tokens, longest: decoder_of(kind, model, tokens)
+    try:
+        CUDAGraph.recorded = 0
+        return per_token(sample)
+    finally:
+        sampler.make_decoder = make
+
+
+@torch.no_grad()
+def generate_cost(model, prompts):
+    """Returns the Cost of a token of transformers' generate, with the same rows."""
+    ids = torch.tensor(prompts, device=model.device).repeat_interleave(GROUP, 0)
+    settings = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
+    mask = torch.ones_like(ids)
+    CUDAGraph.recorded = 0
+    return per_token(
+        lambda tokens: model.generate(
+            ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, **settings
+        )
+    )
+
+
+# --- Training -------------------------------------------------------------------------
+def micro_batch_cost(model, *, share, checkpointing, fused):
+    """Returns the Costs of forward with the loss, and of the backward pass; of 8 sequences."""
+    completion = CompletionModel(model, share_prompts=share, gradient_checkpointing=checkpointing)
+    assert completion.shares == share, completion.notes
+    prompts = [[5, 6, 7, 8, 9]] * 4 + [[3, 4, 5]] * 4
+    completions = [[i + 10] * (3 + i) for i in range(8)]
+    size = sum(map(len, completions))
+    given = [torch.full((size,), value, device="cuda") for value in (-3.0, 0.5, 1 / size)]
+    module = grpo_loss_triton if fused else plain_loss
+    clip = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.04, "is_cap": 2.0, "vocab_size": 110}
+    grpo_loss_triton.use_triton(completion.head)  # a trial, which comes but once
+    with counted() as forward:
+        hidden, ids = completion(prompts, completions)
+        loss, _ = module.grpo_loss(
+            hidden, completion.head, ids, None, *given, sampler_logps=given[0], **clip
+        )
+    with counted() as backward:
+        loss.backward()
+    return [Cost(count.launches.total(), count.waits) for count in (forward, backward)]

@@ -1,0 +1,128 @@
+"""Whole runs on the pretended GPU, by DeepSpeed's engine in its accelerator for CUDA: sampling,
+scoring, updates, publishing, evaluation, checkpoints, and the runs that resume from them."""
+
+import functools
+import json
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import make_tiny
+from helpers import InProcess
+from processes import records
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import grpo_ref_split as trainer
+from grpo.sampling import start
+from grpo.serving.policies import Policies
+from grpo.serving.scoring import Reference, score_groups
+from grpo.serving.store import Store
+from ref_server import make_app
+from rehearsal.events import counted
+
+SMALL = {
+    "TASK": "even",  # arithmetic, whose answers a random model meets half of the time
+    "PROMPTS_PER_STEP": 2,
+    "GROUP_SIZE": 4,
+    "SAMPLE_BATCH": 8,
+    "MAX_PROMPT_TOKENS": 64,
+    "MAX_COMPLETION_TOKENS": 8,
+    "MICRO_BATCH_TOKENS": 256,
+    "SKIP_FLAT_GROUPS": False,
+    "MASK_TRUNCATED": False,  # it seldom finds its EOS
+    "STEPS": 1,
+    "EVAL_STEPS": 2,
+    "EVAL_QUESTIONS": 2,
+    "SAVE_STEPS": 1,
+    "LEARNING_RATE": 1e-3,
+    "WARMUP_STEPS": 0,
+}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return make_tiny(tmp_path / "tiny")
+
+
+@pytest.fixture
+def main(tiny, tmp_path, monkeypatch):
+    """Returns a function that runs the trainer's main() with other constants; -> its records."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)  # all runs share it
+    monkeypatch.setattr(trainer, "watch_launcher", lambda: None)
+
+    def run(**constants):
+        folder = tmp_path / "run"
+        for name, value in (SMALL | {"MODEL": str(tiny), "RUN_DIR": str(folder)}).items():
+            monkeypatch.setattr(trainer, name, value)
+        for name, value in constants.items():
+            monkeypatch.setattr(trainer, name, value)
+        trainer.main()
+        return [r for r in records(folder) if "loss" in r]
+
+    return run
+
+
+def server_on_the_gpu(model, folder, monkeypatch):
+    """Makes the trainer call the server's routes in this process, where what it uploads is scored
+    at once; -> the store."""
+    store = Store(folder / "store.sqlite", 10**7)
+    settings = {"dtype": "auto", "temperature": 1.0, "share_prompts": True}
+    reference = Reference(store, folder, model=str(model), **settings)
+    policies = Policies(store, folder / "policies", 10**7)
+    limits = {"token": None, "max_body_bytes": 10**7, "lease_seconds": 60, "lease_wait": 0}
+    app = make_app(store, policies, reference, regroup=False, **limits)
+
+    def score():
+        if waiting := store.waiting(99, 0):
+            score_groups(store, waiting, partial(reference.score, budget=256), **reference.limits)
+
+    client = functools.cache(lambda url, limit: InProcess(app, limit, after=score))
+    monkeypatch.setattr(start, "RefServer", client)
+    return store
+
+
+def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_path, monkeypatch):
+    store = server_on_the_gpu(tiny, tmp_path, monkeypatch)
+    batches, waits, real = [], [], trainer.batch_loss
+
+    def accumulate(*args, real=trainer.accumulate, **kwargs):
+        with counted() as counts:
+            metrics = real(*args, **kwargs)
+        waits.append(counts)
+        return metrics
+
+    monkeypatch.setattr(trainer, "batch_loss", lambda *a, **k: batches.append(1) or real(*a, **k))
+    monkeypatch.setattr(trainer, "accumulate", accumulate)
+    two = {"UPDATES_PER_ROLLOUT": 2, "PUBLISH_STEPS": 1, "MAX_STALENESS": 2}
+    steps = main(STEPS=2, **two)
+    # 16 a micro-batch: what is brought to the GPU, and transformers' masks; 2 that read the metrics
+    total = sum(count.waits.total() for count in waits)
+    assert total <= 16 * len(batches) + 2 * len(steps), "\n".join(map(str, waits))
+    assert [r["step"] for r in steps] == [1, 2] and not any(r["skipped"] for r in steps)
+    assert steps[0]["ratio"] == 1 and steps[0]["sampler_k3"] < 0.01 > abs(steps[0]["kl"])
+    assert steps[1]["ratio"] != 1 and min(r["grad_norm"] for r in steps) > 1e-3
+    before = AutoModelForCausalLM.from_pretrained(tiny).state_dict()
+    saved = load_file(tmp_path / "run/step_000002/model.safetensors")
+    assert any((before[name].to(x.dtype) != x).any() for name, x in saved.items())
+    assert {x.dtype for x in saved.values()} == {torch.bfloat16}
+    evaluations = [r["step"] for r in records(tmp_path / "run") if "eval_accuracy" in r]
+    assert evaluations == [0, 2]
+
+    steps = main(STEPS=3, **two)
+    assert [r["step"] for r in steps] == [1, 2, 3] and not steps[2]["skipped"]
+    store.db.close()
+
+
+def test_adapters_with_an_offloaded_optimizer_resume(main, tmp_path):
+    settings = {"KL_BETA": 0, "LORA_RANK": 4, "OFFLOAD_OPTIMIZER": True, "EVAL_STEPS": 9}
+    main(**settings)
+    first = load_file(tmp_path / "run/step_000001/adapter_model.safetensors")
+    steps = main(STEPS=2, **settings)
+    assert [r["step"] for r in steps] == [1, 2] and not any(r["skipped"] for r in steps)
+    second = load_file(tmp_path / "run/step_000002/adapter_model.safetensors")
+    changed = [name for name in first if (first[name] != second[name]).any()]
+    assert len(changed) == len(first) == 28  # A and B of 7 linear layers of both blocks
+    assert json.loads((tmp_path / "run/step_000002/trainer/rank_0.json").read_text())

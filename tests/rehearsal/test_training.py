@@ -1,0 +1,121 @@
+"""Forward, loss and backward on the pretended GPU: losses and gradients are the CPU's."""
+
+import pytest
+import torch
+from families import tiny_model
+
+import grpo_loss_triton
+from grpo import loss as plain_loss
+from grpo.forward import CompletionModel
+from rehearsal.measured import micro_batch_cost, model_of
+
+# Float32, over families, ways and losses; measured: 7e-6 relative at most
+TOLERANCE = 3e-5
+PROMPTS = [[5, 6, 7, 8, 9]] * 3 + [[3, 4, 5]] * 3
+COMPLETIONS = [[i + 10] * (1 + 2 * i) for i in range(6)]
+LOSSES = {"fused": grpo_loss_triton, "plain": plain_loss}
+CLIP = {"clip_low": 0.2, "clip_high": 0.3, "kl_beta": 0.04, "vocab_size": 110}
+
+
+def draw(size, seed):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(module, hidden, head, ids, *, on_policy=True, **options):
+    """Returns the loss of tokens with made-up log-probs of old policy, reference and sampler."""
+    size, device = len(ids), ids.device
+    old, ref, sampler = (0.3 * draw(size, seed).to(device) - 3 for seed in (1, 2, 3))
+    weights = (draw(size, 5) > -1).float().to(device) / size  # some tokens are masked
+    tensors = None if on_policy else old, ref, draw(size, 4).to(device), weights
+    options = CLIP | {"sampler_logps": sampler} | options
+    return module.grpo_loss(hidden, head, ids, *tensors, **options)
+
+
+def trained(device, family, module, *, share, checkpointing):
+    """Returns the loss, and the gradients by name, on the CPU."""
+    model = tiny_model(family).to(device)
+    completion = CompletionModel(model, share_prompts=share, gradient_checkpointing=checkpointing)
+    assert completion.shares == share, completion.notes
+    hidden, ids = completion(PROMPTS, COMPLETIONS)
+    assert hidden.device == ids.device == model.device
+    loss, _ = loss_of(module, hidden, completion.head, ids)
+    loss.backward()
+    return loss.item(), {name: p.grad.cpu() for name, p in model.named_parameters()}
+
+
+def assert_close(found, expected):
+    (loss, gradients), (loss_of_cpu, gradients_of_cpu) = found, expected
+    assert loss == pytest.approx(loss_of_cpu, rel=TOLERANCE)
+    for name, gradient in gradients_of_cpu.items():
+        gap = (gradients[name] - gradient).norm()
+        assert gap <= TOLERANCE * gradient.norm() + 1e-7, (name, gap)
+
+
+WAYS = [  # family, loss, share, checkpointing
+    ("qwen2", "fused", True, True),
+    ("qwen2", "fused", True, False),
+    ("qwen2", "fused", False, True),
+    ("qwen2", "plain", False, False),
+    ("qwen3", "plain", True, True),
+    ("gemma2 wide", "fused", True, True),  # the states are the logits
+    ("gpt2", "fused", True, False),
+]
+
+
+@pytest.mark.parametrize(("family", "loss", "share", "checkpointing"), WAYS)
+def test_gradients_are_those_of_the_cpu(family, loss, share, checkpointing):
+    way = {"share": share, "checkpointing": checkpointing}
+    found, expected = (trained(d, family, LOSSES[loss], **way) for d in ("cuda", "cpu"))
+    assert_close(found, expected)
+
+
+VARIANTS = {
+    "on-policy": {},
+    "no reference": {"kl_beta": 0.0},
+    "an importance cap": {"is_cap": 2.0},
+    "the second update": {"on_policy": False, "is_cap": 2.0},
+    "cispo": {"on_policy": False, "objective": "cispo"},
+    "unbiased KL": {"on_policy": False, "unbiased_kl": True},
+    "off-policy": {"on_policy": False, "ratio_cap": 1.1},
+    "sequences": {"on_policy": False, "sequences": torch.arange(24) // 5},
+    "temperature": {"temperature": 0.7},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_of_the_loss_has_the_cpus_gradients(variant, loss):
+    def gradients(device):
+        hidden, head = draw((24, 8), 6).to(device), draw((120, 8), 7).to(device)
+        hidden, head = hidden.requires_grad_(), head.requires_grad_()
+        options = dict(VARIANTS[variant])
+        if "sequences" in options:
+            options["sequences"] = options["sequences"].to(device)
+        ids = (torch.arange(24) * 4).to(device)
+        value, stats = loss_of(LOSSES[loss], hidden, head, ids, **options)
+        assert {x.device.type for x in stats.values()} == {device}
+        value.backward()
+        return value.item(), {"hidden": hidden.grad.cpu(), "head": head.grad.cpu()}
+
+    assert_close(gradients("cuda"), gradients("cpu"))
+
+
+BOUNDS = {  # share, checkpointing: launches of forward and loss, of backward, each a layer; waits
+    (True, True): (90, 275, 12),
+    (True, False): (90, 190, 12),
+    (False, True): (40, 120, 6),
+}
+
+
+@pytest.mark.parametrize(("share", "checkpointing"), BOUNDS)
+def test_a_micro_batch_launches_and_waits_a_bounded_number_of_times(share, checkpointing):
+    """Without what the trainer brings to the GPU itself: test_runs.py counts that, too."""
+
+    way = {"share": share, "checkpointing": checkpointing, "fused": True}
+    costs = [micro_batch_cost(model_of("qwen2", layers), **way) for layers in (1, 2)]
+    *most, waits = BOUNDS[share, checkpointing]
+    (one, one_back), (two, two_back) = costs
+    assert two.launches - one.launches <= most[0]
+    assert two_back.launches - one_back.launches <= most[1]
+    assert two.waits.total() <= waits, two.waits
+    assert not two_back.waits
