@@ -2,191 +2,56 @@
 
     .vllm/bin/python vllm_worker.py    # in a venv with requirements-vllm.txt
 
-Its constants are MEMORY_GB and those of grpo_ref_split.py, which must be the trainer's. vLLM runs
-in this process, so new weights reach it by a call: no NCCL, nothing pickled. One worker is one
-model on one device; for more GPUs, run more workers. The distribution is sampler.py's. By itself
-vLLM inherits the model's stops, reports log-probs from before the temperature, and has the
-embedding's padding in its softmax; each is undone below.
+Its constants are those below and those of grpo_ref_split.py, which must be the trainer's. One
+worker is one model on one device; for more GPUs, run more workers.
 """
 
-import functools
-import math
-import os
-import random
 import sys
+from dataclasses import replace
 
-import torch
+from grpo.constants import arguments, check_names, real, refuse_broken, rules_of, usage
 
-from grpo.constants import arguments, usage
-from grpo.models import choose_dtype, own_device, stop_ids
-from grpo.sampling.policy import completion_text
-from grpo.sampling.sampler import Completion
-from grpo.weights import check_shapes, merge_adapters
-from grpo.wire import tokenizer_facts
+VLLM_MEMORY_GB = 20.0  # of a GPU's memory; on a CPU that of the KV cache, where 1 is plenty
+VLLM_SEQUENCES = 256  # completions sampled at once, in place of SAMPLE_BATCH
 
-MEMORY_GB = 20.0  # of a GPU's memory; on a CPU that of the KV cache, where 1 is plenty
-# The whole distribution (top_k 0 is off), with our stops instead of the model's
-PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+constants = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
 
 
-class VLLMPolicy:
-    """Samples, takes new weights without a restart, and scores. Not for two threads at once."""
-
-    def __init__(self, model, tokenizer, *, dtype, eos_ids, vocab_size, max_tokens, seed, memory):
-        """Loads `model`, a hub name or folder, in `dtype`, "float32" or "bfloat16". `max_tokens`
-        bounds prompt plus completion; `memory` is MEMORY_GB."""
-        set_environment()
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from vllm import LLM
-
-        self.name, self.tokenizer = model, tokenizer
-        self.eos_ids, self.dtype, self.max_tokens = sorted(eos_ids), dtype, max_tokens
-        with torch.device("meta"):  # names and shapes of what load() takes, without memory
-            trained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-        self.parameters = dict(trained.named_parameters())
-        gpu, budget = torch.cuda.is_available(), {"kv_cache_memory_bytes": int(memory * 1e9)}
-        if gpu:
-            budget = {"gpu_memory_utilization": memory * 1e9 / torch.cuda.mem_get_info()[1]}
-        self.llm = LLM(
-            model,
-            dtype=dtype,
-            seed=seed,
-            max_model_len=max_tokens,
-            enforce_eager=not gpu,  # compile on a GPU only
-            enable_chunked_prefill=gpu,  # on a CPU a seeded request that is cut in two crashes
-            enable_prefix_caching=True,  # a group's prompt runs once
-            logprobs_mode="processed_logprobs",  # of what is sampled: after temperature and mask
-            generation_config="vllm",  # nothing of the model's own
-            skip_tokenizer_init=True,  # ids in, ids out
-            **budget,
-        )
-        self.llm.apply_model(lambda model: mask_padding(model, vocab_size))
-
-    def stream(self, take, *, group_size, max_rows, seed, longest_prompt, **settings):
-        """Yields (key, completions) as sampler.stream_groups does, one batch after another."""
-        while new := take(max_rows // group_size):
-            keys, prompts = zip(*new, strict=True)
-            groups = self.sample(prompts, group_size=group_size, seed=seed, **settings)
-            yield from zip(keys, groups, strict=True)
-            seed += 1
-
-    def text(self, completion):
-        return completion_text(self.tokenizer, completion)
-
-    def sample(self, prompts, *, group_size, max_new_tokens, temperature, seed):
-        """Returns `group_size` Completions for each of the prompts (lists of ids), the same for the
-        same `seed`; `temperature` must be above 0. Raises ValueError if a prompt leaves no room
-        within max_tokens, RuntimeError if the weights are broken."""
-        if max(map(len, prompts)) >= self.max_tokens:  # before vLLM has queued others
-            raise ValueError(f"a prompt fills the {self.max_tokens} tokens of max_tokens")
-        draw = random.Random(seed)
-        outputs = self._generate(
-            prompts,
-            seeds=[draw.getrandbits(62) for _ in prompts],  # completion i is drawn with seed + i
-            n=group_size,
-            temperature=temperature,
-            max_tokens=max_new_tokens,
-            stop_token_ids=self.eos_ids,
-            logprobs=0,
-        )
-        return [[read_completion(one) for one in output.outputs] for output in outputs]
-
-    def load(self, tensors):
-        """Replaces the weights by another process's trained_weights, in any float dtype; adapters
-        are merged first. Raises ValueError, and changes nothing, if they do not fit."""
-        if any(".lora_A." in name for name in tensors):
-            tensors = merge_adapters(self.base, tensors)
-        check_shapes(tensors, self.parameters)  # vLLM would keep what is missing, silently
-        # Cast here, as vLLM warns for each tensor that it casts; a generator, to hold one copy
-        weights = ((name, tensors[name].to(getattr(torch, self.dtype))) for name in self.parameters)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self.llm.apply_model(refresh_head)
-        if not self.llm.reset_prefix_cache():  # keys and values of the old weights
-            raise RuntimeError("vLLM did not empty its prefix cache: is it sampling meanwhile?")
-
-    def logps(self, prompt, completion):
-        """Returns the log-probs (floats, temperature 1) of the completion's ids. The last id is
-        scored as the next one: vLLM wants room for one more, and there may be none."""
-        ids, last = prompt + completion[:-1], completion[-1:]
-        (output,) = self._generate(
-            [ids], [None], temperature=1.0, max_tokens=1, prompt_logprobs=0, logprob_token_ids=last
-        )
-        scored = [*output.prompt_logprobs[len(prompt) :], output.outputs[0].logprobs[0]]
-        return [found[id].logprob for id, found in zip(completion, scored, strict=True)]
-
-    @functools.cached_property
-    def base(self):  # the model under LoRA's adapters, on the CPU
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(self.name, dtype=self.dtype)
-
-    def _generate(self, prompts, seeds, **params):
-        from vllm import SamplingParams
-
-        params = [SamplingParams(**PLAIN, **params, seed=seed, detokenize=False) for seed in seeds]
-        prompts = [{"prompt_token_ids": ids} for ids in prompts]
-        return self.llm.generate(prompts, params, use_tqdm=False)
-
-
-def set_environment():
-    """Tells vLLM, before it is imported, that this process is not one of several ranks."""
-    for name in LAUNCHER:
-        os.environ.pop(name, None)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would report to its makers
-
-
-def mask_padding(model, vocab_size):
-    """Gives ids from `vocab_size` on the probability 0. vLLM's `allowed_token_ids` would send
-    151 665 ids with every request, and does not apply to a prompt's scores."""
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-    def mask(layer, inputs, logits):
-        logits[..., vocab_size:] = -math.inf
-
-    heads = [layer for layer in model.modules() if isinstance(layer, LogitsProcessor)]
-    assert len(heads) == 1, f"{type(model).__name__}: {len(heads)} LogitsProcessors"
-    heads[0].register_forward_hook(mask)
-
-
-def refresh_head(model):
-    """On a CPU vLLM multiplies by packed copies of the weights, and its reload forgets the copy of
-    a head that is tied to the embedding. On a GPU this does nothing."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for layer in model.modules():
-        if isinstance(layer, ParallelLMHead):
-            layer.quant_method.process_weights_after_loading(layer)
-
-
-def read_completion(output):
-    assert output.finish_reason in ("stop", "length"), output.finish_reason
-    logps = [found[id].logprob for id, found in zip(output.token_ids, output.logprobs, strict=True)]
-    if not all(map(math.isfinite, logps)):
-        raise RuntimeError("the model's log-probs are not finite: its weights are broken")
-    return Completion(list(output.token_ids), logps, truncated=output.finish_reason == "length")
+def check_constants(now, group_size):
+    """Raises SystemExit with a sentence for each constant, by name in `now`, that can't be."""
+    check_names(now, constants)
+    rules = rules_of({"a whole number from 1 on": "VLLM_SEQUENCES"}, now)
+    memory, rows = now["VLLM_MEMORY_GB"], now["VLLM_SEQUENCES"]
+    rules.append(("VLLM_MEMORY_GB", "a number above 0", real(memory) and memory > 0))
+    rules.append(("VLLM_SEQUENCES", f"GROUP_SIZE = {group_size} or more", rows >= group_size))
+    refuse_broken("vllm_worker.py", now, rules)
 
 
 def main():
+    from grpo.sampling.vllm_policy import VLLMPolicy, set_environment
+
     set_environment()
     import grpo_ref_split as trainer
+    from grpo.models import choose_dtype, own_device, stop_ids
     from grpo.sampling.start import prepare
     from grpo.sampling.worker import run_worker
+    from grpo.wire import tokenizer_facts
 
-    tokenizer, recipe, server = prepare(trainer.constants(), needs_server=True)
+    c = trainer.constants()
+    check_constants(globals(), c.GROUP_SIZE)
+    tokenizer, recipe, server = prepare(c, needs_server=True)
     policy = VLLMPolicy(
-        trainer.MODEL,
+        c.MODEL,
         tokenizer,
-        dtype=choose_dtype(trainer.DTYPE, own_device()),
-        eos_ids=stop_ids(trainer.MODEL, tokenizer, trainer.STOP_TOKENS),
+        dtype=choose_dtype(c.DTYPE, own_device()),
+        eos_ids=stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS),
         vocab_size=tokenizer_facts(tokenizer)["vocab_size"],
-        max_tokens=trainer.MAX_PROMPT_TOKENS + trainer.MAX_COMPLETION_TOKENS,
-        seed=trainer.SEED,
-        memory=MEMORY_GB,
+        max_tokens=c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS,
+        max_rows=VLLM_SEQUENCES,
+        seed=c.SEED,
+        memory=VLLM_MEMORY_GB,
     )
-    run_worker(policy, server, recipe)
+    run_worker(policy, server, replace(recipe, sample_batch=VLLM_SEQUENCES))
 
 
 if __name__ == "__main__":

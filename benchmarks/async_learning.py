@@ -62,7 +62,7 @@ def run_role(role, folder, port, seed, mode):
     elif mode == "vllm":
         import vllm_worker
 
-        vllm_worker.MEMORY_GB = 0.3
+        vllm_worker.VLLM_MEMORY_GB = 0.3
         vllm_worker.main()
     else:
         trainer.worker()

@@ -136,7 +136,7 @@ def compare(model, prompt_tokens, tokens):
 
 def vllm(folder, prompt_tokens, tokens):
     """Run by vLLM's Python: prints the median tokens a second, as JSON."""
-    from vllm_worker import VLLMPolicy
+    from grpo.sampling.vllm_policy import VLLMPolicy
 
     prompt_tokens, tokens = int(prompt_tokens), int(tokens)
     policy = VLLMPolicy(
@@ -146,6 +146,7 @@ def vllm(folder, prompt_tokens, tokens):
         eos_ids={EOS},
         vocab_size=VOCAB,
         max_tokens=prompt_tokens + tokens,
+        max_rows=PROMPTS * GROUP,
         seed=0,
         memory=1.0 if DEVICE == "cpu" else 60.0,
     )

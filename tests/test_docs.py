@@ -10,7 +10,7 @@ from documents import TEXT, code_words, documented_metrics
 from grpo.serving.store import STATES
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ("grpo_ref_split.py", "ref_server.py")
+SCRIPTS = ("grpo_ref_split.py", "ref_server.py", "vllm_worker.py")
 CODE = [*ROOT.glob("*.py"), *ROOT.glob("grpo/**/*.py"), *ROOT.glob("tasks/*.py")]
 TREES = {path: ast.parse(path.read_text()) for path in CODE}
 pages = pytest.mark.parametrize("page", TEXT)
@@ -83,7 +83,7 @@ def constants_of(script):
 
 
 CONSTANTS = {script: constants_of(script) for script in SCRIPTS}
-OTHERS = {"MEMORY_GB", "DATA", "GRPO_TOKEN", "CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL"}
+OTHERS = {"DATA", "GRPO_TOKEN", "CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL"}
 OTHERS |= {"GOMP_SPINCOUNT", "NAME", "TRANSITIONS"}
 
 

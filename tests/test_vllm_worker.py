@@ -3,6 +3,7 @@
 Needs the venv of requirements-vllm.txt; skipped elsewhere. About a minute on one core.
 """
 
+import itertools
 import json
 import os
 import re
@@ -16,9 +17,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("vllm")
+from grpo.sampling.vllm_policy import VLLMPolicy
 from grpo.tiny_model import make_tokenizer
 from tasks import arithmetic
-from vllm_worker import VLLMPolicy
 
 V = 400  # ids of the tokenizer that these models stand for
 CONTEXT = 256
@@ -82,6 +83,7 @@ class Case:
             eos_ids=EOS,
             vocab_size=V,
             max_tokens=CONTEXT,
+            max_rows=256,
             seed=0,
             memory=0.2,
         )
@@ -177,6 +179,56 @@ def test_more_prompts_than_vllm_prefills_at_once(case):
     for prompt, group in zip(prompts, case.sample(prompts, group_size=2), strict=True):
         for one in group:
             assert distance(case.old, prompt, one.ids, one.logps, 0.8) < NOISE
+
+
+def streamed(case, lengths, *, rows, group_size=4):
+    """-> (keys as their groups end, sequences in flight after each step) of prompts whose
+    completions have these lengths at most: by the room that their prompt leaves."""
+    policy, flight = case.policy, []
+    engine, waiting = policy.llm.llm_engine, iter(enumerate(lengths))
+    step = engine.step
+
+    def note():
+        outputs = step()
+        flight.append(engine.get_num_unfinished_requests())
+        return outputs
+
+    def take(room):
+        taken = list(itertools.islice(waiting, room))
+        return [(key, [20 + key] * (CONTEXT - length)) for key, length in taken]
+
+    settings = {"max_new_tokens": CONTEXT, "temperature": 1.0, "seed": 0}
+    policy.eos_ids, eos_ids, engine.step = [], policy.eos_ids, note
+    try:
+        groups = policy.stream(take, group_size=group_size, max_rows=rows, **settings)
+        ended = [(key, {len(one.ids) for one in group}) for key, group in groups]
+    finally:
+        policy.eos_ids, engine.step = eos_ids, step
+    assert all(found == {lengths[key]} for key, found in ended)
+    return [key for key, _ in ended], flight
+
+
+def test_a_group_leaves_when_it_ends_and_another_takes_its_place(case):
+    """Three groups at once: batch after batch takes 40 + 40 + 40 steps."""
+    ended, flight = streamed(case, [40, 5, 5, 40, 5, 5, 5, 40, 5], rows=12)
+    assert ended[:2] == [1, 2] and ended.index(4) < ended.index(0)
+    assert max(flight) <= 12 and flight[-1] == 0
+    assert len(flight) == 4 * 5 + 40  # the last long one begins after four short ones
+
+
+def test_a_stream_that_is_not_read_to_its_end_leaves_nothing_in_flight(case):
+    settings = {"max_new_tokens": 40, "temperature": 1.0, "seed": 0}
+    waiting = iter(enumerate(PROMPTS * 4))
+
+    def take(room):
+        return list(itertools.islice(waiting, room))
+
+    groups = case.policy.stream(take, group_size=4, max_rows=16, **settings)
+    next(groups)
+    assert case.policy.llm.llm_engine.has_unfinished_requests()
+    groups.close()
+    assert not case.policy.llm.llm_engine.has_unfinished_requests()
+    assert max(case.distances(case.old)) < NOISE  # and it samples on
 
 
 def test_scores_up_to_the_context_and_of_one_token(case):
@@ -286,7 +338,7 @@ def test_a_trainer_that_samples_nothing_learns_from_vllm(tmp_path, lora_rank):
         "STEPS": 4,
         "EVAL_QUESTIONS": 8,
     }
-    worker = {f"grpo_ref_split.{k}": v for k, v in trainer.items()} | {"MEMORY_GB": 0.2}
+    worker = {f"grpo_ref_split.{k}": v for k, v in trainer.items()} | {"VLLM_MEMORY_GB": 0.2}
     preset = str(ROOT / "tests/preset.py")
     commands = {
         "server": [TRAINERS_PYTHON, preset, "ref_server", json.dumps([server])],

@@ -1,0 +1,186 @@
+"""The policy in vLLM: what policy.Policy is in transformers, for vllm_worker.py.
+
+vLLM runs in this process, so new weights reach it by a call: no NCCL, nothing pickled. The
+distribution is sampler.py's. By itself vLLM inherits the model's stops, reports log-probs from
+before the temperature, and has the embedding's padding in its softmax; each is undone below.
+"""
+
+import functools
+import itertools
+import math
+import os
+import random
+
+import torch
+
+from grpo.sampling.policy import completion_text
+from grpo.sampling.sampler import Completion
+from grpo.weights import check_shapes, merge_adapters
+
+# The whole distribution (top_k 0 is off), with our stops instead of the model's
+PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class VLLMPolicy:
+    """Samples, takes new weights without a restart, and scores. Not for two threads at once."""
+
+    def __init__(
+        self, model, tokenizer, *, dtype, eos_ids, vocab_size, max_tokens, max_rows, seed, memory
+    ):
+        """Loads `model`, a hub name or folder, in `dtype`, "float32" or "bfloat16". `max_tokens`
+        bounds prompt plus completion, `max_rows` the completions sampled at once; `memory` is
+        VLLM_MEMORY_GB."""
+        set_environment()
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from vllm import LLM
+
+        self.name, self.tokenizer, self.numbers = model, tokenizer, itertools.count()
+        self.eos_ids, self.dtype, self.max_tokens = sorted(eos_ids), dtype, max_tokens
+        with torch.device("meta"):  # names and shapes of what load() takes, without memory
+            trained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        self.parameters = dict(trained.named_parameters())
+        gpu, budget = torch.cuda.is_available(), {"kv_cache_memory_bytes": int(memory * 1e9)}
+        if gpu:
+            budget = {"gpu_memory_utilization": memory * 1e9 / torch.cuda.mem_get_info()[1]}
+        self.llm = LLM(
+            model,
+            dtype=dtype,
+            seed=seed,
+            max_model_len=max_tokens,
+            max_num_seqs=max_rows,
+            enforce_eager=not gpu,  # compile on a GPU only
+            enable_chunked_prefill=gpu,  # on a CPU a seeded request that is cut in two crashes
+            enable_prefix_caching=True,  # a group's prompt runs once
+            logprobs_mode="processed_logprobs",  # of what is sampled: after temperature and mask
+            generation_config="vllm",  # nothing of the model's own
+            skip_tokenizer_init=True,  # ids in, ids out
+            **budget,
+        )
+        self.llm.apply_model(lambda model: mask_padding(model, vocab_size))
+
+    def stream(self, take, *, group_size, max_rows, seed, longest_prompt=None, **settings):
+        """Yields (key, completions) as sampler.stream_groups does, each group as soon as its last
+        completion has ended, while others begin in the place of those that have ended. Of the
+        `settings`, temperature must be above 0. Raises ValueError if a prompt leaves no room within
+        max_tokens, RuntimeError if the weights are broken."""
+        engine, draw, keys = self.llm.llm_engine, random.Random(seed), {}  # keys by request
+        try:
+            while True:
+                room = (max_rows - engine.get_num_unfinished_requests()) // group_size
+                for key, ids in take(room) if room else []:
+                    own = draw.getrandbits(62)  # completion i is drawn with own + i
+                    keys[self._begin(ids, n=group_size, seed=own, **settings)] = key
+                if not keys:
+                    return
+                for output in engine.step():
+                    yield keys.pop(output.request_id), [read_completion(c) for c in output.outputs]
+        finally:  # of a stream that fails, or is not read to its end
+            engine.abort_request(list(keys))
+
+    def _begin(self, ids, *, n, seed, max_new_tokens, temperature):
+        """Adds a prompt to what vLLM samples; returns the request's id."""
+        if len(ids) >= self.max_tokens:
+            raise ValueError(f"a prompt fills the {self.max_tokens} tokens of max_tokens")
+        request, params = (
+            str(next(self.numbers)),
+            self._params(
+                n=n,
+                seed=seed,
+                temperature=temperature,
+                max_tokens=max_new_tokens,
+                stop_token_ids=self.eos_ids,
+                logprobs=0,
+            ),
+        )
+        self.llm.llm_engine.add_request(request, {"prompt_token_ids": ids}, params)
+        return request
+
+    def sample(self, prompts, *, group_size, **settings):
+        """Returns `group_size` Completions for each of the prompts (lists of ids), the same for the
+        same `seed`; the rest as in stream."""
+        waiting, rows = iter(enumerate(prompts)), len(prompts) * group_size
+
+        def take(room):
+            return list(itertools.islice(waiting, room))
+
+        groups = dict(self.stream(take, group_size=group_size, max_rows=rows, **settings))
+        return [groups[i] for i in range(len(prompts))]
+
+    def text(self, completion):
+        return completion_text(self.tokenizer, completion)
+
+    def load(self, tensors):
+        """Replaces the weights by another process's trained_weights, in any float dtype; adapters
+        are merged first. Raises ValueError, and changes nothing, if they do not fit."""
+        if any(".lora_A." in name for name in tensors):
+            tensors = merge_adapters(self.base, tensors)
+        check_shapes(tensors, self.parameters)  # vLLM would keep what is missing, silently
+        # Cast here, as vLLM warns for each tensor that it casts; a generator, to hold one copy
+        weights = ((name, tensors[name].to(getattr(torch, self.dtype))) for name in self.parameters)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.llm.apply_model(refresh_head)
+        if not self.llm.reset_prefix_cache():  # keys and values of the old weights
+            raise RuntimeError("vLLM did not empty its prefix cache: is it sampling meanwhile?")
+
+    def logps(self, prompt, completion):
+        """Returns the log-probs (floats, temperature 1) of the completion's ids. The last id is
+        scored as the next one: vLLM wants room for one more, and there may be none."""
+        ids, last = prompt + completion[:-1], completion[-1:]
+        params = self._params(max_tokens=1, prompt_logprobs=0, logprob_token_ids=last)
+        (output,) = self.llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+        scored = [*output.prompt_logprobs[len(prompt) :], output.outputs[0].logprobs[0]]
+        return [found[id].logprob for id, found in zip(completion, scored, strict=True)]
+
+    @functools.cached_property
+    def base(self):  # the model under LoRA's adapters, on the CPU
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.name, dtype=self.dtype)
+
+    def _params(self, **params):
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        whole = RequestOutputKind.FINAL_ONLY  # one answer, when all completions have ended
+        return SamplingParams(**PLAIN, output_kind=whole, detokenize=False, **params)
+
+
+def set_environment():
+    """Tells vLLM, before it is imported, that this process is not one of several ranks."""
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would report to its makers
+
+
+def mask_padding(model, vocab_size):
+    """Gives ids from `vocab_size` on the probability 0. vLLM's `allowed_token_ids` would send
+    151 665 ids with every request, and does not apply to a prompt's scores."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    def mask(layer, inputs, logits):
+        logits[..., vocab_size:] = -math.inf
+
+    heads = [layer for layer in model.modules() if isinstance(layer, LogitsProcessor)]
+    assert len(heads) == 1, f"{type(model).__name__}: {len(heads)} LogitsProcessors"
+    heads[0].register_forward_hook(mask)
+
+
+def refresh_head(model):
+    """On a CPU vLLM multiplies by packed copies of the weights, and its reload forgets the copy of
+    a head that is tied to the embedding. On a GPU this does nothing."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def read_completion(output):
+    assert output.finish_reason in ("stop", "length"), output.finish_reason
+    logps = [found[id].logprob for id, found in zip(output.token_ids, output.logprobs, strict=True)]
+    if not all(map(math.isfinite, logps)):
+        raise RuntimeError("the model's log-probs are not finite: its weights are broken")
+    return Completion(list(output.token_ids), logps, truncated=output.finish_reason == "length")
