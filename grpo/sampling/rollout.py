@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from grpo.sampling.ahead import ahead
 from grpo.sampling.recipe import reward_group
 from grpo.sampling.sampler import Completion
 from grpo.wire import Group
@@ -45,12 +46,14 @@ class Stream:
 
 
 # --- Sample and reward --------------------------------------------------------------
-def sampled_and_rewarded(policy, recipe, take, *, seed, count, **changes):
+def sampled_and_rewarded(policy, recipe, take, *, seed, count, beside=False, **changes):
     """Yields each sampled group as soon as its last completion has ended.
 
     `take(n)` returns up to n prompts; `changes` replace the recipe's fields, such as temperature=0
     for greedy. Adds the time that rewards take to count["seconds_reward"]. Raises what reward_group
     does. The task sees text; the trainer trains the sampled ids, as re-tokenised text may differ.
+    With `beside` sampling, and `take`, go on in another thread meanwhile; not for ranks, whose next
+    prompts depend on rewards: a seed would not give the same run.
     """
     recipe, begun = replace(recipe, **changes), []  # a prompt's key is its place in `begun`
 
@@ -59,7 +62,7 @@ def sampled_and_rewarded(policy, recipe, take, *, seed, count, **changes):
         begun.extend(take(room))
         return [(key, begun[key][2]) for key in range(first, len(begun))]
 
-    for key, completions in policy.stream(
+    groups = policy.stream(
         take_ids,
         group_size=recipe.group_size,
         max_rows=recipe.sample_batch,
@@ -67,7 +70,8 @@ def sampled_and_rewarded(policy, recipe, take, *, seed, count, **changes):
         max_new_tokens=recipe.max_completion_tokens,
         temperature=recipe.temperature,
         seed=seed,
-    ):
+    )
+    for key, completions in ahead(groups) if beside else groups:
         prompt, started = begun[key], time.perf_counter()
         rewards = reward_group(recipe, prompt[1], [policy.text(c) for c in completions])
         count["seconds_reward"] += time.perf_counter() - started

