@@ -24,6 +24,7 @@ import sqlite3
 import sys
 import time
 from functools import partial
+from urllib.parse import quote
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see grpo_ref_split.py
 
@@ -158,7 +159,9 @@ def add_policies(app, policies, pacing, reference):
         run, at = app.read_query()
         path = policies.path(run, at.get("version", -1))
         # It answers Range requests: a download resumes where it broke off
-        return bottle.static_file(path.name, root=path.parent, mimetype="application/octet-stream")
+        file = bottle.static_file(path.name, root=path.parent, mimetype="application/octet-stream")
+        file.set_header("X-Path", quote(str(path.resolve())))  # on this machine it need not be sent
+        return file
 
     @app.takes_json("/reference")
     def post_reference(run: str, version: int):

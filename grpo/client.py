@@ -4,6 +4,7 @@ each has a limit."""
 import math
 import os
 from pathlib import Path
+from urllib.parse import unquote
 
 import requests
 
@@ -150,26 +151,31 @@ class RefServer:
         self.post("/policy", timeout=600, record=record)  # it is hashed there
 
     def fetch(self, record, path):
-        """Downloads the policy of `record` to the file `path`, in parts: one that is cut off is
-        asked for again, and a long answer would hold one of the server's threads.
+        """Returns the path of the policy of `record`: that of the server's own file if this machine
+        has it; else `path`, to which it is downloaded in parts: one that is cut off is asked for
+        again, and a long answer would hold one of the server's threads.
 
-        Returns False if the policy is gone, as a newer one has come. Raises RuntimeError if the
+        Returns None if the policy is gone, as a newer one has come. Raises RuntimeError if the
         file differs from what was published.
         """
         at = {"run": record["run"], "version": record["version"]}
         wait = Wait(f"policy {record['version']} from {self.url}", math.inf)
-        Path(path).unlink(missing_ok=True)  # not emptied: vLLM may still have the old file mapped
+        path = Path(path)
+        path.unlink(missing_ok=True)  # not emptied: vLLM may still have the old file mapped
         with open(path, "wb") as file:
             while (have := file.tell()) < record["bytes"]:
                 part = {"Range": f"bytes={have}-{min(have + PART_BYTES, record['bytes']) - 1}"}
                 reply = self.call("GET", "/policy", params=at, headers=part, expected=[404])
                 if reply.status_code == 404:
-                    return False
+                    return None
+                servers = Path(unquote(reply.headers.get("X-Path", "")))
+                if not have and holds(servers, record):
+                    return servers
                 file.write(reply.content)
                 wait.turn(f"{file.tell()} of {record['bytes']} bytes have come", pause=0)
         if sha256_of(path) != record["sha256"]:
             raise RuntimeError(f"policy {record['version']} was damaged on its way: wrong SHA-256")
-        return True
+        return path
 
     def work(self, worker, **asked):
         """Returns {"policy", "first", "count"}, what to sample. Arguments: Pacing.work."""
@@ -179,3 +185,13 @@ class RefServer:
         """Makes that policy the reference; version -1: the server's own model again."""
         reply = self.post("/reference", timeout=600, run=run, version=version)
         self.agreed = reply.json()["facts"]
+
+
+def holds(path, record):
+    """Whether this is the file of the policy of `record`. The path alone says nothing: it may be
+    one of another machine."""
+    try:
+        same = path.is_file() and path.stat().st_size == record["bytes"]
+        return same and sha256_of(path) == record["sha256"]
+    except OSError:  # it is not for us to read, or was deleted meanwhile
+        return False

@@ -85,14 +85,16 @@ class Worker:
         return any(record[key] != value for key, value in self.loaded.items())
 
     def load(self, record, path):
-        """Fetches a policy to `path`, loads it, and proves that it has arrived. Returns False if a
-        newer one has replaced it."""
+        """Fetches a policy, to `path` where it must be sent, loads it, and proves that it has
+        arrived. Returns False if a newer one has replaced it."""
         check_settings(record["settings"], self.recipe.settings())
         version, started = record["version"], time.perf_counter()
-        if not self.server.fetch(record, path):
+        if not (found := self.server.fetch(record, path)):
             return False
         try:
-            self.policy.load(safetensors.torch.load_file(path))
+            self.policy.load(safetensors.torch.load_file(found))
+        except FileNotFoundError:  # the server's own file, which it has deleted just now
+            return False
         except ValueError as error:
             raise SystemExit(f"policy {version} does not fit MODEL here: {error}") from error
         gap = check_proof(self.policy, record)

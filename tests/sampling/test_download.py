@@ -4,6 +4,8 @@ import hashlib
 import random
 import socket
 import threading
+from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import requests
@@ -11,7 +13,7 @@ from fakes import record_of
 from helpers import Replies, reply
 
 from grpo import client as client_module
-from grpo.client import RefServer
+from grpo.client import RefServer, holds
 
 WEIGHTS = bytes(range(256)) * 40
 
@@ -49,7 +51,7 @@ def test_a_part_whose_connection_broke_is_asked_for_again(no_pause, tmp_path, mo
     server = Cutting(weights, [5 << 20, None, 0, 1 << 20, 5 << 20, 5 << 20])
     path = tmp_path / "policy"
     path.write_bytes(b"of a former policy")
-    assert RefServer(server.url, 20).fetch(policy_record(weights), path)
+    assert RefServer(server.url, 20).fetch(policy_record(weights), path) == path
     assert path.read_bytes() == weights
     assert all(head.startswith("GET /policy?run=the+run&version=3 ") for head in server.heads)
     starts = [int(head.split("Range: bytes=")[1].split("-")[0]) >> 20 for head in server.heads]
@@ -59,7 +61,7 @@ def test_a_part_whose_connection_broke_is_asked_for_again(no_pause, tmp_path, mo
 def test_a_policy_that_is_gone_is_no_error(tmp_path):
     """A newer one has come: the worker asks for that."""
     server = Replies(reply(404, b"{}"))
-    assert not RefServer(server.url, 20).fetch(policy_record(), tmp_path / "policy")
+    assert RefServer(server.url, 20).fetch(policy_record(), tmp_path / "policy") is None
 
 
 def test_a_damaged_download_is_an_error(tmp_path):
@@ -91,8 +93,40 @@ def test_a_policy_goes_up_in_parts_and_comes_down_as_it_was(hub_server, tmp_path
     parts = [query["offset"] for method, query in hub_server.asked if method == "PUT"]
     assert parts == [0, 3000, 6000, 9000]
     assert record["bytes"] == len(WEIGHTS) and hub_server.hub.record() == record
-    assert hub_server.fetch(record, tmp_path / "got")
+    monkeypatch.setattr(client_module, "holds", lambda *_: False)  # as on another machine
+    assert hub_server.fetch(record, tmp_path / "got") == tmp_path / "got"
     assert (tmp_path / "got").read_bytes() == WEIGHTS
+
+
+def test_on_the_servers_machine_its_own_file_is_taken(hub_server, tmp_path):
+    (tmp_path / "sent").write_bytes(WEIGHTS)
+    record = record_of({}, version=1)
+    hub_server.publish(tmp_path / "sent", record)
+    assert hub_server.fetch(record, tmp_path / "got") == hub_server.hub.path("run", 1)
+    assert (tmp_path / "got").stat().st_size == 0
+
+
+OTHERS = {"another version": bytes(len(WEIGHTS)), "half of one": WEIGHTS[:-1], "nothing": None}
+
+
+@pytest.mark.parametrize("here", OTHERS)
+def test_a_path_of_another_machine_is_not_trusted(tmp_path, here):
+    """The same path may exist here, with other weights, as where both began in the same image."""
+    theirs = tmp_path / "a pölicy"
+    if OTHERS[here]:
+        theirs.write_bytes(OTHERS[here])
+    server = Replies(reply(206, WEIGHTS, headers=f"X-Path: {quote(str(theirs))}\r\n"))
+    got = RefServer(server.url, 20).fetch(policy_record(), tmp_path / "got")
+    assert got == tmp_path / "got" and got.read_bytes() == WEIGHTS
+
+
+def test_a_file_that_is_no_file_or_not_to_be_read_is_not_the_policy(tmp_path):
+    record = policy_record()
+    (tmp_path / "folder").mkdir()
+    assert not holds(tmp_path / "folder", record) and not holds(Path(), record)
+    assert not holds(Path("/dev/zero"), record) and not holds(tmp_path / "missing", record)
+    (tmp_path / "policy").write_bytes(WEIGHTS)
+    assert holds(tmp_path / "policy", record)
 
 
 @pytest.mark.parametrize("lost", range(5))

@@ -75,9 +75,9 @@ class Script:
     def fetch(self, record, path):
         self.fetched.append(record["version"])
         if record["version"] not in self.policies:
-            return False
+            return None
         safetensors.torch.save_file({"w": self.policies[record["version"]]}, path)
-        return True
+        return path
 
     def call(self, method, path, *, data, params):
         assert (method, path) == ("POST", "/upload")
@@ -235,6 +235,14 @@ def test_a_policy_that_is_gone_before_it_was_fetched_is_asked_for_anew():
     server = Script(policy(0), policy(1), policies={1: W[1]})
     run(server)
     assert server.fetched == [0, 1]
+    assert [asked["version"] for asked in server.asked] == [-1, -1, 1]
+
+
+def test_a_policy_that_the_server_deletes_before_it_is_loaded_is_asked_for_anew():
+    server = Script(policy(0), policy(1), policies=W)
+    fetch = server.fetch
+    server.fetch = lambda record, path: fetch(record, path) if record["version"] else path
+    run(server)
     assert [asked["version"] for asked in server.asked] == [-1, -1, 1]
 
 
