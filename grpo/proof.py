@@ -23,7 +23,7 @@ def sample_proof(policy, recipe):
     Rounding is larger in other text, and with few tokens a stale layer may pass for it."""
     prompt = recipe.prompts[0][2]
     room = recipe.max_prompt_tokens + recipe.max_completion_tokens - len(prompt)
-    return prompt, policy.continuation(prompt, min(PROOF_TOKENS, room))
+    return prompt, policy.continuation(prompt, min(PROOF_TOKENS, room)).ids
 
 
 def proof_of(policy, prompt, completion):
@@ -33,17 +33,34 @@ def proof_of(policy, prompt, completion):
 
 
 def check_proof(policy, record):
-    """Returns the mean k3 to the publisher's log-probs. Raises RuntimeError if beyond rounding."""
-    proof = record["proof"]
-    mine = torch.tensor(policy.logps(proof["prompt"], proof["completion"]))
-    d = mine.double() - torch.tensor(proof["logps"]).double()
-    gap, limit = (d.expm1() - d).mean().item(), max(NOISE[proof["dtype"]], NOISE[policy.dtype])
+    """Returns the mean k3 to the publisher's log-probs. Raises RuntimeError if beyond rounding.
+
+    Then the policy draws a completion of its own, whose log-probs must be those that it scores: on
+    a GPU what was recorded for sampling may still read old weights, while a score reads the new.
+    """
+    proof, version = record["proof"], record["version"]
+    limit = max(NOISE[proof["dtype"]], NOISE[policy.dtype])
+    prompt, completion = proof["prompt"], proof["completion"]
+    gap = mean_k3(policy.logps(prompt, completion), proof["logps"])
+    check_gap(gap, limit, version)
+    own = policy.continuation(prompt, len(completion))
+    decoded = mean_k3(policy.logps(prompt, own.ids), own.logps)
+    check_gap(decoded, limit, version)
+    return max(gap, decoded)
+
+
+def mean_k3(mine, theirs):
+    """Returns the mean k3 of two computations of the log-probs of tokens that `theirs` drew."""
+    d = torch.tensor(mine).double() - torch.tensor(theirs).double()
+    return (d.expm1() - d).mean().item()
+
+
+def check_gap(gap, limit, version):
     if not gap <= limit:  # nor NaN
         raise RuntimeError(
-            f"policy {record['version']} is loaded, but its log-probs differ from the trainer's by"
+            f"policy {version} is loaded, but its log-probs differ from the trainer's by"
             f" {gap:.2g} in mean k3 (limit {limit}): this worker would sample another policy"
         )
-    return gap
 
 
 # --- The first update is what theory says ---------------------------------------------

@@ -44,6 +44,16 @@ def test_another_dtype_is_no_other_policy_and_one_stale_layer_is(tiny):
         check_proof(coarse, record)
 
 
+def test_a_sampler_that_has_other_weights_than_the_score_is_no_policy_of_the_trainers(tiny):
+    """As one whose recorded or merged weights are those of an older policy."""
+    trainer, mine, stale = tiny_policy(tiny), tiny_policy(tiny), tiny_policy(tiny, drift=0.05)
+    record = {"version": 7, "proof": proof_by(trainer)}
+    assert check_proof(mine, record) < 1e-6
+    mine.continuation = stale.continuation
+    with pytest.raises(RuntimeError, match="policy 7 is loaded, but its log-probs differ"):
+        check_proof(mine, record)
+
+
 @pytest.mark.parametrize("sd, passes", [(0.055, True), (0.084, True), (0.3, False)])
 def test_noise_of_published_sizes_is_no_other_policy(sd, passes, tiny):
     """sd 0.055: Qwen2.5-0.5B in bfloat16; 0.084: mean |d| 0.067, a mixture of experts in FP8."""

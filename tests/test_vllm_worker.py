@@ -17,6 +17,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("vllm")
+from grpo.proof import check_proof
 from grpo.sampling.vllm_policy import VLLMPolicy
 from grpo.tiny_model import make_tokenizer
 from tasks import arithmetic
@@ -244,6 +245,44 @@ def test_after_a_load_it_is_the_new_policy(case):
         assert max(case.distances(case.new)) < NOISE < 1 < min(case.distances(case.old))
         case.policy.load(weights(case.old))
         assert max(case.distances(case.old)) < NOISE < 1 < min(case.distances(case.new))
+
+
+def proof_of_new(case):
+    """-> the record of the new policy, with a trainer's proof of it."""
+    prompt, ids = PROMPTS[1], [60 + i for i in range(100)]
+    logps = log_probs(case.new, prompt, ids).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    proof = {"prompt": prompt, "completion": ids, "logps": logps.tolist(), "dtype": "float32"}
+    return {"version": 7, "proof": proof}
+
+
+def test_a_load_is_proved_by_what_it_scores_and_by_what_it_samples(case):
+    record = proof_of_new(case)
+    with pytest.raises(RuntimeError, match="policy 7 is loaded, but its log-probs differ"):
+        check_proof(case.policy, record)
+    case.policy.load(weights(case.new))
+    assert check_proof(case.policy, record) < 1e-9
+
+
+def test_a_decoder_that_has_other_weights_than_a_score_is_found_out(case):
+    """A CUDA graph that still read the old weights would decode with them, one row a sequence."""
+    case.policy.load(weights(case.new))
+
+    def add_fault(model):
+        def fault(layer, inputs, output):
+            hidden, residual = output
+            return (hidden * 1.1, residual) if len(hidden) == 1 else output
+
+        return model.model.norm.register_forward_hook(fault)
+
+    record = proof_of_new(case)
+    (hook,) = case.policy.llm.apply_model(add_fault)
+    try:
+        prompt, ids = record["proof"]["prompt"], record["proof"]["completion"]
+        assert distance(case.new, prompt, ids, case.policy.logps(prompt, ids)) < NOISE
+        with pytest.raises(RuntimeError, match="policy 7 is loaded, but its log-probs differ"):
+            check_proof(case.policy, record)
+    finally:
+        hook.remove()
 
 
 def test_a_load_takes_every_parameter(case):

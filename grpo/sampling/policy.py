@@ -46,7 +46,8 @@ class Policy:
             yield group
 
     def continuation(self, prompt, size):
-        """Returns `size` ids drawn after the prompt at temperature 1; EOS does not end them."""
+        """Returns a Completion of `size` ids, drawn after the prompt at temperature 1; EOS does not
+        end it."""
         ((completion,),) = sample_groups(
             self.model,
             [prompt],
@@ -57,7 +58,7 @@ class Policy:
             vocab_size=self.vocab_size,
             generator=self.generator(seed=0),
         )
-        return completion.ids
+        return completion
 
     def generator(self, seed):
         return torch.Generator(device=self.model.device).manual_seed(seed)
@@ -71,6 +72,10 @@ class Policy:
         model = CompletionModel(self.model, share_prompts=False)
         hidden, ids = model([prompt], [completion])
         return linear_logps(hidden, model.head, ids, vocab_size=self.vocab_size).tolist()
+
+    def rest(self):
+        """Gives back the device memory that sampling has left, while there is nothing to sample."""
+        torch.cuda.empty_cache()
 
     def load(self, tensors):
         """Loads another process's trained_weights. Raises ValueError if they do not fit."""

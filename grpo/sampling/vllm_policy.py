@@ -78,7 +78,7 @@ class VLLMPolicy:
         finally:  # of a stream that fails, or is not read to its end
             engine.abort_request(list(keys))
 
-    def _begin(self, ids, *, n, seed, max_new_tokens, temperature):
+    def _begin(self, ids, *, n, seed, max_new_tokens, temperature, eos_ids=None):
         """Adds a prompt to what vLLM samples; returns the request's id."""
         if len(ids) >= self.max_tokens:
             raise ValueError(f"a prompt fills the {self.max_tokens} tokens of max_tokens")
@@ -89,7 +89,7 @@ class VLLMPolicy:
                 seed=seed,
                 temperature=temperature,
                 max_tokens=max_new_tokens,
-                stop_token_ids=self.eos_ids,
+                stop_token_ids=self.eos_ids if eos_ids is None else eos_ids,
                 logprobs=0,
             ),
         )
@@ -106,6 +106,12 @@ class VLLMPolicy:
 
         groups = dict(self.stream(take, group_size=group_size, max_rows=rows, **settings))
         return [groups[i] for i in range(len(prompts))]
+
+    def continuation(self, prompt, size):
+        """Returns a Completion of `size` ids, drawn after the prompt at temperature 1; EOS does not
+        end it."""
+        settings = {"max_new_tokens": size, "temperature": 1.0, "eos_ids": [], "seed": 0}
+        return self.sample([prompt], group_size=1, **settings)[0][0]
 
     def text(self, completion):
         return completion_text(self.tokenizer, completion)

@@ -30,8 +30,9 @@ ASK_SECONDS = 0.5  # between two requests for more work while completions are be
 def run_worker(policy, server, recipe, name=None):
     """Samples until it raises RuntimeError: no open run at the server for WAIT_LIMIT_SECONDS.
 
-    `policy` has stream, text, load, logps and dtype, as policy.Policy. Raises RuntimeError, too, if
-    it computes other log-probs than the trainer's, SystemExit if it is another model.
+    `policy` has stream, text, load, rest, logps, continuation and dtype, as policy.Policy. Raises
+    RuntimeError, too, if it computes other log-probs than the trainer's, SystemExit if it is
+    another model.
     """
     worker = Worker(policy, server, recipe, name or f"{socket.gethostname()}-{os.getpid()}")
     no_run = Wait(f"a run to sample for, from {server.url}", server.limit)

@@ -22,6 +22,7 @@ from fakes import (
 from grpo import stop as stop_module
 from grpo.sampling import worker
 from grpo.sampling.rollout import Stream, tally_of
+from grpo.sampling.sampler import Completion
 from grpo.training.publish import Publisher
 from grpo.wire import unpack_bodies, unpack_group
 
@@ -38,7 +39,7 @@ class Engine(FakeEngine):
 
     def __init__(self):
         super().__init__()
-        self.w, self.used = torch.zeros(3), []
+        self.w, self.used, self.rests = torch.zeros(3), [], 0
 
     def load(self, tensors):
         if tensors["w"].shape != self.w.shape:
@@ -48,6 +49,12 @@ class Engine(FakeEngine):
     def logps(self, prompt, completion):
         assert (prompt, completion) == ([1, 2], [3, 4, 5])
         return self.w.tolist()
+
+    def continuation(self, prompt, size):
+        return Completion([3, 4, 5][:size], self.w.tolist(), True)
+
+    def rest(self):
+        self.rests += 1
 
     def stream(self, take, **settings):
         self.used.append((self.w.tolist(), settings["seed"]))
