@@ -292,12 +292,8 @@ def test_what_the_page_is_told(app, store):
     mark_scored(store)
     put(store, 1)
     call(app, "POST", "/upload", b"no group")
-    call(
-        app,
-        "POST",
-        "/work",
-        {"worker": "w", "held": 0, "want": 1, "run": "", "version": -1, "sha256": ""},
-    )
+    work = {"worker": "w", "held": 0, "want": 1, "run": "", "version": -1, "sha256": ""}
+    call(app, "POST", "/work", work)
     post(app, "first", [record(1)])
     post(app, "second", [record(step, kl=1 / 3) for step in range(1, 2001)], [sample(2000)])
     now = look(app)
@@ -434,11 +430,9 @@ HOSTILE = [
 
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH: apt-get install chromium")
 def test_in_a_real_browser_hostile_text_stays_text(app, store, tmp_path):
+    places = ("completion", "question", "answer", "sampler")
     samples = [
-        sample(
-            7, completion=text, question=text, answer=text, sampler=text, rewards={text[:100]: -1.0}
-        )
-        for text in HOSTILE
+        sample(7, **dict.fromkeys(places, text), rewards={text[:100]: -1.0}) for text in HOSTILE
     ]
     records = [record(step, kl=step / 50, completion_tokens=90 + step) for step in range(1, 60)]
     records.append({"step": 59, "eval_accuracy": 0.625, HOSTILE[0]: 1.0})
