@@ -127,6 +127,10 @@ CUDA graph, which is launched as one:
 
 {decoders}
 
+An entry "1 at `cached.py:16, masking_utils.py:307`": the host waits once a token in transformers'
+line, called by ours. gpt2 has a padding token here, unlike the real one: transformers looks for it
+in the ids of each call without a mask (modeling_utils.py:4692).
+
 A micro-batch of 8 sequences, Qwen2, the loss in torch's operations, without DeepSpeed and without
 what the trainer brings to the GPU itself; the launches of the backward pass are the least sure:
 
