@@ -3,7 +3,7 @@
     .vllm/bin/python vllm_worker.py    # in a venv with requirements-vllm.txt
 
 Its constants are those below and those of grpo_ref_split.py, which must be the trainer's. One
-worker is one model on one device; for more GPUs, run more workers.
+worker is one model, on one GPU or as many as TENSOR_PARALLEL says; for more GPUs, run more workers.
 """
 
 import sys
@@ -13,6 +13,8 @@ from grpo.constants import arguments, check_names, real, refuse_broken, rules_of
 
 VLLM_MEMORY_GB = 20.0  # of a GPU's memory; on a CPU that of the KV cache, where 1 is plenty
 VLLM_SEQUENCES = 256  # completions sampled at once, in place of SAMPLE_BATCH
+VLLM_SLEEP = False  # True: gives a GPU's memory back, to a trainer on it, while there is no work
+TENSOR_PARALLEL = 1  # GPUs that share the model: for one too large for a single GPU, 14B and more
 
 constants = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
 
@@ -20,10 +22,12 @@ constants = frozenset(filter(str.isupper, globals()))  # a preset that sets anot
 def check_constants(now, group_size):
     """Raises SystemExit with a sentence for each constant, by name in `now`, that can't be."""
     check_names(now, constants)
-    rules = rules_of({"a whole number from 1 on": "VLLM_SEQUENCES"}, now)
+    table = {"a whole number from 1 on": "VLLM_SEQUENCES TENSOR_PARALLEL"}
+    rules = rules_of(table | {"True or False": "VLLM_SLEEP"}, now)
     memory, rows = now["VLLM_MEMORY_GB"], now["VLLM_SEQUENCES"]
     rules.append(("VLLM_MEMORY_GB", "a number above 0", real(memory) and memory > 0))
-    rules.append(("VLLM_SEQUENCES", f"GROUP_SIZE = {group_size} or more", rows >= group_size))
+    enough = type(rows) is not int or rows >= group_size
+    rules.append(("VLLM_SEQUENCES", f"GROUP_SIZE = {group_size} or more", enough))
     refuse_broken("vllm_worker.py", now, rules)
 
 
@@ -50,6 +54,8 @@ def main():
         max_rows=VLLM_SEQUENCES,
         seed=c.SEED,
         memory=VLLM_MEMORY_GB,
+        tensor_parallel=TENSOR_PARALLEL,
+        sleep=VLLM_SLEEP,
     )
     run_worker(policy, server, replace(recipe, sample_batch=VLLM_SEQUENCES))
 

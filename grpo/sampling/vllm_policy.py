@@ -1,7 +1,8 @@
 """The policy in vLLM: what policy.Policy is in transformers, for vllm_worker.py.
 
-vLLM runs in this process, so new weights reach it by a call: no NCCL, nothing pickled. The
-distribution is sampler.py's. By itself vLLM inherits the model's stops, reports log-probs from
+vLLM runs in this process, so new weights reach it by a call: no NCCL, nothing pickled. (With
+TENSOR_PARALLEL it has other processes, which read them from a file.) The distribution is
+sampler.py's. By itself vLLM inherits the model's stops, reports log-probs from
 before the temperature, and has the embedding's padding in its softmax; each is undone below.
 """
 
@@ -10,7 +11,9 @@ import itertools
 import math
 import os
 import random
+import tempfile
 
+import safetensors.torch
 import torch
 
 from grpo.sampling.policy import completion_text
@@ -26,50 +29,74 @@ class VLLMPolicy:
     """Samples, takes new weights without a restart, and scores. Not for two threads at once."""
 
     def __init__(
-        self, model, tokenizer, *, dtype, eos_ids, vocab_size, max_tokens, max_rows, seed, memory
+        self,
+        model,
+        tokenizer,
+        *,
+        dtype,
+        eos_ids,
+        vocab_size,
+        max_tokens,
+        max_rows,
+        seed,
+        memory,
+        tensor_parallel,
+        sleep,
     ):
         """Loads `model`, a hub name or folder, in `dtype`, "float32" or "bfloat16". `max_tokens`
-        bounds prompt plus completion, `max_rows` the completions sampled at once; `memory` is
-        VLLM_MEMORY_GB."""
+        bounds prompt plus completion, `max_rows` the completions sampled at once; the last three
+        are VLLM_MEMORY_GB, TENSOR_PARALLEL and VLLM_SLEEP. Raises SystemExit where the device does
+        not offer what they ask for."""
         set_environment()
+        check_device(memory, tensor_parallel, sleep)
         from transformers import AutoConfig, AutoModelForCausalLM
         from vllm import LLM
+        from vllm.utils.torch_utils import current_stream
 
         self.name, self.tokenizer, self.numbers = model, tokenizer, itertools.count()
         self.eos_ids, self.dtype, self.max_tokens = sorted(eos_ids), dtype, max_tokens
+        self.parallel, self.sleeps, self.asleep = tensor_parallel > 1, sleep, False
         with torch.device("meta"):  # names and shapes of what load() takes, without memory
             trained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         self.parameters = dict(trained.named_parameters())
-        gpu, budget = torch.cuda.is_available(), {"kv_cache_memory_bytes": int(memory * 1e9)}
-        if gpu:
+        self.gpu, budget = torch.cuda.is_available(), {"kv_cache_memory_bytes": int(memory * 1e9)}
+        if self.gpu:
             budget = {"gpu_memory_utilization": memory * 1e9 / torch.cuda.mem_get_info()[1]}
         self.llm = LLM(
             model,
             dtype=dtype,
-            seed=seed,
+            seed=random.SystemRandom().getrandbits(31) if self.gpu else seed,  # see stream
+            tensor_parallel_size=tensor_parallel,
             max_model_len=max_tokens,
             max_num_seqs=max_rows,
-            enforce_eager=not gpu,  # compile on a GPU only
-            enable_chunked_prefill=gpu,  # on a CPU a seeded request that is cut in two crashes
+            enforce_eager=not self.gpu,  # compile on a GPU only
+            enable_chunked_prefill=self.gpu,  # on a CPU a seeded request cut in two crashes
             enable_prefix_caching=True,  # a group's prompt runs once
+            enable_sleep_mode=sleep,
             logprobs_mode="processed_logprobs",  # of what is sampled: after temperature and mask
             generation_config="vllm",  # nothing of the model's own
             skip_tokenizer_init=True,  # ids in, ids out
             **budget,
         )
-        self.llm.apply_model(lambda model: mask_padding(model, vocab_size))
+        self.llm.apply_model(functools.partial(mask_padding, vocab_size=vocab_size))
+        self.cuda_stream = current_stream() if self.gpu and not self.parallel else None
 
     def stream(self, take, *, group_size, max_rows, seed, longest_prompt=None, **settings):
         """Yields (key, completions) as sampler.stream_groups does, each group as soon as its last
         completion has ended, while others begin in the place of those that have ended. Of the
-        `settings`, temperature must be above 0. Raises ValueError if a prompt leaves no room within
-        max_tokens, RuntimeError if the weights are broken."""
+        `settings`, temperature must be above 0. On a CPU the same `seed` draws the same; on a GPU
+        vLLM would then draw row by row, a launch each. Raises ValueError if a prompt leaves no room
+        within max_tokens, RuntimeError if the weights are broken."""
         engine, draw, keys = self.llm.llm_engine, random.Random(seed), {}  # keys by request
+        self._wake()
+        if self.cuda_stream:  # else each new thread has a stream of its own, and memory for it
+            torch.cuda.set_stream(self.cuda_stream)
         try:
             while True:
                 room = (max_rows - engine.get_num_unfinished_requests()) // group_size
                 for key, ids in take(room) if room else []:
-                    own = draw.getrandbits(62)  # completion i is drawn with own + i
+                    # completion i is drawn with own + i
+                    own = None if self.gpu else draw.getrandbits(62)
                     keys[self._begin(ids, n=group_size, seed=own, **settings)] = key
                 if not keys:
                     return
@@ -82,23 +109,21 @@ class VLLMPolicy:
         """Adds a prompt to what vLLM samples; returns the request's id."""
         if len(ids) >= self.max_tokens:
             raise ValueError(f"a prompt fills the {self.max_tokens} tokens of max_tokens")
-        request, params = (
-            str(next(self.numbers)),
-            self._params(
-                n=n,
-                seed=seed,
-                temperature=temperature,
-                max_tokens=max_new_tokens,
-                stop_token_ids=self.eos_ids if eos_ids is None else eos_ids,
-                logprobs=0,
-            ),
+        request = str(next(self.numbers))
+        params = self._params(
+            n=n,
+            seed=seed,
+            temperature=temperature,
+            max_tokens=max_new_tokens,
+            stop_token_ids=self.eos_ids if eos_ids is None else eos_ids,
+            logprobs=0,
         )
         self.llm.llm_engine.add_request(request, {"prompt_token_ids": ids}, params)
         return request
 
     def sample(self, prompts, *, group_size, **settings):
         """Returns `group_size` Completions for each of the prompts (lists of ids), the same for the
-        same `seed`; the rest as in stream."""
+        same `seed` on a CPU; the rest as in stream."""
         waiting, rows = iter(enumerate(prompts)), len(prompts) * group_size
 
         def take(room):
@@ -122,9 +147,14 @@ class VLLMPolicy:
         if any(".lora_A." in name for name in tensors):
             tensors = merge_adapters(self.base, tensors)
         check_shapes(tensors, self.parameters)  # vLLM would keep what is missing, silently
-        # Cast here, as vLLM warns for each tensor that it casts; a generator, to hold one copy
-        weights = ((name, tensors[name].to(getattr(torch, self.dtype))) for name in self.parameters)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        tensors = {name: tensors[name].contiguous() for name in self.parameters}
+        self._wake()
+        if self.parallel:  # to other processes, through a file: all ranks read what they need of it
+            with tempfile.TemporaryDirectory(prefix="grpo-vllm-") as folder:
+                safetensors.torch.save_file(tensors, f"{folder}/policy")
+                self.llm.collective_rpc(reload, args=(f"{folder}/policy", self.dtype))
+        else:
+            self.llm.collective_rpc(reload, args=(tensors, self.dtype))
         self.llm.apply_model(refresh_head)
         if not self.llm.reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError("vLLM did not empty its prefix cache: is it sampling meanwhile?")
@@ -132,11 +162,31 @@ class VLLMPolicy:
     def logps(self, prompt, completion):
         """Returns the log-probs (floats, temperature 1) of the completion's ids. The last id is
         scored as the next one: vLLM wants room for one more, and there may be none."""
+        self._wake()
         ids, last = prompt + completion[:-1], completion[-1:]
         params = self._params(max_tokens=1, prompt_logprobs=0, logprob_token_ids=last)
         (output,) = self.llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
         scored = [*output.prompt_logprobs[len(prompt) :], output.outputs[0].logprobs[0]]
         return [found[id].logprob for id, found in zip(completion, scored, strict=True)]
+
+    def rest(self):
+        """With VLLM_SLEEP: frees the GPU's memory until the next call; the weights wait in the
+        CPU's."""
+        if self.sleeps and not self.asleep:
+            self.llm.sleep(level=1)
+            self.asleep = True
+
+    def _wake(self):
+        if not self.asleep:
+            return
+        try:
+            self.llm.wake_up()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "vLLM slept, and its memory is taken: lower VLLM_MEMORY_GB, or the"
+                f" MICRO_BATCH_TOKENS of the trainer on this GPU ({error})"
+            ) from error
+        self.asleep = False
 
     @functools.cached_property
     def base(self):  # the model under LoRA's adapters, on the CPU
@@ -159,6 +209,36 @@ def set_environment():
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would report to its makers
+
+
+def check_device(memory, tensor_parallel, sleep):
+    """Raises SystemExit with a sentence if the device does not offer these: VLLM_MEMORY_GB,
+    TENSOR_PARALLEL, VLLM_SLEEP."""
+    gpus = torch.cuda.device_count()
+    if sleep and not gpus:
+        raise SystemExit("VLLM_SLEEP = True needs a GPU: on a CPU vLLM has no memory to give back")
+    if gpus and tensor_parallel > gpus:  # on a CPU vLLM shares out the cores
+        raise SystemExit(
+            f"TENSOR_PARALLEL = {tensor_parallel} needs as many GPUs, and there are {gpus}"
+            " (CUDA_VISIBLE_DEVICES)"
+        )
+    if gpus:
+        free, total = (size / 1e9 for size in torch.cuda.mem_get_info())
+        if memory > free:
+            raise SystemExit(
+                f"VLLM_MEMORY_GB = {memory}, but of this GPU's {total:.1f} GB {free:.1f} are free:"
+                " lower it, or start the worker before the trainer"
+            )
+
+
+# --- What runs in vLLM's own processes, where there are several -------------------------
+def reload(worker, weights, dtype):
+    """Replaces the weights by tensors, or those of a safetensors file."""
+    if isinstance(weights, str):
+        weights = safetensors.torch.load_file(weights)
+    # Cast here, as vLLM warns for each tensor that it casts; a generator, to hold one copy
+    cast = ((name, tensor.to(getattr(torch, dtype))) for name, tensor in weights.items())
+    worker.reload_weights(weights_iterator=cast)
 
 
 def mask_padding(model, vocab_size):

@@ -43,6 +43,7 @@ def run_worker(policy, server, recipe, name=None):
             work = worker.ask(recipe.sample_batch // recipe.group_size, pulled)
             newest = work["policy"]
             if newest is None:
+                policy.rest()
                 no_run.turn("no run has published a policy (PUBLISH_STEPS), or all have ended")
                 continue
             no_run.moved()
@@ -56,6 +57,7 @@ def run_worker(policy, server, recipe, name=None):
                     no_work.turn(f"policy {newest['version']} is gone, and no newer one has come")
             else:
                 pulled = False
+                policy.rest()
                 no_work.turn("as many groups wait to be trained as MAX_STALENESS allows", pause=0)
 
 

@@ -273,7 +273,10 @@ def test_a_worker_waits_while_there_is_no_room(no_pause, monkeypatch):
     )
     server = Script(policy(0), *[policy(0)] * 99, policies=W)
     server.limit = 60
-    run(server, expected=RuntimeError, match="as many groups wait .* as MAX_STALENESS allows")
+    engine = run(
+        server, expected=RuntimeError, match="as many groups wait .* as MAX_STALENESS allows"
+    )
+    assert engine.rests > 1  # another process of the device may have the memory
 
 
 def test_an_upload_that_fails_ends_the_worker():

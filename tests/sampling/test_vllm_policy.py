@@ -1,0 +1,126 @@
+"""What of the vLLM worker needs no vLLM: its constants, what the device must offer, sleep."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vllm_worker
+from grpo.sampling.vllm_policy import VLLMPolicy, check_device
+
+CONSTANTS = {name: getattr(vllm_worker, name) for name in vllm_worker.constants}
+
+
+def test_the_constants_are_right_as_they_stand():
+    vllm_worker.check_constants(CONSTANTS, group_size=8)
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"VLLM_MEMORY_GB": "20"}, "VLLM_MEMORY_GB = '20' must be a number above 0"),
+        ({"VLLM_MEMORY_GB": 0}, "VLLM_MEMORY_GB = 0 must be a number above 0"),
+        ({"VLLM_MEMORY_GB": float("nan")}, "VLLM_MEMORY_GB = nan must be a number above 0"),
+        ({"VLLM_SEQUENCES": 4}, "VLLM_SEQUENCES = 4 must be GROUP_SIZE = 8 or more"),
+        ({"VLLM_SEQUENCES": "9"}, "VLLM_SEQUENCES = '9' must be a whole number from 1 on"),
+        ({"TENSOR_PARALLEL": 0}, "TENSOR_PARALLEL = 0 must be a whole number from 1 on"),
+        ({"VLLM_SLEEP": 2}, "VLLM_SLEEP = 2 must be True or False"),
+        ({"MEMORY_GB": 20}, "there is no constant MEMORY_GB: is VLLM_MEMORY_GB meant?"),
+    ],
+)
+def test_a_constant_that_can_not_be_is_said(change, sentence):
+    with pytest.raises(SystemExit) as refused:
+        vllm_worker.check_constants(CONSTANTS | change, group_size=8)
+    assert sentence in str(refused.value)
+
+
+def test_what_the_device_does_not_offer_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    check_device(20.0, 2, sleep=False)  # a CPU's cores are shared out
+    with pytest.raises(SystemExit, match="VLLM_SLEEP = True needs a GPU"):
+        check_device(1.0, 1, sleep=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(30e9), int(80e9)))
+    check_device(30.0, 2, sleep=True)
+    with pytest.raises(SystemExit, match="TENSOR_PARALLEL = 4 needs as many GPUs, and there are 2"):
+        check_device(30.0, 4, sleep=True)
+    with pytest.raises(SystemExit, match=r"VLLM_MEMORY_GB = 31.0, but of this GPU's 80.0 GB 30.0"):
+        check_device(31.0, 1, sleep=False)
+
+
+class FakeLLM:
+    """In place of vLLM: notes what it is told."""
+
+    def __init__(self):
+        self.told = []
+        self.llm_engine = SimpleNamespace(
+            get_num_unfinished_requests=lambda: 0, abort_request=lambda ids: None
+        )
+
+    def sleep(self, level):
+        self.told.append(f"sleep {level}")
+
+    def wake_up(self):
+        self.told.append("wake")
+
+
+def a_policy(sleeps):
+    policy = VLLMPolicy.__new__(VLLMPolicy)
+    policy.llm, policy.sleeps, policy.asleep, policy.cuda_stream = FakeLLM(), sleeps, False, None
+    policy.gpu = False
+    return policy
+
+
+def sample_nothing(policy):
+    assert list(policy.stream(lambda room: [], group_size=1, max_rows=1, seed=0)) == []
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_request_has_a_seed_on_a_cpu_alone(gpu):
+    """On a GPU each would cost a launch a token."""
+    policy, seeds = a_policy(sleeps=False), []
+    policy.gpu, policy.eos_ids, policy.max_tokens = gpu, [2], 9
+
+    def note(request, prompt, params):
+        assert prompt == {"prompt_token_ids": [5, 6]}
+        seeds.append(params["seed"])
+        policy.llm.llm_engine.step = lambda: [SimpleNamespace(request_id=request, outputs=[])]
+
+    policy.llm.llm_engine.add_request = note
+    policy._params = lambda **params: params
+    for seed in (3, 3):
+        policy.numbers, waiting = iter("a"), [("key", [5, 6])]
+        settings = {"max_new_tokens": 4, "temperature": 1.0, "seed": seed}
+
+        def take(room, waiting=waiting):
+            return [waiting.pop()] if waiting else []
+
+        groups = policy.stream(take, group_size=1, max_rows=1, **settings)
+        assert list(groups) == [("key", [])]
+    assert seeds == [None, None] if gpu else seeds[0] == seeds[1] is not None
+
+
+def test_it_sleeps_while_there_is_no_work_and_wakes_for_the_next_call():
+    policy = a_policy(sleeps=True)
+    sample_nothing(policy)
+    policy.rest()
+    policy.rest()  # there is still no work
+    sample_nothing(policy)
+    sample_nothing(policy)
+    policy.rest()
+    assert policy.llm.told == ["sleep 1", "wake", "sleep 1"]
+    awake = a_policy(sleeps=False)
+    awake.rest()
+    assert awake.llm.told == []
+
+
+def test_memory_that_was_taken_while_it_slept_is_said():
+    policy = a_policy(sleeps=True)
+    policy.rest()
+
+    def fail():
+        raise RuntimeError("CUDA Error: out of memory")
+
+    policy.llm.wake_up = fail
+    with pytest.raises(RuntimeError, match="lower VLLM_MEMORY_GB, or .*out of memory"):
+        sample_nothing(policy)
