@@ -52,8 +52,7 @@ def sampled_and_rewarded(policy, recipe, take, *, seed, count, beside=False, **c
     `take(n)` returns up to n prompts; `changes` replace the recipe's fields, such as temperature=0
     for greedy. Adds the time that rewards take to count["seconds_reward"]. Raises what reward_group
     does. The task sees text; the trainer trains the sampled ids, as re-tokenised text may differ.
-    With `beside` sampling, and `take`, go on in another thread meanwhile; not for ranks, whose next
-    prompts depend on rewards: a seed would not give the same run.
+    With `beside` sampling, and `take`, go on in another thread meanwhile.
     """
     recipe, begun = replace(recipe, **changes), []  # a prompt's key is its place in `begun`
 
