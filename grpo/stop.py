@@ -6,8 +6,6 @@ import os
 import signal
 import time
 
-import psutil
-
 from grpo.log import SPEAK_SECONDS, in_background, tell
 
 AGAIN_SECONDS = 2  # between two Ctrl-C: deepspeed sends signals too, right after the first
@@ -51,8 +49,6 @@ class Stop:
         os.close(read)
 
     def ask(self, by):
-        if by == "SIGTERM" and another_rank_ended():
-            leave("another rank has ended, so this one does")
         if not self.asked:
             self.asked, self.at = by, time.monotonic()
             tell(f"{by}: this step is finished and saved, then the run ends; Ctrl-C again: at once")
@@ -91,20 +87,6 @@ class Wait:
             self.said = now
             tell(f"waiting for {self.what} since {now - self.start:.0f} s: {why}")
         time.sleep(pause)
-
-
-def another_rank_ended():
-    """Whether deepspeed, which then ends the others, has fewer processes than it started."""
-    with contextlib.suppress(psutil.Error):
-        launcher, ranks = psutil.Process().parent(), int(os.environ.get("LOCAL_SIZE", "0"))
-        return is_launcher(launcher) and len(launcher.children()) < ranks
-    return False
-
-
-def is_launcher(process):
-    with contextlib.suppress(psutil.Error):
-        return any("deepspeed" in word for word in process.cmdline()[:4])
-    return False
 
 
 def leave(text):

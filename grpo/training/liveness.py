@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from grpo.log import SPEAK_SECONDS, in_background, tell
-from grpo.stop import is_launcher, leave, stop
+from grpo.stop import leave, stop
 
 LOOK_SECONDS = 5  # between two looks at the other ranks
 LEFT_SECONDS = 120  # for the last step and its checkpoint, when deepspeed is gone
@@ -65,6 +65,12 @@ def watch_launcher():
         in_background(end_with, above)
     elif "CROSS_RANK" in os.environ:  # set by deepspeed's launcher, which is gone already
         leave("the deepspeed launcher is gone, so this rank ends")
+
+
+def is_launcher(process):
+    with contextlib.suppress(psutil.Error):
+        return any("deepspeed" in word for word in process.cmdline()[:4])
+    return False
 
 
 def end_with(processes):

@@ -141,9 +141,9 @@ def test_a_store_that_is_gone_ends_the_rank_unless_the_run_is_over(left, monkeyp
 def test_a_rank_ends_with_its_launcher(left):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     process = psutil.Process(child.pid)
-    assert not stop_module.is_launcher(process)
+    assert not liveness.is_launcher(process)
     child.kill()
     with pytest.raises(Left, match="launcher is gone"):
         liveness.end_with([process])  # also as long as it is a zombie
     child.wait()
-    assert not stop_module.is_launcher(process)
+    assert not liveness.is_launcher(process)
