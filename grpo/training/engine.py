@@ -1,6 +1,7 @@
 """DeepSpeed's engine, ZeRO-2, around the policy's model, and the processes that are its ranks."""
 
 import contextlib
+import importlib.util
 import os
 from datetime import timedelta
 
@@ -14,12 +15,20 @@ from grpo.training.liveness import gathered
 
 # The number of processes that mpirun or srun has started
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# What tells a process which rank it is, and where the others are
+NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def stand_alone():
     """Makes a process that no launcher has started the only rank: without this DeepSpeed would look
-    for MPI. Several processes of mpirun or srun are left to DeepSpeed."""
+    for MPI. Raises SystemExit where one of several processes can't know its rank."""
     if "RANK" in os.environ or any(int(os.environ.get(name) or 1) > 1 for name in LAUNCHED):
+        missing = [name for name in NEEDED if name not in os.environ]
+        if missing and not importlib.util.find_spec("mpi4py"):  # by which DeepSpeed would find out
+            raise SystemExit(
+                f"this process is one of several, but {', '.join(missing)} is not set: start them"
+                " as docs/several_machines.md does, with deepspeed, torchrun or srun"
+            )
         return
     # MASTER_PORT 0: the system picks a free one
     only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}

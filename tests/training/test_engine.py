@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from grpo.training.engine import stand_alone, training_threads
+from grpo.training import engine
 
 
 @pytest.mark.parametrize("environment, mine, launchers, threads", [
@@ -21,21 +21,25 @@ def test_ranks_share_the_cores(environment, mine, launchers, threads, monkeypatc
         monkeypatch.setenv(name, value)
     cores = {0: range(mine), os.getppid(): range(launchers)}
     monkeypatch.setattr(os, "sched_getaffinity", cores.get)
-    assert training_threads(0) == threads
-    assert training_threads(3) == 3
+    assert engine.training_threads(0) == threads
+    assert engine.training_threads(3) == 3
 
 
-@pytest.mark.parametrize(
-    "launched",
-    [
-        {"RANK": "1"},
-        {"OMPI_COMM_WORLD_SIZE": "2"},
-        {"PMI_SIZE": "2"},
-        {"SLURM_STEP_NUM_TASKS": "4"},
-    ],
-)
+SEVERAL = {"SLURM_STEP_NUM_TASKS": "2"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}
+
+
+@pytest.mark.parametrize("launched", [{"RANK": "1"}, *SEVERAL])
 def test_only_a_process_that_nobody_launched_takes_itself_for_the_only_rank(monkeypatch, launched):
-    for environment in (dict(launched), {"SLURM_STEP_NUM_TASKS": "1"}):
+    """One of several that is not told its rank ends, unless mpi4py can tell it."""
+    whole = dict.fromkeys(engine.NEEDED, "0") | launched
+    for environment in (dict(whole), {"SLURM_STEP_NUM_TASKS": "1"}):
         monkeypatch.setattr(os, "environ", environment)
-        stand_alone()
-        assert environment == launched or environment["RANK"] == "0"
+        engine.stand_alone()
+        assert environment == whole or environment["RANK"] == "0"
+    monkeypatch.setattr(os, "environ", dict(launched))
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"):
+        engine.stand_alone()
+    monkeypatch.setattr(engine.importlib.util, "find_spec", {"mpi4py": "installed"}.get)
+    engine.stand_alone()
+    assert os.environ == launched
