@@ -15,7 +15,7 @@ from grpo.log import SPEAK_SECONDS, in_background, tell
 from grpo.stop import leave, stop
 
 LOOK_SECONDS = 5  # between two looks at the other ranks
-LEFT_SECONDS = 120  # for the last step and its checkpoint, when deepspeed is gone
+LEFT_SECONDS = 120  # for the last step and its checkpoint, when the launcher is gone
 
 
 @functools.lru_cache(maxsize=1)  # a process group that is initialised anew has another store
@@ -58,18 +58,19 @@ def gathered(value, what):
 
 # --- The launcher -------------------------------------------------------------------
 def watch_launcher():
-    """Ends this process when a `deepspeed` process above it is gone, and so can't end the processes
-    that it started. A trainer may finish its step, as after a signal."""
+    """Ends this process when a deepspeed or torchrun process above it is gone, and so can't end the
+    processes that it started. A trainer may finish its step, as after a signal."""
     above = [p for p in psutil.Process().parents() if is_launcher(p)]
     if above:
         in_background(end_with, above)
     elif "CROSS_RANK" in os.environ:  # set by deepspeed's launcher, which is gone already
-        leave("the deepspeed launcher is gone, so this rank ends")
+        leave("the launcher is gone, so this rank ends")
 
 
 def is_launcher(process):
     with contextlib.suppress(psutil.Error):
-        return any("deepspeed" in word for word in process.cmdline()[:4])
+        words = " ".join(process.cmdline()[:4])
+        return any(name in words for name in ("deepspeed", "torchrun", "torch.distributed.run"))
     return False
 
 
@@ -78,9 +79,9 @@ def end_with(processes):
     while all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
         time.sleep(1)
     if stop.listens:
-        stop.ask("the end of deepspeed")
+        stop.ask("the end of the launcher")
         time.sleep(LEFT_SECONDS)
-    leave("the deepspeed launcher is gone, so this rank ends")
+    leave("the launcher is gone, so this rank ends")
 
 
 # --- The other ranks ----------------------------------------------------------------

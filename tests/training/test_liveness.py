@@ -138,6 +138,15 @@ def test_a_store_that_is_gone_ends_the_rank_unless_the_run_is_over(left, monkeyp
     beats._run()
 
 
+@pytest.mark.parametrize("name", ["bin/deepspeed", "bin/torchrun", "torch.distributed.run"])
+def test_a_launcher_is_known_by_its_name(name):
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", name]) as process:
+        while name not in (psutil.Process(process.pid).cmdline() or [""])[-1]:
+            time.sleep(0.01)  # the command line comes with exec
+        assert stop_module.is_launcher(psutil.Process(process.pid))
+        process.kill()
+
+
 def test_a_rank_ends_with_its_launcher(left):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     process = psutil.Process(child.pid)
