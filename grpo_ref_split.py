@@ -53,7 +53,7 @@ from grpo.sampling.upload import Uploader
 from grpo.stop import stop
 from grpo.training import checkpoint, checks, exchange
 from grpo.training.engine import cpu_threads, join_ranks, take_step
-from grpo.training.liveness import Heartbeats, meet, watch_launcher
+from grpo.training.liveness import Heartbeats, explained, meet, watch_launcher
 from grpo.training.metrics import any_rank, evaluate, rollout_metrics, say_end, show, why_idle
 from grpo.training.start import start_run
 from grpo.training.token_stats import TokenStats
@@ -459,7 +459,7 @@ def main():
     heartbeats = Heartbeats(dist.get_rank(), dist.get_world_size(), WAIT_LIMIT_SECONDS)
     lock = checkpoint.lock_run(RUN_DIR) if checkpoint.leads(RUN_DIR) else None  # collective
     run = start_run(c, tokenizer, recipe, questions, server)  # collective
-    with stop.listening():
+    with stop.listening(), explained():
         asked = train(run)  # collective
     if run.inbox and not asked:  # a run that was stopped, or failed, may resume: its workers wait
         server.end(run.progress.run)

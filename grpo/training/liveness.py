@@ -56,6 +56,21 @@ def gathered(value, what):
     return values
 
 
+@contextlib.contextmanager
+def explained():
+    """Raises RuntimeError, with what to do, where a collective in the block fails because another
+    rank is gone: torch's own error says "connection reset" or worse."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise RuntimeError(
+            "another rank has ended, and its output says why, or its machine does not answer; start"
+            f" all ranks again to resume: {error}"
+        ) from error
+
+
 # --- The launcher -------------------------------------------------------------------
 def watch_launcher():
     """Ends this process when a deepspeed or torchrun process above it is gone, and so can't end the

@@ -118,6 +118,14 @@ def test_a_rank_whose_process_has_ended_ends_the_other_without_a_launcher(gone, 
         assert "the process of rank 1 has ended" in (tmp_path / "log").read_text()
 
 
+def test_a_collective_that_fails_says_what_to_do_and_other_errors_stay_as_they_are():
+    for lost in (dist.DistNetworkError("reset by peer"), RuntimeError("[gloo/pair.cc] closed")):
+        with pytest.raises(RuntimeError, match="start all ranks again"), liveness.explained():
+            raise lost
+    with pytest.raises(RuntimeError, match="^out of memory$"), liveness.explained():
+        raise RuntimeError("out of memory")
+
+
 def test_a_wait_for_ranks_names_those_that_are_missing(monkeypatch, capsys):
     class Store(dict):
         __call__ = clone = lambda self: self
