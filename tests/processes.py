@@ -165,6 +165,18 @@ def records(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
 
 
+def wait_for_step(folder, step, process, log):
+    """Returns when metrics.jsonl has the step; fails with the log if the process ends before."""
+    deadline, path = time.monotonic() + 150, Path(folder, "metrics.jsonl")
+    while time.monotonic() < deadline:
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        if any(r["step"] >= step for r in map(json.loads, lines) if "loss" in r):
+            return
+        assert process.poll() is None, Path(log).read_text()[-3000:]
+        time.sleep(0.02)
+    raise AssertionError(Path(log).read_text()[-3000:])
+
+
 QUICK = {
     "PROMPTS_PER_STEP": 4,
     "GROUP_SIZE": 4,

@@ -85,6 +85,7 @@ def constants_of(script):
 CONSTANTS = {script: constants_of(script) for script in SCRIPTS}
 OTHERS = {"DATA", "GRPO_TOKEN", "CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL"}
 OTHERS |= {"GOMP_SPINCOUNT", "NAME", "TRANSITIONS"}
+OTHERS |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "INFO", "NCCL_", "PYTHON"}
 
 
 @pages
@@ -180,7 +181,7 @@ RUN = {  # what runs a command, or the same with other constants
 def commands(text):
     """Returns the lines of indented and fenced blocks that begin as a command does."""
     lines = re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE)
-    start = r"(?:\w+=\S+ )*(?:make|\.?[\w./]*python|deepspeed|caddy|ssh|\.ci/run)\b"
+    start = r"(?:\w+=\S+ )*(?:make|\.?[\w./]*python|deepspeed|torchrun|sbatch|caddy|ssh|\.ci/run)\b"
     return [line for line in lines if re.match(start, line)]
 
 

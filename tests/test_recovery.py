@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import chaos
@@ -22,18 +21,8 @@ from processes import (
     reference_server,
     start_launcher,
     start_ranks,
+    wait_for_step,
 )
-
-
-def wait_for_step(folder, step, process, log):
-    deadline, path = time.monotonic() + 150, Path(folder, "metrics.jsonl")
-    while time.monotonic() < deadline:
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        if any(r["step"] >= step for r in map(json.loads, lines) if "loss" in r):
-            return
-        assert process.poll() is None, Path(log).read_text()[-3000:]
-        time.sleep(0.02)
-    raise AssertionError(Path(log).read_text()[-3000:])
 
 
 def preset_of(tiny, url, folder, **changes):

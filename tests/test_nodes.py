@@ -1,0 +1,150 @@
+"""Two nodes on this machine, started by the commands of docs/several_machines.md: as the page has
+them, but for the names of machines and files, one rank a node, and another port.
+
+Each node takes itself for a machine of its own: it sees no process of the other.
+"""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from documents import TEXT
+from processes import QUICK, kill, ranks_of, records, start, wait_for_step
+
+from demo import free_port
+
+PAGE = TEXT["docs/several_machines.md"]
+ROOT = Path(__file__).parent.parent
+LIMIT = 15  # WAIT_LIMIT_SECONDS
+PRESET = """
+import os, sys
+sys.path[:0] = {folders!r}
+import grpo_ref_split as trainer
+from grpo.training import liveness
+liveness.this_machine = lambda: os.environ["NODE"]
+vars(trainer).update({constants!r})
+if __name__ == "__main__":
+    trainer.main()
+"""
+COMMANDS = {  # what the batch file calls; `python` only says with what environment it was called
+    "scontrol": "echo 127.0.0.1; echo gpu02",
+    "srun": """while [[ $1 == -* ]]; do shift; done
+        export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0
+        NODE=0 SLURM_PROCID=0 "$@" && NODE=1 SLURM_PROCID=1 "$@" """,
+    "python": "env --null > task$SLURM_PROCID; echo $1 >> scripts",
+}
+
+
+@pytest.fixture
+def preset(tiny, tmp_path):
+    """Returns the path of a preset of 6 steps, which saves every second, and needs no server."""
+    constants = QUICK | {"MODEL": str(tiny), "RUN_DIR": "run", "TASK": "even", "KL_BETA": 0}
+    constants |= {"STEPS": 6, "SAVE_STEPS": 2, "EVAL_STEPS": 99, "CPU_THREADS": 1}
+    constants |= {"WAIT_LIMIT_SECONDS": LIMIT, "MAX_PROMPT_TOKENS": 128}
+    path = tmp_path / "preset.py"
+    folders = [str(ROOT), str(ROOT / "tests")]  # the latter for tasks/even.py
+    path.write_text(PRESET.format(folders=folders, constants=constants))
+    return path
+
+
+def start_node(folder, node, command, preset, port, log):
+    """Starts one of the page's commands, in `folder`, as node 0 or 1; returns its process."""
+    (line,) = re.findall(rf"^ {{4}}({command} .*?grpo_ref_split\.py)", PAGE, re.MULTILINE)
+    line = line.replace("--master_port 29500 ", "").replace("gpu01", "127.0.0.1")
+    line = line.replace("--node_rank 0", f"--node_rank {node} --master_port {port}")
+    line = line.replace("--nproc_per_node 8", "--nproc_per_node 1")
+    line = line.replace("grpo_ref_split.py", str(preset))
+    folder.mkdir(exist_ok=True)
+    hosts = re.search(r"^    gpu01 slots.*\n    gpu02 slots.*\n", PAGE, re.MULTILINE)[0]
+    (folder / "hosts").write_text(hosts.replace("    ", "").replace("slots=8", "slots=1"))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return start(["bash", "-c", f"cd {folder} && exec {line}"], log, NODE=str(node), PATH=path)
+
+
+def losses(folder):
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r]
+
+
+def write_commands(folder, commands):
+    for name, text in commands.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(stat.S_IRWXU)
+
+
+def start_slurm(folder, preset, log):
+    """Runs the page's batch file with a `srun` of our own; returns the processes of its tasks."""
+    (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", PAGE, re.DOTALL)
+    folder.mkdir()
+    write_commands(folder, COMMANDS)
+    job = {"SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NODELIST": "gpu[01-02]"}
+    job["PATH"] = f"{folder}:{os.environ['PATH']}"
+    script = script.replace("29500", free_port())
+    subprocess.run(["bash", "-c", script], cwd=folder, env=os.environ | job, check=True)
+    assert (folder / "scripts").read_text() == "grpo_ref_split.py\n" * 2
+    tasks = [(folder / f"task{task}").read_text().split("\0")[:-1] for task in (0, 1)]
+    own = {"WORKING_FOLDER": str(folder)}
+    command = [sys.executable, preset]  # forked from a process that has the imports
+    return [start(command, log, **dict(line.split("=", 1) for line in t) | own) for t in tasks]
+
+
+def test_a_node_is_killed_and_the_run_resumes_under_another_launcher(preset, tmp_path):
+    """kill -9 of all that runs on node 1 after step 3, under deepspeed: node 0 ends, and says why.
+    Both go on under torchrun, to what two tasks of SLURM, never stopped, make of the same disk."""
+    disks, logs = [tmp_path / "0", tmp_path / "1"], [tmp_path / "log0", tmp_path / "log1"]
+    deepspeed, port = "deepspeed --hostfile hosts --no_ssh", free_port()
+    nodes = [start_node(disks[n], n, deepspeed, preset, port, logs[n]) for n in (0, 1)]
+    try:
+        wait_for_step(disks[0] / "run", 3, nodes[0], logs[0])
+        (rank,) = ranks_of(nodes[0])
+        kill(nodes[1])
+        rank.wait(LIMIT + 10)
+        assert nodes[0].wait(60) == 1  # and its launcher
+    finally:
+        kill(*nodes)
+    assert re.search("another rank has ended|rank 1 was not heard", logs[0].read_text())
+    before = losses(disks[0] / "run")
+    assert 3 <= len(before) < 6
+
+    port = free_port()
+    nodes = [start_node(disks[n], n, "torchrun", preset, port, logs[n]) for n in (0, 1)]
+    try:
+        assert [node.wait(150) for node in nodes] == [0, 0], logs[0].read_text()[-3000:]
+    finally:
+        kill(*nodes)
+    assert "resumes from run/step_00000" in logs[0].read_text()
+    names = [[path.name for path in (disk / "run/step_000004/trainer").iterdir()] for disk in disks]
+    assert "optimizer_1.pt" in set(names[1]) - set(names[0])  # disks of their own
+
+    shared = tmp_path / "shared"
+    tasks = start_slurm(shared, preset, tmp_path / "slurm")
+    try:
+        assert [t.wait(150) for t in tasks] == [0, 0], (tmp_path / "slurm").read_text()[-3000:]
+    finally:
+        kill(*tasks)
+    assert losses(disks[0] / "run") == losses(shared / "run")
+    weights = [folder / "run/step_000006/model.safetensors" for folder in (disks[0], shared)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_hostfile_hands_on_the_token_only_by_a_file(preset, tmp_path, monkeypatch):
+    """As the page says: pdsh, by which deepspeed starts the ranks, gets it from .deepspeed_env."""
+    from deepspeed.launcher import runner
+
+    (command,) = re.findall(r"^    deepspeed (--hostfile hosts grpo\S+)", PAGE, re.MULTILINE)
+    write_commands(tmp_path, {"ssh": "echo 10.0.0.1", "pdsh": 'echo "$@" > pdsh.txt'})
+    (tmp_path / "hosts").write_text("gpu01 slots=8\ngpu02 slots=8\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("GRPO_TOKEN", "secret")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "DEEPSPEED_ENVIRONMENT_PATHS", ["."])  # and not the home here
+    for given in (False, True):
+        if given:
+            Path(".deepspeed_env").write_text("GRPO_TOKEN=secret\n")
+        runner.main(command.split())
+        sent = Path("pdsh.txt").read_text()
+        assert "--node_rank=%n --master_addr=10.0.0.1" in sent and "-w gpu01,gpu02" in sent
+        assert ("export GRPO_TOKEN=secret;" in sent) == given
