@@ -192,10 +192,10 @@ def wrongs(house, witness, steps):
 
 
 def main(kills=20):
-    import conftest
+    from tiny import make_tiny
 
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    conftest.make_tiny(folder / "tiny")
+    make_tiny(folder / "tiny")
     victims = kills * ["server", "rank", "trainer", "worker 1", "worker 2"]
     found = run(folder / "tiny", folder, victims, seed=int(time.time()), ranks=2, workers=2)
     print("\n".join(found) or f"nothing was lost, trained twice or left behind ({folder})")

@@ -18,7 +18,7 @@ def test_a_worker_does_not_favour_short_completions(alone, tmp_path):
     reference.limits = {"vocab_size": 1024, "max_tokens": 512}
     settings = {"token": None, "max_body_bytes": 1 << 24, "lease_seconds": 60, "lease_wait": 1}
     policies = Policies(store, tmp_path / "policies", 10**8)
-    app = make_app(store, policies, reference, regroup=False, **settings)
+    app = make_app(store, policies, reference, **settings)
     policy = load_policy(folder, AutoTokenizer.from_pretrained(folder), "float32")
     check_lengths(policy, InProcess(app, limit=60), folder, rows=64)
     store.db.close()

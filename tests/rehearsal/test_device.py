@@ -23,6 +23,8 @@ def test_a_tensor_says_that_it_is_on_the_gpu_and_has_its_values():
     assert x.mT.is_cuda and x.mT.stride() == (1, 3) and x[1:].storage_offset() == 3
     x[1:] += 10  # a view is the same memory
     assert x.tolist() == [[0, 1, 2], [13, 14, 15]] and x.cpu().is_cpu
+    y = torch.zeros(2, 1, device="cuda").squeeze_(1)
+    assert y.shape == (2,) and y.resize_(4).shape == y.cpu().shape == (4,)
     assert x[:, [2, 0]].tolist() == [[2, 0], [15, 13]]
     assert torch.equal(copy.deepcopy(x), x)
     file = io.BytesIO()
@@ -110,7 +112,7 @@ WAITS = {  # how often
     "isin of many": (1, lambda x: torch.isin(x, x.repeat(9))),
     "synchronize": (1, lambda x: torch.cuda.synchronize()),
     "an asynchronous copy": (0, lambda x: x.copy_(torch.ones(3), non_blocking=True)),
-    "arithmetic": (0, lambda x: (x.view(1, 3) @ x.view(3, 1)).exp().add_(1).argmax()),
+    "arithmetic": (0, lambda x: (x @ x.view(3, 1)).exp().add_(1).argmax()),
 }
 
 

@@ -3,24 +3,29 @@ scoring, updates, publishing, evaluation, checkpoints, and the runs that resume 
 
 import functools
 import json
+import os
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import make_tiny
 from helpers import InProcess
-from processes import records
+from processes import PRESET, records
 from safetensors.torch import load_file
+from tiny import make_tiny
 from transformers import AutoModelForCausalLM
 
 import grpo_ref_split as trainer
+from demo import free_port
 from grpo.sampling import start
 from grpo.serving.policies import Policies
 from grpo.serving.scoring import Reference, score_groups
 from grpo.serving.store import Store
 from ref_server import make_app
 from rehearsal.events import counted
+from tasks import arithmetic, even
 
 SMALL = {
     "TASK": "even",  # arithmetic, whose answers a random model meets half of the time
@@ -52,6 +57,7 @@ def main(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)  # all runs share it
     monkeypatch.setattr(trainer, "watch_launcher", lambda: None)
+    monkeypatch.setattr(even, "load", lambda split: arithmetic.load(split)[:20])
 
     def run(**constants):
         folder = tmp_path / "run"
@@ -73,7 +79,7 @@ def server_on_the_gpu(model, folder, monkeypatch):
     reference = Reference(store, folder, model=str(model), **settings)
     policies = Policies(store, folder / "policies", 10**7)
     limits = {"token": None, "max_body_bytes": 10**7, "lease_seconds": 60, "lease_wait": 0}
-    app = make_app(store, policies, reference, regroup=False, **limits)
+    app = make_app(store, policies, reference, **limits)
 
     def score():
         if waiting := store.waiting(99, 0):
@@ -126,3 +132,33 @@ def test_adapters_with_an_offloaded_optimizer_resume(main, tmp_path):
     changed = [name for name in first if (first[name] != second[name]).any()]
     assert len(changed) == len(first) == 28  # A and B of 7 linear layers of both blocks
     assert json.loads((tmp_path / "run/step_000002/trainer/rank_0.json").read_text())
+
+
+def test_two_ranks_train_a_step(tiny, tmp_path):
+    """In processes of their own, as on two machines with a GPU each."""
+    constants = SMALL | {"MODEL": str(tiny), "KL_BETA": 0, "EVAL_QUESTIONS": 1, "EVAL_STEPS": 9}
+    constants |= {"RUN_DIR": str(tmp_path / "run")}
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    group |= {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "DS_ACCELERATOR": "cuda"}
+    command = [sys.executable, "-m", "rehearsal.script", str(PRESET), "grpo_ref_split"]
+    ranks = [
+        subprocess.Popen(
+            [*command, json.dumps([constants])],
+            env=os.environ | group | {"RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert not any(rank.returncode for rank in ranks), "\n".join(o[-3000:] for o in outputs)
+    (step,) = (r for r in records(tmp_path / "run") if "loss" in r)
+    assert not step["skipped"] and step["grad_norm"] > 1e-3
+    # each rank keeps its half of the master weights and of the optimizer's states
+    parts = list((tmp_path / "run/step_000001/trainer").glob("optimizer_*.pt"))
+    assert len(parts) == 2
