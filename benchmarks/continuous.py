@@ -97,7 +97,6 @@ def make_recipe(tokenizer, rewards, *, prompts):
         reward_weights={"correctness": 1.0},
         outcome="correctness",
         skip_flat_groups=False,
-        max_refills=0,
         seed=0,
         stop_tokens=[],
         reward_timeout_seconds=60,

@@ -43,7 +43,6 @@ def make_recipe(tokenizer, *, rows):
         reward_weights={"correct": 1.0},
         outcome="correct",
         skip_flat_groups=True,
-        max_refills=4,
         seed=0,
         stop_tokens=[],
         reward_timeout_seconds=60,
@@ -75,7 +74,7 @@ def check_lengths(policy, server, folder, *, rows):
     inbox, ages = Inbox(server.copy(), "run", 120), []
     for step in range(STEPS):
         oldest = step - MAX_STALENESS
-        groups = take_workers_groups(inbox, PROMPTS_PER_STEP, step=step, oldest=oldest, wait=True)
+        groups = take_workers_groups(inbox, PROMPTS_PER_STEP, oldest=oldest, wait=True)
         trained += [n for group in groups for n in group.completion_lengths.tolist()]
         ages += [step - group.policy_version for group in groups]
         inbox.server.ack("run", [group.id for group in groups], step)

@@ -165,9 +165,9 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
         assert torch.equal(weight, same), name
     adapter = str(tmp_path / "adapter/step_000002")
     settings = {"model": adapter, "dtype": "float32", "temperature": 1.0, "share_prompts": True}
-    with pytest.raises(SystemExit, match="is a LoRA adapter. Merge it first"):
+    with pytest.raises(SystemExit, match="is a LoRA adapter: merge it first"):
         load_policy(adapter, AutoTokenizer.from_pretrained(adapter), "float32")  # in the trainer
-    with pytest.raises(SystemExit, match="is a LoRA adapter. Merge it first"):
+    with pytest.raises(SystemExit, match="is a LoRA adapter: merge it first"):
         Reference(None, tmp_path, **settings)  # in the server
 
 
@@ -200,9 +200,10 @@ def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothi
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1]
     why = r"20 groups, all wrong by OUTCOME = 'correctness' \(accuracy 0.00\), .* truncated at"
     end = rf"nothing to train for 2 steps, in the last one {why} .*{flat}/samples.jsonl: is TASK"
-    assert re.search(rf"(?s)step 2 trains nothing \(2 in a row\): {why}.*{end}", log.read_text())
-    samples = records(flat, "samples.jsonl")
-    assert [s["step"] for s in samples] == [1, 1, 2, 2] and samples[0]["question"]
+    assert re.search(rf"(?s)step \d trains nothing \(2 in a row\): {why}.*{end}", log.read_text())
+    *_, last = records(flat)
+    samples = records(flat, "samples.jsonl")[-4:]  # a random model may be right by chance before
+    assert [last["step"] - s["step"] for s in samples] == [1, 1, 0, 0] and samples[0]["question"]
     assert all(s["rewards"]["correctness"] == -1 for s in samples)
 
 

@@ -143,7 +143,7 @@ def test_a_launcher_is_known_by_its_name(name):
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", name]) as process:
         while name not in (psutil.Process(process.pid).cmdline() or [""])[-1]:
             time.sleep(0.01)  # the command line comes with exec
-        assert stop_module.is_launcher(psutil.Process(process.pid))
+        assert liveness.is_launcher(psutil.Process(process.pid))
         process.kill()
 
 
