@@ -1,14 +1,19 @@
-# make demo   the whole of it on a tiny model, about two minutes      make test   all tests
+# make demo   the whole of it on a tiny model, about two minutes      make test   5 minutes of tests
+# make test-long   those that start whole clusters, three minutes; CI runs both
 # Both build .venv first; see README.md for a CPU build of torch.
 PYTHON ?= python3
 SEED ?= 0
 CONSTRAINTS ?= constraints.txt
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
 demo: .venv/ready
 	.venv/bin/python demo.py $(SEED)
 
 test: .venv/dev-ready
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
+	$(PYTEST) -m "not long"
+
+test-long: .venv/dev-ready
+	$(PYTEST) -m long
 
 # docs/demo.png, of five seeds and a control: 15 minutes; docs/page.png, of one more: needs chromium
 pictures: .venv/ready
@@ -50,4 +55,4 @@ lint: .venv/dev-ready
 clean:
 	rm -rf .venv .vllm runs
 
-.PHONY: demo test pictures vllm-test gpu-report lint clean
+.PHONY: demo test test-long pictures vllm-test gpu-report lint clean

@@ -57,6 +57,7 @@ def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
     assert all(word in output for word in ("reward ", "accuracy ", "kl ", "length ", "tokens/s "))
 
 
+@pytest.mark.long
 def test_the_demo_ends_all_that_it_started(tmp_path):
     """Also where Ctrl-C comes to be ignored, as by what a shell script runs with an `&`. One is
     ended while server and trainer still start, the other while it trains. Two demos at once, as

@@ -91,6 +91,7 @@ def start_slurm(folder, preset, log):
     return [start(command, log, **dict(line.split("=", 1) for line in t) | own) for t in tasks]
 
 
+@pytest.mark.long
 def test_a_node_is_killed_and_the_run_resumes_under_another_launcher(preset, tmp_path):
     """kill -9 of all that runs on node 1 after step 3, under deepspeed: node 0 ends, and says why.
     Both go on under torchrun, to what two tasks of SLURM, never stopped, make of the same disk."""

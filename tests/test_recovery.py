@@ -130,6 +130,7 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
         assert [x for _, x in mine] == pytest.approx([x for _, x in theirs], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.long
 def test_a_run_saves_its_last_step_also_where_nobody_reads_its_output_any_more(tiny, tmp_path):
     """As with `| tee log`, which the same Ctrl-C ends."""
     changes = {"KL_BETA": 0, "SAVE_STEPS": 10**6, "STEPS": 10**6, "EVAL_STEPS": 10**6}
@@ -147,6 +148,7 @@ def test_a_run_saves_its_last_step_also_where_nobody_reads_its_output_any_more(t
     assert (tmp_path / f"run/step_{last:06d}/trainer/state.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["rank", "launcher", "Ctrl-C"])
 def test_ranks_end_when_one_of_them_or_their_launcher_does(tiny, tmp_path, victim):
     """Ctrl-C in a terminal comes to them all. They save their last step, but where one is gone."""

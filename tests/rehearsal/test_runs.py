@@ -134,6 +134,7 @@ def test_adapters_with_an_offloaded_optimizer_resume(main, tmp_path):
     assert json.loads((tmp_path / "run/step_000002/trainer/rank_0.json").read_text())
 
 
+@pytest.mark.long
 def test_two_ranks_train_a_step(tiny, tmp_path):
     """In processes of their own, as on two machines with a GPU each."""
     constants = SMALL | {"MODEL": str(tiny), "KL_BETA": 0, "EVAL_QUESTIONS": 1, "EVAL_STEPS": 9}
