@@ -75,27 +75,33 @@ def stream_groups(
         if not (running and running.unfinished):
             running = Running(max_new_tokens, eos_ids, model.device)
             decoder = make_decoder(model, max_new_tokens, longest_prompt)
-        room = (max_rows - running.unfinished) // group_size
-        pays = decoder.joins and room * group_size >= max_rows // decoder.compaction
-        new = take(room) if room and (pays or not running.unfinished) else []
-        # Dropping copies the cache of the others: done for many at once, or when some join
-        ended = len(running.owners) - running.unfinished
-        if ended > (0 if new else len(running.owners) // decoder.compaction):
+        room = groups_to_admit(running, decoder, max_rows, group_size)
+        new = take(room) if room else []
+        if running.ended > (0 if new else len(running.owners) // decoder.compaction):
             decoder.keep(running.drop_ended())
+        logits = []  # (S, V') of the next tokens: V, and the padding of the embedding
         if running.owners:
-            logits = decoder.next_logits(running.tokens)  # (S, V'): V and the embedding's padding
+            logits.append(decoder.next_logits(running.tokens))
         if new:
-            first = decoder.admit([ids for _, ids in new], group_size)
-            logits = torch.cat([logits, first]) if running.owners else first
+            logits.append(decoder.admit([ids for _, ids in new], group_size))
             running.add([key for key, _ in new], group_size)
             groups |= {key: [None] * group_size for key, _ in new}
-        if not running.owners:
+        if not logits:
             return
+        logits = torch.cat(logits) if len(logits) > 1 else logits[0]
         tokens, logps = draw(logits[:, :vocab_size], temperature, generator)
         for key, number, completion in running.write(tokens, logps):
             groups[key][number] = completion
             if all(groups[key]):
                 yield key, groups.pop(key)
+
+
+def groups_to_admit(running, decoder, max_rows, group_size):
+    """Returns how many groups have room. Admitting and dropping sequences copies the cache of the
+    others: both wait until a decoder's `compaction`-th part of the batch is free, or has ended."""
+    room = (max_rows - running.unfinished) // group_size
+    pays = decoder.joins and room * group_size >= max_rows // decoder.compaction
+    return room if pays or not running.unfinished else 0
 
 
 class Running:
@@ -104,12 +110,17 @@ class Running:
     def __init__(self, max_new_tokens, eos_ids, device):
         self.limit, self.eos_ids = max_new_tokens, eos_ids
         self.eos = torch.tensor(sorted(eos_ids), device=device)
-        self.owners, self.unfinished = [], 0  # (key, number in the group) of each; not ended
+        self.owners = []  # (key, number in the group) of each
+        self.unfinished = 0  # how many have not ended
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
         self.lengths = torch.zeros(0, dtype=torch.long, device=device)
         self.active = torch.zeros(0, dtype=torch.bool, device=device)
         self.tokens = None  # (S,) the last of each
+
+    @property
+    def ended(self):
+        return len(self.owners) - self.unfinished
 
     def add(self, keys, group_size):
         """Adds G sequences without tokens for each key."""
