@@ -135,10 +135,11 @@ class Reference:
             print(note, flush=True)
         self.facts = facts | {"protocol": PROTOCOL, "model": model, "dtype": dtype}
         self.facts["temperature"] = temperature
-        self.kept, self.requests = Path(folder, "reference.safetensors"), queue.Queue()
-        weights = store.reference_weights() if self.kept.exists() else ""
+        self.folder, self.requests = Path(folder), queue.Queue()
+        weights = store.reference_weights()
+        weights = weights if self._copy(weights).exists() else ""
         if weights:
-            self._load(self.kept)
+            self._load(self._copy(weights))
             print(f"the reference is still {weights}, as before the restart", flush=True)
         self.info = self._announce(weights)
 
@@ -156,17 +157,22 @@ class Reference:
             name = weights or self.name
             try:
                 if weights != self.info["weights"]:
-                    self._load(path)
                     if path:  # a copy: only the newest policies of a run are kept
-                        draft = self.kept.with_suffix(".part")
-                        shutil.copy(path, draft)
-                        draft.replace(self.kept)
-                    self.info = self._announce(weights)
+                        path = shutil.copy(path, self._copy(weights))
+                    self._load(path)
+                    self.info = self._announce(weights)  # now a restart finds the new copy
+                    for other in set(self.folder.glob("reference-*")) - {self._copy(weights)}:
+                        other.unlink()
                     print(f"the reference is now {name}", flush=True)
                 done.set_result(None)
             except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
                 traceback.print_exc()
                 done.set_exception(ValueError(f"{name} can't be the reference: {error}"))
+
+    def _copy(self, weights):
+        """Returns the path of the copy of these weights; its name contains no text from a client."""
+        digest = hashlib.sha256(weights.encode()).hexdigest()[:16]
+        return self.folder / f"reference-{digest}.safetensors"
 
     def _announce(self, weights):
         """Tells the store that these weights score now; returns their info."""

@@ -1,8 +1,9 @@
 """Scoring: plain log-probs however they are batched; a reference that is refreshed."""
 
 import sqlite3
+import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import safetensors.torch
@@ -264,6 +265,22 @@ def test_a_policy_becomes_the_reference_outlasts_a_restart_and_goes(
     replace(again, None, "")
     assert again.info == first == reference().info
     torch.testing.assert_close(scores_of(again), own, rtol=0, atol=TOLERANCE)
+
+
+def test_a_kill_before_the_store_knows_the_new_reference_leaves_the_former(
+    store, reference, tiny, tmp_path, monkeypatch
+):
+    for number in (1, 2):
+        moved_policy(tiny, tmp_path / str(number), lora_rank=4 * (number - 1))
+    ours = reference()
+    replace(ours, tmp_path / "1", "run@1")
+    before, scores = dict(ours.info), scores_of(ours)
+    monkeypatch.setattr(ours, "_announce", lambda weights: sys.exit("killed"))
+    ours.requests.put((tmp_path / "2", "run@2", Future()))
+    with pytest.raises(SystemExit):
+        ours.load_requested()
+    again = reference()
+    assert again.info == before and torch.equal(scores_of(again), scores)
 
 
 def test_what_can_not_be_the_reference_leaves_it_as_it_was(store, reference, tiny, tmp_path):
