@@ -170,7 +170,7 @@ class Reference:
                 done.set_exception(ValueError(f"{name} can't be the reference: {error}"))
 
     def _copy(self, weights):
-        """Returns the path of the copy of these weights; its name contains no text from a client."""
+        """Returns the path of these weights' copy; its name contains no text from a client."""
         digest = hashlib.sha256(weights.encode()).hexdigest()[:16]
         return self.folder / f"reference-{digest}.safetensors"
 
