@@ -105,15 +105,16 @@ def stop_ids(name, tokenizer, stop_tokens):
 
 def prompt_ids(tokenizer, messages):
     """Returns the ids of a chat, up to where the answer begins."""
-
-    joined = "\n\n".join(message["content"] for message in messages)
     if not tokenizer.chat_template:  # GPT-2 and other plain models
+        joined = "\n\n".join(message["content"] for message in messages)
         return tokenizer(joined + "\n")["input_ids"]
     template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True)
     try:
         text = template(messages, tokenize=False)
     except jinja2.TemplateError:  # Gemma knows no system role: the user says it
-        text = template([{"role": "user", "content": joined}], tokenize=False)
+        system, first, *rest = messages
+        said = f"{system['content']}\n\n{first['content']}"
+        text = template([first | {"content": said}, *rest], tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
 
 

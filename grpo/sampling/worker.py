@@ -101,6 +101,8 @@ class Worker:
         except ValueError as error:
             raise SystemExit(f"policy {version} does not fit MODEL here: {error}") from error
         gap = check_proof(self.policy, record)
+        if record["run"] != self.loaded["run"]:
+            self.skipped = Counter()  # of a run that has ended
         self.loaded = {key: record[key] for key in self.loaded}
         tell(
             f"policy {version} of {record['run']}: {record['bytes'] / 1e6:.1f} MB in"

@@ -186,6 +186,20 @@ def test_what_is_left_out_is_counted_with_the_next_group():
     assert sum(bool(group.skipped) for group in server.uploads) in (1, 2)
 
 
+def test_what_is_left_out_of_a_run_that_ends_is_not_counted_in_the_next():
+    order = [OUTCOMES[i] for i in in_order(*range(7))]
+    flat, usable = order.index(ALL_WRONG), order.index(MIXED)
+    server = Script(
+        policy(0, run="a"),
+        policy(0, run="a") | {"first": flat, "count": 1},
+        policy(0, run="b"),
+        policy(0, run="b") | {"first": usable, "count": 1},
+        policies=W,
+    )
+    run(server)
+    assert [(group.run, group.skipped) for group in server.uploads] == [("b", {})]
+
+
 def test_a_worker_asks_for_more_while_it_samples_until_a_newer_policy_comes(monkeypatch):
     monkeypatch.setattr(worker, "ASK_SECONDS", -1)
     server = Script(
@@ -221,7 +235,7 @@ def test_a_worker_does_not_ask_all_the_time():
 def test_a_worker_that_has_other_weights_than_the_trainer_does_not_sample():
     server = Script(policy(0), policies={0: W[1]})
     engine = run(
-        server, expected=RuntimeError, match="policy 0 is loaded, but its log-probs differ"
+        server, expected=RuntimeError, match="policy 0 is loaded, but differs from the trainer's"
     )
     assert engine.used == [] and server.uploads == []
 

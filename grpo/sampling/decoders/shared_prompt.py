@@ -219,7 +219,7 @@ class SharedDecoder:
         return Slots(layout, layout.start + columns, where, seen, hidden(after, like))
 
     def make_room(self):
-        """Doubles the room if it is full: so each token is copied twice at most."""
+        """Doubles the room if it is full: on average a token is copied less than once."""
         if max(self.lengths) == self.room:
             self.room = min(self.limit, 2 * self.room)
             for layer in self.layers:
