@@ -39,6 +39,7 @@ from tasks import arithmetic
 RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo")
 WARM_START = f"{RUN_DIR}/warm_start"  # where the policy starts, and the reference
 WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
+MAX_COMPLETION_TOKENS = 24
 STEPS = int(os.environ.get("DEMO_STEPS", "100"))
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the demo
 
@@ -65,7 +66,7 @@ def train(port, seed, rewards):
     trainer.STEPS = STEPS
     trainer.PROMPTS_PER_STEP = 16
     trainer.MAX_PROMPT_TOKENS = 64
-    trainer.MAX_COMPLETION_TOKENS = 24
+    trainer.MAX_COMPLETION_TOKENS = MAX_COMPLETION_TOKENS
     trainer.MAX_REFILLS = 1  # near the end most groups are all right
     trainer.LEARNING_RATE = 7e-4
     trainer.WARMUP_STEPS = 5
@@ -92,7 +93,7 @@ def greedy_answers(folder, questions):
         policy.model,
         [prompt_ids(policy.tokenizer, arithmetic.messages(question)) for question in questions],
         group_size=1,
-        max_new_tokens=24,
+        max_new_tokens=MAX_COMPLETION_TOKENS,
         temperature=0,
         eos_ids=policy.eos_ids,
         vocab_size=policy.vocab_size,

@@ -47,8 +47,9 @@ from grpo import loss as plain_loss
 from grpo.constants import arguments, check_names, usage
 from grpo.log import say
 from grpo.packing import plan_turns
+from grpo.sampling.recipe import load_split
 from grpo.sampling.rollout import groups_to_begin, make_group, rollout, seed_of, tally_of
-from grpo.sampling.start import load_split, make_policy, prepare
+from grpo.sampling.start import make_policy, prepare
 from grpo.sampling.upload import Uploader
 from grpo.stop import stop
 from grpo.training import checkpoint, checks, exchange
@@ -137,32 +138,32 @@ IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run
 
 # --- Sample and exchange --------------------------------------------------------------
 def sample_and_exchange(run):
-    """Collective: returns (groups, metrics, skipped): what all ranks train next; means over what
-    was sampled, by name; one flat group of this rank, or none, for samples.jsonl.
+    """Collective: returns (groups, metrics, flat_groups): what all ranks train next; means over
+    what was sampled, by name; one flat group of this rank, or none, for samples.jsonl.
 
     Workers' groups come first; the ranks sample what is missing, and upload it while they sample.
     Their own groups come without the reference's log-probs: those arrive in accumulate().
     """
-    step, recipe, clock = run.progress.step, run.recipe, run.clock
-    oldest, theirs = step - MAX_STALENESS, []
+    step, recipe = run.progress.step, run.recipe
+    oldest = step - MAX_STALENESS
+    theirs = []
     if PUBLISH_STEPS:
-        with clock.part("wait"):
+        with run.clock.part("wait"):
             theirs = exchange.take_workers_groups(  # collective
                 run.inbox, PROMPTS_PER_STEP, oldest=oldest, wait=not TRAINER_SAMPLES
             )
     missing = PROMPTS_PER_STEP - len(theirs) if TRAINER_SAMPLES else 0
-    ours, skipped, count = sample_missing(run, missing)  # collective
+    ours, flat_groups, count = sample_missing(run, missing)  # collective
     run.reference.expect([g.id for g in ours] if KL_BETA else [], oldest=oldest)
+    count["own_tokens"] = count["tokens"]
     if dist.get_rank() == 0:  # all ranks have these: counted once
         for group in theirs:
             count.update(tally_of(recipe, group))
     groups = sorted(theirs + ours, key=lambda group: group.id)
-    metrics = rollout_metrics(count, recipe)  # collective
-    seconds = clock.parts["sample" if missing else "wait"]  # for workers
-    metrics["tokens_per_second"] = metrics["tokens_sampled"] / max(seconds, 1e-9)
+    metrics = rollout_metrics(count, recipe, run.clock.parts["sample"])  # collective
     if PUBLISH_STEPS:
         metrics |= exchange.staleness(run.inbox, groups, step)
-    return groups, metrics, skipped[-1:]
+    return groups, metrics, flat_groups[-1:]
 
 
 def sample_missing(run, missing):
@@ -173,8 +174,9 @@ def sample_missing(run, missing):
     last steps: so batches are full. What has begun is finished, and trained if it is usable, even
     if the step gets more than PROMPTS_PER_STEP: the first to end would be the short completions.
     """
-    p, clock, begun, most = run.progress, run.clock, 0, missing * (1 + MAX_REFILLS)
-    ours, skipped, count = [], [], Counter()
+    p, clock = run.progress, run.clock
+    begun, most = 0, missing * (1 + MAX_REFILLS)
+    ours, flat_groups, count = [], [], Counter()
     uploader = Uploader(run.server.copy()) if KL_BETA else None
     p.begin_rollout()
     while number := groups_to_begin(missing - len(ours), p.flat_share, most - begun):
@@ -183,39 +185,43 @@ def sample_missing(run, missing):
         with clock.part("wait"):
             usable = exchange.gather_groups(mine)  # collective
         p.count_round(groups=number, usable=len(usable))
-        begun, ours, skipped = begun + number, ours + usable, skipped + flat
-    clock.parts.update(reward=count["seconds_reward"], sample=-count["seconds_reward"])
+        begun += number
+        ours += usable
+        flat_groups += flat
     with clock.part("wait"):
         exchange.finish_uploads(uploader)
-    return ours, skipped, count
+    return ours, flat_groups, count
 
 
 def sample_share(run, number, begun, count, uploader):
     """Samples this rank's share of the next `number` groups, and uploads what the server is to
     score, meanwhile. Returns (usable groups, flat groups); `count` gets the tally of all."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
-    share, seed = number // world + (rank < number % world), seed_of(SEED, step, begun, rank)
-    usable, skipped = [], []
-    sampled = rollout(run.policy, run.recipe, run.stream, count, number=share, seed=seed)
-    for completions, flat in sampled:
+    share = number // world + (rank < number % world)
+    seed = seed_of(SEED, step, begun, rank)
+    usable, flat_groups = [], []
+    for sampled, is_flat in rollout(
+        run.policy, run.recipe, run.stream, count, number=share, seed=seed,
+        timed=lambda: run.clock.part("reward"),
+    ):  # fmt: skip
         group = make_group(
-            completions,
-            id=f"{step:06d}-{rank:04d}-{count['groups']:04d}",
+            sampled,
+            id=f"{step:06d}-{rank:04d}-{count['groups']:04d}",  # rollout has counted it: from 1
             run=run.progress.run,
             version=step,
             sampler="trainer",
             outcome=OUTCOME,
             skipped={},  # flat groups are counted here
         )
-        if flat and SKIP_FLAT_GROUPS:
-            skipped.append(group)
+        if is_flat and SKIP_FLAT_GROUPS:
+            flat_groups.append(group)
             continue
         usable.append(group)
         if KL_BETA:
             uploader.put(group)
         else:
             check_group(group, None, None)  # as the server does
-    return usable, skipped
+    return usable, flat_groups
 
 
 # --- Sequences to train ---------------------------------------------------------------
@@ -228,7 +234,7 @@ class Sequence:
     prompt: list[int]
     completion: list[int]
     sampler_logps: torch.Tensor  # (T,)
-    old_logps: torch.Tensor | None  # (T,); None: those of the first update on the rollout
+    old_logps: torch.Tensor | None  # (T,); None: the first update on the rollout sets them
     ref_logps: torch.Tensor | None  # (T,); None: not here yet, or KL_BETA is 0
     advantage: float
     weight: float = 0.0  # of each token, in the step's loss
@@ -241,14 +247,14 @@ def advantages_of(group):
     return plain_loss.group_advantages(weighted, scale_by_std=ADVANTAGE_STD)
 
 
-def is_off_policy(groups, step):
-    """Returns True if any group was sampled by a worker, or by a policy that is not the one after
-    `step` updates: then the old log-probs of all groups are the sampler's."""
-    ours = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
-    return not (ours or RECOMPUTE_OLD_LOGPS)
+def takes_old_from_sampler(groups, step):
+    """Returns whether the old log-probs of all the step's groups are the sampler's: where a worker,
+    or a policy other than the one after `step` updates, sampled any of them."""
+    fresh = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
+    return not (fresh or RECOMPUTE_OLD_LOGPS)
 
 
-def make_sequences(groups, off_policy):
+def make_sequences(groups, *, old_from_sampler):
     """Returns the sequences of a step's groups; without the truncated if MASK_TRUNCATED: those
     still count in their group's mean, and in the number of sequences."""
     sequences = []
@@ -261,7 +267,7 @@ def make_sequences(groups, off_policy):
             if MASK_TRUNCATED and group.truncated[i]:
                 continue
             prompt, completion = group.prompt_ids.tolist(), ids[i].tolist()
-            old = logps[i] if off_policy else None
+            old = logps[i] if old_from_sampler else None
             sequence = Sequence(group.id, i, prompt, completion, logps[i], old, refs[i], advantage)
             sequences.append(sequence)
     lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
@@ -278,7 +284,7 @@ def make_sequences(groups, off_policy):
 
 
 # --- Loss and gradient ------------------------------------------------------------------
-def batch_loss(head, hidden, ids, batch, vocab_size, *, off_policy):
+def batch_loss(hidden, head, ids, batch, vocab_size, *, old_from_sampler):
     """Returns (loss, stats) of a micro-batch's B sequences: their part of the step's loss, a
     scalar, and tensors (N,) of their tokens, by name; see grpo/loss.py.
 
@@ -311,23 +317,23 @@ def batch_loss(head, hidden, ids, batch, vocab_size, *, off_policy):
         unbiased_kl=UNBIASED_KL,
         sampler_logps=sampler_logps,
         is_cap=IS_CAP,
-        # Off-policy old and sampler's log-probs are the same, and is_cap acts on nothing
-        ratio_cap=IS_CAP if off_policy else 0.0,
+        # Where old and sampler's log-probs are the same, is_cap acts on nothing
+        ratio_cap=IS_CAP if old_from_sampler else 0.0,
         sequences=per_token(list(range(len(batch)))) if RATIO_LEVEL == "sequence" else None,
     )
-    if first_update:  # its log-probs are the old ones of the next
+    if first_update:  # the old ones of the next, whose plan gives this rank the same sequences
         for sequence, logps in zip(batch, stats["logps"].cpu().split(lengths), strict=True):
             sequence.old_logps = logps
     return loss, stats | {"sampler_logps": sampler_logps}
 
 
-def accumulate(engine, sequences, vocab_size, reference, *, off_policy):
+def accumulate(engine, sequences, vocab_size, reference, *, old_from_sampler):
     """Collective: accumulates the gradient of a step's sequences; returns means over its tokens.
 
     The weights already divide by the whole step's counts, so parts add up: to a gradient that is
     the same for 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4, in any order.
     """
-    rank, world, stats = dist.get_rank(), dist.get_world_size(), TokenStats(engine.device)
+    rank, world, means = dist.get_rank(), dist.get_world_size(), TokenStats(engine.device)
     turns = plan_turns(sequences, engine.module.shares, rank, world, MICRO_BATCH_TOKENS)
     for done, turn in enumerate(reference.in_order_of_arrival(turns), start=1):  # collective
         engine.set_gradient_accumulation_boundary(done == len(turns))
@@ -336,16 +342,17 @@ def accumulate(engine, sequences, vocab_size, reference, *, off_policy):
         if KL_BETA:
             reference.wait_for(turn.groups)  # collective
             reference.complete(batch)
-        head = engine.module.head
-        loss, per_token = batch_loss(head, hidden, ids, batch, vocab_size, off_policy=off_policy)
+        loss, stats = batch_loss(
+            hidden, engine.module.head, ids, batch, vocab_size, old_from_sampler=old_from_sampler
+        )
         if not turn.is_filler:
-            stats.add(loss, per_token)
+            means.add(loss, stats)
         # A loss that is not finite can have a finite gradient: it becomes NaN, so that DeepSpeed
         # skips the step, on all ranks
         factor = 0.0 if turn.is_filler else 1.0
         loss = loss * torch.where(loss.detach().isfinite(), factor, torch.nan)
         engine.backward(loss)  # collective
-    return stats.means()  # collective
+    return means.over_ranks()  # collective
 
 
 # --- Update -------------------------------------------------------------------------
@@ -356,7 +363,7 @@ def learning_rate(step):
     return LEARNING_RATE * warm * (1 - (1 - FINAL_LR) * done)
 
 
-def update(run, sequences, *, off_policy):
+def update(run, sequences, *, old_from_sampler):
     """Collective: one optimiser update on the sequences; returns its metrics. A gradient that is
     not finite leaves the weights as they are ("skipped")."""
     engine, rate = run.engine, learning_rate(run.progress.step)
@@ -364,7 +371,11 @@ def update(run, sequences, *, off_policy):
         group["lr"] = rate
     with run.clock.part("backward"), cpu_threads(CPU_THREADS):
         metrics = accumulate(  # collective
-            engine, sequences, run.policy.vocab_size, run.reference, off_policy=off_policy
+            engine,
+            sequences,
+            run.policy.vocab_size,
+            run.reference,
+            old_from_sampler=old_from_sampler,
         )
     with run.clock.part("step"):
         norm = take_step(engine)  # collective
@@ -393,12 +404,10 @@ def train(run):
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before = p.step
-        groups, metrics, skipped = sample_and_exchange(run)  # collective
-        off_policy = is_off_policy(groups, before)
-        sequences = make_sequences(groups, off_policy)
-        run.folder.log_samples(
-            run.policy, run.recipe, groups or skipped, advantages_of, before + 1, SAMPLES_PER_STEP
-        )
+        groups, metrics, flat_groups = sample_and_exchange(run)  # collective
+        old_from_sampler = takes_old_from_sampler(groups, before)
+        sequences = make_sequences(groups, old_from_sampler=old_from_sampler)
+        run.folder.log_samples(run, groups or flat_groups, advantages_of)
         p.idle = 0 if sequences else p.idle + 1
         if not sequences:
             run.idle_reason = why_idle(metrics, groups, run.recipe)
@@ -407,7 +416,7 @@ def train(run):
         for number in range(1, updates + 1):
             p.step, trained = p.step + 1, {}
             if sequences:
-                trained = update(run, sequences, off_policy=off_policy)  # collective
+                trained = update(run, sequences, old_from_sampler=old_from_sampler)  # collective
                 checks.check_update(run, trained, sequences, groups, before)  # collective
             if number == updates:
                 store_is_full = exchange.acknowledge(run, groups, before)  # collective
@@ -432,7 +441,7 @@ def evaluate_if_due(run):
     if any_rank(stop.asked):  # collective
         return True
     p.accuracy = run.folder.log_evaluation(result, p.step)
-    p.evaluated, p.best = p.step, max(p.best, p.accuracy)
+    p.evaluated = p.step
     return False
 
 

@@ -219,11 +219,11 @@ def score_while(alive, store, reference):
 
 
 # --- Main ---------------------------------------------------------------------------
-constants = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
+known = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
 
 
 def main():
-    check_names(globals(), constants)
+    check_names(globals(), known)
     check_server_constants(globals())
     token = os.environ.get("GRPO_TOKEN")
     if HOST not in ("127.0.0.1", "localhost", "::1") and not token:

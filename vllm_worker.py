@@ -16,19 +16,20 @@ VLLM_SEQUENCES = 256  # completions sampled at once, in place of SAMPLE_BATCH
 VLLM_SLEEP = False  # True: gives a GPU's memory back, to a trainer on it, while there is no work
 TENSOR_PARALLEL = 1  # GPUs that share the model: for one too large for a single GPU, 14B and more
 
-constants = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
+known = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
 
 
 def check_constants(now, group_size):
     """Raises SystemExit with a sentence for each constant, by name in `now`, that can't be."""
-    check_names(now, constants)
-    table = {"a whole number from 1 on": "VLLM_SEQUENCES TENSOR_PARALLEL"}
-    rules = rules_of(table | {"True or False": "VLLM_SLEEP"}, now)
-    memory, rows = now["VLLM_MEMORY_GB"], now["VLLM_SEQUENCES"]
-    rules.append(("VLLM_MEMORY_GB", "a number above 0", real(memory) and memory > 0))
-    enough = type(rows) is not int or rows >= group_size
-    rules.append(("VLLM_SEQUENCES", f"GROUP_SIZE = {group_size} or more", enough))
-    refuse_broken("vllm_worker.py", now, rules)
+    check_names(now, known)
+    kinds = {"a whole number from 1 on": "VLLM_SEQUENCES TENSOR_PARALLEL"}
+    kinds["True or False"] = "VLLM_SLEEP"
+    positive = real(now["VLLM_MEMORY_GB"]) and now["VLLM_MEMORY_GB"] > 0
+    memory = ("VLLM_MEMORY_GB", "a number above 0", positive)
+    refuse_broken("vllm_worker.py", now, [*rules_of(kinds, now), memory])
+    enough = now["VLLM_SEQUENCES"] >= group_size
+    rule = ("VLLM_SEQUENCES", f"GROUP_SIZE = {group_size} or more", enough)
+    refuse_broken("vllm_worker.py", now, [rule])
 
 
 def main():

@@ -21,7 +21,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,7 +118,7 @@ def islice_list(waiting, room):
 def continuous(policy, recipe, seed, **beside):
     """-> tokens."""
     take = functools.partial(islice_list, iter(recipe.prompts))
-    groups = sampled_and_rewarded(policy, recipe, take, seed=seed, count=Counter(), **beside)
+    groups = sampled_and_rewarded(policy, recipe, take, seed=seed, **beside)
     return sum(len(c.ids) for _, completions, _ in groups for c in completions)
 
 

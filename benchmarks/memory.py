@@ -335,7 +335,7 @@ def measure(policy, prompt, completion, start, live=None):
         engine = start(policy)
         for _ in range(2):  # Adam's moments are there from the second step on
             with peak(phases, "training", live):
-                trainer.accumulate(engine, rows, vocab, reference, off_policy=False)
+                trainer.accumulate(engine, rows, vocab, reference, old_from_sampler=False)
             with peak(phases, "step", live):
                 engine.step()
         for name, chosen, size in (

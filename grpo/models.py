@@ -16,7 +16,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from grpo.log import announced
+from grpo.log import announced, say
 
 GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # NVIDIA's driver, and that of WSL
 
@@ -63,7 +63,7 @@ def choose_dtype(dtype, device):
     on_gpu = device != "cpu"
     native = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     if on_gpu and not native and dtype != "float32":
-        print("this GPU has no bfloat16, but a slow emulation: DTYPE = 'auto' is float32 here")
+        say("this GPU has no bfloat16, but a slow emulation: DTYPE = 'auto' is float32 here")
     if dtype == "auto":
         return "bfloat16" if native else "float32"
     return dtype

@@ -3,6 +3,8 @@
 import torch
 from transformers.pytorch_utils import Conv1D
 
+LORA_SCALE = 2  # W + 2 B A: LoRA's alpha is so many times its rank
+
 
 def trained_weights(model):
     """Returns {name: CPU tensor} of what is trained: all, or the adapters of a LoRA policy."""
@@ -11,10 +13,9 @@ def trained_weights(model):
     return {name: parameter.to("cpu", copy=True) for name, parameter in trained.items()}
 
 
-def check_shapes(tensors, model):
-    """Raises ValueError unless `tensors` has the same names and shapes as `model`; both are
-    {name: tensor}."""
-    shapes = [{name: tuple(x.shape) for name, x in xs.items()} for xs in (tensors, model)]
+def check_shapes(tensors, expected):
+    """Raises ValueError unless both, {name: tensor}, have the same names and shapes."""
+    shapes = [{name: tuple(x.shape) for name, x in xs.items()} for xs in (tensors, expected)]
     if shapes[0] != shapes[1]:
         name = min(shapes[0].items() ^ shapes[1].items())[0]
         got, due = (side.get(name, "missing") for side in shapes)
@@ -52,7 +53,7 @@ def merge_adapters(model, tensors):
 
 def merged_weight(layer, a, b):
     """Returns W + 2 B A in the dtype of the layer's W: added in float32, rounded once."""
-    update = 2 * (b.float() @ a.float()).to(layer.weight.device)
+    update = LORA_SCALE * (b.float() @ a.float()).to(layer.weight.device)
     if isinstance(layer, Conv1D):  # GPT-2 keeps matrices transposed
         update = update.T
     return (layer.weight.float() + update).to(layer.weight.dtype)

@@ -2,7 +2,6 @@
 
 import pickle
 import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -114,8 +113,7 @@ def sampled(engine, recipe, prompts, **changes):
     def take(number):
         return [waiting.pop() for _ in range(min(number, len(waiting)))]
 
-    settings = {"group_size": recipe.group_size, "temperature": 1.0, "seed": 0, "count": Counter()}
-    return list(sampled_and_rewarded(engine, recipe, take, **settings | changes))
+    return list(sampled_and_rewarded(engine, recipe, take, **{"seed": 0} | changes))
 
 
 class Ranks:

@@ -64,7 +64,9 @@ def plain_gradient(policy, rows):
     trainer.FUSED_LOSS = False
     model = CompletionModel(policy.model, share_prompts=False)
     hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
-    loss, _ = trainer.batch_loss(model.head, hidden, ids, rows, policy.vocab_size, off_policy=False)
+    loss, _ = trainer.batch_loss(
+        hidden, model.head, ids, rows, policy.vocab_size, old_from_sampler=False
+    )
     trainer.FUSED_LOSS = True
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     return torch.cat([g.flatten() for g in gradient])
@@ -81,7 +83,7 @@ def bad_steps(engine, policy):
         reference = ReferenceLogps(None, Clock())
         run = SimpleNamespace(engine=engine, policy=policy, reference=reference, clock=Clock())
         run.progress = SimpleNamespace(step=100)
-        metrics = trainer.update(run, rows, off_policy=False)
+        metrics = trainer.update(run, rows, old_from_sampler=False)
         pairs = zip(before, policy.model.parameters(), strict=True)
         result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))
     return result
@@ -102,7 +104,7 @@ def main(model, out):
             trainer.MICRO_BATCH_TOKENS = budget
             rows = make_rows(policy, loss_type)
             metrics = trainer.accumulate(
-                engine, rows, policy.vocab_size, reference, off_policy=False
+                engine, rows, policy.vocab_size, reference, old_from_sampler=False
             )
             gradient = [safe_get_full_grad(p).flatten() for p in policy.model.parameters()]
             result[loss_type, name] = torch.cat(gradient)

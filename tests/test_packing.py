@@ -95,7 +95,7 @@ def test_what_the_server_scores_is_cut_between_groups_unless_one_is_too_large():
 def unscored_rows(ids):
     """-> the rows of groups of two, each with a prompt of its own."""
     groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=id, ref_logps=None) for id in ids]
-    rows = trainer.make_sequences(groups, off_policy=False)
+    rows = trainer.make_sequences(groups, old_from_sampler=False)
     for number, row in enumerate(rows):
         row.prompt = [number // 2]
     return rows

@@ -124,10 +124,14 @@ def test_a_rollout_goes_through_the_server_and_comes_back_scored(alone, server):
 def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server, tmp_path):
     groups, metrics, flat = take_whole_step(server, [ALL_WRONG] * 99)
     assert groups == [] and metrics["flat_groups"] == 1 and metrics["groups_sampled"] == 15
-    assert trainer.make_sequences(groups, off_policy=False) == []
-    policy = SimpleNamespace(tokenizer=SimpleNamespace(decode=str))
-    recipe, folder = a_recipe(prompts_of([ALL_WRONG] * 99)), report.RunFolder(tmp_path)
-    folder.log_samples(policy, recipe, flat, trainer.advantages_of, 1, 9)
+    assert trainer.make_sequences(groups, old_from_sampler=False) == []
+    run = SimpleNamespace(
+        policy=SimpleNamespace(tokenizer=SimpleNamespace(decode=str)),
+        recipe=a_recipe(prompts_of([ALL_WRONG] * 99)),
+        progress=SimpleNamespace(step=0),
+        constants=SimpleNamespace(SAMPLES_PER_STEP=9),
+    )
+    report.RunFolder(tmp_path).log_samples(run, flat, trainer.advantages_of)
     (first, _) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert first["question"] == "?" and first["rewards"] == {"correctness": -1.0, "format": 1.25}
 
@@ -174,7 +178,7 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, s
     assert metrics["groups_sampled"] == 4 and metrics["flat_groups"] == 1 / 4
     assert metrics["completion_tokens"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
-    assert trainer.is_off_policy(groups, 3)
+    assert trainer.takes_old_from_sampler(groups, 3)
 
 
 def test_workers_alone_may_sample(alone, server, monkeypatch):
@@ -213,7 +217,7 @@ def test_a_reward_may_have_any_name(alone):
     assert result["eval_positive_accuracy"] == 1 and result["eval_positive_tokens"] == 0
     assert engine.settings["temperature"] == 0 and engine.settings["max_rows"] == 64
     count = Counter(rollout.tally(recipe, sampled(engine, recipe, prompts_of([MIXED]))[0]))
-    metrics = report.rollout_metrics(count, recipe)
+    metrics = report.rollout_metrics(count, recipe, 0.0)
     assert metrics["accuracy"] == 1 and metrics["reward_accuracy"] == 1
     assert metrics["completion_tokens"] == 1.5 and metrics["reward_tokens"] == -1
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from grpo.training.token_stats import TokenStats
 def test_rows_by_hand(monkeypatch):
     monkeypatch.setattr(trainer, "REWARD_WEIGHTS", {"correctness": 2.0, "format": 1.0})
     monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
-    rows = trainer.make_sequences([a_group([[1.0, -1.0], [-1.0, -1.0]])], off_policy=False)
+    rows = trainer.make_sequences([a_group([[1.0, -1.0], [-1.0, -1.0]])], old_from_sampler=False)
     assert [row.completion for row in rows] == [[10, 11, 12], [13]]
     assert [row.prompt for row in rows] == [[5, 6]] * 2
     assert [row.advantage for row in rows] == [2.0, -2.0]  # 1 and -3, less their mean -1
@@ -34,17 +35,19 @@ def test_rows_by_hand(monkeypatch):
 def test_truncated_rows_count_in_the_mean_and_are_not_trained(monkeypatch):
     group = a_group([[1.0, -1.0], [-1.0, -1.0]], truncated=(True, False))
     monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
-    (row,) = trainer.make_sequences([group], off_policy=False)
+    (row,) = trainer.make_sequences([group], old_from_sampler=False)
     assert row.completion == [13] and row.advantage == -2.0
     assert row.weight == pytest.approx(1 / 2)  # of 2 sequences, the cut one included (as in TRL)
     monkeypatch.setattr(trainer, "MASK_TRUNCATED", False)
-    assert len(trainer.make_sequences([group], off_policy=False)) == 2
+    assert len(trainer.make_sequences([group], old_from_sampler=False)) == 2
 
 
 def test_a_step_without_rows_is_possible(monkeypatch):
-    assert trainer.make_sequences([], off_policy=False) == []
+    assert trainer.make_sequences([], old_from_sampler=False) == []
     all_cut = a_group([[1.0, -1.0], [-1.0, -1.0]], truncated=(True, True))
-    assert trainer.make_sequences([all_cut], off_policy=False) == []  # no mean of nothing: 0 / 0
+    assert (
+        trainer.make_sequences([all_cut], old_from_sampler=False) == []
+    )  # no mean of nothing: 0 / 0
 
 
 def test_whose_log_probs_are_the_old_ones(monkeypatch):
@@ -54,10 +57,10 @@ def test_whose_log_probs_are_the_old_ones(monkeypatch):
     theirs = a_group(mixed, policy_version=5, sampler="worker")
 
     def sampled_are_old(*groups):
-        off_policy = trainer.is_off_policy(groups, 5)
-        for row in trainer.make_sequences(groups, off_policy):
-            assert row.old_logps is (row.sampler_logps if off_policy else None)
-        return off_policy
+        old_from_sampler = trainer.takes_old_from_sampler(groups, 5)
+        for row in trainer.make_sequences(groups, old_from_sampler=old_from_sampler):
+            assert row.old_logps is (row.sampler_logps if old_from_sampler else None)
+        return old_from_sampler
 
     assert not sampled_are_old(ours, ours)
     for other in (old, theirs):
@@ -95,7 +98,7 @@ def test_bad_steps_are_counted_kept_and_end_the_run_when_they_follow_each_other(
 ):
     folder = report.RunFolder(tmp_path)
     monkeypatch.setattr(trainer.dist, "barrier", lambda: None)
-    rows = trainer.make_sequences([a_group([[1.0, -1.0], [-1.0, 1.0]])], off_policy=False)
+    rows = trainer.make_sequences([a_group([[1.0, -1.0], [-1.0, 1.0]])], old_from_sampler=False)
     progress, metrics = Progress("run"), {"loss": float("nan"), "grad_norm": float("inf")}
     for progress.step in range(1, 5):
         if progress.step == 3:
@@ -126,21 +129,21 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
     recipe, torch_seed = a_recipe(task=task, group_size=4), torch.manual_seed(0)
     groups = [
         make_group(group, **NAMED)
-        for group in sampled(sampler, recipe, prompts, temperature=temperature)
+        for group in sampled(sampler, replace(recipe, temperature=temperature), prompts)
     ]
     for group in groups:
         group.sampler_logps += noise * torch.randn(len(group.sampler_logps), generator=torch_seed)
-    loss, stats = loss_of(policy, trainer.make_sequences(groups, off_policy=False))
+    loss, stats = loss_of(policy, trainer.make_sequences(groups, old_from_sampler=False))
     metrics = means_of(loss, stats)
     del metrics["kl"]  # KL_BETA is 0
     return metrics
 
 
-def loss_of(policy, rows, off_policy=False):
+def loss_of(policy, rows, old_from_sampler=False):
     model = CompletionModel(policy.model, share_prompts=True)
     hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
     return trainer.batch_loss(
-        model.head, hidden, ids, rows, policy.vocab_size, off_policy=off_policy
+        hidden, model.head, ids, rows, policy.vocab_size, old_from_sampler=old_from_sampler
     )
 
 
@@ -148,7 +151,7 @@ def means_of(loss, stats):
     """-> the metrics of one rank's only micro-batch."""
     totals = TokenStats("cpu")
     totals.add(loss, stats)
-    return totals.means()
+    return totals.over_ranks()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -184,7 +187,7 @@ def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, a
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
     monkeypatch.setattr(trainer, "KL_BETA", 0)
     monkeypatch.setattr(trainer, "IS_CAP", 0)  # the group's log-probs are made up
-    rows = trainer.make_sequences([a_group([[1.0, -1.0], [-1.0, -1.0]])], off_policy=False)
+    rows = trainer.make_sequences([a_group([[1.0, -1.0], [-1.0, -1.0]])], old_from_sampler=False)
     assert all(row.old_logps is None for row in rows)
     loss, _ = loss_of(policy, rows)
     assert abs(loss.item()) < 1e-6  # the advantages sum to 0, and each sequence weighs the same
@@ -210,9 +213,9 @@ def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(
 
     def step(recompute):
         monkeypatch.setattr(trainer, "RECOMPUTE_OLD_LOGPS", recompute)
-        off_policy = trainer.is_off_policy([group], 0)
-        rows = trainer.make_sequences([group], off_policy)
-        loss, stats = loss_of(policy, rows, off_policy)
+        old_from_sampler = trainer.takes_old_from_sampler([group], 0)
+        rows = trainer.make_sequences([group], old_from_sampler=old_from_sampler)
+        loss, stats = loss_of(policy, rows, old_from_sampler)
         assert means_of(loss, stats)["sampler_ratio_max"] > 1e4
         advantages = [row.advantage for row in rows]
         gradient = torch.autograd.grad(loss, list(policy.model.parameters()))

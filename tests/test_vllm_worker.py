@@ -264,7 +264,7 @@ def proof_of_new(case):
 
 def test_a_load_is_proved_by_what_it_scores_and_by_what_it_samples(case):
     record = proof_of_new(case)
-    with pytest.raises(RuntimeError, match="policy 7 is loaded, but its log-probs differ"):
+    with pytest.raises(RuntimeError, match="policy 7 is loaded, but differs from the trainer's"):
         check_proof(case.policy, record)
     case.policy.load(weights(case.new))
     assert check_proof(case.policy, record) < 1e-9
@@ -286,7 +286,7 @@ def test_a_decoder_that_has_other_weights_than_a_score_is_found_out(case):
     try:
         prompt, ids = record["proof"]["prompt"], record["proof"]["completion"]
         assert distance(case.new, prompt, ids, case.policy.logps(prompt, ids)) < NOISE
-        with pytest.raises(RuntimeError, match="policy 7 is loaded, but its log-probs differ"):
+        with pytest.raises(RuntimeError, match="policy 7 is loaded and right, but what is sampled"):
             check_proof(case.policy, record)
     finally:
         hook.remove()

@@ -7,7 +7,7 @@ import torch
 from grpo.forward import CompletionModel
 from grpo.models import load_model, stop_ids
 from grpo.sampling.sampler import sample_groups, stream_groups
-from grpo.weights import MergedAdapters, load_weights
+from grpo.weights import LORA_SCALE, MergedAdapters, load_weights
 from grpo.wire import tokenizer_facts
 from grpo_loss_triton import linear_logps
 
@@ -26,8 +26,8 @@ class Policy:
     def stream(self, take, *, seed, **settings):
         """Samples groups with the current weights; see sampler.stream_groups.
 
-        Adapters are merged, but not between two groups: what rewards, uploads or saves then, or
-        leaves the rest, has the model as it is trained.
+        Adapters are merged only while tokens are sampled: whoever has been given a group, and may
+        save the model or read no further, has it as it is trained.
         """
         merged = MergedAdapters(self.model)
         groups = stream_groups(
@@ -107,7 +107,7 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
     if lora_rank:
         from peft import LoraConfig
 
-        config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=ALL)
+        config = LoraConfig(r=lora_rank, lora_alpha=LORA_SCALE * lora_rank, target_modules=ALL)
         config.task_type = "CAUSAL_LM"  # else PEFT's Auto classes do not load what is saved
         model.add_adapter(config)
     eos_ids = stop_ids(name, tokenizer, stop_tokens)

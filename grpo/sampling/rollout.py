@@ -5,12 +5,11 @@ Ranks and workers sample with a policy: any object with `stream` (as sampler.str
 completions, rewards): G sampler.Completions, and for each a dict of floats by reward name.
 """
 
+import contextlib
 import hashlib
 import itertools
 import math
 import random
-import time
-from dataclasses import replace
 
 import torch
 
@@ -46,15 +45,14 @@ class Stream:
 
 
 # --- Sample and reward --------------------------------------------------------------
-def sampled_and_rewarded(policy, recipe, take, *, seed, count, beside=False, **changes):
+def sampled_and_rewarded(policy, recipe, take, *, seed, timed=contextlib.nullcontext, beside=False):
     """Yields each sampled group as soon as its last completion has ended.
 
-    `take(n)` returns up to n prompts; `changes` replace the recipe's fields, such as temperature=0
-    for greedy. Adds the time that rewards take to count["seconds_reward"]. Raises what reward_group
-    does. The task sees text; the trainer trains the sampled ids, as re-tokenised text may differ.
-    With `beside` sampling, and `take`, go on in another thread meanwhile.
+    `take(n)` returns up to n prompts; rewards are computed within `with timed()`. Raises what
+    reward_group does. The task sees text; the trainer trains the sampled ids, as re-tokenised text
+    may differ. With `beside` sampling, and `take`, go on in another thread meanwhile.
     """
-    recipe, begun = replace(recipe, **changes), []  # a prompt's key is its place in `begun`
+    begun = []  # prompts; the key of one is its place here
 
     def take_ids(room):
         first = len(begun)
@@ -71,15 +69,15 @@ def sampled_and_rewarded(policy, recipe, take, *, seed, count, beside=False, **c
         seed=seed,
     )
     for key, completions in ahead(groups) if beside else groups:
-        prompt, started = begun[key], time.perf_counter()
-        rewards = reward_group(recipe, prompt[1], [policy.text(c) for c in completions])
-        count["seconds_reward"] += time.perf_counter() - started
+        prompt = begun[key]
+        with timed():
+            rewards = reward_group(recipe, prompt[1], [policy.text(c) for c in completions])
         yield prompt, completions, rewards
 
 
-def rollout(policy, recipe, stream, count, *, number, seed):
-    """Yields (sampled group, whether it is flat) for the next `number` prompts of the stream; adds
-    the tally of each to the Counter `count`.
+def rollout(policy, recipe, stream, count, *, number, seed, timed=contextlib.nullcontext):
+    """Yields (sampled group, whether it is flat) for the next `number` prompts of the stream; first
+    adds its tally to the Counter `count`. Rewards are computed within `with timed()`.
 
     In a zero-variance ("flat") group all completions are right, or all wrong, by OUTCOME: there is
     nothing to compare. (Its weighted rewards may differ: it would train the format alone, at full
@@ -90,7 +88,7 @@ def rollout(policy, recipe, stream, count, *, number, seed):
     def take(room):
         return list(itertools.islice(prompts, room))
 
-    for sampled in sampled_and_rewarded(policy, recipe, take, seed=seed, count=count):
+    for sampled in sampled_and_rewarded(policy, recipe, take, seed=seed, timed=timed):
         counts = tally(recipe, sampled)
         count.update(counts)
         yield sampled, bool(counts["flat"])
@@ -104,10 +102,12 @@ def groups_to_begin(missing, flat_share, most):
     For n groups the usable ones are n (1 - f) on average, with a standard deviation of
     sqrt(n f (1 - f)), where n (1 - f) is about `missing`.
     """
-    if missing <= 0 or flat_share >= 1:
-        return max(0, most) if missing > 0 else 0
+    if missing <= 0:
+        return 0
+    if flat_share >= 1:
+        return most
     wanted = (missing + math.sqrt(missing * flat_share)) / (1 - flat_share)
-    return max(0, min(math.ceil(wanted), most))
+    return min(math.ceil(wanted), most)
 
 
 def seed_of(*parts):

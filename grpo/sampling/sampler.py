@@ -77,6 +77,7 @@ def stream_groups(
             decoder = make_decoder(model, max_new_tokens, longest_prompt)
         room = groups_to_admit(running, decoder, max_rows, group_size)
         new = take(room) if room else []
+        # Dropping copies it too: done with an admission, which copies anyway, or for many at once
         if running.ended > (0 if new else len(running.owners) // decoder.compaction):
             decoder.keep(running.drop_ended())
         logits = []  # (S, V') of the next tokens: V, and the padding of the embedding
@@ -97,8 +98,8 @@ def stream_groups(
 
 
 def groups_to_admit(running, decoder, max_rows, group_size):
-    """Returns how many groups have room. Admitting and dropping sequences copies the cache of the
-    others: both wait until a decoder's `compaction`-th part of the batch is free, or has ended."""
+    """Returns how many groups to admit: as many as have room; none while less than 1 / `compaction`
+    of `max_rows` is free, as admitting copies the cache of those that run."""
     room = (max_rows - running.unfinished) // group_size
     pays = decoder.joins and room * group_size >= max_rows // decoder.compaction
     return room if pays or not running.unfinished else 0

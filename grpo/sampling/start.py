@@ -1,7 +1,5 @@
 """What trainer and workers begin with. `c` is the trainer's constants, as attributes."""
 
-from dataclasses import fields
-
 import torch
 
 from grpo.client import RefServer
@@ -17,12 +15,26 @@ def prepare(c, *, needs_server):
     anything heavy is loaded. `server` is None if it is not needed."""
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
     prompts = load_split(c, task, "train", tokenizer)
-    named = [field.name for field in fields(Recipe) if hasattr(c, field.name.upper())]
-    constants = {name: getattr(c, name.upper()) for name in named if name != "task"}
-    recipe = Recipe(task_name=c.TASK, task=task, prompts=prompts, **constants)
+    recipe = Recipe(
+        task_name=c.TASK,
+        task=task,
+        prompts=prompts,
+        group_size=c.GROUP_SIZE,
+        sample_batch=c.SAMPLE_BATCH,
+        max_prompt_tokens=c.MAX_PROMPT_TOKENS,
+        max_completion_tokens=c.MAX_COMPLETION_TOKENS,
+        temperature=c.TEMPERATURE,
+        reward_weights=c.REWARD_WEIGHTS,
+        outcome=c.OUTCOME,
+        skip_flat_groups=c.SKIP_FLAT_GROUPS,
+        seed=c.SEED,
+        stop_tokens=c.STOP_TOKENS,
+        reward_timeout_seconds=c.REWARD_TIMEOUT_SECONDS,
+    )
     reward_group(recipe, prompts[0][1], [""])  # which can be sampled: it must not fail hours later
-    server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS) if needs_server else None
-    if server:
+    server = None
+    if needs_server:
+        server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
         server.check(c.MODEL, tokenizer_facts(tokenizer) | {"temperature": c.TEMPERATURE})
     return tokenizer, recipe, server
 

@@ -70,10 +70,8 @@ class Uploader:
         return uploads, False
 
     def _send(self, bodies):
-        several = len(bodies) > 1
-        data = b"".join(pack_bodies(bodies) if several else bodies.values())
-        params = {"several": int(several)}
-        reply = self.server.call("POST", "/upload", data=data, params=params).json()
-        for answer in reply["groups"] if several else [reply]:
+        data = b"".join(pack_bodies(bodies))
+        reply = self.server.call("POST", "/upload", data=data, params={"several": 1}).json()
+        for answer in reply["groups"]:
             self.replies.append(answer)
             self.answered()

@@ -55,11 +55,13 @@ class VLLMPolicy:
 
         self.name, self.tokenizer, self.numbers = model, tokenizer, itertools.count()
         self.eos_ids, self.dtype, self.max_tokens = sorted(eos_ids), dtype, max_tokens
-        self.parallel, self.sleeps, self.asleep = tensor_parallel > 1, sleep, False
+        self.parallel = tensor_parallel > 1
+        self.sleeps, self.asleep = sleep, False  # whether it may, whether it does
         with torch.device("meta"):  # names and shapes of what load() takes, without memory
             trained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         self.parameters = dict(trained.named_parameters())
-        self.gpu, budget = torch.cuda.is_available(), {"kv_cache_memory_bytes": int(memory * 1e9)}
+        self.gpu = torch.cuda.is_available()
+        budget = {"kv_cache_memory_bytes": int(memory * 1e9)}
         if self.gpu:
             budget = {"gpu_memory_utilization": memory * 1e9 / torch.cuda.mem_get_info()[1]}
         self.llm = LLM(

@@ -118,9 +118,7 @@ class Worker:
         uploader = Uploader(self.server.copy(), self.answered)
         run, version = self.loaded["run"], self.loaded["version"]
         seed = seed_of(self.name, run, version, first)
-        groups = sampled_and_rewarded(
-            self.policy, self.recipe, self.take, seed=seed, count=counts, beside=True
-        )
+        groups = sampled_and_rewarded(self.policy, self.recipe, self.take, seed=seed, beside=True)
         for number, sampled in enumerate(groups):
             own = tally(self.recipe, sampled)
             counts.update(own)

@@ -172,8 +172,7 @@ class Progress:
     run: str  # its name at the server
     step: int = 0  # updates made
     evaluated: int = -1  # the step of the last evaluation,
-    accuracy: float = 0.0  # its result,
-    best: float = 0.0  # and the best result so far
+    accuracy: float = 0.0  # and its result
     saved: int = -1  # the step of the last checkpoint
     reference: int = 0  # the step whose policy is the reference, where that is refreshed
     idle: int = 0  # steps in a row that had nothing to train
@@ -242,7 +241,8 @@ def open_run(folder, constants, engine, stream, server):
         for group in engine.optimizer.param_groups:
             group["betas"] = tuple(constants["ADAM_BETAS"])
             group["weight_decay"] = constants["WEIGHT_DECAY"]
-        progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
+        kept = {k: v for k, v in state["progress"].items() if k in Progress.__annotations__}
+        progress = Progress(**kept | {"idle": 0, "bad": 0})
         say(f"the run {run} resumes from {path}")
     RunFolder(folder).undo(progress.step if path else -1)
     if server and dist.get_rank() == 0:

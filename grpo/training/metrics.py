@@ -10,7 +10,7 @@ import math
 import queue
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,15 @@ from grpo.sampling.rollout import TALLY, sampled_and_rewarded, tally
 from grpo.stop import stop
 from grpo.training.liveness import gathered, meet
 
-PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")  # backward: + forward
+PARTS = (
+    "sample",
+    "reward",
+    "wait",
+    "backward",
+    "step",
+    "publish",
+    "other",
+)  # backward: with the forward
 
 
 class Clock:
@@ -71,9 +79,8 @@ def evaluate(policy, recipe, prompts):
     def take(room):
         return [] if stop.asked else list(itertools.islice(mine, room))
 
-    for sampled in sampled_and_rewarded(
-        policy, recipe, take, group_size=1, temperature=0, seed=0, count=Counter()
-    ):
+    greedy = replace(recipe, group_size=1, temperature=0)
+    for sampled in sampled_and_rewarded(policy, greedy, take, seed=0):
         count.update(tally(recipe, sampled))
         count.update({f"positive_{name}": int(r > 0) for name, r in sampled[2][0].items()})
     positive = {f"positive_{name}": f"positive_{name}" for name in recipe.reward_weights}
@@ -84,12 +91,15 @@ def evaluate(policy, recipe, prompts):
     return {f"eval_{k}": total[name] / max(total["completions"], 1) for k, name in names.items()}
 
 
-def rollout_metrics(count, recipe):
-    """Collective: returns means over what all ranks have counted for a rollout (rollout.tally)."""
-    total = add_up(count, [*TALLY, *(f"reward_{name}" for name in recipe.reward_weights)])
+def rollout_metrics(count, recipe, seconds):
+    """Collective: returns means over what all ranks have counted for a rollout (rollout.tally), and
+    the rate at which they have sampled "own_tokens" in so many seconds, if that is not 0."""
+    rewards = [f"reward_{name}" for name in recipe.reward_weights]
+    total = add_up(count, [*TALLY, "own_tokens", *rewards])
     n = max(total["completions"], 1)
     rewards = {name: total[f"reward_{name}"] / n for name in recipe.reward_weights}
-    return {
+    rate = {"tokens_per_second": total["own_tokens"] / seconds} if seconds else {}
+    return rate | {
         "reward": sum(w * rewards[name] for name, w in recipe.reward_weights.items()),
         **{f"reward_{name}": mean for name, mean in rewards.items()},
         "accuracy": total["right"] / n,
@@ -160,19 +170,20 @@ class RunFolder:
         say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
         return evaluation["eval_accuracy"]
 
-    def log_samples(self, policy, recipe, groups, advantages_of, step, number):
-        """Writes `number` completions of one of the step's groups to samples.jsonl."""
+    def log_samples(self, run, groups, advantages_of):
+        """Writes SAMPLES_PER_STEP completions of one of the next step's groups to samples.jsonl."""
         if dist.get_rank() != 0 or not groups:
             return
+        step, number = run.progress.step + 1, run.constants.SAMPLES_PER_STEP
         group = groups[step % len(groups)]
-        item = next(item for index, item, _ in recipe.prompts if index == group.item)
+        item = next(item for index, item, _ in run.recipe.prompts if index == group.item)
         advantages = advantages_of(group)
         for i, ids in enumerate(group.completions(group.completion_ids)[:number]):
             record = {
                 "step": step,
                 "question": item["question"],
                 "answer": item.get("answer"),
-                "completion": policy.tokenizer.decode(ids),
+                "completion": run.policy.tokenizer.decode(ids),
                 "rewards": dict(zip(group.reward_names, group.rewards[i].tolist(), strict=True)),
                 "advantage": advantages[i].item(),
                 "truncated": group.truncated[i].item(),
@@ -204,7 +215,8 @@ class RunFolder:
                 kept = []
                 for line in path.read_text().splitlines():
                     with contextlib.suppress(ValueError):
-                        kept += [line + "\n"] if json.loads(line)["step"] <= step else []
+                        if json.loads(line)["step"] <= step:
+                            kept.append(line + "\n")
                 draft = path.with_suffix(".draft")
                 draft.write_text("".join(kept))
                 draft.replace(path)
@@ -221,7 +233,7 @@ def show(bar, metrics):
     bar.set_postfix_str(
         f"reward {metrics['reward']:+.2f} accuracy {metrics['accuracy']:.2f}"
         f" kl {metrics.get('kl', math.nan):.3f} length {metrics['completion_tokens']:.0f}"
-        f" tokens/s {metrics['tokens_per_second']:.0f}",
+        f" tokens/s {metrics.get('tokens_per_second', math.nan):.0f}",
         refresh=False,
     )
     bar.update()

@@ -10,6 +10,8 @@ SAMPLER = ("mismatch", "sampler_ratio", "sampler_k3", "tilt", "surprise")  # tra
 
 
 class TokenStats:
+    """The sums; `over_ranks` gives the means."""
+
     def __init__(self, device):
         # float64: sums over a million tokens
         self.sums = torch.zeros(2 + len(LOSS + SAMPLER), dtype=torch.float64, device=device)
@@ -27,7 +29,7 @@ class TokenStats:
         largest = torch.stack([values["mismatch"].max(), values["sampler_ratio"].max()])
         self.largest = torch.maximum(self.largest, largest)  # NaN stays NaN
 
-    def means(self):
+    def over_ranks(self):
         """Collective: returns the metrics over all ranks' tokens, by name."""
         dist.all_reduce(self.sums)
         dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,6 @@ def test_slow_rewards_are_not_waited_for_in_silence(monkeypatch, capsys):
     monkeypatch.setattr(reward_timeout, "SPEAK_SECONDS", 0.4)
     recipe = a_recipe()
     recipe.task.rewards = lambda item, text: time.sleep(1) or {"correctness": 1, "format": 1}
-    sampled(FakeEngine(), recipe, prompts_of([MIXED]), group_size=1)
+    sampled(FakeEngine(), replace(recipe, group_size=1), prompts_of([MIXED]))
     said = capsys.readouterr().err
     assert said.count("waiting for the rewards of question '?', tasks/fake.py, since ") == 2

@@ -24,6 +24,7 @@ from grpo.sampling import rollout
 from grpo.sampling.policy import load_policy
 from grpo.sampling.rollout import make_group, tally_of
 from grpo.sampling.sampler import Completion
+from grpo.training.metrics import Clock
 from grpo.wire import pack_group, unpack_group
 
 
@@ -124,9 +125,9 @@ def test_a_policy_streams_text_and_ids(tiny):
     texts = []
     task = SimpleNamespace(rewards=lambda item, text: texts.append(text) or {"a": 1.0})
     recipe = a_recipe(task=task, reward_weights={"a": 1.0}, group_size=3)
-    prompts, count = [(9, {}, [5, 6, 7]), (4, {}, [8])], Counter()
-    first = sampled(policy, recipe, prompts, count=count)
+    prompts, clock = [(9, {}, [5, 6, 7]), (4, {}, [8])], Clock()
+    first = sampled(policy, recipe, prompts, timed=lambda: clock.part("reward"))
     assert sorted(prompt[0] for prompt, _, _ in first) == [4, 9]
     assert texts == [policy.text(c) for _, completions, _ in first for c in completions]
-    assert count["seconds_reward"] > 0
+    assert clock.parts["reward"] > 0
     assert first == sampled(policy, recipe, prompts) != sampled(policy, recipe, prompts, seed=1)

@@ -6,7 +6,7 @@ import pytest
 from fakes import a_group
 
 from grpo.sampling import upload
-from grpo.wire import pack_group
+from grpo.wire import pack_group, unpack_bodies
 
 
 def test_an_upload_that_fails_is_raised_where_the_groups_come_from():
@@ -31,7 +31,7 @@ def test_groups_that_end_together_go_in_one_request(server, monkeypatch):
     requests, call = [], server.call
 
     def counted(method, path, **request):
-        requests.append(request["params"])
+        requests.append(list(unpack_bodies(request["data"])))
         return call(method, path, **request)
 
     server.call, answered = counted, []
@@ -42,5 +42,5 @@ def test_groups_that_end_together_go_in_one_request(server, monkeypatch):
     for group in (*small[:2], large, *small[2:], large):
         uploader.put(group)
     assert [reply["stored"] for reply in uploader.finish()] == 5 * [True] + [False]
-    assert requests == 2 * [{"several": 1}, {"several": 0}]
+    assert requests == [["0", "1"], ["large"], ["2", "3"], ["large"]]
     assert answered == [1, 1, 2, 3, 3, 4]  # what a worker has in hand

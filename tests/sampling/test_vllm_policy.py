@@ -8,7 +8,7 @@ import torch
 import vllm_worker
 from grpo.sampling.vllm_policy import VLLMPolicy, check_device
 
-CONSTANTS = {name: getattr(vllm_worker, name) for name in vllm_worker.constants}
+CONSTANTS = {name: getattr(vllm_worker, name) for name in vllm_worker.known}
 
 
 def test_the_constants_are_right_as_they_stand():

@@ -11,12 +11,14 @@ import functools
 
 import torch
 
+from grpo.log import say
+
 ALIGNED = 8  # a mask's row must begin at a multiple of 16 bytes: so many elements at most
 
 
-def hidden(where, like):
-    """Returns what to add to scores so that no attention goes to where `where` is True: the dtype
-    of `like`, the shape of `where`, in rows that are aligned for the kernel."""
+def mask_of(where, like):
+    """Returns the mask to add to scores, -inf where `where` is True and else 0: of the dtype of
+    `like` and the shape of `where`, in rows that are aligned for the kernel."""
     columns = where.shape[-1]
     rows = like.new_zeros(*where.shape[:-1], -(-columns // ALIGNED) * ALIGNED)
     return rows[..., :columns].masked_fill_(where, -torch.inf)
@@ -24,7 +26,7 @@ def hidden(where, like):
 
 def attend(query, keys, values, mask, scaling, softcap):
     """Returns the attention of queries (B, K, Q, D) to (B, K, C, D), and the log of the sum of
-    exponentials, (B, K, Q). `mask` is None or made by `hidden`: (B, 1, 1, C), added to scores."""
+    exponentials, (B, K, Q). `mask` is None or made by mask_of: (B, 1, 1, C), added to scores."""
     if softcap is None and query.shape[-1] == values.shape[-1]:
         if query.device.type == "cpu":
             # What scaled_dot_product_attention calls; only this returns the sums as well
@@ -69,7 +71,7 @@ def in_pieces(query, keys, values, mask, scaling, softcap):
 @torch.no_grad()
 def kernel_works(device, dtype, width):
     """Returns whether in_one_kernel takes heads of this width and agrees with in_pieces in float32.
-    Tried once, before anything is recorded; if not, prints why: decoders go on, in pieces."""
+    Tried once, before anything is recorded; if not, says why: decoders go on, in pieces."""
     reason, limit, scaling = None, 1e-4 if dtype == torch.float32 else 1e-2, width**-0.5
     try:
         for case in trial(device, dtype, width):
@@ -84,9 +86,7 @@ def kernel_works(device, dtype, width):
         reason = f"fails ({type(error).__name__})"
     if reason:
         of = f"{str(dtype).removeprefix('torch.')} and heads of {width}"
-        print(
-            f"attention is computed in pieces, so slower: its kernel for {of} {reason}", flush=True
-        )
+        say(f"attention is computed in pieces, so slower: its kernel for {of} {reason}")
     return not reason
 
 
@@ -102,5 +102,5 @@ def trial(device, dtype, width):
     keys, values = keys[:, :, :203], values[:, :, :203]
     column = torch.arange(203, device=device)
     unseen = torch.stack([column < 150, column > 7]).view(2, 1, 1, 203)
-    for count, mask in ((7, None), (7, hidden(unseen, keys)), (70, hidden(unseen, keys))):
+    for count, mask in ((7, None), (7, mask_of(unseen, keys)), (70, mask_of(unseen, keys))):
         yield query[:, :, :count], keys, values, mask

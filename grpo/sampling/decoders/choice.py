@@ -18,6 +18,7 @@ import weakref
 
 import torch
 
+from grpo.log import say
 from grpo.models import can_cache, smallest_window
 from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder, Unsupported
 from grpo.sampling.decoders.cuda_graph import (
@@ -62,7 +63,7 @@ def kinds_for(model):
 
 
 def is_right(kind, model):
-    """Returns whether a decoder passes the trial on the model; if it does not, prints why."""
+    """Returns whether a decoder passes the trial on the model; if it does not, says why."""
     limit, reason = TRIAL_LIMIT.get(model.dtype, 1e-4), None
     try:
         for found, expected in trial(kind, model):
@@ -78,7 +79,7 @@ def is_right(kind, model):
     if reason and not getattr(model, "_supports_attention_backend", True):
         reason = "its attention does not go through transformers' attention interface"
     if reason:
-        print(f"this model is sampled without {kind.feature}, so slower: {reason}", flush=True)
+        say(f"this model is sampled without {kind.feature}, so slower: {reason}")
     return not reason
 
 

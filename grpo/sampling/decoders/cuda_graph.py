@@ -69,8 +69,9 @@ class GraphedDecoder:
     def next_logits(self, tokens):
         self.decoder.make_room()
         memory, columns = (self.decoder.layout, self.decoder.room), self.decoder.columns
-        if memory != self.memory:  # the first token is not recorded: it may be the only one, and
-            self.memory, self.graph = memory, None  # sets up what kernels need at first use
+        # The first token is not recorded: it may be the only one, and sets up what kernels need
+        if memory != self.memory:
+            self.memory, self.graph = memory, None
             logits = self._forward(tokens, columns)
         else:
             self.graph = self.graph or Graph(self._forward, tokens, columns)

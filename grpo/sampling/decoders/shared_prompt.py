@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
-from grpo.sampling.decoders.attention import attend, hidden
+from grpo.sampling.decoders.attention import attend, mask_of
 from grpo.sampling.decoders.cached import Unsupported, last_logits, prefill
 
 ROOM = 64  # C at first; doubled when it is full
@@ -189,7 +189,7 @@ class SharedDecoder:
         padding = None
         if min(self.prompt_lengths) < width:
             first = torch.tensor([[[[width - n]]] for n in self.prompt_lengths], device=device)
-            padding = hidden(torch.arange(width, device=device) < first, like)
+            padding = mask_of(torch.arange(width, device=device) < first, like)
         start = [self.prompt_lengths[prompt] for prompt in self.prompt_of]
         self.layout = Layout(
             start=torch.tensor(start, device=device),
@@ -216,7 +216,7 @@ class SharedDecoder:
         layout, like = self.layout, self.layers[0].own[0]
         after = torch.arange(seen, device=columns.device) > columns[:, None, None, None]
         where = torch.arange(len(columns), device=columns.device), slice(None), columns
-        return Slots(layout, layout.start + columns, where, seen, hidden(after, like))
+        return Slots(layout, layout.start + columns, where, seen, mask_of(after, like))
 
     def make_room(self):
         """Doubles the room if it is full: on average a token is copied less than once."""
