@@ -56,7 +56,7 @@ TO_HOST = 2.5e9  # bytes a second of publishing, pageable memory
 
 
 def count(pair, layers):
-    """Example: (17, 53), 36 -> 1925"""
+    """Returns the launches of a pair (17, 53), 17 and 53 a layer: 1925 with 36 layers."""
     return pair[0] + pair[1] * layers
 
 

@@ -30,7 +30,9 @@ def group_advantages(rewards, *, scale_by_std):
     others of its prompt, not for a prompt on which every completion earns much.
     Why the std: rewards that differ little then teach as much as rewards that differ much.
     Why 1e-4: in a zero-variance group the std is 0, and its advantages must be 0, not NaN.
-    Example: [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]
+
+    >>> group_advantages(torch.tensor([1, 0, 0, 1]), scale_by_std=True)
+    tensor([ 0.8659, -0.8659, -0.8659,  0.8659])
     """
     rewards = rewards.double()  # in float32 the mean of equal rewards may differ from them
     centred = rewards - rewards.mean()
@@ -144,7 +146,8 @@ def policy_loss(
 def mean_of_sequence(values, sequences):
     """Returns for each token the mean of its sequence, (N,).
 
-    Example: [1, 3, 5], [0, 0, 1] -> [2, 2, 5]
+    >>> mean_of_sequence(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1]))
+    tensor([2., 2., 5.])
     """
     zeros = values.new_zeros(int(sequences.max()) + 1 if len(sequences) else 0)
     sums = zeros.index_add(0, sequences, values)

@@ -16,7 +16,11 @@ GROWTH = 1.02  # of the budget that is tried next
 
 def number_prompts(prompts, share):
     """Returns the number of each sequence's prompt: equal neighbours have the same one, or with
-    `share` False each its own. Example: [[1], [1], [2]], True -> [0, 0, 1]"""
+    `share` False each its own.
+
+    >>> number_prompts([[1], [1], [2]], share=True)
+    [0, 0, 1]
+    """
     if not share:
         return list(range(len(prompts)))
     runs = itertools.groupby(prompts)
@@ -37,7 +41,9 @@ def pack_by_tokens(sizes, units, budget):
     """Returns `units` (lists of sequence numbers) packed into batches, in their order.
 
     A unit is never split. A batch has at most `budget` padded_tokens, unless it is a single unit.
-    Example: [(0, 5, 3), (0, 5, 2), (1, 4, 1)], [[0], [1], [2]], 14 -> [[0, 1], [2]]
+
+    >>> pack_by_tokens([(0, 5, 3), (0, 5, 2), (1, 4, 1)], [[0], [1], [2]], budget=14)
+    [[0, 1], [2]]
     """
     batches = []
     for unit in units:
@@ -73,7 +79,9 @@ def plan_micro_batches(sizes, world, budget):
     ZeRO-2 communicates in every backward: all ranks need the same number of micro-batches, and in
     each turn they wait for the largest. So there are as few turns as the budget allows, of equal
     micro-batches rather than full ones and a rest. In the last turn a rank may get an empty list.
-    Example: [(0, 4, 1), (1, 4, 5), (2, 4, 3)], 2 ranks, budget 9 -> [[[1], [2]], [[0], []]]
+
+    >>> plan_micro_batches([(0, 4, 1), (1, 4, 5), (2, 4, 3)], world=2, budget=9)
+    [[[1], [2]], [[0], []]]
     """
     units = [[number] for number in in_order(sizes)]
     full = pack_by_tokens(sizes, units, budget)

@@ -56,7 +56,7 @@ class Group:
     ref_logps: torch.Tensor | None = None
 
     def completions(self, tensor):
-        """Splits a (N,) tensor into its G completions. Example: lengths 2, 1: abc -> [ab, c]"""
+        """Returns the parts of a (N,) tensor: a tensor for each of the G completions."""
         return list(tensor.split(self.completion_lengths.tolist()))
 
 

@@ -93,7 +93,8 @@ def gold_number(gold):
 def final_answer(text):
     """Returns the words that hold the answer, and whether they are marked as such.
 
-    Example: final_answer("<answer>5</answer> no, <answer>6</answer>") -> ("6", True)
+    >>> final_answer("<answer>5</answer> no, <answer>6</answer>")
+    ('6', True)
     """
     block = BLOCK.findall(text)[-1:]
     text = plain(block[0] if block else text)
@@ -124,7 +125,8 @@ def cleaned(text):
 def number(text, marked):
     """Returns the Fraction that cleaned `text` commits to; None if it has none, many or a sum.
 
-    Example: number("12 apples from 3 boxes", True) -> Fraction(12, 1)
+    >>> number("12 apples from 3 boxes", True)
+    Fraction(12, 1)
     """
     found, shape = NUMBER.findall(text), NUMBER.sub("#", text)
     first = marked and re.match(r"[\s(]*#", shape)  # an answer's opening number, else the last

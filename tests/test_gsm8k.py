@@ -5,12 +5,11 @@ import re
 import subprocess
 import sys
 import types
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from tasks import answers, gsm8k
+from tasks import gsm8k
 from tasks.gsm8k import CORRECT, FORMATTED, UNFORMATTED, WRONG, rewards
 
 # --- Format ------------------------------------------------------------------------
@@ -106,13 +105,6 @@ def test_messages_ask_for_the_format_that_is_rewarded():
         "<answer>",
         "</answer>",
     ]
-
-
-def test_the_examples_in_the_docstrings_hold():
-    examples = re.findall(r"Example: (.+) -> (.+)", Path(answers.__file__).read_text("utf-8"))
-    assert len(examples) == 2
-    for call, result in examples:
-        assert eval(call, vars(answers)) == eval(result, {"Fraction": Fraction})
 
 
 def test_importing_the_task_imports_neither_torch_nor_datasets_nor_sympy():

@@ -1,6 +1,8 @@
 """The rules of the house, read off the imports, also those within functions."""
 
 import ast
+import doctest
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +130,14 @@ def test_importing_does_nothing_but_define(tmp_path):
     settings = {"cwd": tmp_path, "env": {"PYTHONPATH": str(ROOT)}, "capture_output": True}
     done = subprocess.run(command, check=False, text=True, **settings)
     assert done.returncode == 0 and done.stdout == "", done.stdout + done.stderr
+
+
+EXAMPLES = {name: path.read_text().count(">>> ") for name, path in MODULES.items()}
+
+
+@pytest.mark.parametrize("module", filter(EXAMPLES.get, EXAMPLES))
+def test_the_examples_in_the_docstrings_hold(module):
+    assert doctest.testmod(importlib.import_module(module)) == (0, EXAMPLES[module])
 
 
 # --- Collective functions ---------------------------------------------------------------

@@ -122,7 +122,11 @@ TALLY = ("groups", "flat", "completions", "tokens", "truncated", "right")  # rig
 
 
 def is_flat(values):
-    """Example: [1, 1, 1] -> True; [1, -1, 1] -> False"""
+    """Returns whether all rewards of a group are equal.
+
+    >>> is_flat([1, 1, 1]), is_flat([1, -1, 1])
+    (True, False)
+    """
     return max(values) - min(values) < 1e-6
 
 

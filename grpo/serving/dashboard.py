@@ -93,7 +93,11 @@ def clean_sample(sample):
 
 
 def cut(text, limit):
-    """Example: "abcdef", 4 -> "abcd … (2 more characters)" """
+    """Returns at most `limit` characters of a text, and how many more it has.
+
+    >>> cut("abcdef", 4)
+    'abcd … (2 more characters)'
+    """
     more = len(text) - limit
     return text if more <= 0 else f"{text[:limit]} … ({more} more characters)"
 
