@@ -1,6 +1,6 @@
 """The vLLM policy against a transformers forward: what it samples, and whose weights it holds.
 
-Needs the venv of requirements-vllm.txt; skipped elsewhere. About a minute on one core.
+Needs the venv of requirements-vllm.txt; skipped elsewhere. Five minutes on two cores.
 """
 
 import itertools
