@@ -8,8 +8,9 @@ GRADIENT_CHECKPOINTING, FUSED_LOSS and layers like Qwen2's; the other constants 
 A phase's parts live together, phases take turns: the need is that of the largest, and an allowance
 for what no tensor shows (CUDA, NCCL, fragmentation), which is a guess. On a machine with a GPU the
 cells for one GPU are measured: the engine runs, in a process for each, with random weights.
-tests/test_memory.py holds the computed figures against the trainer's own code on a CPU, where it
-counts the bytes of living tensors; the last tables are that. GB are 2^30 bytes.
+The arithmetic is the trainer's own, grpo/sampling/memory.py and grpo/training/memory.py.
+tests/test_memory.py holds it against the trainer's code on a CPU, where it counts the bytes of
+living tensors; the last tables are that. GB are 2^30 bytes.
 
 Symbols: the trainer's, and H hidden, I inner, K key width of a layer, L layers.
 """
@@ -23,7 +24,7 @@ import sys
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,15 +33,24 @@ sys.path.insert(0, str(ROOT))
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-import grpo_loss_triton
 import grpo_ref_split as trainer
 import ref_server
-from grpo.packing import pack_by_tokens
-from grpo.sampling.decoders.shared_prompt import ROOM
+from grpo.sampling.memory import (
+    BF16,
+    CONTEXT,
+    FP32,
+    SLACK,
+    WEIGHTS,
+    Sizes,
+    layer_forward,
+    need,
+    sampling_phases,
+)
 from grpo.sampling.policy import ALL, Policy
 from grpo.sampling.sampler import sample_groups
 from grpo.training.engine import make_engine
 from grpo.training.exchange import ReferenceLogps
+from grpo.training.memory import STATES, chunk_bytes, micro_batch, model_states, training
 from grpo.training.metrics import Clock
 
 # --- What is computed ---------------------------------------------------------------
@@ -54,12 +64,6 @@ MODELS = {  # name: H, L, heads, key-value heads, I, V', tied; published paramet
 RANK = 16  # of the LoRA rows
 GPUS = (1, 2, 8)
 CARDS = {16: 14.5, 24: 23.5, 40: 39.4, 48: 44.4, 80: 79.1, 141: 139.0}  # name: GB a program gets
-CONTEXT = 1.5 * 2**30  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
-SLACK = 0.1  # allowance: fragmentation, of all that comes and goes
-BUCKET = 50_000_000  # engine_config's reduce_bucket_size, in parameters
-BF16, FP32, FP64 = 2, 4, 8
-WEIGHTS, ADAM = "weights, bf16", "master weights and Adam, fp32"
-STATES = WEIGHTS, ADAM, "gradients of a step, fp32"
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
 
@@ -79,183 +83,24 @@ def config_of(hidden, layers, heads, kv_heads, inner, vocab, tied, *_):
     )
 
 
-class Sizes:
-    """A model's widths, and how many of its parameters are where."""
-
-    def __init__(self, config, rank):
-        self.hidden, self.inner = config.hidden_size, config.intermediate_size
-        self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
-        self.head = self.hidden // self.heads
-        self.kv = config.num_key_value_heads * self.head  # K
-        self.vocab, self.rank = config.vocab_size, rank
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        body = model.base_model.layers
-        linear = [m.weight.shape for m in body.modules() if isinstance(m, torch.nn.Linear)]
-        self.adapted = sum(shape.numel() for shape in linear)  # of all matrices with adapters
-        self.tied = config.tie_word_embeddings
-        self.total = sum(p.numel() for p in model.parameters())  # a tied head counts once
-        self.trained = sum(rank * sum(shape) for shape in linear) if rank else self.total
-        self.held = self.total + (self.trained if rank else 0)  # in bf16, on every GPU
-        self.body = self.trained if rank else sum(p.numel() for p in body.parameters())
-        self.embedding = 0 if rank else self.vocab * self.hidden  # trained, of one matrix
-        largest = [rank * max(shape) if rank else shape.numel() for shape in linear]
-        # DeepSpeed passes its bucket by for these, and keeps their gradients to the backward's end
-        self.big = sum(n for n in largest if n > BUCKET)
-        self.matrix, self.largest = max(largest), max(*largest, self.embedding)
-
-
-def micro_batch(prompt, completion):
-    """-> (prompts, rows, width of a row) of the largest micro-batch that the trainer may cut."""
-    share, group = trainer.SHARE_PROMPTS, trainer.GROUP_SIZE
-    rows = range(max(group, trainer.MICRO_BATCH_TOKENS // completion + group))
-    sizes = [(row // group if share else row, prompt, completion) for row in rows]
-    first = pack_by_tokens(sizes, [[row] for row in rows], trainer.MICRO_BATCH_TOKENS)[0]
-    prompts = len({sizes[row][0] for row in first}) if share else 0
-    return prompts, len(first), completion - 1 if share else prompt + completion - 1
-
-
-# --- A layer, in bytes --------------------------------------------------------------
-def attention_bytes(m, rows, width, keys, masked):
-    """Queries, keys, values and output of attention; a mask makes SDPA repeat the key heads."""
-    mask = BF16 * rows * width * keys if masked else 0
-    kept = BF16 * 2 * rows * (width * m.hidden + keys * (m.hidden if masked else m.kv))
-    return kept + mask + FP32 * rows * width * m.heads
-
-
-def layer_forward(m, rows, width, keys, masked):
-    """The most that a layer holds beside its input when nothing is kept."""
-    tokens, attention = rows * width, attention_bytes(m, rows, width, keys, masked)
-    inner = 4 if m.rank else 3  # gate, up, their product; an adapter's sum
-    mlp = BF16 * tokens * (2 * m.hidden + inner * m.inner)
-    norm = tokens * m.hidden * (2 * FP32 + BF16)
-    new_keys = BF16 * 2 * rows * (keys + width) * m.kv
-    return max(norm, mlp, attention + new_keys + 2 * BF16 * tokens * m.hidden)
-
-
-def layer_backward(m, rows, width, keys, masked):
-    """The most that recomputing a layer and its backward hold, at its MLP, norm or attention."""
-    tokens, attention = rows * width, attention_bytes(m, rows, width, keys, masked)
-    norm = tokens * m.hidden * (FP32 + BF16 if m.rank else FP32 + 2 * BF16)  # float32 in RMSNorm
-    mlp = 2 * norm + attention + BF16 * tokens * (6 * m.inner + m.hidden)
-    at_norm = norm + attention + tokens * m.hidden * (6 * FP32 + 2 * BF16)
-    at_attention = norm + 2 * attention + 2 * BF16 * tokens * m.hidden
-    return max(mlp, at_norm, at_attention)
-
-
-def chunk_bytes(m, tokens):
-    most = max(128, grpo_loss_triton.CHUNK_BYTES // (BF16 * m.vocab))
-    return BF16 * m.vocab * min(tokens, -(-most // 128) * 128)
-
-
 # --- Phases: {name: {part: bytes}} --------------------------------------------------
-def model_states(m, world, offload):
-    """What lies on each GPU between two steps, under ZeRO-2.
-
-    estimate_zero2_model_states_mem_needs of DeepSpeed 0.19.8 counts 18 bytes a parameter over the
-    GPUs and 2 on each, or with offload 2 in all. Read in its code instead: gradients of a step are
-    fp32 on the GPU, with offload too (4, between first backward and step); those in bf16 (its other
-    2) are not partitioned but live as long as `training` says.
-    """
-    parts = {WEIGHTS: BF16 * m.held}
-    if offload:
-        return parts | {"DeepSpeed's buffer for offload": BF16 * m.largest}
-    return parts | {ADAM: 3 * FP32 * m.trained // world}
-
-
-def training(m, prompt, completion, world, offload):
-    """Forward and backward at their four peaks, and the optimiser step.
-
-    With shared prompts each matrix is used twice in a forward, and autograd keeps the gradient of
-    the completions' pass until that of the prompts' pass joins it: all of them, at "turn".
-    """
-    prompts, rows, width = micro_batch(prompt, completion)
-    keys, tokens, size = prompt + completion - 1, rows * width, BF16 * m.hidden
-    of_prompts, shared = prompts * prompt, prompts > 0
-    cache = BF16 * 2 * m.layers * of_prompts * m.kv  # keys and values of the prompts, all layers
-    mask = (rows * width * keys + prompts * prompt**2) if shared else 0  # bool
-    inputs = m.layers * size * of_prompts  # what checkpointing keeps, of the prompts
-    norm = (FP32 + BF16) * m.hidden  # what the last norm keeps, of a token
-    rest = inputs + cache + mask + BF16 * 2 * m.head * (tokens + of_prompts) + norm * of_prompts
-    trained = rows * completion
-    d_hidden, d_weight = size * trained, BF16 * m.embedding
-    chunk = chunk_bytes(m, trained)
-    of_rows = layer_backward(m, rows, width, keys, shared)
-    of_turn = layer_backward(m, prompts, prompt, prompt, True) if shared else of_rows
-    matrix, body = BF16 * m.matrix, BF16 * m.body
-    kept = min(BF16 * m.big, BF16 * m.trained // world)
-    d_head = d_weight if m.tied or m.embedding > BUCKET else 0  # a tied one waits for the embedding
-
-    states = model_states(m, world, offload)
-    flat = {STATES[2]: FP32 * m.trained // world}
-
-    def phase(activations, of_loss, others, reduced):
-        """`reduced`: the largest matrix whose gradient is added meanwhile, in fp32 or its norm."""
-        part = min(reduced, m.trained // world)
-        copy = min(BUCKET, m.trained)  # of the bucket, for the all-reduce
-        sums = max(FP32 * part + BF16 * (BUCKET + copy), (FP64 if offload else FP32) * part)
-        sums = sums if reduced else 0
-        parts = {"activations": activations, "loss: dW, dH, a chunk": of_loss}
-        return states | flat | parts | {"gradients, bf16": others, "DeepSpeed's sums": sums}
-
-    everything = rest + m.layers * size * tokens + norm * tokens
-    phases = {
-        "loss": phase(everything + d_hidden, d_hidden + d_weight + chunk, 0, 0),
-        "head": phase(everything, d_hidden + d_weight, 0, 0 if m.tied else m.embedding),
-        "last layer": phase(everything - norm * tokens + of_rows, d_head, matrix, m.matrix),
-        "first layer": phase(
-            rest + (cache if shared else 0) + size * tokens + of_rows,
-            d_head,
-            body if shared else max(matrix, kept),
-            m.matrix,
-        ),
-        "embedding": phase(0, 2 * d_weight + (0 if m.tied else d_head), kept, m.embedding),
-    }
-    if shared:
-        joined = d_weight + (0 if m.tied else d_head)
-        phases["turn"] = phase(rest + cache + of_turn, joined, body, m.matrix)
-    norms = {"gradient norm, fp64": 0 if offload else FP64 * min(m.largest, m.trained // world)}
-    return phases | {"step": states | flat | norms}
-
-
-def sampling(m, prompts, rows, prompt, completion):
-    """-> parts of a batch of SharedDecoder's when it holds the most: in the prefill, or at the end.
-
-    Left to the allowance: what a few prompts that join copy, rows that ended and are still there
-    then (up to an eighth of them), and cumsum's own float64 copy.
-    """
-    token = BF16 * 2 * m.layers * m.kv  # keys and values, all layers
-    of_prompts, logits = token * prompts * prompt, BF16 * rows * m.vocab
-    layer = layer_forward(m, prompts, prompt, prompt, True) + prompts * prompt**2  # and the mask
-    layer += 2 * BF16 * m.hidden * prompts * prompt
-    full = of_prompts + token * rows * completion
-    # of a layer's keys, then its values: old and new
-    growth = BF16 * rows * completion * m.kv if completion > ROOM else 0
-    draw = rows * m.vocab * (2 * FP32 + FP64)  # log_softmax, its exp, their sums; a GPU: 3 * FP32
-    prefill = {"key-value cache": of_prompts, "one layer": layer}
-    # with the first token's logits, which live as long as the batch
-    end = {"key-value cache": full, "its growth, logits": 2 * logits + max(growth, draw)}
-    return max(prefill, end, key=lambda parts: sum(parts.values()))
+def shipped(prompt, completion, **others):
+    """-> the trainer's constants, as attributes, with prompts and completions of so many tokens."""
+    now = {name: value for name, value in vars(trainer).items() if name.isupper()}
+    now |= {"MAX_PROMPT_TOKENS": prompt, "MAX_COMPLETION_TOKENS": completion}
+    return SimpleNamespace(**now | others)
 
 
 def phases_of(m, prompt, completion, world=1, offload=False):
-    states = model_states(m, world, offload)
-    rows = trainer.SAMPLE_BATCH  # of whole groups; to evaluate, each of another prompt
-    made = {
-        "sampling": states | sampling(m, rows // trainer.GROUP_SIZE, rows, prompt, completion),
-        "evaluation": states | sampling(m, rows, rows, prompt, completion),
-    }
-    return made | training(m, prompt, completion, world, offload)
+    c = shipped(prompt, completion, OFFLOAD_OPTIMIZER=offload)
+    return sampling_phases(m, c, model_states(m, c, world)) | training(m, c, world)
 
 
 def server_phases(m, prompt, completion):
     """ref_server.py with the same model: one scoring batch, without a gradient."""
-    with mock.patch.multiple(
-        trainer,
-        MICRO_BATCH_TOKENS=ref_server.SCORE_BATCH_TOKENS,
-        SHARE_PROMPTS=ref_server.SHARE_PROMPTS,
-    ):
-        prompts, rows, width = micro_batch(prompt, completion)
+    own = {"MICRO_BATCH_TOKENS": ref_server.SCORE_BATCH_TOKENS}
+    own["SHARE_PROMPTS"] = ref_server.SHARE_PROMPTS
+    prompts, rows, width = micro_batch(shipped(prompt, completion, **own))
     cache = BF16 * 2 * m.layers * prompts * prompt * m.kv
     keys, tokens, size = prompt + completion - 1, rows * width, BF16 * m.hidden
     layer = layer_forward(m, rows, width, keys, prompts > 0) + 2 * size * tokens
@@ -265,16 +110,6 @@ def server_phases(m, prompt, completion):
     return {
         "server: scoring": weights | {"a layer or a chunk": max(layer, chunk + 3 * size * trained)}
     }
-
-
-def need(phases):
-    """-> (bytes with the allowance, name of the largest phase)."""
-
-    def total(parts):
-        moving = sum(n for part, n in parts.items() if part not in (WEIGHTS, ADAM))
-        return sum(parts.values()) + SLACK * moving + CONTEXT
-
-    return max((total(parts), name) for name, parts in phases.items())
 
 
 def card(size):
@@ -325,7 +160,8 @@ def measure(policy, prompt, completion, start, live=None):
     On a CPU `live` counts; a GPU counts by itself.
     """
     batch, group, vocab = trainer.SAMPLE_BATCH, trainer.GROUP_SIZE, policy.vocab_size
-    some = max(2 * micro_batch(prompt, completion)[1], batch)  # two micro-batches at least
+    micro = micro_batch(shipped(prompt, completion))[1]
+    some = max(2 * micro, batch)  # two micro-batches at least
     rows = random_rows(vocab, prompt, completion, -(-some // group))
     settings = {"temperature": 1.0, "eos_ids": policy.eos_ids, "vocab_size": vocab}
     settings |= {"generator": None, "max_new_tokens": completion}
@@ -419,7 +255,8 @@ def print_states(prompt, completion):
         m = sizes_of(name, 0)
         row = [name, f"{m.total / 1e9:.3f} ({published})"]
         for world, offload in ways:
-            parts = training(m, prompt, completion, world, offload)["loss"]
+            c = shipped(prompt, completion, OFFLOAD_OPTIMIZER=offload)
+            parts = training(m, c, world)["loss"]
             ours = sum(n for part, n in parts.items() if part in STATES)
             row.append(f"{gb(told(m.total, world, 1, offload)[1])} / {gb(ours)}")
         server = need(server_phases(m, prompt, completion))[0]
@@ -440,7 +277,7 @@ def print_merged():
 
 
 def print_parts(name, prompt, completion):
-    prompts, rows, _ = micro_batch(prompt, completion)
+    prompts, rows, _ = micro_batch(shipped(prompt, completion))
     print(f"A micro-batch: {rows} rows of {completion} tokens, {prompts} prompts of {prompt}.\n")
     for rank in (0, RANK):
         m = sizes_of(name, rank)

@@ -21,6 +21,7 @@ from memory import BF16, trainer
 
 import grpo_loss_triton
 from grpo import forward
+from grpo.sampling.memory import BUCKET
 from grpo.training import engine
 from grpo.training.engine import make_engine
 from grpo.weights import MergedAdapters
@@ -211,7 +212,7 @@ def test_merged_adapters_are_as_large_as_computed():
 
 
 def test_what_the_trainer_hard_codes_is_what_is_computed_with():
-    assert f'"reduce_bucket_size": {memory.BUCKET:_}' in inspect.getsource(engine.engine_config)
+    assert f'"reduce_bucket_size": {BUCKET:_}' in inspect.getsource(engine.engine_config)
 
 
 def test_cards():

@@ -1,0 +1,104 @@
+"""What a GPU holds while completions are sampled, in bytes.
+
+Computed figures are sums of tensors in the order in which the code makes and frees them, for layers
+like Qwen2's in bfloat16. A phase is {part: bytes}: its parts live together, phases take turns, and
+the need is that of the largest, with an allowance for what no tensor shows (CUDA, NCCL,
+fragmentation), which is a guess. tests/test_memory.py holds them against living tensors.
+
+Symbols: the trainer's, and H hidden, I inner, K key width of a layer, L layers.
+"""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo.sampling.decoders.shared_prompt import ROOM
+
+BF16, FP32, FP64 = 2, 4, 8
+CONTEXT = 1.5 * 2**30  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
+SLACK = 0.1  # allowance: fragmentation, of all that comes and goes
+BUCKET = 50_000_000  # engine_config's reduce_bucket_size, in parameters
+WEIGHTS, ADAM = "weights, bf16", "master weights and Adam, fp32"
+
+
+class Sizes:
+    """A model's widths, and how many of its parameters are where."""
+
+    def __init__(self, config, rank):
+        self.hidden, self.inner = config.hidden_size, config.intermediate_size
+        self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
+        self.head = self.hidden // self.heads
+        self.kv = config.num_key_value_heads * self.head  # K
+        self.vocab, self.rank = config.vocab_size, rank
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        body = model.base_model.layers
+        linear = [m.weight.shape for m in body.modules() if isinstance(m, torch.nn.Linear)]
+        self.adapted = sum(shape.numel() for shape in linear)  # of all matrices with adapters
+        self.tied = config.tie_word_embeddings
+        self.total = sum(p.numel() for p in model.parameters())  # a tied head counts once
+        self.trained = sum(rank * sum(shape) for shape in linear) if rank else self.total
+        self.held = self.total + (self.trained if rank else 0)  # in bf16, on every GPU
+        self.body = self.trained if rank else sum(p.numel() for p in body.parameters())
+        self.embedding = 0 if rank else self.vocab * self.hidden  # trained, of one matrix
+        largest = [rank * max(shape) if rank else shape.numel() for shape in linear]
+        # DeepSpeed passes its bucket by for these, and keeps their gradients to the backward's end
+        self.big = sum(n for n in largest if n > BUCKET)
+        self.matrix, self.largest = max(largest), max(*largest, self.embedding)
+
+
+# --- A layer, in bytes --------------------------------------------------------------
+def attention_bytes(m, rows, width, keys, masked):
+    """Queries, keys, values and output of attention; a mask makes SDPA repeat the key heads."""
+    mask = BF16 * rows * width * keys if masked else 0
+    kept = BF16 * 2 * rows * (width * m.hidden + keys * (m.hidden if masked else m.kv))
+    return kept + mask + FP32 * rows * width * m.heads
+
+
+def layer_forward(m, rows, width, keys, masked):
+    """The most that a layer holds beside its input when nothing is kept."""
+    tokens, attention = rows * width, attention_bytes(m, rows, width, keys, masked)
+    inner = 4 if m.rank else 3  # gate, up, their product; an adapter's sum
+    mlp = BF16 * tokens * (2 * m.hidden + inner * m.inner)
+    norm = tokens * m.hidden * (2 * FP32 + BF16)
+    new_keys = BF16 * 2 * rows * (keys + width) * m.kv
+    return max(norm, mlp, attention + new_keys + 2 * BF16 * tokens * m.hidden)
+
+
+# --- Phases: {name: {part: bytes}} --------------------------------------------------
+def sampling(m, prompts, rows, prompt, completion):
+    """Returns the parts of SharedDecoder's batch when it holds most: in the prefill or at the end.
+
+    Left to the allowance: what a few prompts that join copy, rows that ended and are still there
+    then (up to an eighth of them), and cumsum's own float64 copy.
+    """
+    token = BF16 * 2 * m.layers * m.kv  # keys and values, all layers
+    of_prompts, logits = token * prompts * prompt, BF16 * rows * m.vocab
+    layer = layer_forward(m, prompts, prompt, prompt, True) + prompts * prompt**2  # and the mask
+    layer += 2 * BF16 * m.hidden * prompts * prompt
+    full = of_prompts + token * rows * completion
+    # of a layer's keys, then its values: old and new
+    growth = BF16 * rows * completion * m.kv if completion > ROOM else 0
+    draw = rows * m.vocab * (2 * FP32 + FP64)  # log_softmax, its exp, their sums; a GPU: 3 * FP32
+    prefill = {"key-value cache": of_prompts, "one layer": layer}
+    # with the first token's logits, which live as long as the batch
+    end = {"key-value cache": full, "its growth, logits": 2 * logits + max(growth, draw)}
+    return max(prefill, end, key=lambda parts: sum(parts.values()))
+
+
+def sampling_phases(m, c, states):
+    """Returns the phases of a rank that samples, beside its `states`."""
+    rows, tokens = c.SAMPLE_BATCH, (c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS)
+    return {  # whole groups; to evaluate, each of another prompt
+        "sampling": states | sampling(m, rows // c.GROUP_SIZE, rows, *tokens),
+        "evaluation": states | sampling(m, rows, rows, *tokens),
+    }
+
+
+def need(phases):
+    """Returns (bytes with the allowance, name of the largest phase)."""
+
+    def total(parts):
+        moving = sum(n for part, n in parts.items() if part not in (WEIGHTS, ADAM))
+        return sum(parts.values()) + SLACK * moving + CONTEXT
+
+    return max((total(parts), name) for name, parts in phases.items())
