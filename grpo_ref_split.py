@@ -73,7 +73,7 @@ MAX_PROMPT_TOKENS = 512  # longer prompts are left out, and counted at the start
 MAX_COMPLETION_TOKENS = 512  # longer ones are cut: truncated (max_completion_length)
 STOP_TOKENS = ["<|im_end|>"]  # end a completion too, beside EOS; unknown ones are ignored
 TEMPERATURE = 1.0  # for sampling and for every log-prob; ref_server.py must agree
-SAMPLE_BATCH = 64  # completions sampled at once by a rank: more is faster, and takes more KV cache
+SAMPLE_BATCH = "auto"  # completions sampled at once by a rank: more is faster, see "Memory"
 MASK_TRUNCATED = True  # truncated completions count in the group's mean, but are not trained
 SKIP_FLAT_GROUPS = True  # skip groups that are all right or all wrong, and sample others
 MAX_REFILLS = 4  # at most so many times PROMPTS_PER_STEP; after that the step has fewer groups
@@ -112,11 +112,11 @@ WEIGHT_DECAY = 0.0
 MAX_GRAD_NORM = 1.0  # gradient clipping by global norm
 SEED = 0
 
-# --- Memory: lower these first when out of memory -----------------------------------
-MICRO_BATCH_TOKENS = 8_192  # padded tokens per forward/backward; does not change the gradient
+# --- Memory: "auto" fills the GPU, and says how; numbers, and lower ones, when it is too much ---
+MICRO_BATCH_TOKENS = "auto"  # padded tokens per forward/backward; does not change the gradient
 FUSED_LOSS = True  # LM head and loss in chunks (grpo_loss_triton.py); False holds all logits
 SHARE_PROMPTS = True  # a group's prompt runs once, and not GROUP_SIZE times; same gradient
-GRADIENT_CHECKPOINTING = True  # recomputes activations in the backward: a third slower, far smaller
+GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far smaller
 OFFLOAD_OPTIMIZER = False  # master weights, Adam states and the update in CPU memory
 CPU_THREADS = 0  # of forward and backward on a CPU; 0: the cores over the ranks
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
@@ -327,14 +327,15 @@ def batch_loss(hidden, head, ids, batch, vocab_size, *, old_from_sampler):
     return loss, stats | {"sampler_logps": sampler_logps}
 
 
-def accumulate(engine, sequences, vocab_size, reference, *, old_from_sampler):
-    """Collective: accumulates the gradient of a step's sequences; returns means over its tokens.
+def accumulate(engine, sequences, vocab_size, reference, *, budget, old_from_sampler):
+    """Collective: accumulates the gradient of a step's sequences, in micro-batches of at most
+    `budget` padded tokens; returns means over its tokens.
 
     The weights already divide by the whole step's counts, so parts add up: to a gradient that is
     the same for 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4, in any order.
     """
     rank, world, means = dist.get_rank(), dist.get_world_size(), TokenStats(engine.device)
-    turns = plan_turns(sequences, engine.module.shares, rank, world, MICRO_BATCH_TOKENS)
+    turns = plan_turns(sequences, engine.module.shares, rank, world, budget)
     for done, turn in enumerate(reference.in_order_of_arrival(turns), start=1):  # collective
         engine.set_gradient_accumulation_boundary(done == len(turns))
         batch = turn.batch
@@ -366,17 +367,14 @@ def learning_rate(step):
 def update(run, sequences, *, old_from_sampler):
     """Collective: one optimiser update on the sequences; returns its metrics. A gradient that is
     not finite leaves the weights as they are ("skipped")."""
-    engine, rate = run.engine, learning_rate(run.progress.step)
+    engine, vocab_size, rate = run.engine, run.policy.vocab_size, learning_rate(run.progress.step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     with run.clock.part("backward"), cpu_threads(CPU_THREADS):
         metrics = accumulate(  # collective
-            engine,
-            sequences,
-            run.policy.vocab_size,
-            run.reference,
-            old_from_sampler=old_from_sampler,
-        )
+            engine, sequences, vocab_size, run.reference,
+            budget=run.constants.MICRO_BATCH_TOKENS, old_from_sampler=old_from_sampler,
+        )  # fmt: skip
     with run.clock.part("step"):
         norm = take_step(engine)  # collective
     if not KL_BETA:
@@ -483,11 +481,13 @@ def main():
 
 def worker():
     """Samples for the trainer, until all runs have ended."""
+    from grpo.sampling.memory import fit_worker
     from grpo.sampling.worker import run_worker
 
     c = constants()
     tokenizer, recipe, server = prepare(c, needs_server=True)
-    run_worker(make_policy(c, tokenizer), server, recipe)
+    policy = make_policy(c, tokenizer)
+    run_worker(policy, server, fit_worker(c, policy, recipe))
 
 
 if __name__ == "__main__":

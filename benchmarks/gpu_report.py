@@ -165,7 +165,7 @@ def train(model, port, folder, lora_rank):
     trainer.REF_SERVER = f"http://127.0.0.1:{port}"
     trainer.REWARD_WEIGHTS, trainer.LORA_RANK = {"correctness": 1.0}, int(lora_rank)
     trainer.MAX_PROMPT_TOKENS = trainer.MAX_COMPLETION_TOKENS = 256
-    trainer.PROMPTS_PER_STEP = 8  # as many sequences as SAMPLE_BATCH: one rank's share of many
+    trainer.PROMPTS_PER_STEP = 8  # 64 sequences: one rank's share of many
     trainer.STEPS, trainer.EVAL_QUESTIONS, trainer.EVAL_STEPS = STEPS, 1, 10**6
     trainer.SAVE_STEPS = 10**6
     trainer.main()

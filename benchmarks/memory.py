@@ -4,7 +4,7 @@
     python benchmarks/memory.py Qwen2.5-3B 512 512                # one by part: prompt, completion
 
 Computed figures are sums of tensors in the order in which a step makes and frees them. They assume
-GRADIENT_CHECKPOINTING, FUSED_LOSS and layers like Qwen2's; the other constants are the trainer's.
+layers like Qwen2's and the trainer's constants; where these are "auto", what a CPU takes.
 A phase's parts live together, phases take turns: the need is that of the largest, and an allowance
 for what no tensor shows (CUDA, NCCL, fragmentation), which is a guess. On a machine with a GPU the
 cells for one GPU are measured: the engine runs, in a process for each, with random weights.
@@ -40,6 +40,7 @@ from grpo.sampling.memory import (
     CONTEXT,
     FP32,
     SLACK,
+    USUAL,
     WEIGHTS,
     Sizes,
     layer_forward,
@@ -87,6 +88,7 @@ def config_of(hidden, layers, heads, kv_heads, inner, vocab, tied, *_):
 def shipped(prompt, completion, **others):
     """-> the trainer's constants, as attributes, with prompts and completions of so many tokens."""
     now = {name: value for name, value in vars(trainer).items() if name.isupper()}
+    now |= {name: value for name, value in USUAL.items() if now[name] == "auto"}
     now |= {"MAX_PROMPT_TOKENS": prompt, "MAX_COMPLETION_TOKENS": completion}
     return SimpleNamespace(**now | others)
 
@@ -100,12 +102,13 @@ def server_phases(m, prompt, completion):
     """ref_server.py with the same model: one scoring batch, without a gradient."""
     own = {"MICRO_BATCH_TOKENS": ref_server.SCORE_BATCH_TOKENS}
     own["SHARE_PROMPTS"] = ref_server.SHARE_PROMPTS
-    prompts, rows, width = micro_batch(shipped(prompt, completion, **own))
+    c = shipped(prompt, completion, **own)
+    prompts, rows, width = micro_batch(c)
     cache = BF16 * 2 * m.layers * prompts * prompt * m.kv
     keys, tokens, size = prompt + completion - 1, rows * width, BF16 * m.hidden
     layer = layer_forward(m, rows, width, keys, prompts > 0) + 2 * size * tokens
     trained = rows * completion
-    chunk = chunk_bytes(m, trained)
+    chunk = chunk_bytes(c, m, trained)
     weights = {WEIGHTS: BF16 * m.total, "prompts' cache": cache}
     return {
         "server: scoring": weights | {"a layer or a chunk": max(layer, chunk + 3 * size * trained)}
@@ -159,8 +162,8 @@ def measure(policy, prompt, completion, start, live=None):
 
     On a CPU `live` counts; a GPU counts by itself.
     """
-    batch, group, vocab = trainer.SAMPLE_BATCH, trainer.GROUP_SIZE, policy.vocab_size
-    micro = micro_batch(shipped(prompt, completion))[1]
+    c = shipped(prompt, completion)
+    batch, group, vocab, micro = c.SAMPLE_BATCH, c.GROUP_SIZE, policy.vocab_size, micro_batch(c)[1]
     some = max(2 * micro, batch)  # two micro-batches at least
     rows = random_rows(vocab, prompt, completion, -(-some // group))
     settings = {"temperature": 1.0, "eos_ids": policy.eos_ids, "vocab_size": vocab}
@@ -171,7 +174,14 @@ def measure(policy, prompt, completion, start, live=None):
         engine = start(policy)
         for _ in range(2):  # Adam's moments are there from the second step on
             with peak(phases, "training", live):
-                trainer.accumulate(engine, rows, vocab, reference, old_from_sampler=False)
+                trainer.accumulate(
+                    engine,
+                    rows,
+                    vocab,
+                    reference,
+                    budget=c.MICRO_BATCH_TOKENS,
+                    old_from_sampler=False,
+                )
             with peak(phases, "step", live):
                 engine.step()
         for name, chosen, size in (
@@ -189,7 +199,7 @@ def measure_here(name, prompt, completion, rank, offload):
     trainer.LORA_RANK, trainer.OFFLOAD_OPTIMIZER = rank, bool(offload)
     policy = random_policy(config_of(*MODELS[name]), rank)
     phases = measure(
-        policy, prompt, completion, functools.partial(make_engine, trainer.constants())
+        policy, prompt, completion, functools.partial(make_engine, shipped(prompt, completion))
     )
     free, room = torch.cuda.mem_get_info()
     outside = room - free - torch.cuda.memory_reserved()  # CUDA, NCCL; others' programs, too
@@ -319,13 +329,13 @@ def print_all():
     print("# Which card for which model\n")
     print(f"`python benchmarks/memory.py`: commit {commit}, torch {torch.__version__}, {gpu}.\n")
     cards, slack = ", ".join(map(str, CARDS)), f"{SLACK:.0%}"
-    micro, batch = trainer.MICRO_BATCH_TOKENS, trainer.SAMPLE_BATCH
+    micro, batch = USUAL["MICRO_BATCH_TOKENS"], USUAL["SAMPLE_BATCH"]
     print(f"""GB (2^30) per GPU, and in brackets the smallest usual card that holds it, and the one
 that holds ref_server.py beside it, of {cards}. They have bfloat16 (Ampere and
 newer): else all is twice as much. Cells are **computed, not measured**, unless one says so.
 Prompt and completion have 512 tokens; MICRO_BATCH_TOKENS {micro}, SAMPLE_BATCH {batch}, the rest
-as shipped. An allowance is in it, a guess: {gb(CONTEXT)} GB for CUDA and NCCL, and {slack} of
-what comes and goes.\n""")
+as shipped, with checkpointing. An allowance is in it, a guess: {gb(CONTEXT)} GB for CUDA and NCCL,
+and {slack} of what comes and goes.\n""")
     print_cards(512, 512)
     print("""## States, RAM, server
 

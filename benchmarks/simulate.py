@@ -29,7 +29,7 @@ import cost
 import published
 from cost import CARDS, column_seconds, count, work
 from measure import facts
-from memory import BF16, MODELS, gb, need, phases_of, sizes_of, table, trainer
+from memory import BF16, MODELS, USUAL, gb, need, phases_of, sizes_of, table, trainer
 from schedule import columns_of, lengths, run_rounds
 
 from grpo.packing import plan_micro_batches
@@ -39,10 +39,10 @@ JOB = {  # an option for each, such as --flat 0.3; the trainer's constants
     "ranks": 7,  # that sample and train; the reference has a card of its own
     "prompts": trainer.PROMPTS_PER_STEP,
     "group": trainer.GROUP_SIZE,
-    "batch": trainer.SAMPLE_BATCH,
+    "batch": USUAL["SAMPLE_BATCH"],  # of "auto", what a CPU takes
     "longest": trainer.MAX_COMPLETION_TOKENS,
     "refills": trainer.MAX_REFILLS,
-    "budget": trainer.MICRO_BATCH_TOKENS,
+    "budget": USUAL["MICRO_BATCH_TOKENS"],
     "kl": trainer.KL_BETA,
     "publish": trainer.PUBLISH_STEPS,
     "prompt": 150,  # tokens of a prompt

@@ -12,6 +12,10 @@ RULES = {  # what a constant must be: whether a value is
     "a whole number from 0 on": lambda value: type(value) is int and value >= 0,
     "a number from 0 on": lambda value: real(value) and value >= 0,
     "True or False": lambda value: value in (True, False),
+    '"auto" or a whole number from 1 on': lambda value: (
+        value == "auto" or type(value) is int and value >= 1
+    ),
+    '"auto", True or False': lambda value: value in ("auto", True, False),
     "a text": lambda value: isinstance(value, str) and value != "",
 }
 DTYPES = ["auto", *NOISE]

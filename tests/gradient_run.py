@@ -83,6 +83,7 @@ def bad_steps(engine, policy):
         reference = ReferenceLogps(None, Clock())
         run = SimpleNamespace(engine=engine, policy=policy, reference=reference, clock=Clock())
         run.progress = SimpleNamespace(step=100)
+        run.constants = SimpleNamespace(MICRO_BATCH_TOKENS=8_192)
         metrics = trainer.update(run, rows, old_from_sampler=False)
         pairs = zip(before, policy.model.parameters(), strict=True)
         result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))
@@ -101,10 +102,9 @@ def main(model, out):
     reference = ReferenceLogps(None, Clock())
     for loss_type in loss_types:
         for name, budget in BUDGETS.items():
-            trainer.MICRO_BATCH_TOKENS = budget
             rows = make_rows(policy, loss_type)
             metrics = trainer.accumulate(
-                engine, rows, policy.vocab_size, reference, old_from_sampler=False
+                engine, rows, policy.vocab_size, reference, budget=budget, old_from_sampler=False
             )
             gradient = [safe_get_full_grad(p).flatten() for p in policy.model.parameters()]
             result[loss_type, name] = torch.cat(gradient)

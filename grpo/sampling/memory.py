@@ -1,4 +1,4 @@
-"""What a GPU holds while completions are sampled, in bytes.
+"""What a GPU holds while completions are sampled, in bytes, and how many fit: SAMPLE_BATCH "auto".
 
 Computed figures are sums of tensors in the order in which the code makes and frees them, for layers
 like Qwen2's in bfloat16. A phase is {part: bytes}: its parts live together, phases take turns, and
@@ -8,9 +8,14 @@ fragmentation), which is a guess. tests/test_memory.py holds them against living
 Symbols: the trainer's, and H hidden, I inner, K key width of a layer, L layers.
 """
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo.log import say
+from grpo.sampling.decoders.llama import MODEL_TYPES
 from grpo.sampling.decoders.shared_prompt import ROOM
 
 BF16, FP32, FP64 = 2, 4, 8
@@ -18,6 +23,12 @@ CONTEXT = 1.5 * 2**30  # allowance: CUDA context, kernels, cuBLAS workspaces, NC
 SLACK = 0.1  # allowance: fragmentation, of all that comes and goes
 BUCKET = 50_000_000  # engine_config's reduce_bucket_size, in parameters
 WEIGHTS, ADAM = "weights, bf16", "master weights and Adam, fp32"
+# "auto" on a CPU, and for models whose layers are not those that are computed here
+USUAL = {"SAMPLE_BATCH": 64, "MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
+# Powers of two: what is free varies a little from start to start, and a run repeats by its seed
+# only with the same sizes. More than the first gains little, and a worker would ask for too much
+ROWS = (256, 128, 64, 32, 16, 8, 4, 2)
+MARGIN = 0.95  # of the memory that is free: a server on the same GPU may begin to score, for one
 
 
 class Sizes:
@@ -26,8 +37,10 @@ class Sizes:
     def __init__(self, config, rank):
         self.hidden, self.inner = config.hidden_size, config.intermediate_size
         self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
-        self.head = self.hidden // self.heads
+        self.head = getattr(config, "head_dim", None) or self.hidden // self.heads
         self.kv = config.num_key_value_heads * self.head  # K
+        self.queries = self.heads * self.head  # their width, H but for some of Qwen3
+        self.normed = self.queries + self.kv if config.model_type == "qwen3" else 0
         self.vocab, self.rank = config.vocab_size, rank
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -50,7 +63,7 @@ class Sizes:
 def attention_bytes(m, rows, width, keys, masked):
     """Queries, keys, values and output of attention; a mask makes SDPA repeat the key heads."""
     mask = BF16 * rows * width * keys if masked else 0
-    kept = BF16 * 2 * rows * (width * m.hidden + keys * (m.hidden if masked else m.kv))
+    kept = BF16 * 2 * rows * (width * m.queries + keys * (m.queries if masked else m.kv))
     return kept + mask + FP32 * rows * width * m.heads
 
 
@@ -102,3 +115,72 @@ def need(phases):
         return sum(parts.values()) + SLACK * moving + CONTEXT
 
     return max((total(parts), name) for name, parts in phases.items())
+
+
+# --- What fits ----------------------------------------------------------------------
+def room_on(model):
+    """Returns the bytes that this process may use of the model's GPU: what it has, and what is
+    free. 0 where the model's layers are not those that are computed here; None on a CPU."""
+    if model.device.type != "cuda":
+        return None
+    if model.config.model_type not in MODEL_TYPES:
+        return 0
+    return torch.cuda.mem_get_info(model.device)[0] + torch.cuda.memory_reserved(model.device)
+
+
+def usual(c):
+    """Returns what "auto" stands for in the constants `c` where nothing is computed."""
+    values = USUAL | {"SAMPLE_BATCH": max(USUAL["SAMPLE_BATCH"], c.GROUP_SIZE)}
+    return {name: value for name, value in values.items() if getattr(c, name) == "auto"}
+
+
+def first_that_fits(c, candidates, phases, room):
+    """Returns (values, bytes): the first candidate, values of constants by name, with which the
+    phases(c) need no more than MARGIN of `room` bytes. One candidate alone is not checked. Raises
+    SystemExit if none fits."""
+    for values in candidates:
+        size, phase = need(phases(SimpleNamespace(**vars(c) | values)))
+        if len(candidates) == 1 or size <= MARGIN * room:
+            return values, size
+    tried = ", ".join(f"{name} = {value}" for name, value in values.items())
+    raise SystemExit(
+        f"{phase} would need {size / 2**30:.1f} GB, computed, with {tried}, and this GPU has"
+        f" {room / 2**30:.1f}: LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs or a smaller"
+        ' MODEL need less (docs/memory.md). Numbers in place of "auto" are tried unchecked'
+    )
+
+
+def rows_that_fit(c, m, states, room, phases=("sampling", "evaluation")):
+    """Returns ({"SAMPLE_BATCH": number}, bytes) for a process with these `states`."""
+    merged = BF16 * m.adapted if m.rank else 0  # MergedAdapters' condition
+    if room - sum(states.values()) - CONTEXT >= 2 * merged:
+        states = states | {"adapters, merged": merged}
+    rows = [*(rows for rows in ROWS if rows > c.GROUP_SIZE), c.GROUP_SIZE]  # groups stay whole
+    candidates = [{"SAMPLE_BATCH": n} for n in (rows if c.SAMPLE_BATCH == "auto" else [])]
+
+    def chosen(c):
+        return {name: sampling_phases(m, c, states)[name] for name in phases}
+
+    return first_that_fits(c, candidates or [{}], chosen, room)
+
+
+def fit_worker(c, policy, recipe):
+    """Returns the recipe of a worker with a number in place of SAMPLE_BATCH = "auto"."""
+    if c.SAMPLE_BATCH != "auto":
+        return recipe
+    rows, room = usual(c)["SAMPLE_BATCH"], room_on(policy.model)
+    if room:
+        m, scale = Sizes(policy.model.config, c.LORA_RANK), scale_of(policy)
+        values, size = rows_that_fit(c, m, {WEIGHTS: BF16 * m.held}, room / scale, ["sampling"])
+        rows = values["SAMPLE_BATCH"]
+        say(f"SAMPLE_BATCH = {rows}: {told(size * scale, room)}")
+    return replace(recipe, sample_batch=rows)
+
+
+def scale_of(policy):
+    """Returns what all is to be multiplied by: figures are for bfloat16."""
+    return 2 if policy.dtype == "float32" else 1
+
+
+def told(size, room):
+    return f"{size / 2**30:.1f} of {room / 2**30:.1f} GB, computed"

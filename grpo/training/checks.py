@@ -9,16 +9,18 @@ from grpo.proof import check_first_update
 
 TRAINER = {
     "a whole number from 1 on": """PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS
-        MAX_COMPLETION_TOKENS SAMPLE_BATCH STEPS EVAL_STEPS EVAL_QUESTIONS SAVE_STEPS
-        KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT MICRO_BATCH_TOKENS WAIT_LIMIT_SECONDS
+        MAX_COMPLETION_TOKENS STEPS EVAL_STEPS EVAL_QUESTIONS SAVE_STEPS
+        KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
         REWARD_TIMEOUT_SECONDS MAX_BAD_STEPS IDLE_LIMIT""",
     "a whole number from 0 on": """LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED
         PUBLISH_STEPS MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS""",
     "a number from 0 on": """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP
         WEIGHT_DECAY FINAL_LR MAX_GRAD_NORM STOP_ACCURACY""",
     "True or False": """MASK_TRUNCATED SKIP_FLAT_GROUPS ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
-        RECOMPUTE_OLD_LOGPS FUSED_LOSS SHARE_PROMPTS GRADIENT_CHECKPOINTING OFFLOAD_OPTIMIZER
+        RECOMPUTE_OLD_LOGPS FUSED_LOSS SHARE_PROMPTS OFFLOAD_OPTIMIZER
         RESUME""",
+    '"auto" or a whole number from 1 on': "MICRO_BATCH_TOKENS SAMPLE_BATCH",
+    '"auto", True or False': "GRADIENT_CHECKPOINTING",
     "a text": "MODEL TASK RUN_DIR REF_SERVER OUTCOME EVAL_SPLIT",
 }
 
@@ -52,7 +54,8 @@ def rules_of_several(c):
     yield "REF_SERVER", "http://host:port", c.REF_SERVER.startswith(("http://", "https://"))
     yield "OUTCOME", "one of the names in REWARD_WEIGHTS", c.OUTCOME in c.REWARD_WEIGHTS
     yield "GROUP_SIZE", "2 or more, to be compared with each other", c.GROUP_SIZE >= 2
-    yield "SAMPLE_BATCH", "GROUP_SIZE or more: groups stay whole", c.SAMPLE_BATCH >= c.GROUP_SIZE
+    whole = c.SAMPLE_BATCH == "auto" or c.SAMPLE_BATCH >= c.GROUP_SIZE
+    yield "SAMPLE_BATCH", "GROUP_SIZE or more: groups stay whole", whole
     yield "TEMPERATURE", "above 0, or all of a group are equal", c.TEMPERATURE > 0
     yield "CLIP_LOW", "above 0, and 1 at most", 0 < c.CLIP_LOW <= 1
     yield "CLIP_HIGH", "above 0", c.CLIP_HIGH > 0

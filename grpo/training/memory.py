@@ -1,6 +1,12 @@
-"""What a GPU holds while the trainer trains, in bytes; see grpo/sampling/memory.py."""
+"""What a GPU holds while the trainer trains, in bytes, and the constants "auto" that fill it; see
+grpo/sampling/memory.py."""
+
+from dataclasses import replace
+
+import torch.distributed as dist
 
 import grpo_loss_triton
+from grpo.log import say
 from grpo.packing import pack_by_tokens
 from grpo.sampling.memory import (
     ADAM,
@@ -9,10 +15,21 @@ from grpo.sampling.memory import (
     FP32,
     FP64,
     WEIGHTS,
+    Sizes,
     attention_bytes,
+    first_that_fits,
+    room_on,
+    rows_that_fit,
+    scale_of,
+    told,
+    usual,
 )
+from grpo.training.liveness import gathered
 
 STATES = WEIGHTS, ADAM, "gradients of a step, fp32"
+# To try, with and without checkpointing, the fastest first: to checkpoint takes a third more time,
+# but gradients are reduced over the ranks once a micro-batch, so that small ones cost time, too
+TOKENS = {False: (16_384, 8_192), True: (16_384, 8_192, 4_096, 2_048, 1_024)}
 
 
 def micro_batch(c):
@@ -26,17 +43,36 @@ def micro_batch(c):
     return prompts, len(first), completion - 1 if share else prompt + completion - 1
 
 
+def layer_parts(m, rows, width, keys, masked):
+    """Returns what a layer keeps for its backward, of a norm and of attention."""
+    norm = rows * width * (FP32 + BF16 if m.rank else FP32 + 2 * BF16)  # of a column; float32 there
+    attention = attention_bytes(m, rows, width, keys, masked)
+    return norm * m.hidden, attention + norm * m.normed
+
+
+def layer_kept(c, m, rows, width, keys, masked):
+    """What a layer keeps from forward to backward: its input, or all that its backward needs."""
+    if c.GRADIENT_CHECKPOINTING:
+        return BF16 * rows * width * m.hidden
+    norm, attention = layer_parts(m, rows, width, keys, masked)
+    return 2 * norm + attention + BF16 * rows * width * 4 * m.inner
+
+
 def layer_backward(m, rows, width, keys, masked):
     """The most that recomputing a layer and its backward hold, at its MLP, norm or attention."""
-    tokens, attention = rows * width, attention_bytes(m, rows, width, keys, masked)
-    norm = tokens * m.hidden * (FP32 + BF16 if m.rank else FP32 + 2 * BF16)  # float32 in RMSNorm
+    tokens = rows * width
+    norm, attention = layer_parts(m, rows, width, keys, masked)
     mlp = 2 * norm + attention + BF16 * tokens * (6 * m.inner + m.hidden)
     at_norm = norm + attention + tokens * m.hidden * (6 * FP32 + 2 * BF16)
     at_attention = norm + 2 * attention + 2 * BF16 * tokens * m.hidden
     return max(mlp, at_norm, at_attention)
 
 
-def chunk_bytes(m, tokens):
+def chunk_bytes(c, m, tokens):
+    """The most that the loss holds of logits: a chunk, or without FUSED_LOSS all, in bf16, and in
+    float32 their log-probs, probabilities and entropies."""
+    if not c.FUSED_LOSS:
+        return (BF16 + 3 * FP32) * m.vocab * tokens
     most = max(128, grpo_loss_triton.CHUNK_BYTES // (BF16 * m.vocab))
     return BF16 * m.vocab * min(tokens, -(-most // 128) * 128)
 
@@ -69,14 +105,23 @@ def training(m, c, world):
     of_prompts, shared = prompts * prompt, prompts > 0
     cache = BF16 * 2 * m.layers * of_prompts * m.kv  # keys and values of the prompts, all layers
     mask = (rows * width * keys + prompts * prompt**2) if shared else 0  # bool
-    inputs = m.layers * size * of_prompts  # what checkpointing keeps, of the prompts
+    of_row = layer_kept(c, m, rows, width, keys, shared)  # one layer
+    of_prompt = layer_kept(c, m, prompts, prompt, prompt, True) if shared else 0
     norm = (FP32 + BF16) * m.hidden  # what the last norm keeps, of a token
-    rest = inputs + cache + mask + BF16 * 2 * m.head * (tokens + of_prompts) + norm * of_prompts
+    rest = (
+        m.layers * of_prompt
+        + cache
+        + mask
+        + BF16 * 2 * m.head * (tokens + of_prompts)
+        + norm * of_prompts
+    )
     trained = rows * completion
     d_hidden, d_weight = size * trained, BF16 * m.embedding
-    chunk = chunk_bytes(m, trained)
+    chunk = chunk_bytes(c, m, trained)
     of_rows = layer_backward(m, rows, width, keys, shared)
     of_turn = layer_backward(m, prompts, prompt, prompt, True) if shared else of_rows
+    if not c.GRADIENT_CHECKPOINTING:  # most of it is there already
+        of_rows, of_turn = of_rows - of_row, of_turn - of_prompt
     matrix, body = BF16 * m.matrix, BF16 * m.body
     kept = min(BF16 * m.big, BF16 * m.trained // world)
     d_head = d_weight if m.tied or m.embedding > BUCKET else 0  # a tied one waits for the embedding
@@ -93,13 +138,13 @@ def training(m, c, world):
         parts = {"activations": activations, "loss: dW, dH, a chunk": of_loss}
         return states | flat | parts | {"gradients, bf16": others, "DeepSpeed's sums": sums}
 
-    everything = rest + m.layers * size * tokens + norm * tokens
+    everything = rest + m.layers * of_row + norm * tokens
     phases = {
         "loss": phase(everything + d_hidden, d_hidden + d_weight + chunk, 0, 0),
         "head": phase(everything, d_hidden + d_weight, 0, 0 if m.tied else m.embedding),
         "last layer": phase(everything - norm * tokens + of_rows, d_head, matrix, m.matrix),
         "first layer": phase(
-            rest + (cache if shared else 0) + size * tokens + of_rows,
+            rest + (cache if shared else 0) + of_row + of_rows,
             d_head,
             body if shared else max(matrix, kept),
             m.matrix,
@@ -111,3 +156,44 @@ def training(m, c, world):
         phases["turn"] = phase(rest + cache + of_turn, joined, body, m.matrix)
     norms = {"gradient norm, fp64": 0 if offload else FP64 * min(m.largest, m.trained // world)}
     return phases | {"step": states | flat | norms}
+
+
+# --- What fits ----------------------------------------------------------------------
+def fill_card(c, policy, recipe):
+    """Collective: puts what fits into the ranks' GPUs in place of "auto" in the constants `c`, the
+    same on all ranks: all plan the same micro-batches. Returns the recipe with SAMPLE_BATCH.
+
+    It is done before a run is begun or resumed, so that a checkpoint keeps the numbers, and a run
+    that resumes says which have changed.
+    """
+    if not usual(c):
+        return recipe
+    rooms = gathered(room_on(policy.model), "all ranks to load the model")
+    if None in rooms:
+        vars(c).update(usual(c))
+        return replace(recipe, sample_batch=c.SAMPLE_BATCH)
+    values, why, room = usual(c), "the memory of such layers is not computed", min(rooms)
+    if room:
+        m, scale = Sizes(policy.model.config, c.LORA_RANK), scale_of(policy)
+        values, size = sizes_that_fit(c, m, room / scale, dist.get_world_size())
+        why = told(size * scale, room)
+    vars(c).update(values)
+    checkpointing = f"{'' if c.GRADIENT_CHECKPOINTING else 'no '}checkpointing"
+    tokens = f"MICRO_BATCH_TOKENS = {c.MICRO_BATCH_TOKENS}"
+    say(f"SAMPLE_BATCH = {c.SAMPLE_BATCH}, {tokens}, {checkpointing}: {why}")
+    return replace(recipe, sample_batch=c.SAMPLE_BATCH)
+
+
+def sizes_that_fit(c, m, room, world):
+    """Returns (values, bytes): what "auto" stands for in the constants `c`, by name, where each of
+    `world` GPUs has `room` bytes for the model of Sizes `m`, and what is then needed. Raises
+    SystemExit if nothing fits."""
+    rows, sampled = rows_that_fit(c, m, model_states(m, c, world), room)
+    own, tokens = c.GRADIENT_CHECKPOINTING, c.MICRO_BATCH_TOKENS
+    candidates = [
+        {"GRADIENT_CHECKPOINTING": way, "MICRO_BATCH_TOKENS": number}
+        for way in ([False, True] if own == "auto" else [own])
+        for number in (TOKENS[way] if tokens == "auto" else [tokens])
+    ]
+    values, trained = first_that_fits(c, candidates, lambda c: training(m, c, world), room)
+    return rows | values, max(sampled, trained)

@@ -14,6 +14,7 @@ from grpo.training.checkpoint import Progress, open_run
 from grpo.training.engine import make_engine
 from grpo.training.exchange import Inbox, ReferenceLogps
 from grpo.training.liveness import meet
+from grpo.training.memory import fill_card
 from grpo.training.metrics import Clock, Page, RunFolder
 from grpo.training.publish import Publishing
 
@@ -43,6 +44,7 @@ def start_run(c, tokenizer, recipe, questions, server):
     """Collective: returns the Run, new or resumed, once all ranks may begin to sample."""
     rank = dist.get_rank()
     policy = make_policy(c, tokenizer)
+    recipe = fill_card(c, policy, recipe)
     engine = make_engine(c, policy)
     # Workers take the seed's own order of prompts, so the ranks take another one
     order = f"{c.SEED}/trainer" if c.PUBLISH_STEPS else c.SEED

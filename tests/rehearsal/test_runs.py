@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 import grpo_ref_split as trainer
 from demo import free_port
 from grpo.sampling import start
+from grpo.sampling.memory import USUAL
 from grpo.serving.policies import Policies
 from grpo.serving.scoring import Reference, score_groups
 from grpo.serving.store import Store
@@ -35,6 +36,7 @@ SMALL = {
     "MAX_PROMPT_TOKENS": 64,
     "MAX_COMPLETION_TOKENS": 8,
     "MICRO_BATCH_TOKENS": 256,
+    "GRADIENT_CHECKPOINTING": True,
     "SKIP_FLAT_GROUPS": False,
     "MASK_TRUNCATED": False,  # it seldom finds its EOS
     "STEPS": 1,
@@ -134,11 +136,35 @@ def test_adapters_with_an_offloaded_optimizer_resume(main, tmp_path):
     assert json.loads((tmp_path / "run/step_000002/trainer/rank_0.json").read_text())
 
 
+def test_auto_fills_the_gpu_and_a_run_that_resumes_says_what_has_changed(
+    main, tmp_path, monkeypatch, capfd
+):
+    auto = {"KL_BETA": 0, "EVAL_STEPS": 9} | dict.fromkeys(USUAL, "auto")
+    main(**auto)
+    filled = "SAMPLE_BATCH = 256, MICRO_BATCH_TOKENS = 16384, no checkpointing: 1.7 of 80.0 GB"
+    assert filled in capfd.readouterr().out
+    state = json.loads((tmp_path / "run/step_000001/trainer/state.json").read_text())
+    assert [state["constants"][name] for name in USUAL] == [256, 16_384, False]
+
+    main(STEPS=2, **auto)
+    assert (out := capfd.readouterr().out).count(filled) == 1
+    assert "other constants: STEPS 1 -> 2\n" in out
+
+    small = int(1.7 * 2**30)  # the allowance for CUDA itself is most of it
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (small, 2 * small))
+    steps = main(STEPS=3, **auto)
+    assert not any(r["skipped"] for r in steps) and len(steps) == 3
+    out = capfd.readouterr().out
+    assert "SAMPLE_BATCH = 256, MICRO_BATCH_TOKENS = 8192, checkpointing: 1.6 of 1.7 GB" in out
+    changed = "MICRO_BATCH_TOKENS 16384 -> 8192, GRADIENT_CHECKPOINTING False -> True"
+    assert f"other constants: STEPS 2 -> 3, {changed}\n" in out, out
+
+
 @pytest.mark.long
 def test_two_ranks_train_a_step(tiny, tmp_path):
     """In processes of their own, as on two machines with a GPU each."""
     constants = SMALL | {"MODEL": str(tiny), "KL_BETA": 0, "EVAL_QUESTIONS": 1, "EVAL_STEPS": 9}
-    constants |= {"RUN_DIR": str(tmp_path / "run")}
+    constants |= {"RUN_DIR": str(tmp_path / "run")} | dict.fromkeys(USUAL, "auto")
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     group |= {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "DS_ACCELERATOR": "cuda"}
     command = [sys.executable, "-m", "rehearsal.script", str(PRESET), "grpo_ref_split"]
