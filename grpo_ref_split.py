@@ -37,6 +37,9 @@ from types import SimpleNamespace
 # Before torch: waiting threads would spin on a CPU. Where another process wants the core, a step
 # then takes ten times as long (benchmarks/results/wait_policy.md)
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# Batches change in size: blocks of memory that do not grow leave gaps (docs/memory.md says more)
+allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
 
 import torch
 import torch.distributed as dist

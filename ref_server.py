@@ -26,7 +26,10 @@ import time
 from functools import partial
 from urllib.parse import quote
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see grpo_ref_split.py
+# Before torch: see grpo_ref_split.py
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
 
 import bottle
 

@@ -205,10 +205,14 @@ class VLLMPolicy:
 
 
 def set_environment():
-    """Tells vLLM, before it is imported, that this process is not one of several ranks."""
+    """Tells vLLM, before it is imported, that this process is not one of several ranks, and leaves
+    it the allocator that it was made for: its sleep and its all-reduce need segments that do not
+    grow (vLLM #11743, #40812), which grpo_ref_split.py would choose."""
     for name in LAUNCHER:
         os.environ.pop(name, None)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would report to its makers
 
