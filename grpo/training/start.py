@@ -44,7 +44,7 @@ def start_run(c, tokenizer, recipe, questions, server):
     """Collective: returns the Run, new or resumed, once all ranks may begin to sample."""
     rank = dist.get_rank()
     policy = make_policy(c, tokenizer)
-    recipe = fill_card(c, policy, recipe)
+    recipe = fill_card(c, policy, recipe)  # collective
     engine = make_engine(c, policy)
     # Workers take the seed's own order of prompts, so the ranks take another one
     order = f"{c.SEED}/trainer" if c.PUBLISH_STEPS else c.SEED
