@@ -200,8 +200,7 @@ def sample_share(run, number, begun, count, uploader):
     """Samples this rank's share of the next `number` groups, and uploads what the server is to
     score, meanwhile. Returns (usable groups, flat groups); `count` gets the tally of all."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
-    share = number // world + (rank < number % world)
-    seed = seed_of(SEED, step, begun, rank)
+    share, seed = number // world + (rank < number % world), seed_of(SEED, step, begun, rank)
     usable, flat_groups = [], []
     for sampled, is_flat in rollout(
         run.policy, run.recipe, run.stream, count, number=share, seed=seed,
@@ -330,25 +329,26 @@ def batch_loss(hidden, head, ids, batch, vocab_size, *, old_from_sampler):
     return loss, stats | {"sampler_logps": sampler_logps}
 
 
-def accumulate(engine, sequences, vocab_size, reference, *, budget, old_from_sampler):
+def accumulate(run, sequences, *, old_from_sampler):
     """Collective: accumulates the gradient of a step's sequences, in micro-batches of at most
-    `budget` padded tokens; returns means over its tokens.
+    MICRO_BATCH_TOKENS padded tokens; returns means over its tokens.
 
     The weights already divide by the whole step's counts, so parts add up: to a gradient that is
     the same for 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4, in any order.
     """
-    rank, world, means = dist.get_rank(), dist.get_world_size(), TokenStats(engine.device)
+    engine, means = run.engine, TokenStats(run.engine.device)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    budget = run.constants.MICRO_BATCH_TOKENS  # the number that "auto" has become
     turns = plan_turns(sequences, engine.module.shares, rank, world, budget)
-    for done, turn in enumerate(reference.in_order_of_arrival(turns), start=1):  # collective
+    for done, turn in enumerate(run.reference.in_order_of_arrival(turns), start=1):  # collective
         engine.set_gradient_accumulation_boundary(done == len(turns))
         batch = turn.batch
         hidden, ids = engine([s.prompt for s in batch], [s.completion for s in batch])
         if KL_BETA:
-            reference.wait_for(turn.groups)  # collective
-            reference.complete(batch)
-        loss, stats = batch_loss(
-            hidden, engine.module.head, ids, batch, vocab_size, old_from_sampler=old_from_sampler
-        )
+            run.reference.wait_for(turn.groups)  # collective
+            run.reference.complete(batch)
+        head, vocab = engine.module.head, run.policy.vocab_size
+        loss, stats = batch_loss(hidden, head, ids, batch, vocab, old_from_sampler=old_from_sampler)
         if not turn.is_filler:
             means.add(loss, stats)
         # A loss that is not finite can have a finite gradient: it becomes NaN, so that DeepSpeed
@@ -370,14 +370,11 @@ def learning_rate(step):
 def update(run, sequences, *, old_from_sampler):
     """Collective: one optimiser update on the sequences; returns its metrics. A gradient that is
     not finite leaves the weights as they are ("skipped")."""
-    engine, vocab_size, rate = run.engine, run.policy.vocab_size, learning_rate(run.progress.step)
+    engine, rate = run.engine, learning_rate(run.progress.step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     with run.clock.part("backward"), cpu_threads(CPU_THREADS):
-        metrics = accumulate(  # collective
-            engine, sequences, vocab_size, run.reference,
-            budget=run.constants.MICRO_BATCH_TOKENS, old_from_sampler=old_from_sampler,
-        )  # fmt: skip
+        metrics = accumulate(run, sequences, old_from_sampler=old_from_sampler)  # collective
     with run.clock.part("step"):
         norm = take_step(engine)  # collective
     if not KL_BETA:

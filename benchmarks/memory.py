@@ -172,16 +172,10 @@ def measure(policy, prompt, completion, start, live=None):
     reference = ReferenceLogps(None, Clock())
     with live or nullcontext():
         engine = start(policy)
+        run = SimpleNamespace(engine=engine, policy=policy, reference=reference, constants=c)
         for _ in range(2):  # Adam's moments are there from the second step on
             with peak(phases, "training", live):
-                trainer.accumulate(
-                    engine,
-                    rows,
-                    vocab,
-                    reference,
-                    budget=c.MICRO_BATCH_TOKENS,
-                    old_from_sampler=False,
-                )
+                trainer.accumulate(run, rows, old_from_sampler=False)
             with peak(phases, "step", live):
                 engine.step()
         for name, chosen, size in (

@@ -100,12 +100,12 @@ def main(model, out):
     result = {(t, "plain"): plain_gradient(policy, make_rows(policy, t)) for t in loss_types}
     engine = make_engine(trainer.constants(), policy)
     reference = ReferenceLogps(None, Clock())
+    run = SimpleNamespace(engine=engine, policy=policy, reference=reference)
     for loss_type in loss_types:
         for name, budget in BUDGETS.items():
             rows = make_rows(policy, loss_type)
-            metrics = trainer.accumulate(
-                engine, rows, policy.vocab_size, reference, budget=budget, old_from_sampler=False
-            )
+            run.constants = SimpleNamespace(MICRO_BATCH_TOKENS=budget)
+            metrics = trainer.accumulate(run, rows, old_from_sampler=False)
             gradient = [safe_get_full_grad(p).flatten() for p in policy.model.parameters()]
             result[loss_type, name] = torch.cat(gradient)
             result[loss_type, name, "metrics"] = metrics
