@@ -33,6 +33,7 @@ from collections import namedtuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from grpo.devices import is_nvidia
 from grpo.loss import policy_loss, trained_tokens
 
 try:
@@ -158,7 +159,7 @@ def through_head(hidden, head, rows, needs, forward=True):
 
 def chunk_rows(size, head, itemsize):
     """Returns the rows of a chunk, a multiple of 128: about equal, so that no short one is left."""
-    most = max(128, (CHUNK_BYTES if head.is_cuda else head.nbytes) // (len(head) * itemsize))
+    most = max(128, (head.nbytes if head.is_cpu else CHUNK_BYTES) // (len(head) * itemsize))
     equal = math.ceil(size / math.ceil(max(1, size) / most))
     return max(128, math.ceil(equal / 128) * 128)
 
@@ -259,7 +260,7 @@ class Rows:
 
 
 def use_triton(tensor):
-    possible = triton is not None and tensor.is_cuda and tensor.dtype != torch.float64
+    possible = triton is not None and is_nvidia(tensor.device) and tensor.dtype != torch.float64
     return possible and kernel_works(tensor.device, tensor.dtype)
 
 

@@ -32,15 +32,15 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.counting import HIGH, SPECIALS, build, make_tokenizer, prompt
-from benchmarks.measure import DEVICE, facts
+from benchmarks.measure import DEVICE, KIND, facts
 from benchmarks.sampling import MODELS
 from grpo.sampling.recipe import Recipe
 from grpo.sampling.rollout import sampled_and_rewarded
 from grpo.sampling.vllm_policy import VLLMPolicy
 
 GROUP, PROMPT_TOKENS, ROUNDS = 8, 64, 2
-ROWS, PROMPTS = {"cpu": (64, 32), "cuda": (256, 192)}[DEVICE]
-REWARD_SECONDS = {"cpu": 0.01, "cuda": 0.002}[DEVICE]
+ROWS, PROMPTS = {"cpu": (64, 32), "gpu": (256, 192)}[KIND]
+REWARD_SECONDS = {"cpu": 0.01, "gpu": 0.002}[KIND]
 
 
 def rest(item, text):

@@ -29,14 +29,14 @@ import torch
 
 from benchmarks import memory
 from benchmarks.counting import SHAPE, build, make_tokenizer
-from benchmarks.measure import DEVICE, facts, trained
+from benchmarks.measure import KIND, facts, trained
 from demo import free_port
 
 REPORT = ROOT / "runs/gpu_report.md"
 MINUTES = 30  # of the whole report
 TAIL = 3000  # characters of what a part that failed has printed
 QWEN = ("Qwen2.5-0.5B", "Qwen2.5-3B")
-SIZES = QWEN if DEVICE == "cuda" else ("1M",)
+SIZES = QWEN if KIND == "gpu" else ("1M",)
 STEPS, SKIP = 8, 3  # of "a step of"; the first are not counted
 
 PYTHON = [sys.executable]
@@ -52,7 +52,7 @@ def parts_of_the_report():
     parts["demo"] = ([*PYTHON, "demo.py"], 6)
     for size in SIZES:
         parts[f"memory of {size}"] = ([*PYTHON, HERE, "--memory", size], 3)
-    losses = SIZES if DEVICE == "cuda" else []  # on a CPU that takes too long for a rehearsal
+    losses = SIZES if KIND == "gpu" else []  # on a CPU that takes too long for a rehearsal
     for size in losses:
         parts[f"loss of {size}"] = ([*PYTHON, "benchmarks/loss.py", size], 4)
     return parts | {"sampling": ([*PYTHON, "benchmarks/sampling.py"], 5)}
@@ -137,9 +137,9 @@ def shape_of(size):
 def way_to_train(size, ranks):
     """-> the LORA_RANK with which trainer and server fit on one card, by memory.py's arithmetic.
     SystemExit if none does."""
-    if DEVICE == "cpu":
+    if KIND == "cpu":
         return 0
-    room = torch.cuda.mem_get_info()[1]
+    room = torch.accelerator.get_memory_info()[1]
     server = memory.need(memory.server_phases(memory.sizes_of(size, 0), 256, 256))[0]
     for rank in (0, memory.RANK):
         phases = memory.phases_of(memory.sizes_of(size, rank), 256, 256, ranks)
@@ -173,13 +173,13 @@ def train(model, port, folder, lora_rank):
 
 def step(size, ranks):
     """Prints where the time of a step goes, as a table; `size` by name, with so many ranks."""
-    if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
-        print(f"this machine has {torch.cuda.device_count()} GPU: not run")
+    if KIND == "gpu" and torch.accelerator.device_count() < ranks:
+        print(f"this machine has {torch.accelerator.device_count()} GPU: not run")
         return
     lora_rank = way_to_train(size, ranks)
     with tempfile.TemporaryDirectory() as folder:
         model, port = f"{folder}/model", free_port()
-        dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+        dtype = torch.bfloat16 if KIND == "gpu" else torch.float32
         build(shape_of(size)).to(dtype).save_pretrained(model)
         make_tokenizer().save_pretrained(model)
         server = [sys.executable, HERE, "--serve", model, port, folder]
@@ -200,7 +200,7 @@ def step(size, ranks):
 
 
 def print_memory(size):
-    if DEVICE == "cpu":
+    if KIND == "cpu":
         print("memory is measured on a GPU alone: not run")
         return
     rows = []

@@ -38,7 +38,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import grpo_loss_triton
-from benchmarks.measure import CORES, DEVICE, apart, facts, peak_bytes
+from benchmarks.measure import CORES, DEVICE, KIND, apart, facts, peak_bytes
 from grpo import loss as grpo_loss
 
 # --- What is measured ---------------------------------------------------------------
@@ -49,7 +49,7 @@ SHAPES = {  # name: (H, V')
     "small": (256, 32000),
 }
 CASES = {  # (padded tokens, share of them that is trained) of each shape
-    "cuda": {
+    "gpu": {
         shape: [(tokens, valid) for tokens in (4096, 16_384, 65_536) for valid in (1.0, 0.5)]
         for shape in ("Qwen2.5-0.5B", "Qwen2.5-3B", "Qwen2.5-7B")
     },
@@ -57,12 +57,12 @@ CASES = {  # (padded tokens, share of them that is trained) of each shape
         "Qwen2.5-0.5B": [(256, 1.0)],
         "small": [(1024, 1.0), (4096, 0.5), (8192, 1.0)],
     },
-}[DEVICE]
-SEQUENCE_TOKENS = {"cuda": 512, "cpu": 256}[DEVICE]  # T
-DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}[DEVICE]
+}[KIND]
+SEQUENCE_TOKENS = {"gpu": 512, "cpu": 256}[KIND]  # T
+DTYPE = {"gpu": torch.bfloat16, "cpu": torch.float32}[KIND]
 CLIP, KL_BETA = 0.2, 0.04
 SETTINGS = {"clip_low": CLIP, "clip_high": CLIP, "kl_beta": KL_BETA}
-ROUNDS = {"cuda": (5, 30), "cpu": (3, 9)}[DEVICE]  # at least, at most; between them TABLE_SECONDS
+ROUNDS = {"gpu": (5, 30), "cpu": (3, 9)}[KIND]  # at least, at most; between them TABLE_SECONDS
 TABLE_SECONDS = 10
 FLUSH_BYTES = 256 << 20  # overwritten before each run on CUDA: more than any L2 cache
 
@@ -243,7 +243,7 @@ LOGPS = {
     **{name: forward_only(logps_of) for name, (logps_of, _) in PER_TOKEN.items()},
     "Liger, that of its fused loss": forward_only(liger_of_fused),
 }
-if DEVICE == "cuda":  # what needs Triton, or differs there alone
+if KIND == "gpu":  # what needs Triton, or differs there alone
     LOSSES |= {
         "ours, dW summed in float32": functools.partial(ours, chunks_in_bf16=0),
         "Liger fused, at once, TF32": functools.partial(liger_fused, whole=True, precision="high"),
@@ -258,7 +258,7 @@ def run(method, b):
     """-> (result, milliseconds of its forward pass, and of forward and backward)."""
     clear(b)
     torch.set_float32_matmul_precision("highest")
-    if DEVICE == "cuda":
+    if KIND == "gpu":
         flush_buffer().zero_()
     marks = [mark()]
     result = method(b)
@@ -268,7 +268,7 @@ def run(method, b):
     marks.append(mark())
     if DEVICE == "cpu":
         return result.detach(), *(1e3 * (m - marks[0]) for m in marks[1:])
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return result.detach(), *(marks[0].elapsed_time(m) for m in marks[1:])
 
 
@@ -279,7 +279,7 @@ def clear(b):
 def mark():
     if DEVICE == "cpu":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.Event(device=DEVICE, enable_timing=True)
     event.record()
     return event
 
@@ -355,7 +355,7 @@ def try_out(methods, reference, small):
 def row_peak(method, b, small):
     def warm_up():
         # CUDA: the run itself, which compiles and tunes kernels
-        again = b if DEVICE == "cuda" else small
+        again = b if KIND == "gpu" else small
         run(method, again)
         clear(again)
 

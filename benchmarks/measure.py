@@ -15,9 +15,12 @@ from pathlib import Path
 
 import torch
 
+from grpo.devices import accelerator
+
 ROOT = Path(__file__).resolve().parent.parent
 CORES = len(os.sched_getaffinity(0))
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = accelerator() or "cpu"
+KIND = "cpu" if DEVICE == "cpu" else "gpu"  # by which sizes are chosen
 
 
 def facts(*packages):
@@ -25,7 +28,9 @@ def facts(*packages):
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, with changes", "--abbrev=7"]
     commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    machine = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{CORES} cores of {cpu}"
+    machine = f"{CORES} cores of {cpu}"
+    if KIND == "gpu":
+        machine = torch.get_device_module(DEVICE).get_device_name()
     versions = [f"Python {platform.python_version()}"]
     for package in packages:
         try:
@@ -62,7 +67,7 @@ def trained(logs, others, trainer, ranks=1):
 
 def apart(function, *args, threads=CORES):
     """-> function(*args), on a CPU in a process forked for it; None if it failed, for memory."""
-    if DEVICE == "cuda":
+    if KIND == "gpu":
         try:
             return function(*args)
         except torch.OutOfMemoryError:
@@ -87,13 +92,13 @@ def apart(function, *args, threads=CORES):
 def peak_bytes(run, warm_up):
     """-> the most memory of run() beyond what is there before it. CUDA: of torch's allocator; CPU:
     the high-water mark of resident memory. warm_up() has made what comes but once."""
-    if DEVICE == "cuda":
+    if KIND == "gpu":
         warm_up()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
         run()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.accelerator.max_memory_allocated() - before
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once
     warm_up()

@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import grpo_ref_split as trainer
 import ref_server
+from grpo.devices import accelerator
 from grpo.sampling.memory import (
     BF16,
     CONTEXT,
@@ -123,18 +124,18 @@ def card(size):
 # --- Measured -----------------------------------------------------------------------
 @contextmanager
 def peak(phases, name, live):
-    """Puts the peak of what runs inside into phases[name]: of `live`, or CUDA's."""
+    """Puts the peak of what runs inside into phases[name]: of `live`, or the GPU's."""
     if live:
         live.peak = live.now
     else:
-        torch.cuda.reset_peak_memory_stats()
+        torch.accelerator.reset_peak_memory_stats()
     yield
-    phases[name] = live.peak if live else torch.cuda.max_memory_allocated()
+    phases[name] = live.peak if live else torch.accelerator.max_memory_allocated()
 
 
 def random_policy(config, rank):
     """-> the Policy with random bf16 weights; its completions never end."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = accelerator() or "cpu"
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if rank:
@@ -195,15 +196,16 @@ def measure_here(name, prompt, completion, rank, offload):
     phases = measure(
         policy, prompt, completion, functools.partial(make_engine, shipped(prompt, completion))
     )
-    free, room = torch.cuda.mem_get_info()
-    outside = room - free - torch.cuda.memory_reserved()  # CUDA, NCCL; others' programs, too
-    reserved = torch.cuda.max_memory_reserved()
+    gpu = torch.accelerator
+    free, room = gpu.get_memory_info()
+    outside = room - free - gpu.memory_reserved()  # CUDA, NCCL; others' programs, too
+    reserved = gpu.max_memory_reserved()
     print(json.dumps({"need": max(phases.values()) + outside, "reserved": reserved} | phases))
 
 
 def measured(name, prompt, completion, rank, offload):
     """-> bytes that one GPU of this machine needed, or None: there is none, or it is too small."""
-    if not torch.cuda.is_available():
+    if not accelerator():
         return None
     values = [sys.executable, __file__, "--measure", name, prompt, completion, rank, int(offload)]
     done = subprocess.run(list(map(str, values)), check=False, stdout=subprocess.PIPE, text=True)
@@ -319,7 +321,8 @@ too, as here both are one): H 512, L 4, I 2048, V' 16384.\n""")
 def print_all():
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, check=False, stdout=subprocess.PIPE, text=True).stdout.strip()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    kind = accelerator()
+    gpu = torch.get_device_module(kind).get_device_name() if kind else "no GPU"
     print("# Which card for which model\n")
     print(f"`python benchmarks/memory.py`: commit {commit}, torch {torch.__version__}, {gpu}.\n")
     cards, slack = ", ".join(map(str, CARDS)), f"{SLACK:.0%}"

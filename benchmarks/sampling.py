@@ -29,14 +29,14 @@ from transformers import GenerationConfig
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.counting import SHAPE, SPECIALS, build, make_tokenizer, prompt
-from benchmarks.measure import DEVICE, facts
+from benchmarks.measure import DEVICE, KIND, facts
 from grpo.sampling.sampler import sample_groups
 
 QWEN = {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": False}
 QWEN |= {"max_position_embeddings": 4096}
 MODELS = {
     "cpu": {"1M": SHAPE},
-    "cuda": {
+    "gpu": {
         "Qwen2.5-0.5B": QWEN
         | {"hidden_size": 896, "intermediate_size": 4864}
         | {"num_hidden_layers": 24, "num_attention_heads": 14},
@@ -44,9 +44,9 @@ MODELS = {
         | {"hidden_size": 2048, "intermediate_size": 11_008}
         | {"num_hidden_layers": 36, "num_attention_heads": 16},
     },
-}[DEVICE]
+}[KIND]
 CASES = [(200, 256), (400, 64)]  # prompt tokens, completion tokens at most
-PROMPTS = {"cpu": 8, "cuda": 64}[DEVICE]
+PROMPTS = {"cpu": 8, "gpu": 64}[KIND]
 GROUP = 8
 ROUNDS = 5
 EOS = SPECIALS.index("<eos>")
@@ -105,12 +105,12 @@ def continuous(model, prompts, tokens, seed):
 
 
 def tokens_per_second(run, *arguments):
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    if KIND == "gpu":
+        torch.accelerator.synchronize()
     began = time.perf_counter()
     count = run(*arguments)
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    if KIND == "gpu":
+        torch.accelerator.synchronize()
     return count / (time.perf_counter() - began)
 
 
@@ -171,8 +171,8 @@ def main(out, python):
     lines.append("|" + "---|" * (4 + len(engines)))
     for name, shape in MODELS.items():
         model = build(shape)
-        if DEVICE == "cuda":
-            model = model.to("cuda", torch.bfloat16)
+        if KIND == "gpu":
+            model = model.to(DEVICE, torch.bfloat16)
         for prompt_tokens, tokens in CASES:
             rates = compare(model, prompt_tokens, tokens)
             if python:

@@ -23,16 +23,16 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import grpo_loss_triton
-from benchmarks.measure import DEVICE, apart, facts, peak_bytes
+from benchmarks.measure import DEVICE, KIND, apart, facts, peak_bytes
 from grpo.forward import CompletionModel
 
 MODELS = {
     "cpu": {"1M": (128, 384, 5, 4, 2, 1024)},  # hidden, inner, layers, heads, kv heads, vocabulary
-    "cuda": {
+    "gpu": {
         "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151_936),
         "Qwen2.5-3B": (2048, 11_008, 36, 16, 2, 151_936),
     },
-}[DEVICE]
+}[KIND]
 CASES = {  # P, T, G, mixed
     "cpu": [
         (200, 64, 8, False),
@@ -43,13 +43,13 @@ CASES = {  # P, T, G, mixed
         (200, 256, 8, True),
         (800, 64, 16, False),
     ],
-    "cuda": [
+    "gpu": [
         (512, 128, 8, False),
         (512, 512, 8, False),
         (512, 512, 8, True),
         (2048, 512, 8, False),
     ],
-}[DEVICE]
+}[KIND]
 GROUPS = 2
 ROUNDS = 5
 WAYS = {  # name: share_prompts, gradient_checkpointing
@@ -73,7 +73,7 @@ def make_model(sizes, share, checkpointing):
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    dtype = torch.bfloat16 if KIND == "gpu" else torch.float32
     with torch.device(DEVICE):
         model = Qwen2ForCausalLM(config).to(dtype)
     return CompletionModel(model, share_prompts=share, gradient_checkpointing=checkpointing)
@@ -97,8 +97,8 @@ def run(model, prompts, completions):
     """-> seconds of forward and backward; the gradients stay in the model."""
     for parameter in model.parameters():
         parameter.grad = None
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    if KIND == "gpu":
+        torch.accelerator.synchronize()
     started = time.perf_counter()
     hidden, ids = model(prompts, completions)
     advantages = torch.linspace(-1, 1, len(ids), device=ids.device)
@@ -108,8 +108,8 @@ def run(model, prompts, completions):
         hidden, model.head, ids, None, None, advantages, weights, **settings
     )
     loss.backward()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    if KIND == "gpu":
+        torch.accelerator.synchronize()
     return time.perf_counter() - started
 
 

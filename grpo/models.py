@@ -16,6 +16,7 @@ from transformers import (
     GenerationConfig,
 )
 
+from grpo.devices import accelerator
 from grpo.log import announced, say
 
 GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # NVIDIA's driver, and that of WSL
@@ -33,16 +34,17 @@ def load_tokenizer(name):
 
 
 def own_device():
-    """Returns "cuda:N", N this process's LOCAL_RANK, or "cpu" where there is no GPU.
+    """Returns "cuda:N", or "xpu:N" and the like, N this process's LOCAL_RANK; "cpu" where there is
+    no accelerator.
 
     Turns off cuDNN's attention: masked, its backward gives NaN (pytorch #196678, trl #7181), and
     on B200 it decodes wrongly (pytorch #193893). Raises SystemExit if torch, built for CUDA, can't
     use the GPU: training would run on the CPU for weeks, unnoticed.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        torch.cuda.set_device(device)
+    if kind := accelerator():
+        device = f"{kind}:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.accelerator.set_device_index(device)
         return device
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     if torch.version.cuda and any(map(os.path.exists, GPU_FILES)) and visible not in ("", "-1"):
@@ -61,7 +63,9 @@ def choose_dtype(dtype, device):
     """Returns the name of the dtype that DTYPE stands for: "auto" is bfloat16 on a GPU that has it
     (not T4, V100 and older), and float32 elsewhere."""
     on_gpu = device != "cpu"
-    native = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    native = on_gpu  # Intel's and Ascend's have it
+    if device.startswith("cuda"):
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
     if on_gpu and not native and dtype != "float32":
         say("this GPU has no bfloat16, but a slow emulation: DTYPE = 'auto' is float32 here")
     if dtype == "auto":

@@ -98,5 +98,6 @@ def has_room(model, size):
     device = model.device
     if device.type == "cpu":
         return True
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached >= 2 * size
+    memory = torch.accelerator
+    cached = memory.memory_reserved(device) - memory.memory_allocated(device)
+    return memory.get_memory_info(device)[0] + cached >= 2 * size

@@ -1,6 +1,8 @@
 """What a GPU needs and a CPU does not show: held here on a machine without one."""
 
 import contextlib
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo import models as policy_module
 from grpo import tiny_model as warm_start
+from grpo.devices import is_nvidia
 from grpo.forward import CompletionModel
 from grpo.models import choose_dtype, own_device
 from grpo.sampling.decoders import cuda_graph
@@ -29,6 +32,13 @@ PROMPTS, COMPLETIONS = [[5, 6, 7], [8, 9]], [[3, 4, 5], [6, 7, 8]]
 def fake_gpu(monkeypatch, **functions):
     for name, function in ({"is_available": lambda: False} | functions).items():
         monkeypatch.setattr(torch.cuda, name, function)
+
+
+def fake_accelerator(monkeypatch, kind, chosen):
+    """One of a kind is there; which of them a process takes goes to the list `chosen`."""
+    found = lambda check_available: torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", found)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
 
 
 # --- cuDNN's attention ---------------------------------------------------------------
@@ -88,6 +98,30 @@ def test_no_path_runs_a_model_by_cudnns_attention(path, choices, tiny, tmp_path)
 
 
 # --- Which device, which dtype -------------------------------------------------------
+CUDA_ALONE = {"grpo/models.py", "grpo/sampling/decoders/cuda_graph.py"}  # a driver's error; graphs
+
+
+def test_what_torch_accelerator_has_is_not_asked_of_cuda():
+    root = Path(__file__).parent.parent
+    files = [*root.glob("*.py"), *root.glob("grpo/**/*.py"), *root.glob("benchmarks/*.py")]
+    named = re.compile(r"torch\.cuda\b|\bis_cuda\b|[\"']cuda[\"']")
+    found = {str(f.relative_to(root)) for f in files if named.search(f.read_text())}
+    assert found == CUDA_ALONE | {"grpo/devices.py"}
+
+
+def test_another_accelerator_is_taken_without_what_is_for_nvidia_alone(monkeypatch):
+    chosen = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    fake_accelerator(monkeypatch, "xpu", chosen)
+    assert own_device() == "xpu:1" and chosen == ["xpu:1"]
+    assert choose_dtype("auto", "xpu:1") == "bfloat16"
+    fake_accelerator(monkeypatch, "mps", chosen)
+    assert own_device() == "cpu"  # a Mac
+    assert is_nvidia(torch.device("cuda:0")) and not is_nvidia(torch.device("xpu"))
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert not is_nvidia(torch.device("cuda:0"))
+
+
 def test_a_gpu_that_torch_can_not_use_is_no_reason_to_train_on_the_cpu(monkeypatch, tmp_path):
     too_old = "The NVIDIA driver on your system is too old (found version 12020)."
 
@@ -135,8 +169,8 @@ def test_a_rank_loads_the_model_straight_to_its_gpu(tiny, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", recorded)
     placed = []
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: placed.append(device) or self)
-    there = {"is_available": lambda: True, "is_bf16_supported": lambda including_emulation: True}
-    fake_gpu(monkeypatch, set_device=placed.append, **there)
+    fake_accelerator(monkeypatch, "cuda", placed)
+    fake_gpu(monkeypatch, is_bf16_supported=lambda including_emulation: True)
     monkeypatch.setenv("LOCAL_RANK", "5")
     policy_module.load_model(str(tiny), "float32", 400)
     assert asked == [{"": "cuda:5"}] and placed[0] == "cuda:5"

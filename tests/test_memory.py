@@ -360,9 +360,9 @@ def test_a_gpu_is_read_phase_by_phase(monkeypatch, capsys):
         "max_memory_allocated": lambda: asked.append("read") or len(asked),
         "memory_reserved": lambda: 10,
         "max_memory_reserved": lambda: 12,
-        "mem_get_info": lambda: (70, 100),
+        "get_memory_info": lambda: (70, 100),
     }.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr(torch.accelerator, name, answer)
     shape = (32, 2, 4, 2, 64, 416, True, 0.0)
     monkeypatch.setitem(memory.MODELS, "tiny", shape)
     monkeypatch.setattr(memory, "make_engine", lambda constants, policy: Engine(policy))

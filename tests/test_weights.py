@@ -169,8 +169,8 @@ def test_a_stream_leaves_the_model_as_it_is_trained(end, monkeypatch):
 def test_a_gpu_without_room_for_a_second_copy_keeps_its_adapters(monkeypatch):
     model, cuda = with_adapters(tiny_model("qwen2")), SimpleNamespace(device=torch.device("cuda"))
     for name, value in {"memory_reserved": 50, "memory_allocated": 20}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+        monkeypatch.setattr(torch.accelerator, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (100, 1000))
     assert has_room(cuda, 65) and not has_room(cuda, 66)
     asked = []
     monkeypatch.setattr(weights, "has_room", lambda model, size: asked.append(size))

@@ -121,11 +121,12 @@ def need(phases):
 def room_on(model):
     """Returns the bytes that this process may use of the model's GPU: what it has, and what is
     free. 0 where the model's layers are not those that are computed here; None on a CPU."""
-    if model.device.type != "cuda":
+    if model.device.type == "cpu":
         return None
     if model.config.model_type not in MODEL_TYPES:
         return 0
-    return torch.cuda.mem_get_info(model.device)[0] + torch.cuda.memory_reserved(model.device)
+    free, _ = torch.accelerator.get_memory_info(model.device)
+    return free + torch.accelerator.memory_reserved(model.device)
 
 
 def usual(c):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from grpo.devices import release_memory
 from grpo.forward import CompletionModel
 from grpo.models import load_model, stop_ids
 from grpo.sampling.sampler import sample_groups, stream_groups
@@ -75,7 +76,7 @@ class Policy:
 
     def rest(self):
         """Gives back the device memory that sampling has left, while there is nothing to sample."""
-        torch.cuda.empty_cache()
+        release_memory()
 
     def load(self, tensors):
         """Loads another process's trained_weights. Raises ValueError if they do not fit."""

@@ -16,6 +16,7 @@ import tempfile
 import safetensors.torch
 import torch
 
+from grpo.devices import accelerator
 from grpo.sampling.policy import completion_text
 from grpo.sampling.sampler import Completion
 from grpo.weights import check_shapes, merge_adapters
@@ -60,10 +61,12 @@ class VLLMPolicy:
         with torch.device("meta"):  # names and shapes of what load() takes, without memory
             trained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         self.parameters = dict(trained.named_parameters())
-        self.gpu = torch.cuda.is_available()
+        self.gpu = accelerator() is not None
         budget = {"kv_cache_memory_bytes": int(memory * 1e9)}
         if self.gpu:
-            budget = {"gpu_memory_utilization": memory * 1e9 / torch.cuda.mem_get_info()[1]}
+            budget = {
+                "gpu_memory_utilization": memory * 1e9 / torch.accelerator.get_memory_info()[1]
+            }
         self.llm = LLM(
             model,
             dtype=dtype,
@@ -81,7 +84,7 @@ class VLLMPolicy:
             **budget,
         )
         self.llm.apply_model(functools.partial(mask_padding, vocab_size=vocab_size))
-        self.cuda_stream = current_stream() if self.gpu and not self.parallel else None
+        self.own_stream = current_stream() if self.gpu and not self.parallel else None
 
     def stream(self, take, *, group_size, max_rows, seed, longest_prompt=None, **settings):
         """Yields (key, completions) as sampler.stream_groups does, each group as soon as its last
@@ -91,8 +94,8 @@ class VLLMPolicy:
         within max_tokens, RuntimeError if the weights are broken."""
         engine, draw, keys = self.llm.llm_engine, random.Random(seed), {}  # keys by request
         self._wake()
-        if self.cuda_stream:  # else each new thread has a stream of its own, and memory for it
-            torch.cuda.set_stream(self.cuda_stream)
+        if self.own_stream:  # else each new thread has a stream of its own, and memory for it
+            torch.accelerator.set_stream(self.own_stream)
         try:
             while True:
                 room = (max_rows - engine.get_num_unfinished_requests()) // group_size
@@ -220,7 +223,7 @@ def set_environment():
 def check_device(memory, tensor_parallel, sleep):
     """Raises SystemExit with a sentence if the device does not offer these: VLLM_MEMORY_GB,
     TENSOR_PARALLEL, VLLM_SLEEP."""
-    gpus = torch.cuda.device_count()
+    gpus = torch.accelerator.device_count()
     if sleep and not gpus:
         raise SystemExit("VLLM_SLEEP = True needs a GPU: on a CPU vLLM has no memory to give back")
     if gpus and tensor_parallel > gpus:  # on a CPU vLLM shares out the cores
@@ -229,7 +232,7 @@ def check_device(memory, tensor_parallel, sleep):
             " (CUDA_VISIBLE_DEVICES)"
         )
     if gpus:
-        free, total = (size / 1e9 for size in torch.cuda.mem_get_info())
+        free, total = (size / 1e9 for size in torch.accelerator.get_memory_info())
         if memory > free:
             raise SystemExit(
                 f"VLLM_MEMORY_GB = {memory}, but of this GPU's {total:.1f} GB {free:.1f} are free:"

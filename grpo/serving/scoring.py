@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo.devices import accelerator, release_memory
 from grpo.forward import CompletionModel
 from grpo.models import load_model, load_tokenizer
 from grpo.packing import number_prompts, pack_by_tokens, whole_groups
@@ -49,7 +50,7 @@ def score_sequences(model, prompts, completions, *, budget, temperature, vocab_s
         if logps:
             yield dict(zip(batch, logps, strict=True))
         else:  # out here, where the error no longer holds the batch's tensors
-            torch.cuda.empty_cache()
+            release_memory()
             half = len(batch) // 2
             print(
                 f"out of memory: halving {len(batch)} sequences (lower SCORE_BATCH_TOKENS)",
@@ -85,8 +86,8 @@ def score_groups(store, stored, score, **limits):
     except Exception as error:  # noqa: BLE001 (printed, stored, raised in the trainer)
         failure = f"{type(error).__name__}: {error}"
         traceback.print_exc()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # raises if CUDA is broken for good: end, don't fail all
+        if accelerator():
+            torch.accelerator.synchronize()  # raises if it is broken for good: end, don't fail all
     if left and len(stored) == 1:
         store.failed(stored[0][0], failure)
         return

@@ -33,7 +33,7 @@ def stand_alone():
     # MASTER_PORT 0: the system picks a free one
     only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     os.environ.update(only | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
-    if (gpus := torch.cuda.device_count()) > 1:
+    if (gpus := torch.accelerator.device_count()) > 1:
         say(f"this process trains on one of {gpus} GPUs; `deepspeed` starts one on each")
 
 
@@ -61,7 +61,7 @@ def make_engine(c, policy):
     import deepspeed
 
     join_ranks(c.WAIT_LIMIT_SECONDS)
-    on_gpu = policy.model.device.type == "cuda"
+    on_gpu = policy.model.device.type != "cpu"
     if not on_gpu:
         threads = training_threads(c.CPU_THREADS)
         say(f"on a CPU: {threads} threads of each rank for forward and backward")

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from grpo.devices import accelerator
 from grpo.log import in_background, outlive_readers, say
 from grpo.sampling.rollout import TALLY, sampled_and_rewarded, tally
 from grpo.stop import stop
@@ -60,8 +61,8 @@ class Clock:
 # --- Sums over the ranks ------------------------------------------------------------
 def add_up(count, names):
     """Collective: returns the named counts, {name: sum over all ranks}."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sums = torch.tensor([float(count[name]) for name in names], dtype=torch.float64, device=device)
+    numbers = [float(count[name]) for name in names]
+    sums = torch.tensor(numbers, dtype=torch.float64, device=accelerator() or "cpu")
     dist.all_reduce(sums)
     return dict(zip(names, sums.tolist(), strict=True))
 

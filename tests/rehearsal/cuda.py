@@ -1,4 +1,5 @@
-"""torch.cuda as the pretended GPU has it: the device, streams, graphs, the process group."""
+"""torch.cuda and torch.accelerator as the pretended GPU has them: memory, streams, graphs, the
+process group."""
 
 import contextlib
 import os
@@ -104,10 +105,6 @@ TORCH_CUDA = {
     "is_bf16_supported": lambda *_, **__: True,
     # memory
     "mem_get_info": lambda *_: (MEMORY, MEMORY),
-    "memory_allocated": lambda *_: 0,
-    "max_memory_allocated": lambda *_: 0,
-    "reset_peak_memory_stats": nothing,
-    "empty_cache": nothing,
     "ipc_collect": nothing,
     "MemPool": lambda: SimpleNamespace(id=(0, 1)),
     # random numbers: a torch.Generator("cuda") draws them
@@ -116,7 +113,6 @@ TORCH_CUDA = {
     "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
     "set_rng_state": nothing,
     # streams
-    "synchronize": lambda *_: waited("synchronize"),
     "Stream": Stream,
     "Event": Stream,
     "stream": lambda stream: contextlib.nullcontext(),
@@ -124,6 +120,15 @@ TORCH_CUDA = {
     "default_stream": Stream,
     "CUDAGraph": CUDAGraph,
     "is_current_stream_capturing": lambda: Recording.current is not None,
+}
+BOTH = {  # of torch.cuda and torch.accelerator, whose other functions ask device.cpp
+    "memory_allocated": lambda *_: 0,
+    "memory_reserved": lambda *_: 0,
+    "max_memory_allocated": lambda *_: 0,
+    "max_memory_reserved": lambda *_: 0,
+    "reset_peak_memory_stats": nothing,
+    "empty_cache": nothing,
+    "synchronize": lambda *_: waited("synchronize"),
 }
 
 
@@ -162,8 +167,11 @@ def pretend():
     """Gives this process a GPU, for good. build.load() came before."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile() knows torch's own functions alone
     _device_constructors()  # a table of them, made before torch.tensor changes
-    for name, value in TORCH_CUDA.items():
+    for name, value in (TORCH_CUDA | BOTH).items():
         setattr(torch.cuda, name, value)
+    for name, value in BOTH.items():
+        setattr(torch.accelerator, name, value)
+    torch.accelerator.get_memory_info = torch.cuda.mem_get_info
     torch.cuda.nvtx._nvtx = SimpleNamespace(rangePushA=lambda _: 0, rangePop=int, markA=nothing)
     functional.scaled_dot_product_attention = kernels.attention
     torch._C._nn.scaled_dot_product_attention = kernels.attention

@@ -35,12 +35,13 @@ def test_a_constant_that_can_not_be_is_said(change, sentence):
 
 
 def test_what_the_device_does_not_offer_is_said(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     check_device(20.0, 2, sleep=False)  # a CPU's cores are shared out
     with pytest.raises(SystemExit, match="VLLM_SLEEP = True needs a GPU"):
         check_device(1.0, 1, sleep=True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(30e9), int(80e9)))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    sizes = int(30e9), int(80e9)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: sizes)
     check_device(30.0, 2, sleep=True)
     with pytest.raises(SystemExit, match="TENSOR_PARALLEL = 4 needs as many GPUs, and there are 2"):
         check_device(30.0, 4, sleep=True)
@@ -66,7 +67,7 @@ class FakeLLM:
 
 def a_policy(sleeps):
     policy = VLLMPolicy.__new__(VLLMPolicy)
-    policy.llm, policy.sleeps, policy.asleep, policy.cuda_stream = FakeLLM(), sleeps, False, None
+    policy.llm, policy.sleeps, policy.asleep, policy.own_stream = FakeLLM(), sleeps, False, None
     policy.gpu = False
     return policy
 

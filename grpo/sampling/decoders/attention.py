@@ -11,6 +11,7 @@ import functools
 
 import torch
 
+from grpo.devices import is_nvidia
 from grpo.log import say
 
 ALIGNED = 8  # a mask's row must begin at a multiple of 16 bytes: so many elements at most
@@ -32,7 +33,8 @@ def attend(query, keys, values, mask, scaling, softcap):
             # What scaled_dot_product_attention calls; only this returns the sums as well
             flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             return flash(query.contiguous(), keys, values, attn_mask=mask, scale=scaling)
-        if kernel_works(query.device, query.dtype, query.shape[-1]):
+        kind = query.device, query.dtype, query.shape[-1]
+        if is_nvidia(query.device) and kernel_works(*kind):
             return in_one_kernel(query, keys, values, mask, scaling)
     return in_pieces(query, keys, values, mask, scaling, softcap)
 
@@ -50,7 +52,7 @@ def in_one_kernel(query, keys, values, mask, scaling):
 
 def in_pieces(query, keys, values, mask, scaling, softcap):
     # A score of 30, rounded to bfloat16, is off by 0.1: float32, as in PyTorch's kernels
-    if query.device.type == "cuda" and query.dtype != torch.float32:
+    if is_nvidia(query.device) and query.dtype != torch.float32:
         flat = query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
         scores = torch.bmm(*flat, torch.float32).unflatten(0, query.shape[:2])
     else:

@@ -12,6 +12,7 @@ import functools
 
 import torch
 
+from grpo.devices import is_nvidia
 from grpo.sampling.decoders.llama import LlamaDecoder
 from grpo.sampling.decoders.shared_prompt import SharedDecoder
 
@@ -22,13 +23,13 @@ def can_record(model):
     """Returns whether nothing in a Llama's forward waits for the GPU, as dynamic RoPE does, which
     looks at the positions."""
     rope = getattr(model.model.rotary_emb, "rope_type", "default")
-    return model.device.type == "cuda" and rope in ("default", "linear", "yarn", "llama3")
+    return is_nvidia(model.device) and rope in ("default", "linear", "yarn", "llama3")
 
 
 def can_record_layers(model):
     """Returns whether transformers' layers take a token without waiting for the GPU: tried once,
     while PyTorch raises where the host waits."""
-    if model.device.type != "cuda":
+    if not is_nvidia(model.device):
         return False
     try:
         return never_waits(SharedDecoder(model, 2))

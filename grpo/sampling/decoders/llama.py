@@ -11,6 +11,7 @@ Symbols: S sequences, H hidden size, A query heads, K key-value heads, D width o
 import torch
 from torch.nn.functional import rms_norm
 
+from grpo.devices import is_nvidia
 from grpo.sampling.decoders.shared_prompt import SharedDecoder
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -59,7 +60,8 @@ def logits_of(head, hidden):
     """Returns logits (S, V'), on a GPU in float32 also for bfloat16 states: rounded to bfloat16, a
     logit of 20 is off by up to 0.06, and with it the log-prob that is trained on.
     (transformers' own layers give logits in the model's dtype.)"""
-    if not hidden.is_cuda or hidden.dtype == torch.float32 or type(head) is not torch.nn.Linear:
+    exact = is_nvidia(hidden.device) and hidden.dtype != torch.float32
+    if not exact or type(head) is not torch.nn.Linear:
         return head(hidden)
     logits = torch.bmm(hidden[None], head.weight.T[None], torch.float32)[0]
     return logits if head.bias is None else logits + head.bias
