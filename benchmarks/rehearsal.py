@@ -52,13 +52,14 @@ def decoding():
     from rehearsal.measured import EVEN, PADDED, decoder_cost, generate_cost, model_of
 
     from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
-    from grpo.sampling.decoders.cuda_graph import GraphedDecoder
+    from grpo.sampling.decoders.cuda_graph import GraphedDecoder, GraphedSharedDecoder
     from grpo.sampling.decoders.llama import LlamaDecoder
     from grpo.sampling.decoders.shared_prompt import SharedDecoder
 
     simple, own = [CachedDecoder, SharedDecoder], [LlamaDecoder, GraphedDecoder]
     kinds = {"qwen2": [PlainDecoder, *simple, *own], "llama": [*simple, *own]}
-    kinds |= {"qwen3": [*simple, *own], "gemma2 wide": simple, "gpt2": simple}
+    kinds |= {"qwen3": [*simple, *own], "gemma2 wide": [*simple, GraphedSharedDecoder]}
+    kinds |= {"opt": [*simple, GraphedSharedDecoder], "gpt2": simple}
     for family, decoders in kinds.items():
         models = [model_of(family, layers) for layers in LAYERS]
         for kind in decoders:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from rehearsal import kernels, rules
 from rehearsal.device import Device
-from rehearsal.events import Recording, launched, waited
+from rehearsal.events import Recording, SyncDebug, launched, waited
 
 MEMORY = 80 << 30  # bytes that it says it has
 tensor_of_torch, move_of_torch = torch.tensor, torch.nn.Module.to
@@ -107,6 +107,9 @@ TORCH_CUDA = {
     "mem_get_info": lambda *_: (MEMORY, MEMORY),
     "ipc_collect": nothing,
     "MemPool": lambda: SimpleNamespace(id=(0, 1)),
+    # what waits
+    "get_sync_debug_mode": lambda: SyncDebug.mode,
+    "set_sync_debug_mode": SyncDebug.set,
     # random numbers: a torch.Generator("cuda") draws them
     "manual_seed": nothing,
     "manual_seed_all": nothing,

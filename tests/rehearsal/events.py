@@ -9,6 +9,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 MACHINERY = {str(HERE / f"{name}.py") for name in ("events", "device", "kernels", "cuda")}
 BLOCKS = []  # the Counts of the blocks that run
+DEBUG_MODES = {"default": 0, "warn": 1, "error": 2}
 
 
 class Counts:
@@ -40,13 +41,25 @@ def launched(operation, kernels=1):
 
 def waited(reason, times=1):
     """The host waits for all that was launched. Raises RuntimeError while a graph records, as CUDA
-    does."""
+    does, and in the debug mode that finds waits; in which synchronize() may be called."""
     if Recording.current:
         raise RuntimeError(f"operation not permitted when stream is capturing: {reason}")
+    if SyncDebug.mode == DEBUG_MODES["error"] and reason != "synchronize":
+        raise RuntimeError(f"called a synchronizing CUDA operation: {reason}")
     if BLOCKS:
         place = f"{reason} at {source_line()}"
         for block in BLOCKS:
             block.waits[place] += times
+
+
+class SyncDebug:
+    """torch.cuda.get_sync_debug_mode and set_sync_debug_mode."""
+
+    mode = 0
+
+    @classmethod
+    def set(cls, mode):
+        cls.mode = DEBUG_MODES.get(mode, mode)
 
 
 def source_line():

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from gpu_kernels import efficient_attention
 from torch.nn import functional
 
 from rehearsal.events import Recording, launched
@@ -42,6 +43,7 @@ ONLY_CUDA |= {
     aten.bmm.dtype: functools.partial(product, torch.bmm),
     aten.mm.dtype: functools.partial(product, torch.mm),
     aten.addmm.dtype_out: product_onto,
+    aten._scaled_dot_product_efficient_attention.default: efficient_attention,
 }
 
 
