@@ -50,6 +50,7 @@ def decoder_of(kind, model, tokens):
 
 def per_token(tokens_drawn):
     """Returns the Cost of one more token; tokens_drawn(n) samples n."""
+    tokens_drawn(FEWER)  # trials of kernels, which come but once
     counts = []
     for tokens in (FEWER, MORE):
         with counted() as count:
