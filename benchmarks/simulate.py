@@ -235,8 +235,6 @@ offloading: what does not fit is left out.
     print_cards(c)
     print("## By part\n")
     print_job("Qwen2.5-3B", "A800", c)
-    print("The same with attention to a prompt and to the own tokens in one operation each:\n")
-    print_job("Qwen2.5-3B", "A800", changed(c, kernels=cost.KERNELS_FUSED))
     print("## What an error of the constants does\n\nSeconds of that step, computed.\n")
     print_sensitivity("Qwen2.5-3B", "A800", c)
     published.print_table()
