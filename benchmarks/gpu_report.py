@@ -7,7 +7,8 @@ Each part is a process of its own, with a time limit: one that fails or hangs is
 so, with the end of what it printed, and not the end of the report. Nothing is downloaded: models
 have the shapes of Qwen2.5 0.5B and 3B, and weights by which they count (counting.py), so that
 lengths of completions are known. Figures that are computed stand beside the measured ones. On a
-machine without a GPU the same parts run on the CPU with a model of 1M parameters: a rehearsal.
+machine without a GPU the same parts run on the CPU with a model of 1M parameters, fewer steps and a
+short demo: a rehearsal. tests/rehearsal/script.py runs a part on the pretended GPU.
 """
 
 import contextlib
@@ -37,7 +38,8 @@ MINUTES = 30  # of the whole report
 TAIL = 3000  # characters of what a part that failed has printed
 QWEN = ("Qwen2.5-0.5B", "Qwen2.5-3B")
 SIZES = QWEN if KIND == "gpu" else ("1M",)
-STEPS, SKIP = 8, 3  # of "a step of"; the first are not counted
+# Of "a step of": steps, those at first that are not counted, prompts of a step; and in a rehearsal
+PLAN, SHORT = (8, 3, 8), (3, 1, 2)
 
 PYTHON = [sys.executable]
 GPU_TESTS = ["tests/test_gpu.py", "tests/sampling/test_cuda_graph.py", "tests/test_loss_triton.py"]
@@ -137,7 +139,7 @@ def shape_of(size):
 def way_to_train(size, ranks):
     """-> the LORA_RANK with which trainer and server fit on one card, by memory.py's arithmetic.
     SystemExit if none does."""
-    if KIND == "cpu":
+    if size not in memory.MODELS:  # a rehearsal
         return 0
     room = torch.accelerator.get_memory_info()[1]
     server = memory.need(memory.server_phases(memory.sizes_of(size, 0), 256, 256))[0]
@@ -156,17 +158,17 @@ def serve(model, port, folder):
     ref_server.main()
 
 
-def train(model, port, folder, lora_rank):
+def train(model, port, folder, *numbers):
     import grpo_ref_split as trainer
     from benchmarks.end_to_end import Counting
 
     sys.modules["tasks.counting"] = Counting
     trainer.MODEL, trainer.RUN_DIR, trainer.TASK = model, f"{folder}/run", "counting"
     trainer.REF_SERVER = f"http://127.0.0.1:{port}"
-    trainer.REWARD_WEIGHTS, trainer.LORA_RANK = {"correctness": 1.0}, int(lora_rank)
+    trainer.REWARD_WEIGHTS = {"correctness": 1.0}
+    trainer.LORA_RANK, trainer.STEPS, trainer.PROMPTS_PER_STEP = map(int, numbers)
     trainer.MAX_PROMPT_TOKENS = trainer.MAX_COMPLETION_TOKENS = 256
-    trainer.PROMPTS_PER_STEP = 8  # 64 sequences: one rank's share of many
-    trainer.STEPS, trainer.EVAL_QUESTIONS, trainer.EVAL_STEPS = STEPS, 1, 10**6
+    trainer.EVAL_QUESTIONS, trainer.EVAL_STEPS = 1, 10**6
     trainer.SAVE_STEPS = 10**6
     trainer.main()
 
@@ -177,13 +179,16 @@ def step(size, ranks):
         print(f"this machine has {torch.accelerator.device_count()} GPU: not run")
         return
     lora_rank = way_to_train(size, ranks)
+    # With 8 prompts as many sequences as SAMPLE_BATCH: one rank's share of many
+    steps, skip, prompts = PLAN if size in memory.MODELS else SHORT
     with tempfile.TemporaryDirectory() as folder:
         model, port = f"{folder}/model", free_port()
         dtype = torch.bfloat16 if KIND == "gpu" else torch.float32
         build(shape_of(size)).to(dtype).save_pretrained(model)
         make_tokenizer().save_pretrained(model)
         server = [sys.executable, HERE, "--serve", model, port, folder]
-        command = [HERE, "--train", model, port, folder, str(lora_rank)]
+        command = [HERE, "--train", model, port, folder]
+        command += map(str, (lora_rank, steps, prompts))
         try:
             with trained(f"{folder}/", {"server": server}, command, ranks):
                 text = Path(folder, "run/metrics.jsonl").read_text()
@@ -191,10 +196,11 @@ def step(size, ranks):
             for log in Path(folder).glob("*.log"):
                 print(f"--- {log.name}\n{log.read_text()[-TAIL // 2 :]}")
             raise
-    records = [r for r in map(json.loads, text.splitlines()) if "loss" in r][SKIP:]
+    records = [r for r in map(json.loads, text.splitlines()) if "loss" in r][skip:]
     names = [n for n in records[0] if n.startswith("seconds")] + ["tokens_per_second", "skipped"]
     medians = [statistics.median(r.get(name, 0) for r in records) for name in names]
-    print(f"Medians of {len(records)} steps of 64 completions; {size}, ranks: {ranks},", end=" ")
+    print(f"Medians of {len(records)} steps of {8 * prompts} completions; {size},", end=" ")
+    print(f"ranks: {ranks},", end=" ")
     print(f"trained: {f'LoRA {lora_rank}' if lora_rank else 'all'}.")
     memory.table(names, [[f"{value:.3g}" for value in medians]])
 
@@ -214,6 +220,9 @@ def print_memory(size):
 
 if __name__ == "__main__":
     os.chdir(ROOT)
+    os.environ.setdefault("DEMO_RUN_DIR", "runs/gpu_report_demo")  # runs/demo may be someone's
+    if KIND == "cpu":
+        os.environ |= {"DEMO_STEPS": "10", "DEMO_WARM_STEPS": "200"} | os.environ
     match sys.argv[1:]:
         case ["--serve", *arguments]:
             serve(*arguments)
