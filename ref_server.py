@@ -23,7 +23,6 @@ import signal
 import sqlite3
 import sys
 import time
-from functools import partial
 from urllib.parse import quote
 
 # Before torch: see grpo_ref_split.py
@@ -89,20 +88,26 @@ def add_uploads(app, store, policies, pacing, live, reference):
         groups = [unpack_group(b, **reference.limits) for b in bodies]  # all valid, or none stored
         with store.transaction():  # or scoring would begin with a part of them
             answers = [take(*pair) for pair in zip(groups, bodies, strict=True)]
+        for group, answer in zip(groups, answers, strict=True):  # only now: a full store undoes all
+            if answer["stored"]:
+                count(group, dropped="dropped" in answer)
         return {"groups": answers} if several else answers[0]
 
     def take(group, body):
         """Stores a group; returns the answer to its client."""
-        run = policies.record(group.run) or {"oldest": 0, "scored": True}
+        record = policies.record(group.run) or {"oldest": 0, "scored": True}
         if policies.ended(group.run):
             return {"stored": store.refuse(group, "the run was over"), "dropped": True}
-        if group.policy_version < run["oldest"]:
+        if group.policy_version < record["oldest"]:
             return {"stored": store.refuse(group, "too old"), "dropped": True}
-        stored = store.put(group, body, "waiting" if run["scored"] else "scored")
-        if stored:
+        return {"stored": store.put(group, body, "waiting" if record["scored"] else "scored")}
+
+    def count(group, dropped):
+        if dropped:
+            store.count_dropped(group.run)
+        else:
             pacing.uploaded(group.sampler)
             live.uploaded(len(group.completion_ids))
-        return {"stored": stored}
 
 
 def add_training(app, store, policies, reference, lease_seconds, lease_wait):
@@ -131,7 +136,9 @@ def add_training(app, store, policies, reference, lease_seconds, lease_wait):
     def drop(run: str, ids: list, reason: str):
         return {"dropped": store.drop(run, [str(id) for id in ids], reason[:200])}
 
-    app.takes_json("/checkpoint")(store.cover)
+    @app.takes_json("/checkpoint")
+    def checkpoint(run: str, step: int):
+        store.cover(run, step)
 
     @app.takes_json("/resume")
     def resume(run: str, step: int):
@@ -155,7 +162,11 @@ def add_policies(app, policies, pacing, reference):
         policies.publish(record)
         return {"version": record["version"]}
 
-    app.takes_json("/work")(pacing.work)
+    @app.takes_json("/work")
+    def work(
+        worker: str, held: int, want: int, run: str, version: int, sha256: str, pulled: bool = False
+    ):
+        return pacing.work(worker, held, want, run, version, sha256, pulled)
 
     @app.get("/policy")
     def get_policy():
@@ -205,13 +216,12 @@ def add_views(app, store, policies, pacing, live, reference):
 def score_while(alive, store, reference):
     """Scores what is uploaded for as long as alive(), and prints how much once a minute."""
     said, total = time.monotonic(), 0
-    score = partial(reference.score, budget=SCORE_BATCH_TOKENS)
     while alive():
         reference.load_requested()
         # a few batches at a time; a token takes about 8 bytes
         groups = store.waiting(limit=64, patience=1, size=32 * SCORE_BATCH_TOKENS)
         try:
-            score_groups(store, groups, score, **reference.limits)
+            score_groups(store, groups, reference.score, **reference.limits)
             total += len(groups)
         except sqlite3.OperationalError as error:
             print(f"{STORE}: {error}; make room on its disk. Trying again", flush=True)
@@ -236,7 +246,10 @@ def main():
     load_tokenizer(MODEL)  # a wrong MODEL ends here, before there is a store
     store = Store(STORE, MAX_STORE_BYTES)
     policies = Policies(store, f"{STORE}.policies", MAX_POLICY_BYTES)
-    reference = Reference(store, policies.folder, MODEL, DTYPE, TEMPERATURE, SHARE_PROMPTS)
+    reference = Reference(
+        store, policies.folder, model=MODEL, dtype=DTYPE, temperature=TEMPERATURE,
+        budget=SCORE_BATCH_TOKENS, share_prompts=SHARE_PROMPTS,
+    )  # fmt: skip
     app = make_app(
         store, policies, reference, token=token, max_body_bytes=MAX_BODY_BYTES,
         lease_seconds=LEASE_SECONDS, lease_wait=LEASE_WAIT_SECONDS,

@@ -23,7 +23,7 @@ class RefServer:
 
     def __init__(self, url, wait_limit_seconds):
         self.url, self.limit = url.rstrip("/"), wait_limit_seconds
-        self.agreed = None  # a hash of the reference that check() accepted
+        self.agreed_hash = None  # of the reference that check() accepted
         self.info = {}  # /info's answer
         self.dropped = 0  # groups that were too old, counted by lease()
         self.session = requests.Session()
@@ -34,7 +34,7 @@ class RefServer:
     def copy(self):
         """Returns a second client of the same server, for another thread."""
         second = RefServer(self.url, self.limit)
-        second.agreed = self.agreed
+        second.agreed_hash = self.agreed_hash
         return second
 
     def call(
@@ -83,7 +83,7 @@ class RefServer:
                 f" it has {', '.join(wrong)}. Tokenizer, temperature and protocol must be the same"
                 " on both sides"
             )
-        self.agreed, self.info = info.get("facts"), info
+        self.agreed_hash, self.info = info.get("facts"), info
         return info
 
     # --- Groups -------------------------------------------------------------------
@@ -97,7 +97,7 @@ class RefServer:
         self.dropped += int(reply.headers.get("X-Dropped", 0))
         if reply.status_code == 204:
             return {}
-        if self.agreed and reply.headers.get("X-Facts") != self.agreed:
+        if self.agreed_hash and reply.headers.get("X-Facts") != self.agreed_hash:
             raise RuntimeError(f"{self.url} now serves another reference model or temperature")
         return unpack_bodies(reply.content, max_header_bytes=len(reply.content))
 
@@ -184,7 +184,7 @@ class RefServer:
     def set_reference(self, run, version):
         """Makes that policy the reference; version -1: the server's own model again."""
         reply = self.post("/reference", timeout=600, run=run, version=version)
-        self.agreed = reply.json()["facts"]
+        self.agreed_hash = reply.json()["facts"]
 
 
 def holds(path, record):

@@ -153,7 +153,7 @@ class InProcess(RefServer):
 
     def copy(self):
         second = InProcess(self.app, self.limit, self.after)
-        second.agreed = self.agreed
+        second.agreed_hash = self.agreed_hash
         return second
 
     def request(self, method, url, *, params=(), data=b"", json=None, headers=(), **_):

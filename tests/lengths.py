@@ -14,7 +14,7 @@ from grpo.sampling.policy import load_policy
 from grpo.sampling.recipe import Recipe
 from grpo.sampling.worker import run_worker
 from grpo.training.exchange import Inbox, take_workers_groups
-from grpo.training.publish import Publisher
+from grpo.training.publish import PolicySender
 
 MEAN, DEVIATION = (LOW + HIGH) / 2, ((HIGH - LOW + 1) ** 2 / 12) ** 0.5  # 160 and 56 tokens
 GROUP, PROMPT_TOKENS = 8, 12
@@ -66,9 +66,9 @@ def check_lengths(policy, server, folder, *, rows):
     trainer = load_policy(folder, tokenizer, "float32")
     capacity = PROMPTS_PER_STEP * (MAX_STALENESS - 1)  # as grpo.training.publish has it
     fixed = {"capacity": capacity, "scored": False}
-    publisher = Publisher(server.copy(), "run", recipe, trainer, **fixed)
-    publisher.publish(0, oldest=-MAX_STALENESS)
-    publisher.finish()
+    sender = PolicySender(server.copy(), "run", recipe, trainer, **fixed)
+    sender.send(0, oldest=-MAX_STALENESS)
+    sender.finish()
     worker = threading.Thread(target=run, args=(policy, server.copy(), recipe), daemon=True)
     worker.start()
     inbox, ages = Inbox(server.copy(), "run", 120), []
@@ -78,8 +78,8 @@ def check_lengths(policy, server, folder, *, rows):
         trained += [n for group in groups for n in group.completion_lengths.tolist()]
         ages += [step - group.policy_version for group in groups]
         inbox.server.ack("run", [group.id for group in groups], step)
-        publisher.publish(step + 1, oldest=oldest + 1)
-    publisher.finish()
+        sender.send(step + 1, oldest=oldest + 1)
+    sender.finish()
     server.end("run")
     worker.join()
     found = (

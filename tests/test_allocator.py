@@ -18,9 +18,7 @@ TELL = "import {}, torch; print(torch._C._accelerator_getAllocatorSettings())"
     ("script", "own", "settings"),
     [
         ("grpo_ref_split", {}, "expandable_segments:True"),
-        ("ref_server", {}, "expandable_segments:True"),
         ("ref_server", {NAMES[0]: "max_split_size_mb:99"}, "max_split_size_mb:99"),
-        ("ref_server", {NAMES[1]: "max_split_size_mb:99"}, "max_split_size_mb:99"),
     ],
 )
 def test_torch_starts_with_segments_that_grow_unless_the_user_chooses(script, own, settings):

@@ -171,7 +171,7 @@ def test_a_second_client_expects_the_same_reference(monkeypatch):
     monkeypatch.setenv("GRPO_TOKEN", "secret")
     server = Replies(blobs(a=b"1", headers="X-Facts: other\r\n"))
     first = RefServer(server.url + "/", 5)
-    first.agreed = "ours"
+    first.agreed_hash = "ours"
     second = first.copy()
     assert second.session is not first.session
     with pytest.raises(RuntimeError, match="another reference model"):

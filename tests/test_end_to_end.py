@@ -164,7 +164,8 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
         same = trained.get(name, trained.get(name.replace(".weight", ".base_layer.weight")))
         assert torch.equal(weight, same), name
     adapter = str(tmp_path / "adapter/step_000002")
-    settings = {"model": adapter, "dtype": "float32", "temperature": 1.0, "share_prompts": True}
+    settings = {"model": adapter, "dtype": "float32", "temperature": 1.0, "budget": 500}
+    settings["share_prompts"] = True
     with pytest.raises(SystemExit, match="is a LoRA adapter: merge it first"):
         load_policy(adapter, AutoTokenizer.from_pretrained(adapter), "float32")  # in the trainer
     with pytest.raises(SystemExit, match="is a LoRA adapter: merge it first"):

@@ -80,7 +80,8 @@ def prove(folder, _):
 
 def serve(folder, scratch):
     store = Store(scratch / "store.sqlite", 10**6)
-    settings = {"dtype": "float32", "temperature": 1.0, "share_prompts": True}
+    settings = {"dtype": "float32", "temperature": 1.0, "budget": 100}
+    settings["share_prompts"] = True
     reference = scoring.Reference(store, scratch, model=str(folder), **settings)
     limits = {"budget": 100, "temperature": 1.0, "vocab_size": 400}
     assert len(list(scoring.score_sequences(reference.model, PROMPTS, COMPLETIONS, **limits))) == 1

@@ -323,7 +323,7 @@ def test_nothing_is_asked_on_a_cpu_or_for_other_layers(
     device, model_type, said, monkeypatch, capsys
 ):
     """On a CPU "auto" is what was shipped before, and nothing is said."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", None)
     monkeypatch.setattr(training_memory, "gathered", lambda mine, _: [mine])
     c, policy = job(), policy_on(device)
     policy.model.config.model_type = model_type

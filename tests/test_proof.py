@@ -7,7 +7,7 @@ import torch
 from fakes import PROMPTS, Post, a_recipe, move, tiny_policy
 
 from grpo.proof import NOISE, check_proof, proof_of, sample_proof
-from grpo.training.publish import Publisher
+from grpo.training.publish import PolicySender
 from grpo.weights import trained_weights
 
 
@@ -73,10 +73,10 @@ def test_noise_of_published_sizes_is_no_other_policy(sd, passes, tiny):
 
 def test_the_text_of_the_proof_is_the_policys_own_and_sampled_once(tiny, monkeypatch):
     policy, post = tiny_policy(tiny), Post()
-    publisher = Publisher(post, "run", a_recipe(PROMPTS), policy, capacity=9, scored=True)
+    sender = PolicySender(post, "run", a_recipe(PROMPTS), policy, capacity=9, scored=True)
     for version in range(2):
-        publisher.publish(version, oldest=0)
-        publisher.finish()
+        sender.send(version, oldest=0)
+        sender.finish()
         move(policy.model, 0.02)
         monkeypatch.setattr(policy, "continuation", None)
     first, second = (record["proof"] for _, record in post.got)

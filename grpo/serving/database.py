@@ -10,10 +10,13 @@
 The store, the published policies and the page's curves have their tables in it.
 """
 
+import errno
 import os
 import sqlite3
 import threading
 from contextlib import contextmanager
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError: the disk is full
 
 
 class Database:
@@ -26,8 +29,8 @@ class Database:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self.changed = threading.Condition()  # the lock; notified after each transaction
-        self.execute, self.executemany = self.connection.execute, self.connection.executemany
-        self.executescript, self.close = self.connection.executescript, self.connection.close
+        self.execute, self.executescript = self.connection.execute, self.connection.executescript
+        self.close = self.connection.close
         self.execute("PRAGMA locking_mode=EXCLUSIVE")
         self.execute("PRAGMA page_size=32768")  # a body of 1 MB is 32 pages, not 256
         self.execute("PRAGMA secure_delete=OFF")  # Debian's overwrites what is deleted: slow
@@ -63,3 +66,11 @@ class Database:
         """Returns the first column of the first row; None if there is no row."""
         rows = self.rows(query, values)
         return rows[0][0] if rows else None
+
+
+def check_type(name, value, kind):
+    """Raises ValueError for a value of another type, or an integer that SQLite can't store."""
+    if type(value) is not kind:
+        raise ValueError(f"{name} must be of type {kind.__name__}")
+    if kind is int and not -(2**62) < value < 2**62:
+        raise ValueError(f"{name} is too large")

@@ -9,7 +9,6 @@ A route gets a complete body, or values of the types it names. A refusal is JSON
 sentence}; `explain` says which exception of a route becomes which status.
 """
 
-import errno
 import hmac
 import inspect
 import json
@@ -19,11 +18,10 @@ import sys
 import bottle
 import waitress
 
-from grpo.serving.policies import check_type
+from grpo.serving.database import NO_SPACE, check_type
 from grpo.serving.store import ScoringFailed, StoreFull
 
 READS = ("GET", "HEAD")  # requests that send nothing
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Gate(bottle.Bottle):
@@ -141,18 +139,16 @@ class Gate(bottle.Bottle):
 
 def listen(app, host, port, threads, max_body_bytes):
     """Returns the HTTP server; its run() serves."""
-    # inbuf_overflow and recv_bytes: bodies stay in memory and come in few reads (2.8x the uploads);
-    # outbuf_overflow: so do the answers to leases. Of clients that stall, 100 would shut out others
     try:
         return waitress.create_server(
             app,
             host=host,
             port=port,
             threads=threads,
-            inbuf_overflow=64 << 20,
-            outbuf_overflow=64 << 20,
-            recv_bytes=262_144,
-            connection_limit=1000,
+            inbuf_overflow=64 << 20,  # bodies stay in memory,
+            outbuf_overflow=64 << 20,  # and so do the answers to leases
+            recv_bytes=262_144,  # few reads: 2.8 times the uploads
+            connection_limit=1000,  # with 100, clients that stall would shut out others
             asyncore_use_poll=True,  # select() ends at 1024 files
             max_request_body_size=max_body_bytes + 1,  # refuses from this many bytes on
         )

@@ -18,10 +18,7 @@ class Pacing:
         self.store, self.policies, self.patience = store, policies, patience
         self.workers = {}  # name -> {"groups", "held", "version", "seen"}
 
-    def work(
-        self, worker: str, held: int, want: int, run: str, version: int, sha256: str,
-        pulled: bool = False,
-    ):  # fmt: skip
+    def work(self, worker, held, want, run, version, sha256, pulled=False):
         """Returns {"policy": record or None, "first": position, "count": n}: the newest policy, and
         what to sample (Policies.take_prompts); while there is a newer policy the count is 0.
 
@@ -61,9 +58,10 @@ class Pacing:
 
     def uploaded(self, worker):
         """Counts a stored group of the worker. It stays outstanding until the worker asks again."""
-        if worker in self.workers:
-            self.workers[worker]["groups"] += 1
-            self.workers[worker]["seen"] = time.monotonic()
+        with self.store.db.changed:
+            if worker in self.workers:
+                self.workers[worker]["groups"] += 1
+                self.workers[worker]["seen"] = time.monotonic()
 
     def stats(self):
         """Returns for each worker its groups uploaded and outstanding ("held"), the version of its

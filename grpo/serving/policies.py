@@ -14,6 +14,7 @@ import re
 import time
 from pathlib import Path
 
+from grpo.serving.database import check_type
 from grpo.wire import sha256_of
 
 RECORD = {  # what publish() takes, by type
@@ -81,7 +82,10 @@ class Policies:
         if sha256_of(draft) != record["sha256"]:
             raise ValueError("the policy was damaged on its way: its SHA-256 differs")
         draft.replace(path)
+        before = self.record(run)
         with self.db.transaction():
+            if before and record["scored"] and not before["scored"]:
+                self.store.rescore(run)  # KL_BETA was 0: they have no log-probs of the reference
             self.db.execute(
                 "INSERT INTO runs VALUES (:run, :record, 0, :now, 0) ON CONFLICT (run) DO UPDATE"
                 " SET record=:record, published=:now, ended=0",
@@ -138,11 +142,3 @@ def check_record(record):
         check_type(name, record.get(name), kind)
     if not re.fullmatch("[0-9a-f]{64}", record["sha256"]) or record["capacity"] < 1:
         raise ValueError("sha256 must be 64 hex digits, capacity 1 or more")
-
-
-def check_type(name, value, kind):
-    """Raises ValueError for a value of another type, or an integer that SQLite can't store."""
-    if type(value) is not kind:
-        raise ValueError(f"{name} must be of type {kind.__name__}")
-    if kind is int and not -(2**62) < value < 2**62:
-        raise ValueError(f"{name} is too large")

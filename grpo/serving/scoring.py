@@ -21,6 +21,7 @@ from grpo.devices import accelerator, release_memory
 from grpo.forward import CompletionModel
 from grpo.models import load_model, load_tokenizer
 from grpo.packing import number_prompts, pack_by_tokens, whole_groups
+from grpo.serving.database import NO_SPACE
 from grpo.weights import load_weights, merge_adapters
 from grpo.wire import PROTOCOL, pack_group, tokenizer_facts, unpack_group
 from grpo_loss_triton import linear_logps
@@ -120,8 +121,8 @@ class Reference:
     """The frozen model, and `info`, the answer to GET /info. POST /reference gives it the weights
     of a published policy, between two batches of groups; they outlast a restart of the server."""
 
-    def __init__(self, store, folder, model, dtype, temperature, share_prompts):
-        """`folder` is where a copy of the weights is kept."""
+    def __init__(self, store, folder, *, model, dtype, temperature, budget, share_prompts):
+        """`folder` is where a copy of the weights is kept; `budget` is SCORE_BATCH_TOKENS."""
         self.name, self.store = model, store
         facts = tokenizer_facts(load_tokenizer(model))
         loaded, dtype = load_model(model, dtype, facts["vocab_size"])
@@ -129,13 +130,17 @@ class Reference:
         self.limits = {"vocab_size": facts["vocab_size"]}  # of groups, for unpack_group
         self.limits["max_tokens"] = getattr(loaded.config, "max_position_embeddings", None)
         self.model = CompletionModel(loaded, share_prompts=share_prompts)
-        self.score = partial(  # called with prompts, completions, budget=...
-            score_sequences, self.model, temperature=temperature, vocab_size=facts["vocab_size"]
+        self.score = partial(
+            score_sequences,
+            self.model,
+            budget=budget,
+            temperature=temperature,
+            vocab_size=facts["vocab_size"],
         )
         for note in self.model.notes:
             print(note, flush=True)
-        self.facts = facts | {"protocol": PROTOCOL, "model": model, "dtype": dtype}
-        self.facts["temperature"] = temperature
+        self.fixed = facts | {"protocol": PROTOCOL, "model": model, "dtype": dtype}
+        self.fixed["temperature"] = temperature
         self.folder, self.requests = Path(folder), queue.Queue()
         weights = store.reference_weights()
         weights = weights if self._copy(weights).exists() else ""
@@ -168,7 +173,10 @@ class Reference:
                 done.set_result(None)
             except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
                 traceback.print_exc()
-                done.set_exception(ValueError(f"{name} can't be the reference: {error}"))
+                full = isinstance(error, OSError) and error.errno in NO_SPACE  # the client waits
+                done.set_exception(
+                    error if full else ValueError(f"{name} can't be the reference: {error}")
+                )
 
     def _copy(self, weights):
         """Returns the path of these weights' copy; its name contains no text from a client."""
@@ -177,7 +185,8 @@ class Reference:
 
     def _announce(self, weights):
         """Tells the store that these weights score now; returns their info."""
-        info = self.facts | {"weights": weights}
+        info = self.fixed | {"weights": weights}
+        # "facts" on the wire is a hash of the rest, which a lease repeats
         info["facts"] = hashlib.sha256(repr(sorted(info.items())).encode()).hexdigest()[:16]
         self.store.use_reference(info)  # what the former one scored is scored again
         return info
@@ -186,7 +195,7 @@ class Reference:
         tensors = safetensors.torch.load_file(path) if path else None
         if tensors is None or any(".lora_A." in name for name in tensors):
             # on the CPU: a GPU may have no room for a second model
-            dtype = getattr(torch, self.facts["dtype"])
+            dtype = getattr(torch, self.fixed["dtype"])
             own = AutoModelForCausalLM.from_pretrained(self.name, dtype=dtype)
             tensors = merge_adapters(own, tensors or {})
         load_weights(self.model.model, tensors)

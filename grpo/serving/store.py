@@ -137,10 +137,7 @@ class Store:
 
     def refuse(self, group, reason):
         """Stores an upload that comes too late, without its body; returns False for a repeat."""
-        with self.transaction():
-            new = self.put(group, b"", "dropped", reason)
-            self.unreported[group.run] += new
-        return new
+        return self.put(group, b"", "dropped", reason)
 
     # --- Scoring ------------------------------------------------------------------
     def waiting(self, limit, patience, size=float("inf")):
@@ -166,15 +163,19 @@ class Store:
         with self.transaction():
             self.move("fail", "seq=?", (seq,), error=error)
 
-    def use_reference(self, facts):
+    def use_reference(self, info):
         """Sends groups that another reference model (or temperature) scored back to be scored."""
-        facts = json.dumps(facts, sort_keys=True)
+        facts = json.dumps(info, sort_keys=True)
         with self.transaction():
             if self.db.rows("SELECT facts FROM reference") != [(facts,)]:
                 self.move("rescore")
                 self.db.execute("UPDATE groups SET was='waiting' WHERE was='scored'")
                 self.db.execute("DELETE FROM reference")
                 self.db.execute("INSERT INTO reference VALUES (?)", (facts,))
+
+    def rescore(self, run):
+        """Sends the run's groups back to be scored."""
+        self.move("rescore", "run=?", (run,))
 
     def reference_weights(self):
         """Returns the name of the weights that scored last; "" for the reference model's own."""
@@ -221,6 +222,11 @@ class Store:
             old = "run=? AND version<?"
             self.unreported[run] += self.move("expire", old, (run, oldest), error="too old")
 
+    def count_dropped(self, run):
+        """Counts an upload that came too late."""
+        with self.db.changed:
+            self.unreported[run] += 1
+
     def report_dropped(self, run):
         """Returns how many groups of the run were dropped as too old since the last call."""
         with self.db.changed:
@@ -232,7 +238,7 @@ class Store:
             return sum(self.move("drop", "run=? AND id=?", (run, id), error=reason) for id in ids)
 
     # --- Checkpoints --------------------------------------------------------------
-    def cover(self, run: str, step: int):
+    def cover(self, run, step):
         """A checkpoint after `step` updates is saved: the bodies that they used can go."""
         with self.transaction():
             self.move("cover", "run=? AND IFNULL(step, made)<?", (run, step))

@@ -74,8 +74,8 @@ def save(folder, policy, engine, stream, state, keep):
     files += save_part(Path(draft, "trainer"), engine, stream)
     sizes = gathered({str(path.relative_to(draft)): path.stat().st_size for path in files}, OTHERS)
     text = json.dumps(state | {"ranks": len(sizes), "files": sizes}, indent=1)
-    for turn in (rank > 0, rank == 0):
-        if leader and turn:
+    for last in (False, True):  # rank 0's folder, which alone has the model
+        if leader and (rank == 0) == last:
             Path(draft, "trainer", "state.json").write_text(text)
             draft.rename(final)
         meet(OTHERS)
@@ -106,7 +106,7 @@ def step_of(path):
 
 def saved_in(folder):
     """Returns the paths of a folder's checkpoints, complete or not, oldest first."""
-    return sorted(Path(folder).glob("step_*"), key=step_of)
+    return sorted((p for p in Path(folder).glob("step_*") if step_of(p) >= 0), key=step_of)
 
 
 # --- Find and load ------------------------------------------------------------------
@@ -119,7 +119,7 @@ def newest(folder):
     fault = None
     for name in reversed(gathered([path.name for path in saved_in(folder)], OTHERS)[0]):
         path = Path(folder, name)
-        states, faults = zip(*gathered(inspect(path), OTHERS), strict=True)
+        states, faults = zip(*gathered(examine(path), OTHERS), strict=True)
         if not any(faults):
             return path, states[0]
         fault = next(filter(None, faults))
@@ -133,15 +133,18 @@ def newest(folder):
     return None, None
 
 
-def inspect(path):
+def examine(path):
     """Returns (state, None) of a checkpoint where this rank finds its files; else (None, fault)."""
     rank, path = dist.get_rank(), path.absolute()
     try:
         state = json.loads(Path(path, "trainer", "state.json").read_text())
         if isinstance(state["files"], dict):
             raise TypeError(f"{path} has an earlier version's layout; MODEL may name it")
-        # Further ranks have no files: check_resumable refuses them
-        for name, size in dict(*state["files"][rank : rank + 1]).items():
+        files = state["files"]
+        mine = (
+            files[rank] if rank < len(files) else {}
+        )  # a further rank: check_resumable refuses it
+        for name, size in mine.items():
             if Path(path, name).stat().st_size != size:
                 raise ValueError(f"{path / name} should have {size} bytes")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -258,26 +261,33 @@ def run_of(folder, constants, server):
     or task. SystemExit if another rank finds another run."""
     path, metrics = Path(folder, "run.json"), Path(folder, "metrics.jsonl")
     found = json.loads(path.read_text()) if path.exists() else {}
-    begun = bool(saved_in(folder)) or metrics.exists() and metrics.stat().st_size > 0
+    begun = bool(saved_in(folder)) or (metrics.exists() and metrics.stat().st_size > 0)
     new = f"{path.parent.name}-{uuid.uuid4().hex[:8]}"
     ranks = gathered((found.get("run"), socket.gethostname(), found, begun, new), OTHERS)
-    ours, host, found, begun, new = ranks[0]
-    for rank, (other, there, *_) in enumerate(ranks):
-        if other and other != ours:
-            raise SystemExit(
-                f"RUN_DIR = {folder!r} of rank {rank}, on {there}, holds the run {other}, and rank"
-                f" 0's, on {host}, {'another' if ours else 'none'}: start each rank on the machine"
-                " that it was on, or choose another RUN_DIR"
-            )
+    check_one_run(folder, [(run, host) for run, host, *_ in ranks])
+    run, _, found, begun, new = ranks[0]  # rank 0 decides
     if not found:
         return new, {}
     others = differing(found["constants"], constants, (*SAME, "TASK"))
     if begun or not others:
-        return ours, found["constants"]
-    say(f"the run {ours} ended without a step: with another {others[0]} a new one begins")
+        return run, found["constants"]
+    say(f"the run {run} ended without a step: with another {others[0]} a new one begins")
     if server and dist.get_rank() == 0:
-        server.end(ours)  # the server may forget that run's groups
+        server.end(run)  # the server may forget that run's groups
     return new, {}
+
+
+def check_one_run(folder, ranks):
+    """Raises SystemExit if a rank's RUN_DIR holds another run than rank 0's; `ranks` are pairs of
+    a run, or None, and a machine's name."""
+    (ours, host), *_ = ranks
+    for rank, (run, there) in enumerate(ranks):
+        if run and run != ours:
+            raise SystemExit(
+                f"RUN_DIR = {folder!r} of rank {rank}, on {there}, holds the run {run}, and rank"
+                f" 0's, on {host}, {'another' if ours else 'none'}: start each rank on the machine"
+                " that it was on, or choose another RUN_DIR"
+            )
 
 
 def write_run(folder, run, constants):

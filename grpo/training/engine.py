@@ -120,14 +120,14 @@ def take_step(engine):
     return float(engine.get_global_grad_norm())
 
 
-def training_threads(cpu_threads):
-    """Returns a rank's CPU threads for forward and backward: `cpu_threads`, or if that is 0 the
-    machine's cores over its ranks, as a server on the same machine scores little meanwhile."""
+def training_threads(asked):
+    """Returns a rank's CPU threads for forward and backward: `asked`, or if that is 0 its share of
+    the machine's cores. None is left to a server on it, which scores little meanwhile."""
     # deepspeed's name, or torchrun's: with all cores for each rank a step takes twice the time
     ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
-    mine, launchers = (len(os.sched_getaffinity(pid)) for pid in (0, os.getppid()))
-    bound = mine < launchers  # deepspeed --bind_cores_to_rank: they are this rank's alone
-    return cpu_threads or (mine if bound else max(1, mine // ranks))
+    own, launcher = len(os.sched_getaffinity(0)), len(os.sched_getaffinity(os.getppid()))
+    bound = own < launcher  # deepspeed --bind_cores_to_rank: they are this rank's alone
+    return asked or (own if bound else max(1, own // ranks))
 
 
 @contextlib.contextmanager

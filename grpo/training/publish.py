@@ -16,7 +16,7 @@ from grpo.proof import proof_of, sample_proof
 from grpo.weights import trained_weights
 
 
-class Publisher:
+class PolicySender:
     """Sends the policy to the server in a thread, while training continues."""
 
     def __init__(self, server, run, recipe, policy, *, capacity, scored):
@@ -25,16 +25,16 @@ class Publisher:
         self.server, self.recipe, self.policy = server, recipe, policy
         self.record = {"run": run, "capacity": capacity, "scored": scored}
         self.record["settings"] = recipe.settings()
-        self.text = None  # of the proof: sampled once, as that takes as long as a completion
+        self.proof_ids = None  # (prompt, completion), sampled once: it takes as long as that
         self.folder = tempfile.TemporaryDirectory(prefix="grpo-policy-")
         self.thread = self.error = None
 
-    def publish(self, version, oldest):
+    def send(self, version, oldest):
         """Begins to send the weights as they are now; workers may sample with this policy and with
         older ones down to version `oldest`. Finishes the previous policy first."""
         self.finish()
-        self.text = self.text or sample_proof(self.policy, self.recipe)
-        proof = proof_of(self.policy, *self.text)
+        self.proof_ids = self.proof_ids or sample_proof(self.policy, self.recipe)
+        proof = proof_of(self.policy, *self.proof_ids)
         record = self.record | {"version": version, "oldest": oldest, "proof": proof}
         self.thread = in_background(self._send, trained_weights(self.policy.model), record)
 
@@ -79,11 +79,11 @@ class Publishing:
     def __init__(self, c, policy, recipe, inbox):
         self.c, self.inbox = c, inbox
         self.published = None  # the step of the newest published policy
-        self.publisher = None
+        self.sender = None
         if inbox and (c.PUBLISH_STEPS or c.REFERENCE_REFRESH_STEPS):
             # Any group beyond these would be older than MAX_STALENESS before it is trained
             rollouts = max(1, (c.MAX_STALENESS - c.PUBLISH_STEPS) // c.UPDATES_PER_ROLLOUT)
-            self.publisher = Publisher(
+            self.sender = PolicySender(
                 inbox.server.copy(),
                 inbox.run,
                 recipe,
@@ -100,7 +100,7 @@ class Publishing:
         server = self.inbox.server
         if self.c.PUBLISH_STEPS:
             self._publish(progress.step)
-            self.publisher.finish()  # groups sampled before it has arrived would be too old
+            self.sender.finish()  # groups sampled before it has arrived would be too old
         action = reference_at_start(
             progress,
             refreshes=bool(self.c.REFERENCE_REFRESH_STEPS),
@@ -121,7 +121,7 @@ class Publishing:
     def publish_if_due(self, progress, before, clock):
         """Publishes the policy for workers, if that is due since step `before`."""
         with clock.part("publish"):
-            if self.publisher and progress.passed(self.c.PUBLISH_STEPS, before):
+            if self.sender and progress.passed(self.c.PUBLISH_STEPS, before):
                 self._publish(progress.step)
 
     def refresh_if_due(self, progress, before, save):
@@ -130,22 +130,22 @@ class Publishing:
         if progress.passed(self.c.REFERENCE_REFRESH_STEPS, before):
             progress.reference = progress.step
             save()
-            if self.publisher:
+            if self.sender:
                 self._refresh(progress.step)
 
     def finish(self):
         """Waits until the published policy has arrived."""
-        if self.publisher:
-            self.publisher.finish()
+        if self.sender:
+            self.sender.finish()
 
     def _publish(self, step):
-        self.publisher.publish(step, oldest=step - self.c.MAX_STALENESS)
+        self.sender.send(step, oldest=step - self.c.MAX_STALENESS)
         self.published = step
 
     def _refresh(self, step):
         if self.published != step:
             self._publish(step)
-        self.publisher.finish()
+        self.sender.finish()
         self.inbox.server.set_reference(self.inbox.run, step)
         self.inbox.forget_groups()
         say(f"the policy of step {step} is now the reference")

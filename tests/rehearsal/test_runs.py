@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -77,7 +76,8 @@ def server_on_the_gpu(model, folder, monkeypatch):
     """Makes the trainer call the server's routes in this process, where what it uploads is scored
     at once; -> the store."""
     store = Store(folder / "store.sqlite", 10**7)
-    settings = {"dtype": "auto", "temperature": 1.0, "share_prompts": True}
+    settings = {"dtype": "auto", "temperature": 1.0, "budget": 256}
+    settings["share_prompts"] = True
     reference = Reference(store, folder, model=str(model), **settings)
     policies = Policies(store, folder / "policies", 10**7)
     limits = {"token": None, "max_body_bytes": 10**7, "lease_seconds": 60, "lease_wait": 0}
@@ -85,7 +85,7 @@ def server_on_the_gpu(model, folder, monkeypatch):
 
     def score():
         if waiting := store.waiting(99, 0):
-            score_groups(store, waiting, partial(reference.score, budget=256), **reference.limits)
+            score_groups(store, waiting, reference.score, **reference.limits)
 
     client = functools.cache(lambda url, limit: InProcess(app, limit, after=score))
     monkeypatch.setattr(start, "RefServer", client)
@@ -151,7 +151,7 @@ def test_auto_fills_the_gpu_and_a_run_that_resumes_says_what_has_changed(
     assert "other constants: STEPS 1 -> 2\n" in out
 
     small = int(1.7 * 2**30)  # the allowance for CUDA itself is most of it
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (small, 2 * small))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda *_: (small, 2 * small))
     steps = main(STEPS=3, **auto)
     assert not any(r["skipped"] for r in steps) and len(steps) == 3
     out = capfd.readouterr().out

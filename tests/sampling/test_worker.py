@@ -23,7 +23,7 @@ from grpo import stop as stop_module
 from grpo.sampling import worker
 from grpo.sampling.rollout import Stream, tally_of
 from grpo.sampling.sampler import Completion
-from grpo.training.publish import Publisher
+from grpo.training.publish import PolicySender
 from grpo.wire import unpack_bodies, unpack_group
 
 
@@ -347,15 +347,15 @@ def test_a_worker_and_the_hub_get_along(hub_server, tmp_path, no_pause):
 
 
 def test_a_real_policy_reaches_a_worker_and_is_what_it_samples(tiny, hub_server):
-    """Publisher, hub, download, load and proof, with models: the worker's log-probs are those of
+    """PolicySender, hub, download, load and proof, with models: the worker's log-probs are those of
     the trainer's policy, plainly computed."""
     trainer, engine = tiny_policy(tiny, drift=0.02), tiny_policy(tiny)
     task = SimpleNamespace(rewards=lambda item, text: {"correctness": len(text) % 2, "format": 1.0})
     recipe = a_recipe(PROMPTS, task=task, group_size=4, sample_batch=8, skip_flat_groups=False)
     fixed = {"capacity": 3, "scored": False}
-    publisher = Publisher(hub_server.copy(), "run", recipe, trainer, **fixed)
-    publisher.publish(6, oldest=2)
-    publisher.finish()
+    sender = PolicySender(hub_server.copy(), "run", recipe, trainer, **fixed)
+    sender.send(6, oldest=2)
+    sender.finish()
     with pytest.raises(RuntimeError, match="as many groups wait"):
         worker.run_worker(engine, hub_server, recipe, "me")
     bodies = hub_server.store.lease("run", 9, seconds=60, patience=0)

@@ -4,11 +4,24 @@ import json
 from urllib.parse import urlencode
 
 import pytest
-from helpers import MAX_POLICY, WEIGHTS, ask, call, files, publish, record_of, refused
+from helpers import (
+    MAX_POLICY,
+    WEIGHTS,
+    ask,
+    call,
+    files,
+    make_group,
+    mark_scored,
+    publish,
+    put,
+    record_of,
+    refused,
+)
 
 from grpo.serving.pacing import Pacing
 from grpo.serving.policies import RECORD, Policies
 from grpo.serving.store import Store
+from grpo.wire import pack_bodies, pack_group
 
 
 # --- Policies: up ------------------------------------------------------------------
@@ -37,6 +50,33 @@ def test_a_policy_goes_up_in_parts_and_is_there_when_all_have_come(app, policies
     assert get_policy(app)[::2] == (200, WEIGHTS)
     assert policies.record() == policies.record("run") == record_of()
     assert len(files(policies)) == 1  # no part is left
+
+
+def test_what_a_full_store_undoes_is_not_counted(app, policies, store):
+    """A client repeats such a request twice a second."""
+    publish(policies, 5, oldest=5)
+    old, new = (pack_group(make_group(id=f"v{v}", policy_version=v)) for v in (1, 5))
+    data = b"".join(pack_bodies({"v1": old, "v5": new}))
+    store.max_bytes = len(new) - 1
+    assert call(app, "POST", "/upload", data, QUERY_STRING="several=1")[0] == 503
+    assert store.report_dropped("run") == 0
+    store.max_bytes = 10**6
+    assert call(app, "POST", "/upload", data, QUERY_STRING="several=1")[0] == 200
+    assert store.report_dropped("run") == 1
+
+
+def test_groups_without_a_reference_are_scored_once_the_run_has_one(policies, store):
+    """Else they come without the log-probs that a run with KL_BETA waits for."""
+    publish(policies, 0, scored=False)
+    put(store, 0)
+    mark_scored(store)
+    publish(policies, 1, scored=False)
+    assert store.stats()["scored"] == 1
+    publish(policies, 2, scored=True)
+    assert store.stats()["waiting"] == 1
+    mark_scored(store)
+    publish(policies, 3, scored=True)
+    assert store.stats()["scored"] == 1
 
 
 def test_an_upload_that_broke_off_begins_again(app):

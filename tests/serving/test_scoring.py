@@ -1,5 +1,7 @@
 """Scoring: plain log-probs however they are batched; a reference that is refreshed."""
 
+import errno
+import shutil
 import sqlite3
 import sys
 import time
@@ -207,7 +209,8 @@ def test_what_the_model_can_not_score_is_failed(store, model, kind):
 def reference(store, tiny, tmp_path):
     """-> reference(): the Reference around the store, as after a start of the server."""
     (tmp_path / "policies").mkdir()
-    settings = {"model": str(tiny), "dtype": "float32", "temperature": 1.0, "share_prompts": True}
+    settings = {"model": str(tiny), "dtype": "float32", "temperature": 1.0, "budget": 500}
+    settings["share_prompts"] = True
     return lambda: Reference(store, tmp_path / "policies", **settings)
 
 
@@ -281,6 +284,25 @@ def test_a_kill_before_the_store_knows_the_new_reference_leaves_the_former(
         ours.load_requested()
     again = reference()
     assert again.info == before and torch.equal(scores_of(again), scores)
+
+
+def test_a_full_disk_refuses_a_reference_until_there_is_room(
+    store, reference, tiny, tmp_path, monkeypatch
+):
+    moved_policy(tiny, tmp_path / "policy")
+    ours = reference()
+    before, scores = dict(ours.info), scores_of(ours)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copy", full)
+        with pytest.raises(OSError, match="No space"):  # a 503, and the client tries again
+            replace(ours, tmp_path / "policy", "run@1")
+    assert ours.info == before and torch.equal(scores_of(ours), scores)
+    replace(ours, tmp_path / "policy", "run@1")
+    assert ours.info["weights"] == "run@1"
 
 
 def test_what_can_not_be_the_reference_leaves_it_as_it_was(store, reference, tiny, tmp_path):

@@ -1,6 +1,7 @@
 """Signals, ranks that are not heard of, launchers that are gone."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -118,6 +119,12 @@ def test_a_rank_that_is_not_heard_from_is_named_and_ends_the_others(left, monkey
     assert (
         55 <= len(said) <= 61 and "waiting for rank 2, which was not heard from for 10 s" in said[0]
     )
+
+
+def test_a_clock_that_is_set_ends_no_rank(monkeypatch):
+    before = liveness.identity(os.getpid())
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 0.0)  # it follows the clock
+    assert liveness.identity(os.getpid()) == before
 
 
 def test_a_rank_that_never_came_counts_too(left, monkeypatch):

@@ -11,12 +11,12 @@ from grpo.training import publish as publish_module
 from grpo.training.checkpoint import Progress
 from grpo.training.exchange import Inbox
 from grpo.training.metrics import Clock
-from grpo.training.publish import Publisher, Publishing, reference_at_start
+from grpo.training.publish import PolicySender, Publishing, reference_at_start
 from grpo.weights import trained_weights
 
 # --- Publishing --------------------------------------------------------------------
 ARRIVED = ("finish",)
-FIRST = [("publish", 0, -4), ARRIVED]  # before anything is sampled
+FIRST = [("send", 0, -4), ARRIVED]  # before anything is sampled
 
 
 class Record(list):
@@ -35,10 +35,10 @@ def refer(step):
 
 def a_publishing(monkeypatch, *, publish, refresh, there="", rank=0):
     """-> Publishing every so many steps, at a server whose reference is `there`; and a Record of
-    what it calls of that, and of a Publisher."""
+    what it calls of that, and of a PolicySender."""
     calls = Record()
     calls.info, calls.url = {"weights": there, "model": "ours"}, "http://server"
-    monkeypatch.setattr(publish_module, "Publisher", lambda *_, **__: calls)
+    monkeypatch.setattr(publish_module, "PolicySender", lambda *_, **__: calls)
     steps = {"PUBLISH_STEPS": publish, "REFERENCE_REFRESH_STEPS": refresh, "MAX_STALENESS": 4}
     steps |= {"UPDATES_PER_ROLLOUT": 1, "PROMPTS_PER_STEP": 3, "KL_BETA": 0.04}
     constants = SimpleNamespace(**steps, MODEL="ours", RUN_DIR="runs/a")
@@ -51,11 +51,11 @@ def a_publishing(monkeypatch, *, publish, refresh, there="", rank=0):
 @pytest.mark.parametrize(
     ("publish", "refresh", "expected"),
     [
-        (1, 0, [*FIRST, ("publish", 2, -2), ("publish", 4, 0), ("publish", 6, 2)]),
-        (3, 0, [*FIRST, ("publish", 4, 0), ("publish", 6, 2)]),
+        (1, 0, [*FIRST, ("send", 2, -2), ("send", 4, 0), ("send", 6, 2)]),
+        (3, 0, [*FIRST, ("send", 4, 0), ("send", 6, 2)]),
         # at the start they are the same anyway, but may be of different shape
-        (0, 4, [*FIRST, refer(0), ("save", 4), ("publish", 4, 0), ARRIVED, refer(4)]),
-        (4, 4, [*FIRST, ARRIVED, refer(0), ("publish", 4, 0), ("save", 4), ARRIVED, refer(4)]),
+        (0, 4, [*FIRST, refer(0), ("save", 4), ("send", 4, 0), ARRIVED, refer(4)]),
+        (4, 4, [*FIRST, ARRIVED, refer(0), ("send", 4, 0), ("save", 4), ARRIVED, refer(4)]),
     ],
 )
 def test_the_policy_is_published_when_its_steps_are_passed(
@@ -88,7 +88,7 @@ def test_other_ranks_publish_nothing_and_save_with_the_first(monkeypatch, alone)
     ("there", "reference", "expected"),
     [
         ("run@4", 4, []),  # as it was left
-        ("run@4", 6, [("publish", 6, 2), ARRIVED, refer(6)]),
+        ("run@4", 6, [("send", 6, 2), ARRIVED, refer(6)]),
         ("run@4", 0, [refer(-1)]),  # the server's own model
         ("", 4, SystemExit),  # the server's files are gone, and the run's checkpoint has no step 4
     ],
@@ -126,20 +126,20 @@ def test_what_becomes_of_the_reference_at_the_start(
     assert reference_at_start(progress, **settings) == expected
 
 
-# --- Publisher ---------------------------------------------------------------------
+# --- PolicySender ---------------------------------------------------------------------
 def test_what_is_published_is_the_policy_as_it_was(tiny):
     """The trainer's next step changes the weights while they are on their way."""
     policy, post = tiny_policy(tiny), Post()
     recipe = a_recipe(PROMPTS)
-    publisher = Publisher(post, "run", recipe, policy, capacity=9, scored=True)
+    sender = PolicySender(post, "run", recipe, policy, capacity=9, scored=True)
     before = trained_weights(policy.model)
     post.ready.clear()
-    publisher.publish(3, oldest=-1)
+    sender.send(3, oldest=-1)
     move(policy.model, 0.05)
     assert post.got == []  # training has gone on meanwhile
     post.ready.set()
-    publisher.publish(4, oldest=0)
-    publisher.finish()
+    sender.send(4, oldest=0)
+    sender.finish()
     (first, record), (second, later) = post.got
     assert first.keys() == before.keys()
     assert all(torch.equal(first[name], before[name]) for name in before)
@@ -162,21 +162,21 @@ def test_what_is_published_is_the_policy_as_it_was(tiny):
 
 def test_a_policy_that_could_not_be_sent_ends_the_run(tiny):
     post = Post()
-    publisher = Publisher(
+    sender = PolicySender(
         post, "run", a_recipe(PROMPTS), tiny_policy(tiny), capacity=9, scored=True
     )
-    publisher.finish()  # nothing was begun
+    sender.finish()  # nothing was begun
     post.error = RuntimeError("refused (400): SHA-256 differs")
-    publisher.publish(0, oldest=0)
+    sender.send(0, oldest=0)
     with pytest.raises(RuntimeError, match="SHA-256 differs"):
-        publisher.publish(1, oldest=0)
+        sender.send(1, oldest=0)
     with pytest.raises(RuntimeError, match="SHA-256 differs"):
-        publisher.finish()
+        sender.finish()
 
 
 def test_a_lora_policy_sends_its_adapters_alone(tiny):
     policy, post = tiny_policy(tiny, lora_rank=2), Post()
-    publisher = Publisher(post, "run", a_recipe(PROMPTS), policy, capacity=9, scored=True)
-    publisher.publish(0, oldest=0)
-    publisher.finish()
+    sender = PolicySender(post, "run", a_recipe(PROMPTS), policy, capacity=9, scored=True)
+    sender.send(0, oldest=0)
+    sender.finish()
     assert all(".lora_" in name for name in post.got[0][0]) and len(post.got[0][0]) == 28
