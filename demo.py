@@ -78,8 +78,8 @@ def train(port, seed, rewards):
         make_group, draw = trainer.make_group, random.Random(seed)
 
         def make_shuffled_group(sampled, **names):
-            prompt, completions, rewards = sampled
-            return make_group((prompt, completions, draw.sample(rewards, len(rewards))), **names)
+            prompt, completions, given = sampled
+            return make_group((prompt, completions, draw.sample(given, len(given))), **names)
 
         trainer.make_group = make_shuffled_group
     trainer.main()

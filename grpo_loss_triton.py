@@ -206,8 +206,7 @@ class Rows:
         if not 0 < self.vocab_size <= self.width:
             raise ValueError(f"vocab_size = {vocab_size}, but there are {self.width} logits")
         self.ids = ids.contiguous()
-        self.temperature = temperature
-        self.in_triton = in_triton
+        self.temperature, self.in_triton = temperature, in_triton
         self.given = given or LossArguments()
         self.stats = {}  # policy_loss's
         self.exact = torch.promote_types(hidden.dtype, torch.float32)

@@ -40,7 +40,7 @@ SMALL = 2e-6  # any other kernel of a recorded graph: assumed, from 1.5 to 2.5
 NODE = 5e-6  # to record one kernel, beside its launch: assumed
 FUSED_KERNELS = 12  # of a layer of vLLM, all of them large
 LARGE_KERNELS = 9  # of ours: seven projections, attention to the prompt's keys and to the others
-# Counted on a pretended GPU (results/rehearsal.md, at 76a89f4): a + b L
+# Counted on a pretended GPU (results/rehearsal.md, at 606e125): a + b L
 OUTSIDE, KERNELS = 19, 31  # kernels of the recorded graph: a, b
 EAGER = 38  # LlamaDecoder's a, of launches; its b is the graph's
 GENERATE = (65, 40)  # transformers' generate
