@@ -135,8 +135,10 @@ def test_a_run_saves_its_last_step_also_where_nobody_reads_its_output_any_more(t
     """As with `| tee log`, which the same Ctrl-C ends."""
     changes = {"KL_BETA": 0, "SAVE_STEPS": 10**6, "STEPS": 10**6, "EVAL_STEPS": 10**6}
     preset = preset_of(tiny, "http://127.0.0.1:9", tmp_path / "run", **changes)
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command_of("grpo_ref_split", preset), **output) as process:
+    # What a script starts with an & ignores Ctrl-C, and so would what these tests start
+    settings = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command_of("grpo_ref_split", preset), **settings) as process:
         try:
             wait_for_step(tmp_path / "run", 3, process, os.devnull)
             process.stdout.close()
