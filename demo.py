@@ -75,13 +75,14 @@ def train(port, seed, rewards):
     trainer.DTYPE = "float32"  # a tiny model, on a GPU too
     trainer.EVAL_STEPS = 40
     if rewards == "shuffled":  # metrics still come from the true rewards, advantages do not
-        make_group, draw = trainer.make_group, random.Random(seed)
+        rollout, draw = trainer.rollout, random.Random(seed)
+        make_group = rollout.make_group
 
         def make_shuffled_group(sampled, **names):
             prompt, completions, given = sampled
             return make_group((prompt, completions, draw.sample(given, len(given))), **names)
 
-        trainer.make_group = make_shuffled_group
+        rollout.make_group = make_shuffled_group
     trainer.main()
 
 

@@ -13,20 +13,21 @@ called by all ranks together, or they hang; each such call is marked.
 GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completion's advantage is its
 reward, centred and scaled within the G completions of its prompt. Where we deviate from the paper:
   - every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch;
-  - old log-probs are the first update's own, which costs no extra forward and makes its ratio
-    exactly 1; off-policy (groups of workers, whose policy is older) they are the sampler's;
+  - on-policy the rollout's first update takes its own log-probs as the old ones: no extra forward,
+    a ratio of exactly 1. Off-policy (workers' groups, of an older policy) they are the sampler's;
   - flat groups, whose completions all earn the same OUTCOME (all right, or all wrong), have nothing
     to compare: they are skipped, and others sampled in their place (DAPO, 2503.14476, sec. 3.2).
 
 A completion's token has four log-probs: the policy's own, which alone has a gradient; `sampler`,
-of whoever drew it, to check that it was drawn from this policy; `old`, to which the ratio is taken
-and clipped; `ref`, of the frozen reference, to which the KL penalty holds the policy.
+of whoever drew it, to check the sampler and to correct for it (IS_CAP); `old`, to which the ratio
+is taken and clipped; `ref`, of the frozen reference, to which the KL penalty holds the policy.
 
 Symbols: G completions of a group, P prompt and T completion tokens, B sequences (a prompt and one
 completion) of a micro-batch, N their completion tokens, V ids of the tokenizer, H hidden size. A
 `step` is one optimiser update, or an attempt that found nothing to train.
 """
 
+import itertools
 import math
 import os
 import sys
@@ -34,10 +35,9 @@ from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-# Before torch: waiting threads would spin on a CPU. Where another process wants the core, a step
-# then takes ten times as long (benchmarks/results/wait_policy.md)
+# Before torch. Threads that spin while they wait make a step ten times as long where cores are
+# shared (benchmarks/results/wait_policy.md); blocks of a GPU's memory that do not grow leave gaps
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# Batches change in size: blocks of memory that do not grow leave gaps (docs/memory.md says more)
 allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
 
@@ -50,15 +50,17 @@ from grpo import loss as plain_loss
 from grpo.constants import arguments, check_names, usage
 from grpo.log import say
 from grpo.packing import plan_turns
+from grpo.sampling import rollout
+from grpo.sampling.memory import fit_worker
 from grpo.sampling.recipe import load_split
-from grpo.sampling.rollout import groups_to_begin, make_group, rollout, seed_of, tally_of
 from grpo.sampling.start import make_policy, prepare
 from grpo.sampling.upload import Uploader
+from grpo.sampling.worker import run_worker
 from grpo.stop import stop
 from grpo.training import checkpoint, checks, exchange
 from grpo.training.engine import cpu_threads, join_ranks, take_step
 from grpo.training.liveness import Heartbeats, explained, meet, watch_launcher
-from grpo.training.metrics import any_rank, evaluate, rollout_metrics, say_end, show, why_idle
+from grpo.training.metrics import any_rank, evaluate, rollout_metrics, say_end, say_idle, show
 from grpo.training.start import start_run
 from grpo.training.token_stats import TokenStats
 from grpo.wire import check_group
@@ -161,7 +163,7 @@ def sample_and_exchange(run):
     count["own_tokens"] = count["tokens"]
     if dist.get_rank() == 0:  # all ranks have these: counted once
         for group in theirs:
-            count.update(tally_of(recipe, group))
+            count.update(rollout.tally_of(recipe, group))
     groups = sorted(theirs + ours, key=lambda group: group.id)
     metrics = rollout_metrics(count, recipe, run.clock.parts["sample"])  # collective
     if PUBLISH_STEPS:
@@ -182,7 +184,7 @@ def sample_missing(run, missing):
     ours, flat_groups, count = [], [], Counter()
     uploader = Uploader(run.server.copy()) if KL_BETA else None
     p.begin_rollout()
-    while number := groups_to_begin(missing - len(ours), p.flat_share, most - begun):
+    while number := rollout.groups_to_begin(missing - len(ours), p.flat_share, most - begun):
         with clock.part("sample"):
             mine, flat = sample_share(run, number, begun, count, uploader)
         with clock.part("wait"):
@@ -200,22 +202,24 @@ def sample_share(run, number, begun, count, uploader):
     """Samples this rank's share of the next `number` groups, and uploads what the server is to
     score, meanwhile. Returns (usable groups, flat groups); `count` gets the tally of all."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
-    share, seed = number // world + (rank < number % world), seed_of(SEED, step, begun, rank)
+    prompts = itertools.islice(run.stream, number // world + (rank < number % world))
     usable, flat_groups = [], []
-    for sampled, is_flat in rollout(
-        run.policy, run.recipe, run.stream, count, number=share, seed=seed,
-        timed=lambda: run.clock.part("reward"),
+    for sampled in rollout.sampled_and_rewarded(
+        run.policy, run.recipe, take=lambda room: list(itertools.islice(prompts, room)),
+        seed=rollout.seed_of(SEED, step, begun, rank), timed=lambda: run.clock.part("reward"),
     ):  # fmt: skip
-        group = make_group(
+        counts = rollout.tally(run.recipe, sampled)
+        count.update(counts)
+        group = rollout.make_group(
             sampled,
-            id=f"{step:06d}-{rank:04d}-{count['groups']:04d}",  # rollout has counted it: from 1
+            id=f"{step:06d}-{rank:04d}-{count['groups']:04d}",
             run=run.progress.run,
             version=step,
             sampler="trainer",
             outcome=OUTCOME,
             skipped={},  # flat groups are counted here
         )
-        if is_flat and SKIP_FLAT_GROUPS:
+        if counts["flat"] and SKIP_FLAT_GROUPS:
             flat_groups.append(group)
             continue
         usable.append(group)
@@ -240,6 +244,7 @@ class Sequence:
     ref_logps: torch.Tensor | None  # (T,); None: not here yet, or KL_BETA is 0
     advantage: float
     weight: float = 0.0  # of each token, in the step's loss
+    old_from_sampler: bool = False  # whether the old log-probs are the sampler's
 
 
 def advantages_of(group):
@@ -250,13 +255,13 @@ def advantages_of(group):
 
 
 def takes_old_from_sampler(groups, step):
-    """Returns whether the old log-probs of all the step's groups are the sampler's: where a worker,
-    or a policy other than the one after `step` updates, sampled any of them."""
+    """Returns whether the old log-probs of all groups (a micro-batch mixes them) are the sampler's:
+    where a worker, or a policy other than the one after `step` updates, sampled any of them."""
     fresh = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
     return not (fresh or RECOMPUTE_OLD_LOGPS)
 
 
-def make_sequences(groups, *, old_from_sampler):
+def make_sequences(groups, old_from_sampler):
     """Returns the sequences of a step's groups; without the truncated if MASK_TRUNCATED: those
     still count in their group's mean, and in the number of sequences."""
     sequences = []
@@ -270,8 +275,8 @@ def make_sequences(groups, *, old_from_sampler):
                 continue
             prompt, completion = group.prompt_ids.tolist(), ids[i].tolist()
             old = logps[i] if old_from_sampler else None
-            sequence = Sequence(group.id, i, prompt, completion, logps[i], old, refs[i], advantage)
-            sequences.append(sequence)
+            sequence = group.id, i, prompt, completion, logps[i], old, refs[i], advantage
+            sequences.append(Sequence(*sequence, old_from_sampler=old_from_sampler))
     lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
     weights = plain_loss.token_weights(
         lengths,
@@ -286,9 +291,10 @@ def make_sequences(groups, *, old_from_sampler):
 
 
 # --- Loss and gradient ------------------------------------------------------------------
-def batch_loss(hidden, head, ids, batch, vocab_size, *, old_from_sampler):
+def batch_loss(hidden, head, ids, batch, vocab_size):
     """Returns (loss, stats) of a micro-batch's B sequences: their part of the step's loss, a
-    scalar, and tensors (N,) of their tokens, by name; see grpo/loss.py.
+    scalar, and tensors (N,) of their tokens, by name (grpo/loss.py). Sets the sequences' old
+    log-probs where they have none.
 
     `hidden` (N, H) are the states that predict the completions' `ids` (N,); `head` is (V', H).
     """
@@ -320,7 +326,7 @@ def batch_loss(hidden, head, ids, batch, vocab_size, *, old_from_sampler):
         sampler_logps=sampler_logps,
         is_cap=IS_CAP,
         # Where old and sampler's log-probs are the same, is_cap acts on nothing
-        ratio_cap=IS_CAP if old_from_sampler else 0.0,
+        ratio_cap=IS_CAP if batch[0].old_from_sampler else 0.0,
         sequences=per_token(list(range(len(batch)))) if RATIO_LEVEL == "sequence" else None,
     )
     if first_update:  # the old ones of the next, whose plan gives this rank the same sequences
@@ -329,26 +335,27 @@ def batch_loss(hidden, head, ids, batch, vocab_size, *, old_from_sampler):
     return loss, stats | {"sampler_logps": sampler_logps}
 
 
-def accumulate(run, sequences, *, old_from_sampler):
+def accumulate(run, sequences):
     """Collective: accumulates the gradient of a step's sequences, in micro-batches of at most
     MICRO_BATCH_TOKENS padded tokens; returns means over its tokens.
 
-    The weights already divide by the whole step's counts, so parts add up: to a gradient that is
-    the same for 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4, in any order.
+    The weights already divide by the whole step's counts, and the ranks' gradients are summed, not
+    averaged (engine_config). So parts add up, in any order: to the same gradient for 1 x 8
+    micro-batches, 8 x 1 and 2 ranks x 4.
     """
     engine, means = run.engine, TokenStats(run.engine.device)
     rank, world = dist.get_rank(), dist.get_world_size()
     budget = run.constants.MICRO_BATCH_TOKENS  # the number that "auto" has become
     turns = plan_turns(sequences, engine.module.shares, rank, world, budget)
+    # Those that are scored come first: we train while the server still scores the others
     for done, turn in enumerate(run.reference.in_order_of_arrival(turns), start=1):  # collective
         engine.set_gradient_accumulation_boundary(done == len(turns))
         batch = turn.batch
         hidden, ids = engine([s.prompt for s in batch], [s.completion for s in batch])
-        if KL_BETA:
+        if KL_BETA:  # only now: the forward needs no reference
             run.reference.wait_for(turn.groups)  # collective
             run.reference.complete(batch)
-        head, vocab = engine.module.head, run.policy.vocab_size
-        loss, stats = batch_loss(hidden, head, ids, batch, vocab, old_from_sampler=old_from_sampler)
+        loss, stats = batch_loss(hidden, engine.module.head, ids, batch, run.policy.vocab_size)
         if not turn.is_filler:
             means.add(loss, stats)
         # A loss that is not finite can have a finite gradient: it becomes NaN, so that DeepSpeed
@@ -367,14 +374,14 @@ def learning_rate(step):
     return LEARNING_RATE * warm * (1 - (1 - FINAL_LR) * done)
 
 
-def update(run, sequences, *, old_from_sampler):
+def update(run, sequences):
     """Collective: one optimiser update on the sequences; returns its metrics. A gradient that is
     not finite leaves the weights as they are ("skipped")."""
     engine, rate = run.engine, learning_rate(run.progress.step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     with run.clock.part("backward"), cpu_threads(CPU_THREADS):
-        metrics = accumulate(run, sequences, old_from_sampler=old_from_sampler)  # collective
+        metrics = accumulate(run, sequences)  # collective
     with run.clock.part("step"):
         norm = take_step(engine)  # collective
     if not KL_BETA:
@@ -403,18 +410,16 @@ def train(run):
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before = p.step
         groups, metrics, flat_groups = sample_and_exchange(run)  # collective
-        old_from_sampler = takes_old_from_sampler(groups, before)
-        sequences = make_sequences(groups, old_from_sampler=old_from_sampler)
+        sequences = make_sequences(groups, takes_old_from_sampler(groups, before))
         run.folder.log_samples(run, groups or flat_groups, advantages_of)
         p.idle = 0 if sequences else p.idle + 1
         if not sequences:
-            run.idle_reason = why_idle(metrics, groups, run.recipe)
-            say(f"step {before + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
+            say_idle(run, metrics, groups)
         updates = min(UPDATES_PER_ROLLOUT, STEPS - before) if sequences else 1
         for number in range(1, updates + 1):
             p.step, trained = p.step + 1, {}
             if sequences:
-                trained = update(run, sequences, old_from_sampler=old_from_sampler)  # collective
+                trained = update(run, sequences)  # collective
                 checks.check_update(run, trained, sequences, groups, before)  # collective
             if number == updates:
                 store_is_full = exchange.acknowledge(run, groups, before)  # collective
@@ -464,7 +469,7 @@ def main():
     questions = load_split(c, recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
     join_ranks(WAIT_LIMIT_SECONDS)  # collective
     heartbeats = Heartbeats(dist.get_rank(), dist.get_world_size(), WAIT_LIMIT_SECONDS)
-    lock = checkpoint.lock_run(RUN_DIR) if checkpoint.leads(RUN_DIR) else None  # collective
+    _lock = checkpoint.leads(RUN_DIR) and checkpoint.lock_run(RUN_DIR)  # collective; to the end
     run = start_run(c, tokenizer, recipe, questions, server)  # collective
     with stop.listening(), explained():
         asked = train(run)  # collective
@@ -474,16 +479,11 @@ def main():
     heartbeats.stop()
     dist.barrier()  # collective: rank 0 keeps the store by which they meet, and leaves last
     dist.destroy_process_group()
-    if lock:
-        lock.close()
     say_end(run, asked)
 
 
 def worker():
     """Samples for the trainer, until all runs have ended."""
-    from grpo.sampling.memory import fit_worker
-    from grpo.sampling.worker import run_worker
-
     c = constants()
     tokenizer, recipe, server = prepare(c, needs_server=True)
     policy = make_policy(c, tokenizer)

@@ -100,7 +100,9 @@ def add_uploads(app, store, policies, pacing, live, reference):
             return {"stored": store.refuse(group, "the run was over"), "dropped": True}
         if group.policy_version < record["oldest"]:
             return {"stored": store.refuse(group, "too old"), "dropped": True}
-        return {"stored": store.put(group, body, "waiting" if record["scored"] else "scored")}
+        # The ranks upload only what they want scored, whatever they published before
+        wanted = record["scored"] or group.sampler == "trainer"
+        return {"stored": store.put(group, body, "waiting" if wanted else "scored")}
 
     def count(group, dropped):
         if dropped:

@@ -176,7 +176,7 @@ def measure(policy, prompt, completion, start, live=None):
         run = SimpleNamespace(engine=engine, policy=policy, reference=reference, constants=c)
         for _ in range(2):  # Adam's moments are there from the second step on
             with peak(phases, "training", live):
-                trainer.accumulate(run, rows, old_from_sampler=False)
+                trainer.accumulate(run, rows)
             with peak(phases, "step", live):
                 engine.step()
         for name, chosen, size in (

@@ -116,6 +116,8 @@ def prompt_ids(tokenizer, messages):
     try:
         text = template(messages, tokenize=False)
     except jinja2.TemplateError:  # Gemma knows no system role: the user says it
+        if len(messages) < 2 or messages[0]["role"] != "system":
+            raise
         system, first, *rest = messages
         said = f"{system['content']}\n\n{first['content']}"
         text = template([first | {"content": said}, *rest], tokenize=False)

@@ -72,7 +72,7 @@ class MergedAdapters:
     def __init__(self, model):
         adapted = [(path, x) for path, x in model.named_modules() if hasattr(x, "lora_A")]
         self.layers = []  # (parent, its name for the layer, layer, what is under it, W, merged W)
-        if not has_room(model, sum(layer.weight.nbytes for _, layer in adapted)):
+        if adapted and not has_room(model, sum(layer.weight.nbytes for _, layer in adapted)):
             return
         for path, layer in adapted:
             parent, _, name = path.rpartition(".")

@@ -64,9 +64,7 @@ def plain_gradient(policy, rows):
     trainer.FUSED_LOSS = False
     model = CompletionModel(policy.model, share_prompts=False)
     hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
-    loss, _ = trainer.batch_loss(
-        hidden, model.head, ids, rows, policy.vocab_size, old_from_sampler=False
-    )
+    loss, _ = trainer.batch_loss(hidden, model.head, ids, rows, policy.vocab_size)
     trainer.FUSED_LOSS = True
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     return torch.cat([g.flatten() for g in gradient])
@@ -84,7 +82,7 @@ def bad_steps(engine, policy):
         run = SimpleNamespace(engine=engine, policy=policy, reference=reference, clock=Clock())
         run.progress = SimpleNamespace(step=100)
         run.constants = SimpleNamespace(MICRO_BATCH_TOKENS=8_192)
-        metrics = trainer.update(run, rows, old_from_sampler=False)
+        metrics = trainer.update(run, rows)
         pairs = zip(before, policy.model.parameters(), strict=True)
         result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))
     return result
@@ -105,7 +103,7 @@ def main(model, out):
         for name, budget in BUDGETS.items():
             rows = make_rows(policy, loss_type)
             run.constants = SimpleNamespace(MICRO_BATCH_TOKENS=budget)
-            metrics = trainer.accumulate(run, rows, old_from_sampler=False)
+            metrics = trainer.accumulate(run, rows)
             gradient = [safe_get_full_grad(p).flatten() for p in policy.model.parameters()]
             result[loss_type, name] = torch.cat(gradient)
             result[loss_type, name, "metrics"] = metrics

@@ -30,7 +30,9 @@ def test_torch_starts_with_segments_that_grow_unless_the_user_chooses(script, ow
 
 def test_vllm_starts_without_them(monkeypatch):
     """Its sleep mode gives no memory back with them (vLLM #11743)."""
-    for own, settings in (({}, "expandable_segments:False"), ({NAMES[0]: "a:1"}, "a:1")):
+    grows = {NAMES[1]: "expandable_segments:True"}  # a preset has imported the trainer before
+    cases = [({}, "expandable_segments:False"), ({NAMES[0]: "a:1"}, "a:1")]
+    for own, settings in [*cases, (grows, "expandable_segments:False"), ({NAMES[1]: "b:2"}, "b:2")]:
         monkeypatch.setattr(os, "environ", own)
         set_environment()
         assert os.environ[NAMES[1]] == settings

@@ -3,7 +3,6 @@ chooses by that; and benchmarks/memory.py, which tabulates it."""
 
 import contextlib
 import functools
-import inspect
 import json
 import os
 import sys
@@ -25,8 +24,7 @@ from memory import BF16, trainer
 import grpo_loss_triton
 from grpo import forward
 from grpo.sampling import memory as sampling_memory
-from grpo.sampling.memory import BUCKET, MARGIN, USUAL, fit_worker, need, sampling_phases
-from grpo.training import engine
+from grpo.sampling.memory import MARGIN, USUAL, fit_worker, need, sampling_phases
 from grpo.training import memory as training_memory
 from grpo.training.engine import make_engine
 from grpo.training.memory import fill_card, model_states, sizes_that_fit, training
@@ -224,10 +222,6 @@ def test_merged_adapters_are_as_large_as_computed():
     assert copies == memory.merged_bytes(memory.Sizes(config, 8)) > 0
 
 
-def test_what_the_trainer_hard_codes_is_what_is_computed_with():
-    assert f'"reduce_bucket_size": {BUCKET:_}' in inspect.getsource(engine.engine_config)
-
-
 def test_cards():
     assert [memory.card(n * 2**30) for n in (1, 20, 39, 43, 138, 150)] == [
         *("16", "24", "40", "48", "141", "none"),
@@ -280,12 +274,21 @@ def test_a_number_overrides_what_fits(own):
 
 def test_too_little_memory_is_told_with_what_to_do():
     m = memory.sizes_of("Qwen2.5-7B", 0)
-    told = r"need 28.7 GB, computed, with SAMPLE_BATCH = 8, and this GPU has 23.5: LORA_RANK = 16"
+    told = "need 28.7 GB, computed, with SAMPLE_BATCH = 8, and this GPU has 23.5: GRADIENT_CHECK"
     with pytest.raises(SystemExit, match=told):
         sizes_that_fit(job(), m, 23.5 * 2**30, 7)
+    with pytest.raises(SystemExit, match="CHECKPOINTING = False, MICRO_BATCH_TOKENS = 1024"):
+        sizes_that_fit(job(GRADIENT_CHECKPOINTING=False), m, 35 * 2**30, 7)
     told = r"with GRADIENT_CHECKPOINTING = True, MICRO_BATCH_TOKENS = 1024, and this GPU has 35.0: "
     with pytest.raises(SystemExit, match=told):
         sizes_that_fit(job(), m, 35 * 2**30, 7)
+
+
+def test_a_card_without_bfloat16_may_hold_a_small_model():
+    """Of a T4's 15 GB only weights and activations are twice as large in float32."""
+    m = memory.Sizes(memory.config_of(*memory.MODELS["Qwen2.5-0.5B"]), 0, size=4)
+    values, size = sizes_that_fit(job(), m, 14.6 * 2**30, 1)
+    assert values["SAMPLE_BATCH"] >= 8 and size <= MARGIN * 14.6 * 2**30
 
 
 def policy_on(device, dtype="bfloat16"):

@@ -1,5 +1,6 @@
 """Models and tokenizers: chat templates, stop ids, merged adapters."""
 
+import jinja2
 import pytest
 import torch
 from documents import TEXT
@@ -27,6 +28,9 @@ def test_a_chat_is_templated_once_and_a_role_it_does_not_know_is_folded_in(tiny)
     example = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "3 + 3?"}]
     text = tokenizer.decode(prompt_ids(tokenizer, chat + example))
     assert "2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\n3 + 3?" in text
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(jinja2.TemplateError, match="roles must alternate"):
+        prompt_ids(tokenizer, chat[1:])
     tokenizer.chat_template = None  # as GPT-2's
     assert tokenizer.decode(prompt_ids(tokenizer, chat)) == "Be brief.\n\n2 + 2?\n"
 

@@ -139,12 +139,10 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
     return metrics
 
 
-def loss_of(policy, rows, old_from_sampler=False):
+def loss_of(policy, rows):
     model = CompletionModel(policy.model, share_prompts=True)
     hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
-    return trainer.batch_loss(
-        hidden, model.head, ids, rows, policy.vocab_size, old_from_sampler=old_from_sampler
-    )
+    return trainer.batch_loss(hidden, model.head, ids, rows, policy.vocab_size)
 
 
 def means_of(loss, stats):
@@ -215,7 +213,7 @@ def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(
         monkeypatch.setattr(trainer, "RECOMPUTE_OLD_LOGPS", recompute)
         old_from_sampler = trainer.takes_old_from_sampler([group], 0)
         rows = trainer.make_sequences([group], old_from_sampler=old_from_sampler)
-        loss, stats = loss_of(policy, rows, old_from_sampler)
+        loss, stats = loss_of(policy, rows)
         assert means_of(loss, stats)["sampler_ratio_max"] > 1e4
         advantages = [row.advantage for row in rows]
         gradient = torch.autograd.grad(loss, list(policy.model.parameters()))

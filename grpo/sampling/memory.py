@@ -1,7 +1,7 @@
 """What a GPU holds while completions are sampled, in bytes, and how many fit: SAMPLE_BATCH "auto".
 
 Computed figures are sums of tensors in the order in which the code makes and frees them, for layers
-like Qwen2's in bfloat16. A phase is {part: bytes}: its parts live together, phases take turns, and
+like Qwen2's. A phase is {part: bytes}: its parts live together, phases take turns, and
 the need is that of the largest, with an allowance for what no tensor shows (CUDA, NCCL,
 fragmentation), which is a guess. tests/test_memory.py holds them against living tensors.
 
@@ -32,9 +32,10 @@ MARGIN = 0.95  # of the memory that is free: a server on the same GPU may begin 
 
 
 class Sizes:
-    """A model's widths, and how many of its parameters are where."""
+    """A model's widths, bytes of a number (`size`), and how many of its parameters are where."""
 
-    def __init__(self, config, rank):
+    def __init__(self, config, rank, size=BF16):
+        self.size = size
         self.hidden, self.inner = config.hidden_size, config.intermediate_size
         self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
         self.head = getattr(config, "head_dim", None) or self.hidden // self.heads
@@ -62,8 +63,8 @@ class Sizes:
 # --- A layer, in bytes --------------------------------------------------------------
 def attention_bytes(m, rows, width, keys, masked):
     """Queries, keys, values and output of attention; a mask makes SDPA repeat the key heads."""
-    mask = BF16 * rows * width * keys if masked else 0
-    kept = BF16 * 2 * rows * (width * m.queries + keys * (m.queries if masked else m.kv))
+    mask = m.size * rows * width * keys if masked else 0
+    kept = m.size * 2 * rows * (width * m.queries + keys * (m.queries if masked else m.kv))
     return kept + mask + FP32 * rows * width * m.heads
 
 
@@ -71,10 +72,10 @@ def layer_forward(m, rows, width, keys, masked):
     """The most that a layer holds beside its input when nothing is kept."""
     tokens, attention = rows * width, attention_bytes(m, rows, width, keys, masked)
     inner = 4 if m.rank else 3  # gate, up, their product; an adapter's sum
-    mlp = BF16 * tokens * (2 * m.hidden + inner * m.inner)
-    norm = tokens * m.hidden * (2 * FP32 + BF16)
-    new_keys = BF16 * 2 * rows * (keys + width) * m.kv
-    return max(norm, mlp, attention + new_keys + 2 * BF16 * tokens * m.hidden)
+    mlp = m.size * tokens * (2 * m.hidden + inner * m.inner)
+    norm = tokens * m.hidden * (2 * FP32 + m.size)
+    new_keys = m.size * 2 * rows * (keys + width) * m.kv
+    return max(norm, mlp, attention + new_keys + 2 * m.size * tokens * m.hidden)
 
 
 # --- Phases: {name: {part: bytes}} --------------------------------------------------
@@ -84,13 +85,13 @@ def sampling(m, prompts, rows, prompt, completion):
     Left to the allowance: what a few prompts that join copy, rows that ended and are still there
     then (up to an eighth of them), and cumsum's own float64 copy.
     """
-    token = BF16 * 2 * m.layers * m.kv  # keys and values, all layers
-    of_prompts, logits = token * prompts * prompt, BF16 * rows * m.vocab
+    token = m.size * 2 * m.layers * m.kv  # keys and values, all layers
+    of_prompts, logits = token * prompts * prompt, m.size * rows * m.vocab
     layer = layer_forward(m, prompts, prompt, prompt, True) + prompts * prompt**2  # and the mask
-    layer += 2 * BF16 * m.hidden * prompts * prompt
+    layer += 2 * m.size * m.hidden * prompts * prompt
     full = of_prompts + token * rows * completion
     # of a layer's keys, then its values: old and new
-    growth = BF16 * rows * completion * m.kv if completion > ROOM else 0
+    growth = m.size * rows * completion * m.kv if completion > ROOM else 0
     draw = rows * m.vocab * (2 * FP32 + FP64)  # log_softmax, its exp, their sums; a GPU: 3 * FP32
     prefill = {"key-value cache": of_prompts, "one layer": layer}
     # with the first token's logits, which live as long as the batch
@@ -146,15 +147,16 @@ def first_that_fits(c, candidates, phases, room):
     tried = ", ".join(f"{name} = {value}" for name, value in values.items())
     raise SystemExit(
         f"{phase} would need {size / 2**30:.1f} GB, computed, with {tried}, and this GPU has"
-        f" {room / 2**30:.1f}: LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs or a smaller"
-        ' MODEL need less (docs/memory.md). Numbers in place of "auto" are tried unchecked'
+        f" {room / 2**30:.1f}: GRADIENT_CHECKPOINTING = True, LORA_RANK = 16, OFFLOAD_OPTIMIZER ="
+        " True, more GPUs or a smaller MODEL need less (docs/memory.md). Numbers in place of"
+        ' "auto" are tried unchecked'
     )
 
 
 def rows_that_fit(c, m, states, room, phases=("sampling", "evaluation")):
     """Returns ({"SAMPLE_BATCH": number}, bytes) for a process with these `states`."""
-    merged = BF16 * m.adapted if m.rank else 0  # MergedAdapters' condition
-    if room - sum(states.values()) - CONTEXT >= 2 * merged:
+    merged = m.size * m.adapted if m.rank else 0
+    if room - states[WEIGHTS] >= 2 * merged:  # MergedAdapters' condition, before Adam has moments
         states = states | {"adapters, merged": merged}
     rows = [*(rows for rows in ROWS if rows > c.GROUP_SIZE), c.GROUP_SIZE]  # groups stay whole
     candidates = [{"SAMPLE_BATCH": n} for n in (rows if c.SAMPLE_BATCH == "auto" else [])]
@@ -171,16 +173,15 @@ def fit_worker(c, policy, recipe):
         return recipe
     rows, room = usual(c)["SAMPLE_BATCH"], room_on(policy.model)
     if room:
-        m, scale = Sizes(policy.model.config, c.LORA_RANK), scale_of(policy)
-        values, size = rows_that_fit(c, m, {WEIGHTS: BF16 * m.held}, room / scale, ["sampling"])
+        m = sizes_of(policy, c.LORA_RANK)
+        values, size = rows_that_fit(c, m, {WEIGHTS: m.size * m.held}, room, ["sampling"])
         rows = values["SAMPLE_BATCH"]
-        say(f"SAMPLE_BATCH = {rows}: {told(size * scale, room)}")
+        say(f"SAMPLE_BATCH = {rows}: {told(size, room)}")
     return replace(recipe, sample_batch=rows)
 
 
-def scale_of(policy):
-    """Returns what all is to be multiplied by: figures are for bfloat16."""
-    return 2 if policy.dtype == "float32" else 1
+def sizes_of(policy, lora_rank):
+    return Sizes(policy.model.config, lora_rank, getattr(torch, policy.dtype).itemsize)
 
 
 def told(size, room):

@@ -7,7 +7,6 @@ completions, rewards): G sampler.Completions, and for each a dict of floats by r
 
 import contextlib
 import hashlib
-import itertools
 import math
 import random
 
@@ -15,7 +14,6 @@ import torch
 
 from grpo.sampling.ahead import ahead
 from grpo.sampling.recipe import reward_group
-from grpo.sampling.sampler import Completion
 from grpo.wire import Group
 
 
@@ -75,25 +73,6 @@ def sampled_and_rewarded(policy, recipe, take, *, seed, timed=contextlib.nullcon
         yield prompt, completions, rewards
 
 
-def rollout(policy, recipe, stream, count, *, number, seed, timed=contextlib.nullcontext):
-    """Yields (sampled group, whether it is flat) for the next `number` prompts of the stream; first
-    adds its tally to the Counter `count`. Rewards are computed within `with timed()`.
-
-    In a zero-variance ("flat") group all completions are right, or all wrong, by OUTCOME: there is
-    nothing to compare. (Its weighted rewards may differ: it would train the format alone, at full
-    size.)
-    """
-    prompts = itertools.islice(stream, number)
-
-    def take(room):
-        return list(itertools.islice(prompts, room))
-
-    for sampled in sampled_and_rewarded(policy, recipe, take, seed=seed, timed=timed):
-        counts = tally(recipe, sampled)
-        count.update(counts)
-        yield sampled, bool(counts["flat"])
-
-
 def groups_to_begin(missing, flat_share, most):
     """Returns how many groups to begin for `missing` usable ones, `most` at most, if a share of
     `flat_share` is flat: one standard deviation more than are needed on average, so that five times
@@ -122,7 +101,8 @@ TALLY = ("groups", "flat", "completions", "tokens", "truncated", "right")  # rig
 
 
 def is_flat(values):
-    """Returns whether all rewards of a group are equal.
+    """Returns whether a group's outcomes are all equal: then there is nothing to compare. Its
+    weighted rewards may differ, which would train the format alone, at full size.
 
     >>> is_flat([1, 1, 1]), is_flat([1, -1, 1])
     (True, False)
@@ -133,23 +113,28 @@ def is_flat(values):
 def tally(recipe, sampled):
     """Returns {name: number}: the TALLY and rewards of one sampled group."""
     _, completions, rewards = sampled
-    return {
-        "groups": 1,
-        "flat": int(is_flat([r[recipe.outcome] for r in rewards])),
-        "completions": len(completions),
-        "tokens": sum(len(c.ids) for c in completions),
-        "truncated": sum(c.truncated for c in completions),
-        "right": sum(r[recipe.outcome] > 0 for r in rewards),
-    } | {f"reward_{name}": sum(r[name] for r in rewards) for name in recipe.reward_weights}
+    cut = sum(c.truncated for c in completions)
+    return counts_of(recipe, sum(len(c.ids) for c in completions), cut, rewards)
 
 
 def tally_of(recipe, group):
     """Returns the tally of a worker's wire.Group and of the flat groups it skipped before that."""
-    ids, truncated = group.completions(group.completion_ids), group.truncated.tolist()
-    completions = [Completion(i, [], cut) for i, cut in zip(ids, truncated, strict=True)]
     rewards = [dict(zip(group.reward_names, row, strict=True)) for row in group.rewards.tolist()]
-    counts = tally(recipe, (None, completions, rewards))
+    cut = int(group.truncated.sum())
+    counts = counts_of(recipe, len(group.completion_ids), cut, rewards)
     return {name: value + group.skipped.get(name, 0) for name, value in counts.items()}
+
+
+def counts_of(recipe, tokens, truncated, rewards):
+    outcomes = [r[recipe.outcome] for r in rewards]
+    return {
+        "groups": 1,
+        "flat": int(is_flat(outcomes)),
+        "completions": len(rewards),
+        "tokens": tokens,
+        "truncated": truncated,
+        "right": sum(value > 0 for value in outcomes),
+    } | {f"reward_{name}": sum(r[name] for r in rewards) for name in recipe.reward_weights}
 
 
 # --- Pack ---------------------------------------------------------------------------

@@ -77,8 +77,9 @@ def stream_groups(
             decoder = make_decoder(model, max_new_tokens, longest_prompt)
         room = groups_to_admit(running, decoder, max_rows, group_size)
         new = take(room) if room else []
-        # Dropping copies it too: done with an admission, which copies anyway, or for many at once
-        if running.ended > (0 if new else len(running.owners) // decoder.compaction):
+        # Dropping copies it too: done for many at once, or with an admission, which copies anyway
+        many = running.ended > len(running.owners) // decoder.compaction
+        if many or (new and running.ended):
             decoder.keep(running.drop_ended())
         logits = []  # (S, V') of the next tokens: V, and the padding of the embedding
         if running.owners:
@@ -171,9 +172,9 @@ def draw(logits, temperature, generator):
 
 
 def race(logits, generator):
-    """Returns what `draw` does, in three passes after the softmax, each a kernel on a GPU: if id i
-    arrives after a time that is exponential with rate p_i, it is the first with probability p_i
-    (so torch.multinomial draws one, but that waits for the device)."""
+    """Returns what `draw` does, by an exponential race: with E_i ~ Exp(1), argmax p_i / E_i is i
+    with probability p_i. Three kernels after the softmax; torch.multinomial waits for the device.
+    """
     probs = torch.softmax(logits, dim=-1)  # (S, V)
     times = torch.empty_like(probs).exponential_(generator=generator)
     tokens = torch.div(probs, times, out=times).argmax(-1)  # NaN counts as the largest
@@ -181,8 +182,9 @@ def race(logits, generator):
 
 
 def invert(log_probs, generator):
-    """Returns tokens (S,) where the distribution functions of log_probs (S, V) reach one uniform
-    number each: a CPU is slow at drawing one for each id. Sums of float32 would lose rare ids."""
+    """Returns tokens (S,) drawn from log_probs (S, V) by the inverse of the distribution function,
+    with one uniform number a row; a race draws V, which is slow on a CPU. Sums of float32 would
+    lose rare ids."""
     below = log_probs.exp().cumsum(-1, dtype=torch.float64)  # (S, V)
     uniform = below.new_empty(len(below), 1).uniform_(generator=generator)
     tokens = torch.searchsorted(below, uniform * below[:, -1:], right=True).squeeze(1)

@@ -16,7 +16,7 @@ import tempfile
 import safetensors.torch
 import torch
 
-from grpo.devices import accelerator
+from grpo.devices import accelerator, use_stream
 from grpo.sampling.policy import completion_text
 from grpo.sampling.sampler import Completion
 from grpo.weights import check_shapes, merge_adapters
@@ -95,7 +95,7 @@ class VLLMPolicy:
         engine, draw, keys = self.llm.llm_engine, random.Random(seed), {}  # keys by request
         self._wake()
         if self.own_stream:  # else each new thread has a stream of its own, and memory for it
-            torch.accelerator.set_stream(self.own_stream)
+            use_stream(self.own_stream)
         try:
             while True:
                 room = (max_rows - engine.get_num_unfinished_requests()) // group_size
@@ -214,8 +214,10 @@ def set_environment():
     for name in LAUNCHER:
         os.environ.pop(name, None)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
-    allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
+    own = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    if own in (None, "expandable_segments:True"):  # a preset may have imported that file
+        allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = allocator
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would report to its makers
 

@@ -143,7 +143,9 @@ class Reference:
         self.fixed["temperature"] = temperature
         self.folder, self.requests = Path(folder), queue.Queue()
         weights = store.reference_weights()
-        weights = weights if self._copy(weights).exists() else ""
+        if weights and not self._copy(weights).exists():
+            print(f"the weights of {weights} are gone: the reference is {model} itself", flush=True)
+            weights = ""
         if weights:
             self._load(self._copy(weights))
             print(f"the reference is still {weights}, as before the restart", flush=True)
@@ -163,12 +165,7 @@ class Reference:
             name = weights or self.name
             try:
                 if weights != self.info["weights"]:
-                    if path:  # a copy: only the newest policies of a run are kept
-                        path = shutil.copy(path, self._copy(weights))
-                    self._load(path)
-                    self.info = self._announce(weights)  # now a restart finds the new copy
-                    for other in set(self.folder.glob("reference-*")) - {self._copy(weights)}:
-                        other.unlink()
+                    self._change(path, weights)
                     print(f"the reference is now {name}", flush=True)
                 done.set_result(None)
             except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
@@ -177,6 +174,24 @@ class Reference:
                 done.set_exception(
                     error if full else ValueError(f"{name} can't be the reference: {error}")
                 )
+            except sqlite3.OperationalError as error:  # the disk is full, says SQLite
+                done.set_exception(error)
+
+    def _change(self, path, weights):
+        """Loads and announces these weights; raises, and keeps the former ones, if it can't."""
+        before, copy = self.info["weights"], self._copy(weights)
+        try:
+            if path:  # a copy: only the newest policies of a run are kept
+                shutil.copy(path, copy)
+            self._load(path and copy)
+            self.info = self._announce(weights)  # now a restart finds the new copy
+        except Exception as error:
+            copy.unlink(missing_ok=True)
+            if isinstance(error, sqlite3.Error):  # they are loaded, under the former ones' name
+                self._load(self._copy(before) if before else None)
+            raise
+        for other in set(self.folder.glob("reference-*")) - {copy}:
+            other.unlink()
 
     def _copy(self, weights):
         """Returns the path of these weights' copy; its name contains no text from a client."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from grpo.forward import CompletionModel
 from grpo.log import announced, say
 from grpo.models import own_device
+from grpo.sampling.memory import BUCKET
 from grpo.training.liveness import gathered
 
 # The number of processes that mpirun or srun has started
@@ -90,7 +91,7 @@ def make_engine(c, policy):
 
 def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
     """Returns DeepSpeed's configuration."""
-    zero = {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": 50_000_000}
+    zero = {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": BUCKET}
     # Each part of a bucket is reduced to the rank that keeps it: half the bytes of an all-reduce
     zero["use_multi_rank_bucket_allreduce"] = False
     if offload_optimizer:  # copies from and to pinned memory take a fraction of the time

@@ -10,17 +10,15 @@ from grpo.log import say
 from grpo.packing import pack_by_tokens
 from grpo.sampling.memory import (
     ADAM,
-    BF16,
     BUCKET,
     FP32,
     FP64,
     WEIGHTS,
-    Sizes,
     attention_bytes,
     first_that_fits,
     room_on,
     rows_that_fit,
-    scale_of,
+    sizes_of,
     told,
     usual,
 )
@@ -45,7 +43,7 @@ def micro_batch(c):
 
 def layer_parts(m, rows, width, keys, masked):
     """Returns what a layer keeps for its backward, of a norm and of attention."""
-    norm = rows * width * (FP32 + BF16 if m.rank else FP32 + 2 * BF16)  # of a column; float32 there
+    norm = rows * width * (FP32 + (1 if m.rank else 2) * m.size)  # of a column; float32 there
     attention = attention_bytes(m, rows, width, keys, masked)
     return norm * m.hidden, attention + norm * m.normed
 
@@ -53,18 +51,18 @@ def layer_parts(m, rows, width, keys, masked):
 def layer_kept(c, m, rows, width, keys, masked):
     """What a layer keeps from forward to backward: its input, or all that its backward needs."""
     if c.GRADIENT_CHECKPOINTING:
-        return BF16 * rows * width * m.hidden
+        return m.size * rows * width * m.hidden
     norm, attention = layer_parts(m, rows, width, keys, masked)
-    return 2 * norm + attention + BF16 * rows * width * 4 * m.inner
+    return 2 * norm + attention + m.size * rows * width * 4 * m.inner
 
 
 def layer_backward(m, rows, width, keys, masked):
     """The most that recomputing a layer and its backward hold, at its MLP, norm or attention."""
     tokens = rows * width
     norm, attention = layer_parts(m, rows, width, keys, masked)
-    mlp = 2 * norm + attention + BF16 * tokens * (6 * m.inner + m.hidden)
-    at_norm = norm + attention + tokens * m.hidden * (6 * FP32 + 2 * BF16)
-    at_attention = norm + 2 * attention + 2 * BF16 * tokens * m.hidden
+    mlp = 2 * norm + attention + m.size * tokens * (6 * m.inner + m.hidden)
+    at_norm = norm + attention + tokens * m.hidden * (6 * FP32 + 2 * m.size)
+    at_attention = norm + 2 * attention + 2 * m.size * tokens * m.hidden
     return max(mlp, at_norm, at_attention)
 
 
@@ -72,9 +70,19 @@ def chunk_bytes(c, m, tokens):
     """The most that the loss holds of logits: a chunk, or without FUSED_LOSS all, in bf16, and in
     float32 their log-probs, probabilities and entropies."""
     if not c.FUSED_LOSS:
-        return (BF16 + 3 * FP32) * m.vocab * tokens
-    most = max(128, grpo_loss_triton.CHUNK_BYTES // (BF16 * m.vocab))
-    return BF16 * m.vocab * min(tokens, -(-most // 128) * 128)
+        return (m.size + 3 * FP32) * m.vocab * tokens
+    return m.size * m.vocab * min(tokens, chunk_rows(m))
+
+
+def chunk_rows(m):
+    most = max(128, grpo_loss_triton.CHUNK_BYTES // (m.size * m.vocab))
+    return -(-most // 128) * 128
+
+
+def head_gradient(c, m, tokens):
+    """What the loss holds of the head's gradient: over many chunks it is summed in float32."""
+    few = tokens <= grpo_loss_triton.CHUNKS_IN_OWN_DTYPE * chunk_rows(m)
+    return m.embedding * (m.size if few or not c.FUSED_LOSS else m.size + FP32)
 
 
 # --- Phases: {name: {part: bytes}} --------------------------------------------------
@@ -86,14 +94,14 @@ def model_states(m, c, world):
     fp32 on the GPU, with offload too (4, between first backward and step); those in bf16 (its other
     2) are not partitioned but live as long as `training` says.
     """
-    parts = {WEIGHTS: BF16 * m.held}
+    parts = {WEIGHTS: m.size * m.held}
     if c.OFFLOAD_OPTIMIZER:
-        return parts | {"DeepSpeed's buffer for offload": BF16 * m.largest}
+        return parts | {"DeepSpeed's buffer for offload": m.size * m.largest}
     return parts | {ADAM: 3 * FP32 * m.trained // world}
 
 
 def training(m, c, world):
-    """Forward and backward at their four peaks, and the optimiser step.
+    """Returns the phases of forward and backward, at their peaks, and of the optimiser step.
 
     With shared prompts each matrix is used twice in a forward, and autograd keeps the gradient of
     the completions' pass until that of the prompts' pass joins it: all of them, at "turn".
@@ -101,29 +109,29 @@ def training(m, c, world):
     prompts, rows, width = micro_batch(c)
     prompt, completion = c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
     offload = c.OFFLOAD_OPTIMIZER
-    keys, tokens, size = prompt + completion - 1, rows * width, BF16 * m.hidden
+    keys, tokens, size = prompt + completion - 1, rows * width, m.size * m.hidden
     of_prompts, shared = prompts * prompt, prompts > 0
-    cache = BF16 * 2 * m.layers * of_prompts * m.kv  # keys and values of the prompts, all layers
+    cache = m.size * 2 * m.layers * of_prompts * m.kv  # keys and values of the prompts, all layers
     mask = (rows * width * keys + prompts * prompt**2) if shared else 0  # bool
     of_row = layer_kept(c, m, rows, width, keys, shared)  # one layer
     of_prompt = layer_kept(c, m, prompts, prompt, prompt, True) if shared else 0
-    norm = (FP32 + BF16) * m.hidden  # what the last norm keeps, of a token
+    norm = (FP32 + m.size) * m.hidden  # what the last norm keeps, of a token
     rest = (
         m.layers * of_prompt
         + cache
         + mask
-        + BF16 * 2 * m.head * (tokens + of_prompts)
+        + m.size * 2 * m.head * (tokens + of_prompts)
         + norm * of_prompts
     )
     trained = rows * completion
-    d_hidden, d_weight = size * trained, BF16 * m.embedding
-    chunk = chunk_bytes(c, m, trained)
+    d_hidden, d_weight = size * trained, m.size * m.embedding
+    chunk, d_sum = chunk_bytes(c, m, trained), head_gradient(c, m, trained)
     of_rows = layer_backward(m, rows, width, keys, shared)
     of_turn = layer_backward(m, prompts, prompt, prompt, True) if shared else of_rows
     if not c.GRADIENT_CHECKPOINTING:  # most of it is there already
         of_rows, of_turn = of_rows - of_row, of_turn - of_prompt
-    matrix, body = BF16 * m.matrix, BF16 * m.body
-    kept = min(BF16 * m.big, BF16 * m.trained // world)
+    matrix, body = m.size * m.matrix, m.size * m.body
+    kept = min(m.size * m.big, m.size * m.trained // world)
     d_head = d_weight if m.tied or m.embedding > BUCKET else 0  # a tied one waits for the embedding
 
     states = model_states(m, c, world)
@@ -133,14 +141,14 @@ def training(m, c, world):
         """`reduced`: the largest matrix whose gradient is added meanwhile, in fp32 or its norm."""
         part = min(reduced, m.trained // world)
         copy = min(BUCKET, m.trained)  # of the bucket, for the all-reduce
-        sums = max(FP32 * part + BF16 * (BUCKET + copy), (FP64 if offload else FP32) * part)
+        sums = max(FP32 * part + m.size * (BUCKET + copy), (FP64 if offload else FP32) * part)
         sums = sums if reduced else 0
         parts = {"activations": activations, "loss: dW, dH, a chunk": of_loss}
         return states | flat | parts | {"gradients, bf16": others, "DeepSpeed's sums": sums}
 
     everything = rest + m.layers * of_row + norm * tokens
     phases = {
-        "loss": phase(everything + d_hidden, d_hidden + d_weight + chunk, 0, 0),
+        "loss": phase(everything + d_hidden, d_hidden + d_sum + chunk, 0, 0),
         "head": phase(everything, d_hidden + d_weight, 0, 0 if m.tied else m.embedding),
         "last layer": phase(everything - norm * tokens + of_rows, d_head, matrix, m.matrix),
         "first layer": phase(
@@ -174,9 +182,9 @@ def fill_card(c, policy, recipe):
         return replace(recipe, sample_batch=c.SAMPLE_BATCH)
     values, why, room = usual(c), "the memory of such layers is not computed", min(rooms)
     if room:
-        m, scale = Sizes(policy.model.config, c.LORA_RANK), scale_of(policy)
-        values, size = sizes_that_fit(c, m, room / scale, dist.get_world_size())
-        why = told(size * scale, room)
+        m = sizes_of(policy, c.LORA_RANK)
+        values, size = sizes_that_fit(c, m, room, dist.get_world_size())
+        why = told(size, room)
     vars(c).update(values)
     checkpointing = f"{'' if c.GRADIENT_CHECKPOINTING else 'no '}checkpointing"
     tokens = f"MICRO_BATCH_TOKENS = {c.MICRO_BATCH_TOKENS}"
@@ -193,7 +201,7 @@ def sizes_that_fit(c, m, room, world):
     candidates = [
         {"GRADIENT_CHECKPOINTING": way, "MICRO_BATCH_TOKENS": number}
         for way in ([False, True] if own == "auto" else [own])
-        for number in (TOKENS[way] if tokens == "auto" else [tokens])
+        for number in (TOKENS[way or own != "auto"] if tokens == "auto" else [tokens])
     ]
     values, trained = first_that_fits(c, candidates, lambda c: training(m, c, world), room)
     return rows | values, max(sampled, trained)

@@ -126,6 +126,13 @@ def why_idle(metrics, groups, recipe):
     return f"{sampled}, {cut}, are skipped (SKIP_FLAT_GROUPS)"
 
 
+def say_idle(run, metrics, groups):
+    """Says that the next step trains nothing, and why."""
+    run.idle_reason = why_idle(metrics, groups, run.recipe)
+    p = run.progress
+    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
+
+
 # --- Where it goes ------------------------------------------------------------------
 class Page:
     """Sends what is logged to the reference server's page, in a thread: training does not wait."""

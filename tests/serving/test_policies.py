@@ -79,6 +79,15 @@ def test_groups_without_a_reference_are_scored_once_the_run_has_one(policies, st
     assert store.stats()["scored"] == 1
 
 
+def test_ranks_upload_what_they_want_scored_whatever_was_published(app, policies, store):
+    """A run that published without a KL penalty, and resumes with one and without workers."""
+    publish(policies, 0, scored=False)
+    for sampler in ("trainer", "worker"):
+        body = pack_group(make_group(id=sampler, sampler=sampler))
+        assert call(app, "POST", "/upload", body)[0] == 200
+    assert (store.stats()["waiting"], store.stats()["scored"]) == (1, 1)
+
+
 def test_an_upload_that_broke_off_begins_again(app):
     put_part(app, b"of a trainer that died" * 9)
     put_part(app, WEIGHTS[:500])

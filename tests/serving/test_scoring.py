@@ -296,11 +296,16 @@ def test_a_full_disk_refuses_a_reference_until_there_is_room(
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copy", full)
-        with pytest.raises(OSError, match="No space"):  # a 503, and the client tries again
-            replace(ours, tmp_path / "policy", "run@1")
-    assert ours.info == before and torch.equal(scores_of(ours), scores)
+    def said_by_sqlite(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for module, name, error in ((shutil, "copy", full), (store, "use_reference", said_by_sqlite)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, error)
+            with pytest.raises((OSError, sqlite3.OperationalError)):  # 503: the client tries again
+                replace(ours, tmp_path / "policy", "run@1")
+        assert ours.info == before and torch.equal(scores_of(ours), scores)
+        assert not list(ours.folder.glob("reference-*"))
     replace(ours, tmp_path / "policy", "run@1")
     assert ours.info["weights"] == "run@1"
 
