@@ -264,8 +264,9 @@ def test_a_group_that_is_too_old_is_refused_politely(app, policies, store):
 
 def test_a_run_without_a_reference_gets_its_groups_at_once(app, policies, store):
     publish(policies, scored=False)
-    upload(app, make_group())
-    body = pack_group(make_group())
+    group = make_group(sampler="worker")
+    upload(app, group)
+    body = pack_group(group)
     assert store.lease("run", 1, seconds=60, patience=0) == {"group-000": body}
 
 
