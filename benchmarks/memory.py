@@ -330,9 +330,9 @@ def print_all():
     print(f"""GB (2^30) per GPU, and in brackets the smallest usual card that holds it, and the one
 that holds ref_server.py beside it, of {cards}. They have bfloat16 (Ampere and
 newer): in float32 weights and activations take twice as much. Cells are **computed, not
-measured**, unless one says so. Prompt and completion have 512 tokens; MICRO_BATCH_TOKENS {micro}, SAMPLE_BATCH {batch}, the rest
-as shipped, with checkpointing. An allowance is in it, a guess: {gb(CONTEXT)} GB for CUDA and NCCL,
-and {slack} of what comes and goes.\n""")
+measured**, unless one says so. Prompt and completion have 512 tokens; MICRO_BATCH_TOKENS {micro},
+SAMPLE_BATCH {batch}, the rest as shipped, with checkpointing. An allowance is in it, a guess:
+{gb(CONTEXT)} GB for CUDA and NCCL, and {slack} of what comes and goes.\n""")
     print_cards(512, 512)
     print("""## States, RAM, server
 
