@@ -48,7 +48,7 @@ from tqdm import tqdm
 import grpo_loss_triton
 from grpo import loss as plain_loss
 from grpo.constants import arguments, check_names, usage
-from grpo.log import say
+from grpo.log import lasting_output, say
 from grpo.packing import plan_turns
 from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
@@ -471,7 +471,7 @@ def main():
     heartbeats = Heartbeats(dist.get_rank(), dist.get_world_size(), WAIT_LIMIT_SECONDS)
     _lock = checkpoint.leads(RUN_DIR) and checkpoint.lock_run(RUN_DIR)  # collective; to the end
     run = start_run(c, tokenizer, recipe, questions, server)  # collective
-    with stop.listening(), explained():
+    with stop.listening(), explained(), lasting_output():
         asked = train(run)  # collective
     if run.inbox and not asked:  # a run that was stopped, or failed, may resume: its workers wait
         server.end(run.progress.run)

@@ -38,6 +38,39 @@ def outlive_readers():
                 os.dup2(nowhere.fileno(), descriptor)
 
 
+class Lasting:
+    """A text stream that survives its reader, also where that goes in the middle of a write."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        return self._try(self.stream.write, text)
+
+    def flush(self):
+        return self._try(self.stream.flush)
+
+    def _try(self, call, *arguments):
+        try:
+            return call(*arguments)
+        except BrokenPipeError:
+            outlive_readers()
+
+
+@contextlib.contextmanager
+def lasting_output():
+    """In the block nothing that is printed, by whatever library, ends a run that is to be saved."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(Lasting, before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
 def in_background(function, *arguments):
     """Returns the thread that runs the function; it does not keep the process alive."""
     thread = threading.Thread(target=function, args=arguments, daemon=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from grpo.devices import accelerator
-from grpo.log import in_background, outlive_readers, say
+from grpo.log import in_background, say
 from grpo.sampling.rollout import TALLY, sampled_and_rewarded, tally
 from grpo.stop import stop
 from grpo.training.liveness import gathered, meet
@@ -237,7 +237,6 @@ def finite(value):
 
 def show(bar, metrics):
     """Advances the progress bar by a step, and shows its metrics."""
-    outlive_readers()
     bar.set_postfix_str(
         f"reward {metrics['reward']:+.2f} accuracy {metrics['accuracy']:.2f}"
         f" kl {metrics.get('kl', math.nan):.3f} length {metrics['completion_tokens']:.0f}"
