@@ -8,8 +8,8 @@ A warm start trains a Qwen2 of 126 000 parameters on sloppy examples: it can add
 knows the tags, but often picks the wrong operator and rarely writes the tags. Then ref_server.py
 and grpo_ref_split.py train it, in a process each. GRPO *elicits* here: what the model could do but
 rarely did becomes the rule; it teaches no arithmetic. The constants were chosen on the validation
-split and on other seeds. serve() and train() are examples of a preset: import a script, set its
-constants, call its main().
+split and on other seeds. serve() and train() show how a program starts the scripts: import one and
+call its main() with constants.
 """
 
 import contextlib
@@ -48,32 +48,13 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the de
 def serve(port):
     import ref_server
 
-    ref_server.MODEL = WARM_START
-    ref_server.PORT = int(port)
-    ref_server.DTYPE = "float32"
-    ref_server.STORE = f"{RUN_DIR}/ref_store.sqlite"
-    ref_server.main()
+    store = f"{RUN_DIR}/ref_store.sqlite"
+    ref_server.main(MODEL=WARM_START, PORT=int(port), DTYPE="float32", STORE=store)
 
 
 def train(port, seed, rewards):
     import grpo_ref_split as trainer
 
-    trainer.MODEL = WARM_START
-    trainer.TASK = "arithmetic"
-    trainer.RUN_DIR = RUN_DIR
-    trainer.REF_SERVER = f"http://127.0.0.1:{port}"
-    trainer.SEED = seed
-    trainer.STEPS = STEPS
-    trainer.PROMPTS_PER_STEP = 16
-    trainer.MAX_PROMPT_TOKENS = 64
-    trainer.MAX_COMPLETION_TOKENS = MAX_COMPLETION_TOKENS
-    trainer.MAX_REFILLS = 1  # near the end most groups are all right
-    trainer.LEARNING_RATE = 7e-4
-    trainer.WARMUP_STEPS = 5
-    trainer.FINAL_LR = 0.3
-    trainer.GRADIENT_CHECKPOINTING = False
-    trainer.DTYPE = "float32"  # a tiny model, on a GPU too
-    trainer.EVAL_STEPS = 40
     if rewards == "shuffled":  # metrics still come from the true rewards, advantages do not
         rollout, draw = trainer.rollout, random.Random(seed)
         make_group = rollout.make_group
@@ -83,7 +64,24 @@ def train(port, seed, rewards):
             return make_group((prompt, completions, draw.sample(given, len(given))), **names)
 
         rollout.make_group = make_shuffled_group
-    trainer.main()
+    trainer.main(
+        MODEL=WARM_START,
+        TASK="arithmetic",
+        RUN_DIR=RUN_DIR,
+        REF_SERVER=f"http://127.0.0.1:{port}",
+        SEED=seed,
+        STEPS=STEPS,
+        PROMPTS_PER_STEP=16,
+        MAX_PROMPT_TOKENS=64,
+        MAX_COMPLETION_TOKENS=MAX_COMPLETION_TOKENS,
+        MAX_REFILLS=1,  # near the end most groups are all right
+        LEARNING_RATE=7e-4,
+        WARMUP_STEPS=5,
+        FINAL_LR=0.3,
+        GRADIENT_CHECKPOINTING=False,
+        DTYPE="float32",  # a tiny model, on a GPU too
+        EVAL_STEPS=40,
+    )
 
 
 # --- Before and after ---------------------------------------------------------------

@@ -5,10 +5,11 @@
     python grpo_ref_split.py                                              # one GPU, or a CPU
     python grpo_ref_split.py worker        # anywhere else: samples for the trainer (PUBLISH_STEPS)
 
-Edit the constants below. A preset is a Python file that imports this one, sets its constants and
-calls main(); demo.py is an example. The file reads in the order in which data flows: sample groups
-and exchange them, make sequences, loss and gradient, update, loop. A "collective" function is
-called by all ranks together, or they hang; each such call is marked.
+Edit the constants below; or set them in the command, STEPS=50, or by a preset, a file of them
+(presets/); or import this file and call main(STEPS=50), as demo.py does. The file reads in the
+order in which data flows: sample groups and exchange them, make sequences, loss and gradient,
+update, loop. A "collective" function is called by all ranks together, or they hang; each such call
+is marked.
 
 GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completion's advantage is its
 reward, centred and scaled within the G completions of its prompt. Where we deviate from the paper:
@@ -30,7 +31,6 @@ completion) of a micro-batch, N their completion tokens, V ids of the tokenizer,
 import itertools
 import math
 import os
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -41,13 +41,17 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
 
+from grpo.constants import command_line, settle
+
+if __name__ == "__main__":  # here, so that a mistake is told before torch is imported
+    role, given = command_line("grpo_ref_split.py", __doc__, roles=["worker"])
+
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 import grpo_loss_triton
 from grpo import loss as plain_loss
-from grpo.constants import arguments, check_names, usage
 from grpo.log import lasting_output, say
 from grpo.packing import plan_turns
 from grpo.sampling import rollout
@@ -452,17 +456,16 @@ def evaluate_if_due(run):
 known = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
 
 
-def constants():
-    """Returns this file's constants as attributes, as a preset has set them. SystemExit with a
-    sentence for each that can't be."""
-    now = {name: value for name, value in globals().items() if name.isupper()}
-    check_names(now, known)
+def constants(**preset):
+    """Returns this file's constants as attributes, once `preset` is set. SystemExit with a sentence
+    for each that can't be."""
+    now = settle(globals(), known, preset)
     checks.check_constants(now)
     return SimpleNamespace(**now)
 
 
-def main():
-    c = constants()
+def main(**preset):
+    c = constants(**preset)
     checkpoint.check_run_dir(RUN_DIR, RESUME)
     watch_launcher()
     tokenizer, recipe, server = prepare(c, needs_server=KL_BETA or PUBLISH_STEPS)
@@ -482,19 +485,13 @@ def main():
     say_end(run, asked)
 
 
-def worker():
+def worker(**preset):
     """Samples for the trainer, until all runs have ended."""
-    c = constants()
+    c = constants(**preset)
     tokenizer, recipe, server = prepare(c, needs_server=True)
     policy = make_policy(c, tokenizer)
     run_worker(policy, server, fit_worker(c, policy, recipe))
 
 
 if __name__ == "__main__":
-    match arguments():
-        case []:
-            main()
-        case ["worker"]:
-            worker()
-        case _:
-            sys.exit(usage(__doc__))
+    (worker if role else main)(**given)

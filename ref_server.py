@@ -1,6 +1,7 @@
 """The frozen reference model behind HTTP: groups go in, and come back with its log-probs.
 
     CUDA_VISIBLE_DEVICES=7 python ref_server.py     # on a spare GPU, on a CPU, on another machine
+    python ref_server.py presets/3b_1x24gb.py       # with the constants of a preset
 
 What a group goes through:
 
@@ -30,9 +31,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
 
+from grpo.constants import command_line, settle
+
+if __name__ == "__main__":  # here, so that a mistake is told before torch is imported
+    _, given = command_line("ref_server.py", __doc__)
+
 import bottle
 
-from grpo.constants import arguments, check_names, usage
 from grpo.log import in_background
 from grpo.models import load_tokenizer
 from grpo.serving.checks import check_server_constants
@@ -237,9 +242,8 @@ def score_while(alive, store, reference):
 known = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
 
 
-def main():
-    check_names(globals(), known)
-    check_server_constants(globals())
+def main(**preset):
+    check_server_constants(settle(globals(), known, preset))
     token = os.environ.get("GRPO_TOKEN")
     if HOST not in ("127.0.0.1", "localhost", "::1") and not token:
         sys.exit(f"HOST = {HOST!r} is reachable by others: set GRPO_TOKEN here and at the trainer")
@@ -266,9 +270,7 @@ def main():
 
 
 if __name__ == "__main__":
-    if arguments():
-        sys.exit(usage(__doc__))
     try:
-        main()
+        main(**given)
     except KeyboardInterrupt:
         sys.exit("ended by Ctrl-C")

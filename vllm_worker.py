@@ -6,10 +6,9 @@ Its constants are those below and those of grpo_ref_split.py, which must be the 
 worker is one model, on one GPU or as many as TENSOR_PARALLEL says; for more GPUs, run more workers.
 """
 
-import sys
 from dataclasses import replace
 
-from grpo.constants import arguments, check_names, real, refuse_broken, rules_of, usage
+from grpo.constants import check_names, command_line, real, refuse_broken, rules_of, settle
 
 VLLM_MEMORY_GB = 20.0  # of a GPU's memory; on a CPU that of the KV cache, where 1 is plenty
 VLLM_SEQUENCES = 256  # completions sampled at once, in place of SAMPLE_BATCH
@@ -21,7 +20,6 @@ known = frozenset(filter(str.isupper, globals()))  # a preset that sets another 
 
 def check_constants(now, group_size):
     """Raises SystemExit with a sentence for each constant, by name in `now`, that can't be."""
-    check_names(now, known)
     kinds = {"a whole number from 1 on": "VLLM_SEQUENCES TENSOR_PARALLEL"}
     kinds["True or False"] = "VLLM_SLEEP"
     positive = real(now["VLLM_MEMORY_GB"]) and now["VLLM_MEMORY_GB"] > 0
@@ -32,7 +30,8 @@ def check_constants(now, group_size):
     refuse_broken("vllm_worker.py", now, [rule])
 
 
-def main():
+def main(**preset):
+    """Sets the constants of `preset`, this file's and the trainer's, and samples."""
     from grpo.sampling.vllm_policy import VLLMPolicy, set_environment
 
     set_environment()
@@ -42,8 +41,10 @@ def main():
     from grpo.sampling.worker import run_worker
     from grpo.wire import tokenizer_facts
 
-    c = trainer.constants()
-    check_constants(globals(), c.GROUP_SIZE)
+    check_names(preset, known | trainer.known)
+    own = {name: preset.pop(name) for name in known & preset.keys()}
+    c = trainer.constants(**preset)
+    check_constants(settle(globals(), known, own), c.GROUP_SIZE)
     tokenizer, recipe, server = prepare(c, needs_server=True)
     policy = VLLMPolicy(
         c.MODEL,
@@ -62,6 +63,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if arguments():
-        sys.exit(usage(__doc__))
-    main()
+    main(**command_line("vllm_worker.py", __doc__)[1])

@@ -26,10 +26,9 @@ if __name__ == "__main__":
 
         dist.destroy_process_group = lambda: None
     for preset in presets:
-        for constant, value in preset.items():
-            module, _, constant = constant.rpartition(".")
-            target = importlib.import_module(module) if module else script
-            if not hasattr(target, constant):
-                sys.exit(f"{target.__name__} has no constant {constant}")
-            setattr(target, constant, value)
-        getattr(script, function or "main")()
+        for name in [name for name in preset if "." in name]:  # of a module other than the script
+            module, _, constant = name.rpartition(".")
+            target = importlib.import_module(module)
+            assert hasattr(target, constant), name
+            setattr(target, constant, preset.pop(name))
+        getattr(script, function or "main")(**preset)

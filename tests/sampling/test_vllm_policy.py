@@ -25,7 +25,6 @@ def test_the_constants_are_right_as_they_stand():
         ({"VLLM_SEQUENCES": "9"}, "VLLM_SEQUENCES = '9' must be a whole number from 1 on"),
         ({"TENSOR_PARALLEL": 0}, "TENSOR_PARALLEL = 0 must be a whole number from 1 on"),
         ({"VLLM_SLEEP": 2}, "VLLM_SLEEP = 2 must be True or False"),
-        ({"MEMORY_GB": 20}, "there is no constant MEMORY_GB: is VLLM_MEMORY_GB meant?"),
     ],
 )
 def test_a_constant_that_can_not_be_is_said(change, sentence):
