@@ -172,19 +172,6 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
         Reference(None, tmp_path, **settings)  # in the server
 
 
-@pytest.mark.parametrize("script", ["grpo_ref_split", "ref_server", "vllm_worker"])
-def test_arguments_that_a_script_does_not_know_start_nothing(tmp_path, script):
-    command = [sys.executable, ROOT / f"{script}.py", "--local_rank=0", "--steps", "5"]
-    process = start(command, tmp_path / "log")
-    try:
-        assert process.wait(30) == 1
-    finally:
-        process.kill()
-    output = (tmp_path / "log").read_text()
-    assert f"python {script}.py" in output and "by the constants in the file" in output
-    assert len(output.splitlines()) < 12
-
-
 def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothing_to_train(
     tiny, tmp_path
 ):
@@ -208,12 +195,15 @@ def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothi
     assert all(s["rewards"]["correctness"] == -1 for s in samples)
 
 
-def test_a_worker_has_a_server_whatever_its_process_was_called_with(tiny, tmp_path):
-    """A preset has arguments of its own; and the trainer needs no server at these constants."""
+def test_a_worker_begins_with_the_constants_of_its_command(tiny, tmp_path):
+    """It asks for a server, although the trainer needs none at these constants."""
     preset = QUICK | {"MODEL": str(tiny), "TASK": "arithmetic", "KL_BETA": 0, "PUBLISH_STEPS": 0}
-    preset |= {"REF_SERVER": "http://127.0.0.1:9", "WAIT_LIMIT_SECONDS": 1}
-    preset |= {"MAX_PROMPT_TOKENS": 128}
-    process = start(command_of("grpo_ref_split:worker", preset), tmp_path / "log")
+    preset |= {"REF_SERVER": "http://127.0.0.1:9", "PORT": 9}
+    path = tmp_path / "tiny.py"
+    path.write_text("\n".join(f"{name} = {value!r}" for name, value in preset.items()))
+    command = [sys.executable, ROOT / "grpo_ref_split.py", "worker", path]
+    command += ["WAIT_LIMIT_SECONDS=1", "MAX_PROMPT_TOKENS=128"]
+    process = start(list(map(str, command)), tmp_path / "log")
     try:
         assert process.wait(60) == 1
     finally:
