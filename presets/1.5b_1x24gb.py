@@ -1,0 +1,12 @@
+"""Qwen2.5-1.5B on one card of 24 GB, which holds the reference server, too.
+
+    python ref_server.py presets/1.5b_1x24gb.py         # first, in a terminal of its own
+    python grpo_ref_split.py presets/1.5b_1x24gb.py     # then, in another
+
+Computed, not run: of the card's 23.5 GB the trainer needs 17.0 GB and the server 5.2 GB; the
+optimiser and its states are in RAM, 25.9 GB of it: on the card they would not fit.
+"""
+
+MODEL = "Qwen/Qwen2.5-1.5B"
+RUN_DIR = "runs/1.5b_1x24gb"
+OFFLOAD_OPTIMIZER = True

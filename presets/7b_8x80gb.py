@@ -1,0 +1,11 @@
+"""Qwen2.5-7B on eight cards of 80 GB: seven train, one holds the reference server.
+
+    CUDA_VISIBLE_DEVICES=7 python ref_server.py presets/7b_8x80gb.py                        # first
+    CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6 deepspeed grpo_ref_split.py presets/7b_8x80gb.py     # then
+
+Computed, not run: of a card's 79.1 GB the trainer needs 54.7 GB and the server 16.6 GB.
+"""
+
+MODEL = "Qwen/Qwen2.5-7B"
+RUN_DIR = "runs/7b_8x80gb"
+PROMPTS_PER_STEP = 28  # four for each of seven cards

@@ -1,0 +1,14 @@
+"""Qwen2.5-7B on two machines: gpu01 trains on its eight cards of 80 GB, gpu02 has the reference.
+
+    GRPO_TOKEN=secret python ref_server.py presets/two_machines.py             # first, on gpu02
+    GRPO_TOKEN=secret deepspeed grpo_ref_split.py presets/two_machines.py      # then, on gpu01
+
+Computed, not run: of a card's 79.1 GB the trainer needs 53.2 GB. The server needs 16.6 GB, which a
+card of 24 GB has. Other cards of gpu02 may sample (docs/several_machines.md): PUBLISH_STEPS=1.
+"""
+
+MODEL = "Qwen/Qwen2.5-7B"
+RUN_DIR = "runs/two_machines"
+PROMPTS_PER_STEP = 32  # four for each of eight cards
+HOST = "0.0.0.0"  # the server, reachable by others: it needs GRPO_TOKEN
+REF_SERVER = "http://gpu02:59875"
