@@ -1,0 +1,320 @@
+"""The numbers of docs/learn.md: one group of GRPO, from its question to what it has changed.
+
+    .venv/bin/python -m docs.learn      # a few seconds, no GPU
+
+A tiny model answers one question, four times; the project's own functions do the rest: sampler,
+advantages, token weights, log-probs, loss. tests/test_learn.py holds the page to what this prints.
+In float64, so that other machines print the same digits.
+"""
+
+import math
+
+import torch
+
+from grpo.loss import LOSS_TYPES, group_advantages, linear_logps, policy_loss, token_weights
+from grpo.models import prompt_ids
+from grpo.sampling.sampler import sample_groups
+from grpo.tiny_model import make_model, make_tokenizer, next_token_loss
+from tasks import arithmetic
+
+QUESTION, ANSWER = "7+5=?", "12"
+KNOWN = ["12", "12", "12", "2", "2", "2", "7+5=12", "7+5=2"]  # what the model has learnt to answer
+WARM_STEPS = 40
+SEED = 0
+FOLLOWED = 4  # the token that is followed: so many of the first completion's are before it
+
+# As in grpo_ref_split.py, but for a smaller group, three updates and a tiny model's rate
+GROUP_SIZE = 4
+CLIP_LOW, CLIP_HIGH, KL_BETA = 0.2, 0.2, 0.04
+ADAM_BETAS = (0.9, 0.99)
+MAX_GRAD_NORM = 1.0
+MAX_COMPLETION_TOKENS = 8
+LEARNING_RATE = 1e-4
+UPDATES = 3
+PARAMETERS = 7.6e9  # of Qwen2.5-7B
+
+
+# --- A model and a group ----------------------------------------------------------------
+def start():
+    """Returns (model, tokenizer, prompt's ids): a policy that answers QUESTION as KNOWN does."""
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    tokenizer = make_tokenizer(arithmetic)
+    model = make_model(tokenizer, heads=4).double()
+    prompt = prompt_ids(tokenizer, [{"role": "user", "content": QUESTION}])
+    ends = [tokenizer.eos_token_id]
+    examples = [(prompt + tokenizer(t)["input_ids"] + ends, len(prompt)) for t in KNOWN]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=ADAM_BETAS)
+    for _ in range(WARM_STEPS):
+        next_token_loss(model, examples).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, tokenizer, prompt
+
+
+def sample(model, tokenizer, prompt):
+    """Returns GROUP_SIZE completions: ids that end with EOS, and the sampler's log-probs."""
+    (group,) = sample_groups(
+        model,
+        [prompt],
+        group_size=GROUP_SIZE,
+        max_new_tokens=MAX_COMPLETION_TOKENS,
+        temperature=1.0,
+        eos_ids={tokenizer.eos_token_id},
+        vocab_size=len(tokenizer),
+        generator=torch.Generator().manual_seed(SEED),
+    )
+    return group
+
+
+def logps_of(model, tokenizer, prompt, completions):
+    """Returns the log-probs (N,) of the completions' ids, one after another, and those of all ids
+    where the followed token stands, (V,)."""
+    parts = []
+    for completion in completions:
+        ids = torch.tensor([prompt + completion.ids])
+        # Row t of the logits predicts token t + 1: the prompt's last row the first of ours
+        logits = model(ids).logits[0, len(prompt) - 1 : -1, : len(tokenizer)]  # (T, V)
+        sampled = torch.tensor(completion.ids)
+        parts.append(linear_logps(logits, None, sampled))
+        if completion is completions[0]:
+            there = logits[FOLLOWED].log_softmax(-1).detach()
+    return torch.cat(parts), there
+
+
+def is_right(completion):
+    """A toy's reward: 1 for the right number at the end. For real ones see tasks/."""
+    return completion.split("=")[-1] == ANSWER
+
+
+# --- Three updates ----------------------------------------------------------------------
+def train(model, tokenizer, prompt, completions, advantages, weights):
+    """Makes UPDATES updates on the group, as the trainer does. Returns (columns, distributions):
+    before each update and after the last {name: value of the followed token}, and the log-probs of
+    all ids where it stands, (V,)."""
+    lengths = torch.tensor([len(c.ids) for c in completions])
+    advantages = advantages.double().repeat_interleave(lengths)  # (G,) -> (N,)
+    weights = weights.double().repeat_interleave(lengths)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=ADAM_BETAS, weight_decay=0.0)
+    columns, distributions, old_logps = [], [], None
+    for _ in range(UPDATES + 1):
+        logps, there = logps_of(model, tokenizer, prompt, completions)
+        if old_logps is None:  # the policy is still the one that sampled, and the reference
+            old_logps = ref_logps = logps.detach()
+        at = logps.detach().requires_grad_()  # the loss, as a function of the N log-probs
+        loss, stats = policy_loss(
+            at, old_logps, ref_logps, advantages, weights,
+            clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl_beta=KL_BETA,
+        )  # fmt: skip
+        (slope,) = torch.autograd.grad(loss, at)
+        optimizer.zero_grad()
+        logps.backward(slope)  # the rest of the chain rule, from the log-probs to the weights
+        norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+        values = {"logp": at.detach(), "old": old_logps, "ref": ref_logps, "slope": slope} | stats
+        column = {name: v[FOLLOWED].item() for name, v in values.items()}
+        clipped = (stats["clip_low"] | stats["clip_high"]).sum().item()
+        columns.append(column | {"loss": loss.item(), "norm": norm.item(), "clipped": clipped})
+        distributions.append(there)
+        if len(columns) <= UPDATES:
+            optimizer.step()
+    return columns, distributions
+
+
+def exact(value):
+    """Returns the value to 4 digits, where rounding errors may have made -0.0000 of 0."""
+    return round(value, 4) + 0
+
+
+# --- The page's tables ------------------------------------------------------------------
+def show_group(tokenizer, prompt, completions, rewards, advantages, weights):
+    print(f"question {QUESTION}   right answer {ANSWER}   prompt, P = {len(prompt)} ids:")
+    print(*prompt)
+    heads = f"{'T':>3}{'reward':>8}{'advantage':>11}{'weight':>9}{'w A':>9}"
+    print(f"\n{'completion':<12}{'ids':<22}{heads}")
+    for c, reward, a, w in zip(completions, rewards, advantages, weights, strict=True):
+        text, ids = tokenizer.decode(c.ids[:-1]), " ".join(map(str, c.ids))
+        print(f"{text:<12}{ids:<22}{len(c.ids):>3}{reward:>8.0f}{a:>+11.4f}{w:>9.4f}{a * w:>+9.4f}")
+    tokens = sum(len(c.ids) for c in completions)
+    print(f"mean {rewards.mean():.2f}, standard deviation {rewards.std():.2f}, N = {tokens}")
+
+
+def show_token(tokenizer, completion, columns, advantage, weight):
+    token, before = (
+        tokenizer.decode(ids) for ids in ([completion.ids[FOLLOWED]], completion.ids[:FOLLOWED])
+    )
+    print(f'token "{token}" after "{before}": A = {advantage:.4f}, w = {weight:.4f}\n')
+
+    def clipped(c):
+        return min(max(c["ratio"], 1 - CLIP_LOW), 1 + CLIP_HIGH) * advantage
+
+    def part(c):
+        return -weight * (min(c["ratio"] * advantage, clipped(c)) - KL_BETA * c["kl"])
+
+    rows = {
+        "probability, exp(logp)": lambda c: math.exp(c["logp"]),
+        "logp": lambda c: c["logp"],
+        "old logp": lambda c: c["old"],
+        "ref logp": lambda c: c["ref"],
+        "r = exp(logp - old logp)": lambda c: c["ratio"],
+        "r A": lambda c: c["ratio"] * advantage,
+        "clip(r) A": clipped,
+        "k3, of d = ref logp - logp": lambda c: c["kl"],
+        "its part of the loss": part,
+        "d loss / d logp": lambda c: c["slope"],
+        "loss, the sum over N tokens": lambda c: c["loss"],
+        "norm of the gradient": lambda c: c["norm"],
+        "tokens clipped, of N": lambda c: c["clipped"],
+    }
+    heads = [f"update {n + 1}" for n in range(UPDATES)] + ["afterwards"]
+    print(f"{'':<28}" + "".join(f"{head:>12}" for head in heads))
+    for name, value in rows.items():
+        shown = columns if "logp" in name[:22] and name[0] in "pl" else columns[:-1]
+        form = "d" if "clipped" in name else ".4f"
+        print(f"{name:<28}" + "".join(f"{exact(value(c)):>12{form}}" for c in shown))
+
+
+def answer_probs(model, tokenizer, prompt):
+    """Returns {answer: probability that the model gives it}, for all that it has learnt."""
+    probs = {}
+    for text in dict.fromkeys(KNOWN):
+        ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        logps = linear_logps(logits, None, torch.tensor(ids), vocab_size=len(tokenizer))
+        probs[text] = logps.sum().exp().item()
+    return probs
+
+
+def show_answers(before, after):
+    print(f"{'answer':<14}{'before':>8}{'after':>9}")
+    for text in before:
+        print(f"{text:<14}{before[text]:>8.4f}{after[text]:>9.4f}")
+    right = [sum(p for text, p in probs.items() if is_right(text)) for probs in (before, after)]
+    print(f"{'right, in sum':<14}{right[0]:>8.4f}{right[1]:>9.4f}")
+
+
+def show_kl(policy, reference):
+    """Exact, over all V ids: no sampling."""
+    p, d = policy.exp(), reference - policy
+    print(f"KL(policy || reference) = {(-p * d).sum():.4f}\n")
+    print(f"{'':<26}{'mean':>8}{'standard deviation':>21}")
+    for name, k in {
+        "k1 = -d": -d,
+        "k2 = d^2 / 2": d**2 / 2,
+        "k3 = exp(d) - d - 1": torch.expm1(d) - d,
+    }.items():
+        mean = (p * k).sum()
+        print(f"{name:<26}{mean:>8.4f}{(p * (k - mean) ** 2).sum().sqrt():>21.4f}")
+
+
+def show_temperature(tokenizer, logps):
+    print(f"{'token':<8}{'T = 1':>8}{'T = 0.9':>10}{'difference':>13}")
+    cooler = (logps / 0.9).softmax(-1)
+    for i in logps.topk(2).indices.tolist():
+        one, other = logps[i].exp(), cooler[i]
+        print(f"{tokenizer.decode([i]):<8}{one:>8.4f}{other:>10.4f}{other - one:>+13.4f}")
+
+
+def show_retokenised(model, tokenizer, prompt):
+    text = " more"
+    letters = [i for letter in text for i in tokenizer(letter)["input_ids"]]
+    whole = tokenizer(tokenizer.decode(letters))["input_ids"]
+    for name, ids in {"drawn": letters, "its text, tokenised": whole}.items():
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        logp = linear_logps(logits, None, torch.tensor(ids), vocab_size=len(tokenizer)).sum()
+        print(f"{name:<22}{ids!s:<28}{tokenizer.decode(ids)!r}   log-prob {logp:8.2f}")
+
+
+def show_weights(lengths, weights):
+    print(f"{'T':<10}" + "".join(f"{n:>9}" for n in lengths.tolist()) + "    w x T")
+    for name, values in weights.items():
+        shown = "".join(f"{w:>9.4f}" for w in values)
+        print(f"{name:<10}{shown}    " + "  ".join(f"{x:.2f}" for x in values * lengths))
+
+
+def show_prompt_push(prompt, lengths, advantages):
+    """What a token of the prompt, which all completions share, would be pushed by in sum."""
+    for name in ("grpo", "dapo"):
+        whole = lengths + len(prompt)
+        weights = token_weights(
+            whole, loss_type=name, sequences=GROUP_SIZE, tokens=int(whole.sum()),
+            max_completion_tokens=MAX_COMPLETION_TOKENS,
+        )  # fmt: skip
+        pushed = (weights * advantages).sum().item()
+        print(f"{name}: sum of w A over the group {exact(pushed):+.4f}")
+
+
+def show_baselines(rewards):
+    mean, others = rewards.mean(), (rewards.sum() - rewards) / (len(rewards) - 1)
+    for name, values in {
+        "no baseline (REINFORCE)": rewards,
+        "group's mean, over std (GRPO)": group_advantages(rewards, scale_by_std=True),
+        "group's mean (Dr. GRPO)": group_advantages(rewards, scale_by_std=False),
+        "mean of the others (RLOO)": rewards - others,
+    }.items():
+        print(f"{name:<32}" + "".join(f"{a:>9.4f}" for a in values.tolist()))
+    assert torch.allclose(rewards - others, (rewards - mean) * GROUP_SIZE / (GROUP_SIZE - 1))
+
+
+def show_mixed():
+    shares, sizes = (0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99), (4, 8, 16, 64)
+    print("accuracy" + "".join(f"{f'G = {size}':>9}" for size in sizes))
+    for p in shares:
+        print(f"{p:<8}" + "".join(f"{1 - p**n - (1 - p) ** n:>9.2f}" for n in sizes))
+
+
+def show_critic():
+    billions = PARAMETERS / 1e9
+    print("bytes a parameter: weights 2, gradients 4, master weights 4, Adam 8: 18")
+    print(
+        f"  x {billions} billion = {18 * billions:.0f} GB more for a critic of the policy's size;"
+    )
+    print(f"  with ZeRO-2 on 8 GPUs 2 + 16 / 8 = 4 bytes: {4 * billions:.0f} GB more on each")
+    print("FLOPs a token and parameter: sampling 2, reference 2, training 6: 10;")
+    print(f"  with a critic its values, 2, and its training, 6: 18, {18 / 10:.1f} times as many")
+
+
+def chapters():
+    """Yields (title, function that prints it)."""
+    model, tokenizer, prompt = start()
+    completions = sample(model, tokenizer, prompt)
+    texts = [tokenizer.decode(c.ids[:-1]) for c in completions]
+    rewards = torch.tensor([float(is_right(text)) for text in texts])
+    advantages = group_advantages(rewards, scale_by_std=True)
+    lengths = torch.tensor([len(c.ids) for c in completions])
+    weights = {
+        name: token_weights(
+            lengths, loss_type=name, sequences=GROUP_SIZE, tokens=int(lengths.sum()),
+            max_completion_tokens=MAX_COMPLETION_TOKENS,
+        )
+        for name in LOSS_TYPES
+    }  # fmt: skip
+    w = weights["grpo"]
+    yield "a group", lambda: show_group(tokenizer, prompt, completions, rewards, advantages, w)
+    yield "re-tokenised", lambda: show_retokenised(model, tokenizer, prompt)
+    before = answer_probs(model, tokenizer, prompt)
+    columns, logps = train(model, tokenizer, prompt, completions, advantages, w)
+    first = advantages[0].item(), w[0].item()
+    yield "a token", lambda: show_token(tokenizer, completions[0], columns, *first)
+    after = answer_probs(model, tokenizer, prompt)
+    yield "all answers", lambda: show_answers(before, after)
+    yield "the KL there", lambda: show_kl(logps[-1], logps[0])
+    yield "temperature", lambda: show_temperature(tokenizer, logps[-1])
+    yield "prompt tokens", lambda: show_prompt_push(prompt, lengths, advantages)
+    yield "token weights", lambda: show_weights(lengths, weights)
+    yield "baselines", lambda: show_baselines(rewards)
+    yield "mixed groups", show_mixed
+    yield "a critic", show_critic
+
+
+def main():
+    for title, show in chapters():
+        print(f"--- {title} ---")
+        show()
+        print()
+
+
+if __name__ == "__main__":
+    main()
