@@ -20,6 +20,7 @@ pictures: .venv/ready
 	for seed in 0 1 2 3 4; do DEMO_RUN_DIR=runs/demo_$$seed .venv/bin/python demo.py $$seed || exit 1; done
 	DEMO_RUN_DIR=runs/demo_shuffled .venv/bin/python demo.py 0 shuffled
 	.venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
+	.venv/bin/python -m docs.learn_pictures
 	.venv/bin/python -m docs.page $(SEED)
 
 vllm-test: .venv/ready .vllm/ready

@@ -206,6 +206,7 @@ def show_kl(policy, reference):
     }.items():
         mean = (p * k).sum()
         print(f"{name:<26}{mean:>8.4f}{(p * (k - mean) ** 2).sum().sqrt():>21.4f}")
+    print(f"\nk3 at d = -5, 0 and 5: {math.exp(-5) + 4:.1f}, 0 and {math.exp(5) - 6:.1f}")
 
 
 def show_temperature(tokenizer, logps):

@@ -176,6 +176,8 @@ RUN = {  # what runs a command, or the same with other constants
     "make lint": ".ci/run",
     ".ci/run": ".github/workflows/ci.yml",
     ".venv/bin/python -m pytest tests/test_loss.py": "Makefile",
+    ".venv/bin/python -m docs.learn": "tests/test_learn.py",
+    ".venv/bin/python -m docs.learn_pictures": "tests/test_learn.py",
 }
 
 
