@@ -62,7 +62,7 @@ from grpo.sampling.upload import Uploader
 from grpo.sampling.worker import run_worker
 from grpo.stop import stop
 from grpo.training import checkpoint, checks, exchange
-from grpo.training.engine import cpu_threads, join_ranks, take_step
+from grpo.training.engine import cpu_threads, join_ranks, learning_rate, take_step
 from grpo.training.liveness import Heartbeats, explained, meet, watch_launcher
 from grpo.training.metrics import any_rank, evaluate, rollout_metrics, say_end, say_idle, show
 from grpo.training.start import start_run
@@ -371,17 +371,10 @@ def accumulate(run, sequences):
 
 
 # --- Update -------------------------------------------------------------------------
-def learning_rate(step):
-    """Returns the rate of update `step` (from 1): linear warm-up, then linear decay to FINAL_LR."""
-    warm = min(1.0, step / max(WARMUP_STEPS, 1))
-    done = max(0, step - WARMUP_STEPS) / max(1, STEPS - WARMUP_STEPS)
-    return LEARNING_RATE * warm * (1 - (1 - FINAL_LR) * done)
-
-
 def update(run, sequences):
     """Collective: one optimiser update on the sequences; returns its metrics. A gradient that is
     not finite leaves the weights as they are ("skipped")."""
-    engine, rate = run.engine, learning_rate(run.progress.step)
+    engine, rate = run.engine, learning_rate(run.constants, run.progress.step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     with run.clock.part("backward"), cpu_threads(CPU_THREADS):

@@ -109,6 +109,14 @@ def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
     }
 
 
+def learning_rate(c, step):
+    """Returns the rate of update `step` (from 1): linear warm-up, then linear decay to FINAL_LR;
+    `c` has the trainer's constants as attributes."""
+    warm = min(1.0, step / max(c.WARMUP_STEPS, 1))
+    done = max(0, step - c.WARMUP_STEPS) / max(1, c.STEPS - c.WARMUP_STEPS)
+    return c.LEARNING_RATE * warm * (1 - (1 - c.FINAL_LR) * done)
+
+
 def take_step(engine):
     """Collective: takes the optimiser's step, unless a part of the gradient is not finite: then
     weights and optimiser stay as they are, on all ranks. Returns the gradient's norm before

@@ -108,16 +108,3 @@ def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():
     right_but_plain = w["correctness"] * 1 + w["format"] * -1
     wrong_but_pretty = w["correctness"] * -1 + w["format"] * 1.25
     assert right_but_plain > wrong_but_pretty  # 1.0 > -0.75; at (1, 1) it would be 0.0 against 0.25
-
-
-def test_learning_rate_warms_up_and_decays(monkeypatch):
-    for name, value in {
-        "LEARNING_RATE": 2.0,
-        "WARMUP_STEPS": 4,
-        "STEPS": 14,
-        "FINAL_LR": 0.5,
-    }.items():
-        monkeypatch.setattr(trainer, name, value)
-    assert [trainer.learning_rate(step) for step in (1, 2, 4, 9, 14)] == [0.5, 1.0, 2.0, 1.5, 1.0]
-    monkeypatch.setattr(trainer, "WARMUP_STEPS", 0)
-    assert trainer.learning_rate(1) <= 2.0

@@ -1,6 +1,7 @@
 """The engine's set-up: cores of each rank, and a process that is the only rank."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,3 +44,14 @@ def test_only_a_process_that_nobody_launched_takes_itself_for_the_only_rank(monk
     monkeypatch.setattr(engine.importlib.util, "find_spec", {"mpi4py": "installed"}.get)
     engine.stand_alone()
     assert os.environ == launched
+
+
+def rates(schedule, steps, **changes):
+    c = {"LEARNING_RATE": 2.0, "WARMUP_STEPS": 4, "STEPS": 14, "FINAL_LR": 0.5}
+    c = SimpleNamespace(LR_SCHEDULE=schedule, **c | changes)
+    return [engine.learning_rate(c, step) for step in steps]
+
+
+def test_learning_rate_warms_up_and_decays():
+    assert rates("linear", (1, 2, 4, 9, 14)) == [0.5, 1.0, 2.0, 1.5, 1.0]
+    assert rates("linear", [1], WARMUP_STEPS=0)[0] <= 2.0
