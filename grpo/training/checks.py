@@ -6,6 +6,7 @@ from grpo.constants import DTYPES, real, refuse_broken, rules_of
 from grpo.log import say
 from grpo.loss import LOSS_TYPES, OBJECTIVES
 from grpo.proof import check_first_update
+from grpo.training.engine import SCHEDULES
 
 TRAINER = {
     "a whole number from 1 on": """PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS
@@ -47,6 +48,7 @@ def rules_of_one(c):
     yield "OBJECTIVE", f"one of {', '.join(OBJECTIVES)}", c.OBJECTIVE in OBJECTIVES
     yield "RATIO_LEVEL", "token or sequence", c.RATIO_LEVEL in ("token", "sequence")
     yield "DTYPE", f"one of {', '.join(DTYPES)}", c.DTYPE in DTYPES
+    yield "LR_SCHEDULE", f"one of {', '.join(SCHEDULES)}", c.LR_SCHEDULE in SCHEDULES
 
 
 def rules_of_several(c):

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import math
 import os
 from datetime import timedelta
 
@@ -18,6 +19,7 @@ from grpo.training.liveness import gathered
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 # What tells a process which rank it is, and where the others are
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SCHEDULES = ("linear", "cosine")  # LR_SCHEDULE
 
 
 def stand_alone():
@@ -110,10 +112,13 @@ def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
 
 
 def learning_rate(c, step):
-    """Returns the rate of update `step` (from 1): linear warm-up, then linear decay to FINAL_LR;
-    `c` has the trainer's constants as attributes."""
+    """Returns the rate of update `step` (from 1): linear warm-up, then LR_SCHEDULE's decay to
+    FINAL_LR (cosine: SGDR, 1608.03983, eq. 5, with one period). `c` has the trainer's constants as
+    attributes."""
     warm = min(1.0, step / max(c.WARMUP_STEPS, 1))
     done = max(0, step - c.WARMUP_STEPS) / max(1, c.STEPS - c.WARMUP_STEPS)
+    if c.LR_SCHEDULE == "cosine":
+        done = (1 - math.cos(math.pi * done)) / 2
     return c.LEARNING_RATE * warm * (1 - (1 - c.FINAL_LR) * done)
 
 

@@ -21,6 +21,7 @@ from grpo.training.checks import check_constants
         ("KL_BETA", -0.1),
         ("OUTCOME", "correct"),
         ("DTYPE", "float16"),
+        ("LR_SCHEDULE", "constant"),
         ("STEPS", 0),
         ("EVAL_STEPS", 2.5),
         ("MICRO_BATCH_TOKENS", 0),

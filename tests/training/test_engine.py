@@ -55,3 +55,8 @@ def rates(schedule, steps, **changes):
 def test_learning_rate_warms_up_and_decays():
     assert rates("linear", (1, 2, 4, 9, 14)) == [0.5, 1.0, 2.0, 1.5, 1.0]
     assert rates("linear", [1], WARMUP_STEPS=0)[0] <= 2.0
+    cosine = rates("cosine", (1, 2, 4, 9, 14))
+    assert cosine == pytest.approx([0.5, 1.0, 2.0, 1.5, 1.0])  # half of the way at the same step
+    # Half of 1 - cos(45 degrees) of the way from 2 to 1 at a quarter of the decay
+    assert rates("cosine", [6.5]) == pytest.approx([2 - (1 - 0.5**0.5) / 2])
+    assert rates("linear", [6.5]) == [1.75]
