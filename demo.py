@@ -174,7 +174,7 @@ def run(seed, rewards, look):
     warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
     print("2. GRPO: ref_server.py and grpo_ref_split.py, loading takes about 15 s", flush=True)
     train_and_serve(seed, rewards, look)
-    final = max(Path(RUN_DIR).glob("step_*"))
+    final = Path(RUN_DIR, "final")
     before, after = diagnose(WARM_START), diagnose(final)
     plot.plot(RUN_DIR)
     shares = ", ".join(f"{name} {before[name]:.0%} -> {after[name]:.0%}" for name in before)

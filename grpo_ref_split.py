@@ -138,6 +138,7 @@ EVAL_QUESTIONS = 512  # the first so many of the split
 STOP_ACCURACY = 1.01  # stop when an evaluation reaches it; report on another split than EVAL_SPLIT
 SAVE_STEPS = 100  # a checkpoint is the model, and 12 bytes a trained parameter to resume from it
 KEEP_CHECKPOINTS = 2  # the newest; older ones are deleted
+KEEP_BEST = True  # save and keep the best evaluation's too: RUN_DIR/best
 RESUME = True  # resume from RUN_DIR's newest checkpoint; False: RUN_DIR must not hold a run
 SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
 WAIT_LIMIT_SECONDS = 600  # without a sign of the server or another rank: then the run ends
@@ -399,11 +400,12 @@ def train(run):
         asked = evaluate_if_due(run)  # collective
         ends = asked or p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
         due = ends or store_is_full or p.passed(SAVE_STEPS, max(p.saved, 0))
-        if due and p.saved < p.step:
+        if (due or p.best == p.step) and p.saved < p.step:
             checkpoint.save_run(run)  # collective
         if ends:
             bar.close()
             run.publishing.finish()
+            checkpoint.point_final(run, asked)
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before = p.step
@@ -441,8 +443,7 @@ def evaluate_if_due(run):
     result = evaluate(run.policy, run.recipe, run.questions)  # collective
     if any_rank(stop.asked):  # collective
         return True
-    p.accuracy = run.folder.log_evaluation(result, p.step)
-    p.evaluated = p.step
+    p.take_evaluation(run.folder.log_evaluation(result, p.step), KEEP_BEST)
     return False
 
 

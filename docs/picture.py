@@ -49,7 +49,7 @@ def main(folders):
     draw(folders)
     questions = [item["question"] for item in arithmetic.load("test")[:QUESTIONS]]
     before = greedy_answers(f"{folders[0]}/warm_start", questions)
-    after = greedy_answers(max(Path(folders[0]).glob("step_*")), questions)
+    after = greedy_answers(Path(folders[0], "final"), questions)
     for question, one, other in zip(questions, before, after, strict=True):
         print(f"| {question} | `{one}` | `{other}` |")
 

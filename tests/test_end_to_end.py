@@ -1,6 +1,7 @@
 """Both scripts as processes, from sampling to a checkpoint that transformers loads."""
 
 import json
+import os
 import re
 import sys
 import urllib.request
@@ -156,6 +157,8 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
     assert steps[1]["grad_norm"] > 1e-4
     saved = [f.name for f in (tmp_path / "adapter/step_000002").glob("*.safetensors")]
     assert saved == ["adapter_model.safetensors"]  # the frozen model is not saved again
+    card = (tmp_path / "adapter/final/README.md").read_text()
+    assert "LoRA adapter of rank 4 for" in card and "| 2 | " in card  # not PEFT's empty template
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter/step_000002").state_dict()
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen3").state_dict()
     changed = [name for name in trained if ".lora_B." in name and trained[name].any()]
@@ -186,6 +189,7 @@ def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothi
     finally:
         process.kill()
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1]
+    assert os.readlink(tmp_path / "run/final") == "step_000001"
     why = r"20 groups, all wrong by OUTCOME = 'correctness' \(accuracy 0.00\), .* truncated at"
     end = rf"nothing to train for 2 steps, in the last one {why} .*{flat}/samples.jsonl: is TASK"
     assert re.search(rf"(?s)step \d trains nothing \(2 in a row\): {why}.*{end}", log.read_text())

@@ -115,6 +115,7 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
     before = [r for r in records(tmp_path / "stopped") if "loss" in r]
     last = before[-1]["step"]
     assert 3 <= last < 20 and (tmp_path / f"stopped/step_{last:06d}/trainer/state.json").exists()
+    assert not os.path.lexists(tmp_path / "stopped/final")  # it is to resume
     output = log.read_text()
     assert "SIGTERM: this step is finished and saved" in output
     assert f"after step {last}, which is saved: start again to resume" in output

@@ -6,6 +6,9 @@ A checkpoint is a model in Hugging Face format, which MODEL may name, and a fold
     rank_0.json ...     its position in the data and its random number generators
     state.json          the run's progress, and the sizes of every rank's files
 
+Beside them are links: `best` to the checkpoint with the best evaluation (KEEP_BEST), and `final` to
+the last one of a run that has ended.
+
 Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. Where machines
 have RUN_DIR on disks of their own, each keeps the files of its ranks: the first rank that sees a
 folder makes and renames it, and the folder of rank 0, which alone has the model, is renamed last. A
@@ -27,6 +30,7 @@ import torch.distributed as dist
 from grpo.log import say
 from grpo.training.liveness import gathered, meet
 from grpo.training.metrics import RunFolder
+from grpo.training.model_card import commit, model_card
 
 DRAFT = ".unfinished"
 OTHERS = "the other ranks' part in RUN_DIR"  # a slow disk may take long
@@ -53,13 +57,15 @@ def save_run(run):
     progress.saved = progress.step
     state = {"step": progress.step, "progress": asdict(progress)}
     state["constants"] = constants_of(vars(c))
-    save(c.RUN_DIR, run.policy, run.engine, run.stream, state, c.KEEP_CHECKPOINTS)
+    card = model_card(c, state) if dist.get_rank() == 0 else ""
+    save(c.RUN_DIR, run.policy, run.engine, run.stream, state, c.KEEP_CHECKPOINTS, card)
     if run.inbox:
         run.server.checkpoint(progress.run, progress.step)
 
 
-def save(folder, policy, engine, stream, state, keep):
-    """Collective: saves step_N, where N is state["step"], and deletes all but the newest `keep`."""
+def save(folder, policy, engine, stream, state, keep, card):
+    """Collective: saves step_N, where N is state["step"], with `card` as its README.md, and deletes
+    all but the newest `keep` and the best."""
     rank, leader = dist.get_rank(), leads(folder)
     draft, final = Path(folder, DRAFT), Path(folder, f"step_{state['step']:06d}")
     files = []
@@ -68,6 +74,7 @@ def save(folder, policy, engine, stream, state, keep):
             shutil.rmtree(leftover, ignore_errors=True)
         if rank == 0:
             policy.save(draft)
+            Path(draft, "README.md").write_text(card)  # for an adapter PEFT has written one
             files = [path for path in draft.rglob("*") if path.is_file()]
         Path(draft, "trainer").mkdir(parents=True)
     meet(OTHERS)
@@ -80,10 +87,37 @@ def save(folder, policy, engine, stream, state, keep):
             draft.rename(final)
         meet(OTHERS)
     say(f"saved {final}")
+    best = state["progress"].get("best", -1)
+    if leader and best == state["step"]:
+        point(folder, "best", best)  # before the old one goes
     saved = saved_in(folder) if leader else []
     kept = [path for path in saved if step_of(path) <= state["step"]][-keep:]
+    kept += [path for path in saved if step_of(path) == best]
     for path in set(saved) - set(kept):  # later ones are incomplete, or from before a resume
         shutil.rmtree(path)
+
+
+def point(folder, name, step):
+    """Makes folder/name a link to the checkpoint of `step`, atomically; removes it if that is -1.
+    Where the disk has no links it is a file with the checkpoint's name in it."""
+    link, draft = Path(folder, name), Path(folder, f".{name}_{dist.get_rank()}")
+    if link.is_dir() and not link.is_symlink():
+        say(f"{link} is a folder, not our link to a checkpoint, and is left alone")
+    elif step < 0:
+        link.unlink(missing_ok=True)
+    else:
+        draft.unlink(missing_ok=True)
+        try:
+            draft.symlink_to(f"step_{step:06d}")
+        except OSError:
+            draft.write_text(f"step_{step:06d}\n")
+        draft.replace(link)
+
+
+def point_final(run, asked):
+    """Links RUN_DIR/final to the last checkpoint, unless the run was `asked` to end."""
+    if not asked:
+        point(run.constants.RUN_DIR, "final", run.progress.saved)
 
 
 def save_part(trainer, engine, stream):
@@ -177,6 +211,8 @@ class Progress:
     evaluated: int = -1  # the step of the last evaluation,
     accuracy: float = 0.0  # and its result
     saved: int = -1  # the step of the last checkpoint
+    best: int = -1  # the step of the best evaluation (KEEP_BEST), from the first update on,
+    best_accuracy: float = -1.0  # and its result, or that of step 0 where none was better
     reference: int = 0  # the step whose policy is the reference, where that is refreshed
     idle: int = 0  # steps in a row that had nothing to train
     bad: int = 0  # updates in a row that were not finite
@@ -187,6 +223,14 @@ class Progress:
     def passed(self, every, before):
         """Returns whether a multiple of `every` lies after step `before`, up to now; 0: never."""
         return bool(every and self.step // every > before // every)
+
+    def take_evaluation(self, accuracy, keep_best):
+        """Notes this step's evaluation. The first to have reached the best result is the best; one
+        of step 0 is of MODEL itself, which needs no checkpoint."""
+        self.accuracy, self.evaluated = accuracy, self.step
+        if keep_best and accuracy > self.best_accuracy:
+            self.best_accuracy = accuracy
+            self.best = self.step or -1
 
     @property
     def flat_share(self):
@@ -248,11 +292,22 @@ def open_run(folder, constants, engine, stream, server):
         progress = Progress(**kept | {"idle": 0, "bad": 0})
         say(f"the run {run} resumes from {path}")
     RunFolder(folder).undo(progress.step if path else -1)
+    point_best(folder, progress, constants["KEEP_BEST"])
+    point(folder, "final", -1)
     if server and dist.get_rank() == 0:
         undone = server.resume(run, progress.step)
         if any(undone.values()):
             say(f"the server undid what it had for later steps: {undone}")
     return progress
+
+
+def point_best(folder, progress, keep_best):
+    """Collective: links RUN_DIR/best to what the checkpoint that is resumed from knows as the best.
+    Where that is gone, the next evaluation is the best."""
+    there = Path(folder, f"step_{progress.best:06d}").exists()
+    if not keep_best or progress.best >= 0 and not all(gathered(there, OTHERS)):
+        progress.best, progress.best_accuracy = -1, -1.0
+    point(folder, "best", progress.best)
 
 
 def run_of(folder, constants, server):
@@ -291,9 +346,10 @@ def check_one_run(folder, ranks):
 
 
 def write_run(folder, run, constants):
-    """Writes run.json: the run's name and the constants of this start."""
+    """Writes run.json: the run's name, the code's commit and the constants of this start."""
     draft = Path(folder, f".run_{dist.get_rank()}.json")  # other ranks may write to the same folder
-    draft.write_text(json.dumps({"run": run, "constants": constants_of(constants)}))
+    record = {"run": run, "code": commit(), "constants": constants_of(constants)}
+    draft.write_text(json.dumps(record))
     draft.replace(Path(folder, "run.json"))
 
 

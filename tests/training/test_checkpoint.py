@@ -94,9 +94,9 @@ def alone(ranks):
     pass
 
 
-def save(folder, step, stream, keep=2):
-    state = {"step": step, "progress": {"run": "r", "step": step}}
-    checkpoint.save(folder, FakePolicy(), FakeEngine(), stream, state, keep)
+def save(folder, step, stream, keep=2, **progress):
+    state = {"step": step, "progress": {"run": "r", "step": step} | progress}
+    checkpoint.save(folder, FakePolicy(), FakeEngine(), stream, state, keep, "card")
 
 
 def test_a_checkpoint_brings_back_the_place_in_the_data_and_the_random_numbers(tmp_path, alone):
@@ -151,6 +151,81 @@ def test_the_checkpoint_just_saved_stays_and_torn_ones_of_later_steps_go(tmp_pat
     left = sorted(checkpoint.step_of(p) for p in tmp_path.glob("step_*") if p.name not in own)
     assert left == [999_999, 1_000_000][-keep:]
     assert checkpoint.newest(tmp_path)[1]["step"] == 1_000_000
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+@pytest.mark.parametrize("ranks", [1, 2], indirect=True)
+def test_the_best_checkpoint_is_kept_beside_the_newest_and_has_a_name(tmp_path, ranks):
+    stream = Stream([(0, {}, [0])], 0, 0, 1)
+
+    def save_all(_):
+        for step, best in ((3, 3), (6, 3), (9, 3), (12, 12), (15, 12)):
+            save(tmp_path, step, stream, keep=1, best=best)
+            left = {"step_000009", "step_000003"} if step == 9 else None
+            assert left is None or left <= set(names_in(tmp_path))
+            checkpoint.meet("the others")
+
+    ranks.each(save_all, [None] * len(ranks.values))
+    assert names_in(tmp_path) == ["best", "step_000012", "step_000015"]  # step 3 is best no longer
+    assert os.readlink(tmp_path / "best") == "step_000012"  # relative: RUN_DIR may be moved
+    assert (tmp_path / "best/README.md").read_text() == "card"
+    assert checkpoint.step_of(ranks.each(checkpoint.newest, [tmp_path] * 2)[0][0]) == 15
+
+
+def test_links_follow_what_the_resumed_checkpoint_knows(tmp_path, alone):
+    stream = Stream([(0, {}, [0])], 0, 0, 1)
+    constants = {"run": "r", "constants": RUN | {"RUN_DIR": str(tmp_path)}}
+    (tmp_path / "run.json").write_text(json.dumps(constants))
+    first = {"best": 3, "best_accuracy": 0.5}
+    for step, facts in ((3, first), (6, first), (9, {"best": 9, "best_accuracy": 0.7})):
+        extra = {"progress": {"run": "r", "step": step} | facts, "constants": RUN}
+        state = {"step": step} | extra
+        checkpoint.save(tmp_path, FakePolicy(), FakeEngine(), stream, state, 9, "")
+    checkpoint.point(tmp_path, "final", 9)
+    os.remove(tmp_path / "step_000009/model.safetensors")  # torn: step 6 is resumed from
+
+    def resumed(**changes):
+        names = {"MAX_GRAD_NORM": 1.0, "ADAM_BETAS": (0.9, 0.99), "WEIGHT_DECAY": 0.0}
+        names |= {"RUN_DIR": str(tmp_path), "KEEP_BEST": True} | changes
+        engine = FakeEngine()
+        p = checkpoint.open_run(str(tmp_path), RUN | names, engine, stream, None)
+        return p.best, p.best_accuracy
+
+    assert resumed() == (3, 0.5) and os.readlink(tmp_path / "best") == "step_000003"
+    assert not os.path.lexists(tmp_path / "final")  # until the run has ended again
+    assert resumed(KEEP_BEST=False) == (-1, -1) and not os.path.lexists(tmp_path / "best")
+    shutil.rmtree(tmp_path / "step_000003")
+    assert resumed() == (-1, -1)  # so the next evaluation is the best
+    assert not os.path.lexists(tmp_path / "best")
+
+
+def test_the_best_is_the_first_to_have_reached_its_result_and_never_the_model_itself():
+    progress, seen = checkpoint.Progress("run"), []
+    for progress.step, accuracy in enumerate((0.3, 0.2, 0.3, 0.5, 0.5, 0.4)):
+        progress.take_evaluation(accuracy, keep_best=True)
+        seen.append(progress.best)
+    assert seen == [-1, -1, -1, 3, 3, 3]
+    assert (progress.accuracy, progress.evaluated, progress.best_accuracy) == (0.4, 5, 0.5)
+    progress.take_evaluation(0.9, keep_best=False)
+    assert progress.best == 3
+
+
+def test_what_is_no_link_stays_and_a_disk_without_links_gets_a_file(tmp_path, alone, monkeypatch):
+    (tmp_path / "best").mkdir()  # somebody's copy
+    checkpoint.point(tmp_path, "best", 3)
+    checkpoint.point(tmp_path, "best", -1)
+    assert (tmp_path / "best").is_dir()
+
+    def refuse(*_):
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    checkpoint.point(tmp_path, "final", 12)
+    assert (tmp_path / "final").read_text() == "step_000012\n"
+    assert names_in(tmp_path) == ["best", "final"]
 
 
 def test_ranks_meet_before_they_gather_the_weights_that_they_read(tmp_path, alone, monkeypatch):
@@ -304,7 +379,7 @@ class FakeServer:
 def opened(folder, server=None, **changes):
     """-> run.json, after a start with RUN and other constants."""
     constants = RUN | {"RUN_DIR": str(folder), "MAX_GRAD_NORM": 1.0, "ADAM_BETAS": (0.9, 0.99)}
-    constants |= {"WEIGHT_DECAY": 0.0} | changes
+    constants |= {"WEIGHT_DECAY": 0.0, "KEEP_BEST": True} | changes
     engine, stream = FakeEngine(), Stream([(0, {}, [0])], 0, 0, 1)
     progress = checkpoint.open_run(str(folder), constants, engine, stream, server)
     record = json.loads((folder / "run.json").read_text())
@@ -318,7 +393,9 @@ def test_run_json_has_the_constants_of_the_last_start(tmp_path, alone):
     again = opened(tmp_path, STEPS=7)
     assert again["run"] == first["run"] and again["constants"]["STEPS"] == 7
     state = {"step": 3, "constants": again["constants"], "progress": {"run": first["run"]}}
-    checkpoint.save(tmp_path, FakePolicy(), FakeEngine(), Stream([(0, {}, [0])], 0, 0, 1), state, 1)
+    checkpoint.save(
+        tmp_path, FakePolicy(), FakeEngine(), Stream([(0, {}, [0])], 0, 0, 1), state, 1, ""
+    )
     last = opened(tmp_path, STEPS=9, TASK="other")  # resumes with another task, and says so
     assert last["run"] == first["run"]
     assert last["constants"]["STEPS"] == 9 and last["constants"]["TASK"] == "other"
