@@ -85,7 +85,9 @@ def load_model(name, dtype, vocab_size):
     place = {} if device == "cpu" else {"device_map": {"": device}}
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **place)
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise SystemExit(f"MODEL = {name!r} is a LoRA adapter: merge it first, see docs/memory.md")
+        raise SystemExit(
+            f"MODEL = {name!r} is a LoRA adapter: merge it first (python -m grpo.merge {name} OUT)"
+        )
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:
         raise SystemExit(f"{name} embeds {rows} ids, its tokenizer has {vocab_size}: a wrong pair")

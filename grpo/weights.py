@@ -37,9 +37,9 @@ def load_weights(model, tensors):
 
 # --- Adapters -----------------------------------------------------------------------
 @torch.no_grad()
-def merge_adapters(model, tensors):
-    """Returns the weights of a LoRA policy, W + 2 B A, from its adapters and the `model` under
-    them. Raises ValueError if that lacks such a layer."""
+def merge_adapters(model, tensors, scale=LORA_SCALE):
+    """Returns the weights of a LoRA policy, W + s B A, from its adapters, their `scale` s, and the
+    `model` under them. Raises ValueError if that lacks such a layer."""
     merged = dict(model.named_parameters())
     for name, a in tensors.items():
         if ".lora_A." in name:
@@ -47,13 +47,13 @@ def merge_adapters(model, tensors):
             if f"{path}.weight" not in merged:
                 raise ValueError(f"there is no layer {path} for the adapter {name}")
             b = tensors[name.replace("lora_A", "lora_B")]
-            merged[f"{path}.weight"] = merged_weight(model.get_submodule(path), a, b)
+            merged[f"{path}.weight"] = merged_weight(model.get_submodule(path), a, b, scale)
     return merged
 
 
-def merged_weight(layer, a, b):
-    """Returns W + 2 B A in the dtype of the layer's W: added in float32, rounded once."""
-    update = LORA_SCALE * (b.float() @ a.float()).to(layer.weight.device)
+def merged_weight(layer, a, b, scale=LORA_SCALE):
+    """Returns W + s B A in the dtype of the layer's W: added in float32, rounded once."""
+    update = scale * (b.float() @ a.float()).to(layer.weight.device)
     if isinstance(layer, Conv1D):  # GPT-2 keeps matrices transposed
         update = update.T
     return (layer.weight.float() + update).to(layer.weight.dtype)

@@ -50,7 +50,7 @@ def test_the_readme_leads_to_every_page():
 
 
 WRITTEN = {"metrics.jsonl", "samples.jsonl", "bad_step_*.json", "config.json", "out.md"}  # by runs
-WRITTEN |= {"example_model_solutions.jsonl", "hosts", "runs/gpu_report.md"}
+WRITTEN |= {"adapter_config.json", "example_model_solutions.jsonl", "hosts", "runs/gpu_report.md"}
 FILE = re.compile(r"[\w*./-]+\.(?:py|md|txt|html|yml|toml|png|jsonl?)\b")
 
 

@@ -1,0 +1,90 @@
+"""A LoRA checkpoint becomes a model of its own."""
+
+import json
+import re
+import runpy
+import shutil
+import sys
+
+import pytest
+import torch
+from fakes import tiny_policy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo.merge import merge
+from grpo.sampling.policy import load_policy
+
+PROMPT, COMPLETION = [5, 6, 7, 8], [40, 41, 42, 2]
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny, tmp_path_factory):
+    """-> the folder of a checkpoint with adapters that were trained, as a run with LORA_RANK saves
+    it, and log-probs of the policy."""
+    folder = tmp_path_factory.mktemp("adapter")
+    policy = tiny_policy(tiny, drift=0.1, lora_rank=4)
+    policy.save(folder)
+    return folder, policy.logps(PROMPT, COMPLETION)
+
+
+def test_the_merged_model_computes_what_the_adapted_one_does(tiny, tmp_path, adapter):
+    folder, expected = adapter
+    merge(str(folder), str(tmp_path / "out"))
+    out = load_policy(
+        str(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out"), "auto"
+    )
+    # Measured: 2e-6 at most
+    assert out.logps(PROMPT, COMPLETION) == pytest.approx(expected, abs=2e-5)
+    assert tiny_policy(tiny).logps(PROMPT, COMPLETION) != pytest.approx(expected, abs=0.1)
+    assert not list((tmp_path / "out").glob("adapter*"))
+    assert out.eos_ids == tiny_policy(tiny).eos_ids
+
+
+def test_an_adapter_of_others_has_a_scale_and_perhaps_no_tokenizer(tiny, tmp_path, adapter):
+    from peft import AutoPeftModelForCausalLM
+
+    folder = shutil.copytree(adapter[0], tmp_path / "theirs")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 3}))
+    for path in folder.glob("*token*"):
+        path.unlink()
+    merge(str(folder), str(tmp_path / "out"))
+    ids = torch.tensor([PROMPT + COMPLETION])
+    theirs = AutoPeftModelForCausalLM.from_pretrained(folder)(ids).logits
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_what_can_not_be_merged_is_refused_with_a_reason(tiny, tmp_path, adapter):
+    folder, full = str(adapter[0]), tmp_path / "full"
+    full.mkdir()
+    (full / "kept").touch()
+    for path in (full, full / "kept"):
+        with pytest.raises(SystemExit, match="exists and is not an empty folder"):
+            merge(folder, str(path))
+    with pytest.raises(SystemExit, match=f"{tiny} holds no adapter_config.json"):
+        merge(str(tiny), str(tmp_path / "out"))
+    config = json.loads((adapter[0] / "adapter_config.json").read_text())
+    other = {"r": 4, "lora_alpha": 8, "base_model_name_or_path": "no/model", "peft_type": "LORA"}
+    theirs = shutil.copytree(adapter[0], tmp_path / "theirs")
+    for changes, reason in (
+        ({"peft_type": "IA3"}, "is not a plain LoRA adapter (IA3)"),
+        ({"use_dora": True}, "is not a plain LoRA adapter (use_dora)"),
+        (other, "'no/model', the base model in "),
+    ):
+        (theirs / "adapter_config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(SystemExit, match=re.escape(reason)):
+            merge(str(theirs), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_it_is_a_command(tmp_path, monkeypatch, adapter):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["grpo/merge.py", *words])
+        runpy.run_path("grpo/merge.py", run_name="__main__")
+
+    with pytest.raises(SystemExit, match="python -m grpo.merge ADAPTER OUT"):
+        run("one")
+    run(str(adapter[0]), str(tmp_path / "out"))
+    assert (tmp_path / "out/model.safetensors").exists()
