@@ -84,7 +84,13 @@ def load_split(c, task, split, tokenizer):
 def load_items(name, task, split):
     call, splits = f"tasks/{name}.py: load({split!r})", 'for "train" and EVAL_SPLIT'
     must = f'it must return a list of dicts, each with a "question", {splits}'
-    items = list(task.load(split))
+    try:
+        items = list(task.load(split))
+    except (
+        KeyError,
+        ValueError,
+    ) as error:  # as dicts and data sets say that there is no such split
+        raise SystemExit(f"{call} failed with {error!r}; {must}") from error
     if not items:
         raise SystemExit(f"{call} returned no item: {must}")
     for number, item in enumerate(items):

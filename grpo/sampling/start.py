@@ -10,11 +10,11 @@ from grpo.sampling.recipe import Recipe, load_split, load_task, reward_group
 from grpo.wire import tokenizer_facts
 
 
-def prepare(c, *, needs_server):
+def prepare(c, *, needs_server, split="train"):
     """Returns (tokenizer, recipe, server): task, prompts, rewards and server are checked before
-    anything heavy is loaded. `server` is None if it is not needed."""
+    anything heavy is loaded. Prompts are those of `split`. `server` is None if it is not needed."""
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
-    prompts = load_split(c, task, "train", tokenizer)
+    prompts = load_split(c, task, split, tokenizer)
     recipe = Recipe(
         task_name=c.TASK,
         task=task,

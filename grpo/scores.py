@@ -1,0 +1,140 @@
+"""What answers amount to: shares of right ones, how surely, and two models compared.
+
+Intervals are of 95 %. Plain Python: answers are {question: [answer, ...]}, an answer as
+grpo/sampling/evaluation.py keeps it.
+"""
+
+import math
+from statistics import fmean, stdev
+
+Z = 1.96  # standard deviations on either side of a normal variable's 95 %
+
+
+# --- Intervals ----------------------------------------------------------------------
+def wilson(right, total):
+    """Returns (low, high) of a share of independent questions (Wilson 1927, JASA 22, 209-212):
+    unlike share +- Z sd it stays in [0, 1], and has a width also where all are right.
+
+    >>> [round(end, 3) for end in wilson(81, 263)]  # Newcombe 1998, Stat. Med. 17, 857-872
+    [0.255, 0.366]
+    """
+    if not total:
+        return 0.0, 1.0
+    share, n = right / total, total + Z**2
+    centre = (right + Z**2 / 2) / n
+    half = Z / n * math.sqrt(total * share * (1 - share) + Z**2 / 4)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def mean_interval(shares):
+    """Returns (low, high) of the mean over questions of a share right of several samples: those of
+    one question are not independent, so questions count (Miller 2024, 2411.00640)."""
+    if len(shares) < 2:
+        return 0.0, 1.0
+    mean, half = fmean(shares), Z * stdev(shares) / math.sqrt(len(shares))
+    return max(0.0, mean - half), min(1.0, mean + half)
+
+
+def pass_at_k(samples, right, k):
+    """Returns the chance that at least one of k samples is right, estimated without bias from
+    `right` of `samples` (Chen et al. 2021, 2107.03374, eq. 1): 1 - C(n - c, k) / C(n, k).
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 1.0)
+    """
+    return 1 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def paired_difference(before, after):
+    """Returns (difference, low, high) of the mean of `after` less that of `before`: shares right of
+    the same questions, in the same order, 0 or 1 where each has one answer.
+
+    The interval is Agresti and Min's (2005, Stat. Med. 24, 729-740): Wald's for matched pairs, with
+    half a pair added to each of the four outcomes; so it has a width also where no answer differs.
+
+    >>> [round(x, 3) for x in paired_difference([0] * 10 + [1] * 10, [1] * 20)]
+    [0.5, 0.228, 0.681]
+    """
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    n = len(differences) + 2  # the added pairs: half a pair each of +1 and -1, a whole one of 0
+    centre = sum(differences) / n
+    variance = (sum(d * d for d in differences) + 1) / n - centre**2
+    half = Z * math.sqrt(variance / n)
+    mean = fmean(differences) if differences else 0.0
+    return mean, max(-1.0, centre - half), min(1.0, centre + half)
+
+
+# --- Answers ------------------------------------------------------------------------
+def is_right(answer, outcome):
+    """Returns whether an answer is right by the reward `outcome`, in whatever format."""
+    value = answer["rewards"][outcome]
+    return value is not None and value > 0
+
+
+def is_right_in_format(answer, outcome):
+    """Returns whether an answer is right and all other rewards that apply to it are positive."""
+    others = [value for value in answer["rewards"].values() if value is not None]
+    return is_right(answer, outcome) and all(value > 0 for value in others)
+
+
+HOWS = {"right": is_right, "right_in_format": is_right_in_format}
+
+
+def shares(answers, outcome, how):
+    """Returns {question: share of its answers that are right}, `how` one of HOWS."""
+    return {q: fmean(HOWS[how](a, outcome) for a in several) for q, several in answers.items()}
+
+
+def summary(answers, outcome):
+    """Returns numbers by name, of {question: answers}: "right" and "right_in_format", each [share,
+    low, high]; the share of positive values of each other reward, where it applies; the truncated
+    share; the mean length; where a question has k answers, "pass@1" (which is "right") to "pass@k".
+    """
+    several = list(answers.values())
+    everything = [answer for group in several for answer in group]
+    k, found = len(several[0]), {"questions": len(several)}
+    for how in HOWS:
+        of_questions = list(shares(answers, outcome, how).values())
+        ends = wilson(sum(of_questions), len(several)) if k == 1 else mean_interval(of_questions)
+        found[how] = [fmean(of_questions), *ends]
+    for name in [name for name in everything[0]["rewards"] if name != outcome]:
+        values = [a["rewards"][name] for a in everything if a["rewards"][name] is not None]
+        found[f"positive_{name}"] = fmean(v > 0 for v in values) if values else None
+    found["truncated"] = fmean(a["truncated"] for a in everything)
+    found["completion_tokens"] = fmean(a["tokens"] for a in everything)
+    counts = [sum(is_right(a, outcome) for a in group) for group in several]
+    for j in range(1, k + 1) if k > 1 else ():
+        found[f"pass@{j}"] = fmean(pass_at_k(k, count, j) for count in counts)
+    return found
+
+
+def compare(first, other, outcome):
+    """Returns {how: (difference, low, high)} of two models' answers {question: answers}, over the
+    questions that both have."""
+    both = sorted(first.keys() & other.keys())
+    found = {}
+    for how in HOWS:
+        before, after = (shares(answers, outcome, how) for answers in (first, other))
+        found[how] = paired_difference([before[q] for q in both], [after[q] for q in both])
+    return found
+
+
+# --- Shown --------------------------------------------------------------------------
+def table(title, models, results):
+    """Returns lines: the title and a column for each model, below them a row for each number. Of
+    pass@k those are shown where k is a power of two, and the last."""
+    names = list(dict.fromkeys(name for result in results for name in result))
+    passes = [name for name in names if name.startswith("pass@")]
+    hidden = {name for name in passes[:-1] if int(name[5:]).bit_count() > 1}
+    names = [name for name in names if name not in hidden]
+    rows = [[title, *models]]
+    rows += [[f"  {name}", *(cell(result.get(name)) for result in results)] for name in names]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [zip(row, widths, strict=True) for row in rows]
+    return ["  ".join(text.ljust(width) for text, width in line).rstrip() for line in lines]
+
+
+def cell(value):
+    if isinstance(value, list | tuple):
+        return "{:.3f} [{:.3f}, {:.3f}]".format(*value)
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,173 @@
+"""`python evaluate.py` on the tiny model: what it prints, keeps, resumes and refuses."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from fakes import tiny_policy
+from processes import launch
+
+import evaluate
+import grpo_ref_split as trainer
+from grpo.merge import merge
+from grpo.sampling import evaluation
+from tasks import arithmetic
+
+RUN = {"TASK": "even", "MAX_PROMPT_TOKENS": 128, "MAX_COMPLETION_TOKENS": 6, "EVAL_QUESTIONS": 12}
+
+
+def as_checkpoint(folder, **changes):
+    """Adds what the trainer writes of the run's constants."""
+    (folder / "trainer").mkdir()
+    (folder / "trainer/state.json").write_text(json.dumps({"constants": RUN | changes}))
+    return folder
+
+
+@pytest.fixture
+def model(tiny, tmp_path, monkeypatch):
+    """-> a checkpoint, in an empty working folder."""
+    monkeypatch.setattr(arithmetic, "SIZES", {"train": 9, "test": 20})
+    monkeypatch.setattr(trainer, "MAX_PROMPT_TOKENS", 128)
+    monkeypatch.chdir(tmp_path)
+    return as_checkpoint(shutil.copytree(tiny, tmp_path / "run/step_000003"))
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--local_rank=0", *map(str, words)])
+    evaluate.main()
+
+
+def numbers(folder):
+    return json.loads((folder / "even-test.json").read_text())
+
+
+def lines(folder, how="greedy"):
+    (path,) = folder.glob(f"*{how}*.jsonl")
+    return path, path.read_text().splitlines()
+
+
+def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypatch, capsys):
+    run(monkeypatch, model, "even", "--samples", 4)
+    (_, greedy), (_, sampled) = lines(model / "eval"), lines(model / "eval", "4-samples")
+    assert len(greedy) == len(sampled) == 1 + 12
+    settings, first = json.loads(greedy[0])["settings"], json.loads(greedy[1])
+    assert settings["MAX_COMPLETION_TOKENS"] == 6 and settings["how"] == "greedy"
+    assert len(first["answers"]) == 1 and len(json.loads(sampled[1])["answers"]) == 4
+    found = numbers(model / "eval")
+    answers = {r["question"]: r["answers"] for r in map(json.loads, greedy[1:])}
+    right = [group[0]["rewards"]["correctness"] > 0 for group in answers.values()]
+    assert found["greedy"]["right"][0] == sum(right) / 12
+    assert all(len(a["text"]) % 2 == (a["rewards"]["correctness"] < 0) for (a,) in answers.values())
+    four = found["4 samples at temperature 1"]
+    assert four["right"][0] == four["pass@1"] <= four["pass@4"]
+    out = capsys.readouterr().out
+    assert f"constants as in the run of {model}" in out and "pass@4" in out
+    assert "right: correctness > 0 in whatever format; right_in_format:" in out
+
+
+class Counting:
+    """A task's rewards; a Ctrl-C at call number `stop_at`."""
+
+    def __init__(self, rewards, stop_at=None):
+        self.rewards, self.calls, self.stop_at = rewards, 0, stop_at
+
+    def __call__(self, item, text):
+        self.calls += 1
+        if self.calls == self.stop_at:
+            raise KeyboardInterrupt
+        return self.rewards(item, text)
+
+
+def test_ctrl_c_keeps_what_is_answered_and_the_rest_follows(model, monkeypatch, capsys):
+    from tasks import even
+
+    def leave(text):
+        raise SystemExit(text)
+
+    monkeypatch.setattr(evaluate, "leave", leave)
+    rewards, first = even.rewards, Counting(even.rewards, stop_at=7)
+    monkeypatch.setattr(even, "rewards", first)
+    with pytest.raises(SystemExit, match="the answers so far are kept, and the same command"):
+        run(monkeypatch, model, "even")
+    path, kept = lines(model / "eval")
+    assert len(kept) == 1 + 5  # one call tries an empty completion
+    path.write_text(path.read_text() + kept[-1][:20])  # kill -9 in the middle of a line
+    second = Counting(rewards)
+    monkeypatch.setattr(even, "rewards", second)
+    run(monkeypatch, model, "even", "--questions", 10)
+    assert second.calls == 1 + 5
+    _, now = lines(model / "eval")
+    questions = [json.loads(line)["question"] for line in now[1:6] + now[7:]]
+    assert sorted(questions) == list(range(10))
+    # All is there: no model is loaded; and more questions need only themselves
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "make_policy", None)
+        run(patch, model, "even", "--questions", 10)
+    assert numbers(model / "eval")["greedy"]["questions"] == 10
+    run(monkeypatch, model, "even", "--questions", 12)
+    assert second.calls == 3 + 5 + 2
+
+
+def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, monkeypatch, capsys):
+    adapter = tmp_path / "adapter"
+    tiny_policy(tiny, drift=0.1, lora_rank=4).save(adapter)
+    merge(str(adapter), "merged")
+    run(monkeypatch, model, adapter, "merged", "even", "--out", tmp_path / "out")
+    texts = []
+    for name in (adapter.parts[-2:], (tmp_path.name, "merged"), ("run", "step_000003")):
+        _, kept = lines(tmp_path / "out" / "--".join(name))
+        texts.append(sorted(kept[1:]))
+    assert texts[0] == texts[1] != texts[2]
+    assert not (model / "eval").exists()
+    out = capsys.readouterr().out
+    (row,) = [line for line in out.splitlines() if line.strip().startswith("right - first")]
+    assert row.count("[") == 2 and "  -  " in row
+
+
+def test_answers_of_other_settings_are_refused(model, monkeypatch):
+    run(monkeypatch, model, "even", "--questions", 2)
+    path, kept = lines(model / "eval")
+    refusal = "STOP_TOKENS is .'<.im_end.>'. there, .'x'. here; delete"
+    with pytest.raises(SystemExit, match=refusal), monkeypatch.context() as patch:
+        patch.setattr(trainer, "STOP_TOKENS", ["x"])
+        run(patch, model, "even", "--questions", 2)
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[len(weights) // 2] ^= 1  # trained anew
+    (model / "model.safetensors").write_bytes(weights)
+    with pytest.raises(SystemExit, match="has answers of other settings: the hash of some weights"):
+        run(monkeypatch, model, "even", "--questions", 2)
+    assert lines(model / "eval") == (path, kept)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["nowhere/model", "even"], "'nowhere/model' can't be loaded"),
+        (["run/step_000003", "evn"], "no tasks/evn.py"),
+        (["run/step_000003", "even", "--split", "tests"], "load\\('tests'\\) failed with KeyError"),
+        (["run/step_000003", "even", "--questions", "0"], "EVAL_QUESTIONS = 0 must be"),
+        (["run/step_000003", "even", "--samples", "-1"], "--samples -1 must be 0 or more"),
+    ],
+)
+def test_a_mistake_is_a_sentence(model, monkeypatch, words, reason):
+    with pytest.raises(SystemExit, match=reason):
+        run(monkeypatch, *words)
+
+
+@pytest.mark.long
+def test_several_ranks_share_the_questions(model, monkeypatch, tmp_path):
+    command = [sys.executable, evaluate.__file__, model, "arithmetic", "--out", "two"]
+    output = launch(2, command, tmp_path / "log")
+    (path,) = (tmp_path / "two").glob("*/*.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert sorted(r["question"] for r in records) == list(range(12))
+    assert output.count("right_in_format - ") == 0 and output.count("questions  ") == 1
+    alone = {}
+    monkeypatch.setattr(arithmetic, "SIZES", {"train": 9, "test": 500})
+    run(monkeypatch, model, "arithmetic")
+    for line in lines(model / "eval")[1][1:]:
+        record = json.loads(line)
+        alone[record["question"]] = record["answers"]
+    assert {r["question"]: r["answers"] for r in records} == alone
+    assert evaluation.fingerprint("Qwen/Qwen2.5-3B") == "Qwen/Qwen2.5-3B"
