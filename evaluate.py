@@ -6,8 +6,8 @@
     deepspeed evaluate.py runs/gsm8k/best gsm8k                      # on all GPUs
 
 Each answer is kept as it comes: what was ended, by Ctrl-C too, resumes with the same command. The
-constants are those of the run where a model is its checkpoint (of the last such), else the
-trainer's. Of several models the others are compared with the first, question by question.
+constants are the trainer's, or those of the run where a model is its checkpoint; NAME=value sets
+others. Of several models the others are compared with the first, question by question.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 import grpo_ref_split as trainer
 from grpo import scores
-from grpo.constants import arguments
+from grpo.constants import arguments, check_own, defaults_of, value_of
 from grpo.log import say
-from grpo.merge import is_adapter, merge_into, read_adapter
+from grpo.merge import base_of, merge_into
 from grpo.models import load_tokenizer
 from grpo.sampling import evaluation
 from grpo.sampling.start import make_policy, prepare
@@ -35,17 +35,11 @@ from grpo.training.checks import check_constants
 from grpo.training.engine import join_ranks
 from grpo.training.liveness import Heartbeats, meet
 
-# Constants of a run that its checkpoint brings along; the last two only to the same task
-OF_RUN = ("MAX_PROMPT_TOKENS", "MAX_COMPLETION_TOKENS", "TEMPERATURE", "STOP_TOKENS", "DTYPE")
-OF_RUN += ("STOP_STRINGS", "CHAT_TEMPLATE", "EVAL_SPLIT", "EVAL_QUESTIONS")
-OF_TASK = ("REWARD_WEIGHTS", "OUTCOME")
-
 
 def options():
-    """Returns the command line's options as attributes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Returns the command line's options as attributes; `given` are constants by name."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("models", nargs="+", metavar="MODEL", help="hub name, checkpoint, or adapter's folder")
     add("task", metavar="TASK", help="a task's name, as for the trainer")
@@ -55,30 +49,37 @@ def options():
     add("--max-completion-tokens", type=int, dest="MAX_COMPLETION_TOKENS")
     add("--temperature", type=float, dest="TEMPERATURE", help="of the samples")
     add("--out", help="folder of the answers; default: MODEL/eval, or runs/eval/NAME")
-    return parser.parse_args(arguments())
+    script, given, words = "grpo_ref_split.py", {}, []
+    defaults = defaults_of(script)
+    for word in arguments():
+        name, equals, text = word.partition("=")
+        if equals and name.isidentifier():
+            check_own(script, name, defaults)
+            given[name] = value_of(text, defaults[name])
+        else:
+            words.append(word)
+    o = parser.parse_intermixed_args(words)
+    if o.samples < 0:
+        raise SystemExit(f"--samples {o.samples} must be 0 or more")
+    o.given = given | {name: v for name, v in vars(o).items() if name.isupper() and v is not None}
+    return o
 
 
 def constants(o):
-    """Returns the trainer's constants as attributes, with those of a run and of the options `o`."""
+    """Returns the trainer's constants as attributes: those of a run where a model is its checkpoint
+    (of the last such), and what the command says."""
     values = vars(trainer.constants())
     for model in o.models:
-        state = Path(model, "trainer", "state.json")
-        if state.is_file():
-            run = json.loads(state.read_text())["constants"]
-            names = OF_RUN + (OF_TASK if run["TASK"] == o.task else ())
-            values |= {name: run[name] for name in names if name in run and name in values}
-            say(f"constants as in the run of {model}")
-    values |= {name: v for name, v in vars(o).items() if name.isupper() and v is not None}
-    check_constants(values)
-    return SimpleNamespace(**values | {"TASK": o.task, "LORA_RANK": 0})
+        values |= evaluation.constants_of_run(model, o.task)
+    check_constants(values | o.given)
+    return SimpleNamespace(**values | o.given | {"TASK": o.task, "LORA_RANK": 0})
 
 
 # --- Answers --------------------------------------------------------------------------
 def answers_of(c, o, model, rank, world):
     """Returns (outcome, folder, {kind: {question: answers}}) of a model, kinds "greedy" and "N
     samples ...", once all ranks have answered their share of what was not in the folder's files."""
-    base = read_adapter(model)[0] if is_adapter(model) else model
-    c = SimpleNamespace(**vars(c) | {"MODEL": base})
+    c = SimpleNamespace(**vars(c) | {"MODEL": base_of(model)})
     tokenizer, recipe, _ = prepare(c, needs_server=False, split=c.EVAL_SPLIT)
     prompts, policy, found = recipe.prompts[: c.EVAL_QUESTIONS], None, {}
     recipes = [replace(recipe, group_size=1, temperature=0)]
@@ -91,8 +92,7 @@ def answers_of(c, o, model, rank, world):
         mine = [prompt for prompt in prompts[rank::world] if prompt[0] not in there]
         if mine and policy is None:
             policy = make_policy(c, tokenizer)
-            if base != model:
-                merge_into(policy.model, model)
+            merge_into(policy.model, model)
         if mine:
             answered = evaluation.answer(c, policy, recipe, path, mine, seed=(rank, len(there)))
             deque(tqdm(answered, f"{model}, {kind}", len(mine), disable=rank > 0), maxlen=0)
@@ -107,25 +107,18 @@ def answers_of(c, o, model, rank, world):
 
 # --- Results --------------------------------------------------------------------------
 def report(c, models, results):
-    """Prints a table for each kind of answers, and writes each model's numbers beside its answers;
-    `results` are answers_of each model."""
+    """Prints a table for each kind of answers, and writes a model's numbers beside its answers."""
     outcome, _, first = results[0]
-    print(f"\n{c.TASK}/{c.EVAL_SPLIT}; right: {outcome} > 0 in whatever format; right_in_format:")
-    print(
-        "all other rewards that apply are > 0, too. - first: the paired difference, by question, to"
-    )
-    print("the first model. In brackets: intervals of 95 %.")
-    numbers = [{} for _ in models]
+    print(f"\n{c.TASK}/{c.EVAL_SPLIT}. {scores.NOTE.format(outcome)}")
+    numbers = [{"model": model} for model in models]
     for kind in first:
-        for mine, (_, _, found) in zip(numbers, results, strict=True):
-            mine[kind] = scores.summary(found[kind], outcome)
-            if found is not first:
-                less = scores.compare(first[kind], found[kind], outcome)
-                mine[kind] |= {f"{how} - first": value for how, value in less.items()}
-        print("", *scores.table(kind, models, [mine[kind] for mine in numbers]), sep="\n")
-    for model, mine, (_, folder, _) in zip(models, numbers, results, strict=True):
+        columns = scores.columns([found[kind] for *_, found in results], outcome)
+        print("", *scores.table(kind, models, columns), sep="\n")
+        for mine, column in zip(numbers, columns, strict=True):
+            mine[kind] = column
+    for mine, (_, folder, _) in zip(numbers, results, strict=True):
         path = folder / f"{Path(c.TASK).stem}-{c.EVAL_SPLIT}.json"
-        path.write_text(json.dumps({"model": model} | mine, indent=1) + "\n")
+        path.write_text(json.dumps(mine, indent=1) + "\n")
         print(f"{folder}: the answers, and these numbers in {path.name}", flush=True)
 
 
@@ -133,9 +126,8 @@ def main():
     o = options()
     c = constants(o)
     for model in o.models:
-        load_tokenizer(read_adapter(model)[0] if is_adapter(model) else model)  # is it there?
+        load_tokenizer(base_of(model))  # is it there?
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    beats = None
     if world > 1:
         join_ranks(c.WAIT_LIMIT_SECONDS)
         beats = Heartbeats(rank, world, c.WAIT_LIMIT_SECONDS)

@@ -26,6 +26,11 @@ def is_adapter(folder):
     return Path(folder, CONFIG).is_file()
 
 
+def base_of(model):
+    """Returns the name of the model under an adapter, or `model` itself where that is none."""
+    return read_adapter(model)[0] if is_adapter(model) else model
+
+
 def read_adapter(folder):
     """Returns (name of the base model, {name: tensor}, scale s) of a LoRA adapter, for
     merge_adapters. Raises SystemExit if the folder has none, or one of another kind."""
@@ -46,8 +51,10 @@ def read_adapter(folder):
 
 
 def merge_into(model, folder):
-    """Adds the adapter in `folder` to the `model` under it, in place. Raises SystemExit if it is of
-    another model."""
+    """Adds the adapter in `folder`, if it is one, to the `model` under it, in place. Raises
+    SystemExit if it is of another model."""
+    if not is_adapter(folder):
+        return
     _, tensors, scale = read_adapter(folder)
     try:
         load_weights(model, merge_adapters(model, tensors, scale))

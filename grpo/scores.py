@@ -119,7 +119,23 @@ def compare(first, other, outcome):
     return found
 
 
+def columns(models, outcome):
+    """Returns the summary of each model's answers, and for all but the first the differences to the
+    first, as "right - first" and the like."""
+    first, *others = models
+    found = [summary(answers, outcome) for answers in models]
+    for column, answers in zip(found[1:], others, strict=True):
+        less = compare(first, answers, outcome)
+        column |= {f"{how} - first": difference for how, difference in less.items()}
+    return found
+
+
 # --- Shown --------------------------------------------------------------------------
+NOTE = """right: {} > 0, in whatever format; right_in_format: all other rewards
+that apply are > 0, too; - first: the paired difference, by question, to the first model. In
+brackets: intervals of 95 %."""
+
+
 def table(title, models, results):
     """Returns lines: the title and a column for each model, below them a row for each number. Of
     pass@k those are shown where k is a power of two, and the last."""

@@ -48,7 +48,7 @@ def lines(folder, how="greedy"):
 
 
 def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypatch, capsys):
-    run(monkeypatch, model, "even", "--samples", 4)
+    run(monkeypatch, model, "even", "SEED=3", "--samples", 4)
     (_, greedy), (_, sampled) = lines(model / "eval"), lines(model / "eval", "4-samples")
     assert len(greedy) == len(sampled) == 1 + 12
     settings, first = json.loads(greedy[0])["settings"], json.loads(greedy[1])
@@ -63,7 +63,7 @@ def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypa
     assert four["right"][0] == four["pass@1"] <= four["pass@4"]
     out = capsys.readouterr().out
     assert f"constants as in the run of {model}" in out and "pass@4" in out
-    assert "right: correctness > 0 in whatever format; right_in_format:" in out
+    assert "right: correctness > 0, in whatever format; right_in_format: all other" in out
 
 
 class Counting:
@@ -146,7 +146,9 @@ def test_answers_of_other_settings_are_refused(model, monkeypatch):
         (["nowhere/model", "even"], "'nowhere/model' can't be loaded"),
         (["run/step_000003", "evn"], "no tasks/evn.py"),
         (["run/step_000003", "even", "--split", "tests"], "load\\('tests'\\) failed with KeyError"),
+        (["run/step_000003", "even", "EVAL_QUESTIONS=0"], "EVAL_QUESTIONS = 0 must be"),
         (["run/step_000003", "even", "--questions", "0"], "EVAL_QUESTIONS = 0 must be"),
+        (["run/step_000003", "even", "SEEED=1"], "there is no constant SEEED: is SEED meant"),
         (["run/step_000003", "even", "--samples", "-1"], "--samples -1 must be 0 or more"),
     ],
 )

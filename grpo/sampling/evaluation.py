@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+from grpo.log import say
 from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
 
@@ -81,7 +82,25 @@ def answer(c, policy, recipe, path, prompts, seed):
         yield index
 
 
-# --- Which file it is -----------------------------------------------------------------
+# --- Which constants, which file ------------------------------------------------------
+# What a run's checkpoint brings along; the last two only to the same task
+OF_RUN = ("MAX_PROMPT_TOKENS", "MAX_COMPLETION_TOKENS", "TEMPERATURE", "STOP_TOKENS", "DTYPE")
+OF_RUN += ("STOP_STRINGS", "CHAT_TEMPLATE", "EVAL_SPLIT", "EVAL_QUESTIONS")
+OF_TASK = ("REWARD_WEIGHTS", "OUTCOME")
+
+
+def constants_of_run(model, task):
+    """Returns the constants, by name, that answers depend on, of the run where `model` is the
+    folder of its checkpoint; else {}."""
+    state = Path(model, "trainer", "state.json")
+    if not state.is_file():
+        return {}
+    run = json.loads(state.read_text())["constants"]
+    say(f"constants as in the run of {model}")
+    names = OF_RUN + (OF_TASK if run["TASK"] == task else ())
+    return {name: run[name] for name in names if name in run}
+
+
 def kind_of(recipe):
     """Returns how a recipe draws its answers: "greedy", or "8 samples at temperature 1"."""
     if not recipe.temperature:
