@@ -122,6 +122,10 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
     whole = preset_of(tiny, url, tmp_path / "whole", **changes)
     launch(2, command_of("grpo_ref_split", stopped, whole), log)
     after, expected = records(tmp_path / "stopped"), records(tmp_path / "whole")
+    results = {r["step"]: r["eval_accuracy"] for r in expected if "eval_accuracy" in r}
+    best = max(results, key=results.get)  # the first of equal ones; saved for that alone
+    assert 0 < best < 20 and os.readlink(tmp_path / "whole/best") == f"step_{best:06d}"
+    assert (tmp_path / "stopped/best/trainer").exists()
     assert [r for r in after if "loss" in r][:last] == before  # not made again
     for name in ("loss", "grad_norm", "reward", "eval_accuracy", "completion_tokens"):
         mine, theirs = (
