@@ -74,8 +74,8 @@ def save(folder, policy, engine, stream, state, keep, card):
             shutil.rmtree(leftover, ignore_errors=True)
         if rank == 0:
             policy.save(draft)
-            Path(draft, "README.md").write_text(card)  # for an adapter PEFT has written one
-            files = [path for path in draft.rglob("*") if path.is_file()]
+            files = [p for p in draft.rglob("*") if p.is_file() and p.name != "README.md"]
+            Path(draft, "README.md").write_text(card)  # may be edited: its size is not checked
         Path(draft, "trainer").mkdir(parents=True)
     meet(OTHERS)
     files += save_part(Path(draft, "trainer"), engine, stream)

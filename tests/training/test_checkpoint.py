@@ -172,6 +172,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_has_a_name(tmp_path, 
     assert names_in(tmp_path) == ["best", "step_000012", "step_000015"]  # step 3 is best no longer
     assert os.readlink(tmp_path / "best") == "step_000012"  # relative: RUN_DIR may be moved
     assert (tmp_path / "best/README.md").read_text() == "card"
+    (tmp_path / "step_000015/README.md").write_text("a card that somebody has finished")
     assert checkpoint.step_of(ranks.each(checkpoint.newest, [tmp_path] * 2)[0][0]) == 15
 
 
