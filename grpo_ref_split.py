@@ -16,8 +16,8 @@ reward, centred and scaled within the G completions of its prompt. Where we devi
   - every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch;
   - on-policy the rollout's first update takes its own log-probs as the old ones: no extra forward,
     a ratio of exactly 1. Off-policy (workers' groups, of an older policy) they are the sampler's;
-  - flat groups, whose completions all earn the same OUTCOME (all right, or all wrong), have nothing
-    to compare: they are skipped, and others sampled in their place (DAPO, 2503.14476, sec. 3.2).
+  - flat groups, whose completions all earn the same OUTCOME (or total reward: SKIP_FLAT_GROUPS),
+    have nothing to compare: they are skipped, and others sampled instead (DAPO, 2503.14476, 3.2).
 
 A completion's token has four log-probs: the policy's own, which alone has a gradient; `sampler`,
 of whoever drew it, to check the sampler and to correct for it (IS_CAP); `old`, to which the ratio
@@ -84,7 +84,7 @@ STOP_TOKENS = ["<|im_end|>"]  # end a completion too, beside EOS; unknown ones a
 TEMPERATURE = 1.0  # for sampling and for every log-prob; ref_server.py must agree
 SAMPLE_BATCH = "auto"  # completions sampled at once by a rank: more is faster, see "Memory"
 MASK_TRUNCATED = True  # truncated completions count in the group's mean, but are not trained
-SKIP_FLAT_GROUPS = True  # skip groups that are all right or all wrong, and sample others
+SKIP_FLAT_GROUPS = "outcome"  # skip groups of equal OUTCOME; "reward": of equal totals; or False
 MAX_REFILLS = 4  # at most so many times PROMPTS_PER_STEP; after that the step has fewer groups
 OUTCOME = "correctness"  # the reward that says right (> 0) or wrong: accuracy, and flat groups
 # At (2, 1) a right answer in the wrong format (+1) beats a wrong one in the right format (-0.75);

@@ -76,6 +76,17 @@ def test_flat_groups_are_trained_when_asked(alone, monkeypatch):
     assert len(groups) == 3 and [n for n in engine.asked if n] == [3]
 
 
+def test_groups_that_differ_in_format_alone_are_trained_when_asked(alone, monkeypatch):
+    """As TRL trains them; those of equal totals are skipped, though their outcomes differ."""
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
+    monkeypatch.setattr(trainer, "SKIP_FLAT_GROUPS", "reward")
+    equal = [(1.0, -1.0), (-1.0, 3.0)]  # 2 x correctness + format
+    outcomes = [ALL_WRONG, equal, ALL_RIGHT, *[MIXED] * 9]
+    groups, metrics = take_step(None, outcomes, skip_flat_groups="reward")
+    assert [g.item for g in groups][:3] == [0, 2, 3]
+    assert metrics["flat_groups"] == 1 / metrics["groups_sampled"]
+
+
 def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
     """10 prompts on 4 ranks: 3, 3, 2 and 2; each rank draws with a seed of its own."""
     monkeypatch.setattr(trainer, "PROMPTS_PER_STEP", 10)
@@ -152,6 +163,13 @@ def test_what_has_nothing_to_train_is_said_to_be_right_wrong_or_truncated(
 ):
     metrics = {"accuracy": 0.0, "truncated": 0.3, "groups_sampled": 15} | changes
     assert sentence in report.why_idle(metrics, [None] * groups, a_recipe())
+
+
+def test_groups_of_equal_totals_are_not_said_to_be_right_or_wrong():
+    metrics = {"accuracy": 0.5, "truncated": 0.3, "groups_sampled": 15, "reward": 0.25}
+    said = report.why_idle(metrics, [], a_recipe(skip_flat_groups="reward"))
+    assert said.startswith("15 groups, each of equal total rewards (mean 0.25), by OUTCOME = ")
+    assert said.endswith("are skipped (SKIP_FLAT_GROUPS = 'reward')")
 
 
 FLAT = (None, [Completion([7, 7, 7, 2], [-1.0] * 4, False)], [{"correctness": 1, "format": 0.5}])

@@ -34,7 +34,7 @@ class Recipe:
     temperature: float
     reward_weights: dict
     outcome: str
-    skip_flat_groups: bool
+    skip_flat_groups: str | bool  # "outcome", "reward" or False
     seed: int
     stop_tokens: list
     reward_timeout_seconds: float

@@ -97,12 +97,13 @@ def seed_of(*parts):
 
 # --- Count --------------------------------------------------------------------------
 # Sums over sampled groups, by name; beside them "reward_NAME", the sum of each reward
-TALLY = ("groups", "flat", "completions", "tokens", "truncated", "right")  # right: OUTCOME > 0
+TALLY = ("groups", "flat", "flat_outcome", "flat_reward", "completions", "tokens", "truncated")
+TALLY += ("right",)  # OUTCOME > 0
 
 
 def is_flat(values):
-    """Returns whether a group's outcomes are all equal: then there is nothing to compare. Its
-    weighted rewards may differ, which would train the format alone, at full size.
+    """Returns whether a group's values are all equal: its outcomes, which leaves nothing to compare
+    but the format, at full size, or its total rewards, which leaves nothing at all.
 
     >>> is_flat([1, 1, 1]), is_flat([1, -1, 1])
     (True, False)
@@ -127,9 +128,15 @@ def tally_of(recipe, group):
 
 def counts_of(recipe, tokens, truncated, rewards):
     outcomes = [r[recipe.outcome] for r in rewards]
+    weights = recipe.reward_weights.items()
+    # NaN is a reward that does not apply
+    totals = [sum(w * r[name] for name, w in weights if r[name] == r[name]) for r in rewards]
+    by_outcome, by_reward = int(is_flat(outcomes)), int(is_flat(totals))
     return {
         "groups": 1,
-        "flat": int(is_flat(outcomes)),
+        "flat": by_reward if recipe.skip_flat_groups == "reward" else by_outcome,
+        "flat_outcome": by_outcome,
+        "flat_reward": by_reward,
         "completions": len(rewards),
         "tokens": tokens,
         "truncated": truncated,

@@ -17,7 +17,7 @@ TRAINER = {
         PUBLISH_STEPS MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS""",
     "a number from 0 on": """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP
         WEIGHT_DECAY FINAL_LR MAX_GRAD_NORM STOP_ACCURACY""",
-    "True or False": """MASK_TRUNCATED SKIP_FLAT_GROUPS ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
+    "True or False": """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
         RECOMPUTE_OLD_LOGPS FUSED_LOSS SHARE_PROMPTS OFFLOAD_OPTIMIZER
         RESUME KEEP_BEST""",
     '"auto" or a whole number from 1 on': "MICRO_BATCH_TOKENS SAMPLE_BATCH",
@@ -47,6 +47,8 @@ def rules_of_one(c):
     yield "LOSS_TYPE", f"one of {', '.join(LOSS_TYPES)}", c.LOSS_TYPE in LOSS_TYPES
     yield "OBJECTIVE", f"one of {', '.join(OBJECTIVES)}", c.OBJECTIVE in OBJECTIVES
     yield "RATIO_LEVEL", "token or sequence", c.RATIO_LEVEL in ("token", "sequence")
+    criteria = ("outcome", "reward", False, True)
+    yield "SKIP_FLAT_GROUPS", '"outcome", "reward" or False', c.SKIP_FLAT_GROUPS in criteria
     yield "DTYPE", f"one of {', '.join(DTYPES)}", c.DTYPE in DTYPES
     yield "LR_SCHEDULE", f"one of {', '.join(SCHEDULES)}", c.LR_SCHEDULE in SCHEDULES
 

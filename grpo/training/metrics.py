@@ -122,8 +122,10 @@ def why_idle(metrics, groups, recipe):
         return f"{kept} are all truncated (MASK_TRUNCATED), and of what was sampled {cut}"
     accuracy, outcome = metrics["accuracy"], f"by OUTCOME = {recipe.outcome!r}"
     flat = {0: "all wrong", 1: "all right"}.get(accuracy, "each all right or all wrong")
+    if recipe.skip_flat_groups == "reward":
+        flat, outcome = "each of equal total rewards", f"(mean {metrics['reward']:.2g}), {outcome}"
     sampled = f"{metrics['groups_sampled']} groups, {flat} {outcome} (accuracy {accuracy:.2f})"
-    return f"{sampled}, {cut}, are skipped (SKIP_FLAT_GROUPS)"
+    return f"{sampled}, {cut}, are skipped (SKIP_FLAT_GROUPS = {recipe.skip_flat_groups!r})"
 
 
 def say_idle(run, metrics, groups):

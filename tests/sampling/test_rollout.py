@@ -68,18 +68,23 @@ def test_sampling_is_bounded_and_as_the_recipe_says():
     }
 
 
-@pytest.mark.parametrize("rewards, flat", [
-    ([[1, -1], [1, 0.5], [1, 2]], True),  # all right, and only the format differs
-    ([[-1, 1], [-1, 1], [-1, 1]], True),
-    ([[1, 1], [-1, 1], [1, 1]], False),
-    ([[0.1, 0], [0.1 + 1e-8, 0], [0.1, 0]], True),  # the same to rounding
+@pytest.mark.parametrize("rewards, outcome, reward", [
+    ([[1, -1], [1, 0.5], [1, 2]], True, False),  # all right, and only the format differs
+    ([[-1, 1], [-1, 1], [-1, 1]], True, True),
+    ([[1, 1], [-1, 1], [1, 1]], False, False),
+    ([[1, -3], [0, -1], [-1, 1]], False, True),  # 2 x correctness + format is the same
+    ([[0.1, 0], [0.1 + 1e-8, 0], [0.1, 0]], True, True),  # the same to rounding
+    ([[1, float("nan")], [1, 0], [1, float("nan")]], True, True),  # one that does not apply
 ])  # fmt: skip
-def test_a_group_is_flat_if_its_outcome_is_constant(rewards, flat):
-    recipe, three = a_recipe(), {"lengths": (1, 2, 1), "truncated": (False,) * 3}
-    assert tally_of(recipe, a_group(rewards, **three))["flat"] == flat
+def test_a_group_is_flat_if_its_outcome_or_its_total_reward_is_constant(rewards, outcome, reward):
+    three = {"lengths": (1, 2, 1), "truncated": (False,) * 3}
     other = a_group([pair[::-1] for pair in rewards], **three)
     other.reward_names.reverse()  # the outcome's column, wherever it stands
-    assert tally_of(recipe, other)["flat"] == flat
+    for group in (a_group(rewards, **three), other):
+        for criterion in ("outcome", "reward", False):
+            counts = tally_of(a_recipe(skip_flat_groups=criterion), group)
+            assert (counts["flat_outcome"], counts["flat_reward"]) == (outcome, reward)
+            assert counts["flat"] == (reward if criterion == "reward" else outcome)
 
 
 def test_what_is_sent_is_what_was_sampled():
