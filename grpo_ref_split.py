@@ -81,6 +81,7 @@ GROUP_SIZE = 8  # G: completions per prompt, compared with each other (num_gener
 MAX_PROMPT_TOKENS = 512  # longer prompts are left out, and counted at the start
 MAX_COMPLETION_TOKENS = 512  # longer ones are cut: truncated (max_completion_length)
 STOP_TOKENS = ["<|im_end|>"]  # end a completion too, beside EOS; unknown ones are ignored
+STOP_STRINGS = []  # texts that end one too, such as "</answer>"; their last token is trained
 TEMPERATURE = 1.0  # for sampling and for every log-prob; ref_server.py must agree
 SAMPLE_BATCH = "auto"  # completions sampled at once by a rank: more is faster, see "Memory"
 MASK_TRUNCATED = True  # truncated completions count in the group's mean, but are not trained
@@ -217,14 +218,9 @@ def sample_share(run, number, begun, count, uploader):
         counts = rollout.tally(run.recipe, sampled)
         count.update(counts)
         group = rollout.make_group(
-            sampled,
-            id=f"{step:06d}-{rank:04d}-{count['groups']:04d}",
-            run=run.progress.run,
-            version=step,
-            sampler="trainer",
-            outcome=OUTCOME,
-            skipped={},  # flat groups are counted here
-        )
+            sampled, id=f"{step:06d}-{rank:04d}-{count['groups']:04d}", run=run.progress.run,
+            version=step, sampler="trainer", outcome=OUTCOME, skipped={},  # flat ones: in `count`
+        )  # fmt: skip
         if counts["flat"] and SKIP_FLAT_GROUPS:
             flat_groups.append(group)
             continue

@@ -58,6 +58,7 @@ def main(**preset):
         memory=VLLM_MEMORY_GB,
         tensor_parallel=TENSOR_PARALLEL,
         sleep=VLLM_SLEEP,
+        stop_strings=c.STOP_STRINGS,
     )
     run_worker(policy, server, replace(recipe, sample_batch=VLLM_SEQUENCES))
 

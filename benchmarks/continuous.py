@@ -98,6 +98,7 @@ def make_recipe(tokenizer, rewards, *, prompts):
         skip_flat_groups=False,
         seed=0,
         stop_tokens=[],
+        stop_strings=[],
         reward_timeout_seconds=60,
     )
 

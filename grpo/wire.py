@@ -27,7 +27,7 @@ TENSORS = {
     "completion_ids": torch.int32,  # (N,), the sampled ids: text is never tokenised again
     "completion_lengths": torch.int32,  # (G,)
     "sampler_logps": torch.float32,  # (N,), of the policy that sampled, at its temperature
-    "truncated": torch.bool,  # (G,), cut at the length limit: the last token is not EOS
+    "truncated": torch.bool,  # (G,), cut at the length limit: neither EOS nor a stop string ends it
     "rewards": torch.float32,  # (G, K), raw, a column for each of reward_names
     "ref_logps": torch.float32,  # (N,), of the reference model; added by the server
 }

@@ -70,6 +70,7 @@ def a_recipe(prompts=(), **changes):
         skip_flat_groups="outcome",
         seed=0,
         stop_tokens=[],
+        stop_strings=[],
         reward_timeout_seconds=60,
     )
     return Recipe(**fields | changes)

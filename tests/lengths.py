@@ -45,6 +45,7 @@ def make_recipe(tokenizer, *, rows):
         skip_flat_groups=True,
         seed=0,
         stop_tokens=[],
+        stop_strings=[],
         reward_timeout_seconds=60,
     )
 

@@ -8,6 +8,7 @@ from grpo.devices import release_memory
 from grpo.forward import CompletionModel
 from grpo.models import load_model, stop_ids
 from grpo.sampling.sampler import sample_groups, stream_groups
+from grpo.sampling.stop_strings import StopStrings
 from grpo.weights import LORA_SCALE, MergedAdapters, load_weights
 from grpo.wire import tokenizer_facts
 from grpo_loss_triton import linear_logps
@@ -23,6 +24,7 @@ class Policy:
     eos_ids: set[int]
     vocab_size: int  # V: ids of the tokenizer; the embedding may be padded beyond them
     dtype: str
+    stop_strings: StopStrings | None = None
 
     def stream(self, take, *, seed, **settings):
         """Samples groups with the current weights; see sampler.stream_groups.
@@ -37,6 +39,7 @@ class Policy:
             eos_ids=self.eos_ids,
             vocab_size=self.vocab_size,
             generator=self.generator(seed),
+            stop_strings=self.stop_strings,
             **settings,
         )
         while True:
@@ -47,8 +50,8 @@ class Policy:
             yield group
 
     def continuation(self, prompt, size):
-        """Returns a Completion of `size` ids, drawn after the prompt at temperature 1; EOS does not
-        end it."""
+        """Returns a Completion of `size` ids, drawn after the prompt at temperature 1, which
+        nothing ends before."""
         ((completion,),) = sample_groups(
             self.model,
             [prompt],
@@ -65,7 +68,7 @@ class Policy:
         return torch.Generator(device=self.model.device).manual_seed(seed)
 
     def text(self, completion):
-        return completion_text(self.tokenizer, completion)
+        return completion_text(self.tokenizer, completion, self.eos_ids)
 
     @torch.no_grad()
     def logps(self, prompt, completion):
@@ -97,7 +100,7 @@ class Policy:
         self.tokenizer.save_pretrained(folder)
 
 
-def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
+def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_strings=()):
     """Returns the Policy of a model (hub name or folder); see load_model for `dtype` and errors.
 
     With a `lora_rank` the model is frozen, and every linear layer but the LM head gets an adapter,
@@ -112,10 +115,11 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0):
         config.task_type = "CAUSAL_LM"  # else PEFT's Auto classes do not load what is saved
         model.add_adapter(config)
     eos_ids = stop_ids(name, tokenizer, stop_tokens)
-    return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype)
+    stops = StopStrings(tokenizer, stop_strings) if stop_strings else None
+    return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype, stops)
 
 
-def completion_text(tokenizer, completion):
-    """Returns a completion's text, without the EOS that ended it."""
-    ids = completion.ids if completion.truncated else completion.ids[:-1]
+def completion_text(tokenizer, completion, eos_ids):
+    """Returns a completion's text, without EOS where that ended it."""
+    ids = completion.ids[:-1] if completion.ids[-1] in eos_ids else completion.ids
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)

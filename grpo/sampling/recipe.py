@@ -17,7 +17,7 @@ from grpo.sampling.reward_timeout import TooSlow, timely
 
 # What a worker must have as the trainer has it, beside task, prompts and REWARD_WEIGHTS
 SHARED = ("group_size", "max_prompt_tokens", "max_completion_tokens", "temperature", "outcome")
-SHARED += ("skip_flat_groups", "seed", "stop_tokens")
+SHARED += ("skip_flat_groups", "seed", "stop_tokens", "stop_strings")
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Recipe:
     skip_flat_groups: str | bool  # "outcome", "reward" or False
     seed: int
     stop_tokens: list
+    stop_strings: list
     reward_timeout_seconds: float
 
     def settings(self):

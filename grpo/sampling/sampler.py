@@ -23,11 +23,11 @@ from grpo.sampling.decoders.choice import make_decoder
 
 @dataclass
 class Completion:
-    """One sampled completion; `ids` ends with EOS unless `truncated`."""
+    """One sampled completion; `ids` ends with EOS or a stop string, unless `truncated`."""
 
     ids: list[int]
     logps: list[float]  # log-prob of each sampled id, at the sampling temperature, from float32
-    truncated: bool  # cut at max_new_tokens: its last token is not EOS
+    truncated: bool  # cut at max_new_tokens, and not ended by its last token
 
 
 def sample_groups(model, prompts, *, max_rows=None, **settings):
@@ -59,6 +59,7 @@ def stream_groups(
     eos_ids,
     vocab_size,
     generator,
+    stop_strings=None,
 ):
     """Yields (key, [Completion] * G) for each prompt, as soon as its last completion has ended.
 
@@ -67,13 +68,14 @@ def stream_groups(
     have ended and it returns none. Completions are drawn from softmax(logits / temperature), at 0
     greedily (log-probs are then those at temperature 1). Ids from `vocab_size` on are the padding
     of the embedding: the softmax leaves them out here, in the trainer and in the reference server.
-    `generator` is a torch.Generator on the model's device. Raises RuntimeError where a completion
-    ends whose logits were not finite.
+    `generator` is a torch.Generator on the model's device. With `stop_strings`, a StopStrings, each
+    token costs a second wait for the device, and the host a look at every new id. Raises
+    RuntimeError where a completion ends whose logits were not finite.
     """
     running, groups = None, {}
     while True:
         if not (running and running.unfinished):
-            running = Running(max_new_tokens, eos_ids, model.device)
+            running = Running(max_new_tokens, eos_ids, stop_strings, model.device)
             decoder = make_decoder(model, max_new_tokens, longest_prompt)
         room = groups_to_admit(running, decoder, max_rows, group_size)
         new = take(room) if room else []
@@ -109,8 +111,8 @@ def groups_to_admit(running, decoder, max_rows, group_size):
 class Running:
     """The S sequences of the batch; those that have ended stay, unread, until drop_ended."""
 
-    def __init__(self, max_new_tokens, eos_ids, device):
-        self.limit, self.eos_ids = max_new_tokens, eos_ids
+    def __init__(self, max_new_tokens, eos_ids, stop_strings, device):
+        self.limit, self.eos_ids, self.stop_strings = max_new_tokens, eos_ids, stop_strings
         self.eos = torch.tensor(sorted(eos_ids), device=device)
         self.owners = []  # (key, number in the group) of each
         self.unfinished = 0  # how many have not ended
@@ -149,6 +151,9 @@ class Running:
         self.logps.scatter_(1, column, logps[:, None])
         self.lengths += self.active
         ended = self.active & (torch.isin(tokens, self.eos) | (self.lengths == self.limit))
+        stopped = self.at_stop_strings() if self.stop_strings else []
+        if stopped:
+            ended[stopped] = True
         self.active &= ~ended
         last = ended.nonzero().flatten()  # the one wait for the device in each token
         if not len(last):
@@ -159,7 +164,17 @@ class Running:
             ids, found = ids[:length], found[:length]
             if not math.isfinite(sum(found)):
                 raise RuntimeError("the model's logits are not finite: its weights are broken")
-            yield *self.owners[i], Completion(ids, found, truncated=ids[-1] not in self.eos_ids)
+            truncated = ids[-1] not in self.eos_ids and i not in stopped
+            yield *self.owners[i], Completion(ids, found, truncated)
+
+    def at_stop_strings(self):
+        """Returns the rows, of those that run, whose last token completes a stop string."""
+        rows = [i for i, id in enumerate(self.tokens.tolist()) if self.stop_strings.may_end(id)]
+        if not rows:
+            return []
+        active, lengths, ids = (x[rows].tolist() for x in (self.active, self.lengths, self.ids))
+        ends = [a and self.stop_strings.end(x[:n]) for a, x, n in zip(active, ids, lengths)]
+        return [i for i, at_end in zip(rows, ends) if at_end]
 
 
 def draw(logits, temperature, generator):

@@ -29,6 +29,7 @@ def prepare(c, *, needs_server, split="train"):
         skip_flat_groups="outcome" if c.SKIP_FLAT_GROUPS is True else c.SKIP_FLAT_GROUPS,
         seed=c.SEED,
         stop_tokens=c.STOP_TOKENS,
+        stop_strings=c.STOP_STRINGS,
         reward_timeout_seconds=c.REWARD_TIMEOUT_SECONDS,
     )
     reward_group(recipe, prompts[0][1], [""])  # which can be sampled: it must not fail hours later
@@ -42,8 +43,9 @@ def prepare(c, *, needs_server, split="train"):
 def make_policy(c, tokenizer):
     """Returns the Policy. Raises SystemExit where model and constants do not fit."""
     torch.manual_seed(c.SEED)  # adapters begin with random numbers
-    policy = load_policy(c.MODEL, tokenizer, c.DTYPE, c.STOP_TOKENS, c.LORA_RANK)
+    more = c.STOP_TOKENS, c.LORA_RANK, c.STOP_STRINGS
+    policy = load_policy(c.MODEL, tokenizer, c.DTYPE, *more)
     policy.check_context(c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS)
-    stops = ", ".join(tokenizer.convert_ids_to_tokens(sorted(policy.eos_ids)))
-    say(f"{c.MODEL} in {policy.dtype}; completions end at {stops}")
+    stops = [*tokenizer.convert_ids_to_tokens(sorted(policy.eos_ids)), *map(repr, c.STOP_STRINGS)]
+    say(f"{c.MODEL} in {policy.dtype}; completions end at {', '.join(stops)}")
     return policy

@@ -19,6 +19,7 @@ import torch
 from grpo.devices import accelerator, use_stream
 from grpo.sampling.policy import completion_text
 from grpo.sampling.sampler import Completion
+from grpo.sampling.stop_strings import StopStrings
 from grpo.weights import check_shapes, merge_adapters
 
 # The whole distribution (top_k 0 is off), with our stops instead of the model's
@@ -43,6 +44,7 @@ class VLLMPolicy:
         memory,
         tensor_parallel,
         sleep,
+        stop_strings=(),
     ):
         """Loads `model`, a hub name or folder, in `dtype`, "float32" or "bfloat16". `max_tokens`
         bounds prompt plus completion, `max_rows` the completions sampled at once; the last three
@@ -56,6 +58,7 @@ class VLLMPolicy:
 
         self.name, self.tokenizer, self.numbers = model, tokenizer, itertools.count()
         self.eos_ids, self.dtype, self.max_tokens = sorted(eos_ids), dtype, max_tokens
+        self.stop_strings = StopStrings(tokenizer, stop_strings) if stop_strings else None
         self.parallel = tensor_parallel > 1
         self.sleeps, self.asleep = sleep, False  # whether it may, whether it does
         with torch.device("meta"):  # names and shapes of what load() takes, without memory
@@ -80,7 +83,7 @@ class VLLMPolicy:
             enable_sleep_mode=sleep,
             logprobs_mode="processed_logprobs",  # of what is sampled: after temperature and mask
             generation_config="vllm",  # nothing of the model's own
-            skip_tokenizer_init=True,  # ids in, ids out
+            skip_tokenizer_init=not stop_strings,  # ids in, ids out; it looks for them in the text
             **budget,
         )
         self.llm.apply_model(functools.partial(mask_padding, vocab_size=vocab_size))
@@ -93,6 +96,7 @@ class VLLMPolicy:
         vLLM would then draw row by row, a launch each. Raises ValueError if a prompt leaves no room
         within max_tokens, RuntimeError if the weights are broken."""
         engine, draw, keys = self.llm.llm_engine, random.Random(seed), {}  # keys by request
+        stops = None if "eos_ids" in settings else self.stop_strings
         self._wake()
         if self.own_stream:  # else each new thread has a stream of its own, and memory for it
             use_stream(self.own_stream)
@@ -106,7 +110,8 @@ class VLLMPolicy:
                 if not keys:
                     return
                 for output in engine.step():
-                    yield keys.pop(output.request_id), [read_completion(c) for c in output.outputs]
+                    completions = [read_completion(c, stops) for c in output.outputs]
+                    yield keys.pop(output.request_id), completions
         finally:  # of a stream that fails, or is not read to its end
             engine.abort_request(list(keys))
 
@@ -122,6 +127,7 @@ class VLLMPolicy:
             max_tokens=max_new_tokens,
             stop_token_ids=self.eos_ids if eos_ids is None else eos_ids,
             logprobs=0,
+            **(stops_at(self.stop_strings) if eos_ids is None else {}),
         )
         self.llm.llm_engine.add_request(request, {"prompt_token_ids": ids}, params)
         return request
@@ -138,13 +144,13 @@ class VLLMPolicy:
         return [groups[i] for i in range(len(prompts))]
 
     def continuation(self, prompt, size):
-        """Returns a Completion of `size` ids, drawn after the prompt at temperature 1; EOS does not
-        end it."""
+        """Returns a Completion of `size` ids, drawn after the prompt at temperature 1, which
+        nothing ends before."""
         settings = {"max_new_tokens": size, "temperature": 1.0, "eos_ids": [], "seed": 0}
         return self.sample([prompt], group_size=1, **settings)[0][0]
 
     def text(self, completion):
-        return completion_text(self.tokenizer, completion)
+        return completion_text(self.tokenizer, completion, self.eos_ids)
 
     def load(self, tensors):
         """Replaces the weights by another process's trained_weights, in any float dtype; adapters
@@ -204,7 +210,7 @@ class VLLMPolicy:
         from vllm.sampling_params import RequestOutputKind
 
         whole = RequestOutputKind.FINAL_ONLY  # one answer, when all completions have ended
-        return SamplingParams(**PLAIN, output_kind=whole, detokenize=False, **params)
+        return SamplingParams(**{"detokenize": False} | PLAIN | params, output_kind=whole)
 
 
 def set_environment():
@@ -275,9 +281,22 @@ def refresh_head(model):
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def read_completion(output):
+def stops_at(stop_strings):
+    """Returns the sampling parameters with which vLLM looks for the strings, in all of the text."""
+    if not stop_strings:
+        return {}
+    stops = {"stop": list(stop_strings.strings), "include_stop_str_in_output": True}
+    return stops | {"detokenize": True, "skip_special_tokens": False}
+
+
+def read_completion(output, stop_strings=None):
+    """Returns the Completion of vLLM's output. It looks for strings in text that is whole, and may
+    end it an id later than StopStrings, after half a character: what is behind the string goes."""
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     logps = [found[id].logprob for id, found in zip(output.token_ids, output.logprobs, strict=True)]
     if not all(map(math.isfinite, logps)):
         raise RuntimeError("the model's log-probs are not finite: its weights are broken")
-    return Completion(list(output.token_ids), logps, truncated=output.finish_reason == "length")
+    ids, truncated = list(output.token_ids), output.finish_reason == "length"
+    if stop_strings and (length := stop_strings.length(ids)):
+        return Completion(ids[:length], logps[:length], truncated=False)
+    return Completion(ids, logps, truncated)

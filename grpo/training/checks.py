@@ -42,6 +42,9 @@ def rules_of_one(c):
     yield "REWARD_WEIGHTS", "a dict of numbers by name", named and weights
     texts = isinstance(stops, list | tuple) and all(isinstance(token, str) for token in stops)
     yield "STOP_TOKENS", "a list of texts", texts
+    strings = c.STOP_STRINGS
+    texts = isinstance(strings, list | tuple) and all(isinstance(x, str) and x for x in strings)
+    yield "STOP_STRINGS", "a list of texts, none of them empty", texts
     two = isinstance(betas, list | tuple) and len(betas) == 2 and all(map(real, betas))
     yield "ADAM_BETAS", "two numbers below 1", two and all(0 <= beta < 1 for beta in betas)
     yield "LOSS_TYPE", f"one of {', '.join(LOSS_TYPES)}", c.LOSS_TYPE in LOSS_TYPES

@@ -79,6 +79,7 @@ def test_settings_are_the_same_after_a_journey_as_json():
     ("TEMPERATURE", {"temperature": 0.9}),
     ("REWARD_WEIGHTS", {"reward_weights": {"correctness": 1.0, "format": 1.0}}),
     ("OUTCOME", {"outcome": "format"}),
+    ("STOP_STRINGS", {"stop_strings": ["</answer>"]}),
     ("SKIP_FLAT_GROUPS", {"skip_flat_groups": "reward"}),
     ("SEED", {"seed": 1}),
     ("prompts", {"prompts": prompts_of([MIXED, MIXED])}),

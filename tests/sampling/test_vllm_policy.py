@@ -4,8 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import vllm_worker
+from grpo.sampling.sampler import Completion
+from grpo.sampling.stop_strings import StopStrings
 from grpo.sampling.vllm_policy import VLLMPolicy, check_device
 
 CONSTANTS = {name: getattr(vllm_worker, name) for name in vllm_worker.known}
@@ -67,7 +70,7 @@ class FakeLLM:
 def a_policy(sleeps):
     policy = VLLMPolicy.__new__(VLLMPolicy)
     policy.llm, policy.sleeps, policy.asleep, policy.own_stream = FakeLLM(), sleeps, False, None
-    policy.gpu = False
+    policy.gpu, policy.stop_strings = False, None
     return policy
 
 
@@ -84,6 +87,7 @@ def test_a_request_has_a_seed_on_a_cpu_alone(gpu):
     def note(request, prompt, params):
         assert prompt == {"prompt_token_ids": [5, 6]}
         seeds.append(params["seed"])
+        assert not params.keys() & {"stop", "detokenize"}
         policy.llm.llm_engine.step = lambda: [SimpleNamespace(request_id=request, outputs=[])]
 
     policy.llm.llm_engine.add_request = note
@@ -124,3 +128,46 @@ def test_memory_that_was_taken_while_it_slept_is_said():
     policy.llm.wake_up = fail
     with pytest.raises(RuntimeError, match="lower VLLM_MEMORY_GB, or .*out of memory"):
         sample_nothing(policy)
+
+
+# --- Stop strings -------------------------------------------------------------------
+def vllm_output(ids, reason):
+    found = [{i: SimpleNamespace(logprob=-float(n))} for n, i in enumerate(ids, start=1)]
+    return SimpleNamespace(token_ids=ids, logprobs=found, finish_reason=reason)
+
+
+def streaming(policy, ids, reason, **settings):
+    """-> the parameters that vLLM is given, and the Completion made of its output."""
+    asked, waiting = [], [("key", [5, 6])]
+
+    def note(request, prompt, params):
+        asked.append(params)
+        outputs = [vllm_output(ids, reason)]
+        policy.llm.llm_engine.step = lambda: [SimpleNamespace(request_id=request, outputs=outputs)]
+
+    policy.llm.llm_engine.add_request, policy._params = note, lambda **params: params
+    policy.numbers, policy.eos_ids, policy.max_tokens = iter("a"), [2], 99
+    settings |= {"group_size": 1, "max_rows": 1, "max_new_tokens": 9, "temperature": 1.0, "seed": 0}
+    groups = policy.stream(lambda room: [waiting.pop()] if waiting else [], **settings)
+    ((_, (completion,)),) = groups
+    return asked[0], completion
+
+
+def test_vllm_is_asked_for_stop_strings_and_its_ids_stay(tiny):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    policy = a_policy(sleeps=False)
+    policy.stop_strings = StopStrings(tokenizer, ["=12"])
+    ids = tokenizer("7+5=12 €")["input_ids"]
+    end = tokenizer("7+5=12")["input_ids"]
+    asked, completion = streaming(policy, end, "stop")
+    assert asked["stop"] == ["=12"] and asked["include_stop_str_in_output"]
+    assert asked["detokenize"] and not asked["skip_special_tokens"]  # else it finds none
+    assert asked["stop_token_ids"] == [2]
+    assert completion == Completion(end, [-float(n) for n in range(1, len(end) + 1)], False)
+    # vLLM may see a string an id later, after half a character; or with the last id it may draw
+    for reason, later in (("stop", len(end) + 2), ("length", len(ids))):
+        assert streaming(policy, ids[:later], reason)[1] == completion
+    assert streaming(policy, end[:-1], "length")[1].truncated
+    # what proves the weights has its length whatever is in it
+    asked, whole = streaming(policy, ids, "length", eos_ids=[])
+    assert "stop" not in asked and whole.ids == ids

@@ -37,6 +37,8 @@ from grpo.training.checks import check_constants
         ("RATIO_LEVEL", "word"),
         ("IS_CAP", 0.5),
         ("SKIP_FLAT_GROUPS", "format"),
+        ("STOP_STRINGS", "</answer>"),
+        ("STOP_STRINGS", [""]),
         ("PUBLISH_STEPS", -1),
         ("PUBLISH_STEPS", 9),  # older than MAX_STALENESS before it is sampled
         ("TRAINER_SAMPLES", False),  # and nobody else may
