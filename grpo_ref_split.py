@@ -143,7 +143,10 @@ KEEP_BEST = True  # save and keep the best evaluation's too: RUN_DIR/best
 RESUME = True  # resume from RUN_DIR's newest checkpoint; False: RUN_DIR must not hold a run
 SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
 WAIT_LIMIT_SECONDS = 600  # without a sign of the server or another rank: then the run ends
-REWARD_TIMEOUT_SECONDS = 60  # for the rewards of a group; then the run ends with an error
+REWARD_TIMEOUT_SECONDS = (
+    60  # for a group's rewards (in a process: a completion's); then the run ends
+)
+REWARD_PROCESSES = 0  # of each rank and worker, beside the sampling, for slow rewards; 0: in place
 MAX_BAD_STEPS = 5  # steps in a row with a gradient that is not finite: skipped, then the run ends
 IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run ends
 

@@ -39,6 +39,7 @@ class Recipe:
     stop_tokens: list
     stop_strings: list
     reward_timeout_seconds: float
+    reward_processes: object = None  # start_processes' submit; None: rewards in place
 
     def settings(self):
         """Returns what the trainer publishes and a worker compares, as JSON gives it back."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import math
 import signal
 import sys
 import threading
@@ -35,8 +36,9 @@ def timely(seconds, what):
         signal.setitimer(signal.ITIMER_REAL, min(SPEAK_SECONDS, seconds - spent))
 
     before = signal.signal(signal.SIGALRM, look)
-    # from a thread of C, which also runs while others hold the interpreter
-    faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
+    if seconds < math.inf:
+        # from a thread of C, which also runs while others hold the interpreter
+        faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
     signal.setitimer(signal.ITIMER_REAL, min(SPEAK_SECONDS, seconds))
     try:
         yield

@@ -9,12 +9,16 @@ import contextlib
 import hashlib
 import math
 import random
+from collections import deque
 
 import torch
 
 from grpo.sampling.ahead import ahead
 from grpo.sampling.recipe import reward_group
+from grpo.sampling.reward_processes import begin_rewards
 from grpo.wire import Group
+
+OUTSTANDING = 64  # groups whose rewards are awaited while others are sampled
 
 
 # --- Prompts ------------------------------------------------------------------------
@@ -44,13 +48,15 @@ class Stream:
 
 # --- Sample and reward --------------------------------------------------------------
 def sampled_and_rewarded(policy, recipe, take, *, seed, timed=contextlib.nullcontext, beside=False):
-    """Yields each sampled group as soon as its last completion has ended.
+    """Yields the sampled groups, in the order in which their last completions end.
 
-    `take(n)` returns up to n prompts; rewards are computed within `with timed()`. Raises what
-    reward_group does. The task sees text; the trainer trains the sampled ids, as re-tokenised text
-    may differ. With `beside` sampling, and `take`, go on in another thread meanwhile.
+    `take(n)` returns up to n prompts; rewards are computed, or awaited, within `with timed()`.
+    Raises what reward_group does. The task sees text; the trainer trains the sampled ids, as
+    re-tokenised text may differ. Sampling goes on meanwhile where other processes compute rewards;
+    with `beside` also where they are computed in place: it, and `take`, have a thread of their own.
     """
     begun = []  # prompts; the key of one is its place here
+    waiting = deque()  # groups, and what their rewards wait for
 
     def take_ids(room):
         first = len(begun)
@@ -66,11 +72,18 @@ def sampled_and_rewarded(policy, recipe, take, *, seed, timed=contextlib.nullcon
         temperature=recipe.temperature,
         seed=seed,
     )
-    for key, completions in ahead(groups) if beside else groups:
-        prompt = begun[key]
+
+    def finish(prompt, completions, texts, own_recipe, _):
         with timed():
-            rewards = reward_group(recipe, prompt[1], [policy.text(c) for c in completions])
-        yield prompt, completions, rewards
+            return prompt, completions, reward_group(own_recipe, prompt[1], texts)
+
+    for key, completions in ahead(groups) if beside and not recipe.reward_processes else groups:
+        prompt, texts = begun[key], [policy.text(c) for c in completions]
+        waiting.append((prompt, completions, texts, *begin_rewards(recipe, prompt[1], texts)))
+        while waiting and (len(waiting) > OUTSTANDING or all(f.done() for f in waiting[0][-1])):
+            yield finish(*waiting.popleft())
+    while waiting:
+        yield finish(*waiting.popleft())
 
 
 def groups_to_begin(missing, flat_share, most):

@@ -7,6 +7,7 @@ from grpo.log import say
 from grpo.models import load_tokenizer
 from grpo.sampling.policy import load_policy
 from grpo.sampling.recipe import Recipe, load_split, load_task, reward_group
+from grpo.sampling.reward_processes import start_processes
 from grpo.wire import tokenizer_facts
 
 
@@ -33,6 +34,9 @@ def prepare(c, *, needs_server, split="train"):
         reward_timeout_seconds=c.REWARD_TIMEOUT_SECONDS,
     )
     reward_group(recipe, prompts[0][1], [""])  # which can be sampled: it must not fail hours later
+    if c.REWARD_PROCESSES:
+        limits = c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS
+        recipe.reward_processes = start_processes(task, *limits)
     server = None
     if needs_server:
         server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
