@@ -1,8 +1,8 @@
-"""GRPO under DeepSpeed ZeRO-2, with the reference model in another process (ref_server.py).
+"""GRPO under DeepSpeed ZeRO-2; the reference model is in another process (ref_server.py), or here.
 
     CUDA_VISIBLE_DEVICES=7 python ref_server.py                           # first, on one GPU
     CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6 deepspeed grpo_ref_split.py        # then, on the others
-    python grpo_ref_split.py                                              # one GPU, or a CPU
+    python grpo_ref_split.py               # one GPU, or a CPU: REF_SERVER = None needs no server
     python grpo_ref_split.py worker        # anywhere else: samples for the trainer (PUBLISH_STEPS)
 
 Edit the constants below; or set them in the command, STEPS=50, or by a preset, a file of them
@@ -60,6 +60,7 @@ from grpo.sampling.recipe import load_split
 from grpo.sampling.start import make_policy, prepare
 from grpo.sampling.upload import Uploader
 from grpo.sampling.worker import run_worker
+from grpo.serving.local import serve_page
 from grpo.stop import stop
 from grpo.training import checkpoint, checks, exchange
 from grpo.training.engine import cpu_threads, join_ranks, learning_rate, take_step
@@ -73,7 +74,7 @@ from grpo.wire import check_group
 MODEL = "Qwen/Qwen2.5-3B"  # any AutoModelForCausalLM: hub name or folder
 TASK = "gsm8k"  # tasks/gsm8k.py: data, prompt and rewards; copy it to make your own
 RUN_DIR = "runs/gsm8k"  # checkpoints, metrics.jsonl, samples.jsonl; a run there resumes (RESUME)
-REF_SERVER = "http://127.0.0.1:59875"  # on another machine: its address, and GRPO_TOKEN on both
+REF_SERVER = "http://127.0.0.1:59875"  # elsewhere: its address, GRPO_TOKEN on both; None: no server
 
 # --- Rollouts (in brackets: TRL's names) ---------------------------------------------
 PROMPTS_PER_STEP = 28  # over all ranks, best a multiple of them; each gives GROUP_SIZE sequences
@@ -129,6 +130,7 @@ FUSED_LOSS = True  # LM head and loss in chunks (grpo_loss_triton.py); False hol
 SHARE_PROMPTS = True  # a group's prompt runs once, and not GROUP_SIZE times; same gradient
 GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far smaller
 OFFLOAD_OPTIMIZER = False  # master weights, Adam states and the update in CPU memory
+REFERENCE_ON_CPU = False  # where REF_SERVER is None: its copy waits there, and comes once a step
 CPU_THREADS = 0  # of forward and backward on a CPU; 0: the cores over the ranks
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
@@ -142,6 +144,7 @@ KEEP_CHECKPOINTS = 2  # the newest; older ones are deleted
 KEEP_BEST = True  # save and keep the best evaluation's too: RUN_DIR/best
 RESUME = True  # resume from RUN_DIR's newest checkpoint; False: RUN_DIR must not hold a run
 SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
+PAGE_PORT = 59875  # of the live page, where no server has one; from here alone. 0: no page
 WAIT_LIMIT_SECONDS = 600  # without a sign of the server or another rank: then the run ends
 REWARD_TIMEOUT_SECONDS = (
     60  # for a group's rewards (in a process: a completion's); then the run ends
@@ -157,7 +160,7 @@ def sample_and_exchange(run):
     what was sampled, by name; one flat group of this rank, or none, for samples.jsonl.
 
     Workers' groups come first; the ranks sample what is missing, and upload it while they sample.
-    Their own groups come without the reference's log-probs: those arrive in accumulate().
+    Their own groups come without the reference's log-probs: accumulate() gets those.
     """
     step, recipe = run.progress.step, run.recipe
     oldest = step - MAX_STALENESS
@@ -192,7 +195,7 @@ def sample_missing(run, missing):
     p, clock = run.progress, run.clock
     begun, most = 0, missing * (1 + MAX_REFILLS)
     ours, flat_groups, count = [], [], Counter()
-    uploader = Uploader(run.server.copy()) if KL_BETA else None
+    uploader = Uploader(run.server.copy()) if KL_BETA and run.server else None
     p.begin_rollout()
     while number := rollout.groups_to_begin(missing - len(ours), p.flat_share, most - begun):
         with clock.part("sample"):
@@ -228,10 +231,7 @@ def sample_share(run, number, begun, count, uploader):
             flat_groups.append(group)
             continue
         usable.append(group)
-        if KL_BETA:
-            uploader.put(group)
-        else:
-            check_group(group, None, None)  # as the server does
+        (uploader.put if uploader else check_group)(group)  # the server checks it, too
     return usable, flat_groups
 
 
@@ -357,9 +357,7 @@ def accumulate(run, sequences):
         engine.set_gradient_accumulation_boundary(done == len(turns))
         batch = turn.batch
         hidden, ids = engine([s.prompt for s in batch], [s.completion for s in batch])
-        if KL_BETA:  # only now: the forward needs no reference
-            run.reference.wait_for(turn.groups)  # collective
-            run.reference.complete(batch)
+        run.reference.complete(turn)  # collective; only now: the forward needs no reference
         loss, stats = batch_loss(hidden, engine.module.head, ids, batch, run.policy.vocab_size)
         if not turn.is_filler:
             means.add(loss, stats)
@@ -462,12 +460,13 @@ def main(**preset):
     c = constants(**preset)
     checkpoint.check_run_dir(RUN_DIR, RESUME)
     watch_launcher()
-    tokenizer, recipe, server = prepare(c, needs_server=KL_BETA or PUBLISH_STEPS)
+    tokenizer, recipe, server = prepare(c, needs_server=REF_SERVER and (KL_BETA or PUBLISH_STEPS))
     questions = load_split(c, recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
     join_ranks(WAIT_LIMIT_SECONDS)  # collective
     heartbeats = Heartbeats(dist.get_rank(), dist.get_world_size(), WAIT_LIMIT_SECONDS)
     _lock = checkpoint.leads(RUN_DIR) and checkpoint.lock_run(RUN_DIR)  # collective; to the end
-    run = start_run(c, tokenizer, recipe, questions, server)  # collective
+    page = None if server or dist.get_rank() else serve_page(c)
+    run = start_run(c, tokenizer, recipe, questions, server, page)  # collective
     with stop.listening(), explained(), lasting_output():
         asked = train(run)  # collective
     if run.inbox and not asked:  # a run that was stopped, or failed, may resume: its workers wait

@@ -100,6 +100,6 @@ def check_first_update(metrics, policy_dtype, reference, *, model):
     if not metrics["kl"] <= limit:
         raise RuntimeError(
             f"at the first update the KL to the reference is {metrics['kl']:.2g} a token (limit"
-            f" {limit}) and should be 0: does ref_server.py serve the weights of {model}?"
+            f" {limit}) and should be 0: does the reference have the weights of {model}?"
         )
     return f"{said}, trainer and reference by {metrics['kl']:.1g}"

@@ -1,5 +1,7 @@
 """The weights that are trained: as they travel between processes, and merged to sample."""
 
+import contextlib
+
 import torch
 from transformers.pytorch_utils import Conv1D
 
@@ -59,6 +61,26 @@ def merged_weight(layer, a, b, scale=LORA_SCALE):
     return (layer.weight.float() + update).to(layer.weight.dtype)
 
 
+def adapted_layers(model):
+    """Returns [(parent, its name for the layer, layer)] of the layers that have an adapter."""
+    paths = [(path.rpartition("."), x) for path, x in model.named_modules() if hasattr(x, "lora_A")]
+    return [(model.get_submodule(parent), name, layer) for (parent, _, name), layer in paths]
+
+
+@contextlib.contextmanager
+def adapters_off(model):
+    """In the block each layer that has an adapter is the one under it: the model is the frozen one.
+    PEFT's own switch would also change what has a gradient."""
+    layers = adapted_layers(model)
+    try:
+        for parent, name, layer in layers:
+            setattr(parent, name, layer.base_layer)
+        yield
+    finally:
+        for parent, name, layer in layers:
+            setattr(parent, name, layer)
+
+
 class MergedAdapters:
     """Inside `with`, each layer that has an adapter is a plain one with W + 2 B A: one matrix
     product, where an adapter takes four more operations. Outside, the model is as it was, with its
@@ -70,16 +92,14 @@ class MergedAdapters:
 
     @torch.no_grad()
     def __init__(self, model):
-        adapted = [(path, x) for path, x in model.named_modules() if hasattr(x, "lora_A")]
+        adapted = adapted_layers(model)
         self.layers = []  # (parent, its name for the layer, layer, what is under it, W, merged W)
-        if adapted and not has_room(model, sum(layer.weight.nbytes for _, layer in adapted)):
+        if adapted and not has_room(model, sum(layer.weight.nbytes for *_, layer in adapted)):
             return
-        for path, layer in adapted:
-            parent, _, name = path.rpartition(".")
+        for parent, name, layer in adapted:
             base, (adapter,) = layer.base_layer, layer.active_adapters
             a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
             merged = torch.nn.Parameter(merged_weight(base, a, b), requires_grad=False)
-            parent = model.get_submodule(parent)
             self.layers.append((parent, name, layer, base, base.weight, merged))
 
     def __enter__(self):

@@ -154,7 +154,7 @@ def check_metadata(g):
     require(numbers and len(g.skipped) <= 100, "skipped must be at most 100 finite numbers by name")
 
 
-def check_group(g, vocab_size, max_tokens):
+def check_group(g, vocab_size=None, max_tokens=None):
     """Raises ValueError with the reason if the group's fields do not fit one another."""
     check_metadata(g)
     lengths, prompt = g.completion_lengths, g.prompt_ids

@@ -109,8 +109,7 @@ def test_ranks_train_all_of_a_step_in_the_same_turns_as_it_is_scored(monkeypatch
         both[rank].expect("abcdef", oldest=0)
         turns, order = plan_turns(unscored_rows("abcdef"), True, rank, 2, 8), []
         for turn in both[rank].in_order_of_arrival(turns):
-            both[rank].wait_for(turn.groups)
-            both[rank].complete(turn.batch)
+            both[rank].complete(turn)
             ranks.meet("backward")
             order.append([row.group for row in turn.batch])
             assert all(len(row.ref_logps) == len(row.completion) for row in turn.batch)

@@ -14,6 +14,8 @@ from grpo.wire import tokenizer_facts
 def prepare(c, *, needs_server, split="train"):
     """Returns (tokenizer, recipe, server): task, prompts, rewards and server are checked before
     anything heavy is loaded. Prompts are those of `split`. `server` is None if it is not needed."""
+    if needs_server and not c.REF_SERVER:
+        raise SystemExit("REF_SERVER = None must be the server's address: workers need a server")
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
     prompts = load_split(c, task, split, tokenizer)
     recipe = Recipe(

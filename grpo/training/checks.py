@@ -14,15 +14,16 @@ TRAINER = {
         KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
         REWARD_TIMEOUT_SECONDS MAX_BAD_STEPS IDLE_LIMIT""",
     "a whole number from 0 on": """LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED
-        PUBLISH_STEPS MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS REWARD_PROCESSES""",
+        PUBLISH_STEPS MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS REWARD_PROCESSES
+        PAGE_PORT""",
     "a number from 0 on": """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP
         WEIGHT_DECAY FINAL_LR MAX_GRAD_NORM STOP_ACCURACY""",
     "True or False": """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
         RECOMPUTE_OLD_LOGPS FUSED_LOSS SHARE_PROMPTS OFFLOAD_OPTIMIZER
-        RESUME KEEP_BEST""",
+        RESUME KEEP_BEST REFERENCE_ON_CPU""",
     '"auto" or a whole number from 1 on': "MICRO_BATCH_TOKENS SAMPLE_BATCH",
     '"auto", True or False': "GRADIENT_CHECKPOINTING",
-    "a text": "MODEL TASK RUN_DIR REF_SERVER OUTCOME EVAL_SPLIT",
+    "a text": "MODEL TASK RUN_DIR OUTCOME EVAL_SPLIT",
 }
 
 
@@ -54,11 +55,16 @@ def rules_of_one(c):
     yield "SKIP_FLAT_GROUPS", '"outcome", "reward" or False', c.SKIP_FLAT_GROUPS in criteria
     yield "DTYPE", f"one of {', '.join(DTYPES)}", c.DTYPE in DTYPES
     yield "LR_SCHEDULE", f"one of {', '.join(SCHEDULES)}", c.LR_SCHEDULE in SCHEDULES
+    web = isinstance(c.REF_SERVER, str) and c.REF_SERVER.startswith(("http://", "https://"))
+    yield "REF_SERVER", "http://host:port, or None", web or c.REF_SERVER is None
 
 
 def rules_of_several(c):
     """Yields rules that compare constants, whose types are right, with limits and each other."""
-    yield "REF_SERVER", "http://host:port", c.REF_SERVER.startswith(("http://", "https://"))
+    alone = "0 where REF_SERVER is None: it needs a server"
+    for name in ("PUBLISH_STEPS", "REFERENCE_REFRESH_STEPS"):
+        yield name, alone, c.REF_SERVER is not None or not vars(c)[name]
+    yield "PAGE_PORT", "65535 at most; 0 is no page", c.PAGE_PORT <= 65535
     yield "OUTCOME", "one of the names in REWARD_WEIGHTS", c.OUTCOME in c.REWARD_WEIGHTS
     yield "GROUP_SIZE", "2 or more, to be compared with each other", c.GROUP_SIZE >= 2
     whole = c.SAMPLE_BATCH == "auto" or c.SAMPLE_BATCH >= c.GROUP_SIZE
@@ -87,7 +93,8 @@ def check_update(run, metrics, sequences, groups, before):
     progress.bad = 0
     # Not where a resumed run trains groups of a history that was undone
     if not progress.checked and all(group.policy_version <= before for group in groups):
-        reference = run.server.info if run.server else None
+        own = {"model": c.MODEL, "dtype": run.policy.dtype}  # the reference without a server
+        reference = run.server.info if run.server else own
         said = check_first_update(metrics, run.policy.dtype, reference, model=c.MODEL)
         say(f"the first update is as it should be: {said}")
     progress.checked = True

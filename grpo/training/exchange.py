@@ -196,10 +196,11 @@ class ReferenceLogps:
                 )
             self._share()
 
-    def complete(self, sequences):
-        """Gives sequences that have no reference log-probs those that arrived."""
-        for sequence in sequences:
-            if sequence.ref_logps is None:
+    def complete(self, turn):
+        """Collective: gives the turn's sequences that have no reference log-probs theirs."""
+        self.wait_for(turn.groups)
+        for sequence in turn.batch:
+            if sequence.ref_logps is None and sequence.group in self.expected:
                 sequence.ref_logps = self.arrived[sequence.group][sequence.number]
 
     def _share(self):

@@ -14,6 +14,7 @@ from grpo.training.checkpoint import Progress, open_run
 from grpo.training.engine import make_engine
 from grpo.training.exchange import Inbox, ReferenceLogps
 from grpo.training.liveness import meet
+from grpo.training.local_reference import LocalReference
 from grpo.training.memory import fill_card
 from grpo.training.metrics import Clock, Page, RunFolder
 from grpo.training.publish import Publishing
@@ -30,7 +31,7 @@ class Run:
     stream: Stream  # this rank's prompts
     questions: list  # of the evaluation, as Recipe.prompts
     progress: Progress  # steps made, last evaluation, last checkpoint
-    server: RefServer | None  # None: neither a KL penalty nor workers
+    server: RefServer | None  # None: REF_SERVER is, or neither a KL penalty nor workers
     inbox: Inbox | None  # rank 0's groups from the server; None on the others
     reference: ReferenceLogps  # the reference's log-probs, as they arrive
     publishing: Publishing  # of the policy
@@ -40,18 +41,21 @@ class Run:
     idle_reason: str = ""  # why the newest step that trained nothing had nothing
 
 
-def start_run(c, tokenizer, recipe, questions, server):
-    """Collective: returns the Run, new or resumed, once all ranks may begin to sample."""
+def start_run(c, tokenizer, recipe, questions, server, page):
+    """Collective: returns the Run, new or resumed, once all ranks may begin to sample. `page` shows
+    what rank 0 logs where no server does; None on the others."""
     rank = dist.get_rank()
     policy = make_policy(c, tokenizer)
     recipe = fill_card(c, policy, recipe)  # collective
+    clock = Clock()
+    local = LocalReference(c, policy, clock) if c.KL_BETA and not server else None
     engine = make_engine(c, policy)
     # Workers take the seed's own order of prompts, so the ranks take another one
     order = f"{c.SEED}/trainer" if c.PUBLISH_STEPS else c.SEED
     stream = Stream(recipe.prompts, order, rank, dist.get_world_size())
     progress = open_run(c.RUN_DIR, vars(c), engine, stream, server)
     inbox = Inbox(server, progress.run, c.WAIT_LIMIT_SECONDS) if server and rank == 0 else None
-    clock = Clock()
+    page = page or (server if rank == 0 else None)
     run = Run(
         constants=c,
         policy=policy,
@@ -62,9 +66,9 @@ def start_run(c, tokenizer, recipe, questions, server):
         progress=progress,
         server=server,
         inbox=inbox,
-        reference=ReferenceLogps(inbox, clock),
+        reference=local or ReferenceLogps(inbox, clock),
         publishing=Publishing(c, policy, recipe, inbox),
-        folder=RunFolder(c.RUN_DIR, Page(server, progress.run) if inbox else None),
+        folder=RunFolder(c.RUN_DIR, Page(page, progress.run) if page else None),
         clock=clock,
     )
     run.publishing.begin(progress)

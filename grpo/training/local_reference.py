@@ -1,0 +1,77 @@
+"""The reference without a server (REF_SERVER = None): MODEL itself, scored by each rank.
+
+With LORA_RANK it is the policy's own model without its adapters, and takes no memory. Else it is a
+frozen copy, made before anything is trained; with REFERENCE_ON_CPU it waits in the CPU's memory.
+"""
+
+import contextlib
+import copy
+
+import torch
+
+from grpo.forward import CompletionModel
+from grpo.training.exchange import ReferenceLogps
+from grpo.weights import adapters_off
+from grpo_loss_triton import linear_logps
+
+
+class LocalReference(ReferenceLogps):
+    """In place of the server's. A step's sequences are scored before its first update, in the
+    micro-batches of that: without a gradient each takes less memory than it does in training."""
+
+    def __init__(self, c, policy, clock):
+        """`policy` is MODEL as it was loaded, before a checkpoint is; `c` has the trainer's
+        constants as attributes; `clock` gets the time of scoring."""
+        super().__init__(None, clock)
+        self.home = policy.model.device
+        self.settings = {"temperature": c.TEMPERATURE, "vocab_size": policy.vocab_size}
+        model = policy.model if c.LORA_RANK else copy.deepcopy(policy.model).requires_grad_(False)
+        self.model = CompletionModel(model, share_prompts=c.SHARE_PROMPTS)
+        self.away = c.REFERENCE_ON_CPU and not c.LORA_RANK and self.home.type != "cpu"
+        if self.away:
+            for tensor in tensors_of(model):
+                tensor.data = tensor.data.cpu().pin_memory()  # pinned: a faster copy
+
+    def expect(self, ids, *, oldest):
+        """Nothing is uploaded, and nothing will arrive."""
+
+    def in_order_of_arrival(self, turns):
+        """Yields the turns, once this rank's sequences of all of them are scored."""
+        missing = [[s for s in turn.batch if s.ref_logps is None] for turn in turns]
+        if any(missing):  # not at the second update on a rollout
+            with self.clock.part("wait"), self._at_hand():
+                for sequences in filter(None, missing):
+                    self._score(sequences)
+        return iter(turns)
+
+    @torch.no_grad()
+    def _score(self, sequences):
+        """Gives sequences, a micro-batch, their reference log-probs, (T,) on the CPU."""
+        lengths = [len(s.completion) for s in sequences]
+        hidden, ids = self.model([s.prompt for s in sequences], [s.completion for s in sequences])
+        logps = linear_logps(hidden, self.model.head, ids, **self.settings).cpu()
+        for sequence, part in zip(sequences, logps.split(lengths), strict=True):
+            sequence.ref_logps = part
+
+    def _at_hand(self):
+        """Returns a context in which the model is MODEL, on the policy's device."""
+        model = self.model.model
+        return on_device(model, self.home) if self.away else adapters_off(model)
+
+
+def tensors_of(model):
+    return [*model.parameters(), *model.buffers()]
+
+
+@contextlib.contextmanager
+def on_device(model, device):
+    """In the block the model's tensors are on the device. Nothing is copied back: it is frozen."""
+    tensors = tensors_of(model)
+    own = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(device, non_blocking=True)
+        yield
+    finally:
+        for tensor, data in zip(tensors, own, strict=True):
+            tensor.data = data
