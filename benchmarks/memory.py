@@ -44,7 +44,6 @@ from grpo.sampling.memory import (
     USUAL,
     WEIGHTS,
     Sizes,
-    layer_forward,
     need,
     sampling_phases,
 )
@@ -52,7 +51,7 @@ from grpo.sampling.policy import ALL, Policy
 from grpo.sampling.sampler import sample_groups
 from grpo.training.engine import make_engine
 from grpo.training.exchange import ReferenceLogps
-from grpo.training.memory import STATES, chunk_bytes, micro_batch, model_states, training
+from grpo.training.memory import STATES, micro_batch, model_states, scoring, training
 from grpo.training.metrics import Clock
 
 # --- What is computed ---------------------------------------------------------------
@@ -94,8 +93,8 @@ def shipped(prompt, completion, **others):
     return SimpleNamespace(**now | others)
 
 
-def phases_of(m, prompt, completion, world=1, offload=False):
-    c = shipped(prompt, completion, OFFLOAD_OPTIMIZER=offload)
+def phases_of(m, prompt, completion, world=1, offload=False, **others):
+    c = shipped(prompt, completion, OFFLOAD_OPTIMIZER=offload, **others)
     return sampling_phases(m, c, model_states(m, c, world)) | training(m, c, world)
 
 
@@ -104,16 +103,7 @@ def server_phases(m, prompt, completion):
     own = {"MICRO_BATCH_TOKENS": ref_server.SCORE_BATCH_TOKENS}
     own["SHARE_PROMPTS"] = ref_server.SHARE_PROMPTS
     c = shipped(prompt, completion, **own)
-    prompts, rows, width = micro_batch(c)
-    cache = BF16 * 2 * m.layers * prompts * prompt * m.kv
-    keys, tokens, size = prompt + completion - 1, rows * width, BF16 * m.hidden
-    layer = layer_forward(m, rows, width, keys, prompts > 0) + 2 * size * tokens
-    trained = rows * completion
-    chunk = chunk_bytes(c, m, trained)
-    weights = {WEIGHTS: BF16 * m.total, "prompts' cache": cache}
-    return {
-        "server: scoring": weights | {"a layer or a chunk": max(layer, chunk + 3 * size * trained)}
-    }
+    return {"server: scoring": {WEIGHTS: BF16 * m.total} | scoring(m, c)}
 
 
 def card(size):
@@ -250,6 +240,25 @@ def print_cards(prompt, completion):
     table(["model", "trained", *head], rows)
 
 
+def print_one_card(prompt, completion):
+    """One GPU for all: a server's process beside the trainer's, or REF_SERVER = None."""
+    rows = []
+    for name in MODELS:
+        m, lora = sizes_of(name, 0), sizes_of(name, RANK)
+        server = need(server_phases(m, prompt, completion))[0]
+        for offload in (False, True):
+            sizes = [need(phases_of(m, prompt, completion, 1, offload))[0] + server]
+            for away in (False, True):
+                ways = {"REF_SERVER": None, "REFERENCE_ON_CPU": away}
+                sizes.append(need(phases_of(m, prompt, completion, 1, offload, **ways))[0])
+            rows.append([name, "full, offload" if offload else "full", *sizes])
+        alone = need(phases_of(lora, prompt, completion, REF_SERVER=None))[0]
+        beside = need(phases_of(lora, prompt, completion))[0] + server
+        rows.append([name, f"LoRA {RANK}", beside, alone, alone])
+    lines = [[*row[:2], *(f"{gb(size)} ({card(size)})" for size in row[2:])] for row in rows]
+    table(["model", "trained", "with a server", "REF_SERVER = None", "REFERENCE_ON_CPU"], lines)
+
+
 def print_states(prompt, completion):
     with redirect_stdout(sys.stderr):  # where its log goes, for good
         from deepspeed.runtime.zero.stage_1_and_2 import (
@@ -334,6 +343,12 @@ measured**, unless one says so. Prompt and completion have 512 tokens; MICRO_BAT
 SAMPLE_BATCH {batch}, the rest as shipped, with checkpointing. An allowance is in it, a guess:
 {gb(CONTEXT)} GB for CUDA and NCCL, and {slack} of what comes and goes.\n""")
     print_cards(512, 512)
+    print("""## One card for all
+
+GB on one GPU that also holds the reference: in ref_server.py, whose process has an allowance of its
+own; in the trainer (REF_SERVER = None), as a copy; or as one that waits in the CPU's memory
+(REFERENCE_ON_CPU). With LoRA there is no copy: the reference is the model without adapters.\n""")
+    print_one_card(512, 512)
     print("""## States, RAM, server
 
 GB per GPU of weights, optimiser states and a step's gradients, full training: DeepSpeed's estimator

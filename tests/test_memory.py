@@ -27,6 +27,7 @@ from grpo.sampling import memory as sampling_memory
 from grpo.sampling.memory import MARGIN, USUAL, fit_worker, need, sampling_phases
 from grpo.training import memory as training_memory
 from grpo.training.engine import make_engine
+from grpo.training.local_reference import LocalReference
 from grpo.training.memory import fill_card, model_states, sizes_that_fit, training
 from grpo.weights import MergedAdapters
 
@@ -346,6 +347,40 @@ def test_a_worker_takes_what_fits_beside_its_weights(monkeypatch, capsys):
         recipe = fit_worker(job(), policy_on("cuda:0", dtype), Recipe("auto"))
         assert recipe.sample_batch == rows
         assert f"SAMPLE_BATCH = {rows}: " in capsys.readouterr().out
+
+
+# --- A reference in the trainer ---------------------------------------------------------
+def test_a_reference_in_the_trainer_is_as_large_as_computed_and_its_scoring_no_larger():
+    """The bound is the server's, too. Counted: 0.77 of it."""
+    config = memory.config_of(*CASES[0][0])
+    m = memory.Sizes(config, 0)
+    with constants(m, True, 4), one_rank():
+        c = memory.shipped(64, 48, REF_SERVER=None)
+        policy = memory.random_policy(config, 0)
+        live = Live([*policy.model.parameters(), *policy.model.buffers()])
+        rows = memory.random_rows(config.vocab_size, 64, 48, 8)
+        rows = [memory.replace(row, ref_logps=None) for row in rows]
+        turns = memory.trainer.plan_turns(rows, True, 0, 1, c.MICRO_BATCH_TOKENS)
+        before = live.now
+        with live:
+            reference = LocalReference(c, policy, memory.Clock())
+            copy, live.peak = live.now - before, live.now
+            assert list(reference.in_order_of_arrival(turns)) == turns
+    assert copy == pytest.approx(BF16 * training_memory.copied(m, c), rel=1e-3)
+    counted, computed = live.peak - before - copy, sum(training_memory.scoring(m, c).values())
+    assert 0.5 < counted / computed < 1
+
+
+def test_the_reference_in_the_trainer_is_counted_where_it_lies():
+    m, c = memory.sizes_of("Qwen2.5-7B", 0), memory.shipped(512, 512, REF_SERVER=None)
+    away = memory.shipped(512, 512, REF_SERVER=None, REFERENCE_ON_CPU=True)
+    weights = [model_states(m, x, 8)["weights, bf16"] for x in (memory.shipped(512, 512), c, away)]
+    assert weights == [BF16 * m.total, 2 * BF16 * m.total, BF16 * m.total]
+    (parts,) = (x for name, x in training(m, away, 8).items() if name == "reference")
+    assert parts["reference"] == BF16 * m.total and "reference" not in training(m, c, 8)
+    none = memory.shipped(512, 512, REF_SERVER=None, KL_BETA=0)
+    adapters = memory.sizes_of("Qwen2.5-7B", 16)
+    assert training_memory.copied(m, none) == training_memory.copied(adapters, c) == 0
 
 
 # --- The table ----------------------------------------------------------------------

@@ -148,8 +148,8 @@ def first_that_fits(c, candidates, phases, room):
     raise SystemExit(
         f"{phase} would need {size / 2**30:.1f} GB, computed, with {tried}, and this GPU has"
         f" {room / 2**30:.1f}: GRADIENT_CHECKPOINTING = True, LORA_RANK = 16, OFFLOAD_OPTIMIZER ="
-        " True, more GPUs or a smaller MODEL need less (docs/memory.md). Numbers in place of"
-        ' "auto" are tried unchecked'
+        " True, more GPUs, a smaller MODEL or, without a server, REFERENCE_ON_CPU = True need less"
+        ' (docs/memory.md). Numbers in place of "auto" are tried unchecked'
     )
 
 

@@ -29,8 +29,7 @@ class LocalReference(ReferenceLogps):
         self.model = CompletionModel(model, share_prompts=c.SHARE_PROMPTS)
         self.away = c.REFERENCE_ON_CPU and not c.LORA_RANK and self.home.type != "cpu"
         if self.away:
-            for tensor in tensors_of(model):
-                tensor.data = tensor.data.cpu().pin_memory()  # pinned: a faster copy
+            change(model, lambda tensor: tensor.cpu().pin_memory())  # pinned: a faster copy
 
     def expect(self, ids, *, oldest):
         """Nothing is uploaded, and nothing will arrive."""
@@ -60,18 +59,27 @@ class LocalReference(ReferenceLogps):
 
 
 def tensors_of(model):
-    return [*model.parameters(), *model.buffers()]
+    """Returns [(dict, name, tensor)]: where a model keeps its parameters and buffers. Tied ones are
+    one tensor."""
+    kept = [dicts for m in model.modules() for dicts in (m._parameters, m._buffers)]
+    return [(d, name, tensor) for d in kept for name, tensor in d.items() if tensor is not None]
+
+
+def change(model, changed):
+    """Puts changed(tensor) in the place of each tensor of a frozen model."""
+    places = tensors_of(model)
+    new = {tensor: changed(tensor.detach()) for tensor in {tensor for *_, tensor in places}}
+    for kept, name, tensor in places:
+        kept[name] = new[tensor]
 
 
 @contextlib.contextmanager
 def on_device(model, device):
-    """In the block the model's tensors are on the device. Nothing is copied back: it is frozen."""
-    tensors = tensors_of(model)
-    own = [tensor.data for tensor in tensors]
+    """In the block a frozen model is on the device. Nothing is copied back."""
+    own = tensors_of(model)
     try:
-        for tensor in tensors:
-            tensor.data = tensor.data.to(device, non_blocking=True)
+        change(model, lambda tensor: tensor.to(device, non_blocking=True))
         yield
     finally:
-        for tensor, data in zip(tensors, own, strict=True):
-            tensor.data = data
+        for kept, name, tensor in own:
+            kept[name] = tensor

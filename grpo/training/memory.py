@@ -16,6 +16,7 @@ from grpo.sampling.memory import (
     WEIGHTS,
     attention_bytes,
     first_that_fits,
+    layer_forward,
     room_on,
     rows_that_fit,
     sizes_of,
@@ -94,10 +95,26 @@ def model_states(m, c, world):
     fp32 on the GPU, with offload too (4, between first backward and step); those in bf16 (its other
     2) are not partitioned but live as long as `training` says.
     """
-    parts = {WEIGHTS: m.size * m.held}
+    parts = {WEIGHTS: m.size * (m.held + (0 if c.REFERENCE_ON_CPU else copied(m, c)))}
     if c.OFFLOAD_OPTIMIZER:
         return parts | {"DeepSpeed's buffer for offload": m.size * m.largest}
     return parts | {ADAM: 3 * FP32 * m.trained // world}
+
+
+def copied(m, c):
+    """Returns how many parameters the trainer's own copy of the reference has; 0: there is none."""
+    return 0 if c.REF_SERVER or not c.KL_BETA or m.rank else m.total
+
+
+def scoring(m, c):
+    """Returns the parts of a forward pass by the reference, on a micro-batch."""
+    prompts, rows, width = micro_batch(c)
+    keys, tokens = c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS - 1, rows * width
+    states, trained = m.size * m.hidden, rows * c.MAX_COMPLETION_TOKENS
+    layer = layer_forward(m, rows, width, keys, prompts > 0) + 2 * states * tokens
+    most = max(layer, chunk_bytes(c, m, trained) + 3 * states * trained)
+    cache = m.size * 2 * m.layers * prompts * c.MAX_PROMPT_TOKENS * m.kv
+    return {"prompts' cache": cache, "a layer or a chunk": most}
 
 
 def training(m, c, world):
@@ -162,6 +179,8 @@ def training(m, c, world):
     if shared:
         joined = d_weight + (0 if m.tied else d_head)
         phases["turn"] = phase(rest + cache + of_turn, joined, body, m.matrix)
+    if c.REFERENCE_ON_CPU and copied(m, c):  # before the step's first forward; else less than that
+        phases["reference"] = states | {"reference": m.size * copied(m, c)} | scoring(m, c)
     norms = {"gradient norm, fp64": 0 if offload else FP64 * min(m.largest, m.trained // world)}
     return phases | {"step": states | flat | norms}
 

@@ -23,6 +23,7 @@ from grpo.sampling.memory import USUAL
 from grpo.serving.policies import Policies
 from grpo.serving.scoring import Reference, score_groups
 from grpo.serving.store import Store
+from grpo.training import local_reference
 from ref_server import make_app
 from rehearsal.events import counted
 from tasks import arithmetic, even
@@ -122,6 +123,25 @@ def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_pat
     steps = main(STEPS=3, **two)
     assert [r["step"] for r in steps] == [1, 2, 3] and not steps[2]["skipped"]
     store.db.close()
+
+
+def test_a_reference_that_waits_on_the_cpu_scores_on_the_gpu(main, monkeypatch):
+    """It comes once a rollout, and between two of them no tensor of it is on the GPU."""
+    places, real = [], local_reference.LocalReference._score
+
+    def score(self, sequences):
+        places.append(self.model.model.device.type)
+        real(self, sequences)
+        places.append(self)
+
+    monkeypatch.setattr(local_reference.LocalReference, "_score", score)
+    alone = {"REF_SERVER": None, "REFERENCE_ON_CPU": True, "PAGE_PORT": 0, "EVAL_STEPS": 9}
+    steps = main(STEPS=2, UPDATES_PER_ROLLOUT=2, **alone)
+    first, reference = places
+    assert first == "cuda" and reference.model.model.device.type == "cpu"
+    tensors = local_reference.tensors_of(reference.model.model)
+    assert {tensor.device.type for *_, tensor in tensors} == {"cpu"}
+    assert abs(steps[0]["kl"]) < 1e-3 < steps[1]["kl"]
 
 
 def test_adapters_with_an_offloaded_optimizer_resume(main, tmp_path):

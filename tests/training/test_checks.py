@@ -44,6 +44,9 @@ from grpo.training.checks import check_constants
         ("TRAINER_SAMPLES", False),  # and nobody else may
         ("REFERENCE_REFRESH_STEPS", 0.5),
         ("REF_SERVER", "127.0.0.1:59875"),
+        ("REF_SERVER", ""),
+        ("REFERENCE_ON_CPU", "auto"),
+        ("PAGE_PORT", 65536),
     ],
 )
 def test_a_bad_constant_is_named_with_its_value(constant, value, monkeypatch, tmp_path):
@@ -57,7 +60,7 @@ def test_a_bad_constant_is_named_with_its_value(constant, value, monkeypatch, tm
 
 
 def test_every_constant_of_the_trainer_is_checked(monkeypatch):
-    for constant in constants_of(vars(trainer)):
+    for constant in constants_of(vars(trainer)).keys() - {"REF_SERVER"}:
         with monkeypatch.context() as patch:
             patch.setattr(trainer, constant, None)
             with pytest.raises(SystemExit, match=f"{constant} = None must be"):
@@ -89,6 +92,22 @@ def test_a_reference_that_follows_needs_a_reference(monkeypatch, tmp_path):
     monkeypatch.setattr(trainer, "KL_BETA", 0)
     with pytest.raises(SystemExit, match="REFERENCE_REFRESH_STEPS = 5 must be 0 where there is no"):
         check_constants(vars(trainer))
+
+
+@pytest.mark.parametrize("constant", ["PUBLISH_STEPS", "REFERENCE_REFRESH_STEPS"])
+def test_what_needs_a_server_is_refused_without_one(constant, monkeypatch):
+    monkeypatch.setattr(trainer, "REF_SERVER", None)
+    check_constants(vars(trainer))
+    monkeypatch.setattr(trainer, constant, 1)
+    with pytest.raises(SystemExit, match=f"{constant} = 1 must be 0 where REF_SERVER is None"):
+        check_constants(vars(trainer))
+
+
+def test_a_worker_is_told_that_it_needs_a_server(monkeypatch):
+    monkeypatch.setattr(trainer, "REF_SERVER", None)
+    monkeypatch.setattr(trainer, "MODEL", "there/is-none")  # nothing is loaded before
+    with pytest.raises(SystemExit, match="REF_SERVER = None must be the server's address"):
+        trainer.worker()
 
 
 def test_a_run_is_not_written_over(monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """The reference in the trainer (REF_SERVER = None): the server's numbers, without a server."""
 
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -117,11 +118,12 @@ def test_metrics_and_weights_are_those_of_a_run_with_a_server(
 
 
 def test_a_copy_that_waits_elsewhere_comes_and_goes_whole(tiny):
-    model = tiny_policy(tiny).model
-    before, there = [t.data_ptr() for t in tensors_of(model)], torch.device("meta")
+    model, there = tiny_policy(tiny).model, torch.device("meta")
+    before = tensors_of(model)
     with on_device(model, there):
-        assert model.device == there and {t.device for t in tensors_of(model)} == {there}
-    assert [t.data_ptr() for t in tensors_of(model)] == before
+        assert model.device == there and {t.device for *_, t in tensors_of(model)} == {there}
+        assert model.lm_head.weight is model.model.embed_tokens.weight  # moved once
+    assert all(a is b for a, b in zip(chain(*before), chain(*tensors_of(model)), strict=True))
 
 
 def test_without_its_adapters_a_model_is_the_one_under_them(tiny):
