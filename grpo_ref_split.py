@@ -144,7 +144,7 @@ KEEP_CHECKPOINTS = 2  # the newest; older ones are deleted
 KEEP_BEST = True  # save and keep the best evaluation's too: RUN_DIR/best
 RESUME = True  # resume from RUN_DIR's newest checkpoint; False: RUN_DIR must not hold a run
 SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
-PAGE_PORT = 59875  # of the live page, where no server has one; from here alone. 0: no page
+PAGE_PORT = 59875  # of the live page where no server has it, for this machine alone; 0: no page
 WAIT_LIMIT_SECONDS = 600  # without a sign of the server or another rank: then the run ends
 REWARD_TIMEOUT_SECONDS = (
     60  # for a group's rewards (in a process: a completion's); then the run ends

@@ -193,6 +193,7 @@ def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothi
     why = r"20 groups, all wrong by OUTCOME = 'correctness' \(accuracy 0.00\), .* truncated at"
     end = rf"nothing to train for 2 steps, in the last one {why} .*{flat}/samples.jsonl: is TASK"
     assert re.search(rf"(?s)step \d trains nothing \(2 in a row\): {why}.*{end}", log.read_text())
+    assert "the live page, for this machine alone: http://127.0.0.1:" in log.read_text()
     *_, last = records(flat)
     samples = records(flat, "samples.jsonl")[-4:]  # a random model may be right by chance before
     assert [last["step"] - s["step"] for s in samples] == [1, 1, 0, 0] and samples[0]["question"]

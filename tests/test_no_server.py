@@ -37,6 +37,8 @@ def test_two_ranks_learn_the_same_with_and_without_a_server_also_where_the_run_r
                 presets += [shared | own | {"STEPS": steps} for steps in starts]
         output = launch(2, command_of("grpo_ref_split", *presets), tmp_path / "log")
     assert re.search("the run alone_0-.* resumes from", output)
+    assert output.count("the reference is a copy of MODEL\n") == 2
+    assert output.count("the reference is the policy's model without its adapters\n") == 1
     for rank, file in ((0, "model.safetensors"), (4, "adapter_model.safetensors")):
         expected, there = learned(tmp_path / f"server_{rank}", file)
         found, here = learned(tmp_path / f"alone_{rank}", file)

@@ -10,6 +10,7 @@ import copy
 import torch
 
 from grpo.forward import CompletionModel
+from grpo.log import say
 from grpo.training.exchange import ReferenceLogps
 from grpo.weights import adapters_off
 from grpo_loss_triton import linear_logps
@@ -27,7 +28,9 @@ class LocalReference(ReferenceLogps):
         self.settings = {"temperature": c.TEMPERATURE, "vocab_size": policy.vocab_size}
         model = policy.model if c.LORA_RANK else copy.deepcopy(policy.model).requires_grad_(False)
         self.model = CompletionModel(model, share_prompts=c.SHARE_PROMPTS)
+        what = "the policy's model without its adapters" if c.LORA_RANK else "a copy of MODEL"
         self.away = c.REFERENCE_ON_CPU and not c.LORA_RANK and self.home.type != "cpu"
+        say(f"the reference is {what}{', in CPU memory between uses' if self.away else ''}")
         if self.away:
             change(model, lambda tensor: tensor.cpu().pin_memory())  # pinned: a faster copy
 
