@@ -135,7 +135,13 @@ def test_a_reference_that_waits_on_the_cpu_scores_on_the_gpu(main, monkeypatch):
         places.append(self)
 
     monkeypatch.setattr(local_reference.LocalReference, "_score", score)
-    alone = {"REF_SERVER": None, "REFERENCE_ON_CPU": True, "PAGE_PORT": 0, "EVAL_STEPS": 9}
+    alone = {
+        "REF_SERVER": None,
+        "REFERENCE_ON_CPU": True,
+        "PAGE_PORT": 0,
+        "EVAL_STEPS": 9,
+        "SAVE_STEPS": 9,
+    }
     steps = main(STEPS=2, UPDATES_PER_ROLLOUT=2, **alone)
     first, reference = places
     assert first == "cuda" and reference.model.model.device.type == "cpu"
