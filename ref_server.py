@@ -41,13 +41,12 @@ import bottle
 from grpo.log import in_background
 from grpo.models import load_tokenizer
 from grpo.serving.checks import check_server_constants
-from grpo.serving.dashboard import Live
+from grpo.serving.dashboard import PLAIN, Live, load_page
 from grpo.serving.gate import Gate, listen
 from grpo.serving.pacing import Pacing
 from grpo.serving.policies import Policies
 from grpo.serving.scoring import Reference, score_groups
 from grpo.serving.store import Store
-from grpo.serving.views import add_views
 from grpo.wire import pack_bodies, unpack_bodies, unpack_group
 
 # --- What to serve ------------------------------------------------------------------
@@ -190,6 +189,34 @@ def add_policies(app, policies, pacing, reference):
         path = policies.path(run, version) if version >= 0 else None
         reference.replace(path, f"{run}@{version}" if path else "")
         return reference.info
+
+
+def add_views(app, store, policies, pacing, live, reference):
+    html, html_headers = load_page()
+
+    app.get("/info", callback=lambda: reference.info)
+
+    @app.get("/stats")
+    def stats():
+        run = app.read_query()[0] or store.newest_run()
+        ledger = {"ledger": store.ledger(run)} if run else {}
+        return store.stats() | {"run": run, "workers": pacing.stats()} | ledger
+
+    app.get("/health", callback=lambda: {"ok": True})
+
+    @app.takes_json("/log")
+    def log(run: str, records: list, samples: list):
+        live.log(run, records, samples)
+
+    @app.get("/live")
+    def get_live():
+        bottle.response.headers.update(PLAIN)
+        return live.snapshot(app.read_query()[0], policies, pacing, reference.info)
+
+    @app.get("/")
+    def page():
+        bottle.response.headers.update(html_headers)
+        return html
 
 
 # --- Scoring ------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import os
 import sqlite3
 from pathlib import Path
-from types import SimpleNamespace
 
 from grpo.log import in_background, say
 
@@ -47,18 +46,30 @@ def serve_page(c):
 def start_page(c):
     """Returns (Live, HTTP server), on the first port that is free."""
     # Only here: a trainer with a server needs neither bottle nor waitress
-    from grpo.serving.dashboard import Live
+    import bottle
+
+    from grpo.serving.dashboard import PLAIN, Live, load_page
     from grpo.serving.gate import Gate, listen
     from grpo.serving.pacing import Pacing
     from grpo.serving.policies import Policies
     from grpo.serving.store import Store
-    from grpo.serving.views import add_views
 
     store = Store(Path(c.RUN_DIR, "page.sqlite"), max_bytes=0)  # for what is logged, not for groups
     live, policies = Live(store), Policies(store, c.RUN_DIR, max_bytes=0)
     app = Gate(live.error, store.path, token=os.environ.get("GRPO_TOKEN"), max_body_bytes=0)
     info = {"model": c.MODEL, "weights": "", "page_only": True}
-    add_views(app, store, policies, Pacing(store, policies, 0), live, SimpleNamespace(info=info))
+    pacing, (html, headers) = Pacing(store, policies, 0), load_page()
+
+    @app.get("/live")
+    def get_live():
+        bottle.response.headers.update(PLAIN)
+        return live.snapshot(app.read_query()[0], policies, pacing, info)
+
+    @app.get("/")
+    def page():
+        bottle.response.headers.update(headers)
+        return html
+
     for port in range(c.PAGE_PORT, min(c.PAGE_PORT + PORTS, 65536)):
         try:
             return live, listen(app, "127.0.0.1", port, threads=4, max_body_bytes=1)
