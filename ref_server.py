@@ -41,10 +41,11 @@ import bottle
 from grpo.log import in_background
 from grpo.models import load_tokenizer
 from grpo.serving.checks import check_server_constants
-from grpo.serving.dashboard import PLAIN, Live, load_page
+from grpo.serving.dashboard import Live, add_page
 from grpo.serving.gate import Gate, listen
 from grpo.serving.pacing import Pacing
 from grpo.serving.policies import Policies
+from grpo.serving.runs import Runs
 from grpo.serving.scoring import Reference, score_groups
 from grpo.serving.store import Store
 from grpo.wire import pack_bodies, unpack_bodies, unpack_group
@@ -73,12 +74,13 @@ LEASE_WAIT_SECONDS = 5  # a lease waits this long for the first scored group bef
 # --- Routes -------------------------------------------------------------------------
 def make_app(store, policies, reference, *, token, max_body_bytes, lease_seconds, lease_wait):
     """Returns the WSGI app; `token` is None or the shared secret."""
-    live, pacing = Live(store), Pacing(store, policies, lease_wait)
+    live, runs = Live(), Runs(store.db)
+    pacing = Pacing(store, policies, lease_wait)
     app = Gate(live.error, store.path, token=token, max_body_bytes=max_body_bytes)
     add_uploads(app, store, policies, pacing, live, reference)
-    add_training(app, store, policies, reference, lease_seconds, lease_wait)
+    add_training(app, store, policies, runs, reference, lease_seconds, lease_wait)
     add_policies(app, policies, pacing, reference)
-    add_views(app, store, policies, pacing, live, reference)
+    add_views(app, store, policies, pacing, live, runs, reference)
     return app
 
 
@@ -117,7 +119,7 @@ def add_uploads(app, store, policies, pacing, live, reference):
             live.uploaded(len(group.completion_ids))
 
 
-def add_training(app, store, policies, reference, lease_seconds, lease_wait):
+def add_training(app, store, policies, runs, reference, lease_seconds, lease_wait):
     @app.takes_json("/lease")
     def lease(run: str, limit: int, oldest: int = 0, wait: bool = True):
         store.drop_old(run, oldest)
@@ -150,12 +152,14 @@ def add_training(app, store, policies, reference, lease_seconds, lease_wait):
     @app.takes_json("/resume")
     def resume(run: str, step: int):
         policies.resume(run, step)
+        runs.end(run, ended=False)
         return store.resume(run, step)
 
     @app.takes_json("/end")
     def end(run: str):
         policies.end(run)
         store.forget(run)
+        runs.end(run)
 
 
 def add_policies(app, policies, pacing, reference):
@@ -191,9 +195,7 @@ def add_policies(app, policies, pacing, reference):
         return reference.info
 
 
-def add_views(app, store, policies, pacing, live, reference):
-    html, html_headers = load_page()
-
+def add_views(app, store, policies, pacing, live, runs, reference):
     app.get("/info", callback=lambda: reference.info)
 
     @app.get("/stats")
@@ -205,18 +207,10 @@ def add_views(app, store, policies, pacing, live, reference):
     app.get("/health", callback=lambda: {"ok": True})
 
     @app.takes_json("/log")
-    def log(run: str, records: list, samples: list):
-        live.log(run, records, samples)
+    def log(run: str, records: list, samples: list, steps: int = 0):
+        runs.log(run, records, samples, steps)
 
-    @app.get("/live")
-    def get_live():
-        bottle.response.headers.update(PLAIN)
-        return live.snapshot(app.read_query()[0], policies, pacing, reference.info)
-
-    @app.get("/")
-    def page():
-        bottle.response.headers.update(html_headers)
-        return html
+    add_page(app, runs, lambda run: live.view(run, store, policies, pacing, reference.info))
 
 
 # --- Scoring ------------------------------------------------------------------------

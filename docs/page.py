@@ -38,7 +38,7 @@ def main(seed):
     from PIL import Image, ImageChops  # matplotlib's
 
     def look(url):
-        browse(url, f"--screenshot={PICTURE}", size="1200,1500")
+        browse(url, f"--screenshot={PICTURE}", size="1200,2400")
         shot = Image.open(PICTURE).convert("RGB")
         ground = Image.new("RGB", shot.size, shot.getpixel((0, 0)))
         bottom = ImageChops.difference(shot, ground).getbbox()[3] + 16

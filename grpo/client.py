@@ -131,10 +131,10 @@ class RefServer:
         except RuntimeError as error:
             say(f"the server does not know that the run {run} is over: {error}")
 
-    def log(self, run, records, samples):
-        """Shows metrics and completions on the server's page."""
+    def log(self, run, records, samples, steps=0):
+        """Shows metrics and completions on the server's page, of a run of so many steps."""
         try:
-            self.post("/log", run=run, records=records, samples=samples)
+            self.post("/log", run=run, records=records, samples=samples, steps=steps)
         except RuntimeError as error:  # the run can do without a page
             say(f"not on the page: {error}")
 

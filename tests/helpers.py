@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlencode
 
@@ -13,7 +14,9 @@ import requests
 import torch
 
 from grpo.client import RefServer
+from grpo.serving.policies import Policies
 from grpo.wire import PROTOCOL, Group, pack_group
+from ref_server import make_app
 
 VOCAB = 395  # the tiny tokenizer's
 LIMITS = {"vocab_size": VOCAB, "max_tokens": 256}
@@ -202,3 +205,36 @@ def files(policies):
 def ask(pacing, worker="a", *, held=0, want=4, run="run", version=0, sha256=SHA256, patience=0):
     pacing.patience = patience
     return pacing.work(worker, held, want, run, version, sha256)
+
+
+def record(step, **metrics):
+    """-> a line of metrics.jsonl."""
+    return {"step": step, "reward": step / 100, "accuracy": 0.5} | metrics
+
+
+def sample(step=1, **changes):
+    """-> a line of samples.jsonl, as an earlier version wrote it."""
+    facts = {"step": step, "question": "1 + 1?", "answer": "2", "completion": "<answer>2</answer>"}
+    facts |= {"rewards": {"correctness": 1.0, "format": 1.25}, "advantage": 0.35}
+    return facts | {"truncated": False, "sampler": "trainer", "policy_version": 0} | changes
+
+
+def member(step=1, number=0, **changes):
+    """-> a line of samples.jsonl: completion `number` of a group."""
+    facts = {"group": f"{step:06d}-0000-0001", "number": number, "prompt": "<|user|>1 + 1?"}
+    facts |= {"item": {"question": "1 + 1?", "kind": "sum"}, "flat": False}
+    return sample(step) | facts | changes
+
+
+def app_of(store, folder, token=None, reference=None):
+    """-> the server's app on the store, and its policies."""
+    policies = Policies(store, Path(folder, "policies"), max_bytes=10_000)
+    settings = {"token": token, "max_body_bytes": 10**7}
+    settings |= {"lease_seconds": 60, "lease_wait": 0}
+    return make_app(store, policies, reference or FakeReference(), **settings), policies
+
+
+def post(app, run="run", records=(), samples=(), **more):
+    """-> the answer to what a trainer logs."""
+    body = {"run": run, "records": list(records), "samples": list(samples)} | more
+    return call(app, "POST", "/log", body)

@@ -1,6 +1,7 @@
 """Docs and code say the same: constants, metrics, routes, sentences, files, links, commands."""
 
 import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -116,7 +117,8 @@ def routes():
     """Returns [(method, path)] of calls such as app.get("/info") in the server's code."""
     methods = {"get": "GET", "post": "POST", "put": "PUT", "takes_json": "POST"}
     found = []
-    for node in ast.walk(TREES[ROOT / "ref_server.py"]):
+    trees = TREES[ROOT / "ref_server.py"], TREES[ROOT / "grpo/serving/dashboard.py"]
+    for node in itertools.chain(*map(ast.walk, trees)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             method, path = methods.get(node.func.attr), getattr(node.args[0], "value", None)
             if method and str(path).startswith("/"):

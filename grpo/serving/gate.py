@@ -48,7 +48,8 @@ class Gate(bottle.Bottle):
         _, password = bottle.parse_auth(sent) or ("", "")
         if get and hmac.compare_digest(password.encode(), self.token.encode()):
             return
-        ask = {"WWW-Authenticate": 'Basic realm="grpo-split"'} if path in ("/", "/live") else {}
+        seen = path in ("/", "/live", "/group")
+        ask = {"WWW-Authenticate": 'Basic realm="grpo-split"'} if seen else {}
         self.refuse(401, "no or wrong token: set GRPO_TOKEN to the server's on this machine", **ask)
 
     # --- Requests -----------------------------------------------------------------
@@ -79,12 +80,12 @@ class Gate(bottle.Bottle):
         `required` must be there."""
         query = bottle.request.query
         try:
-            numbers = {k: int(v) for k, v in query.items() if k in ("version", "offset")}
+            numbers = {k: int(v) for k, v in query.items() if k in ("version", "offset", "id")}
             if not all(abs(n) < 2**62 for n in numbers.values()) or set(required) - set(numbers):
                 raise ValueError("too large, or missing")
             return query.decode().run or "", numbers
         except ValueError as error:
-            self.refuse(400, f"a query of text, where version and offset must be numbers: {error}")
+            self.refuse(400, f"a query of text; version, offset and id must be numbers: {error}")
 
     def takes_json(self, path):
         """Decorates a route for POST, whose parameters are the names and types that the body's JSON

@@ -12,16 +12,16 @@ PORTS = 20  # tried from PAGE_PORT on: a server, or other runs' pages, may have 
 class LocalPage:
     """In place of the server's client, for what is logged. Whatever fails, the run goes on."""
 
-    def __init__(self, live):
-        self.live = live
+    def __init__(self, runs):
+        self.runs = runs
 
     def copy(self):
         return self
 
-    def log(self, run, records, samples):
+    def log(self, run, records, samples, steps=0):
         """Shows metrics and completions on the page."""
         try:
-            self.live.log(run, records, samples)
+            self.runs.log(run, records, samples, steps)
         except (ValueError, sqlite3.Error) as error:
             say(f"not on the page: {error}")
 
@@ -32,7 +32,7 @@ def serve_page(c):
     if not c.PAGE_PORT:
         return None
     try:
-        live, server = start_page(c)
+        runs, server = start_page(c)
     except (SystemExit, ImportError, OSError, sqlite3.Error) as error:
         say(f"there is no live page, and the run goes on without: {error}")
         return None
@@ -40,39 +40,24 @@ def serve_page(c):
     port = int(server.effective_port)
     taken = f" (PAGE_PORT = {c.PAGE_PORT} is taken)" if port != c.PAGE_PORT else ""
     say(f"the live page, for this machine alone: http://127.0.0.1:{port}/{taken}")
-    return LocalPage(live)
+    return LocalPage(runs)
 
 
 def start_page(c):
-    """Returns (Live, HTTP server), on the first port that is free."""
+    """Returns (Runs, HTTP server), on the first port that is free."""
     # Only here: a trainer with a server needs neither bottle nor waitress
-    import bottle
-
-    from grpo.serving.dashboard import PLAIN, Live, load_page
+    from grpo.serving.dashboard import add_page
+    from grpo.serving.database import Database
     from grpo.serving.gate import Gate, listen
-    from grpo.serving.pacing import Pacing
-    from grpo.serving.policies import Policies
-    from grpo.serving.store import Store
+    from grpo.serving.runs import Runs
 
-    store = Store(Path(c.RUN_DIR, "page.sqlite"), max_bytes=0)  # for what is logged, not for groups
-    live, policies = Live(store), Policies(store, c.RUN_DIR, max_bytes=0)
-    app = Gate(live.error, store.path, token=os.environ.get("GRPO_TOKEN"), max_body_bytes=0)
-    info = {"model": c.MODEL, "weights": "", "page_only": True}
-    pacing, (html, headers) = Pacing(store, policies, 0), load_page()
-
-    @app.get("/live")
-    def get_live():
-        bottle.response.headers.update(PLAIN)
-        return live.snapshot(app.read_query()[0], policies, pacing, info)
-
-    @app.get("/")
-    def page():
-        bottle.response.headers.update(headers)
-        return html
-
+    path = Path(c.RUN_DIR, "page.sqlite")
+    runs = Runs(Database(path))
+    app = Gate(say, path, token=os.environ.get("GRPO_TOKEN"), max_body_bytes=0)
+    add_page(app, runs)
     for port in range(c.PAGE_PORT, min(c.PAGE_PORT + PORTS, 65536)):
         try:
-            return live, listen(app, "127.0.0.1", port, threads=4, max_body_bytes=1)
+            return runs, listen(app, "127.0.0.1", port, threads=4, max_body_bytes=1)
         except SystemExit:  # it is taken
             continue
     raise OSError(f"PAGE_PORT = {c.PAGE_PORT} and the {PORTS - 1} ports after it can't be had")

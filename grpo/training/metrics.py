@@ -31,6 +31,7 @@ PARTS = (
     "publish",
     "other",
 )  # backward: with the forward
+BEAT_SECONDS = 10  # the page calls a trainer gone that is silent for 60 s
 
 
 class Clock:
@@ -137,10 +138,13 @@ def say_idle(run, metrics, groups):
 
 # --- Where it goes ------------------------------------------------------------------
 class Page:
-    """Sends what is logged to the reference server's page, in a thread: training does not wait."""
+    """Sends what is logged to the reference server's page, in a thread: training does not wait.
+    Every BEAT_SECONDS, and before the first step, it sends something: the page sees the run live.
+    """
 
-    def __init__(self, server, run):
-        self.server, self.run, self.logged = server.copy(), run, queue.SimpleQueue()
+    def __init__(self, server, run, steps=0):
+        self.server, self.run, self.steps = server.copy(), run, steps
+        self.logged = queue.SimpleQueue()
         in_background(self._send)
 
     def put(self, file, record):
@@ -149,13 +153,16 @@ class Page:
         self.logged.put((file, {k: v for k, v in fit.items() if v is not None}))
 
     def _send(self):
+        batch = []
         while True:
-            batch = [self.logged.get()]
-            while not self.logged.empty():
-                batch.append(self.logged.get())
             records = [record for file, record in batch if file == "metrics.jsonl"]
             samples = [record for file, record in batch if file == "samples.jsonl"]
-            self.server.log(self.run, records, samples[-8:])
+            self.server.log(self.run, records, samples[-100:], self.steps)
+            batch = []
+            with contextlib.suppress(queue.Empty):
+                batch.append(self.logged.get(timeout=BEAT_SECONDS))
+            while not self.logged.empty():
+                batch.append(self.logged.get())
 
 
 class RunFolder:

@@ -68,7 +68,7 @@ def start_run(c, tokenizer, recipe, questions, server, page):
         inbox=inbox,
         reference=local or ReferenceLogps(inbox, clock),
         publishing=Publishing(c, policy, recipe, inbox),
-        folder=RunFolder(c.RUN_DIR, Page(page, progress.run) if page else None),
+        folder=RunFolder(c.RUN_DIR, Page(page, progress.run, c.STEPS) if page else None),
         clock=clock,
     )
     run.publishing.begin(progress)
