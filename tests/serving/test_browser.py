@@ -229,12 +229,12 @@ def test_on_a_telephone(app, store, tmp_path):
 def test_of_a_trainer_without_a_server(store):
     """What the page would show of a server has nothing to say."""
     app, kept = Gate(print, "", token=None, max_body_bytes=1), Runs(store.db)
-    add_page(app, kept, lambda run: {"server": {"model": "small", "page_only": True}})
+    add_page(app, kept)
     records = [record(step, time=60 * step) for step in (1, 2)]
     kept.log("run", records, [member(2)], steps=12)
     seen = "await until(() => $('group').childElementCount); return document.body.innerText"
     text = driving(app, seen, width=1200)
-    for word in ("small", "2 of 12", "about 10 min to go", "Reward", "groups", "trainer heard of"):
+    for word in ("2 of 12", "about 10 min to go", "Reward", "groups", "trainer heard of"):
         assert word in text, word
     for word in ("reference", "store", "by state", "uploaded", "Workers", "server", "errors"):
         assert word not in text, word

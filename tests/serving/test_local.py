@@ -38,10 +38,11 @@ def test_the_page_shows_what_is_logged_on_the_next_port_if_its_own_is_taken(tmp_
     served = int(line.split("127.0.0.1:")[1].split("/")[0])
     assert port < served < port + local.PORTS
     page.copy().log("demo-1", RECORDS, [SAMPLE])
-    live = json.loads(get(served, "/live"))
-    assert live["run"] == "demo-1" and live["curves"]["reward"]["values"] == [0, 0.5, 1]
-    assert live["samples"][0]["completion"] == "four"
-    assert live["server"]["page_only"] and live["server"]["model"] == "Qwen/Qwen2.5-3B"
+    live = json.loads(get(served, "/live?metric=reward"))
+    assert live["run"] == "demo-1" and live["curves"]["demo-1"]["reward"]["values"] == [0, 0.5, 1]
+    group = json.loads(get(served, f"/group?id={live['groups'][0][0]}"))
+    assert group["completions"][0]["completion"] == "four"
+    assert "server" not in live  # nor what else page.html shows of one
     assert b"<script>" in get(served, "/")
     page.log("demo-1", [{"step": "x"}], [])  # refused: it is said, and nothing raises
     assert "not on the page: a record must be" in capsys.readouterr().out
