@@ -11,9 +11,9 @@ CURVES = {  # title: the metrics that share its axes
     "accuracy": ["accuracy", "eval_accuracy"],
     "reward": ["reward"],
     "KL to the reference (nats a token)": ["kl"],
-    "completion length (tokens)": ["completion_tokens"],
+    "completion length (tokens)": ["completions/mean_length"],
     "entropy (nats a token)": ["entropy"],
-    "share of zero-variance (flat) groups": ["flat_groups"],
+    "share of zero-variance (flat) groups": ["frac_outcome_zero_std"],
 }
 
 

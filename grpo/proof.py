@@ -9,7 +9,8 @@ PROOF_TOKENS = 128  # of a completion
 # 4e-3 (mean |d| 0.067) in FP8, for a mixture of experts (miles #2722). Ours, for the demo's models
 # (benchmarks/results/noise.md): bfloat16 4e-5, float32 6e-14; a layer 100 updates old 0.012 to 0.06
 NOISE = {"float32": 1e-6, "bfloat16": 1e-2}
-LOUD = 0.05  # mean |d| above which the sentence on the first update names it
+MISMATCH = "sampling/sampling_logp_difference/mean"  # mean |d|, by TRL's name
+LOUD = 0.05  # MISMATCH above which the sentence on the first update names it
 # Largest relative difference of the sampler's temperature from the trainer's, as sampler_stats
 # estimates it. The same table has 0.003 at most at equal temperatures, and 0.047 for a sampler 5 %
 # hotter, which mean k3 (2e-4 to 5e-4) can't tell from rounding.
@@ -92,8 +93,8 @@ def check_first_update(metrics, policy_dtype, reference, *, model):
             " temperature: both must be TEMPERATURE"
         )
     said = f"trainer and sampler differ by {gap:.1g} in mean k3 (limit {limit})"
-    if metrics["mismatch"] > LOUD:
-        said += f", by {metrics['mismatch']:.2g} a token: much, even for {policy_dtype}"
+    if (apart := metrics[MISMATCH]) > LOUD:
+        said += f", by {apart:.2g} a token: much, even for {policy_dtype}"
     if "kl" not in metrics or reference["model"] != model:
         return said  # no reference, or another model, from which the KL is not 0
     limit = max(limit, NOISE[reference["dtype"]])

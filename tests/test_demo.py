@@ -50,7 +50,7 @@ def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
     assert (run / "samples.jsonl").exists()
     lines = (run / "metrics.jsonl").read_text().splitlines()
     written = set().union(*map(json.loads, lines)) - {"step", "time"}
-    named = {re.sub("^(reward|eval_positive)_.*", r"\1_NAME", metric) for metric in written}
+    named = {re.sub("^(rewards/|eval_positive_)[^/]*", r"\1NAME", metric) for metric in written}
     with_workers = {"staleness", "staleness_max", "groups_dropped"}
     assert named | with_workers == documented_metrics()  # docs/metrics.md
     # the reward, accuracy, KL, length and tokens/s of the progress bar

@@ -12,6 +12,7 @@ import torch
 from processes import QUICK, command_of, launch, records, reference_server, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo.proof import MISMATCH
 from grpo.sampling.policy import load_policy
 from grpo.serving.scoring import Reference
 
@@ -71,12 +72,13 @@ def test_two_ranks_train_on_the_questions_of_gsm8k(tiny, tmp_path):
     # every group was scored, trained and acknowledged: 1 + 2 rollouts of 4
     assert stats["done"] == 12 and stats["waiting"] == stats["scored"] == stats["leased"] == 0
     first = records(tmp_path / "plain")[1]
-    assert first["reward_correctness"] == -1 and first["flat_groups"] == 1  # it can't know
+    assert first["frac_outcome_zero_std"] == 1  # it can't know
+    assert first["rewards/correctness/mean"] == -1
     steps = [r for r in records(tmp_path / "run") if "loss" in r]
     assert [r["step"] for r in steps] == [1, 2, 3]
     # the first update: ratio 1, KL 0 and loss 0, while the gradient is not 0
     assert steps[0]["ratio"] == 1 and abs(steps[0]["kl"]) < 1e-6 and abs(steps[0]["loss"]) < 1e-6
-    assert steps[0]["mismatch"] < 1e-5 and steps[0]["grad_norm"] > 1e-3
+    assert steps[0][MISMATCH] < 1e-5 and steps[0]["grad_norm"] > 1e-3
     assert steps[1]["ratio"] != 1 and steps[1]["kl"] > 1e-6  # the second update on one rollout
     evaluations = [r for r in records(tmp_path / "run") if "eval_accuracy" in r]
     assert [r["step"] for r in evaluations] == [0, 3]
@@ -146,10 +148,10 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
     assert [r["step"] for r in records(tmp_path / "alone")] == [0]  # an evaluation, no step
     AutoModelForCausalLM.from_pretrained(tmp_path / "alone/step_000000")
     steps = [r for r in records(tmp_path / "last") if "loss" in r]
-    assert len(steps) == 2 and all("kl" not in r and r["mismatch"] < 0.05 for r in steps)
+    assert len(steps) == 2 and all("kl" not in r and r[MISMATCH] < 0.05 for r in steps)
     for name in families:
         steps = [r for r in records(tmp_path / f"run_{name}") if "loss" in r]
-        assert steps[0]["ratio"] == 1 and steps[0]["mismatch"] < 1e-5, name
+        assert steps[0]["ratio"] == 1 and steps[0][MISMATCH] < 1e-5, name
         assert steps[0]["kl"] > 1e-3, name  # another model's log-probs
         assert steps[1]["grad_norm"] > 1e-4, name
         AutoModelForCausalLM.from_pretrained(tmp_path / f"run_{name}/step_000002")

@@ -51,7 +51,7 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
         ledger = requests.get(f"{url}/stats", params={"run": run}, timeout=10).json()["ledger"]
     after = records(tmp_path / "killed")
     expected = records(tmp_path / "whole")
-    for name in ("loss", "grad_norm", "kl", "reward", "eval_accuracy", "completion_tokens"):
+    for name in ("loss", "grad_norm", "kl", "reward", "eval_accuracy", "completions/mean_length"):
         mine = [(r["step"], r[name]) for r in after if name in r]
         theirs = [(r["step"], r[name]) for r in expected if name in r]
         assert [at for at, _ in mine] == [at for at, _ in theirs], name
@@ -127,7 +127,7 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
     assert 0 < best < 20 and os.readlink(tmp_path / "whole/best") == f"step_{best:06d}"
     assert (tmp_path / "stopped/best/trainer").exists()
     assert [r for r in after if "loss" in r][:last] == before  # not made again
-    for name in ("loss", "grad_norm", "reward", "eval_accuracy", "completion_tokens"):
+    for name in ("loss", "grad_norm", "reward", "eval_accuracy", "completions/mean_length"):
         mine, theirs = (
             [(r["step"], r[name]) for r in one if name in r] for one in (after, expected)
         )

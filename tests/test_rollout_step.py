@@ -48,11 +48,11 @@ def test_a_rollout_without_a_server(alone, monkeypatch):
     groups, metrics = take_step(None, [MIXED, ALL_WRONG, MIXED, MIXED, MIXED], step=4)
     assert [g.item for g in groups] == [0, 2, 3, 4]  # two rounds
     assert {(g.policy_version, g.sampler, g.run) for g in groups} == {(4, "trainer", "run")}
-    assert metrics["groups_sampled"] == 5 and metrics["flat_groups"] == 1 / 5
-    assert metrics["accuracy"] == 4 / 10 and metrics["truncated"] == 1 / 2
-    assert metrics["completion_tokens"] == 1.5 and metrics["tokens_sampled"] == 15
+    assert metrics["groups_sampled"] == 5 and metrics["frac_outcome_zero_std"] == 1 / 5
+    assert metrics["accuracy"] == 4 / 10 and metrics["completions/clipped_ratio"] == 1 / 2
+    assert metrics["completions/mean_length"] == 1.5 and metrics["tokens_sampled"] == 15
     formats = (4 * -2 + 0.25) / 10
-    assert metrics["reward_format"] == pytest.approx(formats)
+    assert metrics["rewards/format/mean"] == pytest.approx(formats)
     assert metrics["reward"] == pytest.approx(2 * (4 - 6) / 10 + formats)
     assert "staleness" not in metrics
 
@@ -134,7 +134,8 @@ def test_a_rollout_goes_through_the_server_and_comes_back_scored(alone, server):
 
 def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server, tmp_path):
     groups, metrics, flat = take_whole_step(server, [ALL_WRONG] * 99)
-    assert groups == [] and metrics["flat_groups"] == 1 and metrics["groups_sampled"] == 15
+    assert groups == [] and metrics["groups_sampled"] == 15
+    assert metrics["frac_outcome_zero_std"] == 1
     assert trainer.make_sequences(groups, old_from_sampler=False) == []
     run = SimpleNamespace(
         policy=SimpleNamespace(tokenizer=SimpleNamespace(decode=str)),
@@ -154,14 +155,14 @@ def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server
         ({"accuracy": 1.0}, 0, "all right by OUTCOME = 'correctness' (accuracy 1.00), 30% trunc"),
         ({"accuracy": 0.4}, 0, "each all right or all wrong by OUTCOME = 'correctness' (accuracy"),
         ({}, 0, "(accuracy 0.00), 30% truncated at MAX_COMPLETION_TOKENS = 8, are skipped (SK"),
-        ({"truncated": 1.0}, 0, "all truncated at MAX_COMPLETION_TOKENS = 8, are skipped (SKIP_"),
+        ({"completions/clipped_ratio": 1.0}, 0, "all truncated at MAX_COMPLETION_TOKENS = 8, are"),
         ({"accuracy": 0.4}, 3, "the 3 groups that are not skipped are all truncated (MASK_TRUNC"),
     ],
 )
 def test_what_has_nothing_to_train_is_said_to_be_right_wrong_or_truncated(
     changes, groups, sentence
 ):
-    metrics = {"accuracy": 0.0, "truncated": 0.3, "groups_sampled": 15} | changes
+    metrics = {"accuracy": 0.0, "completions/clipped_ratio": 0.3, "groups_sampled": 15} | changes
     assert sentence in report.why_idle(metrics, [None] * groups, a_recipe())
 
 
@@ -193,8 +194,8 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, s
     groups, metrics = take_step(server, [MIXED] * 9, step=3, engine=engine)
     assert sorted(g.item for g in groups) == [0, 90, 91] and engine.asked == [1, 0]
     # and the flat group that the worker left out counts too
-    assert metrics["groups_sampled"] == 4 and metrics["flat_groups"] == 1 / 4
-    assert metrics["completion_tokens"] == (3 + 4 + 4 + 4) / 7
+    assert metrics["groups_sampled"] == 4 and metrics["frac_outcome_zero_std"] == 1 / 4
+    assert metrics["completions/mean_length"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
     assert trainer.takes_old_from_sampler(groups, 3)
 
@@ -236,8 +237,8 @@ def test_a_reward_may_have_any_name(alone):
     assert engine.settings["temperature"] == 0 and engine.settings["max_rows"] == 64
     count = Counter(rollout.tally(recipe, sampled(engine, recipe, prompts_of([MIXED]))[0]))
     metrics = report.rollout_metrics(count, recipe, 0.0)
-    assert metrics["accuracy"] == 1 and metrics["reward_accuracy"] == 1
-    assert metrics["completion_tokens"] == 1.5 and metrics["reward_tokens"] == -1
+    assert metrics["accuracy"] == 1 and metrics["rewards/accuracy/mean"] == 1
+    assert metrics["completions/mean_length"] == 1.5 and metrics["rewards/tokens/mean"] == -1
 
 
 def test_an_evaluation_begins_no_more_questions_once_the_run_is_to_stop(alone, monkeypatch):

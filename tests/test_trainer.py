@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
-from grpo.proof import TILT, check_first_update
+from grpo.proof import MISMATCH, TILT, check_first_update
 from grpo.sampling.policy import load_policy
 from grpo.sampling.rollout import make_group
 from grpo.training import metrics as report
@@ -71,7 +71,7 @@ def test_whose_log_probs_are_the_old_ones(monkeypatch):
 
 # --- First update ------------------------------------------------------------------
 def test_the_run_stops_unless_the_first_update_is_as_theory_says():
-    good = {"sampler_k3": 1e-13, "mismatch": 4e-7, "sampler_tilt": 1e-6, "kl": 1e-9}
+    good = {"sampler_k3": 1e-13, MISMATCH: 4e-7, "sampler_tilt": 1e-6, "kl": 1e-9}
     same = {"model": "ours", "dtype": "float32"}
     said = check_first_update(good, "float32", same, model="ours")
     assert "differ by 1e-13 in mean k3 (limit 1e-06), trainer and reference by 1e-09" in said
@@ -85,11 +85,11 @@ def test_the_run_stops_unless_the_first_update_is_as_theory_says():
     # a reference in bfloat16 differs by that much; another model, and none, by any amount
     check_first_update(good | {"kl": 9e-4}, "float32", same | {"dtype": "bfloat16"}, model="ours")
     check_first_update(good | {"kl": 9e-4}, "float32", same, model="smaller")
-    few = {"sampler_k3": 1e-13, "mismatch": 4e-7}  # too few tokens for a tilt
+    few = {"sampler_k3": 1e-13, MISMATCH: 4e-7}  # too few tokens for a tilt
     check_first_update(few, "float32", None, model="ours")
     # KL_BETA 0 and PUBLISH_STEPS 1: there is a server, for the workers, but no "kl"
     check_first_update(few, "float32", same, model="ours")
-    loud = {"sampler_k3": 3.5e-3, "mismatch": 0.067}
+    loud = {"sampler_k3": 3.5e-3, MISMATCH: 0.067}
     assert "by 0.067 a token: much" in check_first_update(loud, "bfloat16", None, model="ours")
 
 

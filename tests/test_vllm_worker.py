@@ -21,7 +21,7 @@ from lengths import check_lengths, save_model
 from benchmarks import counting
 from demo import free_port
 from grpo.client import RefServer
-from grpo.proof import check_proof
+from grpo.proof import MISMATCH, check_proof
 from grpo.sampling.vllm_policy import VLLMPolicy
 from grpo.tiny_model import make_tokenizer
 from tasks import arithmetic
@@ -429,7 +429,7 @@ def test_a_trainer_that_samples_nothing_learns_from_vllm(tmp_path, lora_rank):
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     steps = [r for r in map(json.loads, lines) if "loss" in r]
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert steps[0]["mismatch"] < 1e-4 and steps[-1]["grad_norm"] > 1e-4
+    assert steps[0][MISMATCH] < 1e-4 and steps[-1]["grad_norm"] > 1e-4
     assert max(r["staleness_max"] for r in steps) > 0  # it samples ahead
     proved = re.findall(r"policy (\d+) of run-", logs["worker"].read_text())
     assert len(proved) > 2 and proved == sorted(proved)

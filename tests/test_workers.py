@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 from processes import QUICK, command_of, kill, launch, records, reference_server, start, start_ranks
 
+from grpo.proof import MISMATCH
+
 
 @contextmanager
 def worker(folder, name, preset):
@@ -67,7 +69,7 @@ def test_workers_come_and_go_and_the_reference_follows(tiny, tmp_path):
     assert stats["done"] == 32 and stats["leased"] == 0
     assert sum(w["groups"] for w in stats["workers"].values()) >= 32
     assert all(r["staleness_max"] <= 4 for r in steps) and steps[-1]["staleness_max"] > 0
-    assert steps[0]["mismatch"] < 1e-5 and steps[0]["kl"] < 1e-6
+    assert steps[0][MISMATCH] < 1e-5 and steps[0]["kl"] < 1e-6
     assert steps[-1]["sampler_ratio"] != 1 and steps[-1]["sampler_ratio_max"] > 1
     assert info["weights"].endswith("@6")  # the reference is the policy of step 6
     proofs = re.findall(r"log-probs differ from the trainer's by (\S+)", second_log.read_text())

@@ -103,11 +103,11 @@ def rollout_metrics(count, recipe, seconds):
     rate = {"tokens_per_second": total["own_tokens"] / seconds} if seconds else {}
     return rate | {
         "reward": sum(w * rewards[name] for name, w in recipe.reward_weights.items()),
-        **{f"reward_{name}": mean for name, mean in rewards.items()},
+        **{f"rewards/{name}/mean": mean for name, mean in rewards.items()},
         "accuracy": total["right"] / n,
-        "completion_tokens": total["tokens"] / n,
-        "truncated": total["truncated"] / n,
-        "flat_groups": total["flat"] / max(total["groups"], 1),
+        "completions/mean_length": total["tokens"] / n,
+        "completions/clipped_ratio": total["truncated"] / n,
+        "frac_outcome_zero_std": total["flat"] / max(total["groups"], 1),
         "groups_sampled": int(total["groups"]),
         "tokens_sampled": int(total["tokens"]),
     }
@@ -116,7 +116,7 @@ def rollout_metrics(count, recipe, seconds):
 def why_idle(metrics, groups, recipe):
     """Returns why a rollout with these metrics trains nothing; `groups` are without the flat ones
     that were skipped."""
-    share, limit = metrics["truncated"], recipe.max_completion_tokens
+    share, limit = metrics["completions/clipped_ratio"], recipe.max_completion_tokens
     cut = f"{'all' if share == 1 else f'{share:.0%}'} truncated at MAX_COMPLETION_TOKENS = {limit}"
     if groups:
         kept = f"the {len(groups)} groups that are not skipped"
@@ -248,7 +248,7 @@ def show(bar, metrics):
     """Advances the progress bar by a step, and shows its metrics."""
     bar.set_postfix_str(
         f"reward {metrics['reward']:+.2f} accuracy {metrics['accuracy']:.2f}"
-        f" kl {metrics.get('kl', math.nan):.3f} length {metrics['completion_tokens']:.0f}"
+        f" kl {metrics.get('kl', math.nan):.3f} length {metrics['completions/mean_length']:.0f}"
         f" tokens/s {metrics.get('tokens_per_second', math.nan):.0f}",
         refresh=False,
     )

@@ -3,10 +3,16 @@
 import torch
 import torch.distributed as dist
 
-from grpo.proof import tilt_of
+from grpo.proof import MISMATCH, tilt_of
 
 LOSS = ("ratio", "kl", "clip_low", "clip_high", "entropy")  # of what grpo_loss returns, per token
 SAMPLER = ("mismatch", "sampler_ratio", "sampler_k3", "tilt", "surprise")  # trainer against sampler
+MAX_GAP = "sampling/sampling_logp_difference/max"
+NAMES = {  # TRL's
+    "clip_low": "clip_ratio/low_mean",
+    "clip_high": "clip_ratio/high_mean",
+    "mismatch": MISMATCH,
+}
 
 
 class TokenStats:
@@ -36,9 +42,9 @@ class TokenStats:
         loss, tokens, *sums = self.sums.tolist()
         sums = dict(zip(LOSS + SAMPLER, sums, strict=True))
         tilt = tilt_of(sums.pop("tilt"), sums.pop("surprise"))
-        means = {name: total / tokens for name, total in sums.items()}
+        means = {NAMES.get(name, name): total / tokens for name, total in sums.items()}
         mismatch, ratio = self.largest.tolist()
-        largest = {"mismatch_max": mismatch, "sampler_ratio_max": ratio}
+        largest = {MAX_GAP: mismatch, "sampler_ratio_max": ratio}
         return {"loss": loss} | means | tilt | largest
 
 
