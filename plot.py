@@ -1,46 +1,120 @@
-"""Curves of a run, from its metrics.jsonl to its curves.png.
+"""Curves and samples of runs, from the files in their RUN_DIR.
 
-python plot.py runs/gsm8k
+    python plot.py runs/gsm8k               # writes runs/gsm8k/curves.png
+    python plot.py runs/a runs/b runs/c     # lays them over one another: runs/a/curves_vs.png
+    python plot.py runs/a runs/b two.png    # the same, to a file of your own
+    python plot.py samples runs/gsm8k 40    # prints the samples of step 40, or of the last step
+
+Thick lines are running means of about 10 steps. Each metric: docs/metrics.md.
 """
 
 import json
+import re
 import sys
+import textwrap
+from contextlib import suppress
 from pathlib import Path
 
-CURVES = {  # title: the metrics that share its axes
-    "accuracy": ["accuracy", "eval_accuracy"],
+CURVES = {  # title: the metrics that share its axes, also by names that they once had
+    "accuracy (markers: greedy evaluation)": ["accuracy", "eval_accuracy"],
     "reward": ["reward"],
     "KL to the reference (nats a token)": ["kl"],
-    "completion length (tokens)": ["completions/mean_length"],
+    "completion length (tokens)": ["completions/mean_length", "completion_tokens"],
+    "truncated completions (share)": ["completions/clipped_ratio", "truncated"],
+    "flat groups, of one outcome (share)": ["frac_outcome_zero_std", "flat_groups"],
     "entropy (nats a token)": ["entropy"],
-    "share of zero-variance (flat) groups": ["frac_outcome_zero_std"],
+    "gradient norm": ["grad_norm"],
+    "mismatch to the sampler (nats)": ["sampling/sampling_logp_difference/mean", "mismatch"],
 }
+REWARD = re.compile("rewards/(.+)/mean|reward_(?!std$)(.+)")
+FADE, WIDTH, LINES = 0.9, 78, 40  # from step to step, in means; of a text that is printed
 
 
-def plot(run_dir) -> Path:
-    """Writes run_dir/curves.png from run_dir/metrics.jsonl and returns its path."""
-    from matplotlib.figure import Figure
-
-    path, target = Path(run_dir, "metrics.jsonl"), Path(run_dir, "curves.png")
+def read(run_dir, name="metrics.jsonl"):
+    """Returns the records in a file of a run, without a line that is being written."""
+    path, records = Path(run_dir, name), []
     if not path.exists():
-        sys.exit(f"{path} is not there: give the folder of a run, e.g. python plot.py runs/demo")
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    figure = Figure(figsize=(13, 6.5), layout="constrained")
-    for ax, (title, names) in zip(figure.subplots(2, 3).flat, CURVES.items(), strict=True):
-        for name in names:
-            points = [(r["step"], r[name]) for r in records if name in r]
-            if points:
-                marker = "o" if name.startswith("eval_") else ""
-                ax.plot(*zip(*points, strict=True), marker=marker, label=name)
+        what = "holds none" if Path(run_dir).is_dir() else "is no folder"
+        sys.exit(f"{path} is not there: {run_dir} {what}; give the RUN_DIR of a run that has begun")
+    for line in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records or sys.exit(f"{path} has no records yet: wait for the run's first step")
+
+
+def plot(*run_dirs, target=None):
+    """Returns the path of the picture: `target`, or curves.png or curves_vs.png in the first."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    runs, curves = {str(Path(run_dir)): read(run_dir) for run_dir in run_dirs}, dict(CURVES)
+    for name in {name: 0 for records in runs.values() for record in records for name in record}:
+        if match := REWARD.fullmatch(name):
+            curves.setdefault(f"reward: {match[1] or match[2]}", []).append(name)
+    rows = -(-len(curves) // 3)
+    figure = Figure(figsize=(13, 3.2 * rows), layout="constrained")
+    axes = iter(figure.subplots(rows, 3).flat)
+    for (title, names), ax in zip(curves.items(), axes, strict=False):
+        for i, records in enumerate(runs.values()):
+            for name in names:
+                draw(ax, records, name, f"C{i}")
         ax.set(title=title, xlabel="step")
         ax.grid(alpha=0.3)
-        if ax.lines:
-            ax.legend()
+        if not ax.lines:
+            ax.text(0.5, 0.5, f"no {names[0]} in metrics.jsonl", ha="center")
+    for ax in axes:  # left over in the last row
+        ax.remove()
+    if len(runs) > 1:
+        lines = [Line2D([], [], color=f"C{i}") for i in range(len(runs))]
+        figure.legend(lines, list(runs), loc="outside upper center", ncols=3)
+    target = target or Path(run_dirs[0], "curves_vs.png" if len(runs) > 1 else "curves.png")
     figure.savefig(target, dpi=110)
-    return target
+    return Path(target)
+
+
+def draw(ax, records, name, color):
+    """Draws a metric: running means over the values; of an evaluation its points."""
+    points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+    if name.startswith("eval_"):
+        ax.plot(*zip(*points, strict=True), "--o", color=color) if points else None
+    elif points:
+        means, total, weight = [], 0.0, 0.0
+        for step, value in points:
+            total, weight = FADE * total + value, FADE * weight + 1
+            means.append((step, total / weight))
+        ax.plot(*zip(*points, strict=True), color=color, alpha=0.25, linewidth=0.8)
+        ax.plot(*zip(*means, strict=True), color=color)
+
+
+def show_samples(run_dir, step=None):
+    """Prints the samples of a step, or of the last one, the best first."""
+    records = read(run_dir, "samples.jsonl")
+    step = int(step or records[-1]["step"])
+    if not (ours := [r for r in records if r["step"] == step]):
+        sys.exit(f"{run_dir} has no samples of step {step}: its last are of {records[-1]['step']}")
+    group, ours = ours[0], sorted(ours, key=lambda r: -r["advantage"])
+    print(f"step {step}, by {group['sampler']}" + ", a flat group" * group.get("flat", False))
+    show("prompt", group.get("prompt") or group.get("question"))
+    show("answer", group.get("answer"))
+    for r in ours:
+        rank = "best, " if r is ours[0] else "worst, " if r is ours[-1] else ""
+        title = f"{rank}advantage {r['advantage']:+.2f}, {json.dumps(r['rewards'])}"
+        show(title + ", truncated" * r["truncated"], r["completion"])
+
+
+def show(title, text):
+    lines = [part for x in str(text).splitlines() for part in textwrap.wrap(x, WIDTH) or [""]]
+    if len(lines) > LINES:
+        lines[LINES:] = [f"... {len(lines) - LINES} more lines"]
+    print(textwrap.fill(f"--- {title} ---", 80), *lines, sep="\n  ")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    print(plot(sys.argv[1]))
+    match sys.argv[1:]:
+        case ["samples", run, *step] if len(step) < 2 and "".join(step or "0").isdecimal():
+            show_samples(run, *step)
+        case [first, *more] if first != "samples" and not first.startswith("-"):
+            target = more.pop() if more and more[-1].endswith(".png") else None
+            print(plot(first, *more, target=target))
+        case _:
+            sys.exit(__doc__)

@@ -1,0 +1,103 @@
+"""plot.py: curves of runs, and samples in a terminal."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+import plot
+
+NOW = {"reward": 0.5, "accuracy": 0.4, "completions/mean_length": 80.0, "rewards/format/mean": 1.0}
+OLD = {"reward": 0.5, "completion_tokens": 80.0, "reward_format": 1.0}
+SAMPLE = {
+    "step": 4,
+    "group": "000003-0000-0001",
+    "number": 0,
+    "prompt": "<|im_start|>user\n" + "How many apples are left? " * 10,
+    "answer": "42",
+    "flat": True,
+    "truncated": False,
+    "sampler": "trainer",
+}
+
+
+def a_run(folder, metrics, *, steps=12, end=""):
+    """Writes metrics.jsonl of a run; -> its folder, as a text."""
+    folder.mkdir()
+    lines = [json.dumps({"step": step} | metrics) + "\n" for step in range(steps)]
+    (folder / "metrics.jsonl").write_text("".join(lines) + end)
+    return str(folder)
+
+
+def titles(monkeypatch, *runs):
+    """-> {title: [number of points, of each line]} of the picture that is drawn."""
+    from matplotlib.figure import Figure
+
+    drawn = {}  # not saved: that takes seconds, and test_demo.py does it
+
+    def look(figure, *_, **__):
+        for ax in figure.axes:
+            drawn[ax.get_title()] = [len(line.get_xdata()) for line in ax.lines]
+        drawn["legend"] = [text.get_text() for x in figure.legends for text in x.get_texts()]
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    return drawn, plot.plot(*runs)
+
+
+def test_a_run_that_is_being_written_is_drawn_and_each_reward_has_its_axes(tmp_path, monkeypatch):
+    metrics = NOW | {"rewards/format/std": 0.1, "reward_std": 0.2, "kl": None}
+    drawn, path = titles(monkeypatch, a_run(tmp_path / "a", metrics, end='{"step": 12, "rew'))
+    assert path == tmp_path / "a/curves.png"
+    assert drawn["reward"] == drawn["reward: format"] == [12, 12]  # the values, and their means
+    assert drawn["gradient norm"] == [] and len(drawn) == len(plot.CURVES) + 1 + 1  # no more
+
+
+def test_runs_are_laid_over_one_another_also_with_the_names_of_before(tmp_path, monkeypatch):
+    runs = a_run(tmp_path / "new", NOW), a_run(tmp_path / "old", OLD, steps=5)
+    drawn, path = titles(monkeypatch, *runs)
+    assert path == tmp_path / "new/curves_vs.png" and drawn["legend"] == list(runs)
+    for title in ("completion length (tokens)", "reward: format"):
+        assert drawn[title] == [12, 12, 5, 5], title
+    assert plot.plot(runs[0], target=tmp_path / "two.png") == tmp_path / "two.png"
+
+
+def test_means_run_over_the_steps_before():
+    lines = []
+    ax = SimpleNamespace(plot=lambda steps, values, **_: lines.append((steps, values)))
+    plot.draw(ax, [{"step": 1, "kl": 1.0}, {"step": 5, "kl": 2.9}, {"step": 6}], "kl", "C0")
+    (_, values), (steps, means) = lines
+    assert values == (1.0, 2.9) and steps == (1, 5) and means == pytest.approx((1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [("none", None, "none is no folder"), ("new", None, "new holds none"), ("new", "", "no rec")],
+)
+def test_a_folder_without_metrics_is_a_sentence(tmp_path, name, text, said):
+    (tmp_path / "new").mkdir()
+    if text is not None:
+        (tmp_path / "new/metrics.jsonl").write_text(text)
+    with pytest.raises(SystemExit, match=said):
+        plot.plot(tmp_path / name)
+
+
+def test_samples_are_printed_the_best_first_at_80_columns(tmp_path, capsys):
+    told = [("so so", 0.1, 0.0), ("right <answer>42</answer>", 3.0, 1.5), ("x\n" * 99, -1.0, -1.5)]
+    records = [
+        SAMPLE | {"completion": text, "rewards": {"total": r, "style": None}, "advantage": a}
+        for text, r, a in told
+    ]
+    records.append(records[0] | {"step": 5})
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    plot.show_samples(tmp_path, "4")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 4, by trainer, a flat group" and max(map(len, lines)) <= 80
+    titles = [line for line in lines if line.startswith("---")]
+    assert titles[:2] == ["--- prompt ---", "--- answer ---"]
+    best = '--- best, advantage +1.50, {"total": 3.0, "style": null} ---'
+    assert titles[2] == best and titles[4].startswith("--- worst, advantage -1.50")
+    assert "  right <answer>42</answer>" in lines and lines[-1] == "  ... 59 more lines"
+    plot.show_samples(tmp_path)
+    assert "step 5, by trainer" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no samples of step 7: its last are of 5"):
+        plot.show_samples(tmp_path, "7")
