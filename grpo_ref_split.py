@@ -48,11 +48,10 @@ if __name__ == "__main__":  # here, so that a mistake is told before torch is im
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 import grpo_loss_triton
 from grpo import loss as plain_loss
-from grpo.log import lasting_output, say
+from grpo.log import lasting_output, progress_bar, say
 from grpo.packing import plan_turns
 from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
@@ -156,13 +155,13 @@ IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run
 
 # --- Sample and exchange --------------------------------------------------------------
 def sample_and_exchange(run):
-    """Collective: returns (groups, metrics, flat_groups): what all ranks train next; means over
-    what was sampled, by name; one flat group of this rank, or none, for samples.jsonl.
+    """Collective: returns (groups, metrics, sampled): what all ranks train next; means over what
+    was sampled, by name; the groups that this rank or workers sampled, flat ones too.
 
     Workers' groups come first; the ranks sample what is missing, and upload it while they sample.
     Their own groups come without the reference's log-probs: accumulate() gets those.
     """
-    step, recipe = run.progress.step, run.recipe
+    step = run.progress.step
     oldest = step - MAX_STALENESS
     theirs = []
     if PUBLISH_STEPS:
@@ -171,22 +170,18 @@ def sample_and_exchange(run):
                 run.inbox, PROMPTS_PER_STEP, oldest=oldest, wait=not TRAINER_SAMPLES
             )
     missing = PROMPTS_PER_STEP - len(theirs) if TRAINER_SAMPLES else 0
-    ours, flat_groups, count = sample_missing(run, missing)  # collective
+    ours, sampled, count = sample_missing(run, missing)  # collective
     run.reference.expect([g.id for g in ours] if KL_BETA else [], oldest=oldest)
-    count["own_tokens"] = count["tokens"]
-    if dist.get_rank() == 0:  # all ranks have these: counted once
-        for group in theirs:
-            count.update(rollout.tally_of(recipe, group))
     groups = sorted(theirs + ours, key=lambda group: group.id)
-    metrics = rollout_metrics(count, recipe, run.clock.parts["sample"])  # collective
+    metrics = rollout_metrics(run, count, sampled, theirs)  # collective
     if PUBLISH_STEPS:
         metrics |= exchange.staleness(run.inbox, groups, step)
-    return groups, metrics, flat_groups[-1:]
+    return groups, metrics, sampled + theirs
 
 
 def sample_missing(run, missing):
     """Collective: samples until the ranks have `missing` usable groups, or (1 + MAX_REFILLS) times
-    as many in all. Returns (all ranks' usable groups, this one's flat groups, its counts).
+    as many in all. Returns (all ranks' usable groups, all groups of this one, its counts).
 
     Each round begins as many groups as are expected to be needed, by the share that was flat in the
     last steps: so batches are full. What has begun is finished, and trained if it is usable, even
@@ -194,29 +189,29 @@ def sample_missing(run, missing):
     """
     p, clock = run.progress, run.clock
     begun, most = 0, missing * (1 + MAX_REFILLS)
-    ours, flat_groups, count = [], [], Counter()
+    ours, sampled, count = [], [], Counter()
     uploader = Uploader(run.server.copy()) if KL_BETA and run.server else None
     p.begin_rollout()
     while number := rollout.groups_to_begin(missing - len(ours), p.flat_share, most - begun):
         with clock.part("sample"):
-            mine, flat = sample_share(run, number, begun, count, uploader)
+            mine, every = sample_share(run, number, begun, count, uploader)
         with clock.part("wait"):
             usable = exchange.gather_groups(mine)  # collective
         p.count_round(groups=number, usable=len(usable))
         begun += number
         ours += usable
-        flat_groups += flat
+        sampled += every
     with clock.part("wait"):
         exchange.finish_uploads(uploader)
-    return ours, flat_groups, count
+    return ours, sampled, count
 
 
 def sample_share(run, number, begun, count, uploader):
     """Samples this rank's share of the next `number` groups, and uploads what the server is to
-    score, meanwhile. Returns (usable groups, flat groups); `count` gets the tally of all."""
+    score, meanwhile. Returns (usable groups, all groups); `count` gets the tally of all."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
     prompts = itertools.islice(run.stream, number // world + (rank < number % world))
-    usable, flat_groups = [], []
+    usable, every = [], []
     for sampled in rollout.sampled_and_rewarded(
         run.policy, run.recipe, take=lambda room: list(itertools.islice(prompts, room)),
         seed=rollout.seed_of(SEED, step, begun, rank), timed=lambda: run.clock.part("reward"),
@@ -227,12 +222,12 @@ def sample_share(run, number, begun, count, uploader):
             sampled, id=f"{step:06d}-{rank:04d}-{count['groups']:04d}", run=run.progress.run,
             version=step, sampler="trainer", outcome=OUTCOME, skipped={},  # flat ones: in `count`
         )  # fmt: skip
+        every.append(group)
         if counts["flat"] and SKIP_FLAT_GROUPS:
-            flat_groups.append(group)
             continue
         usable.append(group)
         (uploader.put if uploader else check_group)(group)  # the server checks it, too
-    return usable, flat_groups
+    return usable, every
 
 
 # --- Sequences to train ---------------------------------------------------------------
@@ -392,7 +387,7 @@ def train(run):
     """Collective: rollouts, updates, evaluations and checkpoints, until the run's steps are made.
     Returns whether it ends before that, as a signal asked a rank to."""
     p, store_is_full = run.progress, False
-    bar = tqdm(total=STEPS, initial=p.step, unit="step", disable=dist.get_rank() != 0)
+    bar = progress_bar(p.step, STEPS)
     while True:
         asked = evaluate_if_due(run)  # collective
         ends = asked or p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
@@ -406,9 +401,9 @@ def train(run):
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before = p.step
-        groups, metrics, flat_groups = sample_and_exchange(run)  # collective
+        groups, metrics, sampled = sample_and_exchange(run)  # collective
         sequences = make_sequences(groups, takes_old_from_sampler(groups, before))
-        run.folder.log_samples(run, groups or flat_groups, advantages_of)
+        run.folder.log_samples(run, sampled, advantages_of)
         p.idle = 0 if sequences else p.idle + 1
         if not sequences:
             say_idle(run, metrics, groups)
@@ -422,9 +417,9 @@ def train(run):
                 store_is_full = exchange.acknowledge(run, groups, before)  # collective
                 run.publishing.publish_if_due(p, before, run.clock)
             run.laps.append(run.clock.lap())
-            sampled = metrics if number == 1 else {}  # once for all updates on it
-            run.folder.log("metrics.jsonl", {"step": p.step} | sampled | trained | run.laps[-1])
-            show(bar, metrics | trained)
+            once = metrics if number == 1 else {}  # for all updates on it
+            run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
+            show(bar, p.step, metrics | trained | run.laps[-1])
         run.publishing.refresh_if_due(p, before, lambda: checkpoint.save_run(run))  # collective
 
 

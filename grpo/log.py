@@ -9,7 +9,7 @@ import time
 
 from tqdm import tqdm
 
-SPEAK_SECONDS = 10  # between two lines about the same wait
+SPEAK_SECONDS = 10  # between two lines about the same wait, or the steps made
 
 
 def say(text):
@@ -18,6 +18,13 @@ def say(text):
         outlive_readers()
         tqdm.write(f"{time.strftime('%H:%M:%S')} {text}")
         sys.stdout.flush()
+
+
+def progress_bar(step, steps):
+    """Returns rank 0's bar, on stderr, as tqdm's; where that is no terminal but a file, a bar that
+    draws nothing (`disable`)."""
+    hidden = os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
+    return tqdm(total=steps, initial=step, unit="step", disable=hidden)
 
 
 def tell(text):

@@ -52,6 +52,7 @@ def test_the_readme_leads_to_every_page():
 
 WRITTEN = {"metrics.jsonl", "samples.jsonl", "bad_step_*.json", "config.json", "out.md"}  # by runs
 WRITTEN |= {"adapter_config.json", "example_model_solutions.jsonl", "hosts", "runs/gpu_report.md"}
+WRITTEN |= {"curves.png"}
 FILE = re.compile(r"[\w*./-]+\.(?:py|md|txt|html|yml|toml|png|jsonl?)\b")
 
 
@@ -87,6 +88,7 @@ CONSTANTS = {script: constants_of(script) for script in SCRIPTS}
 OTHERS = {"DATA", "GRPO_TOKEN", "CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL"}
 OTHERS |= {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "GOMP_SPINCOUNT", "NAME", "TRANSITIONS"}
 OTHERS |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "INFO", "NCCL_", "PYTHON"}
+OTHERS |= {"WANDB_MODE"}
 
 
 @pages

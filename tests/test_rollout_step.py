@@ -1,10 +1,13 @@
 """A step's groups, of all ranks and workers, with and without a server."""
 
 import json
+import math
 from collections import Counter
+from statistics import fmean, stdev
 from types import SimpleNamespace
 
 import pytest
+import torch
 from fakes import (
     ALL_RIGHT,
     ALL_WRONG,
@@ -34,7 +37,7 @@ def take_step(server, outcomes, *, step=0, engine=None, clock=None, **recipe):
 
 
 def take_whole_step(server, outcomes, *, step=0, engine=None, clock=None, **recipe):
-    """-> the same, and a flat group."""
+    """-> the same, and all groups that were sampled."""
     stream, engine = iter(prompts_of(outcomes)), engine or FakeEngine()
     recipe, clock = a_recipe(**recipe), clock or report.Clock()
     run = SimpleNamespace(policy=engine, recipe=recipe, stream=stream, server=server, clock=clock)
@@ -45,7 +48,8 @@ def take_whole_step(server, outcomes, *, step=0, engine=None, clock=None, **reci
 
 def test_a_rollout_without_a_server(alone, monkeypatch):
     monkeypatch.setattr(trainer, "KL_BETA", 0)
-    groups, metrics = take_step(None, [MIXED, ALL_WRONG, MIXED, MIXED, MIXED], step=4)
+    outcomes, prompts = [MIXED, ALL_WRONG, MIXED, MIXED, MIXED], [None] * 10
+    groups, metrics = take_step(None, outcomes, step=4, prompts=prompts)
     assert [g.item for g in groups] == [0, 2, 3, 4]  # two rounds
     assert {(g.policy_version, g.sampler, g.run) for g in groups} == {(4, "trainer", "run")}
     assert metrics["groups_sampled"] == 5 and metrics["frac_outcome_zero_std"] == 1 / 5
@@ -54,7 +58,55 @@ def test_a_rollout_without_a_server(alone, monkeypatch):
     formats = (4 * -2 + 0.25) / 10
     assert metrics["rewards/format/mean"] == pytest.approx(formats)
     assert metrics["reward"] == pytest.approx(2 * (4 - 6) / 10 + formats)
-    assert "staleness" not in metrics
+    assert "staleness" not in metrics and metrics["epoch"] == 5 / 10
+
+
+def test_spread_is_of_groups_for_the_total_and_of_completions_for_a_reward(alone, monkeypatch):
+    """As in TRL, with n - 1: reward_std is the mean of the groups' own."""
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
+    _, metrics = take_step(None, [MIXED, ALL_WRONG, MIXED, MIXED])
+    of_groups = [stdev([1, -3])] * 3 + [stdev([-2 + 1.25, -3])]
+    assert metrics["reward_std"] == pytest.approx(fmean(of_groups))
+    formats = [-1] * 6 + [1.25, -1]
+    assert metrics["rewards/format/std"] == pytest.approx(stdev(formats))
+    assert metrics["frac_reward_zero_std"] == 0 and metrics["frac_outcome_zero_std"] == 1 / 4
+
+
+def test_lengths_are_of_all_completions_and_of_those_that_ended(alone, monkeypatch):
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
+    _, metrics = take_step(None, [MIXED] * 3)
+    found = {k: v for k, v in metrics.items() if "length" in k}
+    ended = dict.fromkeys(["min_terminated_length", "max_terminated_length"], 2)
+    every = ended | {"mean_length": 1.5, "min_length": 1, "max_length": 2}
+    every["mean_terminated_length"] = 2
+    assert found == {f"completions/{name}": value for name, value in every.items()}
+
+    def other_rank(mine, op):
+        assert op == report.dist.ReduceOp.MAX
+        mine.copy_(torch.maximum(mine, torch.tensor([-1, 9, -math.inf, -math.inf])))
+
+    monkeypatch.setattr(report.dist, "all_reduce", other_rank)
+    one = a_group(MIXED, lengths=(3, 5), truncated=(True, True))
+    assert report.extreme_lengths([one]) == {
+        "completions/min_length": 1,
+        "completions/max_length": 9,
+    }
+
+
+def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
+    recipe, nan = a_recipe(), math.nan
+    group = a_group([[1.0, nan], [-1.0, nan]])
+    assert (
+        metrics_of(recipe, group).keys().isdisjoint({"rewards/format/mean", "rewards/format/std"})
+    )
+    metrics = metrics_of(recipe, a_group([[1.0, nan], [-1.0, 0.5]]))
+    assert (metrics["rewards/format/mean"], metrics["rewards/format/std"]) == (0.5, 0)
+    assert metrics["reward"] == 0.5 / 2 and metrics["reward_std"] == pytest.approx(stdev([2, -1.5]))
+
+
+def metrics_of(recipe, group):
+    run = SimpleNamespace(recipe=recipe, clock=report.Clock(), progress=Progress("run"))
+    return report.rollout_metrics(run, Counter(), [], [group])
 
 
 def test_a_step_samples_in_rounds_until_it_has_enough(alone, monkeypatch):
@@ -84,7 +136,7 @@ def test_groups_that_differ_in_format_alone_are_trained_when_asked(alone, monkey
     outcomes = [ALL_WRONG, equal, ALL_RIGHT, *[MIXED] * 9]
     groups, metrics = take_step(None, outcomes, skip_flat_groups="reward")
     assert [g.item for g in groups][:3] == [0, 2, 3]
-    assert metrics["flat_groups"] == 1 / metrics["groups_sampled"]
+    assert metrics["frac_reward_zero_std"] == 1 / metrics["groups_sampled"]
 
 
 def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
@@ -132,19 +184,50 @@ def test_a_rollout_goes_through_the_server_and_comes_back_scored(alone, server):
     assert metrics["groups_sampled"] == 4
 
 
+def samples_of(folder, groups, recipe, number=9):
+    """-> what a run logs of these groups, as its first step's."""
+    run = SimpleNamespace(
+        policy=SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: str(ids.tolist()))),
+        recipe=recipe,
+        progress=SimpleNamespace(step=0),
+        constants=SimpleNamespace(SAMPLES_PER_STEP=number),
+    )
+    report.RunFolder(folder).log_samples(run, groups, trainer.advantages_of)
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_samples_are_the_best_and_the_worst_of_a_group_with_all_that_is_known(alone, tmp_path):
+    group = a_group(
+        [[-1.0, 0.0], [-1.0, 1.25], [1.0, 1.25], [1.0, -1.0]], lengths=(1, 2, 1, 3),
+        truncated=(False, False, True, False), policy_version=3,
+    )  # fmt: skip
+    item = {"question": "Why?", "numbers": [1, 2], "tree": {1, 2}, "nan": math.nan}
+    recipe = a_recipe([(0, item, [5, 6])])
+    best, worst, other = samples_of(tmp_path, [group], recipe, number=3)
+    assert [sample["number"] for sample in (best, worst, other)] == [2, 0, 3]
+    assert best.pop("time") and best.pop("advantage") > 0 > worst["advantage"]
+    assert best == {
+        "step": 1, "group": group.id, "number": 2, "prompt": "[5, 6]", "question": "Why?",
+        "item": {"question": "Why?", "numbers": [1, 2]}, "answer": None, "completion": "[13]",
+        "rewards": {"correctness": 1.0, "format": 1.25}, "flat": False, "truncated": True,
+        "sampler": "trainer", "policy_version": 3,
+    }  # fmt: skip
+
+
+def test_samples_are_of_what_was_sampled_flat_groups_too(alone, monkeypatch, tmp_path):
+    monkeypatch.setattr(trainer, "KL_BETA", 0)
+    outcomes = [MIXED, ALL_WRONG, MIXED, MIXED]
+    groups, _, every = take_whole_step(None, outcomes)
+    assert [g.item for g in groups] == [0, 2, 3] and [g.item for g in every] == [0, 1, 2, 3]
+    assert samples_of(tmp_path, every, a_recipe(prompts_of(outcomes)))[0]["flat"]  # 1 of 4
+
+
 def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server, tmp_path):
     groups, metrics, flat = take_whole_step(server, [ALL_WRONG] * 99)
     assert groups == [] and metrics["groups_sampled"] == 15
     assert metrics["frac_outcome_zero_std"] == 1
     assert trainer.make_sequences(groups, old_from_sampler=False) == []
-    run = SimpleNamespace(
-        policy=SimpleNamespace(tokenizer=SimpleNamespace(decode=str)),
-        recipe=a_recipe(prompts_of([ALL_WRONG] * 99)),
-        progress=SimpleNamespace(step=0),
-        constants=SimpleNamespace(SAMPLES_PER_STEP=9),
-    )
-    report.RunFolder(tmp_path).log_samples(run, flat, trainer.advantages_of)
-    (first, _) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    first, _ = samples_of(tmp_path, flat, a_recipe(prompts_of([ALL_WRONG] * 99)))
     assert first["question"] == "?" and first["rewards"] == {"correctness": -1.0, "format": 1.25}
 
 
@@ -167,7 +250,12 @@ def test_what_has_nothing_to_train_is_said_to_be_right_wrong_or_truncated(
 
 
 def test_groups_of_equal_totals_are_not_said_to_be_right_or_wrong():
-    metrics = {"accuracy": 0.5, "truncated": 0.3, "groups_sampled": 15, "reward": 0.25}
+    metrics = {
+        "accuracy": 0.5,
+        "completions/clipped_ratio": 0.3,
+        "groups_sampled": 15,
+        "reward": 0.25,
+    }
     said = report.why_idle(metrics, [], a_recipe(skip_flat_groups="reward"))
     assert said.startswith("15 groups, each of equal total rewards (mean 0.25), by OUTCOME = ")
     assert said.endswith("are skipped (SKIP_FLAT_GROUPS = 'reward')")
@@ -235,8 +323,8 @@ def test_a_reward_may_have_any_name(alone):
     assert result["eval_accuracy"] == 1 and result["eval_completion_tokens"] == 2
     assert result["eval_positive_accuracy"] == 1 and result["eval_positive_tokens"] == 0
     assert engine.settings["temperature"] == 0 and engine.settings["max_rows"] == 64
-    count = Counter(rollout.tally(recipe, sampled(engine, recipe, prompts_of([MIXED]))[0]))
-    metrics = report.rollout_metrics(count, recipe, 0.0)
+    (group,) = sampled(engine, recipe, prompts_of([MIXED]))
+    metrics = metrics_of(recipe, make_group(group, **NAMED | {"outcome": "accuracy"}))
     assert metrics["accuracy"] == 1 and metrics["rewards/accuracy/mean"] == 1
     assert metrics["completions/mean_length"] == 1.5 and metrics["rewards/tokens/mean"] == -1
 

@@ -109,9 +109,10 @@ def seed_of(*parts):
 
 
 # --- Count --------------------------------------------------------------------------
-# Sums over sampled groups, by name; beside them "reward_NAME", the sum of each reward
+# Sums over sampled groups, by name; beside them, of each reward, "reward_NAME", its sum,
+# "square_NAME", that of its squares, and "applicable_NAME", over how many completions
 TALLY = ("groups", "flat", "flat_outcome", "flat_reward", "completions", "tokens", "truncated")
-TALLY += ("right",)  # OUTCOME > 0
+TALLY += ("right", "ended_tokens", "group_std")  # OUTCOME > 0; not truncated; std of total rewards
 
 
 def is_flat(values):
@@ -127,34 +128,47 @@ def is_flat(values):
 def tally(recipe, sampled):
     """Returns {name: number}: the TALLY and rewards of one sampled group."""
     _, completions, rewards = sampled
-    cut = sum(c.truncated for c in completions)
-    return counts_of(recipe, sum(len(c.ids) for c in completions), cut, rewards)
+    lengths, cut = [len(c.ids) for c in completions], [c.truncated for c in completions]
+    return counts_of(recipe, lengths, cut, rewards)
 
 
 def tally_of(recipe, group):
     """Returns the tally of a worker's wire.Group and of the flat groups it skipped before that."""
-    rewards = [dict(zip(group.reward_names, row, strict=True)) for row in group.rewards.tolist()]
-    cut = int(group.truncated.sum())
-    counts = counts_of(recipe, len(group.completion_ids), cut, rewards)
+    counts = tally_of_one(recipe, group)
     return {name: value + group.skipped.get(name, 0) for name, value in counts.items()}
 
 
-def counts_of(recipe, tokens, truncated, rewards):
+def tally_of_one(recipe, group):
+    """Returns the tally of a wire.Group."""
+    rewards = [dict(zip(group.reward_names, row, strict=True)) for row in group.rewards.tolist()]
+    lengths, cut = group.completion_lengths.tolist(), group.truncated.tolist()
+    return counts_of(recipe, lengths, cut, rewards)
+
+
+def counts_of(recipe, lengths, truncated, rewards):
     outcomes = [r[recipe.outcome] for r in rewards]
     weights = recipe.reward_weights.items()
     # NaN is a reward that does not apply
     totals = [sum(w * r[name] for name, w in weights if r[name] == r[name]) for r in rewards]
     by_outcome, by_reward = int(is_flat(outcomes)), int(is_flat(totals))
-    return {
+    counts = {
         "groups": 1,
         "flat": by_reward if recipe.skip_flat_groups == "reward" else by_outcome,
         "flat_outcome": by_outcome,
         "flat_reward": by_reward,
         "completions": len(rewards),
-        "tokens": tokens,
-        "truncated": truncated,
+        "tokens": sum(lengths),
+        "truncated": sum(truncated),
         "right": sum(value > 0 for value in outcomes),
-    } | {f"reward_{name}": sum(r[name] for r in rewards) for name in recipe.reward_weights}
+        "ended_tokens": sum(n for n, cut in zip(lengths, truncated, strict=True) if not cut),
+        "group_std": torch.tensor(totals, dtype=torch.float64).std().item() if totals[1:] else 0.0,
+    }
+    for name in recipe.reward_weights:
+        values = [r[name] for r in rewards if not math.isnan(r[name])]
+        counts[f"reward_{name}"] = sum(values)
+        counts[f"square_{name}"] = sum(value**2 for value in values)
+        counts[f"applicable_{name}"] = len(values)
+    return counts
 
 
 # --- Pack ---------------------------------------------------------------------------

@@ -219,6 +219,7 @@ class Progress:
     checked: bool = False  # whether check_first_update is done
     sampled: float = 0.0  # groups that the ranks sampled, those of earlier steps counting less,
     flat: float = 0.0  # and how many of them were flat
+    groups: int = 0  # sampled since step 0, by ranks and workers
 
     def passed(self, every, before):
         """Returns whether a multiple of `every` lies after step `before`, up to now; 0: never."""
@@ -236,6 +237,12 @@ class Progress:
     def flat_share(self):
         """The share of flat groups in the last steps; 0 before the first."""
         return self.flat / self.sampled if self.sampled else 0.0
+
+    def count_epoch(self, groups, of):
+        """Counts the groups of a rollout; returns how often each of the prompts was drawn so far,
+        on average, if there are `of` them."""
+        self.groups += groups
+        return self.groups / max(of, 1)
 
     def begin_rollout(self):
         """Has the steps so far count less than the one that begins."""

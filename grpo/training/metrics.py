@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from grpo.devices import accelerator
-from grpo.log import in_background, say
-from grpo.sampling.rollout import TALLY, sampled_and_rewarded, tally
+from grpo.log import SPEAK_SECONDS, in_background, say
+from grpo.sampling.rollout import TALLY, sampled_and_rewarded, tally, tally_of, tally_of_one
 from grpo.stop import stop
 from grpo.training.liveness import gathered, meet
 
@@ -93,24 +93,62 @@ def evaluate(policy, recipe, prompts):
     return {f"eval_{k}": total[name] / max(total["completions"], 1) for k, name in names.items()}
 
 
-def rollout_metrics(count, recipe, seconds):
-    """Collective: returns means over what all ranks have counted for a rollout (rollout.tally), and
-    the rate at which they have sampled "own_tokens" in so many seconds, if that is not 0."""
-    rewards = [f"reward_{name}" for name in recipe.reward_weights]
-    total = add_up(count, [*TALLY, "own_tokens", *rewards])
-    n = max(total["completions"], 1)
-    rewards = {name: total[f"reward_{name}"] / n for name in recipe.reward_weights}
-    rate = {"tokens_per_second": total["own_tokens"] / seconds} if seconds else {}
-    return rate | {
-        "reward": sum(w * rewards[name] for name, w in recipe.reward_weights.items()),
-        **{f"rewards/{name}/mean": mean for name, mean in rewards.items()},
+def rollout_metrics(run, count, sampled, theirs):
+    """Collective: returns metrics over what all ranks and workers have sampled for a rollout: the
+    sums in `count` (rollout.tally) and the lengths are of this rank's groups, `sampled`; `theirs`,
+    the workers', are the same on all ranks. Counts them in the run's progress."""
+    recipe, seconds = run.recipe, run.clock.parts["sample"]
+    count["own_tokens"] = count["tokens"]
+    for group in theirs if dist.get_rank() == 0 else ():  # once
+        count.update(tally_of(recipe, group))
+    weights, sums = recipe.reward_weights, ("reward", "square", "applicable")
+    own = [f"{kind}_{name}" for kind in sums for name in weights]
+    total = add_up(count, [*TALLY, "own_tokens", *own])
+    n, groups = max(total["completions"], 1), max(total["groups"], 1)
+    ended = total["completions"] - total["truncated"]
+    means = {"completions/mean_terminated_length": total["ended_tokens"] / ended} if ended else {}
+    for name in weights:
+        means |= mean_and_std(f"rewards/{name}", *(total[f"{kind}_{name}"] for kind in sums))
+    if seconds:  # 0 where workers sampled all
+        means["tokens_per_second"] = total["own_tokens"] / seconds
+    return means | {
+        "reward": sum(w * total[f"reward_{name}"] for name, w in weights.items()) / n,
+        "reward_std": total["group_std"] / groups,
         "accuracy": total["right"] / n,
         "completions/mean_length": total["tokens"] / n,
         "completions/clipped_ratio": total["truncated"] / n,
-        "frac_outcome_zero_std": total["flat"] / max(total["groups"], 1),
+        **extreme_lengths(sampled + theirs),
+        "frac_reward_zero_std": total["flat_reward"] / groups,
+        "frac_outcome_zero_std": total["flat_outcome"] / groups,
+        "epoch": run.progress.count_epoch(int(total["groups"]), of=len(recipe.prompts)),
         "groups_sampled": int(total["groups"]),
         "tokens_sampled": int(total["tokens"]),
     }
+
+
+def mean_and_std(name, total, squares, number):
+    """Returns the mean and the (unbiased) standard deviation of so many values; {} of none."""
+    mean = total / max(number, 1)
+    variance = max(squares - number * mean**2, 0.0) / max(number - 1, 1)
+    return {f"{name}/mean": mean, f"{name}/std": math.sqrt(variance)} if number else {}
+
+
+def extreme_lengths(groups):
+    """Collective: returns the lengths of the shortest and longest completion in all ranks' groups,
+    and of those that are not truncated, by name; without those of none."""
+    every = [n for group in groups for n in group.completion_lengths.tolist()]
+    ended = [n for group in groups for n in group.completion_lengths[~group.truncated].tolist()]
+    none = -math.inf
+    found = {
+        "completions/min_length": -min(every, default=math.inf),  # so that all are maxima
+        "completions/max_length": max(every, default=none),
+        "completions/min_terminated_length": -min(ended, default=math.inf),
+        "completions/max_terminated_length": max(ended, default=none),
+    }
+    largest = torch.tensor([*found.values()], dtype=torch.float64, device=accelerator() or "cpu")
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    pairs = zip(found, largest.tolist(), strict=True)
+    return {name: int(abs(value)) for name, value in pairs if value > none}
 
 
 def why_idle(metrics, groups, recipe):
@@ -188,21 +226,29 @@ class RunFolder:
         return evaluation["eval_accuracy"]
 
     def log_samples(self, run, groups, advantages_of):
-        """Writes SAMPLES_PER_STEP completions of one of the next step's groups to samples.jsonl."""
+        """Writes SAMPLES_PER_STEP completions of one of the groups that were sampled for the next
+        step to samples.jsonl: those of the highest and the lowest total reward, then others."""
         if dist.get_rank() != 0 or not groups:
             return
         step, number = run.progress.step + 1, run.constants.SAMPLES_PER_STEP
-        group = groups[step % len(groups)]
+        group, decode = groups[step % len(groups)], run.policy.tokenizer.decode
         item = next(item for index, item, _ in run.recipe.prompts if index == group.item)
-        advantages = advantages_of(group)
-        for i, ids in enumerate(group.completions(group.completion_ids)[:number]):
+        advantages, ids = advantages_of(group).tolist(), group.completions(group.completion_ids)
+        best, *others = sorted(range(len(ids)), key=advantages.__getitem__, reverse=True)
+        for i in [best, *others[-1:], *others[:-1]][:number]:
+            rewards = zip(group.reward_names, group.rewards[i].tolist(), strict=True)
             record = {
                 "step": step,
-                "question": item["question"],
+                "group": group.id,
+                "number": i,
+                "prompt": decode(group.prompt_ids),
+                "item": {name: value for name, value in item.items() if is_plain(value)},
+                "question": item.get("question"),
                 "answer": item.get("answer"),
-                "completion": run.policy.tokenizer.decode(ids),
-                "rewards": dict(zip(group.reward_names, group.rewards[i].tolist(), strict=True)),
-                "advantage": advantages[i].item(),
+                "completion": decode(ids[i]),
+                "rewards": {name: finite(reward) for name, reward in rewards},
+                "advantage": advantages[i],
+                "flat": bool(tally_of_one(run.recipe, group)["flat"]),
                 "truncated": group.truncated[i].item(),
                 "sampler": group.sampler,
                 "policy_version": group.policy_version,
@@ -239,20 +285,41 @@ class RunFolder:
                 draft.replace(path)
 
 
+def is_plain(value):
+    """Returns whether JSON can hold the value."""
+    try:
+        return json.dumps(value, allow_nan=False) is not None
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
 def finite(value):
     """Returns the value, or None if it is NaN or infinite, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def show(bar, metrics):
-    """Advances the progress bar by a step, and shows its metrics."""
-    bar.set_postfix_str(
-        f"reward {metrics['reward']:+.2f} accuracy {metrics['accuracy']:.2f}"
-        f" kl {metrics.get('kl', math.nan):.3f} length {metrics['completions/mean_length']:.0f}"
-        f" tokens/s {metrics.get('tokens_per_second', math.nan):.0f}",
-        refresh=False,
-    )
+SHOWN = {  # by the bar, those that there are
+    "reward": "reward {:+.2f}",
+    "accuracy": "accuracy {:.2f}",
+    "kl": "kl {:.3f}",
+    "completions/mean_length": "length {:.0f}",
+    "tokens_per_second": "tokens/s {:.0f}",
+}
+
+
+def show(bar, step, metrics):
+    """Advances the progress bar to a step, and shows its metrics; where no bar is drawn, says them,
+    at most every SPEAK_SECONDS, and at the last step."""
+    found = {name: metrics.get(name) for name in SHOWN}
+    shown = [SHOWN[k].format(v) for k, v in found.items() if v is not None and math.isfinite(v)]
+    bar.set_postfix_str(" ".join(shown), refresh=False)
     bar.update()
+    now = time.monotonic()
+    if bar.disable and (
+        step == bar.total or now - getattr(bar, "said", -math.inf) >= SPEAK_SECONDS
+    ):
+        bar.said = now
+        say(f"step {step} of {bar.total}: {' '.join(shown)}, {metrics['seconds']:.1f} s a step")
 
 
 def say_parts(laps):

@@ -22,6 +22,7 @@ class TokenStats:
         # float64: sums over a million tokens
         self.sums = torch.zeros(2 + len(LOSS + SAMPLER), dtype=torch.float64, device=device)
         self.largest = torch.zeros(2, device=device)  # mismatch, sampler_ratio
+        self.device = device
 
     def add(self, loss, per_token):
         """Adds a micro-batch of this rank: its part of the step's loss, a scalar, and tensors (N,)
@@ -38,14 +39,25 @@ class TokenStats:
     def over_ranks(self):
         """Collective: returns the metrics over all ranks' tokens, by name."""
         dist.all_reduce(self.sums)
+        peak = torch.tensor(peak_gb(self.device), device=self.device)
+        self.largest = torch.cat([self.largest, peak])
         dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
         loss, tokens, *sums = self.sums.tolist()
         sums = dict(zip(LOSS + SAMPLER, sums, strict=True))
         tilt = tilt_of(sums.pop("tilt"), sums.pop("surprise"))
         means = {NAMES.get(name, name): total / tokens for name, total in sums.items()}
-        mismatch, ratio = self.largest.tolist()
-        largest = {MAX_GAP: mismatch, "sampler_ratio_max": ratio}
+        names = MAX_GAP, "sampler_ratio_max", "gpu_memory_gb"  # the last on a GPU
+        largest = dict(zip(names, self.largest.tolist(), strict=False))
         return {"loss": loss} | means | tilt | largest
+
+
+def peak_gb(device):
+    """Returns [GB], the most that tensors had of the GPU since the last call, [] on a CPU."""
+    if torch.device(device).type == "cpu":
+        return []
+    peak = torch.accelerator.max_memory_allocated() / 1e9
+    torch.accelerator.reset_peak_memory_stats()
+    return [peak]
 
 
 def sampler_stats(logps, entropy, sampler_logps):
