@@ -65,6 +65,7 @@ from grpo.training import checkpoint, checks, exchange
 from grpo.training.engine import cpu_threads, join_ranks, learning_rate, take_step
 from grpo.training.liveness import Heartbeats, explained, meet, watch_launcher
 from grpo.training.metrics import any_rank, evaluate, rollout_metrics, say_end, say_idle, show
+from grpo.training.report import check_reporters, close_reporters
 from grpo.training.start import start_run
 from grpo.training.token_stats import TokenStats
 from grpo.wire import check_group
@@ -143,6 +144,7 @@ KEEP_CHECKPOINTS = 2  # the newest; older ones are deleted
 KEEP_BEST = True  # save and keep the best evaluation's too: RUN_DIR/best
 RESUME = True  # resume from RUN_DIR's newest checkpoint; False: RUN_DIR must not hold a run
 SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
+REPORT_TO = []  # "tensorboard", "wandb": metrics in RUN_DIR, and sent; functions get each record
 PAGE_PORT = 59875  # of the live page where no server has it, for this machine alone; 0: no page
 WAIT_LIMIT_SECONDS = 600  # without a sign of the server or another rank: then the run ends
 REWARD_TIMEOUT_SECONDS = (
@@ -454,6 +456,7 @@ def constants(**preset):
 def main(**preset):
     c = constants(**preset)
     checkpoint.check_run_dir(RUN_DIR, RESUME)
+    check_reporters(REPORT_TO)
     watch_launcher()
     tokenizer, recipe, server = prepare(c, needs_server=REF_SERVER and (KL_BETA or PUBLISH_STEPS))
     questions = load_split(c, recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
@@ -467,6 +470,7 @@ def main(**preset):
     if run.inbox and not asked:  # a run that was stopped, or failed, may resume: its workers wait
         server.end(run.progress.run)
     meet("the other ranks (rank 0 ends the run at the server)")  # collective
+    close_reporters(run.folder.reporters)
     heartbeats.stop()
     dist.barrier()  # collective: rank 0 keeps the store by which they meet, and leaves last
     dist.destroy_process_group()

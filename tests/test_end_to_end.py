@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import QUICK, command_of, launch, records, reference_server, start
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.proof import MISMATCH
@@ -184,7 +185,7 @@ def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothi
     preset = QUICK | {"MODEL": str(tiny), "TASK": "arithmetic", "RUN_DIR": str(tmp_path / "run")}
     preset |= {"MAX_PROMPT_TOKENS": 128, "STEPS": 1, "KL_BETA": 0}
     all_wrong = preset | {"SKIP_FLAT_GROUPS": True, "IDLE_LIMIT": 2, "RUN_DIR": str(flat)}
-    presets = [preset, all_wrong | {"STEPS": 9}]
+    presets = [preset | {"REPORT_TO": ["tensorboard"]}, all_wrong | {"STEPS": 9}]
     process = start(command_of("grpo_ref_split", *presets), log, OMP_NUM_THREADS="1")
     try:
         assert process.wait(120) == 1, log.read_text()[-3000:]
@@ -192,6 +193,9 @@ def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothi
         process.kill()
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1]
     assert os.readlink(tmp_path / "run/final") == "step_000001"
+    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("loss")] == [1]
+    assert [e.step for e in events.Scalars("eval_accuracy")] == [0, 1]
     why = r"20 groups, all wrong by OUTCOME = 'correctness' \(accuracy 0.00\), .* truncated at"
     end = rf"nothing to train for 2 steps, in the last one {why} .*{flat}/samples.jsonl: is TASK"
     assert re.search(rf"(?s)step \d trains nothing \(2 in a row\): {why}.*{end}", log.read_text())

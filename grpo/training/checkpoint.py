@@ -365,7 +365,9 @@ def constants_of(variables):
     """Returns the constants among a script's globals(), as they come back from JSON."""
     plain = int | float | str | list | tuple | dict | None
     kept = {k: v for k, v in variables.items() if k.isupper() and isinstance(v, plain)}
-    return json.loads(json.dumps(kept, default=str))
+    return json.loads(
+        json.dumps(kept, default=lambda value: getattr(value, "__name__", str(value)))
+    )
 
 
 def check_resumable(path, state, constants, ranks):

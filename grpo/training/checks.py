@@ -53,6 +53,10 @@ def rules_of_one(c):
     yield "RATIO_LEVEL", "token or sequence", c.RATIO_LEVEL in ("token", "sequence")
     criteria = ("outcome", "reward", False, True)
     yield "SKIP_FLAT_GROUPS", '"outcome", "reward" or False', c.SKIP_FLAT_GROUPS in criteria
+    known = isinstance(c.REPORT_TO, list | tuple) and all(
+        callable(to) or to in ("tensorboard", "wandb") for to in c.REPORT_TO
+    )
+    yield "REPORT_TO", 'a list of "tensorboard", "wandb" and functions', known
     yield "DTYPE", f"one of {', '.join(DTYPES)}", c.DTYPE in DTYPES
     yield "LR_SCHEDULE", f"one of {', '.join(SCHEDULES)}", c.LR_SCHEDULE in SCHEDULES
     web = isinstance(c.REF_SERVER, str) and c.REF_SERVER.startswith(("http://", "https://"))

@@ -206,8 +206,8 @@ class Page:
 class RunFolder:
     """RUN_DIR's metrics.jsonl, samples.jsonl and bad steps; checkpoint.py writes there too."""
 
-    def __init__(self, path, page=None):
-        self.path, self.page = Path(path), page
+    def __init__(self, path, page=None, reporters=()):
+        self.path, self.page, self.reporters = Path(path), page, reporters
         self.path.mkdir(parents=True, exist_ok=True)
 
     def log(self, file, record):
@@ -218,6 +218,8 @@ class RunFolder:
                 f.write(json.dumps(record) + "\n")
             if self.page:
                 self.page.put(file, record)
+            for reporter in self.reporters if file == "metrics.jsonl" else ():
+                reporter.put(dict(record))
 
     def log_evaluation(self, evaluation, step):
         """Logs and says an evaluation; returns its accuracy."""

@@ -18,6 +18,7 @@ from grpo.training.local_reference import LocalReference
 from grpo.training.memory import fill_card
 from grpo.training.metrics import Clock, Page, RunFolder
 from grpo.training.publish import Publishing
+from grpo.training.report import open_reporters
 
 
 @dataclass
@@ -68,7 +69,11 @@ def start_run(c, tokenizer, recipe, questions, server, page):
         inbox=inbox,
         reference=local or ReferenceLogps(inbox, clock),
         publishing=Publishing(c, policy, recipe, inbox),
-        folder=RunFolder(c.RUN_DIR, Page(page, progress.run, c.STEPS) if page else None),
+        folder=RunFolder(
+            c.RUN_DIR,
+            page=Page(page, progress.run, c.STEPS) if page else None,
+            reporters=open_reporters(c, progress) if rank == 0 else (),
+        ),
         clock=clock,
     )
     run.publishing.begin(progress)

@@ -1,0 +1,213 @@
+"""Metrics beside metrics.jsonl: TensorBoard, W&B and functions, and the lines in place of a bar."""
+
+import importlib.util
+import json
+import math
+import struct
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import grpo_ref_split as trainer
+from grpo import log
+from grpo.training import metrics as metrics_module
+from grpo.training import report
+from grpo.training.checkpoint import Progress, constants_of
+from grpo.training.checks import check_constants
+from grpo.training.metrics import RunFolder, show
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    monkeypatch.setattr(metrics_module.dist, "get_rank", lambda: 0)
+
+
+def report_steps(folder, to, steps, progress):
+    """Logs a record for each step, and an evaluation, as a run does that begins at `progress`."""
+    c = SimpleNamespace(RUN_DIR=str(folder), REPORT_TO=to, SEED=7)
+    house = RunFolder(folder, reporters=report.open_reporters(c, progress))
+    for step in steps:
+        record = {"step": step, "rewards/a/mean": step / 4, "kl": math.nan, "note": "a text"}
+        house.log("metrics.jsonl", record)
+    house.log("metrics.jsonl", {"step": steps[-1], "eval_accuracy": 0.5})
+    house.log("samples.jsonl", {"step": steps[-1], "completion": "no metric"})
+    report.close_reporters(house.reporters)
+
+
+def test_tensorboard_reads_what_was_reported_without_the_steps_that_were_undone(tmp_path, one_rank):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    report_steps(tmp_path, ["tensorboard"], [1, 2, 3, 4], Progress("run"))
+    report_steps(tmp_path, ["tensorboard"], [3], Progress("run", step=2, saved=2))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["eval_accuracy", "rewards/a/mean"]
+    found = [(e.step, e.value) for e in events.Scalars("rewards/a/mean")]
+    assert found == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert [e.step for e in events.Scalars("eval_accuracy")] == [3]
+
+
+def wandb_records(path):
+    """-> the protocol buffers in an offline run's file, a LevelDB log with a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts, found = path.read_bytes(), 7, [], []
+    while at + 7 <= len(data):
+        room = 32768 - at % 32768
+        if room < 7:
+            at += room
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        parts.append(data[at + 7 : at + 7 + size])
+        at += 7 + size
+        if kind in (1, 4):  # the whole, or the last part
+            found.append(Record.FromString(b"".join(parts)))
+            parts = []
+    return found
+
+
+def test_wandb_offline_has_the_runs_name_constants_and_metrics(tmp_path, one_rank, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    report.check_reporters(["wandb"])  # no key is needed
+    report_steps(tmp_path, ["wandb"], [1, 2], Progress("my run-1"))
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    records = wandb_records(path)
+    (run,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
+    assert (run.run_id, run.display_name) == ("my-run-1", "my run-1")
+    assert {item.key: item.value_json for item in run.config.update}["SEED"] == "7"
+    rows = [
+        {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in r.history.item
+        }
+        for r in records
+        if r.WhichOneof("record_type") == "history"
+    ]
+    assert [(row["_step"], row["rewards/a/mean"]) for row in rows] == [(1, 0.25), (2, 0.5)]
+    assert rows[1]["eval_accuracy"] == 0.5 and "kl" not in rows[0]
+
+
+def test_a_run_that_wandb_has_further_sends_the_steps_after_that(monkeypatch, capsys):
+    sent = []
+    fake = SimpleNamespace(starting_step=5, finish=lambda: None)
+    fake.log = lambda metrics, step: sent.append((step, metrics))
+    named = {"init": lambda **_: fake, "Settings": lambda **settings: settings}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(**named))
+    c = SimpleNamespace(RUN_DIR="run", REPORT_TO=["wandb"])
+    send, _ = report.to_wandb(c, Progress("run", step=2))
+    for step in (3, 4, 5):
+        send({"step": step, "time": 1.0, "kl": 0.5})
+    assert sent == [(5, {"kl": 0.5})]
+    assert (
+        "W&B has this run's steps up to 4, and keeps them as they were" in capsys.readouterr().out
+    )
+
+
+def test_what_fails_or_hangs_is_said_and_neither_ends_nor_stalls_the_run(
+    tmp_path, one_rank, monkeypatch, capsys
+):
+    seen, got, hung = [], [], []
+
+    def broken(record):
+        seen.append(record["step"])
+        raise OSError("no space left on device")
+
+    def hangs(record):
+        hung.append(record["step"])
+        while hung:
+            report.time.sleep(0.01)
+
+    monkeypatch.setattr(report, "LAST_SECONDS", 0.2)
+    (tmp_path / "tensorboard").write_text("not a folder")
+    try:
+        to = [broken, "tensorboard", hangs, got.append]
+        report_steps(tmp_path, to, [1, 2], Progress("run"))
+        assert seen == hung == [1]
+    finally:
+        hung.clear()
+    said = capsys.readouterr().out
+    assert said.count("broken gets nothing more of this run, as it failed: OSError('no space") == 1
+    assert said.count("tensorboard gets nothing more") == 1
+    assert "REPORT_TO: hangs did not take all metrics in 0.2 s" in said
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == got and len(got) == 3  # whatever the others do
+
+
+def test_a_missing_package_or_key_is_a_sentence_before_anything_starts(monkeypatch, tmp_path):
+    monkeypatch.setattr(trainer, "REPORT_TO", ["tensorboard"])
+    monkeypatch.setattr(trainer, "RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(trainer, "MODEL", str(tmp_path / "none"))  # what would be loaded next
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"\['tensorboard'\] needs a .*pip install tensorboard"):
+        trainer.main()
+    monkeypatch.setenv("RANK", "1")
+    report.check_reporters(["tensorboard"])  # rank 0 alone reports
+
+
+def test_wandb_without_a_key_is_refused_with_what_to_do(monkeypatch, tmp_path):
+    class Error(Exception):
+        pass
+
+    def login(**_):
+        raise Error("no API key configured")
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Error=Error, login=login))
+    with pytest.raises(
+        SystemExit, match=r"no API key configured.*run `wandb login`, or set WANDB_M"
+    ):
+        report.check_reporters(["wandb"])
+
+
+@pytest.mark.parametrize("value", ["wandb", ["mlflow"], [None], None])
+def test_report_to_names_what_there_is(value, monkeypatch):
+    monkeypatch.setattr(trainer, "REPORT_TO", [print, "wandb", "tensorboard"])
+    check_constants(vars(trainer))
+    assert constants_of(vars(trainer))["REPORT_TO"] == ["print", "wandb", "tensorboard"]
+    monkeypatch.setattr(trainer, "REPORT_TO", value)
+    with pytest.raises(SystemExit, match="REPORT_TO = .* must be a list of"):
+        check_constants(vars(trainer))
+
+
+# --- The bar ------------------------------------------------------------------------
+STEP = {"reward": 0.5, "accuracy": 0.25, "completions/mean_length": 80.0, "seconds": 2.0}
+
+
+def test_in_a_file_steps_are_lines_ten_seconds_apart_and_the_last(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(metrics_module.time, "monotonic", lambda: now[0])
+    bar = log.progress_bar(2, 9)
+    for step in range(3, 10):
+        show(bar, step, STEP | {"kl": math.nan if step == 3 else 0.01})
+        now[0] += 6.0
+    printed = capsys.readouterr()
+    lines = [line[9:] for line in printed.out.splitlines()]  # without the time
+    assert lines[0] == "step 3 of 9: reward +0.50 accuracy 0.25 length 80, 2.0 s a step"
+    assert [line[:6] for line in lines] == ["step 3", "step 5", "step 7", "step 9"]
+    assert "kl 0.010" in lines[1] and printed.err == ""
+
+
+def test_in_a_terminal_the_bar_shows_what_there_is(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    bar = log.progress_bar(0, 3)
+    show(bar, 1, STEP | {"tokens_per_second": 70.0})
+    bar.refresh()
+    monkeypatch.setenv("RANK", "1")
+    assert log.progress_bar(0, 3).disable
+    printed = capsys.readouterr()
+    assert "reward +0.50 accuracy 0.25 length 80 tokens/s 70" in printed.err
+    assert "1/3" in printed.err and "kl" not in printed.err and printed.out == ""
+    bar.close()
+
+
+def test_memory_is_the_peak_since_the_update_before(monkeypatch):
+    peaks = [2.5e9, 1e9]
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: peaks[0])
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: peaks.pop(0))
+    from grpo.training.token_stats import peak_gb
+
+    assert [peak_gb("cpu"), peak_gb("cuda"), peak_gb("cuda:1")] == [[], [2.5], [1.0]]
