@@ -1,11 +1,10 @@
 """Curves and samples of runs, from the files in their RUN_DIR.
 
-    python plot.py runs/gsm8k               # writes runs/gsm8k/curves.png
-    python plot.py runs/a runs/b runs/c     # lays them over one another: runs/a/curves_vs.png
-    python plot.py runs/a runs/b two.png    # the same, to a file of your own
-    python plot.py samples runs/gsm8k 40    # prints the samples of step 40, or of the last step
+    python plot.py runs/gsm8k                 # writes runs/gsm8k/curves.png
+    python plot.py runs/a runs/b [two.png]    # over one another: runs/a/curves_vs.png, or two.png
+    python plot.py samples runs/gsm8k [40]    # prints the samples of step 40, or of the last step
 
-Thick lines are running means of about 10 steps. Each metric: docs/metrics.md.
+Thick lines are running means, of 10 steps at most. Each metric: docs/metrics.md.
 """
 
 import json
@@ -27,7 +26,7 @@ CURVES = {  # title: the metrics that share its axes, also by names that they on
     "mismatch to the sampler (nats)": ["sampling/sampling_logp_difference/mean", "mismatch"],
 }
 REWARD = re.compile("rewards/(.+)/mean|reward_(?!std$)(.+)")
-FADE, WIDTH, LINES = 0.9, 78, 40  # from step to step, in means; of a text that is printed
+WIDTH, LINES = 78, 40  # of a text that is printed
 
 
 def read(run_dir, name="metrics.jsonl"):
@@ -79,10 +78,11 @@ def draw(ax, records, name, color):
         ax.plot(*zip(*points, strict=True), "--o", color=color) if points else None
     elif points:
         means, total, weight = [], 0.0, 0.0
+        fade = 1 - 1 / min(10, max(1, len(points) / 20))  # a short run would lag behind itself
         for step, value in points:
-            total, weight = FADE * total + value, FADE * weight + 1
+            total, weight = fade * total + value, fade * weight + 1
             means.append((step, total / weight))
-        ax.plot(*zip(*points, strict=True), color=color, alpha=0.25, linewidth=0.8)
+        ax.plot(*zip(*points, strict=True), color=color, alpha=0.35, linewidth=0.8)
         ax.plot(*zip(*means, strict=True), color=color)
 
 

@@ -64,9 +64,13 @@ def test_runs_are_laid_over_one_another_also_with_the_names_of_before(tmp_path, 
 def test_means_run_over_the_steps_before():
     lines = []
     ax = SimpleNamespace(plot=lambda steps, values, **_: lines.append((steps, values)))
-    plot.draw(ax, [{"step": 1, "kl": 1.0}, {"step": 5, "kl": 2.9}, {"step": 6}], "kl", "C0")
+    records = [{"step": 3}] + [{"step": 5 * i, "kl": 3.0 if i else 1.0} for i in range(40)]
+    plot.draw(ax, records, "kl", "C0")
     (_, values), (steps, means) = lines
-    assert values == (1.0, 2.9) and steps == (1, 5) and means == pytest.approx((1.0, 2.0))
+    assert values[:2] == (1.0, 3.0) and steps == tuple(range(0, 200, 5))
+    assert means[:2] == pytest.approx((1.0, (0.5 * 1 + 3) / 1.5)) and means[-1] > 2.99
+    plot.draw(ax, records[:9], "kl", "C0")
+    assert lines[2] == lines[3]  # of few steps a mean would only be late
 
 
 @pytest.mark.parametrize(
