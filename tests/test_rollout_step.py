@@ -101,6 +101,8 @@ def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
     )
     metrics = metrics_of(recipe, a_group([[1.0, nan], [-1.0, 0.5]]))
     assert (metrics["rewards/format/mean"], metrics["rewards/format/std"]) == (0.5, 0)
+    assert metrics["accuracy"] == 1 / 2
+    assert metrics_of(recipe, a_group([[1.0, 0], [nan, 0]]))["accuracy"] == 1
     assert metrics["reward"] == 0.5 / 2 and metrics["reward_std"] == pytest.approx(stdev([2, -1.5]))
 
 

@@ -114,7 +114,7 @@ def rollout_metrics(run, count, sampled, theirs):
     return means | {
         "reward": sum(w * total[f"reward_{name}"] for name, w in weights.items()) / n,
         "reward_std": total["group_std"] / groups,
-        "accuracy": total["right"] / n,
+        "accuracy": total["right"] / max(total[f"applicable_{recipe.outcome}"], 1),
         "completions/mean_length": total["tokens"] / n,
         "completions/clipped_ratio": total["truncated"] / n,
         **extreme_lengths(sampled + theirs),
