@@ -158,6 +158,7 @@ def test_ranks_join_before_they_load_the_model_and_meet_before_the_end(monkeypat
     run, lock = SimpleNamespace(inbox=None, laps=[]), SimpleNamespace(close=lambda: None)
     run.progress = SimpleNamespace(run="run", idle=0, step=1)
     run.constants = SimpleNamespace(IDLE_LIMIT=10, RUN_DIR=str(tmp_path))
+    run.folder = SimpleNamespace(reporters=[])
     checkpoint = {"check_run_dir": noted("look"), "leads": noted("lead", True)}
     checkpoint["lock_run"] = noted("lock", lock)
     recipe = SimpleNamespace(task=None, prompts=[])
