@@ -55,7 +55,7 @@ from grpo.log import lasting_output, progress_bar, say
 from grpo.packing import plan_turns
 from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
-from grpo.sampling.recipe import load_split
+from grpo.sampling.recipe import load_split, total
 from grpo.sampling.start import make_policy, prepare
 from grpo.sampling.upload import Uploader
 from grpo.sampling.worker import run_worker
@@ -72,7 +72,7 @@ from grpo.wire import check_group
 
 # --- What to train ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # any AutoModelForCausalLM: hub name or folder
-TASK = "gsm8k"  # tasks/gsm8k.py: data, prompt and rewards; copy it to make your own
+TASK = "gsm8k"  # tasks/gsm8k.py: data, prompt and rewards; or a path, "my/task.py"
 RUN_DIR = "runs/gsm8k"  # checkpoints, metrics.jsonl, samples.jsonl; a run there resumes (RESUME)
 REF_SERVER = "http://127.0.0.1:59875"  # elsewhere: its address, GRPO_TOKEN on both; None: no server
 
@@ -88,10 +88,9 @@ SAMPLE_BATCH = "auto"  # completions sampled at once by a rank: more is faster, 
 MASK_TRUNCATED = True  # truncated completions count in the group's mean, but are not trained
 SKIP_FLAT_GROUPS = "outcome"  # skip groups of equal OUTCOME; "reward": of equal totals; or False
 MAX_REFILLS = 4  # at most so many times PROMPTS_PER_STEP; after that the step has fewer groups
-OUTCOME = "correctness"  # the reward that says right (> 0) or wrong: accuracy, and flat groups
-# At (2, 1) a right answer in the wrong format (+1) beats a wrong one in the right format (-0.75);
-# at (1, 1), simple_GRPO's scale, it does not (0 against 0.25).
-REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0}
+CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
+OUTCOME = None  # the reward that says right (> 0) or wrong: accuracy, flat groups; None: the task's
+REWARD_WEIGHTS = None  # a dict of weights by reward (reward_weights); None: the task's
 
 # --- Loss ---------------------------------------------------------------------------
 LOSS_TYPE = "grpo"  # divides tokens by: their sequence's (grpo), all (dapo), a constant (dr_grpo)
@@ -219,10 +218,10 @@ def sample_share(run, number, begun, count, uploader):
         seed=rollout.seed_of(SEED, step, begun, rank), timed=lambda: run.clock.part("reward"),
     ):  # fmt: skip
         counts = rollout.tally(run.recipe, sampled)
-        count.update(counts)
+        count.update(counts)  # the flat ones, too, which a worker counts as `skipped`
         group = rollout.make_group(
             sampled, id=f"{step:06d}-{rank:04d}-{count['groups']:04d}", run=run.progress.run,
-            version=step, sampler="trainer", outcome=OUTCOME, skipped={},  # flat ones: in `count`
+            version=step, sampler="trainer", outcome=run.recipe.outcome, skipped={},
         )  # fmt: skip
         every.append(group)
         if counts["flat"] and SKIP_FLAT_GROUPS:
@@ -249,11 +248,11 @@ class Sequence:
     old_from_sampler: bool = False  # whether the old log-probs are the sampler's
 
 
-def advantages_of(group):
+def advantages_of(group, weights):
     """Returns the advantages (G,) of a group's weighted rewards."""
-    assert group.reward_names == list(REWARD_WEIGHTS), group.reward_names
-    weighted = group.rewards @ torch.tensor(list(REWARD_WEIGHTS.values()))
-    return plain_loss.group_advantages(weighted, scale_by_std=ADVANTAGE_STD)
+    assert group.reward_names == list(weights), group.reward_names
+    totals = [total(rewards, weights) for rewards in rollout.rewards_of(group)]
+    return plain_loss.group_advantages(torch.tensor(totals), scale_by_std=ADVANTAGE_STD)
 
 
 def takes_old_from_sampler(groups, step):
@@ -263,7 +262,7 @@ def takes_old_from_sampler(groups, step):
     return not (fresh or RECOMPUTE_OLD_LOGPS)
 
 
-def make_sequences(groups, old_from_sampler):
+def make_sequences(groups, reward_weights, old_from_sampler):
     """Returns the sequences of a step's groups; without the truncated if MASK_TRUNCATED: those
     still count in their group's mean, and in the number of sequences."""
     sequences = []
@@ -272,7 +271,7 @@ def make_sequences(groups, old_from_sampler):
         logps = group.completions(group.sampler_logps)
         here = KL_BETA and group.ref_logps is not None
         refs = group.completions(group.ref_logps) if here else [None] * len(ids)
-        for i, advantage in enumerate(advantages_of(group).tolist()):
+        for i, advantage in enumerate(advantages_of(group, reward_weights).tolist()):
             if MASK_TRUNCATED and group.truncated[i]:
                 continue
             prompt, completion = group.prompt_ids.tolist(), ids[i].tolist()
@@ -404,7 +403,8 @@ def train(run):
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before = p.step
         groups, metrics, sampled = sample_and_exchange(run)  # collective
-        sequences = make_sequences(groups, takes_old_from_sampler(groups, before))
+        old_from_sampler = takes_old_from_sampler(groups, before)
+        sequences = make_sequences(groups, run.recipe.reward_weights, old_from_sampler)
         run.folder.log_samples(run, sampled, advantages_of)
         p.idle = 0 if sequences else p.idle + 1
         if not sequences:

@@ -30,13 +30,16 @@ def group_advantages(rewards, *, scale_by_std):
     others of its prompt, not for a prompt on which every completion earns much.
     Why the std: rewards that differ little then teach as much as rewards that differ much.
     Why 1e-4: in a zero-variance group the std is 0, and its advantages must be 0, not NaN.
+    A reward of NaN, where no reward applies, is in neither mean nor std, and its advantage is 0.
 
     >>> group_advantages(torch.tensor([1, 0, 0, 1]), scale_by_std=True)
     tensor([ 0.8659, -0.8659, -0.8659,  0.8659])
     """
     rewards = rewards.double()  # in float32 the mean of equal rewards may differ from them
-    centred = rewards - rewards.mean()
-    return (centred / (rewards.std() + 1e-4) if scale_by_std else centred).float()
+    judged = rewards[~rewards.isnan()]
+    centred = (rewards - judged.mean()).nan_to_num(0)
+    std = judged.std() if len(judged) > 1 else 0
+    return (centred / (std + 1e-4) if scale_by_std else centred).float()
 
 
 def token_weights(lengths, *, loss_type, sequences, tokens, max_completion_tokens):

@@ -109,12 +109,14 @@ def stop_ids(name, tokenizer, stop_tokens):
     return eos_ids
 
 
-def prompt_ids(tokenizer, messages):
-    """Returns the ids of a chat, up to where the answer begins."""
+def prompt_ids(tokenizer, messages, /, **options):
+    """Returns the ids of a chat, up to where the answer begins. `options` are the chat template's
+    (CHAT_TEMPLATE)."""
     if not tokenizer.chat_template:  # GPT-2 and other plain models
         joined = "\n\n".join(message["content"] for message in messages)
         return tokenizer(joined + "\n")["input_ids"]
-    template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True)
+    options = {"add_generation_prompt": True} | options
+    template = functools.partial(tokenizer.apply_chat_template, **options)
     try:
         text = template(messages, tokenize=False)
     except jinja2.TemplateError:  # Gemma knows no system role: the user says it

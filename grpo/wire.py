@@ -28,7 +28,7 @@ TENSORS = {
     "completion_lengths": torch.int32,  # (G,)
     "sampler_logps": torch.float32,  # (N,), of the policy that sampled, at its temperature
     "truncated": torch.bool,  # (G,), cut at the length limit: neither EOS nor a stop string ends it
-    "rewards": torch.float32,  # (G, K), raw, a column for each of reward_names
+    "rewards": torch.float32,  # (G, K), raw, a column for each of reward_names; NaN: not applicable
     "ref_logps": torch.float32,  # (N,), of the reference model; added by the server
 }
 # What reading a blob raises; RuntimeError: JSON nested too deeply, torch's view of 4-bit dtypes
@@ -169,7 +169,9 @@ def check_group(g, vocab_size=None, max_tokens=None):
         if (tensor := getattr(g, name)) is not None:  # ref_logps may be missing
             found = tuple(tensor.shape)
             require(found == shape, f"{name} must be {shape}, got {found[:9]}")
-            require(torch.isfinite(tensor).all(), f"{name} must be finite")
+            # Servers before this refuse NaN aloud, and their stores hold none: the same protocol
+            fine = torch.isfinite(tensor) | (tensor.isnan() if name == "rewards" else False)
+            require(fine.all(), f"{name} must be finite")
     require(g.sampler_logps.max() <= 1e-3, "sampler_logps must be log-probs, not positive")
     # torch takes any byte for a bool
     require(g.truncated.view(torch.uint8).max() <= 1, "truncated must be of bytes 0 and 1")

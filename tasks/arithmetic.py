@@ -8,7 +8,7 @@ measures unseen *questions*, not unseen arithmetic.
 import hashlib
 import random
 
-from tasks.gsm8k import rewards  # noqa: F401 (this task's rewards are GSM8K's)
+from tasks.gsm8k import OUTCOME, REWARD_WEIGHTS, gold, rewards  # noqa: F401 (as GSM8K's)
 
 LARGEST = 20
 SIZES = {"train": 6000, "validation": 500, "test": 500}  # drawn anew with the same seed each time
@@ -56,5 +56,6 @@ def split_of(question):
 
 
 def messages(question):
-    """Returns the chat that asks the question; the tiny model needs no system prompt."""
+    """Returns the chat that asks the question, all it needs of an item; the tiny model needs no
+    system prompt."""
     return [{"role": "user", "content": question}]

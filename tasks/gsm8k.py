@@ -1,6 +1,7 @@
 """GSM8K: grade-school word problems, their prompt and two rewards. Copy this file for your task.
 
-The trainer asks for `load`, `messages` and `rewards`; nothing here knows of torch, tokens or HTTP.
+The trainer asks for `load`, `messages` and `rewards`, and uses `gold`, REWARD_WEIGHTS and OUTCOME
+where a task has them; nothing here knows of torch, tokens or HTTP.
 Correctness ignores the format, so that accuracy means the same before and after training.
 """
 
@@ -12,7 +13,11 @@ from tasks.answers import INSIDE, is_right
 DATA = "openai/gsm8k"  # on the hub (config "main"), or a folder with train.jsonl and test.jsonl
 SYSTEM_PROMPT = "Reason step by step in <think></think>, then give one number in <answer></answer>."
 CORRECT, WRONG = 1.0, -1.0
-FORMATTED, UNFORMATTED = 1.25, -1.0  # simple_GRPO's; see REWARD_WEIGHTS for what beats what
+FORMATTED, UNFORMATTED = 1.25, -1.0  # simple_GRPO's
+# At (2, 1) a right answer in the wrong format (+1) beats a wrong one in the right format (-0.75);
+# at (1, 1), simple_GRPO's scale, it does not (0 against 0.25).
+REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0}
+OUTCOME = "correctness"  # the reward that says right (> 0) or wrong
 FORMAT = re.compile(rf"\s*<think>{INSIDE}</think>\s*<answer>{INSIDE}</answer>\s*", re.DOTALL)
 
 
@@ -29,9 +34,10 @@ def load(split):
         raise OSError(f"DATA = {DATA!r} in tasks/gsm8k.py {where}: {error}") from error
 
 
-def messages(question):
-    """Returns the chat that asks the question."""
-    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+def messages(item):
+    """Returns the chat that asks the item's question."""
+    system = {"role": "system", "content": SYSTEM_PROMPT}
+    return [system, {"role": "user", "content": item["question"]}]
 
 
 def rewards(item, completion):
@@ -40,3 +46,9 @@ def rewards(item, completion):
         "correctness": CORRECT if is_right(completion, item["answer"]) else WRONG,
         "format": FORMATTED if FORMAT.fullmatch(completion) else UNFORMATTED,
     }
+
+
+def gold(item):
+    """Returns a completion that is right, with which the start of a run tries the rewards."""
+    work, _, number = item["answer"].rpartition("####")
+    return f"<think>{work}</think><answer>{number}</answer>"

@@ -97,7 +97,7 @@ def test_load_reads_the_hub_where_data_is_no_folder(monkeypatch):
 
 
 def test_messages_ask_for_the_format_that_is_rewarded():
-    system, user = gsm8k.messages("9 * 2?")
+    system, user = gsm8k.messages({"question": "9 * 2?"})
     assert user == {"role": "user", "content": "9 * 2?"}
     assert re.findall(r"</?\w+>", system["content"])[:4] == [
         "<think>",
@@ -121,6 +121,8 @@ def test_every_gold_solution_of_gsm8k_is_right_and_its_neighbour_wrong(monkeypat
     monkeypatch.setattr(gsm8k, "DATA", str(GSM8K))
     items = gsm8k.load("train") + gsm8k.load("test")
     assert len(items) == 8792
+    for item in items[::10]:
+        assert rewards(item, gsm8k.gold(item)) == {"correctness": CORRECT, "format": FORMATTED}
     for item in items:
         gold = item["answer"].rsplit("####", 1)[1].strip()
         other = int(gold.replace(",", "")) + 1

@@ -44,7 +44,7 @@ def room(module):
     first, *rest = module.split(".")
     if first == "grpo":
         return rest[0] if rest and rest[0] in FOLDERS else "grpo"
-    return "tasks" if first == "tasks" else "root"
+    return "tasks" if first == "tasks" and rest != ["__main__"] else "root"
 
 
 MAY = {  # what a room may import of ours, beside itself

@@ -5,7 +5,7 @@ import math
 import random
 
 import torch
-from fakes import Ranks, a_group, references
+from fakes import NAMES, Ranks, a_group, references
 
 import grpo_ref_split as trainer
 from grpo.packing import in_order, pack_by_tokens, plan_micro_batches, plan_turns, whole_groups
@@ -95,7 +95,7 @@ def test_what_the_server_scores_is_cut_between_groups_unless_one_is_too_large():
 def unscored_rows(ids):
     """-> the rows of groups of two, each with a prompt of its own."""
     groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=id, ref_logps=None) for id in ids]
-    rows = trainer.make_sequences(groups, old_from_sampler=False)
+    rows = trainer.make_sequences(groups, NAMES, old_from_sampler=False)
     for number, row in enumerate(rows):
         row.prompt = [number // 2]
     return rows

@@ -13,6 +13,7 @@ from fakes import (
     ALL_WRONG,
     MIXED,
     NAMED,
+    NAMES,
     FakeEngine,
     a_group,
     a_recipe,
@@ -228,7 +229,7 @@ def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server
     groups, metrics, flat = take_whole_step(server, [ALL_WRONG] * 99)
     assert groups == [] and metrics["groups_sampled"] == 15
     assert metrics["frac_outcome_zero_std"] == 1
-    assert trainer.make_sequences(groups, old_from_sampler=False) == []
+    assert trainer.make_sequences(groups, NAMES, old_from_sampler=False) == []
     first, _ = samples_of(tmp_path, flat, a_recipe(prompts_of([ALL_WRONG] * 99)))
     assert first["question"] == "?" and first["rewards"] == {"correctness": -1.0, "format": 1.25}
 

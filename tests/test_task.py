@@ -1,5 +1,6 @@
 """A task of one's own, tasks/NAME.py: what it may return, and what is said where it may not."""
 
+import math
 import re
 import sys
 import time
@@ -13,7 +14,8 @@ from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
 from grpo.sampling import start
-from grpo.sampling.recipe import load_split
+from grpo.sampling.preview import preview
+from grpo.sampling.recipe import ids_of, load_split, load_task, reward_group
 from grpo.sampling.rollout import make_group
 
 
@@ -24,7 +26,7 @@ def chat(question):
 def loaded(tiny, load=lambda split: [{"question": "Why?"}], messages=chat, split="train"):
     """-> the prompts of a task "mine"."""
     task = SimpleNamespace(load=load, messages=messages)
-    constants = SimpleNamespace(TASK="mine", MAX_PROMPT_TOKENS=99)
+    constants = SimpleNamespace(TASK="mine", MODEL=tiny, MAX_PROMPT_TOKENS=99, CHAT_TEMPLATE={})
     return load_split(constants, task, split, AutoTokenizer.from_pretrained(tiny))
 
 
@@ -35,7 +37,7 @@ def refused(sentence, function, *arguments, **named):
 
 
 # --- Questions ----------------------------------------------------------------------
-ITEMS = 'it must return a list of dicts, each with a "question", for "train" and EVAL_SPLIT'
+ITEMS = 'must return a list of dicts, each with a "question" (or write messages(item)), for "train"'
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ ITEMS = 'it must return a list of dicts, each with a "question", for "train" and
     ],
 )
 def test_a_load_that_gives_no_questions_is_told_what_it_gave_and_what_it_must(load, sentence, tiny):
-    refused(f"{sentence}: {ITEMS}", loaded, tiny, load)
+    refused(f"{sentence}: it {ITEMS}", loaded, tiny, load)
 
 
 def test_questions_may_come_one_by_one(tiny):
@@ -71,7 +73,7 @@ def test_messages_that_are_no_chat_are_said(messages, what, tiny):
 
 
 # --- Rewards ------------------------------------------------------------------------
-MUST = "it must return a dict of finite numbers, or True and False, by the names in REWARD_WEIGHTS"
+MUST = "must return a dict of finite numbers, True, False or None (does not apply) by the names in"
 
 
 def rewarded(rewards):
@@ -89,19 +91,20 @@ def test_a_reward_may_be_a_truth_or_any_librarys_number(kind):
     assert make_group(group, **NAMED).rewards.tolist() == [[1, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan"), [1.0], np.ones(1), np.float32("inf")])
+@pytest.mark.parametrize("value", ["1", float("nan"), [1.0], np.ones(1), np.float32("inf")])
 def test_a_reward_that_is_no_number_is_named_with_question_and_completion(value):
     rewards = {"correctness": value, "format": 1.0}
     what = (
         f"rewards() returned {rewards!r} for the question {PROMPT[1]!r} and the completion 'first'"
     )
-    refused(f"{what}: {MUST}", rewarded, lambda text: rewards)
+    refused(f"{what}: it {MUST}", rewarded, lambda text: rewards)
 
 
 @pytest.mark.parametrize("rewards", [1.0, True, None, [1.0, 0.0]])
-def test_rewards_without_names_are_refused(rewards):
-    what = f"rewards() returned {rewards} for the question {PROMPT[1]!r} and the completion 'first'"
-    refused(f"{what}: {MUST}", rewarded, lambda text: rewards)
+def test_a_reward_without_a_name_is_refused_where_the_weights_have_others(rewards):
+    named = {"reward": rewards}
+    what = f"rewards() returned {named} for the question {PROMPT[1]!r} and the completion 'first'"
+    refused(f"{what}: it {MUST}", rewarded, lambda text: rewards)
 
 
 NAMES = [["correct", "format"], ["correctness"], ["correctness", "format", 7]]
@@ -110,6 +113,195 @@ NAMES = [["correct", "format"], ["correctness"], ["correctness", "format", 7]]
 @pytest.mark.parametrize("names", NAMES)
 def test_names_that_are_not_those_of_the_weights_are_refused(names):
     refused(MUST, rewarded, lambda text: dict.fromkeys(names, 1.0))
+
+
+def judged(item=None, texts=("first", "second"), **task):
+    """-> (recipe, its rewards) of a task "mine" with these members, weights and outcome its own."""
+    task, item = SimpleNamespace(**task), item or {"question": "Why?"}
+    unset = {"reward_weights": None, "outcome": None}
+    recipe = a_recipe([(0, item, [5])], task=task, task_name="mine", **unset)
+    recipe.resolve()
+    return recipe, reward_group(recipe, item, list(texts))
+
+
+def test_a_reward_alone_is_called_reward_and_is_the_outcome():
+    for value, number in [(True, 1.0), (0.25, 0.25), (np.float32(2), 2.0)]:
+        recipe, rewards = judged(rewards=lambda item, text, value=value: value)
+        assert rewards == [{"reward": number}] * 2
+        assert (recipe.reward_weights, recipe.outcome) == ({"reward": 1.0}, "reward")
+
+
+def test_none_is_a_reward_that_does_not_apply():
+    recipe, rewards = judged(rewards=lambda item, text: {"correctness": text == "first", "b": None})
+    assert recipe.reward_weights == {"correctness": 1.0, "b": 1.0}
+    assert recipe.outcome == "correctness"
+    assert [r["correctness"] for r in rewards] == [1, 0] and math.isnan(rewards[0]["b"])
+    assert math.isnan(judged(rewards=lambda item, text: None)[1][0]["reward"])
+
+
+def test_rewards_that_compare_see_the_group():
+    def shortest(item, texts):
+        return [len(text) == min(map(len, texts)) for text in texts]
+
+    recipe, rewards = judged(group_rewards=shortest)
+    assert [r["reward"] for r in rewards] == [1, 0] and recipe.outcome == "reward"
+    both = {"rewards": lambda item, text: {"correctness": 1}}
+    both["group_rewards"] = lambda item, texts: [{"short": s} for s in shortest(item, texts)]
+    recipe, rewards = judged(**both)
+    assert rewards == [{"correctness": 1, "short": 1}, {"correctness": 1, "short": 0}]
+    assert recipe.outcome == "correctness"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (lambda item, texts: [True], "group_rewards() returned 1 values"),
+        (lambda item, texts: {"a": 1}, "group_rewards() returned {'a': 1}: it must return a list"),
+        (lambda item, texts: 1.0, "group_rewards() returned 1.0: it must return a list"),
+        (lambda item, texts: [1.0] * len(texts), "both return ['reward']"),
+    ],
+)
+def test_group_rewards_that_are_not_one_for_each_are_refused(given, sentence):
+    alone = {} if "both" not in sentence else {"rewards": lambda item, text: 1.0}
+    weights = {"REWARD_WEIGHTS": {"reward": 1.0}}
+    refused(sentence, judged, group_rewards=given, **alone, **weights)
+
+
+def test_group_rewards_that_fail_are_said_to():
+    with pytest.raises(RuntimeError, match=r"tasks/mine.py: group_rewards\(\) failed with Zero"):
+        judged(group_rewards=lambda item, texts: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("members", "sentence"),
+    [
+        ({}, "OUTCOME = None must name the reward that says right (> 0) or wrong, one of ['a', 'b"),
+        ({"OUTCOME": "c"}, "OUTCOME = 'c' must name the reward"),
+        ({"REWARD_WEIGHTS": {"a": "1"}}, "REWARD_WEIGHTS = {'a': '1'} must be numbers by name"),
+        ({"REWARD_WEIGHTS": {}}, "REWARD_WEIGHTS = {} must be numbers by name"),
+    ],
+)
+def test_a_tasks_weights_and_outcome_must_fit(members, sentence):
+    refused(sentence, judged, rewards=lambda item, text: {"a": 1, "b": 2}, **members)
+
+
+def test_a_tasks_weights_and_outcome_are_taken_and_a_constant_overrides_them():
+    own = {"REWARD_WEIGHTS": {"b": 3.0, "a": 1.0}, "OUTCOME": "b"}
+    task = SimpleNamespace(rewards=lambda item, text: {"a": 1, "b": 2}, **own)
+    recipe = a_recipe([PROMPT], task=task, reward_weights=None, outcome=None)
+    recipe.resolve()
+    assert (recipe.reward_weights, recipe.outcome) == ({"b": 3.0, "a": 1.0}, "b")
+    assert list(reward_group(recipe, PROMPT[1], [""])[0]) == ["b", "a"]
+    assert recipe.settings()["REWARD_WEIGHTS"] == [["b", 3.0], ["a", 1.0]]  # what workers compare
+    recipe = a_recipe([PROMPT], task=task, reward_weights={"a": 1, "b": 0}, outcome="a")
+    recipe.resolve()
+    assert (recipe.reward_weights, recipe.outcome) == ({"a": 1, "b": 0}, "a")
+
+
+# --- The file -----------------------------------------------------------------------
+TASK = """
+from beside import CONTENT
+
+def load(split):
+    return [{"city": "Rome"}]
+
+def messages(item):
+    return [{"role": "user", "content": CONTENT + item["city"]}]
+
+def rewards(item, completion):
+    return len(completion) / 0
+"""
+
+
+def test_a_task_may_be_a_path_whose_folder_it_can_import_from(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my/cities.py").write_text(TASK)
+    (tmp_path / "my/beside.py").write_text('CONTENT = "Where is "')
+    task = load_task("my/cities.py")
+    constants = SimpleNamespace(TASK="my/cities.py", MODEL=tiny, MAX_PROMPT_TOKENS=99)
+    constants.CHAT_TEMPLATE = {}
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    ((_, item, ids),) = load_split(constants, task, "train", tokenizer)
+    assert "Where is Rome" in tokenizer.decode(ids)
+    recipe = a_recipe([(0, item, ids)], task=task, task_name="my/cities.py", reward_weights=None)
+    with pytest.raises(RuntimeError, match=r"^my/cities.py: rewards\(\) failed with ZeroDiv"):
+        recipe.resolve()
+    assert (
+        a_recipe(task_name="/x/cities.py").settings()
+        == a_recipe(task_name="my/cities.py").settings()
+    )  # elsewhere on a worker's machine
+    with pytest.raises(SystemExit, match=f"TASK = 'cities.py': there is no file {tmp_path}/cit"):
+        load_task("cities.py")
+    (tmp_path / "my/cities.py").write_text("def load(split): pass")
+    with pytest.raises(SystemExit, match=r"my/cities.py lacks messages, rewards \(or group_rew"):
+        load_task("my/cities.py")
+    with pytest.raises(SystemExit, match="no tasks/gsm9k.py .*: is gsm8k meant?"):
+        load_task("gsm9k")
+
+
+# --- What is shown at the start -------------------------------------------------------
+def previewed(tiny, capsys, messages=None, template=None, **task):
+    """-> what is printed of a task's first prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    task = SimpleNamespace(**{"rewards": lambda item, text: text == "42"} | task)
+    task.messages = messages or (lambda item: chat(item["question"]))
+    item = {"question": "What is 6 * 7?", "answer": 42}
+    c = SimpleNamespace(TASK="mine", MODEL="its name", MAX_PROMPT_TOKENS=99, CHAT_TEMPLATE={})
+    ids = ids_of(c, task, item, tokenizer)
+    recipe = a_recipe([(7, item, ids)], task=task, task_name="mine", reward_weights=None)
+    recipe.outcome = None
+    recipe.resolve()
+    preview(c, recipe, tokenizer, 1)
+    return capsys.readouterr().out
+
+
+def test_the_first_prompt_and_its_rewards_are_shown(tiny, capsys):
+    out = previewed(tiny, capsys)
+    assert re.search(r"prompt 7 as its name sees it, \d+ tokens:\n<\|im_start\|>user\nWhat is", out)
+    assert out.rstrip().endswith("rewards of the gold answer '42': reward 1")
+    assert "rewards of an empty completion: reward 0" in out
+    assert "loses or changes" not in out
+
+
+def test_a_long_prompt_is_cut_where_it_is_shown(tiny, capsys):
+    out = previewed(tiny, capsys, messages=lambda item: chat("ab" * 2000))
+    assert len(out) < 3000 and "characters more" in out and "loses or changes" not in out
+
+
+def test_a_message_that_the_template_loses_is_said(tiny, capsys):
+    asked = [{"role": "system", "content": "Be brief."}, *chat("Why?")]
+    template = "{{ messages[-1].content }}"
+    out = previewed(tiny, capsys, messages=lambda item: asked, template=template)
+    assert "the chat template loses or changes the system's message" in out
+    with pytest.raises(SystemExit, match="chat template of MODEL = 'its name'.*refuses.*no system"):
+        template = "{{ raise_exception('no system') }}"
+        previewed(tiny, capsys, messages=lambda item: chat("Why?"), template=template)
+
+
+def test_a_gold_answer_that_is_wrong_is_refused_where_the_task_writes_it(tiny, capsys):
+    out = previewed(tiny, capsys, rewards=lambda item, text: text == "<answer>42</answer>")
+    assert 'the "answer" alone is wrong by OUTCOME' in out and "write gold(item)" in out
+    assert "gold answer '42': reward 1" in previewed(tiny, capsys, gold=lambda item: "42")
+    assert "does not apply" in previewed(tiny, capsys, rewards=lambda item, text: None)
+    wrong = "gold() returned '43' for the question"
+    refused(wrong, previewed, tiny, capsys, gold=lambda item: "43")
+    refused("returned 42: it must be a text", previewed, tiny, capsys, gold=lambda item: 42)
+    with pytest.raises(RuntimeError, match=r"mine.py: gold\(\) failed with KeyError"):
+        previewed(tiny, capsys, gold=lambda item: item["solution"])
+
+
+def test_options_of_the_chat_template_reach_it(tiny):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %} think{% endif %}"
+    constants = SimpleNamespace(TASK="mine", MODEL=tiny, MAX_PROMPT_TOKENS=99)
+    for options, text in [({}, "Why?"), ({"enable_thinking": True}, "Why? think")]:
+        constants.CHAT_TEMPLATE = options
+        task = SimpleNamespace(load=lambda split: [{"question": "Why?"}], messages=chat)
+        ((_, _, ids),) = load_split(constants, task, "train", tokenizer)
+        assert tokenizer.decode(ids) == text
 
 
 # --- Before the model is loaded -----------------------------------------------------
@@ -140,9 +332,10 @@ def test_a_task_that_is_as_it_should_be_gets_as_far_as_the_model(mine):
 
 
 def test_names_that_are_not_those_of_the_weights_are_found_before_the_model_is_loaded(mine):
+    mine.REWARD_WEIGHTS = {"correctness": 1.0, "format": 1.0}
     mine.rewards = lambda item, text: {"correct": 1.0, "format": 1.0}
-    refused(f"'Why?'}} and the completion '': {MUST}", trainer.main)
-    refused(f"'Why?'}} and the completion '': {MUST}", trainer.worker)
+    refused(f"'Why?'}} and the completion '': it {MUST}", trainer.main)
+    refused(f"'Why?'}} and the completion '': it {MUST}", trainer.worker)
 
 
 def test_a_task_that_does_not_cope_with_an_empty_completion_is_told_so(mine):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import NAMED, a_group, a_recipe, sampled
+from fakes import NAMED, NAMES, a_group, a_recipe, sampled
 from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
@@ -22,9 +22,10 @@ from grpo.training.token_stats import TokenStats
 
 # --- Rows --------------------------------------------------------------------------
 def test_rows_by_hand(monkeypatch):
-    monkeypatch.setattr(trainer, "REWARD_WEIGHTS", {"correctness": 2.0, "format": 1.0})
     monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
-    rows = trainer.make_sequences([a_group([[1.0, -1.0], [-1.0, -1.0]])], old_from_sampler=False)
+    rows = trainer.make_sequences(
+        [a_group([[1.0, -1.0], [-1.0, -1.0]])], NAMES, old_from_sampler=False
+    )
     assert [row.completion for row in rows] == [[10, 11, 12], [13]]
     assert [row.prompt for row in rows] == [[5, 6]] * 2
     assert [row.advantage for row in rows] == [2.0, -2.0]  # 1 and -3, less their mean -1
@@ -35,18 +36,29 @@ def test_rows_by_hand(monkeypatch):
 def test_truncated_rows_count_in_the_mean_and_are_not_trained(monkeypatch):
     group = a_group([[1.0, -1.0], [-1.0, -1.0]], truncated=(True, False))
     monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
-    (row,) = trainer.make_sequences([group], old_from_sampler=False)
+    (row,) = trainer.make_sequences([group], NAMES, old_from_sampler=False)
     assert row.completion == [13] and row.advantage == -2.0
     assert row.weight == pytest.approx(1 / 2)  # of 2 sequences, the cut one included (as in TRL)
     monkeypatch.setattr(trainer, "MASK_TRUNCATED", False)
-    assert len(trainer.make_sequences([group], old_from_sampler=False)) == 2
+    assert len(trainer.make_sequences([group], NAMES, old_from_sampler=False)) == 2
+
+
+def test_advantages_are_of_the_rewards_that_apply(monkeypatch):
+    """A completion that no reward judges counts in no mean, and its advantage is 0."""
+    monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
+    nan, three = float("nan"), {"lengths": (1, 1, 1), "truncated": (False,) * 3}
+    group = a_group([[1.0, nan], [nan, nan], [nan, -1.0]], **three)
+    assert trainer.advantages_of(group, NAMES).tolist() == [1.5, 0, -1.5]  # of 2 and -1
+    monkeypatch.setattr(trainer, "ADVANTAGE_STD", True)
+    for rewards in ([[nan, nan]] * 3, [[1.0, 1.0], [nan, nan], [nan, nan]]):
+        assert trainer.advantages_of(a_group(rewards, **three), NAMES).tolist() == [0, 0, 0]
 
 
 def test_a_step_without_rows_is_possible(monkeypatch):
-    assert trainer.make_sequences([], old_from_sampler=False) == []
+    assert trainer.make_sequences([], NAMES, old_from_sampler=False) == []
     all_cut = a_group([[1.0, -1.0], [-1.0, -1.0]], truncated=(True, True))
     assert (
-        trainer.make_sequences([all_cut], old_from_sampler=False) == []
+        trainer.make_sequences([all_cut], NAMES, old_from_sampler=False) == []
     )  # no mean of nothing: 0 / 0
 
 
@@ -58,7 +70,7 @@ def test_whose_log_probs_are_the_old_ones(monkeypatch):
 
     def sampled_are_old(*groups):
         old_from_sampler = trainer.takes_old_from_sampler(groups, 5)
-        for row in trainer.make_sequences(groups, old_from_sampler=old_from_sampler):
+        for row in trainer.make_sequences(groups, NAMES, old_from_sampler=old_from_sampler):
             assert row.old_logps is (row.sampler_logps if old_from_sampler else None)
         return old_from_sampler
 
@@ -98,7 +110,9 @@ def test_bad_steps_are_counted_kept_and_end_the_run_when_they_follow_each_other(
 ):
     folder = report.RunFolder(tmp_path)
     monkeypatch.setattr(trainer.dist, "barrier", lambda: None)
-    rows = trainer.make_sequences([a_group([[1.0, -1.0], [-1.0, 1.0]])], old_from_sampler=False)
+    rows = trainer.make_sequences(
+        [a_group([[1.0, -1.0], [-1.0, 1.0]])], NAMES, old_from_sampler=False
+    )
     progress, metrics = Progress("run"), {"loss": float("nan"), "grad_norm": float("inf")}
     for progress.step in range(1, 5):
         if progress.step == 3:
@@ -133,7 +147,7 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
     ]
     for group in groups:
         group.sampler_logps += noise * torch.randn(len(group.sampler_logps), generator=torch_seed)
-    loss, stats = loss_of(policy, trainer.make_sequences(groups, old_from_sampler=False))
+    loss, stats = loss_of(policy, trainer.make_sequences(groups, NAMES, old_from_sampler=False))
     metrics = means_of(loss, stats)
     del metrics["kl"]  # KL_BETA is 0
     return metrics
@@ -185,7 +199,9 @@ def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, a
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
     monkeypatch.setattr(trainer, "KL_BETA", 0)
     monkeypatch.setattr(trainer, "IS_CAP", 0)  # the group's log-probs are made up
-    rows = trainer.make_sequences([a_group([[1.0, -1.0], [-1.0, -1.0]])], old_from_sampler=False)
+    rows = trainer.make_sequences(
+        [a_group([[1.0, -1.0], [-1.0, -1.0]])], NAMES, old_from_sampler=False
+    )
     assert all(row.old_logps is None for row in rows)
     loss, _ = loss_of(policy, rows)
     assert abs(loss.item()) < 1e-6  # the advantages sum to 0, and each sequence weighs the same
@@ -212,7 +228,7 @@ def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(
     def step(recompute):
         monkeypatch.setattr(trainer, "RECOMPUTE_OLD_LOGPS", recompute)
         old_from_sampler = trainer.takes_old_from_sampler([group], 0)
-        rows = trainer.make_sequences([group], old_from_sampler=old_from_sampler)
+        rows = trainer.make_sequences([group], NAMES, old_from_sampler=old_from_sampler)
         loss, stats = loss_of(policy, rows)
         assert means_of(loss, stats)["sampler_ratio_max"] > 1e4
         advantages = [row.advantage for row in rows]

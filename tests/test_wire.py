@@ -97,7 +97,6 @@ BAD_TENSORS = {
         {"completion_lengths": torch.tensor([2**31 - 1, 2**31 - 1, 8], dtype=torch.int32)},
         "completion_ids must be .4294967302",
     ),
-    "NaN reward": ({"rewards": torch.tensor([[0, 1], [0, torch.nan], [0, 1]])}, "rewards must"),
     "infinite reward": ({"rewards": torch.full((3, 2), torch.inf)}, "rewards must be finite"),
     "NaN logp": ({"sampler_logps": torch.full((6,), torch.nan)}, "sampler_logps must be finite"),
     "-inf logp": ({"sampler_logps": torch.full((6,), -torch.inf)}, "sampler_logps must be finite"),
@@ -126,6 +125,11 @@ def test_bad_tensors_are_refused_with_the_reason(name):
     tensors, reason = BAD_TENSORS[name]
     with pytest.raises(ValueError, match=reason):
         unpack_group(blob(tensors), **LIMITS)
+
+
+def test_a_reward_that_does_not_apply_is_nan():
+    group = unpack_group(blob({"rewards": torch.tensor([[0, 1], [0, torch.nan], [0, 1]])}))
+    assert group.rewards.isnan().tolist() == [[False, False], [False, True], [False, False]]
 
 
 BAD_METADATA = {

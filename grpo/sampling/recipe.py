@@ -4,13 +4,22 @@ Everything that a task returns is checked here: an error names the task's file, 
 what it must return.
 """
 
+import difflib
 import hashlib
 import importlib
+import importlib.util
+import inspect
 import json
 import math
 import numbers
+import statistics
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+import jinja2
+
+from grpo.constants import real
 from grpo.log import say
 from grpo.models import prompt_ids
 from grpo.sampling.reward_timeout import TooSlow, timely
@@ -25,15 +34,15 @@ class Recipe:
     """The task, its prompts, and the trainer's constants that sampling needs, in lower case."""
 
     task_name: str
-    task: object  # the module tasks/NAME.py
+    task: object  # the module tasks/NAME.py, or at a path
     prompts: list  # [(index, item, prompt ids)] of the training split
     group_size: int
     sample_batch: int
     max_prompt_tokens: int
     max_completion_tokens: int
     temperature: float
-    reward_weights: dict
-    outcome: str
+    reward_weights: dict | None  # None until resolve(): the task's
+    outcome: str | None
     skip_flat_groups: str | bool  # "outcome", "reward" or False
     seed: int
     stop_tokens: list
@@ -45,47 +54,137 @@ class Recipe:
         """Returns what the trainer publishes and a worker compares, as JSON gives it back."""
         prompts = json.dumps([[index, ids] for index, _, ids in self.prompts]).encode()
         settings = {name.upper(): getattr(self, name) for name in SHARED} | {
-            "TASK": self.task_name,
+            "TASK": Path(self.task_name).name,  # a file of one's own may lie elsewhere
             "REWARD_WEIGHTS": list(self.reward_weights.items()),  # in this order
             "prompts (tokenizer, task and its data)": hashlib.sha256(prompts).hexdigest(),
         }
         return json.loads(json.dumps(settings))
 
+    def resolve(self):
+        """Sets REWARD_WEIGHTS and OUTCOME where the trainer's are None: to the task's; where it has
+        none, to 1 for each reward of an empty completion, and to the sole reward or "correctness".
+        SystemExit if they do not fit."""
+        task, file = self.task, task_file(self.task_name)
+        if self.reward_weights is None:
+            self.reward_weights = getattr(task, "REWARD_WEIGHTS", None)
+        if self.reward_weights is None:
+            (empty,) = given_rewards(self, self.prompts[0][1], [""])
+            self.reward_weights = dict.fromkeys(empty, 1.0)
+        weights = self.reward_weights
+        if not (weights and isinstance(weights, dict) and all(map(real, weights.values()))):
+            raise SystemExit(f"{file}: REWARD_WEIGHTS = {weights!r} must be numbers by name")
+        set_to = getattr(task, "OUTCOME", None) if self.outcome is None else self.outcome
+        default = next(iter(weights)) if len(weights) == 1 else "correctness"
+        self.outcome = default if set_to is None else set_to
+        if self.outcome not in weights:
+            raise SystemExit(
+                f"{file}: OUTCOME = {set_to!r} must name the reward that says right (> 0) or wrong,"
+                f" one of {list(weights)}: set it there, or in the trainer"
+            )
 
-# --- Questions ----------------------------------------------------------------------
+
+# --- The task's file ----------------------------------------------------------------
+FILES = {"math": "math_problems"}  # a math.py could shadow Python's own
+
+
+def task_file(name):
+    """Returns the path by which errors name a task's file.
+
+    >>> task_file("gsm8k"), task_file("my/task.py")
+    ('tasks/gsm8k.py', 'my/task.py')
+    """
+    return name if name.endswith(".py") else f"tasks/{FILES.get(name, name)}.py"
+
+
 def load_task(name):
-    """Returns the module tasks/NAME.py. Raises SystemExit if it is missing or lacks a function."""
+    """Returns the module tasks/NAME.py, or that at a path such as my/task.py, from whose folder it
+    may import. Raises SystemExit if it is missing or lacks a function."""
+    file = task_file(name)
     try:
-        task = importlib.import_module(f"tasks.{name}")
+        task = module_at(file) if name == file else importlib.import_module(dotted(name))
     except ModuleNotFoundError as error:
+        near = difflib.get_close_matches(name, task_files(), n=1)
+        meant = f": is {near[0]} meant?" if near and error.name == dotted(name) else ""
         raise SystemExit(
-            f"TASK = {name!r}: no tasks/{name}.py that can be imported ({error})"
+            f"TASK = {name!r}: no {file} that can be imported ({error}){meant}"
         ) from None
-    missing = {"load", "messages", "rewards"} - vars(task).keys()
+    missing = sorted({"load", "messages"} - vars(task).keys())
+    if not {"rewards", "group_rewards"} & vars(task).keys():
+        missing.append("rewards (or group_rewards)")
     if missing:
-        raise SystemExit(f"tasks/{name}.py lacks {', '.join(sorted(missing))}; see tasks/gsm8k.py")
+        raise SystemExit(f"{file} lacks {', '.join(missing)}; see tasks/gsm8k.py")
     return task
 
 
+def dotted(name):
+    return f"tasks.{FILES.get(name, name)}"
+
+
+def task_files():
+    """Returns {name: path} of the tasks in tasks/, which are the files that have `messages`."""
+    folders = map(Path, importlib.import_module("tasks").__path__)
+    files = [path for folder in folders for path in sorted(folder.glob("[!_]*.py"))]
+    names = {file: name for name, file in FILES.items()}
+    return {names.get(f.stem, f.stem): f for f in files if "messages" in f.read_text("utf-8")}
+
+
+def module_at(path):
+    """Returns the module in the file `path`; what lies beside it can be imported."""
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise SystemExit(f"TASK = {path!r}: there is no file {file}")
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # last: it must not shadow Python's own modules
+    spec = importlib.util.spec_from_file_location(f"task_of_{file.stem}", file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- Questions ----------------------------------------------------------------------
 def load_split(c, task, split, tokenizer):
     """Returns [(index, item, prompt ids)] of the split, without prompts over MAX_PROMPT_TOKENS; `c`
     is the trainer's constants. Raises SystemExit if the task has no valid questions, or none fits.
     """
-    items, prompts = load_items(c.TASK, task, split), []
-    for index, item in enumerate(items):
-        ids = prompt_ids(tokenizer, load_chat(c.TASK, task, item["question"]))
-        if len(ids) <= c.MAX_PROMPT_TOKENS:
-            prompts.append((index, item, ids))
-    left_out = len(items) - len(prompts)
-    say(f"{c.TASK}/{split}: {len(items)} questions, {left_out} left out as too long")
+    items = load_items(c.TASK, task, split)
+    prompts = [(i, item, ids_of(c, task, item, tokenizer)) for i, item in enumerate(items)]
+    lengths = sorted(len(ids) for _, _, ids in prompts)
+    prompts = [prompt for prompt in prompts if len(prompt[2]) <= c.MAX_PROMPT_TOKENS]
+    say(
+        f"{c.TASK}/{split}: {len(items)} questions, {len(items) - len(prompts)} left out as too"
+        f" long; the shortest prompt has {lengths[0]} tokens, the median"
+        f" {statistics.median_low(lengths)}, the longest {lengths[-1]}"
+    )
     if not prompts:
-        raise SystemExit(f"no question fits MAX_PROMPT_TOKENS = {c.MAX_PROMPT_TOKENS}: raise it")
+        raise SystemExit(
+            f"no question fits MAX_PROMPT_TOKENS = {c.MAX_PROMPT_TOKENS}: raise it, to"
+            f" {lengths[-1]} for all of them"
+        )
     return prompts
 
 
+def ids_of(c, task, item, tokenizer):
+    """Returns the prompt's ids. SystemExit if the model's chat template refuses the chat."""
+    chat = load_chat(c.TASK, task, item)
+    try:
+        return prompt_ids(tokenizer, chat, **c.CHAT_TEMPLATE)
+    except (jinja2.TemplateError, TypeError) as error:
+        raise SystemExit(
+            f"the chat template of MODEL = {c.MODEL!r}, with CHAT_TEMPLATE = {c.CHAT_TEMPLATE!r},"
+            f" refuses what {task_file(c.TASK)}: messages() returned, {chat!r:.500}: {error}"
+        ) from error
+
+
+def takes_question(task):
+    """Returns whether it is messages(question), and not messages(item)."""
+    return next(iter(inspect.signature(task.messages).parameters), "") == "question"
+
+
 def load_items(name, task, split):
-    call, splits = f"tasks/{name}.py: load({split!r})", 'for "train" and EVAL_SPLIT'
-    must = f'it must return a list of dicts, each with a "question", {splits}'
+    call, splits = f"{task_file(name)}: load({split!r})", 'for "train" and EVAL_SPLIT'
+    needed = takes_question(task)
+    question = ', each with a "question" (or write messages(item))' if needed else ""
+    must = f"it must return a list of dicts{question}, {splits}"
     try:
         items = list(task.load(split))
     except (
@@ -96,15 +195,19 @@ def load_items(name, task, split):
     if not items:
         raise SystemExit(f"{call} returned no item: {must}")
     for number, item in enumerate(items):
-        if not (isinstance(item, dict) and "question" in item):
+        if not isinstance(item, dict) or needed and "question" not in item:
             raise SystemExit(f"{call} returned {item!r:.500} as item {number}: {must}")
     return items
 
 
-def load_chat(name, task, question):
-    call = f"tasks/{name}.py: messages({question!r:.500})"
+def load_chat(name, task, item):
+    given = item["question"] if takes_question(task) else item
+    call = f"{task_file(name)}: messages({given!r:.500})"
     must = 'it must return a list of {"role": ..., "content": ...}, both texts'
-    chat = task.messages(question)
+    try:
+        chat = task.messages(given)
+    except Exception as error:
+        raise RuntimeError(f"{call} failed with {error!r}: {must}") from error
     is_chat = isinstance(chat, list | tuple) and chat and all(isinstance(m, dict) for m in chat)
     if not is_chat or not all(isinstance(m.get(k), str) for m in chat for k in ("role", "content")):
         raise SystemExit(f"{call} returned {chat!r:.500}: {must}")
@@ -113,36 +216,64 @@ def load_chat(name, task, question):
 
 # --- Rewards ------------------------------------------------------------------------
 def reward_group(recipe, item, texts):
-    """Returns, for each completion's text, a dict of floats in the order of REWARD_WEIGHTS.
+    """Returns, for each completion's text, a dict of floats in the order of REWARD_WEIGHTS; NaN is
+    a reward that does not apply to it.
 
     Raises RuntimeError if the task raises, which is a bug and not a reward, or takes too long;
     SystemExit if the rewards are not what REWARD_WEIGHTS names.
     """
-    rewards, question = [], item.get("question")
-    what = f"the rewards of question {question!r:.80}, tasks/{recipe.task_name}.py,"
+    given = given_rewards(recipe, item, texts)
+    return [named_floats(recipe, g, item, text) for g, text in zip(given, texts, strict=True)]
+
+
+def given_rewards(recipe, item, texts):
+    """Returns what the task's rewards() and group_rewards() give, a dict by name for each text."""
+    task, file = recipe.task, task_file(recipe.task_name)
+    what = f"the rewards of question {item.get('question', item)!r:.80}, {file},"
+    rewards, call, together = [], "rewards", [{}] * len(texts)
     try:
         with timely(recipe.reward_timeout_seconds, what):
-            for text in texts:
-                rewards.append(named_floats(recipe, recipe.task.rewards(item, text), item, text))
+            if hasattr(task, "rewards"):
+                for text in texts:
+                    rewards.append(task.rewards(item, text))
+            if hasattr(task, "group_rewards"):
+                call = "group_rewards"
+                together = task.group_rewards(item, texts)
     except (Exception, TooSlow) as error:
         remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
         raise RuntimeError(
-            f"tasks/{recipe.task_name}.py: rewards() failed with {error!r}{remedy} for the question"
-            f" {item!r} and the completion {texts[min(len(rewards), len(texts) - 1)]!r}"
+            f"{file}: {call}() failed with {error!r}{remedy} for the question {item!r} and the"
+            f" completion {texts[len(rewards) % len(texts)]!r}"
         ) from error
-    return rewards
+    must = f"it must return a list with a reward, or a dict of rewards, for each of {len(texts)}"
+    if isinstance(together, str | dict) or not hasattr(together, "__len__"):
+        raise SystemExit(f"{file}: group_rewards() returned {together!r:.500}: {must} completions")
+    if len(together) != len(texts):
+        raise SystemExit(f"{file}: group_rewards() returned {len(together)} values: {must}")
+    merged = []
+    for one, other in zip(map(by_name, rewards or [{}] * len(texts)), map(by_name, together)):
+        if both := one.keys() & other.keys():
+            raise SystemExit(f"{file}: rewards() and group_rewards() both return {sorted(both)}")
+        merged.append(one | other)
+    return merged
+
+
+def by_name(rewards):
+    return rewards if isinstance(rewards, dict) else {"reward": rewards}
 
 
 def named_floats(recipe, rewards, item, text):
     names = list(recipe.reward_weights)
-    if isinstance(rewards, dict) and rewards.keys() == recipe.reward_weights.keys():
+    if rewards.keys() == recipe.reward_weights.keys():
         floats = {name: as_float(rewards[name]) for name in names}
-        if all(map(math.isfinite, floats.values())):
+        if all(rewards[name] is None or math.isfinite(floats[name]) for name in names):
             return floats
+    functions = [f"{n}()" for n in ("rewards", "group_rewards") if hasattr(recipe.task, n)]
     raise SystemExit(
-        f"tasks/{recipe.task_name}.py: rewards() returned {rewards!r:.500} for the question"
-        f" {item!r} and the completion {text!r}: it must return a dict of finite numbers, or True"
-        f" and False, by the names in REWARD_WEIGHTS, {names}"
+        f"{task_file(recipe.task_name)}: {' and '.join(functions)} returned {rewards!r:.500} for"
+        f" the question {item!r} and the completion {text!r}: it must return a dict of finite"
+        f" numbers, True, False or None (does not apply) by the names in REWARD_WEIGHTS, {names},"
+        ' or one of these alone, which is called "reward"'
     )
 
 
@@ -151,3 +282,14 @@ def as_float(value):
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     return float(value) if isinstance(value, numbers.Real) else math.nan
+
+
+def total(rewards, weights):
+    """Returns the weighted sum of a completion's rewards (floats by name) that apply, as TRL's
+    nansum; NaN where none does.
+
+    >>> total({"a": 1.0, "b": math.nan}, {"a": 2.0, "b": 1.0}), total({"b": math.nan}, {"b": 1.0})
+    (2.0, nan)
+    """
+    values = [weights[name] * value for name, value in rewards.items() if not math.isnan(value)]
+    return sum(values) if values else math.nan

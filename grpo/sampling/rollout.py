@@ -14,7 +14,7 @@ from collections import deque
 import torch
 
 from grpo.sampling.ahead import ahead
-from grpo.sampling.recipe import reward_group
+from grpo.sampling.recipe import reward_group, total
 from grpo.sampling.reward_processes import begin_rewards
 from grpo.wire import Group
 
@@ -122,7 +122,7 @@ def is_flat(values):
     >>> is_flat([1, 1, 1]), is_flat([1, -1, 1])
     (True, False)
     """
-    return max(values) - min(values) < 1e-6
+    return max(values, default=0) - min(values, default=0) < 1e-6
 
 
 def tally(recipe, sampled):
@@ -140,18 +140,25 @@ def tally_of(recipe, group):
 
 def tally_of_one(recipe, group):
     """Returns the tally of a wire.Group."""
-    rewards = [dict(zip(group.reward_names, row, strict=True)) for row in group.rewards.tolist()]
     lengths, cut = group.completion_lengths.tolist(), group.truncated.tolist()
-    return counts_of(recipe, lengths, cut, rewards)
+    return counts_of(recipe, lengths, cut, rewards_of(group))
+
+
+def rewards_of(group):
+    """Returns the rewards of a wire.Group's completions, dicts by name."""
+    return [dict(zip(group.reward_names, row, strict=True)) for row in group.rewards.tolist()]
 
 
 def counts_of(recipe, lengths, truncated, rewards):
-    outcomes = [r[recipe.outcome] for r in rewards]
-    weights = recipe.reward_weights.items()
-    # NaN is a reward that does not apply
-    totals = [sum(w * r[name] for name, w in weights if r[name] == r[name]) for r in rewards]
-    by_outcome, by_reward = int(is_flat(outcomes)), int(is_flat(totals))
-    counts = {
+    applicable = {name: applying(r[name] for r in rewards) for name in recipe.reward_weights}
+    outcomes = applicable[recipe.outcome]
+    totals = applying(total(r, recipe.reward_weights) for r in rewards)
+    # Where the outcome applies to none, what there is to compare are the totals
+    by_outcome, by_reward = int(is_flat(outcomes or totals)), int(is_flat(totals))
+    sums = {f"reward_{name}": sum(values) for name, values in applicable.items()}
+    sums |= {f"square_{name}": sum(v * v for v in values) for name, values in applicable.items()}
+    sums |= {f"applicable_{name}": len(values) for name, values in applicable.items()}
+    return sums | {
         "groups": 1,
         "flat": by_reward if recipe.skip_flat_groups == "reward" else by_outcome,
         "flat_outcome": by_outcome,
@@ -163,12 +170,11 @@ def counts_of(recipe, lengths, truncated, rewards):
         "ended_tokens": sum(n for n, cut in zip(lengths, truncated, strict=True) if not cut),
         "group_std": torch.tensor(totals, dtype=torch.float64).std().item() if totals[1:] else 0.0,
     }
-    for name in recipe.reward_weights:
-        values = [r[name] for r in rewards if not math.isnan(r[name])]
-        counts[f"reward_{name}"] = sum(values)
-        counts[f"square_{name}"] = sum(value**2 for value in values)
-        counts[f"applicable_{name}"] = len(values)
-    return counts
+
+
+def applying(values):
+    """Returns the values without NaN, which is a reward that does not apply."""
+    return [value for value in values if not math.isnan(value)]
 
 
 # --- Pack ---------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from grpo.client import RefServer
 from grpo.log import say
 from grpo.models import load_tokenizer
 from grpo.sampling.policy import load_policy
-from grpo.sampling.recipe import Recipe, load_split, load_task, reward_group
+from grpo.sampling.preview import preview
+from grpo.sampling.recipe import Recipe, load_split, load_task
 from grpo.sampling.reward_processes import start_processes
 from grpo.wire import tokenizer_facts
 
@@ -16,12 +17,25 @@ def prepare(c, *, needs_server, split="train"):
     anything heavy is loaded. Prompts are those of `split`. `server` is None if it is not needed."""
     if needs_server and not c.REF_SERVER:
         raise SystemExit("REF_SERVER = None must be the server's address: workers need a server")
+    tokenizer, recipe = prepare_task(c, split=split, shown=1)
+    if c.REWARD_PROCESSES:
+        limits = c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS
+        recipe.reward_processes = start_processes(recipe.task, *limits)
+    server = None
+    if needs_server:
+        server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
+        server.check(c.MODEL, tokenizer_facts(tokenizer) | {"temperature": c.TEMPERATURE})
+    return tokenizer, recipe, server
+
+
+def prepare_task(c, *, split, shown):
+    """Returns (tokenizer, recipe), once the first `shown` prompts of `split` and their rewards are
+    checked, and printed."""
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
-    prompts = load_split(c, task, split, tokenizer)
     recipe = Recipe(
         task_name=c.TASK,
         task=task,
-        prompts=prompts,
+        prompts=load_split(c, task, split, tokenizer),
         group_size=c.GROUP_SIZE,
         sample_batch=c.SAMPLE_BATCH,
         max_prompt_tokens=c.MAX_PROMPT_TOKENS,
@@ -35,15 +49,9 @@ def prepare(c, *, needs_server, split="train"):
         stop_strings=c.STOP_STRINGS,
         reward_timeout_seconds=c.REWARD_TIMEOUT_SECONDS,
     )
-    reward_group(recipe, prompts[0][1], [""])  # which can be sampled: it must not fail hours later
-    if c.REWARD_PROCESSES:
-        limits = c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS
-        recipe.reward_processes = start_processes(task, *limits)
-    server = None
-    if needs_server:
-        server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
-        server.check(c.MODEL, tokenizer_facts(tokenizer) | {"temperature": c.TEMPERATURE})
-    return tokenizer, recipe, server
+    recipe.resolve()
+    preview(c, recipe, tokenizer, shown)
+    return tokenizer, recipe
 
 
 def make_policy(c, tokenizer):

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from grpo.constants import DTYPES, real, refuse_broken, rules_of
+from grpo.constants import DTYPES, RULES, real, refuse_broken, rules_of
 from grpo.log import say
 from grpo.loss import LOSS_TYPES, OBJECTIVES
 from grpo.proof import check_first_update
@@ -23,7 +23,7 @@ TRAINER = {
         RESUME KEEP_BEST REFERENCE_ON_CPU""",
     '"auto" or a whole number from 1 on': "MICRO_BATCH_TOKENS SAMPLE_BATCH",
     '"auto", True or False': "GRADIENT_CHECKPOINTING",
-    "a text": "MODEL TASK RUN_DIR OUTCOME EVAL_SPLIT",
+    "a text": "MODEL TASK RUN_DIR EVAL_SPLIT",
 }
 
 
@@ -39,8 +39,11 @@ def check_constants(constants):
 def rules_of_one(c):
     """Yields rules (constant, what it must be, whether it is) of constants `c` of any type."""
     weights, stops, betas = c.REWARD_WEIGHTS, c.STOP_TOKENS, c.ADAM_BETAS
-    named = isinstance(weights, dict) and all(map(real, weights.values()))
-    yield "REWARD_WEIGHTS", "a dict of numbers by name", named and weights
+    named = weights and isinstance(weights, dict) and all(map(real, weights.values()))
+    yield "REWARD_WEIGHTS", "a dict of numbers by name, or None", weights is None or named
+    yield "OUTCOME", "a text, or None", c.OUTCOME is None or RULES["a text"](c.OUTCOME)
+    options = isinstance(c.CHAT_TEMPLATE, dict) and all(isinstance(k, str) for k in c.CHAT_TEMPLATE)
+    yield "CHAT_TEMPLATE", "a dict of options by name", options
     texts = isinstance(stops, list | tuple) and all(isinstance(token, str) for token in stops)
     yield "STOP_TOKENS", "a list of texts", texts
     strings = c.STOP_STRINGS
@@ -69,7 +72,8 @@ def rules_of_several(c):
     for name in ("PUBLISH_STEPS", "REFERENCE_REFRESH_STEPS"):
         yield name, alone, c.REF_SERVER is not None or not vars(c)[name]
     yield "PAGE_PORT", "65535 at most; 0 is no page", c.PAGE_PORT <= 65535
-    yield "OUTCOME", "one of the names in REWARD_WEIGHTS", c.OUTCOME in c.REWARD_WEIGHTS
+    named = None in (c.OUTCOME, c.REWARD_WEIGHTS) or c.OUTCOME in c.REWARD_WEIGHTS
+    yield "OUTCOME", "one of the names in REWARD_WEIGHTS", named
     yield "GROUP_SIZE", "2 or more, to be compared with each other", c.GROUP_SIZE >= 2
     whole = c.SAMPLE_BATCH == "auto" or c.SAMPLE_BATCH >= c.GROUP_SIZE
     yield "SAMPLE_BATCH", "GROUP_SIZE or more: groups stay whole", whole

@@ -85,12 +85,14 @@ def evaluate(policy, recipe, prompts):
     for sampled in sampled_and_rewarded(policy, greedy, take, seed=0):
         count.update(tally(recipe, sampled))
         count.update({f"positive_{name}": int(r > 0) for name, r in sampled[2][0].items()})
-    positive = {f"positive_{name}": f"positive_{name}" for name in recipe.reward_weights}
-    lengths = {"truncated": "truncated", "completion_tokens": "tokens"}
-    names = {"accuracy": "right"} | positive | lengths
+    judged = {name: f"applicable_{name}" for name in recipe.reward_weights}
+    shares = {"accuracy": ("right", judged[recipe.outcome])}
+    shares |= {f"positive_{name}": (f"positive_{name}", of) for name, of in judged.items()}
+    shares |= {"truncated": ("truncated", "completions")}
+    shares |= {"completion_tokens": ("tokens", "completions")}
     meet("the other ranks' part of the evaluation")
-    total = add_up(count, ["completions", *names.values()])
-    return {f"eval_{k}": total[name] / max(total["completions"], 1) for k, name in names.items()}
+    total = add_up(count, [name for pair in shares.values() for name in pair])
+    return {f"eval_{k}": total[name] / max(total[of], 1) for k, (name, of) in shares.items()}
 
 
 def rollout_metrics(run, count, sampled, theirs):
@@ -235,7 +237,8 @@ class RunFolder:
         step, number = run.progress.step + 1, run.constants.SAMPLES_PER_STEP
         group, decode = groups[step % len(groups)], run.policy.tokenizer.decode
         item = next(item for index, item, _ in run.recipe.prompts if index == group.item)
-        advantages, ids = advantages_of(group).tolist(), group.completions(group.completion_ids)
+        advantages = advantages_of(group, run.recipe.reward_weights).tolist()
+        ids = group.completions(group.completion_ids)
         best, *others = sorted(range(len(ids)), key=advantages.__getitem__, reverse=True)
         for i in [best, *others[-1:], *others[:-1]][:number]:
             rewards = zip(group.reward_names, group.rewards[i].tolist(), strict=True)

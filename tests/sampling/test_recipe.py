@@ -30,7 +30,8 @@ def test_long_prompts_are_left_out_and_counted(tiny, monkeypatch, capsys):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     items = [{"question": "2 + 2?", "answer": "4"}, {"question": "how many " * 50, "answer": "1"}]
     task = SimpleNamespace(
-        load=lambda split: items, messages=lambda q: [{"role": "user", "content": q}]
+        load=lambda split: items,
+        messages=lambda item: [{"role": "user", "content": item["question"]}],
     )
     monkeypatch.setattr(trainer, "MAX_PROMPT_TOKENS", 40)
     assert [

@@ -1,5 +1,6 @@
 """A rank's rollout: zero-variance groups are replaced, and what is sent is what was sampled."""
 
+import math
 from collections import Counter
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from fakes import (
     ALL_WRONG,
     MIXED,
     NAMED,
+    NAMES,
     PROMPT,
     FakeEngine,
     a_group,
@@ -19,7 +21,6 @@ from fakes import (
 )
 from transformers import AutoTokenizer
 
-import grpo_ref_split as trainer
 from grpo.sampling import rollout
 from grpo.sampling.policy import load_policy
 from grpo.sampling.rollout import make_group, tally_of
@@ -112,8 +113,30 @@ def test_rewards_that_a_task_names_in_another_order_are_trained_all_the_same():
     task = SimpleNamespace(rewards=lambda item, text: {"format": 0.5, "correctness": 1.0})
     (one,) = sampled(FakeEngine(), a_recipe(task=task), [PROMPT])
     group = make_group(one, **NAMED)
-    assert group.reward_names == list(trainer.REWARD_WEIGHTS)
+    assert group.reward_names == list(NAMES)
     assert group.rewards[0].tolist() == [1, 0.5]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(("rewards", "flat", "right"), [
+    ([(1, NAN), (NAN, 1), (-1, 1)], 0, 1),  # of those to which the outcome applies
+    ([(1, NAN), (NAN, 1), (1, 0)], 1, 2),
+    ([(1, NAN), (NAN, 1), (NAN, 0)], 1, 1),
+    ([(NAN, 1), (NAN, 1), (NAN, 0)], 0, 0),  # where it applies to none, their totals are compared
+    ([(NAN, 1), (NAN, NAN), (NAN, 1)], 1, 0),
+    ([(NAN, NAN)] * 3, 1, 0),
+])  # fmt: skip
+def test_rewards_that_do_not_apply_are_in_no_sum(rewards, flat, right):
+    lengths, cut = (1, 1, 1), (False,) * 3
+    group = a_group([list(map(float, r)) for r in rewards], lengths=lengths, truncated=cut)
+    counts = tally_of(a_recipe(), unpack_group(pack_group(group)))
+    assert (counts["flat"], counts["right"]) == (flat, right)
+    for name, values in zip(NAMES, zip(*rewards, strict=True), strict=True):
+        applicable = [value for value in values if not math.isnan(value)]
+        assert counts[f"reward_{name}"] == sum(applicable)
+        assert counts[f"applicable_{name}"] == len(applicable)
 
 
 def test_broken_weights_are_said_to_be_broken(tiny):

@@ -89,7 +89,7 @@ def steps_of(patch, flat_share, number):
     """-> what the ranks did in each of so many steps: (columns of the slowest rank, the groups that
     are trained, how many usable ones were sampled, the share of flat groups expected next)."""
     patch.setattr(sampler, "make_decoder", lambda model, *_: CountingDecoder(model.columns))
-    for name, value in {"PROMPTS_PER_STEP": PROMPTS, "KL_BETA": 0, "OUTCOME": "a"}.items():
+    for name, value in {"PROMPTS_PER_STEP": PROMPTS, "KL_BETA": 0}.items():
         patch.setattr(trainer, name, value)
     recipe = a_recipe(
         prompts_of(flat_share),

@@ -1,6 +1,6 @@
 """arithmetic's questions, with a reward that a random model meets half of the time: even length."""
 
-from tasks.arithmetic import load, messages  # noqa: F401
+from tasks.arithmetic import REWARD_WEIGHTS, load, messages  # noqa: F401
 
 
 def rewards(item, completion):

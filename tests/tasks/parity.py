@@ -3,7 +3,7 @@
 `tasks` has no __init__.py, so this folder joins the one in the root: a task may live anywhere.
 """
 
-from tasks.gsm8k import load, messages  # noqa: F401
+from tasks.gsm8k import REWARD_WEIGHTS, load, messages  # noqa: F401
 
 
 def rewards(item, completion):

@@ -8,6 +8,7 @@ import grpo_ref_split as trainer
 import ref_server
 from grpo.training.checkpoint import constants_of
 from grpo.training.checks import check_constants
+from tasks import gsm8k
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,9 @@ from grpo.training.checks import check_constants
         ("CLIP_LOW", 1.5),
         ("CLIP_HIGH", 0),
         ("KL_BETA", -0.1),
-        ("OUTCOME", "correct"),
+        ("OUTCOME", ""),
+        ("REWARD_WEIGHTS", {}),
+        ("CHAT_TEMPLATE", {1: 2}),
         ("DTYPE", "float16"),
         ("LR_SCHEDULE", "constant"),
         ("STEPS", 0),
@@ -61,9 +64,10 @@ def test_a_bad_constant_is_named_with_its_value(constant, value, monkeypatch, tm
 
 def test_every_constant_of_the_trainer_is_checked(monkeypatch):
     for constant in constants_of(vars(trainer)).keys() - {"REF_SERVER"}:
+        wrong = None if getattr(trainer, constant) is not None else b""
         with monkeypatch.context() as patch:
-            patch.setattr(trainer, constant, None)
-            with pytest.raises(SystemExit, match=f"{constant} = None must be"):
+            patch.setattr(trainer, constant, wrong)
+            with pytest.raises(SystemExit, match=f"{constant} = {wrong} must be"):
                 check_constants(vars(trainer))
 
 
@@ -127,7 +131,7 @@ def test_a_run_is_not_written_over(monkeypatch, tmp_path):
 
 
 def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():
-    w = trainer.REWARD_WEIGHTS
+    w = gsm8k.REWARD_WEIGHTS
     right_but_plain = w["correctness"] * 1 + w["format"] * -1
     wrong_but_pretty = w["correctness"] * -1 + w["format"] * 1.25
     assert right_but_plain > wrong_but_pretty  # 1.0 > -0.75; at (1, 1) it would be 0.0 against 0.25
