@@ -1,0 +1,100 @@
+"""Countdown: make a target of some numbers, each used exactly once (TinyZero's rule).
+
+    numbers 44, 19, 2 and target 50: <answer>(44 - 19) * 2</answer>
+
+Made here, each with a solution. Splits are by a hash of numbers and target: no test problem is seen
+in training, in whatever order its numbers stand.
+"""
+
+import ast
+import hashlib
+import operator
+import random
+import re
+from fractions import Fraction
+
+from tasks.answers import BLOCK, INSIDE
+
+SIZES = {"train": 10_000, "validation": 500, "test": 500}  # drawn anew with the same seed each time
+LARGEST = {"number": 99, "target": 100}
+REWARD_WEIGHTS = {"correctness": 1.0, "format": 0.1}  # TinyZero's
+SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+SIGNS |= {ast.Div: operator.truediv}  # of Fractions: exact
+FORMAT = re.compile(rf"\s*<think>{INSIDE}</think>\s*<answer>{INSIDE}</answer>\s*", re.DOTALL)
+QUESTION = (
+    "Make {target} of the numbers {numbers} with + - * / and parentheses, using each number exactly"
+    " once. Reason in <think></think>, then give the expression in <answer></answer>, as in"
+    " <answer>(1 + 2) / 3</answer>."
+)
+
+
+def load(split):
+    """Returns the split's items: numbers, 3 or 4 of them, target and solution."""
+    draw, items = random.Random(split), {}
+    while len(items) < SIZES[split]:
+        item = make_item(draw)
+        key = f"{sorted(item['numbers'])} {item['target']}"
+        if 0 < item["target"] <= LARGEST["target"] and split_of(key) == split:
+            items[key] = item
+    return list(items.values())
+
+
+def make_item(draw):
+    """Returns numbers joined at random, by whole numbers alone; `draw` is a random.Random."""
+    numbers = [draw.randint(1, LARGEST["number"]) for _ in range(draw.choice((3, 4)))]
+    parts = [(number, str(number)) for number in numbers]
+    while len(parts) > 1:
+        draw.shuffle(parts)
+        (a, left), (b, right) = parts.pop(), parts.pop()
+        values = {"+": a + b, "-": a - b, "*": a * b}
+        if b and a % b == 0:
+            values["/"] = a // b
+        sign = draw.choice(list(values))
+        parts.append((values[sign], f"({left} {sign} {right})"))
+    return {"numbers": numbers, "target": parts[0][0], "solution": parts[0][1][1:-1]}
+
+
+def split_of(key):
+    """Returns "train" (80 %), "validation" (10 %) or "test" (10 %), by the key's MD5."""
+    bucket = int(hashlib.md5(key.encode()).hexdigest(), 16) % 10
+    return {0: "test", 1: "validation"}.get(bucket, "train")
+
+
+def value_of(text, numbers):
+    """Returns the exact value, a Fraction, of an expression that uses each of the numbers once;
+    else None. It is read, never run: signs and whole numbers are all that it may have."""
+    used = []
+
+    def value(node):
+        if isinstance(node, ast.BinOp):
+            return SIGNS[type(node.op)](value(node.left), value(node.right))
+        used.append(node.value)
+        return Fraction(node.value)
+
+    try:
+        found = value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, KeyError, AttributeError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+    return found if sorted(used) == sorted(numbers) else None
+
+
+def messages(item):
+    """Returns the chat that sets the problem."""
+    question = QUESTION.format(target=item["target"], numbers=", ".join(map(str, item["numbers"])))
+    return [{"role": "user", "content": question}]
+
+
+def rewards(item, completion):
+    """Returns whether the last answer is right, "= target" behind it or not, and the format."""
+    answer = "".join(BLOCK.findall(completion)[-1:]).strip()
+    answer = re.sub(rf"\s*=\s*{item['target']}$", "", answer)
+    plain = re.fullmatch(r"[0-9+\-*/() ]{1,200}", answer)
+    right = plain and value_of(answer, item["numbers"]) == item["target"]
+    return {"correctness": bool(right), "format": bool(FORMAT.fullmatch(completion))}
+
+
+def gold(item):
+    """Returns a completion that is right."""
+    return (
+        f"<think>{item['solution']} = {item['target']}</think><answer>{item['solution']}</answer>"
+    )

@@ -1,0 +1,40 @@
+"""Reads a task's records: from a file, a folder, or a data set of the hub."""
+
+import json
+from pathlib import Path
+
+TEST_EVERY = 10  # every so many records of a single file are for the test, the others for training
+
+
+def records(data, split, task):
+    """Returns the dicts of `split`. `data` is a JSONL file, whose records are split here; or a
+    folder with SPLIT.jsonl; or a set on the hub. SystemExit names `task`, the file that sets it."""
+    path = Path(data).expanduser()
+    if path.is_dir():
+        return lines(path / f"{split}.jsonl", f"DATA = {data!r} in {task}")
+    if path.suffix in (".jsonl", ".json") or path.is_file():
+        found = lines(path, f"DATA = {data!r} in {task}")
+        test = found[::TEST_EVERY]
+        del found[::TEST_EVERY]
+        return found if split == "train" else test
+    import datasets
+
+    try:
+        return list(datasets.load_dataset(data, split=split))
+    except OSError as error:
+        where = "is neither a file or folder here nor a data set on the hub"
+        raise SystemExit(f"DATA = {data!r} in {task} {where}: {error}") from error
+
+
+def lines(path, what):
+    """Returns the objects of a JSONL file, one a line."""
+    found = []
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if line.strip():
+                found.append(json.loads(line))
+    except FileNotFoundError:
+        raise SystemExit(f"{what}: there is no file {path}") from None
+    except ValueError as error:
+        raise SystemExit(f"{what}: line {number} of {path} is not JSON: {error}") from error
+    return found

@@ -1,0 +1,257 @@
+"""The tasks beside GSM8K, and `python -m tasks`, which shows one."""
+
+import json
+import math
+import random
+import re
+import runpy
+import sys
+import types
+
+import pytest
+
+import grpo_ref_split as trainer
+from grpo.sampling.recipe import load_task, task_file, task_files
+from tasks import answers, countdown, data, gsm8k, math_problems, summary
+
+
+def lines_at(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+# --- Countdown ----------------------------------------------------------------------
+PROBLEM = {"numbers": [44, 19, 2], "target": 50, "solution": "(44 - 19) * 2"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("(44 - 19) * 2", True),
+        ("2*(44-19)", True),
+        (" (44 - 19) * 2 = 50 ", True),
+        ("44 / (19 - 2)", False),  # another value
+        ("(44-19)*2 = 51", False),
+        ("50", False),
+        ("44 + 6", False),  # another number
+        ("(44 - 19) * 2 * 2 / 2", False),  # a number twice
+        ("(44 - 19) * 2 + 0", False),
+        ("44 + 19 - 13", False),
+        ("44 - 19", False),  # not all
+        ("(44 - 19) ** 2", False),
+        ("44 // 19 * 2", False),
+        ("(44 - 19) * 0x2", False),
+        ("(44 - 19) * 02", False),
+        ("44 - 19 - -2", False),
+        ("(44, 19, 2)", False),
+        ("44 19 2", False),
+        ("44(19)2", False),
+        ("44 / (19 - 19) * 2", False),
+        ("(44 - 19) * ２", False),
+        ("__import__('os')", False),
+        ("", False),
+        ("(" * 90 + "44" + ")" * 90, False),
+        ("44 + 19 - 13 * " * 40, False),
+    ],
+)
+def test_countdown_wants_each_number_once(answer, right):
+    completion = f"<think>a</think> <answer>{answer}</answer>"
+    assert countdown.rewards(PROBLEM, completion) == {"correctness": right, "format": True}
+
+
+def test_countdown_reads_the_last_answer_alone():
+    tags = "<answer>(44 - 19) * 2</answer>"
+    assert countdown.rewards(PROBLEM, tags) == {"correctness": True, "format": False}
+    for text in ("(44 - 19) * 2", f"{tags}<answer>50</answer>", "<answer>(44 - 19) * 2", ""):
+        assert countdown.rewards(PROBLEM, text) == {"correctness": False, "format": False}
+    assert countdown.rewards({"numbers": [1, 1, 3], "target": 1}, "<answer>1/3*3</answer>") == {
+        "correctness": False,
+        "format": False,
+    }
+    thirds = {"numbers": [7, 3, 3], "target": 7}
+    assert countdown.rewards(thirds, "<answer>7 / 3 * 3</answer>")["correctness"]  # exact
+
+
+def test_countdown_makes_problems_that_are_solved_and_split(monkeypatch):
+    monkeypatch.setattr(countdown, "SIZES", {"train": 300, "validation": 40, "test": 40})
+    splits = {name: countdown.load(name) for name in countdown.SIZES}
+    keys = {n: {(*sorted(i["numbers"]), i["target"]) for i in items} for n, items in splits.items()}
+    assert sum(map(len, keys.values())) == len(set().union(*keys.values())) == 380
+    assert splits["train"] == countdown.load("train")
+    assert {len(item["numbers"]) for item in splits["train"]} == {3, 4}
+    for item in splits["train"]:
+        assert 1 <= item["target"] <= 100
+        gold = countdown.gold(item)
+        assert countdown.rewards(item, gold) == {"correctness": True, "format": True}, item
+    (chat,) = countdown.messages(PROBLEM)
+    assert "44, 19, 2" in chat["content"] and "50" in chat["content"]
+
+
+# --- Summary ------------------------------------------------------------------------
+def test_a_summary_is_rewarded_for_its_length():
+    lengths = {n: summary.rewards({}, "x" * n)["length"] for n in (0, 39, 40, 50, 51, 60, 61)}
+    assert lengths == {0: -40, 39: -1, 40: 0, 50: 10, 51: 9, 60: 0, 61: -1}
+    item = {"prompt": "A post."}
+    assert summary.messages(item) == [{"role": "user", "content": "A post."}]
+    assert summary.rewards(item, summary.gold(item)) == {"length": summary.TOLERANCE}
+
+
+# --- Mathematics --------------------------------------------------------------------
+SAME = [
+    ("0.5", r"\frac{1}{2}"),
+    (r"\dfrac12", r"\frac{1}{2}"),
+    ("1+x", "x+1"),
+    (r"x^2+2x+1", r"(x+1)^2"),
+    (r"\left(3, \frac{1}{2}\pi\right)", r"(3,\frac{\pi}{2})"),
+    (r"\frac{1}{\sqrt{3}}", r"\frac{\sqrt{3}}{3}"),
+    ("x=5", "5"),
+    (r"\{2, 1\}", r"\{1,2\}"),
+    ("90", r"90^\circ"),
+    ("10", r"10\%"),
+    (r"\text{(C)}", r"\text{(C)}"),
+    ("a^9+b^9+c^9", "a^9 + b^9 + c^9"),  # as texts
+]
+OTHER = [
+    ("", "5"),
+    ("6", "5"),
+    ("5, 6", "5"),
+    ("x", "y"),
+    ("(2,1)", "(1,2)"),
+    ("[0,1]", "[0,1)"),
+    ("2", r"\frac{1}{2}"),
+    ("5!", "120"),  # not even tried
+]
+
+
+def test_answers_in_latex_are_compared_by_value():
+    for answer, gold in SAME:
+        completion = rf"So \boxed{{1}}, no: $\boxed{{{answer}}}$."
+        assert math_problems.rewards({"answer": gold}, completion) == {"correctness": True}, answer
+    for answer, gold in OTHER:
+        completion = rf"\boxed{{{answer}}}"
+        assert math_problems.rewards({"answer": gold}, completion) == {"correctness": False}, answer
+    for text in ("5", r"\boxed{5", r"\boxed{5} or \boxed{6}", ""):
+        assert math_problems.rewards({"answer": "5"}, text) == {"correctness": False}
+
+
+SLOW = [  # math-verify, or its parser, takes from seconds to for ever
+    "9^{9^9}",
+    "9^4^4^4",
+    "(a+b+c+d)^4/(e+f+g+h)^4",
+    "((((a+b)^4+c)^4+d)^4)",
+    "(((a+b)^4+a)^4+b)^4",
+    "x^9+y^9=2",
+    "((((((((((1))))))))))",
+    "{{{{{{{{{1}}}}}}}}}",
+    r"\sqrt{2+\sqrt{3+\sqrt{5}}}",
+    r"\frac{1}{\frac{1}{\frac{1}{\frac{1}{x}}}}",
+    r"\sqrt{12345678901234567}",
+    r"\sum_{k=1}^{99}k",
+    "x" * 61 + "^2",
+]
+
+
+@pytest.mark.parametrize("latex", SLOW)
+def test_math_verify_does_not_see_what_it_can_hang_on(latex, monkeypatch):
+    monkeypatch.setattr(math_problems, "is_equal_latex", lambda *_: pytest.fail("it was asked"))
+    assert not math_problems.is_right(latex, "5") and not math_problems.is_right("5", latex)
+    assert math_problems.is_right(latex, latex)
+    assert not answers.SAFE.fullmatch(latex)
+
+
+def test_what_math_verify_sees_it_answers_soon():
+    """In seconds at worst; the seed's expressions took 0.3 s at most, each."""
+    draw = random.Random(0)
+
+    def made(depth):
+        if depth == 0:
+            return draw.choice(["a", "b", "2", "7", r"\pi"])
+        one, two = made(depth - 1), made(depth - 1)
+        forms = [f"({one}{draw.choice('+-*/')}{two})", f"({one})^{draw.choice('234')}"]
+        return draw.choice([*forms, rf"\sqrt{{{one}}}", rf"\frac{{{one}}}{{{two}}}"])
+
+    seen = [latex for latex in (made(2) for _ in range(60)) if math_problems.comparable(latex)]
+    assert len(seen) > 20
+    for latex in seen[:12]:
+        assert not math_problems.is_right(latex, r"\frac{\pi}{97}")
+
+
+def test_math_reads_answers_from_solutions(tmp_path, monkeypatch):
+    records = [{"problem": f"{n}?", "solution": rf"It is $\boxed{{{n}}}$."} for n in range(11)]
+    records[1] = {"problem": "1?", "solution": "A proof."}
+    records[2] = {"problem": "2?", "solution": r"\boxed{9}", "answer": 2}
+    monkeypatch.setattr(math_problems, "DATA", lines_at(tmp_path / "p.jsonl", records))
+    train, test = math_problems.load("train"), math_problems.load("test")
+    assert [item["answer"] for item in test] == ["0", "10"]
+    assert [item["answer"] for item in train] == [*map(str, range(2, 10))]
+    assert math_problems.rewards(train[0], math_problems.gold(train[0])) == {"correctness": True}
+    assert math_problems.messages(train[0])[1] == {"role": "user", "content": "2?"}
+
+
+def test_math_is_a_name_that_can_not_shadow_pythons():
+    assert load_task("math") is math_problems and math.pi > 3
+    assert task_file("math") == "tasks/math_problems.py"
+
+
+# --- Data ---------------------------------------------------------------------------
+def test_records_come_from_a_file_a_folder_or_the_hub(tmp_path, monkeypatch):
+    records = [{"prompt": str(n)} for n in range(20)]
+    path = lines_at(tmp_path / "train.jsonl", records)
+    assert data.records(path, "test", "x.py") == [records[0], records[10]]
+    assert data.records(path, "train", "x.py") == records[1:10] + records[11:]
+    assert data.records(str(tmp_path), "train", "x.py") == records
+    with pytest.raises(SystemExit, match=f"in x.py: there is no file {tmp_path}/test.jsonl"):
+        data.records(str(tmp_path), "test", "x.py")
+    with pytest.raises(SystemExit, match="DATA = 'none.jsonl' in x.py: there is no file none"):
+        data.records("none.jsonl", "train", "x.py")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n\n{prompt: 2}\n')
+    with pytest.raises(SystemExit, match="line 3 of .*bad.jsonl is not JSON"):
+        data.records(str(tmp_path / "bad.jsonl"), "train", "x.py")
+
+    def load_dataset(name, split):
+        if name != "some/set":
+            raise ConnectionError("no network")
+        return iter(records)
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert data.records("some/set", "train", "x.py") == records
+    with pytest.raises(SystemExit, match="'a/b' in x.py is neither a file or folder here nor"):
+        data.records("a/b", "train", "x.py")
+
+
+# --- python -m tasks ------------------------------------------------------------------
+def run(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["tasks", *words])
+    runpy.run_module("tasks", run_name="__main__")
+
+
+def test_the_tasks_there_are_are_listed(monkeypatch, capsys):
+    run(monkeypatch)
+    listed = capsys.readouterr().out
+    for name in ("arithmetic", "countdown", "gsm8k", "math", "summary"):
+        assert re.search(rf"(?m)^    {name} +\w", listed)
+    assert not re.search("(?m)^    (answers|data|__main__)", listed)
+    with pytest.raises(SystemExit, match="there is no task 'gsm9k'(?s:.*)countdown"):
+        run(monkeypatch, "gsm9k")
+    for name in task_files().keys() & {"arithmetic", "countdown", "gsm8k", "math", "summary"}:
+        assert callable(load_task(name).gold), name
+
+
+def test_a_task_is_shown_as_a_run_would_see_it(tiny, tmp_path, monkeypatch, capsys):
+    for name in ("MODEL", "TASK", "MAX_PROMPT_TOKENS"):
+        monkeypatch.setattr(trainer, name, getattr(trainer, name))  # as before, afterwards
+    source = 'ITEMS = [{"city": c} for c in ("Rome", "Oslo", "Bern", "Lima")]\n'
+    source += "def load(split): return ITEMS\ndef rewards(item, completion): return None\n"
+    source += 'def messages(item): return [{"role": "user", "content": item["city"]}]\n'
+    (tmp_path / "own.py").write_text(source)
+    run(monkeypatch, str(tmp_path / "own.py"), f"MODEL={tiny}")
+    shown = capsys.readouterr().out
+    assert all(f"<|im_start|>user\n{city}<|im_end|>" in shown for city in ("Rome", "Oslo", "Bern"))
+    assert "Lima" not in shown and shown.count("empty completion: reward does not apply") == 3
+    assert "own.py/train: 4 questions, 0 left out" in shown and "own.py/test: 4 ques" in shown
+
+
+def test_gsm8ks_gold_is_right_with_and_without_work():
+    for answer in ("9 * 2 = <<9*2=18>>18\n#### 18", "18"):
+        item = {"question": "9 * 2?", "answer": answer}
+        assert gsm8k.rewards(item, gsm8k.gold(item)) == {"correctness": 1.0, "format": 1.25}
