@@ -2,15 +2,16 @@
 
     python -m tasks
     python -m tasks gsm8k                             # or my/task.py
-    python -m tasks countdown MODEL=Qwen/Qwen3-4B     # that model's tokenizer; any constant
+    python -m tasks countdown MODEL=Qwen/Qwen3-4B     # arguments and presets as grpo_ref_split.py's
 
-Three prompts as the model sees them, the lengths of all, and the rewards of an empty completion and
-of the gold answer. The constants are those of grpo_ref_split.py.
+Three prompts as the model sees them (its tokenizer is all that is loaded), the lengths of all, and
+the rewards of an empty completion and of the gold answer.
 """
 
 import ast
 import sys
 
+from grpo.constants import command_line
 from grpo.sampling.recipe import load_split, load_task, task_files
 from grpo.sampling.start import prepare_task
 
@@ -26,24 +27,20 @@ def listed():
     return "\n".join(lines)
 
 
-def main(name, *words):
+def main(name):
     if name not in task_files() and not name.endswith(".py"):
         raise SystemExit(f"there is no task {name!r}. {listed()}")
+    _, given = command_line("grpo_ref_split.py", __doc__)
     load_task(name)  # before the trainer, which takes seconds to import
     import grpo_ref_split as trainer
 
-    for word in words:
-        constant, _, value = word.partition("=")
-        setattr(trainer, constant, value)
-    trainer.TASK = name
-    c = trainer.constants()
+    c = trainer.constants(**given | {"TASK": name})
     tokenizer, recipe = prepare_task(c, split="train", shown=SHOWN)
     load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer)
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case []:
-            print(listed())
-        case [name, *words]:
-            main(name, *words)
+    if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
+        main(sys.argv.pop(1))
+    else:
+        print(listed())
