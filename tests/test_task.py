@@ -245,7 +245,7 @@ def test_a_task_may_be_a_path_whose_folder_it_can_import_from(tiny, tmp_path, mo
 def previewed(tiny, capsys, messages=None, template=None, **task):
     """-> what is printed of a task's first prompt."""
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    tokenizer.chat_template = template or tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template if template is None else template
     task = SimpleNamespace(**{"rewards": lambda item, text: text == "42"} | task)
     task.messages = messages or (lambda item: chat(item["question"]))
     item = {"question": "What is 6 * 7?", "answer": 42}
@@ -269,6 +269,19 @@ def test_the_first_prompt_and_its_rewards_are_shown(tiny, capsys):
 def test_a_long_prompt_is_cut_where_it_is_shown(tiny, capsys):
     out = previewed(tiny, capsys, messages=lambda item: chat("ab" * 2000))
     assert len(out) < 3000 and "characters more" in out and "loses or changes" not in out
+
+
+def test_a_model_without_a_chat_template_is_said_to_have_none(tiny, capsys, mine, monkeypatch):
+    asked = [{"role": "system", "content": "Be brief."}, *chat("Why?")]
+    out = previewed(tiny, capsys, messages=lambda item: asked, template="")
+    assert "no chat template, so the texts are joined:\nBe brief.\n\nWhy?\n" in out
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = None
+    monkeypatch.setattr(start, "load_tokenizer", lambda name: tokenizer)
+    with pytest.raises(
+        SystemExit, match=r"CHAT_TEMPLATE = \{'a': 1\} must be empty: .* has no chat"
+    ):
+        trainer.main(CHAT_TEMPLATE={"a": 1})
 
 
 def test_a_message_that_the_template_loses_is_said(tiny, capsys):

@@ -32,6 +32,9 @@ def prepare_task(c, *, split, shown):
     """Returns (tokenizer, recipe), once the first `shown` prompts of `split` and their rewards are
     checked, and printed."""
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
+    if c.CHAT_TEMPLATE and not tokenizer.chat_template:
+        why = f"must be empty: {c.MODEL} has no chat template"
+        raise SystemExit(f"CHAT_TEMPLATE = {c.CHAT_TEMPLATE!r} {why}")
     recipe = Recipe(
         task_name=c.TASK,
         task=task,
