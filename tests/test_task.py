@@ -278,10 +278,9 @@ def test_a_model_without_a_chat_template_is_said_to_have_none(tiny, capsys, mine
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     tokenizer.chat_template = None
     monkeypatch.setattr(start, "load_tokenizer", lambda name: tokenizer)
-    with pytest.raises(
-        SystemExit, match=r"CHAT_TEMPLATE = \{'a': 1\} must be empty: .* has no chat"
-    ):
-        trainer.main(CHAT_TEMPLATE={"a": 1})
+    monkeypatch.setattr(trainer, "CHAT_TEMPLATE", {"a": 1})
+    with pytest.raises(SystemExit, match=r"CHAT_TEMPLATE = \{'a': 1\} must be empty: .* no chat"):
+        trainer.main()
 
 
 def test_a_message_that_the_template_loses_is_said(tiny, capsys):
