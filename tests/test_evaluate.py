@@ -86,17 +86,17 @@ def test_ctrl_c_keeps_what_is_answered_and_the_rest_follows(model, monkeypatch, 
         raise SystemExit(text)
 
     monkeypatch.setattr(evaluate, "leave", leave)
-    rewards, first = even.rewards, Counting(even.rewards, stop_at=7)
+    rewards, first = even.rewards, Counting(even.rewards, stop_at=8)
     monkeypatch.setattr(even, "rewards", first)
     with pytest.raises(SystemExit, match="the answers so far are kept, and the same command"):
         run(monkeypatch, model, "even")
     path, kept = lines(model / "eval")
-    assert len(kept) == 1 + 5  # one call tries an empty completion
+    assert len(kept) == 1 + 5  # two calls try an empty completion and the answer
     path.write_text(path.read_text() + kept[-1][:20])  # kill -9 in the middle of a line
     second = Counting(rewards)
     monkeypatch.setattr(even, "rewards", second)
     run(monkeypatch, model, "even", "--questions", 10)
-    assert second.calls == 1 + 5
+    assert second.calls == 2 + 5
     _, now = lines(model / "eval")
     questions = [json.loads(line)["question"] for line in now[1:6] + now[7:]]
     assert sorted(questions) == list(range(10))
@@ -106,7 +106,7 @@ def test_ctrl_c_keeps_what_is_answered_and_the_rest_follows(model, monkeypatch, 
         run(patch, model, "even", "--questions", 10)
     assert numbers(model / "eval")["greedy"]["questions"] == 10
     run(monkeypatch, model, "even", "--questions", 12)
-    assert second.calls == 3 + 5 + 2
+    assert second.calls == 3 * 2 + 5 + 2
 
 
 def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, monkeypatch, capsys):

@@ -368,5 +368,4 @@ def test_rewards_that_take_too_long_are_found_before_the_model_is_loaded(mine, m
 
 def test_a_missing_eval_split_is_found_before_the_model_is_loaded(mine):
     mine.load = {"train": [{"question": "Why?"}]}.__getitem__
-    with pytest.raises(KeyError, match="test"):
-        trainer.main()
+    refused("load('test') failed with KeyError('test'); it must", trainer.main)
