@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 SLOW = ROOT / "tests" / "tasks" / "slow.py"
 import_file("slow", SLOW)
 TASK = sys.modules["slow"]
-REWARDS = {"correctness": 2.0, "format": 1.0}
+REWARDS = {"correctness": 2.0, "format": 1.0, "longest": 0.0}
 
 
 class Saying(FakeEngine):
@@ -42,7 +42,8 @@ def processes(number=2, limit_seconds=30):
     submit = start_processes(TASK, number, limit_seconds)
     mine = set(psutil.Process().children()) - before
     try:
-        yield a_recipe(task=TASK, reward_processes=submit, reward_timeout_seconds=limit_seconds)
+        limits = {"reward_processes": submit, "reward_timeout_seconds": limit_seconds}
+        yield a_recipe(task=TASK, reward_weights=REWARDS, **limits)
     finally:
         for process in mine:
             with suppress(psutil.NoSuchProcess):
@@ -65,7 +66,7 @@ def rewarded(recipe, *texts, groups=1, **changes):
 def test_rewards_are_the_same_in_the_same_order(two):
     texts = ["sleep 0.05", "sleep 0", "look", "sleep 0.0", "sleep 0.01"]
     there = rewarded(two, *texts, groups=5)
-    here = rewarded(a_recipe(task=TASK), *texts, groups=5)
+    here = rewarded(a_recipe(task=TASK, reward_weights=REWARDS), *texts, groups=5)
     assert [[r["format"] for r in group] for group in there] == [
         [r["format"] for r in group] for group in here
     ]
