@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import a_recipe, tiny_policy
+from fakes import NAMES, a_recipe, tiny_policy
 from helpers import InProcess
 
 import grpo_ref_split as trainer
@@ -89,7 +89,7 @@ def trained(tiny, lora_rank, folder):
     metrics = []
     for run.progress.step in (0, 2):
         groups, *_ = trainer.sample_and_exchange(run)
-        sequences = trainer.make_sequences(groups, old_from_sampler=False)
+        sequences = trainer.make_sequences(groups, NAMES, old_from_sampler=False)
         for _ in range(2):
             metrics.append(trainer.accumulate(run, sequences))
             run.engine.step()
