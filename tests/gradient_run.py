@@ -73,7 +73,7 @@ def plain_gradient(policy, rows):
 def bad_steps(engine, policy):
     """-> for two steps with a row that is not finite, and two without: whether they were skipped,
     and whether weights have changed."""
-    trainer.LEARNING_RATE, result = 1e-2, []
+    result, constants = [], vars(trainer.constants())
     for value in (torch.nan, torch.inf, 0.0, 0.0):
         rows = make_rows(policy, "grpo")
         rows[3].ref_logps = rows[3].ref_logps + value
@@ -81,7 +81,8 @@ def bad_steps(engine, policy):
         reference = ReferenceLogps(None, Clock())
         run = SimpleNamespace(engine=engine, policy=policy, reference=reference, clock=Clock())
         run.progress = SimpleNamespace(step=100)
-        run.constants = SimpleNamespace(MICRO_BATCH_TOKENS=8_192)
+        changed = {"MICRO_BATCH_TOKENS": 8_192, "LEARNING_RATE": 1e-2}
+        run.constants = SimpleNamespace(**constants | changed)
         metrics = trainer.update(run, rows)
         pairs = zip(before, policy.model.parameters(), strict=True)
         result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))
