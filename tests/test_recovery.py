@@ -64,6 +64,7 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
     assert ledger["dropped"].keys() <= {"sampled again"}
 
 
+@pytest.mark.long
 def test_two_machines_with_disks_of_their_own_go_on_as_if_they_had_not_stopped(tiny, tmp_path):
     """kill -9 of both after step 7, and the second one's part of step 6 is lost: both take step 3,
     and where the disks change places neither begins. Adapters go on in the same way."""
@@ -182,6 +183,7 @@ def test_ranks_end_when_one_of_them_or_their_launcher_does(tiny, tmp_path, victi
         kill(launcher)
 
 
+@pytest.mark.long
 def test_chaos_in_short(tiny, tmp_path):
     """See chaos.py. What the server took before kill -9 is there after it, too."""
     victims = ["server", "trainer"]  # and a worker in test_workers.py

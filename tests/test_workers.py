@@ -8,6 +8,7 @@ import time
 import urllib.request
 from contextlib import contextmanager
 
+import pytest
 from processes import QUICK, command_of, kill, launch, records, reference_server, start, start_ranks
 
 from grpo.proof import MISMATCH
@@ -78,6 +79,7 @@ def test_workers_come_and_go_and_the_reference_follows(tiny, tmp_path):
     assert samplers and "trainer" not in samplers
 
 
+@pytest.mark.long
 def test_two_ranks_and_a_worker_share_the_sampling_of_adapters(tiny, tmp_path):
     changes = {"LORA_RANK": 2, "LEARNING_RATE": 1e-2, "STEPS": 24, "PROMPTS_PER_STEP": 6}
     with reference_server(tmp_path, tiny) as url:
