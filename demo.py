@@ -8,14 +8,12 @@ A warm start trains a Qwen2 of 126 000 parameters on sloppy examples: it can add
 knows the tags, but often picks the wrong operator and rarely writes the tags. Then ref_server.py
 and grpo_ref_split.py train it, in a process each. GRPO *elicits* here: what the model could do but
 rarely did becomes the rule; it teaches no arithmetic. The constants were chosen on the validation
-split and on other seeds. serve() and train() show how a program starts the scripts: import one and
-call its main() with constants.
+split and on other seeds; they are in presets/demo.py.
 """
 
 import contextlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -33,55 +31,15 @@ from grpo.models import load_tokenizer, prompt_ids
 from grpo.sampling.policy import load_policy
 from grpo.sampling.sampler import sample_groups
 from grpo.tiny_model import warm_start
+from presets import demo as preset
 from tasks import arithmetic
 
 # The environment variables are for the tests and the pictures
 RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo")
 WARM_START = f"{RUN_DIR}/warm_start"  # where the policy starts, and the reference
 WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
-MAX_COMPLETION_TOKENS = 24
-STEPS = int(os.environ.get("DEMO_STEPS", "100"))
+STEPS = int(os.environ.get("DEMO_STEPS", preset.STEPS))
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the demo
-
-
-# --- The two presets ----------------------------------------------------------------
-def serve(port):
-    import ref_server
-
-    store = f"{RUN_DIR}/ref_store.sqlite"
-    ref_server.main(MODEL=WARM_START, PORT=int(port), DTYPE="float32", STORE=store)
-
-
-def train(port, seed, rewards):
-    import grpo_ref_split as trainer
-
-    if rewards == "shuffled":  # metrics still come from the true rewards, advantages do not
-        rollout, draw = trainer.rollout, random.Random(seed)
-        make_group = rollout.make_group
-
-        def make_shuffled_group(sampled, **names):
-            prompt, completions, given = sampled
-            return make_group((prompt, completions, draw.sample(given, len(given))), **names)
-
-        rollout.make_group = make_shuffled_group
-    trainer.main(
-        MODEL=WARM_START,
-        TASK="arithmetic",
-        RUN_DIR=RUN_DIR,
-        REF_SERVER=f"http://127.0.0.1:{port}",
-        SEED=seed,
-        STEPS=STEPS,
-        PROMPTS_PER_STEP=16,
-        MAX_PROMPT_TOKENS=64,
-        MAX_COMPLETION_TOKENS=MAX_COMPLETION_TOKENS,
-        MAX_REFILLS=1,  # near the end most groups are all right
-        LEARNING_RATE=7e-4,
-        WARMUP_STEPS=5,
-        FINAL_LR=0.3,
-        GRADIENT_CHECKPOINTING=False,
-        DTYPE="float32",  # a tiny model, on a GPU too
-        EVAL_STEPS=40,
-    )
 
 
 # --- Before and after ---------------------------------------------------------------
@@ -92,7 +50,7 @@ def greedy_answers(folder, questions):
         policy.model,
         [prompt_ids(policy.tokenizer, arithmetic.messages(question)) for question in questions],
         group_size=1,
-        max_new_tokens=MAX_COMPLETION_TOKENS,
+        max_new_tokens=preset.MAX_COMPLETION_TOKENS,
         temperature=0,
         eos_ids=policy.eos_ids,
         vocab_size=policy.vocab_size,
@@ -121,6 +79,13 @@ def free_port():
         return str(server.getsockname()[1])
 
 
+def command(script, **constants):
+    """Returns the command that a user would type, with the demo's preset and these constants."""
+    constants = {"MODEL": WARM_START} | constants
+    words = [f"{name}={value}" for name, value in constants.items()]
+    return [sys.executable, script, "presets/demo.py", *words]
+
+
 def start(command, log=None):
     """Starts a command in a session of its own: Ctrl-C reaches only this process, which ends it."""
     # The scripts set GOMP_SPINCOUNT too, but this file has imported torch before them
@@ -139,10 +104,12 @@ def stop(process):
 def train_and_serve(seed, rewards, look):
     """Runs trainer and server until the trainer has ended, then calls look(url of the server)."""
     port = free_port()
-    log_path = Path(RUN_DIR, "ref_server.log")
+    log_path, store = Path(RUN_DIR, "ref_server.log"), f"{RUN_DIR}/ref_store.sqlite"
     with open(log_path, "w") as log:
-        server = start([sys.executable, "demo.py", "serve", port], log)
-    trainer = start([sys.executable, "demo.py", "train", port, str(seed), rewards])
+        server = start(command("ref_server.py", PORT=port, STORE=store), log)
+    own = {"RUN_DIR": RUN_DIR, "REF_SERVER": f"http://127.0.0.1:{port}", "SEED": seed}
+    own |= {"STEPS": STEPS, "TASK": "shuffled" if rewards == "shuffled" else preset.TASK}
+    trainer = start(command("grpo_ref_split.py", **own))
     while trainer.poll() is None:
         if server.poll() is not None:
             tail = log_path.read_text()[-2000:]
@@ -193,10 +160,6 @@ def run(seed, rewards, look):
 
 if __name__ == "__main__":
     match arguments() or ["0"]:
-        case ["serve", port]:
-            serve(port)
-        case ["train", port, seed, rewards]:
-            train(port, int(seed), rewards)
         case [seed, *control] if seed.isdecimal() and control in ([], ["shuffled"]):
             main(int(seed), *control)
         case _:

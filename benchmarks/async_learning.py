@@ -28,57 +28,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-HERE = str(Path(__file__).resolve())
 WORKERS = {"sync": 0, "async": 2, "vllm": 1}
 
 
 # --- The processes --------------------------------------------------------------------
-def set_constants(folder, port, seed, mode):
-    import demo
-    import grpo_ref_split as trainer
-
-    demo.RUN_DIR, demo.WARM_START = f"{folder}/{mode}", f"{folder}/warm_start"
-    trainer.main, main = lambda: None, trainer.main  # demo.train sets the constants, and calls it
-    demo.train(port, int(seed), "plain")
-    trainer.main = main
-    trainer.EVAL_STEPS = 20
-    if mode != "sync":
-        trainer.PUBLISH_STEPS, trainer.TRAINER_SAMPLES, trainer.MAX_STALENESS = 1, False, 4
-        trainer.SAMPLE_BATCH = 64
-    return trainer
-
-
-def run_role(role, folder, port, seed, mode):
-    if role == "server":
-        import ref_server
-
-        ref_server.MODEL, ref_server.PORT = f"{folder}/warm_start", int(port)
-        ref_server.DTYPE, ref_server.STORE = "float32", f"{folder}/{mode}.sqlite"
-        ref_server.main()
-        return
-    trainer = set_constants(folder, port, seed, mode)
-    if role == "trainer":
-        trainer.main()
-    elif mode == "vllm":
-        import vllm_worker
-
-        vllm_worker.VLLM_MEMORY_GB = 0.3
-        vllm_worker.main()
-    else:
-        trainer.worker()
-
-
 def train(folder, seed, mode, vllm):
     """Runs a trainer with what it needs; -> its metrics."""
     from benchmarks.measure import trained
     from demo import free_port
 
-    arguments = [str(folder), free_port(), str(seed), mode]
-    worker = vllm if mode == "vllm" else sys.executable
-    others = {"server": [sys.executable, HERE, "server", *arguments]}
+    port, vllm_worker = free_port(), mode == "vllm"
+    words = [ROOT / "presets/demo.py", f"MODEL={folder}/warm_start"]
+    own = [f"REF_SERVER=http://127.0.0.1:{port}", f"RUN_DIR={folder}/{mode}", f"SEED={seed}"]
+    own += ["EVAL_STEPS=20"]
+    if mode != "sync":
+        own += ["PUBLISH_STEPS=1", "TRAINER_SAMPLES=False", "MAX_STALENESS=4", "SAMPLE_BATCH=64"]
+    server = [ROOT / "ref_server.py", *words, f"PORT={port}", f"STORE={folder}/{mode}.sqlite"]
+    worker = [ROOT / "grpo_ref_split.py", "worker", *words, *own]
+    if vllm_worker:
+        worker = [ROOT / "vllm_worker.py", *words, *own, "VLLM_MEMORY_GB=0.3"]
+    others = {"server": [sys.executable, *map(str, server)]}
     for number in range(WORKERS[mode]):
-        others[f"worker{number}"] = [worker, HERE, "worker", *arguments]
-    with trained(f"{folder}/{mode}-", others, [HERE, "trainer", *arguments]):
+        others[f"worker{number}"] = [vllm if vllm_worker else sys.executable, *map(str, worker)]
+    trainer = [str(ROOT / "grpo_ref_split.py"), *map(str, words), *own]
+    with trained(f"{folder}/{mode}-", others, trainer):
         lines = Path(folder, mode, "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -179,8 +152,6 @@ if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
         sys.exit(__doc__)
     match sys.argv[1:]:
-        case ["server" | "trainer" | "worker" as role, *arguments]:
-            run_role(role, *arguments)
         case [out, "--folders", *folders]:
             report(out, read(folders))
         case [out, *rest]:

@@ -63,7 +63,8 @@ def constants_of(script, module, name, monkeypatch):
 
 
 def test_every_preset_is_tested_and_in_the_docs():
-    assert {path.stem for path in (ROOT / "presets").iterdir()} - {"__pycache__"} == set(LAYOUTS)
+    here = {path.stem for path in (ROOT / "presets").glob("*.py")}
+    assert here - {"demo"} == set(LAYOUTS)  # the demo's own fits any machine
     for name in LAYOUTS:
         assert f"`presets/{name}.py`" in TEXT["docs/memory.md"]
         assert len((ROOT / f"presets/{name}.py").read_text().splitlines()) <= 16

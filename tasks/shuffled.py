@@ -1,0 +1,20 @@
+"""The demo's control: arithmetic, its rewards shuffled among the completions of a group.
+
+Advantages come from `shuffled` alone, which says nothing of the completion that gets it; the true
+rewards weigh nothing, and are still reported.
+"""
+
+import random
+
+from tasks.arithmetic import OUTCOME, gold, load, messages, rewards  # noqa: F401 (this task's, too)
+from tasks.gsm8k import REWARD_WEIGHTS as WEIGHTS
+
+REWARD_WEIGHTS = dict.fromkeys(WEIGHTS, 0.0) | {"shuffled": 1.0}
+draw = random.Random(0)
+
+
+def group_rewards(item, completions):
+    """Returns the completions' weighted true rewards, each given to a random one of them."""
+    true = [rewards(item, completion) for completion in completions]
+    totals = [sum(WEIGHTS[name] * value for name, value in each.items()) for each in true]
+    return [{"shuffled": total} for total in draw.sample(totals, len(totals))]
