@@ -1,7 +1,7 @@
 """The frozen reference model behind HTTP: groups go in, and come back with its log-probs.
 
     CUDA_VISIBLE_DEVICES=7 python ref_server.py     # on a spare GPU, on a CPU, on another machine
-    python ref_server.py presets/3b_1x24gb.py       # with the constants of a preset
+    python ref_server.py presets/3b_2x80gb.py       # with the constants of a preset
 
 What a group goes through:
 

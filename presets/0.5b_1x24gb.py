@@ -1,11 +1,10 @@
-"""Qwen2.5-0.5B on one card of 24 GB, which holds the reference server, too.
+"""Qwen2.5-0.5B on one card of 24 GB, which holds the reference, too: one process, no server.
 
-    python ref_server.py presets/0.5b_1x24gb.py         # first, in a terminal of its own
-    python grpo_ref_split.py presets/0.5b_1x24gb.py     # then, in another
+    python grpo_ref_split.py presets/0.5b_1x24gb.py
 
-Computed, not run: of the card's 23.5 GB the trainer needs 14.5 GB and the server 3.2 GB. The
-trainer takes what is free when it starts, so the server must be there.
+Computed, not run: of the card's 23.5 GB the trainer needs 15.5 GB.
 """
 
 MODEL = "Qwen/Qwen2.5-0.5B"
 RUN_DIR = "runs/0.5b_1x24gb"
+REF_SERVER = None

@@ -1,12 +1,12 @@
-"""Qwen2.5-1.5B on one card of 24 GB, which holds the reference server, too.
+"""Qwen2.5-1.5B on one card of 24 GB, which holds the reference, too: one process, no server.
 
-    python ref_server.py presets/1.5b_1x24gb.py         # first, in a terminal of its own
-    python grpo_ref_split.py presets/1.5b_1x24gb.py     # then, in another
+    python grpo_ref_split.py presets/1.5b_1x24gb.py
 
-Computed, not run: of the card's 23.5 GB the trainer needs 17.0 GB and the server 5.2 GB; the
-optimiser and its states are in RAM, 25.9 GB of it: on the card they would not fit.
+Computed, not run: of the card's 23.5 GB the trainer needs 20.5 GB; the optimiser and its states are
+in RAM, 25.9 GB of it: on the card they would not fit.
 """
 
 MODEL = "Qwen/Qwen2.5-1.5B"
 RUN_DIR = "runs/1.5b_1x24gb"
+REF_SERVER = None
 OFFLOAD_OPTIMIZER = True

@@ -1,13 +1,13 @@
-"""Qwen2.5-3B by LoRA on one card of 24 GB, which holds the reference server, too.
+"""Qwen2.5-3B by LoRA on one card of 24 GB: one process, whose reference is the model itself.
 
-    python ref_server.py presets/3b_1x24gb.py           # first, in a terminal of its own
-    python grpo_ref_split.py presets/3b_1x24gb.py       # then, in another
+    python grpo_ref_split.py presets/3b_1x24gb.py
 
-Computed, not run: of the card's 23.5 GB the trainer needs 12.7 GB and the server 8.1 GB. Full
-training does not fit, with OFFLOAD_OPTIMIZER neither. A checkpoint is an adapter.
+Computed, not run: of the card's 23.5 GB the trainer needs 18.1 GB. Full training does not fit, with
+OFFLOAD_OPTIMIZER neither. A checkpoint is an adapter (python -m grpo.merge).
 """
 
 MODEL = "Qwen/Qwen2.5-3B"
 RUN_DIR = "runs/3b_1x24gb"
+REF_SERVER = None
 LORA_RANK = 16
 LEARNING_RATE = 1e-5

@@ -22,16 +22,17 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import memory
 
 GB = 2**30
-LAYOUTS = {  # preset: GB of a trainer's card, trainer's cards, GB of the server's; 0: it shares one
-    "0.5b_1x24gb": (24, 1, 0),
-    "1.5b_1x24gb": (24, 1, 0),
-    "3b_1x24gb": (24, 1, 0),
+# preset: GB of a trainer's card, trainer's cards, GB of the server's; 0: it shares one; None: none
+LAYOUTS = {
+    "0.5b_1x24gb": (24, 1, None),
+    "1.5b_1x24gb": (24, 1, None),
+    "3b_1x24gb": (24, 1, None),
     "3b_2x24gb": (24, 2, 0),
     "3b_2x80gb": (80, 1, 80),
     "3b_8x80gb": (80, 7, 80),
     "7b_2x80gb": (80, 1, 80),
     "7b_8x80gb": (80, 7, 80),
-    "7b_lora_2x24gb": (24, 1, 24),
+    "7b_lora_1x24gb": (24, 1, None),
     "two_machines": (80, 8, 24),
 }
 presets = pytest.mark.parametrize("name", LAYOUTS)
@@ -43,13 +44,14 @@ def doc_of(name):
 
 
 def commands_of(name):
-    """Returns [(environment, launcher, script, arguments)] of the docstring's two commands."""
-    lines = re.findall(r"^ {4}(\S.*?)  +# (?:first|then)", doc_of(name), re.MULTILINE)
+    """Returns [(environment, launcher, script, arguments)] of the docstring's commands: the
+    server's, where there is one, and the trainer's."""
+    lines = re.findall(r"^ {4}(\S.*?)(?:  +# (?:first|then).*)?$", doc_of(name), re.MULTILINE)
     words = [re.fullmatch(r"((?:\w+=\S+ )*)(\w+) (\S+) (.*)", line).groups() for line in lines]
-    assert [(launcher, script) for _, launcher, script, _ in words] in (
-        [("python", "ref_server.py"), ("python", "grpo_ref_split.py")],
-        [("python", "ref_server.py"), ("deepspeed", "grpo_ref_split.py")],
-    )
+    *servers, (_, launcher, script, _) = words
+    assert launcher in ("python", "deepspeed") and script == "grpo_ref_split.py"
+    expected = 0 if LAYOUTS[name][2] is None else 1
+    assert [server[1:3] for server in servers] == expected * [("python", "ref_server.py")]
     return words
 
 
@@ -71,23 +73,26 @@ def test_every_preset_is_tested_and_in_the_docs():
 
 
 @presets
-def test_a_presets_commands_start_both_scripts_with_it(name, monkeypatch):
+def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
     for _, _, _, argument in commands_of(name):
         assert argument == f"presets/{name}.py"
     trained = constants_of("grpo_ref_split.py", trainer, name, monkeypatch)
-    served = constants_of("ref_server.py", ref_server, name, monkeypatch)
     check_constants(trained)
+    assert trained["RUN_DIR"] == f"runs/{name}"
+    if LAYOUTS[name][2] is None:
+        assert trained["REF_SERVER"] is None
+        return
+    served = constants_of("ref_server.py", ref_server, name, monkeypatch)
     check_server_constants(served)
     for shared in ("MODEL", "TEMPERATURE", "DTYPE", "SHARE_PROMPTS"):
         assert trained[shared] == served[shared]
     assert trained["REF_SERVER"].endswith(f":{served['PORT']}")
-    assert trained["RUN_DIR"] == f"runs/{name}"
 
 
 @presets
 def test_a_presets_cards_are_those_of_its_commands(name):
     _, world, servers = LAYOUTS[name]
-    (serving, *_), (training, launcher, *_) = commands_of(name)
+    (serving, *_), *_, (training, launcher, *_) = 2 * commands_of(name)
     assert (launcher == "deepspeed") == (world > 1)
     if "CUDA_VISIBLE_DEVICES" in training:
         server, ranks = (set(re.findall(r"\d", text)) for text in (serving, training))
@@ -106,17 +111,20 @@ def test_a_preset_fits_its_cards_as_computed(name, monkeypatch):
     model = c.MODEL.removeprefix("Qwen/")
     m, frozen = memory.sizes_of(model, c.LORA_RANK), memory.sizes_of(model, 0)
     tokens = c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
-    server = need(memory.server_phases(frozen, *tokens))[0]
+    shared = servers == 0
+    server = 0 if servers is None else need(memory.server_phases(frozen, *tokens))[0]
     room = memory.CARDS[card] * GB
-    _, size = sizes_that_fit(c, m, room - (0 if servers else server), world)
+    _, size = sizes_that_fit(c, m, room - shared * server, world)
     if servers:
         assert server < 0.95 * memory.CARDS[servers] * GB
-    else:  # a server that has scored nothing yet holds less, and leaves the trainer more to take
+    elif (
+        shared
+    ):  # a server that has scored nothing yet holds less, and leaves the trainer more to take
         _, most = sizes_that_fit(c, m, room - memory.BF16 * frozen.total - CONTEXT, world)
         assert most + server <= room
     told = re.sub(r"\s+", " ", doc_of(name))
     assert f"{memory.CARDS[card]:.1f} GB the trainer needs {memory.gb(size)} GB" in told
-    assert re.search(rf"server (needs )?{memory.gb(server)} GB", told)
+    assert servers is None or re.search(rf"server (needs )?{memory.gb(server)} GB", told)
     if c.OFFLOAD_OPTIMIZER:  # master weights, Adam, gradients and a copy, as print_states has it
         assert f"in RAM, {memory.gb((4 * memory.FP32 + memory.BF16) * m.trained)} GB of it" in told
 
@@ -127,7 +135,7 @@ def test_what_a_preset_saves_it_has_to(name, monkeypatch):
     card, world, servers = LAYOUTS[name]
     c = SimpleNamespace(**constants_of("grpo_ref_split.py", trainer, name, monkeypatch))
     m = memory.sizes_of(c.MODEL.removeprefix("Qwen/"), 0)
-    server = 0 if servers else need(memory.server_phases(m, 512, 512))[0]
+    server = need(memory.server_phases(m, 512, 512))[0] if servers == 0 else 0
     for offload in [False, True] if c.LORA_RANK else [False] if c.OFFLOAD_OPTIMIZER else []:
         full = SimpleNamespace(**vars(c) | {"LORA_RANK": 0, "OFFLOAD_OPTIMIZER": offload})
         with pytest.raises(SystemExit, match="would need"):
