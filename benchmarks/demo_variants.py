@@ -1,11 +1,10 @@
 """Do the demo's other ways of training reach the plain one's accuracy?
 
-    python benchmarks/demo_variants.py out.md               # all of them, seed 0; 15 minutes
+    python benchmarks/demo_variants.py out.md               # all of them, seed 0; 10 minutes
     python benchmarks/demo_variants.py out.md lora alone    # some
 
 From one warm start each trains the demo's 100 steps (presets/demo.py), one after the other, with
-one thread a process. Accuracies are greedy, on the 500 test questions. The last two are no ways to
-train: they show what it looks like when something is wrong.
+one thread a process. Accuracies are greedy, on the 500 test questions.
 """
 
 import json
@@ -23,8 +22,6 @@ VARIANTS = {  # name: ranks, what differs from presets/demo.py
     "alone": (1, ALONE),  # the reference in the trainer
     "lora": (1, [*ALONE, "LORA_RANK=16", "LEARNING_RATE=7e-3"]),
     "ranks": (2, []),
-    "format": (1, [*ALONE, 'REWARD_WEIGHTS={"correctness": 0.1, "format": 4}', "KL_BETA=0"]),
-    "rate": (1, [*ALONE, "LEARNING_RATE=7e-3"]),  # ten times too high
 }
 
 
