@@ -56,7 +56,7 @@ def command_line(script, doc, roles=()):
             print(usage(doc))
             raise SystemExit(0)
         else:
-            raise SystemExit(f"unknown argument: {word}\n{usage(doc)}")
+            raise SystemExit(f"{usage(doc)}\nunknown argument: {word}")
     return role, constants
 
 

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import inspect
 import os
+from pathlib import Path
 
 import jinja2
 import torch
@@ -29,8 +30,20 @@ def load_tokenizer(name):
             return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise SystemExit(
-            f"MODEL = {name!r} can't be loaded, neither as a folder nor from the hub: {error}"
+            f"MODEL = {name!r} can't be loaded, neither as a folder nor from the hub:"
+            f" {fault_of(name) or error}"
         ) from error
+
+
+def fault_of(name):
+    """Returns what is wrong with a model's name if it is meant as a folder here; else ""."""
+    folder = Path(name)
+    if Path(folder, "run.json").exists():
+        return f"it is the RUN_DIR of a run, whose models are in {folder / 'final'} and others"
+    if folder.is_dir():
+        return "" if Path(folder, "config.json").exists() else "the folder has no config.json"
+    path = name.count("/") > 1 or name[0] in "./~"  # a hub's name is NAME or OWNER/NAME
+    return "there is no such folder" if path else ""
 
 
 def own_device():
