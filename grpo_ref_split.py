@@ -392,9 +392,11 @@ def train(run):
     while True:
         asked = evaluate_if_due(run)  # collective
         ends = asked or p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
-        due = ends or store_is_full or p.passed(SAVE_STEPS, max(p.saved, 0))
-        if (due or p.best == p.step) and p.saved < p.step:
+        due = ends or store_is_full or p.best == p.step or p.passed(SAVE_STEPS, max(p.saved, 0))
+        if due and p.saved < p.step:
             checkpoint.save_run(run)  # collective
+        elif p.best == p.step:  # it was saved before it was evaluated
+            checkpoint.point(RUN_DIR, "best", p.step)
         if ends:
             bar.close()
             run.publishing.finish()

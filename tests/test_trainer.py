@@ -15,6 +15,7 @@ from grpo.forward import CompletionModel
 from grpo.proof import MISMATCH, TILT, check_first_update
 from grpo.sampling.policy import load_policy
 from grpo.sampling.rollout import make_group
+from grpo.training import checkpoint
 from grpo.training import metrics as report
 from grpo.training.checkpoint import Progress
 from grpo.training.token_stats import TokenStats
@@ -243,3 +244,22 @@ def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(
     # Recomputed: the ratio is 1, and the weight IS_CAP, so that the two cancel but still learn
     _, loss, slope = step(recompute=True)
     assert loss == pytest.approx(-trainer.IS_CAP * (right + wrong) / 2, abs=1e-5) and slope > 1e-3
+
+
+@pytest.mark.parametrize("best", [2, 1])
+def test_a_checkpoint_that_was_saved_before_it_was_evaluated_is_the_best(
+    alone, monkeypatch, tmp_path, best
+):
+    """A run that was stopped during an evaluation resumes with it."""
+    for name, value in {"RUN_DIR": str(tmp_path), "STEPS": 2}.items():
+        monkeypatch.setattr(trainer, name, value)
+    progress = Progress("run", step=2, saved=2, best=1)
+    monkeypatch.setattr(trainer, "evaluate_if_due", lambda run: setattr(progress, "best", best))
+    for step in (1, 2):
+        (tmp_path / f"step_{step:06d}").mkdir()
+    checkpoint.point(tmp_path, "best", 1)
+    c = SimpleNamespace(RUN_DIR=str(tmp_path))
+    publishing = SimpleNamespace(finish=lambda: None)
+    trainer.train(SimpleNamespace(progress=progress, publishing=publishing, constants=c))
+    assert (tmp_path / "best").resolve().name == f"step_{best:06d}"
+    assert (tmp_path / "final").resolve().name == "step_000002"
