@@ -3,9 +3,11 @@
 import json
 import math
 from collections import Counter
+from decimal import Decimal
 from statistics import fmean, stdev
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from fakes import (
@@ -104,6 +106,7 @@ def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
     assert (metrics["rewards/format/mean"], metrics["rewards/format/std"]) == (0.5, 0)
     assert metrics["accuracy"] == 1 / 2
     assert metrics_of(recipe, a_group([[1.0, 0], [nan, 0]]))["accuracy"] == 1
+    assert "accuracy" not in metrics_of(recipe, a_group([[nan, 0.5], [nan, 1.0]]))
     assert metrics["reward"] == 0.5 / 2 and metrics["reward_std"] == pytest.approx(stdev([2, -1.5]))
 
 
@@ -217,6 +220,14 @@ def test_samples_are_the_best_and_the_worst_of_a_group_with_all_that_is_known(al
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("answer", [np.int64(42), Decimal(42), {42}, math.nan])
+def test_an_answer_that_json_can_not_hold_is_written_as_text(alone, tmp_path, answer):
+    recipe = a_recipe([(0, {"question": "Why?", "answer": answer}, [5, 6])])
+    sample, _ = samples_of(tmp_path, [a_group([[1.0, 0.0], [-1.0, 0.0]])], recipe)
+    assert (sample["question"], sample["answer"]) == ("Why?", str(answer))
+    assert sample["item"] == {"question": "Why?"}
+
+
 def test_samples_are_of_what_was_sampled_flat_groups_too(alone, monkeypatch, tmp_path):
     monkeypatch.setattr(trainer, "KL_BETA", 0)
     outcomes = [MIXED, ALL_WRONG, MIXED, MIXED]
@@ -250,6 +261,13 @@ def test_what_has_nothing_to_train_is_said_to_be_right_wrong_or_truncated(
 ):
     metrics = {"accuracy": 0.0, "completions/clipped_ratio": 0.3, "groups_sampled": 15} | changes
     assert sentence in report.why_idle(metrics, [None] * groups, a_recipe())
+
+
+def test_an_outcome_that_never_applied_is_not_said_to_be_wrong():
+    metrics = {"completions/clipped_ratio": 0.3, "groups_sampled": 15, "reward": 0.25}
+    said = report.why_idle(metrics, [], a_recipe())
+    assert said.startswith("15 groups, each of equal total rewards (mean 0.25), by OUTCOME = 'corr")
+    assert "(which applied to none), 30% truncated" in said and "wrong" not in said
 
 
 def test_groups_of_equal_totals_are_not_said_to_be_right_or_wrong():
@@ -332,6 +350,16 @@ def test_a_reward_may_have_any_name(alone):
     assert metrics["completions/mean_length"] == 1.5 and metrics["rewards/tokens/mean"] == -1
 
 
+def test_an_evaluation_leaves_out_what_never_applied_and_is_then_no_best(alone, tmp_path):
+    task = SimpleNamespace(rewards=lambda item, text: {"correctness": None, "format": 1})
+    result = report.evaluate(FakeEngine(), a_recipe(task=task), prompts_of([MIXED]))
+    assert result.keys() == {"eval_positive_format", "eval_truncated", "eval_completion_tokens"}
+    progress = Progress("run", step=3)
+    accuracy = report.RunFolder(tmp_path).log_evaluation(result, 3)
+    progress.take_evaluation(accuracy, keep_best=True)
+    assert (progress.evaluated, progress.best) == (3, -1) and accuracy < 0  # STOP_ACCURACY is not
+
+
 def test_an_evaluation_begins_no_more_questions_once_the_run_is_to_stop(alone, monkeypatch):
     """Or deepspeed would kill the run before it has saved: 30 s after the signal."""
     engine, recipe = FakeEngine(), a_recipe()
@@ -339,7 +367,7 @@ def test_an_evaluation_begins_no_more_questions_once_the_run_is_to_stop(alone, m
     assert report.evaluate(engine, recipe, questions)["eval_truncated"] == 0
     monkeypatch.setattr(watch.stop, "asked", "SIGTERM")
     engine.settings = None
-    assert report.evaluate(engine, recipe, questions)["eval_completion_tokens"] == 0
+    assert report.evaluate(engine, recipe, questions) == {} and engine.settings
 
 
 def test_a_group_counts_the_same_before_and_after_the_wire():

@@ -74,8 +74,9 @@ def any_rank(holds):
 
 
 def evaluate(policy, recipe, prompts):
-    """Collective: returns greedy accuracy (OUTCOME > 0), the positive share of each reward, the
-    truncated share and the mean length. Begins no question once the run is asked to stop."""
+    """Collective: returns greedy accuracy (OUTCOME > 0) and the positive share of each reward, both
+    of the answers to which it applied and absent where that is none, the truncated share and the
+    mean length. Begins no question once the run is asked to stop."""
     count, mine = Counter(), iter(prompts[dist.get_rank() :: dist.get_world_size()])
 
     def take(room):
@@ -92,7 +93,7 @@ def evaluate(policy, recipe, prompts):
     shares |= {"completion_tokens": ("tokens", "completions")}
     meet("the other ranks' part of the evaluation")
     total = add_up(count, [name for pair in shares.values() for name in pair])
-    return {f"eval_{k}": total[name] / max(total[of], 1) for k, (name, of) in shares.items()}
+    return {f"eval_{k}": total[name] / total[of] for k, (name, of) in shares.items() if total[of]}
 
 
 def rollout_metrics(run, count, sampled, theirs):
@@ -111,12 +112,13 @@ def rollout_metrics(run, count, sampled, theirs):
     means = {"completions/mean_terminated_length": total["ended_tokens"] / ended} if ended else {}
     for name in weights:
         means |= mean_and_std(f"rewards/{name}", *(total[f"{kind}_{name}"] for kind in sums))
+    if judged := total[f"applicable_{recipe.outcome}"]:
+        means["accuracy"] = total["right"] / judged
     if seconds:  # 0 where workers sampled all
         means["tokens_per_second"] = total["own_tokens"] / seconds
     return means | {
         "reward": sum(w * total[f"reward_{name}"] for name, w in weights.items()) / n,
         "reward_std": total["group_std"] / groups,
-        "accuracy": total["right"] / max(total[f"applicable_{recipe.outcome}"], 1),
         "completions/mean_length": total["tokens"] / n,
         "completions/clipped_ratio": total["truncated"] / n,
         **extreme_lengths(sampled + theirs),
@@ -161,11 +163,12 @@ def why_idle(metrics, groups, recipe):
     if groups:
         kept = f"the {len(groups)} groups that are not skipped"
         return f"{kept} are all truncated (MASK_TRUNCATED), and of what was sampled {cut}"
-    accuracy, outcome = metrics["accuracy"], f"by OUTCOME = {recipe.outcome!r}"
+    accuracy, outcome = metrics.get("accuracy"), f"by OUTCOME = {recipe.outcome!r}"
+    judged = "which applied to none" if accuracy is None else f"accuracy {accuracy:.2f}"
     flat = {0: "all wrong", 1: "all right"}.get(accuracy, "each all right or all wrong")
-    if recipe.skip_flat_groups == "reward":
+    if recipe.skip_flat_groups == "reward" or accuracy is None:
         flat, outcome = "each of equal total rewards", f"(mean {metrics['reward']:.2g}), {outcome}"
-    sampled = f"{metrics['groups_sampled']} groups, {flat} {outcome} (accuracy {accuracy:.2f})"
+    sampled = f"{metrics['groups_sampled']} groups, {flat} {outcome} ({judged})"
     return f"{sampled}, {cut}, are skipped (SKIP_FLAT_GROUPS = {recipe.skip_flat_groups!r})"
 
 
@@ -224,10 +227,10 @@ class RunFolder:
                 reporter.put(dict(record))
 
     def log_evaluation(self, evaluation, step):
-        """Logs and says an evaluation; returns its accuracy."""
+        """Logs and says an evaluation; returns its accuracy, -1 where it has none."""
         self.log("metrics.jsonl", {"step": step} | evaluation)
         say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
-        return evaluation["eval_accuracy"]
+        return evaluation.get("eval_accuracy", -1.0)
 
     def log_samples(self, run, groups, advantages_of):
         """Writes SAMPLES_PER_STEP completions of one of the groups that were sampled for the next
@@ -237,6 +240,7 @@ class RunFolder:
         step, number = run.progress.step + 1, run.constants.SAMPLES_PER_STEP
         group, decode = groups[step % len(groups)], run.policy.tokenizer.decode
         item = next(item for index, item, _ in run.recipe.prompts if index == group.item)
+        asked = {name: item.get(name) for name in ("question", "answer")}
         advantages = advantages_of(group, run.recipe.reward_weights).tolist()
         ids = group.completions(group.completion_ids)
         best, *others = sorted(range(len(ids)), key=advantages.__getitem__, reverse=True)
@@ -248,8 +252,7 @@ class RunFolder:
                 "number": i,
                 "prompt": decode(group.prompt_ids),
                 "item": {name: value for name, value in item.items() if is_plain(value)},
-                "question": item.get("question"),
-                "answer": item.get("answer"),
+                **{name: x if is_plain(x) else str(x) for name, x in asked.items()},
                 "completion": decode(ids[i]),
                 "rewards": {name: finite(reward) for name, reward in rewards},
                 "advantage": advantages[i],

@@ -74,19 +74,20 @@ def git(*words):
 
 
 def evaluations(folder):
-    """Returns the evaluations in a run's metrics.jsonl, records by name."""
+    """Returns the evaluations in a run's metrics.jsonl, a list of records."""
     path = Path(folder, "metrics.jsonl")
     lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if '"eval_accuracy"' in line]
+    return [json.loads(line) for line in lines if '"eval_' in line]
 
 
 def table(records):
     """Returns a Markdown table of the newest evaluations, a row for each."""
     if not records:
         return "None yet."
-    names = [name for name in records[-1] if name.startswith("eval_")]
+    shown = records[-ROWS:]
+    names = list(dict.fromkeys(k for record in shown for k in record if k.startswith("eval_")))
     rows = [["step", *names], ["---:"] * (1 + len(names))]
-    for record in records[-ROWS:]:
+    for record in shown:
         values = [record.get(name) for name in names]
         rows.append([record["step"], *("" if v is None else f"{v:.3f}" for v in values)])
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)

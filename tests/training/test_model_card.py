@@ -24,13 +24,14 @@ def test_a_card_has_what_the_hub_and_a_person_want_to_know(tmp_path, monkeypatch
     records = [{"step": 5, "loss": 1.0}]
     for step in range(0, 125, 5):
         records.append({"step": step, "eval_accuracy": step / 1000, "eval_truncated": None})
+    records[-1] = {"step": 120, "eval_truncated": 0.5}  # its outcome applied to none
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     text = card_of(monkeypatch, tmp_path, LORA_RANK=rank, TASK="countdown", EVAL_SPLIT="test")
     data = ModelCard(text).data
     assert data.base_model == "Qwen/Qwen2.5-3B" and data.tags == ["grpo"]
     assert data.library_name == ("peft" if rank else "transformers") and data.license is None
     assert "step 100" in text and "`countdown`" in text and "split `test`" in text
-    assert "| 120 | 0.120 |  |" in text and "| 25 | 0.025 |" in text
+    assert "| 120 |  | 0.500 |" in text and "| 25 | 0.025 |" in text
     assert "| 20 | 0.020 |" not in text  # the newest 20
     load, constants = (block.split("```")[0] for block in text.split("```python\n")[1:])
     assert len(load.splitlines()) == 3 and ast.parse(load)
