@@ -38,24 +38,26 @@ def check_reporters(report_to):
 
 def open_reporters(c, progress):
     """Returns a Reporter for each of REPORT_TO; `c` has the trainer's constants as attributes, and
-    the run resumes, or begins, after the steps in `progress`."""
-    return [Reporter(to, c, progress) for to in c.REPORT_TO]
+    the run resumes, or begins, after the steps in `progress`, which goes on while they open."""
+    begun = progress.step + 1 if progress.saved >= 0 else 0
+    return [Reporter(to, c, progress.run, begun) for to in c.REPORT_TO]
 
 
 class Reporter:
-    """A thread that hands records, in order, to one of REPORT_TO."""
+    """A thread that hands records, in order, to one of REPORT_TO: of this `run`, from the step
+    `begun` on."""
 
-    def __init__(self, to, c, progress):
+    def __init__(self, to, c, run, begun):
         self.name, self.records = getattr(to, "__name__", str(to)), queue.SimpleQueue()
-        self.thread = in_background(self._send, to, c, progress)
+        self.thread = in_background(self._send, to, c, run, begun)
 
     def put(self, record):
         if self.thread.is_alive():
             self.records.put(record)
 
-    def _send(self, to, c, progress):
+    def _send(self, to, c, run, begun):
         try:
-            send, close = OPEN[to](c, progress) if to in OPEN else (to, lambda: None)
+            send, close = OPEN[to](c, run, begun) if to in OPEN else (to, lambda: None)
             while record := self.records.get():
                 send(record)
             close()
@@ -82,13 +84,12 @@ def numbers(record):
 
 
 # --- Receivers ----------------------------------------------------------------------
-def to_tensorboard(c, progress):
+def to_tensorboard(c, run, begun):
     """Returns (send, close) for the event files in RUN_DIR/tensorboard. Readers forget what a run
     wrote there after the step from which it resumes."""
     from torch.utils.tensorboard import SummaryWriter
 
-    first = progress.step + 1 if progress.saved >= 0 else 0
-    writer = SummaryWriter(str(Path(c.RUN_DIR, "tensorboard")), purge_step=first)
+    writer = SummaryWriter(str(Path(c.RUN_DIR, "tensorboard")), purge_step=begun)
 
     def send(record):
         for name, value in numbers(record).items():
@@ -98,18 +99,18 @@ def to_tensorboard(c, progress):
     return send, writer.close
 
 
-def to_wandb(c, progress):
+def to_wandb(c, run, begun):
     """Returns (send, close) for a W&B run with this run's name, whose files are in RUN_DIR/wandb.
 
     W&B can't take steps back: those that it has already, of a run that resumes from an earlier one,
-    keep their first values.
+    keep their first values. The evaluation that a stopped run still owed goes to its next step.
     """
     import wandb
 
     live = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "grpo-split"),
-        name=progress.run,
-        id=re.sub(r"[^\w.-]", "-", progress.run)[-128:],
+        name=run,
+        id=re.sub(r"[^\w.-]", "-", run)[-128:],
         resume="allow",
         dir=c.RUN_DIR,
         config=constants_of(vars(c)),
@@ -117,12 +118,13 @@ def to_wandb(c, progress):
         settings=wandb.Settings(console="off", finish_timeout=LAST_SECONDS),
     )
     first = live.starting_step
-    if first > progress.step + 1:
+    owed = first == begun  # of the step before, W&B may lack the evaluation
+    if first > begun:
         say(f"W&B has this run's steps up to {first - 1}, and keeps them as they were")
 
     def send(record):
-        if record["step"] >= first:
-            live.log(numbers(record), step=record["step"])
+        if record["step"] >= first - owed:
+            live.log(numbers(record), step=max(record["step"], first))
 
     return send, live.finish
 

@@ -5,6 +5,7 @@ import json
 import math
 import struct
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -97,13 +98,35 @@ def test_a_run_that_wandb_has_further_sends_the_steps_after_that(monkeypatch, ca
     named = {"init": lambda **_: fake, "Settings": lambda **settings: settings}
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(**named))
     c = SimpleNamespace(RUN_DIR="run", REPORT_TO=["wandb"])
-    send, _ = report.to_wandb(c, Progress("run", step=2))
+    send, _ = report.to_wandb(c, "run", 3)
     for step in (3, 4, 5):
         send({"step": step, "time": 1.0, "kl": 0.5})
     assert sent == [(5, {"kl": 0.5})]
+    del sent[:]
+    send, _ = report.to_wandb(c, "run", 5)  # stopped after step 4, before its evaluation
+    send({"step": 4, "time": 1.0, "eval_accuracy": 0.5})
+    send({"step": 5, "time": 1.0, "kl": 0.5})
+    assert sent == [(5, {"eval_accuracy": 0.5}), (5, {"kl": 0.5})]
     assert (
         "W&B has this run's steps up to 4, and keeps them as they were" in capsys.readouterr().out
     )
+
+
+def test_a_receiver_that_opens_late_gets_the_step_at_which_the_run_began(monkeypatch):
+    ready, told = threading.Event(), []
+
+    def slow(c, run, begun):
+        assert ready.wait(10)
+        told.append((run, begun))
+        return None, lambda: None
+
+    monkeypatch.setitem(report.OPEN, "wandb", slow)
+    c, progress = SimpleNamespace(REPORT_TO=["wandb"]), Progress("run", step=2, saved=2)
+    reporters = report.open_reporters(c, progress)
+    progress.step = progress.saved = 9
+    ready.set()
+    report.close_reporters(reporters)
+    assert told == [("run", 3)]
 
 
 def test_what_fails_or_hangs_is_said_and_neither_ends_nor_stalls_the_run(
