@@ -28,9 +28,10 @@ def wilson(right, total):
 
 def mean_interval(shares):
     """Returns (low, high) of the mean over questions of a share right of several samples: those of
-    one question are not independent, so questions count (Miller 2024, 2411.00640)."""
-    if len(shares) < 2:
-        return 0.0, 1.0
+    one question are not independent, so questions count (Miller 2024, 2411.00640). Wilson's where
+    all shares are equal, such as 1: their standard deviation of 0 would give no width."""
+    if len(set(shares)) < 2:
+        return wilson(sum(shares), len(shares))
     mean, half = fmean(shares), Z * stdev(shares) / math.sqrt(len(shares))
     return max(0.0, mean - half), min(1.0, mean + half)
 
@@ -51,6 +52,7 @@ def paired_difference(before, after):
 
     The interval is Agresti and Min's (2005, Stat. Med. 24, 729-740): Wald's for matched pairs, with
     half a pair added to each of the four outcomes; so it has a width also where no answer differs.
+    Theirs are pairs of 0 and 1; on other shares it is an extension of it.
 
     >>> [round(x, 3) for x in paired_difference([0] * 10 + [1] * 10, [1] * 20)]
     [0.5, 0.228, 0.681]
@@ -66,55 +68,68 @@ def paired_difference(before, after):
 
 # --- Answers ------------------------------------------------------------------------
 def is_right(answer, outcome):
-    """Returns whether an answer is right by the reward `outcome`, in whatever format."""
-    value = answer["rewards"][outcome]
-    return value is not None and value > 0
+    """Returns whether a judged answer is right by the reward `outcome`, in whatever format."""
+    return answer["rewards"][outcome] > 0
 
 
 def is_right_in_format(answer, outcome):
-    """Returns whether an answer is right and all other rewards that apply to it are positive."""
-    others = [value for value in answer["rewards"].values() if value is not None]
-    return is_right(answer, outcome) and all(value > 0 for value in others)
+    """Returns whether a judged answer is right and all other rewards that apply to it are positive,
+    which is: all that apply."""
+    return all(value is None or value > 0 for value in answer["rewards"].values())
 
 
 HOWS = {"right": is_right, "right_in_format": is_right_in_format}
 
 
+def judged(answers, outcome):
+    """Returns {question: answers} of the answers to which the outcome applies, where it does to
+    any: the others are neither right nor wrong."""
+
+    def of(group):
+        return [answer for answer in group if answer["rewards"][outcome] is not None]
+
+    return {q: of(group) for q, group in answers.items() if of(group)}
+
+
 def shares(answers, outcome, how):
-    """Returns {question: share of its answers that are right}, `how` one of HOWS."""
-    return {q: fmean(HOWS[how](a, outcome) for a in several) for q, several in answers.items()}
+    """Returns {question: share of its judged answers that are right}, `how` one of HOWS."""
+    groups = judged(answers, outcome).items()
+    return {q: fmean(HOWS[how](a, outcome) for a in group) for q, group in groups}
 
 
 def summary(answers, outcome):
     """Returns numbers by name, of {question: answers}: "right" and "right_in_format", each [share,
-    low, high]; the share of positive values of each other reward, where it applies; the truncated
-    share; the mean length; where a question has k answers, "pass@1" (which is "right") to "pass@k".
+    low, high], of the judged; the share of positive values of each other reward, where it applies;
+    the truncated share; the mean length; where a question has k answers, "pass@1" (which is
+    "right") to "pass@k", of the questions that have so many judged ones. None is of none.
     """
     several = list(answers.values())
     everything = [answer for group in several for answer in group]
     k, found = len(several[0]), {"questions": len(several)}
     for how in HOWS:
-        of_questions = list(shares(answers, outcome, how).values())
-        ends = wilson(sum(of_questions), len(several)) if k == 1 else mean_interval(of_questions)
-        found[how] = [fmean(of_questions), *ends]
+        right = list(shares(answers, outcome, how).values())
+        ends = wilson(sum(right), len(right)) if k == 1 else mean_interval(right)
+        found[how] = [fmean(right), *ends] if right else None
     for name in [name for name in everything[0]["rewards"] if name != outcome]:
         values = [a["rewards"][name] for a in everything if a["rewards"][name] is not None]
         found[f"positive_{name}"] = fmean(v > 0 for v in values) if values else None
     found["truncated"] = fmean(a["truncated"] for a in everything)
     found["completion_tokens"] = fmean(a["tokens"] for a in everything)
-    counts = [sum(is_right(a, outcome) for a in group) for group in several]
+    groups = judged(answers, outcome).values()
+    counts = [(len(group), sum(is_right(a, outcome) for a in group)) for group in groups]
     for j in range(1, k + 1) if k > 1 else ():
-        found[f"pass@{j}"] = fmean(pass_at_k(k, count, j) for count in counts)
+        chances = [pass_at_k(n, right, j) for n, right in counts if n >= j]
+        found[f"pass@{j}"] = fmean(chances) if chances else None
     return found
 
 
 def compare(first, other, outcome):
     """Returns {how: (difference, low, high)} of two models' answers {question: answers}, over the
-    questions that both have."""
-    both = sorted(first.keys() & other.keys())
+    questions where both have judged ones."""
     found = {}
     for how in HOWS:
         before, after = (shares(answers, outcome, how) for answers in (first, other))
+        both = sorted(before.keys() & after.keys())
         found[how] = paired_difference([before[q] for q in both], [after[q] for q in both])
     return found
 
@@ -131,9 +146,9 @@ def columns(models, outcome):
 
 
 # --- Shown --------------------------------------------------------------------------
-NOTE = """right: {} > 0, in whatever format; right_in_format: all other rewards
-that apply are > 0, too; - first: the paired difference, by question, to the first model. In
-brackets: intervals of 95 %."""
+NOTE = """right: {} > 0, in whatever format; right_in_format: all other rewards that
+apply are > 0, too; both where the first applies; - first: the paired difference, by question, to
+the first model. In brackets: intervals of 95 %."""
 
 
 def table(title, models, results):

@@ -30,9 +30,17 @@ def test_a_gain_in_format_is_no_gain_in_what_is_right():
     assert "positive_correctness" not in found  # that is "right"
 
 
-def test_an_outcome_that_does_not_apply_is_not_right():
-    found = scores.summary(answers([(None, 1)], [(0.0, 1)]), "correctness")
-    assert found["right"][0] == found["right_in_format"][0] == 0
+def test_an_answer_to_which_the_outcome_does_not_apply_is_neither_right_nor_wrong():
+    found = scores.summary(answers([(None, -1)], [(0.0, 1)], [(1, 1)]), "correctness")
+    assert found["right"] == [1 / 2, *scores.wilson(1, 2)] == found["right_in_format"]
+    assert found["questions"] == 3 and found["positive_format"] == 2 / 3
+    never = scores.summary(answers([(None, 1)] * 2), "correctness")
+    assert never["right"] is never["pass@1"] is None and scores.table("x", ["a"], [never])
+    some = [(1, 1), (-1, 1), (None, 1)], [(1, 1)] * 3, [(None, 1)] * 3
+    found = scores.summary(answers(*some), "correctness")
+    assert found["pass@1"] == found["right"][0] == 3 / 4 and found["pass@2"] == found["pass@3"] == 1
+    first, other = answers([(1, 1)], [(None, 1)], [(1, 1)]), answers([(-1, 1)], [(1, 1)], [(1, 1)])
+    assert scores.compare(first, other, "correctness")["right"][0] == -1 / 2
 
 
 def test_several_samples_give_pass_at_k_and_an_interval_over_questions():
@@ -45,6 +53,7 @@ def test_several_samples_give_pass_at_k_and_an_interval_over_questions():
     assert found["pass@4"] == pytest.approx(2 / 3)
     low, high = found["right"][1:]  # mean 0.5, sd 0.5 of 3 questions: +- 0.566, cut
     assert (low, high) == (0, 1)
+    assert scores.mean_interval([1.0] * 20) == scores.wilson(20, 20)  # and no width of 0
     assert scores.mean_interval([0.4, 0.6] * 50) == pytest.approx((0.4803, 0.5197), abs=1e-4)
 
 
