@@ -24,12 +24,14 @@ from tqdm import tqdm
 
 import grpo_ref_split as trainer
 from grpo import scores
-from grpo.constants import arguments, check_own, defaults_of, value_of
+from grpo.constants import arguments, constants_among
 from grpo.log import say
 from grpo.merge import base_of, merge_into
 from grpo.models import load_tokenizer
 from grpo.sampling import evaluation
-from grpo.sampling.start import make_policy, prepare
+from grpo.sampling.recipe import load_task
+from grpo.sampling.reward_processes import start_processes
+from grpo.sampling.start import make_policy, prepare_task
 from grpo.stop import leave
 from grpo.training.checks import check_constants
 from grpo.training.engine import join_ranks
@@ -49,15 +51,9 @@ def options():
     add("--max-completion-tokens", type=int, dest="MAX_COMPLETION_TOKENS")
     add("--temperature", type=float, dest="TEMPERATURE", help="of the samples")
     add("--out", help="folder of the answers; default: MODEL/eval, or runs/eval/NAME")
-    script, given, words = "grpo_ref_split.py", {}, []
-    defaults = defaults_of(script)
-    for word in arguments():
-        name, equals, text = word.partition("=")
-        if equals and name.isidentifier():
-            check_own(script, name, defaults)
-            given[name] = value_of(text, defaults[name])
-        else:
-            words.append(word)
+    given, words = constants_among(arguments(), "grpo_ref_split.py")
+    for name in given.keys() & {"MODEL", "TASK", "LORA_RANK"}:
+        raise SystemExit(f"{name}={given[name]} can't be set: the command names models and task")
     o = parser.parse_intermixed_args(words)
     if o.samples < 0:
         raise SystemExit(f"--samples {o.samples} must be 0 or more")
@@ -76,25 +72,27 @@ def constants(o):
 
 
 # --- Answers --------------------------------------------------------------------------
-def answers_of(c, o, model, rank, world):
+def answers_of(c, o, model, processes, rank, world):
     """Returns (outcome, folder, {kind: {question: answers}}) of a model, kinds "greedy" and "N
-    samples ...", once all ranks have answered their share of what was not in the folder's files."""
+    samples ...", once all ranks have answered their share of what was not in the folder's files.
+    `processes` compute rewards (start_processes), or None."""
     c = SimpleNamespace(**vars(c) | {"MODEL": base_of(model)})
-    tokenizer, recipe, _ = prepare(c, needs_server=False, split=c.EVAL_SPLIT)
+    tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1)
+    recipe.reward_processes = processes
     prompts, policy, found = recipe.prompts[: c.EVAL_QUESTIONS], None, {}
-    recipes = [replace(recipe, group_size=1, temperature=0)]
-    recipes += [replace(recipe, group_size=o.samples)] if o.samples else []
-    for recipe in recipes:
-        kind = evaluation.kind_of(recipe)
+    draws = [replace(recipe, group_size=1, temperature=0)]
+    draws += [replace(recipe, group_size=o.samples)] if o.samples else []
+    for draw in draws:
+        kind = evaluation.kind_of(draw)
         path = evaluation.file_of(c, model, o.out, kind)
-        settings = evaluation.settings_of(c, recipe, model)
+        settings = evaluation.settings_of(c, draw, model)
         there = evaluation.read_answers(path, settings)
         mine = [prompt for prompt in prompts[rank::world] if prompt[0] not in there]
         if mine and policy is None:
             policy = make_policy(c, tokenizer)
             merge_into(policy.model, model)
         if mine:
-            answered = evaluation.answer(c, policy, recipe, path, mine, seed=(rank, len(there)))
+            answered = evaluation.answer(c, policy, draw, path, mine, seed=(rank, len(there)))
             deque(tqdm(answered, f"{model}, {kind}", len(mine), disable=rank > 0), maxlen=0)
         if world > 1:
             meet(f"the other ranks' answers of {model}")
@@ -134,7 +132,9 @@ def main():
     elif (gpus := torch.accelerator.device_count()) > 1:
         say(f"this process is on one of {gpus} GPUs; `deepspeed` starts one on each")
     try:
-        results = [answers_of(c, o, model, rank, world) for model in o.models]
+        task, limits = load_task(c.TASK), (c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS)
+        processes = start_processes(task, *limits) if c.REWARD_PROCESSES else None
+        results = [answers_of(c, o, model, processes, rank, world) for model in o.models]
         if rank == 0:
             report(c, o.models, results)
         if world > 1:

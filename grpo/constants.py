@@ -71,6 +71,20 @@ Arguments, of which later ones win: NAME=value for a constant of the file (GROUP
 for a file of constants (presets/)."""
 
 
+def constants_among(words, script):
+    """Returns (constants, other words): of a command's words those that say NAME=value, by name.
+    SystemExit for a name that `script` does not have."""
+    defaults, given, others = defaults_of(script), {}, []
+    for word in words:
+        name, equals, text = word.partition("=")
+        if equals and name.isidentifier():
+            check_own(script, name, defaults)
+            given[name] = value_of(text, defaults[name])
+        else:
+            others.append(word)
+    return given, others
+
+
 def defaults_of(*scripts):
     """Returns {constant: value} of scripts, read from their source; a value that is not a plain
     number or text is not evaluated."""

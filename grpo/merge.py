@@ -19,6 +19,7 @@ from grpo.weights import load_weights, merge_adapters
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, before the names of the model's own layers
+AB = (".lora_A.weight", ".lora_B.weight")
 OTHER = ("rank_pattern", "alpha_pattern", "use_dora", "modules_to_save", "use_rslora")
 
 
@@ -28,24 +29,32 @@ def is_adapter(folder):
 
 def base_of(model):
     """Returns the name of the model under an adapter, or `model` itself where that is none."""
-    return read_adapter(model)[0] if is_adapter(model) else model
+    return read_config(model)["base_model_name_or_path"] if is_adapter(model) else model
 
 
-def read_adapter(folder):
-    """Returns (name of the base model, {name: tensor}, scale s) of a LoRA adapter, for
-    merge_adapters. Raises SystemExit if the folder has none, or one of another kind."""
+def read_config(folder):
+    """Returns the configuration of a LoRA adapter, a dict. Raises SystemExit if the folder has
+    none, or one of another kind."""
     for name in (CONFIG, WEIGHTS):
         if not Path(folder, name).is_file():
             raise SystemExit(f"{folder} holds no {name}: it must be the folder of a LoRA adapter")
     config = json.loads(Path(folder, CONFIG).read_text())
-    names = [name for name in OTHER if config.get(name)]
-    tensors = {}
-    if config.get("peft_type") == "LORA" and not names:
-        tensors = safetensors.torch.load_file(Path(folder, WEIGHTS))
-        names = [n for n in tensors if not n.endswith((".lora_A.weight", ".lora_B.weight"))]
-    if names or not tensors:
-        what = names[0] if names else config.get("peft_type")
-        raise SystemExit(f"{folder} is not a plain LoRA adapter ({what}): merge it with PEFT")
+    kind = config.get("peft_type")
+    check_plain(folder, ([] if kind == "LORA" else [kind]) + [n for n in OTHER if config.get(n)])
+    return config
+
+
+def check_plain(folder, others):
+    """Raises SystemExit if an adapter has `others` than the A and B of LoRA."""
+    if others:
+        raise SystemExit(f"{folder} is not a plain LoRA adapter ({others[0]}): merge it with PEFT")
+
+
+def read_adapter(folder):
+    """Returns (name of the base model, {name: tensor}, scale s) of a LoRA adapter, for
+    merge_adapters. Raises SystemExit as read_config does."""
+    config, tensors = read_config(folder), safetensors.torch.load_file(Path(folder, WEIGHTS))
+    check_plain(folder, [n for n in tensors if not n.endswith(AB)] if tensors else ["no tensors"])
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     return config["base_model_name_or_path"], tensors, config["lora_alpha"] / config["r"]
 

@@ -113,7 +113,12 @@ def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, mon
     adapter = tmp_path / "adapter"
     tiny_policy(tiny, drift=0.1, lora_rank=4).save(adapter)
     merge(str(adapter), "merged")
-    run(monkeypatch, model, adapter, "merged", "even", "--out", tmp_path / "out")
+    begun = []
+    monkeypatch.setattr(evaluate, "start_processes", lambda *limits: begun.append(limits))
+    words = "--out", tmp_path / "out", "REWARD_PROCESSES=3"
+    run(monkeypatch, model, adapter, "merged", "even", *words)
+    ((_, number, _),) = begun  # once, for all models
+    assert number == 3
     texts = []
     for name in (adapter.parts[-2:], (tmp_path.name, "merged"), ("run", "step_000003")):
         _, kept = lines(tmp_path / "out" / "--".join(name))
@@ -140,6 +145,18 @@ def test_answers_of_other_settings_are_refused(model, monkeypatch):
     assert lines(model / "eval") == (path, kept)
 
 
+def test_a_line_of_settings_that_was_cut_is_written_anew(tmp_path):
+    path, settings = tmp_path / "answers.jsonl", {"how": "greedy"}
+    for cut in ('{"settings": {"ho', '{"settings": {"ho\n'):
+        path.write_text(cut)
+        assert evaluation.read_answers(path, settings) == {}
+        with evaluation.opened(path) as file:
+            file.write('{"question": 3, "answers": []}\n')
+        assert evaluation.read_answers(path, settings) == {3: []}
+    with pytest.raises(SystemExit, match="how is 'greedy' there, 'hot' here"):
+        evaluation.read_answers(path, {"how": "hot"})
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -148,6 +165,8 @@ def test_answers_of_other_settings_are_refused(model, monkeypatch):
         (["run/step_000003", "even", "--split", "tests"], "load\\('tests'\\) failed with KeyError"),
         (["run/step_000003", "even", "EVAL_QUESTIONS=0"], "EVAL_QUESTIONS = 0 must be"),
         (["run/step_000003", "even", "--questions", "0"], "EVAL_QUESTIONS = 0 must be"),
+        (["run/step_000003", "even", "MODEL=a"], "MODEL=a can't be set: the command names"),
+        (["run/step_000003", "even", "LORA_RANK=4"], "LORA_RANK=4 can't be set"),
         (["run/step_000003", "even", "SEEED=1"], "there is no constant SEEED: is SEED meant"),
         (["run/step_000003", "even", "--samples", "-1"], "--samples -1 must be 0 or more"),
     ],

@@ -36,17 +36,17 @@ def read_answers(path, settings):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with opened(path) as file:
-            text = file.read()
-            if not text:
+            text, records = file.read(), []
+            for line in text.splitlines():
+                with contextlib.suppress(ValueError):  # of a line that was cut
+                    records.append(json.loads(line))
+            if not records:
+                file.truncate(0)
                 file.write(json.dumps({"settings": settings}) + "\n")
             elif not text.endswith("\n"):
                 file.write("\n")  # ends a line that was cut when the process ended
     except OSError as error:
         raise SystemExit(f"{path} can't be written ({error}): choose another --out") from error
-    records = []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
     there = records[0].get("settings", {}) if records else settings
     for name in sorted(there.keys() | settings.keys()):
         if there.get(name) != settings.get(name):
