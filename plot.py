@@ -74,8 +74,8 @@ def plot(*run_dirs, target=None):
 def draw(ax, records, name, color):
     """Draws a metric: running means over the values; of an evaluation its points."""
     points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-    if name.startswith("eval_"):
-        ax.plot(*zip(*points, strict=True), "--o", color=color) if points else None
+    if name.startswith("eval_") and points:
+        ax.plot(*zip(*points, strict=True), "--o", color=color)
     elif points:
         means, total, weight = [], 0.0, 0.0
         fade = 1 - 1 / min(10, max(1, len(points) / 20))  # a short run would lag behind itself
@@ -96,16 +96,16 @@ def show_samples(run_dir, step=None):
     print(f"step {step}, by {group['sampler']}" + ", a flat group" * group.get("flat", False))
     show("prompt", group.get("prompt") or group.get("question"))
     show("answer", group.get("answer"))
+    high, low = ours[0]["advantage"], ours[-1]["advantage"]
     for r in ours:
-        rank = "best, " if r is ours[0] else "worst, " if r is ours[-1] else ""
+        rank = {high: "best, ", low: "worst, "}.get(r["advantage"], "") if high > low else ""
         title = f"{rank}advantage {r['advantage']:+.2f}, {json.dumps(r['rewards'])}"
         show(title + ", truncated" * r["truncated"], r["completion"])
 
 
 def show(title, text):
     lines = [part for x in str(text).splitlines() for part in textwrap.wrap(x, WIDTH) or [""]]
-    if len(lines) > LINES:
-        lines[LINES:] = [f"... {len(lines) - LINES} more lines"]
+    lines[LINES:] = [f"... {len(lines) - LINES} more lines"] if len(lines) > LINES else []
     print(textwrap.fill(f"--- {title} ---", 80), *lines, sep="\n  ")
 
 

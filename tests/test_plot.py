@@ -102,6 +102,7 @@ def test_samples_are_printed_the_best_first_at_80_columns(tmp_path, capsys):
     assert titles[2] == best and titles[4].startswith("--- worst, advantage -1.50")
     assert "  right <answer>42</answer>" in lines and lines[-1] == "  ... 59 more lines"
     plot.show_samples(tmp_path)
-    assert "step 5, by trainer" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "step 5, by trainer" in said and "best" not in said  # it is alone
     with pytest.raises(SystemExit, match="no samples of step 7: its last are of 5"):
         plot.show_samples(tmp_path, "7")
