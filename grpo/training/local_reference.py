@@ -11,20 +11,19 @@ import torch
 
 from grpo.forward import CompletionModel
 from grpo.log import say
-from grpo.training.exchange import ReferenceLogps
 from grpo.weights import adapters_off
 from grpo_loss_triton import linear_logps
 
 
-class LocalReference(ReferenceLogps):
-    """In place of the server's. A step's sequences are scored before its first update, in the
-    micro-batches of that: without a gradient each takes less memory than it does in training."""
+class LocalReference:
+    """In the place of exchange.ReferenceLogps, without its collectives. A step's sequences are
+    scored before its first update, in the micro-batches of that: without a gradient each takes less
+    memory than it does in training."""
 
     def __init__(self, c, policy, clock):
         """`policy` is MODEL as it was loaded, before a checkpoint is; `c` has the trainer's
         constants as attributes; `clock` gets the time of scoring."""
-        super().__init__(None, clock)
-        self.home = policy.model.device
+        self.clock, self.home = clock, policy.model.device
         self.settings = {"temperature": c.TEMPERATURE, "vocab_size": policy.vocab_size}
         model = policy.model if c.LORA_RANK else copy.deepcopy(policy.model).requires_grad_(False)
         self.model = CompletionModel(model, share_prompts=c.SHARE_PROMPTS)
@@ -45,6 +44,9 @@ class LocalReference(ReferenceLogps):
                 for sequences in filter(None, missing):
                     self._score(sequences)
         return iter(turns)
+
+    def complete(self, turn):
+        """The turn's sequences have theirs."""
 
     @torch.no_grad()
     def _score(self, sequences):

@@ -31,10 +31,10 @@ class Run:
     recipe: Recipe  # what is sampled and how it is rewarded
     stream: Stream  # this rank's prompts
     questions: list  # of the evaluation, as Recipe.prompts
-    progress: Progress  # steps made, last evaluation, last checkpoint
+    progress: Progress  # steps made, last and best evaluation, last checkpoint
     server: RefServer | None  # None: REF_SERVER is, or neither a KL penalty nor workers
     inbox: Inbox | None  # rank 0's groups from the server; None on the others
-    reference: ReferenceLogps  # the reference's log-probs, as they arrive
+    reference: ReferenceLogps | LocalReference  # the reference's log-probs, as they arrive
     publishing: Publishing  # of the policy
     folder: RunFolder  # RUN_DIR
     clock: Clock  # seconds of the current step, by part ...
