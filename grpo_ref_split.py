@@ -146,9 +146,7 @@ SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each s
 REPORT_TO = []  # "tensorboard", "wandb": metrics in RUN_DIR, and sent; functions get each record
 PAGE_PORT = 59875  # of the live page where no server has it, for this machine alone; 0: no page
 WAIT_LIMIT_SECONDS = 600  # without a sign of the server or another rank: then the run ends
-REWARD_TIMEOUT_SECONDS = (
-    60  # for a group's rewards (in a process: a completion's); then the run ends
-)
+REWARD_TIMEOUT_SECONDS = 60  # of a group (in a process: of a completion); then the run ends
 REWARD_PROCESSES = 0  # of each rank and worker, beside the sampling, for slow rewards; 0: in place
 MAX_BAD_STEPS = 5  # steps in a row with a gradient that is not finite: skipped, then the run ends
 IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run ends
@@ -171,13 +169,13 @@ def sample_and_exchange(run):
                 run.inbox, PROMPTS_PER_STEP, oldest=oldest, wait=not TRAINER_SAMPLES
             )
     missing = PROMPTS_PER_STEP - len(theirs) if TRAINER_SAMPLES else 0
-    ours, sampled, count = sample_missing(run, missing)  # collective
+    ours, own, counts = sample_missing(run, missing)  # collective
     run.reference.expect([g.id for g in ours] if KL_BETA else [], oldest=oldest)
     groups = sorted(theirs + ours, key=lambda group: group.id)
-    metrics = rollout_metrics(run, count, sampled, theirs)  # collective
+    metrics = rollout_metrics(run, counts, own, theirs)  # collective
     if PUBLISH_STEPS:
         metrics |= exchange.staleness(run.inbox, groups, step)
-    return groups, metrics, sampled + theirs
+    return groups, metrics, own + theirs
 
 
 def sample_missing(run, missing):
@@ -190,45 +188,56 @@ def sample_missing(run, missing):
     """
     p, clock = run.progress, run.clock
     begun, most = 0, missing * (1 + MAX_REFILLS)
-    ours, sampled, count = [], [], Counter()
+    ours, own, counts = [], [], Counter()
     uploader = Uploader(run.server.copy()) if KL_BETA and run.server else None
     p.begin_rollout()
     while number := rollout.groups_to_begin(missing - len(ours), p.flat_share, most - begun):
         with clock.part("sample"):
-            mine, every = sample_share(run, number, begun, count, uploader)
+            mine, all_groups = sample_share(run, number, begun, counts, uploader)
         with clock.part("wait"):
             usable = exchange.gather_groups(mine)  # collective
         p.count_round(groups=number, usable=len(usable))
         begun += number
         ours += usable
-        sampled += every
+        own += all_groups
     with clock.part("wait"):
         exchange.finish_uploads(uploader)
-    return ours, sampled, count
+    return ours, own, counts
 
 
-def sample_share(run, number, begun, count, uploader):
+def sample_share(run, number, begun, counts, uploader):
     """Samples this rank's share of the next `number` groups, and uploads what the server is to
-    score, meanwhile. Returns (usable groups, all groups); `count` gets the tally of all."""
+    score, meanwhile. Returns (usable groups, all groups); `counts` gets the tally of all."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
     prompts = itertools.islice(run.stream, number // world + (rank < number % world))
-    usable, every = [], []
+    usable, all_groups = [], []
     for sampled in rollout.sampled_and_rewarded(
-        run.policy, run.recipe, take=lambda room: list(itertools.islice(prompts, room)),
-        seed=rollout.seed_of(SEED, step, begun, rank), timed=lambda: run.clock.part("reward"),
-    ):  # fmt: skip
-        counts = rollout.tally(run.recipe, sampled)
-        count.update(counts)  # the flat ones, too, which a worker counts as `skipped`
+        run.policy,
+        run.recipe,
+        take=lambda room: list(itertools.islice(prompts, room)),
+        seed=rollout.seed_of(SEED, step, begun, rank),
+        timed=lambda: run.clock.part("reward"),
+    ):
+        tally = rollout.tally(run.recipe, sampled)
+        counts.update(tally)  # flat groups too
         group = rollout.make_group(
-            sampled, id=f"{step:06d}-{rank:04d}-{count['groups']:04d}", run=run.progress.run,
-            version=step, sampler="trainer", outcome=run.recipe.outcome, skipped={},
-        )  # fmt: skip
-        every.append(group)
-        if counts["flat"] and SKIP_FLAT_GROUPS:
+            sampled,
+            id=f"{step:06d}-{rank:04d}-{counts['groups']:04d}",
+            run=run.progress.run,
+            version=step,
+            sampler="trainer",
+            outcome=run.recipe.outcome,
+            skipped={},
+        )
+        all_groups.append(group)
+        if tally["flat"] and SKIP_FLAT_GROUPS:
             continue
         usable.append(group)
-        (uploader.put if uploader else check_group)(group)  # the server checks it, too
-    return usable, every
+        if uploader:
+            uploader.put(group)  # the server checks it
+        else:
+            check_group(group)
+    return usable, all_groups
 
 
 # --- Sequences to train ---------------------------------------------------------------
@@ -348,7 +357,7 @@ def accumulate(run, sequences):
     rank, world = dist.get_rank(), dist.get_world_size()
     budget = run.constants.MICRO_BATCH_TOKENS  # the number that "auto" has become
     turns = plan_turns(sequences, engine.module.shares, rank, world, budget)
-    # Those that are scored come first: we train while the server still scores the others
+    # Scored ones first: we train while a server still scores the others (without: no collective)
     for done, turn in enumerate(run.reference.in_order_of_arrival(turns), start=1):  # collective
         engine.set_gradient_accumulation_boundary(done == len(turns))
         batch = turn.batch
@@ -359,8 +368,7 @@ def accumulate(run, sequences):
             means.add(loss, stats)
         # A loss that is not finite can have a finite gradient: it becomes NaN, so that DeepSpeed
         # skips the step, on all ranks
-        factor = 0.0 if turn.is_filler else 1.0
-        loss = loss * torch.where(loss.detach().isfinite(), factor, torch.nan)
+        loss = loss * torch.where(loss.detach().isfinite(), float(not turn.is_filler), torch.nan)
         engine.backward(loss)  # collective
     return means.over_ranks()  # collective
 
@@ -421,8 +429,8 @@ def train(run):
                 store_is_full = exchange.acknowledge(run, groups, before)  # collective
                 run.publishing.publish_if_due(p, before, run.clock)
             run.laps.append(run.clock.lap())
-            once = metrics if number == 1 else {}  # for all updates on it
-            run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
+            of_rollout = metrics if number == 1 else {}  # once, for all updates on it
+            run.folder.log("metrics.jsonl", {"step": p.step} | of_rollout | trained | run.laps[-1])
             show(bar, p.step, metrics | trained | run.laps[-1])
         run.publishing.refresh_if_due(p, before, lambda: checkpoint.save_run(run))  # collective
 
@@ -460,7 +468,8 @@ def main(**preset):
     checkpoint.check_run_dir(RUN_DIR, RESUME)
     check_reporters(REPORT_TO)
     watch_launcher()
-    tokenizer, recipe, server = prepare(c, needs_server=REF_SERVER and (KL_BETA or PUBLISH_STEPS))
+    needs_server = REF_SERVER is not None and bool(KL_BETA or PUBLISH_STEPS)
+    tokenizer, recipe, server = prepare(c, needs_server=needs_server)
     questions = load_split(c, recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
     join_ranks(WAIT_LIMIT_SECONDS)  # collective
     heartbeats = Heartbeats(dist.get_rank(), dist.get_world_size(), WAIT_LIMIT_SECONDS)

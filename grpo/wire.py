@@ -169,9 +169,9 @@ def check_group(g, vocab_size=None, max_tokens=None):
         if (tensor := getattr(g, name)) is not None:  # ref_logps may be missing
             found = tuple(tensor.shape)
             require(found == shape, f"{name} must be {shape}, got {found[:9]}")
-            # Servers before this refuse NaN aloud, and their stores hold none: the same protocol
-            fine = torch.isfinite(tensor) | (tensor.isnan() if name == "rewards" else False)
-            require(fine.all(), f"{name} must be finite")
+            # A NaN reward does not apply. Older servers refuse it, so GROUP_PROTOCOL stays
+            bad = tensor.isinf() if name == "rewards" else ~tensor.isfinite()
+            require(not bad.any(), f"{name} must be finite")
     require(g.sampler_logps.max() <= 1e-3, "sampler_logps must be log-probs, not positive")
     # torch takes any byte for a bool
     require(g.truncated.view(torch.uint8).max() <= 1, "truncated must be of bytes 0 and 1")

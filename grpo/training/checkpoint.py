@@ -175,9 +175,7 @@ def examine(path):
         if isinstance(state["files"], dict):
             raise TypeError(f"{path} has an earlier version's layout; MODEL may name it")
         files = state["files"]
-        mine = (
-            files[rank] if rank < len(files) else {}
-        )  # a further rank: check_resumable refuses it
+        mine = files[rank] if rank < len(files) else {}  # check_resumable refuses a further rank
         for name, size in mine.items():
             if Path(path, name).stat().st_size != size:
                 raise ValueError(f"{path / name} should have {size} bytes")
@@ -278,7 +276,7 @@ def lock_run(folder):
 
 def open_run(folder, constants, engine, stream, server):
     """Collective: returns the Progress of the run in `folder`: a new run, or one that resumes from
-    its newest complete checkpoint. `constants` are values by name, such as the trainer's globals();
+    its newest complete checkpoint. `constants` are values by name, such as vars() of the trainer's;
     `server` is None where the run has none."""
     run, before = run_of(folder, constants, server)
     path, state = newest(folder)
@@ -311,8 +309,9 @@ def open_run(folder, constants, engine, stream, server):
 def point_best(folder, progress, keep_best):
     """Collective: links RUN_DIR/best to what the checkpoint that is resumed from knows as the best.
     Where that is gone, the next evaluation is the best."""
-    there = Path(folder, f"step_{progress.best:06d}").exists()
-    if not keep_best or progress.best >= 0 and not all(gathered(there, OTHERS)):
+    there = progress.best < 0 or Path(folder, f"step_{progress.best:06d}").exists()
+    everywhere = all(gathered(there, OTHERS))  # collective
+    if not keep_best or not everywhere:
         progress.best, progress.best_accuracy = -1, -1.0
     point(folder, "best", progress.best)
 
@@ -362,7 +361,7 @@ def write_run(folder, run, constants):
 
 # --- The constants of a run that resumes --------------------------------------------
 def constants_of(variables):
-    """Returns the constants among a script's globals(), as they come back from JSON."""
+    """Returns the constants among values by name, as they come back from JSON."""
     plain = int | float | str | list | tuple | dict | None
     kept = {k: v for k, v in variables.items() if k.isupper() and isinstance(v, plain)}
     return json.loads(

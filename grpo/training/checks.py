@@ -29,7 +29,7 @@ TRAINER = {
 
 def check_constants(constants):
     """Raises SystemExit with a sentence for each wrong constant: its value, and what it must be.
-    `constants` are values by name, such as the trainer's globals(); other names are ignored."""
+    `constants` are values by name, such as vars() of the trainer's; other names are ignored."""
     c = SimpleNamespace(**constants)
     single = [*rules_of(TRAINER, constants), *rules_of_one(c)]
     refuse_broken("grpo_ref_split.py", constants, single)

@@ -22,20 +22,12 @@ from grpo.sampling.rollout import TALLY, sampled_and_rewarded, tally, tally_of, 
 from grpo.stop import stop
 from grpo.training.liveness import gathered, meet
 
-PARTS = (
-    "sample",
-    "reward",
-    "wait",
-    "backward",
-    "step",
-    "publish",
-    "other",
-)  # backward: with the forward
+PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
 BEAT_SECONDS = 10  # the page calls a trainer gone that is silent for 60 s
 
 
 class Clock:
-    """Seconds of a step by part, one of PARTS; `other` is the rest."""
+    """Seconds of a step by part, one of PARTS: "backward" with the forward, "other" the rest."""
 
     def __init__(self):
         self.parts, self.started = Counter(), time.perf_counter()
@@ -181,9 +173,9 @@ def say_idle(run, metrics, groups):
 
 # --- Where it goes ------------------------------------------------------------------
 class Page:
-    """Sends what is logged to the reference server's page, in a thread: training does not wait.
-    Every BEAT_SECONDS, and before the first step, it sends something: the page sees the run live.
-    """
+    """Sends what is logged to a page, the reference server's or the trainer's own, in a thread:
+    training does not wait. Every BEAT_SECONDS, and before the first step, it sends something: the
+    page sees the run live."""
 
     def __init__(self, server, run, steps=0):
         self.server, self.run, self.steps = server.copy(), run, steps
@@ -233,8 +225,9 @@ class RunFolder:
         return evaluation.get("eval_accuracy", -1.0)
 
     def log_samples(self, run, groups, advantages_of):
-        """Writes SAMPLES_PER_STEP completions of one of the groups that were sampled for the next
-        step to samples.jsonl: those of the highest and the lowest total reward, then others."""
+        """Writes SAMPLES_PER_STEP completions of one group, of those that rank 0 or a worker
+        sampled for the next rollout, to samples.jsonl: those of the highest and the lowest
+        advantage, then others."""
         if dist.get_rank() != 0 or not groups:
             return
         step, number = run.progress.step + 1, run.constants.SAMPLES_PER_STEP
