@@ -134,7 +134,7 @@ CPU_THREADS = 0  # of forward and backward on a CPU; 0: the cores over the ranks
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
 # --- Run ----------------------------------------------------------------------------
-EVAL_STEPS = 50  # greedy accuracy at step 0, every so many steps, and at the end
+EVAL_STEPS = 50  # greedy accuracy at step 0, every so many steps, and at the end; 0: never
 EVAL_SPLIT = "test"
 EVAL_QUESTIONS = 512  # the first so many of the split
 STOP_ACCURACY = 1.01  # stop when an evaluation reaches it; report on another split than EVAL_SPLIT
@@ -441,7 +441,7 @@ def evaluate_if_due(run):
     p = run.progress
     asked = any_rank(stop.asked)  # collective
     due = p.passed(EVAL_STEPS, p.evaluated) or p.step >= STEPS and p.evaluated < p.step
-    if asked or not due:
+    if asked or not due or not EVAL_STEPS:
         return asked
     say(f"greedy evaluation on {len(run.questions)} {EVAL_SPLIT} questions after step {p.step}")
     result = evaluate(run.policy, run.recipe, run.questions)  # collective

@@ -4,10 +4,12 @@
     python plot.py runs/a runs/b [two.png]    # over one another: runs/a/curves_vs.png, or two.png
     python plot.py samples runs/gsm8k [40]    # prints the samples of step 40, or of the last step
 
-Thick lines are running means, of 10 steps at most. Each metric: docs/metrics.md.
+Pale: each step; strong: running means, of 10 steps at most; a gap: steps that trained nothing.
+Each metric: docs/metrics.md.
 """
 
 import json
+import math
 import re
 import sys
 import textwrap
@@ -25,6 +27,7 @@ CURVES = {  # title: the metrics that share its axes, also by names that they on
     "gradient norm": ["grad_norm"],
     "mismatch to the sampler (nats)": ["sampling/sampling_logp_difference/mean", "mismatch"],
 }
+EVALUATION = re.compile("eval_").match
 REWARD = re.compile("rewards/(.+)/mean|reward_(?!std$)(.+)")
 WIDTH, LINES = 78, 40  # of a text that is printed
 
@@ -50,6 +53,7 @@ def plot(*run_dirs, target=None):
     for name in {name: 0 for records in runs.values() for record in records for name in record}:
         if match := REWARD.fullmatch(name):
             curves.setdefault(f"reward: {match[1] or match[2]}", []).append(name)
+    last = max(record["step"] for records in runs.values() for record in records) or 1
     rows = -(-len(curves) // 3)
     figure = Figure(figsize=(13, 3.2 * rows), layout="constrained")
     axes = iter(figure.subplots(rows, 3).flat)
@@ -57,15 +61,16 @@ def plot(*run_dirs, target=None):
         for i, records in enumerate(runs.values()):
             for name in names:
                 draw(ax, records, name, f"C{i}")
-        ax.set(title=title, xlabel="step")
+        ax.set(title=title, xlabel="step", xlim=(0, last))
+        if "share" in title or names[0] == "accuracy":
+            ax.set_ylim(-0.03, 1.03)
         ax.grid(alpha=0.3)
         if not ax.lines:
-            ax.text(0.5, 0.5, f"no {names[0]} in metrics.jsonl", ha="center")
+            ax.text(0.5, 0.5, f"{names[0]} is not logged", ha="center", transform=ax.transAxes)
     for ax in axes:  # left over in the last row
         ax.remove()
-    if len(runs) > 1:
-        lines = [Line2D([], [], color=f"C{i}") for i in range(len(runs))]
-        figure.legend(lines, list(runs), loc="outside upper center", ncols=3)
+    lines = [Line2D([], [], color=f"C{i}") for i in range(len(runs))]
+    figure.legend(lines, list(runs), loc="outside upper center", ncols=3)
     target = target or Path(run_dirs[0], "curves_vs.png" if len(runs) > 1 else "curves.png")
     figure.savefig(target, dpi=110)
     return Path(target)
@@ -73,17 +78,23 @@ def plot(*run_dirs, target=None):
 
 def draw(ax, records, name, color):
     """Draws a metric: running means over the values; of an evaluation its points."""
-    points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-    if name.startswith("eval_") and points:
-        ax.plot(*zip(*points, strict=True), "--o", color=color)
-    elif points:
-        means, total, weight = [], 0.0, 0.0
-        fade = 1 - 1 / min(10, max(1, len(points) / 20))  # a short run would lag behind itself
-        for step, value in points:
+    evaluation = bool(EVALUATION(name))
+    records = [r for r in records if any(map(EVALUATION, r)) == evaluation]
+    steps = [record["step"] for record in records]
+    values = [math.nan if r.get(name) is None else r[name] for r in records]
+    if not (count := sum(not math.isnan(value) for value in values)):
+        return
+    if evaluation:
+        ax.plot(steps, values, color=color, marker="o", linestyle=":")
+        return
+    means, total, weight = [], 0.0, 0.0
+    fade = 1 - 1 / min(10, max(1, count / 20))  # a short run would lag behind itself
+    for value in values:
+        if not math.isnan(value):
             total, weight = fade * total + value, fade * weight + 1
-            means.append((step, total / weight))
-        ax.plot(*zip(*points, strict=True), color=color, alpha=0.35, linewidth=0.8)
-        ax.plot(*zip(*means, strict=True), color=color)
+        means.append(value if math.isnan(value) else total / weight)
+    ax.plot(steps, values, color=color, alpha=0.35, linewidth=0.8, marker=".", markersize=2)
+    ax.plot(steps, means, color=color)
 
 
 def show_samples(run_dir, step=None):
@@ -93,7 +104,7 @@ def show_samples(run_dir, step=None):
     if not (ours := [r for r in records if r["step"] == step]):
         sys.exit(f"{run_dir} has no samples of step {step}: its last are of {records[-1]['step']}")
     group, ours = ours[0], sorted(ours, key=lambda r: -r["advantage"])
-    print(f"step {step}, by {group['sampler']}" + ", a flat group" * group.get("flat", False))
+    print(f"step {step}, by {group['sampler']}" + ", flat: skipped" * group.get("flat", False))
     show("prompt", group.get("prompt") or group.get("question"))
     show("answer", group.get("answer"))
     high, low = ours[0]["advantage"], ours[-1]["advantage"]

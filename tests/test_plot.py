@@ -1,6 +1,7 @@
 """plot.py: curves of runs, and samples in a terminal."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -67,9 +68,10 @@ def test_means_run_over_the_steps_before():
     records = [{"step": 3}] + [{"step": 5 * i, "kl": 3.0 if i else 1.0} for i in range(40)]
     plot.draw(ax, records, "kl", "C0")
     (_, values), (steps, means) = lines
-    assert values[:2] == (1.0, 3.0) and steps == tuple(range(0, 200, 5))
-    assert means[:2] == pytest.approx((1.0, (0.5 * 1 + 3) / 1.5)) and means[-1] > 2.99
-    plot.draw(ax, records[:9], "kl", "C0")
+    assert math.isnan(values[0]) and math.isnan(means[0])  # a gap: that step trained nothing
+    assert values[1:3] == [1.0, 3.0] and steps == [3, *range(0, 200, 5)]
+    assert means[1:3] == pytest.approx([1.0, (0.5 * 1 + 3) / 1.5]) and means[-1] > 2.99
+    plot.draw(ax, records[1:9], "kl", "C0")
     assert lines[2] == lines[3]  # of few steps a mean would only be late
 
 
@@ -95,7 +97,7 @@ def test_samples_are_printed_the_best_first_at_80_columns(tmp_path, capsys):
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     plot.show_samples(tmp_path, "4")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "step 4, by trainer, a flat group" and max(map(len, lines)) <= 80
+    assert lines[0] == "step 4, by trainer, flat: skipped" and max(map(len, lines)) <= 80
     titles = [line for line in lines if line.startswith("---")]
     assert titles[:2] == ["--- prompt ---", "--- answer ---"]
     best = '--- best, advantage +1.50, {"total": 3.0, "style": null} ---'

@@ -253,18 +253,21 @@ def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server
         ({"accuracy": 0.4}, 0, "each all right or all wrong by OUTCOME = 'correctness' (accuracy"),
         ({}, 0, "(accuracy 0.00), 30% truncated at MAX_COMPLETION_TOKENS = 8, are skipped (SK"),
         ({"completions/clipped_ratio": 1.0}, 0, "all truncated at MAX_COMPLETION_TOKENS = 8, are"),
+        ({"frac_reward_zero_std": 0.4}, 0, '; "reward" would train 60% of them, by other rewards'),
         ({"accuracy": 0.4}, 3, "the 3 groups that are not skipped are all truncated (MASK_TRUNC"),
     ],
 )
 def test_what_has_nothing_to_train_is_said_to_be_right_wrong_or_truncated(
     changes, groups, sentence
 ):
-    metrics = {"accuracy": 0.0, "completions/clipped_ratio": 0.3, "groups_sampled": 15} | changes
-    assert sentence in report.why_idle(metrics, [None] * groups, a_recipe())
+    metrics = {"accuracy": 0.0, "completions/clipped_ratio": 0.3, "groups_sampled": 15}
+    metrics |= {"frac_reward_zero_std": 1.0}
+    assert sentence in report.why_idle(metrics | changes, [None] * groups, a_recipe())
 
 
 def test_an_outcome_that_never_applied_is_not_said_to_be_wrong():
     metrics = {"completions/clipped_ratio": 0.3, "groups_sampled": 15, "reward": 0.25}
+    metrics |= {"frac_reward_zero_std": 1.0}
     said = report.why_idle(metrics, [], a_recipe())
     assert said.startswith("15 groups, each of equal total rewards (mean 0.25), by OUTCOME = 'corr")
     assert "(which applied to none), 30% truncated" in said and "wrong" not in said
@@ -276,6 +279,7 @@ def test_groups_of_equal_totals_are_not_said_to_be_right_or_wrong():
         "completions/clipped_ratio": 0.3,
         "groups_sampled": 15,
         "reward": 0.25,
+        "frac_reward_zero_std": 1.0,
     }
     said = report.why_idle(metrics, [], a_recipe(skip_flat_groups="reward"))
     assert said.startswith("15 groups, each of equal total rewards (mean 0.25), by OUTCOME = ")

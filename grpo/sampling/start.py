@@ -53,6 +53,7 @@ def prepare_task(c, *, split, shown):
         reward_timeout_seconds=c.REWARD_TIMEOUT_SECONDS,
     )
     recipe.resolve()
+    c.REWARD_WEIGHTS, c.OUTCOME = recipe.reward_weights, recipe.outcome  # for run.json, W&B, cards
     preview(c, recipe, tokenizer, shown)
     return tokenizer, recipe
 

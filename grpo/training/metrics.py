@@ -161,7 +161,9 @@ def why_idle(metrics, groups, recipe):
     if recipe.skip_flat_groups == "reward" or accuracy is None:
         flat, outcome = "each of equal total rewards", f"(mean {metrics['reward']:.2g}), {outcome}"
     sampled = f"{metrics['groups_sampled']} groups, {flat} {outcome} ({judged})"
-    return f"{sampled}, {cut}, are skipped (SKIP_FLAT_GROUPS = {recipe.skip_flat_groups!r})"
+    why = f"{sampled}, {cut}, are skipped (SKIP_FLAT_GROUPS = {recipe.skip_flat_groups!r})"
+    differ = 1 - metrics["frac_reward_zero_std"]  # 0 where "reward" has skipped them
+    return f'{why}; "reward" would train {differ:.0%} of them, by other rewards' if differ else why
 
 
 def say_idle(run, metrics, groups):
@@ -231,6 +233,7 @@ class RunFolder:
         if dist.get_rank() != 0 or not groups:
             return
         step, number = run.progress.step + 1, run.constants.SAMPLES_PER_STEP
+        skips = run.recipe.skip_flat_groups  # what is flat is not trained
         group, decode = groups[step % len(groups)], run.policy.tokenizer.decode
         item = next(item for index, item, _ in run.recipe.prompts if index == group.item)
         asked = {name: item.get(name) for name in ("question", "answer")}
@@ -249,7 +252,7 @@ class RunFolder:
                 "completion": decode(ids[i]),
                 "rewards": {name: finite(reward) for name, reward in rewards},
                 "advantage": advantages[i],
-                "flat": bool(tally_of_one(run.recipe, group)["flat"]),
+                "flat": bool(skips and tally_of_one(run.recipe, group)["flat"]),
                 "truncated": group.truncated[i].item(),
                 "sampler": group.sampler,
                 "policy_version": group.policy_version,
@@ -304,7 +307,7 @@ SHOWN = {  # by the bar, those that there are
     "accuracy": "accuracy {:.2f}",
     "kl": "kl {:.3f}",
     "completions/mean_length": "length {:.0f}",
-    "tokens_per_second": "tokens/s {:.0f}",
+    "tokens_per_second": "sampling at {:.0f} tokens/s",
 }
 
 
@@ -315,6 +318,10 @@ def show(bar, step, metrics):
     shown = [SHOWN[k].format(v) for k, v in found.items() if v is not None and math.isfinite(v)]
     bar.set_postfix_str(" ".join(shown), refresh=False)
     bar.update()
+    rewarding = metrics.get("seconds_reward", 0) / metrics["seconds"]
+    if rewarding > 0.5 and metrics["seconds"] > 1 and not getattr(bar, "warned", False):
+        bar.warned = True
+        say(f"rewards took {rewarding:.0%} of step {step}: REWARD_PROCESSES takes them aside")
     now = time.monotonic()
     if bar.disable and (
         step == bar.total or now - getattr(bar, "said", -math.inf) >= SPEAK_SECONDS
@@ -345,8 +352,8 @@ def say_end(run, asked):
         raise SystemExit(
             f"nothing to train for {p.idle} steps, in the last one {run.idle_reason}. Read"
             f" {c.RUN_DIR}/samples.jsonl: is TASK = {c.TASK!r} too easy, too hard, or judged"
-            " wrongly?"
+            " wrongly? Or has the model broken down (LEARNING_RATE too high)?"
         )
     if not run.laps:
         ended = f"the run in {c.RUN_DIR} has ended, at step {p.step}"
-        say(f"{ended}: for another choose another RUN_DIR")
+        say(f"{ended}: raise STEPS to go on with it, or choose another RUN_DIR")
