@@ -17,9 +17,12 @@ from tasks.answers import BLOCK, INSIDE
 
 SIZES = {"train": 10_000, "validation": 500, "test": 500}  # drawn anew with the same seed each time
 LARGEST = {"number": 99, "target": 100}
-REWARD_WEIGHTS = {"correctness": 1.0, "format": 0.1}  # TinyZero's
+# TinyZero's sizes; there a right answer earns 1.0 in all
+REWARD_WEIGHTS = {"correctness": 1.0, "format": 0.1}
 SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 SIGNS |= {ast.Div: operator.truediv}  # of Fractions: exact
+SIGNS |= {ast.UAdd: operator.pos, ast.USub: operator.neg}
+MARKS = str.maketrans("\u00d7\u00f7\u2212`$", "*/-  ")  # as models write them
 FORMAT = re.compile(rf"\s*<think>{INSIDE}</think>\s*<answer>{INSIDE}</answer>\s*", re.DOTALL)
 QUESTION = (
     "Make {target} of the numbers {numbers} with + - * / and parentheses, using each number exactly"
@@ -68,6 +71,8 @@ def value_of(text, numbers):
     def value(node):
         if isinstance(node, ast.BinOp):
             return SIGNS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.UnaryOp):
+            return SIGNS[type(node.op)](value(node.operand))
         used.append(node.value)
         return Fraction(node.value)
 
@@ -85,11 +90,12 @@ def messages(item):
 
 
 def rewards(item, completion):
-    """Returns whether the last answer is right, "= target" behind it or not, and the format."""
-    answer = "".join(BLOCK.findall(completion)[-1:]).strip()
-    answer = re.sub(rf"\s*=\s*{item['target']}$", "", answer)
+    """Returns whether the last answer is right, with "= target" or without, and the format."""
+    answer, target = "".join(BLOCK.findall(completion)[-1:]), item["target"]
+    answer = " ".join(answer.translate(MARKS).split()).removesuffix(".").strip()
+    answer = re.sub(rf"^{target} ?= ?| ?= ?{target}$", "", answer)
     plain = re.fullmatch(r"[0-9+\-*/() ]{1,200}", answer)
-    right = plain and value_of(answer, item["numbers"]) == item["target"]
+    right = plain and value_of(answer, item["numbers"]) == target
     return {"correctness": bool(right), "format": bool(FORMAT.fullmatch(completion))}
 
 
