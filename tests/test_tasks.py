@@ -7,12 +7,15 @@ import re
 import runpy
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 import grpo_ref_split as trainer
-from grpo.sampling.recipe import load_task, task_file, task_files
-from tasks import answers, countdown, data, gsm8k, math_problems, summary
+from grpo.sampling.recipe import load_task, task_files
+from grpo.sampling.reward_processes import ask, end, start_process
+from tasks import answers, countdown, data, gsm8k, summary
+from tasks import math as math_task
 
 
 def lines_at(path, records):
@@ -143,12 +146,12 @@ OTHER = [
 def test_answers_in_latex_are_compared_by_value():
     for answer, gold in SAME:
         completion = rf"So \boxed{{1}}, no: $\boxed{{{answer}}}$."
-        assert math_problems.rewards({"answer": gold}, completion) == {"correctness": True}, answer
+        assert math_task.rewards({"answer": gold}, completion) == {"correctness": True}, answer
     for answer, gold in OTHER:
         completion = rf"\boxed{{{answer}}}"
-        assert math_problems.rewards({"answer": gold}, completion) == {"correctness": False}, answer
+        assert math_task.rewards({"answer": gold}, completion) == {"correctness": False}, answer
     for text in ("5", r"\boxed{5", r"\boxed{5} or \boxed{6}", ""):
-        assert math_problems.rewards({"answer": "5"}, text) == {"correctness": False}
+        assert math_task.rewards({"answer": "5"}, text) == {"correctness": False}
 
 
 SLOW = [  # math-verify, or its parser, takes from seconds to for ever
@@ -170,9 +173,9 @@ SLOW = [  # math-verify, or its parser, takes from seconds to for ever
 
 @pytest.mark.parametrize("latex", SLOW)
 def test_math_verify_does_not_see_what_it_can_hang_on(latex, monkeypatch):
-    monkeypatch.setattr(math_problems, "is_equal_latex", lambda *_: pytest.fail("it was asked"))
-    assert not math_problems.is_right(latex, "5") and not math_problems.is_right("5", latex)
-    assert math_problems.is_right(latex, latex)
+    monkeypatch.setattr(math_task, "is_equal_latex", lambda *_: pytest.fail("it was asked"))
+    assert not math_task.is_right(latex, "5") and not math_task.is_right("5", latex)
+    assert math_task.is_right(latex, latex)
     assert not answers.SAFE.fullmatch(latex)
 
 
@@ -187,27 +190,36 @@ def test_what_math_verify_sees_it_answers_soon():
         forms = [f"({one}{draw.choice('+-*/')}{two})", f"({one})^{draw.choice('234')}"]
         return draw.choice([*forms, rf"\sqrt{{{one}}}", rf"\frac{{{one}}}{{{two}}}"])
 
-    seen = [latex for latex in (made(2) for _ in range(60)) if math_problems.comparable(latex)]
+    seen = [latex for latex in (made(2) for _ in range(60)) if math_task.comparable(latex)]
     assert len(seen) > 20
     for latex in seen[:12]:
-        assert not math_problems.is_right(latex, r"\frac{\pi}{97}")
+        assert not math_task.is_right(latex, r"\frac{\pi}{97}")
 
 
 def test_math_reads_answers_from_solutions(tmp_path, monkeypatch):
     records = [{"problem": f"{n}?", "solution": rf"It is $\boxed{{{n}}}$."} for n in range(11)]
     records[1] = {"problem": "1?", "solution": "A proof."}
     records[2] = {"problem": "2?", "solution": r"\boxed{9}", "answer": 2}
-    monkeypatch.setattr(math_problems, "DATA", lines_at(tmp_path / "p.jsonl", records))
-    train, test = math_problems.load("train"), math_problems.load("test")
+    monkeypatch.setattr(math_task, "DATA", lines_at(tmp_path / "p.jsonl", records))
+    train, test = math_task.load("train"), math_task.load("test")
     assert [item["answer"] for item in test] == ["0", "10"]
     assert [item["answer"] for item in train] == [*map(str, range(2, 10))]
-    assert math_problems.rewards(train[0], math_problems.gold(train[0])) == {"correctness": True}
-    assert math_problems.messages(train[0])[1] == {"role": "user", "content": "2?"}
+    assert math_task.rewards(train[0], math_task.gold(train[0])) == {"correctness": True}
+    assert math_task.messages(train[0])[1] == {"role": "user", "content": "2?"}
 
 
-def test_math_is_a_name_that_can_not_shadow_pythons():
-    assert load_task("math") is math_problems and math.pi > 3
-    assert task_file("math") == "tasks/math_problems.py"
+def test_the_task_math_does_not_shadow_pythons_own(monkeypatch):
+    """Nor in a process for rewards, where the folder tasks itself is on the path."""
+    assert load_task("math") is math_task and math.pi > 3
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    task = load_task(str(Path(countdown.__file__)))  # imports random, and that math
+    process, connection = start_process(task)
+    try:
+        ask(process, connection, 60)
+        answer = ask(process, connection, 60, ("rewards", PROBLEM, task.gold(PROBLEM)))
+    finally:
+        end(process)
+    assert answer == {"value": {"correctness": True, "format": True}}
 
 
 # --- Data ---------------------------------------------------------------------------

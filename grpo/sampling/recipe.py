@@ -84,16 +84,13 @@ class Recipe:
 
 
 # --- The task's file ----------------------------------------------------------------
-FILES = {"math": "math_problems"}  # a math.py could shadow Python's own
-
-
 def task_file(name):
     """Returns the path by which errors name a task's file.
 
     >>> task_file("gsm8k"), task_file("my/task.py")
     ('tasks/gsm8k.py', 'my/task.py')
     """
-    return name if name.endswith(".py") else f"tasks/{FILES.get(name, name)}.py"
+    return name if name.endswith(".py") else f"tasks/{name}.py"
 
 
 def load_task(name):
@@ -101,10 +98,10 @@ def load_task(name):
     may import. Raises SystemExit if it is missing or lacks a function."""
     file = task_file(name)
     try:
-        task = module_at(file) if name == file else importlib.import_module(dotted(name))
+        task = module_at(file) if name == file else importlib.import_module(f"tasks.{name}")
     except ModuleNotFoundError as error:
         near = difflib.get_close_matches(name, task_files(), n=1)
-        meant = f": is {near[0]} meant?" if near and error.name == dotted(name) else ""
+        meant = f": is {near[0]} meant?" if near and error.name == f"tasks.{name}" else ""
         raise SystemExit(
             f"TASK = {name!r}: no {file} that can be imported ({error}){meant}"
         ) from None
@@ -116,16 +113,11 @@ def load_task(name):
     return task
 
 
-def dotted(name):
-    return f"tasks.{FILES.get(name, name)}"
-
-
 def task_files():
     """Returns {name: path} of the tasks in tasks/, which are the files that have `messages`."""
     folders = map(Path, importlib.import_module("tasks").__path__)
     files = [path for folder in folders for path in sorted(folder.glob("[!_]*.py"))]
-    names = {file: name for name, file in FILES.items()}
-    return {names.get(f.stem, f.stem): f for f in files if "messages" in f.read_text("utf-8")}
+    return {file.stem: file for file in files if "messages" in file.read_text("utf-8")}
 
 
 def module_at(path):

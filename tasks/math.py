@@ -1,8 +1,7 @@
-r"""Mathematics with LaTeX answers, such as the MATH data set: TASK = "math".
+r"""Mathematics with LaTeX answers, such as the MATH data set.
 
 The answer is the last \boxed{...}, of a completion and of the data's solution. math-verify compares
-those that are short and plain, as it can hang on others, which are compared as texts. (The file is
-not math.py, which could shadow Python's own.)
+those that are short and plain, as it can hang on others, which are compared as texts.
 """
 
 import re
@@ -25,7 +24,7 @@ def load(split):
     r"""Returns the items {"problem", "answer", ...} of `split`; "answer", where the data has none,
     is the solution's \boxed{...}, and problems without it (proofs) are left out."""
     items = []
-    for item in records(DATA, split, "tasks/math_problems.py"):
+    for item in records(DATA, split, "tasks/math.py"):
         answer = item.get("answer") or boxed(item.get("solution", ""))
         if answer:
             items.append(item | {"answer": str(answer)})
