@@ -11,7 +11,22 @@ from tasks.data import records
 
 DATA = "DigitalLearningGmbH/MATH-lighteval"  # on the hub; or a file, or a folder with SPLIT.jsonl
 SYSTEM_PROMPT = r"Reason step by step, and put your final answer within \boxed{}."
-CLEAN = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\\?\$|\s+|\\?%|\^\{?\\circ\}?|\.$")
+# A unit, as in 12\text{ cm}^2, but neither another number nor the time of day
+UNIT = (
+    r"(?<=[\d}])\\(?:text|mbox|mathrm(?!\{.\}))\{(?!hundred|thousand|[mb]illion|dozen|[ap]\.?m\b)"
+    r"[A-Za-z./()-]*\}(?:\^\{?-?\d\}?)?$"
+)
+# What changes no value of an answer; each pattern takes time linear in its length
+CLEAN = [(re.compile(pattern), to) for pattern, to in (
+    (r"\\(?:left|right|displaystyle)(?![a-z])|(?<!\\)\\[,;:! ]", ""),  # but not a row's end, \\
+    (r"\\?\$|\s+|\\?%|\^\{?\\circ\}?|\.$", ""),
+    (r"\\[cdt]frac", r"\\frac"),
+    ("\u2212", "-"),
+    (UNIT, ""),
+    (r"\\(?:text(?:bf|it)?|math(?:rm|bf)|mbox)\{([^{}]*)\}", r"\1"),
+    (r"^\(([A-Z])\)$", r"\1"),  # a choice
+)]  # fmt: skip
+NAME = re.compile(r"^([A-Za-z])(?:=|\\in(?![a-z]))")  # x=5
 # What math-verify may see beside SAFE: with three letters, or more powers, it takes minutes
 BOUNDED = re.compile(
     r"(?!.{61})(?!(?:.*\^){3})(?!(?:.*\\sqrt){3})(?!(?:.*(?:/|frac)){4})(?!(?:.*[(\[]){6})"
@@ -25,8 +40,10 @@ def load(split):
     is the solution's \boxed{...}, and problems without it (proofs) are left out."""
     items = []
     for item in records(DATA, split, "tasks/math.py"):
-        answer = item.get("answer") or boxed(item.get("solution", ""))
-        if answer:
+        answer = item.get("answer")
+        if answer in (None, ""):
+            answer = boxed(item.get("solution") or "")
+        if answer != "":
             items.append(item | {"answer": str(answer)})
     return items
 
@@ -55,13 +72,19 @@ def boxed(text):
 def is_right(answer, gold):
     """Returns whether two LaTeX expressions are the same, as texts or to math-verify."""
     answer, gold = map(plain, (answer, gold))
+    names = [name[1] for name in map(NAME.match, (answer, gold)) if name]
+    if names[1:] and names[0] != names[1]:  # y=3 is not x=3
+        return False
+    answer, gold = NAME.sub("", answer, count=1), NAME.sub("", gold, count=1)
     if not answer or answer == gold:
         return bool(answer)
     return comparable(answer) and comparable(gold) and is_equal_latex(answer, gold)
 
 
 def plain(latex):
-    return CLEAN.sub("", re.sub(r"\\[dt]frac", r"\\frac", latex)).removeprefix("x=")
+    for pattern, to in CLEAN:
+        latex = pattern.sub(to, latex)
+    return latex
 
 
 def comparable(latex):

@@ -6,6 +6,7 @@ import random
 import re
 import runpy
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -129,6 +130,28 @@ SAME = [
     ("90", r"90^\circ"),
     ("10", r"10\%"),
     (r"\text{(C)}", r"\text{(C)}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    (r"\begin{pmatrix}1 \\ -2\end{pmatrix}", r"\begin{pmatrix}1\\-2\end{pmatrix}"),
+    ("Evelyn", r"\text{Evelyn}"),
+    (r"\text{ Evelyn }", "Evelyn"),
+    ("C", r"\text{(C)}"),
+    ("(C)", r"\textbf{(C)}"),
+    (r"\text{C}", "(C)"),
+    ("12", r"12\text{ inches}"),
+    (r"12\text{ inches}", "12"),
+    (r"12\,\text{cm}^2", r"12 \mbox{ square cm}"),
+    (r"\frac{1}{2}\,\mathrm{m/s}^{-2}", "0.5"),
+    (r"37^\circ\text{C}", "37"),
+    (r"\textbf{7}", "7"),
+    (r"\mathbf{7}", r"\mathrm{7}"),
+    (r"\cfrac{3}{4}", "0.75"),
+    ("\u22127", "-7"),
+    ("n=5", "5"),
+    ("5", "n = 5"),
+    ("y=2x+1", "2x+1"),
+    ("y = 1 + 2x", "y=2x+1"),
+    (r"x \in [1,2]", "[1,2]"),
+    (r"\leftarrow", r"\leftarrow"),
     ("a^9+b^9+c^9", "a^9 + b^9 + c^9"),  # as texts
 ]
 OTHER = [
@@ -136,6 +159,18 @@ OTHER = [
     ("6", "5"),
     ("5, 6", "5"),
     ("x", "y"),
+    ("x=3", "y=3"),
+    ("x", "x=3"),
+    ("2x=5", "25"),
+    ("A", r"\text{(B)}"),
+    (r"5\text{ or 6}", "5"),
+    (r"5\text{ million}", "5"),
+    (r"5\text{ p.m.}", r"5\text{ a.m.}"),
+    (r"2\mathrm{i}", "2"),
+    (r"x\text{ cm}", "x"),
+    (r"\text{ cm}", ""),
+    (r"\leftarrow", r"\rightarrow"),
+    (r"\begin{pmatrix}12\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     ("(2,1)", "(1,2)"),
     ("[0,1]", "[0,1)"),
     ("2", r"\frac{1}{2}"),
@@ -179,6 +214,13 @@ def test_math_verify_does_not_see_what_it_can_hang_on(latex, monkeypatch):
     assert not answers.SAFE.fullmatch(latex)
 
 
+def test_a_long_answer_is_read_in_linear_time():
+    for part in (r"\text{", r"1\text{a", r"\text{a}", "1\\\\ ", " ", "$", r"^\circ", "{"):
+        start = time.process_time()
+        assert not math_task.is_right(part * 10_000, "5")
+        assert time.process_time() - start < 1, part  # 0.02 s each
+
+
 def test_what_math_verify_sees_it_answers_soon():
     """In seconds at worst; the seed's expressions took 0.3 s at most, each."""
     draw = random.Random(0)
@@ -200,10 +242,12 @@ def test_math_reads_answers_from_solutions(tmp_path, monkeypatch):
     records = [{"problem": f"{n}?", "solution": rf"It is $\boxed{{{n}}}$."} for n in range(11)]
     records[1] = {"problem": "1?", "solution": "A proof."}
     records[2] = {"problem": "2?", "solution": r"\boxed{9}", "answer": 2}
+    records[3] = {"problem": "3?", "solution": None, "answer": 0}
+    records[4] = {"problem": "4?", "solution": None}
     monkeypatch.setattr(math_task, "DATA", lines_at(tmp_path / "p.jsonl", records))
     train, test = math_task.load("train"), math_task.load("test")
     assert [item["answer"] for item in test] == ["0", "10"]
-    assert [item["answer"] for item in train] == [*map(str, range(2, 10))]
+    assert [item["answer"] for item in train] == ["2", "0", *map(str, range(5, 10))]
     assert math_task.rewards(train[0], math_task.gold(train[0])) == {"correctness": True}
     assert math_task.messages(train[0])[1] == {"role": "user", "content": "2?"}
 
