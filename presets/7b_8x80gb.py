@@ -8,4 +8,3 @@ Computed, not run: of a card's 79.1 GB the trainer needs 54.7 GB and the server 
 
 MODEL = "Qwen/Qwen2.5-7B"
 RUN_DIR = "runs/7b_8x80gb"
-PROMPTS_PER_STEP = 28  # four for each of seven cards
