@@ -15,6 +15,7 @@ from fractions import Fraction
 MAX_NUMBER_CHARS = 60  # a longer one is not an answer, and int() itself refuses 4301 digits
 INSIDE = r"((?:(?!</?(?:think|answer)>).)*)"  # text without a tag: no second block, none nested
 BLOCK = re.compile(rf"<answer>{INSIDE}</answer>", re.DOTALL)
+FORMAT = re.compile(rf"\s*<think>{INSIDE}</think>\s*<answer>{INSIDE}</answer>\s*", re.DOTALL)
 
 # --- Other scripts, as English has it ---
 MARKS = {full: full - 0xFEE0 for full in range(0xFF01, 0xFF5F)}  # the full-width ASCII

@@ -5,9 +5,9 @@ no test question is seen in training, but its numbers are, in another question. 
 measures unseen *questions*, not unseen arithmetic.
 """
 
-import hashlib
 import random
 
+from tasks.data import split_of
 from tasks.gsm8k import OUTCOME, REWARD_WEIGHTS, gold, rewards  # noqa: F401 (as GSM8K's)
 
 LARGEST = 20
@@ -47,12 +47,6 @@ def make_item(draw):
     question = draw.choice(WORDINGS[operator]).format(a=a, b=b, name=name, things=things)
     answer = str(a + b if operator == "+" else a - b)
     return {"question": question, "answer": answer, "a": a, "b": b, "operator": operator}
-
-
-def split_of(question):
-    """Returns "train" (80 %), "validation" (10 %) or "test" (10 %), by the question's MD5."""
-    bucket = int(hashlib.md5(question.encode()).hexdigest(), 16) % 10
-    return {0: "test", 1: "validation"}.get(bucket, "train")
 
 
 def messages(question):

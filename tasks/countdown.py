@@ -7,13 +7,13 @@ in training, in whatever order its numbers stand.
 """
 
 import ast
-import hashlib
 import operator
 import random
 import re
 from fractions import Fraction
 
-from tasks.answers import BLOCK, INSIDE
+from tasks.answers import BLOCK, FORMAT
+from tasks.data import split_of
 
 SIZES = {"train": 10_000, "validation": 500, "test": 500}  # drawn anew with the same seed each time
 LARGEST = {"number": 99, "target": 100}
@@ -23,7 +23,6 @@ SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 SIGNS |= {ast.Div: operator.truediv}  # of Fractions: exact
 SIGNS |= {ast.UAdd: operator.pos, ast.USub: operator.neg}
 MARKS = str.maketrans("\u00d7\u00f7\u2212`$", "*/-  ")  # as models write them
-FORMAT = re.compile(rf"\s*<think>{INSIDE}</think>\s*<answer>{INSIDE}</answer>\s*", re.DOTALL)
 QUESTION = (
     "Make {target} of the numbers {numbers} with + - * / and parentheses, using each number exactly"
     " once. Reason in <think></think>, then give the expression in <answer></answer>, as in"
@@ -55,12 +54,6 @@ def make_item(draw):
         sign = draw.choice(list(values))
         parts.append((values[sign], f"({left} {sign} {right})"))
     return {"numbers": numbers, "target": parts[0][0], "solution": parts[0][1][1:-1]}
-
-
-def split_of(key):
-    """Returns "train" (80 %), "validation" (10 %) or "test" (10 %), by the key's MD5."""
-    bucket = int(hashlib.md5(key.encode()).hexdigest(), 16) % 10
-    return {0: "test", 1: "validation"}.get(bucket, "train")
 
 
 def value_of(text, numbers):

@@ -1,5 +1,6 @@
-"""Reads a task's records: from a file, a folder, or a data set of the hub."""
+"""Reads a task's records: from a file, a folder, or a data set of the hub; splits those made."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -38,3 +39,9 @@ def lines(path, what):
     except ValueError as error:
         raise SystemExit(f"{what}: line {number} of {path} is not JSON: {error}") from error
     return found
+
+
+def split_of(key):
+    """Returns "train" (80 %), "validation" (10 %) or "test" (10 %), by the MD5 of a text."""
+    bucket = int(hashlib.md5(key.encode()).hexdigest(), 16) % 10
+    return {0: "test", 1: "validation"}.get(bucket, "train")

@@ -5,10 +5,9 @@ where a task has them; nothing here knows of torch, tokens or HTTP.
 Correctness ignores the format, so that accuracy means the same before and after training.
 """
 
-import re
 from pathlib import Path
 
-from tasks.answers import INSIDE, is_right
+from tasks.answers import FORMAT, is_right  # <think>...</think><answer>...</answer>
 
 DATA = "openai/gsm8k"  # on the hub (config "main"), or a folder with train.jsonl and test.jsonl
 SYSTEM_PROMPT = "Reason step by step in <think></think>, then give one number in <answer></answer>."
@@ -18,7 +17,6 @@ FORMATTED, UNFORMATTED = 1.25, -1.0  # simple_GRPO's
 # at (1, 1), simple_GRPO's scale, it does not (0 against 0.25).
 REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0}
 OUTCOME = "correctness"  # the reward that says right (> 0) or wrong
-FORMAT = re.compile(rf"\s*<think>{INSIDE}</think>\s*<answer>{INSIDE}</answer>\s*", re.DOTALL)
 
 
 def load(split):
