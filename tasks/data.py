@@ -31,13 +31,15 @@ def lines(path, what):
     """Returns the objects of a JSONL file, one a line."""
     found = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if line.strip():
-                found.append(json.loads(line))
+        with path.open("rb") as file:  # as text it would not say in which line another encoding is
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    found.append(json.loads(line))
     except FileNotFoundError:
         raise SystemExit(f"{what}: there is no file {path}") from None
     except ValueError as error:
-        raise SystemExit(f"{what}: line {number} of {path} is not JSON: {error}") from error
+        why = f"line {number} of {path} is not JSON in UTF-8: {error}"
+        raise SystemExit(f"{what}: {why}") from error
     return found
 
 

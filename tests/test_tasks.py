@@ -278,8 +278,14 @@ def test_records_come_from_a_file_a_folder_or_the_hub(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="DATA = 'none.jsonl' in x.py: there is no file none"):
         data.records("none.jsonl", "train", "x.py")
     (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n\n{prompt: 2}\n')
-    with pytest.raises(SystemExit, match="line 3 of .*bad.jsonl is not JSON"):
-        data.records(str(tmp_path / "bad.jsonl"), "train", "x.py")
+    bad = str(tmp_path / "bad.jsonl")
+    with pytest.raises(SystemExit, match="in x.py: line 3 of .*bad.jsonl is not JSON in UTF-8"):
+        data.records(bad, "train", "x.py")
+    Path(bad).write_bytes('{"prompt": 1}\n{"prompt": "é"}\n'.encode("latin-1"))
+    with pytest.raises(SystemExit, match="in x.py: line 2 of .*bad.jsonl is not JSON in UTF-8"):
+        data.records(bad, "train", "x.py")
+    Path(bad).write_text('\ufeff{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}', encoding="utf-8")
+    assert data.records(bad, "test", "x.py") == [{"prompt": "a\u2028b\x85c"}]
 
     def load_dataset(name, split):
         if name != "some/set":
