@@ -153,8 +153,9 @@ def counts_of(recipe, lengths, truncated, rewards):
     applicable = {name: applying(r[name] for r in rewards) for name in recipe.reward_weights}
     outcomes = applicable[recipe.outcome]
     totals = applying(total(r, recipe.reward_weights) for r in rewards)
-    # Where the outcome applies to none, what there is to compare are the totals
-    by_outcome, by_reward = int(is_flat(outcomes or totals)), int(is_flat(totals))
+    # Where the outcome applies to fewer than two, what there is to compare are the totals
+    by_reward = int(is_flat(totals))
+    by_outcome = int(is_flat(outcomes)) if outcomes[1:] else by_reward
     sums = {f"reward_{name}": sum(values) for name, values in applicable.items()}
     sums |= {f"square_{name}": sum(v * v for v in values) for name, values in applicable.items()}
     sums |= {f"applicable_{name}": len(values) for name, values in applicable.items()}

@@ -123,8 +123,9 @@ NAN = float("nan")
 @pytest.mark.parametrize(("rewards", "flat", "right"), [
     ([(1, NAN), (NAN, 1), (-1, 1)], 0, 1),  # of those to which the outcome applies
     ([(1, NAN), (NAN, 1), (1, 0)], 1, 2),
-    ([(1, NAN), (NAN, 1), (NAN, 0)], 1, 1),
-    ([(NAN, 1), (NAN, 1), (NAN, 0)], 0, 0),  # where it applies to none, their totals are compared
+    ([(1, NAN), (NAN, 2), (NAN, NAN)], 1, 1),
+    ([(1, NAN), (NAN, 1), (NAN, 0)], 0, 1),  # where it applies to one or none, totals are compared
+    ([(NAN, 1), (NAN, 1), (NAN, 0)], 0, 0),
     ([(NAN, 1), (NAN, NAN), (NAN, 1)], 1, 0),
     ([(NAN, NAN)] * 3, 1, 0),
 ])  # fmt: skip
