@@ -18,13 +18,13 @@ def prepare(c, *, needs_server, split="train"):
     if needs_server and not c.REF_SERVER:
         raise SystemExit("REF_SERVER = None must be the server's address: workers need a server")
     tokenizer, recipe = prepare_task(c, split=split, shown=1)
-    if c.REWARD_PROCESSES:
-        limits = c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS
-        recipe.reward_processes = start_processes(recipe.task, *limits)
     server = None
     if needs_server:
         server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
         server.check(c.MODEL, tokenizer_facts(tokenizer) | {"temperature": c.TEMPERATURE})
+    if c.REWARD_PROCESSES:
+        limits = c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS
+        recipe.reward_processes = start_processes(recipe.task, *limits)
     return tokenizer, recipe, server
 
 

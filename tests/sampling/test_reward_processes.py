@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -167,6 +168,11 @@ def test_as_many_begin_as_the_constant_says(number, tiny, monkeypatch):
     for name, value in constants.items():
         monkeypatch.setattr(trainer, name, value)
     children = set(psutil.Process().children())
+    refusing = SimpleNamespace(check=lambda *_: sys.exit("another model"))
+    monkeypatch.setattr(start, "RefServer", lambda *_: refusing)
+    with pytest.raises(SystemExit, match="another model"):
+        start.prepare(trainer.constants(), needs_server=True)
+    assert set(psutil.Process().children()) == children  # none before the checks
     _, recipe, _ = start.prepare(trainer.constants(), needs_server=False)
     mine = set(psutil.Process().children()) - children
     found = {r["correctness"] for group in rewarded(recipe, "pid") for r in group}
