@@ -69,19 +69,21 @@ def check_step(what, value):
 
 def clean_sample(sample):
     """Returns what the page shows of a sample: (facts of its group, the completion's own), with
-    texts cut. Raises ValueError."""
+    texts and the item's fields cut. Raises ValueError."""
     check_step("a sample", sample)
     if type(sample.get("completion")) is not str:
         raise ValueError("a sample's completion must be a text")
     rewards, item = sample.get("rewards", {}), sample.get("item") or {}
     check_numbers("a sample's rewards", rewards, 50)
-    if type(item) is not dict or len(item) > MAX_FIELDS:
-        raise ValueError(f"a sample's item must be a dict of at most {MAX_FIELDS} fields")
+    if type(item) is not dict:
+        raise ValueError("a sample's item must be a dict")
     given = {name: value for name, value in sample.items() if value is not None}
     numbers = {n: given[n] for n in ("advantage", "policy_version", "number") if n in given}
     check_numbers("a sample", numbers, 3)
     texts = {n: cut(str(given[n]), GROUP_TEXTS[n]) for n in GROUP_TEXTS if n in given}
-    fields = {cut(name, 100): cut(str(value), FIELD) for name, value in item.items()}
+    kept, more = list(item.items())[:MAX_FIELDS], len(item) - MAX_FIELDS
+    fields = {cut(name, 100): cut(str(value), FIELD) for name, value in kept}
+    fields |= {"…": f"({more} more fields)"} if more > 0 else {}
     # An earlier version's sample names no group: one of its steps has those of one question
     name = cut(str(given.get("group", texts.get("question", ""))), 200)
     facts = {"step": sample["step"], "group": name, "flat": bool(sample.get("flat"))}

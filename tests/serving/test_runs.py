@@ -262,6 +262,10 @@ def test_what_is_kept_of_groups_is_bounded(store, monkeypatch):
     assert group["completions"][0]["completion"] == "y" * 4000 + " … (6000 more characters)"
     assert group["answer"].startswith("z" * 200 + " …") and group["question"] == "5"
     assert group["prompt"].startswith("p" * 8000 + " …") and group["item"]["a"][500:503] == " … "
+    many = {"item": {str(n): n for n in range(60)}}
+    runs.log("many", [record(1)], [member(1, **many)])  # nor are the step's metrics refused for it
+    (group,) = groups_of(runs, "many")
+    assert group["item"] == {str(n): str(n) for n in range(50)} | {"…": "(10 more fields)"}
     monkeypatch.setattr(runs_module, "MAX_GROUPS", 40)
     for step in range(1, 301):
         runs.log("run", [], [member(step), member(step, group="another")])
