@@ -13,7 +13,6 @@ import sys
 
 from grpo.constants import command_line
 from grpo.sampling.recipe import load_split, load_task, task_files
-from grpo.sampling.start import prepare_task
 
 SHOWN = 3
 
@@ -28,11 +27,10 @@ def listed():
 
 
 def main(name):
-    if name not in task_files() and not name.endswith(".py"):
-        raise SystemExit(f"there is no task {name!r}. {listed()}")
     _, given = command_line("grpo_ref_split.py", __doc__)
-    load_task(name)  # before the trainer, which takes seconds to import
+    load_task(name)  # before torch, which takes seconds to import
     import grpo_ref_split as trainer
+    from grpo.sampling.start import prepare_task
 
     c = trainer.constants(**given | {"TASK": name})
     tokenizer, recipe = prepare_task(c, split="train", shown=SHOWN)

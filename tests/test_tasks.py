@@ -5,6 +5,7 @@ import math
 import random
 import re
 import runpy
+import subprocess
 import sys
 import time
 import types
@@ -15,8 +16,10 @@ import pytest
 import grpo_ref_split as trainer
 from grpo.sampling.recipe import load_task, task_files
 from grpo.sampling.reward_processes import ask, end, start_process
-from tasks import answers, countdown, data, gsm8k, summary
+from tasks import answers, arithmetic, countdown, data, gsm8k, summary
 from tasks import math as math_task
+
+ROOT = Path(__file__).parent.parent
 
 
 def lines_at(path, records):
@@ -310,10 +313,33 @@ def test_the_tasks_there_are_are_listed(monkeypatch, capsys):
     for name in ("arithmetic", "countdown", "gsm8k", "math", "summary"):
         assert re.search(rf"(?m)^    {name} +\w", listed)
     assert not re.search("(?m)^    (answers|data|__main__)", listed)
-    with pytest.raises(SystemExit, match="there is no task 'gsm9k'(?s:.*)countdown"):
+    with pytest.raises(SystemExit, match="TASK = 'gsm9k': no tasks/gsm9k.py .*: is gsm8k meant"):
         run(monkeypatch, "gsm9k")
     for name in task_files().keys() & {"arithmetic", "countdown", "gsm8k", "math", "summary"}:
         assert callable(load_task(name).gold), name
+
+
+@pytest.mark.parametrize("name", ["", "gsm9k"])
+def test_a_list_of_tasks_and_a_wrong_name_come_at_once(name):
+    """They need no torch, which takes seconds to import."""
+    code = f"import runpy, sys\nsys.argv[1:] = {name.split()}\n"
+    code += "try: runpy.run_module('tasks', run_name='__main__')\n"
+    code += "finally: print({'torch', 'transformers', 'deepspeed'} & set(sys.modules))"
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, text=True)
+    assert shown.stdout.endswith("set()\n") and ("is gsm8k meant" in shown.stderr) == bool(name)
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "countdown", "shuffled"])
+def test_the_tasks_that_are_made_here_are_shown_with_gold_that_is_right(
+    name, tiny, monkeypatch, capsys
+):
+    for constant in ("MODEL", "TASK", "MAX_PROMPT_TOKENS"):
+        monkeypatch.setattr(trainer, constant, getattr(trainer, constant))
+    for task in (arithmetic, countdown):
+        monkeypatch.setattr(task, "SIZES", dict.fromkeys(task.SIZES, 20))
+    run(monkeypatch, name, f"MODEL={tiny}", "MAX_PROMPT_TOKENS=999")
+    assert capsys.readouterr().out.count("rewards of the gold answer '<think>") == 3
 
 
 def test_a_task_is_shown_as_a_run_would_see_it(tiny, tmp_path, monkeypatch, capsys):

@@ -21,7 +21,6 @@ import jinja2
 
 from grpo.constants import real
 from grpo.log import say
-from grpo.models import prompt_ids
 from grpo.sampling.reward_timeout import TooSlow, timely
 
 # What a worker must have as the trainer has it, beside task, prompts and REWARD_WEIGHTS
@@ -157,6 +156,8 @@ def load_split(c, task, split, tokenizer):
 
 def ids_of(c, task, item, tokenizer):
     """Returns the prompt's ids. SystemExit if the model's chat template refuses the chat."""
+    from grpo.models import prompt_ids  # with torch, seconds that a list of tasks needs not
+
     chat = load_chat(c.TASK, task, item)
     try:
         return prompt_ids(tokenizer, chat, **c.CHAT_TEMPLATE)
