@@ -73,7 +73,9 @@ def test_messages_that_are_no_chat_are_said(messages, what, tiny):
 
 
 # --- Rewards ------------------------------------------------------------------------
-MUST = "must return a dict of finite numbers, True, False or None (does not apply) by the names in"
+MUST = (
+    "must return a dict of numbers below 1e30, True, False or None (does not apply) by the names in"
+)
 
 
 def rewarded(rewards):
@@ -167,9 +169,16 @@ def test_group_rewards_that_are_not_one_for_each_are_refused(given, sentence):
     refused(sentence, judged, group_rewards=given, **alone, **weights)
 
 
-def test_group_rewards_that_fail_are_said_to():
-    with pytest.raises(RuntimeError, match=r"tasks/mine.py: group_rewards\(\) failed with Zero"):
-        judged(group_rewards=lambda item, texts: 1 / 0)
+def test_what_fails_is_said_with_what_it_was_given():
+    """group_rewards() had all completions, rewards() that one."""
+    set_to = {"REWARD_WEIGHTS": {"reward": 1.0}}
+    failed = (
+        r"tasks/mine.py: group_rewards\(\) failed with Zero.* completions \['first', 'second'\]$"
+    )
+    with pytest.raises(RuntimeError, match=failed):
+        judged(group_rewards=lambda item, texts: 1 / 0, **set_to)
+    with pytest.raises(RuntimeError, match=r"rewards\(\) failed with Zero.* completion 'second'$"):
+        judged(rewards=lambda item, text: 1 / (text == "first"), **set_to)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +243,11 @@ def test_a_task_may_be_a_path_whose_folder_it_can_import_from(tiny, tmp_path, mo
     )  # elsewhere on a worker's machine
     with pytest.raises(SystemExit, match=f"TASK = 'cities.py': there is no file {tmp_path}/cit"):
         load_task("cities.py")
+    (tmp_path / "my/cities.py").write_text(TASK.replace("(item)", "(q)"))
+    with pytest.raises(
+        SystemExit, match=r"^my/cities.py: messages\(q\) must be messages\(item\), w"
+    ):
+        load_task("my/cities.py")
     (tmp_path / "my/cities.py").write_text("def load(split): pass")
     with pytest.raises(SystemExit, match=r"my/cities.py lacks messages, rewards \(or group_rew"):
         load_task("my/cities.py")
@@ -300,6 +314,11 @@ def test_a_gold_answer_that_is_wrong_is_refused_where_the_task_writes_it(tiny, c
     assert "does not apply" in previewed(tiny, capsys, rewards=lambda item, text: None)
     wrong = "gold() returned '43' for the question"
     refused(wrong, previewed, tiny, capsys, gold=lambda item: "43")
+    compared = {"REWARD_WEIGHTS": {"short": 1}, "group_rewards": lambda item, texts: [{"short": 0}]}
+    both = {"rewards": lambda item, text: {}, "gold": lambda item: "42"}
+    refused(
+        ": rewards() and group_rewards() gave short 0", previewed, tiny, capsys, **compared, **both
+    )
     refused("returned 42: it must be a text", previewed, tiny, capsys, gold=lambda item: 42)
     with pytest.raises(RuntimeError, match=r"mine.py: gold\(\) failed with KeyError"):
         previewed(tiny, capsys, gold=lambda item: item["solution"])
@@ -368,4 +387,20 @@ def test_rewards_that_take_too_long_are_found_before_the_model_is_loaded(mine, m
 
 def test_a_missing_eval_split_is_found_before_the_model_is_loaded(mine):
     mine.load = {"train": [{"question": "Why?"}]}.__getitem__
-    refused("load('test') failed with KeyError('test'); it must", trainer.main)
+    with pytest.raises(RuntimeError, match=r"^tasks/mine.py: load\('test'\) failed with KeyError"):
+        trainer.main()
+
+
+def test_a_mistake_in_load_is_said_with_its_traceback(tiny):
+    failed = r"^tasks/mine.py: load\('train'\) failed with KeyError\('qestion'\); it must return a"
+    with pytest.raises(RuntimeError, match=failed) as caught:
+        loaded(tiny, lambda split: [{"question": row["qestion"]} for row in [{"question": "?"}]])
+    assert type(caught.value.__cause__) is KeyError  # with the line in the task
+
+
+@pytest.mark.parametrize("size", [1e39, -1e39, float("-inf"), pytest.param(10**400, id="huge")])
+def test_a_reward_that_the_wire_can_not_hold_is_refused_where_it_is_given(size):
+    rewards = {"correctness": 1.0, "format": size}
+    refused(f"and the completion 'first': it {MUST}", rewarded, lambda text: rewards)
+    small = {"correctness": 1.0, "format": -1e29}
+    assert rewarded(lambda text: small)[2] == [small] * 2

@@ -6,7 +6,7 @@ At the start of a run, and without a model's weights: `python -m tasks gsm8k`.
 import math
 
 from grpo.log import say
-from grpo.sampling.recipe import load_chat, reward_group, task_file
+from grpo.sampling.recipe import functions_of, load_chat, reward_group, task_file
 
 LONGEST = 2000  # characters shown of a prompt
 
@@ -55,7 +55,7 @@ def check_gold(recipe, item):
     if gold:
         raise SystemExit(
             f"{file}: gold() returned {text!r:.500} for the question {item!r:.500}, which {wrong}:"
-            f" rewards() gave {shown(recipe, rewards)}"
+            f" {functions_of(recipe.task)} gave {shown(recipe, rewards)}"
         )
     say(f'the "answer" alone {wrong}; write gold(item) in {file} for a completion that is right')
 

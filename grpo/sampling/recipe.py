@@ -5,6 +5,7 @@ what it must return.
 """
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -109,7 +110,18 @@ def load_task(name):
         missing.append("rewards (or group_rewards)")
     if missing:
         raise SystemExit(f"{file} lacks {', '.join(missing)}; see tasks/gsm8k.py")
+    if (given := parameter_of(task.messages)) not in ("item", "question"):
+        raise SystemExit(
+            f"{file}: messages({given}) must be messages(item), which gets the whole dict, or"
+            ' messages(question), which gets its "question" alone: the name decides'
+        )
     return task
+
+
+@functools.cache
+def parameter_of(function):
+    """Returns the name of a function's first parameter."""
+    return next(iter(inspect.signature(function).parameters), "")
 
 
 def task_files():
@@ -168,23 +180,15 @@ def ids_of(c, task, item, tokenizer):
         ) from error
 
 
-def takes_question(task):
-    """Returns whether it is messages(question), and not messages(item)."""
-    return next(iter(inspect.signature(task.messages).parameters), "") == "question"
-
-
 def load_items(name, task, split):
     call, splits = f"{task_file(name)}: load({split!r})", 'for "train" and EVAL_SPLIT'
-    needed = takes_question(task)
+    needed = parameter_of(task.messages) == "question"
     question = ', each with a "question" (or write messages(item))' if needed else ""
     must = f"it must return a list of dicts{question}, {splits}"
     try:
         items = list(task.load(split))
-    except (
-        KeyError,
-        ValueError,
-    ) as error:  # as dicts and data sets say that there is no such split
-        raise SystemExit(f"{call} failed with {error!r}; {must}") from error
+    except Exception as error:  # a mistake there, or no such split
+        raise RuntimeError(f"{call} failed with {error!r}; {must}") from error
     if not items:
         raise SystemExit(f"{call} returned no item: {must}")
     for number, item in enumerate(items):
@@ -194,7 +198,7 @@ def load_items(name, task, split):
 
 
 def load_chat(name, task, item):
-    given = item["question"] if takes_question(task) else item
+    given = item["question"] if parameter_of(task.messages) == "question" else item
     call = f"{task_file(name)}: messages({given!r:.500})"
     must = 'it must return a list of {"role": ..., "content": ...}, both texts'
     try:
@@ -233,10 +237,13 @@ def given_rewards(recipe, item, texts):
                 call = "group_rewards"
                 together = task.group_rewards(item, texts)
     except (Exception, TooSlow) as error:
+        seen = f"completions {texts!r:.2000}"
+        if call == "rewards":
+            seen = f"completion {texts[: len(rewards) + 1][-1]!r}"
         remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
         raise RuntimeError(
             f"{file}: {call}() failed with {error!r}{remedy} for the question {item!r} and the"
-            f" completion {texts[len(rewards) % len(texts)]!r}"
+            f" {seen}"
         ) from error
     must = f"it must return a list with a reward, or a dict of rewards, for each of {len(texts)}"
     if isinstance(together, str | dict) or not hasattr(together, "__len__"):
@@ -261,20 +268,27 @@ def named_floats(recipe, rewards, item, text):
         floats = {name: as_float(rewards[name]) for name in names}
         if all(rewards[name] is None or math.isfinite(floats[name]) for name in names):
             return floats
-    functions = [f"{n}()" for n in ("rewards", "group_rewards") if hasattr(recipe.task, n)]
     raise SystemExit(
-        f"{task_file(recipe.task_name)}: {' and '.join(functions)} returned {rewards!r:.500} for"
-        f" the question {item!r} and the completion {text!r}: it must return a dict of finite"
-        f" numbers, True, False or None (does not apply) by the names in REWARD_WEIGHTS, {names},"
-        ' or one of these alone, which is called "reward"'
+        f"{task_file(recipe.task_name)}: {functions_of(recipe.task)} returned {rewards!r:.500} for"
+        f" the question {item!r} and the completion {text!r}: it must return a dict of numbers"
+        " below 1e30, True, False or None (does not apply) by the names in REWARD_WEIGHTS,"
+        f' {names}, or one of these alone, which is called "reward"'
     )
 
 
+def functions_of(task):
+    """Returns the names of the functions that reward, as "rewards() and group_rewards()"."""
+    given = [f"{name}()" for name in ("rewards", "group_rewards") if hasattr(task, name)]
+    return " and ".join(given)
+
+
 def as_float(value):
-    """Returns a number (Python's, NumPy's or torch's) or truth value as a float; else NaN."""
+    """Returns a number (Python's, NumPy's or torch's) or truth value as a float; else NaN, also for
+    one beyond 1e30: the wire's float32 ends at 3e38."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
-    return float(value) if isinstance(value, numbers.Real) else math.nan
+    is_small = isinstance(value, numbers.Real) and abs(value) < 1e30
+    return float(value) if is_small else math.nan
 
 
 def total(rewards, weights):
