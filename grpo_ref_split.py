@@ -55,7 +55,7 @@ from grpo.log import lasting_output, progress_bar, say
 from grpo.packing import plan_turns
 from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
-from grpo.sampling.recipe import load_split, total
+from grpo.sampling.recipe import load_questions, total
 from grpo.sampling.start import make_policy, prepare
 from grpo.sampling.upload import Uploader
 from grpo.sampling.worker import run_worker
@@ -470,7 +470,7 @@ def main(**preset):
     watch_launcher()
     needs_server = REF_SERVER is not None and bool(KL_BETA or PUBLISH_STEPS)
     tokenizer, recipe, server = prepare(c, needs_server=needs_server)
-    questions = load_split(c, recipe.task, EVAL_SPLIT, tokenizer)[:EVAL_QUESTIONS]
+    questions = load_questions(c, recipe.task, tokenizer)
     join_ranks(WAIT_LIMIT_SECONDS)  # collective
     heartbeats = Heartbeats(dist.get_rank(), dist.get_world_size(), WAIT_LIMIT_SECONDS)
     _lock = checkpoint.leads(RUN_DIR) and checkpoint.lock_run(RUN_DIR)  # collective; to the end

@@ -54,7 +54,7 @@ def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
     with_workers = {"staleness", "staleness_max", "groups_dropped"}
     assert named | with_workers | {"gpu_memory_gb"} == documented_metrics()  # docs/metrics.md
     # the reward, accuracy, KL, length and tokens/s of the progress bar
-    assert all(word in output for word in ("reward ", "accuracy ", "kl ", "length ", "tokens/s "))
+    assert all(word in output for word in ("reward ", "accuracy ", "kl ", "length ", "tokens/s"))
 
 
 @pytest.mark.long

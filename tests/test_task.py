@@ -15,7 +15,14 @@ from transformers import AutoTokenizer
 import grpo_ref_split as trainer
 from grpo.sampling import start
 from grpo.sampling.preview import preview
-from grpo.sampling.recipe import ids_of, load_split, load_task, reward_group
+from grpo.sampling.recipe import (
+    ids_of,
+    load_chat,
+    load_items,
+    load_split,
+    load_task,
+    reward_group,
+)
 from grpo.sampling.rollout import make_group
 
 
@@ -320,7 +327,7 @@ def test_a_gold_answer_that_is_wrong_is_refused_where_the_task_writes_it(tiny, c
         ": rewards() and group_rewards() gave short 0", previewed, tiny, capsys, **compared, **both
     )
     refused("returned 42: it must be a text", previewed, tiny, capsys, gold=lambda item: 42)
-    with pytest.raises(RuntimeError, match=r"mine.py: gold\(\) failed with KeyError"):
+    with pytest.raises(SystemExit, match=r"mine.py: gold\(\) failed with KeyError"):
         previewed(tiny, capsys, gold=lambda item: item["solution"])
 
 
@@ -387,15 +394,38 @@ def test_rewards_that_take_too_long_are_found_before_the_model_is_loaded(mine, m
 
 def test_a_missing_eval_split_is_found_before_the_model_is_loaded(mine):
     mine.load = {"train": [{"question": "Why?"}]}.__getitem__
-    with pytest.raises(RuntimeError, match=r"^tasks/mine.py: load\('test'\) failed with KeyError"):
+    with pytest.raises(SystemExit, match=r"^tasks/mine.py: load\('test'\) failed with KeyError"):
         trainer.main()
 
 
-def test_a_mistake_in_load_is_said_with_its_traceback(tiny):
-    failed = r"^tasks/mine.py: load\('train'\) failed with KeyError\('qestion'\); it must return a"
-    with pytest.raises(RuntimeError, match=failed) as caught:
-        loaded(tiny, lambda split: [{"question": row["qestion"]} for row in [{"question": "?"}]])
-    assert type(caught.value.__cause__) is KeyError  # with the line in the task
+GOOD = "def load(split): return [{'q': 1}]\ndef messages(item): return []\n"
+MISTAKES = {  # a file's text: what is said, without a traceback
+    "def load(split)\n": r"mine.py, line 1 can't be imported: SyntaxError",
+    "import json\n1 / 0\n": r"mine.py, line 2 can't be imported: ZeroDivisionError",
+    GOOD + "def rewards(completions, **more): pass\n": (
+        r"mine.py: rewards\(completions, \*\*more\) must be rewards\(item, completion\)"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_in_a_tasks_file_is_said_with_its_line(text, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(SystemExit, match=MISTAKES[text]):
+        load_task(str(tmp_path / "mine.py"))
+
+
+def test_a_mistake_in_load_or_messages_is_said_with_its_line(tmp_path):
+    text = "def load(split):\n    return [{}['a']]\ndef messages(item):\n    return item['b']\n"
+    (tmp_path / "mine.py").write_text(text + "def rewards(item, completion): return 1\n")
+    name = str(tmp_path / "mine.py")
+    task = load_task(name)
+    with pytest.raises(
+        SystemExit, match=r"load\('train'\) failed with KeyError\('a'\), line 2; it"
+    ):
+        load_items(name, task, "train")
+    with pytest.raises(SystemExit, match=r"messages\({}\) failed with KeyError\('b'\), line 4: it"):
+        load_chat(name, task, {})
 
 
 @pytest.mark.parametrize("size", [1e39, -1e39, float("-inf"), pytest.param(10**400, id="huge")])

@@ -6,7 +6,7 @@ At the start of a run, and without a model's weights: `python -m tasks gsm8k`.
 import math
 
 from grpo.log import say
-from grpo.sampling.recipe import functions_of, load_chat, reward_group, task_file
+from grpo.sampling.recipe import functions_of, line_of, load_chat, reward_group, task_file
 
 LONGEST = 2000  # characters shown of a prompt
 
@@ -44,7 +44,8 @@ def check_gold(recipe, item):
     try:
         text = gold(item) if gold else str(item["answer"])
     except Exception as error:
-        raise RuntimeError(f"{file}: gold() failed with {error!r} for {item!r:.500}") from error
+        at = line_of(error, file)
+        raise SystemExit(f"{file}: gold() failed with {error!r}{at} for {item!r:.500}") from error
     if not isinstance(text, str):
         raise SystemExit(f"{file}: gold({item!r:.500}) returned {text!r:.500}: it must be a text")
     (rewards,) = reward_group(recipe, item, [text])

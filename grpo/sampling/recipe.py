@@ -15,6 +15,7 @@ import math
 import numbers
 import statistics
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,17 +106,35 @@ def load_task(name):
         raise SystemExit(
             f"TASK = {name!r}: no {file} that can be imported ({error}){meant}"
         ) from None
+    except Exception as error:
+        at = line_of(error, file)
+        raise SystemExit(f"TASK = {name!r}: {file}{at} can't be imported: {error!r}") from error
     missing = sorted({"load", "messages"} - vars(task).keys())
     if not {"rewards", "group_rewards"} & vars(task).keys():
         missing.append("rewards (or group_rewards)")
     if missing:
         raise SystemExit(f"{file} lacks {', '.join(missing)}; see tasks/gsm8k.py")
+    for function, takes in {"rewards": "completion", "group_rewards": "completions"}.items():
+        signature = inspect.signature(getattr(task, function, lambda item, given: None))
+        try:
+            signature.bind(None, None)
+        except TypeError:
+            must = f"{function}{signature} must be {function}(item, {takes})"
+            raise SystemExit(f"{file}: {must}") from None
     if (given := parameter_of(task.messages)) not in ("item", "question"):
         raise SystemExit(
             f"{file}: messages({given}) must be messages(item), which gets the whole dict, or"
             ' messages(question), which gets its "question" alone: the name decides'
         )
     return task
+
+
+def line_of(error, file):
+    """Returns ", line N", where in a task's file an error arose; "" if it was elsewhere."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).name == Path(file).name]
+    lines += [error.lineno] if isinstance(error, SyntaxError) else []
+    return f", line {lines[-1]}" if lines else ""
 
 
 @functools.cache
@@ -166,6 +185,13 @@ def load_split(c, task, split, tokenizer):
     return prompts
 
 
+def load_questions(c, task, tokenizer):
+    """Returns the evaluation's questions, as load_split; none if EVAL_STEPS is 0."""
+    if not c.EVAL_STEPS:
+        return []
+    return load_split(c, task, c.EVAL_SPLIT, tokenizer)[: c.EVAL_QUESTIONS]
+
+
 def ids_of(c, task, item, tokenizer):
     """Returns the prompt's ids. SystemExit if the model's chat template refuses the chat."""
     from grpo.models import prompt_ids  # with torch, seconds that a list of tasks needs not
@@ -188,7 +214,8 @@ def load_items(name, task, split):
     try:
         items = list(task.load(split))
     except Exception as error:  # a mistake there, or no such split
-        raise RuntimeError(f"{call} failed with {error!r}; {must}") from error
+        at = line_of(error, task_file(name))
+        raise SystemExit(f"{call} failed with {error!r}{at}; {must}") from error
     if not items:
         raise SystemExit(f"{call} returned no item: {must}")
     for number, item in enumerate(items):
@@ -204,7 +231,8 @@ def load_chat(name, task, item):
     try:
         chat = task.messages(given)
     except Exception as error:
-        raise RuntimeError(f"{call} failed with {error!r}: {must}") from error
+        at = line_of(error, task_file(name))
+        raise SystemExit(f"{call} failed with {error!r}{at}: {must}") from error
     is_chat = isinstance(chat, list | tuple) and chat and all(isinstance(m, dict) for m in chat)
     if not is_chat or not all(isinstance(m.get(k), str) for m in chat for k in ("role", "content")):
         raise SystemExit(f"{call} returned {chat!r:.500}: {must}")

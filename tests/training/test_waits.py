@@ -166,7 +166,7 @@ def test_ranks_join_before_they_load_the_model_and_meet_before_the_end(monkeypat
         "RUN_DIR": str(tmp_path),
         "watch_launcher": noted("watch"),
         "prepare": noted("prepare", (None, recipe, None)),
-        "load_split": noted("questions", []),
+        "load_questions": noted("questions", []),
         "join_ranks": noted("join"),
         "Heartbeats": noted("beat", SimpleNamespace(stop=noted("stop beating"))),
         "checkpoint": SimpleNamespace(**checkpoint),
