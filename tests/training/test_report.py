@@ -222,7 +222,7 @@ def test_in_a_terminal_the_bar_shows_what_there_is(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     assert log.progress_bar(0, 3).disable
     printed = capsys.readouterr()
-    assert "reward +0.50 accuracy 0.25 length 80 tokens/s 70" in printed.err
+    assert "reward +0.50 accuracy 0.25 length 80 sampling at 70 tokens/s" in printed.err
     assert "1/3" in printed.err and "kl" not in printed.err and printed.out == ""
     bar.close()
 
