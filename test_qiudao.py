@@ -1,150 +1,382 @@
-"""求导 (qiudao, "to differentiate"): four lessons on what autograd sees when GRPO trains.
+"""求导 (qiudao, "to differentiate"): ten lessons on what autograd sees when GRPO trains.
 
-    python test_qiudao.py              # read the lessons
-    python -m pytest test_qiudao.py    # check them: every number is asserted
+    python test_qiudao.py                     # read the story; LANG=zh_CN.UTF-8: in Chinese
+    python -m pytest test_qiudao.py           # check it
 
-Lessons 3 and 4 call the loss of grpo/loss.py. For tokens with ratio r = exp(logp - old_logp),
-advantage A and weight w it is, without its KL term,
+Each line of numbers is `what: by hand = value`: the derivation, and what torch and grpo/loss.py
+computed; the two were compared. One policy plays in most lessons. It draws one of three tokens,
+with probabilities p = (1/2, 1/4, 1/4) and rewards R = (1, 2, 0). Terms: docs/learn.md.
+---
+求导：GRPO 训练时 autograd 究竟看到了什么，共十课。
 
-    loss = -sum w * min(r A, clip(r, 1 - CLIP_LOW, 1 + CLIP_HIGH) A)
+每行数字是「名称: 手算 = 数值」：前者是推导，后者是 torch 和 grpo/loss.py 算出的结果，两者已比对。
+多数课里是同一个 policy：从三个 token 中采样一个，概率 p = (1/2, 1/4, 1/4)，reward R = (1, 2, 0)。
+术语见 docs/learn.md。
 """
 
 import inspect
 import math
+import os
+import sys
 
 import torch
 
-from grpo.loss import policy_loss
+from grpo.loss import group_advantages, linear_logps, policy_loss, token_weights
 
+R = torch.tensor([1.0, 2.0, 0.0])
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.0}  # kl_beta 0: no reference model
 
 
-def same(got, want):
-    """Asserts that the tensor `got` equals `want` to float32 precision. Returns `want`."""
-    torch.testing.assert_close(got, torch.tensor(want), rtol=1e-6, atol=1e-6)
-    return want
+def check(name, got, by_hand, within=1e-6):
+    """Asserts that the tensor `got` equals the expression `by_hand`; prints both."""
+    want = torch.tensor(eval(by_hand, {"log": math.log, "exp": math.exp}), dtype=torch.float32)
+    assert got.shape == want.shape and (got - want).abs().max() < within, f"{name}: {got}, {want}"
+    sign = "=" if within < 1e-3 else "≈"
+    print(f"  {name}: {by_hand} {sign} {text_of(got.tolist())}")
 
 
-def test_1_detach_makes_a_target():
-    """1. `detach` keeps a value and cuts its gradient: that makes it a target.
+def text_of(value):
+    """Example: [0.25, 1.0] -> "[0.25, 1]"; four digits after the point."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(text_of, value))}]"
+    return f"{round(value, 4) + 0.0:.4f}".rstrip("0").rstrip(".")
 
-    Q-learning fits Q(s, a) to the target r + gamma * max Q(s', .), which contains the very Q that
-    is being fitted. If the target is too high, the error shrinks in two ways: raise the estimate
-    for now, or lower the estimate for the future. Autograd does both. Only the first is wanted: the
-    future is the evidence, and evidence must not be edited until it agrees. So the target is
-    detached; what remains is called the semi-gradient (Sutton and Barto, section 9.3).
-    """
-    now = torch.tensor(2.0, requires_grad=True)  # Q(s, a)
-    future = torch.tensor([1.0, 4.0], requires_grad=True)  # Q(s', .) of two actions
 
-    def loss_and_gradients(target):
-        loss = 0.5 * (target - now) ** 2
-        # materialize_grads: a tensor without a gradient gets zeros, not an error
-        return loss, *torch.autograd.grad(loss, (now, future), materialize_grads=True)
+def policy():
+    """Returns the logits (3,) of the policy and its log-probs (3,)."""
+    logits = torch.tensor([math.log(2), 0.0, 0.0], requires_grad=True)
+    return logits, logits.log_softmax(0)
 
-    # With reward 1 and gamma 0.5, target = 1 + 0.5 * 4 = 3, error = 3 - 2 = 1, loss = 0.5 * 1 ** 2.
-    # d loss / d now = -error = -1, d loss / d target = error = 1, and d target / d future is 0.5
-    # for the larger Q, 0 for the other.
-    target = 1.0 + 0.5 * future.max()
-    semi_loss, semi_now, semi_future = loss_and_gradients(target.detach())
-    full_loss, full_now, full_future = loss_and_gradients(target)
-    print("                 semi-gradient   full gradient")
-    print(f"loss             {same(semi_loss, 0.5):<15} {same(full_loss, 0.5)}")
-    print(f"d loss/d Q(s, a) {same(semi_now, -1.0):<15} {same(full_now, -1.0)}")
-    print(f"d loss/d Q(s',.) {same(semi_future, [0.0, 0.0])}      {same(full_future, [0.0, 0.5])}")
-    print("The loss is the same, but descent on the right also lowers the future's estimate.")
+
+def gradient(value, leaf):
+    # materialize_grads: a tensor without a gradient gets zeros, not an error
+    return torch.autograd.grad(value, leaf, retain_graph=True, materialize_grads=True)[0]
+
+
+def loss_of(logps, lengths, advantages, weights):
+    """Returns policy_loss of completions that repeat a token of log-prob `logps`; all are (B,)."""
+    columns = [column.repeat_interleave(lengths) for column in (logps, advantages, weights)]
+    return policy_loss(columns[0], None, None, *columns[1:], **CLIPS)[0]
+
+
+def test_1_the_policy_gradient():
+    """1. A reward that can't be differentiated still gives a gradient.
+    R comes from a checker. But its mean E[R] = sum p_o R_o is smooth in the logits, and from
+    d p_o / d logit_j = p_o ([o = j] - p_j) its gradient is p_j (R_j - E[R]). With 150 000 ids and
+    500 positions nobody can write out that sum. d p = p d log p makes it a mean over samples,
+    E[R_o d log p_o], where d log p_o / d logit_j = [o = j] - p_j: draw, grade, multiply.
+    Note token 0: each time it is drawn it is pushed up, and yet its gradient is 0.
+    ---
+    1. reward 不可导，照样能得到梯度。
+    R 由 checker 给出，但期望 E[R] = sum p_o R_o 对 logits 是光滑的：由
+    d p_o / d logit_j = p_o ([o = j] - p_j) 得梯度 p_j (R_j - E[R])。词表有 150 000 个 id、序列有
+    500 个位置时，谁也写不出这个求和。由 d p = p d log p，它变成样本的均值 E[R_o d log p_o]，其中
+    d log p_o / d logit_j = [o = j] - p_j：采样、打分、相乘。
+    注意 token 0：每次采到都被往上推，而它的梯度其实是 0。"""
+    logits, logp = policy()
+    p = logp.exp()
+    check("E[R]", p @ R, "1/2 * 1 + 1/4 * 2 + 1/4 * 0")
+    check("d E[R]", gradient(p @ R, logits), "[1/2 * (1 - 1), 1/4 * (2 - 1), 1/4 * (0 - 1)]")
+    pushes = torch.stack([gradient(R[o] * logp[o], logits) for o in range(3)])
+    check("R d log p, token 0", pushes[0], "[1 * (1 - 1/2), 1 * (0 - 1/4), 1 * (0 - 1/4)]")
+    check("R d log p, token 1", pushes[1], "[2 * (0 - 1/2), 2 * (1 - 1/4), 2 * (0 - 1/4)]")
+    check("R d log p, token 2", pushes[2], "[0 * -1/2, 0 * -1/4, 0 * 3/4]")
+    mean = "[1/2 * 1/2 - 1/4 * 1, -1/2 * 1/4 + 1/4 * 3/2, -1/2 * 1/4 - 1/4 * 1/2]"
+    check("their mean", p @ pushes, mean)
+    drawn = torch.multinomial(p, 10_000, True, generator=torch.Generator().manual_seed(0))
+    check("mean of 10 000 samples", pushes[drawn].mean(0), "[0, 1/4, -1/4]", within=0.03)
 
 
 def test_2_a_one_that_has_a_gradient():
-    """2. exp(logp - logp.detach()) is always 1, and yet its gradient is the gradient of logp.
-
-    The detached copy is a constant c that happens to equal logp, and the gradient of exp(logp - c)
-    is exp(logp - c) = 1 times the gradient of logp. Multiplied by an advantage A this is REINFORCE.
-    It is also why the first update on a rollout needs no second forward pass: old_logps =
-    logps.detach() gives the right ratio and the right gradient. Without the detach, logp - logp is
-    0 everywhere: the ratio is still 1, nothing looks wrong, and nothing ever learns.
+    """2. exp(logp - logp.detach()) is always 1, and yet its gradient is that of logp.
+    `detach` keeps a value and cuts the path: autograd sees a constant. So x * x has the slope 2x,
+    x * x.detach() only x. Likewise the gradient of exp(logp - c) is exp(logp - c) = 1 times that of
+    logp; times an advantage A this is lesson 1. So the first update on a rollout needs no second
+    forward pass: without old_logps, policy_loss detaches logp itself. Forget the `detach`, and
+    logp - logp is 0 everywhere: the ratio is 1, nothing looks wrong, and nothing ever learns.
+    ---
+    2. exp(logp - logp.detach()) 恒等于 1，梯度却是 logp 的梯度。
+    `detach` 保留数值、切断反向路径：autograd 只看到常数。所以 x * x 的斜率是 2x，而 x * x.detach()
+    只有 x。同理，exp(logp - c) 的梯度是 exp(logp - c) = 1 乘以 logp 的梯度；再乘以 advantage A，就
+    是第 1 课。因此每个 rollout 的首次更新不必多做一次 forward：没有 old_logps 时，policy_loss 自己
+    detach logp。忘了 `detach`，logp - logp 处处为 0：ratio 照样是 1，看不出异常，却什么也学不到。
     """
-    logits = torch.tensor([math.log(2.0), 0.0, 0.0], requires_grad=True)  # softmax 1/2, 1/4, 1/4
-    logp = torch.log_softmax(logits, 0)[0]  # the policy took action 0
-    ratio = torch.exp(logp - logp.detach())
-    undetached = torch.exp(logp - logp)
-
-    def gradient(value):
-        return torch.autograd.grad(value, logits, retain_graph=True)[0]
-
-    # d log softmax_0 / d logit_j = [j == 0] - p_j: (1 - 1/2, -1/4, -1/4), times A = 2.
-    print(f"ratio {same(ratio, 1.0)}; without the detach {same(undetached, 1.0)}")
-    print(f"gradient of 2 * logp (REINFORCE) {same(gradient(2 * logp), [1.0, -0.5, -0.5])}")
-    print(f"gradient of 2 * ratio            {same(gradient(2 * ratio), [1.0, -0.5, -0.5])}")
-    print(f"without the detach               {same(gradient(2 * undetached), [0.0, 0.0, 0.0])}")
+    x = torch.tensor(3.0, requires_grad=True)
+    check("d(x * x)/dx", gradient(x * x, x), "2 * 3")
+    check("d(x * x.detach())/dx", gradient(x * x.detach(), x), "1 * 3")
+    logits, logp = policy()
+    for name, ratio, slope in [
+        ("ratio", (logp[0] - logp[0].detach()).exp(), "[1 - 1/2, 0 - 1/4, 0 - 1/4]"),
+        ("ratio without detach", (logp[0] - logp[0]).exp(), "[1 - 1, 0 - 0, 0 - 0]"),
+    ]:
+        check(name, ratio, "exp(0)")
+        check(f"d {name}", gradient(ratio, logits), slope)
+    loss, _ = policy_loss(logp[0], None, None, torch.tensor(2.0), torch.tensor(1.0), **CLIPS)
+    check("-d policy_loss, A = 2", gradient(-loss, logits), "[2 * 1/2, 2 * -1/4, 2 * -1/4]")
 
 
 def test_3_the_loss_is_zero_and_the_model_learns():
-    """3. The first GRPO loss is 0, and the model learns from it.
-
-    At the first update every r is 1. With LOSS_TYPE "grpo" the loss is then minus the mean
-    advantage, and as advantages are centred that is 0, for a good model and for a bad one. ("dapo"
-    and "dr_grpo" give long completions more weight: theirs need not be 0, and means as little.) Its
-    gradient is not 0, as each advantage multiplies the gradient of its own completion, and these
-    differ. Below, each completion is sampled as often as its probability says, and the gradient is
-    minus that of the expected reward. So watch the reward, not the loss. A zero-variance group, of
-    equal rewards, has advantages 0 and teaches nothing.
-    """
-    # Two completions of one token: 0 has reward 1, 1 has reward 0. A group of 4 samples.
-    logits = torch.zeros(2, requires_grad=True)  # probabilities 1/2, 1/2
-    samples = torch.tensor([0, 1, 0, 1])
-    rewards = 1.0 - samples
-    advantages = rewards - rewards.mean()  # the std would scale the gradient, not turn it
-    weights = torch.full((4,), 1 / 4)  # "grpo": 1 / (4 sequences x 1 token)
-    logps = torch.log_softmax(logits, 0)[samples]
-    loss, _ = policy_loss(logps, logps.detach(), None, advantages, weights, **CLIPS)
-    (gradient,) = torch.autograd.grad(loss, logits)
-    (of_reward,) = torch.autograd.grad(torch.softmax(logits, 0)[0], logits)
-    after = torch.softmax(logits - gradient, 0)  # an SGD step of rate 1
-
-    # With respect to logit 0, d logp_0 = 1 - 1/2 and d logp_1 = -1/2, so that -w A d logp is
-    # -(1/4)(1/2)(1/2) or -(1/4)(-1/2)(-1/2): -1/16 for each of the 4, -1/4 in sum; logit 1 gets
-    # the opposite. The expected reward is p_0, and d p_0 / d logit_0 = p_0 p_1 = 1/4.
-    # After the step the logits are 1/4 and -1/4, and p_0 = 1 / (1 + exp(-1/2)) = 0.6224593.
-    print(f"advantages {same(advantages, [0.5, -0.5, 0.5, -0.5])}, loss {same(loss, 0.0)}")
-    print(f"gradient of the loss            {same(gradient, [-0.25, 0.25])}")
-    print(f"gradient of the expected reward {same(of_reward, [0.25, -0.25])}")
-    print(f"probabilities [0.5, 0.5], after one SGD step {same(after, [0.6224593, 0.3775407])}")
+    """3. The first loss is 0 and the model learns; where it is not 0, it means as little.
+    At the first update r = 1, so the loss is -sum w A. With LOSS_TYPE "grpo" each completion has
+    sum w = 1/G, and advantages sum to 0: so does the loss, for a good model and for a bad one. In
+    the gradient, -sum w A d logp, each A has a factor of its own. The group below has each token as
+    often as p says: minus the gradient of lesson 1, and an SGD step of rate 1 raises E[R]. With
+    "dapo" (w = 1/N) and unequal lengths, or if MASK_TRUNCATED drops one, the A do not cancel.
+    ---
+    3. 首次 loss 是 0，模型却在学；loss 不是 0 时，同样说明不了什么。
+    首次更新时 r = 1，loss 就是 -sum w A。LOSS_TYPE 为 "grpo" 时，每条 completion 的 sum w 都是
+    1/G，而组内 advantage 之和为 0：不论模型好坏，loss 都是 0。梯度 -sum w A d logp 里，每个 A 的因
+    子各不相同。下面这组里各 token 的次数恰好符合 p：梯度是第 1 课梯度的相反数，走一步学习率为 1 的
+    SGD，E[R] 上升。用 "dapo"（w = 1/N）且长度不等，或 MASK_TRUNCATED 去掉一条时，A 就不再抵消。"""
+    logits, logp = policy()
+    group, ones = torch.tensor([0, 0, 1, 2]), torch.tensor([1, 1, 1, 1])
+    A = group_advantages(R[group], scale_by_std=False)
+    check("A", A, "[1 - 1, 1 - 1, 2 - 1, 0 - 1]")
+    counts = {"sequences": 4, "tokens": 6, "max_completion_tokens": 8}
+    weights = token_weights(ones, loss_type="grpo", **counts)
+    loss = loss_of(logp[group], ones, A, weights)
+    check("loss", loss, "-(0/4 + 0/4 + 1/4 - 1/4)")
+    slope = gradient(loss, logits)
+    check("d loss", slope, "[1/4 * 1/2 - 1/4 * 1/2, -1/4 * 3/4 - 1/4 * 1/4, 1/4 * 1/4 + 1/4 * 3/4]")
+    after = (logits - slope).softmax(0) @ R
+    check("E[R] afterwards", after, "(2 + 2 * exp(1/4)) / (2 + exp(1/4) + exp(-1/4))")
+    lengths, kept = torch.tensor([1, 1, 3, 1]), torch.tensor([1, 1, 1, 0])
+    dapo = token_weights(lengths, loss_type="dapo", **counts)
+    check('loss, "dapo", T = 1 1 3 1', loss_of(logp[group], lengths, A, dapo), "-(3 * 1 - 1)/6")
+    check("loss, last one masked", loss_of(logp[group], kept, A, weights), "-(0/4 + 0/4 + 1/4)")
 
 
-def test_4_clipping_stops_what_has_gone_far_enough():
-    """4. Clipping stops a token that has moved far enough in the direction of A, and no other.
+def test_4_the_baseline():
+    """4. A baseline keeps the direction and saves samples; the group's own mean costs (G - 1)/G.
+    E[b d log p_o] = b sum d p_o = b d 1 = 0: subtracting b leaves the mean gradient as it was. Not
+    the variance: b = E[R] cuts it to a third, and if all answers earn 9 more, it is 15.7 without b,
+    and with b as before. The group's mean holds the completion's own R, so 1/G of each push is
+    taken back; the mean of the others (RLOO) has no such factor. Below are all 81 groups of G = 4,
+    by probability: no chance is left. By hand: s = d log p has |s|^2 = 3/8 for token 0 and 7/8 for
+    the others, |E[R s]|^2 = 1/8; the last variance is that of a sample covariance of R and s.
+    ---
+    4. baseline 不改变方向，却省样本；用组内均值，代价是系数 (G - 1)/G。
+    E[b d log p_o] = b sum d p_o = b d 1 = 0：减去 b，梯度的期望不变，方差却不同。b = E[R] 使方差降
+    到三分之一；若每个回答都多得 9 分，没有 b 时是 15.7，有 b 时不变。组内均值含有样本自己的 R，每次
+    推动被抵掉 1/G；用其余样本的均值（RLOO）则没有这个系数。下面列举 G = 4 的全部 81 种组并按概率加
+    权，没有随机误差。手算：s = d log p，token 0 的 |s|^2 = 3/8，其余为 7/8，|E[R s]|^2 = 1/8；最后
+    一个方差，就是 R 与 s 的样本协方差的方差。"""
+    logits, logp = policy()
+    p, groups = logp.detach().exp(), torch.cartesian_prod(*[torch.arange(3)] * 4)  # (81, G)
+    scores = torch.stack([gradient(logp[o], logits) for o in range(3)])[groups]  # (81, G, 3)
+    own = torch.stack([group_advantages(r, scale_by_std=False) for r in R[groups]])
+    for name, A, factor, variance in [
+        ("no baseline", R[groups], "1", "(1/2 * 3/8 + 1/4 * 7/8 * 4 - 1/8) / 4"),
+        (
+            "no baseline, R + 9",
+            R[groups] + 9,
+            "1",
+            "(1/2*3/8 * 100 + 1/4*7/8 * (121 + 81) - 1/8) / 4",
+        ),
+        ("b = E[R]", R[groups] - 1, "1", "(1/4 * 7/8 + 1/4 * 7/8 - 1/8) / 4"),
+        ("group's mean", own, "3/4", "(3/4)**2 * 11/96"),
+        ("mean of the others", own * 4 / 3, "1", "7/16 / 4 - 2/12 * 1/8 + 1/2 * 5/8 / 12"),
+    ]:
+        estimates, chance = (A[..., None] * scores).mean(1), p[groups].prod(1)  # (81, 3), (81,)
+        mean = chance @ estimates
+        check(f"{name}, E", mean, f"[0, {factor} * 1/4, {factor} * -1/4]", within=5e-6)
+        check("  variance", chance @ (estimates - mean).square().sum(1), variance, within=5e-6)
 
-    The min takes the smaller of r A and clip(r) A. Where that is clip(r) A it is a constant, and
-    the gradient is 0: above 1 + CLIP_HIGH if A > 0, which asks for a likelier token, and below
-    1 - CLIP_LOW if A < 0. At the other two ends the policy has moved against A, and r A brings it
-    back: its gradient with respect to logp is r A, as d r = r d logp, without a bound for a bad
-    token that became likelier. The KL term is outside the min and is never clipped.
-    """
-    # The range is 0.8 to 1.28, so clip(r) is 0.8, 1 and 1.28 for r = 0.5, 1 and 1.5.
-    table = [  # A, r, min(r A, clip(r) A), its gradient with respect to logp
-        (1.0, 0.5, 0.5, 0.5),  # min(0.5, 0.8)
-        (1.0, 1.0, 1.0, 1.0),
-        (1.0, 1.5, 1.28, 0.0),  # min(1.5, 1.28): likelier by half, enough
-        (-1.0, 0.5, -0.8, 0.0),  # min(-0.5, -0.8): rarer by half, enough
-        (-1.0, 1.0, -1.0, -1.0),
-        (-1.0, 1.5, -1.5, -1.5),  # min(-1.5, -1.28): the wrong way, pushed back harder
-    ]
+
+def test_5_clipping_stops_what_has_gone_far_enough():
+    """5. Clipping stops a token that has moved far enough in the direction of A, and no other.
+    The objective is min(r A, clip(r, 0.8, 1.28) A). Where clip(r) A is smaller it is a constant, of
+    gradient 0: above 1 + CLIP_HIGH if A > 0, which asks for a likelier token, below 1 - CLIP_LOW if
+    A < 0. At the other two ends the policy has moved against A, and r A brings it back: its slope
+    by logp is r A, as d r = r d logp, unbounded for a bad token that became likelier.
+    ---
+    5. clip 只拦住沿 A 的方向已经走得够远的 token，别的不拦。
+    目标是 min(r A, clip(r, 0.8, 1.28) A)。clip(r) A 较小时它是常数，梯度为 0：A > 0（希望概率变大）
+    时在 1 + CLIP_HIGH 以上，A < 0 时在 1 - CLIP_LOW 以下。另外两头，policy 走向了 A 的反面，由 r A
+    拉回来：因为 d r = r d logp，它对 logp 的斜率是 r A；坏 token 反而更可能时，斜率没有上界。"""
     old_logps = torch.tensor([-2.0])
-    print("    A     r   value  gradient")
-    for advantage, ratio, value, slope in table:
+    for advantage, ratio, by_hand in [
+        (1.0, 0.5, "[min(0.5, 0.8), 0.5]"),
+        (1.0, 1.5, "[min(1.5, 1.28), 0]"),  # likelier by half: enough
+        (-1.0, 0.5, "[min(-0.5, -0.8), 0]"),  # rarer by half: enough
+        (-1.0, 1.5, "[min(-1.5, -1.28), -1.5]"),  # the wrong way: pushed back harder
+    ]:
         logps = (old_logps + math.log(ratio)).requires_grad_()
-        advantages = torch.tensor([advantage])
-        loss, _ = policy_loss(logps, old_logps, None, advantages, torch.ones(1), **CLIPS)
-        (gradient,) = torch.autograd.grad(-loss, logps)
-        same(torch.stack([-loss, gradient[0]]), [value, slope])
-        clipped = "  clipped" if slope == 0 else ""
-        print(f"{advantage:+5.1f} {ratio:5.1f} {value:7.2f} {slope:9.2f}{clipped}")
+        A = torch.tensor([advantage])
+        loss, _ = policy_loss(logps, old_logps, None, A, torch.ones(1), **CLIPS)
+        value_and_slope = torch.stack([-loss, gradient(-loss, logps)[0]])
+        check(f"A {advantage:+.0f}, r {ratio}, [objective, slope]", value_and_slope, by_hand)
+
+
+def test_6_three_estimates_of_the_kl():
+    """6. k3 has the KL's mean and little variance; its gradient is not quite the KL's.
+    The reference is (1/4, 1/2, 1/4): d = ref logp - logp = (-log 2, log 2, 0). k1 = -d has the mean
+    KL by definition, k2 = d^2 / 2 nearly; k3 = exp(d) - d - 1 adds exp(d) - 1 to k1, with the mean
+    sum ref - 1 = 0. Gradients differ, as autograd sees a sample's value, not how p draws it. The
+    KL's is E[-d s], s = d log p. k1 has s, of mean 0: no penalty. k2 has -d s: exact. k3 has
+    (1 - exp(d)) s, of mean p - ref: near, and 0 at the same place. k3 r (UNBIASED_KL) has -d s.
+    ---
+    6. k3 的均值就是 KL，方差又小；它的梯度与 KL 的梯度略有不同。
+    reference 为 (1/4, 1/2, 1/4)：d = ref logp - logp = (-log 2, log 2, 0)。k1 = -d 的均值按定义就是
+    KL，k2 = d^2 / 2 略有偏差；k3 = exp(d) - d - 1 比 k1 多 exp(d) - 1，其均值为 sum ref - 1 = 0。
+    梯度则不同，因为 autograd 只看到样本的值，看不到 p 怎样采样。KL 的梯度是 E[-d s]，s = d log p。
+    k1 给出 s，均值 0，等于没有惩罚；k2 给出 -d s，恰好正确；k3 给出 (1 - exp(d)) s，均值 p - ref：
+    接近，且在同一处为 0。k3 r（UNBIASED_KL）给出 -d s。"""
+    logits, logp = policy()
+    p, ref = logp.exp().detach(), torch.tensor([0.25, 0.5, 0.25]).log()
+    kl, exact = (logp.exp() * (logp - ref)).sum(), "[3/8 * log(2), -5/16 * log(2), -1/16 * log(2)]"
+    check("KL", kl, "1/2 * log(2) - 1/4 * log(2)")
+    check("d KL", gradient(kl, logits), exact)
+    settings = CLIPS | {"kl_beta": 1.0}  # with A = 0 and w = p the loss is E[k3]
+    k3_loss, stats = policy_loss(logp, None, ref, torch.zeros(3), p, **settings)
+    unbiased, _ = policy_loss(logp, None, ref, torch.zeros(3), p, **settings, unbiased_kl=True)
+    k1, k2, k3 = logp - ref, (logp - ref) ** 2 / 2, stats["kl"]
+    for name, k, mean, square in [
+        ("k1", k1, "1/4 * log(2)", "3/4 * log(2)**2"),
+        ("k2", k2, "3/8 * log(2)**2", "3/16 * log(2)**4"),
+        ("k3", k3, "1/4 * log(2)", "1/2 * (log(2) - 1/2)**2 + 1/4 * (1 - log(2))**2"),
+    ]:
+        check(f"E {name}", p @ k, mean)
+        check("  variance", p @ k**2 - (p @ k) ** 2, f"{square} - ({mean})**2")
+    check("E d k1", gradient(p @ k1, logits), "[1/2 - 1/2, 1/4 - 1/4, 1/4 - 1/4]")
+    check("E d k2", gradient(p @ k2, logits), exact)
+    check("E d k3", gradient(k3_loss, logits), "[1/2 - 1/4, 1/4 - 1/2, 1/4 - 1/4]")
+    check("E d(k3 r)", gradient(unbiased, logits), exact)
+
+
+def test_7_length_bias():
+    """7. LOSS_TYPE, the mean's denominator, decides whose mistakes are cheap.
+    Two right and two wrong answers, of 2 and of 8 tokens: A = 1/2 and -1/2. "grpo" gives each
+    completion one vote, shared by its tokens: w = 1/(G T). Those of a long wrong answer are pushed
+    down a quarter as hard as those of a short one, and of a long right answer up a quarter as hard:
+    be brief when right, ramble when wrong. "dapo" has w = 1/N, all equal; but let one answer grow
+    to 28 tokens, and every push is halved. "dr_grpo" has 1/(G MAX_COMPLETION_TOKENS), here 32.
+    ---
+    7. LOSS_TYPE 就是均值的分母，它决定谁的错误更便宜。
+    两对两错，长度各为 2 和 8：A = 1/2 与 -1/2。"grpo" 给每条 completion 一票，由其 token 平分：
+    w = 1/(G T)。长的错误回答，每个 token 受到的惩罚只有短的四分之一；长的正确回答，得到的鼓励也只有
+    四分之一：对了少说，错了多说。"dapo" 取 w = 1/N，人人平等；但只要一条变成 28 个 token，所有推动
+    都减半。"dr_grpo" 取 w = 1/(G MAX_COMPLETION_TOKENS)，这里上限是 32，与谁的长度都无关。"""
+    A = group_advantages(torch.tensor([1.0, 1.0, 0.0, 0.0]), scale_by_std=False)
+    for loss_type, last, short, long in [
+        ("grpo", 8, "1/2 / (4*2)", "1/2 / (4*8)"),
+        ("dapo", 8, "1/2 / 20", "1/2 / 20"),
+        ("dapo", 28, "1/2 / 40", "1/2 / 40"),
+        ("dr_grpo", 28, "1/2 / (4*32)", "1/2 / (4*32)"),
+    ]:
+        lengths = torch.tensor([2, 8, 2, last])
+        counts = {"sequences": 4, "tokens": int(lengths.sum()), "max_completion_tokens": 32}
+        push = token_weights(lengths, loss_type=loss_type, **counts) * A
+        by_hand = f"[{short}, {long}, -{short}, -{long}]"
+        check(f'"{loss_type}", T = 2 8 2 {last}, w A', push, by_hand)
+
+
+def test_8_accumulation():
+    """8. A mean of micro-batch means is no mean: count the whole step first, then only add.
+    Completions of 1, 1 and 4 tokens, A = 1, 0, -1; "dapo" wants w = 1/6. The micro-batches {1 1}
+    and {4}, each with its own mean, averaged, give w = 1/2/2 and 1/4/2; {1 4} and {1} give 1/5/2
+    and 1/1/2: the gradient depends on who met whom. Summed without division it is twice as long on
+    top. Here token_weights gets the counts of the whole step, and the parts add up, however it is
+    cut. By hand: -d loss = sum w A ([o = j] - p_j).
+    ---
+    8. micro-batch 均值的均值不是均值：先数清整个 step，之后只做加法。
+    三条 completion 各有 1、1、4 个 token，A = 1、0、-1；"dapo" 要求 w = 1/6。切成 {1 1} 和 {4}，各
+    求均值再平均，w 成了 1/2/2 和 1/4/2；切成 {1 4} 和 {1}，又成了 1/5/2 和 1/1/2：梯度取决于谁和谁
+    分在一起。只相加、忘了除，还会再大一倍。本项目给 token_weights 传入整个 step 的计数，各部分直接
+    相加，怎么切都一样。手算：-d loss = sum w A ([o = j] - p_j)。"""
+    logits, logp = policy()
+    lengths, ids, A = torch.tensor([1, 1, 4]), torch.tensor([1, 0, 2]), torch.tensor([1, 0, -1])
+
+    def accumulated(cut, tokens=None):  # None: each micro-batch counts its own
+        total = torch.zeros(3)
+        for part in cut:
+            own = int(lengths[part].sum())
+            counts = {"sequences": 3, "tokens": tokens or own, "max_completion_tokens": 8}
+            weights = token_weights(lengths[part], loss_type="dapo", **counts)
+            total -= gradient(loss_of(logp[ids[part]], lengths[part], A[part], weights), logits)
+        return total
+
+    one, other = [[0, 1], [2]], [[0, 2], [1]]
+    right = "[3/6 * 1/2, 1/6 + 3/6 * 1/4, -4/6 + 3/6 * 1/4]"
+    check("{1 1} {4}, right", accumulated(one, tokens=6), right)
+    check("{1 4} {1}, right", accumulated(other, tokens=6), right)
+    first = "[1/4 * 1/2, 1/4 + 1/4 * 1/4, -4/8 + 1/4 * 1/4]"
+    check("{1 1} {4}, mean of means", accumulated(one) / 2, first)
+    second = "[3/10 * 1/2, 1/10 + 3/10 * 1/4, -4/10 + 3/10 * 1/4]"
+    check("{1 4} {1}, mean of means", accumulated(other) / 2, second)
+    check("{1 1} {4}, sum of means", accumulated(one), "[2 * 1/8, 2 * 5/16, 2 * -7/16]")
+
+
+def test_9_train_what_was_drawn():
+    """9. Train all that was drawn, as it was drawn: a masked EOS, another temperature.
+    A baseline is free as E[d log p] = 0: by the distribution that drew, of all that it drew. If
+    either fails, the gradient depends on b. A policy writes a word w or EOS, 1/2 each, at most two
+    tokens: "EOS", "w EOS", "w w" (truncated), with R = 1, 1, 0. By EOS's logit the slope of logp is
+    1/2 for EOS, -1/2 for w. Mask EOS, as `ids != pad` does where pad is EOS, and stopping, which is
+    rewarded, is unlearned if b = 0. Draw at T = 1/2 and train at T = 1, and equal rewards push by
+    q - p: a sharper policy, for no merit.
+    ---
+    9. 采到什么就训练什么，怎么采就怎么训练：EOS 被 mask，temperature 不一致。
+    baseline 没有代价，是因为 E[d log p] = 0：要对采样的分布、对采到的全部 token 求均值，否则梯度就
+    与 b 有关。设 policy 以 1/2 的概率写词 w 或 EOS，最多两个 token："EOS"、"w EOS"、"w w"（截断），
+    R = 1、1、0。logp 对 EOS 的 logit 的斜率：EOS 为 1/2，w 为 -1/2。pad 就是 EOS 时，`ids != pad`
+    会 mask 掉 EOS：停下来明明有奖励，b = 0 时却越学越停不下来。再看用 T = 1/2 采样、用 T = 1 训练：
+    reward 全都相同，仍有 q - p 的推动：分布变尖，与好坏无关。"""
+    eos = torch.zeros(2, requires_grad=True)  # logits of w and EOS
+    ids, ends = torch.tensor([1, 0, 1, 0, 0]), torch.tensor([1.0, 1, 1, 0, 0])  # R, by token
+    chance = torch.tensor([1 / 2, 1 / 4, 1 / 4, 1 / 4, 1 / 4])  # of the token's completion
+    for name, weights, b, by_hand in [
+        ("all, b = 0", chance, 0, "1/2 * 1/2 + 1/4 * (-1/2 + 1/2)"),
+        ("all, b = 3/4", chance, 3 / 4, "1/2 * 1/4 * 1/2 + 1/4 * -3/4 * (-1/2 - 1/2)"),
+        ("EOS masked, b = 0", chance * (ids == 0), 0, "1/4 * -1/2"),
+        ("EOS masked, b = 3/4", chance * (ids == 0), 3 / 4, "1/4 * 1/4 * -1/2 + 1/4 * 3/4"),
+    ]:
+        loss, _ = policy_loss(eos.log_softmax(0)[ids], None, None, ends - b, weights, **CLIPS)
+        check(f"{name}, slope by EOS's logit", gradient(-loss, eos)[1], by_hand)
+    logits, logp = policy()
+    cold = linear_logps(logits.expand(3, 3), None, torch.arange(3), temperature=0.5)
+    q, ones = cold.detach().exp(), torch.ones(3)
+    check("q, drawn at T = 1/2", q, "[2**2 / 6, 1/6, 1/6]")
+    same, _ = policy_loss(cold, None, None, ones, q, **CLIPS)
+    other, _ = policy_loss(logp, None, None, ones, q, **CLIPS)
+    zero = "[2 * (4/6 - 4/6), 2 * (1/6 - 1/6), 2 * (1/6 - 1/6)]"
+    check("all R = 1, trained at T = 1/2", gradient(-same, logits), zero)
+    check("all R = 1, trained at T = 1", gradient(-other, logits), "[4/6-1/2, 1/6-1/4, 1/6-1/4]")
+
+
+def test_10_detach_makes_a_target():
+    """10. Beyond GRPO: `detach` makes a target, here that of Q-learning.
+    Q(s, a) estimates the reward still to come after action a in state s. It is fitted to the target
+    r + gamma max Q(s', .), which contains the very Q that is fitted. If it is too high, the error
+    shrinks in two ways: raise the estimate for now, or lower the one for the future. Autograd does
+    both. But the future is the evidence, and evidence must not be edited until it agrees: detach it
+    (the semi-gradient; Sutton and Barto, section 9.3). With r = 1 and gamma = 1/2 the target is
+    1 + 1/2 * 4 = 3, against Q(s, a) = 2; the loss is half the squared error.
+    ---
+    10. GRPO 之外：`detach` 造出 target，以 Q-learning 为例。
+    Q(s, a) 估计在状态 s 采取动作 a 之后还能得到的 reward，它要拟合的 target 是
+    r + gamma max Q(s', .)，其中又含有正在拟合的 Q。target 偏高时，缩小误差有两条路：抬高现在的估
+    计，或压低未来的估计。autograd 两条都走。可是未来是证据，不能为了自圆其说去改证据：所以要 detach
+    （semi-gradient；Sutton 和 Barto，9.3 节）。设 r = 1、gamma = 1/2：target 是 1 + 1/2 * 4 = 3，
+    而 Q(s, a) = 2；loss 是误差平方的一半。"""
+    now = torch.tensor(2.0, requires_grad=True)  # Q(s, a)
+    future = torch.tensor([1.0, 4.0], requires_grad=True)  # Q(s', .) of two actions
+    target = 1 + future.max() / 2
+    for name, used, evidence in [
+        ("detached", target.detach(), "[0 * 0, 0 * 1/2]"),
+        ("not detached", target, "[(3 - 2) * 0, (3 - 2) * 1/2]"),
+    ]:
+        loss = (used - now) ** 2 / 2
+        check(f"{name}, loss", loss, "(3 - 2)**2 / 2")
+        check(f"{name}, d loss/d Q(s, a)", gradient(loss, now), "-(3 - 2)")
+        check(f"{name}, d loss/d Q(s', .)", gradient(loss, future), evidence)
 
 
 if __name__ == "__main__":
-    for name, lesson in list(vars().items()):
-        if name.startswith("test_"):
-            print(inspect.getdoc(lesson), end="\n\n")
-            lesson()
+    chinese = os.environ.get("LANG", "").startswith("zh")
+    lessons = [value for name, value in vars().items() if name.startswith("test_")]
+    for told in [sys.modules[__name__], *lessons]:
+        print(inspect.getdoc(told).split("\n---\n")[chinese], end="\n\n")
+        if told in lessons:
+            told()
             print()

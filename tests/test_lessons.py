@@ -1,0 +1,85 @@
+"""The ten lessons of test_qiudao.py, told: whole in both languages, with every asserted number."""
+
+import inspect
+import re
+import runpy
+
+import pytest
+from documents import ROOT, code_words
+
+import test_qiudao
+
+LESSONS = [thing for name, thing in vars(test_qiudao).items() if name.startswith("test_")]
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+
+
+def told(language, monkeypatch, capsys):
+    monkeypatch.setenv("LANG", language)
+    runpy.run_path(str(ROOT / "test_qiudao.py"), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def texts(thing):
+    english, chinese = inspect.getdoc(thing).split("\n---\n")
+    return english, chinese
+
+
+def is_chinese(text):
+    return len(CHINESE.findall(text)) > 50
+
+
+@pytest.mark.parametrize("number, lesson", enumerate(LESSONS, 1))
+def test_a_lesson_has_both_texts_and_both_name_the_same_things(number, lesson):
+    english, chinese = texts(lesson)
+    assert is_chinese(chinese) and not CHINESE.search(english)
+    for of in (code_words, constants, formulas):
+        assert set(of(english)) == set(of(chinese)), of.__name__
+    for text in (english, chinese):
+        assert text.startswith(f"{number}. ") and text.count("\n") >= 3
+
+
+def constants(text):
+    return re.findall(r"\b[A-Z]+_[A-Z_]+\b|\b[a-z]+_[a-z]+\b", text)
+
+
+def formulas(text):
+    """Returns fractions and decimals."""
+    return re.findall(r"\d+(?:\.\d+|(?:/\d+)+)", text)
+
+
+def test_the_story_is_told_in_the_language_of_lang(monkeypatch, capsys):
+    stories = [told(language, monkeypatch, capsys) for language in ("en_US.UTF-8", "zh_CN.UTF-8")]
+    for language, story in enumerate(stories):
+        for thing in [test_qiudao, *LESSONS]:
+            assert texts(thing)[language] in story
+            assert texts(thing)[1 - language] not in story
+    numbers = [re.findall(r"^  \S.*$", story, re.MULTILINE) for story in stories]
+    assert numbers[0] == numbers[1]  # what is computed has no language
+
+
+def test_every_number_that_is_asserted_is_printed(monkeypatch, capsys):
+    """check() alone asserts, and prints a line for each call."""
+    source = (ROOT / "test_qiudao.py").read_text()
+    assert len(re.findall(r"\bassert\b", source)) == 1
+    check, asserted = test_qiudao.check, []
+
+    def recorded(name, got, by_hand, **options):
+        check(name, got, by_hand, **options)
+        asserted.append(f"{by_hand} {{}} {test_qiudao.text_of(got.tolist())}")
+
+    monkeypatch.setattr(test_qiudao, "check", recorded)
+    for lesson in LESSONS:
+        before = len(asserted)
+        lesson()
+        assert len(asserted) >= before + 4, lesson.__name__
+    capsys.readouterr()
+    story = told("C", monkeypatch, capsys)
+    for line in asserted:
+        assert line.format("=") in story or line.format("≈") in story, line
+
+
+def test_a_number_that_is_wrong_is_refused():
+    got = test_qiudao.R
+    for by_hand in ("[1, 2, 0.001]", "[-1, 2, 0]", "1", "[[1, 2, 0]]"):
+        with pytest.raises(AssertionError):
+            test_qiudao.check("R", got, by_hand)
