@@ -152,28 +152,23 @@ def test_4_the_baseline():
     the variance: b = E[R] cuts it to a third, and if all answers earn 9 more, it is 15.7 without b,
     and with b as before. The group's mean holds the completion's own R, so 1/G of each push is
     taken back; the mean of the others (RLOO) has no such factor. Below are all 81 groups of G = 4,
-    by probability: no chance is left. By hand: s = d log p has |s|^2 = 3/8 for token 0 and 7/8 for
-    the others, |E[R s]|^2 = 1/8; the last variance is that of a sample covariance of R and s.
+    by probability: no chance is left. By hand: s = d log p; p |s|^2 = 3/16 for token 0, 7/32 for
+    the others; |E[R s]|^2 = 1/8. The last variance is that of a sample covariance of R and s.
     ---
     4. baseline 不改变方向，却省样本；用组内均值，代价是系数 (G - 1)/G。
     E[b d log p_o] = b sum d p_o = b d 1 = 0：减去 b，梯度的期望不变，方差却不同。b = E[R] 使方差降
     到三分之一；若每个回答都多得 9 分，没有 b 时是 15.7，有 b 时不变。组内均值含有样本自己的 R，每次
     推动被抵掉 1/G；用其余样本的均值（RLOO）则没有这个系数。下面列举 G = 4 的全部 81 种组并按概率加
-    权，没有随机误差。手算：s = d log p，token 0 的 |s|^2 = 3/8，其余为 7/8，|E[R s]|^2 = 1/8；最后
-    一个方差，就是 R 与 s 的样本协方差的方差。"""
+    权，没有随机误差。手算：s = d log p；p |s|^2 在 token 0 为 3/16，其余为 7/32；|E[R s]|^2 = 1/8。
+    最后一个方差，就是 R 与 s 的样本协方差的方差。"""
     logits, logp = policy()
     p, groups = logp.detach().exp(), torch.cartesian_prod(*[torch.arange(3)] * 4)  # (81, G)
     scores = torch.stack([gradient(logp[o], logits) for o in range(3)])[groups]  # (81, G, 3)
     own = torch.stack([group_advantages(r, scale_by_std=False) for r in R[groups]])
     for name, A, factor, variance in [
-        ("no baseline", R[groups], "1", "(1/2 * 3/8 + 1/4 * 7/8 * 4 - 1/8) / 4"),
-        (
-            "no baseline, R + 9",
-            R[groups] + 9,
-            "1",
-            "(1/2*3/8 * 100 + 1/4*7/8 * (121 + 81) - 1/8) / 4",
-        ),
-        ("b = E[R]", R[groups] - 1, "1", "(1/4 * 7/8 + 1/4 * 7/8 - 1/8) / 4"),
+        ("no baseline", R[groups], "1", "(3/16 + 7/32 * 4 - 1/8) / 4"),
+        ("no baseline, R + 9", R[groups] + 9, "1", "(3/16 * 100 + 7/32 * (121 + 81) - 1/8) / 4"),
+        ("b = E[R]", R[groups] - 1, "1", "(7/32 + 7/32 - 1/8) / 4"),
         ("group's mean", own, "3/4", "(3/4)**2 * 11/96"),
         ("mean of the others", own * 4 / 3, "1", "7/16 / 4 - 2/12 * 1/8 + 1/2 * 5/8 / 12"),
     ]:
@@ -339,8 +334,7 @@ def test_9_train_what_was_drawn():
     check("q, drawn at T = 1/2", q, "[2**2 / 6, 1/6, 1/6]")
     same, _ = policy_loss(cold, None, None, ones, q, **CLIPS)
     other, _ = policy_loss(logp, None, None, ones, q, **CLIPS)
-    zero = "[2 * (4/6 - 4/6), 2 * (1/6 - 1/6), 2 * (1/6 - 1/6)]"
-    check("all R = 1, trained at T = 1/2", gradient(-same, logits), zero)
+    check("all R = 1, trained at T = 1/2", gradient(-same, logits), "[4/6-4/6, 1/6-1/6, 1/6-1/6]")
     check("all R = 1, trained at T = 1", gradient(-other, logits), "[4/6-1/2, 1/6-1/4, 1/6-1/4]")
 
 
