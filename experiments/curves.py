@@ -1,0 +1,201 @@
+"""Healthy and sick runs of the demo's task, for docs/reading_curves.md.
+
+    python experiments/curves.py healthy    # trains a case, a minute on a free core
+    python experiments/curves.py draw       # of all that have run: docs/curves/*.png, and the table
+
+All start from one warm start (seed 0, made by the first: a minute), train presets/demo.py with a
+case's constants in runs/curves/CASE, and have seed 0. In two cases a defect that the trainer does
+not allow is put into it (`defect`).
+"""
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+RUNS, PICTURES = ROOT / "runs/curves", ROOT / "docs/curves"
+TABLES = ROOT / "benchmarks/results/curves.md"
+WARM_START, SEED, WARM_STEPS = RUNS / "warm_start", 0, 800
+ALONE = {"REF_SERVER": None, "PAGE_PORT": 0, "RESUME": False, "SEED": SEED}
+FORMAT = {"REWARD_WEIGHTS": {"correctness": 0.0, "format": 1.0}, "SKIP_FLAT_GROUPS": "reward"}
+HACKED = {"TASK": str(ROOT / "experiments/hackable.py"), "SKIP_FLAT_GROUPS": "reward"}
+COOLER = 0.7  # the sampler's temperature, where the trainer's is 1
+
+
+# --- Defects ------------------------------------------------------------------------
+def no_eos(trainer):
+    """Gives the token that ends a completion no weight, as a mask `ids != pad` does where pad is
+    EOS."""
+    from grpo.models import load_tokenizer
+
+    end, loss = load_tokenizer(str(WARM_START)).eos_token_id, trainer.grpo_loss_triton.grpo_loss
+
+    def without(hidden, head, ids, old, ref, advantages, weights, **names):
+        return loss(hidden, head, ids, old, ref, advantages, weights * (ids != end), **names)
+
+    trainer.grpo_loss_triton.grpo_loss = without
+
+
+def cooler_sampler(trainer):
+    """Samples at COOLER, and does not stop where the first update shows it, but prints it."""
+    from grpo.sampling.policy import Policy
+
+    stream, check = Policy.stream, trainer.checks.check_first_update
+
+    def cooled(self, take, *, temperature, **names):
+        return stream(self, take, temperature=COOLER * temperature, **names)
+
+    def told(*arguments, **names):
+        try:
+            return check(*arguments, **names)
+        except RuntimeError as error:
+            return f"NO, but this script goes on: {error}"
+
+    Policy.stream, trainer.checks.check_first_update = cooled, told
+
+
+Case = namedtuple("Case", "constants defect", defaults=[None])
+CASES = {
+    "healthy": Case({}),
+    "rate": Case({"LEARNING_RATE": 7e-3}),
+    "no_kl": Case({"KL_BETA": 0.0}),
+    "high_kl": Case({"KL_BETA": 1.0}),
+    "hacked": Case(HACKED),
+    "format": Case(FORMAT),
+    "no_eos": Case({"MASK_TRUNCATED": False}, no_eos),
+    "pairs": Case({"GROUP_SIZE": 2, "PROMPTS_PER_STEP": 64}),
+    "temperature": Case({"IS_CAP": 0.0}, cooler_sampler),
+    "shuffled": Case({"TASK": "shuffled"}),
+    "short": Case({"MAX_COMPLETION_TOKENS": 10}),
+}
+
+
+def constants_of(name):
+    """Returns the constants of a case that differ from the trainer's, by name."""
+    from grpo.constants import read_preset
+
+    own = {"MODEL": str(WARM_START), "RUN_DIR": str(RUNS / name)} | CASES[name].constants
+    return read_preset(ROOT / "presets/demo.py") | ALONE | own
+
+
+def train(name):
+    import grpo_ref_split as trainer  # before torch
+    from grpo.tiny_model import warm_start
+    from tasks import arithmetic
+
+    if not WARM_START.exists():
+        made = WARM_START.with_name("unfinished")
+        warm_start(made, arithmetic, SEED, WARM_STEPS)
+        made.rename(WARM_START)
+    shutil.rmtree(RUNS / name, ignore_errors=True)
+    if CASES[name].defect:
+        CASES[name].defect(trainer)
+    trainer.main(**constants_of(name))
+
+
+# --- Pictures and table ---------------------------------------------------------------
+PANELS = {  # metric: title
+    "accuracy": "accuracy (circles: greedy)",
+    "reward": "reward",
+    "kl": "kl",
+    "entropy": "entropy",
+    "completions/mean_length": "completions/mean_length",
+    "completions/clipped_ratio": "completions/clipped_ratio",
+    "frac_reward_zero_std": "frac_reward_zero_std",
+    "grad_norm": "grad_norm",
+}
+WINDOW = 10  # steps that a mean in the table is taken over
+ENDS = (10, 30, 50)  # the last of them; and the run's last
+
+
+def records_of(name):
+    lines = (RUNS / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def values(records, metric):
+    """Returns [(step, value)] of a metric."""
+    return [(r["step"], r[metric]) for r in records if r.get(metric) is not None]
+
+
+def draw(name):
+    """Draws a case, the healthy run pale behind it, with axes that hold both."""
+    import io
+
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    figure = Figure(figsize=(9.6, 3.7), layout="constrained")
+    for (metric, title), ax in zip(PANELS.items(), figure.subplots(2, 4).flat, strict=True):
+        for run, color in {"healthy": "silver", name: "tab:red"}.items():
+            color = "tab:blue" if name == "healthy" else color
+            for one, style in {metric: "-", f"eval_{metric}": "o"}.items():
+                if points := values(records_of(run), one):
+                    ax.plot(*zip(*points, strict=True), style, color=color, lw=1, ms=5)
+        ax.set_title(title, fontsize=9)
+        ax.tick_params(labelsize=7)
+        ax.grid(alpha=0.3)
+        if metric == "grad_norm":
+            ax.set_yscale("log")
+    stored = io.BytesIO()
+    figure.savefig(stored, dpi=100)
+    PICTURES.mkdir(exist_ok=True)
+    image = Image.open(stored).convert("RGB").quantize(64)
+    image.save(PICTURES / f"{name}.png", optimize=True)
+
+
+def table(name):
+    """Returns a case's table: its settings, evaluations, and means of its metrics by steps."""
+    records, last = records_of(name), max(r["step"] for r in records_of(name))
+    greedy = ", ".join(f"{v:.3f} after {step}" for step, v in values(records, "eval_accuracy"))
+    ends = [end for end in ENDS if end + WINDOW <= last] + [last]
+    lines = [f"## {name}", "", f"{settings(name)}; greedy accuracy: {greedy} steps", ""]
+    lines += [f"| steps | {' | '.join(f'{end - WINDOW + 1}-{end}' for end in ends)} |"]
+    lines += ["|---|" + "---|" * len(ends)]
+    for metric in PANELS:
+        cells = [mean(values(records, metric), end) for end in ends]
+        lines.append(f"| {metric} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def mean(points, end):
+    """Returns the mean of a metric over the WINDOW of steps up to `end`, "" if it has none."""
+    inside = [value for step, value in points if end - WINDOW < step <= end]
+    return f"{sum(inside) / len(inside):.2f}" if inside else ""
+
+
+def settings(name):
+    """Returns what differs from presets/demo.py, and the defect, as words."""
+    constants, defect = CASES[name]
+    words = [f"`{n}={v}`".replace(f"{ROOT}/", "") for n, v in constants.items()]
+    return ", ".join(words + [f"`{defect.__name__}`"] * bool(defect)) or "presets/demo.py"
+
+
+def main():
+    names = [name for name in CASES if (RUNS / name / "metrics.jsonl").exists()]
+    for name in names:
+        draw(name)
+    code = ["grpo", "grpo_ref_split.py", "grpo_loss_triton.py", "presets/demo.py", "tasks"]
+    command = ["git", "-C", ROOT, "log", "-1", "--format=%h", "--", *code]
+    commit = subprocess.check_output(command, text=True).strip()
+    words = f"""# Healthy and sick runs
+
+`python experiments/curves.py CASE` each, seed {SEED}, after one warm start of that seed;
+commit {commit}, Python {platform.python_version()}, {date.today()}, two cores of an AMD EPYC,
+shared, no GPU. Greedy accuracy is on the 500 test questions; all other numbers are means over
+{WINDOW} steps, of those that have the metric. Their curves are in docs/reading_curves.md.
+
+"""
+    TABLES.write_text(words + "\n".join(map(table, names)))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in {*CASES, "draw"}:
+        sys.exit(f"{__doc__}\nCases: {', '.join(CASES)}")
+    main() if sys.argv[1] == "draw" else train(sys.argv[1])
