@@ -25,19 +25,21 @@ WARM_START, SEED, WARM_STEPS = RUNS / "warm_start", 0, 800
 ALONE = {"REF_SERVER": None, "PAGE_PORT": 0, "RESUME": False, "SEED": SEED}
 FORMAT = {"REWARD_WEIGHTS": {"correctness": 0.0, "format": 1.0}, "SKIP_FLAT_GROUPS": "reward"}
 HACKED = {"TASK": str(ROOT / "experiments/hackable.py"), "SKIP_FLAT_GROUPS": "reward"}
+REFUSAL = "refusal.txt"  # in a run's folder: what the trainer would have ended with
 COOLER = 0.7  # the sampler's temperature, where the trainer's is 1
 
 
 # --- Defects ------------------------------------------------------------------------
 def no_eos(trainer):
-    """Gives the token that ends a completion no weight, as a mask `ids != pad` does where pad is
-    EOS."""
+    """Gives the token that ends a completion hardly any weight, as a mask `ids != pad` gives none
+    where pad is EOS. (Those of weight 0 would not count in the metrics, either.)"""
     from grpo.models import load_tokenizer
 
     end, loss = load_tokenizer(str(WARM_START)).eos_token_id, trainer.grpo_loss_triton.grpo_loss
 
     def without(hidden, head, ids, old, ref, advantages, weights, **names):
-        return loss(hidden, head, ids, old, ref, advantages, weights * (ids != end), **names)
+        weights = weights.masked_fill(ids == end, 1e-30)
+        return loss(hidden, head, ids, old, ref, advantages, weights, **names)
 
     trainer.grpo_loss_triton.grpo_loss = without
 
@@ -55,6 +57,7 @@ def cooler_sampler(trainer):
         try:
             return check(*arguments, **names)
         except RuntimeError as error:
+            Path(trainer.RUN_DIR, REFUSAL).write_text(str(error))
             return f"NO, but this script goes on: {error}"
 
     Policy.stream, trainer.checks.check_first_update = cooled, told
@@ -109,7 +112,10 @@ PANELS = {  # metric: title
     "completions/clipped_ratio": "completions/clipped_ratio",
     "frac_reward_zero_std": "frac_reward_zero_std",
     "grad_norm": "grad_norm",
+    "sampling/sampling_logp_difference/mean": "sampling_logp_difference/mean",
 }
+SHARES = ("accuracy", "completions/clipped_ratio", "frac_reward_zero_std")
+LOGARITHMIC = ("grad_norm", "sampling/sampling_logp_difference/mean")
 WINDOW = 10  # steps that a mean in the table is taken over
 ENDS = (10, 30, 50)  # the last of them; and the run's last
 
@@ -131,17 +137,19 @@ def draw(name):
     from matplotlib.figure import Figure
     from PIL import Image
 
-    figure = Figure(figsize=(9.6, 3.7), layout="constrained")
-    for (metric, title), ax in zip(PANELS.items(), figure.subplots(2, 4).flat, strict=True):
+    figure = Figure(figsize=(9.6, 5), layout="constrained")
+    for (metric, title), ax in zip(PANELS.items(), figure.subplots(3, 3).flat, strict=True):
         for run, color in {"healthy": "silver", name: "tab:red"}.items():
             color = "tab:blue" if name == "healthy" else color
             for one, style in {metric: "-", f"eval_{metric}": "o"}.items():
                 if points := values(records_of(run), one):
                     ax.plot(*zip(*points, strict=True), style, color=color, lw=1, ms=5)
         ax.set_title(title, fontsize=9)
-        ax.tick_params(labelsize=7)
+        ax.tick_params(which="both", labelsize=7)
         ax.grid(alpha=0.3)
-        if metric == "grad_norm":
+        if metric in SHARES:
+            ax.set_ylim(-0.04, 1.04)
+        if metric in LOGARITHMIC:
             ax.set_yscale("log")
     stored = io.BytesIO()
     figure.savefig(stored, dpi=100)
@@ -154,27 +162,32 @@ def table(name):
     """Returns a case's table: its settings, evaluations, and means of its metrics by steps."""
     records, last = records_of(name), max(r["step"] for r in records_of(name))
     greedy = ", ".join(f"{v:.3f} after {step}" for step, v in values(records, "eval_accuracy"))
+    formatted = values(records, "eval_positive_format")[-1][1]
     ends = [end for end in ENDS if end + WINDOW <= last] + [last]
-    lines = [f"## {name}", "", f"{settings(name)}; greedy accuracy: {greedy} steps", ""]
+    greedy += f" steps; {formatted:.3f} are then in the format"
+    lines = [f"## {name}", "", f"{settings(name)}. Greedy accuracy: {greedy}.", ""]
     lines += [f"| steps | {' | '.join(f'{end - WINDOW + 1}-{end}' for end in ends)} |"]
     lines += ["|---|" + "---|" * len(ends)]
     for metric in PANELS:
         cells = [mean(values(records, metric), end) for end in ends]
         lines.append(f"| {metric} | {' | '.join(cells)} |")
+    if (refusal := RUNS / name / REFUSAL).exists():
+        lines += ["", f"At step 1: {refusal.read_text()}"]
     return "\n".join(lines) + "\n"
 
 
 def mean(points, end):
     """Returns the mean of a metric over the WINDOW of steps up to `end`, "" if it has none."""
     inside = [value for step, value in points if end - WINDOW < step <= end]
-    return f"{sum(inside) / len(inside):.2f}" if inside else ""
+    return f"{sum(inside) / len(inside):.3g}" if inside else ""
 
 
 def settings(name):
     """Returns what differs from presets/demo.py, and the defect, as words."""
     constants, defect = CASES[name]
     words = [f"`{n}={v}`".replace(f"{ROOT}/", "") for n, v in constants.items()]
-    return ", ".join(words + [f"`{defect.__name__}`"] * bool(defect)) or "presets/demo.py"
+    words += [f"`{defect.__name__}`"] if defect else []
+    return ", ".join(words) or "presets/demo.py"
 
 
 def main():
