@@ -1,10 +1,10 @@
-"""The README and the pages of docs/, as tests read them."""
+"""The README and the pages of docs/, Chinese ones too (*.zh.md), as tests read them."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
 TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 
 
