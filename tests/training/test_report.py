@@ -6,6 +6,7 @@ import math
 import struct
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -54,13 +55,15 @@ def wandb_records(path):
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts, found = path.read_bytes(), 7, [], []
-    while at + 7 <= len(data):
+    while at + 7 <= len(data):  # its end may be being written
         room = 32768 - at % 32768
         if room < 7:
             at += room
             continue
         size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
         parts.append(data[at + 7 : at + 7 + size])
+        if len(parts[-1]) < size:
+            break
         at += 7 + size
         if kind in (1, 4):  # the whole, or the last part
             found.append(Record.FromString(b"".join(parts)))
@@ -74,8 +77,13 @@ def test_wandb_offline_has_the_runs_name_constants_and_metrics(tmp_path, one_ran
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     report.check_reporters(["wandb"])  # no key is needed
     report_steps(tmp_path, ["wandb"], [1, 2], Progress("my run-1"))
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    records = wandb_records(path)
+    end = time.monotonic() + 20  # W&B's own process writes the file, and may be behind
+    records, found = [], set()
+    while not {"run", "exit"} <= found and time.monotonic() < end:
+        time.sleep(0.05)
+        for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"):
+            records = wandb_records(path)
+            found = {record.WhichOneof("record_type") for record in records}
     (run,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
     assert (run.run_id, run.display_name) == ("my-run-1", "my run-1")
     assert {item.key: item.value_json for item in run.config.update}["SEED"] == "7"
