@@ -95,8 +95,8 @@ def next_token_loss(model, examples):
 
 
 def warm_start(folder, task, seed, steps, heads=4):
-    """Trains the tiny model on sloppy examples and true equations, and saves it. With 2 `heads`
-    vLLM can run it on a CPU."""
+    """Trains the tiny model on sloppy examples and true equations, and saves it. A task may have a
+    `sloppy` of its own. With 2 `heads` vLLM can run it on a CPU."""
     torch.set_num_threads(1)  # two are a fifth faster on free cores, and much slower on busy ones
     torch.manual_seed(seed)
     draw, tokenizer, train_items = random.Random(seed), make_tokenizer(task), task.load("train")
@@ -104,11 +104,12 @@ def warm_start(folder, task, seed, steps, heads=4):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
     prompt_of = functools.cache(lambda question: prompt_ids(tokenizer, task.messages(question)))
     end, started = [tokenizer.eos_token_id], time.perf_counter()
+    answer = getattr(task, "sloppy", sloppy)
     for step in range(steps):
         examples = []
         for item in draw.choices(train_items, k=32):
             prompt = prompt_of(item["question"])
-            completion = tokenizer(sloppy(item, draw))["input_ids"] + end
+            completion = tokenizer(answer(item, draw))["input_ids"] + end
             examples.append((prompt + completion, len(prompt)))
         items = [task.make_item(draw) for _ in range(64)]
         equations = tokenizer(["{a}{operator}{b}={answer}".format(**item) for item in items])

@@ -1,0 +1,180 @@
+"""Defects that this trainer does not allow, put into it for an experiment.
+
+Each function gets the trainer's module before its main() and changes what it calls. Those that the
+check of the first update refuses write its words to REFUSAL in the run's folder, and go on.
+"""
+
+import functools
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+REFUSAL = "refusal.txt"  # in a run's folder: what the trainer would have ended with
+
+
+def go_on_if_refused(trainer):
+    """Writes what the check of the first update raises, and lets the run go on."""
+    check = trainer.checks.check_first_update
+
+    def told(*arguments, **names):
+        try:
+            return check(*arguments, **names)
+        except RuntimeError as error:
+            Path(trainer.RUN_DIR, REFUSAL).write_text(str(error))
+            return f"NO, but this script goes on: {error}"
+
+    trainer.checks.check_first_update = told
+
+
+# --- Tokens, masks, temperature -------------------------------------------------------
+def no_eos(trainer):
+    """Gives the token that ends a completion hardly any weight, as a mask `ids != pad` gives none
+    where pad is EOS. (Those of weight 0 would not count in the metrics, either.)"""
+    from grpo.models import load_tokenizer
+
+    loss, end = trainer.grpo_loss_triton.grpo_loss, []
+
+    def without(hidden, head, ids, old, ref, advantages, weights, **names):
+        end[:] = end or [load_tokenizer(trainer.MODEL).eos_token_id]
+        weights = weights.masked_fill(ids == end[0], 1e-30)
+        return loss(hidden, head, ids, old, ref, advantages, weights, **names)
+
+    trainer.grpo_loss_triton.grpo_loss = without
+
+
+def cooler_sampler(trainer, factor):
+    """Samples at `factor` times the trainer's temperature."""
+    from grpo.sampling.policy import Policy
+
+    stream = Policy.stream
+
+    def cooled(self, take, *, temperature, **names):
+        return stream(self, take, temperature=factor * temperature, **names)
+
+    Policy.stream = cooled
+    go_on_if_refused(trainer)
+
+
+def retokenised(trainer):
+    """Trains the ids of the decoded text in the place of the sampled ones, EOS kept."""
+    from grpo.models import load_tokenizer
+
+    make, log, loaded = trainer.make_sequences, trainer.update, []
+    changed = {}
+
+    def remade(groups, *arguments):
+        sequences = make(groups, *arguments)
+        loaded[:] = loaded or [load_tokenizer(trainer.MODEL)]
+        tokenizer, differ = loaded[0], 0
+        for sequence in sequences:
+            ids = sequence.completion
+            ended = ids[-1:] == [tokenizer.eos_token_id]
+            text = tokenizer.decode(ids[: len(ids) - ended])
+            again = tokenizer(text, add_special_tokens=False)["input_ids"] + ids[-1:] * ended
+            if again != ids:
+                differ += 1
+                sequence.completion = again
+                first = sequence.sampler_logps[:1]  # nothing is known of the new tokens: IS_CAP=0
+                sequence.sampler_logps = first.expand(len(again))
+        changed["retokenised"] = differ / max(len(sequences), 1)
+        return sequences
+
+    trainer.make_sequences = remade
+    trainer.update = lambda run, sequences: log(run, sequences) | changed
+    go_on_if_refused(trainer)
+
+
+# --- Means --------------------------------------------------------------------------
+def scaled_micro_batches(trainer, weight):
+    """Multiplies each micro-batch's loss by `weight(batch, number)`, of its sequences and the
+    number of the step's micro-batches."""
+    plan, loss, turns = trainer.plan_turns, trainer.batch_loss, []
+
+    def planned(*arguments):
+        turns[:] = plan(*arguments)
+        return list(turns)
+
+    def scaled(hidden, head, ids, batch, vocab_size):
+        value, stats = loss(hidden, head, ids, batch, vocab_size)
+        return weight(batch, turns) * value, stats
+
+    trainer.plan_turns, trainer.batch_loss = planned, scaled
+
+
+def sums_unscaled(trainer):
+    """Adds up the means of micro-batches, and never divides by their number."""
+    scaled_micro_batches(trainer, lambda batch, turns: len(turns))
+
+
+def micro_batch_means(trainer):
+    """Divides by the tokens of each micro-batch, and by the number of micro-batches: where LOSS_TYPE
+    is dapo, which divides by the tokens of the whole step."""
+
+    def own_mean(batch, turns):
+        tokens = [sum(len(s.completion) for s in turn.batch) for turn in turns]
+        mine = sum(len(s.completion) for s in batch)
+        return sum(tokens) / mine / len(turns)
+
+    scaled_micro_batches(trainer, own_mean)
+
+
+# --- Old samples --------------------------------------------------------------------
+def stale(trainer, by):
+    """Trains each group `by` steps after it was sampled; as many wait before the first step."""
+    sample, waiting = trainer.sample_and_exchange, deque()
+
+    def from_the_queue(run):
+        while True:
+            groups, metrics, sampled = sample(run)
+            number = len(waiting)
+            waiting.append([replace(g, id=f"{g.id}-{number}") for g in groups])
+            if len(waiting) > by:
+                return waiting.popleft(), metrics, sampled
+
+    trainer.sample_and_exchange = from_the_queue
+    # Its words are on policies that are the same: here the sampler's is older
+    trainer.checks.check_first_update = lambda *_, **__: "not tried"
+
+
+# --- Padding, and the reference -----------------------------------------------------
+def padded_on_the_left(trainer, *, mask):
+    """Runs each prompt and completion padded on the left without position ids, as some trainers do;
+    without `mask`, without an attention mask either. The ratio is taken to the sampler's log-probs,
+    whose prompts are right."""
+    from grpo.forward import CompletionModel
+    from grpo.models import left_padded
+
+    def separate(self, prompts, completions):
+        sequences = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
+        ids, _, seen = left_padded(sequences, self.model.device)
+        states = self._run(ids, ids.shape[1], seen if mask else None, use_cache=False)
+        return states, [ids.shape[1] - len(c) for c in completions]
+
+    CompletionModel._separate = separate
+    trainer.takes_old_from_sampler = lambda groups, step: True
+    go_on_if_refused(trainer)
+
+
+def far_reference(trainer):
+    """Takes as the reference a model that the policy did not start from: another seed's."""
+    from transformers import AutoModelForCausalLM
+
+    from experiments.runs import SEEDS, Case, warm_start
+    from grpo.training import start
+
+    local = start.LocalReference
+
+    def other(c, policy, clock):
+        reference = local(c, policy, clock)
+        folder = warm_start(Case("another"), SEEDS[c.SEED - 1])
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=policy.model.dtype)
+        reference.model.model.load_state_dict(model.state_dict())
+        return reference
+
+    start.LocalReference = other
+    go_on_if_refused(trainer)
+
+
+def with_(defect, **settings):
+    """Returns a defect with its settings; its name is the defect's."""
+    return functools.update_wrapper(functools.partial(defect, **settings), defect)

@@ -1,0 +1,414 @@
+"""Questions that our ancestors left open: cases of the demo's task, five seeds each.
+
+    python experiments/questions.py                # names the questions
+    python experiments/questions.py updates        # trains what is missing, then draws
+    python experiments/questions.py plain 0        # trains one case with one seed
+
+A run takes half a minute on a free core, and as many run at once as there are cores. Runs are kept
+in runs/experiments/CASE/SEED, and shared by the questions that have the case; delete the folder to
+train anew. A question gives docs/experiments/NAME.png and benchmarks/results/experiments/NAME.md.
+What they say: docs/experiments.md.
+"""
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from experiments import defects
+from experiments.defects import with_
+from experiments.runs import ROOT, RUNS, SEEDS, STEPS, Case, records_of, train, values
+
+PICTURES = ROOT / "docs/experiments"
+TABLES = ROOT / "benchmarks/results/experiments"
+CODE = ("grpo", "grpo_ref_split.py", "grpo_loss_triton.py", "presets/demo.py", "tasks")
+SMALL = {"MICRO_BATCH_TOKENS": 700}  # some 8 micro-batches a step
+HACKABLE = {"TASK": str(ROOT / "experiments/hackable.py"), "SKIP_FLAT_GROUPS": "reward"}
+CHAINS = {"TASK": str(ROOT / "experiments/chains.py"), "MAX_COMPLETION_TOKENS": 64}
+CHAINS |= {"SKIP_FLAT_GROUPS": "reward"}
+OLD = {"IDLE_LIMIT": 20, "MAX_STALENESS": 20}
+UNCORRECTED = OLD | {"RECOMPUTE_OLD_LOGPS": True, "IS_CAP": 0.0}
+UNCLIPPED = {"CLIP_LOW": 1.0, "CLIP_HIGH": 1e9}
+
+
+def updates(number, **constants):
+    """Returns constants for `number` updates on each of STEPS rollouts."""
+    scaled = {"STEPS": STEPS * number, "EVAL_STEPS": 20 * number, "WARMUP_STEPS": 5 * number}
+    return scaled | {"UPDATES_PER_ROLLOUT": number, "MAX_STALENESS": 20} | constants
+
+
+def groups_of(size):
+    """Returns constants for 128 completions a step in groups of `size`, of which all are trained
+    that have any difference in reward, and none are sampled instead of the others."""
+    own = {"GROUP_SIZE": size, "PROMPTS_PER_STEP": 128 // size}
+    return own | {"MAX_REFILLS": 0, "SKIP_FLAT_GROUPS": "reward"}
+
+
+def paid_for_format(weight):
+    return {"REWARD_WEIGHTS": {"correctness": 2.0, "format": weight}, "SKIP_FLAT_GROUPS": "reward"}
+
+
+# --- Cases --------------------------------------------------------------------------
+CASES = {
+    "plain": Case("as the demo"),
+    "mu4": Case("4 updates, clipped", updates(4)),
+    "mu4_unclipped": Case("4 updates, not clipped", updates(4) | UNCLIPPED),
+    "mu4_slow": Case("4 updates, a quarter of the rate", updates(4, LEARNING_RATE=1.75e-4)),
+    "accumulated": Case("in 8 micro-batches", SMALL),
+    "sums": Case("8 micro-batches, not divided", SMALL, defects.sums_unscaled),
+    "small": Case("1/8 of the batch", {"PROMPTS_PER_STEP": 2}),
+    "counted": Case("1/8 of the updates", {"STEPS": 8, "WARMUP_STEPS": 1}),
+    **{f"group{size}": Case(f"G = {size}", groups_of(size)) for size in (2, 4, 8, 16, 32)},
+    "kl0": Case("beta 0", {"KL_BETA": 0.0}),
+    "kl02": Case("beta 0.2", {"KL_BETA": 0.2}),
+    "hacked": Case("beta 0.04", HACKABLE),
+    "hacked0": Case("beta 0", HACKABLE | {"KL_BETA": 0.0}),
+    "hacked02": Case("beta 0.2", HACKABLE | {"KL_BETA": 0.2}),
+    "centred": Case("without std", {"ADVANTAGE_STD": False}),
+    "grpo": Case("grpo", CHAINS, model="chains"),
+    "dapo": Case("dapo", CHAINS | {"LOSS_TYPE": "dapo"}, model="chains"),
+    "dr_grpo": Case("dr_grpo", CHAINS | {"LOSS_TYPE": "dr_grpo"}, model="chains"),
+    "no_positions": Case(
+        "left padding, no positions",
+        {"SHARE_PROMPTS": False},
+        with_(defects.padded_on_the_left, mask=True),
+    ),
+    "no_mask": Case(
+        "left padding, no mask",
+        {"SHARE_PROMPTS": False, "IS_CAP": 0.0},
+        with_(defects.padded_on_the_left, mask=False),
+    ),
+    "fast": Case("4 times the rate", {"LEARNING_RATE": 2.8e-3}),
+    "faster": Case("10 times the rate", {"LEARNING_RATE": 7e-3}),
+    "stale4": Case("4 updates old, corrected", OLD, with_(defects.stale, by=4)),
+    "stale4_raw": Case("4 updates old, not", UNCORRECTED, with_(defects.stale, by=4)),
+    "stale16": Case("16 updates old, corrected", OLD, with_(defects.stale, by=16)),
+    "stale16_raw": Case("16 updates old, not", UNCORRECTED, with_(defects.stale, by=16)),
+    "flat_kept": Case("kept", {"SKIP_FLAT_GROUPS": False}),
+    "flat_skipped": Case("skipped", {"MAX_REFILLS": 0}),
+    "flat_refilled": Case("refilled", {"MAX_REFILLS": 4}),
+    "format1": Case("format 1", paid_for_format(1.0)),
+    "format4": Case("format 4", paid_for_format(4.0)),
+    "format16": Case("format 16", paid_for_format(16.0)),
+    "retokenised": Case("re-tokenised", {"IS_CAP": 0.0}, defects.retokenised),
+    "no_eos": Case("EOS not trained", {"MASK_TRUNCATED": False}, defects.no_eos),
+    "cooler": Case("sampled at 0.9", {"IS_CAP": 0.0}, with_(defects.cooler_sampler, factor=0.9)),
+    "micro_means": Case(
+        "dapo, micro-batch means",
+        CHAINS | {"LOSS_TYPE": "dapo", "MICRO_BATCH_TOKENS": 900},
+        defects.micro_batch_means,
+        model="chains",
+    ),
+}
+
+
+# --- Questions ----------------------------------------------------------------------
+ACCURACY, GREEDY, FORMAT = "accuracy", "eval_accuracy", "eval_positive_format"
+DIFFERENCE = "sampling/sampling_logp_difference/mean"
+
+
+@dataclass(frozen=True)
+class Question:
+    title: str
+    cases: tuple  # names; the first is what the others are compared with
+    panels: tuple = (ACCURACY, "kl")  # metrics that are drawn
+    columns: tuple = ()  # (metric, "mean", "max" or "last"): what the table has, beside accuracy
+    x: str = "rollouts"  # or "seconds"
+    logarithmic: tuple = ()  # panels with such an axis
+
+
+LAST_FORMAT, LAST_KL, MOST_NORM = (FORMAT, "last"), ("kl", "last"), ("grad_norm", "max")
+QUESTIONS = {
+    "updates": Question(
+        "Do several updates on a rollout help?",
+        ("plain", "mu4", "mu4_unclipped", "mu4_slow"),
+        columns=(LAST_KL, ("clip_ratio/high_mean", "mean"), MOST_NORM),
+    ),
+    "accumulation": Question(
+        "Is gradient accumulation equal to a larger batch?",
+        ("plain", "accumulated", "sums", "small", "counted"),
+        panels=(ACCURACY, "grad_norm"),
+        columns=(LAST_KL, ("grad_norm", "mean"), MOST_NORM),
+        logarithmic=("grad_norm",),
+    ),
+    "group_size": Question(
+        "Which group size, at equal completions?",
+        ("group8", "group2", "group4", "group16", "group32"),
+        panels=(ACCURACY, "rewards/format/mean", "frac_reward_zero_std"),
+        columns=(LAST_FORMAT, ("frac_reward_zero_std", "mean"), LAST_KL),
+    ),
+    "kl_beta": Question(
+        "Which KL_BETA?",
+        ("plain", "kl0", "kl02"),
+        columns=(LAST_FORMAT, LAST_KL),
+    ),
+    "kl_beta_hacked": Question(
+        "Does the KL prevent that a reward is hacked?",
+        ("hacked", "hacked0", "hacked02"),
+        panels=(ACCURACY, "reward", "kl"),
+        columns=(("reward", "last"), LAST_KL),
+    ),
+    "std": Question(
+        "Does dividing by the std help?",
+        ("plain", "centred"),
+        panels=(ACCURACY, "kl"),
+        columns=(LAST_FORMAT, LAST_KL, MOST_NORM),
+    ),
+    "length_bias": Question(
+        "Which loss type, where answers differ in length?",
+        ("grpo", "dapo", "dr_grpo"),
+        panels=("rewards/short/mean", "rewards/long/mean", "rewards/wrong_steps/mean"),
+        columns=(
+            ("eval_positive_short", "last"),
+            ("eval_positive_long", "last"),
+            ("rewards/right_steps/mean", "last"),
+            ("rewards/wrong_steps/mean", "last"),
+        ),
+    ),
+    "spikes": Question(
+        "Where do spikes of the loss come from?",
+        ("plain", "no_positions", "no_mask", "fast", "faster"),
+        panels=(ACCURACY, "loss", "kl"),
+        columns=(
+            ("loss", "max"),
+            ("kl", "max"),
+            ("sampler_ratio_max", "max"),
+            (DIFFERENCE, "mean"),
+        ),
+        logarithmic=("kl",),
+    ),
+    "staleness": Question(
+        "What do old samples cost, with and without the correction?",
+        ("plain", "stale4", "stale4_raw", "stale16", "stale16_raw"),
+        columns=(LAST_KL, (DIFFERENCE, "mean"), MOST_NORM),
+    ),
+    "flat_groups": Question(
+        "Are flat groups kept, skipped or refilled, at equal time?",
+        ("flat_refilled", "flat_kept", "flat_skipped"),
+        panels=(ACCURACY, "groups_sampled"),
+        columns=(LAST_FORMAT, ("groups_sampled", "mean"), ("seconds", "mean")),
+        x="seconds",
+    ),
+    "format": Question(
+        "How large may a reward for the format be?",
+        ("format1", "format4", "format16"),
+        panels=(ACCURACY, "rewards/format/mean"),
+        columns=(LAST_FORMAT, LAST_KL),
+    ),
+    "ancestors": Question(
+        "What does each defect of our ancestors cost?",
+        ("plain", "retokenised", "no_eos", "cooler"),
+        panels=(ACCURACY, "completions/mean_length"),
+        columns=(LAST_FORMAT, LAST_KL, ("retokenised", "mean"), (DIFFERENCE, "mean")),
+    ),
+    "micro_means": Question(
+        "Micro-batch means against the step's mean",
+        ("dapo", "micro_means"),
+        columns=(LAST_FORMAT, LAST_KL, MOST_NORM),
+    ),
+}
+
+
+def folder_of(name, seed):
+    return RUNS / name / str(seed)
+
+
+# --- Train --------------------------------------------------------------------------
+def train_missing(question):
+    """Trains what a question needs and is not there, as many at once as there are cores."""
+    missing = [
+        (name, seed)
+        for seed in SEEDS
+        for name in question.cases
+        if not folder_of(name, seed).exists()
+    ]
+    if not missing:
+        return
+    for name in dict.fromkeys(CASES[name].model for name, _ in missing):
+        print(f"warm starts of {name}: half a minute for each that is missing", flush=True)
+    began = time.perf_counter()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for number, _ in enumerate(pool.map(train_apart, missing), 1):
+            seconds = time.perf_counter() - began
+            print(f"{number} of {len(missing)} runs trained, {seconds:.0f} s", flush=True)
+
+
+def train_apart(case_and_seed):
+    """Trains a case in a process of its own, which writes beside the run."""
+    name, seed = case_and_seed
+    folder = folder_of(name, seed)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    log = folder.with_name(f"{seed}.log")
+    command = [sys.executable, __file__, name, str(seed)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with log.open("w") as out:
+        code = subprocess.run(command, stdout=out, stderr=out, env=environment, cwd=ROOT).returncode
+    if code:
+        raise SystemExit(f"{name} with seed {seed} ended with {code}: see {log}")
+
+
+# --- Draw ---------------------------------------------------------------------------
+SMOOTH = 5  # rollouts that a drawn point is the mean of
+COLORS = ("tab:blue", "tab:red", "tab:green", "tab:orange", "tab:purple")
+
+
+def curve(records, metric, x):
+    """Returns ([x], [value]) of a run's metric: rollouts, or seconds of training, and means over
+    SMOOTH of them; evaluations, eval_NAME, as they are."""
+    evaluation, xs, ys, rollouts, seconds = metric.startswith("eval_"), [], [], 0, 0.0
+    for record in records:
+        rollouts += ACCURACY in record
+        seconds += record.get("seconds", 0.0)
+        if record.get(metric) is not None:
+            xs.append(rollouts if x == "rollouts" else seconds)
+            ys.append(record[metric])
+    if not evaluation:
+        ys = [statistics.mean(ys[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(ys))]
+    return xs, ys
+
+
+def draw_band(ax, runs, metric, x, color, label):
+    """Draws the mean of several runs, and a band from the least to the most of them."""
+    import numpy
+
+    curves = [curve(run, metric, x) for run in runs]
+    curves = [(xs, ys) for xs, ys in curves if len(xs) > 1]
+    if not curves:
+        return
+    first, last = max(xs[0] for xs, _ in curves), min(xs[-1] for xs, _ in curves)
+    at = numpy.linspace(first, last, 120)
+    rows = numpy.array([numpy.interp(at, xs, ys) for xs, ys in curves])
+    ax.plot(at, rows.mean(0), color=color, lw=1.4, label=label)
+    ax.fill_between(at, rows.min(0), rows.max(0), color=color, alpha=0.15, lw=0)
+
+
+def draw(name, runs):
+    """Draws a question: each panel a metric, each color a case. `runs`: {case: [records]}."""
+    import io
+
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    question = QUESTIONS[name]
+    width = 3.4 * len(question.panels)
+    figure = Figure(figsize=(width, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(question.panels))
+    for metric, ax in zip(question.panels, axes, strict=True):
+        for (case, records), color in zip(runs.items(), COLORS, strict=False):
+            draw_band(ax, records, metric, question.x, color, CASES[case].label)
+        ax.set_title(metric, fontsize=9)
+        ax.set_xlabel(question.x, fontsize=8)
+        ax.tick_params(which="both", labelsize=7)
+        ax.grid(alpha=0.3)
+        if metric in question.logarithmic:
+            ax.set_yscale("log")
+    axes[0].legend(fontsize=7)
+    stored = io.BytesIO()
+    figure.savefig(stored, dpi=100)
+    PICTURES.mkdir(exist_ok=True)
+    image = Image.open(stored).convert("RGB").quantize(64)
+    image.save(PICTURES / f"{name}.png", optimize=True)
+
+
+# --- The table ------------------------------------------------------------------------
+def value_of(records, metric, kind):
+    """Returns a run's mean, max, or last value of a metric; None if it has none."""
+    found = [value for _, value in values(records, metric)]
+    kinds = {"mean": statistics.mean, "max": max, "last": lambda values: values[-1]}
+    return kinds[kind](found) if found else None
+
+
+def cell(runs, metric, kind):
+    """Returns "mean (least to most)" of the seeds."""
+    found = [v for records in runs if (v := value_of(records, metric, kind)) is not None]
+    if not found:
+        return ""
+    return f"{statistics.mean(found):.3g} ({min(found):.3g} to {max(found):.3g})"
+
+
+def compared(runs, base, metric, kind):
+    """Returns "mean difference, how many seeds are higher" of a case and the first one, in pairs
+    of the same seed."""
+    pairs = zip(runs, base, strict=True)
+    gaps = [value_of(one, metric, kind) - value_of(other, metric, kind) for one, other in pairs]
+    higher, equal = sum(gap > 0 for gap in gaps), sum(gap == 0 for gap in gaps)
+    ties = f", {equal} equal" if equal else ""
+    return f"{statistics.mean(gaps):+.3f}, {higher} of {len(gaps)} higher{ties}"
+
+
+def settings(name):
+    """Returns what differs from presets/demo.py, and the defect, as words."""
+    case = CASES[name]
+    words = [f"`{n}={v}`".replace(f"{ROOT}/", "") for n, v in case.constants.items()]
+    if case.defect:
+        own = getattr(case.defect, "keywords", {})
+        words.append(f"`{case.defect.__name__}({', '.join(f'{k}={v}' for k, v in own.items())})`")
+    return ", ".join(words) or "as the demo"
+
+
+def table(name, runs):
+    """Returns a question's table, as Markdown."""
+    question, base = QUESTIONS[name], runs[QUESTIONS[name].cases[0]]
+    fixed = ((GREEDY, "last"), (ACCURACY, "mean"))
+    columns = [f"{metric}, {kind}" for metric, kind in (*fixed, *question.columns)]
+    columns.insert(2, "... less the first case's")
+    lines = [f"| case | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    for case, records in runs.items():
+        cells = [cell(records, *column) for column in (*fixed, *question.columns)]
+        other = compared(records, base, ACCURACY, "mean") if records is not base else ""
+        cells.insert(2, other)
+        lines.append(f"| {CASES[case].label} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def report(name):
+    """Draws a question, and writes its table."""
+    question = QUESTIONS[name]
+    runs = {c: [records_of(folder_of(c, seed)) for seed in SEEDS] for c in question.cases}
+    draw(name, runs)
+    command = ["git", "-C", ROOT, "log", "-1", "--format=%h", "--", *CODE]
+    commit = subprocess.check_output(command, text=True).strip()
+    cases = "\n".join(f"- {CASES[case].label}: {settings(case)}" for case in question.cases)
+    refused = {
+        path.read_text().replace(f"{ROOT}/", "")
+        for case in question.cases
+        for path in [folder_of(case, SEEDS[0]) / defects.REFUSAL]
+        if path.exists()
+    }
+    told = "\n".join(f"\nThe trainer would have ended: {words}" for words in sorted(refused))
+    TABLES.mkdir(exist_ok=True)
+    (TABLES / f"{name}.md").write_text(f"""# {question.title}
+
+`python experiments/questions.py {name}`, commit {commit}, Python {platform.python_version()},
+{date.today()}, two cores of an AMD EPYC, shared, no GPU. {STEPS} rollouts, seeds
+{SEEDS[0]} to {SEEDS[-1]}, each after its own warm start: mean over the seeds (least to most).
+`accuracy, mean` is sampled accuracy over all rollouts: who learns faster has more.
+
+{cases}
+
+{table(name, runs)}{told}""")
+
+
+def main(argument):
+    names = QUESTIONS if argument == "all" else [argument]
+    for name in names:
+        train_missing(QUESTIONS[name])
+        report(name)
+        print((TABLES / f"{name}.md").read_text())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1] in CASES and sys.argv[2].isdigit():
+        train(CASES[sys.argv[1]], int(sys.argv[2]), folder_of(sys.argv[1], sys.argv[2]))
+    elif len(sys.argv) == 2 and sys.argv[1] in {*QUESTIONS, "all"}:
+        main(sys.argv[1])
+    else:
+        told = "\n".join(f"    {name:16}{q.title}" for name, q in QUESTIONS.items())
+        sys.exit(f"{__doc__}\nQuestions, or all:\n{told}\n\nCases: {', '.join(CASES)}")

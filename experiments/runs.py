@@ -1,0 +1,79 @@
+"""One run of an experiment: the demo's task, with a case's constants, from a seed's warm start.
+
+A case has constants that differ from presets/demo.py's, and may have a defect: a function of
+experiments/defects.py that puts into the trainer what it does not allow. All runs stand alone
+(REF_SERVER=None), in one process.
+"""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS = ROOT / "runs/experiments"
+WARM_STEPS = 800
+SEEDS = range(5)
+STEPS = 60
+ALONE = {"REF_SERVER": None, "PAGE_PORT": 0, "RESUME": False}
+SHORT = {"STEPS": STEPS, "EVAL_STEPS": 20, "KEEP_BEST": False, "SAVE_STEPS": 1000}
+
+
+@dataclass(frozen=True)
+class Case:
+    label: str  # what pictures and tables call it
+    constants: dict = field(default_factory=dict)
+    defect: object = None  # what puts a defect into the trainer; None: none
+    model: str = "arithmetic"  # the task that the warm start has learned
+
+
+def warm_start(case, seed):
+    """Returns the folder of a seed's warm start, which is made if it is missing: half a minute."""
+    from grpo import tiny_model
+    from grpo.sampling.recipe import load_task
+
+    folder = RUNS / "models" / f"{case.model}-{seed}"
+    if not folder.exists():
+        name = case.model if case.model == "arithmetic" else f"{ROOT}/experiments/{case.model}.py"
+        unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")
+        tiny_model.warm_start(str(unfinished), load_task(name), seed, WARM_STEPS)
+        unfinished.rename(folder)
+    return folder
+
+
+def constants_of(case, seed, folder):
+    """Returns the constants of a run that differ from the trainer's, by name."""
+    from grpo.constants import read_preset
+
+    model = RUNS / "models" / f"{case.model}-{seed}"
+    own = {"MODEL": str(model), "RUN_DIR": str(folder), "SEED": seed}
+    return read_preset(ROOT / "presets/demo.py") | ALONE | SHORT | own | case.constants
+
+
+def train(case, seed, folder):
+    """Trains a case; `folder`, which may be that of an older run, gets it once it is done."""
+    import grpo_ref_split as trainer  # before torch
+
+    unfinished = folder.with_name(f"{folder.name}-unfinished")
+    warm_start(case, seed)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    if case.defect:
+        case.defect(trainer)
+    trainer.main(**constants_of(case, seed, unfinished))
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
+def records_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def values(records, metric):
+    """Returns [(step, value)] of a metric."""
+    return [(r["step"], r[metric]) for r in records if r.get(metric) is not None]
+
+
+sys.path.insert(0, str(ROOT))
