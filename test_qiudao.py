@@ -9,9 +9,10 @@ with probabilities p = (1/2, 1/4, 1/4) and rewards R = (1, 2, 0). Terms: docs/le
 ---
 求导：GRPO 训练时 autograd 究竟看到了什么，共十课。
 
-每行数字是「名称: 手算 = 数值」：前者是推导，后者是 torch 和 grpo/loss.py 算出的结果，两者已比对。
-多数课里是同一个 policy：从三个 token 中采样一个，概率 p = (1/2, 1/4, 1/4)，reward R = (1, 2, 0)。
-术语见 docs/learn.md。
+数字行的格式是“名称: 手算 = 数值”：等号左边是手推的式子，右边是 torch 和 grpo/loss.py 算出的结果，
+两边已核对相等。多数课用同一个 policy：从三个 token 中采样一个，概率 p = (1/2, 1/4, 1/4)，reward
+R = (1, 2, 0)。术语见 docs/learn.zh.md（reward 即奖励，policy 即策略，advantage 即优势，
+baseline 即基线，checker 即判分程序）。
 """
 
 import inspect
@@ -70,9 +71,9 @@ def test_1_the_policy_gradient():
     1. reward 不可导，照样能得到梯度。
     R 由 checker 给出，但期望 E[R] = sum p_o R_o 对 logits 是光滑的：由
     d p_o / d logit_j = p_o ([o = j] - p_j) 得梯度 p_j (R_j - E[R])。词表有 150 000 个 id、序列有
-    500 个位置时，谁也写不出这个求和。由 d p = p d log p，它变成样本的均值 E[R_o d log p_o]，其中
-    d log p_o / d logit_j = [o = j] - p_j：采样、打分、相乘。
-    注意 token 0：每次采到都被往上推，而它的梯度其实是 0。"""
+    500 个位置时，这个和谁也算不完。由 d p = p d log p，它化成期望 E[R_o d log p_o]，可用样本均值估
+    计，其中 d log p_o / d logit_j = [o = j] - p_j：采样、打分、相乘。
+    注意 token 0：每次采到都被往上推，可它的梯度（期望）却是 0。"""
     logits, logp = policy()
     p = logp.exp()
     check("E[R]", p @ R, "1/2 * 1 + 1/4 * 2 + 1/4 * 0")
@@ -96,7 +97,7 @@ def test_2_a_one_that_has_a_gradient():
     logp - logp is 0 everywhere: the ratio is 1, nothing looks wrong, and nothing ever learns.
     ---
     2. exp(logp - logp.detach()) 恒等于 1，梯度却是 logp 的梯度。
-    `detach` 保留数值、切断反向路径：autograd 只看到常数。所以 x * x 的斜率是 2x，而 x * x.detach()
+    `detach` 保留数值、切断反向传播：autograd 只看到常数。所以 x * x 的斜率是 2x，而 x * x.detach()
     只有 x。同理，exp(logp - c) 的梯度是 exp(logp - c) = 1 乘以 logp 的梯度；再乘以 advantage A，就
     是第 1 课。因此每个 rollout 的首次更新不必多做一次 forward：没有 old_logps 时，policy_loss 自己
     detach logp。忘了 `detach`，logp - logp 处处为 0：ratio 照样是 1，看不出异常，却什么也学不到。
@@ -124,10 +125,10 @@ def test_3_the_loss_is_zero_and_the_model_learns():
     "dapo" (w = 1/N) and unequal lengths, or if MASK_TRUNCATED drops one, the A do not cancel.
     ---
     3. 首次 loss 是 0，模型却在学；loss 不是 0 时，同样说明不了什么。
-    首次更新时 r = 1，loss 就是 -sum w A。LOSS_TYPE 为 "grpo" 时，每条 completion 的 sum w 都是
-    1/G，而组内 advantage 之和为 0：不论模型好坏，loss 都是 0。梯度 -sum w A d logp 里，每个 A 的因
-    子各不相同。下面这组里各 token 的次数恰好符合 p：梯度是第 1 课梯度的相反数，走一步学习率为 1 的
-    SGD，E[R] 上升。用 "dapo"（w = 1/N）且长度不等，或 MASK_TRUNCATED 去掉一条时，A 就不再抵消。"""
+    首次更新时 r = 1，loss 就是 -sum w A。LOSS_TYPE 为 "grpo" 时，每条回答的 sum w 都是
+    1/G，而组内 advantage 之和为 0：不论模型好坏，loss 都是 0。梯度 -sum w A d logp 里，每个 A 乘的
+    d logp 各不相同。下面这组里各 token 的次数恰好符合 p：梯度是第 1 课梯度的相反数，以学习率 1 走一
+    步 SGD，E[R] 上升。用 "dapo"（w = 1/N）且长度不等，或 MASK_TRUNCATED 去掉一条，A 就不再抵消。"""
     logits, logp = policy()
     group, ones = torch.tensor([0, 0, 1, 2]), torch.tensor([1, 1, 1, 1])
     A = group_advantages(R[group], scale_by_std=False)
@@ -157,8 +158,8 @@ def test_4_the_baseline():
     ---
     4. baseline 不改变方向，却省样本；用组内均值，代价是系数 (G - 1)/G。
     E[b d log p_o] = b sum d p_o = b d 1 = 0：减去 b，梯度的期望不变，方差却不同。b = E[R] 使方差降
-    到三分之一；若每个回答都多得 9 分，没有 b 时是 15.7，有 b 时不变。组内均值含有样本自己的 R，每次
-    推动被抵掉 1/G；用其余样本的均值（RLOO）则没有这个系数。下面列举 G = 4 的全部 81 种组并按概率加
+    到三分之一；若每条回答都多得 9 分，没有 b 时方差是 15.7，有 b 时不变。组内均值含有样本自己的 R，
+    推力被抵掉 1/G；用其余样本的均值（RLOO）则没有这个系数。下面列举 G = 4 的全部 81 种组并按概率加
     权，没有随机误差。手算：s = d log p；p |s|^2 在 token 0 为 3/16，其余为 7/32；|E[R s]|^2 = 1/8。
     最后一个方差，就是 R 与 s 的样本协方差的方差。"""
     logits, logp = policy()
@@ -185,10 +186,11 @@ def test_5_clipping_stops_what_has_gone_far_enough():
     A < 0. At the other two ends the policy has moved against A, and r A brings it back: its slope
     by logp is r A, as d r = r d logp, unbounded for a bad token that became likelier.
     ---
-    5. clip 只拦住沿 A 的方向已经走得够远的 token，别的不拦。
+    5. clip 只对沿 A 的方向已经走得够远的 token 停止推动，别的照推。
     目标是 min(r A, clip(r, 0.8, 1.28) A)。clip(r) A 较小时它是常数，梯度为 0：A > 0（希望概率变大）
-    时在 1 + CLIP_HIGH 以上，A < 0 时在 1 - CLIP_LOW 以下。另外两头，policy 走向了 A 的反面，由 r A
-    拉回来：因为 d r = r d logp，它对 logp 的斜率是 r A；坏 token 反而更可能时，斜率没有上界。"""
+    时在 1 + CLIP_HIGH 以上，A < 0 时在 1 - CLIP_LOW 以下。另外两头，policy 朝 A 的反方向走了，由
+    r A 拉回来：因为 d r = r d logp，它对 logp 的斜率是 r A；坏 token 的概率反而变大时，斜率的大小没
+    有上界。"""
     old_logps = torch.tensor([-2.0])
     for advantage, ratio, by_hand in [
         (1.0, 0.5, "[min(0.5, 0.8), 0.5]"),
@@ -211,7 +213,7 @@ def test_6_three_estimates_of_the_kl():
     KL's is E[-d s], s = d log p. k1 has s, of mean 0: no penalty. k2 has -d s: exact. k3 has
     (1 - exp(d)) s, of mean p - ref: near, and 0 at the same place. k3 r (UNBIASED_KL) has -d s.
     ---
-    6. k3 的均值就是 KL，方差又小；它的梯度与 KL 的梯度略有不同。
+    6. k3 是 KL 的无偏估计，方差又小；但它的梯度不是 KL 梯度的无偏估计。
     reference 为 (1/4, 1/2, 1/4)：d = ref logp - logp = (-log 2, log 2, 0)。k1 = -d 的均值按定义就是
     KL，k2 = d^2 / 2 略有偏差；k3 = exp(d) - d - 1 比 k1 多 exp(d) - 1，其均值为 sum ref - 1 = 0。
     梯度则不同，因为 autograd 只看到样本的值，看不到 p 怎样采样。KL 的梯度是 E[-d s]，s = d log p。
@@ -247,10 +249,10 @@ def test_7_length_bias():
     be brief when right, ramble when wrong. "dapo" has w = 1/N, all equal; but let one answer grow
     to 28 tokens, and every push is halved. "dr_grpo" has 1/(G MAX_COMPLETION_TOKENS), here 32.
     ---
-    7. LOSS_TYPE 就是均值的分母，它决定谁的错误更便宜。
-    两对两错，长度各为 2 和 8：A = 1/2 与 -1/2。"grpo" 给每条 completion 一票，由其 token 平分：
+    7. LOSS_TYPE 就是均值的分母，它决定谁犯错的代价小。
+    两对两错，长度各为 2 和 8：A = 1/2 与 -1/2。"grpo" 给每条回答一票，由它的各个 token 平分：
     w = 1/(G T)。长的错误回答，每个 token 受到的惩罚只有短的四分之一；长的正确回答，得到的鼓励也只有
-    四分之一：对了少说，错了多说。"dapo" 取 w = 1/N，人人平等；但只要一条变成 28 个 token，所有推动
+    四分之一：对了少说，错了多说。"dapo" 取 w = 1/N，一视同仁；但只要一条变成 28 个 token，所有推力
     都减半。"dr_grpo" 取 w = 1/(G MAX_COMPLETION_TOKENS)，这里上限是 32，与谁的长度都无关。"""
     A = group_advantages(torch.tensor([1.0, 1.0, 0.0, 0.0]), scale_by_std=False)
     for loss_type, last, short, long in [
@@ -275,7 +277,7 @@ def test_8_accumulation():
     cut. By hand: -d loss = sum w A ([o = j] - p_j).
     ---
     8. micro-batch 均值的均值不是均值：先数清整个 step，之后只做加法。
-    三条 completion 各有 1、1、4 个 token，A = 1、0、-1；"dapo" 要求 w = 1/6。切成 {1 1} 和 {4}，各
+    三条回答各有 1、1、4 个 token，A = 1、0、-1；"dapo" 要求 w = 1/6。切成 {1 1} 和 {4}，各
     求均值再平均，w 成了 1/2/2 和 1/4/2；切成 {1 4} 和 {1}，又成了 1/5/2 和 1/1/2：梯度取决于谁和谁
     分在一起。只相加、忘了除，还会再大一倍。本项目给 token_weights 传入整个 step 的计数，各部分直接
     相加，怎么切都一样。手算：-d loss = sum w A ([o = j] - p_j)。"""
@@ -312,11 +314,11 @@ def test_9_train_what_was_drawn():
     q - p: a sharper policy, for no merit.
     ---
     9. 采到什么就训练什么，怎么采就怎么训练：EOS 被 mask，temperature 不一致。
-    baseline 没有代价，是因为 E[d log p] = 0：要对采样的分布、对采到的全部 token 求均值，否则梯度就
+    baseline 不引入偏差，是因为 E[d log p] = 0：须按采样的分布、对采到的全部 token 求均值，否则梯度
     与 b 有关。设 policy 以 1/2 的概率写词 w 或 EOS，最多两个 token："EOS"、"w EOS"、"w w"（截断），
     R = 1、1、0。logp 对 EOS 的 logit 的斜率：EOS 为 1/2，w 为 -1/2。pad 就是 EOS 时，`ids != pad`
-    会 mask 掉 EOS：停下来明明有奖励，b = 0 时却越学越停不下来。再看用 T = 1/2 采样、用 T = 1 训练：
-    reward 全都相同，仍有 q - p 的推动：分布变尖，与好坏无关。"""
+    会 mask 掉 EOS：停下来明明有 reward，b = 0 时却越学越停不下来。再看用 T = 1/2 采样、用 T = 1 训
+    练：reward 全都相同，仍有 q - p 的推力：分布变尖，与好坏无关。"""
     eos = torch.zeros(2, requires_grad=True)  # logits of w and EOS
     ids, ends = torch.tensor([1, 0, 1, 0, 0]), torch.tensor([1.0, 1, 1, 0, 0])  # R, by token
     chance = torch.tensor([1 / 2, 1 / 4, 1 / 4, 1 / 4, 1 / 4])  # of the token's completion
@@ -347,7 +349,7 @@ def test_10_detach_makes_a_target():
     (the semi-gradient; Sutton and Barto, section 9.3). With r = 1 and gamma = 1/2 the target is
     1 + 1/2 * 4 = 3, against Q(s, a) = 2; the loss is half the squared error.
     ---
-    10. GRPO 之外：`detach` 造出 target，以 Q-learning 为例。
+    10. GRPO 之外：用 `detach` 做出拟合的 target，以 Q-learning 为例。
     Q(s, a) 估计在状态 s 采取动作 a 之后还能得到的 reward，它要拟合的 target 是
     r + gamma max Q(s', .)，其中又含有正在拟合的 Q。target 偏高时，缩小误差有两条路：抬高现在的估
     计，或压低未来的估计。autograd 两条都走。可是未来是证据，不能为了自圆其说去改证据：所以要 detach
