@@ -3,69 +3,30 @@
     python experiments/curves.py healthy    # trains a case, a minute on a free core
     python experiments/curves.py draw       # of all that have run: docs/curves/*.png, and the table
 
-All start from one warm start (seed 0, made by the first: a minute), train presets/demo.py with a
-case's constants in runs/curves/CASE, and have seed 0. In two cases a defect that the trainer does
-not allow is put into it (`defect`).
+All start from one warm start (seed 0, made by the first: half a minute), train presets/demo.py with
+a case's constants in runs/curves/CASE, and have seed 0. In two cases a defect that the trainer does
+not allow is put into it (experiments/defects.py).
 """
 
-import json
 import platform
-import shutil
 import subprocess
 import sys
-from collections import namedtuple
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from experiments.defects import REFUSAL, cooler_sampler, no_eos, with_
+from experiments.runs import ROOT, Case, records_of, train, values
+
 RUNS, PICTURES = ROOT / "runs/curves", ROOT / "docs/curves"
 TABLES = ROOT / "benchmarks/results/curves.md"
-WARM_START, SEED, WARM_STEPS = RUNS / "warm_start", 0, 800
-ALONE = {"REF_SERVER": None, "PAGE_PORT": 0, "RESUME": False, "SEED": SEED}
+SEED = 0
 FORMAT = {"REWARD_WEIGHTS": {"correctness": 0.0, "format": 1.0}, "SKIP_FLAT_GROUPS": "reward"}
 HACKED = {"TASK": str(ROOT / "experiments/hackable.py"), "SKIP_FLAT_GROUPS": "reward"}
-REFUSAL = "refusal.txt"  # in a run's folder: what the trainer would have ended with
 COOLER = 0.7  # the sampler's temperature, where the trainer's is 1
 
-
-# --- Defects ------------------------------------------------------------------------
-def no_eos(trainer):
-    """Gives the token that ends a completion hardly any weight, as a mask `ids != pad` gives none
-    where pad is EOS. (Those of weight 0 would not count in the metrics, either.)"""
-    from grpo.models import load_tokenizer
-
-    end, loss = load_tokenizer(str(WARM_START)).eos_token_id, trainer.grpo_loss_triton.grpo_loss
-
-    def without(hidden, head, ids, old, ref, advantages, weights, **names):
-        weights = weights.masked_fill(ids == end, 1e-30)
-        return loss(hidden, head, ids, old, ref, advantages, weights, **names)
-
-    trainer.grpo_loss_triton.grpo_loss = without
-
-
-def cooler_sampler(trainer):
-    """Samples at COOLER, and does not stop where the first update shows it, but prints it."""
-    from grpo.sampling.policy import Policy
-
-    stream, check = Policy.stream, trainer.checks.check_first_update
-
-    def cooled(self, take, *, temperature, **names):
-        return stream(self, take, temperature=COOLER * temperature, **names)
-
-    def told(*arguments, **names):
-        try:
-            return check(*arguments, **names)
-        except RuntimeError as error:
-            Path(trainer.RUN_DIR, REFUSAL).write_text(str(error))
-            return f"NO, but this script goes on: {error}"
-
-    Policy.stream, trainer.checks.check_first_update = cooled, told
-
-
-Case = namedtuple("Case", "constants defect", defaults=[None])
 CASES = {
-    "healthy": Case({}),
+    "healthy": Case(),
     "rate": Case({"LEARNING_RATE": 7e-3}),
     "no_kl": Case({"KL_BETA": 0.0}),
     "high_kl": Case({"KL_BETA": 1.0}),
@@ -73,33 +34,10 @@ CASES = {
     "format": Case(FORMAT),
     "no_eos": Case({"MASK_TRUNCATED": False}, no_eos),
     "pairs": Case({"GROUP_SIZE": 2, "PROMPTS_PER_STEP": 64}),
-    "temperature": Case({"IS_CAP": 0.0}, cooler_sampler),
+    "temperature": Case({"IS_CAP": 0.0}, with_(cooler_sampler, factor=COOLER)),
     "shuffled": Case({"TASK": "shuffled"}),
     "short": Case({"MAX_COMPLETION_TOKENS": 10}),
 }
-
-
-def constants_of(name):
-    """Returns the constants of a case that differ from the trainer's, by name."""
-    from grpo.constants import read_preset
-
-    own = {"MODEL": str(WARM_START), "RUN_DIR": str(RUNS / name)} | CASES[name].constants
-    return read_preset(ROOT / "presets/demo.py") | ALONE | own
-
-
-def train(name):
-    import grpo_ref_split as trainer  # before torch
-    from grpo.tiny_model import warm_start
-    from tasks import arithmetic
-
-    if not WARM_START.exists():
-        made = WARM_START.with_name("unfinished")
-        warm_start(made, arithmetic, SEED, WARM_STEPS)
-        made.rename(WARM_START)
-    shutil.rmtree(RUNS / name, ignore_errors=True)
-    if CASES[name].defect:
-        CASES[name].defect(trainer)
-    trainer.main(**constants_of(name))
 
 
 # --- Pictures and table ---------------------------------------------------------------
@@ -120,16 +58,6 @@ WINDOW = 10  # steps that a mean in the table is taken over
 ENDS = (10, 30, 50)  # the last of them; and the run's last
 
 
-def records_of(name):
-    lines = (RUNS / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def values(records, metric):
-    """Returns [(step, value)] of a metric."""
-    return [(r["step"], r[metric]) for r in records if r.get(metric) is not None]
-
-
 def draw(name):
     """Draws a case, the healthy run pale behind it, with axes that hold both."""
     import io
@@ -142,7 +70,7 @@ def draw(name):
         for run, color in {"healthy": "silver", name: "tab:red"}.items():
             color = "tab:blue" if name == "healthy" else color
             for one, style in {metric: "-", f"eval_{metric}": "o"}.items():
-                if points := values(records_of(run), one):
+                if points := values(records_of(RUNS / run), one):
                     ax.plot(*zip(*points, strict=True), style, color=color, lw=1, ms=5)
         ax.set_title(title, fontsize=9)
         ax.tick_params(which="both", labelsize=7)
@@ -160,7 +88,7 @@ def draw(name):
 
 def table(name):
     """Returns a case's table: its settings, evaluations, and means of its metrics by steps."""
-    records, last = records_of(name), max(r["step"] for r in records_of(name))
+    records, last = records_of(RUNS / name), max(r["step"] for r in records_of(RUNS / name))
     greedy = ", ".join(f"{v:.3f} after {step}" for step, v in values(records, "eval_accuracy"))
     formatted = values(records, "eval_positive_format")[-1][1]
     ends = [end for end in ENDS if end + WINDOW <= last] + [last]
@@ -184,10 +112,7 @@ def mean(points, end):
 
 def settings(name):
     """Returns what differs from presets/demo.py, and the defect, as words."""
-    constants, defect = CASES[name]
-    words = [f"`{n}={v}`".replace(f"{ROOT}/", "") for n, v in constants.items()]
-    words += [f"`{defect.__name__}`"] if defect else []
-    return ", ".join(words) or "presets/demo.py"
+    return CASES[name].settings() or "presets/demo.py"
 
 
 def main():
@@ -211,4 +136,5 @@ shared, no GPU. Greedy accuracy is on the 500 test questions; all other numbers 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in {*CASES, "draw"}:
         sys.exit(f"{__doc__}\nCases: {', '.join(CASES)}")
-    main() if sys.argv[1] == "draw" else train(sys.argv[1])
+    name = sys.argv[1]
+    main() if name == "draw" else train(CASES[name], SEED, RUNS / name, {})

@@ -107,8 +107,8 @@ def sums_unscaled(trainer):
 
 
 def micro_batch_means(trainer):
-    """Divides by the tokens of each micro-batch, and by the number of micro-batches: where LOSS_TYPE
-    is dapo, which divides by the tokens of the whole step."""
+    """Divides by the tokens of each micro-batch, and by the number of micro-batches; LOSS_TYPE dapo
+    divides by the tokens of the whole step."""
 
     def own_mean(batch, turns):
         tokens = [sum(len(s.completion) for s in turn.batch) for turn in turns]
@@ -136,7 +136,7 @@ def stale(trainer, by):
     trainer.checks.check_first_update = lambda *_, **__: "not tried"
 
 
-# --- Padding, and the reference -----------------------------------------------------
+# --- Padding ------------------------------------------------------------------------
 def padded_on_the_left(trainer, *, mask):
     """Runs each prompt and completion padded on the left without position ids, as some trainers do;
     without `mask`, without an attention mask either. The ratio is taken to the sampler's log-probs,
@@ -152,26 +152,6 @@ def padded_on_the_left(trainer, *, mask):
 
     CompletionModel._separate = separate
     trainer.takes_old_from_sampler = lambda groups, step: True
-    go_on_if_refused(trainer)
-
-
-def far_reference(trainer):
-    """Takes as the reference a model that the policy did not start from: another seed's."""
-    from transformers import AutoModelForCausalLM
-
-    from experiments.runs import SEEDS, Case, warm_start
-    from grpo.training import start
-
-    local = start.LocalReference
-
-    def other(c, policy, clock):
-        reference = local(c, policy, clock)
-        folder = warm_start(Case("another"), SEEDS[c.SEED - 1])
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=policy.model.dtype)
-        reference.model.model.load_state_dict(model.state_dict())
-        return reference
-
-    start.LocalReference = other
     go_on_if_refused(trainer)
 
 

@@ -24,17 +24,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments import defects
 from experiments.defects import with_
-from experiments.runs import ROOT, RUNS, SEEDS, STEPS, Case, records_of, train, values
+from experiments.runs import ROOT, RUNS, SEEDS, Case, records_of, train, values
 
 PICTURES = ROOT / "docs/experiments"
 TABLES = ROOT / "benchmarks/results/experiments"
 CODE = ("grpo", "grpo_ref_split.py", "grpo_loss_triton.py", "presets/demo.py", "tasks")
+STEPS = 60
+COMMON = {"STEPS": STEPS, "EVAL_STEPS": 20, "KEEP_BEST": False, "SAVE_STEPS": 1000}
 SMALL = {"MICRO_BATCH_TOKENS": 700}  # some 8 micro-batches a step
 HACKABLE = {"TASK": str(ROOT / "experiments/hackable.py"), "SKIP_FLAT_GROUPS": "reward"}
 CHAINS = {"TASK": str(ROOT / "experiments/chains.py"), "MAX_COMPLETION_TOKENS": 64}
 CHAINS |= {"SKIP_FLAT_GROUPS": "reward"}
-OLD = {"IDLE_LIMIT": 20, "MAX_STALENESS": 20}
-UNCORRECTED = OLD | {"RECOMPUTE_OLD_LOGPS": True, "IS_CAP": 0.0}
+UNCORRECTED = {"RECOMPUTE_OLD_LOGPS": True, "IS_CAP": 0.0}
 UNCLIPPED = {"CLIP_LOW": 1.0, "CLIP_HIGH": 1e9}
 
 
@@ -55,52 +56,56 @@ def paid_for_format(weight):
     return {"REWARD_WEIGHTS": {"correctness": 2.0, "format": weight}, "SKIP_FLAT_GROUPS": "reward"}
 
 
+def case(label, constants=None, defect=None, **names):
+    return Case(constants or {}, defect, label, **names)
+
+
 # --- Cases --------------------------------------------------------------------------
 CASES = {
-    "plain": Case("as the demo"),
-    "mu4": Case("4 updates, clipped", updates(4)),
-    "mu4_unclipped": Case("4 updates, not clipped", updates(4) | UNCLIPPED),
-    "mu4_slow": Case("4 updates, a quarter of the rate", updates(4, LEARNING_RATE=1.75e-4)),
-    "accumulated": Case("in 8 micro-batches", SMALL),
-    "sums": Case("8 micro-batches, not divided", SMALL, defects.sums_unscaled),
-    "small": Case("1/8 of the batch", {"PROMPTS_PER_STEP": 2}),
-    "counted": Case("1/8 of the updates", {"STEPS": 8, "WARMUP_STEPS": 1}),
-    **{f"group{size}": Case(f"G = {size}", groups_of(size)) for size in (2, 4, 8, 16, 32)},
-    "kl0": Case("beta 0", {"KL_BETA": 0.0}),
-    "kl02": Case("beta 0.2", {"KL_BETA": 0.2}),
-    "hacked": Case("beta 0.04", HACKABLE),
-    "hacked0": Case("beta 0", HACKABLE | {"KL_BETA": 0.0}),
-    "hacked02": Case("beta 0.2", HACKABLE | {"KL_BETA": 0.2}),
-    "centred": Case("without std", {"ADVANTAGE_STD": False}),
-    "grpo": Case("grpo", CHAINS, model="chains"),
-    "dapo": Case("dapo", CHAINS | {"LOSS_TYPE": "dapo"}, model="chains"),
-    "dr_grpo": Case("dr_grpo", CHAINS | {"LOSS_TYPE": "dr_grpo"}, model="chains"),
-    "no_positions": Case(
+    "plain": case("as the demo"),
+    "mu4": case("4 updates, clipped", updates(4)),
+    "mu4_unclipped": case("4 updates, not clipped", updates(4) | UNCLIPPED),
+    "mu4_slow": case("4 updates, a quarter of the rate", updates(4, LEARNING_RATE=1.75e-4)),
+    "accumulated": case("in 8 micro-batches", SMALL),
+    "sums": case("8 micro-batches, not divided", SMALL, defects.sums_unscaled),
+    "small": case("1/8 of the batch", {"PROMPTS_PER_STEP": 2}),
+    "counted": case("1/8 of the updates", {"STEPS": 8, "WARMUP_STEPS": 1}),
+    **{f"group{size}": case(f"G = {size}", groups_of(size)) for size in (2, 4, 8, 16, 32)},
+    "kl0": case("beta 0", {"KL_BETA": 0.0}),
+    "kl02": case("beta 0.2", {"KL_BETA": 0.2}),
+    "hacked": case("beta 0.04", HACKABLE),
+    "hacked0": case("beta 0", HACKABLE | {"KL_BETA": 0.0}),
+    "hacked02": case("beta 0.2", HACKABLE | {"KL_BETA": 0.2}),
+    "centred": case("without std", {"ADVANTAGE_STD": False}),
+    "grpo": case("grpo", CHAINS, model="chains"),
+    "dapo": case("dapo", CHAINS | {"LOSS_TYPE": "dapo"}, model="chains"),
+    "dr_grpo": case("dr_grpo", CHAINS | {"LOSS_TYPE": "dr_grpo"}, model="chains"),
+    "no_positions": case(
         "left padding, no positions",
         {"SHARE_PROMPTS": False},
         with_(defects.padded_on_the_left, mask=True),
     ),
-    "no_mask": Case(
+    "no_mask": case(
         "left padding, no mask",
         {"SHARE_PROMPTS": False, "IS_CAP": 0.0},
         with_(defects.padded_on_the_left, mask=False),
     ),
-    "fast": Case("4 times the rate", {"LEARNING_RATE": 2.8e-3}),
-    "faster": Case("10 times the rate", {"LEARNING_RATE": 7e-3}),
-    "stale4": Case("4 updates old, corrected", OLD, with_(defects.stale, by=4)),
-    "stale4_raw": Case("4 updates old, not", UNCORRECTED, with_(defects.stale, by=4)),
-    "stale16": Case("16 updates old, corrected", OLD, with_(defects.stale, by=16)),
-    "stale16_raw": Case("16 updates old, not", UNCORRECTED, with_(defects.stale, by=16)),
-    "flat_kept": Case("kept", {"SKIP_FLAT_GROUPS": False}),
-    "flat_skipped": Case("skipped", {"MAX_REFILLS": 0}),
-    "flat_refilled": Case("refilled", {"MAX_REFILLS": 4}),
-    "format1": Case("format 1", paid_for_format(1.0)),
-    "format4": Case("format 4", paid_for_format(4.0)),
-    "format16": Case("format 16", paid_for_format(16.0)),
-    "retokenised": Case("re-tokenised", {"IS_CAP": 0.0}, defects.retokenised),
-    "no_eos": Case("EOS not trained", {"MASK_TRUNCATED": False}, defects.no_eos),
-    "cooler": Case("sampled at 0.9", {"IS_CAP": 0.0}, with_(defects.cooler_sampler, factor=0.9)),
-    "micro_means": Case(
+    "fast": case("4 times the rate", {"LEARNING_RATE": 2.8e-3}),
+    "faster": case("10 times the rate", {"LEARNING_RATE": 7e-3}),
+    "stale4": case("4 updates old, corrected", {}, with_(defects.stale, by=4)),
+    "stale4_raw": case("4 updates old, not", UNCORRECTED, with_(defects.stale, by=4)),
+    "stale16": case("16 updates old, corrected", {}, with_(defects.stale, by=16)),
+    "stale16_raw": case("16 updates old, not", UNCORRECTED, with_(defects.stale, by=16)),
+    "flat_kept": case("kept", {"SKIP_FLAT_GROUPS": False}),
+    "flat_skipped": case("skipped", {"MAX_REFILLS": 0}),
+    "flat_refilled": case("refilled", {"MAX_REFILLS": 4}),
+    "format1": case("format 1", paid_for_format(1.0)),
+    "format4": case("format 4", paid_for_format(4.0)),
+    "format16": case("format 16", paid_for_format(16.0)),
+    "retokenised": case("re-tokenised", {"IS_CAP": 0.0}, defects.retokenised),
+    "no_eos": case("EOS not trained", {"MASK_TRUNCATED": False}, defects.no_eos),
+    "cooler": case("sampled at 0.9", {"IS_CAP": 0.0}, with_(defects.cooler_sampler, factor=0.9)),
+    "micro_means": case(
         "dapo, micro-batch means",
         CHAINS | {"LOSS_TYPE": "dapo", "MICRO_BATCH_TOKENS": 900},
         defects.micro_batch_means,
@@ -231,8 +236,6 @@ def train_missing(question):
     ]
     if not missing:
         return
-    for name in dict.fromkeys(CASES[name].model for name, _ in missing):
-        print(f"warm starts of {name}: half a minute for each that is missing", flush=True)
     began = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for number, _ in enumerate(pool.map(train_apart, missing), 1):
@@ -249,7 +252,7 @@ def train_apart(case_and_seed):
     command = [sys.executable, __file__, name, str(seed)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("w") as out:
-        code = subprocess.run(command, stdout=out, stderr=out, env=environment, cwd=ROOT).returncode
+        code = subprocess.call(command, stdout=out, stderr=out, env=environment, cwd=ROOT)
     if code:
         raise SystemExit(f"{name} with seed {seed} ended with {code}: see {log}")
 
@@ -343,16 +346,6 @@ def compared(runs, base, metric, kind):
     return f"{statistics.mean(gaps):+.3f}, {higher} of {len(gaps)} higher{ties}"
 
 
-def settings(name):
-    """Returns what differs from presets/demo.py, and the defect, as words."""
-    case = CASES[name]
-    words = [f"`{n}={v}`".replace(f"{ROOT}/", "") for n, v in case.constants.items()]
-    if case.defect:
-        own = getattr(case.defect, "keywords", {})
-        words.append(f"`{case.defect.__name__}({', '.join(f'{k}={v}' for k, v in own.items())})`")
-    return ", ".join(words) or "as the demo"
-
-
 def table(name, runs):
     """Returns a question's table, as Markdown."""
     question, base = QUESTIONS[name], runs[QUESTIONS[name].cases[0]]
@@ -375,7 +368,10 @@ def report(name):
     draw(name, runs)
     command = ["git", "-C", ROOT, "log", "-1", "--format=%h", "--", *CODE]
     commit = subprocess.check_output(command, text=True).strip()
-    cases = "\n".join(f"- {CASES[case].label}: {settings(case)}" for case in question.cases)
+    cases = "\n".join(
+        f"- {CASES[case].label}: {CASES[case].settings() or 'presets/demo.py'}"
+        for case in question.cases
+    )
     refused = {
         path.read_text().replace(f"{ROOT}/", "")
         for case in question.cases
@@ -406,7 +402,8 @@ def main(argument):
 
 if __name__ == "__main__":
     if len(sys.argv) == 3 and sys.argv[1] in CASES and sys.argv[2].isdigit():
-        train(CASES[sys.argv[1]], int(sys.argv[2]), folder_of(sys.argv[1], sys.argv[2]))
+        name, seed = sys.argv[1], int(sys.argv[2])
+        train(CASES[name], seed, folder_of(name, seed), COMMON)
     elif len(sys.argv) == 2 and sys.argv[1] in {*QUESTIONS, "all"}:
         main(sys.argv[1])
     else:

@@ -16,17 +16,24 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs/experiments"
 WARM_STEPS = 800
 SEEDS = range(5)
-STEPS = 60
 ALONE = {"REF_SERVER": None, "PAGE_PORT": 0, "RESUME": False}
-SHORT = {"STEPS": STEPS, "EVAL_STEPS": 20, "KEEP_BEST": False, "SAVE_STEPS": 1000}
 
 
 @dataclass(frozen=True)
 class Case:
-    label: str  # what pictures and tables call it
     constants: dict = field(default_factory=dict)
     defect: object = None  # what puts a defect into the trainer; None: none
+    label: str = ""  # what pictures and tables call it
     model: str = "arithmetic"  # the task that the warm start has learned
+
+    def settings(self):
+        """Returns what differs from presets/demo.py, and the defect, as words."""
+        words = [f"`{n}={v}`".replace(f"{ROOT}/", "") for n, v in self.constants.items()]
+        if self.defect:
+            own = getattr(self.defect, "keywords", {})
+            given = ", ".join(f"{name}={value}" for name, value in own.items())
+            words.append(f"`{self.defect.__name__}({given})`")
+        return ", ".join(words)
 
 
 def warm_start(case, seed):
@@ -39,20 +46,24 @@ def warm_start(case, seed):
         name = case.model if case.model == "arithmetic" else f"{ROOT}/experiments/{case.model}.py"
         unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")
         tiny_model.warm_start(str(unfinished), load_task(name), seed, WARM_STEPS)
-        unfinished.rename(folder)
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another run has made it meanwhile
+            shutil.rmtree(unfinished)
     return folder
 
 
-def constants_of(case, seed, folder):
-    """Returns the constants of a run that differ from the trainer's, by name."""
+def constants_of(case, seed, folder, common):
+    """Returns the constants of a run that differ from the trainer's, by name; `common` are those
+    that all cases of an experiment have."""
     from grpo.constants import read_preset
 
     model = RUNS / "models" / f"{case.model}-{seed}"
     own = {"MODEL": str(model), "RUN_DIR": str(folder), "SEED": seed}
-    return read_preset(ROOT / "presets/demo.py") | ALONE | SHORT | own | case.constants
+    return read_preset(ROOT / "presets/demo.py") | ALONE | own | common | case.constants
 
 
-def train(case, seed, folder):
+def train(case, seed, folder, common):
     """Trains a case; `folder`, which may be that of an older run, gets it once it is done."""
     import grpo_ref_split as trainer  # before torch
 
@@ -61,7 +72,7 @@ def train(case, seed, folder):
     shutil.rmtree(unfinished, ignore_errors=True)
     if case.defect:
         case.defect(trainer)
-    trainer.main(**constants_of(case, seed, unfinished))
+    trainer.main(**constants_of(case, seed, unfinished, common))
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 

@@ -6,7 +6,8 @@ import pytest
 from documents import TEXT, code_words, documented_metrics
 
 import grpo_ref_split as trainer
-from experiments import curves, hackable
+from experiments import curves, defects, hackable
+from experiments.runs import constants_of
 from grpo.sampling.recipe import load_task
 from grpo.training.checks import check_constants
 
@@ -20,7 +21,7 @@ NUMBER = r"(?<![\w.])\d+\.\d+(?![\w.])"
 
 @pytest.mark.parametrize("name", curves.CASES)
 def test_a_case_can_run_with_its_constants(name):
-    constants = curves.constants_of(name)
+    constants = constants_of(curves.CASES[name], 0, curves.RUNS / name, {})
     assert constants.keys() <= trainer.known
     check_constants(vars(trainer) | constants)
     task = load_task(constants["TASK"])
@@ -69,7 +70,7 @@ def test_a_defect_takes_the_weight_of_the_last_token_alone(monkeypatch):
     monkeypatch.setattr(
         "grpo.models.load_tokenizer", lambda name: type("T", (), {"eos_token_id": 2})
     )
-    curves.no_eos(trainer)
+    defects.no_eos(trainer)
     ids = torch.tensor([5, 2, 2, 7])
     trainer.grpo_loss_triton.grpo_loss(None, None, ids, None, None, None, torch.ones(4))
     assert seen[0].round().tolist() == [1, 0, 0, 1] and seen[0].all()
