@@ -138,9 +138,9 @@ def stale(trainer, by):
 
 # --- Padding ------------------------------------------------------------------------
 def padded_on_the_left(trainer, *, mask):
-    """Runs each prompt and completion padded on the left without position ids, as some trainers do;
-    without `mask`, without an attention mask either. The ratio is taken to the sampler's log-probs,
-    whose prompts are right."""
+    """Runs each prompt and completion padded on the left without position ids, in the trainer and
+    its reference; without `mask` the padding is attended to. The ratio is taken to the sampler's
+    log-probs, which are right."""
     from grpo.forward import CompletionModel
     from grpo.models import left_padded
 

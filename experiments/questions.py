@@ -73,9 +73,9 @@ CASES = {
     **{f"group{size}": case(f"G = {size}", groups_of(size)) for size in (2, 4, 8, 16, 32)},
     "kl0": case("beta 0", {"KL_BETA": 0.0}),
     "kl02": case("beta 0.2", {"KL_BETA": 0.2}),
-    "hacked": case("beta 0.04", HACKABLE),
-    "hacked0": case("beta 0", HACKABLE | {"KL_BETA": 0.0}),
-    "hacked02": case("beta 0.2", HACKABLE | {"KL_BETA": 0.2}),
+    "hacked": case("beta 0.04, hackable reward", HACKABLE),
+    "hacked0": case("beta 0, hackable reward", HACKABLE | {"KL_BETA": 0.0}),
+    "hacked02": case("beta 0.2, hackable reward", HACKABLE | {"KL_BETA": 0.2}),
     "centred": case("without std", {"ADVANTAGE_STD": False}),
     "grpo": case("grpo", CHAINS, model="chains"),
     "dapo": case("dapo", CHAINS | {"LOSS_TYPE": "dapo"}, model="chains"),
@@ -90,8 +90,6 @@ CASES = {
         {"SHARE_PROMPTS": False, "IS_CAP": 0.0},
         with_(defects.padded_on_the_left, mask=False),
     ),
-    "fast": case("4 times the rate", {"LEARNING_RATE": 2.8e-3}),
-    "faster": case("10 times the rate", {"LEARNING_RATE": 7e-3}),
     "stale4": case("4 updates old, corrected", {}, with_(defects.stale, by=4)),
     "stale4_raw": case("4 updates old, not", UNCORRECTED, with_(defects.stale, by=4)),
     "stale16": case("16 updates old, corrected", {}, with_(defects.stale, by=16)),
@@ -127,6 +125,7 @@ class Question:
     columns: tuple = ()  # (metric, "mean", "max" or "last"): what the table has, beside accuracy
     x: str = "rollouts"  # or "seconds"
     logarithmic: tuple = ()  # panels with such an axis
+    smooth: int = 5  # rollouts that a drawn point is the mean of
 
 
 LAST_FORMAT, LAST_KL, MOST_NORM = (FORMAT, "last"), ("kl", "last"), ("grad_norm", "max")
@@ -179,15 +178,16 @@ QUESTIONS = {
     ),
     "spikes": Question(
         "Where do spikes of the loss come from?",
-        ("plain", "no_positions", "no_mask", "fast", "faster"),
-        panels=(ACCURACY, "loss", "kl"),
+        ("plain", "no_positions", "no_mask", "hacked"),
+        panels=("loss", "kl", "sampler_ratio_max"),
         columns=(
             ("loss", "max"),
             ("kl", "max"),
             ("sampler_ratio_max", "max"),
             (DIFFERENCE, "mean"),
         ),
-        logarithmic=("kl",),
+        logarithmic=("loss", "kl", "sampler_ratio_max"),
+        smooth=1,
     ),
     "staleness": Question(
         "What do old samples cost, with and without the correction?",
@@ -258,30 +258,27 @@ def train_apart(case_and_seed):
 
 
 # --- Draw ---------------------------------------------------------------------------
-SMOOTH = 5  # rollouts that a drawn point is the mean of
 COLORS = ("tab:blue", "tab:red", "tab:green", "tab:orange", "tab:purple")
 
 
-def curve(records, metric, x):
-    """Returns ([x], [value]) of a run's metric: rollouts, or seconds of training, and means over
-    SMOOTH of them; evaluations, eval_NAME, as they are."""
-    evaluation, xs, ys, rollouts, seconds = metric.startswith("eval_"), [], [], 0, 0.0
+def curve(records, metric, *, x, smooth):
+    """Returns ([x], [value]) of a run's metric: rollouts, or seconds of training, and means of the
+    last `smooth` values."""
+    xs, ys, rollouts, seconds = [], [], 0, 0.0
     for record in records:
         rollouts += ACCURACY in record
         seconds += record.get("seconds", 0.0)
         if record.get(metric) is not None:
             xs.append(rollouts if x == "rollouts" else seconds)
             ys.append(record[metric])
-    if not evaluation:
-        ys = [statistics.mean(ys[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(ys))]
-    return xs, ys
+    return xs, [statistics.mean(ys[max(0, i - smooth + 1) : i + 1]) for i in range(len(ys))]
 
 
-def draw_band(ax, runs, metric, x, color, label):
+def draw_band(ax, runs, metric, color, label, **drawn):
     """Draws the mean of several runs, and a band from the least to the most of them."""
     import numpy
 
-    curves = [curve(run, metric, x) for run in runs]
+    curves = [curve(run, metric, **drawn) for run in runs]
     curves = [(xs, ys) for xs, ys in curves if len(xs) > 1]
     if not curves:
         return
@@ -305,13 +302,14 @@ def draw(name, runs):
     axes = figure.subplots(1, len(question.panels))
     for metric, ax in zip(question.panels, axes, strict=True):
         for (case, records), color in zip(runs.items(), COLORS, strict=False):
-            draw_band(ax, records, metric, question.x, color, CASES[case].label)
+            label, drawn = CASES[case].label, {"x": question.x, "smooth": question.smooth}
+            draw_band(ax, records, metric, color, label, **drawn)
         ax.set_title(metric, fontsize=9)
         ax.set_xlabel(question.x, fontsize=8)
         ax.tick_params(which="both", labelsize=7)
         ax.grid(alpha=0.3)
         if metric in question.logarithmic:
-            ax.set_yscale("log")
+            ax.set_yscale("symlog", linthresh=0.01)
     axes[0].legend(fontsize=7)
     stored = io.BytesIO()
     figure.savefig(stored, dpi=100)
