@@ -341,7 +341,7 @@ def compared(runs, base, metric, kind):
     gaps = [value_of(one, metric, kind) - value_of(other, metric, kind) for one, other in pairs]
     higher, equal = sum(gap > 0 for gap in gaps), sum(gap == 0 for gap in gaps)
     ties = f", {equal} equal" if equal else ""
-    return f"{statistics.mean(gaps):+.3f}, {higher} of {len(gaps)} higher{ties}"
+    return f"{round(statistics.mean(gaps), 3) + 0.0:+.3f}, {higher} of {len(gaps)} higher{ties}"
 
 
 def table(name, runs):
