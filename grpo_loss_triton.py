@@ -1,4 +1,4 @@
-"""The GRPO loss of grpo/loss.py, same names, arguments and results, without the full logits.
+"""The GRPO loss of grpo/loss.py, same names, symbols and results, without the full logits.
 
 How it avoids them. For N = 4096 tokens of Qwen2.5 the logits (N, V') take 1.2 GB in
 bf16, and plain torch holds them three to seven times (float32, softmax, gradients). Here the tokens
@@ -10,15 +10,15 @@ pass the LM head W in chunks of C, which share one buffer Z:
     dW   += Z^T H_c   (V', H)  a matrix product: the gradient of the head
 
 Only dH, dW and Z are held. All four steps fit into the forward pass, as the loss is a sum over
-tokens: a token's logits alone give their gradient, up to the factor that `backward` receives. That
-is three products; four, if the backward pass computed the logits again. Padding, of weight 0,
-is left out before the first. Where Triton can't run, class Rows does its step in torch.
+tokens: a token's logits alone give their gradient, up to the factor that `backward` receives.
+Padding, of weight 0, is left out before the first. Without Triton, class Rows works in torch.
 
 The derivation. For a token with logits z = W h, temperature tau and sampled id y:
 
     logp = z_y / tau - log sum_v exp(z_v / tau)
     d logp / dz_v = (1[v = y] - p_v) / tau      where p = softmax(z / tau)
     dz = slope (1[v = y] - p) / tau             where slope = d loss / d logp, one number a token
+    entropy = log sum_v exp(z_v / tau) - sum_v p_v z_v / tau
 
 Only the slope depends on the objective: see `row_kernel`. With GSPO it needs all tokens of the
 sequence first: there linear_logps returns the log-probs, autograd finds the slopes, and the
@@ -312,8 +312,8 @@ if triton:
         target = tl.load(ids + row)
         z_target = tl.load(logits + target).to(tl.float32)  # before a gradient takes its place
         if FORWARD:
-            # Online softmax: total = sum exp((z - top) / tau), moment = sum (z - top) exp(same).
-            # When a larger logit turns up, both are rewritten for it.
+            # Online softmax (1805.02867): total = sum exp((z - top) / tau), moment the same with
+            # each term times z - top. When a larger logit turns up, both are rewritten for it.
             top = tl.full((), -3.0e38, tl.float32)
             total = tl.full((), 0.0, tl.float32)
             moment = tl.full((), 0.0, tl.float32)
@@ -338,10 +338,10 @@ if triton:
             tl.store(log_sums + row, log_sum)
         if BACKWARD:
             if FORWARD:
-                # slope = d loss / d logp, where policy_loss is weight * (KL_BETA kl - gain):
-                #   gain = min(r A, clip(r) A)   d gain = r A, or 0 where the clipped one is smaller
+                # slope = d loss / d logp, where loss = w (KL_BETA kl - c gain), c what IS_CAP caps:
+                #   gain = min(r A, clip(r) A)   d gain = r A; 0 if clip(r) A < r A or r > RATIO_CAP
                 #   gain = sg(clip(r)) A logp    d gain = clip(r) A                          (CISPO)
-                #   kl = exp(d) - d - 1 = k3     d kl = 1 - exp(d)            with d = ref - logp
+                #   kl = exp(d) - d - 1 = k3     d kl = 1 - exp(d)       with d = ref_logp - logp
                 #   kl = r k3                    d kl = r k3 + r (1 - exp(d)) = - r d     (unbiased)
                 advantage = tl.load(advantages + row)
                 old = logp if ON_POLICY else tl.load(old_logps + row)

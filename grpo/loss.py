@@ -12,6 +12,7 @@ tests hold it to this one.
 
 Symbols: B sequences, G completions in a group, T tokens of a completion, N completion tokens, flat;
 H hidden size, V ids of the tokenizer, V' >= V rows of the LM head (the embedding may be padded).
+Of a token: r its ratio, A its advantage, w its weight, k3 its estimate of the KL to the reference.
 Per-token tensors are all (N,), or all (B, T) with weight 0 at the padding; float32, but ids int64.
 """
 
@@ -25,7 +26,8 @@ OBJECTIVES = ("clip", "cispo")
 def group_advantages(rewards, *, scale_by_std):
     """Returns the advantages (G,) of one group's rewards (G,): (reward - mean) / (std + 1e-4).
 
-    DeepSeekMath (2402.03300), sec. 4.1.2; without the std it is Dr. GRPO (2503.20783).
+    DeepSeekMath (2402.03300), sec. 4.1.2; without the std it is Dr. GRPO (2503.20783, sec. 3.2).
+    The 1e-4, and a std that divides by G - 1, are TRL's.
     Why the mean: it is the baseline. A completion is made likelier for being better than the
     others of its prompt, not for a prompt on which every completion earns much.
     Why the std: rewards that differ little then teach as much as rewards that differ much.
@@ -43,7 +45,7 @@ def group_advantages(rewards, *, scale_by_std):
 
 
 def token_weights(lengths, *, loss_type, sequences, tokens, max_completion_tokens):
-    """Returns the weight of each token in the loss, one for each sequence, float32 (B,).
+    """Returns w, the weight of each token in the loss, one for each sequence, float32 (B,).
 
     `lengths` (B,) counts the trained tokens of each of these sequences. `sequences` and `tokens`
     count those of the whole step, over all ranks and micro-batches; `sequences` includes the masked
@@ -55,7 +57,7 @@ def token_weights(lengths, *, loss_type, sequences, tokens, max_completion_token
         denominator = sequences * lengths.float().clamp(min=1)
     elif loss_type == "dapo":  # mean over all tokens of the step (DAPO, 2503.14476, eq. 8)
         denominator = max(tokens, 1)
-    elif loss_type == "dr_grpo":  # a constant, whatever the lengths
+    elif loss_type == "dr_grpo":  # a constant, whatever the lengths (Dr. GRPO, sec. 3.2)
         denominator = sequences * max_completion_tokens
     else:
         raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
@@ -88,7 +90,7 @@ def policy_loss(
     clip_low, clip_high, kl_beta, objective="clip", unbiased_kl=False,
     sampler_logps=None, is_cap=0.0, ratio_cap=0.0, sequences=None,
 ):  # fmt: skip
-    """Returns (loss, stats): minus the sum over tokens of weight * objective, a scalar.
+    """Returns (loss, stats): minus the sum over tokens of w * objective, a scalar.
 
     For a token with the ratio r = exp(logp - old_logp) and the advantage A the objective is
 
@@ -114,6 +116,7 @@ def policy_loss(
     is_cap             truncated importance sampling, for a sampler that computes other log-probs
                        than the trainer: the objective, not the KL, times
                        min(exp(old_logp - sampler_logp), is_cap); 0: off
+                       (Yao et al. 2025, fengyao.notion.site/off-policy-rl)
     ratio_cap          the min's r is at most this, for old_logps of a sampler that may be far off:
                        r A is unbounded where A < 0 (INTELLECT-2, 2505.07291); 0: off
     sequences          the number of each token's sequence, int64: r is then the sequence's, exp of
