@@ -6,26 +6,26 @@
     python grpo_ref_split.py worker        # anywhere else: samples for the trainer (PUBLISH_STEPS)
 
 Edit the constants below; or set them in the command, STEPS=50, or by a preset, a file of them
-(presets/); or import this file and call main(STEPS=50), as demo.py does. The file reads in the
-order in which data flows: sample groups and exchange them, make sequences, loss and gradient,
-update, loop. A "collective" function is called by all ranks together, or they hang; each such call
-is marked.
+(presets/); or import this file and call main(STEPS=50), as demo.py does. A "collective" function is
+called by all ranks together, or they hang; each such call is marked.
 
 GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completion's advantage is its
-reward, centred and scaled within the G completions of its prompt. Where we deviate from the paper:
+reward, centred and scaled within the G completions of its prompt. The file reads in the order of
+the paper's algorithm 1, whose lines are named where they are done (all twelve: docs/loss.md); what
+it calls a step is a rollout here. Where we deviate from the paper:
   - every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch;
-  - on-policy the rollout's first update takes its own log-probs as the old ones: no extra forward,
-    a ratio of exactly 1. Off-policy (workers' groups, of an older policy) they are the sampler's;
+  - line 6 copies no policy: a rollout's first update takes its own log-probs as the old ones, and
+    its ratio is exactly 1. Off-policy (workers' groups, of an older policy) they are the sampler's;
   - flat groups, whose completions all earn the same OUTCOME (or total reward: SKIP_FLAT_GROUPS),
-    have nothing to compare: they are skipped, and others sampled instead (DAPO, 2503.14476, 3.2).
+    have nothing to compare: they are skipped, others sampled instead (DAPO, 2503.14476, sec. 3.2).
 
-A completion's token has four log-probs: the policy's own, which alone has a gradient; `sampler`,
-of whoever drew it, to check the sampler and to correct for it (IS_CAP); `old`, to which the ratio
-is taken and clipped; `ref`, of the frozen reference, to which the KL penalty holds the policy.
+A completion's token has four log-probs: logp, the policy's, which alone has a gradient; old_logp,
+of the ratio r = exp(logp - old_logp), which is clipped; ref_logp, the frozen reference's, for the
+KL penalty; sampler_logp, of whoever drew it, to check the sampler and correct for it (IS_CAP).
 
 Symbols: G completions of a group, P prompt and T completion tokens, B sequences (a prompt and one
-completion) of a micro-batch, N their completion tokens, V ids of the tokenizer, H hidden size. A
-`step` is one optimiser update, or an attempt that found nothing to train.
+completion) of a micro-batch, N their completion tokens, V ids of the tokenizer, V' rows of the LM
+head, H hidden size. A `step` is one optimiser update, or an attempt that found nothing to train.
 """
 
 import itertools
@@ -102,7 +102,7 @@ UNBIASED_KL = False  # the KL's estimate times the ratio, for an unbiased gradie
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
 RATIO_LEVEL = "token"  # or "sequence" (GSPO; CLIP_LOW and CLIP_HIGH are then some 1e-4)
 IS_CAP = 2.0  # truncated importance sampling: cap on p_trainer / p_sampler; 0: off
-UPDATES_PER_ROLLOUT = 1  # optimiser updates on each rollout; clipping acts from 2 (num_iterations)
+UPDATES_PER_ROLLOUT = 1  # on each rollout: the paper's mu; clipping acts from 2 (num_iterations)
 
 # --- Workers, and a reference that is refreshed: 0 is off ------------------------------
 PUBLISH_STEPS = 0  # 1: publish the policy every so many steps, for workers on other machines
@@ -152,7 +152,7 @@ MAX_BAD_STEPS = 5  # steps in a row with a gradient that is not finite: skipped,
 IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run ends
 
 
-# --- Sample and exchange --------------------------------------------------------------
+# --- Sample and exchange: algorithm 1, lines 5, 7, 8 -----------------------------------
 def sample_and_exchange(run):
     """Collective: returns (groups, metrics, sampled): what all ranks train next; means over what
     was sampled, by name; the groups that this rank or workers sampled, flat ones too.
@@ -209,9 +209,9 @@ def sample_share(run, number, begun, counts, uploader):
     """Samples this rank's share of the next `number` groups, and uploads what the server is to
     score, meanwhile. Returns (usable groups, all groups); `counts` gets the tally of all."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
-    prompts = itertools.islice(run.stream, number // world + (rank < number % world))
+    prompts = itertools.islice(run.stream, number // world + (rank < number % world))  # line 5
     usable, all_groups = [], []
-    for sampled in rollout.sampled_and_rewarded(
+    for sampled in rollout.sampled_and_rewarded(  # lines 7, 8
         run.policy,
         run.recipe,
         take=lambda room: list(itertools.islice(prompts, room)),
@@ -240,7 +240,7 @@ def sample_share(run, number, begun, counts, uploader):
     return usable, all_groups
 
 
-# --- Sequences to train ---------------------------------------------------------------
+# --- Sequences to train: lines 6, 9 ----------------------------------------------------
 @dataclass
 class Sequence:
     """A prompt and one of its completions, with all that the loss needs of it."""
@@ -257,18 +257,18 @@ class Sequence:
     old_from_sampler: bool = False  # whether the old log-probs are the sampler's
 
 
-def advantages_of(group, weights):
-    """Returns the advantages (G,) of a group's weighted rewards."""
-    assert group.reward_names == list(weights), group.reward_names
-    totals = [total(rewards, weights) for rewards in rollout.rewards_of(group)]
-    return plain_loss.group_advantages(torch.tensor(totals), scale_by_std=ADVANTAGE_STD)
-
-
 def takes_old_from_sampler(groups, step):
     """Returns whether the old log-probs of all groups (a micro-batch mixes them) are the sampler's:
     where a worker, or a policy other than the one after `step` updates, sampled any of them."""
     fresh = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
     return not (fresh or RECOMPUTE_OLD_LOGPS)
+
+
+def advantages_of(group, weights):
+    """Returns the advantages (G,) of a group's weighted rewards (line 9)."""
+    assert group.reward_names == list(weights), group.reward_names
+    totals = [total(rewards, weights) for rewards in rollout.rewards_of(group)]
+    return plain_loss.group_advantages(torch.tensor(totals), scale_by_std=ADVANTAGE_STD)
 
 
 def make_sequences(groups, reward_weights, old_from_sampler):
@@ -300,7 +300,7 @@ def make_sequences(groups, reward_weights, old_from_sampler):
     return sequences
 
 
-# --- Loss and gradient ------------------------------------------------------------------
+# --- Loss and gradient: line 11 --------------------------------------------------------
 def batch_loss(hidden, head, ids, batch, vocab_size):
     """Returns (loss, stats) of a micro-batch's B sequences: their part of the step's loss, a
     scalar, and tensors (N,) of their tokens, by name (grpo/loss.py). Sets the sequences' old
@@ -339,7 +339,7 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
         ratio_cap=IS_CAP if batch[0].old_from_sampler else 0.0,
         sequences=per_token(list(range(len(batch)))) if RATIO_LEVEL == "sequence" else None,
     )
-    if first_update:  # the old ones of the next, whose plan gives this rank the same sequences
+    if first_update:  # line 6, for the next update: its plan gives this rank the same sequences
         for sequence, logps in zip(batch, stats["logps"].cpu().split(lengths), strict=True):
             sequence.old_logps = logps
     return loss, stats | {"sampler_logps": sampler_logps}
@@ -373,10 +373,10 @@ def accumulate(run, sequences):
     return means.over_ranks()  # collective
 
 
-# --- Update -------------------------------------------------------------------------
+# --- Update: line 11 -------------------------------------------------------------------
 def update(run, sequences):
-    """Collective: one optimiser update on the sequences; returns its metrics. A gradient that is
-    not finite leaves the weights as they are ("skipped")."""
+    """Collective: one optimiser update on the sequences (line 11); returns its metrics. A gradient
+    that is not finite leaves the weights as they are ("skipped")."""
     engine, rate = run.engine, learning_rate(run.constants, run.progress.step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
@@ -391,13 +391,13 @@ def update(run, sequences):
     return metrics | {"grad_norm": norm, "learning_rate": rate, "skipped": int(not finite)}
 
 
-# --- The loop -----------------------------------------------------------------------
+# --- The loop: lines 2, 3, 4, 10 -------------------------------------------------------
 def train(run):
     """Collective: rollouts, updates, evaluations and checkpoints, until the run's steps are made.
     Returns whether it ends before that, as a signal asked a rank to."""
     p, store_is_full = run.progress, False
     bar = progress_bar(p.step, STEPS)
-    while True:
+    while True:  # line 4
         asked = evaluate_if_due(run)  # collective
         ends = asked or p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
         due = ends or store_is_full or p.best == p.step or p.passed(SAVE_STEPS, max(p.saved, 0))
@@ -412,18 +412,18 @@ def train(run):
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before = p.step
-        groups, metrics, sampled = sample_and_exchange(run)  # collective
-        old_from_sampler = takes_old_from_sampler(groups, before)
-        sequences = make_sequences(groups, run.recipe.reward_weights, old_from_sampler)
+        groups, metrics, sampled = sample_and_exchange(run)  # collective; lines 5, 7, 8
+        old_from_sampler = takes_old_from_sampler(groups, before)  # line 6
+        sequences = make_sequences(groups, run.recipe.reward_weights, old_from_sampler)  # line 9
         run.folder.log_samples(run, sampled, advantages_of)
         p.idle = 0 if sequences else p.idle + 1
         if not sequences:
             say_idle(run, metrics, groups)
         updates = min(UPDATES_PER_ROLLOUT, STEPS - before) if sequences else 1
-        for number in range(1, updates + 1):
+        for number in range(1, updates + 1):  # line 10
             p.step, trained = p.step + 1, {}
             if sequences:
-                trained = update(run, sequences)  # collective
+                trained = update(run, sequences)  # collective; line 11
                 checks.check_update(run, trained, sequences, groups, before)  # collective
             if number == updates:
                 store_is_full = exchange.acknowledge(run, groups, before)  # collective
@@ -432,6 +432,7 @@ def train(run):
             of_rollout = metrics if number == 1 else {}  # once, for all updates on it
             run.folder.log("metrics.jsonl", {"step": p.step} | of_rollout | trained | run.laps[-1])
             show(bar, p.step, metrics | trained | run.laps[-1])
+        # Lines 2, 3: every REFERENCE_REFRESH_STEPS the policy becomes the reference
         run.publishing.refresh_if_due(p, before, lambda: checkpoint.save_run(run))  # collective
 
 
@@ -456,8 +457,7 @@ known = frozenset(filter(str.isupper, globals()))  # a preset that sets another 
 
 
 def constants(**preset):
-    """Returns this file's constants as attributes, once `preset` is set. SystemExit with a sentence
-    for each that can't be."""
+    """Returns the constants, with `preset` set, as attributes. SystemExit says which can't be."""
     now = settle(globals(), known, preset)
     checks.check_constants(now)
     return SimpleNamespace(**now)

@@ -108,6 +108,28 @@ def test_every_constant_is_explained():
             assert commented or name in named, f"{name} of {script}: a comment, or a word in docs"
 
 
+# --- The paper's algorithm 1 ----------------------------------------------------------
+def lines_named(text):
+    """Example: "line 4, or lines 5, 7" -> [4, 5, 7]"""
+    found = re.findall(r"\blines? (\d+(?:, \d+)*)", text, re.IGNORECASE)
+    return [int(number) for numbers in found for number in numbers.split(", ")]
+
+
+def test_each_line_of_algorithm_1_is_where_the_docs_say():
+    table = rows(TEXT["docs/loss.md"], "## Algorithm 1, line by line")[1:]
+    assert [int(number) for number, *_ in table] == list(range(1, 13))
+    kinds = ast.FunctionDef | ast.ClassDef
+    defined = {n.name for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, kinds)}
+    trainer, text = TREES[ROOT / "grpo_ref_split.py"], (ROOT / "grpo_ref_split.py").read_text()
+    sources = {n.name: ast.get_source_segment(text, n) for n in trainer.body if hasattr(n, "name")}
+    for number, _, _, here in table:
+        names = {word for word in code_words(here) if not word.isupper() and "." not in word}
+        assert names <= defined, number
+        own = names & sources.keys()
+        assert not own or any(int(number) in lines_named(sources[name]) for name in own), number
+    assert lines_named(sources["train"]) == [4, 5, 7, 8, 6, 9, 10, 11, 2, 3]
+
+
 # --- Metrics --------------------------------------------------------------------------
 def test_every_metric_that_is_documented_has_its_name_in_the_code():
     text = "\n".join(path.read_text() for path in CODE)
