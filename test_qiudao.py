@@ -207,14 +207,14 @@ def test_5_clipping_stops_what_has_gone_far_enough():
 
 def test_6_three_estimates_of_the_kl():
     """6. k3 has the KL's mean and little variance; its gradient is not quite the KL's.
-    The reference is (1/4, 1/2, 1/4): d = ref logp - logp = (-log 2, log 2, 0). k1 = -d has the mean
+    The reference is (1/4, 1/2, 1/4): d = ref_logp - logp = (-log 2, log 2, 0). k1 = -d has the mean
     KL by definition, k2 = d^2 / 2 nearly; k3 = exp(d) - d - 1 adds exp(d) - 1 to k1, with the mean
     sum ref - 1 = 0. Gradients differ, as autograd sees a sample's value, not how p draws it. The
     KL's is E[-d s], s = d log p. k1 has s, of mean 0: no penalty. k2 has -d s: exact. k3 has
     (1 - exp(d)) s, of mean p - ref: near, and 0 at the same place. k3 r (UNBIASED_KL) has -d s.
     ---
     6. k3 是 KL 的无偏估计，方差又小；但它的梯度不是 KL 梯度的无偏估计。
-    reference 为 (1/4, 1/2, 1/4)：d = ref logp - logp = (-log 2, log 2, 0)。k1 = -d 的均值按定义就是
+    reference 为 (1/4, 1/2, 1/4)：d = ref_logp - logp = (-log 2, log 2, 0)。k1 = -d 的均值按定义就是
     KL，k2 = d^2 / 2 略有偏差；k3 = exp(d) - d - 1 比 k1 多 exp(d) - 1，其均值为 sum ref - 1 = 0。
     梯度则不同，因为 autograd 只看到样本的值，看不到 p 怎样采样。KL 的梯度是 E[-d s]，s = d log p。
     k1 给出 s，均值 0，等于没有惩罚；k2 给出 -d s，恰好正确；k3 给出 (1 - exp(d)) s，均值 p - ref：
@@ -310,15 +310,15 @@ def test_9_train_what_was_drawn():
     either fails, the gradient depends on b. A policy writes a word w or EOS, 1/2 each, at most two
     tokens: "EOS", "w EOS", "w w" (truncated), with R = 1, 1, 0. By EOS's logit the slope of logp is
     1/2 for EOS, -1/2 for w. Mask EOS, as `ids != pad` does where pad is EOS, and stopping, which is
-    rewarded, is unlearned if b = 0. Draw at T = 1/2 and train at T = 1, and equal rewards push by
-    q - p: a sharper policy, for no merit.
+    rewarded, is unlearned if b = 0. Draw at tau = 1/2 and train at tau = 1, and equal rewards push
+    by q - p: a sharper policy, for no merit.
     ---
     9. 采到什么就训练什么，怎么采就怎么训练：EOS 被 mask，temperature 不一致。
     baseline 不引入偏差，是因为 E[d log p] = 0：须按采样的分布、对采到的全部 token 求均值，否则梯度
     与 b 有关。设 policy 以 1/2 的概率写词 w 或 EOS，最多两个 token："EOS"、"w EOS"、"w w"（截断），
     R = 1、1、0。logp 对 EOS 的 logit 的斜率：EOS 为 1/2，w 为 -1/2。pad 就是 EOS 时，`ids != pad`
-    会 mask 掉 EOS：停下来明明有 reward，b = 0 时却越学越停不下来。再看用 T = 1/2 采样、用 T = 1 训
-    练：reward 全都相同，仍有 q - p 的推力：分布变尖，与好坏无关。"""
+    会 mask 掉 EOS：停下来明明有 reward，b = 0 时却越学越停不下来。再看用 tau = 1/2 采样、用
+    tau = 1 训练：reward 全都相同，仍有 q - p 的推力：分布变尖，与好坏无关。"""
     eos = torch.zeros(2, requires_grad=True)  # logits of w and EOS
     ids, ends = torch.tensor([1, 0, 1, 0, 0]), torch.tensor([1.0, 1, 1, 0, 0])  # R, by token
     chance = torch.tensor([1 / 2, 1 / 4, 1 / 4, 1 / 4, 1 / 4])  # of the token's completion
@@ -333,11 +333,11 @@ def test_9_train_what_was_drawn():
     logits, logp = policy()
     cold = linear_logps(logits.expand(3, 3), None, torch.arange(3), temperature=0.5)
     q, ones = cold.detach().exp(), torch.ones(3)
-    check("q, drawn at T = 1/2", q, "[2**2 / 6, 1/6, 1/6]")
+    check("q, drawn at tau = 1/2", q, "[2**2 / 6, 1/6, 1/6]")
     same, _ = policy_loss(cold, None, None, ones, q, **CLIPS)
     other, _ = policy_loss(logp, None, None, ones, q, **CLIPS)
-    check("all R = 1, trained at T = 1/2", gradient(-same, logits), "[4/6-4/6, 1/6-1/6, 1/6-1/6]")
-    check("all R = 1, trained at T = 1", gradient(-other, logits), "[4/6-1/2, 1/6-1/4, 1/6-1/4]")
+    check("all R = 1, trained at tau = 1/2", gradient(-same, logits), "[4/6-4/6, 1/6-1/6, 1/6-1/6]")
+    check("all R = 1, trained at tau = 1", gradient(-other, logits), "[4/6-1/2, 1/6-1/4, 1/6-1/4]")
 
 
 def test_10_detach_makes_a_target():

@@ -154,12 +154,12 @@ def show_token(tokenizer, completion, columns, advantage, weight):
     rows = {
         "probability, exp(logp)": lambda c: math.exp(c["logp"]),
         "logp": lambda c: c["logp"],
-        "old logp": lambda c: c["old"],
-        "ref logp": lambda c: c["ref"],
-        "r = exp(logp - old logp)": lambda c: c["ratio"],
+        "old_logp": lambda c: c["old"],
+        "ref_logp": lambda c: c["ref"],
+        "r = exp(logp - old_logp)": lambda c: c["ratio"],
         "r A": lambda c: c["ratio"] * advantage,
         "clip(r) A": clipped,
-        "k3, of d = ref logp - logp": lambda c: c["kl"],
+        "k3, of d = ref_logp - logp": lambda c: c["kl"],
         "its part of the loss": part,
         "d loss / d logp": lambda c: c["slope"],
         "loss, the sum over N tokens": lambda c: c["loss"],
@@ -210,11 +210,11 @@ def show_kl(policy, reference):
 
 
 def show_temperature(tokenizer, logps):
-    print(f"{'token':<8}{'T = 1':>8}{'T = 0.9':>10}{'difference':>13}")
+    print(f"{'token':<8}{'tau = 1':>8}{'tau = 0.9':>11}{'difference':>13}")
     cooler = (logps / 0.9).softmax(-1)
     for i in logps.topk(2).indices.tolist():
         one, other = logps[i].exp(), cooler[i]
-        print(f"{tokenizer.decode([i]):<8}{one:>8.4f}{other:>10.4f}{other - one:>+13.4f}")
+        print(f"{tokenizer.decode([i]):<8}{one:>8.4f}{other:>11.4f}{other - one:>+13.4f}")
 
 
 def show_retokenised(model, tokenizer, prompt):
@@ -260,6 +260,7 @@ def show_baselines(rewards):
 
 
 def show_mixed():
+    """A group is mixed unless all are right, p^G, or all wrong, (1 - p)^G."""
     shares, sizes = (0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99), (4, 8, 16, 64)
     print("accuracy" + "".join(f"{f'G = {size}':>9}" for size in sizes))
     for p in shares:

@@ -75,7 +75,7 @@ def draw_kl():
     ax.axvline(0, color="black", linewidth=0.6)
     ax.text(-2.15, 3.2, "the policy likes the token more", fontsize=8)
     ax.text(0.6, 3.2, "the reference likes it more", fontsize=8)
-    ax.set(xlabel="d = ref logp - logp", ylabel="nats", ylim=(-2.2, 5))
+    ax.set(xlabel="d = ref_logp - logp", ylabel="nats", ylim=(-2.2, 5))
     ax.grid(alpha=0.3)
     ax.legend(fontsize=9, loc="upper center")
     return figure
@@ -95,7 +95,7 @@ BARS = [
     (TRAINER, 11.2, 12.4, 5, "update 6\nown: π5 / π4\nlate: π5 / π0"),
     (WORKER, 0.4, 7.4, 0, "samples one group, slowly"),
     (WORKER, 7.4, 12.4, 2, "samples the next, with the newest that is published"),
-    (REFERENCE, 0, 12.4, 0, "scores every group: ref logp is always π0's"),
+    (REFERENCE, 0, 12.4, 0, "scores every group: ref_logp is always π0's"),
 ]
 
 

@@ -65,8 +65,8 @@ def test_the_page_does_by_hand_what_autograd_does(printed):
     """The slope of w (min(r A, clip(r) A) - beta k3), with the signs that the page gives."""
     advantage, weight = 1.4997, 0.0357
     assert f"A = {advantage}, w = {weight}" in printed
-    logps, refs = row(printed, "logp"), row(printed, "ref logp")
-    ratios = row(printed, "r = exp(logp - old logp)")
+    logps, refs = row(printed, "logp"), row(printed, "ref_logp")
+    ratios = row(printed, "r = exp(logp - old_logp)")
     for logp, ref, ratio, slope in zip(
         logps, refs, ratios, row(printed, "d loss / d logp"), strict=False
     ):
