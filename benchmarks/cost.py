@@ -79,7 +79,8 @@ def column_seconds(m, card, rows, keys, large, small, extra=0):
 
 def work(m, card, tokens, head_tokens, keys, launches, passes):
     """Of passes through the layers over `tokens` and through the head over `head_tokens`, each
-    token attending to `keys`: FLOP at the card's efficiency, or launches from Python."""
+    token attending to `keys`: FLOP at the card's efficiency, or launches from Python. A pass is 2
+    FLOP a weight (2001.08361, sec. 2.1), and 4 H a key of a layer: its score, its value."""
     layers = 2 * m.body + 4 * m.layers * m.hidden * keys
     flop = passes[0] * tokens * layers + passes[1] * head_tokens * 2 * m.vocab * m.hidden
     return max(flop / (card.flops * card.efficiency), launches * LAUNCH)

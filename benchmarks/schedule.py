@@ -6,12 +6,12 @@ those of sampler.stream_groups with the graphed decoder, and of a step's rounds.
 of simulate.py as attributes; time is counted in columns.
 """
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo.sampling.decoders.cuda_graph import GraphedDecoder
 from grpo.sampling.decoders.shared_prompt import ROOM
+from grpo.sampling.rollout import groups_to_begin
 
 MEAN_LOG, DEVIATION_LOG, SHORTEST = 5.25, 0.45, 20  # assumed lengths: 211 tokens on average
 
@@ -62,14 +62,11 @@ def run_batch(groups, c, draw, numbers):
 def run_rounds(c, draw, numbers):
     """Returns the rounds of a step, each a list of the ranks' Batches.
 
-    A round begins what is missing over 1 - flat share, and a margin of one standard deviation; all
-    that is begun is finished. Another follows if too few groups were of use.
+    All that a round begins is finished. Another follows if too few groups were of use.
     """
     usable, begun, rounds, most = 0, 0, [], c.prompts * (1 + c.refills)
     while usable < c.prompts and begun < most:
-        missing = c.prompts - usable
-        wanted = math.ceil((missing + math.sqrt(missing * c.flat)) / (1 - c.flat))
-        wanted = min(wanted, most - begun)
+        wanted = groups_to_begin(c.prompts - usable, c.flat, most - begun)
         shares = [wanted // c.ranks + (rank < wanted % c.ranks) for rank in range(c.ranks)]
         rounds.append([run_batch(share, c, draw, numbers) for share in shares])
         begun += wanted

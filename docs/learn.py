@@ -268,6 +268,7 @@ def show_mixed():
 
 
 def show_critic():
+    """FLOPs: 2 forward and 4 backward (Kaplan et al., 2001.08361, sec. 2.1)."""
     billions = PARAMETERS / 1e9
     print("bytes a parameter: weights 2, gradients 4, master weights 4, Adam 8: 18")
     print(

@@ -3,7 +3,8 @@
     python -m grpo.merge ADAPTER OUT
 
 OUT is then a model in Hugging Face format with the adapter's tokenizer, which MODEL may name: W + s
-B A, added in float32 and rounded once to the base model's own dtype.
+B A with s = lora_alpha / r (LoRA, 2106.09685, sec. 4.1), added in float32 and rounded once to the
+base model's own dtype.
 """
 
 import json

@@ -54,9 +54,9 @@ def pack_by_tokens(sizes, units, budget):
 
 
 def padded_tokens(sizes, batch):
-    """Returns a batch's cost in tokens: prompts, each as wide as the widest; completions, each as
-    long as the longest; and 1/8 of each prompt token that a further sequence shares, for the memory
-    of its keys and values."""
+    """Returns a batch's cost in tokens, a rule of ours: prompts, each as wide as the widest;
+    completions, each as long as the longest; and 1/8 of each prompt token that a further sequence
+    shares, for the memory of its keys and values."""
     prompts, widths, lengths = zip(*(sizes[number] for number in batch), strict=True)
     different, wide = len(set(prompts)), max(widths)
     return different * wide + len(batch) * max(lengths) + (len(batch) - different) * wide // 8

@@ -116,7 +116,7 @@ def warm_start(folder, task, seed, steps, heads=4):
         equations = [(ids + end, 1) for ids in equations["input_ids"]]
         # two batches, as equations padded to the length of examples would double the time
         loss = next_token_loss(model, examples) + next_token_loss(model, equations)
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # up in 30 steps, and from halfway down to a 20th
             group["lr"] = 4e-3 * min((step + 1) / 30, 1, 0.05 + 1.9 * (1 - step / steps))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

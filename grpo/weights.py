@@ -5,7 +5,7 @@ import contextlib
 import torch
 from transformers.pytorch_utils import Conv1D
 
-LORA_SCALE = 2  # W + 2 B A: LoRA's alpha is so many times its rank
+LORA_SCALE = 2  # s = alpha / rank, in W + s B A (LoRA, 2106.09685, sec. 4.1)
 
 
 def trained_weights(model):

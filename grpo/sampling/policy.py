@@ -104,7 +104,7 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
     """Returns the Policy of a model (hub name or folder); see load_model for `dtype` and errors.
 
     With a `lora_rank` the model is frozen, and every linear layer but the LM head gets an adapter,
-    W x + 2 B A x, with B = 0 at first (LoRA, 2106.09685).
+    W x + 2 B A x, with B = 0 at first (LoRA, 2106.09685, sec. 4.1).
     """
     vocab_size = tokenizer_facts(tokenizer)["vocab_size"]
     model, dtype = load_model(name, dtype, vocab_size)

@@ -87,12 +87,12 @@ def sampled_and_rewarded(policy, recipe, take, *, seed, timed=contextlib.nullcon
 
 
 def groups_to_begin(missing, flat_share, most):
-    """Returns how many groups to begin for `missing` usable ones, `most` at most, if a share of
-    `flat_share` is flat: one standard deviation more than are needed on average, so that five times
-    in six there are enough.
+    """Returns how many groups to begin for m = `missing` usable ones, `most` at most, if a share of
+    f = `flat_share` is flat: (m + sqrt(m f)) / (1 - f).
 
-    For n groups the usable ones are n (1 - f) on average, with a standard deviation of
-    sqrt(n f (1 - f)), where n (1 - f) is about `missing`.
+    Ours: of n groups n (1 - f) are usable on average, with a standard deviation of
+    sqrt(n f (1 - f)), where n (1 - f) is about m. One deviation is added, so that five times in six
+    there are enough.
     """
     if missing <= 0:
         return 0

@@ -188,7 +188,8 @@ def draw(logits, temperature, generator):
 
 def race(logits, generator):
     """Returns what `draw` does, by an exponential race: with E_i ~ Exp(1), argmax p_i / E_i is i
-    with probability p_i. Three kernels after the softmax; torch.multinomial waits for the device.
+    with probability p_i (the Gumbel-max trick, 1411.0030, as -log E_i is Gumbel). Three kernels
+    after the softmax; torch.multinomial waits for the device.
     """
     probs = torch.softmax(logits, dim=-1)  # (S, V)
     times = torch.empty_like(probs).exponential_(generator=generator)

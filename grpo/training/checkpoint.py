@@ -34,7 +34,7 @@ from grpo.training.model_card import commit, model_card
 
 DRAFT = ".unfinished"
 OTHERS = "the other ranks' part in RUN_DIR"  # a slow disk may take long
-FADE = 0.8  # from step to step: flat_share is of about five of them
+FADE = 0.8  # from step to step: flat_share is of about 1 / (1 - FADE) = 5 of them
 SAME = ("MODEL", "LORA_RANK", "DTYPE")  # a checkpoint can't be resumed with other values
 
 

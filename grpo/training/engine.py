@@ -79,7 +79,7 @@ def make_engine(c, policy):
     model.shares, model.separable = all(shares), all(separable)
     for note in sorted(set().union(*notes)):
         say(note)
-    optimizer = torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(  # 1711.05101
         [p for p in policy.model.parameters() if p.requires_grad],
         lr=c.LEARNING_RATE,
         betas=c.ADAM_BETAS,

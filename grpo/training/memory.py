@@ -44,7 +44,8 @@ def micro_batch(c):
 
 def layer_parts(m, rows, width, keys, masked):
     """Returns what a layer keeps for its backward, of a norm and of attention."""
-    norm = rows * width * (FP32 + (1 if m.rank else 2) * m.size)  # of a column; float32 there
+    # Of a column: its input, in float32, its output, and what a weight that is trained multiplies
+    norm = rows * width * (FP32 + (1 if m.rank else 2) * m.size)
     attention = attention_bytes(m, rows, width, keys, masked)
     return norm * m.hidden, attention + norm * m.normed
 
@@ -54,13 +55,15 @@ def layer_kept(c, m, rows, width, keys, masked):
     if c.GRADIENT_CHECKPOINTING:
         return m.size * rows * width * m.hidden
     norm, attention = layer_parts(m, rows, width, keys, masked)
-    return 2 * norm + attention + m.size * rows * width * 4 * m.inner
+    mlp = m.size * rows * width * 4 * m.inner  # gate, silu(gate), up, their product
+    return 2 * norm + attention + mlp
 
 
 def layer_backward(m, rows, width, keys, masked):
     """The most that recomputing a layer and its backward hold, at its MLP, norm or attention."""
     tokens = rows * width
     norm, attention = layer_parts(m, rows, width, keys, masked)
+    # At silu(gate) * up: gate, both factors, and the gradients of the product and of both
     mlp = 2 * norm + attention + m.size * tokens * (6 * m.inner + m.hidden)
     at_norm = norm + attention + tokens * m.hidden * (6 * FP32 + 2 * m.size)
     at_attention = norm + 2 * attention + 2 * m.size * tokens * m.hidden

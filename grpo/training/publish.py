@@ -81,7 +81,8 @@ class Publishing:
         self.published = None  # the step of the newest published policy
         self.sender = None
         if inbox and (c.PUBLISH_STEPS or c.REFERENCE_REFRESH_STEPS):
-            # Any group beyond these would be older than MAX_STALENESS before it is trained
+            # A policy is at most PUBLISH_STEPS updates old, and each rollout that waits before a
+            # group adds UPDATES_PER_ROLLOUT: beyond these it would be older than MAX_STALENESS
             rollouts = max(1, (c.MAX_STALENESS - c.PUBLISH_STEPS) // c.UPDATES_PER_ROLLOUT)
             self.sender = PolicySender(
                 inbox.server.copy(),

@@ -61,15 +61,16 @@ def peak_gb(device):
 
 
 def sampler_stats(logps, entropy, sampler_logps):
-    """Returns, per token, how far the trainer's log-probs are from the sampler's; all are (N,)."""
+    """Returns, per token, how far the trainer's log-probs are from the sampler's; all are (N,). Of
+    tokens that the sampler drew, mean k3 estimates KL(sampler || trainer)."""
     gap, surprise = logps - sampler_logps, logps + entropy
     return {
         "mismatch": gap.abs(),
         "sampler_ratio": gap.exp(),
         "sampler_k3": gap.expm1() - gap,
-        # Surprise is how far a log-prob is above its mean, -entropy. A sampler at (1 + x) times
-        # the temperature gives log-probs that differ by x * surprise, to first order: x, the tilt,
-        # is the slope of gap on surprise, in which noise averages out
+        # Ours: surprise is how far a log-prob is above its mean, -entropy. A sampler at (1 + x)
+        # times the temperature gives log-probs that differ by x * surprise, to first order: x, the
+        # tilt, is the slope of gap on surprise, in which noise averages out
         "tilt": gap * surprise,
         "surprise": surprise**2,
     }

@@ -58,7 +58,7 @@ def in_pieces(query, keys, values, mask, scaling, softcap):
     else:
         scores = (query @ keys.transpose(-1, -2)).float()
     scores *= scaling
-    if softcap is not None:
+    if softcap is not None:  # Gemma 2, 2408.00118
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores += mask

@@ -3,7 +3,8 @@
 In a small batch a token's time goes by the number of operations, not their size. Here are half of
 the calls and three quarters of the operations of transformers' layers; what that gains is in
 benchmarks/results/sampling.md. There is one kind of block, that of Llama, Mistral, Qwen2 and Qwen3:
-RMS norm, rotary attention, RMS norm, gated MLP, with a residual around each half.
+RMS norm (1910.07467), rotary attention (2104.09864), RMS norm, gated MLP (2002.05202), with a
+residual around each half.
 
 Symbols: S sequences, H hidden size, A query heads, K key-value heads, D width of a head.
 """
@@ -50,7 +51,8 @@ def norm(module, x):
 
 
 def rotated(x, cos, sin):
-    """Returns x (S, A + K, D) with rotary positions, cos and sin (S, 1, D)."""
+    """Returns x (S, A + K, D) with rotary positions, cos and sin (S, 1, D): with x = (x1, x2), its
+    halves, (x1, x2) cos + (-x2, x1) sin."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], -1)
     return torch.addcmul(x * cos, turned, sin)

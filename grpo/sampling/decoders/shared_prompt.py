@@ -103,7 +103,7 @@ class SharedLayer(DynamicLayer):
         grid = layout.to_grid(query)
         shared, log = attend(grid, *self.prompts, layout.padding, scaling, softcap)
         shared, log = layout.from_grid(shared), layout.from_grid(log[..., None])
-        weight = torch.sigmoid(log - own_log[..., None])
+        weight = torch.sigmoid(log - own_log[..., None])  # exp(log) / (exp(log) + exp(own_log))
         return torch.lerp(own.to(weight.dtype), shared.to(weight.dtype), weight).to(own.dtype)
 
 
