@@ -62,7 +62,8 @@ class Sizes:
 
 # --- A layer, in bytes --------------------------------------------------------------
 def attention_bytes(m, rows, width, keys, masked):
-    """Queries, keys, values and output of attention; a mask makes SDPA repeat the key heads."""
+    """Queries, keys, values and output of attention, and the log-sum of each head's queries in
+    float32; a mask makes SDPA repeat the key heads."""
     mask = m.size * rows * width * keys if masked else 0
     kept = m.size * 2 * rows * (width * m.queries + keys * (m.queries if masked else m.kv))
     return kept + mask + FP32 * rows * width * m.heads
