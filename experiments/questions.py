@@ -157,7 +157,8 @@ QUESTIONS = {
         "Does the KL prevent that a reward is hacked?",
         ("hacked", "hacked0", "hacked02"),
         panels=(ACCURACY, "reward", "kl"),
-        columns=(("reward", "last"), LAST_KL),
+        columns=(("reward", "last"), LAST_KL, ("kl", "max")),
+        logarithmic=("kl",),
     ),
     "std": Question(
         "Does dividing by the std help?",
@@ -170,10 +171,10 @@ QUESTIONS = {
         ("grpo", "dapo", "dr_grpo"),
         panels=("rewards/short/mean", "rewards/long/mean", "rewards/wrong_steps/mean"),
         columns=(
-            ("eval_positive_short", "last"),
-            ("eval_positive_long", "last"),
-            ("rewards/right_steps/mean", "last"),
-            ("rewards/wrong_steps/mean", "last"),
+            ("rewards/short/mean", "mean"),
+            ("rewards/long/mean", "mean"),
+            ("rewards/right_steps/mean", "mean"),
+            ("rewards/wrong_steps/mean", "mean"),
         ),
     ),
     "spikes": Question(
@@ -192,7 +193,9 @@ QUESTIONS = {
     "staleness": Question(
         "What do old samples cost, with and without the correction?",
         ("plain", "stale4", "stale4_raw", "stale16", "stale16_raw"),
+        panels=(ACCURACY, "grad_norm"),
         columns=(LAST_KL, (DIFFERENCE, "mean"), MOST_NORM),
+        logarithmic=("grad_norm",),
     ),
     "flat_groups": Question(
         "Are flat groups kept, skipped or refilled, at equal time?",
@@ -216,7 +219,8 @@ QUESTIONS = {
     "micro_means": Question(
         "Micro-batch means against the step's mean",
         ("dapo", "micro_means"),
-        columns=(LAST_FORMAT, LAST_KL, MOST_NORM),
+        panels=(ACCURACY, "rewards/long/mean"),
+        columns=(("rewards/short/mean", "mean"), ("rewards/long/mean", "mean"), MOST_NORM),
     ),
 }
 
