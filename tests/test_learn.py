@@ -11,9 +11,11 @@ import torch
 from documents import ROOT, TEXT
 
 from docs import learn, learn_pictures
+from grpo.loss import group_advantages, policy_loss, token_weights
 
 PAGE = TEXT["docs/learn.md"]
 NUMBER = r"\d+\.\d+|\d+(?= GB)"
+RESULTS = ("demo.md", "curves.md")
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +41,13 @@ def test_every_block_of_the_page_is_printed(printed):
 
 
 def test_every_number_in_the_text_is_printed_or_has_its_table(printed):
-    """Beside what the script prints: results of the demo, and the constants that it shares with the
-    trainer. Sections of papers and arXiv's numbers are no results."""
+    """Beside what the script prints: what is computed here, results of runs, and the constants that
+    the script shares with the trainer. Sections of papers and arXiv's numbers are no results."""
     prose = re.sub(
         r"```.*?```|\]\([^)]*\)|sec\. [\d.]+\d|\b\d{4}\.\d{5}\b", "", PAGE, flags=re.DOTALL
     )
-    known = set(re.findall(NUMBER, printed + (ROOT / "benchmarks/results/demo.md").read_text()))
+    tables = "".join((ROOT / "benchmarks/results" / name).read_text() for name in RESULTS)
+    known = set(re.findall(NUMBER, " ".join([printed, tables, *arguments()])))
     known |= {str(learn.CLIP_LOW), str(learn.KL_BETA)}
     found = re.findall(rf"(?<![\w.])(?:{NUMBER})", prose.replace("Qwen2.5", ""))
     assert len(found) > 25
@@ -75,6 +78,80 @@ def test_the_page_does_by_hand_what_autograd_does(printed):
         assert by_hand == pytest.approx(slope, abs=1e-4)
     assert row(printed, "loss, the sum over N tokens")[0] == 0  # and yet the policy moved
     assert row(printed, "probability, exp(logp)")[1] > row(printed, "probability, exp(logp)")[0]
+
+
+def mean_square(ps, baselines):
+    """Returns the mean of (R - b)^2 over questions answered right (R = 1) with these chances."""
+    both = zip(ps, baselines, strict=True)
+    return sum(p * (1 - b) ** 2 + (1 - p) * b**2 for p, b in both) / len(ps)
+
+
+def of_eight(right):
+    """Returns the advantages (8,) of a group with so many right ones, without and with the std."""
+    rewards = torch.tensor([1.0] * right + [0.0] * (8 - right))
+    return [group_advantages(rewards, scale_by_std=scaled) for scaled in (False, True)]
+
+
+def arguments():
+    """Yields what the page says of one mean over all prompts, and of the std."""
+    ps = (0.9, 0.1)
+    common = sum(ps) / 2
+    one, own = mean_square(ps, [common] * 2), mean_square(ps, ps)
+    yield f"The common mean is {common:.1f}, and (R − b)² is {one:.2f} on average;"
+    yield f"with each question's own mean it is {own:.2f}"
+    (plain, scaled), (half, half_scaled) = ([a[0] for a in of_eight(right)] for right in (1, 4))
+    yield f"If one of 8 is right, it gets {plain:.3f} without the std and {scaled:.2f} with it;"
+    yield f"if four are, each gets {half:.1f} and {half_scaled:.2f}."
+
+
+def test_the_arguments_for_the_baseline_and_about_the_std():
+    for said in arguments():
+        assert said in " ".join(PAGE.split()), said
+    plain, scaled = (
+        [a.square().sum().item() for a in pair] for pair in zip(*map(of_eight, (1, 4)))
+    )
+    assert plain[0] < plain[1] / 2  # the question that is nearly always wrong counts less,
+    assert scaled == pytest.approx([7, 7], abs=0.01)  # with the std as much
+
+
+def test_the_first_loss_of_a_later_rollout_is_the_kl_alone():
+    """And at the run's first update, where policy and reference are one, the KL does not pull."""
+    lengths = torch.tensor([7, 2, 2, 6])
+    A = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), scale_by_std=True)
+    counts = {"sequences": 4, "tokens": 17, "max_completion_tokens": 8}
+    clips = {"clip_low": learn.CLIP_LOW, "clip_high": learn.CLIP_HIGH}
+    logps = torch.linspace(-2, -0.1, 17, requires_grad=True)
+    for loss_type, cancels in (("grpo", True), ("dapo", False)):
+        w = token_weights(lengths, loss_type=loss_type, **counts)
+        by_token = [values.repeat_interleave(lengths) for values in (A, w)]
+        for ref_logps in (logps.detach(), logps.detach() - 0.5):
+            given = logps, None, ref_logps, *by_token
+            loss, stats = policy_loss(*given, **clips, kl_beta=learn.KL_BETA)
+            kl = learn.KL_BETA * (by_token[1] * stats["kl"]).sum()
+            assert (abs(loss - kl) < 1e-6) == cancels
+            (slope,) = torch.autograd.grad(loss, logps)
+            first = torch.allclose(slope, -by_token[0] * by_token[1])
+            assert first == bool((ref_logps == logps).all())
+
+
+def test_what_a_first_token_lost_went_to_its_rivals():
+    """`12` was not sampled and rose, but its first token got less than half of what `2` lost."""
+    model, tokenizer, prompt = learn.start()
+    completions = learn.sample(model, tokenizer, prompt)
+
+    def firsts():
+        with torch.no_grad():
+            probs = model(torch.tensor([prompt])).logits[0, -1, : len(tokenizer)].softmax(-1)
+        return [probs[tokenizer(text)["input_ids"][0]].item() for text in "217"]
+
+    before = firsts()
+    A = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), scale_by_std=True)
+    lengths = torch.tensor([len(c.ids) for c in completions])
+    counts = {"sequences": 4, "tokens": 17, "max_completion_tokens": 8}
+    w = token_weights(lengths, loss_type="grpo", **counts)
+    learn.train(model, tokenizer, prompt, completions, A, w)
+    two, one, seven = (after - b for after, b in zip(firsts(), before, strict=True))
+    assert one > 0 and seven > one and one < -two / 2 and abs(two + one + seven) < 1e-3
 
 
 # --- Pictures -----------------------------------------------------------------------------
