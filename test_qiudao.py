@@ -118,14 +118,14 @@ def test_2_a_one_that_has_a_gradient():
 
 def test_3_the_loss_is_zero_and_the_model_learns():
     """3. The first loss is 0 and the model learns; where it is not 0, it means as little.
-    At the first update r = 1, so the loss is -sum w A. With LOSS_TYPE "grpo" each completion has
-    sum w = 1/G, and advantages sum to 0: so does the loss, for a good model and for a bad one. In
-    the gradient, -sum w A d logp, each A has a factor of its own. The group below has each token as
-    often as p says: minus the gradient of lesson 1, and an SGD step of rate 1 raises E[R]. With
+    At the first update r = 1: the loss, KL aside, is -sum w A. With LOSS_TYPE "grpo" each
+    completion has sum w = 1/G, and advantages sum to 0: so does the loss, be the model good or bad.
+    In the gradient, -sum w A d logp, each A has a factor of its own. The group below has each token
+    as often as p says: minus the gradient of lesson 1, and an SGD step of rate 1 raises E[R]. With
     "dapo" (w = 1/N) and unequal lengths, or if MASK_TRUNCATED drops one, the A do not cancel.
     ---
     3. 首次 loss 是 0，模型却在学；loss 不是 0 时，同样说明不了什么。
-    首次更新时 r = 1，loss 就是 -sum w A。LOSS_TYPE 为 "grpo" 时，每条回答的 sum w 都是
+    首次更新时 r = 1，不计 KL，loss 就是 -sum w A。LOSS_TYPE 为 "grpo" 时，每条回答的 sum w 都是
     1/G，而组内 advantage 之和为 0：不论模型好坏，loss 都是 0。梯度 -sum w A d logp 里，每个 A 乘的
     d logp 各不相同。下面这组里各 token 的次数恰好符合 p：梯度是第 1 课梯度的相反数，以学习率 1 走一
     步 SGD，E[R] 上升。用 "dapo"（w = 1/N）且长度不等，或 MASK_TRUNCATED 去掉一条，A 就不再抵消。"""
@@ -152,16 +152,19 @@ def test_4_the_baseline():
     E[b d log p_o] = b sum d p_o = b d 1 = 0: subtracting b leaves the mean gradient as it was. Not
     the variance: b = E[R] cuts it to a third, and if all answers earn 9 more, it is 15.7 without b,
     and with b as before. The group's mean holds the completion's own R, so 1/G of each push is
-    taken back; the mean of the others (RLOO) has no such factor. Below are all 81 groups of G = 4,
-    by probability: no chance is left. By hand: s = d log p; p |s|^2 = 3/16 for token 0, 7/32 for
-    the others; |E[R s]|^2 = 1/8. The last variance is that of a sample covariance of R and s.
+    taken back; the mean of the others (RLOO) has no such factor.
+    Below all 81 groups of G = 4 count, each by its probability. The variances by hand: token o
+    pushes by R s, s = d log p_o. From its mean square, sum p R^2 |s|^2 with p |s|^2 = 3/16 for
+    token 0 and 7/32 for the others, take |E[R s]|^2 = 1/8, and divide by G. (RLOO's estimate is the
+    sample covariance of R and s; its variance is the textbook formula.)
     ---
     4. baseline 不改变方向，却省样本；用组内均值，代价是系数 (G - 1)/G。
     E[b d log p_o] = b sum d p_o = b d 1 = 0：减去 b，梯度的期望不变，方差却不同。b = E[R] 使方差降
     到三分之一；若每条回答都多得 9 分，没有 b 时方差是 15.7，有 b 时不变。组内均值含有样本自己的 R，
-    推力被抵掉 1/G；用其余样本的均值（RLOO）则没有这个系数。下面列举 G = 4 的全部 81 种组并按概率加
-    权，没有随机误差。手算：s = d log p；p |s|^2 在 token 0 为 3/16，其余为 7/32；|E[R s]|^2 = 1/8。
-    最后一个方差，就是 R 与 s 的样本协方差的方差。"""
+    推力被抵掉 1/G；用其余样本的均值（RLOO）则没有这个系数。
+    下面列举 G = 4 的全部 81 种组，按概率加权。方差的手算：token o 的推力是 R s，s = d log p_o。其
+    平方的均值是 sum p R^2 |s|^2，其中 p |s|^2 在 token 0 为 3/16，另两个各为 7/32；减去均值的平方
+    |E[R s]|^2 = 1/8，再除以 G。（RLOO 的估计就是 R 与 s 的样本协方差，其方差用教科书上的公式。）"""
     logits, logp = policy()
     p, groups = logp.detach().exp(), torch.cartesian_prod(*[torch.arange(3)] * 4)  # (81, G)
     scores = torch.stack([gradient(logp[o], logits) for o in range(3)])[groups]  # (81, G, 3)
@@ -210,15 +213,19 @@ def test_6_three_estimates_of_the_kl():
     The reference is (1/4, 1/2, 1/4): d = ref_logp - logp = (-log 2, log 2, 0). k1 = -d has the mean
     KL by definition, k2 = d^2 / 2 nearly; k3 = exp(d) - d - 1 adds exp(d) - 1 to k1, with the mean
     sum ref - 1 = 0. Gradients differ, as autograd sees a sample's value, not how p draws it. The
-    KL's is E[-d s], s = d log p. k1 has s, of mean 0: no penalty. k2 has -d s: exact. k3 has
-    (1 - exp(d)) s, of mean p - ref: near, and 0 at the same place. k3 r (UNBIASED_KL) has -d s.
+    KL's is E[-d s], s = d log p. What autograd gets from a sample of each:
+    - k1: s, of mean 0: no penalty
+    - k2, and k3 r (UNBIASED_KL): -d s, the KL's gradient
+    - k3: (1 - exp(d)) s, of mean p - ref: near the KL's gradient, and 0 where that is 0
     ---
     6. k3 是 KL 的无偏估计，方差又小；但它的梯度不是 KL 梯度的无偏估计。
     reference 为 (1/4, 1/2, 1/4)：d = ref_logp - logp = (-log 2, log 2, 0)。k1 = -d 的均值按定义就是
     KL，k2 = d^2 / 2 略有偏差；k3 = exp(d) - d - 1 比 k1 多 exp(d) - 1，其均值为 sum ref - 1 = 0。
     梯度则不同，因为 autograd 只看到样本的值，看不到 p 怎样采样。KL 的梯度是 E[-d s]，s = d log p。
-    k1 给出 s，均值 0，等于没有惩罚；k2 给出 -d s，恰好正确；k3 给出 (1 - exp(d)) s，均值 p - ref：
-    接近，且在同一处为 0。k3 r（UNBIASED_KL）给出 -d s。"""
+    autograd 从每个样本得到的梯度：
+    - k1：s，均值为 0：等于没有惩罚
+    - k2，以及 k3 r（UNBIASED_KL）：-d s，就是 KL 的梯度
+    - k3：(1 - exp(d)) s，均值 p - ref：接近 KL 的梯度，且在同一处为 0"""
     logits, logp = policy()
     p, ref = logp.exp().detach(), torch.tensor([0.25, 0.5, 0.25]).log()
     kl, exact = (logp.exp() * (logp - ref)).sum(), "[3/8 * log(2), -5/16 * log(2), -1/16 * log(2)]"
@@ -305,56 +312,70 @@ def test_8_accumulation():
 
 
 def test_9_train_what_was_drawn():
-    """9. Train all that was drawn, as it was drawn: a masked EOS, another temperature.
-    A baseline is free as E[d log p] = 0: by the distribution that drew, of all that it drew. If
-    either fails, the gradient depends on b. A policy writes a word w or EOS, 1/2 each, at most two
-    tokens: "EOS", "w EOS", "w w" (truncated), with R = 1, 1, 0. By EOS's logit the slope of logp is
-    1/2 for EOS, -1/2 for w. Mask EOS, as `ids != pad` does where pad is EOS, and stopping, which is
-    rewarded, is unlearned if b = 0. Draw at tau = 1/2 and train at tau = 1, and equal rewards push
-    by q - p: a sharper policy, for no merit.
+    """9. Train what was drawn, as it was drawn: (a) no token left out, (b) the same temperature.
+    A baseline is free as E[d log p] = 0. This needs two things: every sampled token, and log-probs
+    of the distribution that was sampled. If one is missing, the gradient depends on b.
+    (a) A policy writes a word w or EOS, 1/2 each, at most two tokens: "EOS", "w EOS" and "w w",
+    which is truncated; R = 1, 1, 0. The slope of logp by EOS's logit is 1/2 for EOS, -1/2 for w.
+    Mask EOS, as `ids != pad` does where pad is EOS, and nothing rewards stopping itself: with b = 0
+    it is unlearned. With b = 3/4, the mean of R, it is still learned, as "w w" is pushed down.
+    MASK_TRUNCATED, the default, leaves out "w w": its reward is that of an unfinished text. The
+    price is a bias, too: no gradient shortens what was cut, and a quarter of the slope is left. (If
+    EOS is masked as well, its sign turns.) Set it to False where answers grow too long.
+    (b) Drawn at tau = 1/2 and trained at tau = 1, equal rewards push by q - p: a sharper policy.
     ---
-    9. 采到什么就训练什么，怎么采就怎么训练：EOS 被 mask，temperature 不一致。
-    baseline 不引入偏差，是因为 E[d log p] = 0：须按采样的分布、对采到的全部 token 求均值，否则梯度
-    与 b 有关。设 policy 以 1/2 的概率写词 w 或 EOS，最多两个 token："EOS"、"w EOS"、"w w"（截断），
+    9. 采到什么就训练什么，怎么采就怎么训练：(a) 一个 token 也不漏，(b) temperature 要一致。
+    baseline 不引入偏差，是因为 E[d log p] = 0。这要求两点：采到的每个 token 都在内；对数概率取自采
+    样所用的分布。缺一点，梯度就与 b 有关。
+    (a) 设 policy 以 1/2 的概率写词 w 或 EOS，最多两个 token："EOS"、"w EOS"，以及被截断的 "w w"；
     R = 1、1、0。logp 对 EOS 的 logit 的斜率：EOS 为 1/2，w 为 -1/2。pad 就是 EOS 时，`ids != pad`
-    会 mask 掉 EOS：停下来明明有 reward，b = 0 时却越学越停不下来。再看用 tau = 1/2 采样、用
-    tau = 1 训练：reward 全都相同，仍有 q - p 的推力：分布变尖，与好坏无关。"""
+    会 mask 掉 EOS，就没有什么直接奖励“停下来”：b = 0 时越学越停不下来；b 取 R 的均值 3/4 时仍学得
+    会，因为 "w w" 被往下压。MASK_TRUNCATED（默认开启）去掉 "w w"：它的 reward 是给没写完的文本的。
+    这同样带来偏差：没有梯度去缩短被截断的回答，斜率只剩四分之一。（再 mask 掉 EOS，符号就反了。）
+    回答过长时，把它设为 False。
+    (b) 用 tau = 1/2 采样、用 tau = 1 训练：reward 全都相同，仍有 q - p 的推力：分布平白变尖。"""
     eos = torch.zeros(2, requires_grad=True)  # logits of w and EOS
     ids, ends = torch.tensor([1, 0, 1, 0, 0]), torch.tensor([1.0, 1, 1, 0, 0])  # R, by token
     chance = torch.tensor([1 / 2, 1 / 4, 1 / 4, 1 / 4, 1 / 4])  # of the token's completion
+    no_eos, no_ww = chance * (ids == 0), chance * ends
     for name, weights, b, by_hand in [
         ("all, b = 0", chance, 0, "1/2 * 1/2 + 1/4 * (-1/2 + 1/2)"),
         ("all, b = 3/4", chance, 3 / 4, "1/2 * 1/4 * 1/2 + 1/4 * -3/4 * (-1/2 - 1/2)"),
-        ("EOS masked, b = 0", chance * (ids == 0), 0, "1/4 * -1/2"),
-        ("EOS masked, b = 3/4", chance * (ids == 0), 3 / 4, "1/4 * 1/4 * -1/2 + 1/4 * 3/4"),
+        ("no EOS, b = 0", no_eos, 0, "1/4 * -1/2"),
+        ("no EOS, b = 3/4", no_eos, 3 / 4, "1/4 * 1/4 * -1/2 + 1/4 * 3/4"),
+        ('no "w w", b = 3/4', no_ww, 3 / 4, "1/2 * 1/4 * 1/2 + 1/4 * 1/4 * (-1/2 + 1/2)"),
+        ('no "w w", no EOS, b = 3/4', no_ww * (ids == 0), 3 / 4, "1/4 * 1/4 * -1/2"),
     ]:
         loss, _ = policy_loss(eos.log_softmax(0)[ids], None, None, ends - b, weights, **CLIPS)
-        check(f"{name}, slope by EOS's logit", gradient(-loss, eos)[1], by_hand)
+        check(f"(a) {name}, slope by EOS's logit", gradient(-loss, eos)[1], by_hand)
     logits, logp = policy()
     cold = linear_logps(logits.expand(3, 3), None, torch.arange(3), temperature=0.5)
     q, ones = cold.detach().exp(), torch.ones(3)
-    check("q, drawn at tau = 1/2", q, "[2**2 / 6, 1/6, 1/6]")
+    check("(b) q, drawn at tau = 1/2", q, "[2**2 / 6, 1/6, 1/6]")
     same, _ = policy_loss(cold, None, None, ones, q, **CLIPS)
     other, _ = policy_loss(logp, None, None, ones, q, **CLIPS)
-    check("all R = 1, trained at tau = 1/2", gradient(-same, logits), "[4/6-4/6, 1/6-1/6, 1/6-1/6]")
-    check("all R = 1, trained at tau = 1", gradient(-other, logits), "[4/6-1/2, 1/6-1/4, 1/6-1/4]")
+    check("(b) R = 1, trained at tau = 1/2", gradient(-same, logits), "[4/6-4/6, 1/6-1/6, 1/6-1/6]")
+    check("(b) R = 1, trained at tau = 1", gradient(-other, logits), "[4/6-1/2, 1/6-1/4, 1/6-1/4]")
 
 
 def test_10_detach_makes_a_target():
-    """10. Beyond GRPO: `detach` makes a target, here that of Q-learning.
-    Q(s, a) estimates the reward still to come after action a in state s. It is fitted to the target
-    r + gamma max Q(s', .), which contains the very Q that is fitted. If it is too high, the error
-    shrinks in two ways: raise the estimate for now, or lower the one for the future. Autograd does
-    both. But the future is the evidence, and evidence must not be edited until it agrees: detach it
-    (the semi-gradient; Sutton and Barto, section 9.3). With r = 1 and gamma = 1/2 the target is
-    1 + 1/2 * 4 = 3, against Q(s, a) = 2; the loss is half the squared error.
+    """10. Beyond GRPO, for the curious: `detach` makes a target, here that of Q-learning.
+    Q(s, a) estimates all reward still to come after action a in state s. The action earns r and
+    leads to the next state, s'; the best that can follow there is max Q(s', .), and as it comes
+    later it counts gamma times, gamma < 1. So Q(s, a) is fitted to the target
+    r + gamma max Q(s', .), which contains the very Q that is fitted. If the target is higher, the
+    error shrinks in two ways: raise the estimate for now, or lower the one for the future. Autograd
+    does both. But the future is the evidence, and evidence must not be edited until it agrees:
+    detach it (called a semi-gradient; Sutton and Barto, 2nd edition, section 9.3). With r = 1 and
+    gamma = 1/2 the target is 1 + 1/2 * 4 = 3; Q(s, a) = 2; the loss is half the squared error.
     ---
-    10. GRPO 之外：用 `detach` 做出拟合的 target，以 Q-learning 为例。
-    Q(s, a) 估计在状态 s 采取动作 a 之后还能得到的 reward，它要拟合的 target 是
-    r + gamma max Q(s', .)，其中又含有正在拟合的 Q。target 偏高时，缩小误差有两条路：抬高现在的估
+    10. GRPO 之外，供有兴趣的读者：用 `detach` 做出拟合的 target，以 Q-learning 为例。
+    Q(s, a) 估计在状态 s 采取动作 a 之后还能得到的全部 reward。动作 a 得到 r，进入下一个状态 s'；此
+    后最多还能得到 max Q(s', .)，因为来得晚，要乘以折扣因子 gamma < 1。所以 Q(s, a) 要拟合的 target
+    是 r + gamma max Q(s', .)，其中又含有正在拟合的 Q。target 偏高时，缩小误差有两条路：抬高现在的估
     计，或压低未来的估计。autograd 两条都走。可是未来是证据，不能为了自圆其说去改证据：所以要 detach
-    （semi-gradient；Sutton 和 Barto，9.3 节）。设 r = 1、gamma = 1/2：target 是 1 + 1/2 * 4 = 3，
-    而 Q(s, a) = 2；loss 是误差平方的一半。"""
+    （称为 semi-gradient，半梯度；Sutton 和 Barto，第 2 版，9.3 节）。设 r = 1、gamma = 1/2：target
+    是 1 + 1/2 * 4 = 3，而 Q(s, a) = 2；loss 是误差平方的一半。"""
     now = torch.tensor(2.0, requires_grad=True)  # Q(s, a)
     future = torch.tensor([1.0, 4.0], requires_grad=True)  # Q(s', .) of two actions
     target = 1 + future.max() / 2
