@@ -93,14 +93,14 @@ OUTCOME = None  # the reward that says right (> 0) or wrong: accuracy, flat grou
 REWARD_WEIGHTS = None  # a dict of weights by reward (reward_weights); None: the task's
 
 # --- Loss ---------------------------------------------------------------------------
-LOSS_TYPE = "grpo"  # divides tokens by: their sequence's (grpo), all (dapo), a constant (dr_grpo)
+LOSS_TYPE = "grpo"  # a token weighs 1 over: length (grpo), all tokens (dapo), constant (dr_grpo)
 ADVANTAGE_STD = True  # False: centred only, without the bias to easy and hard prompts (Dr. GRPO)
-CLIP_LOW = 0.2  # the ratio has no gradient below 1 - CLIP_LOW ... (epsilon)
-CLIP_HIGH = 0.2  # ... and above 1 + CLIP_HIGH; 0.28 leaves rare tokens more room (epsilon_high)
+CLIP_LOW = 0.2  # A < 0: no gradient where the ratio is below 1 - CLIP_LOW (epsilon)
+CLIP_HIGH = 0.2  # A > 0: none above 1 + CLIP_HIGH; 0.28: more room for rare tokens (epsilon_high)
 KL_BETA = 0.04  # weight of the KL to the reference; 0 needs no reference and no server (beta)
 UNBIASED_KL = False  # the KL's estimate times the ratio, for an unbiased gradient (DeepSeek-V3.2)
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
-RATIO_LEVEL = "token"  # or "sequence" (GSPO; CLIP_LOW and CLIP_HIGH are then some 1e-4)
+RATIO_LEVEL = "token"  # or "sequence" (GSPO; CLIP_LOW and CLIP_HIGH are 3e-4 and 4e-4 there)
 IS_CAP = 2.0  # truncated importance sampling: cap on p_trainer / p_sampler; 0: off
 UPDATES_PER_ROLLOUT = 1  # on each rollout: the paper's mu; clipping acts from 2 (num_iterations)
 

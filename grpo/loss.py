@@ -55,7 +55,8 @@ def token_weights(lengths, *, loss_type, sequences, tokens, max_completion_token
         # Mean over sequences of the mean over tokens (DeepSeekMath, eq. 3): a token weighs less in
         # a long completion than in a short one.
         denominator = sequences * lengths.float().clamp(min=1)
-    elif loss_type == "dapo":  # mean over all tokens of the step (DAPO, 2503.14476, eq. 8)
+    elif loss_type == "dapo":
+        # Mean over all tokens: the step's, as in TRL; in DAPO (2503.14476, eq. 8) a group's
         denominator = max(tokens, 1)
     elif loss_type == "dr_grpo":  # a constant, whatever the lengths (Dr. GRPO, sec. 3.2)
         denominator = sequences * max_completion_tokens
@@ -102,7 +103,8 @@ def policy_loss(
     Why the min: a token whose r has left the range in the direction that A wants went far enough
     and gets no gradient; in the other direction it keeps all of it, to come back (PPO, 1707.06347).
     Why k3: for tokens drawn from the policy both k3 and -d average to KL(policy || reference); k3
-    is never negative and has less variance (Schulman, joschu.net/blog/kl-approx.html).
+    is never negative, and has less variance where the two are near (Schulman,
+    joschu.net/blog/kl-approx.html).
 
     All tensors are float32 of one shape. `logps` are the policy's, and alone get a gradient.
     `old_logps` None means logps.detach(): r is 1, and its gradient is that of logp. `ref_logps` may
@@ -110,7 +112,8 @@ def policy_loss(
     where the clip stopped the gradient, clip_low and clip_high. Options:
 
     objective="cispo"  sg(clip(r)) A logp for the min, where sg stops the gradient: no token loses
-                       its own (MiniMax-M1, 2506.13585, eq. 4 and 5; there clip_low is 1)
+                       its own (MiniMax-M1, 2506.13585, eq. 4 and 5; there r has no lower bound,
+                       and the mean is that of loss_type dapo)
     unbiased_kl        k3 times r, whose gradient is the KL's own, r (logp - ref) (DeepSeek-V3.2,
                        2512.02556, sec. 3.1)
     is_cap             truncated importance sampling, for a sampler that computes other log-probs

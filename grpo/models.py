@@ -50,7 +50,7 @@ def own_device():
     """Returns "cuda:N", or "xpu:N" and the like, N this process's LOCAL_RANK; "cpu" where there is
     no accelerator.
 
-    Turns off cuDNN's attention: masked, its backward gives NaN (pytorch #196678, trl #7181), and
+    Turns off cuDNN's attention: masked, its backward can give NaN (pytorch #196678, trl #7181), and
     on B200 it decodes wrongly (pytorch #193893). Raises SystemExit if torch, built for CUDA, can't
     use the GPU: training would run on the CPU for weeks, unnoticed.
     """

@@ -38,7 +38,7 @@ def mean_interval(shares):
 
 def pass_at_k(samples, right, k):
     """Returns the chance that at least one of k samples is right, estimated without bias from
-    `right` of `samples` (Chen et al. 2021, 2107.03374, eq. 1): 1 - C(n - c, k) / C(n, k).
+    `right` of `samples` (Chen et al. 2021, 2107.03374): 1 - C(n - c, k) / C(n, k).
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
     (0.25, 0.5, 1.0)

@@ -1,4 +1,4 @@
-"""Any prompts, and a reward for the length alone: TRL's first example with GRPO, on TL;DR posts.
+"""Any prompts, and a reward for the length alone: until late 2025 TRL's first example, on TL;DR.
 
 Nothing here can be right or wrong, so the reward is a distance: a task for trying out a setup, on
 prompts of one's own. DATA may be a JSONL file with a "prompt" in each line.
@@ -22,9 +22,9 @@ def messages(item):
 
 
 def rewards(item, completion):
-    """Returns the sole reward, which is the OUTCOME, too: minus the distance to TARGET, as in TRL,
-    and TOLERANCE more. That changes no advantage, as a group's mean is subtracted; but above 0 is
-    then right, and accuracy says how many are near enough."""
+    """Returns the sole reward, which is the OUTCOME, too: minus the distance to TARGET, as there
+    (TRL 0.15; 20 characters), and TOLERANCE more. That changes no advantage, as a group's mean is
+    subtracted; but above 0 is then right, and accuracy says how many are near enough."""
     return {"length": TOLERANCE - abs(len(completion) - TARGET)}
 
 

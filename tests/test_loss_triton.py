@@ -328,7 +328,7 @@ LOGITS = {
 
 @pytest.mark.parametrize("name", LOGITS)
 def test_logps_of_logits(engine, name):
-    """A log-prob above 0 turned the rewards of verl's issue 2656 to nothing: see check_logps."""
+    """A fused kernel's wrong log-probs ended the rewards of verl's issue 2656: see check_logps."""
     torch.manual_seed(0)
     with torch.device(engine.device):
         logits = LOGITS[name]()

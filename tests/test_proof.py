@@ -18,7 +18,7 @@ def proof_by(policy):
 
 
 def test_the_same_weights_prove_it_and_others_do_not(tiny):
-    """simple_GRPO's vLLM process sampled with the initial weights, without a word."""
+    """simple_GRPO hides a load that failed behind a bare except: its old weights sample on."""
     trainer = tiny_policy(tiny, drift=0.02)
     record = {"version": 7, "proof": proof_by(trainer)}
     assert len(record["proof"]["logps"]) == 20 + 64 - 4  # as many as may be

@@ -65,7 +65,7 @@ def test_a_rollout_without_a_server(alone, monkeypatch):
 
 
 def test_spread_is_of_groups_for_the_total_and_of_completions_for_a_reward(alone, monkeypatch):
-    """As in TRL, with n - 1: reward_std is the mean of the groups' own."""
+    """With n - 1. reward_std is the mean of the groups' own; TRL's, since 0.27, is over all."""
     monkeypatch.setattr(trainer, "KL_BETA", 0)
     _, metrics = take_step(None, [MIXED, ALL_WRONG, MIXED, MIXED])
     of_groups = [stdev([1, -3])] * 3 + [stdev([-2 + 1.25, -3])]

@@ -3,7 +3,7 @@
 Rank 0 publishes the weights as a safetensors file, and a record (grpo.serving.policies) with a
 proof: the log-probs that the trainer gives to a completion of its own. A worker computes the same
 with the weights that it has loaded, and refuses to sample if they differ by more than rounding.
-(simple_GRPO's vLLM process silently kept the initial weights.)
+(In simple_GRPO a bare except hides a failed load: the sampler then keeps its old weights.)
 """
 
 import tempfile
