@@ -8,6 +8,7 @@ a case's constants in runs/curves/CASE, and have seed 0. In two cases a defect t
 not allow is put into it (experiments/defects.py).
 """
 
+import math
 import platform
 import subprocess
 import sys
@@ -44,7 +45,7 @@ CASES = {
 PANELS = {  # metric: title
     "accuracy": "accuracy (circles: greedy)",
     "reward": "reward",
-    "kl": "kl",
+    "kl": "kl (above 0.01: logarithmic)",
     "entropy": "entropy",
     "completions/mean_length": "completions/mean_length",
     "completions/clipped_ratio": "completions/clipped_ratio",
@@ -69,9 +70,10 @@ def draw(name):
     for (metric, title), ax in zip(PANELS.items(), figure.subplots(3, 3).flat, strict=True):
         for run, color in {"healthy": "silver", name: "tab:red"}.items():
             color = "tab:blue" if name == "healthy" else color
-            for one, style in {metric: "-", f"eval_{metric}": "o"}.items():
-                if points := values(records_of(RUNS / run), one):
-                    ax.plot(*zip(*points, strict=True), style, color=color, lw=1, ms=5)
+            records = records_of(RUNS / run)
+            ax.plot(*line_of(records, metric), ".-", color=color, lw=1, ms=2)
+            if points := values(records, f"eval_{metric}"):
+                ax.plot(*zip(*points, strict=True), "o", color=color, ms=5)
         ax.set_title(title, fontsize=9)
         ax.tick_params(which="both", labelsize=7)
         ax.grid(alpha=0.3)
@@ -79,11 +81,20 @@ def draw(name):
             ax.set_ylim(-0.04, 1.04)
         if metric in LOGARITHMIC:
             ax.set_yscale("log")
+        if metric == "kl":  # it begins at 0
+            ax.set_yscale("symlog", linthresh=0.01)
     stored = io.BytesIO()
     figure.savefig(stored, dpi=100)
     PICTURES.mkdir(exist_ok=True)
     image = Image.open(stored).convert("RGB").quantize(64)
     image.save(PICTURES / f"{name}.png", optimize=True)
+
+
+def line_of(records, metric):
+    """Returns ([step], [value]) of a metric; NaN, a gap in the line, at steps without it."""
+    steps = [record for record in records if "seconds" in record]  # the others are evaluations
+    found = [math.nan if r.get(metric) is None else r[metric] for r in steps]
+    return [record["step"] for record in steps], found
 
 
 def table(name):
