@@ -74,7 +74,8 @@ def linear_logps(hidden, head, ids, *, temperature=1.0, vocab_size=None, entropy
     (..., V') are the logits themselves, for models whose head is more than a matrix.
     With `entropy`, returns (logps, entropy): that of the distribution, in nats, detached.
     Why `vocab_size`: a sampler never draws the padding of the embedding; the softmax leaves it out.
-    Why float32, whatever the dtype: bf16 log-probs are up to 1.6 % off in the ratio of the loss.
+    Why float32, whatever the dtype: bf16 rounds a log-prob between -4 and -8 by up to 0.016, which
+    is 1.6 % in the ratio of the loss, and those below -8 by twice that and more.
     """
     logits = hidden if head is None else hidden @ head.T  # (..., V')
     exact = torch.promote_types(logits.dtype, torch.float32)
@@ -101,10 +102,11 @@ def policy_loss(
     Why r: the tokens were sampled by an old policy; r reweighs them to the one that is trained. At
     a rollout's first update, on-policy, the two are the same, and r is 1.
     Why the min: a token whose r has left the range in the direction that A wants went far enough
-    and gets no gradient; in the other direction it keeps all of it, to come back (PPO, 1707.06347).
+    and gets no gradient; in the other direction its slope stays r A, smaller for a good token that
+    became rare, larger for a bad one that became likely (PPO, 1707.06347).
     Why k3: for tokens drawn from the policy both k3 and -d average to KL(policy || reference); k3
     is never negative, and has less variance where the two are near (Schulman,
-    joschu.net/blog/kl-approx.html).
+    joschu.net/blog/kl-approx.html); far apart it can have more, as exp(d) is unbounded.
 
     All tensors are float32 of one shape. `logps` are the policy's, and alone get a gradient.
     `old_logps` None means logps.detach(): r is 1, and its gradient is that of logp. `ref_logps` may
@@ -121,7 +123,8 @@ def policy_loss(
                        min(exp(old_logp - sampler_logp), is_cap); 0: off
                        (Yao et al. 2025, fengyao.notion.site/off-policy-rl)
     ratio_cap          the min's r is at most this, for old_logps of a sampler that may be far off:
-                       r A is unbounded where A < 0 (INTELLECT-2, 2505.07291); 0: off
+                       r A is unbounded where A < 0 (INTELLECT-2, 2505.07291); beyond it a token
+                       with A < 0 has no gradient, and is not in clip_high; 0: off
     sequences          the number of each token's sequence, int64: r is then the sequence's, exp of
                        the mean of its logp - old_logp (GSPO, 2507.18071, eq. 7); k3's r stays
     """
