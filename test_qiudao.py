@@ -92,15 +92,15 @@ def test_2_a_one_that_has_a_gradient():
     """2. exp(logp - logp.detach()) is always 1, and yet its gradient is that of logp.
     `detach` keeps a value and cuts the path: autograd sees a constant. So x * x has the slope 2x,
     x * x.detach() only x. Likewise the gradient of exp(logp - c) is exp(logp - c) = 1 times that of
-    logp; times an advantage A this is lesson 1. So the first update on a rollout needs no second
-    forward pass: without old_logps, policy_loss detaches logp itself. Forget the `detach`, and
-    logp - logp is 0 everywhere: the ratio is 1, nothing looks wrong, and nothing ever learns.
+    logp; times an advantage A this is lesson 1. So a rollout's first update needs no second forward
+    pass: without old_logps, policy_loss detaches logp itself. Forget the `detach`, and logp - logp
+    is 0: the ratio is 1, as it should be; only grad_norm, 0, shows that nothing learns.
     ---
     2. exp(logp - logp.detach()) 恒等于 1，梯度却是 logp 的梯度。
     `detach` 保留数值、切断反向传播：autograd 只看到常数。所以 x * x 的斜率是 2x，而 x * x.detach()
     只有 x。同理，exp(logp - c) 的梯度是 exp(logp - c) = 1 乘以 logp 的梯度；再乘以 advantage A，就
     是第 1 课。因此每个 rollout 的首次更新不必多做一次 forward：没有 old_logps 时，policy_loss 自己
-    detach logp。忘了 `detach`，logp - logp 处处为 0：ratio 照样是 1，看不出异常，却什么也学不到。
+    detach logp。忘了 `detach`，logp - logp 是 0：ratio 是 1，没有错；只有 grad_norm 为 0 露了馅。
     """
     x = torch.tensor(3.0, requires_grad=True)
     check("d(x * x)/dx", gradient(x * x, x), "2 * 3")
@@ -148,52 +148,52 @@ def test_3_the_loss_is_zero_and_the_model_learns():
 
 
 def test_4_the_baseline():
-    """4. A baseline keeps the direction and saves samples; the group's own mean costs (G - 1)/G.
+    """4. A baseline keeps the direction, and a good one saves samples.
     E[b d log p_o] = b sum d p_o = b d 1 = 0: subtracting b leaves the mean gradient as it was. Not
-    the variance: b = E[R] cuts it to a third, and if all answers earn 9 more, it is 15.7 without b,
-    and with b as before. The group's mean holds the completion's own R, so 1/G of each push is
-    taken back; the mean of the others (RLOO) has no such factor.
-    Below all 81 groups of G = 4 count, each by its probability. The variances by hand: token o
-    pushes by R s, s = d log p_o. From its mean square, sum p R^2 |s|^2 with p |s|^2 = 3/16 for
-    token 0 and 7/32 for the others, take |E[R s]|^2 = 1/8, and divide by G. (RLOO's estimate is the
-    sample covariance of R and s; its variance is the textbook formula.)
+    the noise, variance / |mean|^2, which sets the samples needed: b = E[R] cuts it to a third; if
+    all answers earn 9 more, it is 125.6 without b, and with b as before. The group's mean holds the
+    completion's own R: 1/G of each push is taken back; the noise is RLOO's (mean of the others).
+    Below, all 81 groups of G = 4, each by its probability. By hand: token o pushes by (R - b) s,
+    s = d log p_o; p |s|^2 is 3/16 for token 0, 7/32 for the others; |E[R s]|^2 = 1/8; the noise is
+    (E[(R - b)^2 |s|^2] / (1/8) - 1) / G. (RLOO: a sample covariance; Var R = 1/2, E|s|^2 = 5/8.)
     ---
-    4. baseline 不改变方向，却省样本；用组内均值，代价是系数 (G - 1)/G。
-    E[b d log p_o] = b sum d p_o = b d 1 = 0：减去 b，梯度的期望不变，方差却不同。b = E[R] 使方差降
-    到三分之一；若每条回答都多得 9 分，没有 b 时方差是 15.7，有 b 时不变。组内均值含有样本自己的 R，
-    推力被抵掉 1/G；用其余样本的均值（RLOO）则没有这个系数。
-    下面列举 G = 4 的全部 81 种组，按概率加权。方差的手算：token o 的推力是 R s，s = d log p_o。其
-    平方的均值是 sum p R^2 |s|^2，其中 p |s|^2 在 token 0 为 3/16，另两个各为 7/32；减去均值的平方
-    |E[R s]|^2 = 1/8，再除以 G。（RLOO 的估计就是 R 与 s 的样本协方差，其方差用教科书上的公式。）"""
+    4. baseline 不改变方向，取得好就省样本。
+    E[b d log p_o] = b sum d p_o = b d 1 = 0：减去 b，梯度的期望不变。变的是噪声（方差 / |期望
+    |^2），它决定要多少样本：b = E[R] 使它降到三分之一；若每条回答都多得 9 分，没有 b 时它是 125.6，
+    有 b 时不变。组内均值含有样本自己的 R，推力被抵掉 1/G，噪声则与 RLOO（用其余样本的均值）相同。
+    下面列举 G = 4 的全部 81 种组，按概率加权。手算：token o 的推力是 (R - b) s，s = d log p_o；
+    p |s|^2 在 token 0 为 3/16，另两个各为 7/32；|E[R s]|^2 = 1/8；噪声是
+    (E[(R - b)^2 |s|^2] / (1/8) - 1) / G。（RLOO 的取自样本协方差：Var R = 1/2，E|s|^2 = 5/8。）"""
     logits, logp = policy()
     p, groups = logp.detach().exp(), torch.cartesian_prod(*[torch.arange(3)] * 4)  # (81, G)
     scores = torch.stack([gradient(logp[o], logits) for o in range(3)])[groups]  # (81, G, 3)
     own = torch.stack([group_advantages(r, scale_by_std=False) for r in R[groups]])
-    for name, A, factor, variance in [
-        ("no baseline", R[groups], "1", "(3/16 + 7/32 * 4 - 1/8) / 4"),
-        ("no baseline, R + 9", R[groups] + 9, "1", "(3/16 * 100 + 7/32 * (121 + 81) - 1/8) / 4"),
-        ("b = E[R]", R[groups] - 1, "1", "(7/32 + 7/32 - 1/8) / 4"),
-        ("group's mean", own, "3/4", "(3/4)**2 * 11/96"),
-        ("mean of the others", own * 4 / 3, "1", "7/16 / 4 - 2/12 * 1/8 + 1/2 * 5/8 / 12"),
+    rloo = "((7/32 + 7/32) / 4 - 2/12 * 1/8 + 1/2 * 5/8 / 12) / (1/8)"
+    for name, A, factor, noise in [
+        ("no b", R[groups], "1", "((3/16 + 7/32 * 4) / (1/8) - 1) / 4"),
+        ("no b, R + 9", R[groups] + 9, "1", "((3/16 * 100 + 7/32 * (121 + 81)) / (1/8) - 1) / 4"),
+        ("b = E[R]", R[groups] - 1, "1", "((7/32 + 7/32) / (1/8) - 1) / 4"),
+        ("mean of the others", own * 4 / 3, "1", rloo),
+        ("group's mean", own, "3/4", rloo),
     ]:
         estimates, chance = (A[..., None] * scores).mean(1), p[groups].prod(1)  # (81, 3), (81,)
         mean = chance @ estimates
         check(f"{name}, E", mean, f"[0, {factor} * 1/4, {factor} * -1/4]", within=5e-6)
-        check("  variance", chance @ (estimates - mean).square().sum(1), variance, within=5e-6)
+        got = chance @ (estimates - mean).square().sum(1) / mean.square().sum()
+        check("  noise", got, noise, within=1e-4)
 
 
 def test_5_clipping_stops_what_has_gone_far_enough():
     """5. Clipping stops a token that has moved far enough in the direction of A, and no other.
-    The objective is min(r A, clip(r, 0.8, 1.28) A). Where clip(r) A is smaller it is a constant, of
-    gradient 0: above 1 + CLIP_HIGH if A > 0, which asks for a likelier token, below 1 - CLIP_LOW if
-    A < 0. At the other two ends the policy has moved against A, and r A brings it back: its slope
-    by logp is r A, as d r = r d logp, unbounded for a bad token that became likelier.
+    The objective is min(r A, clip(r, 0.8, 1.28) A), with DAPO's CLIP_HIGH. Where clip(r) A is
+    smaller it is a constant, of gradient 0: above 1 + CLIP_HIGH if A > 0, below 1 - CLIP_LOW if
+    A < 0. At the other two ends the slope by logp stays r A, as d r = r d logp: smaller for a good
+    token that became rarer, larger, without bound, for a bad one that became likelier.
     ---
     5. clip 只对沿 A 的方向已经走得够远的 token 停止推动，别的照推。
-    目标是 min(r A, clip(r, 0.8, 1.28) A)。clip(r) A 较小时它是常数，梯度为 0：A > 0（希望概率变大）
-    时在 1 + CLIP_HIGH 以上，A < 0 时在 1 - CLIP_LOW 以下。另外两头，policy 朝 A 的反方向走了，由
-    r A 拉回来：因为 d r = r d logp，它对 logp 的斜率是 r A；坏 token 的概率反而变大时，斜率的大小没
-    有上界。"""
+    目标是 min(r A, clip(r, 0.8, 1.28) A)，CLIP_HIGH 取自 DAPO。clip(r) A 较小时它是常数，梯度为 0：
+    A > 0 时在 1 + CLIP_HIGH 以上，A < 0 时在 1 - CLIP_LOW 以下。另外两头，因为 d r = r d logp，对
+    logp 的斜率仍是 r A：好 token 概率变小了，斜率也小；坏 token 概率变大了，斜率也大，没有上界。"""
     old_logps = torch.tensor([-2.0])
     for advantage, ratio, by_hand in [
         (1.0, 0.5, "[min(0.5, 0.8), 0.5]"),
@@ -209,23 +209,23 @@ def test_5_clipping_stops_what_has_gone_far_enough():
 
 
 def test_6_three_estimates_of_the_kl():
-    """6. k3 has the KL's mean and little variance; its gradient is not quite the KL's.
+    """6. k3 has the KL's mean and, near ref, little variance; its gradient is that of another KL.
     The reference is (1/4, 1/2, 1/4): d = ref_logp - logp = (-log 2, log 2, 0). k1 = -d has the mean
     KL by definition, k2 = d^2 / 2 nearly; k3 = exp(d) - d - 1 adds exp(d) - 1 to k1, with the mean
     sum ref - 1 = 0. Gradients differ, as autograd sees a sample's value, not how p draws it. The
-    KL's is E[-d s], s = d log p. What autograd gets from a sample of each:
+    KL's is E[-d s], s = d log p (and E[s] = 0). What autograd gets from a sample of each:
     - k1: s, of mean 0: no penalty
     - k2, and k3 r (UNBIASED_KL): -d s, the KL's gradient
-    - k3: (1 - exp(d)) s, of mean p - ref: near the KL's gradient, and 0 where that is 0
+    - k3: (1 - exp(d)) s, of mean p - ref: the gradient of KL(reference || policy)
     ---
-    6. k3 是 KL 的无偏估计，方差又小；但它的梯度不是 KL 梯度的无偏估计。
+    6. k3 是 KL 的无偏估计，在 reference 附近方差也小；但它的梯度属于另一个 KL。
     reference 为 (1/4, 1/2, 1/4)：d = ref_logp - logp = (-log 2, log 2, 0)。k1 = -d 的均值按定义就是
-    KL，k2 = d^2 / 2 略有偏差；k3 = exp(d) - d - 1 比 k1 多 exp(d) - 1，其均值为 sum ref - 1 = 0。
-    梯度则不同，因为 autograd 只看到样本的值，看不到 p 怎样采样。KL 的梯度是 E[-d s]，s = d log p。
-    autograd 从每个样本得到的梯度：
+    KL，k2 = d^2 / 2 略有偏差；k3 = exp(d) - d - 1 比 k1 多 exp(d) - 1，其均值为 sum ref - 1 = 0。梯
+    度则不同，因为 autograd 只看到样本的值，看不到 p 怎样采样。KL 的梯度是 E[-d s]，s = d log p（另
+    有 E[s] = 0）。autograd 从每个样本得到的梯度：
     - k1：s，均值为 0：等于没有惩罚
     - k2，以及 k3 r（UNBIASED_KL）：-d s，就是 KL 的梯度
-    - k3：(1 - exp(d)) s，均值 p - ref：接近 KL 的梯度，且在同一处为 0"""
+    - k3：(1 - exp(d)) s，均值 p - ref：是 KL(reference || policy) 的梯度"""
     logits, logp = policy()
     p, ref = logp.exp().detach(), torch.tensor([0.25, 0.5, 0.25]).log()
     kl, exact = (logp.exp() * (logp - ref)).sum(), "[3/8 * log(2), -5/16 * log(2), -1/16 * log(2)]"
@@ -245,22 +245,25 @@ def test_6_three_estimates_of_the_kl():
     check("E d k1", gradient(p @ k1, logits), "[1/2 - 1/2, 1/4 - 1/4, 1/4 - 1/4]")
     check("E d k2", gradient(p @ k2, logits), exact)
     check("E d k3", gradient(k3_loss, logits), "[1/2 - 1/4, 1/4 - 1/2, 1/4 - 1/4]")
+    back = gradient(ref.exp() @ (ref - logp), logits)
+    check("d KL(reference || policy)", back, "[1/2 - 1/4, 1/4 - 1/2, 1/4 - 1/4]")
     check("E d(k3 r)", gradient(unbiased, logits), exact)
 
 
 def test_7_length_bias():
     """7. LOSS_TYPE, the mean's denominator, decides whose mistakes are cheap.
-    Two right and two wrong answers, of 2 and of 8 tokens: A = 1/2 and -1/2. "grpo" gives each
-    completion one vote, shared by its tokens: w = 1/(G T). Those of a long wrong answer are pushed
-    down a quarter as hard as those of a short one, and of a long right answer up a quarter as hard:
-    be brief when right, ramble when wrong. "dapo" has w = 1/N, all equal; but let one answer grow
-    to 28 tokens, and every push is halved. "dr_grpo" has 1/(G MAX_COMPLETION_TOKENS), here 32.
+    Two right and two wrong answers, of 2 and of 8 tokens: A = 1/2 and -1/2. "grpo" gives each one
+    vote, shared by its tokens: w = 1/(G T). Those of a long wrong answer are pushed down a quarter
+    as hard as of a short one, of a long right one up likewise. So E[(R - b)/T] climbs, not E[R]: be
+    brief when right, ramble when wrong, if it can tell. "dapo": w = 1/N, all equal; let one answer
+    grow to 28, and each push is halved. "dr_grpo": 1/(G MAX_COMPLETION_TOKENS), here 32.
     ---
     7. LOSS_TYPE 就是均值的分母，它决定谁犯错的代价小。
     两对两错，长度各为 2 和 8：A = 1/2 与 -1/2。"grpo" 给每条回答一票，由它的各个 token 平分：
-    w = 1/(G T)。长的错误回答，每个 token 受到的惩罚只有短的四分之一；长的正确回答，得到的鼓励也只有
-    四分之一：对了少说，错了多说。"dapo" 取 w = 1/N，一视同仁；但只要一条变成 28 个 token，所有推力
-    都减半。"dr_grpo" 取 w = 1/(G MAX_COMPLETION_TOKENS)，这里上限是 32，与谁的长度都无关。"""
+    w = 1/(G T)。长的错误回答，每个 token 受的惩罚只有短的四分之一；长的正确回答，得到的鼓励也只有四
+    分之一。上升的不是 E[R]，而是 E[(R - b)/T]：对了少说，错了多说，只要它分得出对错。"dapo" 取
+    w = 1/N，一视同仁；一条变成 28 个 token，所有推力都减半。"dr_grpo" 取
+    w = 1/(G MAX_COMPLETION_TOKENS)，这里上限 32，与长度无关。"""
     A = group_advantages(torch.tensor([1.0, 1.0, 0.0, 0.0]), scale_by_std=False)
     for loss_type, last, short, long in [
         ("grpo", 8, "1/2 / (4*2)", "1/2 / (4*8)"),
@@ -279,15 +282,14 @@ def test_8_accumulation():
     """8. A mean of micro-batch means is no mean: count the whole step first, then only add.
     Completions of 1, 1 and 4 tokens, A = 1, 0, -1; "dapo" wants w = 1/6. The micro-batches {1 1}
     and {4}, each with its own mean, averaged, give w = 1/2/2 and 1/4/2; {1 4} and {1} give 1/5/2
-    and 1/1/2: the gradient depends on who met whom. Summed without division it is twice as long on
-    top. Here token_weights gets the counts of the whole step, and the parts add up, however it is
-    cut. By hand: -d loss = sum w A ([o = j] - p_j).
+    and 1/1/2: the gradient depends on who met whom. Here token_weights gets the counts of the whole
+    step, and the parts add up, however it is cut. By hand: -d loss = sum w A ([o = j] - p_j).
     ---
     8. micro-batch 均值的均值不是均值：先数清整个 step，之后只做加法。
-    三条回答各有 1、1、4 个 token，A = 1、0、-1；"dapo" 要求 w = 1/6。切成 {1 1} 和 {4}，各
-    求均值再平均，w 成了 1/2/2 和 1/4/2；切成 {1 4} 和 {1}，又成了 1/5/2 和 1/1/2：梯度取决于谁和谁
-    分在一起。只相加、忘了除，还会再大一倍。本项目给 token_weights 传入整个 step 的计数，各部分直接
-    相加，怎么切都一样。手算：-d loss = sum w A ([o = j] - p_j)。"""
+    三条回答有 1、1、4 个 token，A = 1、0、-1；"dapo" 要求 w = 1/6。切成 {1 1} 和 {4}，各求均值再平
+    均，w 成了 1/2/2 和 1/4/2；切成 {1 4} 和 {1}，又成了 1/5/2 和 1/1/2：梯度取决于谁和谁分在一起。
+    这里 token_weights 得到整个 step 的计数，各部分相加，怎么切都一样。手算：
+    -d loss = sum w A ([o = j] - p_j)。"""
     logits, logp = policy()
     lengths, ids, A = torch.tensor([1, 1, 4]), torch.tensor([1, 0, 2]), torch.tensor([1, 0, -1])
 
@@ -304,36 +306,34 @@ def test_8_accumulation():
     right = "[3/6 * 1/2, 1/6 + 3/6 * 1/4, -4/6 + 3/6 * 1/4]"
     check("{1 1} {4}, right", accumulated(one, tokens=6), right)
     check("{1 4} {1}, right", accumulated(other, tokens=6), right)
-    first = "[1/4 * 1/2, 1/4 + 1/4 * 1/4, -4/8 + 1/4 * 1/4]"
+    first = "[1/4 * 1/2, 1/2/2 + 1/4 * 1/4, -4 * 1/4/2 + 1/4 * 1/4]"
     check("{1 1} {4}, mean of means", accumulated(one) / 2, first)
-    second = "[3/10 * 1/2, 1/10 + 3/10 * 1/4, -4/10 + 3/10 * 1/4]"
+    second = "[3/10 * 1/2, 1/5/2 + 3/10 * 1/4, -4 * 1/5/2 + 3/10 * 1/4]"
     check("{1 4} {1}, mean of means", accumulated(other) / 2, second)
-    check("{1 1} {4}, sum of means", accumulated(one), "[2 * 1/8, 2 * 5/16, 2 * -7/16]")
 
 
 def test_9_train_what_was_drawn():
     """9. Train what was drawn, as it was drawn: (a) no token left out, (b) the same temperature.
-    A baseline is free as E[d log p] = 0. This needs two things: every sampled token, and log-probs
-    of the distribution that was sampled. If one is missing, the gradient depends on b.
+    A baseline is free as E[d log p] = 0. This needs every sampled token, and log-probs of the
+    distribution that was sampled; if one is missing, the gradient depends on b.
     (a) A policy writes a word w or EOS, 1/2 each, at most two tokens: "EOS", "w EOS" and "w w",
     which is truncated; R = 1, 1, 0. The slope of logp by EOS's logit is 1/2 for EOS, -1/2 for w.
     Mask EOS, as `ids != pad` does where pad is EOS, and nothing rewards stopping itself: with b = 0
     it is unlearned. With b = 3/4, the mean of R, it is still learned, as "w w" is pushed down.
-    MASK_TRUNCATED, the default, leaves out "w w": its reward is that of an unfinished text. The
-    price is a bias, too: no gradient shortens what was cut, and a quarter of the slope is left. (If
-    EOS is masked as well, its sign turns.) Set it to False where answers grow too long.
-    (b) Drawn at tau = 1/2 and trained at tau = 1, equal rewards push by q - p: a sharper policy.
+    MASK_TRUNCATED, the default, breaks this too, on purpose: it drops the unfinished "w w", and
+    with b = 3/4 a quarter of the push is left. Where answers grow too long, set it to False.
+    (b) Drawn at tau = 1/2 and trained at tau = 1, with b = 0 equal rewards push by q - p: a sharper
+    policy, for no merit. The group's mean (here E[R]) cancels it at the first token, not later.
     ---
     9. 采到什么就训练什么，怎么采就怎么训练：(a) 一个 token 也不漏，(b) temperature 要一致。
-    baseline 不引入偏差，是因为 E[d log p] = 0。这要求两点：采到的每个 token 都在内；对数概率取自采
-    样所用的分布。缺一点，梯度就与 b 有关。
+    baseline 无偏，靠的是 E[d log p] = 0：token 一个不少，对数概率取自采样的分布，否则梯度依赖 b。
     (a) 设 policy 以 1/2 的概率写词 w 或 EOS，最多两个 token："EOS"、"w EOS"，以及被截断的 "w w"；
     R = 1、1、0。logp 对 EOS 的 logit 的斜率：EOS 为 1/2，w 为 -1/2。pad 就是 EOS 时，`ids != pad`
-    会 mask 掉 EOS，就没有什么直接奖励“停下来”：b = 0 时越学越停不下来；b 取 R 的均值 3/4 时仍学得
-    会，因为 "w w" 被往下压。MASK_TRUNCATED（默认开启）去掉 "w w"：它的 reward 是给没写完的文本的。
-    这同样带来偏差：没有梯度去缩短被截断的回答，斜率只剩四分之一。（再 mask 掉 EOS，符号就反了。）
-    回答过长时，把它设为 False。
-    (b) 用 tau = 1/2 采样、用 tau = 1 训练：reward 全都相同，仍有 q - p 的推力：分布平白变尖。"""
+    会 mask 掉 EOS，就没有什么直接奖励停止：b = 0 时越学越停不下来；b 取均值 3/4 时仍会学，因为
+    "w w" 被压低。MASK_TRUNCATED（默认开启）有意破例，去掉 "w w"：b = 3/4 时推力只剩四分之一。回答过
+    长就关掉。
+    (b) 用 tau = 1/2 采样、用 tau = 1 训练，b = 0 时，reward 全都相同也有推力 q - p：分布平白变尖。
+    组内均值（这里 b = E[R]）能抵消首个 token 上的这种推力；其后前缀有好有坏，就不能。"""
     eos = torch.zeros(2, requires_grad=True)  # logits of w and EOS
     ids, ends = torch.tensor([1, 0, 1, 0, 0]), torch.tensor([1.0, 1, 1, 0, 0])  # R, by token
     chance = torch.tensor([1 / 2, 1 / 4, 1 / 4, 1 / 4, 1 / 4])  # of the token's completion
@@ -343,8 +343,8 @@ def test_9_train_what_was_drawn():
         ("all, b = 3/4", chance, 3 / 4, "1/2 * 1/4 * 1/2 + 1/4 * -3/4 * (-1/2 - 1/2)"),
         ("no EOS, b = 0", no_eos, 0, "1/4 * -1/2"),
         ("no EOS, b = 3/4", no_eos, 3 / 4, "1/4 * 1/4 * -1/2 + 1/4 * 3/4"),
+        ('no "w w", b = 0', no_ww, 0, "1/2 * 1/2 + 1/4 * (-1/2 + 1/2)"),
         ('no "w w", b = 3/4', no_ww, 3 / 4, "1/2 * 1/4 * 1/2 + 1/4 * 1/4 * (-1/2 + 1/2)"),
-        ('no "w w", no EOS, b = 3/4', no_ww * (ids == 0), 3 / 4, "1/4 * 1/4 * -1/2"),
     ]:
         loss, _ = policy_loss(eos.log_softmax(0)[ids], None, None, ends - b, weights, **CLIPS)
         check(f"(a) {name}, slope by EOS's logit", gradient(-loss, eos)[1], by_hand)
@@ -352,30 +352,32 @@ def test_9_train_what_was_drawn():
     cold = linear_logps(logits.expand(3, 3), None, torch.arange(3), temperature=0.5)
     q, ones = cold.detach().exp(), torch.ones(3)
     check("(b) q, drawn at tau = 1/2", q, "[2**2 / 6, 1/6, 1/6]")
-    same, _ = policy_loss(cold, None, None, ones, q, **CLIPS)
-    other, _ = policy_loss(logp, None, None, ones, q, **CLIPS)
-    check("(b) R = 1, trained at tau = 1/2", gradient(-same, logits), "[4/6-4/6, 1/6-1/6, 1/6-1/6]")
-    check("(b) R = 1, trained at tau = 1", gradient(-other, logits), "[4/6-1/2, 1/6-1/4, 1/6-1/4]")
+    for name, logps, A, by_hand in [
+        ("R = 1, b = 0, trained at tau = 1/2", cold, ones, "[4/6-4/6, 1/6-1/6, 1/6-1/6]"),
+        ("R = 1, b = 0, trained at tau = 1", logp, ones, "[4/6-1/2, 1/6-1/4, 1/6-1/4]"),
+        ("b = E[R], trained at tau = 1", logp, R - 1, "[4/6 * 0, 1/6 * 1, 1/6 * -1]"),
+    ]:
+        loss, _ = policy_loss(logps, None, None, A, q, **CLIPS)
+        check(f"(b) {name}", gradient(-loss, logits), by_hand)
 
 
 def test_10_detach_makes_a_target():
     """10. Beyond GRPO, for the curious: `detach` makes a target, here that of Q-learning.
-    Q(s, a) estimates all reward still to come after action a in state s. The action earns r and
-    leads to the next state, s'; the best that can follow there is max Q(s', .), and as it comes
-    later it counts gamma times, gamma < 1. So Q(s, a) is fitted to the target
-    r + gamma max Q(s', .), which contains the very Q that is fitted. If the target is higher, the
-    error shrinks in two ways: raise the estimate for now, or lower the one for the future. Autograd
-    does both. But the future is the evidence, and evidence must not be edited until it agrees:
-    detach it (called a semi-gradient; Sutton and Barto, 2nd edition, section 9.3). With r = 1 and
-    gamma = 1/2 the target is 1 + 1/2 * 4 = 3; Q(s, a) = 2; the loss is half the squared error.
+    Q(s, a) estimates the reward still to come after action a in state s. (s and r are new here.)
+    The action earns r and leads to state s'; what follows is at best max Q(s', .), and counts
+    gamma < 1 times, as it comes later. So Q(s, a) is fitted to the target r + gamma max Q(s', .),
+    which contains the Q that is fitted. If the target is higher, the error shrinks if Q(s, a) is
+    raised, or the future's estimate lowered. Autograd does both. But the future is evidence, not to
+    be edited until it agrees: detach it (a semi-gradient; Sutton and Barto, 2nd edition, section
+    9.3). With r = 1, gamma = 1/2 the target is 1 + 1/2 * 4 = 3; Q(s, a) = 2.
     ---
     10. GRPO 之外，供有兴趣的读者：用 `detach` 做出拟合的 target，以 Q-learning 为例。
-    Q(s, a) 估计在状态 s 采取动作 a 之后还能得到的全部 reward。动作 a 得到 r，进入下一个状态 s'；此
-    后最多还能得到 max Q(s', .)，因为来得晚，要乘以折扣因子 gamma < 1。所以 Q(s, a) 要拟合的 target
-    是 r + gamma max Q(s', .)，其中又含有正在拟合的 Q。target 偏高时，缩小误差有两条路：抬高现在的估
-    计，或压低未来的估计。autograd 两条都走。可是未来是证据，不能为了自圆其说去改证据：所以要 detach
-    （称为 semi-gradient，半梯度；Sutton 和 Barto，第 2 版，9.3 节）。设 r = 1、gamma = 1/2：target
-    是 1 + 1/2 * 4 = 3，而 Q(s, a) = 2；loss 是误差平方的一半。"""
+    Q(s, a) 估计在状态 s 采取动作 a 之后还能得到的 reward（s、r 与前几课的无关）。动作 a 得到 r，进
+    入状态 s'；此后最多得到 max Q(s', .)，因为来得晚，要乘以折扣因子 gamma < 1。所以 Q(s, a) 要拟合
+    的 target 是 r + gamma max Q(s', .)，其中又含有正在拟合的 Q。target 偏高时，抬高 Q(s, a) 或压低
+    未来的估计，都能缩小误差。autograd 两样都做。可是未来是证据，不能为了自圆其说去改：要 detach
+    （semi-gradient，半梯度；Sutton 和 Barto，第 2 版，9.3 节）。设 r = 1、gamma = 1/2：target 是
+    1 + 1/2 * 4 = 3，而 Q(s, a) = 2。"""
     now = torch.tensor(2.0, requires_grad=True)  # Q(s, a)
     future = torch.tensor([1.0, 4.0], requires_grad=True)  # Q(s', .) of two actions
     target = 1 + future.max() / 2
