@@ -134,6 +134,94 @@ def test_the_first_loss_of_a_later_rollout_is_the_kl_alone():
             assert first == bool((ref_logps == logps).all())
 
 
+def sentences(printed):
+    """Yields what the page says in its prose of the numbers in its blocks."""
+
+    def found(pattern):
+        return re.search(pattern, printed, re.MULTILINE).groups()
+
+    def of(name):
+        return [f"{x:.4f}" for x in row(printed, name)]
+
+    length, A, w, push = found(r"^7\+5=12  .* (\d+) +1 +\+(\S+) +(\S+) +(\S+)$")
+    down, wrong_push = found(r"^7\+5=2  .* \d+ +0 +-(\S+) +\S+ +(\S+)$")
+    mean, total = found(r"^mean (\S+), .* N = (\d+)")
+    yield f"The mean, {mean}, is the baseline. The right one is {A} standard deviations above it;"
+    yield f"each wrong one {down} below."
+    yield f"For the first completion 1 / (4 × {length}) = {w}."
+    yield f"begins a right completion and a wrong one: {push} and {wrong_push}."
+
+    p, r, slope = map(of, ("probability, exp(logp)", "r = exp(logp - old_logp)", "d loss / d logp"))
+    k3, norm = map(of, ("k3, of d = ref_logp - logp", "norm of the gradient"))
+    clipped = {4.0: "Four"}[row(printed, "tokens clipped, of N")[2]]
+    yield f"d loss / d logp is -w A = -{w} × {A} = {slope[0]}."
+    yield f"The token's probability has gone from {p[0]} to {p[1]}: r = {r[1]}."
+    yield f"k3 = {k3[1]} already pulls back"
+    yield f"Now r = {r[2]}, beyond 1 + `CLIP_HIGH`."
+    yield f"Where A is positive the min takes clip(r) A = {of('clip(r) A')[2]}, a constant"
+    yield f"What is left, {slope[2]}, is the KL alone"
+    yield f"{clipped} of the N = {total} tokens are clipped, and the gradient's norm falls from "
+    yield f"the gradient's norm falls from {norm[1]} to {norm[2]}."
+    yield f"After update 3 the probability has risen nevertheless, to {p[3]}."
+    yield f"the old policy, which draws our token with probability {p[0]}."
+    yield f"The policy of that moment would draw it with {p[1]}."
+    yield f"Weigh each of the old samples by r = {r[1]}, and {p[0]} × {r[1]} = {p[1]}:"
+
+    before, after = found(r"^right, in sum +(\S+) +(\S+)")
+    (rare,), (far,) = found(r"^drawn .*log-prob +(\S+)"), found(r"^k3 at d = .* 0 and (\S+)")
+    (mixed,) = found(r"^0\.01 +\S+ +(\S+)")
+    yield f"right with probability {before} and is now with {after}."
+    yield f"At {rare} this spelling is hardly ever drawn"
+    yield f"At d = 5 k3 is {far}: in a step of 1 700 tokens, as the demo's are, one such token "
+    yield f"one such token adds {float(far) / 1700:.2f} to `kl`."
+    yield f"At 0.01 only {mixed} of the groups teach."
+
+
+def test_the_prose_repeats_the_blocks(printed):
+    page = " ".join(PAGE.replace("−", "-").split())
+    assert not [sentence for sentence in sentences(printed) if sentence not in page]
+
+
+def test_the_demo_s_numbers_are_those_of_its_picture():
+    results = (ROOT / "benchmarks/results/demo.md").read_text()
+    picture = results.split("the README's picture")[1].split("\n## ")[0]
+    before, after = re.search(r"median\*\* \| (\S+) \| \*\*(\S+)\*\*", picture).groups()
+    start, control = re.search(r"shuffled \| (\S+) \| (\S+)", picture).groups()
+    page = " ".join(PAGE.split())
+    assert f"The median of greedy accuracy goes from {before} to {after}." in page
+    assert f"it falls to {control} (at other commits to " in page
+    elsewhere = re.search(r"other commits to ([^:]*): below its start each time", page)[1]
+    assert max(map(float, re.findall(r"0\.\d+", elsewhere))) < float(start)
+
+
+def test_the_page_s_formula_is_the_loss_s(printed):
+    """It is read as Python, and compared with the followed token's part of the loss."""
+    line = re.search(r"^    − w · \((.*)\),   k3 = (.*)$", PAGE, re.MULTILINE)
+    objective, k3 = (part.replace("−", "-").replace("·", "*") for part in line.groups())
+    objective = re.sub(r"(r|\)) A", r"\1 * A", objective)
+    names = {"A": 1.4997, "min": min, "exp": math.exp, "clip": lambda x, a, b: min(max(x, a), b)}
+    names |= {name: getattr(learn, name) for name in ("CLIP_LOW", "CLIP_HIGH", "KL_BETA")}
+    logps, parts = row(printed, "logp"), row(printed, "its part of the loss")
+    for logp, r, part in zip(logps, row(printed, "r = exp(logp - old_logp)"), parts, strict=False):
+        at = names | {"r": r, "d": row(printed, "ref_logp")[0] - logp}
+        at["k3"] = eval(k3, at)
+        assert -0.0357 * eval(objective, at) == pytest.approx(part, abs=1e-4)
+
+
+def test_the_std_turns_the_gradient_unless_rewards_have_two_values():
+    """Over all 81 groups of 4, of a policy (1/2, 1/4, 1/4) over three answers."""
+    p, groups = torch.tensor([1 / 2, 1 / 4, 1 / 4]), torch.cartesian_prod(*[torch.arange(3)] * 4)
+    scores = (torch.eye(3) - p)[groups]
+    chances = p[groups].prod(1)
+    for rewards, turned in (([0.1, 0.0, 1.0], True), ([1.0, 0.0, 0.0], False)):
+        means = []
+        for scaled in (False, True):
+            given = torch.tensor(rewards)[groups]
+            A = torch.stack([group_advantages(g, scale_by_std=scaled) for g in given])
+            means.append(chances @ (A[..., None] * scores).mean(1))
+        assert (torch.cosine_similarity(*means, dim=0) < 0.95) == turned
+
+
 def test_what_a_first_token_lost_went_to_its_rivals():
     """`12` was not sampled and rose, but its first token got less than half of what `2` lost."""
     model, tokenizer, prompt = learn.start()
