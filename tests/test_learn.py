@@ -195,17 +195,23 @@ def test_the_demo_s_numbers_are_those_of_its_picture():
 
 
 def test_the_page_s_formula_is_the_loss_s(printed):
-    """It is read as Python, and compared with the followed token's part of the loss."""
+    """Read as Python, it has the followed token's part of the loss, and the slope of that."""
     line = re.search(r"^    − w · \((.*)\),   k3 = (.*)$", PAGE, re.MULTILINE)
     objective, k3 = (part.replace("−", "-").replace("·", "*") for part in line.groups())
     objective = re.sub(r"(r|\)) A", r"\1 * A", objective)
     names = {"A": 1.4997, "min": min, "exp": math.exp, "clip": lambda x, a, b: min(max(x, a), b)}
     names |= {name: getattr(learn, name) for name in ("CLIP_LOW", "CLIP_HIGH", "KL_BETA")}
-    logps, parts = row(printed, "logp"), row(printed, "its part of the loss")
-    for logp, r, part in zip(logps, row(printed, "r = exp(logp - old_logp)"), parts, strict=False):
-        at = names | {"r": r, "d": row(printed, "ref_logp")[0] - logp}
-        at["k3"] = eval(k3, at)
-        assert -0.0357 * eval(objective, at) == pytest.approx(part, abs=1e-4)
+    start = row(printed, "old_logp")[0]  # ref_logp, too
+
+    def loss(logp):
+        at = names | {"r": math.exp(logp - start), "d": start - logp}
+        return -0.0357 * eval(objective, at | {"k3": eval(k3, at)})
+
+    parts, slopes = row(printed, "its part of the loss"), row(printed, "d loss / d logp")
+    for logp, part, slope in zip(row(printed, "logp"), parts, slopes, strict=False):
+        assert loss(logp) == pytest.approx(part, abs=1e-4)
+        by_difference = (loss(logp + 1e-4) - loss(logp - 1e-4)) / 2e-4
+        assert by_difference == pytest.approx(slope, abs=1e-4)
 
 
 def test_the_std_turns_the_gradient_unless_rewards_have_two_values():
