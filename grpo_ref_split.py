@@ -17,7 +17,7 @@ it calls a step is a rollout here. Where we deviate from the paper:
   - line 6 copies no policy: a rollout's first update takes its own log-probs as the old ones, and
     its ratio is exactly 1. Off-policy (workers' groups, of an older policy) they are the sampler's;
   - flat groups, whose completions all earn the same OUTCOME (or total reward: SKIP_FLAT_GROUPS),
-    have nothing to compare: they are skipped, others sampled instead (DAPO, 2503.14476, sec. 3.2).
+    say nothing about it: they are skipped, others sampled instead (DAPO, 2503.14476, sec. 3.2).
 
 A completion's token has four log-probs: logp, the policy's, which alone has a gradient; old_logp,
 of the ratio r = exp(logp - old_logp), which is clipped; ref_logp, the frozen reference's, for the
@@ -102,7 +102,7 @@ UNBIASED_KL = False  # the KL's estimate times the ratio, for an unbiased gradie
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
 RATIO_LEVEL = "token"  # or "sequence" (GSPO; CLIP_LOW and CLIP_HIGH are 3e-4 and 4e-4 there)
 IS_CAP = 2.0  # truncated importance sampling: cap on p_trainer / p_sampler; 0: off
-UPDATES_PER_ROLLOUT = 1  # on each rollout: the paper's mu; clipping acts from 2 (num_iterations)
+UPDATES_PER_ROLLOUT = 1  # on each rollout: mu; clips act from 2, or with workers (num_iterations)
 
 # --- Workers, and a reference that is refreshed: 0 is off ------------------------------
 PUBLISH_STEPS = 0  # 1: publish the policy every so many steps, for workers on other machines

@@ -149,9 +149,9 @@ def test_3_the_loss_is_zero_and_the_model_learns():
 
 def test_4_the_baseline():
     """4. A baseline keeps the direction, and a good one saves samples.
-    E[b d log p_o] = b sum d p_o = b d 1 = 0: subtracting b leaves the mean gradient as it was. Not
-    the noise, variance / |mean|^2, which sets the samples needed: b = E[R] cuts it to a third; if
-    all answers earn 9 more, it is 125.6 without b, and with b as before. The group's mean holds the
+    E[b d log p_o] = b sum d p_o = b d 1 = 0: subtracting b leaves the mean gradient as it was. The
+    noise, variance / |mean|^2, changes, and it sets the samples needed: b = E[R] cuts it to a
+    third; if all earn 9 more, it is 125.6 without b, and with b as before. The group's mean holds the
     completion's own R: 1/G of each push is taken back; the noise is RLOO's (mean of the others).
     Below, all 81 groups of G = 4, each by its probability. By hand: token o pushes by (R - b) s,
     s = d log p_o; p |s|^2 is 3/16 for token 0, 7/32 for the others; |E[R s]|^2 = 1/8; the noise is
