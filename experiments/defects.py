@@ -56,11 +56,11 @@ def cooler_sampler(trainer, factor):
 
 
 def retokenised(trainer):
-    """Trains the ids of the decoded text in the place of the sampled ones, EOS kept."""
+    """Trains the ids of the decoded text in the place of the sampled ones, EOS kept. Weights stay
+    those of the sampled lengths."""
     from grpo.models import load_tokenizer
 
-    make, log, loaded = trainer.make_sequences, trainer.update, []
-    changed = {}
+    make, update, loaded, changed = trainer.make_sequences, trainer.update, [], {}
 
     def remade(groups, *arguments):
         sequences = make(groups, *arguments)
@@ -80,7 +80,7 @@ def retokenised(trainer):
         return sequences
 
     trainer.make_sequences = remade
-    trainer.update = lambda run, sequences: log(run, sequences) | changed
+    trainer.update = lambda run, sequences: update(run, sequences) | changed
     go_on_if_refused(trainer)
 
 
@@ -102,13 +102,23 @@ def scaled_micro_batches(trainer, weight):
 
 
 def sums_unscaled(trainer):
-    """Adds up the means of micro-batches, and never divides by their number."""
+    """Multiplies the step's loss by the number of its micro-batches, as a sum of their means does
+    that nobody divides."""
     scaled_micro_batches(trainer, lambda batch, turns: len(turns))
 
 
 def micro_batch_means(trainer):
-    """Divides by the tokens of each micro-batch, and by the number of micro-batches; LOSS_TYPE dapo
-    divides by the tokens of the whole step."""
+    """Makes each group a micro-batch, as simple_GRPO does, and divides by its tokens, and by the
+    number of micro-batches; LOSS_TYPE dapo divides by the tokens of the whole step."""
+    from grpo.packing import Turn
+
+    def by_group(sequences, *_):
+        groups = {}
+        for sequence in sequences:
+            groups.setdefault(sequence.group, []).append(sequence)
+        return [Turn(batch, False, {group}) for group, batch in groups.items()]
+
+    trainer.plan_turns = by_group
 
     def own_mean(batch, turns):
         tokens = [sum(len(s.completion) for s in turn.batch) for turn in turns]
@@ -120,7 +130,8 @@ def micro_batch_means(trainer):
 
 # --- Old samples --------------------------------------------------------------------
 def stale(trainer, by):
-    """Trains each group `by` steps after it was sampled; as many wait before the first step."""
+    """Trains each group `by` steps after it was sampled; as many wait before the first step, so the
+    age of what is trained rises from 0 to `by`."""
     sample, waiting = trainer.sample_and_exchange, deque()
 
     def from_the_queue(run):

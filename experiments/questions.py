@@ -4,12 +4,13 @@
     python experiments/questions.py updates        # trains what is missing, then draws
     python experiments/questions.py plain 0        # trains one case with one seed
 
-A run takes half a minute on a free core, and as many run at once as there are cores. Runs are kept
-in runs/experiments/CASE/SEED, and shared by the questions that have the case; delete the folder to
-train anew. A question gives docs/experiments/NAME.png and benchmarks/results/experiments/NAME.md.
-What they say: docs/experiments.md.
+A run takes half a minute to two on a free core, and as many run at once as there are cores. They
+are kept in runs/experiments/CASE/SEED, and shared by the questions that have the case; delete the
+folder to train anew. A question gives docs/experiments/NAME.png and
+benchmarks/results/experiments/NAME.md. What they say: docs/experiments.md.
 """
 
+import itertools
 import os
 import platform
 import statistics
@@ -24,14 +25,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments import defects
 from experiments.defects import with_
-from experiments.runs import ROOT, RUNS, SEEDS, Case, records_of, train, values
+from experiments.runs import ROOT, RUNS, SEEDS, Case, changed, commit_of, records_of, train, values
 
 PICTURES = ROOT / "docs/experiments"
 TABLES = ROOT / "benchmarks/results/experiments"
-CODE = ("grpo", "grpo_ref_split.py", "grpo_loss_triton.py", "presets/demo.py", "tasks")
 STEPS = 60
 COMMON = {"STEPS": STEPS, "EVAL_STEPS": 20, "KEEP_BEST": False, "SAVE_STEPS": 1000}
-SMALL = {"MICRO_BATCH_TOKENS": 700}  # some 8 micro-batches a step
+COMMON |= {"IDLE_LIMIT": STEPS}
+SMALL = {"MICRO_BATCH_TOKENS": 700}  # 5 micro-batches in the first step, more or fewer later
 HACKABLE = {"TASK": str(ROOT / "experiments/hackable.py"), "SKIP_FLAT_GROUPS": "reward"}
 CHAINS = {"TASK": str(ROOT / "experiments/chains.py"), "MAX_COMPLETION_TOKENS": 64}
 CHAINS |= {"SKIP_FLAT_GROUPS": "reward"}
@@ -66,8 +67,8 @@ CASES = {
     "mu4": case("4 updates, clipped", updates(4)),
     "mu4_unclipped": case("4 updates, not clipped", updates(4) | UNCLIPPED),
     "mu4_slow": case("4 updates, a quarter of the rate", updates(4, LEARNING_RATE=1.75e-4)),
-    "accumulated": case("in 8 micro-batches", SMALL),
-    "sums": case("8 micro-batches, not divided", SMALL, defects.sums_unscaled),
+    "accumulated": case("in micro-batches", SMALL),
+    "sums": case("micro-batches, not divided", SMALL, defects.sums_unscaled),
     "small": case("1/8 of the batch", {"PROMPTS_PER_STEP": 2}),
     "counted": case("1/8 of the updates", {"STEPS": 8, "WARMUP_STEPS": 1}),
     **{f"group{size}": case(f"G = {size}", groups_of(size)) for size in (2, 4, 8, 16, 32)},
@@ -86,7 +87,7 @@ CASES = {
         with_(defects.padded_on_the_left, mask=True),
     ),
     "no_mask": case(
-        "left padding, no mask",
+        "left padding, no mask, no cap",
         {"SHARE_PROMPTS": False, "IS_CAP": 0.0},
         with_(defects.padded_on_the_left, mask=False),
     ),
@@ -105,7 +106,7 @@ CASES = {
     "cooler": case("sampled at 0.9", {"IS_CAP": 0.0}, with_(defects.cooler_sampler, factor=0.9)),
     "micro_means": case(
         "dapo, micro-batch means",
-        CHAINS | {"LOSS_TYPE": "dapo", "MICRO_BATCH_TOKENS": 900},
+        CHAINS | {"LOSS_TYPE": "dapo"},
         defects.micro_batch_means,
         model="chains",
     ),
@@ -122,13 +123,14 @@ class Question:
     title: str
     cases: tuple  # names; the first is what the others are compared with
     panels: tuple = (ACCURACY, "kl")  # metrics that are drawn
-    columns: tuple = ()  # (metric, "mean", "max" or "last"): what the table has, beside accuracy
+    columns: tuple = ()  # (metric, a key of KINDS): what the table has, beside accuracy
+    against: tuple = ()  # (case, the one that it is compared with) where that is not the first
     x: str = "rollouts"  # or "seconds"
     logarithmic: tuple = ()  # panels with such an axis
     smooth: int = 5  # rollouts that a drawn point is the mean of
 
 
-LAST_FORMAT, LAST_KL, MOST_NORM = (FORMAT, "last"), ("kl", "last"), ("grad_norm", "max")
+LAST_FORMAT, LAST_KL, MOST_NORM = (FORMAT, "last"), ("kl", "end"), ("grad_norm", "max")
 QUESTIONS = {
     "updates": Question(
         "Do several updates on a rollout help?",
@@ -140,6 +142,7 @@ QUESTIONS = {
         ("plain", "accumulated", "sums", "small", "counted"),
         panels=(ACCURACY, "grad_norm"),
         columns=(LAST_KL, ("grad_norm", "mean"), MOST_NORM),
+        against=(("counted", "small"),),
         logarithmic=("grad_norm",),
     ),
     "group_size": Question(
@@ -157,7 +160,7 @@ QUESTIONS = {
         "Does the KL prevent that a reward is hacked?",
         ("hacked", "hacked0", "hacked02"),
         panels=(ACCURACY, "reward", "kl"),
-        columns=(("reward", "last"), LAST_KL, ("kl", "max")),
+        columns=(("reward", "end"), LAST_KL, ("kl", "max")),
         logarithmic=("kl",),
     ),
     "std": Question(
@@ -174,7 +177,7 @@ QUESTIONS = {
             ("rewards/short/mean", "mean"),
             ("rewards/long/mean", "mean"),
             ("rewards/right_steps/mean", "mean"),
-            ("rewards/wrong_steps/mean", "mean"),
+            ("rewards/wrong_steps/mean", "end"),
         ),
     ),
     "spikes": Question(
@@ -195,13 +198,14 @@ QUESTIONS = {
         ("plain", "stale4", "stale4_raw", "stale16", "stale16_raw"),
         panels=(ACCURACY, "grad_norm"),
         columns=(LAST_KL, (DIFFERENCE, "mean"), MOST_NORM),
+        against=(("stale4_raw", "stale4"), ("stale16_raw", "stale16")),
         logarithmic=("grad_norm",),
     ),
     "flat_groups": Question(
         "Are flat groups kept, skipped or refilled, at equal time?",
         ("flat_refilled", "flat_kept", "flat_skipped"),
         panels=(ACCURACY, "groups_sampled"),
-        columns=(LAST_FORMAT, ("groups_sampled", "mean"), ("seconds", "mean")),
+        columns=((ACCURACY, "timely"), LAST_FORMAT, ("groups_sampled", "mean"), ("seconds", "sum")),
         x="seconds",
     ),
     "format": Question(
@@ -232,12 +236,15 @@ def folder_of(name, seed):
 # --- Train --------------------------------------------------------------------------
 def train_missing(question):
     """Trains what a question needs and is not there, as many at once as there are cores."""
-    missing = [
-        (name, seed)
-        for seed in SEEDS
-        for name in question.cases
-        if not folder_of(name, seed).exists()
-    ]
+    runs = [(name, seed) for seed in SEEDS for name in question.cases]
+    missing = [(name, seed) for name, seed in runs if not folder_of(name, seed).exists()]
+    for name, seed in runs:
+        folder = folder_of(name, seed)
+        if folder.exists() and (names := changed(CASES[name], seed, folder, COMMON)):
+            raise SystemExit(
+                f"{folder} was trained with other {', '.join(names)} than {name} has now: delete it"
+                " to train anew"
+            )
     if not missing:
         return
     began = time.perf_counter()
@@ -323,11 +330,36 @@ def draw(name, runs):
 
 
 # --- The table ------------------------------------------------------------------------
+END = 10  # rollouts
+KINDS = {  # what a column has of a run's values
+    "mean": statistics.mean,
+    "max": max,
+    "sum": sum,
+    "last": lambda values: values[-1],
+    "end": lambda values: statistics.mean(values[-END:]),  # one rollout is noisy
+}
+
+
 def value_of(records, metric, kind):
-    """Returns a run's mean, max, or last value of a metric; None if it has none."""
+    """Returns a number of a run's values of a metric; None if it has none."""
     found = [value for _, value in values(records, metric)]
-    kinds = {"mean": statistics.mean, "max": max, "last": lambda values: values[-1]}
-    return kinds[kind](found) if found else None
+    return KINDS[kind](found) if found else None
+
+
+def within(records, seconds):
+    """Returns the records of a run's first seconds of training."""
+    spent = itertools.accumulate(record.get("seconds", 0.0) for record in records)
+    return [record for record, so_far in zip(records, spent, strict=True) if so_far <= seconds]
+
+
+def timely(runs):
+    """Returns {case: runs}, each seed's cut at the time that the fastest case took for it."""
+    seconds = [[value_of(run, "seconds", "sum") for run in seeds] for seeds in runs.values()]
+    least = [min(column) for column in zip(*seconds, strict=True)]
+    return {
+        case: [within(run, time) for run, time in zip(seeds, least, strict=True)]
+        for case, seeds in runs.items()
+    }
 
 
 def cell(runs, metric, kind):
@@ -342,7 +374,10 @@ def compared(runs, base, metric, kind):
     """Returns "mean difference, how many seeds are higher" of a case and the first one, in pairs
     of the same seed."""
     pairs = zip(runs, base, strict=True)
-    gaps = [value_of(one, metric, kind) - value_of(other, metric, kind) for one, other in pairs]
+    both = [(value_of(one, metric, kind), value_of(other, metric, kind)) for one, other in pairs]
+    gaps = [one - other for one, other in both if None not in (one, other)]
+    if not gaps:
+        return ""
     higher, equal = sum(gap > 0 for gap in gaps), sum(gap == 0 for gap in gaps)
     ties = f", {equal} equal" if equal else ""
     return f"{round(statistics.mean(gaps), 3) + 0.0:+.3f}, {higher} of {len(gaps)} higher{ties}"
@@ -350,15 +385,19 @@ def compared(runs, base, metric, kind):
 
 def table(name, runs):
     """Returns a question's table, as Markdown."""
-    question, base = QUESTIONS[name], runs[QUESTIONS[name].cases[0]]
-    fixed = ((GREEDY, "last"), (ACCURACY, "mean"))
-    columns = [f"{metric}, {kind}" for metric, kind in (*fixed, *question.columns)]
-    columns.insert(2, "... less the first case's")
-    lines = [f"| case | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    question, first = QUESTIONS[name], QUESTIONS[name].cases[0]
+    columns = ["greedy accuracy", "... less", "sampled accuracy, mean", "... less"]
+    columns += [f"{metric}, {kind}" for metric, kind in question.columns]
+    lines = [f"| case | less: | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
     for case, records in runs.items():
-        cells = [cell(records, *column) for column in (*fixed, *question.columns)]
-        other = compared(records, base, ACCURACY, "mean") if records is not base else ""
-        cells.insert(2, other)
+        other = dict(question.against).get(case, first)
+        cells = ["" if case == first else CASES[other].label]
+        for column in ((GREEDY, "last"), (ACCURACY, "mean")):
+            cells.append(cell(records, *column))
+            cells.append("" if case == first else compared(records, runs[other], *column))
+        for metric, kind in question.columns:
+            seen = timely(runs)[case] if kind == "timely" else records
+            cells.append(cell(seen, metric, "end" if kind == "timely" else kind))
         lines.append(f"| {CASES[case].label} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -368,8 +407,7 @@ def report(name):
     question = QUESTIONS[name]
     runs = {c: [records_of(folder_of(c, seed)) for seed in SEEDS] for c in question.cases}
     draw(name, runs)
-    command = ["git", "-C", ROOT, "log", "-1", "--format=%h", "--", *CODE]
-    commit = subprocess.check_output(command, text=True).strip()
+    commits = {commit_of(folder_of(case, seed)) for case in question.cases for seed in SEEDS}
     cases = "\n".join(
         f"- {CASES[case].label}: {CASES[case].settings() or 'presets/demo.py'}"
         for case in question.cases
@@ -380,14 +418,19 @@ def report(name):
         for path in [folder_of(case, SEEDS[0]) / defects.REFUSAL]
         if path.exists()
     }
-    told = "\n".join(f"\nThe trainer would have ended: {words}" for words in sorted(refused))
+    told = "\n".join(
+        f"\nThe trainer would have ended (seed 0): {words}" for words in sorted(refused)
+    )
     TABLES.mkdir(exist_ok=True)
     (TABLES / f"{name}.md").write_text(f"""# {question.title}
 
-`python experiments/questions.py {name}`, commit {commit}, Python {platform.python_version()},
-{date.today()}, two cores of an AMD EPYC, shared, no GPU. {STEPS} rollouts, seeds
-{SEEDS[0]} to {SEEDS[-1]}, each after its own warm start: mean over the seeds (least to most).
-`accuracy, mean` is sampled accuracy over all rollouts: who learns faster has more.
+`python experiments/questions.py {name}`, Python {platform.python_version()}, {date.today()}, two
+cores of an AMD EPYC, shared, no GPU; commits of the runs (+: with changes that were not committed):
+{", ".join(sorted(commits))}.
+{STEPS} rollouts unless a case says otherwise, seeds {SEEDS[0]} to {SEEDS[-1]}, each after its own
+warm start: mean over the seeds (least to most). Greedy accuracy is the last on 500 test questions;
+sampled accuracy is that of all rollouts, so that who learns faster has more. "less" is a case's
+value less that of another one, in pairs of a seed. "end" is the mean of the last {END} rollouts.
 
 {cases}
 
@@ -403,7 +446,7 @@ def main(argument):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1] in CASES and sys.argv[2].isdigit():
+    if len(sys.argv) == 3 and sys.argv[1] in CASES and sys.argv[2] in map(str, SEEDS):
         name, seed = sys.argv[1], int(sys.argv[2])
         train(CASES[name], seed, folder_of(name, seed), COMMON)
     elif len(sys.argv) == 2 and sys.argv[1] in {*QUESTIONS, "all"}:

@@ -7,6 +7,7 @@ experiments/defects.py that puts into the trainer what it does not allow. All ru
 
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ def train(case, seed, folder, common):
     """Trains a case; `folder`, which may be that of an older run, gets it once it is done."""
     import grpo_ref_split as trainer  # before torch
 
-    unfinished = folder.with_name(f"{folder.name}-unfinished")
+    unfinished = folder.with_name(f"{folder.name}-unfinished-{os.getpid()}")
     warm_start(case, seed)
     shutil.rmtree(unfinished, ignore_errors=True)
     if case.defect:
@@ -75,6 +76,25 @@ def train(case, seed, folder, common):
     trainer.main(**constants_of(case, seed, unfinished, common))
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
+
+
+def changed(case, seed, folder, common):
+    """Returns the names of constants that a finished run was trained with, and its case has not."""
+    import grpo_ref_split as trainer
+
+    then = json.loads((folder / "run.json").read_text())["constants"]
+    own = {name: getattr(trainer, name) for name in then}
+    own = {name: value for name, value in own.items() if value not in (None, "auto")}  # set by main
+    now = json.loads(json.dumps(own | constants_of(case, seed, folder, common)))
+    places = {"MODEL", "RUN_DIR", "IDLE_LIMIT"}  # a run that ended was not ended by it
+    return [name for name in then.keys() & now.keys() - places if now[name] != then[name]]
+
+
+def commit_of(folder):
+    """Returns the commit of a finished run, abbreviated, with "+" where files had changed."""
+    code = json.loads((folder / "run.json").read_text())["code"]
+    found = re.search(r"`([0-9a-f]{7})", code)
+    return f"{found[1] if found else 'none'}{'+' if 'not committed' in code else ''}"
 
 
 def records_of(folder):

@@ -10,7 +10,7 @@ from documents import TEXT
 
 import grpo_ref_split as trainer
 from experiments import chains, defects, questions
-from experiments.runs import constants_of
+from experiments.runs import changed, commit_of, constants_of
 from grpo.forward import CompletionModel
 from grpo.sampling.recipe import load_task
 from grpo.training.checks import check_constants
@@ -19,7 +19,9 @@ PAGE = TEXT["docs/experiments.md"]
 SECTIONS = dict(
     re.findall(r"\n!\[.*?\]\(experiments/(\w+)\.png\)\n(.*?)(?=\n## |\n### |\Z)", PAGE, re.DOTALL)
 )
-NUMBER = r"(?<![\w.])\d+\.\d+(?![\w.])"
+NUMBER = r"(?<![\w.])\d+\.\d+(?!\w|\.\d)"
+COMPARED = r"[+-]\d\.\d{3}, \d of \d higher(?:, \d equal)?"
+RANGE = r"[\d.]+ to \d[\d.]*\d"
 
 
 # --- The page -------------------------------------------------------------------------
@@ -34,18 +36,35 @@ def test_the_page_has_each_question_with_its_command_and_picture():
 
 @pytest.mark.parametrize("name", questions.QUESTIONS)
 def test_numbers_of_a_question_are_those_of_its_table(name):
-    table = (questions.TABLES / f"{name}.md").read_text()
-    known = re.findall(NUMBER, table)
-    for number in re.findall(NUMBER, SECTIONS[name]):
+    """A comparison and a range are a cell's, as they stand there; another number is in a cell."""
+    table, text = (questions.TABLES / f"{name}.md").read_text(), SECTIONS[name]
+    cells = [cell.strip() for cell in re.findall(r"[^|\n]+", table)]
+    text = " ".join(text.split())
+    assert "TODO" not in text and "«" not in text
+    for found in re.findall(COMPARED, text):
+        assert found in cells, found
+    for found in re.findall(RANGE, text):
+        assert any(found in cell for cell in cells), found
+    text = re.sub(rf"{COMPARED}|{RANGE}", "", text)
+    known = re.findall(NUMBER, table) + [str(c) for c in constants_in(questions.QUESTIONS[name])]
+    for number in re.findall(NUMBER, text):
         assert number in known, number
+    assert not re.findall(r"\d of \d", text)  # what is compared stands with its difference
+
+
+def constants_in(question):
+    """Returns the constants of a question's cases that are numbers, and the shipped ones."""
+    given = [value for case in question.cases for value in questions.CASES[case].constants.values()]
+    return [value for value in [*given, *vars(trainer).values()] if type(value) is float]
 
 
 @pytest.mark.parametrize("name", questions.QUESTIONS)
 def test_a_table_has_all_cases_and_says_how_it_was_made(name):
     table, question = (questions.TABLES / f"{name}.md").read_text(), questions.QUESTIONS[name]
     rows = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
+    assert re.search(r"commits of the runs .*:\n[0-9a-f]{7}", table)
     assert rows == ["case", *(questions.CASES[case].label for case in question.cases)]
-    assert f"python experiments/questions.py {name}" in table and "commit" in table
+    assert f"python experiments/questions.py {name}" in table
     for case in question.cases:
         assert f"- {questions.CASES[case].label}: " in table
         assert questions.CASES[case].settings() in table
@@ -110,18 +129,21 @@ def test_chains_reward_what_applies_alone():
 
 
 # --- The defects ----------------------------------------------------------------------
-def sequence(tokens):
-    return SimpleNamespace(completion=[1] * tokens)
+def sequence(tokens, group):
+    return SimpleNamespace(completion=[1] * tokens, group=group)
 
 
 def scaled(defect, *batches):
     """Returns what a defect makes of micro-batches whose losses are 1."""
-    turns = [SimpleNamespace(batch=[sequence(n) for n in tokens]) for tokens in batches]
+    turns = [
+        SimpleNamespace(batch=[sequence(n, group) for n in tokens])
+        for group, tokens in enumerate(batches)
+    ]
     fake = SimpleNamespace(
         plan_turns=lambda *_: turns, batch_loss=lambda *_: (torch.tensor(1.0), {})
     )
     defect(fake)
-    planned = fake.plan_turns()
+    planned = fake.plan_turns([s for turn in turns for s in turn.batch])
     return [fake.batch_loss(None, None, None, turn.batch, None)[0].item() for turn in planned]
 
 
@@ -133,6 +155,30 @@ def test_micro_batch_means_weigh_a_token_by_its_micro_batch():
     # 8 tokens in all: a weight of 1/8 becomes 1/2 of 1/6, and 1/2 of 1/2
     assert scaled(defects.micro_batch_means, [4, 2], [2]) == pytest.approx([8 / 12, 8 / 4])
     assert scaled(defects.micro_batch_means, [4, 2], [3, 3]) == pytest.approx([1, 1])
+
+
+def test_seeds_are_cut_at_the_time_of_the_fastest_case():
+    def run(*seconds):
+        return [{"step": i, "seconds": s, "accuracy": i / 10} for i, s in enumerate(seconds, 1)]
+
+    cut = questions.timely({"slow": [run(3, 3, 3), run(1, 1)], "fast": [run(1, 1, 5), run(2, 2)]})
+    assert [[len(seed) for seed in seeds] for seeds in cut.values()] == [[2, 2], [3, 1]]
+
+
+def test_a_run_of_other_constants_is_found(tmp_path):
+    import json
+
+    case = questions.CASES["stale4"]
+    then = {"KL_BETA": 0.04, "MICRO_BATCH_TOKENS": 8192, "OUTCOME": "x", "STEPS": 60, "SEED": 0}
+    (tmp_path / "run.json").write_text(
+        json.dumps({"constants": then, "code": "commit `ab12345f0`"})
+    )
+    assert changed(case, 0, tmp_path, questions.COMMON) == []
+    assert commit_of(tmp_path) == "ab12345"
+    assert changed(case, 1, tmp_path, questions.COMMON) == ["SEED"]
+    then["KL_BETA"] = 0.2
+    (tmp_path / "run.json").write_text(json.dumps({"constants": then, "code": ""}))
+    assert changed(case, 0, tmp_path, questions.COMMON) == ["KL_BETA"]
 
 
 def test_old_samples_wait_as_many_steps_as_is_said():
