@@ -40,7 +40,7 @@ def test_every_relative_link_leads_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", TEXT[page]):
         if not link.startswith("http"):
             name, _, anchor = link.partition("#")
-            target = (ROOT / page).parent / name
+            target = (ROOT / page).parent / name if name else ROOT / page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
 

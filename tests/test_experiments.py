@@ -49,7 +49,7 @@ def test_numbers_of_a_question_are_those_of_its_table(name):
     known = re.findall(NUMBER, table) + [str(c) for c in constants_in(questions.QUESTIONS[name])]
     for number in re.findall(NUMBER, text):
         assert number in known, number
-    assert not re.findall(r"\d of \d", text)  # what is compared stands with its difference
+    assert not re.findall(r"\b\d of \d\b", text)  # what is compared stands with its difference
 
 
 def constants_in(question):
