@@ -325,7 +325,7 @@ def draw(name, runs):
     stored = io.BytesIO()
     figure.savefig(stored, dpi=100)
     PICTURES.mkdir(exist_ok=True)
-    image = Image.open(stored).convert("RGB").quantize(64)
+    image = Image.open(stored).convert("RGB").quantize(256)
     image.save(PICTURES / f"{name}.png", optimize=True)
 
 
