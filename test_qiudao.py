@@ -151,8 +151,8 @@ def test_4_the_baseline():
     """4. A baseline keeps the direction, and a good one saves samples.
     E[b d log p_o] = b sum d p_o = b d 1 = 0: subtracting b leaves the mean gradient as it was. The
     noise, variance / |mean|^2, changes, and it sets the samples needed: b = E[R] cuts it to a
-    third; if all earn 9 more, it is 125.6 without b, and with b as before. The group's mean holds
-    the completion's own R: 1/G of each push is taken back; the noise is RLOO's (the others' mean).
+    third; if all earn 9 more, it is 125.6 without b, as before with it. The group's mean holds the
+    completion's own R: 1/G of each push is taken back; the noise is RLOO's (mean of the others).
     Below, all 81 groups of G = 4, each by its probability. By hand: token o pushes by (R - b) s,
     s = d log p_o; p |s|^2 is 3/16 for token 0, 7/32 for the others; |E[R s]|^2 = 1/8; the noise is
     (E[(R - b)^2 |s|^2] / (1/8) - 1) / G. (RLOO: a sample covariance; Var R = 1/2, E|s|^2 = 5/8.)

@@ -61,7 +61,6 @@ QUESTIONS = {
         panels=(ACCURACY, "grad_norm"),
         columns=(LAST_KL, ("grad_norm", "mean"), MOST_NORM),
         against=(("counted", "small"),),
-        logarithmic=("grad_norm",),
     ),
     "group_size": Question(
         "Which group size, at equal completions?",
