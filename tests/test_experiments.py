@@ -1,7 +1,9 @@
 """docs/experiments.md: its questions are the script's, its numbers those of the runs; the defects
 that a case puts into the trainer are those that its words say."""
 
+import contextlib
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from documents import TEXT
 
 import grpo_ref_split as trainer
-from experiments import chains, defects, questions
+from experiments import chains, defects, questions, runs
 from experiments.runs import changed, commit_of, constants_of
 from grpo.forward import CompletionModel
 from grpo.sampling.recipe import load_task
@@ -163,6 +165,23 @@ def test_seeds_are_cut_at_the_time_of_the_fastest_case():
 
     cut = questions.timely({"slow": [run(3, 3, 3), run(1, 1)], "fast": [run(1, 1, 5), run(2, 2)]})
     assert [[len(seed) for seed in seeds] for seeds in cut.values()] == [[2, 2], [3, 1]]
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_kept"),
+    [(None, True), ("nothing to train for 10 steps", True), ("STEPS = x", False)],
+)
+def test_a_run_that_ends_with_nothing_to_train_is_kept(tmp_path, monkeypatch, ends, is_kept):
+    def main(**constants):
+        Path(constants["RUN_DIR"]).mkdir()
+        if ends:
+            raise SystemExit(ends)
+
+    monkeypatch.setattr(trainer, "main", main)
+    monkeypatch.setattr(runs, "warm_start", lambda case, seed: None)
+    with contextlib.nullcontext() if is_kept else pytest.raises(SystemExit):
+        runs.train(runs.Case(), 0, tmp_path / "0", {})
+    assert (tmp_path / "0").exists() == is_kept
 
 
 def test_a_run_of_other_constants_is_found(tmp_path):
