@@ -27,10 +27,6 @@ def facts(*packages):
     """-> with which command, on what, with which versions and commit."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, with changes", "--abbrev=7"]
     commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    machine = f"{CORES} cores of {cpu}"
-    if KIND == "gpu":
-        machine = torch.get_device_module(DEVICE).get_device_name()
     versions = [f"Python {platform.python_version()}"]
     for package in packages:
         try:
@@ -38,7 +34,15 @@ def facts(*packages):
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"{package} not installed")
     command = " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    return f"`python {command}`: {machine}, {', '.join(versions)}, commit {commit}."
+    return f"`python {command}`: {machine()}, {', '.join(versions)}, commit {commit}."
+
+
+def machine():
+    """-> what the benchmark runs on: the GPU's name, or the cores."""
+    if KIND == "gpu":
+        return torch.get_device_module(DEVICE).get_device_name()
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    return f"{CORES} cores of {cpu}"
 
 
 @contextmanager

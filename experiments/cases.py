@@ -1,9 +1,5 @@
 """The cases of experiments/questions.py: what each changes of the demo, and its defect."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments import defects
 from experiments.defects import with_
 from experiments.runs import ROOT, Case

@@ -9,15 +9,12 @@ not allow is put into it (experiments/defects.py).
 """
 
 import math
-import platform
-import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.defects import REFUSAL, cooler_sampler, no_eos, with_
-from experiments.runs import ROOT, Case, records_of, train, values
+from experiments.runs import ROOT, Case, made_by, records_of, save_picture, train, values
 
 RUNS, PICTURES = ROOT / "runs/curves", ROOT / "docs/curves"
 TABLES = ROOT / "benchmarks/results/curves.md"
@@ -61,10 +58,7 @@ ENDS = (10, 30, 50)  # the last of them; and the run's last
 
 def draw(name):
     """Draws a case, the healthy run pale behind it, with axes that hold both."""
-    import io
-
     from matplotlib.figure import Figure
-    from PIL import Image
 
     figure = Figure(figsize=(9.6, 5), layout="constrained")
     for (metric, title), ax in zip(PANELS.items(), figure.subplots(3, 3).flat, strict=True):
@@ -83,11 +77,7 @@ def draw(name):
             ax.set_yscale("log")
         if metric == "kl":  # it begins at 0
             ax.set_yscale("symlog", linthresh=0.01)
-    stored = io.BytesIO()
-    figure.savefig(stored, dpi=100)
-    PICTURES.mkdir(exist_ok=True)
-    image = Image.open(stored).convert("RGB").quantize(64)
-    image.save(PICTURES / f"{name}.png", optimize=True)
+    save_picture(figure, PICTURES / f"{name}.png")
 
 
 def line_of(records, metric):
@@ -130,14 +120,11 @@ def main():
     names = [name for name in CASES if (RUNS / name / "metrics.jsonl").exists()]
     for name in names:
         draw(name)
-    code = ["grpo", "grpo_ref_split.py", "grpo_loss_triton.py", "presets/demo.py", "tasks"]
-    command = ["git", "-C", ROOT, "log", "-1", "--format=%h", "--", *code]
-    commit = subprocess.check_output(command, text=True).strip()
     words = f"""# Healthy and sick runs
 
-`python experiments/curves.py CASE` each, seed {SEED}, after one warm start of that seed;
-commit {commit}, Python {platform.python_version()}, {date.today()}, two cores of an AMD EPYC,
-shared, no GPU. Greedy accuracy is on the 500 test questions; all other numbers are means over
+`python experiments/curves.py CASE` each, seed {SEED}, after one warm start of that seed:
+{made_by([RUNS / name for name in names])}
+Greedy accuracy is on the 500 test questions; all other numbers are means over
 {WINDOW} steps, of those that have the metric. Their curves are in docs/reading_curves.md.
 
 """

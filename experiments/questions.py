@@ -12,20 +12,28 @@ benchmarks/results/experiments/NAME.md. What they say: docs/experiments.md.
 
 import itertools
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.cases import CASES, COMMON, STEPS
 from experiments.defects import REFUSAL
-from experiments.runs import ROOT, RUNS, SEEDS, changed, commit_of, records_of, train, values
+from experiments.runs import (
+    ROOT,
+    RUNS,
+    SEEDS,
+    changed,
+    made_by,
+    records_of,
+    save_picture,
+    train,
+    values,
+)
 
 PICTURES = ROOT / "docs/experiments"
 TABLES = ROOT / "benchmarks/results/experiments"
@@ -164,11 +172,16 @@ def train_missing(question):
             )
     if not missing:
         return
+    print(f"{len(missing)} runs to train; what each says: {RUNS}/CASE/SEED.log", flush=True)
     began = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for number, _ in enumerate(pool.map(train_apart, missing), 1):
-            seconds = time.perf_counter() - began
-            print(f"{number} of {len(missing)} runs trained, {seconds:.0f} s", flush=True)
+        try:
+            for number, _ in enumerate(pool.map(train_apart, missing), 1):
+                seconds = time.perf_counter() - began
+                print(f"{number} of {len(missing)} runs trained, {seconds:.0f} s", flush=True)
+        except BaseException:  # Ctrl-C too: none of those that wait begins
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def train_apart(case_and_seed):
@@ -219,10 +232,7 @@ def draw_band(ax, runs, metric, color, label, **drawn):
 
 def draw(name, runs):
     """Draws a question: each panel a metric, each color a case. `runs`: {case: [records]}."""
-    import io
-
     from matplotlib.figure import Figure
-    from PIL import Image
 
     question = QUESTIONS[name]
     width = 3.4 * len(question.panels)
@@ -239,11 +249,7 @@ def draw(name, runs):
         if metric in question.logarithmic:
             ax.set_yscale("symlog", linthresh=0.01)
     axes[0].legend(fontsize=7)
-    stored = io.BytesIO()
-    figure.savefig(stored, dpi=100)
-    PICTURES.mkdir(exist_ok=True)
-    image = Image.open(stored).convert("RGB").quantize(256)
-    image.save(PICTURES / f"{name}.png", optimize=True)
+    save_picture(figure, PICTURES / f"{name}.png")
 
 
 # --- The table ------------------------------------------------------------------------
@@ -329,7 +335,7 @@ def report(name):
     question = QUESTIONS[name]
     runs = {c: [records_of(folder_of(c, seed)) for seed in SEEDS] for c in question.cases}
     draw(name, runs)
-    commits = {commit_of(folder_of(case, seed)) for case in question.cases for seed in SEEDS}
+    made = made_by([folder_of(case, seed) for case in question.cases for seed in SEEDS])
     cases = "\n".join(
         f"- {CASES[case].label}: {CASES[case].settings() or 'presets/demo.py'}"
         for case in question.cases
@@ -346,9 +352,7 @@ def report(name):
     TABLES.mkdir(exist_ok=True)
     (TABLES / f"{name}.md").write_text(f"""# {question.title}
 
-`python experiments/questions.py {name}`, Python {platform.python_version()}, {date.today()}, two
-cores of an AMD EPYC, shared, no GPU; commits of the runs (+: with changes that were not committed):
-{", ".join(sorted(commits))}.
+`python experiments/questions.py {name}`: {made}
 {STEPS} rollouts unless a case says otherwise, seeds {SEEDS[0]} to {SEEDS[-1]}, each after its own
 warm start: mean over the seeds (least to most). Greedy accuracy is the last on 500 test questions;
 sampled accuracy is that of all rollouts, so that who learns faster has more. "less" is a case's

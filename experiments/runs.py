@@ -5,12 +5,14 @@ experiments/defects.py that puts into the trainer what it does not allow. All ru
 (REF_SERVER=None), in one process.
 """
 
+import io
 import json
 import os
+import platform
 import re
 import shutil
-import sys
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,6 +104,28 @@ def commit_of(folder):
     return f"{found[1] if found else 'none'}{'+' if 'not committed' in code else ''}"
 
 
+def made_by(folders):
+    """Returns with what finished runs were made: the commits are the runs' own, the rest is that of
+    this process, which draws them."""
+    from benchmarks.measure import machine
+
+    commits = ", ".join(sorted(set(map(commit_of, folders))))
+    return (
+        f"{machine()}, Python {platform.python_version()}, drawn {date.today()};\n"
+        f"commits of the runs (+: with changes that were not committed): {commits}."
+    )
+
+
+def save_picture(figure, path):
+    """Saves a figure as a small PNG, of 256 colors: with 64 those of five lines ran together."""
+    from PIL import Image
+
+    stored = io.BytesIO()
+    figure.savefig(stored, dpi=100)
+    path.parent.mkdir(exist_ok=True)
+    Image.open(stored).convert("RGB").quantize(256).save(path, optimize=True)
+
+
 def records_of(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -110,6 +134,3 @@ def records_of(folder):
 def values(records, metric):
     """Returns [(step, value)] of a metric."""
     return [(r["step"], r[metric]) for r in records if r.get(metric) is not None]
-
-
-sys.path.insert(0, str(ROOT))

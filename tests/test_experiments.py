@@ -3,6 +3,7 @@ that a case puts into the trainer are those that its words say."""
 
 import contextlib
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,7 +65,7 @@ def constants_in(question):
 def test_a_table_has_all_cases_and_says_how_it_was_made(name):
     table, question = (questions.TABLES / f"{name}.md").read_text(), questions.QUESTIONS[name]
     rows = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
-    assert re.search(r"commits of the runs .*:\n[0-9a-f]{7}", table)
+    assert re.search(r"cores of .*\ncommits of the runs .*: [0-9a-f]{7}", table)
     assert rows == ["case", *(questions.CASES[case].label for case in question.cases)]
     assert f"python experiments/questions.py {name}" in table
     for case in question.cases:
@@ -182,6 +183,22 @@ def test_a_run_that_ends_with_nothing_to_train_is_kept(tmp_path, monkeypatch, en
     with contextlib.nullcontext() if is_kept else pytest.raises(SystemExit):
         runs.train(runs.Case(), 0, tmp_path / "0", {})
     assert (tmp_path / "0").exists() == is_kept
+
+
+def test_after_a_run_that_fails_no_other_begins(monkeypatch, tmp_path):
+    begun = []
+
+    def fail(case_and_seed):
+        begun.append(case_and_seed)
+        time.sleep(0.2 * (len(begun) > 1))
+        raise SystemExit("see the log")
+
+    monkeypatch.setattr(questions, "RUNS", tmp_path)
+    monkeypatch.setattr(questions, "train_apart", fail)
+    monkeypatch.setattr(questions.os, "cpu_count", lambda: 1)
+    with pytest.raises(SystemExit, match="see the log"):
+        questions.train_missing(questions.QUESTIONS["updates"])
+    assert len(begun) <= 2  # the thread may have taken one more
 
 
 def test_a_run_of_other_constants_is_found(tmp_path):
