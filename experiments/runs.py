@@ -75,8 +75,13 @@ def train(case, seed, folder, common):
     shutil.rmtree(unfinished, ignore_errors=True)
     if case.defect:
         case.defect(trainer)
+    constants = constants_of(case, seed, unfinished, common)
     try:
-        trainer.main(**constants_of(case, seed, unfinished, common))
+        trainer.main(**constants)
+        if (step := max(record["step"] for record in records_of(unfinished))) < constants["STEPS"]:
+            raise SystemExit(
+                f"stopped at step {step} of {constants['STEPS']}: not a run to compare"
+            )
     except SystemExit as end:
         if "nothing to train" not in str(end):  # IDLE_LIMIT: of a sick run that is the result
             raise

@@ -169,12 +169,19 @@ def test_seeds_are_cut_at_the_time_of_the_fastest_case():
 
 
 @pytest.mark.parametrize(
-    ("ends", "is_kept"),
-    [(None, True), ("nothing to train for 10 steps", True), ("STEPS = x", False)],
+    ("step", "ends", "is_kept"),
+    [
+        (100, None, True),
+        (25, "nothing to train for 10 steps", True),
+        (25, "STEPS = x", False),
+        (25, None, False),  # Ctrl-C ends a run as well as its last step does
+    ],
 )
-def test_a_run_that_ends_with_nothing_to_train_is_kept(tmp_path, monkeypatch, ends, is_kept):
+def test_a_run_that_ends_with_nothing_to_train_is_kept(tmp_path, monkeypatch, step, ends, is_kept):
     def main(**constants):
-        Path(constants["RUN_DIR"]).mkdir()
+        folder = Path(constants["RUN_DIR"])
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
         if ends:
             raise SystemExit(ends)
 
