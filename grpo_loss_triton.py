@@ -34,7 +34,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from grpo.devices import is_nvidia
-from grpo.loss import policy_loss, trained_tokens
+from grpo.loss import MAX_LOG_RATIO, policy_loss, trained_tokens
 
 try:
     import triton
@@ -299,6 +299,7 @@ if triton:
         FORWARD: tl.constexpr, BACKWARD: tl.constexpr, ON_POLICY: tl.constexpr, CISPO: tl.constexpr,
         CLIP_LOW: tl.constexpr, CLIP_HIGH: tl.constexpr, RATIO_CAP: tl.constexpr,
         IS_CAP: tl.constexpr, KL_BETA: tl.constexpr, UNBIASED_KL: tl.constexpr,
+        MAX_LOG_RATIO: tl.constexpr,
     ):  # fmt: skip
         """One program, one row of logits; FORWARD and BACKWARD are those of Rows.run.
 
@@ -345,7 +346,7 @@ if triton:
                 #   kl = r k3                    d kl = r k3 + r (1 - exp(d)) = - r d     (unbiased)
                 advantage = tl.load(advantages + row)
                 old = logp if ON_POLICY else tl.load(old_logps + row)
-                ratio = tl.exp(logp - old)
+                ratio = tl.exp(tl.minimum(logp - old, MAX_LOG_RATIO))  # inf x 0 would be NaN
                 clipped = tl.minimum(tl.maximum(ratio, 1.0 - CLIP_LOW), 1.0 + CLIP_HIGH)
                 slope = clipped * advantage
                 if not CISPO:
@@ -390,6 +391,7 @@ def launch(rows, logits, grad, part, *, forward, backward):
         ON_POLICY=given.old_logps is None, CISPO=given.objective == "cispo",
         CLIP_LOW=given.clip_low, CLIP_HIGH=given.clip_high, RATIO_CAP=given.ratio_cap,
         IS_CAP=given.is_cap, KL_BETA=given.kl_beta, UNBIASED_KL=given.unbiased_kl,
+        MAX_LOG_RATIO=MAX_LOG_RATIO,
         **block_of(rows.width, logits.element_size()),
     )  # fmt: skip
 

@@ -20,6 +20,7 @@ import torch
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
 OBJECTIVES = ("clip", "cispo")
+MAX_LOG_RATIO = 80.0  # exp(80) = 5.5e34; float32 ends at 3.4e38, which leaves room for A and KL
 
 
 # --- Advantages and token weights ---------------------------------------------------
@@ -127,15 +128,19 @@ def policy_loss(
                        with A < 0 has no gradient, and is not in clip_high; 0: off
     sequences          the number of each token's sequence, int64: r is then the sequence's, exp of
                        the mean of its logp - old_logp (GSPO, 2507.18071, eq. 7); k3's r stays
+
+    Deviation: r is at most exp(MAX_LOG_RATIO), so that float32 holds it. A token that the clip or
+    the cap stops then has the gradient 0, not NaN. One that nothing stops keeps the slope r A,
+    about 1e35: the norm of such a gradient overflows, and the trainer skips the step.
     """
     old_logps = (logps if old_logps is None else old_logps).detach()
     log_ratio = logps - old_logps
-    token_ratio = log_ratio.exp()
+    token_ratio = bounded_exponent(log_ratio).exp()
     if sequences is not None:
         log_ratio = mean_of_sequence(log_ratio, sequences)
-    ratio = log_ratio.exp()
+    ratio = bounded_exponent(log_ratio).exp()
     low, high = 1 - clip_low, 1 + clip_high
-    is_low, is_high = ratio.detach() < low, ratio.detach() > high
+    is_low, is_high = ratio < low, ratio > high
     if objective == "clip":
         bounded = ratio.clamp(max=ratio_cap) if ratio_cap else ratio
         gain = torch.minimum(bounded * advantages, bounded.clamp(low, high) * advantages)
@@ -149,10 +154,26 @@ def policy_loss(
     kl = torch.zeros_like(logps)
     if kl_beta:
         d = ref_logps.detach() - logps
+        if unbiased_kl:  # where d is this large, r is near 0, and 0 x inf would be NaN
+            d = bounded_exponent(d)
         kl = torch.expm1(d) - d  # exp(d) - 1 - d would round to below 0
         gain = gain - kl_beta * (kl * token_ratio if unbiased_kl else kl)
     stats = {"ratio": ratio.detach(), "kl": kl.detach(), "clip_low": is_low, "clip_high": is_high}
     return -(weights * gain).sum(), stats
+
+
+def bounded_exponent(values):
+    """Returns the values, none above MAX_LOG_RATIO; their gradient is that of the values.
+
+    Why: exp overflows to inf above 88.7. If the clip or the cap then stops a token, autograd
+    multiplies 0 by inf, which is NaN.
+    Why not torch.clamp: it would stop the gradient too. Only the clip and the cap may.
+
+    >>> bounded_exponent(torch.tensor([0.5, 100.0])).exp()
+    tensor([1.6487e+00, 5.5406e+34])
+    """
+    bound = values - values.detach() + MAX_LOG_RATIO  # the 0 brings the gradient
+    return torch.where(values > MAX_LOG_RATIO, bound, values)
 
 
 def mean_of_sequence(values, sequences):

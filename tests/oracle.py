@@ -127,8 +127,8 @@ def check(engine, batch, settings, tolerance=5e-6):
     exact, given = oracle(**batch, **settings), with_garbage(batch)
     (got, stats), (specified, expected) = (run(m, given, settings) for m in (engine.module, plain))
     # Measured: 1.7e-6 at most, and 2.1e-6 of grpo/loss.py
-    assert max(errors(got, exact)) < tolerance
-    assert max(errors(specified, exact)) < tolerance, "grpo/loss.py"
+    assert all(e < tolerance for e in errors(got, exact))  # max() would pass over a NaN
+    assert all(e < tolerance for e in errors(specified, exact)), "grpo/loss.py"
     assert not got[1][batch["weights"] == 0].any()
     assert not any(values.requires_grad for values in stats.values())
     torch.testing.assert_close(stats, expected, rtol=1e-5, atol=2 * tolerance)

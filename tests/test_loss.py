@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grpo.loss import (
+    MAX_LOG_RATIO,
     group_advantages,
     linear_logps,
     policy_loss,
@@ -302,6 +303,79 @@ def test_beyond_the_cap_a_negative_advantage_pulls_no_more(ratio):
     assert loss.item() == pytest.approx(min(ratio, 2.0))
     assert logps.grad.item() == pytest.approx(ratio if ratio < 2 else 0)
     assert stats["ratio"].item() == pytest.approx(ratio)  # what is logged is what it was
+
+
+# Ratios beyond float32, whose exp overflows above 88.7: two tokens of one sequence, w = 0.5.
+def of_far_ratios(log_ratios, *, advantage, ref_logps=None, sequence=False, **changes):
+    """-> (loss, gradient, stats) of tokens with logp -1; all finite."""
+    logps = torch.full((2,), -1.0, requires_grad=True)
+    old_logps = logps.detach() - torch.tensor(log_ratios)
+    advantages, weights = torch.full((2,), advantage), torch.full((2,), 0.5)
+    settings = CLIPS | {"kl_beta": 0.0} | changes
+    settings["sequences"] = torch.zeros(2, dtype=torch.int64) if sequence else None
+    loss, stats = policy_loss(logps, old_logps, ref_logps, advantages, weights, **settings)
+    loss.backward()
+    for values in (loss, logps.grad, *stats.values()):
+        assert torch.isfinite(values).all(), values
+    return loss.item(), logps.grad.tolist(), stats
+
+
+@pytest.mark.parametrize("far", [88.0, 89.0, 1e4, 1e10])
+@pytest.mark.parametrize("sequence", [False, True], ids=["token", "sequence"])
+@pytest.mark.parametrize("ratio_cap", [0.0, 2.0])
+@pytest.mark.parametrize("advantage", [1.5, 0.0, -1.5])
+def test_a_ratio_that_overflows_has_the_gradient_of_a_large_one(
+    advantage, ratio_cap, sequence, far
+):
+    loss, gradient, stats = of_far_ratios(
+        [far, far], advantage=advantage, ratio_cap=ratio_cap, sequence=sequence
+    )
+    bound = math.exp(MAX_LOG_RATIO)
+    if advantage >= 0:  # the clip stops it, at 1.3
+        expected, slope = -1.3 * advantage, 0
+    elif ratio_cap:  # the cap stops it
+        expected, slope = 2.0 * 1.5, 0
+    else:  # nothing stops it: the slope is that of the largest ratio there is
+        expected, slope = bound * 1.5, 0.5 * bound * 1.5
+    assert loss == pytest.approx(expected) and gradient == pytest.approx([slope] * 2)
+    assert stats["clip_high"].tolist() == [advantage > 0] * 2
+    assert stats["ratio"].tolist() == pytest.approx([bound] * 2)
+
+
+@pytest.mark.parametrize("objective", ["clip", "cispo"])
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+def test_a_ratio_that_overflows_harms_no_other_token(objective, advantage):
+    """A gradient of NaN at one token would be NaN in every weight."""
+    settings = {"advantage": advantage, "ratio_cap": 2.0, "objective": objective}
+    _, (far, near), _ = of_far_ratios([100.0, 0.0], **settings)
+    assert near == pytest.approx(-0.5 * advantage)
+    assert far == pytest.approx(-0.5 * 1.3 * advantage if objective == "cispo" else 0)
+
+
+@pytest.mark.parametrize("objective", ["clip", "cispo"])
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+def test_the_unbiased_kl_of_ratios_beyond_float32(objective, advantage):
+    settings = {"advantage": advantage, "ratio_cap": 2.0, "objective": objective}
+    base, slopes, _ = of_far_ratios([100.0, 0.0], **settings)
+    kl = settings | {"unbiased_kl": True, "kl_beta": 0.1}
+    # The reference is the policy: k3 = 0 and d = 0, so r k3 and its slope - r d are 0.
+    loss, gradient, _ = of_far_ratios([100.0, 0.0], ref_logps=-torch.ones(2), **kl)
+    assert loss == pytest.approx(base) and gradient == pytest.approx(slopes)
+    # d = 1: the slope of r k3 is - r d. The far token's is huge, as the KL knows no cap.
+    loss, gradient, _ = of_far_ratios([100.0, 0.0], ref_logps=torch.zeros(2), **kl)
+    bound = math.exp(MAX_LOG_RATIO)
+    assert loss == pytest.approx(0.1 * 0.5 * bound * (math.e - 2), rel=1e-5)
+    assert gradient[0] == pytest.approx(-0.1 * 0.5 * bound)
+    assert gradient[1] == pytest.approx(slopes[1] - 0.1 * 0.5)
+
+
+def test_the_unbiased_kl_of_a_token_that_became_impossible():
+    """exp(ref - logp) overflows where the ratio underflows: their product was NaN."""
+    # logp is -1 and old and ref 118: only the differences count, as for -120, -1 and -1
+    settings = {"advantage": 1.5, "unbiased_kl": True, "kl_beta": 0.1}
+    ref_logps = torch.tensor([118.0, -1.0])
+    _, gradient, _ = of_far_ratios([-119.0, 0.0], ref_logps=ref_logps, **settings)
+    assert gradient == pytest.approx([0, -0.5 * 1.5])  # - r d is 0; the other token's is - w A
 
 
 def test_the_ratio_of_a_sequence_by_hand():

@@ -59,7 +59,7 @@ def test_the_kernels_compile(capability, dtype, itemsize, tmp_path, monkeypatch)
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     fixed = {"VOCAB": 151_665, "WIDTH": 151_936, "INV_TAU": 1 / 0.9, "CLIP_LOW": 0.2,
-             "CLIP_HIGH": 0.28}  # fmt: skip
+             "CLIP_HIGH": 0.28, "MAX_LOG_RATIO": fused.MAX_LOG_RATIO}  # fmt: skip
     fixed |= fused.block_of(151_936, itemsize)
     num_warps = fixed.pop("num_warps")
     for mode in MODES:

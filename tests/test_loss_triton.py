@@ -80,6 +80,37 @@ def test_tokens_in_any_memory_layout(engine, shape):
     check(engine, batch, settings)
 
 
+FAR = {name: VARIANTS[name] for name in ("clip", "bounded", "unbiased_kl", "cispo", "gspo")}
+FAR |= {
+    "bounded_gspo": VARIANTS["gspo"] | {"ratio_cap": 1.3},
+    "unbiased_cispo": VARIANTS["cispo"] | {"unbiased_kl": True},
+    "bounded_unbiased": VARIANTS["unbiased_kl"] | {"ratio_cap": 1.3, "is_cap": 1.1},
+}
+
+
+@pytest.mark.parametrize("sign", [1, 0, -1])
+@pytest.mark.parametrize("variant", FAR)
+def test_ratios_that_overflow(engine, variant, sign):
+    """Plain torch, the torch path and the kernel agree. The oracle, whose ratios float64 holds, has
+    the same gradients where the clip or the cap stops a token."""
+    batch, settings = make(FAR[variant])
+    gspo = batch["sequences"] is not None
+    far = slice(0, 6) if gspo else slice(2, 5)  # of gspo a whole sequence
+    batch["advantages"][far] = sign * batch["advantages"][far].abs()
+    batch["old_logps"][far] -= torch.tensor([89.0, 200, 600, 100, 89, 300])[: far.stop - far.start]
+    batch = on_device(engine, batch)
+    (got, stats), (specified, expected) = (run(m, batch, settings) for m in (engine.module, plain))
+    stopped = sign >= 0 or "ratio_cap" in settings or settings.get("objective") == "cispo"
+    stopped = stopped and not settings.get("unbiased_kl")  # nothing stops the r of r k3
+    for mine, theirs in zip(got, specified, strict=True):
+        assert torch.isfinite(theirs).all() and torch.isfinite(mine).all()
+        assert error(mine, theirs.double()) < 5e-6
+        assert (theirs.abs().max() > 1e30) != stopped
+    torch.testing.assert_close(stats, expected, rtol=1e-5, atol=1e-5)
+    if stopped:
+        assert all(e < 5e-6 for e in errors(got, oracle(**batch, **settings)))
+
+
 # Columns to a power of two are one block of the kernel; more are blocks of 4096 in float32.
 @pytest.mark.parametrize("vocab, width, count", [
     (97, 97, 1),
