@@ -3,6 +3,7 @@
     python plot.py runs/gsm8k                 # writes runs/gsm8k/curves.png
     python plot.py runs/a runs/b [two.png]    # over one another: runs/a/curves_vs.png, or two.png
     python plot.py samples runs/gsm8k [40]    # prints the samples of step 40, or of the last step
+    python plot.py live [runs/] [8080]        # serves a live page of the runs in a folder
 
 Pale: each step; strong: running means, of 10 steps at most; a gap: steps that trained nothing.
 Each metric: docs/metrics.md.
@@ -124,7 +125,11 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["samples", run, *step] if len(step) < 2 and "".join(step or "0").isdecimal():
             show_samples(run, *step)
-        case [first, *more] if first != "samples" and not first.startswith("-"):
+        case ["live", *more] if len(more) < 3 and "".join(more[1:] or "0").isdecimal():
+            from grpo.live import PORT, serve  # the other commands need no web server
+
+            serve(*more[:1] or ["runs/"], int(*more[1:] or [PORT]))
+        case [first, *more] if first not in ("live", "samples") and not first.startswith("-"):
             target = more.pop() if more and more[-1].endswith(".png") else None
             print(plot(first, *more, target=target))
         case _:

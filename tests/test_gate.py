@@ -1,0 +1,186 @@
+"""The gate: tokens, bodies, queries, refusals, and the queue of requests that wait."""
+
+import json
+import os
+import threading
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+from helpers import call, refused
+
+from grpo.gate import Busy, Gate, Waiting, listen, token_for
+
+MOST = 100
+
+
+def an_app(token=None):
+    app, answer = Gate(token=token, max_body_bytes=MOST), Future()
+
+    @app.post("/echo")
+    def echo():
+        return app.blob(app.read_body(), seen=str(app.read_number("n", most=9)))
+
+    @app.get("/raise/<kind>")
+    def fail(kind):
+        raise {"value": ValueError, "busy": Busy, "runtime": RuntimeError, "bug": KeyError}[kind](
+            "a reason of several words"
+        )
+
+    app.get("/wait", callback=lambda: {"result": app.result_of(answer, app.read_number("n", 9))})
+    app.get("/name", callback=lambda: {"name": app.read_text("name")})
+    app.get("/nothing", callback=lambda: None)
+    app.answer = answer
+    return app
+
+
+# --- Who may ask ------------------------------------------------------------------------
+def test_without_the_token_only_health_answers():
+    app, right = an_app("secret"), {"HTTP_AUTHORIZATION": "Bearer secret"}
+    assert call(app, "GET", "/health")[0] == 200
+    for path in ("/nothing", "/no/such/route"):
+        for wrong in ({}, {"HTTP_AUTHORIZATION": "Bearer s\xff"}, {"HTTP_AUTHORIZATION": "secret"}):
+            refused(call(app, "GET", path, **wrong), 401)
+    refused(call(app, "POST", "/health"), 401)
+    assert call(app, "GET", "/nothing", **right)[0] == 200
+    refused(call(app, "GET", "/no/such/route", **right), 404)
+
+
+def test_a_web_page_may_read_but_not_send():
+    app, page = an_app(), {"HTTP_ORIGIN": "http://elsewhere"}
+    refused(call(app, "POST", "/echo", b"x", QUERY_STRING="n=1", **page), 403)
+    assert call(app, "GET", "/health", **page)[0] == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "[::1", "127.0.0.1.evil.example:59875"])
+def test_a_name_that_leads_here_is_refused_without_a_token(host):
+    refused(call(an_app(), "GET", "/nothing", HTTP_HOST=host), 403)
+    assert call(an_app(), "GET", "/nothing", HTTP_HOST="localhost:59875")[0] == 200
+    right = {"HTTP_HOST": host, "HTTP_AUTHORIZATION": "Bearer secret"}
+    assert call(an_app("secret"), "GET", "/nothing", **right)[0] == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "gpu01", ""])
+def test_an_address_that_others_reach_needs_a_token(host, monkeypatch):
+    monkeypatch.delenv("GRPO_TOKEN", raising=False)
+    assert token_for("127.0.0.1", "HOST") is token_for("localhost", "HOST") is None
+    with pytest.raises(SystemExit, match="GRPO_TOKEN"):
+        token_for(host, "HOST")
+    monkeypatch.setitem(os.environ, "GRPO_TOKEN", "secret")
+    assert token_for(host, "HOST") == "secret"
+
+
+# --- What is asked ----------------------------------------------------------------------
+def test_a_body_comes_whole_or_is_refused():
+    app, good = an_app(), {"QUERY_STRING": "n=1"}
+    status, headers, body = call(app, "POST", "/echo", b"x" * MOST, **good)
+    assert (status, body, headers["Seen"]) == (200, b"x" * MOST, "1")
+    refused(call(app, "POST", "/echo", b"x" * (MOST + 1), **good), 413)
+    for length in (None, "", "0", "-1"):
+        refused(call(app, "POST", "/echo", b"x", **good | {"CONTENT_LENGTH": length}), 411)
+    for length in ("2", "x", "1e1"):
+        refused(call(app, "POST", "/echo", b"x", **good | {"CONTENT_LENGTH": length}), 400)
+
+
+@pytest.mark.parametrize(
+    "query", ["", "n=", "n=10", "n=-1", "n=1.0", "n=%D9%A3", "n=" + "1" * 5000, "m=1", "n=%ff"]
+)
+def test_a_number_of_the_query_is_whole_and_bounded(query):
+    refused(call(an_app(), "POST", "/echo", b"x", QUERY_STRING=query), 400)
+
+
+def test_a_text_of_the_query_is_utf_8():
+    app = an_app()
+    assert json.loads(call(app, "GET", "/name", QUERY_STRING="name=%C3%A5")[2]) == {"name": "å"}
+    assert json.loads(call(app, "GET", "/name")[2]) == {"name": ""}
+    refused(call(app, "GET", "/name", QUERY_STRING="name=%ff"), 400)
+
+
+# --- Answers ----------------------------------------------------------------------------
+def test_each_failure_has_its_status_and_a_sentence():
+    app = an_app()
+    for kind, status in {"value": 400, "busy": 503, "runtime": 500, "bug": 500}.items():
+        answer = call(app, "GET", f"/raise/{kind}")
+        assert " " in refused(answer, status)
+        assert ("Retry-After" in answer[1]) == (status == 503)
+    assert call(app, "GET", "/nothing")[2] == b"{}"
+    assert len(refused(call(app, "GET", "/" + "x" * 9000), 404)) <= 1000
+    refused(call(app, "PUT", "/echo", b"x"), 405)
+
+
+def test_a_result_that_is_late_is_cancelled():
+    app = an_app()
+    refused(call(app, "GET", "/wait", QUERY_STRING="n=0"), 503)
+    assert app.answer.cancelled()
+
+
+def test_a_result_is_cancelled_when_the_client_has_gone():
+    app, start = an_app(), time.monotonic()
+    gone = {"waitress.client_disconnected": lambda: True}
+    refused(call(app, "GET", "/wait", QUERY_STRING="n=9", **gone), 503)
+    assert app.answer.cancelled() and time.monotonic() - start < 5
+
+
+def test_a_result_comes_as_soon_as_it_is_there():
+    app, start = an_app(), time.monotonic()
+    threading.Timer(0.1, app.answer.set_result, [3]).start()
+    answer = call(app, "GET", "/wait", QUERY_STRING="n=9")
+    assert json.loads(answer[2]) == {"result": 3} and time.monotonic() - start < 5
+
+
+# --- The queue --------------------------------------------------------------------------
+class Request(SimpleNamespace):
+    def __len__(self):
+        return self.length
+
+
+def a_request(length=5):
+    return Request(length=length, answer=Future())
+
+
+def test_the_queue_is_bounded_in_requests_and_in_bytes():
+    waiting = Waiting(2, most_bytes=10)
+    # One is always taken, whatever its size
+    with waiting.room_for(99), pytest.raises(Busy), waiting.room_for(1):
+        pass
+    with waiting.room_for(5), waiting.room_for(5), pytest.raises(Busy), waiting.room_for(0):
+        pass
+    with pytest.raises(ZeroDivisionError), waiting.room_for(10):
+        raise ZeroDivisionError
+    assert waiting.sizes == []
+
+
+def test_requests_are_taken_in_their_order_up_to_a_length_without_those_cancelled():
+    waiting, requests = Waiting(9, 99), [a_request() for _ in range(5)]
+    for request in requests:
+        waiting.put(request)
+    requests[1].answer.cancel()
+    assert waiting.take(10, timeout=0) == [requests[0], requests[2]]
+    assert waiting.take(11, timeout=0) == requests[3:] and waiting.take(1, timeout=0) == []
+    assert not requests[0].answer.cancel()  # it is being answered
+
+
+def test_what_is_cancelled_does_not_pile_up_while_nobody_takes():
+    """Their room is given back at once: a client with wait=0 could fill the memory."""
+    waiting = Waiting(2, 10)
+    for _ in range(1000):
+        with waiting.room_for(5):
+            waiting.put(request := a_request())
+        request.answer.cancel()
+    assert len(waiting.queue) == 1
+
+
+def test_take_wakes_up_when_a_request_comes():
+    waiting, start = Waiting(2, 10), time.monotonic()
+    threading.Timer(0.1, waiting.put, [a_request()]).start()
+    assert len(waiting.take(1, timeout=9)) == 1 and time.monotonic() - start < 5
+
+
+def test_an_address_that_is_taken_is_a_sentence():
+    first = listen(an_app(), "127.0.0.1", 0, 1)
+    try:
+        with pytest.raises(SystemExit, match=str(first.effective_port)):
+            listen(an_app(), "127.0.0.1", first.effective_port, 1)
+    finally:
+        first.close()

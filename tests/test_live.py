@@ -1,0 +1,342 @@
+"""grpo/live.py: what the live page reads from run folders, and what it answers."""
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+
+from docs import page
+from grpo import live
+
+ROOT = Path(__file__).parent.parent
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def record(step, **more):
+    return {"step": step, "reward": step / 100, "time": 1000.0 + 10 * step} | more
+
+
+def sample(step, number=0, **more):
+    group = {"group": f"{step:06d}-0000-0001", "prompt": "1 + 1?", "flat": False}
+    own = {"completion": f"{step} {number}", "rewards": {"correct": 1.0}, "advantage": 0.5}
+    return {"step": step, "number": number} | group | own | more
+
+
+def lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def write(folder, records=(), samples=(), steps=100):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({"run": "x", "constants": {"STEPS": steps}}))
+    (folder / "metrics.jsonl").write_text(lines(*records))
+    (folder / "samples.jsonl").write_text(lines(*samples))
+    return folder
+
+
+def replace(folder, text, name="metrics.jsonl"):
+    """As the trainer's RunFolder.undo does it."""
+    draft = folder / "file.draft"
+    draft.write_text(text)
+    draft.replace(folder / name)
+
+
+def age(folder):
+    for file in folder.iterdir():
+        os.utime(file, (1, 1), follow_symlinks=False)
+
+
+def append(folder, text, name="metrics.jsonl"):
+    with open(folder / name, "a") as file:
+        file.write(text)
+
+
+def call(app, path, query=""):
+    """Returns (status, headers, body) of a GET, without a socket."""
+    answer = {}
+
+    def start_response(status, headers, error=None):
+        answer.update(status=int(status.split()[0]), headers=dict(headers))
+
+    environ = {"REQUEST_METHOD": "GET", "PATH_INFO": path, "QUERY_STRING": query}
+    environ |= {"SERVER_NAME": "x", "SERVER_PORT": "1", "wsgi.url_scheme": "http"}
+    body = b"".join(app(environ | {"wsgi.errors": sys.stderr}, start_response))
+    return answer["status"], answer["headers"], body
+
+
+def look(app, run="", **query):
+    query = {"run": run, "metric": ["reward", "eval_accuracy"]} | query
+    status, headers, body = call(app, "/live", urlencode(query, doseq=True))
+    assert (status, headers["Content-Type"]) == (200, "application/json")
+    return json.loads(body, parse_constant=pytest.fail)  # a browser takes no NaN
+
+
+def curve(app, run="", name="reward"):
+    return look(app, run)["curves"][0]["charts"].get(name, {"steps": [], "values": []})
+
+
+@pytest.fixture
+def app(tmp_path):
+    return live.make_app(tmp_path)
+
+
+# --- What it answers ----------------------------------------------------------------
+def test_curves_of_several_runs_and_their_groups(tmp_path, app):
+    first = [{"step": 0, "eval_accuracy": 0.25}, record(1), record(2, kl=1 / 3)]
+    evaluation = {"step": 2, "eval_accuracy": 0.5, "time": 1025.0}
+    write(tmp_path / "a", [*first, evaluation], [sample(1), sample(2, 0), sample(2, 1)])
+    write(tmp_path / "b", [record(step) for step in range(1, 2001)], steps=3000)
+    age(tmp_path / "a")
+    now = look(app)
+    assert [run["name"] for run in now["runs"]] == ["b", "a"]  # the one that wrote last is first
+    assert (now["run"], now["step"], now["steps"], now["step_seconds"]) == ("b", 2000, 3000, 10)
+    (shown,) = now["curves"]
+    steps = shown["charts"]["reward"]["steps"]
+    assert len(steps) == live.POINTS and steps[-1] == 2000
+    now = look(app, "a", **{"with": ["b", "a", "nobody"], "metric": ["eval_accuracy", "kl", "x"]})
+    assert [curves["run"] for curves in now["curves"]] == ["a", "b"]
+    assert now["curves"][0]["charts"] == {
+        "eval_accuracy": {"steps": [0, 2], "values": [0.25, 0.5]},
+        "kl": {"steps": [2], "values": [0.3333]},
+    }
+    assert now["curves"][1]["charts"] == {"kl": {"steps": [], "values": []}} | {
+        "eval_accuracy": {"steps": [], "values": []}
+    }
+    assert now["last"]["reward"] == 0.02 and now["metrics"] == ["eval_accuracy", "kl", "reward"]
+    assert [group[1:] for group in now["groups"]] == [[1, 1], [2, 2]]
+    query = urlencode({"run": "a", "id": now["groups"][1][0]})
+    status, _, body = call(app, "/group", query)
+    assert status == 200 and json.loads(body) == {"completions": [sample(2, 0), sample(2, 1)]}
+
+
+def test_malformed_queries_are_no_errors_of_the_server(tmp_path, app):
+    write(tmp_path / "a", [record(1)], [sample(1)])
+    (id, _, _), *_ = look(app)["groups"]
+    for query in ("", "id=abc&run=a", "run=a", "id=1/x&run=a", f"id={id}", "run=%ff&id=%00", "&&="):
+        status, _, body = call(app, "/group", query)
+        assert (status, json.loads(body)) == (404, {"completions": []}), query
+    for query in ("", "run=%ff%fe", "run=../a", "metric=%00&with=%ff&with=a", "run=\xff", "=&;%"):
+        status, _, body = call(app, "/live", query)
+        assert status == 200 and json.loads(body)["run"] == "a", query
+    assert call(app, "/nothing")[0] == 404
+
+
+def test_before_any_run_and_runs_that_appear_later(tmp_path, app):
+    now = look(app)
+    assert now["run"] == "" and now["runs"] == now["groups"] == now["curves"] == []
+    assert now["step"] is now["wrote_s"] is None
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/run.json").write_text("[1, NaN")
+    now = look(app)
+    assert (now["run"], now["step"], now["steps"]) == ("a", None, None)  # before its first step
+    write(tmp_path / "a", [record(1)])
+    assert look(app)["step"] == 1
+
+
+def test_equal_names_odd_names_and_a_folder_that_is_a_run(tmp_path, app):
+    odd = "é & <b>?#%/+ \u202e"
+    for step, name in enumerate(("x/seed", "y/seed", odd, "x"), 1):
+        write(tmp_path / name, [record(step)])
+    os.mkdir(bytes(tmp_path) + b"/\xff")
+    Path(os.fsdecode(bytes(tmp_path) + b"/\xff/metrics.jsonl")).write_text(lines(record(9)))
+    names = [run["name"] for run in look(app)["runs"]]
+    assert sorted(names) == sorted(["x/seed", "y/seed", odd, "x", "\\udcff"])
+    assert [look(app, name)["step"] for name in ("x/seed", "y/seed", odd, "x")] == [1, 2, 3, 4]
+    assert look(app, "\\udcff")["step"] == 9
+    one = live.make_app(tmp_path / "x")
+    assert {run["name"] for run in look(one)["runs"]} == {"x", "x/seed"}
+
+
+# --- Files that change --------------------------------------------------------------
+def test_lines_that_are_no_records_are_skipped(tmp_path, app):
+    bad = ["[1]", "5", "null", "{", "", "\x00\xff", '{"reward": 1}', '{"step": "1"}', "[" * 100_000]
+    bad += ['{"step": true}', '{"step": -1}', '{"step": 1.5}', '{"step": 1' + "0" * 5000 + "}"]
+    bad += ["x" * (live.MAX_LINE + 10), "x" * 3 * live.MAX_LINE]
+    good = [record(1), record(2, reward=float("nan"), a=[1], b="<b>", c=None, d=True, e=10**400)]
+    broken = sample(1, group="\ud800 é", item=7, rewards=[float("inf")])
+    folder = write(tmp_path / "a", samples=[broken])
+    (folder / "metrics.jsonl").write_text(lines(good[0]) + "\n".join(bad) + "\n" + lines(*good[1:]))
+    now = look(app)
+    assert now["last"] == {"step": 2, "time": 1020.0} and now["metrics"] == ["reward"]
+    assert curve(app) == {"steps": [1], "values": [0.01]}
+    query = urlencode({"run": "a", "id": now["groups"][0][0]})
+    body = call(app, "/group", query)[2]
+    assert json.loads(body, parse_constant=pytest.fail)["completions"][0]["rewards"] == [None]
+
+
+def test_a_half_written_line_is_read_when_it_is_whole(tmp_path, app):
+    folder = write(tmp_path / "a", [record(1)])
+    whole = lines(record(2, text="é" * 9))
+    for end in (5, len(whole) - 1):
+        write(folder, [record(1)])
+        append(folder, whole[:end])
+        assert curve(app)["steps"] == [1]
+        append(folder, whole[end:])
+        assert curve(app)["steps"] == [1, 2]
+
+
+def test_a_file_that_a_resumed_run_replaces_is_read_anew(tmp_path, app):
+    folder = write(tmp_path / "a", [record(step) for step in range(1, 11)], [sample(9), sample(10)])
+    assert curve(app)["steps"][-1] == 10
+    replace(folder, lines(record(1), record(2)))  # shorter
+    assert curve(app)["steps"] == [1, 2]
+    rest = [record(step) for step in range(2, 20)]
+    for reward in (9.5, 5.5):  # the second file has the same size and the same end
+        replace(folder, lines(record(1, reward=reward), *rest))
+        assert curve(app)["values"][:2] == [reward, 0.02]
+    replace(folder, lines(*(record(step, reward=7) for step in range(1, 20))))  # longer
+    assert set(curve(app)["values"]) == {7}
+    replace(folder, "")
+    assert curve(app)["steps"] == []
+    replace(folder, lines(sample(9, completion="new")), "samples.jsonl")
+    ((id, step, count),) = look(app)["groups"]
+    body = call(app, "/group", urlencode({"run": "a", "id": id}))[2]
+    assert (step, count) == (9, 1) and json.loads(body)["completions"][0]["completion"] == "new"
+
+
+def test_a_shorter_file_in_the_same_inode_is_noticed(tmp_path, app):
+    folder = write(tmp_path / "a", [record(1), record(2)])
+    assert curve(app)["values"] == [0.01, 0.02]
+    (folder / "metrics.jsonl").write_text(lines(record(1, reward=5)))
+    assert curve(app)["values"] == [5]
+
+
+def test_a_long_file_takes_several_requests_and_old_groups_are_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "MAX_GROUPS", 10)
+    monkeypatch.setattr(live, "MAX_READ", 2000)
+    steps = range(1, 101)
+    run = live.Run(write(tmp_path, map(record, steps), map(sample, steps)))
+    while run.metrics.offset < (tmp_path / "metrics.jsonl").stat().st_size:
+        before = run.metrics.offset
+        run.steps()
+        assert 0 < run.metrics.offset - before < 2200
+    assert [r["step"] for r in run.steps()] == list(steps)
+    while run.samples.offset < (tmp_path / "samples.jsonl").stat().st_size:
+        assert len(run.groups()) <= 10
+    assert [found[0]["step"] for found in run.groups().values()] == list(range(91, 101))
+
+
+# --- Whether its trainer runs -------------------------------------------------------
+@pytest.fixture
+def trainer():
+    """Returns a function that starts a process which holds a folder's lock, as lock_run does."""
+    started = []
+
+    def start(folder):
+        command = [sys.executable, "-c", HOLD, folder / ".lock"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started.append(subprocess.Popen(command, **pipes))
+        assert started[-1].stdout.readline() == b"held\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_running_stopped_and_ended(tmp_path, app, trainer):
+    folder = write(tmp_path / "a", [record(1)])
+    if not live.LOCKS.exists() or not os.major(folder.stat().st_dev):
+        pytest.skip("locks cannot be seen here")
+    assert look(app)["status"] == "stopped"
+    process = trainer(folder)
+    age(folder)  # a long step
+    assert look(app)["status"] == "running"
+    process.kill()
+    process.wait()
+    (folder / "metrics.jsonl").touch()
+    assert look(app)["status"] == "stopped"  # at once
+    (folder / "final").symlink_to("step_000001")  # its checkpoint may be gone
+    assert look(app)["runs"] == [{"name": "a", "status": "ended"}]
+    trainer(folder)
+    assert look(app)["status"] == "running"  # it resumes, with more steps
+
+
+@pytest.mark.parametrize("hidden", ["list", "disk"])
+def test_where_locks_cannot_be_seen_the_files_age_decides(tmp_path, app, monkeypatch, hidden):
+    folder = write(tmp_path / "a", [record(1)])
+    if hidden == "list":
+        monkeypatch.setattr(live, "LOCKS", tmp_path / "nothing")
+    else:
+        monkeypatch.setattr(live.os, "major", lambda device: 0)
+    assert look(app)["status"] == "stopped"  # without a lock it was copied here
+    (folder / ".lock").touch()
+    assert look(app)["status"] == "running"
+    age(folder)
+    assert look(app)["status"] == "stopped"
+    (folder / "final").write_text("step_000001")
+    assert look(app)["status"] == "ended"
+
+
+def test_a_trainer_can_start_while_the_page_looks(tmp_path, app):
+    folder, done = write(tmp_path / "a", [record(1)]), threading.Event()
+    (folder / ".lock").touch()
+    polls = []
+
+    def poll():
+        while not done.is_set():
+            polls.append(look(app)["status"])
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        for _ in range(2000):
+            with open(folder / ".lock", "w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if it is held
+    finally:
+        done.set()
+        thread.join()
+    assert len(polls) > 5
+    assert "flock(" not in Path(live.__file__).read_text()
+
+
+# --- The page and its command -------------------------------------------------------
+def test_the_page_allows_nothing_but_itself(app):
+    status, headers, html = call(app, "/")
+    assert status == 200 and headers["Content-Type"].lower() == "text/html; charset=utf-8"
+    policy = headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; ") and "connect-src 'self'" in policy
+    assert "script-src 'sha256-" in policy and "http" not in policy
+    for sent in (headers, call(app, "/live")[1], call(app, "/group")[1]):
+        assert sent["X-Content-Type-Options"] == "nosniff" and sent["Cache-Control"] == "no-store"
+    for word in (b"innerHTML", b"outerHTML", b"insertAdjacent", b"document.write", b"eval("):
+        assert word not in html
+    assert b" src=" not in html and html.count(b" href=") == html.count(b' href="data:,"') == 1
+
+
+def test_a_busy_port_and_a_missing_folder_are_one_line(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for words in ([tmp_path, port], [tmp_path / "none"], ["live", "x", "y", "z"]):
+            command = [sys.executable, ROOT / "plot.py", "live", *map(str, words)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert done.returncode == 1 and "Traceback" not in done.stderr
+            assert done.stderr.count("\n") == 1 or "plot.py live" in done.stderr
+
+
+def test_it_starts_without_torch_and_without_the_trainer():
+    code = "import sys, grpo.live; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    modules = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    ours = {name for name in modules.split() if name.startswith("grpo.")}
+    assert "torch" not in modules.split() and ours == {"grpo.live", "grpo.gate"}
+
+
+def test_without_a_browser_the_script_of_the_picture_ends(monkeypatch):
+    monkeypatch.setattr(page, "CHROMIUM", None)
+    with pytest.raises(SystemExit, match="chromium"):
+        page.main("0")
