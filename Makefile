@@ -1,5 +1,5 @@
-# make demo   the whole of it on a tiny model, about two minutes      make test   5 minutes of tests
-# make test-long   those that start whole clusters, three minutes; CI runs both
+# make demo   runs the whole pipeline on a tiny model: two minutes      make test   5 minutes of tests
+# make test-long   tests that start whole clusters: three minutes. CI runs both
 # Both build .venv first; see README.md for a CPU build of torch.
 PYTHON ?= python3
 SEED ?= 0
@@ -26,7 +26,7 @@ pictures: .venv/ready
 vllm-test: .venv/ready .vllm/ready
 	OMP_NUM_THREADS=1 .vllm/bin/python -m pytest -q tests/test_vllm_worker.py
 
-# runs/gpu_report.md: all that waits for a GPU, in half an hour
+# writes runs/gpu_report.md: everything that needs a GPU, in half an hour
 gpu-report: .venv/dev-ready
 	.venv/bin/python benchmarks/gpu_report.py
 

@@ -104,9 +104,9 @@ def stop(process):
 def train_and_serve(seed, rewards, look):
     """Runs trainer and server until the trainer has ended, then calls look(url of the server)."""
     port = free_port()
-    log_path, store = Path(RUN_DIR, "ref_server.log"), f"{RUN_DIR}/ref_store.sqlite"
+    log_path = Path(RUN_DIR, "ref_server.log")
     with open(log_path, "w") as log:
-        server = start(command("ref_server.py", PORT=port, STORE=store), log)
+        server = start(command("ref_server.py", PORT=port), log)
     own = {"RUN_DIR": RUN_DIR, "REF_SERVER": f"http://127.0.0.1:{port}", "SEED": seed}
     own |= {"STEPS": STEPS, "TASK": "shuffled" if rewards == "shuffled" else preset.TASK}
     trainer = start(command("grpo_ref_split.py", **own))

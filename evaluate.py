@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ from tqdm import tqdm
 
 import grpo_ref_split as trainer
 from grpo import scores
-from grpo.constants import arguments, constants_among
+from grpo.constants import arguments, constants_among, constants_in, with_constants
 from grpo.log import say
 from grpo.merge import base_of, merge_into
 from grpo.models import load_tokenizer
@@ -34,8 +33,7 @@ from grpo.sampling.reward_processes import start_processes
 from grpo.sampling.start import make_policy, prepare_task
 from grpo.stop import leave
 from grpo.training.checks import check_constants
-from grpo.training.engine import join_ranks
-from grpo.training.liveness import Heartbeats, meet
+from grpo.training.ranks import join_ranks
 
 
 def options():
@@ -64,7 +62,7 @@ def options():
 def constants(o):
     """Returns the trainer's constants as attributes: those of a run where a model is its checkpoint
     (of the last such), and what the command says."""
-    values = vars(trainer.constants())
+    values = constants_in(vars(trainer.constants()))
     for model in o.models:
         values |= evaluation.constants_of_run(model, o.task)
     check_constants(values | o.given)
@@ -76,12 +74,12 @@ def answers_of(c, o, model, processes, rank, world):
     """Returns (outcome, folder, {kind: {question: answers}}) of a model, kinds "greedy" and "N
     samples ...", once all ranks have answered their share of what was not in the folder's files.
     `processes` compute rewards (start_processes), or None."""
-    c = SimpleNamespace(**vars(c) | {"MODEL": base_of(model)})
+    c = with_constants(c, MODEL=base_of(model))
     tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1)
     recipe.reward_processes = processes
     prompts, policy, found = recipe.prompts[: c.EVAL_QUESTIONS], None, {}
-    draws = [replace(recipe, group_size=1, temperature=0)]
-    draws += [replace(recipe, group_size=o.samples)] if o.samples else []
+    draws = [recipe.others(GROUP_SIZE=1, TEMPERATURE=0)]
+    draws += [recipe.others(GROUP_SIZE=o.samples)] if o.samples else []
     for draw in draws:
         kind = evaluation.kind_of(draw)
         path = evaluation.file_of(c, model, o.out, kind)
@@ -95,12 +93,12 @@ def answers_of(c, o, model, processes, rank, world):
             answered = evaluation.answer(c, policy, draw, path, mine, seed=(rank, len(there)))
             deque(tqdm(answered, f"{model}, {kind}", len(mine), disable=rank > 0), maxlen=0)
         if world > 1:
-            meet(f"the other ranks' answers of {model}")
+            dist.barrier()
         there = evaluation.read_answers(path, settings)
         if missing := sum(index not in there for index, *_ in prompts):
             raise SystemExit(f"{path} lacks {missing} answers: all ranks must share its folder")
         found[kind] = {index: there[index] for index, *_ in prompts}
-    return recipe.outcome, path.parent, found
+    return recipe.c.OUTCOME, path.parent, found
 
 
 # --- Results --------------------------------------------------------------------------
@@ -128,7 +126,6 @@ def main():
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         join_ranks(c.WAIT_LIMIT_SECONDS)
-        beats = Heartbeats(rank, world, c.WAIT_LIMIT_SECONDS)
     elif (gpus := torch.accelerator.device_count()) > 1:
         say(f"this process is on one of {gpus} GPUs; `deepspeed` starts one on each")
     try:
@@ -138,8 +135,7 @@ def main():
         if rank == 0:
             report(c, o.models, results)
         if world > 1:
-            meet("rank 0's report")
-            beats.stop()
+            dist.barrier()
             dist.destroy_process_group()
     except KeyboardInterrupt:
         leave("ended: the answers so far are kept, and the same command resumes")

@@ -31,9 +31,9 @@ head, H hidden size. A `step` is one optimiser update, or an attempt that found 
 import itertools
 import math
 import os
+import sys
 from collections import Counter
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 # Before torch. Threads that spin while they wait make a step ten times as long where cores are
 # shared (benchmarks/results/wait_policy.md); blocks of a GPU's memory that do not grow leave gaps
@@ -57,17 +57,15 @@ from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
 from grpo.sampling.recipe import load_questions, total
 from grpo.sampling.start import make_policy, prepare
-from grpo.sampling.upload import Uploader
 from grpo.sampling.worker import run_worker
-from grpo.serving.local import serve_page
-from grpo.stop import stop
-from grpo.training import checkpoint, checks, exchange
-from grpo.training.engine import cpu_threads, join_ranks, learning_rate, take_step
-from grpo.training.liveness import Heartbeats, explained, meet, watch_launcher
-from grpo.training.metrics import any_rank, evaluate, rollout_metrics, say_end, say_idle, show
+from grpo.stop import TooLong, stop
+from grpo.training import checkpoint, checks, ranks
+from grpo.training.engine import cpu_threads, learning_rate, take_step
+from grpo.training.metrics import evaluate, rollout_metrics, say_end, say_idle, show
 from grpo.training.report import check_reporters, close_reporters
 from grpo.training.start import start_run
 from grpo.training.token_stats import TokenStats
+from grpo.training.workers import staleness
 from grpo.wire import check_group
 
 # --- What to train ------------------------------------------------------------------
@@ -106,10 +104,11 @@ UPDATES_PER_ROLLOUT = 1  # on each rollout: mu; clips act from 2, or with worker
 
 # --- Workers, and a reference that is refreshed: 0 is off ------------------------------
 PUBLISH_STEPS = 0  # 1: publish the policy every so many steps, for workers on other machines
+TRAINER = "http://127.0.0.1:59876"  # rank 0 serves workers here; elsewhere: GRPO_TOKEN on both
 TRAINER_SAMPLES = True  # the ranks sample what workers have not; False: workers alone sample
 MAX_STALENESS = 4  # groups sampled by a policy more updates ago than this are dropped
 RECOMPUTE_OLD_LOGPS = False  # for workers' groups too, by the first update; IS_CAP then applies
-REFERENCE_REFRESH_STEPS = 0  # make the policy the reference every so many steps (iterative GRPO)
+REFERENCE_REFRESH_STEPS = 0  # copy the policy into a local reference every so many steps
 
 # --- Optimisation -------------------------------------------------------------------
 STEPS = 500  # optimiser updates (max_steps)
@@ -144,73 +143,58 @@ KEEP_BEST = True  # save and keep the best evaluation's too: RUN_DIR/best
 RESUME = True  # resume from RUN_DIR's newest checkpoint; False: RUN_DIR must not hold a run
 SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
 REPORT_TO = []  # "tensorboard", "wandb": metrics in RUN_DIR, and sent; functions get each record
-PAGE_PORT = 59875  # of the live page where no server has it, for this machine alone; 0: no page
-WAIT_LIMIT_SECONDS = 600  # without a sign of the server or another rank: then the run ends
+WAIT_LIMIT_SECONDS = 600  # without an answer of the server, or groups of workers: the run ends
 REWARD_TIMEOUT_SECONDS = 60  # of a group (in a process: of a completion); then the run ends
 REWARD_PROCESSES = 0  # of each rank and worker, beside the sampling, for slow rewards; 0: in place
 MAX_BAD_STEPS = 5  # steps in a row with a gradient that is not finite: skipped, then the run ends
 IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run ends
 
 
-# --- Sample and exchange: algorithm 1, lines 5, 7, 8 -----------------------------------
-def sample_and_exchange(run):
-    """Collective: returns (groups, metrics, sampled): what all ranks train next; means over what
-    was sampled, by name; the groups that this rank or workers sampled, flat ones too.
+# --- Sample: algorithm 1, lines 5, 7, 8 ------------------------------------------------
+def sample_step(run):
+    """Collective: returns (groups, metrics, sampled): what all ranks train next, with the
+    reference's log-probs; means over what was sampled, by name; the groups that this rank sampled
+    or has taken from workers, flat ones too.
 
-    Workers' groups come first; the ranks sample what is missing, and upload it while they sample.
-    Their own groups come without the reference's log-probs: accumulate() gets those.
+    Workers' groups come first, and the ranks sample what is missing. Each round begins as many
+    groups as are expected to be needed, by the share that was flat in the last steps: so batches
+    are full. What has begun is finished, and trained if it is usable, even if the step gets more
+    than PROMPTS_PER_STEP: the first to end would be the short completions.
     """
-    step = run.progress.step
-    oldest = step - MAX_STALENESS
-    theirs = []
-    if PUBLISH_STEPS:
-        with run.clock.part("wait"):
-            theirs = exchange.take_workers_groups(  # collective
-                run.inbox, PROMPTS_PER_STEP, oldest=oldest, wait=not TRAINER_SAMPLES
-            )
-    missing = PROMPTS_PER_STEP - len(theirs) if TRAINER_SAMPLES else 0
-    ours, own, counts = sample_missing(run, missing)  # collective
-    run.reference.expect([g.id for g in ours] if KL_BETA else [], oldest=oldest)
-    groups = sorted(theirs + ours, key=lambda group: group.id)
-    metrics = rollout_metrics(run, counts, own, theirs)  # collective
-    if PUBLISH_STEPS:
-        metrics |= exchange.staleness(run.inbox, groups, step)
-    return groups, metrics, own + theirs
-
-
-def sample_missing(run, missing):
-    """Collective: samples until the ranks have `missing` usable groups, or (1 + MAX_REFILLS) times
-    as many in all. Returns (all ranks' usable groups, all groups of this one, its counts).
-
-    Each round begins as many groups as are expected to be needed, by the share that was flat in the
-    last steps: so batches are full. What has begun is finished, and trained if it is usable, even
-    if the step gets more than PROMPTS_PER_STEP: the first to end would be the short completions.
-    """
-    p, clock = run.progress, run.clock
-    begun, most = 0, missing * (1 + MAX_REFILLS)
-    ours, own, counts = [], [], Counter()
-    uploader = Uploader(run.server.copy()) if KL_BETA and run.server else None
+    p, clock, counts, sampled = run.progress, run.clock, Counter(), []
+    with clock.part("wait"), ranks.all_or_none("workers' groups"):  # collective
+        theirs = run.workers.take(p.step) if run.workers else []
+        mine = [(group, run.reference.logps(group)) for group in theirs]
+    taken = ranks.sum_over_ranks(len(theirs))  # collective
+    missing = PROMPTS_PER_STEP - taken if TRAINER_SAMPLES else 0
+    begun, most = 0, max(0, missing) * (1 + MAX_REFILLS)
     p.begin_rollout()
-    while number := rollout.groups_to_begin(missing - len(ours), p.flat_share, most - begun):
-        with clock.part("sample"):
-            mine, all_groups = sample_share(run, number, begun, counts, uploader)
-        with clock.part("wait"):
-            usable = exchange.gather_groups(mine)  # collective
-        p.count_round(groups=number, usable=len(usable))
-        begun += number
-        ours += usable
-        own += all_groups
+    while number := rollout.groups_to_begin(missing, p.flat_share, most - begun):
+        before = len(mine)
+        with clock.part("wait"), ranks.all_or_none("sampling"), clock.part("sample"):  # collective
+            for group, is_flat in sample_share(run, number, begun, counts):
+                sampled.append(group)
+                if not (is_flat and SKIP_FLAT_GROUPS):
+                    mine.append((group, run.reference.logps(group)))  # it is scored meanwhile
+        usable = ranks.sum_over_ranks(len(mine) - before)  # collective
+        p.count_round(groups=number, usable=usable)
+        begun, missing = begun + number, missing - usable
     with clock.part("wait"):
-        exchange.finish_uploads(uploader)
-    return ours, own, counts
+        with ranks.all_or_none("the reference's log-probs"):  # collective
+            for group, answer in mine:
+                group.ref_logps = answer.result()
+        groups = ranks.gather_groups([group for group, _ in mine])  # collective
+    metrics = rollout_metrics(run, counts, sampled, theirs)  # collective
+    if PUBLISH_STEPS:
+        metrics |= staleness(groups, p.step, run.workers)
+    return groups, metrics, sampled + theirs
 
 
-def sample_share(run, number, begun, counts, uploader):
-    """Samples this rank's share of the next `number` groups, and uploads what the server is to
-    score, meanwhile. Returns (usable groups, all groups); `counts` gets the tally of all."""
+def sample_share(run, number, begun, counts):
+    """Yields (group, whether it is flat) of this rank's share of the next `number` groups, each
+    when its last completion has ended; `counts` gets their tally."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
     prompts = itertools.islice(run.stream, number // world + (rank < number % world))  # line 5
-    usable, all_groups = [], []
     for sampled in rollout.sampled_and_rewarded(  # lines 7, 8
         run.policy,
         run.recipe,
@@ -226,18 +210,10 @@ def sample_share(run, number, begun, counts, uploader):
             run=run.progress.run,
             version=step,
             sampler="trainer",
-            outcome=run.recipe.outcome,
-            skipped={},
+            outcome=OUTCOME,
         )
-        all_groups.append(group)
-        if tally["flat"] and SKIP_FLAT_GROUPS:
-            continue
-        usable.append(group)
-        if uploader:
-            uploader.put(group)  # the server checks it
-        else:
-            check_group(group)
-    return usable, all_groups
+        check_group(group)
+        yield group, tally["flat"]
 
 
 # --- Sequences to train: lines 6, 9 ----------------------------------------------------
@@ -245,13 +221,11 @@ def sample_share(run, number, begun, counts, uploader):
 class Sequence:
     """A prompt and one of its completions, with all that the loss needs of it."""
 
-    group: str  # the id of its group
-    number: int  # which of the group's completions it is
     prompt: list[int]
     completion: list[int]
     sampler_logps: torch.Tensor  # (T,)
     old_logps: torch.Tensor | None  # (T,); None: the first update on the rollout sets them
-    ref_logps: torch.Tensor | None  # (T,); None: not here yet, or KL_BETA is 0
+    ref_logps: torch.Tensor | None  # (T,); None: KL_BETA is 0
     advantage: float
     weight: float = 0.0  # of each token, in the step's loss
     old_from_sampler: bool = False  # whether the old log-probs are the sampler's
@@ -278,14 +252,13 @@ def make_sequences(groups, reward_weights, old_from_sampler):
     for group in groups:
         ids = group.completions(group.completion_ids)
         logps = group.completions(group.sampler_logps)
-        here = KL_BETA and group.ref_logps is not None
-        refs = group.completions(group.ref_logps) if here else [None] * len(ids)
+        refs = group.completions(group.ref_logps) if KL_BETA else [None] * len(ids)
         for i, advantage in enumerate(advantages_of(group, reward_weights).tolist()):
             if MASK_TRUNCATED and group.truncated[i]:
                 continue
             prompt, completion = group.prompt_ids.tolist(), ids[i].tolist()
             old = logps[i] if old_from_sampler else None
-            sequence = group.id, i, prompt, completion, logps[i], old, refs[i], advantage
+            sequence = prompt, completion, logps[i], old, refs[i], advantage
             sequences.append(Sequence(*sequence, old_from_sampler=old_from_sampler))
     lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
     weights = plain_loss.token_weights(
@@ -355,20 +328,17 @@ def accumulate(run, sequences):
     """
     engine, means = run.engine, TokenStats(run.engine.device)
     rank, world = dist.get_rank(), dist.get_world_size()
-    budget = run.constants.MICRO_BATCH_TOKENS  # the number that "auto" has become
-    turns = plan_turns(sequences, engine.module.shares, rank, world, budget)
-    # Scored ones first: we train while a server still scores the others (without: no collective)
-    for done, turn in enumerate(run.reference.in_order_of_arrival(turns), start=1):  # collective
+    turns = plan_turns(sequences, engine.module.shares, rank, world, MICRO_BATCH_TOKENS)
+    for done, (batch, is_filler) in enumerate(turns, start=1):
         engine.set_gradient_accumulation_boundary(done == len(turns))
-        batch = turn.batch
         hidden, ids = engine([s.prompt for s in batch], [s.completion for s in batch])
-        run.reference.complete(turn)  # collective; only now: the forward needs no reference
         loss, stats = batch_loss(hidden, engine.module.head, ids, batch, run.policy.vocab_size)
-        if not turn.is_filler:
+        if not is_filler:
             means.add(loss, stats)
         # A loss that is not finite can have a finite gradient: it becomes NaN, so that DeepSpeed
         # skips the step, on all ranks
-        loss = loss * torch.where(loss.detach().isfinite(), float(not turn.is_filler), torch.nan)
+        loss = loss * torch.where(loss.detach().isfinite(), float(not is_filler), torch.nan)
+        ranks.note(f"backward {done} of {len(turns)}")
         engine.backward(loss)  # collective
     return means.over_ranks()  # collective
 
@@ -377,7 +347,7 @@ def accumulate(run, sequences):
 def update(run, sequences):
     """Collective: one optimiser update on the sequences (line 11); returns its metrics. A gradient
     that is not finite leaves the weights as they are ("skipped")."""
-    engine, rate = run.engine, learning_rate(run.constants, run.progress.step)
+    engine, rate = run.engine, learning_rate(run.c, run.progress.step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     with run.clock.part("backward"), cpu_threads(CPU_THREADS):
@@ -393,60 +363,66 @@ def update(run, sequences):
 
 # --- The loop: lines 2, 3, 4, 10 -------------------------------------------------------
 def train(run):
-    """Collective: rollouts, updates, evaluations and checkpoints, until the run's steps are made.
-    Returns whether it ends before that, as a signal asked a rank to."""
-    p, store_is_full = run.progress, False
-    bar = progress_bar(p.step, STEPS)
+    """Collective: trains until all steps are made; returns whether a signal has ended it before."""
+    p, bar = run.progress, progress_bar(run.progress.step, STEPS)
     while True:  # line 4
         asked = evaluate_if_due(run)  # collective
         ends = asked or p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
-        due = ends or store_is_full or p.best == p.step or p.passed(SAVE_STEPS, max(p.saved, 0))
-        if due and p.saved < p.step:
+        if ends or p.best == p.step or p.passed(SAVE_STEPS, max(p.saved, 0)):
             checkpoint.save_run(run)  # collective
-        elif p.best == p.step:  # it was saved before it was evaluated
-            checkpoint.point(RUN_DIR, "best", p.step)
         if ends:
             bar.close()
-            run.publishing.finish()
             checkpoint.point_final(run, asked)
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before = p.step
-        groups, metrics, sampled = sample_and_exchange(run)  # collective; lines 5, 7, 8
-        old_from_sampler = takes_old_from_sampler(groups, before)  # line 6
-        sequences = make_sequences(groups, run.recipe.reward_weights, old_from_sampler)  # line 9
-        run.folder.log_samples(run, sampled, advantages_of)
+        with checkpoint.undone_if_failed(run):
+            groups, metrics, sampled = sample_step(run)  # collective; lines 5, 7, 8
+        with ranks.all_or_none("preparing the update"):  # collective
+            old_from_sampler = takes_old_from_sampler(groups, before)  # line 6
+            sequences = make_sequences(groups, REWARD_WEIGHTS, old_from_sampler)  # line 9
+            run.folder.log_samples(run, sampled, advantages_of)
         p.idle = 0 if sequences else p.idle + 1
         if not sequences:
             say_idle(run, metrics, groups)
         updates = min(UPDATES_PER_ROLLOUT, STEPS - before) if sequences else 1
         for number in range(1, updates + 1):  # line 10
-            p.step, trained = p.step + 1, {}
-            if sequences:
-                trained = update(run, sequences)  # collective; line 11
-                checks.check_update(run, trained, sequences, groups, before)  # collective
-            if number == updates:
-                store_is_full = exchange.acknowledge(run, groups, before)  # collective
-                run.publishing.publish_if_due(p, before, run.clock)
-            run.laps.append(run.clock.lap())
-            of_rollout = metrics if number == 1 else {}  # once, for all updates on it
-            run.folder.log("metrics.jsonl", {"step": p.step} | of_rollout | trained | run.laps[-1])
-            show(bar, p.step, metrics | trained | run.laps[-1])
-        # Lines 2, 3: every REFERENCE_REFRESH_STEPS the policy becomes the reference
-        run.publishing.refresh_if_due(p, before, lambda: checkpoint.save_run(run))  # collective
+            p.step += 1
+            trained = update(run, sequences) if sequences else {}  # collective; line 11
+            with ranks.all_or_none("the end of the update"):  # collective
+                if number == updates:
+                    end_rollout(run, before)
+                run.laps.append(run.clock.lap())
+                own = metrics if number == 1 else {}  # the rollout's, once for all updates on it
+                run.folder.log("metrics.jsonl", {"step": p.step} | own | trained | run.laps[-1])
+                show(bar, p.step, metrics | trained | run.laps[-1])
+                if sequences:
+                    checks.check_update(run, trained, sequences, groups, before)
+
+
+def end_rollout(run, before):
+    """Publishes the policy and makes it the reference (lines 2, 3), if due since step `before`."""
+    p = run.progress
+    if run.workers and p.passed(PUBLISH_STEPS, before):
+        with run.clock.part("publish"):
+            run.workers.publish(p.step)
+    if KL_BETA and p.passed(REFERENCE_REFRESH_STEPS, before):
+        run.reference.refresh()
+        p.reference = p.step
+        say(f"the policy of step {p.step} is now the reference")
 
 
 def evaluate_if_due(run):
     """Collective: evaluates at the beginning, every EVAL_STEPS and at the end. Returns whether any
     rank was asked to end: then the evaluation is left out, and due when the run resumes."""
     p = run.progress
-    asked = any_rank(stop.asked)  # collective
+    asked = ranks.any_rank(stop.asked)  # collective
     due = p.passed(EVAL_STEPS, p.evaluated) or p.step >= STEPS and p.evaluated < p.step
     if asked or not due or not EVAL_STEPS:
         return asked
     say(f"greedy evaluation on {len(run.questions)} {EVAL_SPLIT} questions after step {p.step}")
     result = evaluate(run.policy, run.recipe, run.questions)  # collective
-    if any_rank(stop.asked):  # collective
+    if ranks.any_rank(stop.asked):  # collective
         return True
     p.take_evaluation(run.folder.log_evaluation(result, p.step), KEEP_BEST)
     return False
@@ -457,44 +433,48 @@ known = frozenset(filter(str.isupper, globals()))  # a preset that sets another 
 
 
 def constants(**preset):
-    """Returns the constants, with `preset` set, as attributes. SystemExit says which can't be."""
-    now = settle(globals(), known, preset)
-    checks.check_constants(now)
-    return SimpleNamespace(**now)
+    """Sets those of `preset`, until the next call. Returns this module: its attributes are the
+    constants, and have no other home. SystemExit says which can't be."""
+    checks.check_constants(settle(globals(), known, preset))
+    return sys.modules[__name__]
 
 
+@ranks.explained()
 def main(**preset):
     c = constants(**preset)
     checkpoint.check_run_dir(RUN_DIR, RESUME)
     check_reporters(REPORT_TO)
-    watch_launcher()
-    needs_server = REF_SERVER is not None and bool(KL_BETA or PUBLISH_STEPS)
-    tokenizer, recipe, server = prepare(c, needs_server=needs_server)
+    ranks.end_with_launcher()
+    tokenizer, recipe, server = prepare(c, needs_server=bool(REF_SERVER and KL_BETA))
     questions = load_questions(c, recipe.task, tokenizer)
-    join_ranks(WAIT_LIMIT_SECONDS)  # collective
-    heartbeats = Heartbeats(dist.get_rank(), dist.get_world_size(), WAIT_LIMIT_SECONDS)
+    ranks.join_ranks(WAIT_LIMIT_SECONDS)  # collective
     _lock = checkpoint.leads(RUN_DIR) and checkpoint.lock_run(RUN_DIR)  # collective; to the end
-    page = None if server or dist.get_rank() else serve_page(c)
-    run = start_run(c, tokenizer, recipe, questions, server, page)  # collective
-    with stop.listening(), explained(), lasting_output():
-        asked = train(run)  # collective
-    if run.inbox and not asked:  # a run that was stopped, or failed, may resume: its workers wait
-        server.end(run.progress.run)
-    meet("the other ranks (rank 0 ends the run at the server)")  # collective
+    run = start_run(c, tokenizer, recipe, questions, server)  # collective
+    with stop.listening(), lasting_output():
+        try:
+            asked = train(run)  # collective
+        except ranks.RunFailed:
+            checkpoint.save_failed(run)  # collective
+            raise
+        finally:
+            if run.workers:
+                run.workers.close()
     close_reporters(run.folder.reporters)
-    heartbeats.stop()
-    dist.barrier()  # collective: rank 0 keeps the store by which they meet, and leaves last
-    dist.destroy_process_group()
+    ranks.leave_at_exit()  # collective
     say_end(run, asked)
 
 
 def worker(**preset):
-    """Samples for the trainer, until all runs have ended."""
+    """Samples for the trainer at TRAINER, until that is gone."""
     c = constants(**preset)
-    tokenizer, recipe, server = prepare(c, needs_server=True)
+    tokenizer, recipe, _ = prepare(c, needs_server=False)
     policy = make_policy(c, tokenizer)
-    run_worker(policy, server, fit_worker(c, policy, recipe))
+    fit_worker(c, policy)
+    run_worker(policy, recipe)
 
 
 if __name__ == "__main__":
-    (worker if role else main)(**given)
+    try:
+        (worker if role else main)(**given)
+    except TooLong as error:
+        sys.exit(str(error))

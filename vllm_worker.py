@@ -6,8 +6,6 @@ Its constants are those below and those of grpo_ref_split.py, which must be the 
 worker is one model, on one GPU or as many as TENSOR_PARALLEL says; for more GPUs, run more workers.
 """
 
-from dataclasses import replace
-
 from grpo.constants import check_names, command_line, real, refuse_broken, rules_of, settle
 
 VLLM_MEMORY_GB = 20.0  # of a GPU's memory; on a CPU that of the KV cache, where 1 is plenty
@@ -39,19 +37,19 @@ def main(**preset):
     from grpo.models import choose_dtype, own_device, stop_ids
     from grpo.sampling.start import prepare
     from grpo.sampling.worker import run_worker
-    from grpo.wire import tokenizer_facts
+    from grpo.wire import vocab_size_of
 
     check_names(preset, known | trainer.known)
     own = {name: preset.pop(name) for name in known & preset.keys()}
     c = trainer.constants(**preset)
     check_constants(settle(globals(), known, own), c.GROUP_SIZE)
-    tokenizer, recipe, server = prepare(c, needs_server=True)
+    tokenizer, recipe, _ = prepare(c, needs_server=False)
     policy = VLLMPolicy(
         c.MODEL,
         tokenizer,
         dtype=choose_dtype(c.DTYPE, own_device()),
         eos_ids=stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS),
-        vocab_size=tokenizer_facts(tokenizer)["vocab_size"],
+        vocab_size=vocab_size_of(tokenizer),
         max_tokens=c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS,
         max_rows=VLLM_SEQUENCES,
         seed=c.SEED,
@@ -60,8 +58,14 @@ def main(**preset):
         sleep=VLLM_SLEEP,
         stop_strings=c.STOP_STRINGS,
     )
-    run_worker(policy, server, replace(recipe, sample_batch=VLLM_SEQUENCES))
+    run_worker(policy, recipe.others(SAMPLE_BATCH=VLLM_SEQUENCES))
 
 
 if __name__ == "__main__":
-    main(**command_line("vllm_worker.py", __doc__)[1])
+    given = command_line("vllm_worker.py", __doc__)[1]
+    from grpo.stop import TooLong
+
+    try:
+        main(**given)
+    except TooLong as error:
+        raise SystemExit(str(error)) from None

@@ -40,10 +40,10 @@ def train(folder, seed, mode, vllm):
     port, vllm_worker = free_port(), mode == "vllm"
     words = [ROOT / "presets/demo.py", f"MODEL={folder}/warm_start"]
     own = [f"REF_SERVER=http://127.0.0.1:{port}", f"RUN_DIR={folder}/{mode}", f"SEED={seed}"]
-    own += ["EVAL_STEPS=20"]
+    own += ["EVAL_STEPS=20", f"TRAINER=http://127.0.0.1:{free_port()}"]
     if mode != "sync":
         own += ["PUBLISH_STEPS=1", "TRAINER_SAMPLES=False", "MAX_STALENESS=4", "SAMPLE_BATCH=64"]
-    server = [ROOT / "ref_server.py", *words, f"PORT={port}", f"STORE={folder}/{mode}.sqlite"]
+    server = [ROOT / "ref_server.py", *words, f"PORT={port}"]
     worker = [ROOT / "grpo_ref_split.py", "worker", *words, *own]
     if vllm_worker:
         worker = [ROOT / "vllm_worker.py", *words, *own, "VLLM_MEMORY_GB=0.3"]

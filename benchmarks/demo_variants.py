@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 SEED = 0
-ALONE = ["REF_SERVER=None", "PAGE_PORT=0"]
+ALONE = ["REF_SERVER=None"]
 VARIANTS = {  # name: ranks, what differs from presets/demo.py
     "plain": (1, []),
     "alone": (1, ALONE),  # the reference in the trainer
@@ -32,8 +32,8 @@ def train(folder, name):
 
     ranks, own = VARIANTS[name]
     port, words = free_port(), [str(ROOT / "presets/demo.py"), f"MODEL={folder}/warm_start"]
-    server = [str(ROOT / "ref_server.py"), *words, f"PORT={port}", f"STORE={folder}/{name}.sqlite"]
-    others = {} if own[:2] == ALONE else {"server": [sys.executable, *server]}
+    server = [str(ROOT / "ref_server.py"), *words, f"PORT={port}"]
+    others = {} if own[:1] == ALONE else {"server": [sys.executable, *server]}
     own = [f"REF_SERVER=http://127.0.0.1:{port}", f"RUN_DIR={folder}/{name}", f"SEED={SEED}", *own]
     trainer = [str(ROOT / "grpo_ref_split.py"), *words, *own]
     with trained(f"{folder}/{name}-", others, trainer, ranks):

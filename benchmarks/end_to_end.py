@@ -79,7 +79,6 @@ def serve(model, port, folder):
     import ref_server
 
     ref_server.MODEL, ref_server.PORT, ref_server.DTYPE = model, int(port), "float32"
-    ref_server.STORE = f"{folder}/store.sqlite"
     ref_server.SCORE_BATCH_TOKENS = BATCH_TOKENS
     ref_server.main()
 

@@ -154,7 +154,6 @@ def serve(model, port, folder):
     import ref_server
 
     ref_server.MODEL, ref_server.PORT = model, int(port)
-    ref_server.STORE = f"{folder}/store.sqlite"
     ref_server.main()
 
 

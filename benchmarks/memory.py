@@ -50,9 +50,7 @@ from grpo.sampling.memory import (
 from grpo.sampling.policy import ALL, Policy
 from grpo.sampling.sampler import sample_groups
 from grpo.training.engine import make_engine
-from grpo.training.exchange import ReferenceLogps
 from grpo.training.memory import STATES, micro_batch, model_states, scoring, training
-from grpo.training.metrics import Clock
 
 # --- What is computed ---------------------------------------------------------------
 MODELS = {  # name: H, L, heads, key-value heads, I, V', tied; published parameters, in 10^9
@@ -100,8 +98,7 @@ def phases_of(m, prompt, completion, world=1, offload=False, **others):
 
 def server_phases(m, prompt, completion):
     """ref_server.py with the same model: one scoring batch, without a gradient."""
-    own = {"MICRO_BATCH_TOKENS": ref_server.SCORE_BATCH_TOKENS}
-    own["SHARE_PROMPTS"] = ref_server.SHARE_PROMPTS
+    own = {"MICRO_BATCH_TOKENS": ref_server.SCORE_BATCH_TOKENS, "SHARE_PROMPTS": True}
     c = shipped(prompt, completion, **own)
     return {"server: scoring": {WEIGHTS: BF16 * m.total} | scoring(m, c)}
 
@@ -141,10 +138,8 @@ def random_rows(vocab, prompt, completion, groups):
     for group in range(groups):
         ids = torch.randint(vocab, (prompt + completion,)).tolist()
         logps = torch.full((completion,), -math.log(vocab))  # about those of a random model
-        row = trainer.Sequence(
-            str(group), 0, ids[group % 2 : prompt], ids[prompt:], logps, None, logps, 1.0, 1e-3
-        )
-        rows += [replace(row, number=i) for i in range(trainer.GROUP_SIZE)]
+        row = trainer.Sequence(ids[group % 2 : prompt], ids[prompt:], logps, None, logps, 1.0, 1e-3)
+        rows += [replace(row) for _ in range(trainer.GROUP_SIZE)]
     return rows
 
 
@@ -160,10 +155,9 @@ def measure(policy, prompt, completion, start, live=None):
     settings = {"temperature": 1.0, "eos_ids": policy.eos_ids, "vocab_size": vocab}
     settings |= {"generator": None, "max_new_tokens": completion}
     prompts, phases = [row.prompt for row in rows[:batch]], {}
-    reference = ReferenceLogps(None, Clock())
     with live or nullcontext():
         engine = start(policy)
-        run = SimpleNamespace(engine=engine, policy=policy, reference=reference, constants=c)
+        run = SimpleNamespace(engine=engine, policy=policy, progress=SimpleNamespace(step=1))
         for _ in range(2):  # Adam's moments are there from the second step on
             with peak(phases, "training", live):
                 trainer.accumulate(run, rows)

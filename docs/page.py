@@ -1,17 +1,23 @@
-"""The picture in docs/metrics.md: the server's page at the end of a demo, as a browser shows it.
+"""The picture in docs/metrics.md: the live page of a demo that has ended, as a browser shows it.
 
     make pictures       # or: .venv/bin/python -m docs.page 0
 
-Runs demo.py with that seed, in runs/demo, and writes docs/page.png. Needs chromium and two minutes.
+Runs demo.py with that seed, serves its run folder by grpo.live, and writes docs/page.png. It needs
+chromium and two minutes.
 """
 
+import contextlib
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
+import waitress
+
 import demo
+from grpo import live
 
 CHROMIUM = shutil.which("chromium")
 PICTURE = Path(__file__).with_name("page.png")
@@ -32,19 +38,32 @@ def browse(url, *options, size="1200,900", seconds=3):
     return done.stdout.decode(), console
 
 
+@contextlib.contextmanager
+def serving(app):
+    """Serves a WSGI app in a thread, and gives its address."""
+    server = waitress.create_server(app, host="127.0.0.1", port=0, threads=4)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.effective_port}"
+    finally:
+        server.close()
+        thread.join(5)
+        server.task_dispatcher.shutdown()
+
+
 def main(seed):
     if not CHROMIUM:
         sys.exit("no chromium on PATH to make the picture with: apt-get install chromium")
     from PIL import Image, ImageChops  # matplotlib's
 
-    def look(url):
+    demo.main(int(seed), "plain")
+    with serving(live.make_app(demo.RUN_DIR)) as url:
         browse(url, f"--screenshot={PICTURE}", size="1200,2400")
-        shot = Image.open(PICTURE).convert("RGB")
-        ground = Image.new("RGB", shot.size, shot.getpixel((0, 0)))
-        bottom = ImageChops.difference(shot, ground).getbbox()[3] + 16
-        shot.crop((0, 0, shot.width, bottom)).quantize(256).save(PICTURE, optimize=True)
-
-    demo.main(int(seed), "plain", look)
+    shot = Image.open(PICTURE).convert("RGB")
+    ground = Image.new("RGB", shot.size, shot.getpixel((0, 0)))
+    bottom = ImageChops.difference(shot, ground).getbbox()[3] + 16
+    shot.crop((0, 0, shot.width, bottom)).quantize(256).save(PICTURE, optimize=True)
 
 
 if __name__ == "__main__":

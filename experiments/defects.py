@@ -5,7 +5,8 @@ check of the first update refuses write its words to REFUSAL in the run's folder
 """
 
 import functools
-from collections import deque
+import itertools
+from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,32 +57,45 @@ def cooler_sampler(trainer, factor):
 
 
 def retokenised(trainer):
-    """Trains the ids of the decoded text in the place of the sampled ones, EOS kept. Weights stay
-    those of the sampled lengths."""
-    from grpo.models import load_tokenizer
+    """Trains the ids of the decoded text in the place of the sampled ones, EOS kept; the reference
+    scores the same."""
+    share, update, seen = trainer.sample_share, trainer.update, Counter()
 
-    make, update, loaded, changed = trainer.make_sequences, trainer.update, [], {}
+    def remade(run, *arguments):
+        for group, is_flat in share(run, *arguments):
+            changed = retokenise(group, run.policy.tokenizer, seen)
+            yield changed, is_flat
 
-    def remade(groups, *arguments):
-        sequences = make(groups, *arguments)
-        loaded[:] = loaded or [load_tokenizer(trainer.MODEL)]
-        tokenizer, differ = loaded[0], 0
-        for sequence in sequences:
-            ids = sequence.completion
-            ended = ids[-1:] == [tokenizer.eos_token_id]
-            text = tokenizer.decode(ids[: len(ids) - ended])
-            again = tokenizer(text, add_special_tokens=False)["input_ids"] + ids[-1:] * ended
-            if again != ids:
-                differ += 1
-                sequence.completion = again
-                first = sequence.sampler_logps[:1]  # nothing is known of the new tokens: IS_CAP=0
-                sequence.sampler_logps = first.expand(len(again))
-        changed["retokenised"] = differ / max(len(sequences), 1)
-        return sequences
+    def told(run, sequences):
+        share = seen["changed"] / max(seen["completions"], 1)
+        seen.clear()
+        return update(run, sequences) | {"retokenised": share}
 
-    trainer.make_sequences = remade
-    trainer.update = lambda run, sequences: update(run, sequences) | changed
+    trainer.sample_share, trainer.update = remade, told
     go_on_if_refused(trainer)
+
+
+def retokenise(group, tokenizer, seen):
+    """Returns the group with the ids of its texts; `seen` counts completions."""
+    import torch  # after the trainer, which sets what torch reads
+
+    before, after, logps = group.completions(group.completion_ids), [], []
+    for ids, sampled in zip(before, group.completions(group.sampler_logps), strict=True):
+        ids = ids.tolist()
+        ended = ids[-1:] == [tokenizer.eos_token_id]
+        text = tokenizer.decode(ids[: len(ids) - ended])
+        again = tokenizer(text, add_special_tokens=False)["input_ids"] + ids[-1:] * ended
+        same = again == ids or not again
+        after.append(ids if same else again)
+        # Nothing is known of the new tokens: IS_CAP=0
+        logps.append(sampled if same else sampled[:1].expand(len(again)))
+        seen.update(completions=1, changed=int(not same))
+    return replace(
+        group,
+        completion_ids=torch.tensor([i for ids in after for i in ids], dtype=torch.int32),
+        completion_lengths=torch.tensor([len(ids) for ids in after], dtype=torch.int32),
+        sampler_logps=torch.cat(logps),
+    )
 
 
 # --- Means --------------------------------------------------------------------------
@@ -110,18 +124,15 @@ def sums_unscaled(trainer):
 def micro_batch_means(trainer):
     """Makes each group a micro-batch, as simple_GRPO does, and divides by its tokens, and by the
     number of micro-batches; LOSS_TYPE dapo divides by the tokens of the whole step."""
-    from grpo.packing import Turn
 
     def by_group(sequences, *_):
-        groups = {}
-        for sequence in sequences:
-            groups.setdefault(sequence.group, []).append(sequence)
-        return [Turn(batch, False, {group}) for group, batch in groups.items()]
+        groups = itertools.groupby(sequences, key=lambda sequence: sequence.prompt)
+        return [(list(batch), False) for _, batch in groups]
 
     trainer.plan_turns = by_group
 
     def own_mean(batch, turns):
-        tokens = [sum(len(s.completion) for s in turn.batch) for turn in turns]
+        tokens = [sum(len(s.completion) for s in batch) for batch, _ in turns]
         mine = sum(len(s.completion) for s in batch)
         return sum(tokens) / mine / len(turns)
 
@@ -132,7 +143,7 @@ def micro_batch_means(trainer):
 def stale(trainer, by):
     """Trains each group `by` steps after it was sampled; as many wait before the first step, so the
     age of what is trained rises from 0 to `by`."""
-    sample, waiting = trainer.sample_and_exchange, deque()
+    sample, waiting = trainer.sample_step, deque()
 
     def from_the_queue(run):
         while True:
@@ -142,7 +153,7 @@ def stale(trainer, by):
             if len(waiting) > by:
                 return waiting.popleft(), metrics, sampled
 
-    trainer.sample_and_exchange = from_the_queue
+    trainer.sample_step = from_the_queue
     # Its words are on policies that are the same: here the sampler's is older
     trainer.checks.check_first_update = lambda *_, **__: "not tried"
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs/experiments"
 WARM_STEPS = 800
 SEEDS = range(5)
-ALONE = {"REF_SERVER": None, "PAGE_PORT": 0, "RESUME": False}
+ALONE = {"REF_SERVER": None, "RESUME": False}
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def changed(case, seed, folder, common):
     import grpo_ref_split as trainer
 
     then = json.loads((folder / "run.json").read_text())["constants"]
-    own = {name: getattr(trainer, name) for name in then}
+    shipped = vars(trainer.constants())  # without what an earlier main() has set
+    own = {name: shipped[name] for name in then if name in shipped}
     own = {name: value for name, value in own.items() if value not in (None, "auto")}  # set by main
     now = json.loads(json.dumps(own | constants_of(case, seed, folder, common)))
     places = {"MODEL", "RUN_DIR", "IDLE_LIMIT"}  # a run that ended was not ended by it

@@ -8,6 +8,7 @@ import numbers
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {  # each with those whose constants it takes
@@ -27,6 +28,7 @@ RULES = {  # what a constant must be: whether a value is
     '"auto", True or False': lambda value: value in ("auto", True, False),
     "a text": lambda value: isinstance(value, str) and value != "",
 }
+UNDO = "_set_for_run"  # in a script's globals: what set_for_run has replaced
 DTYPES = ["auto", "float32", "bfloat16"]  # "auto", and those of grpo.proof.NOISE
 
 
@@ -140,15 +142,33 @@ def check_names(names, known, where=""):
             raise SystemExit(f"{where}there is no constant {name}: is {near} meant?")
 
 
+# --- Their home: a script's module ------------------------------------------------------
 def settle(module, known, preset):
-    """Sets the constants of `preset`, by name, in a script's globals, `module`; returns all that
-    are there. Raises SystemExit for a name, of `preset` or set before, that is not in `known`, the
-    script's own."""
+    """Sets the constants of `preset`, by name, in a script's globals, `module`, once all that an
+    earlier main() has set there is undone; returns all constants. Raises SystemExit for a name, of
+    `preset` or set before, that is not in `known`, the script's own."""
     check_names(preset, known)
-    module.update(preset)
-    now = {name: value for name, value in module.items() if name.isupper()}
+    module.update(module.pop(UNDO, {}))
+    set_for_run(module, preset)
+    now = constants_in(module)
     check_names(now, known)
     return now
+
+
+def set_for_run(module, values):
+    """Sets constants in a script's globals, `module`, until the next settle()."""
+    before = module.setdefault(UNDO, {})
+    before |= {name: module[name] for name in values if name not in before}
+    module.update(values)
+
+
+def constants_in(module):
+    return {name: value for name, value in module.items() if name.isupper()}
+
+
+def with_constants(c, **changes):
+    """Returns the constants that are attributes of `c`, with changes, as attributes."""
+    return SimpleNamespace(**constants_in(vars(c)) | changes)
 
 
 # --- Rules ----------------------------------------------------------------------------

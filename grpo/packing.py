@@ -9,7 +9,7 @@ share the prompt. The server packs what it scores by the same functions.
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 GROWTH = 1.02  # of the budget that is tried next
 
@@ -94,25 +94,14 @@ def plan_micro_batches(sizes, world, budget):
     return [batches[i : i + world] for i in range(0, len(batches), world)]
 
 
-@dataclass
-class Turn:
-    """A forward and backward of all ranks, each on a micro-batch of its own."""
-
-    batch: list  # this rank's sequences
-    is_filler: bool  # the rank has no micro-batch left, but all take part in each turn
-    groups: set[str]  # ids of the groups of all ranks' sequences
-
-
 def plan_turns(sequences, share_prompts, rank, world, budget):
-    """Returns the turns in which the ranks train a step's sequences; see plan_micro_batches."""
+    """Returns this rank's (sequences, is_filler) of each turn in which the ranks train a step's
+    sequences; see plan_micro_batches. A rank that has no micro-batch left gets a filler: all ranks
+    take part in each turn."""
     numbers = number_prompts([s.prompt for s in sequences], share_prompts)
     lengths = ((len(s.prompt), len(s.completion)) for s in sequences)
     sizes = [(n, *pair) for n, pair in zip(numbers, lengths, strict=True)]
-    shortest = min(sequences, key=lambda s: len(s.completion))
-    filler = replace(shortest, ref_logps=shortest.sampler_logps)  # times 0: any will do
-    turns = []
-    for batches in plan_micro_batches(sizes, world, budget):
-        mine = [sequences[i] for i in batches[rank]]
-        groups = {sequences[i].group for batch in batches for i in batch}
-        turns.append(Turn(mine or [filler], not mine, groups))
-    return turns
+    filler = replace(min(sequences, key=lambda s: len(s.completion)))  # its loss is multiplied by 0
+    plan = plan_micro_batches(sizes, world, budget)
+    mine = [[sequences[i] for i in batches[rank]] for batches in plan]
+    return [(batch or [filler], not batch) for batch in mine]

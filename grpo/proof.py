@@ -23,7 +23,7 @@ def sample_proof(policy, recipe):
     """Returns (prompt, completion) ids: the first prompt and what the policy draws after it.
     Rounding is larger in other text, and with few tokens a stale layer may pass for it."""
     prompt = recipe.prompts[0][2]
-    room = recipe.max_prompt_tokens + recipe.max_completion_tokens - len(prompt)
+    room = recipe.c.MAX_PROMPT_TOKENS + recipe.c.MAX_COMPLETION_TOKENS - len(prompt)
     return prompt, policy.continuation(prompt, min(PROOF_TOKENS, room)).ids
 
 

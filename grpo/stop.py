@@ -9,7 +9,7 @@ import time
 from grpo.log import SPEAK_SECONDS, in_background, tell
 
 AGAIN_SECONDS = 2  # between two Ctrl-C: deepspeed sends signals too, right after the first
-STOP_SECONDS = 25  # a wait, once this process was asked to end; deepspeed kills it after 30
+STOP_SECONDS = 15  # a wait, once this process was asked to end; deepspeed kills it after 30
 
 
 class Stop:
@@ -59,11 +59,16 @@ class Stop:
 stop = Stop()
 
 
-class Wait:
-    """A polling loop's wait: says every 10 s what it is for, and raises at its limit."""
+class TooLong(RuntimeError):
+    """A wait has reached its limit; the text is a sentence for the user."""
 
-    def __init__(self, what, limit_seconds):
-        self.what, self.limit = what, limit_seconds
+
+class Wait:
+    """A polling loop's wait: says every 10 s what it is for, and raises at its limit. Make it when
+    the waiting begins."""
+
+    def __init__(self, what, limit_seconds=math.inf, speaks=True):
+        self.what, self.limit, self.speaks = what, limit_seconds, speaks
         self.start = self.said = time.monotonic()
 
     def moved(self):
@@ -73,17 +78,16 @@ class Wait:
     def turn(self, why, pause=0.5):
         """Sleeps `pause` seconds; `why` says what is still missing.
 
-        Raises RuntimeError at the limit, and STOP_SECONDS after this process was asked to end.
+        Raises TooLong at the limit, and STOP_SECONDS after this process was asked to end.
         """
         now = time.monotonic()
         if now - self.start > self.limit:
-            raise RuntimeError(f"waited {self.limit} s for {self.what}: {why}")
+            raise TooLong(f"waited {self.limit} s for {self.what}: {why}")
         if stop.asked and now - max(self.start, stop.at) > STOP_SECONDS:
-            raise RuntimeError(
-                f"ended by {stop.asked} without a checkpoint of the last steps: the step can't be"
-                f" finished without {self.what}: {why}"
+            raise TooLong(
+                f"ended by {stop.asked}: the step can't be finished without {self.what}: {why}"
             )
-        if now - self.said > SPEAK_SECONDS:
+        if self.speaks and now - self.said > SPEAK_SECONDS:
             self.said = now
             tell(f"waiting for {self.what} since {now - self.start:.0f} s: {why}")
         time.sleep(pause)

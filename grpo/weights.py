@@ -81,6 +81,20 @@ def adapters_off(model):
             setattr(parent, name, layer)
 
 
+@contextlib.contextmanager
+def swapped(model, tensors):
+    """In the block the model's parameters have the values `tensors`, by name, on its device."""
+    parameters = dict(model.named_parameters())
+    own = {name: parameters[name].data for name in tensors}
+    try:
+        for name, tensor in tensors.items():
+            parameters[name].data = tensor
+        yield
+    finally:
+        for name, tensor in own.items():
+            parameters[name].data = tensor
+
+
 class MergedAdapters:
     """Inside `with`, each layer that has an adapter is a plain one with W + 2 B A: one matrix
     product, where an adapter takes four more operations. Outside, the model is as it was, with its

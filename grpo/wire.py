@@ -1,9 +1,10 @@
-"""What travels between samplers, reference server and trainer: groups, each a safetensors blob.
+"""What travels between processes: ids to score, their log-probs, and whole groups, as safetensors.
 
-A group is a prompt and its G completions, N tokens in all, laid one after another without padding:
-the tensors below, and metadata as JSON. Several groups, in one upload or in the answer to a lease,
-are a blob of blobs (`pack_bodies`). Nothing is pickled, so a body can only ever be data. The
-receiver checks it first (`unpack_group`).
+To score, the ids of one or several groups go to the reference server and their log-probs come back
+(`pack_ids`, `pack_logps`). A `Group` is a prompt and its G completions with everything known about
+them; ranks exchange groups, and workers send theirs to the trainer (`pack_group`). Completions are
+laid one after another without padding, N tokens in all. Nothing is pickled, so a body can only ever
+be data, and the receiver checks it before it is used.
 """
 
 import hashlib
@@ -12,24 +13,26 @@ import math
 import struct
 from dataclasses import dataclass
 
+import numpy as np
 import safetensors.numpy
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-PROTOCOL = 3  # raised when the routes change; trainer and server must agree
-GROUP_PROTOCOL = 2  # raised when a group changes: stores hold those of older servers, too
+PROTOCOL = 4  # raised when routes or blobs change; trainer, server and workers must agree
 MAX_HEADER_BYTES = 1 << 16  # a group's is 1 KB; 16 MB of header took 3.5 s and 300 MB to refuse
-MAX_COMPLETIONS = 10_000  # of a group; to pack 100 000 of one token for scoring took 2 minutes
+MAX_WAIT_SECONDS = 86_400  # of a request to score; a client that waits longer asks again
+MAX_COMPLETIONS = 10_000  # of a request; to pack 100 000 of one token for scoring took 2 minutes
 
-TENSORS = {
+IDS = ("prompt_ids", "prompt_lengths", "completion_ids", "completion_lengths", "group_sizes")
+TENSORS = {  # of a group
     "prompt_ids": torch.int32,  # (P,)
     "completion_ids": torch.int32,  # (N,), the sampled ids: text is never tokenised again
     "completion_lengths": torch.int32,  # (G,)
     "sampler_logps": torch.float32,  # (N,), of the policy that sampled, at its temperature
     "truncated": torch.bool,  # (G,), cut at the length limit: neither EOS nor a stop string ends it
     "rewards": torch.float32,  # (G, K), raw, a column for each of reward_names; NaN: not applicable
-    "ref_logps": torch.float32,  # (N,), of the reference model; added by the server
+    "ref_logps": torch.float32,  # (N,), of the reference model; a rank attaches them
 }
 # What reading a blob raises; RuntimeError: JSON nested too deeply, torch's view of 4-bit dtypes
 UNREADABLE = (SafetensorError, struct.error, ValueError, KeyError, TypeError, RuntimeError)
@@ -39,7 +42,7 @@ UNREADABLE = (SafetensorError, struct.error, ValueError, KeyError, TypeError, Ru
 class Group:
     """A prompt and its completions; tensors on the CPU, as above."""
 
-    id: str  # unique in its run: a repeated upload changes nothing
+    id: str  # unique in its run; a step trains its groups in the order of their ids
     run: str
     policy_version: int  # optimiser updates behind the policy that sampled
     item: int  # index of the question in the task's training split
@@ -63,12 +66,93 @@ class Group:
 METADATA = {k: kind for k, kind in Group.__annotations__.items() if k not in TENSORS}
 
 
-# --- Pack and unpack ------------------------------------------------------------------
+# --- Ids to score -----------------------------------------------------------------------
+def pack_ids(groups) -> bytes:
+    """Returns the body of POST /score: the ids of K groups, with M completions in all."""
+
+    def joined(name):
+        return np.concatenate([getattr(group, name).numpy() for group in groups])
+
+    def lengths(values):
+        return np.array([len(value) for value in values], dtype=np.int32)
+
+    tensors = {
+        "prompt_ids": joined("prompt_ids"),  # the K prompts
+        "prompt_lengths": lengths(group.prompt_ids for group in groups),  # (K,)
+        "completion_ids": joined("completion_ids"),  # (N,)
+        "completion_lengths": joined("completion_lengths"),  # (M,)
+        "group_sizes": lengths(group.completion_lengths for group in groups),  # (K,), sum M
+    }
+    return safetensors.numpy.save(tensors)
+
+
+def unpack_ids(body, *, vocab_size, max_tokens):
+    """Returns the tensors of pack_ids, checked, for ids_by_sequence.
+
+    `vocab_size` bounds the ids, `max_tokens` (None: no limit) the length of prompt plus completion.
+    Raises ValueError with the reason if the body is malformed.
+    """
+    _, tensors = read_blob(body, "of ids", MAX_HEADER_BYTES)
+    require(tensors.keys() == set(IDS), f"tensors must be {sorted(IDS)}, got {sorted(tensors)}")
+    for name, tensor in tensors.items():
+        flat = tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.numel() > 0
+        require(flat, f"{name} must be int32 with one dimension and at least one value")
+    lengths = [tensors[f"{kind}_lengths"] for kind in ("prompt", "completion")]
+    sizes = tensors["group_sizes"]
+    most = f"a request has at most {MAX_COMPLETIONS} completions"
+    require(max(map(len, lengths)) <= MAX_COMPLETIONS, most)
+    fit = sizes.min() >= 1 and len(sizes) == len(lengths[0])
+    fit = fit and sizes.sum(dtype=torch.int64) == len(lengths[1])
+    require(fit, "group_sizes must give the number of completions of each prompt")
+    for kind in ("prompt", "completion"):
+        check_parts(kind, tensors[f"{kind}_ids"], tensors[f"{kind}_lengths"], vocab_size)
+    check_length(int((lengths[0].repeat_interleave(sizes) + lengths[1]).max()), max_tokens)
+    return tensors
+
+
+def check_parts(kind, ids, lengths, vocab_size):
+    require(lengths.min() >= 1, f"{kind}_lengths must be 1 or more")
+    total = int(lengths.sum(dtype=torch.int64))
+    require(total == len(ids), f"{kind}_lengths sum to {total}, but there are {len(ids)} ids")
+    check_ids(ids, vocab_size)
+
+
+def ids_by_sequence(tensors):
+    """Returns (prompts, completions), both lists of M lists of ids: a prompt for each completion.
+    They take ten times the tensors' memory."""
+    prompts, completions = (
+        [
+            part.tolist()
+            for part in tensors[f"{kind}_ids"].split(tensors[f"{kind}_lengths"].tolist())
+        ]
+        for kind in ("prompt", "completion")
+    )
+    sizes = tensors["group_sizes"].tolist()
+    # The same list for each completion of a group, so that number_prompts is fast
+    prompts = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]
+    return prompts, completions
+
+
+def pack_logps(logps) -> bytes:
+    """Returns the answer to POST /score: the completions' log-probs (N,), float32."""
+    return safetensors.numpy.save({"logps": logps.numpy()})
+
+
+def unpack_logps(body, groups):
+    """Returns the log-probs (N,) of each group, in the order asked. Raises ValueError otherwise."""
+    _, tensors = read_blob(body, "of log-probs", MAX_HEADER_BYTES)
+    logps, sizes = tensors.get("logps"), [len(group.completion_ids) for group in groups]
+    fit = logps is not None and logps.dtype == torch.float32 and logps.shape == (sum(sizes),)
+    require(fit and logps.isfinite().all(), f"the answer must be {sum(sizes)} finite log-probs")
+    return list(logps.split(sizes))
+
+
+# --- Groups ---------------------------------------------------------------------------
 def pack_group(group: Group) -> bytes:
     """Returns the group as one safetensors blob."""
     fields = vars(group)  # not asdict, which copies every tensor with its whole storage
     tensors = {k: fields[k].contiguous().numpy() for k in TENSORS if fields[k] is not None}
-    meta = {"protocol": GROUP_PROTOCOL} | {k: fields[k] for k in METADATA}
+    meta = {"protocol": PROTOCOL} | {k: fields[k] for k in METADATA}
     return safetensors.numpy.save(tensors, {"grpo": json.dumps(meta)})  # a third of torch's time
 
 
@@ -79,8 +163,8 @@ def unpack_group(body, *, vocab_size=None, max_tokens=None) -> Group:
     """
     meta, tensors = read_blob(body, "with a group in it", MAX_HEADER_BYTES)
     require(type(meta) is dict, f"the metadata must be a JSON object, got {type(meta).__name__}")
-    current = meta.get("protocol") == GROUP_PROTOCOL and type(meta["protocol"]) is int
-    require(current, f"its protocol must be {GROUP_PROTOCOL}; update the older side")
+    current = meta.get("protocol") == PROTOCOL and type(meta["protocol"]) is int
+    require(current, f"its protocol must be {PROTOCOL}; update the older side")
     for name, kind in METADATA.items():
         value = meta.get(name)
         require(type(value) is kind, f"metadata {name!r} must be {kind.__name__}, got {value!r}")
@@ -92,28 +176,6 @@ def unpack_group(body, *, vocab_size=None, max_tokens=None) -> Group:
     group = Group(**{k: meta[k] for k in METADATA}, **tensors)
     check_group(group, vocab_size, max_tokens)
     return group
-
-
-def pack_bodies(bodies):
-    """Returns {id: body} as one blob, in parts: each body is a uint8 tensor under its id.
-
-    By hand: safetensors.torch.save copies 16 MB several times, and blocks all threads meanwhile.
-    """
-    header, end = {}, 0
-    for id, body in bodies.items():
-        begin, end = end, end + len(body)
-        header[id] = {"dtype": "U8", "shape": [len(body)], "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return [struct.pack("<Q", len(text)) + text, *bodies.values()]
-
-
-def unpack_bodies(blob, *, max_header_bytes=MAX_HEADER_BYTES):
-    """Returns {id: body} of a blob of pack_bodies, in its order. Raises ValueError."""
-    _, bodies = read_blob(blob, "of groups", max_header_bytes)
-    if not bodies or any(x.dtype != torch.uint8 or x.dim() != 1 for x in bodies.values()):
-        raise ValueError("a blob of groups must hold them as uint8 tensors of one dimension")
-    return {id: body.numpy().tobytes() for id, body in bodies.items()}
 
 
 def read_blob(blob, what, max_header_bytes):
@@ -136,7 +198,7 @@ def require(holds, reason):
 
 
 def is_name(text):
-    """Whether it can be logged, and stored: SQLite can't take half a surrogate pair."""
+    """Whether a text can be logged as a name."""
     return 0 < len(text) <= 200 and text.isprintable()
 
 
@@ -144,7 +206,6 @@ def check_metadata(g):
     names, rewards = [g.id, g.run, g.sampler, *g.reward_names, *g.skipped], g.reward_names
     printable = all(isinstance(name, str) and is_name(name) for name in names)
     require(printable, "id, run, sampler and other names must be printable, 1 to 200 characters")
-    require(g.id != "__metadata__", "id may be any name but not __metadata__")  # see pack_bodies
     in_range = 0 <= g.policy_version < 2**63 and 0 <= g.item < 2**63
     require(in_range, "policy_version and item must not be negative, nor need over 64 bits")
     differ = 0 < len(rewards) == len(set(rewards))
@@ -169,7 +230,7 @@ def check_group(g, vocab_size=None, max_tokens=None):
         if (tensor := getattr(g, name)) is not None:  # ref_logps may be missing
             found = tuple(tensor.shape)
             require(found == shape, f"{name} must be {shape}, got {found[:9]}")
-            # A NaN reward does not apply. Older servers refuse it, so GROUP_PROTOCOL stays
+            # A NaN reward does not apply
             bad = tensor.isinf() if name == "rewards" else ~tensor.isfinite()
             require(not bad.any(), f"{name} must be finite")
     require(g.sampler_logps.max() <= 1e-3, "sampler_logps must be log-probs, not positive")
@@ -177,12 +238,18 @@ def check_group(g, vocab_size=None, max_tokens=None):
     require(g.truncated.view(torch.uint8).max() <= 1, "truncated must be of bytes 0 and 1")
     some = prompt.dim() == 1 and prompt.numel() > 0
     require(some, "prompt_ids must be (P,) with P of 1 or more")
-    ids, last = torch.cat([prompt, g.completion_ids]), (vocab_size or math.inf) - 1
-    low, high = int(ids.min()), int(ids.max())
+    check_ids(torch.cat([prompt, g.completion_ids]), vocab_size)
+    check_length(len(prompt) + int(lengths.max()), max_tokens)
+
+
+def check_ids(ids, vocab_size):
+    last, low, high = (vocab_size or math.inf) - 1, int(ids.min()), int(ids.max())
     require(0 <= low <= high <= last, f"token ids must lie in 0..{last}, got {low}..{high}")
-    longest = len(prompt) + int(lengths.max())
+
+
+def check_length(longest, max_tokens):
     fits = max_tokens is None or longest <= max_tokens
-    require(fits, f"{longest} tokens exceed the reference model's context of {max_tokens}")
+    require(fits, f"{longest} tokens exceed the model's context of {max_tokens}")
 
 
 def sha256_of(path) -> str:
@@ -194,13 +261,19 @@ def sha256_of(path) -> str:
     return digest.hexdigest()
 
 
-def tokenizer_facts(tokenizer):
-    """Returns {"vocab_size", "tokenizer"}: how many ids the tokenizer has, and its fingerprint.
+def vocab_size_of(tokenizer):
+    """Returns V, the number of ids that the tokenizer has.
 
     A model's embedding may have more rows than that, as padding (Qwen2.5: 151 936 or 152 064 rows
     for 151 665 ids). Only the tokenizer's ids are sampled and counted in the softmax, on both
     sides, so that policy and reference have the same support whatever their padding.
     """
-    vocab = tokenizer.get_vocab()
-    digest = hashlib.sha256(json.dumps(sorted(vocab.items())).encode()).hexdigest()
-    return {"vocab_size": max(vocab.values()) + 1, "tokenizer": digest[:16]}
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def facts_of(tokenizer, temperature):
+    """Returns what trainer, server and workers must have in common, by name."""
+    vocab = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    facts = {"protocol": PROTOCOL, "temperature": temperature}
+    facts |= {"vocab_size": vocab_size_of(tokenizer)}
+    return facts | {"tokenizer": hashlib.sha256(vocab).hexdigest()[:16]}

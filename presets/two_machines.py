@@ -4,11 +4,12 @@
     GRPO_TOKEN=secret deepspeed grpo_ref_split.py presets/two_machines.py      # then, on gpu01
 
 Computed, not run: of a card's 79.1 GB the trainer needs 53.2 GB. The server needs 16.6 GB, which a
-card of 24 GB has. Other cards of gpu02 may sample (docs/several_machines.md): PUBLISH_STEPS=1.
+card of 24 GB has. With PUBLISH_STEPS=1 other cards of gpu02 may sample (docs/several_machines.md).
 """
 
 MODEL = "Qwen/Qwen2.5-7B"
 RUN_DIR = "runs/two_machines"
 PROMPTS_PER_STEP = 32  # four for each of eight cards
-HOST = "0.0.0.0"  # the server, reachable by others: it needs GRPO_TOKEN
+HOST = "0.0.0.0"  # the server, for other machines: it needs GRPO_TOKEN
 REF_SERVER = "http://gpu02:59875"
+TRAINER = "http://gpu01:59876"  # for workers; its port must be open on gpu01

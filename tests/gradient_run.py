@@ -17,7 +17,6 @@ from grpo.forward import CompletionModel
 from grpo.loss import linear_logps, token_weights
 from grpo.sampling.policy import load_policy
 from grpo.training.engine import make_engine
-from grpo.training.exchange import ReferenceLogps
 from grpo.training.metrics import Clock
 
 BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}
@@ -40,8 +39,6 @@ def make_rows(policy, loss_type):
             logps = linear_logps(hidden, model.head, ids, vocab_size=policy.vocab_size)
         noise = torch.randn(3, len(completion), generator=draw) * 0.3
         row = trainer.Sequence(
-            group=f"group {i // 2}",
-            number=i % 2,
             prompt=prompt,
             completion=completion,
             sampler_logps=logps + noise[2],
@@ -73,16 +70,13 @@ def plain_gradient(policy, rows):
 def bad_steps(engine, policy):
     """-> for two steps with a row that is not finite, and two without: whether they were skipped,
     and whether weights have changed."""
-    result, constants = [], vars(trainer.constants())
+    result, c = [], trainer.constants(MICRO_BATCH_TOKENS=8_192, LEARNING_RATE=1e-2)
     for value in (torch.nan, torch.inf, 0.0, 0.0):
         rows = make_rows(policy, "grpo")
         rows[3].ref_logps = rows[3].ref_logps + value
         before = [p.clone() for p in policy.model.parameters()]
-        reference = ReferenceLogps(None, Clock())
-        run = SimpleNamespace(engine=engine, policy=policy, reference=reference, clock=Clock())
+        run = SimpleNamespace(engine=engine, policy=policy, c=c, clock=Clock())
         run.progress = SimpleNamespace(step=100)
-        changed = {"MICRO_BATCH_TOKENS": 8_192, "LEARNING_RATE": 1e-2}
-        run.constants = SimpleNamespace(**constants | changed)
         metrics = trainer.update(run, rows)
         pairs = zip(before, policy.model.parameters(), strict=True)
         result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))
@@ -98,12 +92,11 @@ def main(model, out):
     loss_types = ("grpo", "dapo", "dr_grpo")
     result = {(t, "plain"): plain_gradient(policy, make_rows(policy, t)) for t in loss_types}
     engine = make_engine(trainer.constants(), policy)
-    reference = ReferenceLogps(None, Clock())
-    run = SimpleNamespace(engine=engine, policy=policy, reference=reference)
+    run = SimpleNamespace(engine=engine, policy=policy, progress=SimpleNamespace(step=1))
     for loss_type in loss_types:
         for name, budget in BUDGETS.items():
             rows = make_rows(policy, loss_type)
-            run.constants = SimpleNamespace(MICRO_BATCH_TOKENS=budget)
+            trainer.MICRO_BATCH_TOKENS = budget
             metrics = trainer.accumulate(run, rows)
             gradient = [safe_get_full_grad(p).flatten() for p in policy.model.parameters()]
             result[loss_type, name] = torch.cat(gradient)

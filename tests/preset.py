@@ -21,10 +21,6 @@ if __name__ == "__main__":
     role, presets = arguments()
     (name, _, function), presets = role.partition(":"), json.loads(presets)
     script = importlib.import_module(name)
-    if len(presets) > 1:  # DeepSpeed's process group serves them all
-        import torch.distributed as dist
-
-        dist.destroy_process_group = lambda: None
     for preset in presets:
         for name in [name for name in preset if "." in name]:  # of a module other than the script
             module, _, constant = name.rpartition(".")

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -36,6 +35,12 @@ NURSERY.set_forkserver_preload(IMPORTED)
 def command_of(role, *presets):
     """-> the command for a script, or one of its functions, with other constants."""
     return [sys.executable, str(PRESET), role, json.dumps(presets)]
+
+
+def command_line(script, preset):
+    """-> the command for a script as a user would type it, with other constants."""
+    words = [f"{name}={value}" for name, value in preset.items()]
+    return [sys.executable, str(PRESET.parent.parent / script), *words]
 
 
 class Forked(NURSERY.Process):
@@ -146,23 +151,37 @@ def ranks_of(launcher):
 
 
 @contextmanager
-def reference_server(folder, model, **constants):
-    """Runs ref_server.py on a free port while the block runs; -> its URL."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    preset = {"MODEL": str(model), "PORT": port, "STORE": str(folder / "store.sqlite")} | constants
+def server_process(folder, model, **constants):
+    """Runs ref_server.py on a free port while the block runs; -> its process and its URL."""
+    port = int(free_port())
+    preset = {"MODEL": str(model), "PORT": port} | constants
     process = start(command_of("ref_server", preset), folder / "server.log")
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield process, f"http://127.0.0.1:{port}"
         assert process.poll() is None, (folder / "server.log").read_text()
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(10)
 
 
+@contextmanager
+def reference_server(folder, model, **constants):
+    """The same; -> the URL alone."""
+    with server_process(folder, model, **constants) as (_, url):
+        yield url
+
+
 def records(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+
+
+TIMES = ("time", "seconds", "tokens_per_second")
+
+
+def learned(folder):
+    """-> a run's metrics of steps, without times: the same whenever it learns the same."""
+    steps = [r for r in records(folder) if "loss" in r]
+    return [{k: v for k, v in r.items() if not k.startswith(TIMES)} for r in steps]
 
 
 def wait_for_step(folder, step, process, log):

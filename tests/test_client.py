@@ -1,179 +1,176 @@
-"""The server's client: retries, refusals, and sentences that say what to do."""
+"""The clients: what they wait for, what they refuse, and for how long."""
 
 import json
-import random
 import socket
+import time
 from types import SimpleNamespace
 
 import pytest
-import safetensors.torch
 import torch
-from helpers import Replies, reply
+from helpers import Replies, make_group, reply
 from transformers import AutoTokenizer
 
-from grpo.client import RefServer
-from grpo.wire import PROTOCOL, tokenizer_facts
+from grpo.client import RefServer, Trainer
+from grpo.stop import TooLong
+from grpo.wire import facts_of, pack_logps
+
+INFO = {"model": "theirs", "dtype": "float32"}
 
 
-# --- Client ------------------------------------------------------------------------
-class FakeSession:
-    def __init__(self, *replies):
-        self.replies, self.headers = list(replies), {}
-
-    def request(self, method, url, **_):
-        status, body = self.replies.pop(0)
-        return SimpleNamespace(
-            status_code=status,
-            ok=status < 400,
-            text=json.dumps(body),
-            json=lambda: body,
-            headers={},
-        )
+def answer(groups, info=INFO, status=200):
+    """-> the server's reply to POST /score."""
+    logps = -torch.rand(sum(len(group.completion_ids) for group in groups))
+    body = pack_logps(logps)
+    return reply(status, body, headers=f"X-Info: {json.dumps(info)}\r\n")
 
 
-def a_client(*replies, limit=60):
-    client = RefServer("http://127.0.0.1:9", limit)
-    client.session = FakeSession(*replies)
-    return client
+def a_client(*replies, limit=20):
+    """-> (a client that has seen INFO, the server with these replies)."""
+    server = Replies(*replies)
+    client = RefServer(server.url, limit)
+    client.info = INFO
+    return client, server
 
 
-def test_a_reference_that_does_not_fit_is_refused_in_a_sentence(tiny):
-    facts = tokenizer_facts(AutoTokenizer.from_pretrained(tiny)) | {"temperature": 1.0}
-    info = facts | {"protocol": PROTOCOL, "model": "theirs"}
-    assert a_client((200, info)).check("ours", facts) == info
-    for wrong in ({"tokenizer": "0123"}, {"vocab_size": 9}, {"temperature": 0.9}, {"protocol": 0}):
-        with pytest.raises(SystemExit, match=f"does not fit the policy ours.*{next(iter(wrong))}"):
-            a_client((200, info | wrong)).check("ours", facts)
+@pytest.fixture
+def clock(monkeypatch):
+    """-> the time that waits see, which passes only while they sleep."""
+    now = SimpleNamespace(seconds=0.0, slept=0)
+
+    def sleep(seconds):
+        now.seconds += max(seconds, 0.5)
+        now.slept += 1
+
+    fake = SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
+    monkeypatch.setattr("grpo.stop.time", fake)
+    return now
 
 
-def test_a_reference_that_changes_in_mid_run_is_refused(tiny):
-    facts = tokenizer_facts(AutoTokenizer.from_pretrained(tiny)) | {"temperature": 1.0}
-    client = a_client(
-        (200, facts | {"protocol": PROTOCOL, "model": "theirs", "facts": "a"}), (200, {})
-    )
-    client.check("ours", facts)
-    with pytest.raises(RuntimeError, match="another reference model or temperature"):
-        client.lease("run", 1)
+# --- What is waited for -----------------------------------------------------------------
+def test_a_server_that_is_not_there_is_waited_for_until_the_limit(clock, capsys):
+    with pytest.raises(TooLong, match=r"python ref_server\.py"):
+        RefServer("http://127.0.0.1:9", 40).call("GET", "/info")
+    assert 40 <= clock.seconds < 42
+    assert capsys.readouterr().err.count("http://127.0.0.1:9/info") == 3  # every 10 s
 
 
-@pytest.mark.parametrize("answer", [[], "<html>"])
-def test_an_address_where_something_else_answers_is_said(answer):
-    with pytest.raises(SystemExit, match="is another server"):
-        a_client((200, answer)).check("ours", {})
-    with pytest.raises(SystemExit, match="is another server"):
-        RefServer("nonsense://x", 60).check("ours", {})
+def test_the_limit_counts_from_the_first_failure_on(clock):
+    """A server may score for as long as it likes: that is not waiting for a dead one."""
 
+    class Slow:
+        def request(self, *_, **__):
+            clock.seconds += 1000
+            return SimpleNamespace(ok=False, status_code=503, text="full")
 
-def test_a_full_store_is_waited_for_and_a_refusal_is_raised(monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    assert a_client((503, {"error": "full"}), (200, {})).call("POST", "/upload").ok
-    with pytest.raises(RuntimeError, match=r"refused \(400\).*rewards must be finite"):
-        a_client((400, {"error": "rewards must be finite"})).call("POST", "/upload")
-
-
-def test_no_server_is_an_error_that_says_what_to_start(monkeypatch, capsys):
-    """A dead server must not look like an empty queue, and be waited for, for ever."""
-    clock = random.Random(0)
-    now = [0.0]
-    fake = {"monotonic": lambda: now[0]}  # of waits alone: other threads sleep, too
-    fake["sleep"] = lambda s: now.__setitem__(0, now[0] + 3 + clock.random())
-    monkeypatch.setattr("grpo.stop.time", SimpleNamespace(**fake))
-    client = RefServer("http://127.0.0.1:9", 40)  # a port where nothing listens
-    with pytest.raises(RuntimeError, match="waited 40 s for .*ref_server.py"):
+    client = RefServer("http://127.0.0.1:9", 1500)
+    client.session = Slow()
+    with pytest.raises(TooLong):
         client.call("GET", "/info")
-    assert capsys.readouterr().err.count("waiting for http://127.0.0.1:9/info") >= 3
+    assert clock.seconds == pytest.approx(3000, abs=5) and clock.slept == 2
 
 
-# --- Tokenizer facts and the client ------------------------------------------------
-def test_a_call_goes_on_when_the_server_dies_in_the_middle_of_its_reply(no_pause):
-    server = Replies(reply(200, b"half", length=8), b"", reply(200, b"complete"))
-    assert RefServer(server.url, 20).call("GET", "/info").content == b"complete"
+@pytest.mark.parametrize("failures", ["busy", "cut", "silent", "a proxy's"])
+def test_a_failure_is_asked_again_and_leaves_no_trace(failures, no_pause):
+    group = make_group()
+    first = {
+        "busy": reply(503, b'{"error": "full"}', headers="Retry-After: 1\r\n"),
+        "cut": reply(200, b"half", length=80),
+        "silent": b"",
+        "a proxy's": reply(502, b""),
+    }[failures]
+    client, server = a_client(first, first, answer([group]))
+    (logps,) = client.score([group])
+    assert logps.shape == (6,) and client.state == "" and len(server.requests) == 3
+    assert b"/score?wait=20 " in server.requests[0]
+    assert server.requests[0] == server.requests[2]
 
 
-def test_a_call_waits_while_the_store_is_full(no_pause):
-    server = Replies(reply(503, b"full", headers="Retry-After: 1\r\n"), reply(200, b"{}"))
-    assert RefServer(server.url, 20).call("POST", "/upload", data=b"x").ok
-    assert len(server.requests) == 2
+def test_a_server_that_hangs_has_failed_since_it_was_asked(no_pause):
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        start = time.monotonic()
+        with pytest.raises(TooLong):
+            url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+            RefServer(url, 0.9).call("GET", "/info", timeout=1)
+        assert time.monotonic() - start < 1.9  # one time-out, not two
 
 
+def test_a_reply_that_does_not_come_is_asked_for_again(no_pause):
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        start = time.monotonic()
+        with pytest.raises(TooLong):
+            url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+            RefServer(url, 0.2).call("GET", "/info", timeout=0.1)
+        assert 0.2 < time.monotonic() - start < 5
+
+
+def test_a_wait_of_more_than_a_day_is_one_that_the_server_takes():
+    group = make_group()
+    client, server = a_client(answer([group]), limit=10**6)
+    client.score([group])
+    assert b"/score?wait=86400 " in server.requests[0]
+
+
+# --- What is refused --------------------------------------------------------------------
 def test_a_refusal_is_raised_at_once_with_its_reason():
     """simple_GRPO's bare `except: return None` on the network made any error look like no data."""
-    server = Replies(reply(400, b'{"error": "rewards must be finite"}'))
-    with pytest.raises(RuntimeError, match=r"refused \(400\).*rewards must be finite"):
-        RefServer(server.url, 20).call("POST", "/upload", data=b"x")
+    client, _ = a_client(reply(400, b'{"error": "token ids must lie in 0..394"}'))
+    with pytest.raises(RuntimeError, match=r"400.*token ids must lie"):
+        client.score([make_group()])
 
 
-def test_a_wait_for_a_server_that_is_not_there_ends_with_a_sentence():
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        port = s.getsockname()[1]
-    with pytest.raises(RuntimeError, match=r"no answer \(ConnectionError\); is `python ref_server"):
-        RefServer(f"http://127.0.0.1:{port}", 0.1).call("GET", "/info")
+@pytest.mark.parametrize("info", [INFO | {"model": "another"}, INFO | {"dtype": "bfloat16"}, None])
+def test_a_server_that_came_back_with_another_model_is_refused(info, no_pause):
+    group = make_group()
+    client, _ = a_client(b"", answer([group], info=info))
+    with pytest.raises(RuntimeError, match="theirs"):
+        client.score([group])
 
 
-def test_the_clients_proxy_is_not_asked(monkeypatch):
+@pytest.mark.parametrize("wrong", [[0.0] * 5, [0.0] * 7, [float("nan")] * 6])
+def test_an_answer_that_is_not_for_these_groups_is_refused(wrong):
+    body = pack_logps(torch.tensor(wrong))
+    client, _ = a_client(reply(200, body, headers=f"X-Info: {json.dumps(INFO)}\r\n"))
+    with pytest.raises(ValueError, match="6 finite"):
+        client.score([make_group()])
+
+
+def test_a_reference_that_does_not_fit_is_refused_with_what_differs(tiny):
+    """Log-probs of other ids, or at another temperature, would be finite numbers too."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    info = facts_of(tokenizer, 1.0) | INFO
+    client, _ = a_client(reply(200, json.dumps(info).encode()))
+    client.check("ours", tokenizer, 1.0)
+    assert client.info == info
+    for name in ("tokenizer", "vocab_size", "temperature", "protocol"):
+        client, _ = a_client(reply(200, json.dumps(info | {name: 0.25}).encode()))
+        with pytest.raises(SystemExit, match=f"{name} 0.25"):
+            client.check("ours", tokenizer, 1.0)
+
+
+def test_another_server_no_server_and_a_wrong_token_end_before_anything_starts(tiny):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    for text in (b"[]", b"<html>", b"\xff"):
+        with pytest.raises(SystemExit, match="another server"):
+            a_client(reply(200, text))[0].check("ours", tokenizer, 1.0)
+    with pytest.raises(SystemExit, match="another server"):
+        RefServer("nonsense://x", 1).check("ours", tokenizer, 1.0)
+    with pytest.raises(SystemExit, match="401"):
+        a_client(reply(401, b'{"error": "no or wrong token"}'))[0].check("ours", tokenizer, 1.0)
+    with pytest.raises(SystemExit, match=r"ref_server\.py"):
+        RefServer("http://127.0.0.1:9", 0).check("ours", tokenizer, 1.0)
+
+
+# --- What travels -----------------------------------------------------------------------
+def test_the_token_travels_and_no_proxy_is_asked(monkeypatch):
+    monkeypatch.setenv("GRPO_TOKEN", "secret")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody there
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    server = Replies(reply(200, b"{}"))
-    assert RefServer(server.url, 0.1).call("GET", "/info").ok
-
-
-def test_the_clients_token_travels(monkeypatch):
-    monkeypatch.setenv("GRPO_TOKEN", "secret")
-    server = Replies(reply(200, b"{}"))
-    RefServer(server.url, 5).call("GET", "/info")
+    client, server = a_client(reply(200, b"{}"))
+    client.call("GET", "/info")
     assert b"Authorization: Bearer secret\r\n" in server.requests[0]
 
 
-@pytest.mark.parametrize("name", ["protocol", "vocab_size", "tokenizer", "temperature"])
-def test_check_refuses_a_reference_that_does_not_fit(name):
-    """Log-probs of other ids, or at another temperature, would be finite numbers too."""
-    facts = {"vocab_size": 395, "tokenizer": "ab", "temperature": 1.0}
-    info = facts | {"protocol": PROTOCOL, "model": "ref"}
-    server = Replies(reply(200, json.dumps(info).encode()))
-    assert RefServer(server.url, 5).check("policy", facts) == info
-    server = Replies(reply(200, json.dumps(info | {name: 0.9}).encode()))
-    with pytest.raises(SystemExit, match=f"{name} 0.9 and not"):
-        RefServer(server.url, 5).check("policy", facts)
-
-
-def test_a_wrong_token_and_a_missing_server_are_sentences_before_anything_starts():
-    refusal = reply(401, b'{"error": "no or wrong token: set GRPO_TOKEN"}')
-    with pytest.raises(SystemExit, match="wrong token: set GRPO_TOKEN"):
-        RefServer(Replies(refusal).url, 5).check("model", {})
-    with pytest.raises(SystemExit, match="waited 0 s for .* is `python ref_server.py` running"):
-        RefServer("http://127.0.0.1:9", 0).check("model", {})
-
-
-def blobs(*, headers="", **bodies):
-    """-> /lease's reply: a tensor of bytes for each group."""
-    tensors = {k: torch.frombuffer(bytearray(b), dtype=torch.uint8) for k, b in bodies.items()}
-    return reply(200, safetensors.torch.save(tensors), headers=headers)
-
-
-def test_a_lease_gives_bodies_by_id_and_counts_what_was_too_old():
-    server = Replies(
-        blobs(c=b"third", a=b"1", headers="X-Dropped: 2\r\n"),
-        reply(204, b"", headers="X-Dropped: 3\r\n"),
-    )
-    trainer = RefServer(server.url, 5)
-    assert trainer.lease("run", 7, oldest=4) == {"c": b"third", "a": b"1"}
-    assert trainer.lease("run", 7, patience=False) == {} and trainer.dropped == 5
-    asked = [json.loads(request.split(b"\r\n")[-1]) for request in server.requests]
-    assert asked == [
-        {"run": "run", "limit": 7, "oldest": 4, "wait": True},
-        {"run": "run", "limit": 7, "oldest": 0, "wait": False},
-    ]
-
-
-def test_a_second_client_expects_the_same_reference(monkeypatch):
-    """Threads of the trainer each have a client; all must notice another reference."""
-    monkeypatch.setenv("GRPO_TOKEN", "secret")
-    server = Replies(blobs(a=b"1", headers="X-Facts: other\r\n"))
-    first = RefServer(server.url + "/", 5)
-    first.agreed_hash = "ours"
-    second = first.copy()
-    assert second.session is not first.session
-    with pytest.raises(RuntimeError, match="another reference model"):
-        second.lease("run", 1)
-    assert b"Authorization: Bearer secret\r\n" in server.requests[0]
+def test_a_worker_hears_why_its_group_is_not_wanted():
+    server = Replies(reply(200, b'{"refused": "of another run"}'))
+    assert Trainer(server.url, 5).put_group(b"x") == "of another run"

@@ -12,7 +12,6 @@ import ref_server
 import vllm_worker
 from grpo import constants
 from grpo.proof import NOISE
-from grpo.serving.checks import SERVER
 from grpo.training.checks import TRAINER
 
 ROOT = Path(__file__).parent.parent
@@ -47,15 +46,17 @@ def test_values_are_literals_or_texts(given):
         "RUN_DIR": "1",
         "MODEL": None,
     }
-    assert given("ref_server.py", "STORE=a=b.py") == (None, {"STORE": "a=b.py"})
+    assert given("ref_server.py", "MODEL=a=b.py") == (None, {"MODEL": "a=b.py"})
     own = {"VLLM_SLEEP": True, "STEPS": 3}  # a worker's are the trainer's, too
     assert given("vllm_worker.py", "VLLM_SLEEP=True", "STEPS=3") == (None, own)
 
 
 def test_where_a_text_is_the_rule_a_number_is_one(given):
-    for script, rules in {"grpo_ref_split.py": TRAINER, "ref_server.py": SERVER}.items():
-        for name in rules["a text"].split():
-            assert given(script, f"{name}=1")[1] == {name: "1"}
+    for name in TRAINER["a text"].split():
+        assert given("grpo_ref_split.py", f"{name}=1")[1] == {name: "1"}
+    for name in ("MODEL", "HOST", "DTYPE"):  # "auto" of DTYPE is no text to begin with
+        expected = 1 if name == "DTYPE" else "1"
+        assert given("ref_server.py", f"{name}=1")[1] == {name: expected}
 
 
 @pytest.mark.parametrize(
@@ -150,9 +151,6 @@ def test_main_refuses_what_is_no_constant(start, name, monkeypatch):
 def test_main_sets_constants(monkeypatch):
     """They are refused here, so that nothing starts."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    for script, name in [(trainer, "STEPS"), (ref_server, "PORT"), (trainer, "SEED")]:
-        monkeypatch.setattr(script, name, getattr(script, name))
-    monkeypatch.setattr(vllm_worker, "VLLM_SEQUENCES", 256)
     with pytest.raises(SystemExit, match="STEPS = 'x' must be a whole number from 1 on"):
         trainer.main(STEPS="x")
     with pytest.raises(SystemExit, match="PORT = 70000 must be 65535 at most"):
@@ -160,6 +158,46 @@ def test_main_sets_constants(monkeypatch):
     with pytest.raises(SystemExit, match="VLLM_SEQUENCES = 4 must be GROUP_SIZE = 8 or more"):
         vllm_worker.main(VLLM_SEQUENCES=4, STEPS=7)
     assert (trainer.STEPS, vllm_worker.VLLM_SEQUENCES) == (7, 4)
+
+
+def test_a_main_has_nothing_of_an_earlier_one():
+    """A preset's values, and those that the start of a run puts in the place of "auto" and None,
+    were those of every later main() in the process."""
+    shipped = constants.constants_in(vars(trainer))
+    c = trainer.constants(STEPS=7, TASK="even", SAMPLE_BATCH=64)
+    assert c is trainer and (trainer.STEPS, trainer.TASK) == (7, "even")  # its only home
+    resolved = {"OUTCOME": "a", "REWARD_WEIGHTS": {"a": 1.0}, "MICRO_BATCH_TOKENS": 2048}
+    constants.set_for_run(vars(trainer), resolved)
+    constants.set_for_run(vars(trainer), {"SAMPLE_BATCH": 32})
+    assert trainer.OUTCOME == "a" and trainer.SAMPLE_BATCH == 32
+    trainer.constants(STEPS=9)
+    assert constants.constants_in(vars(trainer)) == shipped | {"STEPS": 9}
+    trainer.constants()
+    assert constants.constants_in(vars(trainer)) == shipped
+
+
+def test_what_its_importer_has_set_is_every_mains(monkeypatch):
+    """As experiments do: the script's module is where a constant lives."""
+    monkeypatch.setattr(trainer, "STEPS", 7)
+    trainer.constants(STEPS=9)
+    assert trainer.constants(SEED=1).STEPS == 7 and trainer.constants().SEED == 0
+
+
+def test_a_main_that_is_refused_leaves_nothing_to_the_next():
+    shipped = constants.constants_in(vars(trainer))
+    with pytest.raises(SystemExit):
+        trainer.main(STEPS="x")
+    with pytest.raises(SystemExit):  # by its name, before any is set
+        trainer.main(MODLE="x", SEED=3)
+    trainer.constants()
+    assert constants.constants_in(vars(trainer)) == shipped
+
+
+def test_changed_copies_are_no_second_home():
+    c = trainer.constants(STEPS=7)
+    other = constants.with_constants(c, GROUP_SIZE=1)
+    assert (other.GROUP_SIZE, other.STEPS, trainer.GROUP_SIZE) == (1, 7, 8)
+    assert vars(other).keys() == set(filter(str.isupper, vars(trainer)))
 
 
 def test_the_dtypes_are_those_whose_noise_is_known():

@@ -133,21 +133,18 @@ def test_chains_reward_what_applies_alone():
 
 # --- The defects ----------------------------------------------------------------------
 def sequence(tokens, group):
-    return SimpleNamespace(completion=[1] * tokens, group=group)
+    return SimpleNamespace(completion=[1] * tokens, prompt=[group])
 
 
 def scaled(defect, *batches):
     """Returns what a defect makes of micro-batches whose losses are 1."""
-    turns = [
-        SimpleNamespace(batch=[sequence(n, group) for n in tokens])
-        for group, tokens in enumerate(batches)
-    ]
+    turns = [([sequence(n, group) for n in tokens], False) for group, tokens in enumerate(batches)]
     fake = SimpleNamespace(
         plan_turns=lambda *_: turns, batch_loss=lambda *_: (torch.tensor(1.0), {})
     )
     defect(fake)
-    planned = fake.plan_turns([s for turn in turns for s in turn.batch])
-    return [fake.batch_loss(None, None, None, turn.batch, None)[0].item() for turn in planned]
+    planned = fake.plan_turns([s for batch, _ in turns for s in batch])
+    return [fake.batch_loss(None, None, None, batch, None)[0].item() for batch, _ in planned]
 
 
 def test_sums_are_not_divided_by_the_number_of_micro_batches():
@@ -229,11 +226,11 @@ def test_old_samples_wait_as_many_steps_as_is_said():
 
     made = iter(range(100))
     fake = SimpleNamespace(
-        sample_and_exchange=lambda run: ([a_group(MIXED, policy_version=next(made))], {}, []),
+        sample_step=lambda run: ([a_group(MIXED, policy_version=next(made))], {}, []),
         checks=SimpleNamespace(check_first_update=None),
     )
     defects.stale(fake, by=3)
-    trained = [fake.sample_and_exchange(None)[0][0] for _ in range(5)]
+    trained = [fake.sample_step(None)[0][0] for _ in range(5)]
     assert [g.policy_version for g in trained] == [0, 1, 2, 3, 4]
     assert next(made) == 5 + 3  # three more were sampled than trained
 
@@ -276,7 +273,9 @@ def test_a_refused_update_goes_on_and_leaves_its_words(tmp_path):
     assert (tmp_path / defects.REFUSAL).read_text() == "no"
 
 
-def test_retokenised_completions_are_those_of_their_text(monkeypatch):
+def test_retokenised_completions_are_those_of_their_text():
+    from fakes import a_group
+
     class Letters:  # "ab" is one id where its letters were sampled
         eos_token_id = 0
 
@@ -286,19 +285,19 @@ def test_retokenised_completions_are_those_of_their_text(monkeypatch):
         def __call__(self, text, add_special_tokens):
             return {"input_ids": [3] * (text == "ab") or [1] * len(text)}
 
-    monkeypatch.setattr("grpo.models.load_tokenizer", lambda name: Letters())
-    made = [
-        SimpleNamespace(completion=ids, sampler_logps=torch.zeros(len(ids)))
-        for ids in ([1, 2, 0], [1, 1, 0], [1, 2])
-    ]
+    ids, three = [1, 2, 0, 1, 1, 0, 1, 2], {"lengths": (3, 3, 2), "truncated": (False,) * 3}
+    group = a_group([[0.0, 0.0]] * 3, completion_ids=torch.tensor(ids).int(), **three)
     fake = SimpleNamespace(
-        MODEL="",
-        make_sequences=lambda groups: made,
+        sample_share=lambda run, *_: iter([(group, False)]),
         update=lambda run, sequences: {"loss": 0.0},
         checks=SimpleNamespace(check_first_update=None),
     )
     defects.retokenised(fake)
-    sequences = fake.make_sequences([])
-    assert [s.completion for s in sequences] == [[3, 0], [1, 1, 0], [3]]
-    assert [len(s.sampler_logps) for s in sequences] == [2, 3, 1]
-    assert fake.update(None, sequences) == {"loss": 0.0, "retokenised": 2 / 3}
+    run = SimpleNamespace(policy=SimpleNamespace(tokenizer=Letters()))
+    ((found, is_flat),) = fake.sample_share(run, 1, 0, {})
+    assert [part.tolist() for part in found.completions(found.completion_ids)] == [
+        *([3, 0], [1, 1, 0], [3]),
+    ]
+    assert found.sampler_logps.tolist() == [-1, -1, -4, -5, -6, -7] and not is_flat
+    assert fake.update(run, []) == {"loss": 0.0, "retokenised": 2 / 3}
+    assert fake.update(run, []) == {"loss": 0.0, "retokenised": 0}  # of each step anew

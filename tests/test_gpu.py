@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes import a_group
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ref_server
 from grpo import models as policy_module
 from grpo import tiny_model as warm_start
 from grpo.devices import is_nvidia
@@ -20,9 +22,8 @@ from grpo.sampling.decoders.choice import make_decoder
 from grpo.sampling.decoders.llama import LlamaDecoder
 from grpo.sampling.decoders.shared_prompt import SharedDecoder
 from grpo.sampling.policy import load_policy
-from grpo.serving import scoring
-from grpo.serving.store import Store
 from grpo.training.engine import engine_config
+from grpo.wire import pack_ids, unpack_ids
 from grpo_loss_triton import Rows, linear_logps
 from tasks import arithmetic
 
@@ -78,14 +79,12 @@ def prove(folder, _):
     policy_of(folder).logps(PROMPTS[0], COMPLETIONS[0])
 
 
-def serve(folder, scratch):
-    store = Store(scratch / "store.sqlite", 10**6)
-    settings = {"dtype": "float32", "temperature": 1.0, "budget": 100}
-    settings["share_prompts"] = True
-    reference = scoring.Reference(store, scratch, model=str(folder), **settings)
-    limits = {"budget": 100, "temperature": 1.0, "vocab_size": 400}
-    assert len(list(scoring.score_sequences(reference.model, PROMPTS, COMPLETIONS, **limits))) == 1
-    store.db.close()
+def serve(folder, _):
+    ref_server.MODEL = str(folder)
+    reference, group = ref_server.Reference(), a_group([[0.0, 0.0]] * 2)
+    request = ref_server.Request(unpack_ids(pack_ids([group]), **reference.limits))
+    reference.score([request])
+    assert len(request.answer.result()) == len(group.completion_ids)
 
 
 def begin_the_demo(_, scratch):
@@ -93,7 +92,8 @@ def begin_the_demo(_, scratch):
 
 
 @pytest.mark.parametrize("path", [train, sample, prove, serve, begin_the_demo])
-def test_no_path_runs_a_model_by_cudnns_attention(path, choices, tiny, tmp_path):
+def test_no_path_runs_a_model_by_cudnns_attention(path, choices, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(ref_server, "MODEL", "")
     path(tiny, tmp_path)
     assert len(choices) >= 2 and not any(choices)
 

@@ -1,4 +1,4 @@
-"""The rules of the house, read off the imports, also those within functions."""
+"""The import rules, read off the files, also within functions."""
 
 import ast
 import doctest
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("sampling", "training", "serving")
+PARTS = ("grpo.sampling", "grpo.training")  # packages of grpo; the rest of it are single files
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("grpo/**/*.py"), *ROOT.glob("tasks/*.py")]
 
 
@@ -40,19 +40,18 @@ IMPORTS = {name: imports_of(path) for name, path in MODULES.items()}
 
 
 def room(module):
-    """Returns where a module lives: a folder of grpo, "grpo", "tasks", or "root"."""
-    first, *rest = module.split(".")
-    if first == "grpo":
-        return rest[0] if rest and rest[0] in FOLDERS else "grpo"
-    return "tasks" if first == "tasks" and rest != ["__main__"] else "root"
+    """Returns where a module lives: one of PARTS, "grpo" (the rest of it), "tasks", or "root"."""
+    if module == "tasks.__main__":
+        return "root"
+    homes = (home for home in (*PARTS, "grpo", "tasks") if f"{module}.".startswith(f"{home}."))
+    return next(homes, "root")
 
 
 MAY = {  # what a room may import of ours, beside itself
-    "root": {"root", "grpo", "tasks", *FOLDERS},
+    "root": {"root", "grpo", "tasks", *PARTS},
     "grpo": {"grpo"},
-    "sampling": {"grpo"},
-    "training": {"grpo", "sampling"},
-    "serving": {"grpo"},
+    "grpo.sampling": {"grpo"},
+    "grpo.training": {"grpo", "grpo.sampling"},
     "tasks": set(),
 }
 
@@ -62,26 +61,35 @@ def test_a_room_imports_only_what_it_may(module):
     here = room(module)
     for other in IMPORTS[module] & MODULES.keys():
         allowed = room(other) in MAY[here] | {here}
-        fused = here in ("sampling", "training", "serving") and other == "grpo_loss_triton"
+        fused = other == "grpo_loss_triton" and (here in PARTS or module == "grpo.scoring")
         assert allowed or fused, f"{module} must not import {other}"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("grpo.")])
+SERVERS = {"grpo.gate", "grpo.live", "ref_server"}  # those that answer requests
+KEPT = {  # who may import a package: modules, or PARTS
+    "torch.distributed": {"grpo.training", "root"},
+    "deepspeed": {"grpo.training", "root"},
+    "bottle": SERVERS,
+    "waitress": SERVERS,
+    "sqlite3": set(),
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_packages_stay_in_their_process(module):
-    """The server needs no DeepSpeed, a worker neither that nor bottle; ranks meet in training."""
-    kept = {"torch.distributed": "training", "deepspeed": "training"}
-    kept |= {"bottle": "serving", "waitress": "serving", "sqlite3": "serving"}
-    for package, where in kept.items():
+    """The server needs no DeepSpeed, a worker neither that nor bottle; ranks are training's."""
+    for package, homes in KEPT.items():
         used = any(i == package or i.startswith(f"{package}.") for i in IMPORTS[module])
-        assert not used or room(module) == where, f"{module} must not import {package}"
+        here = {module, room(module)}
+        assert not used or homes & here, f"{module} must not import {package}"
 
 
 COLLECTIVES = {"all_reduce", "all_gather_object", "broadcast", "broadcast_object_list", "barrier"}
-FUNCTIONS = [  # (module, function) of training/, methods too
+FUNCTIONS = [  # (module, function) of grpo.training, methods too
     (module, node)
     for module, path in MODULES.items()
     for node in ast.walk(ast.parse(path.read_text()))
-    if room(module) == "training" and isinstance(node, ast.FunctionDef)
+    if room(module) == "grpo.training" and isinstance(node, ast.FunctionDef)
 ]
 
 
@@ -90,7 +98,7 @@ def test_what_all_ranks_must_call_together_says_so():
     documents = [ast.get_docstring(function) or "" for _, function in FUNCTIONS]
     marked = [text.startswith("Collective:") for text in documents]
     known = {f.name for (_, f), mark in zip(FUNCTIONS, marked, strict=True) if mark}
-    assert {"meet", "gathered", "add_up"} < known
+    assert {"gathered", "add_up", "all_or_none"} < known
     known |= {f"dist.{name}" for name in COLLECTIVES}
     for (module, function), mark in zip(FUNCTIONS, marked, strict=True):
         calls = {ast.unparse(n.func) for n in ast.walk(function) if isinstance(n, ast.Call)}

@@ -7,13 +7,13 @@ import json
 import os
 import sys
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from fakes import a_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -27,8 +27,8 @@ from grpo.sampling import memory as sampling_memory
 from grpo.sampling.memory import MARGIN, USUAL, fit_worker, need, sampling_phases
 from grpo.training import memory as training_memory
 from grpo.training.engine import make_engine
-from grpo.training.local_reference import LocalReference
 from grpo.training.memory import fill_card, model_states, sizes_that_fit, training
+from grpo.training.reference import LocalReference
 from grpo.weights import MergedAdapters
 
 CASES = [  # memory.MODELS' shape, prompt, completion, group, shared prompts, LoRA rank
@@ -298,22 +298,17 @@ def policy_on(device, dtype="bfloat16"):
     return SimpleNamespace(model=model, dtype=dtype)
 
 
-@dataclass
-class Recipe:
-    sample_batch: object
-
-
 def test_ranks_take_what_fits_the_fullest_of_their_gpus(monkeypatch, capsys):
     """Else each would plan other micro-batches than the others."""
     monkeypatch.setattr(training_memory.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(training_memory, "room_on", lambda model: 80 * 2**30)
     for other, expected in ((80, (16_384, False)), (14, (16_384, True))):
-        rooms = lambda mine, _, other=other: [mine, other * 2**30]
+        rooms = lambda mine, other=other: [mine, other * 2**30]
         monkeypatch.setattr(training_memory, "gathered", rooms)
         c = job()
-        recipe = fill_card(c, policy_on("cuda:0"), Recipe("auto"))
+        fill_card(c, policy_on("cuda:0"))
         assert (c.MICRO_BATCH_TOKENS, c.GRADIENT_CHECKPOINTING) == expected
-        assert recipe.sample_batch == c.SAMPLE_BATCH == 256
+        assert c.SAMPLE_BATCH == 256
         way = "checkpointing" if expected[1] else "no checkpointing"
         line = f"SAMPLE_BATCH = 256, MICRO_BATCH_TOKENS = 16384, {way}: "
         assert line in (out := capsys.readouterr().out) and f"of {other}.0 GB" in out
@@ -328,28 +323,42 @@ def test_nothing_is_asked_on_a_cpu_or_for_other_layers(
 ):
     """On a CPU "auto" is what was shipped before, and nothing is said."""
     monkeypatch.setattr(torch.accelerator, "get_memory_info", None)
-    monkeypatch.setattr(training_memory, "gathered", lambda mine, _: [mine])
+    monkeypatch.setattr(training_memory, "gathered", lambda mine: [mine])
     c, policy = job(), policy_on(device)
     policy.model.config.model_type = model_type
-    assert fill_card(c, policy, Recipe("auto")).sample_batch == 64
+    fill_card(c, policy)
     assert {name: getattr(c, name) for name in USUAL} == USUAL
     out = capsys.readouterr().out
     assert said in out and bool(out) == bool(said)
-    assert fit_worker(job(), policy, Recipe("auto")).sample_batch == 64
+    fit_worker(worker := job(), policy)
+    assert worker.SAMPLE_BATCH == 64
     own = job(**USUAL)  # numbers: the ranks need not even meet
-    assert fill_card(own, None, recipe := Recipe(64)) is recipe
-    assert fit_worker(own, None, recipe) is recipe
+    fill_card(own, None)
+    fit_worker(own, None)
+    assert own == job(**USUAL)
 
 
 def test_a_worker_takes_what_fits_beside_its_weights(monkeypatch, capsys):
     for room, dtype, rows in ((8, "bfloat16", 256), (8, "float32", 128), (3, "bfloat16", 32)):
         monkeypatch.setattr(sampling_memory, "room_on", lambda model, room=room: room * 2**30)
-        recipe = fit_worker(job(), policy_on("cuda:0", dtype), Recipe("auto"))
-        assert recipe.sample_batch == rows
+        fit_worker(c := job(), policy_on("cuda:0", dtype))
+        assert c.SAMPLE_BATCH == rows
         assert f"SAMPLE_BATCH = {rows}: " in capsys.readouterr().out
 
 
 # --- A reference in the trainer ---------------------------------------------------------
+def a_group_of(rows):
+    """-> the wire.Group of these Sequences, which share a prompt."""
+    return a_group(
+        [[0.0, 0.0]] * len(rows),
+        lengths=[len(row.completion) for row in rows],
+        truncated=[False] * len(rows),
+        prompt_ids=torch.tensor(rows[0].prompt, dtype=torch.int32),
+        completion_ids=torch.tensor([i for row in rows for i in row.completion]).int(),
+        ref_logps=None,
+    )
+
+
 def test_a_reference_in_the_trainer_is_as_large_as_computed_and_its_scoring_no_larger():
     """The bound is the server's, too. Counted: 0.77 of it."""
     config = memory.config_of(*CASES[0][0])
@@ -359,13 +368,13 @@ def test_a_reference_in_the_trainer_is_as_large_as_computed_and_its_scoring_no_l
         policy = memory.random_policy(config, 0)
         live = Live([*policy.model.parameters(), *policy.model.buffers()])
         rows = memory.random_rows(config.vocab_size, 64, 48, 8)
-        rows = [memory.replace(row, ref_logps=None) for row in rows]
-        turns = memory.trainer.plan_turns(rows, True, 0, 1, c.MICRO_BATCH_TOKENS)
+        groups = [a_group_of(rows[i : i + c.GROUP_SIZE]) for i in range(0, len(rows), c.GROUP_SIZE)]
         before = live.now
         with live:
-            reference = LocalReference(c, policy, memory.Clock())
+            reference = LocalReference(c, policy)
             copy, live.peak = live.now - before, live.now
-            assert list(reference.in_order_of_arrival(turns)) == turns
+            answers = [reference.logps(group) for group in groups]
+            assert all(len(answer.result()) == 4 * 48 for answer in answers)
     assert copy == pytest.approx(BF16 * training_memory.copied(m, c), rel=1e-3)
     counted, computed = live.peak - before - copy, sum(training_memory.scoring(m, c).values())
     assert 0.5 < counted / computed < 1

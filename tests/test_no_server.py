@@ -1,25 +1,14 @@
-"""The trainer as the only process (REF_SERVER = None): what it learns, and its page."""
+"""The trainer as the only process (REF_SERVER = None): what it learns, also from a reference that
+is refreshed, and where the run resumes."""
 
-import json
 import re
-import time
-import urllib.request
 
 import pytest
-from processes import QUICK, command_of, launch, records, reference_server, start
+from processes import QUICK, command_of, launch, learned, reference_server
 from safetensors.torch import load_file
 
-from demo import free_port
-
 SMALL = QUICK | {"TASK": "even", "MAX_PROMPT_TOKENS": 64, "EVAL_QUESTIONS": 2, "CPU_THREADS": 1}
-TIMES = ("time", "seconds", "tokens_per_second")
-
-
-def learned(folder, file):
-    """-> a run's metrics, without times, and the weights after its last step."""
-    steps = [r for r in records(folder) if "loss" in r]
-    metrics = [{k: v for k, v in r.items() if not k.startswith(TIMES)} for r in steps]
-    return metrics, load_file(folder / "step_000002" / file)
+WEIGHTS = {0: "model.safetensors", 4: "adapter_model.safetensors"}  # by LORA_RANK
 
 
 @pytest.mark.long
@@ -27,47 +16,53 @@ def test_two_ranks_learn_the_same_with_and_without_a_server_also_where_the_run_r
     tiny, tmp_path
 ):
     """A resumed run has MODEL as its reference, and not the checkpoint."""
-    shared = SMALL | {"MODEL": str(tiny), "EVAL_QUESTIONS": 1, "PAGE_PORT": 0}
+    shared = SMALL | {"MODEL": str(tiny), "EVAL_QUESTIONS": 1}
     presets = []
     with reference_server(tmp_path, tiny) as url:
-        for rank in (0, 4):
+        for rank in WEIGHTS:
             for name, server, starts in (("server", url, [2]), ("alone", None, [1, 2][rank > 0 :])):
                 own = {"RUN_DIR": str(tmp_path / f"{name}_{rank}"), "REF_SERVER": server}
                 own |= {"LORA_RANK": rank}
                 presets += [shared | own | {"STEPS": steps} for steps in starts]
         output = launch(2, command_of("grpo_ref_split", *presets), tmp_path / "log")
     assert re.search("the run alone_0-.* resumes from", output)
-    assert output.count("the reference is a copy of MODEL\n") == 2
-    assert output.count("the reference is the policy's model without its adapters\n") == 1
-    for rank, file in ((0, "model.safetensors"), (4, "adapter_model.safetensors")):
-        expected, there = learned(tmp_path / f"server_{rank}", file)
-        found, here = learned(tmp_path / f"alone_{rank}", file)
+    for rank, file in WEIGHTS.items():
+        expected = learned(tmp_path / f"server_{rank}")
+        found = learned(tmp_path / f"alone_{rank}")
         assert [r["step"] for r in found] == [1, 2] and found[1]["kl"] > 1e-4
         for one, other in zip(found, expected, strict=True):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
-        gaps = [(weight - there[name]).abs().max().item() for name, weight in here.items()]
-        assert max(gaps) < 1e-5
+        here, there = (
+            load_file(tmp_path / f"{name}_{rank}/final" / file) for name in ("alone", "server")
+        )
+        assert max((here[name] - there[name]).abs().max().item() for name in here) < 1e-5
 
 
-@pytest.mark.long
-def test_one_process_trains_and_serves_its_page_meanwhile(tiny, tmp_path):
-    port = free_port()
-    preset = SMALL | {"MODEL": str(tiny), "RUN_DIR": str(tmp_path / "run"), "REF_SERVER": None}
-    preset |= {"PAGE_PORT": int(port), "STEPS": 5}
-    log, live, deadline = tmp_path / "log", {}, time.monotonic() + 100
-    process = start(command_of("grpo_ref_split", preset), log, OMP_NUM_THREADS="1")
-    try:
-        while process.poll() is None and (live.get("step") or 0) < 1:
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/live", timeout=5) as reply:
-                    live = json.load(reply)
-            except OSError:
-                time.sleep(0.05)
-        assert live and live["step"] >= 1 and "reward" in live["metrics"], live
-        assert live["groups"]
-        assert process.wait(100) == 0, log.read_text()[-3000:]
-    finally:
-        process.kill()
-    assert f"the live page, for this machine alone: http://127.0.0.1:{port}/\n" in log.read_text()
-    assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1, 2, 3, 4, 5]
+def test_a_refreshed_reference_is_the_policy_of_its_step_also_where_the_run_resumes(tiny, tmp_path):
+    """Bit for bit: a resumed run that had MODEL as its reference again learned something else."""
+    shared = SMALL | {"MODEL": str(tiny), "REF_SERVER": None, "EVAL_STEPS": 0}
+    shared |= {"REFERENCE_REFRESH_STEPS": 2, "STEPS": 5}
+    presets = []
+    for rank in WEIGHTS:
+        for name, starts in {"whole": [5], "halves": [3, 5]}.items():
+            own = {"LORA_RANK": rank, "RUN_DIR": str(tmp_path / f"{name}_{rank}")}
+            presets += [shared | own | {"STEPS": steps} for steps in starts]
+    presets.append(presets[0] | {"RUN_DIR": str(tmp_path / "fixed"), "REFERENCE_REFRESH_STEPS": 0})
+    launch(1, command_of("grpo_ref_split", *presets), tmp_path / "log")
+    fixed = [r["kl"] for r in learned(tmp_path / "fixed")]
+    assert fixed[0] < 1e-9 and min(fixed[1:]) > 1e-4
+    for rank, file in WEIGHTS.items():
+        whole, halves = (learned(tmp_path / f"{name}_{rank}") for name in ("whole", "halves"))
+        assert whole == halves and [r["step"] for r in whole] == [1, 2, 3, 4, 5]
+        kl = [r["kl"] for r in whole]
+        # The first update after a refresh is of the policy that has become the reference
+        assert max(kl[0], kl[2], kl[4]) < 1e-9 and min(kl[1], kl[3]) > 1e-6, kl
+        if not rank:
+            assert kl[1] == fixed[1]
+        one, other = (
+            load_file(tmp_path / f"{name}_{rank}/final" / file) for name in ("whole", "halves")
+        )
+        assert all(one[name].equal(other[name]) for name in one)
+        kept = load_file(tmp_path / f"whole_{rank}/final/trainer/reference.safetensors")
+        assert kept and any(not tensor.eq(0).all() for tensor in kept.values())
+    assert not (tmp_path / "fixed/final/trainer/reference.safetensors").exists()

@@ -1,7 +1,5 @@
 """Two nodes on this machine, started by the commands of docs/several_machines.md: as the page has
 them, but for the names of machines and files, one rank a node, and another port.
-
-Each node takes itself for a machine of its own: it sees no process of the other.
 """
 
 import os
@@ -21,11 +19,9 @@ PAGE = TEXT["docs/several_machines.md"]
 ROOT = Path(__file__).parent.parent
 LIMIT = 15  # WAIT_LIMIT_SECONDS
 PRESET = """
-import os, sys
+import sys
 sys.path[:0] = {folders!r}
 import grpo_ref_split as trainer
-from grpo.training import liveness
-liveness.this_machine = lambda: os.environ["NODE"]
 vars(trainer).update({constants!r})
 if __name__ == "__main__":
     trainer.main()
@@ -106,7 +102,7 @@ def test_a_node_is_killed_and_the_run_resumes_under_another_launcher(preset, tmp
         assert nodes[0].wait(60) == 1  # and its launcher
     finally:
         kill(*nodes)
-    assert re.search("another rank has ended|rank 1 was not heard", logs[0].read_text())
+    assert "another rank has ended" in logs[0].read_text()
     before = losses(disks[0] / "run")
     assert 3 <= len(before) < 6
 
@@ -142,6 +138,7 @@ def test_a_hostfile_hands_on_the_token_only_by_a_file(preset, tmp_path, monkeypa
     monkeypatch.setenv("GRPO_TOKEN", "secret")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "DEEPSPEED_ENVIRONMENT_PATHS", ["."])  # and not the home here
+    monkeypatch.setattr(runner.signal, "signal", lambda *_: None)  # pytest's Ctrl-C stays its own
     for given in (False, True):
         if given:
             Path(".deepspeed_env").write_text("GRPO_TOKEN=secret\n")

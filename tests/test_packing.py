@@ -4,11 +4,18 @@ import itertools
 import math
 import random
 
-import torch
-from fakes import NAMES, Ranks, a_group, references
+import pytest
+from fakes import NAMES, a_group
 
 import grpo_ref_split as trainer
-from grpo.packing import in_order, pack_by_tokens, plan_micro_batches, plan_turns, whole_groups
+from grpo.packing import (
+    in_order,
+    number_prompts,
+    pack_by_tokens,
+    plan_micro_batches,
+    plan_turns,
+    whole_groups,
+)
 
 
 def random_sizes(seed):
@@ -92,40 +99,34 @@ def test_what_the_server_scores_is_cut_between_groups_unless_one_is_too_large():
     assert whole_groups(small + large, 200) == [[4], [5], [6], [7], [0, 1, 2, 3]]
 
 
-def unscored_rows(ids):
+def rows_of(ids):
     """-> the rows of groups of two, each with a prompt of its own."""
-    groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=id, ref_logps=None) for id in ids]
+    groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=id) for id in ids]
     rows = trainer.make_sequences(groups, NAMES, old_from_sampler=False)
     for number, row in enumerate(rows):
         row.prompt = [number // 2]
     return rows
 
 
-def test_ranks_train_all_of_a_step_in_the_same_turns_as_it_is_scored(monkeypatch):
-    """A broadcast by one rank in the other's backward would hang both."""
-    ranks, both = Ranks(monkeypatch), references(["f", "e"], ["a", "d"], ["b", "c"])
-
-    def steps(rank):
-        both[rank].expect("abcdef", oldest=0)
-        turns, order = plan_turns(unscored_rows("abcdef"), True, rank, 2, 8), []
-        for turn in both[rank].in_order_of_arrival(turns):
-            both[rank].complete(turn)
-            ranks.meet("backward")
-            order.append([row.group for row in turn.batch])
-            assert all(len(row.ref_logps) == len(row.completion) for row in turn.batch)
-            assert not turn.is_filler and turn.groups >= {row.group for row in turn.batch}
-        return order
-
-    first, second = ranks.run(steps)
-    assert len(first) == len(second) == 3
-    assert sorted(itertools.chain(*first, *second)) == sorted("aabbccddeeff")
-    assert {*first[0], *second[0]} == {"e", "f"}  # scored first, though planned last
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_train_all_of_a_step_in_as_many_turns(world):
+    """Each plans by itself; a rank with a backward more than another would wait for ever."""
+    rows = rows_of("abcdef")
+    plans = [plan_turns(rows, True, rank, world, 8) for rank in range(world)]
+    assert len({len(plan) for plan in plans}) == 1
+    trained = [id(row) for plan in plans for batch, filler in plan for row in batch if not filler]
+    assert sorted(trained) == sorted(map(id, rows))
 
 
 def test_a_rank_without_sequences_takes_part_with_one_that_does_not_count():
-    rows = unscored_rows("ab")[:3]
+    rows = rows_of("ab")[:3]
     for rank, counts in enumerate([True, True, True, False]):
-        (turn,) = plan_turns(rows, True, rank, 4, 8)
-        assert turn.is_filler != counts and turn.groups == {"a", "b"} and len(turn.batch) == 1
-    assert torch.equal(turn.batch[0].ref_logps, turn.batch[0].sampler_logps)  # waits for none
-    assert all(row.ref_logps is None for row in rows)
+        ((batch, is_filler),) = plan_turns(rows, True, rank, 4, 8)
+        assert is_filler != counts and len(batch) == 1
+    assert len(batch[0].completion) == 1  # the shortest, and a copy: its old log-probs are its own
+    assert all(batch[0] is not row for row in rows)
+
+
+def test_where_prompts_are_not_shared_each_sequence_counts_its_own():
+    assert number_prompts([[1, 2], [1, 2], [3]], share=True) == [0, 0, 1]
+    assert number_prompts([[1, 2], [1, 2], [3]], share=False) == [0, 1, 2]

@@ -13,7 +13,6 @@ import grpo_ref_split as trainer
 import ref_server
 from grpo.constants import command_line
 from grpo.sampling.memory import CONTEXT, USUAL, need
-from grpo.serving.checks import check_server_constants
 from grpo.training.checks import check_constants
 from grpo.training.memory import sizes_that_fit
 
@@ -83,8 +82,8 @@ def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
         assert trained["REF_SERVER"] is None
         return
     served = constants_of("ref_server.py", ref_server, name, monkeypatch)
-    check_server_constants(served)
-    for shared in ("MODEL", "TEMPERATURE", "DTYPE", "SHARE_PROMPTS"):
+    ref_server.check_constants(served)
+    for shared in ("MODEL", "TEMPERATURE", "DTYPE"):
         assert trained[shared] == served[shared]
     assert trained["REF_SERVER"].endswith(f":{served['PORT']}")
 

@@ -4,16 +4,15 @@ import json
 
 import pytest
 import torch
-from fakes import PROMPTS, Post, a_recipe, move, tiny_policy
+from fakes import PROMPTS, a_recipe, move, tiny_policy
 
 from grpo.proof import NOISE, check_proof, proof_of, sample_proof
-from grpo.training.publish import PolicySender
 from grpo.weights import trained_weights
 
 
 def proof_by(policy):
     """-> a proof, as it comes over the wire."""
-    recipe = a_recipe(PROMPTS, max_prompt_tokens=20, max_completion_tokens=64)
+    recipe = a_recipe(PROMPTS, MAX_PROMPT_TOKENS=20, MAX_COMPLETION_TOKENS=64)
     return json.loads(json.dumps(proof_of(policy, *sample_proof(policy, recipe))))
 
 
@@ -71,15 +70,14 @@ def test_noise_of_published_sizes_is_no_other_policy(sd, passes, tiny):
             check_proof(policy, record)
 
 
-def test_the_text_of_the_proof_is_the_policys_own_and_sampled_once(tiny, monkeypatch):
-    policy, post = tiny_policy(tiny), Post()
-    sender = PolicySender(post, "run", a_recipe(PROMPTS), policy, capacity=9, scored=True)
-    for version in range(2):
-        sender.send(version, oldest=0)
-        sender.finish()
-        move(policy.model, 0.02)
-        monkeypatch.setattr(policy, "continuation", None)
-    first, second = (record["proof"] for _, record in post.got)
+def test_the_text_of_the_proof_is_the_policys_own(tiny):
+    """One that it would sample itself: its log-probs are the weights that matter."""
+    policy = tiny_policy(tiny)
+    recipe = a_recipe(PROMPTS, MAX_PROMPT_TOKENS=20, MAX_COMPLETION_TOKENS=64)
+    text = sample_proof(policy, recipe)
+    first = proof_of(policy, *text)
+    move(policy.model, 0.02)
+    second = proof_of(policy, *text)
     assert first["prompt"] == second["prompt"] == PROMPTS[0][2]
     assert first["completion"] == second["completion"] and first["logps"] != second["logps"]
     strange = policy.logps(PROMPTS[0][2], PROMPTS[-1][2])

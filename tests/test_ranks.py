@@ -1,14 +1,22 @@
-"""The gradient does not depend on how a step is cut up: 1 x 8 micro-batches, 8 x 1, 2 ranks x 4.
+"""What ranks do together: rank 0 says who is behind; no rank outlives another one, or its launcher;
+the gradient does not depend on how a step is cut up: 1 x 8 micro-batches, 8 x 1, 2 ranks x 4.
 
 A mean over each micro-batch would favour short completions, and change with the accumulation.
 """
 
+import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from processes import launch
+from processes import kill, launch, start_ranks
+
+from grpo.training import ranks as ranks_module
 
 # Measured in float32 on a CPU: 1.0e-6 at most, over loss types, cuts and ranks.
 TOLERANCE = 1e-5
@@ -34,3 +42,95 @@ def test_the_gradient_is_the_same_however_the_step_is_cut(ranks, tiny, tmp_path)
                 assert value == pytest.approx(first[name], rel=1e-4, abs=1e-6), (cut, name)
         assert 0 < first["clip_ratio/low_mean"] < 1 and first["kl"] > 0
         assert 0 < first["clip_ratio/high_mean"] < 1
+
+
+# --- Who is behind, and who has gone -----------------------------------------------------
+SCRIPT = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from grpo.training import ranks
+
+ranks.SPEAK_SECONDS = 0.4
+dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
+rank, ranks.roll = dist.get_rank(), ranks.RollCall()
+with ranks.explained():
+    for step in range(3):
+        ranks.note(f"sampling for step {step}")
+        if (rank, step) == (1, 1):
+            print("rank 1 sleeps", flush=True)
+            time.sleep(SLEEPS)
+        assert ranks.sum_over_ranks(rank) == 3
+        ranks.note(f"update {step}")
+        ranks.gathered(step)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def script(folder, *, limit, sleeps):
+    path = folder / "script.py"
+    path.write_text(SCRIPT.replace("LIMIT", str(limit)).replace("SLEEPS", str(sleeps)))
+    return [sys.executable, path]
+
+
+def test_rank_0_says_which_ranks_are_behind_and_in_which_part(tmp_path):
+    output = launch(3, script(tmp_path, limit=60, sleeps=1.5), tmp_path / "log")
+    lines = [line for line in output.splitlines() if "waiting since" in line]
+    assert len(lines) in (2, 3)  # and none before or after
+    for line in lines:  # all are in the same part, and two have come to its end
+        assert "rank 0: " in line and "rank 1 (sampling for step 1)" in line
+        assert "rank 2" not in line
+
+
+@pytest.mark.parametrize("how", ["kill -9", "hangs"])
+def test_a_rank_that_is_gone_ends_the_others_within_the_limit(tmp_path, how):
+    log, limit = tmp_path / "log", 4
+    processes = start_ranks(3, script(tmp_path, limit=limit, sleeps=600), log)
+    try:
+        while "rank 1 sleeps" not in log.read_text():
+            assert all(process.poll() is None for process in processes), log.read_text()
+            time.sleep(0.05)
+        if how == "kill -9":
+            kill(processes[1])
+        began = time.monotonic()
+        assert all(processes[rank].wait(limit + 10) for rank in (0, 2))
+        assert time.monotonic() - began < limit + 5
+    finally:
+        kill(*processes)
+    assert len(re.findall("another rank has ended", log.read_text())) == 2
+
+
+@pytest.mark.parametrize("name", ["bin/deepspeed", "bin/torchrun", "torch.distributed.run"])
+def test_a_launcher_is_known_by_its_name(name):
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", name]) as process:
+        while name not in (psutil.Process(process.pid).cmdline() or [""])[-1]:
+            time.sleep(0.01)  # the command line comes with exec
+        assert ranks_module.is_launcher(psutil.Process(process.pid))
+        process.kill()
+        psutil.Process(process.pid).wait(10)
+    assert not ranks_module.is_launcher(psutil.Process())
+
+
+class Left(BaseException):
+    pass
+
+
+def test_a_rank_ends_with_its_launcher_also_while_that_is_a_zombie(monkeypatch):
+    sent = []
+
+    def leave(pid, number):
+        sent.append(number)
+        raise Left
+
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"])
+    process = psutil.Process(child.pid)
+    monkeypatch.setattr(ranks_module.psutil.Process, "parents", lambda self: [process])
+    monkeypatch.setattr(ranks_module, "is_launcher", lambda process: True)
+    monkeypatch.setattr(ranks_module, "in_background", lambda function: function())
+    monkeypatch.setattr(ranks_module.os, "kill", leave)
+    with pytest.raises(Left):
+        ranks_module.end_with_launcher()
+    assert sent == [signal.SIGTERM]  # by which a trainer saves its last step
+    monkeypatch.undo()
+    child.wait(10)

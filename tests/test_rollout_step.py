@@ -2,7 +2,9 @@
 
 import json
 import math
-from collections import Counter
+import threading
+from collections import Counter, deque
+from concurrent.futures import Future
 from decimal import Decimal
 from statistics import fmean, stdev
 from types import SimpleNamespace
@@ -27,32 +29,53 @@ import grpo_ref_split as trainer
 from grpo.sampling import rollout
 from grpo.sampling.rollout import make_group
 from grpo.sampling.sampler import Completion
-from grpo.training import liveness as watch
+from grpo.stop import TooLong, stop
 from grpo.training import metrics as report
 from grpo.training.checkpoint import Progress
-from grpo.training.exchange import ReferenceLogps
-from grpo.wire import pack_group
+from grpo.training.ranks import RunFailed
+from grpo.training.workers import Workers
 
 
-def take_step(server, outcomes, *, step=0, engine=None, clock=None, **recipe):
-    """-> sample_and_exchange's (groups, metrics) of prompts whose groups come out as told."""
-    return take_whole_step(server, outcomes, step=step, engine=engine, clock=clock, **recipe)[:2]
+class Reference:
+    """Answers with what `score` gives of a group. As the server's: it may do so at any time."""
+
+    def __init__(self, score=lambda group: -group.completion_ids.float()):
+        self.score, self.asked = score, []
+
+    def logps(self, group):
+        answer = Future()
+        self.asked.append(group.item)
+        try:
+            answer.set_result(self.score(group))
+        except RuntimeError as error:
+            answer.set_exception(error)
+        return answer
 
 
-def take_whole_step(server, outcomes, *, step=0, engine=None, clock=None, **recipe):
-    """-> the same, and all groups that were sampled."""
-    stream, engine = iter(prompts_of(outcomes)), engine or FakeEngine()
-    recipe, clock = a_recipe(**recipe), clock or report.Clock()
-    run = SimpleNamespace(policy=engine, recipe=recipe, stream=stream, server=server, clock=clock)
-    run.progress, run.inbox = Progress("run", step), server and server.inbox
-    run.reference = server.reference if server else ReferenceLogps(None, clock)
-    return trainer.sample_and_exchange(run)
+def take_step(outcomes, *, step=0, engine=None, clock=None, workers=None, reference=None, **recipe):
+    """-> sample_step's (groups, metrics, sampled) of prompts whose groups come out as told."""
+    prompts = recipe.pop("prompts", ())
+    run = SimpleNamespace(
+        policy=engine or FakeEngine(),
+        recipe=a_recipe(prompts, **recipe),
+        stream=iter(prompts_of(outcomes)),
+        clock=clock or report.Clock(),
+        progress=Progress("run", step),
+        reference=reference or Reference(),
+        workers=workers,
+    )
+    return trainer.sample_step(run)
 
 
-def test_a_rollout_without_a_server(alone, monkeypatch):
-    monkeypatch.setattr(trainer, "KL_BETA", 0)
+@pytest.fixture
+def alone(alone, monkeypatch):
+    """And the task's OUTCOME, as resolve() sets it."""
+    monkeypatch.setattr(trainer, "OUTCOME", "correctness")
+
+
+def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(alone, monkeypatch):
     outcomes, prompts = [MIXED, ALL_WRONG, MIXED, MIXED, MIXED], [None] * 10
-    groups, metrics = take_step(None, outcomes, step=4, prompts=prompts)
+    groups, metrics, _ = take_step(outcomes, step=4, prompts=prompts)
     assert [g.item for g in groups] == [0, 2, 3, 4]  # two rounds
     assert {(g.policy_version, g.sampler, g.run) for g in groups} == {(4, "trainer", "run")}
     assert metrics["groups_sampled"] == 5 and metrics["frac_outcome_zero_std"] == 1 / 5
@@ -66,8 +89,7 @@ def test_a_rollout_without_a_server(alone, monkeypatch):
 
 def test_spread_is_of_groups_for_the_total_and_of_completions_for_a_reward(alone, monkeypatch):
     """With n - 1. reward_std is the mean of the groups' own; TRL's, since 0.27, is over all."""
-    monkeypatch.setattr(trainer, "KL_BETA", 0)
-    _, metrics = take_step(None, [MIXED, ALL_WRONG, MIXED, MIXED])
+    _, metrics, _ = take_step([MIXED, ALL_WRONG, MIXED, MIXED])
     of_groups = [stdev([1, -3])] * 3 + [stdev([-2 + 1.25, -3])]
     assert metrics["reward_std"] == pytest.approx(fmean(of_groups))
     formats = [-1] * 6 + [1.25, -1]
@@ -76,8 +98,7 @@ def test_spread_is_of_groups_for_the_total_and_of_completions_for_a_reward(alone
 
 
 def test_lengths_are_of_all_completions_and_of_those_that_ended(alone, monkeypatch):
-    monkeypatch.setattr(trainer, "KL_BETA", 0)
-    _, metrics = take_step(None, [MIXED] * 3)
+    _, metrics, _ = take_step([MIXED] * 3)
     found = {k: v for k, v in metrics.items() if "length" in k}
     ended = dict.fromkeys(["min_terminated_length", "max_terminated_length"], 2)
     every = ended | {"mean_length": 1.5, "min_length": 1, "max_length": 2}
@@ -118,29 +139,26 @@ def metrics_of(recipe, group):
 def test_a_step_samples_in_rounds_until_it_has_enough(alone, monkeypatch):
     """The first begins 3 groups, as nothing was flat so far; the second makes up for two of them,
     and for a flat one among those."""
-    monkeypatch.setattr(trainer, "KL_BETA", 0)
     outcomes, engine = [MIXED, ALL_WRONG, ALL_RIGHT, *[MIXED] * 20], FakeEngine()
-    groups, metrics = take_step(None, outcomes, engine=engine)
+    groups, metrics, _ = take_step(outcomes, engine=engine)
     begun = [n for n in engine.asked if n]
     assert begun == [3, 10] and metrics["groups_sampled"] == 13  # (2 + sqrt(2 * 2/3)) / (1/3)
     assert len(groups) == 11 and len({g.id for g in groups}) == 11  # all that is usable is trained
 
 
 def test_flat_groups_are_trained_when_asked(alone, monkeypatch):
-    monkeypatch.setattr(trainer, "KL_BETA", 0)
     monkeypatch.setattr(trainer, "SKIP_FLAT_GROUPS", False)
     engine = FakeEngine()
-    groups, _ = take_step(None, [ALL_WRONG] * 9, engine=engine)
+    groups, *_ = take_step([ALL_WRONG] * 9, engine=engine)
     assert len(groups) == 3 and [n for n in engine.asked if n] == [3]
 
 
 def test_groups_that_differ_in_format_alone_are_trained_when_asked(alone, monkeypatch):
     """As TRL trains them; those of equal totals are skipped, though their outcomes differ."""
-    monkeypatch.setattr(trainer, "KL_BETA", 0)
     monkeypatch.setattr(trainer, "SKIP_FLAT_GROUPS", "reward")
     equal = [(1.0, -1.0), (-1.0, 3.0)]  # 2 x correctness + format
     outcomes = [ALL_WRONG, equal, ALL_RIGHT, *[MIXED] * 9]
-    groups, metrics = take_step(None, outcomes, skip_flat_groups="reward")
+    groups, metrics, _ = take_step(outcomes, SKIP_FLAT_GROUPS="reward")
     assert [g.item for g in groups][:3] == [0, 2, 3]
     assert metrics["frac_reward_zero_std"] == 1 / metrics["groups_sampled"]
 
@@ -149,7 +167,6 @@ def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
     """10 prompts on 4 ranks: 3, 3, 2 and 2; each rank draws with a seed of its own."""
     monkeypatch.setattr(trainer, "PROMPTS_PER_STEP", 10)
     monkeypatch.setattr(trainer, "MAX_REFILLS", 0)  # one round
-    monkeypatch.setattr(trainer, "KL_BETA", 0)
     monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 4)
     counts, seeds, ids = [], set(), set()
     for rank, step in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]:
@@ -160,34 +177,33 @@ def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
         monkeypatch.setattr(trainer.dist, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(trainer.dist, "all_gather_object", gather)
         engine = FakeEngine()
-        groups, _ = take_step(None, [MIXED] * 10, step=step, engine=engine)
+        groups, *_ = take_step([MIXED] * 10, step=step, engine=engine)
         counts.append(len(groups))
         seeds.add(engine.settings["seed"])
         ids |= {g.id for g in groups}
     assert counts == [3, 3, 2, 2, 3] and len(seeds) == 5 and len(ids) == sum(counts)
 
 
-def publish(server, **changes):
-    """Makes `run` a run with workers, with a policy of no weights."""
-    record = {"run": "run", "version": 0, "capacity": 9, "oldest": 0, "scored": True}
-    record |= {"settings": {}, "proof": {}} | changes
-    path = server.hub.folder.parent / "policy"
-    path.write_bytes(b"weights")
-    server.publish(path, record)
-
-
-def test_a_rollout_goes_through_the_server_and_comes_back_scored(alone, server):
-    groups, metrics = take_step(server, [MIXED, ALL_WRONG, MIXED, MIXED])
-    assert [g.item for g in groups] == [0, 2, 3]
+def test_the_references_log_probs_come_with_the_groups_that_are_trained(alone):
+    """Each group is given away when it is complete; flat ones cost the reference nothing."""
+    reference = Reference()
+    groups, metrics, sampled = take_step([MIXED, ALL_WRONG, MIXED, MIXED], reference=reference)
+    assert [g.item for g in groups] == reference.asked == [0, 2, 3]
     ids = [g.id for g in groups]
     assert ids == sorted(ids)  # the same order on every rank
-    turn = SimpleNamespace(groups=set(ids))
-    assert list(server.reference.in_order_of_arrival([turn])) == [turn]
-    server.reference.wait_for(set(ids))
-    logps = server.reference.arrived
-    assert {id: [len(x) for x in logps[id]] for id in ids} == {id: [2, 1] for id in ids}
-    assert server.store.ledger("run")["uploaded"] == 3  # the flat one is of no use there
+    for group in groups:
+        assert group.ref_logps.tolist() == [-7, -2, -7]
+    assert [g.ref_logps is None for g in sampled] == [False, True, False, False]
     assert metrics["groups_sampled"] == 4
+
+
+def test_a_reference_that_fails_ends_the_step_on_all_ranks(alone):
+    def refuse(group):
+        raise RuntimeError("another reference than at the start")
+
+    with pytest.raises(RunFailed) as caught:
+        take_step([MIXED] * 9, reference=Reference(refuse))
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def samples_of(folder, groups, recipe, number=9):
@@ -196,7 +212,7 @@ def samples_of(folder, groups, recipe, number=9):
         policy=SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: str(ids.tolist()))),
         recipe=recipe,
         progress=SimpleNamespace(step=0),
-        constants=SimpleNamespace(SAMPLES_PER_STEP=number),
+        c=SimpleNamespace(SAMPLES_PER_STEP=number),
     )
     report.RunFolder(folder).log_samples(run, groups, trainer.advantages_of)
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
@@ -228,16 +244,15 @@ def test_an_answer_that_json_can_not_hold_is_written_as_text(alone, tmp_path, an
     assert sample["item"] == {"question": "Why?"}
 
 
-def test_samples_are_of_what_was_sampled_flat_groups_too(alone, monkeypatch, tmp_path):
-    monkeypatch.setattr(trainer, "KL_BETA", 0)
+def test_samples_are_of_what_was_sampled_flat_groups_too(alone, tmp_path):
     outcomes = [MIXED, ALL_WRONG, MIXED, MIXED]
-    groups, _, every = take_whole_step(None, outcomes)
+    groups, _, every = take_step(outcomes)
     assert [g.item for g in groups] == [0, 2, 3] and [g.item for g in every] == [0, 1, 2, 3]
     assert samples_of(tmp_path, every, a_recipe(prompts_of(outcomes)))[0]["flat"]  # 1 of 4
 
 
-def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, server, tmp_path):
-    groups, metrics, flat = take_whole_step(server, [ALL_WRONG] * 99)
+def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, tmp_path):
+    groups, metrics, flat = take_step([ALL_WRONG] * 99)
     assert groups == [] and metrics["groups_sampled"] == 15
     assert metrics["frac_outcome_zero_std"] == 1
     assert trainer.make_sequences(groups, NAMES, old_from_sampler=False) == []
@@ -281,7 +296,7 @@ def test_groups_of_equal_totals_are_not_said_to_be_right_or_wrong():
         "reward": 0.25,
         "frac_reward_zero_std": 1.0,
     }
-    said = report.why_idle(metrics, [], a_recipe(skip_flat_groups="reward"))
+    said = report.why_idle(metrics, [], a_recipe(SKIP_FLAT_GROUPS="reward"))
     assert said.startswith("15 groups, each of equal total rewards (mean 0.25), by OUTCOME = ")
     assert said.endswith("are skipped (SKIP_FLAT_GROUPS = 'reward')")
 
@@ -289,23 +304,39 @@ def test_groups_of_equal_totals_are_not_said_to_be_right_or_wrong():
 FLAT = (None, [Completion([7, 7, 7, 2], [-1.0] * 4, False)], [{"correctness": 1, "format": 0.5}])
 
 
-def a_workers(server, number, *, version=0):
-    """Uploads groups as a worker would."""
+def a_workers(number, *, version=0):
+    """-> groups as a worker hands them over; the first comes with the tally of a flat one."""
+    groups = []
     for i in range(number):
         ids = {"id": f"worker-{version}-{i}", "policy_version": version, "sampler": "worker"}
         ids["skipped"] = rollout.tally(a_recipe(), FLAT) if i == 0 else {}
-        group = a_group([[1.0, -1.0], [-1.0, -1.0]], run="run", item=90 + i, **ids)
-        group.ref_logps = None
-        server.call("POST", "/upload", data=pack_group(group))
+        rewards = [[1.0, -1.0], [-1.0, -1.0]]
+        groups.append(a_group(rewards, run="run", item=90 + i, ref_logps=None, **ids))
+    return groups
 
 
-def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, server, monkeypatch):
+class Arrived(Workers):
+    """Rank 0's side of workers that have handed over these groups; it serves nothing."""
+
+    def __init__(self, *groups):
+        self.c, self.lock, self.heard, self.dropped = trainer, threading.Lock(), {}, 0
+        self.groups, self.error = deque(groups), None
+
+
+@pytest.fixture
+def published(monkeypatch):
     monkeypatch.setattr(trainer, "PUBLISH_STEPS", 1)
-    publish(server)
-    a_workers(server, 2, version=1)
-    engine = FakeEngine()
-    groups, metrics = take_step(server, [MIXED] * 9, step=3, engine=engine)
+
+
+def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, published):
+    engine, reference = FakeEngine(), Reference()
+    workers = Arrived(*a_workers(2, version=1))
+    groups, metrics, sampled = take_step(
+        [MIXED] * 9, step=3, engine=engine, workers=workers, reference=reference
+    )
     assert sorted(g.item for g in groups) == [0, 90, 91] and engine.asked == [1, 0]
+    assert [g.item for g in sampled] == [0, 90, 91]
+    assert reference.asked == [90, 91, 0]  # theirs are scored while the rest is sampled
     # and the flat group that the worker left out counts too
     assert metrics["groups_sampled"] == 4 and metrics["frac_outcome_zero_std"] == 1 / 4
     assert metrics["completions/mean_length"] == (3 + 4 + 4 + 4) / 7
@@ -313,36 +344,40 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, s
     assert trainer.takes_old_from_sampler(groups, 3)
 
 
-def test_workers_alone_may_sample(alone, server, monkeypatch):
-    monkeypatch.setattr(trainer, "PUBLISH_STEPS", 1)
+def test_workers_alone_may_sample(alone, published, monkeypatch):
     monkeypatch.setattr(trainer, "TRAINER_SAMPLES", False)
-    publish(server)
-    a_workers(server, 3)
-    a_workers(server, 2, version=1)
-    engine = FakeEngine()
-    groups, metrics = take_step(server, [MIXED] * 9, step=1, engine=engine)
+    engine, workers = FakeEngine(), Arrived(*a_workers(3), *a_workers(2, version=1))
+    groups, metrics, _ = take_step([MIXED] * 9, step=1, engine=engine, workers=workers)
     assert len(groups) == 3 and engine.asked == [] and metrics["groups_dropped"] == 0
-    assert server.store.stats()["scored"] == 2  # for the next step
-    with pytest.raises(RuntimeError, match="waited 1 s for groups of run.*: 1 missing; no worker"):
-        take_step(server, [MIXED] * 9, step=1)
+    assert "tokens_per_second" not in metrics  # of the ranks
+    assert len(workers.groups) == 2  # for the next step
+    with pytest.raises(RunFailed) as caught:  # after WAIT_LIMIT_SECONDS
+        take_step([MIXED] * 9, step=1, workers=workers)
+    assert isinstance(caught.value.__cause__, TooLong)
 
 
-def test_groups_that_are_too_old_are_dropped_and_counted(alone, server, monkeypatch):
-    monkeypatch.setattr(trainer, "PUBLISH_STEPS", 1)
+@pytest.mark.parametrize("alone_sample", [True, False])
+def test_groups_that_are_too_old_are_dropped_and_counted(
+    alone, published, monkeypatch, alone_sample
+):
+    """Also those of steps that were undone when the run resumed."""
     monkeypatch.setattr(trainer, "MAX_STALENESS", 2)
-    publish(server)
-    a_workers(server, 2)
-    a_workers(server, 1, version=3)
-    groups, metrics = take_step(server, [MIXED] * 9, step=5)
-    assert sorted(g.item for g in groups) == [0, 1, 90]
-    assert metrics["groups_dropped"] == 2 and metrics["staleness_max"] == 2
+    monkeypatch.setattr(trainer, "TRAINER_SAMPLES", alone_sample)
+    fit = a_workers(1 if alone_sample else 3, version=3)
+    workers = Arrived(*a_workers(2), *fit, *a_workers(1, version=6))
+    groups, metrics, _ = take_step([MIXED] * 9, step=5, workers=workers)
+    ours = [0, 1] if alone_sample else []
+    assert sorted(g.item for g in groups) == [*ours, *(g.item for g in fit)]
+    # Those of version 6 are looked at only while groups are missing
+    assert metrics["groups_dropped"] == (3 if alone_sample else 2)
+    assert metrics["staleness_max"] == 2
 
 
 def test_a_reward_may_have_any_name(alone):
     """Names of rewards and of counts must not meet: a reward "accuracy" made eval_accuracy 2."""
     weights = {"accuracy": 1.0, "tokens": 1.0}
     task = SimpleNamespace(rewards=lambda item, text: {"accuracy": 1, "tokens": -1})
-    recipe = a_recipe(task=task, reward_weights=weights, outcome="accuracy")
+    recipe = a_recipe(task=task, REWARD_WEIGHTS=weights, OUTCOME="accuracy")
     engine = FakeEngine()
     result = report.evaluate(engine, recipe, prompts_of([MIXED]))
     assert result["eval_accuracy"] == 1 and result["eval_completion_tokens"] == 2
@@ -369,7 +404,7 @@ def test_an_evaluation_begins_no_more_questions_once_the_run_is_to_stop(alone, m
     engine, recipe = FakeEngine(), a_recipe()
     questions = prompts_of([MIXED] * 100)
     assert report.evaluate(engine, recipe, questions)["eval_truncated"] == 0
-    monkeypatch.setattr(watch.stop, "asked", "SIGTERM")
+    monkeypatch.setattr(stop, "asked", "SIGTERM")
     engine.settings = None
     assert report.evaluate(engine, recipe, questions) == {} and engine.settings
 

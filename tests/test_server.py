@@ -1,297 +1,269 @@
-"""The reference server: its routes as a WSGI function, and the process."""
+"""ref_server.py: the app as a function, its queue, its scores, and a real socket."""
 
-import errno
 import json
-import os
-import re
+import socket
+import threading
+import time
 
 import pytest
-import safetensors.torch
 import torch
-from helpers import INFO, VOCAB, FakeReference, call, make_group, mark_scored, put, refused
+from fakes import tiny_policy
+from helpers import LIMITS, VOCAB, call, make_group, refused
 
 import ref_server
-from grpo.serving.policies import Policies
-from grpo.wire import pack_bodies, pack_group
-from ref_server import make_app
+from grpo.client import RefServer
+from grpo.gate import Waiting, listen
+from grpo.log import in_background
+from grpo.stop import TooLong
+from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps
+from ref_server import Reference, Request, answer_all, make_app
+
+INFO = {"model": "theirs", "dtype": "float32"}
 
 
-# --- Routes ------------------------------------------------------------------------
+def fake_score(requests):
+    """Answers with the ids as log-probs; an id of 13 can't be scored."""
+    ids = [request.tensors["completion_ids"] for request in requests]
+    if any(13 in part for part in ids):
+        raise RuntimeError("an unlucky number")
+    for request, part in zip(requests, ids, strict=True):
+        request.answer.set_result(-part.float())
+
+
+def ids_group(*ids):
+    group = make_group([len(ids)])
+    group.completion_ids[:] = torch.tensor(ids)
+    return group
+
+
+def a_request(*groups):
+    return Request(unpack_ids(pack_ids(groups), **LIMITS))
+
+
 @pytest.fixture
-def policies(store, tmp_path):
-    return Policies(store, tmp_path / "policies", max_bytes=10_000)
+def server():
+    """-> (app, queue) of a server whose main thread is a thread here."""
+    waiting, end = Waiting(4, 10_000), threading.Event()
+
+    def score():
+        while not end.is_set():
+            if requests := waiting.take(100, timeout=0.05):
+                answer_all(requests, fake_score)
+
+    thread = in_background(score)
+    yield make_app(waiting, INFO, LIMITS, None), waiting
+    end.set()
+    thread.join()
 
 
+def score_of(app, *groups, query="wait=20", **environ):
+    return call(app, "POST", "/score", pack_ids(groups), QUERY_STRING=query, **environ)
+
+
+# --- Routes -----------------------------------------------------------------------------
+def test_ids_go_in_and_log_probs_come_out_with_the_name_of_their_model(server):
+    groups = [ids_group(1, 2, 3), ids_group(4)]
+    status, headers, body = score_of(server[0], *groups)
+    assert status == 200 and json.loads(headers["X-Info"]) == INFO
+    assert [part.tolist() for part in unpack_logps(body, groups)] == [[-1, -2, -3], [-4]]
+    assert json.loads(call(server[0], "GET", "/info")[2]) == INFO
+
+
+def test_what_is_malformed_is_the_clients_fault(server):
+    app, good = server[0], pack_ids([make_group()])
+    refused(score_of(app, ids_group(VOCAB)), 400)
+    refused(score_of(app, make_group([300])), 400)  # longer than the model's context
+    refused(call(app, "POST", "/score", good), 400)  # without wait
+    refused(score_of(app, make_group(), query="wait=86401"), 400)
+    refused(call(app, "POST", "/score", b"x", QUERY_STRING="wait=1"), 400)
+    refused(call(app, "POST", "/score", b"", QUERY_STRING="wait=1"), 411)
+    refused(call(app, "GET", "/score"), 405)
+    long = {"CONTENT_LENGTH": str(ref_server.MAX_BODY_BYTES + 1)}
+    refused(score_of(app, make_group(), **long), 413)
+    assert server[1].sizes == []  # each has given its room back
+
+
+def test_a_full_queue_says_try_again_while_health_and_info_answer():
+    waiting = Waiting(2, 10_000)
+    app = make_app(waiting, INFO, LIMITS, None)
+    threads = [in_background(score_of, app, make_group()) for _ in range(2)]
+    while len(waiting.queue) < 2:
+        time.sleep(0.01)
+    answer = score_of(app, make_group())
+    refused(answer, 503)
+    assert float(answer[1]["Retry-After"]) > 0
+    assert call(app, "GET", "/health")[0] == call(app, "GET", "/info")[0] == 200
+    answer_all(waiting.take(10**6, timeout=1), fake_score)
+    for thread in threads:
+        thread.join(5)
+    assert waiting.sizes == []
+
+
+def test_one_poisoned_request_fails_alone(server, capfd):
+    waiting, requests = Waiting(9, 10_000), [ids_group(1), ids_group(2, 13), ids_group(3)]
+    requests = [a_request(group) for group in requests]
+    answer_all(requests, fake_score)
+    assert requests[0].answer.result().tolist() == [-1]
+    assert requests[2].answer.result().tolist() == [-3]
+    with pytest.raises(RuntimeError, match="unlucky"):
+        requests[1].answer.result()
+    assert waiting.take(1, 0) == [] and "Traceback" in capfd.readouterr().err
+    assert "unlucky" in refused(score_of(server[0], ids_group(13)), 500)  # its sender hears why
+    assert score_of(server[0], ids_group(1))[0] == 200
+
+
+def test_a_device_that_is_broken_ends_the_process(monkeypatch):
+    monkeypatch.setattr(ref_server, "accelerator", lambda: "cuda")
+
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        answer_all([a_request(ids_group(13))], fake_score)
+
+
+# --- Scores -----------------------------------------------------------------------------
 @pytest.fixture
-def app(store, policies):
-    """-> app(**changes): the WSGI app around the store."""
-    settings = {"token": None, "max_body_bytes": 5000}
-    settings |= {"lease_seconds": 60, "lease_wait": 0}
-    reference = FakeReference()
-    return lambda **changes: make_app(store, policies, reference, **settings | changes)
+def reference(tiny, monkeypatch):
+    constants = {"MODEL": str(tiny), "DTYPE": "float32", "SCORE_BATCH_TOKENS": 40}
+    for name, value in constants.items():
+        monkeypatch.setattr(ref_server, name, value)
+    return Reference()
 
 
-def test_a_group_goes_round(app, store):
-    app, body = app(), pack_group(make_group())
-    assert call(app, "POST", "/upload", body)[::2] == (200, b'{"stored": true}')
-    assert call(app, "POST", "/upload", body)[::2] == (200, b'{"stored": false}')
-    wanted = {"run": "run", "limit": 5}
-    assert call(app, "POST", "/lease", wanted)[::2] == (204, b"")
-    mark_scored(store)
-    status, headers, blobs = call(app, "POST", "/lease", wanted)
-    assert (status, headers["Content-Type"]) == (200, "application/octet-stream")
-    (blob,) = safetensors.torch.load(blobs).values()
-    assert blob.numpy().tobytes() == body + b"scored"
-    assert call(app, "POST", "/lease", wanted)[0] == 204
-    done = {"run": "run", "ids": ["group-000"], "step": 3}
-    assert call(app, "POST", "/ack", done)[::2] == (
-        200,
-        b'{"acknowledged": 1, "kept_bytes": 0, "max_bytes": 100000}',
+def expected(policy, group):
+    """-> the policy's own log-probs of a group, sequence by sequence."""
+    prompt, parts = group.prompt_ids.tolist(), group.completions(group.completion_ids)
+    return torch.tensor([logp for ids in parts for logp in policy.logps(prompt, ids.tolist())])
+
+
+def test_scores_are_the_models_own_log_probs(reference, tiny):
+    """Whatever is scored together: in float32 by rounding alone, 1e-5 at most."""
+    policy, groups = (
+        tiny_policy(tiny),
+        [make_group((3, 1, 9), seed=i, prompt=5 - i) for i in (0, 3)],
     )
-    assert json.loads(call(app, "POST", "/ack", done)[2])["acknowledged"] == 0
-
-
-def test_several_groups_come_in_one_body_all_or_none(app, store):
-    app, groups = app(), [make_group(seed=i) for i in (2, 0, 1)]  # answered in this order
-    blob = b"".join(pack_bodies({group.id: pack_group(group) for group in groups}))
-    several = {"QUERY_STRING": "several=1"}
-    status, _, answer = call(app, "POST", "/upload", blob, **several)
-    assert (status, json.loads(answer)) == (200, {"groups": 3 * [{"stored": True}]})
-    stored = [row[0] for row in store.db.execute("SELECT id FROM groups ORDER BY seq")]
-    assert stored == [group.id for group in groups]
-    again = json.loads(call(app, "POST", "/upload", blob, **several)[2])
-    assert again == {"groups": 3 * [{"stored": False}]}
-    broken = {"new": pack_group(make_group(seed=3)), "broken": b"no group"}
-    answer = call(app, "POST", "/upload", b"".join(pack_bodies(broken)), **several)
-    assert "not a safetensors blob with a group" in refused(answer, 400)
-    for none in (b"no blob", pack_group(groups[0]), b"".join(pack_bodies({}))):
-        assert "blob of groups" in refused(call(app, "POST", "/upload", none, **several), 400)
-    assert store.stats()["waiting"] == 3
-
-
-def test_several_groups_that_do_not_fit_are_none_of_them_stored(app, store):
-    """Not the first of them, and the others when the client asks again."""
-    app, bodies = app(), {f"{i}": pack_group(make_group(seed=i)) for i in range(3)}
-    store.max_bytes = 2 * len(bodies["0"])
-    blob = b"".join(pack_bodies(bodies))
-    answer = call(app, "POST", "/upload", blob, QUERY_STRING="several=1")
-    assert "the store holds its" in refused(answer, 503)
-    assert store.stats()["waiting"] == store.bytes == 0
-    store.max_bytes *= 2
-    assert call(app, "POST", "/upload", blob, QUERY_STRING="several=1")[0] == 200
-    assert len(store.waiting(9, 0)) == 3
-
-
-@pytest.mark.parametrize("path", ["/stats", "/live", "/policy"])
-def test_a_query_that_is_no_text_is_refused_with_a_sentence(app, path):
-    status, _, body = call(app(), "GET", path, QUERY_STRING="run=%ff")
-    assert status == 400 and b"a query of text" in body
-
-
-def test_info_and_stats(app, store):
-    app = app()
-    put(store, 0)
-    assert json.loads(call(app, "GET", "/info")[2]) == INFO
-    stats = json.loads(call(app, "GET", "/stats")[2])
-    assert stats["waiting"] == 1 and stats["workers"] == {}
-
-
-def test_a_malformed_upload_is_refused_with_the_reason(app, store):
-    """It must not be answered as a good one is."""
-    app = app()
-    infinite = pack_group(make_group(rewards=torch.full((3, 2), torch.inf)))
-    assert "rewards must be finite" in refused(call(app, "POST", "/upload", infinite), 400)
-    foreign = pack_group(make_group(prompt_ids=torch.tensor([VOCAB], dtype=torch.int32)))
-    assert "0..394" in refused(call(app, "POST", "/upload", foreign), 400)
-    long = pack_group(make_group(prompt=254))
-    assert "context of 256" in refused(call(app, "POST", "/upload", long), 400)
-    assert "safetensors" in refused(call(app, "POST", "/upload", b"\x80\x04pickle"), 400)
-    assert sum(store.stats()[state] for state in ("waiting", "failed")) == 0
-
-
-def test_lengths_are_checked_before_anything_is_read(app):
-    app = app(max_body_bytes=100)
-    assert "1 to 100 bytes" in refused(call(app, "POST", "/upload", b"x" * 101), 413)
-    assert "1 to 100 bytes" in refused(call(app, "POST", "/lease", b" " * 101), 413)
-    assert refused(call(app, "POST", "/upload", b"x", CONTENT_LENGTH=None), 411)
-    assert refused(call(app, "POST", "/upload", b"", CONTENT_LENGTH="0"), 411)
-
-
-@pytest.mark.parametrize("length", ["x", "1e3", "-1", "+5", " ", "9" * 5000])
-def test_a_length_that_is_no_number_is_refused(app, length):
-    status, _, body = call(app(), "POST", "/upload", b"x", CONTENT_LENGTH=length)
-    assert status in (400, 411) and json.loads(body)["error"]
-
-
-def test_a_reason_that_quotes_the_body_is_cut(app):
-    long = pack_group(make_group(outcome="x" * 2000))
-    reason = refused(call(app(), "POST", "/upload", long), 400)
-    assert reason.startswith("outcome must be one of") and len(reason) == 1000
-
-
-def test_a_full_store_says_when_to_come_back(app, store):
-    """Without back-pressure half of all groups would stay in memory for ever."""
-    store.max_bytes = 10
-    answer = call(app(), "POST", "/upload", pack_group(make_group()))
-    assert "10 bytes" in refused(answer, 503) and answer[1]["Retry-After"] == "1"
-
-
-def test_a_full_disk_is_told_and_harms_nothing(app, store):
-    """It was a 500, and the end of the scoring thread. SQLite says "full" of a page count, too."""
-    app, bodies = app(max_body_bytes=500_000), put(store, 0)
-    store.max_bytes = 1_000_000
-    (pages,) = store.db.execute("PRAGMA page_count").fetchone()
-    store.db.execute(f"PRAGMA max_page_count={pages}")
-    before, large = store.stats()["bytes"], pack_group(make_group((200,) * 200, seed=1))
-    answer = call(app, "POST", "/upload", large)
-    assert f"{store.path} is full" in refused(answer, 503) and answer[1]["Retry-After"] == "5"
-    assert store.stats()["bytes"] == before and not store.db.connection.in_transaction
-    assert [body for _, body in store.waiting(9, 0)] == list(bodies.values())
-    store.db.execute("PRAGMA max_page_count=100000")
-    assert call(app, "POST", "/upload", large)[0] == 200
-
-
-@pytest.mark.parametrize("code, status", [(errno.ENOSPC, 503), (errno.EACCES, 500)])
-def test_a_disk_without_room_for_a_policy_is_told_too(app, policies, monkeypatch, code, status):
-    def write(*_):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(policies, "write", write)
-    query = "run=run&version=0&offset=0"
-    assert os.strerror(code) in refused(
-        call(app(), "PUT", "/policy", b"x", QUERY_STRING=query), status
-    )
-
-
-BAD_JSON = [
-    b"not json",
-    b"\xff\xfe",
-    b"[]",
-    b"1",
-    b'"run"',
-    b"null",
-    b"[" * 4000,
-    b'{"run": "run"}',
-    b'{"limit": 1, "ids": []}',
-    b'{"run": 1, "limit": 1, "ids": []}',
-    b'{"run": ["run"], "limit": 1, "ids": []}',
-    b'{"run": "run", "limit": true, "ids": {}}',
-    b'{"run": "run", "limit": 1.0, "ids": "group-000"}',
-    b'{"run": "run", "limit": "1", "ids": null}',
-    b'{"run": "run", "limit": NaN, "ids": NaN}',
-    b'{"run": "run", "limit": Infinity, "ids": 1}',
-    b'{"run": "\\ud800", "limit": 1, "ids": ["a"]}',
-    b'{"run": "run", "limit": 1, "ids": 1, "oldest": "0"}',
-    b'{"run": "run", "limit": 1, "ids": 1, "oldest": 9223372036854775808}',
-    b'{"run": "run", "limit": 1, "ids": 1, "wait": 1}',
-]
-
-
-@pytest.mark.parametrize("route", ["/lease", "/ack"])
-@pytest.mark.parametrize("body", BAD_JSON)
-def test_bad_json_is_refused_with_the_reason(app, store, route, body):
-    put(store, 0)
-    mark_scored(store)
-    assert refused(call(app(), "POST", route, body), 400)
-    assert store.stats()["scored"] == 1
-
-
-def test_ids_of_any_kind_end_no_lease_but_their_own(app, store):
-    put(store, 0)
-    odd = {
-        "run": "run",
-        "ids": [None, {}, [], 1e400, "'; DROP TABLE groups; --", 10**30],
-        "step": 1,
+    requests = [a_request(*groups), a_request(make_group((20, 2), seed=7))]
+    reference.score(requests)
+    found = requests[0].answer.result()
+    assert torch.allclose(found, torch.cat([expected(policy, g) for g in groups]), atol=2e-5)
+    last = requests[1].answer.result()
+    assert torch.allclose(last, expected(policy, make_group((20, 2), seed=7)), atol=2e-5)
+    assert reference.info == facts_of(policy.tokenizer, 1.0) | {
+        "model": str(tiny),
+        "dtype": "float32",
     }
-    assert json.loads(call(app(), "POST", "/ack", odd)[2])["acknowledged"] == 0
-    half = {"run": "run", "ids": ["\ud800"], "step": 0, "reason": "half a letter"}
-    assert refused(call(app(), "POST", "/ack", half), 400)
-    assert refused(call(app(), "POST", "/drop", half), 400)
-    assert store.stats()["waiting"] == 1
+    assert reference.limits == LIMITS
 
 
-@pytest.mark.parametrize("limit", [0, -1, -(10**6), 10**6])
-def test_a_strange_limit_is_brought_into_range(app, store, limit):
-    put(store, 0, 1)
-    mark_scored(store)
-    _, _, blobs = call(app(), "POST", "/lease", {"run": "run", "limit": limit})
-    assert len(safetensors.torch.load(blobs)) == (2 if limit > 0 else 1)
+def test_a_batch_that_does_not_fit_is_halved(reference, tiny, monkeypatch):
+    from grpo import scoring
+
+    run, sizes = scoring.score_batch, []
+
+    def small(model, prompts, *others):
+        sizes.append(len(prompts))
+        if len(prompts) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(model, prompts, *others)
+
+    monkeypatch.setattr(scoring, "score_batch", small)
+    most, group = 1, make_group((3, 1, 2, 4))
+    reference.score([request := a_request(group)])
+    assert sorted(sizes) == [1, 1, 1, 1, 2, 2, 4]
+    assert torch.allclose(request.answer.result(), expected(tiny_policy(tiny), group), atol=2e-5)
+    most, request = 0, a_request(group)
+    answer_all([request], reference.score)
+    with pytest.raises(RuntimeError, match="OutOfMemoryError"):
+        request.answer.result()
 
 
-def test_a_failed_group_ends_its_runs_lease_with_500(app, store):
-    """After an error in scoring the lease must not answer "nothing yet" for ever."""
-    put(store, 0)
-    store.failed(1, "ValueError: no")
-    answer = call(app(), "POST", "/lease", {"run": "run", "limit": 1})
-    assert refused(answer, 500) == "scoring group group-000 failed: ValueError: no"
+def test_log_probs_that_are_not_finite_are_never_sent(reference):
+    with torch.no_grad():
+        reference.model.model.model.norm.weight.fill_(torch.nan)
+    answer_all([request := a_request(make_group())], reference.score)
+    with pytest.raises(RuntimeError, match="finite"):
+        request.answer.result()
 
 
-def test_what_nobody_foresaw_is_told_in_json_too(app, store):
-    app = app()
-    assert "Not found" in refused(call(app, "GET", "/nothing"), 404)
-    assert "not allowed" in refused(call(app, "GET", "/upload"), 405)
-    store.db.close()  # as a disk that fails would
-    reason = refused(call(app, "POST", "/upload", pack_group(make_group())), 500)
-    assert "ProgrammingError" in reason
+# --- A socket ---------------------------------------------------------------------------
+@pytest.fixture
+def served():
+    """-> (queue, port) of a server of 8 threads that nobody scores for."""
+    waiting = Waiting(8 - 4, 10**6)
+    http = listen(make_app(waiting, INFO, LIMITS, None), "127.0.0.1", 0, threads=8)
+    in_background(http.run)
+    yield waiting, int(http.effective_port)
+    http.close()
+    http.task_dispatcher.shutdown(timeout=0.1)
 
 
-ROUTES = "GET /info,GET /stats,GET /,GET /no,POST /upload,POST /lease,POST /ack,POST /reference"
-ROUTES += ",PUT /policy,POST /policy,GET /policy,POST /work,POST /end,GET /live,POST /log"
-ROUTES += ",GET /group"
+def post(port, body, length=None):
+    """-> a connection on which a request to score was sent."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+    head = f"POST /score?wait=60 HTTP/1.1\r\nContent-Length: {length or len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
 
 
-@pytest.mark.parametrize("route", ROUTES.split(","))
-def test_every_route_asks_for_the_token(app, route):
-    """Or whoever finds the port could read and write."""
-    app = app(token="sécret")
-    for sent in (None, "", "Bearer ", "Bearer secret", "Bearer sécret2", "sécret"):
-        answer = call(app, *route.split(), b"x", HTTP_AUTHORIZATION=sent)
-        assert "GRPO_TOKEN" in refused(answer, 401)
-    assert call(app, *route.split(), b"x", HTTP_AUTHORIZATION="Bearer sécret")[0] != 401
+def wait_until(holds):
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
-# --- The process -------------------------------------------------------------------
+def test_what_a_client_has_left_is_cancelled(served):
+    waiting, port = served
+    connection = post(port, pack_ids([make_group()]))
+    wait_until(lambda: waiting.queue)
+    connection.close()
+    wait_until(waiting.queue[0].answer.cancelled)
+    wait_until(lambda: not waiting.sizes)
+    assert waiting.take(10, timeout=0) == []
+
+
+def test_requests_that_wait_and_clients_that_stall_never_starve_health(served):
+    waiting, port = served
+    body = pack_ids([make_group()])
+    connections = [post(port, body) for _ in range(12)]
+    connections += [post(port, body[:9], len(body)) for _ in range(12)]  # they send no more
+    wait_until(lambda: len(waiting.queue) == 4)
+    slowest, client = 0, RefServer(f"http://127.0.0.1:{port}", 5)
+    for path in ("/health", "/info") * 5:
+        start = time.monotonic()
+        assert client.call("GET", path).ok
+        slowest = max(slowest, time.monotonic() - start)
+    assert slowest < 0.5  # a loaded machine; tests/load.py measures it
+    answer_all(waiting.take(10**6, timeout=1), fake_score)
+    statuses = sorted(int(c.recv(9999)[9:12]) for c in connections[:12])
+    assert statuses == [200] * 4 + [503] * 8
+    for connection in connections:
+        connection.close()
+
+
 @pytest.mark.parametrize(
-    ("constant", "value"),
+    ("head", "status"),
     [
-        ("TEMPERATURE", 0),
-        ("TEMPERATURE", "1"),
-        ("DTYPE", "float16"),
-        ("SCORE_BATCH_TOKENS", 0),
-        ("SHARE_PROMPTS", "yes"),
-        ("MODEL", None),
-        ("STORE", ""),
-        ("PORT", 65536),
-        ("PORT", "59875"),
-        ("THREADS", 0),
-        ("LEASE_WAIT_SECONDS", 120),
-        ("LEASE_SECONDS", float("nan")),
-        ("MAX_BODY_BYTES", 1 << 10),
-        ("MAX_STORE_BYTES", 1 << 20),
-        ("MAX_POLICY_BYTES", 1e9),
+        ("POST http://[::1/score HTTP/1.1", 400),
+        ("POST /score HTTP/1.1\r\nTransfer-Encoding: gzip", 400),
+        ("POST /score HTTP/1.1\r\nContent-Length: -1", 400),
+        ("POST /score HTTP/1.1\r\nContent-Length: 99999999", 413),
+        ("GET /info HTTP/1.1\r\nX: " + "x" * 300_000, 431),
     ],
 )
-def test_a_bad_constant_of_the_server_is_named_with_its_value(
-    constant, value, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(ref_server, "MODEL", str(tmp_path / "none"))
-    monkeypatch.setattr(ref_server, constant, value)
-    with pytest.raises(SystemExit, match=re.escape(f"{constant} = {value!r} must be")):
-        ref_server.main()
+def test_what_waitress_refuses_is_a_sentence_too(served, head, status):
+    with socket.create_connection(("127.0.0.1", served[1]), timeout=10) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n")
+        reply = b"".join(iter(lambda: connection.recv(9999), b""))
+    assert int(reply[9:12]) == status
+    assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
 
 
-def test_a_server_that_can_not_start_says_why_and_ends(tiny, tmp_path, monkeypatch):
-    """On 0.0.0.0 it must not serve without authentication."""
-    monkeypatch.delenv("GRPO_TOKEN", raising=False)
-    monkeypatch.setattr(ref_server.signal, "signal", lambda *_: None)
-    cases = [
-        ({"MODEL": str(tiny), "HOST": "0.0.0.0"}, "set GRPO_TOKEN here and at the trainer$"),
-        ({"MODEL": str(tmp_path / "no_model"), "HOST": "127.0.0.1"}, "no_model"),
-    ]
-    monkeypatch.setattr(ref_server, "STORE", str(tmp_path / "store.sqlite"))
-    for constants, sentence in cases:
-        for name, value in constants.items():
-            monkeypatch.setattr(ref_server, name, value)
-        with pytest.raises(SystemExit, match=sentence):
-            ref_server.main()
-    assert not list(tmp_path.iterdir())
+def test_a_server_that_never_scores_gives_too_long(served, no_pause):
+    client = RefServer(f"http://127.0.0.1:{served[1]}", 1)
+    client.info = INFO
+    with pytest.raises(TooLong):
+        client.score([make_group()])
+    assert "503" not in client.state and client.state

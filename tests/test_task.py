@@ -88,7 +88,7 @@ MUST = (
 def rewarded(rewards):
     """-> the rewards of a group of two, each of which a task "mine" gave."""
     task = SimpleNamespace(rewards=lambda item, text: rewards(text))
-    return sampled(FakeEngine(), a_recipe(task=task, task_name="mine"), [PROMPT])[0]
+    return sampled(FakeEngine(), a_recipe(task=task, TASK="mine"), [PROMPT])[0]
 
 
 @pytest.mark.parametrize("kind", [bool, np.bool_, int, np.float32, np.array, torch.tensor])
@@ -127,8 +127,8 @@ def test_names_that_are_not_those_of_the_weights_are_refused(names):
 def judged(item=None, texts=("first", "second"), **task):
     """-> (recipe, its rewards) of a task "mine" with these members, weights and outcome its own."""
     task, item = SimpleNamespace(**task), item or {"question": "Why?"}
-    unset = {"reward_weights": None, "outcome": None}
-    recipe = a_recipe([(0, item, [5])], task=task, task_name="mine", **unset)
+    unset = {"REWARD_WEIGHTS": None, "OUTCOME": None}
+    recipe = a_recipe([(0, item, [5])], task=task, TASK="mine", **unset)
     recipe.resolve()
     return recipe, reward_group(recipe, item, list(texts))
 
@@ -137,13 +137,13 @@ def test_a_reward_alone_is_called_reward_and_is_the_outcome():
     for value, number in [(True, 1.0), (0.25, 0.25), (np.float32(2), 2.0)]:
         recipe, rewards = judged(rewards=lambda item, text, value=value: value)
         assert rewards == [{"reward": number}] * 2
-        assert (recipe.reward_weights, recipe.outcome) == ({"reward": 1.0}, "reward")
+        assert (recipe.c.REWARD_WEIGHTS, recipe.c.OUTCOME) == ({"reward": 1.0}, "reward")
 
 
 def test_none_is_a_reward_that_does_not_apply():
     recipe, rewards = judged(rewards=lambda item, text: {"correctness": text == "first", "b": None})
-    assert recipe.reward_weights == {"correctness": 1.0, "b": 1.0}
-    assert recipe.outcome == "correctness"
+    assert recipe.c.REWARD_WEIGHTS == {"correctness": 1.0, "b": 1.0}
+    assert recipe.c.OUTCOME == "correctness"
     assert [r["correctness"] for r in rewards] == [1, 0] and math.isnan(rewards[0]["b"])
     assert math.isnan(judged(rewards=lambda item, text: None)[1][0]["reward"])
 
@@ -153,12 +153,12 @@ def test_rewards_that_compare_see_the_group():
         return [len(text) == min(map(len, texts)) for text in texts]
 
     recipe, rewards = judged(group_rewards=shortest)
-    assert [r["reward"] for r in rewards] == [1, 0] and recipe.outcome == "reward"
+    assert [r["reward"] for r in rewards] == [1, 0] and recipe.c.OUTCOME == "reward"
     both = {"rewards": lambda item, text: {"correctness": 1}}
     both["group_rewards"] = lambda item, texts: [{"short": s} for s in shortest(item, texts)]
     recipe, rewards = judged(**both)
     assert rewards == [{"correctness": 1, "short": 1}, {"correctness": 1, "short": 0}]
-    assert recipe.outcome == "correctness"
+    assert recipe.c.OUTCOME == "correctness"
 
 
 @pytest.mark.parametrize(
@@ -204,14 +204,14 @@ def test_a_tasks_weights_and_outcome_must_fit(members, sentence):
 def test_a_tasks_weights_and_outcome_are_taken_and_a_constant_overrides_them():
     own = {"REWARD_WEIGHTS": {"b": 3.0, "a": 1.0}, "OUTCOME": "b"}
     task = SimpleNamespace(rewards=lambda item, text: {"a": 1, "b": 2}, **own)
-    recipe = a_recipe([PROMPT], task=task, reward_weights=None, outcome=None)
+    recipe = a_recipe([PROMPT], task=task, REWARD_WEIGHTS=None, OUTCOME=None)
     recipe.resolve()
-    assert (recipe.reward_weights, recipe.outcome) == ({"b": 3.0, "a": 1.0}, "b")
+    assert (recipe.c.REWARD_WEIGHTS, recipe.c.OUTCOME) == ({"b": 3.0, "a": 1.0}, "b")
     assert list(reward_group(recipe, PROMPT[1], [""])[0]) == ["b", "a"]
     assert recipe.settings()["REWARD_WEIGHTS"] == [["b", 3.0], ["a", 1.0]]  # what workers compare
-    recipe = a_recipe([PROMPT], task=task, reward_weights={"a": 1, "b": 0}, outcome="a")
+    recipe = a_recipe([PROMPT], task=task, REWARD_WEIGHTS={"a": 1, "b": 0}, OUTCOME="a")
     recipe.resolve()
-    assert (recipe.reward_weights, recipe.outcome) == ({"a": 1, "b": 0}, "a")
+    assert (recipe.c.REWARD_WEIGHTS, recipe.c.OUTCOME) == ({"a": 1, "b": 0}, "a")
 
 
 # --- The file -----------------------------------------------------------------------
@@ -241,13 +241,12 @@ def test_a_task_may_be_a_path_whose_folder_it_can_import_from(tiny, tmp_path, mo
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     ((_, item, ids),) = load_split(constants, task, "train", tokenizer)
     assert "Where is Rome" in tokenizer.decode(ids)
-    recipe = a_recipe([(0, item, ids)], task=task, task_name="my/cities.py", reward_weights=None)
+    recipe = a_recipe([(0, item, ids)], task=task, TASK="my/cities.py", REWARD_WEIGHTS=None)
     with pytest.raises(RuntimeError, match=r"^my/cities.py: rewards\(\) failed with ZeroDiv"):
         recipe.resolve()
-    assert (
-        a_recipe(task_name="/x/cities.py").settings()
-        == a_recipe(task_name="my/cities.py").settings()
-    )  # elsewhere on a worker's machine
+    # Elsewhere on a worker's machine
+    settings = [a_recipe(TASK=path).settings() for path in ("/x/cities.py", "my/cities.py")]
+    assert settings[0] == settings[1]
     with pytest.raises(SystemExit, match=f"TASK = 'cities.py': there is no file {tmp_path}/cit"):
         load_task("cities.py")
     (tmp_path / "my/cities.py").write_text(TASK.replace("(item)", "(q)"))
@@ -270,12 +269,11 @@ def previewed(tiny, capsys, messages=None, template=None, **task):
     task = SimpleNamespace(**{"rewards": lambda item, text: text == "42"} | task)
     task.messages = messages or (lambda item: chat(item["question"]))
     item = {"question": "What is 6 * 7?", "answer": 42}
-    c = SimpleNamespace(TASK="mine", MODEL="its name", MAX_PROMPT_TOKENS=99, CHAT_TEMPLATE={})
-    ids = ids_of(c, task, item, tokenizer)
-    recipe = a_recipe([(7, item, ids)], task=task, task_name="mine", reward_weights=None)
-    recipe.outcome = None
+    own = {"TASK": "mine", "MODEL": "its name", "REWARD_WEIGHTS": None, "OUTCOME": None}
+    recipe = a_recipe(task=task, **own)
+    recipe.prompts.append((7, item, ids_of(recipe.c, task, item, tokenizer)))
     recipe.resolve()
-    preview(c, recipe, tokenizer, 1)
+    preview(recipe.c, recipe, tokenizer, 1)
     return capsys.readouterr().out
 
 

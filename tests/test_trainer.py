@@ -2,7 +2,6 @@
 
 import functools
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -141,10 +140,10 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
         rewards=lambda item, text: {"correctness": float(len(text) % 3), "format": 1.0}
     )
     prompts = [(i, {"answer": "4"}, [5 + i, 6, 7]) for i in range(32)]
-    recipe, torch_seed = a_recipe(task=task, group_size=4), torch.manual_seed(0)
+    recipe, torch_seed = a_recipe(task=task, GROUP_SIZE=4), torch.manual_seed(0)
     groups = [
         make_group(group, **NAMED)
-        for group in sampled(sampler, replace(recipe, temperature=temperature), prompts)
+        for group in sampled(sampler, recipe.others(TEMPERATURE=temperature), prompts)
     ]
     for group in groups:
         group.sampler_logps += noise * torch.randn(len(group.sampler_logps), generator=torch_seed)
@@ -259,7 +258,6 @@ def test_a_checkpoint_that_was_saved_before_it_was_evaluated_is_the_best(
         (tmp_path / f"step_{step:06d}").mkdir()
     checkpoint.point(tmp_path, "best", 1)
     c = SimpleNamespace(RUN_DIR=str(tmp_path))
-    publishing = SimpleNamespace(finish=lambda: None)
-    trainer.train(SimpleNamespace(progress=progress, publishing=publishing, constants=c))
+    trainer.train(SimpleNamespace(progress=progress, c=c))
     assert (tmp_path / "best").resolve().name == f"step_{best:06d}"
     assert (tmp_path / "final").resolve().name == "step_000002"

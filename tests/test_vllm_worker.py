@@ -20,7 +20,6 @@ from lengths import check_lengths, save_model
 
 from benchmarks import counting
 from demo import free_port
-from grpo.client import RefServer
 from grpo.proof import MISMATCH, check_proof
 from grpo.sampling.vllm_policy import VLLMPolicy
 from grpo.tiny_model import make_tokenizer
@@ -386,13 +385,14 @@ def test_a_trainer_that_samples_nothing_learns_from_vllm(tmp_path, lora_rank):
     tokenizer.save_pretrained(tmp_path / "model")
     port = free_port()
     name = str(tmp_path / "model")
-    server = {"MODEL": name, "PORT": int(port), "STORE": str(tmp_path / "store.sqlite")}
+    server = {"MODEL": name, "PORT": int(port)}
     trainer = {
         "MODEL": name,
         "TASK": "arithmetic",
         "RUN_DIR": str(tmp_path / "run"),
         "REF_SERVER": f"http://127.0.0.1:{port}",
         "PUBLISH_STEPS": 1,
+        "TRAINER": f"http://127.0.0.1:{free_port()}",
         "TRAINER_SAMPLES": False,
         "LORA_RANK": lora_rank,
         "PROMPTS_PER_STEP": 4,
@@ -429,19 +429,16 @@ def test_a_trainer_that_samples_nothing_learns_from_vllm(tmp_path, lora_rank):
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     steps = [r for r in map(json.loads, lines) if "loss" in r]
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert steps[0][MISMATCH] < 1e-4 and steps[-1]["grad_norm"] > 1e-4
+    assert steps[0][MISMATCH] < 1e-4 and max(r["grad_norm"] for r in steps[1:]) > 1e-4
     assert max(r["staleness_max"] for r in steps) > 0  # it samples ahead
     proved = re.findall(r"policy (\d+) of run-", logs["worker"].read_text())
     assert len(proved) > 2 and proved == sorted(proved)
 
 
-@pytest.mark.skipif(not TRAINERS_PYTHON.exists(), reason="no .venv, which `make test` builds")
 def test_the_vllm_worker_does_not_favour_short_completions(tmp_path):
-    """As test_lengths.py, whose server needs packages that vLLM's venv has not."""
+    """As test_lengths.py."""
+    pytest.importorskip("waitress")  # by which the trainer's side serves
     folder, tokenizer = save_model(tmp_path / "model"), counting.make_tokenizer()
-    port = free_port()
-    constants = {"MODEL": folder, "PORT": int(port), "STORE": str(tmp_path / "store.sqlite")}
-    command = [TRAINERS_PYTHON, ROOT / "tests/preset.py", "ref_server", json.dumps([constants])]
     policy = VLLMPolicy(
         folder,
         tokenizer,
@@ -455,10 +452,4 @@ def test_the_vllm_worker_does_not_favour_short_completions(tmp_path):
         tensor_parallel=1,
         sleep=False,
     )
-    with open(tmp_path / "server.log", "w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        check_lengths(policy, RefServer(f"http://127.0.0.1:{port}", 120), folder, rows=64)
-    finally:
-        server.terminate()
-        server.wait(30)
+    check_lengths(policy, folder, rows=64)

@@ -1,15 +1,24 @@
-"""Trainer, server and workers as processes: workers come and go, and sample the live policy."""
+"""Trainer and workers as processes: workers come and go, and sample the live policy."""
 
 import json
-import os
 import re
-import signal
+import statistics
 import time
-import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
-from processes import QUICK, command_of, kill, launch, records, reference_server, start, start_ranks
+from processes import (
+    QUICK,
+    command_line,
+    command_of,
+    free_port,
+    kill,
+    launch,
+    records,
+    start,
+    start_ranks,
+    wait_for_step,
+)
 
 from grpo.proof import MISMATCH
 
@@ -18,12 +27,11 @@ from grpo.proof import MISMATCH
 def worker(folder, name, preset):
     """Runs a worker while the block runs; -> (process, its log's path)."""
     path = folder / f"{name}.log"
-    process = start(command_of("grpo_ref_split:worker", preset), path)
+    process = start(command_of("grpo_ref_split:worker", preset), path, OMP_NUM_THREADS="1")
     try:
         yield process, path
     finally:
-        process.kill()
-        process.wait(10)
+        kill(process)
 
 
 def wait_for(path, pattern, seconds=60):
@@ -33,66 +41,111 @@ def wait_for(path, pattern, seconds=60):
         time.sleep(0.1)
 
 
-def preset_of(tiny, folder, url, **changes):
+def preset_of(tiny, folder, **changes):
     return (
         QUICK
-        | {"MODEL": str(tiny), "TASK": "arithmetic", "REF_SERVER": url, "STEPS": 8}
-        | {"RUN_DIR": str(folder / "run"), "MAX_PROMPT_TOKENS": 128, "PUBLISH_STEPS": 1}
+        | {"MODEL": str(tiny), "TASK": "even", "REF_SERVER": None, "PUBLISH_STEPS": 1}
+        | {"TRAINER": f"http://127.0.0.1:{free_port()}", "TRAINER_SAMPLES": False}
+        | {"RUN_DIR": str(folder / "run"), "MAX_PROMPT_TOKENS": 128, "EVAL_STEPS": 0}
         | changes
     )
 
 
-def test_workers_come_and_go_and_the_reference_follows(tiny, tmp_path):
-    with reference_server(tmp_path, tiny) as url:
-        preset = preset_of(tiny, tmp_path, url, TRAINER_SAMPLES=False, REFERENCE_REFRESH_STEPS=3)
-        other = preset | {"GROUP_SIZE": 3}
-        with (
-            worker(tmp_path, "first", preset) as (first, first_log),
-            worker(tmp_path, "other", other) as (misfit, misfit_log),
-        ):
-            command = command_of("grpo_ref_split", preset)
-            (trainer,) = start_ranks(1, command, tmp_path / "trainer.log")
-            try:
-                wait_for(first_log, r"policy [1-9]: \d+ groups", 120)
-                os.kill(first.pid, signal.SIGKILL)  # with groups in hand
-                with worker(tmp_path, "second", preset) as (second, second_log):
-                    assert trainer.wait(120) == 0, (tmp_path / "trainer.log").read_text()[-3000:]
-                    assert second.poll() is None
-                assert misfit.wait(5) == 1
-            finally:
+def steps_of(folder):
+    return [r for r in records(folder / "run") if "loss" in r]
+
+
+def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
+    """kill -9 of the first worker, with groups in hand, and of the trainer, a step after its
+    checkpoint. A worker is fast here, and its groups are of the policy before the newest."""
+    preset = preset_of(tiny, tmp_path, STEPS=16, SAVE_STEPS=4, REFERENCE_REFRESH_STEPS=3)
+    log, command = tmp_path / "trainer.log", command_of("grpo_ref_split", preset)
+    with (
+        worker(tmp_path, "first", preset) as (first, first_log),
+        worker(tmp_path, "other", preset | {"GROUP_SIZE": 3}) as (misfit, misfit_log),
+    ):
+        (trainer,) = start_ranks(1, command, log)
+        try:
+            wait_for(first_log, r"policy [1-9]: \d+ groups")
+            with worker(tmp_path, "second", preset) as (second, second_log):
+                wait_for(second_log, r"policy \d+: \d+ groups")
+                kill(first)
+                wait_for_step(tmp_path / "run", 9, trainer, log)
                 kill(trainer)
-        stats = json.load(urllib.request.urlopen(f"{url}/stats"))
-        info = json.load(urllib.request.urlopen(f"{url}/info"))
-    assert "GROUP_SIZE is 3 here, 4 there" in misfit_log.read_text()
-    steps = [r for r in records(tmp_path / "run") if "loss" in r]
-    assert [r["step"] for r in steps] == list(range(1, 9))
-    # just what was trained is done: 8 steps of 4 groups, none of them twice
-    assert stats["done"] == 32 and stats["leased"] == 0
-    assert sum(w["groups"] for w in stats["workers"].values()) >= 32
-    assert all(r["staleness_max"] <= 4 for r in steps) and steps[-1]["staleness_max"] > 0
+                before = len(steps_of(tmp_path))
+                (trainer,) = start_ranks(1, command, log)
+                assert trainer.wait(120) == 0, log.read_text()[-3000:]
+                assert second.poll() is None, second_log.read_text()
+            assert misfit.wait(5) == 1 and "GROUP_SIZE" in misfit_log.read_text()
+        finally:
+            kill(trainer)
+    steps = steps_of(tmp_path)
+    assert before >= 9 and [r["step"] for r in steps] == list(range(1, 17))
     assert steps[0][MISMATCH] < 1e-5 and steps[0]["kl"] < 1e-6
-    assert steps[-1]["sampler_ratio"] != 1 and steps[-1]["sampler_ratio_max"] > 1
-    assert info["weights"].endswith("@6")  # the reference is the policy of step 6
+    old = [r for r in steps if r["staleness_max"] > 0]  # sampled by a policy before the newest
+    assert any(r["sampler_ratio"] != 1 and r["sampler_ratio_max"] > 1 for r in old)
+    # alone, the second worker may have waited with groups of a step that was undone
+    assert max(r["staleness_max"] for r in steps) <= 4
+    assert 0 < statistics.mean(r["staleness"] for r in steps) < 1.5
     proofs = re.findall(r"log-probs differ from the trainer's by (\S+)", second_log.read_text())
     assert proofs and all(float(gap) < 1e-5 for gap in proofs)
     samplers = {r["sampler"] for r in records(tmp_path / "run", "samples.jsonl")}
     assert samplers and "trainer" not in samplers
+    assert not (tmp_path / "run/.policy").exists()
+
+
+@pytest.mark.long
+def test_a_trainer_without_workers_ends_after_the_limit_and_resumes(tiny, tmp_path):
+    """Where workers alone sample: a sentence, an exit code, and no step is lost."""
+    preset = preset_of(tiny, tmp_path, STEPS=99, WAIT_LIMIT_SECONDS=4, TASK="arithmetic")
+    log = tmp_path / "trainer.log"
+    with worker(tmp_path, "first", preset):
+        (trainer,) = start_ranks(1, command_line("grpo_ref_split.py", preset), log)
+        wait_for_step(tmp_path / "run", 2, trainer, log)
+    try:
+        assert trainer.wait(60) == 1  # there is no worker any more
+    finally:
+        kill(trainer)
+    last = log.read_text().strip().splitlines()[-1]
+    assert preset["TRAINER"] in last and "Traceback" not in log.read_text()
+    made = len(steps_of(tmp_path))
+    state = json.loads((tmp_path / f"run/step_{made:06d}/trainer/state.json").read_text())
+    assert state["step"] == made >= 2
+    preset |= {"STEPS": made + 2, "WAIT_LIMIT_SECONDS": 60}
+    with worker(tmp_path, "second", preset):
+        launch(1, command_of("grpo_ref_split", preset), log)
+    assert [r["step"] for r in steps_of(tmp_path)] == list(range(1, made + 3))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_fast_workers_groups_are_of_the_policy_before_the_newest(tiny, tmp_path, number):
+    """Not as old as MAX_STALENESS allows. Measured: 1.0 with one worker, 1.2 with two."""
+    slow = {"MICRO_BATCH_TOKENS": 64, "STEPS": 22}
+    preset = preset_of(tiny, tmp_path, MAX_STALENESS=4, KL_BETA=0, **slow)
+    with ExitStack() as workers:
+        for name in ("first", "second")[:number]:
+            workers.enter_context(worker(tmp_path, name, preset))
+        launch(1, command_of("grpo_ref_split", preset), tmp_path / "trainer.log")
+    steps = steps_of(tmp_path)[2:]
+    mean = statistics.mean(r["staleness"] for r in steps)
+    print(f"{number} workers: mean staleness {mean:.2f}")
+    assert len(steps) == 20 and 0.5 < mean < 1.7 and steps[-1]["groups_dropped"] == 0
 
 
 @pytest.mark.long
 def test_two_ranks_and_a_worker_share_the_sampling_of_adapters(tiny, tmp_path):
     changes = {"LORA_RANK": 2, "LEARNING_RATE": 1e-2, "STEPS": 24, "PROMPTS_PER_STEP": 6}
-    with reference_server(tmp_path, tiny) as url:
-        preset = preset_of(tiny, tmp_path, url, **changes)
-        with worker(tmp_path, "worker", preset | {"SAMPLE_BATCH": 4}) as (process, log):
-            launch(2, command_of("grpo_ref_split", preset), tmp_path / "trainer.log")
-            assert process.poll() is None, log.read_text()
-    text = log.read_text()
+    changes |= {"MICRO_BATCH_TOKENS": 64}  # steps long enough for the worker to start meanwhile
+    preset = preset_of(tiny, tmp_path, TRAINER_SAMPLES=True, **changes)
+    with worker(tmp_path, "worker", preset | {"SAMPLE_BATCH": 4}) as (process, log):
+        launch(2, command_of("grpo_ref_split", preset), tmp_path / "trainer.log")
+        assert process.poll() is None, log.read_text()
     whole = (tiny / "model.safetensors").stat().st_size / 1e6
-    sizes = [float(size) for size in re.findall(r": ([\d.]+) MB in", text)]
+    sizes = [float(size) for size in re.findall(r": ([\d.]+) MB in", log.read_text())]
     assert sizes and max(sizes) < whole / 2  # adapters alone travel
-    steps = [r for r in records(tmp_path / "run") if "loss" in r]
+    steps = steps_of(tmp_path)
     assert len(steps) == 24 and steps[-1]["grad_norm"] > 1e-4
-    assert all(r["groups_sampled"] == 6 for r in steps)
+    assert all(r["groups_sampled"] >= 6 for r in steps)
     assert any(0 < r["staleness"] for r in steps)  # some groups were the worker's, and older
     assert any(r["seconds_sample"] > 0 for r in steps)

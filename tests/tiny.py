@@ -7,7 +7,7 @@ from grpo.tiny_model import make_tokenizer
 from tasks import arithmetic
 
 
-def make_tiny(folder):
+def make_tiny(folder, max_tokens=256):
     """-> the folder, with a random Qwen2 of 32 000 parameters, float32, and a byte-level tokenizer.
 
     The tokenizer has ChatML as its template; the embedding has more rows (416) than it has ids.
@@ -21,7 +21,7 @@ def make_tiny(folder):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=max_tokens,
         initializer_range=0.3,  # so that its distributions are far from uniform
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,

@@ -13,7 +13,6 @@ import json
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 from grpo.log import say
 from grpo.sampling import rollout
@@ -61,9 +60,10 @@ def answer(c, policy, recipe, path, prompts, seed):
     """Samples the recipe's group_size answers to each of `prompts` (as Recipe.prompts), and appends
     them to the file; yields after each question. `c` is the trainer's constants, `seed` what they
     are drawn by beside SEED."""
-    size, waiting = recipe.group_size, iter(prompts)
-    recipe = fit_worker(SimpleNamespace(**vars(c) | {"GROUP_SIZE": size}), policy, recipe)
-    recipe.sample_batch = max(recipe.sample_batch, size)
+    size, waiting = recipe.c.GROUP_SIZE, iter(prompts)
+    recipe = recipe.others()  # a copy: its SAMPLE_BATCH depends on its GROUP_SIZE
+    fit_worker(recipe.c, policy)
+    recipe.c.SAMPLE_BATCH = max(recipe.c.SAMPLE_BATCH, size)
     for (index, *_), completions, rewards in rollout.sampled_and_rewarded(
         policy, recipe, lambda room: list(itertools.islice(waiting, room)),
         seed=rollout.seed_of("evaluate", c.SEED, *seed),
@@ -103,9 +103,9 @@ def constants_of_run(model, task):
 
 def kind_of(recipe):
     """Returns how a recipe draws its answers: "greedy", or "8 samples at temperature 1"."""
-    if not recipe.temperature:
+    if not recipe.c.TEMPERATURE:
         return "greedy"
-    return f"{recipe.group_size} samples at temperature {recipe.temperature:g}"
+    return f"{recipe.c.GROUP_SIZE} samples at temperature {recipe.c.TEMPERATURE:g}"
 
 
 def file_of(c, model, out, kind):
@@ -129,8 +129,8 @@ def settings_of(c, recipe, model):
     task = Path(recipe.task.__file__).read_bytes()
     settings = {name: getattr(c, name) for name in NAMES if hasattr(c, name)} | {
         "how": kind_of(recipe),
-        "OUTCOME": recipe.outcome,
-        "rewards": list(recipe.reward_weights),
+        "OUTCOME": recipe.c.OUTCOME,
+        "rewards": list(recipe.c.REWARD_WEIGHTS),
         "the hash of the task's file": hashlib.sha256(task).hexdigest(),
         "the hash of the prompts (tokenizer and data)": hashlib.sha256(prompts).hexdigest(),
         "the hash of some weights": fingerprint(model),

@@ -8,12 +8,10 @@ fragmentation), which is a guess. tests/test_memory.py holds them against living
 Symbols: the trainer's, and H hidden, I inner, K key width of a layer, L layers.
 """
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo.constants import set_for_run, with_constants
 from grpo.log import say
 from grpo.sampling.decoders.llama import MODEL_TYPES
 from grpo.sampling.decoders.shared_prompt import ROOM
@@ -142,7 +140,7 @@ def first_that_fits(c, candidates, phases, room):
     phases(c) need no more than MARGIN of `room` bytes. One candidate alone is not checked. Raises
     SystemExit if none fits."""
     for values in candidates:
-        size, phase = need(phases(SimpleNamespace(**vars(c) | values)))
+        size, phase = need(phases(with_constants(c, **values)))
         if len(candidates) == 1 or size <= MARGIN * room:
             return values, size
     tried = ", ".join(f"{name} = {value}" for name, value in values.items())
@@ -168,17 +166,17 @@ def rows_that_fit(c, m, states, room, phases=("sampling", "evaluation")):
     return first_that_fits(c, candidates or [{}], chosen, room)
 
 
-def fit_worker(c, policy, recipe):
-    """Returns the recipe of a worker with a number in place of SAMPLE_BATCH = "auto"."""
+def fit_worker(c, policy):
+    """Puts a number in the place of SAMPLE_BATCH = "auto" in a worker's constants `c`."""
     if c.SAMPLE_BATCH != "auto":
-        return recipe
+        return
     rows, room = usual(c)["SAMPLE_BATCH"], room_on(policy.model)
     if room:
         m = sizes_of(policy, c.LORA_RANK)
         values, size = rows_that_fit(c, m, {WEIGHTS: m.size * m.held}, room, ["sampling"])
         rows = values["SAMPLE_BATCH"]
         say(f"SAMPLE_BATCH = {rows}: {told(size, room)}")
-    return replace(recipe, sample_batch=rows)
+    set_for_run(vars(c), {"SAMPLE_BATCH": rows})
 
 
 def sizes_of(policy, lora_rank):

@@ -10,7 +10,7 @@ from grpo.models import load_model, stop_ids
 from grpo.sampling.sampler import sample_groups, stream_groups
 from grpo.sampling.stop_strings import StopStrings
 from grpo.weights import LORA_SCALE, MergedAdapters, load_weights
-from grpo.wire import tokenizer_facts
+from grpo.wire import vocab_size_of
 from grpo_loss_triton import linear_logps
 
 ALL = "all-linear"  # PEFT's name for every linear layer but the LM head
@@ -106,7 +106,7 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
     With a `lora_rank` the model is frozen, and every linear layer but the LM head gets an adapter,
     W x + 2 B A x, with B = 0 at first (LoRA, 2106.09685, sec. 4.1).
     """
-    vocab_size = tokenizer_facts(tokenizer)["vocab_size"]
+    vocab_size = vocab_size_of(tokenizer)
     model, dtype = load_model(name, dtype, vocab_size)
     if lora_rank:
         from peft import LoraConfig

@@ -18,7 +18,7 @@ def preview(c, recipe, tokenizer, number):
     An empty completion can be sampled: rewards that do not cope with it would end the run hours
     later. Raises what reward_group does; SystemExit if the task's gold() is not right by OUTCOME.
     """
-    say(f"REWARD_WEIGHTS = {recipe.reward_weights}; right is OUTCOME = {recipe.outcome!r} above 0")
+    say(f"REWARD_WEIGHTS = {c.REWARD_WEIGHTS}; right is OUTCOME = {c.OUTCOME!r} above 0")
     for index, item, ids in recipe.prompts[:number]:
         show_prompt(c, recipe, tokenizer, index, item, ids)
         (empty,) = reward_group(recipe, item, [""])
@@ -38,7 +38,7 @@ def show_prompt(c, recipe, tokenizer, index, item, ids):
 
 def check_gold(recipe, item):
     """Says what the gold answer of an item earns, if there is one."""
-    file, gold = task_file(recipe.task_name), getattr(recipe.task, "gold", None)
+    file, gold = task_file(recipe.c.TASK), getattr(recipe.task, "gold", None)
     if not gold and item.get("answer") is None:
         return
     try:
@@ -50,9 +50,9 @@ def check_gold(recipe, item):
         raise SystemExit(f"{file}: gold({item!r:.500}) returned {text!r:.500}: it must be a text")
     (rewards,) = reward_group(recipe, item, [text])
     say(f"rewards of the gold answer {text!r:.200}: {shown(recipe, rewards)}")
-    if rewards[recipe.outcome] > 0 or math.isnan(rewards[recipe.outcome]):
+    if rewards[recipe.c.OUTCOME] > 0 or math.isnan(rewards[recipe.c.OUTCOME]):
         return
-    wrong = f"is wrong by OUTCOME = {recipe.outcome!r}, which must be above 0 for it"
+    wrong = f"is wrong by OUTCOME = {recipe.c.OUTCOME!r}, which must be above 0 for it"
     if gold:
         raise SystemExit(
             f"{file}: gold() returned {text!r:.500} for the question {item!r:.500}, which {wrong}:"

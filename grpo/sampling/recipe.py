@@ -16,72 +16,65 @@ import numbers
 import statistics
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
 
-from grpo.constants import real
+from grpo.constants import real, set_for_run, with_constants
 from grpo.log import say
 from grpo.sampling.reward_timeout import TooSlow, timely
 
 # What a worker must have as the trainer has it, beside task, prompts and REWARD_WEIGHTS
-SHARED = ("group_size", "max_prompt_tokens", "max_completion_tokens", "temperature", "outcome")
-SHARED += ("skip_flat_groups", "seed", "stop_tokens", "stop_strings")
+SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME SKIP_FLAT_GROUPS"
+SHARED += " STOP_TOKENS STOP_STRINGS"
 
 
 @dataclass
 class Recipe:
-    """The task, its prompts, and the trainer's constants that sampling needs, in lower case."""
+    """The task, its prompts, and the constants."""
 
-    task_name: str
+    c: object  # the constants, as attributes: the trainer's module, or some changed (others)
     task: object  # the module tasks/NAME.py, or at a path
     prompts: list  # [(index, item, prompt ids)] of the training split
-    group_size: int
-    sample_batch: int
-    max_prompt_tokens: int
-    max_completion_tokens: int
-    temperature: float
-    reward_weights: dict | None  # None until resolve(): the task's
-    outcome: str | None
-    skip_flat_groups: str | bool  # "outcome", "reward" or False
-    seed: int
-    stop_tokens: list
-    stop_strings: list
-    reward_timeout_seconds: float
     reward_processes: object = None  # start_processes' submit; None: rewards in place
+
+    def others(self, **changes):
+        """Returns the recipe with some constants changed."""
+        return replace(self, c=with_constants(self.c, **changes))
 
     def settings(self):
         """Returns what the trainer publishes and a worker compares, as JSON gives it back."""
         prompts = json.dumps([[index, ids] for index, _, ids in self.prompts]).encode()
-        settings = {name.upper(): getattr(self, name) for name in SHARED} | {
-            "TASK": Path(self.task_name).name,  # a file of one's own may lie elsewhere
-            "REWARD_WEIGHTS": list(self.reward_weights.items()),  # in this order
+        settings = {name: getattr(self.c, name) for name in SHARED.split()} | {
+            "TASK": Path(self.c.TASK).name,  # a file of one's own may lie elsewhere
+            "REWARD_WEIGHTS": list(self.c.REWARD_WEIGHTS.items()),  # in this order
             "prompts (tokenizer, task and its data)": hashlib.sha256(prompts).hexdigest(),
         }
         return json.loads(json.dumps(settings))
 
     def resolve(self):
-        """Sets REWARD_WEIGHTS and OUTCOME where the trainer's are None: to the task's; where it has
-        none, to 1 for each reward of an empty completion, and to the sole reward or "correctness".
+        """Sets REWARD_WEIGHTS and OUTCOME where they are None: to the task's; where it has none, to
+        1 for each reward of an empty completion, and to the sole reward or "correctness".
         SystemExit if they do not fit."""
-        task, file = self.task, task_file(self.task_name)
-        if self.reward_weights is None:
-            self.reward_weights = getattr(task, "REWARD_WEIGHTS", None)
-        if self.reward_weights is None:
+        c, task, file = self.c, self.task, task_file(self.c.TASK)
+        weights = c.REWARD_WEIGHTS or getattr(task, "REWARD_WEIGHTS", None)
+        if weights is None:
             (empty,) = given_rewards(self, self.prompts[0][1], [""])
-            self.reward_weights = dict.fromkeys(empty, 1.0)
-        weights = self.reward_weights
+            weights = dict.fromkeys(empty, 1.0)
         if not (weights and isinstance(weights, dict) and all(map(real, weights.values()))):
             raise SystemExit(f"{file}: REWARD_WEIGHTS = {weights!r} must be numbers by name")
-        set_to = getattr(task, "OUTCOME", None) if self.outcome is None else self.outcome
+        set_to = getattr(task, "OUTCOME", None) if c.OUTCOME is None else c.OUTCOME
         default = next(iter(weights)) if len(weights) == 1 else "correctness"
-        self.outcome = default if set_to is None else set_to
-        if self.outcome not in weights:
+        outcome = default if set_to is None else set_to
+        if outcome not in weights:
             raise SystemExit(
                 f"{file}: OUTCOME = {set_to!r} must name the reward that says right (> 0) or wrong,"
                 f" one of {list(weights)}: set it there, or in the trainer"
             )
+        skips = "outcome" if c.SKIP_FLAT_GROUPS is True else c.SKIP_FLAT_GROUPS
+        values = {"REWARD_WEIGHTS": weights, "OUTCOME": outcome, "SKIP_FLAT_GROUPS": skips}
+        set_for_run(vars(c), values)
 
 
 # --- The task's file ----------------------------------------------------------------
@@ -253,11 +246,11 @@ def reward_group(recipe, item, texts):
 
 def given_rewards(recipe, item, texts):
     """Returns what the task's rewards() and group_rewards() give, a dict by name for each text."""
-    task, file = recipe.task, task_file(recipe.task_name)
+    task, file = recipe.task, task_file(recipe.c.TASK)
     what = f"the rewards of question {item.get('question', item)!r:.80}, {file},"
     rewards, call, together = [], "rewards", [{}] * len(texts)
     try:
-        with timely(recipe.reward_timeout_seconds, what):
+        with timely(recipe.c.REWARD_TIMEOUT_SECONDS, what):
             if hasattr(task, "rewards"):
                 for text in texts:
                     rewards.append(task.rewards(item, text))
@@ -291,13 +284,13 @@ def by_name(rewards):
 
 
 def named_floats(recipe, rewards, item, text):
-    names = list(recipe.reward_weights)
-    if rewards.keys() == recipe.reward_weights.keys():
+    names = list(recipe.c.REWARD_WEIGHTS)
+    if rewards.keys() == recipe.c.REWARD_WEIGHTS.keys():
         floats = {name: as_float(rewards[name]) for name in names}
         if all(rewards[name] is None or math.isfinite(floats[name]) for name in names):
             return floats
     raise SystemExit(
-        f"{task_file(recipe.task_name)}: {functions_of(recipe.task)} returned {rewards!r:.500} for"
+        f"{task_file(recipe.c.TASK)}: {functions_of(recipe.task)} returned {rewards!r:.500} for"
         f" the question {item!r} and the completion {text!r}: it must return a dict of numbers"
         " below 1e30, True, False or None (does not apply) by the names in REWARD_WEIGHTS,"
         f' {names}, or one of these alone, which is called "reward"'

@@ -63,8 +63,8 @@ def begin_rewards(recipe, item, texts):
         functions["group_rewards"] = lambda item, texts: whole.result()
         futures.append(whole)
     # The processes have the time limit, so that waiting for a turn does not count
-    waits = {"task": SimpleNamespace(**functions), "reward_timeout_seconds": math.inf}
-    return replace(recipe, **waits), futures
+    waiting = recipe.others(REWARD_TIMEOUT_SECONDS=math.inf)
+    return replace(waiting, task=SimpleNamespace(**functions)), futures
 
 
 def start_processes(task, number, limit_seconds):

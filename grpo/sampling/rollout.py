@@ -65,11 +65,11 @@ def sampled_and_rewarded(policy, recipe, take, *, seed, timed=contextlib.nullcon
 
     groups = policy.stream(
         take_ids,
-        group_size=recipe.group_size,
-        max_rows=recipe.sample_batch,
-        longest_prompt=recipe.max_prompt_tokens,
-        max_new_tokens=recipe.max_completion_tokens,
-        temperature=recipe.temperature,
+        group_size=recipe.c.GROUP_SIZE,
+        max_rows=recipe.c.SAMPLE_BATCH,
+        longest_prompt=recipe.c.MAX_PROMPT_TOKENS,
+        max_new_tokens=recipe.c.MAX_COMPLETION_TOKENS,
+        temperature=recipe.c.TEMPERATURE,
         seed=seed,
     )
 
@@ -150,9 +150,9 @@ def rewards_of(group):
 
 
 def counts_of(recipe, lengths, truncated, rewards):
-    applicable = {name: applying(r[name] for r in rewards) for name in recipe.reward_weights}
-    outcomes = applicable[recipe.outcome]
-    totals = applying(total(r, recipe.reward_weights) for r in rewards)
+    applicable = {name: applying(r[name] for r in rewards) for name in recipe.c.REWARD_WEIGHTS}
+    outcomes = applicable[recipe.c.OUTCOME]
+    totals = applying(total(r, recipe.c.REWARD_WEIGHTS) for r in rewards)
     # Where the outcome applies to fewer than two, what there is to compare are the totals
     by_reward = int(is_flat(totals))
     by_outcome = int(is_flat(outcomes)) if outcomes[1:] else by_reward
@@ -161,7 +161,7 @@ def counts_of(recipe, lengths, truncated, rewards):
     sums |= {f"applicable_{name}": len(values) for name, values in applicable.items()}
     return sums | {
         "groups": 1,
-        "flat": by_reward if recipe.skip_flat_groups == "reward" else by_outcome,
+        "flat": by_reward if recipe.c.SKIP_FLAT_GROUPS == "reward" else by_outcome,
         "flat_outcome": by_outcome,
         "flat_reward": by_reward,
         "completions": len(rewards),
@@ -179,7 +179,7 @@ def applying(values):
 
 
 # --- Pack ---------------------------------------------------------------------------
-def make_group(sampled, *, id, run, version, sampler, outcome, skipped):
+def make_group(sampled, *, id, run, version, sampler, outcome, skipped=None):
     """Returns the wire.Group of a sampled group."""
     (index, _, prompt_ids), completions, rewards = sampled
     names = list(rewards[0])
@@ -190,7 +190,7 @@ def make_group(sampled, *, id, run, version, sampler, outcome, skipped):
         item=index,
         sampler=sampler,
         outcome=outcome,
-        skipped=skipped,
+        skipped=skipped or {},
         reward_names=names,
         prompt_ids=torch.tensor(prompt_ids, dtype=torch.int32),
         completion_ids=torch.tensor([i for c in completions for i in c.ids], dtype=torch.int32),

@@ -9,19 +9,16 @@ from grpo.sampling.policy import load_policy
 from grpo.sampling.preview import preview
 from grpo.sampling.recipe import Recipe, load_split, load_task
 from grpo.sampling.reward_processes import start_processes
-from grpo.wire import tokenizer_facts
 
 
-def prepare(c, *, needs_server, split="train"):
+def prepare(c, *, needs_server):
     """Returns (tokenizer, recipe, server): task, prompts, rewards and server are checked before
-    anything heavy is loaded. Prompts are those of `split`. `server` is None if it is not needed."""
-    if needs_server and not c.REF_SERVER:
-        raise SystemExit("REF_SERVER = None must be the server's address: workers need a server")
-    tokenizer, recipe = prepare_task(c, split=split, shown=1)
+    anything heavy is loaded. `server` is None if it is not needed."""
+    tokenizer, recipe = prepare_task(c, split="train", shown=1)
     server = None
     if needs_server:
         server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
-        server.check(c.MODEL, tokenizer_facts(tokenizer) | {"temperature": c.TEMPERATURE})
+        server.check(c.MODEL, tokenizer, c.TEMPERATURE)
     if c.REWARD_PROCESSES:
         limits = c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS
         recipe.reward_processes = start_processes(recipe.task, *limits)
@@ -35,25 +32,8 @@ def prepare_task(c, *, split, shown):
     if c.CHAT_TEMPLATE and not tokenizer.chat_template:
         why = f"must be empty: {c.MODEL} has no chat template"
         raise SystemExit(f"CHAT_TEMPLATE = {c.CHAT_TEMPLATE!r} {why}")
-    recipe = Recipe(
-        task_name=c.TASK,
-        task=task,
-        prompts=load_split(c, task, split, tokenizer),
-        group_size=c.GROUP_SIZE,
-        sample_batch=c.SAMPLE_BATCH,
-        max_prompt_tokens=c.MAX_PROMPT_TOKENS,
-        max_completion_tokens=c.MAX_COMPLETION_TOKENS,
-        temperature=c.TEMPERATURE,
-        reward_weights=c.REWARD_WEIGHTS,
-        outcome=c.OUTCOME,
-        skip_flat_groups="outcome" if c.SKIP_FLAT_GROUPS is True else c.SKIP_FLAT_GROUPS,
-        seed=c.SEED,
-        stop_tokens=c.STOP_TOKENS,
-        stop_strings=c.STOP_STRINGS,
-        reward_timeout_seconds=c.REWARD_TIMEOUT_SECONDS,
-    )
+    recipe = Recipe(c, task, load_split(c, task, split, tokenizer))
     recipe.resolve()
-    c.REWARD_WEIGHTS, c.OUTCOME = recipe.reward_weights, recipe.outcome  # for run.json, W&B, cards
     preview(c, recipe, tokenizer, shown)
     return tokenizer, recipe
 

@@ -3,10 +3,9 @@
     python grpo_ref_split.py worker     # with transformers; the constants of that file
     python vllm_worker.py               # with vLLM
 
-It talks to the reference server alone (REF_SERVER, and GRPO_TOKEN if that has one): asks for work,
-fetches a newer policy if there is one, proves that it has it, then samples, rewards and uploads the
-prompts it was given. It may start and end at any time: the groups it leaves behind are given to
-nobody else, and nobody waits for them.
+It needs the address of the trainer's rank 0 (TRAINER), and GRPO_TOKEN if that has one: it fetches
+the newest policy, proves that it has it, and samples prompts in an order of its own while the
+trainer has room for groups. It may start and end at any time.
 """
 
 import os
@@ -18,92 +17,91 @@ from pathlib import Path
 
 import safetensors.torch
 
+from grpo.client import Trainer
 from grpo.log import tell
 from grpo.proof import check_proof
 from grpo.sampling.rollout import Stream, make_group, sampled_and_rewarded, seed_of, tally
-from grpo.sampling.upload import Uploader
 from grpo.stop import Wait
+from grpo.wire import pack_group
 
-ASK_SECONDS = 0.5  # between two requests for more work while completions are being sampled
+ASK_SECONDS = 0.5  # between two requests for more room while completions are being sampled
 
 
-def run_worker(policy, server, recipe, name=None):
-    """Samples until it raises RuntimeError: no open run at the server for WAIT_LIMIT_SECONDS.
+def run_worker(policy, recipe, name=None):
+    """Samples until it raises TooLong: no trainer has answered for WAIT_LIMIT_SECONDS.
 
     `policy` has stream, text, load, rest, logps, continuation and dtype, as policy.Policy. Raises
-    RuntimeError, too, if it computes other log-probs than the trainer's, SystemExit if it is
-    another model.
+    RuntimeError if it computes other log-probs than the trainer's, SystemExit if it is another
+    model or has other settings.
     """
-    worker = Worker(policy, server, recipe, name or f"{socket.gethostname()}-{os.getpid()}")
-    no_run = Wait(f"a run to sample for, from {server.url}", server.limit)
-    no_work = Wait(f"work from {server.url}", 10 * server.limit)  # a trainer may evaluate for long
-    pulled = False  # whether a policy was fetched since the last work
+    worker = Worker(policy, recipe, name or own_name())
     with tempfile.TemporaryDirectory(prefix="grpo-worker-") as folder:
+        wait, fresh = None, False  # a policy that nothing was sampled with yet
         while True:
-            work = worker.ask(recipe.sample_batch // recipe.group_size, pulled)
-            newest = work["policy"]
-            if newest is None:
-                policy.rest()
-                no_run.turn("no run has published a policy (PUBLISH_STEPS), or all have ended")
+            record, room = worker.trainer.policy(worker.name)  # waits while the trainer is away
+            if record is None:
+                why = "it has not published a policy yet"
+            elif worker.lacks(record) and not fresh:  # or it might load for ever, and never sample
+                if fresh := worker.load(record, Path(folder, "policy")):
+                    continue
+                why = "a newer policy has replaced the one that was asked for"
+            elif room:
+                worker.sample(room)
+                wait, fresh = None, False
                 continue
-            no_run.moved()
-            if work["count"]:
-                pulled = False
-                worker.sample(work["first"], work["count"])
-                no_work.moved()
-            elif worker.lacks(newest) and not pulled:
-                pulled = worker.load(newest, Path(folder, "policy"))
-                if not pulled:
-                    no_work.turn(f"policy {newest['version']} is gone, and no newer one has come")
             else:
-                pulled = False
-                policy.rest()
-                no_work.turn("as many groups wait to be trained as MAX_STALENESS allows", pause=0)
+                why = "as many groups as it trains in a step wait there"
+            fresh = False
+            policy.rest()
+            wait = wait or Wait(f"the trainer at {worker.trainer.url} to have room")
+            wait.turn(why, pause=0.2)
+
+
+def own_name():
+    """Returns a name that no other process has: one in a container that was started again may have
+    the same host name and number, but must not give its groups the same ids."""
+    return f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
 
 
 class Worker:
-    """The policy that is loaded, and the groups that it was given to sample."""
+    """The policy that is loaded, and the groups that are being sampled with it."""
 
-    def __init__(self, policy, server, recipe, name):
-        self.policy, self.server, self.recipe, self.name = policy, server, recipe, name
-        self.loaded = {"run": "", "version": -1, "sha256": ""}  # which policy
-        self.order = Stream(recipe.prompts, recipe.seed)
-        self.given = range(0)  # positions in the order, not begun
-        self.outstanding = 0  # groups given, and neither uploaded nor left out
-        self.asked = 0.0  # for work, on the monotonic clock
-        self.superseded = False  # a newer policy waits: ask for no more work
+    def __init__(self, policy, recipe, name):
+        self.policy, self.recipe, self.c, self.name = policy, recipe, recipe.c, name
+        where = self.c.TRAINER, self.c.WAIT_LIMIT_SECONDS
+        self.trainer, self.second = Trainer(*where), Trainer(*where)  # of this thread, of sampling
+        self.order = Stream(recipe.prompts, f"{self.c.SEED}/{name}")
+        self.loaded = {"run": "", "version": -1, "sha256": ""}
+        self.room = 0  # groups that may begin
+        self.begun = self.ended = 0  # groups, each counted by one thread alone
+        self.asked = 0.0  # for room, on the monotonic clock
         self.skipped = Counter()  # the tally of flat groups since the last usable one
         self.groups = 0  # sampled in all
 
-    def ask(self, want, pulled=False):
-        """Returns {"policy", "first", "count"}: the newest policy's record, and which positions of
-        the order to sample next, at most `want`; none while there is a newer policy."""
-        held = self.outstanding
-        work = self.server.work(self.name, held=held, want=want, pulled=pulled, **self.loaded)
-        self.asked = time.monotonic()
-        return work
-
     def lacks(self, record):
-        """Returns whether another policy is loaded; a resumed run repeats versions, not hashes."""
-        return any(record[key] != value for key, value in self.loaded.items())
+        """Returns whether another policy is loaded. Notes a new version of the same weights."""
+        if any(record[key] != self.loaded[key] for key in ("run", "sha256")):
+            return True
+        self.loaded = record
+        return False
 
     def load(self, record, path):
-        """Fetches a policy, to `path` where it must be sent, loads it, and proves that it has
-        arrived. Returns False if a newer one has replaced it."""
+        """Fetches a policy to `path`, loads it, and proves that it has arrived. Returns False if
+        the trainer does not have it any more."""
         check_settings(record["settings"], self.recipe.settings())
         version, started = record["version"], time.perf_counter()
-        if not (found := self.server.fetch(record, path)):
+        if not self.trainer.fetch(record, path):
             return False
         try:
-            self.policy.load(safetensors.torch.load_file(found))
-        except FileNotFoundError:  # the server's own file, which it has deleted just now
-            return False
+            weights = safetensors.torch.load_file(path)
+            path.unlink()  # gigabytes, which a worker that is killed would leave behind
+            self.policy.load(weights)
         except ValueError as error:
             raise SystemExit(f"policy {version} does not fit MODEL here: {error}") from error
         gap = check_proof(self.policy, record)
         if record["run"] != self.loaded["run"]:
             self.skipped = Counter()  # of a run that has ended
-        self.loaded = {key: record[key] for key in self.loaded}
+        self.loaded = record
         tell(
             f"policy {version} of {record['run']}: {record['bytes'] / 1e6:.1f} MB in"
             f" {time.perf_counter() - started:.1f} s; log-probs differ from the trainer's by"
@@ -111,55 +109,51 @@ class Worker:
         )
         return True
 
-    def sample(self, first, count):
-        """Samples the prompts at `count` positions from `first` on, and those given meanwhile."""
-        started, counts = time.perf_counter(), Counter()
-        self.given, self.outstanding, self.superseded = range(first, first + count), count, False
-        uploader = Uploader(self.server.copy(), self.answered)
-        run, version = self.loaded["run"], self.loaded["version"]
+    def sample(self, room):
+        """Samples `room` groups, and more while there is room and no newer policy. What has begun
+        is finished: the first groups to end would have the short completions."""
+        started, counts, refused = time.perf_counter(), Counter(), 0
+        run, version, first = self.loaded["run"], self.loaded["version"], self.order.position
+        self.room, self.begun, self.ended = room, 0, 0
         seed = seed_of(self.name, run, version, first)
-        groups = sampled_and_rewarded(self.policy, self.recipe, self.take, seed=seed, beside=True)
-        for number, sampled in enumerate(groups):
+        for sampled in sampled_and_rewarded(
+            self.policy, self.recipe, self.begin, seed=seed, beside=True
+        ):
             own = tally(self.recipe, sampled)
             counts.update(own)
-            if own["flat"] and self.recipe.skip_flat_groups:
+            if own["flat"] and self.c.SKIP_FLAT_GROUPS:
                 self.skipped.update(own)
-                self.answered()
-                continue
-            group = make_group(
-                sampled,
-                id=f"{self.name}-{first:08d}-{number:04d}",
-                run=run,
-                version=version,
-                sampler=self.name,
-                outcome=self.recipe.outcome,
-                skipped=dict(self.skipped),
-            )
-            uploader.put(group)
-            self.skipped = Counter()
-        late = sum(reply.get("dropped", False) for reply in uploader.finish())
-        self.outstanding = 0  # several threads counted
+            else:
+                number = f"{first:08d}-{counts['groups']:04d}"
+                refused += bool(self.send(sampled, run, version, number))
+            self.ended += 1
         self.groups += counts["groups"]
         tell(
-            f"policy {version}: {counts['groups']} groups ({counts['flat']} flat, {late} too"
-            f" late), {counts['tokens'] / (time.perf_counter() - started):.0f} tokens/s;"
+            f"policy {version}: {counts['groups']} groups ({counts['flat']} flat, {refused}"
+            f" refused), {counts['tokens'] / (time.perf_counter() - started):.0f} tokens/s;"
             f" {self.groups} groups in all"
         )
 
-    def take(self, room):
-        """Returns up to `room` prompts; asks for more work once all given ones have begun."""
-        due = time.monotonic() - self.asked > ASK_SECONDS
-        if room and due and not self.given and not self.superseded:
-            work = self.ask(room)
-            self.superseded = work["policy"] is None or self.lacks(work["policy"])
-            if not self.superseded:
-                self.given = range(work["first"], work["first"] + work["count"])
-                self.outstanding += work["count"]
-        begun, self.given = self.given[:room], self.given[room:]
-        return [self.order[position] for position in begun]
+    def send(self, sampled, run, version, number):
+        """Hands a group over, and the tally of the flat ones before it. Returns why it is refused,
+        or ""."""
+        id, skipped, self.skipped = f"{self.name}-{number}", dict(self.skipped), Counter()
+        named = {"sampler": self.name, "outcome": self.c.OUTCOME, "skipped": skipped}
+        group = make_group(sampled, id=id, run=run, version=version, **named)
+        return self.trainer.put_group(pack_group(group))
 
-    def answered(self):
-        self.outstanding -= 1
+    def begin(self, most):
+        """Returns the next prompts to sample, at most `most`. Runs in the thread that samples."""
+        if most and not self.room and time.monotonic() - self.asked > ASK_SECONDS:
+            self.asked = time.monotonic()
+            held = self.begun - self.ended  # before the answer: a group may arrive meanwhile
+            record, room = self.second.policy(self.name)
+            if record == self.loaded:
+                self.room = max(0, room - held)
+        number = min(most, self.room)
+        self.room -= number
+        self.begun += number
+        return [next(self.order) for _ in range(number)]
 
 
 def check_settings(theirs, mine):

@@ -4,6 +4,7 @@ A checkpoint is a model in Hugging Face format, which MODEL may name, and a fold
 
     optimizer_0.pt ...  a rank's part of the optimiser and of the float32 weights
     rank_0.json ...     its position in the data and its random number generators
+    reference.safetensors    the reference, once REFERENCE_REFRESH_STEPS has replaced it
     state.json          the run's progress, and the sizes of every rank's files
 
 Beside them are links: `best` to the checkpoint with the best evaluation (KEEP_BEST), and `final` to
@@ -15,6 +16,7 @@ folder makes and renames it, and the folder of rank 0, which alone has the model
 checkpoint is complete if every rank finds its files, at their sizes; otherwise all ranks skip it.
 """
 
+import contextlib
 import fcntl
 import json
 import random
@@ -24,18 +26,19 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 
 from grpo.log import say
-from grpo.training.liveness import gathered, meet
 from grpo.training.metrics import RunFolder
 from grpo.training.model_card import commit, model_card
+from grpo.training.ranks import RunFailed, any_rank, gathered, note
 
 DRAFT = ".unfinished"
-OTHERS = "the other ranks' part in RUN_DIR"  # a slow disk may take long
 FADE = 0.8  # from step to step: flat_share is of about 1 / (1 - FADE) = 5 of them
-SAME = ("MODEL", "LORA_RANK", "DTYPE")  # a checkpoint can't be resumed with other values
+SAME = ("MODEL", "TASK", "LORA_RANK", "DTYPE")  # a run can't be resumed with other values
+REFERENCE = "reference.safetensors"
 
 
 # --- Save ---------------------------------------------------------------------------
@@ -45,27 +48,54 @@ def leads(folder):
     token = Path(folder, f".rank_{uuid.uuid4().hex}")  # a new name: network disks cache old ones
     token.parent.mkdir(parents=True, exist_ok=True)
     token.touch()
-    seen = [Path(folder, name).exists() for name in gathered(token.name, OTHERS)]
-    meet(OTHERS)  # until all have looked
+    seen = [Path(folder, name).exists() for name in gathered(token.name)]
+    dist.barrier()  # until all have looked
     token.unlink()
     return seen.index(True) == dist.get_rank()
 
 
 def save_run(run):
-    """Collective: saves a checkpoint of the run; the server may then forget what it covers."""
-    progress, c = run.progress, run.constants
+    """Collective: saves a checkpoint of the run, unless this step has one."""
+    progress, c = run.progress, run.c
+    if progress.saved == progress.step:
+        if progress.best == progress.step:  # it was evaluated after it was saved
+            point(c.RUN_DIR, "best", progress.step)
+        return
+    note(f"saving step {progress.step}")
     progress.saved = progress.step
     state = {"step": progress.step, "progress": asdict(progress)}
     state["constants"] = constants_of(vars(c))
     card = model_card(c, state) if dist.get_rank() == 0 else ""
-    save(c.RUN_DIR, run.policy, run.engine, run.stream, state, c.KEEP_CHECKPOINTS, card)
-    if run.inbox:
-        run.server.checkpoint(progress.run, progress.step)
+    reference = run.reference if progress.reference else None
+    keep = c.KEEP_CHECKPOINTS
+    save(c.RUN_DIR, run.policy, run.engine, run.stream, state, keep, card, reference)
 
 
-def save(folder, policy, engine, stream, state, keep, card):
-    """Collective: saves step_N, where N is state["step"], with `card` as its README.md, and deletes
-    all but the newest `keep` and the best."""
+@contextlib.contextmanager
+def undone_if_failed(run):
+    """If the block raises RunFailed, the run's progress and its place in the data are again what
+    they were before: a run that resumes from what save_failed saves samples the same prompts."""
+    progress, position = dict(vars(run.progress)), run.stream.position
+    try:
+        yield
+    except RunFailed:
+        vars(run.progress).update(progress)
+        run.stream.position = position
+        raise
+
+
+def save_failed(run):
+    """Collective: saves a run that ends by an error between two updates; but not if its last step
+    is saved already, a weight is not finite, or the first update was not what it should be."""
+    p = run.progress
+    finite = all(parameter.isfinite().all() for parameter in run.policy.model.parameters())
+    if p.checked and p.saved < p.step and not any_rank(not finite):  # collective
+        save_run(run)  # collective
+
+
+def save(folder, policy, engine, stream, state, keep, card, reference=None):
+    """Collective: saves step_N, where N is state["step"], with `card` as its README.md, and the
+    weights of the `reference`, if one is given; deletes all but the newest `keep` and the best."""
     rank, leader = dist.get_rank(), leads(folder)
     draft, final = Path(folder, DRAFT), Path(folder, f"step_{state['step']:06d}")
     files = []
@@ -77,15 +107,18 @@ def save(folder, policy, engine, stream, state, keep, card):
             files = [p for p in draft.rglob("*") if p.is_file() and p.name != "README.md"]
             Path(draft, "README.md").write_text(card)  # may be edited: its size is not checked
         Path(draft, "trainer").mkdir(parents=True)
-    meet(OTHERS)
+        if reference:
+            files.append(Path(draft, "trainer", REFERENCE))
+            safetensors.torch.save_file(reference.weights(), files[-1])
+    dist.barrier()
     files += save_part(Path(draft, "trainer"), engine, stream)
-    sizes = gathered({str(path.relative_to(draft)): path.stat().st_size for path in files}, OTHERS)
+    sizes = gathered({str(path.relative_to(draft)): path.stat().st_size for path in files})
     text = json.dumps(state | {"ranks": len(sizes), "files": sizes}, indent=1)
     for last in (False, True):  # rank 0's folder, which alone has the model
         if leader and (rank == 0) == last:
             Path(draft, "trainer", "state.json").write_text(text)
             draft.rename(final)
-        meet(OTHERS)
+        dist.barrier()
     say(f"saved {final}")
     best = state["progress"].get("best", -1)
     if leader and best == state["step"]:
@@ -117,7 +150,7 @@ def point(folder, name, step):
 def point_final(run, asked):
     """Links RUN_DIR/final to the last checkpoint, unless the run was `asked` to end."""
     if not asked:
-        point(run.constants.RUN_DIR, "final", run.progress.saved)
+        point(run.c.RUN_DIR, "final", run.progress.saved)
 
 
 def save_part(trainer, engine, stream):
@@ -151,9 +184,9 @@ def newest(folder):
     if Path(folder, DRAFT).exists():
         say(f"{folder}: the run ended while a checkpoint was being saved; that one does not count")
     fault = None
-    for name in reversed(gathered([path.name for path in saved_in(folder)], OTHERS)[0]):
+    for name in reversed(gathered([path.name for path in saved_in(folder)])[0]):
         path = Path(folder, name)
-        states, faults = zip(*gathered(examine(path), OTHERS), strict=True)
+        states, faults = zip(*gathered(examine(path)), strict=True)
         if not any(faults):
             return path, states[0]
         fault = next(filter(None, faults))
@@ -172,8 +205,6 @@ def examine(path):
     rank, path = dist.get_rank(), path.absolute()
     try:
         state = json.loads(Path(path, "trainer", "state.json").read_text())
-        if isinstance(state["files"], dict):
-            raise TypeError(f"{path} has an earlier version's layout; MODEL may name it")
         files = state["files"]
         mine = files[rank] if rank < len(files) else {}  # check_resumable refuses a further rank
         for name, size in mine.items():
@@ -184,14 +215,17 @@ def examine(path):
     return state, None
 
 
-def load(path, engine, stream):
-    """Collective: restores engine, stream and random number generators from what save() wrote."""
+def load(path, engine, stream, reference=None):
+    """Collective: restores engine, stream, random number generators and, if one is given, the
+    `reference` from what save() wrote."""
     rank, trainer = dist.get_rank(), Path(path, "trainer")
     part = torch.load(trainer / f"optimizer_{rank}.pt", map_location="cpu", weights_only=False)
     # DeepSpeed expects all ranks' parts and takes its own
     engine.optimizer.load_state_dict({rank: part}, load_from_fp32_weights=True)
-    meet("the other ranks' part of the checkpoint")
+    dist.barrier()
     engine.optimizer.update_lp_params()  # the model's weights, from all ranks' float32 ones
+    if reference:
+        reference.load(safetensors.torch.load_file(trainer / REFERENCE))
     own = json.loads(Path(trainer, f"rank_{rank}.json").read_text())
     stream.position = own["position"]
     version, numbers, gauss = own["random"]
@@ -204,14 +238,14 @@ def load(path, engine, stream):
 class Progress:
     """What a checkpoint keeps beside weights, optimiser and random number generators."""
 
-    run: str  # its name at the server
+    run: str  # its name: of its folder, and a random part
     step: int = 0  # updates made
     evaluated: int = -1  # the step of the last evaluation,
     accuracy: float = 0.0  # and its result
     saved: int = -1  # the step of the last checkpoint
     best: int = -1  # the step of the best evaluation (KEEP_BEST), from the first update on,
     best_accuracy: float = -1.0  # and its result, or that of step 0 where none was better
-    reference: int = 0  # the step whose policy is the reference, where that is refreshed
+    reference: int = 0  # the step whose policy is the reference; 0: MODEL is
     idle: int = 0  # steps in a row that had nothing to train
     bad: int = 0  # updates in a row that were not finite
     checked: bool = False  # whether check_first_update is done
@@ -274,35 +308,41 @@ def lock_run(folder):
     return file
 
 
-def open_run(folder, constants, engine, stream, server):
+def open_run(folder, constants, engine, stream, reference):
     """Collective: returns the Progress of the run in `folder`: a new run, or one that resumes from
     its newest complete checkpoint. `constants` are values by name, such as vars() of the trainer's;
-    `server` is None where the run has none."""
-    run, before = run_of(folder, constants, server)
+    `reference` gets the checkpoint's, if that was refreshed."""
+    run, before = run_of(folder, constants)
     path, state = newest(folder)
     if path:
         check_resumable(path, state, constants, dist.get_world_size())
     elif before:
-        check_same(before, constants, (*SAME, "TASK"))
+        check_same(before, constants)
     write_run(folder, run, constants)
     progress = Progress(run)
     if path:
-        load(path, engine, stream)
+        kept = {k: v for k, v in state["progress"].items() if k in Progress.__annotations__}
+        progress = Progress(**kept | {"idle": 0, "bad": 0})
+        if progress.reference and (constants["REF_SERVER"] or not constants["KL_BETA"]):
+            raise SystemExit(
+                f"REF_SERVER = {constants['REF_SERVER']!r} must be None, and KL_BETA ="
+                f" {constants['KL_BETA']} above 0: the reference of the run in RUN_DIR ="
+                f" {folder!r} is its policy after {progress.reference} updates, which is in its"
+                f" checkpoint. For another run choose another RUN_DIR, and MODEL = '{path}' to"
+                " start from these weights"
+            )
+        load(path, engine, stream, reference if progress.reference else None)
         # DeepSpeed restores these too; the learning rate is set at each step
         engine.optimizer.clip_grad = constants["MAX_GRAD_NORM"]
         for group in engine.optimizer.param_groups:
             group["betas"] = tuple(constants["ADAM_BETAS"])
             group["weight_decay"] = constants["WEIGHT_DECAY"]
-        kept = {k: v for k, v in state["progress"].items() if k in Progress.__annotations__}
-        progress = Progress(**kept | {"idle": 0, "bad": 0})
         say(f"the run {run} resumes from {path}")
-    RunFolder(folder).undo(progress.step if path else -1)
+        RunFolder(folder).undo(progress.step)
+    else:
+        RunFolder(folder).set_aside()
     point_best(folder, progress, constants["KEEP_BEST"])
     point(folder, "final", -1)
-    if server and dist.get_rank() == 0:
-        undone = server.resume(run, progress.step)
-        if any(undone.values()):
-            say(f"the server undid what it had for later steps: {undone}")
     return progress
 
 
@@ -310,13 +350,13 @@ def point_best(folder, progress, keep_best):
     """Collective: links RUN_DIR/best to what the checkpoint that is resumed from knows as the best.
     Where that is gone, the next evaluation is the best."""
     there = progress.best < 0 or Path(folder, f"step_{progress.best:06d}").exists()
-    everywhere = all(gathered(there, OTHERS))  # collective
+    everywhere = all(gathered(there))  # collective
     if not keep_best or not everywhere:
         progress.best, progress.best_accuracy = -1, -1.0
     point(folder, "best", progress.best)
 
 
-def run_of(folder, constants, server):
+def run_of(folder, constants):
     """Collective: returns (name, earlier constants) of the run in rank 0's run.json. Returns a new
     name and {} if there is none, or if that run ended before its first step and had another model
     or task. SystemExit if another rank finds another run."""
@@ -324,17 +364,15 @@ def run_of(folder, constants, server):
     found = json.loads(path.read_text()) if path.exists() else {}
     begun = bool(saved_in(folder)) or (metrics.exists() and metrics.stat().st_size > 0)
     new = f"{path.parent.name}-{uuid.uuid4().hex[:8]}"
-    ranks = gathered((found.get("run"), socket.gethostname(), found, begun, new), OTHERS)
+    ranks = gathered((found.get("run"), socket.gethostname(), found, begun, new))
     check_one_run(folder, [(run, host) for run, host, *_ in ranks])
     run, _, found, begun, new = ranks[0]  # rank 0 decides
     if not found:
         return new, {}
-    others = differing(found["constants"], constants, (*SAME, "TASK"))
+    others = differing(found["constants"], constants, SAME)
     if begun or not others:
         return run, found["constants"]
     say(f"the run {run} ended without a step: with another {others[0]} a new one begins")
-    if server and dist.get_rank() == 0:
-        server.end(run)  # the server may forget that run's groups
     return new, {}
 
 
@@ -378,19 +416,21 @@ def check_resumable(path, state, constants, ranks):
             f"{path} is of a run on {there} ranks, here are {ranks}: launch {there}, or begin"
             f" another run from its weights, with another RUN_DIR and MODEL = '{path}'"
         )
-    check_same(before, constants, SAME)
+    check_same(before, constants, path)
     now = constants_of(constants)
     changed = [f"{k} {before[k]!r} -> {v!r}" for k, v in now.items() if before.get(k, v) != v]
     if changed:
         say(f"the run resumes with other constants: {', '.join(changed)}")
 
 
-def check_same(before, constants, names):
-    """Raises SystemExit if one of these constants has changed."""
-    for name in differing(before, constants, names):
+def check_same(before, constants, path=None):
+    """Raises SystemExit if a constant that must not change has changed; `path` is the checkpoint
+    that the run would resume from."""
+    for name in differing(before, constants, SAME):
+        weights = f", and MODEL = '{path}' to start it from these weights" if path else ""
         raise SystemExit(
             f"{name} = {constants[name]!r} must be {before.get(name)!r}, as the run in RUN_DIR ="
-            f" {constants['RUN_DIR']!r} has it; choose another RUN_DIR for another run"
+            f" {constants['RUN_DIR']!r} has it; for another run choose another RUN_DIR{weights}"
         )
 
 

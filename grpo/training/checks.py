@@ -1,6 +1,7 @@
 """Checks of the trainer: its constants, before anything heavy starts, and its updates."""
 
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 from grpo.constants import DTYPES, RULES, real, refuse_broken, rules_of
 from grpo.log import say
@@ -14,8 +15,8 @@ TRAINER = {
         KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
         REWARD_TIMEOUT_SECONDS MAX_BAD_STEPS IDLE_LIMIT""",
     "a whole number from 0 on": """LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED
-        EVAL_STEPS PUBLISH_STEPS MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS REWARD_PROCESSES
-        PAGE_PORT""",
+        EVAL_STEPS PUBLISH_STEPS MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS
+        REWARD_PROCESSES""",
     "a number from 0 on": """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP
         WEIGHT_DECAY FINAL_LR MAX_GRAD_NORM STOP_ACCURACY""",
     "True or False": """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
@@ -64,14 +65,25 @@ def rules_of_one(c):
     yield "LR_SCHEDULE", f"one of {', '.join(SCHEDULES)}", c.LR_SCHEDULE in SCHEDULES
     web = isinstance(c.REF_SERVER, str) and c.REF_SERVER.startswith(("http://", "https://"))
     yield "REF_SERVER", "http://host:port, or None", web or c.REF_SERVER is None
+    yield "TRAINER", "http://host:port", is_address(c.TRAINER)
+
+
+def is_address(text):
+    """Returns whether a text is http://host:port, with no path."""
+    if not isinstance(text, str):
+        return False
+    try:
+        parts = urlsplit(text)
+        return parts.scheme == "http" and bool(parts.hostname) and bool(parts.port)
+    except ValueError:
+        return False
 
 
 def rules_of_several(c):
     """Yields rules that compare constants, whose types are right, with limits and each other."""
-    alone = "0 where REF_SERVER is None: it needs a server"
-    for name in ("PUBLISH_STEPS", "REFERENCE_REFRESH_STEPS"):
-        yield name, alone, c.REF_SERVER is not None or not vars(c)[name]
-    yield "PAGE_PORT", "65535 at most; 0 is no page", c.PAGE_PORT <= 65535
+    remedy = "0 with a server: set REF_SERVER = None, or start a new run from RUN_DIR/final"
+    local = c.REF_SERVER is None or not c.REFERENCE_REFRESH_STEPS
+    yield "REFERENCE_REFRESH_STEPS", f"{remedy} (MODEL, on both sides)", local
     named = None in (c.OUTCOME, c.REWARD_WEIGHTS) or c.OUTCOME in c.REWARD_WEIGHTS
     yield "OUTCOME", "one of the names in REWARD_WEIGHTS", named
     yield "GROUP_SIZE", "2 or more, to be compared with each other", c.GROUP_SIZE >= 2
@@ -92,17 +104,16 @@ def rules_of_several(c):
 
 
 def check_update(run, metrics, sequences, groups, before):
-    """Collective: ends the run after too many updates in a row that were not finite, or where the
-    first one, on groups sampled after `before` updates, is not what theory says."""
-    progress, c = run.progress, run.constants
+    """Raises RuntimeError, on all ranks alike, after too many updates in a row that were not
+    finite, or if the first one, on groups sampled after `before` updates, is not what theory
+    says."""
+    progress, c = run.progress, run.c
     if metrics["skipped"]:
         run.folder.bad_step(progress, sequences, metrics, limit=c.MAX_BAD_STEPS)
         return
     progress.bad = 0
     # Not where a resumed run trains groups of a history that was undone
     if not progress.checked and all(group.policy_version <= before for group in groups):
-        own = {"model": c.MODEL, "dtype": run.policy.dtype}  # the reference without a server
-        reference = run.server.info if run.server else own
-        said = check_first_update(metrics, run.policy.dtype, reference, model=c.MODEL)
+        said = check_first_update(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
         say(f"the first update is as it should be: {said}")
     progress.checked = True

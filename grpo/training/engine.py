@@ -1,61 +1,17 @@
-"""DeepSpeed's engine, ZeRO-2, around the policy's model, and the processes that are its ranks."""
+"""DeepSpeed's engine, ZeRO-2, around the policy's model."""
 
 import contextlib
-import importlib.util
 import math
 import os
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from grpo.forward import CompletionModel
-from grpo.log import announced, say
-from grpo.models import own_device
+from grpo.log import say
 from grpo.sampling.memory import BUCKET
-from grpo.training.liveness import gathered
+from grpo.training.ranks import gathered, join_ranks
 
-# The number of processes that mpirun or srun has started
-LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-# What tells a process which rank it is, and where the others are
-NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SCHEDULES = ("linear", "cosine")  # LR_SCHEDULE
-
-
-def stand_alone():
-    """Makes a process that no launcher has started the only rank: without this DeepSpeed would look
-    for MPI. Raises SystemExit where one of several processes can't know its rank."""
-    if "RANK" in os.environ or any(int(os.environ.get(name) or 1) > 1 for name in LAUNCHED):
-        missing = [name for name in NEEDED if name not in os.environ]
-        if missing and not importlib.util.find_spec("mpi4py"):  # by which DeepSpeed would find out
-            raise SystemExit(
-                f"this process is one of several, but {', '.join(missing)} is not set: start them"
-                " as docs/several_machines.md does, with deepspeed, torchrun or srun"
-            )
-        return
-    # MASTER_PORT 0: the system picks a free one
-    only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
-    os.environ.update(only | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
-    if (gpus := torch.accelerator.device_count()) > 1:
-        say(f"this process trains on one of {gpus} GPUs; `deepspeed` starts one on each")
-
-
-def join_ranks(wait_limit_seconds):
-    """Collective: makes this process a rank with a GPU of its own, unless it is one. Comes before
-    the model is loaded, which may take longer on one machine than a collective waits."""
-    if dist.is_initialized():
-        return
-    import deepspeed  # takes seconds; tests of the trainer's functions do without
-
-    own_device()
-    # DeepSpeed would compile an all-reduce for CPU inference, which training never calls: a minute,
-    # and a compiler that may be missing. Other versions of it may compile: say what we wait for
-    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
-    stand_alone()
-    # Longer than a rank waits for the server, whose error says more
-    with announced("all ranks to start"):
-        deepspeed.init_distributed(timeout=timedelta(seconds=wait_limit_seconds + 60))
 
 
 def make_engine(c, policy):
@@ -75,7 +31,7 @@ def make_engine(c, policy):
     )
     # What one rank's model can't do, none does: all must plan the same micro-batches
     abilities = model.shares, model.separable, model.notes
-    shares, separable, notes = zip(*gathered(abilities, "all ranks to load the model"), strict=True)
+    shares, separable, notes = zip(*gathered(abilities), strict=True)
     model.shares, model.separable = all(shares), all(separable)
     for note in sorted(set().union(*notes)):
         say(note)

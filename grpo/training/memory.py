@@ -1,11 +1,10 @@
 """What a GPU holds while the trainer trains, in bytes, and the constants "auto" that fill it; see
 grpo/sampling/memory.py."""
 
-from dataclasses import replace
-
 import torch.distributed as dist
 
 import grpo_loss_triton
+from grpo.constants import set_for_run
 from grpo.log import say
 from grpo.packing import pack_by_tokens
 from grpo.sampling.memory import (
@@ -23,7 +22,7 @@ from grpo.sampling.memory import (
     told,
     usual,
 )
-from grpo.training.liveness import gathered
+from grpo.training.ranks import gathered
 
 STATES = WEIGHTS, ADAM, "gradients of a step, fp32"
 # To try, with and without checkpointing, the fastest first: to checkpoint takes a third more time,
@@ -189,29 +188,28 @@ def training(m, c, world):
 
 
 # --- What fits ----------------------------------------------------------------------
-def fill_card(c, policy, recipe):
+def fill_card(c, policy):
     """Collective: puts what fits into the ranks' GPUs in place of "auto" in the constants `c`, the
-    same on all ranks: all plan the same micro-batches. Returns the recipe with SAMPLE_BATCH.
+    same on all ranks: all plan the same micro-batches.
 
     It is done before a run is begun or resumed, so that a checkpoint keeps the numbers, and a run
     that resumes says which have changed.
     """
     if not usual(c):
-        return recipe
-    rooms = gathered(room_on(policy.model), "all ranks to load the model")
+        return
+    rooms = gathered(room_on(policy.model))
     if None in rooms:
-        vars(c).update(usual(c))
-        return replace(recipe, sample_batch=c.SAMPLE_BATCH)
+        set_for_run(vars(c), usual(c))
+        return
     values, why, room = usual(c), "the memory of such layers is not computed", min(rooms)
     if room:
         m = sizes_of(policy, c.LORA_RANK)
         values, size = sizes_that_fit(c, m, room, dist.get_world_size())
         why = told(size, room)
-    vars(c).update(values)
+    set_for_run(vars(c), values)
     checkpointing = f"{'' if c.GRADIENT_CHECKPOINTING else 'no '}checkpointing"
     tokens = f"MICRO_BATCH_TOKENS = {c.MICRO_BATCH_TOKENS}"
     say(f"SAMPLE_BATCH = {c.SAMPLE_BATCH}, {tokens}, {checkpointing}: {why}")
-    return replace(recipe, sample_batch=c.SAMPLE_BATCH)
 
 
 def sizes_that_fit(c, m, room, world):

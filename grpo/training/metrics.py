@@ -1,4 +1,4 @@
-"""What a run reports: evaluations, metrics.jsonl, samples.jsonl, the page, the progress bar.
+"""What a run reports: evaluations, metrics.jsonl, samples.jsonl, the progress bar.
 
 What each metric means: docs/metrics.md. All ranks count, and rank 0 writes.
 """
@@ -7,23 +7,21 @@ import contextlib
 import itertools
 import json
 import math
-import queue
 import time
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from grpo.devices import accelerator
-from grpo.log import SPEAK_SECONDS, in_background, say
+from grpo.log import SPEAK_SECONDS, say
 from grpo.sampling.rollout import TALLY, sampled_and_rewarded, tally, tally_of, tally_of_one
 from grpo.stop import stop
-from grpo.training.liveness import gathered, meet
+from grpo.training.ranks import add_up, all_or_none
 
 PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
-BEAT_SECONDS = 10  # the page calls a trainer gone that is silent for 60 s
 
 
 class Clock:
@@ -51,20 +49,7 @@ class Clock:
         return {"seconds": total} | {f"seconds_{k}": v for k, v in parts.items()}
 
 
-# --- Sums over the ranks ------------------------------------------------------------
-def add_up(count, names):
-    """Collective: returns the named counts, {name: sum over all ranks}."""
-    numbers = [float(count[name]) for name in names]
-    sums = torch.tensor(numbers, dtype=torch.float64, device=accelerator() or "cpu")
-    dist.all_reduce(sums)
-    return dict(zip(names, sums.tolist(), strict=True))
-
-
-def any_rank(holds):
-    """Collective: returns whether it holds on any rank."""
-    return any(gathered(bool(holds), "the other ranks (rank 0 may be publishing the policy)"))
-
-
+# --- Over the ranks -----------------------------------------------------------------
 def evaluate(policy, recipe, prompts):
     """Collective: returns greedy accuracy (OUTCOME > 0) and the positive share of each reward, both
     of the answers to which it applied and absent where that is none, the truncated share and the
@@ -74,29 +59,29 @@ def evaluate(policy, recipe, prompts):
     def take(room):
         return [] if stop.asked else list(itertools.islice(mine, room))
 
-    greedy = replace(recipe, group_size=1, temperature=0)
-    for sampled in sampled_and_rewarded(policy, greedy, take, seed=0):
-        count.update(tally(recipe, sampled))
-        count.update({f"positive_{name}": int(r > 0) for name, r in sampled[2][0].items()})
-    judged = {name: f"applicable_{name}" for name in recipe.reward_weights}
-    shares = {"accuracy": ("right", judged[recipe.outcome])}
+    greedy = recipe.others(GROUP_SIZE=1, TEMPERATURE=0)
+    with all_or_none("evaluating"):  # collective
+        for sampled in sampled_and_rewarded(policy, greedy, take, seed=0):
+            count.update(tally(recipe, sampled))
+            count.update({f"positive_{name}": int(r > 0) for name, r in sampled[2][0].items()})
+    judged = {name: f"applicable_{name}" for name in recipe.c.REWARD_WEIGHTS}
+    shares = {"accuracy": ("right", judged[recipe.c.OUTCOME])}
     shares |= {f"positive_{name}": (f"positive_{name}", of) for name, of in judged.items()}
     shares |= {"truncated": ("truncated", "completions")}
     shares |= {"completion_tokens": ("tokens", "completions")}
-    meet("the other ranks' part of the evaluation")
     total = add_up(count, [name for pair in shares.values() for name in pair])
     return {f"eval_{k}": total[name] / total[of] for k, (name, of) in shares.items() if total[of]}
 
 
 def rollout_metrics(run, count, sampled, theirs):
-    """Collective: returns metrics over what all ranks and workers have sampled for a rollout: the
-    sums in `count` (rollout.tally) and the lengths are of this rank's groups, `sampled`; `theirs`,
-    the workers', are the same on all ranks. Counts them in the run's progress."""
+    """Collective: returns metrics over what all ranks and workers have sampled for a rollout. The
+    sums in `count` (rollout.tally) are of this rank's groups, `sampled`; `theirs` are the workers'
+    groups that this rank has taken. Counts all in the run's progress."""
     recipe, seconds = run.recipe, run.clock.parts["sample"]
     count["own_tokens"] = count["tokens"]
-    for group in theirs if dist.get_rank() == 0 else ():  # once
+    for group in theirs:
         count.update(tally_of(recipe, group))
-    weights, sums = recipe.reward_weights, ("reward", "square", "applicable")
+    weights, sums = recipe.c.REWARD_WEIGHTS, ("reward", "square", "applicable")
     own = [f"{kind}_{name}" for kind in sums for name in weights]
     total = add_up(count, [*TALLY, "own_tokens", *own])
     n, groups = max(total["completions"], 1), max(total["groups"], 1)
@@ -104,7 +89,7 @@ def rollout_metrics(run, count, sampled, theirs):
     means = {"completions/mean_terminated_length": total["ended_tokens"] / ended} if ended else {}
     for name in weights:
         means |= mean_and_std(f"rewards/{name}", *(total[f"{kind}_{name}"] for kind in sums))
-    if judged := total[f"applicable_{recipe.outcome}"]:
+    if judged := total[f"applicable_{recipe.c.OUTCOME}"]:
         means["accuracy"] = total["right"] / judged
     if seconds:  # 0 where workers sampled all
         means["tokens_per_second"] = total["own_tokens"] / seconds
@@ -150,18 +135,18 @@ def extreme_lengths(groups):
 def why_idle(metrics, groups, recipe):
     """Returns why a rollout with these metrics trains nothing; `groups` are without the flat ones
     that were skipped."""
-    share, limit = metrics["completions/clipped_ratio"], recipe.max_completion_tokens
+    share, limit = metrics["completions/clipped_ratio"], recipe.c.MAX_COMPLETION_TOKENS
     cut = f"{'all' if share == 1 else f'{share:.0%}'} truncated at MAX_COMPLETION_TOKENS = {limit}"
     if groups:
         kept = f"the {len(groups)} groups that are not skipped"
         return f"{kept} are all truncated (MASK_TRUNCATED), and of what was sampled {cut}"
-    accuracy, outcome = metrics.get("accuracy"), f"by OUTCOME = {recipe.outcome!r}"
+    accuracy, outcome = metrics.get("accuracy"), f"by OUTCOME = {recipe.c.OUTCOME!r}"
     judged = "which applied to none" if accuracy is None else f"accuracy {accuracy:.2f}"
     flat = {0: "all wrong", 1: "all right"}.get(accuracy, "each all right or all wrong")
-    if recipe.skip_flat_groups == "reward" or accuracy is None:
+    if recipe.c.SKIP_FLAT_GROUPS == "reward" or accuracy is None:
         flat, outcome = "each of equal total rewards", f"(mean {metrics['reward']:.2g}), {outcome}"
     sampled = f"{metrics['groups_sampled']} groups, {flat} {outcome} ({judged})"
-    why = f"{sampled}, {cut}, are skipped (SKIP_FLAT_GROUPS = {recipe.skip_flat_groups!r})"
+    why = f"{sampled}, {cut}, are skipped (SKIP_FLAT_GROUPS = {recipe.c.SKIP_FLAT_GROUPS!r})"
     differ = 1 - metrics["frac_reward_zero_std"]  # 0 where "reward" has skipped them
     return f'{why}; "reward" would train {differ:.0%} of them, by other rewards' if differ else why
 
@@ -174,39 +159,11 @@ def say_idle(run, metrics, groups):
 
 
 # --- Where it goes ------------------------------------------------------------------
-class Page:
-    """Sends what is logged to a page, the reference server's or the trainer's own, in a thread:
-    training does not wait. Every BEAT_SECONDS, and before the first step, it sends something: the
-    page sees the run live."""
-
-    def __init__(self, server, run, steps=0):
-        self.server, self.run, self.steps = server.copy(), run, steps
-        self.logged = queue.SimpleQueue()
-        in_background(self._send)
-
-    def put(self, file, record):
-        # The page refuses a request with null or a number from 1e30 on
-        fit = {k: v for k, v in record.items() if not isinstance(v, float) or abs(v) <= 1e29}
-        self.logged.put((file, {k: v for k, v in fit.items() if v is not None}))
-
-    def _send(self):
-        batch = []
-        while True:
-            records = [record for file, record in batch if file == "metrics.jsonl"]
-            samples = [record for file, record in batch if file == "samples.jsonl"]
-            self.server.log(self.run, records, samples[-100:], self.steps)
-            batch = []
-            with contextlib.suppress(queue.Empty):
-                batch.append(self.logged.get(timeout=BEAT_SECONDS))
-            while not self.logged.empty():
-                batch.append(self.logged.get())
-
-
 class RunFolder:
     """RUN_DIR's metrics.jsonl, samples.jsonl and bad steps; checkpoint.py writes there too."""
 
-    def __init__(self, path, page=None, reporters=()):
-        self.path, self.page, self.reporters = Path(path), page, reporters
+    def __init__(self, path, reporters=()):
+        self.path, self.reporters = Path(path), reporters
         self.path.mkdir(parents=True, exist_ok=True)
 
     def log(self, file, record):
@@ -215,8 +172,6 @@ class RunFolder:
             record = {k: finite(v) for k, v in record.items()} | {"time": round(time.time(), 2)}
             with open(self.path / file, "a") as f:
                 f.write(json.dumps(record) + "\n")
-            if self.page:
-                self.page.put(file, record)
             for reporter in self.reporters if file == "metrics.jsonl" else ():
                 reporter.put(dict(record))
 
@@ -232,12 +187,12 @@ class RunFolder:
         advantage, then others."""
         if dist.get_rank() != 0 or not groups:
             return
-        step, number = run.progress.step + 1, run.constants.SAMPLES_PER_STEP
-        skips = run.recipe.skip_flat_groups  # what is flat is not trained
+        step, number = run.progress.step + 1, run.c.SAMPLES_PER_STEP
+        skips = run.recipe.c.SKIP_FLAT_GROUPS  # what is flat is not trained
         group, decode = groups[step % len(groups)], run.policy.tokenizer.decode
         item = next(item for index, item, _ in run.recipe.prompts if index == group.item)
         asked = {name: item.get(name) for name in ("question", "answer")}
-        advantages = advantages_of(group, run.recipe.reward_weights).tolist()
+        advantages = advantages_of(group, run.recipe.c.REWARD_WEIGHTS).tolist()
         ids = group.completions(group.completion_ids)
         best, *others = sorted(range(len(ids)), key=advantages.__getitem__, reverse=True)
         for i in [best, *others[-1:], *others[:-1]][:number]:
@@ -260,8 +215,8 @@ class RunFolder:
             self.log("samples.jsonl", record)
 
     def bad_step(self, progress, sequences, metrics, limit):
-        """Collective: says that a step is skipped, and keeps its sequences in a file. RuntimeError
-        after `limit` such steps in a row."""
+        """Says that a step is skipped, and keeps its sequences in a file. RuntimeError after
+        `limit` such steps in a row."""
         path = self.path / f"bad_step_{progress.step:06d}.json"
         if dist.get_rank() == 0:
             path.write_text(json.dumps([asdict(s) for s in sequences], default=torch.Tensor.tolist))
@@ -270,7 +225,6 @@ class RunFolder:
         progress.bad += 1
         why = f"loss {metrics['loss']}, norm of the gradient {metrics['grad_norm']}"
         say(f"step {progress.step} is skipped: {why}; {progress.bad} in a row; kept in {path}")
-        dist.barrier()  # until it is written: the launcher ends all ranks when one ends
         if progress.bad >= limit:
             raise RuntimeError(f"{progress.bad} steps in a row were not finite; see {path}")
 
@@ -287,6 +241,19 @@ class RunFolder:
                 draft = path.with_suffix(".draft")
                 draft.write_text("".join(kept))
                 draft.replace(path)
+
+    def set_aside(self):
+        """Moves the records of a run that ended before its first checkpoint to a folder of their
+        own: the run begins anew."""
+        files = [self.path / name for name in ("metrics.jsonl", "samples.jsonl")]
+        files = [path for path in files if path.exists() and path.stat().st_size]
+        if dist.get_rank() == 0 and files:
+            numbers = itertools.count(1)
+            folder = next(f for n in numbers if not (f := self.path / f"earlier_{n}").exists())
+            folder.mkdir()
+            for path in files:
+                path.rename(folder / path.name)
+            say(f"the run had no checkpoint and begins anew; what it logged is now in {folder}")
 
 
 def is_plain(value):
@@ -340,7 +307,7 @@ def say_parts(laps):
 
 def say_end(run, asked):
     """Says how a run has ended. SystemExit if it was `asked` to end, or had nothing to train."""
-    p, c = run.progress, run.constants
+    p, c = run.progress, run.c
     if run.laps:
         say_parts(run.laps)
     if asked:

@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl and the page: TensorBoard, Weights & Biases, functions.
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, functions.
 
 REPORT_TO names them. Rank 0 sends each record in a thread of its own: a receiver that is slow or
 fails neither delays nor ends the run. Both packages are optional, and imported only if named.

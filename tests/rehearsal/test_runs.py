@@ -1,7 +1,6 @@
 """Whole runs on the pretended GPU, by DeepSpeed's engine in its accelerator for CUDA: sampling,
 scoring, updates, publishing, evaluation, checkpoints, and the runs that resume from them."""
 
-import functools
 import json
 import os
 import subprocess
@@ -9,22 +8,18 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import InProcess
 from processes import PRESET, records
 from safetensors.torch import load_file
 from tiny import make_tiny
 from transformers import AutoModelForCausalLM
 
 import grpo_ref_split as trainer
+import ref_server
 from demo import free_port
 from grpo.sampling import start
 from grpo.sampling.memory import USUAL
-from grpo.serving.policies import Policies
-from grpo.serving.scoring import Reference, score_groups
-from grpo.serving.store import Store
-from grpo.training import local_reference
-from ref_server import make_app
+from grpo.training import reference as reference_module
+from grpo.wire import pack_ids, pack_logps, unpack_ids, unpack_logps
 from rehearsal.events import counted
 from tasks import arithmetic, even
 
@@ -57,44 +52,39 @@ def tiny(tmp_path):
 def main(tiny, tmp_path, monkeypatch):
     """Returns a function that runs the trainer's main() with other constants; -> its records."""
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)  # all runs share it
-    monkeypatch.setattr(trainer, "watch_launcher", lambda: None)
+    monkeypatch.setattr(trainer.ranks, "end_with_launcher", lambda: None)
     monkeypatch.setattr(even, "load", lambda split: arithmetic.load(split)[:20])
 
     def run(**constants):
         folder = tmp_path / "run"
-        for name, value in (SMALL | {"MODEL": str(tiny), "RUN_DIR": str(folder)}).items():
-            monkeypatch.setattr(trainer, name, value)
-        for name, value in constants.items():
-            monkeypatch.setattr(trainer, name, value)
-        trainer.main()
+        trainer.main(**SMALL | {"MODEL": str(tiny), "RUN_DIR": str(folder)} | constants)
         return [r for r in records(folder) if "loss" in r]
 
     return run
 
 
-def server_on_the_gpu(model, folder, monkeypatch):
-    """Makes the trainer call the server's routes in this process, where what it uploads is scored
-    at once; -> the store."""
-    store = Store(folder / "store.sqlite", 10**7)
-    settings = {"dtype": "auto", "temperature": 1.0, "budget": 256}
-    settings["share_prompts"] = True
-    reference = Reference(store, folder, model=str(model), **settings)
-    policies = Policies(store, folder / "policies", 10**7)
-    limits = {"token": None, "max_body_bytes": 10**7, "lease_seconds": 60, "lease_wait": 0}
-    app = make_app(store, policies, reference, **limits)
+class Server:
+    """ref_server.py's model in this process, in the place of its client; bodies are packed."""
 
-    def score():
-        if waiting := store.waiting(99, 0):
-            score_groups(store, waiting, reference.score, **reference.limits)
+    url, state = "here", ""
 
-    client = functools.cache(lambda url, limit: InProcess(app, limit, after=score))
-    monkeypatch.setattr(start, "RefServer", client)
-    return store
+    def __init__(self):
+        self.reference = ref_server.Reference()
+        self.info = self.reference.info
+
+    def check(self, model, tokenizer, temperature):
+        pass
+
+    def score(self, groups):
+        request = ref_server.Request(unpack_ids(pack_ids(groups), **self.reference.limits))
+        self.reference.score([request])
+        return unpack_logps(pack_logps(request.answer.result()), groups)
 
 
 def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_path, monkeypatch):
-    store = server_on_the_gpu(tiny, tmp_path, monkeypatch)
+    monkeypatch.setattr(ref_server, "MODEL", str(tiny))
+    server = Server()
+    monkeypatch.setattr(start, "RefServer", lambda url, limit: server)
     batches, waits, real = [], [], trainer.batch_loss
 
     def accumulate(*args, real=trainer.accumulate, **kwargs):
@@ -106,6 +96,7 @@ def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_pat
     monkeypatch.setattr(trainer, "batch_loss", lambda *a, **k: batches.append(1) or real(*a, **k))
     monkeypatch.setattr(trainer, "accumulate", accumulate)
     two = {"UPDATES_PER_ROLLOUT": 2, "PUBLISH_STEPS": 1, "MAX_STALENESS": 2}
+    two["TRAINER"] = f"http://127.0.0.1:{free_port()}"
     steps = main(STEPS=2, **two)
     # 16 a micro-batch: what is brought to the GPU, and transformers' masks; 2 that read the metrics
     total = sum(count.waits.total() for count in waits)
@@ -122,32 +113,38 @@ def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_pat
 
     steps = main(STEPS=3, **two)
     assert [r["step"] for r in steps] == [1, 2, 3] and not steps[2]["skipped"]
-    store.db.close()
 
 
 def test_a_reference_that_waits_on_the_cpu_scores_on_the_gpu(main, monkeypatch):
     """It comes once a rollout, and between two of them no tensor of it is on the GPU."""
-    places, real = [], local_reference.LocalReference._score
+    places, references, real = [], [], reference_module.score_sequences
 
-    def score(self, sequences):
-        places.append(self.model.model.device.type)
-        real(self, sequences)
-        places.append(self)
+    def scored(model, *arguments, **settings):
+        places.append(model.model.device.type)
+        return real(model, *arguments, **settings)
 
-    monkeypatch.setattr(local_reference.LocalReference, "_score", score)
-    alone = {
-        "REF_SERVER": None,
-        "REFERENCE_ON_CPU": True,
-        "PAGE_PORT": 0,
-        "EVAL_STEPS": 9,
-        "SAVE_STEPS": 9,
-    }
+    def made(*arguments, make=reference_module.LocalReference):
+        references.append(make(*arguments))
+        return references[0]
+
+    monkeypatch.setattr(reference_module, "score_sequences", scored)
+    monkeypatch.setattr(reference_module, "LocalReference", made)
+    alone = {"REF_SERVER": None, "REFERENCE_ON_CPU": True, "EVAL_STEPS": 9, "SAVE_STEPS": 9}
     steps = main(STEPS=2, UPDATES_PER_ROLLOUT=2, **alone)
-    first, reference = places
-    assert first == "cuda" and reference.model.model.device.type == "cpu"
-    tensors = local_reference.tensors_of(reference.model.model)
+    (reference,) = references
+    assert places == ["cuda"] and reference.model.model.device.type == "cpu"
+    tensors = reference_module.tensors_of(reference.model.model)
     assert {tensor.device.type for *_, tensor in tensors} == {"cpu"}
     assert abs(steps[0]["kl"]) < 1e-3 < steps[1]["kl"]
+
+
+def test_a_refreshed_reference_takes_the_policys_weights_on_the_gpu(main):
+    """Also where it waits on the CPU, and as the adapters of a model that is there already."""
+    alone = {"REF_SERVER": None, "REFERENCE_REFRESH_STEPS": 1, "EVAL_STEPS": 9, "SAVE_STEPS": 9}
+    steps = main(STEPS=2, REFERENCE_ON_CPU=True, **alone)
+    assert max(abs(r["kl"]) for r in steps) < 1e-3 and not any(r["skipped"] for r in steps)
+    steps = main(STEPS=3, REFERENCE_ON_CPU=True, **alone)
+    assert len(steps) == 3 and abs(steps[2]["kl"]) < 1e-3
 
 
 def test_adapters_with_an_offloaded_optimizer_resume(main, tmp_path):

@@ -62,7 +62,7 @@ def test_rewards_beside_are_those_of_the_same_groups_and_in_the_main_thread():
 
 
 def test_a_reward_that_hangs_beside_sampling_is_interrupted_all_the_same():
-    recipe = a_recipe(reward_timeout_seconds=0.2)
+    recipe = a_recipe(REWARD_TIMEOUT_SECONDS=0.2)
     recipe.task.rewards = lambda item, text: time.sleep(60)
     with pytest.raises(RuntimeError, match="REWARD_TIMEOUT_SECONDS") as caught:
         sampled(FakeEngine(), recipe, prompts_of([MIXED] * 3), beside=True)

@@ -9,9 +9,9 @@ import torch
 from fakes import MIXED, a_recipe, prompts_of
 from transformers import AutoTokenizer
 
-import grpo_ref_split as trainer
-from grpo.sampling import start as start_module
+from grpo.constants import settle
 from grpo.sampling import worker
+from grpo.sampling.recipe import load_split
 from grpo.sampling.rollout import Stream
 
 
@@ -26,22 +26,19 @@ def test_ranks_share_each_epoch_without_overlap():
     assert ranks[0] != list(islice(Stream(prompts, 1, 0, 3), 10))
 
 
-def test_long_prompts_are_left_out_and_counted(tiny, monkeypatch, capsys):
+def test_long_prompts_are_left_out_and_counted(tiny, capsys):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     items = [{"question": "2 + 2?", "answer": "4"}, {"question": "how many " * 50, "answer": "1"}]
     task = SimpleNamespace(
         load=lambda split: items,
         messages=lambda item: [{"role": "user", "content": item["question"]}],
     )
-    monkeypatch.setattr(trainer, "MAX_PROMPT_TOKENS", 40)
-    assert [
-        index
-        for index, _, _ in start_module.load_split(trainer.constants(), task, "train", tokenizer)
-    ] == [0]
+    c = a_recipe(MAX_PROMPT_TOKENS=40).c
+    assert [index for index, _, _ in load_split(c, task, "train", tokenizer)] == [0]
     assert "2 questions, 1 left out" in capsys.readouterr().out  # not in silence
-    monkeypatch.setattr(trainer, "MAX_PROMPT_TOKENS", 2)
+    c.MAX_PROMPT_TOKENS = 2
     with pytest.raises(SystemExit, match="MAX_PROMPT_TOKENS = 2"):
-        start_module.load_split(trainer.constants(), task, "train", tokenizer)
+        load_split(c, task, "train", tokenizer)
 
 
 def test_every_epoch_has_each_prompt_once_in_an_order_of_its_own():
@@ -54,7 +51,6 @@ def test_every_epoch_has_each_prompt_once_in_an_order_of_its_own():
 
 
 def test_the_order_is_the_trainers_and_may_be_read_anywhere():
-    """Positions come from the server: a worker sees some of them, back and forth."""
     prompts = list(range(10))
     order, alone = Stream(prompts, 5), Stream(prompts, 5, rank=0, world=1)
     expected = [next(alone) for _ in range(45)]
@@ -67,22 +63,22 @@ def test_settings_are_the_same_after_a_journey_as_json():
     recipe = a_recipe(prompts_of([MIXED]))
     mine = recipe.settings()
     worker.check_settings(json.loads(json.dumps(mine)), mine)
-    # What may differ: how many rows a machine has room for, and where it gives up
-    other = a_recipe(prompts_of([MIXED]), sample_batch=8).settings()
+    # What may differ: how many rows a machine has room for, and the order of the prompts
+    other = a_recipe(prompts_of([MIXED]), SAMPLE_BATCH=8, SEED=1).settings()
     worker.check_settings(other, mine)
 
 
 @pytest.mark.parametrize(("name", "change"), [
-    ("TASK", {"task_name": "gsm8k"}),
-    ("GROUP_SIZE", {"group_size": 4}),
-    ("MAX_PROMPT_TOKENS", {"max_prompt_tokens": 99}),
-    ("MAX_COMPLETION_TOKENS", {"max_completion_tokens": 99}),
-    ("TEMPERATURE", {"temperature": 0.9}),
-    ("REWARD_WEIGHTS", {"reward_weights": {"correctness": 1.0, "format": 1.0}}),
-    ("OUTCOME", {"outcome": "format"}),
-    ("STOP_STRINGS", {"stop_strings": ["</answer>"]}),
-    ("SKIP_FLAT_GROUPS", {"skip_flat_groups": "reward"}),
-    ("SEED", {"seed": 1}),
+    ("TASK", {"TASK": "gsm8k"}),
+    ("GROUP_SIZE", {"GROUP_SIZE": 4}),
+    ("MAX_PROMPT_TOKENS", {"MAX_PROMPT_TOKENS": 99}),
+    ("MAX_COMPLETION_TOKENS", {"MAX_COMPLETION_TOKENS": 99}),
+    ("TEMPERATURE", {"TEMPERATURE": 0.9}),
+    ("REWARD_WEIGHTS", {"REWARD_WEIGHTS": {"correctness": 1.0, "format": 1.0}}),
+    ("OUTCOME", {"OUTCOME": "format"}),
+    ("STOP_STRINGS", {"STOP_STRINGS": ["</answer>"]}),
+    ("STOP_TOKENS", {"STOP_TOKENS": ["</s>"]}),
+    ("SKIP_FLAT_GROUPS", {"SKIP_FLAT_GROUPS": "reward"}),
     ("prompts", {"prompts": prompts_of([MIXED, MIXED])}),
     ("prompts", {"prompts": [(0, {}, [5, 7])]}),  # another template, tokenizer or split
     ("prompts", {"prompts": [(1, {}, [5, 6])]}),
@@ -97,6 +93,32 @@ def test_a_worker_with_other_constants_is_told_which(name, change):
 
 def test_a_trainer_that_does_not_tell_a_setting_has_another():
     mine = a_recipe().settings()
-    theirs = {k: v for k, v in mine.items() if k != "SEED"}
-    with pytest.raises(SystemExit, match="SEED is 0 here, None there"):
+    theirs = {k: v for k, v in mine.items() if k != "GROUP_SIZE"}
+    with pytest.raises(SystemExit, match="GROUP_SIZE is 2 here, None there"):
         worker.check_settings(theirs, mine)
+
+
+def test_a_changed_copy_leaves_the_recipe_and_its_constants_as_they_are():
+    recipe = a_recipe(prompts_of([MIXED]))
+    other = recipe.others(GROUP_SIZE=1, TEMPERATURE=0)
+    assert (other.c.GROUP_SIZE, other.c.TEMPERATURE, recipe.c.GROUP_SIZE) == (1, 0, 2)
+    assert (other.task, other.prompts) == (recipe.task, recipe.prompts)
+    assert vars(other.c).keys() == vars(recipe.c).keys()
+
+
+# --- The constants of a task that has its own --------------------------------------
+def test_what_a_task_says_is_put_into_the_scripts_constants_until_they_are_settled_again():
+    """A second main() in the process had the first task's REWARD_WEIGHTS and OUTCOME."""
+    prompts, unset = [(0, {}, [5])], {"REWARD_WEIGHTS": None, "OUTCOME": None}
+    first = SimpleNamespace(REWARD_WEIGHTS={"a": 2.0, "b": 1.0}, OUTCOME="a")
+    second = SimpleNamespace(rewards=lambda item, text: 0.5)
+    recipe = a_recipe(prompts, task=first, SKIP_FLAT_GROUPS=True, **unset)
+    script = vars(recipe.c)
+    before = dict(script)
+    recipe.resolve()
+    assert script["REWARD_WEIGHTS"] == {"a": 2.0, "b": 1.0} and script["OUTCOME"] == "a"
+    assert script["SKIP_FLAT_GROUPS"] == "outcome"
+    assert settle(script, before.keys(), {}) == before
+    recipe.task = second
+    recipe.resolve()
+    assert script["REWARD_WEIGHTS"] == {"reward": 1.0} and script["OUTCOME"] == "reward"

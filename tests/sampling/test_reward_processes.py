@@ -43,8 +43,8 @@ def processes(number=2, limit_seconds=30):
     submit = start_processes(TASK, number, limit_seconds)
     mine = set(psutil.Process().children()) - before
     try:
-        limits = {"reward_processes": submit, "reward_timeout_seconds": limit_seconds}
-        yield a_recipe(task=TASK, reward_weights=REWARDS, **limits)
+        limits = {"reward_processes": submit, "REWARD_TIMEOUT_SECONDS": limit_seconds}
+        yield a_recipe(task=TASK, REWARD_WEIGHTS=REWARDS, **limits)
     finally:
         for process in mine:
             with suppress(psutil.NoSuchProcess):
@@ -67,7 +67,7 @@ def rewarded(recipe, *texts, groups=1, **changes):
 def test_rewards_are_the_same_in_the_same_order(two):
     texts = ["sleep 0.05", "sleep 0", "look", "sleep 0.0", "sleep 0.01"]
     there = rewarded(two, *texts, groups=5)
-    here = rewarded(a_recipe(task=TASK, reward_weights=REWARDS), *texts, groups=5)
+    here = rewarded(a_recipe(task=TASK, REWARD_WEIGHTS=REWARDS), *texts, groups=5)
     assert [[r["format"] for r in group] for group in there] == [
         [r["format"] for r in group] for group in here
     ]
@@ -177,7 +177,7 @@ def test_as_many_begin_as_the_constant_says(number, tiny, monkeypatch):
     mine = set(psutil.Process().children()) - children
     found = {r["correctness"] for group in rewarded(recipe, "pid") for r in group}
     assert len(mine) == number and found <= {float(p.pid) for p in mine or [psutil.Process()]}
-    assert recipe.skip_flat_groups == "outcome"
+    assert recipe.c.SKIP_FLAT_GROUPS == "outcome"
     for process in mine:
         process.kill()
     psutil.wait_procs(mine)

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,7 +97,7 @@ def test_a_reward_that_fails_or_hangs_stops_the_run_with_question_and_completion
         (broken, "KeyError.*'first'"),
         (slow, "REWARD_TIMEOUT_SECONDS.*'second'"),
     ]:
-        recipe = a_recipe(prompts_of([MIXED]), reward_timeout_seconds=0.2)
+        recipe = a_recipe(prompts_of([MIXED]), REWARD_TIMEOUT_SECONDS=0.2)
         recipe.task.rewards = function
         with pytest.raises(RuntimeError, match=f"(?s)tasks/fake.py: rewards.*{reason}") as caught:
             sampled(FakeEngine(), recipe, prompts_of([MIXED]))
@@ -109,6 +108,6 @@ def test_slow_rewards_are_not_waited_for_in_silence(monkeypatch, capsys):
     monkeypatch.setattr(reward_timeout, "SPEAK_SECONDS", 0.4)
     recipe = a_recipe()
     recipe.task.rewards = lambda item, text: time.sleep(1) or {"correctness": 1, "format": 1}
-    sampled(FakeEngine(), replace(recipe, group_size=1), prompts_of([MIXED]))
+    sampled(FakeEngine(), recipe.others(GROUP_SIZE=1), prompts_of([MIXED]))
     said = capsys.readouterr().err
     assert said.count("waiting for the rewards of question '?', tasks/fake.py, since ") == 2

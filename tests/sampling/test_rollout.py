@@ -58,7 +58,7 @@ def test_as_many_groups_begin_as_were_asked_for():
 
 def test_sampling_is_bounded_and_as_the_recipe_says():
     engine = FakeEngine()
-    rolled_out([MIXED] * 9, 5, engine, sample_batch=5, temperature=0.7)
+    rolled_out([MIXED] * 9, 5, engine, SAMPLE_BATCH=5, TEMPERATURE=0.7)
     assert engine.most == 2  # groups of 2, not 3
     assert engine.settings == {
         "max_rows": 5,
@@ -83,7 +83,7 @@ def test_a_group_is_flat_if_its_outcome_or_its_total_reward_is_constant(rewards,
     other.reward_names.reverse()  # the outcome's column, wherever it stands
     for group in (a_group(rewards, **three), other):
         for criterion in ("outcome", "reward", False):
-            counts = tally_of(a_recipe(skip_flat_groups=criterion), group)
+            counts = tally_of(a_recipe(SKIP_FLAT_GROUPS=criterion), group)
             assert (counts["flat_outcome"], counts["flat_reward"]) == (outcome, reward)
             assert counts["flat"] == (reward if criterion == "reward" else outcome)
 
@@ -153,7 +153,7 @@ def test_a_policy_streams_text_and_ids(tiny):
     policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
     texts = []
     task = SimpleNamespace(rewards=lambda item, text: texts.append(text) or {"a": 1.0})
-    recipe = a_recipe(task=task, reward_weights={"a": 1.0}, group_size=3)
+    recipe = a_recipe(task=task, REWARD_WEIGHTS={"a": 1.0}, GROUP_SIZE=3)
     prompts, clock = [(9, {}, [5, 6, 7]), (4, {}, [8])], Clock()
     first = sampled(policy, recipe, prompts, timed=lambda: clock.part("reward"))
     assert sorted(prompt[0] for prompt, _, _ in first) == [4, 9]

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import Ranks, a_recipe
+from fakes import a_recipe
+from rank_threads import Ranks
 
 import grpo_ref_split as trainer
 from grpo.sampling import sampler
@@ -18,6 +19,7 @@ from grpo.sampling.rollout import Stream, groups_to_begin
 from grpo.sampling.sampler import stream_groups
 from grpo.training.checkpoint import Progress
 from grpo.training.metrics import Clock
+from grpo.training.reference import NoReference
 
 G, PROMPTS, RANKS, ROWS = 8, 28, 7, 64
 LONGEST = 64  # tokens
@@ -89,34 +91,36 @@ def steps_of(patch, flat_share, number):
     """-> what the ranks did in each of so many steps: (columns of the slowest rank, the groups that
     are trained, how many usable ones were sampled, the share of flat groups expected next)."""
     patch.setattr(sampler, "make_decoder", lambda model, *_: CountingDecoder(model.columns))
-    for name, value in {"PROMPTS_PER_STEP": PROMPTS, "KL_BETA": 0}.items():
+    for name, value in {"PROMPTS_PER_STEP": PROMPTS, "OUTCOME": "a"}.items():
         patch.setattr(trainer, name, value)
     recipe = a_recipe(
         prompts_of(flat_share),
         task=SimpleNamespace(rewards=rewards),
-        group_size=G,
-        sample_batch=ROWS,
-        max_prompt_tokens=G,
-        max_completion_tokens=LONGEST,
-        reward_weights={"a": 1.0},
-        outcome="a",
+        GROUP_SIZE=G,
+        SAMPLE_BATCH=ROWS,
+        MAX_PROMPT_TOKENS=G,
+        MAX_COMPLETION_TOKENS=LONGEST,
+        REWARD_WEIGHTS={"a": 1.0},
+        OUTCOME="a",
     )
 
     def of_rank(rank):
-        run = SimpleNamespace(recipe=recipe, clock=Clock(), server=None, progress=Progress("run"))
+        run = SimpleNamespace(recipe=recipe, clock=Clock(), workers=None, progress=Progress("run"))
         run.stream, steps = Stream(recipe.prompts, 0, rank, RANKS), []
+        run.reference = NoReference()
         for run.progress.step in range(number):
             run.policy = CountingPolicy()
-            groups, _, count = trainer.sample_missing(run, PROMPTS)
-            steps.append((run.policy.columns, groups, count, run.progress.flat_share))
+            groups, metrics, _ = trainer.sample_step(run)
+            usable = metrics["groups_sampled"] * (1 - metrics["frac_outcome_zero_std"])
+            steps.append((run.policy.columns, groups, usable, run.progress.flat_share))
         return steps
 
     steps = []
     for of_ranks in zip(*Ranks(patch, RANKS).run(of_rank), strict=True):
-        columns, groups, counts, shares = zip(*of_ranks, strict=True)
+        columns, groups, usable, shares = zip(*of_ranks, strict=True)
         slowest = sum(max(of_round) for of_round in zip(*columns, strict=True))
         assert len({tuple(g.id for g in seen) for seen in groups}) == len(set(shares)) == 1
-        steps.append((slowest, groups[0], sum(c["groups"] - c["flat"] for c in counts), shares[0]))
+        steps.append((slowest, groups[0], round(usable[0]), shares[0]))
     return steps
 
 

@@ -1,58 +1,23 @@
 """Checkpoints: atomic, and agreed on by machines with disks of their own."""
 
 import json
+import math
 import os
 import random
 import re
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from rank_threads import Ranks as Threads
 
 from grpo.sampling.rollout import Stream
-from grpo.training import checkpoint, liveness
+from grpo.training import checkpoint
 from grpo.training import metrics as report
 from grpo.training.checkpoint import check_resumable, constants_of
-
-
-class Ranks:
-    """A process group of threads, in the place of torch.distributed."""
-
-    def __init__(self, world):
-        self.values, self.mine = [None] * world, threading.local()
-        self.barrier = threading.Barrier(world, timeout=20)
-
-    def get_rank(self):
-        return getattr(self.mine, "rank", 0)
-
-    def get_world_size(self):
-        return len(self.values)
-
-    def all_gather_object(self, everyone, value):
-        self.values[self.get_rank()] = value
-        self.barrier.wait()
-        everyone[:] = self.values
-        self.barrier.wait()
-
-    def each(self, function, values):
-        """-> what function(value), of a value for each rank, gives there; or SystemExit's text."""
-
-        def run(rank, value):
-            self.mine.rank = rank
-            try:
-                return function(value)
-            except SystemExit as error:
-                return str(error)
-            except OSError:
-                self.barrier.abort()  # the launcher ends the other ranks
-                raise
-
-        with ThreadPoolExecutor(len(self.values)) as threads:
-            return list(threads.map(run, range(len(self.values)), values))
-
 
 RUN = {"MODEL": "a", "LORA_RANK": 0, "DTYPE": "auto", "TASK": "t", "STEPS": 5}
 
@@ -79,14 +44,22 @@ class FakePolicy:
         Path(folder, "model.safetensors").write_bytes(b"weights")
 
 
+class Ranks(Threads):
+    def each(self, function, values):
+        """-> what function(value), of a value for each rank, gives there; or SystemExit's text."""
+
+        def run(rank):
+            try:
+                return function(values[rank])
+            except SystemExit as error:
+                return str(error)
+
+        return self.run(run)
+
+
 @pytest.fixture
 def ranks(monkeypatch, request):
-    ranks = Ranks(getattr(request, "param", 1))
-    for module in (checkpoint, liveness, report):
-        monkeypatch.setattr(module, "dist", ranks)
-    for module in (checkpoint, liveness):
-        monkeypatch.setattr(module, "meet", lambda what: ranks.barrier.wait())
-    return ranks
+    return Ranks(monkeypatch, getattr(request, "param", 1), seconds=20)
 
 
 @pytest.fixture
@@ -94,8 +67,9 @@ def alone(ranks):
     pass
 
 
-def save(folder, step, stream, keep=2, **progress):
+def save(folder, step, stream, keep=2, constants=None, **progress):
     state = {"step": step, "progress": {"run": "r", "step": step} | progress}
+    state["constants"] = constants or {}
     checkpoint.save(folder, FakePolicy(), FakeEngine(), stream, state, keep, "card")
 
 
@@ -117,7 +91,9 @@ DAMAGE = {
     "no state": lambda path: os.remove(path / "trainer/state.json"),
     "half a state": lambda path: os.truncate(path / "trainer/state.json", 30),
     "an odd state": lambda path: (path / "trainer/state.json").write_text("[]"),
-    "an earlier layout": lambda path: (path / "trainer/state.json").write_text('{"files": {}}'),
+    "an earlier layout": lambda path: (path / "trainer/state.json").write_text(
+        '{"files": {"a": 3}}'
+    ),
 }
 
 
@@ -133,7 +109,6 @@ def test_a_torn_checkpoint_is_named_and_skipped(tmp_path, alone, capsys, damage)
     assert path.name == "step_000009" and state["step"] == 9
     out = capsys.readouterr().out
     assert "step_000010 is incomplete and is skipped" in out and "that one does not count" in out
-    assert ("an earlier version's layout; MODEL may name it" in out) == ("layout" in damage)
     save(tmp_path, 10, stream)  # in its place
     assert checkpoint.newest(tmp_path)[1]["step"] == 10 and not (tmp_path / ".unfinished").exists()
 
@@ -166,9 +141,9 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_has_a_name(tmp_path, 
             save(tmp_path, step, stream, keep=1, best=best)
             left = {"step_000009", "step_000003"} if step == 9 else None
             assert left is None or left <= set(names_in(tmp_path))
-            checkpoint.meet("the others")
+            dist.barrier()
 
-    ranks.each(save_all, [None] * len(ranks.values))
+    ranks.each(save_all, [None] * ranks.get_world_size())
     assert names_in(tmp_path) == ["best", "step_000012", "step_000015"]  # step 3 is best no longer
     assert os.readlink(tmp_path / "best") == "step_000012"  # relative: RUN_DIR may be moved
     assert (tmp_path / "best/README.md").read_text() == "card"
@@ -234,7 +209,7 @@ def test_ranks_meet_before_they_gather_the_weights_that_they_read(tmp_path, alon
     stream, events = Stream([(0, {}, [0])], 0, 0, 1), []
     save(tmp_path, 3, stream)
     engine = FakeEngine()
-    monkeypatch.setattr(checkpoint, "meet", lambda what: events.append("meet"))
+    monkeypatch.setattr(dist, "barrier", lambda: events.append("meet"))
     engine.load_state_dict = lambda *_, **__: events.append("read")
     engine.update_lp_params = lambda: events.append("gather")
     checkpoint.load(tmp_path / "step_000003", engine, stream)
@@ -286,7 +261,7 @@ def test_a_checkpoint_counts_only_when_every_machine_has_its_part(tmp_path, rank
     disks, stream = [tmp_path / "a", tmp_path / "b"], Stream([(0, {}, [0])], 0, 0, 1)
     disks[1].mkdir()
     (disks[1] / "step_000003").write_text("in the way")
-    with pytest.raises((OSError, threading.BrokenBarrierError)):
+    with pytest.raises(OSError, match="step_000003"):
         ranks.each(lambda disk: save(disk, 3, stream), disks)
     assert not list(disks[0].glob("step_*"))
 
@@ -317,7 +292,7 @@ def test_machines_with_disks_of_their_own_agree_on_what_is_complete(tmp_path, ra
 
     def begin(disk):
         checkpoint.leads(disk)
-        run, before = checkpoint.run_of(str(disk), RUN, None)
+        run, before = checkpoint.run_of(str(disk), RUN)
         assert before == {}
         checkpoint.write_run(str(disk), run, RUN)
         [save(disk, step, stream) for step in (1, 3, 9)]
@@ -325,7 +300,7 @@ def test_machines_with_disks_of_their_own_agree_on_what_is_complete(tmp_path, ra
 
     def resume(disk):
         checkpoint.leads(disk)
-        run, before = checkpoint.run_of(str(disk), RUN, None)
+        run, before = checkpoint.run_of(str(disk), RUN)
         assert before == RUN
         path, _ = checkpoint.newest(str(disk))
         checkpoint.load(path, FakeEngine(), stream)
@@ -358,31 +333,27 @@ def test_a_run_resumes_with_as_many_ranks_and_the_same_model(capsys):
     refusal = "of a run on 2 ranks, here are 3: launch 2, or begin .* MODEL = 'runs/a/step_000040'"
     with pytest.raises(SystemExit, match=refusal):
         check_resumable("runs/a/step_000040", state, now, 3)
-    for name in ("MODEL", "LORA_RANK", "DTYPE"):
-        with pytest.raises(SystemExit, match=f"{name} = 'other' must be"):
-            check_resumable("step_000040", state, now | {name: "other"}, 2)
+    for name in ("MODEL", "LORA_RANK", "DTYPE", "TASK"):
+        with pytest.raises(SystemExit) as refused:
+            check_resumable("runs/a/step_000040", state, now | {name: "other"}, 2)
+        assert f"{name} = 'other'" in str(refused.value)
+        assert "MODEL = 'runs/a/step_000040'" in str(refused.value)  # the remedy
     check_resumable("step_000040", state, now | {"STEPS": 777, "CLIP_LOW": 0.1}, 2)
     out = capsys.readouterr().out
     assert "STEPS 500 -> 777" in out and "CLIP_LOW 0.2 -> 0.1" in out
 
 
-class FakeServer:
-    def __init__(self):
-        self.ended = []
-
-    def resume(self, run, step):
-        return {}
-
-    def end(self, run):
-        self.ended.append(run)
-
-
-def opened(folder, server=None, **changes):
+def opened(folder, reference=None, **changes):
     """-> run.json, after a start with RUN and other constants."""
     constants = RUN | {"RUN_DIR": str(folder), "MAX_GRAD_NORM": 1.0, "ADAM_BETAS": (0.9, 0.99)}
-    constants |= {"WEIGHT_DECAY": 0.0, "KEEP_BEST": True} | changes
+    constants |= {
+        "WEIGHT_DECAY": 0.0,
+        "KEEP_BEST": True,
+        "REF_SERVER": None,
+        "KL_BETA": 0.04,
+    } | changes
     engine, stream = FakeEngine(), Stream([(0, {}, [0])], 0, 0, 1)
-    progress = checkpoint.open_run(str(folder), constants, engine, stream, server)
+    progress = checkpoint.open_run(str(folder), constants, engine, stream, reference)
     record = json.loads((folder / "run.json").read_text())
     assert record["run"] == progress.run
     return record
@@ -397,11 +368,12 @@ def test_run_json_has_the_constants_of_the_last_start(tmp_path, alone):
     checkpoint.save(
         tmp_path, FakePolicy(), FakeEngine(), Stream([(0, {}, [0])], 0, 0, 1), state, 1, ""
     )
-    last = opened(tmp_path, STEPS=9, TASK="other")  # resumes with another task, and says so
-    assert last["run"] == first["run"]
-    assert last["constants"]["STEPS"] == 9 and last["constants"]["TASK"] == "other"
-    with pytest.raises(SystemExit, match="MODEL = 'b' must be 'a'"):
-        opened(tmp_path, MODEL="b")
+    last = opened(tmp_path, STEPS=9)
+    assert last["run"] == first["run"] and last["constants"]["STEPS"] == 9
+    for name in ("MODEL", "TASK"):
+        with pytest.raises(SystemExit) as refused:
+            opened(tmp_path, **{name: "other"})
+        assert f"MODEL = '{tmp_path}/step_000003'" in str(refused.value)
     assert json.loads((tmp_path / "run.json").read_text()) == last
 
 
@@ -409,16 +381,15 @@ def test_run_json_has_the_constants_of_the_last_start(tmp_path, alone):
 def test_a_run_without_a_checkpoint_resumes_as_the_same_or_not_at_all(
     tmp_path, alone, capsys, name
 ):
-    server, first = FakeServer(), opened(tmp_path)
+    first = opened(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(SystemExit, match=f"{name} = 'other' must be .* choose another RUN_DIR"):
-        opened(tmp_path, server, **{name: "other"})
-    assert json.loads((tmp_path / "run.json").read_text()) == first and not server.ended
-    # Not one that failed before anything came of it: the server may forget what it has of that
+        opened(tmp_path, **{name: "other"})
+    assert json.loads((tmp_path / "run.json").read_text()) == first
+    # Not one that failed before anything came of it
     (tmp_path / "metrics.jsonl").write_text("")
-    other = opened(tmp_path, server, **{name: "other"})
+    other = opened(tmp_path, **{name: "other"})
     assert other["run"] != first["run"] and other["constants"][name] == "other"
-    assert server.ended == [first["run"]]
     assert f"with another {name} a new one begins" in capsys.readouterr().out
 
 
@@ -432,3 +403,85 @@ def test_what_was_logged_after_the_checkpoint_is_forgotten(tmp_path, monkeypatch
     folder.undo(3)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [1, 2, 3] and records[0]["loss"] is None
+
+
+# --- A run without a checkpoint ---------------------------------------------------------
+def test_what_a_run_without_a_checkpoint_logged_is_set_aside(tmp_path, alone):
+    """It begins anew: its curves must not have two first steps."""
+    first = opened(tmp_path)
+    for number in (1, 2):
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            (tmp_path / name).write_text(f'{{"step": {number}}}\n')
+        assert opened(tmp_path)["run"] == first["run"]
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            assert not (tmp_path / name).exists()
+            (aside,) = (tmp_path / f"earlier_{number}").glob(name)
+            assert aside.read_text() == f'{{"step": {number}}}\n'
+    (tmp_path / "metrics.jsonl").touch()  # nothing was logged
+    opened(tmp_path)
+    assert names_in(tmp_path) == ["earlier_1", "earlier_2", "metrics.jsonl", "run.json"]
+
+
+def test_a_run_with_a_checkpoint_keeps_what_it_logged_until_then(tmp_path, alone):
+    run = opened(tmp_path)["run"]
+    save(tmp_path, 3, Stream([(0, {}, [0])], 0, 0, 1), constants=RUN, run=run)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4}\n')
+    opened(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3}\n'
+    assert not list(tmp_path.glob("earlier_*"))
+
+
+# --- A reference that was refreshed -----------------------------------------------------
+class FakeReference:
+    def __init__(self, value):
+        self.value = torch.tensor([value])
+
+    def weights(self):
+        return {"value": self.value}
+
+    def load(self, tensors):
+        self.value = tensors["value"]
+
+
+@pytest.mark.parametrize("refreshed", [0, 2])
+def test_a_refreshed_reference_is_part_of_a_checkpoint(tmp_path, alone, refreshed):
+    stream, kept = Stream([(0, {}, [0])], 0, 0, 1), FakeReference(2.0)
+    progress = {"run": opened(tmp_path)["run"], "step": 3, "reference": refreshed}
+    state = {"step": 3, "progress": progress, "constants": RUN}
+    written = [FakePolicy(), FakeEngine(), stream, state, 2, "", kept if refreshed else None]
+    checkpoint.save(tmp_path, *written)
+    path = tmp_path / "step_000003/trainer/reference.safetensors"
+    assert path.exists() == bool(refreshed)
+    opened(tmp_path, model := FakeReference(1.0))
+    assert model.value.item() == (2.0 if refreshed else 1.0)
+    if refreshed:
+        with pytest.raises(SystemExit) as refused:  # that server has MODEL
+            opened(tmp_path, REF_SERVER="http://127.0.0.1:9")
+        assert "REF_SERVER = 'http://127.0.0.1:9'" in str(refused.value)
+        with pytest.raises(SystemExit, match="KL_BETA"):  # it would be lost at the next checkpoint
+            opened(tmp_path, KL_BETA=0)
+        os.truncate(path, 9)  # as any file of a checkpoint
+        assert checkpoint.examine(tmp_path / "step_000003")[1]
+
+
+# --- A run that ends by an error --------------------------------------------------------
+@pytest.mark.parametrize(
+    ("progress", "weight", "is_saved"),
+    [
+        ({"step": 5, "saved": 3, "checked": True}, 1.0, True),
+        ({"step": 5, "saved": 5, "checked": True}, 1.0, False),  # nothing is new
+        ({"step": 5, "saved": 3, "checked": False}, 1.0, False),  # not known to learn rightly
+        ({"step": 5, "saved": 3, "checked": True}, math.nan, False),
+    ],
+)
+def test_a_run_that_fails_saves_what_is_sound(alone, monkeypatch, progress, weight, is_saved):
+    saved = []
+    monkeypatch.setattr(checkpoint, "save_run", saved.append)
+    model = torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(weight)
+    run = SimpleNamespace(
+        progress=checkpoint.Progress("r", **progress), policy=SimpleNamespace(model=model)
+    )
+    checkpoint.save_failed(run)
+    assert saved == [run] * is_saved

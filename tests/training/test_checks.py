@@ -49,7 +49,9 @@ from tasks import gsm8k
         ("REF_SERVER", "127.0.0.1:59875"),
         ("REF_SERVER", ""),
         ("REFERENCE_ON_CPU", "auto"),
-        ("PAGE_PORT", 65536),
+        ("TRAINER", "127.0.0.1:59876"),
+        ("TRAINER", "http://gpu01"),  # without a port
+        ("TRAINER", None),
     ],
 )
 def test_a_bad_constant_is_named_with_its_value(constant, value, monkeypatch, tmp_path):
@@ -89,29 +91,15 @@ def test_a_constant_that_a_preset_misspells_is_refused(
         start()
 
 
-def test_a_reference_that_follows_needs_a_reference(monkeypatch, tmp_path):
-    for name, value in {"RUN_DIR": str(tmp_path), "REFERENCE_REFRESH_STEPS": 5}.items():
+def test_a_reference_that_is_refreshed_is_a_local_one(monkeypatch):
+    for name, value in {"REF_SERVER": None, "REFERENCE_REFRESH_STEPS": 5}.items():
         monkeypatch.setattr(trainer, name, value)
     check_constants(vars(trainer))
-    monkeypatch.setattr(trainer, "KL_BETA", 0)
-    with pytest.raises(SystemExit, match="REFERENCE_REFRESH_STEPS = 5 must be 0 where there is no"):
-        check_constants(vars(trainer))
-
-
-@pytest.mark.parametrize("constant", ["PUBLISH_STEPS", "REFERENCE_REFRESH_STEPS"])
-def test_what_needs_a_server_is_refused_without_one(constant, monkeypatch):
-    monkeypatch.setattr(trainer, "REF_SERVER", None)
-    check_constants(vars(trainer))
-    monkeypatch.setattr(trainer, constant, 1)
-    with pytest.raises(SystemExit, match=f"{constant} = 1 must be 0 where REF_SERVER is None"):
-        check_constants(vars(trainer))
-
-
-def test_a_worker_is_told_that_it_needs_a_server(monkeypatch):
-    monkeypatch.setattr(trainer, "REF_SERVER", None)
-    monkeypatch.setattr(trainer, "MODEL", "there/is-none")  # nothing is loaded before
-    with pytest.raises(SystemExit, match="REF_SERVER = None must be the server's address"):
-        trainer.worker()
+    for name, value in {"KL_BETA": 0, "REF_SERVER": "http://127.0.0.1:59875"}.items():
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as caught:
+            patch.setattr(trainer, name, value)
+            check_constants(vars(trainer))
+        assert "REFERENCE_REFRESH_STEPS = 5 must be 0" in str(caught.value)
 
 
 def test_a_run_is_not_written_over(monkeypatch, tmp_path):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.training import engine
+from grpo.training import engine, ranks
 
 
 @pytest.mark.parametrize("environment, mine, launchers, threads", [
@@ -32,17 +32,17 @@ SEVERAL = {"SLURM_STEP_NUM_TASKS": "2"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SI
 @pytest.mark.parametrize("launched", [{"RANK": "1"}, *SEVERAL])
 def test_only_a_process_that_nobody_launched_takes_itself_for_the_only_rank(monkeypatch, launched):
     """One of several that is not told its rank ends, unless mpi4py can tell it."""
-    whole = dict.fromkeys(engine.NEEDED, "0") | launched
+    whole = dict.fromkeys(ranks.NEEDED, "0") | launched
     for environment in (dict(whole), {"SLURM_STEP_NUM_TASKS": "1"}):
         monkeypatch.setattr(os, "environ", environment)
-        engine.stand_alone()
+        ranks.stand_alone()
         assert environment == whole or environment["RANK"] == "0"
     monkeypatch.setattr(os, "environ", dict(launched))
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"):
-        engine.stand_alone()
-    monkeypatch.setattr(engine.importlib.util, "find_spec", {"mpi4py": "installed"}.get)
-    engine.stand_alone()
+        ranks.stand_alone()
+    monkeypatch.setattr(ranks.importlib.util, "find_spec", {"mpi4py": "installed"}.get)
+    ranks.stand_alone()
     assert os.environ == launched
 
 

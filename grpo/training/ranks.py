@@ -1,0 +1,224 @@
+"""The processes that train together: how one becomes a rank, and what ranks tell each other.
+
+A function marked "Collective" must be called by every rank; if one skips it, the others hang. A
+rank that has ended makes the others' collectives fail; one that hangs is waited for until the
+process group's time limit, which is logged at the start. Meanwhile rank 0 says who is behind.
+"""
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from grpo.devices import accelerator
+from grpo.log import announced, in_background, say, tell
+from grpo.models import own_device
+from grpo.wire import pack_group, unpack_group
+
+# The number of processes that mpirun or srun has started
+LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# What tells a process which rank it is, and where the others are
+NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run")
+LEAST_SECONDS = 1800  # of the time limit: one rank alone may sample, evaluate or save for long
+SPEAK_SECONDS = 30  # between two lines about who is behind
+
+
+# --- A process becomes a rank ---------------------------------------------------------
+def stand_alone():
+    """Makes a process that no launcher has started the only rank: without this DeepSpeed would look
+    for MPI. Raises SystemExit where one of several processes can't know its rank."""
+    if "RANK" in os.environ or any(int(os.environ.get(name) or 1) > 1 for name in LAUNCHED):
+        missing = [name for name in NEEDED if name not in os.environ]
+        if missing and not importlib.util.find_spec("mpi4py"):  # by which DeepSpeed would find out
+            raise SystemExit(
+                f"this process is one of several, but {', '.join(missing)} is not set: start them"
+                " as docs/several_machines.md does, with deepspeed, torchrun or srun"
+            )
+        return
+    # MASTER_PORT 0: the system picks a free one
+    only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+    os.environ.update(only | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    if (gpus := torch.accelerator.device_count()) > 1:
+        say(f"this process trains on one of {gpus} GPUs; `deepspeed` starts one on each")
+
+
+def join_ranks(wait_limit_seconds):
+    """Collective: makes this process a rank with a GPU of its own, unless it is one. Comes before
+    the model is loaded, which may take longer on one machine than a collective waits."""
+    if dist.is_initialized():
+        return
+    import deepspeed  # takes seconds; tests of the trainer's functions do without
+
+    own_device()
+    # DeepSpeed would compile an all-reduce for CPU inference, which training never calls: a minute,
+    # and a compiler that may be missing. Other versions of it may compile: say what we wait for
+    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
+    stand_alone()
+    # Longer than a rank waits for the server, whose error says more
+    limit = max(LEAST_SECONDS, wait_limit_seconds + 60)
+    with announced("all ranks to start"):
+        deepspeed.init_distributed(timeout=timedelta(seconds=limit))
+    if (world := dist.get_world_size()) > 1:
+        global roll
+        roll = RollCall()  # collective
+        say(f"{world} ranks; the run ends if one of them does not answer for {limit} s")
+
+
+def leave_at_exit():
+    """Collective: waits for all ranks, and has this one leave them when its process ends: DeepSpeed
+    can't make another process group, which a second main() in the process would need."""
+    dist.barrier()  # rank 0 keeps the store by which they meet, and leaves last
+    atexit.unregister(dist.destroy_process_group)
+    atexit.register(dist.destroy_process_group)
+
+
+def end_with_launcher():
+    """Asks this process to end once a deepspeed or torchrun process above it has ended: a launcher
+    that was killed can't end the processes that it started."""
+    launchers = [p for p in psutil.Process().parents() if is_launcher(p)]
+
+    def look():
+        with contextlib.suppress(psutil.Error):  # it has ended between two questions
+            while all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in launchers):
+                time.sleep(1)
+        tell("the launcher has ended, so this rank ends")
+        os.kill(os.getpid(), signal.SIGTERM)  # a trainer finishes its step and saves it
+
+    if launchers:
+        in_background(look)
+
+
+def is_launcher(process):
+    with contextlib.suppress(psutil.Error):
+        return any(name in " ".join(process.cmdline()[:4]) for name in LAUNCHERS)
+    return False
+
+
+# --- Between the ranks ----------------------------------------------------------------
+def gathered(value):
+    """Collective: returns every rank's `value`, by rank."""
+    note()
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gather_groups(mine):
+    """Collective: returns the groups of all ranks, by their ids."""
+    groups = mine
+    if dist.get_world_size() > 1:
+        bodies = gathered([pack_group(group) for group in mine])
+        groups = [unpack_group(body) for of_rank in bodies for body in of_rank]
+    return sorted(groups, key=lambda group: group.id)
+
+
+def add_up(count, names):
+    """Collective: returns the named counts, {name: sum over all ranks}."""
+    note()
+    numbers = [float(count[name]) for name in names]
+    sums = torch.tensor(numbers, dtype=torch.float64, device=accelerator() or "cpu")
+    dist.all_reduce(sums)
+    return dict(zip(names, sums.tolist(), strict=True))
+
+
+def sum_over_ranks(number):
+    """Collective: returns the sum of the ranks' whole numbers."""
+    return int(add_up({"sum": number}, ["sum"])["sum"])
+
+
+def any_rank(holds):
+    """Collective: returns whether it holds on any rank."""
+    return sum_over_ranks(bool(holds)) > 0
+
+
+class RunFailed(Exception):
+    """Raised by all ranks alike, between two updates: the run can be saved. Its cause is the error
+    of the rank that has failed, and None on the others."""
+
+
+@contextlib.contextmanager
+def all_or_none(part):
+    """Collective: if the block, which calls no collective, fails on a rank, all raise RunFailed.
+    `part` names the block where rank 0 says who is behind."""
+    failure = None
+    note(part)
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (raised again)
+        failure = error
+    if any_rank(failure is not None):  # collective
+        raise RunFailed("another rank has failed, and its output says why") from failure
+
+
+@contextlib.contextmanager
+def explained():
+    """Raises this rank's own error, or a sentence, in the place of RunFailed. If a collective fails
+    because another rank is gone, raises RuntimeError with what to do: torch's own error says
+    "connection reset" or worse."""
+    try:
+        yield
+    except RunFailed as failure:
+        raise failure.__cause__ or SystemExit(str(failure)) from None
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise RuntimeError(
+            "another rank has ended, and its output says why, or its machine does not answer; start"
+            f" all ranks again to resume: {error}"
+        ) from error
+
+
+# --- Who is behind --------------------------------------------------------------------
+roll = None  # this process's RollCall, once it is one of several ranks
+
+
+def note(part=None):
+    """Notes that this rank has come to a part of the run, or to a collective in it."""
+    if roll:
+        roll.come(part)
+
+
+class RollCall:
+    """Each rank notes which part of the run it is in, and counts the parts and collectives that it
+    has come to. While rank 0 stays at one, it says every 30 s which ranks have not come so far."""
+
+    def __init__(self):
+        """Collective: each rank makes one."""
+        self.number, self.part = 0, ""
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        # Connections of its own: a collective may hold the process group's for long
+        store = distributed_c10d._get_default_store()
+        self.store, watching = store.clone(), store.clone()
+        self.come("the start")
+        dist.barrier()  # collective
+        if self.rank == 0:
+            in_background(self._watch, watching)
+
+    def come(self, part=None):
+        self.number, self.part = self.number + 1, part or self.part
+        self.store.set(f"at/{self.rank}", json.dumps([self.number, self.part]))
+
+    def _watch(self, store):
+        number, since = self.number, time.monotonic()
+        with contextlib.suppress(dist.DistError):  # the others have left
+            while True:
+                time.sleep(SPEAK_SECONDS)
+                if self.number != number:
+                    number, since = self.number, time.monotonic()
+                    continue
+                parts = [json.loads(store.get(f"at/{rank}")) for rank in range(1, self.world)]
+                behind = [f"{r} ({p})" for r, (n, p) in enumerate(parts, 1) if n < number]
+                if behind:
+                    waited = f"waiting since {time.monotonic() - since:.0f} s"
+                    tell(f"{waited} for rank {', '.join(behind)}")

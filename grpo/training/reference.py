@@ -1,0 +1,208 @@
+"""The reference's log-probs of a group, from none, from here, or from ref_server.py.
+
+    answer = reference.logps(group)     # at once: a future
+    group.ref_logps = answer.result()   # (N,) float32; None without a KL penalty
+
+A server scores a rank's groups while the rank samples the next ones. Without a server (REF_SERVER =
+None) MODEL itself scores them here, all at once when the first is asked for. With LORA_RANK that is
+the policy's own model without its adapters, which takes no memory; else it is a frozen copy, which
+REFERENCE_ON_CPU keeps in CPU memory while it is not used.
+"""
+
+import contextlib
+import copy
+import queue
+from concurrent.futures import Future, wait
+
+import torch
+
+from grpo.forward import CompletionModel
+from grpo.log import in_background, say
+from grpo.scoring import score_sequences
+from grpo.stop import Wait
+from grpo.weights import adapters_off, swapped, trained_weights
+from grpo.wire import MAX_COMPLETIONS
+
+REQUEST_TOKENS = 1 << 16  # tokens of one request, about; a larger group goes alone
+
+
+def make_reference(c, policy, server):
+    """Returns the run's reference. `policy` is MODEL as it was loaded, before a checkpoint is; `c`
+    has the constants as attributes; `server` is a RefServer, or None."""
+    if not c.KL_BETA:
+        return NoReference()
+    return RemoteReference(server) if server else LocalReference(c, policy)
+
+
+class NoReference:
+    """KL_BETA = 0 needs none."""
+
+    def __init__(self):
+        self.info = {"model": None}  # of the reference: its model's name and dtype
+
+    def logps(self, group):
+        answer = Future()
+        answer.set_result(None)
+        return answer
+
+
+# --- At a server ----------------------------------------------------------------------
+class RemoteReference:
+    """ref_server.py's model. A thread asks for one answer at a time: the groups that are sampled
+    meanwhile go together in the next request. If the server dies, the thread asks it again."""
+
+    def __init__(self, server):
+        self.server, self.info = server, server.info
+        self.server.speaks = False  # a waiting Answer says why
+        self.asked = queue.SimpleQueue()
+        in_background(self._ask)
+
+    def logps(self, group):
+        answer = Answer(self.server)
+        self.asked.put((group, answer))
+        return answer
+
+    def _ask(self):
+        while True:
+            request = [self.asked.get()]
+            while not self.asked.empty() and fits(group for group, _ in request):
+                request.append(self.asked.get())
+            groups, answers = zip(*request, strict=True)
+            try:
+                for answer, logps in zip(answers, self.server.score(groups), strict=True):
+                    answer.set_result(logps)
+            except Exception as error:  # noqa: BLE001 (raised in the main thread, by result)
+                for answer in answers:
+                    answer.set_exception(error)
+
+
+def fits(groups):
+    """Returns whether another group, of the same size, may go in the same request as these."""
+    sizes = [(len(g.prompt_ids) + len(g.completion_ids), len(g.completion_lengths)) for g in groups]
+    tokens, completions = map(sum, zip(*sizes, strict=True))
+    last = sizes[-1][1]
+    return tokens < REQUEST_TOKENS and completions + last <= MAX_COMPLETIONS
+
+
+class Answer(Future):
+    """A server's answer. While it is waited for, this rank says so every 10 s."""
+
+    def __init__(self, server):
+        super().__init__()
+        self.server = server
+
+    def result(self, timeout=None):
+        waiting = Wait(f"the reference's log-probs from {self.server.url}")
+        while not wait([self], timeout=1).done:
+            waiting.turn(self.server.state or "it has not scored them yet", pause=0)
+        return super().result()
+
+
+# --- Here -----------------------------------------------------------------------------
+class LocalReference:
+    """MODEL itself, on each rank. It scores batches of MICRO_BATCH_TOKENS: without a gradient each
+    takes less memory than it does in training."""
+
+    def __init__(self, c, policy):
+        self.c, self.policy, self.home = c, policy, policy.model.device
+        self.info = {"model": c.MODEL, "dtype": policy.dtype}
+        self.waiting = []  # [(group, its Late answer)]
+        self.adapters = None  # with LORA_RANK: those of the refreshed reference
+        model = policy.model if c.LORA_RANK else copy.deepcopy(policy.model).requires_grad_(False)
+        self.model = CompletionModel(model, share_prompts=c.SHARE_PROMPTS)
+        what = "the policy's model without its adapters" if c.LORA_RANK else "a copy of MODEL"
+        self.away = c.REFERENCE_ON_CPU and not c.LORA_RANK and self.home.type != "cpu"
+        say(f"the reference is {what}{', in CPU memory between uses' if self.away else ''}")
+        if self.away:
+            change(model, lambda tensor: tensor.cpu().pin_memory())  # pinned: a faster copy
+
+    def logps(self, group):
+        answer = Late(self)
+        self.waiting.append((group, answer))
+        return answer
+
+    def score_waiting(self):
+        """Answers all that was asked for so far."""
+        asked, self.waiting = self.waiting, []
+        prompts, completions, logps = [], [], {}
+        for group, _ in asked:
+            prompts += [group.prompt_ids.tolist()] * len(group.completion_lengths)
+            completions += [ids.tolist() for ids in group.completions(group.completion_ids)]
+        settings = {"temperature": self.c.TEMPERATURE, "vocab_size": self.policy.vocab_size}
+        settings["budget"] = self.c.MICRO_BATCH_TOKENS
+        with self._as_reference():
+            for part in score_sequences(self.model, prompts, completions, **settings):
+                logps |= part
+        numbers = iter(range(len(prompts)))
+        for group, answer in asked:
+            found = torch.cat([logps[next(numbers)] for _ in group.completion_lengths])
+            if not found.isfinite().all():
+                raise ValueError("the reference model gave log-probs that are not finite")
+            answer.set_result(found)
+
+    def _as_reference(self):
+        """Returns a context in which self.model is the reference, on the policy's device."""
+        model = self.model.model
+        if self.adapters:
+            return swapped(model, self.adapters)
+        return on_device(model, self.home) if self.away else adapters_off(model)
+
+    # --- REFERENCE_REFRESH_STEPS --------------------------------------------------------
+    def refresh(self):
+        """Makes the policy, as it is now, the reference (algorithm 1, lines 2 and 3)."""
+        self.load(trained_weights(self.policy.model))
+
+    def weights(self):
+        """Returns what load() takes, {name: CPU tensor}, of a reference that was refreshed."""
+        if self.adapters:
+            return {name: tensor.cpu() for name, tensor in self.adapters.items()}
+        return {name: tensor.cpu() for name, tensor in self.model.model.named_parameters()}
+
+    @torch.no_grad()
+    def load(self, tensors):
+        if self.c.LORA_RANK:
+            self.adapters = {name: tensor.to(self.home) for name, tensor in tensors.items()}
+            return
+        parameters = dict(self.model.model.named_parameters())
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
+
+
+class Late(Future):
+    """An answer that is computed when it is asked for, with all others that wait."""
+
+    def __init__(self, reference):
+        super().__init__()
+        self.reference = reference
+
+    def result(self, timeout=None):
+        if not self.done():
+            self.reference.score_waiting()
+        return super().result(timeout)
+
+
+def tensors_of(model):
+    """Returns [(dict, name, tensor)]: where a model keeps its parameters and buffers. Tied ones are
+    one tensor."""
+    kept = [dicts for m in model.modules() for dicts in (m._parameters, m._buffers)]
+    return [(d, name, tensor) for d in kept for name, tensor in d.items() if tensor is not None]
+
+
+def change(model, changed):
+    """Puts changed(tensor) in the place of each tensor of a frozen model."""
+    places = tensors_of(model)
+    new = {tensor: changed(tensor.detach()) for tensor in {tensor for *_, tensor in places}}
+    for kept, name, tensor in places:
+        kept[name] = new[tensor]
+
+
+@contextlib.contextmanager
+def on_device(model, device):
+    """In the block a frozen model is on the device. Nothing is copied back."""
+    own = tensors_of(model)
+    try:
+        change(model, lambda tensor: tensor.to(device, non_blocking=True))
+        yield
+    finally:
+        for kept, name, tensor in own:
+            kept[name] = tensor

@@ -1,0 +1,184 @@
+"""Rank 0's side of workers: it serves its newest policy, and takes the groups they sample with it.
+
+    GET  /policy?worker=NAME   {"policy": its record or null, "room": groups that NAME may begin}
+    GET  /policy/SHA256        the file of that policy, or the part that a Range header asks for;
+                               an older one is kept while a worker is still downloading it
+    POST /group                a group (wire.pack_group); {"refused": "" or why it is not wanted}
+
+A policy is a safetensors file of what is trained. Its record holds the run, the version (updates
+made), the file's size and hash, the settings that a worker must share, and a proof: the log-probs
+that the trainer gives to a completion of its own. A worker computes the same with the weights it
+has loaded, and refuses to sample if they differ by more than rounding. (In simple_GRPO a bare
+except hides a failed load, and the sampler keeps its old weights.)
+"""
+
+import math
+import shutil
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import safetensors.torch
+
+from grpo.gate import Busy, Gate, listen, token_for
+from grpo.log import announced, in_background, say
+from grpo.proof import proof_of, sample_proof
+from grpo.stop import Wait
+from grpo.weights import trained_weights
+from grpo.wire import is_name, require, sha256_of, unpack_group
+
+MAX_GROUP_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 6 MB
+THREADS = 16  # requests served at once; none of them waits
+MAX_WORKERS = 1000  # names heard of in ACTIVE_SECONDS
+ACTIVE_SECONDS = 30  # a worker that has not asked for so long has no part of the room
+
+
+class Workers:
+    """Serves from its making on; close() ends it. Threads of the HTTP server call the routes."""
+
+    def __init__(self, c, recipe, policy, run):
+        """`c` has the trainer's constants as attributes, `run` is the run's name."""
+        self.c, self.recipe, self.policy, self.run = c, recipe, policy, run
+        self.prompts = {index: ids for index, _, ids in recipe.prompts}
+        self.lock = threading.Lock()
+        self.record = None  # of the newest policy
+        self.files = {}  # {SHA-256: when a worker last asked for a part of that policy's file}
+        self.groups = deque()  # those that wait to be trained, oldest first
+        self.ids = deque(maxlen=10_000)  # of the last groups: one whose answer was lost comes twice
+        self.heard = {}  # {worker: when it last asked}
+        self.dropped = 0  # groups that were too old, or of steps that were undone
+        self.proof = None  # (prompt, completion), sampled once: it takes as long as that
+        self.thread = self.error = None
+        self.folder = Path(c.RUN_DIR, ".policy")  # after kill -9 the next start removes its file
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        address = urlsplit(c.TRAINER)
+        token = token_for(address.hostname, "TRAINER")
+        self.app = Gate(token=token, max_body_bytes=MAX_GROUP_BYTES)
+        self.app.get("/policy", callback=self.answer_policy)
+        self.app.get("/policy/<sha256>", callback=self.answer_file)
+        self.app.post("/group", callback=self.answer_group)
+        self.server = listen(self.app, address.hostname, address.port, THREADS)
+        in_background(self.server.run)
+        say(f"workers find this run at {c.TRAINER}: python grpo_ref_split.py worker TRAINER=...")
+
+    # --- Routes -----------------------------------------------------------------------
+    def answer_policy(self):
+        worker = self.app.read_text("worker")
+        require(is_name(worker), "the query must have worker, a printable name")
+        with self.lock:
+            now = time.monotonic()
+            self.heard = {w: at for w, at in self.heard.items() if now - at < ACTIVE_SECONDS}
+            if worker not in self.heard and len(self.heard) >= MAX_WORKERS:
+                raise Busy(f"{len(self.heard)} workers have asked lately")
+            self.heard[worker] = now
+            free = max(0, self.c.PROMPTS_PER_STEP - len(self.groups))
+            return {"policy": self.record, "room": -(-free // len(self.heard))}
+
+    def answer_file(self, sha256):
+        with self.lock:
+            if sha256 not in self.files:
+                self.app.refuse(404, "there is a newer policy")
+            self.files[sha256] = time.monotonic()
+            return self.app.file(self.folder / sha256)  # opened here, before it is deleted
+
+    def answer_group(self):
+        group, record = unpack_group(self.app.read_body()), self.record
+        if record is None:
+            raise Busy("no policy is published yet")
+        if group.run != self.run or group.policy_version > record["version"]:
+            return {"refused": "it is of another run, or of steps that were undone"}
+        self.check(group)
+        with self.lock:
+            if group.id not in self.ids:
+                if len(self.groups) >= self.c.PROMPTS_PER_STEP:
+                    raise Busy(f"{len(self.groups)} groups wait for the next step")
+                self.groups.append(group)
+                self.ids.append(group.id)
+        return {"refused": ""}
+
+    def check(self, group):
+        """Raises ValueError if this is not a group that the trainer could have sampled."""
+        c, lengths = self.c, group.completion_lengths
+        prompt = self.prompts.get(group.item)
+        same = (group.reward_names, group.outcome) == (list(c.REWARD_WEIGHTS), c.OUTCOME)
+        same = same and prompt == group.prompt_ids.tolist() and len(lengths) == c.GROUP_SIZE
+        if not same or lengths.max() > c.MAX_COMPLETION_TOKENS or group.sampler == "trainer":
+            raise ValueError("the group's prompt, rewards or sizes are not those of this run")
+        if group.completion_ids.max() >= self.policy.vocab_size:
+            raise ValueError("the group has ids that the tokenizer does not have")
+
+    # --- The trainer's side -----------------------------------------------------------
+    def publish(self, step):
+        """Publishes the weights as they are now; a thread writes the file."""
+        self.finish()
+        self.proof = self.proof or sample_proof(self.policy, self.recipe)
+        record = {"run": self.run, "version": step, "settings": self.recipe.settings()}
+        record["proof"] = proof_of(self.policy, *self.proof)
+        self.thread = in_background(self._publish, trained_weights(self.policy.model), record)
+
+    def _publish(self, weights, record):
+        try:
+            draft = self.folder / "draft"
+            safetensors.torch.save_file(weights, draft)
+            record |= {"bytes": draft.stat().st_size, "sha256": sha256_of(draft)}
+            draft.replace(self.folder / record["sha256"])
+            with self.lock:
+                oldest = time.monotonic() - ACTIVE_SECONDS
+                last = self.record and self.record["sha256"]  # of which workers were just told
+                kept = {sha: at for sha, at in self.files.items() if at > oldest or sha == last}
+                outdated = self.files.keys() - kept.keys() - {record["sha256"]}
+                self.record, self.files = record, {record["sha256"]: -math.inf} | kept
+            for sha256 in outdated:
+                (self.folder / sha256).unlink()
+        except Exception as error:  # noqa: BLE001 (raised in the main thread, by finish)
+            self.error = error
+
+    def finish(self):
+        """Waits until the newest policy is published; raises what that raised."""
+        if self.thread:
+            with announced("the policy's file to be written"):
+                self.thread.join()
+        if self.error:
+            raise self.error
+
+    def take(self, step):
+        """Returns at most PROMPTS_PER_STEP groups that wait, and no fewer if workers alone sample
+        (TRAINER_SAMPLES). Drops and counts those of a policy more than MAX_STALENESS updates ago,
+        and those of later steps, which were undone when the run resumed."""
+        groups, wait = [], Wait(f"workers' groups at {self.c.TRAINER}", self.c.WAIT_LIMIT_SECONDS)
+        while (missing := self.c.PROMPTS_PER_STEP - len(groups)) > 0:
+            with self.lock:
+                new = [self.groups.popleft() for _ in range(min(missing, len(self.groups)))]
+                workers = ", ".join(self.heard) or "none: does `grpo_ref_split.py worker` run?"
+            fit = [g for g in new if step - self.c.MAX_STALENESS <= g.policy_version <= step]
+            self.dropped += len(new) - len(fit)
+            groups += fit
+            if new:
+                wait.moved()
+            elif self.c.TRAINER_SAMPLES:
+                break
+            elif self.error:  # no worker will ever find a policy
+                raise self.error
+            else:
+                wait.turn(f"{missing} are missing; workers heard of: {workers}", pause=0.05)
+        return groups
+
+    def close(self):
+        if self.thread:
+            self.thread.join()
+        if self.error:
+            say(f"the last policy was not published: {self.error!r}")
+        self.server.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def staleness(groups, step, workers):
+    """Returns metrics: updates made since the groups were sampled, mean and largest, and how many
+    groups were dropped so far. `workers` is None but on rank 0, which logs them."""
+    ages = [max(0, step - group.policy_version) for group in groups]
+    mean, most = sum(ages) / max(len(ages), 1), max(ages, default=0)
+    dropped = workers.dropped if workers else 0
+    return {"staleness": mean, "staleness_max": most, "groups_dropped": dropped}

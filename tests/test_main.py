@@ -1,0 +1,115 @@
+"""main() in processes of its own: two in one process, and a run that ends by an error."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from processes import QUICK, command_of, launch, learned, records, start, start_ranks
+
+import grpo_ref_split as trainer
+from grpo.constants import constants_in
+from grpo.sampling.memory import USUAL
+from grpo.training.checkpoint import constants_of
+
+SMALL = QUICK | {"MAX_PROMPT_TOKENS": 64, "EVAL_STEPS": 0, "CPU_THREADS": 1, "REF_SERVER": None}
+TASK = "from tasks.arithmetic import load, messages\n"
+WEIGHED = """
+REWARD_WEIGHTS = {"a": 2.0, "b": 1.0}
+OUTCOME = "b"
+
+def rewards(item, completion):
+    return {"a": len(completion) % 2, "b": 1.0}
+"""
+PLAIN = """
+def rewards(item, completion):
+    return len(completion) % 2
+"""
+BROKEN = """
+import os
+from pathlib import Path
+
+calls = 0
+
+def rewards(item, completion):
+    global calls
+    calls += 1
+    here = os.environ.get("RANK", "0") == "0"
+    if calls > LIMIT and here and not Path(__file__).with_name("mended").exists():
+        raise ZeroDivisionError("the judge is broken")
+    return float(len(completion) % 2)
+"""
+
+
+def task_of(folder, name, text):
+    path = folder / f"{name}.py"
+    path.write_text(TASK + text)
+    return str(path)
+
+
+def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
+    """It had the first task's REWARD_WEIGHTS and OUTCOME, the sizes that "auto" stood for, and all
+    that the first preset set."""
+    shared = {k: v for k, v in SMALL.items() if k not in ("SAMPLE_BATCH", "MICRO_BATCH_TOKENS")}
+    shared |= {"MODEL": str(tiny), "STEPS": 1, "PROMPTS_PER_STEP": 1}
+    first = {"GROUP_SIZE": 80, "KL_BETA": 0, "TEMPERATURE": 0.9, "LORA_RANK": 4}
+    presets = [
+        shared | {"TASK": task_of(tmp_path, name, text), "RUN_DIR": str(tmp_path / name)} | own
+        for name, text, own in (("weighed", WEIGHED, first), ("plain", PLAIN, {}))
+    ]
+    launch(1, command_of("grpo_ref_split", *presets), tmp_path / "log")
+    task = {"REWARD_WEIGHTS": {"a": 2.0, "b": 1.0}, "OUTCOME": "b", "SAMPLE_BATCH": 80}
+    none = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "SAMPLE_BATCH": 64}
+    for preset, own in zip(presets, (task, none), strict=True):
+        state = json.loads(Path(preset["RUN_DIR"], "final/trainer/state.json").read_text())
+        expected = constants_in(vars(trainer)) | USUAL | preset | own
+        assert state["constants"] == constants_of(expected)
+    (step,) = learned(tmp_path / "plain")
+    assert "rewards/reward/mean" in step and "rewards/a/mean" not in step and "kl" in step
+
+
+def failed(process, log):
+    """-> a process's exit code, once it has ended."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None:
+        assert time.monotonic() < deadline, Path(log).read_text()[-3000:]
+        time.sleep(0.05)
+    return process.returncode
+
+
+@pytest.mark.long
+def test_a_run_that_fails_is_saved_ends_with_the_error_and_resumes(tiny, tmp_path):
+    """16 completions a step, after the empty one and the gold answer."""
+    log, folder = tmp_path / "log", tmp_path / "run"
+    task = task_of(tmp_path, "task", BROKEN.replace("LIMIT", str(2 + 2 * 16 + 5)))
+    preset = SMALL | {"MODEL": str(tiny), "TASK": task, "RUN_DIR": str(folder), "STEPS": 4}
+    command = command_of("grpo_ref_split", preset)
+    assert failed(start(command, log, OMP_NUM_THREADS="1"), log) == 1
+    assert "ZeroDivisionError" in log.read_text()
+    assert [path.name for path in folder.glob("step_*")] == ["step_000002"]
+    assert not os.path.lexists(folder / "final")
+    (tmp_path / "mended").touch()
+    assert failed(start(command, log, OMP_NUM_THREADS="1"), log) == 0, log.read_text()[-3000:]
+    assert os.readlink(folder / "final") == "step_000004"
+    assert [r["step"] for r in records(folder) if "loss" in r] == [1, 2, 3, 4]
+    # The step that failed is made again, as if nothing had happened
+    whole = preset | {"RUN_DIR": str(tmp_path / "whole")}
+    launch(1, command_of("grpo_ref_split", whole), tmp_path / "log_whole")
+    assert learned(folder) == learned(tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_an_error_on_one_of_two_ranks_ends_both_and_both_save(tiny, tmp_path):
+    """Only rank 0's judge breaks: the other rank has nothing to raise, and takes part."""
+    log, folder = tmp_path / "log", tmp_path / "run"
+    task = task_of(tmp_path, "task", BROKEN.replace("LIMIT", str(2 + 2 * 8 + 5)))
+    preset = SMALL | {"MODEL": str(tiny), "TASK": task, "RUN_DIR": str(folder), "STEPS": 4}
+    command = command_of("grpo_ref_split", preset)
+    ranks = start_ranks(2, command, log)
+    assert [failed(rank, log) for rank in ranks] == [1, 1]
+    trainer_folder = folder / "step_000002/trainer"
+    assert {"optimizer_0.pt", "optimizer_1.pt"} < {path.name for path in trainer_folder.iterdir()}
+    (tmp_path / "mended").touch()
+    launch(2, command, tmp_path / "log_2")
+    assert [r["step"] for r in records(folder) if "loss" in r] == [1, 2, 3, 4]

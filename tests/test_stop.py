@@ -1,0 +1,78 @@
+"""Signals that ask a trainer to end, and waits that have a limit."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo import stop as stop_module
+from grpo.stop import TooLong, Wait
+
+ROOT = Path(__file__).parent.parent
+
+LISTENS = """
+import hashlib, sys
+from grpo import stop
+
+stop.STOP_SECONDS, stop.AGAIN_SECONDS, wait = 1, 1, stop.Wait("the server", 600)
+with stop.stop.listening():
+    print("listening", flush=True)
+    if sys.argv[1] == "compute":  # as in a collective: no handler in Python would run meanwhile
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)
+    while True:
+        wait.turn("it is down")
+"""
+
+
+@contextlib.contextmanager
+def listener(doing):
+    words = [sys.executable, "-c", LISTENS, doing]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(words, cwd=ROOT, text=True, **pipes) as process:
+        try:
+            assert process.stdout.readline() == "listening\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_second_ctrl_c_ends_a_trainer_at_once_but_not_that_which_deepspeed_adds():
+    with listener("compute") as process:
+        process.send_signal(signal.SIGINT)
+        assert "SIGINT" in process.stdout.readline()
+        for end in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(end)
+        time.sleep(1.2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 1
+
+
+def test_a_trainer_that_is_asked_to_end_does_not_wait_for_a_server_that_is_down():
+    with listener("wait") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 1
+        assert "the server: it is down" in process.stdout.read()
+
+
+def test_a_wait_says_what_it_is_for_every_10_s_and_ends_at_its_limit(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(stop_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        stop_module.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds)
+    )
+    wait, quiet = Wait("the server", 60), Wait("the server", 60, speaks=False)
+    with pytest.raises(TooLong) as ended:
+        while True:
+            wait.turn("it is down")
+    assert "60 s" in str(ended.value) and 160 <= now[0] < 162
+    assert len(capsys.readouterr().err.splitlines()) == 5
+    with pytest.raises(TooLong):
+        quiet.turn("it is down")
+    assert capsys.readouterr().err == ""
+    wait.moved()
+    wait.turn("it is down")

@@ -1,0 +1,110 @@
+"""What the tests of workers share: rank 0's side of them, with a policy that is one vector."""
+
+import contextlib
+import socket
+
+import safetensors.torch
+import torch
+from fakes import MIXED, FakeEngine, a_recipe, prompts_of
+from helpers import call
+
+from grpo.sampling.rollout import make_group
+from grpo.sampling.sampler import Completion
+from grpo.training.workers import Workers
+from grpo.wire import pack_group
+
+SIZES = {"PROMPTS_PER_STEP": 4, "MAX_STALENESS": 2, "WAIT_LIMIT_SECONDS": 5}
+
+
+class Policy(FakeEngine):
+    """Its weights are a vector, which it proves to have by giving it away as log-probs."""
+
+    dtype, vocab_size = "float32", 400
+
+    def __init__(self, version=0):
+        super().__init__()
+        self.model, self.loads, self.rests, self.seeds = torch.nn.Module(), [], 0, []
+        self.model.w = torch.nn.Parameter(weights(version))
+
+    def load(self, tensors):
+        if tensors["w"].shape != (3,):
+            raise ValueError("the weights are of another model")
+        self.become(tensors["w"])
+        self.loads.append(self.logps([], []))
+
+    def become(self, w):
+        self.model.w.data = w.clone()
+
+    def logps(self, prompt, completion):
+        return self.model.w.tolist()
+
+    def continuation(self, prompt, size):
+        return Completion([3, 4, 5], self.logps([], []), True)
+
+    def rest(self):
+        self.rests += 1
+
+    def stream(self, take, **settings):
+        self.seeds.append(settings["seed"])
+        return super().stream(take, **settings)
+
+
+def weights(version):
+    return torch.arange(3.0) - 5 - version
+
+
+def recipe_at(trainer, prompts, folder, **constants):
+    """-> a recipe whose constants are those of a trainer and its workers."""
+    own = SIZES | {"TRAINER": trainer, "TRAINER_SAMPLES": False, "RUN_DIR": str(folder)}
+    return a_recipe(prompts, **own | constants)
+
+
+@contextlib.contextmanager
+def serving(folder, *, outcomes=(MIXED,) * 9, run="run", trainer="http://127.0.0.1:0", **constants):
+    """Runs rank 0's side in the block; -> it. Its `c.TRAINER` is where it serves."""
+    recipe = recipe_at(trainer, prompts_of(outcomes), folder, **constants)
+    workers = Workers(recipe.c, recipe, Policy(), run)
+    recipe.c.TRAINER = f"http://127.0.0.1:{workers.server.effective_port}"
+    try:
+        yield workers
+    finally:
+        end(workers)
+
+
+def end(workers):
+    """Ends it as the end of its process does: connections that are kept alive break, too."""
+    with contextlib.suppress(FileNotFoundError):  # a second time
+        workers.close()
+    for channel in list(workers.server.active_channels.values()):
+        with contextlib.suppress(OSError):
+            channel.socket.shutdown(socket.SHUT_RDWR)
+
+
+def publish(workers, version):
+    """Publishes the vector of `version`; -> its record."""
+    workers.policy.become(weights(version))
+    workers.publish(version)
+    workers.finish()
+    return workers.record
+
+
+def sample_of(workers, number=0, *, version=0, **changes):
+    """-> the body of a group as a worker would sample it from prompt `number`."""
+    prompt = workers.recipe.prompts[number % len(workers.recipe.prompts)]
+    completions = [Completion([7, 2], [-1.0, -2.0], False), Completion([7], [-1.0], True)]
+    rewards = [{"correctness": 1.0, "format": 0.0}, {"correctness": -1.0, "format": 0.0}]
+    names = {"id": f"me-{number}", "run": workers.run, "sampler": "me", "skipped": {}}
+    facts = names | {"version": version, "outcome": "correctness"}
+    group = make_group((prompt, completions, rewards), **facts)
+    vars(group).update(changes)
+    return pack_group(group)
+
+
+def post(workers, body):
+    """-> (status, answer) of POST /group, without a socket."""
+    status, _, answer = call(workers.app, "POST", "/group", body)
+    return status, answer
+
+
+def file_of(w):
+    return safetensors.torch.save({"w": w})

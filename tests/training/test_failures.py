@@ -1,0 +1,155 @@
+"""An error on one rank ends all of them, at the same place: the run can be saved."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from fakes import MIXED, FakeEngine, a_recipe, prompts_of
+from rank_threads import Ranks
+
+import grpo_ref_split as trainer
+from grpo.sampling.rollout import Stream
+from grpo.training.checkpoint import Progress, undone_if_failed
+from grpo.training.metrics import Clock, evaluate
+from grpo.training.ranks import RunFailed, all_or_none, explained, sum_over_ranks
+from grpo.training.reference import NoReference
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    return Ranks(monkeypatch, 2, seconds=20)
+
+
+def failure_of(function):
+    """-> the RunFailed that the function raises."""
+    with pytest.raises(RunFailed) as caught:
+        function()
+    return caught.value
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit("no"), OSError("full")])
+def test_an_error_on_one_rank_is_raised_by_all_with_its_cause_there(ranks, error):
+    def block(rank):
+        with all_or_none("a part"):
+            if rank == 1:
+                raise error
+
+    mine, theirs = ranks.run(lambda rank: failure_of(lambda: block(rank)).__cause__)
+    assert mine is None and theirs is error
+
+
+def test_errors_on_all_ranks_are_each_ranks_own(ranks):
+    def block(rank):
+        with all_or_none("a part"):
+            raise ValueError(rank)
+
+    causes = ranks.run(lambda rank: failure_of(lambda: block(rank)).__cause__)
+    assert [cause.args for cause in causes] == [(0,), (1,)]
+
+
+def test_without_an_error_ranks_go_on_together(ranks):
+    def parts(rank):
+        with all_or_none("one"):
+            made = rank + 1
+        with all_or_none("two"):
+            made += 10
+        return sum_over_ranks(made)
+
+    assert ranks.run(parts) == [23, 23]
+
+
+def test_a_rank_that_is_to_stop_at_once_takes_no_part(ranks):
+    """A second Ctrl-C is no error of the block, and is not shared."""
+
+    def block(rank):
+        with all_or_none("a part"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run(block)
+
+
+# --- In a step, and in an evaluation --------------------------------------------------------
+def broken_on(rank, recipe, after):
+    """-> the recipe, whose rewards raise on rank 1 after so many completions."""
+    calls, rewards = [], recipe.task.rewards
+
+    def counted(item, text):
+        calls.append(text)
+        if rank == 1 and len(calls) > after:
+            raise ZeroDivisionError
+        return rewards(item, text)
+
+    recipe.task.rewards = counted
+    return recipe
+
+
+def run_of(rank, after):
+    recipe = broken_on(rank, a_recipe(prompts_of([MIXED] * 20)), after)
+    return SimpleNamespace(
+        policy=FakeEngine(),
+        recipe=recipe,
+        stream=Stream(recipe.prompts, 0, rank, 2),
+        clock=Clock(),
+        progress=Progress("run", 3, sampled=5.0, groups=9),
+        reference=NoReference(),
+        workers=None,
+    )
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for name, value in {"PROMPTS_PER_STEP": 6, "OUTCOME": "correctness"}.items():
+        monkeypatch.setattr(trainer, name, value)
+
+
+def test_a_step_that_failed_on_one_rank_was_not_begun_on_any(ranks, small):
+    """A run that resumes from what was saved then samples the same prompts: they were skipped."""
+
+    def step(rank):
+        run = run_of(rank, after=3)
+        next(run.stream)
+        before = vars(run.progress).copy(), run.stream.position
+
+        def sample():
+            with undone_if_failed(run):
+                trainer.sample_step(run)
+
+        cause = failure_of(sample).__cause__
+        assert (vars(run.progress), run.stream.position) == before
+        return cause
+
+    mine, theirs = ranks.run(step)
+    assert mine is None and isinstance(theirs.__cause__, ZeroDivisionError)  # with the completion
+
+
+def test_a_step_that_succeeds_has_its_prompts_behind_it(ranks, small):
+    def step(rank):
+        run = run_of(rank, after=99)
+        with undone_if_failed(run):
+            groups, *_ = trainer.sample_step(run)
+        assert run.stream.position == 6 + rank and run.progress.groups == 9 + len(groups)
+        return [group.id for group in groups]
+
+    first, second = ranks.run(step)
+    assert first == second == sorted(first) and len(first) == 6
+
+
+def test_an_evaluation_that_fails_on_one_rank_ends_all(ranks):
+    def evaluated(rank):
+        run = run_of(rank, after=2)
+        failure = failure_of(lambda: evaluate(run.policy, run.recipe, run.recipe.prompts))
+        return failure.__cause__ is None
+
+    assert ranks.run(evaluated) == [True, False]
+
+
+def test_a_collective_that_fails_says_what_to_do_and_other_errors_stay_as_they_are():
+    for lost in (dist.DistNetworkError("reset by peer"), RuntimeError("[gloo/pair.cc] closed")):
+        with pytest.raises(RuntimeError) as raised, explained():
+            raise lost
+        assert raised.value.__cause__ is lost
+    out_of_memory = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError) as raised, explained():
+        raise out_of_memory
+    assert raised.value is out_of_memory

@@ -1,0 +1,347 @@
+"""Rank 0's side of workers: what it serves, what it takes, and what it refuses."""
+
+import json
+import threading
+
+import pytest
+import requests
+import torch
+from fakes import MIXED, prompts_of
+from helpers import call, refused
+from trainer_side import Policy, file_of, post, publish, recipe_at, sample_of, serving, weights
+
+from grpo import client as client_module
+from grpo.client import Trainer
+from grpo.proof import check_proof
+from grpo.stop import TooLong
+from grpo.training import workers as workers_module
+from grpo.training.workers import Workers, staleness
+from grpo.wire import sha256_of, unpack_group
+
+
+@pytest.fixture
+def side(tmp_path):
+    with serving(tmp_path / "run") as workers:
+        yield workers
+
+
+def asked(workers, worker="me"):
+    """-> (record, room), as a worker is told them."""
+    status, _, body = call(workers.app, "GET", "/policy", QUERY_STRING=f"worker={worker}")
+    assert status == 200, body
+    return tuple(json.loads(body).values())
+
+
+# --- GET /policy --------------------------------------------------------------------
+def test_a_policy_is_published_with_all_that_a_worker_checks(side):
+    assert asked(side) == (None, 4)
+    record = publish(side, 3)
+    assert asked(side) == (json.loads(json.dumps(record)), 4)
+    assert (record["run"], record["version"]) == ("run", 3)
+    assert record["settings"] == side.recipe.settings()
+    (path,) = side.folder.iterdir()
+    assert (record["bytes"], record["sha256"]) == (path.stat().st_size, sha256_of(path))
+    worker = Policy(version=3)
+    assert check_proof(worker, record) == 0
+    with pytest.raises(RuntimeError):
+        check_proof(Policy(version=2), record)
+
+
+def test_the_text_of_the_proof_is_sampled_once_and_scored_anew(side):
+    first = publish(side, 0)["proof"]
+    side.policy.continuation = None
+    second = publish(side, 1)["proof"]
+    assert first["completion"] == second["completion"] and first["logps"] != second["logps"]
+
+
+def test_what_is_published_is_the_policy_as_it_was(side, monkeypatch):
+    """The next step changes the weights while they are being written."""
+    before, go_on = weights(0), threading.Event()
+    save = workers_module.safetensors.torch.save_file
+    monkeypatch.setattr(
+        workers_module.safetensors.torch, "save_file", lambda *a: go_on.wait(9) and save(*a)
+    )
+    side.publish(0)
+    side.policy.become(weights(1))
+    assert asked(side)[0] is None  # and training goes on
+    go_on.set()
+    side.finish()
+    assert (side.folder / side.record["sha256"]).read_bytes() == file_of(before)
+
+
+def test_the_room_is_divided_among_the_workers_that_are_heard_of(side, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(workers_module.time, "monotonic", lambda: now[0])
+    assert [asked(side, name)[1] for name in ("a", "b", "c", "a")] == [4, 2, 2, 2]
+    publish(side, 0)
+    assert post(side, sample_of(side))[0] == 200
+    assert asked(side, "a")[1] == 1
+    now[0] += workers_module.ACTIVE_SECONDS  # b and c are gone
+    assert asked(side, "a")[1] == 3
+    for number in range(1, 4):
+        post(side, sample_of(side, number))
+    assert asked(side, "a")[1] == 0
+
+
+@pytest.mark.parametrize("query", ["", "worker=", "worker=%0A", "worker=" + "x" * 300])
+def test_a_worker_without_a_printable_name_is_refused(side, query):
+    assert refused(call(side.app, "GET", "/policy", QUERY_STRING=query), 400)
+    assert side.heard == {}
+
+
+def test_all_routes_want_the_token(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_TOKEN", "secret")
+    with serving(tmp_path / "run") as workers:
+        for method, path in [("GET", "/policy"), ("GET", "/policy/0"), ("POST", "/group")]:
+            assert refused(call(workers.app, method, path, b"x"), 401)
+        right = {"HTTP_AUTHORIZATION": "Bearer secret", "QUERY_STRING": "worker=a"}
+        assert call(workers.app, "GET", "/policy", **right)[0] == 200
+
+
+def test_another_address_than_this_machine_needs_a_token(tmp_path, monkeypatch):
+    monkeypatch.delenv("GRPO_TOKEN", raising=False)
+    recipe = recipe_at("http://0.0.0.0:0", prompts_of([MIXED]), tmp_path / "run")
+    with pytest.raises(SystemExit):
+        Workers(recipe.c, recipe, Policy(), "run")
+
+
+# --- GET /policy/SHA256 -----------------------------------------------------------------
+def test_a_download_is_resumed_by_ranges(side, tmp_path, monkeypatch):
+    monkeypatch.setattr(client_module, "PART_BYTES", 7)
+    record = publish(side, 1)
+    trainer = Trainer(side.c.TRAINER, 5)
+    parts, request, lost = [], trainer.session.request, iter([False, True, False, True])
+
+    def cut(method, url, **named):  # some answers do not come
+        parts.append(named["headers"]["Range"])
+        if next(lost, False):
+            raise requests.ConnectionError
+        return request(method, url, **named)
+
+    trainer.session.request = cut
+    monkeypatch.setattr("grpo.stop.time.sleep", lambda seconds: None)
+    assert trainer.fetch(record, tmp_path / "got")
+    assert (tmp_path / "got").read_bytes() == file_of(weights(1))
+    assert parts[:5] == [f"bytes={a}-{a + 6}" for a in (0, 7, 7, 14, 14)]
+    assert len(parts) == -(-record["bytes"] // 7) + 2
+
+
+def test_a_policy_that_is_replaced_is_kept_while_it_is_downloaded(side, tmp_path, monkeypatch):
+    """A download may take longer than a step: a worker would never get a policy."""
+    monkeypatch.setattr(client_module, "PART_BYTES", 7)
+    record, trainer = publish(side, 1), Trainer(side.c.TRAINER, 5)
+    now, parts, request = [1000.0], iter(range(99)), trainer.session.request
+    monkeypatch.setattr(workers_module.time, "monotonic", lambda: now[0])
+
+    def replaced(method, url, **named):
+        if next(parts) in (2, 4):
+            now[0] += workers_module.ACTIVE_SECONDS / 2
+            publish(side, side.record["version"] + 1)
+        return request(method, url, **named)
+
+    trainer.session.request = replaced
+    assert trainer.fetch(record, tmp_path / "got")
+    assert (tmp_path / "got").read_bytes() == file_of(weights(1))
+    now[0] += workers_module.ACTIVE_SECONDS
+    last = side.record["sha256"]
+    publish(side, 4)  # the one before it may have been asked for just now
+    kept = {path.name for path in side.folder.iterdir()}
+    assert kept == {last, side.record["sha256"]} == side.files.keys()
+    assert not trainer.fetch(record, tmp_path / "got")
+
+
+def test_a_part_that_was_begun_is_sent_whole_though_its_policy_is_deleted(side):
+    sha256 = publish(side, 1)["sha256"]
+    environ = {"REQUEST_METHOD": "GET", "PATH_INFO": f"/policy/{sha256}"}
+    begun = side.app(environ, lambda *_: None)  # none of it was read yet
+    publish(side, 2)
+    (side.folder / sha256).unlink()
+    assert b"".join(begun) == file_of(weights(1))
+
+
+def test_a_damaged_policy_is_not_loaded(side, tmp_path):
+    record = publish(side, 1)
+    with pytest.raises(RuntimeError):
+        Trainer(side.c.TRAINER, 5).fetch(record | {"bytes": record["bytes"] - 1}, tmp_path / "got")
+
+
+def test_a_policy_that_nobody_downloads_is_not_found_once_there_is_a_newer_one(side):
+    old = publish(side, 1)["sha256"]
+    publish(side, 2)
+    publish(side, 3)
+    for sha256 in (old, "..", "%2e%2e", "draft"):
+        assert call(side.app, "GET", f"/policy/{sha256}")[0] == 404
+
+
+def test_what_a_killed_trainer_left_is_removed_and_close_leaves_nothing(tmp_path):
+    left = tmp_path / "run/.policy/policy_7.safetensors"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"old")
+    with serving(tmp_path / "run") as workers:
+        publish(workers, 0)
+        assert [path.name for path in left.parent.iterdir()] == [workers.record["sha256"]]
+    assert not left.parent.exists()
+    with pytest.raises(requests.ConnectionError):  # and the port is free
+        requests.get(workers.c.TRAINER, timeout=5)
+
+
+# --- POST /group ------------------------------------------------------------------------
+def test_groups_wait_in_a_bounded_queue_and_come_once(side):
+    assert post(side, sample_of(side))[0] == 503  # no policy yet: from before a restart
+    publish(side, 0)
+    bodies = [sample_of(side, number) for number in range(5)]
+    assert [post(side, body)[0] for body in (bodies[0], *bodies[:4])] == [200] * 5
+    assert [group.id for group in side.groups] == [f"me-{n}" for n in range(4)]
+    assert post(side, bodies[4])[0] == 503
+    assert post(side, bodies[2])[0] == 200  # its first answer was lost, and it needs no room
+    assert len(side.take(0)) == 4
+    assert post(side, bodies[0])[0] == 200 and not side.groups  # also once it was trained
+    assert post(side, bodies[4])[0] == 200 and len(side.groups) == 1
+
+
+def test_a_worker_waits_for_room_longer_than_for_an_answer(side, no_pause):
+    """A step, or an evaluation, may take longer than WAIT_LIMIT_SECONDS."""
+    publish(side, 0)
+    for number in range(4):
+        post(side, sample_of(side, number))
+    trainer, answers = Trainer(side.c.TRAINER, 0), []
+    request = trainer.session.request
+
+    def note(*args, **named):
+        answers.append(request(*args, **named))
+        if len(answers) == 5:
+            side.take(0)
+        return answers[-1]
+
+    trainer.session.request = note
+    assert trainer.put_group(sample_of(side, 4)) == ""
+    assert [answer.status_code for answer in answers] == [503] * 5 + [200]
+
+
+def test_groups_of_another_run_or_of_undone_steps_are_not_wanted(side):
+    publish(side, 5)
+    for changes in ({"run": "another"}, {"version": 6}):
+        status, answer = post(side, sample_of(side, **changes))
+        assert status == 200 and json.loads(answer)["refused"]
+    assert not side.groups
+    assert post(side, sample_of(side, version=5)) == (200, b'{"refused": ""}')
+
+
+def ids(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+FOREIGN = {
+    "another prompt": {"prompt_ids": ids(5, 7)},
+    "no such item": {"item": 99},
+    "one completion": {
+        "completion_ids": ids(7, 2),
+        "completion_lengths": ids(2),
+        "sampler_logps": torch.zeros(2),
+        "truncated": torch.tensor([False]),
+        "rewards": torch.zeros(1, 2),
+    },
+    "too long": {
+        "completion_ids": torch.full((11,), 7, dtype=torch.int32),
+        "completion_lengths": ids(9, 2),
+        "sampler_logps": torch.zeros(11),
+    },
+    "unknown ids": {"completion_ids": ids(7, 400, 7)},
+    "negative ids": {"completion_ids": ids(7, -1, 7)},
+    "other rewards": {"reward_names": ["correctness", "style"]},
+    "rewards in another order": {"reward_names": ["format", "correctness"]},
+    "another outcome": {"outcome": "format"},
+    "infinite rewards": {"rewards": torch.full((2, 2), torch.inf)},
+    "log-probs that are none": {"sampler_logps": torch.tensor([1.0, -1.0, -1.0])},
+    "lengths of others": {"completion_lengths": ids(2, 2)},
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_group_that_the_trainer_could_not_have_sampled_is_refused(side, what):
+    publish(side, 0)
+    body = sample_of(side, **FOREIGN[what])
+    assert refused(call(side.app, "POST", "/group", body), 400)
+    assert not side.groups
+
+
+@pytest.mark.parametrize("body", [b"x", b"\xff" * 99, b"{}" * 20])
+def test_a_body_that_is_no_group_is_refused(side, body):
+    publish(side, 0)
+    assert refused(call(side.app, "POST", "/group", body), 400)
+    truncated = sample_of(side)[:-1]
+    assert refused(call(side.app, "POST", "/group", truncated), 400)
+    assert refused(call(side.app, "POST", "/group", body, CONTENT_LENGTH=str(1 << 40)), 413)
+    assert refused(call(side.app, "POST", "/group", b""), 411)
+    assert not side.groups
+
+
+def test_a_group_arrives_as_it_was_sent_through_a_socket(side):
+    publish(side, 2)
+    body = sample_of(side, 3, version=1, skipped={"groups": 2})
+    assert Trainer(side.c.TRAINER, 5).put_group(body) == ""
+    sent, (got,) = unpack_group(body), side.groups
+    for name, value in vars(sent).items():
+        mine = getattr(got, name)
+        same = torch.equal(value, mine) if isinstance(value, torch.Tensor) else value == mine
+        assert same, name
+
+
+# --- take() -----------------------------------------------------------------------------
+def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path):
+    """Also those of later steps, which were undone; with MAX_STALENESS 2."""
+    with serving(tmp_path / "run", TRAINER_SAMPLES=True, PROMPTS_PER_STEP=9) as side:
+        publish(side, 9)
+        for number in range(10):
+            post(side, sample_of(side, number, version=number))
+        groups = side.take(7)
+        assert [group.policy_version for group in groups] == [5, 6, 7]
+        metrics = staleness(groups, 7, side)
+        assert metrics == {"staleness": 1.0, "staleness_max": 2, "groups_dropped": 6}
+        assert staleness([], 7, None) == {"staleness": 0, "staleness_max": 0, "groups_dropped": 0}
+        assert side.take(7) == []  # at once: the ranks sample
+
+
+def test_no_more_groups_are_taken_than_a_step_trains(tmp_path):
+    with serving(tmp_path / "run", TRAINER_SAMPLES=True) as side:
+        publish(side, 0)
+        for number in range(4):
+            post(side, sample_of(side, number))
+        side.c.PROMPTS_PER_STEP = 3
+        assert [len(side.take(0)) for _ in range(2)] == [3, 1]
+
+
+def test_where_workers_alone_sample_a_step_waits_for_all_its_groups(side):
+    publish(side, 0)
+    for number in range(3):
+        post(side, sample_of(side, number))
+    later = threading.Timer(0.2, post, [side, sample_of(side, 3)])
+    later.start()
+    assert len(side.take(0)) == 4
+
+
+def test_what_comes_restarts_the_limit_and_silence_ends_the_run(side, monkeypatch, capsys):
+    monkeypatch.setattr("grpo.stop.SPEAK_SECONDS", 0)
+    publish(side, 0)
+    side.c.WAIT_LIMIT_SECONDS = 0.4
+    for number in range(3):
+        threading.Timer(0.25 * number, post, [side, sample_of(side, number)]).start()
+    asked(side, "somebody")
+    with pytest.raises(TooLong) as ended:
+        side.take(0)
+    assert side.c.TRAINER in str(ended.value) and "somebody" in str(ended.value)
+    assert not side.groups and len(side.ids) == 3
+    assert "somebody" in capsys.readouterr().err
+
+
+def test_a_policy_that_can_not_be_written_ends_the_run_with_its_error(side, monkeypatch):
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(workers_module.safetensors.torch, "save_file", fail)
+    side.publish(0)
+    with pytest.raises(OSError):  # and not after the time limit
+        side.take(0)
+    with pytest.raises(OSError):
+        side.publish(1)
+    side.error = None

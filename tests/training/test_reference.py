@@ -1,0 +1,217 @@
+"""The reference's log-probs of a group: from none, from MODEL in the trainer, and from a server."""
+
+import threading
+import time
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import a_group, move, tiny_policy
+
+from grpo.stop import TooLong, stop
+from grpo.training import reference as module
+from grpo.training.reference import (
+    LocalReference,
+    NoReference,
+    RemoteReference,
+    make_reference,
+    on_device,
+    tensors_of,
+)
+
+MEASURED = 1e-5  # rounding of float32 over batches
+
+
+def constants(**changes):
+    c = SimpleNamespace(KL_BETA=0.1, LORA_RANK=0, TEMPERATURE=1.0, SHARE_PROMPTS=True)
+    c.MODEL, c.REFERENCE_ON_CPU, c.MICRO_BATCH_TOKENS = "tiny", False, 24
+    vars(c).update(changes)
+    return c
+
+
+def groups_of(*lengths):
+    groups = [a_group([MIXED] * len(sizes), lengths=sizes) for sizes in lengths]
+    for i, group in enumerate(groups):
+        group.prompt_ids = torch.tensor([5 + i, 6], dtype=torch.int32)
+    return groups
+
+
+MIXED = (1.0, -1.0)
+GROUPS = groups_of((3, 1), (2, 7), (4,))
+
+
+def own_logps(policy, group):
+    parts = group.completions(group.completion_ids)
+    ids = group.prompt_ids.tolist()
+    return torch.tensor([logp for part in parts for logp in policy.logps(ids, part.tolist())])
+
+
+def gap(reference, policy, groups=GROUPS):
+    """-> how far the reference's log-probs are from the policy's."""
+    answers = [(reference.logps(group), group) for group in groups]
+    return max((a.result() - own_logps(policy, g)).abs().max().item() for a, g in answers)
+
+
+# --- None -------------------------------------------------------------------------------
+def test_without_a_kl_penalty_there_is_no_reference():
+    reference = make_reference(constants(KL_BETA=0), policy=None, server=None)
+    assert isinstance(reference, NoReference) and reference.info == {"model": None}
+    assert reference.logps(GROUPS[0]).result() is None
+
+
+# --- Here -------------------------------------------------------------------------------
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_here_the_reference_is_model_whatever_the_policy_becomes(lora_rank, tiny):
+    policy = tiny_policy(tiny, lora_rank=lora_rank)
+    reference = make_reference(constants(LORA_RANK=lora_rank), policy, server=None)
+    assert reference.info == {"model": "tiny", "dtype": "float32"}
+    before = [(name, p.requires_grad) for name, p in policy.model.named_parameters()]
+    move(policy.model, 0.1)
+    assert gap(reference, tiny_policy(tiny)) < MEASURED < 0.01 < gap(reference, policy)
+    assert [(name, p.requires_grad) for name, p in policy.model.named_parameters()] == before
+
+
+def test_all_that_were_asked_for_are_scored_together_when_the_first_is_needed(tiny, monkeypatch):
+    policy, asked = tiny_policy(tiny), []
+    reference, run = LocalReference(constants(), policy), module.score_sequences
+
+    def noted(model, prompts, *others, **settings):
+        asked.append(len(prompts))
+        return run(model, prompts, *others, **settings)
+
+    monkeypatch.setattr(module, "score_sequences", noted)
+    first, second, third = map(reference.logps, GROUPS)
+    assert asked == [] and not first.done()
+    assert second.result().shape == (9,) and first.done() and third.done()
+    assert first.result().shape == (4,) and asked == [5]
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_resume(lora_rank, tiny):
+    """Algorithm 1, lines 2 and 3; a checkpoint has weights()."""
+    c = constants(LORA_RANK=lora_rank)
+    policy = tiny_policy(tiny, drift=0.1, lora_rank=lora_rank)
+    there = tiny_policy(tiny, drift=0.1, lora_rank=lora_rank)  # stays as it is
+    with torch.no_grad():
+        for one, other in zip(policy.model.parameters(), there.model.parameters(), strict=True):
+            other.copy_(one)  # adapters begin with random numbers
+    reference = LocalReference(c, policy)
+    reference.refresh()
+    move(policy.model, 0.1)
+    moved = {name: p.clone() for name, p in policy.model.named_parameters()}
+    assert gap(reference, there) < MEASURED < 0.01 < gap(reference, policy)
+    assert all(torch.equal(p, moved[name]) for name, p in policy.model.named_parameters())
+
+    resumed = LocalReference(c, tiny_policy(tiny, lora_rank=lora_rank))
+    assert gap(resumed, there) > 0.01
+    resumed.load({name: tensor.clone() for name, tensor in reference.weights().items()})
+    assert gap(resumed, there) < MEASURED
+    assert all(tensor.device.type == "cpu" for tensor in resumed.weights().values())
+    if lora_rank:
+        assert all("lora" in name for name in reference.weights())
+
+
+def test_a_reference_in_cpu_memory_comes_and_goes_whole(tiny):
+    model, there = tiny_policy(tiny).model, torch.device("meta")
+    before = tensors_of(model)
+    with on_device(model, there):
+        assert model.device == there and {t.device for *_, t in tensors_of(model)} == {there}
+        assert model.lm_head.weight is model.model.embed_tokens.weight  # moved once
+    assert all(a is b for a, b in zip(chain(*before), chain(*tensors_of(model)), strict=True))
+    with pytest.raises(ZeroDivisionError), on_device(model, there):
+        raise ZeroDivisionError
+    assert model.device.type == "cpu"
+
+
+def test_a_reference_on_the_cpu_is_moved_only_where_it_is_a_copy_on_a_gpu(tiny):
+    policy = tiny_policy(tiny)
+    assert not LocalReference(constants(REFERENCE_ON_CPU=True), policy).away
+    lora = tiny_policy(tiny, lora_rank=2)
+    assert not LocalReference(constants(REFERENCE_ON_CPU=True, LORA_RANK=2), lora).away
+    reference = LocalReference(constants(), policy)
+    reference.away = True  # as on a GPU; here both places are the same
+    assert gap(reference, tiny_policy(tiny)) < MEASURED
+
+
+# --- At a server ------------------------------------------------------------------------
+class FakeServer:
+    """A client whose answers are the ids; `gate` lets them through."""
+
+    url, info, speaks, state = "http://server", {"model": "theirs"}, True, ""
+
+    def __init__(self):
+        self.asked, self.gate, self.fault = [], threading.Semaphore(0), None
+
+    def score(self, groups):
+        self.asked.append(len(groups))
+        self.gate.acquire()
+        if self.fault:
+            raise self.fault
+        return [group.completion_ids.float() for group in groups]
+
+
+@pytest.fixture
+def remote():
+    """-> (server, reference) of which one request has been sent, and its answer."""
+    server = FakeServer()
+    reference = make_reference(constants(), None, server)
+    assert isinstance(reference, RemoteReference) and reference.info == server.info
+    first = reference.logps(GROUPS[0])
+    while not server.asked:
+        time.sleep(0.001)
+    yield server, reference, first
+    server.gate.release(99)
+
+
+def test_groups_that_are_sampled_meanwhile_go_in_one_request(remote):
+    server, reference, first = remote
+    others = [reference.logps(group) for group in GROUPS]
+    server.gate.release(2)
+    assert torch.equal(first.result(), GROUPS[0].completion_ids.float())
+    for answer, group in zip(others, GROUPS, strict=True):
+        assert torch.equal(answer.result(), group.completion_ids.float())
+    assert server.asked == [1, 3]
+
+
+@pytest.mark.parametrize("bound", ["REQUEST_TOKENS", "MAX_COMPLETIONS"])
+def test_a_request_is_bounded(bound, remote, monkeypatch):
+    server, reference, _ = remote
+    tokens = len(GROUPS[0].prompt_ids) + 4  # 2 completions
+    monkeypatch.setattr(module, bound, tokens + 2 if bound == "REQUEST_TOKENS" else 4)
+    answers = [reference.logps(GROUPS[0]) for _ in range(5)]
+    server.gate.release(9)
+    assert [len(answer.result()) for answer in answers] == [4] * 5
+    assert server.asked == [1, 2, 2, 1]
+
+
+def test_an_error_reaches_those_who_wait_for_it_and_the_next_are_asked_for(remote):
+    server, reference, first = remote
+    second = reference.logps(GROUPS[1])
+    server.fault = RuntimeError("another reference")
+    server.gate.release(2)
+    for answer in (first, second):
+        with pytest.raises(RuntimeError, match="another reference"):
+            answer.result()
+    server.fault = None
+    server.gate.release()
+    assert len(reference.logps(GROUPS[2]).result()) == 4
+
+
+def test_a_rank_that_waits_says_why(remote, monkeypatch, capsys):
+    server, _, first = remote
+    assert server.speaks is False  # not twice
+    monkeypatch.setattr("grpo.stop.SPEAK_SECONDS", 0)
+    server.state = "nobody is there"
+    threading.Timer(1.5, server.gate.release).start()
+    assert len(first.result()) == 4
+    said = capsys.readouterr().err
+    assert server.url in said and server.state in said
+
+
+def test_a_rank_that_is_asked_to_end_does_not_wait_for_ever(remote, monkeypatch):
+    monkeypatch.setattr("grpo.stop.STOP_SECONDS", 0.5)
+    monkeypatch.setattr(stop, "asked", "SIGTERM")
+    monkeypatch.setattr(stop, "at", time.monotonic())
+    with pytest.raises(TooLong, match="SIGTERM"):
+        remote[2].result()
