@@ -70,6 +70,7 @@ def arrays_of(draw, route):
 def run_group(draw):
     """-> a group that rank 0's routes take."""
     changes = {"reward_names": ["correct", "format"], "item": 0, "policy_version": 0}
+    changes["sampler"] = "fuzzer"
     group = make_group([3, 2], seed=draw.randrange(2**31), prompt=2, **changes)
     group.prompt_ids[:] = torch.tensor([5, 6])
     group.id = f"fuzz-{draw.randrange(2**60)}"

@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
 from helpers import Replies, make_group, reply
 from transformers import AutoTokenizer
@@ -43,6 +44,7 @@ def clock(monkeypatch):
 
     fake = SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
     monkeypatch.setattr("grpo.stop.time", fake)
+    monkeypatch.setattr("grpo.client.time", fake)
     return now
 
 
@@ -54,19 +56,23 @@ def test_a_server_that_is_not_there_is_waited_for_until_the_limit(clock, capsys)
     assert capsys.readouterr().err.count("http://127.0.0.1:9/info") == 3  # every 10 s
 
 
-def test_the_limit_counts_from_the_first_failure_on(clock):
-    """A server may score for as long as it likes: that is not waiting for a dead one."""
+@pytest.mark.parametrize("failure, seconds", [("cut off", 3000), ("no room", 2000)])
+def test_the_limit_counts_from_the_first_failure_on(clock, failure, seconds):
+    """A request that was cut off failed at that moment: the server may have scored until then. One
+    that was refused for want of room has waited since it was sent."""
 
     class Slow:
         def request(self, *_, **__):
             clock.seconds += 1000
+            if failure == "cut off":
+                raise requests.ConnectionError
             return SimpleNamespace(ok=False, status_code=503, text="full")
 
     client = RefServer("http://127.0.0.1:9", 1500)
     client.session = Slow()
     with pytest.raises(TooLong):
         client.call("GET", "/info")
-    assert clock.seconds == pytest.approx(3000, abs=5) and clock.slept == 2
+    assert clock.seconds == pytest.approx(seconds, abs=5)
 
 
 @pytest.mark.parametrize("failures", ["busy", "cut", "silent", "a proxy's"])
