@@ -125,14 +125,14 @@ def make_app(waiting, info, limits, token):
     """Returns the WSGI app; `token` is None or the shared secret."""
     app = Gate(token=token, max_body_bytes=MAX_BODY_BYTES)
     app.get("/info", callback=lambda: info)
-    one_by_one = threading.Lock()  # 60 threads that unpack at once would starve /health
+    one_by_one = threading.Lock()  # 60 threads that read at once would starve /health
 
     @app.post("/score")
     def score():
-        body, seconds = app.read_body(), app.read_number("wait", most=MAX_WAIT_SECONDS)
-        with waiting.room_for(len(body)):
+        seconds = app.read_number("wait", most=MAX_WAIT_SECONDS)
+        with waiting.room_for(app.body_length()):
             with one_by_one:
-                request = Request(unpack_ids(body, **limits))
+                request = Request(unpack_ids(app.read_body(), **limits))
             waiting.put(request)
             logps = app.result_of(request.answer, seconds)
         # X-Info: after a restart this may be another model, and the client must notice

@@ -54,11 +54,16 @@ class Gate(bottle.Bottle):
             self.refuse(401, "no or wrong token: set GRPO_TOKEN to the same text on both sides")
 
     # --- What routes read and answer ------------------------------------------------
-    def read_body(self):
+    def body_length(self):
+        """Returns the number of bytes of the request's body, before it is read."""
         length = bottle.request.content_length
         if not 0 < length <= self.max_body_bytes:
             status = 413 if length > 0 else 411
             self.refuse(status, f"the body must have between 1 and {self.max_body_bytes} bytes")
+        return length
+
+    def read_body(self):
+        length = self.body_length()
         # Not request.body, which writes what is over 100 KB to a file
         body = bottle.request.environ["wsgi.input"].read(length)
         if len(body) < length:
