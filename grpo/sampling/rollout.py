@@ -13,7 +13,6 @@ from collections import deque
 
 import torch
 
-from grpo.sampling.ahead import ahead
 from grpo.sampling.recipe import reward_group, total
 from grpo.sampling.reward_processes import begin_rewards
 from grpo.wire import Group
@@ -47,13 +46,12 @@ class Stream:
 
 
 # --- Sample and reward --------------------------------------------------------------
-def sampled_and_rewarded(policy, recipe, take, *, seed, timed=contextlib.nullcontext, beside=False):
+def sampled_and_rewarded(policy, recipe, take, *, seed, timed=contextlib.nullcontext):
     """Yields the sampled groups, in the order in which their last completions end.
 
     `take(n)` returns up to n prompts; rewards are computed, or awaited, within `with timed()`.
     Raises what reward_group does. The task sees text; the trainer trains the sampled ids, as
-    re-tokenised text may differ. Sampling goes on meanwhile where other processes compute rewards;
-    with `beside` also where they are computed in place: it, and `take`, have a thread of their own.
+    re-tokenised text may differ. Sampling goes on meanwhile where other processes compute rewards.
     """
     begun = []  # prompts; the key of one is its place here
     waiting = deque()  # groups, and what their rewards wait for
@@ -77,7 +75,7 @@ def sampled_and_rewarded(policy, recipe, take, *, seed, timed=contextlib.nullcon
         with timed():
             return prompt, completions, reward_group(own_recipe, prompt[1], texts)
 
-    for key, completions in ahead(groups) if beside and not recipe.reward_processes else groups:
+    for key, completions in groups:
         prompt, texts = begun[key], [policy.text(c) for c in completions]
         waiting.append((prompt, completions, texts, *begin_rewards(recipe, prompt[1], texts)))
         while waiting and (len(waiting) > OUTSTANDING or all(f.done() for f in waiting[0][-1])):

@@ -16,7 +16,7 @@ import tempfile
 import safetensors.torch
 import torch
 
-from grpo.devices import accelerator, use_stream
+from grpo.devices import accelerator
 from grpo.sampling.policy import completion_text
 from grpo.sampling.sampler import Completion
 from grpo.sampling.stop_strings import StopStrings
@@ -54,7 +54,6 @@ class VLLMPolicy:
         check_device(memory, tensor_parallel, sleep)
         from transformers import AutoConfig, AutoModelForCausalLM
         from vllm import LLM
-        from vllm.utils.torch_utils import current_stream
 
         self.name, self.tokenizer, self.numbers = model, tokenizer, itertools.count()
         self.eos_ids, self.dtype, self.max_tokens = sorted(eos_ids), dtype, max_tokens
@@ -87,7 +86,6 @@ class VLLMPolicy:
             **budget,
         )
         self.llm.apply_model(functools.partial(mask_padding, vocab_size=vocab_size))
-        self.own_stream = current_stream() if self.gpu and not self.parallel else None
 
     def stream(self, take, *, group_size, max_rows, seed, longest_prompt=None, **settings):
         """Yields (key, completions) as sampler.stream_groups does, each group as soon as its last
@@ -98,8 +96,6 @@ class VLLMPolicy:
         engine, draw, keys = self.llm.llm_engine, random.Random(seed), {}  # keys by request
         stops = None if "eos_ids" in settings else self.stop_strings
         self._wake()
-        if self.own_stream:  # else each new thread has a stream of its own, and memory for it
-            use_stream(self.own_stream)
         try:
             while True:
                 room = (max_rows - engine.get_num_unfinished_requests()) // group_size

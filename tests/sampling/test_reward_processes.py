@@ -89,9 +89,7 @@ def test_sampling_goes_on_beside_but_not_without_bound(two, monkeypatch):
     def take(room):
         return [left.pop()] if left else []
 
-    groups = rollout.sampled_and_rewarded(
-        engine, two, take, seed=0, timed=lambda: waiting(waits), beside=True
-    )
+    groups = rollout.sampled_and_rewarded(engine, two, take, seed=0, timed=lambda: waiting(waits))
     for prompt, _, _ in groups:
         seen.append((prompt[0], engine.given // 2))
     assert [number for number, _ in seen] == list(range(7))

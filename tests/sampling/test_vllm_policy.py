@@ -69,7 +69,7 @@ class FakeLLM:
 
 def a_policy(sleeps):
     policy = VLLMPolicy.__new__(VLLMPolicy)
-    policy.llm, policy.sleeps, policy.asleep, policy.own_stream = FakeLLM(), sleeps, False, None
+    policy.llm, policy.sleeps, policy.asleep = FakeLLM(), sleeps, False
     policy.gpu, policy.stop_strings = False, None
     return policy
 
