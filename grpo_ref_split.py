@@ -198,7 +198,7 @@ def sample_share(run, number, begun, counts):
     for sampled in rollout.sampled_and_rewarded(  # lines 7, 8
         run.policy,
         run.recipe,
-        take=lambda room: list(itertools.islice(prompts, room)),
+        prompts,
         seed=rollout.seed_of(SEED, step, begun, rank),
         timed=lambda: run.clock.part("reward"),
     ):

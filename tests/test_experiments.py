@@ -256,7 +256,7 @@ def test_the_sampler_alone_is_cooler(monkeypatch):
     from grpo.sampling.policy import Policy
 
     seen = []
-    monkeypatch.setattr(Policy, "stream", lambda self, take, **names: seen.append(names))
+    monkeypatch.setattr(Policy, "stream", lambda self, prompts, **names: seen.append(names))
     fake = SimpleNamespace(checks=SimpleNamespace(check_first_update=None))
     defects.cooler_sampler(fake, factor=0.9)
     Policy.stream(None, None, temperature=1.0, seed=0)

@@ -26,7 +26,7 @@ class Policy:
     dtype: str
     stop_strings: StopStrings | None = None
 
-    def stream(self, take, *, seed, **settings):
+    def stream(self, prompts, *, seed, **settings):
         """Samples groups with the current weights; see sampler.stream_groups.
 
         Adapters are merged only while tokens are sampled: whoever has been given a group, and may
@@ -35,7 +35,7 @@ class Policy:
         merged = MergedAdapters(self.model)
         groups = stream_groups(
             self.model,
-            take,
+            prompts,
             eos_ids=self.eos_ids,
             vocab_size=self.vocab_size,
             generator=self.generator(seed),

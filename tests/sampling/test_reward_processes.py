@@ -1,5 +1,6 @@
 """Rewards in processes of their own: the same rewards, and what becomes of the processes."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -84,12 +85,10 @@ def test_sampling_goes_on_beside_but_not_without_bound(two, monkeypatch):
     """Groups are sampled while rewards of the first sleep; each is yielded in its turn."""
     monkeypatch.setattr(rollout, "OUTSTANDING", 3)
     engine, seen, waits = Saying(*["sleep 0.3"] * 2, *["sleep 0"] * 12), [], []
-    left = prompts_of([MIXED] * 7)[::-1]
-
-    def take(room):
-        return [left.pop()] if left else []
-
-    groups = rollout.sampled_and_rewarded(engine, two, take, seed=0, timed=lambda: waiting(waits))
+    one_by_one = itertools.chain.from_iterable((p, None) for p in prompts_of([MIXED] * 7))
+    groups = rollout.sampled_and_rewarded(
+        engine, two, one_by_one, seed=0, timed=lambda: waiting(waits)
+    )
     for prompt, _, _ in groups:
         seen.append((prompt[0], engine.given // 2))
     assert [number for number, _ in seen] == list(range(7))
