@@ -6,9 +6,9 @@ import torch
 from transformers import AutoTokenizer
 
 from grpo.sampling.policy import load_policy
-from grpo.sampling.recipe import Recipe
 from grpo.sampling.rollout import sampled_and_rewarded
 from grpo.sampling.sampler import Completion, next_prompts
+from grpo.sampling.task import Recipe
 from grpo.wire import Group
 
 

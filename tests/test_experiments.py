@@ -15,7 +15,7 @@ import grpo_ref_split as trainer
 from experiments import chains, defects, questions, runs
 from experiments.runs import changed, commit_of, constants_of
 from grpo.forward import CompletionModel
-from grpo.sampling.recipe import load_task
+from grpo.sampling.task import load_task
 from grpo.training.checks import check_constants
 
 PAGE = TEXT["docs/experiments.md"]

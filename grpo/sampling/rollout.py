@@ -13,8 +13,7 @@ from collections import deque
 
 import torch
 
-from grpo.sampling.recipe import reward_group, total
-from grpo.sampling.reward_processes import begin_rewards
+from grpo.sampling.task import begin_rewards, reward_group, total
 from grpo.wire import Group
 
 OUTSTANDING = 64  # groups whose rewards are awaited while others are sampled
@@ -54,7 +53,7 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
     are computed, or awaited, within `with timed()`; sampling goes on if other processes compute
     them. Raises what reward_group does.
     """
-    waiting = deque()  # groups, and what their rewards wait for
+    waiting = deque()  # groups, and the Futures of their rewards
     groups = policy.stream(
         (prompt and (prompt, prompt[2]) for prompt in prompts),
         group_size=recipe.c.GROUP_SIZE,
@@ -65,13 +64,13 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
         seed=seed,
     )
 
-    def finish(prompt, completions, texts, own_recipe, _):
+    def finish(prompt, completions, texts, futures):
         with timed():
-            return prompt, completions, reward_group(own_recipe, prompt[1], texts)
+            return prompt, completions, reward_group(recipe, prompt[1], texts, futures)
 
     for prompt, completions in groups:
         texts = [policy.text(c) for c in completions]
-        waiting.append((prompt, completions, texts, *begin_rewards(recipe, prompt[1], texts)))
+        waiting.append((prompt, completions, texts, begin_rewards(recipe, prompt[1], texts)))
         while waiting and (len(waiting) > OUTSTANDING or all(f.done() for f in waiting[0][-1])):
             yield finish(*waiting.popleft())
     while waiting:

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from grpo.constants import settle
 from grpo.sampling import worker
-from grpo.sampling.recipe import load_split
 from grpo.sampling.rollout import Stream
+from grpo.sampling.task import load_split
 
 
 # --- Prompts -----------------------------------------------------------------------
