@@ -28,7 +28,6 @@ SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME
 SHARED += " STOP_TOKENS STOP_STRINGS"
 FUNCTIONS = {"load": ["split"], "messages": ["item"], "gold": ["item"]}  # that a task may have
 FUNCTIONS |= {"rewards": ["item", "completion"], "group_rewards": ["item", "completions"]}
-LONGEST = 2000  # characters of a prompt that are printed
 
 
 class TaskError(SystemExit):
@@ -38,17 +37,20 @@ class TaskError(SystemExit):
         super().__init__(f"{task_file(name)}: {function} {got}: it must {must}")
 
 
-@contextlib.contextmanager
-def calling(name, function, must):
-    """Makes a TaskError, which names the line, of what a task raises in the block."""
+def called(name, function, must, call, holds=lambda got: True):
+    """Returns what `call` of a task's function returns. TaskError if it raises, with the line, or
+    if `holds` is not true of what it returns."""
     try:
-        yield
+        got = call()
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f.lineno for f in frames if Path(f.filename).name == Path(task_file(name)).name]
         lines += [error.lineno] if isinstance(error, SyntaxError) else []
         at = f", line {lines[-1]}" if lines else ""
         raise TaskError(name, function, f"failed with {error!r}{at}", must) from error
+    if not holds(got):
+        raise TaskError(name, function, f"returned {got!r:.500}", must)
+    return got
 
 
 # --- The file -------------------------------------------------------------------------
@@ -71,8 +73,8 @@ def task_files():
 def load_task(name):
     """Returns the module tasks/NAME.py, or that at a path such as my/task.py, from whose folder it
     may import. Raises SystemExit if it is missing, or a function is, or takes other arguments."""
-    with calling(name, "the file", "be one that Python can import"):
-        task = module_at(name) if name.endswith(".py") else module_named(name)
+    module = module_at if name.endswith(".py") else module_named
+    task = called(name, "the file", "be one that Python can import", lambda: module(name))
     needed = {"load", "messages", "group_rewards" if hasattr(task, "group_rewards") else "rewards"}
     for function in [f for f in FUNCTIONS if f in needed or hasattr(task, f)]:
         takes = FUNCTIONS[function]
@@ -217,8 +219,7 @@ def load_questions(c, task, tokenizer):
 
 def load_items(name, task, split):
     call, must = f"load({split!r})", 'return a list of dicts, for "train" and EVAL_SPLIT'
-    with calling(name, call, must):
-        items = list(task.load(split))
+    items = called(name, call, must, lambda: list(task.load(split)))
     for item in items or ["no item"]:
         if not isinstance(item, dict):
             raise TaskError(name, call, f"returned {item!r:.500}", must)
@@ -226,15 +227,16 @@ def load_items(name, task, split):
 
 
 def load_chat(name, task, item):
-    call = f"messages({item!r:.500})"
     must = 'return a list of {"role": ..., "content": ...}, both texts'
-    with calling(name, call, must):
-        chat = task.messages(item)
+    return called(
+        name, f"messages({item!r:.500})", must, lambda: task.messages(item), holds=is_chat
+    )
+
+
+def is_chat(chat):
     are_dicts = isinstance(chat, list | tuple) and all(isinstance(m, dict) for m in chat)
     texts = [m.get(key) for m in chat for key in ("role", "content")] if are_dicts else []
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise TaskError(name, call, f"returned {chat!r:.500}", must)
-    return chat
+    return texts and all(isinstance(text, str) for text in texts)
 
 
 def ids_of(c, task, item, tokenizer):
@@ -243,8 +245,8 @@ def ids_of(c, task, item, tokenizer):
 
     chat = load_chat(c.TASK, task, item)
     must = f"return a chat that MODEL = {c.MODEL!r} takes, with CHAT_TEMPLATE = {c.CHAT_TEMPLATE}"
-    with calling(c.TASK, f"messages({item!r:.500}) in the chat template", must):
-        return prompt_ids(tokenizer, chat, **c.CHAT_TEMPLATE)
+    what = f"messages({item!r:.500}) in the chat template"
+    return called(c.TASK, what, must, lambda: prompt_ids(tokenizer, chat, **c.CHAT_TEMPLATE))
 
 
 # --- Rewards --------------------------------------------------------------------------
@@ -364,9 +366,8 @@ def preview(recipe, tokenizer, number):
 
 def show_prompt(recipe, tokenizer, index, item, ids):
     c, text = recipe.c, tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    cut = f" ... ({len(text) - LONGEST} characters more)" if len(text) > LONGEST else ""
     how = "" if tokenizer.chat_template else "; it has no chat template, so the texts are joined"
-    say(f"prompt {index} as {c.MODEL} sees it, {len(ids)} tokens{how}:\n{text[:LONGEST]}{cut}")
+    say(f"prompt {index} as {c.MODEL} sees it, {len(ids)} tokens{how}:\n{text}")
     for message in load_chat(c.TASK, recipe.task, item):
         if "".join(message["content"].split()) not in "".join(text.split()):
             say(f"the chat template loses or changes the {message['role']}'s message: see above")
@@ -379,10 +380,8 @@ def check_gold(recipe, item):
         return
     call = f"gold({item!r:.500})"
     must = f"return a completion, a text, that is right: with OUTCOME = {c.OUTCOME!r} above 0"
-    with calling(c.TASK, call, must):
-        text = gold(item) if gold else str(item["answer"])
-    if not isinstance(text, str):
-        raise TaskError(c.TASK, call, f"returned {text!r:.500}", must)
+    gold_or_answer = lambda: gold(item) if gold else str(item["answer"])
+    text = called(c.TASK, call, must, gold_or_answer, holds=lambda got: isinstance(got, str))
     (rewards,) = reward_group(recipe, item, [text])
     say(f"rewards of the gold answer {text!r:.200}: {shown(rewards)}")
     if gold and rewards[c.OUTCOME] <= 0:  # NaN, which does not apply, is not wrong
