@@ -115,39 +115,30 @@ LISTS = [  # none of their numbers may count
 UNDONE = ["3 * 4", "3 x 4", "3 × 4", "16 - 4", "8 + 4", "24/2", r"\frac{24}{2}", r"3 \times 4"]
 UNDONE += [r"3 \cdot 4", "15-3^1", "(3)(4)", "12 = 3 * 4", "12+John's age", "John's age + 12"]
 UNDONE += ["３＋９", "３＊４", "24／2", "12＝3×4"]
-UNTAGGED = [  # gold, a whole completion without (complete) tags
-    ("18", "She sells 9 eggs.\nSo she makes 9 * 2 = $18 per day."),
-    ("18", "So 9 * 2 is $18."),
-    ("4", "12 apples were in 3 boxes. So 4 each."),
-    ("18", "9 * 2 = <<9*2=18>>18\n#### 18"),
-    ("70000", "#### 70,000"),
-    ("12", "#### 12 apples from 3 boxes\nNext question: 5 pears"),
-    ("18", "#### Step 2: 3 * 4 = 12\nThe answer is 18."),
-    ("18", "#### 2. Add\nHence the total is 18"),
-    ("18", "#### (2) Add\nHence the total is 18"),
-    ("18", r"First \boxed{5}, then \boxed{18}. Check: 18 - 5 = 13."),
-    ("0.5", r"Thus \boxed{\frac{1}{2}} of 10."),
-    ("18", "The answer is 18. Check: 9 + 9. I hope this answer is helpful."),
-    ("18", "**Answer:** 18"),
-    ("18", "Final answer: $18<|im_end|>"),
-    ("18", "the answer is\n\n18"),
-    ("18", "A: 18"),
-    ("6", "The answer is 5. No, the answer is 6."),
-    ("18", "- eggs: 9\n- 18 dollars"),
-    ("18", "<think>9 * 2</think><answer>18"),  # cut off
-    ("-7", "It falls to -7"),
-    ("12", "The answer is: 12 apples from 3 boxes."),
-    ("18", "#### 第2步：3 * 4 = 12\n答案是18。"),
-    ("18", "#### 2. 计算\n一共18个。"),
-    ("18", "#### 2、计算\n一共18个。"),
-    ("18", "#### （2）计算\n一共18个。"),
-    ("18", "回答：首先有3个盒子。所以一共18个。"),  # no answer yet: "reply", "solution"
-    ("18", "解答：首先有3个盒子。所以一共18个。"),
-    ("18", "他答对的题目是3道。所以得18分。"),
-    ("18", "答案不对，因为3个太少。所以一共18个。"),
-    ("18", "小明有9个，或许更多。一共18个。"),
-    ("18", "每盒3个。一共18个。"),
-]
+UNTAGGED = {  # gold: a whole completion without (complete) tags
+    "18": [
+        "She sells 9 eggs.\nSo she makes 9 * 2 = $18 per day.", "So 9 * 2 is $18.",
+        "9 * 2 = <<9*2=18>>18\n#### 18", "#### Step 2: 3 * 4 = 12\nThe answer is 18.",
+        "#### 2. Add\nHence the total is 18", "#### (2) Add\nHence the total is 18",
+        r"First \boxed{5}, then \boxed{18}. Check: 18 - 5 = 13.",
+        "The answer is 18. Check: 9 + 9. I hope this answer is helpful.", "**Answer:** 18",
+        "Final answer: $18<|im_end|>", "the answer is\n\n18", "A: 18", "- eggs: 9\n- 18 dollars",
+        "<think>9 * 2</think><answer>18", "#### 第2步：3 * 4 = 12\n答案是18。",
+        "#### 2. 计算\n一共18个。", "#### 2、计算\n一共18个。", "#### （2）计算\n一共18个。",
+        "回答：首先有3个盒子。所以一共18个。", "解答：首先有3个盒子。所以一共18个。",
+        "他答对的题目是3道。所以得18分。", "答案不对，因为3个太少。所以一共18个。",
+        "小明有9个，或许更多。一共18个。", "每盒3个。一共18个。",
+    ],
+    "4": ["12 apples were in 3 boxes. So 4 each."],
+    "70000": ["#### 70,000"],
+    "12": [
+        "#### 12 apples from 3 boxes\nNext question: 5 pears",
+        "The answer is: 12 apples from 3 boxes.",
+    ],
+    "0.5": [r"Thus \boxed{\frac{1}{2}} of 10."],
+    "6": ["The answer is 5. No, the answer is 6."],
+    "-7": ["It falls to -7"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("gold", "answer"), pairs(RIGHT))
@@ -185,7 +176,7 @@ def test_a_sum_left_undone_is_no_answer(answer):
     assert not correct("12", f"<answer>{answer}</answer>")
 
 
-@pytest.mark.parametrize(("gold", "completion"), UNTAGGED)
+@pytest.mark.parametrize(("gold", "completion"), pairs(UNTAGGED))
 def test_accuracy_does_not_need_the_tags(gold, completion):
     assert correct(gold, completion)
 
@@ -210,17 +201,17 @@ def test_a_gold_answer_may_be_a_bare_number_and_must_be_a_number():
             correct(f"#### {gold}", f"<answer>{gold}</answer>")
 
 
-HEAVY = ["9^9^9^9", "9^{9^{9^9}}", "9**9**9**9", "((9^9)^9)^9", "9" * 10_000, r"\sqrt{" * 500]
-HEAVY += ["999999999!", r"10^{10^{10}}", r"\sum_{i=1}^{10^9} i", "(" * 10_000, "a" * 10_000]
-HEAVY += ["<answer>" * 1000, "<<" * 2000, "1 or " * 2000, "#### " * 1000, "answer: " * 1000]
-HEAVY += ["\n" * 5000, r"\boxed{" * 1000, "<|im_end|> " * 1000 + "x", "1 " * 5000, "=" * 9000]
-HEAVY += ["18个" * 3000, "1个 " * 3000, "答案" * 5000, "答案是" * 3000, "【答案】" * 2500]
-HEAVY += ["答" + " *" * 5000, "الجواب " * 1500, "1 و " * 2500, "1或" * 5000, "1分之" * 3000]
-HEAVY += ["1万" * 5000, "１" * 10_000, "1，" * 5000, "，" * 10_000, "。" * 10_000, "（" * 10_000]
-HEAVY += ["（个" * 5000, "个" + "1" * 10_000, "个" + "1 " * 5000, "个1" + " " * 10_000]
-HEAVY += ["个1" + "*" * 10_000, "个" * 10_000, "个" + " " * 10_000, "answer is " * 1000]
-
-
+HEAVY = [
+    "9^9^9^9", "9^{9^{9^9}}", "9**9**9**9", "((9^9)^9)^9", "9" * 10_000, r"\sqrt{" * 500,
+    "999999999!", r"10^{10^{10}}", r"\sum_{i=1}^{10^9} i", "(" * 10_000, "a" * 10_000,
+    "<answer>" * 1000, "<<" * 2000, "1 or " * 2000, "#### " * 1000, "answer: " * 1000, "\n" * 5000,
+    r"\boxed{" * 1000, "<|im_end|> " * 1000 + "x", "1 " * 5000, "=" * 9000, "18个" * 3000,
+    "1个 " * 3000, "答案" * 5000, "答案是" * 3000, "【答案】" * 2500, "答" + " *" * 5000,
+    "الجواب " * 1500, "1 و " * 2500, "1或" * 5000, "1分之" * 3000, "1万" * 5000, "１" * 10_000,
+    "1，" * 5000, "，" * 10_000, "。" * 10_000, "（" * 10_000, "（个" * 5000, "个" + "1" * 10_000,
+    "个" + "1 " * 5000, "个1" + " " * 10_000, "个1" + "*" * 10_000, "个" * 10_000,
+    "个" + " " * 10_000, "answer is " * 1000,
+]  # fmt: skip
 HEAVY_LATEX = ["9^9^9", "9^{9}^9", "{9^9}^9", "(9^9)^9", "9^{999}", "9^{9^9}", "9!", r"\pi"]
 
 
