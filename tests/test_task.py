@@ -271,7 +271,7 @@ def test_the_first_prompt_and_its_rewards_are_shown(tiny, capsys):
     out = previewed(tiny, capsys)
     assert re.search(r"prompt 7 .* its name .* \d+ tokens:\n<\|im_start\|>user\nWhat is", out)
     assert out.rstrip().endswith("gold answer '42': reward 1")
-    assert "empty completion: reward 0" in out and "see above" not in out
+    assert "empty completion: reward 0" in out and "loses or changes" not in out
     assert "does not apply" in previewed(tiny, capsys, rewards=lambda item, text: None)
 
 
@@ -279,14 +279,14 @@ def test_a_message_that_the_template_loses_is_said(tiny, capsys):
     def asked(item):
         return [{"role": "system", "content": "Be brief."}, *chat(QUESTION)]
 
-    assert "system's message: see above" in previewed(
+    assert "system's message there" in previewed(
         tiny, capsys, messages=asked, template="{{ messages[-1].content }}"
     )
     assert ":\nBe brief.\n\nWhy?\n" in previewed(tiny, capsys, messages=asked, template="")
 
 
 @pytest.mark.parametrize(("gold", "got"), [
-    (lambda item: "43", "'43', which earns reward 0"),
+    (lambda item: "43", "'43', which earns {'reward': 0"),
     (lambda item: 42, "42"),
     (lambda item: item["solution"], "KeyError('solution')"),
 ])  # fmt: skip

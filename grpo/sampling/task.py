@@ -152,9 +152,7 @@ class Recipe:
         if outcome not in weights:
             must = f"name the reward, of {list(weights)}, that says right (> 0) or wrong"
             raise TaskError(c.TASK, "OUTCOME", f"is {set_to!r}, here or in the trainer", must)
-        skips = "outcome" if c.SKIP_FLAT_GROUPS is True else c.SKIP_FLAT_GROUPS
-        values = {"REWARD_WEIGHTS": weights, "OUTCOME": outcome, "SKIP_FLAT_GROUPS": skips}
-        set_for_run(vars(c), values)
+        set_for_run(vars(c), {"REWARD_WEIGHTS": weights, "OUTCOME": outcome})
 
 
 def prepare(c, *, needs_server):
@@ -358,19 +356,14 @@ def preview(recipe, tokenizer, number):
     c = recipe.c
     say(f"REWARD_WEIGHTS = {c.REWARD_WEIGHTS}; right is OUTCOME = {c.OUTCOME!r} above 0")
     for index, item, ids in recipe.prompts[:number]:
-        show_prompt(recipe, tokenizer, index, item, ids)
-        (empty,) = reward_group(recipe, item, [""])
-        say(f"rewards of an empty completion: {shown(empty)}")
+        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        how = "" if tokenizer.chat_template else "; it has no chat template: the texts are joined"
+        say(f"prompt {index} as {c.MODEL} sees it, {len(ids)} tokens{how}:\n{text}")
+        for message in load_chat(c.TASK, recipe.task, item):
+            if "".join(message["content"].split()) not in "".join(text.split()):
+                say(f"the chat template loses or changes the {message['role']}'s message there")
+        show_rewards(recipe, item, "an empty completion", "")
         check_gold(recipe, item)
-
-
-def show_prompt(recipe, tokenizer, index, item, ids):
-    c, text = recipe.c, tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    how = "" if tokenizer.chat_template else "; it has no chat template, so the texts are joined"
-    say(f"prompt {index} as {c.MODEL} sees it, {len(ids)} tokens{how}:\n{text}")
-    for message in load_chat(c.TASK, recipe.task, item):
-        if "".join(message["content"].split()) not in "".join(text.split()):
-            say(f"the chat template loses or changes the {message['role']}'s message: see above")
 
 
 def check_gold(recipe, item):
@@ -382,13 +375,14 @@ def check_gold(recipe, item):
     must = f"return a completion, a text, that is right: with OUTCOME = {c.OUTCOME!r} above 0"
     gold_or_answer = lambda: gold(item) if gold else str(item["answer"])
     text = called(c.TASK, call, must, gold_or_answer, holds=lambda got: isinstance(got, str))
-    (rewards,) = reward_group(recipe, item, [text])
-    say(f"rewards of the gold answer {text!r:.200}: {shown(rewards)}")
+    rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
     if gold and rewards[c.OUTCOME] <= 0:  # NaN, which does not apply, is not wrong
-        raise TaskError(c.TASK, call, f"returned {text!r:.500}, which earns {shown(rewards)}", must)
+        raise TaskError(c.TASK, call, f"returned {text!r:.500}, which earns {rewards}", must)
 
 
-def shown(rewards):
-    """Returns a completion's rewards by name, as text."""
+def show_rewards(recipe, item, what, text):
+    """Prints and returns the rewards of a completion."""
+    (rewards,) = reward_group(recipe, item, [text])
     values = {n: "does not apply" if math.isnan(v) else f"{v:g}" for n, v in rewards.items()}
-    return ", ".join(f"{name} {value}" for name, value in values.items())
+    say(f"rewards of {what}: {', '.join(f'{name} {value}' for name, value in values.items())}")
+    return rewards

@@ -98,12 +98,11 @@ def test_what_a_task_says_is_put_into_the_scripts_constants_until_they_are_settl
     prompts, unset = [(0, {}, [5])], {"REWARD_WEIGHTS": None, "OUTCOME": None}
     first = SimpleNamespace(REWARD_WEIGHTS={"a": 2.0, "b": 1.0}, OUTCOME="a")
     second = SimpleNamespace(rewards=lambda item, text: 0.5)
-    recipe = a_recipe(prompts, task=first, SKIP_FLAT_GROUPS=True, **unset)
+    recipe = a_recipe(prompts, task=first, **unset)
     script = vars(recipe.c)
     before = dict(script)
     recipe.resolve()
     assert script["REWARD_WEIGHTS"] == {"a": 2.0, "b": 1.0} and script["OUTCOME"] == "a"
-    assert script["SKIP_FLAT_GROUPS"] == "outcome"
     assert settle(script, before.keys(), {}) == before
     recipe.task = second
     recipe.resolve()

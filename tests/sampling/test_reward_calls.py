@@ -230,9 +230,8 @@ def test_rewards_are_not_waited_for_in_silence(number, monkeypatch, capsys):
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_as_many_begin_as_the_constant_says(number, tiny, monkeypatch):
-    """And SKIP_FLAT_GROUPS = True is what workers know as "outcome"."""
     constants = {"TASK": "slow", "MODEL": str(tiny), "REWARD_PROCESSES": number}
-    constants |= {"SAMPLE_BATCH": 16, "SKIP_FLAT_GROUPS": True}
+    constants["SAMPLE_BATCH"] = 16
     for name, value in constants.items():
         monkeypatch.setattr(trainer, name, value)
     children = set(psutil.Process().children())
@@ -245,7 +244,6 @@ def test_as_many_begin_as_the_constant_says(number, tiny, monkeypatch):
     mine = set(psutil.Process().children()) - children
     found = {r["correctness"] for group in rewarded(recipe, "pid") for r in group}
     assert len(mine) == number and found <= {float(p.pid) for p in mine or [psutil.Process()]}
-    assert recipe.c.SKIP_FLAT_GROUPS == "outcome"
     ended(mine)
 
 
