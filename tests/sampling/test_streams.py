@@ -97,7 +97,7 @@ def test_a_group_comes_as_soon_as_it_has_ended_and_makes_room(family, model_of):
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
 def test_who_reads_a_group_may_ask_for_another_even_after_the_last(family, model_of):
-    """A flat group is seen when it comes, and replaced: the stream must not have ended by then."""
+    """A worker's trainer may have room once a group is handed over: the stream must be there."""
     desk, came = Desk(MANY[:1]), []
     for key, _ in desk.run(model_of(family)):
         came.append(key)

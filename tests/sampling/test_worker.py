@@ -296,18 +296,23 @@ def test_a_worker_that_can_not_prove_its_policy_samples_nothing(side, monkeypatc
     assert policy.seeds == [] and not side.groups
 
 
-def test_a_worker_of_another_model_ends_with_a_sentence(side, monkeypatch):
-    Script(monkeypatch, *[go_on] * 3)
+def another_model(side):
     side.policy.model.w = torch.nn.Parameter(torch.zeros(4))
     side.publish(1)
     side.finish()
-    run(side, expected=SystemExit)
 
 
-def test_a_group_that_the_trainer_refuses_as_malformed_ends_the_worker(side, monkeypatch):
-    Script(monkeypatch, *[go_on] * 3)
+def shorter_completions(side):
     side.c = SimpleNamespace(**vars(side.c) | {"MAX_COMPLETION_TOKENS": 1})
-    run(side, expected=RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"), [(another_model, SystemExit), (shorter_completions, RuntimeError)]
+)
+def test_a_worker_that_does_not_fit_the_trainer_ends(side, monkeypatch, change, expected):
+    Script(monkeypatch, *[go_on] * 3)
+    change(side)
+    run(side, expected=expected)
 
 
 # --- The trainer comes and goes ---------------------------------------------------------
