@@ -21,11 +21,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 
-from grpo.log import in_background, lasting_output
+from grpo import log
 
 IMPORT_SECONDS = 600  # for the task's import, which may load a judge
 PR_SET_PDEATHSIG = 1
@@ -49,20 +50,27 @@ class Remote(Exception):
 # --- In place -------------------------------------------------------------------------
 @contextlib.contextmanager
 def timely(seconds, what):
-    """Raises TooSlow in the block after `seconds`. The process ends with its traceback 10 s later,
-    if the code never returns to Python, or sets an alarm of its own, as math-verify's time limits
-    do. Does nothing outside the main thread; blocks do not nest."""
+    """Raises TooSlow in the block after `seconds`, and prints every 10 s what it waits for. 10 s
+    after the limit the process ends with its traceback, if the code never returns to Python, or
+    sets an alarm of its own, as math-verify's time limits do. Does nothing outside the main thread;
+    blocks do not nest."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def late(*_):
-        raise TooSlow(f"{what} took more than {seconds} s")
+    began = time.monotonic()
 
-    before = signal.signal(signal.SIGALRM, late)
+    def look(*_):
+        spent = time.monotonic() - began
+        if spent >= seconds:
+            raise TooSlow(f"{what} took more than {seconds} s")
+        log.tell(f"waiting for {what} since {spent:.0f} s")
+        signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds - spent))
+
+    before = signal.signal(signal.SIGALRM, look)
     # from a thread of C, which also runs while other threads hold the interpreter
     faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds))
     try:
         yield
     finally:
@@ -78,7 +86,7 @@ def start_processes(task, number, limit_seconds):
     RuntimeError if the process died. Call this in the main thread: the processes end with it."""
     jobs = queue.SimpleQueue()
     for _ in range(number):
-        in_background(serve, *start_process(task), jobs, limit_seconds)
+        log.in_background(serve, *start_process(task), jobs, limit_seconds)
 
     def submit(*job):
         future = Future()
@@ -152,7 +160,7 @@ def main():
     for number in (signal.SIGINT, signal.SIGTERM):  # a run that is stopped finishes its step
         signal.signal(number, lambda *_: None)  # what rewards start would inherit SIG_IGN
     connection, call, arguments = Connection(int(descriptor)), import_file, (name, file)
-    with contextlib.suppress(EOFError, ConnectionError), lasting_output():
+    with contextlib.suppress(EOFError, ConnectionError), log.lasting_output():
         while True:
             try:
                 connection.send((call(*arguments), None))

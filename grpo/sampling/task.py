@@ -5,7 +5,6 @@ a TaskError names the task's file, the function, what it returned, and what it m
 imported once a tokenizer is needed, so that a mistake in the file is reported at once.
 """
 
-import contextlib
 import difflib
 import hashlib
 import importlib
@@ -278,7 +277,7 @@ def given_rewards(recipe, item, texts, futures=()):
     what = f"the rewards of question {item.get('question', item)!r:.80}, {task_file(name)},"
     try:
         # A process has the time limit itself, so that a call's wait for it does not count
-        with announced(what), contextlib.nullcontext() if futures else timely(seconds, what):
+        with announced(what) if futures else timely(seconds, what):
             for future in futures:
                 results.append(future.result())
             for function, *given in calls[len(futures) :]:
