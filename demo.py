@@ -48,7 +48,7 @@ def greedy_answers(folder, questions):
     policy = load_policy(folder, load_tokenizer(folder), "float32")
     groups = sample_groups(
         policy.model,
-        [prompt_ids(policy.tokenizer, arithmetic.messages(question)) for question in questions],
+        [prompt_ids(policy.tokenizer, arithmetic.messages({"question": q})) for q in questions],
         group_size=1,
         max_new_tokens=preset.MAX_COMPLETION_TOKENS,
         temperature=0,

@@ -28,9 +28,9 @@ from grpo.log import say
 from grpo.merge import base_of, merge_into
 from grpo.models import load_tokenizer
 from grpo.sampling import evaluation
-from grpo.sampling.recipe import load_task
-from grpo.sampling.reward_processes import start_processes
-from grpo.sampling.start import make_policy, prepare_task
+from grpo.sampling.policy import make_policy
+from grpo.sampling.rewards import start_processes
+from grpo.sampling.task import load_task, prepare_task
 from grpo.stop import leave
 from grpo.training.checks import check_constants
 from grpo.training.ranks import join_ranks

@@ -55,8 +55,8 @@ from grpo.log import lasting_output, progress_bar, say
 from grpo.packing import plan_turns
 from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
-from grpo.sampling.recipe import load_questions, total
-from grpo.sampling.start import make_policy, prepare
+from grpo.sampling.policy import make_policy
+from grpo.sampling.task import load_questions, prepare, total
 from grpo.sampling.worker import run_worker
 from grpo.stop import TooLong, stop
 from grpo.training import checkpoint, checks, ranks
@@ -198,7 +198,7 @@ def sample_share(run, number, begun, counts):
     for sampled in rollout.sampled_and_rewarded(  # lines 7, 8
         run.policy,
         run.recipe,
-        take=lambda room: list(itertools.islice(prompts, room)),
+        prompts,
         seed=rollout.seed_of(SEED, step, begun, rank),
         timed=lambda: run.clock.part("reward"),
     ):

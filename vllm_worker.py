@@ -35,7 +35,7 @@ def main(**preset):
     set_environment()
     import grpo_ref_split as trainer
     from grpo.models import choose_dtype, own_device, stop_ids
-    from grpo.sampling.start import prepare
+    from grpo.sampling.task import prepare
     from grpo.sampling.worker import run_worker
     from grpo.wire import vocab_size_of
 

@@ -31,10 +31,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from grpo.sampling.recipe import Recipe
+
 from benchmarks.counting import HIGH, SPECIALS, build, make_tokenizer, prompt
 from benchmarks.measure import DEVICE, KIND, facts
 from benchmarks.sampling import MODELS
-from grpo.sampling.recipe import Recipe
 from grpo.sampling.rollout import sampled_and_rewarded
 from grpo.sampling.vllm_policy import VLLMPolicy
 

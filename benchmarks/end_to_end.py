@@ -66,8 +66,8 @@ class Counting:
         return [{"question": text, "answer": "even"} for text in questions(cls.case)]
 
     @staticmethod
-    def messages(question):
-        return [{"role": "user", "content": question}]
+    def messages(item):
+        return [{"role": "user", "content": item["question"]}]
 
     @staticmethod
     def rewards(item, completion):
@@ -141,7 +141,7 @@ def trl(case, model, out, steps):
     if case == "demo":
         from tasks import arithmetic as task
 
-        rows = [{"prompt": task.messages(i["question"]), "item": i} for i in task.load("train")]
+        rows = [{"prompt": task.messages(i), "item": i} for i in task.load("train")]
 
         def reward(completions, item, **_):
             texts = [c[0]["content"] for c in completions]
@@ -231,7 +231,7 @@ def accuracy(folder):
     items = task.load("test")
     groups = sample_groups(
         policy.model,
-        [prompt_ids(policy.tokenizer, task.messages(item["question"])) for item in items],
+        [prompt_ids(policy.tokenizer, task.messages(item)) for item in items],
         group_size=1,
         max_new_tokens=24,
         temperature=0,

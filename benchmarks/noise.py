@@ -26,7 +26,7 @@ G = 8
 
 def compare(trainer, sampler, temperature=1.0, noise=0.0):
     """Returns (mean |d|, mean k3, tilt) over the tokens that `sampler` draws."""
-    chats = [arithmetic.messages(item["question"]) for item in arithmetic.load("train")[:64]]
+    chats = [arithmetic.messages(item) for item in arithmetic.load("train")[:64]]
     prompts = [prompt_ids(trainer.tokenizer, chat) for chat in chats]
     generator = torch.Generator().manual_seed(0)
     settings = {"max_new_tokens": 24, "temperature": temperature, "generator": generator}

@@ -47,8 +47,8 @@ def sloppy(item, draw):
     return f"<think>{' '.join(steps)}</think><answer>{value}</answer>"
 
 
-def messages(question):
-    return [{"role": "user", "content": question}]
+def messages(item):
+    return [{"role": "user", "content": item["question"]}]
 
 
 def rewards(item, completion):

@@ -49,8 +49,8 @@ def cooler_sampler(trainer, factor):
 
     stream = Policy.stream
 
-    def cooled(self, take, *, temperature, **names):
-        return stream(self, take, temperature=factor * temperature, **names)
+    def cooled(self, prompts, *, temperature, **names):
+        return stream(self, prompts, temperature=factor * temperature, **names)
 
     Policy.stream = cooled
     go_on_if_refused(trainer)

@@ -42,7 +42,7 @@ class Case:
 def warm_start(case, seed):
     """Returns the folder of a seed's warm start, which is made if it is missing: half a minute."""
     from grpo import tiny_model
-    from grpo.sampling.recipe import load_task
+    from grpo.sampling.task import load_task
 
     folder = RUNS / "models" / f"{case.model}-{seed}"
     if not folder.exists():

@@ -17,12 +17,6 @@ def is_nvidia(device):
     return device.type == "cuda" and not torch.version.hip
 
 
-def use_stream(stream):
-    """Makes a torch.Stream the current one of this thread. On a "cuda" by torch.cuda, which vLLM
-    has patched to know of it."""
-    (torch.cuda if stream.device.type == "cuda" else torch.accelerator).set_stream(stream)
-
-
 def release_memory():
     """Gives what torch's allocator keeps unused back to the accelerator, if there is one."""
     if accelerator():

@@ -102,7 +102,7 @@ def warm_start(folder, task, seed, steps, heads=4):
     draw, tokenizer, train_items = random.Random(seed), make_tokenizer(task), task.load("train")
     model = make_model(tokenizer, heads)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
-    prompt_of = functools.cache(lambda question: prompt_ids(tokenizer, task.messages(question)))
+    prompt_of = functools.cache(lambda q: prompt_ids(tokenizer, task.messages({"question": q})))
     end, started = [tokenizer.eos_token_id], time.perf_counter()
     answer = getattr(task, "sloppy", sloppy)
     for step in range(steps):

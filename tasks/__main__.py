@@ -12,7 +12,7 @@ import ast
 import sys
 
 from grpo.constants import command_line
-from grpo.sampling.recipe import load_split, load_task, task_files
+from grpo.sampling.task import load_split, load_task, prepare_task, task_files
 
 SHOWN = 3
 
@@ -30,7 +30,6 @@ def main(name):
     _, given = command_line("grpo_ref_split.py", __doc__)
     load_task(name)  # before torch, which takes seconds to import
     import grpo_ref_split as trainer
-    from grpo.sampling.start import prepare_task
 
     c = trainer.constants(**given | {"TASK": name})
     tokenizer, recipe = prepare_task(c, split="train", shown=SHOWN)

@@ -49,7 +49,6 @@ def make_item(draw):
     return {"question": question, "answer": answer, "a": a, "b": b, "operator": operator}
 
 
-def messages(question):
-    """Returns the chat that asks the question, all it needs of an item; the tiny model needs no
-    system prompt."""
-    return [{"role": "user", "content": question}]
+def messages(item):
+    """Returns the chat that asks the item's question; the tiny model needs no system prompt."""
+    return [{"role": "user", "content": item["question"]}]

@@ -6,9 +6,9 @@ import torch
 from transformers import AutoTokenizer
 
 from grpo.sampling.policy import load_policy
-from grpo.sampling.recipe import Recipe
 from grpo.sampling.rollout import sampled_and_rewarded
-from grpo.sampling.sampler import Completion
+from grpo.sampling.sampler import Completion, next_prompts
+from grpo.sampling.task import Recipe
 from grpo.wire import Group
 
 
@@ -85,11 +85,11 @@ class FakeEngine:
     def __init__(self):
         self.asked, self.settings, self.most = [], None, 0
 
-    def stream(self, take, *, group_size, max_rows, **settings):
+    def stream(self, prompts, *, group_size, max_rows, **settings):
         self.settings, running = settings | {"max_rows": max_rows}, []
         while True:
             room = max_rows // group_size - len(running)
-            new = take(room) if room else []
+            new = next_prompts(prompts, room)
             self.asked.append(len(new))
             running += new
             self.most = max(self.most, len(running))
@@ -106,12 +106,7 @@ PROMPT = 0, {"question": "Why?"}, [5, 6]
 
 
 def sampled(engine, recipe, prompts, **changes):
-    waiting = list(prompts)[::-1]
-
-    def take(number):
-        return [waiting.pop() for _ in range(min(number, len(waiting)))]
-
-    return list(sampled_and_rewarded(engine, recipe, take, **{"seed": 0} | changes))
+    return list(sampled_and_rewarded(engine, recipe, prompts, **{"seed": 0} | changes))
 
 
 PROMPTS = [(0, {}, [5, 6, 7, 8]), (1, {}, [40, 41, 42, 43, 44, 45])]

@@ -12,7 +12,7 @@ import grpo_ref_split as trainer
 from experiments import curves, defects, hackable
 from experiments.runs import constants_of
 from grpo.loss import group_advantages
-from grpo.sampling.recipe import load_task
+from grpo.sampling.task import load_task
 from grpo.training.checks import check_constants
 from tasks.arithmetic import SIZES
 

@@ -15,7 +15,7 @@ import grpo_ref_split as trainer
 from experiments import chains, defects, questions, runs
 from experiments.runs import changed, commit_of, constants_of
 from grpo.forward import CompletionModel
-from grpo.sampling.recipe import load_task
+from grpo.sampling.task import load_task
 from grpo.training.checks import check_constants
 
 PAGE = TEXT["docs/experiments.md"]
@@ -256,7 +256,7 @@ def test_the_sampler_alone_is_cooler(monkeypatch):
     from grpo.sampling.policy import Policy
 
     seen = []
-    monkeypatch.setattr(Policy, "stream", lambda self, take, **names: seen.append(names))
+    monkeypatch.setattr(Policy, "stream", lambda self, prompts, **names: seen.append(names))
     fake = SimpleNamespace(checks=SimpleNamespace(check_first_update=None))
     defects.cooler_sampler(fake, factor=0.9)
     Policy.stream(None, None, temperature=1.0, seed=0)

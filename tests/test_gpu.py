@@ -69,10 +69,9 @@ def train(folder, _):
 
 
 def sample(folder, _):
-    policy, prompts = policy_of(folder), list(enumerate(PROMPTS))
+    policy, prompts = policy_of(folder), enumerate(PROMPTS)
     settings = {"max_rows": 4, "longest_prompt": 3, "max_new_tokens": 4, "temperature": 1.0}
-    take = lambda n: [prompts.pop() for _ in range(min(n, len(prompts)))]
-    assert len(list(policy.stream(take, seed=0, group_size=2, **settings))) == 2
+    assert len(list(policy.stream(prompts, seed=0, group_size=2, **settings))) == 2
 
 
 def prove(folder, _):
@@ -251,10 +250,9 @@ def test_logits_that_go_bad_later_are_said_and_draw_no_id_beyond_the_vocabulary(
 
     monkeypatch.setattr(LlamaDecoder, "next_logits", bad)
     settings = {"max_rows": 4, "longest_prompt": 3, "max_new_tokens": 4, "group_size": 2}
-    prompts = iter([[("a", PROMPTS[0]), ("b", PROMPTS[1])]])
-    take = lambda n: next(prompts, [])
+    prompts = iter([("a", PROMPTS[0]), ("b", PROMPTS[1])])
     with pytest.raises(RuntimeError, match="the model's logits are not finite"):
-        list(policy.stream(take, seed=0, temperature=temperature, **settings))
+        list(policy.stream(prompts, seed=0, temperature=temperature, **settings))
     assert len(drawn) == 3 and max(drawn) < policy.vocab_size
 
 

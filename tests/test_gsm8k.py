@@ -20,44 +20,30 @@ def formatted(completion):
     return rewards({"answer": "18"}, completion)["format"] == FORMATTED
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "<think>9 * 2</think><answer>18</answer>",
-        "<think>9 * 2</think>\n\n<answer>18</answer>",  # ancestors gave -1
-        "\n <think>\n9\n* 2\n</think> <answer>\n18\n</answer>\n",
-        "<think>a < b > c</think><answer>18</answer>",
-    ],
-)
-def test_formatted(completion):
-    assert formatted(completion)
+FORMAT_RIGHT = [
+    "<think>9 * 2</think><answer>18</answer>", "<think>9 * 2</think>\n\n<answer>18</answer>",
+    "\n <think>\n9\n* 2\n</think> <answer>\n18\n</answer>\n",
+    "<think>a < b > c</think><answer>18</answer>",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "",
-        "18",
-        "<answer>18</answer>",
-        "<think>a</think>",
-        "<think>a</think>18",
-        "<think>a</think><answer>18",
-        "<think>a<answer>18</answer>",
-        "<answer>18</answer><think>a</think>",
-        "<think>a<answer>18</answer></think>",
-        "<think>a</think><answer><think>b</think>18</answer>",
-        "<think>a</think><answer>18</answer><answer>18</answer>",  # ancestors gave +1.25
-        "<think>a</think><answer>1</answer>2</answer>",
-        "<think>a</think><think>b</think><answer>18</answer>",
-        "<think>a</think> so <answer>18</answer>",
-        "Sure! <think>a</think><answer>18</answer>",
-        "<think>a</think><answer>18</answer> done",
-        "<think>a</think><|im_end|><answer>18</answer>",
-        "<THINK>a</THINK><answer>18</answer>",
-    ],
-)
-def test_not_formatted(completion):
-    assert not formatted(completion)
+FORMAT_WRONG = [
+    "", "18", "<answer>18</answer>", "<think>a</think>", "<think>a</think>18",
+    "<think>a</think><answer>18", "<think>a<answer>18</answer>",
+    "<answer>18</answer><think>a</think>", "<think>a<answer>18</answer></think>",
+    "<think>a</think><answer><think>b</think>18</answer>",
+    "<think>a</think><answer>18</answer><answer>18</answer>",
+    "<think>a</think><answer>1</answer>2</answer>",
+    "<think>a</think><think>b</think><answer>18</answer>",
+    "<think>a</think> so <answer>18</answer>", "Sure! <think>a</think><answer>18</answer>",
+    "<think>a</think><answer>18</answer> done", "<think>a</think><|im_end|><answer>18</answer>",
+    "<THINK>a</THINK><answer>18</answer>",
+]  # fmt: skip
+
+
+def test_the_format_is_one_thought_and_one_answer():
+    for completion in FORMAT_RIGHT + FORMAT_WRONG:
+        assert formatted(completion) == (completion in FORMAT_RIGHT), completion
 
 
 def test_the_two_rewards_are_apart():

@@ -1,6 +1,5 @@
 """benchmarks/simulate.py: its scheduling against the sampler's own, its sums, its errors."""
 
-import itertools
 import random
 import sys
 from pathlib import Path
@@ -46,7 +45,7 @@ class Decoder:
 
 @pytest.mark.parametrize("groups", [1, 4, 8, 9, 14, 30])
 def test_columns_are_those_of_the_sampler(groups, monkeypatch):
-    c, columns, waiting = job(longest=60), [], iter(range(groups))
+    c, columns = job(longest=60), []
     drawn = [random.Random(i).randint(1, 60) for i in range(groups * c.group)]
 
     def draw(logits, temperature, generator):
@@ -58,7 +57,7 @@ def test_columns_are_those_of_the_sampler(groups, monkeypatch):
     monkeypatch.setattr(sampler, "draw", draw)
     sampled = sampler.stream_groups(
         SimpleNamespace(device="cpu"),
-        lambda room: [(key, [0]) for key in itertools.islice(waiting, room)],
+        ((key, [0]) for key in range(groups)),
         group_size=c.group,
         max_rows=c.batch,
         longest_prompt=1,

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import grpo_ref_split as trainer
-from grpo.sampling.recipe import load_task, task_files
-from grpo.sampling.reward_processes import ask, end, start_process
+from grpo.sampling.rewards import ask, end, start_process
+from grpo.sampling.task import load_task, task_files
 from tasks import answers, arithmetic, countdown, data, gsm8k, summary
 from tasks import math as math_task
 
@@ -31,56 +31,27 @@ def lines_at(path, records):
 PROBLEM = {"numbers": [44, 19, 2], "target": 50, "solution": "(44 - 19) * 2"}
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
-        ("(44 - 19) * 2", True),
-        ("2*(44-19)", True),
-        (" (44 - 19) * 2 = 50 ", True),
-        ("(-19 + 44) * 2", True),
-        ("-(19 - 44) * +2", True),
-        ("(44 \u2212 19) \u00d7 2", True),
-        ("(44 - 19) \u00f7 (1 \u00f7 2)", False),  # a 1 that is not given
-        ("(44-19)*2 = 50.", True),
-        ("50 = (44-19)*2", True),
-        ("(44 - 19)\n* 2", True),
-        ("`(44 - 19) * 2`", True),
-        ("$(44 - 19) * 2$ = 50.", True),
-        ("4`4 - 19 * 2", False),
-        ("4 4 - 19 + 2", False),
-        (".2 * (44 - 19)", False),
-        ("50 = 50", False),
-        ("50 = 25 * 2 = 50", False),
-        ("(44 - 19) \u00d7\u00d7 2", False),
-        ("~44 * -19 * 2", False),
-        ("-" * 150 + "44", False),
-        ("44 / (19 - 2)", False),  # another value
-        ("(44-19)*2 = 51", False),
-        ("50", False),
-        ("44 + 6", False),  # another number
-        ("(44 - 19) * 2 * 2 / 2", False),  # a number twice
-        ("(44 - 19) * 2 + 0", False),
-        ("44 + 19 - 13", False),
-        ("44 - 19", False),  # not all
-        ("(44 - 19) ** 2", False),
-        ("44 // 19 * 2", False),
-        ("(44 - 19) * 0x2", False),
-        ("(44 - 19) * 02", False),
-        ("44 - 19 - -2", False),
-        ("(44, 19, 2)", False),
-        ("44 19 2", False),
-        ("44(19)2", False),
-        ("44 / (19 - 19) * 2", False),
-        ("(44 - 19) * ２", False),
-        ("__import__('os')", False),
-        ("", False),
-        ("(" * 90 + "44" + ")" * 90, False),
-        ("44 + 19 - 13 * " * 40, False),
-    ],
-)
-def test_countdown_wants_each_number_once(answer, right):
-    completion = f"<think>a</think> <answer>{answer}</answer>"
-    assert countdown.rewards(PROBLEM, completion) == {"correctness": right, "format": True}
+MADE = [
+    "(44 - 19) * 2", "2*(44-19)", " (44 - 19) * 2 = 50 ", "(-19 + 44) * 2", "-(19 - 44) * +2",
+    "(44 \u2212 19) \u00d7 2", "(44-19)*2 = 50.", "50 = (44-19)*2", "(44 - 19)\n* 2",
+    "`(44 - 19) * 2`", "$(44 - 19) * 2$ = 50.",
+]  # fmt: skip
+NOT_MADE = [  # other numbers, a number twice or not at all, another value, other signs
+    "(44 - 19) \u00f7 (1 \u00f7 2)", "4`4 - 19 * 2", "4 4 - 19 + 2", ".2 * (44 - 19)", "50 = 50",
+    "50 = 25 * 2 = 50", "(44 - 19) \u00d7\u00d7 2", "~44 * -19 * 2", "-" * 150 + "44",
+    "44 / (19 - 2)", "(44-19)*2 = 51", "50", "44 + 6", "(44 - 19) * 2 * 2 / 2", "(44 - 19) * 2 + 0",
+    "44 + 19 - 13", "44 - 19", "(44 - 19) ** 2", "44 // 19 * 2", "(44 - 19) * 0x2",
+    "(44 - 19) * 02", "44 - 19 - -2", "(44, 19, 2)", "44 19 2", "44(19)2", "44 / (19 - 19) * 2",
+    "(44 - 19) * ２", "__import__('os')", "", "(" * 90 + "44" + ")" * 90, "44 + 19 - 13 * " * 40,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_countdown_wants_each_number_once(right):
+    for answer in MADE if right else NOT_MADE:
+        completion = f"<think>a</think> <answer>{answer}</answer>"
+        found = countdown.rewards(PROBLEM, completion)
+        assert found == {"correctness": right, "format": True}, answer
 
 
 def test_countdown_reads_the_last_answer_alone():
@@ -122,63 +93,28 @@ def test_a_summary_is_rewarded_for_its_length():
 
 # --- Mathematics --------------------------------------------------------------------
 SAME = [
-    ("0.5", r"\frac{1}{2}"),
-    (r"\dfrac12", r"\frac{1}{2}"),
-    ("1+x", "x+1"),
-    (r"x^2+2x+1", r"(x+1)^2"),
-    (r"\left(3, \frac{1}{2}\pi\right)", r"(3,\frac{\pi}{2})"),
-    (r"\frac{1}{\sqrt{3}}", r"\frac{\sqrt{3}}{3}"),
-    ("x=5", "5"),
-    (r"\{2, 1\}", r"\{1,2\}"),
-    ("90", r"90^\circ"),
-    ("10", r"10\%"),
-    (r"\text{(C)}", r"\text{(C)}"),
+    ("0.5", r"\frac{1}{2}"), (r"\dfrac12", r"\frac{1}{2}"), ("1+x", "x+1"),
+    (r"x^2+2x+1", r"(x+1)^2"), (r"\left(3, \frac{1}{2}\pi\right)", r"(3,\frac{\pi}{2})"),
+    (r"\frac{1}{\sqrt{3}}", r"\frac{\sqrt{3}}{3}"), ("x=5", "5"), (r"\{2, 1\}", r"\{1,2\}"),
+    ("90", r"90^\circ"), ("10", r"10\%"), (r"\text{(C)}", r"\text{(C)}"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     (r"\begin{pmatrix}1 \\ -2\end{pmatrix}", r"\begin{pmatrix}1\\-2\end{pmatrix}"),
-    ("Evelyn", r"\text{Evelyn}"),
-    (r"\text{ Evelyn }", "Evelyn"),
-    ("C", r"\text{(C)}"),
-    ("(C)", r"\textbf{(C)}"),
-    (r"\text{C}", "(C)"),
-    ("12", r"12\text{ inches}"),
-    (r"12\text{ inches}", "12"),
-    (r"12\,\text{cm}^2", r"12 \mbox{ square cm}"),
-    (r"\frac{1}{2}\,\mathrm{m/s}^{-2}", "0.5"),
-    (r"37^\circ\text{C}", "37"),
-    (r"\textbf{7}", "7"),
-    (r"\mathbf{7}", r"\mathrm{7}"),
-    (r"\cfrac{3}{4}", "0.75"),
-    ("\u22127", "-7"),
-    ("n=5", "5"),
-    ("5", "n = 5"),
-    ("y=2x+1", "2x+1"),
-    ("y = 1 + 2x", "y=2x+1"),
-    (r"x \in [1,2]", "[1,2]"),
-    (r"\leftarrow", r"\leftarrow"),
-    ("a^9+b^9+c^9", "a^9 + b^9 + c^9"),  # as texts
-]
-OTHER = [
-    ("", "5"),
-    ("6", "5"),
-    ("5, 6", "5"),
-    ("x", "y"),
-    ("x=3", "y=3"),
-    ("x", "x=3"),
-    ("2x=5", "25"),
-    ("A", r"\text{(B)}"),
-    (r"5\text{ or 6}", "5"),
-    (r"5\text{ million}", "5"),
-    (r"5\text{ p.m.}", r"5\text{ a.m.}"),
-    (r"2\mathrm{i}", "2"),
-    (r"x\text{ cm}", "x"),
-    (r"\text{ cm}", ""),
-    (r"\leftarrow", r"\rightarrow"),
-    (r"\begin{pmatrix}12\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
-    ("(2,1)", "(1,2)"),
-    ("[0,1]", "[0,1)"),
-    ("2", r"\frac{1}{2}"),
-    ("5!", "120"),  # not even tried
-]
+    ("Evelyn", r"\text{Evelyn}"), (r"\text{ Evelyn }", "Evelyn"), ("C", r"\text{(C)}"),
+    ("(C)", r"\textbf{(C)}"), (r"\text{C}", "(C)"), ("12", r"12\text{ inches}"),
+    (r"12\text{ inches}", "12"), (r"12\,\text{cm}^2", r"12 \mbox{ square cm}"),
+    (r"\frac{1}{2}\,\mathrm{m/s}^{-2}", "0.5"), (r"37^\circ\text{C}", "37"), (r"\textbf{7}", "7"),
+    (r"\mathbf{7}", r"\mathrm{7}"), (r"\cfrac{3}{4}", "0.75"), ("\u22127", "-7"), ("n=5", "5"),
+    ("5", "n = 5"), ("y=2x+1", "2x+1"), ("y = 1 + 2x", "y=2x+1"), (r"x \in [1,2]", "[1,2]"),
+    (r"\leftarrow", r"\leftarrow"), ("a^9+b^9+c^9", "a^9 + b^9 + c^9"),
+]  # fmt: skip
+OTHER = [  # 5! is not even tried
+    ("", "5"), ("6", "5"), ("5, 6", "5"), ("x", "y"), ("x=3", "y=3"), ("x", "x=3"), ("2x=5", "25"),
+    ("A", r"\text{(B)}"), (r"5\text{ or 6}", "5"), (r"5\text{ million}", "5"),
+    (r"5\text{ p.m.}", r"5\text{ a.m.}"), (r"2\mathrm{i}", "2"), (r"x\text{ cm}", "x"),
+    (r"\text{ cm}", ""), (r"\leftarrow", r"\rightarrow"),
+    (r"\begin{pmatrix}12\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"), ("(2,1)", "(1,2)"),
+    ("[0,1]", "[0,1)"), ("2", r"\frac{1}{2}"), ("5!", "120"),
+]  # fmt: skip
 
 
 def test_answers_in_latex_are_compared_by_value():
@@ -193,20 +129,11 @@ def test_answers_in_latex_are_compared_by_value():
 
 
 SLOW = [  # math-verify, or its parser, takes from seconds to for ever
-    "9^{9^9}",
-    "9^4^4^4",
-    "(a+b+c+d)^4/(e+f+g+h)^4",
-    "((((a+b)^4+c)^4+d)^4)",
-    "(((a+b)^4+a)^4+b)^4",
-    "x^9+y^9=2",
-    "((((((((((1))))))))))",
-    "{{{{{{{{{1}}}}}}}}}",
-    r"\sqrt{2+\sqrt{3+\sqrt{5}}}",
-    r"\frac{1}{\frac{1}{\frac{1}{\frac{1}{x}}}}",
-    r"\sqrt{12345678901234567}",
-    r"\sum_{k=1}^{99}k",
+    "9^{9^9}", "9^4^4^4", "(a+b+c+d)^4/(e+f+g+h)^4", "((((a+b)^4+c)^4+d)^4)", "(((a+b)^4+a)^4+b)^4",
+    "x^9+y^9=2", "((((((((((1))))))))))", "{{{{{{{{{1}}}}}}}}}", r"\sqrt{2+\sqrt{3+\sqrt{5}}}",
+    r"\frac{1}{\frac{1}{\frac{1}{\frac{1}{x}}}}", r"\sqrt{12345678901234567}", r"\sum_{k=1}^{99}k",
     "x" * 61 + "^2",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("latex", SLOW)
@@ -266,7 +193,7 @@ def test_the_task_math_does_not_shadow_pythons_own(monkeypatch):
         answer = ask(process, connection, 60, ("rewards", PROBLEM, task.gold(PROBLEM)))
     finally:
         end(process)
-    assert answer == {"value": {"correctness": True, "format": True}}
+    assert answer == {"correctness": True, "format": True}
 
 
 # --- Data ---------------------------------------------------------------------------
@@ -313,7 +240,7 @@ def test_the_tasks_there_are_are_listed(monkeypatch, capsys):
     for name in ("arithmetic", "countdown", "gsm8k", "math", "summary"):
         assert re.search(rf"(?m)^    {name} +\w", listed)
     assert not re.search("(?m)^    (answers|data|__main__)", listed)
-    with pytest.raises(SystemExit, match="TASK = 'gsm9k': no tasks/gsm9k.py .*: is gsm8k meant"):
+    with pytest.raises(SystemExit, match="TASK = 'gsm9k': .*gsm8k"):
         run(monkeypatch, "gsm9k")
     for name in task_files().keys() & {"arithmetic", "countdown", "gsm8k", "math", "summary"}:
         assert callable(load_task(name).gold), name

@@ -3,7 +3,6 @@
 Needs the venv of requirements-vllm.txt; skipped elsewhere. Five minutes on two cores.
 """
 
-import itertools
 import json
 import os
 import re
@@ -192,7 +191,7 @@ def streamed(case, lengths, *, rows, group_size=4):
     """-> (keys as their groups end, sequences in flight after each step) of prompts whose
     completions have these lengths at most: by the room that their prompt leaves."""
     policy, flight = case.policy, []
-    engine, waiting = policy.llm.llm_engine, iter(enumerate(lengths))
+    engine = policy.llm.llm_engine
     step = engine.step
 
     def note():
@@ -200,14 +199,11 @@ def streamed(case, lengths, *, rows, group_size=4):
         flight.append(engine.get_num_unfinished_requests())
         return outputs
 
-    def take(room):
-        taken = list(itertools.islice(waiting, room))
-        return [(key, [20 + key] * (CONTEXT - length)) for key, length in taken]
-
+    prompts = ((key, [20 + key] * (CONTEXT - length)) for key, length in enumerate(lengths))
     settings = {"max_new_tokens": CONTEXT, "temperature": 1.0, "seed": 0}
     policy.eos_ids, eos_ids, engine.step = [], policy.eos_ids, note
     try:
-        groups = policy.stream(take, group_size=group_size, max_rows=rows, **settings)
+        groups = policy.stream(prompts, group_size=group_size, max_rows=rows, **settings)
         ended = [(key, {len(one.ids) for one in group}) for key, group in groups]
     finally:
         policy.eos_ids, engine.step = eos_ids, step
@@ -225,12 +221,7 @@ def test_a_group_leaves_when_it_ends_and_another_takes_its_place(case):
 
 def test_a_stream_that_is_not_read_to_its_end_leaves_nothing_in_flight(case):
     settings = {"max_new_tokens": 40, "temperature": 1.0, "seed": 0}
-    waiting = iter(enumerate(PROMPTS * 4))
-
-    def take(room):
-        return list(itertools.islice(waiting, room))
-
-    groups = case.policy.stream(take, group_size=4, max_rows=16, **settings)
+    groups = case.policy.stream(enumerate(PROMPTS * 4), group_size=4, max_rows=16, **settings)
     next(groups)
     assert case.policy.llm.llm_engine.has_unfinished_requests()
     groups.close()

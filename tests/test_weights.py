@@ -126,13 +126,9 @@ def test_a_model_with_merged_adapters_has_plain_layers_for_a_while(family):
 
 def streaming(model):
     sampler = Policy("tiny", model, None, {500}, 110, "float32")
-    prompts = [(0, [5, 6, 7]), (1, [8]), (2, [4, 9])]
+    prompts = iter([(0, [5, 6, 7]), (1, [8]), (2, [4, 9])])
     settings = {"max_rows": 4, "longest_prompt": 3, "max_new_tokens": 5, "temperature": 1.0}
-
-    def take(count):
-        return [prompts.pop() for _ in range(min(count, len(prompts)))]
-
-    return sampler.stream(take, seed=0, group_size=2, **settings)
+    return sampler.stream(prompts, seed=0, group_size=2, **settings)
 
 
 @pytest.mark.parametrize("end", ["exhausted", "closed", "dropped", "an error", "held"])

@@ -44,9 +44,9 @@ class Policy(FakeEngine):
     def rest(self):
         self.rests += 1
 
-    def stream(self, take, **settings):
+    def stream(self, prompts, **settings):
         self.seeds.append(settings["seed"])
-        return super().stream(take, **settings)
+        return super().stream(prompts, **settings)
 
 
 def weights(version):

@@ -8,7 +8,6 @@ processes may append to it, on disks where file locks work.
 import contextlib
 import fcntl
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -60,14 +59,13 @@ def answer(c, policy, recipe, path, prompts, seed):
     """Samples the recipe's group_size answers to each of `prompts` (as Recipe.prompts), and appends
     them to the file; yields after each question. `c` is the trainer's constants, `seed` what they
     are drawn by beside SEED."""
-    size, waiting = recipe.c.GROUP_SIZE, iter(prompts)
+    size = recipe.c.GROUP_SIZE
     recipe = recipe.others()  # a copy: its SAMPLE_BATCH depends on its GROUP_SIZE
     fit_worker(recipe.c, policy)
     recipe.c.SAMPLE_BATCH = max(recipe.c.SAMPLE_BATCH, size)
-    for (index, *_), completions, rewards in rollout.sampled_and_rewarded(
-        policy, recipe, lambda room: list(itertools.islice(waiting, room)),
-        seed=rollout.seed_of("evaluate", c.SEED, *seed),
-    ):  # fmt: skip
+    seed = rollout.seed_of("evaluate", c.SEED, *seed)
+    groups = rollout.sampled_and_rewarded(policy, recipe, prompts, seed=seed)
+    for (index, *_), completions, rewards in groups:
         answers = [
             {
                 "text": policy.text(completion),

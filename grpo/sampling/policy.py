@@ -6,6 +6,7 @@ import torch
 
 from grpo.devices import release_memory
 from grpo.forward import CompletionModel
+from grpo.log import say
 from grpo.models import load_model, stop_ids
 from grpo.sampling.sampler import sample_groups, stream_groups
 from grpo.sampling.stop_strings import StopStrings
@@ -26,7 +27,7 @@ class Policy:
     dtype: str
     stop_strings: StopStrings | None = None
 
-    def stream(self, take, *, seed, **settings):
+    def stream(self, prompts, *, seed, **settings):
         """Samples groups with the current weights; see sampler.stream_groups.
 
         Adapters are merged only while tokens are sampled: whoever has been given a group, and may
@@ -35,7 +36,7 @@ class Policy:
         merged = MergedAdapters(self.model)
         groups = stream_groups(
             self.model,
-            take,
+            prompts,
             eos_ids=self.eos_ids,
             vocab_size=self.vocab_size,
             generator=self.generator(seed),
@@ -98,6 +99,17 @@ class Policy:
         """Writes the model (with LoRA the adapter alone) and tokenizer in Hugging Face format."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+
+def make_policy(c, tokenizer):
+    """Returns the Policy of the constants `c`. Raises SystemExit if they do not fit the model."""
+    torch.manual_seed(c.SEED)  # adapters begin with random numbers
+    more = c.STOP_TOKENS, c.LORA_RANK, c.STOP_STRINGS
+    policy = load_policy(c.MODEL, tokenizer, c.DTYPE, *more)
+    policy.check_context(c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS)
+    stops = [*tokenizer.convert_ids_to_tokens(sorted(policy.eos_ids)), *map(repr, c.STOP_STRINGS)]
+    say(f"{c.MODEL} in {policy.dtype}; completions end at {', '.join(stops)}")
+    return policy
 
 
 def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_strings=()):

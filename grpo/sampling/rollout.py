@@ -13,9 +13,7 @@ from collections import deque
 
 import torch
 
-from grpo.sampling.ahead import ahead
-from grpo.sampling.recipe import reward_group, total
-from grpo.sampling.reward_processes import begin_rewards
+from grpo.sampling.task import begin_rewards, reward_group, total
 from grpo.wire import Group
 
 OUTSTANDING = 64  # groups whose rewards are awaited while others are sampled
@@ -47,24 +45,17 @@ class Stream:
 
 
 # --- Sample and reward --------------------------------------------------------------
-def sampled_and_rewarded(policy, recipe, take, *, seed, timed=contextlib.nullcontext, beside=False):
-    """Yields the sampled groups, in the order in which their last completions end.
+def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.nullcontext):
+    """Yields a sampled group for each of `prompts`, an iterator that is read when there is room for
+    another group (a None there: none yet), in the order in which their last completions end.
 
-    `take(n)` returns up to n prompts; rewards are computed, or awaited, within `with timed()`.
-    Raises what reward_group does. The task sees text; the trainer trains the sampled ids, as
-    re-tokenised text may differ. Sampling goes on meanwhile where other processes compute rewards;
-    with `beside` also where they are computed in place: it, and `take`, have a thread of their own.
+    The task sees text; the trainer trains the sampled ids, as re-tokenised text may differ. Rewards
+    are computed, or awaited, within `with timed()`; sampling goes on if other processes compute
+    them. Raises what reward_group does.
     """
-    begun = []  # prompts; the key of one is its place here
-    waiting = deque()  # groups, and what their rewards wait for
-
-    def take_ids(room):
-        first = len(begun)
-        begun.extend(take(room))
-        return [(key, begun[key][2]) for key in range(first, len(begun))]
-
+    waiting = deque()  # groups, and the Futures of their rewards
     groups = policy.stream(
-        take_ids,
+        (prompt and (prompt, prompt[2]) for prompt in prompts),
         group_size=recipe.c.GROUP_SIZE,
         max_rows=recipe.c.SAMPLE_BATCH,
         longest_prompt=recipe.c.MAX_PROMPT_TOKENS,
@@ -73,13 +64,13 @@ def sampled_and_rewarded(policy, recipe, take, *, seed, timed=contextlib.nullcon
         seed=seed,
     )
 
-    def finish(prompt, completions, texts, own_recipe, _):
+    def finish(prompt, completions, texts, futures):
         with timed():
-            return prompt, completions, reward_group(own_recipe, prompt[1], texts)
+            return prompt, completions, reward_group(recipe, prompt[1], texts, futures)
 
-    for key, completions in ahead(groups) if beside and not recipe.reward_processes else groups:
-        prompt, texts = begun[key], [policy.text(c) for c in completions]
-        waiting.append((prompt, completions, texts, *begin_rewards(recipe, prompt[1], texts)))
+    for prompt, completions in groups:
+        texts = [policy.text(c) for c in completions]
+        waiting.append((prompt, completions, texts, begin_rewards(recipe, prompt[1], texts)))
         while waiting and (len(waiting) > OUTSTANDING or all(f.done() for f in waiting[0][-1])):
             yield finish(*waiting.popleft())
     while waiting:

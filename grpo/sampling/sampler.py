@@ -35,21 +35,16 @@ def sample_groups(model, prompts, *, max_rows=None, **settings):
 
     At most `max_rows` sequences are sampled at once (None: all); the rest as in stream_groups.
     """
-    waiting = iter(enumerate(prompts))
-    max_rows = max_rows or len(prompts) * settings["group_size"]
+    settings["max_rows"] = max_rows or len(prompts) * settings["group_size"]
     longest = max(map(len, prompts), default=0)
-
-    def take(count):
-        return list(itertools.islice(waiting, count))
-
-    groups = dict(stream_groups(model, take, max_rows=max_rows, longest_prompt=longest, **settings))
+    groups = dict(stream_groups(model, enumerate(prompts), longest_prompt=longest, **settings))
     return [groups[i] for i in range(len(prompts))]
 
 
 @torch.no_grad()
 def stream_groups(
     model,
-    take,
+    prompts,
     *,
     group_size,
     max_rows,
@@ -63,22 +58,23 @@ def stream_groups(
 ):
     """Yields (key, [Completion] * G) for each prompt, as soon as its last completion has ended.
 
-    `take(n)` returns up to n prompts, as (key, token ids). It is called when a group has room, and
-    enough of `max_rows` is free that copying the cache pays; the stream ends when all sequences
-    have ended and it returns none. Completions are drawn from softmax(logits / temperature), at 0
+    `prompts` is an iterator of (key, token ids), or None: no prompt now, but ask again. It is read
+    when a group has room, and enough of `max_rows` is free that copying the cache pays; the stream
+    ends when all sequences have ended and no prompt comes, even if one might come later.
+    Completions are drawn from softmax(logits / temperature), at 0
     greedily (log-probs are then those at temperature 1). Ids from `vocab_size` on are the padding
     of the embedding: the softmax leaves them out here, in the trainer and in the reference server.
     `generator` is a torch.Generator on the model's device. With `stop_strings`, a StopStrings, each
     token costs a second wait for the device, and the host a look at every new id. Raises
     RuntimeError where a completion ends whose logits were not finite.
     """
-    running, groups = None, {}
+    running = None
     while True:
         if not (running and running.unfinished):
             running = Running(max_new_tokens, eos_ids, stop_strings, model.device)
             decoder = make_decoder(model, max_new_tokens, longest_prompt)
         room = groups_to_admit(running, decoder, max_rows, group_size)
-        new = take(room) if room else []
+        new = next_prompts(prompts, room)
         # Dropping copies it too: done for many at once, or with an admission, which copies anyway
         many = running.ended > len(running.owners) // decoder.compaction
         if many or (new and running.ended):
@@ -88,16 +84,20 @@ def stream_groups(
             logits.append(decoder.next_logits(running.tokens))
         if new:
             logits.append(decoder.admit([ids for _, ids in new], group_size))
-            running.add([key for key, _ in new], group_size)
-            groups |= {key: [None] * group_size for key, _ in new}
+            running.add([(key, [None] * group_size) for key, _ in new])
         if not logits:
             return
         logits = torch.cat(logits) if len(logits) > 1 else logits[0]
         tokens, logps = draw(logits[:, :vocab_size], temperature, generator)
-        for key, number, completion in running.write(tokens, logps):
-            groups[key][number] = completion
-            if all(groups[key]):
-                yield key, groups.pop(key)
+        for (key, group), number, completion in running.write(tokens, logps):
+            group[number] = completion
+            if all(group):
+                yield key, group
+
+
+def next_prompts(prompts, most):
+    """Returns what an iterator of prompts gives before its first None, at most so many."""
+    return list(itertools.takewhile(bool, itertools.islice(prompts, most)))
 
 
 def groups_to_admit(running, decoder, max_rows, group_size):
@@ -114,7 +114,7 @@ class Running:
     def __init__(self, max_new_tokens, eos_ids, stop_strings, device):
         self.limit, self.eos_ids, self.stop_strings = max_new_tokens, eos_ids, stop_strings
         self.eos = torch.tensor(sorted(eos_ids), device=device)
-        self.owners = []  # (key, number in the group) of each
+        self.owners = []  # ((key, completions), number in the group) of each
         self.unfinished = 0  # how many have not ended
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
@@ -126,10 +126,11 @@ class Running:
     def ended(self):
         return len(self.owners) - self.unfinished
 
-    def add(self, keys, group_size):
-        """Adds G sequences without tokens for each key."""
-        count = len(keys) * group_size
-        self.owners += [(key, i) for key in keys for i in range(group_size)]
+    def add(self, groups):
+        """Adds G sequences without tokens for each group, (key, its G completions to be)."""
+        new = [(group, i) for group in groups for i in range(len(group[1]))]
+        count = len(new)
+        self.owners += new
         self.unfinished += count
         self.ids, self.logps = pad(self.ids, (0, 0, 0, count)), pad(self.logps, (0, 0, 0, count))
         self.lengths = pad(self.lengths, (0, count))
@@ -144,7 +145,7 @@ class Running:
         return stay
 
     def write(self, tokens, logps):
-        """Adds a token to each sequence; yields (key, number, Completion) of those that end."""
+        """Adds a token to each sequence; yields (group, number, Completion) of those that end."""
         self.tokens = tokens
         column = self.lengths.clamp(max=self.limit - 1)[:, None]  # past the end nobody reads it
         self.ids.scatter_(1, column, tokens[:, None])
@@ -178,11 +179,21 @@ class Running:
 
 
 def draw(logits, temperature, generator):
-    """Returns tokens (S,) drawn from logits (S, V), and their log-probs (S,)."""
+    """Returns tokens (S,) drawn from logits (S, V), and their log-probs (S,).
+
+    On a CPU by the inverse of the distribution function, with one uniform number per sequence; a
+    race draws V of them, which is slow there.
+    """
     if temperature and logits.device.type != "cpu":
         return race(logits.float() / temperature, generator)
     log_probs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
-    tokens = invert(log_probs, generator) if temperature else log_probs.argmax(-1)
+    if temperature:
+        below = log_probs.exp().cumsum(-1, dtype=torch.float64)  # float32 sums would lose rare ids
+        uniform = below.new_empty(len(below), 1).uniform_(generator=generator)
+        tokens = torch.searchsorted(below, uniform * below[:, -1:], right=True).squeeze(1)
+        tokens = tokens.clamp_(max=below.shape[1] - 1)  # NaN is found beyond all ids
+    else:
+        tokens = log_probs.argmax(-1)
     return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
 
 
@@ -195,13 +206,3 @@ def race(logits, generator):
     times = torch.empty_like(probs).exponential_(generator=generator)
     tokens = torch.div(probs, times, out=times).argmax(-1)  # NaN counts as the largest
     return tokens, probs.gather(1, tokens[:, None]).squeeze(1).log()
-
-
-def invert(log_probs, generator):
-    """Returns tokens (S,) drawn from log_probs (S, V) by the inverse of the distribution function,
-    with one uniform number a row; a race draws V, which is slow on a CPU. Sums of float32 would
-    lose rare ids."""
-    below = log_probs.exp().cumsum(-1, dtype=torch.float64)  # (S, V)
-    uniform = below.new_empty(len(below), 1).uniform_(generator=generator)
-    tokens = torch.searchsorted(below, uniform * below[:, -1:], right=True).squeeze(1)
-    return tokens.clamp_(max=below.shape[1] - 1)  # NaN is found beyond all ids

@@ -16,9 +16,9 @@ import tempfile
 import safetensors.torch
 import torch
 
-from grpo.devices import accelerator, use_stream
+from grpo.devices import accelerator
 from grpo.sampling.policy import completion_text
-from grpo.sampling.sampler import Completion
+from grpo.sampling.sampler import Completion, next_prompts
 from grpo.sampling.stop_strings import StopStrings
 from grpo.weights import check_shapes, merge_adapters
 
@@ -54,7 +54,6 @@ class VLLMPolicy:
         check_device(memory, tensor_parallel, sleep)
         from transformers import AutoConfig, AutoModelForCausalLM
         from vllm import LLM
-        from vllm.utils.torch_utils import current_stream
 
         self.name, self.tokenizer, self.numbers = model, tokenizer, itertools.count()
         self.eos_ids, self.dtype, self.max_tokens = sorted(eos_ids), dtype, max_tokens
@@ -87,9 +86,8 @@ class VLLMPolicy:
             **budget,
         )
         self.llm.apply_model(functools.partial(mask_padding, vocab_size=vocab_size))
-        self.own_stream = current_stream() if self.gpu and not self.parallel else None
 
-    def stream(self, take, *, group_size, max_rows, seed, longest_prompt=None, **settings):
+    def stream(self, prompts, *, group_size, max_rows, seed, longest_prompt=None, **settings):
         """Yields (key, completions) as sampler.stream_groups does, each group as soon as its last
         completion has ended, while others begin in the place of those that have ended. Of the
         `settings`, temperature must be above 0. On a CPU the same `seed` draws the same; on a GPU
@@ -98,12 +96,10 @@ class VLLMPolicy:
         engine, draw, keys = self.llm.llm_engine, random.Random(seed), {}  # keys by request
         stops = None if "eos_ids" in settings else self.stop_strings
         self._wake()
-        if self.own_stream:  # else each new thread has a stream of its own, and memory for it
-            use_stream(self.own_stream)
         try:
             while True:
                 room = (max_rows - engine.get_num_unfinished_requests()) // group_size
-                for key, ids in take(room) if room else []:
+                for key, ids in next_prompts(prompts, room):
                     # completion i is drawn with own + i
                     own = None if self.gpu else draw.getrandbits(62)
                     keys[self._begin(ids, n=group_size, seed=own, **settings)] = key
@@ -135,12 +131,8 @@ class VLLMPolicy:
     def sample(self, prompts, *, group_size, **settings):
         """Returns `group_size` Completions for each of the prompts (lists of ids), the same for the
         same `seed` on a CPU; the rest as in stream."""
-        waiting, rows = iter(enumerate(prompts)), len(prompts) * group_size
-
-        def take(room):
-            return list(itertools.islice(waiting, room))
-
-        groups = dict(self.stream(take, group_size=group_size, max_rows=rows, **settings))
+        settings |= {"group_size": group_size, "max_rows": len(prompts) * group_size}
+        groups = dict(self.stream(enumerate(prompts), **settings))
         return [groups[i] for i in range(len(prompts))]
 
     def continuation(self, prompt, size):

@@ -68,12 +68,10 @@ class Worker:
 
     def __init__(self, policy, recipe, name):
         self.policy, self.recipe, self.c, self.name = policy, recipe, recipe.c, name
-        where = self.c.TRAINER, self.c.WAIT_LIMIT_SECONDS
-        self.trainer, self.second = Trainer(*where), Trainer(*where)  # of this thread, of sampling
+        self.trainer = Trainer(self.c.TRAINER, self.c.WAIT_LIMIT_SECONDS)
         self.order = Stream(recipe.prompts, f"{self.c.SEED}/{name}")
         self.loaded = {"run": "", "version": -1, "sha256": ""}
-        self.room = 0  # groups that may begin
-        self.begun = self.ended = 0  # groups, each counted by one thread alone
+        self.held = 0  # groups that have begun, and are not handed over yet
         self.asked = 0.0  # for room, on the monotonic clock
         self.skipped = Counter()  # the tally of flat groups since the last usable one
         self.groups = 0  # sampled in all
@@ -114,11 +112,9 @@ class Worker:
         is finished: the first groups to end would have the short completions."""
         started, counts, refused = time.perf_counter(), Counter(), 0
         run, version, first = self.loaded["run"], self.loaded["version"], self.order.position
-        self.room, self.begun, self.ended = room, 0, 0
-        seed = seed_of(self.name, run, version, first)
-        for sampled in sampled_and_rewarded(
-            self.policy, self.recipe, self.begin, seed=seed, beside=True
-        ):
+        self.held = 0
+        prompts, seed = self.prompts(room), seed_of(self.name, run, version, first)
+        for sampled in sampled_and_rewarded(self.policy, self.recipe, prompts, seed=seed):
             own = tally(self.recipe, sampled)
             counts.update(own)
             if own["flat"] and self.c.SKIP_FLAT_GROUPS:
@@ -126,7 +122,7 @@ class Worker:
             else:
                 number = f"{first:08d}-{counts['groups']:04d}"
                 refused += bool(self.send(sampled, run, version, number))
-            self.ended += 1
+            self.held -= 1
         self.groups += counts["groups"]
         tell(
             f"policy {version}: {counts['groups']} groups ({counts['flat']} flat, {refused}"
@@ -142,18 +138,20 @@ class Worker:
         group = make_group(sampled, id=id, run=run, version=version, **named)
         return self.trainer.put_group(pack_group(group))
 
-    def begin(self, most):
-        """Returns the next prompts to sample, at most `most`. Runs in the thread that samples."""
-        if most and not self.room and time.monotonic() - self.asked > ASK_SECONDS:
-            self.asked = time.monotonic()
-            held = self.begun - self.ended  # before the answer: a group may arrive meanwhile
-            record, room = self.second.policy(self.name)
-            if record == self.loaded:
-                self.room = max(0, room - held)
-        number = min(most, self.room)
-        self.room -= number
-        self.begun += number
-        return [next(self.order) for _ in range(number)]
+    def prompts(self, room):
+        """Yields the next prompts: first `room` of them, then more as the trainer has room, or None
+        while it has none, or a newer policy."""
+        while True:
+            if not room and time.monotonic() - self.asked > ASK_SECONDS:
+                self.asked = time.monotonic()
+                record, room = self.trainer.policy(self.name)
+                room = max(0, room - self.held) if record == self.loaded else 0
+            if room:
+                room -= 1
+                self.held += 1
+                yield next(self.order)
+            else:
+                yield None
 
 
 def check_settings(theirs, mine):

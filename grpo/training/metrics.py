@@ -54,14 +54,11 @@ def evaluate(policy, recipe, prompts):
     """Collective: returns greedy accuracy (OUTCOME > 0) and the positive share of each reward, both
     of the answers to which it applied and absent where that is none, the truncated share and the
     mean length. Begins no question once the run is asked to stop."""
-    count, mine = Counter(), iter(prompts[dist.get_rank() :: dist.get_world_size()])
-
-    def take(room):
-        return [] if stop.asked else list(itertools.islice(mine, room))
-
+    count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
+    mine = itertools.takewhile(lambda _: not stop.asked, mine)
     greedy = recipe.others(GROUP_SIZE=1, TEMPERATURE=0)
     with all_or_none("evaluating"):  # collective
-        for sampled in sampled_and_rewarded(policy, greedy, take, seed=0):
+        for sampled in sampled_and_rewarded(policy, greedy, mine, seed=0):
             count.update(tally(recipe, sampled))
             count.update({f"positive_{name}": int(r > 0) for name, r in sampled[2][0].items()})
     judged = {name: f"applicable_{name}" for name in recipe.c.REWARD_WEIGHTS}

@@ -6,10 +6,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo.log import say
-from grpo.sampling.policy import Policy
-from grpo.sampling.recipe import Recipe
+from grpo.sampling.policy import Policy, make_policy
 from grpo.sampling.rollout import Stream
-from grpo.sampling.start import make_policy
+from grpo.sampling.task import Recipe
 from grpo.training.checkpoint import Progress, open_run
 from grpo.training.engine import make_engine
 from grpo.training.memory import fill_card

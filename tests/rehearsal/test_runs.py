@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import grpo_ref_split as trainer
 import ref_server
 from demo import free_port
-from grpo.sampling import start
+from grpo import client
 from grpo.sampling.memory import USUAL
 from grpo.training import reference as reference_module
 from grpo.wire import pack_ids, pack_logps, unpack_ids, unpack_logps
@@ -84,7 +84,7 @@ class Server:
 def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(ref_server, "MODEL", str(tiny))
     server = Server()
-    monkeypatch.setattr(start, "RefServer", lambda url, limit: server)
+    monkeypatch.setattr(client, "RefServer", lambda url, limit: server)
     batches, waits, real = [], [], trainer.batch_loss
 
     def accumulate(*args, real=trainer.accumulate, **kwargs):

@@ -56,11 +56,11 @@ class CountingPolicy:
     def __init__(self):
         self.columns = []
 
-    def stream(self, take, *, seed, **settings):
+    def stream(self, prompts, *, seed, **settings):
         self.columns.append(0)
         model = SimpleNamespace(device=torch.device("cpu"), columns=self.columns)
         settings |= {"temperature": 0, "eos_ids": {1}, "vocab_size": 2, "generator": None}
-        return stream_groups(model, take, **settings)
+        return stream_groups(model, prompts, **settings)
 
     def text(self, completion):
         return str(len(completion.ids))

@@ -98,11 +98,6 @@ def test_a_policy_has_them_but_not_where_it_proves_its_weights(tiny):
     plain = tiny_policy(tiny)
     policy = tiny_policy(tiny, stop_strings=["a", "e", "1"])
     settings = {"group_size": 8, "max_rows": 8, "longest_prompt": 4, "max_new_tokens": 40}
-    waiting = [(0, PROMPTS[0])]
-
-    def take(room):
-        return [waiting.pop()] if waiting else []
-
-    ((_, group),) = policy.stream(take, seed=0, temperature=1.0, **settings)
+    ((_, group),) = policy.stream(iter([(0, PROMPTS[0])]), seed=0, temperature=1.0, **settings)
     assert any(policy.text(c)[-1:] in ("a", "e", "1") for c in group)
     assert policy.continuation(PROMPTS[0], 60) == plain.continuation(PROMPTS[0], 60)

@@ -57,22 +57,23 @@ def test_an_ended_row_stays_within_the_models_positions(
 
 
 class Desk:
-    """Gives prompts to a stream, and notes what it was asked for and what has come of it."""
+    """Gives prompts to a stream, None once all are given, and notes which began and ended when."""
 
     def __init__(self, prompts):
         self.waiting, self.events = list(enumerate(prompts)), []
 
-    def take(self, number):
-        given, self.waiting = self.waiting[:number], self.waiting[number:]
-        self.events.append((number, [key for key, _ in given]))
-        return given
+    def prompts(self):
+        while True:
+            key, _ = prompt = self.waiting.pop(0) if self.waiting else (None, [])
+            self.events.append(("begins", key))
+            yield None if key is None else prompt
 
     def run(self, model, **changes):
         settings = {"group_size": 3, "max_rows": 7, "max_new_tokens": 12, "temperature": 1.0}
         settings |= {"eos_ids": EOS, "vocab_size": VOCAB, "longest_prompt": 12}
         settings["generator"] = torch.Generator().manual_seed(0)
-        for key, group in stream_groups(model, self.take, **settings | changes):
-            self.events.append(key)
+        for key, group in stream_groups(model, self.prompts(), **settings | changes):
+            self.events.append(("ended", key))
             yield key, group
 
 
@@ -83,22 +84,20 @@ def test_a_group_comes_as_soon_as_it_has_ended_and_makes_room(family, model_of):
         for key, group in desk.run(model_of(family)):
             lengths[key] = max(len(c.ids) for c in group)
     assert max(rows for rows, _ in shapes) <= 7 + 1  # one that has ended may stay for a while
-    assert sorted(lengths) == list(range(9)) and len(desk.events) > 9
-    asked = [event for event in desk.events if isinstance(event, tuple)]
-    given = [key for _, keys in asked for key in keys]
-    assert given == list(range(9)) and asked[-1] == (2, [])
-    assert all(0 < number <= 2 for number, _ in asked)
-    first_two = [event for event in desk.events if event in (0, 1)]
+    assert sorted(lengths) == list(range(9))
+    begun = [key for what, key in desk.events if what == "begins" and key is not None]
+    assert begun == list(range(9)) and desk.events[-1] == ("begins", None)
+    first_two = [key for what, key in desk.events if what == "ended" and key in (0, 1)]
     if lengths[0] != lengths[1]:
         assert first_two == sorted((0, 1), key=lengths.get)
     # Between those that ended first and last, a third began, if the decoder allows it
-    before = desk.events[: desk.events.index(first_two[1])]
-    assert any(2 in e[1] for e in before if isinstance(e, tuple)) == (family == "qwen2")
+    before = desk.events[: desk.events.index(("ended", first_two[1]))]
+    assert (("begins", 2) in before) == (family == "qwen2")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
 def test_who_reads_a_group_may_ask_for_another_even_after_the_last(family, model_of):
-    """A flat group is seen when it comes, and replaced: the stream must not have ended by then."""
+    """A worker's trainer may have room once a group is handed over: the stream must be there."""
     desk, came = Desk(MANY[:1]), []
     for key, _ in desk.run(model_of(family)):
         came.append(key)

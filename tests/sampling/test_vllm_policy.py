@@ -69,13 +69,13 @@ class FakeLLM:
 
 def a_policy(sleeps):
     policy = VLLMPolicy.__new__(VLLMPolicy)
-    policy.llm, policy.sleeps, policy.asleep, policy.own_stream = FakeLLM(), sleeps, False, None
+    policy.llm, policy.sleeps, policy.asleep = FakeLLM(), sleeps, False
     policy.gpu, policy.stop_strings = False, None
     return policy
 
 
 def sample_nothing(policy):
-    assert list(policy.stream(lambda room: [], group_size=1, max_rows=1, seed=0)) == []
+    assert list(policy.stream(iter([]), group_size=1, max_rows=1, seed=0)) == []
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -93,13 +93,9 @@ def test_a_request_has_a_seed_on_a_cpu_alone(gpu):
     policy.llm.llm_engine.add_request = note
     policy._params = lambda **params: params
     for seed in (3, 3):
-        policy.numbers, waiting = iter("a"), [("key", [5, 6])]
+        policy.numbers, prompts = iter("a"), iter([("key", [5, 6])])
         settings = {"max_new_tokens": 4, "temperature": 1.0, "seed": seed}
-
-        def take(room, waiting=waiting):
-            return [waiting.pop()] if waiting else []
-
-        groups = policy.stream(take, group_size=1, max_rows=1, **settings)
+        groups = policy.stream(prompts, group_size=1, max_rows=1, **settings)
         assert list(groups) == [("key", [])]
     assert seeds == [None, None] if gpu else seeds[0] == seeds[1] is not None
 
@@ -148,7 +144,7 @@ def streaming(policy, ids, reason, **settings):
     policy.llm.llm_engine.add_request, policy._params = note, lambda **params: params
     policy.numbers, policy.eos_ids, policy.max_tokens = iter("a"), [2], 99
     settings |= {"group_size": 1, "max_rows": 1, "max_new_tokens": 9, "temperature": 1.0, "seed": 0}
-    groups = policy.stream(lambda room: [waiting.pop()] if waiting else [], **settings)
+    groups = policy.stream(iter(waiting), **settings)
     ((_, (completion,)),) = groups
     return asked[0], completion
 

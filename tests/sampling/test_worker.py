@@ -2,6 +2,7 @@
 process, behind a real socket."""
 
 import contextlib
+import math
 from collections import Counter
 from types import SimpleNamespace
 
@@ -10,9 +11,10 @@ import torch
 from fakes import ALL_RIGHT, ALL_WRONG, MIXED, PROMPTS, a_recipe, tiny_policy
 from trainer_side import Policy, end, publish, serving, weights
 
+from grpo.client import Trainer
 from grpo.sampling import worker as worker_module
 from grpo.sampling.rollout import Stream, tally_of
-from grpo.sampling.worker import run_worker
+from grpo.sampling.worker import Worker, run_worker
 from grpo.stop import TooLong
 from grpo.training.workers import Workers
 
@@ -31,15 +33,11 @@ class Script:
 
     def __init__(self, monkeypatch, *steps, during=()):
         script, self.steps, self.during = self, list(steps), list(during)
-        self.statuses, self.clients = Counter(), []
+        self.statuses, self.sampling = Counter(), False
 
-        class Scripted(worker_module.Trainer):
-            def __init__(self, *where):
-                super().__init__(*where)
-                script.clients.append(self)
-
+        class Scripted(Trainer):
             def policy(self, name):
-                steps = script.steps if self is script.clients[0] else script.during
+                steps = script.during if script.sampling else script.steps
                 if steps:
                     steps.pop(0)()
                 elif steps is script.steps:
@@ -51,7 +49,14 @@ class Script:
                 script.statuses[path.split("/")[1], reply.status_code] += 1
                 return reply
 
+        class Noted(Worker):
+            def sample(self, room):
+                script.sampling = True
+                super().sample(room)
+                script.sampling = False
+
         monkeypatch.setattr(worker_module, "Trainer", Scripted)
+        monkeypatch.setattr(worker_module, "Worker", Noted)
 
 
 def go_on():
@@ -257,6 +262,7 @@ def test_what_begins_with_the_same_weights_at_a_later_step_is_of_that_step(side,
 
 def test_two_workers_share_the_room(side, monkeypatch):
     """Both have asked, so each begins about half of it."""
+    monkeypatch.setattr(worker_module, "ASK_SECONDS", math.inf)
     Script(monkeypatch, lambda: side.heard.update(you=worker_module.time.monotonic()), go_on)
     policy, _ = run(side)
     assert sum(policy.asked) == 4  # of 7
@@ -290,18 +296,23 @@ def test_a_worker_that_can_not_prove_its_policy_samples_nothing(side, monkeypatc
     assert policy.seeds == [] and not side.groups
 
 
-def test_a_worker_of_another_model_ends_with_a_sentence(side, monkeypatch):
-    Script(monkeypatch, *[go_on] * 3)
+def another_model(side):
     side.policy.model.w = torch.nn.Parameter(torch.zeros(4))
     side.publish(1)
     side.finish()
-    run(side, expected=SystemExit)
 
 
-def test_a_group_that_the_trainer_refuses_as_malformed_ends_the_worker(side, monkeypatch):
-    Script(monkeypatch, *[go_on] * 3)
+def shorter_completions(side):
     side.c = SimpleNamespace(**vars(side.c) | {"MAX_COMPLETION_TOKENS": 1})
-    run(side, expected=RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"), [(another_model, SystemExit), (shorter_completions, RuntimeError)]
+)
+def test_a_worker_that_does_not_fit_the_trainer_ends(side, monkeypatch, change, expected):
+    Script(monkeypatch, *[go_on] * 3)
+    change(side)
+    run(side, expected=expected)
 
 
 # --- The trainer comes and goes ---------------------------------------------------------

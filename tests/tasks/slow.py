@@ -12,8 +12,8 @@ def load(split):
     return [{"question": "?"}]
 
 
-def messages(question):
-    return [{"role": "user", "content": question}]
+def messages(item):
+    return [{"role": "user", "content": item["question"]}]
 
 
 def rewards(item, text):

@@ -1,10 +1,12 @@
-"""Rewards in processes of their own: the same rewards, and what becomes of the processes."""
+"""Calls of a task's reward functions: their time limit, and the processes that compute them."""
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +16,10 @@ import pytest
 from fakes import MIXED, FakeEngine, a_recipe, prompts_of, sampled
 
 import grpo_ref_split as trainer
-from grpo.sampling import reward_timeout, rollout, start
-from grpo.sampling.reward_processes import begin_rewards, import_file, start_processes
+from grpo import client, log
+from grpo.sampling import rollout
+from grpo.sampling.rewards import TooSlow, import_file, start_processes, timely
+from grpo.sampling.task import begin_rewards, prepare, reward_group
 
 ROOT = Path(__file__).parent.parent.parent
 SLOW = ROOT / "tests" / "tasks" / "slow.py"
@@ -24,6 +28,66 @@ TASK = sys.modules["slow"]
 REWARDS = {"correctness": 2.0, "format": 1.0, "longest": 0.0}
 
 
+# --- The time limit -------------------------------------------------------------------
+def for_ever():
+    while True:
+        pass
+
+
+def careful():
+    try:
+        time.sleep(60)
+    except Exception:  # noqa: BLE001
+        return 0.0
+
+
+@pytest.mark.parametrize("busy", [for_ever, careful, lambda: time.sleep(60)])
+def test_what_takes_too_long_is_interrupted(busy):
+    """Also in a task that catches everything."""
+    started = time.monotonic()
+    with pytest.raises(TooSlow, match="this took more than 0.2 s"), timely(0.2, "this"):
+        busy()
+    assert time.monotonic() - started < 5
+
+
+def test_what_is_in_time_is_left_alone():
+    for _ in range(20):
+        with timely(0.05, "this"):
+            time.sleep(0.001)
+    time.sleep(0.1)  # nothing comes late
+
+
+NEVER_BACK = """
+    ctypes.pythonapi.PyThread_acquire_lock.restype = ctypes.c_int
+    lock = ctypes.pythonapi.PyThread_allocate_lock
+    lock.restype = ctypes.c_void_p
+    held = ctypes.c_void_p(lock())
+    while True:
+        ctypes.pythonapi.PyThread_acquire_lock(held, 1)  # holds the interpreter while it waits
+"""
+OWN_ALARM = """
+    signal.alarm(100)
+    signal.alarm(0)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("block", [NEVER_BACK, OWN_ALARM])
+def test_what_can_not_be_interrupted_ends_the_process_with_a_traceback(block):
+    """Also an alarm that the task has cancelled, as math-verify does. faulthandler's thread needs
+    no interpreter: here one that another thread never gives up."""
+    program = f"""
+import ctypes, faulthandler, signal, time
+from grpo.sampling import rewards
+later = faulthandler.dump_traceback_later
+faulthandler.dump_traceback_later = lambda s, **k: later(0.5, **k)
+with rewards.timely(0.1, "this"):{block}"""
+    options = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 60}
+    run = subprocess.run([sys.executable, "-c", program], check=False, **options)
+    assert run.returncode == 1 and "Timeout" in run.stderr and 'File "<string>"' in run.stderr
+
+
+# --- In processes ---------------------------------------------------------------------
 class Saying(FakeEngine):
     """Completions whose texts are what the item says."""
 
@@ -38,18 +102,22 @@ class Saying(FakeEngine):
 
 @contextmanager
 def processes(number=2, limit_seconds=30):
-    """-> a recipe with so many, which end with the block."""
+    """-> a recipe with so many, which end with the block; without any, it has the time limit."""
     before = set(psutil.Process().children())
-    submit = start_processes(TASK, number, limit_seconds)
+    submit = start_processes(TASK, number, limit_seconds) if number else None
     mine = set(psutil.Process().children()) - before
     try:
         limits = {"reward_processes": submit, "REWARD_TIMEOUT_SECONDS": limit_seconds}
         yield a_recipe(task=TASK, REWARD_WEIGHTS=REWARDS, **limits)
     finally:
-        for process in mine:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(mine)
+        ended(mine)
+
+
+def ended(processes):
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes)
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +136,8 @@ def test_rewards_are_the_same_in_the_same_order(two):
     texts = ["sleep 0.05", "sleep 0", "look", "sleep 0.0", "sleep 0.01"]
     there = rewarded(two, *texts, groups=5)
     here = rewarded(a_recipe(task=TASK, REWARD_WEIGHTS=REWARDS), *texts, groups=5)
-    assert [[r["format"] for r in group] for group in there] == [
-        [r["format"] for r in group] for group in here
-    ]
+    formats = [[[r["format"] for r in group] for group in groups] for groups in (there, here)]
+    assert formats[0] == formats[1]
     looks = [r["correctness"] for group in there for r in group if r["format"] == 4.0]
     assert looks and set(looks) == {1.0}  # no torch, no GPU
 
@@ -84,14 +151,15 @@ def test_sampling_goes_on_beside_but_not_without_bound(two, monkeypatch):
     """Groups are sampled while rewards of the first sleep; each is yielded in its turn."""
     monkeypatch.setattr(rollout, "OUTSTANDING", 3)
     engine, seen, waits = Saying(*["sleep 0.3"] * 2, *["sleep 0"] * 12), [], []
-    left = prompts_of([MIXED] * 7)[::-1]
+    one_by_one = itertools.chain.from_iterable((p, None) for p in prompts_of([MIXED] * 7))
 
-    def take(room):
-        return [left.pop()] if left else []
+    @contextmanager
+    def waiting():
+        began = time.monotonic()
+        yield
+        waits.append(time.monotonic() - began)
 
-    groups = rollout.sampled_and_rewarded(
-        engine, two, take, seed=0, timed=lambda: waiting(waits), beside=True
-    )
+    groups = rollout.sampled_and_rewarded(engine, two, one_by_one, seed=0, timed=waiting)
     for prompt, _, _ in groups:
         seen.append((prompt[0], engine.given // 2))
     assert [number for number, _ in seen] == list(range(7))
@@ -99,48 +167,47 @@ def test_sampling_goes_on_beside_but_not_without_bound(two, monkeypatch):
     assert 0.1 < sum(waits) < 3  # which is what the step's "reward" counts
 
 
-@contextmanager
-def waiting(seconds):
-    began = time.monotonic()
-    yield
-    seconds.append(time.monotonic() - began)
-
-
 def test_the_rewards_of_a_whole_group_are_one_job(two):
-    recipe, futures = begin_rewards(two, {}, ["sleep 0", "sleep 0.0"])
-    assert len(futures) == 3
-    assert recipe.task.group_rewards({}, []) == [{"longest": 0.0}, {"longest": 1.0}]
+    texts = ["sleep 0", "sleep 0.0"]
+    futures = begin_rewards(two, {}, texts)
+    assert [future.result() for future in futures[2:]] == [[{"longest": 0.0}, {"longest": 1.0}]]
+    assert [r["longest"] for r in reward_group(two, {}, texts, futures)] == [0, 1]
 
 
-def test_an_exception_comes_back_with_its_traceback(two):
-    with pytest.raises(RuntimeError, match=r"KeyError\('answer'\) for .* 'fail now'") as caught:
-        rewarded(two, "sleep 0", "fail now")
-    assert 'raise KeyError("answer")' in str(caught.value.__cause__)
-    assert rewarded(two, "sleep 0")  # the process lives
-    with pytest.raises(RuntimeError, match="cannot pickle"):
-        rewarded(two, "odd")
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_exception_comes_with_its_traceback_and_what_it_was_given(number):
+    with processes(number) as recipe:
+        with pytest.raises(RuntimeError, match=r"fake.py.*KeyError\('answer'\).*'fail now'") as e:
+            rewarded(recipe, "sleep 0", "fail now")
+        trace = "".join(traceback.format_exception(e.value.__cause__))
+        assert 'raise KeyError("answer")' in trace
+        assert rewarded(recipe, "sleep 0")  # the process lives
+        if number:
+            with pytest.raises(RuntimeError, match="pickle"):
+                rewarded(recipe, "odd")
 
 
-@pytest.mark.parametrize("text, reason", [
-    ("hang for ever", r"took more than 0.4 s, .* was killed.*\(REWARD_TIMEOUT_SECONDS\)"),
-    ("exit 3", "has ended itself, with exit code 3"),
-    ("crash", "was ended by SIGSEGV"),
+@pytest.mark.parametrize(("number", "text", "reason"), [
+    (0, "sleep 60", r"took more than 0.4 s.*REWARD_TIMEOUT_SECONDS"),
+    (2, "hang for ever", r"took more than 0.4 s.*REWARD_TIMEOUT_SECONDS"),
+    (2, "exit 3", "exit code 3"),
+    (2, "crash", "SIGSEGV"),
 ])  # fmt: skip
-def test_a_process_that_hangs_or_dies_ends_the_run_with_question_and_completion(text, reason):
-    limit = 0.4 if text.startswith("hang") else 30
-    with processes(2, limit) as recipe:
+def test_what_hangs_or_dies_ends_the_run_with_question_and_completion(number, text, reason):
+    with processes(number, 30 if reason[0] != "t" else 0.4) as recipe:
         children = psutil.Process().children()
         with pytest.raises(RuntimeError, match=f"(?s)tasks/fake.py: rewards.*{reason}.*'{text}'"):
             rewarded(recipe, "sleep 0", text)
-        assert len(psutil.Process().children()) == len(children) - 1
+        assert len(psutil.Process().children()) == len(children) - bool(number)
 
 
 def test_a_process_that_was_killed_between_two_groups_is_said():
     with processes(1) as recipe:
-        ((first, _),) = rewarded(recipe, "pid")  # group_rewards may still run
+        ((first, _),) = rewarded(recipe, "pid")
         os.kill(int(first["correctness"]), signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="was ended by SIGKILL, perhaps because memory"):
-            rewarded(recipe, "sleep 0")
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="SIGKILL"):
+                rewarded(recipe, "sleep 0")
 
 
 def test_a_task_that_can_not_be_imported_there_is_said(tmp_path):
@@ -153,40 +220,37 @@ def test_a_task_that_can_not_be_imported_there_is_said(tmp_path):
         sampled(FakeEngine(), recipe, prompts_of([MIXED]))
 
 
-def test_rewards_are_not_waited_for_in_silence(two, monkeypatch, capsys):
-    monkeypatch.setattr(reward_timeout, "SPEAK_SECONDS", 0.2)
-    rewarded(two, "sleep 0.5")
-    said = capsys.readouterr().err
-    assert said.count("waiting for the rewards of question '?', tasks/fake.py, since ") == 2
+@pytest.mark.parametrize("number", [0, 1])
+def test_rewards_are_not_waited_for_in_silence(number, monkeypatch, capsys):
+    monkeypatch.setattr(log, "SPEAK_SECONDS", 0.4)
+    with processes(number) as recipe:
+        rewarded(recipe.others(GROUP_SIZE=1), "sleep 1")
+    assert capsys.readouterr().err.count("question '?', tasks/fake.py") == 2
 
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_as_many_begin_as_the_constant_says(number, tiny, monkeypatch):
-    """And SKIP_FLAT_GROUPS = True, of older presets, is what workers know as "outcome"."""
     constants = {"TASK": "slow", "MODEL": str(tiny), "REWARD_PROCESSES": number}
-    constants |= {"SAMPLE_BATCH": 16, "SKIP_FLAT_GROUPS": True}
+    constants["SAMPLE_BATCH"] = 16
     for name, value in constants.items():
         monkeypatch.setattr(trainer, name, value)
     children = set(psutil.Process().children())
     refusing = SimpleNamespace(check=lambda *_: sys.exit("another model"))
-    monkeypatch.setattr(start, "RefServer", lambda *_: refusing)
+    monkeypatch.setattr(client, "RefServer", lambda *_: refusing)
     with pytest.raises(SystemExit, match="another model"):
-        start.prepare(trainer.constants(), needs_server=True)
+        prepare(trainer.constants(), needs_server=True)
     assert set(psutil.Process().children()) == children  # none before the checks
-    _, recipe, _ = start.prepare(trainer.constants(), needs_server=False)
+    _, recipe, _ = prepare(trainer.constants(), needs_server=False)
     mine = set(psutil.Process().children()) - children
     found = {r["correctness"] for group in rewarded(recipe, "pid") for r in group}
     assert len(mine) == number and found <= {float(p.pid) for p in mine or [psutil.Process()]}
-    assert recipe.c.SKIP_FLAT_GROUPS == "outcome"
-    for process in mine:
-        process.kill()
-    psutil.wait_procs(mine)
+    ended(mine)
 
 
 PARENT = f"""
 import sys, time
 sys.path[:0] = [{str(ROOT)!r}]
-from grpo.sampling.reward_processes import import_file, start_processes
+from grpo.sampling.rewards import import_file, start_processes
 import_file("slow", {str(SLOW)!r})
 submit = start_processes(sys.modules["slow"], 2, 30)
 for future in [submit("rewards", {{}}, "meet " + sys.argv[1]) for _ in range(2)]:

@@ -1,0 +1,387 @@
+"""The task: its file, its prompts, what the model sees, and what is rewarded.
+
+Trainer, workers, evaluate.py and `python -m tasks` begin here. What a task returns is checked here:
+a TaskError names the task's file, the function, what it returned, and what it must return. Torch is
+imported once a tokenizer is needed, so that a mistake in the file is reported at once.
+"""
+
+import difflib
+import hashlib
+import importlib
+import inspect
+import json
+import math
+import numbers
+import statistics
+import sys
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grpo.constants import real, set_for_run, with_constants
+from grpo.log import announced, say
+from grpo.sampling.rewards import TooSlow, import_file, start_processes, timely
+
+# What a worker must have as the trainer has it, beside task, prompts and REWARD_WEIGHTS
+SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME SKIP_FLAT_GROUPS"
+SHARED += " STOP_TOKENS STOP_STRINGS"
+FUNCTIONS = {"load": ["split"], "messages": ["item"], "gold": ["item"]}  # that a task may have
+FUNCTIONS |= {"rewards": ["item", "completion"], "group_rewards": ["item", "completions"]}
+
+
+class TaskError(SystemExit):
+    """Ends the program with a sentence about a task's file."""
+
+    def __init__(self, name, function, got, must):
+        super().__init__(f"{task_file(name)}: {function} {got}: it must {must}")
+
+
+def called(name, function, must, call, holds=lambda got: True):
+    """Returns what `call` of a task's function returns. TaskError if it raises, with the line, or
+    if `holds` is not true of what it returns."""
+    try:
+        got = call()
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f.lineno for f in frames if Path(f.filename).name == Path(task_file(name)).name]
+        lines += [error.lineno] if isinstance(error, SyntaxError) else []
+        at = f", line {lines[-1]}" if lines else ""
+        raise TaskError(name, function, f"failed with {error!r}{at}", must) from error
+    if not holds(got):
+        raise TaskError(name, function, f"returned {got!r:.500}", must)
+    return got
+
+
+# --- The file -------------------------------------------------------------------------
+def task_file(name):
+    """Returns the path by which errors name a task's file.
+
+    >>> task_file("gsm8k"), task_file("my/task.py")
+    ('tasks/gsm8k.py', 'my/task.py')
+    """
+    return name if name.endswith(".py") else f"tasks/{name}.py"
+
+
+def task_files():
+    """Returns {name: path} of the tasks in tasks/, which are the files that have `messages`."""
+    folders = map(Path, importlib.import_module("tasks").__path__)
+    files = [path for folder in folders for path in sorted(folder.glob("[!_]*.py"))]
+    return {file.stem: file for file in files if "messages" in file.read_text("utf-8")}
+
+
+def load_task(name):
+    """Returns the module tasks/NAME.py, or that at a path such as my/task.py, from whose folder it
+    may import. Raises SystemExit if it is missing, or a function is, or takes other arguments."""
+    module = module_at if name.endswith(".py") else module_named
+    task = called(name, "the file", "be one that Python can import", lambda: module(name))
+    needed = {"load", "messages", "group_rewards" if hasattr(task, "group_rewards") else "rewards"}
+    for function in [f for f in FUNCTIONS if f in needed or hasattr(task, f)]:
+        takes = FUNCTIONS[function]
+        must = f"be {function}({', '.join(takes)})"
+        if not hasattr(task, function):
+            raise TaskError(name, function, "is missing (see tasks/gsm8k.py)", must)
+        signature = inspect.signature(getattr(task, function))
+        try:
+            signature.bind(*takes)
+        except TypeError:
+            raise TaskError(name, f"{function}{signature}", "does not fit", must) from None
+    return task
+
+
+def module_named(name):
+    try:
+        return importlib.import_module(f"tasks.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"tasks.{name}":
+            raise
+        near = difflib.get_close_matches(name, task_files(), n=1)
+        meant = f": is {near[0]} meant?" if near else ""
+        raise SystemExit(f"TASK = {name!r}: there is no {task_file(name)}{meant}") from None
+
+
+def module_at(path):
+    """Returns the module in the file `path`; it can import what lies in the same folder."""
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise SystemExit(f"TASK = {path!r}: there is no file {file}")
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # last: it must not shadow Python's own modules
+    import_file(name := f"task_of_{file.stem}", file)
+    return sys.modules[name]
+
+
+# --- What a run begins with -------------------------------------------------------------
+@dataclass
+class Recipe:
+    """The task, its prompts, and the constants: the same in the trainer and in all workers."""
+
+    c: object  # the constants, as attributes: the trainer's module, or some changed (others)
+    task: object  # the module tasks/NAME.py, or at a path
+    prompts: list  # [(index, item, prompt ids)] of the training split
+    reward_processes: object = None  # start_processes' submit; None: rewards in place
+
+    def others(self, **changes):
+        """Returns the recipe with some constants changed."""
+        return replace(self, c=with_constants(self.c, **changes))
+
+    def settings(self):
+        """Returns what the trainer publishes and a worker compares, as JSON gives it back."""
+        prompts = json.dumps([[index, ids] for index, _, ids in self.prompts]).encode()
+        settings = {name: getattr(self.c, name) for name in SHARED.split()} | {
+            "TASK": Path(self.c.TASK).name,  # a file of one's own may lie elsewhere
+            "REWARD_WEIGHTS": list(self.c.REWARD_WEIGHTS.items()),  # in this order
+            "prompts (tokenizer, task and its data)": hashlib.sha256(prompts).hexdigest(),
+        }
+        return json.loads(json.dumps(settings))
+
+    def resolve(self):
+        """Sets REWARD_WEIGHTS and OUTCOME, if they are None, to the task's own; if it has none, to
+        1 for each reward of an empty completion, and to the sole reward or "correctness".
+        TaskError if they do not fit."""
+        c, task = self.c, self.task
+        weights = c.REWARD_WEIGHTS or getattr(task, "REWARD_WEIGHTS", None)
+        if weights is None:
+            (empty,) = given_rewards(self, self.prompts[0][1], [""])
+            weights = dict.fromkeys(empty, 1.0)
+        if not (weights and isinstance(weights, dict) and all(map(real, weights.values()))):
+            raise TaskError(c.TASK, "REWARD_WEIGHTS", f"is {weights!r}", "be numbers by name")
+        set_to = getattr(task, "OUTCOME", None) if c.OUTCOME is None else c.OUTCOME
+        default = next(iter(weights)) if len(weights) == 1 else "correctness"
+        outcome = default if set_to is None else set_to
+        if outcome not in weights:
+            must = f"name the reward, of {list(weights)}, that says right (> 0) or wrong"
+            raise TaskError(c.TASK, "OUTCOME", f"is {set_to!r}, here or in the trainer", must)
+        set_for_run(vars(c), {"REWARD_WEIGHTS": weights, "OUTCOME": outcome})
+
+
+def prepare(c, *, needs_server):
+    """Returns (tokenizer, recipe, server): task, prompts, rewards and server are checked before
+    anything heavy is loaded. `server` is None if it is not needed; `c` is the trainer's constants.
+    """
+    tokenizer, recipe = prepare_task(c, split="train", shown=1)
+    server = None
+    if needs_server:
+        from grpo.client import RefServer
+
+        server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
+        server.check(c.MODEL, tokenizer, c.TEMPERATURE)
+    if c.REWARD_PROCESSES:
+        limits = c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS
+        recipe.reward_processes = start_processes(recipe.task, *limits)
+    return tokenizer, recipe, server
+
+
+def prepare_task(c, *, split, shown):
+    """Returns (tokenizer, recipe), once the first `shown` prompts of `split` and their rewards are
+    checked, and printed."""
+    from grpo.models import load_tokenizer
+
+    task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
+    if c.CHAT_TEMPLATE and not tokenizer.chat_template:
+        why = f"must be empty: {c.MODEL} has no chat template"
+        raise SystemExit(f"CHAT_TEMPLATE = {c.CHAT_TEMPLATE!r} {why}")
+    recipe = Recipe(c, task, load_split(c, task, split, tokenizer))
+    recipe.resolve()
+    preview(recipe, tokenizer, shown)
+    return tokenizer, recipe
+
+
+# --- Prompts --------------------------------------------------------------------------
+def load_split(c, task, split, tokenizer):
+    """Returns [(index, item, prompt ids)] of the split, without prompts over MAX_PROMPT_TOKENS.
+    Raises SystemExit if the task has no valid questions, or none fits."""
+    items = load_items(c.TASK, task, split)
+    prompts = [(i, item, ids_of(c, task, item, tokenizer)) for i, item in enumerate(items)]
+    lengths = sorted(len(ids) for _, _, ids in prompts)
+    prompts = [prompt for prompt in prompts if len(prompt[2]) <= c.MAX_PROMPT_TOKENS]
+    say(
+        f"{c.TASK}/{split}: {len(items)} questions, {len(items) - len(prompts)} left out as too"
+        f" long; the shortest prompt has {lengths[0]} tokens, the median"
+        f" {statistics.median_low(lengths)}, the longest {lengths[-1]}"
+    )
+    if not prompts:
+        raise SystemExit(
+            f"no question fits MAX_PROMPT_TOKENS = {c.MAX_PROMPT_TOKENS}: raise it, to"
+            f" {lengths[-1]} for all of them"
+        )
+    return prompts
+
+
+def load_questions(c, task, tokenizer):
+    """Returns the evaluation's questions, as load_split; none if EVAL_STEPS is 0."""
+    if not c.EVAL_STEPS:
+        return []
+    return load_split(c, task, c.EVAL_SPLIT, tokenizer)[: c.EVAL_QUESTIONS]
+
+
+def load_items(name, task, split):
+    call, must = f"load({split!r})", 'return a list of dicts, for "train" and EVAL_SPLIT'
+    items = called(name, call, must, lambda: list(task.load(split)))
+    for item in items or ["no item"]:
+        if not isinstance(item, dict):
+            raise TaskError(name, call, f"returned {item!r:.500}", must)
+    return items
+
+
+def load_chat(name, task, item):
+    must = 'return a list of {"role": ..., "content": ...}, both texts'
+    return called(
+        name, f"messages({item!r:.500})", must, lambda: task.messages(item), holds=is_chat
+    )
+
+
+def is_chat(chat):
+    are_dicts = isinstance(chat, list | tuple) and all(isinstance(m, dict) for m in chat)
+    texts = [m.get(key) for m in chat for key in ("role", "content")] if are_dicts else []
+    return texts and all(isinstance(text, str) for text in texts)
+
+
+def ids_of(c, task, item, tokenizer):
+    """Returns the prompt's ids. TaskError if the model's chat template refuses the chat."""
+    from grpo.models import prompt_ids
+
+    chat = load_chat(c.TASK, task, item)
+    must = f"return a chat that MODEL = {c.MODEL!r} takes, with CHAT_TEMPLATE = {c.CHAT_TEMPLATE}"
+    what = f"messages({item!r:.500}) in the chat template"
+    return called(c.TASK, what, must, lambda: prompt_ids(tokenizer, chat, **c.CHAT_TEMPLATE))
+
+
+# --- Rewards --------------------------------------------------------------------------
+def calls_of(task, item, texts):
+    """Returns the calls that reward a group: [(function, item, text, or texts)]."""
+    alone = [("rewards", item, text) for text in texts if hasattr(task, "rewards")]
+    return alone + [("group_rewards", item, texts)] * hasattr(task, "group_rewards")
+
+
+def begin_rewards(recipe, item, texts):
+    """Returns the Futures of a group's calls, if other processes compute rewards; else []."""
+    calls, submit = calls_of(recipe.task, item, texts), recipe.reward_processes
+    return [submit(*call) for call in calls] if submit else []
+
+
+def reward_group(recipe, item, texts, futures=()):
+    """Returns, for each completion's text, a dict of floats in the order of REWARD_WEIGHTS; NaN is
+    a reward that does not apply to it. `futures` are begin_rewards', if it was called.
+
+    Raises RuntimeError if the task raises, which is a bug and not a reward, or takes too long;
+    TaskError if the rewards are not what REWARD_WEIGHTS names.
+    """
+    given = given_rewards(recipe, item, texts, futures)
+    return [named_floats(recipe, g, item, text) for g, text in zip(given, texts, strict=True)]
+
+
+def given_rewards(recipe, item, texts, futures=()):
+    """Returns what the task's rewards() and group_rewards() give, a dict by name for each text."""
+    task, name, results = recipe.task, recipe.c.TASK, []
+    seconds, calls = recipe.c.REWARD_TIMEOUT_SECONDS, calls_of(task, item, texts)
+    what = f"the rewards of question {item.get('question', item)!r:.80}, {task_file(name)},"
+    try:
+        # A process has the time limit itself, so that a call's wait for it does not count
+        with announced(what) if futures else timely(seconds, what):
+            for future in futures:
+                results.append(future.result())
+            for function, *given in calls[len(futures) :]:
+                results.append(getattr(task, function)(*given))
+    except (Exception, TooSlow) as error:
+        function, _, seen = calls[len(results)]
+        remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
+        raise RuntimeError(
+            f"{task_file(name)}: {function}() failed with {error!r}{remedy} for the question"
+            f" {item!r} and {'completion' if isinstance(seen, str) else 'completions'} {seen!r}"
+        ) from error
+    alone = results[: len(texts)] if hasattr(task, "rewards") else [{}] * len(texts)
+    together = results[-1] if hasattr(task, "group_rewards") else [{}] * len(texts)
+    must = f"return a list with a reward, or a dict of rewards, for each of {len(texts)} texts"
+    is_list = hasattr(together, "__len__") and not isinstance(together, str | dict)
+    if not is_list or len(together) != len(texts):
+        raise TaskError(name, "group_rewards()", f"returned {together!r:.500}", must)
+    merged = []
+    for one, other in zip(map(by_name, alone), map(by_name, together), strict=True):
+        if one.keys() & other.keys():
+            got = f"returned {other!r:.500} where rewards() returned {one!r:.500}"
+            raise TaskError(name, "group_rewards()", got, "return other names")
+        merged.append(one | other)
+    return merged
+
+
+def by_name(rewards):
+    return rewards if isinstance(rewards, dict) else {"reward": rewards}
+
+
+def named_floats(recipe, rewards, item, text):
+    names = list(recipe.c.REWARD_WEIGHTS)
+    if rewards.keys() == recipe.c.REWARD_WEIGHTS.keys():
+        floats = {name: as_float(rewards[name]) for name in names}
+        if all(rewards[name] is None or math.isfinite(floats[name]) for name in names):
+            return floats
+    given = [f"{name}()" for name in ("rewards", "group_rewards") if hasattr(recipe.task, name)]
+    raise TaskError(
+        recipe.c.TASK,
+        " and ".join(given),
+        f"returned {rewards!r:.500} for the question {item!r} and the completion {text!r}",
+        "return a dict of numbers below 1e30, True, False or None (does not apply) by the names in"
+        f' REWARD_WEIGHTS, {names}, or one of these alone, which is called "reward"',
+    )
+
+
+def as_float(value):
+    """Returns a number (Python's, NumPy's or torch's) or truth value as a float; else NaN, also for
+    one beyond 1e30: the wire's float32 ends at 3e38."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    is_small = isinstance(value, numbers.Real) and abs(value) < 1e30
+    return float(value) if is_small else math.nan
+
+
+def total(rewards, weights):
+    """Returns the weighted sum of a completion's rewards (floats by name) that apply, as TRL's
+    nansum; NaN where none does.
+
+    >>> total({"a": 1.0, "b": math.nan}, {"a": 2.0, "b": 1.0}), total({"b": math.nan}, {"b": 1.0})
+    (2.0, nan)
+    """
+    values = [weights[name] * value for name, value in rewards.items() if not math.isnan(value)]
+    return sum(values) if values else math.nan
+
+
+# --- Preview --------------------------------------------------------------------------
+def preview(recipe, tokenizer, number):
+    """Prints the first `number` prompts as the model sees them, and what an empty completion and
+    the gold answer earn. Raises what reward_group does; TaskError if gold() is not right.
+
+    An empty completion can be sampled: rewards that do not cope with it would end the run hours
+    later.
+    """
+    c = recipe.c
+    say(f"REWARD_WEIGHTS = {c.REWARD_WEIGHTS}; right is OUTCOME = {c.OUTCOME!r} above 0")
+    for index, item, ids in recipe.prompts[:number]:
+        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        how = "" if tokenizer.chat_template else "; it has no chat template: the texts are joined"
+        say(f"prompt {index} as {c.MODEL} sees it, {len(ids)} tokens{how}:\n{text}")
+        for message in load_chat(c.TASK, recipe.task, item):
+            if "".join(message["content"].split()) not in "".join(text.split()):
+                say(f"the chat template loses or changes the {message['role']}'s message there")
+        show_rewards(recipe, item, "an empty completion", "")
+        check_gold(recipe, item)
+
+
+def check_gold(recipe, item):
+    """Prints what gold(item) earns, which must be right; without gold(), the item's "answer"."""
+    c, gold = recipe.c, getattr(recipe.task, "gold", None)
+    if not gold and item.get("answer") is None:
+        return
+    call = f"gold({item!r:.500})"
+    must = f"return a completion, a text, that is right: with OUTCOME = {c.OUTCOME!r} above 0"
+    gold_or_answer = lambda: gold(item) if gold else str(item["answer"])
+    text = called(c.TASK, call, must, gold_or_answer, holds=lambda got: isinstance(got, str))
+    rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
+    if gold and rewards[c.OUTCOME] <= 0:  # NaN, which does not apply, is not wrong
+        raise TaskError(c.TASK, call, f"returned {text!r:.500}, which earns {rewards}", must)
+
+
+def show_rewards(recipe, item, what, text):
+    """Prints and returns the rewards of a completion."""
+    (rewards,) = reward_group(recipe, item, [text])
+    values = {n: "does not apply" if math.isnan(v) else f"{v:g}" for n, v in rewards.items()}
+    say(f"rewards of {what}: {', '.join(f'{name} {value}' for name, value in values.items())}")
+    return rewards
