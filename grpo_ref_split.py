@@ -61,10 +61,9 @@ from grpo.sampling.worker import run_worker
 from grpo.stop import TooLong, stop
 from grpo.training import checkpoint, checks, ranks
 from grpo.training.engine import cpu_threads, learning_rate, take_step
-from grpo.training.metrics import evaluate, rollout_metrics, say_end, say_idle, show
-from grpo.training.report import check_reporters, close_reporters
+from grpo.training.metrics import TokenStats, evaluate, rollout_metrics
+from grpo.training.report import check_reporters, close_reporters, say_end, say_idle, show
 from grpo.training.start import start_run
-from grpo.training.token_stats import TokenStats
 from grpo.training.workers import staleness
 from grpo.wire import check_group
 

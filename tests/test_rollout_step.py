@@ -30,7 +30,8 @@ from grpo.sampling import rollout
 from grpo.sampling.rollout import make_group
 from grpo.sampling.sampler import Completion
 from grpo.stop import TooLong, stop
-from grpo.training import metrics as report
+from grpo.training import metrics as metrics_module
+from grpo.training import report
 from grpo.training.checkpoint import Progress
 from grpo.training.ranks import RunFailed
 from grpo.training.workers import Workers
@@ -59,7 +60,7 @@ def take_step(outcomes, *, step=0, engine=None, clock=None, workers=None, refere
         policy=engine or FakeEngine(),
         recipe=a_recipe(prompts, **recipe),
         stream=iter(prompts_of(outcomes)),
-        clock=clock or report.Clock(),
+        clock=clock or metrics_module.Clock(),
         progress=Progress("run", step),
         reference=reference or Reference(),
         workers=workers,
@@ -106,12 +107,12 @@ def test_lengths_are_of_all_completions_and_of_those_that_ended(alone, monkeypat
     assert found == {f"completions/{name}": value for name, value in every.items()}
 
     def other_rank(mine, op):
-        assert op == report.dist.ReduceOp.MAX
+        assert op == metrics_module.dist.ReduceOp.MAX
         mine.copy_(torch.maximum(mine, torch.tensor([-1, 9, -math.inf, -math.inf])))
 
-    monkeypatch.setattr(report.dist, "all_reduce", other_rank)
+    monkeypatch.setattr(metrics_module.dist, "all_reduce", other_rank)
     one = a_group(MIXED, lengths=(3, 5), truncated=(True, True))
-    assert report.extreme_lengths([one]) == {
+    assert metrics_module.extreme_lengths([one]) == {
         "completions/min_length": 1,
         "completions/max_length": 9,
     }
@@ -132,8 +133,8 @@ def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
 
 
 def metrics_of(recipe, group):
-    run = SimpleNamespace(recipe=recipe, clock=report.Clock(), progress=Progress("run"))
-    return report.rollout_metrics(run, Counter(), [], [group])
+    run = SimpleNamespace(recipe=recipe, clock=metrics_module.Clock(), progress=Progress("run"))
+    return metrics_module.rollout_metrics(run, Counter(), [], [group])
 
 
 def test_a_step_samples_in_rounds_until_it_has_enough(alone, monkeypatch):
@@ -379,7 +380,7 @@ def test_a_reward_may_have_any_name(alone):
     task = SimpleNamespace(rewards=lambda item, text: {"accuracy": 1, "tokens": -1})
     recipe = a_recipe(task=task, REWARD_WEIGHTS=weights, OUTCOME="accuracy")
     engine = FakeEngine()
-    result = report.evaluate(engine, recipe, prompts_of([MIXED]))
+    result = metrics_module.evaluate(engine, recipe, prompts_of([MIXED]))
     assert result["eval_accuracy"] == 1 and result["eval_completion_tokens"] == 2
     assert result["eval_positive_accuracy"] == 1 and result["eval_positive_tokens"] == 0
     assert engine.settings["temperature"] == 0 and engine.settings["max_rows"] == 64
@@ -391,7 +392,7 @@ def test_a_reward_may_have_any_name(alone):
 
 def test_an_evaluation_leaves_out_what_never_applied_and_is_then_no_best(alone, tmp_path):
     task = SimpleNamespace(rewards=lambda item, text: {"correctness": None, "format": 1})
-    result = report.evaluate(FakeEngine(), a_recipe(task=task), prompts_of([MIXED]))
+    result = metrics_module.evaluate(FakeEngine(), a_recipe(task=task), prompts_of([MIXED]))
     assert result.keys() == {"eval_positive_format", "eval_truncated", "eval_completion_tokens"}
     progress = Progress("run", step=3)
     accuracy = report.RunFolder(tmp_path).log_evaluation(result, 3)
@@ -403,10 +404,10 @@ def test_an_evaluation_begins_no_more_questions_once_the_run_is_to_stop(alone, m
     """Or deepspeed would kill the run before it has saved: 30 s after the signal."""
     engine, recipe = FakeEngine(), a_recipe()
     questions = prompts_of([MIXED] * 100)
-    assert report.evaluate(engine, recipe, questions)["eval_truncated"] == 0
+    assert metrics_module.evaluate(engine, recipe, questions)["eval_truncated"] == 0
     monkeypatch.setattr(stop, "asked", "SIGTERM")
     engine.settings = None
-    assert report.evaluate(engine, recipe, questions) == {} and engine.settings
+    assert metrics_module.evaluate(engine, recipe, questions) == {} and engine.settings
 
 
 def test_a_group_counts_the_same_before_and_after_the_wire():

@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 
 from grpo.log import say
-from grpo.training.metrics import RunFolder
-from grpo.training.model_card import commit, model_card
 from grpo.training.ranks import RunFailed, any_rank, gathered, note
+from grpo.training.report import RunFolder, commit, constants_of, model_card
 
 DRAFT = ".unfinished"
 FADE = 0.8  # from step to step: flat_share is of about 1 / (1 - FADE) = 5 of them
@@ -398,15 +397,6 @@ def write_run(folder, run, constants):
 
 
 # --- The constants of a run that resumes --------------------------------------------
-def constants_of(variables):
-    """Returns the constants among values by name, as they come back from JSON."""
-    plain = int | float | str | list | tuple | dict | None
-    kept = {k: v for k, v in variables.items() if k.isupper() and isinstance(v, plain)}
-    return json.loads(
-        json.dumps(kept, default=lambda value: getattr(value, "__name__", str(value)))
-    )
-
-
 def check_resumable(path, state, constants, ranks):
     """Raises SystemExit if a run on this number of `ranks`, or with these constants, can't resume
     from the checkpoint `path`. Says which other constants have changed."""

@@ -13,10 +13,10 @@ from grpo.sampling.start import make_policy
 from grpo.training.checkpoint import Progress, open_run
 from grpo.training.engine import make_engine
 from grpo.training.memory import fill_card
-from grpo.training.metrics import Clock, RunFolder
+from grpo.training.metrics import Clock
 from grpo.training.ranks import all_or_none
 from grpo.training.reference import make_reference
-from grpo.training.report import open_reporters
+from grpo.training.report import RunFolder, open_reporters
 from grpo.training.workers import Workers
 
 

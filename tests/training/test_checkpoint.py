@@ -15,9 +15,9 @@ import torch.distributed as dist
 from rank_threads import Ranks as Threads
 
 from grpo.sampling.rollout import Stream
-from grpo.training import checkpoint
-from grpo.training import metrics as report
-from grpo.training.checkpoint import check_resumable, constants_of
+from grpo.training import checkpoint, report
+from grpo.training.checkpoint import check_resumable
+from grpo.training.report import constants_of
 
 RUN = {"MODEL": "a", "LORA_RANK": 0, "DTYPE": "auto", "TASK": "t", "STEPS": 5}
 

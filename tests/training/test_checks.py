@@ -6,8 +6,8 @@ import pytest
 
 import grpo_ref_split as trainer
 import ref_server
-from grpo.training.checkpoint import constants_of
 from grpo.training.checks import check_constants
+from grpo.training.report import constants_of
 from tasks import gsm8k
 
 

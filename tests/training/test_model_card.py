@@ -8,8 +8,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 import grpo_ref_split as trainer
-from grpo.training import model_card as cards
-from grpo.training.checkpoint import constants_of
+from grpo.training import report as cards
+from grpo.training.report import constants_of
 
 
 def card_of(monkeypatch, folder, step=100, **changes):

@@ -14,16 +14,15 @@ import torch
 
 import grpo_ref_split as trainer
 from grpo import log
-from grpo.training import metrics as metrics_module
 from grpo.training import report
-from grpo.training.checkpoint import Progress, constants_of
+from grpo.training.checkpoint import Progress
 from grpo.training.checks import check_constants
-from grpo.training.metrics import RunFolder, show
+from grpo.training.report import RunFolder, constants_of, show
 
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    monkeypatch.setattr(metrics_module.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(report.dist, "get_rank", lambda: 0)
 
 
 def report_steps(folder, to, steps, progress):
@@ -210,7 +209,7 @@ STEP = {"reward": 0.5, "accuracy": 0.25, "completions/mean_length": 80.0, "secon
 
 def test_in_a_file_steps_are_lines_ten_seconds_apart_and_the_last(monkeypatch, capsys):
     now = [0.0]
-    monkeypatch.setattr(metrics_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
     bar = log.progress_bar(2, 9)
     for step in range(3, 10):
         show(bar, step, STEP | {"kl": math.nan if step == 3 else 0.01})
@@ -239,6 +238,6 @@ def test_memory_is_the_peak_since_the_update_before(monkeypatch):
     peaks = [2.5e9, 1e9]
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: peaks[0])
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: peaks.pop(0))
-    from grpo.training.token_stats import peak_gb
+    from grpo.training.metrics import peak_gb
 
     assert [peak_gb("cpu"), peak_gb("cuda"), peak_gb("cuda:1")] == [[], [2.5], [1.0]]
