@@ -269,12 +269,6 @@ class Progress:
         """The share of flat groups in the last steps; 0 before the first."""
         return self.flat / self.sampled if self.sampled else 0.0
 
-    def count_epoch(self, groups, of):
-        """Counts the groups of a rollout; returns how often each of the prompts was drawn so far,
-        on average, if there are `of` them."""
-        self.groups += groups
-        return self.groups / max(of, 1)
-
     def begin_rollout(self):
         """Has the steps so far count less than the one that begins."""
         self.sampled, self.flat = FADE * self.sampled, FADE * self.flat

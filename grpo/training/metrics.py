@@ -1,4 +1,4 @@
-"""What a run measures: seconds by part, means over the tokens of an update, over what was sampled
+"""What a run measures: seconds of a step, and means over an update's tokens, over what was sampled
 for a rollout, and over an evaluation.
 
 What each metric means: docs/metrics.md. All ranks count; report.py writes.
@@ -13,11 +13,10 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from grpo.devices import accelerator
 from grpo.proof import MISMATCH, tilt_of
-from grpo.sampling.rollout import TALLY, sampled_and_rewarded, tally, tally_of
+from grpo.sampling.rollout import sampled_and_rewarded, tally, tally_of
 from grpo.stop import stop
-from grpo.training.ranks import add_up, all_or_none
+from grpo.training.ranks import add_up, all_or_none, gathered
 
 PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
 LOSS = ("ratio", "kl", "clip_low", "clip_high", "entropy")  # of what grpo_loss returns, per token
@@ -39,7 +38,7 @@ class Clock:
 
     @contextlib.contextmanager
     def part(self, name):
-        """Counts the block's time, without that of parts within it, which count by themselves."""
+        """Counts the block's time, without the time of parts within it, which are counted apart."""
         began, outer, self.inner = time.perf_counter(), self.inner, 0.0
         yield
         seconds = time.perf_counter() - began
@@ -55,9 +54,9 @@ class Clock:
         return {"seconds": total} | {f"seconds_{k}": v for k, v in parts.items()}
 
 
-# --- Over the tokens of an update ---------------------------------------------------
+# --- Over the tokens of an update -----------------------------------------------------
 class TokenStats:
-    """The sums; `over_ranks` gives the means."""
+    """Sums over the tokens of all micro-batches; `over_ranks` gives the means over all ranks."""
 
     def __init__(self, device):
         # float64: sums over a million tokens
@@ -93,7 +92,7 @@ class TokenStats:
 
 
 def peak_gb(device):
-    """Returns [GB], the most that tensors had of the GPU since the last call, [] on a CPU."""
+    """Returns [GB], the most GPU memory that tensors had since the last call, or [] on a CPU."""
     if torch.device(device).type == "cpu":
         return []
     peak = torch.accelerator.max_memory_allocated() / 1e9
@@ -117,10 +116,10 @@ def sampler_stats(logps, entropy, sampler_logps):
     }
 
 
-# --- Over what was sampled ----------------------------------------------------------
+# --- Over what was sampled ------------------------------------------------------------
 def evaluate(policy, recipe, prompts):
     """Collective: returns greedy accuracy (OUTCOME > 0) and the positive share of each reward, both
-    of the answers to which it applied and absent where that is none, the truncated share and the
+    over the answers to which it applied (absent if it applied to none), the truncated share and the
     mean length. Begins no question once the run is asked to stop."""
     count, mine = Counter(), iter(prompts[dist.get_rank() :: dist.get_world_size()])
 
@@ -132,34 +131,34 @@ def evaluate(policy, recipe, prompts):
         for sampled in sampled_and_rewarded(policy, greedy, take, seed=0):
             count.update(tally(recipe, sampled))
             count.update({f"positive_{name}": int(r > 0) for name, r in sampled[2][0].items()})
-    judged = {name: f"applicable_{name}" for name in recipe.c.REWARD_WEIGHTS}
-    shares = {"accuracy": ("right", judged[recipe.c.OUTCOME])}
-    shares |= {f"positive_{name}": (f"positive_{name}", of) for name, of in judged.items()}
+    total = add_up(count)  # collective
+    shares = {"accuracy": ("right", f"applicable_{recipe.c.OUTCOME}")}
+    for name in recipe.c.REWARD_WEIGHTS:
+        shares[f"positive_{name}"] = f"positive_{name}", f"applicable_{name}"
     shares |= {"truncated": ("truncated", "completions")}
     shares |= {"completion_tokens": ("tokens", "completions")}
-    total = add_up(count, [name for pair in shares.values() for name in pair])
     return {f"eval_{k}": total[name] / total[of] for k, (name, of) in shares.items() if total[of]}
 
 
 def rollout_metrics(run, count, sampled, theirs):
-    """Collective: returns metrics over what all ranks and workers have sampled for a rollout. The
-    sums in `count` (rollout.tally) are of this rank's groups, `sampled`; `theirs` are the workers'
-    groups that this rank has taken. Counts all in the run's progress."""
-    recipe, seconds = run.recipe, run.clock.parts["sample"]
+    """Collective: returns metrics over what all ranks and workers have sampled for a rollout, and
+    counts the groups in the run's progress. The sums in `count` (rollout.tally) are over this
+    rank's groups, `sampled`; `theirs` are the workers' groups that this rank has taken."""
+    recipe, p, seconds = run.recipe, run.progress, run.clock.parts["sample"]
     count["own_tokens"] = count["tokens"]
     for group in theirs:
         count.update(tally_of(recipe, group))
-    weights, sums = recipe.c.REWARD_WEIGHTS, ("reward", "square", "applicable")
-    own = [f"{kind}_{name}" for kind in sums for name in weights]
-    total = add_up(count, [*TALLY, "own_tokens", *own])
+    total, weights = add_up(count), recipe.c.REWARD_WEIGHTS  # collective
+    p.groups += int(total["groups"])
     n, groups = max(total["completions"], 1), max(total["groups"], 1)
     ended = total["completions"] - total["truncated"]
     means = {"completions/mean_terminated_length": total["ended_tokens"] / ended} if ended else {}
     for name in weights:
-        means |= mean_and_std(f"rewards/{name}", *(total[f"{kind}_{name}"] for kind in sums))
+        sums = (total[f"{kind}_{name}"] for kind in ("reward", "square", "applicable"))
+        means |= mean_and_std(f"rewards/{name}", *sums)
     if judged := total[f"applicable_{recipe.c.OUTCOME}"]:
         means["accuracy"] = total["right"] / judged
-    if seconds:  # 0 where workers sampled all
+    if seconds:  # 0 if workers sampled all groups
         means["tokens_per_second"] = total["own_tokens"] / seconds
     return means | {
         "reward": sum(w * total[f"reward_{name}"] for name, w in weights.items()) / n,
@@ -169,32 +168,32 @@ def rollout_metrics(run, count, sampled, theirs):
         **extreme_lengths(sampled + theirs),
         "frac_reward_zero_std": total["flat_reward"] / groups,
         "frac_outcome_zero_std": total["flat_outcome"] / groups,
-        "epoch": run.progress.count_epoch(int(total["groups"]), of=len(recipe.prompts)),
+        "epoch": p.groups / max(len(recipe.prompts), 1),
         "groups_sampled": int(total["groups"]),
         "tokens_sampled": int(total["tokens"]),
     }
 
 
 def mean_and_std(name, total, squares, number):
-    """Returns the mean and the (unbiased) standard deviation of so many values; {} of none."""
+    """Returns the mean and the unbiased standard deviation of `number` values; {} if that is 0."""
     mean = total / max(number, 1)
     variance = max(squares - number * mean**2, 0.0) / max(number - 1, 1)
     return {f"{name}/mean": mean, f"{name}/std": math.sqrt(variance)} if number else {}
 
 
 def extreme_lengths(groups):
-    """Collective: returns the lengths of the shortest and longest completion in all ranks' groups,
-    and of those that are not truncated, by name; without those of none."""
-    every = [n for group in groups for n in group.completion_lengths.tolist()]
-    ended = [n for group in groups for n in group.completion_lengths[~group.truncated].tolist()]
-    none = -math.inf
-    found = {
-        "completions/min_length": -min(every, default=math.inf),  # so that all are maxima
-        "completions/max_length": max(every, default=none),
-        "completions/min_terminated_length": -min(ended, default=math.inf),
-        "completions/max_terminated_length": max(ended, default=none),
-    }
-    largest = torch.tensor([*found.values()], dtype=torch.float64, device=accelerator() or "cpu")
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    pairs = zip(found, largest.tolist(), strict=True)
-    return {name: int(abs(value)) for name, value in pairs if value > none}
+    """Collective: returns the lengths of the shortest and the longest completion in all ranks'
+    groups, and the same of those that are not truncated; nothing for a kind that has none."""
+    own = []
+    for group in groups:
+        own += zip(group.completion_lengths.tolist(), group.truncated.tolist(), strict=True)
+    every = [pair for pairs in gathered(own) for pair in pairs]
+    lengths, ended = [n for n, _ in every], [n for n, cut in every if not cut]
+    found = {}
+    if lengths:
+        found["completions/min_length"] = min(lengths)
+        found["completions/max_length"] = max(lengths)
+    if ended:
+        found["completions/min_terminated_length"] = min(ended)
+        found["completions/max_terminated_length"] = max(ended)
+    return found

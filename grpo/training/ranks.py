@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from datetime import timedelta
 
 import psutil
@@ -19,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from grpo.devices import accelerator
 from grpo.log import announced, in_background, say, tell
 from grpo.models import own_device
 from grpo.wire import pack_group, unpack_group
@@ -123,23 +123,22 @@ def gather_groups(mine):
     return sorted(groups, key=lambda group: group.id)
 
 
-def add_up(count, names):
-    """Collective: returns the named counts, {name: sum over all ranks}."""
-    note()
-    numbers = [float(count[name]) for name in names]
-    sums = torch.tensor(numbers, dtype=torch.float64, device=accelerator() or "cpu")
-    dist.all_reduce(sums)
-    return dict(zip(names, sums.tolist(), strict=True))
+def add_up(count):
+    """Collective: returns the sum of all ranks' Counters."""
+    total = Counter()
+    for part in gathered(count):
+        total.update(part)
+    return total
 
 
 def sum_over_ranks(number):
-    """Collective: returns the sum of the ranks' whole numbers."""
-    return int(add_up({"sum": number}, ["sum"])["sum"])
+    """Collective: returns the sum of the ranks' numbers."""
+    return sum(gathered(number))
 
 
 def any_rank(holds):
     """Collective: returns whether it holds on any rank."""
-    return sum_over_ranks(bool(holds)) > 0
+    return any(gathered(bool(holds)))
 
 
 class RunFailed(Exception):

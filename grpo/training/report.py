@@ -1,8 +1,7 @@
-"""Where metrics and samples go: the run's folder, the bar, REPORT_TO, and a checkpoint's card.
+"""Where metrics and samples go: the run's folder, the progress bar, REPORT_TO, a checkpoint's card.
 
-REPORT_TO names TensorBoard, Weights & Biases and functions. Rank 0 sends each record in a thread of
-its own: a receiver that is slow or fails neither delays nor ends the run. Both packages are
-optional, and imported only if named.
+Rank 0 hands each record to every receiver in REPORT_TO by a thread of its own: a receiver that is
+slow or fails neither delays nor ends the run. TensorBoard and W&B are imported only if named.
 """
 
 import contextlib
@@ -28,69 +27,75 @@ from grpo.stop import stop
 from grpo.training.metrics import PARTS
 
 ROOT = Path(__file__).parents[2]
-ROWS = 20  # evaluations in the table, the newest
-
-LOADING = {
-    "transformers": """from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")""",
-    "peft": """from peft import AutoPeftModelForCausalLM; from transformers import AutoTokenizer
-model = AutoPeftModelForCausalLM.from_pretrained("FOLDER")  # loads the base model too
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")""",
-}
 LAST_SECONDS = 15  # for the last records; deepspeed kills a run 30 s after a signal
+SHOWN = {  # by the progress bar, if the step has them
+    "reward": "reward {:+.2f}",
+    "accuracy": "accuracy {:.2f}",
+    "kl": "kl {:.3f}",
+    "completions/mean_length": "length {:.0f}",
+    "tokens_per_second": "sampling at {:.0f} tokens/s",
+}
 
 
 # --- RUN_DIR ------------------------------------------------------------------------
+def as_json(value):
+    """Returns the value as JSON holds it: NaN and infinity become None, a function its name, and an
+    object that JSON does not know its text."""
+    text = json.dumps(value, default=lambda x: getattr(x, "__name__", str(x)), skipkeys=True)
+    return json.loads(text, parse_constant=lambda _: None)
+
+
+def constants_of(variables):
+    """Returns the constants among values by name, as they come back from JSON."""
+    plain = int | float | str | list | tuple | dict | None
+    return as_json({k: v for k, v in variables.items() if k.isupper() and isinstance(v, plain)})
+
+
 class RunFolder:
     """RUN_DIR's metrics.jsonl, samples.jsonl and bad steps; checkpoint.py writes there too."""
 
     def __init__(self, path, reporters=()):
         self.path, self.reporters = Path(path), reporters
+        self.files = [self.path / name for name in ("metrics.jsonl", "samples.jsonl")]
         self.path.mkdir(parents=True, exist_ok=True)
 
     def log(self, file, record):
         """Appends a record, with the time, to a file of one JSON object per line."""
         if dist.get_rank() == 0:
-            record = {k: finite(v) for k, v in record.items()} | {"time": round(time.time(), 2)}
+            record = as_json(record) | {"time": round(time.time(), 2)}
             with open(self.path / file, "a") as f:
                 f.write(json.dumps(record) + "\n")
             for reporter in self.reporters if file == "metrics.jsonl" else ():
-                reporter.put(dict(record))
+                reporter.records.put(dict(record))
 
     def log_evaluation(self, evaluation, step):
-        """Logs and says an evaluation; returns its accuracy, -1 where it has none."""
         self.log("metrics.jsonl", {"step": step} | evaluation)
         say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
-        return evaluation.get("eval_accuracy", -1.0)
 
     def log_samples(self, run, groups, advantages_of):
-        """Writes SAMPLES_PER_STEP completions of one group, of those that rank 0 or a worker
-        sampled for the next rollout, to samples.jsonl: those of the highest and the lowest
-        advantage, then others."""
+        """Writes SAMPLES_PER_STEP completions of one group, which rank 0 or a worker has sampled
+        for the next rollout: those of the highest and the lowest advantage, then others."""
         if dist.get_rank() != 0 or not groups:
             return
-        step, number = run.progress.step + 1, run.c.SAMPLES_PER_STEP
-        skips = run.recipe.c.SKIP_FLAT_GROUPS  # what is flat is not trained
+        step, c = run.progress.step + 1, run.recipe.c
         group, decode = groups[step % len(groups)], run.policy.tokenizer.decode
         item = next(item for index, item, _ in run.recipe.prompts if index == group.item)
-        asked = {name: item.get(name) for name in ("question", "answer")}
-        advantages = advantages_of(group, run.recipe.c.REWARD_WEIGHTS).tolist()
+        advantages = advantages_of(group, c.REWARD_WEIGHTS).tolist()
         ids = group.completions(group.completion_ids)
         best, *others = sorted(range(len(ids)), key=advantages.__getitem__, reverse=True)
-        for i in [best, *others[-1:], *others[:-1]][:number]:
-            rewards = zip(group.reward_names, group.rewards[i].tolist(), strict=True)
+        for i in [best, *others[-1:], *others[:-1]][: run.c.SAMPLES_PER_STEP]:
             record = {
                 "step": step,
                 "group": group.id,
                 "number": i,
                 "prompt": decode(group.prompt_ids),
-                "item": {name: value for name, value in item.items() if is_plain(value)},
-                **{name: x if is_plain(x) else str(x) for name, x in asked.items()},
+                "item": item,
+                "question": item.get("question"),
+                "answer": item.get("answer"),
                 "completion": decode(ids[i]),
-                "rewards": {name: finite(reward) for name, reward in rewards},
+                "rewards": dict(zip(group.reward_names, group.rewards[i].tolist(), strict=True)),
                 "advantage": advantages[i],
-                "flat": bool(skips and tally_of_one(run.recipe, group)["flat"]),
+                "flat": bool(c.SKIP_FLAT_GROUPS and tally_of_one(run.recipe, group)["flat"]),
                 "truncated": group.truncated[i].item(),
                 "sampler": group.sampler,
                 "policy_version": group.policy_version,
@@ -98,7 +103,7 @@ class RunFolder:
             self.log("samples.jsonl", record)
 
     def bad_step(self, progress, sequences, metrics, limit):
-        """Says that a step is skipped, and keeps its sequences in a file. RuntimeError after
+        """Logs that a step is skipped, and keeps its sequences in a file. RuntimeError after
         `limit` such steps in a row."""
         path = self.path / f"bad_step_{progress.step:06d}.json"
         if dist.get_rank() == 0:
@@ -114,144 +119,87 @@ class RunFolder:
     def undo(self, step):
         """Removes records of steps after `step`, which the run makes again, and a line that was
         being written when the run ended."""
-        for path in (self.path / "metrics.jsonl", self.path / "samples.jsonl"):
-            if dist.get_rank() == 0 and path.exists():
-                kept = []
-                for line in path.read_text().splitlines():
-                    with contextlib.suppress(ValueError):
-                        if json.loads(line)["step"] <= step:
-                            kept.append(line + "\n")
-                draft = path.with_suffix(".draft")
-                draft.write_text("".join(kept))
-                draft.replace(path)
+        for path in filter(Path.exists, self.files if dist.get_rank() == 0 else ()):
+            kept = []
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line + "\n")
+            draft = path.with_suffix(".draft")
+            draft.write_text("".join(kept))
+            draft.replace(path)
 
     def set_aside(self):
         """Moves the records of a run that ended before its first checkpoint to a folder of their
-        own: the run begins anew."""
-        files = [self.path / name for name in ("metrics.jsonl", "samples.jsonl")]
-        files = [path for path in files if path.exists() and path.stat().st_size]
+        own, earlier_1 or the next that is free: the run begins anew."""
+        files = [path for path in self.files if path.exists() and path.stat().st_size]
         if dist.get_rank() == 0 and files:
-            numbers = itertools.count(1)
-            folder = next(f for n in numbers if not (f := self.path / f"earlier_{n}").exists())
+            folders = (self.path / f"earlier_{number}" for number in itertools.count(1))
+            folder = next(folder for folder in folders if not folder.exists())
             folder.mkdir()
             for path in files:
                 path.rename(folder / path.name)
-            say(f"the run had no checkpoint and begins anew; what it logged is now in {folder}")
-
-
-def is_plain(value):
-    """Returns whether JSON can hold the value."""
-    try:
-        return json.dumps(value, allow_nan=False) is not None
-    except (TypeError, ValueError, RecursionError):
-        return False
-
-
-def finite(value):
-    """Returns the value, or None if it is NaN or infinite, which JSON does not have."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def constants_of(variables):
-    """Returns the constants among values by name, as they come back from JSON."""
-    plain = int | float | str | list | tuple | dict | None
-    kept = {k: v for k, v in variables.items() if k.isupper() and isinstance(v, plain)}
-    return json.loads(
-        json.dumps(kept, default=lambda value: getattr(value, "__name__", str(value)))
-    )
+            say(f"the run had no checkpoint and begins anew; its records are now in {folder}")
 
 
 # --- What is printed ----------------------------------------------------------------
-SHOWN = {  # by the bar, those that there are
-    "reward": "reward {:+.2f}",
-    "accuracy": "accuracy {:.2f}",
-    "kl": "kl {:.3f}",
-    "completions/mean_length": "length {:.0f}",
-    "tokens_per_second": "sampling at {:.0f} tokens/s",
-}
-
-
 def show(bar, step, metrics):
-    """Advances the progress bar to a step, and shows its metrics; where no bar is drawn, says them,
-    at most every SPEAK_SECONDS, and at the last step."""
+    """Advances the progress bar to a step, and shows its metrics. Without a terminal it logs a line
+    instead, at most every SPEAK_SECONDS, and at the last step."""
     found = {name: metrics.get(name) for name in SHOWN}
     shown = [SHOWN[k].format(v) for k, v in found.items() if v is not None and math.isfinite(v)]
     bar.set_postfix_str(" ".join(shown), refresh=False)
     bar.update()
-    rewarding = metrics.get("seconds_reward", 0) / metrics["seconds"]
-    if rewarding > 0.5 and metrics["seconds"] > 1 and not getattr(bar, "warned", False):
-        bar.warned = True
-        say(f"rewards took {rewarding:.0%} of step {step}: REWARD_PROCESSES takes them aside")
-    now = time.monotonic()
-    if bar.disable and (
-        step == bar.total or now - getattr(bar, "said", -math.inf) >= SPEAK_SECONDS
-    ):
-        bar.said = now
+    now, last = time.monotonic(), getattr(bar, "logged", -math.inf)
+    if bar.disable and (step == bar.total or now - last >= SPEAK_SECONDS):
+        bar.logged = now
         say(f"step {step} of {bar.total}: {' '.join(shown)}, {metrics['seconds']:.1f} s a step")
 
 
-def say_parts(laps):
-    """Says where the time of the run's steps went."""
-    total = sum(lap["seconds"] for lap in laps)
-    shares = {p: sum(lap.get(f"seconds_{p}", 0) for lap in laps) / total for p in PARTS}
-    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    say(f"{len(laps)} steps of {total / len(laps):.2f} s: {parts}")
+def log_idle(run, metrics, groups):
+    """Logs why the next step trains nothing; `groups` are those that were not skipped."""
+    c, p = run.recipe.c, run.progress
+    cut = f"{metrics['completions/clipped_ratio']:.0%} of the completions were truncated"
+    kept = f"{len(groups)} of {metrics['groups_sampled']} groups are kept"
+    names = "accuracy", "reward", "frac_outcome_zero_std", "frac_reward_zero_std"
+    found = ", ".join(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)
+    run.idle_reason = (
+        f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS!r}, OUTCOME = {c.OUTCOME!r}: {found}), and"
+        f" {cut} (MASK_TRUNCATED, MAX_COMPLETION_TOKENS = {c.MAX_COMPLETION_TOKENS})"
+    )
+    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
 
 
-def say_end(run, asked):
-    """Says how a run has ended. SystemExit if it was `asked` to end, or had nothing to train."""
-    p, c = run.progress, run.c
-    if run.laps:
-        say_parts(run.laps)
+def report_end(run, asked):
+    """Logs where the time went and how a run has ended. SystemExit if it was `asked` to end, or had
+    nothing to train."""
+    p, c, laps = run.progress, run.c, run.laps
+    if laps:
+        total = sum(lap["seconds"] for lap in laps)
+        shares = {name: sum(lap.get(f"seconds_{name}", 0) for lap in laps) for name in PARTS}
+        parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
+        say(f"{len(laps)} steps of {total / len(laps):.2f} s: {parts}")
     if asked:
         by = stop.asked or "a signal"
-        raise SystemExit(
-            f"ended by {by} after step {p.step}, which is saved: start again to resume"
-        )
+        raise SystemExit(f"ended by {by}; step {p.step} is saved: start again to resume")
     if p.idle >= c.IDLE_LIMIT:
         raise SystemExit(
-            f"nothing to train for {p.idle} steps, in the last one {run.idle_reason}. Read"
+            f"nothing to train for {p.idle} steps; in the last one {run.idle_reason}. Read"
             f" {c.RUN_DIR}/samples.jsonl: is TASK = {c.TASK!r} too easy, too hard, or judged"
             " wrongly? Or has the model broken down (LEARNING_RATE too high)?"
         )
-    if not run.laps:
+    if not laps:
         ended = f"the run in {c.RUN_DIR} has ended, at step {p.step}"
-        say(f"{ended}: raise STEPS to go on with it, or choose another RUN_DIR")
-
-
-def why_idle(metrics, groups, recipe):
-    """Returns why a rollout with these metrics trains nothing; `groups` are without the flat ones
-    that were skipped."""
-    share, limit = metrics["completions/clipped_ratio"], recipe.c.MAX_COMPLETION_TOKENS
-    cut = f"{'all' if share == 1 else f'{share:.0%}'} truncated at MAX_COMPLETION_TOKENS = {limit}"
-    if groups:
-        kept = f"the {len(groups)} groups that are not skipped"
-        return f"{kept} are all truncated (MASK_TRUNCATED), and of what was sampled {cut}"
-    accuracy, outcome = metrics.get("accuracy"), f"by OUTCOME = {recipe.c.OUTCOME!r}"
-    judged = "which applied to none" if accuracy is None else f"accuracy {accuracy:.2f}"
-    flat = {0: "all wrong", 1: "all right"}.get(accuracy, "each all right or all wrong")
-    if recipe.c.SKIP_FLAT_GROUPS == "reward" or accuracy is None:
-        flat, outcome = "each of equal total rewards", f"(mean {metrics['reward']:.2g}), {outcome}"
-    sampled = f"{metrics['groups_sampled']} groups, {flat} {outcome} ({judged})"
-    why = f"{sampled}, {cut}, are skipped (SKIP_FLAT_GROUPS = {recipe.c.SKIP_FLAT_GROUPS!r})"
-    differ = 1 - metrics["frac_reward_zero_std"]  # 0 where "reward" has skipped them
-    return f'{why}; "reward" would train {differ:.0%} of them, by other rewards' if differ else why
-
-
-def say_idle(run, metrics, groups):
-    """Says that the next step trains nothing, and why."""
-    run.idle_reason = why_idle(metrics, groups, run.recipe)
-    p = run.progress
-    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
+        say(f"{ended}: raise STEPS to continue it, or choose another RUN_DIR")
 
 
 # --- REPORT_TO ----------------------------------------------------------------------
 def check_reporters(report_to):
-    """Raises SystemExit where rank 0 lacks a package of REPORT_TO, or a key for W&B."""
+    """Raises SystemExit if rank 0 lacks a package of REPORT_TO, or a key for W&B."""
     if os.environ.get("RANK", "0") != "0":
         return
-    for name in filter(lambda name: isinstance(name, str), report_to):
-        if not importlib.util.find_spec(name):
+    for name in report_to:
+        if isinstance(name, str) and not importlib.util.find_spec(name):
             raise SystemExit(f"REPORT_TO = {report_to!r} needs a package: pip install {name}")
     if "wandb" in report_to and os.environ.get("WANDB_MODE", "online") == "online":
         import wandb
@@ -265,31 +213,23 @@ def check_reporters(report_to):
             ) from None
 
 
-def open_reporters(c, progress):
-    """Returns a Reporter for each of REPORT_TO; `c` has the trainer's constants as attributes, and
-    the run resumes, or begins, after the steps in `progress`, which goes on while they open."""
-    begun = progress.step + 1 if progress.saved >= 0 else 0
-    return [Reporter(to, c, progress.run, begun) for to in c.REPORT_TO]
-
-
 class Reporter:
-    """A thread that hands records, in order, to one of REPORT_TO: of this `run`, from the step
-    `begun` on."""
+    """A thread that hands records, in order, to one of REPORT_TO. The run begins, or resumes, after
+    the steps in `progress`, which goes on while a receiver opens."""
 
-    def __init__(self, to, c, run, begun):
+    def __init__(self, to, c, progress):
         self.name, self.records = getattr(to, "__name__", str(to)), queue.SimpleQueue()
-        self.thread = in_background(self._send, to, c, run, begun)
+        first = progress.step + 1 if progress.saved >= 0 else 0
+        self.thread = in_background(self._send, to, c, progress.run, first)
 
-    def put(self, record):
-        if self.thread.is_alive():
-            self.records.put(record)
-
-    def _send(self, to, c, run, begun):
+    def _send(self, to, c, run, first):
+        records = iter(self.records.get, None)
         try:
-            send, close = OPEN[to](c, run, begun) if to in OPEN else (to, lambda: None)
-            while record := self.records.get():
-                send(record)
-            close()
+            if to in RECEIVERS:
+                RECEIVERS[to](records, c, run, first)
+            else:
+                for record in records:
+                    to(record)
         except Exception as error:  # noqa: BLE001 of any library: a report does not end a run
             say(f"REPORT_TO: {self.name} gets nothing more of this run, as it failed: {error!r}")
 
@@ -312,28 +252,22 @@ def numbers(record):
     return {k: v for k, v in numeric.items() if k not in ("step", "time")}
 
 
-# --- Receivers ----------------------------------------------------------------------
-def to_tensorboard(c, run, begun):
-    """Returns (send, close) for the event files in RUN_DIR/tensorboard. Readers forget what a run
-    wrote there after the step from which it resumes."""
+def to_tensorboard(records, c, run, first):
+    """Writes event files to RUN_DIR/tensorboard. Readers forget what an earlier start of the run
+    wrote there from step `first` on."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(Path(c.RUN_DIR, "tensorboard")), purge_step=begun)
-
-    def send(record):
+    writer = SummaryWriter(str(Path(c.RUN_DIR, "tensorboard")), purge_step=first)
+    for record in records:
         for name, value in numbers(record).items():
             writer.add_scalar(name, value, record["step"], walltime=record["time"])
         writer.flush()
+    writer.close()
 
-    return send, writer.close
 
-
-def to_wandb(c, run, begun):
-    """Returns (send, close) for a W&B run with this run's name, whose files are in RUN_DIR/wandb.
-
-    W&B can't take steps back: those that it has already, of a run that resumes from an earlier one,
-    keep their first values. The evaluation that a stopped run still owed goes to its next step.
-    """
+def to_wandb(records, c, run, first):
+    """Sends to a W&B run of this run's name, whose files are in RUN_DIR/wandb. W&B keeps the steps
+    that it has; what the run logs again for them is overwritten by the first step after them."""
     import wandb
 
     live = wandb.init(
@@ -346,53 +280,41 @@ def to_wandb(c, run, begun):
         allow_val_change=True,
         settings=wandb.Settings(console="off", finish_timeout=LAST_SECONDS),
     )
-    first = live.starting_step
-    owed = first == begun  # of the step before, W&B may lack the evaluation
-    if first > begun:
-        say(f"W&B has this run's steps up to {first - 1}, and keeps them as they were")
-
-    def send(record):
-        if record["step"] >= first - owed:
-            live.log(numbers(record), step=max(record["step"], first))
-
-    return send, live.finish
+    for record in records:
+        live.log(numbers(record), step=max(record["step"], live.starting_step))
+    live.finish()
 
 
-OPEN = {"tensorboard": to_tensorboard, "wandb": to_wandb}
+RECEIVERS = {"tensorboard": to_tensorboard, "wandb": to_wandb}
 
 
 # --- A checkpoint's README.md -------------------------------------------------------
 def model_card(c, state):
     """Returns the text of README.md, with the front matter that the hub reads; `c` has the
     trainer's constants as attributes, `state` is what trainer/state.json begins with."""
-    library = "peft" if c.LORA_RANK else "transformers"
-    front = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["grpo"]}
-    if not Path(c.MODEL).exists():  # the hub refuses a path
-        front["base_model"] = c.MODEL
-    head = "\n".join(f"{name}: {json.dumps(value)}" for name, value in front.items())
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        base_model=None if Path(c.MODEL).exists() else c.MODEL,  # the hub refuses a path
+        library_name="peft" if c.LORA_RANK else "transformers",
+        pipeline_tag="text-generation",
+        tags=["grpo"],
+    )
+    step, p = state["step"], state["progress"]
+    kind = f"A LoRA adapter of rank {c.LORA_RANK} for" if c.LORA_RANK else "A model trained from"
+    result = f"{p['accuracy']:.3f} after step {p['evaluated']}" if p["evaluated"] >= 0 else "none"
     constants = "\n".join(f"{name} = {value!r}" for name, value in state["constants"].items())
-    kind = f"LoRA adapter of rank {c.LORA_RANK} for" if c.LORA_RANK else "model trained from"
     return f"""---
-{head}
+{data.to_yaml()}
 ---
 
-# {c.TASK}, step {state["step"]}
+# {c.TASK}, step {step}
 
-The {kind} `{c.MODEL}`, after {state["step"]} of {c.STEPS} updates with GRPO (arXiv 2402.03300) on
-the task `{c.TASK}`. Code: {commit()}.
+{kind} `{c.MODEL}`, after {step} of {c.STEPS} updates with GRPO (arXiv 2402.03300) on the task
+`{c.TASK}`. Code: {commit()}.
 
-```python
-{LOADING[library]}
-```
-
-## Evaluations
-
-Greedy answers to at most {c.EVAL_QUESTIONS} questions of the split `{c.EVAL_SPLIT}`. If these
-accuracies chose the checkpoint, report those of another split.
-
-{table(evaluations(c.RUN_DIR))}
-
-## Constants
+Accuracy of greedy answers to at most {c.EVAL_QUESTIONS} questions of the split `{c.EVAL_SPLIT}`:
+{result}. If evaluations chose the checkpoint, report the accuracy on another split.
 
 ```python
 {constants}
@@ -403,34 +325,11 @@ accuracies chose the checkpoint, report those of another split.
 @functools.cache  # the code that was loaded, not what is there when a later checkpoint is saved
 def commit():
     """Returns which code this is: the commit of the git checkout, and whether it was changed."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        top, commit = git("rev-parse", "--show-toplevel", "HEAD").split()
-        if Path(top) == ROOT.resolve():  # not a repository around ours
-            changed = git("status", "--porcelain", "--untracked-files=no")
-            return f"commit `{commit}`" + (", with changes that are not committed" * bool(changed))
-    return "not a git checkout"
-
-
-def git(*words):
-    command = ["git", "-C", str(ROOT), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
-
-
-def evaluations(folder):
-    """Returns the evaluations in a run's metrics.jsonl, a list of records."""
-    path = Path(folder, "metrics.jsonl")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if '"eval_' in line]
-
-
-def table(records):
-    """Returns a Markdown table of the newest evaluations, a row for each."""
-    if not records:
-        return "None yet."
-    shown = records[-ROWS:]
-    names = list(dict.fromkeys(k for record in shown for k in record if k.startswith("eval_")))
-    rows = [["step", *names], ["---:"] * (1 + len(names))]
-    for record in shown:
-        values = [record.get(name) for name in names]
-        rows.append([record["step"], *("" if v is None else f"{v:.3f}" for v in values)])
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+    git = ["git", f"--git-dir={ROOT}/.git", f"--work-tree={ROOT}"]  # not a repository around ours
+    git += ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        found = subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return "not a git checkout"
+    code, _, dirty = found.strip().partition("-")
+    return f"commit `{code}`" + ", with changes that are not committed" * bool(dirty)

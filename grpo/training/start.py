@@ -16,7 +16,7 @@ from grpo.training.memory import fill_card
 from grpo.training.metrics import Clock
 from grpo.training.ranks import all_or_none
 from grpo.training.reference import make_reference
-from grpo.training.report import RunFolder, open_reporters
+from grpo.training.report import Reporter, RunFolder
 from grpo.training.workers import Workers
 
 
@@ -54,6 +54,7 @@ def start_run(c, tokenizer, recipe, questions, server):
         if c.PUBLISH_STEPS and rank == 0:
             workers = Workers(c, recipe, policy, progress.run)
             workers.publish(progress.step)
+    reporters = [Reporter(to, c, progress) for to in c.REPORT_TO] if rank == 0 else []
     return Run(
         c=c,
         policy=policy,
@@ -64,6 +65,6 @@ def start_run(c, tokenizer, recipe, questions, server):
         progress=progress,
         reference=reference,
         workers=workers,
-        folder=RunFolder(c.RUN_DIR, open_reporters(c, progress) if rank == 0 else ()),
+        folder=RunFolder(c.RUN_DIR, reporters),
         clock=Clock(),
     )
