@@ -178,7 +178,7 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
     assert not os.path.lexists(tmp_path / "stopped/final")  # it is to resume
     output = log.read_text()
     assert "SIGTERM: this step is finished and saved" in output
-    assert f"after step {last}, which is saved: start again to resume" in output
+    assert f"step {last} is saved" in output
     whole = preset_of(tiny, url, tmp_path / "whole", **changes)
     launch(2, command_of("grpo_ref_split", stopped, whole), log)
     after, expected = records(tmp_path / "stopped"), records(tmp_path / "whole")

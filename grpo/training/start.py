@@ -48,23 +48,14 @@ def start_run(c, tokenizer, recipe, questions, server):
     reference = make_reference(c, policy, server)  # MODEL itself, before a checkpoint is loaded
     engine = make_engine(c, policy)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
-    progress = open_run(c.RUN_DIR, vars(c), engine, stream, reference)  # collective
+    progress = open_run(c, engine, stream, reference)  # collective
     workers = None
     with all_or_none("serving workers"):  # collective
         if c.PUBLISH_STEPS and rank == 0:
             workers = Workers(c, recipe, policy, progress.run)
             workers.publish(progress.step)
     reporters = [Reporter(to, c, progress) for to in c.REPORT_TO] if rank == 0 else []
+    folder = RunFolder(c.RUN_DIR, reporters)
     return Run(
-        c=c,
-        policy=policy,
-        engine=engine,
-        recipe=recipe,
-        stream=stream,
-        questions=questions,
-        progress=progress,
-        reference=reference,
-        workers=workers,
-        folder=RunFolder(c.RUN_DIR, reporters),
-        clock=Clock(),
+        c, policy, engine, recipe, stream, questions, progress, reference, workers, folder, Clock()
     )
