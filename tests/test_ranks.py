@@ -51,7 +51,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from grpo.training import ranks
 
-ranks.SPEAK_SECONDS = 0.4
+ranks.BEHIND_SECONDS = 0.4
 dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
 rank, ranks.roll = dist.get_rank(), ranks.RollCall()
 with ranks.explained():

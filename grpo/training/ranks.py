@@ -30,7 +30,7 @@ LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run")
 LEAST_SECONDS = 1800  # of the time limit: one rank alone may sample, evaluate or save for long
-SPEAK_SECONDS = 30  # between two lines about who is behind
+BEHIND_SECONDS = 30  # between two lines about which rank is behind
 
 
 # --- A process becomes a rank ---------------------------------------------------------
@@ -189,35 +189,31 @@ def note(part=None):
 
 
 class RollCall:
-    """Each rank notes which part of the run it is in, and counts the parts and collectives that it
-    has come to. While rank 0 stays at one, it says every 30 s which ranks have not come so far."""
+    """Each rank counts the parts of the run and the collectives that it has come to. While rank 0
+    stays at one of them, it logs every 30 s which ranks have not come so far, and their part."""
 
     def __init__(self):
         """Collective: each rank makes one."""
-        self.number, self.part = 0, ""
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        # Connections of its own: a collective may hold the process group's for long
+        # Connections of their own: a collective may hold the process group's for long
         store = distributed_c10d._get_default_store()
         self.store, watching = store.clone(), store.clone()
+        self.number, self.part = 0, ""
         self.come("the start")
         dist.barrier()  # collective
-        if self.rank == 0:
+        if dist.get_rank() == 0:
             in_background(self._watch, watching)
 
     def come(self, part=None):
         self.number, self.part = self.number + 1, part or self.part
-        self.store.set(f"at/{self.rank}", json.dumps([self.number, self.part]))
+        self.store.set(f"at/{dist.get_rank()}", json.dumps([self.number, self.part]))
 
     def _watch(self, store):
-        number, since = self.number, time.monotonic()
+        number, looks = 0, 0
         with contextlib.suppress(dist.DistError):  # the others have left
             while True:
-                time.sleep(SPEAK_SECONDS)
-                if self.number != number:
-                    number, since = self.number, time.monotonic()
-                    continue
-                parts = [json.loads(store.get(f"at/{rank}")) for rank in range(1, self.world)]
-                behind = [f"{r} ({p})" for r, (n, p) in enumerate(parts, 1) if n < number]
-                if behind:
-                    waited = f"waiting since {time.monotonic() - since:.0f} s"
-                    tell(f"{waited} for rank {', '.join(behind)}")
+                time.sleep(BEHIND_SECONDS)
+                number, looks = self.number, looks + 1 if self.number == number else 0
+                places = [json.loads(store.get(f"at/{r}")) for r in range(dist.get_world_size())]
+                behind = [f"{r} ({part})" for r, (n, part) in enumerate(places) if n < number]
+                if looks and behind:
+                    tell(f"waiting since {looks * BEHIND_SECONDS} s for rank {', '.join(behind)}")
