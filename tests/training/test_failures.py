@@ -11,7 +11,7 @@ import grpo_ref_split as trainer
 from grpo.sampling.rollout import Stream
 from grpo.training.checkpoint import Progress, undone_if_failed
 from grpo.training.metrics import Clock, evaluate
-from grpo.training.ranks import RunFailed, all_or_none, explained, sum_over_ranks
+from grpo.training.ranks import RunFailed, all_or_none, explained
 from grpo.training.reference import NoReference
 
 
@@ -28,34 +28,17 @@ def failure_of(function):
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit("no"), OSError("full")])
-def test_an_error_on_one_rank_is_raised_by_all_with_its_cause_there(ranks, error):
+@pytest.mark.parametrize("failing", [{1}, {0, 1}])
+def test_an_error_is_raised_by_all_ranks_with_its_cause_where_it_happened(ranks, error, failing):
     def block(rank):
         with all_or_none("a part"):
-            if rank == 1:
+            pass
+        with all_or_none("another part"):
+            if rank in failing:
                 raise error
 
-    mine, theirs = ranks.run(lambda rank: failure_of(lambda: block(rank)).__cause__)
-    assert mine is None and theirs is error
-
-
-def test_errors_on_all_ranks_are_each_ranks_own(ranks):
-    def block(rank):
-        with all_or_none("a part"):
-            raise ValueError(rank)
-
     causes = ranks.run(lambda rank: failure_of(lambda: block(rank)).__cause__)
-    assert [cause.args for cause in causes] == [(0,), (1,)]
-
-
-def test_without_an_error_ranks_go_on_together(ranks):
-    def parts(rank):
-        with all_or_none("one"):
-            made = rank + 1
-        with all_or_none("two"):
-            made += 10
-        return sum_over_ranks(made)
-
-    assert ranks.run(parts) == [23, 23]
+    assert causes == [error if rank in failing else None for rank in range(2)]
 
 
 def test_a_rank_that_is_to_stop_at_once_takes_no_part(ranks):
