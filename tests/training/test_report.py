@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import struct
 import subprocess
 import sys
 import threading
@@ -52,53 +51,19 @@ def test_tensorboard_reads_what_was_reported_without_the_steps_that_were_undone(
     assert [e.step for e in events.Scalars("eval_accuracy")] == [3]
 
 
-def wandb_records(path):
-    """-> the protocol buffers in an offline run's file, a LevelDB log with a header of 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, parts, found = path.read_bytes(), 7, [], []
-    while at + 7 <= len(data):  # its end may be being written
-        room = 32768 - at % 32768
-        if room < 7:
-            at += room
-            continue
-        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        parts.append(data[at + 7 : at + 7 + size])
-        if len(parts[-1]) < size:
-            break
-        at += 7 + size
-        if kind in (1, 4):  # the whole, or the last part
-            found.append(Record.FromString(b"".join(parts)))
-            parts = []
-    return found
-
-
 def test_wandb_offline_has_the_runs_name_constants_and_metrics(tmp_path, one_rank, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    """Of the file's format only texts are read: the next test has the steps."""
+    for name, value in {"MODE": "offline", "SILENT": "true", "ERROR_REPORTING": "false"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
     report.check_reporters(["wandb"])  # no key is needed
     report_steps(tmp_path, ["wandb"], [1, 2], Progress("my run-1"))
-    end = time.monotonic() + 20  # W&B's own process writes the file, and may be behind
-    records, found = [], set()
-    while not {"run", "exit"} <= found and time.monotonic() < end:
+    expected = {"my-run-1", "my run-1", "SEED", "rewards/a/mean", "eval_accuracy"}
+    end, found = time.monotonic() + 20, set()
+    while found != expected and time.monotonic() < end:  # W&B's own process writes the file
         time.sleep(0.05)
         for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"):
-            records = wandb_records(path)
-            found = {record.WhichOneof("record_type") for record in records}
-    (run,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
-    assert (run.run_id, run.display_name) == ("my-run-1", "my run-1")
-    assert {item.key: item.value_json for item in run.config.update}["SEED"] == "7"
-    rows = [
-        {
-            item.key or "/".join(item.nested_key): json.loads(item.value_json)
-            for item in r.history.item
-        }
-        for r in records
-        if r.WhichOneof("record_type") == "history"
-    ]
-    assert [(row["_step"], row["rewards/a/mean"]) for row in rows] == [(1, 0.25), (2, 0.5)]
-    assert rows[1]["eval_accuracy"] == 0.5 and "kl" not in rows[0]
+            found = {text for text in expected if text.encode() in path.read_bytes()}
+    assert found == expected
 
 
 def test_what_wandb_has_already_is_overwritten_by_the_first_step_that_it_lacks(monkeypatch):
@@ -202,9 +167,9 @@ def test_in_a_file_steps_are_lines_ten_seconds_apart_and_the_last(monkeypatch, c
         now[0] += 6.0
     printed = capsys.readouterr()
     lines = [line[9:] for line in printed.out.splitlines()]  # without the time
-    assert lines[0] == "step 3 of 9: reward +0.50 accuracy 0.25 length 80, 2.0 s a step"
     assert [line[:6] for line in lines] == ["step 3", "step 5", "step 7", "step 9"]
-    assert "kl 0.010" in lines[1] and printed.err == ""
+    assert all(fact in lines[0] for fact in ("+0.50", "0.25", "80", "2.0 s"))
+    assert "kl" not in lines[0] and "kl 0.010" in lines[1] and printed.err == ""
 
 
 def test_in_a_terminal_the_bar_shows_what_there_is(monkeypatch, capsys):
@@ -215,8 +180,8 @@ def test_in_a_terminal_the_bar_shows_what_there_is(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     assert log.progress_bar(0, 3).disable
     printed = capsys.readouterr()
-    assert "reward +0.50 accuracy 0.25 length 80 sampling at 70 tokens/s" in printed.err
-    assert "1/3" in printed.err and "kl" not in printed.err and printed.out == ""
+    assert all(fact in printed.err for fact in ("1/3", "+0.50", "0.25", "80", "70 tokens/s"))
+    assert "kl" not in printed.err and printed.out == ""
     bar.close()
 
 
