@@ -62,6 +62,14 @@ def wait_for_text(log, text, seconds=60):
         time.sleep(0.05)
 
 
+def check_same(after, expected):
+    """A server scores in batches as they come, which round otherwise: measured 1e-6."""
+    for name in ("loss", "grad_norm", "kl", "reward", "eval_accuracy", "completions/mean_length"):
+        mine, theirs = ([(r["step"], r[name]) for r in x if name in r] for x in (after, expected))
+        assert [at for at, _ in mine] == [at for at, _ in theirs], name
+        assert [x for _, x in mine] == pytest.approx([x for _, x in theirs], rel=1e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_stopped(
     tiny, tmp_path, ranks
@@ -90,13 +98,7 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
         launch(ranks, command_of("grpo_ref_split", whole), log)
     assert all(codes)
     after = records(tmp_path / "killed")
-    expected = records(tmp_path / "whole")
-    for name in ("loss", "grad_norm", "kl", "reward", "eval_accuracy", "completions/mean_length"):
-        mine = [(r["step"], r[name]) for r in after if name in r]
-        theirs = [(r["step"], r[name]) for r in expected if name in r]
-        assert [at for at, _ in mine] == [at for at, _ in theirs], name
-        # The server scores in batches as they come, which round otherwise: measured 1e-6
-        assert [x for _, x in mine] == pytest.approx([x for _, x in theirs], rel=1e-5, abs=1e-6)
+    check_same(after, records(tmp_path / "whole"))
     assert len(before) >= 4 and len([r for r in after if "loss" in r]) == 9
 
 
@@ -186,12 +188,7 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
     assert 0 < best < 20 and os.readlink(tmp_path / "whole/best") == f"step_{best:06d}"
     assert (tmp_path / "stopped/best/trainer").exists()
     assert [r for r in after if "loss" in r][:last] == before  # not made again
-    for name in ("loss", "grad_norm", "reward", "eval_accuracy", "completions/mean_length"):
-        mine, theirs = (
-            [(r["step"], r[name]) for r in one if name in r] for one in (after, expected)
-        )
-        assert [at for at, _ in mine] == [at for at, _ in theirs], name
-        assert [x for _, x in mine] == pytest.approx([x for _, x in theirs], rel=1e-5, abs=1e-6)
+    check_same(after, expected)
 
 
 @pytest.mark.long

@@ -86,36 +86,27 @@ def small(monkeypatch):
         monkeypatch.setattr(trainer, name, value)
 
 
-def test_a_step_that_failed_on_one_rank_was_not_begun_on_any(ranks, small):
+@pytest.mark.parametrize("after", [3, 99])
+def test_a_step_that_fails_on_one_rank_was_not_begun_on_any(ranks, small, after):
     """A run that resumes from what was saved then samples the same prompts: they were skipped."""
 
     def step(rank):
-        run = run_of(rank, after=3)
-        next(run.stream)
+        run = run_of(rank, after)
         before = vars(run.progress).copy(), run.stream.position
-
-        def sample():
+        try:
             with undone_if_failed(run):
-                trainer.sample_step(run)
-
-        cause = failure_of(sample).__cause__
-        assert (vars(run.progress), run.stream.position) == before
-        return cause
-
-    mine, theirs = ranks.run(step)
-    assert mine is None and isinstance(theirs.__cause__, ZeroDivisionError)  # with the completion
-
-
-def test_a_step_that_succeeds_has_its_prompts_behind_it(ranks, small):
-    def step(rank):
-        run = run_of(rank, after=99)
-        with undone_if_failed(run):
-            groups, *_ = trainer.sample_step(run)
+                groups, *_ = trainer.sample_step(run)
+        except RunFailed as failure:
+            assert (vars(run.progress), run.stream.position) == before
+            return failure.__cause__
         assert run.stream.position == 6 + rank and run.progress.groups == 9 + len(groups)
         return [group.id for group in groups]
 
     first, second = ranks.run(step)
-    assert first == second == sorted(first) and len(first) == 6
+    if after == 99:
+        assert first == second == sorted(first) and len(first) == 6
+    else:  # the cause is raised with the completion
+        assert first is None and isinstance(second.__cause__, ZeroDivisionError)
 
 
 def test_an_evaluation_that_fails_on_one_rank_ends_all(ranks):

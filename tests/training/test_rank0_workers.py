@@ -82,9 +82,9 @@ def test_the_room_is_divided_among_the_workers_that_are_heard_of(side, monkeypat
     assert asked(side, "a")[1] == 0
 
 
-@pytest.mark.parametrize("query", ["", "worker=", "worker=%0A", "worker=" + "x" * 300])
-def test_a_worker_without_a_printable_name_is_refused(side, query):
-    assert refused(call(side.app, "GET", "/policy", QUERY_STRING=query), 400)
+def test_a_worker_without_a_printable_name_is_refused(side):
+    for query in ("", "worker=", "worker=%0A", "worker=" + "x" * 300):
+        assert refused(call(side.app, "GET", "/policy", QUERY_STRING=query), 400)
     assert side.heard == {}
 
 
