@@ -371,7 +371,7 @@ def train(run):
             checkpoint.save_run(run)  # collective
         if ends:
             bar.close()
-            checkpoint.point_final(run, asked)
+            checkpoint.point(RUN_DIR, "final", -1 if asked else p.saved)  # -1: not yet
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before = p.step

@@ -10,9 +10,9 @@ A checkpoint is a model in Hugging Face format, which MODEL may name, and a fold
 Beside them are links: `best` to the checkpoint with the best evaluation (KEEP_BEST), and `final` to
 the last one of a run that has ended.
 
-Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. Where machines
-have RUN_DIR on disks of their own, each keeps the files of its ranks: the first rank that sees a
-folder makes and renames it, and the folder of rank 0, which alone has the model, is renamed last. A
+Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. If machines have
+RUN_DIR on disks of their own, each keeps the files of its ranks: the first rank that sees a folder
+makes and renames it, and the folder of rank 0, which alone has the model, is renamed last. A
 checkpoint is complete if every rank finds its files, at their sizes; otherwise all ranks skip it.
 """
 
@@ -137,7 +137,7 @@ def save_failed(run):
 
 def point(folder, name, step):
     """Makes folder/name a link to the checkpoint of `step`, atomically; removes it if that is -1.
-    Where the disk has no links it is a file with the checkpoint's name in it."""
+    On a disk without links it is a file that holds the checkpoint's name."""
     link, draft = Path(folder, name), Path(folder, f".{name}_{dist.get_rank()}")
     if link.is_dir() and not link.is_symlink():
         say(f"{link} is a folder, not our link to a checkpoint, and is left alone")
@@ -150,12 +150,6 @@ def point(folder, name, step):
         except OSError:
             draft.write_text(f"step_{step:06d}\n")
         draft.replace(link)
-
-
-def point_final(run, asked):
-    """Links RUN_DIR/final to the last checkpoint, unless the run was `asked` to end."""
-    if not asked:
-        point(run.c.RUN_DIR, "final", run.progress.saved)
 
 
 def step_of(path):
@@ -230,7 +224,7 @@ def load(path, engine, stream, reference=None):
 # --- Begin or resume a run ----------------------------------------------------------
 @dataclass
 class Progress:
-    """What a checkpoint keeps beside weights, optimiser and random number generators."""
+    """What a checkpoint keeps in addition to weights, optimiser and random number generators."""
 
     run: str  # its name: of its folder, and a random part
     step: int = 0  # updates made
@@ -238,12 +232,12 @@ class Progress:
     accuracy: float = 0.0  # and its result
     saved: int = -1  # the step of the last checkpoint
     best: int = -1  # the step of the best evaluation (KEEP_BEST), from the first update on,
-    best_accuracy: float = -1.0  # and its result, or that of step 0 where none was better
+    best_accuracy: float = -1.0  # and its result, or the result of step 0 if none was better
     reference: int = 0  # the step whose policy is the reference; 0: MODEL is
     idle: int = 0  # steps in a row that had nothing to train
     bad: int = 0  # updates in a row that were not finite
     checked: bool = False  # whether check_first_update is done
-    sampled: float = 0.0  # groups that the ranks sampled, those of earlier steps counting less,
+    sampled: float = 0.0  # groups that the ranks sampled; earlier steps count less (FADE),
     flat: float = 0.0  # and how many of them were flat
     groups: int = 0  # sampled since step 0, by ranks and workers
 

@@ -47,8 +47,7 @@ def as_json(value):
 
 def constants_of(variables):
     """Returns the constants among values by name, as they come back from JSON."""
-    plain = int | float | str | list | tuple | dict | None
-    return as_json({k: v for k, v in variables.items() if k.isupper() and isinstance(v, plain)})
+    return as_json({name: value for name, value in variables.items() if name.isupper()})
 
 
 class RunFolder:

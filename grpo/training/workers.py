@@ -123,7 +123,7 @@ class Workers:
             draft.replace(self.folder / record["sha256"])
             with self.lock:
                 oldest = time.monotonic() - ACTIVE_SECONDS
-                last = self.record and self.record["sha256"]  # of which workers were just told
+                last = self.record and self.record["sha256"]  # workers may just have learned of it
                 kept = {sha: at for sha, at in self.files.items() if at > oldest or sha == last}
                 outdated = self.files.keys() - kept.keys() - {record["sha256"]}
                 self.record, self.files = record, {record["sha256"]: -math.inf} | kept
