@@ -40,8 +40,8 @@ SHOWN = {  # by the progress bar, if the step has them
 # --- RUN_DIR ------------------------------------------------------------------------
 def as_json(value):
     """Returns the value as JSON holds it: NaN and infinity become None, a function its name, and an
-    object that JSON does not know its text."""
-    text = json.dumps(value, default=lambda x: getattr(x, "__name__", str(x)), skipkeys=True)
+    object that JSON does not know its text, at most 1000 characters of it."""
+    text = json.dumps(value, default=lambda x: getattr(x, "__name__", str(x)[:1000]), skipkeys=True)
     return json.loads(text, parse_constant=lambda _: None)
 
 

@@ -1,5 +1,6 @@
 """An error on one rank ends all of them, at the same place: the run can be saved."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import grpo_ref_split as trainer
 from grpo.sampling.rollout import Stream
 from grpo.training.checkpoint import Progress, undone_if_failed
 from grpo.training.metrics import Clock, evaluate
-from grpo.training.ranks import RunFailed, all_or_none, explained
+from grpo.training.ranks import RunFailed, add_up, all_or_none, explained
 from grpo.training.reference import NoReference
 
 
@@ -50,6 +51,12 @@ def test_a_rank_that_is_to_stop_at_once_takes_no_part(ranks):
 
     with pytest.raises(KeyboardInterrupt):
         ranks.run(block)
+
+
+def test_sums_over_ranks_keep_what_is_negative_or_known_to_one_rank_alone(ranks):
+    counts = Counter(reward=-1.5, groups=2), Counter(reward=0.5, flat=-1)
+    totals = ranks.run(lambda rank: add_up(counts[rank]))
+    assert totals == [{"reward": -1.0, "groups": 2, "flat": -1}] * 2
 
 
 # --- In a step, and in an evaluation --------------------------------------------------------
