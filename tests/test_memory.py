@@ -185,10 +185,10 @@ def compare_deepspeed(share, rank, offload):
     config = memory.config_of(512, 4, 4, 2, 2048, 16384, False)
     m = memory.Sizes(config, rank)
     os.environ.update(memory.ALONE)
-    memory.join_ranks(60)
     settings = {"LORA_RANK": rank, "OFFLOAD_OPTIMIZER": offload}
     quiet = contextlib.redirect_stdout(sys.stderr)
     with constants(m, share, 4), mock.patch.multiple(trainer, **settings), quiet:
+        memory.join_ranks(60)
         counted = count(
             config, rank, 64, 32, functools.partial(make_engine, memory.shipped(64, 32))
         )

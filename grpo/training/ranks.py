@@ -1,4 +1,4 @@
-"""The processes that train together: how one becomes a rank, and what ranks tell each other.
+"""The processes that train together: how one becomes a rank, and what ranks exchange.
 
 A function marked "Collective" must be called by every rank; if one skips it, the others hang. A
 rank that has ended makes the others' collectives fail; one that hangs is waited for until the
@@ -35,11 +35,11 @@ BEHIND_SECONDS = 30  # between two lines about which rank is behind
 
 # --- A process becomes a rank ---------------------------------------------------------
 def stand_alone():
-    """Makes a process that no launcher has started the only rank: without this DeepSpeed would look
-    for MPI. Raises SystemExit where one of several processes can't know its rank."""
+    """Makes a process that no launcher has started the only rank; otherwise DeepSpeed would look
+    for MPI. Raises SystemExit if this is one of several processes and can't know its rank."""
     if "RANK" in os.environ or any(int(os.environ.get(name) or 1) > 1 for name in LAUNCHED):
         missing = [name for name in NEEDED if name not in os.environ]
-        if missing and not importlib.util.find_spec("mpi4py"):  # by which DeepSpeed would find out
+        if missing and not importlib.util.find_spec("mpi4py"):  # DeepSpeed would ask MPI
             raise SystemExit(
                 f"this process is one of several, but {', '.join(missing)} is not set: start them"
                 " as docs/several_machines.md does, with deepspeed, torchrun or srun"
@@ -53,15 +53,15 @@ def stand_alone():
 
 
 def join_ranks(wait_limit_seconds):
-    """Collective: makes this process a rank with a GPU of its own, unless it is one. Comes before
-    the model is loaded, which may take longer on one machine than a collective waits."""
+    """Collective: makes this process a rank with a GPU of its own, unless it is one. Call it before
+    the model is loaded: one machine may load for longer than a collective waits."""
     if dist.is_initialized():
         return
     import deepspeed  # takes seconds; tests of the trainer's functions do without
 
     own_device()
-    # DeepSpeed would compile an all-reduce for CPU inference, which training never calls: a minute,
-    # and a compiler that may be missing. Other versions of it may compile: say what we wait for
+    # DeepSpeed would compile an all-reduce for CPU inference, which training never calls. It takes
+    # a minute, and a compiler that may be missing. Another version may compile it all the same
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
     stand_alone()
@@ -89,7 +89,7 @@ def end_with_launcher():
     launchers = [p for p in psutil.Process().parents() if is_launcher(p)]
 
     def look():
-        with contextlib.suppress(psutil.Error):  # it has ended between two questions
+        with contextlib.suppress(psutil.Error):  # it has ended between two calls
             while all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in launchers):
                 time.sleep(1)
         tell("the launcher has ended, so this rank ends")
@@ -149,7 +149,7 @@ class RunFailed(Exception):
 @contextlib.contextmanager
 def all_or_none(part):
     """Collective: if the block, which calls no collective, fails on a rank, all raise RunFailed.
-    `part` names the block where rank 0 says who is behind."""
+    `part` names the block when rank 0 logs who is behind."""
     failure = None
     note(part)
     try:
@@ -162,8 +162,8 @@ def all_or_none(part):
 
 @contextlib.contextmanager
 def explained():
-    """Raises this rank's own error, or a sentence, in the place of RunFailed. If a collective fails
-    because another rank is gone, raises RuntimeError with what to do: torch's own error says
+    """Raises this rank's own error, or a SystemExit, in place of RunFailed. If a collective fails
+    because another rank is gone, raises RuntimeError with the cure: torch's own error says
     "connection reset" or worse."""
     try:
         yield

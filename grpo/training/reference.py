@@ -1,12 +1,12 @@
-"""The reference's log-probs of a group, from none, from here, or from ref_server.py.
+"""The reference's log-probs of a group: from no reference, a local one, or ref_server.py.
 
     answer = reference.logps(group)     # at once: a future
     group.ref_logps = answer.result()   # (N,) float32; None without a KL penalty
 
 A server scores a rank's groups while the rank samples the next ones. Without a server (REF_SERVER =
-None) MODEL itself scores them here, all at once when the first is asked for. With LORA_RANK that is
-the policy's own model without its adapters, which takes no memory; else it is a frozen copy, which
-REFERENCE_ON_CPU keeps in CPU memory while it is not used.
+None) each rank scores its groups with MODEL itself, all at once when the first is needed. With
+LORA_RANK, MODEL is the policy's model without its adapters, which takes no memory; otherwise it is
+a frozen copy, which REFERENCE_ON_CPU keeps in CPU memory while it is not used.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def make_reference(c, policy, server):
 
 
 class NoReference:
-    """KL_BETA = 0 needs none."""
+    """KL_BETA = 0 needs no reference."""
 
     def __init__(self):
         self.info = {"model": None}  # of the reference: its model's name and dtype
@@ -102,7 +102,7 @@ def fits(groups):
     return tokens < REQUEST_TOKENS and completions + last <= MAX_COMPLETIONS
 
 
-# --- Here -----------------------------------------------------------------------------
+# --- Local ----------------------------------------------------------------------------
 class LocalReference:
     """MODEL itself, on each rank. It scores batches of MICRO_BATCH_TOKENS: without a gradient each
     takes less memory than it does in training."""
