@@ -61,10 +61,9 @@ from grpo.sampling.worker import run_worker
 from grpo.stop import TooLong, stop
 from grpo.training import checkpoint, checks, ranks
 from grpo.training.engine import cpu_threads, learning_rate, take_step
-from grpo.training.metrics import evaluate, rollout_metrics, say_end, say_idle, show
-from grpo.training.report import check_reporters, close_reporters
+from grpo.training.metrics import TokenStats, evaluate, rollout_metrics
+from grpo.training.report import check_reporters, close_reporters, log_idle, report_end, show
 from grpo.training.start import start_run
-from grpo.training.token_stats import TokenStats
 from grpo.training.workers import staleness
 from grpo.wire import check_group
 
@@ -372,7 +371,7 @@ def train(run):
             checkpoint.save_run(run)  # collective
         if ends:
             bar.close()
-            checkpoint.point_final(run, asked)
+            checkpoint.point(RUN_DIR, "final", -1 if asked else p.saved)  # -1: not yet
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before = p.step
@@ -384,7 +383,7 @@ def train(run):
             run.folder.log_samples(run, sampled, advantages_of)
         p.idle = 0 if sequences else p.idle + 1
         if not sequences:
-            say_idle(run, metrics, groups)
+            log_idle(run, metrics, groups)
         updates = min(UPDATES_PER_ROLLOUT, STEPS - before) if sequences else 1
         for number in range(1, updates + 1):  # line 10
             p.step += 1
@@ -424,7 +423,8 @@ def evaluate_if_due(run):
     result = evaluate(run.policy, run.recipe, run.questions)  # collective
     if ranks.any_rank(stop.asked):  # collective
         return True
-    p.take_evaluation(run.folder.log_evaluation(result, p.step), KEEP_BEST)
+    run.folder.log_evaluation(result, p.step)
+    p.take_evaluation(result.get("eval_accuracy", -1.0), KEEP_BEST)
     return False
 
 
@@ -461,7 +461,7 @@ def main(**preset):
                 run.workers.close()
     close_reporters(run.folder.reporters)
     ranks.leave_at_exit()  # collective
-    say_end(run, asked)
+    report_end(run, asked)
 
 
 def worker(**preset):

@@ -51,6 +51,7 @@ from grpo.sampling.policy import ALL, Policy
 from grpo.sampling.sampler import sample_groups
 from grpo.training.engine import make_engine
 from grpo.training.memory import STATES, micro_batch, model_states, scoring, training
+from grpo.training.ranks import join_ranks
 
 # --- What is computed ---------------------------------------------------------------
 MODELS = {  # name: H, L, heads, key-value heads, I, V', tied; published parameters, in 10^9
@@ -177,6 +178,7 @@ def measure_here(name, prompt, completion, rank, offload):
     os.environ.update(ALONE)
     trainer.LORA_RANK, trainer.OFFLOAD_OPTIMIZER = rank, bool(offload)
     policy = random_policy(config_of(*MODELS[name]), rank)
+    join_ranks(60)
     phases = measure(
         policy, prompt, completion, functools.partial(make_engine, shipped(prompt, completion))
     )

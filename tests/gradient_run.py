@@ -18,6 +18,7 @@ from grpo.loss import linear_logps, token_weights
 from grpo.sampling.policy import load_policy
 from grpo.training.engine import make_engine
 from grpo.training.metrics import Clock
+from grpo.training.ranks import join_ranks
 
 BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}
 
@@ -91,6 +92,7 @@ def main(model, out):
     policy = load_policy(model, AutoTokenizer.from_pretrained(model), "float32")
     loss_types = ("grpo", "dapo", "dr_grpo")
     result = {(t, "plain"): plain_gradient(policy, make_rows(policy, t)) for t in loss_types}
+    join_ranks(60)
     engine = make_engine(trainer.constants(), policy)
     run = SimpleNamespace(engine=engine, policy=policy, progress=SimpleNamespace(step=1))
     for loss_type in loss_types:

@@ -188,6 +188,7 @@ def compare_deepspeed(share, rank, offload):
     settings = {"LORA_RANK": rank, "OFFLOAD_OPTIMIZER": offload}
     quiet = contextlib.redirect_stdout(sys.stderr)
     with constants(m, share, 4), mock.patch.multiple(trainer, **settings), quiet:
+        memory.join_ranks(60)
         counted = count(
             config, rank, 64, 32, functools.partial(make_engine, memory.shipped(64, 32))
         )
@@ -413,6 +414,7 @@ def test_a_gpu_is_read_phase_by_phase(monkeypatch, capsys):
     shape = (32, 2, 4, 2, 64, 416, True, 0.0)
     monkeypatch.setitem(memory.MODELS, "tiny", shape)
     monkeypatch.setattr(memory, "make_engine", lambda constants, policy: Engine(policy))
+    monkeypatch.setattr(memory, "join_ranks", lambda seconds: None)
     for name, value in {"SAMPLE_BATCH": 8, "MICRO_BATCH_TOKENS": 64, "LORA_RANK": 0}.items():
         monkeypatch.setattr(trainer, name, value)
     monkeypatch.setattr(trainer, "OFFLOAD_OPTIMIZER", False)

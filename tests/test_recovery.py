@@ -62,6 +62,14 @@ def wait_for_text(log, text, seconds=60):
         time.sleep(0.05)
 
 
+def check_same(after, expected):
+    """A server scores in batches as they come, which round otherwise: measured 1e-6."""
+    for name in ("loss", "grad_norm", "kl", "reward", "eval_accuracy", "completions/mean_length"):
+        mine, theirs = ([(r["step"], r[name]) for r in x if name in r] for x in (after, expected))
+        assert [at for at, _ in mine] == [at for at, _ in theirs], name
+        assert [x for _, x in mine] == pytest.approx([x for _, x in theirs], rel=1e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_stopped(
     tiny, tmp_path, ranks
@@ -90,20 +98,14 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
         launch(ranks, command_of("grpo_ref_split", whole), log)
     assert all(codes)
     after = records(tmp_path / "killed")
-    expected = records(tmp_path / "whole")
-    for name in ("loss", "grad_norm", "kl", "reward", "eval_accuracy", "completions/mean_length"):
-        mine = [(r["step"], r[name]) for r in after if name in r]
-        theirs = [(r["step"], r[name]) for r in expected if name in r]
-        assert [at for at, _ in mine] == [at for at, _ in theirs], name
-        # The server scores in batches as they come, which round otherwise: measured 1e-6
-        assert [x for _, x in mine] == pytest.approx([x for _, x in theirs], rel=1e-5, abs=1e-6)
+    check_same(after, records(tmp_path / "whole"))
     assert len(before) >= 4 and len([r for r in after if "loss" in r]) == 9
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_that_does_not_come_back_ends_the_run_which_resumes(tiny, tmp_path, ranks):
-    """After WAIT_LIMIT_SECONDS: a sentence, exit codes, and the last step is saved."""
+    """After WAIT_LIMIT_SECONDS: an error without a traceback, and the last step is saved."""
     log = tmp_path / "log"
     with Server(tiny, tmp_path) as server:
         preset = preset_of(tiny, server.url, tmp_path / "run", SAVE_STEPS=10**6, EVAL_STEPS=0)
@@ -115,7 +117,7 @@ def test_a_server_that_does_not_come_back_ends_the_run_which_resumes(tiny, tmp_p
         assert all(process.wait(60) for process in processes)
         made = max(r["step"] for r in records(tmp_path / "run") if "loss" in r)
         text = log.read_text()
-        assert f"waited 3 s for {server.url}/score" in text and "Traceback" not in text
+        assert f"{server.url}/score" in text and "Traceback" not in text
         assert (tmp_path / f"run/step_{made:06d}/trainer/state.json").exists()
         server.start()
         launch(ranks, command_of("grpo_ref_split", preset | {"STEPS": made + 2}), log)
@@ -177,8 +179,7 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
     assert 3 <= last < 20 and (tmp_path / f"stopped/step_{last:06d}/trainer/state.json").exists()
     assert not os.path.lexists(tmp_path / "stopped/final")  # it is to resume
     output = log.read_text()
-    assert "SIGTERM: this step is finished and saved" in output
-    assert f"after step {last}, which is saved: start again to resume" in output
+    assert "SIGTERM" in output and f"step {last} is saved" in output
     whole = preset_of(tiny, url, tmp_path / "whole", **changes)
     launch(2, command_of("grpo_ref_split", stopped, whole), log)
     after, expected = records(tmp_path / "stopped"), records(tmp_path / "whole")
@@ -187,12 +188,7 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
     assert 0 < best < 20 and os.readlink(tmp_path / "whole/best") == f"step_{best:06d}"
     assert (tmp_path / "stopped/best/trainer").exists()
     assert [r for r in after if "loss" in r][:last] == before  # not made again
-    for name in ("loss", "grad_norm", "reward", "eval_accuracy", "completions/mean_length"):
-        mine, theirs = (
-            [(r["step"], r[name]) for r in one if name in r] for one in (after, expected)
-        )
-        assert [at for at, _ in mine] == [at for at, _ in theirs], name
-        assert [x for _, x in mine] == pytest.approx([x for _, x in theirs], rel=1e-5, abs=1e-6)
+    check_same(after, expected)
 
 
 @pytest.mark.long

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from fakes import (
     ALL_RIGHT,
     ALL_WRONG,
@@ -30,7 +29,8 @@ from grpo.sampling import rollout
 from grpo.sampling.rollout import make_group
 from grpo.sampling.sampler import Completion
 from grpo.stop import TooLong, stop
-from grpo.training import metrics as report
+from grpo.training import metrics as metrics_module
+from grpo.training import report
 from grpo.training.checkpoint import Progress
 from grpo.training.ranks import RunFailed
 from grpo.training.workers import Workers
@@ -59,7 +59,7 @@ def take_step(outcomes, *, step=0, engine=None, clock=None, workers=None, refere
         policy=engine or FakeEngine(),
         recipe=a_recipe(prompts, **recipe),
         stream=iter(prompts_of(outcomes)),
-        clock=clock or report.Clock(),
+        clock=clock or metrics_module.Clock(),
         progress=Progress("run", step),
         reference=reference or Reference(),
         workers=workers,
@@ -105,13 +105,12 @@ def test_lengths_are_of_all_completions_and_of_those_that_ended(alone, monkeypat
     every["mean_terminated_length"] = 2
     assert found == {f"completions/{name}": value for name, value in every.items()}
 
-    def other_rank(mine, op):
-        assert op == report.dist.ReduceOp.MAX
-        mine.copy_(torch.maximum(mine, torch.tensor([-1, 9, -math.inf, -math.inf])))
+    def other_rank(everyone, mine):
+        everyone[:] = [mine, [(1, True), (9, True)]]
 
-    monkeypatch.setattr(report.dist, "all_reduce", other_rank)
+    monkeypatch.setattr(metrics_module.dist, "all_gather_object", other_rank)
     one = a_group(MIXED, lengths=(3, 5), truncated=(True, True))
-    assert report.extreme_lengths([one]) == {
+    assert metrics_module.extreme_lengths([one]) == {
         "completions/min_length": 1,
         "completions/max_length": 9,
     }
@@ -132,8 +131,8 @@ def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
 
 
 def metrics_of(recipe, group):
-    run = SimpleNamespace(recipe=recipe, clock=report.Clock(), progress=Progress("run"))
-    return report.rollout_metrics(run, Counter(), [], [group])
+    run = SimpleNamespace(recipe=recipe, clock=metrics_module.Clock(), progress=Progress("run"))
+    return metrics_module.rollout_metrics(run, Counter(), [], [group])
 
 
 def test_a_step_samples_in_rounds_until_it_has_enough(alone, monkeypatch):
@@ -172,7 +171,7 @@ def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
     for rank, step in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]:
 
         def gather(everyone, mine):
-            everyone[:] = [mine, [], [], []]
+            everyone[:] = [mine, *(type(mine)() for _ in range(3))]  # 0, or []
 
         monkeypatch.setattr(trainer.dist, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(trainer.dist, "all_gather_object", gather)
@@ -230,18 +229,19 @@ def test_samples_are_the_best_and_the_worst_of_a_group_with_all_that_is_known(al
     assert best.pop("time") and best.pop("advantage") > 0 > worst["advantage"]
     assert best == {
         "step": 1, "group": group.id, "number": 2, "prompt": "[5, 6]", "question": "Why?",
-        "item": {"question": "Why?", "numbers": [1, 2]}, "answer": None, "completion": "[13]",
+        "item": {"question": "Why?", "numbers": [1, 2], "tree": "{1, 2}", "nan": None},
+        "answer": None, "completion": "[13]",
         "rewards": {"correctness": 1.0, "format": 1.25}, "flat": False, "truncated": True,
         "sampler": "trainer", "policy_version": 3,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("answer", [np.int64(42), Decimal(42), {42}, math.nan])
+@pytest.mark.parametrize("answer", [np.int64(42), Decimal(42), {42}])
 def test_an_answer_that_json_can_not_hold_is_written_as_text(alone, tmp_path, answer):
     recipe = a_recipe([(0, {"question": "Why?", "answer": answer}, [5, 6])])
     sample, _ = samples_of(tmp_path, [a_group([[1.0, 0.0], [-1.0, 0.0]])], recipe)
     assert (sample["question"], sample["answer"]) == ("Why?", str(answer))
-    assert sample["item"] == {"question": "Why?"}
+    assert sample["item"] == {"question": "Why?", "answer": str(answer)}
 
 
 def test_samples_are_of_what_was_sampled_flat_groups_too(alone, tmp_path):
@@ -260,45 +260,17 @@ def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, tmp_pa
     assert first["question"] == "?" and first["rewards"] == {"correctness": -1.0, "format": 1.25}
 
 
-@pytest.mark.parametrize(
-    ("changes", "groups", "sentence"),
-    [
-        ({"accuracy": 0.0}, 0, "all wrong by OUTCOME = 'correctness' (accuracy 0.00), 30% trunc"),
-        ({"accuracy": 1.0}, 0, "all right by OUTCOME = 'correctness' (accuracy 1.00), 30% trunc"),
-        ({"accuracy": 0.4}, 0, "each all right or all wrong by OUTCOME = 'correctness' (accuracy"),
-        ({}, 0, "(accuracy 0.00), 30% truncated at MAX_COMPLETION_TOKENS = 8, are skipped (SK"),
-        ({"completions/clipped_ratio": 1.0}, 0, "all truncated at MAX_COMPLETION_TOKENS = 8, are"),
-        ({"frac_reward_zero_std": 0.4}, 0, '; "reward" would train 60% of them, by other rewards'),
-        ({"accuracy": 0.4}, 3, "the 3 groups that are not skipped are all truncated (MASK_TRUNC"),
-    ],
-)
-def test_what_has_nothing_to_train_is_said_to_be_right_wrong_or_truncated(
-    changes, groups, sentence
-):
-    metrics = {"accuracy": 0.0, "completions/clipped_ratio": 0.3, "groups_sampled": 15}
-    metrics |= {"frac_reward_zero_std": 1.0}
-    assert sentence in report.why_idle(metrics | changes, [None] * groups, a_recipe())
-
-
-def test_an_outcome_that_never_applied_is_not_said_to_be_wrong():
-    metrics = {"completions/clipped_ratio": 0.3, "groups_sampled": 15, "reward": 0.25}
-    metrics |= {"frac_reward_zero_std": 1.0}
-    said = report.why_idle(metrics, [], a_recipe())
-    assert said.startswith("15 groups, each of equal total rewards (mean 0.25), by OUTCOME = 'corr")
-    assert "(which applied to none), 30% truncated" in said and "wrong" not in said
-
-
-def test_groups_of_equal_totals_are_not_said_to_be_right_or_wrong():
-    metrics = {
-        "accuracy": 0.5,
-        "completions/clipped_ratio": 0.3,
-        "groups_sampled": 15,
-        "reward": 0.25,
-        "frac_reward_zero_std": 1.0,
-    }
-    said = report.why_idle(metrics, [], a_recipe(SKIP_FLAT_GROUPS="reward"))
-    assert said.startswith("15 groups, each of equal total rewards (mean 0.25), by OUTCOME = ")
-    assert said.endswith("are skipped (SKIP_FLAT_GROUPS = 'reward')")
+@pytest.mark.parametrize("accuracy", [{"accuracy": 0.25}, {}])  # absent: it applied to none
+def test_a_step_without_anything_to_train_says_what_was_sampled(capsys, accuracy):
+    metrics = {"completions/clipped_ratio": 0.3, "groups_sampled": 15, "reward": 0.5}
+    metrics |= {"frac_outcome_zero_std": 1.0, "frac_reward_zero_std": 0.75}
+    run = SimpleNamespace(recipe=a_recipe(), progress=Progress("run", step=3, idle=2))
+    report.log_idle(run, metrics | accuracy, [])
+    out = capsys.readouterr().out
+    assert "step 4 " in out and run.idle_reason in out
+    for fact in ("15 groups", "30%", "0.75", "SKIP_FLAT_GROUPS = 'outcome'", "TOKENS = 8"):
+        assert fact in run.idle_reason
+    assert ("accuracy 0.25" in out) == bool(accuracy)
 
 
 FLAT = (None, [Completion([7, 7, 7, 2], [-1.0] * 4, False)], [{"correctness": 1, "format": 0.5}])
@@ -379,7 +351,7 @@ def test_a_reward_may_have_any_name(alone):
     task = SimpleNamespace(rewards=lambda item, text: {"accuracy": 1, "tokens": -1})
     recipe = a_recipe(task=task, REWARD_WEIGHTS=weights, OUTCOME="accuracy")
     engine = FakeEngine()
-    result = report.evaluate(engine, recipe, prompts_of([MIXED]))
+    result = metrics_module.evaluate(engine, recipe, prompts_of([MIXED]))
     assert result["eval_accuracy"] == 1 and result["eval_completion_tokens"] == 2
     assert result["eval_positive_accuracy"] == 1 and result["eval_positive_tokens"] == 0
     assert engine.settings["temperature"] == 0 and engine.settings["max_rows"] == 64
@@ -389,24 +361,29 @@ def test_a_reward_may_have_any_name(alone):
     assert metrics["completions/mean_length"] == 1.5 and metrics["rewards/tokens/mean"] == -1
 
 
-def test_an_evaluation_leaves_out_what_never_applied_and_is_then_no_best(alone, tmp_path):
+def test_an_evaluation_leaves_out_what_never_applied_and_is_then_no_best(
+    alone, tmp_path, monkeypatch
+):
     task = SimpleNamespace(rewards=lambda item, text: {"correctness": None, "format": 1})
-    result = report.evaluate(FakeEngine(), a_recipe(task=task), prompts_of([MIXED]))
+    result = metrics_module.evaluate(FakeEngine(), a_recipe(task=task), prompts_of([MIXED]))
     assert result.keys() == {"eval_positive_format", "eval_truncated", "eval_completion_tokens"}
-    progress = Progress("run", step=3)
-    accuracy = report.RunFolder(tmp_path).log_evaluation(result, 3)
-    progress.take_evaluation(accuracy, keep_best=True)
-    assert (progress.evaluated, progress.best) == (3, -1) and accuracy < 0  # STOP_ACCURACY is not
+    progress = Progress("run", step=trainer.EVAL_STEPS)
+    monkeypatch.setattr(trainer, "evaluate", lambda *_: result)
+    folder, none = report.RunFolder(tmp_path), SimpleNamespace()
+    run = SimpleNamespace(progress=progress, folder=folder, policy=none, recipe=none, questions=[])
+    trainer.evaluate_if_due(run)
+    assert (progress.evaluated, progress.best) == (progress.step, -1)
+    assert progress.accuracy < 0  # STOP_ACCURACY is not reached
 
 
 def test_an_evaluation_begins_no_more_questions_once_the_run_is_to_stop(alone, monkeypatch):
     """Or deepspeed would kill the run before it has saved: 30 s after the signal."""
     engine, recipe = FakeEngine(), a_recipe()
     questions = prompts_of([MIXED] * 100)
-    assert report.evaluate(engine, recipe, questions)["eval_truncated"] == 0
+    assert metrics_module.evaluate(engine, recipe, questions)["eval_truncated"] == 0
     monkeypatch.setattr(stop, "asked", "SIGTERM")
     engine.settings = None
-    assert report.evaluate(engine, recipe, questions) == {} and engine.settings
+    assert metrics_module.evaluate(engine, recipe, questions) == {} and engine.settings
 
 
 def test_a_group_counts_the_same_before_and_after_the_wire():

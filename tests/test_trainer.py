@@ -14,10 +14,9 @@ from grpo.forward import CompletionModel
 from grpo.proof import MISMATCH, TILT, check_first_update
 from grpo.sampling.policy import load_policy
 from grpo.sampling.rollout import make_group
-from grpo.training import checkpoint
-from grpo.training import metrics as report
+from grpo.training import checkpoint, report
 from grpo.training.checkpoint import Progress
-from grpo.training.token_stats import TokenStats
+from grpo.training.metrics import TokenStats
 
 
 # --- Rows --------------------------------------------------------------------------

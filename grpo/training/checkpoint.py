@@ -10,9 +10,9 @@ A checkpoint is a model in Hugging Face format, which MODEL may name, and a fold
 Beside them are links: `best` to the checkpoint with the best evaluation (KEEP_BEST), and `final` to
 the last one of a run that has ended.
 
-Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. Where machines
-have RUN_DIR on disks of their own, each keeps the files of its ranks: the first rank that sees a
-folder makes and renames it, and the folder of rank 0, which alone has the model, is renamed last. A
+Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. If machines have
+RUN_DIR on disks of their own, each keeps the files of its ranks: the first rank that sees a folder
+makes and renames it, and the folder of rank 0, which alone has the model, is renamed last. A
 checkpoint is complete if every rank finds its files, at their sizes; otherwise all ranks skip it.
 """
 
@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 
 from grpo.log import say
-from grpo.training.metrics import RunFolder
-from grpo.training.model_card import commit, model_card
 from grpo.training.ranks import RunFailed, any_rank, gathered, note
+from grpo.training.report import RunFolder, commit, constants_of, model_card
 
 DRAFT = ".unfinished"
 FADE = 0.8  # from step to step: flat_share is of about 1 / (1 - FADE) = 5 of them
@@ -55,20 +54,63 @@ def leads(folder):
 
 
 def save_run(run):
-    """Collective: saves a checkpoint of the run, unless this step has one."""
-    progress, c = run.progress, run.c
-    if progress.saved == progress.step:
-        if progress.best == progress.step:  # it was evaluated after it was saved
-            point(c.RUN_DIR, "best", progress.step)
+    """Collective: saves a checkpoint of the run, unless this step has one; deletes all but the
+    newest KEEP_CHECKPOINTS and the best."""
+    p, c, folder = run.progress, run.c, Path(run.c.RUN_DIR)
+    if p.saved == p.step:
+        if p.best == p.step:  # it was evaluated after it was saved
+            point(folder, "best", p.step)
         return
-    note(f"saving step {progress.step}")
-    progress.saved = progress.step
-    state = {"step": progress.step, "progress": asdict(progress)}
-    state["constants"] = constants_of(vars(c))
-    card = model_card(c, state) if dist.get_rank() == 0 else ""
-    reference = run.reference if progress.reference else None
-    keep = c.KEEP_CHECKPOINTS
-    save(c.RUN_DIR, run.policy, run.engine, run.stream, state, keep, card, reference)
+    note(f"saving step {p.step}")
+    p.saved = p.step
+    rank, leader = dist.get_rank(), leads(folder)
+    draft, final = folder / DRAFT, folder / f"step_{p.step:06d}"
+    state = {"step": p.step, "progress": asdict(p), "constants": constants_of(vars(c))}
+    if leader:
+        for leftover in (draft, final):  # `final` is incomplete, here or on another machine
+            shutil.rmtree(leftover, ignore_errors=True)
+    files = write_shared(run, draft, state) if leader else []
+    dist.barrier()
+    files += write_own(run, draft / "trainer")
+    sizes = gathered({str(path.relative_to(draft)): path.stat().st_size for path in files})
+    for last in (False, True):  # rank 0's folder, which alone has the model
+        if leader and (rank == 0) == last:
+            text = json.dumps(state | {"files": sizes}, indent=1)
+            Path(draft, "trainer", "state.json").write_text(text)
+            draft.rename(final)
+        dist.barrier()
+    say(f"saved {final}")
+    if leader and p.best == p.step:
+        point(folder, "best", p.best)  # before the old one goes
+    saved = saved_in(folder) if leader else []
+    kept = [path for path in saved if step_of(path) <= p.step][-c.KEEP_CHECKPOINTS :]
+    kept += [path for path in saved if step_of(path) == p.best]
+    for path in set(saved) - set(kept):  # later ones are incomplete, or from before a resume
+        shutil.rmtree(path)
+
+
+def write_shared(run, draft, state):
+    """Writes what the ranks of a machine share: the refreshed reference and, on rank 0, the model
+    with its card. Returns the paths whose sizes are checked."""
+    Path(draft, "trainer").mkdir(parents=True)
+    if run.progress.reference:
+        safetensors.torch.save_file(run.reference.weights(), draft / "trainer" / REFERENCE)
+    if dist.get_rank() == 0:
+        run.policy.save(draft)
+        Path(draft, "README.md").write_text(model_card(run.c, state))  # people may edit it
+    return [path for path in draft.rglob("*") if path.is_file() and path.name != "README.md"]
+
+
+def write_own(run, trainer):
+    """Writes this rank's files to the folder `trainer`; returns their paths."""
+    rank = dist.get_rank()
+    own = {"position": run.stream.position, "random": random.getstate()}
+    own["torch"] = torch.get_rng_state().tolist()
+    files = [trainer / f"optimizer_{rank}.pt", trainer / f"rank_{rank}.json"]
+    # Not engine.save_checkpoint: that writes the model too, and load_checkpoint reads it everywhere
+    torch.save(run.engine.optimizer.state_dict(), files[0])
+    files[1].write_text(json.dumps(own))
+    return files
 
 
 @contextlib.contextmanager
@@ -93,46 +135,9 @@ def save_failed(run):
         save_run(run)  # collective
 
 
-def save(folder, policy, engine, stream, state, keep, card, reference=None):
-    """Collective: saves step_N, where N is state["step"], with `card` as its README.md, and the
-    weights of the `reference`, if one is given; deletes all but the newest `keep` and the best."""
-    rank, leader = dist.get_rank(), leads(folder)
-    draft, final = Path(folder, DRAFT), Path(folder, f"step_{state['step']:06d}")
-    files = []
-    if leader:
-        for leftover in (draft, final):  # `final` is incomplete, here or on another machine
-            shutil.rmtree(leftover, ignore_errors=True)
-        if rank == 0:
-            policy.save(draft)
-            files = [p for p in draft.rglob("*") if p.is_file() and p.name != "README.md"]
-            Path(draft, "README.md").write_text(card)  # may be edited: its size is not checked
-        Path(draft, "trainer").mkdir(parents=True)
-        if reference:
-            files.append(Path(draft, "trainer", REFERENCE))
-            safetensors.torch.save_file(reference.weights(), files[-1])
-    dist.barrier()
-    files += save_part(Path(draft, "trainer"), engine, stream)
-    sizes = gathered({str(path.relative_to(draft)): path.stat().st_size for path in files})
-    text = json.dumps(state | {"ranks": len(sizes), "files": sizes}, indent=1)
-    for last in (False, True):  # rank 0's folder, which alone has the model
-        if leader and (rank == 0) == last:
-            Path(draft, "trainer", "state.json").write_text(text)
-            draft.rename(final)
-        dist.barrier()
-    say(f"saved {final}")
-    best = state["progress"].get("best", -1)
-    if leader and best == state["step"]:
-        point(folder, "best", best)  # before the old one goes
-    saved = saved_in(folder) if leader else []
-    kept = [path for path in saved if step_of(path) <= state["step"]][-keep:]
-    kept += [path for path in saved if step_of(path) == best]
-    for path in set(saved) - set(kept):  # later ones are incomplete, or from before a resume
-        shutil.rmtree(path)
-
-
 def point(folder, name, step):
     """Makes folder/name a link to the checkpoint of `step`, atomically; removes it if that is -1.
-    Where the disk has no links it is a file with the checkpoint's name in it."""
+    On a disk without links it is a file that holds the checkpoint's name."""
     link, draft = Path(folder, name), Path(folder, f".{name}_{dist.get_rank()}")
     if link.is_dir() and not link.is_symlink():
         say(f"{link} is a folder, not our link to a checkpoint, and is left alone")
@@ -145,24 +150,6 @@ def point(folder, name, step):
         except OSError:
             draft.write_text(f"step_{step:06d}\n")
         draft.replace(link)
-
-
-def point_final(run, asked):
-    """Links RUN_DIR/final to the last checkpoint, unless the run was `asked` to end."""
-    if not asked:
-        point(run.c.RUN_DIR, "final", run.progress.saved)
-
-
-def save_part(trainer, engine, stream):
-    """Writes this rank's files to the folder `trainer`; returns their paths."""
-    rank = dist.get_rank()
-    own = {"position": stream.position, "random": random.getstate()}
-    own["torch"] = torch.get_rng_state().tolist()
-    files = [trainer / f"optimizer_{rank}.pt", trainer / f"rank_{rank}.json"]
-    # Not engine.save_checkpoint: that writes the model too, and load_checkpoint reads it everywhere
-    torch.save(engine.optimizer.state_dict(), files[0])
-    files[1].write_text(json.dumps(own))
-    return files
 
 
 def step_of(path):
@@ -178,18 +165,20 @@ def saved_in(folder):
 
 # --- Find and load ------------------------------------------------------------------
 def newest(folder):
-    """Collective: returns (path, state) of the newest complete checkpoint, or (None, None) if rank
-    0 has no checkpoint. SystemExit if it has some and none is complete: a run must not start over
-    because a disk is missing."""
+    """Collective: returns (path, state) of the newest complete checkpoint, or (None, None) if no
+    rank has a checkpoint. SystemExit if there are some and none is complete: a run must not start
+    over because a disk is missing."""
     if Path(folder, DRAFT).exists():
         say(f"{folder}: the run ended while a checkpoint was being saved; that one does not count")
-    fault = None
-    for name in reversed(gathered([path.name for path in saved_in(folder)])[0]):
-        path = Path(folder, name)
+    fault, steps = None, gathered({step_of(path) for path in saved_in(folder)})
+    for step in sorted(set().union(*steps), reverse=True):
+        path = Path(folder, f"step_{step:06d}")
         states, faults = zip(*gathered(examine(path)), strict=True)
-        if not any(faults):
+        fault = next(filter(None, faults), None)
+        if not fault and len({state["progress"]["run"] for state in states}) > 1:
+            fault = "the ranks' folders are of different runs"
+        if not fault:
             return path, states[0]
-        fault = next(filter(None, faults))
         say(f"{path} is incomplete and is skipped: {fault}")
     if fault:
         raise SystemExit(
@@ -201,13 +190,12 @@ def newest(folder):
 
 
 def examine(path):
-    """Returns (state, None) of a checkpoint where this rank finds its files; else (None, fault)."""
+    """Returns (state, None) of a checkpoint if this rank finds its files, else (None, fault)."""
     rank, path = dist.get_rank(), path.absolute()
     try:
         state = json.loads(Path(path, "trainer", "state.json").read_text())
-        files = state["files"]
-        mine = files[rank] if rank < len(files) else {}  # check_resumable refuses a further rank
-        for name, size in mine.items():
+        # check_resumable refuses another number of ranks
+        for name, size in dict(enumerate(state["files"])).get(rank, {}).items():
             if Path(path, name).stat().st_size != size:
                 raise ValueError(f"{path / name} should have {size} bytes")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -236,7 +224,7 @@ def load(path, engine, stream, reference=None):
 # --- Begin or resume a run ----------------------------------------------------------
 @dataclass
 class Progress:
-    """What a checkpoint keeps beside weights, optimiser and random number generators."""
+    """What a checkpoint keeps in addition to weights, optimiser and random number generators."""
 
     run: str  # its name: of its folder, and a random part
     step: int = 0  # updates made
@@ -244,12 +232,12 @@ class Progress:
     accuracy: float = 0.0  # and its result
     saved: int = -1  # the step of the last checkpoint
     best: int = -1  # the step of the best evaluation (KEEP_BEST), from the first update on,
-    best_accuracy: float = -1.0  # and its result, or that of step 0 where none was better
+    best_accuracy: float = -1.0  # and its result, or the result of step 0 if none was better
     reference: int = 0  # the step whose policy is the reference; 0: MODEL is
     idle: int = 0  # steps in a row that had nothing to train
     bad: int = 0  # updates in a row that were not finite
     checked: bool = False  # whether check_first_update is done
-    sampled: float = 0.0  # groups that the ranks sampled, those of earlier steps counting less,
+    sampled: float = 0.0  # groups that the ranks sampled; earlier steps count less (FADE),
     flat: float = 0.0  # and how many of them were flat
     groups: int = 0  # sampled since step 0, by ranks and workers
 
@@ -270,12 +258,6 @@ class Progress:
         """The share of flat groups in the last steps; 0 before the first."""
         return self.flat / self.sampled if self.sampled else 0.0
 
-    def count_epoch(self, groups, of):
-        """Counts the groups of a rollout; returns how often each of the prompts was drawn so far,
-        on average, if there are `of` them."""
-        self.groups += groups
-        return self.groups / max(of, 1)
-
     def begin_rollout(self):
         """Has the steps so far count less than the one that begins."""
         self.sampled, self.flat = FADE * self.sampled, FADE * self.flat
@@ -286,13 +268,12 @@ class Progress:
 
 
 def check_run_dir(folder, resume):
-    """Raises SystemExit where a run would be overwritten."""
-    resumable = Path(folder, "run.json").exists()
-    begun = Path(folder, "metrics.jsonl").exists() or saved_in(folder)
-    if (resumable or begun) and not (resumable and resume):
+    """Raises SystemExit if a run would be overwritten."""
+    traces = [Path(folder, name) for name in ("run.json", "metrics.jsonl")]
+    if not resume and (saved_in(folder) or any(path.exists() for path in traces)):
         raise SystemExit(
-            f"RUN_DIR = {folder!r} must be a folder that holds no run: choose another, move that"
-            " one, or resume it (RESUME = True)"
+            f"RUN_DIR = {folder!r} must be a folder without a run if RESUME = False: choose"
+            " another folder, or set RESUME = True to resume the run"
         )
 
 
@@ -308,131 +289,55 @@ def lock_run(folder):
     return file
 
 
-def open_run(folder, constants, engine, stream, reference):
-    """Collective: returns the Progress of the run in `folder`: a new run, or one that resumes from
-    its newest complete checkpoint. `constants` are values by name, such as vars() of the trainer's;
-    `reference` gets the checkpoint's, if that was refreshed."""
-    run, before = run_of(folder, constants)
-    path, state = newest(folder)
+def open_run(c, engine, stream, reference):
+    """Collective: returns the Progress of the run in RUN_DIR: a new run, or one that resumes from
+    its newest complete checkpoint. `c` has the trainer's constants as attributes; `reference` gets
+    the checkpoint's reference, if that was refreshed."""
+    folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
     if path:
-        check_resumable(path, state, constants, dist.get_world_size())
-    elif before:
-        check_same(before, constants)
-    write_run(folder, run, constants)
-    progress = Progress(run)
-    if path:
-        kept = {k: v for k, v in state["progress"].items() if k in Progress.__annotations__}
-        progress = Progress(**kept | {"idle": 0, "bad": 0})
-        if progress.reference and (constants["REF_SERVER"] or not constants["KL_BETA"]):
-            raise SystemExit(
-                f"REF_SERVER = {constants['REF_SERVER']!r} must be None, and KL_BETA ="
-                f" {constants['KL_BETA']} above 0: the reference of the run in RUN_DIR ="
-                f" {folder!r} is its policy after {progress.reference} updates, which is in its"
-                f" checkpoint. For another run choose another RUN_DIR, and MODEL = '{path}' to"
-                " start from these weights"
-            )
+        check_resumable(path, state, constants_of(vars(c)))
+        progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
         load(path, engine, stream, reference if progress.reference else None)
         # DeepSpeed restores these too; the learning rate is set at each step
-        engine.optimizer.clip_grad = constants["MAX_GRAD_NORM"]
+        engine.optimizer.clip_grad = c.MAX_GRAD_NORM
         for group in engine.optimizer.param_groups:
-            group["betas"] = tuple(constants["ADAM_BETAS"])
-            group["weight_decay"] = constants["WEIGHT_DECAY"]
-        say(f"the run {run} resumes from {path}")
-        RunFolder(folder).undo(progress.step)
+            group["betas"] = tuple(c.ADAM_BETAS)
+            group["weight_decay"] = c.WEIGHT_DECAY
+        say(f"the run {progress.run} resumes from {path}")
+        folder.undo(progress.step)
     else:
-        RunFolder(folder).set_aside()
-    point_best(folder, progress, constants["KEEP_BEST"])
-    point(folder, "final", -1)
+        name = f"{folder.path.name}-{uuid.uuid4().hex[:8]}"
+        progress = Progress(gathered(name)[0])
+        folder.set_aside()
+    # Other ranks may write to the same folder
+    draft = folder.path / f".run_{dist.get_rank()}.json"
+    record = {"run": progress.run, "code": commit(), "constants": constants_of(vars(c))}
+    draft.write_text(json.dumps(record))
+    draft.replace(folder.path / "run.json")
+    there = progress.best < 0 or (folder.path / f"step_{progress.best:06d}").exists()
+    if not all(gathered(there)) or not c.KEEP_BEST:  # the next evaluation is then the best
+        progress.best, progress.best_accuracy = -1, -1.0
+    point(c.RUN_DIR, "best", progress.best)
+    point(c.RUN_DIR, "final", -1)
     return progress
 
 
-def point_best(folder, progress, keep_best):
-    """Collective: links RUN_DIR/best to what the checkpoint that is resumed from knows as the best.
-    Where that is gone, the next evaluation is the best."""
-    there = progress.best < 0 or Path(folder, f"step_{progress.best:06d}").exists()
-    everywhere = all(gathered(there))  # collective
-    if not keep_best or not everywhere:
-        progress.best, progress.best_accuracy = -1, -1.0
-    point(folder, "best", progress.best)
-
-
-def run_of(folder, constants):
-    """Collective: returns (name, earlier constants) of the run in rank 0's run.json. Returns a new
-    name and {} if there is none, or if that run ended before its first step and had another model
-    or task. SystemExit if another rank finds another run."""
-    path, metrics = Path(folder, "run.json"), Path(folder, "metrics.jsonl")
-    found = json.loads(path.read_text()) if path.exists() else {}
-    begun = bool(saved_in(folder)) or (metrics.exists() and metrics.stat().st_size > 0)
-    new = f"{path.parent.name}-{uuid.uuid4().hex[:8]}"
-    ranks = gathered((found.get("run"), socket.gethostname(), found, begun, new))
-    check_one_run(folder, [(run, host) for run, host, *_ in ranks])
-    run, _, found, begun, new = ranks[0]  # rank 0 decides
-    if not found:
-        return new, {}
-    others = differing(found["constants"], constants, SAME)
-    if begun or not others:
-        return run, found["constants"]
-    say(f"the run {run} ended without a step: with another {others[0]} a new one begins")
-    return new, {}
-
-
-def check_one_run(folder, ranks):
-    """Raises SystemExit if a rank's RUN_DIR holds another run than rank 0's; `ranks` are pairs of
-    a run, or None, and a machine's name."""
-    (ours, host), *_ = ranks
-    for rank, (run, there) in enumerate(ranks):
-        if run and run != ours:
+def check_resumable(path, state, now):
+    """Raises SystemExit if a run with the constants `now` can't resume from the checkpoint `path`.
+    Logs which constants have changed."""
+    before = state["constants"]
+    rules = [(name, now[name], before[name]) for name in SAME]
+    # Each rank has its part of the optimiser
+    rules.append(("the number of ranks", dist.get_world_size(), len(state["files"])))
+    if state["progress"]["reference"]:  # the checkpoint has it: a server and the hub do not
+        rules.append(("REF_SERVER", now["REF_SERVER"], None))
+        rules.append(("KL_BETA > 0", now["KL_BETA"] > 0, True))
+    for name, value, must in rules:
+        if value != must:
             raise SystemExit(
-                f"RUN_DIR = {folder!r} of rank {rank}, on {there}, holds the run {run}, and rank"
-                f" 0's, on {host}, {'another' if ours else 'none'}: start each rank on the machine"
-                " that it was on, or choose another RUN_DIR"
+                f"{name} = {value!r} must be {must!r} to resume from {path}; to start another run"
+                f" from its weights choose another RUN_DIR, and MODEL = '{path}'"
             )
-
-
-def write_run(folder, run, constants):
-    """Writes run.json: the run's name, the code's commit and the constants of this start."""
-    draft = Path(folder, f".run_{dist.get_rank()}.json")  # other ranks may write to the same folder
-    record = {"run": run, "code": commit(), "constants": constants_of(constants)}
-    draft.write_text(json.dumps(record))
-    draft.replace(Path(folder, "run.json"))
-
-
-# --- The constants of a run that resumes --------------------------------------------
-def constants_of(variables):
-    """Returns the constants among values by name, as they come back from JSON."""
-    plain = int | float | str | list | tuple | dict | None
-    kept = {k: v for k, v in variables.items() if k.isupper() and isinstance(v, plain)}
-    return json.loads(
-        json.dumps(kept, default=lambda value: getattr(value, "__name__", str(value)))
-    )
-
-
-def check_resumable(path, state, constants, ranks):
-    """Raises SystemExit if a run on this number of `ranks`, or with these constants, can't resume
-    from the checkpoint `path`. Says which other constants have changed."""
-    before, there = state["constants"], state["ranks"]
-    if there != ranks:  # each has its part of the optimiser
-        raise SystemExit(
-            f"{path} is of a run on {there} ranks, here are {ranks}: launch {there}, or begin"
-            f" another run from its weights, with another RUN_DIR and MODEL = '{path}'"
-        )
-    check_same(before, constants, path)
-    now = constants_of(constants)
     changed = [f"{k} {before[k]!r} -> {v!r}" for k, v in now.items() if before.get(k, v) != v]
     if changed:
         say(f"the run resumes with other constants: {', '.join(changed)}")
-
-
-def check_same(before, constants, path=None):
-    """Raises SystemExit if a constant that must not change has changed; `path` is the checkpoint
-    that the run would resume from."""
-    for name in differing(before, constants, SAME):
-        weights = f", and MODEL = '{path}' to start it from these weights" if path else ""
-        raise SystemExit(
-            f"{name} = {constants[name]!r} must be {before.get(name)!r}, as the run in RUN_DIR ="
-            f" {constants['RUN_DIR']!r} has it; for another run choose another RUN_DIR{weights}"
-        )
-
-
-def differing(before, constants, names):
-    return [name for name in names if before.get(name) != constants[name]]

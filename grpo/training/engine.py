@@ -9,7 +9,7 @@ import torch
 from grpo.forward import CompletionModel
 from grpo.log import say
 from grpo.sampling.memory import BUCKET
-from grpo.training.ranks import gathered, join_ranks
+from grpo.training.ranks import gathered
 
 SCHEDULES = ("linear", "cosine")  # LR_SCHEDULE
 
@@ -19,7 +19,6 @@ def make_engine(c, policy):
     has the trainer's constants as attributes."""
     import deepspeed
 
-    join_ranks(c.WAIT_LIMIT_SECONDS)
     on_gpu = policy.model.device.type != "cpu"
     if not on_gpu:
         threads = training_threads(c.CPU_THREADS)
@@ -95,9 +94,9 @@ def training_threads(asked):
     the machine's cores. None is left to a server on it, which scores little meanwhile."""
     # deepspeed's name, or torchrun's: with all cores for each rank a step takes twice the time
     ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
+    # deepspeed --bind_cores_to_rank has taken the share already: the launcher has all cores
     own, launcher = len(os.sched_getaffinity(0)), len(os.sched_getaffinity(os.getppid()))
-    bound = own < launcher  # deepspeed --bind_cores_to_rank: they are this rank's alone
-    return asked or (own if bound else max(1, own // ranks))
+    return asked or max(1, min(own, launcher // ranks))
 
 
 @contextlib.contextmanager

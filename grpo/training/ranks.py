@@ -1,4 +1,4 @@
-"""The processes that train together: how one becomes a rank, and what ranks tell each other.
+"""The processes that train together: how one becomes a rank, and what ranks exchange.
 
 A function marked "Collective" must be called by every rank; if one skips it, the others hang. A
 rank that has ended makes the others' collectives fail; one that hangs is waited for until the
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from datetime import timedelta
 
 import psutil
@@ -19,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from grpo.devices import accelerator
 from grpo.log import announced, in_background, say, tell
 from grpo.models import own_device
 from grpo.wire import pack_group, unpack_group
@@ -30,16 +30,16 @@ LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run")
 LEAST_SECONDS = 1800  # of the time limit: one rank alone may sample, evaluate or save for long
-SPEAK_SECONDS = 30  # between two lines about who is behind
+BEHIND_SECONDS = 30  # between two lines about which rank is behind
 
 
 # --- A process becomes a rank ---------------------------------------------------------
 def stand_alone():
-    """Makes a process that no launcher has started the only rank: without this DeepSpeed would look
-    for MPI. Raises SystemExit where one of several processes can't know its rank."""
+    """Makes a process that no launcher has started the only rank; otherwise DeepSpeed would look
+    for MPI. Raises SystemExit if this is one of several processes and can't know its rank."""
     if "RANK" in os.environ or any(int(os.environ.get(name) or 1) > 1 for name in LAUNCHED):
         missing = [name for name in NEEDED if name not in os.environ]
-        if missing and not importlib.util.find_spec("mpi4py"):  # by which DeepSpeed would find out
+        if missing and not importlib.util.find_spec("mpi4py"):  # DeepSpeed would ask MPI
             raise SystemExit(
                 f"this process is one of several, but {', '.join(missing)} is not set: start them"
                 " as docs/several_machines.md does, with deepspeed, torchrun or srun"
@@ -53,15 +53,15 @@ def stand_alone():
 
 
 def join_ranks(wait_limit_seconds):
-    """Collective: makes this process a rank with a GPU of its own, unless it is one. Comes before
-    the model is loaded, which may take longer on one machine than a collective waits."""
+    """Collective: makes this process a rank with a GPU of its own, unless it is one. Call it before
+    the model is loaded: one machine may load for longer than a collective waits."""
     if dist.is_initialized():
         return
     import deepspeed  # takes seconds; tests of the trainer's functions do without
 
     own_device()
-    # DeepSpeed would compile an all-reduce for CPU inference, which training never calls: a minute,
-    # and a compiler that may be missing. Other versions of it may compile: say what we wait for
+    # DeepSpeed would compile an all-reduce for CPU inference, which training never calls. It takes
+    # a minute, and a compiler that may be missing. Another version may compile it all the same
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
     stand_alone()
@@ -89,7 +89,7 @@ def end_with_launcher():
     launchers = [p for p in psutil.Process().parents() if is_launcher(p)]
 
     def look():
-        with contextlib.suppress(psutil.Error):  # it has ended between two questions
+        with contextlib.suppress(psutil.Error):  # it has ended between two calls
             while all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in launchers):
                 time.sleep(1)
         tell("the launcher has ended, so this rank ends")
@@ -123,23 +123,22 @@ def gather_groups(mine):
     return sorted(groups, key=lambda group: group.id)
 
 
-def add_up(count, names):
-    """Collective: returns the named counts, {name: sum over all ranks}."""
-    note()
-    numbers = [float(count[name]) for name in names]
-    sums = torch.tensor(numbers, dtype=torch.float64, device=accelerator() or "cpu")
-    dist.all_reduce(sums)
-    return dict(zip(names, sums.tolist(), strict=True))
+def add_up(count):
+    """Collective: returns the sum of all ranks' Counters."""
+    total = Counter()
+    for part in gathered(count):
+        total.update(part)
+    return total
 
 
 def sum_over_ranks(number):
-    """Collective: returns the sum of the ranks' whole numbers."""
-    return int(add_up({"sum": number}, ["sum"])["sum"])
+    """Collective: returns the sum of the ranks' numbers."""
+    return sum(gathered(number))
 
 
 def any_rank(holds):
     """Collective: returns whether it holds on any rank."""
-    return sum_over_ranks(bool(holds)) > 0
+    return any(gathered(bool(holds)))
 
 
 class RunFailed(Exception):
@@ -150,7 +149,7 @@ class RunFailed(Exception):
 @contextlib.contextmanager
 def all_or_none(part):
     """Collective: if the block, which calls no collective, fails on a rank, all raise RunFailed.
-    `part` names the block where rank 0 says who is behind."""
+    `part` names the block when rank 0 logs who is behind."""
     failure = None
     note(part)
     try:
@@ -163,8 +162,8 @@ def all_or_none(part):
 
 @contextlib.contextmanager
 def explained():
-    """Raises this rank's own error, or a sentence, in the place of RunFailed. If a collective fails
-    because another rank is gone, raises RuntimeError with what to do: torch's own error says
+    """Raises this rank's own error, or a SystemExit, in place of RunFailed. If a collective fails
+    because another rank is gone, raises RuntimeError with the cure: torch's own error says
     "connection reset" or worse."""
     try:
         yield
@@ -190,35 +189,31 @@ def note(part=None):
 
 
 class RollCall:
-    """Each rank notes which part of the run it is in, and counts the parts and collectives that it
-    has come to. While rank 0 stays at one, it says every 30 s which ranks have not come so far."""
+    """Each rank counts the parts of the run and the collectives that it has come to. While rank 0
+    stays at one of them, it logs every 30 s which ranks have not come so far, and their part."""
 
     def __init__(self):
         """Collective: each rank makes one."""
-        self.number, self.part = 0, ""
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        # Connections of its own: a collective may hold the process group's for long
+        # Connections of their own: a collective may hold the process group's for long
         store = distributed_c10d._get_default_store()
         self.store, watching = store.clone(), store.clone()
+        self.number, self.part = 0, ""
         self.come("the start")
         dist.barrier()  # collective
-        if self.rank == 0:
+        if dist.get_rank() == 0:
             in_background(self._watch, watching)
 
     def come(self, part=None):
         self.number, self.part = self.number + 1, part or self.part
-        self.store.set(f"at/{self.rank}", json.dumps([self.number, self.part]))
+        self.store.set(f"at/{dist.get_rank()}", json.dumps([self.number, self.part]))
 
     def _watch(self, store):
-        number, since = self.number, time.monotonic()
+        number, looks = 0, 0
         with contextlib.suppress(dist.DistError):  # the others have left
             while True:
-                time.sleep(SPEAK_SECONDS)
-                if self.number != number:
-                    number, since = self.number, time.monotonic()
-                    continue
-                parts = [json.loads(store.get(f"at/{rank}")) for rank in range(1, self.world)]
-                behind = [f"{r} ({p})" for r, (n, p) in enumerate(parts, 1) if n < number]
-                if behind:
-                    waited = f"waiting since {time.monotonic() - since:.0f} s"
-                    tell(f"{waited} for rank {', '.join(behind)}")
+                time.sleep(BEHIND_SECONDS)
+                number, looks = self.number, looks + 1 if self.number == number else 0
+                places = [json.loads(store.get(f"at/{r}")) for r in range(dist.get_world_size())]
+                behind = [f"{r} ({part})" for r, (n, part) in enumerate(places) if n < number]
+                if looks and behind:
+                    tell(f"waiting since {looks * BEHIND_SECONDS} s for rank {', '.join(behind)}")

@@ -1,12 +1,12 @@
-"""The reference's log-probs of a group, from none, from here, or from ref_server.py.
+"""The reference's log-probs of a group: from no reference, a local one, or ref_server.py.
 
     answer = reference.logps(group)     # at once: a future
     group.ref_logps = answer.result()   # (N,) float32; None without a KL penalty
 
 A server scores a rank's groups while the rank samples the next ones. Without a server (REF_SERVER =
-None) MODEL itself scores them here, all at once when the first is asked for. With LORA_RANK that is
-the policy's own model without its adapters, which takes no memory; else it is a frozen copy, which
-REFERENCE_ON_CPU keeps in CPU memory while it is not used.
+None) each rank scores its groups with MODEL itself, all at once when the first is needed. With
+LORA_RANK, MODEL is the policy's model without its adapters, which takes no memory; otherwise it is
+a frozen copy, which REFERENCE_ON_CPU keeps in CPU memory while it is not used.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from grpo.forward import CompletionModel
 from grpo.log import in_background, say
 from grpo.scoring import score_sequences
 from grpo.stop import Wait
-from grpo.weights import adapters_off, swapped, trained_weights
+from grpo.weights import adapters_off, load_weights, swapped, trained_weights
 from grpo.wire import MAX_COMPLETIONS
 
 REQUEST_TOKENS = 1 << 16  # tokens of one request, about; a larger group goes alone
@@ -35,7 +35,7 @@ def make_reference(c, policy, server):
 
 
 class NoReference:
-    """KL_BETA = 0 needs none."""
+    """KL_BETA = 0 needs no reference."""
 
     def __init__(self):
         self.info = {"model": None}  # of the reference: its model's name and dtype
@@ -46,6 +46,19 @@ class NoReference:
         return answer
 
 
+class Answer(Future):
+    """A group's log-probs. `complete` is called when they are needed and not there yet."""
+
+    def __init__(self, complete):
+        super().__init__()
+        self.complete = complete
+
+    def result(self, timeout=None):
+        if not self.done():
+            self.complete(self)
+        return super().result(timeout)
+
+
 # --- At a server ----------------------------------------------------------------------
 class RemoteReference:
     """ref_server.py's model. A thread asks for one answer at a time: the groups that are sampled
@@ -53,12 +66,12 @@ class RemoteReference:
 
     def __init__(self, server):
         self.server, self.info = server, server.info
-        self.server.speaks = False  # a waiting Answer says why
+        self.server.speaks = False  # _wait logs why
         self.asked = queue.SimpleQueue()
         in_background(self._ask)
 
     def logps(self, group):
-        answer = Answer(self.server)
+        answer = Answer(self._wait)
         self.asked.put((group, answer))
         return answer
 
@@ -75,6 +88,11 @@ class RemoteReference:
                 for answer in answers:
                     answer.set_exception(error)
 
+    def _wait(self, answer):
+        waiting = Wait(f"the reference's log-probs from {self.server.url}")
+        while not wait([answer], timeout=1).done:
+            waiting.turn(self.server.state or "it has not scored them yet", pause=0)
+
 
 def fits(groups):
     """Returns whether another group, of the same size, may go in the same request as these."""
@@ -84,21 +102,7 @@ def fits(groups):
     return tokens < REQUEST_TOKENS and completions + last <= MAX_COMPLETIONS
 
 
-class Answer(Future):
-    """A server's answer. While it is waited for, this rank says so every 10 s."""
-
-    def __init__(self, server):
-        super().__init__()
-        self.server = server
-
-    def result(self, timeout=None):
-        waiting = Wait(f"the reference's log-probs from {self.server.url}")
-        while not wait([self], timeout=1).done:
-            waiting.turn(self.server.state or "it has not scored them yet", pause=0)
-        return super().result()
-
-
-# --- Here -----------------------------------------------------------------------------
+# --- Local ----------------------------------------------------------------------------
 class LocalReference:
     """MODEL itself, on each rank. It scores batches of MICRO_BATCH_TOKENS: without a gradient each
     takes less memory than it does in training."""
@@ -106,7 +110,7 @@ class LocalReference:
     def __init__(self, c, policy):
         self.c, self.policy, self.home = c, policy, policy.model.device
         self.info = {"model": c.MODEL, "dtype": policy.dtype}
-        self.waiting = []  # [(group, its Late answer)]
+        self.waiting = []  # [(group, its Answer)]
         self.adapters = None  # with LORA_RANK: those of the refreshed reference
         model = policy.model if c.LORA_RANK else copy.deepcopy(policy.model).requires_grad_(False)
         self.model = CompletionModel(model, share_prompts=c.SHARE_PROMPTS)
@@ -117,11 +121,11 @@ class LocalReference:
             change(model, lambda tensor: tensor.cpu().pin_memory())  # pinned: a faster copy
 
     def logps(self, group):
-        answer = Late(self)
+        answer = Answer(self._score_waiting)
         self.waiting.append((group, answer))
         return answer
 
-    def score_waiting(self):
+    def _score_waiting(self, _):
         """Answers all that was asked for so far."""
         asked, self.waiting = self.waiting, []
         prompts, completions, logps = [], [], {}
@@ -158,27 +162,11 @@ class LocalReference:
             return {name: tensor.cpu() for name, tensor in self.adapters.items()}
         return {name: tensor.cpu() for name, tensor in self.model.model.named_parameters()}
 
-    @torch.no_grad()
     def load(self, tensors):
         if self.c.LORA_RANK:
             self.adapters = {name: tensor.to(self.home) for name, tensor in tensors.items()}
-            return
-        parameters = dict(self.model.model.named_parameters())
-        for name, tensor in tensors.items():
-            parameters[name].copy_(tensor)
-
-
-class Late(Future):
-    """An answer that is computed when it is asked for, with all others that wait."""
-
-    def __init__(self, reference):
-        super().__init__()
-        self.reference = reference
-
-    def result(self, timeout=None):
-        if not self.done():
-            self.reference.score_waiting()
-        return super().result(timeout)
+        else:
+            load_weights(self.model.model, tensors)
 
 
 def tensors_of(model):

@@ -1,28 +1,204 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, functions.
+"""Where metrics and samples go: the run's folder, the progress bar, REPORT_TO, a checkpoint's card.
 
-REPORT_TO names them. Rank 0 sends each record in a thread of its own: a receiver that is slow or
-fails neither delays nor ends the run. Both packages are optional, and imported only if named.
+Rank 0 hands each record to every receiver in REPORT_TO by a thread of its own: a receiver that is
+slow or fails neither delays nor ends the run. TensorBoard and W&B are imported only if named.
 """
 
+import contextlib
+import functools
 import importlib.util
+import itertools
+import json
+import math
 import os
 import queue
 import re
+import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 
-from grpo.log import announced, in_background, say
-from grpo.training.checkpoint import constants_of
+import torch
+import torch.distributed as dist
 
+from grpo.log import SPEAK_SECONDS, announced, in_background, say
+from grpo.sampling.rollout import tally_of_one
+from grpo.stop import stop
+from grpo.training.metrics import PARTS
+
+ROOT = Path(__file__).parents[2]
 LAST_SECONDS = 15  # for the last records; deepspeed kills a run 30 s after a signal
+SHOWN = {  # by the progress bar, if the step has them
+    "reward": "reward {:+.2f}",
+    "accuracy": "accuracy {:.2f}",
+    "kl": "kl {:.3f}",
+    "completions/mean_length": "length {:.0f}",
+    "tokens_per_second": "sampling at {:.0f} tokens/s",
+}
 
 
+# --- RUN_DIR ------------------------------------------------------------------------
+def as_json(value):
+    """Returns the value as JSON holds it: NaN and infinity become None, a function its name, and an
+    object that JSON does not know its text, at most 1000 characters of it."""
+    text = json.dumps(value, default=lambda x: getattr(x, "__name__", str(x)[:1000]), skipkeys=True)
+    return json.loads(text, parse_constant=lambda _: None)
+
+
+def constants_of(variables):
+    """Returns the constants among values by name, as they come back from JSON."""
+    return as_json({name: value for name, value in variables.items() if name.isupper()})
+
+
+class RunFolder:
+    """RUN_DIR's metrics.jsonl, samples.jsonl and bad steps; checkpoint.py writes there too."""
+
+    def __init__(self, path, reporters=()):
+        self.path, self.reporters = Path(path), reporters
+        self.files = [self.path / name for name in ("metrics.jsonl", "samples.jsonl")]
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def log(self, file, record):
+        """Appends a record, with the time, to a file of one JSON object per line."""
+        if dist.get_rank() == 0:
+            record = as_json(record) | {"time": round(time.time(), 2)}
+            with open(self.path / file, "a") as f:
+                f.write(json.dumps(record) + "\n")
+            for reporter in self.reporters if file == "metrics.jsonl" else ():
+                reporter.records.put(dict(record))
+
+    def log_evaluation(self, evaluation, step):
+        self.log("metrics.jsonl", {"step": step} | evaluation)
+        say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
+
+    def log_samples(self, run, groups, advantages_of):
+        """Writes SAMPLES_PER_STEP completions of one group, which rank 0 or a worker has sampled
+        for the next rollout: those of the highest and the lowest advantage, then others."""
+        if dist.get_rank() != 0 or not groups:
+            return
+        step, c = run.progress.step + 1, run.recipe.c
+        group, decode = groups[step % len(groups)], run.policy.tokenizer.decode
+        item = next(item for index, item, _ in run.recipe.prompts if index == group.item)
+        advantages = advantages_of(group, c.REWARD_WEIGHTS).tolist()
+        ids = group.completions(group.completion_ids)
+        best, *others = sorted(range(len(ids)), key=advantages.__getitem__, reverse=True)
+        for i in [best, *others[-1:], *others[:-1]][: run.c.SAMPLES_PER_STEP]:
+            record = {
+                "step": step,
+                "group": group.id,
+                "number": i,
+                "prompt": decode(group.prompt_ids),
+                "item": item,
+                "question": item.get("question"),
+                "answer": item.get("answer"),
+                "completion": decode(ids[i]),
+                "rewards": dict(zip(group.reward_names, group.rewards[i].tolist(), strict=True)),
+                "advantage": advantages[i],
+                "flat": bool(c.SKIP_FLAT_GROUPS and tally_of_one(run.recipe, group)["flat"]),
+                "truncated": group.truncated[i].item(),
+                "sampler": group.sampler,
+                "policy_version": group.policy_version,
+            }
+            self.log("samples.jsonl", record)
+
+    def bad_step(self, progress, sequences, metrics, limit):
+        """Logs that a step is skipped, and keeps its sequences in a file. RuntimeError after
+        `limit` such steps in a row."""
+        path = self.path / f"bad_step_{progress.step:06d}.json"
+        if dist.get_rank() == 0:
+            path.write_text(json.dumps([asdict(s) for s in sequences], default=torch.Tensor.tolist))
+            for old in sorted(self.path.glob("bad_step_*"))[:-limit]:
+                old.unlink()
+        progress.bad += 1
+        why = f"loss {metrics['loss']}, norm of the gradient {metrics['grad_norm']}"
+        say(f"step {progress.step} is skipped: {why}; {progress.bad} in a row; kept in {path}")
+        if progress.bad >= limit:
+            raise RuntimeError(f"{progress.bad} steps in a row were not finite; see {path}")
+
+    def undo(self, step):
+        """Removes records of steps after `step`, which the run makes again, and a line that was
+        being written when the run ended."""
+        for path in filter(Path.exists, self.files if dist.get_rank() == 0 else ()):
+            kept = []
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line + "\n")
+            draft = path.with_suffix(".draft")
+            draft.write_text("".join(kept))
+            draft.replace(path)
+
+    def set_aside(self):
+        """Moves the records of a run that ended before its first checkpoint to a folder of their
+        own, earlier_1 or the next that is free: the run begins anew."""
+        files = [path for path in self.files if path.exists() and path.stat().st_size]
+        if dist.get_rank() == 0 and files:
+            folders = (self.path / f"earlier_{number}" for number in itertools.count(1))
+            folder = next(folder for folder in folders if not folder.exists())
+            folder.mkdir()
+            for path in files:
+                path.rename(folder / path.name)
+            say(f"the run had no checkpoint and begins anew; its records are now in {folder}")
+
+
+# --- What is printed ----------------------------------------------------------------
+def show(bar, step, metrics):
+    """Advances the progress bar to a step, and shows its metrics. Without a terminal it logs a line
+    instead, at most every SPEAK_SECONDS, and at the last step."""
+    found = {name: metrics.get(name) for name in SHOWN}
+    shown = [SHOWN[k].format(v) for k, v in found.items() if v is not None and math.isfinite(v)]
+    bar.set_postfix_str(" ".join(shown), refresh=False)
+    bar.update()
+    now, last = time.monotonic(), getattr(bar, "logged", -math.inf)
+    if bar.disable and (step == bar.total or now - last >= SPEAK_SECONDS):
+        bar.logged = now
+        say(f"step {step} of {bar.total}: {' '.join(shown)}, {metrics['seconds']:.1f} s a step")
+
+
+def log_idle(run, metrics, groups):
+    """Logs why the next step trains nothing; `groups` are those that were not skipped."""
+    c, p = run.recipe.c, run.progress
+    cut = f"{metrics['completions/clipped_ratio']:.0%} of the completions were truncated"
+    kept = f"{len(groups)} of {metrics['groups_sampled']} groups are kept"
+    names = "accuracy", "reward", "frac_outcome_zero_std", "frac_reward_zero_std"
+    found = ", ".join(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)
+    run.idle_reason = (
+        f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS!r}, OUTCOME = {c.OUTCOME!r}: {found}), and"
+        f" {cut} (MASK_TRUNCATED, MAX_COMPLETION_TOKENS = {c.MAX_COMPLETION_TOKENS})"
+    )
+    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
+
+
+def report_end(run, asked):
+    """Logs where the time went and how a run has ended. SystemExit if it was `asked` to end, or had
+    nothing to train."""
+    p, c, laps = run.progress, run.c, run.laps
+    if laps:
+        total = sum(lap["seconds"] for lap in laps)
+        shares = {name: sum(lap.get(f"seconds_{name}", 0) for lap in laps) for name in PARTS}
+        parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
+        say(f"{len(laps)} steps of {total / len(laps):.2f} s: {parts}")
+    if asked:
+        by = stop.asked or "a signal"
+        raise SystemExit(f"ended by {by}; step {p.step} is saved: start again to resume")
+    if p.idle >= c.IDLE_LIMIT:
+        raise SystemExit(
+            f"nothing to train for {p.idle} steps; in the last one {run.idle_reason}. Read"
+            f" {c.RUN_DIR}/samples.jsonl: is TASK = {c.TASK!r} too easy, too hard, or judged"
+            " wrongly? Or has the model broken down (LEARNING_RATE too high)?"
+        )
+    if not laps:
+        ended = f"the run in {c.RUN_DIR} has ended, at step {p.step}"
+        say(f"{ended}: raise STEPS to continue it, or choose another RUN_DIR")
+
+
+# --- REPORT_TO ----------------------------------------------------------------------
 def check_reporters(report_to):
-    """Raises SystemExit where rank 0 lacks a package of REPORT_TO, or a key for W&B."""
+    """Raises SystemExit if rank 0 lacks a package of REPORT_TO, or a key for W&B."""
     if os.environ.get("RANK", "0") != "0":
         return
-    for name in filter(lambda name: isinstance(name, str), report_to):
-        if not importlib.util.find_spec(name):
+    for name in report_to:
+        if isinstance(name, str) and not importlib.util.find_spec(name):
             raise SystemExit(f"REPORT_TO = {report_to!r} needs a package: pip install {name}")
     if "wandb" in report_to and os.environ.get("WANDB_MODE", "online") == "online":
         import wandb
@@ -36,31 +212,23 @@ def check_reporters(report_to):
             ) from None
 
 
-def open_reporters(c, progress):
-    """Returns a Reporter for each of REPORT_TO; `c` has the trainer's constants as attributes, and
-    the run resumes, or begins, after the steps in `progress`, which goes on while they open."""
-    begun = progress.step + 1 if progress.saved >= 0 else 0
-    return [Reporter(to, c, progress.run, begun) for to in c.REPORT_TO]
-
-
 class Reporter:
-    """A thread that hands records, in order, to one of REPORT_TO: of this `run`, from the step
-    `begun` on."""
+    """A thread that hands records, in order, to one of REPORT_TO. The run begins, or resumes, after
+    the steps in `progress`, which goes on while a receiver opens."""
 
-    def __init__(self, to, c, run, begun):
+    def __init__(self, to, c, progress):
         self.name, self.records = getattr(to, "__name__", str(to)), queue.SimpleQueue()
-        self.thread = in_background(self._send, to, c, run, begun)
+        first = progress.step + 1 if progress.saved >= 0 else 0
+        self.thread = in_background(self._send, to, c, progress.run, first)
 
-    def put(self, record):
-        if self.thread.is_alive():
-            self.records.put(record)
-
-    def _send(self, to, c, run, begun):
+    def _send(self, to, c, run, first):
+        records = iter(self.records.get, None)
         try:
-            send, close = OPEN[to](c, run, begun) if to in OPEN else (to, lambda: None)
-            while record := self.records.get():
-                send(record)
-            close()
+            if to in RECEIVERS:
+                RECEIVERS[to](records, c, run, first)
+            else:
+                for record in records:
+                    to(record)
         except Exception as error:  # noqa: BLE001 of any library: a report does not end a run
             say(f"REPORT_TO: {self.name} gets nothing more of this run, as it failed: {error!r}")
 
@@ -83,28 +251,22 @@ def numbers(record):
     return {k: v for k, v in numeric.items() if k not in ("step", "time")}
 
 
-# --- Receivers ----------------------------------------------------------------------
-def to_tensorboard(c, run, begun):
-    """Returns (send, close) for the event files in RUN_DIR/tensorboard. Readers forget what a run
-    wrote there after the step from which it resumes."""
+def to_tensorboard(records, c, run, first):
+    """Writes event files to RUN_DIR/tensorboard. Readers forget what an earlier start of the run
+    wrote there from step `first` on."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(Path(c.RUN_DIR, "tensorboard")), purge_step=begun)
-
-    def send(record):
+    writer = SummaryWriter(str(Path(c.RUN_DIR, "tensorboard")), purge_step=first)
+    for record in records:
         for name, value in numbers(record).items():
             writer.add_scalar(name, value, record["step"], walltime=record["time"])
         writer.flush()
+    writer.close()
 
-    return send, writer.close
 
-
-def to_wandb(c, run, begun):
-    """Returns (send, close) for a W&B run with this run's name, whose files are in RUN_DIR/wandb.
-
-    W&B can't take steps back: those that it has already, of a run that resumes from an earlier one,
-    keep their first values. The evaluation that a stopped run still owed goes to its next step.
-    """
+def to_wandb(records, c, run, first):
+    """Sends to a W&B run of this run's name, whose files are in RUN_DIR/wandb. W&B keeps the steps
+    that it has; what the run logs again for them is overwritten by the first step after them."""
     import wandb
 
     live = wandb.init(
@@ -117,16 +279,56 @@ def to_wandb(c, run, begun):
         allow_val_change=True,
         settings=wandb.Settings(console="off", finish_timeout=LAST_SECONDS),
     )
-    first = live.starting_step
-    owed = first == begun  # of the step before, W&B may lack the evaluation
-    if first > begun:
-        say(f"W&B has this run's steps up to {first - 1}, and keeps them as they were")
-
-    def send(record):
-        if record["step"] >= first - owed:
-            live.log(numbers(record), step=max(record["step"], first))
-
-    return send, live.finish
+    for record in records:
+        live.log(numbers(record), step=max(record["step"], live.starting_step))
+    live.finish()
 
 
-OPEN = {"tensorboard": to_tensorboard, "wandb": to_wandb}
+RECEIVERS = {"tensorboard": to_tensorboard, "wandb": to_wandb}
+
+
+# --- A checkpoint's README.md -------------------------------------------------------
+def model_card(c, state):
+    """Returns the text of README.md, with the front matter that the hub reads; `c` has the
+    trainer's constants as attributes, `state` is what trainer/state.json begins with."""
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        base_model=None if Path(c.MODEL).exists() else c.MODEL,  # the hub refuses a path
+        library_name="peft" if c.LORA_RANK else "transformers",
+        pipeline_tag="text-generation",
+        tags=["grpo"],
+    )
+    step, p = state["step"], state["progress"]
+    kind = f"A LoRA adapter of rank {c.LORA_RANK} for" if c.LORA_RANK else "A model trained from"
+    result = f"{p['accuracy']:.3f} after step {p['evaluated']}" if p["evaluated"] >= 0 else "none"
+    constants = "\n".join(f"{name} = {value!r}" for name, value in state["constants"].items())
+    return f"""---
+{data.to_yaml()}
+---
+
+# {c.TASK}, step {step}
+
+{kind} `{c.MODEL}`, after {step} of {c.STEPS} updates with GRPO (arXiv 2402.03300) on the task
+`{c.TASK}`. Code: {commit()}.
+
+Accuracy of greedy answers to at most {c.EVAL_QUESTIONS} questions of the split `{c.EVAL_SPLIT}`:
+{result}. If evaluations chose the checkpoint, report the accuracy on another split.
+
+```python
+{constants}
+```
+"""
+
+
+@functools.cache  # the code that was loaded, not what is there when a later checkpoint is saved
+def commit():
+    """Returns which code this is: the commit of the git checkout, and whether it was changed."""
+    git = ["git", f"--git-dir={ROOT}/.git", f"--work-tree={ROOT}"]  # not a repository around ours
+    git += ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        found = subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return "not a git checkout"
+    code, _, dirty = found.strip().partition("-")
+    return f"commit `{code}`" + ", with changes that are not committed" * bool(dirty)

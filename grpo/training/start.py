@@ -12,10 +12,10 @@ from grpo.sampling.task import Recipe
 from grpo.training.checkpoint import Progress, open_run
 from grpo.training.engine import make_engine
 from grpo.training.memory import fill_card
-from grpo.training.metrics import Clock, RunFolder
+from grpo.training.metrics import Clock
 from grpo.training.ranks import all_or_none
 from grpo.training.reference import make_reference
-from grpo.training.report import open_reporters
+from grpo.training.report import Reporter, RunFolder
 from grpo.training.workers import Workers
 
 
@@ -47,22 +47,14 @@ def start_run(c, tokenizer, recipe, questions, server):
     reference = make_reference(c, policy, server)  # MODEL itself, before a checkpoint is loaded
     engine = make_engine(c, policy)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
-    progress = open_run(c.RUN_DIR, vars(c), engine, stream, reference)  # collective
+    progress = open_run(c, engine, stream, reference)  # collective
     workers = None
     with all_or_none("serving workers"):  # collective
         if c.PUBLISH_STEPS and rank == 0:
             workers = Workers(c, recipe, policy, progress.run)
             workers.publish(progress.step)
+    reporters = [Reporter(to, c, progress) for to in c.REPORT_TO] if rank == 0 else []
+    folder = RunFolder(c.RUN_DIR, reporters)
     return Run(
-        c=c,
-        policy=policy,
-        engine=engine,
-        recipe=recipe,
-        stream=stream,
-        questions=questions,
-        progress=progress,
-        reference=reference,
-        workers=workers,
-        folder=RunFolder(c.RUN_DIR, open_reporters(c, progress) if rank == 0 else ()),
-        clock=Clock(),
+        c, policy, engine, recipe, stream, questions, progress, reference, workers, folder, Clock()
     )

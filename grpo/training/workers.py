@@ -8,8 +8,7 @@
 A policy is a safetensors file of what is trained. Its record holds the run, the version (updates
 made), the file's size and hash, the settings that a worker must share, and a proof: the log-probs
 that the trainer gives to a completion of its own. A worker computes the same with the weights it
-has loaded, and refuses to sample if they differ by more than rounding. (In simple_GRPO a bare
-except hides a failed load, and the sampler keeps its old weights.)
+has loaded, and refuses to sample if they differ by more than rounding.
 """
 
 import math
@@ -31,12 +30,11 @@ from grpo.wire import is_name, require, sha256_of, unpack_group
 
 MAX_GROUP_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 6 MB
 THREADS = 16  # requests served at once; none of them waits
-MAX_WORKERS = 1000  # names heard of in ACTIVE_SECONDS
-ACTIVE_SECONDS = 30  # a worker that has not asked for so long has no part of the room
+ACTIVE_SECONDS = 30  # a worker that has been silent for longer gets no share of the room
 
 
 class Workers:
-    """Serves from its making on; close() ends it. Threads of the HTTP server call the routes."""
+    """Serves workers until close(). Threads of the HTTP server call the routes."""
 
     def __init__(self, c, recipe, policy, run):
         """`c` has the trainer's constants as attributes, `run` is the run's name."""
@@ -45,11 +43,11 @@ class Workers:
         self.lock = threading.Lock()
         self.record = None  # of the newest policy
         self.files = {}  # {SHA-256: when a worker last asked for a part of that policy's file}
-        self.groups = deque()  # those that wait to be trained, oldest first
-        self.ids = deque(maxlen=10_000)  # of the last groups: one whose answer was lost comes twice
-        self.heard = {}  # {worker: when it last asked}
+        self.groups = deque()  # that wait to be trained, oldest first
+        self.ids = deque(maxlen=10_000)  # a group comes twice if the first answer was lost
+        self.heard = {}  # {worker: when it last asked for a policy}
         self.dropped = 0  # groups that were too old, or of steps that were undone
-        self.proof = None  # (prompt, completion), sampled once: it takes as long as that
+        self.proof = None  # (prompt, completion), sampled once because sampling is slow
         self.thread = self.error = None
         self.folder = Path(c.RUN_DIR, ".policy")  # after kill -9 the next start removes its file
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -71,8 +69,6 @@ class Workers:
         with self.lock:
             now = time.monotonic()
             self.heard = {w: at for w, at in self.heard.items() if now - at < ACTIVE_SECONDS}
-            if worker not in self.heard and len(self.heard) >= MAX_WORKERS:
-                raise Busy(f"{len(self.heard)} workers have asked lately")
             self.heard[worker] = now
             free = max(0, self.c.PROMPTS_PER_STEP - len(self.groups))
             return {"policy": self.record, "room": -(-free // len(self.heard))}
@@ -106,7 +102,7 @@ class Workers:
         same = (group.reward_names, group.outcome) == (list(c.REWARD_WEIGHTS), c.OUTCOME)
         same = same and prompt == group.prompt_ids.tolist() and len(lengths) == c.GROUP_SIZE
         if not same or lengths.max() > c.MAX_COMPLETION_TOKENS or group.sampler == "trainer":
-            raise ValueError("the group's prompt, rewards or sizes are not those of this run")
+            raise ValueError("the group does not have the prompt, rewards or sizes of this run")
         if group.completion_ids.max() >= self.policy.vocab_size:
             raise ValueError("the group has ids that the tokenizer does not have")
 
@@ -127,7 +123,7 @@ class Workers:
             draft.replace(self.folder / record["sha256"])
             with self.lock:
                 oldest = time.monotonic() - ACTIVE_SECONDS
-                last = self.record and self.record["sha256"]  # of which workers were just told
+                last = self.record and self.record["sha256"]  # workers may just have learned of it
                 kept = {sha: at for sha, at in self.files.items() if at > oldest or sha == last}
                 outdated = self.files.keys() - kept.keys() - {record["sha256"]}
                 self.record, self.files = record, {record["sha256"]: -math.inf} | kept

@@ -6,8 +6,8 @@ import pytest
 
 import grpo_ref_split as trainer
 import ref_server
-from grpo.training.checkpoint import constants_of
 from grpo.training.checks import check_constants
+from grpo.training.report import constants_of
 from tasks import gsm8k
 
 
@@ -104,18 +104,14 @@ def test_a_reference_that_is_refreshed_is_a_local_one(monkeypatch):
 
 def test_a_run_is_not_written_over(monkeypatch, tmp_path):
     monkeypatch.setattr(trainer, "RUN_DIR", str(tmp_path))
-    # the next run would write over it; without run.json there is no going on
-    for trace, resumes in [("metrics.jsonl", 1), ("step_000500", 1), ("run.json", 0)]:
-        monkeypatch.setattr(trainer, "RESUME", bool(resumes))
+    for trace in ("metrics.jsonl", "step_000500", "run.json"):
         (tmp_path / trace).mkdir()
-        with pytest.raises(SystemExit, match="holds no run"):
-            trainer.checkpoint.check_run_dir(str(tmp_path), trainer.RESUME)
+        with pytest.raises(SystemExit, match="RESUME"):
+            trainer.checkpoint.check_run_dir(str(tmp_path), resume=False)
         check_constants(vars(trainer))  # a worker's RUN_DIR may hold what it likes
+        trainer.checkpoint.check_run_dir(str(tmp_path), resume=True)
         (tmp_path / trace).rmdir()
-        trainer.checkpoint.check_run_dir(str(tmp_path), trainer.RESUME)
-    monkeypatch.setattr(trainer, "RESUME", True)
-    (tmp_path / "run.json").touch()
-    trainer.checkpoint.check_run_dir(str(tmp_path), trainer.RESUME)  # that one goes on
+        trainer.checkpoint.check_run_dir(str(tmp_path), resume=False)
 
 
 def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():

@@ -1,5 +1,6 @@
 """An error on one rank ends all of them, at the same place: the run can be saved."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import grpo_ref_split as trainer
 from grpo.sampling.rollout import Stream
 from grpo.training.checkpoint import Progress, undone_if_failed
 from grpo.training.metrics import Clock, evaluate
-from grpo.training.ranks import RunFailed, all_or_none, explained, sum_over_ranks
+from grpo.training.ranks import RunFailed, add_up, all_or_none, explained
 from grpo.training.reference import NoReference
 
 
@@ -28,34 +29,17 @@ def failure_of(function):
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit("no"), OSError("full")])
-def test_an_error_on_one_rank_is_raised_by_all_with_its_cause_there(ranks, error):
+@pytest.mark.parametrize("failing", [{1}, {0, 1}])
+def test_an_error_is_raised_by_all_ranks_with_its_cause_where_it_happened(ranks, error, failing):
     def block(rank):
         with all_or_none("a part"):
-            if rank == 1:
+            pass
+        with all_or_none("another part"):
+            if rank in failing:
                 raise error
 
-    mine, theirs = ranks.run(lambda rank: failure_of(lambda: block(rank)).__cause__)
-    assert mine is None and theirs is error
-
-
-def test_errors_on_all_ranks_are_each_ranks_own(ranks):
-    def block(rank):
-        with all_or_none("a part"):
-            raise ValueError(rank)
-
     causes = ranks.run(lambda rank: failure_of(lambda: block(rank)).__cause__)
-    assert [cause.args for cause in causes] == [(0,), (1,)]
-
-
-def test_without_an_error_ranks_go_on_together(ranks):
-    def parts(rank):
-        with all_or_none("one"):
-            made = rank + 1
-        with all_or_none("two"):
-            made += 10
-        return sum_over_ranks(made)
-
-    assert ranks.run(parts) == [23, 23]
+    assert causes == [error if rank in failing else None for rank in range(2)]
 
 
 def test_a_rank_that_is_to_stop_at_once_takes_no_part(ranks):
@@ -67,6 +51,12 @@ def test_a_rank_that_is_to_stop_at_once_takes_no_part(ranks):
 
     with pytest.raises(KeyboardInterrupt):
         ranks.run(block)
+
+
+def test_sums_over_ranks_keep_what_is_negative_or_known_to_one_rank_alone(ranks):
+    counts = Counter(reward=-1.5, groups=2), Counter(reward=0.5, flat=-1)
+    totals = ranks.run(lambda rank: add_up(counts[rank]))
+    assert totals == [{"reward": -1.0, "groups": 2, "flat": -1}] * 2
 
 
 # --- In a step, and in an evaluation --------------------------------------------------------
@@ -103,36 +93,27 @@ def small(monkeypatch):
         monkeypatch.setattr(trainer, name, value)
 
 
-def test_a_step_that_failed_on_one_rank_was_not_begun_on_any(ranks, small):
+@pytest.mark.parametrize("after", [3, 99])
+def test_a_step_that_fails_on_one_rank_was_not_begun_on_any(ranks, small, after):
     """A run that resumes from what was saved then samples the same prompts: they were skipped."""
 
     def step(rank):
-        run = run_of(rank, after=3)
-        next(run.stream)
+        run = run_of(rank, after)
         before = vars(run.progress).copy(), run.stream.position
-
-        def sample():
+        try:
             with undone_if_failed(run):
-                trainer.sample_step(run)
-
-        cause = failure_of(sample).__cause__
-        assert (vars(run.progress), run.stream.position) == before
-        return cause
-
-    mine, theirs = ranks.run(step)
-    assert mine is None and isinstance(theirs.__cause__, ZeroDivisionError)  # with the completion
-
-
-def test_a_step_that_succeeds_has_its_prompts_behind_it(ranks, small):
-    def step(rank):
-        run = run_of(rank, after=99)
-        with undone_if_failed(run):
-            groups, *_ = trainer.sample_step(run)
+                groups, *_ = trainer.sample_step(run)
+        except RunFailed as failure:
+            assert (vars(run.progress), run.stream.position) == before
+            return failure.__cause__
         assert run.stream.position == 6 + rank and run.progress.groups == 9 + len(groups)
         return [group.id for group in groups]
 
     first, second = ranks.run(step)
-    assert first == second == sorted(first) and len(first) == 6
+    if after == 99:
+        assert first == second == sorted(first) and len(first) == 6
+    else:  # the cause is raised with the completion
+        assert first is None and isinstance(second.__cause__, ZeroDivisionError)
 
 
 def test_an_evaluation_that_fails_on_one_rank_ends_all(ranks):

@@ -6,17 +6,16 @@ import threading
 import pytest
 import requests
 import torch
-from fakes import MIXED, prompts_of
 from helpers import call, refused
-from trainer_side import Policy, file_of, post, publish, recipe_at, sample_of, serving, weights
+from trainer_side import Policy, file_of, post, publish, sample_of, serving, weights
 
 from grpo import client as client_module
 from grpo.client import Trainer
 from grpo.proof import check_proof
 from grpo.stop import TooLong
 from grpo.training import workers as workers_module
-from grpo.training.workers import Workers, staleness
-from grpo.wire import sha256_of, unpack_group
+from grpo.training.workers import staleness
+from grpo.wire import sha256_of
 
 
 @pytest.fixture
@@ -83,9 +82,9 @@ def test_the_room_is_divided_among_the_workers_that_are_heard_of(side, monkeypat
     assert asked(side, "a")[1] == 0
 
 
-@pytest.mark.parametrize("query", ["", "worker=", "worker=%0A", "worker=" + "x" * 300])
-def test_a_worker_without_a_printable_name_is_refused(side, query):
-    assert refused(call(side.app, "GET", "/policy", QUERY_STRING=query), 400)
+def test_a_worker_without_a_printable_name_is_refused(side):
+    for query in ("", "worker=", "worker=%0A", "worker=" + "x" * 300):
+        assert refused(call(side.app, "GET", "/policy", QUERY_STRING=query), 400)
     assert side.heard == {}
 
 
@@ -96,13 +95,6 @@ def test_all_routes_want_the_token(tmp_path, monkeypatch):
             assert refused(call(workers.app, method, path, b"x"), 401)
         right = {"HTTP_AUTHORIZATION": "Bearer secret", "QUERY_STRING": "worker=a"}
         assert call(workers.app, "GET", "/policy", **right)[0] == 200
-
-
-def test_another_address_than_this_machine_needs_a_token(tmp_path, monkeypatch):
-    monkeypatch.delenv("GRPO_TOKEN", raising=False)
-    recipe = recipe_at("http://0.0.0.0:0", prompts_of([MIXED]), tmp_path / "run")
-    with pytest.raises(SystemExit):
-        Workers(recipe.c, recipe, Policy(), "run")
 
 
 # --- GET /policy/SHA256 -----------------------------------------------------------------
@@ -124,6 +116,8 @@ def test_a_download_is_resumed_by_ranges(side, tmp_path, monkeypatch):
     assert (tmp_path / "got").read_bytes() == file_of(weights(1))
     assert parts[:5] == [f"bytes={a}-{a + 6}" for a in (0, 7, 7, 14, 14)]
     assert len(parts) == -(-record["bytes"] // 7) + 2
+    with pytest.raises(RuntimeError):  # damaged
+        trainer.fetch(record | {"bytes": record["bytes"] - 1}, tmp_path / "got")
 
 
 def test_a_policy_that_is_replaced_is_kept_while_it_is_downloaded(side, tmp_path, monkeypatch):
@@ -157,12 +151,6 @@ def test_a_part_that_was_begun_is_sent_whole_though_its_policy_is_deleted(side):
     publish(side, 2)
     (side.folder / sha256).unlink()
     assert b"".join(begun) == file_of(weights(1))
-
-
-def test_a_damaged_policy_is_not_loaded(side, tmp_path):
-    record = publish(side, 1)
-    with pytest.raises(RuntimeError):
-        Trainer(side.c.TRAINER, 5).fetch(record | {"bytes": record["bytes"] - 1}, tmp_path / "got")
 
 
 def test_a_policy_that_nobody_downloads_is_not_found_once_there_is_a_newer_one(side):
@@ -247,13 +235,9 @@ FOREIGN = {
         "sampler_logps": torch.zeros(11),
     },
     "unknown ids": {"completion_ids": ids(7, 400, 7)},
-    "negative ids": {"completion_ids": ids(7, -1, 7)},
     "other rewards": {"reward_names": ["correctness", "style"]},
     "rewards in another order": {"reward_names": ["format", "correctness"]},
     "another outcome": {"outcome": "format"},
-    "infinite rewards": {"rewards": torch.full((2, 2), torch.inf)},
-    "log-probs that are none": {"sampler_logps": torch.tensor([1.0, -1.0, -1.0])},
-    "lengths of others": {"completion_lengths": ids(2, 2)},
 }
 
 
@@ -263,28 +247,6 @@ def test_a_group_that_the_trainer_could_not_have_sampled_is_refused(side, what):
     body = sample_of(side, **FOREIGN[what])
     assert refused(call(side.app, "POST", "/group", body), 400)
     assert not side.groups
-
-
-@pytest.mark.parametrize("body", [b"x", b"\xff" * 99, b"{}" * 20])
-def test_a_body_that_is_no_group_is_refused(side, body):
-    publish(side, 0)
-    assert refused(call(side.app, "POST", "/group", body), 400)
-    truncated = sample_of(side)[:-1]
-    assert refused(call(side.app, "POST", "/group", truncated), 400)
-    assert refused(call(side.app, "POST", "/group", body, CONTENT_LENGTH=str(1 << 40)), 413)
-    assert refused(call(side.app, "POST", "/group", b""), 411)
-    assert not side.groups
-
-
-def test_a_group_arrives_as_it_was_sent_through_a_socket(side):
-    publish(side, 2)
-    body = sample_of(side, 3, version=1, skipped={"groups": 2})
-    assert Trainer(side.c.TRAINER, 5).put_group(body) == ""
-    sent, (got,) = unpack_group(body), side.groups
-    for name, value in vars(sent).items():
-        mine = getattr(got, name)
-        same = torch.equal(value, mine) if isinstance(value, torch.Tensor) else value == mine
-        assert same, name
 
 
 # --- take() -----------------------------------------------------------------------------
@@ -300,15 +262,10 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path):
         assert metrics == {"staleness": 1.0, "staleness_max": 2, "groups_dropped": 6}
         assert staleness([], 7, None) == {"staleness": 0, "staleness_max": 0, "groups_dropped": 0}
         assert side.take(7) == []  # at once: the ranks sample
-
-
-def test_no_more_groups_are_taken_than_a_step_trains(tmp_path):
-    with serving(tmp_path / "run", TRAINER_SAMPLES=True) as side:
-        publish(side, 0)
-        for number in range(4):
-            post(side, sample_of(side, number))
+        for number in range(10, 14):
+            post(side, sample_of(side, number, version=9))
         side.c.PROMPTS_PER_STEP = 3
-        assert [len(side.take(0)) for _ in range(2)] == [3, 1]
+        assert [len(side.take(9)) for _ in range(2)] == [3, 1]  # what a step trains
 
 
 def test_where_workers_alone_sample_a_step_waits_for_all_its_groups(side):
