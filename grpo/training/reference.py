@@ -16,9 +16,8 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from grpo.forward import CompletionModel
+from grpo.forward import CompletionModel, score_sequences
 from grpo.log import in_background, say
-from grpo.scoring import score_sequences
 from grpo.stop import Wait
 from grpo.weights import adapters_off, load_weights, swapped, trained_weights
 from grpo.wire import MAX_COMPLETIONS
