@@ -185,3 +185,21 @@ def left_padded(prompts, device):
     positions = torch.arange(-width, 0, device=device) + lengths
     mask = None if min(map(len, prompts)) == width else (positions >= 0).long()
     return ids, positions.clamp(min=0), mask
+
+
+def last_logits(model, ids, positions, cache, mask=None):
+    """Returns logits (S, V') of the last column of `ids` (S, any). `mask` hides padding, if any."""
+    optional = supported(model, position_ids=positions, logits_to_keep=1)
+    return model(
+        input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional
+    ).logits[:, -1]
+
+
+def prefill(model, prompts):
+    """Runs prompts, padded on the left.
+
+    Returns logits (B, V'), the DynamicCache, and the mask (B, P), or None where nothing is padded.
+    """
+    ids, positions, mask = left_padded(prompts, model.device)
+    cache = DynamicCache(config=model.config)
+    return last_logits(model, ids, positions, cache, mask), cache, mask

@@ -1,31 +1,12 @@
 """The simple decoders, right for every model that choice.py gives them; their methods are there."""
 
 import torch
-from transformers import DynamicCache
 
-from grpo.models import left_padded, padded, supported
+from grpo.models import last_logits, padded, prefill
 
 
 class Unsupported(Exception):
     """What a decoder needs and a model does not have, in words for whoever runs that model."""
-
-
-def last_logits(model, ids, positions, cache, mask=None):
-    """Returns logits (S, V') of the last column of `ids` (S, any). `mask` hides padding, if any."""
-    optional = supported(model, position_ids=positions, logits_to_keep=1)
-    return model(
-        input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional
-    ).logits[:, -1]
-
-
-def prefill(model, prompts):
-    """Runs prompts, padded on the left.
-
-    Returns logits (B, V'), the DynamicCache, and the mask (B, P), or None where nothing is padded.
-    """
-    ids, positions, mask = left_padded(prompts, model.device)
-    cache = DynamicCache(config=model.config)
-    return last_logits(model, ids, positions, cache, mask), cache, mask
 
 
 class CachedDecoder:

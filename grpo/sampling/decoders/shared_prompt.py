@@ -16,8 +16,9 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
+from grpo.models import last_logits, prefill
 from grpo.sampling.decoders.attention import attend, mask_of
-from grpo.sampling.decoders.cached import Unsupported, last_logits, prefill
+from grpo.sampling.decoders.cached import Unsupported
 
 ROOM = 64  # C at first; doubled when it is full
 SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among transformers' attentions
