@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 HERE = str(Path(__file__).resolve())
 
 CASES = {  # prompts, group size, prompt tokens, completion tokens, learning rate, steps
@@ -49,8 +49,7 @@ BATCH_TOKENS = 4096  # of a micro-batch, and of a scoring batch; on a CPU larger
 # --- The task of the counting model --------------------------------------------------
 def questions(case, count=512):
     import torch
-
-    from benchmarks.counting import prompt
+    from counting import prompt
 
     draw = torch.Generator().manual_seed(0)
     return [prompt(CASES[case][2], draw) for _ in range(count)]
@@ -250,7 +249,8 @@ def main(python, cases, out):
     import torch
 
     torch.set_num_threads(1)
-    from benchmarks.counting import make_model
+    from counting import make_model
+
     from benchmarks.measure import facts
     from grpo.tiny_model import warm_start
     from tasks import arithmetic

@@ -22,14 +22,14 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 HERE = str(Path(__file__).resolve())
 
 import psutil
 import torch
+from counting import SHAPE, build, make_tokenizer
 
 from benchmarks import memory
-from benchmarks.counting import SHAPE, build, make_tokenizer
 from benchmarks.measure import KIND, facts, trained
 from demo import free_port
 

@@ -27,8 +27,9 @@ import torch
 from transformers import GenerationConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from benchmarks.counting import SHAPE, SPECIALS, build, make_tokenizer, prompt
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from counting import SHAPE, SPECIALS, build, make_tokenizer, prompt
+
 from benchmarks.measure import DEVICE, KIND, facts
 from grpo.sampling.sampler import sample_groups
 
