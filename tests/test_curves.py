@@ -2,24 +2,18 @@
 case injects change what they say."""
 
 import ast
-import math
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from documents import TEXT, code_words, documented_metrics
+from documents import TEXT, code_words, documented_metrics, pictured
 
 import grpo_ref_split as trainer
 from experiments import curves, defects, hackable
-from experiments.runs import constants_of
-from grpo.sampling.recipe import load_task
-from grpo.training.checks import check_constants
 
 PAGE = TEXT["docs/reading_curves.md"]
-SECTIONS = dict(
-    re.findall(r"\n!\[.*?\]\(curves/(\w+)\.png\)\n(.*?)(?=\n## |\n### |\Z)", PAGE, re.DOTALL)
-)
+SECTIONS = pictured("docs/reading_curves.md", "curves")
 TABLES = dict(re.findall(r"## (\w+)\n(.*?)(?=\n## |\Z)", curves.TABLES.read_text(), re.DOTALL))
 NUMBER = r"(?<![\w.])[-−]?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?!\w|\.\d)"
 cases = pytest.mark.parametrize("name", curves.CASES)
@@ -76,27 +70,11 @@ def test_metrics_that_the_page_names_exist():
     assert names | set(curves.PANELS) <= documented_metrics()
 
 
-# --- The cases ------------------------------------------------------------------------
-@cases
-def test_a_case_can_run_with_its_constants(name):
-    constants = constants_of(curves.CASES[name], 0, curves.RUNS / name, {})
-    assert constants.keys() <= trainer.known
-    check_constants(vars(trainer) | constants)
-    weights = constants.get("REWARD_WEIGHTS") or load_task(constants["TASK"]).REWARD_WEIGHTS
-    assert any(weights.values())
-
-
+# --- Pictures and task ---------------------------------------------------------------
 def test_a_line_has_a_gap_at_a_step_without_the_metric():
-    records = [
-        {"step": 0, "eval_accuracy": 0.5},
-        {"step": 1, "seconds": 1.0, "kl": 0.0},
-        {"step": 2, "seconds": 1.0},
-        {"step": 3, "seconds": 1.0, "kl": None},
-        {"step": 4, "seconds": 1.0, "kl": 2.0},
-    ]
-    steps, kl = curves.line_of(records, "kl")
-    assert (steps, str(kl)) == ([1, 2, 3, 4], "[0.0, nan, nan, 2.0]")
-    assert curves.line_of(records, "reward")[1].count(math.nan) == 4
+    records = [{"step": i, "seconds": 1.0, "kl": kl} for i, kl in enumerate((0.0, None, 2.0))]
+    records.append({"step": 2, "eval_accuracy": 0.5})
+    assert str(curves.line_of(records, "kl")) == "([0, 1, 2], [0.0, nan, 2.0])"
 
 
 def test_the_hackable_reward_pays_a_wrong_answer_more_than_a_right_one():
@@ -118,21 +96,16 @@ def test_no_eos_takes_the_weight_of_eos_alone(monkeypatch):
     assert seen[0].round().tolist() == [1, 0, 0, 1] and seen[0].all()
 
 
-def test_the_sampler_alone_is_cooler(monkeypatch):
+def test_the_sampler_alone_is_cooler_and_a_refusal_is_written_down(monkeypatch, tmp_path):
     from grpo.sampling.policy import Policy
 
-    seen = []
-    monkeypatch.setattr(Policy, "stream", lambda self, take, **names: seen.append(names))
-    defects.cooler_sampler(SimpleNamespace(checks=SimpleNamespace(check_first_update=None)))
-    Policy.stream(None, None, temperature=1.0, seed=0)
-    assert seen == [{"temperature": defects.COOLER, "seed": 0}]
-
-
-def test_a_refused_update_goes_on_and_leaves_its_words(tmp_path):
     def refuse():
         raise RuntimeError("no")
 
-    checks = SimpleNamespace(check_first_update=refuse)
-    defects.go_on_if_refused(SimpleNamespace(checks=checks, RUN_DIR=str(tmp_path)))
+    seen, checks = [], SimpleNamespace(check_first_update=refuse)
+    monkeypatch.setattr(Policy, "stream", lambda self, take, **names: seen.append(names))
+    defects.cooler_sampler(SimpleNamespace(checks=checks, RUN_DIR=str(tmp_path)))
+    Policy.stream(None, None, temperature=1.0, seed=0)
+    assert seen == [{"temperature": defects.COOLER, "seed": 0}]
     checks.check_first_update()
     assert (tmp_path / defects.REFUSAL).read_text() == "no"
