@@ -109,7 +109,7 @@ def test_the_clip_is_flat_on_one_side_of_each_sign():
 def test_three_estimates_of_the_kl():
     """For a policy (1/2, 1/2) and a reference (1/4, 3/4): KL = ln(4 / 3) / 2."""
     d = (torch.tensor([0.25, 0.75]) / 0.5).log()
-    k1, k2, k3 = (values.mean().item() for values in learn_pictures.estimates(d).values())
+    k1, k2, k3 = (values.mean().item() for values in learn.estimates(d).values())
     assert k1 == pytest.approx(math.log(4 / 3) / 2) == pytest.approx(k3)
     assert k2 != pytest.approx(k1, rel=0.05)
 
