@@ -1,14 +1,14 @@
-"""All that waits for a GPU, in one command and half an hour: writes runs/gpu_report.md.
+"""Runs everything that needs a GPU, in one command and half an hour: writes runs/gpu_report.md.
 
     make gpu-report                                          # or: python benchmarks/gpu_report.py
-    python benchmarks/gpu_report.py demo "GPU tests"         # these parts alone
+    python benchmarks/gpu_report.py demo "GPU tests"         # only these parts
 
-Each part is a process of its own, with a time limit: one that fails or hangs is a section that says
-so, with the end of what it printed, and not the end of the report. Nothing is downloaded: models
-have the shapes of Qwen2.5 0.5B and 3B, and weights by which they count (counting.py), so that
-lengths of completions are known. Figures that are computed stand beside the measured ones. On a
-machine without a GPU the same parts run on the CPU with a model of 1M parameters, fewer steps and a
-short demo: a rehearsal. tests/rehearsal/script.py runs a part on the pretended GPU.
+Each part is a process with a time limit. If it fails or hangs, its section reports that with the
+end of its output, and the report goes on. Nothing is downloaded: models have the shapes of Qwen2.5
+0.5B and 3B, and weights that make them count (tests/counting.py), so the lengths of completions are
+known. Computed numbers stand next to the measured ones. Without a GPU the same parts run on the CPU
+with a model of 1M parameters, fewer steps and a short demo. tests/rehearsal/script.py runs a part
+on the simulated GPU.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 HERE = str(Path(__file__).resolve())
 
 import psutil
 import torch
+from counting import SHAPE, build, make_tokenizer
 
 from benchmarks import memory
-from benchmarks.counting import SHAPE, build, make_tokenizer
 from benchmarks.measure import KIND, facts, trained
 from demo import free_port
 
@@ -38,7 +38,7 @@ MINUTES = 30  # of the whole report
 TAIL = 3000  # characters of what a part that failed has printed
 QWEN = ("Qwen2.5-0.5B", "Qwen2.5-3B")
 SIZES = QWEN if KIND == "gpu" else ("1M",)
-# Of "a step of": steps, those at first that are not counted, prompts of a step; and in a rehearsal
+# Of "a step of": steps, those at first that are not counted, prompts of a step; and without a GPU
 PLAN, SHORT = (8, 3, 8), (3, 1, 2)
 
 PYTHON = [sys.executable]
@@ -54,7 +54,7 @@ def parts_of_the_report():
     parts["demo"] = ([*PYTHON, "demo.py"], 6)
     for size in SIZES:
         parts[f"memory of {size}"] = ([*PYTHON, HERE, "--memory", size], 3)
-    losses = SIZES if KIND == "gpu" else []  # on a CPU that takes too long for a rehearsal
+    losses = SIZES if KIND == "gpu" else []  # on a CPU it takes too long
     for size in losses:
         parts[f"loss of {size}"] = ([*PYTHON, "benchmarks/loss.py", size], 4)
     return parts | {"sampling": ([*PYTHON, "benchmarks/sampling.py"], 5)}
@@ -137,9 +137,9 @@ def shape_of(size):
 
 
 def way_to_train(size, ranks):
-    """-> the LORA_RANK with which trainer and server fit on one card, by memory.py's arithmetic.
+    """-> the LORA_RANK with which trainer and server fit on one GPU, as memory.py computes.
     SystemExit if none does."""
-    if size not in memory.MODELS:  # a rehearsal
+    if size not in memory.MODELS:  # without a GPU
         return 0
     room = torch.accelerator.get_memory_info()[1]
     server = memory.need(memory.server_phases(memory.sizes_of(size, 0), 256, 256))[0]
@@ -147,29 +147,28 @@ def way_to_train(size, ranks):
         phases = memory.phases_of(memory.sizes_of(size, rank), 256, 256, ranks)
         if memory.need(phases)[0] + server < room:
             return rank
-    raise SystemExit(f"{size} fits on no card of {room / 2**30:.0f} GB: not run")
+    raise SystemExit(f"{size} fits on no GPU of {room / 2**30:.0f} GB: not run")
 
 
-def serve(model, port, folder):
-    import ref_server
-
-    ref_server.MODEL, ref_server.PORT = model, int(port)
-    ref_server.main()
-
-
-def train(model, port, folder, *numbers):
-    import grpo_ref_split as trainer
-    from benchmarks.end_to_end import Counting
-
-    sys.modules["tasks.counting"] = Counting
-    trainer.MODEL, trainer.RUN_DIR, trainer.TASK = model, f"{folder}/run", "counting"
-    trainer.REF_SERVER = f"http://127.0.0.1:{port}"
-    trainer.REWARD_WEIGHTS = {"correctness": 1.0}
-    trainer.LORA_RANK, trainer.STEPS, trainer.PROMPTS_PER_STEP = map(int, numbers)
-    trainer.MAX_PROMPT_TOKENS = trainer.MAX_COMPLETION_TOKENS = 256
-    trainer.EVAL_QUESTIONS, trainer.EVAL_STEPS = 1, 10**6
-    trainer.SAVE_STEPS = 10**6
-    trainer.main()
+def commands(model, folder, lora_rank, steps, prompts):
+    """-> the commands of server and trainer, which begin with the script."""
+    port = free_port()
+    trainer = {
+        "MODEL": model,
+        "RUN_DIR": f"{folder}/run",
+        "TASK": "tests/counting.py",
+        "REF_SERVER": f"http://127.0.0.1:{port}",
+        "LORA_RANK": lora_rank,
+        "STEPS": steps,
+        "PROMPTS_PER_STEP": prompts,
+        "MAX_PROMPT_TOKENS": 256,
+        "MAX_COMPLETION_TOKENS": 256,
+        "EVAL_QUESTIONS": 1,
+        "EVAL_STEPS": 10**6,
+        "SAVE_STEPS": 10**6,
+    }
+    words = [f"{name}={value}" for name, value in trainer.items()]
+    return ["ref_server.py", f"MODEL={model}", f"PORT={port}"], ["grpo_ref_split.py", *words]
 
 
 def step(size, ranks):
@@ -181,15 +180,13 @@ def step(size, ranks):
     # With 8 prompts as many sequences as SAMPLE_BATCH: one rank's share of many
     steps, skip, prompts = PLAN if size in memory.MODELS else SHORT
     with tempfile.TemporaryDirectory() as folder:
-        model, port = f"{folder}/model", free_port()
+        model = f"{folder}/model"
         dtype = torch.bfloat16 if KIND == "gpu" else torch.float32
         build(shape_of(size)).to(dtype).save_pretrained(model)
         make_tokenizer().save_pretrained(model)
-        server = [sys.executable, HERE, "--serve", model, port, folder]
-        command = [HERE, "--train", model, port, folder]
-        command += map(str, (lora_rank, steps, prompts))
+        server, trainer = commands(model, folder, lora_rank, steps, prompts)
         try:
-            with trained(f"{folder}/", {"server": server}, command, ranks):
+            with trained(f"{folder}/", {"server": [*PYTHON, *server]}, trainer, ranks):
                 text = Path(folder, "run/metrics.jsonl").read_text()
         except SystemExit:
             for log in Path(folder).glob("*.log"):
@@ -206,7 +203,7 @@ def step(size, ranks):
 
 def print_memory(size):
     if KIND == "cpu":
-        print("memory is measured on a GPU alone: not run")
+        print("memory is measured only on a GPU: not run")
         return
     rows = []
     for rank in (0, memory.RANK):
@@ -223,10 +220,6 @@ if __name__ == "__main__":
     if KIND == "cpu":
         os.environ |= {"DEMO_STEPS": "10", "DEMO_WARM_STEPS": "200"} | os.environ
     match sys.argv[1:]:
-        case ["--serve", *arguments]:
-            serve(*arguments)
-        case ["--train", *arguments]:
-            train(*arguments)
         case ["--step", size, ranks]:
             step(size, int(ranks))
         case ["--memory", size]:

@@ -1,5 +1,5 @@
-"""What the benchmarks of this folder measure with: processes that train, peak memory, and the facts
-beside a figure."""
+"""What the benchmarks of this folder share: processes that train, peak memory, and the facts that
+stand with a number."""
 
 import ctypes
 import importlib.metadata
@@ -47,9 +47,9 @@ def machine():
 
 @contextmanager
 def trained(logs, others, trainer, ranks=1):
-    """Starts the commands `others`, by name, and the `trainer`, a script and its arguments; where
-    it has more `ranks`, on the cores of a CPU, by deepspeed. The block runs when it has ended well;
-    then all are ended. What they print goes to files: `logs`, their name, ".log"."""
+    """Starts the commands `others`, by name, and the `trainer`, a script and its arguments; with
+    several `ranks` deepspeed starts it. The block runs when the trainer has ended without an error;
+    then all processes are ended. Each prints into a file: `logs`, its name, ".log"."""
     from demo import free_port, start, stop
 
     launcher = [sys.executable]
@@ -94,8 +94,8 @@ def apart(function, *args, threads=CORES):
 
 
 def peak_bytes(run, warm_up):
-    """-> the most memory of run() beyond what is there before it. CUDA: of torch's allocator; CPU:
-    the high-water mark of resident memory. warm_up() has made what comes but once."""
+    """-> the peak memory of run() beyond what is allocated before it. CUDA: of torch's allocator;
+    CPU: the high-water mark of resident memory. warm_up() allocates what is allocated only once."""
     if KIND == "gpu":
         warm_up()
         torch.accelerator.empty_cache()

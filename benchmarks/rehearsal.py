@@ -1,15 +1,15 @@
-"""What a GPU would be told: launches and waits, counted on a pretended GPU (tests/rehearsal).
+"""Kernel launches and synchronisations, counted on a simulated GPU backend (tests/rehearsal).
 
     python benchmarks/rehearsal.py                   # prints the tables; needs g++, and no GPU
     python benchmarks/rehearsal.py out.md            # and writes them to a file
 
-No time is measured, and no GPU is there: what is counted is what PyTorch would launch, and how
-often the host would wait for it. Models are tiny and random, in bfloat16; the counts go by their
-number of layers L, from which a model's own follow. Per decoded token: 2 prompts x 4 sequences, the
-sampler's turn included, between two tokens in which no sequence ends; "recorded" are the kernels of
-the CUDA graph, which is launched as one. Per micro-batch: 8 sequences of two groups, the loss in
-torch's operations (the Triton kernel needs a GPU), without DeepSpeed. tests/rehearsal/__init__.py
-says what such counts leave out.
+No time is measured, and no GPU is needed: the program counts the kernels that PyTorch would launch
+and how often the host would wait for them. Models are tiny and random, in bfloat16; the counts are
+linear in the number of layers L. A decoded token is one of 2 prompts x 4 sequences in which no
+sequence ends, the sampler's work included; "recorded" are the kernels of the CUDA graph, which is
+launched as one. A micro-batch has 8 sequences of two groups; its loss is in torch's operations (the
+Triton kernel needs a GPU), without DeepSpeed. tests/rehearsal/__init__.py says what the counts
+leave out.
 """
 
 import sys
@@ -105,7 +105,7 @@ def main(out):
     build.load()
     from rehearsal import cuda
 
-    from benchmarks.measure import facts  # before a GPU is pretended: it names the machine
+    from benchmarks.measure import facts  # before a GPU is simulated: it names the machine
 
     beginning = facts("torch", "transformers")
     cuda.pretend()
@@ -120,7 +120,7 @@ def main(out):
         training(),
     )
     text = f"""{beginning}
-**Counted on a pretended GPU: no time is measured, and no GPU was there** (tests/rehearsal). These
+**Counted on a simulated GPU: no time was measured, and there was no GPU** (tests/rehearsal). These
 are launches as PyTorch would dispatch them, and waits of the host, for L layers, in bfloat16.
 
 A decoded token of 2 prompts x 4 sequences, the sampler's turn included; "recorded": kernels of the

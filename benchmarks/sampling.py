@@ -4,14 +4,14 @@
     python benchmarks/sampling.py out.md                            # and writes it to a file
     python benchmarks/sampling.py out.md --vllm .vllm/bin/python    # with vLLM, from its own venv
 
-The model counts (counting.py), so completions end by themselves, after 64 to 256 tokens, all
-lengths as likely, or are cut at 64. 8 prompts x 8 completions, temperature 1, the whole
-distribution; generate gets 64 rows, each with its prompt, as trainers call it. CPU: 1M parameters,
-float32, one thread. CUDA: the shapes of Qwen2.5 0.5B and 3B, bf16, 64 prompts x 8.
+The model counts (tests/counting.py): completions end by themselves after 64 to 256 tokens, all
+lengths equally likely, or are cut at 64. There are 8 prompts x 8 completions at temperature 1, with
+no top-p or top-k. generate gets 64 sequences, each with its prompt, as trainers call it. CPU: 1M
+parameters, float32, one thread. CUDA: the shapes of Qwen2.5 0.5B and 3B, bf16, 64 prompts x 8.
 
-Tokens a second are medians of ROUNDS rounds, in which all engines but vLLM run in turn, after one
-that does not count. Continuous batching takes 5 s and more a call on a CPU whatever the batch, so
-it runs once. vLLM runs in a process of its own right after the others.
+Tokens a second are medians of ROUNDS rounds, in which all engines except vLLM run in turn, after a
+round that does not count. Continuous batching takes 5 s or more a call on a CPU, whatever the
+batch, so it runs once. vLLM runs in a separate process after the others.
 """
 
 import json
@@ -27,8 +27,9 @@ import torch
 from transformers import GenerationConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from benchmarks.counting import SHAPE, SPECIALS, build, make_tokenizer, prompt
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from counting import SHAPE, SPECIALS, build, make_tokenizer, prompt
+
 from benchmarks.measure import DEVICE, KIND, facts
 from grpo.sampling.sampler import sample_groups
 

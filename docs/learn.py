@@ -19,19 +19,19 @@ from tasks import arithmetic
 
 QUESTION, ANSWER = "7+5=?", "12"
 KNOWN = ["12", "12", "12", "2", "2", "2", "7+5=12", "7+5=2"]  # what the model has learnt to answer
-WARM_STEPS = 40
 SEED = 0
 FOLLOWED = 4  # the token that is followed: so many of the first completion's are before it
 
 # As in grpo_ref_split.py, but for a smaller group, three updates and a tiny model's rate
 GROUP_SIZE = 4
 CLIP_LOW, CLIP_HIGH, KL_BETA = 0.2, 0.2, 0.04
+CLIPS = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH}
 ADAM_BETAS = (0.9, 0.99)
 MAX_GRAD_NORM = 1.0
 MAX_COMPLETION_TOKENS = 8
 LEARNING_RATE = 1e-4
 UPDATES = 3
-PARAMETERS = 7.6e9  # of Qwen2.5-7B
+SIZE = 7.6  # billion parameters: Qwen2.5-7B
 
 
 # --- A model and a group ----------------------------------------------------------------
@@ -45,7 +45,7 @@ def start():
     ends = [tokenizer.eos_token_id]
     examples = [(prompt + tokenizer(t)["input_ids"] + ends, len(prompt)) for t in KNOWN]
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=ADAM_BETAS)
-    for _ in range(WARM_STEPS):
+    for _ in range(40):
         next_token_loss(model, examples).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -54,32 +54,39 @@ def start():
 
 def sample(model, tokenizer, prompt):
     """Returns GROUP_SIZE completions: ids that end with EOS, and the sampler's log-probs."""
-    (group,) = sample_groups(
-        model,
-        [prompt],
-        group_size=GROUP_SIZE,
-        max_new_tokens=MAX_COMPLETION_TOKENS,
-        temperature=1.0,
-        eos_ids={tokenizer.eos_token_id},
-        vocab_size=len(tokenizer),
-        generator=torch.Generator().manual_seed(SEED),
-    )
+    settings = {"group_size": GROUP_SIZE, "max_new_tokens": MAX_COMPLETION_TOKENS}
+    settings |= {"eos_ids": {tokenizer.eos_token_id}, "vocab_size": len(tokenizer)}
+    draw = torch.Generator().manual_seed(SEED)
+    (group,) = sample_groups(model, [prompt], temperature=1.0, generator=draw, **settings)
     return group
+
+
+def weights_of(lengths, loss_type):
+    """Returns the weight (G,) of a token of each completion."""
+    counts = {"sequences": GROUP_SIZE, "tokens": int(lengths.sum())}
+    counts |= {"max_completion_tokens": MAX_COMPLETION_TOKENS}
+    return token_weights(lengths, loss_type=loss_type, **counts)
+
+
+def logits_of(model, tokenizer, prompt, ids):
+    """Returns the logits (T, V) from which the ids of a completion are drawn."""
+    # Row t of the logits predicts token t + 1, so the prompt's last row predicts our first
+    return model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1, : len(tokenizer)]
 
 
 def logps_of(model, tokenizer, prompt, completions):
     """Returns the log-probs (N,) of the completions' ids, one after another, and those of all ids
     where the followed token stands, (V,)."""
-    parts = []
-    for completion in completions:
-        ids = torch.tensor([prompt + completion.ids])
-        # Row t of the logits predicts token t + 1: the prompt's last row the first of ours
-        logits = model(ids).logits[0, len(prompt) - 1 : -1, : len(tokenizer)]  # (T, V)
-        sampled = torch.tensor(completion.ids)
-        parts.append(linear_logps(logits, None, sampled))
-        if completion is completions[0]:
-            there = logits[FOLLOWED].log_softmax(-1).detach()
-    return torch.cat(parts), there
+    logits = [logits_of(model, tokenizer, prompt, c.ids) for c in completions]
+    pairs = zip(logits, completions, strict=True)
+    logps = [linear_logps(rows, None, torch.tensor(c.ids)) for rows, c in pairs]
+    return torch.cat(logps), logits[0][FOLLOWED].log_softmax(-1).detach()
+
+
+@torch.no_grad()
+def logp_of(model, tokenizer, prompt, ids):
+    """Returns the log-prob of a whole completion."""
+    return linear_logps(logits_of(model, tokenizer, prompt, ids), None, torch.tensor(ids)).sum()
 
 
 def is_right(completion):
@@ -93,32 +100,45 @@ def train(model, tokenizer, prompt, completions, advantages, weights):
     before each update and after the last {name: value of the followed token}, and the log-probs of
     all ids where it stands, (V,)."""
     lengths = torch.tensor([len(c.ids) for c in completions])
-    advantages = advantages.double().repeat_interleave(lengths)  # (G,) -> (N,)
-    weights = weights.double().repeat_interleave(lengths)
+    given = [x.double().repeat_interleave(lengths) for x in (advantages, weights)]  # (G,) -> (N,)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=ADAM_BETAS, weight_decay=0.0)
-    columns, distributions, old_logps = [], [], None
+    columns, distributions, first = [], [], None
     for _ in range(UPDATES + 1):
         logps, there = logps_of(model, tokenizer, prompt, completions)
-        if old_logps is None:  # the policy is still the one that sampled, and the reference
-            old_logps = ref_logps = logps.detach()
+        first = logps.detach() if first is None else first  # of the sampler and of the reference
         at = logps.detach().requires_grad_()  # the loss, as a function of the N log-probs
-        loss, stats = policy_loss(
-            at, old_logps, ref_logps, advantages, weights,
-            clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl_beta=KL_BETA,
-        )  # fmt: skip
+        loss, stats = policy_loss(at, first, first, *given, **CLIPS, kl_beta=KL_BETA)
         (slope,) = torch.autograd.grad(loss, at)
         optimizer.zero_grad()
         logps.backward(slope)  # the rest of the chain rule, from the log-probs to the weights
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-        values = {"logp": at.detach(), "old": old_logps, "ref": ref_logps, "slope": slope} | stats
-        column = {name: v[FOLLOWED].item() for name, v in values.items()}
-        clipped = (stats["clip_low"] | stats["clip_high"]).sum().item()
-        columns.append(column | {"loss": loss.item(), "norm": norm.item(), "clipped": clipped})
+        tokens = (at, first, stats["ratio"], stats["kl"], slope, *given)
+        column = column_of(*(values[FOLLOWED].item() for values in tokens))
+        columns.append(column | {"loss, the sum over N tokens": loss.item()})
+        columns[-1]["norm of the gradient"] = norm.item()
+        columns[-1]["tokens clipped, of N"] = (stats["clip_low"] | stats["clip_high"]).sum().item()
         distributions.append(there)
         if len(columns) <= UPDATES:
             optimizer.step()
     return columns, distributions
+
+
+def column_of(logp, old_logp, ratio, k3, slope, A, w):
+    """Returns {name: value} of the followed token, whose old_logp is its ref_logp, too."""
+    clipped = min(max(ratio, 1 - CLIP_LOW), 1 + CLIP_HIGH) * A
+    return {
+        "probability, exp(logp)": math.exp(logp),
+        "logp": logp,
+        "old_logp": old_logp,
+        "ref_logp": old_logp,
+        "r = exp(logp - old_logp)": ratio,
+        "r A": ratio * A,
+        "clip(r) A": clipped,
+        "k3, of d = ref_logp - logp": k3,
+        "its part of the loss": -w * (min(ratio * A, clipped) - KL_BETA * k3),
+        "d loss / d logp": slope,
+    }
 
 
 def exact(value):
@@ -139,51 +159,22 @@ def show_group(tokenizer, prompt, completions, rewards, advantages, weights):
     print(f"mean {rewards.mean():.2f}, standard deviation {rewards.std():.2f}, N = {tokens}")
 
 
-def show_token(tokenizer, completion, columns, advantage, weight):
-    token, before = (
-        tokenizer.decode(ids) for ids in ([completion.ids[FOLLOWED]], completion.ids[:FOLLOWED])
-    )
+def show_token(tokenizer, ids, columns, advantage, weight):
+    token, before = tokenizer.decode(ids[FOLLOWED]), tokenizer.decode(ids[:FOLLOWED])
     print(f'token "{token}" after "{before}": A = {advantage:.4f}, w = {weight:.4f}\n')
-
-    def clipped(c):
-        return min(max(c["ratio"], 1 - CLIP_LOW), 1 + CLIP_HIGH) * advantage
-
-    def part(c):
-        return -weight * (min(c["ratio"] * advantage, clipped(c)) - KL_BETA * c["kl"])
-
-    rows = {
-        "probability, exp(logp)": lambda c: math.exp(c["logp"]),
-        "logp": lambda c: c["logp"],
-        "old_logp": lambda c: c["old"],
-        "ref_logp": lambda c: c["ref"],
-        "r = exp(logp - old_logp)": lambda c: c["ratio"],
-        "r A": lambda c: c["ratio"] * advantage,
-        "clip(r) A": clipped,
-        "k3, of d = ref_logp - logp": lambda c: c["kl"],
-        "its part of the loss": part,
-        "d loss / d logp": lambda c: c["slope"],
-        "loss, the sum over N tokens": lambda c: c["loss"],
-        "norm of the gradient": lambda c: c["norm"],
-        "tokens clipped, of N": lambda c: c["clipped"],
-    }
     heads = [f"update {n + 1}" for n in range(UPDATES)] + ["afterwards"]
     print(f"{'':<28}" + "".join(f"{head:>12}" for head in heads))
-    for name, value in rows.items():
-        shown = columns if "logp" in name[:22] and name[0] in "pl" else columns[:-1]
+    for name in columns[0]:
+        # Afterwards there is no update, only a new policy
+        shown = columns if name in ("probability, exp(logp)", "logp") else columns[:-1]
         form = "d" if "clipped" in name else ".4f"
-        print(f"{name:<28}" + "".join(f"{exact(value(c)):>12{form}}" for c in shown))
+        print(f"{name:<28}" + "".join(f"{exact(c[name]):>12{form}}" for c in shown))
 
 
 def answer_probs(model, tokenizer, prompt):
     """Returns {answer: probability that the model gives it}, for all that it has learnt."""
-    probs = {}
-    for text in dict.fromkeys(KNOWN):
-        ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        logps = linear_logps(logits, None, torch.tensor(ids), vocab_size=len(tokenizer))
-        probs[text] = logps.sum().exp().item()
-    return probs
+    ids = {text: tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in KNOWN}
+    return {text: logp_of(model, tokenizer, prompt, i).exp().item() for text, i in ids.items()}
 
 
 def show_answers(before, after):
@@ -194,16 +185,19 @@ def show_answers(before, after):
     print(f"{'right, in sum':<14}{right[0]:>8.4f}{right[1]:>9.4f}")
 
 
+def estimates(d):
+    """Returns {name: (N,)} of three estimates of the KL at d = ref_logp - logp, k3 by the loss."""
+    zeros = torch.zeros_like(d)
+    _, stats = policy_loss(zeros, zeros, d, zeros, zeros, **CLIPS, kl_beta=1)
+    return {"k1 = -d": -d, "k2 = d^2 / 2": d**2 / 2, "k3 = exp(d) - d - 1": stats["kl"]}
+
+
 def show_kl(policy, reference):
     """Exact, over all V ids: no sampling."""
     p, d = policy.exp(), reference - policy
     print(f"KL(policy || reference) = {(-p * d).sum():.4f}\n")
     print(f"{'':<26}{'mean':>8}{'standard deviation':>21}")
-    for name, k in {
-        "k1 = -d": -d,
-        "k2 = d^2 / 2": d**2 / 2,
-        "k3 = exp(d) - d - 1": torch.expm1(d) - d,
-    }.items():
+    for name, k in estimates(d).items():
         mean = (p * k).sum()
         print(f"{name:<26}{mean:>8.4f}{(p * (k - mean) ** 2).sum().sqrt():>21.4f}")
     print(f"\nk3 at d = -5, 0 and 5: {math.exp(-5) + 4:.1f}, 0 and {math.exp(5) - 6:.1f}")
@@ -222,9 +216,7 @@ def show_retokenised(model, tokenizer, prompt):
     letters = [i for letter in text for i in tokenizer(letter)["input_ids"]]
     whole = tokenizer(tokenizer.decode(letters))["input_ids"]
     for name, ids in {"drawn": letters, "its text, tokenised": whole}.items():
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        logp = linear_logps(logits, None, torch.tensor(ids), vocab_size=len(tokenizer)).sum()
+        logp = logp_of(model, tokenizer, prompt, ids)
         print(f"{name:<22}{ids!s:<28}{tokenizer.decode(ids)!r}   log-prob {logp:8.2f}")
 
 
@@ -238,17 +230,12 @@ def show_weights(lengths, weights):
 def show_prompt_push(prompt, lengths, advantages):
     """What a token of the prompt, which all completions share, would be pushed by in sum."""
     for name in ("grpo", "dapo"):
-        whole = lengths + len(prompt)
-        weights = token_weights(
-            whole, loss_type=name, sequences=GROUP_SIZE, tokens=int(whole.sum()),
-            max_completion_tokens=MAX_COMPLETION_TOKENS,
-        )  # fmt: skip
-        pushed = (weights * advantages).sum().item()
+        pushed = (weights_of(lengths + len(prompt), name) * advantages).sum().item()
         print(f"{name}: sum of w A over the group {exact(pushed):+.4f}")
 
 
 def show_baselines(rewards):
-    mean, others = rewards.mean(), (rewards.sum() - rewards) / (len(rewards) - 1)
+    others = (rewards.sum() - rewards) / (len(rewards) - 1)
     for name, values in {
         "no baseline (REINFORCE)": rewards,
         "group's mean, over std (GRPO)": group_advantages(rewards, scale_by_std=True),
@@ -256,7 +243,6 @@ def show_baselines(rewards):
         "mean of the others (RLOO)": rewards - others,
     }.items():
         print(f"{name:<32}" + "".join(f"{a:>9.4f}" for a in values.tolist()))
-    assert torch.allclose(rewards - others, (rewards - mean) * GROUP_SIZE / (GROUP_SIZE - 1))
 
 
 def show_mixed():
@@ -269,54 +255,41 @@ def show_mixed():
 
 def show_critic():
     """FLOPs: 2 forward and 4 backward (Kaplan et al., 2001.08361, sec. 2.1)."""
-    billions = PARAMETERS / 1e9
     print("bytes a parameter: weights 2, gradients 4, master weights 4, Adam 8: 18")
-    print(
-        f"  x {billions} billion = {18 * billions:.0f} GB more for a critic of the policy's size;"
-    )
-    print(f"  with ZeRO-2 on 8 GPUs 2 + 16 / 8 = 4 bytes: {4 * billions:.0f} GB more on each")
+    print(f"  x {SIZE} billion = {18 * SIZE:.0f} GB more for a critic of the policy's size;")
+    print(f"  with ZeRO-2 on 8 GPUs 2 + 16 / 8 = 4 bytes: {4 * SIZE:.0f} GB more on each")
     print("FLOPs a token and parameter: sampling 2, reference 2, training 6: 10;")
     print(f"  with a critic its values, 2, and its training, 6: 18, {18 / 10:.1f} times as many")
 
 
-def chapters():
-    """Yields (title, function that prints it)."""
-    model, tokenizer, prompt = start()
-    completions = sample(model, tokenizer, prompt)
-    texts = [tokenizer.decode(c.ids[:-1]) for c in completions]
-    rewards = torch.tensor([float(is_right(text)) for text in texts])
-    advantages = group_advantages(rewards, scale_by_std=True)
-    lengths = torch.tensor([len(c.ids) for c in completions])
-    weights = {
-        name: token_weights(
-            lengths, loss_type=name, sequences=GROUP_SIZE, tokens=int(lengths.sum()),
-            max_completion_tokens=MAX_COMPLETION_TOKENS,
-        )
-        for name in LOSS_TYPES
-    }  # fmt: skip
-    w = weights["grpo"]
-    yield "a group", lambda: show_group(tokenizer, prompt, completions, rewards, advantages, w)
-    yield "re-tokenised", lambda: show_retokenised(model, tokenizer, prompt)
-    before = answer_probs(model, tokenizer, prompt)
-    columns, logps = train(model, tokenizer, prompt, completions, advantages, w)
-    first = advantages[0].item(), w[0].item()
-    yield "a token", lambda: show_token(tokenizer, completions[0], columns, *first)
-    after = answer_probs(model, tokenizer, prompt)
-    yield "all answers", lambda: show_answers(before, after)
-    yield "the KL there", lambda: show_kl(logps[-1], logps[0])
-    yield "temperature", lambda: show_temperature(tokenizer, logps[-1])
-    yield "prompt tokens", lambda: show_prompt_push(prompt, lengths, advantages)
-    yield "token weights", lambda: show_weights(lengths, weights)
-    yield "baselines", lambda: show_baselines(rewards)
-    yield "mixed groups", show_mixed
-    yield "a critic", show_critic
+def chapter(title, show, *given):
+    print(f"--- {title} ---")
+    show(*given)
+    print()
 
 
 def main():
-    for title, show in chapters():
-        print(f"--- {title} ---")
-        show()
-        print()
+    policy = _, tokenizer, prompt = start()
+    completions = sample(*policy)
+    rewards = torch.tensor([float(is_right(tokenizer.decode(c.ids[:-1]))) for c in completions])
+    advantages = group_advantages(rewards, scale_by_std=True)
+    lengths = torch.tensor([len(c.ids) for c in completions])
+    weights = {name: weights_of(lengths, name) for name in LOSS_TYPES}
+    w = weights["grpo"]
+    chapter("a group", show_group, tokenizer, prompt, completions, rewards, advantages, w)
+    chapter("re-tokenised", show_retokenised, *policy)
+    before = answer_probs(*policy)
+    columns, logps = train(*policy, completions, advantages, w)
+    first = advantages[0].item(), w[0].item()
+    chapter("a token", show_token, tokenizer, completions[0].ids, columns, *first)
+    chapter("all answers", show_answers, before, answer_probs(*policy))
+    chapter("the KL there", show_kl, logps[-1], logps[0])
+    chapter("temperature", show_temperature, tokenizer, logps[-1])
+    chapter("prompt tokens", show_prompt_push, prompt, lengths, advantages)
+    chapter("token weights", show_weights, lengths, weights)
+    chapter("baselines", show_baselines, rewards)
+    chapter("mixed groups", show_mixed)
+    chapter("a critic", show_critic)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The README's curve and its table: the demo's accuracy by step, in runs that took place.
+"""The README's curve and its table: the demo's accuracy by step in five runs and a control.
 
     make pictures                                                # the runs, then this
     .venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
@@ -7,10 +7,10 @@ Writes docs/demo.png from each folder's metrics.jsonl; a folder named *shuffled 
 Prints how the model of the first folder answers the first test questions, before and after.
 """
 
-import json
 import sys
 from pathlib import Path
 
+import plot
 from demo import greedy_answers
 from tasks import arithmetic
 
@@ -29,8 +29,7 @@ def draw(folders):
     ax = figure.subplots()
     named = set()  # one entry of the legend for all seeds
     for folder in folders:
-        lines = Path(folder, "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
+        records = plot.read(folder)
         control = folder.endswith("shuffled")
         color = "tab:gray" if control else "tab:blue"
         for metric, (label, style) in CURVES.items():

@@ -3,9 +3,9 @@
     python experiments/curves.py healthy    # trains a case, a minute on a free core
     python experiments/curves.py draw       # of all that have run: docs/curves/*.png, and the table
 
-All start from one warm start (seed 0, made by the first: half a minute), train presets/demo.py with
-a case's constants in runs/curves/CASE, and have seed 0. In two cases a defect that the trainer does
-not allow is put into it (experiments/defects.py).
+All start from one warm start of seed 0, which the first case makes in half a minute, and train
+presets/demo.py with the constants of a case, seed 0, in runs/curves/CASE. Two cases inject a defect
+that the trainer does not allow (experiments/defects.py).
 """
 
 import math
@@ -13,43 +13,34 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from experiments.defects import REFUSAL, cooler_sampler, no_eos, with_
-from experiments.runs import ROOT, Case, made_by, records_of, save_picture, train, values
+from experiments.defects import REFUSAL, cooler_sampler, no_eos
+from experiments.runs import HACKABLE, ROOT, Case, made_by, records_of, save_picture, train, values
 
 RUNS, PICTURES = ROOT / "runs/curves", ROOT / "docs/curves"
 TABLES = ROOT / "benchmarks/results/curves.md"
 SEED = 0
 FORMAT = {"REWARD_WEIGHTS": {"correctness": 0.0, "format": 1.0}, "SKIP_FLAT_GROUPS": "reward"}
-HACKED = {"TASK": str(ROOT / "experiments/hackable.py"), "SKIP_FLAT_GROUPS": "reward"}
-COOLER = 0.7  # the sampler's temperature, where the trainer's is 1
 
 CASES = {
-    "healthy": Case(),
+    "healthy": Case({}),
     "rate": Case({"LEARNING_RATE": 7e-3}),
     "no_kl": Case({"KL_BETA": 0.0}),
     "high_kl": Case({"KL_BETA": 1.0}),
-    "hacked": Case(HACKED),
+    "hacked": Case(HACKABLE),
     "format": Case(FORMAT),
-    "no_eos": Case({"MASK_TRUNCATED": False}, no_eos),
+    "no_eos": Case({"MASK_TRUNCATED": False}, defect=no_eos),
     "pairs": Case({"GROUP_SIZE": 2, "PROMPTS_PER_STEP": 64}),
-    "temperature": Case({"IS_CAP": 0.0}, with_(cooler_sampler, factor=COOLER)),
+    "temperature": Case({"IS_CAP": 0.0}, defect=cooler_sampler),
     "shuffled": Case({"TASK": "shuffled"}),
     "short": Case({"MAX_COMPLETION_TOKENS": 10}),
 }
 
 
 # --- Pictures and table ---------------------------------------------------------------
-PANELS = {  # metric: title
-    "accuracy": "accuracy (circles: greedy)",
-    "reward": "reward",
-    "kl": "kl (above 0.01: logarithmic)",
-    "entropy": "entropy",
-    "completions/mean_length": "completions/mean_length",
-    "completions/clipped_ratio": "completions/clipped_ratio",
-    "frac_reward_zero_std": "frac_reward_zero_std",
-    "grad_norm": "grad_norm",
-    "sampling/sampling_logp_difference/mean": "sampling_logp_difference/mean",
-}
+PANELS = ("accuracy", "reward", "kl", "entropy", "completions/mean_length")
+PANELS += ("completions/clipped_ratio", "frac_reward_zero_std", "grad_norm")
+PANELS += ("sampling/sampling_logp_difference/mean",)
+NOTES = {"accuracy": " (circles: greedy)", "kl": " (above 0.01: logarithmic)"}
 SHARES = ("accuracy", "completions/clipped_ratio", "frac_reward_zero_std")
 LOGARITHMIC = ("grad_norm", "sampling/sampling_logp_difference/mean")
 WINDOW = 10  # steps that a mean in the table is taken over
@@ -61,14 +52,14 @@ def draw(name):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 5), layout="constrained")
-    for (metric, title), ax in zip(PANELS.items(), figure.subplots(3, 3).flat, strict=True):
-        for run, color in {"healthy": "silver", name: "tab:red"}.items():
-            color = "tab:blue" if name == "healthy" else color
+    for metric, ax in zip(PANELS, figure.subplots(3, 3).flat, strict=True):
+        own = "tab:blue" if name == "healthy" else "tab:red"
+        for run, color in {"healthy": "silver", name: own}.items():
             records = records_of(RUNS / run)
             ax.plot(*line_of(records, metric), ".-", color=color, lw=1, ms=2)
             if points := values(records, f"eval_{metric}"):
                 ax.plot(*zip(*points, strict=True), "o", color=color, ms=5)
-        ax.set_title(title, fontsize=9)
+        ax.set_title(metric.removeprefix("sampling/") + NOTES.get(metric, ""), fontsize=9)
         ax.tick_params(which="both", labelsize=7)
         ax.grid(alpha=0.3)
         if metric in SHARES:
@@ -89,12 +80,13 @@ def line_of(records, metric):
 
 def table(name):
     """Returns a case's table: its settings, evaluations, and means of its metrics by steps."""
-    records, last = records_of(RUNS / name), max(r["step"] for r in records_of(RUNS / name))
+    records = records_of(RUNS / name)
     greedy = ", ".join(f"{v:.3f} after {step}" for step, v in values(records, "eval_accuracy"))
     formatted = values(records, "eval_positive_format")[-1][1]
+    last = records[-1]["step"]
     ends = [end for end in ENDS if end + WINDOW <= last] + [last]
-    greedy += f" steps; {formatted:.3f} are then in the format"
-    lines = [f"## {name}", "", f"{settings(name)}. Greedy accuracy: {greedy}.", ""]
+    evaluated = f"Greedy accuracy: {greedy} steps; {formatted:.3f} are then in the format."
+    lines = [f"## {name}", "", f"{CASES[name].settings()}. {evaluated}", ""]
     lines += [f"| steps | {' | '.join(f'{end - WINDOW + 1}-{end}' for end in ends)} |"]
     lines += ["|---|" + "---|" * len(ends)]
     for metric in PANELS:
@@ -109,11 +101,6 @@ def mean(points, end):
     """Returns the mean of a metric over the WINDOW of steps up to `end`, "" if it has none."""
     inside = [value for step, value in points if end - WINDOW < step <= end]
     return f"{sum(inside) / len(inside):.3g}" if inside else ""
-
-
-def settings(name):
-    """Returns what differs from presets/demo.py, and the defect, as words."""
-    return CASES[name].settings() or "presets/demo.py"
 
 
 def main():

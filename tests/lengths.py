@@ -1,5 +1,5 @@
 """How long what a worker samples is, and what a trainer gets of it. The model counts
-(benchmarks/counting.py): lengths are uniform from 64 to 256 tokens, whatever the rewards are."""
+(counting.py): lengths are uniform from 64 to 256 tokens, whatever the rewards are."""
 
 import contextlib
 import random
@@ -8,10 +8,10 @@ import threading
 from types import SimpleNamespace
 
 import torch
+from counting import HIGH, LOW, SHAPE, build, make_tokenizer, prompt
 from fakes import a_recipe
 from transformers import AutoTokenizer
 
-from benchmarks.counting import HIGH, LOW, SHAPE, build, make_tokenizer, prompt
 from grpo.sampling.policy import load_policy
 from grpo.sampling.worker import run_worker
 from grpo.stop import TooLong

@@ -15,9 +15,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("vllm")
+import counting
 from lengths import check_lengths, save_model
 
-from benchmarks import counting
 from demo import free_port
 from grpo.proof import MISMATCH, check_proof
 from grpo.sampling.vllm_policy import VLLMPolicy

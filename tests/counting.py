@@ -1,10 +1,13 @@
-"""A tiny model whose completions count, <c0><c1><c2>..., and stop after LOW to HIGH tokens, all
-lengths as likely: realistic work for samplers and trainers, without a model to download.
+"""A task and a model for it, whose completions count, <c0><c1><c2>..., and stop after LOW to HIGH
+tokens, all lengths equally likely: realistic work for samplers and trainers without a download.
 
-The model is a Qwen2 of 1M parameters whose weights are made so that the next token depends on the
-last, whatever else is computed on the way. So the lengths come from the model itself, by its EOS,
-and every engine samples them alike.
+    python grpo_ref_split.py TASK=tests/counting.py MODEL=...    # a folder from make_model
+
+The model is a Qwen2 of 1M parameters. Its weights make the next token depend on the last one alone,
+so lengths come from the model itself, by its EOS, and every engine samples the same lengths.
 """
+
+import os
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -95,3 +98,20 @@ def build(shape):
         )
         model.lm_head.weight.copy_(head / width**0.5)  # the last norm's output has length sqrt(H)
     return model.eval()
+
+
+# --- The task ---------------------------------------------------------------------------
+def load(split):
+    """Returns questions with as many tokens as the environment's COUNTING_PROMPT_TOKENS says."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = int(os.environ.get("COUNTING_PROMPT_TOKENS", "200"))
+    return [{"question": prompt(tokens, draw), "answer": "even"} for _ in range(512)]
+
+
+def messages(item):
+    return [{"role": "user", "content": item["question"]}]
+
+
+def rewards(item, completion):
+    """A completion is right if it counts to an even number."""
+    return {"correctness": 1.0 if completion.count("<c") % 2 == 0 else -1.0}
