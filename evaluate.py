@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import grpo_ref_split as trainer
 from grpo import scores
-from grpo.constants import arguments, constants_among, constants_in, with_constants
+from grpo.constants import constants_in, read_words, with_constants
 from grpo.log import say
 from grpo.merge import base_of, merge_into
 from grpo.models import load_tokenizer
@@ -46,7 +46,7 @@ def command_line():
     add("task", metavar="TASK", help="a task's name, as for the trainer")
     add("--samples", type=int, default=0, help="answers at TEMPERATURE to each question; 0: none")
     add("--out", default="runs/eval", help="folder of the answers")
-    given, words = constants_among(arguments(), "grpo_ref_split.py")
+    given, words = read_words("grpo_ref_split.py", presets=False)
     for name in given.keys() & {"MODEL", "TASK", "LORA_RANK"}:
         raise SystemExit(f"{name}={given[name]} can't be set: the command names models and task")
     options = parser.parse_intermixed_args(words)
