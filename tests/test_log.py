@@ -4,41 +4,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-from grpo import log
-from grpo.stop import Wait
-
 ROOT = Path(__file__).parent.parent
-
-
-def test_who_reads_may_be_gone(monkeypatch):
-    """`2>&1 | tee` ends by the same Ctrl-C; the thread that hears a second one must live on."""
-
-    class Gone:
-        def write(self, text):
-            raise BrokenPipeError
-
-        flush = write
-
-    monkeypatch.setattr(sys, "stderr", Gone())
-    monkeypatch.setattr(sys, "stdout", Gone())
-    log.tell("SIGINT: this step is finished and saved")
-    wait = Wait("the server", 600)
-    wait.said -= 11
-    wait.turn("no answer", pause=0)
 
 
 GONE = """
 import os, sys
-from grpo.log import lasting_output
+from grpo.log import lasting_output, say, tell
 read, write = os.pipe()
 kept = os.dup(1)
-os.dup2(write, 1)
+for descriptor in (1, 2):
+    os.dup2(write, descriptor)
 with lasting_output():
     print("heard", flush=True)
     os.close(read)  # the reader goes, unseen
-    for _ in range(3):
-        print("not heard" * 10_000, flush=True)
+    for write in (say, tell, print):
+        write("not heard" * 10_000)
+    sys.stdout.flush()
     os.write(kept, b"goes on")
+tell("not heard either")
 """
 
 
