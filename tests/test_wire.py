@@ -234,6 +234,7 @@ BAD_TENSORS = {
     "swapped rewards": {"rewards": torch.zeros(2, 3)},
     "ref shape": {"ref_logps": -torch.ones(5)},
     "no prompt": {"prompt_ids": int32()},
+    "0-d prompt": {"prompt_ids": torch.tensor(1, dtype=torch.int32)},
     "2-d prompt": {"prompt_ids": torch.zeros(2, 2, dtype=torch.int32)},
     "no completions": {"completion_lengths": int32()},
     "0-d lengths": {"completion_lengths": torch.tensor(6, dtype=torch.int32)},
