@@ -17,19 +17,19 @@ import textwrap
 from contextlib import suppress
 from pathlib import Path
 
-CURVES = {  # title: the metrics that share its axes, also by names that they once had
+CURVES = {  # title: the metrics that share its axes
     "accuracy (markers: greedy evaluation)": ["accuracy", "eval_accuracy"],
     "reward": ["reward"],
     "KL to the reference (nats a token)": ["kl"],
-    "completion length (tokens)": ["completions/mean_length", "completion_tokens"],
-    "truncated completions (share)": ["completions/clipped_ratio", "truncated"],
-    "flat groups, of one outcome (share)": ["frac_outcome_zero_std", "flat_groups"],
+    "completion length (tokens)": ["completions/mean_length"],
+    "truncated completions (share)": ["completions/clipped_ratio"],
+    "flat groups, of one outcome (share)": ["frac_outcome_zero_std"],
     "entropy (nats a token)": ["entropy"],
     "gradient norm": ["grad_norm"],
-    "mismatch to the sampler (nats)": ["sampling/sampling_logp_difference/mean", "mismatch"],
+    "mismatch to the sampler (nats)": ["sampling/sampling_logp_difference/mean"],
 }
 EVALUATION = re.compile("eval_").match
-REWARD = re.compile("rewards/(.+)/mean|reward_(?!std$)(.+)")
+REWARD = re.compile("rewards/(.+)/mean")
 WIDTH, LINES = 78, 40  # of a text that is printed
 
 
@@ -53,7 +53,7 @@ def plot(*run_dirs, target=None):
     runs, curves = {str(Path(run_dir)): read(run_dir) for run_dir in run_dirs}, dict(CURVES)
     for name in {name: 0 for records in runs.values() for record in records for name in record}:
         if match := REWARD.fullmatch(name):
-            curves.setdefault(f"reward: {match[1] or match[2]}", []).append(name)
+            curves[f"reward: {match[1]}"] = [name]
     last = max(record["step"] for records in runs.values() for record in records) or 1
     rows = -(-len(curves) // 3)
     figure = Figure(figsize=(13, 3.2 * rows), layout="constrained")
