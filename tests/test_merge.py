@@ -12,7 +12,7 @@ from fakes import tiny_policy
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.merge import base_of, merge, merge_into
+from grpo.merge import merge, merge_into
 from grpo.sampling.policy import load_policy
 from grpo.weights import merge_adapters
 
@@ -92,12 +92,6 @@ def test_what_can_not_be_merged_is_refused_with_a_reason(tiny, tmp_path, adapter
         with pytest.raises(SystemExit, match=reason):
             merge(str(theirs), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-def test_the_name_of_the_model_under_an_adapter_needs_no_weights(tmp_path, tiny, adapter):
-    theirs = shutil.copytree(adapter[0], tmp_path / "theirs")
-    (theirs / "adapter_model.safetensors").write_bytes(b"40 GB")
-    assert base_of(str(theirs)) == str(tiny) and base_of("a/model") == "a/model"
 
 
 def test_it_is_a_command(tmp_path, monkeypatch, adapter):
