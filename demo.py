@@ -101,8 +101,8 @@ def stop(process):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def train_and_serve(seed, rewards, look):
-    """Runs trainer and server until the trainer has ended, then calls look(url of the server)."""
+def train_and_serve(seed, rewards):
+    """Runs trainer and server until the trainer has ended."""
     port = free_port()
     log_path = Path(RUN_DIR, "ref_server.log")
     with open(log_path, "w") as log:
@@ -117,16 +117,15 @@ def train_and_serve(seed, rewards, look):
         time.sleep(0.2)
     if trainer.returncode:
         raise SystemExit(f"the trainer ended with an error ({trainer.returncode}), see above")
-    look(f"http://127.0.0.1:{port}")
 
 
 # --- Main ---------------------------------------------------------------------------
-def main(seed, rewards="plain", look=lambda url: None):
+def main(seed, rewards="plain"):
     for number in ENDS:  # also if a shell ignores Ctrl-C (`&`); only nohup's SIG_IGN is kept
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda n, _: sys.exit(f"ended by {signal.Signals(n).name}"))
     try:
-        run(seed, rewards, look)
+        run(seed, rewards)
     finally:
         for number in ENDS:  # a second Ctrl-C would leave some of them running
             signal.signal(number, signal.SIG_IGN)
@@ -134,13 +133,13 @@ def main(seed, rewards="plain", look=lambda url: None):
             stop(child)
 
 
-def run(seed, rewards, look):
+def run(seed, rewards):
     started = time.perf_counter()
     shutil.rmtree(RUN_DIR, ignore_errors=True)
     print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
     warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
     print("2. GRPO: ref_server.py and grpo_ref_split.py, loading takes about 15 s", flush=True)
-    train_and_serve(seed, rewards, look)
+    train_and_serve(seed, rewards)
     final = Path(RUN_DIR, "final")
     before, after = diagnose(WARM_START), diagnose(final)
     plot.plot(RUN_DIR)
