@@ -8,6 +8,7 @@ lies beside the adapter. MODEL may name OUT.
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM
@@ -32,9 +33,12 @@ def merge_into(model, folder):
     from peft import PeftModel
 
     try:
-        PeftModel.from_pretrained(model, folder).merge_and_unload()
-    except (ValueError, RuntimeError) as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            adapted = PeftModel.from_pretrained(model, folder, torch_device=str(model.device))
+    except (ValueError, RuntimeError, UserWarning) as error:
         raise SystemExit(f"the adapter {folder} does not fit its base model: {error}") from error
+    adapted.merge_and_unload()
 
 
 def merge(adapter, out):

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from fakes import tiny_policy
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.merge import merge, merge_into
@@ -91,6 +91,12 @@ def test_what_can_not_be_merged_is_refused_with_a_reason(tiny, tmp_path, adapter
         (theirs / "adapter_config.json").write_text(json.dumps(config | changes))
         with pytest.raises(SystemExit, match=reason):
             merge(str(theirs), str(tmp_path / "out"))
+    (theirs / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(theirs / "adapter_model.safetensors")
+    del tensors[max(tensors)]
+    save_file(tensors, theirs / "adapter_model.safetensors")
+    with pytest.raises(SystemExit, match="does not fit"):
+        merge(str(theirs), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
