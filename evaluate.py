@@ -61,7 +61,7 @@ def command_line():
 
 def answers_of(c, options, model, processes, rank, world):
     """Returns (outcome, folder, {kind: {question: answers}}) of a model, kinds "greedy" and "N
-    samples", once all ranks have answered their share of what was not in the files. `processes`
+    samples ...", once all ranks have answered their share of what was not in the files. `processes`
     compute rewards (start_processes), or None."""
     c = with_constants(c, MODEL=base_of(model))
     tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1)
@@ -69,9 +69,10 @@ def answers_of(c, options, model, processes, rank, world):
     prompts, policy, found = recipe.prompts[: c.EVAL_QUESTIONS], None, {}
     draws = {"greedy": recipe.others(GROUP_SIZE=1, TEMPERATURE=0)}
     if options.samples:
-        draws[f"{options.samples} samples"] = recipe.others(GROUP_SIZE=options.samples)
+        kind = f"{options.samples} samples at temperature {c.TEMPERATURE:g}"
+        draws[kind] = recipe.others(GROUP_SIZE=options.samples)
     for kind, draw in draws.items():
-        path = evaluation.file_for(draw, model, options.out)
+        path = evaluation.file_for(draw, kind, model, options.out)
         there = evaluation.read_answers(path)
         mine = [prompt for prompt in prompts[rank::world] if prompt[0] not in there]
         if mine and policy is None:

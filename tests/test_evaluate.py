@@ -63,7 +63,7 @@ def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypa
     right = [group[0]["rewards"]["correctness"] > 0 for group in answers.values()]
     assert found["greedy"]["right"][0] == sum(right) / 12
     assert all(len(a["text"]) % 2 == (a["rewards"]["correctness"] < 0) for (a,) in answers.values())
-    four = found["4 samples"]
+    four = found["4 samples at temperature 1"]
     assert four["right"][0] == four["pass@1"] <= four["pass@4"]
     out = capsys.readouterr().out
     assert str(model) in out and "pass@4" in out and "correctness > 0" in out

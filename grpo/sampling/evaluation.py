@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,13 +39,12 @@ def constants_of_run(model, task):
 
 
 # --- The file of answers ----------------------------------------------------------------
-def file_for(recipe, model, out):
-    """Returns the path of a model's answers, which is created if it is missing. Its name ends with
-    a hash of all that the answers depend on: other settings have another file."""
+def file_for(recipe, kind, model, out):
+    """Returns the path of a model's answers of a `kind`, which is created if it is missing. Its
+    name ends with a hash of all that the answers depend on: other settings have another file."""
     c, prompts = recipe.c, json.dumps([[index, ids] for index, _, ids in recipe.prompts])
-    local, how = Path(model).is_dir(), f"{c.GROUP_SIZE}-samples-at-{c.TEMPERATURE:g}"
     settings = {name: getattr(c, name) for name in NAMES} | {
-        "how": how if c.TEMPERATURE else "greedy",
+        "how": kind,
         "OUTCOME": c.OUTCOME,
         "rewards": list(c.REWARD_WEIGHTS),
         "hash of the task's file": sha256_of(recipe.task.__file__),
@@ -53,9 +53,10 @@ def file_for(recipe, model, out):
     }
     line = json.dumps({"settings": settings})
     digest = hashlib.sha256(line.encode()).hexdigest()[:8]
-    folder = Path(out, "--".join(Path(model).resolve().parts[-2:] if local else model.split("/")))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{Path(c.TASK).stem}-{c.EVAL_SPLIT}-{settings['how']}-{digest}.jsonl"
+    parts = Path(model).resolve().parts[-2:] if Path(model).is_dir() else model.split("/")
+    name = f"{Path(c.TASK).stem}-{c.EVAL_SPLIT}-{kind}-{digest}.jsonl"
+    path = Path(out, "--".join(parts), re.sub(r"[^\w.-]", "-", name))
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         append(path, line)
     return path
