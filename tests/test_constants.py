@@ -160,9 +160,10 @@ def test_main_sets_constants(monkeypatch):
     assert (trainer.STEPS, vllm_worker.VLLM_SEQUENCES) == (7, 4)
 
 
-def test_a_main_has_nothing_of_an_earlier_one():
+def test_a_main_has_what_its_importer_set_and_nothing_of_an_earlier_one(monkeypatch):
     """A preset's values, and those that the start of a run puts in the place of "auto" and None,
     were those of every later main() in the process."""
+    monkeypatch.setattr(trainer, "EVAL_STEPS", 7)  # as experiments do
     shipped = constants.constants_in(vars(trainer))
     c = trainer.constants(STEPS=7, TASK="even", SAMPLE_BATCH=64)
     assert c is trainer and (trainer.STEPS, trainer.TASK) == (7, "even")  # its only home
@@ -177,13 +178,6 @@ def test_a_main_has_nothing_of_an_earlier_one():
             trainer.main(**refused)
         trainer.constants()
         assert constants.constants_in(vars(trainer)) == shipped
-
-
-def test_what_its_importer_has_set_is_every_mains(monkeypatch):
-    """As experiments do: the script's module is where a constant lives."""
-    monkeypatch.setattr(trainer, "STEPS", 7)
-    trainer.constants(STEPS=9)
-    assert trainer.constants(SEED=1).STEPS == 7 and trainer.constants().SEED == 0
 
 
 def test_changed_copies_are_no_second_home():
