@@ -396,7 +396,7 @@ def train(run):
                 run.folder.log("metrics.jsonl", {"step": p.step} | own | trained | run.laps[-1])
                 show(bar, p.step, metrics | trained | run.laps[-1])
                 if sequences:
-                    checks.check_update(run, trained, sequences, groups, before)
+                    checks.check_update(run, trained, sequences)
 
 
 def end_rollout(run, before):

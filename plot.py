@@ -53,7 +53,7 @@ def plot(*run_dirs, target=None):
     runs, curves = {str(Path(run_dir)): read(run_dir) for run_dir in run_dirs}, dict(CURVES)
     for name in {name: 0 for records in runs.values() for record in records for name in record}:
         if match := REWARD.fullmatch(name):
-            curves.setdefault(f"reward: {match[1]}", []).append(name)
+            curves[f"reward: {match[1]}"] = [name]
     last = max(record["step"] for records in runs.values() for record in records) or 1
     rows = -(-len(curves) // 3)
     figure = Figure(figsize=(13, 3.2 * rows), layout="constrained")

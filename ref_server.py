@@ -145,21 +145,21 @@ known = frozenset(filter(str.isupper, globals()))  # a preset that sets another 
 
 
 def check_constants(now):
-    """Raises SystemExit with a sentence for each constant, by name in `now`, that can't be."""
-    kinds = {"a whole number from 1 on": "SCORE_BATCH_TOKENS THREADS MAX_BODY_BYTES"}
-    kinds["a whole number from 1 on"] += " MAX_WAITING_BYTES"
-    kinds |= {"a whole number from 0 on": "PORT", "a number from 0 on": "TEMPERATURE"}
-    rules = constants.rules_of(kinds | {"a text": "MODEL HOST"}, now)
-    dtypes = constants.DTYPES
-    rules.append(("DTYPE", f"one of {', '.join(dtypes)}", now["DTYPE"] in dtypes))
-    constants.refuse_broken("ref_server.py", now, rules)
-    rules = [
-        ("TEMPERATURE", "above 0", now["TEMPERATURE"] > 0),
-        ("PORT", "65535 at most; 0 takes any free port", now["PORT"] <= 65535),
-        ("THREADS", "8 or more", now["THREADS"] >= 8),
-        ("MAX_BODY_BYTES", "1 MB or more: 1 << 20", now["MAX_BODY_BYTES"] >= 1 << 20),
+    """Raises SystemExit with a line for each constant, by name in `now`, that can't be."""
+    kinds = [
+        (constants.WHOLE, "SCORE_BATCH_TOKENS THREADS MAX_BODY_BYTES MAX_WAITING_BYTES"),
+        (constants.COUNT, "PORT"),
+        (constants.NUMBER, "TEMPERATURE"),
+        (constants.TEXT, "MODEL HOST"),
+        (constants.DTYPE, "DTYPE"),
     ]
-    constants.refuse_broken("ref_server.py", now, rules)
+    relations = [
+        ("TEMPERATURE", "above 0", lambda c: c.TEMPERATURE > 0),
+        ("PORT", "65535 at most; 0 takes any free port", lambda c: c.PORT <= 65535),
+        ("THREADS", "8 or more", lambda c: c.THREADS >= 8),
+        ("MAX_BODY_BYTES", "1 MB or more: 1 << 20", lambda c: c.MAX_BODY_BYTES >= 1 << 20),
+    ]
+    constants.check("ref_server.py", now, kinds, relations)
 
 
 def main(**preset):

@@ -6,7 +6,7 @@ Its constants are those below and those of grpo_ref_split.py, which must be the 
 worker is one model, on one GPU or as many as TENSOR_PARALLEL says; for more GPUs, run more workers.
 """
 
-from grpo.constants import check_names, command_line, real, refuse_broken, rules_of, settle
+from grpo import constants
 
 VLLM_MEMORY_GB = 20.0  # of a GPU's memory; on a CPU that of the KV cache, where 1 is plenty
 VLLM_SEQUENCES = 256  # completions sampled at once, in place of SAMPLE_BATCH
@@ -17,15 +17,18 @@ known = frozenset(filter(str.isupper, globals()))  # a preset that sets another 
 
 
 def check_constants(now, group_size):
-    """Raises SystemExit with a sentence for each constant, by name in `now`, that can't be."""
-    kinds = {"a whole number from 1 on": "VLLM_SEQUENCES TENSOR_PARALLEL"}
-    kinds["True or False"] = "VLLM_SLEEP"
-    positive = real(now["VLLM_MEMORY_GB"]) and now["VLLM_MEMORY_GB"] > 0
-    memory = ("VLLM_MEMORY_GB", "a number above 0", positive)
-    refuse_broken("vllm_worker.py", now, [*rules_of(kinds, now), memory])
-    enough = now["VLLM_SEQUENCES"] >= group_size
-    rule = ("VLLM_SEQUENCES", f"GROUP_SIZE = {group_size} or more", enough)
-    refuse_broken("vllm_worker.py", now, [rule])
+    """Raises SystemExit with a line for each constant, by name in `now`, that can't be."""
+    kinds = [
+        (constants.WHOLE, "VLLM_SEQUENCES TENSOR_PARALLEL"),
+        (constants.NUMBER, "VLLM_MEMORY_GB"),
+        (constants.FLAG, "VLLM_SLEEP"),
+    ]
+    enough = f"GROUP_SIZE = {group_size} or more"
+    relations = [
+        ("VLLM_MEMORY_GB", "above 0", lambda c: c.VLLM_MEMORY_GB > 0),
+        ("VLLM_SEQUENCES", enough, lambda c: c.VLLM_SEQUENCES >= group_size),
+    ]
+    constants.check("vllm_worker.py", now, kinds, relations)
 
 
 def main(**preset):
@@ -39,10 +42,10 @@ def main(**preset):
     from grpo.sampling.worker import run_worker
     from grpo.wire import vocab_size_of
 
-    check_names(preset, known | trainer.known)
+    constants.check_names(preset, known | trainer.known)
     own = {name: preset.pop(name) for name in known & preset.keys()}
     c = trainer.constants(**preset)
-    check_constants(settle(globals(), known, own), c.GROUP_SIZE)
+    check_constants(constants.settle(globals(), known, own), c.GROUP_SIZE)
     tokenizer, recipe, _ = prepare(c, needs_server=False)
     policy = VLLMPolicy(
         c.MODEL,
@@ -62,7 +65,7 @@ def main(**preset):
 
 
 if __name__ == "__main__":
-    given = command_line("vllm_worker.py", __doc__)[1]
+    given = constants.command_line("vllm_worker.py", __doc__)[1]
     from grpo.stop import TooLong
 
     try:

@@ -87,17 +87,14 @@ class RefServer(Client):
             info = self.call("GET", "/info").json()
             if type(info) is not dict:
                 raise ValueError("its /info is not a JSON object")
-        except (requests.RequestException, ValueError) as error:
-            raise SystemExit(f"REF_SERVER = {self.url!r} is another server: {error}") from error
-        except RuntimeError as error:  # the wrong token, or nobody there
-            raise SystemExit(str(error)) from error
+        except (requests.RequestException, ValueError, RuntimeError) as error:
+            raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {error}") from error
         mine = facts_of(tokenizer, temperature)
         wrong = [f"{k} {info.get(k)} and not {v}" for k, v in mine.items() if info.get(k) != v]
         if wrong:
             raise SystemExit(
                 f"the reference {info.get('model')} at {self.url} does not fit the policy {model}:"
-                f" it has {', '.join(wrong)}. Tokenizer, temperature and protocol must be the same"
-                " on both sides"
+                f" it has {', '.join(wrong)}; these must be the same on both sides"
             )
         self.info = info
 

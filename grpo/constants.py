@@ -17,19 +17,7 @@ SCRIPTS = {  # each with those whose constants it takes
     "vllm_worker.py": ["vllm_worker.py", "grpo_ref_split.py"],
 }
 
-RULES = {  # what a constant must be: whether a value is
-    "a whole number from 1 on": lambda value: type(value) is int and value >= 1,
-    "a whole number from 0 on": lambda value: type(value) is int and value >= 0,
-    "a number from 0 on": lambda value: real(value) and value >= 0,
-    "True or False": lambda value: value in (True, False),
-    '"auto" or a whole number from 1 on': lambda value: (
-        value == "auto" or type(value) is int and value >= 1
-    ),
-    '"auto", True or False': lambda value: value in ("auto", True, False),
-    "a text": lambda value: isinstance(value, str) and value != "",
-}
 UNDO = "_set_for_run"  # in a script's globals: what set_for_run has replaced
-DTYPES = ["auto", "float32", "bfloat16"]  # "auto", and those of grpo.proof.NOISE
 
 
 # --- The command line -----------------------------------------------------------------
@@ -40,26 +28,32 @@ def arguments():
 
 def command_line(script, doc, roles=()):
     """Returns (role, constants): the one of `roles` that the script's command line names, or None;
-    values by name, of its presets and NAME=value arguments, the later of two. SystemExit with a
-    sentence for a name that no script has, or a preset that can't be read; with a usage, from the
-    script's __doc__, for all else."""
-    defaults, constants, role = defaults_of(*SCRIPTS[script]), {}, None
+    and values by name. SystemExit with the usage, from the script's __doc__, for any other word."""
+    constants, words = read_words(*SCRIPTS[script])
+    role = words.pop(0) if words and words[0] in roles else None
+    if words and words[0] in ("-h", "--help"):
+        print(usage(doc))
+        raise SystemExit(0)
+    if words:
+        raise SystemExit(f"{usage(doc)}\nunknown argument: {words[0]}")
+    return role, constants
+
+
+def read_words(*scripts, presets=True):
+    """Returns (constants, other words) of the command line: values by name, of NAME=value words
+    and, with `presets`, of preset files; later ones win. SystemExit if no script has a name."""
+    defaults, constants, others = defaults_of(*scripts), {}, []
     for word in arguments():
         name, equals, text = word.partition("=")
         if equals and name.isidentifier():
-            check_own(script, name, defaults)
+            check_names([name], defaults)
             constants[name] = value_of(text, defaults[name])
-        elif word.endswith(".py"):
+        elif presets and word.endswith(".py"):
             found = read_preset(word)
             constants |= {name: value for name, value in found.items() if name in defaults}
-        elif word in roles and role is None:
-            role = word
-        elif word in ("-h", "--help"):
-            print(usage(doc))
-            raise SystemExit(0)
         else:
-            raise SystemExit(f"{usage(doc)}\nunknown argument: {word}")
-    return role, constants
+            others.append(word)
+    return constants, others
 
 
 def usage(doc):
@@ -73,20 +67,6 @@ Arguments, of which later ones win: NAME=value for a constant of the file (GROUP
 for a file of constants (presets/)."""
 
 
-def constants_among(words, script):
-    """Returns (constants, other words): of a command's words those that say NAME=value, by name.
-    SystemExit for a name that `script` does not have."""
-    defaults, given, others = defaults_of(script), {}, []
-    for word in words:
-        name, equals, text = word.partition("=")
-        if equals and name.isidentifier():
-            check_own(script, name, defaults)
-            given[name] = value_of(text, defaults[name])
-        else:
-            others.append(word)
-    return given, others
-
-
 def defaults_of(*scripts):
     """Returns {constant: value} of scripts, read from their source; a value that is not a plain
     number or text is not evaluated."""
@@ -97,14 +77,6 @@ def defaults_of(*scripts):
         for target, value in pairs
         if isinstance(target, ast.Name) and target.id.isupper()
     }
-
-
-def check_own(script, name, own):
-    """Raises SystemExit if the name is not among a script's `own`, perhaps another script's."""
-    for other in SCRIPTS:
-        if name not in own and name in defaults_of(other):
-            raise SystemExit(f"{name} is a constant of {other}, not of {script}")
-    check_names([name], own)
 
 
 def value_of(text, default):
@@ -135,14 +107,16 @@ def read_preset(path):
 
 
 def check_names(names, known, where=""):
-    """Raises SystemExit with the nearest for a name that is not in `known`."""
+    """Raises SystemExit for a name that is not in `known`: it is another script's, or misspelt."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0)[0]
-            raise SystemExit(f"{where}there is no constant {name}: is {near} meant?")
+            owners = [script for script in SCRIPTS if name in defaults_of(script)]
+            why = f"it is a constant of {owners[0]}" if owners else f"is {near} meant?"
+            raise SystemExit(f"{where}there is no constant {name}: {why}")
 
 
-# --- Their home: a script's module ------------------------------------------------------
+# --- One home: a script's module ------------------------------------------------------
 def settle(module, known, preset):
     """Sets the constants of `preset`, by name, in a script's globals, `module`, once all that an
     earlier main() has set there is undone; returns all constants. Raises SystemExit for a name, of
@@ -172,18 +146,54 @@ def with_constants(c, **changes):
 
 
 # --- Rules ----------------------------------------------------------------------------
-def rules_of(table, now):
-    """Returns [(constant, what it must be, whether it is)] of a table {what: "NAME ..."}."""
-    return [(n, what, RULES[what](now[n])) for what in table for n in table[what].split()]
+# A kind of constant is (what a value must be, whether a value is)
+WHOLE = "a whole number from 1 on", lambda value: type(value) is int and value >= 1
+COUNT = "a whole number from 0 on", lambda value: type(value) is int and value >= 0
+NUMBER = "a number from 0 on", lambda value: real(value) and value >= 0
+FLAG = "True or False", lambda value: value in (True, False)
+TEXT = "a text", lambda value: isinstance(value, str) and value != ""
 
 
-def refuse_broken(script, now, rules):
-    broken = [f"{name} = {now[name]!r} must be {what}" for name, what, holds in rules if not holds]
-    if broken:
-        raise SystemExit(f"{script} can't run with these constants:\n" + "\n".join(broken))
+def one_of(*values):
+    return f"one of {', '.join(map(repr, values))}", lambda value: value in values
+
+
+def or_(other, kind):
+    return f"{other!r}, or {kind[0]}", lambda value: value == other or kind[1](value)
+
+
+def list_of(what, holds):
+    return f"a list of {what}", lambda v: isinstance(v, list | tuple) and all(map(holds, v))
+
+
+def dict_of(what, holds):
+    return (
+        f"a dict of {what} by name",
+        lambda value: (
+            isinstance(value, dict)
+            and all(isinstance(name, str) and holds(x) for name, x in value.items())
+        ),
+    )
+
+
+DTYPE = one_of("auto", "float32", "bfloat16")  # "auto", and those of grpo.proof.NOISE
+
+
+def check(script, now, kinds, relations):
+    """Raises SystemExit with a line for each constant of a script, by name in `now`, that can't be.
+    `kinds` is [(kind, "NAME ...")]. `relations`, checked once all kinds are right, is [(NAME, what
+    it must be, whether it is, a function of the constants as attributes)]."""
+    c = SimpleNamespace(**now)
+    first = [(name, what, holds(now[name])) for (what, holds), s in kinds for name in s.split()]
+    for rules in (first, ((name, what, holds(c)) for name, what, holds in relations)):
+        wrong = [
+            f"{name} = {now[name]!r} must be {what}" for name, what, holds in rules if not holds
+        ]
+        if wrong:
+            raise SystemExit(f"{script} can't run with these constants:\n" + "\n".join(wrong))
 
 
 def real(value):
-    """Whether this is a finite number, NumPy's too; True is not."""
+    """Returns whether this is a finite number, also NumPy's; True is not."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return number and math.isfinite(value)

@@ -4,7 +4,7 @@
     python plot.py live runs/gsm8k 8080   # one run, on another port
 
 live.html asks GET /live every 2 s, and GET /group for the sampled group that it shows. The page
-only reads: it takes no lock, so it can start and end at any time and never disturbs a trainer.
+only reads: it can start and end at any time and never disturbs a trainer.
 """
 
 import base64
@@ -12,12 +12,10 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import statistics
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -28,98 +26,51 @@ import waitress
 
 from grpo.gate import is_local
 
-METRICS, SAMPLES, CONSTANTS = "metrics.jsonl", "samples.jsonl", "run.json"
-LOCKS = Path("/proc/locks")  # Linux lists here who has locked which file
 PORT = 59877
-SILENT_SECONDS = 600  # if locks cannot be seen: a run that writes nothing for longer has stopped
-MAX_RUNS, MAX_COMPARED = 20, 8  # runs in memory; runs in one answer
-MAX_GROUPS = 400  # of a run in memory: the newest
+SILENT_SECONDS = 600  # a run that has written nothing for longer has stopped
+MAX_COMPARED = 8  # runs in one answer
 POINTS = 400  # of a curve, as a chart is about 500 pixels wide
-MAX_READ, MAX_LINE = 16 << 20, 1 << 20  # bytes of a file per request; a longer line is skipped
+MAX_READ = 16 << 20  # bytes of a file: the last
 
 
-# --- Files that grow ----------------------------------------------------------------
-def parse(line):
-    """Returns a line's record, or None if it is not a JSON object with a step."""
+# --- A run's files ------------------------------------------------------------------
+def read(path):
+    """Returns {step: [records]} of a file of JSON lines, in the order of steps, and the file's
+    inode: a run that resumes puts another file there."""
     try:
-        record = json.loads(line, parse_constant=lambda name: None)  # NaN becomes null
-    except (ValueError, RecursionError):
-        return None
-    step = record.get("step") if type(record) is dict else None
-    return record if type(step) is int and 0 <= step < 2**53 else None
+        stat = path.stat()
+        return parsed(path, stat.st_ino, stat.st_size, stat.st_mtime_ns), stat.st_ino
+    except OSError:
+        return {}, None
 
 
-def in_query(name):
-    """Returns a name as a browser can send it back: surrogates have no place in UTF-8."""
-    return str(name).encode(errors="backslashreplace").decode()
+@functools.lru_cache(3 * MAX_COMPARED)
+def parsed(path, inode, size, when):
+    """Returns {step: [records]} of a file; what has not changed since is not read again."""
+    with open(path, "rb") as file:
+        file.seek(max(0, size - MAX_READ))
+        lines, found = file.read(MAX_READ).splitlines(), {}
+    for line in lines:
+        with suppress(ValueError, RecursionError):  # it is being written, or is not ours
+            record = json.loads(line, parse_constant=lambda name: None)  # NaN becomes null
+            step = record.get("step") if type(record) is dict else None
+            if type(step) is int and 0 <= step < 2**53:
+                found.setdefault(step, []).append(record)
+    return dict(sorted(found.items()))
 
 
-def key_of(record):
-    """Returns (step, name of the group); metrics belong to no group."""
-    return record["step"], in_query(record.get("group", ""))
+def metrics_of(folder):
+    """Returns a dict of numbers for each step, in order; an evaluation joins its step."""
+    steps = read(folder / "metrics.jsonl")[0].values()
+    merged = [{k: v for part in parts for k, v in part.items()} for parts in steps]
+    numbers = (int, float)
+    return [{k: v for k, v in m.items() if type(v) in numbers and abs(v) < 1e300} for m in merged]
 
 
-def numbers_of(record):
-    """Returns the numbers in a record, by name."""
-    return {k: v for k, v in record.items() if type(v) in (int, float) and abs(v) < 1e300}
-
-
-class Tail:
-    """The records of a growing file: {key_of: [records]}, the newest `most` keys."""
-
-    def __init__(self, path, most, part=lambda record: record):
-        self.path, self.most, self.part = path, most, part
-        self.start_over()
-
-    def start_over(self):
-        self.inode, self.offset, self.records = None, 0, {}
-
-    def read(self):
-        """Returns the records, with what the file has gained, of at most MAX_READ bytes."""
-        try:
-            with open(self.path, "rb") as file:
-                stat = os.fstat(file.fileno())
-                if stat.st_ino != self.inode or stat.st_size < self.offset:
-                    self.start_over()  # a run that resumed has put another file there
-                    self.inode = stat.st_ino
-                file.seek(self.offset)
-                self.read_lines(file, limit=self.offset + MAX_READ)
-        except OSError:
-            self.start_over()
-        return self.records
-
-    def read_lines(self, file, limit):
-        while self.offset < limit and (line := file.readline(MAX_LINE)):
-            if not line.endswith(b"\n") and len(line) < MAX_LINE:
-                break  # it is being written
-            self.offset += len(line)
-            if record := parse(line):
-                self.records.setdefault(key_of(record), []).append(self.part(record))
-            while len(self.records) > self.most:
-                del self.records[next(iter(self.records))]
-
-
-# --- A run --------------------------------------------------------------------------
-class Run:
-    def __init__(self, folder):
-        self.folder = folder
-        self.metrics = Tail(folder / METRICS, math.inf, numbers_of)
-        self.samples = Tail(folder / SAMPLES, MAX_GROUPS)
-
-    def steps(self):
-        """Returns a record for each step, in order: an evaluation joins its step."""
-        found = sorted(self.metrics.read().items())
-        return [{k: v for part in parts for k, v in part.items()} for _, parts in found]
-
-    def groups(self):
-        """Returns {id: records} of the sampled groups, in order."""
-        found = sorted(self.samples.read().items())
-        return {f"{step}/{name}": records for (step, name), records in found}
-
-    def constants(self):
-        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            return dict(json.loads((self.folder / CONSTANTS).read_bytes())["constants"])
-        return {}
+def constants_of(folder):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        return dict(json.loads((folder / "run.json").read_bytes())["constants"])
+    return {}
 
 
 def chart(records, name):
@@ -137,57 +88,40 @@ def step_seconds(records):
 
 
 # --- All runs -----------------------------------------------------------------------
-def status(folder, wrote):
-    """Returns "running", "ended" (it made all its steps) or "stopped"; it wrote a file at `wrote`.
-
-    A trainer holds its folder's lock. To try that lock could refuse a trainer that starts just
-    then, so the list of locks is read. That list lacks the locks of other machines; a disk without
-    a device number may be a network's, and there a run that wrote lately is running.
-    """
-    lock, disk = folder / ".lock", folder.stat().st_dev
-    with suppress(OSError):
-        locked = f" {os.major(disk):02x}:{os.minor(disk):02x}:{lock.stat().st_ino} "
-        if any(" WRITE " in line and locked in line for line in LOCKS.read_text().splitlines()):
-            return "running"
-    if os.path.lexists(folder / "final"):
-        return "ended"
-    is_listed = LOCKS.exists() and os.major(disk)
-    is_recent = lock.exists() and time.time() - wrote < SILENT_SECONDS
-    return "running" if is_recent and not is_listed else "stopped"
-
-
 def find_runs(folder):
     """Returns {name: (folder, when it wrote, status)} of the runs in `folder`, which may itself be
-    a run and may hold folders of runs; the one that wrote last comes first."""
+    a run and may hold folders of runs; the one that wrote last comes first. A run has "ended" once
+    it has made all its steps; else it is "running", or "stopped" if it is silent."""
     wrote, found = {}, {}
-    patterns = [d + name for d in ("", "*/", "*/*/") for name in (METRICS, CONSTANTS)]
+    patterns = [d + name for d in ("", "*/", "*/*/") for name in ("metrics.jsonl", "run.json")]
     for path in (path for pattern in patterns for path in folder.glob(pattern)):
         with suppress(FileNotFoundError):  # it was deleted just now
             wrote[path.parent] = max(path.stat().st_mtime, wrote.get(path.parent, 0))
     base = folder.parent if folder in wrote else folder
     for run, when in sorted(wrote.items(), key=lambda item: (-item[1], item[0])):
-        with suppress(FileNotFoundError):
-            found[in_query(run.relative_to(base))] = run, when, status(run, when)
+        status = "running" if time.time() - when < SILENT_SECONDS else "stopped"
+        status = "ended" if os.path.lexists(run / "final") else status
+        found[str(run.relative_to(base))] = run, when, status
     return found
 
 
-def snapshot(found, load, asked="", others=(), metrics=()):
+def snapshot(found, asked="", others=(), metrics=()):
     """Returns GET /live's answer for the run `asked`, or else for the one that wrote last, with the
-    curves of these metrics, also of the `others`. `load` returns the Run in a folder."""
+    curves of these metrics, also of the `others`."""
     name = asked if asked in found else next(iter(found), "")
     chosen = [n for n in dict.fromkeys([name, *others]) if n in found][:MAX_COMPARED]
-    runs = {n: load(found[n][0]) for n in chosen}
-    records = {n: run.steps() for n, run in runs.items()}
+    records = {n: metrics_of(found[n][0]) for n in chosen}
     known = {metric for n in chosen for record in records[n] for metric in record}
     drawn = [metric for metric in dict.fromkeys(metrics) if metric in known]
-    own, constants = records.get(name, []), runs[name].constants() if name else {}
+    folder, wrote, status = found.get(name, (Path("/nowhere"), 0, ""))
+    constants, own = constants_of(folder), records.get(name, [])
+    groups, inode = read(folder / "samples.jsonl")
     steps = constants.get("STEPS")
-    groups = runs[name].groups() if name else {}
     return {
         "runs": [{"name": n, "status": state} for n, (_, _, state) in found.items()],
         "run": name,
-        "status": found[name][2] if name else "",
-        "wrote_s": max(0, round(time.time() - found[name][1], 1)) if name else None,
+        "status": status,
+        "wrote_s": max(0, round(time.time() - wrote, 1)) if name else None,
         "model": str(constants.get("MODEL", "")),
         "step": own[-1]["step"] if own else None,
         "steps": steps if type(steps) is int else None,
@@ -195,8 +129,8 @@ def snapshot(found, load, asked="", others=(), metrics=()):
         "last": own[-1] if own else {},
         "metrics": sorted(known - {"step", "time"}),
         "curves": [{"run": n, "charts": {m: chart(records[n], m) for m in drawn}} for n in chosen],
-        "file": runs[name].samples.inode if name else None,  # a resumed run writes a group again
-        "groups": [[id, found[0]["step"], len(found)] for id, found in groups.items()],
+        "file": inode,  # a resumed run writes a group again
+        "groups": [[step, len(completions)] for step, completions in groups.items()],
     }
 
 
@@ -215,8 +149,7 @@ def load_page():
 
 def make_app(folder):
     """Returns the WSGI app for the runs in a folder, or for the run that the folder is."""
-    app, folder, one_at_a_time = bottle.Bottle(), Path(folder).resolve(), threading.Lock()
-    load, (html, headers) = functools.lru_cache(MAX_RUNS)(Run), load_page()
+    app, folder, (html, headers) = bottle.Bottle(), Path(folder).resolve(), load_page()
     app.add_hook("after_request", lambda: bottle.response.headers.update(headers))
 
     def query(name):  # not bottle's, which raises if it is not UTF-8
@@ -224,17 +157,15 @@ def make_app(folder):
 
     @app.get("/live")
     def live():
-        with one_at_a_time:
-            found = find_runs(folder)
-            return snapshot(found, load, query("run")[0], query("with"), query("metric"))
+        return snapshot(find_runs(folder), query("run")[0], query("with"), query("metric"))
 
     @app.get("/group")
     def group():
-        with one_at_a_time:
-            found = find_runs(folder).get(query("run")[0])
-            lines = load(found[0]).groups().get(query("id")[0]) if found else []
+        run, step = find_runs(folder).get(query("run")[0]), query("step")[0]
+        groups = read(run[0] / "samples.jsonl")[0] if run else {}
+        lines = next((lines for number, lines in groups.items() if str(number) == step), [])
         bottle.response.status = 200 if lines else 404
-        return {"completions": lines or []}
+        return {"completions": lines}
 
     @app.hook("before_request")
     def refuse_other_names():  # DNS rebinding: a web page could read the runs
@@ -250,7 +181,7 @@ def serve(folder, port=PORT):
     if not Path(folder).is_dir():
         sys.exit(f"{folder} is not a folder: name a run's folder, or one that holds runs")
     try:
-        server = waitress.create_server(make_app(folder), host="127.0.0.1", port=port, threads=4)
+        server = waitress.create_server(make_app(folder), host="127.0.0.1", port=port, threads=1)
     except (OSError, OverflowError, ValueError) as error:
         sys.exit(f"port {port} cannot be used ({error}): name another port after the folder")
     url = f"http://127.0.0.1:{server.effective_port}/"

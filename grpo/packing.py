@@ -18,8 +18,8 @@ def number_prompts(prompts, share):
     """Returns the number of each sequence's prompt: equal neighbours have the same one, or with
     `share` False each its own.
 
-    >>> number_prompts([[1], [1], [2]], share=True)
-    [0, 0, 1]
+    >>> [number_prompts([[1], [1], [2]], share) for share in (True, False)]
+    [[0, 0, 1], [0, 1, 2]]
     """
     if not share:
         return list(range(len(prompts)))

@@ -1,39 +1,34 @@
-"""What answers amount to: shares of right ones, how surely, and two models compared.
+"""Statistics of answers: shares of right ones with intervals of 95 %, pass@k, two models compared.
 
-Intervals are of 95 %. Plain Python: answers are {question: [answer, ...]}, an answer as
-grpo/sampling/evaluation.py keeps it.
+Answers are {question: [answer, ...]}, as grpo/sampling/evaluation.py keeps them.
 """
 
 import math
-from statistics import fmean, stdev
+from statistics import fmean
 
-Z = 1.96  # standard deviations on either side of a normal variable's 95 %
+Z = 1.96  # 95 % of a normal distribution lie within Z standard deviations
+# What `interval` adds: the number of values, their sum, their sum of squares; and the least value
+SHARES = (4, 2, 2, 0.0)  # two right and two wrong questions (Agresti, Coull 1998, Am. Stat. 52)
+PAIRS = (2, 0, 1, -1.0)  # 1/2 of each outcome of a pair (Agresti, Min 2005, Stat. Med. 24, 729-740)
 
 
-# --- Intervals ----------------------------------------------------------------------
-def wilson(right, total):
-    """Returns (low, high) of a share of independent questions (Wilson 1927, JASA 22, 209-212):
-    unlike share +- Z sd it stays in [0, 1], and has a width also where all are right.
+def interval(values, kind):
+    """Returns [mean, low, high] of a value for each question: of SHARES that are right, or of
+    differences between PAIRS of answers. A few values are added before the normal approximation, so
+    that the interval has a width even if all values are equal. Samples of one question are not
+    independent, so only questions count (Miller 2024, 2411.00640).
 
-    >>> [round(end, 3) for end in wilson(81, 263)]  # Newcombe 1998, Stat. Med. 17, 857-872
-    [0.255, 0.366]
+    >>> [round(x, 3) for x in interval([1] * 81 + [0] * 182, SHARES)]  # Wilson's: 0.255, 0.366
+    [0.308, 0.255, 0.366]
+    >>> [round(x, 3) for x in interval([1] * 10 + [0] * 10, PAIRS)]
+    [0.5, 0.228, 0.681]
     """
-    if not total:
-        return 0.0, 1.0
-    share, n = right / total, total + Z**2
-    centre = (right + Z**2 / 2) / n
-    half = Z / n * math.sqrt(total * share * (1 - share) + Z**2 / 4)
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def mean_interval(shares):
-    """Returns (low, high) of the mean over questions of a share right of several samples: those of
-    one question are not independent, so questions count (Miller 2024, 2411.00640). Wilson's where
-    all shares are equal, such as 1: their standard deviation of 0 would give no width."""
-    if len(set(shares)) < 2:
-        return wilson(sum(shares), len(shares))
-    mean, half = fmean(shares), Z * stdev(shares) / math.sqrt(len(shares))
-    return max(0.0, mean - half), min(1.0, mean + half)
+    number, total, squares, least = kind
+    n = len(values) + number
+    centre = (sum(values) + total) / n
+    variance = (sum(v * v for v in values) + squares) / n - centre**2
+    half = Z * math.sqrt(variance / n)
+    return [mean(values) or 0.0, max(least, centre - half), min(1.0, centre + half)]
 
 
 def pass_at_k(samples, right, k):
@@ -46,118 +41,71 @@ def pass_at_k(samples, right, k):
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def paired_difference(before, after):
-    """Returns (difference, low, high) of the mean of `after` less that of `before`: shares right of
-    the same questions, in the same order, 0 or 1 where each has one answer.
-
-    The interval is Agresti and Min's (2005, Stat. Med. 24, 729-740): Wald's for matched pairs, with
-    half a pair added to each of the four outcomes; so it has a width also where no answer differs.
-    Theirs are pairs of 0 and 1; on other shares it is an extension of it.
-
-    >>> [round(x, 3) for x in paired_difference([0] * 10 + [1] * 10, [1] * 20)]
-    [0.5, 0.228, 0.681]
-    """
-    differences = [b - a for a, b in zip(before, after, strict=True)]
-    n = len(differences) + 2  # the added pairs: half a pair each of +1 and -1, a whole one of 0
-    centre = sum(differences) / n
-    variance = (sum(d * d for d in differences) + 1) / n - centre**2
-    half = Z * math.sqrt(variance / n)
-    mean = fmean(differences) if differences else 0.0
-    return mean, max(-1.0, centre - half), min(1.0, centre + half)
+def mean(values):
+    """Returns the mean of numbers, or None if there are none."""
+    values = list(values)
+    return fmean(values) if values else None
 
 
-# --- Answers ------------------------------------------------------------------------
-def is_right(answer, outcome):
-    """Returns whether a judged answer is right by the reward `outcome`, in whatever format."""
-    return answer["rewards"][outcome] > 0
-
-
-def is_right_in_format(answer, outcome):
-    """Returns whether a judged answer is right and all other rewards that apply to it are positive,
-    which is: all that apply."""
-    return all(value is None or value > 0 for value in answer["rewards"].values())
-
-
-HOWS = {"right": is_right, "right_in_format": is_right_in_format}
-
-
-def judged(answers, outcome):
-    """Returns {question: answers} of the answers to which the outcome applies, where it does to
-    any: the others are neither right nor wrong."""
-
-    def of(group):
-        return [answer for answer in group if answer["rewards"][outcome] is not None]
-
-    return {q: of(group) for q, group in answers.items() if of(group)}
-
-
-def shares(answers, outcome, how):
-    """Returns {question: share of its judged answers that are right}, `how` one of HOWS."""
-    groups = judged(answers, outcome).items()
-    return {q: fmean(HOWS[how](a, outcome) for a in group) for q, group in groups}
-
-
-def summary(answers, outcome):
-    """Returns numbers by name, of {question: answers}: "right" and "right_in_format", each [share,
-    low, high], of the judged; the share of positive values of each other reward, where it applies;
-    the truncated share; the mean length; where a question has k answers, "pass@1" (which is
-    "right") to "pass@k", of the questions that have so many judged ones. None is of none.
-    """
-    several = list(answers.values())
-    everything = [answer for group in several for answer in group]
-    k, found = len(several[0]), {"questions": len(several)}
-    for how in HOWS:
-        right = list(shares(answers, outcome, how).values())
-        ends = wilson(sum(right), len(right)) if k == 1 else mean_interval(right)
-        found[how] = [fmean(right), *ends] if right else None
-    for name in [name for name in everything[0]["rewards"] if name != outcome]:
-        values = [a["rewards"][name] for a in everything if a["rewards"][name] is not None]
-        found[f"positive_{name}"] = fmean(v > 0 for v in values) if values else None
-    found["truncated"] = fmean(a["truncated"] for a in everything)
-    found["completion_tokens"] = fmean(a["tokens"] for a in everything)
-    groups = judged(answers, outcome).values()
-    counts = [(len(group), sum(is_right(a, outcome) for a in group)) for group in groups]
-    for j in range(1, k + 1) if k > 1 else ():
-        chances = [pass_at_k(n, right, j) for n, right in counts if n >= j]
-        found[f"pass@{j}"] = fmean(chances) if chances else None
+# --- A model's answers ----------------------------------------------------------------
+def shares(answers, outcome):
+    """Returns {"right", "right_in_format": {question: its share of answers}}. An answer is right if
+    its reward `outcome` is above 0, and right in format if all its rewards that apply are. Answers
+    to which the outcome does not apply are left out."""
+    found = {"right": {}, "right_in_format": {}}
+    for question, group in answers.items():
+        rewards = [a["rewards"] for a in group if a["rewards"][outcome] is not None]
+        if rewards:
+            whole = [all(v is None or v > 0 for v in given.values()) for given in rewards]
+            found["right"][question] = fmean(given[outcome] > 0 for given in rewards)
+            found["right_in_format"][question] = fmean(whole)
     return found
 
 
-def compare(first, other, outcome):
-    """Returns {how: (difference, low, high)} of two models' answers {question: answers}, over the
-    questions where both have judged ones."""
-    found = {}
-    for how in HOWS:
-        before, after = (shares(answers, outcome, how) for answers in (first, other))
-        both = sorted(before.keys() & after.keys())
-        found[how] = paired_difference([before[q] for q in both], [after[q] for q in both])
+def summary(answers, outcome):
+    """Returns {name: number, or None for a mean of nothing}: the `shares`, each [mean, low, high];
+    how often each other reward that applies is positive; the share of truncated answers; their mean
+    length; and if there are k > 1 answers to a question, pass@1 (which is "right"), 2, 4, ... k."""
+    everything = [answer for group in answers.values() for answer in group]
+    found = {"questions": len(answers)}
+    for how, by_question in shares(answers, outcome).items():
+        values = list(by_question.values())
+        found[how] = interval(values, SHARES) if values else None
+    for name in [name for name in everything[0]["rewards"] if name != outcome]:
+        values = (answer["rewards"][name] for answer in everything)
+        found[f"positive_{name}"] = mean(v > 0 for v in values if v is not None)
+    found["truncated"] = fmean(answer["truncated"] for answer in everything)
+    found["completion_tokens"] = fmean(answer["tokens"] for answer in everything)
+    groups = [[a["rewards"][outcome] for a in group] for group in answers.values()]
+    judged = [[value > 0 for value in group if value is not None] for group in groups]
+    most = len(groups[0])
+    for k in sorted({most, *(2**i for i in range(most.bit_length()))}) if most > 1 else ():
+        chances = (pass_at_k(len(g), sum(g), k) for g in judged if len(g) >= k)
+        found[f"pass@{k}"] = mean(chances)
     return found
 
 
 def columns(models, outcome):
-    """Returns the summary of each model's answers, and for all but the first the differences to the
-    first, as "right - first" and the like."""
-    first, *others = models
+    """Returns the summary of each model's answers. To each but the first it adds "right - first"
+    and the like: the paired differences over the questions that both have."""
     found = [summary(answers, outcome) for answers in models]
-    for column, answers in zip(found[1:], others, strict=True):
-        less = compare(first, answers, outcome)
-        column |= {f"{how} - first": difference for how, difference in less.items()}
+    first, *others = [shares(answers, outcome) for answers in models]
+    for column, other in zip(found[1:], others, strict=True):
+        for how, before in first.items():
+            after = other[how]
+            pairs = [after[q] - share for q, share in before.items() if q in after]
+            column[f"{how} - first"] = interval(pairs, PAIRS)
     return found
 
 
-# --- Shown --------------------------------------------------------------------------
-NOTE = """right: {} > 0, in whatever format; right_in_format: all other rewards that
-apply are > 0, too; both where the first applies; - first: the paired difference, by question, to
-the first model. In brackets: intervals of 95 %."""
+# --- Printed --------------------------------------------------------------------------
+NOTE = """right: {} > 0; right_in_format: the other rewards are > 0 as well; - first: the
+difference to the first model on the same questions. In brackets: intervals of 95 %."""
 
 
 def table(title, models, results):
-    """Returns lines: the title and a column for each model, below them a row for each number. Of
-    pass@k those are shown where k is a power of two, and the last."""
+    """Returns lines: a header with the title and the models, then a row for each number."""
     names = list(dict.fromkeys(name for result in results for name in result))
-    passes = [name for name in names if name.startswith("pass@")]
-    hidden = {name for name in passes[:-1] if int(name[5:]).bit_count() > 1}
-    names = [name for name in names if name not in hidden]
     rows = [[title, *models]]
     rows += [[f"  {name}", *(cell(result.get(name)) for result in results)] for name in names]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -166,6 +114,6 @@ def table(title, models, results):
 
 
 def cell(value):
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return "{:.3f} [{:.3f}, {:.3f}]".format(*value)
     return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -16,16 +16,15 @@ class Stop:
     """A request, by SIGINT or SIGTERM, to finish the step, save it, and end.
 
     A thread receives the signals: a handler in Python would not run while the main thread is in a
-    collective.
+    collective. A second Ctrl-C ends the process at once.
     """
 
     asked, at = "", math.inf  # the first signal's name, and when it came
-    listens = False
 
     @contextlib.contextmanager
     def listening(self):
-        """In the block a signal only sets `asked`; a second Ctrl-C ends this process at once."""
-        self.asked, self.at, self.listens = "", math.inf, True
+        """In the block a signal only sets `asked`."""
+        self.asked, self.at = "", math.inf
         read, write = os.pipe()
         os.set_blocking(write, False)
         ends = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) != signal.SIG_IGN]
@@ -35,7 +34,6 @@ class Stop:
         try:
             yield
         finally:
-            self.listens = False
             for number, handler in before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(wakeup)
@@ -51,42 +49,37 @@ class Stop:
     def ask(self, by):
         if not self.asked:
             self.asked, self.at = by, time.monotonic()
-            tell(f"{by}: this step is finished and saved, then the run ends; Ctrl-C again: at once")
+            tell(f"{by}: the run ends once this step is saved; a second Ctrl-C ends it at once")
         elif by == "SIGINT" and time.monotonic() - self.at > AGAIN_SECONDS:
-            leave("a second SIGINT: ended without a checkpoint of the last steps")
+            leave("a second SIGINT: the run ends without a checkpoint of the last steps")
 
 
 stop = Stop()
 
 
 class TooLong(RuntimeError):
-    """A wait has reached its limit; the text is a sentence for the user."""
+    """A wait has reached its limit."""
 
 
 class Wait:
-    """A polling loop's wait: says every 10 s what it is for, and raises at its limit. Make it when
-    the waiting begins."""
+    """A polling loop's wait. It says every 10 s what it is for, and raises at its limit, which
+    counts from when it is made, or from moved()."""
 
     def __init__(self, what, limit_seconds=math.inf, speaks=True):
         self.what, self.limit, self.speaks = what, limit_seconds, speaks
         self.start = self.said = time.monotonic()
 
     def moved(self):
-        """Restarts the limit, as there is progress."""
         self.start = time.monotonic()
 
     def turn(self, why, pause=0.5):
-        """Sleeps `pause` seconds; `why` says what is still missing.
-
-        Raises TooLong at the limit, and STOP_SECONDS after this process was asked to end.
-        """
+        """Sleeps `pause` seconds; `why` says what is still missing. Raises TooLong at the limit,
+        or STOP_SECONDS after this process was asked to end."""
         now = time.monotonic()
         if now - self.start > self.limit:
             raise TooLong(f"waited {self.limit} s for {self.what}: {why}")
         if stop.asked and now - max(self.start, stop.at) > STOP_SECONDS:
-            raise TooLong(
-                f"ended by {stop.asked}: the step can't be finished without {self.what}: {why}"
-            )
+            raise TooLong(f"{stop.asked}: the step can't be finished without {self.what}: {why}")
         if self.speaks and now - self.said > SPEAK_SECONDS:
             self.said = now
             tell(f"waiting for {self.what} since {now - self.start:.0f} s: {why}")

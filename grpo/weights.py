@@ -39,9 +39,9 @@ def load_weights(model, tensors):
 
 # --- Adapters -----------------------------------------------------------------------
 @torch.no_grad()
-def merge_adapters(model, tensors, scale=LORA_SCALE):
-    """Returns the weights of a LoRA policy, W + s B A, from its adapters, their `scale` s, and the
-    `model` under them. Raises ValueError if that lacks such a layer."""
+def merge_adapters(model, tensors):
+    """Returns the weights of a LoRA policy, W + s B A, from its adapters and the `model` under it.
+    Raises ValueError if the model lacks such a layer."""
     merged = dict(model.named_parameters())
     for name, a in tensors.items():
         if ".lora_A." in name:
@@ -49,13 +49,13 @@ def merge_adapters(model, tensors, scale=LORA_SCALE):
             if f"{path}.weight" not in merged:
                 raise ValueError(f"there is no layer {path} for the adapter {name}")
             b = tensors[name.replace("lora_A", "lora_B")]
-            merged[f"{path}.weight"] = merged_weight(model.get_submodule(path), a, b, scale)
+            merged[f"{path}.weight"] = merged_weight(model.get_submodule(path), a, b)
     return merged
 
 
-def merged_weight(layer, a, b, scale=LORA_SCALE):
+def merged_weight(layer, a, b):
     """Returns W + s B A in the dtype of the layer's W: added in float32, rounded once."""
-    update = scale * (b.float() @ a.float()).to(layer.weight.device)
+    update = LORA_SCALE * (b.float() @ a.float()).to(layer.weight.device)
     if isinstance(layer, Conv1D):  # GPT-2 keeps matrices transposed
         update = update.T
     return (layer.weight.float() + update).to(layer.weight.dtype)

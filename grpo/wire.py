@@ -24,7 +24,9 @@ MAX_HEADER_BYTES = 1 << 16  # a group's is 1 KB; 16 MB of header took 3.5 s and 
 MAX_WAIT_SECONDS = 86_400  # of a request to score; a client that waits longer asks again
 MAX_COMPLETIONS = 10_000  # of a request; to pack 100 000 of one token for scoring took 2 minutes
 
-IDS = ("prompt_ids", "prompt_lengths", "completion_ids", "completion_lengths", "group_sizes")
+KINDS = ("prompt", "completion")
+IDS = [f"{kind}_{what}" for kind in KINDS for what in ("ids", "lengths")] + ["group_sizes"]
+IDS = dict.fromkeys(IDS, torch.int32)  # of a request to score
 TENSORS = {  # of a group
     "prompt_ids": torch.int32,  # (P,)
     "completion_ids": torch.int32,  # (N,), the sampled ids: text is never tokenised again
@@ -92,29 +94,28 @@ def unpack_ids(body, *, vocab_size, max_tokens):
     `vocab_size` bounds the ids, `max_tokens` (None: no limit) the length of prompt plus completion.
     Raises ValueError with the reason if the body is malformed.
     """
-    _, tensors = read_blob(body, "of ids", MAX_HEADER_BYTES)
-    require(tensors.keys() == set(IDS), f"tensors must be {sorted(IDS)}, got {sorted(tensors)}")
-    for name, tensor in tensors.items():
-        flat = tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.numel() > 0
-        require(flat, f"{name} must be int32 with one dimension and at least one value")
-    lengths = [tensors[f"{kind}_lengths"] for kind in ("prompt", "completion")]
-    sizes = tensors["group_sizes"]
-    most = f"a request has at most {MAX_COMPLETIONS} completions"
-    require(max(map(len, lengths)) <= MAX_COMPLETIONS, most)
-    fit = sizes.min() >= 1 and len(sizes) == len(lengths[0])
-    fit = fit and sizes.sum(dtype=torch.int64) == len(lengths[1])
-    require(fit, "group_sizes must give the number of completions of each prompt")
-    for kind in ("prompt", "completion"):
+    _, tensors = read_blob(body, "of ids", IDS)
+    (p, c), sizes = (tensors[f"{kind}_lengths"] for kind in KINDS), tensors["group_sizes"]
+    for kind in KINDS:
         check_parts(kind, tensors[f"{kind}_ids"], tensors[f"{kind}_lengths"], vocab_size)
-    check_length(int((lengths[0].repeat_interleave(sizes) + lengths[1]).max()), max_tokens)
+    fit = sizes.shape == p.shape and sizes.min() >= 1 and sizes.sum(dtype=torch.int64) == len(c)
+    require(fit, "group_sizes must give the number of completions of each prompt")
+    check_length(int((p.repeat_interleave(sizes) + c).max()), max_tokens)
     return tensors
 
 
 def check_parts(kind, ids, lengths, vocab_size):
-    require(lengths.min() >= 1, f"{kind}_lengths must be 1 or more")
+    """Raises ValueError unless `lengths` (M,) divide `ids` (N,), which the tokenizer has."""
+    for name, tensor in (("ids", ids), ("lengths", lengths)):
+        flat = tensor.dim() == 1 and tensor.numel() > 0
+        require(flat, f"{kind}_{name} must have one dimension and at least one value")
+    few = len(lengths) <= MAX_COMPLETIONS
+    require(few, f"a body has at most {MAX_COMPLETIONS} prompts or completions")
     total = int(lengths.sum(dtype=torch.int64))
-    require(total == len(ids), f"{kind}_lengths sum to {total}, but there are {len(ids)} ids")
-    check_ids(ids, vocab_size)
+    fit = lengths.min() >= 1 and total == len(ids)
+    require(fit, f"{kind}_lengths must be 1 or more and sum to {len(ids)} ids, not to {total}")
+    last, low, high = (vocab_size or math.inf) - 1, int(ids.min()), int(ids.max())
+    require(0 <= low <= high <= last, f"token ids must lie in 0..{last}, got {low}..{high}")
 
 
 def ids_by_sequence(tensors):
@@ -140,10 +141,10 @@ def pack_logps(logps) -> bytes:
 
 def unpack_logps(body, groups):
     """Returns the log-probs (N,) of each group, in the order asked. Raises ValueError otherwise."""
-    _, tensors = read_blob(body, "of log-probs", MAX_HEADER_BYTES)
-    logps, sizes = tensors.get("logps"), [len(group.completion_ids) for group in groups]
-    fit = logps is not None and logps.dtype == torch.float32 and logps.shape == (sum(sizes),)
-    require(fit and logps.isfinite().all(), f"the answer must be {sum(sizes)} finite log-probs")
+    _, tensors = read_blob(body, "of log-probs", {"logps": torch.float32})
+    logps, sizes = tensors["logps"], [len(group.completion_ids) for group in groups]
+    fit = logps.shape == (sum(sizes),) and logps.isfinite().all()
+    require(fit, f"the answer must be {sum(sizes)} finite log-probs")
     return list(logps.split(sizes))
 
 
@@ -161,34 +162,34 @@ def unpack_group(body, *, vocab_size=None, max_tokens=None) -> Group:
 
     `vocab_size` bounds the ids, `max_tokens` the length of prompt plus completion.
     """
-    meta, tensors = read_blob(body, "with a group in it", MAX_HEADER_BYTES)
+    meta, tensors = read_blob(body, "with a group in it", TENSORS, optional={"ref_logps"})
     require(type(meta) is dict, f"the metadata must be a JSON object, got {type(meta).__name__}")
     current = meta.get("protocol") == PROTOCOL and type(meta["protocol"]) is int
     require(current, f"its protocol must be {PROTOCOL}; update the older side")
     for name, kind in METADATA.items():
         value = meta.get(name)
         require(type(value) is kind, f"metadata {name!r} must be {kind.__name__}, got {value!r}")
-    complete = TENSORS.keys() - {"ref_logps"} <= tensors.keys() <= TENSORS.keys()
-    require(complete, f"tensors must be {sorted(TENSORS)}, got {sorted(tensors)}")
-    for name, tensor in tensors.items():
-        dtype = TENSORS[name]
-        require(tensor.dtype == dtype, f"{name} must be {dtype}, got {tensor.dtype}")
     group = Group(**{k: meta[k] for k in METADATA}, **tensors)
     check_group(group, vocab_size, max_tokens)
     return group
 
 
-def read_blob(blob, what, max_header_bytes):
-    """Returns a safetensors blob's metadata and its tensors, in its order. Raises ValueError."""
+def read_blob(blob, what, dtypes, optional=frozenset()):
+    """Returns a safetensors blob's metadata and its tensors, {name: tensor}, which must have the
+    names and `dtypes` given; `optional` names may be missing. Raises ValueError."""
     try:
         (size,) = struct.unpack_from("<Q", blob)
-        require(size <= max_header_bytes, f"its header claims {size} bytes")
-        tensors = safetensors.torch.load(blob)  # checks the header; in an order of its own
+        require(size <= MAX_HEADER_BYTES, f"its header claims {size} bytes")
+        tensors = safetensors.torch.load(blob)  # checks the header
         header = json.loads(blob[8 : 8 + size])
         meta = json.loads((header.pop("__metadata__", None) or {}).get("grpo", "null"))
-        return meta, {name: tensors[name] for name in header}
     except UNREADABLE as error:
         raise ValueError(f"not a safetensors blob {what}: {error!r}") from error
+    complete = dtypes.keys() - optional <= tensors.keys() <= dtypes.keys()
+    require(complete, f"tensors must be {sorted(dtypes)}, got {sorted(tensors)}")
+    for name, tensor in tensors.items():
+        require(tensor.dtype == dtypes[name], f"{name} must be {dtypes[name]}, got {tensor.dtype}")
+    return meta, tensors
 
 
 # --- Check ----------------------------------------------------------------------------
@@ -218,13 +219,12 @@ def check_metadata(g):
 def check_group(g, vocab_size=None, max_tokens=None):
     """Raises ValueError with the reason if the group's fields do not fit one another."""
     check_metadata(g)
-    lengths, prompt = g.completion_lengths, g.prompt_ids
-    many = lengths.dim() == 1 and lengths.numel() > 0
-    require(many, "completion_lengths must be (G,) with G of 1 or more")
-    G, N = len(lengths), int(lengths.sum(dtype=torch.int64))
-    require(G <= MAX_COMPLETIONS, f"a group has at most {MAX_COMPLETIONS} completions")
-    require(lengths.min() >= 1, "every completion must have at least one token (EOS counts)")
-    shapes = dict.fromkeys(("completion_ids", "sampler_logps", "ref_logps"), (N,))
+    lengths = g.completion_lengths
+    check_parts("completion", g.completion_ids, lengths, vocab_size)
+    check_parts("prompt", g.prompt_ids, torch.tensor([g.prompt_ids.numel()]), vocab_size)
+    check_length(len(g.prompt_ids) + int(lengths.max()), max_tokens)
+    G, N = len(lengths), len(g.completion_ids)
+    shapes = {"sampler_logps": (N,), "ref_logps": (N,)}
     shapes |= {"truncated": (G,), "rewards": (G, len(g.reward_names))}
     for name, shape in shapes.items():
         if (tensor := getattr(g, name)) is not None:  # ref_logps may be missing
@@ -236,15 +236,6 @@ def check_group(g, vocab_size=None, max_tokens=None):
     require(g.sampler_logps.max() <= 1e-3, "sampler_logps must be log-probs, not positive")
     # torch takes any byte for a bool
     require(g.truncated.view(torch.uint8).max() <= 1, "truncated must be of bytes 0 and 1")
-    some = prompt.dim() == 1 and prompt.numel() > 0
-    require(some, "prompt_ids must be (P,) with P of 1 or more")
-    check_ids(torch.cat([prompt, g.completion_ids]), vocab_size)
-    check_length(len(prompt) + int(lengths.max()), max_tokens)
-
-
-def check_ids(ids, vocab_size):
-    last, low, high = (vocab_size or math.inf) - 1, int(ids.min()), int(ids.max())
-    require(0 <= low <= high <= last, f"token ids must lie in 0..{last}, got {low}..{high}")
 
 
 def check_length(longest, max_tokens):

@@ -12,7 +12,7 @@ import ref_server
 import vllm_worker
 from grpo import constants
 from grpo.proof import NOISE
-from grpo.training.checks import TRAINER
+from grpo.training.checks import KINDS
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {"grpo_ref_split.py": trainer, "ref_server.py": ref_server, "vllm_worker.py": vllm_worker}
@@ -52,7 +52,7 @@ def test_values_are_literals_or_texts(given):
 
 
 def test_where_a_text_is_the_rule_a_number_is_one(given):
-    for name in TRAINER["a text"].split():
+    for name in dict(KINDS)[constants.TEXT].split():
         assert given("grpo_ref_split.py", f"{name}=1")[1] == {name: "1"}
     for name in ("MODEL", "HOST", "DTYPE"):  # "auto" of DTYPE is no text to begin with
         expected = 1 if name == "DTYPE" else "1"
@@ -60,19 +60,19 @@ def test_where_a_text_is_the_rule_a_number_is_one(given):
 
 
 @pytest.mark.parametrize(
-    ("script", "word", "sentence"),
+    ("script", "word", "named"),
     [
-        ("grpo_ref_split.py", "LERNING_RATE=3", "no constant LERNING_RATE: is LEARNING_RATE meant"),
-        ("grpo_ref_split.py", "group_size=3", "no constant group_size: is GROUP_SIZE meant"),
-        ("grpo_ref_split.py", "PORT=3", "PORT is a constant of ref_server.py, not of grpo_ref"),
-        ("ref_server.py", "PROT=3", "there is no constant PROT: is PORT meant"),
-        ("ref_server.py", "PLAIN=3", "there is no constant PLAIN: is "),  # which it imports
-        ("ref_server.py", "STEPS=3", "STEPS is a constant of grpo_ref_split.py, not of ref_server"),
-        ("vllm_worker.py", "SLEEP=3", "there is no constant SLEEP: is VLLM_SLEEP meant"),
+        ("grpo_ref_split.py", "LERNING_RATE=3", "LEARNING_RATE"),
+        ("grpo_ref_split.py", "group_size=3", "GROUP_SIZE"),
+        ("grpo_ref_split.py", "PORT=3", "ref_server.py"),
+        ("ref_server.py", "PROT=3", "PORT"),
+        ("ref_server.py", "PLAIN=3", ""),  # which it imports
+        ("ref_server.py", "STEPS=3", "grpo_ref_split.py"),
+        ("vllm_worker.py", "SLEEP=3", "VLLM_SLEEP"),
     ],
 )
-def test_a_name_that_the_script_does_not_have_is_refused(script, word, sentence, given):
-    with pytest.raises(SystemExit, match=sentence):
+def test_a_name_that_the_script_does_not_have_is_refused(script, word, named, given):
+    with pytest.raises(SystemExit, match=f"{word[:-2]}: .*{named}"):
         given(script, word)
 
 
@@ -103,7 +103,7 @@ def test_a_wrong_command_is_told_before_torch_is_imported(script, tmp_path):
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "there is no constant MODLE: is MODEL meant?\n"
+    assert "MODLE" in done.stderr and "MODEL" in done.stderr and "imported" not in done.stderr
 
 
 # --- Presets --------------------------------------------------------------------------
@@ -124,18 +124,18 @@ def test_each_script_takes_its_constants_of_a_preset(given, tmp_path):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (None, "can't be read: FileNotFoundError: .*mine.py"),
-        ("STEPS = (", r"can't be read: SyntaxError: .* \(mine.py, line 1\)"),
-        ("STEPS = 2 * steps", "can't be read: NameError: name 'steps' is not defined"),
-        ("LERNING_RATE = 3", "there is no constant LERNING_RATE: is LEARNING_RATE meant"),
-        ("model = 'm'", "there is no constant model: is MODEL meant"),
+        (None, "FileNotFoundError"),
+        ("STEPS = (", r"SyntaxError: .* \(mine.py, line 1\)"),
+        ("STEPS = 2 * steps", "NameError: name 'steps'"),
+        ("LERNING_RATE = 3", "LEARNING_RATE"),
+        ("model = 'm'", "MODEL"),
     ],
 )
 def test_a_preset_with_a_mistake_is_refused(text, sentence, given, tmp_path):
     path = tmp_path / "mine.py"
     if text:
         path.write_text(text)
-    with pytest.raises(SystemExit, match=f"the preset {path}.* {sentence}"):
+    with pytest.raises(SystemExit, match=f"{path}.*{sentence}"):
         given("ref_server.py", str(path))
 
 
@@ -144,25 +144,26 @@ def test_a_preset_with_a_mistake_is_refused(text, sentence, given, tmp_path):
 @pytest.mark.parametrize("name", ["MODLE", "main"])
 def test_main_refuses_what_is_no_constant(start, name, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))  # vLLM's
-    with pytest.raises(SystemExit, match=f"there is no constant {name}: is "):
+    with pytest.raises(SystemExit, match=f"constant {name}:"):
         start(**{name: 3})
 
 
 def test_main_sets_constants(monkeypatch):
     """They are refused here, so that nothing starts."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    with pytest.raises(SystemExit, match="STEPS = 'x' must be a whole number from 1 on"):
+    with pytest.raises(SystemExit, match="STEPS = 'x' must"):
         trainer.main(STEPS="x")
-    with pytest.raises(SystemExit, match="PORT = 70000 must be 65535 at most"):
+    with pytest.raises(SystemExit, match="PORT = 70000 must.* 65535"):
         ref_server.main(PORT=70_000)
-    with pytest.raises(SystemExit, match="VLLM_SEQUENCES = 4 must be GROUP_SIZE = 8 or more"):
+    with pytest.raises(SystemExit, match="VLLM_SEQUENCES = 4 must.* 8"):
         vllm_worker.main(VLLM_SEQUENCES=4, STEPS=7)
     assert (trainer.STEPS, vllm_worker.VLLM_SEQUENCES) == (7, 4)
 
 
-def test_a_main_has_nothing_of_an_earlier_one():
+def test_a_main_has_what_its_importer_set_and_nothing_of_an_earlier_one(monkeypatch):
     """A preset's values, and those that the start of a run puts in the place of "auto" and None,
     were those of every later main() in the process."""
+    monkeypatch.setattr(trainer, "EVAL_STEPS", 7)  # as experiments do
     shipped = constants.constants_in(vars(trainer))
     c = trainer.constants(STEPS=7, TASK="even", SAMPLE_BATCH=64)
     assert c is trainer and (trainer.STEPS, trainer.TASK) == (7, "even")  # its only home
@@ -172,25 +173,11 @@ def test_a_main_has_nothing_of_an_earlier_one():
     assert trainer.OUTCOME == "a" and trainer.SAMPLE_BATCH == 32
     trainer.constants(STEPS=9)
     assert constants.constants_in(vars(trainer)) == shipped | {"STEPS": 9}
-    trainer.constants()
-    assert constants.constants_in(vars(trainer)) == shipped
-
-
-def test_what_its_importer_has_set_is_every_mains(monkeypatch):
-    """As experiments do: the script's module is where a constant lives."""
-    monkeypatch.setattr(trainer, "STEPS", 7)
-    trainer.constants(STEPS=9)
-    assert trainer.constants(SEED=1).STEPS == 7 and trainer.constants().SEED == 0
-
-
-def test_a_main_that_is_refused_leaves_nothing_to_the_next():
-    shipped = constants.constants_in(vars(trainer))
-    with pytest.raises(SystemExit):
-        trainer.main(STEPS="x")
-    with pytest.raises(SystemExit):  # by its name, before any is set
-        trainer.main(MODLE="x", SEED=3)
-    trainer.constants()
-    assert constants.constants_in(vars(trainer)) == shipped
+    for refused in ({"STEPS": "x"}, {"MODLE": "x", "SEED": 3}):
+        with pytest.raises(SystemExit):
+            trainer.main(**refused)
+        trainer.constants()
+        assert constants.constants_in(vars(trainer)) == shipped
 
 
 def test_changed_copies_are_no_second_home():
@@ -201,4 +188,4 @@ def test_changed_copies_are_no_second_home():
 
 
 def test_the_dtypes_are_those_whose_noise_is_known():
-    assert constants.DTYPES == ["auto", *NOISE]
+    assert all(map(constants.DTYPE[1], ["auto", *NOISE])) and not constants.DTYPE[1]("float16")

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from fakes import tiny_policy
@@ -38,23 +39,26 @@ def run(monkeypatch, *words):
     evaluate.main()
 
 
-def numbers(folder):
-    return json.loads((folder / "even-test.json").read_text())
+OURS = Path("runs/eval/run--step_000003")  # the answers of `model`
 
 
-def lines(folder, how="greedy"):
+def numbers():
+    return json.loads((OURS / "even-test.json").read_text())
+
+
+def lines(folder=OURS, how="greedy"):
     (path,) = folder.glob(f"*{how}*.jsonl")
     return path, path.read_text().splitlines()
 
 
 def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypatch, capsys):
     run(monkeypatch, model, "even", "SEED=3", "--samples", 4)
-    (_, greedy), (_, sampled) = lines(model / "eval"), lines(model / "eval", "4-samples")
+    (_, greedy), (_, sampled) = lines(), lines(how="4-samples")
     assert len(greedy) == len(sampled) == 1 + 12
     settings, first = json.loads(greedy[0])["settings"], json.loads(greedy[1])
     assert settings["MAX_COMPLETION_TOKENS"] == 6 and settings["how"] == "greedy"
     assert len(first["answers"]) == 1 and len(json.loads(sampled[1])["answers"]) == 4
-    found = numbers(model / "eval")
+    found = numbers()
     answers = {r["question"]: r["answers"] for r in map(json.loads, greedy[1:])}
     right = [group[0]["rewards"]["correctness"] > 0 for group in answers.values()]
     assert found["greedy"]["right"][0] == sum(right) / 12
@@ -62,8 +66,7 @@ def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypa
     four = found["4 samples at temperature 1"]
     assert four["right"][0] == four["pass@1"] <= four["pass@4"]
     out = capsys.readouterr().out
-    assert f"constants as in the run of {model}" in out and "pass@4" in out
-    assert "right: correctness > 0, in whatever format; right_in_format: all other" in out
+    assert str(model) in out and "pass@4" in out and "correctness > 0" in out
 
 
 class Counting:
@@ -88,24 +91,24 @@ def test_ctrl_c_keeps_what_is_answered_and_the_rest_follows(model, monkeypatch, 
     monkeypatch.setattr(evaluate, "leave", leave)
     rewards, first = even.rewards, Counting(even.rewards, stop_at=8)
     monkeypatch.setattr(even, "rewards", first)
-    with pytest.raises(SystemExit, match="the answers so far are kept, and the same command"):
+    with pytest.raises(SystemExit):
         run(monkeypatch, model, "even")
-    path, kept = lines(model / "eval")
+    path, kept = lines()
     assert len(kept) == 1 + 5  # two calls try an empty completion and the answer
-    path.write_text(path.read_text() + kept[-1][:20])  # kill -9 in the middle of a line
+    path.write_text(path.read_text() + "\n" + kept[-1][:20])  # kill -9 in the middle of a line
     second = Counting(rewards)
     monkeypatch.setattr(even, "rewards", second)
-    run(monkeypatch, model, "even", "--questions", 10)
+    run(monkeypatch, model, "even", "EVAL_QUESTIONS=10")
     assert second.calls == 2 + 5
-    _, now = lines(model / "eval")
+    _, now = lines()
     questions = [json.loads(line)["question"] for line in now[1:6] + now[7:]]
     assert sorted(questions) == list(range(10))
     # All is there: no model is loaded; and more questions need only themselves
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "make_policy", None)
-        run(patch, model, "even", "--questions", 10)
-    assert numbers(model / "eval")["greedy"]["questions"] == 10
-    run(monkeypatch, model, "even", "--questions", 12)
+        run(patch, model, "even", "EVAL_QUESTIONS=10")
+    assert numbers()["greedy"]["questions"] == 10
+    run(monkeypatch, model, "even", "EVAL_QUESTIONS=12")
     assert second.calls == 3 * 2 + 5 + 2
 
 
@@ -124,56 +127,43 @@ def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, mon
         _, kept = lines(tmp_path / "out" / "--".join(name))
         texts.append(sorted(kept[1:]))
     assert texts[0] == texts[1] != texts[2]
-    assert not (model / "eval").exists()
     out = capsys.readouterr().out
     (row,) = [line for line in out.splitlines() if line.strip().startswith("right - first")]
     assert row.count("[") == 2 and "  -  " in row
 
 
-def test_answers_of_other_settings_are_refused(model, monkeypatch):
-    run(monkeypatch, model, "even", "--questions", 2)
-    path, kept = lines(model / "eval")
-    refusal = "STOP_TOKENS is .'<.im_end.>'. there, .'x'. here; delete"
-    with pytest.raises(SystemExit, match=refusal), monkeypatch.context() as patch:
-        patch.setattr(trainer, "STOP_TOKENS", ["x"])
-        run(patch, model, "even", "--questions", 2)
-    weights = bytearray((model / "model.safetensors").read_bytes())
-    weights[len(weights) // 2] ^= 1  # trained anew
-    (model / "model.safetensors").write_bytes(weights)
-    with pytest.raises(SystemExit, match="has answers of other settings: the hash of some weights"):
-        run(monkeypatch, model, "even", "--questions", 2)
-    assert lines(model / "eval") == (path, kept)
+def test_answers_of_other_settings_or_weights_have_files_of_their_own(model, monkeypatch):
+    def retrained():
+        weights = bytearray((model / "model.safetensors").read_bytes())
+        weights[len(weights) // 2] ^= 1
+        (model / "model.safetensors").write_bytes(weights)
+
+    changes = [lambda: None, lambda: monkeypatch.setattr(trainer, "STOP_TOKENS", ["x"]), retrained]
+    for number, change in enumerate(changes, 1):
+        change()
+        for _ in range(2):
+            run(monkeypatch, model, "even", "EVAL_QUESTIONS=2")
+        files = list(OURS.glob("*.jsonl"))
+        assert len(files) == number
+        assert all(len(path.read_text().splitlines()) == 1 + 2 for path in files)
 
 
-def test_a_line_of_settings_that_was_cut_is_written_anew(tmp_path):
-    path, settings = tmp_path / "answers.jsonl", {"how": "greedy"}
-    for cut in ('{"settings": {"ho', '{"settings": {"ho\n'):
-        path.write_text(cut)
-        assert evaluation.read_answers(path, settings) == {}
-        with evaluation.opened(path) as file:
-            file.write('{"question": 3, "answers": []}\n')
-        assert evaluation.read_answers(path, settings) == {3: []}
-    with pytest.raises(SystemExit, match="how is 'greedy' there, 'hot' here"):
-        evaluation.read_answers(path, {"how": "hot"})
+MISTAKES = {  # the words, and what is named
+    "nowhere/model even": "'nowhere/model'",
+    "run/step_000003 evn": "tasks/evn.py",
+    "run/step_000003 even EVAL_SPLIT=tests": "'tests'",
+    "run/step_000003 even EVAL_QUESTIONS=0": "EVAL_QUESTIONS = 0",
+    "run/step_000003 even MODEL=a": "MODEL=a",
+    "run/step_000003 even LORA_RANK=4": "LORA_RANK=4",
+    "run/step_000003 even SEEED=1": "SEED",
+    "run/step_000003 even --samples -1": "--samples -1",
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["nowhere/model", "even"], "'nowhere/model' can't be loaded"),
-        (["run/step_000003", "evn"], "no tasks/evn.py"),
-        (["run/step_000003", "even", "--split", "tests"], "load\\('tests'\\) failed with KeyError"),
-        (["run/step_000003", "even", "EVAL_QUESTIONS=0"], "EVAL_QUESTIONS = 0 must be"),
-        (["run/step_000003", "even", "--questions", "0"], "EVAL_QUESTIONS = 0 must be"),
-        (["run/step_000003", "even", "MODEL=a"], "MODEL=a can't be set: the command names"),
-        (["run/step_000003", "even", "LORA_RANK=4"], "LORA_RANK=4 can't be set"),
-        (["run/step_000003", "even", "SEEED=1"], "there is no constant SEEED: is SEED meant"),
-        (["run/step_000003", "even", "--samples", "-1"], "--samples -1 must be 0 or more"),
-    ],
-)
-def test_a_mistake_is_a_sentence(model, monkeypatch, words, reason):
-    with pytest.raises(SystemExit, match=reason):
-        run(monkeypatch, *words)
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_named(model, monkeypatch, words):
+    with pytest.raises(SystemExit, match=MISTAKES[words]):
+        run(monkeypatch, *words.split())
 
 
 @pytest.mark.long
@@ -181,14 +171,8 @@ def test_several_ranks_share_the_questions(model, monkeypatch, tmp_path):
     command = [sys.executable, evaluate.__file__, model, "arithmetic", "--out", "two"]
     output = launch(2, command, tmp_path / "log")
     (path,) = (tmp_path / "two").glob("*/*.jsonl")
-    records = [json.loads(line) for line in path.read_text().splitlines()[1:]]
-    assert sorted(r["question"] for r in records) == list(range(12))
-    assert output.count("right_in_format - ") == 0 and output.count("questions  ") == 1
-    alone = {}
+    together = evaluation.read_answers(path)
+    assert len(together) == 12 and output.count("questions  ") == 1
     monkeypatch.setattr(arithmetic, "SIZES", {"train": 9, "test": 500})
     run(monkeypatch, model, "arithmetic")
-    for line in lines(model / "eval")[1][1:]:
-        record = json.loads(line)
-        alone[record["question"]] = record["answers"]
-    assert {r["question"]: r["answers"] for r in records} == alone
-    assert evaluation.fingerprint("Qwen/Qwen2.5-3B") == "Qwen/Qwen2.5-3B"
+    assert together == evaluation.read_answers(lines()[0])

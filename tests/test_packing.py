@@ -10,7 +10,6 @@ from fakes import NAMES, a_group
 import grpo_ref_split as trainer
 from grpo.packing import (
     in_order,
-    number_prompts,
     pack_by_tokens,
     plan_micro_batches,
     plan_turns,
@@ -84,16 +83,6 @@ def seconds(batches, sizes, world):
     return sum(max(costs[i : i + world]) for i in range(0, len(costs), world))
 
 
-def test_micro_batches_are_of_one_size():
-    groups = [(g, 40, 10) for g in range(8) for _ in range(4)]  # 8 groups of 4, 95 tokens each
-    rows = [[row] for row in in_order(groups)]
-    assert [len(b) for b in pack_by_tokens(groups, rows, 250)] == [9, 9, 9, 5]  # full ones, a rest
-    assert [[len(b) for b in turn] for turn in plan_micro_batches(groups, 1, 250)] == [[8]] * 4
-    assert [[len(b) for b in turn] for turn in plan_micro_batches(groups, 2, 400)] == [[16, 16]]
-    # Three groups on two ranks: whole ones would let a rank wait for half of its time
-    assert [[len(b) for b in turn] for turn in plan_micro_batches(groups[:12], 2, 400)] == [[6, 6]]
-
-
 def test_what_the_server_scores_is_cut_between_groups_unless_one_is_too_large():
     small, large = [(0, 40, 10)] * 4, [(1, 40, 100)] * 4
     assert whole_groups(small + large, 200) == [[4], [5], [6], [7], [0, 1, 2, 3]]
@@ -125,8 +114,3 @@ def test_a_rank_without_sequences_takes_part_with_one_that_does_not_count():
         assert is_filler != counts and len(batch) == 1
     assert len(batch[0].completion) == 1  # the shortest, and a copy: its old log-probs are its own
     assert all(batch[0] is not row for row in rows)
-
-
-def test_where_prompts_are_not_shared_each_sequence_counts_its_own():
-    assert number_prompts([[1, 2], [1, 2], [3]], share=True) == [0, 0, 1]
-    assert number_prompts([[1, 2], [1, 2], [3]], share=False) == [0, 1, 2]

