@@ -167,13 +167,12 @@ def list_of(what, holds):
 
 
 def dict_of(what, holds):
-    return (
-        f"a dict of {what} by name",
-        lambda value: (
-            isinstance(value, dict)
-            and all(isinstance(name, str) and holds(x) for name, x in value.items())
-        ),
-    )
+    def is_one(value):
+        return (
+            isinstance(value, dict) and all(map(TEXT[1], value)) and all(map(holds, value.values()))
+        )
+
+    return f"a dict of {what} by name", is_one
 
 
 DTYPE = one_of("auto", "float32", "bfloat16")  # "auto", and those of grpo.proof.NOISE
@@ -186,11 +185,10 @@ def check(script, now, kinds, relations):
     c = SimpleNamespace(**now)
     first = [(name, what, holds(now[name])) for (what, holds), s in kinds for name in s.split()]
     for rules in (first, ((name, what, holds(c)) for name, what, holds in relations)):
-        wrong = [
-            f"{name} = {now[name]!r} must be {what}" for name, what, holds in rules if not holds
-        ]
-        if wrong:
-            raise SystemExit(f"{script} can't run with these constants:\n" + "\n".join(wrong))
+        if wrong := [
+            f"{name} = {now[name]!r} must be {what}" for name, what, ok in rules if not ok
+        ]:
+            raise SystemExit("\n".join([f"{script} can't run with these constants:", *wrong]))
 
 
 def real(value):
