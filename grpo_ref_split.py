@@ -61,7 +61,7 @@ from grpo.sampling.worker import run_worker
 from grpo.stop import TooLong, stop
 from grpo.training import checkpoint, checks, ranks
 from grpo.training.engine import cpu_threads, learning_rate, take_step
-from grpo.training.metrics import TokenStats, evaluate, rollout_metrics
+from grpo.training.metrics import TokenStats, check_update, evaluate, rollout_metrics
 from grpo.training.report import check_reporters, close_reporters, log_idle, report_end, show
 from grpo.training.start import start_run
 from grpo.training.workers import staleness
@@ -396,7 +396,7 @@ def train(run):
                 run.folder.log("metrics.jsonl", {"step": p.step} | own | trained | run.laps[-1])
                 show(bar, p.step, metrics | trained | run.laps[-1])
                 if sequences:
-                    checks.check_update(run, trained, sequences)
+                    check_update(run, trained, sequences)
 
 
 def end_rollout(run, before):

@@ -61,12 +61,6 @@ def check_gap(gap, limit, what):
 
 
 # --- The first update is what theory says ---------------------------------------------
-def tilt_of(tilt, surprise):
-    """Returns {"sampler_tilt": tilt / surprise}, how much hotter than the trainer the sampler seems
-    to draw; {} where there were too few tokens to tell."""
-    return {"sampler_tilt": tilt / surprise} if surprise > EVIDENCE else {}
-
-
 def check_first_update(metrics, policy_dtype, reference, *, model):
     """Returns a sentence on how far log-probs of trainer, sampler and reference are apart at the
     run's first update.

@@ -1,12 +1,10 @@
-"""Checks of the trainer: its constants, before anything heavy starts, and its updates."""
+"""What the trainer's constants must be; checked before anything heavy starts."""
 
 import re
 
 from grpo import constants
 from grpo.constants import COUNT, FLAG, NUMBER, TEXT, WHOLE, dict_of, list_of, one_of, or_
-from grpo.log import say
 from grpo.loss import LOSS_TYPES, OBJECTIVES
-from grpo.proof import check_first_update
 from grpo.training.engine import SCHEDULES
 
 
@@ -72,17 +70,3 @@ def check_constants(now):
     """Raises SystemExit with a line for each wrong constant in `now`, such as the trainer's vars():
     values by name; other names are ignored."""
     constants.check("grpo_ref_split.py", now, KINDS, RELATIONS)
-
-
-def check_update(run, metrics, sequences):
-    """Raises RuntimeError, on all ranks alike, after too many updates in a row that were not
-    finite, or if the first one is not what theory says."""
-    progress, c = run.progress, run.c
-    if metrics["skipped"]:
-        run.folder.bad_step(progress, sequences, metrics, limit=c.MAX_BAD_STEPS)
-        return
-    progress.bad = 0
-    if not progress.checked:
-        said = check_first_update(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
-        say(f"the first update is as it should be: {said}")
-    progress.checked = True

@@ -13,7 +13,8 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from grpo.proof import MISMATCH, tilt_of
+from grpo.log import say
+from grpo.proof import EVIDENCE, MISMATCH, check_first_update
 from grpo.sampling.rollout import sampled_and_rewarded, tally, tally_of
 from grpo.stop import stop
 from grpo.training.ranks import add_up, all_or_none, gathered
@@ -84,11 +85,27 @@ class TokenStats:
         dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
         loss, tokens, *sums = self.sums.tolist()
         sums = dict(zip(LOSS + SAMPLER, sums, strict=True))
-        tilt = tilt_of(sums.pop("tilt"), sums.pop("surprise"))
+        tilt, surprise = sums.pop("tilt"), sums.pop("surprise")
         means = {NAMES.get(name, name): total / tokens for name, total in sums.items()}
         names = MAX_GAP, "sampler_ratio_max", "gpu_memory_gb"  # the last on a GPU
         largest = dict(zip(names, self.largest.tolist(), strict=False))
-        return {"loss": loss} | means | tilt | largest
+        if surprise > EVIDENCE:  # with fewer tokens it would be noise
+            means["sampler_tilt"] = tilt / surprise
+        return {"loss": loss} | means | largest
+
+
+def check_update(run, metrics, sequences):
+    """Raises RuntimeError, on all ranks alike, after too many updates in a row that were not
+    finite, or if the first one is not what theory says."""
+    progress, c = run.progress, run.c
+    if metrics["skipped"]:
+        run.folder.bad_step(progress, sequences, metrics, limit=c.MAX_BAD_STEPS)
+        return
+    progress.bad = 0
+    if not progress.checked:
+        said = check_first_update(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
+        say(f"the first update is as it should be: {said}")
+    progress.checked = True
 
 
 def peak_gb(device):
