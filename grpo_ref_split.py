@@ -54,7 +54,7 @@ from grpo import loss as plain_loss
 from grpo.log import lasting_output, progress_bar, say
 from grpo.packing import plan_turns
 from grpo.sampling import rollout
-from grpo.sampling.memory import fit_worker
+from grpo.sampling.memory import fit_worker, out_of_memory_names
 from grpo.sampling.recipe import load_questions, total
 from grpo.sampling.start import make_policy, prepare
 from grpo.sampling.worker import run_worker
@@ -122,7 +122,7 @@ WEIGHT_DECAY = 0.0
 MAX_GRAD_NORM = 1.0  # gradient clipping by global norm
 SEED = 0
 
-# --- Memory: "auto" fills the GPU, and says how; numbers, and lower ones, when it is too much ---
+# --- Memory: "auto" is tried on a GPU at the start; out of memory later, set a lower number ------
 MICRO_BATCH_TOKENS = "auto"  # padded tokens per forward/backward; does not change the gradient
 FUSED_LOSS = True  # LM head and loss in chunks (grpo_loss_triton.py); False holds all logits
 SHARE_PROMPTS = True  # a group's prompt runs once, and not GROUP_SIZE times; same gradient
@@ -350,7 +350,8 @@ def update(run, sequences):
     engine, rate = run.engine, learning_rate(run.c, run.progress.step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
-    with run.clock.part("backward"), cpu_threads(CPU_THREADS):
+    limit = out_of_memory_names("MICRO_BATCH_TOKENS", MICRO_BATCH_TOKENS)
+    with run.clock.part("backward"), cpu_threads(CPU_THREADS), limit:
         metrics = accumulate(run, sequences)  # collective
     with run.clock.part("step"):
         norm = take_step(engine)  # collective

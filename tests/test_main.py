@@ -10,8 +10,8 @@ from processes import QUICK, command_of, launch, learned, records, start, start_
 
 import grpo_ref_split as trainer
 from grpo.constants import constants_in
-from grpo.sampling.memory import USUAL
 from grpo.training.checkpoint import constants_of
+from grpo.training.memory import USUAL
 
 SMALL = QUICK | {"MAX_PROMPT_TOKENS": 64, "EVAL_STEPS": 0, "CPU_THREADS": 1, "REF_SERVER": None}
 TASK = "from tasks.arithmetic import load, messages\n"
