@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import grpo_loss_triton
@@ -183,10 +184,7 @@ def micro_batch(c):
 
 def sampling(m, prompts, rows, prompt, completion):
     """Returns the parts of SharedDecoder's batch when it holds most: in the prefill or at the end.
-
-    Left to the allowance: what a few prompts that join copy, rows that ended and are still there
-    then (up to an eighth of them), and cumsum's own float64 copy.
-    """
+    Left to the allowance: what prompts that join copy, and rows that ended and are still there."""
     token = BF16 * 2 * m.layers * m.kv  # keys and values, all layers
     of_prompts, logits = token * prompts * prompt, BF16 * rows * m.vocab
     layer = layer_forward(m, prompts, prompt, prompt, True) + prompts * prompt**2  # and the mask
@@ -394,7 +392,6 @@ def print_gpus():
 
 
 def print_one_gpu():
-    """One GPU for all: a server's process with the trainer's, or REF_SERVER = None."""
     rows = []
     for name in MODELS:
         server, cells = server_bytes(name), []
@@ -464,8 +461,6 @@ def random_policy(config, rank):
     with torch.device(device := accelerator() or "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if rank:
-        from peft import LoraConfig
-
         model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ALL))
     return Policy("random", model.to(device), None, {-1}, config.vocab_size, "bfloat16")
 

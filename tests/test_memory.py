@@ -1,20 +1,16 @@
 """Sizes that are tried on a GPU, with faked out-of-memory errors; benchmarks/memory.py's arithmetic
-and the trials against the living tensors of the trainer's code; the numbers of the docs."""
+and the trials against the living tensors of the trainer's code."""
 
-import re
 import sys
-import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from documents import TEXT
 from fakes import tiny_policy
+from living import Live
 from rank_threads import Ranks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import memory
@@ -40,49 +36,16 @@ CASES = [  # memory.MODELS' shape, prompt, completion, group, shared prompts, Lo
 
 def a_gpu(monkeypatch, **statistics):
     """A GPU's statistics in the place of torch's; its tensors are on the CPU."""
-    usual = {"get_memory_info": (2**30, 2**30), "memory_reserved": 0, "max_memory_allocated": 2**20}
+    usual = {"get_memory_info": (2**30, 2**30), "memory_reserved": 0}
+    usual |= {"max_memory_allocated": 2**20, "reset_peak_memory_stats": None}
     answers = {name: lambda *_, value=value: value for name, value in usual.items()}
-    for name, answer in (
-        answers | {"reset_peak_memory_stats": lambda *_: None} | statistics
-    ).items():
+    for name, answer in (answers | statistics).items():
         monkeypatch.setattr(torch.accelerator, name, answer)
     for module in (sampling, training):
         monkeypatch.setattr(module, "accelerator", lambda: "cuda")
 
 
 # --- Living tensors -----------------------------------------------------------------
-class Live(TorchDispatchMode):
-    """Counts the bytes of living tensors, in the place of a GPU's statistics."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.now, self.peak, self.seen = 0, 0, {}
-        for tensor in [*model.parameters(), *model.buffers()]:
-            self.count(tensor)
-
-    def reset(self, *_):
-        self.peak = self.now
-
-    def count(self, tensor):
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key not in self.seen and tensor.device.type == "cpu":
-            self.seen[key] = weakref.ref(storage, lambda _: self.forget(key, size))
-            self.now += size
-            self.peak = max(self.peak, self.now)
-
-    def forget(self, key, size):
-        del self.seen[key]
-        self.now -= size
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.count(tensor)
-        return out
-
-
 def sample_all(c, policy, group):
     """Samples a batch to its end, by the adapters themselves."""
     prompts = [[1] * (c.MAX_PROMPT_TOKENS - n % 2) for n in range(c.SAMPLE_BATCH // group)]
@@ -232,19 +195,3 @@ def test_out_of_memory_later_names_the_constant(alone, tiny, monkeypatch):
                                       max_new_tokens=8, temperature=1.0)  # fmt: skip
     with pytest.raises(SystemExit, match=r"SAMPLE_BATCH = 32 .*2 GiB"):
         next(groups)
-
-
-# --- Tables -------------------------------------------------------------------------
-def test_the_numbers_of_the_docs_are_those_that_the_benchmark_prints(capsys):
-    memory.print_all()
-    printed = capsys.readouterr().out.splitlines()
-    rows = [line for line in printed if re.match(r"\| (\d|`presets)", line)]
-    assert len(rows) == 2 * len(memory.MODELS) + len(memory.PRESETS)
-    assert all(row in TEXT["docs/memory.md"].splitlines() for row in rows)
-    sizes = [memory.phases_of(memory.sizes_of(name, 0), 512, 512, 7) for name in memory.MODELS]
-    expected = [f"{memory.need(phases)[0] / 2**30:.0f}" for phases in sizes[:4]]
-    for page in ("README.md", "README.zh.md"):
-        (row,) = re.findall(r"^\| A800.*80 GB \|(.*)$", TEXT[page], re.MULTILINE)
-        assert re.findall(r"(\d+) GB", row) == expected
-    results = (memory.ROOT / "benchmarks/results/memory.md").read_text()
-    assert results.splitlines() == printed

@@ -1,4 +1,5 @@
-"""The presets: constants that both scripts take, commands that work, memory that is as computed."""
+"""The presets: constants that both scripts take, commands that work, memory that is as computed; so
+is that of the docs."""
 
 import ast
 import re
@@ -107,3 +108,19 @@ def test_a_preset_fits_its_gpus_and_what_saves_memory_is_needed(name):
     expected = [memory.CARDS[gpu], size / 2**30] + [server / 2**30] * (server > 0)
     expected += [memory.in_ram(m) / 2**30] * c.OFFLOAD_OPTIMIZER
     assert [f"{number:.1f}" for number in expected] == re.findall(r"(\d+\.\d) GB", told)
+
+
+# --- The docs -------------------------------------------------------------------------
+def test_the_numbers_of_the_docs_are_those_that_the_benchmark_prints(capsys):
+    memory.print_all()
+    printed = capsys.readouterr().out.splitlines()
+    rows = [line for line in printed if re.match(r"\| (\d|`presets)", line)]
+    assert len(rows) == 2 * len(memory.MODELS) + len(memory.PRESETS)
+    assert all(row in TEXT["docs/memory.md"].splitlines() for row in rows)
+    sizes = [memory.phases_of(memory.sizes_of(name, 0), 512, 512, 7) for name in memory.MODELS]
+    expected = [f"{memory.need(phases)[0] / 2**30:.0f}" for phases in sizes[:4]]
+    for page in ("README.md", "README.zh.md"):
+        (row,) = re.findall(r"^\| A800.*80 GB \|(.*)$", TEXT[page], re.MULTILINE)
+        assert re.findall(r"(\d+) GB", row) == expected
+    results = (memory.ROOT / "benchmarks/results/memory.md").read_text()
+    assert results.splitlines() == printed
