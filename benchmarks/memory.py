@@ -153,11 +153,8 @@ def layer_backward(m, rows, width, keys, masked):
     return max(mlp, at_norm, at_attention)
 
 
-def chunk_bytes(c, m, tokens):
-    """The most that the loss holds of logits: a chunk, or without FUSED_LOSS all, in bf16, and in
-    float32 their log-probs, probabilities and entropies."""
-    if not c.FUSED_LOSS:
-        return (BF16 + 3 * FP32) * m.vocab * tokens
+def chunk_bytes(m, tokens):
+    """The most that the loss holds of logits, with FUSED_LOSS: a chunk."""
     return BF16 * m.vocab * min(tokens, chunk_rows(m))
 
 
@@ -166,10 +163,10 @@ def chunk_rows(m):
     return -(-most // 128) * 128
 
 
-def head_gradient(c, m, tokens):
+def head_gradient(m, tokens):
     """What the loss holds of the head's gradient: over many chunks it is summed in float32."""
     few = tokens <= grpo_loss_triton.CHUNKS_IN_OWN_DTYPE * chunk_rows(m)
-    return m.embedding * (BF16 if few or not c.FUSED_LOSS else BF16 + FP32)
+    return m.embedding * (BF16 if few else BF16 + FP32)
 
 
 # --- Phases: {name: {part: bytes}} --------------------------------------------------
@@ -216,12 +213,8 @@ def need(phases):
 
 
 def model_states(m, c, world):
-    """What lies on each GPU between two steps, under ZeRO-2.
-
-    estimate_zero2_model_states_mem_needs of DeepSpeed 0.19.8 counts 18 bytes a parameter over the
-    GPUs and 2 on each, or with offload 2 in all. Read in its code instead: gradients of a step are
-    fp32 on the GPU, with offload too (4, between first backward and step); those in bf16 (its other
-    2) are not partitioned but live as long as `training` says.
+    """Returns the parts on each GPU between two steps, under ZeRO-2, as DeepSpeed 0.19.8's code has
+    them: its own estimator partitions bf16 gradients, too, and leaves fp32 ones out with offload.
     """
     parts = {WEIGHTS: BF16 * (m.held + (0 if c.REFERENCE_ON_CPU else copied(m, c)))}
     if c.OFFLOAD_OPTIMIZER:
@@ -240,7 +233,7 @@ def scoring(m, c):
     keys, tokens = c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS - 1, rows * width
     states, trained = BF16 * m.hidden, rows * c.MAX_COMPLETION_TOKENS
     layer = layer_forward(m, rows, width, keys, prompts > 0) + 2 * states * tokens
-    most = max(layer, chunk_bytes(c, m, trained) + 3 * states * trained)
+    most = max(layer, chunk_bytes(m, trained) + 3 * states * trained)
     cache = BF16 * 2 * m.layers * prompts * c.MAX_PROMPT_TOKENS * m.kv
     return {"prompts' cache": cache, "a layer or a chunk": most}
 
@@ -265,7 +258,7 @@ def training(m, c, world):
     rest += BF16 * 2 * m.head * (tokens + of_prompts)
     trained = rows * completion
     d_hidden, d_weight = size * trained, BF16 * m.embedding
-    chunk, d_sum = chunk_bytes(c, m, trained), head_gradient(c, m, trained)
+    chunk, d_sum = chunk_bytes(m, trained), head_gradient(m, trained)
     of_rows = layer_backward(m, rows, width, keys, shared)
     of_turn = layer_backward(m, prompts, prompt, prompt, True) if shared else of_rows
     if not c.GRADIENT_CHECKPOINTING:  # most of it is there already

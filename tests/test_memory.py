@@ -64,6 +64,7 @@ def test_computed_and_tried_sizes_are_those_of_living_tensors(case, monkeypatch)
     monkeypatch.setattr(grpo_loss_triton, "CHUNK_BYTES", BF16 * m.vocab * m.hidden)
     monkeypatch.setattr(grpo_loss_triton.Rows, "slabs", lambda *_: iter(()))
     monkeypatch.setattr("grpo.weights.has_room", lambda *_: False)  # for merged adapters
+    monkeypatch.setattr(training.dist, "get_world_size", lambda: 1)
     sizes = {"MICRO_BATCH_TOKENS": 1024, "GRADIENT_CHECKPOINTING": checkpointing}
     own = {"SHARE_PROMPTS": share, "LORA_RANK": rank, "GROUP_SIZE": group, "SAMPLE_BATCH": 8}
     c = memory.shipped(prompt, completion, **own | sizes)

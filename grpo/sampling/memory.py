@@ -66,6 +66,7 @@ def measured(trial, held, device):
     _block = None
     gc.collect()  # here, where no error holds the trial's tensors any more
     release_memory()
+    gpu.reset_peak_memory_stats(device)  # gpu_memory_gb is that of the run itself
     return peak / room, peak, room
 
 

@@ -76,6 +76,17 @@ def forward_and_backward(c, model, vocab_size, MICRO_BATCH_TOKENS, GRADIENT_CHEC
     if GRADIENT_CHECKPOINTING:
         checkpoint_layers(model.model)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
+    left = sum(weight.numel() for weight in weights) // dist.get_world_size()
+
+    def drop(weight):
+        """DeepSpeed copies a gradient into its bucket and frees it. Of gradients that are larger
+        than the bucket it keeps this rank's part until the backward pass ends."""
+        nonlocal left
+        large = weight.numel() > BUCKET
+        left -= weight.numel() if large else 0
+        if not large or left < 0:
+            weight.grad = None
+
     hooks = [weight.register_post_accumulate_grad_hook(drop) for weight in weights]
     batch = largest_batch(c, MICRO_BATCH_TOKENS, model.shares)
     try:
@@ -85,13 +96,6 @@ def forward_and_backward(c, model, vocab_size, MICRO_BATCH_TOKENS, GRADIENT_CHEC
         for hook in hooks:
             hook.remove()
         model.zero_grad(set_to_none=True)
-
-
-def drop(weight):
-    """DeepSpeed copies a gradient into its bucket, and frees it; it keeps those that are larger
-    than the bucket until the backward pass ends."""
-    if weight.numel() <= BUCKET:
-        weight.grad = None
 
 
 def largest_batch(c, tokens, shares):
