@@ -4,12 +4,11 @@
     python benchmarks/memory.py Qwen2.5-3B 512 512                # a model, prompt, completion
     python benchmarks/memory.py tried Qwen2.5-3B 16               # needs a GPU: a model, LORA_RANK
 
-None of this runs in the product, which tries its sizes (grpo/training/memory.py); the last command
-measures such trials. The figures are sums of tensors in the order in which a step makes and frees
-them. They assume layers like Qwen2's and the trainer's constants; "auto" is what a CPU takes.
-A phase is {part: bytes}: its parts live together, phases take turns, and the need is that of the
-largest, with an allowance for what no tensor shows (CUDA, NCCL, fragmentation), which is a guess.
-tests/test_memory.py compares the figures with the living tensors of the trainer's code on a CPU,
+The product itself tries its sizes (grpo/training/memory.py); the last command measures its trials.
+The figures are sums of tensors in the order in which a step makes and frees them, for layers like
+Qwen2's. A phase is {part: bytes}: its parts live together, phases take turns, and the need is that
+of the largest, with an allowance for what no tensor shows (CUDA, NCCL, fragmentation), a guess.
+Tests compare the figures with living tensors of the trainer's code on a CPU (tests/test_memory.py),
 and the numbers of README.md, docs/memory.md and presets/ with the tables. GB are 2^30 bytes.
 
 Symbols: the trainer's, and H hidden, I inner, K key width of a layer, L layers.
@@ -275,7 +274,7 @@ def training(m, c, world):
         part = min(reduced, m.trained // world)
         copy = min(BUCKET, m.trained)  # of the bucket, for the all-reduce
         sums = max(FP32 * part + BF16 * (BUCKET + copy), (FP64 if offload else FP32) * part)
-        sums = sums if reduced else 0
+        sums *= reduced > 0
         parts = {"activations": activations, "loss: dW, dH, a chunk": of_loss}
         return states | flat | parts | {"gradients, bf16": others, "DeepSpeed's sums": sums}
 
@@ -359,8 +358,7 @@ def in_ram(m):
 
 
 def merged_bytes(m):
-    """Returns what MergedAdapters holds while a LoRA policy samples, if twice that is free; so it
-    is not part of the phases."""
+    """Returns what MergedAdapters holds, if twice that is free: not in the phases, therefore."""
     return BF16 * m.adapted
 
 
@@ -374,14 +372,8 @@ def print_gpus():
         cells = [f"{gb(size)} ({card(size)}, {card(size + server)})" for size in sizes]
         rows.append([name[8:], *cells, gb(server), gb(in_ram(m)), gb(merged_bytes(lora))])
     ways = [f"{w} GPU{'s' * (w > 1)}" if not offload else f"{w}, offload" for w, offload in WAYS]
-    more = [
-        "7, prompts not shared",
-        f"LoRA {RANK}, each GPU",
-        "the server",
-        "RAM with offload",
-        "adapters, merged",
-    ]
-    table(["Qwen2.5", *ways, *more], rows)
+    ways += ["7, prompts not shared", f"LoRA {RANK}, each GPU"]
+    table(["Qwen2.5", *ways, "the server", "RAM with offload", "adapters, merged"], rows)
 
 
 def print_one_gpu():
