@@ -54,7 +54,7 @@ from grpo import loss as plain_loss
 from grpo.log import lasting_output, progress_bar, say
 from grpo.packing import plan_turns
 from grpo.sampling import rollout
-from grpo.sampling.memory import fit_worker
+from grpo.sampling.memory import fit_worker, out_of_memory_names
 from grpo.sampling.policy import make_policy
 from grpo.sampling.task import load_questions, prepare, total
 from grpo.sampling.worker import run_worker
@@ -121,7 +121,7 @@ WEIGHT_DECAY = 0.0
 MAX_GRAD_NORM = 1.0  # gradient clipping by global norm
 SEED = 0
 
-# --- Memory: "auto" fills the GPU, and says how; numbers, and lower ones, when it is too much ---
+# --- Memory: "auto" is tried on a GPU at the start; out of memory later, set a lower number ------
 MICRO_BATCH_TOKENS = "auto"  # padded tokens per forward/backward; does not change the gradient
 FUSED_LOSS = True  # LM head and loss in chunks (grpo_loss_triton.py); False holds all logits
 SHARE_PROMPTS = True  # a group's prompt runs once, and not GROUP_SIZE times; same gradient
@@ -349,7 +349,8 @@ def update(run, sequences):
     engine, rate = run.engine, learning_rate(run.c, run.progress.step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
-    with run.clock.part("backward"), cpu_threads(CPU_THREADS):
+    limit = out_of_memory_names("MICRO_BATCH_TOKENS", MICRO_BATCH_TOKENS)
+    with run.clock.part("backward"), cpu_threads(CPU_THREADS), limit:
         metrics = accumulate(run, sequences)  # collective
     with run.clock.part("step"):
         norm = take_step(engine)  # collective
@@ -365,7 +366,8 @@ def train(run):
     """Collective: trains until all steps are made; returns whether a signal has ended it before."""
     p, bar = run.progress, progress_bar(run.progress.step, STEPS)
     while True:  # line 4
-        asked = evaluate_if_due(run)  # collective
+        evaluate_if_due(run)  # collective
+        asked = ranks.any_rank(stop.asked)  # collective
         ends = asked or p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
         if ends or p.best == p.step or p.passed(SAVE_STEPS, max(p.saved, 0)):
             checkpoint.save_run(run)  # collective
@@ -412,20 +414,17 @@ def end_rollout(run, before):
 
 
 def evaluate_if_due(run):
-    """Collective: evaluates at the beginning, every EVAL_STEPS and at the end. Returns whether any
-    rank was asked to end: then the evaluation is left out, and due when the run resumes."""
+    """Collective: evaluates at the beginning, every EVAL_STEPS and at the end. If any rank is asked
+    to stop, the evaluation is left out, and due when the run resumes."""
     p = run.progress
-    asked = ranks.any_rank(stop.asked)  # collective
     due = p.passed(EVAL_STEPS, p.evaluated) or p.step >= STEPS and p.evaluated < p.step
-    if asked or not due or not EVAL_STEPS:
-        return asked
+    if not (EVAL_STEPS and due) or ranks.any_rank(stop.asked):  # collective
+        return
     say(f"greedy evaluation on {len(run.questions)} {EVAL_SPLIT} questions after step {p.step}")
     result = evaluate(run.policy, run.recipe, run.questions)  # collective
-    if ranks.any_rank(stop.asked):  # collective
-        return True
-    run.folder.log_evaluation(result, p.step)
-    p.take_evaluation(result.get("eval_accuracy", -1.0), KEEP_BEST)
-    return False
+    if not ranks.any_rank(stop.asked):  # collective
+        run.folder.log_evaluation(result, p.step)
+        p.take_evaluation(result.get("eval_accuracy", -1.0), KEEP_BEST)
 
 
 # --- Main ---------------------------------------------------------------------------

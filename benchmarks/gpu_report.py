@@ -207,11 +207,13 @@ def print_memory(size):
         return
     rows = []
     for rank in (0, memory.RANK):
-        found = memory.measured(size, 512, 512, rank, False)
-        computed = memory.need(memory.phases_of(memory.sizes_of(size, rank), 512, 512))[0]
         what = f"LoRA {rank}" if rank else "all"
-        rows.append([what, memory.gb(found) if found else "too small", memory.gb(computed)])
-    memory.table(["trained", "GB, measured", "GB, computed"], rows)
+        try:
+            found, computed = memory.tried(size, rank)
+            rows.append([what, found, memory.gb(computed)])
+        except SystemExit as error:  # it does not fit
+            rows.append([what, error, ""])
+    memory.table(["trained", "sizes that were tried", "GB, computed"], rows)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,25 @@
-"""What a step of the trainer holds on a GPU, by part: which card for which model.
+"""What a step of the trainer holds on a GPU, computed by part: which model fits which GPU.
 
-    python benchmarks/memory.py > benchmarks/results/memory.md    # every model, as Markdown
-    python benchmarks/memory.py Qwen2.5-3B 512 512                # one by part: prompt, completion
+    python benchmarks/memory.py > benchmarks/results/memory.md    # every table, as Markdown
+    python benchmarks/memory.py Qwen2.5-3B 512 512                # a model, prompt, completion
+    python benchmarks/memory.py tried Qwen2.5-3B 16               # needs a GPU: a model, LORA_RANK
 
-Computed figures are sums of tensors in the order in which a step makes and frees them. They assume
-layers like Qwen2's and the trainer's constants; where these are "auto", what a CPU takes.
-A phase's parts live together, phases take turns: the need is that of the largest, and an allowance
-for what no tensor shows (CUDA, NCCL, fragmentation), which is a guess. On a machine with a GPU the
-cells for one GPU are measured: the engine runs, in a process for each, with random weights.
-The arithmetic is the trainer's own, grpo/sampling/memory.py and grpo/training/memory.py.
-tests/test_memory.py holds it against the trainer's code on a CPU, where it counts the bytes of
-living tensors; the last tables are that. GB are 2^30 bytes.
+The product itself tries its sizes (grpo/training/memory.py); the last command measures its trials.
+The figures are sums of tensors in the order in which a step makes and frees them, for layers like
+Qwen2's. A phase is {part: bytes}: its parts live together, phases take turns, and the need is that
+of the largest, with an allowance for what no tensor shows (CUDA, NCCL, fragmentation), a guess.
+Tests compare the figures with living tensors of the trainer's code on a CPU (tests/test_memory.py),
+and the numbers of README.md, docs/memory.md and presets/ with the tables. GB are 2^30 bytes.
 
 Symbols: the trainer's, and H hidden, I inner, K key width of a layer, L layers.
 """
 
+import contextlib
 import functools
-import json
-import math
+import io
 import os
-import subprocess
+import runpy
 import sys
-from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,29 +28,25 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
+import torch.distributed as dist
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+import grpo_loss_triton
 import grpo_ref_split as trainer
 import ref_server
 from grpo.devices import accelerator
-from grpo.sampling.memory import (
-    BF16,
-    CONTEXT,
-    FP32,
-    SLACK,
-    USUAL,
-    WEIGHTS,
-    Sizes,
-    need,
-    sampling_phases,
-)
+from grpo.packing import number_prompts
+from grpo.sampling.decoders.shared_prompt import ROOM
 from grpo.sampling.policy import ALL, Policy
-from grpo.sampling.sampler import sample_groups
-from grpo.training.engine import make_engine
-from grpo.training.memory import STATES, micro_batch, model_states, scoring, training
-from grpo.training.ranks import join_ranks
+from grpo.training.engine import BUCKET
+from grpo.training.memory import TOKENS, USUAL, fit_sizes, largest_batch
 
-# --- What is computed ---------------------------------------------------------------
+BF16, FP32, FP64 = 2, 4, 8
+CONTEXT = 1.5 * 2**30  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
+SLACK = 0.1  # allowance: fragmentation, of all that comes and goes
+WEIGHTS, ADAM = "weights, bf16", "master weights and Adam, fp32"
+STATES = WEIGHTS, ADAM, "gradients of a step, fp32"
 MODELS = {  # name: H, L, heads, key-value heads, I, V', tied; published parameters, in 10^9
     "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True, 0.494),
     "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True, 1.54),
@@ -61,141 +54,275 @@ MODELS = {  # name: H, L, heads, key-value heads, I, V', tied; published paramet
     "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, False, 7.62),
     "Qwen2.5-14B": (5120, 48, 40, 8, 13824, 152064, False, 14.8),
 }
+SHAPE = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
+SHAPE += " vocab_size tie_word_embeddings"
 RANK = 16  # of the LoRA rows
-GPUS = (1, 2, 8)
+WAYS = [(world, offload) for world in (1, 2, 7) for offload in (False, True)]
 CARDS = {16: 14.5, 24: 23.5, 40: 39.4, 48: 44.4, 80: 79.1, 141: 139.0}  # name: GB a program gets
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
+# preset: GB of a trainer's GPU, trainer's GPUs, GB of the server's; 0: it shares one; None: none
+PRESETS = {
+    "0.5b_1x24gb": (24, 1, None),
+    "1.5b_1x24gb": (24, 1, None),
+    "3b_1x24gb": (24, 1, None),
+    "3b_2x24gb": (24, 2, 0),
+    "3b_2x80gb": (80, 1, 80),
+    "3b_8x80gb": (80, 7, 80),
+    "7b_2x80gb": (80, 1, 80),
+    "7b_8x80gb": (80, 7, 80),
+    "7b_lora_1x24gb": (24, 1, None),
+    "two_machines": (80, 8, 24),
+}
 
 
-def config_of(hidden, layers, heads, kv_heads, inner, vocab, tied, *_):
-    return Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        tie_word_embeddings=tied,
-        max_position_embeddings=32768,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
+def config_of(*shape):
+    more = {"max_position_embeddings": 32768, "eos_token_id": 0, "pad_token_id": 0}
+    return Qwen2Config(**dict(zip(SHAPE.split(), shape, strict=False)), **more)
+
+
+class Sizes:
+    """A model's widths, and how many of its parameters are where; `rank` is LORA_RANK."""
+
+    def __init__(self, config, rank):
+        self.hidden, self.inner = config.hidden_size, config.intermediate_size
+        self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
+        self.head = self.hidden // self.heads
+        self.kv = config.num_key_value_heads * self.head  # K
+        self.vocab, self.rank = config.vocab_size, rank
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        body = model.base_model.layers
+        linear = [m.weight.shape for m in body.modules() if isinstance(m, torch.nn.Linear)]
+        self.adapted = sum(shape.numel() for shape in linear)  # of all matrices with adapters
+        self.tied = config.tie_word_embeddings
+        self.total = sum(p.numel() for p in model.parameters())  # a tied head counts once
+        self.trained = sum(rank * sum(shape) for shape in linear) if rank else self.total
+        self.held = self.total + (self.trained if rank else 0)  # in bf16, on every GPU
+        self.body = self.trained if rank else sum(p.numel() for p in body.parameters())
+        self.embedding = 0 if rank else self.vocab * self.hidden  # trained, of one matrix
+        largest = [rank * max(shape) if rank else shape.numel() for shape in linear]
+        # DeepSpeed passes its bucket by for these, and keeps their gradients to the backward's end
+        self.big = sum(n for n in largest if n > BUCKET)
+        self.matrix, self.largest = max(largest), max(*largest, self.embedding)
+
+
+# --- A layer, in bytes --------------------------------------------------------------
+def attention_bytes(m, rows, width, keys, masked):
+    """Queries, keys, values and output of attention, and the log-sum of each head's queries in
+    float32; a mask makes SDPA repeat the key heads."""
+    mask = BF16 * rows * width * keys if masked else 0
+    kept = BF16 * 2 * rows * (width * m.hidden + keys * (m.hidden if masked else m.kv))
+    return kept + mask + FP32 * rows * width * m.heads
+
+
+def layer_forward(m, rows, width, keys, masked):
+    """The most that a layer holds beside its input when nothing is kept."""
+    tokens, attention = rows * width, attention_bytes(m, rows, width, keys, masked)
+    inner = 4 if m.rank else 3  # gate, up, their product; an adapter's sum
+    mlp = BF16 * tokens * (2 * m.hidden + inner * m.inner)
+    norm = tokens * m.hidden * (2 * FP32 + BF16)
+    new_keys = BF16 * 2 * rows * (keys + width) * m.kv
+    return max(norm, mlp, attention + new_keys + 2 * BF16 * tokens * m.hidden)
+
+
+def layer_parts(m, rows, width, keys, masked):
+    """Returns what a layer keeps for its backward, of a norm and of attention."""
+    # Of a column: its input, in float32, its output, and what a weight that is trained multiplies
+    norm = rows * width * (FP32 + (1 if m.rank else 2) * BF16)
+    attention = attention_bytes(m, rows, width, keys, masked)
+    return norm * m.hidden, attention
+
+
+def layer_kept(c, m, rows, width, keys, masked):
+    """What a layer keeps from forward to backward: its input, or all that its backward needs."""
+    if c.GRADIENT_CHECKPOINTING:
+        return BF16 * rows * width * m.hidden
+    norm, attention = layer_parts(m, rows, width, keys, masked)
+    mlp = BF16 * rows * width * 4 * m.inner  # gate, silu(gate), up, their product
+    return 2 * norm + attention + mlp
+
+
+def layer_backward(m, rows, width, keys, masked):
+    """The most that recomputing a layer and its backward hold, at its MLP, norm or attention."""
+    tokens = rows * width
+    norm, attention = layer_parts(m, rows, width, keys, masked)
+    # At silu(gate) * up: gate, both factors, and the gradients of the product and of both
+    mlp = 2 * norm + attention + BF16 * tokens * (6 * m.inner + m.hidden)
+    at_norm = norm + attention + tokens * m.hidden * (6 * FP32 + 2 * BF16)
+    at_attention = norm + 2 * attention + 2 * BF16 * tokens * m.hidden
+    return max(mlp, at_norm, at_attention)
+
+
+def chunk_bytes(m, tokens):
+    """The most that the loss holds of logits, with FUSED_LOSS: a chunk."""
+    return BF16 * m.vocab * min(tokens, chunk_rows(m))
+
+
+def chunk_rows(m):
+    most = max(128, grpo_loss_triton.CHUNK_BYTES // (BF16 * m.vocab))
+    return -(-most // 128) * 128
+
+
+def head_gradient(m, tokens):
+    """What the loss holds of the head's gradient: over many chunks it is summed in float32."""
+    few = tokens <= grpo_loss_triton.CHUNKS_IN_OWN_DTYPE * chunk_rows(m)
+    return m.embedding * (BF16 if few else BF16 + FP32)
 
 
 # --- Phases: {name: {part: bytes}} --------------------------------------------------
+def micro_batch(c):
+    """Returns (prompts, rows, width of a row) of the largest micro-batch that the trainer cuts."""
+    share, completion = c.SHARE_PROMPTS, c.MAX_COMPLETION_TOKENS
+    batch = largest_batch(c, c.MICRO_BATCH_TOKENS, share)
+    prompts = 1 + number_prompts([s.prompt for s in batch], share)[-1] if share else 0
+    width = completion - 1 if share else c.MAX_PROMPT_TOKENS + completion - 1
+    return prompts, len(batch), width
+
+
+def sampling(m, prompts, rows, prompt, completion):
+    """Returns the parts of SharedDecoder's batch when it holds most: in the prefill or at the end.
+    Left to the allowance: what prompts that join copy, and rows that ended and are still there."""
+    token = BF16 * 2 * m.layers * m.kv  # keys and values, all layers
+    of_prompts, logits = token * prompts * prompt, BF16 * rows * m.vocab
+    layer = layer_forward(m, prompts, prompt, prompt, True) + prompts * prompt**2  # and the mask
+    layer += 2 * BF16 * m.hidden * prompts * prompt
+    full = of_prompts + token * rows * completion
+    # of a layer's keys, then its values: old and new
+    growth = BF16 * rows * completion * m.kv if completion > ROOM else 0
+    draw = rows * m.vocab * (2 * FP32 + FP64)  # log_softmax, its exp, their sums; a GPU: 3 * FP32
+    prefill = {"key-value cache": of_prompts, "one layer": layer}
+    # with the first token's logits, which live as long as the batch
+    end = {"key-value cache": full, "its growth, logits": 2 * logits + max(growth, draw)}
+    return max(prefill, end, key=lambda parts: sum(parts.values()))
+
+
+def sampling_phases(m, c, states):
+    """Returns the phases of a rank that samples, beside its `states`."""
+    rows, tokens = c.SAMPLE_BATCH, (c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS)
+    return {  # whole groups; to evaluate, each of another prompt
+        "sampling": states | sampling(m, rows // c.GROUP_SIZE, rows, *tokens),
+        "evaluation": states | sampling(m, rows, rows, *tokens),
+    }
+
+
+def need(phases):
+    """Returns (bytes with the allowance, name of the largest phase)."""
+
+    moving = {n: [b for p, b in x.items() if p not in (WEIGHTS, ADAM)] for n, x in phases.items()}
+    return max((sum(x.values()) + SLACK * sum(moving[n]) + CONTEXT, n) for n, x in phases.items())
+
+
+def model_states(m, c, world):
+    """Returns the parts on each GPU between two steps, under ZeRO-2, as DeepSpeed 0.19.8's code has
+    them: its own estimator partitions bf16 gradients, too, and leaves fp32 ones out with offload.
+    """
+    parts = {WEIGHTS: BF16 * (m.held + (0 if c.REFERENCE_ON_CPU else copied(m, c)))}
+    if c.OFFLOAD_OPTIMIZER:
+        return parts | {"DeepSpeed's buffer for offload": BF16 * m.largest}
+    return parts | {ADAM: 3 * FP32 * m.trained // world}
+
+
+def copied(m, c):
+    """Returns how many parameters the trainer's own copy of the reference has; 0: there is none."""
+    return 0 if c.REF_SERVER or not c.KL_BETA or m.rank else m.total
+
+
+def scoring(m, c):
+    """Returns the parts of a forward pass by the reference, on a micro-batch."""
+    prompts, rows, width = micro_batch(c)
+    keys, tokens = c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS - 1, rows * width
+    states, trained = BF16 * m.hidden, rows * c.MAX_COMPLETION_TOKENS
+    layer = layer_forward(m, rows, width, keys, prompts > 0) + 2 * states * tokens
+    most = max(layer, chunk_bytes(m, trained) + 3 * states * trained)
+    cache = BF16 * 2 * m.layers * prompts * c.MAX_PROMPT_TOKENS * m.kv
+    return {"prompts' cache": cache, "a layer or a chunk": most}
+
+
+def training(m, c, world):
+    """Returns the phases of forward and backward, at their peaks, and of the optimiser step.
+
+    With shared prompts each matrix is used twice in a forward, and autograd keeps the gradient of
+    the completions' pass until that of the prompts' pass joins it: all of them, at "turn".
+    """
+    prompts, rows, width = micro_batch(c)
+    prompt, completion = c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
+    offload = c.OFFLOAD_OPTIMIZER
+    keys, tokens, size = prompt + completion - 1, rows * width, BF16 * m.hidden
+    of_prompts, shared = prompts * prompt, prompts > 0
+    cache = BF16 * 2 * m.layers * of_prompts * m.kv  # keys and values of the prompts, all layers
+    mask = (rows * width * keys + prompts * prompt**2) if shared else 0  # bool
+    of_row = layer_kept(c, m, rows, width, keys, shared)  # one layer
+    of_prompt = layer_kept(c, m, prompts, prompt, prompt, True) if shared else 0
+    norm = (FP32 + BF16) * m.hidden  # what the last norm keeps, of a token
+    rest = m.layers * of_prompt + cache + mask + norm * of_prompts
+    rest += BF16 * 2 * m.head * (tokens + of_prompts)
+    trained = rows * completion
+    d_hidden, d_weight = size * trained, BF16 * m.embedding
+    chunk, d_sum = chunk_bytes(m, trained), head_gradient(m, trained)
+    of_rows = layer_backward(m, rows, width, keys, shared)
+    of_turn = layer_backward(m, prompts, prompt, prompt, True) if shared else of_rows
+    if not c.GRADIENT_CHECKPOINTING:  # most of it is there already
+        of_rows, of_turn = of_rows - of_row, of_turn - of_prompt
+    matrix, body = BF16 * m.matrix, BF16 * m.body
+    kept = min(BF16 * m.big, BF16 * m.trained // world)
+    d_head = d_weight if m.tied or m.embedding > BUCKET else 0  # a tied one waits for the embedding
+
+    states = model_states(m, c, world)
+    flat = {STATES[2]: FP32 * m.trained // world}
+
+    def phase(activations, of_loss, others, reduced):
+        """`reduced`: the largest matrix whose gradient is added meanwhile, in fp32 or its norm."""
+        part = min(reduced, m.trained // world)
+        copy = min(BUCKET, m.trained)  # of the bucket, for the all-reduce
+        sums = max(FP32 * part + BF16 * (BUCKET + copy), (FP64 if offload else FP32) * part)
+        sums *= reduced > 0
+        parts = {"activations": activations, "loss: dW, dH, a chunk": of_loss}
+        return states | flat | parts | {"gradients, bf16": others, "DeepSpeed's sums": sums}
+
+    everything = rest + m.layers * of_row + norm * tokens
+    one = rest + (cache if shared else 0) + of_row + of_rows
+    phases = {
+        "loss": phase(everything + d_hidden, d_hidden + d_sum + chunk, 0, 0),
+        "head": phase(everything, d_hidden + d_weight, 0, 0 if m.tied else m.embedding),
+        "last layer": phase(everything - norm * tokens + of_rows, d_head, matrix, m.matrix),
+        "first layer": phase(one, d_head, body if shared else max(matrix, kept), m.matrix),
+        "embedding": phase(0, 2 * d_weight + (0 if m.tied else d_head), kept, m.embedding),
+    }
+    if shared:
+        joined = d_weight + (0 if m.tied else d_head)
+        phases["turn"] = phase(rest + cache + of_turn, joined, body, m.matrix)
+    if c.REFERENCE_ON_CPU and copied(m, c):  # before the step's first forward; else less than that
+        phases["reference"] = states | {"reference": BF16 * copied(m, c)} | scoring(m, c)
+    norms = {"gradient norm, fp64": 0 if offload else FP64 * min(m.largest, m.trained // world)}
+    return phases | {"step": states | flat | norms}
+
+
 def shipped(prompt, completion, **others):
-    """-> the trainer's constants, as attributes, with prompts and completions of so many tokens."""
+    """Returns the trainer's constants, as attributes, and what a trial takes of its module."""
     now = {name: value for name, value in vars(trainer).items() if name.isupper()}
     now |= {name: value for name, value in USUAL.items() if now[name] == "auto"}
     now |= {"MAX_PROMPT_TOKENS": prompt, "MAX_COMPLETION_TOKENS": completion}
+    now |= {"Sequence": trainer.Sequence, "batch_loss": trainer.batch_loss}
     return SimpleNamespace(**now | others)
 
 
 def phases_of(m, prompt, completion, world=1, offload=False, **others):
     c = shipped(prompt, completion, OFFLOAD_OPTIMIZER=offload, **others)
+    return phases_with(m, c, world)
+
+
+def phases_with(m, c, world):
     return sampling_phases(m, c, model_states(m, c, world)) | training(m, c, world)
 
 
 def server_phases(m, prompt, completion):
     """ref_server.py with the same model: one scoring batch, without a gradient."""
-    own = {"MICRO_BATCH_TOKENS": ref_server.SCORE_BATCH_TOKENS, "SHARE_PROMPTS": True}
-    c = shipped(prompt, completion, **own)
+    c = shipped(prompt, completion, MICRO_BATCH_TOKENS=ref_server.SCORE_BATCH_TOKENS)
     return {"server: scoring": {WEIGHTS: BF16 * m.total} | scoring(m, c)}
 
 
 def card(size):
-    """-> the smallest usual card that holds so many bytes. Example: 20 * 2**30 -> "24" """
+    """Returns the smallest usual GPU that holds so many bytes. Example: 20 * 2**30 -> "24" """
     return next((str(name) for name, room in CARDS.items() if size <= room * 2**30), "none")
-
-
-# --- Measured -----------------------------------------------------------------------
-@contextmanager
-def peak(phases, name, live):
-    """Puts the peak of what runs inside into phases[name]: of `live`, or the GPU's."""
-    if live:
-        live.peak = live.now
-    else:
-        torch.accelerator.reset_peak_memory_stats()
-    yield
-    phases[name] = live.peak if live else torch.accelerator.max_memory_allocated()
-
-
-def random_policy(config, rank):
-    """-> the Policy with random bf16 weights; its completions never end."""
-    device = accelerator() or "cpu"
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if rank:
-        from peft import LoraConfig
-
-        model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ALL))
-    return Policy("random", model.to(device), None, {-1}, config.vocab_size, "bfloat16")
-
-
-def random_rows(vocab, prompt, completion, groups):
-    """-> rows of groups whose prompts differ by a token in length, so that there are masks."""
-    rows = []
-    for group in range(groups):
-        ids = torch.randint(vocab, (prompt + completion,)).tolist()
-        logps = torch.full((completion,), -math.log(vocab))  # about those of a random model
-        row = trainer.Sequence(ids[group % 2 : prompt], ids[prompt:], logps, None, logps, 1.0, 1e-3)
-        rows += [replace(row) for _ in range(trainer.GROUP_SIZE)]
-    return rows
-
-
-def measure(policy, prompt, completion, start, live=None):
-    """-> {phase: peak bytes} of the trainer's own code; `start` makes the policy's engine.
-
-    On a CPU `live` counts; a GPU counts by itself.
-    """
-    c = shipped(prompt, completion)
-    batch, group, vocab, micro = c.SAMPLE_BATCH, c.GROUP_SIZE, policy.vocab_size, micro_batch(c)[1]
-    some = max(2 * micro, batch)  # two micro-batches at least
-    rows = random_rows(vocab, prompt, completion, -(-some // group))
-    settings = {"temperature": 1.0, "eos_ids": policy.eos_ids, "vocab_size": vocab}
-    settings |= {"generator": None, "max_new_tokens": completion}
-    prompts, phases = [row.prompt for row in rows[:batch]], {}
-    with live or nullcontext():
-        engine = start(policy)
-        run = SimpleNamespace(engine=engine, policy=policy, progress=SimpleNamespace(step=1))
-        for _ in range(2):  # Adam's moments are there from the second step on
-            with peak(phases, "training", live):
-                trainer.accumulate(run, rows)
-            with peak(phases, "step", live):
-                engine.step()
-        for name, chosen, size in (
-            ("sampling", prompts[::group], group),
-            ("evaluation", prompts, 1),
-        ):
-            with peak(phases, name, live):
-                sample_groups(policy.model, chosen, group_size=size, **settings)
-    return phases
-
-
-def measure_here(name, prompt, completion, rank, offload):
-    """Prints as JSON what one GPU needs; in a process of its own, as DeepSpeed has one engine."""
-    os.environ.update(ALONE)
-    trainer.LORA_RANK, trainer.OFFLOAD_OPTIMIZER = rank, bool(offload)
-    policy = random_policy(config_of(*MODELS[name]), rank)
-    join_ranks(60)
-    phases = measure(
-        policy, prompt, completion, functools.partial(make_engine, shipped(prompt, completion))
-    )
-    gpu = torch.accelerator
-    free, room = gpu.get_memory_info()
-    outside = room - free - gpu.memory_reserved()  # CUDA, NCCL; others' programs, too
-    reserved = gpu.max_memory_reserved()
-    print(json.dumps({"need": max(phases.values()) + outside, "reserved": reserved} | phases))
-
-
-def measured(name, prompt, completion, rank, offload):
-    """-> bytes that one GPU of this machine needed, or None: there is none, or it is too small."""
-    if not accelerator():
-        return None
-    values = [sys.executable, __file__, "--measure", name, prompt, completion, rank, int(offload)]
-    done = subprocess.run(list(map(str, values)), check=False, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])["need"] if done.returncode == 0 else None
 
 
 # --- Tables -------------------------------------------------------------------------
@@ -214,77 +341,78 @@ def table(head, rows):
     print()
 
 
-def cell(name, prompt, completion, rank, world, offload):
-    """Returns "GB (card, card)": the second also holds ref_server.py."""
-    real = measured(name, prompt, completion, rank, offload) if world == 1 else None
-    phases = phases_of(sizes_of(name, rank), prompt, completion, world, offload)
-    size = real or need(phases)[0]
-    server = need(server_phases(sizes_of(name, 0), prompt, completion))[0]
-    cards = f"{card(size)}, {card(size + server)}"
-    return f"{gb(size)} ({cards}){', measured' if real else ''}"
+def least(c, m, world):
+    """Returns the bytes that the trainer needs with the smallest sizes that "auto" tries."""
+    sizes = {"MICRO_BATCH_TOKENS": TOKENS[True][-1], "SAMPLE_BATCH": c.GROUP_SIZE}
+    c = SimpleNamespace(**vars(c) | sizes)
+    return need(phases_with(m, c, world))[0]
 
 
-def print_cards(prompt, completion):
-    ways = [(world, offload) for world in GPUS for offload in (False, True)]
-    head = [f"{w} GPU{'s' * (w > 1)}{', offload' * offload}" for w, offload in ways]
-    rows = [
-        [name, f"LoRA {rank}" if rank else "full"]
-        + [cell(name, prompt, completion, rank, *way) for way in ways]
-        for name in MODELS
-        for rank in (0, RANK)
-    ]
-    table(["model", "trained", *head], rows)
+def server_bytes(name):
+    return need(server_phases(sizes_of(name, 0), 512, 512))[0]
 
 
-def print_one_card(prompt, completion):
-    """One GPU for all: a server's process beside the trainer's, or REF_SERVER = None."""
-    rows = []
-    for name in MODELS:
-        m, lora = sizes_of(name, 0), sizes_of(name, RANK)
-        server = need(server_phases(m, prompt, completion))[0]
-        for offload in (False, True):
-            sizes = [need(phases_of(m, prompt, completion, 1, offload))[0] + server]
-            for away in (False, True):
-                ways = {"REF_SERVER": None, "REFERENCE_ON_CPU": away}
-                sizes.append(need(phases_of(m, prompt, completion, 1, offload, **ways))[0])
-            rows.append([name, "full, offload" if offload else "full", *sizes])
-        alone = need(phases_of(lora, prompt, completion, REF_SERVER=None))[0]
-        beside = need(phases_of(lora, prompt, completion))[0] + server
-        rows.append([name, f"LoRA {RANK}", beside, alone, alone])
-    lines = [[*row[:2], *(f"{gb(size)} ({card(size)})" for size in row[2:])] for row in rows]
-    table(["model", "trained", "with a server", "REF_SERVER = None", "REFERENCE_ON_CPU"], lines)
-
-
-def print_states(prompt, completion):
-    with redirect_stdout(sys.stderr):  # where its log goes, for good
-        from deepspeed.runtime.zero.stage_1_and_2 import (
-            estimate_zero2_model_states_mem_needs as told,
-        )
-
-    rows, ways = [], [(1, False), (1, True), (8, False), (8, True)]
-    for name, (*_, published) in MODELS.items():
-        m = sizes_of(name, 0)
-        row = [name, f"{m.total / 1e9:.3f} ({published})"]
-        for world, offload in ways:
-            c = shipped(prompt, completion, OFFLOAD_OPTIMIZER=offload)
-            parts = training(m, c, world)["loss"]
-            ours = sum(n for part, n in parts.items() if part in STATES)
-            row.append(f"{gb(told(m.total, world, 1, offload)[1])} / {gb(ours)}")
-        server = need(server_phases(m, prompt, completion))[0]
-        rows.append([*row, gb((4 * FP32 + BF16) * m.trained), gb(server)])
-    head = ["model", "10^9 parameters (published)", "1 GPU", "1, offload", "8 GPUs", "8, offload"]
-    table([*head, "RAM, offload", "server"], rows)
+def in_ram(m):
+    """Of all ranks, with OFFLOAD_OPTIMIZER: master weights, Adam, gradients, a bf16 copy."""
+    return (4 * FP32 + BF16) * m.trained
 
 
 def merged_bytes(m):
-    """Returns what MergedAdapters holds while a LoRA policy samples, where twice that is free: not
-    in the phases above, for where it is not free nothing is merged."""
+    """Returns what MergedAdapters holds, if twice that is free: not in the phases, therefore."""
     return BF16 * m.adapted
 
 
-def print_merged():
-    rows = [[name, gb(merged_bytes(sizes_of(name, RANK)))] for name in MODELS]
-    table(["model", "copies, GB"], rows)
+def print_gpus():
+    rows = []
+    for name in MODELS:
+        m, lora, server = sizes_of(name, 0), sizes_of(name, RANK), server_bytes(name)
+        sizes = [need(phases_of(m, 512, 512, *way))[0] for way in WAYS]
+        sizes.append(need(phases_of(m, 512, 512, 7, SHARE_PROMPTS=False))[0])
+        sizes.append(need(phases_of(lora, 512, 512))[0])
+        cells = [f"{gb(size)} ({card(size)}, {card(size + server)})" for size in sizes]
+        rows.append([name[8:], *cells, gb(server), gb(in_ram(m)), gb(merged_bytes(lora))])
+    ways = [f"{w} GPU{'s' * (w > 1)}" if not offload else f"{w}, offload" for w, offload in WAYS]
+    ways += ["7, prompts not shared", f"LoRA {RANK}, each GPU"]
+    table(["Qwen2.5", *ways, "the server", "RAM with offload", "adapters, merged"], rows)
+
+
+def print_one_gpu():
+    rows = []
+    for name in MODELS:
+        server, cells = server_bytes(name), []
+        for rank, offload in ((0, False), (0, True), (RANK, False)):
+            m = sizes_of(name, rank)
+            sizes = [need(phases_of(m, 512, 512, 1, offload))[0] + server]
+            for away in (False, True)[: 1 if rank else 2]:
+                ways = {"REF_SERVER": None, "REFERENCE_ON_CPU": away}
+                sizes.append(need(phases_of(m, 512, 512, 1, offload, **ways))[0])
+            cells.append(", ".join(f"{gb(size)} ({card(size)})" for size in sizes))
+        rows.append([name[8:], *cells[0].split(", "), *cells[1:]])
+    head = ["with a server on it", "`REF_SERVER = None`", "and `REFERENCE_ON_CPU`"]
+    more = ["the same three, with offload", f"LoRA {RANK}: with a server, without"]
+    table(["Qwen2.5", *head, *more], rows)
+
+
+def of_preset(name, **others):
+    """Returns (constants, Sizes, bytes that the trainer needs at least, bytes of the server)."""
+    preset = runpy.run_path(str(ROOT / f"presets/{name}.py"))
+    own = {key: value for key, value in preset.items() if key.isupper() and hasattr(trainer, key)}
+    c = shipped(512, 512, **own | others)
+    model = c.MODEL.removeprefix("Qwen/")
+    m = sizes_of(model, c.LORA_RANK)
+    return c, m, least(c, m, PRESETS[name][1]), server_bytes(model) if c.REF_SERVER else 0
+
+
+def print_presets():
+    rows = []
+    for name, (gpu, world, of_server) in PRESETS.items():
+        c, m, size, server = of_preset(name)
+        how = f", LoRA {c.LORA_RANK}" * (c.LORA_RANK > 0) + ", offload" * c.OFFLOAD_OPTIMIZER
+        where = {None: "in the trainer", 0: "on one of them"}.get(of_server, f"1 x {of_server}")
+        row = [f"`presets/{name}.py`", c.MODEL[5:] + how, f"{world} x {gpu}", where, gb(size)]
+        rows.append([*row, gb(server) if server else "", gb(in_ram(m)) if "offload" in how else ""])
+    head = ["preset", "trained", "GPUs, GB", "the reference", "trainer, at least", "server", "RAM"]
+    table(head, rows)
 
 
 def print_parts(name, prompt, completion):
@@ -302,83 +430,50 @@ def print_parts(name, prompt, completion):
         table(["part", *phases], lines)
 
 
-def print_checks():
-    sys.path.insert(0, str(ROOT / "tests"))
-    from test_memory import CASES, DEEPSPEED_CASES, compare, compare_deepspeed
-
-    rows = []
-    for shape, *rest in CASES:
-        pairs = compare(shape, *rest).values()
-        hidden, layers, _, _, inner, vocab, tied = shape
-        what = f"H {hidden}, L {layers}, I {inner}, V' {vocab}{', tied' * tied}"
-        rows.append([what, *rest[:-1], rest[-1] or "full", *(f"{a / b:.2f}" for a, b in pairs)])
-    head = ["model", "P", "T", "G", "prompts shared", "LoRA"]
-    table([*head, "sampling", "evaluation", "training"], rows)
-    print("""With DeepSpeed itself, one rank on this CPU, states included (with offload those in RAM
-too, as here both are one): H 512, L 4, I 2048, V' 16384.\n""")
-    rows = []
-    for share, rank, offload in DEEPSPEED_CASES:
-        pairs = compare_deepspeed(share, rank, offload).values()
-        rows.append([share, rank or "full", offload, *(f"{a / b:.2f}" for a, b in pairs)])
-    table(["prompts shared", "LoRA", "offload", "sampling", "evaluation", "training"], rows)
-
-
 def print_all():
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, check=False, stdout=subprocess.PIPE, text=True).stdout.strip()
-    kind = accelerator()
-    gpu = torch.get_device_module(kind).get_device_name() if kind else "no GPU"
-    print("# Which card for which model\n")
-    print(f"`python benchmarks/memory.py`: commit {commit}, torch {torch.__version__}, {gpu}.\n")
-    cards, slack = ", ".join(map(str, CARDS)), f"{SLACK:.0%}"
-    micro, batch = USUAL["MICRO_BATCH_TOKENS"], USUAL["SAMPLE_BATCH"]
-    print(f"""GB (2^30) per GPU, and in brackets the smallest usual card that holds it, and the one
-that holds ref_server.py beside it, of {cards}. They have bfloat16 (Ampere and
-newer): in float32 weights and activations take twice as much. Cells are **computed, not
-measured**, unless one says so. Prompt and completion have 512 tokens; MICRO_BATCH_TOKENS {micro},
-SAMPLE_BATCH {batch}, the rest as shipped, with checkpointing. An allowance is in it, a guess:
-{gb(CONTEXT)} GB for CUDA and NCCL, and {slack} of what comes and goes.\n""")
-    print_cards(512, 512)
-    print("""## One card for all
-
-GB on one GPU that also holds the reference: in ref_server.py, whose process has an allowance of its
-own; in the trainer (REF_SERVER = None), as a copy; or as one that waits in the CPU's memory
-(REFERENCE_ON_CPU). With LoRA there is no copy: the reference is the model without adapters.\n""")
-    print_one_card(512, 512)
-    print("""## States, RAM, server
-
-GB per GPU of weights, optimiser states and a step's gradients, full training: DeepSpeed's estimator
-/ ours. The estimator counts 2 bytes of bf16 gradients a parameter, over the GPUs; they are in "by
-part" instead, as long as they live. With offload it leaves out the step's fp32 gradients, which
-DeepSpeed 0.19.8 keeps on the GPU from the first backward to the step. RAM: of all ranks together
-(master weights, Adam, gradients, a bf16 copy), read in DeepSpeed's code, not measured. Server:
-ref_server.py with the same model, allowance included.\n""")
-    print_states(512, 512)
-    print("""## Adapters, merged to sample
-
-With LoRA, W + 2 B A of all layers but the LM head lie beside the weights while a rank, a worker or
-an evaluation samples, on a GPU that has twice as much free then; elsewhere nothing is merged, so
-that no card above need be larger. A CPU always merges.\n""")
-    print_merged()
+    print("# Which GPU for which model: computed, not measured\n")
+    print("Printed by `python benchmarks/memory.py`. docs/memory.md says what the tables hold.\n")
+    print_gpus()
+    print_one_gpu()
+    print_presets()
     print("## By part\n")
     print_parts("Qwen2.5-3B", 512, 512)
-    print("""## Computed over counted
 
-Trainer and sampler on a CPU, bf16, under a counter of living tensors (tests/test_memory.py): the
-computed peak over the counted one, both beside the weights. Products are not computed, attention is
-the CPU's, gradients are freed as they finish; MICRO_BATCH_TOKENS 1024, SAMPLE_BATCH 8.\n""")
-    print_checks()
+
+# --- Measured -----------------------------------------------------------------------
+def random_policy(config, rank):
+    """Returns the Policy with random bf16 weights."""
+    with torch.device(device := accelerator() or "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if rank:
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ALL))
+    return Policy("random", model.to(device), None, {-1}, config.vocab_size, "bfloat16")
+
+
+def tried(name, rank):
+    """Returns (text, bytes): what a trainer alone on this machine's GPU chooses and measures at its
+    start, and what is computed for those sizes."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    m, policy = sizes_of(name, rank), random_policy(config_of(*MODELS[name]), rank)
+    c = shipped(512, 512, LORA_RANK=rank, **dict.fromkeys(USUAL, "auto"))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            fit_sizes(c, policy)
+    finally:
+        dist.destroy_process_group()
+    return out.getvalue().strip(), need(phases_with(m, c, 1))[0]
 
 
 def main():
-    if sys.argv[1:2] == ["--measure"]:
-        measure_here(sys.argv[2], *map(int, sys.argv[3:]))
-    elif len(sys.argv) == 4 and sys.argv[1] in MODELS:
-        print_parts(sys.argv[1], *map(int, sys.argv[2:]))
-    elif len(sys.argv) == 1:
-        print_all()
-    else:
-        sys.exit(f"{__doc__}\nModels: {', '.join(MODELS)}")
+    match sys.argv[1:]:
+        case []:
+            print_all()
+        case ["tried", name, rank] if name in MODELS:
+            print(*tried(name, int(rank)))
+        case [name, *tokens] if name in MODELS and len(tokens) == 2:
+            print_parts(name, *map(int, tokens))
+        case _:
+            sys.exit(f"{__doc__}\nModels: {', '.join(MODELS)}")
 
 
 if __name__ == "__main__":

@@ -188,10 +188,12 @@ class CompletionLayer(DynamicLayer):
 
 
 def checkpoint_layers(model):
-    """Makes layers keep only their inputs for the backward pass; returns how many there are."""
+    """Makes layers keep only their inputs for the backward pass, from now on; returns how many
+    there are."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for layer in layers:
-        layer.forward = functools.partial(recompute_later, layer.forward)
+        if getattr(layer.forward, "func", None) is not recompute_later:  # not done before
+            layer.forward = functools.partial(recompute_later, layer.forward)
     return len(layers)
 
 

@@ -2,8 +2,8 @@
 
     python grpo_ref_split.py presets/1.5b_1x24gb.py
 
-Computed, not run: of the card's 23.5 GB the trainer needs 20.5 GB; the optimiser and its states are
-in RAM, 25.9 GB of it: on the card they would not fit.
+Computed, not run: of the GPU's 23.5 GB the trainer needs 17.6 GB at least; the optimiser and its
+states are in RAM, 25.9 GB of it: on the card they would not fit.
 """
 
 MODEL = "Qwen/Qwen2.5-1.5B"

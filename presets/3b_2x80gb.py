@@ -3,7 +3,7 @@
     CUDA_VISIBLE_DEVICES=1 python ref_server.py presets/3b_2x80gb.py            # first
     CUDA_VISIBLE_DEVICES=0 python grpo_ref_split.py presets/3b_2x80gb.py        # then
 
-Computed, not run: of a card's 79.1 GB the trainer needs 64.1 GB and the server 8.1 GB.
+Computed, not run: of a GPU's 79.1 GB the trainer needs 61.2 GB at least and the server 8.1 GB.
 """
 
 MODEL = "Qwen/Qwen2.5-3B"

@@ -3,8 +3,9 @@
     GRPO_TOKEN=secret python ref_server.py presets/two_machines.py             # first, on gpu02
     GRPO_TOKEN=secret deepspeed grpo_ref_split.py presets/two_machines.py      # then, on gpu01
 
-Computed, not run: of a card's 79.1 GB the trainer needs 53.2 GB. The server needs 16.6 GB, which a
-card of 24 GB has. With PUBLISH_STEPS=1 other cards of gpu02 may sample (docs/several_machines.md).
+Computed, not run: of a GPU's 79.1 GB the trainer needs 46.7 GB at least. The server needs 16.6 GB,
+which a card of 24 GB has. With PUBLISH_STEPS=1 other cards of gpu02 may sample
+(docs/several_machines.md).
 """
 
 MODEL = "Qwen/Qwen2.5-7B"

@@ -10,7 +10,7 @@ from processes import QUICK, command_of, launch, learned, records, start, start_
 
 import grpo_ref_split as trainer
 from grpo.constants import constants_in
-from grpo.sampling.memory import USUAL
+from grpo.training.memory import USUAL
 from grpo.training.report import constants_of
 
 SMALL = QUICK | {"MAX_PROMPT_TOKENS": 64, "EVAL_STEPS": 0, "CPU_THREADS": 1, "REF_SERVER": None}

@@ -1,10 +1,10 @@
-"""The presets: constants that both scripts take, commands that work, memory that is as computed."""
+"""The presets: constants that both scripts take, commands that work, memory that is as computed; so
+is that of the docs."""
 
 import ast
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from documents import TEXT
@@ -12,28 +12,15 @@ from documents import TEXT
 import grpo_ref_split as trainer
 import ref_server
 from grpo.constants import command_line
-from grpo.sampling.memory import CONTEXT, USUAL, need
+from grpo.sampling.memory import SPARE
 from grpo.training.checks import check_constants
-from grpo.training.memory import sizes_that_fit
+from grpo.training.memory import USUAL
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import memory
 
-GB = 2**30
-# preset: GB of a trainer's card, trainer's cards, GB of the server's; 0: it shares one; None: none
-LAYOUTS = {
-    "0.5b_1x24gb": (24, 1, None),
-    "1.5b_1x24gb": (24, 1, None),
-    "3b_1x24gb": (24, 1, None),
-    "3b_2x24gb": (24, 2, 0),
-    "3b_2x80gb": (80, 1, 80),
-    "3b_8x80gb": (80, 7, 80),
-    "7b_2x80gb": (80, 1, 80),
-    "7b_8x80gb": (80, 7, 80),
-    "7b_lora_1x24gb": (24, 1, None),
-    "two_machines": (80, 8, 24),
-}
+LAYOUTS = memory.PRESETS  # GB of a trainer's GPU, how many, GB of the server's (0: the same)
 presets = pytest.mark.parametrize("name", LAYOUTS)
 
 
@@ -78,6 +65,7 @@ def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
     trained = constants_of("grpo_ref_split.py", trainer, name, monkeypatch)
     check_constants(trained)
     assert trained["RUN_DIR"] == f"runs/{name}"
+    assert all(trained[size] == "auto" for size in USUAL)
     if LAYOUTS[name][2] is None:
         assert trained["REF_SERVER"] is None
         return
@@ -89,7 +77,7 @@ def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
 
 
 @presets
-def test_a_presets_cards_are_those_of_its_commands(name):
+def test_a_presets_gpus_are_those_of_its_commands(name):
     _, world, servers = LAYOUTS[name]
     (serving, *_), *_, (training, launcher, *_) = 2 * commands_of(name)
     assert (launcher == "deepspeed") == (world > 1)
@@ -101,41 +89,38 @@ def test_a_presets_cards_are_those_of_its_commands(name):
         assert world == 1 or name == "two_machines" and "eight" in doc_of(name)
 
 
-@presets
-def test_a_preset_fits_its_cards_as_computed(name, monkeypatch):
-    """By the trainer's own arithmetic of "auto", on the meta device."""
-    card, world, servers = LAYOUTS[name]
-    c = SimpleNamespace(**constants_of("grpo_ref_split.py", trainer, name, monkeypatch))
-    assert all(getattr(c, name) == "auto" for name in USUAL)
-    model = c.MODEL.removeprefix("Qwen/")
-    m, frozen = memory.sizes_of(model, c.LORA_RANK), memory.sizes_of(model, 0)
-    tokens = c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
-    shared = servers == 0
-    server = 0 if servers is None else need(memory.server_phases(frozen, *tokens))[0]
-    room = memory.CARDS[card] * GB
-    _, size = sizes_that_fit(c, m, room - shared * server, world)
-    if servers:
-        assert server < 0.95 * memory.CARDS[servers] * GB
-    elif (
-        shared
-    ):  # a server that has scored nothing yet holds less, and leaves the trainer more to take
-        _, most = sizes_that_fit(c, m, room - memory.BF16 * frozen.total - CONTEXT, world)
-        assert most + server <= room
-    told = re.sub(r"\s+", " ", doc_of(name))
-    assert f"{memory.CARDS[card]:.1f} GB the trainer needs {memory.gb(size)} GB" in told
-    assert servers is None or re.search(rf"server (needs )?{memory.gb(server)} GB", told)
-    if c.OFFLOAD_OPTIMIZER:  # master weights, Adam, gradients and a copy, as print_states has it
-        assert f"in RAM, {memory.gb((4 * memory.FP32 + memory.BF16) * m.trained)} GB of it" in told
+def fits(size, gpu):
+    return size <= (1 - SPARE) * memory.CARDS[gpu] * 2**30
 
 
 @presets
-def test_what_a_preset_saves_it_has_to(name, monkeypatch):
-    """LoRA where full training does not fit, with the optimiser in RAM neither."""
-    card, world, servers = LAYOUTS[name]
-    c = SimpleNamespace(**constants_of("grpo_ref_split.py", trainer, name, monkeypatch))
-    m = memory.sizes_of(c.MODEL.removeprefix("Qwen/"), 0)
-    server = need(memory.server_phases(m, 512, 512))[0] if servers == 0 else 0
+def test_a_preset_fits_its_gpus_and_what_saves_memory_is_needed(name):
+    """With the smallest sizes, as computed: LoRA where full training does not fit, with the
+    optimiser in RAM neither."""
+    gpu, _, servers = LAYOUTS[name]
+    c, m, size, server = memory.of_preset(name)
+    assert server + size < memory.CARDS[gpu] * 2**30 if servers == 0 else fits(size, gpu)
+    assert not servers or fits(server, servers)
     for offload in [False, True] if c.LORA_RANK else [False] if c.OFFLOAD_OPTIMIZER else []:
-        full = SimpleNamespace(**vars(c) | {"LORA_RANK": 0, "OFFLOAD_OPTIMIZER": offload})
-        with pytest.raises(SystemExit, match="would need"):
-            sizes_that_fit(full, m, memory.CARDS[card] * GB - server, world)
+        *_, full, _ = memory.of_preset(name, LORA_RANK=0, OFFLOAD_OPTIMIZER=offload)
+        assert not fits(full + server * (servers == 0), gpu)
+    told = re.sub(r"\s+", " ", doc_of(name))
+    expected = [memory.CARDS[gpu], size / 2**30] + [server / 2**30] * (server > 0)
+    expected += [memory.in_ram(m) / 2**30] * c.OFFLOAD_OPTIMIZER
+    assert [f"{number:.1f}" for number in expected] == re.findall(r"(\d+\.\d) GB", told)
+
+
+# --- The docs -------------------------------------------------------------------------
+def test_the_numbers_of_the_docs_are_those_that_the_benchmark_prints(capsys):
+    memory.print_all()
+    printed = capsys.readouterr().out.splitlines()
+    rows = [line for line in printed if re.match(r"\| (\d|`presets)", line)]
+    assert len(rows) == 2 * len(memory.MODELS) + len(memory.PRESETS)
+    assert all(row in TEXT["docs/memory.md"].splitlines() for row in rows)
+    sizes = [memory.phases_of(memory.sizes_of(name, 0), 512, 512, 7) for name in memory.MODELS]
+    expected = [f"{memory.need(phases)[0] / 2**30:.0f}" for phases in sizes[:4]]
+    for page in ("README.md", "README.zh.md"):
+        (row,) = re.findall(r"^\| A800.*80 GB \|(.*)$", TEXT[page], re.MULTILINE)
+        assert re.findall(r"(\d+) GB", row) == expected
+    results = (memory.ROOT / "benchmarks/results/memory.md").read_text()
+    assert results.splitlines() == printed

@@ -8,6 +8,7 @@ from grpo.devices import release_memory
 from grpo.forward import CompletionModel
 from grpo.log import say
 from grpo.models import load_model, stop_ids
+from grpo.sampling.memory import out_of_memory_names
 from grpo.sampling.sampler import sample_groups, stream_groups
 from grpo.sampling.stop_strings import StopStrings
 from grpo.weights import LORA_SCALE, MergedAdapters, load_weights
@@ -44,7 +45,7 @@ class Policy:
             **settings,
         )
         while True:
-            with merged:
+            with merged, out_of_memory_names("SAMPLE_BATCH", settings["max_rows"]):
                 group = next(groups, None)
             if group is None:
                 return

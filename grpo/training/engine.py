@@ -8,10 +8,10 @@ import torch
 
 from grpo.forward import CompletionModel
 from grpo.log import say
-from grpo.sampling.memory import BUCKET
 from grpo.training.ranks import gathered
 
 SCHEDULES = ("linear", "cosine")  # LR_SCHEDULE
+BUCKET = 50_000_000  # parameters whose gradients are reduced together
 
 
 def make_engine(c, policy):

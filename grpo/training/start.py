@@ -11,7 +11,7 @@ from grpo.sampling.rollout import Stream
 from grpo.sampling.task import Recipe
 from grpo.training.checkpoint import Progress, open_run
 from grpo.training.engine import make_engine
-from grpo.training.memory import fill_card
+from grpo.training.memory import fit_sizes
 from grpo.training.metrics import Clock
 from grpo.training.ranks import all_or_none
 from grpo.training.reference import make_reference
@@ -43,8 +43,8 @@ def start_run(c, tokenizer, recipe, questions, server):
     rank = dist.get_rank()
     say(f"curves and samples while it runs: python plot.py live {Path(c.RUN_DIR).parent}")
     policy = make_policy(c, tokenizer)
-    fill_card(c, policy)  # collective
     reference = make_reference(c, policy, server)  # MODEL itself, before a checkpoint is loaded
+    fit_sizes(c, policy)  # collective; with the reference's copy, if there is one, on the GPU
     engine = make_engine(c, policy)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
     progress = open_run(c, engine, stream, reference)  # collective
