@@ -15,6 +15,7 @@ after another without padding, H hidden size, V' rows of the LM head.
 """
 
 import functools
+import gc
 import itertools
 
 import torch
@@ -185,6 +186,14 @@ class CompletionLayer(DynamicLayer):
     def update(self, keys, values, *_, **__):
         keys = torch.cat([self.keys.index_select(0, self.number), keys], -2)
         return keys, torch.cat([self.values.index_select(0, self.number), values], -2)
+
+
+def forget_caches():
+    """Empties these layers after a forward pass that no backward pass followed. The graph holds
+    them through the checkpoints, and they hold the graph: Python's collector does not see that."""
+    for layer in gc.get_objects():
+        if isinstance(layer, PromptLayer | CompletionLayer):
+            layer.keys = layer.values = None
 
 
 def checkpoint_layers(model):

@@ -1,7 +1,10 @@
 """Sizes that are tried on a GPU, with faked out-of-memory errors; benchmarks/memory.py's arithmetic
 and the trials against the living tensors of the trainer's code."""
 
+import gc
+import math
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,6 +149,13 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
         fit_sizes(c, policies[rank])
         return [getattr(c, name) for name in USUAL]
 
+    turn = threading.Lock()  # forget_caches() is for a process that is one rank
+
+    def measured(*arguments, measured=sampling.measured):
+        with turn:
+            return measured(*arguments)
+
+    monkeypatch.setattr(sampling, "measured", measured)
     monkeypatch.setattr(sampling, "draw", drawn)
     if chosen is None:
         with pytest.raises(SystemExit, match="MICRO_BATCH_TOKENS = 256, .*OFFLOAD_OPTIMIZER"):
@@ -157,6 +167,28 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
     for policy in policies:
         for weight in policy.model.parameters():
             assert weight.grad is None and not weight._post_accumulate_grad_hooks
+
+
+def test_a_trial_that_fails_leaves_no_tensors(alone, tiny, monkeypatch):
+    """The graph of a checkpointed forward pass and the prompts' cache hold each other."""
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def tensors():
+        gc.collect()
+        return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+
+    a_gpu(monkeypatch)
+    policy = tiny_policy(tiny)
+    model = CompletionModel(policy.model, share_prompts=True)
+    trial = partial(
+        training.forward_and_backward, auto(batch_loss=fail), model, policy.vocab_size, 300, True
+    )
+    before = tensors()
+    for _ in range(3):
+        share, *_ = sampling.measured(trial, 0, policy.model.device)
+    assert share == math.inf and tensors() <= before
 
 
 def test_what_fits_leaves_a_share_of_the_gpu_free(tiny, monkeypatch):
