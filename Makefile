@@ -1,4 +1,4 @@
-# make demo   runs the whole pipeline on a tiny model: two minutes      make test   5 minutes of tests
+# make demo   runs the whole pipeline on a tiny model: two minutes      make test   3 minutes of tests
 # make test-long   tests that start whole clusters: three minutes. CI runs both
 # Both build .venv first; see README.md for a CPU build of torch.
 PYTHON ?= python3

@@ -51,10 +51,11 @@ import torch.distributed as dist
 
 import grpo_loss_triton
 from grpo import loss as plain_loss
+from grpo.devices import out_of_memory_names
 from grpo.log import lasting_output, progress_bar, say
 from grpo.packing import plan_turns
 from grpo.sampling import rollout
-from grpo.sampling.memory import fit_worker, out_of_memory_names
+from grpo.sampling.memory import fit_worker
 from grpo.sampling.policy import make_policy
 from grpo.sampling.task import load_questions, prepare, total
 from grpo.sampling.worker import run_worker

@@ -1,4 +1,6 @@
-"""Which accelerator a process has, by torch.accelerator, and what is for NVIDIA's GPUs alone."""
+"""Which accelerator a process has, what is for NVIDIA's GPUs alone, and memory that runs out."""
+
+import contextlib
 
 import torch
 
@@ -21,3 +23,16 @@ def release_memory():
     """Gives what torch's allocator keeps unused back to the accelerator, if there is one."""
     if accelerator():
         torch.accelerator.empty_cache()
+
+
+@contextlib.contextmanager
+def out_of_memory_names(name, value):
+    """If the block runs out of the GPU's memory, SystemExit names the constant to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        why = ". ".join(str(error).split(". ")[:2])  # torch's sentences on what it tried
+        raise SystemExit(
+            f"{name} = {value} is too large ({why}): set a lower number, and start again to resume"
+            " from the newest checkpoint (docs/memory.md)"
+        ) from error

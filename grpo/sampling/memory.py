@@ -6,7 +6,6 @@ completions at full length: to sample so many tokens would take minutes. On a CP
 that takes too much memory is killed, sizes are constants.
 """
 
-import contextlib
 import functools
 import gc
 import math
@@ -70,19 +69,6 @@ def measured(trial, held, device):
     release_memory()
     gpu.reset_peak_memory_stats(device)  # gpu_memory_gb is that of the run itself
     return peak / room, peak, room
-
-
-@contextlib.contextmanager
-def out_of_memory_names(name, value):
-    """If the block runs out of the GPU's memory, SystemExit names the constant to lower."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        why = ". ".join(str(error).split(". ")[:2])  # torch's sentences on what it tried
-        raise SystemExit(
-            f"{name} = {value} is too large ({why}): set a lower number, and start again to resume"
-            " from the newest checkpoint (docs/memory.md)"
-        ) from error
 
 
 # --- SAMPLE_BATCH ---------------------------------------------------------------------

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo.devices import release_memory
+from grpo.devices import out_of_memory_names, release_memory
 from grpo.forward import CompletionModel
 from grpo.log import say
 from grpo.models import load_model, stop_ids
-from grpo.sampling.memory import out_of_memory_names
 from grpo.sampling.sampler import sample_groups, stream_groups
 from grpo.sampling.stop_strings import StopStrings
 from grpo.weights import LORA_SCALE, MergedAdapters, load_weights
