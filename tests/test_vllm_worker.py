@@ -276,7 +276,7 @@ def test_a_decoder_that_has_other_weights_than_a_score_is_found_out(case):
     try:
         prompt, ids = record["proof"]["prompt"], record["proof"]["completion"]
         assert distance(case.new, prompt, ids, case.policy.logps(prompt, ids)) < NOISE
-        with pytest.raises(RuntimeError, match="policy 7 is loaded and right, but what is sampled"):
+        with pytest.raises(RuntimeError, match="policy 7 is right, but"):
             check_proof(case.policy, record)
     finally:
         hook.remove()
@@ -379,7 +379,7 @@ def test_a_trainer_that_samples_nothing_learns_from_vllm(tmp_path, lora_rank):
     server = {"MODEL": name, "PORT": int(port)}
     trainer = {
         "MODEL": name,
-        "TASK": "arithmetic",
+        "TASK": "even",  # random text earns different rewards
         "RUN_DIR": str(tmp_path / "run"),
         "REF_SERVER": f"http://127.0.0.1:{port}",
         "PUBLISH_STEPS": 1,
