@@ -66,10 +66,9 @@ SLOW = {"mamba", "gpt1", "lfm2"}  # their past is not (only) a key-value cache
 def tiny_model(family, seed=0, **changes):
     """-> a random model in eval mode whose next-token distribution is far from flat."""
     name, sizes, *_ = (UNSHARED | FAMILIES | WIDE)[family]
-    sizes = sizes | changes
+    sizes = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | sizes | changes
     torch.manual_seed(seed)
-    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes, **special))
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))

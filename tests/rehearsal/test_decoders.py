@@ -11,7 +11,11 @@ from grpo.sampling.decoders import shared_prompt
 from grpo.sampling.decoders.attention import kernel_works
 from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
 from grpo.sampling.decoders.choice import make_decoder
-from grpo.sampling.decoders.cuda_graph import GraphedDecoder, GraphedSharedDecoder
+from grpo.sampling.decoders.cuda_graph import (
+    GraphedDecoder,
+    GraphedSharedDecoder,
+    can_record_layers,
+)
 from grpo.sampling.decoders.llama import LlamaDecoder
 from grpo.sampling.decoders.shared_prompt import SharedDecoder
 from grpo.sampling.sampler import sample_groups
@@ -64,17 +68,30 @@ def test_samples_of_the_gpu_have_plain_log_probs(family, kind, monkeypatch):
     assert len({len(c.ids) for c in itertools.chain(*groups)}) > 1
 
 
-CHOICES = [("qwen2", GraphedDecoder), ("gpt2", SharedDecoder), ("gemma2", CachedDecoder)]
-CHOICES += [("opt", GraphedSharedDecoder)]
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "kind"), CHOICES)
-def test_the_fastest_decoder_passes_its_trial(family, kind, dtype, capsys):
+@pytest.mark.parametrize("family, kind, changes", [
+    ("qwen2", GraphedDecoder, {}),
+    ("llama", LlamaDecoder, DYNAMIC),  # it looks at the largest position
+    ("gpt2", SharedDecoder, {}),  # it looks for padding where there is a pad id and no mask
+    ("gpt2", GraphedSharedDecoder, {"pad_token_id": None}),
+    ("gemma2", CachedDecoder, {}),
+    ("gemma", GraphedSharedDecoder, {}),
+    ("opt", GraphedSharedDecoder, {}),
+])  # fmt: skip
+def test_the_fastest_decoder_passes_its_trial(family, kind, changes, dtype, capsys):
     kernel_works.cache_clear()
-    model = tiny_model(family).to("cuda", dtype)
+    model = tiny_model(family, **changes).to("cuda", dtype)
     assert type(make_decoder(model, 12, 9)) is kind
     assert "in pieces" not in capsys.readouterr().out
+    assert can_record_layers(model) != (kind in (SharedDecoder, LlamaDecoder))  # their layers wait
+
+
+def test_a_llama_without_our_step_has_its_layers_recorded(monkeypatch):
+    monkeypatch.setattr(LlamaDecoder, "forward", None)
+    assert type(make_decoder(tiny_model("llama").to("cuda"), 12, 9)) is GraphedSharedDecoder
 
 
 # --- Bounds -------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo.sampling import sampler
-from grpo.sampling.decoders import choice, cuda_graph
+from grpo.sampling.decoders import cuda_graph
 from grpo.sampling.decoders import shared_prompt as decode
 from grpo.sampling.decoders.attention import kernel_works
 from grpo.sampling.decoders.choice import is_right, make_decoder
@@ -36,10 +36,8 @@ from grpo.sampling.decoders.cuda_graph import (
     GraphedSharedDecoder,
     can_record,
     can_record_layers,
-    never_waits,
 )
 from grpo.sampling.decoders.llama import LlamaDecoder
-from grpo.sampling.decoders.shared_prompt import SharedDecoder
 
 aten = torch.ops.aten
 # .item() and bool(), indices by a mask, and tensors made of Python's numbers
@@ -159,45 +157,6 @@ def test_a_step_that_looks_at_its_positions_is_not_recorded():
         model = SimpleNamespace(device=torch.device("cuda"), model=body)
         assert can_record(model) == static
     assert not can_record(tiny_model("llama"))  # on a CPU
-
-
-@pytest.fixture
-def refusing(monkeypatch):
-    """PyTorch's mode that raises where the host waits, on a CPU."""
-    modes = []
-
-    def set_mode(mode):
-        if mode == "error":
-            modes.append(Tape())
-            modes[0].__enter__()
-        else:
-            assert mode == 0
-            modes.pop().__exit__(None, None, None)
-
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    yield
-    assert not modes
-
-
-def test_transformers_layers_are_recorded_where_nothing_in_them_waits(refusing):
-    """GPT-2 looks for padding where there is a pad id and no mask."""
-    gpt2 = tiny_model("gpt2")
-    assert not never_waits(SharedDecoder(gpt2, 2))
-    gpt2.config.pad_token_id = None
-    dynamic = tiny_model("llama", rope_parameters=DYNAMIC)
-    assert not never_waits(SharedDecoder(dynamic, 2))
-    for model in (gpt2, tiny_model("gemma"), tiny_model("opt")):
-        assert never_waits(SharedDecoder(model, 2))
-        assert not can_record_layers(model)  # on a CPU
-
-
-def test_a_gpu_records_the_layers_of_other_families(monkeypatch, refusing):
-    monkeypatch.setattr(choice, "can_record_layers", lambda model: True)
-    assert type(make_decoder(tiny_model("gemma"), 12, 9)) is GraphedSharedDecoder
-    assert type(make_decoder(tiny_model("qwen2"), 12, 9)) is LlamaDecoder  # which comes first
-    monkeypatch.setattr(LlamaDecoder, "forward", None)
-    assert type(make_decoder(tiny_model("llama"), 12, 9)) is GraphedSharedDecoder
 
 
 # --- What would be wrong is found out ------------------------------------------------------
