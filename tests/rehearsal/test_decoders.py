@@ -26,7 +26,6 @@ from rehearsal.measured import (
     PADDED,
     decoder_cost,
     decoder_of,
-    generate_cost,
     line,
     model_of,
 )
@@ -145,12 +144,6 @@ def test_a_recorded_step_is_40_kernels_a_layer_at_most(family):
 
     fixed, each = line({layers: recorded(layers) for layers in (2, 4)})
     assert fixed < 25 and 20 < each <= 40, (fixed, each)
-
-
-def test_generate_waits_three_times_a_token():
-    """So says the same measure of transformers': the table is benchmarks/rehearsal.py's."""
-    cost = generate_cost(model_of("qwen2", 1), EVEN)
-    assert cost.waits.total() == 3, cost.waits
 
 
 def test_joining_and_leaving_wait_a_bounded_number_of_times():

@@ -4,14 +4,13 @@ import contextlib
 
 import pytest
 import torch
-from families import OWN_STEP, PROMPTS, assert_plain_logps, sample, tiny_model
+from families import tiny_model
 from gpu_kernels import efficient_attention, registered
 
 from grpo.sampling.decoders import attention, shared_prompt
 from grpo.sampling.decoders.attention import attend, in_one_kernel, in_pieces, kernel_works, mask_of
 from grpo.sampling.decoders.choice import make_decoder
 from grpo.sampling.decoders.llama import LlamaDecoder
-from grpo.sampling.decoders.shared_prompt import SharedDecoder
 
 CPU = torch.device("cpu")
 
@@ -118,13 +117,3 @@ def test_capped_scores_and_values_of_another_width_go_in_pieces(monkeypatch):
     for last, softcap in ((values, 30.0), (values[..., :4], None)):
         out, log_sums = attend(*meta[:2], last.to("meta"), None, 0.3, softcap)
         assert out.shape == (3, 2, 4, last.shape[-1]) and log_sums.shape == (3, 2, 4)
-
-
-@pytest.mark.parametrize("family", sorted({*OWN_STEP, "gemma", "gpt2"}))
-def test_decoders_with_a_gpus_kernel_have_plain_log_probs(family, gpus_kernel, monkeypatch):
-    monkeypatch.setattr(shared_prompt, "attend", as_on_a_gpu)
-    model = tiny_model(family)
-    expected = LlamaDecoder if family in OWN_STEP else SharedDecoder
-    assert type(make_decoder(model, 12, 9)) is expected
-    assert_plain_logps(model, PROMPTS, sample(model, PROMPTS))
-    assert kernel_works(CPU, torch.float32, 8)

@@ -173,24 +173,8 @@ def test_other_shapes_and_adapters_take_our_step(family, changes):
     assert_plain_logps(model, PROMPTS, sample(model, PROMPTS))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["qwen2", "gemma"])
-def test_bfloat16_is_near_float32(family):
-    """Measured: 0.02 to 0.04, as near as with transformers' own cache."""
-    model, kinds = tiny_model(family), [CachedDecoder, SharedDecoder]
-    kinds += [LlamaDecoder] if family in OWN_STEP else []
-    half = tiny_model(family).to(torch.bfloat16)
-
-    def logits(decoder):
-        decoder.admit(PROMPTS, 2)
-        found = [decoder.next_logits(torch.arange(8))]
-        if decoder.joins:  # rows of different age: some of what they have room for is unwritten
-            decoder.admit([[4] * 12, [9]], 3)
-            found += [decoder.next_logits(torch.arange(14))]
-        return [x.float() for x in found]
-
-    expected = logits(PlainDecoder(model))
-    for kind in kinds:
-        decoder = kind(half) if kind is CachedDecoder else kind(half, 12)
-        for found, exact in zip(logits(decoder), expected, strict=False):
-            assert (found - exact).norm() < 0.1 * exact.norm(), kind
+@pytest.mark.parametrize("family, kind", [("qwen2", LlamaDecoder), ("gemma", SharedDecoder)])
+def test_a_decoder_passes_its_trial_in_bfloat16(family, kind):
+    """Both round, and the trial allows for that: 0.02 to 0.04 off float32, measured."""
+    half = tiny_model(family).bfloat16()
+    assert is_right(kind, half) and type(make_decoder(half, 12, 9)) is kind
