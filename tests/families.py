@@ -41,11 +41,9 @@ FAMILIES = {  # name: config class and sizes; windows slide within the prompts a
     "gpt1": ("OpenAIGPTConfig", GPT),
     "lfm2": ("Lfm2Config", LLAMA | {"layer_types": ["conv", "full_attention"]}),
 }
-WIDE = {  # the same with windows wider than any text here, and attention that is capped hard
-    "gemma2 wide": (
-        "Gemma2Config",
-        GEMMA | {"sliding_window": 64, "attn_logit_softcapping": 2.0},
-    ),
+CAPPED = {"attn_logit_softcapping": 2.0}  # hard
+WIDE = {  # the same with windows wider than any text here
+    "gemma2 wide": ("Gemma2Config", GEMMA | CAPPED | {"sliding_window": 64}),
     "gemma3 wide": ("Gemma3TextConfig", GEMMA | {"sliding_window": 64}),
     "mistral wide": ("MistralConfig", LLAMA | {"sliding_window": 64}),
 }
@@ -53,14 +51,10 @@ MIXTURE = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_pe
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
 DEEPSEEK = SHAPE | MIXTURE | LATENT | {"v_head_dim": 8, "moe_intermediate_size": 16}
 SINKS = GEMMA | {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}
-ELSEWHERE = "its attention does not go through transformers' attention interface"
 UNSHARED = {  # families that can't have shared prompts, and the reason that is printed
-    "bloom": (*FAMILIES["bloom"], ELSEWHERE),
-    "falcon": ("FalconConfig", SHAPE, ELSEWHERE),
-    "mpt": (
-        "MptConfig",
-        {"vocab_size": 120, "d_model": 32, "n_heads": 4, "n_layers": 2},
-        ELSEWHERE,
+    "bloom": (
+        *FAMILIES["bloom"],
+        "its attention does not go through transformers' attention interface",
     ),
     "deepseek v3": ("DeepseekV3Config", DEEPSEEK, "its attention keeps its own cache format"),
     "gpt-oss": ("GptOssConfig", SINKS, "its attention has sinks"),
@@ -72,10 +66,9 @@ SLOW = {"mamba", "gpt1", "lfm2"}  # their past is not (only) a key-value cache
 def tiny_model(family, seed=0, **changes):
     """-> a random model in eval mode whose next-token distribution is far from flat."""
     name, sizes, *_ = (UNSHARED | FAMILIES | WIDE)[family]
-    sizes = sizes | changes
+    sizes = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | sizes | changes
     torch.manual_seed(seed)
-    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes, **special))
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))
@@ -96,7 +89,7 @@ def sample(model, prompts, seed=0, **changes):
     return sample_groups(model, prompts, **(settings | changes))
 
 
-def assert_well_formed(groups, *, prompts, group_size, max_new_tokens, eos_ids):
+def assert_well_formed(groups, prompts=4, group_size=3, max_new_tokens=12, eos_ids=EOS):
     assert [len(group) for group in groups] == [group_size] * prompts
     for c in itertools.chain(*groups):
         assert 1 <= len(c.ids) == len(c.logps) <= max_new_tokens
@@ -104,6 +97,15 @@ def assert_well_formed(groups, *, prompts, group_size, max_new_tokens, eos_ids):
         assert not eos_ids & set(c.ids[:-1])  # nothing comes after EOS
         assert c.truncated == (c.ids[-1] not in eos_ids)
         assert len(c.ids) == max_new_tokens or not c.truncated
+
+
+@torch.no_grad()
+def assert_plain_logps(model, prompts, groups, temperature=1.0, tolerance=TOLERANCE):
+    """The completions' log-probs are those of a plain forward of each."""
+    for prompt, group in zip(prompts, groups, strict=True):
+        for c in group:
+            gap = torch.tensor(c.logps) - plain_logps(model, prompt, c.ids, temperature)
+            assert gap.abs().max() < tolerance
 
 
 class Shapes:

@@ -33,7 +33,7 @@ def test_a_chat_is_templated_once_and_a_role_it_does_not_know_is_folded_in(tiny)
     assert tokenizer.decode(prompt_ids(tokenizer, chat)) == "Be brief.\n\n2 + 2?\n"
 
 
-def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tmp_path):
+def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     policy = load_policy(str(tiny), tokenizer, "float32")
     assert tokenizer.eos_token_id in policy.eos_ids
@@ -51,12 +51,12 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tmp_path):
 def test_an_adapter_as_model_is_refused_with_the_command_that_merges_it(tiny, tmp_path):
     tokenizer, adapter = AutoTokenizer.from_pretrained(tiny), tmp_path / "adapter"
     load_policy(str(tiny), tokenizer, "float32", lora_rank=2).save(adapter)
-    with pytest.raises(SystemExit, match=f"merge it first .python -m grpo.merge {adapter} OUT"):
+    with pytest.raises(SystemExit, match=f"python -m grpo.merge {adapter} OUT"):
         load_policy(str(adapter), tokenizer, "float32")
 
 
-@pytest.mark.parametrize("name", ["./m", "/no/m", "runs/g/step_000100", "runs/m", "gpt2"])
+@pytest.mark.parametrize("name", ["./m", "/no/m", "runs/g/step_000100", "gpt2"])
 def test_a_model_that_is_not_there_is_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=f"MODEL = '{name}' can't be loaded, neither as a folder"):
+    with pytest.raises(SystemExit, match=f"MODEL = '{name}'"):
         load_tokenizer(name)

@@ -35,47 +35,35 @@ def padded_tokens(batch, sizes):
     return len(prompts) * wide + len(batch) * max(sizes[row][2] for row in batch) + shared
 
 
-def test_packing_a_random_sweep():
-    for seed in range(500):
-        sizes, budget = random_sizes(seed)
-        order = in_order(sizes)
-        runs = [prompt for prompt, _ in itertools.groupby(sizes[row][0] for row in order)]
-        assert len(runs) == len(set(runs)), seed  # a group stays together
-        batches = pack_by_tokens(sizes, [[row] for row in order], budget)
-        assert list(itertools.chain(*batches)) == order and all(batches), seed
-        assert all(len(b) == 1 or padded_tokens(b, sizes) <= budget for b in batches), seed
-        # The next row would not have fitted: nothing was cut that need not be.
-        for one, two in itertools.pairwise(batches):
-            assert padded_tokens([*one, two[0]], sizes) > budget, seed
-
-
-def test_planning_a_random_sweep():
+def test_a_random_sweep():
     """ZeRO-2 communicates in every backward: ranks with unequal counts of them hang."""
     for seed in range(500):
         sizes, budget = random_sizes(seed)
         world = random.Random(seed).choice([1, 2, 3, 8, 50])  # 50 ranks are often more than rows
+        order = in_order(sizes)
+        assert sorted(order) == list(range(len(sizes))), seed
+        runs = [prompt for prompt, _ in itertools.groupby(sizes[row][0] for row in order)]
+        assert len(runs) == len(set(runs)), seed  # a group stays together
+        rows = [[row] for row in order]
+        packed = pack_by_tokens(sizes, rows, budget)
+        # The next row would not have fitted: nothing was cut that need not be
+        for one, two in itertools.pairwise(packed):
+            assert padded_tokens([*one, two[0]], sizes) > budget, seed
+
         turns = plan_micro_batches(sizes, world, budget)
         assert all(len(turn) == world for turn in turns), seed
-        plans = list(zip(*turns, strict=True))  # of each rank
-        rows = [row for plan in plans for batch in plan for row in batch]
-        assert sorted(rows) == list(range(len(sizes)))  # every row once
-        for plan in plans:
-            filled = [bool(batch) for batch in plan]
-            assert filled == sorted(filled, reverse=True)  # the empty ones on top
-            fit = [len(b) == 1 or padded_tokens(b, sizes) <= budget for b in plan if b]
-            assert all(fit), seed
-        # No more of them than rows cut anywhere need, and the last to be trained are the longest
-        batches = [batch for turn in turns for batch in turn if batch]
-        order = in_order(sizes)
-        rows = [[row] for row in order]
-        needed = len(pack_by_tokens(sizes, rows, budget))
-        assert len(turns) == -(-needed // world), seed
-        assert list(itertools.chain(*batches)) == order
+        for plan in zip(*turns, strict=True):  # of each rank, the empty ones on top
+            assert sorted(plan, key=bool, reverse=True) == list(plan), seed
+        planned = [batch for turn in turns for batch in turn if batch]
+        for batches in (packed, planned):  # every row once, the longest last, and no batch too full
+            assert list(itertools.chain(*batches)) == order and all(batches), seed
+            assert all(len(b) == 1 or padded_tokens(b, sizes) <= budget for b in batches), seed
+        assert len(turns) == -(-len(packed) // world), seed  # no more than are needed
         # No slower than the best cut into so many of one size; ranks wait for the one with most
         cuts = [pack_by_tokens(sizes, rows, n) for n in range(0, budget + 1, max(1, budget // 50))]
         cuts = [cut for cut in cuts if len(cut) <= len(turns) * world]
         best = min((seconds(cut, sizes, world) for cut in cuts), default=math.inf)
-        assert seconds(batches, sizes, world) <= 1.05 * best + 2 * max(map(sum, sizes), default=0)
+        assert seconds(planned, sizes, world) <= 1.05 * best + 2 * max(map(sum, sizes), default=0)
 
 
 def seconds(batches, sizes, world):

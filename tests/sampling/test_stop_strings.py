@@ -5,17 +5,11 @@ so its texts are full of characters that are cut in two."""
 
 import pytest
 from fakes import tiny_policy
-from transformers import AutoTokenizer
 
 from grpo.sampling.sampler import sample_groups
 from grpo.sampling.stop_strings import StopStrings
 
 PROMPTS = [[5, 6, 7, 8], [40, 41, 42, 43, 44, 45]]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return AutoTokenizer.from_pretrained(tiny)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +37,13 @@ def sample(policy, strings, **changes):
     ("7+5=12, so", "12", "7+5=12"),  # of two ids
     ("how many now", "an", "how many"),  # in the middle of one, whose rest stays
     ("5 €, 6 €", "€", "5 €"),  # a character of three ids
-    ("5 € 6", "5 €", "5 €"),
     ("è€é€", "é€", "è€é€"),  # after another half, and another of the same end
     ("so <answer>7</answer> and", "</answer>", "so <answer>7</answer>"),  # an id of its own
-    ("a b", "a ", "a b"),
     ("\n\n7\n\n8", "7\n\n", "\n\n7\n\n"),
     ("7+5", "75", None),
 ])  # fmt: skip
-def test_a_string_ends_with_the_id_that_completes_it(text, string, end, tokenizer):
+def test_a_string_ends_with_the_id_that_completes_it(text, string, end, policy):
+    tokenizer = policy.tokenizer
     ids = tokenizer(text)["input_ids"]
     found = StopStrings(tokenizer, ["never", string]).length(ids)
     assert found == plain_length(tokenizer, ids, [string])

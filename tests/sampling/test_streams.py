@@ -10,12 +10,11 @@ from families import (
     FAMILIES,
     MANY,
     PROMPTS,
-    TOLERANCE,
     VOCAB,
     WIDE,
     Shapes,
+    assert_plain_logps,
     assert_well_formed,
-    plain_logps,
     sample,
     tiny_model,
 )
@@ -27,21 +26,16 @@ from grpo.sampling.sampler import stream_groups
 
 FEW_ROWS = [(family, 7, 3) for family in FAMILIES | WIDE]
 SOME = ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral")
-
 FEW_ROWS += [(family, *rows) for family in SOME for rows in ((2, 1), (9, 1))]
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("family, max_rows, group_size", FEW_ROWS)
 def test_prompts_are_let_in_while_rows_run(family, max_rows, group_size, model_of):
     """Their log-probs are those of a plain forward, whoever shares the batch with them."""
     model = model_of(family)
     groups = sample(model, MANY, group_size=group_size, max_rows=max_rows)
-    assert_well_formed(groups, prompts=9, group_size=group_size, max_new_tokens=12, eos_ids=EOS)
-    for prompt, group in zip(MANY, groups, strict=True):
-        for c in group:
-            gap = torch.tensor(c.logps) - plain_logps(model, prompt, c.ids, 1.0)
-            assert gap.abs().max() < TOLERANCE
+    assert_well_formed(groups, prompts=9, group_size=group_size)
+    assert_plain_logps(model, MANY, groups)
 
 
 @pytest.mark.parametrize("family", ["gpt1", "gpt2"])
@@ -96,28 +90,15 @@ def test_a_group_comes_as_soon_as_it_has_ended_and_makes_room(family, model_of):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
-def test_who_reads_a_group_may_ask_for_another_even_after_the_last(family, model_of):
+@pytest.mark.parametrize("given, after", [(0, 0), (1, 5)])
+def test_who_reads_a_group_may_ask_for_another_even_after_the_last(family, given, after, model_of):
     """A worker's trainer may have room once a group is handed over: the stream must be there."""
-    desk, came = Desk(MANY[:1]), []
+    desk, came = Desk(MANY[:given]), []
     for key, _ in desk.run(model_of(family)):
         came.append(key)
-        if key < 5:
+        if key < after:
             desk.waiting.append((key + 1, MANY[key + 1]))
-    assert came == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_stream_without_prompts_ends(model_of):
-    assert list(Desk([]).run(model_of("qwen2"))) == []
-    assert sample(model_of("qwen2"), []) == []
-
-
-@pytest.mark.parametrize("family", ["qwen2", "mistral"])
-def test_greedy_is_the_same_however_many_rows_there_are(family, model_of):
-    settings = {"temperature": 0, "group_size": 1}
-    whole = sample(model_of(family), MANY, **settings)
-    for max_rows in (1, 4):
-        few = sample(model_of(family), MANY, max_rows=max_rows, **settings)
-        assert [[c.ids for c in group] for group in few] == [[c.ids for c in g] for g in whole]
+    assert came == list(range(given + after))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "mamba"])
@@ -135,14 +116,13 @@ def test_the_cache_is_gone_when_the_samples_are_there(family, model_of):
     assert left == []
 
 
-def test_the_weights_may_change_between_two_rounds(model_of):
+def test_the_weights_may_change_between_two_rounds():
     """What is known of a model from the trial is how it computes, and no value."""
     model = tiny_model("qwen2")
     before = sample(model, PROMPTS)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-        for prompt, group in zip(PROMPTS, sample(model, PROMPTS), strict=True):
-            gap = torch.tensor(group[0].logps) - plain_logps(model, prompt, group[0].ids, 1.0)
-            assert gap.abs().max() < TOLERANCE
-    assert sample(model, PROMPTS) != before
+    after = sample(model, PROMPTS)
+    assert after != before
+    assert_plain_logps(model, PROMPTS, after)

@@ -1,5 +1,7 @@
 """What of the vLLM worker needs no vLLM: its constants, what the device must offer, sleep."""
 
+import contextlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -14,47 +16,48 @@ from grpo.sampling.vllm_policy import VLLMPolicy, check_device
 CONSTANTS = {name: getattr(vllm_worker, name) for name in vllm_worker.known}
 
 
-def test_the_constants_are_right_as_they_stand():
-    vllm_worker.check_constants(CONSTANTS, group_size=8)
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        *(("VLLM_MEMORY_GB", value) for value in ("20", 0, float("nan"))),
-        *(("VLLM_SEQUENCES", value) for value in (4, "9")),
-        ("TENSOR_PARALLEL", 0),
-        ("VLLM_SLEEP", 2),
-    ],
-)
+@pytest.mark.parametrize("name, value", [
+    *(("VLLM_MEMORY_GB", value) for value in ("20", 0, float("nan"))),
+    *(("VLLM_SEQUENCES", value) for value in (4, "9")),
+    ("TENSOR_PARALLEL", 0),
+    ("VLLM_SLEEP", 2),
+])  # fmt: skip
 def test_a_constant_that_can_not_be_is_named(name, value):
-    with pytest.raises(SystemExit, match=f"{name} = {value!r} must be"):
+    vllm_worker.check_constants(CONSTANTS, group_size=8)  # right as they stand
+    with pytest.raises(SystemExit, match=f"{name} = {value!r}"):
         vllm_worker.check_constants(CONSTANTS | {name: value}, group_size=8)
 
 
-def test_what_the_device_does_not_offer_is_said(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    check_device(20.0, 2, sleep=False)  # a CPU's cores are shared out
-    with pytest.raises(SystemExit, match="VLLM_SLEEP = True needs a GPU"):
-        check_device(1.0, 1, sleep=True)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    sizes = int(30e9), int(80e9)
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: sizes)
-    check_device(30.0, 2, sleep=True)
-    with pytest.raises(SystemExit, match="TENSOR_PARALLEL = 4 needs as many GPUs, and there are 2"):
-        check_device(30.0, 4, sleep=True)
-    with pytest.raises(SystemExit, match=r"VLLM_MEMORY_GB = 31.0, but of this GPU's 80.0 GB 30.0"):
-        check_device(31.0, 1, sleep=False)
+@pytest.mark.parametrize("gpus, memory, parallel, sleep, said", [
+    (0, 20.0, 2, False, None),  # a CPU's cores are shared out
+    (0, 1.0, 1, True, "VLLM_SLEEP = True .*GPU"),
+    (2, 30.0, 2, True, None),
+    (2, 30.0, 4, True, "TENSOR_PARALLEL = 4 .* 2"),
+    (2, 31.0, 1, False, "VLLM_MEMORY_GB = 31.0.* 80.0 GB 30.0"),
+])  # fmt: skip
+def test_what_the_device_does_not_offer_is_said(gpus, memory, parallel, sleep, said, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (int(30e9), int(80e9)))
+    with pytest.raises(SystemExit, match=said) if said else contextlib.nullcontext():
+        check_device(memory, parallel, sleep=sleep)
 
 
 class FakeLLM:
-    """In place of vLLM: notes what it is told."""
+    """In place of vLLM: notes what it is told, and answers each request with `outputs`."""
 
     def __init__(self):
-        self.told = []
+        self.told, self.asked, self.outputs = [], [], []
         self.llm_engine = SimpleNamespace(
-            get_num_unfinished_requests=lambda: 0, abort_request=lambda ids: None
+            get_num_unfinished_requests=lambda: 0,
+            abort_request=lambda ids: None,
+            add_request=self.add_request,
         )
+
+    def add_request(self, request, prompt, params):
+        assert prompt == {"prompt_token_ids": [5, 6]}
+        self.asked.append(params)
+        answer = SimpleNamespace(request_id=request, outputs=self.outputs)
+        self.llm_engine.step = lambda: [answer]
 
     def sleep(self, level):
         self.told.append(f"sleep {level}")
@@ -63,10 +66,11 @@ class FakeLLM:
         self.told.append("wake")
 
 
-def a_policy(sleeps):
+def a_policy(**changes):
     policy = VLLMPolicy.__new__(VLLMPolicy)
-    policy.llm, policy.sleeps, policy.asleep = FakeLLM(), sleeps, False
-    policy.gpu, policy.stop_strings = False, None
+    settings = {"sleeps": False, "asleep": False, "gpu": False, "stop_strings": None}
+    settings |= {"eos_ids": [2], "max_tokens": 99, "_params": lambda **params: params}
+    policy.__dict__.update({"llm": FakeLLM(), "numbers": itertools.count()} | settings | changes)
     return policy
 
 
@@ -74,40 +78,34 @@ def sample_nothing(policy):
     assert list(policy.stream(iter([]), group_size=1, max_rows=1, seed=0)) == []
 
 
+def streaming(policy, ids, reason, **settings):
+    """-> the parameters that vLLM is given, and the Completion made of its output."""
+    found = [{i: SimpleNamespace(logprob=-float(n))} for n, i in enumerate(ids, start=1)]
+    answer = SimpleNamespace(token_ids=ids, logprobs=found, finish_reason=reason)
+    policy.llm.outputs = [answer]
+    settings |= {"group_size": 1, "max_rows": 1, "max_new_tokens": 9, "temperature": 1.0, "seed": 0}
+    ((_, (completion,)),) = policy.stream(iter([("key", [5, 6])]), **settings)
+    return policy.llm.asked[-1], completion
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 def test_a_request_has_a_seed_on_a_cpu_alone(gpu):
     """On a GPU each would cost a launch a token."""
-    policy, seeds = a_policy(sleeps=False), []
-    policy.gpu, policy.eos_ids, policy.max_tokens = gpu, [2], 9
-
-    def note(request, prompt, params):
-        assert prompt == {"prompt_token_ids": [5, 6]}
-        seeds.append(params["seed"])
-        assert not params.keys() & {"stop", "detokenize"}
-        policy.llm.llm_engine.step = lambda: [SimpleNamespace(request_id=request, outputs=[])]
-
-    policy.llm.llm_engine.add_request = note
-    policy._params = lambda **params: params
-    for seed in (3, 3):
-        policy.numbers, prompts = iter("a"), iter([("key", [5, 6])])
-        settings = {"max_new_tokens": 4, "temperature": 1.0, "seed": seed}
-        groups = policy.stream(prompts, group_size=1, max_rows=1, **settings)
-        assert list(groups) == [("key", [])]
-    assert seeds == [None, None] if gpu else seeds[0] == seeds[1] is not None
+    asked = [streaming(a_policy(gpu=gpu), [7, 2], "stop")[0] for _ in range(2)]
+    assert not asked[0].keys() & {"stop", "detokenize"}
+    assert asked[0]["seed"] == asked[1]["seed"] and (asked[0]["seed"] is None) == gpu
 
 
-def test_it_sleeps_while_there_is_no_work_and_wakes_for_the_next_call():
-    policy = a_policy(sleeps=True)
+@pytest.mark.parametrize("sleeps, told", [(True, ["sleep 1", "wake", "sleep 1"]), (False, [])])
+def test_it_sleeps_while_there_is_no_work_and_wakes_for_the_next_call(sleeps, told):
+    policy = a_policy(sleeps=sleeps)
     sample_nothing(policy)
     policy.rest()
     policy.rest()  # there is still no work
     sample_nothing(policy)
     sample_nothing(policy)
     policy.rest()
-    assert policy.llm.told == ["sleep 1", "wake", "sleep 1"]
-    awake = a_policy(sleeps=False)
-    awake.rest()
-    assert awake.llm.told == []
+    assert policy.llm.told == told
 
 
 def test_memory_that_was_taken_while_it_slept_is_said():
@@ -118,37 +116,13 @@ def test_memory_that_was_taken_while_it_slept_is_said():
         raise RuntimeError("CUDA Error: out of memory")
 
     policy.llm.wake_up = fail
-    with pytest.raises(RuntimeError, match="lower VLLM_MEMORY_GB, or .*out of memory"):
+    with pytest.raises(RuntimeError, match="VLLM_MEMORY_GB.*out of memory"):
         sample_nothing(policy)
-
-
-# --- Stop strings -------------------------------------------------------------------
-def vllm_output(ids, reason):
-    found = [{i: SimpleNamespace(logprob=-float(n))} for n, i in enumerate(ids, start=1)]
-    return SimpleNamespace(token_ids=ids, logprobs=found, finish_reason=reason)
-
-
-def streaming(policy, ids, reason, **settings):
-    """-> the parameters that vLLM is given, and the Completion made of its output."""
-    asked, waiting = [], [("key", [5, 6])]
-
-    def note(request, prompt, params):
-        asked.append(params)
-        outputs = [vllm_output(ids, reason)]
-        policy.llm.llm_engine.step = lambda: [SimpleNamespace(request_id=request, outputs=outputs)]
-
-    policy.llm.llm_engine.add_request, policy._params = note, lambda **params: params
-    policy.numbers, policy.eos_ids, policy.max_tokens = iter("a"), [2], 99
-    settings |= {"group_size": 1, "max_rows": 1, "max_new_tokens": 9, "temperature": 1.0, "seed": 0}
-    groups = policy.stream(iter(waiting), **settings)
-    ((_, (completion,)),) = groups
-    return asked[0], completion
 
 
 def test_vllm_is_asked_for_stop_strings_and_its_ids_stay(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    policy = a_policy(sleeps=False)
-    policy.stop_strings = StopStrings(tokenizer, ["=12"])
+    policy = a_policy(stop_strings=StopStrings(tokenizer, ["=12"]))
     ids = tokenizer("7+5=12 €")["input_ids"]
     end = tokenizer("7+5=12")["input_ids"]
     asked, completion = streaming(policy, end, "stop")
