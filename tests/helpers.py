@@ -1,4 +1,4 @@
-"""What tests of the wire and of any WSGI app share: groups, canned replies, a call without a socket."""
+"""What tests of the wire and of any WSGI app share: groups, canned replies, a call of an app."""
 
 import io
 import json
