@@ -113,10 +113,15 @@ def test_a_rank_ends_with_its_launcher_also_while_that_is_a_zombie(monkeypatch, 
         sent.append(number)
         raise Left
 
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)", name])
+    def end_and_look(function):
+        child.stdin.write(b"\n")
+        child.stdin.close()
+        function()
+
+    child = subprocess.Popen([sys.executable, "-c", "input()", name], stdin=subprocess.PIPE)
     parents = [psutil.Process(child.pid), psutil.Process()]  # pytest is no launcher
     monkeypatch.setattr(ranks_module.psutil.Process, "parents", lambda self: parents)
-    monkeypatch.setattr(ranks_module, "in_background", lambda function: function())
+    monkeypatch.setattr(ranks_module, "in_background", end_and_look)
     monkeypatch.setattr(ranks_module.os, "kill", leave)
     with pytest.raises(Left):
         ranks_module.end_with_launcher()

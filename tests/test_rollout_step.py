@@ -19,6 +19,7 @@ from fakes import (
     FakeEngine,
     a_group,
     a_recipe,
+    a_run,
     prompts_of,
     sampled,
 )
@@ -51,14 +52,13 @@ class Reference:
         return answer
 
 
-def take_step(outcomes, *, step=0, engine=None, clock=None, workers=None, reference=None, **recipe):
+def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **recipe):
     """-> sample_step's (groups, metrics, sampled) of prompts whose groups come out as told."""
     prompts = recipe.pop("prompts", ())
-    run = SimpleNamespace(
-        policy=engine or FakeEngine(),
-        recipe=a_recipe(prompts, **recipe),
+    run = a_run(
+        a_recipe(prompts, **recipe),
         stream=iter(prompts_of(outcomes)),
-        clock=clock or metrics_module.Clock(),
+        policy=engine or FakeEngine(),
         progress=Progress("run", step),
         reference=reference or Reference(),
         workers=workers,
@@ -125,8 +125,7 @@ def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
 
 
 def metrics_of(recipe, group):
-    run = SimpleNamespace(recipe=recipe, clock=metrics_module.Clock(), progress=Progress("run"))
-    return metrics_module.rollout_metrics(run, Counter(), [], [group])
+    return metrics_module.rollout_metrics(a_run(recipe), Counter(), [], [group])
 
 
 def test_a_step_samples_in_rounds_until_it_has_enough(alone):
@@ -197,12 +196,9 @@ def test_a_reference_that_fails_ends_the_step_on_all_ranks(alone):
 
 def samples_of(folder, groups, recipe, number=9):
     """-> what a run logs of these groups, as its first step's."""
-    run = SimpleNamespace(
-        policy=SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: str(ids.tolist()))),
-        recipe=recipe,
-        progress=SimpleNamespace(step=0),
-        c=SimpleNamespace(SAMPLES_PER_STEP=number),
-    )
+    tokenizer = SimpleNamespace(decode=lambda ids: str(ids.tolist()))
+    policy, c = SimpleNamespace(tokenizer=tokenizer), SimpleNamespace(SAMPLES_PER_STEP=number)
+    run = a_run(recipe, policy=policy, c=c)
     report.RunFolder(folder).log_samples(run, groups, trainer.advantages_of)
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
@@ -240,7 +236,7 @@ def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, tmp_pa
 def test_a_step_without_anything_to_train_is_logged_also_where_the_outcome_applied_to_none(capsys):
     metrics = {"completions/clipped_ratio": 0.3, "groups_sampled": 15, "reward": 0.5}
     metrics |= {"frac_outcome_zero_std": 1.0, "frac_reward_zero_std": 0.75}
-    run = SimpleNamespace(recipe=a_recipe(), progress=Progress("run", step=3, idle=2))
+    run = a_run(a_recipe(), progress=Progress("run", step=3, idle=2))
     report.log_idle(run, metrics, [])
     assert run.idle_reason in capsys.readouterr().out
     assert all(fact in run.idle_reason for fact in ("15", "30%", "0.75", "SKIP_FLAT_GROUPS"))

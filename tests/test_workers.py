@@ -1,6 +1,5 @@
 """Trainer and workers as processes: workers come and go, and sample the live policy."""
 
-import json
 import re
 import statistics
 import time
@@ -9,7 +8,6 @@ from contextlib import contextmanager
 import pytest
 from processes import (
     QUICK,
-    command_line,
     command_of,
     free_port,
     kill,
@@ -89,29 +87,6 @@ def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
     samplers = {r["sampler"] for r in records(tmp_path / "run", "samples.jsonl")}
     assert samplers and "trainer" not in samplers
     assert not (tmp_path / "run/.policy").exists()
-
-
-@pytest.mark.long
-def test_a_trainer_without_workers_ends_after_the_limit_and_resumes(tiny, tmp_path):
-    """Where workers alone sample: a sentence, an exit code, and no step is lost."""
-    preset = preset_of(tiny, tmp_path, STEPS=99, WAIT_LIMIT_SECONDS=4, TASK="arithmetic")
-    log = tmp_path / "trainer.log"
-    with worker(tmp_path, "first", preset):
-        (trainer,) = start_ranks(1, command_line("grpo_ref_split.py", preset), log)
-        wait_for_step(tmp_path / "run", 2, trainer, log)
-    try:
-        assert trainer.wait(60) == 1  # there is no worker any more
-    finally:
-        kill(trainer)
-    last = log.read_text().strip().splitlines()[-1]
-    assert preset["TRAINER"] in last and "Traceback" not in log.read_text()
-    made = len(steps_of(tmp_path))
-    state = json.loads((tmp_path / f"run/step_{made:06d}/trainer/state.json").read_text())
-    assert state["step"] == made >= 2
-    preset |= {"STEPS": made + 2, "WAIT_LIMIT_SECONDS": 60}
-    with worker(tmp_path, "second", preset):
-        launch(1, command_of("grpo_ref_split", preset), log)
-    assert [r["step"] for r in steps_of(tmp_path)] == list(range(1, made + 3))
 
 
 @pytest.mark.long
