@@ -63,21 +63,15 @@ def ranks(monkeypatch, request):
     return Ranks(monkeypatch, getattr(request, "param", 1), seconds=20)
 
 
-@pytest.fixture
-def alone(ranks):
-    pass
-
-
 def a_stream(size=1, **share):
     return Stream([(i, {}, [i]) for i in range(size)], 0, **share)
 
 
 def save(folder, step, *, stream=None, keep=2, model=None, **progress):
     """Saves a checkpoint of a run, named "r" if it has no other name."""
-    c = SimpleNamespace(**RUN, RUN_DIR=str(folder))
-    c.KEEP_CHECKPOINTS, stream = keep, stream or a_stream()
-    progress = checkpoint.Progress(**{"run": "r"} | progress, step=step)
-    run = SimpleNamespace(progress=progress, c=c, stream=stream, reference=model)
+    run = SimpleNamespace(stream=stream or a_stream(), reference=model)
+    run.c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder), "KEEP_CHECKPOINTS": keep})
+    run.progress = checkpoint.Progress(**{"run": "r"} | progress, step=step)
     run.policy, run.engine = FakePolicy(), FakeEngine()
     checkpoint.save_run(run)
 
@@ -232,10 +226,8 @@ def test_two_trainers_do_not_share_a_folder(tmp_path):
 @pytest.mark.parametrize(
     "ranks, folders, leaders",
     [
-        (1, "a", [True]),
         (4, "aabb", [True, False, True, False]),
         (4, "abab", [True, True, False, False]),
-        (3, "abc", [True, True, True]),
         (3, "aAb", [True, False, True]),  # the same disk, mounted elsewhere
     ],
     indirect=["ranks"],
@@ -263,7 +255,6 @@ def another_run(a, b):
 DISKS = {
     "nothing": (lambda a, b: None, 9),
     "a part is gone": (lambda a, b: os.remove(b / "step_000009/trainer/rank_1.json"), 3),
-    "a part is cut": (lambda a, b: os.truncate(b / "step_000009/trainer/optimizer_1.pt", 9), 3),
     "killed in between": (lambda a, b: (a / "step_000009").rename(a / ".unfinished"), 3),
     "the second is new": (lambda a, b: shutil.rmtree(b), "rank 1 on .*b/step_0000"),
     "the first is new": (lambda a, b: shutil.rmtree(a), "rank 0 on .*a/step_0000"),
@@ -327,8 +318,7 @@ def test_a_run_resumes_with_as_many_ranks_and_the_same_model(tmp_path, alone, ca
     assert (again.run, again.step) == (run, 3)
     out = capsys.readouterr().out
     assert "STEPS 5 -> 777" in out and "WEIGHT_DECAY 0.0 -> 0.1" in out and "TASK" not in out
-    record = json.loads((tmp_path / "run.json").read_text())  # of the last start
-    assert record["run"] == run and record["constants"]["STEPS"] == 777
+    assert json.loads((tmp_path / "run.json").read_text())["constants"]["STEPS"] == 777
     state = json.loads((tmp_path / "step_000003/trainer/state.json").read_text())
     state["files"].append({})
     with pytest.raises(SystemExit, match="ranks = 1 must be 2"):
@@ -364,15 +354,11 @@ def test_a_run_with_a_checkpoint_keeps_what_it_logged_until_then(tmp_path, alone
 
 
 # --- A reference that was refreshed -----------------------------------------------------
-class FakeReference:
-    def __init__(self, value):
-        self.value = torch.tensor([value])
-
-    def weights(self):
-        return {"value": self.value}
-
-    def load(self, tensors):
-        self.value = tensors["value"]
+def a_reference(value):
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    model.weights, model.load = model.state_dict, model.load_state_dict
+    return model
 
 
 REMOTE = {"REF_SERVER": "http://127.0.0.1:9"}, {"KL_BETA": 0}
@@ -382,9 +368,9 @@ def test_a_refreshed_reference_is_part_of_a_checkpoint(tmp_path, alone):
     """A server has MODEL; without a reference it would be lost at the next checkpoint."""
     fixed, refreshed = tmp_path / "fixed", tmp_path / "refreshed"
     for folder, step in ((fixed, 0), (refreshed, 2)):
-        save(folder, 3, model=FakeReference(2.0), reference=step)
-        opened(folder, model := FakeReference(1.0))
-        assert model.value.item() == (2.0 if step else 1.0)
+        save(folder, 3, model=a_reference(2.0), reference=step)
+        opened(folder, model := a_reference(1.0))
+        assert model.weight.item() == (2.0 if step else 1.0)
     for changes in REMOTE:
         opened(fixed, **changes)
         with pytest.raises(SystemExit, match=next(iter(changes))):
