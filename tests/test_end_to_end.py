@@ -78,6 +78,29 @@ def test_two_ranks_train_on_the_questions_of_gsm8k(tiny, tmp_path):
     AutoTokenizer.from_pretrained(tmp_path / "run/step_000003")
 
 
+def check_adapter(folder, base, monkeypatch):
+    """Every layer has learned, the base model has not, and neither script takes it for a model."""
+    steps = [r for r in records(folder) if "loss" in r]
+    assert steps[1]["grad_norm"] > 1e-4
+    saved = [f.name for f in (folder / "step_000002").glob("*.safetensors")]
+    assert saved == ["adapter_model.safetensors"]  # the frozen model is not saved again
+    card = (folder / "final/README.md").read_text()
+    assert "LoRA" in card and "after step 2" in card  # not PEFT's empty template
+    trained = AutoModelForCausalLM.from_pretrained(folder / "step_000002").state_dict()
+    weights = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    changed = [name for name in trained if ".lora_B." in name and trained[name].any()]
+    assert len(changed) == 14  # B starts as 0: all 7 linear layers of both blocks have learned
+    for name, weight in weights.items():
+        same = trained.get(name, trained.get(name.replace(".weight", ".base_layer.weight")))
+        assert torch.equal(weight, same), name
+    adapter = str(folder / "step_000002")
+    monkeypatch.setattr(ref_server, "MODEL", adapter)
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    for load in (lambda: load_policy(adapter, tokenizer, "float32"), ref_server.Reference):
+        with pytest.raises(SystemExit, match="merge"):
+            load()
+
+
 def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path, monkeypatch):
     from transformers import Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config
 
@@ -116,25 +139,7 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
         assert steps[0]["kl"] > 1e-3, name  # another model's log-probs
         assert steps[1]["grad_norm"] > 1e-4, name
         AutoModelForCausalLM.from_pretrained(tmp_path / f"run_{name}/step_000002")
-    steps = [r for r in records(tmp_path / "adapter") if "loss" in r]
-    assert steps[1]["grad_norm"] > 1e-4
-    saved = [f.name for f in (tmp_path / "adapter/step_000002").glob("*.safetensors")]
-    assert saved == ["adapter_model.safetensors"]  # the frozen model is not saved again
-    card = (tmp_path / "adapter/final/README.md").read_text()
-    assert "LoRA" in card and "after step 2" in card  # not PEFT's empty template
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter/step_000002").state_dict()
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen3").state_dict()
-    changed = [name for name in trained if ".lora_B." in name and trained[name].any()]
-    assert len(changed) == 14  # B starts as 0: all 7 linear layers of both blocks have learned
-    for name, weight in base.items():
-        same = trained.get(name, trained.get(name.replace(".weight", ".base_layer.weight")))
-        assert torch.equal(weight, same), name
-    adapter = str(tmp_path / "adapter/step_000002")
-    monkeypatch.setattr(ref_server, "MODEL", adapter)
-    tokenizer = AutoTokenizer.from_pretrained(adapter)
-    for load in (lambda: load_policy(adapter, tokenizer, "float32"), ref_server.Reference):
-        with pytest.raises(SystemExit, match="merge"):
-            load()
+    check_adapter(tmp_path / "adapter", tmp_path / "qwen3", monkeypatch)
 
 
 def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothing_to_train(
