@@ -115,10 +115,12 @@ def test_a_rank_ends_with_its_launcher_also_while_that_is_a_zombie(monkeypatch, 
 
     def end_and_look(function):
         child.stdin.write(b"\n")
-        child.stdin.close()
+        child.stdin.flush()
         function()
 
-    child = subprocess.Popen([sys.executable, "-c", "input()", name], stdin=subprocess.PIPE)
+    command = [sys.executable, "-c", "print(flush=True); input()", name]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()  # before that its command line may be empty
     parents = [psutil.Process(child.pid), psutil.Process()]  # pytest is no launcher
     monkeypatch.setattr(ranks_module.psutil.Process, "parents", lambda self: parents)
     monkeypatch.setattr(ranks_module, "in_background", end_and_look)
@@ -127,4 +129,4 @@ def test_a_rank_ends_with_its_launcher_also_while_that_is_a_zombie(monkeypatch, 
         ranks_module.end_with_launcher()
     assert sent == [signal.SIGTERM]  # by which a trainer saves its last step
     monkeypatch.undo()
-    child.wait(10)
+    child.communicate(timeout=10)

@@ -28,6 +28,7 @@ from processes import (
 
 NOBODY = "http://127.0.0.1:9"  # where nothing listens
 NEVER = 10**6
+ENDLESS = {"SAVE_STEPS": NEVER, "STEPS": NEVER, "EVAL_STEPS": NEVER}
 
 
 def preset_of(tiny, folder, url=NOBODY, **changes):
@@ -195,8 +196,7 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
 @pytest.mark.long
 def test_a_run_saves_its_last_step_also_where_nobody_reads_its_output_any_more(tiny, tmp_path):
     """As with `| tee log`, which the same Ctrl-C ends."""
-    changes = {"SAVE_STEPS": NEVER, "STEPS": NEVER, "EVAL_STEPS": NEVER}
-    preset = preset_of(tiny, tmp_path / "run", **changes)
+    preset = preset_of(tiny, tmp_path / "run", **ENDLESS)
     # What a script starts with an & ignores Ctrl-C, and so would what these tests start
     settings = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -216,8 +216,7 @@ def test_a_run_saves_its_last_step_also_where_nobody_reads_its_output_any_more(t
 @pytest.mark.parametrize("victim", ["rank", "launcher", "its child", "Ctrl-C"])
 def test_ranks_end_when_one_of_them_or_their_launcher_does(tiny, tmp_path, victim):
     """Ctrl-C in a terminal comes to them all. They save their last step, but where one is gone."""
-    changes = {"SAVE_STEPS": NEVER, "STEPS": NEVER, "EVAL_STEPS": NEVER}
-    preset = preset_of(tiny, tmp_path / "run", **changes)
+    preset = preset_of(tiny, tmp_path / "run", **ENDLESS)
     launcher = start_launcher(2, command_of("grpo_ref_split", preset), tmp_path / "log")
     try:
         wait_for_step(tmp_path / "run", 1, launcher, tmp_path / "log")
