@@ -3,36 +3,27 @@
 from types import SimpleNamespace
 
 import torch
+from helpers import make_group
 from transformers import AutoTokenizer
 
 from grpo.sampling.policy import load_policy
 from grpo.sampling.rollout import sampled_and_rewarded
 from grpo.sampling.sampler import Completion, next_prompts
 from grpo.sampling.task import Recipe
-from grpo.wire import Group
+from grpo.training.checkpoint import Progress
+from grpo.training.metrics import Clock
 
 
 def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), **changes):
     """-> a wire Group with these rewards (G, 2)."""
     tokens = sum(lengths)
-    fields = dict(  # noqa: C408
-        id="000000-0000-0000",
-        run="test",
-        policy_version=0,
-        item=0,
-        sampler="trainer",
-        outcome="correctness",
-        skipped={},
-        reward_names=["correctness", "format"],
-        prompt_ids=torch.tensor([5, 6], dtype=torch.int32),
-        completion_ids=torch.arange(10, 10 + tokens, dtype=torch.int32),
-        completion_lengths=torch.tensor(lengths, dtype=torch.int32),
-        sampler_logps=-torch.arange(1, tokens + 1, dtype=torch.float32),
-        truncated=torch.tensor(truncated),
-        rewards=torch.tensor(rewards),
-        ref_logps=-torch.ones(tokens),
-    )
-    return Group(**fields | changes)
+    fields = {"id": "000000-0000-0000", "run": "test", "policy_version": 0, "item": 0}
+    fields |= {"outcome": "correctness", "skipped": {}, "reward_names": ["correctness", "format"]}
+    fields |= {"rewards": torch.tensor(rewards), "truncated": torch.tensor(truncated)}
+    fields["prompt_ids"] = torch.tensor([5, 6], dtype=torch.int32)
+    fields["completion_ids"] = torch.arange(10, 10 + tokens, dtype=torch.int32)
+    fields["sampler_logps"] = -torch.arange(1, tokens + 1, dtype=torch.float32)
+    return make_group(lengths, **fields | {"ref_logps": -torch.ones(tokens)} | changes)
 
 
 NAMES = {"correctness": 2.0, "format": 1.0}
@@ -103,6 +94,12 @@ class FakeEngine:
 
 
 PROMPT = 0, {"question": "Why?"}, [5, 6]
+
+
+def a_run(recipe, **parts):
+    """-> the parts of a run that a step of sampling needs."""
+    own = {"policy": FakeEngine(), "clock": Clock(), "progress": Progress("run"), "workers": None}
+    return SimpleNamespace(recipe=recipe, **own | parts)
 
 
 def sampled(engine, recipe, prompts, **changes):

@@ -39,20 +39,14 @@ def make_rows(policy, loss_type):
             hidden, ids = model([prompt], [completion])
             logps = linear_logps(hidden, model.head, ids, vocab_size=policy.vocab_size)
         noise = torch.randn(3, len(completion), generator=draw) * 0.3
-        row = trainer.Sequence(
-            prompt=prompt,
-            completion=completion,
-            sampler_logps=logps + noise[2],
-            old_logps=logps + noise[1],
-            ref_logps=logps + noise[0],
-            advantage=(-1.0) ** i * (1 + i),
-        )
-        rows.append(row)
+        names = ("ref_logps", "old_logps", "sampler_logps")
+        noisy = dict(zip(names, logps + noise, strict=True))
+        advantage = (-1.0) ** i * (1 + i)
+        rows.append(trainer.Sequence(prompt, completion, advantage=advantage, **noisy))
     lengths = torch.tensor([len(row.completion) for row in rows])
     sizes = {"sequences": 7, "tokens": int(lengths.sum()), "max_completion_tokens": 32}
-    for row, weight in zip(
-        rows, token_weights(lengths, loss_type=loss_type, **sizes).tolist(), strict=True
-    ):
+    weights = token_weights(lengths, loss_type=loss_type, **sizes)
+    for row, weight in zip(rows, weights.tolist(), strict=True):
         row.weight = weight
     return rows
 

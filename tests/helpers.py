@@ -1,5 +1,4 @@
-"""What tests of the wire and of any WSGI app share: a group, canned replies, the app as a function,
-and what a trainer logs."""
+"""What tests of the wire and of any WSGI app share: groups, canned replies, a call of an app."""
 
 import io
 import json
@@ -98,22 +97,3 @@ def refused(answer, status):
     """-> the reason in a JSON refusal with this status."""
     assert (answer[0], answer[1]["Content-Type"]) == (status, "application/json"), answer
     return json.loads(answer[2])["error"]
-
-
-def record(step, **metrics):
-    """-> a line of metrics.jsonl."""
-    return {"step": step, "reward": step / 100, "accuracy": 0.5} | metrics
-
-
-def sample(step=1, **changes):
-    """-> a line of samples.jsonl, as an earlier version wrote it."""
-    facts = {"step": step, "question": "1 + 1?", "answer": "2", "completion": "<answer>2</answer>"}
-    facts |= {"rewards": {"correctness": 1.0, "format": 1.25}, "advantage": 0.35}
-    return facts | {"truncated": False, "sampler": "trainer", "policy_version": 0} | changes
-
-
-def member(step=1, number=0, **changes):
-    """-> a line of samples.jsonl: completion `number` of a group."""
-    facts = {"group": f"{step:06d}-0000-0001", "number": number, "prompt": "<|user|>1 + 1?"}
-    facts |= {"item": {"question": "1 + 1?", "kind": "sum"}, "flat": False}
-    return sample(step) | facts | changes

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -22,14 +21,8 @@ from demo import free_port
 
 PRESET = Path(__file__).with_name("preset.py")
 NURSERY = multiprocessing.get_context("forkserver")
-IMPORTED = [
-    "ref_server",
-    "grpo_ref_split",
-    "grpo.sampling.worker",
-    "deepspeed",
-    "transformers.models.qwen2",
-]
-NURSERY.set_forkserver_preload(IMPORTED)
+IMPORTED = "ref_server grpo_ref_split grpo.sampling.worker deepspeed transformers.models.qwen2"
+NURSERY.set_forkserver_preload(IMPORTED.split())
 
 
 def command_of(role, *presets):
@@ -87,13 +80,9 @@ def start(command, log, **environment):
     if command[0] == sys.executable:
         return Forked(command[1:], log, environment)
     with open(log, "a") as output:
-        return subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | environment,
-            start_new_session=True,
-        )
+        streams = {"stdout": output, "stderr": subprocess.STDOUT}
+        environment = os.environ | environment
+        return subprocess.Popen(command, **streams, env=environment, start_new_session=True)
 
 
 def start_ranks(ranks, command, log, disks=()):
@@ -141,16 +130,16 @@ def kill(*processes):
 
 def ranks_of(launcher):
     """-> the processes that train, below the launcher's own."""
-    family = psutil.Process(launcher.pid).children(recursive=True)
     found = []
-    for process in family:
+    for process in psutil.Process(launcher.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "RANK" in process.environ() and PRESET.name in " ".join(process.cmdline()):
+            words = " ".join(process.cmdline())
+            if "RANK" in process.environ() and PRESET.name in words and "launch" not in words:
                 found.append(process)
-    return [p for p in found if "launch" not in " ".join(p.cmdline())]
+    return found
 
 
-@contextmanager
+@contextlib.contextmanager
 def server_process(folder, model, **constants):
     """Runs ref_server.py on a free port while the block runs; -> its process and its URL."""
     port = int(free_port())
@@ -164,7 +153,7 @@ def server_process(folder, model, **constants):
         process.wait(10)
 
 
-@contextmanager
+@contextlib.contextmanager
 def reference_server(folder, model, **constants):
     """The same; -> the URL alone."""
     with server_process(folder, model, **constants) as (_, url):
@@ -197,16 +186,9 @@ def wait_for_step(folder, step, process, log):
 
 
 QUICK = {
-    "PROMPTS_PER_STEP": 4,
-    "GROUP_SIZE": 4,
-    "SAMPLE_BATCH": 8,
-    "MAX_COMPLETION_TOKENS": 12,
-    "MAX_PROMPT_TOKENS": 1024,
-    "MICRO_BATCH_TOKENS": 2048,
+    "PROMPTS_PER_STEP": 4, "GROUP_SIZE": 4, "SAMPLE_BATCH": 8, "MAX_COMPLETION_TOKENS": 12,
+    "MAX_PROMPT_TOKENS": 1024, "MICRO_BATCH_TOKENS": 2048, "LEARNING_RATE": 1e-3,
+    "WARMUP_STEPS": 1, "STEPS": 3, "EVAL_QUESTIONS": 8,
     "SKIP_FLAT_GROUPS": False,  # a random model is never right
     "MASK_TRUNCATED": False,  # and seldom finds its EOS
-    "LEARNING_RATE": 1e-3,
-    "WARMUP_STEPS": 1,
-    "STEPS": 3,
-    "EVAL_QUESTIONS": 8,
-}
+}  # fmt: skip

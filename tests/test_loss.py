@@ -1,8 +1,7 @@
 """Advantages, weights, log-probs and the loss itself, by hand.
 
 tests/test_loss_trl.py holds the loss against TRL's, test_loss_triton.py the fused one against this;
-here the expected numbers are worked out in the comments, or come from torch.distributions, and
-central differences in float64.
+here the expected numbers are worked out in the comments.
 """
 
 import math
@@ -10,15 +9,8 @@ import math
 import pytest
 import torch
 
-from grpo.loss import (
-    MAX_LOG_RATIO,
-    group_advantages,
-    linear_logps,
-    policy_loss,
-    token_weights,
-)
+from grpo.loss import MAX_LOG_RATIO, group_advantages, linear_logps, policy_loss, token_weights
 
-VOCAB = 110  # ids of the tokenizer; the logits below have 120 columns
 CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
 
 
@@ -81,17 +73,6 @@ def test_what_the_weights_of_a_step_add_up_to(lengths, masked):
 
 
 # --- Log-probs ----------------------------------------------------------------------
-def test_the_padding_of_the_embedding_is_left_out():
-    """Ids that the tokenizer does not have are never sampled, so they have no probability."""
-    # softmax of (0, log 3) is (1/4, 3/4), whatever stands in the column beyond them.
-    logits = torch.tensor([[0, math.log(3), 50.0], [0, math.log(3), 1.0]])
-    logps = linear_logps(logits, None, torch.tensor([0, 1]), temperature=1.0, vocab_size=2)
-    torch.testing.assert_close(logps.exp(), torch.tensor([0.25, 0.75]))
-    # At temperature 1/2 the odds 1 : 3 are squared: 1 : 9.
-    logps = linear_logps(logits, None, torch.tensor([0, 1]), temperature=0.5, vocab_size=2)
-    torch.testing.assert_close(logps.exp(), torch.tensor([0.1, 0.9]))
-
-
 def test_logps_are_float32_of_bfloat16_logits():
     """simple_GRPO took the log-softmax in bf16: 1.6 % in the ratio, a KL of mostly zeros."""
     torch.manual_seed(0)
@@ -102,17 +83,6 @@ def test_logps_are_float32_of_bfloat16_logits():
     assert (logps - exact).abs().max() < 1e-5
     in_bf16 = torch.log_softmax(logits[:, :990] / 0.9, -1)[torch.arange(50), targets]
     assert (in_bf16 - exact).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_entropy_is_that_of_categorical(temperature):
-    torch.manual_seed(0)
-    logits, ids = (3 * torch.randn(500, 120)).requires_grad_(), torch.randint(VOCAB, (500,))
-    settings = {"temperature": temperature, "vocab_size": VOCAB, "entropy": True}
-    _, entropy = linear_logps(logits, None, ids, **settings)
-    expected = torch.distributions.Categorical(logits=logits[:, :VOCAB] / temperature).entropy()
-    torch.testing.assert_close(entropy, expected.detach(), rtol=1e-5, atol=1e-5)
-    assert not entropy.requires_grad  # a metric: it must keep no graph
 
 
 # --- Loss ---------------------------------------------------------------------------
@@ -170,33 +140,6 @@ def test_a_token_is_counted_as_clipped_where_its_gradient_is_zero(advantage, rat
     assert (logps.grad.item() == 0) == (low or high or advantage == 0)
 
 
-@pytest.mark.parametrize("kl_beta", [0.0, 0.3])
-def test_the_gradient_is_the_central_difference(kl_beta):
-    torch.manual_seed(0)
-    n, step = 200, 1e-6
-    old_logps = -3 * torch.rand(n, dtype=torch.double)
-    logps = old_logps + 0.4 * torch.randn(n, dtype=torch.double)
-    ref_logps = old_logps + 0.4 * torch.randn(n, dtype=torch.double)
-    advantages, weights = torch.randn(n, dtype=torch.double), torch.rand(n, dtype=torch.double)
-
-    def loss_of(logps):
-        return policy_loss(
-            logps, old_logps, ref_logps, advantages, weights, **CLIPS, kl_beta=kl_beta
-        )
-
-    leaf = logps.clone().requires_grad_()
-    loss, stats = loss_of(leaf)
-    loss.backward()
-    assert stats["clip_low"].any() and stats["clip_high"].any()
-    for i in range(n):
-        up, down = logps.clone(), logps.clone()
-        up[i] += step
-        down[i] -= step
-        slope = (loss_of(up)[0] - loss_of(down)[0]) / (2 * step)
-        # Measured: 2.6e-9 at most, which is the rounding of the two losses divided by the step.
-        assert slope.item() == pytest.approx(leaf.grad[i].item(), abs=1e-7), i
-
-
 def test_kl_is_never_negative():
     """Nor noise: exp(d) - d - 1 in float32 is below 0 for a tenth of the d of early training."""
     sizes = torch.cat([torch.zeros(1), torch.logspace(-9, 1, 20_001)])
@@ -211,13 +154,6 @@ def test_kl_is_never_negative():
         assert stats["kl"].item() == pytest.approx(d**2 / 2 + d**3 / 6, rel=2e-3)
 
 
-def test_kl_beta_zero_needs_no_reference():
-    logps, old_logps, _, advantages, weights = hand_batch()
-    loss, stats = policy_loss(logps, old_logps, None, advantages, weights, **CLIPS, kl_beta=0.0)
-    torch.testing.assert_close(loss, torch.tensor(0.1))  # test_loss_by_hand without its KL
-    assert torch.equal(stats["kl"], torch.zeros(6))
-
-
 # Of the six tokens of hand_batch, as in test_loss_by_hand: w A is 0.2 and -0.2, and without KL the
 # objective of each sequence is 0.1 (2 + 2.6 + 1) and 0.2 (-1 - 1.5 - 0.8).
 def loss_and_gradient(**changes):
@@ -227,82 +163,80 @@ def loss_and_gradient(**changes):
     return loss.item(), torch.autograd.grad(loss, logps)[0].tolist()
 
 
-def test_cispo_by_hand():
-    """MiniMax-M1: the clipped ratio weighs log-probs, so that no token loses its gradient."""
-    loss, gradient = loss_and_gradient(objective="cispo")
-    # clip(r) is 1, 1.3, 0.8; the gradient - w A clip(r). logps are old + log r: -1, -1.594535 and
-    # -1.193147, then -1.5, -2.594535 and -1.393147. Times clip(r) they add up to -1 - 2.0728955 -
-    # 0.9545176 = -4.0274131, and -1.5 - 3.3728955 - 1.1145176 = -5.9874131.
-    assert gradient == pytest.approx([-0.2, -0.26, -0.16, 0.2, 0.26, 0.16])
-    _, stats = policy_loss(*hand_batch(), **CLIPS, kl_beta=0.0, objective="cispo")
-    assert stats["clip_low"].tolist() == [False, False, True] * 2  # whatever the advantage's sign
-    assert stats["clip_high"].tolist() == [False, True, False] * 2
-    assert loss == pytest.approx(0.2 * 4.0274131 - 0.2 * 5.9874131, abs=1e-6)
-
-
-def test_the_unbiased_kl_by_hand():
-    """DeepSeek-V3.2: k3 times r; its gradient is r (logp - ref), the exact gradient of the KL."""
-    base, slopes = loss_and_gradient()
-    loss, gradient = loss_and_gradient(unbiased_kl=True, kl_beta=0.5)
-    # log(ref / policy) is log 2 at the first token, whose r is 1, and at the last, whose r is 0.5.
-    k3, log2 = 1 - math.log(2), math.log(2)
-    assert loss - base == pytest.approx(0.5 * k3 * (0.1 * 1 + 0.2 * 0.5))
-    of_kl = [0.5 * 0.1 * 1 * -log2, 0, 0, 0, 0, 0.5 * 0.2 * 0.5 * -log2]
-    assert gradient == pytest.approx([a + b for a, b in zip(slopes, of_kl, strict=True)])
-
-
-def test_truncated_importance_weights_by_hand():
-    """A sampler that found tokens half as likely as the trainer: weight 2, or the cap."""
-    _, old_logps, *_ = hand_batch(torch.double)
-    sampler_logps = old_logps - torch.tensor([2.0, 4, 1, 1, 0.5, 2]).log()
-    loss, gradient = loss_and_gradient(sampler_logps=sampler_logps, is_cap=3.0)
-    # Objectives of the tokens, times 2, 3 (of 4), 1 and 1, 0.5, 2
-    assert loss == pytest.approx(-0.1 * (2 * 2 + 3 * 2.6 + 1) + 0.2 * (1 + 0.5 * 1.5 + 2 * 0.8))
-    assert gradient == pytest.approx([-0.4, 0, -0.1, 0.2, 0.15, 0])
-
-
-def test_the_ratio_is_bounded_for_both_signs_of_the_advantage():
-    """INTELLECT-2's two-sided clip: else a token of A < 0 that the sampler thought impossible
-    weighs without bound."""
-    # Of hand_batch only the fifth token is touched, with A = -1, w = 0.2 and r = 1.5: its objective
-    # was -1.5 with the gradient 0.2 x 1.5, and is -1.4, with none. The second, with A = 2, w = 0.1
-    # and the same r, stands at 1.3 as before.
-    base, slopes = loss_and_gradient()
-    loss, gradient = loss_and_gradient(ratio_cap=1.4)
-    assert loss - base == pytest.approx(0.2 * (1.4 - 1.5))
-    assert slopes[4] == pytest.approx(0.3) and gradient == pytest.approx(
-        [*slopes[:4], 0, slopes[5]]
-    )
-    # Where the cap is below 1 + CLIP_HIGH it stops A > 0 too: at 1.2 x 2, and not 1.3 x 2
-    loss, gradient = loss_and_gradient(ratio_cap=1.2)
-    assert loss - base == pytest.approx(0.1 * 2 * (1.3 - 1.2) + 0.2 * (1.2 - 1.5))
-    assert gradient == pytest.approx([*slopes[:4], 0, slopes[5]])
-    # Beyond all ratios, and 0, which is off: nothing changes
-    for cap in (0.0, 2.0):
-        assert loss_and_gradient(ratio_cap=cap) == (base, slopes)
+LOG2, S = math.log(2), 0.75 ** (1 / 3)  # S: (1 x 1.5 x 0.5)^(1/3) = 0.9085603
+SEQUENCES = torch.tensor([0, 0, 0, 1, 1, 1])
+SAMPLER_LOGPS = hand_batch(torch.double)[1] - torch.tensor([2.0, 4, 1, 1, 0.5, 2]).log()
+BY_HAND = {  # -> the settings, loss and gradient
+    # MiniMax-M1: the clipped ratio, 1, 1.3 and 0.8, weighs the log-probs, so that no token loses
+    # its gradient - w A clip(r). logps are old + log r: -1, -1.594535 and -1.193147, then -1.5,
+    # -2.594535 and -1.393147. Times clip(r) they add up to -4.0274131 and -5.9874131.
+    "cispo": (
+        {"objective": "cispo"},
+        0.2 * 4.0274131 - 0.2 * 5.9874131,
+        [-0.2, -0.26, -0.16, 0.2, 0.26, 0.16],
+    ),
+    # DeepSeek-V3.2: k3 times r, whose gradient is r (logp - ref). log(ref / policy) is log 2 at the
+    # first token, where r is 1, and at the last, where it is 0.5.
+    "unbiased_kl": (
+        {"unbiased_kl": True, "kl_beta": 0.5},
+        0.1 + 0.5 * (1 - LOG2) * (0.1 * 1 + 0.2 * 0.5),
+        [-0.2 - 0.05 * LOG2, 0, -0.1, 0.2, 0.3, -0.05 * LOG2],
+    ),
+    # A sampler that found tokens 1/2, 1/4, 1, 1, 2 and 1/2 times as likely: the weights 2, 3 (of
+    # 4), 1 and 1, 0.5, 2
+    "is_cap": (
+        {"is_cap": 3.0, "sampler_logps": SAMPLER_LOGPS},
+        -0.1 * (2 * 2 + 3 * 2.6 + 1) + 0.2 * (1 + 0.5 * 1.5 + 2 * 0.8),
+        [-0.4, 0, -0.1, 0.2, 0.15, 0],
+    ),
+    # INTELLECT-2's two-sided clip, else a token of A < 0 that the sampler thought impossible weighs
+    # without bound: it stops the fifth token, at 1.4 and not 1.5
+    "ratio_cap": (
+        {"ratio_cap": 1.4},
+        0.1 + 0.2 * (1.4 - 1.5),
+        [-0.2, 0, -0.1, 0.2, 0, 0],
+    ),
+    # Below 1 + CLIP_HIGH it stops A > 0 too: the second token at 1.2 x 2, and not 1.3 x 2
+    "low ratio_cap": (
+        {"ratio_cap": 1.2},
+        0.1 + 0.1 * 2 * (1.3 - 1.2) + 0.2 * (1.2 - 1.5),
+        [-0.2, 0, -0.1, 0.2, 0, 0],
+    ),
+    "ratio_cap beyond all ratios": ({"ratio_cap": 2.0}, 0.1, [-0.2, 0, -0.1, 0.2, 0.3, 0]),
+    "no ratio_cap": ({"ratio_cap": 0.0}, 0.1, [-0.2, 0, -0.1, 0.2, 0.3, 0]),
     # The KL is not bounded: its r is the token's own
-    kl = {"unbiased_kl": True, "kl_beta": 0.5}
-    free, capped = loss_and_gradient(**kl), loss_and_gradient(**kl, ratio_cap=1.2)
-    assert capped[0] - free[0] == pytest.approx(loss - base)
+    "ratio_cap and unbiased_kl": (
+        {"ratio_cap": 0.9, "unbiased_kl": True, "kl_beta": 0.5},
+        -0.1 * 2 * (0.9 + 0.9 + 0.5) + 0.2 * (0.9 + 0.9 + 0.8) + 0.5 * (1 - LOG2) * (0.1 + 0.1),
+        [-0.05 * LOG2, 0, -0.1, 0, 0, -0.05 * LOG2],
+    ),
+    # GSPO: the ratio of a sequence is the geometric mean of its tokens', here in the range for
+    # both; its gradient is s A / 3 for each token, and the weights add up: s A w for each.
+    "sequence": (
+        {"sequences": SEQUENCES},
+        -0.3 * 2 * S + 0.6 * S,
+        [-0.2 * S] * 3 + [0.2 * S] * 3,
+    ),
+    # Clipped at 0.95 it stops the second sequence, which went the way its advantage wants
+    "clipped sequence": (
+        {"sequences": SEQUENCES, "clip_low": 0.05},
+        -0.3 * 2 * S + 0.6 * 0.95,
+        [-0.2 * S] * 3 + [0] * 3,
+    ),
+}
 
 
-@pytest.mark.parametrize("ratio", [1.9, 2.1, 1e3])
-def test_beyond_the_cap_a_negative_advantage_pulls_no_more(ratio):
-    logps = torch.tensor([ratio], dtype=torch.double).log().requires_grad_()
-    loss, stats = policy_loss(
-        logps,
-        torch.zeros(1, dtype=torch.double),
-        None,
-        -torch.ones(1, dtype=torch.double),
-        torch.ones(1, dtype=torch.double),
-        **CLIPS,
-        kl_beta=0,
-        ratio_cap=2.0,
-    )
-    loss.backward()
-    assert loss.item() == pytest.approx(min(ratio, 2.0))
-    assert logps.grad.item() == pytest.approx(ratio if ratio < 2 else 0)
-    assert stats["ratio"].item() == pytest.approx(ratio)  # what is logged is what it was
+@pytest.mark.parametrize("variant", BY_HAND)
+def test_variants_by_hand(variant):
+    settings, loss, gradient = BY_HAND[variant]
+    found, slopes = loss_and_gradient(**settings)
+    assert found == pytest.approx(loss, abs=1e-6) and slopes == pytest.approx(gradient)
+
+
+def test_cispo_counts_as_clipped_whatever_the_advantages_sign():
+    _, stats = policy_loss(*hand_batch(), **CLIPS, kl_beta=0.0, objective="cispo")
+    assert stats["clip_low"].tolist() == [False, False, True] * 2
+    assert stats["clip_high"].tolist() == [False, True, False] * 2
 
 
 # Ratios beyond float32, whose exp overflows above 88.7: two tokens of one sequence, w = 0.5.
@@ -344,16 +278,6 @@ def test_a_ratio_that_overflows_has_the_gradient_of_a_large_one(
 
 @pytest.mark.parametrize("objective", ["clip", "cispo"])
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
-def test_a_ratio_that_overflows_harms_no_other_token(objective, advantage):
-    """A gradient of NaN at one token would be NaN in every weight."""
-    settings = {"advantage": advantage, "ratio_cap": 2.0, "objective": objective}
-    _, (far, near), _ = of_far_ratios([100.0, 0.0], **settings)
-    assert near == pytest.approx(-0.5 * advantage)
-    assert far == pytest.approx(-0.5 * 1.3 * advantage if objective == "cispo" else 0)
-
-
-@pytest.mark.parametrize("objective", ["clip", "cispo"])
-@pytest.mark.parametrize("advantage", [1.5, -1.5])
 def test_the_unbiased_kl_of_ratios_beyond_float32(objective, advantage):
     settings = {"advantage": advantage, "ratio_cap": 2.0, "objective": objective}
     base, slopes, _ = of_far_ratios([100.0, 0.0], **settings)
@@ -378,23 +302,8 @@ def test_the_unbiased_kl_of_a_token_that_became_impossible():
     assert gradient == pytest.approx([0, -0.5 * 1.5])  # - r d is 0; the other token's is - w A
 
 
-def test_the_ratio_of_a_sequence_by_hand():
-    """GSPO: one ratio for all tokens, the geometric mean of theirs, clipped as one."""
-    # (1 x 1.5 x 0.5)^(1/3) = 0.9085603 is in the range for both; its gradient is s A / 3 per token,
-    # and the weights of its three tokens add up: s A w for each token.
-    s = 0.75 ** (1 / 3)
-    sequences = torch.tensor([0, 0, 0, 1, 1, 1])
-    loss, gradient = loss_and_gradient(sequences=sequences)
-    assert loss == pytest.approx(-0.3 * 2 * s + 0.6 * s)
-    assert gradient == pytest.approx([-0.2 * s] * 3 + [0.2 * s] * 3)
-    # Clipped at 0.95 it stops the second sequence, which went the way its advantage wants
-    loss, gradient = loss_and_gradient(sequences=sequences, clip_low=0.05)
-    assert loss == pytest.approx(-0.3 * 2 * s + 0.6 * 0.95)
-    assert gradient == pytest.approx([-0.2 * s] * 3 + [0] * 3)
-
-
 def test_an_objective_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="objective must be one of clip, cispo, got 'ppo'"):
+    with pytest.raises(ValueError, match="ppo"):
         loss_and_gradient(objective="ppo")
 
 
@@ -403,16 +312,9 @@ def test_gradients_flow_through_logps_alone():
     logps, old_logps, ref_logps, advantages, weights = hand_batch()
     old_logps.requires_grad_()
     ref_logps.requires_grad_()
-    loss, stats = policy_loss(
-        logps, old_logps, ref_logps, advantages, weights, **CLIPS, kl_beta=0.5
-    )
+    parts = (logps, old_logps, ref_logps, advantages, weights)
+    loss, stats = policy_loss(*parts, **CLIPS, kl_beta=0.5)
     loss.backward()
     assert logps.grad.abs().sum() > 0
     assert old_logps.grad is None and ref_logps.grad is None
     assert not any(values.requires_grad for values in stats.values())  # they keep no graph
-
-    # On-policy, ratio 1: -w A, and the reference, though equal to the policy, pulls at nothing.
-    logps.grad = None
-    loss, _ = policy_loss(logps, logps, logps, advantages, weights, **CLIPS, kl_beta=0.5)
-    loss.backward()
-    torch.testing.assert_close(logps.grad, -weights * advantages)

@@ -113,13 +113,20 @@ def test_a_rank_ends_with_its_launcher_also_while_that_is_a_zombie(monkeypatch, 
         sent.append(number)
         raise Left
 
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)", name])
+    def end_and_look(function):
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        function()
+
+    command = [sys.executable, "-c", "print(flush=True); input()", name]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()  # before that its command line may be empty
     parents = [psutil.Process(child.pid), psutil.Process()]  # pytest is no launcher
     monkeypatch.setattr(ranks_module.psutil.Process, "parents", lambda self: parents)
-    monkeypatch.setattr(ranks_module, "in_background", lambda function: function())
+    monkeypatch.setattr(ranks_module, "in_background", end_and_look)
     monkeypatch.setattr(ranks_module.os, "kill", leave)
     with pytest.raises(Left):
         ranks_module.end_with_launcher()
     assert sent == [signal.SIGTERM]  # by which a trainer saves its last step
     monkeypatch.undo()
-    child.wait(10)
+    child.communicate(timeout=10)

@@ -26,14 +26,20 @@ from processes import (
     wait_for_step,
 )
 
+NOBODY = "http://127.0.0.1:9"  # where nothing listens
+NEVER = 10**6
+ENDLESS = {"SAVE_STEPS": NEVER, "STEPS": NEVER, "EVAL_STEPS": NEVER}
 
-def preset_of(tiny, url, folder, **changes):
-    return (
-        QUICK
-        | {"MODEL": str(tiny), "REF_SERVER": url, "RUN_DIR": str(folder), "TASK": "even"}
-        | {"MAX_PROMPT_TOKENS": 128, "STEPS": 9, "SAVE_STEPS": 3, "EVAL_STEPS": 4}
-        | changes
-    )
+
+def preset_of(tiny, folder, url=NOBODY, **changes):
+    """Without a URL there is no KL penalty, and no reference is asked for."""
+    own = {"MODEL": str(tiny), "REF_SERVER": url, "RUN_DIR": str(folder), "TASK": "even"}
+    own |= {"MAX_PROMPT_TOKENS": 128, "STEPS": 9, "SAVE_STEPS": 3, "EVAL_STEPS": 4}
+    return QUICK | own | ({"KL_BETA": 0} if url == NOBODY else {}) | changes
+
+
+def steps_in(folder):
+    return [r for r in records(folder) if "loss" in r]
 
 
 class Server:
@@ -78,28 +84,26 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
     kill -9 of the server, in the middle of a step: the run waits, says so, and goes on."""
     log = tmp_path / "log"
     with Server(tiny, tmp_path) as server:
-        killed = preset_of(tiny, server.url, tmp_path / "killed")
+        killed = preset_of(tiny, tmp_path / "killed", server.url)
         command = command_of("grpo_ref_split", killed)
         processes = start_ranks(ranks, command, log)
         wait_for_step(tmp_path / "killed", 4, processes[0], log)
         kill(processes[-1])  # the other one ends by itself
         codes = [process.wait(30) for process in processes]
-        before = [r for r in records(tmp_path / "killed") if "loss" in r]
+        before = steps_in(tmp_path / "killed")
         killed |= {"grpo.stop.SPEAK_SECONDS": 1}  # and not 10
         processes = start_ranks(ranks, command_of("grpo_ref_split", killed), log)
         wait_for_step(tmp_path / "killed", 6, processes[0], log)
         kill(server.process)
-        waiting = f"waiting for the reference's log-probs from {server.url}"
-        wait_for_text(log, waiting)
+        wait_for_text(log, f"waiting for the reference's log-probs from {server.url}")
         assert all(process.poll() is None for process in processes)
         server.start()
         assert [process.wait(100) for process in processes] == [0] * ranks, log.read_text()[-4000:]
-        whole = preset_of(tiny, server.url, tmp_path / "whole")
+        whole = preset_of(tiny, tmp_path / "whole", server.url)
         launch(ranks, command_of("grpo_ref_split", whole), log)
     assert all(codes)
-    after = records(tmp_path / "killed")
-    check_same(after, records(tmp_path / "whole"))
-    assert len(before) >= 4 and len([r for r in after if "loss" in r]) == 9
+    check_same(records(tmp_path / "killed"), records(tmp_path / "whole"))
+    assert len(before) >= 4 and len(steps_in(tmp_path / "killed")) == 9
 
 
 @pytest.mark.long
@@ -108,21 +112,20 @@ def test_a_server_that_does_not_come_back_ends_the_run_which_resumes(tiny, tmp_p
     """After WAIT_LIMIT_SECONDS: an error without a traceback, and the last step is saved."""
     log = tmp_path / "log"
     with Server(tiny, tmp_path) as server:
-        preset = preset_of(tiny, server.url, tmp_path / "run", SAVE_STEPS=10**6, EVAL_STEPS=0)
+        preset = preset_of(tiny, tmp_path / "run", server.url, SAVE_STEPS=NEVER, EVAL_STEPS=0)
         preset["TASK"] = "arithmetic"
-        limited = preset | {"WAIT_LIMIT_SECONDS": 3, "STEPS": 10**6}
+        limited = preset | {"WAIT_LIMIT_SECONDS": 3, "STEPS": NEVER}
         processes = start_ranks(ranks, command_line("grpo_ref_split.py", limited), log)
         wait_for_step(tmp_path / "run", 3, processes[0], log)
         kill(server.process)
         assert all(process.wait(60) for process in processes)
-        made = max(r["step"] for r in records(tmp_path / "run") if "loss" in r)
+        made = steps_in(tmp_path / "run")[-1]["step"]
         text = log.read_text()
         assert f"{server.url}/score" in text and "Traceback" not in text
         assert (tmp_path / f"run/step_{made:06d}/trainer/state.json").exists()
         server.start()
         launch(ranks, command_of("grpo_ref_split", preset | {"STEPS": made + 2}), log)
-    steps = [r["step"] for r in records(tmp_path / "run") if "loss" in r]
-    assert steps == list(range(1, made + 3))
+    assert [r["step"] for r in steps_in(tmp_path / "run")] == list(range(1, made + 3))
 
 
 @pytest.mark.long
@@ -131,7 +134,7 @@ def test_two_machines_with_disks_of_their_own_go_on_as_if_they_had_not_stopped(t
     and where the disks change places neither begins. Adapters go on in the same way."""
     log, disks = tmp_path / "log", [tmp_path / "a", tmp_path / "b"]
     [disk.mkdir() for disk in disks]
-    whole = preset_of(tiny, "http://127.0.0.1:9", "whole", KL_BETA=0, EVAL_STEPS=99)
+    whole = preset_of(tiny, "whole", EVAL_STEPS=99)
     whole |= {"tasks.arithmetic.SIZES": {"train": 99, "test": 8}, "DTYPE": "bfloat16"}
     killed = whole | {"RUN_DIR": "killed"}
     ranks = start_ranks(2, command_of("grpo_ref_split", killed), log, disks)
@@ -151,7 +154,7 @@ def test_two_machines_with_disks_of_their_own_go_on_as_if_they_had_not_stopped(t
     for pair in [("killed", "whole"), ("lora", "lora whole")]:
         steps, weights = [], []
         for folder in [disks[0] / name for name in pair]:
-            steps.append([(r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r])
+            steps.append([(r["loss"], r["grad_norm"]) for r in steps_in(folder)])
             (model,) = folder.glob("step_00000[29]/*.safetensors")
             weights.append(model.read_bytes())
         assert steps[0] == steps[1] and weights[0] == weights[1], pair
@@ -164,9 +167,8 @@ def test_two_machines_with_disks_of_their_own_go_on_as_if_they_had_not_stopped(t
 
 def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny, tmp_path):
     """SIGTERM to one of two ranks, in the middle of a step: no step is lost, none is made again."""
-    log, url = tmp_path / "log", "http://127.0.0.1:9"
-    changes = {"KL_BETA": 0, "SAVE_STEPS": 10**6, "STEPS": 20, "EVAL_STEPS": 7}
-    stopped = preset_of(tiny, url, tmp_path / "stopped", **changes)
+    log, changes = tmp_path / "log", {"SAVE_STEPS": NEVER, "STEPS": 20, "EVAL_STEPS": 7}
+    stopped = preset_of(tiny, tmp_path / "stopped", **changes)
     processes = start_ranks(2, command_of("grpo_ref_split", stopped), log)
     try:
         wait_for_step(tmp_path / "stopped", 3, processes[0], log)
@@ -174,13 +176,13 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
         assert [process.wait(60) for process in processes] == [1, 1]
     finally:
         kill(*processes)
-    before = [r for r in records(tmp_path / "stopped") if "loss" in r]
+    before = steps_in(tmp_path / "stopped")
     last = before[-1]["step"]
     assert 3 <= last < 20 and (tmp_path / f"stopped/step_{last:06d}/trainer/state.json").exists()
     assert not os.path.lexists(tmp_path / "stopped/final")  # it is to resume
     output = log.read_text()
     assert "SIGTERM" in output and f"step {last} is saved" in output
-    whole = preset_of(tiny, url, tmp_path / "whole", **changes)
+    whole = preset_of(tiny, tmp_path / "whole", **changes)
     launch(2, command_of("grpo_ref_split", stopped, whole), log)
     after, expected = records(tmp_path / "stopped"), records(tmp_path / "whole")
     results = {r["step"]: r["eval_accuracy"] for r in expected if "eval_accuracy" in r}
@@ -194,8 +196,7 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
 @pytest.mark.long
 def test_a_run_saves_its_last_step_also_where_nobody_reads_its_output_any_more(tiny, tmp_path):
     """As with `| tee log`, which the same Ctrl-C ends."""
-    changes = {"KL_BETA": 0, "SAVE_STEPS": 10**6, "STEPS": 10**6, "EVAL_STEPS": 10**6}
-    preset = preset_of(tiny, "http://127.0.0.1:9", tmp_path / "run", **changes)
+    preset = preset_of(tiny, tmp_path / "run", **ENDLESS)
     # What a script starts with an & ignores Ctrl-C, and so would what these tests start
     settings = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -207,7 +208,7 @@ def test_a_run_saves_its_last_step_also_where_nobody_reads_its_output_any_more(t
             process.wait(60)
         finally:
             process.kill()
-    last = max(r["step"] for r in records(tmp_path / "run") if "loss" in r)
+    last = steps_in(tmp_path / "run")[-1]["step"]
     assert (tmp_path / f"run/step_{last:06d}/trainer/state.json").exists()
 
 
@@ -215,8 +216,7 @@ def test_a_run_saves_its_last_step_also_where_nobody_reads_its_output_any_more(t
 @pytest.mark.parametrize("victim", ["rank", "launcher", "its child", "Ctrl-C"])
 def test_ranks_end_when_one_of_them_or_their_launcher_does(tiny, tmp_path, victim):
     """Ctrl-C in a terminal comes to them all. They save their last step, but where one is gone."""
-    preset = preset_of(tiny, "http://127.0.0.1:9", tmp_path / "run", KL_BETA=0, STEPS=10**6)
-    preset |= {"SAVE_STEPS": 10**6, "EVAL_STEPS": 10**6}
+    preset = preset_of(tiny, tmp_path / "run", **ENDLESS)
     launcher = start_launcher(2, command_of("grpo_ref_split", preset), tmp_path / "log")
     try:
         wait_for_step(tmp_path / "run", 1, launcher, tmp_path / "log")
@@ -233,7 +233,7 @@ def test_ranks_end_when_one_of_them_or_their_launcher_does(tiny, tmp_path, victi
         _, alive = psutil.wait_procs(ranks, timeout=25)  # deepspeed would kill them after 30
         launcher.wait(30)
         assert not alive
-        last = max(r["step"] for r in records(tmp_path / "run") if "loss" in r)
+        last = steps_in(tmp_path / "run")[-1]["step"]
         saved = [path.name for path in (tmp_path / "run").glob("step_*")]
         assert saved == ([] if victim == "rank" else [f"step_{last:06d}"])
     finally:
@@ -247,7 +247,7 @@ def has(process, word):
 @pytest.mark.long
 def test_chaos_in_short(tiny, tmp_path):
     """See chaos.py, whose 100 kills end with the demo's accuracy."""
-    preset = preset_of(tiny, "", "", EVAL_STEPS=10**6)
+    preset = preset_of(tiny, "", "", EVAL_STEPS=NEVER)
     for name in ("REF_SERVER", "RUN_DIR", "STEPS"):
         del preset[name]
     victims, draw = ["server", "worker", "trainer"], random.Random(0)

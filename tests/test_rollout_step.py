@@ -16,10 +16,10 @@ from fakes import (
     ALL_WRONG,
     MIXED,
     NAMED,
-    NAMES,
     FakeEngine,
     a_group,
     a_recipe,
+    a_run,
     prompts_of,
     sampled,
 )
@@ -52,14 +52,13 @@ class Reference:
         return answer
 
 
-def take_step(outcomes, *, step=0, engine=None, clock=None, workers=None, reference=None, **recipe):
+def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **recipe):
     """-> sample_step's (groups, metrics, sampled) of prompts whose groups come out as told."""
     prompts = recipe.pop("prompts", ())
-    run = SimpleNamespace(
-        policy=engine or FakeEngine(),
-        recipe=a_recipe(prompts, **recipe),
+    run = a_run(
+        a_recipe(prompts, **recipe),
         stream=iter(prompts_of(outcomes)),
-        clock=clock or metrics_module.Clock(),
+        policy=engine or FakeEngine(),
         progress=Progress("run", step),
         reference=reference or Reference(),
         workers=workers,
@@ -73,7 +72,7 @@ def alone(alone, monkeypatch):
     monkeypatch.setattr(trainer, "OUTCOME", "correctness")
 
 
-def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(alone, monkeypatch):
+def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(alone):
     outcomes, prompts = [MIXED, ALL_WRONG, MIXED, MIXED, MIXED], [None] * 10
     groups, metrics, _ = take_step(outcomes, step=4, prompts=prompts)
     assert [g.item for g in groups] == [0, 2, 3, 4]  # two rounds
@@ -87,7 +86,7 @@ def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(a
     assert "staleness" not in metrics and metrics["epoch"] == 5 / 10
 
 
-def test_spread_is_of_groups_for_the_total_and_of_completions_for_a_reward(alone, monkeypatch):
+def test_spread_is_of_groups_for_the_total_and_of_completions_for_a_reward(alone):
     """With n - 1. reward_std is the mean of the groups' own; TRL's, since 0.27, is over all."""
     _, metrics, _ = take_step([MIXED, ALL_WRONG, MIXED, MIXED])
     of_groups = [stdev([1, -3])] * 3 + [stdev([-2 + 1.25, -3])]
@@ -99,29 +98,24 @@ def test_spread_is_of_groups_for_the_total_and_of_completions_for_a_reward(alone
 
 def test_lengths_are_of_all_completions_and_of_those_that_ended(alone, monkeypatch):
     _, metrics, _ = take_step([MIXED] * 3)
-    found = {k: v for k, v in metrics.items() if "length" in k}
-    ended = dict.fromkeys(["min_terminated_length", "max_terminated_length"], 2)
-    every = ended | {"mean_length": 1.5, "min_length": 1, "max_length": 2}
-    every["mean_terminated_length"] = 2
-    assert found == {f"completions/{name}": value for name, value in every.items()}
+    lengths = {"mean_length": 1.5, "min_length": 1, "max_length": 2}
+    lengths |= {f"{which}_terminated_length": 2 for which in ("mean", "min", "max")}
+    expected = {f"completions/{name}": value for name, value in lengths.items()}
+    assert {k: v for k, v in metrics.items() if "length" in k} == expected
 
     def other_rank(everyone, mine):
         everyone[:] = [mine, [(1, True), (9, True)]]
 
     monkeypatch.setattr(metrics_module.dist, "all_gather_object", other_rank)
     one = a_group(MIXED, lengths=(3, 5), truncated=(True, True))
-    assert metrics_module.extreme_lengths([one]) == {
-        "completions/min_length": 1,
-        "completions/max_length": 9,
-    }
+    extremes = metrics_module.extreme_lengths([one])
+    assert extremes == {"completions/min_length": 1, "completions/max_length": 9}
 
 
 def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
     recipe, nan = a_recipe(), math.nan
     group = a_group([[1.0, nan], [-1.0, nan]])
-    assert (
-        metrics_of(recipe, group).keys().isdisjoint({"rewards/format/mean", "rewards/format/std"})
-    )
+    assert not any("format" in name for name in metrics_of(recipe, group))
     metrics = metrics_of(recipe, a_group([[1.0, nan], [-1.0, 0.5]]))
     assert (metrics["rewards/format/mean"], metrics["rewards/format/std"]) == (0.5, 0)
     assert metrics["accuracy"] == 1 / 2
@@ -131,11 +125,10 @@ def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
 
 
 def metrics_of(recipe, group):
-    run = SimpleNamespace(recipe=recipe, clock=metrics_module.Clock(), progress=Progress("run"))
-    return metrics_module.rollout_metrics(run, Counter(), [], [group])
+    return metrics_module.rollout_metrics(a_run(recipe), Counter(), [], [group])
 
 
-def test_a_step_samples_in_rounds_until_it_has_enough(alone, monkeypatch):
+def test_a_step_samples_in_rounds_until_it_has_enough(alone):
     """The first begins 3 groups, as nothing was flat so far; the second makes up for two of them,
     and for a flat one among those."""
     outcomes, engine = [MIXED, ALL_WRONG, ALL_RIGHT, *[MIXED] * 20], FakeEngine()
@@ -145,21 +138,17 @@ def test_a_step_samples_in_rounds_until_it_has_enough(alone, monkeypatch):
     assert len(groups) == 11 and len({g.id for g in groups}) == 11  # all that is usable is trained
 
 
-def test_flat_groups_are_trained_when_asked(alone, monkeypatch):
-    monkeypatch.setattr(trainer, "SKIP_FLAT_GROUPS", False)
-    engine = FakeEngine()
-    groups, *_ = take_step([ALL_WRONG] * 9, engine=engine)
-    assert len(groups) == 3 and [n for n in engine.asked if n] == [3]
-
-
-def test_groups_that_differ_in_format_alone_are_trained_when_asked(alone, monkeypatch):
-    """As TRL trains them; those of equal totals are skipped, though their outcomes differ."""
-    monkeypatch.setattr(trainer, "SKIP_FLAT_GROUPS", "reward")
-    equal = [(1.0, -1.0), (-1.0, 3.0)]  # 2 x correctness + format
+@pytest.mark.parametrize("skip, trained", [(False, [0, 1, 2]), ("reward", [0, 2, 3])])
+def test_flat_groups_are_trained_when_asked(alone, monkeypatch, skip, trained):
+    """All of them; or, as TRL does, those that differ in format alone: not those of equal totals,
+    though their outcomes differ."""
+    monkeypatch.setattr(trainer, "SKIP_FLAT_GROUPS", skip)
+    equal, engine = [(1.0, -1.0), (-1.0, 3.0)], FakeEngine()  # 2 x correctness + format
     outcomes = [ALL_WRONG, equal, ALL_RIGHT, *[MIXED] * 9]
-    groups, metrics, _ = take_step(outcomes, SKIP_FLAT_GROUPS="reward")
-    assert [g.item for g in groups][:3] == [0, 2, 3]
+    groups, metrics, _ = take_step(outcomes, engine=engine, SKIP_FLAT_GROUPS=skip)
+    assert [g.item for g in groups][:3] == trained and engine.asked[0] == 3
     assert metrics["frac_reward_zero_std"] == 1 / metrics["groups_sampled"]
+    assert skip or len(groups) == 3
 
 
 def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
@@ -183,17 +172,17 @@ def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
     assert counts == [3, 3, 2, 2, 3] and len(seeds) == 5 and len(ids) == sum(counts)
 
 
-def test_the_references_log_probs_come_with_the_groups_that_are_trained(alone):
-    """Each group is given away when it is complete; flat ones cost the reference nothing."""
-    reference = Reference()
-    groups, metrics, sampled = take_step([MIXED, ALL_WRONG, MIXED, MIXED], reference=reference)
+def test_the_references_log_probs_come_with_the_groups_that_are_trained(alone, tmp_path):
+    """Each group is given away when it is complete; flat ones cost the reference nothing, and are
+    logged all the same."""
+    reference, outcomes = Reference(), [MIXED, ALL_WRONG, MIXED, MIXED]
+    groups, _, sampled = take_step(outcomes, reference=reference)
     assert [g.item for g in groups] == reference.asked == [0, 2, 3]
+    assert all(group.ref_logps.tolist() == [-7, -2, -7] for group in groups)
+    assert [(g.item, g.ref_logps is None) for g in sampled] == list(enumerate([0, 1, 0, 0]))
     ids = [g.id for g in groups]
     assert ids == sorted(ids)  # the same order on every rank
-    for group in groups:
-        assert group.ref_logps.tolist() == [-7, -2, -7]
-    assert [g.ref_logps is None for g in sampled] == [False, True, False, False]
-    assert metrics["groups_sampled"] == 4
+    assert samples_of(tmp_path, sampled, a_recipe(prompts_of(outcomes)))[0]["flat"]  # 1 of 4
 
 
 def test_a_reference_that_fails_ends_the_step_on_all_ranks(alone):
@@ -207,12 +196,9 @@ def test_a_reference_that_fails_ends_the_step_on_all_ranks(alone):
 
 def samples_of(folder, groups, recipe, number=9):
     """-> what a run logs of these groups, as its first step's."""
-    run = SimpleNamespace(
-        policy=SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: str(ids.tolist()))),
-        recipe=recipe,
-        progress=SimpleNamespace(step=0),
-        c=SimpleNamespace(SAMPLES_PER_STEP=number),
-    )
+    tokenizer = SimpleNamespace(decode=lambda ids: str(ids.tolist()))
+    policy, c = SimpleNamespace(tokenizer=tokenizer), SimpleNamespace(SAMPLES_PER_STEP=number)
+    run = a_run(recipe, policy=policy, c=c)
     report.RunFolder(folder).log_samples(run, groups, trainer.advantages_of)
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
@@ -223,54 +209,37 @@ def test_samples_are_the_best_and_the_worst_of_a_group_with_all_that_is_known(al
         truncated=(False, False, True, False), policy_version=3,
     )  # fmt: skip
     item = {"question": "Why?", "numbers": [1, 2], "tree": {1, 2}, "nan": math.nan}
+    item |= {"answer": Decimal(42), "count": np.int64(42)}
     recipe = a_recipe([(0, item, [5, 6])])
     best, worst, other = samples_of(tmp_path, [group], recipe, number=3)
     assert [sample["number"] for sample in (best, worst, other)] == [2, 0, 3]
     assert best.pop("time") and best.pop("advantage") > 0 > worst["advantage"]
     assert best == {
         "step": 1, "group": group.id, "number": 2, "prompt": "[5, 6]", "question": "Why?",
-        "item": {"question": "Why?", "numbers": [1, 2], "tree": "{1, 2}", "nan": None},
-        "answer": None, "completion": "[13]",
+        "item": {"question": "Why?", "numbers": [1, 2], "tree": "{1, 2}", "nan": None,
+                 "answer": "42", "count": "42"},
+        "answer": "42", "completion": "[13]",
         "rewards": {"correctness": 1.0, "format": 1.25}, "flat": False, "truncated": True,
         "sampler": "trainer", "policy_version": 3,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("answer", [np.int64(42), Decimal(42), {42}])
-def test_an_answer_that_json_can_not_hold_is_written_as_text(alone, tmp_path, answer):
-    recipe = a_recipe([(0, {"question": "Why?", "answer": answer}, [5, 6])])
-    sample, _ = samples_of(tmp_path, [a_group([[1.0, 0.0], [-1.0, 0.0]])], recipe)
-    assert (sample["question"], sample["answer"]) == ("Why?", str(answer))
-    assert sample["item"] == {"question": "Why?", "answer": str(answer)}
-
-
-def test_samples_are_of_what_was_sampled_flat_groups_too(alone, tmp_path):
-    outcomes = [MIXED, ALL_WRONG, MIXED, MIXED]
-    groups, _, every = take_step(outcomes)
-    assert [g.item for g in groups] == [0, 2, 3] and [g.item for g in every] == [0, 1, 2, 3]
-    assert samples_of(tmp_path, every, a_recipe(prompts_of(outcomes)))[0]["flat"]  # 1 of 4
-
-
 def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, tmp_path):
-    groups, metrics, flat = take_step([ALL_WRONG] * 99)
+    outcomes = [ALL_WRONG] * 99
+    groups, metrics, flat = take_step(outcomes)
     assert groups == [] and metrics["groups_sampled"] == 15
     assert metrics["frac_outcome_zero_std"] == 1
-    assert trainer.make_sequences(groups, NAMES, old_from_sampler=False) == []
-    first, _ = samples_of(tmp_path, flat, a_recipe(prompts_of([ALL_WRONG] * 99)))
+    first, _ = samples_of(tmp_path, flat, a_recipe(prompts_of(outcomes)))
     assert first["question"] == "?" and first["rewards"] == {"correctness": -1.0, "format": 1.25}
 
 
-@pytest.mark.parametrize("accuracy", [{"accuracy": 0.25}, {}])  # absent: it applied to none
-def test_a_step_without_anything_to_train_says_what_was_sampled(capsys, accuracy):
+def test_a_step_without_anything_to_train_is_logged_also_where_the_outcome_applied_to_none(capsys):
     metrics = {"completions/clipped_ratio": 0.3, "groups_sampled": 15, "reward": 0.5}
     metrics |= {"frac_outcome_zero_std": 1.0, "frac_reward_zero_std": 0.75}
-    run = SimpleNamespace(recipe=a_recipe(), progress=Progress("run", step=3, idle=2))
-    report.log_idle(run, metrics | accuracy, [])
-    out = capsys.readouterr().out
-    assert "step 4 " in out and run.idle_reason in out
-    for fact in ("15 groups", "30%", "0.75", "SKIP_FLAT_GROUPS = 'outcome'", "TOKENS = 8"):
-        assert fact in run.idle_reason
-    assert ("accuracy 0.25" in out) == bool(accuracy)
+    run = a_run(a_recipe(), progress=Progress("run", step=3, idle=2))
+    report.log_idle(run, metrics, [])
+    assert run.idle_reason in capsys.readouterr().out
+    assert all(fact in run.idle_reason for fact in ("15", "30%", "0.75", "SKIP_FLAT_GROUPS"))
 
 
 FLAT = (None, [Completion([7, 7, 7, 2], [-1.0] * 4, False)], [{"correctness": 1, "format": 0.5}])
@@ -326,23 +295,6 @@ def test_workers_alone_may_sample(alone, published, monkeypatch):
     with pytest.raises(RunFailed) as caught:  # after WAIT_LIMIT_SECONDS
         take_step([MIXED] * 9, step=1, workers=workers)
     assert isinstance(caught.value.__cause__, TooLong)
-
-
-@pytest.mark.parametrize("alone_sample", [True, False])
-def test_groups_that_are_too_old_are_dropped_and_counted(
-    alone, published, monkeypatch, alone_sample
-):
-    """Also those of steps that were undone when the run resumed."""
-    monkeypatch.setattr(trainer, "MAX_STALENESS", 2)
-    monkeypatch.setattr(trainer, "TRAINER_SAMPLES", alone_sample)
-    fit = a_workers(1 if alone_sample else 3, version=3)
-    workers = Arrived(*a_workers(2), *fit, *a_workers(1, version=6))
-    groups, metrics, _ = take_step([MIXED] * 9, step=5, workers=workers)
-    ours = [0, 1] if alone_sample else []
-    assert sorted(g.item for g in groups) == [*ours, *(g.item for g in fit)]
-    # Those of version 6 are looked at only while groups are missing
-    assert metrics["groups_dropped"] == (3 if alone_sample else 2)
-    assert metrics["staleness_max"] == 2
 
 
 def test_a_reward_may_have_any_name(alone):

@@ -1,15 +1,13 @@
 """Trainer and workers as processes: workers come and go, and sample the live policy."""
 
-import json
 import re
 import statistics
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 from processes import (
     QUICK,
-    command_line,
     command_of,
     free_port,
     kill,
@@ -42,13 +40,10 @@ def wait_for(path, pattern, seconds=60):
 
 
 def preset_of(tiny, folder, **changes):
-    return (
-        QUICK
-        | {"MODEL": str(tiny), "TASK": "even", "REF_SERVER": None, "PUBLISH_STEPS": 1}
-        | {"TRAINER": f"http://127.0.0.1:{free_port()}", "TRAINER_SAMPLES": False}
-        | {"RUN_DIR": str(folder / "run"), "MAX_PROMPT_TOKENS": 128, "EVAL_STEPS": 0}
-        | changes
-    )
+    own = {"MODEL": str(tiny), "TASK": "even", "REF_SERVER": None, "PUBLISH_STEPS": 1}
+    own |= {"TRAINER": f"http://127.0.0.1:{free_port()}", "TRAINER_SAMPLES": False}
+    own |= {"RUN_DIR": str(folder / "run"), "MAX_PROMPT_TOKENS": 128, "EVAL_STEPS": 0}
+    return QUICK | own | changes
 
 
 def steps_of(folder):
@@ -92,46 +87,6 @@ def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
     samplers = {r["sampler"] for r in records(tmp_path / "run", "samples.jsonl")}
     assert samplers and "trainer" not in samplers
     assert not (tmp_path / "run/.policy").exists()
-
-
-@pytest.mark.long
-def test_a_trainer_without_workers_ends_after_the_limit_and_resumes(tiny, tmp_path):
-    """Where workers alone sample: a sentence, an exit code, and no step is lost."""
-    preset = preset_of(tiny, tmp_path, STEPS=99, WAIT_LIMIT_SECONDS=4, TASK="arithmetic")
-    log = tmp_path / "trainer.log"
-    with worker(tmp_path, "first", preset):
-        (trainer,) = start_ranks(1, command_line("grpo_ref_split.py", preset), log)
-        wait_for_step(tmp_path / "run", 2, trainer, log)
-    try:
-        assert trainer.wait(60) == 1  # there is no worker any more
-    finally:
-        kill(trainer)
-    last = log.read_text().strip().splitlines()[-1]
-    assert preset["TRAINER"] in last and "Traceback" not in log.read_text()
-    made = len(steps_of(tmp_path))
-    state = json.loads((tmp_path / f"run/step_{made:06d}/trainer/state.json").read_text())
-    assert state["step"] == made >= 2
-    preset |= {"STEPS": made + 2, "WAIT_LIMIT_SECONDS": 60}
-    with worker(tmp_path, "second", preset):
-        launch(1, command_of("grpo_ref_split", preset), log)
-    assert [r["step"] for r in steps_of(tmp_path)] == list(range(1, made + 3))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_fast_workers_groups_are_of_the_policy_before_the_newest(tiny, tmp_path, number):
-    """Not as old as MAX_STALENESS allows. Measured: 1.0 with one worker, 1.2 with two."""
-    slow = {"MICRO_BATCH_TOKENS": 64, "STEPS": 22}
-    preset = preset_of(tiny, tmp_path, MAX_STALENESS=4, KL_BETA=0, **slow)
-    with ExitStack() as workers:
-        for name in ("first", "second")[:number]:
-            workers.enter_context(worker(tmp_path, name, preset))
-        launch(1, command_of("grpo_ref_split", preset), tmp_path / "trainer.log")
-    steps = steps_of(tmp_path)[2:]
-    mean = statistics.mean(r["staleness"] for r in steps)
-    print(f"{number} workers: mean staleness {mean:.2f}")
-    assert len(steps) == 20 and 0.5 < mean < 1.7
-    assert steps[-1]["groups_dropped"] <= 4  # of 88: a worker that stood still for some steps
 
 
 @pytest.mark.long

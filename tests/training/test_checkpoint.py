@@ -63,21 +63,15 @@ def ranks(monkeypatch, request):
     return Ranks(monkeypatch, getattr(request, "param", 1), seconds=20)
 
 
-@pytest.fixture
-def alone(ranks):
-    pass
-
-
 def a_stream(size=1, **share):
     return Stream([(i, {}, [i]) for i in range(size)], 0, **share)
 
 
 def save(folder, step, *, stream=None, keep=2, model=None, **progress):
     """Saves a checkpoint of a run, named "r" if it has no other name."""
-    c = SimpleNamespace(**RUN, RUN_DIR=str(folder))
-    c.KEEP_CHECKPOINTS, stream = keep, stream or a_stream()
-    progress = checkpoint.Progress(**{"run": "r"} | progress, step=step)
-    run = SimpleNamespace(progress=progress, c=c, stream=stream, reference=model)
+    run = SimpleNamespace(stream=stream or a_stream(), reference=model)
+    run.c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder), "KEEP_CHECKPOINTS": keep})
+    run.progress = checkpoint.Progress(**{"run": "r"} | progress, step=step)
     run.policy, run.engine = FakePolicy(), FakeEngine()
     checkpoint.save_run(run)
 
@@ -136,19 +130,14 @@ def test_a_torn_checkpoint_is_named_and_skipped(tmp_path, alone, capsys, damage)
         checkpoint.newest(tmp_path)  # a run does not begin again
 
 
-def test_no_checkpoint_is_no_error(tmp_path, alone):
-    assert checkpoint.newest(tmp_path / "no folder") == (None, None)
-
-
-@pytest.mark.parametrize("keep", [1, 2])
-def test_the_checkpoint_just_saved_stays_and_torn_ones_of_later_steps_go(tmp_path, alone, keep):
+def test_the_checkpoint_just_saved_stays_and_torn_ones_of_later_steps_go(tmp_path, alone):
     own = {"step_000050_best", "step_notes"}  # somebody's copy of one
     for name in ("step_000200", "step_000300", *own):
         (tmp_path / name).mkdir()
     for step in (100, 999_999, 1_000_000):
-        save(tmp_path, step, keep=keep)
+        save(tmp_path, step)
         assert saved(tmp_path)[-1] == step
-    assert saved(tmp_path) == [999_999, 1_000_000][-keep:] and own < set(names_in(tmp_path))
+    assert saved(tmp_path) == [999_999, 1_000_000] and own < set(names_in(tmp_path))
     assert checkpoint.newest(tmp_path)[1]["step"] == 1_000_000
 
 
@@ -237,11 +226,8 @@ def test_two_trainers_do_not_share_a_folder(tmp_path):
 @pytest.mark.parametrize(
     "ranks, folders, leaders",
     [
-        (1, "a", [True]),
-        (4, "aaaa", [True, False, False, False]),
         (4, "aabb", [True, False, True, False]),
         (4, "abab", [True, True, False, False]),
-        (3, "abc", [True, True, True]),
         (3, "aAb", [True, False, True]),  # the same disk, mounted elsewhere
     ],
     indirect=["ranks"],
@@ -269,7 +255,6 @@ def another_run(a, b):
 DISKS = {
     "nothing": (lambda a, b: None, 9),
     "a part is gone": (lambda a, b: os.remove(b / "step_000009/trainer/rank_1.json"), 3),
-    "a part is cut": (lambda a, b: os.truncate(b / "step_000009/trainer/optimizer_1.pt", 9), 3),
     "killed in between": (lambda a, b: (a / "step_000009").rename(a / ".unfinished"), 3),
     "the second is new": (lambda a, b: shutil.rmtree(b), "rank 1 on .*b/step_0000"),
     "the first is new": (lambda a, b: shutil.rmtree(a), "rank 0 on .*a/step_0000"),
@@ -295,8 +280,8 @@ def test_machines_with_disks_of_their_own_agree_on_what_is_complete(tmp_path, ra
 
     run, same = ranks.each(begin, disks)
     assert run == same and run.startswith("a-") and list(map(saved, disks)) == [[3, 9]] * 2
-    models = [(disk / "step_000009/model.safetensors").exists() for disk in disks]
-    assert models == [True, False]  # a model for people is where rank 0 is
+    files = [disk / "step_000009/model.safetensors" for disk in disks]
+    assert [file.exists() for file in files] == [True, False]  # where rank 0 is
     damage(*disks)
     found = ranks.each(resume, disks)
     if isinstance(expected, int):
@@ -320,23 +305,20 @@ def test_a_checkpoint_counts_only_when_every_machine_has_its_part(tmp_path, rank
 OTHER = {"MODEL": "b", "LORA_RANK": 8, "DTYPE": "float32", "TASK": "u"}
 
 
-def test_a_run_resumes_with_as_many_ranks_and_the_same_model(tmp_path, ranks, capsys):
+def test_a_run_resumes_with_as_many_ranks_and_the_same_model(tmp_path, alone, capsys):
     run = opened(tmp_path).run
     save(tmp_path, 3, run=run)
-    record = (tmp_path / "run.json").read_text()
     for name, value in OTHER.items():
-        with pytest.raises(SystemExit) as refused:
+        refused = f"{name} = {value!r} must be {RUN[name]!r}(?s:.*)MODEL = '.*/step_000003'"
+        with pytest.raises(SystemExit, match=refused):
             opened(tmp_path, **{name: value})
-        assert f"{name} = {value!r} must be {RUN[name]!r}" in str(refused.value)
-        assert f"MODEL = '{tmp_path}/step_000003'" in str(refused.value)  # the remedy
-    assert (tmp_path / "run.json").read_text() == record
+    assert json.loads((tmp_path / "run.json").read_text())["constants"]["MODEL"] == RUN["MODEL"]
     capsys.readouterr()
     again = opened(tmp_path, STEPS=777, WEIGHT_DECAY=0.1)
     assert (again.run, again.step) == (run, 3)
     out = capsys.readouterr().out
     assert "STEPS 5 -> 777" in out and "WEIGHT_DECAY 0.0 -> 0.1" in out and "TASK" not in out
-    record = json.loads((tmp_path / "run.json").read_text())  # of the last start
-    assert record["run"] == run and record["constants"]["STEPS"] == 777
+    assert json.loads((tmp_path / "run.json").read_text())["constants"]["STEPS"] == 777
     state = json.loads((tmp_path / "step_000003/trainer/state.json").read_text())
     state["files"].append({})
     with pytest.raises(SystemExit, match="ranks = 1 must be 2"):
@@ -345,15 +327,13 @@ def test_a_run_resumes_with_as_many_ranks_and_the_same_model(tmp_path, ranks, ca
 
 def test_a_run_without_a_checkpoint_begins_anew_and_what_it_logged_is_set_aside(tmp_path, alone):
     """Its curves must not have two first steps. It may have another model now."""
-    names = {opened(tmp_path).run}
-    for number in (1, 2):
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            (tmp_path / name).write_text(f'{{"step": {number}}}\n')
-        names.add(opened(tmp_path, MODEL=str(number)).run)
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            assert not (tmp_path / name).exists()
-            (aside,) = (tmp_path / f"earlier_{number}").glob(name)
-            assert aside.read_text() == f'{{"step": {number}}}\n'
+    names, logged = {opened(tmp_path).run}, ("metrics.jsonl", "samples.jsonl")
+    for number in ("1", "2"):
+        for name in logged:
+            (tmp_path / name).write_text(number)
+        names.add(opened(tmp_path, MODEL=number).run)
+        aside = [tmp_path / f"earlier_{number}" / name for name in logged]
+        assert [path.read_text() for path in aside] == [number] * 2
     (tmp_path / "metrics.jsonl").touch()  # nothing was logged
     names.add(opened(tmp_path).run)
     assert names_in(tmp_path) == ["earlier_1", "earlier_2", "metrics.jsonl", "run.json"]
@@ -374,54 +354,46 @@ def test_a_run_with_a_checkpoint_keeps_what_it_logged_until_then(tmp_path, alone
 
 
 # --- A reference that was refreshed -----------------------------------------------------
-class FakeReference:
-    def __init__(self, value):
-        self.value = torch.tensor([value])
-
-    def weights(self):
-        return {"value": self.value}
-
-    def load(self, tensors):
-        self.value = tensors["value"]
+def a_reference(value):
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    model.weights, model.load = model.state_dict, model.load_state_dict
+    return model
 
 
-@pytest.mark.parametrize("refreshed", [0, 2])
-def test_a_refreshed_reference_is_part_of_a_checkpoint(tmp_path, alone, refreshed):
-    save(tmp_path, 3, model=FakeReference(2.0), reference=refreshed)
-    path = tmp_path / "step_000003/trainer/reference.safetensors"
-    assert path.exists() == bool(refreshed)
-    opened(tmp_path, model := FakeReference(1.0))
-    assert model.value.item() == (2.0 if refreshed else 1.0)
-    # A server has MODEL; without a reference it would be lost at the next checkpoint
-    for name, value in {"REF_SERVER": "http://127.0.0.1:9", "KL_BETA": 0}.items():
-        if refreshed:
-            with pytest.raises(SystemExit, match=name):
-                opened(tmp_path, **{name: value})
-        else:
-            opened(tmp_path, **{name: value})
-    if refreshed:
-        os.truncate(path, 9)  # as any file of a checkpoint
-        assert checkpoint.examine(tmp_path / "step_000003")[1]
+REMOTE = {"REF_SERVER": "http://127.0.0.1:9"}, {"KL_BETA": 0}
+
+
+def test_a_refreshed_reference_is_part_of_a_checkpoint(tmp_path, alone):
+    """A server has MODEL; without a reference it would be lost at the next checkpoint."""
+    fixed, refreshed = tmp_path / "fixed", tmp_path / "refreshed"
+    for folder, step in ((fixed, 0), (refreshed, 2)):
+        save(folder, 3, model=a_reference(2.0), reference=step)
+        opened(folder, model := a_reference(1.0))
+        assert model.weight.item() == (2.0 if step else 1.0)
+    for changes in REMOTE:
+        opened(fixed, **changes)
+        with pytest.raises(SystemExit, match=next(iter(changes))):
+            opened(refreshed, **changes)
+    assert not (fixed / "step_000003/trainer/reference.safetensors").exists()
+    os.truncate(refreshed / "step_000003/trainer/reference.safetensors", 9)
+    assert checkpoint.examine(refreshed / "step_000003")[1]  # as any file of a checkpoint
 
 
 # --- A run that ends by an error --------------------------------------------------------
-@pytest.mark.parametrize(
-    ("progress", "weight", "is_saved"),
-    [
-        ({"step": 5, "saved": 3, "checked": True}, 1.0, True),
-        ({"step": 5, "saved": 5, "checked": True}, 1.0, False),  # nothing is new
-        ({"step": 5, "saved": 3, "checked": False}, 1.0, False),  # not known to learn rightly
-        ({"step": 5, "saved": 3, "checked": True}, math.nan, False),
-    ],
-)
-def test_a_run_that_fails_saves_what_is_sound(alone, monkeypatch, progress, weight, is_saved):
+@pytest.mark.parametrize("saved_at, checked, weight, is_saved", [
+    (3, True, 1.0, True),
+    (5, True, 1.0, False),  # nothing is new
+    (3, False, 1.0, False),  # not known to learn rightly
+    (3, True, math.nan, False),
+])  # fmt: skip
+def test_a_run_that_fails_saves_what_is_sound(
+    alone, monkeypatch, saved_at, checked, weight, is_saved
+):
     saved = []
     monkeypatch.setattr(checkpoint, "save_run", saved.append)
-    model = torch.nn.Linear(1, 1)
-    with torch.no_grad():
-        model.weight.fill_(weight)
-    run = SimpleNamespace(
-        progress=checkpoint.Progress("r", **progress), policy=SimpleNamespace(model=model)
-    )
+    torch.nn.init.constant_((model := torch.nn.Linear(1, 1)).weight, weight)
+    progress = checkpoint.Progress("r", step=5, saved=saved_at, checked=checked)
+    run = SimpleNamespace(progress=progress, policy=SimpleNamespace(model=model))
     checkpoint.save_failed(run)
     assert saved == [run] * is_saved

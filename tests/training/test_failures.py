@@ -1,17 +1,16 @@
 """An error on one rank ends all of them, at the same place: the run can be saved."""
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from fakes import MIXED, FakeEngine, a_recipe, prompts_of
+from fakes import MIXED, a_recipe, a_run, prompts_of
 from rank_threads import Ranks
 
 import grpo_ref_split as trainer
 from grpo.sampling.rollout import Stream
 from grpo.training.checkpoint import Progress, undone_if_failed
-from grpo.training.metrics import Clock, evaluate
+from grpo.training.metrics import evaluate
 from grpo.training.ranks import RunFailed, add_up, all_or_none, explained
 from grpo.training.reference import NoReference
 
@@ -76,15 +75,9 @@ def broken_on(rank, recipe, after):
 
 def run_of(rank, after):
     recipe = broken_on(rank, a_recipe(prompts_of([MIXED] * 20)), after)
-    return SimpleNamespace(
-        policy=FakeEngine(),
-        recipe=recipe,
-        stream=Stream(recipe.prompts, 0, rank, 2),
-        clock=Clock(),
-        progress=Progress("run", 3, sampled=5.0, groups=9),
-        reference=NoReference(),
-        workers=None,
-    )
+    progress = Progress("run", 3, sampled=5.0, groups=9)
+    stream = Stream(recipe.prompts, 0, rank, 2)
+    return a_run(recipe, stream=stream, progress=progress, reference=NoReference())
 
 
 @pytest.fixture

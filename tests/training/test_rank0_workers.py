@@ -40,16 +40,11 @@ def test_a_policy_is_published_with_all_that_a_worker_checks(side):
     assert record["settings"] == side.recipe.settings()
     (path,) = side.folder.iterdir()
     assert (record["bytes"], record["sha256"]) == (path.stat().st_size, sha256_of(path))
-    worker = Policy(version=3)
-    assert check_proof(worker, record) == 0
+    assert check_proof(Policy(version=3), record) == 0
     with pytest.raises(RuntimeError):
         check_proof(Policy(version=2), record)
-
-
-def test_the_text_of_the_proof_is_sampled_once_and_scored_anew(side):
-    first = publish(side, 0)["proof"]
-    side.policy.continuation = None
-    second = publish(side, 1)["proof"]
+    side.policy.continuation = None  # the text is sampled once, and scored anew
+    first, second = record["proof"], publish(side, 4)["proof"]
     assert first["completion"] == second["completion"] and first["logps"] != second["logps"]
 
 
@@ -142,6 +137,8 @@ def test_a_policy_that_is_replaced_is_kept_while_it_is_downloaded(side, tmp_path
     kept = {path.name for path in side.folder.iterdir()}
     assert kept == {last, side.record["sha256"]} == side.files.keys()
     assert not trainer.fetch(record, tmp_path / "got")
+    for sha256 in (record["sha256"], "..", "%2e%2e", "draft"):
+        assert call(side.app, "GET", f"/policy/{sha256}")[0] == 404
 
 
 def test_a_part_that_was_begun_is_sent_whole_though_its_policy_is_deleted(side):
@@ -151,14 +148,6 @@ def test_a_part_that_was_begun_is_sent_whole_though_its_policy_is_deleted(side):
     publish(side, 2)
     (side.folder / sha256).unlink()
     assert b"".join(begun) == file_of(weights(1))
-
-
-def test_a_policy_that_nobody_downloads_is_not_found_once_there_is_a_newer_one(side):
-    old = publish(side, 1)["sha256"]
-    publish(side, 2)
-    publish(side, 3)
-    for sha256 in (old, "..", "%2e%2e", "draft"):
-        assert call(side.app, "GET", f"/policy/{sha256}")[0] == 404
 
 
 def test_what_a_killed_trainer_left_is_removed_and_close_leaves_nothing(tmp_path):
@@ -219,21 +208,17 @@ def ids(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+def of_lengths(*lengths):
+    facts = {"completion_ids": ids(*[7] * sum(lengths)), "completion_lengths": ids(*lengths)}
+    facts |= {"sampler_logps": torch.zeros(sum(lengths)), "rewards": torch.zeros(len(lengths), 2)}
+    return facts | {"truncated": torch.tensor([False] * len(lengths))}
+
+
 FOREIGN = {
     "another prompt": {"prompt_ids": ids(5, 7)},
     "no such item": {"item": 99},
-    "one completion": {
-        "completion_ids": ids(7, 2),
-        "completion_lengths": ids(2),
-        "sampler_logps": torch.zeros(2),
-        "truncated": torch.tensor([False]),
-        "rewards": torch.zeros(1, 2),
-    },
-    "too long": {
-        "completion_ids": torch.full((11,), 7, dtype=torch.int32),
-        "completion_lengths": ids(9, 2),
-        "sampler_logps": torch.zeros(11),
-    },
+    "one completion": of_lengths(2),
+    "too long": of_lengths(9, 2),
     "unknown ids": {"completion_ids": ids(7, 400, 7)},
     "other rewards": {"reward_names": ["correctness", "style"]},
     "rewards in another order": {"reward_names": ["format", "correctness"]},
