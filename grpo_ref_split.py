@@ -53,7 +53,7 @@ import grpo_loss_triton
 from grpo import loss as plain_loss
 from grpo.devices import out_of_memory_names
 from grpo.log import lasting_output, progress_bar, say
-from grpo.packing import plan_turns
+from grpo.packing import plan_rounds
 from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
 from grpo.sampling.policy import make_policy
@@ -207,7 +207,7 @@ def sample_share(run, number, begun, counts):
         group = rollout.make_group(
             sampled,
             id=f"{step:06d}-{rank:04d}-{counts['groups']:04d}",
-            run=run.progress.run,
+            run=run.progress.name,
             version=step,
             sampler="trainer",
             outcome=OUTCOME,
@@ -328,9 +328,9 @@ def accumulate(run, sequences):
     """
     engine, means = run.engine, TokenStats(run.engine.device)
     rank, world = dist.get_rank(), dist.get_world_size()
-    turns = plan_turns(sequences, engine.module.shares, rank, world, MICRO_BATCH_TOKENS)
-    for done, (batch, is_filler) in enumerate(turns, start=1):
-        engine.set_gradient_accumulation_boundary(done == len(turns))
+    rounds = plan_rounds(sequences, engine.module.shares, rank, world, MICRO_BATCH_TOKENS)
+    for done, (batch, is_filler) in enumerate(rounds, start=1):
+        engine.set_gradient_accumulation_boundary(done == len(rounds))
         hidden, ids = engine([s.prompt for s in batch], [s.completion for s in batch])
         loss, stats = batch_loss(hidden, engine.module.head, ids, batch, run.policy.vocab_size)
         if not is_filler:
@@ -338,7 +338,7 @@ def accumulate(run, sequences):
         # A loss that is not finite can have a finite gradient: it becomes NaN, so that DeepSpeed
         # skips the step, on all ranks
         loss = loss * torch.where(loss.detach().isfinite(), float(not is_filler), torch.nan)
-        ranks.note(f"backward {done} of {len(turns)}")
+        ranks.note(f"backward {done} of {len(rounds)}")
         engine.backward(loss)  # collective
     return means.over_ranks()  # collective
 

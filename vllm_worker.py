@@ -54,7 +54,7 @@ def main(**preset):
         eos_ids=stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS),
         vocab_size=vocab_size_of(tokenizer),
         max_tokens=c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS,
-        max_rows=VLLM_SEQUENCES,
+        max_sequences=VLLM_SEQUENCES,
         seed=c.SEED,
         memory=VLLM_MEMORY_GB,
         tensor_parallel=TENSOR_PARALLEL,

@@ -147,7 +147,7 @@ def vllm(folder, prompt_tokens, tokens):
         eos_ids={EOS},
         vocab_size=VOCAB,
         max_tokens=prompt_tokens + tokens,
-        max_rows=PROMPTS * GROUP,
+        max_sequences=PROMPTS * GROUP,
         seed=0,
         memory=1.0 if DEVICE == "cpu" else 60.0,
         tensor_parallel=1,

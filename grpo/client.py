@@ -72,7 +72,7 @@ class Client:
             wait = wait or Wait(url, self.limit, speaks=self.speaks)
             if silent:
                 wait.start = min(wait.start, began)
-            wait.turn(self.state)
+            wait.sleep(self.state)
 
 
 class RefServer(Client):
@@ -143,5 +143,5 @@ class Trainer(Client):
         without a limit: the trainer's step or evaluation may take long."""
         wait = Wait(f"room for a group at {self.url}")
         while not (reply := self.call("POST", "/group", data=body, timeout=60, expected=[503])).ok:
-            wait.turn(reply.text)
+            wait.sleep(reply.text)
         return reply.json()["refused"]

@@ -1,6 +1,6 @@
 """Which sequences run together: micro-batches of a bounded number of padded tokens.
 
-    turns = plan_micro_batches(sizes, world, budget)    # turns[turn][rank]: numbers of sequences
+    rounds = plan_micro_batches(sizes, world, budget)  # rounds[number][rank]: numbers of sequences
 
 Every rank knows the whole step and computes the same plan: nothing is communicated. A sequence's
 size is (number of its prompt, prompt tokens, completion tokens); sequences with the same number
@@ -74,11 +74,11 @@ def whole_groups(sizes, budget):
 
 
 def plan_micro_batches(sizes, world, budget):
-    """Returns turns; a turn has a micro-batch (a list of sequence numbers) for each of the ranks.
+    """Returns rounds; a round has a micro-batch (a list of sequence numbers) for each of the ranks.
 
     ZeRO-2 communicates in every backward: all ranks need the same number of micro-batches, and in
-    each turn they wait for the largest. So there are as few turns as the budget allows, of equal
-    micro-batches rather than full ones and a rest. In the last turn a rank may get an empty list.
+    each round they wait for the largest. So there are as few rounds as the budget allows, of equal
+    micro-batches rather than full ones and a rest. In the last round a rank may get an empty list.
 
     >>> plan_micro_batches([(0, 4, 1), (1, 4, 5), (2, 4, 3)], world=2, budget=9)
     [[[1], [2]], [[0], []]]
@@ -94,10 +94,10 @@ def plan_micro_batches(sizes, world, budget):
     return [batches[i : i + world] for i in range(0, len(batches), world)]
 
 
-def plan_turns(sequences, share_prompts, rank, world, budget):
-    """Returns this rank's (sequences, is_filler) of each turn in which the ranks train a step's
+def plan_rounds(sequences, share_prompts, rank, world, budget):
+    """Returns this rank's (sequences, is_filler) of each round in which the ranks train a step's
     sequences; see plan_micro_batches. A rank that has no micro-batch left gets a filler: all ranks
-    take part in each turn."""
+    take part in each round."""
     numbers = number_prompts([s.prompt for s in sequences], share_prompts)
     lengths = ((len(s.prompt), len(s.completion)) for s in sequences)
     sizes = [(n, *pair) for n, pair in zip(numbers, lengths, strict=True)]

@@ -72,7 +72,7 @@ class Wait:
     def moved(self):
         self.start = time.monotonic()
 
-    def turn(self, why, pause=0.5):
+    def sleep(self, why, pause=0.5):
         """Sleeps `pause` seconds; `why` says what is still missing. Raises TooLong at the limit,
         or STOP_SECONDS after this process was asked to end."""
         now = time.monotonic()

@@ -76,10 +76,10 @@ class FakeEngine:
     def __init__(self):
         self.asked, self.settings, self.most = [], None, 0
 
-    def stream(self, prompts, *, group_size, max_rows, **settings):
-        self.settings, running = settings | {"max_rows": max_rows}, []
+    def stream(self, prompts, *, group_size, max_sequences, **settings):
+        self.settings, running = settings | {"max_sequences": max_sequences}, []
         while True:
-            room = max_rows // group_size - len(running)
+            room = max_sequences // group_size - len(running)
             new = next_prompts(prompts, room)
             self.asked.append(len(new))
             running += new

@@ -28,7 +28,7 @@ from grpo_loss_triton import Rows, linear_logps
 from tasks import arithmetic
 
 PROMPTS, COMPLETIONS = [[5, 6, 7], [8, 9]], [[3, 4, 5], [6, 7, 8]]
-STREAM = {"max_rows": 4, "longest_prompt": 3, "max_new_tokens": 4, "group_size": 2}
+STREAM = {"max_sequences": 4, "longest_prompt": 3, "max_new_tokens": 4, "group_size": 2}
 STREAM |= {"seed": 0, "temperature": 1.0}
 
 

@@ -12,7 +12,7 @@ from grpo.packing import (
     in_order,
     pack_by_tokens,
     plan_micro_batches,
-    plan_turns,
+    plan_rounds,
     whole_groups,
 )
 
@@ -89,7 +89,7 @@ def rows_of(ids):
 def test_ranks_train_all_of_a_step_in_as_many_turns(world):
     """Each plans by itself; a rank with a backward more than another would wait for ever."""
     rows = rows_of("abcdef")
-    plans = [plan_turns(rows, True, rank, world, 8) for rank in range(world)]
+    plans = [plan_rounds(rows, True, rank, world, 8) for rank in range(world)]
     assert len({len(plan) for plan in plans}) == 1
     trained = [id(row) for plan in plans for batch, filler in plan for row in batch if not filler]
     assert sorted(trained) == sorted(map(id, rows))
@@ -98,7 +98,7 @@ def test_ranks_train_all_of_a_step_in_as_many_turns(world):
 def test_a_rank_without_sequences_takes_part_with_one_that_does_not_count():
     rows = rows_of("ab")[:3]
     for rank, counts in enumerate([True, True, True, False]):
-        ((batch, is_filler),) = plan_turns(rows, True, rank, 4, 8)
+        ((batch, is_filler),) = plan_rounds(rows, True, rank, 4, 8)
         assert is_filler != counts and len(batch) == 1
     assert len(batch[0].completion) == 1  # the shortest, and a copy: its old log-probs are its own
     assert all(batch[0] is not row for row in rows)

@@ -306,7 +306,7 @@ def test_a_reward_may_have_any_name(alone):
     result = metrics_module.evaluate(engine, recipe, prompts_of([MIXED]))
     assert result["eval_accuracy"] == 1 and result["eval_completion_tokens"] == 2
     assert result["eval_positive_accuracy"] == 1 and result["eval_positive_tokens"] == 0
-    assert engine.settings["temperature"] == 0 and engine.settings["max_rows"] == 64
+    assert engine.settings["temperature"] == 0 and engine.settings["max_sequences"] == 64
     (group,) = sampled(engine, recipe, prompts_of([MIXED]))
     metrics = metrics_of(recipe, make_group(group, **NAMED | {"outcome": "accuracy"}))
     assert metrics["accuracy"] == 1 and metrics["rewards/accuracy/mean"] == 1

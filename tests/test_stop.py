@@ -24,7 +24,7 @@ with stop.stop.listening():
     if sys.argv[1] == "compute":  # as in a collective: no handler in Python would run meanwhile
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)
     while True:
-        wait.turn("it is down")
+        wait.sleep("it is down")
 """
 
 
@@ -68,14 +68,14 @@ def test_a_wait_says_what_it_is_for_every_10_s_and_ends_at_its_limit(monkeypatch
     wait, quiet = Wait("the server", 60), Wait("the server", 60, speaks=False)
     with pytest.raises(TooLong) as ended:
         while True:
-            wait.turn("it is down")
+            wait.sleep("it is down")
     assert "60 s" in str(ended.value) and 160 <= now[0] < 162
     assert len(capsys.readouterr().err.splitlines()) == 5
     with pytest.raises(TooLong):
-        quiet.turn("it is down")
+        quiet.sleep("it is down")
     assert capsys.readouterr().err == ""
     wait.moved()
-    wait.turn("it is down")
+    wait.sleep("it is down")
 
 
 # --- Output ---------------------------------------------------------------------------

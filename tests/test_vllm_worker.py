@@ -87,7 +87,7 @@ class Case:
             eos_ids=EOS,
             vocab_size=V,
             max_tokens=CONTEXT,
-            max_rows=256,
+            max_sequences=256,
             seed=0,
             memory=0.2,
             tensor_parallel=tensor_parallel,
@@ -203,7 +203,7 @@ def streamed(case, lengths, *, rows, group_size=4):
     settings = {"max_new_tokens": CONTEXT, "temperature": 1.0, "seed": 0}
     policy.eos_ids, eos_ids, engine.step = [], policy.eos_ids, note
     try:
-        groups = policy.stream(prompts, group_size=group_size, max_rows=rows, **settings)
+        groups = policy.stream(prompts, group_size=group_size, max_sequences=rows, **settings)
         ended = [(key, {len(one.ids) for one in group}) for key, group in groups]
     finally:
         policy.eos_ids, engine.step = eos_ids, step
@@ -221,7 +221,7 @@ def test_a_group_leaves_when_it_ends_and_another_takes_its_place(case):
 
 def test_a_stream_that_is_not_read_to_its_end_leaves_nothing_in_flight(case):
     settings = {"max_new_tokens": 40, "temperature": 1.0, "seed": 0}
-    groups = case.policy.stream(enumerate(PROMPTS * 4), group_size=4, max_rows=16, **settings)
+    groups = case.policy.stream(enumerate(PROMPTS * 4), group_size=4, max_sequences=16, **settings)
     next(groups)
     assert case.policy.llm.llm_engine.has_unfinished_requests()
     groups.close()
@@ -437,7 +437,7 @@ def test_the_vllm_worker_does_not_favour_short_completions(tmp_path):
         eos_ids={counting.SPECIALS.index("<eos>")},
         vocab_size=len(tokenizer),
         max_tokens=512,
-        max_rows=64,
+        max_sequences=64,
         seed=0,
         memory=0.2,
         tensor_parallel=1,

@@ -44,7 +44,7 @@ class Policy:
             **settings,
         )
         while True:
-            with merged, out_of_memory_names("SAMPLE_BATCH", settings["max_rows"]):
+            with merged, out_of_memory_names("SAMPLE_BATCH", settings["max_sequences"]):
                 group = next(groups, None)
             if group is None:
                 return

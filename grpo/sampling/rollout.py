@@ -57,7 +57,7 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
     groups = policy.stream(
         (prompt and (prompt, prompt[2]) for prompt in prompts),
         group_size=recipe.c.GROUP_SIZE,
-        max_rows=recipe.c.SAMPLE_BATCH,
+        max_sequences=recipe.c.SAMPLE_BATCH,
         longest_prompt=recipe.c.MAX_PROMPT_TOKENS,
         max_new_tokens=recipe.c.MAX_COMPLETION_TOKENS,
         temperature=recipe.c.TEMPERATURE,

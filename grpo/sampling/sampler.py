@@ -30,12 +30,12 @@ class Completion:
     truncated: bool  # cut at max_new_tokens, and not ended by its last token
 
 
-def sample_groups(model, prompts, *, max_rows=None, **settings):
+def sample_groups(model, prompts, *, max_sequences=None, **settings):
     """Returns a list of G `Completion`s for each of the prompts, which are lists of token ids.
 
-    At most `max_rows` sequences are sampled at once (None: all); the rest as in stream_groups.
+    At most `max_sequences` sequences are sampled at once (None: all); the rest as in stream_groups.
     """
-    settings["max_rows"] = max_rows or len(prompts) * settings["group_size"]
+    settings["max_sequences"] = max_sequences or len(prompts) * settings["group_size"]
     longest = max(map(len, prompts), default=0)
     groups = dict(stream_groups(model, enumerate(prompts), longest_prompt=longest, **settings))
     return [groups[i] for i in range(len(prompts))]
@@ -47,7 +47,7 @@ def stream_groups(
     prompts,
     *,
     group_size,
-    max_rows,
+    max_sequences,
     longest_prompt,
     max_new_tokens,
     temperature,
@@ -59,8 +59,8 @@ def stream_groups(
     """Yields (key, [Completion] * G) for each prompt, as soon as its last completion has ended.
 
     `prompts` is an iterator of (key, token ids), or None: no prompt now, but ask again. It is read
-    when a group has room, and enough of `max_rows` is free that copying the cache pays; the stream
-    ends when all sequences have ended and no prompt comes, even if one might come later.
+    when a group has room, and enough of `max_sequences` is free that copying the cache pays; the
+    stream ends when all sequences have ended and no prompt comes, even if one might come later.
     Completions are drawn from softmax(logits / temperature), at 0
     greedily (log-probs are then those at temperature 1). Ids from `vocab_size` on are the padding
     of the embedding: the softmax leaves them out here, in the trainer and in the reference server.
@@ -73,7 +73,7 @@ def stream_groups(
         if not (running and running.unfinished):
             running = Running(max_new_tokens, eos_ids, stop_strings, model.device)
             decoder = make_decoder(model, max_new_tokens, longest_prompt)
-        room = groups_to_admit(running, decoder, max_rows, group_size)
+        room = groups_to_admit(running, decoder, max_sequences, group_size)
         new = next_prompts(prompts, room)
         # Dropping copies it too: done for many at once, or with an admission, which copies anyway
         many = running.ended > len(running.owners) // decoder.compaction
@@ -100,11 +100,11 @@ def next_prompts(prompts, most):
     return list(itertools.takewhile(bool, itertools.islice(prompts, most)))
 
 
-def groups_to_admit(running, decoder, max_rows, group_size):
+def groups_to_admit(running, decoder, max_sequences, group_size):
     """Returns how many groups to admit: as many as have room; none while less than 1 / `compaction`
-    of `max_rows` is free, as admitting copies the cache of those that run."""
-    room = (max_rows - running.unfinished) // group_size
-    pays = decoder.joins and room * group_size >= max_rows // decoder.compaction
+    of `max_sequences` is free, as admitting copies the cache of those that run."""
+    room = (max_sequences - running.unfinished) // group_size
+    pays = decoder.joins and room * group_size >= max_sequences // decoder.compaction
     return room if pays or not running.unfinished else 0
 
 

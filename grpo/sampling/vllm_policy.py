@@ -39,7 +39,7 @@ class VLLMPolicy:
         eos_ids,
         vocab_size,
         max_tokens,
-        max_rows,
+        max_sequences,
         seed,
         memory,
         tensor_parallel,
@@ -47,9 +47,9 @@ class VLLMPolicy:
         stop_strings=(),
     ):
         """Loads `model`, a hub name or folder, in `dtype`, "float32" or "bfloat16". `max_tokens`
-        bounds prompt plus completion, `max_rows` the completions sampled at once; the last three
-        are VLLM_MEMORY_GB, TENSOR_PARALLEL and VLLM_SLEEP. Raises SystemExit where the device does
-        not offer what they ask for."""
+        bounds prompt plus completion, `max_sequences` the completions sampled at once; the last
+        three are VLLM_MEMORY_GB, TENSOR_PARALLEL and VLLM_SLEEP. Raises SystemExit if the device
+        does not offer what they ask for."""
         set_environment()
         check_device(memory, tensor_parallel, sleep)
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -75,7 +75,7 @@ class VLLMPolicy:
             seed=random.SystemRandom().getrandbits(31) if self.gpu else seed,  # see stream
             tensor_parallel_size=tensor_parallel,
             max_model_len=max_tokens,
-            max_num_seqs=max_rows,
+            max_num_seqs=max_sequences,
             enforce_eager=not self.gpu,  # compile on a GPU only
             enable_chunked_prefill=self.gpu,  # on a CPU a seeded request cut in two crashes
             enable_prefix_caching=True,  # a group's prompt runs once
@@ -87,7 +87,7 @@ class VLLMPolicy:
         )
         self.llm.apply_model(functools.partial(mask_padding, vocab_size=vocab_size))
 
-    def stream(self, prompts, *, group_size, max_rows, seed, longest_prompt=None, **settings):
+    def stream(self, prompts, *, group_size, max_sequences, seed, longest_prompt=None, **settings):
         """Yields (key, completions) as sampler.stream_groups does, each group as soon as its last
         completion has ended, while others begin in the place of those that have ended. Of the
         `settings`, temperature must be above 0. On a CPU the same `seed` draws the same; on a GPU
@@ -98,7 +98,7 @@ class VLLMPolicy:
         self._wake()
         try:
             while True:
-                room = (max_rows - engine.get_num_unfinished_requests()) // group_size
+                room = (max_sequences - engine.get_num_unfinished_requests()) // group_size
                 for key, ids in next_prompts(prompts, room):
                     # completion i is drawn with own + i
                     own = None if self.gpu else draw.getrandbits(62)
@@ -131,7 +131,7 @@ class VLLMPolicy:
     def sample(self, prompts, *, group_size, **settings):
         """Returns `group_size` Completions for each of the prompts (lists of ids), the same for the
         same `seed` on a CPU; the rest as in stream."""
-        settings |= {"group_size": group_size, "max_rows": len(prompts) * group_size}
+        settings |= {"group_size": group_size, "max_sequences": len(prompts) * group_size}
         groups = dict(self.stream(enumerate(prompts), **settings))
         return [groups[i] for i in range(len(prompts))]
 

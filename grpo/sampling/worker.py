@@ -54,7 +54,7 @@ def run_worker(policy, recipe, name=None):
             fresh = False
             policy.rest()
             wait = wait or Wait(f"the trainer at {worker.trainer.url} to have room")
-            wait.turn(why, pause=0.2)
+            wait.sleep(why, pause=0.2)
 
 
 def own_name():

@@ -175,7 +175,7 @@ def newest(folder):
         path = Path(folder, f"step_{step:06d}")
         states, faults = zip(*gathered(examine(path)), strict=True)
         fault = next(filter(None, faults), None)
-        if not fault and len({state["progress"]["run"] for state in states}) > 1:
+        if not fault and len({state["progress"]["name"] for state in states}) > 1:
             fault = "the ranks' folders are of different runs"
         if not fault:
             return path, states[0]
@@ -226,7 +226,7 @@ def load(path, engine, stream, reference=None):
 class Progress:
     """What a checkpoint keeps in addition to weights, optimiser and random number generators."""
 
-    run: str  # its name: of its folder, and a random part
+    name: str  # the run's: its folder's name, and a random part
     step: int = 0  # updates made
     evaluated: int = -1  # the step of the last evaluation,
     accuracy: float = 0.0  # and its result
@@ -303,7 +303,7 @@ def open_run(c, engine, stream, reference):
         for group in engine.optimizer.param_groups:
             group["betas"] = tuple(c.ADAM_BETAS)
             group["weight_decay"] = c.WEIGHT_DECAY
-        say(f"the run {progress.run} resumes from {path}")
+        say(f"the run {progress.name} resumes from {path}")
         folder.undo(progress.step)
     else:
         name = f"{folder.path.name}-{uuid.uuid4().hex[:8]}"
@@ -311,7 +311,7 @@ def open_run(c, engine, stream, reference):
         folder.set_aside()
     # Other ranks may write to the same folder
     draft = folder.path / f".run_{dist.get_rank()}.json"
-    record = {"run": progress.run, "code": commit(), "constants": constants_of(vars(c))}
+    record = {"run": progress.name, "code": commit(), "constants": constants_of(vars(c))}
     draft.write_text(json.dumps(record))
     draft.replace(folder.path / "run.json")
     there = progress.best < 0 or (folder.path / f"step_{progress.best:06d}").exists()

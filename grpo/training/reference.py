@@ -90,7 +90,7 @@ class RemoteReference:
     def _wait(self, answer):
         waiting = Wait(f"the reference's log-probs from {self.server.url}")
         while not wait([answer], timeout=1).done:
-            waiting.turn(self.server.state or "it has not scored them yet", pause=0)
+            waiting.sleep(self.server.state or "it has not scored them yet", pause=0)
 
 
 def fits(groups):

@@ -219,7 +219,7 @@ class Reporter:
     def __init__(self, to, c, progress):
         self.name, self.records = getattr(to, "__name__", str(to)), queue.SimpleQueue()
         first = progress.step + 1 if progress.saved >= 0 else 0
-        self.thread = in_background(self._send, to, c, progress.run, first)
+        self.thread = in_background(self._send, to, c, progress.name, first)
 
     def _send(self, to, c, run, first):
         records = iter(self.records.get, None)

@@ -51,7 +51,7 @@ def start_run(c, tokenizer, recipe, questions, server):
     workers = None
     with all_or_none("serving workers"):  # collective
         if c.PUBLISH_STEPS and rank == 0:
-            workers = Workers(c, recipe, policy, progress.run)
+            workers = Workers(c, recipe, policy, progress.name)
             workers.publish(progress.step)
     reporters = [Reporter(to, c, progress) for to in c.REPORT_TO] if rank == 0 else []
     folder = RunFolder(c.RUN_DIR, reporters)

@@ -159,7 +159,7 @@ class Workers:
             elif self.error:  # no worker will ever find a policy
                 raise self.error
             else:
-                wait.turn(f"{missing} are missing; workers heard of: {workers}", pause=0.05)
+                wait.sleep(f"{missing} are missing; workers heard of: {workers}", pause=0.05)
         return groups
 
     def close(self):

@@ -62,7 +62,7 @@ def test_samples_of_the_gpu_have_plain_log_probs(family, kind, monkeypatch):
     """While rows end, groups join, and the room is doubled."""
     use(monkeypatch, kind)
     monkeypatch.setattr(shared_prompt, "ROOM", 4)
-    groups = sample(tiny_model(family).to("cuda"), max_rows=6)
+    groups = sample(tiny_model(family).to("cuda"), max_sequences=6)
     assert_plain_logps(tiny_model(family), PROMPTS, groups, tolerance=5 * TOLERANCE)
     assert len({len(c.ids) for c in itertools.chain(*groups)}) > 1
 

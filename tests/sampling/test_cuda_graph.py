@@ -134,20 +134,20 @@ def test_a_replayed_step_has_the_logits_of_one_that_runs(family, kind, device, t
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("max_rows", [12, None])
-def test_graphed_samples_have_plain_log_probs(max_rows, device, taped, monkeypatch):
+@pytest.mark.parametrize("max_sequences", [12, None])
+def test_graphed_samples_have_plain_log_probs(max_sequences, device, taped, monkeypatch):
     model = tiny_model("qwen2").to(device)
     monkeypatch.setattr(sampler, "make_decoder", lambda model, n, longest: GraphedDecoder(model, n))
     sizes, step = [], GraphedDecoder.next_logits
     count = lambda self, tokens: sizes.append(len(tokens)) or step(self, tokens)
     monkeypatch.setattr(GraphedDecoder, "next_logits", count)
     generator = torch.Generator(device).manual_seed(0)
-    groups = sample(model, MANY, max_rows=max_rows, generator=generator)
+    groups = sample(model, MANY, max_sequences=max_sequences, generator=generator)
     assert_well_formed(groups, prompts=9)
     assert_plain_logps(model.cpu(), MANY, groups, tolerance=5 * TOLERANCE)
     longest = max(len(c.ids) for c in itertools.chain(*groups))
     assert taped["replayed"] >= longest / 2 > taped["recorded"]
-    assert max(sizes) <= (max_rows or 27)  # those that have ended leave before others come
+    assert max(sizes) <= (max_sequences or 27)  # those that have ended leave before others come
 
 
 def test_a_step_that_looks_at_its_positions_is_not_recorded():

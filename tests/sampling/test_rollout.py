@@ -54,7 +54,7 @@ def test_sampling_is_bounded_and_as_the_recipe_says():
     assert engine.most == 2  # groups of 2, not 3
     assert sum(engine.asked) == 5 and rolled_out([MIXED] * 9, 0) == ([], [], {})
     assert engine.settings == {
-        "max_rows": 5,
+        "max_sequences": 5,
         "longest_prompt": 20,
         "max_new_tokens": 8,
         "temperature": 0.7,

@@ -73,7 +73,7 @@ def test_greedy_is_a_prefix_of_what_it_was_without(policy):
 def test_sequences_end_where_the_text_of_all_their_ids_does(policy):
     """Sampled, in groups, while others leave the batch and join it."""
     strings, eos = ["a", "\u00e9", "7", "th", "="], {3, 4, 5}
-    settings = {"temperature": 1.0, "group_size": 24, "max_rows": 30, "eos_ids": eos}
+    settings = {"temperature": 1.0, "group_size": 24, "max_sequences": 30, "eos_ids": eos}
     completions = sample(policy, strings, **settings)
     kinds = set()
     for c in completions:
@@ -90,7 +90,7 @@ def test_a_policy_has_them_but_not_where_it_proves_its_weights(tiny):
     """Evaluations and rollouts both go by `stream`."""
     plain = tiny_policy(tiny)
     policy = tiny_policy(tiny, stop_strings=["a", "e", "1"])
-    settings = {"group_size": 8, "max_rows": 8, "longest_prompt": 4, "max_new_tokens": 40}
+    settings = {"group_size": 8, "max_sequences": 8, "longest_prompt": 4, "max_new_tokens": 40}
     ((_, group),) = policy.stream(iter([(0, PROMPTS[0])]), seed=0, temperature=1.0, **settings)
     assert any(policy.text(c)[-1:] in ("a", "e", "1") for c in group)
     assert policy.continuation(PROMPTS[0], 60) == plain.continuation(PROMPTS[0], 60)

@@ -29,23 +29,23 @@ SOME = ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral")
 FEW_ROWS += [(family, *rows) for family in SOME for rows in ((2, 1), (9, 1))]
 
 
-@pytest.mark.parametrize("family, max_rows, group_size", FEW_ROWS)
-def test_prompts_are_let_in_while_rows_run(family, max_rows, group_size, model_of):
+@pytest.mark.parametrize("family, max_sequences, group_size", FEW_ROWS)
+def test_prompts_are_let_in_while_rows_run(family, max_sequences, group_size, model_of):
     """Their log-probs are those of a plain forward, whoever shares the batch with them."""
     model = model_of(family)
-    groups = sample(model, MANY, group_size=group_size, max_rows=max_rows)
+    groups = sample(model, MANY, group_size=group_size, max_sequences=max_sequences)
     assert_well_formed(groups, prompts=9, group_size=group_size)
     assert_plain_logps(model, MANY, groups)
 
 
 @pytest.mark.parametrize("family", ["gpt1", "gpt2"])
-@pytest.mark.parametrize("max_rows, group_size, eos", [(9, 1, 2), (8, 4, 4)])
+@pytest.mark.parametrize("max_sequences, group_size, eos", [(9, 1, 2), (8, 4, 4)])
 def test_an_ended_row_stays_within_the_models_positions(
-    family, max_rows, group_size, eos, model_of
+    family, max_sequences, group_size, eos, model_of
 ):
     """Both have a table of 64, and it may stay in the batch while others run."""
     prompts, eos_ids = [[5 + i] * 9 for i in range(30)], set(range(12, 12 + eos))
-    settings = {"group_size": group_size, "max_rows": max_rows, "max_new_tokens": 55}
+    settings = {"group_size": group_size, "max_sequences": max_sequences, "max_new_tokens": 55}
     groups = sample(model_of(family), prompts, eos_ids=eos_ids, **settings)
     assert len(groups) == 30
 
@@ -63,7 +63,7 @@ class Desk:
             yield None if key is None else prompt
 
     def run(self, model, **changes):
-        settings = {"group_size": 3, "max_rows": 7, "max_new_tokens": 12, "temperature": 1.0}
+        settings = {"group_size": 3, "max_sequences": 7, "max_new_tokens": 12, "temperature": 1.0}
         settings |= {"eos_ids": EOS, "vocab_size": VOCAB, "longest_prompt": 12}
         settings["generator"] = torch.Generator().manual_seed(0)
         for key, group in stream_groups(model, self.prompts(), **settings | changes):
@@ -109,7 +109,7 @@ def test_the_cache_is_gone_when_the_samples_are_there(family, model_of):
     gc.collect()
     gc.disable()
     try:
-        sample(model_of(family), MANY, max_rows=7)
+        sample(model_of(family), MANY, max_sequences=7)
         left = [type(x).__name__ for x in gc.get_objects() if isinstance(x, kinds)]
     finally:
         gc.enable()

@@ -75,7 +75,7 @@ def a_policy(**changes):
 
 
 def sample_nothing(policy):
-    assert list(policy.stream(iter([]), group_size=1, max_rows=1, seed=0)) == []
+    assert list(policy.stream(iter([]), group_size=1, max_sequences=1, seed=0)) == []
 
 
 def streaming(policy, ids, reason, **settings):
@@ -83,7 +83,13 @@ def streaming(policy, ids, reason, **settings):
     found = [{i: SimpleNamespace(logprob=-float(n))} for n, i in enumerate(ids, start=1)]
     answer = SimpleNamespace(token_ids=ids, logprobs=found, finish_reason=reason)
     policy.llm.outputs = [answer]
-    settings |= {"group_size": 1, "max_rows": 1, "max_new_tokens": 9, "temperature": 1.0, "seed": 0}
+    settings |= {
+        "group_size": 1,
+        "max_sequences": 1,
+        "max_new_tokens": 9,
+        "temperature": 1.0,
+        "seed": 0,
+    }
     ((_, (completion,)),) = policy.stream(iter([("key", [5, 6])]), **settings)
     return policy.llm.asked[-1], completion
 

@@ -71,7 +71,7 @@ def save(folder, step, *, stream=None, keep=2, model=None, **progress):
     """Saves a checkpoint of a run, named "r" if it has no other name."""
     run = SimpleNamespace(stream=stream or a_stream(), reference=model)
     run.c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder), "KEEP_CHECKPOINTS": keep})
-    run.progress = checkpoint.Progress(**{"run": "r"} | progress, step=step)
+    run.progress = checkpoint.Progress(**{"name": "r"} | progress, step=step)
     run.policy, run.engine = FakePolicy(), FakeEngine()
     checkpoint.save_run(run)
 
@@ -248,7 +248,7 @@ def swap(one, other):
 
 def another_run(a, b):
     for path in [a / "run.json", *a.glob("step_*/trainer/state.json")]:
-        path.write_text(path.read_text().replace('"run": "a-', '"run": "another-'))
+        path.write_text(path.read_text().replace('"name": "a-', '"name": "another-'))
 
 
 # What happens to the disks of two machines -> the step that both resume from, or what they report
@@ -269,14 +269,14 @@ def test_machines_with_disks_of_their_own_agree_on_what_is_complete(tmp_path, ra
     disks, damage, expected = [tmp_path / "a", tmp_path / "b"], *DISKS[damage]
 
     def begin(disk):
-        run = opened(disk).run
-        [save(disk, step, run=run) for step in (1, 3, 9)]
+        run = opened(disk).name
+        [save(disk, step, name=run) for step in (1, 3, 9)]
         return run
 
     def resume(disk):
         p = opened(disk)
-        save(disk, 9, run=p.run)
-        return p.run, p.step
+        save(disk, 9, name=p.name)
+        return p.name, p.step
 
     run, same = ranks.each(begin, disks)
     assert run == same and run.startswith("a-") and list(map(saved, disks)) == [[3, 9]] * 2
@@ -306,8 +306,8 @@ OTHER = {"MODEL": "b", "LORA_RANK": 8, "DTYPE": "float32", "TASK": "u"}
 
 
 def test_a_run_resumes_with_as_many_ranks_and_the_same_model(tmp_path, alone, capsys):
-    run = opened(tmp_path).run
-    save(tmp_path, 3, run=run)
+    run = opened(tmp_path).name
+    save(tmp_path, 3, name=run)
     for name, value in OTHER.items():
         refused = f"{name} = {value!r} must be {RUN[name]!r}(?s:.*)MODEL = '.*/step_000003'"
         with pytest.raises(SystemExit, match=refused):
@@ -315,7 +315,7 @@ def test_a_run_resumes_with_as_many_ranks_and_the_same_model(tmp_path, alone, ca
     assert json.loads((tmp_path / "run.json").read_text())["constants"]["MODEL"] == RUN["MODEL"]
     capsys.readouterr()
     again = opened(tmp_path, STEPS=777, WEIGHT_DECAY=0.1)
-    assert (again.run, again.step) == (run, 3)
+    assert (again.name, again.step) == (run, 3)
     out = capsys.readouterr().out
     assert "STEPS 5 -> 777" in out and "WEIGHT_DECAY 0.0 -> 0.1" in out and "TASK" not in out
     assert json.loads((tmp_path / "run.json").read_text())["constants"]["STEPS"] == 777
@@ -327,15 +327,15 @@ def test_a_run_resumes_with_as_many_ranks_and_the_same_model(tmp_path, alone, ca
 
 def test_a_run_without_a_checkpoint_begins_anew_and_what_it_logged_is_set_aside(tmp_path, alone):
     """Its curves must not have two first steps. It may have another model now."""
-    names, logged = {opened(tmp_path).run}, ("metrics.jsonl", "samples.jsonl")
+    names, logged = {opened(tmp_path).name}, ("metrics.jsonl", "samples.jsonl")
     for number in ("1", "2"):
         for name in logged:
             (tmp_path / name).write_text(number)
-        names.add(opened(tmp_path, MODEL=number).run)
+        names.add(opened(tmp_path, MODEL=number).name)
         aside = [tmp_path / f"earlier_{number}" / name for name in logged]
         assert [path.read_text() for path in aside] == [number] * 2
     (tmp_path / "metrics.jsonl").touch()  # nothing was logged
-    names.add(opened(tmp_path).run)
+    names.add(opened(tmp_path).name)
     assert names_in(tmp_path) == ["earlier_1", "earlier_2", "metrics.jsonl", "run.json"]
     assert len(names) == 4
 
@@ -347,7 +347,7 @@ def test_a_run_with_a_checkpoint_keeps_what_it_logged_until_then(tmp_path, alone
         folder.log("metrics.jsonl", {"step": step, "loss": float("nan")})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "los')  # killed while writing
-    assert opened(tmp_path).run == "r"
+    assert opened(tmp_path).name == "r"
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [1, 2, 3] and records[0]["loss"] is None
     assert not list(tmp_path.glob("earlier_*")) and not (tmp_path / "samples.jsonl").exists()
