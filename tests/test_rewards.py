@@ -49,72 +49,27 @@ RIGHT = {  # gold: what stands between the answer tags
     ],
     "60": ["60 miles/hour"],
 }  # fmt: skip
-SCRIPTS = {  # right with tags and without; a multiplier such as 万 is read, never dropped
-    "18": [
-        "答案是18", "答案是18。", "答案：18", "**答案**：18", "【答案】18个，每人3个",
-        "答案是：18个，每人3个。", "最终答案应该为 18 元，每人3元",
-        "答：小明一共有18个苹果。每个3元。", "共18个", "所以一共有18个苹果。", "一共有18个吗？",
-        "因此，总数等于18。", "第1步：9*2=18。所以答案等于18！检查：3+3", "16－3－4＝9，9×2＝18",
-        "答えは18です", "答えは、18個です。3人で分けます。", "答え：18個",
-        "よって、全部で18個になります。", "답은 18입니다", "정답은 18개입니다. 3개씩", "답: 18개",
-        "따라서 총 18개입니다.", "الجواب هو ١٨", "الإجابة النهائية هي: ١٨ تفاحة. ٣ لكل طفل",
-        "الإجابة: ١٨", "إذن المجموع ١٨ تفاحة.", "هل المجموع ١٨؟ نعم", "جواب ۱۸ است", "ทั้งหมด18คน",
-        "１８", "18元／天", "共$18$个", "#### 18个", "#### 共18个", "#### ١٨ تفاحة",
-        r"\boxed{18}个", r"\boxed{共18\text{个}}", "18平方厘米^2",
-    ],
-    "7": ["3加4等于7"],
-    "1234.5": ["١٬٢٣٤٫٥"],
-    "1234": ["١٢٣٤", "1，234"],
-    "50": ["٥٠٪", "５０％"],
-    "1234567": ["１，２３４，５６７元"],
-    "3.5": ["３．５"],
-    "0.5": ["１／２"],
-    "-7": ["－７", "下降到-7", "气温是\u22127度", "负7", "マイナス7度"],
-    "-5": ["-￥5"],
-    "12": ["她有12个苹果（每盒3个）。", "12个（3或4个一盒）"],
-    "0.75": ["4分の3"],
-    "30000": ["3万", "3 万元", "**3**万", r"$3\text{万}$"],
-    "35000": ["3.5万円"],
-    "12000000": ["1,200만 원"],
-    "30000000": ["3千万"],
-    "300000000": ["3億"],
-    "5000": ["5천원"],
-    "3": [r"\boxed{3}万元"],
-    "5": ["5千克", "5千米"],
-}  # fmt: skip
 NOT_RIGHT = {  # gold: none of these has its value; math-verify would round 1/3 to 6 digits
     "18": ["", "\n", "十八"],
     "0": [""],
-    "3": [
-        "three", "12 apples (from 3 boxes)", "12 apples from 3 boxes", "3万", "3 만", "3万5000",
-        "3亿亿亿亿亿亿",
-    ],
+    "3": ["three", "12 apples (from 3 boxes)", "12 apples from 3 boxes"],
     "70000": ["000", "70"],
-    "7": [
-        "-7", "- 7", "\u22127", "7.0000001", "x7", "7/0", "7^", r"\frac{7}{0}", "负7", "下降到-7",
-        "ｘ７", "x7个", "第A7页",
-    ],
+    "7": ["-7", "- 7", "7.0000001", "x7", "7/0", "7^", r"\frac{7}{0}", "x7个", "第A7页"],
     "-7": ["7"],
     "0.333333": ["1/3"],
     "0.3333333333": ["1/3"],
     "4": ["A4"],
     "12": [r"\frac{12"],
-    "30000": ["3万5000"],
-    "0.75": ["3/4万"],
-    "2": ["2又1/2"],
 }  # fmt: skip
 LISTS = [  # none of their numbers may count
     "5 or 6", "5 (or 6)", "5, 6", "5; 6", "5/6/7", "5-6", "5 to 6", "5\n6", "5 and 6",
     "either 5 or 6", "5, maybe 6", "5 possibly 6", "5 apples or 6 apples", "between 5 and 6",
     "the answer is 5 or 6", r"\boxed{5 \text{ or } 6}", r"\{5, 6\}", r"5 \text{ or } 6",
-    "x = 5 or x = 6", r"x=5 \vee x=6", "1 2 3 4 5 6 7", "5 | 6", "5、6、7", "5，6", "5～6", "5〜6",
-    "5・6", "5或6", "5个或者6个", "5还是6", "5（或6）", "x＝5或x＝6", "答案是5或6", "答案：5、6",
-    "共5个或6个", "5和6", "5到6", "5または6", "5個か6個です", "5と6", "5から6", "5 또는 6",
-    "5이나 6", "5과 6", "٥ أو ٦", "٥، ٦", "٥ و٦", "٥ إلى ٦", r"\boxed{5\text{或}6}",
+    "x = 5 or x = 6", r"x=5 \vee x=6", "1 2 3 4 5 6 7", "5 | 6", "5、6、7", "5，6", "5～6", "5或6",
+    "5个或者6个", "5（或6）", "5または6", "5 또는 6", r"\boxed{5\text{或}6}",
 ]  # fmt: skip
 UNDONE = ["3 * 4", "3 x 4", "3 × 4", "16 - 4", "8 + 4", "24/2", r"\frac{24}{2}", r"3 \times 4"]
 UNDONE += [r"3 \cdot 4", "15-3^1", "(3)(4)", "12 = 3 * 4", "12+John's age", "John's age + 12"]
-UNDONE += ["３＋９", "３＊４", "24／2", "12＝3×4"]
 UNTAGGED = {  # gold: a whole completion without (complete) tags
     "18": [
         "She sells 9 eggs.\nSo she makes 9 * 2 = $18 per day.", "So 9 * 2 is $18.",
@@ -123,11 +78,7 @@ UNTAGGED = {  # gold: a whole completion without (complete) tags
         r"First \boxed{5}, then \boxed{18}. Check: 18 - 5 = 13.",
         "The answer is 18. Check: 9 + 9. I hope this answer is helpful.", "**Answer:** 18",
         "Final answer: $18<|im_end|>", "the answer is\n\n18", "A: 18", "- eggs: 9\n- 18 dollars",
-        "<think>9 * 2</think><answer>18", "#### 第2步：3 * 4 = 12\n答案是18。",
-        "#### 2. 计算\n一共18个。", "#### 2、计算\n一共18个。", "#### （2）计算\n一共18个。",
-        "回答：首先有3个盒子。所以一共18个。", "解答：首先有3个盒子。所以一共18个。",
-        "他答对的题目是3道。所以得18分。", "答案不对，因为3个太少。所以一共18个。",
-        "小明有9个，或许更多。一共18个。", "每盒3个。一共18个。",
+        "<think>9 * 2</think><answer>18",
     ],
     "4": ["12 apples were in 3 boxes. So 4 each."],
     "70000": ["#### 70,000"],
@@ -145,18 +96,6 @@ UNTAGGED = {  # gold: a whole completion without (complete) tags
 def test_right_answers_count_tagged_and_untagged(gold, answer):
     assert correct(gold, f"<think>1 + 1 = 2</think>\n<answer>{answer}</answer>")
     assert correct(f"some reasoning, 2 * 3 = 6\n#### {gold}", f"<answer>{answer}</answer> 999")
-
-
-@pytest.mark.parametrize(("gold", "answer"), pairs(SCRIPTS))
-def test_right_answers_in_other_scripts_count_tagged_and_untagged(gold, answer):
-    assert correct(gold, f"<think>3 + 3 = 6</think>\n<answer>{answer}</answer>")
-    assert correct(gold, answer)
-    assert correct("3", answer) == (gold == "3")
-
-
-def test_the_gold_answer_may_be_in_another_script_too():
-    assert correct("#### 共１８个", "<answer>18</answer>")
-    assert correct("#### ١٨ تفاحة", "답은 18입니다")
 
 
 @pytest.mark.parametrize(("gold", "answer"), pairs(NOT_RIGHT))
@@ -205,12 +144,7 @@ HEAVY = [
     "9^9^9^9", "9^{9^{9^9}}", "9**9**9**9", "((9^9)^9)^9", "9" * 10_000, r"\sqrt{" * 500,
     "999999999!", r"10^{10^{10}}", r"\sum_{i=1}^{10^9} i", "(" * 10_000, "a" * 10_000,
     "<answer>" * 1000, "<<" * 2000, "1 or " * 2000, "#### " * 1000, "answer: " * 1000, "\n" * 5000,
-    r"\boxed{" * 1000, "<|im_end|> " * 1000 + "x", "1 " * 5000, "=" * 9000, "18个" * 3000,
-    "1个 " * 3000, "答案" * 5000, "答案是" * 3000, "【答案】" * 2500, "答" + " *" * 5000,
-    "الجواب " * 1500, "1 و " * 2500, "1或" * 5000, "1分之" * 3000, "1万" * 5000, "１" * 10_000,
-    "1，" * 5000, "，" * 10_000, "。" * 10_000, "（" * 10_000, "（个" * 5000, "个" + "1" * 10_000,
-    "个" + "1 " * 5000, "个1" + " " * 10_000, "个1" + "*" * 10_000, "个" * 10_000,
-    "个" + " " * 10_000, "answer is " * 1000,
+    r"\boxed{" * 1000, "<|im_end|> " * 1000 + "x", "1 " * 5000, "=" * 9000, "answer is " * 1000,
 ]  # fmt: skip
 HEAVY_LATEX = ["9^9^9", "9^{9}^9", "{9^9}^9", "(9^9)^9", "9^{999}", "9^{9^9}", "9!", r"\pi"]
 
