@@ -52,7 +52,7 @@ import torch.distributed as dist
 import grpo_loss_triton
 from grpo import loss as plain_loss
 from grpo.devices import out_of_memory_names
-from grpo.log import lasting_output, progress_bar, say
+from grpo.log import progress_bar, say
 from grpo.packing import plan_rounds
 from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
@@ -63,7 +63,7 @@ from grpo.stop import TooLong, stop
 from grpo.training import checkpoint, checks, ranks
 from grpo.training.engine import cpu_threads, learning_rate, take_step
 from grpo.training.metrics import TokenStats, check_update, evaluate, rollout_metrics
-from grpo.training.report import check_reporters, close_reporters, log_idle, report_end, show
+from grpo.training.report import check_reporters, log_idle, report_end, show
 from grpo.training.start import start_run
 from grpo.training.workers import staleness
 from grpo.wire import check_group
@@ -184,7 +184,7 @@ def sample_step(run):
             for group, answer in mine:
                 group.ref_logps = answer.result()
         groups = ranks.gather_groups([group for group, _ in mine])  # collective
-    metrics = rollout_metrics(run, counts, sampled, theirs)  # collective
+    metrics = rollout_metrics(run, counts, theirs)  # collective
     if PUBLISH_STEPS:
         metrics |= staleness(groups, p.step, run.workers)
     return groups, metrics, sampled + theirs
@@ -444,13 +444,12 @@ def main(**preset):
     c = constants(**preset)
     checkpoint.check_run_dir(RUN_DIR, RESUME)
     check_reporters(REPORT_TO)
-    ranks.end_with_launcher()
     tokenizer, recipe, server = prepare(c, needs_server=bool(REF_SERVER and KL_BETA))
     questions = load_questions(c, recipe.task, tokenizer)
     ranks.join_ranks(WAIT_LIMIT_SECONDS)  # collective
     _lock = checkpoint.leads(RUN_DIR) and checkpoint.lock_run(RUN_DIR)  # collective; to the end
     run = start_run(c, tokenizer, recipe, questions, server)  # collective
-    with stop.listening(), lasting_output():
+    with stop.listening():
         try:
             asked = train(run)  # collective
         except ranks.RunFailed:
@@ -459,7 +458,8 @@ def main(**preset):
         finally:
             if run.workers:
                 run.workers.close()
-    close_reporters(run.folder.reporters)
+    for reporter in run.folder.reporters:
+        reporter.close()
     ranks.leave_at_exit()  # collective
     report_end(run, asked)
 

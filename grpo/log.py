@@ -14,14 +14,16 @@ SPEAK_SECONDS = 10  # between two lines about the same wait, or the steps made
 def say(text):
     """Prints a line about the run: rank 0 alone, on stdout, above the progress bar."""
     if os.environ.get("RANK", "0") == "0":
-        tqdm.write(f"{time.strftime('%H:%M:%S')} {text}")
-        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):  # the Ctrl-C that ends a run ends its `| tee`
+            tqdm.write(f"{time.strftime('%H:%M:%S')} {text}")
+            sys.stdout.flush()
 
 
 def tell(text):
     """Prints a line about this process: any rank and thread, on stderr."""
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    with contextlib.suppress(OSError):  # nobody reads any more
+    # Nobody reads any more; or a signal's handler speaks while the main thread does
+    with contextlib.suppress(OSError, RuntimeError):
         print(f"{time.strftime('%H:%M:%S')} {rank}{text}", file=sys.stderr, flush=True)
 
 
@@ -29,38 +31,6 @@ def progress_bar(step, steps):
     """Returns rank 0's bar, as tqdm's; it draws nothing (`disable`) if stderr is no terminal."""
     hidden = os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
     return tqdm(total=steps, initial=step, unit="step", disable=hidden)
-
-
-class Lasting:
-    """A text stream that goes on, to /dev/null, once nobody reads it any more."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text, flush=False):
-        try:
-            return self.stream.flush() if flush else self.stream.write(text)
-        except BrokenPipeError:
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), self.stream.fileno())
-
-    def flush(self):
-        self.write("", flush=True)
-
-
-@contextlib.contextmanager
-def lasting_output():
-    """In the block the end of a reader does not end the run, whatever library prints: the Ctrl-C
-    that asks us to save the run also ends a `tee`."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(Lasting, before)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 def in_background(function, *arguments):

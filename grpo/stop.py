@@ -1,56 +1,43 @@
 """What ends a process: a signal, the end of its launcher, a wait that takes too long."""
 
 import contextlib
+import ctypes
 import math
 import os
 import signal
+import sys
 import time
 
-from grpo.log import SPEAK_SECONDS, in_background, tell
+from grpo.log import SPEAK_SECONDS, tell
 
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 AGAIN_SECONDS = 2  # between two Ctrl-C: deepspeed sends signals too, right after the first
 STOP_SECONDS = 15  # a wait, once this process was asked to end; deepspeed kills it after 30
 
 
 class Stop:
-    """A request, by SIGINT or SIGTERM, to finish the step, save it, and end.
-
-    A thread receives the signals: a handler in Python would not run while the main thread is in a
-    collective. A second Ctrl-C ends the process at once.
-    """
+    """A request, by SIGINT or SIGTERM, to finish the step, save it, and end."""
 
     asked, at = "", math.inf  # the first signal's name, and when it came
 
     @contextlib.contextmanager
     def listening(self):
-        """In the block a signal only sets `asked`."""
+        """In the block a signal only sets `asked`; a second Ctrl-C ends the process at once."""
         self.asked, self.at = "", math.inf
-        read, write = os.pipe()
-        os.set_blocking(write, False)
         ends = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) != signal.SIG_IGN]
-        in_background(self._receive, read, ends)
-        wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        before = {number: signal.signal(number, lambda *_: None) for number in ends}
+        before = {number: signal.signal(number, self._hear) for number in ends}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            signal.set_wakeup_fd(wakeup)
-            os.close(write)
 
-    def _receive(self, read, ends):
-        while numbers := os.read(read, 64):
-            for number in numbers:
-                if number in ends:
-                    self.ask(signal.Signals(number).name)
-        os.close(read)
-
-    def ask(self, by):
+    def _hear(self, number, _):
+        by = signal.Signals(number).name
         if not self.asked:
             self.asked, self.at = by, time.monotonic()
             tell(f"{by}: the run ends once this step is saved; a second Ctrl-C ends it at once")
-        elif by == "SIGINT" and time.monotonic() - self.at > AGAIN_SECONDS:
+        elif number == signal.SIGINT and time.monotonic() - self.at > AGAIN_SECONDS:
             leave("a second SIGINT: the run ends without a checkpoint of the last steps")
 
 
@@ -90,3 +77,10 @@ def leave(text):
     """Ends this process at once; deepspeed ends the other ranks of the machine."""
     tell(text)
     os._exit(1)
+
+
+def end_with_parent(number):
+    """Has the kernel send this process a signal when its parent ends, even by SIGKILL, and even in
+    C code. Linux alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

@@ -53,7 +53,14 @@ def test_the_readme_leads_to_every_page():
         assert f"]({link})" in TEXT[start], page
 
 
-WRITTEN = {"metrics.jsonl", "samples.jsonl", "bad_step_*.json", "config.json", "out.md"}  # by runs
+WRITTEN = {
+    "metrics.jsonl",
+    "metrics.*.jsonl",
+    "samples.jsonl",
+    "bad_step_*.json",
+    "config.json",
+    "out.md",
+}  # by runs
 WRITTEN |= {"adapter_config.json", "example_model_solutions.jsonl", "runs/gpu_report.md"}
 WRITTEN |= {"curves.png"}
 HISTORY = r"git show (\w+:[\w./]+)"

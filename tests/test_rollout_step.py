@@ -96,20 +96,10 @@ def test_spread_is_of_groups_for_the_total_and_of_completions_for_a_reward(alone
     assert metrics["frac_reward_zero_std"] == 0 and metrics["frac_outcome_zero_std"] == 1 / 4
 
 
-def test_lengths_are_of_all_completions_and_of_those_that_ended(alone, monkeypatch):
+def test_lengths_are_of_all_completions_and_of_those_that_ended(alone):
     _, metrics, _ = take_step([MIXED] * 3)
-    lengths = {"mean_length": 1.5, "min_length": 1, "max_length": 2}
-    lengths |= {f"{which}_terminated_length": 2 for which in ("mean", "min", "max")}
-    expected = {f"completions/{name}": value for name, value in lengths.items()}
+    expected = {"completions/mean_length": 1.5, "completions/mean_terminated_length": 2}
     assert {k: v for k, v in metrics.items() if "length" in k} == expected
-
-    def other_rank(everyone, mine):
-        everyone[:] = [mine, [(1, True), (9, True)]]
-
-    monkeypatch.setattr(metrics_module.dist, "all_gather_object", other_rank)
-    one = a_group(MIXED, lengths=(3, 5), truncated=(True, True))
-    extremes = metrics_module.extreme_lengths([one])
-    assert extremes == {"completions/min_length": 1, "completions/max_length": 9}
 
 
 def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
@@ -125,7 +115,7 @@ def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
 
 
 def metrics_of(recipe, group):
-    return metrics_module.rollout_metrics(a_run(recipe), Counter(), [], [group])
+    return metrics_module.rollout_metrics(a_run(recipe), Counter(), [group])
 
 
 def test_a_step_samples_in_rounds_until_it_has_enough(alone):

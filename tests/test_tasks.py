@@ -16,7 +16,7 @@ import pytest
 import grpo_ref_split as trainer
 from grpo.sampling.rewards import ask, end, start_process
 from grpo.sampling.task import load_task, task_files
-from tasks import answers, arithmetic, countdown, data, gsm8k, summary
+from tasks import answers, arithmetic, countdown, data, gsm8k
 from tasks import math as math_task
 
 ROOT = Path(__file__).parent.parent
@@ -83,12 +83,6 @@ def test_countdown_makes_problems_that_are_solved_and_split(monkeypatch):
 
 
 # --- Summary ------------------------------------------------------------------------
-def test_a_summary_is_rewarded_for_its_length():
-    lengths = {n: summary.rewards({}, "x" * n)["length"] for n in (0, 39, 40, 50, 51, 60, 61)}
-    assert lengths == {0: -40, 39: -1, 40: 0, 50: 10, 51: 9, 60: 0, 61: -1}
-    item = {"prompt": "A post."}
-    assert summary.messages(item) == [{"role": "user", "content": "A post."}]
-    assert summary.rewards(item, summary.gold(item)) == {"length": summary.TOLERANCE}
 
 
 # --- Mathematics --------------------------------------------------------------------
@@ -237,12 +231,12 @@ def run(monkeypatch, *words):
 def test_the_tasks_there_are_are_listed(monkeypatch, capsys):
     run(monkeypatch)
     listed = capsys.readouterr().out
-    for name in ("arithmetic", "countdown", "gsm8k", "math", "summary"):
+    for name in ("arithmetic", "countdown", "gsm8k", "math"):
         assert re.search(rf"(?m)^    {name} +\w", listed)
     assert not re.search("(?m)^    (answers|data|__main__)", listed)
     with pytest.raises(SystemExit, match="TASK = 'gsm9k': .*gsm8k"):
         run(monkeypatch, "gsm9k")
-    for name in task_files().keys() & {"arithmetic", "countdown", "gsm8k", "math", "summary"}:
+    for name in task_files().keys() & {"arithmetic", "countdown", "gsm8k", "math"}:
         assert callable(load_task(name).gold), name
 
 

@@ -11,7 +11,6 @@ multiprocessing would import the trainer's script: 0.4 GB and 3 s for each.)
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib.util
 import multiprocessing
@@ -27,9 +26,9 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 
 from grpo import log
+from grpo.stop import end_with_parent
 
 IMPORT_SECONDS = 600  # for the task's import, which may load a judge
-PR_SET_PDEATHSIG = 1
 
 
 class TooSlow(BaseException):
@@ -153,14 +152,13 @@ def end(process):
 def main():
     """In a process: imports the task's file, then answers calls until the parent has ended."""
     descriptor, parent, name, file = sys.argv[1:]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also in C code
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != int(parent):
         return
     for number in (signal.SIGINT, signal.SIGTERM):  # a run that is stopped finishes its step
         signal.signal(number, lambda *_: None)  # what rewards start would inherit SIG_IGN
     connection, call, arguments = Connection(int(descriptor)), import_file, (name, file)
-    with contextlib.suppress(EOFError, ConnectionError), log.lasting_output():
+    with contextlib.suppress(EOFError, ConnectionError):
         while True:
             try:
                 connection.send((call(*arguments), None))

@@ -17,7 +17,7 @@ from grpo.log import say
 from grpo.proof import EVIDENCE, MISMATCH, check_first_update
 from grpo.sampling.rollout import sampled_and_rewarded, tally, tally_of
 from grpo.stop import stop
-from grpo.training.ranks import add_up, all_or_none, gathered
+from grpo.training.ranks import add_up, all_or_none
 
 PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
 LOSS = ("ratio", "kl", "clip_low", "clip_high", "entropy")  # of what grpo_loss returns, per token
@@ -154,10 +154,10 @@ def evaluate(policy, recipe, prompts):
     return {f"eval_{k}": total[name] / total[of] for k, (name, of) in shares.items() if total[of]}
 
 
-def rollout_metrics(run, count, sampled, theirs):
+def rollout_metrics(run, count, theirs):
     """Collective: returns metrics over what all ranks and workers have sampled for a rollout, and
-    counts the groups in the run's progress. The sums in `count` (rollout.tally) are over this
-    rank's groups, `sampled`; `theirs` are the workers' groups that this rank has taken."""
+    counts the groups in the run's progress. The sums in `count` (rollout.tally) are over the groups
+    that this rank sampled; `theirs` are the workers' groups that it has taken."""
     recipe, p, seconds = run.recipe, run.progress, run.clock.parts["sample"]
     count["own_tokens"] = count["tokens"]
     for group in theirs:
@@ -179,7 +179,6 @@ def rollout_metrics(run, count, sampled, theirs):
         "reward_std": total["group_std"] / groups,
         "completions/mean_length": total["tokens"] / n,
         "completions/clipped_ratio": total["truncated"] / n,
-        **extreme_lengths(sampled + theirs),
         "frac_reward_zero_std": total["flat_reward"] / groups,
         "frac_outcome_zero_std": total["flat_outcome"] / groups,
         "epoch": p.groups / max(len(recipe.prompts), 1),
@@ -193,21 +192,3 @@ def mean_and_std(name, total, squares, number):
     mean = total / max(number, 1)
     variance = max(squares - number * mean**2, 0.0) / max(number - 1, 1)
     return {f"{name}/mean": mean, f"{name}/std": math.sqrt(variance)} if number else {}
-
-
-def extreme_lengths(groups):
-    """Collective: returns the lengths of the shortest and the longest completion in all ranks'
-    groups, and the same of those that are not truncated; nothing for a kind that has none."""
-    own = []
-    for group in groups:
-        own += zip(group.completion_lengths.tolist(), group.truncated.tolist(), strict=True)
-    every = [pair for pairs in gathered(own) for pair in pairs]
-    lengths, ended = [n for n, _ in every], [n for n, cut in every if not cut]
-    found = {}
-    if lengths:
-        found["completions/min_length"] = min(lengths)
-        found["completions/max_length"] = max(lengths)
-    if ended:
-        found["completions/min_terminated_length"] = min(ended)
-        found["completions/max_terminated_length"] = max(ended)
-    return found

@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 
 from grpo.log import announced, in_background, say, tell
 from grpo.models import own_device
+from grpo.stop import end_with_parent
 from grpo.wire import pack_group, unpack_group
 
 # The number of processes that mpirun or srun has started
@@ -57,6 +58,8 @@ def join_ranks(wait_limit_seconds):
     the model is loaded: one machine may load for longer than a collective waits."""
     if dist.is_initialized():
         return
+    if any(name in " ".join(psutil.Process().parent().cmdline()[:4]) for name in LAUNCHERS):
+        end_with_parent(signal.SIGTERM)  # a launcher that was killed can't end its ranks
     import deepspeed  # takes seconds; tests of the trainer's functions do without
 
     own_device()
@@ -81,28 +84,6 @@ def leave_at_exit():
     dist.barrier()  # rank 0 keeps the store by which they meet, and leaves last
     atexit.unregister(dist.destroy_process_group)
     atexit.register(dist.destroy_process_group)
-
-
-def end_with_launcher():
-    """Asks this process to end once a deepspeed or torchrun process above it has ended: a launcher
-    that was killed can't end the processes that it started."""
-    launchers = [p for p in psutil.Process().parents() if is_launcher(p)]
-
-    def look():
-        with contextlib.suppress(psutil.Error):  # it has ended between two calls
-            while all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in launchers):
-                time.sleep(1)
-        tell("the launcher has ended, so this rank ends")
-        os.kill(os.getpid(), signal.SIGTERM)  # a trainer finishes its step and saves it
-
-    if launchers:
-        in_background(look)
-
-
-def is_launcher(process):
-    with contextlib.suppress(psutil.Error):
-        return any(name in " ".join(process.cmdline()[:4]) for name in LAUNCHERS)
-    return False
 
 
 # --- Between the ranks ----------------------------------------------------------------

@@ -1,17 +1,15 @@
 """Where metrics and samples go: the run's folder, the progress bar, REPORT_TO, a checkpoint's card.
 
-Rank 0 hands each record to every receiver in REPORT_TO by a thread of its own: a receiver that is
-slow or fails neither delays nor ends the run. TensorBoard and W&B are imported only if named.
+Rank 0 hands each record to every receiver in REPORT_TO; one that fails gets nothing more, and does
+not end the run. TensorBoard and W&B are imported only if named, and send by threads of their own.
 """
 
 import contextlib
 import functools
 import importlib.util
-import itertools
 import json
 import math
 import os
-import queue
 import re
 import subprocess
 import time
@@ -21,13 +19,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from grpo.log import SPEAK_SECONDS, announced, in_background, say
+from grpo.log import SPEAK_SECONDS, announced, say
 from grpo.sampling.rollout import tally_of_one
 from grpo.stop import stop
 from grpo.training.metrics import PARTS
 
 ROOT = Path(__file__).parents[2]
-LAST_SECONDS = 15  # for the last records; deepspeed kills a run 30 s after a signal
+LAST_SECONDS = 15  # for W&B's last records; deepspeed kills a run 30 s after a signal
 SHOWN = {  # by the progress bar, if the step has them
     "reward": "reward {:+.2f}",
     "accuracy": "accuracy {:.2f}",
@@ -65,7 +63,7 @@ class RunFolder:
             with open(self.path / file, "a") as f:
                 f.write(json.dumps(record) + "\n")
             for reporter in self.reporters if file == "metrics.jsonl" else ():
-                reporter.records.put(dict(record))
+                reporter.give(dict(record))
 
     def log_evaluation(self, evaluation, step):
         self.log("metrics.jsonl", {"step": step} | evaluation)
@@ -129,16 +127,11 @@ class RunFolder:
             draft.replace(path)
 
     def set_aside(self):
-        """Moves the records of a run that ended before its first checkpoint to a folder of their
-        own, earlier_1 or the next that is free: the run begins anew."""
-        files = [path for path in self.files if path.exists() and path.stat().st_size]
-        if dist.get_rank() == 0 and files:
-            folders = (self.path / f"earlier_{number}" for number in itertools.count(1))
-            folder = next(folder for folder in folders if not folder.exists())
-            folder.mkdir()
-            for path in files:
-                path.rename(folder / path.name)
-            say(f"the run had no checkpoint and begins anew; its records are now in {folder}")
+        """Renames the records of a run that ended before its first checkpoint: it begins anew."""
+        when = time.strftime("%Y%m%d-%H%M%S")
+        for path in filter(Path.exists, self.files if dist.get_rank() == 0 else ()):
+            path.rename(earlier := path.with_suffix(f".{when}.jsonl"))
+            say(f"the run had no checkpoint and begins anew; its records are now in {earlier}")
 
 
 # --- What is printed ----------------------------------------------------------------
@@ -213,36 +206,30 @@ def check_reporters(report_to):
 
 
 class Reporter:
-    """A thread that hands records, in order, to one of REPORT_TO. The run begins, or resumes, after
-    the steps in `progress`, which goes on while a receiver opens."""
+    """One of REPORT_TO: a generator that is sent records. The run begins, or resumes, after the
+    steps in `progress`."""
 
     def __init__(self, to, c, progress):
-        self.name, self.records = getattr(to, "__name__", str(to)), queue.SimpleQueue()
+        self.name = getattr(to, "__name__", str(to))
         first = progress.step + 1 if progress.saved >= 0 else 0
-        self.thread = in_background(self._send, to, c, progress.name, first)
+        self.receiver = RECEIVERS.get(to, to_function)(to, c, progress.name, first)
+        with announced(f"{self.name} to open"):
+            self.give(None)  # a generator begins
 
-    def _send(self, to, c, run, first):
-        records = iter(self.records.get, None)
+    def give(self, record):
+        self._try(lambda: self.receiver.send(record))
+
+    def close(self):
+        with announced(f"{self.name} to take the last metrics"):
+            self._try(lambda: self.receiver.close())
+
+    def _try(self, call):
         try:
-            if to in RECEIVERS:
-                RECEIVERS[to](records, c, run, first)
-            else:
-                for record in records:
-                    to(record)
+            if self.receiver:
+                call()
         except Exception as error:  # noqa: BLE001 of any library: a report does not end a run
+            self.receiver = None
             say(f"REPORT_TO: {self.name} gets nothing more of this run, as it failed: {error!r}")
-
-
-def close_reporters(reporters):
-    """Waits until they have the last records, LAST_SECONDS at most."""
-    end = time.monotonic() + LAST_SECONDS
-    for reporter in reporters:
-        reporter.records.put(None)
-    for reporter in reporters:
-        with announced(f"{reporter.name} to take the last metrics"):
-            reporter.thread.join(max(0.0, end - time.monotonic()))
-        if reporter.thread.is_alive():
-            say(f"REPORT_TO: {reporter.name} did not take all metrics in {LAST_SECONDS} s")
 
 
 def numbers(record):
@@ -251,20 +238,25 @@ def numbers(record):
     return {k: v for k, v in numeric.items() if k not in ("step", "time")}
 
 
-def to_tensorboard(records, c, run, first):
+def to_function(function, c, run, first):
+    while True:
+        function((yield))
+
+
+def to_tensorboard(to, c, run, first):
     """Writes event files to RUN_DIR/tensorboard. Readers forget what an earlier start of the run
     wrote there from step `first` on."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(Path(c.RUN_DIR, "tensorboard")), purge_step=first)
-    for record in records:
-        for name, value in numbers(record).items():
-            writer.add_scalar(name, value, record["step"], walltime=record["time"])
-        writer.flush()
-    writer.close()
+    with SummaryWriter(str(Path(c.RUN_DIR, "tensorboard")), purge_step=first) as writer:
+        while True:
+            record = yield
+            for name, value in numbers(record).items():
+                writer.add_scalar(name, value, record["step"], walltime=record["time"])
+            writer.flush()
 
 
-def to_wandb(records, c, run, first):
+def to_wandb(to, c, run, first):
     """Sends to a W&B run of this run's name, whose files are in RUN_DIR/wandb. W&B keeps the steps
     that it has; what the run logs again for them is overwritten by the first step after them."""
     import wandb
@@ -279,9 +271,12 @@ def to_wandb(records, c, run, first):
         allow_val_change=True,
         settings=wandb.Settings(console="off", finish_timeout=LAST_SECONDS),
     )
-    for record in records:
-        live.log(numbers(record), step=max(record["step"], live.starting_step))
-    live.finish()
+    try:
+        while True:
+            record = yield
+            live.log(numbers(record), step=max(record["step"], live.starting_step))
+    finally:
+        live.finish()
 
 
 RECEIVERS = {"tensorboard": to_tensorboard, "wandb": to_wandb}

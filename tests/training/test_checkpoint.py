@@ -325,19 +325,20 @@ def test_a_run_resumes_with_as_many_ranks_and_the_same_model(tmp_path, alone, ca
         checkpoint.check_resumable("step_000003", state, RUN)
 
 
-def test_a_run_without_a_checkpoint_begins_anew_and_what_it_logged_is_set_aside(tmp_path, alone):
+def test_a_run_without_a_checkpoint_begins_anew_and_what_it_logged_is_set_aside(
+    tmp_path, alone, monkeypatch
+):
     """Its curves must not have two first steps. It may have another model now."""
-    names, logged = {opened(tmp_path).name}, ("metrics.jsonl", "samples.jsonl")
+    names = {opened(tmp_path).name}
     for number in ("1", "2"):
-        for name in logged:
-            (tmp_path / name).write_text(number)
+        monkeypatch.setattr(report.time, "strftime", lambda _, number=number: number)
+        for name in ("metrics", "samples"):
+            (tmp_path / f"{name}.jsonl").write_text(number)
         names.add(opened(tmp_path, MODEL=number).name)
-        aside = [tmp_path / f"earlier_{number}" / name for name in logged]
-        assert [path.read_text() for path in aside] == [number] * 2
-    (tmp_path / "metrics.jsonl").touch()  # nothing was logged
-    names.add(opened(tmp_path).name)
-    assert names_in(tmp_path) == ["earlier_1", "earlier_2", "metrics.jsonl", "run.json"]
-    assert len(names) == 4
+        for name in ("metrics", "samples"):
+            assert (tmp_path / f"{name}.{number}.jsonl").read_text() == number
+            assert not (tmp_path / f"{name}.jsonl").exists()
+    assert len(names) == 3
 
 
 def test_a_run_with_a_checkpoint_keeps_what_it_logged_until_then(tmp_path, alone):
@@ -350,7 +351,7 @@ def test_a_run_with_a_checkpoint_keeps_what_it_logged_until_then(tmp_path, alone
     assert opened(tmp_path).name == "r"
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [1, 2, 3] and records[0]["loss"] is None
-    assert not list(tmp_path.glob("earlier_*")) and not (tmp_path / "samples.jsonl").exists()
+    assert not list(tmp_path.glob("*.*.jsonl")) and not (tmp_path / "samples.jsonl").exists()
 
 
 # --- A reference that was refreshed -----------------------------------------------------
