@@ -53,8 +53,7 @@ def decoding():
 
     from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
     from grpo.sampling.decoders.cuda_graph import GraphedDecoder, GraphedSharedDecoder
-    from grpo.sampling.decoders.llama import LlamaDecoder
-    from grpo.sampling.decoders.shared_prompt import SharedDecoder
+    from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
 
     simple, own = [CachedDecoder, SharedDecoder], [LlamaDecoder, GraphedDecoder]
     kinds = {"qwen2": [PlainDecoder, *simple, *own], "llama": [*simple, *own]}

@@ -18,9 +18,9 @@ from grpo.devices import is_nvidia
 from grpo.forward import CompletionModel
 from grpo.models import choose_dtype, own_device
 from grpo.sampling.decoders import cuda_graph
-from grpo.sampling.decoders import llama as llama_step
+from grpo.sampling.decoders import shared_prompt as llama_step
 from grpo.sampling.decoders.choice import make_decoder
-from grpo.sampling.decoders.llama import LlamaDecoder
+from grpo.sampling.decoders.shared_prompt import LlamaDecoder
 from grpo.sampling.policy import load_policy
 from grpo.training.engine import engine_config
 from grpo.wire import pack_ids, unpack_ids

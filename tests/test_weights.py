@@ -123,7 +123,7 @@ def test_a_stream_leaves_the_model_as_it_is_trained(end, monkeypatch):
     monkeypatch.setattr(policy, "MergedAdapters", noted)
     prompts = iter([(0, [5, 6, 7]), (1, [8]), (2, [4, 9])])
     settings = {"max_sequences": 4, "longest_prompt": 3, "max_new_tokens": 5, "temperature": 1.0}
-    sampler = Policy("tiny", model, None, {500}, 110, "float32")
+    sampler = Policy("tiny", model, None, {500}, 110, "float32", lora=True)
     groups = sampler.stream(prompts, seed=0, group_size=2, **settings)
     next(groups)
     assert_as_before(model, before)

@@ -1,5 +1,6 @@
 """The policy that samples: a model, its tokenizer, and what ends a completion."""
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ class Policy:
     vocab_size: int  # V: ids of the tokenizer; the embedding may be padded beyond them
     dtype: str
     stop_strings: StopStrings | None = None
+    lora: bool = False  # whether adapters are trained, and the model itself is frozen
 
     def stream(self, prompts, *, seed, **settings):
         """Samples groups with the current weights; see sampler.stream_groups.
@@ -33,7 +35,7 @@ class Policy:
         Adapters are merged only while tokens are sampled: whoever has been given a group, and may
         save the model or read no further, has it as it is trained.
         """
-        merged = MergedAdapters(self.model)
+        merged = MergedAdapters(self.model) if self.lora else contextlib.nullcontext()
         groups = stream_groups(
             self.model,
             prompts,
@@ -128,7 +130,8 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
         model.add_adapter(config)
     eos_ids = stop_ids(name, tokenizer, stop_tokens)
     stops = StopStrings(tokenizer, stop_strings) if stop_strings else None
-    return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype, stops)
+    lora = bool(lora_rank)
+    return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype, stops, lora)
 
 
 def completion_text(tokenizer, completion, eos_ids):

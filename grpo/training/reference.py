@@ -148,7 +148,9 @@ class LocalReference:
         model = self.model.model
         if self.adapters:
             return swapped(model, self.adapters)
-        return on_device(model, self.home) if self.away else adapters_off(model)
+        if self.c.LORA_RANK:
+            return adapters_off(model)
+        return on_device(model, self.home) if self.away else contextlib.nullcontext()
 
     # --- REFERENCE_REFRESH_STEPS --------------------------------------------------------
     def refresh(self):

@@ -16,8 +16,7 @@ from grpo.sampling.decoders.cuda_graph import (
     GraphedSharedDecoder,
     can_record_layers,
 )
-from grpo.sampling.decoders.llama import LlamaDecoder
-from grpo.sampling.decoders.shared_prompt import SharedDecoder
+from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
 from grpo.sampling.sampler import sample_groups
 from rehearsal.cuda import CUDAGraph
 from rehearsal.events import counted

@@ -10,7 +10,7 @@ from gpu_kernels import efficient_attention, registered
 from grpo.sampling.decoders import attention, shared_prompt
 from grpo.sampling.decoders.attention import attend, in_one_kernel, in_pieces, kernel_works, mask_of
 from grpo.sampling.decoders.choice import make_decoder
-from grpo.sampling.decoders.llama import LlamaDecoder
+from grpo.sampling.decoders.shared_prompt import LlamaDecoder
 
 CPU = torch.device("cpu")
 

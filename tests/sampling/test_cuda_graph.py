@@ -37,7 +37,7 @@ from grpo.sampling.decoders.cuda_graph import (
     can_record,
     can_record_layers,
 )
-from grpo.sampling.decoders.llama import LlamaDecoder
+from grpo.sampling.decoders.shared_prompt import LlamaDecoder
 
 aten = torch.ops.aten
 # .item() and bool(), indices by a mask, and tensors made of Python's numbers

@@ -19,12 +19,11 @@ from families import (
 from peft import LoraConfig
 from transformers import AttentionInterface
 
-from grpo.sampling.decoders import llama as llama_step
 from grpo.sampling.decoders import shared_prompt as decode
+from grpo.sampling.decoders import shared_prompt as llama_step
 from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
 from grpo.sampling.decoders.choice import is_right, make_decoder
-from grpo.sampling.decoders.llama import LlamaDecoder
-from grpo.sampling.decoders.shared_prompt import SharedDecoder
+from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
 
 # --- Decoders ----------------------------------------------------------------------
 SHARING = {*OWN_STEP, "gemma", "gpt2", "opt", "mixtral", *WIDE}

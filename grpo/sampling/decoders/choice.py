@@ -27,8 +27,7 @@ from grpo.sampling.decoders.cuda_graph import (
     can_record,
     can_record_layers,
 )
-from grpo.sampling.decoders.llama import MODEL_TYPES, LlamaDecoder
-from grpo.sampling.decoders.shared_prompt import SharedDecoder
+from grpo.sampling.decoders.shared_prompt import MODEL_TYPES, LlamaDecoder, SharedDecoder
 
 # Largest relative difference of logits that the trial takes for rounding. Measured over 14 families
 # in float32: 1e-6; a wrong mask or position gives 0.1 and more, a forgotten soft-cap 5e-4.

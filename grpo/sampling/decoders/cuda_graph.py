@@ -13,8 +13,7 @@ import functools
 import torch
 
 from grpo.devices import is_nvidia
-from grpo.sampling.decoders.llama import LlamaDecoder
-from grpo.sampling.decoders.shared_prompt import SharedDecoder
+from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
 
 
 # --- What may be recorded -----------------------------------------------------------
