@@ -54,9 +54,9 @@ from grpo import loss as plain_loss
 from grpo.devices import out_of_memory_names
 from grpo.log import progress_bar, say
 from grpo.packing import plan_rounds
+from grpo.proof import check_sampler
 from grpo.sampling import rollout
-from grpo.sampling.memory import fit_worker
-from grpo.sampling.policy import make_policy
+from grpo.sampling.policy import worker_policy
 from grpo.sampling.task import load_questions, prepare, total
 from grpo.sampling.worker import run_worker
 from grpo.stop import TooLong, stop
@@ -83,6 +83,10 @@ STOP_TOKENS = ["<|im_end|>"]  # end a completion too, beside EOS; unknown ones a
 STOP_STRINGS = []  # texts that end one too, such as "</answer>"; their last token is trained
 TEMPERATURE = 1.0  # for sampling and for every log-prob; ref_server.py must agree
 SAMPLE_BATCH = "auto"  # completions sampled at once by a rank: more is faster, see "Memory"
+SAMPLER = "torch"  # or "vllm", in the same processes (pip install -e .[vllm]; docs/performance.md)
+VLLM_CACHE_GB = 10.0  # vLLM's memory for keys and values, beside its own copy of the weights
+VLLM_SLEEP = False  # True: vLLM gives its GPU memory back while there is nothing to sample
+TENSOR_PARALLEL = 1  # of a worker with vLLM: GPUs that share a model too large for one
 MASK_TRUNCATED = True  # truncated completions count in the group's mean, but are not trained
 SKIP_FLAT_GROUPS = "outcome"  # skip groups of equal OUTCOME; "reward": of equal totals; or False
 MAX_REFILLS = 4  # at most so many times PROMPTS_PER_STEP; after that the step has fewer groups
@@ -107,7 +111,6 @@ PUBLISH_STEPS = 0  # 1: publish the policy every so many steps, for workers on o
 TRAINER = "http://127.0.0.1:59876"  # rank 0 serves workers here; elsewhere: GRPO_TOKEN on both
 TRAINER_SAMPLES = True  # the ranks sample what workers have not; False: workers alone sample
 MAX_STALENESS = 4  # groups sampled by a policy more updates ago than this are dropped
-RECOMPUTE_OLD_LOGPS = False  # for workers' groups too, by the first update; IS_CAP then applies
 REFERENCE_REFRESH_STEPS = 0  # copy the policy into a local reference every so many steps
 
 # --- Optimisation -------------------------------------------------------------------
@@ -171,11 +174,13 @@ def sample_step(run):
     p.begin_rollout()
     while number := rollout.groups_to_begin(missing, p.flat_share, most - begun):
         before = len(mine)
-        with clock.part("wait"), ranks.all_or_none("sampling"), clock.part("sample"):  # collective
-            for group, is_flat in sample_share(run, number, begun, counts):
-                sampled.append(group)
-                if not (is_flat and SKIP_FLAT_GROUPS):
-                    mine.append((group, run.reference.logps(group)))  # it is scored meanwhile
+        with clock.part("wait"), ranks.all_or_none("sampling"):  # collective
+            share = sample_share(run, number, begun, counts)
+            with clock.part("sample"), run.sampler.follow(p.step):
+                for group, is_flat in share:
+                    sampled.append(group)
+                    if not (is_flat and SKIP_FLAT_GROUPS):
+                        mine.append((group, run.reference.logps(group)))  # it is scored meanwhile
         usable = ranks.sum_over_ranks(len(mine) - before)  # collective
         p.count_round(groups=number, usable=usable)
         begun, missing = begun + number, missing - usable
@@ -195,13 +200,10 @@ def sample_share(run, number, begun, counts):
     when its last completion has ended; `counts` gets their tally."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
     prompts = itertools.islice(run.stream, number // world + (rank < number % world))  # line 5
-    for sampled in rollout.sampled_and_rewarded(  # lines 7, 8
-        run.policy,
-        run.recipe,
-        prompts,
-        seed=rollout.seed_of(SEED, step, begun, rank),
-        timed=lambda: run.clock.part("reward"),
-    ):
+    settings = {"seed": rollout.seed_of(SEED, step, begun, rank)}
+    settings |= {"timed": lambda: run.clock.part("reward")}
+    groups = rollout.sampled_and_rewarded(run.sampler, run.recipe, prompts, **settings)
+    for sampled in groups:  # lines 7, 8
         tally = rollout.tally(run.recipe, sampled)
         counts.update(tally)  # flat groups too
         group = rollout.make_group(
@@ -228,26 +230,22 @@ class Sequence:
     ref_logps: torch.Tensor | None  # (T,); None: KL_BETA is 0
     advantage: float
     weight: float = 0.0  # of each token, in the step's loss
-    old_from_sampler: bool = False  # whether the old log-probs are the sampler's
+    fresh: bool = False  # whether it was sampled with the very weights that are trained next
 
 
-def takes_old_from_sampler(groups, step):
-    """Returns whether the old log-probs of all groups (a micro-batch mixes them) are the sampler's:
-    where a worker, or a policy other than the one after `step` updates, sampled any of them."""
-    fresh = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
-    return not (fresh or RECOMPUTE_OLD_LOGPS)
-
-
-def advantages_of(group, weights):
+def advantages_of(group, reward_weights):
     """Returns the advantages (G,) of a group's weighted rewards (line 9)."""
-    assert group.reward_names == list(weights), group.reward_names
-    totals = [total(rewards, weights) for rewards in rollout.rewards_of(group)]
+    assert group.reward_names == list(reward_weights), group.reward_names
+    totals = [total(rewards, reward_weights) for rewards in rollout.rewards_of(group)]
     return plain_loss.group_advantages(torch.tensor(totals), scale_by_std=ADVANTAGE_STD)
 
 
-def make_sequences(groups, reward_weights, old_from_sampler):
-    """Returns the sequences of a step's groups; without the truncated if MASK_TRUNCATED: those
-    still count in their group's mean, and in the number of sequences."""
+def make_sequences(groups, reward_weights, step):
+    """Returns the sequences of the groups, to train the policy after `step` updates; without the
+    truncated if MASK_TRUNCATED: those still count in their group's mean, and in the number of
+    sequences. Line 6: if a worker, or another policy, has sampled any of the groups, the old
+    log-probs of all (a micro-batch mixes them) are the sampler's."""
+    own = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
     sequences = []
     for group in groups:
         ids = group.completions(group.completion_ids)
@@ -257,9 +255,10 @@ def make_sequences(groups, reward_weights, old_from_sampler):
             if MASK_TRUNCATED and group.truncated[i]:
                 continue
             prompt, completion = group.prompt_ids.tolist(), ids[i].tolist()
-            old = logps[i] if old_from_sampler else None
-            sequence = prompt, completion, logps[i], old, refs[i], advantage
-            sequences.append(Sequence(*sequence, old_from_sampler=old_from_sampler))
+            sequence = Sequence(prompt, completion, logps[i], None, refs[i], advantage)
+            sequence.old_logps = None if own else logps[i]
+            sequence.fresh = group.policy_version == step
+            sequences.append(sequence)
     lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
     weights = plain_loss.token_weights(
         lengths,
@@ -309,13 +308,16 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
         sampler_logps=sampler_logps,
         is_cap=IS_CAP,
         # Where old and sampler's log-probs are the same, is_cap acts on nothing
-        ratio_cap=IS_CAP if batch[0].old_from_sampler else 0.0,
+        ratio_cap=IS_CAP if batch[0].old_logps is batch[0].sampler_logps else 0.0,
         sequences=per_token(list(range(len(batch)))) if RATIO_LEVEL == "sequence" else None,
     )
     if first_update:  # line 6, for the next update: its plan gives this rank the same sequences
         for sequence, logps in zip(batch, stats["logps"].cpu().split(lengths), strict=True):
             sequence.old_logps = logps
-    return loss, stats | {"sampler_logps": sampler_logps}
+    fresh = per_token([float(s.fresh) for s in batch])
+    for sequence in batch:  # the next update has other weights
+        sequence.fresh = False
+    return loss, stats | {"sampler_logps": sampler_logps, "fresh": fresh}
 
 
 def accumulate(run, sequences):
@@ -353,6 +355,8 @@ def update(run, sequences):
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", MICRO_BATCH_TOKENS)
     with run.clock.part("backward"), cpu_threads(CPU_THREADS), limit:
         metrics = accumulate(run, sequences)  # collective
+    with ranks.all_or_none("checking the sampler"):  # collective
+        check_sampler(metrics, run.policy.dtype)
     with run.clock.part("step"):
         norm = take_step(engine)  # collective
     if not KL_BETA:
@@ -381,8 +385,7 @@ def train(run):
         with checkpoint.undone_if_failed(run):
             groups, metrics, sampled = sample_step(run)  # collective; lines 5, 7, 8
         with ranks.all_or_none("preparing the update"):  # collective
-            old_from_sampler = takes_old_from_sampler(groups, before)  # line 6
-            sequences = make_sequences(groups, REWARD_WEIGHTS, old_from_sampler)  # line 9
+            sequences = make_sequences(groups, REWARD_WEIGHTS, before)  # lines 6, 9
             run.folder.log_samples(run, sampled, advantages_of)
         p.idle = 0 if sequences else p.idle + 1
         if not sequences:
@@ -422,7 +425,7 @@ def evaluate_if_due(run):
     if not (EVAL_STEPS and due) or ranks.any_rank(stop.asked):  # collective
         return
     say(f"greedy evaluation on {len(run.questions)} {EVAL_SPLIT} questions after step {p.step}")
-    result = evaluate(run.policy, run.recipe, run.questions)  # collective
+    result = evaluate(run.sampler, p.step, run.recipe, run.questions)  # collective
     if not ranks.any_rank(stop.asked):  # collective
         run.folder.log_evaluation(result, p.step)
         p.take_evaluation(result.get("eval_accuracy", -1.0), KEEP_BEST)
@@ -456,10 +459,7 @@ def main(**preset):
             checkpoint.save_failed(run)  # collective
             raise
         finally:
-            if run.workers:
-                run.workers.close()
-    for reporter in run.folder.reporters:
-        reporter.close()
+            run.close()
     ranks.leave_at_exit()  # collective
     report_end(run, asked)
 
@@ -468,9 +468,7 @@ def worker(**preset):
     """Samples for the trainer at TRAINER, until that is gone."""
     c = constants(**preset)
     tokenizer, recipe, _ = prepare(c, needs_server=False)
-    policy = make_policy(c, tokenizer)
-    fit_worker(c, policy)
-    run_worker(policy, recipe)
+    run_worker(worker_policy(c, tokenizer), recipe)
 
 
 if __name__ == "__main__":

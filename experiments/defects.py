@@ -1,7 +1,7 @@
 """Defects that the trainer does not allow, injected for docs/reading_curves.md.
 
 Each function gets the trainer's module before its main() and changes what it calls. If the check of
-the first update refuses a defect, its words go to REFUSAL in the run's folder, and the run goes on.
+the sampler refuses a defect, its words go to REFUSAL in the run's folder, and the run goes on.
 """
 
 from pathlib import Path
@@ -11,17 +11,16 @@ COOLER = 0.7  # the sampler's temperature; the trainer's is 1
 
 
 def go_on_if_refused(trainer):
-    """Writes what the check of the first update raises, and lets the run go on."""
-    from grpo.training import metrics
+    """Writes what the check of the sampler raises, and lets the run go on."""
+    check = trainer.check_sampler
 
-    def told(*arguments, check=metrics.check_first_update, **names):
+    def told(*arguments):
         try:
-            return check(*arguments, **names)
+            check(*arguments)
         except RuntimeError as error:
             Path(trainer.RUN_DIR, REFUSAL).write_text(str(error))
-            return f"NO, but this script goes on: {error}"
 
-    metrics.check_first_update = told
+    trainer.check_sampler = told
 
 
 def no_eos(trainer):

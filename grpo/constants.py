@@ -11,12 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = {  # each with those whose constants it takes
-    "grpo_ref_split.py": ["grpo_ref_split.py"],
-    "ref_server.py": ["ref_server.py"],
-    "vllm_worker.py": ["vllm_worker.py", "grpo_ref_split.py"],
-}
-
+SCRIPTS = "grpo_ref_split.py", "ref_server.py"
 UNDO = "_set_for_run"  # in a script's globals: what set_for_run has replaced
 
 
@@ -29,7 +24,7 @@ def arguments():
 def command_line(script, doc, roles=()):
     """Returns (role, constants): the one of `roles` that the script's command line names, or None;
     and values by name. SystemExit with the usage, from the script's __doc__, for any other word."""
-    constants, words = read_words(*SCRIPTS[script])
+    constants, words = read_words(script)
     role = words.pop(0) if words and words[0] in roles else None
     if words and words[0] in ("-h", "--help"):
         print(usage(doc))
@@ -39,10 +34,10 @@ def command_line(script, doc, roles=()):
     return role, constants
 
 
-def read_words(*scripts, presets=True):
+def read_words(script, presets=True):
     """Returns (constants, other words) of the command line: values by name, of NAME=value words
-    and, with `presets`, of preset files; later ones win. SystemExit if no script has a name."""
-    defaults, constants, others = defaults_of(*scripts), {}, []
+    and, with `presets`, of preset files; later ones win. SystemExit for a name that is unknown."""
+    defaults, constants, others = defaults_of(script), {}, []
     for word in arguments():
         name, equals, text = word.partition("=")
         if equals and name.isidentifier():

@@ -97,6 +97,8 @@ def load_model(name, dtype, vocab_size):
     # Straight to the GPU, tensor by tensor: else each rank holds a whole model in RAM
     place = {} if device == "cpu" else {"device_map": {"": device}}
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **place)
+    if has_softcap(model.config):
+        model.set_attn_implementation("eager")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise SystemExit(
             f"MODEL = {name!r} is a LoRA adapter: merge it first (python -m grpo.merge {name} OUT)"
@@ -105,6 +107,12 @@ def load_model(name, dtype, vocab_size):
     if rows < vocab_size:
         raise SystemExit(f"{name} embeds {rows} ids, its tokenizer has {vocab_size}: a wrong pair")
     return model.to(device).eval(), dtype
+
+
+def has_softcap(config):
+    """Returns whether attention caps its scores (Gemma 2), which transformers 5.17 to 5.19 forget
+    in all ways of attention but "eager"."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def stop_ids(name, tokenizer, stop_tokens):

@@ -40,17 +40,19 @@ def load_weights(model, tensors):
 # --- Adapters -----------------------------------------------------------------------
 @torch.no_grad()
 def merge_adapters(model, tensors):
-    """Returns the weights of a LoRA policy, W + s B A, from its adapters and the `model` under it.
+    """Yields (name, weight) of all weights of a policy, one at a time: of LoRA W + s B A, made of
+    the adapters in `tensors`, {name: tensor}, and the `model` under them; without adapters its own.
     Raises ValueError if the model lacks such a layer."""
-    merged = dict(model.named_parameters())
-    for name, a in tensors.items():
-        if ".lora_A." in name:
-            path = name.split(".lora_A.")[0]
-            if f"{path}.weight" not in merged:
-                raise ValueError(f"there is no layer {path} for the adapter {name}")
-            b = tensors[name.replace("lora_A", "lora_B")]
-            merged[f"{path}.weight"] = merged_weight(model.get_submodule(path), a, b)
-    return merged
+    adapters = {name.split(".lora_A.")[0]: name for name in tensors if ".lora_A." in name}
+    weights = dict(model.named_parameters())
+    if missing := [path for path in adapters if f"{path}.weight" not in weights]:
+        raise ValueError(f"there is no layer {missing[0]} for the adapter {adapters[missing[0]]}")
+    for name, weight in weights.items():
+        path = name.removesuffix(".weight")
+        if a := adapters.get(path):
+            b = a.replace("lora_A", "lora_B")
+            weight = merged_weight(model.get_submodule(path), tensors[a], tensors[b])
+        yield name, weight.detach()
 
 
 def merged_weight(layer, a, b):

@@ -29,7 +29,7 @@ def tiny(tmp_path_factory):
 def settled(monkeypatch):
     """Puts back what a main() in the test has set, before monkeypatch puts back its own."""
     yield
-    for name in ("grpo_ref_split", "ref_server", "vllm_worker"):
+    for name in ("grpo_ref_split", "ref_server"):
         if script := sys.modules.get(name):
             vars(script).update(vars(script).pop(constants.UNDO, {}))
 

@@ -1,5 +1,6 @@
 """What tests of sampling and training share: a group, a recipe, a fake policy."""
 
+import contextlib
 from types import SimpleNamespace
 
 import torch
@@ -89,6 +90,9 @@ class FakeEngine:
             whole, cut = Completion([7, 2], [-1.0, -2.0], False), Completion([7], [-1.0], True)
             yield running.pop(0)[0], [whole, cut][:group_size]
 
+    def follow(self, step):
+        return contextlib.nullcontext()
+
     def text(self, completion):
         return "second" if completion.truncated else "first"
 
@@ -98,7 +102,7 @@ PROMPT = 0, {"question": "Why?"}, [5, 6]
 
 def a_run(recipe, **parts):
     """-> the parts of a run that a step of sampling needs."""
-    own = {"policy": FakeEngine(), "clock": Clock(), "progress": Progress("run"), "workers": None}
+    own = {"sampler": FakeEngine(), "clock": Clock(), "progress": Progress("run"), "workers": None}
     return SimpleNamespace(recipe=recipe, **own | parts)
 
 

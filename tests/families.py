@@ -6,6 +6,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from grpo.models import has_softcap
 from grpo.sampling.sampler import sample_groups
 
 VOCAB = 110  # ids of the tokenizer; the models embed 120, as real ones pad their embedding
@@ -68,7 +69,9 @@ def tiny_model(family, seed=0, **changes):
     name, sizes, *_ = (UNSHARED | FAMILIES | WIDE)[family]
     sizes = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | sizes | changes
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes))
+    config = getattr(transformers, name)(**sizes)
+    how = {"attn_implementation": "eager"} if has_softcap(config) else {}  # as load_model
+    model = AutoModelForCausalLM.from_config(config, **how)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))

@@ -55,7 +55,7 @@ def check_lengths(policy, folder, *, rows):
     completions are, within 4 standard errors; or if groups grow old."""
     from trainer_side import end
 
-    from grpo.training.workers import Workers  # not at import: vLLM's venv may lack its packages
+    from grpo.training.workers import Workers
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     recipe, sampled, trained, ages = make_recipe(tokenizer, folder, rows=rows), [], [], []

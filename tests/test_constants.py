@@ -9,13 +9,12 @@ import pytest
 
 import grpo_ref_split as trainer
 import ref_server
-import vllm_worker
 from grpo import constants
 from grpo.proof import NOISE
 from grpo.training.checks import KINDS
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = {"grpo_ref_split.py": trainer, "ref_server.py": ref_server, "vllm_worker.py": vllm_worker}
+SCRIPTS = {"grpo_ref_split.py": trainer, "ref_server.py": ref_server}
 
 
 @pytest.fixture
@@ -47,8 +46,6 @@ def test_values_are_literals_or_texts(given):
         "MODEL": None,
     }
     assert given("ref_server.py", "MODEL=a=b.py") == (None, {"MODEL": "a=b.py"})
-    own = {"VLLM_SLEEP": True, "STEPS": 3}  # a worker's are the trainer's, too
-    assert given("vllm_worker.py", "VLLM_SLEEP=True", "STEPS=3") == (None, own)
 
 
 def test_where_a_text_is_the_rule_a_number_is_one(given):
@@ -68,7 +65,6 @@ def test_where_a_text_is_the_rule_a_number_is_one(given):
         ("ref_server.py", "PROT=3", "PORT"),
         ("ref_server.py", "PLAIN=3", ""),  # which it imports
         ("ref_server.py", "STEPS=3", "grpo_ref_split.py"),
-        ("vllm_worker.py", "SLEEP=3", "VLLM_SLEEP"),
     ],
 )
 def test_a_name_that_the_script_does_not_have_is_refused(script, word, named, given):
@@ -109,14 +105,11 @@ def test_a_wrong_command_is_told_before_torch_is_imported(script, tmp_path):
 # --- Presets --------------------------------------------------------------------------
 def test_each_script_takes_its_constants_of_a_preset(given, tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text(
-        "import math\nhalf = 2\nMODEL = 'm'\nSTEPS = 4 * half\nPORT = 1\nVLLM_SLEEP = True"
-    )
+    path.write_text("import math\nhalf = 2\nMODEL = 'm'\nSTEPS = 4 * half\nPORT = 1")
     given_to = {script: given(script, str(path), "MODEL=n")[1] for script in SCRIPTS}
     assert given_to == {
         "grpo_ref_split.py": {"MODEL": "n", "STEPS": 8},
         "ref_server.py": {"MODEL": "n", "PORT": 1},
-        "vllm_worker.py": {"MODEL": "n", "STEPS": 8, "VLLM_SLEEP": True},
     }
     assert given("ref_server.py", "MODEL=n", str(path))[1]["MODEL"] == "m"  # later ones win
 
@@ -140,24 +133,19 @@ def test_a_preset_with_a_mistake_is_refused(text, sentence, given, tmp_path):
 
 
 # --- main() ---------------------------------------------------------------------------
-@pytest.mark.parametrize("start", [trainer.main, trainer.worker, ref_server.main, vllm_worker.main])
+@pytest.mark.parametrize("start", [trainer.main, trainer.worker, ref_server.main])
 @pytest.mark.parametrize("name", ["MODLE", "main"])
-def test_main_refuses_what_is_no_constant(start, name, monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # vLLM's
+def test_main_refuses_what_is_no_constant(start, name):
     with pytest.raises(SystemExit, match=f"constant {name}:"):
         start(**{name: 3})
 
 
-def test_main_sets_constants(monkeypatch):
+def test_main_sets_constants():
     """They are refused here, so that nothing starts."""
-    monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(SystemExit, match="STEPS = 'x' must"):
         trainer.main(STEPS="x")
     with pytest.raises(SystemExit, match="PORT = 70000 must.* 65535"):
         ref_server.main(PORT=70_000)
-    with pytest.raises(SystemExit, match="VLLM_SEQUENCES = 4 must.* 8"):
-        vllm_worker.main(VLLM_SEQUENCES=4, STEPS=7)
-    assert (trainer.STEPS, vllm_worker.VLLM_SEQUENCES) == (7, 4)
 
 
 def test_a_main_has_what_its_importer_set_and_nothing_of_an_earlier_one(monkeypatch):

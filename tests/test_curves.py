@@ -98,16 +98,14 @@ def test_no_eos_takes_the_weight_of_eos_alone(monkeypatch):
 
 def test_the_sampler_alone_is_cooler_and_a_refusal_is_written_down(monkeypatch, tmp_path):
     from grpo.sampling.policy import Policy
-    from grpo.training import metrics
 
     def refuse():
         raise RuntimeError("no")
 
-    seen = []
-    monkeypatch.setattr(metrics, "check_first_update", refuse)
+    fake, seen = SimpleNamespace(RUN_DIR=str(tmp_path), check_sampler=refuse), []
     monkeypatch.setattr(Policy, "stream", lambda self, take, **names: seen.append(names))
-    defects.cooler_sampler(SimpleNamespace(RUN_DIR=str(tmp_path)))
+    defects.cooler_sampler(fake)
     Policy.stream(None, None, temperature=1.0, seed=0)
     assert seen == [{"temperature": defects.COOLER, "seed": 0}]
-    metrics.check_first_update()
+    fake.check_sampler()
     assert (tmp_path / defects.REFUSAL).read_text() == "no"

@@ -12,7 +12,7 @@ from documents import TEXT, code_words, documented_metrics
 from grpo.wire import IDS, TENSORS
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ("grpo_ref_split.py", "ref_server.py", "vllm_worker.py")
+SCRIPTS = ("grpo_ref_split.py", "ref_server.py")
 CODE = [*ROOT.glob("*.py"), *ROOT.glob("grpo/**/*.py"), *ROOT.glob("tasks/*.py")]
 TREES = {path: ast.parse(path.read_text()) for path in CODE}
 pages = pytest.mark.parametrize("page", TEXT)

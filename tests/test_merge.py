@@ -64,7 +64,7 @@ def test_in_bfloat16_peft_merges_as_a_sampling_policy_does(tiny, adapter):
     tensors = load_file(adapter[0] / "adapter_model.safetensors")
     tensors = {name.removeprefix("base_model.model."): x for name, x in tensors.items()}
     models = [AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16) for _ in range(2)]
-    expected = merge_adapters(models[0], tensors)
+    expected = dict(merge_adapters(models[0], tensors))
     merge_into(models[1], adapter[0])
     merged = dict(models[1].named_parameters())
     assert merged.keys() == expected.keys()

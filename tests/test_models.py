@@ -2,9 +2,10 @@
 
 import jinja2
 import pytest
+from families import tiny_model
 from transformers import AutoTokenizer
 
-from grpo.models import load_tokenizer, prompt_ids
+from grpo.models import load_model, load_tokenizer, prompt_ids
 from grpo.sampling.policy import load_policy
 from grpo.sampling.sampler import Completion
 
@@ -60,3 +61,10 @@ def test_a_model_that_is_not_there_is_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=f"MODEL = '{name}'"):
         load_tokenizer(name)
+
+
+def test_a_model_that_caps_its_scores_is_loaded_so_that_it_does(tmp_path, tiny):
+    """Other ways of attention lose Gemma 2's soft-cap in transformers 5.17 to 5.19."""
+    tiny_model("gemma2").save_pretrained(tmp_path)
+    for folder, way in ((tmp_path, "eager"), (tiny, "sdpa")):
+        assert load_model(str(folder), "float32", 100)[0].config._attn_implementation == way

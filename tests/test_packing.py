@@ -79,7 +79,7 @@ def test_what_the_server_scores_is_cut_between_groups_unless_one_is_too_large():
 def rows_of(ids):
     """-> the rows of groups of two, each with a prompt of its own."""
     groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=id) for id in ids]
-    rows = trainer.make_sequences(groups, NAMES, old_from_sampler=False)
+    rows = trainer.make_sequences(groups, NAMES, 0)
     for number, row in enumerate(rows):
         row.prompt = [number // 2]
     return rows

@@ -58,7 +58,7 @@ def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **
     run = a_run(
         a_recipe(prompts, **recipe),
         stream=iter(prompts_of(outcomes)),
-        policy=engine or FakeEngine(),
+        sampler=engine or FakeEngine(),
         progress=Progress("run", step),
         reference=reference or Reference(),
         workers=workers,
@@ -272,7 +272,8 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, p
     assert metrics["groups_sampled"] == 4 and metrics["frac_outcome_zero_std"] == 1 / 4
     assert metrics["completions/mean_length"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
-    assert trainer.takes_old_from_sampler(groups, 3)
+    rows = trainer.make_sequences(groups, a_recipe().c.REWARD_WEIGHTS, 3)
+    assert all(row.old_logps is row.sampler_logps for row in rows)
 
 
 def test_workers_alone_may_sample(alone, published, monkeypatch):
@@ -293,7 +294,7 @@ def test_a_reward_may_have_any_name(alone):
     task = SimpleNamespace(rewards=lambda item, text: {"accuracy": 1, "tokens": -1})
     recipe = a_recipe(task=task, REWARD_WEIGHTS=weights, OUTCOME="accuracy")
     engine = FakeEngine()
-    result = metrics_module.evaluate(engine, recipe, prompts_of([MIXED]))
+    result = metrics_module.evaluate(engine, 0, recipe, prompts_of([MIXED]))
     assert result["eval_accuracy"] == 1 and result["eval_completion_tokens"] == 2
     assert result["eval_positive_accuracy"] == 1 and result["eval_positive_tokens"] == 0
     assert engine.settings["temperature"] == 0 and engine.settings["max_sequences"] == 64
@@ -307,12 +308,12 @@ def test_an_evaluation_leaves_out_what_never_applied_and_is_then_no_best(
     alone, tmp_path, monkeypatch
 ):
     task = SimpleNamespace(rewards=lambda item, text: {"correctness": None, "format": 1})
-    result = metrics_module.evaluate(FakeEngine(), a_recipe(task=task), prompts_of([MIXED]))
+    result = metrics_module.evaluate(FakeEngine(), 0, a_recipe(task=task), prompts_of([MIXED]))
     assert result.keys() == {"eval_positive_format", "eval_truncated", "eval_completion_tokens"}
     progress = Progress("run", step=trainer.EVAL_STEPS)
     monkeypatch.setattr(trainer, "evaluate", lambda *_: result)
     folder, none = report.RunFolder(tmp_path), SimpleNamespace()
-    run = SimpleNamespace(progress=progress, folder=folder, policy=none, recipe=none, questions=[])
+    run = SimpleNamespace(progress=progress, folder=folder, sampler=none, recipe=none, questions=[])
     trainer.evaluate_if_due(run)
     assert (progress.evaluated, progress.best) == (progress.step, -1)
     assert progress.accuracy < 0  # STOP_ACCURACY is not reached
@@ -322,10 +323,10 @@ def test_an_evaluation_begins_no_more_questions_once_the_run_is_to_stop(alone, m
     """Or deepspeed would kill the run before it has saved: 30 s after the signal."""
     engine, recipe = FakeEngine(), a_recipe()
     questions = prompts_of([MIXED] * 100)
-    assert metrics_module.evaluate(engine, recipe, questions)["eval_truncated"] == 0
+    assert metrics_module.evaluate(engine, 0, recipe, questions)["eval_truncated"] == 0
     monkeypatch.setattr(stop, "asked", "SIGTERM")
     engine.settings = None
-    assert metrics_module.evaluate(engine, recipe, questions) == {} and engine.settings
+    assert metrics_module.evaluate(engine, 0, recipe, questions) == {} and engine.settings
 
 
 def test_a_group_counts_the_same_before_and_after_the_wire():

@@ -1,7 +1,9 @@
 """The trainer's step: sequences, the first update, updates that fail."""
 
+import contextlib
 import functools
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ from fakes import NAMED, NAMES, a_group, a_recipe, move, sampled, tiny_policy
 
 import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
-from grpo.proof import MISMATCH, TILT, check_first_update
+from grpo.proof import TILT, check_reference, check_sampler
 from grpo.sampling.rollout import make_group
 from grpo.training import checkpoint, report
 from grpo.training.checkpoint import Progress
@@ -19,8 +21,8 @@ from grpo.training.metrics import TokenStats
 MIXED = [[1.0, -1.0], [-1.0, -1.0]]
 
 
-def rows_of(*groups, old_from_sampler=False):
-    return trainer.make_sequences(groups, NAMES, old_from_sampler=old_from_sampler)
+def rows_of(*groups, step=0):
+    return trainer.make_sequences(groups, NAMES, step)
 
 
 # --- Rows --------------------------------------------------------------------------
@@ -56,50 +58,49 @@ def test_advantages_are_of_the_rewards_that_apply(monkeypatch):
         assert trainer.advantages_of(a_group(rewards, **three), NAMES).tolist() == [0, 0, 0]
 
 
-def test_whose_log_probs_are_the_old_ones(monkeypatch):
+def test_whose_log_probs_are_the_old_ones():
     """On-policy the first update's own, which come for free; of another policy the sampler's."""
     ours, old = a_group(MIXED, policy_version=5), a_group(MIXED, policy_version=4)
     theirs = a_group(MIXED, policy_version=5, sampler="worker")
 
-    def sampled_are_old(*groups):
-        old_from_sampler = trainer.takes_old_from_sampler(groups, 5)
-        for row in rows_of(*groups, old_from_sampler=old_from_sampler):
-            assert row.old_logps is (row.sampler_logps if old_from_sampler else None)
-        return old_from_sampler
-
-    assert not sampled_are_old(ours, ours)
+    assert all(row.old_logps is None and row.fresh for row in rows_of(ours, ours, step=5))
     for other in (old, theirs):
-        assert sampled_are_old(ours, other) and sampled_are_old(other, ours)
-    monkeypatch.setattr(trainer, "RECOMPUTE_OLD_LOGPS", True)
-    assert not sampled_are_old(old, theirs)
+        for groups in ((ours, other), (other, ours)):
+            rows = rows_of(*groups, step=5)
+            assert all(row.old_logps is row.sampler_logps for row in rows)
+            assert sum(row.fresh for row in rows) == (2 if other is old else 4)
 
 
-# --- First update ------------------------------------------------------------------
-GOOD = {"sampler_k3": 1e-13, MISMATCH: 4e-7, "sampler_tilt": 1e-6, "kl": 1e-9}
+# --- The checks --------------------------------------------------------------------
+GOOD = {"loss": 0.0, "sampler_k3": 1e-13, "sampler_tilt": 1e-6}
 SAME = {"model": "ours", "dtype": "float32"}
-FEW = {"sampler_k3": 1e-13, MISMATCH: 4e-7}  # too few tokens for a tilt
 
 
-@pytest.mark.parametrize("metrics, dtype, reference, error", [
-    (GOOD, "float32", SAME, None),
-    (GOOD | {"sampler_k3": 1e-5}, "float32", SAME, "trainer and sampler"),
-    (GOOD | {"sampler_k3": float("nan")}, "float32", SAME, "trainer and sampler"),
-    (GOOD | {"sampler_tilt": -0.05}, "bfloat16", SAME, "0.950 times"),
-    (GOOD | {"kl": 9e-4}, "float32", SAME, "reference .* ours"),
-    # A reference in bfloat16 differs by that much; another model by any amount
-    (GOOD | {"kl": 9e-4}, "float32", SAME | {"dtype": "bfloat16"}, None),
-    (GOOD | {"kl": 9e-4}, "float32", SAME | {"model": "larger"}, None),
-    (FEW, "float32", None, None),
-    (FEW, "float32", SAME, None),  # KL_BETA is 0: no "kl"
-    ({"sampler_k3": 3.5e-3, MISMATCH: 0.067}, "bfloat16", None, None),
+@pytest.mark.parametrize("metrics, dtype, error", [
+    (GOOD, "float32", None),
+    (GOOD | {"sampler_k3": 1e-5}, "float32", "trainer and sampler"),
+    (GOOD | {"sampler_k3": math.nan}, "float32", "trainer and sampler"),
+    (GOOD | {"sampler_k3": math.nan, "loss": math.nan}, "float32", None),  # it will be skipped
+    (GOOD | {"sampler_tilt": -0.05}, "bfloat16", "0.950 times"),
+    ({"loss": 0.0}, "float32", None),  # of a rollout's later updates
+    ({"loss": 0.0, "sampler_k3": 3.5e-3}, "bfloat16", None),
 ])  # fmt: skip
-def test_the_run_stops_unless_the_first_update_is_as_theory_says(metrics, dtype, reference, error):
-    if error is None:
-        said = check_first_update(metrics, dtype, reference, model="ours")
-        assert metrics is not GOOD or ("1e-13" in said and "1e-06" in said and "1e-09" in said)
-    else:
-        with pytest.raises(RuntimeError, match=error):
-            check_first_update(metrics, dtype, reference, model="ours")
+def test_a_run_stops_if_its_sampler_has_other_log_probs(metrics, dtype, error):
+    with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
+        check_sampler(metrics, dtype)
+
+
+@pytest.mark.parametrize("metrics, reference, error", [
+    ({"kl": 1e-9}, SAME, None),
+    ({"kl": 9e-4}, SAME, "reference .* ours"),
+    # A reference in bfloat16 differs by that much; another model by any amount
+    ({"kl": 9e-4}, SAME | {"dtype": "bfloat16"}, None),
+    ({"kl": 9e-4}, SAME | {"model": "larger"}, None),
+    ({}, {"model": None}, None),  # KL_BETA is 0
+])  # fmt: skip
+def test_a_run_stops_if_its_reference_begins_with_other_weights(metrics, reference, error):
+    with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
+        check_reference(metrics, "float32", reference, model="ours")
 
 
 def test_bad_steps_are_kept_and_end_the_run_when_they_follow_each_other(
@@ -154,13 +155,13 @@ def means_of(loss, stats):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_first_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone, monkeypatch):
+def test_an_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone, monkeypatch):
     """Sampled at 0.9 with log-probs at 1.0, a ratio looked like 1 and was not. At 1.05 the gap is
     smaller than bfloat16's noise, and shows in the slope alone."""
     policy = tiny_policy(tiny, dtype)
     monkeypatch.setattr(trainer, "MASK_TRUNCATED", False)
     monkeypatch.setattr(trainer, "KL_BETA", 0)
-    check = functools.partial(check_first_update, policy_dtype=dtype, reference=None, model="ours")
+    check = functools.partial(check_sampler, dtype=dtype)
     check(first_update(policy, policy))
     noises = [0.055, 0.084] if dtype == "bfloat16" else []  # published: see grpo.proof.NOISE
     for noise in noises:
@@ -205,24 +206,15 @@ def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(
     group = a_group(MIXED, sampler="worker")
     group.sampler_logps -= 20  # ratios of e^10 and more
 
-    def step(recompute):
-        monkeypatch.setattr(trainer, "RECOMPUTE_OLD_LOGPS", recompute)
-        old_from_sampler = trainer.takes_old_from_sampler([group], 0)
-        rows = rows_of(group, old_from_sampler=old_from_sampler)
-        loss, stats = loss_of(policy, rows)
-        assert means_of(loss, stats)["sampler_ratio_max"] > 1e4
-        advantages = [row.advantage for row in rows]
-        gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
-        return advantages, loss.item(), sum(g.norm() for g in gradient).item()
-
-    # Their log-probs as the old ones: the ratio is cut at 1.2 for A > 0, at IS_CAP for A < 0, and
+    rows = rows_of(group)
+    loss, stats = loss_of(policy, rows)
+    assert means_of(loss, stats)["sampler_ratio_max"] > 1e4
+    slope = sum(g.norm() for g in torch.autograd.grad(loss, list(policy.model.parameters())))
+    # Their log-probs are the old ones: the ratio is cut at 1.2 for A > 0, at IS_CAP for A < 0, and
     # neither has a gradient; each sequence weighs a half
-    (right, wrong), loss, slope = step(recompute=False)
+    right, wrong = (row.advantage for row in rows)
     expected = -(1 + trainer.CLIP_HIGH) * right / 2 - trainer.IS_CAP * wrong / 2
-    assert loss == pytest.approx(expected, rel=1e-5) and slope == 0
-    # Recomputed: the ratio is 1, and the weight IS_CAP, so that the two cancel but still learn
-    _, loss, slope = step(recompute=True)
-    assert loss == pytest.approx(-trainer.IS_CAP * (right + wrong) / 2, abs=1e-5) and slope > 1e-3
+    assert loss.item() == pytest.approx(expected, rel=1e-5) and slope == 0
 
 
 @pytest.mark.parametrize("best", [2, 1])

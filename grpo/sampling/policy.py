@@ -7,9 +7,10 @@ import torch
 
 from grpo.devices import out_of_memory_names, release_memory
 from grpo.forward import CompletionModel
-from grpo.log import say
+from grpo.log import announced, say
 from grpo.models import load_model, stop_ids
-from grpo.sampling.sampler import sample_groups, stream_groups
+from grpo.sampling.memory import fit_worker
+from grpo.sampling.sampler import completion_text, sample_groups, stream_groups
 from grpo.sampling.stop_strings import StopStrings
 from grpo.weights import LORA_SCALE, MergedAdapters, load_weights
 from grpo.wire import vocab_size_of
@@ -80,9 +81,16 @@ class Policy:
         hidden, ids = model([prompt], [completion])
         return linear_logps(hidden, model.head, ids, vocab_size=self.vocab_size).tolist()
 
+    def follow(self, step):
+        """Returns a context; the weights that sample are those that are trained."""
+        return contextlib.nullcontext()
+
     def rest(self):
         """Gives back the device memory that sampling has left, while there is nothing to sample."""
         release_memory()
+
+    def close(self):
+        """There is no engine to end."""
 
     def load(self, tensors):
         """Loads another process's trained_weights. Raises ValueError if they do not fit."""
@@ -114,6 +122,27 @@ def make_policy(c, tokenizer):
     return policy
 
 
+def make_sampler(c, policy):
+    """Collective: returns what samples for this rank (SAMPLER): the policy itself, or vLLM."""
+    if c.SAMPLER == "torch":
+        return policy
+    from grpo.sampling.vllm_policy import VLLMPolicy
+
+    with announced("vLLM to start"):
+        return VLLMPolicy(c, policy.tokenizer, policy.model)
+
+
+def worker_policy(c, tokenizer):
+    """Returns the policy of a process that only samples."""
+    if c.SAMPLER == "vllm":
+        from grpo.sampling.vllm_policy import VLLMPolicy
+
+        return VLLMPolicy(c, tokenizer)
+    policy = make_policy(c, tokenizer)
+    fit_worker(c, policy)
+    return policy
+
+
 def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_strings=()):
     """Returns the Policy of a model (hub name or folder); see load_model for `dtype` and errors.
 
@@ -132,9 +161,3 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
     stops = StopStrings(tokenizer, stop_strings) if stop_strings else None
     lora = bool(lora_rank)
     return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype, stops, lora)
-
-
-def completion_text(tokenizer, completion, eos_ids):
-    """Returns a completion's text, without EOS where that ended it."""
-    ids = completion.ids[:-1] if completion.ids[-1] in eos_ids else completion.ids
-    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)

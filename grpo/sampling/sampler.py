@@ -30,6 +30,12 @@ class Completion:
     truncated: bool  # cut at max_new_tokens, and not ended by its last token
 
 
+def completion_text(tokenizer, completion, eos_ids):
+    """Returns a completion's text, without EOS where that ended it."""
+    ids = completion.ids[:-1] if completion.ids[-1] in eos_ids else completion.ids
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
 def sample_groups(model, prompts, *, max_sequences=None, **settings):
     """Returns a list of G `Completion`s for each of the prompts, which are lists of token ids.
 

@@ -1,98 +1,72 @@
-"""The policy in vLLM: what policy.Policy is in transformers, for vllm_worker.py.
+"""The policy in vLLM (SAMPLER = "vllm"): what policy.Policy is in transformers.
 
-vLLM runs in this process, so new weights reach it by a call: no NCCL, nothing pickled. (With
-TENSOR_PARALLEL it has other processes, which read them from a file.) The distribution is
-sampler.py's. By itself vLLM inherits the model's stops, reports log-probs from
-before the temperature, and has the embedding's padding in its softmax; each is undone below.
+vLLM runs in this process, so new weights reach it by a call: no NCCL, nothing pickled. A rank of
+the trainer has one beside the model that it trains, and gives it that model's weights before it
+samples (follow); a worker gives it those that it has fetched (load). With TENSOR_PARALLEL it has
+other processes, which read them from a file.
+
+The distribution is sampler.py's. By itself vLLM inherits the model's stops, reports log-probs from
+before the temperature, and has the embedding's padding in its softmax; each is undone below. On a
+GPU all of this was read in vLLM's source, and never run.
 """
 
+import contextlib
 import functools
+import importlib
 import itertools
 import math
 import os
 import random
 import tempfile
+import warnings
 
 import safetensors.torch
 import torch
 
+from grpo.constants import set_for_run
 from grpo.devices import accelerator
-from grpo.sampling.policy import completion_text
-from grpo.sampling.sampler import Completion, next_prompts
+from grpo.log import in_background
+from grpo.models import choose_dtype, own_device, stop_ids
+from grpo.sampling.sampler import Completion, completion_text, next_prompts
 from grpo.sampling.stop_strings import StopStrings
-from grpo.weights import check_shapes, merge_adapters
+from grpo.weights import adapters_off, check_shapes, merge_adapters
+from grpo.wire import vocab_size_of
 
+SEQUENCES = 256  # SAMPLE_BATCH where that is "auto"
 # The whole distribution (top_k 0 is off), with our stops instead of the model's
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class VLLMPolicy:
     """Samples, takes new weights without a restart, and scores. Not for two threads at once."""
 
-    def __init__(
-        self,
-        model,
-        tokenizer,
-        *,
-        dtype,
-        eos_ids,
-        vocab_size,
-        max_tokens,
-        max_sequences,
-        seed,
-        memory,
-        tensor_parallel,
-        sleep,
-        stop_strings=(),
-    ):
-        """Loads `model`, a hub name or folder, in `dtype`, "float32" or "bfloat16". `max_tokens`
-        bounds prompt plus completion, `max_sequences` the completions sampled at once; the last
-        three are VLLM_MEMORY_GB, TENSOR_PARALLEL and VLLM_SLEEP. Raises SystemExit if the device
-        does not offer what they ask for."""
-        set_environment()
-        check_device(memory, tensor_parallel, sleep)
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from vllm import LLM
+    def __init__(self, c, tokenizer, model=None):
+        """Loads MODEL; `c` has the constants as attributes. A rank gives the `model` that it
+        trains, and the call is then collective: vLLM makes groups of the ranks. Raises SystemExit
+        if the device does not offer what the constants ask for."""
+        check_device(c, in_rank=model is not None)
+        if c.SAMPLE_BATCH == "auto":
+            set_for_run(vars(c), {"SAMPLE_BATCH": max(SEQUENCES, c.GROUP_SIZE)})
+        self.tokenizer, self.model, self.numbers = tokenizer, model, itertools.count()
+        self.name, self.dtype = c.MODEL, choose_dtype(c.DTYPE, own_device())
+        self.eos_ids = sorted(stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS))
+        self.vocab_size = vocab_size_of(tokenizer)
+        self.stop_strings = StopStrings(tokenizer, c.STOP_STRINGS) if c.STOP_STRINGS else None
+        self.max_tokens = c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS
+        self.parallel, self.sleeps = c.TENSOR_PARALLEL > 1, c.VLLM_SLEEP
+        self.asleep, self.step = False, None  # after how many updates the weights were taken
+        self.loaded = {}  # a worker's weights, by name
+        with quiet_and_undone(self.parallel):
+            self.llm = start(c, self, accelerator() is not None)
+        self.llm.apply_model(functools.partial(mask_padding, vocab_size=self.vocab_size))
+        self.rest()
 
-        self.name, self.tokenizer, self.numbers = model, tokenizer, itertools.count()
-        self.eos_ids, self.dtype, self.max_tokens = sorted(eos_ids), dtype, max_tokens
-        self.stop_strings = StopStrings(tokenizer, stop_strings) if stop_strings else None
-        self.parallel = tensor_parallel > 1
-        self.sleeps, self.asleep = sleep, False  # whether it may, whether it does
-        with torch.device("meta"):  # names and shapes of what load() takes, without memory
-            trained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-        self.parameters = dict(trained.named_parameters())
-        self.gpu = accelerator() is not None
-        budget = {"kv_cache_memory_bytes": int(memory * 1e9)}
-        if self.gpu:
-            budget = {
-                "gpu_memory_utilization": memory * 1e9 / torch.accelerator.get_memory_info()[1]
-            }
-        self.llm = LLM(
-            model,
-            dtype=dtype,
-            seed=random.SystemRandom().getrandbits(31) if self.gpu else seed,  # see stream
-            tensor_parallel_size=tensor_parallel,
-            max_model_len=max_tokens,
-            max_num_seqs=max_sequences,
-            enforce_eager=not self.gpu,  # compile on a GPU only
-            enable_chunked_prefill=self.gpu,  # on a CPU a seeded request cut in two crashes
-            enable_prefix_caching=True,  # a group's prompt runs once
-            enable_sleep_mode=sleep,
-            logprobs_mode="processed_logprobs",  # of what is sampled: after temperature and mask
-            generation_config="vllm",  # nothing of the model's own
-            skip_tokenizer_init=not stop_strings,  # ids in, ids out; it looks for them in the text
-            **budget,
-        )
-        self.llm.apply_model(functools.partial(mask_padding, vocab_size=vocab_size))
-
+    # --- Sampling ---------------------------------------------------------------------
     def stream(self, prompts, *, group_size, max_sequences, seed, longest_prompt=None, **settings):
         """Yields (key, completions) as sampler.stream_groups does, each group as soon as its last
-        completion has ended, while others begin in the place of those that have ended. Of the
-        `settings`, temperature must be above 0. On a CPU the same `seed` draws the same; on a GPU
-        vLLM would then draw row by row, a launch each. Raises ValueError if a prompt leaves no room
-        within max_tokens, RuntimeError if the weights are broken."""
+        completion has ended, while others begin in the place of those that have ended. The same
+        `seed` draws the same on a CPU. Raises ValueError if a prompt leaves no room within
+        max_tokens, RuntimeError if the weights are broken."""
         engine, draw, keys = self.llm.llm_engine, random.Random(seed), {}  # keys by request
         stops = None if "eos_ids" in settings else self.stop_strings
         self._wake()
@@ -100,8 +74,7 @@ class VLLMPolicy:
             while True:
                 room = (max_sequences - engine.get_num_unfinished_requests()) // group_size
                 for key, ids in next_prompts(prompts, room):
-                    # completion i is drawn with own + i
-                    own = None if self.gpu else draw.getrandbits(62)
+                    own = draw.getrandbits(62)  # completion i is drawn with own + i
                     keys[self._begin(ids, n=group_size, seed=own, **settings)] = key
                 if not keys:
                     return
@@ -144,24 +117,6 @@ class VLLMPolicy:
     def text(self, completion):
         return completion_text(self.tokenizer, completion, self.eos_ids)
 
-    def load(self, tensors):
-        """Replaces the weights by another process's trained_weights, in any float dtype; adapters
-        are merged first. Raises ValueError, and changes nothing, if they do not fit."""
-        if any(".lora_A." in name for name in tensors):
-            tensors = merge_adapters(self.base, tensors)
-        check_shapes(tensors, self.parameters)  # vLLM would keep what is missing, silently
-        tensors = {name: tensors[name].contiguous() for name in self.parameters}
-        self._wake()
-        if self.parallel:  # to other processes, through a file: all ranks read what they need of it
-            with tempfile.TemporaryDirectory(prefix="grpo-vllm-") as folder:
-                safetensors.torch.save_file(tensors, f"{folder}/policy")
-                self.llm.collective_rpc(reload, args=(f"{folder}/policy", self.dtype))
-        else:
-            self.llm.collective_rpc(reload, args=(tensors, self.dtype))
-        self.llm.apply_model(refresh_head)
-        if not self.llm.reset_prefix_cache():  # keys and values of the old weights
-            raise RuntimeError("vLLM did not empty its prefix cache: is it sampling meanwhile?")
-
     def logps(self, prompt, completion):
         """Returns the log-probs (floats, temperature 1) of the completion's ids. The last id is
         scored as the next one: vLLM wants room for one more, and there may be none."""
@@ -172,31 +127,6 @@ class VLLMPolicy:
         scored = [*output.prompt_logprobs[len(prompt) :], output.outputs[0].logprobs[0]]
         return [found[id].logprob for id, found in zip(completion, scored, strict=True)]
 
-    def rest(self):
-        """With VLLM_SLEEP: frees the GPU's memory until the next call; the weights wait in the
-        CPU's."""
-        if self.sleeps and not self.asleep:
-            self.llm.sleep(level=1)
-            self.asleep = True
-
-    def _wake(self):
-        if not self.asleep:
-            return
-        try:
-            self.llm.wake_up()
-        except RuntimeError as error:
-            raise RuntimeError(
-                "vLLM slept, and its memory is taken: lower VLLM_MEMORY_GB, or the"
-                f" MICRO_BATCH_TOKENS of the trainer on this GPU ({error})"
-            ) from error
-        self.asleep = False
-
-    @functools.cached_property
-    def base(self):  # the model under LoRA's adapters, on the CPU
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(self.name, dtype=self.dtype)
-
     def _params(self, **params):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -204,49 +134,180 @@ class VLLMPolicy:
         whole = RequestOutputKind.FINAL_ONLY  # one answer, when all completions have ended
         return SamplingParams(**{"detokenize": False} | PLAIN | params, output_kind=whole)
 
+    # --- Weights ----------------------------------------------------------------------
+    @contextlib.contextmanager
+    def follow(self, step):
+        """In the block the policy has the weights of the model that this rank trains, as they are
+        after `step` updates. It rests after it."""
+        if self.step != step:
+            self._take_weights()
+            self.step = step
+        try:
+            yield
+        finally:
+            self.rest()
 
-def set_environment():
-    """Tells vLLM, before it is imported, that this process is not one of several ranks, and leaves
-    it the allocator that it was made for: its sleep and its all-reduce need segments that do not
-    grow (vLLM #11743, #40812), which grpo_ref_split.py would choose."""
-    for name in LAUNCHER:
-        os.environ.pop(name, None)
+    def load(self, tensors):
+        """Takes another process's trained_weights, in any float dtype. Raises ValueError, and
+        changes nothing, if they do not fit."""
+        if any(".lora_A." in name for name in tensors):
+            tensors = dict(merge_adapters(self._base, tensors))
+        check_shapes(tensors, self._shapes)  # vLLM would keep what is missing, silently
+        self.loaded = {name: tensors[name].contiguous() for name in self._shapes}
+        self._take_weights()
+
+    def rest(self):
+        """With VLLM_SLEEP: frees the GPU's memory until the next call. The weights are dropped
+        (level 2), as whoever is in this process still has them."""
+        if self.sleeps and not self.asleep:
+            self.llm.sleep(level=2)
+            self.asleep = True
+
+    def close(self):
+        """Ends the engine, but not the trainer's process group, which vLLM would destroy with its
+        own; at exit it would do so after the trainer, and print a traceback."""
+        destroy = torch.distributed.destroy_process_group
+        torch.distributed.destroy_process_group = lambda group=None: group and destroy(group)
+        try:
+            self.llm.llm_engine.engine_core.shutdown()
+        finally:
+            torch.distributed.destroy_process_group = destroy
+
+    def _wake(self):
+        if self.asleep:
+            self._take_weights()
+
+    def _take_weights(self):
+        """Gives vLLM the living weights, or those that were loaded; wakes it, if it sleeps, one
+        part after the other: there may be no room for all at once."""
+        self._wake_up("weights")
+        if self.model is None:
+            self._reload(self.loaded.items())
+        else:
+            trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+            with adapters_off(self.model):
+                self._reload(merge_adapters(self.model, trained))
+        self.llm.apply_model(refresh_head)
+        self._wake_up("kv_cache")
+        self.asleep = False
+        if not self.llm.reset_prefix_cache():  # keys and values of the old weights
+            raise RuntimeError("vLLM did not empty its prefix cache: is it sampling meanwhile?")
+
+    def _wake_up(self, part):
+        if not self.asleep:
+            return
+        try:
+            self.llm.wake_up(tags=[part])
+        except RuntimeError as error:
+            raise RuntimeError(
+                "vLLM slept, and its memory is taken: lower VLLM_CACHE_GB, or the"
+                f" MICRO_BATCH_TOKENS of the trainer on this GPU ({error})"
+            ) from error
+
+    def _reload(self, pairs):
+        if not self.parallel:
+            self.llm.collective_rpc(reload, args=(pairs, self.dtype))
+            return
+        # to other processes, through a file: all of them read what they need of it
+        with tempfile.TemporaryDirectory(prefix="grpo-vllm-") as folder:
+            safetensors.torch.save_file(dict(pairs), f"{folder}/policy")
+            self.llm.collective_rpc(reload, args=(f"{folder}/policy", self.dtype))
+
+    @functools.cached_property
+    def _shapes(self):  # {name: tensor without memory} of what load() takes
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.name))
+        return dict(model.named_parameters())
+
+    @functools.cached_property
+    def _base(self):  # the model under LoRA's adapters, on the CPU
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.name, dtype=self.dtype)
+
+
+# --- The start ------------------------------------------------------------------------
+def start(c, policy, on_gpu):
+    """Returns vLLM's engine."""
+    # In a thread, as an error that vLLM catches here keeps the frames of its stack, main()'s too
+    in_background(importlib.import_module, "vllm.entrypoints.llm").join()
+    from vllm import LLM
+
+    return LLM(
+        c.MODEL,
+        dtype=policy.dtype,
+        seed=c.SEED,
+        # A rank is on the GPU that LOCAL_RANK names, and in the trainer's process group: with the
+        # default all ranks would be on the first. A worker has processes of its own
+        distributed_executor_backend="external_launcher" if policy.model is not None else None,
+        tensor_parallel_size=c.TENSOR_PARALLEL,
+        max_model_len=policy.max_tokens,
+        max_num_seqs=c.SAMPLE_BATCH,
+        kv_cache_memory_bytes=int(c.VLLM_CACHE_GB * 1e9),  # given, so that nothing is profiled
+        gpu_memory_utilization=0.01,  # of which vLLM asks only whether so much is free
+        enforce_eager=not on_gpu,  # compile on a GPU only
+        enable_chunked_prefill=on_gpu,  # on a CPU a seeded request cut in two crashes
+        enable_prefix_caching=True,  # a group's prompt runs once
+        enable_sleep_mode=c.VLLM_SLEEP,
+        logprobs_mode="processed_logprobs",  # of what is sampled: after temperature and mask
+        generation_config="vllm",  # nothing of the model's own
+        skip_tokenizer_init=not c.STOP_STRINGS,  # ids in, ids out; strings it finds in the text
+        use_tqdm_on_load=False,
+    )
+
+
+@contextlib.contextmanager
+def quiet_and_undone(parallel):
+    """In the block vLLM starts, without chatter. What it changes in this process is undone: torch's
+    threads, on a CPU even the function that sets them, and variables, of which LOCAL_WORLD_SIZE
+    and LD_PRELOAD would mislead others."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
-    own = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    if own in (None, "expandable_segments:True"):  # a preset may have imported that file
-        allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = allocator
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would report to its makers
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    set_threads = torch.set_num_threads
+    if parallel:  # the all-reduce of its processes needs segments that do not grow (vLLM #40812)
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        os.environ.clear()
+        os.environ.update(environment)
 
 
-def check_device(memory, tensor_parallel, sleep):
-    """Raises SystemExit with a sentence if the device does not offer these: VLLM_MEMORY_GB,
-    TENSOR_PARALLEL, VLLM_SLEEP."""
+def check_device(c, in_rank):
+    """Raises SystemExit with a sentence if the device does not offer what the constants say."""
     gpus = torch.accelerator.device_count()
-    if sleep and not gpus:
+    if c.VLLM_SLEEP and not gpus:
         raise SystemExit("VLLM_SLEEP = True needs a GPU: on a CPU vLLM has no memory to give back")
-    if gpus and tensor_parallel > gpus:  # on a CPU vLLM shares out the cores
+    if c.TENSOR_PARALLEL > 1 and in_rank:
         raise SystemExit(
-            f"TENSOR_PARALLEL = {tensor_parallel} needs as many GPUs, and there are {gpus}"
+            f"TENSOR_PARALLEL = {c.TENSOR_PARALLEL} is for workers: each rank has the whole model"
+        )
+    if gpus and c.TENSOR_PARALLEL > gpus:  # on a CPU vLLM shares out the cores
+        raise SystemExit(
+            f"TENSOR_PARALLEL = {c.TENSOR_PARALLEL} needs as many GPUs, and there are {gpus}"
             " (CUDA_VISIBLE_DEVICES)"
         )
-    if gpus:
-        free, total = (size / 1e9 for size in torch.accelerator.get_memory_info())
-        if memory > free:
-            raise SystemExit(
-                f"VLLM_MEMORY_GB = {memory}, but of this GPU's {total:.1f} GB {free:.1f} are free:"
-                " lower it, or start the worker before the trainer"
-            )
+    if gpus and c.VLLM_CACHE_GB * 1e9 > (free := torch.accelerator.get_memory_info()[0]):
+        raise SystemExit(
+            f"VLLM_CACHE_GB = {c.VLLM_CACHE_GB}, but {free / 1e9:.1f} GB of this GPU are free:"
+            " lower it"
+        )
 
 
 # --- What runs in vLLM's own processes, where there are several -------------------------
 def reload(worker, weights, dtype):
-    """Replaces the weights by tensors, or those of a safetensors file."""
+    """Replaces the weights by (name, tensor) pairs, or by those of a safetensors file."""
     if isinstance(weights, str):
-        weights = safetensors.torch.load_file(weights)
+        weights = safetensors.torch.load_file(weights).items()
     # Cast here, as vLLM warns for each tensor that it casts; a generator, to hold one copy
-    cast = ((name, tensor.to(getattr(torch, dtype))) for name, tensor in weights.items())
+    cast = ((name, tensor.to(getattr(torch, dtype))) for name, tensor in weights)
     worker.reload_weights(weights_iterator=cast)
 
 

@@ -1,5 +1,6 @@
 """What the trainer's constants must be; checked before anything heavy starts."""
 
+import importlib.util
 import re
 
 from grpo import constants
@@ -15,13 +16,14 @@ def address(what, pattern):
 KINDS = [  # (kind, constants)
     (WHOLE, """PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS STEPS
         EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
-        REWARD_TIMEOUT_SECONDS MAX_BAD_STEPS IDLE_LIMIT"""),
+        REWARD_TIMEOUT_SECONDS MAX_BAD_STEPS IDLE_LIMIT TENSOR_PARALLEL"""),
     (COUNT, """LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED EVAL_STEPS PUBLISH_STEPS
         MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS REWARD_PROCESSES"""),
     (NUMBER, """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
-        MAX_GRAD_NORM STOP_ACCURACY"""),
-    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES RECOMPUTE_OLD_LOGPS
-        FUSED_LOSS SHARE_PROMPTS OFFLOAD_OPTIMIZER RESUME KEEP_BEST REFERENCE_ON_CPU"""),
+        MAX_GRAD_NORM STOP_ACCURACY VLLM_CACHE_GB"""),
+    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
+        FUSED_LOSS SHARE_PROMPTS OFFLOAD_OPTIMIZER RESUME KEEP_BEST REFERENCE_ON_CPU
+        VLLM_SLEEP"""),
     (TEXT, "MODEL TASK RUN_DIR EVAL_SPLIT"),
     (list_of("texts, none of them empty", TEXT[1]), "STOP_TOKENS STOP_STRINGS"),
     (or_("auto", WHOLE), "MICRO_BATCH_TOKENS SAMPLE_BATCH"),
@@ -30,6 +32,7 @@ KINDS = [  # (kind, constants)
     (one_of(*LOSS_TYPES), "LOSS_TYPE"),
     (one_of(*OBJECTIVES), "OBJECTIVE"),
     (one_of("token", "sequence"), "RATIO_LEVEL"),
+    (one_of("torch", "vllm"), "SAMPLER"),
     (one_of(*SCHEDULES), "LR_SCHEDULE"),
     (one_of("outcome", "reward", False, True), "SKIP_FLAT_GROUPS"),
     (list_of("numbers from 0 on", NUMBER[1]), "ADAM_BETAS"),
@@ -43,6 +46,9 @@ KINDS = [  # (kind, constants)
 ]  # fmt: skip
 RELATIONS = [  # (constant, what it must be, whether it is), of constants of the right kinds
     ("GROUP_SIZE", "2 or more: completions of a group are compared", lambda c: c.GROUP_SIZE >= 2),
+    ("SAMPLER", "'torch' without vLLM: pip install -e .[vllm]",
+     lambda c: c.SAMPLER == "torch" or importlib.util.find_spec("vllm")),
+    ("VLLM_CACHE_GB", "above 0", lambda c: c.VLLM_CACHE_GB > 0),
     ("SAMPLE_BATCH", "GROUP_SIZE or more: groups stay whole",
      lambda c: c.SAMPLE_BATCH == "auto" or c.SAMPLE_BATCH >= c.GROUP_SIZE),
     ("TEMPERATURE", "above 0, or a group's completions are all equal", lambda c: c.TEMPERATURE > 0),

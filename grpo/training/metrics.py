@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 
 from grpo.log import say
-from grpo.proof import EVIDENCE, MISMATCH, check_first_update
+from grpo.proof import EVIDENCE, MISMATCH, check_reference
 from grpo.sampling.rollout import sampled_and_rewarded, tally, tally_of
 from grpo.stop import stop
 from grpo.training.ranks import add_up, all_or_none
 
 PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
 LOSS = ("ratio", "kl", "clip_low", "clip_high", "entropy")  # of what grpo_loss returns, per token
-SAMPLER = ("mismatch", "sampler_ratio", "sampler_k3", "tilt", "surprise")  # trainer against sampler
+SAMPLER = ("mismatch", "sampler_ratio")  # trainer against sampler
+FRESH = ("fresh", "sampler_k3", "tilt", "surprise")  # the same, of tokens that this policy sampled
 MAX_GAP = "sampling/sampling_logp_difference/max"
 NAMES = {  # TRL's
     "clip_low": "clip_ratio/low_mean",
@@ -61,18 +62,17 @@ class TokenStats:
 
     def __init__(self, device):
         # float64: sums over a million tokens
-        self.sums = torch.zeros(2 + len(LOSS + SAMPLER), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2 + len(LOSS + SAMPLER + FRESH), dtype=torch.float64, device=device)
         self.largest = torch.zeros(2, device=device)  # mismatch, sampler_ratio
         self.device = device
 
     def add(self, loss, per_token):
         """Adds a micro-batch of this rank: its part of the step's loss, a scalar, and tensors (N,)
-        by name: grpo_loss's stats and "sampler_logps"."""
-        values = per_token | sampler_stats(
-            per_token["logps"], per_token["entropy"], per_token["sampler_logps"]
-        )
+        by name: grpo_loss's stats, "sampler_logps" and "fresh" (Sequence, 1 or 0)."""
+        names = "logps", "entropy", "sampler_logps", "fresh"
+        values = per_token | sampler_stats(*(per_token[name] for name in names))
         tokens = torch.ones_like(per_token["logps"]).sum()
-        sums = [loss.detach(), tokens, *(values[name].sum() for name in LOSS + SAMPLER)]
+        sums = [loss.detach(), tokens, *(values[name].sum() for name in LOSS + SAMPLER + FRESH)]
         self.sums += torch.stack([value.double() for value in sums])
         largest = torch.stack([values["mismatch"].max(), values["sampler_ratio"].max()])
         self.largest = torch.maximum(self.largest, largest)  # NaN stays NaN
@@ -84,11 +84,13 @@ class TokenStats:
         self.largest = torch.cat([self.largest, peak])
         dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
         loss, tokens, *sums = self.sums.tolist()
-        sums = dict(zip(LOSS + SAMPLER, sums, strict=True))
-        tilt, surprise = sums.pop("tilt"), sums.pop("surprise")
+        sums = dict(zip(LOSS + SAMPLER + FRESH, sums, strict=True))
+        fresh, k3, tilt, surprise = (sums.pop(name) for name in FRESH)
         means = {NAMES.get(name, name): total / tokens for name, total in sums.items()}
         names = MAX_GAP, "sampler_ratio_max", "gpu_memory_gb"  # the last on a GPU
         largest = dict(zip(names, self.largest.tolist(), strict=False))
+        if fresh:
+            means["sampler_k3"] = k3 / fresh
         if surprise > EVIDENCE:  # with fewer tokens it would be noise
             means["sampler_tilt"] = tilt / surprise
         return {"loss": loss} | means | largest
@@ -96,15 +98,17 @@ class TokenStats:
 
 def check_update(run, metrics, sequences):
     """Raises RuntimeError, on all ranks alike, after too many updates in a row that were not
-    finite, or if the first one is not what theory says."""
+    finite, or if the first one has another reference than it should."""
     progress, c = run.progress, run.c
     if metrics["skipped"]:
         run.folder.bad_step(progress, sequences, metrics, limit=c.MAX_BAD_STEPS)
         return
     progress.bad = 0
     if not progress.checked:
-        said = check_first_update(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
-        say(f"the first update is as it should be: {said}")
+        check_reference(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
+        found = {k: metrics[k] for k in ("sampler_k3", "sampler_tilt", "kl") if k in metrics}
+        found = ", ".join(f"{name} {value:.1g}" for name, value in found.items())
+        say(f"the first update is as it should be: {found}")
     progress.checked = True
 
 
@@ -117,31 +121,32 @@ def peak_gb(device):
     return [peak]
 
 
-def sampler_stats(logps, entropy, sampler_logps):
+def sampler_stats(logps, entropy, sampler_logps, fresh):
     """Returns, per token, how far the trainer's log-probs are from the sampler's; all are (N,). Of
-    tokens that the sampler drew, mean k3 estimates KL(sampler || trainer)."""
+    tokens that this policy has sampled, `fresh`, mean k3 estimates KL(sampler || trainer)."""
     gap, surprise = logps - sampler_logps, logps + entropy
     return {
         "mismatch": gap.abs(),
         "sampler_ratio": gap.exp(),
-        "sampler_k3": gap.expm1() - gap,
+        "sampler_k3": fresh * (gap.expm1() - gap),
         # Ours: surprise is how far a log-prob is above its mean, -entropy. A sampler at (1 + x)
         # times the temperature gives log-probs that differ by x * surprise, to first order: x, the
         # tilt, is the slope of gap on surprise, in which noise averages out
-        "tilt": gap * surprise,
-        "surprise": surprise**2,
+        "tilt": fresh * gap * surprise,
+        "surprise": fresh * surprise**2,
     }
 
 
 # --- Over what was sampled ------------------------------------------------------------
-def evaluate(policy, recipe, prompts):
-    """Collective: returns greedy accuracy (OUTCOME > 0) and the positive share of each reward, both
-    over the answers to which it applied (absent if it applied to none), the truncated share and the
-    mean length. Begins no question once the run is asked to stop."""
+def evaluate(policy, step, recipe, prompts):
+    """Collective: returns greedy accuracy (OUTCOME > 0) of the policy after `step` updates, and the
+    positive share of each reward, both over the answers to which it applied (absent if it applied
+    to none), the truncated share and the mean length. Begins no question once the run is asked to
+    stop."""
     count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
     mine = itertools.takewhile(lambda _: not stop.asked, mine)
     greedy = recipe.others(GROUP_SIZE=1, TEMPERATURE=0)
-    with all_or_none("evaluating"):  # collective
+    with all_or_none("evaluating"), policy.follow(step):  # collective
         for sampled in sampled_and_rewarded(policy, greedy, mine, seed=0):
             count.update(tally(recipe, sampled))
             count.update({f"positive_{name}": int(r > 0) for name, r in sampled[2][0].items()})

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo.log import say
-from grpo.sampling.policy import Policy, make_policy
+from grpo.sampling.policy import Policy, make_policy, make_sampler
 from grpo.sampling.rollout import Stream
 from grpo.sampling.task import Recipe
 from grpo.training.checkpoint import Progress, open_run
@@ -25,6 +25,7 @@ class Run:
 
     c: object  # the trainer's module: its attributes are the constants
     policy: Policy
+    sampler: object  # what samples with its weights: the policy itself, or a VLLMPolicy
     engine: object  # DeepSpeed's, around a CompletionModel of the policy's model
     recipe: Recipe  # what is sampled and how it is rewarded
     stream: Stream  # this rank's prompts
@@ -37,6 +38,13 @@ class Run:
     laps: list = field(default_factory=list)  # ... and of all steps made
     idle_reason: str = ""  # why the newest step that trained nothing had nothing
 
+    def close(self):
+        self.sampler.close()
+        if self.workers:
+            self.workers.close()
+        for reporter in self.folder.reporters:
+            reporter.close()
+
 
 def start_run(c, tokenizer, recipe, questions, server):
     """Collective: returns the Run, new or resumed. `server` is a RefServer, or None."""
@@ -44,6 +52,7 @@ def start_run(c, tokenizer, recipe, questions, server):
     say(f"curves and samples while it runs: python plot.py live {Path(c.RUN_DIR).parent}")
     policy = make_policy(c, tokenizer)
     reference = make_reference(c, policy, server)  # MODEL itself, before a checkpoint is loaded
+    sampler = make_sampler(c, policy)  # collective; before sizes, which have what it leaves
     fit_sizes(c, policy)  # collective; with the reference's copy, if there is one, on the GPU
     engine = make_engine(c, policy)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
@@ -55,6 +64,8 @@ def start_run(c, tokenizer, recipe, questions, server):
             workers.publish(progress.step)
     reporters = [Reporter(to, c, progress) for to in c.REPORT_TO] if rank == 0 else []
     folder = RunFolder(c.RUN_DIR, reporters)
+    clock = Clock()
     return Run(
-        c, policy, engine, recipe, stream, questions, progress, reference, workers, folder, Clock()
-    )
+        c, policy, sampler, engine, recipe, stream, questions, progress, reference, workers, folder,
+        clock,
+    )  # fmt: skip

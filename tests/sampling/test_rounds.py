@@ -4,6 +4,7 @@ The sampler's own rules run here, of all ranks, with a decoder that only counts 
 GPU a decoded column costs the same for 8 sequences as for 64.
 """
 
+import contextlib
 import random
 import statistics
 from types import SimpleNamespace
@@ -62,6 +63,9 @@ class CountingPolicy:
         settings |= {"temperature": 0, "eos_ids": {1}, "vocab_size": 2, "generator": None}
         return stream_groups(model, prompts, **settings)
 
+    def follow(self, step):
+        return contextlib.nullcontext()
+
     def text(self, completion):
         return str(len(completion.ids))
 
@@ -109,10 +113,10 @@ def steps_of(patch, flat_share, number):
         run.stream, steps = Stream(recipe.prompts, 0, rank, RANKS), []
         run.reference = NoReference()
         for run.progress.step in range(number):
-            run.policy = CountingPolicy()
+            run.sampler = CountingPolicy()
             groups, metrics, _ = trainer.sample_step(run)
             usable = metrics["groups_sampled"] * (1 - metrics["frac_outcome_zero_std"])
-            steps.append((run.policy.columns, groups, usable, run.progress.flat_share))
+            steps.append((run.sampler.columns, groups, usable, run.progress.flat_share))
         return steps
 
     steps = []

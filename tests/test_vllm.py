@@ -1,6 +1,5 @@
-"""The vLLM policy against a transformers forward: what it samples, and whose weights it holds.
-
-Needs the venv of requirements-vllm.txt; skipped elsewhere. Five minutes on two cores.
+"""vLLM's policy against a transformers forward: what it samples, and whose weights it holds; then
+in the trainer's ranks, and in a worker. `make vllm-test` installs vLLM and runs this: ten minutes.
 """
 
 import json
@@ -9,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 pytest.importorskip("vllm")
 import counting
 from lengths import check_lengths, save_model
+from processes import command_of, kill, launch, start
 
 from demo import free_port
 from grpo.proof import MISMATCH, check_proof
@@ -24,6 +25,7 @@ from grpo.sampling.vllm_policy import VLLMPolicy
 from grpo.tiny_model import make_tokenizer
 from tasks import arithmetic
 
+pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).parent.parent
 V = 400  # ids of the tokenizer that these models stand for
 CONTEXT = 256
@@ -33,6 +35,11 @@ CONFIG_EOS = 5  # the model's own idea, which must not count
 NOISE = 2e-4
 LONG = [20 + i % 300 for i in range(140)]  # over one block of the prefix cache, of 128 tokens
 PROMPTS = [LONG, [30, 31, 32, 33]]
+CONSTANTS = {"GROUP_SIZE": 8, "SAMPLE_BATCH": 256, "STOP_TOKENS": [], "STOP_STRINGS": [], "SEED": 0}
+CONSTANTS |= {"MAX_PROMPT_TOKENS": 200, "MAX_COMPLETION_TOKENS": CONTEXT - 200, "DTYPE": "float32"}
+CONSTANTS |= {"VLLM_CACHE_GB": 0.2, "VLLM_SLEEP": False, "TENSOR_PARALLEL": 1}
+IDS = {f"id {number}": number for number in range(V)}
+TOKENIZER = SimpleNamespace(eos_token_id=11, get_vocab=lambda: IDS)  # no text is asked for
 
 
 def make_model(*, tied, rows, seed):
@@ -80,19 +87,9 @@ class Case:
         self.old = make_model(tied=tied, rows=rows, seed=0)
         self.new = make_model(tied=tied, rows=rows, seed=1)
         self.old.save_pretrained(folder)
-        self.policy = VLLMPolicy(
-            str(folder),
-            None,  # no text is asked for
-            dtype="float32",
-            eos_ids=EOS,
-            vocab_size=V,
-            max_tokens=CONTEXT,
-            max_sequences=256,
-            seed=0,
-            memory=0.2,
-            tensor_parallel=tensor_parallel,
-            sleep=False,
-        )
+        constants = CONSTANTS | {"MODEL": str(folder), "TENSOR_PARALLEL": tensor_parallel}
+        self.policy = VLLMPolicy(SimpleNamespace(**constants), TOKENIZER)
+        self.policy.eos_ids = sorted(EOS)
 
     def sample(self, prompts, *, group_size=8, max_new_tokens=40, temperature=0.8, seed=0):
         return self.policy.sample(
@@ -117,11 +114,7 @@ class Case:
 def shared(request, tmp_path_factory):
     """One policy for the tests of a parameter: it takes seconds to start."""
     tied = request.param == "tied, padded"
-    launcher = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "0.0.0.1", "MASTER_PORT": "1"}
-    os.environ.update(launcher)  # as if DeepSpeed had started us
-    case = Case(tmp_path_factory.mktemp("model"), tied=tied, rows=416 if tied else V)
-    assert not launcher.keys() & os.environ.keys()
-    return case
+    return Case(tmp_path_factory.mktemp("model"), tied=tied, rows=416 if tied else V)
 
 
 @pytest.fixture
@@ -330,7 +323,15 @@ def test_a_prompt_without_room_for_a_token_is_refused(case):
     assert max(case.distances(case.old)) < NOISE  # and it samples on
 
 
+def test_greedy_is_the_models_argmax(case):
+    ((one,),) = case.sample([PROMPTS[1]], group_size=1, temperature=0)
+    exact = log_probs(case.old, PROMPTS[1], one.ids)
+    assert exact.argmax(-1).tolist() == one.ids
+    assert distance(case.old, PROMPTS[1], one.ids, one.logps) < NOISE
+
+
 def test_broken_weights_are_told(case):
+    # Runs last in its module's order: NaN stays in the KV cache, where vLLM multiplies it by 0
     case.policy.load({name: tensor * float("nan") for name, tensor in weights(case.new).items()})
     with pytest.raises(RuntimeError, match="not finite"):
         case.sample(PROMPTS)
@@ -338,7 +339,7 @@ def test_broken_weights_are_told(case):
 
 PARALLEL = """
 import sys
-import test_vllm_worker as tests
+import test_vllm as tests
 
 if __name__ == "__main__":
     case = tests.Case(sys.argv[1], tied=True, rows=416, tensor_parallel=2)
@@ -362,30 +363,21 @@ def test_two_processes_that_share_a_model_sample_it_and_take_new_weights(tmp_pat
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-# --- The worker, with trainer and server -----------------------------------------------
-TRAINERS_PYTHON = ROOT / ".venv/bin/python"  # vLLM's venv has no DeepSpeed
-
-
-@pytest.mark.skipif(not TRAINERS_PYTHON.exists(), reason="no .venv, which `make test` builds")
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_trainer_that_samples_nothing_learns_from_vllm(tmp_path, lora_rank):
-    """The first update checks vLLM's log-probs against the trainer's; each pull has its proof."""
+# --- In the trainer's ranks -------------------------------------------------------------
+@pytest.fixture
+def constants(tmp_path):
+    """-> those of a short run that samples with vLLM."""
     tokenizer, model = make_tokenizer(arithmetic), make_model(tied=True, rows=416, seed=0)
     model.config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    port = free_port()
-    name = str(tmp_path / "model")
-    server = {"MODEL": name, "PORT": int(port)}
-    trainer = {
-        "MODEL": name,
+    return {
+        "MODEL": str(tmp_path / "model"),
         "TASK": "even",  # random text earns different rewards
         "RUN_DIR": str(tmp_path / "run"),
-        "REF_SERVER": f"http://127.0.0.1:{port}",
-        "PUBLISH_STEPS": 1,
-        "TRAINER": f"http://127.0.0.1:{free_port()}",
-        "TRAINER_SAMPLES": False,
-        "LORA_RANK": lora_rank,
+        "REF_SERVER": None,
+        "SAMPLER": "vllm",
+        "VLLM_CACHE_GB": 0.2,
         "PROMPTS_PER_STEP": 4,
         "GROUP_SIZE": 4,
         "SAMPLE_BATCH": 8,
@@ -395,52 +387,101 @@ def test_a_trainer_that_samples_nothing_learns_from_vllm(tmp_path, lora_rank):
         "MASK_TRUNCATED": False,
         "LEARNING_RATE": 1e-2,
         "WARMUP_STEPS": 1,
-        "STEPS": 8,  # a slow worker skips policies
+        "STEPS": 3,
         "EVAL_QUESTIONS": 8,
     }
-    worker = {f"grpo_ref_split.{k}": v for k, v in trainer.items()} | {"VLLM_MEMORY_GB": 0.2}
-    preset = str(ROOT / "tests/preset.py")
-    commands = {
-        "server": [TRAINERS_PYTHON, preset, "ref_server", json.dumps([server])],
-        "worker": [sys.executable, preset, "vllm_worker", json.dumps([worker])],
-        "trainer": [TRAINERS_PYTHON, preset, "grpo_ref_split", json.dumps([trainer])],
+
+
+def metrics_of(constants):
+    """-> the metrics of each step, in order."""
+    lines = Path(constants["RUN_DIR"], "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
+
+
+@pytest.mark.parametrize("ranks, changes", [
+    (1, {}),
+    (1, {"LORA_RANK": 4, "STOP_STRINGS": ["7"]}),
+    (2, {"UPDATES_PER_ROLLOUT": 2}),
+])  # fmt: skip
+def test_ranks_sample_and_resume(constants, tmp_path, ranks, changes):
+    """A second main() in the process needs the process group, which vLLM would destroy."""
+    first = constants | changes
+    second = first | {"STEPS": 6}
+    command = command_of("grpo_ref_split", first, second)
+    output = launch(ranks, command, tmp_path / "log", timeout=300)
+    steps = metrics_of(first)
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    checked = [record["sampler_k3"] for record in steps if "sampler_k3" in record]
+    assert len(checked) == (4 if changes.get("UPDATES_PER_ROLLOUT") else 6)
+    assert max(checked) < 1e-9 and min(r["grad_norm"] for r in steps) > 1e-4
+    assert "resumes" in output and "Traceback" not in output
+    chatter = [line for line in output.splitlines() if re.search("vllm", line)]
+    assert not chatter
+    threads = re.findall(r"(\d+) threads of each rank", output)
+    assert set(threads) == {str(max(1, len(os.sched_getaffinity(0)) // ranks))}
+
+
+STALE = """
+import json, sys
+sys.path[:0] = {paths!r}
+import grpo_ref_split
+from grpo.sampling import vllm_policy
+
+reload, kept = vllm_policy.reload, {{}}
+
+def stale(worker, weights, dtype):
+    forgets = lambda name: "layers.1.mlp" in name
+    pairs = [(n, kept.setdefault(n, w.clone()) if forgets(n) else w) for n, w in weights]
+    reload(worker, pairs, dtype)
+
+vllm_policy.reload = stale
+grpo_ref_split.main(**json.loads(sys.argv[1]))
+"""
+
+
+def test_a_layer_that_a_reload_forgets_ends_the_run(constants, tmp_path):
+    script, environment = tmp_path / "stale.py", os.environ | {"OMP_NUM_THREADS": "1"}
+    script.write_text(STALE.format(paths=[str(ROOT), f"{ROOT}/tests"]))
+    command = [sys.executable, script, json.dumps(constants)]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 1 and "trainer and sampler, of one policy, differ" in done.stderr
+    assert [record["step"] for record in metrics_of(constants)] == [1]
+    assert Path(constants["RUN_DIR"], "step_000002/trainer/state.json").exists()  # what it learned
+
+
+# --- In a worker ------------------------------------------------------------------------
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_trainer_that_samples_nothing_learns_from_vllm(constants, tmp_path, lora_rank):
+    """Each pull has its proof."""
+    trainer = constants | {
+        "LORA_RANK": lora_rank,
+        "PUBLISH_STEPS": 1,
+        "TRAINER": f"http://127.0.0.1:{free_port()}",
+        "TRAINER_SAMPLES": False,
+        "STEPS": 8,  # a slow worker skips policies
     }
-    processes, logs = {}, {role: tmp_path / f"{role}.log" for role in commands}
+    presets = {"grpo_ref_split": trainer | {"SAMPLER": "torch"}, "grpo_ref_split:worker": trainer}
+    processes, logs = {}, {role: tmp_path / f"{role}.log" for role in presets}
     try:
-        for role, command in commands.items():
-            with open(logs[role], "w") as log:
-                output = {"stdout": log, "stderr": subprocess.STDOUT}
-                processes[role] = subprocess.Popen(command, **output)
-        assert processes["trainer"].wait(240) == 0, "\n".join(p.read_text() for p in logs.values())
-        assert processes["worker"].poll() is None, logs["worker"].read_text()
+        for role, preset in presets.items():
+            processes[role] = start(command_of(role, preset), logs[role], OMP_NUM_THREADS="1")
+        done = processes["grpo_ref_split"].wait(240)
+        assert done == 0, "\n".join(log.read_text() for log in logs.values())
+        assert processes["grpo_ref_split:worker"].poll() is None
     finally:
-        for process in processes.values():
-            process.terminate()
-            process.wait(30)
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    steps = [r for r in map(json.loads, lines) if "loss" in r]
+        kill(*processes.values())
+    steps = metrics_of(trainer)
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert steps[0][MISMATCH] < 1e-4 and max(r["grad_norm"] for r in steps[1:]) > 1e-4
     assert max(r["staleness_max"] for r in steps) > 0  # it samples ahead
-    proved = re.findall(r"policy (\d+) of run-", logs["worker"].read_text())
+    proved = re.findall(r"policy (\d+) of run-", logs["grpo_ref_split:worker"].read_text())
     assert len(proved) > 2 and proved == sorted(proved)
 
 
 def test_the_vllm_worker_does_not_favour_short_completions(tmp_path):
     """As test_lengths.py."""
-    pytest.importorskip("waitress")  # by which the trainer's side serves
     folder, tokenizer = save_model(tmp_path / "model"), counting.make_tokenizer()
-    policy = VLLMPolicy(
-        folder,
-        tokenizer,
-        dtype="float32",
-        eos_ids={counting.SPECIALS.index("<eos>")},
-        vocab_size=len(tokenizer),
-        max_tokens=512,
-        max_sequences=64,
-        seed=0,
-        memory=0.2,
-        tensor_parallel=1,
-        sleep=False,
-    )
+    own = {"MODEL": folder, "SAMPLE_BATCH": 64, "MAX_COMPLETION_TOKENS": 312}
+    policy = VLLMPolicy(SimpleNamespace(**CONSTANTS | own), tokenizer)
+    policy.eos_ids = [counting.SPECIALS.index("<eos>")]
     check_lengths(policy, folder, rows=64)
