@@ -78,7 +78,7 @@ def test_the_room_is_divided_among_the_workers_that_are_heard_of(side, monkeypat
 
 
 def test_a_worker_without_a_printable_name_is_refused(side):
-    for query in ("", "worker=", "worker=%0A", "worker=" + "x" * 300):
+    for query in ("", "worker=", "worker=%0A", "worker=%FF", "worker=" + "x" * 300):
         assert refused(call(side.app, "GET", "/policy", QUERY_STRING=query), 400)
     assert side.heard == {}
 
