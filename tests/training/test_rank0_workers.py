@@ -197,11 +197,11 @@ def test_a_worker_waits_for_room_longer_than_for_an_answer(side, no_pause):
 
 def test_groups_of_another_run_or_of_undone_steps_are_not_wanted(side):
     publish(side, 5)
+    trainer = Trainer(side.c.TRAINER, 5)
     for changes in ({"run": "another"}, {"version": 6}):
-        status, answer = post(side, sample_of(side, **changes))
-        assert status == 200 and json.loads(answer)["refused"]
+        assert trainer.put_group(sample_of(side, **changes))
     assert not side.groups
-    assert post(side, sample_of(side, version=5)) == (200, b'{"refused": ""}')
+    assert trainer.put_group(sample_of(side, version=5)) == "" and side.groups
 
 
 def ids(*values):
