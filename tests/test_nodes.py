@@ -65,17 +65,13 @@ def losses(folder):
     return [(r["step"], r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r]
 
 
-def write_commands(folder, commands):
-    for name, text in commands.items():
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / name).chmod(stat.S_IRWXU)
-
-
 def start_slurm(folder, preset, log):
     """Runs the page's batch file with a `srun` of our own; returns the processes of its tasks."""
     (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", PAGE, re.DOTALL)
     folder.mkdir()
-    write_commands(folder, COMMANDS)
+    for name, text in COMMANDS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(stat.S_IRWXU)
     job = {"SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NODELIST": "gpu[01-02]"}
     job["PATH"] = f"{folder}:{os.environ['PATH']}"
     script = script.replace("29500", free_port())
@@ -125,24 +121,3 @@ def test_a_node_is_killed_and_the_run_resumes_under_another_launcher(preset, tmp
     assert losses(disks[0] / "run") == losses(shared / "run")
     weights = [folder / "run/step_000006/model.safetensors" for folder in (disks[0], shared)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-def test_a_hostfile_hands_on_the_token_only_by_a_file(preset, tmp_path, monkeypatch):
-    """As the page says: pdsh, by which deepspeed starts the ranks, gets it from .deepspeed_env."""
-    from deepspeed.launcher import runner
-
-    (command,) = re.findall(r"^    deepspeed (--hostfile hosts grpo\S+)", PAGE, re.MULTILINE)
-    write_commands(tmp_path, {"ssh": "echo 10.0.0.1", "pdsh": 'echo "$@" > pdsh.txt'})
-    (tmp_path / "hosts").write_text("gpu01 slots=8\ngpu02 slots=8\n")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("GRPO_TOKEN", "secret")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner, "DEEPSPEED_ENVIRONMENT_PATHS", ["."])  # and not the home here
-    monkeypatch.setattr(runner.signal, "signal", lambda *_: None)  # pytest's Ctrl-C stays its own
-    for given in (False, True):
-        if given:
-            Path(".deepspeed_env").write_text("GRPO_TOKEN=secret\n")
-        runner.main(command.split())
-        sent = Path("pdsh.txt").read_text()
-        assert "--node_rank=%n --master_addr=10.0.0.1" in sent and "-w gpu01,gpu02" in sent
-        assert ("export GRPO_TOKEN=secret;" in sent) == given

@@ -107,15 +107,14 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_server_that_does_not_come_back_ends_the_run_which_resumes(tiny, tmp_path, ranks):
+def test_a_server_that_does_not_come_back_ends_the_run_which_resumes(tiny, tmp_path):
     """After WAIT_LIMIT_SECONDS: an error without a traceback, and the last step is saved."""
     log = tmp_path / "log"
     with Server(tiny, tmp_path) as server:
         preset = preset_of(tiny, tmp_path / "run", server.url, SAVE_STEPS=NEVER, EVAL_STEPS=0)
         preset["TASK"] = "arithmetic"
         limited = preset | {"WAIT_LIMIT_SECONDS": 3, "STEPS": NEVER}
-        processes = start_ranks(ranks, command_line("grpo_ref_split.py", limited), log)
+        processes = start_ranks(2, command_line("grpo_ref_split.py", limited), log)
         wait_for_step(tmp_path / "run", 3, processes[0], log)
         kill(server.process)
         assert all(process.wait(60) for process in processes)
@@ -124,7 +123,7 @@ def test_a_server_that_does_not_come_back_ends_the_run_which_resumes(tiny, tmp_p
         assert f"{server.url}/score" in text and "Traceback" not in text
         assert (tmp_path / f"run/step_{made:06d}/trainer/state.json").exists()
         server.start()
-        launch(ranks, command_of("grpo_ref_split", preset | {"STEPS": made + 2}), log)
+        launch(2, command_of("grpo_ref_split", preset | {"STEPS": made + 2}), log)
     assert [r["step"] for r in steps_in(tmp_path / "run")] == list(range(1, made + 3))
 
 
@@ -213,9 +212,9 @@ def test_a_run_saves_its_last_step_also_where_nobody_reads_its_output_any_more(t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["rank", "launcher", "its child", "Ctrl-C"])
-def test_ranks_end_when_one_of_them_or_their_launcher_does(tiny, tmp_path, victim):
-    """Ctrl-C in a terminal comes to them all. They save their last step, but where one is gone."""
+@pytest.mark.parametrize("victim", ["launcher", "Ctrl-C"])
+def test_ranks_end_when_their_launcher_does(tiny, tmp_path, victim):
+    """Ctrl-C in a terminal comes to them all. They save their last step."""
     preset = preset_of(tiny, tmp_path / "run", **ENDLESS)
     launcher = start_launcher(2, command_of("grpo_ref_split", preset), tmp_path / "log")
     try:
@@ -227,30 +226,24 @@ def test_ranks_end_when_one_of_them_or_their_launcher_does(tiny, tmp_path, victi
         if victim == "Ctrl-C":
             os.killpg(launcher.pid, signal.SIGINT)
         else:
-            (child,) = [p for p in psutil.Process(launcher.pid).children() if has(p, "launch")]
-            pids = {"rank": ranks[1].pid, "launcher": launcher.pid, "its child": child.pid}
-            os.kill(pids[victim], signal.SIGKILL)
+            os.kill(launcher.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs(ranks, timeout=25)  # deepspeed would kill them after 30
         launcher.wait(30)
         assert not alive
         last = steps_in(tmp_path / "run")[-1]["step"]
-        saved = [path.name for path in (tmp_path / "run").glob("step_*")]
-        assert saved == ([] if victim == "rank" else [f"step_{last:06d}"])
+        assert [path.name for path in (tmp_path / "run").glob("step_*")] == [f"step_{last:06d}"]
     finally:
         kill(launcher)
-
-
-def has(process, word):
-    return any(word in argument for argument in process.cmdline())
 
 
 @pytest.mark.long
 def test_chaos_in_short(tiny, tmp_path):
     """See chaos.py, whose 100 kills end with the demo's accuracy."""
-    preset = preset_of(tiny, "", "", EVAL_STEPS=NEVER)
+    preset = preset_of(tiny, "", "", EVAL_STEPS=NEVER, LORA_RANK=2)
     for name in ("REF_SERVER", "RUN_DIR", "STEPS"):
         del preset[name]
     victims, draw = ["server", "worker", "trainer"], random.Random(0)
     found, records, kills = chaos.run(tmp_path, victims, draw, ranks=2, steps=25, **preset)
     assert found == [] and sum(kills.values()) == 3 - len(victims) > 0
     assert any("eval_accuracy" in r for r in records)
+    assert any(r.get("staleness", 0) > 0 for r in records)  # some groups were the worker's

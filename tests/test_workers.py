@@ -5,13 +5,11 @@ import statistics
 import time
 from contextlib import contextmanager
 
-import pytest
 from processes import (
     QUICK,
     command_of,
     free_port,
     kill,
-    launch,
     records,
     start,
     start_ranks,
@@ -87,21 +85,3 @@ def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
     samplers = {r["sampler"] for r in records(tmp_path / "run", "samples.jsonl")}
     assert samplers and "trainer" not in samplers
     assert not (tmp_path / "run/.policy").exists()
-
-
-@pytest.mark.long
-def test_two_ranks_and_a_worker_share_the_sampling_of_adapters(tiny, tmp_path):
-    changes = {"LORA_RANK": 2, "LEARNING_RATE": 1e-2, "STEPS": 24, "PROMPTS_PER_STEP": 6}
-    changes |= {"MICRO_BATCH_TOKENS": 64}  # steps long enough for the worker to start meanwhile
-    preset = preset_of(tiny, tmp_path, TRAINER_SAMPLES=True, **changes)
-    with worker(tmp_path, "worker", preset | {"SAMPLE_BATCH": 4}) as (process, log):
-        launch(2, command_of("grpo_ref_split", preset), tmp_path / "trainer.log")
-        assert process.poll() is None, log.read_text()
-    whole = (tiny / "model.safetensors").stat().st_size / 1e6
-    sizes = [float(size) for size in re.findall(r": ([\d.]+) MB in", log.read_text())]
-    assert sizes and max(sizes) < whole / 2  # adapters alone travel
-    steps = steps_of(tmp_path)
-    assert len(steps) == 24 and steps[-1]["grad_norm"] > 1e-4
-    assert all(r["groups_sampled"] >= 6 for r in steps)
-    assert any(0 < r["staleness"] for r in steps)  # some groups were the worker's, and older
-    assert any(r["seconds_sample"] > 0 for r in steps)
