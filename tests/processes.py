@@ -1,8 +1,7 @@
 """The scripts as processes, as the tests start them. Ranks are started as the deepspeed launcher
 does it, by the environment, for the launcher takes ten seconds; test_recovery.py uses the real one.
 Python scripts are forked from a process that has imported what they need, which takes each of them
-seven seconds; what the launcher and test_demo.py start imports for itself, and has a hash seed of
-its own, and what is read from the environment at import."""
+seven seconds."""
 
 import contextlib
 import json
@@ -103,13 +102,12 @@ def start_launcher(ranks, command, log):
     return start([*deepspeed, *command[1:]], log)
 
 
-def launch(ranks, command, log, timeout=200, disks=()):
+def launch(ranks, command, log):
     """Runs ranks to their end; -> their output. Fails with it if one fails."""
-    processes, deadline = start_ranks(ranks, command, log, disks), time.monotonic() + timeout
+    processes, deadline = start_ranks(ranks, command, log), time.monotonic() + 200
     try:
-        while any(p.poll() is None for p in processes):
-            failed = any(p.poll() for p in processes) or time.monotonic() > deadline
-            assert not failed, Path(log).read_text()[-4000:]
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+            assert time.monotonic() < deadline, Path(log).read_text()[-4000:]
             time.sleep(0.05)
     finally:
         kill(*processes)
@@ -161,7 +159,10 @@ def reference_server(folder, model, **constants):
 
 
 def records(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+    """-> the records of a run's file, without one that is being written; [] if there is none."""
+    path = Path(folder, name)
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 TIMES = ("time", "seconds", "tokens_per_second")
@@ -175,10 +176,9 @@ def learned(folder):
 
 def wait_for_step(folder, step, process, log):
     """Returns when metrics.jsonl has the step; fails with the log if the process ends before."""
-    deadline, path = time.monotonic() + 150, Path(folder, "metrics.jsonl")
+    deadline = time.monotonic() + 150
     while time.monotonic() < deadline:
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        if any(r["step"] >= step for r in map(json.loads, lines) if "loss" in r):
+        if any(r["step"] >= step for r in records(folder) if "loss" in r):
             return
         assert process.poll() is None, Path(log).read_text()[-3000:]
         time.sleep(0.02)
