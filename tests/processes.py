@@ -29,12 +29,6 @@ def command_of(role, *presets):
     return [sys.executable, str(PRESET), role, json.dumps(presets)]
 
 
-def command_line(script, preset):
-    """-> the command for a script as a user would type it, with other constants."""
-    words = [f"{name}={value}" for name, value in preset.items()]
-    return [sys.executable, str(PRESET.parent.parent / script), *words]
-
-
 class Forked(NURSERY.Process):
     """A script that runs in a process forked from one that has the imports. As a Popen."""
 
@@ -84,14 +78,11 @@ def start(command, log, **environment):
         return subprocess.Popen(command, **streams, env=environment, start_new_session=True)
 
 
-def start_ranks(ranks, command, log, disks=()):
-    """Starts the ranks of a process group, in the working folders `disks`, a rank each, as if on
-    machines of their own; -> their processes."""
+def start_ranks(ranks, command, log):
+    """Starts the ranks of a process group; -> their processes."""
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks)}
     group |= {"LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}  # as deepspeed calls it
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    for environment, disk in zip(own, disks, strict=False):
-        environment["WORKING_FOLDER"] = str(disk)
     return [start(command, log, **group, **environment) for environment in own]
 
 

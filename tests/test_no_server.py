@@ -1,41 +1,10 @@
-"""The trainer as the only process (REF_SERVER = None): what it learns, also from a reference that
-is refreshed, and where the run resumes."""
+"""The trainer as the only process (REF_SERVER = None): a reference that is refreshed, and resumed."""
 
-import re
-
-import pytest
-from processes import QUICK, command_of, launch, learned, reference_server
+from processes import QUICK, command_of, launch, learned
 from safetensors.torch import load_file
 
 SMALL = QUICK | {"TASK": "even", "MAX_PROMPT_TOKENS": 64, "EVAL_QUESTIONS": 2, "CPU_THREADS": 1}
 WEIGHTS = {0: "model.safetensors", 4: "adapter_model.safetensors"}  # by LORA_RANK
-
-
-@pytest.mark.long
-def test_two_ranks_learn_the_same_with_and_without_a_server_also_where_the_run_resumes(
-    tiny, tmp_path
-):
-    """A resumed run has MODEL as its reference, and not the checkpoint."""
-    shared = SMALL | {"MODEL": str(tiny), "EVAL_QUESTIONS": 1}
-    presets = []
-    with reference_server(tmp_path, tiny) as url:
-        for rank in WEIGHTS:
-            for name, server, starts in (("server", url, [2]), ("alone", None, [1, 2][rank > 0 :])):
-                own = {"RUN_DIR": str(tmp_path / f"{name}_{rank}"), "REF_SERVER": server}
-                own |= {"LORA_RANK": rank}
-                presets += [shared | own | {"STEPS": steps} for steps in starts]
-        output = launch(2, command_of("grpo_ref_split", *presets), tmp_path / "log")
-    assert re.search("the run alone_0-.* resumes from", output)
-    for rank, file in WEIGHTS.items():
-        expected = learned(tmp_path / f"server_{rank}")
-        found = learned(tmp_path / f"alone_{rank}")
-        assert [r["step"] for r in found] == [1, 2] and found[1]["kl"] > 1e-4
-        for one, other in zip(found, expected, strict=True):
-            assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
-        here, there = (
-            load_file(tmp_path / f"{name}_{rank}/final" / file) for name in ("alone", "server")
-        )
-        assert max((here[name] - there[name]).abs().max().item() for name in here) < 1e-5
 
 
 def test_a_refreshed_reference_is_the_policy_of_its_step_also_where_the_run_resumes(tiny, tmp_path):
@@ -47,7 +16,8 @@ def test_a_refreshed_reference_is_the_policy_of_its_step_also_where_the_run_resu
         for name, starts in {"whole": [5], "halves": [3, 5]}.items():
             own = {"LORA_RANK": rank, "RUN_DIR": str(tmp_path / f"{name}_{rank}")}
             presets += [shared | own | {"STEPS": steps} for steps in starts]
-    presets.append(presets[0] | {"RUN_DIR": str(tmp_path / "fixed"), "REFERENCE_REFRESH_STEPS": 0})
+    fixed = presets[0] | {"RUN_DIR": str(tmp_path / "fixed"), "REFERENCE_REFRESH_STEPS": 0}
+    presets += [fixed | {"STEPS": 2}, fixed]  # resumes with MODEL, and not with the checkpoint
     launch(1, command_of("grpo_ref_split", *presets), tmp_path / "log")
     fixed = [r["kl"] for r in learned(tmp_path / "fixed")]
     assert fixed[0] < 1e-9 and min(fixed[1:]) > 1e-4

@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import time
@@ -13,7 +12,6 @@ import psutil
 import pytest
 from processes import (
     QUICK,
-    command_line,
     command_of,
     free_port,
     kill,
@@ -104,64 +102,6 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
     assert all(codes)
     check_same(records(tmp_path / "killed"), records(tmp_path / "whole"))
     assert len(before) >= 4 and len(steps_in(tmp_path / "killed")) == 9
-
-
-@pytest.mark.long
-def test_a_server_that_does_not_come_back_ends_the_run_which_resumes(tiny, tmp_path):
-    """After WAIT_LIMIT_SECONDS: an error without a traceback, and the last step is saved."""
-    log = tmp_path / "log"
-    with Server(tiny, tmp_path) as server:
-        preset = preset_of(tiny, tmp_path / "run", server.url, SAVE_STEPS=NEVER, EVAL_STEPS=0)
-        preset["TASK"] = "arithmetic"
-        limited = preset | {"WAIT_LIMIT_SECONDS": 3, "STEPS": NEVER}
-        processes = start_ranks(2, command_line("grpo_ref_split.py", limited), log)
-        wait_for_step(tmp_path / "run", 3, processes[0], log)
-        kill(server.process)
-        assert all(process.wait(60) for process in processes)
-        made = steps_in(tmp_path / "run")[-1]["step"]
-        text = log.read_text()
-        assert f"{server.url}/score" in text and "Traceback" not in text
-        assert (tmp_path / f"run/step_{made:06d}/trainer/state.json").exists()
-        server.start()
-        launch(2, command_of("grpo_ref_split", preset | {"STEPS": made + 2}), log)
-    assert [r["step"] for r in steps_in(tmp_path / "run")] == list(range(1, made + 3))
-
-
-@pytest.mark.long
-def test_two_machines_with_disks_of_their_own_go_on_as_if_they_had_not_stopped(tiny, tmp_path):
-    """kill -9 of both after step 7, and the second one's part of step 6 is lost: both take step 3,
-    and where the disks change places neither begins. Adapters go on in the same way."""
-    log, disks = tmp_path / "log", [tmp_path / "a", tmp_path / "b"]
-    [disk.mkdir() for disk in disks]
-    whole = preset_of(tiny, "whole", EVAL_STEPS=99)
-    whole |= {"tasks.arithmetic.SIZES": {"train": 99, "test": 8}, "DTYPE": "bfloat16"}
-    killed = whole | {"RUN_DIR": "killed"}
-    ranks = start_ranks(2, command_of("grpo_ref_split", killed), log, disks)
-    wait_for_step(disks[0] / "killed", 7, ranks[0], log)
-    kill(*ranks)
-    for disk, other in (disks, disks[::-1]):
-        shutil.copytree(disk / "killed", other / "swapped")
-    os.remove(disks[1] / "killed/step_000006/trainer/optimizer_1.pt")
-    lora = whole | {"RUN_DIR": "lora", "LORA_RANK": 4, "DTYPE": "float32", "STEPS": 2}
-    presets = [killed, whole, lora | {"STEPS": 1}, lora, lora | {"RUN_DIR": "lora whole"}]
-    presets.append(killed | {"RUN_DIR": "swapped", "LORA_RANK": 0})
-    ranks = start_ranks(2, command_of("grpo_ref_split", *presets), log, disks)
-    codes, output = [rank.wait(150) for rank in ranks], log.read_text()
-    assert codes == [1, 1], output[-4000:]
-    assert "step_000006 is incomplete and is skipped: rank 1 on " in output
-    assert "resumes from killed/step_000003" in output and "resumes from lora/step_000001" in output
-    for pair in [("killed", "whole"), ("lora", "lora whole")]:
-        steps, weights = [], []
-        for folder in [disks[0] / name for name in pair]:
-            steps.append([(r["loss"], r["grad_norm"]) for r in steps_in(folder)])
-            (model,) = folder.glob("step_00000[29]/*.safetensors")
-            weights.append(model.read_bytes())
-        assert steps[0] == steps[1] and weights[0] == weights[1], pair
-    for disk in disks:
-        left = [path.name for path in (disk / "killed").glob("*step*")]
-        assert sorted(left) == ["step_000006", "step_000009"]
-        assert (disk / "killed/.lock").exists()  # no other trainer on either
-    assert "is complete: rank 0 on" in output.split("resumes from lora")[1]
 
 
 def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny, tmp_path):
