@@ -8,7 +8,6 @@ with framing that no client would send. Each refusal must be a sentence in JSON 
 500, or 503; memory must stay flat, and in the end both servers must still serve.
 """
 
-import argparse
 import collections
 import contextlib
 import http.client
@@ -317,11 +316,7 @@ SERVERS = {"ref_server.py": reference, "rank 0": rank_0}
 HEAD = "server | requests | answers | MB after warm-up and each fifth | growth, MB | seconds"
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("count", type=int, help="requests, half of them to each server")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+def main(count, seed=0):
     from measure import facts
     from tiny import make_tiny
 
@@ -333,13 +328,13 @@ def main():
         for name, serve in SERVERS.items():
             with serve(Path(folder), model) as target:
                 start = time.monotonic()
-                memory = target.fuzz(asked.count // 2, asked.seed)
+                memory = target.fuzz(count // 2, seed)
                 seconds = time.monotonic() - start
             answers = ", ".join(f"{n} x {s}" for s, n in sorted(target.statuses.items(), key=str))
             sizes, grown = " ".join(str(m >> 20) for m in memory), (memory[-1] - memory[0]) / 2**20
-            row = name, asked.count // 2, answers, sizes, f"{grown:+.1f}", f"{seconds:.0f}"
+            row = name, count // 2, answers, sizes, f"{grown:+.1f}", f"{seconds:.0f}"
             print("| " + " | ".join(map(str, row)) + " |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

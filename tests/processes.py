@@ -18,6 +18,7 @@ import psutil
 
 from demo import free_port
 
+STARTED = []  # see end_all
 PRESET = Path(__file__).with_name("preset.py")
 NURSERY = multiprocessing.get_context("forkserver")
 IMPORTED = "ref_server grpo_ref_split grpo.sampling.worker deepspeed transformers.models.qwen2"
@@ -71,11 +72,20 @@ def start(command, log, **environment):
     command = [str(word) for word in command]
     Path(log).touch()
     if command[0] == sys.executable:
-        return Forked(command[1:], log, environment)
-    with open(log, "a") as output:
-        streams = {"stdout": output, "stderr": subprocess.STDOUT}
-        environment = os.environ | environment
-        return subprocess.Popen(command, **streams, env=environment, start_new_session=True)
+        process = Forked(command[1:], log, environment)
+    else:
+        with open(log, "a") as output:
+            streams = {"stdout": output, "stderr": subprocess.STDOUT}
+            own = {"env": os.environ | environment, "start_new_session": True}
+            process = subprocess.Popen(command, **streams, **own)
+    STARTED.append(process)
+    return process
+
+
+def end_all():
+    """kill -9 of all that was started and still runs."""
+    kill(*(process for process in STARTED if process.poll() is None))
+    STARTED.clear()
 
 
 def start_ranks(ranks, command, log):

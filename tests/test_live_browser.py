@@ -82,10 +82,7 @@ def test_hostile_text_stays_text(tmp_path):
         for sign, escaped in {"&": "&amp;", "<": "&lt;", ">": "&gt;"}.items():
             text = text.replace(sign, escaped)
         assert text in shown
-    curves = re.findall('<path class="mean"[^>]* d="(M[^"]*)"', body)
-    assert len(curves) == 2 and all(curve.count("L") == 58 for curve in curves)
-    for text in ("0.625 ○", ">1.18<", "<b>59</b>"):
-        assert text in body, text
+    assert len(re.findall('<path class="mean"[^>]* d="M[^"]*"', body)) == 2
     for id in ("last", "facts", "runs", "metrics", "model"):
         assert re.search(f'id="{id}"[^>]*>[^<]*<', body), f"{id} is empty"
     assert body.count("onload=document.title") >= 5  # completion, prompt, answer, item, model

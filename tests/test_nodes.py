@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from documents import TEXT
-from processes import QUICK, kill, ranks_of, records, start, wait_for_step
+from processes import QUICK, end_all, kill, ranks_of, records, start, wait_for_step
 
 from demo import free_port
 
@@ -45,7 +45,8 @@ def preset(tiny, tmp_path):
     path = tmp_path / "preset.py"
     folders = [str(ROOT), str(ROOT / "tests")]  # the latter for tasks/even.py
     path.write_text(PRESET.format(folders=folders, constants=constants))
-    return path
+    yield path
+    end_all()
 
 
 def start_node(folder, node, command, preset, port, log):
@@ -91,34 +92,25 @@ def test_a_node_is_killed_and_the_run_resumes_under_another_launcher(preset, tmp
     disks, logs = [tmp_path / "0", tmp_path / "1"], [tmp_path / "log0", tmp_path / "log1"]
     deepspeed, port = "deepspeed --hostfile hosts --no_ssh", free_port()
     nodes = [start_node(disks[n], n, deepspeed, preset, port, logs[n]) for n in (0, 1)]
-    try:
-        wait_for_step(disks[0] / "run", 3, nodes[0], logs[0])
-        (rank,) = ranks_of(nodes[0])
-        kill(nodes[1])
-        rank.wait(LIMIT + 10)
-        assert nodes[0].wait(60) == 1  # and its launcher
-    finally:
-        kill(*nodes)
+    wait_for_step(disks[0] / "run", 3, nodes[0], logs[0])
+    (rank,) = ranks_of(nodes[0])
+    kill(nodes[1])
+    rank.wait(LIMIT + 10)
+    assert nodes[0].wait(60) == 1  # and its launcher
     assert "another rank has ended" in logs[0].read_text()
     before = losses(disks[0] / "run")
     assert 3 <= len(before) < 6
 
     port = free_port()
     nodes = [start_node(disks[n], n, "torchrun", preset, port, logs[n]) for n in (0, 1)]
-    try:
-        assert [node.wait(150) for node in nodes] == [0, 0], logs[0].read_text()[-3000:]
-    finally:
-        kill(*nodes)
+    assert [node.wait(150) for node in nodes] == [0, 0], logs[0].read_text()[-3000:]
     assert "resumes from run/step_00000" in logs[0].read_text()
     names = [[path.name for path in (disk / "run/step_000004/trainer").iterdir()] for disk in disks]
     assert "optimizer_1.pt" in set(names[1]) - set(names[0])  # disks of their own
 
     shared = tmp_path / "shared"
     tasks = start_slurm(shared, preset, tmp_path / "slurm")
-    try:
-        assert [t.wait(150) for t in tasks] == [0, 0], (tmp_path / "slurm").read_text()[-3000:]
-    finally:
-        kill(*tasks)
+    assert [t.wait(150) for t in tasks] == [0, 0], (tmp_path / "slurm").read_text()[-3000:]
     assert losses(disks[0] / "run") == losses(shared / "run")
     weights = [folder / "run/step_000006/model.safetensors" for folder in (disks[0], shared)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
