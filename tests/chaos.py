@@ -31,12 +31,12 @@ RUN_SECONDS = 600  # of a run, after the last kill
 class Household:
     """A run's processes, by role; each is started again with the same command when it has ended."""
 
-    def __init__(self, folder, ranks, **constants):
+    def __init__(self, folder, ranks, constants):
         self.folder, self.ranks, self.running = Path(folder), ranks, {}
         self.killed, self.wrong = None, []  # the role that was killed last, until it runs again
         self.folder.mkdir(parents=True, exist_ok=True)
         port = free_port()
-        constants |= {"RUN_DIR": str(self.folder / "run"), "PUBLISH_STEPS": 1}
+        constants = constants | {"RUN_DIR": str(self.folder / "run"), "PUBLISH_STEPS": 1}
         constants |= {"REF_SERVER": f"http://127.0.0.1:{port}"}
         constants |= {"TRAINER": f"http://127.0.0.1:{free_port()}"}
         self.commands = {
@@ -96,16 +96,16 @@ class Household:
         kill(*(p for processes in self.running.values() for p in processes))
 
 
-def run(folder, victims, draw, *, ranks, steps, gap_seconds=6.0, **constants):
-    """Makes a run of so many steps, and kills the first of `victims` (roles) while it lasts, which
-    it removes from the list. Returns (what was wrong, its records, kills by role)."""
-    house, kills = Household(folder, ranks, STEPS=steps, **constants), Counter()
+def run(folder, victims, draw, ranks, constants):
+    """Makes a run, and kills the first of `victims` (roles) while it lasts, which it removes from
+    the list. Returns (what was wrong, its records, kills by role)."""
+    house, kills, steps = Household(folder, ranks, constants), Counter(), constants["STEPS"]
     try:
         over = house.tend()
         while victims and not over:
             # half of the time soon, perhaps while things start, and half once there are new steps
             if draw.random() < 0.5:
-                over = house.watch(draw.uniform(0, gap_seconds))
+                over = house.watch(draw.uniform(0, 6))
             else:
                 over = house.watch(RUN_SECONDS, until_step=house.steps() + draw.randint(1, 4))
             if not over and house.steps() < steps:
@@ -139,7 +139,6 @@ def main(number=100):
     warm_start(str(folder / "warm_start"), arithmetic, 0, 800)
     constants = {name: value for name, value in vars(demo).items() if name.isupper()}
     constants |= {"MODEL": str(folder / "warm_start"), "SAVE_STEPS": 5, "EVAL_STEPS": 10**6}
-    steps = constants.pop("STEPS")
     victims = (["server", "trainer", "worker"] * number)[:number]
     draw.shuffle(victims)
     machine = facts("torch", "deepspeed", "transformers").split(": ")[1]
@@ -149,9 +148,7 @@ def main(number=100):
     while victims or bar is None:
         constants["SEED"], ranks, began = count, 1 + count % 2, time.monotonic()
         own = [] if bar is None else victims  # the first run is left alone
-        found, told, kills = run(
-            folder / f"run_{count}", own, draw, ranks=ranks, steps=steps, **constants
-        )
+        found, told, kills = run(folder / f"run_{count}", own, draw, ranks, constants)
         wrong += found
         accuracy = [r["eval_accuracy"] for r in told if "eval_accuracy" in r][-1]
         stale = statistics.mean(r["staleness"] for r in told if "loss" in r)

@@ -16,11 +16,10 @@ from grpo.wire import facts_of, pack_logps
 INFO = {"model": "theirs", "dtype": "float32"}
 
 
-def answer(groups, info=INFO, status=200):
+def answer(groups, info=INFO):
     """-> the server's reply to POST /score."""
-    logps = -torch.rand(sum(len(group.completion_ids) for group in groups))
-    body = pack_logps(logps)
-    return reply(status, body, headers=f"X-Info: {json.dumps(info)}\r\n")
+    body = pack_logps(-torch.rand(sum(len(group.completion_ids) for group in groups)))
+    return reply(200, body, headers=f"X-Info: {json.dumps(info)}\r\n")
 
 
 def a_client(*replies, limit=20):
@@ -107,14 +106,6 @@ def test_a_server_that_came_back_with_another_model_is_refused(info, no_pause):
     client, _ = a_client(b"", answer([group], info=info))
     with pytest.raises(RuntimeError, match="theirs"):
         client.score([group])
-
-
-@pytest.mark.parametrize("wrong", [[0.0] * 5, [0.0] * 7, [float("nan")] * 6])
-def test_an_answer_that_is_not_for_these_groups_is_refused(wrong):
-    body = pack_logps(torch.tensor(wrong))
-    client, _ = a_client(reply(200, body, headers=f"X-Info: {json.dumps(INFO)}\r\n"))
-    with pytest.raises(ValueError, match="6 finite"):
-        client.score([make_group()])
 
 
 def test_a_reference_that_does_not_fit_is_refused_with_what_differs(tiny):

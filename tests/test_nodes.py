@@ -1,6 +1,5 @@
 """Two nodes on this machine, started by the commands of docs/several_machines.md: as the page has
-them, but for the names of machines and files, one rank a node, and another port.
-"""
+them, but for the names of machines and files, one rank a node, and another port."""
 
 import os
 import re

@@ -5,7 +5,6 @@ import random
 import re
 import signal
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
@@ -127,18 +126,14 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
 @pytest.mark.long
 def test_a_run_saves_its_last_step_also_where_nobody_reads_its_output_any_more(tiny, tmp_path):
     """As with `| tee log`, which the same Ctrl-C ends."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     preset = preset_of(tiny, tmp_path / "run", **ENDLESS)
-    # What a script starts with an & ignores Ctrl-C, and so would what these tests start
-    settings = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command_of("grpo_ref_split", preset), **settings) as process:
-        try:
-            wait_for_step(tmp_path / "run", 3, process, os.devnull)
-            process.stdout.close()
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-        finally:
-            process.kill()
+    (process,) = start_ranks(1, command_of("grpo_ref_split", preset), tmp_path / "pipe")
+    wait_for_step(tmp_path / "run", 3, process, os.devnull)
+    os.close(reader)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
     last = steps_in(tmp_path / "run")[-1]["step"]
     assert (tmp_path / f"run/step_{last:06d}/trainer/state.json").exists()
 
@@ -169,10 +164,8 @@ def test_ranks_end_when_their_launcher_does(tiny, tmp_path, victim):
 def test_chaos_in_short(tiny, tmp_path):
     """See chaos.py, whose 100 kills end with the demo's accuracy."""
     preset = preset_of(tiny, "", "", EVAL_STEPS=NEVER, LORA_RANK=2)
-    for name in ("REF_SERVER", "RUN_DIR", "STEPS"):
-        del preset[name]
     victims, draw = ["server", "worker", "trainer"], random.Random(0)
-    found, records, kills = chaos.run(tmp_path, victims, draw, ranks=2, steps=25, **preset)
+    found, records, kills = chaos.run(tmp_path, victims, draw, 2, preset | {"STEPS": 25})
     assert found == [] and sum(kills.values()) == 3 - len(victims) > 0
     assert any("eval_accuracy" in r for r in records)
     assert any(r.get("staleness", 0) > 0 for r in records)  # some groups were the worker's

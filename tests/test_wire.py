@@ -77,12 +77,6 @@ def test_ids_come_back_with_a_prompt_for_each_completion():
     assert prompts[0] is prompts[1]  # of 64 completions it is kept once
 
 
-def test_log_probs_come_back_by_group():
-    groups, logps = [make_group((3, 1)), make_group((5,))], -torch.rand(9)
-    first, second = unpack_logps(pack_logps(logps), groups)
-    assert torch.equal(first, logps[:4]) and torch.equal(second, logps[4:])
-
-
 # --- What is no blob at all -------------------------------------------------------------
 def one_tensor(dtype, shape, size, end=None):
     """-> a body with one tensor of `size` bytes, of which its header says what it likes."""
