@@ -10,7 +10,6 @@ longer than in the demo, as its trainer begins again at its last checkpoint. tes
 short form.
 """
 
-import json
 import random
 import statistics
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from processes import command_of, free_port, kill, start, start_ranks
+from processes import command_of, free_port, kill, records, start, start_ranks
 
 LEAST = 0.05  # a run may be so much less accurate than the one without kills
 END_SECONDS = 30  # of a rank, once another one was killed
@@ -32,17 +31,16 @@ RUN_SECONDS = 600  # of a run, after the last kill
 class Household:
     """A run's processes, by role; each is started again with the same command when it has ended."""
 
-    def __init__(self, folder, ranks, **constants):
+    def __init__(self, folder, ranks, constants):
         self.folder, self.ranks, self.running = Path(folder), ranks, {}
         self.killed, self.wrong = None, []  # the role that was killed last, until it runs again
         self.folder.mkdir(parents=True, exist_ok=True)
-        port, ours = free_port(), free_port()
-        own = {"RUN_DIR": str(self.folder / "run"), "REF_SERVER": f"http://127.0.0.1:{port}"}
-        own |= {"TRAINER": f"http://127.0.0.1:{ours}", "PUBLISH_STEPS": 1}
-        constants |= own
-        server = {"MODEL": constants["MODEL"], "PORT": int(port)}
+        port = free_port()
+        constants = constants | {"RUN_DIR": str(self.folder / "run"), "PUBLISH_STEPS": 1}
+        constants |= {"REF_SERVER": f"http://127.0.0.1:{port}"}
+        constants |= {"TRAINER": f"http://127.0.0.1:{free_port()}"}
         self.commands = {
-            "server": command_of("ref_server", server),
+            "server": command_of("ref_server", {"MODEL": constants["MODEL"], "PORT": int(port)}),
             "trainer": command_of("grpo_ref_split", constants),
             "worker": command_of("grpo_ref_split:worker", constants),
         }
@@ -91,28 +89,23 @@ class Household:
             time.sleep(0.1)
         self.tend()
 
-    def records(self):
-        path = self.folder / "run/metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
-
     def steps(self):
-        return max((r["step"] for r in self.records() if "loss" in r), default=0)
+        return max((r["step"] for r in records(self.folder / "run") if "loss" in r), default=0)
 
     def end(self):
         kill(*(p for processes in self.running.values() for p in processes))
 
 
-def run(folder, victims, draw, *, ranks, steps, gap_seconds=6.0, **constants):
-    """Makes a run of so many steps, and kills the first of `victims` (roles) while it lasts, which
-    it removes from the list. Returns (what was wrong, its records, kills by role)."""
-    house, kills = Household(folder, ranks, STEPS=steps, **constants), Counter()
+def run(folder, victims, draw, ranks, constants):
+    """Makes a run, and kills the first of `victims` (roles) while it lasts, which it removes from
+    the list. Returns (what was wrong, its records, kills by role)."""
+    house, kills, steps = Household(folder, ranks, constants), Counter(), constants["STEPS"]
     try:
         over = house.tend()
         while victims and not over:
             # half of the time soon, perhaps while things start, and half once there are new steps
             if draw.random() < 0.5:
-                over = house.watch(draw.uniform(0, gap_seconds))
+                over = house.watch(draw.uniform(0, 6))
             else:
                 over = house.watch(RUN_SECONDS, until_step=house.steps() + draw.randint(1, 4))
             if not over and house.steps() < steps:
@@ -122,17 +115,16 @@ def run(folder, victims, draw, *, ranks, steps, gap_seconds=6.0, **constants):
         found = house.wrong
         if not house.watch(RUN_SECONDS):
             found.append(f"the run did not end; see {house.folder}")
-        made = [r["step"] for r in house.records() if "loss" in r]
+        told = records(house.folder / "run")
+        made = [r["step"] for r in told if "loss" in r]
         if made != list(range(1, steps + 1)):
             found.append(f"metrics.jsonl has the steps {made}, not 1 to {steps}")
-        return found, house.records(), kills
+        return found, told, kills
     finally:
         house.end()
 
 
 # --- The demo's task ------------------------------------------------------------------
-ROW = "{number} | {ranks} | {server} | {trainer} | {worker} | {stale:.2f} | {accuracy:.3f} |"
-ROW += " {seconds:.0f}"
 HEAD = "run | ranks | kills: server | rank | worker | mean staleness | accuracy | seconds"
 
 
@@ -147,7 +139,6 @@ def main(number=100):
     warm_start(str(folder / "warm_start"), arithmetic, 0, 800)
     constants = {name: value for name, value in vars(demo).items() if name.isupper()}
     constants |= {"MODEL": str(folder / "warm_start"), "SAVE_STEPS": 5, "EVAL_STEPS": 10**6}
-    steps = constants.pop("STEPS")
     victims = (["server", "trainer", "worker"] * number)[:number]
     draw.shuffle(victims)
     machine = facts("torch", "deepspeed", "transformers").split(": ")[1]
@@ -157,15 +148,13 @@ def main(number=100):
     while victims or bar is None:
         constants["SEED"], ranks, began = count, 1 + count % 2, time.monotonic()
         own = [] if bar is None else victims  # the first run is left alone
-        found, records, kills = run(
-            folder / f"run_{count}", own, draw, ranks=ranks, steps=steps, **constants
-        )
+        found, told, kills = run(folder / f"run_{count}", own, draw, ranks, constants)
         wrong += found
-        accuracy = [r["eval_accuracy"] for r in records if "eval_accuracy" in r][-1]
-        stale = statistics.mean(r["staleness"] for r in records if "loss" in r)
-        row = {"number": count, "ranks": ranks, "stale": stale, "accuracy": accuracy}
-        row |= {role: kills[role] for role in ("server", "trainer", "worker")}
-        print(f"| {ROW.format(**row, seconds=time.monotonic() - began)} |", flush=True)
+        accuracy = [r["eval_accuracy"] for r in told if "eval_accuracy" in r][-1]
+        stale = statistics.mean(r["staleness"] for r in told if "loss" in r)
+        row = [count, ranks, *(kills[role] for role in ("server", "trainer", "worker"))]
+        row += [f"{stale:.2f}", f"{accuracy:.3f}", f"{time.monotonic() - began:.0f}"]
+        print("| " + " | ".join(map(str, row)) + " |", flush=True)
         bar = accuracy - LEAST if bar is None else bar
         if accuracy < bar:
             wrong.append(f"run {count} ended at {accuracy}, below {bar:.3f}")

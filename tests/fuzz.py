@@ -8,11 +8,10 @@ with framing that no client would send. Each refusal must be a sentence in JSON 
 500, or 503; memory must stay flat, and in the end both servers must still serve.
 """
 
-import argparse
 import collections
 import contextlib
-import gc
 import http.client
+import io
 import json
 import os
 import random
@@ -23,7 +22,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from urllib.parse import quote, urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,14 +31,13 @@ import numpy as np
 import psutil
 import torch
 from fakes import tiny_policy
-from helpers import VOCAB, make_group
+from helpers import VOCAB, make_group, raw
 from processes import server_process
-from safetensors.numpy import save
+from safetensors.numpy import load, save
+from trainer_side import publish, sample_of, serving
 
-from demo import free_port
 from grpo.client import RefServer, Trainer
-from grpo.training.workers import Workers
-from grpo.wire import METADATA, PROTOCOL, TENSORS, ids_by_sequence, pack_group, pack_ids, unpack_ids
+from grpo.wire import pack_ids
 
 PARKED = 20  # raw requests whose answer is read later: some never get one
 MOST_GROWTH = 30 << 20  # bytes of a server's memory
@@ -54,47 +51,21 @@ SHAPES = [[], [0], [-1], [2**32, 2**32], [2**63], [1] * 5000, [1.5], None, [1 <<
 
 
 # --- Bodies ---------------------------------------------------------------------------
-def arrays_of(draw, route):
-    """-> (metadata, {name: array}) of a valid body."""
-    if route == "/group":
-        group = run_group(draw)
-        fields = vars(group)
-        meta = {"protocol": PROTOCOL} | {name: fields[name] for name in METADATA}
-        return meta, {n: fields[n].numpy().copy() for n in TENSORS if fields[n] is not None}
-    lengths = [[draw.randint(1, 9) for _ in range(draw.randint(1, 4))] for _ in "ab"]
-    groups = [make_group(sizes, seed=draw.randrange(99)) for sizes in lengths]
-    tensors = unpack_ids(pack_ids(groups), vocab_size=VOCAB, max_tokens=None)
-    return None, {name: tensor.numpy().copy() for name, tensor in tensors.items()}
-
-
-def run_group(draw):
-    """-> a group that rank 0's routes take."""
-    changes = {"reward_names": ["correct", "format"], "item": 0, "policy_version": 0}
-    changes["sampler"] = "fuzzer"
-    group = make_group([3, 2], seed=draw.randrange(2**31), prompt=2, **changes)
-    group.prompt_ids[:] = torch.tensor([5, 6])
-    group.id = f"fuzz-{draw.randrange(2**60)}"
-    return group
-
-
 def spoil_arrays(draw, meta, arrays):
     name = draw.choice(list(arrays))
     array, way = arrays[name], draw.randrange(8)
-    if way == 0 or not array.size:
-        del arrays[name]
-    elif way == 1:
+    if way == 1:
         arrays[draw.choice(["advantages", "ref_logps", "", "__metadata_"])] = array
     elif way == 2:
         arrays[name] = np.zeros([draw.choice([0, 1, 2, 7])] * draw.randrange(4), array.dtype)
     elif way == 3:
-        arrays[name] = np.zeros_like(
-            array, draw.choice([np.int64, np.uint8, np.float64, np.float16])
-        )
+        other = draw.choice([np.int64, np.uint8, np.float64, np.float16])
+        arrays[name] = np.zeros_like(array, other)
     elif way == 4 and meta:
         meta[draw.choice(list(meta))] = draw.choice(ODD)
-    elif array.dtype == np.float32:
+    elif way > 4 and array.size and array.dtype == np.float32:
         array.flat[draw.randrange(array.size)] = draw.choice([np.nan, np.inf, 1e38])
-    elif array.dtype == np.int32:
+    elif way > 4 and array.size and array.dtype == np.int32:
         array.flat[draw.randrange(array.size)] = draw.choice([0, *IDS])
     else:
         del arrays[name]
@@ -138,58 +109,50 @@ def spoil_bytes(draw, body):
     return body
 
 
-def body_for(draw, route, way):
-    """-> a body for the route, spoiled on one level: "tensors", "header", "bytes" or "valid"."""
-    meta, arrays = arrays_of(draw, route)
+def spoiled(draw, body, way):
+    """-> the body, spoiled on one level: "tensors", "header" or "bytes"."""
+    (size,) = struct.unpack_from("<Q", body)
+    header = json.loads(body[8 : 8 + size])
     if way == "tensors":
+        arrays = {name: array.copy() for name, array in load(body).items()}
+        meta = json.loads(header.get("__metadata__", {}).get("grpo", "null"))
         for _ in range(draw.choice([1, 1, 2])):
             spoil_arrays(draw, meta, arrays)
-    body = save(arrays, {"grpo": json.dumps(meta)} if meta else None)
+        return save(arrays, meta and {"grpo": json.dumps(meta)})
     if way == "header":
-        size = struct.unpack_from("<Q", body)[0]
-        header = json.loads(body[8 : 8 + size])
         spoil_header(draw, header)
-        text = json.dumps(header).encode()
-        body = struct.pack("<Q", len(text)) + text + body[8 + size :]
-    return bytes(spoil_bytes(draw, body) if way == "bytes" else body)
+        return raw(header, body[8 + size :])
+    return bytes(spoil_bytes(draw, body))
 
 
 # --- Requests -------------------------------------------------------------------------
-def http_case(draw, routes):
-    """-> (kind, method, path, body, headers) for http.client."""
+def http_case(draw, path, body):
+    """-> (method, path, body, headers) for http.client."""
     way = draw.choice(["tensors", "tensors", "header", "bytes", "bytes", "route", "headers"])
-    if way in ("tensors", "header", "bytes"):
-        return way, "POST", *post_of(draw, routes, way), {}
-    path, body = post_of(draw, routes, "valid")
     if way == "route":
         wait = draw.choice(["", "-1", "1e3", "1.5", "9" * 30, "%ff", "%00", "\u0669", "x" * 5000])
         name = draw.choice([*TEXTS[2:-1], "%ff"]).encode("utf-8", "surrogatepass")
         paths = ["/", "//", "/%ff%00", "/score", "/group", "/policy", "/policy/", "/info?wait=1"]
         paths += ["/../etc/passwd", f"/score?wait={quote(wait)}", f"/policy?worker={quote(name)}"]
         paths += ["/" + "x" * 3000, "/policy/" + "0" * 64]
-        method = draw.choice(METHODS)
-        return way, method, draw.choice(paths), draw.choice([b"", b"x", body]), {}
+        return draw.choice(METHODS), draw.choice(paths), draw.choice([b"", b"x", body]), {}
+    if way != "headers":
+        return "POST", path, spoiled(draw, body, way), {}
     size = draw.choice(["1" * 30, str(65 << 20), "0x10", "-5", "+5", "1e3", "", "٣".encode()])
     odd = {"Content-Length": size, "Transfer-Encoding": draw.choice(["gzip", "x", "chunked, gzip"])}
     odd |= {"Authorization": "Bearer \xff", "Origin": "http://evil", "Host": "x" * 300}
     odd |= {"Range": draw.choice(["bytes=9-1", "bytes=-", "x"]), "If-Modified-Since": "x" * 99}
     odd |= {"Expect": "200-maybe", "X": "y" * draw.choice([1, 300_000]), "A B": "c"}
     name = draw.choice(list(odd))
-    return way, draw.choice(["POST", "GET"]), path, body, {name: odd[name]}
+    return draw.choice(["POST", "GET"]), path, body, {name: odd[name]}
 
 
-def post_of(draw, routes, way):
-    route = draw.choice(routes)
-    return f"{route}?wait=9" if route == "/score" else route, body_for(draw, route, way)
-
-
-def raw_case(draw, routes):
+def raw_case(draw, path, body):
     """-> bytes to send as they are."""
-    path, body = post_of(draw, routes, "bytes")
+    body = spoiled(draw, body, "bytes")
     length = f"Content-Length: {len(body)}"
     heads = [
         f"POST {path} HTTP/1.1\r\n{length}\r\n{length}1",
-        f"POST {path} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         f"POST {path} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
         f"POST {path} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc",
         f"POST {path} HTTP/1.1\r\nTransfer-Encoding: deflate\r\n{length}",
@@ -210,34 +173,56 @@ def raw_case(draw, routes):
 
 
 # --- Answers --------------------------------------------------------------------------
-class Target:
-    """A server, and what it has answered."""
+def check(status, text, request):
+    """Raises AssertionError or ValueError if this is not how a malformed request is answered."""
+    said = f"{status} {text[:300]!r} for {request!a:.600}"
+    assert status in (200, 206, "closed") or 400 <= status < 500 or status == 503, said
+    if text and status not in (200, 206, "closed"):
+        reason = json.loads(text)["error"]
+        assert isinstance(reason, str) and " " in reason and len(text) < 9000, said
 
-    def __init__(self, url, pid, routes):
-        self.host, self.pid, self.routes = urlsplit(url).netloc, pid, routes
+
+class Target:
+    """A server, the process `pid`, and how often it has answered with each status. `path` is where
+    it takes the body `valid(draw)`; `rest` is called now and then."""
+
+    def __init__(self, url, pid, path, valid, rest=lambda: None):
+        self.host, self.pid, self.path = urlsplit(url).netloc, pid, path
+        self.valid, self.rest = valid, rest
         self.connection = http.client.HTTPConnection(self.host, timeout=30)
         self.parked = collections.deque()  # (connection, what was sent)
-        self.statuses, self.kinds = collections.Counter(), collections.Counter()
+        self.statuses = collections.Counter()
+
+    def fuzz(self, count, seed):
+        """Sends requests, a fifth more at first; -> memory in bytes after these, and after each
+        fifth. AssertionError, with its number, at the first that is answered wrongly, or if memory
+        grows."""
+        memory, part = [], count // 5
+        for number in range(6 * part):
+            try:
+                self.send(random.Random(f"{seed}/{number}"))
+            except Exception as error:
+                raise AssertionError(f"seed {seed}, request {number}: {error!r}") from error
+            if number % 50 == 0:
+                self.rest()
+            if number + 1 == part:  # glibc keeps pieces for each of 64 threads, which fill slowly
+                self.statuses.clear()
+            if (number + 1) % part == 0:
+                memory.append(psutil.Process(self.pid).memory_info().rss)
+        while self.parked:
+            self.check_raw()
+        assert memory[-1] - memory[0] < MOST_GROWTH, memory
+        return memory
 
     def send(self, draw):
         if draw.random() < 0.25:
-            kind = "raw"
-            self.send_raw(raw_case(draw, self.routes))
-        else:
-            kind, method, path, body, headers = http_case(draw, self.routes)
-            status, text = self.send_http(method, path, body, headers)
-            self.check(kind, status, b"" if method == "HEAD" else text, (method, path, headers))
-        self.kinds[kind] += 1
-
-    def check(self, kind, status, text, request):
+            self.send_raw(raw_case(draw, self.path, self.valid(draw)))
+            return
+        method, path, body, headers = http_case(draw, self.path, self.valid(draw))
+        status, text = self.send_http(method, path, body, headers)
         self.statuses[status] += 1
-        assert status != "closed" or kind in ("raw", "headers"), f"{kind}: no answer to {request!a}"
-        assert status in (200, 206, "closed") or 400 <= status < 500 or status == 503, (
-            f"{kind}: {status} {text[:300]!r} for {request!a:.600}"
-        )
-        if text and status not in (200, 206, "closed"):
-            reason = json.loads(text)["error"]
-            assert isinstance(reason, str) and " " in reason and len(text) < 9000, text
+        assert status != "closed" or headers, f"no answer to {method} {path!a:.600}"
+        check(status, b"" if method == "HEAD" else text, (method, path, headers))
 
     def send_http(self, method, path, body, headers):
         for _ in range(2):  # the server may have closed the connection after its last answer
@@ -263,9 +248,7 @@ class Target:
         """Sends bytes on a connection of their own; checks those of PARKED requests ago, which the
         server has answered, or it waits for the rest of them."""
         connection = socket.create_connection(self.host.split(":"), timeout=30)
-        with contextlib.suppress(
-            ConnectionError
-        ):  # it has refused, and closed, before all was sent
+        with contextlib.suppress(ConnectionError):  # refused, and closed, before all was sent
             connection.sendall(data)
         self.parked.append((connection, data))
         if len(self.parked) > PARKED:
@@ -285,123 +268,72 @@ class Target:
         parts = re.split(rb"(?=HTTP/1\.[01] \d{3} )", answer)[1:]
         found = [(int(p[9:12]), p.partition(b"\r\n\r\n")[2]) for p in parts]
         for status, text in found or [("closed", b"")]:
-            self.check("raw", status, text, data)
-
-    def memory(self):
-        return psutil.Process(self.pid).memory_info().rss
+            self.statuses[status] += 1
+            check(status, text, data)
 
 
 # --- The two servers ------------------------------------------------------------------
-def rank_0(model):
-    """-> the Workers of a run with a tiny policy, which serve from now on, and their URL."""
-    url = f"http://127.0.0.1:{free_port()}"
-    c = SimpleNamespace(TRAINER=url, PROMPTS_PER_STEP=4, GROUP_SIZE=2, MAX_COMPLETION_TOKENS=8)
-    c.REWARD_WEIGHTS, c.OUTCOME, c.MAX_PROMPT_TOKENS = {"correct": 1, "format": 1}, "correct", 8
-    c.MAX_STALENESS, c.TRAINER_SAMPLES, c.WAIT_LIMIT_SECONDS = 4, True, 5
-    c.RUN_DIR = Path(model).parent / "run_of_rank_0"
-    recipe = SimpleNamespace(prompts=[(0, {}, [5, 6])], c=c, settings=dict)
-    workers = Workers(c, recipe, tiny_policy(model), "run")
-    workers.publish(0)
-    workers.finish()
-    return workers, url
+@contextlib.contextmanager
+def reference(folder, model):
+    """Runs ref_server.py while the block runs; -> its Target. It still scores in the end."""
+
+    def groups(draw):
+        lengths = [[draw.randint(1, 9) for _ in range(draw.randint(1, 4))] for _ in "ab"]
+        return pack_ids([make_group(sizes, seed=draw.randrange(99)) for sizes in lengths])
+
+    with server_process(folder, model, DTYPE="float32") as (process, url):
+        client, group, policy = RefServer(url, 60), make_group([5, 2, 3]), tiny_policy(model)
+        client.info = client.call("GET", "/info").json()  # waits until it serves
+        yield Target(url, process.pid, "/score?wait=9", groups)
+        prompt, parts = group.prompt_ids.tolist(), group.completions(group.completion_ids)
+        expected = [x for part in parts for x in policy.logps(prompt, part.tolist())]
+        assert torch.allclose(client.score([group])[0], torch.tensor(expected), atol=1e-4)
+    assert not re.search("Traceback|uncaptured", (folder / "server.log").read_text())
 
 
-def serve_rank_0(model, log, sender):
-    """In a process of its own: serves until it is killed, and trains what it gets."""
-    with open(log, "a") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    gc.freeze()
-    workers, url = rank_0(model)
-    sender.send(url)
-    while True:
+@contextlib.contextmanager
+def rank_0(folder, model):
+    """Rank 0's routes in this process; -> their Target. They still take groups in the end."""
+    log = io.StringIO()
+    with contextlib.redirect_stderr(log), serving(folder / "run", TRAINER_SAMPLES=True) as workers:
+        publish(workers, 0)
+        url = workers.c.TRAINER
+
+        def group(draw):
+            return sample_of(workers, id=str(draw.random()))
+
+        yield Target(url, os.getpid(), "/group", group, rest=lambda: workers.take(0))
         workers.take(0)
-        time.sleep(0.05)
+        trainer = Trainer(url, 30)
+        assert trainer.fetch(trainer.policy("last")[0], folder / "policy")
+        assert trainer.put_group(sample_of(workers)) == ""
+        assert [group.id for group in workers.take(0)] == ["me-0"]
+    assert "Traceback" not in log.getvalue(), log.getvalue()[-3000:]
 
 
-def check_scores(url, policy):
-    """ref_server.py still gives the right log-probs."""
-    client = RefServer(url, 30)
-    client.info = client.call("GET", "/info").json()
-    group = make_group([5, 2, 3])
-    (found,) = client.score([group])
-    tensors = unpack_ids(pack_ids([group]), vocab_size=VOCAB, max_tokens=None)
-    sequences = zip(*ids_by_sequence(tensors), strict=True)
-    expected = [logp for pair in sequences for logp in policy.logps(*pair)]
-    assert torch.allclose(found, torch.tensor(expected), atol=1e-4)
+SERVERS = {"ref_server.py": reference, "rank 0": rank_0}
+HEAD = "server | requests | answers | MB after warm-up and each fifth | growth, MB | seconds"
 
 
-def check_workers(url, folder):
-    """Rank 0 still serves its policy and takes a group."""
-    trainer = Trainer(url, 30)
-    record, _ = trainer.policy("last")
-    assert trainer.fetch(record, folder / "policy.safetensors")
-    assert trainer.put_group(pack_group(run_group(random.Random()))) == ""
-
-
-def fuzz(target, count, seed):
-    """Sends requests. AssertionError, with its number, at the first that is answered wrongly."""
-    for number in range(count):
-        try:
-            target.send(random.Random(f"{seed}/{number}"))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, request {number}: {error!r}") from error
-    while target.parked:
-        target.check_raw()
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("count", type=int, help="requests, half of them to each server")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+def main(count, seed=0):
     from measure import facts
-    from processes import NURSERY
     from tiny import make_tiny
 
     torch.set_num_threads(1)
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        model = make_tiny(folder / "model")
-        receiver, sender = NURSERY.Pipe(duplex=False)
-        rank = NURSERY.Process(
-            target=serve_rank_0, args=(model, folder / "rank.log", sender), daemon=True
-        )
-        rank.start()
-        with server_process(folder, model, DTYPE="float32") as (server, url):
-            check_scores(url, tiny_policy(model))
-            trainer_url = receiver.recv()
-            targets = {"ref_server.py": Target(url, server.pid, ["/score"])}
-            targets["rank 0"] = Target(trainer_url, rank.pid, ["/group"])
-            for name, target in targets.items():
-                # glibc keeps pieces for each of 64 threads, which fill slowly, and then no more
-                fuzz(target, asked.count // 10, f"warm {asked.seed}")
-                target.statuses.clear()
-                memory, start = [target.memory()], time.monotonic()
-                for part in range(5):
-                    fuzz(target, asked.count // 10, f"{asked.seed}.{part}")
-                    memory.append(target.memory())
-                grown = memory[-1] - memory[0]
-                answers = sorted(target.statuses.items(), key=str)
-                row = [name, asked.count // 2, ", ".join(f"{n} x {s}" for s, n in answers)]
-                row += [" ".join(str(m >> 20) for m in memory), f"{grown / 2**20:+.1f}"]
-                rows.append([*row, f"{time.monotonic() - start:.0f}"])
-                assert grown < MOST_GROWTH, rows
-            check_scores(url, tiny_policy(model))
-            check_workers(trainer_url, folder)
-            for log in folder.glob("*.log"):
-                text = log.read_text()
-                assert "Traceback" not in text and "uncaptured" not in text, text[-3000:]
-        rank.kill()
     print(facts("waitress", "bottle").replace("benchmarks/fuzz.py", "tests/fuzz.py"))
-    print(
-        "\n| server | requests | answers | MB after warm-up and each fifth | growth, MB | seconds |"
-    )
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        print("| " + " | ".join(map(str, row)) + " |")
+    print(f"\n| {HEAD} |\n|{'---|' * 6}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_tiny(Path(folder, "model"))
+        for name, serve in SERVERS.items():
+            with serve(Path(folder), model) as target:
+                start = time.monotonic()
+                memory = target.fuzz(count // 2, seed)
+                seconds = time.monotonic() - start
+            answers = ", ".join(f"{n} x {s}" for s, n in sorted(target.statuses.items(), key=str))
+            sizes, grown = " ".join(str(m >> 20) for m in memory), (memory[-1] - memory[0]) / 2**20
+            row = name, count // 2, answers, sizes, f"{grown:+.1f}", f"{seconds:.0f}"
+            print("| " + " | ".join(map(str, row)) + " |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

@@ -11,7 +11,6 @@ as it is answered; the process of the probe asks for /health every 20 ms, on a n
     stalled   half a body, and then nothing: connections that take no thread
 """
 
-import argparse
 import collections
 import http.client
 import multiprocessing
@@ -20,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -37,8 +37,11 @@ from grpo.client import RefServer
 from grpo.wire import pack_ids
 
 CLIENTS = 64
+SECONDS = 20  # of each scenario
 WAIT_SECONDS = 10  # a client's, for an answer; then it asks again
 MOST_SECONDS = 0.1  # for /health
+HEAD = "bodies | answers to 64 clients | /health asked | p50 ms | p99 ms | max ms"
+HEAD += " | server's memory at first, MB | at most"
 
 
 def body_of(scenario):
@@ -68,10 +71,9 @@ def post(host, body, end, statuses, stalls):
         connection.close()
 
 
-def probe(host, duration, answer):
-    """Sends how long each GET /health took, once it has sent that it has begun."""
-    answer.send("ready")  # its imports are done
-    seconds, end = [], time.monotonic() + duration
+def probe(host, end):
+    """-> how long each GET /health took, until the time `end`."""
+    seconds = []
     while time.monotonic() < end:
         begin = time.perf_counter()
         connection = http.client.HTTPConnection(host, timeout=60)
@@ -80,65 +82,51 @@ def probe(host, duration, answer):
         seconds.append(time.perf_counter() - begin)
         connection.close()
         time.sleep(0.02)
-    answer.send(seconds)
+    return seconds
 
 
-def measure(scenario, seconds, folder):
-    """-> (what each GET /health took, the clients' statuses, the server's peak of memory in MB)."""
+def measure(scenario, model, pool):
+    """-> (what each GET /health took, the clients' statuses, the server's memory in MB)."""
+    folder = Path(model.parent, scenario)
     folder.mkdir()
-    model = make_tiny(folder / "model", max_tokens=8192)
     with server_process(folder, model, DTYPE="float32") as (process, url):
         RefServer(url, 60).call("GET", "/info")
         host, body, statuses = urlsplit(url).netloc, body_of(scenario), collections.Counter()
-        receiver, sender = multiprocessing.Pipe(duplex=False)
-        # Not forked: threads of this process may hold locks
-        looking = multiprocessing.get_context("spawn").Process
-        looker = looking(target=probe, args=(host, seconds, sender))
-        looker.start()
-        assert receiver.recv() == "ready"
-        end = time.monotonic() + seconds
+        pool.submit(probe, host, 0).result()  # its imports are done
+        end, memory = time.monotonic() + SECONDS, []
+        found = pool.submit(probe, host, end)
         arguments = (host, body, end, statuses, scenario == "stalled")
         clients = [threading.Thread(target=post, args=arguments) for _ in range(CLIENTS)]
         for client in clients:
             client.start()
-        memory = []
-        while looker.is_alive():
+        while not found.done():
             memory.append(psutil.Process(process.pid).memory_info().rss >> 20)
             time.sleep(0.2)
-        found = receiver.recv()
         for client in clients:
             client.join()
         assert RefServer(url, 60).call("GET", "/health").ok
-    return found, statuses, memory
+    return found.result(), statuses, memory
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("table", type=Path, help="where to write the table")
-    parser.add_argument("--only", choices=("long", "short", "refused", "stalled"))
-    parser.add_argument("--seconds", type=float, default=20, help="of each scenario")
-    asked = parser.parse_args()
+def main(table):
     torch.set_num_threads(1)
-    rows, slow = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for scenario in [asked.only] if asked.only else ("long", "short", "refused", "stalled"):
-            found, statuses, memory = measure(scenario, asked.seconds, Path(folder, scenario))
-            p50, p99 = (statistics.quantiles(found, n=100)[i] for i in (49, 98))
-            answers = ", ".join(
-                f"{n} x {status}" for status, n in sorted(statuses.items(), key=str)
-            )
+    rows, slow = [f"| {HEAD} |", "|---" * 8 + "|"], []
+    spawn = multiprocessing.get_context("spawn")  # not forked: other threads may hold locks
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, spawn) as pool:
+        model = make_tiny(Path(folder, "model"), max_tokens=8192)
+        for scenario in ("long", "short", "refused", "stalled"):
+            found, statuses, memory = measure(scenario, model, pool)
+            p50, *_, p99 = statistics.quantiles(found, n=100)[49:]
             times = [f"{1e3 * t:.1f}" for t in (p50, p99, max(found))]
+            answers = ", ".join(f"{n} x {s}" for s, n in sorted(statuses.items(), key=str))
             row = [scenario, answers, len(found), *times, memory[0], max(memory)]
             rows.append("| " + " | ".join(map(str, row)) + " |")
             print(rows[-1], flush=True)
             slow += [f"{scenario}: /health took {max(found):.3f} s"] * (max(found) > MOST_SECONDS)
     what = facts("waitress", "bottle").replace("benchmarks/load.py", "tests/load.py")
-    head = "| bodies | answers to 64 clients | /health asked | p50 ms | p99 ms | max ms"
-    head += " | server's memory at first, MB | at most |\n"
-    head += "|---" * head.count(" | ") + "|---|\n"
-    asked.table.write_text(f"{what}\n\n{head}" + "\n".join(rows) + "\n")
-    sys.exit("\n".join(slow) if slow else 0)
+    Path(table).write_text("\n".join([what, "", *rows, ""]))
+    sys.exit("\n".join(slow) or None)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

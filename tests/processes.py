@@ -1,8 +1,7 @@
 """The scripts as processes, as the tests start them. Ranks are started as the deepspeed launcher
 does it, by the environment, for the launcher takes ten seconds; test_recovery.py uses the real one.
 Python scripts are forked from a process that has imported what they need, which takes each of them
-seven seconds; what the launcher and test_demo.py start imports for itself, and has a hash seed of
-its own, and what is read from the environment at import."""
+seven seconds."""
 
 import contextlib
 import json
@@ -19,6 +18,7 @@ import psutil
 
 from demo import free_port
 
+STARTED = []  # see end_all
 PRESET = Path(__file__).with_name("preset.py")
 NURSERY = multiprocessing.get_context("forkserver")
 IMPORTED = "ref_server grpo_ref_split grpo.sampling.worker deepspeed transformers.models.qwen2"
@@ -28,12 +28,6 @@ NURSERY.set_forkserver_preload(IMPORTED.split())
 def command_of(role, *presets):
     """-> the command for a script, or one of its functions, with other constants."""
     return [sys.executable, str(PRESET), role, json.dumps(presets)]
-
-
-def command_line(script, preset):
-    """-> the command for a script as a user would type it, with other constants."""
-    words = [f"{name}={value}" for name, value in preset.items()]
-    return [sys.executable, str(PRESET.parent.parent / script), *words]
 
 
 class Forked(NURSERY.Process):
@@ -78,21 +72,27 @@ def start(command, log, **environment):
     command = [str(word) for word in command]
     Path(log).touch()
     if command[0] == sys.executable:
-        return Forked(command[1:], log, environment)
-    with open(log, "a") as output:
-        streams = {"stdout": output, "stderr": subprocess.STDOUT}
-        environment = os.environ | environment
-        return subprocess.Popen(command, **streams, env=environment, start_new_session=True)
+        process = Forked(command[1:], log, environment)
+    else:
+        with open(log, "a") as output:
+            streams = {"stdout": output, "stderr": subprocess.STDOUT}
+            own = {"env": os.environ | environment, "start_new_session": True}
+            process = subprocess.Popen(command, **streams, **own)
+    STARTED.append(process)
+    return process
 
 
-def start_ranks(ranks, command, log, disks=()):
-    """Starts the ranks of a process group, in the working folders `disks`, a rank each, as if on
-    machines of their own; -> their processes."""
+def end_all():
+    """kill -9 of all that was started and still runs."""
+    kill(*(process for process in STARTED if process.poll() is None))
+    STARTED.clear()
+
+
+def start_ranks(ranks, command, log):
+    """Starts the ranks of a process group; -> their processes."""
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks)}
     group |= {"LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}  # as deepspeed calls it
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    for environment, disk in zip(own, disks, strict=False):
-        environment["WORKING_FOLDER"] = str(disk)
     return [start(command, log, **group, **environment) for environment in own]
 
 
@@ -103,13 +103,12 @@ def start_launcher(ranks, command, log):
     return start([*deepspeed, *command[1:]], log)
 
 
-def launch(ranks, command, log, timeout=200, disks=()):
+def launch(ranks, command, log):
     """Runs ranks to their end; -> their output. Fails with it if one fails."""
-    processes, deadline = start_ranks(ranks, command, log, disks), time.monotonic() + timeout
+    processes, deadline = start_ranks(ranks, command, log), time.monotonic() + 200
     try:
-        while any(p.poll() is None for p in processes):
-            failed = any(p.poll() for p in processes) or time.monotonic() > deadline
-            assert not failed, Path(log).read_text()[-4000:]
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+            assert time.monotonic() < deadline, Path(log).read_text()[-4000:]
             time.sleep(0.05)
     finally:
         kill(*processes)
@@ -161,7 +160,10 @@ def reference_server(folder, model, **constants):
 
 
 def records(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+    """-> the records of a run's file, without one that is being written; [] if there is none."""
+    path = Path(folder, name)
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 TIMES = ("time", "seconds", "tokens_per_second")
@@ -175,10 +177,9 @@ def learned(folder):
 
 def wait_for_step(folder, step, process, log):
     """Returns when metrics.jsonl has the step; fails with the log if the process ends before."""
-    deadline, path = time.monotonic() + 150, Path(folder, "metrics.jsonl")
+    deadline = time.monotonic() + 150
     while time.monotonic() < deadline:
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        if any(r["step"] >= step for r in map(json.loads, lines) if "loss" in r):
+        if any(r["step"] >= step for r in records(folder) if "loss" in r):
             return
         assert process.poll() is None, Path(log).read_text()[-3000:]
         time.sleep(0.02)

@@ -1,8 +1,6 @@
 """The clients: what they wait for, what they refuse, and for how long."""
 
 import json
-import socket
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,18 +9,17 @@ import torch
 from helpers import Replies, make_group, reply
 from transformers import AutoTokenizer
 
-from grpo.client import RefServer, Trainer
+from grpo.client import RefServer
 from grpo.stop import TooLong
 from grpo.wire import facts_of, pack_logps
 
 INFO = {"model": "theirs", "dtype": "float32"}
 
 
-def answer(groups, info=INFO, status=200):
+def answer(groups, info=INFO):
     """-> the server's reply to POST /score."""
-    logps = -torch.rand(sum(len(group.completion_ids) for group in groups))
-    body = pack_logps(logps)
-    return reply(status, body, headers=f"X-Info: {json.dumps(info)}\r\n")
+    body = pack_logps(-torch.rand(sum(len(group.completion_ids) for group in groups)))
+    return reply(200, body, headers=f"X-Info: {json.dumps(info)}\r\n")
 
 
 def a_client(*replies, limit=20):
@@ -56,20 +53,22 @@ def test_a_server_that_is_not_there_is_waited_for_until_the_limit(clock, capsys)
     assert capsys.readouterr().err.count("http://127.0.0.1:9/info") == 3  # every 10 s
 
 
-@pytest.mark.parametrize("failure, seconds", [("cut off", 3000), ("no room", 2000)])
+@pytest.mark.parametrize(
+    "failure, seconds", [("cut off", 3000), ("no room", 2000), ("hangs", 2000)]
+)
 def test_the_limit_counts_from_the_first_failure_on(clock, failure, seconds):
     """A request that was cut off failed at that moment: the server may have scored until then. One
-    that was refused for want of room has waited since it was sent."""
+    that was refused for want of room, or never answered, has waited since it was sent."""
 
-    class Slow:
-        def request(self, *_, **__):
-            clock.seconds += 1000
-            if failure == "cut off":
-                raise requests.ConnectionError
+    def slow(*_, timeout, **__):
+        assert None not in timeout  # or it would hang with the server
+        clock.seconds += 1000
+        if failure == "no room":
             return SimpleNamespace(ok=False, status_code=503, text="full")
+        raise requests.ReadTimeout if failure == "hangs" else requests.ConnectionError
 
     client = RefServer("http://127.0.0.1:9", 1500)
-    client.session = Slow()
+    client.session.request = slow
     with pytest.raises(TooLong):
         client.call("GET", "/info")
     assert clock.seconds == pytest.approx(seconds, abs=5)
@@ -93,15 +92,6 @@ def test_a_failure_is_asked_again_and_leaves_no_trace(failures, no_pause):
     assert b"/score?wait=86400 " in server.requests[0]
 
 
-def test_a_server_that_hangs_has_failed_since_it_was_asked(no_pause):
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        start = time.monotonic()
-        with pytest.raises(TooLong):
-            url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-            RefServer(url, 0.9).call("GET", "/info", timeout=1)
-        assert time.monotonic() - start < 1.9  # one time-out, not two
-
-
 # --- What is refused --------------------------------------------------------------------
 def test_a_refusal_is_raised_at_once_with_its_reason():
     """simple_GRPO's bare `except: return None` on the network made any error look like no data."""
@@ -116,14 +106,6 @@ def test_a_server_that_came_back_with_another_model_is_refused(info, no_pause):
     client, _ = a_client(b"", answer([group], info=info))
     with pytest.raises(RuntimeError, match="theirs"):
         client.score([group])
-
-
-@pytest.mark.parametrize("wrong", [[0.0] * 5, [0.0] * 7, [float("nan")] * 6])
-def test_an_answer_that_is_not_for_these_groups_is_refused(wrong):
-    body = pack_logps(torch.tensor(wrong))
-    client, _ = a_client(reply(200, body, headers=f"X-Info: {json.dumps(INFO)}\r\n"))
-    with pytest.raises(ValueError, match="6 finite"):
-        client.score([make_group()])
 
 
 def test_a_reference_that_does_not_fit_is_refused_with_what_differs(tiny):
@@ -161,8 +143,3 @@ def test_the_token_travels_and_no_proxy_is_asked(monkeypatch):
     client, server = a_client(reply(200, b"{}"))
     client.call("GET", "/info")
     assert b"Authorization: Bearer secret\r\n" in server.requests[0]
-
-
-def test_a_worker_hears_why_its_group_is_not_wanted():
-    server = Replies(reply(200, b'{"refused": "of another run"}'))
-    assert Trainer(server.url, 5).put_group(b"x") == "of another run"

@@ -1,11 +1,9 @@
 """The gate: tokens, bodies, queries, refusals, and the queue of requests that wait."""
 
 import json
-import os
 import threading
 import time
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
 from helpers import call, refused
@@ -29,7 +27,6 @@ def an_app(token=None):
         )
 
     app.get("/wait", callback=lambda: {"result": app.result_of(answer, app.read_number("n", 9))})
-    app.get("/name", callback=lambda: {"name": app.read_text("name")})
     app.get("/nothing", callback=lambda: None)
     app.answer = answer
     return app
@@ -61,14 +58,14 @@ def test_a_name_that_leads_here_is_refused_without_a_token(host):
     assert call(an_app("secret"), "GET", "/nothing", **right)[0] == 200
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "gpu01", ""])
-def test_an_address_that_others_reach_needs_a_token(host, monkeypatch):
+def test_an_address_that_others_reach_needs_a_token(monkeypatch):
     monkeypatch.delenv("GRPO_TOKEN", raising=False)
     assert token_for("127.0.0.1", "HOST") is token_for("localhost", "HOST") is None
-    with pytest.raises(SystemExit, match="GRPO_TOKEN"):
-        token_for(host, "HOST")
-    monkeypatch.setitem(os.environ, "GRPO_TOKEN", "secret")
-    assert token_for(host, "HOST") == "secret"
+    for host in ("0.0.0.0", "gpu01", ""):
+        with pytest.raises(SystemExit, match="GRPO_TOKEN"):
+            token_for(host, "HOST")
+    monkeypatch.setenv("GRPO_TOKEN", "secret")
+    assert token_for("gpu01", "HOST") == "secret"
 
 
 # --- What is asked ----------------------------------------------------------------------
@@ -83,18 +80,9 @@ def test_a_body_comes_whole_or_is_refused():
         refused(call(app, "POST", "/echo", b"x", **good | {"CONTENT_LENGTH": length}), 400)
 
 
-@pytest.mark.parametrize(
-    "query", ["", "n=", "n=10", "n=-1", "n=1.0", "n=%D9%A3", "n=" + "1" * 5000, "m=1", "n=%ff"]
-)
-def test_a_number_of_the_query_is_whole_and_bounded(query):
-    refused(call(an_app(), "POST", "/echo", b"x", QUERY_STRING=query), 400)
-
-
-def test_a_text_of_the_query_is_utf_8():
-    app = an_app()
-    assert json.loads(call(app, "GET", "/name", QUERY_STRING="name=%C3%A5")[2]) == {"name": "å"}
-    assert json.loads(call(app, "GET", "/name")[2]) == {"name": ""}
-    refused(call(app, "GET", "/name", QUERY_STRING="name=%ff"), 400)
+def test_a_number_of_the_query_is_whole_and_bounded():
+    for query in ("", "n=", "n=10", "n=-1", "n=1.0", "n=%D9%A3", "n=" + "1" * 5000, "n=%ff"):
+        refused(call(an_app(), "POST", "/echo", b"x", QUERY_STRING=query), 400)
 
 
 # --- Answers ----------------------------------------------------------------------------
@@ -109,34 +97,23 @@ def test_each_failure_has_its_status_and_a_sentence():
     refused(call(app, "PUT", "/echo", b"x"), 405)
 
 
-def test_a_result_that_is_late_is_cancelled():
-    app = an_app()
-    refused(call(app, "GET", "/wait", QUERY_STRING="n=0"), 503)
-    assert app.answer.cancelled()
-
-
-def test_a_result_is_cancelled_when_the_client_has_gone():
-    app, start = an_app(), time.monotonic()
-    gone = {"waitress.client_disconnected": lambda: True}
-    refused(call(app, "GET", "/wait", QUERY_STRING="n=9", **gone), 503)
-    assert app.answer.cancelled() and time.monotonic() - start < 5
-
-
-def test_a_result_comes_as_soon_as_it_is_there():
+def test_a_result_comes_as_soon_as_it_is_there_and_one_that_is_late_is_cancelled():
     app, start = an_app(), time.monotonic()
     threading.Timer(0.1, app.answer.set_result, [3]).start()
     answer = call(app, "GET", "/wait", QUERY_STRING="n=9")
     assert json.loads(answer[2]) == {"result": 3} and time.monotonic() - start < 5
+    late = an_app()
+    refused(call(late, "GET", "/wait", QUERY_STRING="n=0"), 503)
+    assert late.answer.cancelled()
 
 
 # --- The queue --------------------------------------------------------------------------
-class Request(SimpleNamespace):
+class Request:
+    def __init__(self):
+        self.answer = Future()
+
     def __len__(self):
-        return self.length
-
-
-def a_request(length=5):
-    return Request(length=length, answer=Future())
+        return 5
 
 
 def test_the_queue_is_bounded_in_requests_and_in_bytes():
@@ -152,13 +129,16 @@ def test_the_queue_is_bounded_in_requests_and_in_bytes():
 
 
 def test_requests_are_taken_in_their_order_up_to_a_length_without_those_cancelled():
-    waiting, requests = Waiting(9, 99), [a_request() for _ in range(5)]
+    waiting, requests = Waiting(9, 99), [Request() for _ in range(5)]
     for request in requests:
         waiting.put(request)
     requests[1].answer.cancel()
     assert waiting.take(10, timeout=0) == [requests[0], requests[2]]
     assert waiting.take(11, timeout=0) == requests[3:] and waiting.take(1, timeout=0) == []
     assert not requests[0].answer.cancel()  # it is being answered
+    start = time.monotonic()
+    threading.Timer(0.1, waiting.put, [Request()]).start()
+    assert len(waiting.take(1, timeout=9)) == 1 and time.monotonic() - start < 5
 
 
 def test_what_is_cancelled_does_not_pile_up_while_nobody_takes():
@@ -166,15 +146,9 @@ def test_what_is_cancelled_does_not_pile_up_while_nobody_takes():
     waiting = Waiting(2, 10)
     for _ in range(1000):
         with waiting.room_for(5):
-            waiting.put(request := a_request())
+            waiting.put(request := Request())
         request.answer.cancel()
     assert len(waiting.queue) == 1
-
-
-def test_take_wakes_up_when_a_request_comes():
-    waiting, start = Waiting(2, 10), time.monotonic()
-    threading.Timer(0.1, waiting.put, [a_request()]).start()
-    assert len(waiting.take(1, timeout=9)) == 1 and time.monotonic() - start < 5
 
 
 def test_an_address_that_is_taken_is_a_sentence():

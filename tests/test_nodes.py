@@ -1,6 +1,5 @@
 """Two nodes on this machine, started by the commands of docs/several_machines.md: as the page has
-them, but for the names of machines and files, one rank a node, and another port.
-"""
+them, but for the names of machines and files, one rank a node, and another port."""
 
 import os
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from documents import TEXT
-from processes import QUICK, kill, ranks_of, records, start, wait_for_step
+from processes import QUICK, end_all, kill, ranks_of, records, start, wait_for_step
 
 from demo import free_port
 
@@ -39,12 +38,14 @@ COMMANDS = {  # what the batch file calls; `python` only says with what environm
 def preset(tiny, tmp_path):
     """Returns the path of a preset of 6 steps, which saves every second, and needs no server."""
     constants = QUICK | {"MODEL": str(tiny), "RUN_DIR": "run", "TASK": "even", "KL_BETA": 0}
+    constants |= {"DTYPE": "bfloat16"}  # whose float32 weights the optimizer has
     constants |= {"STEPS": 6, "SAVE_STEPS": 2, "EVAL_STEPS": 99, "CPU_THREADS": 1}
     constants |= {"WAIT_LIMIT_SECONDS": LIMIT, "MAX_PROMPT_TOKENS": 128}
     path = tmp_path / "preset.py"
     folders = [str(ROOT), str(ROOT / "tests")]  # the latter for tasks/even.py
     path.write_text(PRESET.format(folders=folders, constants=constants))
-    return path
+    yield path
+    end_all()
 
 
 def start_node(folder, node, command, preset, port, log):
@@ -65,17 +66,13 @@ def losses(folder):
     return [(r["step"], r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r]
 
 
-def write_commands(folder, commands):
-    for name, text in commands.items():
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / name).chmod(stat.S_IRWXU)
-
-
 def start_slurm(folder, preset, log):
     """Runs the page's batch file with a `srun` of our own; returns the processes of its tasks."""
     (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", PAGE, re.DOTALL)
     folder.mkdir()
-    write_commands(folder, COMMANDS)
+    for name, text in COMMANDS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(stat.S_IRWXU)
     job = {"SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NODELIST": "gpu[01-02]"}
     job["PATH"] = f"{folder}:{os.environ['PATH']}"
     script = script.replace("29500", free_port())
@@ -94,55 +91,25 @@ def test_a_node_is_killed_and_the_run_resumes_under_another_launcher(preset, tmp
     disks, logs = [tmp_path / "0", tmp_path / "1"], [tmp_path / "log0", tmp_path / "log1"]
     deepspeed, port = "deepspeed --hostfile hosts --no_ssh", free_port()
     nodes = [start_node(disks[n], n, deepspeed, preset, port, logs[n]) for n in (0, 1)]
-    try:
-        wait_for_step(disks[0] / "run", 3, nodes[0], logs[0])
-        (rank,) = ranks_of(nodes[0])
-        kill(nodes[1])
-        rank.wait(LIMIT + 10)
-        assert nodes[0].wait(60) == 1  # and its launcher
-    finally:
-        kill(*nodes)
+    wait_for_step(disks[0] / "run", 3, nodes[0], logs[0])
+    (rank,) = ranks_of(nodes[0])
+    kill(nodes[1])
+    rank.wait(LIMIT + 10)
+    assert nodes[0].wait(60) == 1  # and its launcher
     assert "another rank has ended" in logs[0].read_text()
     before = losses(disks[0] / "run")
     assert 3 <= len(before) < 6
 
     port = free_port()
     nodes = [start_node(disks[n], n, "torchrun", preset, port, logs[n]) for n in (0, 1)]
-    try:
-        assert [node.wait(150) for node in nodes] == [0, 0], logs[0].read_text()[-3000:]
-    finally:
-        kill(*nodes)
+    assert [node.wait(150) for node in nodes] == [0, 0], logs[0].read_text()[-3000:]
     assert "resumes from run/step_00000" in logs[0].read_text()
     names = [[path.name for path in (disk / "run/step_000004/trainer").iterdir()] for disk in disks]
     assert "optimizer_1.pt" in set(names[1]) - set(names[0])  # disks of their own
 
     shared = tmp_path / "shared"
     tasks = start_slurm(shared, preset, tmp_path / "slurm")
-    try:
-        assert [t.wait(150) for t in tasks] == [0, 0], (tmp_path / "slurm").read_text()[-3000:]
-    finally:
-        kill(*tasks)
+    assert [t.wait(150) for t in tasks] == [0, 0], (tmp_path / "slurm").read_text()[-3000:]
     assert losses(disks[0] / "run") == losses(shared / "run")
     weights = [folder / "run/step_000006/model.safetensors" for folder in (disks[0], shared)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-def test_a_hostfile_hands_on_the_token_only_by_a_file(preset, tmp_path, monkeypatch):
-    """As the page says: pdsh, by which deepspeed starts the ranks, gets it from .deepspeed_env."""
-    from deepspeed.launcher import runner
-
-    (command,) = re.findall(r"^    deepspeed (--hostfile hosts grpo\S+)", PAGE, re.MULTILINE)
-    write_commands(tmp_path, {"ssh": "echo 10.0.0.1", "pdsh": 'echo "$@" > pdsh.txt'})
-    (tmp_path / "hosts").write_text("gpu01 slots=8\ngpu02 slots=8\n")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("GRPO_TOKEN", "secret")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner, "DEEPSPEED_ENVIRONMENT_PATHS", ["."])  # and not the home here
-    monkeypatch.setattr(runner.signal, "signal", lambda *_: None)  # pytest's Ctrl-C stays its own
-    for given in (False, True):
-        if given:
-            Path(".deepspeed_env").write_text("GRPO_TOKEN=secret\n")
-        runner.main(command.split())
-        sent = Path("pdsh.txt").read_text()
-        assert "--node_rank=%n --master_addr=10.0.0.1" in sent and "-w gpu01,gpu02" in sent
-        assert ("export GRPO_TOKEN=secret;" in sent) == given

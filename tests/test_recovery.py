@@ -2,9 +2,9 @@
 
 import os
 import random
-import shutil
+import re
 import signal
-import subprocess
+import statistics
 import time
 from pathlib import Path
 
@@ -13,11 +13,12 @@ import psutil
 import pytest
 from processes import (
     QUICK,
-    command_line,
     command_of,
+    end_all,
     free_port,
     kill,
     launch,
+    learned,
     ranks_of,
     records,
     start,
@@ -25,9 +26,13 @@ from processes import (
     start_ranks,
     wait_for_step,
 )
+from safetensors.torch import load_file
+
+from grpo.proof import MISMATCH
 
 NOBODY = "http://127.0.0.1:9"  # where nothing listens
 NEVER = 10**6
+WEIGHTS = {0: "model.safetensors", 4: "adapter_model.safetensors"}  # by LORA_RANK
 ENDLESS = {"SAVE_STEPS": NEVER, "STEPS": NEVER, "EVAL_STEPS": NEVER}
 
 
@@ -42,28 +47,15 @@ def steps_in(folder):
     return [r for r in records(folder) if "loss" in r]
 
 
-class Server:
-    """A reference server that can be killed and started again, on the same port."""
-
-    def __init__(self, tiny, folder):
-        port, self.log = free_port(), folder / "server.log"
-        self.url = f"http://127.0.0.1:{port}"
-        self.command = command_of("ref_server", {"MODEL": str(tiny), "PORT": int(port)})
-
-    def start(self):
-        self.process = start(self.command, self.log, OMP_NUM_THREADS="1")
-
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *_):
-        kill(self.process)
+@pytest.fixture(autouse=True)
+def ended():
+    yield
+    end_all()
 
 
-def wait_for_text(log, text, seconds=60):
+def wait_for(log, pattern, seconds=60):
     until = time.monotonic() + seconds
-    while text not in log.read_text():
+    while not re.search(pattern, log.read_text()):
         assert time.monotonic() < until, log.read_text()[-3000:]
         time.sleep(0.05)
 
@@ -82,87 +74,28 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
 ):
     """kill -9 of a rank after step 4: step 3's checkpoint, and all that followed it again. Then
     kill -9 of the server, in the middle of a step: the run waits, says so, and goes on."""
-    log = tmp_path / "log"
-    with Server(tiny, tmp_path) as server:
-        killed = preset_of(tiny, tmp_path / "killed", server.url)
-        command = command_of("grpo_ref_split", killed)
-        processes = start_ranks(ranks, command, log)
-        wait_for_step(tmp_path / "killed", 4, processes[0], log)
-        kill(processes[-1])  # the other one ends by itself
-        codes = [process.wait(30) for process in processes]
-        before = steps_in(tmp_path / "killed")
-        killed |= {"grpo.stop.SPEAK_SECONDS": 1}  # and not 10
-        processes = start_ranks(ranks, command_of("grpo_ref_split", killed), log)
-        wait_for_step(tmp_path / "killed", 6, processes[0], log)
-        kill(server.process)
-        wait_for_text(log, f"waiting for the reference's log-probs from {server.url}")
-        assert all(process.poll() is None for process in processes)
-        server.start()
-        assert [process.wait(100) for process in processes] == [0] * ranks, log.read_text()[-4000:]
-        whole = preset_of(tiny, tmp_path / "whole", server.url)
-        launch(ranks, command_of("grpo_ref_split", whole), log)
-    assert all(codes)
+    log, port = tmp_path / "log", free_port()
+    url = f"http://127.0.0.1:{port}"
+    serve = command_of("ref_server", {"MODEL": str(tiny), "PORT": int(port)}), tmp_path / "server"
+    server = start(*serve)
+    killed = preset_of(tiny, tmp_path / "killed", url)
+    processes = start_ranks(ranks, command_of("grpo_ref_split", killed), log)
+    wait_for_step(tmp_path / "killed", 4, processes[0], log)
+    kill(processes[-1])  # the other one ends by itself
+    assert all(process.wait(30) for process in processes)
+    assert len(steps_in(tmp_path / "killed")) >= 4
+    killed |= {"grpo.stop.SPEAK_SECONDS": 1}  # and not 10
+    processes = start_ranks(ranks, command_of("grpo_ref_split", killed), log)
+    wait_for_step(tmp_path / "killed", 6, processes[0], log)
+    kill(server)
+    wait_for(log, f"waiting for the reference's log-probs from {url}")
+    assert all(process.poll() is None for process in processes)
+    start(*serve)
+    assert [process.wait(100) for process in processes] == [0] * ranks, log.read_text()[-4000:]
+    whole = preset_of(tiny, tmp_path / "whole", url)
+    launch(ranks, command_of("grpo_ref_split", whole), log)
     check_same(records(tmp_path / "killed"), records(tmp_path / "whole"))
-    assert len(before) >= 4 and len(steps_in(tmp_path / "killed")) == 9
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_server_that_does_not_come_back_ends_the_run_which_resumes(tiny, tmp_path, ranks):
-    """After WAIT_LIMIT_SECONDS: an error without a traceback, and the last step is saved."""
-    log = tmp_path / "log"
-    with Server(tiny, tmp_path) as server:
-        preset = preset_of(tiny, tmp_path / "run", server.url, SAVE_STEPS=NEVER, EVAL_STEPS=0)
-        preset["TASK"] = "arithmetic"
-        limited = preset | {"WAIT_LIMIT_SECONDS": 3, "STEPS": NEVER}
-        processes = start_ranks(ranks, command_line("grpo_ref_split.py", limited), log)
-        wait_for_step(tmp_path / "run", 3, processes[0], log)
-        kill(server.process)
-        assert all(process.wait(60) for process in processes)
-        made = steps_in(tmp_path / "run")[-1]["step"]
-        text = log.read_text()
-        assert f"{server.url}/score" in text and "Traceback" not in text
-        assert (tmp_path / f"run/step_{made:06d}/trainer/state.json").exists()
-        server.start()
-        launch(ranks, command_of("grpo_ref_split", preset | {"STEPS": made + 2}), log)
-    assert [r["step"] for r in steps_in(tmp_path / "run")] == list(range(1, made + 3))
-
-
-@pytest.mark.long
-def test_two_machines_with_disks_of_their_own_go_on_as_if_they_had_not_stopped(tiny, tmp_path):
-    """kill -9 of both after step 7, and the second one's part of step 6 is lost: both take step 3,
-    and where the disks change places neither begins. Adapters go on in the same way."""
-    log, disks = tmp_path / "log", [tmp_path / "a", tmp_path / "b"]
-    [disk.mkdir() for disk in disks]
-    whole = preset_of(tiny, "whole", EVAL_STEPS=99)
-    whole |= {"tasks.arithmetic.SIZES": {"train": 99, "test": 8}, "DTYPE": "bfloat16"}
-    killed = whole | {"RUN_DIR": "killed"}
-    ranks = start_ranks(2, command_of("grpo_ref_split", killed), log, disks)
-    wait_for_step(disks[0] / "killed", 7, ranks[0], log)
-    kill(*ranks)
-    for disk, other in (disks, disks[::-1]):
-        shutil.copytree(disk / "killed", other / "swapped")
-    os.remove(disks[1] / "killed/step_000006/trainer/optimizer_1.pt")
-    lora = whole | {"RUN_DIR": "lora", "LORA_RANK": 4, "DTYPE": "float32", "STEPS": 2}
-    presets = [killed, whole, lora | {"STEPS": 1}, lora, lora | {"RUN_DIR": "lora whole"}]
-    presets.append(killed | {"RUN_DIR": "swapped", "LORA_RANK": 0})
-    ranks = start_ranks(2, command_of("grpo_ref_split", *presets), log, disks)
-    codes, output = [rank.wait(150) for rank in ranks], log.read_text()
-    assert codes == [1, 1], output[-4000:]
-    assert "step_000006 is incomplete and is skipped: rank 1 on " in output
-    assert "resumes from killed/step_000003" in output and "resumes from lora/step_000001" in output
-    for pair in [("killed", "whole"), ("lora", "lora whole")]:
-        steps, weights = [], []
-        for folder in [disks[0] / name for name in pair]:
-            steps.append([(r["loss"], r["grad_norm"]) for r in steps_in(folder)])
-            (model,) = folder.glob("step_00000[29]/*.safetensors")
-            weights.append(model.read_bytes())
-        assert steps[0] == steps[1] and weights[0] == weights[1], pair
-    for disk in disks:
-        left = [path.name for path in (disk / "killed").glob("*step*")]
-        assert sorted(left) == ["step_000006", "step_000009"]
-        assert (disk / "killed/.lock").exists()  # no other trainer on either
-    assert "is complete: rank 0 on" in output.split("resumes from lora")[1]
+    assert len(steps_in(tmp_path / "killed")) == 9
 
 
 def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny, tmp_path):
@@ -170,12 +103,9 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
     log, changes = tmp_path / "log", {"SAVE_STEPS": NEVER, "STEPS": 20, "EVAL_STEPS": 7}
     stopped = preset_of(tiny, tmp_path / "stopped", **changes)
     processes = start_ranks(2, command_of("grpo_ref_split", stopped), log)
-    try:
-        wait_for_step(tmp_path / "stopped", 3, processes[0], log)
-        processes[-1].send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in processes] == [1, 1]
-    finally:
-        kill(*processes)
+    wait_for_step(tmp_path / "stopped", 3, processes[0], log)
+    processes[-1].send_signal(signal.SIGTERM)
+    assert [process.wait(60) for process in processes] == [1, 1]
     before = steps_in(tmp_path / "stopped")
     last = before[-1]["step"]
     assert 3 <= last < 20 and (tmp_path / f"stopped/step_{last:06d}/trainer/state.json").exists()
@@ -196,61 +126,116 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny
 @pytest.mark.long
 def test_a_run_saves_its_last_step_also_where_nobody_reads_its_output_any_more(tiny, tmp_path):
     """As with `| tee log`, which the same Ctrl-C ends."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     preset = preset_of(tiny, tmp_path / "run", **ENDLESS)
-    # What a script starts with an & ignores Ctrl-C, and so would what these tests start
-    settings = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command_of("grpo_ref_split", preset), **settings) as process:
-        try:
-            wait_for_step(tmp_path / "run", 3, process, os.devnull)
-            process.stdout.close()
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-        finally:
-            process.kill()
+    (process,) = start_ranks(1, command_of("grpo_ref_split", preset), tmp_path / "pipe")
+    wait_for_step(tmp_path / "run", 3, process, os.devnull)
+    os.close(reader)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
     last = steps_in(tmp_path / "run")[-1]["step"]
     assert (tmp_path / f"run/step_{last:06d}/trainer/state.json").exists()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["rank", "launcher", "its child", "Ctrl-C"])
-def test_ranks_end_when_one_of_them_or_their_launcher_does(tiny, tmp_path, victim):
-    """Ctrl-C in a terminal comes to them all. They save their last step, but where one is gone."""
+@pytest.mark.parametrize("victim", ["launcher", "Ctrl-C"])
+def test_ranks_end_when_their_launcher_does(tiny, tmp_path, victim):
+    """Ctrl-C in a terminal comes to them all. They save their last step."""
     preset = preset_of(tiny, tmp_path / "run", **ENDLESS)
     launcher = start_launcher(2, command_of("grpo_ref_split", preset), tmp_path / "log")
-    try:
-        wait_for_step(tmp_path / "run", 1, launcher, tmp_path / "log")
-        ranks = ranks_of(launcher)
-        assert len(ranks) == 2
-        threads = max(1, len(os.sched_getaffinity(0)) // 2)  # not all cores for each
-        assert f"{threads} threads of each rank" in Path(tmp_path / "log").read_text()
-        if victim == "Ctrl-C":
-            os.killpg(launcher.pid, signal.SIGINT)
-        else:
-            (child,) = [p for p in psutil.Process(launcher.pid).children() if has(p, "launch")]
-            pids = {"rank": ranks[1].pid, "launcher": launcher.pid, "its child": child.pid}
-            os.kill(pids[victim], signal.SIGKILL)
-        _, alive = psutil.wait_procs(ranks, timeout=25)  # deepspeed would kill them after 30
-        launcher.wait(30)
-        assert not alive
-        last = steps_in(tmp_path / "run")[-1]["step"]
-        saved = [path.name for path in (tmp_path / "run").glob("step_*")]
-        assert saved == ([] if victim == "rank" else [f"step_{last:06d}"])
-    finally:
-        kill(launcher)
-
-
-def has(process, word):
-    return any(word in argument for argument in process.cmdline())
+    wait_for_step(tmp_path / "run", 1, launcher, tmp_path / "log")
+    ranks = ranks_of(launcher)
+    assert len(ranks) == 2
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)  # not all cores for each
+    assert f"{threads} threads of each rank" in Path(tmp_path / "log").read_text()
+    if victim == "Ctrl-C":
+        os.killpg(launcher.pid, signal.SIGINT)
+    else:
+        os.kill(launcher.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(ranks, timeout=25)  # deepspeed would kill them after 30
+    launcher.wait(30)
+    assert not alive
+    last = steps_in(tmp_path / "run")[-1]["step"]
+    assert [path.name for path in (tmp_path / "run").glob("step_*")] == [f"step_{last:06d}"]
 
 
 @pytest.mark.long
 def test_chaos_in_short(tiny, tmp_path):
     """See chaos.py, whose 100 kills end with the demo's accuracy."""
-    preset = preset_of(tiny, "", "", EVAL_STEPS=NEVER)
-    for name in ("REF_SERVER", "RUN_DIR", "STEPS"):
-        del preset[name]
+    preset = preset_of(tiny, "", "", EVAL_STEPS=NEVER, LORA_RANK=2)
     victims, draw = ["server", "worker", "trainer"], random.Random(0)
-    found, records, kills = chaos.run(tmp_path, victims, draw, ranks=2, steps=25, **preset)
+    found, records, kills = chaos.run(tmp_path, victims, draw, 2, preset | {"STEPS": 25})
     assert found == [] and sum(kills.values()) == 3 - len(victims) > 0
     assert any("eval_accuracy" in r for r in records)
+    assert any(r.get("staleness", 0) > 0 for r in records)  # some groups were the worker's
+
+
+def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
+    """kill -9 of the first worker, with groups in hand, and of the trainer, a step after its
+    checkpoint. A worker is fast here, and its groups are of the policy before the newest."""
+    preset = preset_of(tiny, tmp_path / "run", None, PUBLISH_STEPS=1, TRAINER_SAMPLES=False)
+    preset |= {"TRAINER": f"http://127.0.0.1:{free_port()}", "REFERENCE_REFRESH_STEPS": 3}
+    preset |= {"STEPS": 16, "SAVE_STEPS": 4, "EVAL_STEPS": 0}
+    logs = {name: tmp_path / name for name in ("trainer", "first", "second", "misfit")}
+
+    def worker(name, **changes):
+        command = command_of("grpo_ref_split:worker", preset | changes)
+        return start(command, logs[name], OMP_NUM_THREADS="1")
+
+    def trainer():
+        return start_ranks(1, command_of("grpo_ref_split", preset), logs["trainer"])[0]
+
+    first, misfit, killed = worker("first"), worker("misfit", GROUP_SIZE=3), trainer()
+    wait_for(logs["first"], r"policy [1-9]: \d+ groups")
+    second = worker("second")
+    wait_for(logs["second"], r"policy \d+: \d+ groups")
+    kill(first)
+    wait_for_step(tmp_path / "run", 9, killed, logs["trainer"])
+    kill(killed)
+    assert trainer().wait(120) == 0, logs["trainer"].read_text()[-3000:]
+    assert second.poll() is None, logs["second"].read_text()
+    assert misfit.wait(5) == 1 and "GROUP_SIZE" in logs["misfit"].read_text()
+    steps = steps_in(tmp_path / "run")
+    assert [r["step"] for r in steps] == list(range(1, 17))
+    assert steps[0][MISMATCH] < 1e-5 and steps[0]["kl"] < 1e-6
+    old = [r for r in steps if r["staleness_max"] > 0]  # sampled by a policy before the newest
+    assert any(r["sampler_ratio"] != 1 and r["sampler_ratio_max"] > 1 for r in old)
+    # alone, the second worker may have waited with groups of a step that was undone
+    assert max(r["staleness_max"] for r in steps) <= 4
+    assert 0 < statistics.mean(r["staleness"] for r in steps) < 1.5
+    proofs = re.findall(r"log-probs differ from the trainer's by (\S+)", logs["second"].read_text())
+    assert proofs and all(float(gap) < 1e-5 for gap in proofs)
+    samplers = {r["sampler"] for r in records(tmp_path / "run", "samples.jsonl")}
+    assert samplers and "trainer" not in samplers
+    assert not (tmp_path / "run/.policy").exists()
+
+
+def test_a_refreshed_reference_is_the_policy_of_its_step_also_where_the_run_resumes(tiny, tmp_path):
+    """Bit for bit: a resumed run that had MODEL as its reference again learned something else."""
+    shared = preset_of(tiny, "", None, EVAL_STEPS=0, REFERENCE_REFRESH_STEPS=2, STEPS=5)
+    presets = []
+    for rank in WEIGHTS:
+        for name, starts in {"whole": [5], "halves": [3, 5]}.items():
+            own = {"LORA_RANK": rank, "RUN_DIR": str(tmp_path / f"{name}_{rank}")}
+            presets += [shared | own | {"STEPS": steps} for steps in starts]
+    fixed = presets[0] | {"RUN_DIR": str(tmp_path / "fixed"), "REFERENCE_REFRESH_STEPS": 0}
+    presets += [fixed | {"STEPS": 2}, fixed]  # resumes with MODEL, and not with the checkpoint
+    launch(1, command_of("grpo_ref_split", *presets), tmp_path / "log")
+    fixed = [r["kl"] for r in learned(tmp_path / "fixed")]
+    assert fixed[0] < 1e-9 and min(fixed[1:]) > 1e-4
+    for rank, file in WEIGHTS.items():
+        whole, halves = (learned(tmp_path / f"{name}_{rank}") for name in ("whole", "halves"))
+        assert whole == halves and [r["step"] for r in whole] == [1, 2, 3, 4, 5]
+        kl = [r["kl"] for r in whole]
+        # The first update after a refresh is of the policy that has become the reference
+        assert max(kl[0], kl[2], kl[4]) < 1e-9 and min(kl[1], kl[3]) > 1e-6, kl
+        if not rank:
+            assert kl[1] == fixed[1]
+        one, other = (
+            load_file(tmp_path / f"{name}_{rank}/final" / file) for name in ("whole", "halves")
+        )
+        assert all(one[name].equal(other[name]) for name in one)
+        kept = load_file(tmp_path / f"whole_{rank}/final/trainer/reference.safetensors")
+        assert kept and any(not tensor.eq(0).all() for tensor in kept.values())
+    assert not (tmp_path / "fixed/final/trainer/reference.safetensors").exists()
