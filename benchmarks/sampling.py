@@ -1,8 +1,7 @@
 """Groups sampled a second: ours against transformers' generate and continuous batching, and vLLM.
 
-    python benchmarks/sampling.py                                   # prints the table
-    python benchmarks/sampling.py out.md                            # and writes it to a file
-    python benchmarks/sampling.py out.md --vllm .vllm/bin/python    # with vLLM, from its own venv
+    python benchmarks/sampling.py            # prints the table; with vLLM where it is installed
+    python benchmarks/sampling.py out.md     # and writes it to a file
 
 The model counts (tests/counting.py): completions end by themselves after 64 to 256 tokens, all
 lengths equally likely, or are cut at 64. There are 8 prompts x 8 completions at temperature 1, with
@@ -14,6 +13,7 @@ round that does not count. Continuous batching takes 5 s or more a call on a CPU
 batch, so it runs once. vLLM runs in a separate process after the others.
 """
 
+import importlib.util
 import json
 import os
 import statistics
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from transformers import GenerationConfig
@@ -136,23 +137,25 @@ def compare(model, prompt_tokens, tokens):
 
 
 def vllm(folder, prompt_tokens, tokens):
-    """Run by vLLM's Python: prints the median tokens a second, as JSON."""
+    """Run in a process of its own: prints the median tokens a second, as JSON."""
     from grpo.sampling.vllm_policy import VLLMPolicy
 
     prompt_tokens, tokens = int(prompt_tokens), int(tokens)
-    policy = VLLMPolicy(
-        folder,
-        None,
-        dtype="float32" if DEVICE == "cpu" else "bfloat16",
-        eos_ids={EOS},
-        vocab_size=VOCAB,
-        max_tokens=prompt_tokens + tokens,
-        max_sequences=PROMPTS * GROUP,
-        seed=0,
-        memory=1.0 if DEVICE == "cpu" else 60.0,
-        tensor_parallel=1,
-        sleep=False,
+    c = SimpleNamespace(
+        MODEL=folder,
+        DTYPE="auto",
+        GROUP_SIZE=GROUP,
+        SAMPLE_BATCH=PROMPTS * GROUP,
+        MAX_PROMPT_TOKENS=prompt_tokens,
+        MAX_COMPLETION_TOKENS=tokens,
+        STOP_TOKENS=[],
+        STOP_STRINGS=[],
+        SEED=0,
+        VLLM_CACHE_GB=1.0 if DEVICE == "cpu" else 40.0,
+        VLLM_SLEEP=False,
+        TENSOR_PARALLEL=1,
     )
+    policy = VLLMPolicy(c, make_tokenizer())
     prompts, rates = make_prompts(prompt_tokens), []
     for seed in range(4):
         began = time.perf_counter()
@@ -164,10 +167,11 @@ def vllm(folder, prompt_tokens, tokens):
     print(json.dumps(statistics.median(rates[1:])))
 
 
-def main(out, python):
+def main(out):
     if DEVICE == "cpu":
         torch.set_num_threads(1)
-    engines = ["ours", "generate", "continuous batching", *(["vLLM"] if python else [])]
+    with_vllm = importlib.util.find_spec("vllm")
+    engines = ["ours", "generate", "continuous batching", *(["vLLM"] if with_vllm else [])]
     lines = [f"| model | prompt | completion | {' | '.join(engines)} | ours / generate |"]
     lines.append("|" + "---|" * (4 + len(engines)))
     for name, shape in MODELS.items():
@@ -176,13 +180,13 @@ def main(out, python):
             model = model.to(DEVICE, torch.bfloat16)
         for prompt_tokens, tokens in CASES:
             rates = compare(model, prompt_tokens, tokens)
-            if python:
+            if with_vllm:
                 with tempfile.TemporaryDirectory() as folder:
                     model.save_pretrained(folder)
                     make_tokenizer().save_pretrained(folder)
-                    command = [python, __file__, "vllm", folder, str(prompt_tokens), str(tokens)]
+                    arguments = "vllm", folder, str(prompt_tokens), str(tokens)
                     run = subprocess.run(
-                        command,
+                        [sys.executable, __file__, *arguments],
                         check=True,
                         env=os.environ | {"OMP_NUM_THREADS": "1"},
                         capture_output=True,
@@ -208,10 +212,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["vllm"]:
         vllm(*sys.argv[2:])
     else:
-        arguments = sys.argv[1:]
-        python = None
-        if "--vllm" in arguments:
-            at = arguments.index("--vllm")
-            python = arguments[at + 1]
-            del arguments[at : at + 2]
-        main(arguments[0] if arguments else None, python)
+        main(sys.argv[1] if len(sys.argv) > 1 else None)

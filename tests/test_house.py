@@ -5,6 +5,7 @@ import doctest
 import importlib
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,10 @@ def test_a_collective_call_is_marked_where_the_trainer_makes_it():
                 assert "# collective" in lines[node.lineno - 1], lines[node.lineno - 1]
                 marked += 1
     assert marked > 15
+
+
+def test_pip_and_uv_have_the_same_tested_versions():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    pins = project["tool"]["uv"]["constraint-dependencies"]
+    assert pins == [line for line in lines if not line.startswith("#")]

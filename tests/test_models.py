@@ -2,11 +2,13 @@
 
 import jinja2
 import pytest
+from fakes import a_recipe
 from families import tiny_model
 from transformers import AutoTokenizer
 
 from grpo.models import load_model, load_tokenizer, prompt_ids
-from grpo.sampling.policy import load_policy
+from grpo.sampling import policy as policy_module
+from grpo.sampling.policy import load_policy, make_policy
 from grpo.sampling.sampler import Completion
 
 
@@ -47,6 +49,14 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny):
     tokenizer.add_tokens([f"new{i}" for i in range(50)])
     with pytest.raises(SystemExit, match="wrong pair"):
         load_policy(str(tiny), tokenizer, "float32")
+
+
+def test_a_model_without_a_cache_to_share_is_said_to_be_slow(tiny, monkeypatch, capsys):
+    c = a_recipe(MODEL=str(tiny), DTYPE="float32", SAMPLER="torch").c
+    for cache in (True, False):
+        monkeypatch.setattr(policy_module, "can_cache", lambda model, cache=cache: cache)
+        make_policy(c, AutoTokenizer.from_pretrained(tiny))
+        assert ("SAMPLER" in capsys.readouterr().out) is not cache
 
 
 def test_an_adapter_as_model_is_refused_with_the_command_that_merges_it(tiny, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from grpo.devices import out_of_memory_names, release_memory
 from grpo.forward import CompletionModel
 from grpo.log import announced, say
-from grpo.models import load_model, stop_ids
+from grpo.models import can_cache, load_model, stop_ids
 from grpo.sampling.memory import fit_worker
 from grpo.sampling.sampler import completion_text, sample_groups, stream_groups
 from grpo.sampling.stop_strings import StopStrings
@@ -119,6 +119,11 @@ def make_policy(c, tokenizer):
     policy.check_context(c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS)
     stops = [*tokenizer.convert_ids_to_tokens(sorted(policy.eos_ids)), *map(repr, c.STOP_STRINGS)]
     say(f"{c.MODEL} in {policy.dtype}; completions end at {', '.join(stops)}")
+    if c.SAMPLER == "torch" and not can_cache(policy.model):
+        say(
+            "this model has no cache of keys and values to share: each token runs the whole text"
+            ' again, slower by a factor near its length. SAMPLER = "vllm" samples it as others'
+        )
     return policy
 
 

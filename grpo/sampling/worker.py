@@ -1,7 +1,7 @@
 """A worker: samples groups for a trainer on another machine, with the trainer's newest policy.
 
-    python grpo_ref_split.py worker     # with transformers; the constants of that file
-    python vllm_worker.py               # with vLLM
+    python grpo_ref_split.py worker                  # the constants of that file
+    python grpo_ref_split.py worker SAMPLER=vllm     # with vLLM
 
 It needs the address of the trainer's rank 0 (TRAINER), and GRPO_TOKEN if that has one: it fetches
 the newest policy, proves that it has it, and samples prompts in an order of its own while the

@@ -109,7 +109,8 @@ def a_policy(tiny, monkeypatch):
     """Returns a function: a VLLMPolicy of the tiny model around a FakeLLM."""
     for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeLLM))
+    for name in ("vllm", "vllm.entrypoints.llm"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(LLM=FakeLLM))
     monkeypatch.setattr(vllm_policy, "check_device", lambda c, in_rank: None)
     monkeypatch.setattr(VLLMPolicy, "_params", lambda self, **params: params)
 
