@@ -5,6 +5,7 @@ import contextlib
 import functools
 import inspect
 import os
+import sys
 from pathlib import Path
 
 import jinja2
@@ -16,6 +17,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
 )
+from transformers.utils import logging
 
 from grpo.devices import accelerator
 from grpo.log import announced, say
@@ -94,6 +96,8 @@ def load_model(name, dtype, vocab_size):
     """
     device = own_device()
     dtype = choose_dtype(dtype, device)
+    if not sys.stderr.isatty():  # also as a pipe may end before the run, with its `tee`
+        logging.disable_progress_bar()
     # Straight to the GPU, tensor by tensor: else each rank holds a whole model in RAM
     place = {} if device == "cpu" else {"device_map": {"": device}}
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **place)

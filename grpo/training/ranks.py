@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import select
 import signal
 import time
 from collections import Counter
@@ -22,7 +23,6 @@ from torch.distributed import distributed_c10d
 
 from grpo.log import announced, in_background, say, tell
 from grpo.models import own_device
-from grpo.stop import end_with_parent
 from grpo.wire import pack_group, unpack_group
 
 # The number of processes that mpirun or srun has started
@@ -58,8 +58,7 @@ def join_ranks(wait_limit_seconds):
     the model is loaded: one machine may load for longer than a collective waits."""
     if dist.is_initialized():
         return
-    if any(name in " ".join(psutil.Process().parent().cmdline()[:4]) for name in LAUNCHERS):
-        end_with_parent(signal.SIGTERM)  # a launcher that was killed can't end its ranks
+    end_with_launchers()
     import deepspeed  # takes seconds; tests of the trainer's functions do without
 
     own_device()
@@ -76,6 +75,24 @@ def join_ranks(wait_limit_seconds):
         global roll
         roll = RollCall()  # collective
         say(f"{world} ranks; the run ends if one of them does not answer for {limit} s")
+
+
+def end_with_launchers():
+    """Asks this process to end once a deepspeed or torchrun process above it has ended: one that
+    was killed can't end what it started. Linux alone."""
+
+    def is_launcher(process):
+        with contextlib.suppress(psutil.Error):
+            return any(name in " ".join(process.cmdline()[:4]) for name in LAUNCHERS)
+
+    def watch(launchers):
+        select.select(launchers, [], [])  # until one has ended
+        tell("the launcher has ended, so this rank ends")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    above = [process.pid for process in psutil.Process().parents() if is_launcher(process)]
+    if above and hasattr(os, "pidfd_open"):
+        in_background(watch, list(map(os.pidfd_open, above)))
 
 
 def leave_at_exit():
