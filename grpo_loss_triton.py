@@ -6,11 +6,12 @@ pass the LM head W in chunks of C, which share one buffer Z:
 
     Z     = H_c W^T   (C, V')  a matrix product: the logits of the chunk's tokens
     Z    <- dZ        (C, V')  `row_kernel`: their log-probs and, in place, the logits' gradient
-    dH_c  = Z W       (C, H)   a matrix product: the gradient of the hidden states
-    dW   += Z^T H_c   (V', H)  a matrix product: the gradient of the head
+    dH_c  = dZ W      (C, H)   a matrix product: the gradient of the hidden states
+    dW   += dZ^T H_c  (V', H)  a matrix product: the gradient of the head
 
-Only dH, dW and Z are held. All four steps fit into the forward pass, as the loss is a sum over
-tokens: a token's logits alone give their gradient, up to the factor that `backward` receives.
+Of a bf16 model Z is float32, as sampler and server have their logits, and dZ a bf16 matrix beside
+it. Only dH, dW, Z and dZ are held. All four steps fit into the forward pass, as the loss is a sum
+over tokens: a token's logits alone give their gradient, up to the factor that `backward` receives.
 Padding, of weight 0, is left out before the first. Without Triton, class Rows works in torch.
 
 The derivation. For a token with logits z = W h, temperature tau and sampled id y:
@@ -42,9 +43,10 @@ try:
 except ImportError:  # not Linux, or torch without CUDA: class Rows works in torch
     triton = None
 
-# Logits of one chunk on a GPU: 2048 tokens of Qwen2.5 in bf16. A chunk reads the head twice and dW
-# once more, which hides behind the products from about 1024 tokens on. On a CPU: as large as dW.
-CHUNK_BYTES = 640 << 20
+# Logits of one chunk on a GPU and their gradient: 1152 tokens of Qwen2.5, 6 bytes a logit. A chunk
+# reads the head twice and dW once more, which hides behind the products from about 1024 tokens on
+# (computed). On a CPU: as large as dW.
+CHUNK_BYTES = 1 << 30
 # dW is summed over so many chunks in the head's own dtype, over more in float32: bf16 loses 2.3e-3
 # in one product, 3.1e-3 over 4 chunks, 6.7e-3 over 32 (measured on a CPU). It is then held twice.
 CHUNKS_IN_OWN_DTYPE = 4
@@ -128,8 +130,9 @@ class LinearLogps(torch.autograd.Function):
 def through_head(hidden, head, rows, needs, forward=True):
     """Runs `rows` on their logits, chunk by chunk; returns (dH, dW), each None if not needed.
 
-    If neither is, a GPU computes bf16 logits in float32: half of the noise of the log-probs.
-    Without `forward`, the softmax is that of an earlier run.
+    The logits of a bf16 model are float32, by one product on NVIDIA's GPUs and of casts on a CPU:
+    rounded to bf16 they would be half of the noise between trainer and sampler. Elsewhere they are
+    bf16. Without `forward`, the softmax is that of an earlier run.
     """
     hidden = hidden.contiguous()  # given logits may be a slice, with gaps
     backward = any(needs)
@@ -137,23 +140,25 @@ def through_head(hidden, head, rows, needs, forward=True):
     if head is None:
         rows.run(hidden, d_hidden, slice(0, len(hidden)), forward=forward, backward=backward)
         return d_hidden, None
-    exact = hidden.itemsize == 2 and not backward and sums_in_float32(hidden.device)
+    exact = hidden.itemsize == 2 and (hidden.is_cpu or sums_in_float32(hidden.device))
     dtype = torch.float32 if exact else hidden.dtype
-    chunk = chunk_rows(len(hidden), head, dtype.itemsize)
+    apart = exact and backward  # dZ is bf16, for its two products
+    chunk = chunk_rows(len(hidden), head, dtype.itemsize + apart * hidden.itemsize)
     few = len(hidden) <= chunk * CHUNKS_IN_OWN_DTYPE
     sums = head.dtype if few else torch.promote_types(head.dtype, torch.float32)
     d_head = torch.zeros_like(head, dtype=sums) if needs[1] else None
     buffer = hidden.new_empty(min(chunk, len(hidden)), len(head), dtype=dtype)
+    d_buffer = torch.empty_like(buffer, dtype=hidden.dtype) if apart else buffer
     for start in range(0, len(hidden), chunk):
         h = hidden[start : start + chunk]
         part = slice(start, start + len(h))
-        logits = buffer[: len(h)]
+        logits, d_logits = buffer[: len(h)], d_buffer[: len(h)]
         add_product(logits, h, head.t(), beta=0)
-        rows.run(logits, logits, part, forward=forward, backward=backward)
+        rows.run(logits, d_logits, part, forward=forward, backward=backward)
         if needs[0]:
-            torch.mm(logits, head, out=d_hidden[part])
+            torch.mm(d_logits, head, out=d_hidden[part])
         if needs[1]:
-            add_product(d_head, logits.t(), h)
+            add_product(d_head, d_logits.t(), h)
     return d_hidden, None if d_head is None else d_head.to(head.dtype)
 
 
@@ -171,7 +176,7 @@ def add_product(total, a, b, beta=1):
     elif sums_in_float32(total.device):
         torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
     else:
-        total += a @ b
+        torch.addmm(total, a.float(), b.float(), beta=beta, out=total)
 
 
 @functools.cache

@@ -30,19 +30,13 @@ head, H hidden size. A `step` is one optimiser update, or an attempt that found 
 
 import itertools
 import math
-import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
 
-# Before torch. Threads that spin while they wait make a step ten times as long where cores are
-# shared (benchmarks/results/wait_policy.md); blocks of a GPU's memory that do not grow leave gaps
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
+from grpo.constants import before_torch, command_line, settle
 
-from grpo.constants import command_line, settle
-
+before_torch()
 if __name__ == "__main__":  # here, so that a mistake is told before torch is imported
     role, given = command_line("grpo_ref_split.py", __doc__, roles=["worker"])
 
@@ -139,6 +133,7 @@ DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a 
 EVAL_STEPS = 50  # greedy accuracy at step 0, every so many steps, and at the end; 0: never
 EVAL_SPLIT = "test"
 EVAL_QUESTIONS = 512  # the first so many of the split
+EVAL_BATCH = "auto"  # questions that a rank answers at once, see "Memory"
 STOP_ACCURACY = 1.01  # stop when an evaluation reaches it; report on another split than EVAL_SPLIT
 SAVE_STEPS = 100  # a checkpoint is the model, and 12 bytes a trained parameter to resume from it
 KEEP_CHECKPOINTS = 2  # the newest; older ones are deleted

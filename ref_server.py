@@ -1,7 +1,7 @@
 """The frozen reference model behind HTTP: token ids go in, their log-probs come back.
 
     CUDA_VISIBLE_DEVICES=7 python ref_server.py     # on a spare GPU, on a CPU, on another machine
-    python ref_server.py presets/3b_2x80gb.py       # with the constants of a preset
+    python ref_server.py presets/7b_2x80gb.py       # with the constants of a preset
 
     POST /score?wait=S    ids of one or several groups -> the log-probs of their completions
     GET  /info            which model this is: the trainer compares.      GET /health: it answers
@@ -13,7 +13,6 @@ reference can live on an old GPU or on another machine. grpo/wire.py describes t
 
 import gc
 import json
-import os
 import signal
 import sys
 import threading
@@ -21,13 +20,9 @@ import traceback
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-# Before torch: see grpo_ref_split.py
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-allocator = os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
-
 from grpo import constants
 
+constants.before_torch()
 if __name__ == "__main__":  # here, so that a mistake is told before torch is imported
     _, given = constants.command_line("ref_server.py", __doc__)
 

@@ -367,10 +367,11 @@ def measure(methods, found, b, small):
     peaks = {name: apart(row_peak, methods[name], b, small) for name in found}
     fitting = {name: methods[name] for name in found if peaks[name] is not None}
     times = apart(milliseconds, fitting, b)
-    tokens, itemsize = len(b.packed), b.weight.element_size()
-    chunk = min(tokens, grpo_loss_triton.chunk_rows(tokens, b.weight, itemsize))
-    chunk *= len(b.weight) * itemsize
     training = methods is LOSSES
+    tokens, itemsize = len(b.packed), b.weight.element_size()
+    each = itemsize if itemsize == 4 else 4 + training * itemsize  # of a logit, and its gradient
+    chunk = min(tokens, grpo_loss_triton.chunk_rows(tokens, b.weight, each))
+    chunk *= len(b.weight) * each
     floor = chunk + training * (b.hidden.nbytes + b.weight.nbytes)
     columns = "forward | and backward | x bare | " if training else "ms | x bare | "
     columns += "peak MiB | x floor | error of loss | dH | dW" if training else "peak MiB | error"

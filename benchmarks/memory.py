@@ -59,17 +59,19 @@ SHAPE += " vocab_size tie_word_embeddings"
 RANK = 16  # of the LoRA rows
 WAYS = [(world, offload) for world in (1, 2, 7) for offload in (False, True)]
 CARDS = {16: 14.5, 24: 23.5, 40: 39.4, 48: 44.4, 80: 79.1, 141: 139.0}  # name: GB a program gets
-# preset: GB of a trainer's GPU, trainer's GPUs, GB of the server's; 0: it shares one; None: none
+# preset: GB of a trainer's GPU, trainer's GPUs, GB of the server's; None: no server
 PRESETS = {
+    "1.5b_1x16gb": (16, 1, None),
     "0.5b_1x24gb": (24, 1, None),
     "1.5b_1x24gb": (24, 1, None),
     "3b_1x24gb": (24, 1, None),
-    "3b_2x24gb": (24, 2, 0),
-    "3b_2x80gb": (80, 1, 80),
-    "3b_8x80gb": (80, 7, 80),
-    "7b_2x80gb": (80, 1, 80),
-    "7b_8x80gb": (80, 7, 80),
     "7b_lora_1x24gb": (24, 1, None),
+    "3b_1x48gb": (48, 1, None),
+    "3b_1x80gb": (80, 1, None),
+    "1.5b_4x24gb": (24, 4, None),
+    "7b_2x80gb": (80, 1, 80),
+    "3b_8x80gb": (80, 7, 80),
+    "7b_8x80gb": (80, 7, 80),
     "two_machines": (80, 8, 24),
 }
 
@@ -153,12 +155,12 @@ def layer_backward(m, rows, width, keys, masked):
 
 
 def chunk_bytes(m, tokens):
-    """The most that the loss holds of logits, with FUSED_LOSS: a chunk."""
-    return BF16 * m.vocab * min(tokens, chunk_rows(m))
+    """The most that the loss holds of logits and their gradient, with FUSED_LOSS: a chunk."""
+    return (FP32 + BF16) * m.vocab * min(tokens, chunk_rows(m))
 
 
 def chunk_rows(m):
-    most = max(128, grpo_loss_triton.CHUNK_BYTES // (BF16 * m.vocab))
+    most = max(128, grpo_loss_triton.CHUNK_BYTES // ((FP32 + BF16) * m.vocab))
     return -(-most // 128) * 128
 
 
@@ -200,7 +202,7 @@ def sampling_phases(m, c, states):
     rows, tokens = c.SAMPLE_BATCH, (c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS)
     return {  # whole groups; to evaluate, each of another prompt
         "sampling": states | sampling(m, rows // c.GROUP_SIZE, rows, *tokens),
-        "evaluation": states | sampling(m, rows, rows, *tokens),
+        "evaluation": states | sampling(m, c.EVAL_BATCH, c.EVAL_BATCH, *tokens),
     }
 
 
@@ -343,7 +345,7 @@ def table(head, rows):
 
 def least(c, m, world):
     """Returns the bytes that the trainer needs with the smallest sizes that "auto" tries."""
-    sizes = {"MICRO_BATCH_TOKENS": TOKENS[True][-1], "SAMPLE_BATCH": c.GROUP_SIZE}
+    sizes = {"MICRO_BATCH_TOKENS": TOKENS[True][-1], "SAMPLE_BATCH": c.GROUP_SIZE, "EVAL_BATCH": 1}
     c = SimpleNamespace(**vars(c) | sizes)
     return need(phases_with(m, c, world))[0]
 
@@ -408,7 +410,7 @@ def print_presets():
     for name, (gpu, world, of_server) in PRESETS.items():
         c, m, size, server = of_preset(name)
         how = f", LoRA {c.LORA_RANK}" * (c.LORA_RANK > 0) + ", offload" * c.OFFLOAD_OPTIMIZER
-        where = {None: "in the trainer", 0: "on one of them"}.get(of_server, f"1 x {of_server}")
+        where = f"1 x {of_server}" if of_server else "in the trainer"
         row = [f"`presets/{name}.py`", c.MODEL[5:] + how, f"{world} x {gpu}", where, gb(size)]
         rows.append([*row, gb(server) if server else "", gb(in_ram(m)) if "offload" in how else ""])
     head = ["preset", "trained", "GPUs, GB", "the reference", "trainer, at least", "server", "RAM"]

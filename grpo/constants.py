@@ -3,8 +3,10 @@ imports torch, so that a wrong command is told at once."""
 
 import ast
 import difflib
+import importlib.metadata
 import math
 import numbers
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -13,6 +15,20 @@ from types import SimpleNamespace
 ROOT = Path(__file__).parent.parent
 SCRIPTS = "grpo_ref_split.py", "ref_server.py"
 UNDO = "_set_for_run"  # in a script's globals: what set_for_run has replaced
+
+
+def before_torch():
+    """Sets what torch reads when it is imported, unless the user has set it."""
+    # Threads that spin while they wait make a step ten times as long where cores are shared
+    # (benchmarks/results/wait_policy.md); blocks of a GPU's memory that do not grow leave gaps
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    settings = "expandable_segments:True"
+    if tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) >= (2, 13):
+        # Pinned blocks of RAM would be rounded up to powers of two. Those that are not must not be
+        # cached either: torch would give out one that is too small (pytorch #192722)
+        settings += ",pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", settings)
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", settings)
 
 
 # --- The command line -----------------------------------------------------------------

@@ -41,6 +41,7 @@ CONSTANTS = {  # of a small run; a task's REWARD_WEIGHTS and OUTCOME as resolve(
     "TASK": "fake",
     "GROUP_SIZE": GSIZE,
     "SAMPLE_BATCH": 64,
+    "EVAL_BATCH": 64,
     "MAX_PROMPT_TOKENS": 20,
     "MAX_COMPLETION_TOKENS": 8,
     "TEMPERATURE": 1.0,

@@ -9,13 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+PINNED = "pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"  # torch 2.13 or newer
 TELL = "import {}, torch; print(torch._C._accelerator_getAllocatorSettings())"
 
 
 @pytest.mark.parametrize(
     ("script", "own", "settings"),
     [
-        ("grpo_ref_split", {}, "expandable_segments:True"),
+        ("grpo_ref_split", {}, f"expandable_segments:True,{PINNED}"),
         ("ref_server", {NAMES[0]: "max_split_size_mb:99"}, "max_split_size_mb:99"),
     ],
 )

@@ -1,7 +1,7 @@
 """Sizes that are "auto": what fits into a GPU is tried, the largest size first, at the start.
 
-A trial holds what the run will hold at its most, and is measured. SAMPLE_BATCH is tried with the
-prefill of a whole batch, then with a block of memory in the place of all keys and values of
+A trial holds what the run will hold at its most, and is measured. A batch is tried with the prefill
+of all its prompts, then with a block of memory in the place of all keys and values of
 completions at full length: to sample so many tokens would take minutes. On a CPU, where a process
 that takes too much memory is killed, sizes are constants.
 """
@@ -71,37 +71,40 @@ def measured(trial, held, device):
     return peak / room, peak, room
 
 
-# --- SAMPLE_BATCH ---------------------------------------------------------------------
+# --- SAMPLE_BATCH, EVAL_BATCH -----------------------------------------------------------
 def fit_worker(c, policy):
     """Sets SAMPLE_BATCH in `c`, the constants of a process that only samples, if it is "auto"."""
     if c.SAMPLE_BATCH != "auto":
         return
     if accelerator():
-        say(fit_sample_batch(c, policy, c.GROUP_SIZE))
+        say(fit_batch(c, policy, "SAMPLE_BATCH", c.GROUP_SIZE))
     else:
         set_for_run(vars(c), {"SAMPLE_BATCH": max(CPU_BATCH, c.GROUP_SIZE)})
 
 
-def fit_sample_batch(c, policy, group_size, **others):
-    """Sets SAMPLE_BATCH; `group_size` completions share a prompt: 1 in the trainer's evaluations,
-    whose prefill is the largest. See `fit` for `others` and the answer."""
-    sizes = [*(n for n in BATCHES if n > c.GROUP_SIZE), c.GROUP_SIZE]  # groups stay whole
-    attempt = functools.partial(sample, c, policy, group_size)
-    return fit(c, policy.model.device, [{"SAMPLE_BATCH": n} for n in sizes], attempt, **others)
+def fit_batch(c, policy, name, group_size, **others):
+    """Sets SAMPLE_BATCH or EVAL_BATCH, by `name`; `group_size` completions share a prompt: one in
+    an evaluation, whose prefill is the largest. See `fit` for `others` and the answer."""
+    sizes = [*(n for n in BATCHES if n > group_size), group_size]  # groups stay whole
+
+    def attempt(**size):
+        sample(c, policy, group_size, size[name])
+
+    return fit(c, policy.model.device, [{name: n} for n in sizes], attempt, **others)
 
 
 @torch.no_grad()
-def sample(c, policy, group_size, SAMPLE_BATCH):
-    """Holds the most that a batch of completions holds."""
+def sample(c, policy, group_size, rows):
+    """Holds the most that a batch of so many completions holds."""
     model, prompt, completion = policy.model, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
     # of two lengths: padding costs a mask
-    prompts = [[1] * max(1, prompt - n % 2) for n in range(SAMPLE_BATCH // group_size)]
+    prompts = [[1] * max(1, prompt - n % 2) for n in range(rows // group_size)]
     with MergedAdapters(model):
         if can_cache(model):
             logits, cache, _ = prefill(model, prompts)
             tensors = [x for layer in cache.layers for x in (layer.keys, layer.values)]
             token = sum(x.nbytes for x in tensors) // (len(prompts) * len(prompts[0]))
-            size = token * completion * SAMPLE_BATCH
+            size = token * completion * rows
             _block = torch.empty(size, dtype=torch.uint8, device=model.device)
         else:  # each token runs its whole sequence
             logits = PlainDecoder(model).admit([[1] * (prompt + completion)] * len(prompts), 1)

@@ -32,7 +32,7 @@ from grpo.sampling.stop_strings import StopStrings
 from grpo.weights import adapters_off, check_shapes, merge_adapters
 from grpo.wire import vocab_size_of
 
-SEQUENCES = 256  # SAMPLE_BATCH where that is "auto"
+SEQUENCES = 256  # SAMPLE_BATCH and EVAL_BATCH where they are "auto"
 # The whole distribution (top_k 0 is off), with our stops instead of the model's
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 
@@ -45,8 +45,9 @@ class VLLMPolicy:
         trains, and the call is then collective: vLLM makes groups of the ranks. Raises SystemExit
         if the device does not offer what the constants ask for."""
         check_device(c, in_rank=model is not None)
-        if c.SAMPLE_BATCH == "auto":
-            set_for_run(vars(c), {"SAMPLE_BATCH": max(SEQUENCES, c.GROUP_SIZE)})
+        for name in ("SAMPLE_BATCH", "EVAL_BATCH"):
+            if getattr(c, name) == "auto":
+                set_for_run(vars(c), {name: max(SEQUENCES, c.GROUP_SIZE)})
         self.tokenizer, self.model, self.numbers = tokenizer, model, itertools.count()
         self.name, self.dtype = c.MODEL, choose_dtype(c.DTYPE, own_device())
         self.eos_ids = sorted(stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS))
@@ -238,6 +239,7 @@ def start(c, policy, on_gpu):
     return LLM(
         c.MODEL,
         dtype=policy.dtype,
+        hf_overrides={"head_dtype": "float32"},  # logits as the trainer has them
         seed=c.SEED,
         # A rank is on the GPU that LOCAL_RANK names, and in the trainer's process group: with the
         # default all ranks would be on the first. A worker has processes of its own

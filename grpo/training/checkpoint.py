@@ -38,6 +38,7 @@ DRAFT = ".unfinished"
 FADE = 0.8  # from step to step: flat_share is of about 1 / (1 - FADE) = 5 of them
 SAME = ("MODEL", "TASK", "LORA_RANK", "DTYPE")  # a run can't be resumed with other values
 REFERENCE = "reference.safetensors"
+STATE_BYTES = 12  # of a trained parameter: master weight and Adam's two moments, in float32
 
 
 # --- Save ---------------------------------------------------------------------------
@@ -84,9 +85,29 @@ def save_run(run):
         point(folder, "best", p.best)  # before the old one goes
     saved = saved_in(folder) if leader else []
     kept = [path for path in saved if step_of(path) <= p.step][-c.KEEP_CHECKPOINTS :]
-    kept += [path for path in saved if step_of(path) == p.best]
     for path in set(saved) - set(kept):  # later ones are incomplete, or from before a resume
-        shutil.rmtree(path)
+        if step_of(path) != p.best:
+            shutil.rmtree(path)
+        for states in path.glob("trainer/optimizer_*.pt"):  # the best is kept for its model
+            states.unlink()
+
+
+def check_disk(c, model):
+    """Collective: says what checkpoints take of the disk that RUN_DIR is on. SystemExit if the next
+    one does not fit there."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = sum(p.nbytes for p in (trained if c.LORA_RANK else model.parameters()))
+    size = weights * (1 + bool(c.REFERENCE_REFRESH_STEPS))
+    size += STATE_BYTES * sum(p.numel() for p in trained)
+    most = size * (c.KEEP_CHECKPOINTS + 1) + weights * c.KEEP_BEST
+    free = min(gathered(shutil.disk_usage(c.RUN_DIR).free))
+    told = f"a checkpoint takes {size / 1e9:.3g} GB, all at once {most / 1e9:.3g} GB at most"
+    if size > free:
+        raise SystemExit(
+            f"{told}, and on the disk of RUN_DIR = {c.RUN_DIR!r} {free / 1e9:.3g} GB are free: take"
+            " another disk, or delete old runs"
+        )
+    say(f"{told}; {free / 1e9:.3g} GB are free in {c.RUN_DIR}")
 
 
 def write_shared(run, draft, state):

@@ -26,7 +26,7 @@ KINDS = [  # (kind, constants)
         VLLM_SLEEP"""),
     (TEXT, "MODEL TASK RUN_DIR EVAL_SPLIT"),
     (list_of("texts, none of them empty", TEXT[1]), "STOP_TOKENS STOP_STRINGS"),
-    (or_("auto", WHOLE), "MICRO_BATCH_TOKENS SAMPLE_BATCH"),
+    (or_("auto", WHOLE), "MICRO_BATCH_TOKENS SAMPLE_BATCH EVAL_BATCH"),
     (or_("auto", FLAG), "GRADIENT_CHECKPOINTING"),
     (constants.DTYPE, "DTYPE"),
     (one_of(*LOSS_TYPES), "LOSS_TYPE"),

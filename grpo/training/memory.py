@@ -18,11 +18,12 @@ from grpo.devices import accelerator
 from grpo.forward import CompletionModel, checkpoint_layers
 from grpo.log import say
 from grpo.packing import pack_by_tokens
-from grpo.sampling.memory import CPU_BATCH, fit, fit_sample_batch
+from grpo.sampling.memory import CPU_BATCH, fit, fit_batch
 from grpo.training.engine import BUCKET
 from grpo.training.ranks import all_or_none, gathered
 
-USUAL = {"SAMPLE_BATCH": CPU_BATCH, "MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
+USUAL = {"SAMPLE_BATCH": CPU_BATCH, "EVAL_BATCH": CPU_BATCH}
+USUAL |= {"MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
 # Without and with checkpointing, the fastest first: to checkpoint takes a third more time, but
 # gradients are reduced over the ranks once a micro-batch, so that small ones cost time, too
 TOKENS = {False: (16_384, 8_192), True: (16_384, 8_192, 4_096, 2_048, 1_024)}
@@ -42,10 +43,11 @@ def fit_sizes(c, policy):
         set_for_run(vars(c), {name: usual[name] for name in auto})
         return
     texts, (states, gradients) = [], held_by_deepspeed(c, policy.model)
-    if "SAMPLE_BATCH" in auto:
-        group_size = 1 if c.EVAL_STEPS else c.GROUP_SIZE
-        texts.append(fit_sample_batch(c, policy, group_size, held=states, worst=worst_of_ranks))
-    if auto != ["SAMPLE_BATCH"]:
+    for name, group_size in (("SAMPLE_BATCH", c.GROUP_SIZE), ("EVAL_BATCH", 1)):
+        if name in auto:
+            of_ranks = {"held": states, "worst": worst_of_ranks}
+            texts.append(fit_batch(c, policy, name, group_size, **of_ranks))
+    if not {"SAMPLE_BATCH", "EVAL_BATCH"} >= set(auto):
         model = CompletionModel(policy.model, share_prompts=c.SHARE_PROMPTS)
         attempt = functools.partial(forward_and_backward, c, model, policy.vocab_size)
         place = c, policy.model.device, micro_batches(c), attempt

@@ -145,7 +145,7 @@ def evaluate(policy, step, recipe, prompts):
     stop."""
     count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
     mine = itertools.takewhile(lambda _: not stop.asked, mine)
-    greedy = recipe.others(GROUP_SIZE=1, TEMPERATURE=0)
+    greedy = recipe.others(GROUP_SIZE=1, TEMPERATURE=0, SAMPLE_BATCH=recipe.c.EVAL_BATCH)
     with all_or_none("evaluating"), policy.follow(step):  # collective
         for sampled in sampled_and_rewarded(policy, greedy, mine, seed=0):
             count.update(tally(recipe, sampled))

@@ -9,7 +9,7 @@ from grpo.log import say
 from grpo.sampling.policy import Policy, make_policy, make_sampler
 from grpo.sampling.rollout import Stream
 from grpo.sampling.task import Recipe
-from grpo.training.checkpoint import Progress, open_run
+from grpo.training.checkpoint import Progress, check_disk, open_run
 from grpo.training.engine import make_engine
 from grpo.training.memory import fit_sizes
 from grpo.training.metrics import Clock
@@ -57,6 +57,7 @@ def start_run(c, tokenizer, recipe, questions, server):
     engine = make_engine(c, policy)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
     progress = open_run(c, engine, stream, reference)  # collective
+    check_disk(c, policy.model)  # collective
     workers = None
     with all_or_none("serving workers"):  # collective
         if c.PUBLISH_STEPS and rank == 0:

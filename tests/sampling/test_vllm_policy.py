@@ -20,9 +20,10 @@ from grpo.sampling.vllm_policy import VLLMPolicy, check_device
 from grpo.training.checks import check_constants
 from grpo.weights import load_weights
 
-CONSTANTS = {"MODEL": "tiny", "GROUP_SIZE": 4, "SAMPLE_BATCH": "auto", "STOP_TOKENS": [], "SEED": 3}
-CONSTANTS |= {"MAX_PROMPT_TOKENS": 60, "MAX_COMPLETION_TOKENS": 40, "STOP_STRINGS": []}
-CONSTANTS |= {"VLLM_CACHE_GB": 0.5, "VLLM_SLEEP": False, "TENSOR_PARALLEL": 1, "DTYPE": "float32"}
+CONSTANTS = {"MODEL": "tiny", "GROUP_SIZE": 4, "SEED": 3, "STOP_TOKENS": [], "STOP_STRINGS": []}
+CONSTANTS |= {"SAMPLE_BATCH": "auto", "EVAL_BATCH": "auto", "DTYPE": "float32"}
+CONSTANTS |= {"MAX_PROMPT_TOKENS": 60, "MAX_COMPLETION_TOKENS": 40}
+CONSTANTS |= {"VLLM_CACHE_GB": 0.5, "VLLM_SLEEP": False, "TENSOR_PARALLEL": 1}
 
 
 @pytest.mark.parametrize("name, value", [

@@ -1,5 +1,6 @@
 """Checkpoints: atomic, and agreed on by machines with disks of their own."""
 
+import contextlib
 import json
 import math
 import os
@@ -153,8 +154,23 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_has_a_name(tmp_path, 
     ranks.each(save_all, [None] * ranks.get_world_size())
     assert names_in(tmp_path) == ["best", "step_000012", "step_000015"]  # step 3 is best no longer
     assert os.readlink(tmp_path / "best") == "step_000012"  # relative: RUN_DIR may be moved
+    states = sorted(path.parts[-3] for path in tmp_path.glob("step_*/trainer/optimizer_*.pt"))
+    assert states == ["step_000015"] * ranks.get_world_size()  # the best is kept for its model
     (tmp_path / "step_000015/README.md").write_text("a card that somebody has finished")
     assert checkpoint.step_of(ranks.each(checkpoint.newest, [tmp_path] * 2)[0][0]) == 15
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, alone, monkeypatch, capsys):
+    model, free = torch.nn.Linear(100, 100), 10_100 * (4 + 12)
+    c = SimpleNamespace(**RUN | {"RUN_DIR": str(tmp_path), "REFERENCE_REFRESH_STEPS": 0})
+    for room in (free, free - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, room=room: SimpleNamespace(free=room))
+        with contextlib.nullcontext() if room == free else pytest.raises(SystemExit, match="disk"):
+            checkpoint.check_disk(c, model)
+    assert "0.000162 GB, all at once 0.000525 GB" in capsys.readouterr().out
+    c.LORA_RANK, c.KEEP_BEST = 8, False
+    model.weight.requires_grad_(False)
+    checkpoint.check_disk(c, model)  # of what is trained alone
 
 
 def test_links_follow_what_the_resumed_checkpoint_knows(tmp_path, alone):

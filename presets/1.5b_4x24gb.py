@@ -1,0 +1,10 @@
+"""Qwen2.5-1.5B on four cards of 24 GB, each of which holds the reference, too: no server.
+
+    deepspeed grpo_ref_split.py presets/1.5b_4x24gb.py
+
+Computed, not run: of a GPU's 23.5 GB the trainer needs 16.7 GB at least.
+"""
+
+MODEL = "Qwen/Qwen2.5-1.5B"
+RUN_DIR = "runs/1.5b_4x24gb"
+REF_SERVER = None
