@@ -1,19 +1,24 @@
-"""Runs everything that needs a GPU, in one command and half an hour: writes runs/gpu_report.md.
+"""Runs everything that needs a GPU, in one command and an hour at most: writes runs/gpu_report.md.
 
     make gpu-report                                          # or: python benchmarks/gpu_report.py
     python benchmarks/gpu_report.py demo "GPU tests"         # only these parts
 
-Each part is a process with a time limit. If it fails or hangs, its section reports that with the
-end of its output, and the report goes on. Nothing is downloaded: models have the shapes of Qwen2.5
-0.5B and 3B, and weights that make them count (tests/counting.py), so the lengths of completions are
-known. Computed numbers stand next to the measured ones. Without a GPU the same parts run on the CPU
-with a model of 1M parameters, fewer steps and a short demo. tests/rehearsal/script.py runs a part
-on the simulated GPU.
+Each part is a process with a time limit. The report is written after each, failures first, with all
+that a part has printed. Models have the shapes of Qwen2.5 0.5B and 3B, and weights that make them
+count (tests/counting.py), so the lengths of completions are known; one part trains the real 0.5B,
+if the model hub answers. Computed numbers stand next to the measured ones. Without a GPU the same
+parts run on the CPU with a model of 1M parameters, fewer steps and a short demo.
+tests/rehearsal/script.py runs a part on the simulated GPU.
 """
 
+import atexit
 import contextlib
 import json
 import os
+import re
+import resource
+import runpy
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,19 +32,28 @@ HERE = str(Path(__file__).resolve())
 
 import psutil
 import torch
+import torch.distributed as dist
 from counting import SHAPE, build, make_tokenizer
 
 from benchmarks import memory
-from benchmarks.measure import KIND, facts, trained
+from benchmarks.measure import DEVICE, KIND, facts, trained
 from demo import free_port
+from grpo.devices import accelerator
+from grpo.forward import CompletionModel
+from grpo.sampling.decoders.choice import make_decoder
+from grpo.training.memory import forward_and_backward
 
 REPORT = ROOT / "runs/gpu_report.md"
-MINUTES = 30  # of the whole report
-TAIL = 3000  # characters of what a part that failed has printed
+MINUTES = 60  # of the whole report
 QWEN = ("Qwen2.5-0.5B", "Qwen2.5-3B")
 SIZES = QWEN if KIND == "gpu" else ("1M",)
+REAL = "Qwen/Qwen2.5-0.5B-Instruct"
 # Of "a step of": steps, those at first that are not counted, prompts of a step; and without a GPU
 PLAN, SHORT = (8, 3, 8), (3, 1, 2)
+# What a log says of the paths that were chosen, and of those that were refused
+NOTABLE = (
+    r"slower|can't|differ|arning|measured|bfloat16|float32|sampled without|resumes|saved|Error"
+)
 
 PYTHON = [sys.executable]
 GPU_TESTS = ["tests/test_gpu.py", "tests/sampling/test_cuda_graph.py", "tests/test_loss_triton.py"]
@@ -47,17 +61,27 @@ GPU_TESTS = ["tests/test_gpu.py", "tests/sampling/test_cuda_graph.py", "tests/te
 
 def parts_of_the_report():
     """-> {name: (command, minutes)}, the most important first."""
-    parts = {"GPU tests": ([*PYTHON, "-m", "pytest", "-q", "-rs", *GPU_TESTS], 6)}
+    step = [*PYTHON, HERE, "--step"]
+    parts = {"environment": ([*PYTHON, HERE, "--environment"], 1)}
+    parts["GPU tests"] = ([*PYTHON, "-m", "pytest", "-q", "-rs", *GPU_TESTS], 6)
     for size in SIZES:
-        parts[f"a step of {size}"] = ([*PYTHON, HERE, "--step", size, "1"], 5)
-    parts["two ranks"] = ([*PYTHON, HERE, "--step", SIZES[0], "2"], 3)
-    parts["demo"] = ([*PYTHON, "demo.py"], 6)
+        parts[f"kernels of {size}"] = ([*PYTHON, HERE, "--kernels", size], 3)
+        parts[f"a step of {size}"] = ([*step, size, "1"], 4)
+    parts["the real 0.5B"] = ([*PYTHON, HERE, "--learn"], 7)
+    parts["two ranks"] = ([*step, SIZES[0], "2"], 3)
+    parts["within 24 GB"] = ([*step, SIZES[-1], "1", "WITHIN=24", "LORA_RANK=16"], 4)
+    parts["offload within 24 GB"] = (
+        [*step, SIZES[0], "1", "WITHIN=24", "OFFLOAD_OPTIMIZER=True"],
+        3,
+    )
+    parts["resumed"] = ([*step, SIZES[0], "1", "RESUMED=1"], 3)
+    parts["demo"] = ([*PYTHON, "demo.py"], 5)
     for size in SIZES:
-        parts[f"memory of {size}"] = ([*PYTHON, HERE, "--memory", size], 3)
+        parts[f"memory of {size}"] = ([*PYTHON, HERE, "--memory", size], 2)
     losses = SIZES if KIND == "gpu" else []  # on a CPU it takes too long
     for size in losses:
-        parts[f"loss of {size}"] = ([*PYTHON, "benchmarks/loss.py", size], 4)
-    return parts | {"sampling": ([*PYTHON, "benchmarks/sampling.py"], 5)}
+        parts[f"loss of {size}"] = ([*PYTHON, "benchmarks/loss.py", size], 2)
+    return parts | {"sampling": ([*PYTHON, "benchmarks/sampling.py"], 6)}
 
 
 # --- The report -----------------------------------------------------------------------
@@ -75,10 +99,8 @@ def run_part(command, seconds):
         text = log.read()
     took = f"{time.monotonic() - began:.0f} s"
     if code is None:
-        return f"NOT FINISHED in {took}", text[-TAIL:]
-    if code:
-        return f"FAILED ({code}) after {took}", text[-TAIL:]
-    return f"took {took}", text
+        return f"NOT FINISHED in {took}", text
+    return (f"FAILED ({code}) after {took}" if code else f"took {took}"), text
 
 
 def stop_all(process):
@@ -91,21 +113,25 @@ def stop_all(process):
 
 
 def section(name, command, outcome, text):
-    """-> a part as Markdown; what is a table stays one, other text is quoted."""
+    """-> a part as Markdown: tables stay tables, all else is quoted; progress bars are left out."""
     shown = " ".join(["python", *command[1:]]).replace(f"{ROOT}/", "")
-    lines = [line for line in text.splitlines() if "warning" not in line.lower()]
-    if outcome.startswith("took") and any(line.startswith("|") for line in lines):
-        body = "\n".join(line for line in lines if line.startswith("|") or line.endswith("."))
-    else:
-        body = "\n".join(["```", *(lines if "took" not in outcome else lines[-12:]), "```"])
-    return f"## {name}: {outcome}\n\n`{shown}`\n\n{body}\n"
+    body, quoted = [], False
+    for line in text.splitlines():
+        if "it/s]" in line or "s/it]" in line:
+            continue
+        if quoted == line.startswith("|"):
+            body += ["```"] if quoted else ["", "```"]
+            quoted = not quoted
+        body.append(line)
+    body += ["```"] * quoted
+    return "\n".join([f"## {name}: {outcome}", "", f"`{shown}`", "", *body, ""])
 
 
 def report(parts, path, minutes):
     """Runs the parts one after the other, and writes the report anew after each."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ends, sections = time.monotonic() + 60 * minutes, []
-    head = f"# GPU report\n\n{facts('torch', 'deepspeed', 'transformers', 'triton')}\n"
+    head = f"# GPU report\n\n{facts('torch', 'deepspeed', 'transformers', 'triton', 'vllm')}\n"
     for name, (command, limit) in parts.items():
         left = ends - time.monotonic()
         if left < 10:
@@ -114,9 +140,80 @@ def report(parts, path, minutes):
             print(f"{name} (up to {min(60 * limit, left):.0f} s) ...", flush=True)
             outcome, text = run_part(command, min(60 * limit, left))
         print(f"{name}: {outcome}", flush=True)
-        sections.append(section(name, command, outcome, text))
-        path.write_text("\n".join([head, *sections]))
+        sections.append((outcome.startswith("took"), section(name, command, outcome, text)))
+        failed_first = [text for _, text in sorted(sections, key=lambda pair: pair[0])]
+        path.write_text("\n".join([head, *failed_first]))
     print(f"written: {path}. Please send it to the project, whatever it says.")
+
+
+def environment():
+    """Prints what the numbers depend on: driver, clocks, power limit, versions, RAM, disk."""
+    fields = (
+        "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem,ecc.mode.current"
+    )
+    commands = [
+        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"],
+        ["nvidia-smi", "topo", "-m"],
+    ]
+    commands += [[*PYTHON, "-m", "torch.utils.collect_env"], [*PYTHON, "-m", "pip", "freeze"]]
+    for command in commands:
+        if shutil.which(command[0]):
+            subprocess.run(command, stderr=subprocess.STDOUT, check=False)
+    ram, disk = psutil.virtual_memory(), shutil.disk_usage(ROOT)
+    print(
+        f"RAM {ram.total / 1e9:.0f} GB, {ram.available / 1e9:.0f} free; disk {disk.free / 1e9:.0f} free"
+    )
+    print(f"memory that may be locked: {resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]} bytes")
+
+
+# --- Kernels ----------------------------------------------------------------------------
+@torch.no_grad()
+def kernels(size):
+    """Prints milliseconds of a column, and the longest kernels of a column and of a micro-batch."""
+    dtype = torch.bfloat16 if KIND == "gpu" else torch.float32
+    model, rows = build(shape_of(size)).to(DEVICE, dtype), []
+    for number in (8, 64, 256) if KIND == "gpu" else (8, 64):
+        for room in (64, 512, 2048) if KIND == "gpu" else (64,):
+            decoder = make_decoder(model, room, 256)
+            logits = decoder.admit([[5] * 200] * (number // 8), 8)
+            tokens = logits[:, :400].argmax(-1)
+            times = [seconds_of(decoder.next_logits, tokens) for _ in range(24)][8:]
+            rows.append([number, room, f"{1000 * statistics.median(times):.2f}"])
+    print(f"{size}: {type(decoder).__name__}, {dtype}; the prompts have 200 tokens.")
+    memory.table(["rows", "room for tokens", "ms a column"], rows)
+    longest("a column", lambda: decoder.next_logits(tokens))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    trains = CompletionModel(model, share_prompts=True)
+    tokens = 8192 if KIND == "gpu" else 1024
+    c = memory.shipped(256, 256)
+    batch = {"MICRO_BATCH_TOKENS": tokens, "GRADIENT_CHECKPOINTING": False}
+    with torch.enable_grad():
+        run = lambda: forward_and_backward(c, trains, 400, **batch)  # noqa: E731
+        run()
+        print(f"a micro-batch of {tokens} tokens: {1000 * seconds_of(run):.1f} ms")
+        longest("a micro-batch", run)
+    for note in trains.notes:
+        print(note)
+
+
+def seconds_of(function, *arguments):
+    began = time.perf_counter()
+    function(*arguments)
+    if KIND == "gpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - began
+
+
+def longest(what, run):
+    """Prints the fifteen kernels, on a CPU operators, that take most of the time of run()."""
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU] + [kinds.CUDA] * (KIND == "gpu")
+    with torch.profiler.profile(activities=activities) as profile:
+        seconds_of(run)
+    time_of = "self_device_time_total" if KIND == "gpu" else "self_cpu_time_total"
+    found = sorted(profile.key_averages(), key=lambda e: getattr(e, time_of), reverse=True)
+    rows = [[e.key[:80], e.count, f"{getattr(e, time_of):.0f}"] for e in found[:15]]
+    memory.table([f"{what}: kernel", "calls", "microseconds"], rows)
 
 
 # --- A step ---------------------------------------------------------------------------
@@ -150,9 +247,10 @@ def way_to_train(size, ranks):
     raise SystemExit(f"{size} fits on no GPU of {room / 2**30:.0f} GB: not run")
 
 
-def commands(model, folder, lora_rank, steps, prompts):
-    """-> the commands of server and trainer, which begin with the script."""
-    port = free_port()
+def commands(model, folder, lora_rank, steps, prompts, **others):
+    """-> the commands of server and trainer, which begin with a script. Of `others` WITHIN is the
+    GB of a smaller GPU that this one stands for; the rest are constants."""
+    port, within = free_port(), others.pop("WITHIN", "0")
     trainer = {
         "MODEL": model,
         "RUN_DIR": f"{folder}/run",
@@ -167,16 +265,35 @@ def commands(model, folder, lora_rank, steps, prompts):
         "EVAL_STEPS": 10**6,
         "SAVE_STEPS": 10**6,
     }
-    words = [f"{name}={value}" for name, value in trainer.items()]
-    return ["ref_server.py", f"MODEL={model}", f"PORT={port}"], ["grpo_ref_split.py", *words]
+    words = [f"{name}={value}" for name, value in (trainer | others).items()]
+    server = ["ref_server.py", f"MODEL={model}", f"PORT={port}"]
+    return server, [HERE, "--within", within, "grpo_ref_split.py", *words]
 
 
-def step(size, ranks):
-    """Prints where the time of a step goes, as a table; `size` by name, with so many ranks."""
+def within(gb, script, *arguments):
+    """Runs a script as if the GPU had so many GB, if that is not 0."""
+    if (limit := int(gb) * 2**30) and accelerator():
+        total = torch.accelerator.get_memory_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+        own = torch.accelerator.memory_reserved
+        torch.accelerator.get_memory_info = lambda *_: (limit - own(), limit)
+    if accelerator():
+        gpu = torch.accelerator
+        atexit.register(
+            lambda: print(f"reserved at the end: {gpu.memory_reserved() / 2**30:.1f} GB")
+        )
+    sys.argv[:] = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def step(size, ranks, *words):
+    """Prints where the time of a step goes, as a table; `size` by name, with so many ranks. `words`
+    are constants, WITHIN (see commands), or RESUMED: a second start goes on for as many steps."""
     if KIND == "gpu" and torch.accelerator.device_count() < ranks:
         print(f"this machine has {torch.accelerator.device_count()} GPU: not run")
         return
-    lora_rank = way_to_train(size, ranks)
+    others = dict(word.split("=") for word in words)
+    lora_rank = int(others.pop("LORA_RANK", 0)) or (0 if others else way_to_train(size, ranks))
     # With 8 prompts as many sequences as SAMPLE_BATCH: one rank's share of many
     steps, skip, prompts = PLAN if size in memory.MODELS else SHORT
     with tempfile.TemporaryDirectory() as folder:
@@ -184,21 +301,70 @@ def step(size, ranks):
         dtype = torch.bfloat16 if KIND == "gpu" else torch.float32
         build(shape_of(size)).to(dtype).save_pretrained(model)
         make_tokenizer().save_pretrained(model)
-        server, trainer = commands(model, folder, lora_rank, steps, prompts)
-        try:
-            with trained(f"{folder}/", {"server": [*PYTHON, *server]}, trainer, ranks):
-                text = Path(folder, "run/metrics.jsonl").read_text()
-        except SystemExit:
-            for log in Path(folder).glob("*.log"):
-                print(f"--- {log.name}\n{log.read_text()[-TAIL // 2 :]}")
-            raise
+        if others.get("WITHIN"):
+            others |= {"REF_SERVER": None}
+        starts = 1 + bool(others.pop("RESUMED", 0))
+        for start in range(1, starts + 1):
+            server, trainer = commands(model, folder, lora_rank, start * steps, prompts, **others)
+            servers = {} if "REF_SERVER" in others else {"server": [*PYTHON, *server]}
+            text = run_logged(folder, servers, trainer, ranks)
     records = [r for r in map(json.loads, text.splitlines()) if "loss" in r][skip:]
-    names = [n for n in records[0] if n.startswith("seconds")] + ["tokens_per_second", "skipped"]
+    names = [n for n in records[0] if n.startswith("seconds")]
+    names += ["tokens_per_second", "skipped", "sampler_k3", "kl", "gpu_memory_gb"]
     medians = [statistics.median(r.get(name, 0) for r in records) for name in names]
     print(f"Medians of {len(records)} steps of {8 * prompts} completions; {size},", end=" ")
     print(f"ranks: {ranks},", end=" ")
     print(f"trained: {f'LoRA {lora_rank}' if lora_rank else 'all'}.")
     memory.table(names, [[f"{value:.3g}" for value in medians]])
+
+
+def run_logged(folder, servers, trainer, ranks=1):
+    """-> the text of metrics.jsonl; prints what the logs say of what was chosen, or all of them."""
+    try:
+        with trained(f"{folder}/", servers, trainer, ranks):
+            pattern = NOTABLE
+    except SystemExit:
+        pattern = ""
+        raise
+    finally:
+        for log in sorted(Path(folder).glob("*.log")):
+            lines = [line for line in log.read_text().splitlines() if re.search(pattern, line)]
+            print(f"--- {log.name}", *dict.fromkeys(lines), sep="\n")
+    return Path(folder, "run/metrics.jsonl").read_text()
+
+
+def learn():
+    """Trains the real model of 0.5B on GSM8K, if the hub answers."""
+    from huggingface_hub import model_info
+
+    if KIND == "cpu":
+        print("needs a GPU: not run")
+        return
+    try:
+        model_info(REAL, timeout=10)
+    except Exception as error:  # noqa: BLE001 (offline, in whatever way)
+        print(f"the model hub does not answer ({error!r:.200}): not run")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        constants = {"MODEL": REAL, "RUN_DIR": f"{folder}/run", "REF_SERVER": None, "STEPS": 30}
+        constants |= {"PROMPTS_PER_STEP": 8, "EVAL_STEPS": 30, "EVAL_QUESTIONS": 256}
+        words = [f"{name}={value}" for name, value in constants.items()]
+        text = run_logged(folder, {}, ["grpo_ref_split.py", *words])
+    records = [json.loads(line) for line in text.splitlines()]
+    print(*(f"step {r['step']}: {r['eval_accuracy']:.3f}" for r in records if "eval_accuracy" in r))
+    steps = [r for r in records if "loss" in r]
+    names = [
+        "step",
+        "accuracy",
+        "kl",
+        "sampler_k3",
+        "sampler_tilt",
+        "grad_norm",
+        "skipped",
+        "seconds",
+    ]
+    names += ["seconds_sample", "seconds_backward", "tokens_per_second", "gpu_memory_gb"]
+    memory.table(names, [[f"{r.get(name, 0):.3g}" for name in names] for r in steps[::3]])
 
 
 def print_memory(size):
@@ -222,8 +388,16 @@ if __name__ == "__main__":
     if KIND == "cpu":
         os.environ |= {"DEMO_STEPS": "10", "DEMO_WARM_STEPS": "200"} | os.environ
     match sys.argv[1:]:
-        case ["--step", size, ranks]:
-            step(size, int(ranks))
+        case ["--step", size, ranks, *words]:
+            step(size, int(ranks), *words)
+        case ["--within", gb, script, *arguments]:
+            within(gb, script, *arguments)
+        case ["--environment"]:
+            environment()
+        case ["--kernels", size]:
+            kernels(size)
+        case ["--learn"]:
+            learn()
         case ["--memory", size]:
             print_memory(size)
         case names if set(names) <= set(parts := parts_of_the_report()):

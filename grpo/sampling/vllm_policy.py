@@ -239,7 +239,7 @@ def start(c, policy, on_gpu):
     return LLM(
         c.MODEL,
         dtype=policy.dtype,
-        hf_overrides={"head_dtype": "float32"},  # logits as the trainer has them
+        hf_overrides={"head_dtype": "float32"} if on_gpu else {},  # logits as the trainer has them
         seed=c.SEED,
         # A rank is on the GPU that LOCAL_RANK names, and in the trainer's process group: with the
         # default all ranks would be on the first. A worker has processes of its own
