@@ -27,7 +27,7 @@ pictures: .venv/ready
 	.venv/bin/python -m docs.learn_pictures
 	.venv/bin/python -m docs.page $(SEED)
 
-# writes runs/gpu_report.md: everything that needs a GPU, in half an hour
+# writes runs/gpu_report.md: everything that needs a GPU, in an hour at most
 gpu-report: .venv/dev-ready
 	.venv/bin/python benchmarks/gpu_report.py
 

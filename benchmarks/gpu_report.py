@@ -13,6 +13,7 @@ tests/rehearsal/script.py runs a part on the simulated GPU.
 
 import atexit
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -70,10 +71,10 @@ def parts_of_the_report():
     parts["the real 0.5B"] = ([*PYTHON, HERE, "--learn"], 7)
     parts["two ranks"] = ([*step, SIZES[0], "2"], 3)
     parts["within 24 GB"] = ([*step, SIZES[-1], "1", "WITHIN=24", "LORA_RANK=16"], 4)
-    parts["offload within 24 GB"] = (
-        [*step, SIZES[0], "1", "WITHIN=24", "OFFLOAD_OPTIMIZER=True"],
-        3,
-    )
+    offload = [*step, SIZES[0], "1", "WITHIN=24", "OFFLOAD_OPTIMIZER=True"]
+    parts["offload within 24 GB"] = (offload, 3)
+    if importlib.util.find_spec("vllm"):
+        parts["a step with vLLM"] = ([*step, SIZES[0], "1", "SAMPLER=vllm"], 4)
     parts["resumed"] = ([*step, SIZES[0], "1", "RESUMED=1"], 3)
     parts["demo"] = ([*PYTHON, "demo.py"], 5)
     for size in SIZES:
@@ -148,20 +149,16 @@ def report(parts, path, minutes):
 
 def environment():
     """Prints what the numbers depend on: driver, clocks, power limit, versions, RAM, disk."""
-    fields = (
-        "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem,ecc.mode.current"
-    )
-    commands = [
-        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"],
-        ["nvidia-smi", "topo", "-m"],
-    ]
+    fields = "name,driver_version,memory.total,power.limit,clocks.max.sm,ecc.mode.current"
+    commands = [["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]]
+    commands += [["nvidia-smi", "topo", "-m"]]
     commands += [[*PYTHON, "-m", "torch.utils.collect_env"], [*PYTHON, "-m", "pip", "freeze"]]
     for command in commands:
         if shutil.which(command[0]):
             subprocess.run(command, stderr=subprocess.STDOUT, check=False)
-    ram, disk = psutil.virtual_memory(), shutil.disk_usage(ROOT)
+    ram, disk = psutil.virtual_memory(), shutil.disk_usage(ROOT).free
     print(
-        f"RAM {ram.total / 1e9:.0f} GB, {ram.available / 1e9:.0f} free; disk {disk.free / 1e9:.0f} free"
+        f"RAM {ram.total / 1e9:.0f} GB, {ram.available / 1e9:.0f} free; disk {disk / 1e9:.0f} free"
     )
     print(f"memory that may be locked: {resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]} bytes")
 
@@ -171,9 +168,9 @@ def environment():
 def kernels(size):
     """Prints milliseconds of a column, and the longest kernels of a column and of a micro-batch."""
     dtype = torch.bfloat16 if KIND == "gpu" else torch.float32
-    model, rows = build(shape_of(size)).to(DEVICE, dtype), []
-    for number in (8, 64, 256) if KIND == "gpu" else (8, 64):
-        for room in (64, 512, 2048) if KIND == "gpu" else (64,):
+    model, rows, large = build(shape_of(size)).to(DEVICE, dtype), [], size in memory.MODELS
+    for number in (8, 64, 256) if large else (8, 64):
+        for room in (64, 512, 2048) if large else (64,):
             decoder = make_decoder(model, room, 256)
             logits = decoder.admit([[5] * 200] * (number // 8), 8)
             tokens = logits[:, :400].argmax(-1)
@@ -184,11 +181,11 @@ def kernels(size):
     longest("a column", lambda: decoder.next_logits(tokens))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     trains = CompletionModel(model, share_prompts=True)
-    tokens = 8192 if KIND == "gpu" else 1024
+    tokens = 8192 if large else 1024
     c = memory.shipped(256, 256)
     batch = {"MICRO_BATCH_TOKENS": tokens, "GRADIENT_CHECKPOINTING": False}
     with torch.enable_grad():
-        run = lambda: forward_and_backward(c, trains, 400, **batch)  # noqa: E731
+        run = lambda: forward_and_backward(c, trains, 400, **batch)
         run()
         print(f"a micro-batch of {tokens} tokens: {1000 * seconds_of(run):.1f} ms")
         longest("a micro-batch", run)
@@ -218,19 +215,7 @@ def longest(what, run):
 
 # --- A step ---------------------------------------------------------------------------
 def shape_of(size):
-    if size == "1M":
-        return SHAPE
-    hidden, layers, heads, kv_heads, inner, vocab, *_ = memory.MODELS[size]
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "tie_word_embeddings": False,  # or the model can't count
-        "max_position_embeddings": 4096,
-    }
+    return SHAPE if size == "1M" else memory.untied(size)
 
 
 def way_to_train(size, ranks):
@@ -353,17 +338,8 @@ def learn():
     records = [json.loads(line) for line in text.splitlines()]
     print(*(f"step {r['step']}: {r['eval_accuracy']:.3f}" for r in records if "eval_accuracy" in r))
     steps = [r for r in records if "loss" in r]
-    names = [
-        "step",
-        "accuracy",
-        "kl",
-        "sampler_k3",
-        "sampler_tilt",
-        "grad_norm",
-        "skipped",
-        "seconds",
-    ]
-    names += ["seconds_sample", "seconds_backward", "tokens_per_second", "gpu_memory_gb"]
+    names = ["step", "accuracy", "kl", "sampler_k3", "sampler_tilt", "grad_norm", "skipped"]
+    names += ["seconds", "seconds_sample", "seconds_backward", "tokens_per_second", "gpu_memory_gb"]
     memory.table(names, [[f"{r.get(name, 0):.3g}" for name in names] for r in steps[::3]])
 
 

@@ -76,6 +76,12 @@ PRESETS = {
 }
 
 
+def untied(size):
+    """-> the shape of a model whose head is its own, for tests/counting.py."""
+    shape = dict(zip(SHAPE.split(), MODELS[size], strict=False))
+    return shape | {"tie_word_embeddings": False, "max_position_embeddings": 4096}
+
+
 def config_of(*shape):
     more = {"max_position_embeddings": 32768, "eos_token_id": 0, "pad_token_id": 0}
     return Qwen2Config(**dict(zip(SHAPE.split(), shape, strict=False)), **more)

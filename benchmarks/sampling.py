@@ -31,22 +31,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from counting import SHAPE, SPECIALS, build, make_tokenizer, prompt
 
+from benchmarks import memory
 from benchmarks.measure import DEVICE, KIND, facts
 from grpo.sampling.sampler import sample_groups
 
-QWEN = {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": False}
-QWEN |= {"max_position_embeddings": 4096}
-MODELS = {
-    "cpu": {"1M": SHAPE},
-    "gpu": {
-        "Qwen2.5-0.5B": QWEN
-        | {"hidden_size": 896, "intermediate_size": 4864}
-        | {"num_hidden_layers": 24, "num_attention_heads": 14},
-        "Qwen2.5-3B": QWEN
-        | {"hidden_size": 2048, "intermediate_size": 11_008}
-        | {"num_hidden_layers": 36, "num_attention_heads": 16},
-    },
-}[KIND]
+QWEN = {name: memory.untied(name) for name in ("Qwen2.5-0.5B", "Qwen2.5-3B")}
+MODELS = {"cpu": {"1M": SHAPE}, "gpu": QWEN}[KIND]
 CASES = [(200, 256), (400, 64)]  # prompt tokens, completion tokens at most
 PROMPTS = {"cpu": 8, "gpu": 64}[KIND]
 GROUP = 8
@@ -126,10 +116,8 @@ def compare(model, prompt_tokens, tokens):
                 rates.setdefault(run.__name__, []).append(rate)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     try:
-        rates = [
-            tokens_per_second(continuous, model, prompts, tokens, seed)
-            for seed in range(1 if DEVICE == "cpu" else 3)
-        ]
+        times = range(1 if DEVICE == "cpu" else 3)
+        rates = [tokens_per_second(continuous, model, prompts, tokens, seed) for seed in times]
         medians["continuous batching"] = max(rates)
     except Exception as error:  # noqa: BLE001 (a peer that does not run here is said to)
         print(f"continuous batching: {error!r}"[:300], flush=True)
@@ -184,15 +172,10 @@ def main(out):
                 with tempfile.TemporaryDirectory() as folder:
                     model.save_pretrained(folder)
                     make_tokenizer().save_pretrained(folder)
-                    arguments = "vllm", folder, str(prompt_tokens), str(tokens)
-                    run = subprocess.run(
-                        [sys.executable, __file__, *arguments],
-                        check=True,
-                        env=os.environ | {"OMP_NUM_THREADS": "1"},
-                        capture_output=True,
-                        text=True,
-                    )
-                    rates["vLLM"] = json.loads(run.stdout.splitlines()[-1])
+                    words = [__file__, "vllm", folder, str(prompt_tokens), str(tokens)]
+                    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+                    printed = subprocess.check_output([sys.executable, *words], env=environment)
+                    rates["vLLM"] = json.loads(printed.splitlines()[-1])
             columns = [f"{rates[e]:.0f}" if e in rates else "failed" for e in engines]
             length = "64 to 256" if tokens == 256 else f"cut at {tokens}"
             ratio = rates["ours"] / rates["generate"]

@@ -105,6 +105,7 @@ TORCH_CUDA = {
     "is_bf16_supported": lambda *_, **__: True,
     # memory
     "mem_get_info": lambda *_: (MEMORY, MEMORY),
+    "set_per_process_memory_fraction": nothing,
     "ipc_collect": nothing,
     "MemPool": lambda: SimpleNamespace(id=(0, 1)),
     # what waits
