@@ -118,7 +118,7 @@ def section(name, command, outcome, text):
     shown = " ".join(["python", *command[1:]]).replace(f"{ROOT}/", "")
     body, quoted = [], False
     for line in text.splitlines():
-        if "it/s]" in line or "s/it]" in line:
+        if "it/s]" in line or "s/it]" in line or not (line or quoted):
             continue
         if quoted == line.startswith("|"):
             body += ["```"] if quoted else ["", "```"]
