@@ -208,8 +208,8 @@ def test_the_tensors_in_the_docs_are_those_of_the_wire(heading, names):
 
 def test_what_travels_in_a_step_is_what_the_wire_packs():
     text = TEXT["docs/several_machines.md"]
-    n, G, P, T = map(int, re.search(
-        r"for (\d+) groups of (\d+) completions,.* (\d+) tokens .* (\d+):", text).groups())  # fmt: skip
+    sizes = re.search(r"for (\d+) groups of (\d+) completions,.* (\d+) tokens .* (\d+):", text)
+    n, G, P, T = map(int, sizes.groups())
     assert (n, G) == (trainer.PROMPTS_PER_STEP, trainer.GROUP_SIZE)
     ids, logps = torch.ones(G * T, dtype=torch.int32), torch.zeros(G * T)
     group = Group(
