@@ -1,15 +1,19 @@
 """Docs and code have the same constants, metrics, routes, files, links and commands."""
 
 import ast
+import dataclasses
 import itertools
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from documents import TEXT, code_words, documented_metrics
 
-from grpo.wire import IDS, TENSORS
+import grpo_ref_split as trainer
+from grpo.constants import read_preset
+from grpo.wire import IDS, TENSORS, Group, pack_group, pack_ids, pack_logps
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("grpo_ref_split.py", "ref_server.py")
@@ -112,6 +116,7 @@ def constants_of(script):
 CONSTANTS = {script: constants_of(script) for script in SCRIPTS}
 OTHERS = {"GRPO_TOKEN", "CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL", "PYTORCH_CUDA_ALLOC_CONF"}
 OTHERS |= {"PYTORCH_ALLOC_CONF", "GOMP_SPINCOUNT", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+OTHERS |= {"REWARDS", "UPDATES"}  # of docs/learn.py
 OTHERS |= {"NCCL_DEBUG", "NCCL_", "INFO", "NAME", "PYTHON", "WANDB_MODE", "POST", "JSON"}
 
 
@@ -128,6 +133,18 @@ def test_every_constant_is_explained():
     for script, constants in CONSTANTS.items():
         for name, commented in constants.items():
             assert commented or name in named, f"{name} of {script}: a comment, or a word in docs"
+
+
+def test_starting_values_are_those_of_the_presets():
+    heads, *table = rows(TEXT["docs/troubleshooting.md"], "### Starting values")
+    named = []
+    for _, training, *values, presets in table:
+        for preset in code_words(presets):
+            has = vars(trainer) | read_preset(ROOT / preset)
+            assert list(map(float, values)) == [has[name.strip("`")] for name in heads[2:5]], preset
+            assert training == (f"LoRA, rank {has['LORA_RANK']}" if has["LORA_RANK"] else "full")
+            named.append(preset)
+    assert sorted(named) == sorted(f"presets/{path.name}" for path in ROOT.glob("presets/*.py"))
 
 
 # --- The paper's algorithm 1 ----------------------------------------------------------
@@ -187,6 +204,22 @@ def test_the_routes_in_the_docs_are_those_in_the_code():
 def test_the_tensors_in_the_docs_are_those_of_the_wire(heading, names):
     named = [row[0] for row in rows(TEXT["docs/architecture.md"], heading) if "`" in row[0]]
     assert sorted(word for cell in named for word in code_words(cell)) == sorted(names)
+
+
+def test_what_travels_in_a_step_is_what_the_wire_packs():
+    text = TEXT["docs/several_machines.md"]
+    sizes = re.search(r"for (\d+) groups of (\d+) completions,.* (\d+) tokens .* (\d+):", text)
+    n, G, P, T = map(int, sizes.groups())
+    assert (n, G) == (trainer.PROMPTS_PER_STEP, trainer.GROUP_SIZE)
+    ids, logps = torch.ones(G * T, dtype=torch.int32), torch.zeros(G * T)
+    group = Group(
+        "id", "run", 0, 0, "trainer", "a", {}, ["a", "b"], ids[:P], ids, torch.full((G,), T).int(),
+        logps, torch.zeros(G, dtype=torch.bool), torch.zeros(G, 2),
+    )  # fmt: skip
+    bodies = [pack_ids([group]), pack_logps(logps), pack_group(group)]
+    bodies.append(pack_group(dataclasses.replace(group, ref_logps=logps)))
+    documented = [row[-1] for row in rows(text, "## What travels in a step")[1:]]
+    assert documented == [f"{n * len(body) / 1e6:.2f} MB" for body in bodies]
 
 
 # --- The README's task ------------------------------------------------------------------

@@ -18,7 +18,7 @@ from grpo.training.checks import check_constants
 SECTIONS = pictured("docs/experiments.md", "experiments")
 TABLES = {name: (questions.TABLES / f"{name}.md").read_text() for name in SECTIONS}
 NUMBER = r"(?<![\w.])\d+\.\d+(?!\w|\.\d)"
-COMPARED = r"[+-]\d\.\d{3}, \d of \d higher(?:, \d equal)?"
+COMPARED = r"([+-]\d\.\d{3})(?:, | \()(\d) of 5"  # "+0.011 (5 of 5)": more in five pairs of five
 RANGE = r"[\d.]+ to \d[\d.]*\d"
 HISTORY = "git show 655591d:experiments/questions.py"
 
@@ -36,11 +36,11 @@ def test_the_page_has_each_question_with_its_command_and_picture():
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_numbers_of_a_question_are_those_of_its_table(name):
-    """A comparison and a range are a cell's, as they stand there; another number is in a cell."""
+    """A comparison and a range are a cell's; another number is in a cell."""
     table, text = TABLES[name], " ".join(SECTIONS[name].split())
     cells = [cell.strip() for cell in re.findall(r"[^|\n]+", table)]
-    for found in re.findall(COMPARED, text):
-        assert found in cells, found
+    for gap, higher in re.findall(COMPARED, text):
+        assert any(c.startswith(f"{gap}, {higher} of 5 higher") for c in cells), (gap, higher)
     for found in re.findall(RANGE, text):
         assert any(found in cell for cell in cells), found
     text = re.sub(rf"{COMPARED}|{RANGE}", "", text)

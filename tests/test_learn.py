@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import itertools
 import math
 import re
+import shlex
 
 import pytest
 import torch
@@ -11,7 +13,11 @@ from documents import ROOT, TEXT
 
 import grpo_ref_split as trainer
 from docs import learn, learn_pictures
-from grpo.loss import group_advantages
+from grpo.constants import command_line
+from grpo.loss import group_advantages, policy_loss, token_weights
+from grpo.sampling.task import load_task
+from grpo.training.checks import check_constants
+from tasks import gsm8k
 
 PAGE = TEXT["docs/learn.md"]
 NUMBER = r"\d+\.\d+|\d+(?= GB)"
@@ -55,16 +61,17 @@ def test_every_number_in_the_text_is_printed_or_has_its_table(printed):
 
 
 def arguments():
-    """Yields the numbers of two arguments: for a question's own mean, and about the std."""
-    ps = (0.9, 0.1)  # questions answered right (R = 1) with these chances
-    for baselines in ((sum(ps) / 2,) * 2, ps):
-        both = zip(ps, baselines, strict=True)
-        yield f"{sum(p * (1 - b) ** 2 + (1 - p) * b**2 for p, b in both) / 2:.2f}"  # of (R - b)^2
-    yield f"{sum(ps) / 2:.1f}"
+    """Yields the numbers of the argument about the std, and GSM8K's rewards."""
     for right, digits in ((1, 3), (4, 1)):
         rewards = torch.tensor([1.0] * right + [0.0] * (8 - right))
         plain, scaled = (group_advantages(rewards, scale_by_std=std)[0] for std in (False, True))
         yield from (f"{plain:.{digits}f}", f"{scaled:.2f}")
+    yield str(gsm8k.FORMATTED)
+    for correct, formatted in itertools.product(
+        (gsm8k.CORRECT, gsm8k.WRONG), (gsm8k.FORMATTED, gsm8k.UNFORMATTED)
+    ):
+        weights = gsm8k.REWARD_WEIGHTS
+        yield str(abs(weights["correctness"] * correct + weights["format"] * formatted))
 
 
 def test_what_is_said_to_be_shipped_is_what_the_trainer_has():
@@ -94,6 +101,47 @@ def test_the_page_s_formula_is_the_loss_s(printed):
         assert loss(logp) == pytest.approx(part, abs=1e-4)
         by_difference = (loss(logp + 1e-4) - loss(logp - 1e-4)) / 2e-4
         assert by_difference == pytest.approx(slope, abs=1e-4)
+
+
+def test_the_page_s_15_lines_are_the_loss(printed):
+    """By value and gradient, at updates that are on-policy, moved, and clipped."""
+    names = {}
+    block = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+    exec(block, names)  # noqa: S102 (the page's own code)
+    draw = torch.Generator().manual_seed(0)
+    lengths, rewards = torch.tensor([2, 5, 3]), torch.tensor([1.0, 0.0, 0.5])
+    ids = [torch.randint(0, 7, (int(n),), generator=draw) for n in lengths]
+    logits = [torch.randn(len(i), 7, generator=draw).requires_grad_() for i in ids]
+    logps = [names["logps_of"](*pair) for pair in zip(logits, ids, strict=True)]
+    assert names["sft_loss"](logits[0], ids[0]).item() == pytest.approx(-logps[0].mean().item())
+    for moved in (0.0, 0.1, 0.5):
+        old, ref = ([x.detach() + k * moved for x in logps] for k in (-1, 1))
+        mine = names["grpo_loss"](logits, ids, old, ref, rewards)
+        weights = token_weights(
+            lengths, loss_type="grpo", sequences=3, tokens=10, max_completion_tokens=8
+        )
+        flat = (group_advantages(rewards, scale_by_std=True), weights)
+        flat = [values.repeat_interleave(lengths) for values in flat]
+        theirs, stats = policy_loss(
+            *map(torch.cat, (logps, old, ref)), *flat, **learn.CLIPS, kl_beta=learn.KL_BETA
+        )
+        assert stats["clip_high"].any() == (moved == 0.5)
+        slopes = [torch.autograd.grad(x, logits, retain_graph=True) for x in (mine, theirs)]
+        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(*slopes)
+
+
+def test_the_broken_runs_can_start(monkeypatch):
+    """Their constants pass the trainer's checks, their tasks load; experiments/curves.py has run
+    them, from another warm start."""
+    found = re.findall(r"^ {4}\S+/python (grpo_ref_split\.py .*?) +# needs", PAGE, re.MULTILINE)
+    assert len(found) == 2
+    for words in found:
+        monkeypatch.setattr("sys.argv", shlex.split(words))
+        monkeypatch.chdir(ROOT)
+        _, constants = command_line("grpo_ref_split.py", trainer.__doc__)
+        check_constants(vars(trainer) | constants)
+        assert load_task(constants["TASK"]).REWARD_WEIGHTS
 
 
 # --- Pictures -----------------------------------------------------------------------------
