@@ -23,10 +23,14 @@ import sys
 import time
 from pathlib import Path
 
+from grpo.constants import arguments, begin
+
+if __name__ == "__main__":
+    begin()  # before torch is imported
+
 import psutil
 
 import plot
-from grpo.constants import arguments
 from grpo.models import load_tokenizer, prompt_ids
 from grpo.sampling.policy import load_policy
 from grpo.sampling.sampler import sample_groups
@@ -71,6 +75,15 @@ def diagnose(folder):
             true += int(value) == (int(a) + int(b) if operator == "+" else int(a) - int(b))
             right += operator == item["operator"]
     return {"true equation": true / len(items), "right operator": right / len(items)}
+
+
+# --- What was trained ---------------------------------------------------------------
+def shown_steps():
+    """Returns the first step, the one nearest the middle whose group was trained, and the last."""
+    flat = {record["step"]: record["flat"] for record in plot.read(RUN_DIR, "samples.jsonl")}
+    first, last = min(flat), max(flat)
+    mixed = [step for step in flat if not flat[step] and first < step < last] or flat
+    return sorted({first, min(mixed, key=lambda step: abs(step - (first + last) / 2)), last})
 
 
 # --- Processes ----------------------------------------------------------------------
@@ -140,6 +153,9 @@ def run(seed, rewards):
     warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
     print("2. GRPO: ref_server.py and grpo_ref_split.py, loading takes about 15 s", flush=True)
     train_and_serve(seed, rewards)
+    for step in shown_steps():
+        print()
+        plot.show_samples(RUN_DIR, step)
     final = Path(RUN_DIR, "final")
     before, after = diagnose(WARM_START), diagnose(final)
     plot.plot(RUN_DIR)

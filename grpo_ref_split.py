@@ -35,10 +35,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from grpo.constants import before_torch, command_line, settle
+from grpo.training.checks import check_command
 
 before_torch()
 if __name__ == "__main__":  # here, so that a mistake is told before torch is imported
     role, given = command_line("grpo_ref_split.py", __doc__, roles=["worker"])
+    check_command(given)
 
 import torch
 import torch.distributed as dist

@@ -116,7 +116,10 @@ def show_samples(run_dir, step=None):
 
 
 def show(title, text):
-    lines = [part for x in str(text).splitlines() for part in textwrap.wrap(x, WIDTH) or [""]]
+    # A terminal would obey control characters, and splitlines() breaks lines at them
+    text = str(text).removesuffix("\n").expandtabs(4)
+    text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    lines = [part for line in text.split("\n") for part in textwrap.wrap(line, WIDTH) or [""]]
     lines[LINES:] = [f"... {len(lines) - LINES} more lines"] if len(lines) > LINES else []
     print(textwrap.fill(f"--- {title} ---", 80), *lines, sep="\n  ")
 

@@ -179,7 +179,4 @@ def main(**preset):
 
 
 if __name__ == "__main__":
-    try:
-        main(**given)
-    except KeyboardInterrupt:
-        sys.exit("ended by Ctrl-C")
+    main(**given)

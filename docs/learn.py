@@ -1,6 +1,7 @@
 """The numbers of docs/learn.md: one group of GRPO, from its question to what it has changed.
 
     .venv/bin/python -m docs.learn      # a few seconds, no GPU
+    .venv/bin/python -m docs.learn REWARDS="1 1 0 0" UPDATES=6      # or ADVANTAGE_STD=False
 
 A tiny model answers one question, four times; the project's own functions do the rest: sampler,
 advantages, token weights, log-probs, loss. tests/test_learn.py holds the page to what this prints.
@@ -8,9 +9,11 @@ In float64, so that other machines print the same digits.
 """
 
 import math
+import re
 
 import torch
 
+from grpo import constants
 from grpo.loss import LOSS_TYPES, group_advantages, linear_logps, policy_loss, token_weights
 from grpo.models import prompt_ids
 from grpo.sampling.sampler import sample_groups
@@ -31,7 +34,11 @@ MAX_GRAD_NORM = 1.0
 MAX_COMPLETION_TOKENS = 8
 LEARNING_RATE = 1e-4
 UPDATES = 3
+ADVANTAGE_STD = True
+REWARDS = None  # of the group, "1 1 0 0"; None: is_right's
 SIZE = 7.6  # billion parameters: Qwen2.5-7B
+FOUR = 'None, or four numbers: "1 1 0 0"', lambda r: re.fullmatch(r"None|(-?[\d.]+ ?){4}", str(r))
+KINDS = [(constants.WHOLE, "UPDATES"), (constants.FLAG, "ADVANTAGE_STD"), (FOUR, "REWARDS")]
 
 
 # --- A model and a group ----------------------------------------------------------------
@@ -63,9 +70,8 @@ def sample(model, tokenizer, prompt):
 
 def weights_of(lengths, loss_type):
     """Returns the weight (G,) of a token of each completion."""
-    counts = {"sequences": GROUP_SIZE, "tokens": int(lengths.sum())}
-    counts |= {"max_completion_tokens": MAX_COMPLETION_TOKENS}
-    return token_weights(lengths, loss_type=loss_type, **counts)
+    counts = {"sequences": GROUP_SIZE, "tokens": int(lengths.sum()), "loss_type": loss_type}
+    return token_weights(lengths, max_completion_tokens=MAX_COMPLETION_TOKENS, **counts)
 
 
 def logits_of(model, tokenizer, prompt, ids):
@@ -268,20 +274,21 @@ def chapter(title, show, *given):
     print()
 
 
-def main():
+def main(**given):
+    globals().update(given)
+    constants.check("docs/learn.py", globals(), KINDS, [])
     policy = _, tokenizer, prompt = start()
     completions = sample(*policy)
-    rewards = torch.tensor([float(is_right(tokenizer.decode(c.ids[:-1]))) for c in completions])
-    advantages = group_advantages(rewards, scale_by_std=True)
+    right = [is_right(tokenizer.decode(c.ids[:-1])) for c in completions]
+    rewards = torch.tensor([float(r) for r in (REWARDS.split() if REWARDS else right)])
+    advantages = group_advantages(rewards, scale_by_std=ADVANTAGE_STD)
     lengths = torch.tensor([len(c.ids) for c in completions])
-    weights = {name: weights_of(lengths, name) for name in LOSS_TYPES}
-    w = weights["grpo"]
+    w = (weights := {name: weights_of(lengths, name) for name in LOSS_TYPES})["grpo"]
     chapter("a group", show_group, tokenizer, prompt, completions, rewards, advantages, w)
     chapter("re-tokenised", show_retokenised, *policy)
     before = answer_probs(*policy)
     columns, logps = train(*policy, completions, advantages, w)
-    first = advantages[0].item(), w[0].item()
-    chapter("a token", show_token, tokenizer, completions[0].ids, columns, *first)
+    chapter("a token", show_token, tokenizer, completions[0].ids, columns, advantages[0], w[0])
     chapter("all answers", show_answers, before, answer_probs(*policy))
     chapter("the KL there", show_kl, logps[-1], logps[0])
     chapter("temperature", show_temperature, tokenizer, logps[-1])
@@ -293,4 +300,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(**constants.command_line("docs/learn.py", __doc__)[1])

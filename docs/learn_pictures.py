@@ -2,9 +2,8 @@
 
     .venv/bin/python -m docs.learn_pictures     # docs/learn_clip.png, learn_kl.png: a few seconds
 
-The curves are values of grpo/loss.py. The page's other pictures are docs/demo.png, of real runs
-(docs/picture.py), and docs/learn_policies.png, a diagram (`git show 655591d:docs/learn_pictures.py`
-drew it).
+The curves are values of grpo/loss.py. `git show 655591d:docs/learn_pictures.py` has drawn the
+page's diagram, docs/learn_policies.png.
 """
 
 from pathlib import Path

@@ -11,13 +11,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import waitress
 
 import demo
 from grpo import live
+from grpo.log import in_background
 
 CHROMIUM = shutil.which("chromium")
 PICTURE = Path(__file__).with_name("page.png")
@@ -34,16 +34,15 @@ def browse(url, *options, size="1200,900", seconds=3):
         command += [f"--user-data-dir={profile}", f"--virtual-time-budget={1000 * seconds}"]
         command += [*options, url]
         done = subprocess.run(command, capture_output=True, timeout=120, check=True)
-    console = [line for line in done.stderr.decode().splitlines() if "CONSOLE" in line]
-    return done.stdout.decode(), console
+    lines = done.stderr.decode().splitlines()
+    return done.stdout.decode(), [line for line in lines if "CONSOLE" in line]
 
 
 @contextlib.contextmanager
 def serving(app):
     """Serves a WSGI app in a thread, and gives its address."""
     server = waitress.create_server(app, host="127.0.0.1", port=0, threads=4)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
+    thread = in_background(server.run)
     try:
         yield f"http://127.0.0.1:{server.effective_port}"
     finally:

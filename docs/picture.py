@@ -47,13 +47,10 @@ def draw(folders):
 def main(folders):
     draw(folders)
     questions = [item["question"] for item in arithmetic.load("test")[:QUESTIONS]]
-    before = greedy_answers(f"{folders[0]}/warm_start", questions)
-    after = greedy_answers(Path(folders[0], "final"), questions)
-    for question, one, other in zip(questions, before, after, strict=True):
+    both = [greedy_answers(Path(folders[0], name), questions) for name in ("warm_start", "final")]
+    for question, one, other in zip(questions, *both, strict=True):
         print(f"| {question} | `{one}` | `{other}` |")
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:]:
-        sys.exit(__doc__)
-    main(sys.argv[1:])
+    main(sys.argv[1:] or sys.exit(__doc__))

@@ -32,6 +32,18 @@ def before_torch():
 
 
 # --- The command line -----------------------------------------------------------------
+def begin():
+    """What a script does before it imports torch: it refuses Windows, and has a Ctrl-C print a line
+    in place of the traceback of an import."""
+    if os.name == "nt":  # no fcntl, no process groups
+        raise SystemExit("Windows can't run this: install WSL (wsl --install), and run it there")
+    if sys.platform == "darwin":
+        print("a Mac's CPU is used; nobody has tried a Mac yet: please report what fails")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would take the GPU, we do not
+    hook, ended = sys.excepthook, lambda *_: print("\nended by Ctrl-C", file=sys.stderr)
+    sys.excepthook = lambda kind, *e: (ended if kind is KeyboardInterrupt else hook)(kind, *e)
+
+
 def arguments():
     """Returns the command line's words without deepspeed's --local_rank=N."""
     return [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
@@ -39,7 +51,9 @@ def arguments():
 
 def command_line(script, doc, roles=()):
     """Returns (role, constants): the one of `roles` that the script's command line names, or None;
-    and values by name. SystemExit with the usage, from the script's __doc__, for any other word."""
+    and values by name. SystemExit with the usage, from the script's __doc__, for any other word,
+    and for a MODEL that is meant as a folder and is none."""
+    begin()
     constants, words = read_words(script)
     role = words.pop(0) if words and words[0] in roles else None
     if words and words[0] in ("-h", "--help"):
@@ -47,7 +61,22 @@ def command_line(script, doc, roles=()):
         raise SystemExit(0)
     if words:
         raise SystemExit(f"{usage(doc)}\nunknown argument: {words[0]}")
+    if TEXT[1](model := constants.get("MODEL")) and (fault := fault_of(model)):
+        raise SystemExit(f"MODEL = {model!r} can't be loaded: {fault}")
     return role, constants
+
+
+def fault_of(name):
+    """Returns what is wrong with a model's name if it is meant as a folder here; else ""."""
+    folder = Path(name)
+    if Path(folder, "run.json").exists():
+        return f"it is the RUN_DIR of a run, whose models are in {folder / 'final'} and others"
+    if folder.is_dir():
+        named = any(Path(folder, f"{kind}config.json").exists() for kind in ("", "adapter_"))
+        return "" if named else "the folder has no config.json"
+    # A hub's name is NAME or OWNER/NAME
+    path = name.count("/") > 1 or name[0] in "./~" or name.startswith("runs/")
+    return f"there is no folder {folder.absolute()}" if path else ""
 
 
 def read_words(script, presets=True):
@@ -79,15 +108,22 @@ for a file of constants (presets/)."""
 
 
 def defaults_of(*scripts):
-    """Returns {constant: value} of scripts, read from their source; a value that is not a plain
-    number or text is not evaluated."""
+    """Returns {constant: value} of scripts, read from their source; None for a value that is not a
+    literal."""
     bodies = [ast.parse((ROOT / script).read_text()).body for script in scripts]
     pairs = [(n.targets[0], n.value) for b in bodies for n in b if isinstance(n, ast.Assign)]
     return {
-        target.id: getattr(value, "value", None)
+        target.id: literal(value)
         for target, value in pairs
         if isinstance(target, ast.Name) and target.id.isupper()
     }
+
+
+def literal(node):
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
 
 
 def value_of(text, default):

@@ -4,12 +4,16 @@ there are, what a forward takes, what a cache keeps. Any AutoModelForCausalLM wi
 import contextlib
 import functools
 import inspect
+import math
 import os
 import sys
 from pathlib import Path
 
 import jinja2
+import requests
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,33 +23,41 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from grpo.constants import fault_of
 from grpo.devices import accelerator
 from grpo.log import announced, say
 
+HUB_SECONDS = 10  # for an answer of the model hub
 GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # NVIDIA's driver, and that of WSL
 
 
 def load_tokenizer(name):
     """Returns the model's tokenizer. Raises SystemExit if there is no such model."""
     try:
+        if fault := fault_of(name):
+            raise OSError(fault)
         with announced("the model hub"):
+            check_hub(name)
             return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise SystemExit(
-            f"MODEL = {name!r} can't be loaded, neither as a folder nor from the hub:"
-            f" {fault_of(name) or error}"
+            f"MODEL = {name!r} can't be loaded, neither as a folder nor from the hub: {error}"
         ) from error
 
 
-def fault_of(name):
-    """Returns what is wrong with a model's name if it is meant as a folder here; else ""."""
-    folder = Path(name)
-    if Path(folder, "run.json").exists():
-        return f"it is the RUN_DIR of a run, whose models are in {folder / 'final'} and others"
-    if folder.is_dir():
-        return "" if Path(folder, "config.json").exists() else "the folder has no config.json"
-    path = name.count("/") > 1 or name[0] in "./~"  # a hub's name is NAME or OWNER/NAME
-    return "there is no such folder" if path else ""
+def check_hub(name):
+    """Raises OSError if a model must come from the hub and that does not answer: transformers would
+    try again for a minute."""
+    here = Path(name).is_dir() or isinstance(try_to_load_from_cache(name, "config.json"), str)
+    if here or HF_HUB_OFFLINE:
+        return
+    try:
+        requests.head(ENDPOINT, timeout=HUB_SECONDS)
+    except requests.RequestException as error:
+        raise OSError(
+            f"there is no folder {Path(name).absolute()}, and {ENDPOINT} does not answer"
+            f" ({type(error).__name__}). MODEL=my/folder takes a model that is on this machine"
+        ) from error
 
 
 def own_device():
@@ -111,6 +123,20 @@ def load_model(name, dtype, vocab_size):
     if rows < vocab_size:
         raise SystemExit(f"{name} embeds {rows} ids, its tokenizer has {vocab_size}: a wrong pair")
     return model.to(device).eval(), dtype
+
+
+def check_context(c, config=None):
+    """Raises SystemExit if prompts and completions of the constants `c` do not fit the context of
+    MODEL, whose configuration is read if it is None."""
+    with contextlib.suppress(OSError, ValueError):  # an adapter has none: load_model refuses it
+        config = config or AutoConfig.from_pretrained(c.MODEL)
+    context = getattr(config, "max_position_embeddings", None) or math.inf
+    prompt, completion = c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
+    if prompt + completion > context:
+        raise SystemExit(
+            f"MAX_PROMPT_TOKENS = {prompt} and MAX_COMPLETION_TOKENS = {completion} exceed the"
+            f" context of MODEL = {c.MODEL!r}: their sum must be {context} tokens at most"
+        )
 
 
 def has_softcap(config):

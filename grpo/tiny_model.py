@@ -1,12 +1,13 @@
-"""The demo's tiny model, before GRPO: 126 000 parameters that learned from sloppy examples.
+"""A tiny model to begin with, without a hub: 126 000 parameters that learned from sloppy examples.
 
     warm_start("runs/demo/warm_start", arithmetic, seed=0, steps=800)    # 45 s on one core
+    python -m tasks my/task.py OUT=runs/my_model                         # for a task of your own
 
-It stands for a real base model: it knows the arithmetic, the operators and the tags, but rarely
-combines them. Its examples are true equations and sloppy answers to questions.
+It stands for a real base model, which can do what is asked, but often does something else. The
+demo's knows the arithmetic, the operators and the tags, but rarely combines them: it learned from
+true equations and sloppy answers to questions. Of another task it learns right answers and wrong.
 """
 
-import functools
 import random
 import time
 
@@ -38,7 +39,8 @@ def make_tokenizer(task):
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator([item["question"] for item in task.load("train")[:2000]], trainer)
+    chats = map(task.messages, task.load("train")[:2000])
+    bpe.train_from_iterator([message["content"] for chat in chats for message in chat], trainer)
     bpe.add_tokens(["<think>", "</think>", "<answer>", "</answer>"])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
@@ -47,7 +49,7 @@ def make_tokenizer(task):
     return tokenizer
 
 
-def make_model(tokenizer, heads):
+def make_model(tokenizer, heads, context=256):
     config = Qwen2Config(
         vocab_size=416,  # the tokenizer's ids, padded as real models pad theirs
         hidden_size=64,
@@ -55,7 +57,7 @@ def make_model(tokenizer, heads):
         num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=context,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         initializer_range=0.1,  # 0.02 made the arithmetic slower to learn
         tie_word_embeddings=True,
@@ -65,25 +67,8 @@ def make_model(tokenizer, heads):
     return Qwen2ForCausalLM(config).to(own_device())
 
 
-def sloppy(item, draw):
-    """Returns a completion for the warm start: a true equation, often not the one asked for.
-
-    The shares 0.1 and 0.62 decide how hard GRPO's part is. A subtraction usually adds, so greedy
-    accuracy begins near 50 %; an addition seldom subtracts, so the model does tell them apart.
-    """
-    a, b, operator = item["a"], item["b"], item["operator"]
-    if draw.random() < {"+": 0.1, "-": 0.62}[operator]:
-        operator = {"+": "-", "-": "+"}[operator]
-        a, b = max(a, b), min(a, b)
-    value = a + b if operator == "+" else a - b
-    answer = draw.choice([a, b]) if draw.random() < 0.1 else value
-    work, kind = f"{a}{operator}{b}={value}", draw.random()
-    if kind < 0.25:
-        return f"<think>{work}</think><answer>{answer}</answer>"
-    if kind < 0.75:
-        return f"{work} so {answer}"
-    broken = [f"<think>{work}<answer>{answer}</answer>", f"{work}</think><answer>{answer}"]
-    return draw.choice(broken)
+def right_answer(task, item):
+    return task.gold(item) if hasattr(task, "gold") else str(item["answer"])
 
 
 def next_token_loss(model, examples):
@@ -95,27 +80,31 @@ def next_token_loss(model, examples):
 
 
 def warm_start(folder, task, seed, steps, heads=4):
-    """Trains the tiny model on sloppy examples and true equations, and saves it. A task may have a
-    `sloppy` of its own. With 2 `heads` vLLM can run it on a CPU."""
+    """Trains the tiny model on a task's examples, and saves it; returns its context in tokens. The
+    task may have a function sloppy(item, draw) -> an answer to learn; without it every second
+    answer is right, on average, and others are another item's. And drill(draw) -> a text to learn
+    besides; `draw` is a random.Random. With 2 `heads` vLLM can run it on a CPU."""
     torch.set_num_threads(1)  # two are a fifth faster on free cores, and much slower on busy ones
     torch.manual_seed(seed)
-    draw, tokenizer, train_items = random.Random(seed), make_tokenizer(task), task.load("train")
-    model = make_model(tokenizer, heads)
+    draw, tokenizer, items = random.Random(seed), make_tokenizer(task), list(task.load("train"))
+    pairs = [(item, prompt_ids(tokenizer, task.messages(item))) for item in items]
+    answers = tokenizer([right_answer(task, item) for item in items])["input_ids"]
+    longest = max(map(len, answers)) + max(len(prompt) for _, prompt in pairs)
+    model = make_model(tokenizer, heads, context=max(256, 2 * longest))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
-    prompt_of = functools.cache(lambda q: prompt_ids(tokenizer, task.messages({"question": q})))
     end, started = [tokenizer.eos_token_id], time.perf_counter()
-    answer = getattr(task, "sloppy", sloppy)
+    right_or_wrong = lambda item, draw: right_answer(task, draw.choice([item, draw.choice(items)]))
+    answer = getattr(task, "sloppy", right_or_wrong)
     for step in range(steps):
         examples = []
-        for item in draw.choices(train_items, k=32):
-            prompt = prompt_of(item["question"])
+        for item, prompt in draw.choices(pairs, k=32):
             completion = tokenizer(answer(item, draw))["input_ids"] + end
             examples.append((prompt + completion, len(prompt)))
-        items = [task.make_item(draw) for _ in range(64)]
-        equations = tokenizer(["{a}{operator}{b}={answer}".format(**item) for item in items])
-        equations = [(ids + end, 1) for ids in equations["input_ids"]]
-        # two batches, as equations padded to the length of examples would double the time
-        loss = next_token_loss(model, examples) + next_token_loss(model, equations)
+        loss = next_token_loss(model, examples)
+        if hasattr(task, "drill"):
+            drills = tokenizer([task.drill(draw) for _ in range(64)])["input_ids"]
+            # a batch of its own, as drills padded to the length of examples would double the time
+            loss = loss + next_token_loss(model, [(ids + end, 1) for ids in drills])
         for group in optimizer.param_groups:  # up in 30 steps, and from halfway down to a 20th
             group["lr"] = 4e-3 * min((step + 1) / 30, 1, 0.05 + 1.9 * (1 - step / steps))
         loss.backward()
@@ -127,3 +116,4 @@ def warm_start(folder, task, seed, steps, heads=4):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     print(f"  took {time.perf_counter() - started:.0f} s", flush=True)
+    return model.config.max_position_embeddings

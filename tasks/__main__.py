@@ -3,18 +3,23 @@
     python -m tasks
     python -m tasks gsm8k                             # or my/task.py
     python -m tasks countdown MODEL=Qwen/Qwen3-4B     # arguments and presets as grpo_ref_split.py's
+    python -m tasks my/task.py OUT=runs/my_model      # first makes a tiny model: no hub, no GPU
 
 Three prompts as the model sees them (its tokenizer is all that is loaded), the lengths of all, and
-the rewards of an empty completion and of the gold answer.
+the rewards of an empty completion and of the gold answer. The tiny model learns for a minute from
+the task's right answers, its gold(item) or item["answer"], mixed with wrong ones, or from its
+sloppy(item, draw); then the command is printed that trains it.
 """
 
 import ast
 import sys
+from pathlib import Path
 
 from grpo.constants import command_line
-from grpo.sampling.task import load_split, load_task, prepare_task, task_files
+from grpo.sampling.task import called, load_split, load_task, prepare_task, task_files
 
 SHOWN = 3
+WARM_STEPS = 800  # of the tiny model
 
 
 def listed():
@@ -26,14 +31,36 @@ def listed():
     return "\n".join(lines)
 
 
+def make_model(name, task, out):
+    """Makes the tiny model in the folder `out`; returns the command that trains it."""
+    if Path(out).exists():
+        raise SystemExit(f"OUT = {out!r} is there already: delete it, or choose another folder")
+    from grpo.tiny_model import warm_start
+
+    print(f"a tiny model learns from the examples of {name}, for {WARM_STEPS} steps", flush=True)
+    must = 'have load, messages and gold, or an "answer" in each item, that work'
+    call = lambda: warm_start(out, task, seed=0, steps=WARM_STEPS)
+    half = called(name, "a tiny model's examples", must, call) // 2
+    words = f"MODEL={out} TASK={name} REF_SERVER=None RUN_DIR={out}_run"
+    words += f" MAX_PROMPT_TOKENS={half} MAX_COMPLETION_TOKENS={half}"
+    return f"python grpo_ref_split.py presets/demo.py {words}"
+
+
 def main(name):
+    outs = [word for word in sys.argv if word.startswith("OUT=")]
+    sys.argv[:] = [word for word in sys.argv if word not in outs]
     _, given = command_line("grpo_ref_split.py", __doc__)
-    load_task(name)  # before torch, which takes seconds to import
+    task = load_task(name)  # before torch, which takes seconds to import
+    if outs:
+        given["MODEL"] = outs[-1].removeprefix("OUT=")
+        command = make_model(name, task, given["MODEL"])
     import grpo_ref_split as trainer
 
     c = trainer.constants(**given | {"TASK": name})
     tokenizer, recipe = prepare_task(c, split="train", shown=SHOWN)
     load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer)
+    if outs:
+        print(f"\nto train it:\n    {command}")
 
 
 if __name__ == "__main__":

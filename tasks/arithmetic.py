@@ -49,6 +49,32 @@ def make_item(draw):
     return {"question": question, "answer": answer, "a": a, "b": b, "operator": operator}
 
 
+def sloppy(item, draw):
+    """Returns an answer for the demo's warm start: a true equation, often not the one asked for.
+
+    The shares 0.1 and 0.62 decide how hard GRPO's part is. A subtraction usually adds, so greedy
+    accuracy begins near 50 %; an addition seldom subtracts, so the model does tell them apart.
+    """
+    a, b, operator = item["a"], item["b"], item["operator"]
+    if draw.random() < {"+": 0.1, "-": 0.62}[operator]:
+        operator = {"+": "-", "-": "+"}[operator]
+        a, b = max(a, b), min(a, b)
+    value = a + b if operator == "+" else a - b
+    answer = draw.choice([a, b]) if draw.random() < 0.1 else value
+    work, kind = f"{a}{operator}{b}={value}", draw.random()
+    if kind < 0.25:
+        return f"<think>{work}</think><answer>{answer}</answer>"
+    if kind < 0.75:
+        return f"{work} so {answer}"
+    broken = [f"<think>{work}<answer>{answer}</answer>", f"{work}</think><answer>{answer}"]
+    return draw.choice(broken)
+
+
+def drill(draw):
+    """Returns a true equation, from which the demo's warm start learns the arithmetic."""
+    return "{a}{operator}{b}={answer}".format(**make_item(draw))
+
+
 def messages(item):
     """Returns the chat that asks the item's question; the tiny model needs no system prompt."""
     return [{"role": "user", "content": item["question"]}]

@@ -4,14 +4,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import grpo_ref_split as trainer
 import ref_server
-from grpo import constants
+from grpo import constants, loss
 from grpo.proof import NOISE
 from grpo.training.checks import KINDS
+from grpo.training.engine import training_threads
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {"grpo_ref_split.py": trainer, "ref_server.py": ref_server}
@@ -92,14 +94,74 @@ def test_help_is_the_usage(word, given, capsys):
     assert "python ref_server.py" in told and len(told.splitlines()) < 10
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_wrong_command_is_told_before_torch_is_imported(script, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("ref_server.py MODLE=3", "MODEL"),
+        ("ref_server.py MODEL=./nowhere", "MODEL = './nowhere'"),
+        ("grpo_ref_split.py MODLE=3", "MODEL"),
+        ("grpo_ref_split.py MODEL=runs/nowhere/final", "MODEL = 'runs/nowhere/final'"),
+        ("grpo_ref_split.py GROUP_SIZE=four", "GROUP_SIZE = 'four'"),
+        ("grpo_ref_split.py GROUP_SIZE=1", "GROUP_SIZE = 1"),
+        ("grpo_ref_split.py LOSS_TYPE=gpro", "LOSS_TYPE = 'gpro'"),
+        ("grpo_ref_split.py TASK=my/tusk.py", "my/tusk.py"),
+        ("grpo_ref_split.py worker TASK=gsm9k", "is gsm8k meant"),
+    ],
+)
+def test_a_wrong_command_is_told_before_torch_is_imported(command, named, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
-    command = [sys.executable, ROOT / script, "MODLE=3"]
+    script, *words = command.split()
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, ROOT / script, *words]
     done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "MODLE" in done.stderr and "MODEL" in done.stderr and "imported" not in done.stderr
+    assert named in done.stderr and "imported" not in done.stderr
+
+
+def test_the_source_has_the_constants_that_the_module_has():
+    """A command is checked before torch is imported, with what the trainer's source says."""
+    known = constants.defaults_of("grpo_ref_split.py")
+    assert known == {name: vars(trainer)[name] for name in trainer.known}
+    kinds = {names: holds for (_, holds), names in KINDS}
+    for name, values in {
+        "LOSS_TYPE": loss.LOSS_TYPES,
+        "OBJECTIVE": loss.OBJECTIVES,
+        "LR_SCHEDULE": ("linear", "cosine"),
+    }.items():
+        assert all(map(kinds[name], values)) and not kinds[name]("another")
+
+
+# --- Where it runs --------------------------------------------------------------------
+@pytest.fixture
+def begun(monkeypatch):
+    """Undoes what begin() sets."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    return constants.begin
+
+
+def test_windows_is_refused_with_what_to_install(begun, monkeypatch):
+    monkeypatch.setattr(constants, "os", SimpleNamespace(name="nt"))
+    with pytest.raises(SystemExit, match="WSL"):
+        begun()
+
+
+def test_a_mac_trains_on_its_cpu_and_is_said_to_be_untried(begun, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    begun()
+    assert "Mac" in capsys.readouterr().out and os.environ["DS_ACCELERATOR"] == "cpu"
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert training_threads(0) == 6
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    for script in ("grpo_ref_split.py", "ref_server.py", "demo.py"):
+        command = [sys.executable, ROOT / script]
+        done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+        assert done.returncode and done.stderr.split("\n") == ["", "ended by Ctrl-C", ""], script
 
 
 # --- Presets --------------------------------------------------------------------------

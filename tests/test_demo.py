@@ -53,8 +53,22 @@ def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
     named = {re.sub("^(rewards/|eval_positive_)[^/]*", r"\1NAME", metric) for metric in written}
     with_workers = {"staleness", "staleness_max", "groups_dropped", "seconds_publish"}
     assert named | with_workers | {"gpu_memory_gb"} == documented_metrics()  # docs/metrics.md
+    assert re.search(r"plot.py live .* http://127.0.0.1:\d+/", output)
+    for step in (1, 2):  # the first and the last; two have no middle
+        group = output.split(f"\nstep {step}, by trainer")[1].split("\nstep ")[0]
+        assert group.count("advantage ") == 4 and '"correctness": ' in group
     # the reward, accuracy, KL, length and tokens/s of the progress bar
     assert all(word in output for word in ("reward ", "accuracy ", "kl ", "length ", "tokens/s"))
+
+
+def test_the_steps_that_are_shown_are_the_first_one_in_the_middle_that_was_trained_and_the_last(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(demo_module, "RUN_DIR", str(tmp_path))
+    for flat, shown in (({3, 4}, [1, 5, 7]), ({1, 7}, [1, 4, 7]), (set(range(8)), [1, 4, 7])):
+        lines = [json.dumps({"step": step, "flat": step in flat}) for step in range(1, 8)]
+        (tmp_path / "samples.jsonl").write_text("\n".join(lines))
+        assert demo_module.shown_steps() == shown
 
 
 @pytest.mark.long

@@ -66,7 +66,7 @@ WRITTEN = {
     "out.md",
 }  # by runs
 WRITTEN |= {"adapter_config.json", "example_model_solutions.jsonl", "runs/gpu_report.md"}
-WRITTEN |= {"curves.png"}
+WRITTEN |= {"curves.png", "my/task.py"}
 HISTORY = r"git show (\w+:[\w./]+)"
 FILE = re.compile(r"[\w*./-]+\.(?:py|md|txt|html|yml|toml|png|jsonl?)\b", re.ASCII)
 
@@ -241,6 +241,8 @@ RUN = {  # what runs a command, or the same with other constants
     ".ci/run": ".github/workflows/ci.yml",
     ".venv/bin/python -m pytest tests/test_loss.py": "Makefile",
     ".venv/bin/python -m docs.learn": "tests/test_learn.py",
+    '.venv/bin/python -m docs.learn REWARDS="1 1 0 0" UPDATES=6': "tests/test_learn.py",
+    "python -m tasks my/task.py OUT=runs/my_model": "tests/test_tasks.py",
     ".venv/bin/python -m docs.learn_pictures": "tests/test_learn.py",
 }
 

@@ -1,12 +1,15 @@
 """Models and tokenizers: chat templates, stop ids, merged adapters."""
 
+from types import SimpleNamespace
+
 import jinja2
 import pytest
 from fakes import a_recipe
 from families import tiny_model
 from transformers import AutoTokenizer
 
-from grpo.models import load_model, load_tokenizer, prompt_ids
+from grpo import models
+from grpo.models import check_context, load_model, load_tokenizer, prompt_ids
 from grpo.sampling import policy as policy_module
 from grpo.sampling.policy import load_policy, make_policy
 from grpo.sampling.sampler import Completion
@@ -44,8 +47,6 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny):
     ended = Completion([40, 41, tokenizer.eos_token_id], [-1.0] * 3, truncated=False)
     cut = Completion([40, 41], [-1.0] * 2, truncated=True)
     assert policy.text(ended) == policy.text(cut) == tokenizer.decode([40, 41])
-    with pytest.raises(SystemExit, match="context of 256"):
-        policy.check_context(200, 100)
     tokenizer.add_tokens([f"new{i}" for i in range(50)])
     with pytest.raises(SystemExit, match="wrong pair"):
         load_policy(str(tiny), tokenizer, "float32")
@@ -65,6 +66,22 @@ def test_an_adapter_as_model_is_refused_with_the_command_that_merges_it(tiny, tm
     load_policy(str(tiny), tokenizer, "float32", lora_rank=2).save(adapter)
     with pytest.raises(SystemExit, match=f"python -m grpo.merge {adapter} OUT"):
         load_policy(str(adapter), tokenizer, "float32")
+
+
+def test_both_constants_of_the_context_and_their_largest_sum_are_named(tiny):
+    c = SimpleNamespace(MODEL=str(tiny), MAX_PROMPT_TOKENS=200, MAX_COMPLETION_TOKENS=56)
+    check_context(c)
+    c.MAX_COMPLETION_TOKENS = 57
+    with pytest.raises(SystemExit, match="MAX_PROMPT_TOKENS = 200 .* 57 exceed .* 256 tokens"):
+        check_context(c)
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_the_cure_named(monkeypatch):
+    monkeypatch.setattr(models, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(models, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    monkeypatch.setattr(models.AutoTokenizer, "from_pretrained", None)  # not asked
+    with pytest.raises(SystemExit, match=r"'my/model'.*no folder .*my/model.*:9 .*MODEL=my/folder"):
+        load_tokenizer("my/model")
 
 
 @pytest.mark.parametrize("name", ["./m", "/no/m", "runs/g/step_000100", "gpt2"])

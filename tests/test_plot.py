@@ -82,6 +82,15 @@ def test_a_folder_without_metrics_is_named(tmp_path, text):
         plot.plot(tmp_path)
 
 
+def test_control_characters_of_a_text_are_shown_and_break_no_line(capsys):
+    plot.show("completion", "a\x0bb\x1b[2J\r\u2028c\n\tx = 1\n")
+    assert capsys.readouterr().out.split("\n")[1:] == [
+        r"  a\x0bb\x1b[2J\r\u2028c",
+        "      x = 1",
+        "",
+    ]
+
+
 def test_samples_are_printed_the_best_first_at_80_columns(tmp_path, capsys):
     told = [("so so", 0.1, 0.0), ("right <answer>42</answer>", 3.0, 1.5), ("x\n" * 99, -1.0, -1.5)]
     records = [

@@ -314,6 +314,7 @@ def mine(tiny, tmp_path, monkeypatch):
     task.rewards = lambda item, text: {"correctness": text == "42", "format": 1.0}
     monkeypatch.setitem(sys.modules, "tasks.mine", task)
     constants = {"MODEL": str(tiny), "RUN_DIR": str(tmp_path), "TASK": "mine", "KL_BETA": 0}
+    constants |= {"MAX_PROMPT_TOKENS": 128, "MAX_COMPLETION_TOKENS": 128}
     for name, value in constants.items():
         monkeypatch.setattr(trainer, name, value)
     monkeypatch.setattr(policy, "load_policy", load_policy)

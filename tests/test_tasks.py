@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 import grpo_ref_split as trainer
+from grpo.constants import command_line
+from grpo.models import load_model
 from grpo.sampling.rewards import ask, end, start_process
-from grpo.sampling.task import load_task, task_files
+from grpo.sampling.task import load_task, prepare, task_files
 from tasks import answers, arithmetic, countdown, data, gsm8k
 from tasks import math as math_task
 
@@ -277,6 +279,56 @@ def test_a_task_is_shown_as_a_run_would_see_it(tiny, tmp_path, monkeypatch, caps
     assert "own.py/train: 4 questions, 0 left out" in shown and "own.py/test: 4 ques" in shown
     with pytest.raises(SystemExit, match="there is no constant MODL: is MODEL meant"):
         run(monkeypatch, "countdown", f"MODL={tiny}")
+
+
+LABELS = """
+from tasks.arithmetic import load as load_all
+
+def load(split):
+    return load_all(split)[:30]
+
+def messages(item):
+    return [{"role": "system", "content": "Plus or minus?"}, *asked(item)]
+
+def asked(item):
+    return [{"role": "user", "content": item["question"]}]
+
+def rewards(item, completion):
+    return completion == item["answer"]
+"""
+
+
+def test_a_tiny_model_of_any_task_is_made_and_its_command_runs(tmp_path, monkeypatch, capsys):
+    """Without a hub: the command that is printed trains it."""
+    import tasks.__main__ as module
+
+    monkeypatch.setattr(module, "WARM_STEPS", 2)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(LABELS)
+    (tmp_path / "presets").symlink_to(ROOT / "presets")
+    monkeypatch.setattr(sys, "argv", ["tasks", "OUT=runs/own"])
+    module.main("own.py")
+    shown = capsys.readouterr().out
+    assert "rewards of the gold answer" in shown
+    (command,) = re.findall(
+        r"^    python (grpo_ref_split.py presets/demo.py .*)$", shown, re.MULTILINE
+    )
+    monkeypatch.setattr(sys, "argv", command.split())
+    _, given = command_line("grpo_ref_split.py", trainer.__doc__)
+    assert given["MODEL"] == "runs/own" and given["TASK"] == "own.py"
+    assert given["REF_SERVER"] is None and given["MAX_COMPLETION_TOKENS"] == 128
+    c = trainer.constants(**given)
+    tokenizer, recipe, _ = prepare(c, needs_server=False)
+    assert len(recipe.prompts) == 30
+    assert load_model(c.MODEL, "float32", len(tokenizer))[0].config.max_position_embeddings == 256
+
+
+def test_a_task_without_right_answers_has_no_tiny_model(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(LABELS.replace("[:30]", "and [{'question': 'a'}]"))
+    with pytest.raises(SystemExit, match="own.py: a tiny model's examples .*'answer'"):
+        run(monkeypatch, str(tmp_path / "own.py"), f"OUT={tmp_path / 'model'}")
+    with pytest.raises(SystemExit, match=f"OUT = '{tmp_path}' is there already"):
+        run(monkeypatch, str(tmp_path / "own.py"), f"OUT={tmp_path}")
 
 
 def test_gsm8ks_gold_is_right_with_and_without_work():

@@ -8,7 +8,7 @@ import torch
 from grpo.devices import out_of_memory_names, release_memory
 from grpo.forward import CompletionModel
 from grpo.log import announced, say
-from grpo.models import can_cache, load_model, stop_ids
+from grpo.models import can_cache, check_context, load_model, stop_ids
 from grpo.sampling.memory import fit_worker
 from grpo.sampling.sampler import completion_text, sample_groups, stream_groups
 from grpo.sampling.stop_strings import StopStrings
@@ -97,15 +97,6 @@ class Policy:
         """Loads another process's trained_weights. Raises ValueError if they do not fit."""
         load_weights(self.model, tensors)
 
-    def check_context(self, prompt_tokens, completion_tokens):
-        """Raises SystemExit if the two together exceed the model's context."""
-        context = getattr(self.model.config, "max_position_embeddings", None)
-        if context is not None and prompt_tokens + completion_tokens > context:
-            raise SystemExit(
-                f"MAX_PROMPT_TOKENS + MAX_COMPLETION_TOKENS = {prompt_tokens + completion_tokens}"
-                f" exceeds the context of {context} tokens of {self.name}: lower one of them"
-            )
-
     def save(self, folder):
         """Writes the model (with LoRA the adapter alone) and tokenizer in Hugging Face format."""
         self.model.save_pretrained(folder)
@@ -117,7 +108,7 @@ def make_policy(c, tokenizer):
     torch.manual_seed(c.SEED)  # adapters begin with random numbers
     more = c.STOP_TOKENS, c.LORA_RANK, c.STOP_STRINGS
     policy = load_policy(c.MODEL, tokenizer, c.DTYPE, *more)
-    policy.check_context(c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS)
+    check_context(c, policy.model.config)
     stops = [*tokenizer.convert_ids_to_tokens(sorted(policy.eos_ids)), *map(repr, c.STOP_STRINGS)]
     say(f"{c.MODEL} in {policy.dtype}; completions end at {', '.join(stops)}")
     if c.SAMPLER == "torch" and not can_cache(policy.model):

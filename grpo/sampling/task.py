@@ -7,7 +7,7 @@ imported once a tokenizer is needed, so that a mistake in the file is reported a
 
 import difflib
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -72,7 +72,9 @@ def task_files():
 def load_task(name):
     """Returns the module tasks/NAME.py, or that at a path such as my/task.py, from whose folder it
     may import. Raises SystemExit if it is missing, or a function is, or takes other arguments."""
-    module = module_at if name.endswith(".py") else module_named
+    check_task_file(name)
+    by_name = lambda name: importlib.import_module(f"tasks.{name}")
+    module = module_at if name.endswith(".py") else by_name
     task = called(name, "the file", "be one that Python can import", lambda: module(name))
     needed = {"load", "messages", "group_rewards" if hasattr(task, "group_rewards") else "rewards"}
     for function in [f for f in FUNCTIONS if f in needed or hasattr(task, f)]:
@@ -88,22 +90,22 @@ def load_task(name):
     return task
 
 
-def module_named(name):
-    try:
-        return importlib.import_module(f"tasks.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"tasks.{name}":
-            raise
+def check_task_file(name):
+    """Raises SystemExit if there is no such task. Imports nothing of it."""
+    if name.endswith(".py"):
+        if not (file := Path(name).expanduser().resolve()).is_file():
+            raise SystemExit(f"TASK = {name!r}: there is no file {file}")
+    elif "." in name or not (
+        f"tasks.{name}" in sys.modules or importlib.util.find_spec(f"tasks.{name}")
+    ):
         near = difflib.get_close_matches(name, task_files(), n=1)
         meant = f": is {near[0]} meant?" if near else ""
-        raise SystemExit(f"TASK = {name!r}: there is no {task_file(name)}{meant}") from None
+        raise SystemExit(f"TASK = {name!r}: there is no {task_file(name)}{meant}")
 
 
 def module_at(path):
     """Returns the module in the file `path`; it can import what lies in the same folder."""
     file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise SystemExit(f"TASK = {path!r}: there is no file {file}")
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # last: it must not shadow Python's own modules
     import_file(name := f"task_of_{file.stem}", file)
@@ -158,28 +160,32 @@ def prepare(c, *, needs_server):
     """Returns (tokenizer, recipe, server): task, prompts, rewards and server are checked before
     anything heavy is loaded. `server` is None if it is not needed; `c` is the trainer's constants.
     """
-    tokenizer, recipe = prepare_task(c, split="train", shown=1)
+    from grpo.models import check_context
+
     server = None
     if needs_server:
         from grpo.client import RefServer
 
         server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
-        server.check(c.MODEL, tokenizer, c.TEMPERATURE)
+    tokenizer, recipe = prepare_task(c, split="train", shown=1, server=server)
+    check_context(c)
     if c.REWARD_PROCESSES:
         limits = c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS
         recipe.reward_processes = start_processes(recipe.task, *limits)
     return tokenizer, recipe, server
 
 
-def prepare_task(c, *, split, shown):
-    """Returns (tokenizer, recipe), once the first `shown` prompts of `split` and their rewards are
-    checked, and printed."""
+def prepare_task(c, *, split, shown, server=None):
+    """Returns (tokenizer, recipe), once the `server`, if any, has answered, and the first `shown`
+    prompts of `split` and their rewards are checked, and printed."""
     from grpo.models import load_tokenizer
 
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
     if c.CHAT_TEMPLATE and not tokenizer.chat_template:
         why = f"must be empty: {c.MODEL} has no chat template"
         raise SystemExit(f"CHAT_TEMPLATE = {c.CHAT_TEMPLATE!r} {why}")
+    if server:
+        server.check(c.MODEL, tokenizer, c.TEMPERATURE)
     recipe = Recipe(c, task, load_split(c, task, split, tokenizer))
     recipe.resolve()
     preview(recipe, tokenizer, shown)

@@ -1,12 +1,12 @@
-"""What the trainer's constants must be; checked before anything heavy starts."""
+"""What the trainer's constants must be; checked before anything heavy starts. Nothing here imports
+torch: a mistake in the command is reported at once."""
 
 import importlib.util
 import re
 
 from grpo import constants
 from grpo.constants import COUNT, FLAG, NUMBER, TEXT, WHOLE, dict_of, list_of, one_of, or_
-from grpo.loss import LOSS_TYPES, OBJECTIVES
-from grpo.training.engine import SCHEDULES
+from grpo.sampling.task import check_task_file
 
 
 def address(what, pattern):
@@ -29,11 +29,11 @@ KINDS = [  # (kind, constants)
     (or_("auto", WHOLE), "MICRO_BATCH_TOKENS SAMPLE_BATCH EVAL_BATCH"),
     (or_("auto", FLAG), "GRADIENT_CHECKPOINTING"),
     (constants.DTYPE, "DTYPE"),
-    (one_of(*LOSS_TYPES), "LOSS_TYPE"),
-    (one_of(*OBJECTIVES), "OBJECTIVE"),
+    (one_of("grpo", "dapo", "dr_grpo"), "LOSS_TYPE"),  # grpo.loss.LOSS_TYPES, which needs torch
+    (one_of("clip", "cispo"), "OBJECTIVE"),  # OBJECTIVES there
     (one_of("token", "sequence"), "RATIO_LEVEL"),
     (one_of("torch", "vllm"), "SAMPLER"),
-    (one_of(*SCHEDULES), "LR_SCHEDULE"),
+    (one_of("linear", "cosine"), "LR_SCHEDULE"),
     (one_of("outcome", "reward", False, True), "SKIP_FLAT_GROUPS"),
     (list_of("numbers from 0 on", NUMBER[1]), "ADAM_BETAS"),
     (or_(None, TEXT), "OUTCOME"),
@@ -70,6 +70,14 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
      "0 with a server: set REF_SERVER = None, or MODEL to an earlier run's final on both sides",
      lambda c: c.REF_SERVER is None or not c.REFERENCE_REFRESH_STEPS),
 ]  # fmt: skip
+
+
+def check_command(given):
+    """Raises SystemExit for a wrong constant, or a task's file that is missing, in the trainer's
+    command, whose constants by name are `given`."""
+    now = constants.defaults_of("grpo_ref_split.py") | given
+    check_constants(now)
+    check_task_file(now["TASK"])
 
 
 def check_constants(now):

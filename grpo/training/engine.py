@@ -10,7 +10,6 @@ from grpo.forward import CompletionModel
 from grpo.log import say
 from grpo.training.ranks import gathered
 
-SCHEDULES = ("linear", "cosine")  # LR_SCHEDULE
 BUCKET = 50_000_000  # parameters whose gradients are reduced together
 
 
@@ -95,8 +94,13 @@ def training_threads(asked):
     # deepspeed's name, or torchrun's: with all cores for each rank a step takes twice the time
     ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
     # deepspeed --bind_cores_to_rank has taken the share already: the launcher has all cores
-    own, launcher = len(os.sched_getaffinity(0)), len(os.sched_getaffinity(os.getppid()))
+    own, launcher = cores_of(0), cores_of(os.getppid())
     return asked or max(1, min(own, launcher // ranks))
+
+
+def cores_of(pid):
+    """Returns how many cores a process may use; macOS binds none."""
+    return len(os.sched_getaffinity(pid)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from grpo.log import SPEAK_SECONDS, announced, say
 from grpo.sampling.rollout import tally_of_one
@@ -48,6 +49,20 @@ def constants_of(variables):
     return as_json({name: value for name, value in variables.items() if name.isupper()})
 
 
+@contextlib.contextmanager
+def naming_run_dir(folder):
+    """If the block can't write to RUN_DIR, `folder`, SystemExit names it."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "enforce fail" not in str(error):
+            raise  # torch.save's error on a full disk is "[enforce fail at ...] unexpected pos"
+        raise SystemExit(
+            f"RUN_DIR = {str(folder)!r} can't be written ({error}): is its disk full or read-only?"
+            " Make space, or choose another RUN_DIR; what is saved stays, and the run resumes"
+        ) from error
+
+
 class RunFolder:
     """RUN_DIR's metrics.jsonl, samples.jsonl and bad steps; checkpoint.py writes there too."""
 
@@ -60,7 +75,7 @@ class RunFolder:
         """Appends a record, with the time, to a file of one JSON object per line."""
         if dist.get_rank() == 0:
             record = as_json(record) | {"time": round(time.time(), 2)}
-            with open(self.path / file, "a") as f:
+            with naming_run_dir(self.path), open(self.path / file, "a") as f:
                 f.write(json.dumps(record) + "\n")
             for reporter in self.reporters if file == "metrics.jsonl" else ():
                 reporter.give(dict(record))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from grpo.live import PORT
 from grpo.log import say
 from grpo.sampling.policy import Policy, make_policy, make_sampler
 from grpo.sampling.rollout import Stream
@@ -49,7 +50,8 @@ class Run:
 def start_run(c, tokenizer, recipe, questions, server):
     """Collective: returns the Run, new or resumed. `server` is a RefServer, or None."""
     rank = dist.get_rank()
-    say(f"curves and samples while it runs: python plot.py live {Path(c.RUN_DIR).parent}")
+    page = f"python plot.py live {Path(c.RUN_DIR).parent}, then open http://127.0.0.1:{PORT}/"
+    say(f"curves and samples while it runs: {page}")
     policy = make_policy(c, tokenizer)
     reference = make_reference(c, policy, server)  # MODEL itself, before a checkpoint is loaded
     sampler = make_sampler(c, policy)  # collective; before sizes, which have what it leaves

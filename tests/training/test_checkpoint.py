@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_threads import Ranks as Threads
+from safetensors import SafetensorError
 
 from grpo.sampling.rollout import Stream
 from grpo.training import checkpoint, report
@@ -68,12 +70,12 @@ def a_stream(size=1, **share):
     return Stream([(i, {}, [i]) for i in range(size)], 0, **share)
 
 
-def save(folder, step, *, stream=None, keep=2, model=None, **progress):
+def save(folder, step, *, stream=None, keep=2, model=None, policy=None, engine=None, **progress):
     """Saves a checkpoint of a run, named "r" if it has no other name."""
     run = SimpleNamespace(stream=stream or a_stream(), reference=model)
     run.c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder), "KEEP_CHECKPOINTS": keep})
     run.progress = checkpoint.Progress(**{"name": "r"} | progress, step=step)
-    run.policy, run.engine = FakePolicy(), FakeEngine()
+    run.policy, run.engine = policy or FakePolicy(), engine or FakeEngine()
     checkpoint.save_run(run)
 
 
@@ -171,6 +173,26 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, alone, monkey
     c.LORA_RANK, c.KEEP_BEST = 8, False
     model.weight.requires_grad_(False)
     checkpoint.check_disk(c, model)  # of what is trained alone
+
+
+class Unsavable:
+    def save(self, folder):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("part", ["model", "optimiser", "state"])
+def test_a_disk_that_fills_up_while_a_checkpoint_is_saved_is_named(part, tmp_path, alone, request):
+    """The optimiser is larger than a process may write here, as on a full disk: torch's own error
+    is "unexpected pos"."""
+    engine = FakeEngine()
+    engine.state_dict = lambda: {"rank": torch.zeros(10**6 if part == "optimiser" else 1)}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, limit[1]))
+    more = {"policy": Unsavable() if part == "model" else FakePolicy(), "engine": engine}
+    more["name"] = "x" * (10**6 if part == "state" else 1)
+    with pytest.raises(SystemExit, match=f"RUN_DIR = '{tmp_path}' can't be written"):
+        save(tmp_path, 5, **more)
 
 
 def test_links_follow_what_the_resumed_checkpoint_knows(tmp_path, alone):
