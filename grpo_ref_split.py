@@ -56,7 +56,7 @@ from grpo.sampling.worker import run_worker
 from grpo.stop import TooLong, stop
 from grpo.training import checkpoint, checks, ranks
 from grpo.training.engine import cpu_threads, learning_rate, take_step
-from grpo.training.metrics import TokenStats, check_update, evaluate, rollout_metrics
+from grpo.training.metrics import TokenStats, check_update, evaluate, rollout_metrics, with_kl
 from grpo.training.report import check_reporters, log_idle, report_end, show
 from grpo.training.start import start_run
 from grpo.training.workers import staleness
@@ -86,7 +86,7 @@ SKIP_FLAT_GROUPS = "outcome"  # skip groups of equal OUTCOME; "reward": of equal
 MAX_REFILLS = 4  # at most so many times PROMPTS_PER_STEP; after that the step has fewer groups
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
 OUTCOME = None  # the reward that says right (> 0) or wrong: accuracy, flat groups; None: the task's
-REWARD_WEIGHTS = None  # a dict of weights by reward (reward_weights); None: the task's
+REWARD_WEIGHTS = None  # a dict by reward (reward_weights); None: the task's; {}: a teacher alone
 
 # --- Loss ---------------------------------------------------------------------------
 LOSS_TYPE = "grpo"  # a token weighs 1 over: length (grpo), all tokens (dapo), constant (dr_grpo)
@@ -105,6 +105,7 @@ PUBLISH_STEPS = 0  # 1: publish the policy every so many steps, for workers on o
 TRAINER = "http://127.0.0.1:59876"  # rank 0 serves workers here; elsewhere: GRPO_TOKEN on both
 TRAINER_SAMPLES = True  # the ranks sample what workers have not; False: workers alone sample
 MAX_STALENESS = 4  # groups sampled by a policy more updates ago than this are dropped
+REFERENCE = None  # a local teacher, another model with MODEL's tokenizer; None: MODEL
 REFERENCE_REFRESH_STEPS = 0  # copy the policy into a local reference every so many steps
 
 # --- Optimisation -------------------------------------------------------------------
@@ -354,8 +355,7 @@ def update(run, sequences):
         check_sampler(metrics, run.policy.dtype)
     with run.clock.part("step"):
         norm = take_step(engine)  # collective
-    if not KL_BETA:
-        del metrics["kl"]  # it was not computed: 0 would be wrong
+    metrics = with_kl(metrics, run.reference.info, MODEL)  # without what was not computed
     # DeepSpeed's norm of a gradient that overflowed may also be -1
     finite = math.isfinite(metrics["loss"]) and 0 <= norm < math.inf
     return metrics | {"grad_norm": norm, "learning_rate": rate, "skipped": int(not finite)}

@@ -111,8 +111,8 @@ def policy_loss(
 
     All tensors are float32 of one shape. `logps` are the policy's, and alone get a gradient.
     `old_logps` None means logps.detach(): r is 1, and its gradient is that of logp. `ref_logps` may
-    be None if kl_beta is 0. `stats` holds detached tensors of the same shape: ratio, kl, and (bool)
-    where the clip stopped the gradient, clip_low and clip_high. Options:
+    be None if kl_beta is 0. `stats` holds detached tensors of the same shape: ratio, kl (k3), k1
+    (-d), and (bool) where the clip stopped the gradient, clip_low and clip_high. Options:
 
     objective="cispo"  sg(clip(r)) A logp for the min, where sg stops the gradient: no token loses
                        its own (MiniMax-M1, 2506.13585, eq. 4 and 5; there r has no lower bound,
@@ -151,15 +151,16 @@ def policy_loss(
         raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
     if is_cap:
         gain = gain * torch.exp(old_logps - sampler_logps).clamp(max=is_cap)
-    kl = torch.zeros_like(logps)
+    kl = k1 = torch.zeros_like(logps)
     if kl_beta:
         d = ref_logps.detach() - logps
+        k1 = -d
         if unbiased_kl:  # where d is this large, r is near 0, and 0 x inf would be NaN
             d = bounded_exponent(d)
         kl = torch.expm1(d) - d  # exp(d) - 1 - d would round to below 0
         gain = gain - kl_beta * (kl * token_ratio if unbiased_kl else kl)
-    stats = {"ratio": ratio.detach(), "kl": kl.detach(), "clip_low": is_low, "clip_high": is_high}
-    return -(weights * gain).sum(), stats
+    stats = {"ratio": ratio.detach(), "kl": kl.detach(), "k1": k1.detach()}
+    return -(weights * gain).sum(), stats | {"clip_low": is_low, "clip_high": is_high}
 
 
 def bounded_exponent(values):

@@ -16,7 +16,7 @@ from grpo.proof import TILT, check_reference, check_sampler
 from grpo.sampling.rollout import make_group
 from grpo.training import checkpoint, report
 from grpo.training.checkpoint import Progress
-from grpo.training.metrics import TokenStats
+from grpo.training.metrics import TokenStats, with_kl
 
 MIXED = [[1.0, -1.0], [-1.0, -1.0]]
 
@@ -101,6 +101,14 @@ def test_a_run_stops_if_its_sampler_has_other_log_probs(metrics, dtype, error):
 def test_a_run_stops_if_its_reference_begins_with_other_weights(metrics, reference, error):
     with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
         check_reference(metrics, "float32", reference, model="ours")
+
+
+@pytest.mark.parametrize("model, kept", [
+    (None, []), ("ours", ["kl"]), ("larger", ["kl", "teacher_kl"])
+])  # fmt: skip
+def test_the_kl_of_a_teacher_alone_has_a_second_name(model, kept):
+    metrics = {"loss": 0.0, "kl": 0.1, "teacher_kl": 0.2}
+    assert list(with_kl(metrics, {"model": model}, "ours")) == ["loss", *kept]
 
 
 def test_bad_steps_are_kept_and_end_the_run_when_they_follow_each_other(

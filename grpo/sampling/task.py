@@ -143,6 +143,8 @@ class Recipe:
         if weights is None:
             (empty,) = given_rewards(self, self.prompts[0][1], [""])
             weights = dict.fromkeys(empty, 1.0)
+        if c.REWARD_WEIGHTS == {}:  # nothing is paid, but all is logged, and OUTCOME evaluated
+            weights = dict.fromkeys(weights, 0.0)
         if not (weights and isinstance(weights, dict) and all(map(real, weights.values()))):
             raise TaskError(c.TASK, "REWARD_WEIGHTS", f"is {weights!r}", "be numbers by name")
         set_to = getattr(task, "OUTCOME", None) if c.OUTCOME is None else c.OUTCOME

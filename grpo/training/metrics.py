@@ -18,13 +18,16 @@ from grpo.proof import EVIDENCE, MISMATCH, check_reference
 from grpo.sampling.rollout import sampled_and_rewarded, tally, tally_of
 from grpo.stop import stop
 from grpo.training.ranks import add_up, all_or_none
+from grpo.training.reference import is_teacher
 
 PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
-LOSS = ("ratio", "kl", "clip_low", "clip_high", "entropy")  # of what grpo_loss returns, per token
+# Of what grpo_loss returns, per token
+LOSS = ("ratio", "kl", "k1", "clip_low", "clip_high", "entropy")
 SAMPLER = ("mismatch", "sampler_ratio")  # trainer against sampler
 FRESH = ("fresh", "sampler_k3", "tilt", "surprise")  # the same, of tokens that this policy sampled
 MAX_GAP = "sampling/sampling_logp_difference/max"
-NAMES = {  # TRL's
+NAMES = {  # TRL's, and Tinker's
+    "k1": "teacher_kl",
     "clip_low": "clip_ratio/low_mean",
     "clip_high": "clip_ratio/high_mean",
     "mismatch": MISMATCH,
@@ -96,6 +99,14 @@ class TokenStats:
         return {"loss": loss} | means | largest
 
 
+def with_kl(metrics, reference, model):
+    """Returns the metrics of an update without those of a KL that it did not have: `kl` is to the
+    reference, by its info; `teacher_kl` there only if that is another model than the policy's."""
+    unknown = {"kl"} if reference["model"] is None else set()
+    unknown |= set() if is_teacher(reference, model) else {"teacher_kl"}
+    return {name: value for name, value in metrics.items() if name not in unknown}
+
+
 def check_update(run, metrics, sequences):
     """Raises RuntimeError, on all ranks alike, after too many updates in a row that were not
     finite, or if the first one has another reference than it should."""
@@ -106,8 +117,9 @@ def check_update(run, metrics, sequences):
     progress.bad = 0
     if not progress.checked:
         check_reference(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
-        found = {k: metrics[k] for k in ("sampler_k3", "sampler_tilt", "kl") if k in metrics}
-        found = ", ".join(f"{name} {value:.1g}" for name, value in found.items())
+        names = ["sampler_k3", "sampler_tilt"]
+        names += [] if is_teacher(run.reference.info, c.MODEL) else ["kl"]
+        found = ", ".join(f"{name} {metrics[name]:.1g}" for name in names if name in metrics)
         say(f"the first update is as it should be: {found}")
     progress.checked = True
 
