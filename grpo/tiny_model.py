@@ -47,20 +47,20 @@ def make_tokenizer(task):
     return tokenizer
 
 
-def make_model(tokenizer, heads):
+def make_model(tokenizer, heads, **shape):
+    """Returns a random model; `shape` has what differs from the demo's, by Qwen2Config's names."""
+    demo = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+    demo |= {"initializer_range": 0.1}  # 0.02 made the arithmetic slower to learn
     config = Qwen2Config(
         vocab_size=416,  # the tokenizer's ids, padded as real models pad theirs
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=2,
         max_position_embeddings=256,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        initializer_range=0.1,  # 0.02 made the arithmetic slower to learn
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **demo | shape,
     )
     return Qwen2ForCausalLM(config).to(own_device())
 
@@ -94,13 +94,13 @@ def next_token_loss(model, examples):
     return model(input_ids=ids.to(model.device), labels=labels).loss
 
 
-def warm_start(folder, task, seed, steps, heads=4):
+def warm_start(folder, task, seed, steps, heads=4, **shape):
     """Trains the tiny model on sloppy examples and true equations, and saves it. A task may have a
-    `sloppy` of its own. With 2 `heads` vLLM can run it on a CPU."""
+    `sloppy` of its own. With 2 `heads` vLLM can run it on a CPU; `shape` is make_model's."""
     torch.set_num_threads(1)  # two are a fifth faster on free cores, and much slower on busy ones
     torch.manual_seed(seed)
     draw, tokenizer, train_items = random.Random(seed), make_tokenizer(task), task.load("train")
-    model = make_model(tokenizer, heads)
+    model = make_model(tokenizer, heads, **shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
     prompt_of = functools.cache(lambda q: prompt_ids(tokenizer, task.messages({"question": q})))
     end, started = [tokenizer.eos_token_id], time.perf_counter()
