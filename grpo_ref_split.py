@@ -98,6 +98,7 @@ UNBIASED_KL = False  # the KL's estimate times the ratio, for an unbiased gradie
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
 RATIO_LEVEL = "token"  # or "sequence" (GSPO; CLIP_LOW and CLIP_HIGH are 3e-4 and 4e-4 there)
 IS_CAP = 2.0  # truncated importance sampling: cap on p_trainer / p_sampler; 0: off
+IS_MASK = False  # True: tokens beyond IS_CAP, or below 1 / IS_CAP, weigh 0 (token_mask)
 UPDATES_PER_ROLLOUT = 1  # on each rollout: mu; clips act from 2, or with workers (num_iterations)
 
 # --- Workers, and a reference that is refreshed: 0 is off ------------------------------
@@ -303,6 +304,7 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
         unbiased_kl=UNBIASED_KL,
         sampler_logps=sampler_logps,
         is_cap=IS_CAP,
+        is_mask=IS_MASK,
         # Where old and sampler's log-probs are the same, is_cap acts on nothing
         ratio_cap=IS_CAP if batch[0].old_logps is batch[0].sampler_logps else 0.0,
         sequences=per_token(list(range(len(batch)))) if RATIO_LEVEL == "sequence" else None,

@@ -21,7 +21,7 @@ KINDS = [  # (kind, constants)
         MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS REWARD_PROCESSES"""),
     (NUMBER, """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
         MAX_GRAD_NORM STOP_ACCURACY VLLM_CACHE_GB"""),
-    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
+    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL IS_MASK TRAINER_SAMPLES
         FUSED_LOSS SHARE_PROMPTS OFFLOAD_OPTIMIZER RESUME KEEP_BEST REFERENCE_ON_CPU
         VLLM_SLEEP"""),
     (TEXT, "MODEL TASK RUN_DIR EVAL_SPLIT"),
@@ -56,6 +56,7 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
     ("CLIP_LOW", "above 0, and 1 at most", lambda c: 0 < c.CLIP_LOW <= 1),
     ("CLIP_HIGH", "above 0", lambda c: c.CLIP_HIGH > 0),
     ("IS_CAP", "0, which turns it off, or 1 or more", lambda c: c.IS_CAP == 0 or c.IS_CAP >= 1),
+    ("IS_MASK", "False without its bound: IS_CAP is 0", lambda c: c.IS_CAP > 0 or not c.IS_MASK),
     ("MAX_GRAD_NORM", "above 0; a large one does not clip", lambda c: c.MAX_GRAD_NORM > 0),
     ("ADAM_BETAS", "two numbers below 1", lambda c: [b < 1 for b in c.ADAM_BETAS] == [True, True]),
     ("SKIP_FLAT_GROUPS", "False where nothing is rewarded, REWARD_WEIGHTS = {}: the KL trains all",
