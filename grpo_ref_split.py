@@ -51,7 +51,7 @@ from grpo.packing import plan_rounds
 from grpo.proof import check_sampler
 from grpo.sampling import rollout
 from grpo.sampling.policy import worker_policy
-from grpo.sampling.task import load_questions, prepare, total
+from grpo.sampling.task import load_questions, prepare
 from grpo.sampling.worker import run_worker
 from grpo.stop import TooLong, stop
 from grpo.training import checkpoint, checks, ranks
@@ -82,6 +82,7 @@ VLLM_CACHE_GB = 10.0  # vLLM's memory for keys and values, beside its own copy o
 VLLM_SLEEP = False  # True: vLLM gives its GPU memory back while there is nothing to sample
 TENSOR_PARALLEL = 1  # of a worker with vLLM: GPUs that share a model too large for one
 MASK_TRUNCATED = True  # truncated completions count in the group's mean, but are not trained
+OVERLONG_TOKENS = 0  # the last so many below the limit cost up to 1 of the reward (DAPO); 0: off
 SKIP_FLAT_GROUPS = "outcome"  # skip groups of equal OUTCOME; "reward": of equal totals; or False
 MAX_REFILLS = 4  # at most so many times PROMPTS_PER_STEP; after that the step has fewer groups
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
@@ -231,9 +232,11 @@ class Sequence:
 
 
 def advantages_of(group, reward_weights):
-    """Returns the advantages (G,) of a group's weighted rewards (line 9)."""
+    """Returns the advantages (G,) of a group's total rewards (line 9)."""
     assert group.reward_names == list(reward_weights), group.reward_names
-    totals = [total(rewards, reward_weights) for rewards in rollout.rewards_of(group)]
+    rewards, lengths = rollout.rewards_of(group), group.completion_lengths.tolist()
+    sizes = {"limit": MAX_COMPLETION_TOKENS, "overlong": OVERLONG_TOKENS}
+    totals = rollout.totals_of(rewards, lengths, reward_weights, **sizes)
     return plain_loss.group_advantages(torch.tensor(totals), scale_by_std=ADVANTAGE_STD)
 
 

@@ -24,7 +24,7 @@ from grpo.sampling.rewards import TooSlow, import_file, start_processes, timely
 
 # What a worker must have as the trainer has it, beside task, prompts and REWARD_WEIGHTS
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME SKIP_FLAT_GROUPS"
-SHARED += " STOP_TOKENS STOP_STRINGS"
+SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS"
 FUNCTIONS = {"load": ["split"], "messages": ["item"], "gold": ["item"]}  # that a task may have
 FUNCTIONS |= {"rewards": ["item", "completion"], "group_rewards": ["item", "completions"]}
 

@@ -18,7 +18,7 @@ KINDS = [  # (kind, constants)
         EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
         REWARD_TIMEOUT_SECONDS MAX_BAD_STEPS IDLE_LIMIT TENSOR_PARALLEL"""),
     (COUNT, """LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED EVAL_STEPS PUBLISH_STEPS
-        MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS REWARD_PROCESSES"""),
+        MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS REWARD_PROCESSES OVERLONG_TOKENS"""),
     (NUMBER, """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
         MAX_GRAD_NORM STOP_ACCURACY VLLM_CACHE_GB"""),
     (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL IS_MASK TRAINER_SAMPLES
@@ -56,6 +56,8 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
     ("CLIP_LOW", "above 0, and 1 at most", lambda c: 0 < c.CLIP_LOW <= 1),
     ("CLIP_HIGH", "above 0", lambda c: c.CLIP_HIGH > 0),
     ("IS_CAP", "0, which turns it off, or 1 or more", lambda c: c.IS_CAP == 0 or c.IS_CAP >= 1),
+    ("OVERLONG_TOKENS", "MAX_COMPLETION_TOKENS at most: they are the last of these",
+     lambda c: c.OVERLONG_TOKENS <= c.MAX_COMPLETION_TOKENS),
     ("IS_MASK", "False without its bound: IS_CAP is 0", lambda c: c.IS_CAP > 0 or not c.IS_MASK),
     ("MAX_GRAD_NORM", "above 0; a large one does not clip", lambda c: c.MAX_GRAD_NORM > 0),
     ("ADAM_BETAS", "two numbers below 1", lambda c: [b < 1 for b in c.ADAM_BETAS] == [True, True]),

@@ -179,12 +179,12 @@ def rollout_metrics(run, count, theirs):
     count["own_tokens"] = count["tokens"]
     for group in theirs:
         count.update(tally_of(recipe, group))
-    total, weights = add_up(count), recipe.c.REWARD_WEIGHTS  # collective
+    total = add_up(count)  # collective
     p.groups += int(total["groups"])
     n, groups = max(total["completions"], 1), max(total["groups"], 1)
     ended = total["completions"] - total["truncated"]
     means = {"completions/mean_terminated_length": total["ended_tokens"] / ended} if ended else {}
-    for name in weights:
+    for name in recipe.c.REWARD_WEIGHTS:
         sums = (total[f"{kind}_{name}"] for kind in ("reward", "square", "applicable"))
         means |= mean_and_std(f"rewards/{name}", *sums)
     if judged := total[f"applicable_{recipe.c.OUTCOME}"]:
@@ -192,7 +192,7 @@ def rollout_metrics(run, count, theirs):
     if seconds:  # 0 if workers sampled all groups
         means["tokens_per_second"] = total["own_tokens"] / seconds
     return means | {
-        "reward": sum(w * total[f"reward_{name}"] for name, w in weights.items()) / n,
+        "reward": total["total"] / n,
         "reward_std": total["group_std"] / groups,
         "completions/mean_length": total["tokens"] / n,
         "completions/clipped_ratio": total["truncated"] / n,
