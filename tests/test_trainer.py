@@ -71,6 +71,15 @@ def test_whose_log_probs_are_the_old_ones():
             assert sum(row.fresh for row in rows) == (2 if other is old else 4)
 
 
+def test_a_completion_near_the_limit_has_a_lower_advantage(monkeypatch):
+    group = a_group([(1.0, -1.0), (1.0, -1.0)])  # of 3 tokens and 1
+    assert trainer.advantages_of(group, NAMES).tolist() == [0, 0]
+    monkeypatch.setattr(trainer, "MAX_COMPLETION_TOKENS", 4)
+    monkeypatch.setattr(trainer, "OVERLONG_TOKENS", 2)  # the first costs 1/2
+    monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
+    assert trainer.advantages_of(group, NAMES).tolist() == [-0.25, 0.25]
+
+
 # --- The checks --------------------------------------------------------------------
 GOOD = {"loss": 0.0, "sampler_k3": 1e-13, "sampler_tilt": 1e-6}
 SAME = {"model": "ours", "dtype": "float32"}

@@ -33,6 +33,8 @@ WRONG = {
     "OBJECTIVE": ["ppo"],
     "RATIO_LEVEL": ["word"],
     "IS_CAP": [0.5],
+    "IS_MASK": ["token"],
+    "OVERLONG_TOKENS": [-1, 513],
     "ADAM_BETAS": [(0.9,), (0.9, 1.0), 0.9],
     "SKIP_FLAT_GROUPS": ["format"],
     "STOP_STRINGS": ["</answer>", [""]],
@@ -92,6 +94,12 @@ def test_without_rewards_a_teacher_needs_no_group_but_all_of_them():
     for name, value in (("SKIP_FLAT_GROUPS", "outcome"), ("KL_BETA", 0.0)):
         with pytest.raises(SystemExit, match=f"{name} = {value!r} must be .*REWARD_WEIGHTS = {{}}"):
             check_constants(vars(trainer) | alone | {name: value})
+
+
+def test_a_mask_needs_its_bound():
+    check_constants(vars(trainer) | {"IS_MASK": True})
+    with pytest.raises(SystemExit, match="IS_MASK = True must be False .* IS_CAP is 0"):
+        check_constants(vars(trainer) | {"IS_MASK": True, "IS_CAP": 0})
 
 
 def test_a_run_is_not_written_over(monkeypatch, tmp_path):
