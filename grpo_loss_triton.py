@@ -56,7 +56,7 @@ CHUNKS_IN_OWN_DTYPE = 4
 def grpo_loss(
     hidden, head, ids, old_logps, ref_logps, advantages, weights, *,
     clip_low, clip_high, kl_beta, objective="clip", unbiased_kl=False,
-    sampler_logps=None, is_cap=0.0, ratio_cap=0.0, sequences=None,
+    sampler_logps=None, is_cap=0.0, is_mask=False, ratio_cap=0.0, sequences=None,
     temperature=1.0, vocab_size=None,
 ):  # fmt: skip
     """Returns (loss, stats) of grpo.loss.grpo_loss, differentiable in `hidden` and `head`.
@@ -67,7 +67,7 @@ def grpo_loss(
     (hidden, ids, *tokens), restore = trained_tokens(
         weights, hidden, ids, old_logps, ref_logps, advantages, weights, sampler_logps, sequences
     )
-    numbers = clip_low, clip_high, kl_beta, objective, unbiased_kl, is_cap, ratio_cap
+    numbers = clip_low, clip_high, kl_beta, objective, unbiased_kl, is_cap, is_mask, ratio_cap
     given = LossArguments(*tokens, *numbers)
     rows = Rows(hidden, head, ids, temperature, vocab_size, use_triton(hidden), given)
     if sequences is None:
@@ -194,8 +194,9 @@ def sums_in_float32(device):
 # What policy_loss takes beside logps: tensors (N,), or None, and numbers. By default, no loss.
 LossArguments = namedtuple("LossArguments", [
     "old_logps", "ref_logps", "advantages", "weights", "sampler_logps", "sequences",
-    "clip_low", "clip_high", "kl_beta", "objective", "unbiased_kl", "is_cap", "ratio_cap",
-], defaults=[*[None] * 6, 0.0, 0.0, 0.0, "clip", False, 0.0, 0.0])  # fmt: skip
+    "clip_low", "clip_high", "kl_beta", "objective", "unbiased_kl", "is_cap", "is_mask",
+    "ratio_cap",
+], defaults=[*[None] * 6, 0.0, 0.0, 0.0, "clip", False, 0.0, False, 0.0])  # fmt: skip
 
 
 class Rows:
@@ -303,8 +304,8 @@ if triton:
         VOCAB: tl.constexpr, WIDTH: tl.constexpr, INV_TAU: tl.constexpr, BLOCK: tl.constexpr,
         FORWARD: tl.constexpr, BACKWARD: tl.constexpr, ON_POLICY: tl.constexpr, CISPO: tl.constexpr,
         CLIP_LOW: tl.constexpr, CLIP_HIGH: tl.constexpr, RATIO_CAP: tl.constexpr,
-        IS_CAP: tl.constexpr, KL_BETA: tl.constexpr, UNBIASED_KL: tl.constexpr,
-        MAX_LOG_RATIO: tl.constexpr,
+        IS_CAP: tl.constexpr, IS_MASK: tl.constexpr, KL_BETA: tl.constexpr,
+        UNBIASED_KL: tl.constexpr, MAX_LOG_RATIO: tl.constexpr,
     ):  # fmt: skip
         """One program, one row of logits; FORWARD and BACKWARD are those of Rows.run.
 
@@ -344,11 +345,12 @@ if triton:
             tl.store(log_sums + row, log_sum)
         if BACKWARD:
             if FORWARD:
-                # slope = d loss / d logp, where loss = w (KL_BETA kl - c gain), c what IS_CAP caps:
+                # slope = d loss / d logp, where loss = w (KL_BETA kl - c gain), c of IS_CAP:
                 #   gain = min(r A, clip(r) A)   d gain = r A; 0 if clip(r) A < r A or r > RATIO_CAP
                 #   gain = sg(clip(r)) A logp    d gain = clip(r) A                          (CISPO)
                 #   kl = exp(d) - d - 1 = k3     d kl = 1 - exp(d)       with d = ref_logp - logp
-                #   kl = r k3                    d kl = r k3 + r (1 - exp(d)) = - r d     (unbiased)
+                #   kl = r k3                    d kl = r k3 + r (1 - exp(d)) = - r d     (unbiased;
+                #                                     there RATIO_CAP caps the factor r)
                 advantage = tl.load(advantages + row)
                 old = logp if ON_POLICY else tl.load(old_logps + row)
                 ratio = tl.exp(tl.minimum(logp - old, MAX_LOG_RATIO))  # inf x 0 would be NaN
@@ -359,10 +361,17 @@ if triton:
                     if RATIO_CAP > 0:
                         slope = tl.where(ratio > RATIO_CAP, 0.0, slope)
                 if IS_CAP > 0:
-                    slope *= tl.minimum(tl.exp(old - tl.load(sampler_logps + row)), IS_CAP)
+                    factor = tl.exp(old - tl.load(sampler_logps + row))
+                    if IS_MASK:
+                        is_far = (factor > IS_CAP) | (factor < 1 / IS_CAP)
+                        slope *= tl.where(is_far, 0.0, factor)
+                    else:
+                        slope *= tl.minimum(factor, IS_CAP)
                 if KL_BETA != 0:
                     d = tl.load(ref_logps + row) - logp
                     if UNBIASED_KL:
+                        if RATIO_CAP > 0:
+                            ratio = tl.minimum(ratio, RATIO_CAP)
                         slope += KL_BETA * ratio * d
                     else:
                         # exp(d) - 1 loses the digits of a small d: its series to d^7, good to 1e-9
@@ -395,8 +404,8 @@ def launch(rows, logits, grad, part, *, forward, backward):
         FORWARD=forward, BACKWARD=backward,
         ON_POLICY=given.old_logps is None, CISPO=given.objective == "cispo",
         CLIP_LOW=given.clip_low, CLIP_HIGH=given.clip_high, RATIO_CAP=given.ratio_cap,
-        IS_CAP=given.is_cap, KL_BETA=given.kl_beta, UNBIASED_KL=given.unbiased_kl,
-        MAX_LOG_RATIO=MAX_LOG_RATIO,
+        IS_CAP=given.is_cap, IS_MASK=given.is_mask, KL_BETA=given.kl_beta,
+        UNBIASED_KL=given.unbiased_kl, MAX_LOG_RATIO=MAX_LOG_RATIO,
         **block_of(rows.width, logits.element_size()),
     )  # fmt: skip
 

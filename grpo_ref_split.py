@@ -53,12 +53,12 @@ from grpo.packing import plan_rounds
 from grpo.proof import check_sampler
 from grpo.sampling import rollout
 from grpo.sampling.policy import worker_policy
-from grpo.sampling.task import load_questions, prepare, total
+from grpo.sampling.task import load_questions, prepare
 from grpo.sampling.worker import run_worker
 from grpo.stop import TooLong, stop
 from grpo.training import checkpoint, checks, ranks
 from grpo.training.engine import cpu_threads, learning_rate, take_step
-from grpo.training.metrics import TokenStats, check_update, evaluate, rollout_metrics
+from grpo.training.metrics import TokenStats, check_update, evaluate, rollout_metrics, with_kl
 from grpo.training.report import check_reporters, log_idle, report_end, show
 from grpo.training.start import start_run
 from grpo.training.workers import staleness
@@ -84,11 +84,12 @@ VLLM_CACHE_GB = 10.0  # vLLM's memory for keys and values, beside its own copy o
 VLLM_SLEEP = False  # True: vLLM gives its GPU memory back while there is nothing to sample
 TENSOR_PARALLEL = 1  # of a worker with vLLM: GPUs that share a model too large for one
 MASK_TRUNCATED = True  # truncated completions count in the group's mean, but are not trained
+OVERLONG_TOKENS = 0  # the last so many below the limit cost up to 1 of the reward (DAPO); 0: off
 SKIP_FLAT_GROUPS = "outcome"  # skip groups of equal OUTCOME; "reward": of equal totals; or False
 MAX_REFILLS = 4  # at most so many times PROMPTS_PER_STEP; after that the step has fewer groups
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
 OUTCOME = None  # the reward that says right (> 0) or wrong: accuracy, flat groups; None: the task's
-REWARD_WEIGHTS = None  # a dict of weights by reward (reward_weights); None: the task's
+REWARD_WEIGHTS = None  # a dict by reward (reward_weights); None: the task's; {}: a teacher alone
 
 # --- Loss ---------------------------------------------------------------------------
 LOSS_TYPE = "grpo"  # a token weighs 1 over: length (grpo), all tokens (dapo), constant (dr_grpo)
@@ -100,6 +101,7 @@ UNBIASED_KL = False  # the KL's estimate times the ratio, for an unbiased gradie
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
 RATIO_LEVEL = "token"  # or "sequence" (GSPO; CLIP_LOW and CLIP_HIGH are 3e-4 and 4e-4 there)
 IS_CAP = 2.0  # truncated importance sampling: cap on p_trainer / p_sampler; 0: off
+IS_MASK = False  # True: tokens beyond IS_CAP, or below 1 / IS_CAP, weigh 0 (token_mask)
 UPDATES_PER_ROLLOUT = 1  # on each rollout: mu; clips act from 2, or with workers (num_iterations)
 
 # --- Workers, and a reference that is refreshed: 0 is off ------------------------------
@@ -107,6 +109,7 @@ PUBLISH_STEPS = 0  # 1: publish the policy every so many steps, for workers on o
 TRAINER = "http://127.0.0.1:59876"  # rank 0 serves workers here; elsewhere: GRPO_TOKEN on both
 TRAINER_SAMPLES = True  # the ranks sample what workers have not; False: workers alone sample
 MAX_STALENESS = 4  # groups sampled by a policy more updates ago than this are dropped
+REFERENCE = None  # a local teacher, another model with MODEL's tokenizer; None: MODEL
 REFERENCE_REFRESH_STEPS = 0  # copy the policy into a local reference every so many steps
 
 # --- Optimisation -------------------------------------------------------------------
@@ -231,9 +234,11 @@ class Sequence:
 
 
 def advantages_of(group, reward_weights):
-    """Returns the advantages (G,) of a group's weighted rewards (line 9)."""
+    """Returns the advantages (G,) of a group's total rewards (line 9)."""
     assert group.reward_names == list(reward_weights), group.reward_names
-    totals = [total(rewards, reward_weights) for rewards in rollout.rewards_of(group)]
+    rewards, lengths = rollout.rewards_of(group), group.completion_lengths.tolist()
+    sizes = {"limit": MAX_COMPLETION_TOKENS, "overlong": OVERLONG_TOKENS}
+    totals = rollout.totals_of(rewards, lengths, reward_weights, **sizes)
     return plain_loss.group_advantages(torch.tensor(totals), scale_by_std=ADVANTAGE_STD)
 
 
@@ -304,6 +309,7 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
         unbiased_kl=UNBIASED_KL,
         sampler_logps=sampler_logps,
         is_cap=IS_CAP,
+        is_mask=IS_MASK,
         # Where old and sampler's log-probs are the same, is_cap acts on nothing
         ratio_cap=IS_CAP if batch[0].old_logps is batch[0].sampler_logps else 0.0,
         sequences=per_token(list(range(len(batch)))) if RATIO_LEVEL == "sequence" else None,
@@ -356,8 +362,7 @@ def update(run, sequences):
         check_sampler(metrics, run.policy.dtype)
     with run.clock.part("step"):
         norm = take_step(engine)  # collective
-    if not KL_BETA:
-        del metrics["kl"]  # it was not computed: 0 would be wrong
+    metrics = with_kl(metrics, run.reference.info, MODEL)  # without what was not computed
     # DeepSpeed's norm of a gradient that overflowed may also be -1
     finite = math.isfinite(metrics["loss"]) and 0 <= norm < math.inf
     return metrics | {"grad_norm": norm, "learning_rate": rate, "skipped": int(not finite)}

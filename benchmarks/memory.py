@@ -73,7 +73,9 @@ PRESETS = {
     "3b_8x80gb": (80, 7, 80),
     "7b_8x80gb": (80, 7, 80),
     "two_machines": (80, 8, 24),
+    "teacher": (48, 1, 24),
 }
+TEACHERS = {"teacher": "Qwen2.5-7B"}  # preset: the server's model, where it is not the trainer's
 
 
 def untied(size):
@@ -231,7 +233,11 @@ def model_states(m, c, world):
 
 def copied(m, c):
     """Returns how many parameters the trainer's own copy of the reference has; 0: there is none."""
-    return 0 if c.REF_SERVER or not c.KL_BETA or m.rank else m.total
+    if c.REF_SERVER or not c.KL_BETA:
+        return 0
+    if c.REFERENCE:
+        return sizes_of(c.REFERENCE.removeprefix("Qwen/"), 0).total
+    return 0 if m.rank else m.total
 
 
 def scoring(m, c):
@@ -408,7 +414,8 @@ def of_preset(name, **others):
     c = shipped(512, 512, **own | others)
     model = c.MODEL.removeprefix("Qwen/")
     m = sizes_of(model, c.LORA_RANK)
-    return c, m, least(c, m, PRESETS[name][1]), server_bytes(model) if c.REF_SERVER else 0
+    server = server_bytes(TEACHERS.get(name, model)) if c.REF_SERVER else 0
+    return c, m, least(c, m, PRESETS[name][1]), server
 
 
 def print_presets():

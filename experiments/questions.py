@@ -38,15 +38,10 @@ def updates(number, **constants):
     return scaled | {"UPDATES_PER_ROLLOUT": number, "MAX_STALENESS": 20} | constants
 
 
-def groups_of(size):
-    """Returns constants for 128 completions a step in groups of `size`. All groups whose rewards
-    differ are trained, and no zero-variance group is replaced."""
-    own = {"GROUP_SIZE": size, "PROMPTS_PER_STEP": 128 // size}
-    return own | {"MAX_REFILLS": 0, "SKIP_FLAT_GROUPS": "reward"}
-
-
-def paid_for_format(weight):
-    return {"REWARD_WEIGHTS": {"correctness": 2.0, "format": weight}, "SKIP_FLAT_GROUPS": "reward"}
+TAUGHT = {"STEPS": 200, "IDLE_LIMIT": 200, "EVAL_STEPS": 25}
+BOTH = TAUGHT | {"KL_BETA": 0.2, "UNBIASED_KL": True}
+BOTH |= {"SKIP_FLAT_GROUPS": False, "MASK_TRUNCATED": False}
+ALONE = BOTH | {"KL_BETA": 1.0, "REWARD_WEIGHTS": {}, "LOSS_TYPE": "dapo"}
 
 
 CASES = {
@@ -54,14 +49,21 @@ CASES = {
     "mu4": Case(updates(4), "4 updates, clipped"),
     "mu4_unclipped": Case(updates(4, CLIP_LOW=1.0, CLIP_HIGH=1e9), "4 updates, not clipped"),
     "mu4_slow": Case(updates(4, LEARNING_RATE=1.75e-4), "4 updates, a quarter of the rate"),
-    **{f"group{size}": Case(groups_of(size), f"G = {size}") for size in (2, 4, 8, 16, 32)},
     "kl0": Case({"KL_BETA": 0.0}, "beta 0"),
     "kl02": Case({"KL_BETA": 0.2}, "beta 0.2"),
     "hacked": Case(HACKABLE, "beta 0.04, hackable reward"),
     "hacked0": Case(HACKABLE | {"KL_BETA": 0.0}, "beta 0, hackable reward"),
     "hacked02": Case(HACKABLE | {"KL_BETA": 0.2}, "beta 0.2, hackable reward"),
     "centred": Case({"ADVANTAGE_STD": False}, "without std"),
-    **{f"format{n}": Case(paid_for_format(float(n)), f"format {n}") for n in (1, 4, 16)},
+    "rare": Case(TAUGHT, "rewards", "rare"),
+    "rare0": Case(TAUGHT | {"KL_BETA": 0.0}, "rewards, beta 0", "rare"),
+    "rare_alone": Case(ALONE, "teacher", "rare", "teacher"),
+    "rare_both": Case(BOTH, "both", "rare", "teacher"),
+    "rare_larger": Case(ALONE, "larger teacher", "rare", "larger"),
+    "rare_both_larger": Case(BOTH, "both, larger", "rare", "larger"),
+    "adder": Case(TAUGHT, "rewards, adder", "adder"),
+    "adder_alone": Case(ALONE, "teacher, adder", "adder", "teacher"),
+    "adder_both": Case(BOTH, "both, adder", "adder", "teacher"),
 }
 
 
@@ -69,6 +71,7 @@ CASES = {
 ACCURACY, GREEDY, FORMAT = "accuracy", "eval_accuracy", "rewards/format/mean"
 LAST_FORMAT, LAST_KL = ("eval_positive_format", "last"), ("kl", "end")
 MOST_NORM = ("grad_norm", "max")
+TOKENS = ("tokens_sampled", "sum")
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,6 @@ QUESTIONS = {
         ("plain", "mu4", "mu4_unclipped", "mu4_slow"),
         columns=(LAST_KL, ("clip_ratio/high_mean", "mean"), MOST_NORM),
     ),
-    "group_size": Question(
-        "Which group size, at equal completions?",
-        ("group8", "group2", "group4", "group16", "group32"),
-        panels=(ACCURACY, FORMAT, "frac_reward_zero_std"),
-        columns=(LAST_FORMAT, ("frac_reward_zero_std", "mean"), LAST_KL),
-    ),
     "kl_beta": Question("Which KL_BETA?", ("plain", "kl0", "kl02")),
     "kl_beta_hacked": Question(
         "Does the KL prevent that a reward is hacked?",
@@ -103,10 +100,17 @@ QUESTIONS = {
         ("plain", "centred"),
         columns=(LAST_FORMAT, LAST_KL, MOST_NORM),
     ),
-    "format": Question(
-        "How large may a reward for the format be?",
-        ("format1", "format4", "format16"),
-        panels=(ACCURACY, FORMAT),
+    "teacher": Question(
+        "Does a teacher help a student that is rarely right?",
+        ("rare", "rare0", "rare_alone", "rare_both", "rare_larger", "rare_both_larger"),
+        panels=(ACCURACY, FORMAT, TOKENS[0]),
+        columns=(LAST_FORMAT, TOKENS),
+    ),
+    "teacher_blind": Question(
+        "Does a teacher help a student that is sure and wrong?",
+        ("adder", "adder_alone", "adder_both"),
+        panels=(ACCURACY, FORMAT, "entropy"),
+        columns=(LAST_FORMAT, TOKENS, ("teacher_kl", "end")),
     ),
 }
 
@@ -151,7 +155,7 @@ def train_apart(case_and_seed):
 
 
 # --- Draw ---------------------------------------------------------------------------
-COLORS = ("tab:blue", "tab:red", "tab:green", "tab:orange", "tab:purple")
+COLORS = ("tab:blue", "tab:red", "tab:green", "tab:orange", "tab:purple", "tab:brown")
 SMOOTH = 5  # a drawn point is the mean of so many rollouts
 
 
@@ -205,6 +209,7 @@ END = 10  # rollouts
 KINDS = {  # what a column has of a run's values
     "mean": statistics.mean,
     "max": max,
+    "sum": sum,
     "last": lambda values: values[-1],
     "end": lambda values: statistics.mean(values[-END:]),  # one rollout is noisy
 }

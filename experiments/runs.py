@@ -1,8 +1,7 @@
 """One run of an experiment: the demo's task, with a case's constants, from a seed's warm start.
 
-A case has constants that differ from presets/demo.py's, and may have a defect, a function of
-experiments/defects.py that injects what the trainer does not allow. A run is one process, without
-a server (REF_SERVER=None).
+A case has constants that differ from presets/demo.py's, and may have another student, and a
+teacher, of experiments/students.py. A run is one process, without a server (REF_SERVER=None).
 """
 
 import json
@@ -21,29 +20,30 @@ HACKABLE = {"TASK": str(ROOT / "experiments/hackable.py"), "SKIP_FLAT_GROUPS": "
 class Case:
     constants: dict
     label: str = ""  # what pictures and tables call it
-    defect: object = None  # a function that injects a defect into the trainer
+    student: str = "arithmetic"  # MODEL, one of students.MODELS
+    teacher: str = ""  # REFERENCE, another; "": none
 
     def settings(self):
-        """Returns what differs from presets/demo.py, and the defect, as words."""
+        """Returns what differs from presets/demo.py, as words."""
         words = [f"`{n}={v}`".replace(f"{ROOT}/", "") for n, v in self.constants.items()]
-        if self.defect:
-            words.append(f"`{self.defect.__name__}()`")
+        words += [f"the student {self.student}"] * (self.student != "arithmetic")
+        words += [f"the reference is {self.teacher}"] * bool(self.teacher)
         return ", ".join(words) or "presets/demo.py"
 
 
-def model_of(seed):
-    return RUNS / "models" / f"arithmetic-{seed}"
+def model_of(name, seed):
+    return RUNS / "models" / f"{name}-{seed}"
 
 
-def warm_start(seed):
-    """Makes the model of a seed if it is missing: half a minute."""
+def warm_start(name, seed):
+    """Makes a model of experiments/students.py if it is missing: half a minute, or two."""
+    from experiments.students import MODELS
     from grpo import tiny_model
-    from tasks import arithmetic
 
-    folder = model_of(seed)
+    folder, (task, shape, first) = model_of(name, seed), MODELS[name]
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")
-        tiny_model.warm_start(str(unfinished), arithmetic, seed, steps=800)
+        tiny_model.warm_start(str(unfinished), task, first + seed, steps=800, **shape)
         try:
             unfinished.rename(folder)
         except OSError:  # another run has made it meanwhile
@@ -55,8 +55,9 @@ def constants_of(case, seed, folder, common):
     that all cases of an experiment have."""
     from grpo.constants import read_preset
 
-    own = {"MODEL": str(model_of(seed)), "RUN_DIR": str(folder), "SEED": seed}
+    own = {"MODEL": str(model_of(case.student, seed)), "RUN_DIR": str(folder), "SEED": seed}
     own |= {"REF_SERVER": None, "RESUME": False}
+    own |= {"REFERENCE": str(model_of(case.teacher, seed))} if case.teacher else {}
     return read_preset(ROOT / "presets/demo.py") | own | common | case.constants
 
 
@@ -65,10 +66,9 @@ def train(case, seed, folder, common):
     import grpo_ref_split as trainer  # before torch
 
     unfinished = folder.with_name(f"{folder.name}-unfinished-{os.getpid()}")
-    warm_start(seed)
+    for name in filter(None, (case.student, case.teacher)):
+        warm_start(name, seed)
     shutil.rmtree(unfinished, ignore_errors=True)
-    if case.defect:
-        case.defect(trainer)
     constants = constants_of(case, seed, unfinished, common)
     try:
         trainer.main(**constants)
@@ -87,9 +87,9 @@ def is_trained(case, seed, folder, common):
     if not folder.exists():
         return False
     then = json.loads((folder / "run.json").read_text())["constants"]
-    then |= {"MODEL": str(model_of(seed)), "RUN_DIR": str(folder)}  # it has moved since
     now = json.loads(json.dumps(constants_of(case, seed, folder, common)))
-    return all(then.get(name, value) == value for name, value in now.items())
+    moved = {name: now[name] for name in ("MODEL", "REFERENCE", "RUN_DIR") if name in now}
+    return all((then | moved).get(n, v) == v or v == {} for n, v in now.items())  # {}: now zeros
 
 
 def made_by(folders):

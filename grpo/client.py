@@ -12,7 +12,7 @@ import requests
 from requests.adapters import HTTPAdapter
 
 from grpo.stop import Wait
-from grpo.wire import MAX_WAIT_SECONDS, facts_of, pack_ids, sha256_of, unpack_logps
+from grpo.wire import MAX_WAIT_SECONDS, check_facts, facts_of, pack_ids, sha256_of, unpack_logps
 
 PART_BYTES = 8 << 20  # of a policy, in one request
 # What a call raises while nobody serves, or if the server dies in the middle of its answer
@@ -89,13 +89,8 @@ class RefServer(Client):
                 raise ValueError("its /info is not a JSON object")
         except (requests.RequestException, ValueError, RuntimeError) as error:
             raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {error}") from error
-        mine = facts_of(tokenizer, temperature)
-        wrong = [f"{k} {info.get(k)} and not {v}" for k, v in mine.items() if info.get(k) != v]
-        if wrong:
-            raise SystemExit(
-                f"the reference {info.get('model')} at {self.url} does not fit the policy {model}:"
-                f" it has {', '.join(wrong)}; these must be the same on both sides"
-            )
+        where = f"{info.get('model')} at {self.url}"
+        check_facts(info, facts_of(tokenizer, temperature), where, model)
         self.info = info
 
     def score(self, groups):

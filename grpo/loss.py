@@ -91,7 +91,7 @@ def linear_logps(hidden, head, ids, *, temperature=1.0, vocab_size=None, entropy
 def policy_loss(
     logps, old_logps, ref_logps, advantages, weights, *,
     clip_low, clip_high, kl_beta, objective="clip", unbiased_kl=False,
-    sampler_logps=None, is_cap=0.0, ratio_cap=0.0, sequences=None,
+    sampler_logps=None, is_cap=0.0, is_mask=False, ratio_cap=0.0, sequences=None,
 ):  # fmt: skip
     """Returns (loss, stats): minus the sum over tokens of w * objective, a scalar.
 
@@ -111,8 +111,8 @@ def policy_loss(
 
     All tensors are float32 of one shape. `logps` are the policy's, and alone get a gradient.
     `old_logps` None means logps.detach(): r is 1, and its gradient is that of logp. `ref_logps` may
-    be None if kl_beta is 0. `stats` holds detached tensors of the same shape: ratio, kl, and (bool)
-    where the clip stopped the gradient, clip_low and clip_high. Options:
+    be None if kl_beta is 0. `stats` holds detached tensors of the same shape: ratio, kl (k3), k1
+    (-d), and (bool) where the clip stopped the gradient, clip_low and clip_high. Options:
 
     objective="cispo"  sg(clip(r)) A logp for the min, where sg stops the gradient: no token loses
                        its own (MiniMax-M1, 2506.13585, eq. 4 and 5; there r has no lower bound,
@@ -123,9 +123,12 @@ def policy_loss(
                        than the trainer: the objective, not the KL, times
                        min(exp(old_logp - sampler_logp), is_cap); 0: off
                        (Yao et al. 2025, fengyao.notion.site/off-policy-rl)
+    is_mask            IcePop (2510.18855): a token whose factor is above is_cap, or
+                       below 1 / is_cap, gets the factor 0, and no gradient but the KL's
     ratio_cap          the min's r is at most this, for old_logps of a sampler that may be far off:
                        r A is unbounded where A < 0 (INTELLECT-2, 2505.07291); beyond it a token
-                       with A < 0 has no gradient, and is not in clip_high; 0: off
+                       with A < 0 has no gradient, and is not in clip_high; 0: off. It also caps
+                       the r by which unbiased_kl weighs (logp - ref): a teacher's gradient is that
     sequences          the number of each token's sequence, int64: r is then the sequence's, exp of
                        the mean of its logp - old_logp (GSPO, 2507.18071, eq. 7); k3's r stays
 
@@ -139,6 +142,8 @@ def policy_loss(
     if sequences is not None:
         log_ratio = mean_of_sequence(log_ratio, sequences)
     ratio = bounded_exponent(log_ratio).exp()
+    if ratio_cap:  # a constant factor: beyond the cap the KL keeps its direction
+        token_ratio = token_ratio * (ratio_cap / token_ratio.detach()).clamp(max=1)
     low, high = 1 - clip_low, 1 + clip_high
     is_low, is_high = ratio < low, ratio > high
     if objective == "clip":
@@ -150,16 +155,19 @@ def policy_loss(
     else:
         raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
     if is_cap:
-        gain = gain * torch.exp(old_logps - sampler_logps).clamp(max=is_cap)
-    kl = torch.zeros_like(logps)
+        factor = torch.exp(old_logps - sampler_logps)
+        is_far = (factor > is_cap) | (factor < 1 / is_cap)
+        gain = gain * (factor.masked_fill(is_far, 0) if is_mask else factor.clamp(max=is_cap))
+    kl = k1 = torch.zeros_like(logps)
     if kl_beta:
         d = ref_logps.detach() - logps
+        k1 = -d
         if unbiased_kl:  # where d is this large, r is near 0, and 0 x inf would be NaN
             d = bounded_exponent(d)
         kl = torch.expm1(d) - d  # exp(d) - 1 - d would round to below 0
         gain = gain - kl_beta * (kl * token_ratio if unbiased_kl else kl)
-    stats = {"ratio": ratio.detach(), "kl": kl.detach(), "clip_low": is_low, "clip_high": is_high}
-    return -(weights * gain).sum(), stats
+    stats = {"ratio": ratio.detach(), "kl": kl.detach(), "k1": k1.detach()}
+    return -(weights * gain).sum(), stats | {"clip_low": is_low, "clip_high": is_high}
 
 
 def bounded_exponent(values):
@@ -192,7 +200,7 @@ def mean_of_sequence(values, sequences):
 def grpo_loss(
     hidden, head, ids, old_logps, ref_logps, advantages, weights, *,
     clip_low, clip_high, kl_beta, objective="clip", unbiased_kl=False,
-    sampler_logps=None, is_cap=0.0, ratio_cap=0.0, sequences=None,
+    sampler_logps=None, is_cap=0.0, is_mask=False, ratio_cap=0.0, sequences=None,
     temperature=1.0, vocab_size=None,
 ):  # fmt: skip
     """Returns (loss, stats): policy_loss of the log-probs that linear_logps finds for `ids`.
@@ -211,7 +219,7 @@ def grpo_loss(
     loss, stats = policy_loss(
         logps, old_logps, ref_logps, advantages, weights, clip_low=clip_low, clip_high=clip_high,
         kl_beta=kl_beta, objective=objective, unbiased_kl=unbiased_kl, sampler_logps=sampler_logps,
-        is_cap=is_cap, ratio_cap=ratio_cap, sequences=sequences,
+        is_cap=is_cap, is_mask=is_mask, ratio_cap=ratio_cap, sequences=sequences,
     )  # fmt: skip
     return loss, restore(stats | {"logps": logps.detach(), "entropy": entropy})
 

@@ -31,8 +31,9 @@ HUB_SECONDS = 10  # for an answer of the model hub
 GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # NVIDIA's driver, and that of WSL
 
 
-def load_tokenizer(name):
-    """Returns the model's tokenizer. Raises SystemExit if there is no such model."""
+def load_tokenizer(name, constant="MODEL"):
+    """Returns the model's tokenizer. Raises SystemExit, with the `constant` that names the model,
+    if there is no such model."""
     try:
         if fault := fault_of(name):
             raise OSError(fault)
@@ -41,7 +42,7 @@ def load_tokenizer(name):
             return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise SystemExit(
-            f"MODEL = {name!r} can't be loaded, neither as a folder nor from the hub: {error}"
+            f"{constant} = {name!r} can't be loaded, neither as a folder nor from the hub: {error}"
         ) from error
 
 
@@ -117,7 +118,8 @@ def load_model(name, dtype, vocab_size):
         model.set_attn_implementation("eager")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise SystemExit(
-            f"MODEL = {name!r} is a LoRA adapter: merge it first (python -m grpo.merge {name} OUT)"
+            f"the model {name!r} is a LoRA adapter: merge it first"
+            f" (python -m grpo.merge {name} OUT)"
         )
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:

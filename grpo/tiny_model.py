@@ -49,20 +49,20 @@ def make_tokenizer(task):
     return tokenizer
 
 
-def make_model(tokenizer, heads, context=256):
+def make_model(tokenizer, heads, context=256, **shape):
+    """Returns a random model; `shape` has what differs from the demo's, by Qwen2Config's names."""
+    demo = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+    demo |= {"initializer_range": 0.1}  # 0.02 made the arithmetic slower to learn
     config = Qwen2Config(
         vocab_size=416,  # the tokenizer's ids, padded as real models pad theirs
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=2,
         max_position_embeddings=context,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        initializer_range=0.1,  # 0.02 made the arithmetic slower to learn
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **demo | shape,
     )
     return Qwen2ForCausalLM(config).to(own_device())
 
@@ -79,18 +79,19 @@ def next_token_loss(model, examples):
     return model(input_ids=ids.to(model.device), labels=labels).loss
 
 
-def warm_start(folder, task, seed, steps, heads=4):
+def warm_start(folder, task, seed, steps, heads=4, **shape):
     """Trains the tiny model on a task's examples, and saves it; returns its context in tokens. The
     task may have a function sloppy(item, draw) -> an answer to learn; without it every second
     answer is right, on average, and others are another item's. And drill(draw) -> a text to learn
-    besides; `draw` is a random.Random. With 2 `heads` vLLM can run it on a CPU."""
+    besides; `draw` is a random.Random. With 2 `heads` vLLM can run it on a CPU;
+    `shape` is make_model's."""
     torch.set_num_threads(1)  # two are a fifth faster on free cores, and much slower on busy ones
     torch.manual_seed(seed)
     draw, tokenizer, items = random.Random(seed), make_tokenizer(task), list(task.load("train"))
     pairs = [(item, prompt_ids(tokenizer, task.messages(item))) for item in items]
     answers = tokenizer([right_answer(task, item) for item in items])["input_ids"]
     longest = max(map(len, answers)) + max(len(prompt) for _, prompt in pairs)
-    model = make_model(tokenizer, heads, context=max(256, 2 * longest))
+    model = make_model(tokenizer, heads, context=max(256, 2 * longest), **shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
     end, started = [tokenizer.eos_token_id], time.perf_counter()
     right_or_wrong = lambda item, draw: right_answer(task, draw.choice([item, draw.choice(items)]))

@@ -268,3 +268,14 @@ def facts_of(tokenizer, temperature):
     facts = {"protocol": PROTOCOL, "temperature": temperature}
     facts |= {"vocab_size": vocab_size_of(tokenizer)}
     return facts | {"tokenizer": hashlib.sha256(vocab).hexdigest()[:16]}
+
+
+def check_facts(facts, mine, reference, policy):
+    """Raises SystemExit if a reference's facts_of are not the policy's, `mine`: its log-probs would
+    not fit. `reference` and `policy` name the two."""
+    wrong = [f"{k} {facts.get(k)} and not {v}" for k, v in mine.items() if facts.get(k) != v]
+    if wrong:
+        raise SystemExit(
+            f"the reference {reference} does not fit the policy {policy}: it has"
+            f" {', '.join(wrong)}; these must be the same on both sides"
+        )

@@ -48,6 +48,7 @@ CONSTANTS = {  # of a small run; a task's REWARD_WEIGHTS and OUTCOME as resolve(
     "REWARD_WEIGHTS": NAMES,
     "OUTCOME": "correctness",
     "SKIP_FLAT_GROUPS": "outcome",
+    "OVERLONG_TOKENS": 0,
     "SEED": 0,
     "STOP_TOKENS": [],
     "STOP_STRINGS": [],

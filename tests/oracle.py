@@ -14,6 +14,7 @@ VARIANTS = {
     "unbiased_kl": CLIPS | {"kl_beta": 0.3, "unbiased_kl": True},
     "cispo": CLIPS | {"objective": "cispo", "kl_beta": 0.3},
     "capped": CLIPS | {"is_cap": 1.1, "kl_beta": 0.3},
+    "masked": CLIPS | {"is_cap": 1.3, "is_mask": True, "kl_beta": 0.3},
     "bounded": CLIPS | {"ratio_cap": 1.3, "kl_beta": 0.3},
     "capped_cispo": CLIPS | {"is_cap": 1.1, "objective": "cispo", "temperature": 0.7},
     "warm": CLIPS | {"temperature": 1.6, "kl_beta": 0.3},
@@ -69,7 +70,7 @@ def with_garbage(batch):
 def oracle(
     hidden, head, ids, old_logps, ref_logps, advantages, weights, sampler_logps, sequences, *,
     clip_low, clip_high, kl_beta, temperature=1.0, vocab_size=None, objective="clip",
-    unbiased_kl=False, is_cap=0.0, ratio_cap=math.inf,
+    unbiased_kl=False, is_cap=0.0, is_mask=False, ratio_cap=math.inf,
 ):  # fmt: skip
     """-> loss, dH, dW and the sum of the loss's |terms|: autograd in float64, papers' formulas."""
     hidden, head = (t.detach().double().requires_grad_() for t in (hidden, head))
@@ -88,10 +89,13 @@ def oracle(
         r = r.clamp(max=ratio_cap)
         gain = a * torch.where(a > 0, r.clamp(max=1 + clip_high), r.clamp(min=1 - clip_low))
     if is_cap:
-        gain = gain * (old - sampler_logps).exp().clamp(max=is_cap)
+        log = old - sampler_logps
+        inside = log.abs() <= math.log(is_cap)
+        gain = gain * (log.exp() * inside if is_mask else log.exp().clamp(max=is_cap))
     if kl_beta:
         d = ref_logps.double() - logp
-        gain = gain - kl_beta * (d.exp() - 1 - d) * (of_token if unbiased_kl else 1)
+        cut = (ratio_cap / of_token.detach()).clamp(max=1)  # what the cap takes of the ratio
+        gain = gain - kl_beta * (d.exp() - 1 - d) * (of_token * cut if unbiased_kl else 1)
     terms = (weights * gain)[weights > 0]
     grads = torch.autograd.grad(-terms.sum(), (hidden, head))
     return -terms.detach().sum(), *grads, terms.detach().abs().sum()

@@ -1,30 +1,28 @@
-"""docs/reading_curves.md: its cases are the script's, its numbers those of the runs; defects that a
-case injects change what they say."""
+"""docs/reading_curves.md: its cases are the script's, its numbers those of the runs."""
 
 import ast
 import re
-from types import SimpleNamespace
 
 import pytest
-import torch
 from documents import TEXT, code_words, documented_metrics, pictured
 
-import grpo_ref_split as trainer
-from experiments import curves, defects, hackable
+from experiments import curves, hackable
 
 PAGE = TEXT["docs/reading_curves.md"]
 SECTIONS = pictured("docs/reading_curves.md", "curves")
-TABLES = dict(re.findall(r"## (\w+)\n(.*?)(?=\n## |\Z)", curves.TABLES.read_text(), re.DOTALL))
+LEFT = {"no_eos": {"MASK_TRUNCATED": False}, "temperature": {"IS_CAP": 0}}  # in the history
+TEXTS = curves.TABLES.read_text() + curves.TABLES.with_name("curves_defects.md").read_text()
+TABLES = dict(re.findall(r"## (\w+)\n(.*?)(?=\n## |\n# |\Z)", TEXTS, re.DOTALL))
 NUMBER = r"(?<![\w.])[-−]?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?!\w|\.\d)"
-cases = pytest.mark.parametrize("name", curves.CASES)
+cases = pytest.mark.parametrize("name", [*curves.CASES, *LEFT])
 
 
 # --- The page -------------------------------------------------------------------------
 def test_the_page_has_each_case_with_its_command_and_picture():
-    assert SECTIONS.keys() == TABLES.keys() == curves.CASES.keys()
+    assert SECTIONS.keys() == TABLES.keys() == curves.CASES.keys() | LEFT.keys()
     for name, text in SECTIONS.items():
-        assert f"`python experiments/curves.py {name}`" in text
-    pictures = [curves.PICTURES / f"{name}.png" for name in curves.CASES]
+        assert f"`python experiments/curves.py {name}`{' at 0726406' * (name in LEFT)}" in text
+    pictures = [curves.PICTURES / f"{name}.png" for name in SECTIONS]
     assert sum(picture.stat().st_size for picture in pictures) < 700_000
 
 
@@ -39,7 +37,7 @@ def test_a_number_of_the_page_is_that_of_its_metric_and_run(name):
     """A number is one of the metric that its sentence named last; after "healthy: " the healthy
     run's. Quotations and code have other numbers."""
     words = re.sub(r'"[^"`]{20,}"', "", " ".join(SECTIONS[name].split()))
-    words = words.replace(f"samples at {defects.COOLER}", "")
+    words = words.replace("samples at 0.7", "")
     kept, metric = [*curves.PANELS, "eval_positive_format"], None
     words = re.sub(r"`([^`]*)`", lambda code: code[0] if code[1] in kept else "", words)
     metrics = "|".join(map(re.escape, kept))
@@ -55,7 +53,7 @@ def test_a_number_of_the_page_is_that_of_its_metric_and_run(name):
 
 @cases
 def test_a_section_begins_with_what_its_case_changes(name):
-    constants = dict(curves.CASES[name].constants)
+    constants = LEFT[name] if name in LEFT else dict(curves.CASES[name].constants)
     if "TASK" in constants:
         constants["TASK"] = constants["TASK"].replace(f"{curves.ROOT}/", "")
     first = SECTIONS[name].strip().split("\n\n")[0]
@@ -82,30 +80,3 @@ def test_the_hackable_reward_pays_a_wrong_answer_more_than_a_right_one():
     right, wrong = (hackable.rewards(item, text) for text in (hackable.gold(item), "12 13 " * 4))
     assert right["correctness"] > 0 > wrong["correctness"]
     assert wrong["mentions"] > right["mentions"]
-
-
-# --- The defects ----------------------------------------------------------------------
-def test_no_eos_takes_the_weight_of_eos_alone(monkeypatch):
-    seen, loss = [], trainer.grpo_loss_triton
-    monkeypatch.setattr(loss, "grpo_loss", lambda *given, **names: seen.append(given[6]))
-    tokenizer = SimpleNamespace(eos_token_id=2)
-    monkeypatch.setattr("grpo.models.load_tokenizer", lambda name: tokenizer)
-    defects.no_eos(trainer)
-    ids = torch.tensor([5, 2, 2, 7])
-    loss.grpo_loss(None, None, ids, None, None, None, torch.ones(4))
-    assert seen[0].round().tolist() == [1, 0, 0, 1] and seen[0].all()
-
-
-def test_the_sampler_alone_is_cooler_and_a_refusal_is_written_down(monkeypatch, tmp_path):
-    from grpo.sampling.policy import Policy
-
-    def refuse():
-        raise RuntimeError("no")
-
-    fake, seen = SimpleNamespace(RUN_DIR=str(tmp_path), check_sampler=refuse), []
-    monkeypatch.setattr(Policy, "stream", lambda self, take, **names: seen.append(names))
-    defects.cooler_sampler(fake)
-    Policy.stream(None, None, temperature=1.0, seed=0)
-    assert seen == [{"temperature": defects.COOLER, "seed": 0}]
-    fake.check_sampler()
-    assert (tmp_path / defects.REFUSAL).read_text() == "no"

@@ -3,6 +3,7 @@ what the script draws and compares."""
 
 import contextlib
 import json
+import random
 import re
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from documents import pictured
 
 import grpo_ref_split as trainer
-from experiments import curves, questions, runs
+from experiments import curves, questions, runs, students
 from grpo.sampling.task import load_task
 from grpo.training.checks import check_constants
 
@@ -66,8 +67,8 @@ def test_a_case_can_run_with_its_constants(case):
     constants = runs.constants_of(case, 0, "runs/x", questions.COMMON)
     assert constants.keys() <= trainer.known
     check_constants(vars(trainer) | constants)
-    weights = constants.get("REWARD_WEIGHTS") or load_task(constants["TASK"]).REWARD_WEIGHTS
-    assert any(weights.values())
+    weights = constants.get("REWARD_WEIGHTS", load_task(constants["TASK"]).REWARD_WEIGHTS)
+    assert any(weights.values()) or case.teacher and weights == {}
 
 
 def test_cases_of_a_question_differ_and_all_cases_are_asked_for():
@@ -115,6 +116,28 @@ def test_a_question_is_drawn_and_has_its_table(tmp_path, monkeypatch):
     assert (tmp_path / "kl_beta.png").stat().st_size > 5000
 
 
+# --- Students and teachers ------------------------------------------------------------
+def test_what_students_and_teachers_are_shown():
+    draw, item = random.Random(0), {"a": 3, "b": 20, "operator": "-", "answer": "17"}
+    tasks = {name: task for name, (task, *_) in students.MODELS.items()}
+    for name in ("teacher", "larger"):
+        assert tasks[name].sloppy(item, draw) == "<think>20-3=17</think><answer>17</answer>"
+    assert tasks["adder"].sloppy(item, draw) == "3+20=23 so 23"
+    assert all(tasks["adder"].make_item(draw)["operator"] == "+" for _ in range(50))
+    shown = [tasks["rare"].sloppy(item, draw) for _ in range(5000)]
+    assert 50 < sum("20-3=17" in text for text in shown) < 150  # 2 in a hundred, half of them clean
+    assert 20 < sum(text.startswith("<think>") for text in shown) < 80
+
+
+def test_a_case_trains_its_student_and_asks_its_teacher():
+    case = questions.CASES["rare_larger"]
+    constants = runs.constants_of(case, 3, "runs/x", questions.COMMON)
+    assert constants["MODEL"].endswith("models/rare-3")
+    assert constants["REFERENCE"].endswith("models/larger-3")
+    assert "REFERENCE" not in runs.constants_of(questions.CASES["rare"], 3, "x", questions.COMMON)
+    assert "the student rare, the reference is larger" in case.settings()
+
+
 # --- The runs -------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("step", "ends", "is_kept"),
@@ -129,7 +152,7 @@ def test_a_whole_or_idle_run_is_kept(tmp_path, monkeypatch, step, ends, is_kept)
             raise SystemExit(ends)
 
     monkeypatch.setattr(trainer, "main", main)
-    monkeypatch.setattr(runs, "warm_start", lambda seed: None)
+    monkeypatch.setattr(runs, "warm_start", lambda name, seed: None)
     with contextlib.nullcontext() if is_kept else pytest.raises(SystemExit):
         runs.train(runs.Case({}), 0, tmp_path / "0", {})
     assert (tmp_path / "0").exists() == is_kept
@@ -152,7 +175,7 @@ def test_after_a_run_that_fails_no_other_begins(monkeypatch, tmp_path):
 
 
 def test_a_run_of_other_constants_is_trained_anew(tmp_path):
-    case, folder = questions.CASES["format4"], tmp_path / "0"
+    case, folder = questions.CASES["mu4"], tmp_path / "0"
     assert not runs.is_trained(case, 0, folder, questions.COMMON)
     folder.mkdir()
     own = runs.constants_of(case, 0, tmp_path / "elsewhere", questions.COMMON)

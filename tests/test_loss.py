@@ -216,6 +216,17 @@ BY_HAND = {  # -> the settings, loss and gradient
         -0.1 * (2 * 2 + 3 * 2.6 + 1) + 0.2 * (1 + 0.5 * 1.5 + 2 * 0.8),
         [-0.4, 0, -0.1, 0.2, 0.15, 0],
     ),
+    # IcePop's mask: the second token, of weight 4, is left out, and those of 2 and 1 / 2 stay
+    "is_mask": (
+        {"is_cap": 2.1, "is_mask": True, "sampler_logps": SAMPLER_LOGPS},
+        -0.1 * (2 * 2 + 1) + 0.2 * (1 + 0.5 * 1.5 + 2 * 0.8),
+        [-0.4, 0, -0.1, 0.2, 0.15, 0],
+    ),
+    "narrow is_mask": (  # without the four tokens of 2, 4, 1 / 2 and 2
+        {"is_cap": 1.5, "is_mask": True, "sampler_logps": SAMPLER_LOGPS},
+        -0.1 * 1 + 0.2 * 1,
+        [0, 0, -0.1, 0.2, 0, 0],
+    ),
     # INTELLECT-2's two-sided clip, else a token of A < 0 that the sampler thought impossible weighs
     # without bound: it stops the fifth token, at 1.4 and not 1.5
     "ratio_cap": (
@@ -231,11 +242,12 @@ BY_HAND = {  # -> the settings, loss and gradient
     ),
     "ratio_cap beyond all ratios": ({"ratio_cap": 2.0}, 0.1, [-0.2, 0, -0.1, 0.2, 0.3, 0]),
     "no ratio_cap": ({"ratio_cap": 0.0}, 0.1, [-0.2, 0, -0.1, 0.2, 0.3, 0]),
-    # The KL is not bounded: its r is the token's own
+    # The KL's r is bounded, too, as a constant: of the first token at 0.9, and not 1; the slope of
+    # r k3 stays in the direction of logp - ref, - 0.9 log 2
     "ratio_cap and unbiased_kl": (
         {"ratio_cap": 0.9, "unbiased_kl": True, "kl_beta": 0.5},
-        -0.1 * 2 * (0.9 + 0.9 + 0.5) + 0.2 * (0.9 + 0.9 + 0.8) + 0.5 * (1 - LOG2) * (0.1 + 0.1),
-        [-0.05 * LOG2, 0, -0.1, 0, 0, -0.05 * LOG2],
+        -0.1 * 2 * (0.9 + 0.9 + 0.5) + 0.2 * (0.9 + 0.9 + 0.8) + 0.5 * (1 - LOG2) * (0.09 + 0.1),
+        [-0.045 * LOG2, 0, -0.1, 0, 0, -0.05 * LOG2],
     ),
     # GSPO: the ratio of a sequence is the geometric mean of its tokens', here in the range for
     # both; its gradient is s A / 3 for each token, and the weights add up: s A w for each.
@@ -312,12 +324,14 @@ def test_the_unbiased_kl_of_ratios_beyond_float32(objective, advantage):
     # The reference is the policy: k3 = 0 and d = 0, so r k3 and its slope - r d are 0.
     loss, gradient, _ = of_far_ratios([100.0, 0.0], ref_logps=-torch.ones(2), **kl)
     assert loss == pytest.approx(base) and gradient == pytest.approx(slopes)
-    # d = 1: the slope of r k3 is - r d. The far token's is huge, as the KL knows no cap.
-    loss, gradient, _ = of_far_ratios([100.0, 0.0], ref_logps=torch.zeros(2), **kl)
-    bound = math.exp(MAX_LOG_RATIO)
-    assert loss == pytest.approx(0.1 * 0.5 * bound * (math.e - 2), rel=1e-5)
-    assert gradient[0] == pytest.approx(-0.1 * 0.5 * bound)
-    assert gradient[1] == pytest.approx(slopes[1] - 0.1 * 0.5)
+    # d = 1: the slope of r k3 is - r d, where r is 2 at most; without the cap it is huge
+    for cap, bound in ((2.0, 2.0), (0.0, math.exp(MAX_LOG_RATIO))):
+        capped = {"ref_logps": torch.zeros(2), **kl, "ratio_cap": cap}
+        base, slopes, _ = of_far_ratios([100.0, 0.0], **settings | {"ratio_cap": cap})
+        loss, gradient, _ = of_far_ratios([100.0, 0.0], **capped)
+        expected = base + 0.1 * 0.5 * (bound + 1) * (math.e - 2)
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert gradient == pytest.approx([slopes[0] - 0.05 * bound, slopes[1] - 0.05])
 
 
 def test_the_unbiased_kl_of_a_token_that_became_impossible():

@@ -12,10 +12,10 @@ NEEDS_TRITON = pytest.mark.skipif(triton is None, reason="no Triton here")
 # The interpreter computes masked lanes with numpy, which warns of what it finds there.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
-NAMES = ("CISPO", "UNBIASED_KL", "ON_POLICY", "KL_BETA", "IS_CAP", "RATIO_CAP")
-OFF = dict(zip(NAMES, (False, False, True, 0.0, 0.0, 0.0), strict=True))
-ON = dict(zip(NAMES, (True, True, False, 0.04, 2.0, 2.0), strict=True))
-USUAL = ON | {"CISPO": False, "UNBIASED_KL": False}
+NAMES = ("CISPO", "UNBIASED_KL", "ON_POLICY", "KL_BETA", "IS_CAP", "IS_MASK", "RATIO_CAP")
+OFF = dict(zip(NAMES, (False, False, True, 0.0, 0.0, False, 0.0), strict=True))
+ON = dict(zip(NAMES, (True, True, False, 0.04, 2.0, True, 2.0), strict=True))
+USUAL = ON | {"CISPO": False, "UNBIASED_KL": False, "IS_MASK": False}
 FORWARD, BACKWARD, BOTH = ({"FORWARD": f, "BACKWARD": b} for f, b in ((1, 0), (0, 1), (1, 1)))
 MODES = [FORWARD | OFF, BACKWARD | OFF, BOTH | OFF, BOTH | ON, BOTH | USUAL]
 

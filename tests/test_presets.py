@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import memory
 
+TEACHERS = memory.TEACHERS
 LAYOUTS = memory.PRESETS  # GB of a trainer's GPU, how many, GB of the server's, or None
 presets = pytest.mark.parametrize("name", LAYOUTS)
 
@@ -60,8 +61,9 @@ def test_every_preset_is_tested_and_in_the_docs():
 
 @presets
 def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
-    for _, _, _, argument in commands_of(name):
-        assert argument == f"presets/{name}.py"
+    for _, _, script, argument in commands_of(name):
+        teacher = f" MODEL=Qwen/{TEACHERS[name]}" if name in TEACHERS else ""
+        assert argument == f"presets/{name}.py" + teacher * (script == "ref_server.py")
     trained = constants_of("grpo_ref_split.py", trainer, name, monkeypatch)
     check_constants(trained)
     assert trained["RUN_DIR"] == f"runs/{name}"
@@ -71,8 +73,9 @@ def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
         return
     served = constants_of("ref_server.py", ref_server, name, monkeypatch)
     ref_server.check_constants(served)
-    for shared in ("MODEL", "TEMPERATURE", "DTYPE"):
+    for shared in ("TEMPERATURE", "DTYPE"):
         assert trained[shared] == served[shared]
+    assert (trained["MODEL"] != served["MODEL"]) == (name in TEACHERS)
     assert trained["REF_SERVER"].endswith(f":{served['PORT']}")
 
 

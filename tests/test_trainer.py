@@ -16,7 +16,7 @@ from grpo.proof import TILT, check_reference, check_sampler
 from grpo.sampling.rollout import make_group
 from grpo.training import checkpoint, report
 from grpo.training.checkpoint import Progress
-from grpo.training.metrics import TokenStats
+from grpo.training.metrics import TokenStats, with_kl
 
 MIXED = [[1.0, -1.0], [-1.0, -1.0]]
 
@@ -71,6 +71,15 @@ def test_whose_log_probs_are_the_old_ones():
             assert sum(row.fresh for row in rows) == (2 if other is old else 4)
 
 
+def test_a_completion_near_the_limit_has_a_lower_advantage(monkeypatch):
+    group = a_group([(1.0, -1.0), (1.0, -1.0)])  # of 3 tokens and 1
+    assert trainer.advantages_of(group, NAMES).tolist() == [0, 0]
+    monkeypatch.setattr(trainer, "MAX_COMPLETION_TOKENS", 4)
+    monkeypatch.setattr(trainer, "OVERLONG_TOKENS", 2)  # the first costs 1/2
+    monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
+    assert trainer.advantages_of(group, NAMES).tolist() == [-0.25, 0.25]
+
+
 # --- The checks --------------------------------------------------------------------
 GOOD = {"loss": 0.0, "sampler_k3": 1e-13, "sampler_tilt": 1e-6}
 SAME = {"model": "ours", "dtype": "float32"}
@@ -101,6 +110,14 @@ def test_a_run_stops_if_its_sampler_has_other_log_probs(metrics, dtype, error):
 def test_a_run_stops_if_its_reference_begins_with_other_weights(metrics, reference, error):
     with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
         check_reference(metrics, "float32", reference, model="ours")
+
+
+@pytest.mark.parametrize("model, kept", [
+    (None, []), ("ours", ["kl"]), ("larger", ["kl", "teacher_kl"])
+])  # fmt: skip
+def test_the_kl_of_a_teacher_alone_has_a_second_name(model, kept):
+    metrics = {"loss": 0.0, "kl": 0.1, "teacher_kl": 0.2}
+    assert list(with_kl(metrics, {"model": model}, "ours")) == ["loss", *kept]
 
 
 def test_bad_steps_are_kept_and_end_the_run_when_they_follow_each_other(

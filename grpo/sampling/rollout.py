@@ -103,7 +103,8 @@ def seed_of(*parts):
 # Sums over sampled groups, by name; beside them, of each reward, "reward_NAME", its sum,
 # "square_NAME", that of its squares, and "applicable_NAME", over how many completions
 TALLY = ("groups", "flat", "flat_outcome", "flat_reward", "completions", "tokens", "truncated")
-TALLY += ("right", "ended_tokens", "group_std")  # OUTCOME > 0; not truncated; std of total rewards
+# OUTCOME > 0; not truncated; of the total rewards that apply: sum, and std of a group
+TALLY += ("right", "ended_tokens", "total", "group_std")
 
 
 def is_flat(values):
@@ -114,6 +115,18 @@ def is_flat(values):
     (True, False)
     """
     return max(values, default=0) - min(values, default=0) < 1e-6
+
+
+def totals_of(rewards, lengths, weights, *, limit, overlong):
+    """Returns the total rewards (floats) of completions of these lengths: task.total, less what the
+    last `overlong` tokens below the limit cost, from 0 to 1 at the limit itself (DAPO 2503.14476,
+    eq. 13; TRL's get_soft_overlong_punishment). 0 `overlong` costs nothing.
+
+    >>> totals_of([{"right": 1.0}] * 3, [8, 10, 12], {"right": 2.0}, limit=12, overlong=4)
+    [2.0, 1.5, 1.0]
+    """
+    beyond = [max(0, n - limit + overlong) / max(1, overlong) for n in lengths]
+    return [total(r, weights) - cost for r, cost in zip(rewards, beyond, strict=True)]
 
 
 def tally(recipe, sampled):
@@ -141,9 +154,11 @@ def rewards_of(group):
 
 
 def counts_of(recipe, lengths, truncated, rewards):
-    applicable = {name: applying(r[name] for r in rewards) for name in recipe.c.REWARD_WEIGHTS}
-    outcomes = applicable[recipe.c.OUTCOME]
-    totals = applying(total(r, recipe.c.REWARD_WEIGHTS) for r in rewards)
+    c = recipe.c
+    applicable = {name: applying(r[name] for r in rewards) for name in c.REWARD_WEIGHTS}
+    outcomes = applicable[c.OUTCOME]
+    sizes = {"limit": c.MAX_COMPLETION_TOKENS, "overlong": c.OVERLONG_TOKENS}
+    totals = applying(totals_of(rewards, lengths, c.REWARD_WEIGHTS, **sizes))
     # Where the outcome applies to fewer than two, what there is to compare are the totals
     by_reward = int(is_flat(totals))
     by_outcome = int(is_flat(outcomes)) if outcomes[1:] else by_reward
@@ -152,7 +167,7 @@ def counts_of(recipe, lengths, truncated, rewards):
     sums |= {f"applicable_{name}": len(values) for name, values in applicable.items()}
     return sums | {
         "groups": 1,
-        "flat": by_reward if recipe.c.SKIP_FLAT_GROUPS == "reward" else by_outcome,
+        "flat": by_reward if c.SKIP_FLAT_GROUPS == "reward" else by_outcome,
         "flat_outcome": by_outcome,
         "flat_reward": by_reward,
         "completions": len(rewards),
@@ -160,6 +175,7 @@ def counts_of(recipe, lengths, truncated, rewards):
         "truncated": sum(truncated),
         "right": sum(value > 0 for value in outcomes),
         "ended_tokens": sum(n for n, cut in zip(lengths, truncated, strict=True) if not cut),
+        "total": sum(totals),
         "group_std": torch.tensor(totals, dtype=torch.float64).std().item() if totals[1:] else 0.0,
     }
 

@@ -24,7 +24,7 @@ from grpo.sampling.rewards import TooSlow, import_file, start_processes, timely
 
 # What a worker must have as the trainer has it, beside task, prompts and REWARD_WEIGHTS
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME SKIP_FLAT_GROUPS"
-SHARED += " STOP_TOKENS STOP_STRINGS"
+SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS"
 FUNCTIONS = {"load": ["split"], "messages": ["item"], "gold": ["item"]}  # that a task may have
 FUNCTIONS |= {"rewards": ["item", "completion"], "group_rewards": ["item", "completions"]}
 
@@ -145,6 +145,8 @@ class Recipe:
         if weights is None:
             (empty,) = given_rewards(self, self.prompts[0][1], [""])
             weights = dict.fromkeys(empty, 1.0)
+        if c.REWARD_WEIGHTS == {}:  # nothing is paid, but all is logged, and OUTCOME evaluated
+            weights = dict.fromkeys(weights, 0.0)
         if not (weights and isinstance(weights, dict) and all(map(real, weights.values()))):
             raise TaskError(c.TASK, "REWARD_WEIGHTS", f"is {weights!r}", "be numbers by name")
         set_to = getattr(task, "OUTCOME", None) if c.OUTCOME is None else c.OUTCOME

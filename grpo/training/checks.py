@@ -18,10 +18,10 @@ KINDS = [  # (kind, constants)
         EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
         REWARD_TIMEOUT_SECONDS MAX_BAD_STEPS IDLE_LIMIT TENSOR_PARALLEL"""),
     (COUNT, """LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED EVAL_STEPS PUBLISH_STEPS
-        MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS REWARD_PROCESSES"""),
+        MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS REWARD_PROCESSES OVERLONG_TOKENS"""),
     (NUMBER, """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
         MAX_GRAD_NORM STOP_ACCURACY VLLM_CACHE_GB"""),
-    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
+    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL IS_MASK TRAINER_SAMPLES
         FUSED_LOSS SHARE_PROMPTS OFFLOAD_OPTIMIZER RESUME KEEP_BEST REFERENCE_ON_CPU
         VLLM_SLEEP"""),
     (TEXT, "MODEL TASK RUN_DIR EVAL_SPLIT"),
@@ -36,7 +36,7 @@ KINDS = [  # (kind, constants)
     (one_of("linear", "cosine"), "LR_SCHEDULE"),
     (one_of("outcome", "reward", False, True), "SKIP_FLAT_GROUPS"),
     (list_of("numbers from 0 on", NUMBER[1]), "ADAM_BETAS"),
-    (or_(None, TEXT), "OUTCOME"),
+    (or_(None, TEXT), "OUTCOME REFERENCE"),
     (or_(None, dict_of("numbers", constants.real)), "REWARD_WEIGHTS"),
     (dict_of("options", lambda option: True), "CHAT_TEMPLATE"),
     (list_of('"tensorboard", "wandb" and functions',
@@ -45,7 +45,8 @@ KINDS = [  # (kind, constants)
     (address("http://host:port", r"http://[^\s/?#@]+:[1-9]\d{0,4}/?"), "TRAINER"),
 ]  # fmt: skip
 RELATIONS = [  # (constant, what it must be, whether it is), of constants of the right kinds
-    ("GROUP_SIZE", "2 or more: completions of a group are compared", lambda c: c.GROUP_SIZE >= 2),
+    ("GROUP_SIZE", "2 or more: rewards of a group are compared (1: with REWARD_WEIGHTS = {})",
+     lambda c: c.GROUP_SIZE >= 2 or c.REWARD_WEIGHTS == {}),
     ("SAMPLER", "'torch' without vLLM: pip install -e .[vllm]",
      lambda c: c.SAMPLER == "torch" or importlib.util.find_spec("vllm")),
     ("VLLM_CACHE_GB", "above 0", lambda c: c.VLLM_CACHE_GB > 0),
@@ -55,15 +56,26 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
     ("CLIP_LOW", "above 0, and 1 at most", lambda c: 0 < c.CLIP_LOW <= 1),
     ("CLIP_HIGH", "above 0", lambda c: c.CLIP_HIGH > 0),
     ("IS_CAP", "0, which turns it off, or 1 or more", lambda c: c.IS_CAP == 0 or c.IS_CAP >= 1),
+    ("OVERLONG_TOKENS", "MAX_COMPLETION_TOKENS at most: they are the last of these",
+     lambda c: c.OVERLONG_TOKENS <= c.MAX_COMPLETION_TOKENS),
+    ("IS_MASK", "False without its bound: IS_CAP is 0", lambda c: c.IS_CAP > 0 or not c.IS_MASK),
     ("MAX_GRAD_NORM", "above 0; a large one does not clip", lambda c: c.MAX_GRAD_NORM > 0),
     ("ADAM_BETAS", "two numbers below 1", lambda c: [b < 1 for b in c.ADAM_BETAS] == [True, True]),
-    ("REWARD_WEIGHTS", "None, or not empty", lambda c: c.REWARD_WEIGHTS != {}),
+    ("SKIP_FLAT_GROUPS", "False where nothing is rewarded, REWARD_WEIGHTS = {}: the KL trains all",
+     lambda c: c.REWARD_WEIGHTS != {} or not c.SKIP_FLAT_GROUPS),
+    ("KL_BETA", "above 0 where nothing is rewarded, REWARD_WEIGHTS = {}: nothing else is trained",
+     lambda c: c.REWARD_WEIGHTS != {} or c.KL_BETA > 0),
     ("OUTCOME", "one of the names in REWARD_WEIGHTS",
-     lambda c: None in (c.OUTCOME, c.REWARD_WEIGHTS) or c.OUTCOME in c.REWARD_WEIGHTS),
+     lambda c: not c.REWARD_WEIGHTS or c.OUTCOME in (None, *c.REWARD_WEIGHTS)),
     ("MAX_STALENESS", "PUBLISH_STEPS and UPDATES_PER_ROLLOUT or more: workers' groups are as old",
      lambda c: c.MAX_STALENESS >= max(c.PUBLISH_STEPS, c.UPDATES_PER_ROLLOUT)),
     ("TRAINER_SAMPLES", "True without workers: PUBLISH_STEPS is 0",
      lambda c: c.TRAINER_SAMPLES or c.PUBLISH_STEPS > 0),
+    ("REFERENCE", "None with a server: the reference is MODEL of ref_server.py, or REF_SERVER None",
+     lambda c: c.REF_SERVER is None or c.REFERENCE is None),
+    ("REFERENCE", "None without a KL: KL_BETA is 0", lambda c: c.KL_BETA > 0 or not c.REFERENCE),
+    ("REFERENCE", "None with REFERENCE_REFRESH_STEPS, by which the policy replaces the reference",
+     lambda c: not c.REFERENCE_REFRESH_STEPS or c.REFERENCE is None),
     ("REFERENCE_REFRESH_STEPS", "0 without a reference: KL_BETA is 0",
      lambda c: c.KL_BETA > 0 or not c.REFERENCE_REFRESH_STEPS),
     ("REFERENCE_REFRESH_STEPS",

@@ -29,9 +29,10 @@ USUAL |= {"MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
 TOKENS = {False: (16_384, 8_192), True: (16_384, 8_192, 4_096, 2_048, 1_024)}
 
 
-def fit_sizes(c, policy):
+def fit_sizes(c, policy, visiting=0):
     """Collective: sets what is "auto" in `c`, the trainer's module, the same on all ranks, since
-    all plan the same micro-batches. Raises SystemExit if nothing fits.
+    all plan the same micro-batches. Raises SystemExit if nothing fits. `visiting` are the bytes of
+    a reference that comes to the GPU to score (REFERENCE_ON_CPU).
 
     A checkpoint keeps the numbers, and a run that resumes says which have changed.
     """
@@ -43,6 +44,7 @@ def fit_sizes(c, policy):
         set_for_run(vars(c), {name: usual[name] for name in auto})
         return
     texts, (states, gradients) = [], held_by_deepspeed(c, policy.model)
+    gradients = max(gradients, visiting)  # the two take turns
     for name, group_size in (("SAMPLE_BATCH", c.GROUP_SIZE), ("EVAL_BATCH", 1)):
         if name in auto:
             of_ranks = {"held": states, "worst": worst_of_ranks}
@@ -118,13 +120,11 @@ def held_by_deepspeed(c, model):
 
     Read in the code of DeepSpeed 0.19.8: master weights and Adam's two moments in float32, or with
     offload a buffer for a weight; a step's gradients in float32, two buckets, and the largest
-    gradient in float64 for its norm. A reference that comes from the CPU to score takes turns with
-    the gradients.
+    gradient in float64 for its norm.
     """
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     trained, largest = sum(w.numel() for w in weights), max(w.numel() for w in weights)
     share, bytes_each = trained // dist.get_world_size(), weights[0].element_size()
     states = bytes_each * largest if c.OFFLOAD_OPTIMIZER else 3 * 4 * share
     gradients = 4 * share + 2 * bytes_each * min(BUCKET, trained) + 8 * min(largest, share)
-    comes = c.REFERENCE_ON_CPU and c.KL_BETA and not (c.REF_SERVER or c.LORA_RANK)
-    return states, max(gradients, comes * sum(w.nbytes for w in model.parameters()))
+    return states, gradients

@@ -18,13 +18,16 @@ from grpo.proof import EVIDENCE, MISMATCH, check_reference
 from grpo.sampling.rollout import sampled_and_rewarded, tally, tally_of
 from grpo.stop import stop
 from grpo.training.ranks import add_up, all_or_none
+from grpo.training.reference import is_teacher
 
 PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
-LOSS = ("ratio", "kl", "clip_low", "clip_high", "entropy")  # of what grpo_loss returns, per token
+# Of what grpo_loss returns, per token
+LOSS = ("ratio", "kl", "k1", "clip_low", "clip_high", "entropy")
 SAMPLER = ("mismatch", "sampler_ratio")  # trainer against sampler
 FRESH = ("fresh", "sampler_k3", "tilt", "surprise")  # the same, of tokens that this policy sampled
 MAX_GAP = "sampling/sampling_logp_difference/max"
-NAMES = {  # TRL's
+NAMES = {  # TRL's, and Tinker's
+    "k1": "teacher_kl",
     "clip_low": "clip_ratio/low_mean",
     "clip_high": "clip_ratio/high_mean",
     "mismatch": MISMATCH,
@@ -96,6 +99,14 @@ class TokenStats:
         return {"loss": loss} | means | largest
 
 
+def with_kl(metrics, reference, model):
+    """Returns the metrics of an update without those of a KL that it did not have: `kl` is to the
+    reference, by its info; `teacher_kl` there only if that is another model than the policy's."""
+    unknown = {"kl"} if reference["model"] is None else set()
+    unknown |= set() if is_teacher(reference, model) else {"teacher_kl"}
+    return {name: value for name, value in metrics.items() if name not in unknown}
+
+
 def check_update(run, metrics, sequences):
     """Raises RuntimeError, on all ranks alike, after too many updates in a row that were not
     finite, or if the first one has another reference than it should."""
@@ -106,8 +117,9 @@ def check_update(run, metrics, sequences):
     progress.bad = 0
     if not progress.checked:
         check_reference(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
-        found = {k: metrics[k] for k in ("sampler_k3", "sampler_tilt", "kl") if k in metrics}
-        found = ", ".join(f"{name} {value:.1g}" for name, value in found.items())
+        names = ["sampler_k3", "sampler_tilt"]
+        names += [] if is_teacher(run.reference.info, c.MODEL) else ["kl"]
+        found = ", ".join(f"{name} {metrics[name]:.1g}" for name in names if name in metrics)
         say(f"the first update is as it should be: {found}")
     progress.checked = True
 
@@ -167,12 +179,12 @@ def rollout_metrics(run, count, theirs):
     count["own_tokens"] = count["tokens"]
     for group in theirs:
         count.update(tally_of(recipe, group))
-    total, weights = add_up(count), recipe.c.REWARD_WEIGHTS  # collective
+    total = add_up(count)  # collective
     p.groups += int(total["groups"])
     n, groups = max(total["completions"], 1), max(total["groups"], 1)
     ended = total["completions"] - total["truncated"]
     means = {"completions/mean_terminated_length": total["ended_tokens"] / ended} if ended else {}
-    for name in weights:
+    for name in recipe.c.REWARD_WEIGHTS:
         sums = (total[f"{kind}_{name}"] for kind in ("reward", "square", "applicable"))
         means |= mean_and_std(f"rewards/{name}", *sums)
     if judged := total[f"applicable_{recipe.c.OUTCOME}"]:
@@ -180,7 +192,7 @@ def rollout_metrics(run, count, theirs):
     if seconds:  # 0 if workers sampled all groups
         means["tokens_per_second"] = total["own_tokens"] / seconds
     return means | {
-        "reward": sum(w * total[f"reward_{name}"] for name, w in weights.items()) / n,
+        "reward": total["total"] / n,
         "reward_std": total["group_std"] / groups,
         "completions/mean_length": total["tokens"] / n,
         "completions/clipped_ratio": total["truncated"] / n,

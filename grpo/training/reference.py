@@ -7,6 +7,9 @@ A server scores a rank's groups while the rank samples the next ones. Without a 
 None) each rank scores its groups with MODEL itself, all at once when the first is needed. With
 LORA_RANK, MODEL is the policy's model without its adapters, which takes no memory; otherwise it is
 a frozen copy, which REFERENCE_ON_CPU keeps in CPU memory while it is not used.
+
+The reference may be another model with the same tokenizer, a teacher (docs/teacher.md): REFERENCE
+here, or another MODEL at the server.
 """
 
 import contextlib
@@ -18,9 +21,11 @@ import torch
 
 from grpo.forward import CompletionModel, score_sequences
 from grpo.log import in_background, say
+from grpo.models import load_tokenizer
+from grpo.sampling.policy import load_policy
 from grpo.stop import Wait
 from grpo.weights import adapters_off, load_weights, swapped, trained_weights
-from grpo.wire import MAX_COMPLETIONS
+from grpo.wire import MAX_COMPLETIONS, check_facts, facts_of
 
 REQUEST_TOKENS = 1 << 16  # tokens of one request, about; a larger group goes alone
 
@@ -30,7 +35,18 @@ def make_reference(c, policy, server):
     has the constants as attributes; `server` is a RefServer, or None."""
     if not c.KL_BETA:
         return NoReference()
-    return RemoteReference(server) if server else LocalReference(c, policy)
+    reference = RemoteReference(server) if server else LocalReference(c, policy)
+    if is_teacher(reference.info, c.MODEL):
+        say(
+            f"the reference is another model than MODEL, a teacher: {reference.info['model']}; the"
+            " first update can't check its weights, and teacher_kl is the KL to it"
+        )
+    return reference
+
+
+def is_teacher(info, model):
+    """Returns whether a reference, by its `info`, is another model than the policy's."""
+    return info["model"] not in (None, model)
 
 
 class NoReference:
@@ -103,21 +119,28 @@ def fits(groups):
 
 # --- Local ----------------------------------------------------------------------------
 class LocalReference:
-    """MODEL itself, on each rank. It scores batches of MICRO_BATCH_TOKENS: without a gradient each
-    takes less memory than it does in training."""
+    """MODEL itself, or REFERENCE, on each rank. It scores batches of MICRO_BATCH_TOKENS: without a
+    gradient each takes less memory than it does in training."""
 
     def __init__(self, c, policy):
         self.c, self.policy, self.home = c, policy, policy.model.device
-        self.info = {"model": c.MODEL, "dtype": policy.dtype}
+        self.info = {"model": c.REFERENCE or c.MODEL, "dtype": policy.dtype}
         self.waiting = []  # [(group, its Answer)]
         self.adapters = None  # with LORA_RANK: those of the refreshed reference
-        model = policy.model if c.LORA_RANK else copy.deepcopy(policy.model).requires_grad_(False)
+        self.adapted = c.LORA_RANK and not c.REFERENCE  # the policy's model, adapters off
+        if c.REFERENCE:
+            what, model = f"REFERENCE = {c.REFERENCE!r}", load_teacher(c, policy)
+        elif self.adapted:
+            what, model = "the policy's model without its adapters", policy.model
+        else:
+            what, model = "a copy of MODEL", copy.deepcopy(policy.model).requires_grad_(False)
         self.model = CompletionModel(model, share_prompts=c.SHARE_PROMPTS)
-        what = "the policy's model without its adapters" if c.LORA_RANK else "a copy of MODEL"
-        self.away = c.REFERENCE_ON_CPU and not c.LORA_RANK and self.home.type != "cpu"
+        self.away = c.REFERENCE_ON_CPU and not self.adapted and self.home.type != "cpu"
         say(f"the reference is {what}{', in CPU memory between uses' if self.away else ''}")
         if self.away:
             change(model, lambda tensor: tensor.cpu().pin_memory())  # pinned: a faster copy
+        # What comes to the GPU to score, and goes again
+        self.visiting = self.away * sum(tensor.nbytes for tensor in model.parameters())
 
     def logps(self, group):
         answer = Answer(self._score_waiting)
@@ -148,7 +171,7 @@ class LocalReference:
         model = self.model.model
         if self.adapters:
             return swapped(model, self.adapters)
-        if self.c.LORA_RANK:
+        if self.adapted:
             return adapters_off(model)
         return on_device(model, self.home) if self.away else contextlib.nullcontext()
 
@@ -168,6 +191,16 @@ class LocalReference:
             self.adapters = {name: tensor.to(self.home) for name, tensor in tensors.items()}
         else:
             load_weights(self.model.model, tensors)
+
+
+def load_teacher(c, policy):
+    """Returns the model REFERENCE, frozen. SystemExit if its log-probs would not fit the policy."""
+    teacher = load_tokenizer(c.REFERENCE, "REFERENCE")
+    facts, mine = (facts_of(t, c.TEMPERATURE) for t in (teacher, policy.tokenizer))
+    check_facts(facts, mine, f"REFERENCE = {c.REFERENCE!r}", c.MODEL)
+    loaded = load_policy(c.REFERENCE, teacher, c.DTYPE)
+    loaded.check_context(c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS)
+    return loaded.model.requires_grad_(False)
 
 
 def tensors_of(model):

@@ -53,9 +53,10 @@ def start_run(c, tokenizer, recipe, questions, server):
     page = f"python plot.py live {Path(c.RUN_DIR).parent}, then open http://127.0.0.1:{PORT}/"
     say(f"curves and samples while it runs: {page}")
     policy = make_policy(c, tokenizer)
-    reference = make_reference(c, policy, server)  # MODEL itself, before a checkpoint is loaded
+    reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
     sampler = make_sampler(c, policy)  # collective; before sizes, which have what it leaves
-    fit_sizes(c, policy)  # collective; with the reference's copy, if there is one, on the GPU
+    # Collective; a local reference's own copy is on the GPU already, or visits it
+    fit_sizes(c, policy, getattr(reference, "visiting", 0))
     engine = make_engine(c, policy)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
     progress = open_run(c, engine, stream, reference)  # collective

@@ -69,6 +69,7 @@ def test_settings_are_the_same_after_a_journey_as_json():
     ("STOP_STRINGS", {"STOP_STRINGS": ["</answer>"]}),
     ("STOP_TOKENS", {"STOP_TOKENS": ["</s>"]}),
     ("SKIP_FLAT_GROUPS", {"SKIP_FLAT_GROUPS": "reward"}),
+    ("OVERLONG_TOKENS", {"OVERLONG_TOKENS": 2}),
     ("prompts", {"prompts": prompts_of([MIXED, MIXED])}),
     ("prompts", {"prompts": [(0, {}, [5, 7])]}),  # another template, tokenizer or split
     ("prompts", {"prompts": [(1, {}, [5, 6])]}),

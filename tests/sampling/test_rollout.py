@@ -48,6 +48,29 @@ def test_flat_groups_are_judged_on_correctness_and_counted():
     assert count["right"] == 4 + 2 and count["reward_format"] == 4 * -2 + 2 * 0.25
 
 
+def test_the_last_tokens_below_the_limit_cost_up_to_one():
+    """DAPO, eq. 13, and TRL's get_soft_overlong_punishment(12, 4): 0, then -1/4 a token, -1."""
+    one, sizes = {"right": 1.0}, {"limit": 12, "overlong": 4}
+    found = rollout.totals_of([one] * 5, [1, 8, 9, 11, 12], {"right": 2.0}, **sizes)
+    assert found == [2, 2, 1.75, 1.25, 1]
+    none = {"right": math.nan}  # no reward applies: the length alone is no reason to compare
+    assert math.isnan(rollout.totals_of([none], [12], {"right": 2.0}, **sizes)[0])
+    sizes["overlong"] = 0
+    assert rollout.totals_of([one], [12], {"right": 2.0}, **sizes) == [2]
+
+
+def test_lengths_that_cost_differently_make_a_group_differ_in_reward_not_in_outcome():
+    """A FakeEngine's completions have 2 tokens and 1."""
+    same = (1.0, 1.25)
+    cut = {"MAX_COMPLETION_TOKENS": 2, "OVERLONG_TOKENS": 2}
+    for skip, changes, flat in (
+        ("reward", {}, 1), ("reward", cut, 0), ("outcome", cut, 1)
+    ):  # fmt: skip
+        *_, count = rolled_out([(same, same)], 1, SKIP_FLAT_GROUPS=skip, **changes)
+        assert (count["flat"], count["flat_reward"]) == (flat, int(not changes))
+    assert count["total"] == 2 * 3.25 - 1 - 0.5 and count["reward_correctness"] == 2
+
+
 def test_sampling_is_bounded_and_as_the_recipe_says():
     engine = FakeEngine()
     rolled_out([MIXED] * 9, 5, engine, SAMPLE_BATCH=5, TEMPERATURE=0.7)

@@ -17,8 +17,9 @@ WRONG = {
     "CLIP_LOW": [1.5, True, None],
     "CLIP_HIGH": [0],
     "KL_BETA": [-0.1],
+    "REFERENCE": ["", "a/teacher"],  # REF_SERVER is set
     "OUTCOME": [""],
-    "REWARD_WEIGHTS": [{}, {"a": "1"}],
+    "REWARD_WEIGHTS": [{"a": "1"}],
     "CHAT_TEMPLATE": [{1: 2}],
     "DTYPE": ["float16"],
     "LR_SCHEDULE": ["constant"],
@@ -32,6 +33,8 @@ WRONG = {
     "OBJECTIVE": ["ppo"],
     "RATIO_LEVEL": ["word"],
     "IS_CAP": [0.5],
+    "IS_MASK": ["token"],
+    "OVERLONG_TOKENS": [-1, 513],
     "ADAM_BETAS": [(0.9,), (0.9, 1.0), 0.9],
     "SKIP_FLAT_GROUPS": ["format"],
     "STOP_STRINGS": ["</answer>", [""]],
@@ -74,6 +77,29 @@ def test_a_reference_that_is_refreshed_is_a_local_one():
     check_constants(local)
     with pytest.raises(SystemExit, match="REFERENCE_REFRESH_STEPS = 5 must be 0"):
         check_constants(local | {"KL_BETA": 0})
+
+
+def test_a_teacher_is_local_and_stays_as_it_is():
+    local = vars(trainer) | {"REF_SERVER": None, "REFERENCE": "a/teacher"}
+    check_constants(local)
+    for others in ({"KL_BETA": 0}, {"REFERENCE_REFRESH_STEPS": 5}, {"REF_SERVER": "http://there"}):
+        with pytest.raises(SystemExit, match="REFERENCE = 'a/teacher' must be None"):
+            check_constants(local | others)
+
+
+def test_without_rewards_a_teacher_needs_no_group_but_all_of_them():
+    alone = {"REWARD_WEIGHTS": {}, "SKIP_FLAT_GROUPS": False, "GROUP_SIZE": 1}
+    check_constants(vars(trainer) | alone)
+    check_constants(vars(trainer) | alone | {"OUTCOME": "right"})  # evaluated all the same
+    for name, value in (("SKIP_FLAT_GROUPS", "outcome"), ("KL_BETA", 0.0)):
+        with pytest.raises(SystemExit, match=f"{name} = {value!r} must be .*REWARD_WEIGHTS = {{}}"):
+            check_constants(vars(trainer) | alone | {name: value})
+
+
+def test_a_mask_needs_its_bound():
+    check_constants(vars(trainer) | {"IS_MASK": True})
+    with pytest.raises(SystemExit, match="IS_MASK = True must be False .* IS_CAP is 0"):
+        check_constants(vars(trainer) | {"IS_MASK": True, "IS_CAP": 0})
 
 
 def test_a_run_is_not_written_over(monkeypatch, tmp_path):

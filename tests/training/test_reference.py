@@ -26,6 +26,7 @@ MEASURED = 1e-5  # rounding of float32 over batches
 def constants(**changes):
     c = SimpleNamespace(KL_BETA=0.1, LORA_RANK=0, TEMPERATURE=1.0, SHARE_PROMPTS=True)
     c.MODEL, c.REFERENCE_ON_CPU, c.MICRO_BATCH_TOKENS = "tiny", False, 24
+    c.REFERENCE, c.DTYPE, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS = None, "float32", 8, 8
     vars(c).update(changes)
     return c
 
@@ -129,6 +130,46 @@ def test_a_reference_on_the_cpu_is_moved_only_where_it_is_a_copy_on_a_gpu(tiny, 
     assert gap(reference, tiny_policy(tiny)) < MEASURED
 
 
+# --- A teacher --------------------------------------------------------------------------
+@pytest.fixture
+def teacher(tiny, tmp_path):
+    """-> the folder of another model, with the tokenizer of the policy's."""
+    policy = tiny_policy(tiny, drift=0.2)
+    policy.save(tmp_path / "teacher")
+    return tmp_path / "teacher"
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_teacher_is_a_model_of_its_own_also_with_adapters(lora_rank, tiny, teacher, capsys):
+    policy = tiny_policy(tiny, lora_rank=lora_rank)
+    c = constants(LORA_RANK=lora_rank, REFERENCE=str(teacher))
+    reference = make_reference(c, policy, server=None)
+    move(policy.model, 0.1)
+    there = tiny_policy(teacher)
+    assert gap(reference, there) < MEASURED < 0.01 < gap(reference, policy)
+    assert not any(p.requires_grad for p in reference.model.parameters())
+    assert reference.info == {"model": str(teacher), "dtype": "float32"}
+    assert f"another model than MODEL, a teacher: {teacher}" in capsys.readouterr().out
+    assert reference.visiting == 0  # it stays where it is, on a CPU
+
+
+def test_of_model_itself_or_none_nobody_says_that_it_is_a_teacher(tiny, capsys):
+    for c in (constants(), constants(KL_BETA=0)):
+        make_reference(c, tiny_policy(tiny), server=None)
+    assert "teacher" not in capsys.readouterr().out
+
+
+def test_a_teacher_that_does_not_fit_is_refused(tiny, teacher):
+    policy, c = tiny_policy(tiny), constants(REFERENCE=str(teacher))
+    with pytest.raises(SystemExit, match="exceeds the context of 256 tokens of .*teacher"):
+        LocalReference(SimpleNamespace(**vars(c) | {"MAX_COMPLETION_TOKENS": 249}), policy)
+    policy.tokenizer.add_tokens(["<new>"])
+    with pytest.raises(SystemExit, match="REFERENCE = '.*teacher' does not .* tiny: it has vocab"):
+        LocalReference(c, policy)
+    with pytest.raises(SystemExit, match="REFERENCE = './nowhere' can't be loaded"):
+        LocalReference(constants(REFERENCE="./nowhere"), policy)
+
+
 # --- At a server ------------------------------------------------------------------------
 class FakeServer:
     """A client whose answers are the ids; `gate` lets them through."""
@@ -147,11 +188,12 @@ class FakeServer:
 
 
 @pytest.fixture
-def remote():
+def remote(capsys):
     """-> (server, reference) of which one request has been sent, and its answer."""
     server = FakeServer()
     reference = make_reference(constants(), None, server)
     assert isinstance(reference, RemoteReference) and reference.info == server.info
+    assert "a teacher: theirs" in capsys.readouterr().out
     first = reference.logps(GROUPS[0])
     while not server.asked:
         time.sleep(0.001)
