@@ -14,13 +14,20 @@ import math
 import numbers
 import statistics
 import sys
-import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo.constants import real, set_for_run, with_constants
 from grpo.log import announced, say
-from grpo.sampling.rewards import TooSlow, import_file, start_processes, timely
+from grpo.sampling.rewards import (
+    TaskError,
+    TooSlow,
+    called,
+    import_file,
+    start_processes,
+    task_file,
+    timely,
+)
 
 # What a worker must have as the trainer has it, beside task, prompts and REWARD_WEIGHTS
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME SKIP_FLAT_GROUPS"
@@ -29,39 +36,7 @@ FUNCTIONS = {"load": ["split"], "messages": ["item"], "gold": ["item"]}  # that 
 FUNCTIONS |= {"rewards": ["item", "completion"], "group_rewards": ["item", "completions"]}
 
 
-class TaskError(SystemExit):
-    """Ends the program with a sentence about a task's file."""
-
-    def __init__(self, name, function, got, must):
-        super().__init__(f"{task_file(name)}: {function} {got}: it must {must}")
-
-
-def called(name, function, must, call, holds=lambda got: True):
-    """Returns what `call` of a task's function returns. TaskError if it raises, with the line, or
-    if `holds` is not true of what it returns."""
-    try:
-        got = call()
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f.lineno for f in frames if Path(f.filename).name == Path(task_file(name)).name]
-        lines += [error.lineno] if isinstance(error, SyntaxError) else []
-        at = f", line {lines[-1]}" if lines else ""
-        raise TaskError(name, function, f"failed with {error!r}{at}", must) from error
-    if not holds(got):
-        raise TaskError(name, function, f"returned {got!r:.500}", must)
-    return got
-
-
 # --- The file -------------------------------------------------------------------------
-def task_file(name):
-    """Returns the path by which errors name a task's file.
-
-    >>> task_file("gsm8k"), task_file("my/task.py")
-    ('tasks/gsm8k.py', 'my/task.py')
-    """
-    return name if name.endswith(".py") else f"tasks/{name}.py"
-
-
 def task_files():
     """Returns {name: path} of the tasks in tasks/, which are the files that have `messages`."""
     folders = map(Path, importlib.import_module("tasks").__path__)
