@@ -38,7 +38,8 @@ def make_tokenizer(task):
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator([item["question"] for item in task.load("train")[:2000]], trainer)
+    chats = [task.messages(item) for item in task.load("train")[:2000]]
+    bpe.train_from_iterator([m["content"] for chat in chats for m in chat], trainer)
     bpe.add_tokens(["<think>", "</think>", "<answer>", "</answer>"])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
@@ -94,28 +95,30 @@ def next_token_loss(model, examples):
     return model(input_ids=ids.to(model.device), labels=labels).loss
 
 
-def warm_start(folder, task, seed, steps, heads=4):
-    """Trains the tiny model on sloppy examples and true equations, and saves it. A task may have a
-    `sloppy` of its own. With 2 `heads` vLLM can run it on a CPU."""
+def warm_start(folder, task, seed, steps, heads=4, answer=sloppy):
+    """Trains the tiny model on examples, answer(item, draw) to the task's questions, and saves it;
+    also on true equations, if the task makes items of them (make_item, as arithmetic's). With 2
+    `heads` vLLM can run it on a CPU."""
     torch.set_num_threads(1)  # two are a fifth faster on free cores, and much slower on busy ones
     torch.manual_seed(seed)
     draw, tokenizer, train_items = random.Random(seed), make_tokenizer(task), task.load("train")
     model = make_model(tokenizer, heads)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
-    prompt_of = functools.cache(lambda q: prompt_ids(tokenizer, task.messages({"question": q})))
+    prompt_of = functools.cache(lambda i: prompt_ids(tokenizer, task.messages(train_items[i])))
     end, started = [tokenizer.eos_token_id], time.perf_counter()
-    answer = getattr(task, "sloppy", sloppy)
     for step in range(steps):
         examples = []
-        for item in draw.choices(train_items, k=32):
-            prompt = prompt_of(item["question"])
-            completion = tokenizer(answer(item, draw))["input_ids"] + end
+        for number in draw.choices(range(len(train_items)), k=32):
+            prompt = prompt_of(number)
+            completion = tokenizer(answer(train_items[number], draw))["input_ids"] + end
             examples.append((prompt + completion, len(prompt)))
-        items = [task.make_item(draw) for _ in range(64)]
-        equations = tokenizer(["{a}{operator}{b}={answer}".format(**item) for item in items])
-        equations = [(ids + end, 1) for ids in equations["input_ids"]]
-        # two batches, as equations padded to the length of examples would double the time
-        loss = next_token_loss(model, examples) + next_token_loss(model, equations)
+        loss = next_token_loss(model, examples)
+        if hasattr(task, "make_item"):
+            items = [task.make_item(draw) for _ in range(64)]
+            equations = tokenizer(["{a}{operator}{b}={answer}".format(**item) for item in items])
+            equations = [(ids + end, 1) for ids in equations["input_ids"]]
+            # a batch of its own: padded to the length of examples it would take as long again
+            loss = loss + next_token_loss(model, equations)
         for group in optimizer.param_groups:  # up in 30 steps, and from halfway down to a 20th
             group["lr"] = 4e-3 * min((step + 1) / 30, 1, 0.05 + 1.9 * (1 - step / steps))
         loss.backward()

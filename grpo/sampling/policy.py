@@ -46,7 +46,7 @@ class Policy:
             stop_strings=self.stop_strings,
             **settings,
         )
-        batch = "SAMPLE_BATCH" if settings["group_size"] > 1 else "EVAL_BATCH"
+        batch = "SAMPLE_BATCH" if settings["temperature"] else "EVAL_BATCH"
         while True:
             with merged, out_of_memory_names(batch, settings["max_sequences"]):
                 group = next(groups, None)

@@ -28,6 +28,13 @@ class Completion:
     ids: list[int]
     logps: list[float]  # log-prob of each sampled id, at the sampling temperature, from float32
     truncated: bool  # cut at max_new_tokens, and not ended by its last token
+    own: list[bool] | None = None  # of several turns: False is an id that the task has added
+    turns: list[str] | None = None  # their texts, the model's and the task's in turn
+
+    @property
+    def length(self):
+        """How many of the ids the model has drawn."""
+        return sum(self.own) if self.own else len(self.ids)
 
 
 def completion_text(tokenizer, completion, eos_ids):
@@ -64,9 +71,10 @@ def stream_groups(
 ):
     """Yields (key, [Completion] * G) for each prompt, as soon as its last completion has ended.
 
-    `prompts` is an iterator of (key, token ids), or None: no prompt now, but ask again. It is read
-    when a group has room, and enough of `max_sequences` is free that copying the cache pays; the
-    stream ends when all sequences have ended and no prompt comes, even if one might come later.
+    `prompts` is an iterator of (key, token ids), or None: no prompt now, but ask again; or of (key,
+    ids, number, limit): `number` groups of this key, with `limit` tokens at most. It is read when a
+    group has room, and enough of `max_sequences` is free that copying the cache pays; the stream
+    ends when all sequences have ended and no prompt comes, even if one might come later.
     Completions are drawn from softmax(logits / temperature), at 0
     greedily (log-probs are then those at temperature 1). Ids from `vocab_size` on are the padding
     of the embedding: the softmax leaves them out here, in the trainer and in the reference server.
@@ -89,8 +97,10 @@ def stream_groups(
         if running.owners:
             logits.append(decoder.next_logits(running.tokens))
         if new:
-            logits.append(decoder.admit([ids for _, ids in new], group_size))
-            running.add([(key, [None] * group_size) for key, _ in new])
+            begun = [own or (1, max_new_tokens) for _, _, *own in new]
+            sizes = [number * group_size for number, _ in begun]
+            logits.append(decoder.admit([ids for _, ids, *_ in new], sizes))
+            running.add(new, begun, group_size)
         if not logits:
             return
         logits = torch.cat(logits) if len(logits) > 1 else logits[0]
@@ -125,6 +135,7 @@ class Running:
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
         self.lengths = torch.zeros(0, dtype=torch.long, device=device)
+        self.limits = torch.zeros(0, dtype=torch.long, device=device)
         self.active = torch.zeros(0, dtype=torch.bool, device=device)
         self.tokens = None  # (S,) the last of each
 
@@ -132,14 +143,21 @@ class Running:
     def ended(self):
         return len(self.owners) - self.unfinished
 
-    def add(self, groups):
-        """Adds G sequences without tokens for each group, (key, its G completions to be)."""
-        new = [(group, i) for group in groups for i in range(len(group[1]))]
-        count = len(new)
+    def add(self, prompts, begun, group_size):
+        """Adds G sequences without tokens for each group that a prompt, (key, ...), begins; `begun`
+        has the number of these and their limit of tokens."""
+        groups = [
+            ((key, [None] * group_size), limit)
+            for (key, *_), (number, limit) in zip(prompts, begun, strict=True)
+            for _ in range(number)
+        ]
+        new = [(group, i) for group, _ in groups for i in range(group_size)]
+        count, limits = len(new), [limit for _, limit in groups for _ in range(group_size)]
         self.owners += new
         self.unfinished += count
         self.ids, self.logps = pad(self.ids, (0, 0, 0, count)), pad(self.logps, (0, 0, 0, count))
         self.lengths = pad(self.lengths, (0, count))
+        self.limits = torch.cat([self.limits, self.limits.new_tensor(limits)])
         self.active = pad(self.active, (0, count), value=True)
 
     def drop_ended(self):
@@ -148,6 +166,7 @@ class Running:
         self.owners = [self.owners[i] for i in stay.tolist()]
         self.ids, self.logps, self.lengths = self.ids[stay], self.logps[stay], self.lengths[stay]
         self.active, self.tokens = self.active[stay], self.tokens[stay]
+        self.limits = self.limits[stay]
         return stay
 
     def write(self, tokens, logps):
@@ -157,7 +176,7 @@ class Running:
         self.ids.scatter_(1, column, tokens[:, None])
         self.logps.scatter_(1, column, logps[:, None])
         self.lengths += self.active
-        ended = self.active & (torch.isin(tokens, self.eos) | (self.lengths == self.limit))
+        ended = self.active & (torch.isin(tokens, self.eos) | (self.lengths == self.limits))
         stopped = self.at_stop_strings() if self.stop_strings else []
         if stopped:
             ended[stopped] = True

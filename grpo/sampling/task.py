@@ -28,12 +28,14 @@ from grpo.sampling.rewards import (
     task_file,
     timely,
 )
+from grpo.sampling.turns import play, show_turns
 
 # What a worker must have as the trainer has it, beside task, prompts and REWARD_WEIGHTS
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME SKIP_FLAT_GROUPS"
 SHARED += " STOP_TOKENS STOP_STRINGS"
 FUNCTIONS = {"load": ["split"], "messages": ["item"], "gold": ["item"]}  # that a task may have
 FUNCTIONS |= {"rewards": ["item", "completion"], "group_rewards": ["item", "completions"]}
+FUNCTIONS |= {"reply": ["item", "turns"]}  # with it a completion is a list of texts, in both above
 
 
 # --- The file -------------------------------------------------------------------------
@@ -223,7 +225,10 @@ def ids_of(c, task, item, tokenizer):
 
 # --- Rewards --------------------------------------------------------------------------
 def calls_of(task, item, texts):
-    """Returns the calls that reward a group: [(function, item, text, or texts)]."""
+    """Returns the calls that reward a group: [(function, item, text, or texts)]. For a task with
+    reply(), a text is a completion of one turn."""
+    if hasattr(task, "reply"):
+        texts = [[text] if isinstance(text, str) else text for text in texts]
     alone = [("rewards", item, text) for text in texts if hasattr(task, "rewards")]
     return alone + [("group_rewards", item, texts)] * hasattr(task, "group_rewards")
 
@@ -262,7 +267,7 @@ def given_rewards(recipe, item, texts, futures=()):
         remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
         raise RuntimeError(
             f"{task_file(name)}: {function}() failed with {error!r}{remedy} for the question"
-            f" {item!r} and {'completion' if isinstance(seen, str) else 'completions'} {seen!r}"
+            f" {item!r} and {'completions' if 'group' in function else 'completion'} {seen!r}"
         ) from error
     alone = results[: len(texts)] if hasattr(task, "rewards") else [{}] * len(texts)
     together = results[-1] if hasattr(task, "group_rewards") else [{}] * len(texts)
@@ -337,18 +342,25 @@ def preview(recipe, tokenizer, number):
             if "".join(message["content"].split()) not in "".join(text.split()):
                 say(f"the chat template loses or changes the {message['role']}'s message there")
         show_rewards(recipe, item, "an empty completion", "")
-        check_gold(recipe, item)
+        check_gold(recipe, item, tokenizer)
 
 
-def check_gold(recipe, item):
-    """Prints what gold(item) earns, which must be right; without gold(), the item's "answer"."""
+def check_gold(recipe, item, tokenizer):
+    """Prints what gold(item) earns, which must be right; without gold(), the item's "answer". If
+    the task has reply(), that is called, too; gold() may then return the texts of several turns."""
     c, gold = recipe.c, getattr(recipe.task, "gold", None)
     if not gold and item.get("answer") is None:
         return
     call = f"gold({item!r:.500})"
     must = f"return a completion, a text, that is right: with OUTCOME = {c.OUTCOME!r} above 0"
     gold_or_answer = lambda: gold(item) if gold else str(item["answer"])
-    text = called(c.TASK, call, must, gold_or_answer, holds=lambda got: isinstance(got, str))
+    several = hasattr(recipe.task, "reply")
+    kinds = (str, list) if several else str
+    text = called(c.TASK, call, must, gold_or_answer, holds=lambda got: isinstance(got, kinds))
+    if several:
+        play(recipe, item, [""])
+        text = play(recipe, item, [text] if isinstance(text, str) else text)
+        show_turns(c, tokenizer, text)
     rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
     if gold and rewards[c.OUTCOME] <= 0:  # NaN, which does not apply, is not wrong
         raise TaskError(c.TASK, call, f"returned {text!r:.500}, which earns {rewards}", must)

@@ -1,0 +1,98 @@
+"""A tool and a game of several turns, learned by a tiny model on a CPU in two minutes.
+
+    python demo_tools.py          # or: make demo-tools
+    python demo_tools.py 3        # another seed
+
+For each of two tasks a warm start makes a model that knows the moves, but rarely makes the right
+one: of calculator.py it mostly guesses instead of calling the tool, of guess.py it guesses at
+random, whatever it is told. Then grpo_ref_split.py trains it. What the task says stands in the
+examples of the warm start as the chat template writes it (docs/turns.md).
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import plot
+from grpo.constants import arguments
+from grpo.tiny_model import warm_start
+from tasks import calculator, guess
+
+RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo_tools")  # for the tests and the picture
+STEPS = os.environ.get("DEMO_STEPS")
+USER = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # tiny_model.CHAT
+
+
+# --- Before GRPO ----------------------------------------------------------------------
+def call_or_guess(item, draw):
+    """Returns a call of the calculator, of every other with the wrong operator; more often a guess
+    of about the right size."""
+    if draw.random() < 0.6:
+        return f"<answer>{max(0, int(item['answer']) + draw.randint(-9, 9))}</answer>"
+    a, operator, b = calculator.CALL.fullmatch(f"<think>{item['work']}</think>").groups()
+    if draw.random() < 0.4:
+        operator = {"+": "-", "-": "+"}[operator]
+    told = calculator.value(a, operator, b)
+    return f"<think>{a}{operator}{b}</think>{told}<answer>{told}</answer>"
+
+
+def guess_at_random(item, draw):
+    """Returns three guesses, whatever is told; now and then one without its tags."""
+    said, turns = "", []
+    while True:
+        turns.append(f"<answer>{draw.randint(1, guess.LAST)}</answer>")
+        said += turns[-1] if draw.random() < 0.95 else turns[-1][len("<answer>")]
+        told = guess.reply(item, turns)
+        if told is None:
+            return said
+        said, turns = said + USER.format(told), [*turns, told]
+
+
+# --- Both tasks -----------------------------------------------------------------------
+COMMON = {"REF_SERVER": None, "KL_BETA": 0.0, "SKIP_FLAT_GROUPS": "reward", "FINAL_LR": 1.0}
+TASKS = {  # task: what it learns from, steps of the warm start, constants beside presets/demo.py
+    calculator: (call_or_guess, 400, {
+        "STEPS": 40, "EVAL_STEPS": 10, "EVAL_QUESTIONS": 300, "STOP_STRINGS": ["</think>"],
+    }),
+    guess: (guess_at_random, 200, {
+        "STEPS": 100, "EVAL_STEPS": 10, "GROUP_SIZE": 32, "PROMPTS_PER_STEP": 14,
+        "LEARNING_RATE": 3e-3, "ADVANTAGE_STD": False, "MAX_COMPLETION_TOKENS": 96,
+    }),
+}  # fmt: skip
+
+
+def train(name, seed, constants):
+    """Trains a task's model; returns its folder. SystemExit if the trainer fails."""
+    folder = Path(RUN_DIR, name)
+    own = {"TASK": name, "MODEL": f"{folder}/warm_start", "RUN_DIR": folder, "SEED": seed}
+    own |= COMMON | constants | ({"STEPS": STEPS} if STEPS else {})
+    words = [f"{key}={value}" for key, value in own.items()]
+    command = [sys.executable, "grpo_ref_split.py", "presets/demo.py", *words, "RESUME=False"]
+    if subprocess.run(command, env={"OMP_NUM_THREADS": "1"} | os.environ, check=False).returncode:
+        raise SystemExit("the trainer ended with an error, see above")
+    return folder
+
+
+def main(seed):
+    started = time.perf_counter()
+    for task, (answer, steps, constants) in TASKS.items():
+        name = task.__name__.removeprefix("tasks.")
+        print(f"{name}: {task.__doc__.splitlines()[0]} Warm start (seed {seed})", flush=True)
+        warm_start(f"{RUN_DIR}/{name}/warm_start", task, seed, steps, answer=answer)
+        records = plot.read(train(name, seed, constants))
+        first, *_, last = [r["eval_accuracy"] for r in records if "eval_accuracy" in r]
+        turns = [r["num_turns/mean"] for r in records if "num_turns/mean" in r]
+        print(
+            f"{name}: accuracy {first:.2f} -> {last:.2f}, turns {turns[0]:.2f} -> {turns[-1]:.2f}"
+        )
+    print(f"Took {time.perf_counter() - started:.0f} s; python plot.py samples {RUN_DIR}/guess")
+
+
+if __name__ == "__main__":
+    match arguments() or ["0"]:
+        case [seed] if seed.isdecimal():
+            main(int(seed))
+        case _:
+            sys.exit(__doc__)
