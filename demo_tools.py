@@ -53,12 +53,13 @@ def guess_at_random(item, draw):
 # --- Both tasks -----------------------------------------------------------------------
 COMMON = {"REF_SERVER": None, "KL_BETA": 0.0, "SKIP_FLAT_GROUPS": "reward", "FINAL_LR": 1.0}
 TASKS = {  # task: what it learns from, steps of the warm start, constants beside presets/demo.py
-    calculator: (call_or_guess, 400, {
+    calculator: (call_or_guess, 500, {
         "STEPS": 40, "EVAL_STEPS": 10, "EVAL_QUESTIONS": 300, "STOP_STRINGS": ["</think>"],
     }),
     guess: (guess_at_random, 200, {
         "STEPS": 100, "EVAL_STEPS": 10, "GROUP_SIZE": 32, "PROMPTS_PER_STEP": 14,
-        "LEARNING_RATE": 3e-3, "ADVANTAGE_STD": False, "MAX_COMPLETION_TOKENS": 96,
+        "LEARNING_RATE": 3e-3, "ADVANTAGE_STD": False, "MASK_TRUNCATED": False, "MAX_COMPLETION_TOKENS": 72,
+        "SAMPLE_BATCH": 448,  # tiny turns: all at once
     }),
 }  # fmt: skip
 

@@ -31,9 +31,8 @@ def load(split):
 
 def problem(draw):
     """Returns one random problem; `draw` is a random.Random."""
-    operator, a, b = draw.choice("+-"), draw.randint(10, LARGEST), draw.randint(10, LARGEST)
-    if operator == "-":
-        a, b = max(a, b), min(a, b)
+    operator, b = draw.choice("+-"), draw.randint(10, LARGEST - 10)
+    a = draw.randint(10 if operator == "+" else b + 10, LARGEST)  # 10 or more are left
     name, things = draw.choice(NAMES), draw.choice(THINGS)
     question = draw.choice(WORDINGS[operator]).format(a=a, b=b, name=name, things=things)
     return {"question": question, "answer": str(value(a, operator, b)), "work": f"{a}{operator}{b}"}

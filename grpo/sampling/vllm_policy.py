@@ -64,7 +64,7 @@ class VLLMPolicy:
 
     # --- Sampling ---------------------------------------------------------------------
     def stream(
-        self, prompts, *, group_size, max_sequences, max_new_tokens, seed, longest_prompt=None,
+        self, prompts, *, group_size, max_sequences, seed, max_new_tokens=0, longest_prompt=None,
         **settings,
     ):  # fmt: skip
         """Yields (key, completions) as sampler.stream_groups does, each group as soon as its last
