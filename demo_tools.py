@@ -56,10 +56,11 @@ TASKS = {  # task: what it learns from, steps of the warm start, constants besid
     calculator: (call_or_guess, 500, {
         "STEPS": 40, "EVAL_STEPS": 10, "EVAL_QUESTIONS": 300, "STOP_STRINGS": ["</think>"],
     }),
-    guess: (guess_at_random, 200, {
+    guess: (guess_at_random, 400, {
         "STEPS": 100, "EVAL_STEPS": 10, "GROUP_SIZE": 32, "PROMPTS_PER_STEP": 14,
-        "LEARNING_RATE": 3e-3, "ADVANTAGE_STD": False, "MASK_TRUNCATED": False, "MAX_COMPLETION_TOKENS": 72,
-        "SAMPLE_BATCH": 448,  # tiny turns: all at once
+        "LEARNING_RATE": 3e-3, "ADVANTAGE_STD": False, "MAX_COMPLETION_TOKENS": 72,
+        "MASK_TRUNCATED": False,  # or a last guess without an end would cost nothing
+        "SAMPLE_BATCH": 448,  # such small ones all at once
     }),
 }  # fmt: skip
 

@@ -342,12 +342,14 @@ def preview(recipe, tokenizer, number):
             if "".join(message["content"].split()) not in "".join(text.split()):
                 say(f"the chat template loses or changes the {message['role']}'s message there")
         show_rewards(recipe, item, "an empty completion", "")
+        if hasattr(recipe.task, "reply"):
+            play(recipe, item, [""])
         check_gold(recipe, item, tokenizer)
 
 
 def check_gold(recipe, item, tokenizer):
-    """Prints what gold(item) earns, which must be right; without gold(), the item's "answer". If
-    the task has reply(), that is called, too; gold() may then return the texts of several turns."""
+    """Prints what gold(item) earns, which must be right, or None; without gold(), the item's
+    "answer". If the task has reply(), gold() may return the texts of several turns."""
     c, gold = recipe.c, getattr(recipe.task, "gold", None)
     if not gold and item.get("answer") is None:
         return
@@ -355,10 +357,12 @@ def check_gold(recipe, item, tokenizer):
     must = f"return a completion, a text, that is right: with OUTCOME = {c.OUTCOME!r} above 0"
     gold_or_answer = lambda: gold(item) if gold else str(item["answer"])
     several = hasattr(recipe.task, "reply")
-    kinds = (str, list) if several else str
+    kinds = (str, list) if several else str | None
     text = called(c.TASK, call, must, gold_or_answer, holds=lambda got: isinstance(got, kinds))
+    if text is None:
+        say("gold() knows no answer to this question")
+        return
     if several:
-        play(recipe, item, [""])
         text = play(recipe, item, [text] if isinstance(text, str) else text)
         show_turns(c, tokenizer, text)
     rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
