@@ -65,9 +65,9 @@ def test_a_judge_that_fails_is_asked_again_and_then_the_reward_does_not_apply(ju
     busy, broken = reply(503, b"{}"), reply(200, b"<html>")
     found, requests = judged(busy, broken, verdict("8"))
     assert found == {"points": 0.8, "good": True} and len(requests) == 3
-    head, _, body = requests[0].partition(b"\r\n\r\n")
+    head, brace, body = requests[0].partition(b"{")
     assert b"Authorization: Bearer secret" in head
-    assert "Because." in json.loads(body)["messages"][0]["content"]
+    assert "Because." in json.loads(brace + body)["messages"][0]["content"]
     for replies in ([busy] * 3, [b""] * 3, [reply(200, b'{"choices": []}')] * 3):
         assert judged(*replies)[0] == {"points": None, "good": None}
     began = time.monotonic()

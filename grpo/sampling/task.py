@@ -28,7 +28,6 @@ from grpo.sampling.rewards import (
     task_file,
     timely,
 )
-from grpo.sampling.turns import play, show_turns
 
 # What a worker must have as the trainer has it, beside task, prompts and REWARD_WEIGHTS
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME SKIP_FLAT_GROUPS"
@@ -342,8 +341,6 @@ def preview(recipe, tokenizer, number):
             if "".join(message["content"].split()) not in "".join(text.split()):
                 say(f"the chat template loses or changes the {message['role']}'s message there")
         show_rewards(recipe, item, "an empty completion", "")
-        if hasattr(recipe.task, "reply"):
-            play(recipe, item, [""])
         check_gold(recipe, item, tokenizer)
 
 
@@ -351,20 +348,23 @@ def check_gold(recipe, item, tokenizer):
     """Prints what gold(item) earns, which must be right, or None; without gold(), the item's
     "answer". If the task has reply(), gold() may return the texts of several turns."""
     c, gold = recipe.c, getattr(recipe.task, "gold", None)
+    if several := hasattr(recipe.task, "reply"):
+        from grpo.sampling import turns  # here, as it imports torch
+
+        turns.play(recipe, item, [""])
     if not gold and item.get("answer") is None:
         return
     call = f"gold({item!r:.500})"
     must = f"return a completion, a text, that is right: with OUTCOME = {c.OUTCOME!r} above 0"
     gold_or_answer = lambda: gold(item) if gold else str(item["answer"])
-    several = hasattr(recipe.task, "reply")
     kinds = (str, list) if several else str | None
     text = called(c.TASK, call, must, gold_or_answer, holds=lambda got: isinstance(got, kinds))
     if text is None:
         say("gold() knows no answer to this question")
         return
     if several:
-        text = play(recipe, item, [text] if isinstance(text, str) else text)
-        show_turns(c, tokenizer, text)
+        text = turns.play(recipe, item, [text] if isinstance(text, str) else text)
+        turns.show_turns(c, tokenizer, text)
     rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
     if gold and rewards[c.OUTCOME] <= 0:  # NaN, which does not apply, is not wrong
         raise TaskError(c.TASK, call, f"returned {text!r:.500}, which earns {rewards}", must)

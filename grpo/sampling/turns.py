@@ -87,7 +87,7 @@ def stream_turns(policy, recipe, prompts, *, group_size, max_sequences, max_new_
         talks.take(begun.pop(), turn)
         while talks.ended:
             yield talks.ended.popleft()
-    yield from talks.ended  # the last replies may have been None
+    yield from talks.ended  # by replies that came when no turn was left to sample
 
 
 class Talks:
@@ -107,22 +107,22 @@ class Talks:
         talk, or the first of a group, whose prompt runs once; None while there is none."""
         while True:
             self.hear()
+            room = self.most - self.running >= self.group_size
             if self.ready:
                 talk = self.ready.popleft()
                 self.running += 1
                 yield [talk], talk.prompt[1] + talk.ids, 1, self.limit - len(talk.ids)
-            elif self.has_room() and (prompt := next(self.prompts, None)):
+            elif room and (prompt := next(self.prompts, None)):
                 group = []
                 group += [Talk(prompt, group) for _ in range(self.group_size)]
                 self.running += self.group_size
                 yield group[::-1], prompt[1], self.group_size, self.limit
             elif self.asked and not self.running:
-                self.wait()
+                with announced(f"{len(self.asked)} replies of {task_file(self.recipe.c.TASK)}"):
+                    answers = [answer for _, answer, _ in self.asked]
+                    wait(answers, max(0, self.left(self.asked[0][2])), FIRST_COMPLETED)
             else:
                 yield None
-
-    def has_room(self):
-        return self.most - self.running >= self.group_size
 
     def take(self, talk, turn):
         """Adds a turn that was sampled, and asks the task for its reply."""
@@ -159,11 +159,6 @@ class Talks:
 
     def left(self, when):
         return self.recipe.c.REWARD_TIMEOUT_SECONDS - (time.monotonic() - when)
-
-    def wait(self):
-        with announced(f"{len(self.asked)} calls of reply() in {task_file(self.recipe.c.TASK)}"):
-            answers = [answer for _, answer, _ in self.asked]
-            wait(answers, max(0, self.left(self.asked[0][2])), FIRST_COMPLETED)
 
     def go_on(self, talk, reply):
         """Begins the next turn, unless the task has ended the talk or there is no room for it."""
@@ -202,8 +197,7 @@ def show_turns(c, tokenizer, turns):
         say(f"the model: {said!r}")
         if reply is not None:
             inside = any(string in said for string in c.STOP_STRINGS)
-            # The EOS that the template itself ends a turn with is not repeated
-            ends = [None] if inside else eos_ids
+            ends = [None] if inside else eos_ids  # of these the template's own is not repeated
             ids = [bridge(tokenizer, eos_ids, end, reply, c.CHAT_TEMPLATE) for end in ends]
             text = tokenizer.decode(min(ids, key=len), clean_up_tokenization_spaces=False)
             say(f"reply() {'inside its turn' if inside else 'as a user turn'}: {text!r}")
