@@ -21,7 +21,7 @@ from grpo.tiny_model import warm_start
 from tasks import calculator, guess
 
 RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo_tools")  # for the tests and the picture
-STEPS = os.environ.get("DEMO_STEPS")
+STEPS, WARM_STEPS = os.environ.get("DEMO_STEPS"), os.environ.get("DEMO_WARM_STEPS")
 USER = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # tiny_model.CHAT
 
 
@@ -57,8 +57,8 @@ TASKS = {  # task: what it learns from, steps of the warm start, constants besid
         "STEPS": 40, "EVAL_STEPS": 10, "EVAL_QUESTIONS": 300, "STOP_STRINGS": ["</think>"],
     }),
     guess: (guess_at_random, 400, {
-        "STEPS": 100, "EVAL_STEPS": 10, "GROUP_SIZE": 32, "PROMPTS_PER_STEP": 14,
-        "LEARNING_RATE": 3e-3, "ADVANTAGE_STD": False, "MAX_COMPLETION_TOKENS": 72,
+        "STEPS": 100, "EVAL_STEPS": 10, "GROUP_SIZE": 32, "PROMPTS_PER_STEP": 7,
+        "LEARNING_RATE": 1.5e-3, "MAX_COMPLETION_TOKENS": 72,
         "MASK_TRUNCATED": False,  # or a last guess without an end would cost nothing
         "SAMPLE_BATCH": 448,  # such small ones all at once
     }),
@@ -82,6 +82,7 @@ def main(seed):
     for task, (answer, steps, constants) in TASKS.items():
         name = task.__name__.removeprefix("tasks.")
         print(f"{name}: {task.__doc__.splitlines()[0]} Warm start (seed {seed})", flush=True)
+        steps = int(WARM_STEPS or steps)
         warm_start(f"{RUN_DIR}/{name}/warm_start", task, seed, steps, answer=answer)
         records = plot.read(train(name, seed, constants))
         first, *_, last = [r["eval_accuracy"] for r in records if "eval_accuracy" in r]
