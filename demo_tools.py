@@ -4,8 +4,8 @@
     python demo_tools.py 3        # another seed
 
 For each of two tasks a warm start makes a model that knows the moves, but rarely makes the right
-one: of calculator.py it mostly guesses instead of calling the tool, of guess.py it guesses at
-random, whatever it is told. Then grpo_ref_split.py trains it. What the task says stands in the
+one: of calculator.py it mostly guesses instead of calling the tool, of guess.py it mostly guesses
+at random, whatever it is told. Then grpo_ref_split.py trains it. What the task says stands in the
 examples of the warm start as the chat template writes it (docs/turns.md).
 """
 
@@ -38,15 +38,18 @@ def call_or_guess(item, draw):
     return f"<think>{a}{operator}{b}</think>{told}<answer>{told}</answer>"
 
 
-def guess_at_random(item, draw):
-    """Returns three guesses, whatever is told; now and then one without its tags."""
-    said, turns = "", []
+def guess_carelessly(item, draw):
+    """Returns guesses, of which three in ten heed what was told; the others are random numbers."""
+    said, turns, low, high = "", [], 1, guess.LAST
     while True:
-        turns.append(f"<answer>{draw.randint(1, guess.LAST)}</answer>")
-        said += turns[-1] if draw.random() < 0.95 else turns[-1][len("<answer>")]
+        heeds = draw.random() < 0.3
+        number = draw.randint(low, high) if heeds else draw.randint(1, guess.LAST)
+        turns.append(f"<answer>{number}</answer>")
+        said += turns[-1]
         told = guess.reply(item, turns)
         if told is None:
             return said
+        low, high = (max(low, number + 1), high) if told == "more" else (low, min(high, number - 1))
         said, turns = said + USER.format(told), [*turns, told]
 
 
@@ -56,7 +59,7 @@ TASKS = {  # task: what it learns from, steps of the warm start, constants besid
     calculator: (call_or_guess, 500, {
         "STEPS": 40, "EVAL_STEPS": 10, "EVAL_QUESTIONS": 300, "STOP_STRINGS": ["</think>"],
     }),
-    guess: (guess_at_random, 400, {
+    guess: (guess_carelessly, 400, {
         "STEPS": 100, "EVAL_STEPS": 10, "GROUP_SIZE": 32, "PROMPTS_PER_STEP": 7,
         "LEARNING_RATE": 1.5e-3, "MAX_COMPLETION_TOKENS": 72,
         "MASK_TRUNCATED": False,  # or a last guess without an end would cost nothing
