@@ -2,11 +2,10 @@
 
     groups = stream_turns(policy, recipe, prompts, ...)    # yields what policy.stream does
 
-Each time the model has ended its turn, the task's reply is what it is told next, or None: the talk
-has ended. `turns` are the texts so far, the model's and the task's in turn. After a stop string the
-reply's ids are appended as they are, inside the model's turn. After EOS it becomes a user turn by
-the model's chat template. Nothing that was sampled is tokenised again, and the task's ids are not
-trained (docs/turns.md).
+When the model has ended its turn, the task's reply is what it is told next, or None: the talk has
+ended. `turns` are the texts so far, the model's and the task's in turn. After a stop string the
+reply stands inside the model's turn; after EOS it is a user turn by the model's chat template. Ids
+are appended, and nothing is tokenised again. The task's ids are not trained (docs/turns.md).
 """
 
 import time
@@ -50,7 +49,7 @@ def ask(recipe, item, turns):
     """Returns the task's reply. TaskError if it fails, or is neither a text nor None."""
     call = f"reply({item!r:.500}, {turns!r:.500})"
     reply = lambda: recipe.task.reply(item, list(turns))
-    return called(recipe.c.TASK, call, MUST, reply, lambda got: got is None or isinstance(got, str))
+    return called(recipe.c.TASK, call, MUST, reply, lambda got: isinstance(got, str | None))
 
 
 def bridge(tokenizer, eos_ids, last, reply, options):
@@ -58,8 +57,8 @@ def bridge(tokenizer, eos_ids, last, reply, options):
     `last`. `options` are CHAT_TEMPLATE's. SystemExit if the template does not take the reply."""
     if last not in eos_ids or not tokenizer.chat_template:
         return tokenizer(reply, add_special_tokens=False)["input_ids"]
-    chat = [("user", "."), ("assistant", MARK), ("user", reply)]
-    chat = [{"role": role, "content": text} for role, text in chat]
+    said = ("user", "."), ("assistant", MARK), ("user", reply)
+    chat = [{"role": role, "content": text} for role, text in said]
     options = {"add_generation_prompt": True, "tokenize": False} | options
     try:
         _, marked, after = tokenizer.apply_chat_template(chat, **options).partition(MARK)
@@ -91,8 +90,8 @@ def stream_turns(policy, recipe, prompts, *, group_size, max_sequences, max_new_
 
 
 class Talks:
-    """Talks whose turn is sampled, that wait for a reply, or whose next turn may begin. A reply
-    runs in a thread, and its talk leaves its place to others meanwhile."""
+    """Talks that are sampled, wait for a reply, or may begin their next turn. A reply runs in a
+    thread, and its talk leaves its place to others meanwhile."""
 
     def __init__(self, policy, recipe, prompts, group_size, max_sequences, limit):
         self.policy, self.recipe, self.prompts = policy, recipe, prompts
@@ -130,12 +129,12 @@ class Talks:
         talk.add(turn.ids, turn.logps, True, self.policy.text(turn))
         if turn.truncated:
             self.end(talk, truncated=True)
-            return
-        answer = Future()
-        in_background(self._reply, answer, talk.prompt[0][1], talk.turns)
-        self.asked.append((talk, answer, time.monotonic()))
-        self.quick = self.quick and bool(wait([answer], QUICK_SECONDS).done)
-        self.hear()
+        else:
+            answer = Future()
+            in_background(self._reply, answer, talk.prompt[0][1], talk.turns)
+            self.asked.append((talk, answer, time.monotonic()))
+            self.quick = self.quick and bool(wait([answer], QUICK_SECONDS).done)
+            self.hear()
 
     def _reply(self, answer, item, turns):
         try:
@@ -146,7 +145,7 @@ class Talks:
     def hear(self):
         """Goes on with the talks whose replies have come. TaskError if one takes too long; its
         thread is abandoned."""
-        asked, self.asked = self.asked, []
+        asked, self.asked, c = self.asked, [], self.recipe.c
         for talk, answer, when in asked:
             if answer.done():
                 self.go_on(talk, answer.result())
@@ -154,27 +153,26 @@ class Talks:
                 self.asked.append((talk, answer, when))
             else:
                 call = f"reply({talk.prompt[0][1]!r:.500}, {talk.turns!r:.500})"
-                limit = f"{self.recipe.c.REWARD_TIMEOUT_SECONDS} s (REWARD_TIMEOUT_SECONDS)"
-                raise TaskError(self.recipe.c.TASK, call, f"took more than {limit}", MUST)
+                slow = f"took more than {c.REWARD_TIMEOUT_SECONDS} s (REWARD_TIMEOUT_SECONDS)"
+                raise TaskError(c.TASK, call, slow, MUST)
 
     def left(self, when):
         return self.recipe.c.REWARD_TIMEOUT_SECONDS - (time.monotonic() - when)
 
     def go_on(self, talk, reply):
         """Begins the next turn, unless the task has ended the talk or there is no room for it."""
-        policy, options, between = self.policy, self.recipe.c.CHAT_TEMPLATE, []
-        if reply is not None:
-            between = bridge(policy.tokenizer, policy.eos_ids, talk.ids[-1], reply, options)
-        if reply is None or len(talk.ids) + len(between) >= self.limit:
-            self.end(talk, truncated=reply is not None)
-            return
-        talk.add(between, [0.0] * len(between), False, reply)
-        self.ready.append(talk)
+        how = self.policy.tokenizer, self.policy.eos_ids, talk.ids[-1]
+        ids = None if reply is None else bridge(*how, reply, self.recipe.c.CHAT_TEMPLATE)
+        if ids is None or len(talk.ids) + len(ids) >= self.limit:
+            self.end(talk, truncated=ids is not None)
+        else:
+            talk.add(ids, [0.0] * len(ids), False, reply)
+            self.ready.append(talk)
 
     def end(self, talk, truncated):
         talk.completion = Completion(talk.ids, talk.logps, truncated, talk.own, talk.turns)
-        if all(other.completion for other in talk.group):
-            self.ended.append((talk.prompt[0], [other.completion for other in talk.group]))
+        if all(group := [other.completion for other in talk.group]):
+            self.ended.append((talk.prompt[0], group))
 
 
 # --- Preview --------------------------------------------------------------------------
