@@ -96,10 +96,9 @@ class Talks:
     def __init__(self, policy, recipe, prompts, group_size, max_sequences, limit):
         self.policy, self.recipe, self.prompts = policy, recipe, prompts
         self.group_size, self.most, self.limit = group_size, max_sequences, limit
-        self.running = 0  # sequences that are sampled now
         self.ready, self.asked = deque(), []  # talks; (talk, Future of a reply, when it was asked)
         self.ended = deque()  # groups, as stream_turns yields them
-        self.quick = True  # whether all replies were
+        self.running, self.quick = 0, True  # sequences now; whether all replies were quick
 
     def begin(self):
         """Yields (talks that begin a turn, ids, their number, limit of tokens): the next turn of a
