@@ -5,6 +5,7 @@ import math
 import random
 import re
 import runpy
+import secrets
 import subprocess
 import sys
 import time
@@ -77,6 +78,24 @@ def test_a_judge_that_fails_is_asked_again_and_then_the_reward_does_not_apply(ju
     monkeypatch.setattr(judge, "URL", "http://127.0.0.1:1/")
     (rewards,) = reward_group(recipe, {"question": "?"}, ["x"])
     assert all(map(math.isnan, rewards.values()))
+
+
+# --- An external program ----------------------------------------------------------------
+@pytest.mark.parametrize("completion, right", [
+    ("def double(x): return 2 * x", True),
+    ("def double(x): return x", False),
+    ("import os; os._exit(0)", False),
+    ("raise SystemExit", False),
+    ("def double(x)", False),
+    ("while True: pass", False),
+])  # fmt: skip
+def test_the_example_with_an_external_program(completion, right):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (code,) = re.findall(r"```python\n(def rewards.*?)```", text, re.DOTALL)
+    names = {"secrets": secrets, "subprocess": subprocess, "sys": sys}
+    exec(code.replace("timeout=5", "timeout=1"), names)  # noqa: S102 (our own page)
+    found = names["rewards"]({"test": "assert double(4) == 8"}, completion)
+    assert found == {"correctness": right}
 
 
 # --- Reasoning Gym --------------------------------------------------------------------
