@@ -97,10 +97,8 @@ def stream_groups(
         if running.owners:
             logits.append(decoder.next_logits(running.tokens))
         if new:
-            begun = [own or (1, max_new_tokens) for _, _, *own in new]
-            sizes = [number * group_size for number, _ in begun]
+            sizes = running.add(new, group_size)
             logits.append(decoder.admit([ids for _, ids, *_ in new], sizes))
-            running.add(new, begun, group_size)
         if not logits:
             return
         logits = torch.cat(logits) if len(logits) > 1 else logits[0]
@@ -143,22 +141,24 @@ class Running:
     def ended(self):
         return len(self.owners) - self.unfinished
 
-    def add(self, prompts, begun, group_size):
-        """Adds G sequences without tokens for each group that a prompt, (key, ...), begins; `begun`
-        has the number of these and their limit of tokens."""
-        groups = [
-            ((key, [None] * group_size), limit)
-            for (key, *_), (number, limit) in zip(prompts, begun, strict=True)
-            for _ in range(number)
-        ]
-        new = [(group, i) for group, _ in groups for i in range(group_size)]
-        count, limits = len(new), [limit for _, limit in groups for _ in range(group_size)]
+    def add(self, prompts, group_size):
+        """Adds G sequences without tokens for each group that the prompts begin. Returns how many
+        each prompt begins."""
+        new, limits, sizes = [], [], []
+        for key, _, *own in prompts:
+            number, limit = own or (1, self.limit)
+            groups = [(key, [None] * group_size) for _ in range(number)]
+            new += [(group, i) for group in groups for i in range(group_size)]
+            limits += [limit] * (number * group_size)
+            sizes.append(number * group_size)
+        count = len(new)
         self.owners += new
         self.unfinished += count
         self.ids, self.logps = pad(self.ids, (0, 0, 0, count)), pad(self.logps, (0, 0, 0, count))
         self.lengths = pad(self.lengths, (0, count))
         self.limits = torch.cat([self.limits, self.limits.new_tensor(limits)])
         self.active = pad(self.active, (0, count), value=True)
+        return sizes
 
     def drop_ended(self):
         """Returns the indices (S',) of those that stay."""
