@@ -3,10 +3,9 @@
     python demo_tools.py          # or: make demo-tools
     python demo_tools.py 3        # another seed
 
-For each of two tasks a warm start makes a model that knows the moves, but rarely makes the right
-one: of calculator.py it mostly guesses instead of calling the tool; of guess.py four guesses in
-ten are random, whatever it is told. Then grpo_ref_split.py trains it. What the task says stands in the
-examples of the warm start as the chat template writes it (docs/turns.md).
+A warm start makes a model for each task. It knows the moves, but plays badly: in calculator.py it
+mostly guesses instead of calling the tool; in guess.py four guesses in ten are random, whatever it
+is told. Then grpo_ref_split.py trains it (docs/turns.md).
 """
 
 import os

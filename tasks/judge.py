@@ -1,11 +1,10 @@
 """Open questions, rewarded by a judge model behind any OpenAI-compatible endpoint.
 
     vllm serve Qwen/Qwen2.5-7B-Instruct --port 8000    # a judge on another GPU
-    JUDGE_KEY=... python -m tasks judge                # the key of a cloud, if it wants one
 
-Copy this file, and set DATA and PROMPT. The judge is asked for a number from 0 to 10. If it fails,
-or gives none, the reward is None: it does not apply to that completion, and the run goes on. With
-REWARD_PROCESSES = 8 or more, completions are judged in parallel, while others are sampled.
+Copy this file, and set DATA and PROMPT; JUDGE_KEY in the environment is the key of a cloud. If the
+judge fails, or gives no number, the reward is None: it does not apply, and the run goes on. With
+REWARD_PROCESSES = 8, completions are judged in parallel, while others are sampled.
 """
 
 import json
