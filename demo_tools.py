@@ -26,8 +26,8 @@ USER = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # 
 
 # --- Before GRPO ----------------------------------------------------------------------
 def call_or_guess(item, draw):
-    """Returns a call of the calculator, of every other with the wrong operator; more often a guess
-    of about the right size."""
+    """Returns a guess of about the right size; four times in ten a call of the calculator, of these
+    four in ten with the wrong operator."""
     if draw.random() < 0.6:
         return f"<answer>{max(0, int(item['answer']) + draw.randint(-9, 9))}</answer>"
     a, operator, b = calculator.CALL.fullmatch(f"<think>{item['work']}</think>").groups()
