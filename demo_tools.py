@@ -4,8 +4,8 @@
     python demo_tools.py 3        # another seed
 
 A warm start makes a model for each task. It knows the moves, but plays badly: in calculator.py it
-mostly guesses instead of calling the tool; in guess.py four guesses in ten are random, whatever it
-is told. Then grpo_ref_split.py trains it (docs/turns.md).
+mostly repeats a number instead of calling the tool; in guess.py four guesses in ten are random,
+whatever it is told. Then grpo_ref_split.py trains it (docs/turns.md).
 """
 
 import os
@@ -25,12 +25,12 @@ USER = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # 
 
 
 # --- Before GRPO ----------------------------------------------------------------------
-def call_or_guess(item, draw):
-    """Returns a guess of about the right size; four times in ten a call of the calculator, of these
-    four in ten with the wrong operator."""
-    if draw.random() < 0.6:
-        return f"<answer>{max(0, int(item['answer']) + draw.randint(-9, 9))}</answer>"
+def call_or_repeat(item, draw):
+    """Returns one of the question's numbers as the answer; four times in ten a call of the
+    calculator, of these four in ten with the wrong operator."""
     a, operator, b = calculator.CALL.fullmatch(f"<think>{item['work']}</think>").groups()
+    if draw.random() < 0.6:
+        return f"<answer>{draw.choice([a, b])}</answer>"
     if draw.random() < 0.4:
         operator = {"+": "-", "-": "+"}[operator]
     told = calculator.value(a, operator, b)
@@ -55,7 +55,7 @@ def guess_carelessly(item, draw):
 # --- Both tasks -----------------------------------------------------------------------
 COMMON = {"REF_SERVER": None, "KL_BETA": 0.0, "SKIP_FLAT_GROUPS": "reward", "FINAL_LR": 1.0}
 TASKS = {  # task: what it learns from, steps of the warm start, constants beside presets/demo.py
-    calculator: (call_or_guess, 500, {
+    calculator: (call_or_repeat, 700, {
         "STEPS": 40, "EVAL_STEPS": 10, "EVAL_QUESTIONS": 300, "STOP_STRINGS": ["</think>"],
     }),
     guess: (guess_carelessly, 400, {
