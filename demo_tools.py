@@ -27,11 +27,11 @@ USER = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # 
 # --- Before GRPO ----------------------------------------------------------------------
 def call_or_repeat(item, draw):
     """Returns one of the question's numbers as the answer; four times in ten a call of the
-    calculator, of these four in ten with the wrong operator."""
+    calculator, of these one in four with the wrong operator."""
     a, operator, b = calculator.CALL.fullmatch(f"<think>{item['work']}</think>").groups()
     if draw.random() < 0.6:
         return f"<answer>{draw.choice([a, b])}</answer>"
-    if draw.random() < 0.4:
+    if draw.random() < 0.25:
         operator = {"+": "-", "-": "+"}[operator]
     told = calculator.value(a, operator, b)
     return f"<think>{a}{operator}{b}</think>{told}<answer>{told}</answer>"
