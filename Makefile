@@ -10,7 +10,7 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 demo: .venv/ready
 	.venv/bin/python demo.py $(SEED)
 
-# a tool and a game of several turns, on a tiny model: two minutes
+# a tool and a game of several turns, on a tiny model: three minutes
 demo-tools: .venv/ready
 	.venv/bin/python demo_tools.py $(SEED)
 

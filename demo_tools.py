@@ -1,4 +1,4 @@
-"""A tool and a game of several turns, learned by a tiny model on a CPU in two minutes.
+"""A tool and a game of several turns, learned by a tiny model on a CPU in three minutes.
 
     python demo_tools.py          # or: make demo-tools
     python demo_tools.py 3        # another seed
