@@ -10,6 +10,10 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 demo: .venv/ready
 	.venv/bin/python demo.py $(SEED)
 
+# a tool and a game of several turns, on a tiny model: three minutes
+demo-tools: .venv/ready
+	.venv/bin/python demo_tools.py $(SEED)
+
 test: .venv/dev-ready
 	$(PYTEST) -m "not long and not vllm"
 
@@ -55,4 +59,4 @@ lint: .venv/dev-ready
 clean:
 	rm -rf .venv runs
 
-.PHONY: demo test test-long pictures vllm-test gpu-report lint clean
+.PHONY: demo demo-tools test test-long pictures vllm-test gpu-report lint clean

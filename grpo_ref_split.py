@@ -189,7 +189,7 @@ def sample_step(run):
             for group, answer in mine:
                 group.ref_logps = answer.result()
         groups = ranks.gather_groups([group for group, _ in mine])  # collective
-    metrics = rollout_metrics(run, counts, theirs)  # collective
+    metrics = rollout_metrics(run, counts, theirs, sampled)  # collective
     if PUBLISH_STEPS:
         metrics |= staleness(groups, p.step, run.workers)
     return groups, metrics, sampled + theirs
@@ -229,7 +229,8 @@ class Sequence:
     old_logps: torch.Tensor | None  # (T,); None: the first update on the rollout sets them
     ref_logps: torch.Tensor | None  # (T,); None: KL_BETA is 0
     advantage: float
-    weight: float = 0.0  # of each token, in the step's loss
+    own: torch.Tensor  # (T,), bool; False: a token of the task's (turns), which is in no sum
+    weight: float = 0.0  # of each own token, in the step's loss
     fresh: bool = False  # whether it was sampled with the very weights that are trained next
 
 
@@ -257,11 +258,12 @@ def make_sequences(groups, reward_weights, step):
             if MASK_TRUNCATED and group.truncated[i]:
                 continue
             prompt, completion = group.prompt_ids.tolist(), ids[i].tolist()
-            sequence = Sequence(prompt, completion, logps[i], None, refs[i], advantage)
+            parts = logps[i], None, refs[i], advantage, group.owns()[i]
+            sequence = Sequence(prompt, completion, *parts)
             sequence.old_logps = None if own else logps[i]
             sequence.fresh = group.policy_version == step
             sequences.append(sequence)
-    lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
+    lengths = torch.tensor([int(sequence.own.sum()) for sequence in sequences])
     weights = plain_loss.token_weights(
         lengths,
         loss_type=LOSS_TYPE,
@@ -291,6 +293,7 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
         return torch.cat(parts).to(ids.device)
 
     first_update = batch[0].old_logps is None
+    own = joined([s.own for s in batch])
     sampler_logps = joined([s.sampler_logps for s in batch])
     loss, stats = (grpo_loss_triton if FUSED_LOSS else plain_loss).grpo_loss(
         hidden,
@@ -299,7 +302,7 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
         None if first_update else joined([s.old_logps for s in batch]),  # None: the loss's own
         joined([s.ref_logps for s in batch]) if KL_BETA else None,
         per_token([s.advantage for s in batch]),
-        per_token([s.weight for s in batch]),
+        per_token([s.weight for s in batch]) * own,
         temperature=TEMPERATURE,
         vocab_size=vocab_size,
         clip_low=CLIP_LOW,
@@ -320,7 +323,7 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
     fresh = per_token([float(s.fresh) for s in batch])
     for sequence in batch:  # the next update has other weights
         sequence.fresh = False
-    return loss, stats | {"sampler_logps": sampler_logps, "fresh": fresh}
+    return loss, stats | {"sampler_logps": sampler_logps, "fresh": fresh, "own": own}
 
 
 def accumulate(run, sequences):

@@ -112,7 +112,10 @@ def show_samples(run_dir, step=None):
     for r in ours:
         rank = {high: "best, ", low: "worst, "}.get(r["advantage"], "") if high > low else ""
         title = f"{rank}advantage {r['advantage']:+.2f}, {json.dumps(r['rewards'])}"
-        show(title + ", truncated" * r["truncated"], r["completion"])
+        turns = r.get("turns") or [r["completion"]]
+        show(title + ", truncated" * r["truncated"], *turns[:1])
+        for i, turn in enumerate(turns[1:]):
+            show("the model goes on" if i % 2 else "the task", turn)
 
 
 def show(title, text):

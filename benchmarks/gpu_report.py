@@ -172,7 +172,7 @@ def kernels(size):
     for number in (8, 64, 256) if large else (8, 64):
         for room in (64, 512, 2048) if large else (64,):
             decoder = make_decoder(model, room, 256)
-            logits = decoder.admit([[5] * 200] * (number // 8), 8)
+            logits = decoder.admit([[5] * 200] * (number // 8), [8] * (number // 8))
             tokens = logits[:, :400].argmax(-1)
             times = [seconds_of(decoder.next_logits, tokens) for _ in range(24)][8:]
             rows.append([number, room, f"{1000 * statistics.median(times):.2f}"])

@@ -8,6 +8,7 @@ demo's knows the arithmetic, the operators and the tags, but rarely combines the
 true equations and sloppy answers to questions. Of another task it learns right answers and wrong.
 """
 
+import functools
 import random
 import time
 
@@ -22,6 +23,8 @@ CHAT = (  # ChatML, as Qwen2.5, without a system prompt
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# What stands around a reply of the task as a user turn; after it the model goes on
+USER_TURN = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 # Qwen2's splitting of text into words, single digits and punctuation
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 
@@ -67,8 +70,17 @@ def make_model(tokenizer, heads, context=256, **shape):
     return Qwen2ForCausalLM(config).to(own_device())
 
 
-def right_answer(task, item):
-    return task.gold(item) if hasattr(task, "gold") else str(item["answer"])
+def right_answer(task, item, stops=()):
+    """Returns the text of gold(item), or item["answer"]. If gold gives the model's turns, the
+    task's replies stand between them: within the model's turn after one of the texts `stops`."""
+    gold, turns, text = task.gold(item) if hasattr(task, "gold") else str(item["answer"]), [], ""
+    for turn in [gold] if isinstance(gold, str) else gold:
+        told = task.reply(item, [*turns, turn]) if turn is not gold else None
+        text += turn
+        if told is not None:
+            text += told if turn.endswith(tuple(stops)) else USER_TURN.format(told)
+        turns += [turn, told]
+    return text
 
 
 def next_token_loss(model, examples):
@@ -79,23 +91,26 @@ def next_token_loss(model, examples):
     return model(input_ids=ids.to(model.device), labels=labels).loss
 
 
-def warm_start(folder, task, seed, steps, heads=4, **shape):
-    """Trains the tiny model on a task's examples, and saves it; returns its context in tokens. The
-    task may have a function sloppy(item, draw) -> an answer to learn; without it every second
-    answer is right, on average, and others are another item's. And drill(draw) -> a text to learn
-    besides; `draw` is a random.Random. With 2 `heads` vLLM can run it on a CPU;
-    `shape` is make_model's."""
+def warm_start(folder, task, seed, steps, heads=4, answer=None, stops=(), **shape):
+    """Trains the tiny model on a task's examples, and saves it; returns its context in tokens.
+
+    An example's text is answer(item, draw), or the task's own sloppy(item, draw); without either
+    every second answer is right, on average, and others are another item's. The task may also have
+    drill(draw), a text to learn besides. `draw` is a random.Random. `stops` is right_answer's,
+    `shape` make_model's; with 2 `heads` vLLM can run the model on a CPU.
+    """
     torch.set_num_threads(1)  # two are a fifth faster on free cores, and much slower on busy ones
     torch.manual_seed(seed)
     draw, tokenizer, items = random.Random(seed), make_tokenizer(task), list(task.load("train"))
     pairs = [(item, prompt_ids(tokenizer, task.messages(item))) for item in items]
-    answers = tokenizer([right_answer(task, item) for item in items])["input_ids"]
+    right = functools.partial(right_answer, task, stops=stops)
+    answers = tokenizer([right(item) for item in items])["input_ids"]
     longest = max(map(len, answers)) + max(len(prompt) for _, prompt in pairs)
     model = make_model(tokenizer, heads, context=max(256, 2 * longest), **shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
     end, started = [tokenizer.eos_token_id], time.perf_counter()
-    right_or_wrong = lambda item, draw: right_answer(task, draw.choice([item, draw.choice(items)]))
-    answer = getattr(task, "sloppy", right_or_wrong)
+    right_or_wrong = lambda item, draw: right(draw.choice([item, draw.choice(items)]))
+    answer = answer or getattr(task, "sloppy", right_or_wrong)
     for step in range(steps):
         examples = []
         for item, prompt in draw.choices(pairs, k=32):

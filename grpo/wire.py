@@ -35,6 +35,7 @@ TENSORS = {  # of a group
     "truncated": torch.bool,  # (G,), cut at the length limit: neither EOS nor a stop string ends it
     "rewards": torch.float32,  # (G, K), raw, a column for each of reward_names; NaN: not applicable
     "ref_logps": torch.float32,  # (N,), of the reference model; a rank attaches them
+    "own": torch.bool,  # (N,), False: a token that the task has added (turns); absent: all True
 }
 # What reading a blob raises; RuntimeError: JSON nested too deeply, torch's view of 4-bit dtypes
 UNREADABLE = (SafetensorError, struct.error, ValueError, KeyError, TypeError, RuntimeError)
@@ -59,10 +60,16 @@ class Group:
     truncated: torch.Tensor
     rewards: torch.Tensor
     ref_logps: torch.Tensor | None = None
+    own: torch.Tensor | None = None
 
     def completions(self, tensor):
         """Returns the parts of a (N,) tensor: a tensor for each of the G completions."""
         return list(tensor.split(self.completion_lengths.tolist()))
+
+    def owns(self):
+        """Returns for each of the G completions which of its tokens the model has drawn, (T,)."""
+        everything = torch.ones_like(self.completion_ids, dtype=torch.bool)
+        return self.completions(everything if self.own is None else self.own)
 
 
 METADATA = {k: kind for k, kind in Group.__annotations__.items() if k not in TENSORS}
@@ -162,7 +169,7 @@ def unpack_group(body, *, vocab_size=None, max_tokens=None) -> Group:
 
     `vocab_size` bounds the ids, `max_tokens` the length of prompt plus completion.
     """
-    meta, tensors = read_blob(body, "with a group in it", TENSORS, optional={"ref_logps"})
+    meta, tensors = read_blob(body, "with a group in it", TENSORS, optional={"ref_logps", "own"})
     require(type(meta) is dict, f"the metadata must be a JSON object, got {type(meta).__name__}")
     current = meta.get("protocol") == PROTOCOL and type(meta["protocol"]) is int
     require(current, f"its protocol must be {PROTOCOL}; update the older side")
@@ -224,18 +231,21 @@ def check_group(g, vocab_size=None, max_tokens=None):
     check_parts("prompt", g.prompt_ids, torch.tensor([g.prompt_ids.numel()]), vocab_size)
     check_length(len(g.prompt_ids) + int(lengths.max()), max_tokens)
     G, N = len(lengths), len(g.completion_ids)
-    shapes = {"sampler_logps": (N,), "ref_logps": (N,)}
+    shapes = {"sampler_logps": (N,), "ref_logps": (N,), "own": (N,)}
     shapes |= {"truncated": (G,), "rewards": (G, len(g.reward_names))}
     for name, shape in shapes.items():
-        if (tensor := getattr(g, name)) is not None:  # ref_logps may be missing
+        if (tensor := getattr(g, name)) is not None:  # ref_logps and own may be missing
             found = tuple(tensor.shape)
             require(found == shape, f"{name} must be {shape}, got {found[:9]}")
             # A NaN reward does not apply
             bad = tensor.isinf() if name == "rewards" else ~tensor.isfinite()
             require(not bad.any(), f"{name} must be finite")
     require(g.sampler_logps.max() <= 1e-3, "sampler_logps must be log-probs, not positive")
-    # torch takes any byte for a bool
-    require(g.truncated.view(torch.uint8).max() <= 1, "truncated must be of bytes 0 and 1")
+    for name in ("truncated", "own"):  # torch takes any byte for a bool
+        if (tensor := getattr(g, name)) is not None:
+            require(tensor.view(torch.uint8).max() <= 1, f"{name} must be of bytes 0 and 1")
+    ends = all(own[0] and own[-1] for own in g.owns())
+    require(ends, "a completion must begin and end with a token of the model's own")
 
 
 def check_length(longest, max_tokens):

@@ -12,6 +12,7 @@ sloppy(item, draw); then the command is printed that trains it.
 """
 
 import ast
+import json
 import sys
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def listed():
     return "\n".join(lines)
 
 
-def make_model(name, task, out):
+def make_model(name, task, out, stops):
     """Makes the tiny model in the folder `out`; returns the command that trains it."""
     if Path(out).exists():
         raise SystemExit(f"OUT = {out!r} is there already: delete it, or choose another folder")
@@ -39,9 +40,10 @@ def make_model(name, task, out):
 
     print(f"a tiny model learns from the examples of {name}, for {WARM_STEPS} steps", flush=True)
     must = 'have load, messages and gold, or an "answer" in each item, that work'
-    call = lambda: warm_start(out, task, seed=0, steps=WARM_STEPS)
+    call = lambda: warm_start(out, task, seed=0, steps=WARM_STEPS, stops=stops)
     half = called(name, "a tiny model's examples", must, call) // 2
     words = f"MODEL={out} TASK={name} REF_SERVER=None RUN_DIR={out}_run"
+    words += f" 'STOP_STRINGS={json.dumps(stops)}'" if stops else ""
     words += f" MAX_PROMPT_TOKENS={half} MAX_COMPLETION_TOKENS={half}"
     return f"python grpo_ref_split.py presets/demo.py {words}"
 
@@ -53,7 +55,7 @@ def main(name):
     task = load_task(name)  # before torch, which takes seconds to import
     if outs:
         given["MODEL"] = outs[-1].removeprefix("OUT=")
-        command = make_model(name, task, given["MODEL"])
+        command = make_model(name, task, given["MODEL"], given.get("STOP_STRINGS", ()))
     import grpo_ref_split as trainer
 
     c = trainer.constants(**given | {"TASK": name})

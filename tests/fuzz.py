@@ -55,7 +55,7 @@ def spoil_arrays(draw, meta, arrays):
     name = draw.choice(list(arrays))
     array, way = arrays[name], draw.randrange(8)
     if way == 1:
-        arrays[draw.choice(["advantages", "ref_logps", "", "__metadata_"])] = array
+        arrays[draw.choice(["advantages", "ref_logps", "own", "", "__metadata_"])] = array
     elif way == 2:
         arrays[name] = np.zeros([draw.choice([0, 1, 2, 7])] * draw.randrange(4), array.dtype)
     elif way == 3:

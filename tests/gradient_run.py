@@ -41,8 +41,8 @@ def make_rows(policy, loss_type):
         noise = torch.randn(3, len(completion), generator=draw) * 0.3
         names = ("ref_logps", "old_logps", "sampler_logps")
         noisy = dict(zip(names, logps + noise, strict=True))
-        advantage = (-1.0) ** i * (1 + i)
-        rows.append(trainer.Sequence(prompt, completion, advantage=advantage, **noisy))
+        advantage, own = (-1.0) ** i * (1 + i), torch.ones(len(completion), dtype=torch.bool)
+        rows.append(trainer.Sequence(prompt, completion, advantage=advantage, own=own, **noisy))
     lengths = torch.tensor([len(row.completion) for row in rows])
     sizes = {"sequences": 7, "tokens": int(lengths.sum()), "max_completion_tokens": 32}
     weights = token_weights(lengths, loss_type=loss_type, **sizes)

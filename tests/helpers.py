@@ -55,7 +55,8 @@ class Replies:
             connection, _ = self.socket.accept()
             with connection, connection.makefile("rb") as request:
                 head = list(iter(request.readline, b"\r\n"))
-                length = [int(line[15:]) for line in head if line.startswith(b"Content-Length:")]
+                lines = [line.lower().partition(b"content-length:") for line in head]
+                length = [int(value) for _, name, value in lines if name]
                 self.requests.append(b"".join(head) + request.read(sum(length)))
                 connection.sendall(reply)
         self.socket.close()

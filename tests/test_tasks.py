@@ -5,6 +5,7 @@ import math
 import random
 import re
 import runpy
+import secrets
 import subprocess
 import sys
 import time
@@ -12,14 +13,17 @@ import types
 from pathlib import Path
 
 import pytest
+from fakes import a_recipe
+from helpers import Replies, reply
 
 import grpo_ref_split as trainer
 from grpo.constants import command_line
 from grpo.models import load_model
 from grpo.sampling.rewards import ask, end, start_process
-from grpo.sampling.task import load_task, prepare, task_files
-from tasks import answers, arithmetic, countdown, data, gsm8k
+from grpo.sampling.task import load_task, prepare, reward_group, task_files
+from tasks import answers, arithmetic, countdown, data, gsm8k, judge
 from tasks import math as math_task
+from tasks import reasoning_gym as gym
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,6 +31,124 @@ ROOT = Path(__file__).parent.parent
 def lines_at(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return str(path)
+
+
+# --- Judge ---------------------------------------------------------------------------
+def verdict(text):
+    return reply(200, json.dumps({"choices": [{"message": {"content": text}}]}).encode())
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """Returns a function: the rewards of an answer that a judge with these replies gives, and the
+    requests that it got."""
+    monkeypatch.setattr(judge, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(judge, "LIMIT_SECONDS", 0.3)
+
+    def run(*replies):
+        server = Replies(*replies)
+        monkeypatch.setattr(judge, "URL", f"{server.url}/v1/chat/completions")
+        return judge.rewards({"question": "Why?"}, "Because."), server.requests
+
+    return run
+
+
+@pytest.mark.parametrize("text, points, good", [
+    ("7", 0.7, True), ("10", 1.0, True), ("Rating: 6/10.", 0.6, False), ("0", 0.0, False),
+    ("**9**", 0.9, True), ("good", None, None), ("7 or 8", None, None), ("", None, None),
+    ("11", None, None), (None, None, None),
+])  # fmt: skip
+def test_a_judges_number_is_the_reward(text, points, good, judged):
+    found, requests = judged(verdict(text))
+    assert found == {"points": points, "good": good} and len(requests) == 1
+
+
+def test_a_judge_that_fails_is_asked_again_and_then_the_reward_does_not_apply(judged, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    busy, broken = reply(503, b"{}"), reply(200, b"<html>")
+    found, requests = judged(busy, broken, verdict("8"))
+    assert found == {"points": 0.8, "good": True} and len(requests) == 3
+    head, brace, body = requests[0].partition(b"{")
+    assert b"Authorization: Bearer secret" in head
+    assert "Because." in json.loads(brace + body)["messages"][0]["content"]
+    for replies in ([busy] * 3, [b""] * 3, [reply(200, b'{"choices": []}')] * 3):
+        assert judged(*replies)[0] == {"points": None, "good": None}
+    began = time.monotonic()
+    assert judged()[0]["good"] is None  # it accepts, and never answers
+    assert time.monotonic() - began < 3
+    recipe = a_recipe(task=judge, REWARD_WEIGHTS=judge.REWARD_WEIGHTS, TASK="judge")
+    monkeypatch.setattr(judge, "URL", "http://127.0.0.1:1/")
+    (rewards,) = reward_group(recipe, {"question": "?"}, ["x"])
+    assert all(map(math.isnan, rewards.values()))
+
+
+# --- An external program ----------------------------------------------------------------
+@pytest.mark.parametrize("completion, right", [
+    ("def double(x): return 2 * x", True),
+    ("def double(x): return x", False),
+    ("import os; os._exit(0)", False),
+    ("raise SystemExit", False),
+    ("def double(x)", False),
+    ("while True: pass", False),
+])  # fmt: skip
+def test_the_example_with_an_external_program(completion, right):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (code,) = re.findall(r"```python\n(def rewards.*?)```", text, re.DOTALL)
+    names = {"secrets": secrets, "subprocess": subprocess, "sys": sys}
+    exec(code.replace("timeout=5", "timeout=1"), names)  # noqa: S102 (our own page)
+    found = names["rewards"]({"test": "assert double(4) == 8"}, completion)
+    assert found == {"correctness": right}
+
+
+# --- Reasoning Gym --------------------------------------------------------------------
+@pytest.fixture
+def fake_gym(monkeypatch):
+    """In place of the package: a data set whose verifier gives junk 0.01 and raises on "boom"."""
+
+    def score(answer, item):
+        return {item["answer"]: 1.0, "boom": None}.get(answer, 0.01) + 0
+
+    made = types.ModuleType("reasoning_gym")
+    items = [{"question": f"{n} + 1?", "answer": str(n + 1), "metadata": {}} for n in range(9)]
+    made.create_dataset = lambda name, size, seed: items[seed::3][:size]
+    made.get_score_answer_fn = lambda name: score
+    monkeypatch.setitem(sys.modules, "reasoning_gym", made)
+    gym.verifier.cache_clear()
+    yield made
+    gym.verifier.cache_clear()
+
+
+def test_reasoning_gym_is_right_above_a_score_of_99_percent(fake_gym, monkeypatch):
+    item, *_ = gym.load("validation")
+    assert item["answer"] == "2" and gym.messages(item)[1]["content"] == "1 + 1?"
+    for answer, right, score in (("2", True, 1.0), ("3", False, 0.01), (" 2 ", True, 1.0)):
+        found = gym.rewards(item, f"<think></think><answer>{answer}</answer>")
+        assert found == {"correctness": right, "score": score, "format": True}
+    assert gym.rewards(item, "2") == {"correctness": False, "score": 0.0, "format": False}
+    assert gym.rewards(item, gym.gold(item))["correctness"]
+    assert gym.gold(item | {"answer": None}) is None
+    junk = "<answer>boom</answer>"
+    with pytest.raises(TypeError):  # a verifier that is not known to raise has a bug
+        gym.rewards(item, junk)
+    monkeypatch.setattr(gym, "NAME", "prime_factorization")
+    assert gym.rewards(item, junk)["correctness"] is False
+    monkeypatch.setattr(gym, "NAME", "game_of_life_halting")
+    with pytest.raises(ValueError, match="takes junk as right"):
+        gym.load("train")
+
+
+@pytest.mark.parametrize("name", ["leg_counting", "prime_factorization", "rush_hour", "countdown"])
+def test_reasoning_gym_itself(name, monkeypatch):
+    pytest.importorskip("reasoning_gym")
+    gym.verifier.cache_clear()
+    monkeypatch.setattr(gym, "NAME", name)
+    monkeypatch.setattr(gym, "SIZES", {"train": 5})
+    for item in gym.load("train"):
+        gold = gym.gold(item)
+        assert gold is None or gym.rewards(item, gold)["correctness"], item
+        for junk in ("", "zz", "42"):
+            if junk != item["answer"]:
+                assert not gym.rewards(item, f"<answer>{junk}</answer>")["correctness"]
 
 
 # --- Countdown ----------------------------------------------------------------------

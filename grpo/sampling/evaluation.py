@@ -92,7 +92,7 @@ def answer(policy, recipe, path, prompts, seed):
         answers = [
             {
                 "text": policy.text(completion),
-                "tokens": len(completion.ids),
+                "tokens": completion.length,
                 "truncated": bool(completion.truncated),
                 "rewards": {k: None if math.isnan(v) else v for k, v in given.items()},
             }

@@ -107,6 +107,8 @@ def sample(c, policy, group_size, rows):
             size = token * completion * rows
             _block = torch.empty(size, dtype=torch.uint8, device=model.device)
         else:  # each token runs its whole sequence
-            logits = PlainDecoder(model).admit([[1] * (prompt + completion)] * len(prompts), 1)
+            logits = PlainDecoder(model).admit(
+                [[1] * (prompt + completion)] * len(prompts), [1] * len(prompts)
+            )
         logits = logits.repeat_interleave(group_size, 0)
         draw(logits[:, : policy.vocab_size], c.TEMPERATURE, policy.generator(seed=0))

@@ -1,4 +1,5 @@
-"""Calls a task's reward functions with a time limit: here, or in processes (REWARD_PROCESSES).
+"""Calls a task's functions: a mistake is a TaskError. Its rewards have a time limit, here or in
+processes (REWARD_PROCESSES).
 
     with timely(60, "the rewards"): task.rewards(item, text)
     submit = start_processes(task, number=4, limit_seconds=60)
@@ -24,11 +25,45 @@ import time
 import traceback
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from grpo import log
 from grpo.stop import end_with_parent
 
 IMPORT_SECONDS = 600  # for the task's import, which may load a judge
+
+
+# --- A task's mistakes -----------------------------------------------------------------
+class TaskError(SystemExit):
+    """Ends the program with a sentence about a task's file."""
+
+    def __init__(self, name, function, got, must):
+        super().__init__(f"{task_file(name)}: {function} {got}: it must {must}")
+
+
+def called(name, function, must, call, holds=lambda got: True):
+    """Returns what `call` of a task's function returns. TaskError if it raises, with the line, or
+    if `holds` is not true of what it returns."""
+    try:
+        got = call()
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f.lineno for f in frames if Path(f.filename).name == Path(task_file(name)).name]
+        lines += [error.lineno] if isinstance(error, SyntaxError) else []
+        at = f", line {lines[-1]}" if lines else ""
+        raise TaskError(name, function, f"failed with {error!r}{at}", must) from error
+    if not holds(got):
+        raise TaskError(name, function, f"returned {got!r:.500}", must)
+    return got
+
+
+def task_file(name):
+    """Returns the path by which errors name a task's file.
+
+    >>> task_file("gsm8k"), task_file("my/task.py")
+    ('tasks/gsm8k.py', 'my/task.py')
+    """
+    return name if name.endswith(".py") else f"tasks/{name}.py"
 
 
 class TooSlow(BaseException):

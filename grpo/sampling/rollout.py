@@ -6,6 +6,7 @@ completions, rewards): G sampler.Completions, and for each a dict of floats by r
 """
 
 import contextlib
+import functools
 import hashlib
 import math
 import random
@@ -14,6 +15,7 @@ from collections import deque
 import torch
 
 from grpo.sampling.task import begin_rewards, reward_group, total
+from grpo.sampling.turns import stream_turns
 from grpo.wire import Group
 
 OUTSTANDING = 64  # groups whose rewards are awaited while others are sampled
@@ -49,12 +51,13 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
     """Yields a sampled group for each of `prompts`, an iterator that is read when there is room for
     another group (a None there: none yet), in the order in which their last completions end.
 
-    The task sees text; the trainer trains the sampled ids, as re-tokenised text may differ. Rewards
-    are computed, or awaited, within `with timed()`; sampling goes on if other processes compute
-    them. Raises what reward_group does.
+    The task sees text, or the texts of several turns; the trainer trains the sampled ids, as
+    re-tokenised text may differ. Rewards are computed, or awaited, within `with timed()`; sampling
+    goes on if other processes compute them. Raises what reward_group does, and stream_turns.
     """
     waiting = deque()  # groups, and the Futures of their rewards
-    groups = policy.stream(
+    several = functools.partial(stream_turns, policy, recipe)
+    groups = (several if hasattr(recipe.task, "reply") else policy.stream)(
         (prompt and (prompt, prompt[2]) for prompt in prompts),
         group_size=recipe.c.GROUP_SIZE,
         max_sequences=recipe.c.SAMPLE_BATCH,
@@ -69,7 +72,7 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
             return prompt, completions, reward_group(recipe, prompt[1], texts, futures)
 
     for prompt, completions in groups:
-        texts = [policy.text(c) for c in completions]
+        texts = [c.turns or policy.text(c) for c in completions]
         waiting.append((prompt, completions, texts, begin_rewards(recipe, prompt[1], texts)))
         while waiting and (len(waiting) > OUTSTANDING or all(f.done() for f in waiting[0][-1])):
             yield finish(*waiting.popleft())
@@ -132,7 +135,7 @@ def totals_of(rewards, lengths, weights, *, limit, overlong):
 def tally(recipe, sampled):
     """Returns {name: number}: the TALLY and rewards of one sampled group."""
     _, completions, rewards = sampled
-    lengths, cut = [len(c.ids) for c in completions], [c.truncated for c in completions]
+    lengths, cut = [c.length for c in completions], [c.truncated for c in completions]
     return counts_of(recipe, lengths, cut, rewards)
 
 
@@ -144,7 +147,7 @@ def tally_of(recipe, group):
 
 def tally_of_one(recipe, group):
     """Returns the tally of a wire.Group."""
-    lengths, cut = group.completion_lengths.tolist(), group.truncated.tolist()
+    lengths, cut = [int(own.sum()) for own in group.owns()], group.truncated.tolist()
     return counts_of(recipe, lengths, cut, rewards_of(group))
 
 
@@ -190,6 +193,7 @@ def make_group(sampled, *, id, run, version, sampler, outcome, skipped=None):
     """Returns the wire.Group of a sampled group."""
     (index, _, prompt_ids), completions, rewards = sampled
     names = list(rewards[0])
+    own = torch.tensor([drawn for c in completions for drawn in c.own or [True] * len(c.ids)])
     return Group(
         id=id,
         run=run,
@@ -205,4 +209,5 @@ def make_group(sampled, *, id, run, version, sampler, outcome, skipped=None):
         sampler_logps=torch.tensor([p for c in completions for p in c.logps]),
         truncated=torch.tensor([c.truncated for c in completions]),
         rewards=torch.tensor([[float(r[name]) for name in names] for r in rewards]),
+        own=None if own.all() else own,
     )

@@ -28,6 +28,13 @@ class Completion:
     ids: list[int]
     logps: list[float]  # log-prob of each sampled id, at the sampling temperature, from float32
     truncated: bool  # cut at max_new_tokens, and not ended by its last token
+    own: list[bool] | None = None  # of several turns: False is an id that the task has added
+    turns: list[str] | None = None  # their texts, the model's and the task's in turn
+
+    @property
+    def length(self):
+        """How many of the ids the model has drawn."""
+        return sum(self.own) if self.own else len(self.ids)
 
 
 def completion_text(tokenizer, completion, eos_ids):
@@ -64,9 +71,10 @@ def stream_groups(
 ):
     """Yields (key, [Completion] * G) for each prompt, as soon as its last completion has ended.
 
-    `prompts` is an iterator of (key, token ids), or None: no prompt now, but ask again. It is read
-    when a group has room, and enough of `max_sequences` is free that copying the cache pays; the
-    stream ends when all sequences have ended and no prompt comes, even if one might come later.
+    `prompts` is an iterator of (key, token ids), or None: no prompt now, but ask again; or of (key,
+    ids, number, limit): `number` groups of this key, with `limit` tokens at most. It is read when a
+    group has room, and enough of `max_sequences` is free that copying the cache pays; the stream
+    ends when all sequences have ended and no prompt comes, even if one might come later.
     Completions are drawn from softmax(logits / temperature), at 0
     greedily (log-probs are then those at temperature 1). Ids from `vocab_size` on are the padding
     of the embedding: the softmax leaves them out here, in the trainer and in the reference server.
@@ -89,8 +97,8 @@ def stream_groups(
         if running.owners:
             logits.append(decoder.next_logits(running.tokens))
         if new:
-            logits.append(decoder.admit([ids for _, ids in new], group_size))
-            running.add([(key, [None] * group_size) for key, _ in new])
+            sizes = running.add(new, group_size)
+            logits.append(decoder.admit([ids for _, ids, *_ in new], sizes))
         if not logits:
             return
         logits = torch.cat(logits) if len(logits) > 1 else logits[0]
@@ -120,11 +128,13 @@ class Running:
     def __init__(self, max_new_tokens, eos_ids, stop_strings, device):
         self.limit, self.eos_ids, self.stop_strings = max_new_tokens, eos_ids, stop_strings
         self.eos = torch.tensor(sorted(eos_ids), device=device)
-        self.owners = []  # ((key, completions), number in the group) of each
+        # ((key, completions), number in the group, first column) of each: one with a limit of its
+        # own begins further to the right, and all end at the same column
+        self.owners = []
         self.unfinished = 0  # how many have not ended
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
-        self.lengths = torch.zeros(0, dtype=torch.long, device=device)
+        self.ends = torch.zeros(0, dtype=torch.long, device=device)  # (S,) the next column
         self.active = torch.zeros(0, dtype=torch.bool, device=device)
         self.tokens = None  # (S,) the last of each
 
@@ -132,32 +142,40 @@ class Running:
     def ended(self):
         return len(self.owners) - self.unfinished
 
-    def add(self, groups):
-        """Adds G sequences without tokens for each group, (key, its G completions to be)."""
-        new = [(group, i) for group in groups for i in range(len(group[1]))]
+    def add(self, prompts, group_size):
+        """Adds G sequences without tokens for each group that the prompts begin. Returns how many
+        each prompt begins."""
+        new, sizes = [], []
+        for key, _, *own in prompts:
+            number, limit = own or (1, self.limit)
+            groups = [(key, [None] * group_size) for _ in range(number)]
+            new += [(group, i, self.limit - limit) for group in groups for i in range(group_size)]
+            sizes.append(number * group_size)
         count = len(new)
         self.owners += new
         self.unfinished += count
         self.ids, self.logps = pad(self.ids, (0, 0, 0, count)), pad(self.logps, (0, 0, 0, count))
-        self.lengths = pad(self.lengths, (0, count))
+        first = torch.tensor([start for *_, start in new], device=self.ends.device)
+        self.ends = torch.cat([self.ends, first])
         self.active = pad(self.active, (0, count), value=True)
+        return sizes
 
     def drop_ended(self):
         """Returns the indices (S',) of those that stay."""
         stay = self.active.nonzero().flatten()
         self.owners = [self.owners[i] for i in stay.tolist()]
-        self.ids, self.logps, self.lengths = self.ids[stay], self.logps[stay], self.lengths[stay]
+        self.ids, self.logps, self.ends = self.ids[stay], self.logps[stay], self.ends[stay]
         self.active, self.tokens = self.active[stay], self.tokens[stay]
         return stay
 
     def write(self, tokens, logps):
         """Adds a token to each sequence; yields (group, number, Completion) of those that end."""
         self.tokens = tokens
-        column = self.lengths.clamp(max=self.limit - 1)[:, None]  # past the end nobody reads it
+        column = self.ends.clamp(max=self.limit - 1)[:, None]  # past the end nobody reads it
         self.ids.scatter_(1, column, tokens[:, None])
         self.logps.scatter_(1, column, logps[:, None])
-        self.lengths += self.active
-        ended = self.active & (torch.isin(tokens, self.eos) | (self.lengths == self.limit))
+        self.ends += self.active
+        ended = self.active & (torch.isin(tokens, self.eos) | (self.ends == self.limit))
         stopped = self.at_stop_strings() if self.stop_strings else []
         if stopped:
             ended[stopped] = True
@@ -166,22 +184,24 @@ class Running:
         if not len(last):
             return
         self.unfinished -= len(last)
-        lists = (x[last].tolist() for x in (self.ids, self.logps, self.lengths))
-        for i, ids, found, length in zip(last.tolist(), *lists, strict=True):
-            ids, found = ids[:length], found[:length]
+        lists = (x[last].tolist() for x in (self.ids, self.logps, self.ends))
+        for i, ids, found, end in zip(last.tolist(), *lists, strict=True):
+            group, number, first = self.owners[i]
+            ids, found = ids[first:end], found[first:end]
             if not math.isfinite(sum(found)):
                 raise RuntimeError("the model's logits are not finite: its weights are broken")
             truncated = ids[-1] not in self.eos_ids and i not in stopped
-            yield *self.owners[i], Completion(ids, found, truncated)
+            yield group, number, Completion(ids, found, truncated)
 
     def at_stop_strings(self):
         """Returns the rows, of those that run, whose last token completes a stop string."""
         rows = [i for i, id in enumerate(self.tokens.tolist()) if self.stop_strings.may_end(id)]
         if not rows:
             return []
-        active, lengths, ids = (x[rows].tolist() for x in (self.active, self.lengths, self.ids))
-        ends = [a and self.stop_strings.end(x[:n]) for a, x, n in zip(active, ids, lengths)]
-        return [i for i, at_end in zip(rows, ends) if at_end]
+        active, ends, ids = (x[rows].tolist() for x in (self.active, self.ends, self.ids))
+        found = zip(rows, active, ids, ends, strict=True)
+        own = [(i, x[self.owners[i][2] : end]) for i, a, x, end in found if a]
+        return [i for i, ids in own if self.stop_strings.end(ids)]
 
 
 def draw(logits, temperature, generator):

@@ -14,54 +14,30 @@ import math
 import numbers
 import statistics
 import sys
-import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo.constants import real, set_for_run, with_constants
 from grpo.log import announced, say
-from grpo.sampling.rewards import TooSlow, import_file, start_processes, timely
+from grpo.sampling.rewards import (
+    TaskError,
+    TooSlow,
+    called,
+    import_file,
+    start_processes,
+    task_file,
+    timely,
+)
 
 # What a worker must have as the trainer has it, beside task, prompts and REWARD_WEIGHTS
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME SKIP_FLAT_GROUPS"
 SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS"
 FUNCTIONS = {"load": ["split"], "messages": ["item"], "gold": ["item"]}  # that a task may have
 FUNCTIONS |= {"rewards": ["item", "completion"], "group_rewards": ["item", "completions"]}
-
-
-class TaskError(SystemExit):
-    """Ends the program with a sentence about a task's file."""
-
-    def __init__(self, name, function, got, must):
-        super().__init__(f"{task_file(name)}: {function} {got}: it must {must}")
-
-
-def called(name, function, must, call, holds=lambda got: True):
-    """Returns what `call` of a task's function returns. TaskError if it raises, with the line, or
-    if `holds` is not true of what it returns."""
-    try:
-        got = call()
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f.lineno for f in frames if Path(f.filename).name == Path(task_file(name)).name]
-        lines += [error.lineno] if isinstance(error, SyntaxError) else []
-        at = f", line {lines[-1]}" if lines else ""
-        raise TaskError(name, function, f"failed with {error!r}{at}", must) from error
-    if not holds(got):
-        raise TaskError(name, function, f"returned {got!r:.500}", must)
-    return got
+FUNCTIONS |= {"reply": ["item", "turns"]}  # with it a completion is a list of texts, in both above
 
 
 # --- The file -------------------------------------------------------------------------
-def task_file(name):
-    """Returns the path by which errors name a task's file.
-
-    >>> task_file("gsm8k"), task_file("my/task.py")
-    ('tasks/gsm8k.py', 'my/task.py')
-    """
-    return name if name.endswith(".py") else f"tasks/{name}.py"
-
-
 def task_files():
     """Returns {name: path} of the tasks in tasks/, which are the files that have `messages`."""
     folders = map(Path, importlib.import_module("tasks").__path__)
@@ -256,7 +232,10 @@ def ids_of(c, task, item, tokenizer):
 
 # --- Rewards --------------------------------------------------------------------------
 def calls_of(task, item, texts):
-    """Returns the calls that reward a group: [(function, item, text, or texts)]."""
+    """Returns the calls that reward a group: [(function, item, text, or texts)]. For a task with
+    reply(), a text is a completion of one turn."""
+    if hasattr(task, "reply"):
+        texts = [[text] if isinstance(text, str) else text for text in texts]
     alone = [("rewards", item, text) for text in texts if hasattr(task, "rewards")]
     return alone + [("group_rewards", item, texts)] * hasattr(task, "group_rewards")
 
@@ -295,7 +274,7 @@ def given_rewards(recipe, item, texts, futures=()):
         remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
         raise RuntimeError(
             f"{task_file(name)}: {function}() failed with {error!r}{remedy} for the question"
-            f" {item!r} and {'completion' if isinstance(seen, str) else 'completions'} {seen!r}"
+            f" {item!r} and {'completions' if 'group' in function else 'completion'} {seen!r}"
         ) from error
     alone = results[: len(texts)] if hasattr(task, "rewards") else [{}] * len(texts)
     together = results[-1] if hasattr(task, "group_rewards") else [{}] * len(texts)
@@ -370,18 +349,30 @@ def preview(recipe, tokenizer, number):
             if "".join(message["content"].split()) not in "".join(text.split()):
                 say(f"the chat template loses or changes the {message['role']}'s message there")
         show_rewards(recipe, item, "an empty completion", "")
-        check_gold(recipe, item)
+        check_gold(recipe, item, tokenizer)
 
 
-def check_gold(recipe, item):
-    """Prints what gold(item) earns, which must be right; without gold(), the item's "answer"."""
+def check_gold(recipe, item, tokenizer):
+    """Prints what gold(item) earns, which must be right, or None; without gold(), the item's
+    "answer". If the task has reply(), gold() may return the texts of several turns."""
     c, gold = recipe.c, getattr(recipe.task, "gold", None)
+    if several := hasattr(recipe.task, "reply"):
+        from grpo.sampling import turns  # here, as it imports torch
+
+        turns.play(recipe, item, [""])
     if not gold and item.get("answer") is None:
         return
     call = f"gold({item!r:.500})"
     must = f"return a completion, a text, that is right: with OUTCOME = {c.OUTCOME!r} above 0"
     gold_or_answer = lambda: gold(item) if gold else str(item["answer"])
-    text = called(c.TASK, call, must, gold_or_answer, holds=lambda got: isinstance(got, str))
+    kinds = (str, list) if several else str | None
+    text = called(c.TASK, call, must, gold_or_answer, holds=lambda got: isinstance(got, kinds))
+    if text is None:
+        say("gold() knows no answer to this question")
+        return
+    if several:
+        text = turns.play(recipe, item, [text] if isinstance(text, str) else text)
+        turns.show_turns(c, tokenizer, text)
     rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
     if gold and rewards[c.OUTCOME] <= 0:  # NaN, which does not apply, is not wrong
         raise TaskError(c.TASK, call, f"returned {text!r:.500}, which earns {rewards}", must)

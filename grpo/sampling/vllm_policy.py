@@ -63,7 +63,10 @@ class VLLMPolicy:
         self.rest()
 
     # --- Sampling ---------------------------------------------------------------------
-    def stream(self, prompts, *, group_size, max_sequences, seed, longest_prompt=None, **settings):
+    def stream(
+        self, prompts, *, group_size, max_sequences, seed, max_new_tokens=0, longest_prompt=None,
+        **settings,
+    ):  # fmt: skip
         """Yields (key, completions) as sampler.stream_groups does, each group as soon as its last
         completion has ended, while others begin in the place of those that have ended. The same
         `seed` draws the same on a CPU. Raises ValueError if a prompt leaves no room within
@@ -74,9 +77,12 @@ class VLLMPolicy:
         try:
             while True:
                 room = (max_sequences - engine.get_num_unfinished_requests()) // group_size
-                for key, ids in next_prompts(prompts, room):
-                    own = draw.getrandbits(62)  # completion i is drawn with own + i
-                    keys[self._begin(ids, n=group_size, seed=own, **settings)] = key
+                for key, ids, *own in next_prompts(prompts, room):
+                    number, limit = own or (1, max_new_tokens)
+                    for _ in range(number):
+                        # completion i is drawn with seed + i
+                        parts = {"n": group_size, "seed": draw.getrandbits(62)} | settings
+                        keys[self._begin(ids, max_new_tokens=limit, **parts)] = key
                 if not keys:
                     return
                 for output in engine.step():

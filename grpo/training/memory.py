@@ -110,7 +110,7 @@ def largest_batch(c, tokens, shares):
     numbers = range(tokens // completion + group)
     sizes = [(n // group if shares else n, prompt, completion) for n in numbers]
     logps = torch.full((completion,), -1.0)
-    others = [1] * completion, logps, None, logps, 1.0, 1e-3
+    others = [1] * completion, logps, None, logps, 1.0, logps < 0, 1e-3
     groups = [n // group for n in pack_by_tokens(sizes, [[n] for n in numbers], tokens)[0]]
     return [c.Sequence([g % 2] * max(1, prompt - g % 2), *others) for g in groups]
 

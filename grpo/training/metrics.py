@@ -17,7 +17,7 @@ from grpo.log import say
 from grpo.proof import EVIDENCE, MISMATCH, check_reference
 from grpo.sampling.rollout import sampled_and_rewarded, tally, tally_of
 from grpo.stop import stop
-from grpo.training.ranks import add_up, all_or_none
+from grpo.training.ranks import add_up, all_or_none, gathered
 from grpo.training.reference import is_teacher
 
 PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
@@ -71,10 +71,11 @@ class TokenStats:
 
     def add(self, loss, per_token):
         """Adds a micro-batch of this rank: its part of the step's loss, a scalar, and tensors (N,)
-        by name: grpo_loss's stats, "sampler_logps" and "fresh" (Sequence, 1 or 0)."""
+        by name: grpo_loss's stats, "sampler_logps", "fresh" and "own" (Sequence, 1 or 0)."""
         names = "logps", "entropy", "sampler_logps", "fresh"
         values = per_token | sampler_stats(*(per_token[name] for name in names))
-        tokens = torch.ones_like(per_token["logps"]).sum()
+        values = {name: value * per_token["own"] for name, value in values.items()}
+        tokens = per_token["own"].sum()
         sums = [loss.detach(), tokens, *(values[name].sum() for name in LOSS + SAMPLER + FRESH)]
         self.sums += torch.stack([value.double() for value in sums])
         largest = torch.stack([values["mismatch"].max(), values["sampler_ratio"].max()])
@@ -162,19 +163,21 @@ def evaluate(policy, step, recipe, prompts):
         for sampled in sampled_and_rewarded(policy, greedy, mine, seed=0):
             count.update(tally(recipe, sampled))
             count.update({f"positive_{name}": int(r > 0) for name, r in sampled[2][0].items()})
+            count["turns"] += sum(len((c.turns or [])[::2]) for c in sampled[1])
     total = add_up(count)  # collective
     shares = {"accuracy": ("right", f"applicable_{recipe.c.OUTCOME}")}
     for name in recipe.c.REWARD_WEIGHTS:
         shares[f"positive_{name}"] = f"positive_{name}", f"applicable_{name}"
     shares |= {"truncated": ("truncated", "completions")}
     shares |= {"completion_tokens": ("tokens", "completions")}
+    shares |= {"num_turns": ("turns", "completions")} if total["turns"] else {}
     return {f"eval_{k}": total[name] / total[of] for k, (name, of) in shares.items() if total[of]}
 
 
-def rollout_metrics(run, count, theirs):
+def rollout_metrics(run, count, theirs, sampled=()):
     """Collective: returns metrics over what all ranks and workers have sampled for a rollout, and
     counts the groups in the run's progress. The sums in `count` (rollout.tally) are over the groups
-    that this rank sampled; `theirs` are the workers' groups that it has taken."""
+    that this rank has `sampled`; `theirs` are the workers' groups that it has taken."""
     recipe, p, seconds = run.recipe, run.progress, run.clock.parts["sample"]
     count["own_tokens"] = count["tokens"]
     for group in theirs:
@@ -189,6 +192,8 @@ def rollout_metrics(run, count, theirs):
         means |= mean_and_std(f"rewards/{name}", *sums)
     if judged := total[f"applicable_{recipe.c.OUTCOME}"]:
         means["accuracy"] = total["right"] / judged
+    if hasattr(recipe.task, "reply"):
+        means |= turn_metrics([*sampled, *theirs])  # collective
     if seconds:  # 0 if workers sampled all groups
         means["tokens_per_second"] = total["own_tokens"] / seconds
     return means | {
@@ -202,6 +207,19 @@ def rollout_metrics(run, count, theirs):
         "groups_sampled": int(total["groups"]),
         "tokens_sampled": int(total["tokens"]),
     }
+
+
+def turn_metrics(groups):
+    """Collective: returns means over all ranks' completions of several turns: of the model's turns,
+    whether the task has replied at all, and the tokens that it added."""
+    owns = [own for group in groups for own in group.owns()]
+    turns = [1 + int((own[1:] & ~own[:-1]).sum()) for own in owns]  # begin after the task's tokens
+    heard = [int((~own).sum()) for own in owns]
+    count = Counter(n=len(owns), turns=sum(turns), heard=sum(heard), calls=sum(map(bool, heard)))
+    total, most = add_up(count), max(gathered(max(turns, default=0)))  # collective
+    means = {"num_turns/mean": "turns", "tools/call_share": "calls", "environment_tokens": "heard"}
+    means = {name: total[key] / max(total["n"], 1) for name, key in means.items()}
+    return means | {"num_turns/max": most}
 
 
 def mean_and_std(name, total, squares, number):

@@ -112,6 +112,8 @@ class RunFolder:
                 "sampler": group.sampler,
                 "policy_version": group.policy_version,
             }
+            if group.own is not None:  # the model's and the task's in turn
+                record["turns"] = [decode(part) for part in parts_of(ids[i], group.owns()[i])]
             self.log("samples.jsonl", record)
 
     def bad_step(self, progress, sequences, metrics, limit):
@@ -147,6 +149,11 @@ class RunFolder:
         for path in filter(Path.exists, self.files if dist.get_rank() == 0 else ()):
             path.rename(earlier := path.with_suffix(f".{when}.jsonl"))
             say(f"the run had no checkpoint and begins anew; its records are now in {earlier}")
+
+
+def parts_of(ids, own):
+    """Returns the parts of a completion's ids (T,) between which `own` (T,) changes."""
+    return ids.tensor_split((own[1:] != own[:-1]).nonzero().flatten() + 1)
 
 
 # --- What is printed ----------------------------------------------------------------

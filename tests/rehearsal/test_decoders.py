@@ -134,7 +134,7 @@ def test_a_recorded_step_is_40_kernels_a_layer_at_most(family):
 
     def recorded(layers):
         decoder = GraphedDecoder(model_of(family, layers), 20)
-        decoder.admit([*PADDED, [1, 2, 3], [4]], 4)
+        decoder.admit([*PADDED, [1, 2, 3], [4]], [4] * (2 + len(PADDED)))
         left = torch.tensor([0, 1, 2, 4, 5, 8, 9, 12], device="cuda")
         decoder.keep(left)
         for _ in range(3):
@@ -148,7 +148,7 @@ def test_a_recorded_step_is_40_kernels_a_layer_at_most(family):
 def test_joining_and_leaving_wait_a_bounded_number_of_times():
     decoder = LlamaDecoder(model_of("qwen2", 2), 8)
     with torch.no_grad(), counted() as admitting:
-        decoder.admit(PADDED, 4)
+        decoder.admit(PADDED, [4] * len(PADDED))
     indices = torch.tensor([0, 2, 3, 5, 6], device="cuda")
     with torch.no_grad(), counted() as leaving:
         decoder.keep(indices)

@@ -101,11 +101,11 @@ def taped(monkeypatch, request):
 
 def steps(decoder, model):
     """-> logits of steps in which rows leave, prompts join and the room is doubled."""
-    found, ids = [decoder.admit(PROMPTS, 2)], torch.arange(8, device=model.device) + 3
+    found, ids = [decoder.admit(PROMPTS, [2] * 4)], torch.arange(8, device=model.device) + 3
     found += [decoder.next_logits(ids + i).clone() for i in range(4)]
     decoder.keep(torch.tensor([0, 3, 4, 7], device=model.device))
     found += [decoder.next_logits(ids[:4] + i).clone() for i in range(4)]
-    decoder.admit([[4] * 12, [9]], 3)  # longer than all, and shorter
+    decoder.admit([[4] * 12, [9]], [3, 3])  # longer than all, and shorter
     ids = torch.arange(10, device=model.device)
     found += [decoder.next_logits(ids + i).clone() for i in range(4)]
     # rows of different age, groups of different size, a prompt without any

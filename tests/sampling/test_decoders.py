@@ -72,13 +72,13 @@ def test_the_slow_path_is_the_fast_one(family, model_of):
             torch.testing.assert_close(other, first, rtol=0, atol=TOLERANCE)
         logits.append(first)
 
-    compare(lambda engine: engine.admit(PROMPTS, 2))
+    compare(lambda engine: engine.admit(PROMPTS, [2] * 4))
     compare(lambda engine: engine.next_logits(everyone))
     for engine in engines:
         engine.keep(kept)
     compare(lambda engine: engine.next_logits(everyone[:4]))
     engines = [e for e in engines if not isinstance(e, CachedDecoder)]  # it waits for all to end
-    compare(lambda engine: engine.admit([[4] * 12, [9]], 3))  # longer than all, and shorter
+    compare(lambda engine: engine.admit([[4] * 12, [9]], [3, 3]))  # longer than all, and shorter
     compare(lambda engine: engine.next_logits(torch.arange(10)))
     for engine in engines:  # rows of different age, groups of different size, a prompt without any
         engine.keep(torch.tensor([1, 2, 4, 5, 6, 7]))
@@ -149,7 +149,7 @@ def test_an_own_step_that_would_be_wrong_is_found_out(family, part, monkeypatch,
     own = model.config._attn_implementation
     decoder = make_decoder(model, 12, 9)
     assert type(decoder) is SharedDecoder and "differ by" in capsys.readouterr().out
-    decoder.admit(PROMPTS, 2)
+    decoder.admit(PROMPTS, [2] * 4)
     decoder.next_logits(torch.arange(8))
     assert model.config._attn_implementation == own != decode.SHARED  # it is back after each step
 

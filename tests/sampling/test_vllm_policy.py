@@ -67,6 +67,7 @@ class FakeLLM:
 
     def __init__(self, model="", **settings):
         self.settings, self.told, self.asked, self.outputs, self.weights = settings, [], [], [], {}
+        self.answers = []  # that step() gives, one at a time
         self.llm_engine = SimpleNamespace(
             get_num_unfinished_requests=lambda: 0,
             abort_request=lambda ids: None,
@@ -80,8 +81,8 @@ class FakeLLM:
     def add_request(self, request, prompt, params):
         assert prompt == {"prompt_token_ids": [5, 6]}
         self.asked.append(params)
-        answer = SimpleNamespace(request_id=request, outputs=self.outputs)
-        self.llm_engine.step = lambda: [answer]
+        self.answers.append(SimpleNamespace(request_id=request, outputs=self.outputs))
+        self.llm_engine.step = lambda: [self.answers.pop(0)]
 
     def sleep(self, level):
         self.told.append(f"sleep {level}")
@@ -220,6 +221,21 @@ def test_the_same_seed_asks_for_the_same_draws(a_policy):
     asked = [streaming(a_policy(), [7, 2], "stop")[0] for _ in range(2)]
     assert not asked[0].keys() & {"stop", "detokenize"}
     assert asked[0]["seed"] == asked[1]["seed"] is not None
+
+
+def test_a_turn_has_a_limit_of_its_own_and_a_groups_first_prompt_begins_its_sequences(a_policy):
+    policy = a_policy()
+    found = SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=-1.0)}])
+    found.finish_reason = "length"
+    policy.llm.outputs = [found]
+    prompts = iter([("first", [5, 6], 3, 9), ("later", [5, 6], 1, 4)])
+    settings = {"max_sequences": 4, "max_new_tokens": 9, "temperature": 1.0, "seed": 0}
+    groups = list(policy.stream(prompts, group_size=1, **settings))
+    assert [key for key, _ in groups] == ["first"] * 3 + ["later"]
+    assert all(len(group) == 1 for _, group in groups)
+    asked = policy.llm.asked
+    assert [(params["n"], params["max_tokens"]) for params in asked] == [(1, 9)] * 3 + [(1, 4)]
+    assert len({params["seed"] for params in asked}) == 4
 
 
 def test_vllm_is_asked_for_stop_strings_and_its_ids_stay(a_policy):

@@ -9,6 +9,16 @@ class Unsupported(Exception):
     """What a decoder needs and a model does not have, in words for whoever runs that model."""
 
 
+def repeated(x, sizes):
+    """Returns each row of a tensor as often as `sizes` says, a list of one number for each."""
+    return x.repeat_interleave(repeats(sizes, x.device), 0)
+
+
+def repeats(sizes, device):
+    """Returns them as torch takes them: one number, if they are equal, needs no wait for a GPU."""
+    return sizes[0] if len(set(sizes)) == 1 else torch.tensor(sizes, device=device)
+
+
 class CachedDecoder:
     """transformers' own KV cache, with a prompt's part repeated for each of its sequences."""
 
@@ -18,13 +28,13 @@ class CachedDecoder:
         self.model = model
         self.cache = self.mask = self.positions = None
 
-    def admit(self, prompts, group_size):
+    def admit(self, prompts, sizes):
         logits, self.cache, mask = prefill(self.model, prompts)
-        self.cache.batch_repeat_interleave(group_size)
-        self.mask = None if mask is None else mask.repeat_interleave(group_size, 0)  # (S, P)
+        self.cache.batch_repeat_interleave(repeats(sizes, logits.device))
+        self.mask = None if mask is None else repeated(mask, sizes)  # (S, P)
         lengths = torch.tensor([[len(p)] for p in prompts], device=logits.device)
-        self.positions = lengths.repeat_interleave(group_size, 0)  # (S, 1)
-        return logits.repeat_interleave(group_size, 0)
+        self.positions = repeated(lengths, sizes)  # (S, 1)
+        return repeated(logits, sizes)
 
     def next_logits(self, tokens):
         if self.mask is not None:
@@ -47,8 +57,8 @@ class PlainDecoder:
     def __init__(self, model):
         self.model, self.sequences = model, []
 
-    def admit(self, prompts, group_size):
-        new = [list(p) for p in prompts for _ in range(group_size)]
+    def admit(self, prompts, sizes):
+        new = [list(p) for p, size in zip(prompts, sizes, strict=True) for _ in range(size)]
         self.sequences += new
         return self._logits(new)
 

@@ -1,7 +1,7 @@
 """Chooses the decoder: the fastest that agrees with a simple one on this model.
 
     decoder = make_decoder(model, max_new_tokens, longest_prompt)
-    logits = decoder.admit(prompts, group_size)  # (B * G, V'): each prompt runs once
+    logits = decoder.admit(prompts, sizes)  # (S, V'): each prompt runs once, for so many sequences
     logits = decoder.next_logits(tokens)         # (S, V'), after one more token of each sequence
     decoder.keep(indices)                        # drops all sequences but these
 
@@ -88,15 +88,15 @@ def trial(kind, model):
     prompts, joining = [[7, 3, 5], [4]], [[6, 2, 1, 8]]
     ids, vocab = torch.arange(1, 9, device=model.device), model.config.get_text_config().vocab_size
     shared, cached, late = kind(model, 8), CachedDecoder(model), CachedDecoder(model)
-    yield shared.admit(prompts, 4), cached.admit(prompts, 4)
+    yield shared.admit(prompts, [4, 4]), cached.admit(prompts, [4, 4])
     tokens = [(ids + i) % vocab for i in range(3)]  # the second of them may be recorded
     for ids in tokens:
         yield shared.next_logits(ids), cached.next_logits(ids)
     kept = torch.tensor([1, 2, 3, 6], device=model.device)
     shared.keep(kept)
     cached.keep(kept)
-    shared.admit(joining, 4)
-    late.admit(joining, 4)
+    shared.admit(joining, [4])
+    late.admit(joining, [4])
     for ids in tokens:
         both = cached.next_logits(ids[:4]), late.next_logits(ids[4:])
         yield shared.next_logits(ids), torch.cat(both)

@@ -40,7 +40,7 @@ def can_record_layers(model):
 
 @torch.no_grad()
 def never_waits(decoder):
-    tokens = decoder.admit([[7]], 1).argmax(-1)
+    tokens = decoder.admit([[7]], [1]).argmax(-1)
     decoder.next_logits(tokens)  # sets up what kernels need at first use
     slots, before = decoder.slots_for(decoder.columns, 2), torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from grpo.devices import is_nvidia
 from grpo.models import last_logits, prefill
 from grpo.sampling.decoders.attention import attend, mask_of
-from grpo.sampling.decoders.cached import Unsupported
+from grpo.sampling.decoders.cached import Unsupported, repeated
 
 ROOM = 64  # C at first; doubled when it is full
 SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among transformers' attentions
@@ -70,10 +70,10 @@ class SharedLayer(DynamicLayer):
         super().__init__()
         self.is_initialized, self.prompts, self.own = True, [None, None], [None, None]
 
-    def admit(self, layer, group_size, room):
+    def admit(self, layer, count, room):
         """Adds the prompts in a layer of transformers' cache, and room for their sequences."""
         for i, new in enumerate((layer.keys, layer.values)):
-            own = new.new_zeros(len(new) * group_size, new.shape[1], room, new.shape[3])
+            own = new.new_zeros(count, new.shape[1], room, new.shape[3])
             if self.own[i] is not None:
                 own, both = torch.cat([self.own[i], own]), (self.prompts[i], new)
                 width = max(x.shape[2] for x in both)
@@ -157,17 +157,17 @@ class SharedDecoder:
         self.prompt_lengths, self.prompt_of = [], []  # (B,) in tokens; (S,) which prompt it has
         self.lengths, self.columns = [], None  # (S,) its tokens so far; the same on the device
 
-    def admit(self, prompts, group_size):
+    def admit(self, prompts, sizes):
         logits, cache, _ = prefill(self.model, prompts)
         self.layers = self.layers or [SharedLayer() for _ in cache.layers]
         for layer, new in zip(self.layers, cache.layers, strict=True):
-            layer.admit(new, group_size, self.room)
-        for prompt in prompts:
-            self.prompt_of += [len(self.prompt_lengths)] * group_size
+            layer.admit(new, sum(sizes), self.room)
+        for prompt, size in zip(prompts, sizes, strict=True):
+            self.prompt_of += [len(self.prompt_lengths)] * size
             self.prompt_lengths.append(len(prompt))
-            self.lengths += [0] * group_size
+            self.lengths += [0] * size
         self._arrange()
-        return logits.repeat_interleave(group_size, 0)
+        return repeated(logits, sizes)
 
     def keep(self, indices):
         """Drops all but these sequences, and prompts that none of them continues."""

@@ -1,0 +1,59 @@
+"""Sums that a tiny model cannot do, with a calculator as a tool inside its answer.
+
+    make demo-tools                                              # makes its model, and trains it
+    <think>47+38</think>85<answer>85</answer>                    # 85 is what the calculator says
+
+STOP_STRINGS = ["</think>"] ends the model's turn; reply() computes, and the turn goes on. The model
+has to learn when to call, with which operator, and to copy the result.
+"""
+
+import random
+import re
+
+from tasks.arithmetic import NAMES, THINGS, WORDINGS, messages  # noqa: F401 (this task's, too)
+from tasks.data import split_of
+
+SIZES = {"train": 4000, "validation": 300, "test": 300}
+LARGEST = 99
+CALL = re.compile(r"<think>(\d{1,4})([+-])(\d{1,4})</think>")
+ANSWER = re.compile(r"<answer>(-?\d+)</answer>")
+
+
+def load(split):
+    """Returns the split's items: question and answer ("85"), both numbers and the operator."""
+    draw, items = random.Random(split), {}
+    while len(items) < SIZES[split]:
+        item = problem(draw)
+        if split_of(item["question"]) == split:
+            items[item["question"]] = item
+    return list(items.values())
+
+
+def problem(draw):
+    """Returns one random problem; `draw` is a random.Random."""
+    operator, b = draw.choice("+-"), draw.randint(10, LARGEST - 10)
+    a = draw.randint(10 if operator == "+" else b + 10, LARGEST)  # 10 or more are left
+    name, things = draw.choice(NAMES), draw.choice(THINGS)
+    question = draw.choice(WORDINGS[operator]).format(a=a, b=b, name=name, things=things)
+    return {"question": question, "answer": str(value(a, operator, b)), "work": f"{a}{operator}{b}"}
+
+
+def value(a, operator, b):
+    return int(a) + int(b) if operator == "+" else int(a) - int(b)
+
+
+def reply(item, turns):
+    """Returns the calculator's answer to the first call; None: the turn is no call."""
+    call = CALL.fullmatch(turns[-1])
+    return str(value(*call.groups())) if call and len(turns) == 1 else None
+
+
+def rewards(item, turns):
+    """Returns the sole reward: whether the last turn is the right answer, and nothing else."""
+    found = ANSWER.fullmatch(turns[-1])
+    return {"correctness": bool(found) and found[1] == item["answer"]}
+
+
+def gold(item):
+    """Returns the model's turns of a completion that is right."""
+    return [f"<think>{item['work']}</think>", f"<answer>{item['answer']}</answer>"]
