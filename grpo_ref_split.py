@@ -125,9 +125,8 @@ MAX_GRAD_NORM = 1.0  # gradient clipping by global norm
 SEED = 0
 
 # --- Memory: "auto" is tried on a GPU at the start; out of memory later, set a lower number ------
-MICRO_BATCH_TOKENS = "auto"  # padded tokens per forward/backward; does not change the gradient
+MICRO_BATCH_TOKENS = "auto"  # tokens per forward/backward, a prompt counts once; same gradient
 FUSED_LOSS = True  # LM head and loss in chunks (grpo_loss_triton.py); False holds all logits
-SHARE_PROMPTS = True  # a group's prompt runs once, and not GROUP_SIZE times; same gradient
 GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far smaller
 OFFLOAD_OPTIMIZER = False  # master weights, Adam states and the update in CPU memory
 REFERENCE_ON_CPU = False  # where REF_SERVER is None: its copy waits there, and comes once a step
@@ -328,7 +327,7 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
 
 def accumulate(run, sequences):
     """Collective: accumulates the gradient of a step's sequences, in micro-batches of at most
-    MICRO_BATCH_TOKENS padded tokens; returns means over its tokens.
+    MICRO_BATCH_TOKENS tokens; returns means over its tokens.
 
     The weights already divide by the whole step's counts, and the ranks' gradients are summed, not
     averaged (engine_config). So parts add up, in any order: to the same gradient for 1 x 8
@@ -336,7 +335,7 @@ def accumulate(run, sequences):
     """
     engine, means = run.engine, TokenStats(run.engine.device)
     rank, world = dist.get_rank(), dist.get_world_size()
-    rounds = plan_rounds(sequences, engine.module.shares, rank, world, MICRO_BATCH_TOKENS)
+    rounds = plan_rounds(sequences, engine.module.packs, rank, world, MICRO_BATCH_TOKENS)
     for done, (batch, is_filler) in enumerate(rounds, start=1):
         engine.set_gradient_accumulation_boundary(done == len(rounds))
         hidden, ids = engine([s.prompt for s in batch], [s.completion for s in batch])

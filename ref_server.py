@@ -39,7 +39,7 @@ from grpo.wire import MAX_WAIT_SECONDS, facts_of, ids_by_sequence, pack_logps, u
 MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder; may be larger than the policy, same tokenizer
 TEMPERATURE = 1.0  # log-probs are those of softmax(logits / TEMPERATURE); the trainer must agree
 DTYPE = "auto"  # bfloat16 on a GPU, float32 on a CPU; softmax is float32 either way
-SCORE_BATCH_TOKENS = 8_192  # padded tokens in one forward; halved by itself when out of memory
+SCORE_BATCH_TOKENS = 8_192  # tokens in one forward; halved by itself when out of memory
 
 # --- Where to serve -----------------------------------------------------------------
 HOST = "127.0.0.1"  # another address needs a shared secret in the environment: GRPO_TOKEN=...
@@ -67,7 +67,7 @@ class Reference:
     def __init__(self):
         facts = facts_of(load_tokenizer(MODEL), TEMPERATURE)
         model, dtype = load_model(MODEL, DTYPE, facts["vocab_size"])
-        self.model = CompletionModel(model.requires_grad_(False), share_prompts=True)
+        self.model = CompletionModel(model.requires_grad_(False))
         for note in self.model.notes:
             print(note, flush=True)
         context = getattr(model.config, "max_position_embeddings", None)

@@ -33,16 +33,15 @@ HERE = str(Path(__file__).resolve())
 
 import psutil
 import torch
-import torch.distributed as dist
 from counting import SHAPE, build, make_tokenizer
 
 from benchmarks import memory
 from benchmarks.measure import DEVICE, KIND, facts, trained
 from demo import free_port
 from grpo.devices import accelerator
-from grpo.forward import CompletionModel
+from grpo.forward import CompletionModel, distance
 from grpo.sampling.decoders.choice import make_decoder
-from grpo.training.memory import forward_and_backward
+from grpo.training.memory import largest_batch
 
 REPORT = ROOT / "runs/gpu_report.md"
 MINUTES = 60  # of the whole report
@@ -179,18 +178,42 @@ def kernels(size):
     print(f"{size}: {type(decoder).__name__}, {dtype}; the prompts have 200 tokens.")
     memory.table(["rows", "room for tokens", "ms a column"], rows)
     longest("a column", lambda: decoder.next_logits(tokens))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    trains = CompletionModel(model, share_prompts=True)
-    tokens = 8192 if large else 1024
-    c = memory.shipped(256, 256)
-    batch = {"MICRO_BATCH_TOKENS": tokens, "GRADIENT_CHECKPOINTING": False}
     with torch.enable_grad():
-        run = lambda: forward_and_backward(c, trains, 400, **batch)
-        run()
-        print(f"a micro-batch of {tokens} tokens: {1000 * seconds_of(run):.1f} ms")
-        longest("a micro-batch", run)
-    for note in trains.notes:
-        print(note)
+        packed_and_plain(CompletionModel(model), 4096 if large else 1024)
+
+
+def packed_and_plain(model, tokens):
+    """Prints which attention was chosen, milliseconds of a micro-batch in each way, and how far
+    the states are from those of plain sequences; and the kernels of the first way."""
+    print(*model.notes, f"packed: {model.packs}, by varlen_attn: {model.varlen}", sep="\n")
+    batch = largest_batch(memory.shipped(256, 256), tokens, True, 256)
+    for number, sequence in enumerate(batch):  # of many lengths, as in a run
+        sequence.completion = sequence.completion[: 32 + 37 * number % 225]
+    sequences = [s.prompt for s in batch], [s.completion for s in batch]
+    rows, states = [], {}
+
+    def run():
+        model.zero_grad(set_to_none=True)
+        states[way] = model(*sequences)[0]
+        states[way].float().square().mean().backward()
+
+    chosen = model.packs, model.varlen
+    ways = {
+        "packed, varlen_attn": (True, True),
+        "packed, SDPA": (True, False),
+        "plain": (False, False),
+    }
+    for way, (model.packs, model.varlen) in reversed(ways.items()):
+        if model.packs <= chosen[0] and model.varlen <= chosen[1]:
+            run()
+            times = [seconds_of(run) for _ in range(5)]
+            gap = distance(states[way], states["plain"])
+            rows.append([way, f"{1000 * statistics.median(times):.1f}", f"{gap:.1g}"])
+    number = sum(map(len, sequences[1]))
+    print(f"A micro-batch: {len(batch)} completions, {number} tokens, prompts of 256.")
+    memory.table(["forward and backward", "ms", "distance of states"], rows)
+    model.packs, model.varlen = chosen
+    longest("a micro-batch", run)
 
 
 def seconds_of(function, *arguments):

@@ -36,11 +36,10 @@ import grpo_loss_triton
 import grpo_ref_split as trainer
 import ref_server
 from grpo.devices import accelerator
-from grpo.packing import number_prompts
 from grpo.sampling.decoders.shared_prompt import ROOM
 from grpo.sampling.policy import ALL, Policy
 from grpo.training.engine import BUCKET
-from grpo.training.memory import TOKENS, USUAL, fit_sizes, largest_batch
+from grpo.training.memory import TOKENS, USUAL, completion_lengths, fit_sizes, largest_batch
 
 BF16, FP32, FP64 = 2, 4, 8
 CONTEXT = 1.5 * 2**30  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
@@ -115,46 +114,43 @@ class Sizes:
         self.matrix, self.largest = max(largest), max(*largest, self.embedding)
 
 
-# --- A layer, in bytes --------------------------------------------------------------
-def attention_bytes(m, rows, width, keys, masked):
+# --- A layer, in bytes: of `tokens`, whose attention has so many `keys` and pairs in its mask ---
+def attention_bytes(m, tokens, keys, mask):
     """Queries, keys, values and output of attention, and the log-sum of each head's queries in
     float32; a mask makes SDPA repeat the key heads."""
-    mask = BF16 * rows * width * keys if masked else 0
-    kept = BF16 * 2 * rows * (width * m.hidden + keys * (m.hidden if masked else m.kv))
-    return kept + mask + FP32 * rows * width * m.heads
+    kept = BF16 * 2 * (tokens * m.hidden + keys * (m.hidden if mask else m.kv))
+    return kept + BF16 * mask + FP32 * tokens * m.heads
 
 
-def layer_forward(m, rows, width, keys, masked):
+def layer_forward(m, tokens, keys, mask=0):
     """The most that a layer holds beside its input when nothing is kept."""
-    tokens, attention = rows * width, attention_bytes(m, rows, width, keys, masked)
+    attention = attention_bytes(m, tokens, keys, mask)
     inner = 4 if m.rank else 3  # gate, up, their product; an adapter's sum
     mlp = BF16 * tokens * (2 * m.hidden + inner * m.inner)
     norm = tokens * m.hidden * (2 * FP32 + BF16)
-    new_keys = BF16 * 2 * rows * (keys + width) * m.kv
+    new_keys = BF16 * 2 * (keys + tokens) * m.kv
     return max(norm, mlp, attention + new_keys + 2 * BF16 * tokens * m.hidden)
 
 
-def layer_parts(m, rows, width, keys, masked):
+def layer_parts(m, tokens, keys):
     """Returns what a layer keeps for its backward, of a norm and of attention."""
     # Of a column: its input, in float32, its output, and what a weight that is trained multiplies
-    norm = rows * width * (FP32 + (1 if m.rank else 2) * BF16)
-    attention = attention_bytes(m, rows, width, keys, masked)
-    return norm * m.hidden, attention
+    norm = tokens * (FP32 + (1 if m.rank else 2) * BF16)
+    return norm * m.hidden, attention_bytes(m, tokens, keys, 0)
 
 
-def layer_kept(c, m, rows, width, keys, masked):
+def layer_kept(c, m, tokens, keys):
     """What a layer keeps from forward to backward: its input, or all that its backward needs."""
     if c.GRADIENT_CHECKPOINTING:
-        return BF16 * rows * width * m.hidden
-    norm, attention = layer_parts(m, rows, width, keys, masked)
-    mlp = BF16 * rows * width * 4 * m.inner  # gate, silu(gate), up, their product
+        return BF16 * tokens * m.hidden
+    norm, attention = layer_parts(m, tokens, keys)
+    mlp = BF16 * tokens * 4 * m.inner  # gate, silu(gate), up, their product
     return 2 * norm + attention + mlp
 
 
-def layer_backward(m, rows, width, keys, masked):
+def layer_backward(m, tokens, keys):
     """The most that recomputing a layer and its backward hold, at its MLP, norm or attention."""
-    tokens = rows * width
-    norm, attention = layer_parts(m, rows, width, keys, masked)
+    norm, attention = layer_parts(m, tokens, keys)
     # At silu(gate) * up: gate, both factors, and the gradients of the product and of both
     mlp = 2 * norm + attention + BF16 * tokens * (6 * m.inner + m.hidden)
     at_norm = norm + attention + tokens * m.hidden * (6 * FP32 + 2 * BF16)
@@ -179,13 +175,16 @@ def head_gradient(m, tokens):
 
 
 # --- Phases: {name: {part: bytes}} --------------------------------------------------
-def micro_batch(c):
-    """Returns (prompts, rows, width of a row) of the largest micro-batch that the trainer cuts."""
-    share, completion = c.SHARE_PROMPTS, c.MAX_COMPLETION_TOKENS
-    batch = largest_batch(c, c.MICRO_BATCH_TOKENS, share)
-    prompts = 1 + number_prompts([s.prompt for s in batch], share)[-1] if share else 0
-    width = completion - 1 if share else c.MAX_PROMPT_TOKENS + completion - 1
-    return prompts, len(batch), width
+def micro_batches(c):
+    """Returns (tokens, keys that are gathered, tokens that are trained) of the largest micro-batch
+    that the trainer cuts, with completions at full length, and with short ones."""
+    batches = []
+    for completion in completion_lengths(c):
+        rows = len(largest_batch(c, c.MICRO_BATCH_TOKENS, True, completion))
+        prompts = -(-rows // c.GROUP_SIZE) * c.MAX_PROMPT_TOKENS
+        own, keys = rows * (completion - 1), rows * (c.MAX_PROMPT_TOKENS + completion - 1)
+        batches.append((prompts + own, keys, rows * completion))
+    return batches
 
 
 def sampling(m, prompts, rows, prompt, completion):
@@ -193,7 +192,8 @@ def sampling(m, prompts, rows, prompt, completion):
     Left to the allowance: what prompts that join copy, and rows that ended and are still there."""
     token = BF16 * 2 * m.layers * m.kv  # keys and values, all layers
     of_prompts, logits = token * prompts * prompt, BF16 * rows * m.vocab
-    layer = layer_forward(m, prompts, prompt, prompt, True) + prompts * prompt**2  # and the mask
+    pairs = prompts * prompt**2
+    layer = layer_forward(m, prompts * prompt, prompts * prompt, pairs) + pairs  # and the mask
     layer += 2 * BF16 * m.hidden * prompts * prompt
     full = of_prompts + token * rows * completion
     # of a layer's keys, then its values: old and new
@@ -242,41 +242,29 @@ def copied(m, c):
 
 def scoring(m, c):
     """Returns the parts of a forward pass by the reference, on a micro-batch."""
-    prompts, rows, width = micro_batch(c)
-    keys, tokens = c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS - 1, rows * width
-    states, trained = BF16 * m.hidden, rows * c.MAX_COMPLETION_TOKENS
-    layer = layer_forward(m, rows, width, keys, prompts > 0) + 2 * states * tokens
-    most = max(layer, chunk_bytes(m, trained) + 3 * states * trained)
-    cache = BF16 * 2 * m.layers * prompts * c.MAX_PROMPT_TOKENS * m.kv
-    return {"prompts' cache": cache, "a layer or a chunk": most}
+    size, most = BF16 * m.hidden, 0
+    for tokens, keys, trained in micro_batches(c):
+        layer = layer_forward(m, tokens, keys) + 2 * size * tokens
+        most = max(most, layer, chunk_bytes(m, trained) + 3 * size * trained)
+    return {"a layer or a chunk": most}
 
 
 def training(m, c, world):
-    """Returns the phases of forward and backward, at their peaks, and of the optimiser step.
+    """Returns the phases of forward and backward, at their peaks, and of the optimiser step."""
+    both = [training_of(m, c, world, *batch) for batch in micro_batches(c)]
+    return {n: max((x[n] for x in both), key=lambda x: sum(x.values())) for n in both[0]}
 
-    With shared prompts each matrix is used twice in a forward, and autograd keeps the gradient of
-    the completions' pass until that of the prompts' pass joins it: all of them, at "turn".
-    """
-    prompts, rows, width = micro_batch(c)
-    prompt, completion = c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
-    offload = c.OFFLOAD_OPTIMIZER
-    keys, tokens, size = prompt + completion - 1, rows * width, BF16 * m.hidden
-    of_prompts, shared = prompts * prompt, prompts > 0
-    cache = BF16 * 2 * m.layers * of_prompts * m.kv  # keys and values of the prompts, all layers
-    mask = (rows * width * keys + prompts * prompt**2) if shared else 0  # bool
-    of_row = layer_kept(c, m, rows, width, keys, shared)  # one layer
-    of_prompt = layer_kept(c, m, prompts, prompt, prompt, True) if shared else 0
+
+def training_of(m, c, world, tokens, keys, trained):
+    offload, size = c.OFFLOAD_OPTIMIZER, BF16 * m.hidden
+    of_layer = layer_kept(c, m, tokens, keys)
     norm = (FP32 + BF16) * m.hidden  # what the last norm keeps, of a token
-    rest = m.layers * of_prompt + cache + mask + norm * of_prompts
-    rest += BF16 * 2 * m.head * (tokens + of_prompts)
-    trained = rows * completion
+    rest = 2 * BF16 * m.head * tokens + 8 * (keys + 2 * tokens)  # positions, indices
     d_hidden, d_weight = size * trained, BF16 * m.embedding
     chunk, d_sum = chunk_bytes(m, trained), head_gradient(m, trained)
-    of_rows = layer_backward(m, rows, width, keys, shared)
-    of_turn = layer_backward(m, prompts, prompt, prompt, True) if shared else of_rows
+    backward = layer_backward(m, tokens, keys)
     if not c.GRADIENT_CHECKPOINTING:  # most of it is there already
-        of_rows, of_turn = of_rows - of_row, of_turn - of_prompt
-    matrix, body = BF16 * m.matrix, BF16 * m.body
+        backward -= of_layer
     kept = min(BF16 * m.big, BF16 * m.trained // world)
     d_head = d_weight if m.tied or m.embedding > BUCKET else 0  # a tied one waits for the embedding
 
@@ -292,18 +280,15 @@ def training(m, c, world):
         parts = {"activations": activations, "loss: dW, dH, a chunk": of_loss}
         return states | flat | parts | {"gradients, bf16": others, "DeepSpeed's sums": sums}
 
-    everything = rest + m.layers * of_row + norm * tokens
-    one = rest + (cache if shared else 0) + of_row + of_rows
+    everything, matrix = rest + m.layers * of_layer + norm * tokens, BF16 * m.matrix
+    one = rest + of_layer + backward
     phases = {
         "loss": phase(everything + d_hidden, d_hidden + d_sum + chunk, 0, 0),
         "head": phase(everything, d_hidden + d_weight, 0, 0 if m.tied else m.embedding),
-        "last layer": phase(everything - norm * tokens + of_rows, d_head, matrix, m.matrix),
-        "first layer": phase(one, d_head, body if shared else max(matrix, kept), m.matrix),
+        "last layer": phase(everything - norm * tokens + backward, d_head, matrix, m.matrix),
+        "first layer": phase(one, d_head, max(matrix, kept), m.matrix),
         "embedding": phase(0, 2 * d_weight + (0 if m.tied else d_head), kept, m.embedding),
     }
-    if shared:
-        joined = d_weight + (0 if m.tied else d_head)
-        phases["turn"] = phase(rest + cache + of_turn, joined, body, m.matrix)
     if c.REFERENCE_ON_CPU and copied(m, c):  # before the step's first forward; else less than that
         phases["reference"] = states | {"reference": BF16 * copied(m, c)} | scoring(m, c)
     norms = {"gradient norm, fp64": 0 if offload else FP64 * min(m.largest, m.trained // world)}
@@ -381,12 +366,11 @@ def print_gpus():
     for name in MODELS:
         m, lora, server = sizes_of(name, 0), sizes_of(name, RANK), server_bytes(name)
         sizes = [need(phases_of(m, 512, 512, *way))[0] for way in WAYS]
-        sizes.append(need(phases_of(m, 512, 512, 7, SHARE_PROMPTS=False))[0])
         sizes.append(need(phases_of(lora, 512, 512))[0])
         cells = [f"{gb(size)} ({card(size)}, {card(size + server)})" for size in sizes]
         rows.append([name[8:], *cells, gb(server), gb(in_ram(m)), gb(merged_bytes(lora))])
     ways = [f"{w} GPU{'s' * (w > 1)}" if not offload else f"{w}, offload" for w, offload in WAYS]
-    ways += ["7, prompts not shared", f"LoRA {RANK}, each GPU"]
+    ways.append(f"LoRA {RANK}, each GPU")
     table(["Qwen2.5", *ways, "the server", "RAM with offload", "adapters, merged"], rows)
 
 
@@ -431,8 +415,8 @@ def print_presets():
 
 
 def print_parts(name, prompt, completion):
-    prompts, rows, _ = micro_batch(shipped(prompt, completion))
-    print(f"A micro-batch: {rows} rows of {completion} tokens, {prompts} prompts of {prompt}.\n")
+    tokens, keys, trained = micro_batches(shipped(prompt, completion))[0]
+    print(f"A micro-batch: {tokens} tokens, {trained} of them trained; {keys} keys and values.\n")
     for rank in (0, RANK):
         m = sizes_of(name, rank)
         phases = phases_of(m, prompt, completion)

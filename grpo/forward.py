@@ -1,32 +1,32 @@
-"""From a model and token ids to the states that predict each completion token; prompts run once.
+"""From a model and token ids to the states that predict each completion token: one packed row.
 
-    model = CompletionModel(AutoModelForCausalLM.from_pretrained(...), share_prompts=True)
+    model = CompletionModel(AutoModelForCausalLM.from_pretrained(...))
     hidden, ids = model(prompts, completions)         # lists of id lists -> (N, H), (N,)
     logps = linear_logps(hidden, model.head, ids)     # grpo/loss.py or grpo_loss_triton.py
     for part in score_sequences(model, prompts, completions, ...):    # the same in batches
 
-The G completions of a group share a prompt, which nearly every trainer runs G times, forward and
-backward. Here it runs once, with a KV cache: each completion reads its prompt's keys and values
-there, and their gradients add up there in the backward pass. It is the same sum in another order.
+All sequences of a batch are one row of tokens without padding: a prompt, its completions, the next
+prompt. The G completions of a group share a prompt, which so runs once, forward and backward;
+attention (grpo/attention.py) lets each completion see it. It is the same sum in another order.
 
 Trainer and reference server both compute their log-probs by this file.
-Symbols: B sequences, P prompt and T completion tokens, N completion tokens of all sequences, one
-after another without padding, H hidden size, V' rows of the LM head.
+Symbols: B sequences, L tokens of the row, N completion tokens of all sequences, one after another,
+H hidden size, V' rows of the LM head.
 """
 
+import contextlib
 import functools
-import gc
-import itertools
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo.devices import release_memory
+from grpo.attention import PACKED, Row, attention_is, of_like_length, packed_attention
+from grpo.devices import is_nvidia, release_memory
 from grpo.log import tell
-from grpo.models import can_cache, left_padded, padded, supported
-from grpo.packing import number_prompts, pack_by_tokens, whole_groups
+from grpo.models import can_cache, padded, supported
+from grpo.packing import pack_by_tokens, sizes_of
 from grpo_loss_triton import linear_logps
 
 
@@ -35,11 +35,12 @@ class CompletionModel(torch.nn.Module):
     """A causal language model that gives the states before its LM head, of completions only.
 
     `head` is the LM head (V', H), or None where logits are more than a matrix product (a bias,
-    Gemma 2's soft-capping, Cohere's scale): then the states are the logits. `shares` says whether
-    prompts run once. `notes` are sentences on what the model does not allow.
+    Gemma 2's soft-capping, Cohere's scale): then the states are the logits. `packs` says whether
+    sequences are packed, `varlen` whether by varlen_attn. `notes` are sentences on what the model
+    does not allow.
     """
 
-    def __init__(self, model, *, share_prompts, gradient_checkpointing=False):
+    def __init__(self, model, *, gradient_checkpointing=False):
         super().__init__()
         self.model, self.notes = model, []
         if gradient_checkpointing and not checkpoint_layers(model):
@@ -47,10 +48,13 @@ class CompletionModel(torch.nn.Module):
         self.separable = has_plain_head(model)
         if not self.separable:
             self.notes.append("its logits are more than a matrix product: the loss holds them all")
-        fault = share_prompts and self._fault_of_sharing()
+        self.packs = not (fault := self._fault_of_packing(varlen=False))
         if fault:
-            self.notes.append(f"prompts can't be shared, each completion runs its own: {fault}")
-        self.shares = share_prompts and not fault
+            self.notes.append(f"sequences can't be packed, each runs its own prompt: {fault}")
+        kernel = self.packs and is_nvidia(model.device) and model.dtype == torch.bfloat16
+        self.varlen = kernel and not (fault := self._fault_of_packing(varlen=True))
+        if kernel and fault:
+            self.notes.append(f"attention is slower, without torch's varlen_attn: {fault}")
 
     @property
     def head(self):
@@ -58,71 +62,59 @@ class CompletionModel(torch.nn.Module):
 
     def forward(self, prompts, completions):
         """Returns states (N, H) in the model's dtype, and the ids (N,) that they predict."""
-        states = self._states(self._shared if self.shares else self._separate, prompts, completions)
-        ids = [token for c in completions for token in c]
-        return states, torch.tensor(ids, device=states.device)
+        if self.packs:
+            row = Row(prompts, completions, self.model.device, varlen=self.varlen)
+            states = self._packed(row)
+        else:
+            states = self._plain(prompts, completions)
+        return states, torch.tensor([i for c in completions for i in c], device=states.device)
 
-    def _states(self, run, prompts, completions):
-        """Returns states (N, H) from `run`, which is _shared or _separate."""
-        states, first = run(prompts, completions)  # (B, width, H); where each completion begins
-        begin = [i * states.shape[1] + column for i, column in enumerate(first)]
-        index = [b + t for b, c in zip(begin, completions, strict=True) for t in range(len(c))]
-        return states.flatten(0, 1)[torch.tensor(index, device=states.device)]
+    def _packed(self, row):
+        with attention_is(PACKED, self.model.config):
+            return self._run(row.ids, row.states, position_ids=row.positions, packed=row)[0]
 
-    def _separate(self, prompts, completions):
-        """Each sequence by itself, padded on the right, which causal attention never sees."""
+    def _plain(self, prompts, completions):
+        """Each sequence by itself, in batches of like length, padded on the right, which causal
+        attention never sees."""
         sequences = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
-        ids = padded(sequences, self.model.device)
-        cut = min(map(len, prompts)) - 1  # column t of the states predicts token t + 1
-        states = self._run(ids, ids.shape[1] - cut, use_cache=False)
-        return states, [len(p) - 1 - cut for p in prompts]
+        states = [None] * len(sequences)
+        for batch in of_like_length([(0, len(s)) for s in sequences], slack=0):
+            ids = padded([sequences[i] for i in batch], self.model.device)
+            cut = min(len(prompts[i]) for i in batch) - 1  # column t of the states predicts t + 1
+            found = self._run(ids, torch.arange(cut, ids.shape[1], device=ids.device))
+            for i, row in zip(batch, found, strict=True):
+                states[i] = row[len(prompts[i]) - 1 - cut :][: len(completions[i])]
+        return torch.cat(states)
 
-    def _shared(self, prompts, completions):
-        """Each prompt once, padded on the left to end in one column; completions on top of it."""
-        device, cache = self.model.device, Cache(layer_class_to_replicate=PromptLayer)
-        number = torch.tensor(number_prompts(prompts, share=True), device=device)  # (B,)
-        prompts = [prompt for prompt, _ in itertools.groupby(prompts)]
-        ids, positions, mask = left_padded(prompts, device)
-        last = self._run(ids, 1, mask, positions, past_key_values=cache)
-
-        first = [0] * len(completions)
-        states = last[number]  # (B, 1, H): the prompt's last state predicts the first token
-        if max(map(len, completions)) == 1:
-            return states, first
-        ids = padded([c[:-1] for c in completions], device)  # no state after the last is needed
-        if mask is not None:
-            mask = torch.cat([mask[number], torch.ones_like(ids)], 1)
-        # Padding repeats a sequence's last position: GPT-2's table of them may end there
-        end = torch.tensor([[max(len(c) - 2, 0)] for c in completions], device=device)
-        columns = torch.arange(ids.shape[1], device=device)
-        positions = positions[number, -1:] + 1 + torch.minimum(columns, end)
-        cache = Cache(layers=[CompletionLayer(layer, number) for layer in cache.layers])
-        rest = self._run(ids, ids.shape[1], mask, positions, past_key_values=cache)
-        return torch.cat([states, rest], 1), first
-
-    def _run(self, ids, keep, mask=None, positions=None, **cache):
-        """Returns the states of the last `keep` columns."""
-        body = self.model.base_model if self.separable else self.model
-        optional = supported(body, attention_mask=mask, position_ids=positions, logits_to_keep=keep)
-        out = body(input_ids=ids, **optional, **cache)
-        return (out.last_hidden_state if self.separable else out.logits)[:, -keep:]
+    def _run(self, ids, columns, **options):
+        """Returns the states (any, columns, H) of these columns of `ids`."""
+        if self.separable:
+            out = self.model.base_model(input_ids=ids, use_cache=False, **options)
+            return out.last_hidden_state.index_select(1, columns)
+        keep = supported(self.model, logits_to_keep=columns)
+        logits = self.model(input_ids=ids, use_cache=False, **keep, **options).logits
+        return logits if keep else logits.index_select(1, columns)
 
     @torch.no_grad()
-    def _fault_of_sharing(self):
-        """Returns why shared prompts do not give the states of separate ones, or None: tried on
-        three sequences."""
-        if not can_cache(self.model):
+    def _fault_of_packing(self, *, varlen):
+        """Returns why packed sequences do not give the states of plain ones, or None: tried on
+        three."""
+        if not can_cache(self.model):  # a state would run on into the next sequence
             return "this model has no KV cache, or not only that"
-        prompts = [[1, 2, 3], [1, 2, 3], [4, 5, 6, 7, 8]]
-        completions = [[3, 2, 1], [2], [5, 4, 3]]
+        sequences = [[1, 2, 3], [1, 2, 3], [4, 5, 6, 7, 8]], [[3, 2, 1], [2, 6], [5, 4, 3]]
+        row = Row(*sequences, self.model.device, varlen=varlen)
         try:
-            shared = self._states(self._shared, prompts, completions)
+            packed = self._packed(row)
+            gap = gap_of_varlen(row.told, packed) if varlen else 0
         except torch.OutOfMemoryError:
             raise
-        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-            return f"its layers do not take a cache object of ours ({type(error).__name__})"
-        states = self._states(self._separate, prompts, completions)
-        gap = distance(shared, states)
+        except Exception as error:  # noqa: BLE001 (a model's own code may raise anything)
+            return f"a packed row fails ({type(error).__name__})"
+        layers = DynamicCache(config=self.model.config).layers
+        if {told[0] for told in row.told} != {getattr(x, "sliding_window", None) for x in layers}:
+            return "transformers' attention interface is not told how far its attention sees"
+        states = self._plain(*sequences)
+        gap = max(gap, distance(packed, states))
         return None if gap <= limit_of(states) else f"its states would differ by {gap:.1g}"
 
 
@@ -157,75 +149,55 @@ def limit_of(states):
     return 1e-3 if states.dtype == torch.float32 else 0.1
 
 
-# --- Caches that may be read twice --------------------------------------------------
-# Gradient checkpointing runs a layer again in the backward pass, which would append to a
-# cache twice (transformers drops the cache there). These two give the same answer each time.
-class PromptLayer(DynamicLayer):
-    """Keeps the prompts' keys and values (prompts, heads, P, head size), with their graph."""
-
-    def update(self, keys, values, *_, **__):
-        if not self.is_initialized:
-            self.keys, self.values, self.is_initialized = keys, values, True
-        return keys, values
-
-    def get_seq_length(self):
-        return 0
-
-
-class CompletionLayer(DynamicLayer):
-    """Puts each sequence's prompt before its own keys and values, and keeps nothing.
-
-    It has the keys of all positions: where attention slides, transformers' mask applies the window.
-    """
-
-    def __init__(self, prompts, number):
-        super().__init__()
-        self.keys, self.values, self.number = prompts.keys, prompts.values, number
-        self.is_initialized = True
-
-    def update(self, keys, values, *_, **__):
-        keys = torch.cat([self.keys.index_select(0, self.number), keys], -2)
-        return keys, torch.cat([self.values.index_select(0, self.number), values], -2)
+def gap_of_varlen(told, like):
+    """Returns how far varlen_attn, forward and backward, is from buckets on 200 keys, beyond one
+    tile of the kernel; with what the layers of a Row have `told`."""
+    prompts, completions = [[1] * 90] * 3 + [[2] * 3], [[1] * 112, [1], [1] * 71, [1] * 40]
+    rows = [Row(prompts, completions, like.device, varlen=varlen) for varlen in (True, False)]
+    draw, gaps = torch.Generator().manual_seed(0), [0.0]
+    for window, *shapes in told:
+        shapes = [(1, heads, rows[0].ids.shape[1], width) for heads, width in shapes]
+        qkv = [torch.randn(x, generator=draw).to(like).requires_grad_() for x in shapes]
+        found, options = [], {"sliding_window": window and min(window, 64)}
+        with torch.enable_grad():
+            for row in rows:
+                out, _ = packed_attention(None, *qkv, None, packed=row, **options)
+                found.append((out, *torch.autograd.grad(out.square().sum(), qkv)))
+        gaps += map(distance, *found)
+    return max(gaps)
 
 
-def forget_caches():
-    """Empties these layers after a forward pass that no backward pass followed. The graph holds
-    them through the checkpoints, and they hold the graph: Python's collector does not see that."""
-    for layer in gc.get_objects():
-        if isinstance(layer, PromptLayer | CompletionLayer):
-            layer.keys = layer.values = None
-
-
+# --- Gradient checkpointing -----------------------------------------------------------
 def checkpoint_layers(model):
     """Makes layers keep only their inputs for the backward pass, from now on; returns how many
     there are."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for layer in layers:
         if getattr(layer.forward, "func", None) is not recompute_later:  # not done before
-            layer.forward = functools.partial(recompute_later, layer.forward)
+            layer.forward = functools.partial(recompute_later, layer.forward, model.config)
     return len(layers)
 
 
-def recompute_later(forward, *args, **kwargs):
+def recompute_later(forward, config, *args, **kwargs):
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    name = config._attn_implementation  # which the model has no more in the backward pass
+    settings = {"use_reentrant": False, "preserve_rng_state": False}
+    settings["context_fn"] = lambda: (contextlib.nullcontext(), attention_is(name, config))
+    return checkpoint(forward, *args, **settings, **kwargs)
 
 
 # --- Log-probs under a frozen model: all that a KL penalty needs of the reference -------
 def score_sequences(model, prompts, completions, *, budget, temperature, vocab_size):
-    """Yields {index of a sequence: its log-probs (T,)}, float32 on the CPU, a batch at a time, the
-    shortest completions first.
+    """Yields {index of a sequence: its log-probs (T,)}, float32 on the CPU, a batch at a time.
 
     `model` is a CompletionModel, which runs a prompt once for neighbours that have the same. A
-    batch has at most `budget` padded tokens, and is halved while it does not fit the GPU. Raises
+    batch has at most `budget` tokens, and is halved while it does not fit the GPU. Raises
     OutOfMemoryError if a single sequence does not fit.
     """
-    numbers = number_prompts(prompts, model.shares)
-    sizes = [(n, len(p), len(c)) for n, p, c in zip(numbers, prompts, completions, strict=True)]
-    batches = pack_by_tokens(sizes, whole_groups(sizes, budget), budget)
+    batches = pack_by_tokens(sizes_of(prompts, completions, model.packs), budget)
     while batches:
-        batch = batches.pop()  # the last has the shortest
+        batch = batches.pop(0)
         p, c = [prompts[i] for i in batch], [completions[i] for i in batch]
         try:
             logps = score_batch(model, p, c, temperature, vocab_size)
@@ -239,7 +211,7 @@ def score_sequences(model, prompts, completions, *, budget, temperature, vocab_s
             release_memory()
             half = len(batch) // 2
             tell(f"out of memory: {len(batch)} sequences are scored in two halves")
-            batches += [batch[half:], batch[:half]]
+            batches[:0] = batch[:half], batch[half:]
 
 
 @torch.no_grad()

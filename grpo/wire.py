@@ -136,7 +136,6 @@ def ids_by_sequence(tensors):
         for kind in ("prompt", "completion")
     )
     sizes = tensors["group_sizes"].tolist()
-    # The same list for each completion of a group, so that number_prompts is fast
     prompts = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]
     return prompts, completions
 

@@ -2,7 +2,7 @@
 
     python grpo_ref_split.py presets/1.5b_1x24gb.py
 
-Computed, not run: of the GPU's 23.5 GB the trainer needs 17.6 GB at least; the optimiser and its
+Computed, not run: of the GPU's 23.5 GB the trainer needs 16.9 GB at least; the optimiser and its
 states are in RAM, 25.9 GB of it: on the card they would not fit.
 """
 

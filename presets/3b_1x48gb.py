@@ -2,7 +2,7 @@
 
     python grpo_ref_split.py presets/3b_1x48gb.py
 
-Computed, not run: of the GPU's 44.4 GB the trainer needs 33.1 GB at least; the optimiser and its
+Computed, not run: of the GPU's 44.4 GB the trainer needs 30.1 GB at least; the optimiser and its
 states are in RAM, 51.7 GB of it: on the card they would not fit.
 """
 

@@ -3,7 +3,7 @@
     CUDA_VISIBLE_DEVICES=1 python ref_server.py presets/teacher.py MODEL=Qwen/Qwen2.5-7B   # first
     CUDA_VISIBLE_DEVICES=0 python grpo_ref_split.py presets/teacher.py                     # then
 
-Computed, not run: of a GPU's 44.4 GB the trainer needs 31.5 GB at least and the server 17.1 GB.
+Computed, not run: of a GPU's 44.4 GB the trainer needs 30.1 GB at least and the server 17.0 GB.
 docs/teacher.md: without rewards REWARD_WEIGHTS = {}, KL_BETA = 1, and GROUP_SIZE may be 1.
 """
 

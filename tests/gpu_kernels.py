@@ -1,12 +1,15 @@
-"""The kernel of _scaled_dot_product_efficient_attention, on a CPU: what it refuses and returns.
+"""Kernels for GPUs, on a CPU: what _scaled_dot_product_efficient_attention and varlen_attn refuse
+and return.
 
 By PyTorch 2.13's kernel_forward.h (check_supported, kAlignLSE, TileSmemLoader), cutlassF.h and
 _efficient_attention_forward in attention.cu, for GPUs from sm80 on.
 """
 
 import contextlib
+from itertools import pairwise
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention as attention_of_torch
 
 
 @contextlib.contextmanager
@@ -57,3 +60,62 @@ def check_read_in_full(bias):
     last = sum(step * (n - 1) for step, n in zip(bias.stride()[:-1], bias.shape[:-1], strict=True))
     end = bias.storage_offset() + last + columns
     assert end * bias.element_size() <= bias.untyped_storage().nbytes(), "read beyond its memory"
+
+
+# --- torch.nn.attention.varlen --------------------------------------------------------
+def varlen_parts(query, key, value, ends, others, scale, window, aligned="end"):
+    """Returns (tokens, heads, width): FlashAttention's variable-length attention, part by part.
+    `aligned` "start" has a causal mask's corner at a part's first key: a kernel that is wrong."""
+    parts = []
+    for (begin, end), (first, last) in zip(pairwise(ends), pairwise(others), strict=True):
+        q, k, v = (
+            x.transpose(0, 1)[None] for x in (query[begin:end], key[first:last], value[first:last])
+        )
+        place = torch.arange(end - begin)[:, None]
+        if aligned == "end":
+            place = place + (last - first) - (end - begin)
+        seen = torch.arange(last - first) <= place
+        if window[0] >= 0:
+            seen &= torch.arange(last - first) >= place - window[0]
+        out = attention_of_torch(q, k, v, seen, scale=scale, enable_gqa=True)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+class Varlen(torch.autograd.Function):
+    """Keeps what the kernel keeps: its inputs, its output, and the log-sum of each head's query."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, settings):
+        with torch.no_grad():
+            out = varlen_parts(query, key, value, *settings)
+        ctx.settings = settings
+        ctx.save_for_backward(
+            query, key, value, out, query.new_zeros(query.shape[:2], dtype=torch.float32)
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors[:3]]
+        with torch.enable_grad():
+            out = varlen_parts(*inputs, *ctx.settings)
+        return *torch.autograd.grad(out, inputs, grad), None
+
+
+def varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
+    scale=None, window_size=(-1, -1), enable_gqa=False, aligned="end",
+):  # fmt: skip
+    """torch.nn.attention.varlen.varlen_attn of torch 2.13, and what FlashAttention 2 refuses."""
+    assert enable_gqa and window_size[1] == 0
+    assert query.dtype == key.dtype == value.dtype == torch.bfloat16, "FlashAttention takes 16 bits"
+    assert query.shape[2] == key.shape[2] == value.shape[2] <= 256 and not query.shape[2] % 8
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    ends, others = cu_seq_q.tolist(), cu_seq_k.tolist()
+    assert (ends[0], ends[-1]) == (0, len(query)) and (others[0], others[-1]) == (0, len(key))
+    for sizes, longest in ((ends, max_q), (others, max_k)):
+        assert max(b - a for a, b in pairwise(sizes)) == longest
+    for x in (query, key, value):
+        assert x.stride(-1) == 1
+    return Varlen.apply(query, key, value, (ends, others, scale, window_size, aligned))

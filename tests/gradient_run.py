@@ -26,7 +26,7 @@ BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}
 def make_rows(policy, loss_type):
     """-> 7 rows of very different length and 4 prompts, the same on every rank. With 2 ranks and a
     row a batch one rank has fewer: empty ones go on top, or the run would hang."""
-    model = CompletionModel(policy.model, share_prompts=False)
+    model = CompletionModel(policy.model)
     draw, rows = torch.Generator().manual_seed(0), []
     for i in range(7):
         prompt, completion = (
@@ -52,9 +52,10 @@ def make_rows(policy, loss_type):
 
 
 def plain_gradient(policy, rows):
-    """The specification: one batch, no sharing, no chunks, no DeepSpeed, no plan."""
+    """The specification: one batch, not packed, no chunks, no DeepSpeed, no plan."""
     trainer.FUSED_LOSS = False
-    model = CompletionModel(policy.model, share_prompts=False)
+    model = CompletionModel(policy.model)
+    model.packs = False
     hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
     loss, _ = trainer.batch_loss(hidden, model.head, ids, rows, policy.vocab_size)
     trainer.FUSED_LOSS = True

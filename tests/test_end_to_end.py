@@ -96,7 +96,7 @@ def test_other_families_train_against_a_reference_of_another_size(tiny, tmp_path
         "gemma2": (Gemma2Config, SMALL | {"head_dim": 8},  # soft-caps its logits
                    {"RATIO_LEVEL": "sequence", "UPDATES_PER_ROLLOUT": 2}),
         "gpt2": (GPT2Config, gpt2,  # ships dropout 0.1, which would make the ratio noise
-                 {"SHARE_PROMPTS": False, "IS_CAP": 2.0, "GRADIENT_CHECKPOINTING": False}),
+                 {"IS_CAP": 2.0, "GRADIENT_CHECKPOINTING": False}),
     }  # fmt: skip
     presets = []
     for name, (config, settings, constants) in families.items():

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import FAMILIES, PROMPTS, SLOW, TOLERANCE, VOCAB, plain_logps, tiny_model
+from gpu_kernels import varlen_attn
 from torch.nn import functional
 
 import grpo_loss_triton
 from grpo import loss as grpo_loss
 from grpo.forward import CompletionModel, has_plain_head
-from grpo.packing import number_prompts, plan_micro_batches
+from grpo.packing import plan_micro_batches, sizes_of
 
 # Rows of PROMPTS, whose tokens number 1, 5, 9 and 3. 0 is the filler and the models' pad id, 2 is
 # EOS: pad stands first, within and last, EOS last and within, and two rows are a single token.
@@ -27,6 +28,7 @@ ROWS = [
     (PROMPTS[3], [3, 4, 5, 6, 7]),
 ]
 PROMPT_OF, COMPLETIONS = (list(column) for column in zip(*ROWS, strict=True))
+ALONE = SLOW | {"bloom"}  # families that can't be packed
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +57,8 @@ def gradient_of(model, loss):
 
 # --- Every family, in every way -----------------------------------------------------
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logps_and_gradients_are_those_of_a_plain_forward_of_each_row(family, share, checkpointing):
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma2 wide", "gpt-oss"])  # caps; sinks
+def test_logps_and_gradients_are_those_of_a_plain_forward_of_each_row(family, checkpointing):
     """simple_GRPO's mask `ids != pad` lost every EOS where pad is EOS, and any pad id sampled; and
     every ancestor runs a group's prompt once for each completion, forward and backward."""
     torch.manual_seed(0)
@@ -66,14 +67,12 @@ def test_logps_and_gradients_are_those_of_a_plain_forward_of_each_row(family, sh
     expected = torch.cat([plain_logps(plain, p, c, temperature) for p, c in ROWS])
     gradient = gradient_of(plain, (expected * slopes).sum())
 
-    model = CompletionModel(  # of its own: checkpointing stays
-        tiny_model(family), share_prompts=share, gradient_checkpointing=checkpointing
-    )
-    assert model.shares == (share and family not in SLOW)
-    whole = family == "gemma2"  # the one that soft-caps its logits
+    model = CompletionModel(tiny_model(family), gradient_checkpointing=checkpointing)
+    assert model.packs == (family not in ALONE)
+    whole = "gemma2" in family  # the one that soft-caps its logits
     assert (model.head is None) == whole == any("holds them all" in note for note in model.notes)
     others = len(model.notes) - whole
-    assert others == (share and family in SLOW) + (checkpointing and family == "gpt1")
+    assert others == (family in ALONE) + (checkpointing and family == "gpt1")
     logps, ids = logps_of(model, PROMPT_OF, COMPLETIONS, temperature)
     assert ids.tolist() == [token for c in COMPLETIONS for token in c]  # every one is trained
     torch.testing.assert_close(logps, expected, rtol=0, atol=TOLERANCE)
@@ -85,16 +84,18 @@ def test_logps_and_gradients_are_those_of_a_plain_forward_of_each_row(family, sh
 LONG = [([1] * 60, [2] * 4), ([3] * 4, [4] * 60)]
 
 
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("family, rows", [
     ("qwen2", [([5], [0])]),  # one row; a prompt of one token; a completion of one
     ("qwen2", [([5, 0, 3], [7, 2])]),
-    ("qwen2", [([5, 0, 3], [0]), ([1, 2, 3], [0])]),  # equal rows
+    ("qwen2", [([5, 0, 3], [0]), ([5, 0, 3], [0]), ([1, 2, 3], [0])]),  # equal rows
     ("gpt2", LONG),  # it has 64 positions, and padding would go beyond them
 ])  # fmt: skip
-def test_the_smallest_batches_and_the_longest(family, rows, share, model_of):
+def test_the_smallest_batches_and_the_longest(family, rows, packs, model_of):
     model = model_of(family)
-    assert_as_plain(CompletionModel(model, share_prompts=share), model, rows)
+    ours = CompletionModel(model)
+    ours.packs = packs
+    assert_as_plain(ours, model, rows)
 
 
 class Spy:
@@ -111,14 +112,15 @@ class Spy:
 
 @torch.no_grad()
 def test_what_is_computed(model_of):
-    """A group's prompt once, no logits of prompts or padding, no state behind the last token."""
+    """A group's prompt once, no padding, no logits of prompts, no state behind the last token;
+    what can't be packed is padded to neighbours of like length."""
     model = model_of("qwen2")
     prompts, completions = [[1] * 30] * 3 + [[2] * 20], [[3] * 4, [4] * 2, [5], [6] * 3]
-    separate = CompletionModel(model, share_prompts=False)
-    shared = CompletionModel(model, share_prompts=True)
+    ours = CompletionModel(model)
     mlp, head = Spy(model.model.layers[0].mlp), Spy(model.lm_head)
-    for ours, passes in ((separate, [(4, 33)]), (shared, [(2, 30), (4, 3)])):
+    for packs, passes in ((True, [(1, 50 + 3 + 1 + 0 + 2)]), (False, [(3, 33), (1, 22)])):
         mlp.shapes.clear()
+        ours.packs = packs
         hidden, _ = ours(prompts, completions)
         assert hidden.shape == (10, 32)  # the states that predict 4 + 2 + 1 + 3 tokens
         assert [tuple(shape) for shape in mlp.shapes] == passes
@@ -126,53 +128,130 @@ def test_what_is_computed(model_of):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("share, widths", [(False, [4]), (True, [1, 3])])
-def test_logits_of_prompts_are_not_computed_where_the_head_is_not_plain(share, widths, model_of):
+def test_logits_of_prompts_are_not_computed_where_the_head_is_not_plain(model_of):
     """simple_GRPO made logits of the whole prompt too, and sliced them away."""
     model = model_of("gemma2")
-    ours = CompletionModel(model, share_prompts=share)
+    ours = CompletionModel(model)
     head = Spy(model.lm_head)
-    ours([[1] * 30] * 2, [[3] * 4, [4] * 2])
-    assert [shape[1] for shape in head.seen()] == widths
+    for ours.packs in (True, False):
+        ours([[1] * 30] * 2, [[3] * 4, [4] * 2])
+    assert head.seen() == [(1, 4 + 2), (2, 4)]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_checkpointing_keeps_less_and_computes_again(checkpointing):
-    """transformers drops the cache when it checkpoints, and with it the prompt."""
+    """In the backward pass the model has its own attention back, and layers need ours."""
     model = tiny_model("qwen2")
-    ours = CompletionModel(model, share_prompts=True, gradient_checkpointing=checkpointing)
+    ours = CompletionModel(model, gradient_checkpointing=checkpointing)
     query, kept = Spy(model.model.layers[0].self_attn.q_proj), []
+    own = model.config._attn_implementation
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         hidden, _ = ours([[1] * 30] * 8, [[3] * 8] * 8)
-    assert len(query.shapes) == 2  # prompt, completions
+    assert query.shapes == [(1, 30 + 8 * 7)] and model.config._attn_implementation == own
     hidden.sum().backward()
-    assert len(query.seen()) == (4 if checkpointing else 2)
+    assert len(query.seen()) == (2 if checkpointing else 1)
+    assert model.config._attn_implementation == own
     # 64, the inner size of the MLP, is of nothing that is kept outside a layer
     assert any(t.dim() == 3 and t.shape[-1] == 64 for t in kept) != checkpointing
 
 
 @pytest.mark.parametrize("wrong, reason", [
-    ("forgetful", "differ"),
-    ("of tuples", "(TypeError)"),
+    ("without positions", "differ"),
+    ("dropped", "(TypeError)"),
+    ("untold window", "not told how far"),  # Llama 4's chunks: three sequences are too short
+    ("bloom", "not told how far"),
     *((family, "KV cache") for family in sorted(SLOW)),
 ])  # fmt: skip
-def test_a_model_that_can_not_share_prompts_is_found_out(wrong, reason, model_of):
+def test_a_model_that_can_not_be_packed_is_found_out(wrong, reason, model_of):
     """And the reason is in words: not "'NoneType' object has no attribute 'shape'"."""
-    family = wrong if wrong in SLOW else "qwen2"
+    family = {"without positions": "qwen2", "dropped": "qwen2", "untold window": "llama"}.get(
+        wrong, wrong
+    )
     model = tiny_model(family)
-    if family == "qwen2":
-        body = model.model.forward
+    body = model.base_model.forward
 
-        def forward(*inputs, past_key_values=None, **settings):
-            if wrong == "of tuples" and past_key_values is not None:  # as models' own code has them
-                assert past_key_values[0][0] is not None
-            return body(*inputs, **settings)
+    def forward(*inputs, position_ids=None, packed=None, **settings):
+        if wrong == "without positions" and packed:
+            settings["packed"] = packed
+        return body(*inputs, **settings)
 
+    if wrong == "untold window":
+        model.config.sliding_window, model.config.layer_types = 64, ["sliding_attention"] * 2
+    elif family == "qwen2":
         model.model.forward = forward
-    ours = CompletionModel(model, share_prompts=True)
+    ours = CompletionModel(model)
     (note,) = ours.notes
-    assert not ours.shares and reason in note
+    assert not ours.packs and reason in note
     assert_as_plain(ours, model_of(family), ROWS)
+
+
+# --- varlen_attn, which is for GPUs -----------------------------------------------------
+@pytest.fixture
+def kernel(monkeypatch):
+    """Gives the CPU a varlen_attn; returns its calls, and how it is aligned."""
+    seen, way = [], {}
+
+    def counted(*inputs, **options):
+        seen.append(options["window_size"])
+        return varlen_attn(*inputs, **options | way)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", counted)
+    monkeypatch.setattr("grpo.forward.is_nvidia", lambda device: True)
+    return seen, way
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "mistral wide", "gpt2", "mixtral"])
+def test_the_kernel_has_the_states_and_gradients_of_plain_sequences(family, checkpointing, kernel):
+    """In bfloat16, so the yardstick is how far buckets are from plain sequences in float32."""
+    plain = tiny_model(family).bfloat16().float()
+    slopes = torch.randn(sum(map(len, COMPLETIONS)), generator=torch.Generator().manual_seed(0))
+    expected = torch.cat([plain_logps(plain, p, c, 1.0) for p, c in ROWS])
+    gradient, gaps = gradient_of(plain, (expected * slopes).sum()), []
+    ours = CompletionModel(tiny_model(family).bfloat16(), gradient_checkpointing=checkpointing)
+    assert ours.packs and ours.varlen and not ours.notes
+    for ours.varlen in (True, False):
+        kernel[0].clear()
+        logps, _ = logps_of(ours, PROMPT_OF, COMPLETIONS)
+        found = gradient_of(ours.model, (logps.float() * slopes).sum())
+        assert len(kernel[0]) == 2 * (1 + checkpointing) * ours.varlen  # layers
+        gaps.append([(logps - expected).norm(), (found - gradient).norm() / gradient.norm()])
+    (logps_gap, gradient_gap), (of_buckets, of_their_gradient) = gaps
+    assert logps_gap < 1.5 * of_buckets + 1e-3 and gradient_gap < 1.5 * of_their_gradient
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "mistral"])
+@pytest.mark.parametrize("wrong", ["aligned", "absent", "beyond a tile", "backward"])
+def test_a_kernel_that_is_wrong_is_not_used(family, wrong, kernel, monkeypatch, model_of):
+    """The states of three sequences do not show what happens beyond a kernel's tile."""
+    _, way = kernel
+
+    def later(query, *others, **options):
+        return varlen_attn(
+            query, *others, **options | {"aligned": "start" if len(query) > 64 else "end"}
+        )
+
+    def backward(query, key, value, *others, **options):
+        return varlen_attn(query, key.detach() + 0 * key, value, *others, **options)
+
+    if wrong == "aligned":
+        way["aligned"] = "start"
+    else:
+        kernels = {"beyond a tile": later, "backward": backward}
+        name = "torch.nn.attention.varlen.varlen_attn"
+        monkeypatch.setattr(name, kernels.get(wrong, lambda *_: None))
+    ours = CompletionModel(tiny_model(family).bfloat16())
+    (note,) = ours.notes
+    assert ours.packs and not ours.varlen and "attention is slower, without torch's varlen" in note
+    assert ("(TypeError)" if wrong == "absent" else "differ by") in note
+
+
+@pytest.mark.parametrize("family", ["gemma2 wide", "gpt-oss"])
+def test_caps_and_sinks_are_not_for_the_kernel(family, kernel):
+    """It knows neither; they are computed by the model's own code."""
+    ours = CompletionModel(tiny_model(family).bfloat16())
+    kernel[0].clear()
+    assert ours.packs and logps_of(ours, PROMPT_OF, COMPLETIONS) and not kernel[0]
 
 
 def test_no_memory_is_not_taken_for_no_cache(monkeypatch):
@@ -181,9 +260,9 @@ def test_no_memory_is_not_taken_for_no_cache(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(CompletionModel, "_shared", full)
+    monkeypatch.setattr(CompletionModel, "_packed", full)
     with pytest.raises(torch.OutOfMemoryError):
-        CompletionModel(tiny_model("qwen2"), share_prompts=True)
+        CompletionModel(tiny_model("qwen2"))
 
 
 @pytest.mark.parametrize("change", ["bias", "scale", "norm", "weight"])
@@ -220,10 +299,10 @@ EIGHT = [
 EIGHT_PROMPTS = [PROMPTS[i // 2] for i in range(8)]  # four groups of two
 
 
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_the_loss_does_not_depend_on_how_the_step_is_cut(loss_type, share, model_of):
-    """1 x 8 micro-batches, 8 x 1, uneven ones, on 1, 2 and 3 ranks, prompts shared or not, fused or
+def test_the_loss_does_not_depend_on_how_the_step_is_cut(loss_type, packs, model_of):
+    """1 x 8 micro-batches, 8 x 1, uneven ones, on 1, 2 and 3 ranks, packed or padded, fused or
     plain: one loss and one gradient.
 
     simple_GRPO's means over each micro-batch gave every cut another gradient.
@@ -241,9 +320,11 @@ def test_the_loss_does_not_depend_on_how_the_step_is_cut(loss_type, share, model
     )
     expected = [plain_logps(model, p, c, 0.9) for p, c in zip(EIGHT_PROMPTS, EIGHT, strict=True)]
 
-    def part(rows, share, module):
+    ours = CompletionModel(model)
+
+    def part(rows, packs, module):
         """-> the loss of some of the step's rows, and its gradient as one vector."""
-        ours = CompletionModel(model, share_prompts=share)
+        ours.packs = packs
         hidden, ids = ours([EIGHT_PROMPTS[i] for i in rows], [EIGHT[i] for i in rows])
         old_drift, ref_drift = torch.cat([drift[i] for i in rows], 1)
         logps = torch.cat([expected[i] for i in rows]).detach()
@@ -264,10 +345,8 @@ def test_the_loss_does_not_depend_on_how_the_step_is_cut(loss_type, share, model
         return loss.detach(), gradient_of(model, loss)
 
     def step(world, budget):
-        prompts = number_prompts(EIGHT_PROMPTS, share)
-        sizes = [(n, len(p), len(c)) for n, p, c in zip(prompts, EIGHT_PROMPTS, EIGHT, strict=True)]
-        turns = plan_micro_batches(sizes, world, budget)
-        parts = [part(b, share, grpo_loss_triton) for turn in turns for b in turn if b]
+        turns = plan_micro_batches(sizes_of(EIGHT_PROMPTS, EIGHT, packs), world, budget)
+        parts = [part(b, packs, grpo_loss_triton) for turn in turns for b in turn if b]
         return len(parts), sum(p[0] for p in parts), sum(p[1] for p in parts)
 
     loss, gradient = part(list(range(8)), False, grpo_loss)  # the specification

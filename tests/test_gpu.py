@@ -65,8 +65,8 @@ def policy_of(folder):
 
 
 def train(folder, _):
-    for share in (True, False):
-        model = CompletionModel(policy_of(folder).model, share_prompts=share)
+    model = CompletionModel(policy_of(folder).model)
+    for model.packs in (True, False):
         model(PROMPTS, COMPLETIONS)[0].sum().backward()
 
 

@@ -4,7 +4,6 @@ and the trials against the living tensors of the trainer's code."""
 import gc
 import math
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import tiny_policy
+from gpu_kernels import varlen_attn
 from living import Live
 from rank_threads import Ranks
 
@@ -29,11 +29,11 @@ from grpo.training.memory import USUAL, fit_sizes
 from grpo.training.metrics import Clock
 from grpo.weights import MergedAdapters
 
-CASES = [  # memory.MODELS' shape, prompt, completion, group, shared prompts, LoRA rank, checkpoints
-    ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, True, 0, True),
-    ((256, 3, 4, 2, 512, 8192, False), 64, 32, 4, True, 0, True),
-    ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, True, 8, False),
-    ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, False, 0, True),
+CASES = [  # memory.MODELS' shape, prompt, completion, group, LoRA rank, checkpointing
+    ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, 0, True),
+    ((256, 3, 4, 2, 512, 8192, False), 64, 32, 4, 0, True),
+    ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, 8, False),
+    ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, 0, False),
 ]
 
 
@@ -60,24 +60,25 @@ def sample_all(c, policy, group):
 @pytest.mark.parametrize("case", CASES)
 def test_computed_and_tried_sizes_are_those_of_living_tensors(case, monkeypatch):
     """Measured: computed over counted 0.97 to 1.07, tried over counted 0.997 to 1.000."""
-    shape, prompt, completion, group, share, rank, checkpointing = case
+    shape, prompt, completion, group, rank, checkpointing = case
     config = memory.config_of(*shape)
     m, policy = memory.Sizes(config, rank), memory.random_policy(config, rank)
     # a CPU's chunk of logits, and no rows for torch's copies: the GPU's kernel works in place
     monkeypatch.setattr(grpo_loss_triton, "CHUNK_BYTES", BF16 * m.vocab * m.hidden)
     monkeypatch.setattr(grpo_loss_triton.Rows, "slabs", lambda *_: iter(()))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr("grpo.weights.has_room", lambda *_: False)  # for merged adapters
     monkeypatch.setattr(training.dist, "get_world_size", lambda: 1)
     sizes = {"MICRO_BATCH_TOKENS": 1024, "GRADIENT_CHECKPOINTING": checkpointing}
     own = {
-        "SHARE_PROMPTS": share,
         "LORA_RANK": rank,
         "GROUP_SIZE": group,
         "SAMPLE_BATCH": 8,
         "EVAL_BATCH": 8,
     }
     c = memory.shipped(prompt, completion, **own | sizes)
-    model = CompletionModel(policy.model, share_prompts=share)
+    model = CompletionModel(policy.model)
+    model.varlen = True  # as on a GPU
     live = Live(policy.model)
     a_gpu(monkeypatch, reset_peak_memory_stats=live.reset, max_memory_allocated=lambda _: live.peak)
 
@@ -91,7 +92,7 @@ def test_computed_and_tried_sizes_are_those_of_living_tensors(case, monkeypatch)
         kept = peak(training.forward_and_backward, model, policy.vocab_size, **sizes)
         counted = {size: peak(sample_all, policy, size) for size in (1, group)}
         tried = {size: peak(sampling.sample, policy, size, 8) for size in (1, group)}
-    assert kept > 1.1 * trained or share  # then all gradients live at once in any case
+    assert kept > 1.1 * trained or not checkpointing
     phases = memory.sampling_phases(m, c, {}) | memory.training(m, c, 1)
     left_out = (*memory.STATES, "DeepSpeed's sums")
     sums = {n: sum(b for p, b in x.items() if p not in left_out) for n, x in phases.items()}
@@ -140,11 +141,12 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
     tried, draw = [[], []], sampling.draw
 
     def batch_loss(hidden, head, ids, batch, vocab_size):
-        mine = tried[ranks.get_rank()]
-        mine.append(len(batch))
-        if ranks.get_rank() and len(mine) <= fails:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return trainer.batch_loss(hidden[-64:], head, ids[-64:], batch[-1:], vocab_size)
+        mine, length = tried[ranks.get_rank()], len(batch[-1].completion)
+        if length == 64:  # then one of short completions follows
+            mine.append(len(batch))
+            if ranks.get_rank() and len(mine) <= fails:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return trainer.batch_loss(hidden[-length:], head, ids[-length:], batch[-1:], vocab_size)
 
     def drawn(logits, *others):
         if ranks.get_rank() and len(logits) > 64:
@@ -156,13 +158,6 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
         fit_sizes(c, policies[rank])
         return [getattr(c, name) for name in USUAL]
 
-    turn = threading.Lock()  # forget_caches() is for a process that is one rank
-
-    def measured(*arguments, measured=sampling.measured):
-        with turn:
-            return measured(*arguments)
-
-    monkeypatch.setattr(sampling, "measured", measured)
     monkeypatch.setattr(sampling, "draw", drawn)
     if chosen is None:
         with pytest.raises(SystemExit, match="MICRO_BATCH_TOKENS = 256, .*OFFLOAD_OPTIMIZER"):
@@ -177,7 +172,7 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
 
 
 def test_a_trial_that_fails_leaves_no_tensors(alone, tiny, monkeypatch):
-    """The graph of a checkpointed forward pass and the prompts' cache hold each other."""
+    """Those of a checkpointed forward pass are held by functions, too."""
 
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -188,7 +183,7 @@ def test_a_trial_that_fails_leaves_no_tensors(alone, tiny, monkeypatch):
 
     a_gpu(monkeypatch)
     policy = tiny_policy(tiny)
-    model = CompletionModel(policy.model, share_prompts=True)
+    model = CompletionModel(policy.model)
     trial = partial(
         training.forward_and_backward, auto(batch_loss=fail), model, policy.vocab_size, 300, True
     )

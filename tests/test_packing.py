@@ -8,72 +8,73 @@ import pytest
 from fakes import NAMES, a_group
 
 import grpo_ref_split as trainer
-from grpo.packing import (
-    in_order,
-    pack_by_tokens,
-    plan_micro_batches,
-    plan_rounds,
-    whole_groups,
-)
+from grpo.packing import pack_by_tokens, plan_micro_batches, plan_rounds, sizes_of
 
 
-def random_sizes(seed):
-    """-> (sizes, budget): up to 10 groups of 1 to 8 rows, each row in its group's prompt."""
+def random_sizes(seed, packs):
+    """-> (prompts and completions by length, sizes, budget): up to 10 groups of 1 to 8 rows."""
     rng = random.Random(seed)
     high = rng.choice([1, 5, 100, 1000])
-    sizes = []
+    rows = []
     for prompt in range(rng.randint(0, 10)):
-        width = rng.randint(1, high)
-        sizes += [(prompt, width, rng.randint(1, high)) for _ in range(rng.randint(1, 8))]
-    return sizes, rng.choice([1, 7, 100, 2000])
+        prompt = [prompt] * rng.randint(1, high)
+        rows += [(prompt, [0] * rng.randint(1, high)) for _ in range(rng.randint(1, 8))]
+    prompts, completions = zip(*rows, strict=True) if rows else ([], [])
+    return rows, sizes_of(prompts, completions, packs), rng.choice([1, 7, 100, 2000])
 
 
-def padded_tokens(batch, sizes):
-    prompts = {sizes[row][0] for row in batch}
-    wide = max(sizes[row][1] for row in batch)
-    shared = (len(batch) - len(prompts)) * wide // 8  # keys and values of a prompt seen once more
-    return len(prompts) * wide + len(batch) * max(sizes[row][2] for row in batch) + shared
+def tokens_of(batch, rows, packs):
+    """-> each prompt once and what follows it; or all as long as the longest."""
+    if not packs:
+        return len(batch) * max(len(p) + len(c) for p, c in (rows[i] for i in batch))
+    prompts = {rows[i][0][0]: len(rows[i][0]) for i in batch}
+    return sum(prompts.values()) + sum(len(rows[i][1]) for i in batch)
 
 
-def test_a_random_sweep():
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_random_sweep(packs):
     """ZeRO-2 communicates in every backward: ranks with unequal counts of them hang."""
-    for seed in range(500):
-        sizes, budget = random_sizes(seed)
+    for seed in range(250):
+        rows, sizes, budget = random_sizes(seed, packs)
         world = random.Random(seed).choice([1, 2, 3, 8, 50])  # 50 ranks are often more than rows
-        order = in_order(sizes)
-        assert sorted(order) == list(range(len(sizes))), seed
-        runs = [prompt for prompt, _ in itertools.groupby(sizes[row][0] for row in order)]
-        assert len(runs) == len(set(runs)), seed  # a group stays together
-        rows = [[row] for row in order]
-        packed = pack_by_tokens(sizes, rows, budget)
+        order = list(range(len(rows)))
+        if not packs:
+            order.sort(key=lambda i: -len(rows[i][0]) - len(rows[i][1]))
+        packed = pack_by_tokens(sizes, budget)
         # The next row would not have fitted: nothing was cut that need not be
         for one, two in itertools.pairwise(packed):
-            assert padded_tokens([*one, two[0]], sizes) > budget, seed
+            assert tokens_of([*one, two[0]], rows, packs) > budget, seed
 
         turns = plan_micro_batches(sizes, world, budget)
         assert all(len(turn) == world for turn in turns), seed
         for plan in zip(*turns, strict=True):  # of each rank, the empty ones on top
             assert sorted(plan, key=bool, reverse=True) == list(plan), seed
         planned = [batch for turn in turns for batch in turn if batch]
-        for batches in (packed, planned):  # every row once, the longest last, and no batch too full
+        for batches in (packed, planned):  # every row once, in order, and no batch too full
             assert list(itertools.chain(*batches)) == order and all(batches), seed
-            assert all(len(b) == 1 or padded_tokens(b, sizes) <= budget for b in batches), seed
+            fits = [len(b) == 1 or tokens_of(b, rows, packs) <= budget for b in batches]
+            assert all(fits), seed
         assert len(turns) == -(-len(packed) // world), seed  # no more than are needed
         # No slower than the best cut into so many of one size; ranks wait for the one with most
-        cuts = [pack_by_tokens(sizes, rows, n) for n in range(0, budget + 1, max(1, budget // 50))]
+        cuts = [pack_by_tokens(sizes, n) for n in range(0, budget + 1, max(1, budget // 50))]
         cuts = [cut for cut in cuts if len(cut) <= len(turns) * world]
-        best = min((seconds(cut, sizes, world) for cut in cuts), default=math.inf)
-        assert seconds(planned, sizes, world) <= 1.05 * best + 2 * max(map(sum, sizes), default=0)
+        best = min((seconds(cut, rows, world, packs) for cut in cuts), default=math.inf)
+        most = max((alone for alone, _ in sizes), default=0)
+        assert seconds(planned, rows, world, packs) <= 1.05 * best + 2 * most, seed
 
 
-def seconds(batches, sizes, world):
-    costs = [padded_tokens(batch, sizes) for batch in batches]
+def seconds(batches, rows, world, packs):
+    costs = [tokens_of(batch, rows, packs) for batch in batches]
     return sum(max(costs[i : i + world]) for i in range(0, len(costs), world))
 
 
-def test_what_the_server_scores_is_cut_between_groups_unless_one_is_too_large():
-    small, large = [(0, 40, 10)] * 4, [(1, 40, 100)] * 4
-    assert whole_groups(small + large, 200) == [[4], [5], [6], [7], [0, 1, 2, 3]]
+def test_micro_batches_are_of_one_size():
+    prompts, completions = [[g] * 40 for g in range(8) for _ in range(4)], [[0] * 10] * 32
+    sizes = sizes_of(prompts, completions, True)  # 8 groups of 4, 80 tokens each
+    assert [len(batch) for batch in pack_by_tokens(sizes, 215)] == [9, 9, 9, 5]  # full ones
+    assert [[len(b) for b in turn] for turn in plan_micro_batches(sizes, 1, 215)] == [[8]] * 4
+    # Three groups on two ranks: whole ones would let a rank wait for half of its time
+    assert [[len(b) for b in turn] for turn in plan_micro_batches(sizes[:12], 2, 400)] == [[6, 6]]
 
 
 def rows_of(ids):

@@ -159,7 +159,7 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
 
 
 def loss_of(policy, rows):
-    model = CompletionModel(policy.model, share_prompts=True)
+    model = CompletionModel(policy.model)
     hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
     return trainer.batch_loss(hidden, model.head, ids, rows, policy.vocab_size)
 

@@ -14,7 +14,6 @@ import torch
 
 from grpo.constants import set_for_run
 from grpo.devices import accelerator, release_memory
-from grpo.forward import forget_caches
 from grpo.log import say
 from grpo.models import can_cache
 from grpo.sampling.decoders.cached import PlainDecoder, prefill
@@ -64,7 +63,6 @@ def measured(trial, held, device):
     except torch.OutOfMemoryError:
         pass
     _block = None
-    forget_caches()
     gc.collect()  # here, where no error holds the trial's tensors any more
     release_memory()
     gpu.reset_peak_memory_stats(device)  # gpu_memory_gb is that of the run itself

@@ -78,7 +78,7 @@ class Policy:
     @torch.no_grad()
     def logps(self, prompt, completion):
         """Returns the log-probs (floats, temperature 1) of the completion's ids."""
-        model = CompletionModel(self.model, share_prompts=False)
+        model = CompletionModel(self.model)
         hidden, ids = model([prompt], [completion])
         return linear_logps(hidden, model.head, ids, vocab_size=self.vocab_size).tolist()
 

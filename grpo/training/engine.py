@@ -22,15 +22,11 @@ def make_engine(c, policy):
     if not on_gpu:
         threads = training_threads(c.CPU_THREADS)
         say(f"on a CPU: {threads} threads of each rank for forward and backward")
-    model = CompletionModel(
-        policy.model,
-        share_prompts=c.SHARE_PROMPTS,
-        gradient_checkpointing=c.GRADIENT_CHECKPOINTING,
-    )
+    model = CompletionModel(policy.model, gradient_checkpointing=c.GRADIENT_CHECKPOINTING)
     # What one rank's model can't do, none does: all must plan the same micro-batches
-    abilities = model.shares, model.separable, model.notes
-    shares, separable, notes = zip(*gathered(abilities), strict=True)
-    model.shares, model.separable = all(shares), all(separable)
+    abilities = model.packs, model.separable, model.notes
+    packs, separable, notes = zip(*gathered(abilities), strict=True)
+    model.packs, model.separable = all(packs), all(separable)
     for note in sorted(set().union(*notes)):
         say(note)
     optimizer = torch.optim.AdamW(  # 1711.05101

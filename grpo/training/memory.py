@@ -17,7 +17,7 @@ from grpo.constants import set_for_run
 from grpo.devices import accelerator
 from grpo.forward import CompletionModel, checkpoint_layers
 from grpo.log import say
-from grpo.packing import pack_by_tokens
+from grpo.packing import pack_by_tokens, sizes_of
 from grpo.sampling.memory import CPU_BATCH, fit, fit_batch
 from grpo.training.engine import BUCKET
 from grpo.training.ranks import all_or_none, gathered
@@ -50,7 +50,7 @@ def fit_sizes(c, policy, visiting=0):
             of_ranks = {"held": states, "worst": worst_of_ranks}
             texts.append(fit_batch(c, policy, name, group_size, **of_ranks))
     if not {"SAMPLE_BATCH", "EVAL_BATCH"} >= set(auto):
-        model = CompletionModel(policy.model, share_prompts=c.SHARE_PROMPTS)
+        model = CompletionModel(policy.model)
         attempt = functools.partial(forward_and_backward, c, model, policy.vocab_size)
         place = c, policy.model.device, micro_batches(c), attempt
         texts.append(fit(*place, held=states + gradients, worst=worst_of_ranks))
@@ -76,7 +76,7 @@ def micro_batches(c):
 
 # --- The trial ------------------------------------------------------------------------
 def forward_and_backward(c, model, vocab_size, MICRO_BATCH_TOKENS, GRADIENT_CHECKPOINTING):
-    """Runs the largest micro-batch through `model`, a CompletionModel; leaves no gradient."""
+    """Runs the largest micro-batches through `model`, a CompletionModel; leaves no gradient."""
     if GRADIENT_CHECKPOINTING:
         checkpoint_layers(model.model)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -92,27 +92,35 @@ def forward_and_backward(c, model, vocab_size, MICRO_BATCH_TOKENS, GRADIENT_CHEC
             weight.grad = None
 
     hooks = [weight.register_post_accumulate_grad_hook(drop) for weight in weights]
-    batch = largest_batch(c, MICRO_BATCH_TOKENS, model.shares)
     try:
-        hidden, ids = model([s.prompt for s in batch], [s.completion for s in batch])
-        c.batch_loss(hidden, model.head, ids, batch, vocab_size)[0].backward()
+        for completion in completion_lengths(c):
+            batch = largest_batch(c, MICRO_BATCH_TOKENS, model.packs, completion)
+            hidden, ids = model([s.prompt for s in batch], [s.completion for s in batch])
+            c.batch_loss(hidden, model.head, ids, batch, vocab_size)[0].backward()
+            hidden = ids = None
     finally:
         for hook in hooks:
             hook.remove()
         model.zero_grad(set_to_none=True)
 
 
-def largest_batch(c, tokens, shares):
-    """Returns the Sequences of the largest micro-batch that the trainer cuts: whole groups, of
-    prompts and completions at full length. Every other prompt lacks a token: padding costs a mask.
-    """
-    prompt, completion, group = c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS, c.GROUP_SIZE
-    numbers = range(tokens // completion + group)
-    sizes = [(n // group if shares else n, prompt, completion) for n in numbers]
+def completion_lengths(c):
+    """Returns the lengths that are tried: of long completions most tokens are trained, short ones
+    gather most keys and values of prompts."""
+    return c.MAX_COMPLETION_TOKENS, -(-c.MAX_COMPLETION_TOKENS // 8)
+
+
+def largest_batch(c, tokens, packs, completion):
+    """Returns the Sequences of the largest micro-batch that the trainer cuts, of groups with
+    prompts at full length and so many tokens of each completion."""
+    groups = c.PROMPTS_PER_STEP * (1 + c.MAX_REFILLS)  # a step has no more
+    groups = min(groups, tokens // c.MAX_PROMPT_TOKENS + 1)
+    prompts = [[n % 2] * c.MAX_PROMPT_TOKENS for n in range(groups) for _ in range(c.GROUP_SIZE)]
+    sizes = sizes_of(prompts, [[1] * completion] * len(prompts), packs)
+    number = len(pack_by_tokens(sizes, tokens)[0])
     logps = torch.full((completion,), -1.0)
     others = [1] * completion, logps, None, logps, 1.0, logps < 0, 1e-3
-    groups = [n // group for n in pack_by_tokens(sizes, [[n] for n in numbers], tokens)[0]]
-    return [c.Sequence([g % 2] * max(1, prompt - g % 2), *others) for g in groups]
+    return [c.Sequence(prompt, *others) for prompt in prompts[:number]]
 
 
 def held_by_deepspeed(c, model):

@@ -134,7 +134,7 @@ class LocalReference:
             what, model = "the policy's model without its adapters", policy.model
         else:
             what, model = "a copy of MODEL", copy.deepcopy(policy.model).requires_grad_(False)
-        self.model = CompletionModel(model, share_prompts=c.SHARE_PROMPTS)
+        self.model = CompletionModel(model)
         self.away = c.REFERENCE_ON_CPU and not self.adapted and self.home.type != "cpu"
         say(f"the reference is {what}{', in CPU memory between uses' if self.away else ''}")
         if self.away:

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo  # before torch.cuda is replaced: it looks for what is there
 import torch.cuda.nvtx
 import torch.distributed as dist
+import torch.nn.attention.varlen
 from torch.nn import functional
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
@@ -179,6 +180,7 @@ def pretend():
     torch.cuda.nvtx._nvtx = SimpleNamespace(rangePushA=lambda _: 0, rangePop=int, markA=nothing)
     functional.scaled_dot_product_attention = kernels.attention
     torch._C._nn.scaled_dot_product_attention = kernels.attention
+    torch.nn.attention.varlen.varlen_attn = kernels.varlen
     torch.rms_norm, torch.tensor = kernels.rms_norm, tensor
     torch.nn.Module.to, torch.nn.Module.cuda = move, lambda module: move(module, "cuda")
     dist.init_process_group, threading.Thread.run = join, run

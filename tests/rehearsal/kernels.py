@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from gpu_kernels import efficient_attention
+from gpu_kernels import efficient_attention, varlen_attn
 from torch.nn import functional
 
 from rehearsal.events import Recording, launched
@@ -83,6 +83,39 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
     if not all(x.is_cuda for x in tensors):
         raise RuntimeError("Expected all tensors to be on the same device (attention)")
     return Attention.apply(query, key, value, attn_mask, settings)
+
+
+class Varlen(torch.autograd.Function):
+    """varlen_attn as one kernel, and its backward pass as three."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, others, settings):
+        ctx.save_for_backward(query, key, value)
+        ctx.call = functools.partial(varlen_of_inner, others=others, settings=settings)
+        launched("varlen attention")
+        inner = [x.detach().inner for x in (query, key, value)]
+        return type(query.detach())(Recording.call(ctx.call, *inner))
+
+    @staticmethod
+    def backward(ctx, grad):
+        launched("varlen attention backward", 3)
+        inner = [x.detach().inner.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.call(*inner)
+        grads = torch.autograd.grad(out, inner, grad.inner)
+        return *(type(grad)(x) for x in grads), None, None
+
+
+def varlen_of_inner(query, key, value, *, others, settings):
+    return varlen_attn(query, key, value, *others, **settings)
+
+
+def varlen(query, key, value, cu_seq_q, cu_seq_k, *longest, **settings):
+    """torch.nn.attention.varlen.varlen_attn"""
+    if not all(x.is_cuda for x in (query, key, value, cu_seq_q, cu_seq_k)):
+        raise RuntimeError("Expected all tensors to be on the same device (varlen_attn)")
+    others = cu_seq_q.inner, cu_seq_k.inner, *longest
+    return Varlen.apply(query, key, value, others, settings)
 
 
 def rms_norm(x, shape, weight=None, eps=None):

@@ -104,10 +104,11 @@ def generate_cost(model, prompts):
 
 
 # --- Training -------------------------------------------------------------------------
-def micro_batch_cost(model, *, share, checkpointing, fused):
+def micro_batch_cost(model, *, packs, checkpointing, fused):
     """Returns the Costs of forward with the loss, and of the backward pass; of 8 sequences."""
-    completion = CompletionModel(model, share_prompts=share, gradient_checkpointing=checkpointing)
-    assert completion.shares == share, completion.notes
+    completion = CompletionModel(model, gradient_checkpointing=checkpointing)
+    assert completion.packs and completion.varlen == (model.dtype == torch.bfloat16)
+    completion.packs = packs
     prompts = [[5, 6, 7, 8, 9]] * 4 + [[3, 4, 5]] * 4
     completions = [[i + 10] * (3 + i) for i in range(8)]
     size = sum(map(len, completions))

@@ -248,7 +248,7 @@ def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy):
     policy.stop_strings = StopStrings(policy.tokenizer, ["e"])
     reply = lambda item, turns: None if len(turns) > item["secret"] else "less"
     groups = talks(policy, reply, 1, 3, 5, 5, GROUP_SIZE=4, SAMPLE_BATCH=8)
-    model = CompletionModel(policy.model, share_prompts=True)
+    model = CompletionModel(policy.model)
     found = [talk for _, group, _ in groups for talk in group]
     assert len({len(talk.turns) for talk in found}) == 3
     for prompt, group, _ in groups:
@@ -303,7 +303,7 @@ def test_the_tasks_tokens_are_not_trained_and_count_nowhere(
     counts = [int(own.sum()) for own in group.owns()]
     tokens = {"grpo": [2 * n for n in counts], "dapo": [sum(counts)] * 2}[loss_type]
     assert [1 / row.weight for row in rows] == pytest.approx(tokens)
-    model = CompletionModel(policy.model, share_prompts=False)
+    model = CompletionModel(policy.model)
     parts = [row.prompt for row in rows], [row.completion for row in rows]
 
     hidden, ids = model(*parts)

@@ -17,6 +17,7 @@ from torch.nn.functional import pad, rms_norm
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
+from grpo.attention import attention_is
 from grpo.devices import is_nvidia
 from grpo.models import last_logits, prefill
 from grpo.sampling.decoders.attention import attend, mask_of
@@ -230,12 +231,9 @@ class SharedDecoder:
 
     def forward(self, tokens, slots):
         """Returns logits (S, V') after one more token of each sequence, which takes its slot."""
-        config, cache = self.model.config, SharedCache(self.layers, slots)
-        before, config._attn_implementation = config._attn_implementation, SHARED
-        try:
+        with attention_is(SHARED, self.model.config):
+            cache = SharedCache(self.layers, slots)
             return last_logits(self.model, tokens[:, None], slots.positions[:, None], cache)
-        finally:
-            config._attn_implementation = before
 
     def advance(self):
         # A sequence that has ended may stay for a while, unread, and must not outgrow its room

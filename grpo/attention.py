@@ -1,0 +1,165 @@
+"""Attention over one row of packed sequences: it alone knows where each of them begins.
+
+    row = Row(prompts, completions, device, varlen=False)
+    with attention_is(PACKED, model.config):
+        model(input_ids=row.ids, position_ids=row.positions, packed=row)
+
+The row is a prompt, its completions, the next prompt. It is cut into parts: a prompt with its first
+completion, and each further completion, whose prompt's keys and values are gathered before its own.
+A part's last query sees all of its keys, and each query before it one less.
+
+On CUDA in bfloat16 one kernel runs all parts, torch's varlen_attn, without padding or mask.
+Elsewhere scaled_dot_product_attention runs buckets: parts of like length that have equally many
+keys of a prompt, padded on the right.
+
+Symbols: L tokens of the row, D width of a head, B parts of a bucket.
+"""
+
+import contextlib
+import functools
+import itertools
+import sys
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import repeat_kv
+
+PACKED = "grpo_packed"  # the name of packed_attention among transformers' attentions
+# So many padded pairs of query and key cost less than another call: on a CPU measured, else a guess
+SLACK, SLACK_ON_GPUS = 4_000, 1_000_000
+
+
+class Row:
+    """Prompts and completions as one row: `ids` and `positions` (1, L); `states` (N,), the places
+    of the states that predict the completions. Neighbours with the same prompt share it."""
+
+    def __init__(self, prompts, completions, device, *, varlen):
+        self.device, self.parts, self.masks = device, [], {}
+        self.told = set()  # by the layers: window; heads and widths of queries, keys, values
+        ids, positions, states, last = [], [], [], None
+        for prompt, completion in zip(prompts, completions, strict=True):
+            own, begin = completion[:-1], len(ids)  # no state after the last token is needed
+            if prompt != last:
+                last, before = prompt, range(begin, begin + len(prompt))
+                ids += prompt
+                positions += range(len(prompt))
+            states += [before[-1], *range(len(ids), len(ids) + len(own))]
+            ids += own
+            positions += range(len(prompt), len(prompt) + len(own))
+            if len(ids) > begin:  # a first completion's prompt is its own
+                keys = before if begin > before.start else range(0)
+                self.parts.append((keys, range(begin, len(ids))))
+        self.ids, self.positions = self.tensor([[ids], [positions]])
+        self.states = self.tensor(states)
+        self.varlen = self._ends() if varlen else None
+
+    def tensor(self, numbers, dtype=torch.int64):
+        return torch.tensor(numbers, dtype=dtype, device=self.device)
+
+    def _ends(self):
+        """Returns the indices of all parts' keys, and varlen_attn's ends and lengths of parts."""
+        sizes = [*zip(*((len(own), len(keys) + len(own)) for keys, own in self.parts))]
+        ends = self.tensor([[0, *itertools.accumulate(x)] for x in sizes], torch.int32)
+        keys = [i for before, own in self.parts for i in (*before, *own)]
+        return self.tensor(keys), (*ends, *map(max, sizes))
+
+    @functools.cached_property
+    def buckets(self):
+        """Returns buckets (B, keys of a prompt, own tokens); the indices of all their queries and
+        keys; and where among the queries each token is."""
+        sizes = [(len(keys), len(own)) for keys, own in self.parts]
+        buckets, queries, keys, place = [], [], [], [0] * self.ids.shape[1]
+        slack = SLACK if self.device.type == "cpu" else SLACK_ON_GPUS
+        for numbers in of_like_length(sizes, slack):
+            buckets.append((len(numbers), *sizes[numbers[0]]))
+            for before, own in map(self.parts.__getitem__, numbers):
+                place[own.start : own.stop] = range(len(queries), len(queries) + len(own))
+                padded = [*own, *[0] * (buckets[-1][2] - len(own))]
+                queries += padded
+                keys += [*before, *padded]
+        return buckets, *map(self.tensor, (queries, keys, place))
+
+    def mask(self, before, own, window, like):
+        """Returns what is added to a bucket's scores (own, before + own), kept for all layers."""
+        if (before, own, window) not in self.masks:
+            pairs = like.new_ones(own, before + own, dtype=torch.bool)
+            hidden = pairs.triu(before + 1)
+            if window is not None:
+                hidden |= pairs.tril(before - window)
+            mask = like.new_zeros(pairs.shape).masked_fill_(hidden, -torch.inf)
+            self.masks[before, own, window] = mask
+        return self.masks[before, own, window]
+
+
+def of_like_length(sizes, slack):
+    """Returns lists of the numbers of `sizes`, (keys of a prompt, own tokens), the longest first: a
+    list is padded to that, by a quarter at most, or by `slack` pairs.
+
+    >>> of_like_length([(0, 9), (9, 3), (9, 4), (0, 8)], slack=20)
+    [[2, 1], [0, 3]]
+    """
+    lists, real = [], 0
+    for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        before, own = sizes[number]
+        if lists:
+            real += own * (before + own)
+            keys, long = sizes[lists[-1][0]]
+            padding = (len(lists[-1]) + 1) * long * (keys + long) - real
+        if not lists or before != keys or padding > max(slack, real / 4):
+            lists.append([])
+            real = own * (before + own)
+        lists[-1].append(number)
+    return lists
+
+
+def packed_attention(
+    module, query, key, value, _, *, packed, scaling=None, sliding_window=None, **options
+):
+    """A layer's attention as transformers calls it: (1, heads, L, D) -> (1, L, heads, D), None"""
+    window, settings = sliding_window, {"scale": scaling, "enable_gqa": True}
+    packed.told.add((window, *((x.shape[1], x.shape[3]) for x in (query, key, value))))
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, heads, D)
+    options = {name: options.get(name) for name in ("softcap", "s_aux")}  # Gemma 2; gpt-oss's sinks
+    plain = set(map(type, options.values())) == {type(None)}
+    if packed.varlen and plain:
+        from torch.nn.attention.varlen import varlen_attn  # torch 2.10
+
+        keys, ends = packed.varlen
+        key, value = key.index_select(0, keys), value.index_select(0, keys)
+        # FlashAttention aligns a causal mask to the end of the keys
+        settings["window_size"] = -1 if window is None else window - 1, 0
+        return varlen_attn(query.contiguous(), key, value, *ends, **settings)[None], None
+    buckets, queries, keys, place = packed.buckets
+    query = query.index_select(0, queries).split([b * own for b, _, own in buckets])
+    sizes = [b * (before + own) for b, before, own in buckets]
+    key, value = (x.index_select(0, keys).split(sizes) for x in (key, value))
+    out = []
+    for (b, before, own), *qkv in zip(buckets, query, key, value, strict=True):
+        q, k, v = (x.unflatten(0, (b, -1)).transpose(1, 2) for x in qkv)  # (B, heads, any, D)
+        causal = plain and not before and (window is None or window >= own)
+        mask = None if causal else packed.mask(before, own, window, q)
+        if plain:
+            if q.device.type != "cpu":  # there grouped heads take the slowest kernel
+                k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
+                settings["enable_gqa"] = False
+            found = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, **settings)
+            found = found.transpose(1, 2)
+        else:  # by the code beside the module's own
+            attend = sys.modules[type(module).__module__].eager_attention_forward
+            found, _ = attend(module, q, k, v, mask[None, None], scaling=scaling, **options)
+        out.append(found.flatten(0, 1))
+    return torch.cat(out).index_select(0, place)[None], None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+@contextlib.contextmanager
+def attention_is(name, config):
+    """In the block the model of this config has transformers' attention of this name."""
+    before, config._attn_implementation = config._attn_implementation, name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
