@@ -292,7 +292,7 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
         return torch.cat(parts).to(ids.device)
 
     first_update = batch[0].old_logps is None
-    own = joined([s.own for s in batch])
+    weights = joined([s.weight * s.own for s in batch])
     sampler_logps = joined([s.sampler_logps for s in batch])
     loss, stats = (grpo_loss_triton if FUSED_LOSS else plain_loss).grpo_loss(
         hidden,
@@ -301,7 +301,7 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
         None if first_update else joined([s.old_logps for s in batch]),  # None: the loss's own
         joined([s.ref_logps for s in batch]) if KL_BETA else None,
         per_token([s.advantage for s in batch]),
-        per_token([s.weight for s in batch]) * own,
+        weights,
         temperature=TEMPERATURE,
         vocab_size=vocab_size,
         clip_low=CLIP_LOW,
@@ -322,7 +322,7 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
     fresh = per_token([float(s.fresh) for s in batch])
     for sequence in batch:  # the next update has other weights
         sequence.fresh = False
-    return loss, stats | {"sampler_logps": sampler_logps, "fresh": fresh, "own": own}
+    return loss, stats | {"sampler_logps": sampler_logps, "fresh": fresh, "own": weights != 0}
 
 
 def accumulate(run, sequences):
