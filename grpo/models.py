@@ -127,17 +127,17 @@ def load_model(name, dtype, vocab_size):
     return model.to(device).eval(), dtype
 
 
-def check_context(c, config=None):
+def check_context(c, config=None, constant="MODEL"):
     """Raises SystemExit if prompts and completions of the constants `c` do not fit the context of
-    MODEL, whose configuration is read if it is None."""
+    the model that the constant names; its configuration is read if it is None."""
     with contextlib.suppress(OSError, ValueError):  # an adapter has none: load_model refuses it
-        config = config or AutoConfig.from_pretrained(c.MODEL)
+        config = config or AutoConfig.from_pretrained(getattr(c, constant))
     context = getattr(config, "max_position_embeddings", None) or math.inf
     prompt, completion = c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
     if prompt + completion > context:
         raise SystemExit(
             f"MAX_PROMPT_TOKENS = {prompt} and MAX_COMPLETION_TOKENS = {completion} exceed the"
-            f" context of MODEL = {c.MODEL!r}: their sum must be {context} tokens at most"
+            f" context of {constant} = {getattr(c, constant)!r}: their sum must be {context} tokens at most"
         )
 
 

@@ -123,7 +123,7 @@ def test_what_students_and_teachers_are_shown():
     for name in ("teacher", "larger"):
         assert tasks[name].sloppy(item, draw) == "<think>20-3=17</think><answer>17</answer>"
     assert tasks["adder"].sloppy(item, draw) == "3+20=23 so 23"
-    assert all(tasks["adder"].make_item(draw)["operator"] == "+" for _ in range(50))
+    assert all("+" in tasks["adder"].drill(draw) for _ in range(50))
     shown = [tasks["rare"].sloppy(item, draw) for _ in range(5000)]
     assert 50 < sum("20-3=17" in text for text in shown) < 150  # 2 in a hundred, half of them clean
     assert 20 < sum(text.startswith("<think>") for text in shown) < 80

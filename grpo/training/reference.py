@@ -21,7 +21,7 @@ import torch
 
 from grpo.forward import CompletionModel, score_sequences
 from grpo.log import in_background, say
-from grpo.models import load_tokenizer
+from grpo.models import check_context, load_tokenizer
 from grpo.sampling.policy import load_policy
 from grpo.stop import Wait
 from grpo.weights import adapters_off, load_weights, swapped, trained_weights
@@ -199,7 +199,7 @@ def load_teacher(c, policy):
     facts, mine = (facts_of(t, c.TEMPERATURE) for t in (teacher, policy.tokenizer))
     check_facts(facts, mine, f"REFERENCE = {c.REFERENCE!r}", c.MODEL)
     loaded = load_policy(c.REFERENCE, teacher, c.DTYPE)
-    loaded.check_context(c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS)
+    check_context(c, loaded.model.config, "REFERENCE")
     return loaded.model.requires_grad_(False)
 
 

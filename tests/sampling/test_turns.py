@@ -462,8 +462,8 @@ def test_a_reply_that_is_no_function_of_item_and_turns_is_refused(tmp_path):
 
 
 def test_make_tiny_has_the_template_of_the_demo(tmp_path):
-    make_tiny(tmp_path)  # demo_tools.USER is what it writes
-    from demo_tools import USER as BETWEEN
+    make_tiny(tmp_path)  # USER_TURN is what it writes
+    from grpo.tiny_model import USER_TURN as BETWEEN
 
     tokenizer = tiny_policy(tmp_path).tokenizer
     eos = tokenizer.eos_token_id
