@@ -72,6 +72,7 @@ def bad_steps(engine, policy):
         before = [p.clone() for p in policy.model.parameters()]
         run = SimpleNamespace(engine=engine, policy=policy, c=c, clock=Clock())
         run.progress = SimpleNamespace(step=100)
+        run.reference = SimpleNamespace(info={"model": trainer.MODEL})
         metrics = trainer.update(run, rows)
         pairs = zip(before, policy.model.parameters(), strict=True)
         result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))
