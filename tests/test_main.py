@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fakes import tiny_policy
 from processes import QUICK, command_of, launch, learned, records, start, start_ranks
 
 import grpo_ref_split as trainer
@@ -67,6 +68,24 @@ def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
         assert state["constants"] == constants_of(expected)
     (step,) = learned(tmp_path / "plain")
     assert "rewards/reward/mean" in step and "rewards/a/mean" not in step and "kl" in step
+
+
+def test_a_teacher_alone_teaches_without_rewards_and_groups(tiny, tmp_path):
+    """On-policy distillation in one process; its KL falls, and the outcome is evaluated."""
+    teacher = tiny_policy(tiny, drift=0.1)
+    teacher.save(tmp_path / "teacher")
+    preset = SMALL | {"MODEL": str(tiny), "TASK": "arithmetic", "RUN_DIR": str(tmp_path / "run")}
+    preset |= {"REFERENCE": str(tmp_path / "teacher"), "REWARD_WEIGHTS": {}, "GROUP_SIZE": 1}
+    preset |= {"KL_BETA": 1.0, "UNBIASED_KL": True, "LOSS_TYPE": "dapo", "LEARNING_RATE": 5e-3}
+    preset |= {"PROMPTS_PER_STEP": 32, "SAMPLE_BATCH": 32, "STEPS": 16, "EVAL_STEPS": 16}
+    log = tmp_path / "log"
+    launch(1, command_of("grpo_ref_split", preset), log)
+    assert "a teacher: " in log.read_text() and "first update is as it should" in log.read_text()
+    steps = learned(tmp_path / "run")
+    assert all(r["reward"] == 0 and "accuracy" in r and "rewards/format/mean" in r for r in steps)
+    first, last = (sum(r["teacher_kl"] for r in part) for part in (steps[:4], steps[-4:]))
+    assert 0 < last < 0.9 * first  # measured: 0.85
+    assert "eval_accuracy" in [r for r in records(tmp_path / "run") if "loss" not in r][-1]
 
 
 def failed(process, log):
