@@ -253,6 +253,9 @@ RUN = {  # what runs a command, or the same with other constants
     ".venv/bin/python -m docs.learn": "tests/test_learn.py",
     '.venv/bin/python -m docs.learn REWARDS="1 1 0 0" UPDATES=6': "tests/test_learn.py",
     "python -m tasks my/task.py OUT=runs/my_model": "tests/test_tasks.py",
+    """python -m tasks my/task.py OUT=runs/my_model 'STOP_STRINGS=["</tool>"]'""": (
+        "tests/test_tasks.py"
+    ),
     ".venv/bin/python -m docs.learn_pictures": "tests/test_learn.py",
 }
 

@@ -6,6 +6,7 @@ import random
 import re
 import runpy
 import secrets
+import shlex
 import subprocess
 import sys
 import time
@@ -443,6 +444,28 @@ def test_a_tiny_model_of_any_task_is_made_and_its_command_runs(tmp_path, monkeyp
     tokenizer, recipe, _ = prepare(c, needs_server=False)
     assert len(recipe.prompts) == 30
     assert load_model(c.MODEL, "float32", len(tokenizer))[0].config.max_position_embeddings == 256
+
+
+def test_the_task_with_a_tool_in_the_docs_gets_a_model_that_its_command_trains(
+    tmp_path, monkeypatch, capsys
+):
+    """The file and both commands are those of docs/turns.md."""
+    import tasks.__main__ as module
+
+    page = (ROOT / "docs/turns.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    commands = re.findall(r"^    python (.*?)(?:  #.*)?$", page, re.MULTILINE)
+    made, trained = map(shlex.split, commands)
+    (tmp_path / "my").mkdir()
+    (tmp_path / made[2]).write_text(source)
+    monkeypatch.setattr(module, "WARM_STEPS", 2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tasks", *made[3:]])
+    module.main(made[2])
+    shown = capsys.readouterr().out
+    assert shown.count("reply() inside its turn: '") == 3
+    assert len(re.findall(r"rewards of the gold answer .*: reward 1$", shown, re.MULTILINE)) == 3
+    assert shlex.split(shown.splitlines()[-1])[1:] == trained
 
 
 def test_a_task_without_right_answers_has_no_tiny_model(tmp_path, monkeypatch):
