@@ -82,7 +82,7 @@ FILE = re.compile(r"[\w*./-]+\.(?:py|md|txt|html|yml|toml|png|jsonl?)\b", re.ASC
 
 @pages
 def test_every_file_that_is_named_exists(page):
-    folders = ("", "grpo/**/", "tests/", "tasks/", "docs/", "benchmarks/")
+    folders = ("", "grpo/**/", "tests/", "tasks/", "presets/", "docs/", "benchmarks/")
     text = re.sub(rf"https?://\S+|\]\([^)]*\)|{HISTORY}", "", TEXT[page])
     for word in FILE.findall(text):
         found = any(any(ROOT.glob(folder + word.lstrip("./"))) for folder in folders)
