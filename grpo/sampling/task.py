@@ -75,7 +75,7 @@ def check_task_file(name):
         f"tasks.{name}" in sys.modules or importlib.util.find_spec(f"tasks.{name}")
     ):
         near = difflib.get_close_matches(name, task_files(), n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        meant = f": is {near[0]} meant?" if near else ""
         raise SystemExit(f"TASK = {name!r}: there is no {task_file(name)}{meant}")
 
 
@@ -347,7 +347,7 @@ def preview(recipe, tokenizer, number):
         say(f"prompt {index} as {c.MODEL} sees it, {len(ids)} tokens{how}:\n{text}")
         for message in load_chat(c.TASK, recipe.task, item):
             if "".join(message["content"].split()) not in "".join(text.split()):
-                say(f"the chat template drops or changes the message of the {message['role']}")
+                say(f"the chat template loses or changes the message of the {message['role']}")
         show_rewards(recipe, item, "an empty completion", "")
         check_gold(recipe, item, tokenizer)
 

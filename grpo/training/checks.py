@@ -59,7 +59,7 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
     ("IS_CAP", "0 (off), or 1 or more", lambda c: c.IS_CAP == 0 or c.IS_CAP >= 1),
     ("OVERLONG_TOKENS", "at most MAX_COMPLETION_TOKENS, whose last tokens it counts",
      lambda c: c.OVERLONG_TOKENS <= c.MAX_COMPLETION_TOKENS),
-    ("IS_MASK", "False if IS_CAP, its bound, is 0", lambda c: c.IS_CAP > 0 or not c.IS_MASK),
+    ("IS_MASK", "False if its bound IS_CAP is 0", lambda c: c.IS_CAP > 0 or not c.IS_MASK),
     ("MAX_GRAD_NORM", "above 0; a large value never clips", lambda c: c.MAX_GRAD_NORM > 0),
     ("ADAM_BETAS", "two numbers below 1", lambda c: [b < 1 for b in c.ADAM_BETAS] == [True, True]),
     ("SKIP_FLAT_GROUPS", "False if REWARD_WEIGHTS = {}: the KL trains all groups",

@@ -50,7 +50,7 @@ def stand_alone():
     only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     os.environ.update(only | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
     if (gpus := torch.accelerator.device_count()) > 1:
-        say(f"this process uses one of {gpus} GPUs; to use all, start the trainer by `deepspeed`")
+        say(f"this process trains on one of {gpus} GPUs; start it with `deepspeed` to use them all")
 
 
 def join_ranks(wait_limit_seconds):
@@ -155,7 +155,7 @@ def all_or_none(part):
     except (Exception, SystemExit) as error:  # noqa: BLE001 (raised again)
         failure = error
     if any_rank(failure is not None):  # collective
-        raise RunFailed("another rank has failed: see its output") from failure
+        raise RunFailed("another rank has failed, and its output says why") from failure
 
 
 @contextlib.contextmanager
@@ -171,8 +171,8 @@ def explained():
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise RuntimeError(
-            "another rank has ended (see its output), or its machine does not answer. Start all"
-            f" ranks again to resume: {error}"
+            "another rank has ended, and its output says why, or its machine does not answer. Start"
+            f" all ranks again to resume: {error}"
         ) from error
 
 

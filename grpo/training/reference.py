@@ -38,8 +38,8 @@ def make_reference(c, policy, server):
     reference = RemoteReference(server) if server else LocalReference(c, policy)
     if is_teacher(reference.info, c.MODEL):
         say(
-            f"the reference is a teacher, {reference.info['model']}, not MODEL: the first update"
-            " can't check its weights, and teacher_kl is the KL to it"
+            f"the reference is another model than MODEL, a teacher: {reference.info['model']}. The"
+            " first update can't check the teacher's weights; teacher_kl is the KL to the teacher"
         )
     return reference
 
