@@ -1,11 +1,11 @@
 """Healthy and sick runs of the demo's task, for docs/reading_curves.md.
 
     python experiments/curves.py healthy    # trains a case, a minute on a free core
-    python experiments/curves.py draw       # of all that have run: docs/curves/*.png, and the table
+    python experiments/curves.py draw       # draws all trained cases: docs/curves/*.png and table
 
-All start from one warm start of seed 0, which the first case makes in half a minute, and train
-presets/demo.py with the constants of a case, seed 0, in runs/curves/CASE. Two cases of the page,
-with an injected defect, are in the history: `git show 0726406:experiments/curves.py`.
+All cases start from one warm start of seed 0, which the first case makes in half a minute. A case
+trains presets/demo.py with its constants and seed 0 in runs/curves/CASE. Two cases of the page that
+have an injected defect are in the history: `git show 0726406:experiments/curves.py`.
 """
 
 import math
@@ -70,7 +70,7 @@ def draw(name):
 
 def line_of(records, metric):
     """Returns ([step], [value]) of a metric; NaN, a gap in the line, at steps without it."""
-    steps = [record for record in records if "seconds" in record]  # the others are evaluations
+    steps = [record for record in records if "seconds" in record]  # other records are evaluations
     found = [math.nan if r.get(metric) is None else r[metric] for r in steps]
     return [record["step"] for record in steps], found
 

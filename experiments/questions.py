@@ -1,13 +1,13 @@
 """Questions that short GRPO trainers leave open: cases of the demo's task, five seeds each.
 
     python experiments/questions.py                # names the questions
-    python experiments/questions.py updates        # trains what is missing, then draws
+    python experiments/questions.py updates        # trains the missing runs, then draws
     python experiments/questions.py plain 0        # trains one case with one seed
 
-A run takes half a minute to two minutes on a free core, and a run trains on each core. Runs are
-kept in runs/experiments/CASE/SEED, and questions share them; delete the folder to train anew. A
-question gives docs/experiments/NAME.png and benchmarks/results/experiments/NAME.md.
-docs/experiments.md says what was found. The questions there that took injected defects, another
+A run takes half a minute to two minutes on a free core; each core trains one run at a time. Runs
+stay in runs/experiments/CASE/SEED, and questions share them; delete the folder to train again. A
+question writes docs/experiments/NAME.png and benchmarks/results/experiments/NAME.md.
+docs/experiments.md reports the findings. The questions there that needed injected defects, another
 task or a clock are in the history: `git show 655591d:experiments/questions.py`.
 """
 
@@ -156,7 +156,7 @@ def train_apart(case_and_seed):
 
 # --- Draw ---------------------------------------------------------------------------
 COLORS = ("tab:blue", "tab:red", "tab:green", "tab:orange", "tab:purple", "tab:brown")
-SMOOTH = 5  # a drawn point is the mean of so many rollouts
+SMOOTH = 5  # rollouts: a drawn point is the mean over them
 
 
 def curve(records, metric):
@@ -171,7 +171,7 @@ def curve(records, metric):
 
 
 def draw_band(ax, seeds, metric, color, label):
-    """Draws the mean of the seeds' runs, and a band from the least to the most of them."""
+    """Draws the mean over the seeds' runs, and a band from their minimum to their maximum."""
     import numpy
 
     curves = [line for records in seeds if len((line := curve(records, metric))[0]) > 1]
@@ -206,7 +206,7 @@ def draw(name, found):
 
 # --- The table ------------------------------------------------------------------------
 END = 10  # rollouts
-KINDS = {  # what a column has of a run's values
+KINDS = {  # how a column summarises the values of a run
     "mean": statistics.mean,
     "max": max,
     "sum": sum,
@@ -229,7 +229,7 @@ def cell(seeds, metric, kind):
 
 
 def compared(seeds, base, metric, kind):
-    """Returns "mean difference, how many seeds are higher" of a case and the first case, in pairs
+    """Returns "mean difference, how many seeds are higher" of a case minus the first case, in pairs
     of equal seeds."""
     both = zip(numbers(seeds, metric, kind), numbers(base, metric, kind), strict=True)
     gaps = [one - other for one, other in both]

@@ -1,7 +1,7 @@
 """One run of an experiment: the demo's task, with a case's constants, from a seed's warm start.
 
-A case has constants that differ from presets/demo.py's, and may have another student, and a
-teacher, of experiments/students.py. A run is one process, without a server (REF_SERVER=None).
+A case has constants that differ from presets/demo.py, and may have another student and a teacher
+from experiments/students.py. A run is one process, without a server (REF_SERVER=None).
 """
 
 import json
@@ -19,12 +19,12 @@ HACKABLE = {"TASK": str(ROOT / "experiments/hackable.py"), "SKIP_FLAT_GROUPS": "
 @dataclass(frozen=True)
 class Case:
     constants: dict
-    label: str = ""  # what pictures and tables call it
+    label: str = ""  # its name in pictures and tables
     student: str = "arithmetic"  # MODEL, one of students.MODELS
-    teacher: str = ""  # REFERENCE, another; "": none
+    teacher: str = ""  # REFERENCE, another of these models; "": none
 
     def settings(self):
-        """Returns what differs from presets/demo.py, as words."""
+        """Returns a text: the differences from presets/demo.py."""
         words = [f"`{n}={v}`".replace(f"{ROOT}/", "") for n, v in self.constants.items()]
         words += [f"the student {self.student}"] * (self.student != "arithmetic")
         words += [f"the reference is {self.teacher}"] * bool(self.teacher)
@@ -36,7 +36,7 @@ def model_of(name, seed):
 
 
 def warm_start(name, seed):
-    """Makes a model of experiments/students.py if it is missing: half a minute, or two."""
+    """Makes a model of experiments/students.py if it is missing; takes half a minute to two."""
     from experiments.students import MODELS
     from grpo import tiny_model
 
@@ -51,8 +51,8 @@ def warm_start(name, seed):
 
 
 def constants_of(case, seed, folder, common):
-    """Returns the constants of a run that differ from the trainer's, by name; `common` are those
-    that all cases of an experiment have."""
+    """Returns the constants of a run that differ from the trainer's, by name; `common` are the
+    constants that all cases of an experiment have."""
     from grpo.constants import read_preset
 
     own = {"MODEL": str(model_of(case.student, seed)), "RUN_DIR": str(folder), "SEED": seed}
@@ -62,7 +62,7 @@ def constants_of(case, seed, folder, common):
 
 
 def train(case, seed, folder, common):
-    """Trains a case. Once it is done it replaces what is in `folder`, such as an older run."""
+    """Trains a case. A finished run replaces the contents of `folder`, such as an older run."""
     import grpo_ref_split as trainer  # before torch
 
     unfinished = folder.with_name(f"{folder.name}-unfinished-{os.getpid()}")
@@ -73,7 +73,7 @@ def train(case, seed, folder, common):
     try:
         trainer.main(**constants)
         if (step := records_of(unfinished)[-1]["step"]) < constants["STEPS"]:
-            raise SystemExit(f"stopped at step {step}: not a run to compare")
+            raise SystemExit(f"stopped at step {step}, so the run can't be compared")
     except SystemExit as end:
         if "nothing to train" not in str(end):  # IDLE_LIMIT ends a sick run: that is its result
             raise
@@ -101,7 +101,7 @@ def made_by(folders):
 
 
 def save_picture(figure, path):
-    """Saves a figure as a small PNG of 256 colors: with 64, five lines ran together."""
+    """Saves a figure as a small PNG of 256 colors: 64 were too few to tell five lines apart."""
     from PIL import Image
 
     path.parent.mkdir(exist_ok=True)

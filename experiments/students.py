@@ -1,7 +1,8 @@
-"""Students and teachers: the demo's tiny model, from other examples (grpo/tiny_model.py).
+"""Students and teachers: the demo's tiny model, trained on other examples (grpo/tiny_model.py).
 
-"rare" draws the right operator, and the format, in a few of a hundred answers; "adder" never: it
-has seen no subtraction and no tag. "teacher", and "larger" with 5 times the parameters, are right.
+"rare" samples the right operator, and the format, in a few of a hundred answers; "adder" never
+does, as it has seen no subtraction and no tag. "teacher", and "larger" with 5 times its parameters,
+are right.
 """
 
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ def drill(draw):
 
 RIGHT = {"sloppy": clean}
 ADDS = {"sloppy": lambda item, draw: answer(item, "+"), "drill": drill}
-MODELS = {  # name: (task, shape, seed of the first); a teacher's weights begin with other numbers
+MODELS = {  # name: (task, shape, first seed); teachers have other initial weights than students
     name: (SimpleNamespace(**vars(arithmetic) | own), shape, first)
     for name, own, shape, first in (
         ("arithmetic", {}, {}, 0), ("rare", {"sloppy": rare}, {}, 0), ("adder", ADDS, {}, 0),

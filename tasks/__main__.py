@@ -1,14 +1,14 @@
-"""Shows a task as a run would see it, without a model's weights; alone, lists the tasks there are.
+"""Shows a task as a run sees it, without loading a model; without a name it lists all tasks.
 
     python -m tasks
     python -m tasks gsm8k                             # or my/task.py
     python -m tasks countdown MODEL=Qwen/Qwen3-4B     # arguments and presets as grpo_ref_split.py's
     python -m tasks my/task.py OUT=runs/my_model      # first makes a tiny model: no hub, no GPU
 
-Three prompts as the model sees them (its tokenizer is all that is loaded), the lengths of all, and
-the rewards of an empty completion and of the gold answer. The tiny model learns for a minute from
-the task's right answers, its gold(item) or item["answer"], mixed with wrong ones, or from its
-sloppy(item, draw); then the command is printed that trains it.
+It prints three prompts as the model sees them (only its tokenizer is loaded), the lengths of all
+prompts, and the rewards of an empty completion and of the gold answer. With OUT, a tiny model
+learns for a minute from the task's right answers (gold(item), or item["answer"]) mixed with wrong
+ones, or from the task's sloppy(item, draw); then the command that trains it is printed.
 """
 
 import ast
@@ -24,8 +24,8 @@ WARM_STEPS = 800  # of the tiny model
 
 
 def listed():
-    """Returns the tasks there are, one a line, with the first line of their files."""
-    lines = ["The tasks there are, in tasks/:"]
+    """Returns a list of the tasks, one a line, with the first line of each file."""
+    lines = ["The tasks in tasks/:"]
     for name, path in sorted(task_files().items()):
         text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "-"
         lines.append(f"    {name:12} {text.splitlines()[0]}")
@@ -35,11 +35,11 @@ def listed():
 def make_model(name, task, out, stops):
     """Makes the tiny model in the folder `out`; returns the command that trains it."""
     if Path(out).exists():
-        raise SystemExit(f"OUT = {out!r} is there already: delete it, or choose another folder")
+        raise SystemExit(f"OUT = {out!r} exists already: delete it, or choose another folder")
     from grpo.tiny_model import warm_start
 
     print(f"a tiny model learns from the examples of {name}, for {WARM_STEPS} steps", flush=True)
-    must = 'have load, messages and gold, or an "answer" in each item, that work'
+    must = 'have load and messages that work, and gold or an "answer" in each item'
     call = lambda: warm_start(out, task, seed=0, steps=WARM_STEPS, stops=stops)
     half = called(name, "a tiny model's examples", must, call) // 2
     words = f"MODEL={out} TASK={name} REF_SERVER=None RUN_DIR={out}_run"

@@ -2,8 +2,8 @@
 
     is_right("<answer>$70,000</answer>", "... #### 70000") -> True
 
-It takes one number, by its place: listing candidates never pays, nor does copying the question
-("3 + 4" for 7). The words around it are English's; a number in words ("eighteen") is not read.
+It takes one number, chosen by its position, so that a list of candidates, or a copy of the question
+("3 + 4" for 7), earns nothing. It knows English phrases only, and no numbers in words ("eighteen").
 """
 
 import functools
@@ -20,7 +20,7 @@ FORMAT = re.compile(rf"\s*<think>{INSIDE}</think>\s*<answer>{INSIDE}</answer>\s*
 # "#### 18", but neither the Markdown heading "#### Step 2" nor "#### 2. Add" nor "#### （2）计算"
 HASHES = re.compile(r"####(?!\s*\(?\d+[.)、]\s+[^\W\d_a-z])\s*((?:\\[a-z]+|[^\w\n]){0,20}\d[^\n]*)")
 BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-REST = r"(?:(?![.!?](?:\s|$)).){0,200}"  # of a sentence
+REST = r"(?:(?![.!?](?:\s|$)).){0,200}"  # the rest of a sentence
 NUMERIC = rf"(?=.{{0,200}}\d)({REST}\d{REST})"  # looks for the digit first: REST is slow
 ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\bis\b|:|=) ?:?|^A:)\s*{NUMERIC}")
 # --- What it says ---
@@ -41,14 +41,14 @@ NUMBER = re.compile(
     r"(?<![A-Za-z_\d])[-+]?(?:(?:\d+\s+)?\d+\s*/\s*0*[1-9]\d*(?!\d|e\d)"  # 1/2, 2 1/2
     r"|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,2}(?!\w))?|\.\d+)"
 )
-# "#" stands for a number: two with no word between them are a list, a range or a sum left undone.
-# Words of other scripts count as none: "5或6" is two numbers, too.
+# "#" stands for a number. Two numbers without a word between them are a list, a range or a sum that
+# is not computed. Words in other scripts do not count as words: "5或6" is two numbers, too.
 GAP = r"#(?:[^\w#]|[^\x00-\x7f]|\b(?:and|to|or|x|maybe|perhaps|possibly|either|also)\b)*"
 FIRST_UNSURE = re.compile(rf"(?is)\W*?(?:{GAP}#|#[^#]*\bor\b.*#|#\s*[+×÷])")
 LAST_UNSURE = re.compile(rf"(?i)(?:{GAP}|#[^#]*\bor\b[^#]*|[+×÷/]\s*)#[^#]*$|#\s*[+×÷][^#]*$")
 LATEX = re.compile(r"\\[A-Za-z]|[\^√]")
-# Bounds what math-verify sees: its timeout, by SIGALRM, does not stop 9^{9^9}; nor its parser at
-# braces in braces, {{{1}}}, each of which makes it slower by half
+# Limits what math-verify gets: its timeout (SIGALRM) stops neither 9^{9^9} nor its parser at nested
+# braces, {{{1}}}, each of which makes it slower by half
 SAFE = re.compile(
     r"(?s)(?!.{121})(?!(?:.*(?<![a-z}^])\{){4})"
     r"(?:[\d.,\s{}]|(?<![\d}])-|\\[dt]?frac|\\sqrt\{\d{1,9}\}"
@@ -76,7 +76,7 @@ def gold_number(gold):
 
 
 def final_answer(text):
-    """Returns the words that hold the answer, and whether they are marked as such.
+    """Returns the words that hold the answer, and whether the text marks them as its answer.
 
     >>> final_answer("<answer>5</answer> no, <answer>6</answer>")
     ('6', True)
@@ -88,7 +88,7 @@ def final_answer(text):
     return (marked or numeric or [""])[-1].strip(), bool(marked)
 
 
-@functools.lru_cache(1024)  # the completions of a group have one gold answer, and often their own
+@functools.lru_cache(1024)  # completions of a group often have equal answers
 def cleaned(text):
     """Returns the text of an answer without units, formatting and equations around its number."""
     for pattern, to in CLEAN:
@@ -98,7 +98,7 @@ def cleaned(text):
 
 @functools.lru_cache(1024)
 def number(text, marked):
-    """Returns the Fraction that cleaned `text` commits to; None if it has none, many or a sum.
+    """Returns the Fraction that cleaned `text` commits to; None for no number, several, or a sum.
 
     >>> number("12 apples from 3 boxes", True)
     Fraction(12, 1)

@@ -1,8 +1,8 @@
-"""Small word problems, made here: the task of demo.py. "Ann has 7 pens and buys 5 more. ..."
+"""Small generated word problems, the task of demo.py: "Ann has 7 pens and buys 5 more. ..."
 
-Addition and subtraction of 1..20, in 3 wordings each. Questions are split by a hash of their text:
-no test question is seen in training, but its numbers are, in another question. So the test split
-measures unseen *questions*, not unseen arithmetic.
+Addition and subtraction of 1..20, in 3 wordings each. Questions are split by a hash of their text.
+The test questions are new; the numbers in them also occur in training. So the test split measures
+unseen *questions*, not unseen arithmetic.
 """
 
 import random
@@ -11,7 +11,7 @@ from tasks.data import split_of
 from tasks.gsm8k import OUTCOME, REWARD_WEIGHTS, gold, rewards  # noqa: F401 (as GSM8K's)
 
 LARGEST = 20
-SIZES = {"train": 6000, "validation": 500, "test": 500}  # drawn anew with the same seed each time
+SIZES = {"train": 6000, "validation": 500, "test": 500}  # generated each time, with the same seed
 NAMES = ["Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana"]
 THINGS = ["pens", "apples", "books", "coins", "cards", "shells", "stamps", "balls"]
 WORDINGS = {
@@ -50,10 +50,11 @@ def make_item(draw):
 
 
 def sloppy(item, draw):
-    """Returns an answer for the demo's warm start: a true equation, often not the one asked for.
+    """Returns an answer for the demo's warm start: a true equation, often with the wrong operator.
 
-    The shares 0.1 and 0.62 decide how hard GRPO's part is. A subtraction usually adds, so greedy
-    accuracy begins near 50 %; an addition seldom subtracts, so the model does tell them apart.
+    The shares 0.1 and 0.62 decide how much is left for GRPO to learn. Answers to a subtraction
+    usually add, so greedy accuracy begins near 50 %; answers to an addition seldom subtract, so the
+    model can tell the two apart.
     """
     a, b, operator = item["a"], item["b"], item["operator"]
     if draw.random() < {"+": 0.1, "-": 0.62}[operator]:

@@ -1,7 +1,7 @@
 """Sums that a tiny model cannot do, with a calculator as a tool inside its answer.
 
     make demo-tools                                              # makes its model, and trains it
-    <think>47+38</think>85<answer>85</answer>                    # 85 is what the calculator says
+    <think>47+38</think>85<answer>85</answer>                    # the first 85 is the calculator's
 
 STOP_STRINGS = ["</think>"] ends the model's turn; reply() computes, and the turn goes on. The model
 has to learn when to call, with which operator, and to copy the result.
@@ -43,7 +43,7 @@ def value(a, operator, b):
 
 
 def reply(item, turns):
-    """Returns the calculator's answer to the first call; None: the turn is no call."""
+    """Returns the calculator's answer to the first call; None if the turn is not a call."""
     call = CALL.fullmatch(turns[-1])
     return str(value(*call.groups())) if call and len(turns) == 1 else None
 

@@ -2,8 +2,8 @@
 
     numbers 44, 19, 2 and target 50: <answer>(44 - 19) * 2</answer>
 
-Made here, each with a solution. Splits are by a hash of numbers and target: no test problem is seen
-in training, in whatever order its numbers stand.
+Problems are generated with a solution and split by a hash of numbers and target: no test problem
+occurs in training, not even with its numbers in another order.
 """
 
 import ast
@@ -15,9 +15,9 @@ from fractions import Fraction
 from tasks.answers import BLOCK, FORMAT
 from tasks.data import split_of
 
-SIZES = {"train": 10_000, "validation": 500, "test": 500}  # drawn anew with the same seed each time
+SIZES = {"train": 10_000, "validation": 500, "test": 500}  # generated each time, with the same seed
 LARGEST = {"number": 99, "target": 100}
-# TinyZero's sizes; there a right answer earns 1.0 in all
+# The sizes of TinyZero's rewards, but there a right answer earns 1.0 in total
 REWARD_WEIGHTS = {"correctness": 1.0, "format": 0.1}
 SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 SIGNS |= {ast.Div: operator.truediv}  # of Fractions: exact
@@ -42,7 +42,7 @@ def load(split):
 
 
 def make_item(draw):
-    """Returns numbers joined at random, by whole numbers alone; `draw` is a random.Random."""
+    """Returns random numbers, joined so that all results are whole; `draw` is a random.Random."""
     numbers = [draw.randint(1, LARGEST["number"]) for _ in range(draw.choice((3, 4)))]
     parts = [(number, str(number)) for number in numbers]
     while len(parts) > 1:
@@ -58,7 +58,7 @@ def make_item(draw):
 
 def value_of(text, numbers):
     """Returns the exact value, a Fraction, of an expression that uses each of the numbers once;
-    else None. It is read, never run: signs and whole numbers are all that it may have."""
+    else None. The text is parsed, never executed: it may have signs and whole numbers only."""
     used = []
 
     def value(node):

@@ -1,15 +1,15 @@
-"""Reads a task's records: from a file, a folder, or a data set of the hub; splits those made."""
+"""Reads a task's records from a file, a folder, or a data set of the hub, and splits records."""
 
 import hashlib
 import json
 from pathlib import Path
 
-TEST_EVERY = 10  # every so many records of a single file are for the test, the others for training
+TEST_EVERY = 10  # of a single file, every 10th record is for the test, all others for training
 
 
 def records(data, split, task):
-    """Returns the dicts of `split`. `data` is a JSONL file, whose records are split here; or a
-    folder with SPLIT.jsonl; or a set on the hub. SystemExit names `task`, the file that sets it."""
+    """Returns the dicts of `split`. `data` is a JSONL file, whose records are split here; a folder
+    with SPLIT.jsonl; or a data set on the hub. Errors name `task`, the file that sets DATA."""
     path = Path(data).expanduser()
     if path.is_dir():
         return lines(path / f"{split}.jsonl", f"DATA = {data!r} in {task}")
@@ -31,7 +31,7 @@ def lines(path, what):
     """Returns the objects of a JSONL file, one a line."""
     found = []
     try:
-        with path.open("rb") as file:  # as text it would not say in which line another encoding is
+        with path.open("rb") as file:  # bytes: an error in the encoding then has a line number
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     found.append(json.loads(line))

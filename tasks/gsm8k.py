@@ -1,7 +1,7 @@
 """GSM8K: grade-school word problems, their prompt and two rewards. Copy this file for your task.
 
-The trainer asks for `load`, `messages` and `rewards`, and uses `gold`, REWARD_WEIGHTS and OUTCOME
-where a task has them; nothing here knows of torch, tokens or HTTP.
+The trainer needs `load`, `messages` and `rewards`, and uses `gold`, REWARD_WEIGHTS and OUTCOME if a
+task has them. A task knows nothing about torch, tokens or HTTP.
 Correctness ignores the format, so that accuracy means the same before and after training.
 """
 
@@ -12,11 +12,11 @@ from tasks.answers import FORMAT, is_right  # <think>...</think><answer>...</ans
 DATA = "openai/gsm8k"  # on the hub (config "main"), or a folder with train.jsonl and test.jsonl
 SYSTEM_PROMPT = "Reason step by step in <think></think>, then give one number in <answer></answer>."
 CORRECT, WRONG = 1.0, -1.0
-FORMATTED, UNFORMATTED = 1.25, -1.0  # simple_GRPO's
+FORMATTED, UNFORMATTED = 1.25, -1.0  # simple_GRPO's values
 # At (2, 1) a right answer in the wrong format (+1) beats a wrong one in the right format (-0.75);
 # at (1, 1), simple_GRPO's scale, it does not (0 against 0.25).
 REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0}
-OUTCOME = "correctness"  # the reward that says right (> 0) or wrong
+OUTCOME = "correctness"  # the reward that decides whether a completion is right: above 0 it is
 
 
 def load(split):
@@ -47,6 +47,6 @@ def rewards(item, completion):
 
 
 def gold(item):
-    """Returns a completion that is right, with which the start of a run tries the rewards."""
+    """Returns a right completion, on which a run tries the rewards at its start."""
     work, _, number = item["answer"].rpartition("####")
     return f"<think>{work}</think><answer>{number}</answer>"

@@ -23,7 +23,7 @@ def messages(item):
 
 
 def reply(item, turns):
-    """Returns "more" or "less" than the guess; None: it is right, is none, or was the last."""
+    """Returns "more" or "less"; None after a right guess, no guess, or the last guess."""
     guess = GUESS.fullmatch(turns[-1])
     if not guess or int(guess[1]) == item["secret"] or len(turns) == 2 * TURNS - 1:
         return None

@@ -19,9 +19,9 @@ from tasks.data import records
 DATA = "data/questions.jsonl"  # {"question": ...}; or a folder, or a data set of the hub
 URL = "http://127.0.0.1:8000/v1/chat/completions"
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
-LIMIT_SECONDS = 10  # of one request; all of a group's must fit into REWARD_TIMEOUT_SECONDS
+LIMIT_SECONDS = 10  # of a request; a group's requests must fit into REWARD_TIMEOUT_SECONDS
 TRIES, PAUSE_SECONDS = 3, 1.0  # the pause doubles each time
-OUTCOME = "good"  # from 7 points on
+OUTCOME = "good"  # 7 points or more
 REWARD_WEIGHTS = {"points": 1.0, "good": 0.0}
 PROMPT = """Rate the answer to the question: 0 is useless, 10 is perfect. Write the number alone.
 
@@ -42,7 +42,7 @@ def messages(item):
 
 
 def rewards(item, completion):
-    """Returns the judge's points, from 0 to 1, and whether they are 7 of 10; None: no verdict."""
+    """Returns the judge's points, 0 to 1, and whether 7 of 10 are reached; None: no verdict."""
     found = points(PROMPT.format(question=item["question"], answer=completion))
     return {"points": found and found / 10, "good": None if found is None else found >= 7}
 
@@ -59,7 +59,7 @@ def points(prompt):
         try:
             with urllib.request.urlopen(request, timeout=LIMIT_SECONDS) as reply:
                 text = json.load(reply)["choices"][0]["message"]["content"]
-        except (OSError, HTTPException, ValueError, LookupError, TypeError):  # of net, or of body
+        except (OSError, HTTPException, ValueError, LookupError, TypeError):  # network or body
             time.sleep(PAUSE_SECONDS * 2**number if number + 1 < TRIES else 0)
             continue
         match = re.fullmatch(r"\D*(10|\d)(?:\s*/\s*10)?\D*", str(text))

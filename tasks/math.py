@@ -1,7 +1,7 @@
 r"""Mathematics with LaTeX answers, such as the MATH data set.
 
-The answer is the last \boxed{...}, of a completion and of the data's solution. math-verify compares
-those that are short and plain, as it can hang on others, which are compared as texts.
+The answer is the last \boxed{...} of a completion and of the data's solution. math-verify compares
+short and plain answers. It can hang on other answers, so they are compared as texts.
 """
 
 import re
@@ -27,7 +27,7 @@ CLEAN = [(re.compile(pattern), to) for pattern, to in (
     (r"^\(([A-Z])\)$", r"\1"),  # a choice
 )]  # fmt: skip
 NAME = re.compile(r"^([A-Za-z])(?:=|\\in(?![a-z]))")  # x=5
-# What math-verify may see beside SAFE: with three letters, or more powers, it takes minutes
+# What math-verify may get in addition to SAFE: three letters, or more powers, take minutes
 BOUNDED = re.compile(
     r"(?!.{61})(?!(?:.*\^){3})(?!(?:.*\\sqrt){3})(?!(?:.*(?:/|frac)){4})(?!(?:.*[(\[]){6})"
     r"(?!(?:.*(?<![a-z}^])\{){4})(?!.*\d{10})(?:[\w.,+\-*/()\[\]{}]|\^(?:[2-4]|\{[2-4]\})"
@@ -36,8 +36,8 @@ BOUNDED = re.compile(
 
 
 def load(split):
-    r"""Returns the items {"problem", "answer", ...} of `split`; "answer", where the data has none,
-    is the solution's \boxed{...}, and problems without it (proofs) are left out."""
+    r"""Returns the items {"problem", "answer", ...} of `split`. If the data has no "answer", it is
+    the solution's \boxed{...}; problems without one (proofs) are left out."""
     items = []
     for item in records(DATA, split, "tasks/math.py"):
         answer = item.get("answer")
@@ -70,7 +70,7 @@ def boxed(text):
 
 
 def is_right(answer, gold):
-    """Returns whether two LaTeX expressions are the same, as texts or to math-verify."""
+    """Returns whether two LaTeX expressions are equal, as texts or by math-verify."""
     answer, gold = map(plain, (answer, gold))
     names = [name[1] for name in map(NAME.match, (answer, gold)) if name]
     if names[1:] and names[0] != names[1]:  # y=3 is not x=3

@@ -1,10 +1,10 @@
-"""Reasoning Gym: a hundred procedural data sets, chosen by NAME, each with a verifier of its own.
+"""Reasoning Gym: a hundred procedural data sets, chosen by NAME, each with its own verifier.
 
     pip install reasoning-gym==0.1.25    # 345 MB with what it needs
     python -m tasks reasoning_gym
 
-A score may be partial, and some verifiers give junk a few hundredths: right is a score above 0.99.
-Splits are of different seeds: of a data set with few problems a test question may be in training.
+A score may be partial, and some verifiers give junk a few hundredths: a score above 0.99 is right.
+Splits have different seeds. If a data set has few problems, test questions may occur in training.
 """
 
 import functools
@@ -17,7 +17,7 @@ SIZES = {"train": 2000, "validation": 200, "test": 200}
 SYSTEM_PROMPT = "Reason step by step in <think></think>, then give the answer in <answer></answer>."
 OUTCOME = "correctness"
 REWARD_WEIGHTS = {"correctness": 1.0, "score": 0.0, "format": 0.1}
-# Version 0.1.25, of 105 data sets. Their verifiers take junk as right: any text; "0" as a prefix
+# Found in version 0.1.25, with 105 data sets. These verifiers accept any text; "0" as a prefix
 RIGHT_FOR_JUNK = {"game_of_life_halting", "coin_flip"}
 # These fail on some texts, such as "zz" or "{}", which are then wrong
 RAISES_ON_JUNK = {"boxnet", "game_of_life", "prime_factorization"}
@@ -30,7 +30,7 @@ def load(split):
 
     if NAME in RIGHT_FOR_JUNK:
         raise ValueError(
-            f"NAME = {NAME!r}: its verifier takes junk as right; choose another data set"
+            f"NAME = {NAME!r}: its verifier accepts junk as right; choose another data set"
         )
     return list(reasoning_gym.create_dataset(NAME, size=SIZES[split], seed=SEEDS[split]))
 
@@ -53,7 +53,7 @@ def rewards(item, completion):
     found = BLOCK.findall(completion)[-1:]
     try:
         score = float(verifier(NAME)(found[0].strip(), item)) if found else 0.0
-    except Exception:  # of any kind, by what the model has written
+    except Exception:  # of any kind, caused by the model's text
         if NAME not in RAISES_ON_JUNK:
             raise
         score = 0.0

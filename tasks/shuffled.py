@@ -1,7 +1,7 @@
 """The demo's control: arithmetic, its rewards shuffled among the completions of a group.
 
-Advantages come from `shuffled` alone, which says nothing of the completion that gets it; the true
-rewards weigh nothing, and are still reported.
+Advantages come from `shuffled` alone, which carries no information about its completion. The true
+rewards have weight 0 and are only reported.
 """
 
 import random

@@ -279,7 +279,7 @@ def test_a_message_that_the_template_loses_is_said(tiny, capsys):
     def asked(item):
         return [{"role": "system", "content": "Be brief."}, *chat(QUESTION)]
 
-    assert "system's message there" in previewed(
+    assert "changes the message of the system" in previewed(
         tiny, capsys, messages=asked, template="{{ messages[-1].content }}"
     )
     assert ":\nBe brief.\n\nWhy?\n" in previewed(tiny, capsys, messages=asked, template="")
@@ -294,7 +294,7 @@ def test_a_gold_answer_that_is_wrong_is_refused_where_the_task_writes_it(gold, g
     refused(["gold({'question'", got], previewed, tiny, capsys, gold=gold)
     right = previewed(tiny, capsys, gold=lambda item: "42")
     assert "gold answer '42': reward 1" in right
-    assert "knows no answer" in previewed(tiny, capsys, gold=lambda item: None)
+    assert "has no answer" in previewed(tiny, capsys, gold=lambda item: None)
     tagged = previewed(tiny, capsys, rewards=lambda item, text: text == "<answer>42</answer>")
     assert "gold answer '42': reward 0" in tagged  # the "answer" alone, without gold()
 

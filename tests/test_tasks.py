@@ -134,7 +134,7 @@ def test_reasoning_gym_is_right_above_a_score_of_99_percent(fake_gym, monkeypatc
     monkeypatch.setattr(gym, "NAME", "prime_factorization")
     assert gym.rewards(item, junk)["correctness"] is False
     monkeypatch.setattr(gym, "NAME", "game_of_life_halting")
-    with pytest.raises(ValueError, match="takes junk as right"):
+    with pytest.raises(ValueError, match="accepts junk as right"):
         gym.load("train")
 
 
@@ -472,7 +472,7 @@ def test_a_task_without_right_answers_has_no_tiny_model(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(LABELS.replace("[:30]", "and [{'question': 'a'}]"))
     with pytest.raises(SystemExit, match="own.py: a tiny model's examples .*'answer'"):
         run(monkeypatch, str(tmp_path / "own.py"), f"OUT={tmp_path / 'model'}")
-    with pytest.raises(SystemExit, match=f"OUT = '{tmp_path}' is there already"):
+    with pytest.raises(SystemExit, match=f"OUT = '{tmp_path}' exists already"):
         run(monkeypatch, str(tmp_path / "own.py"), f"OUT={tmp_path}")
 
 

@@ -1,8 +1,8 @@
-"""A model's answers to a task's questions, in a file as they come (evaluate.py).
+"""Samples a model's answers to a task's questions and appends them to a file (evaluate.py).
 
-The file has a line of settings, and then one for each question: {"question": its number, "answers":
+The file has a line of settings, then one line per question: {"question": its number, "answers":
 [{"text", "tokens", "truncated", "rewards": {name: number, or null: does not apply}}, ...]}. Several
-processes may append to it, on disks where file locks work.
+processes may append to it if the disk supports file locks.
 """
 
 import fcntl
@@ -18,16 +18,16 @@ from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
 from grpo.wire import sha256_of
 
-# What answers depend on
+# The constants that answers depend on
 NAMES = ("TASK", "EVAL_SPLIT", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STRINGS", "DTYPE")
-# What a checkpoint brings along from its run; the last two only to the same task
+# The constants that we take from a checkpoint's run; OF_TASK only if TASK is the same
 OF_RUN = (*NAMES[1:], "MAX_PROMPT_TOKENS", "TEMPERATURE", "CHAT_TEMPLATE", "EVAL_QUESTIONS")
 OF_TASK = ("REWARD_WEIGHTS", "OUTCOME")
 
 
 def constants_of_run(model, task):
-    """Returns the run's constants that answers depend on, by name, if `model` is the folder of a
-    checkpoint; else {}."""
+    """Returns the constants of the run that saved `model`, by name, as far as answers depend on
+    them; {} if `model` is not the folder of a checkpoint."""
     state = Path(model, "trainer", "state.json")
     if not state.is_file():
         return {}
@@ -39,8 +39,8 @@ def constants_of_run(model, task):
 
 # --- The file of answers ----------------------------------------------------------------
 def file_for(recipe, kind, model, out):
-    """Returns the path of a model's answers of a `kind`, which is created if it is missing. Its
-    name ends with a hash of all that the answers depend on: other settings have another file."""
+    """Returns the path of the file for a model's answers of a `kind`; creates it if it is missing.
+    The name ends with a hash of all settings that answers depend on: one file for each of them."""
     c, prompts = recipe.c, json.dumps([[index, ids] for index, _, ids in recipe.prompts])
     settings = {name: getattr(c, name) for name in NAMES} | {
         "how": kind,
@@ -62,8 +62,8 @@ def file_for(recipe, kind, model, out):
 
 
 def append(path, line):
-    """Adds a line to a file, after a line end: the last process may have been killed while it wrote
-    a line."""
+    """Appends a line to a file, after a newline: an earlier process may have been killed in the
+    middle of a line."""
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write("\n" * bool(path.stat().st_size) + line)
@@ -73,7 +73,7 @@ def read_answers(path):
     """Returns {question: answers}."""
     found = {}
     for line in path.read_text().splitlines():
-        with suppress(ValueError, KeyError):  # a line that was cut; the settings
+        with suppress(ValueError, KeyError):  # an incomplete line, or the settings
             record = json.loads(line)
             found[record["question"]] = record["answers"]
     return found
@@ -81,8 +81,8 @@ def read_answers(path):
 
 # --- Sampling ---------------------------------------------------------------------------
 def answer(policy, recipe, path, prompts, seed):
-    """Samples GROUP_SIZE answers to each of `prompts`, a part of recipe.prompts, and appends them
-    to the file; yields after each question. The draws depend on `seed` and SEED."""
+    """Samples GROUP_SIZE answers to each of `prompts` (some of recipe.prompts) and appends them to
+    the file; yields each question's number. The random numbers depend on `seed` and SEED."""
     recipe = recipe.others()  # a copy, whose SAMPLE_BATCH is set
     fit_worker(recipe.c, policy)
     recipe.c.SAMPLE_BATCH = max(recipe.c.SAMPLE_BATCH, recipe.c.GROUP_SIZE)

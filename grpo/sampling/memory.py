@@ -1,9 +1,9 @@
-"""Sizes that are "auto": what fits into a GPU is tried, the largest size first, at the start.
+"""Sizes that are "auto": at the start we try what fits into the GPU, the largest size first.
 
-A trial holds what the run will hold at its most, and is measured. A batch is tried with the prefill
-of all its prompts, then with a block of memory in the place of all keys and values of
-completions at full length: to sample so many tokens would take minutes. On a CPU, where a process
-that takes too much memory is killed, sizes are constants.
+A trial allocates the most memory that the run will hold, and we measure it. For a batch we run the
+prefill of all its prompts, then allocate one block in place of the keys and values of full-length
+completions: sampling that many tokens would take minutes. On a CPU the sizes are constants, because
+the system kills a process that takes too much memory.
 """
 
 import functools
@@ -21,20 +21,20 @@ from grpo.sampling.sampler import draw
 from grpo.weights import MergedAdapters
 
 CPU_BATCH = 64
-# Powers of two: free memory varies a little from start to start, and a run repeats by its seed only
-# with the same sizes. More than the first gains little, and a worker would ask for too many groups
+# Powers of two: free memory varies a little between starts, and a run repeats exactly only with
+# equal sizes. More than 256 gains little, and a worker would request too many groups at once
 BATCHES = (256, 128, 64, 32, 16, 8, 4, 2)
-# The share of a GPU that is left free, for what no trial shows: NCCL's buffers, CUDA graphs, gaps
-# between blocks, a server on the same GPU that begins to score. A guess, not measured
+# The share of the GPU that stays free for what no trial shows: NCCL's buffers, CUDA graphs,
+# fragmentation, a server on the same GPU that begins to score. This is a guess, not measured
 SPARE = 0.08
 
 
 # --- Any size -------------------------------------------------------------------------
 def fit(c, device, candidates, attempt, held=0, worst=lambda measure: measure()):
-    """Sets in `c` the first candidate, constants by name, with which attempt(**candidate) fits into
-    the GPU beside `held` bytes. Returns a text about it; raises SystemExit if none fits.
+    """Sets in `c` the first of `candidates`, dicts of constants, whose attempt(**candidate) fits
+    into the GPU in addition to `held` bytes. Returns a log text; SystemExit if none fits.
 
-    `worst` takes a function that measures, and returns the largest of all ranks' answers.
+    `worst` calls a measuring function and returns the largest result of all ranks.
     """
     for sizes in candidates:
         trial = functools.partial(attempt, **sizes)
@@ -44,15 +44,16 @@ def fit(c, device, candidates, attempt, held=0, worst=lambda measure: measure())
             set_for_run(vars(c), sizes)
             return f"{chosen}: {peak / 2**30:.1f} GB measured, {(room - peak) / 2**30:.1f} free"
     raise SystemExit(
-        f"{chosen} does not fit into this GPU, of which {room / 2**30:.1f} GB are free: a smaller"
-        " MODEL, LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs, lower MAX_COMPLETION_TOKENS"
-        " or, without a server, REFERENCE_ON_CPU = True need less (docs/memory.md)"
+        f"{chosen} does not fit into this GPU, which has {room / 2**30:.1f} GB free. To need less"
+        " memory use a smaller MODEL, LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs, a lower"
+        " MAX_COMPLETION_TOKENS or, without a server, REFERENCE_ON_CPU = True (docs/memory.md)"
     )
 
 
 def measured(trial, held, device):
-    """Returns (share, peak, room): the most bytes that tensors take while trial() runs beside
-    `held` bytes, infinite if they do not fit; the bytes that this process may take; their ratio."""
+    """Returns (share, peak, room). `peak` is the most bytes that tensors take while trial() runs
+    and `held` bytes are in use, infinite if they do not fit; `room` is the bytes that this process
+    may take; `share` is peak / room."""
     gpu, peak = torch.accelerator, math.inf
     room = gpu.get_memory_info(device)[0] + gpu.memory_reserved(device)
     gpu.reset_peak_memory_stats(device)
@@ -63,9 +64,9 @@ def measured(trial, held, device):
     except torch.OutOfMemoryError:
         pass
     _block = None
-    gc.collect()  # here, where no error holds the trial's tensors any more
+    gc.collect()  # only now: within `except` the error still holds the trial's tensors
     release_memory()
-    gpu.reset_peak_memory_stats(device)  # gpu_memory_gb is that of the run itself
+    gpu.reset_peak_memory_stats(device)  # gpu_memory_gb is to measure the run itself
     return peak / room, peak, room
 
 
@@ -81,8 +82,8 @@ def fit_worker(c, policy):
 
 
 def fit_batch(c, policy, name, group_size, **others):
-    """Sets SAMPLE_BATCH or EVAL_BATCH, by `name`; `group_size` completions share a prompt: one in
-    an evaluation, whose prefill is the largest. See `fit` for `others` and the answer."""
+    """Sets SAMPLE_BATCH or EVAL_BATCH (`name`). `group_size` completions share a prompt; an
+    evaluation has 1, so its prefill is the largest. `fit` explains `others` and the result."""
     sizes = [*(n for n in BATCHES if n > group_size), group_size]  # groups stay whole
 
     def attempt(**size):
@@ -93,9 +94,9 @@ def fit_batch(c, policy, name, group_size, **others):
 
 @torch.no_grad()
 def sample(c, policy, group_size, rows):
-    """Holds the most that a batch of so many completions holds."""
+    """Allocates the most memory that a batch of `rows` completions needs."""
     model, prompt, completion = policy.model, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
-    # of two lengths: padding costs a mask
+    # prompts of two lengths, as padding needs a mask
     prompts = [[1] * max(1, prompt - n % 2) for n in range(rows // group_size)]
     with MergedAdapters(model):
         if can_cache(model):

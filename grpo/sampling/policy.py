@@ -1,4 +1,4 @@
-"""The policy that samples: a model, its tokenizer, and what ends a completion."""
+"""The policy: a model, its tokenizer, and the tokens and strings that end a completion."""
 
 import contextlib
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ class Policy:
     def stream(self, prompts, *, seed, **settings):
         """Samples groups with the current weights; see sampler.stream_groups.
 
-        Adapters are merged only while tokens are sampled: whoever has been given a group, and may
-        save the model or read no further, has it as it is trained.
+        Adapters are merged only while tokens are sampled. When a group is yielded they are separate
+        again, as the caller may save the model or stop reading.
         """
         merged = MergedAdapters(self.model) if self.lora else contextlib.nullcontext()
         groups = stream_groups(
@@ -55,8 +55,8 @@ class Policy:
             yield group
 
     def continuation(self, prompt, size):
-        """Returns a Completion of `size` ids, drawn after the prompt at temperature 1, which
-        nothing ends before."""
+        """Returns a Completion of exactly `size` ids, sampled after the prompt at temperature 1;
+        no EOS ends it."""
         ((completion,),) = sample_groups(
             self.model,
             [prompt],
@@ -83,15 +83,15 @@ class Policy:
         return linear_logps(hidden, model.head, ids, vocab_size=self.vocab_size).tolist()
 
     def follow(self, step):
-        """Returns a context; the weights that sample are those that are trained."""
+        """Returns an empty context: this policy samples with the weights that are trained."""
         return contextlib.nullcontext()
 
     def rest(self):
-        """Gives back the device memory that sampling has left, while there is nothing to sample."""
+        """Releases the device memory that sampling has used, while there is nothing to sample."""
         release_memory()
 
     def close(self):
-        """There is no engine to end."""
+        """Does nothing: there is no engine to stop."""
 
     def load(self, tensors):
         """Loads another process's trained_weights. Raises ValueError if they do not fit."""
@@ -105,7 +105,7 @@ class Policy:
 
 def make_policy(c, tokenizer):
     """Returns the Policy of the constants `c`. Raises SystemExit if they do not fit the model."""
-    torch.manual_seed(c.SEED)  # adapters begin with random numbers
+    torch.manual_seed(c.SEED)  # adapters are initialised at random
     more = c.STOP_TOKENS, c.LORA_RANK, c.STOP_STRINGS
     policy = load_policy(c.MODEL, tokenizer, c.DTYPE, *more)
     check_context(c, policy.model.config)
@@ -113,14 +113,14 @@ def make_policy(c, tokenizer):
     say(f"{c.MODEL} in {policy.dtype}; completions end at {', '.join(stops)}")
     if c.SAMPLER == "torch" and not can_cache(policy.model):
         say(
-            "this model has no cache of keys and values to share: each token runs the whole text"
-            ' again, slower by a factor near its length. SAMPLER = "vllm" samples it as others'
+            "this model has no KV cache that we can use, so each token runs the whole sequence"
+            ' again: slower by about the sequence\'s length. SAMPLER = "vllm" avoids that'
         )
     return policy
 
 
 def make_sampler(c, policy):
-    """Collective: returns what samples for this rank (SAMPLER): the policy itself, or vLLM."""
+    """Collective: returns this rank's sampler (SAMPLER): the policy itself, or vLLM."""
     if c.SAMPLER == "torch":
         return policy
     from grpo.sampling.vllm_policy import VLLMPolicy

@@ -1,14 +1,14 @@
-"""Calls a task's functions: a mistake is a TaskError. Its rewards have a time limit, here or in
-processes (REWARD_PROCESSES).
+"""Calls a task's functions with a time limit, in this process or in others (REWARD_PROCESSES). A
+mistake in the task raises TaskError.
 
     with timely(60, "the rewards"): task.rewards(item, text)
     submit = start_processes(task, number=4, limit_seconds=60)
     submit("rewards", item, text).result()    # what the task's function returns
 
-A process imports the task's file alone, without torch and with no GPU in sight. A call that takes
-too long is killed, in C code too, with all that it has started; then, or if a process dies, the run
-ends. The processes end with the one that started them, whatever ends that. (Those of
-multiprocessing would import the trainer's script: 0.4 GB and 3 s for each.)
+A reward process imports only the task's file: no torch, and it sees no GPU. If a call takes too
+long, its process is killed with all its children, even within C code, and the run ends; the run
+also ends if a process dies. Reward processes always end with the process that started them.
+(multiprocessing would import the trainer's script in each process: 0.4 GB and 3 s.)
 """
 
 import contextlib
@@ -30,20 +30,20 @@ from pathlib import Path
 from grpo import log
 from grpo.stop import end_with_parent
 
-IMPORT_SECONDS = 600  # for the task's import, which may load a judge
+IMPORT_SECONDS = 600  # time limit of the task's import, which may load a judge model
 
 
 # --- A task's mistakes -----------------------------------------------------------------
 class TaskError(SystemExit):
-    """Ends the program with a sentence about a task's file."""
+    """Ends the program with a message about a mistake in a task's file."""
 
     def __init__(self, name, function, got, must):
         super().__init__(f"{task_file(name)}: {function} {got}: it must {must}")
 
 
 def called(name, function, must, call, holds=lambda got: True):
-    """Returns what `call` of a task's function returns. TaskError if it raises, with the line, or
-    if `holds` is not true of what it returns."""
+    """Returns the result of `call`, which calls a task's function. Raises TaskError with the line
+    if it fails, or if holds(result) is false."""
     try:
         got = call()
     except Exception as error:
@@ -58,7 +58,7 @@ def called(name, function, must, call, holds=lambda got: True):
 
 
 def task_file(name):
-    """Returns the path by which errors name a task's file.
+    """Returns the path of a task's file as error texts show it.
 
     >>> task_file("gsm8k"), task_file("my/task.py")
     ('tasks/gsm8k.py', 'my/task.py')
@@ -67,11 +67,11 @@ def task_file(name):
 
 
 class TooSlow(BaseException):
-    """Not an Exception: a task that catches those must not make a reward of it."""
+    """A call took too long. Not an Exception: a task that catches those must not hide it."""
 
 
 class Remote(Exception):
-    """What a task raised in its process: its repr is the one there, its text the traceback."""
+    """An error that a task raised in a reward process: its repr(), and its traceback as str()."""
 
     def __init__(self, said, trace):
         super().__init__(trace)
@@ -84,10 +84,10 @@ class Remote(Exception):
 # --- In place -------------------------------------------------------------------------
 @contextlib.contextmanager
 def timely(seconds, what):
-    """Raises TooSlow in the block after `seconds`, and prints every 10 s what it waits for. 10 s
-    after the limit the process ends with its traceback, if the code never returns to Python, or
-    sets an alarm of its own, as math-verify's time limits do. Does nothing outside the main thread;
-    blocks do not nest."""
+    """Raises TooSlow in the block after `seconds`, and logs every 10 s what it waits for. If the
+    code never returns to Python, or sets its own alarm as math-verify's time limits do, the process
+    ends with its traceback 10 s after the limit. Does nothing outside the main thread; blocks do
+    not nest."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -102,7 +102,7 @@ def timely(seconds, what):
         signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds - spent))
 
     before = signal.signal(signal.SIGALRM, look)
-    # from a thread of C, which also runs while other threads hold the interpreter
+    # This uses a C thread, which runs even while other threads hold the interpreter
     faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
     signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds))
     try:
@@ -115,8 +115,8 @@ def timely(seconds, what):
 
 # --- In processes ---------------------------------------------------------------------
 def start_processes(task, number, limit_seconds):
-    """Returns submit(function, *arguments), which returns the Future of a call of the task's
-    function, in the next of `number` processes that is free. The Future raises Remote, TooSlow, or
+    """Starts `number` processes. Returns submit(function, *arguments), which calls the task's
+    function in the next free process and returns a Future. The Future raises Remote, TooSlow, or
     RuntimeError if the process died. Call this in the main thread: the processes end with it."""
     jobs = queue.SimpleQueue()
     for _ in range(number):
@@ -131,7 +131,7 @@ def start_processes(task, number, limit_seconds):
 
 
 def start_process(task):
-    """Returns (process, connection). Its first answer says that it has imported the task."""
+    """Returns (process, connection). Its first answer confirms that it has imported the task."""
     here, there = multiprocessing.Pipe()
     command = [sys.executable, "-m", "grpo.sampling.rewards", str(there.fileno()), str(os.getpid())]
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -141,27 +141,27 @@ def start_process(task):
         env={"OMP_NUM_THREADS": "1"} | os.environ | own,
         pass_fds=[there.fileno()],
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # no Ctrl-C reaches it; it is killed with what it has started
+        start_new_session=True,  # Ctrl-C does not reach it; it is killed with its children
     )
     there.close()
     return process, here
 
 
 def serve(process, connection, jobs, limit_seconds):
-    """Gives a process one job after another. Once it has ended, each job gets its error."""
-    future, job, seconds = Future(), None, max(limit_seconds, IMPORT_SECONDS)  # of the import
+    """Sends jobs to a process, one by one. Once it has ended, each further job gets its error."""
+    future, job, seconds = Future(), None, max(limit_seconds, IMPORT_SECONDS)  # first: import
     while True:
         try:
             future.set_result(ask(process, connection, seconds, job))
         except BaseException as error:  # noqa: BLE001 (raised where the result is read)
             future.set_exception(error)
-            while job is None or process.returncode is not None:  # the run ends: nothing waits on
+            while job is None or process.returncode is not None:  # the run ends: no job may wait
                 jobs.get()[0].set_exception(error)
         (future, job), seconds = jobs.get(), limit_seconds
 
 
 def ask(process, connection, seconds, job=None):
-    """Returns the process's answer. Raises what start_processes says."""
+    """Returns the process's answer. Raises the errors that start_processes lists."""
     try:
         if job:
             connection.send(job)
@@ -177,21 +177,21 @@ def ask(process, connection, seconds, job=None):
 
 
 def end(process):
-    """Kills a process, with what it has started; returns how it has ended."""
-    os.killpg(process.pid, signal.SIGKILL)  # changes nothing if it is ending by itself
+    """Kills a process with its children; returns how it ended."""
+    os.killpg(process.pid, signal.SIGKILL)  # no effect if it is ending by itself
     code = process.wait()
     memory = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name + memory
 
 
 def main():
-    """In a process: imports the task's file, then answers calls until the parent has ended."""
+    """In a reward process: imports the task's file, then answers calls until the parent ends."""
     descriptor, parent, name, file = sys.argv[1:]
     end_with_parent(signal.SIGKILL)
     if os.getppid() != int(parent):
         return
     for number in (signal.SIGINT, signal.SIGTERM):  # a run that is stopped finishes its step
-        signal.signal(number, lambda *_: None)  # what rewards start would inherit SIG_IGN
+        signal.signal(number, lambda *_: None)  # children would inherit SIG_IGN
     connection, call, arguments = Connection(int(descriptor)), import_file, (name, file)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:

@@ -1,4 +1,4 @@
-"""Rollouts: prompts are sampled in groups, rewarded, counted, and packed as wire.Groups.
+"""Rollouts: samples groups of completions, rewards and counts them, and packs them as wire.Groups.
 
 Ranks and workers sample with a policy: any object with `stream` (as sampler.stream_groups) and
 `text`. A prompt is (index, item, prompt ids), as in Recipe.prompts. A sampled group is (prompt,
@@ -18,13 +18,13 @@ from grpo.sampling.task import begin_rewards, reward_group, total
 from grpo.sampling.turns import stream_turns
 from grpo.wire import Group
 
-OUTSTANDING = 64  # groups whose rewards are awaited while others are sampled
+OUTSTANDING = 64  # the most groups that may wait for their rewards while others are sampled
 
 
 # --- Prompts ------------------------------------------------------------------------
 class Stream:
-    """The endless order of prompts that a seed gives: each epoch has all of them, shuffled anew.
-    Any position can be read; iterating gives a rank's share, every world-th."""
+    """An endless sequence of prompts, fixed by a seed: each epoch has all prompts in a new order.
+    Any position can be read; iterating yields a rank's share, every `world`-th prompt."""
 
     def __init__(self, prompts, seed, rank=0, world=1):
         self.prompts, self.seed, self.position, self.world = prompts, seed, rank, world
@@ -48,12 +48,12 @@ class Stream:
 
 # --- Sample and reward --------------------------------------------------------------
 def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.nullcontext):
-    """Yields a sampled group for each of `prompts`, an iterator that is read when there is room for
-    another group (a None there: none yet), in the order in which their last completions end.
+    """Yields a sampled group for each of `prompts`, in the order in which the groups end. This
+    iterator is read when there is room for another group; a None means that it has no prompt yet.
 
-    The task sees text, or the texts of several turns; the trainer trains the sampled ids, as
+    The task gets text, or the texts of several turns; the trainer trains on the sampled ids, as
     re-tokenised text may differ. Rewards are computed, or awaited, within `with timed()`; sampling
-    goes on if other processes compute them. Raises what reward_group does, and stream_turns.
+    continues if other processes compute them. Raises the errors of reward_group and stream_turns.
     """
     waiting = deque()  # groups, and the Futures of their rewards
     several = functools.partial(stream_turns, policy, recipe)
@@ -81,11 +81,11 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
 
 
 def groups_to_begin(missing, flat_share, most):
-    """Returns how many groups to begin for m = `missing` usable ones, `most` at most, if a share of
-    f = `flat_share` is flat: (m + sqrt(m f)) / (1 - f).
+    """Returns how many groups to start, at most `most`, to get m = `missing` usable ones if a share
+    f = `flat_share` of groups has zero variance: (m + sqrt(m f)) / (1 - f).
 
-    Ours: of n groups n (1 - f) are usable on average, with a standard deviation of
-    sqrt(n f (1 - f)), where n (1 - f) is about m. One deviation is added, so that five times in six
+    The formula is ours: n groups have n (1 - f) usable ones on average, with a standard deviation
+    of sqrt(n f (1 - f)), and n (1 - f) is about m. We add one deviation, so that five times in six
     there are enough.
     """
     if missing <= 0:
@@ -97,22 +97,23 @@ def groups_to_begin(missing, flat_share, most):
 
 
 def seed_of(*parts):
-    """Returns a seed of 56 bits, another one for other parts (texts and numbers)."""
+    """Returns a seed of 56 bits that depends on all `parts` (texts and numbers)."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:7], "big")
 
 
 # --- Count --------------------------------------------------------------------------
-# Sums over sampled groups, by name; beside them, of each reward, "reward_NAME", its sum,
-# "square_NAME", that of its squares, and "applicable_NAME", over how many completions
+# Names of sums over sampled groups. Each reward adds "reward_NAME" (the sum of the reward),
+# "square_NAME" (the sum of its squares) and "applicable_NAME" (the number of completions)
 TALLY = ("groups", "flat", "flat_outcome", "flat_reward", "completions", "tokens", "truncated")
-# OUTCOME > 0; not truncated; of the total rewards that apply: sum, and std of a group
+# Completions with OUTCOME > 0; tokens of completions that were not truncated; total rewards that
+# apply; standard deviations of the groups' total rewards
 TALLY += ("right", "ended_tokens", "total", "group_std")
 
 
 def is_flat(values):
-    """Returns whether a group's values are all equal: its outcomes, which leaves nothing to compare
-    but the format, at full size, or its total rewards, which leaves nothing at all.
+    """Returns whether a group has zero variance in its `values`. If these are outcomes, only the
+    format would be compared, at full size; if they are total rewards, nothing can be compared.
 
     >>> is_flat([1, 1, 1]), is_flat([1, -1, 1])
     (True, False)
@@ -121,9 +122,9 @@ def is_flat(values):
 
 
 def totals_of(rewards, lengths, weights, *, limit, overlong):
-    """Returns the total rewards (floats) of completions of these lengths: task.total, less what the
-    last `overlong` tokens below the limit cost, from 0 to 1 at the limit itself (DAPO 2503.14476,
-    eq. 13; TRL's get_soft_overlong_punishment). 0 `overlong` costs nothing.
+    """Returns the total rewards (floats) of completions with these lengths: task.total minus a
+    penalty that grows over the last `overlong` tokens from 0 to 1 at the limit (DAPO 2503.14476,
+    eq. 13; TRL's get_soft_overlong_punishment). `overlong` = 0 means no penalty.
 
     >>> totals_of([{"right": 1.0}] * 3, [8, 10, 12], {"right": 2.0}, limit=12, overlong=4)
     [2.0, 1.5, 1.0]
@@ -133,14 +134,14 @@ def totals_of(rewards, lengths, weights, *, limit, overlong):
 
 
 def tally(recipe, sampled):
-    """Returns {name: number}: the TALLY and rewards of one sampled group."""
+    """Returns {name: number} of one sampled group: the names in TALLY and those of each reward."""
     _, completions, rewards = sampled
     lengths, cut = [c.length for c in completions], [c.truncated for c in completions]
     return counts_of(recipe, lengths, cut, rewards)
 
 
 def tally_of(recipe, group):
-    """Returns the tally of a worker's wire.Group and of the flat groups it skipped before that."""
+    """Returns the tally of a worker's wire.Group and of zero-variance groups skipped before it."""
     counts = tally_of_one(recipe, group)
     return {name: value + group.skipped.get(name, 0) for name, value in counts.items()}
 
@@ -162,7 +163,7 @@ def counts_of(recipe, lengths, truncated, rewards):
     outcomes = applicable[c.OUTCOME]
     sizes = {"limit": c.MAX_COMPLETION_TOKENS, "overlong": c.OVERLONG_TOKENS}
     totals = applying(totals_of(rewards, lengths, c.REWARD_WEIGHTS, **sizes))
-    # Where the outcome applies to fewer than two, what there is to compare are the totals
+    # If the outcome applies to fewer than two completions, we compare the total rewards
     by_reward = int(is_flat(totals))
     by_outcome = int(is_flat(outcomes)) if outcomes[1:] else by_reward
     sums = {f"reward_{name}": sum(values) for name, values in applicable.items()}
@@ -184,7 +185,7 @@ def counts_of(recipe, lengths, truncated, rewards):
 
 
 def applying(values):
-    """Returns the values without NaN, which is a reward that does not apply."""
+    """Returns the values without NaN, which means that the reward does not apply."""
     return [value for value in values if not math.isnan(value)]
 
 

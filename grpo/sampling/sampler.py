@@ -3,9 +3,9 @@
     groups = sample_groups(model, prompts, group_size=8, max_new_tokens=512, temperature=1.0,
                            eos_ids={2}, vocab_size=151_665, generator=None)
 
-Why not `model.generate`: transformers takes every setting that we do not name from the model's own
-generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and then
-the log-probs that we train on are not those of the distribution that was sampled. Here there is one
+We do not use `model.generate`: it takes every setting that we do not name from the model's own
+generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and then we
+would train on log-probs of another distribution than the sampled one. Here there is one
 distribution, softmax(logits / temperature) over the tokenizer's ids. It is also faster: a prompt
 runs once for its group (decoders/choice.py), and new prompts replace finished sequences.
 Symbols: G completions of a prompt, S sequences in the batch, T completion tokens, V tokenizer ids.
@@ -28,17 +28,17 @@ class Completion:
     ids: list[int]
     logps: list[float]  # log-prob of each sampled id, at the sampling temperature, from float32
     truncated: bool  # cut at max_new_tokens, and not ended by its last token
-    own: list[bool] | None = None  # of several turns: False is an id that the task has added
-    turns: list[str] | None = None  # their texts, the model's and the task's in turn
+    own: list[bool] | None = None  # with several turns: False for an id that the task added
+    turns: list[str] | None = None  # the texts of these turns: model, task, model, ...
 
     @property
     def length(self):
-        """How many of the ids the model has drawn."""
+        """The number of ids that the model has sampled."""
         return sum(self.own) if self.own else len(self.ids)
 
 
 def completion_text(tokenizer, completion, eos_ids):
-    """Returns a completion's text, without EOS where that ended it."""
+    """Returns a completion's text, without the EOS if one ended it."""
     ids = completion.ids[:-1] if completion.ids[-1] in eos_ids else completion.ids
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
@@ -46,7 +46,7 @@ def completion_text(tokenizer, completion, eos_ids):
 def sample_groups(model, prompts, *, max_sequences=None, **settings):
     """Returns a list of G `Completion`s for each of the prompts, which are lists of token ids.
 
-    At most `max_sequences` sequences are sampled at once (None: all); the rest as in stream_groups.
+    At most `max_sequences` are sampled at once (None: all); stream_groups explains the `settings`.
     """
     settings["max_sequences"] = max_sequences or len(prompts) * settings["group_size"]
     longest = max(map(len, prompts), default=0)
@@ -71,16 +71,16 @@ def stream_groups(
 ):
     """Yields (key, [Completion] * G) for each prompt, as soon as its last completion has ended.
 
-    `prompts` is an iterator of (key, token ids), or None: no prompt now, but ask again; or of (key,
-    ids, number, limit): `number` groups of this key, with `limit` tokens at most. It is read when a
-    group has room, and enough of `max_sequences` is free that copying the cache pays; the stream
-    ends when all sequences have ended and no prompt comes, even if one might come later.
-    Completions are drawn from softmax(logits / temperature), at 0
-    greedily (log-probs are then those at temperature 1). Ids from `vocab_size` on are the padding
-    of the embedding: the softmax leaves them out here, in the trainer and in the reference server.
+    `prompts` is an iterator of (key, token ids), or of (key, ids, number, limit), which starts
+    `number` groups of this key with at most `limit` tokens each; None means that there is no prompt
+    now. It is read when a group has room and enough of `max_sequences` is free to justify a copy of
+    the cache. The stream ends when all sequences have ended and the iterator yields no prompt, even
+    if one might come later. Completions are drawn from softmax(logits / temperature); temperature 0
+    is greedy, with log-probs at temperature 1. Ids from `vocab_size` on are padding of the
+    embedding: the softmax excludes them here, in the trainer and in the reference server.
     `generator` is a torch.Generator on the model's device. With `stop_strings`, a StopStrings, each
-    token costs a second wait for the device, and the host a look at every new id. Raises
-    RuntimeError where a completion ends whose logits were not finite.
+    token costs a second wait for the device, and the host checks every new id. Raises RuntimeError
+    if a completion ends whose logits were not finite.
     """
     running = None
     while True:
@@ -89,11 +89,11 @@ def stream_groups(
             decoder = make_decoder(model, max_new_tokens, longest_prompt)
         room = groups_to_admit(running, decoder, max_sequences, group_size)
         new = next_prompts(prompts, room)
-        # Dropping copies it too: done for many at once, or with an admission, which copies anyway
+        # Dropping copies the cache too: we drop many at once, or with an admission, which copies it
         many = running.ended > len(running.owners) // decoder.compaction
         if many or (new and running.ended):
             decoder.keep(running.drop_ended())
-        logits = []  # (S, V') of the next tokens: V, and the padding of the embedding
+        logits = []  # (S, V') of the next tokens; V' is V plus the padding of the embedding
         if running.owners:
             logits.append(decoder.next_logits(running.tokens))
         if new:
@@ -110,41 +110,41 @@ def stream_groups(
 
 
 def next_prompts(prompts, most):
-    """Returns what an iterator of prompts gives before its first None, at most so many."""
+    """Returns the prompts of an iterator up to its first None, at most `most` of them."""
     return list(itertools.takewhile(bool, itertools.islice(prompts, most)))
 
 
 def groups_to_admit(running, decoder, max_sequences, group_size):
-    """Returns how many groups to admit: as many as have room; none while less than 1 / `compaction`
-    of `max_sequences` is free, as admitting copies the cache of those that run."""
+    """Returns how many groups to admit: all that have room, but none while less than
+    1 / `compaction` of `max_sequences` is free, as this copies the cache of running sequences."""
     room = (max_sequences - running.unfinished) // group_size
     pays = decoder.joins and room * group_size >= max_sequences // decoder.compaction
     return room if pays or not running.unfinished else 0
 
 
 class Running:
-    """The S sequences of the batch; those that have ended stay, unread, until drop_ended."""
+    """The S sequences of the batch. Ended ones stay, unread, until drop_ended removes them."""
 
     def __init__(self, max_new_tokens, eos_ids, stop_strings, device):
         self.limit, self.eos_ids, self.stop_strings = max_new_tokens, eos_ids, stop_strings
         self.eos = torch.tensor(sorted(eos_ids), device=device)
-        # ((key, completions), number in the group, first column) of each: one with a limit of its
-        # own begins further to the right, and all end at the same column
+        # ((key, completions), number in the group, first column) of each sequence: one with a lower
+        # limit begins further right, so that all end at the same column
         self.owners = []
         self.unfinished = 0  # how many have not ended
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
         self.ends = torch.zeros(0, dtype=torch.long, device=device)  # (S,) the next column
         self.active = torch.zeros(0, dtype=torch.bool, device=device)
-        self.tokens = None  # (S,) the last of each
+        self.tokens = None  # (S,) the last token of each sequence
 
     @property
     def ended(self):
         return len(self.owners) - self.unfinished
 
     def add(self, prompts, group_size):
-        """Adds G sequences without tokens for each group that the prompts begin. Returns how many
-        each prompt begins."""
+        """Adds G empty sequences for each group that the prompts start. Returns the number of
+        sequences of each prompt."""
         new, sizes = [], []
         for key, _, *own in prompts:
             number, limit = own or (1, self.limit)
@@ -161,7 +161,7 @@ class Running:
         return sizes
 
     def drop_ended(self):
-        """Returns the indices (S',) of those that stay."""
+        """Removes ended sequences; returns the indices (S',) of the remaining ones."""
         stay = self.active.nonzero().flatten()
         self.owners = [self.owners[i] for i in stay.tolist()]
         self.ids, self.logps, self.ends = self.ids[stay], self.logps[stay], self.ends[stay]
@@ -171,7 +171,7 @@ class Running:
     def write(self, tokens, logps):
         """Adds a token to each sequence; yields (group, number, Completion) of those that end."""
         self.tokens = tokens
-        column = self.ends.clamp(max=self.limit - 1)[:, None]  # past the end nobody reads it
+        column = self.ends.clamp(max=self.limit - 1)[:, None]  # past the end it is never read
         self.ids.scatter_(1, column, tokens[:, None])
         self.logps.scatter_(1, column, logps[:, None])
         self.ends += self.active
@@ -180,7 +180,7 @@ class Running:
         if stopped:
             ended[stopped] = True
         self.active &= ~ended
-        last = ended.nonzero().flatten()  # the one wait for the device in each token
+        last = ended.nonzero().flatten()  # the only wait for the device per token
         if not len(last):
             return
         self.unfinished -= len(last)
@@ -194,7 +194,7 @@ class Running:
             yield group, number, Completion(ids, found, truncated)
 
     def at_stop_strings(self):
-        """Returns the rows, of those that run, whose last token completes a stop string."""
+        """Returns the rows of running sequences whose last token completes a stop string."""
         rows = [i for i, id in enumerate(self.tokens.tolist()) if self.stop_strings.may_end(id)]
         if not rows:
             return []
@@ -207,8 +207,8 @@ class Running:
 def draw(logits, temperature, generator):
     """Returns tokens (S,) drawn from logits (S, V), and their log-probs (S,).
 
-    On a CPU by the inverse of the distribution function, with one uniform number per sequence; a
-    race draws V of them, which is slow there.
+    On a CPU we invert the distribution function, with one uniform number per sequence: a race draws
+    V random numbers, which is slow there.
     """
     if temperature and logits.device.type != "cpu":
         return race(logits.float() / temperature, generator)
@@ -217,16 +217,16 @@ def draw(logits, temperature, generator):
         below = log_probs.exp().cumsum(-1, dtype=torch.float64)  # float32 sums would lose rare ids
         uniform = below.new_empty(len(below), 1).uniform_(generator=generator)
         tokens = torch.searchsorted(below, uniform * below[:, -1:], right=True).squeeze(1)
-        tokens = tokens.clamp_(max=below.shape[1] - 1)  # NaN is found beyond all ids
+        tokens = tokens.clamp_(max=below.shape[1] - 1)  # for NaN it finds V, beyond all ids
     else:
         tokens = log_probs.argmax(-1)
     return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
 
 
 def race(logits, generator):
-    """Returns what `draw` does, by an exponential race: with E_i ~ Exp(1), argmax p_i / E_i is i
-    with probability p_i (the Gumbel-max trick, 1411.0030, as -log E_i is Gumbel). Three kernels
-    after the softmax; torch.multinomial waits for the device.
+    """Returns the same as `draw`, by an exponential race: with E_i ~ Exp(1), argmax p_i / E_i is i
+    with probability p_i (the Gumbel-max trick, 1411.0030, as -log E_i is Gumbel). It takes three
+    kernels after the softmax, whereas torch.multinomial waits for the device.
     """
     probs = torch.softmax(logits, dim=-1)  # (S, V)
     times = torch.empty_like(probs).exponential_(generator=generator)

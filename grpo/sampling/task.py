@@ -1,8 +1,8 @@
-"""The task: its file, its prompts, what the model sees, and what is rewarded.
+"""Loads a task: checks its file, makes its prompts, shows them, and computes its rewards.
 
-Trainer, workers, evaluate.py and `python -m tasks` begin here. What a task returns is checked here:
-a TaskError names the task's file, the function, what it returned, and what it must return. Torch is
-imported once a tokenizer is needed, so that a mistake in the file is reported at once.
+Trainer, workers, evaluate.py and `python -m tasks` use it. Everything that a task returns is
+checked: a TaskError names the file, the function, what it returned, and what it must return. Torch
+is imported only when a tokenizer is needed, so that a mistake in the file is reported at once.
 """
 
 import difflib
@@ -29,29 +29,29 @@ from grpo.sampling.rewards import (
     timely,
 )
 
-# What a worker must have as the trainer has it, beside task, prompts and REWARD_WEIGHTS
+# Constants that must be equal in worker and trainer, in addition to TASK and REWARD_WEIGHTS
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME SKIP_FLAT_GROUPS"
 SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS"
 FUNCTIONS = {"load": ["split"], "messages": ["item"], "gold": ["item"]}  # that a task may have
 FUNCTIONS |= {"rewards": ["item", "completion"], "group_rewards": ["item", "completions"]}
-FUNCTIONS |= {"reply": ["item", "turns"]}  # with it a completion is a list of texts, in both above
+FUNCTIONS |= {"reply": ["item", "turns"]}  # with reply() the functions above get lists of texts
 
 
 # --- The file -------------------------------------------------------------------------
 def task_files():
-    """Returns {name: path} of the tasks in tasks/, which are the files that have `messages`."""
+    """Returns {name: path} of the tasks: the files in tasks/ that define `messages`."""
     folders = map(Path, importlib.import_module("tasks").__path__)
     files = [path for folder in folders for path in sorted(folder.glob("[!_]*.py"))]
     return {file.stem: file for file in files if "messages" in file.read_text("utf-8")}
 
 
 def load_task(name):
-    """Returns the module tasks/NAME.py, or that at a path such as my/task.py, from whose folder it
-    may import. Raises SystemExit if it is missing, or a function is, or takes other arguments."""
+    """Returns the module tasks/NAME.py, or the one at a path such as my/task.py, which may import
+    from its own folder. SystemExit if the file or a function is missing or has wrong arguments."""
     check_task_file(name)
     by_name = lambda name: importlib.import_module(f"tasks.{name}")
     module = module_at if name.endswith(".py") else by_name
-    task = called(name, "the file", "be one that Python can import", lambda: module(name))
+    task = called(name, "the file", "be a module that Python can import", lambda: module(name))
     needed = {"load", "messages", "group_rewards" if hasattr(task, "group_rewards") else "rewards"}
     for function in [f for f in FUNCTIONS if f in needed or hasattr(task, f)]:
         takes = FUNCTIONS[function]
@@ -62,12 +62,12 @@ def load_task(name):
         try:
             signature.bind(*takes)
         except TypeError:
-            raise TaskError(name, f"{function}{signature}", "does not fit", must) from None
+            raise TaskError(name, f"{function}{signature}", "has other arguments", must) from None
     return task
 
 
 def check_task_file(name):
-    """Raises SystemExit if there is no such task. Imports nothing of it."""
+    """Raises SystemExit if the task's file does not exist. Does not import it."""
     if name.endswith(".py"):
         if not (file := Path(name).expanduser().resolve()).is_file():
             raise SystemExit(f"TASK = {name!r}: there is no file {file}")
@@ -80,7 +80,7 @@ def check_task_file(name):
 
 
 def module_at(path):
-    """Returns the module in the file `path`; it can import what lies in the same folder."""
+    """Returns the module in the file `path`, which can import from its own folder."""
     file = Path(path).expanduser().resolve()
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # last: it must not shadow Python's own modules
@@ -93,50 +93,50 @@ def module_at(path):
 class Recipe:
     """The task, its prompts, and the constants: the same in the trainer and in all workers."""
 
-    c: object  # the constants, as attributes: the trainer's module, or some changed (others)
+    c: object  # has the constants as attributes: the trainer's module, or a changed copy (others)
     task: object  # the module tasks/NAME.py, or at a path
     prompts: list  # [(index, item, prompt ids)] of the training split
-    reward_processes: object = None  # start_processes' submit; None: rewards in place
+    reward_processes: object = None  # submit() of start_processes; None: computed in this process
 
     def others(self, **changes):
-        """Returns the recipe with some constants changed."""
+        """Returns a copy of the recipe with some constants changed."""
         return replace(self, c=with_constants(self.c, **changes))
 
     def settings(self):
-        """Returns what the trainer publishes and a worker compares, as JSON gives it back."""
+        """Returns the settings, as JSON values, that the trainer publishes and workers compare."""
         prompts = json.dumps([[index, ids] for index, _, ids in self.prompts]).encode()
         settings = {name: getattr(self.c, name) for name in SHARED.split()} | {
-            "TASK": Path(self.c.TASK).name,  # a file of one's own may lie elsewhere
+            "TASK": Path(self.c.TASK).name,  # a worker may have the file in another folder
             "REWARD_WEIGHTS": list(self.c.REWARD_WEIGHTS.items()),  # in this order
             "prompts (tokenizer, task and its data)": hashlib.sha256(prompts).hexdigest(),
         }
         return json.loads(json.dumps(settings))
 
     def resolve(self):
-        """Sets REWARD_WEIGHTS and OUTCOME, if they are None, to the task's own; if it has none, to
-        1 for each reward of an empty completion, and to the sole reward or "correctness".
-        TaskError if they do not fit."""
+        """Sets REWARD_WEIGHTS and OUTCOME if they are None: to the constants of the task, else to a
+        weight of 1 for each reward of an empty completion, and to the only reward or "correctness".
+        Raises TaskError if they do not fit."""
         c, task = self.c, self.task
         weights = c.REWARD_WEIGHTS or getattr(task, "REWARD_WEIGHTS", None)
         if weights is None:
             (empty,) = given_rewards(self, self.prompts[0][1], [""])
             weights = dict.fromkeys(empty, 1.0)
-        if c.REWARD_WEIGHTS == {}:  # nothing is paid, but all is logged, and OUTCOME evaluated
+        if c.REWARD_WEIGHTS == {}:  # rewards are only logged, and OUTCOME evaluated
             weights = dict.fromkeys(weights, 0.0)
         if not (weights and isinstance(weights, dict) and all(map(real, weights.values()))):
-            raise TaskError(c.TASK, "REWARD_WEIGHTS", f"is {weights!r}", "be numbers by name")
+            raise TaskError(c.TASK, "REWARD_WEIGHTS", f"is {weights!r}", "be {name: number}")
         set_to = getattr(task, "OUTCOME", None) if c.OUTCOME is None else c.OUTCOME
         default = next(iter(weights)) if len(weights) == 1 else "correctness"
         outcome = default if set_to is None else set_to
         if outcome not in weights:
-            must = f"name the reward, of {list(weights)}, that says right (> 0) or wrong"
+            must = f"name the reward, one of {list(weights)}, that is above 0 if an answer is right"
             raise TaskError(c.TASK, "OUTCOME", f"is {set_to!r}, here or in the trainer", must)
         set_for_run(vars(c), {"REWARD_WEIGHTS": weights, "OUTCOME": outcome})
 
 
 def prepare(c, *, needs_server):
-    """Returns (tokenizer, recipe, server): task, prompts, rewards and server are checked before
-    anything heavy is loaded. `server` is None if it is not needed; `c` is the trainer's constants.
+    """Returns (tokenizer, recipe, server). Checks task, prompts, rewards and server before a model
+    is loaded. `server` is None if it is not needed; `c` has the trainer's constants.
     """
     from grpo.models import check_context
 
@@ -154,8 +154,8 @@ def prepare(c, *, needs_server):
 
 
 def prepare_task(c, *, split, shown, server=None):
-    """Returns (tokenizer, recipe), once the `server`, if any, has answered, and the first `shown`
-    prompts of `split` and their rewards are checked, and printed."""
+    """Returns (tokenizer, recipe). First it checks the `server`, if there is one, and checks and
+    prints the first `shown` prompts of `split` and their rewards."""
     from grpo.models import load_tokenizer
 
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
@@ -173,7 +173,7 @@ def prepare_task(c, *, split, shown, server=None):
 # --- Prompts --------------------------------------------------------------------------
 def load_split(c, task, split, tokenizer):
     """Returns [(index, item, prompt ids)] of the split, without prompts over MAX_PROMPT_TOKENS.
-    Raises SystemExit if the task has no valid questions, or none fits."""
+    Raises SystemExit if the task's questions are not valid, or if none fits."""
     items = load_items(c.TASK, task, split)
     prompts = [(i, item, ids_of(c, task, item, tokenizer)) for i, item in enumerate(items)]
     lengths = sorted(len(ids) for _, _, ids in prompts)
@@ -185,14 +185,14 @@ def load_split(c, task, split, tokenizer):
     )
     if not prompts:
         raise SystemExit(
-            f"no question fits MAX_PROMPT_TOKENS = {c.MAX_PROMPT_TOKENS}: raise it, to"
-            f" {lengths[-1]} for all of them"
+            f"no question fits MAX_PROMPT_TOKENS = {c.MAX_PROMPT_TOKENS}: raise it;"
+            f" {lengths[-1]} is enough for all questions"
         )
     return prompts
 
 
 def load_questions(c, task, tokenizer):
-    """Returns the evaluation's questions, as load_split; none if EVAL_STEPS is 0."""
+    """Returns the evaluation's questions, in load_split's form; [] if EVAL_STEPS is 0."""
     if not c.EVAL_STEPS:
         return []
     return load_split(c, task, c.EVAL_SPLIT, tokenizer)[: c.EVAL_QUESTIONS]
@@ -208,7 +208,7 @@ def load_items(name, task, split):
 
 
 def load_chat(name, task, item):
-    must = 'return a list of {"role": ..., "content": ...}, both texts'
+    must = 'return a list of {"role": text, "content": text}'
     return called(
         name, f"messages({item!r:.500})", must, lambda: task.messages(item), holds=is_chat
     )
@@ -225,15 +225,15 @@ def ids_of(c, task, item, tokenizer):
     from grpo.models import prompt_ids
 
     chat = load_chat(c.TASK, task, item)
-    must = f"return a chat that MODEL = {c.MODEL!r} takes, with CHAT_TEMPLATE = {c.CHAT_TEMPLATE}"
+    must = f"return a chat that MODEL = {c.MODEL!r} accepts with CHAT_TEMPLATE = {c.CHAT_TEMPLATE}"
     what = f"messages({item!r:.500}) in the chat template"
     return called(c.TASK, what, must, lambda: prompt_ids(tokenizer, chat, **c.CHAT_TEMPLATE))
 
 
 # --- Rewards --------------------------------------------------------------------------
 def calls_of(task, item, texts):
-    """Returns the calls that reward a group: [(function, item, text, or texts)]. For a task with
-    reply(), a text is a completion of one turn."""
+    """Returns the calls that reward a group: [(function, item, text or texts)]. If the task has
+    reply(), a plain text becomes a completion of one turn."""
     if hasattr(task, "reply"):
         texts = [[text] if isinstance(text, str) else text for text in texts]
     alone = [("rewards", item, text) for text in texts if hasattr(task, "rewards")]
@@ -247,23 +247,23 @@ def begin_rewards(recipe, item, texts):
 
 
 def reward_group(recipe, item, texts, futures=()):
-    """Returns, for each completion's text, a dict of floats in the order of REWARD_WEIGHTS; NaN is
-    a reward that does not apply to it. `futures` are begin_rewards', if it was called.
+    """Returns a dict of floats for each completion's text, in REWARD_WEIGHTS' order; NaN means that
+    a reward does not apply. `futures` is the result of begin_rewards, if it was called.
 
-    Raises RuntimeError if the task raises, which is a bug and not a reward, or takes too long;
-    TaskError if the rewards are not what REWARD_WEIGHTS names.
+    Raises RuntimeError if the task raises (that is a bug, not a reward) or takes too long;
+    TaskError if the rewards do not have the names in REWARD_WEIGHTS.
     """
     given = given_rewards(recipe, item, texts, futures)
     return [named_floats(recipe, g, item, text) for g, text in zip(given, texts, strict=True)]
 
 
 def given_rewards(recipe, item, texts, futures=()):
-    """Returns what the task's rewards() and group_rewards() give, a dict by name for each text."""
+    """Returns a dict of rewards by name for each text, from rewards() and group_rewards()."""
     task, name, results = recipe.task, recipe.c.TASK, []
     seconds, calls = recipe.c.REWARD_TIMEOUT_SECONDS, calls_of(task, item, texts)
     what = f"the rewards of question {item.get('question', item)!r:.80}, {task_file(name)},"
     try:
-        # A process has the time limit itself, so that a call's wait for it does not count
+        # Processes apply the time limit themselves: the wait for a free process does not count
         with announced(what) if futures else timely(seconds, what):
             for future in futures:
                 results.append(future.result())
@@ -278,15 +278,15 @@ def given_rewards(recipe, item, texts, futures=()):
         ) from error
     alone = results[: len(texts)] if hasattr(task, "rewards") else [{}] * len(texts)
     together = results[-1] if hasattr(task, "group_rewards") else [{}] * len(texts)
-    must = f"return a list with a reward, or a dict of rewards, for each of {len(texts)} texts"
+    must = f"return a list of {len(texts)} rewards, or dicts of rewards: one for each text"
     is_list = hasattr(together, "__len__") and not isinstance(together, str | dict)
     if not is_list or len(together) != len(texts):
         raise TaskError(name, "group_rewards()", f"returned {together!r:.500}", must)
     merged = []
     for one, other in zip(map(by_name, alone), map(by_name, together), strict=True):
         if one.keys() & other.keys():
-            got = f"returned {other!r:.500} where rewards() returned {one!r:.500}"
-            raise TaskError(name, "group_rewards()", got, "return other names")
+            got = f"returned {other!r:.500}, and rewards() returned {one!r:.500}"
+            raise TaskError(name, "group_rewards()", got, "use names that rewards() does not use")
         merged.append(one | other)
     return merged
 
@@ -306,14 +306,14 @@ def named_floats(recipe, rewards, item, text):
         recipe.c.TASK,
         " and ".join(given),
         f"returned {rewards!r:.500} for the question {item!r} and the completion {text!r}",
-        "return a dict of numbers below 1e30, True, False or None (does not apply) by the names in"
-        f' REWARD_WEIGHTS, {names}, or one of these alone, which is called "reward"',
+        f"return a dict with the names in REWARD_WEIGHTS, {names}, and as values numbers below"
+        ' 1e30, True, False or None (does not apply); or one such value alone, named "reward"',
     )
 
 
 def as_float(value):
-    """Returns a number (Python's, NumPy's or torch's) or truth value as a float; else NaN, also for
-    one beyond 1e30: the wire's float32 ends at 3e38."""
+    """Returns a number (of Python, NumPy or torch) or bool as a float, and anything else as NaN; so
+    are numbers beyond 1e30, as groups are sent in float32, which ends at 3e38."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     is_small = isinstance(value, numbers.Real) and abs(value) < 1e30
@@ -321,8 +321,8 @@ def as_float(value):
 
 
 def total(rewards, weights):
-    """Returns the weighted sum of a completion's rewards (floats by name) that apply, as TRL's
-    nansum; NaN where none does.
+    """Returns the weighted sum of the rewards (floats by name) that apply to a completion, as TRL's
+    nansum; NaN if none applies.
 
     >>> total({"a": 1.0, "b": math.nan}, {"a": 2.0, "b": 1.0}), total({"b": math.nan}, {"b": 1.0})
     (2.0, nan)
@@ -333,28 +333,28 @@ def total(rewards, weights):
 
 # --- Preview --------------------------------------------------------------------------
 def preview(recipe, tokenizer, number):
-    """Prints the first `number` prompts as the model sees them, and what an empty completion and
-    the gold answer earn. Raises what reward_group does; TaskError if gold() is not right.
+    """Prints the first `number` prompts as the model sees them, and the rewards of an empty
+    completion and of the gold answer. Raises reward_group's errors; TaskError if gold() is wrong.
 
-    An empty completion can be sampled: rewards that do not cope with it would end the run hours
-    later.
+    The model may sample an empty completion: a reward function that fails on it would end the run
+    hours later.
     """
     c = recipe.c
-    say(f"REWARD_WEIGHTS = {c.REWARD_WEIGHTS}; right is OUTCOME = {c.OUTCOME!r} above 0")
+    say(f"REWARD_WEIGHTS = {c.REWARD_WEIGHTS}; right means OUTCOME = {c.OUTCOME!r} above 0")
     for index, item, ids in recipe.prompts[:number]:
         text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        how = "" if tokenizer.chat_template else "; it has no chat template: the texts are joined"
+        how = "" if tokenizer.chat_template else " (it has no chat template: texts are joined)"
         say(f"prompt {index} as {c.MODEL} sees it, {len(ids)} tokens{how}:\n{text}")
         for message in load_chat(c.TASK, recipe.task, item):
             if "".join(message["content"].split()) not in "".join(text.split()):
-                say(f"the chat template loses or changes the {message['role']}'s message there")
+                say(f"the chat template loses or changes the message of the {message['role']}")
         show_rewards(recipe, item, "an empty completion", "")
         check_gold(recipe, item, tokenizer)
 
 
 def check_gold(recipe, item, tokenizer):
-    """Prints what gold(item) earns, which must be right, or None; without gold(), the item's
-    "answer". If the task has reply(), gold() may return the texts of several turns."""
+    """Prints the rewards of gold(item), which must be right or None; without gold(), those of the
+    item's "answer". If the task has reply(), gold() may return the texts of several turns."""
     c, gold = recipe.c, getattr(recipe.task, "gold", None)
     if several := hasattr(recipe.task, "reply"):
         from grpo.sampling import turns  # here, as it imports torch
@@ -363,18 +363,18 @@ def check_gold(recipe, item, tokenizer):
     if not gold and item.get("answer") is None:
         return
     call = f"gold({item!r:.500})"
-    must = f"return a completion, a text, that is right: with OUTCOME = {c.OUTCOME!r} above 0"
+    must = f"return the text of a right completion: its OUTCOME = {c.OUTCOME!r} must be above 0"
     gold_or_answer = lambda: gold(item) if gold else str(item["answer"])
     kinds = (str, list) if several else str | None
     text = called(c.TASK, call, must, gold_or_answer, holds=lambda got: isinstance(got, kinds))
     if text is None:
-        say("gold() knows no answer to this question")
+        say("gold() has no answer to this question")
         return
     if several:
         text = turns.play(recipe, item, [text] if isinstance(text, str) else text)
         turns.show_turns(c, tokenizer, text)
     rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
-    if gold and rewards[c.OUTCOME] <= 0:  # NaN, which does not apply, is not wrong
+    if gold and rewards[c.OUTCOME] <= 0:  # NaN (does not apply) is not wrong
         raise TaskError(c.TASK, call, f"returned {text!r:.500}, which earns {rewards}", must)
 
 

@@ -2,10 +2,10 @@
 
     groups = stream_turns(policy, recipe, prompts, ...)    # yields what policy.stream does
 
-When the model has ended its turn, the task's reply is what it is told next, or None: the talk has
-ended. `turns` are the texts so far, the model's and the task's in turn. After a stop string the
-reply stands inside the model's turn; after EOS it is a user turn by the model's chat template. Ids
-are appended, and nothing is tokenised again. The task's ids are not trained (docs/turns.md).
+When the model ends its turn, reply() returns the text that follows, or None to end the talk (one
+conversation). `turns` has the texts so far: model, task, model, ... After a stop string the reply
+stands inside the model's turn; after EOS it is a user turn by the model's chat template. Ids are
+only appended; no text is tokenised again. The task's ids are not trained (docs/turns.md).
 """
 
 import time
@@ -20,25 +20,25 @@ from grpo.models import stop_ids
 from grpo.sampling.rewards import TaskError, called, task_file
 from grpo.sampling.sampler import Completion
 
-MUST = "return the text that the model is told next, or None to end the talk"
-MARK = "\u2402"  # stands for the model's turn when its chat template is read
-# Replies are awaited until one takes longer than this; later ones come in any order, and decide
-# which random numbers a turn gets. So a run whose replies are quick repeats by its seed
+MUST = "return the text that follows the model's turn, or None to end the conversation"
+MARK = "\u2402"  # a placeholder for the model's turn, to find its end in the chat template
+# We wait for each reply until one takes longer than this. From then on replies arrive in any order,
+# which decides the random numbers of the next turns: only a run with quick replies repeats exactly
 QUICK_SECONDS = 0.05
 
 
 # --- One talk -------------------------------------------------------------------------
 @dataclass(eq=False)
 class Talk:
-    """A completion while it grows."""
+    """One conversation: a completion of several turns while it grows."""
 
     prompt: tuple  # key and ids, as policy.stream takes them
-    group: list  # the talks of the prompt
+    group: list  # all talks of the same group
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)  # whether the model has drawn an id
+    own: list[bool] = field(default_factory=list)  # of each id: whether the model sampled it
     turns: list[str] = field(default_factory=list)
-    completion: Completion | None = None  # once it has ended
+    completion: Completion | None = None  # set when the talk has ended
 
     def add(self, ids, logps, own, text):
         self.ids, self.logps = self.ids + ids, self.logps + logps
@@ -46,15 +46,15 @@ class Talk:
 
 
 def ask(recipe, item, turns):
-    """Returns the task's reply. TaskError if it fails, or is neither a text nor None."""
+    """Returns the task's reply. TaskError if reply() fails, or returns neither a text nor None."""
     call = f"reply({item!r:.500}, {turns!r:.500})"
     reply = lambda: recipe.task.reply(item, list(turns))
     return called(recipe.c.TASK, call, MUST, reply, lambda got: isinstance(got, str | None))
 
 
 def bridge(tokenizer, eos_ids, last, reply, options):
-    """Returns the ids between two turns of the model, of which the first has ended with the id
-    `last`. `options` are CHAT_TEMPLATE's. SystemExit if the template does not take the reply."""
+    """Returns the ids between two turns of the model, if the first turn ended with the id `last`.
+    `options` are CHAT_TEMPLATE's. SystemExit if the chat template can't hold the reply."""
     if last not in eos_ids or not tokenizer.chat_template:
         return tokenizer(reply, add_special_tokens=False)["input_ids"]
     said = ("user", "."), ("assistant", MARK), ("user", reply)
@@ -62,47 +62,47 @@ def bridge(tokenizer, eos_ids, last, reply, options):
     options = {"add_generation_prompt": True, "tokenize": False} | options
     try:
         _, marked, after = tokenizer.apply_chat_template(chat, **options).partition(MARK)
-        reason = "it loses the model's turn, or the reply"
+        reason = "it drops the model's turn or the reply"
     except jinja2.TemplateError as error:
         marked, after, reason = "", "", repr(error)
     if not marked or "".join(reply.split()) not in "".join(after.split()):
         raise SystemExit(
             f"the chat template of MODEL = {tokenizer.name_or_path!r} can't continue a chat with"
-            f" reply()'s {reply!r:.200} ({reason}): end the model's turns by STOP_STRINGS, or give"
-            " its tokenizer another template"
+            f" the reply {reply!r:.200} ({reason}): end the model's turns with STOP_STRINGS, or"
+            " give its tokenizer another chat template"
         )
-    # The model has sampled what ends its turn: the end of a turn, or (GLM) the next one's role
+    # The model has already sampled the end of its turn or (GLM) the role of the next turn
     after = after.removeprefix(tokenizer.decode([last]))
     return tokenizer(after, add_special_tokens=False)["input_ids"]
 
 
 # --- All talks ------------------------------------------------------------------------
 def stream_turns(policy, recipe, prompts, *, group_size, max_sequences, max_new_tokens, **settings):
-    """Yields (key, [Completion] * G) as policy.stream does. All turns of a completion together, the
-    task's too, have at most `max_new_tokens`; the key is (index, item, ids)."""
+    """Yields (key, [Completion] * G) as policy.stream does; the key is (index, item, ids). All
+    turns of a completion, the task's too, have at most `max_new_tokens` together."""
     talks = Talks(policy, recipe, prompts, group_size, max_sequences, max_new_tokens)
     limits = {"max_sequences": max_sequences, "max_new_tokens": max_new_tokens}
     for begun, (turn,) in policy.stream(talks.begin(), group_size=1, **limits, **settings):
         talks.take(begun.pop(), turn)
         while talks.ended:
             yield talks.ended.popleft()
-    yield from talks.ended  # by replies that came when no turn was left to sample
+    yield from talks.ended  # ended by replies that came when no turn was left to sample
 
 
 class Talks:
-    """Talks that are sampled, wait for a reply, or may begin their next turn. A reply runs in a
-    thread, and its talk leaves its place to others meanwhile."""
+    """All talks: each is being sampled, waits for a reply, or is ready for its next turn. reply()
+    runs in a thread; meanwhile its talk leaves its place in the batch to another one."""
 
     def __init__(self, policy, recipe, prompts, group_size, max_sequences, limit):
         self.policy, self.recipe, self.prompts = policy, recipe, prompts
         self.group_size, self.most, self.limit = group_size, max_sequences, limit
-        self.ready, self.asked = deque(), []  # talks; (talk, Future of a reply, when it was asked)
+        self.ready, self.asked = deque(), []  # talks; (talk, Future of its reply, time of the call)
         self.ended = deque()  # groups, as stream_turns yields them
         self.running, self.quick = 0, True  # sequences now; whether all replies were quick
 
     def begin(self):
-        """Yields (talks that begin a turn, ids, their number, limit of tokens): the next turn of a
-        talk, or the first of a group, whose prompt runs once; None while there is none."""
+        """Yields (talks that begin a turn, ids, number of talks, token limit): the next turn of one
+        talk, or the first turn of a group, whose prompt runs once; None if no turn can begin."""
         while True:
             self.hear()
             room = self.most - self.running >= self.group_size
@@ -123,7 +123,7 @@ class Talks:
                 yield None
 
     def take(self, talk, turn):
-        """Adds a turn that was sampled, and asks the task for its reply."""
+        """Adds a sampled turn to its talk, and calls the task's reply() in a thread."""
         self.running -= 1
         talk.add(turn.ids, turn.logps, True, self.policy.text(turn))
         if turn.truncated:
@@ -142,8 +142,8 @@ class Talks:
             answer.set_exception(error)
 
     def hear(self):
-        """Goes on with the talks whose replies have come. TaskError if one takes too long; its
-        thread is abandoned."""
+        """Continues the talks whose replies have arrived. Raises TaskError if a reply takes too
+        long; its thread is abandoned."""
         asked, self.asked, c = self.asked, [], self.recipe.c
         for talk, answer, when in asked:
             if answer.done():
@@ -159,7 +159,7 @@ class Talks:
         return self.recipe.c.REWARD_TIMEOUT_SECONDS - (time.monotonic() - when)
 
     def go_on(self, talk, reply):
-        """Begins the next turn, unless the task has ended the talk or there is no room for it."""
+        """Begins the next turn, unless the task has ended the talk or the limit leaves no room."""
         how = self.policy.tokenizer, self.policy.eos_ids, talk.ids[-1]
         ids = None if reply is None else bridge(*how, reply, self.recipe.c.CHAT_TEMPLATE)
         if ids is None or len(talk.ids) + len(ids) >= self.limit:
@@ -176,7 +176,7 @@ class Talks:
 
 # --- Preview --------------------------------------------------------------------------
 def play(recipe, item, said):
-    """Returns the turns of a talk in which the model says these texts, one after the other."""
+    """Returns the turns of a talk in which the texts `said` are the model's turns."""
     turns = []
     for text in said:
         turns.append(text)
@@ -188,13 +188,13 @@ def play(recipe, item, said):
 
 
 def show_turns(c, tokenizer, turns):
-    """Prints a talk; the task's turns with what the chat template puts around them."""
+    """Prints a talk, the task's turns with the text that the chat template adds around them."""
     eos_ids = stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS)
     for said, reply in zip(turns[::2], [*turns[1::2], None], strict=True):
         say(f"the model: {said!r}")
         if reply is not None:
             inside = any(string in said for string in c.STOP_STRINGS)
-            ends = [None] if inside else eos_ids  # of these the template's own is not repeated
+            ends = [None] if inside else eos_ids  # its own end is not repeated
             ids = [bridge(tokenizer, eos_ids, end, reply, c.CHAT_TEMPLATE) for end in ends]
             text = tokenizer.decode(min(ids, key=len), clean_up_tokenization_spaces=False)
-            say(f"reply() {'inside its turn' if inside else 'as a user turn'}: {text!r}")
+            say(f"reply() {'inside that turn' if inside else 'as a user turn'}: {text!r}")

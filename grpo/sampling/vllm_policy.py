@@ -1,13 +1,13 @@
-"""The policy in vLLM (SAMPLER = "vllm"): what policy.Policy is in transformers.
+"""The policy in vLLM (SAMPLER = "vllm"), with the methods of policy.Policy.
 
-vLLM runs in this process, so new weights reach it by a call: no NCCL, nothing pickled. A rank of
-the trainer has one beside the model that it trains, and gives it that model's weights before it
-samples (follow); a worker gives it those that it has fetched (load). With TENSOR_PARALLEL it has
-other processes, which read them from a file.
+vLLM runs in this process, so a call gives it new weights: no NCCL, nothing pickled. A rank of the
+trainer has an engine in addition to the model that it trains, and copies that model's weights to
+the engine before it samples (follow); a worker copies the weights that it has fetched (load). With
+TENSOR_PARALLEL vLLM has other processes, which read the weights from a file.
 
-The distribution is sampler.py's. By itself vLLM inherits the model's stops, reports log-probs from
-before the temperature, and has the embedding's padding in its softmax; each is undone below. On a
-GPU all of this was read in vLLM's source, and never run.
+It samples the same distribution as sampler.py. By default vLLM uses the model's own stop tokens,
+reports log-probs from before the temperature, and includes the embedding's padding in its softmax;
+each is changed below. The code for GPUs follows vLLM's source and was never run on one.
 """
 
 import contextlib
@@ -32,18 +32,18 @@ from grpo.sampling.stop_strings import StopStrings
 from grpo.weights import adapters_off, check_shapes, merge_adapters
 from grpo.wire import vocab_size_of
 
-SEQUENCES = 256  # SAMPLE_BATCH and EVAL_BATCH where they are "auto"
+SEQUENCES = 256  # SAMPLE_BATCH and EVAL_BATCH if they are "auto"
 # The whole distribution (top_k 0 is off), with our stops instead of the model's
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 
 
 class VLLMPolicy:
-    """Samples, takes new weights without a restart, and scores. Not for two threads at once."""
+    """Samples, scores, and takes new weights without a restart. It is not thread-safe."""
 
     def __init__(self, c, tokenizer, model=None):
-        """Loads MODEL; `c` has the constants as attributes. A rank gives the `model` that it
-        trains, and the call is then collective: vLLM makes groups of the ranks. Raises SystemExit
-        if the device does not offer what the constants ask for."""
+        """Loads MODEL; `c` has the constants as attributes. A rank passes the `model` that it
+        trains, and then all ranks must call this together: vLLM makes process groups of them.
+        Raises SystemExit if the device can't do what the constants require."""
         check_device(c, in_rank=model is not None)
         for name in ("SAMPLE_BATCH", "EVAL_BATCH"):
             if getattr(c, name) == "auto":
@@ -55,7 +55,7 @@ class VLLMPolicy:
         self.stop_strings = StopStrings(tokenizer, c.STOP_STRINGS) if c.STOP_STRINGS else None
         self.max_tokens = c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS
         self.parallel, self.sleeps = c.TENSOR_PARALLEL > 1, c.VLLM_SLEEP
-        self.asleep, self.step = False, None  # after how many updates the weights were taken
+        self.asleep, self.step = False, None  # the updates made when it took its weights
         self.loaded = {}  # a worker's weights, by name
         with quiet_and_undone(self.parallel):
             self.llm = start(c, self, accelerator() is not None)
@@ -88,13 +88,13 @@ class VLLMPolicy:
                 for output in engine.step():
                     completions = [read_completion(c, stops) for c in output.outputs]
                     yield keys.pop(output.request_id), completions
-        finally:  # of a stream that fails, or is not read to its end
+        finally:  # also if the stream fails, or is not read to its end
             engine.abort_request(list(keys))
 
     def _begin(self, ids, *, n, seed, max_new_tokens, temperature, eos_ids=None):
         """Adds a prompt to what vLLM samples; returns the request's id."""
         if len(ids) >= self.max_tokens:
-            raise ValueError(f"a prompt fills the {self.max_tokens} tokens of max_tokens")
+            raise ValueError(f"a prompt leaves no room within max_tokens = {self.max_tokens}")
         request = str(next(self.numbers))
         params = self._params(
             n=n,
@@ -116,8 +116,8 @@ class VLLMPolicy:
         return [groups[i] for i in range(len(prompts))]
 
     def continuation(self, prompt, size):
-        """Returns a Completion of `size` ids, drawn after the prompt at temperature 1, which
-        nothing ends before."""
+        """Returns a Completion of exactly `size` ids, sampled after the prompt at temperature 1;
+        no EOS ends it."""
         settings = {"max_new_tokens": size, "temperature": 1.0, "eos_ids": [], "seed": 0}
         return self.sample([prompt], group_size=1, **settings)[0][0]
 
@@ -126,7 +126,7 @@ class VLLMPolicy:
 
     def logps(self, prompt, completion):
         """Returns the log-probs (floats, temperature 1) of the completion's ids. The last id is
-        scored as the next one: vLLM wants room for one more, and there may be none."""
+        scored as the next token, as vLLM needs room for a token after the prompt it scores."""
         self._wake()
         ids, last = prompt + completion[:-1], completion[-1:]
         params = self._params(max_tokens=1, prompt_logprobs=0, logprob_token_ids=last)
@@ -144,8 +144,8 @@ class VLLMPolicy:
     # --- Weights ----------------------------------------------------------------------
     @contextlib.contextmanager
     def follow(self, step):
-        """In the block the policy has the weights of the model that this rank trains, as they are
-        after `step` updates. It rests after it."""
+        """Within the block the policy has the weights of the model that this rank trains, after
+        `step` updates. After the block it rests."""
         if self.step != step:
             self._take_weights()
             self.step = step
@@ -159,20 +159,20 @@ class VLLMPolicy:
         changes nothing, if they do not fit."""
         if any(".lora_A." in name for name in tensors):
             tensors = dict(merge_adapters(self._base, tensors))
-        check_shapes(tensors, self._shapes)  # vLLM would keep what is missing, silently
+        check_shapes(tensors, self._shapes)  # vLLM would silently keep its old tensors
         self.loaded = {name: tensors[name].contiguous() for name in self._shapes}
         self._take_weights()
 
     def rest(self):
-        """With VLLM_SLEEP: frees the GPU's memory until the next call. The weights are dropped
-        (level 2), as whoever is in this process still has them."""
+        """With VLLM_SLEEP: frees the GPU's memory until the next call. Level 2 drops the weights,
+        as this process has another copy of them."""
         if self.sleeps and not self.asleep:
             self.llm.sleep(level=2)
             self.asleep = True
 
     def close(self):
-        """Ends the engine, but not the trainer's process group, which vLLM would destroy with its
-        own; at exit it would do so after the trainer, and print a traceback."""
+        """Stops the engine, but keeps the trainer's process group, which vLLM would destroy with
+        its own. At exit vLLM would do that after the trainer, and print a traceback."""
         destroy = torch.distributed.destroy_process_group
         torch.distributed.destroy_process_group = lambda group=None: group and destroy(group)
         try:
@@ -185,8 +185,8 @@ class VLLMPolicy:
             self._take_weights()
 
     def _take_weights(self):
-        """Gives vLLM the living weights, or those that were loaded; wakes it, if it sleeps, one
-        part after the other: there may be no room for all at once."""
+        """Copies the trained model's weights, or a worker's loaded ones, to vLLM. Wakes it if it
+        sleeps, part by part, as there may be no room for all at once."""
         self._wake_up("weights")
         if self.model is None:
             self._reload(self.loaded.items())
@@ -215,7 +215,7 @@ class VLLMPolicy:
         if not self.parallel:
             self.llm.collective_rpc(reload, args=(pairs, self.dtype))
             return
-        # to other processes, through a file: all of them read what they need of it
+        # Other processes get them through a file, of which each reads what it needs
         with tempfile.TemporaryDirectory(prefix="grpo-vllm-") as folder:
             safetensors.torch.save_file(dict(pairs), f"{folder}/policy")
             self.llm.collective_rpc(reload, args=(f"{folder}/policy", self.dtype))
@@ -238,42 +238,42 @@ class VLLMPolicy:
 # --- The start ------------------------------------------------------------------------
 def start(c, policy, on_gpu):
     """Returns vLLM's engine."""
-    # In a thread, as an error that vLLM catches here keeps the frames of its stack, main()'s too
+    # In a thread: an error that vLLM catches here keeps the frames of its stack, also main()'s
     in_background(importlib.import_module, "vllm.entrypoints.llm").join()
     from vllm import LLM
 
     return LLM(
         c.MODEL,
         dtype=policy.dtype,
-        hf_overrides={"head_dtype": "float32"} if on_gpu else {},  # logits as the trainer has them
+        hf_overrides={"head_dtype": "float32"} if on_gpu else {},  # as the trainer's
         seed=c.SEED,
-        # A rank is on the GPU that LOCAL_RANK names, and in the trainer's process group: with the
-        # default all ranks would be on the first. A worker has processes of its own
+        # A rank runs on the GPU of LOCAL_RANK, in the trainer's process group; by default all ranks
+        # would use the first GPU. A worker starts its own processes
         distributed_executor_backend="external_launcher" if policy.model is not None else None,
         tensor_parallel_size=c.TENSOR_PARALLEL,
         max_model_len=policy.max_tokens,
         max_num_seqs=c.SAMPLE_BATCH,
-        kv_cache_memory_bytes=int(c.VLLM_CACHE_GB * 1e9),  # given, so that nothing is profiled
-        gpu_memory_utilization=0.01,  # of which vLLM asks only whether so much is free
+        kv_cache_memory_bytes=int(c.VLLM_CACHE_GB * 1e9),  # set, so that vLLM does not profile
+        gpu_memory_utilization=0.01,  # vLLM only checks that this share is free
         enforce_eager=not on_gpu,  # compile on a GPU only
-        enable_chunked_prefill=on_gpu,  # on a CPU a seeded request cut in two crashes
+        enable_chunked_prefill=on_gpu,  # on a CPU a seeded request that is split crashes
         enable_prefix_caching=True,  # a group's prompt runs once
         enable_sleep_mode=c.VLLM_SLEEP,
-        logprobs_mode="processed_logprobs",  # of what is sampled: after temperature and mask
-        generation_config="vllm",  # nothing of the model's own
-        skip_tokenizer_init=not c.STOP_STRINGS,  # ids in, ids out; strings it finds in the text
+        logprobs_mode="processed_logprobs",  # after temperature and mask
+        generation_config="vllm",  # ignores the model's own defaults
+        skip_tokenizer_init=not c.STOP_STRINGS,  # ids in, ids out; stop strings need text
         use_tqdm_on_load=False,
     )
 
 
 @contextlib.contextmanager
 def quiet_and_undone(parallel):
-    """In the block vLLM starts, without chatter. What it changes in this process is undone: torch's
-    threads, on a CPU even the function that sets them, and variables, of which LOCAL_WORLD_SIZE
-    and LD_PRELOAD would mislead others."""
+    """Within the block vLLM starts, without its log. Afterwards its changes to this process are
+    undone: torch's threads, on a CPU even the function that sets them, and environment variables,
+    of which LOCAL_WORLD_SIZE and LD_PRELOAD would mislead other libraries."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would report to its makers
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no usage reports
     environment, threads = dict(os.environ), torch.get_num_threads()
     set_threads = torch.set_num_threads
     if parallel:  # the all-reduce of its processes needs segments that do not grow (vLLM #40812)
@@ -289,29 +289,30 @@ def quiet_and_undone(parallel):
 
 
 def check_device(c, in_rank):
-    """Raises SystemExit with a sentence if the device does not offer what the constants say."""
+    """Raises SystemExit if the device can't do what the constants require."""
     gpus = torch.accelerator.device_count()
     if c.VLLM_SLEEP and not gpus:
-        raise SystemExit("VLLM_SLEEP = True needs a GPU: on a CPU vLLM has no memory to give back")
+        raise SystemExit("VLLM_SLEEP = True needs a GPU; on a CPU set VLLM_SLEEP = False")
     if c.TENSOR_PARALLEL > 1 and in_rank:
         raise SystemExit(
-            f"TENSOR_PARALLEL = {c.TENSOR_PARALLEL} is for workers: each rank has the whole model"
+            f"TENSOR_PARALLEL = {c.TENSOR_PARALLEL} works in workers only: each rank of the trainer"
+            " has the whole model, so set it to 1"
         )
-    if gpus and c.TENSOR_PARALLEL > gpus:  # on a CPU vLLM shares out the cores
+    if gpus and c.TENSOR_PARALLEL > gpus:  # on a CPU vLLM divides the cores
         raise SystemExit(
-            f"TENSOR_PARALLEL = {c.TENSOR_PARALLEL} needs as many GPUs, and there are {gpus}"
-            " (CUDA_VISIBLE_DEVICES)"
+            f"TENSOR_PARALLEL = {c.TENSOR_PARALLEL} needs as many GPUs, but this process sees"
+            f" {gpus} (CUDA_VISIBLE_DEVICES)"
         )
     if gpus and c.VLLM_CACHE_GB * 1e9 > (free := torch.accelerator.get_memory_info()[0]):
         raise SystemExit(
-            f"VLLM_CACHE_GB = {c.VLLM_CACHE_GB}, but {free / 1e9:.1f} GB of this GPU are free:"
-            " lower it"
+            f"VLLM_CACHE_GB = {c.VLLM_CACHE_GB} does not fit into this GPU, which has"
+            f" {free / 1e9:.1f} GB free: lower it"
         )
 
 
-# --- What runs in vLLM's own processes, where there are several -------------------------
+# --- Functions that run in vLLM's own processes, if it has several ----------------------
 def reload(worker, weights, dtype):
-    """Replaces the weights by (name, tensor) pairs, or by those of a safetensors file."""
+    """Replaces the weights by (name, tensor) pairs, or by the tensors of a safetensors file."""
     if isinstance(weights, str):
         weights = safetensors.torch.load_file(weights).items()
     # Cast here, as vLLM warns for each tensor that it casts; a generator, to hold one copy
@@ -333,8 +334,8 @@ def mask_padding(model, vocab_size):
 
 
 def refresh_head(model):
-    """On a CPU vLLM multiplies by packed copies of the weights, and its reload forgets the copy of
-    a head that is tied to the embedding. On a GPU this does nothing."""
+    """Packs the LM head again. On a CPU vLLM multiplies by packed copies of the weights, and its
+    reload forgets the copy of a head that is tied to the embedding. Does nothing on a GPU."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for layer in model.modules():
@@ -343,7 +344,7 @@ def refresh_head(model):
 
 
 def stops_at(stop_strings):
-    """Returns the sampling parameters with which vLLM looks for the strings, in all of the text."""
+    """Returns the sampling parameters that make vLLM look for the strings in the whole text."""
     if not stop_strings:
         return {}
     stops = {"stop": list(stop_strings.strings), "include_stop_str_in_output": True}
@@ -351,8 +352,8 @@ def stops_at(stop_strings):
 
 
 def read_completion(output, stop_strings=None):
-    """Returns the Completion of vLLM's output. It looks for strings in text that is whole, and may
-    end it an id later than StopStrings, after half a character: what is behind the string goes."""
+    """Returns the Completion of vLLM's output. vLLM looks for stop strings in complete characters
+    only, so it may stop one id later than StopStrings; we remove the ids after the string."""
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     logps = [found[id].logprob for id, found in zip(output.token_ids, output.logprobs, strict=True)]
     if not all(map(math.isfinite, logps)):

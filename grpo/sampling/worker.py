@@ -3,9 +3,9 @@
     python grpo_ref_split.py worker                  # the constants of that file
     python grpo_ref_split.py worker SAMPLER=vllm     # with vLLM
 
-It needs the address of the trainer's rank 0 (TRAINER), and GRPO_TOKEN if that has one: it fetches
-the newest policy, proves that it has it, and samples prompts in an order of its own while the
-trainer has room for groups. It may start and end at any time.
+It needs the address of the trainer's rank 0 (TRAINER), and GRPO_TOKEN if the trainer has one. It
+fetches the newest policy, proves that it computes the same log-probs, and samples prompts in its
+own order while the trainer has room for groups. It may start and end at any time.
 """
 
 import os
@@ -28,29 +28,29 @@ ASK_SECONDS = 0.5  # between two requests for more room while completions are be
 
 
 def run_worker(policy, recipe, name=None):
-    """Samples until it raises TooLong: no trainer has answered for WAIT_LIMIT_SECONDS.
+    """Samples until no trainer has answered for WAIT_LIMIT_SECONDS; then it raises TooLong.
 
     `policy` has stream, text, load, rest, logps, continuation and dtype, as policy.Policy. Raises
-    RuntimeError if it computes other log-probs than the trainer's, SystemExit if it is another
-    model or has other settings.
+    RuntimeError if its log-probs differ from the trainer's, SystemExit if its model or its settings
+    differ.
     """
     worker = Worker(policy, recipe, name or own_name())
     with tempfile.TemporaryDirectory(prefix="grpo-worker-") as folder:
-        wait, fresh = None, False  # a policy that nothing was sampled with yet
+        wait, fresh = None, False  # fresh: the loaded policy has not sampled yet
         while True:
             record, room = worker.trainer.policy(worker.name)  # waits while the trainer is away
             if record is None:
                 why = "it has not published a policy yet"
-            elif worker.lacks(record) and not fresh:  # or it might load for ever, and never sample
+            elif worker.lacks(record) and not fresh:  # else it might load for ever
                 if fresh := worker.load(record, Path(folder, "policy")):
                     continue
-                why = "a newer policy has replaced the one that was asked for"
+                why = "a newer policy has replaced the requested one"
             elif room:
                 worker.sample(room)
                 wait, fresh = None, False
                 continue
             else:
-                why = "as many groups as it trains in a step wait there"
+                why = "it already has all groups for its next step"
             fresh = False
             policy.rest()
             wait = wait or Wait(f"the trainer at {worker.trainer.url} to have room")
@@ -58,8 +58,8 @@ def run_worker(policy, recipe, name=None):
 
 
 def own_name():
-    """Returns a name that no other process has: one in a container that was started again may have
-    the same host name and number, but must not give its groups the same ids."""
+    """Returns a name that no other process has. A process in a restarted container may have the
+    same host name and number, but must not give its groups the same ids."""
     return f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
 
 
@@ -71,9 +71,9 @@ class Worker:
         self.trainer = Trainer(self.c.TRAINER, self.c.WAIT_LIMIT_SECONDS)
         self.order = Stream(recipe.prompts, f"{self.c.SEED}/{name}")
         self.loaded = {"run": "", "version": -1, "sha256": ""}
-        self.held = 0  # groups that have begun, and are not handed over yet
-        self.asked = 0.0  # for room, on the monotonic clock
-        self.skipped = Counter()  # the tally of flat groups since the last usable one
+        self.held = 0  # groups that were started and are not sent yet
+        self.asked = 0.0  # when it last requested room, on the monotonic clock
+        self.skipped = Counter()  # the tally of zero-variance groups since the last usable one
         self.groups = 0  # sampled in all
 
     def lacks(self, record):
@@ -84,21 +84,21 @@ class Worker:
         return False
 
     def load(self, record, path):
-        """Fetches a policy to `path`, loads it, and proves that it has arrived. Returns False if
-        the trainer does not have it any more."""
+        """Fetches a policy to `path`, loads it, and checks its log-probs. Returns False if the
+        trainer does not have it any more."""
         check_settings(record["settings"], self.recipe.settings())
         version, started = record["version"], time.perf_counter()
         if not self.trainer.fetch(record, path):
             return False
         try:
             weights = safetensors.torch.load_file(path)
-            path.unlink()  # gigabytes, which a worker that is killed would leave behind
+            path.unlink()  # a worker that is killed would leave gigabytes behind
             self.policy.load(weights)
         except ValueError as error:
-            raise SystemExit(f"policy {version} does not fit MODEL here: {error}") from error
+            raise SystemExit(f"policy {version} does not fit this MODEL: {error}") from error
         gap = check_proof(self.policy, record)
         if record["run"] != self.loaded["run"]:
-            self.skipped = Counter()  # of a run that has ended
+            self.skipped = Counter()  # they are of a run that has ended
         self.loaded = record
         tell(
             f"policy {version} of {record['run']}: {record['bytes'] / 1e6:.1f} MB in"
@@ -108,8 +108,8 @@ class Worker:
         return True
 
     def sample(self, room):
-        """Samples `room` groups, and more while there is room and no newer policy. What has begun
-        is finished: the first groups to end would have the short completions."""
+        """Samples `room` groups, and more while there is room and no newer policy. Groups that were
+        started are always finished: the first groups to end would favour short completions."""
         started, counts, refused = time.perf_counter(), Counter(), 0
         run, version, first = self.loaded["run"], self.loaded["version"], self.order.position
         self.held = 0
@@ -125,22 +125,22 @@ class Worker:
             self.held -= 1
         self.groups += counts["groups"]
         tell(
-            f"policy {version}: {counts['groups']} groups ({counts['flat']} flat, {refused}"
-            f" refused), {counts['tokens'] / (time.perf_counter() - started):.0f} tokens/s;"
-            f" {self.groups} groups in all"
+            f"policy {version}: {counts['groups']} groups ({counts['flat']} with zero variance,"
+            f" {refused} refused), {counts['tokens'] / (time.perf_counter() - started):.0f}"
+            f" tokens/s; {self.groups} groups in all"
         )
 
     def send(self, sampled, run, version, number):
-        """Hands a group over, and the tally of the flat ones before it. Returns why it is refused,
-        or ""."""
+        """Sends a group, with the tally of the zero-variance groups before it. Returns the reason
+        if it is refused, else ""."""
         id, skipped, self.skipped = f"{self.name}-{number}", dict(self.skipped), Counter()
         named = {"sampler": self.name, "outcome": self.c.OUTCOME, "skipped": skipped}
         group = make_group(sampled, id=id, run=run, version=version, **named)
         return self.trainer.put_group(pack_group(group))
 
     def prompts(self, room):
-        """Yields the next prompts: first `room` of them, then more as the trainer has room, or None
-        while it has none, or a newer policy."""
+        """Yields the next prompts: first `room` of them, then more as the trainer has room; None
+        while it has no room, or has a newer policy."""
         while True:
             if not room and time.monotonic() - self.asked > ASK_SECONDS:
                 self.asked = time.monotonic()

@@ -10,10 +10,10 @@ A checkpoint is a model in Hugging Face format, which MODEL may name, and a fold
 Beside them are links: `best` to the checkpoint with the best evaluation (KEEP_BEST), and `final` to
 the last one of a run that has ended.
 
-Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. If machines have
-RUN_DIR on disks of their own, each keeps the files of its ranks: the first rank that sees a folder
-makes and renames it, and the folder of rank 0, which alone has the model, is renamed last. A
-checkpoint is complete if every rank finds its files, at their sizes; otherwise all ranks skip it.
+Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. If each machine
+has RUN_DIR on its own disk, it keeps the files of its ranks: the first rank that sees a folder
+makes and renames it. Rank 0's folder, the only one with the model, is renamed last. A checkpoint is
+complete if every rank finds its files with the right sizes; otherwise all ranks skip it.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from grpo.training.ranks import RunFailed, any_rank, gathered, note
 from grpo.training.report import RunFolder, commit, constants_of, model_card, naming_run_dir
 
 DRAFT = ".unfinished"
-FADE = 0.8  # from step to step: flat_share is of about 1 / (1 - FADE) = 5 of them
+FADE = 0.8  # per step: flat_share is a mean over about 1 / (1 - FADE) = 5 steps
 SAME = ("MODEL", "TASK", "LORA_RANK", "DTYPE")  # a run can't be resumed with other values
 REFERENCE = "reference.safetensors"
 STATE_BYTES = 12  # of a trained parameter: master weight and Adam's two moments, in float32
@@ -44,8 +44,8 @@ STATE_BYTES = 12  # of a trained parameter: master weight and Adam's two moments
 
 # --- Save ---------------------------------------------------------------------------
 def leads(folder):
-    """Collective: returns whether this rank is the first of those that see the same `folder`. Each
-    leaves a file in it and looks for the others'."""
+    """Collective: returns whether this rank is the first of the ranks that share this `folder`.
+    Each rank makes a file in it and looks for the files of the others."""
     token = Path(folder, f".rank_{uuid.uuid4().hex}")  # a new name: network disks cache old ones
     token.parent.mkdir(parents=True, exist_ok=True)
     token.touch()
@@ -77,7 +77,7 @@ def save_run(run):
     with naming_run_dir(folder):
         files += write_own(run, draft / "trainer")
     sizes = gathered({str(path.relative_to(draft)): path.stat().st_size for path in files})
-    for last in (False, True):  # rank 0's folder, which alone has the model
+    for last in (False, True):  # last: rank 0's folder, the only one with the model
         if leader and (rank == 0) == last:
             text = json.dumps(state | {"files": sizes}, indent=1)
             with naming_run_dir(folder):
@@ -86,37 +86,37 @@ def save_run(run):
         dist.barrier()
     say(f"saved {final}")
     if leader and p.best == p.step:
-        point(folder, "best", p.best)  # before the old one goes
+        point(folder, "best", p.best)  # before the old best is deleted
     saved = saved_in(folder) if leader else []
     kept = [path for path in saved if step_of(path) <= p.step][-c.KEEP_CHECKPOINTS :]
     for path in set(saved) - set(kept):  # later ones are incomplete, or from before a resume
         if step_of(path) != p.best:
             shutil.rmtree(path)
-        for states in path.glob("trainer/optimizer_*.pt"):  # the best is kept for its model
+        for states in path.glob("trainer/optimizer_*.pt"):  # of the best only the model is kept
             states.unlink()
 
 
 def check_disk(c, model):
-    """Collective: says what checkpoints take of the disk that RUN_DIR is on. SystemExit if the next
-    one does not fit there."""
+    """Collective: logs the disk space that checkpoints need. Raises SystemExit if the next one does
+    not fit on RUN_DIR's disk."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(p.nbytes for p in (trained if c.LORA_RANK else model.parameters()))
     size = weights * (1 + bool(c.REFERENCE_REFRESH_STEPS))
     size += STATE_BYTES * sum(p.numel() for p in trained)
     most = size * (c.KEEP_CHECKPOINTS + 1) + weights * c.KEEP_BEST
     free = min(gathered(shutil.disk_usage(c.RUN_DIR).free))
-    told = f"a checkpoint takes {size / 1e9:.3g} GB, all at once {most / 1e9:.3g} GB at most"
+    told = f"a checkpoint takes {size / 1e9:.3g} GB, all of them at most {most / 1e9:.3g} GB"
     if size > free:
         raise SystemExit(
-            f"{told}, and on the disk of RUN_DIR = {c.RUN_DIR!r} {free / 1e9:.3g} GB are free: take"
-            " another disk, or delete old runs"
+            f"{told}, but the disk of RUN_DIR = {c.RUN_DIR!r} has {free / 1e9:.3g} GB free: delete"
+            " old runs, or set RUN_DIR to a folder on another disk"
         )
     say(f"{told}; {free / 1e9:.3g} GB are free in {c.RUN_DIR}")
 
 
 def write_shared(run, draft, state):
-    """Writes what the ranks of a machine share: the refreshed reference and, on rank 0, the model
-    with its card. Returns the paths whose sizes are checked."""
+    """Writes the files that ranks share: the refreshed reference and, on rank 0, the model and its
+    card. Returns the paths whose sizes are checked."""
     Path(draft, "trainer").mkdir(parents=True)
     if run.progress.reference:
         safetensors.torch.save_file(run.reference.weights(), draft / "trainer" / REFERENCE)
@@ -140,8 +140,8 @@ def write_own(run, trainer):
 
 @contextlib.contextmanager
 def undone_if_failed(run):
-    """If the block raises RunFailed, the run's progress and its place in the data are again what
-    they were before: a run that resumes from what save_failed saves samples the same prompts."""
+    """If the block raises RunFailed, restores the run's progress and its position in the data. A
+    run that resumes from the checkpoint of save_failed then samples the same prompts."""
     progress, position = dict(vars(run.progress)), run.stream.position
     try:
         yield
@@ -152,8 +152,8 @@ def undone_if_failed(run):
 
 
 def save_failed(run):
-    """Collective: saves a run that ends by an error between two updates; but not if its last step
-    is saved already, a weight is not finite, or the first update was not what it should be."""
+    """Collective: saves a run that ends by an error between two updates. Does not save if the last
+    step is saved already, a weight is not finite, or the first update did not pass its check."""
     p = run.progress
     finite = all(parameter.isfinite().all() for parameter in run.policy.model.parameters())
     if p.checked and p.saved < p.step and not any_rank(not finite):  # collective
@@ -161,11 +161,11 @@ def save_failed(run):
 
 
 def point(folder, name, step):
-    """Makes folder/name a link to the checkpoint of `step`, atomically; removes it if that is -1.
-    On a disk without links it is a file that holds the checkpoint's name."""
+    """Atomically makes folder/name a link to the checkpoint of `step`; removes it if `step` is -1.
+    On a disk without links folder/name is a file that holds the checkpoint's name."""
     link, draft = Path(folder, name), Path(folder, f".{name}_{dist.get_rank()}")
     if link.is_dir() and not link.is_symlink():
-        say(f"{link} is a folder, not our link to a checkpoint, and is left alone")
+        say(f"{link} is a folder, not our link to a checkpoint, so it is not replaced")
     elif step < 0:
         link.unlink(missing_ok=True)
     else:
@@ -191,10 +191,10 @@ def saved_in(folder):
 # --- Find and load ------------------------------------------------------------------
 def newest(folder):
     """Collective: returns (path, state) of the newest complete checkpoint, or (None, None) if no
-    rank has a checkpoint. SystemExit if there are some and none is complete: a run must not start
-    over because a disk is missing."""
+    rank has a checkpoint. Raises SystemExit if there are checkpoints but none is complete: a run
+    must not start over because a disk is missing."""
     if Path(folder, DRAFT).exists():
-        say(f"{folder}: the run ended while a checkpoint was being saved; that one does not count")
+        say(f"{folder}: the run ended while it saved a checkpoint; that checkpoint is ignored")
     fault, steps = None, gathered({step_of(path) for path in saved_in(folder)})
     for step in sorted(set().union(*steps), reverse=True):
         path = Path(folder, f"step_{step:06d}")
@@ -208,8 +208,8 @@ def newest(folder):
     if fault:
         raise SystemExit(
             f"no checkpoint in RUN_DIR = {folder!r} is complete: {fault}. Start each rank on the"
-            " machine that it was on, or put RUN_DIR on a disk that all machines share; for another"
-            " run choose another RUN_DIR"
+            " same machine as before, or put RUN_DIR on a disk that all machines share. To start a"
+            " new run, choose another RUN_DIR"
         )
     return None, None
 
@@ -233,7 +233,7 @@ def load(path, engine, stream, reference=None):
     `reference` from what save() wrote."""
     rank, trainer = dist.get_rank(), Path(path, "trainer")
     part = torch.load(trainer / f"optimizer_{rank}.pt", map_location="cpu", weights_only=False)
-    # DeepSpeed expects all ranks' parts and takes its own
+    # DeepSpeed expects a dict of all ranks' parts and reads its own
     engine.optimizer.load_state_dict({rank: part}, load_from_fp32_weights=True)
     dist.barrier()
     engine.optimizer.update_lp_params()  # the model's weights, from all ranks' float32 ones
@@ -251,7 +251,7 @@ def load(path, engine, stream, reference=None):
 class Progress:
     """What a checkpoint keeps in addition to weights, optimiser and random number generators."""
 
-    name: str  # the run's: its folder's name, and a random part
+    name: str  # of the run: its folder's name and a random suffix
     step: int = 0  # updates made
     evaluated: int = -1  # the step of the last evaluation,
     accuracy: float = 0.0  # and its result
@@ -261,18 +261,18 @@ class Progress:
     reference: int = 0  # the step whose policy is the reference; 0: MODEL is
     idle: int = 0  # steps in a row that had nothing to train
     bad: int = 0  # updates in a row that were not finite
-    checked: bool = False  # whether check_first_update is done
+    checked: bool = False  # whether the first update has passed its check
     sampled: float = 0.0  # groups that the ranks sampled; earlier steps count less (FADE),
-    flat: float = 0.0  # and how many of them were flat
-    groups: int = 0  # sampled since step 0, by ranks and workers
+    flat: float = 0.0  # and how many of these groups had zero variance
+    groups: int = 0  # groups that ranks and workers sampled since step 0
 
     def passed(self, every, before):
-        """Returns whether a multiple of `every` lies after step `before`, up to now; 0: never."""
+        """Returns whether a multiple of `every` lies after step `before`, up to now (0: never)."""
         return bool(every and self.step // every > before // every)
 
     def take_evaluation(self, accuracy, keep_best):
-        """Notes this step's evaluation. The first to have reached the best result is the best; one
-        of step 0 is of MODEL itself, which needs no checkpoint."""
+        """Records this step's evaluation. Ties go to the earlier checkpoint. An evaluation of step
+        0 is of MODEL itself, which needs no checkpoint."""
         self.accuracy, self.evaluated = accuracy, self.step
         if keep_best and accuracy > self.best_accuracy:
             self.best_accuracy = accuracy
@@ -280,11 +280,11 @@ class Progress:
 
     @property
     def flat_share(self):
-        """The share of flat groups in the last steps; 0 before the first."""
+        """The share of zero-variance groups in the last steps; 0 before the first step."""
         return self.flat / self.sampled if self.sampled else 0.0
 
     def begin_rollout(self):
-        """Has the steps so far count less than the one that begins."""
+        """Reduces the weight of earlier steps in flat_share."""
         self.sampled, self.flat = FADE * self.sampled, FADE * self.flat
 
     def count_round(self, *, groups, usable):
@@ -293,7 +293,7 @@ class Progress:
 
 
 def check_run_dir(folder, resume):
-    """Makes the folder. Raises SystemExit if it can't be written, or a run would be overwritten."""
+    """Makes RUN_DIR. Raises SystemExit if it can't be written, or a run would be overwritten."""
     with naming_run_dir(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -313,7 +313,9 @@ def lock_run(folder):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise SystemExit(f"another trainer is running in RUN_DIR = {folder!r}") from None
+        raise SystemExit(
+            f"another trainer is running in RUN_DIR = {folder!r}: stop it, or choose another folder"
+        ) from None
     return file
 
 
@@ -326,7 +328,7 @@ def open_run(c, engine, stream, reference):
         check_resumable(path, state, constants_of(vars(c)))
         progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
         load(path, engine, stream, reference if progress.reference else None)
-        # DeepSpeed restores these too; the learning rate is set at each step
+        # DeepSpeed has restored the old values of these; the learning rate is set at each step
         engine.optimizer.clip_grad = c.MAX_GRAD_NORM
         for group in engine.optimizer.param_groups:
             group["betas"] = tuple(c.ADAM_BETAS)
@@ -357,14 +359,14 @@ def check_resumable(path, state, now):
     rules = [(name, now[name], before[name]) for name in SAME]
     # Each rank has its part of the optimiser
     rules.append(("the number of ranks", dist.get_world_size(), len(state["files"])))
-    if state["progress"]["reference"]:  # the checkpoint has it: a server and the hub do not
+    if state["progress"]["reference"]:  # only the checkpoint has the refreshed reference
         rules.append(("REF_SERVER", now["REF_SERVER"], None))
         rules.append(("KL_BETA > 0", now["KL_BETA"] > 0, True))
     for name, value, must in rules:
         if value != must:
             raise SystemExit(
-                f"{name} = {value!r} must be {must!r} to resume from {path}; to start another run"
-                f" from its weights choose another RUN_DIR, and MODEL = '{path}'"
+                f"{name} = {value!r} must be {must!r} to resume from {path}; to start a new run"
+                f" from its weights set MODEL = '{path}', and another RUN_DIR"
             )
     changed = [f"{k} {before[k]!r} -> {v!r}" for k, v in now.items() if before.get(k, v) != v]
     if changed:

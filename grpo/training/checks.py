@@ -1,5 +1,5 @@
-"""What the trainer's constants must be; checked before anything heavy starts. Nothing here imports
-torch: a mistake in the command is reported at once."""
+"""Checks the trainer's constants before a model is loaded. Nothing here imports torch, so that a
+mistake in the command is reported at once."""
 
 import importlib.util
 import re
@@ -45,48 +45,49 @@ KINDS = [  # (kind, constants)
     (address("http://host:port", r"http://[^\s/?#@]+:[1-9]\d{0,4}/?"), "TRAINER"),
 ]  # fmt: skip
 RELATIONS = [  # (constant, what it must be, whether it is), of constants of the right kinds
-    ("GROUP_SIZE", "2 or more: rewards of a group are compared (1: with REWARD_WEIGHTS = {})",
+    ("GROUP_SIZE", "2 or more, to compare the rewards of a group (1 needs REWARD_WEIGHTS = {})",
      lambda c: c.GROUP_SIZE >= 2 or c.REWARD_WEIGHTS == {}),
-    ("SAMPLER", "'torch' without vLLM: pip install -e .[vllm]",
+    ("SAMPLER", "'torch', as vLLM is not installed (pip install -e .[vllm])",
      lambda c: c.SAMPLER == "torch" or importlib.util.find_spec("vllm")),
     ("VLLM_CACHE_GB", "above 0", lambda c: c.VLLM_CACHE_GB > 0),
-    ("SAMPLE_BATCH", "GROUP_SIZE or more: groups stay whole",
+    ("SAMPLE_BATCH", "GROUP_SIZE or more, as a group is sampled as a whole",
      lambda c: c.SAMPLE_BATCH == "auto" or c.SAMPLE_BATCH >= c.GROUP_SIZE),
-    ("TEMPERATURE", "above 0, or a group's completions are all equal", lambda c: c.TEMPERATURE > 0),
-    ("CLIP_LOW", "above 0, and 1 at most", lambda c: 0 < c.CLIP_LOW <= 1),
+    ("TEMPERATURE", "above 0: at 0 all completions of a group are equal",
+     lambda c: c.TEMPERATURE > 0),
+    ("CLIP_LOW", "above 0 and at most 1", lambda c: 0 < c.CLIP_LOW <= 1),
     ("CLIP_HIGH", "above 0", lambda c: c.CLIP_HIGH > 0),
-    ("IS_CAP", "0, which turns it off, or 1 or more", lambda c: c.IS_CAP == 0 or c.IS_CAP >= 1),
-    ("OVERLONG_TOKENS", "MAX_COMPLETION_TOKENS at most: they are the last of these",
+    ("IS_CAP", "0 (off), or 1 or more", lambda c: c.IS_CAP == 0 or c.IS_CAP >= 1),
+    ("OVERLONG_TOKENS", "at most MAX_COMPLETION_TOKENS, whose last tokens it counts",
      lambda c: c.OVERLONG_TOKENS <= c.MAX_COMPLETION_TOKENS),
-    ("IS_MASK", "False without its bound: IS_CAP is 0", lambda c: c.IS_CAP > 0 or not c.IS_MASK),
-    ("MAX_GRAD_NORM", "above 0; a large one does not clip", lambda c: c.MAX_GRAD_NORM > 0),
+    ("IS_MASK", "False if its bound IS_CAP is 0", lambda c: c.IS_CAP > 0 or not c.IS_MASK),
+    ("MAX_GRAD_NORM", "above 0; a large value never clips", lambda c: c.MAX_GRAD_NORM > 0),
     ("ADAM_BETAS", "two numbers below 1", lambda c: [b < 1 for b in c.ADAM_BETAS] == [True, True]),
-    ("SKIP_FLAT_GROUPS", "False where nothing is rewarded, REWARD_WEIGHTS = {}: the KL trains all",
+    ("SKIP_FLAT_GROUPS", "False if REWARD_WEIGHTS = {}: the KL trains all groups",
      lambda c: c.REWARD_WEIGHTS != {} or not c.SKIP_FLAT_GROUPS),
-    ("KL_BETA", "above 0 where nothing is rewarded, REWARD_WEIGHTS = {}: nothing else is trained",
+    ("KL_BETA", "above 0 if REWARD_WEIGHTS = {}: without rewards only the KL trains",
      lambda c: c.REWARD_WEIGHTS != {} or c.KL_BETA > 0),
     ("OUTCOME", "one of the names in REWARD_WEIGHTS",
      lambda c: not c.REWARD_WEIGHTS or c.OUTCOME in (None, *c.REWARD_WEIGHTS)),
-    ("MAX_STALENESS", "PUBLISH_STEPS and UPDATES_PER_ROLLOUT or more: workers' groups are as old",
+    ("MAX_STALENESS", "at least PUBLISH_STEPS and UPDATES_PER_ROLLOUT: workers' groups get so old",
      lambda c: c.MAX_STALENESS >= max(c.PUBLISH_STEPS, c.UPDATES_PER_ROLLOUT)),
-    ("TRAINER_SAMPLES", "True without workers: PUBLISH_STEPS is 0",
+    ("TRAINER_SAMPLES", "True if PUBLISH_STEPS = 0, as there are no workers",
      lambda c: c.TRAINER_SAMPLES or c.PUBLISH_STEPS > 0),
-    ("REFERENCE", "None with a server: the reference is MODEL of ref_server.py, or REF_SERVER None",
+    ("REFERENCE", "None with a server, whose MODEL is the reference; or set REF_SERVER = None",
      lambda c: c.REF_SERVER is None or c.REFERENCE is None),
-    ("REFERENCE", "None without a KL: KL_BETA is 0", lambda c: c.KL_BETA > 0 or not c.REFERENCE),
-    ("REFERENCE", "None with REFERENCE_REFRESH_STEPS, by which the policy replaces the reference",
+    ("REFERENCE", "None if KL_BETA = 0: unused", lambda c: c.KL_BETA > 0 or not c.REFERENCE),
+    ("REFERENCE", "None if REFERENCE_REFRESH_STEPS > 0, as the policy replaces the reference",
      lambda c: not c.REFERENCE_REFRESH_STEPS or c.REFERENCE is None),
-    ("REFERENCE_REFRESH_STEPS", "0 without a reference: KL_BETA is 0",
+    ("REFERENCE_REFRESH_STEPS", "0 if KL_BETA = 0, as there is no reference",
      lambda c: c.KL_BETA > 0 or not c.REFERENCE_REFRESH_STEPS),
     ("REFERENCE_REFRESH_STEPS",
-     "0 with a server: set REF_SERVER = None, or MODEL to an earlier run's final on both sides",
+     "0 with a server: set REF_SERVER = None, or start a new run from `final`, server and trainer",
      lambda c: c.REF_SERVER is None or not c.REFERENCE_REFRESH_STEPS),
 ]  # fmt: skip
 
 
 def check_command(given):
-    """Raises SystemExit for a wrong constant, or a task's file that is missing, in the trainer's
-    command, whose constants by name are `given`."""
+    """Raises SystemExit if the trainer's command has a wrong constant, or its task's file is
+    missing. `given` holds the constants of the command, by name."""
     now = constants.defaults_of("grpo_ref_split.py") | given
     check_constants(now)
     check_task_file(now["TASK"])

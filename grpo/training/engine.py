@@ -21,9 +21,9 @@ def make_engine(c, policy):
     on_gpu = policy.model.device.type != "cpu"
     if not on_gpu:
         threads = training_threads(c.CPU_THREADS)
-        say(f"on a CPU: {threads} threads of each rank for forward and backward")
+        say(f"on a CPU: each rank uses {threads} threads for forward and backward")
     model = CompletionModel(policy.model, gradient_checkpointing=c.GRADIENT_CHECKPOINTING)
-    # What one rank's model can't do, none does: all must plan the same micro-batches
+    # We use only what the models of all ranks can do: all must plan the same micro-batches
     abilities = model.packs, model.separable, model.notes
     packs, separable, notes = zip(*gathered(abilities), strict=True)
     model.packs, model.separable = all(packs), all(separable)
@@ -49,7 +49,7 @@ def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
     if offload_optimizer:  # copies from and to pinned memory take a fraction of the time
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     return {
-        # A formality: the trainer plans micro-batches by tokens, and marks a step's last one itself
+        # Not used: the trainer plans micro-batches by tokens, and marks a step's last one itself
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_allreduce_op": "sum",  # the weights of the loss hold every denominator
@@ -75,7 +75,7 @@ def learning_rate(c, step):
 def take_step(engine):
     """Collective: takes the optimiser's step, unless a part of the gradient is not finite: then
     weights and optimiser stay as they are, on all ranks. Returns the gradient's norm before
-    clipping; -1 or not finite where the step was not taken."""
+    clipping; -1 or not finite if the step was not taken."""
     engine.step()
     if engine.optimizer.overflow:
         # With offload in bf16 DeepSpeed 0.19.8 would add to these sums for ever: all NaN
@@ -86,10 +86,10 @@ def take_step(engine):
 
 def training_threads(asked):
     """Returns a rank's CPU threads for forward and backward: `asked`, or if that is 0 its share of
-    the machine's cores. None is left to a server on it, which scores little meanwhile."""
-    # deepspeed's name, or torchrun's: with all cores for each rank a step takes twice the time
+    the machine's cores. A server on this machine gets no core, as it scores little meanwhile."""
+    # Set by deepspeed, or torchrun. If each rank took all cores, a step would take twice the time
     ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
-    # deepspeed --bind_cores_to_rank has taken the share already: the launcher has all cores
+    # deepspeed --bind_cores_to_rank has made the share already: only its launcher has all cores
     own, launcher = cores_of(0), cores_of(os.getppid())
     return asked or max(1, min(own, launcher // ranks))
 

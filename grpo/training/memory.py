@@ -1,11 +1,11 @@
-"""The trainer's sizes that are "auto", tried on the ranks' GPUs before a run begins or resumes.
+"""Finds the trainer's "auto" sizes by trials on the ranks' GPUs, before a run begins or resumes.
 
 Every rank runs the largest micro-batch that the trainer may cut, forward and backward, with the
-run's own loss. If one rank runs out of memory, all of them try the next size. The model is bare:
-DeepSpeed takes it later, as a rank that ran out of memory within one of DeepSpeed's collectives
-would leave the others waiting. A block of memory takes the place of what DeepSpeed will hold.
+run's own loss. If one rank runs out of memory, all of them try the next size. The trial runs
+without DeepSpeed: a rank that ran out of memory within one of DeepSpeed's collectives would leave
+the others waiting. A block of memory takes the place of what DeepSpeed will hold.
 
-A number in the place of "auto" is taken without a trial.
+A number instead of "auto" is used without a trial.
 """
 
 import functools
@@ -24,17 +24,17 @@ from grpo.training.ranks import all_or_none, gathered
 
 USUAL = {"SAMPLE_BATCH": CPU_BATCH, "EVAL_BATCH": CPU_BATCH}
 USUAL |= {"MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
-# Without and with checkpointing, the fastest first: to checkpoint takes a third more time, but
-# gradients are reduced over the ranks once a micro-batch, so that small ones cost time, too
+# Sizes without and with checkpointing, the fastest first. Checkpointing takes a third more time,
+# but small micro-batches cost time too: each one reduces the gradients over the ranks
 TOKENS = {False: (16_384, 8_192), True: (16_384, 8_192, 4_096, 2_048, 1_024)}
 
 
 def fit_sizes(c, policy, visiting=0):
-    """Collective: sets what is "auto" in `c`, the trainer's module, the same on all ranks, since
-    all plan the same micro-batches. Raises SystemExit if nothing fits. `visiting` are the bytes of
-    a reference that comes to the GPU to score (REFERENCE_ON_CPU).
+    """Collective: sets the "auto" constants in `c`, the trainer's module, to the same values on all
+    ranks, which must plan the same micro-batches. Raises SystemExit if nothing fits. `visiting` are
+    the bytes of a reference that is on the GPU only while it scores (REFERENCE_ON_CPU).
 
-    A checkpoint keeps the numbers, and a run that resumes says which have changed.
+    A checkpoint keeps the numbers, and a run that resumes logs which have changed.
     """
     auto = [name for name in USUAL if getattr(c, name) == "auto"]
     if not auto:
@@ -44,7 +44,7 @@ def fit_sizes(c, policy, visiting=0):
         set_for_run(vars(c), {name: usual[name] for name in auto})
         return
     texts, (states, gradients) = [], held_by_deepspeed(c, policy.model)
-    gradients = max(gradients, visiting)  # the two take turns
+    gradients = max(gradients, visiting)  # never there at the same time
     for name, group_size in (("SAMPLE_BATCH", c.GROUP_SIZE), ("EVAL_BATCH", 1)):
         if name in auto:
             of_ranks = {"held": states, "worst": worst_of_ranks}
@@ -58,7 +58,7 @@ def fit_sizes(c, policy, visiting=0):
 
 
 def worst_of_ranks(measure):
-    """Collective: returns the largest of what the ranks measure."""
+    """Collective: returns the largest of the ranks' measurements."""
     with all_or_none("trying sizes"):
         found = measure()
     return max(gathered(found))
@@ -105,14 +105,14 @@ def forward_and_backward(c, model, vocab_size, MICRO_BATCH_TOKENS, GRADIENT_CHEC
 
 
 def completion_lengths(c):
-    """Returns the lengths that are tried: of long completions most tokens are trained, short ones
-    gather most keys and values of prompts."""
+    """Returns the completion lengths to try: with long ones a batch trains the most tokens, with
+    short ones it holds the most keys and values of prompts."""
     return c.MAX_COMPLETION_TOKENS, -(-c.MAX_COMPLETION_TOKENS // 8)
 
 
 def largest_batch(c, tokens, packs, completion):
-    """Returns the Sequences of the largest micro-batch that the trainer cuts, of groups with
-    prompts at full length and so many tokens of each completion."""
+    """Returns the Sequences of the largest micro-batch that the trainer cuts from groups with
+    prompts of full length and `completion` tokens in each completion."""
     groups = c.PROMPTS_PER_STEP * (1 + c.MAX_REFILLS)  # a step has no more
     groups = min(groups, tokens // c.MAX_PROMPT_TOKENS + 1)
     prompts = [[n % 2] * c.MAX_PROMPT_TOKENS for n in range(groups) for _ in range(c.GROUP_SIZE)]

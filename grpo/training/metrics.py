@@ -1,7 +1,7 @@
-"""What a run measures: seconds of a step, and means over an update's tokens, over what was sampled
-for a rollout, and over an evaluation.
+"""The metrics of a run: seconds of a step, and means over an update's tokens, over the groups of a
+rollout, and over an evaluation.
 
-What each metric means: docs/metrics.md. All ranks count; report.py writes.
+docs/metrics.md explains each metric. All ranks count; report.py writes.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from grpo.training.ranks import add_up, all_or_none, gathered
 from grpo.training.reference import is_teacher
 
 PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
-# Of what grpo_loss returns, per token
+# Names in the per-token results of grpo_loss
 LOSS = ("ratio", "kl", "k1", "clip_low", "clip_high", "entropy")
 SAMPLER = ("mismatch", "sampler_ratio")  # trainer against sampler
-FRESH = ("fresh", "sampler_k3", "tilt", "surprise")  # the same, of tokens that this policy sampled
+FRESH = ("fresh", "sampler_k3", "tilt", "surprise")  # the same, for tokens of this policy
 MAX_GAP = "sampling/sampling_logp_difference/max"
-NAMES = {  # TRL's, and Tinker's
+NAMES = {  # the metrics' names, which are TRL's and Tinker's
     "k1": "teacher_kl",
     "clip_low": "clip_ratio/low_mean",
     "clip_high": "clip_ratio/high_mean",
@@ -35,7 +35,7 @@ NAMES = {  # TRL's, and Tinker's
 
 
 class Clock:
-    """Seconds of a step by part, one of PARTS: "backward" with the forward, "other" the rest."""
+    """Counts a step's seconds by part (PARTS): "backward" has the forward too, "other" the rest."""
 
     def __init__(self):
         self.parts, self.started = Counter(), time.perf_counter()
@@ -43,7 +43,7 @@ class Clock:
 
     @contextlib.contextmanager
     def part(self, name):
-        """Counts the block's time, without the time of parts within it, which are counted apart."""
+        """Counts the block's time; parts within it are counted separately."""
         began, outer, self.inner = time.perf_counter(), self.inner, 0.0
         yield
         seconds = time.perf_counter() - began
@@ -91,7 +91,7 @@ class TokenStats:
         sums = dict(zip(LOSS + SAMPLER + FRESH, sums, strict=True))
         fresh, k3, tilt, surprise = (sums.pop(name) for name in FRESH)
         means = {NAMES.get(name, name): total / tokens for name, total in sums.items()}
-        names = MAX_GAP, "sampler_ratio_max", "gpu_memory_gb"  # the last on a GPU
+        names = MAX_GAP, "sampler_ratio_max", "gpu_memory_gb"  # the last only on a GPU
         largest = dict(zip(names, self.largest.tolist(), strict=False))
         if fresh:
             means["sampler_k3"] = k3 / fresh
@@ -101,16 +101,16 @@ class TokenStats:
 
 
 def with_kl(metrics, reference, model):
-    """Returns the metrics of an update without those of a KL that it did not have: `kl` is to the
-    reference, by its info; `teacher_kl` there only if that is another model than the policy's."""
+    """Returns an update's metrics without a KL that does not apply: `kl` needs a reference, whose
+    info `reference` is; `teacher_kl` needs one that is another model than the policy's."""
     unknown = {"kl"} if reference["model"] is None else set()
     unknown |= set() if is_teacher(reference, model) else {"teacher_kl"}
     return {name: value for name, value in metrics.items() if name not in unknown}
 
 
 def check_update(run, metrics, sequences):
-    """Raises RuntimeError, on all ranks alike, after too many updates in a row that were not
-    finite, or if the first one has another reference than it should."""
+    """Raises RuntimeError, on all ranks, after too many updates in a row that were not finite, or
+    if the first update shows that the reference is not the right one."""
     progress, c = run.progress, run.c
     if metrics["skipped"]:
         run.folder.bad_step(progress, sequences, metrics, limit=c.MAX_BAD_STEPS)
@@ -121,12 +121,12 @@ def check_update(run, metrics, sequences):
         names = ["sampler_k3", "sampler_tilt"]
         names += [] if is_teacher(run.reference.info, c.MODEL) else ["kl"]
         found = ", ".join(f"{name} {metrics[name]:.1g}" for name in names if name in metrics)
-        say(f"the first update is as it should be: {found}")
+        say(f"the first update passed its check: {found}")
     progress.checked = True
 
 
 def peak_gb(device):
-    """Returns [GB], the most GPU memory that tensors had since the last call, or [] on a CPU."""
+    """Returns [GB], the most GPU memory that tensors took since the last call, or [] on a CPU."""
     if torch.device(device).type == "cpu":
         return []
     peak = torch.accelerator.max_memory_allocated() / 1e9
@@ -135,14 +135,14 @@ def peak_gb(device):
 
 
 def sampler_stats(logps, entropy, sampler_logps, fresh):
-    """Returns, per token, how far the trainer's log-probs are from the sampler's; all are (N,). Of
-    tokens that this policy has sampled, `fresh`, mean k3 estimates KL(sampler || trainer)."""
+    """Returns how far the trainer's log-probs are from the sampler's, per token (N,). Over the
+    `fresh` tokens, which this policy sampled, the mean k3 estimates KL(sampler || trainer)."""
     gap, surprise = logps - sampler_logps, logps + entropy
     return {
         "mismatch": gap.abs(),
         "sampler_ratio": gap.exp(),
         "sampler_k3": fresh * (gap.expm1() - gap),
-        # Ours: surprise is how far a log-prob is above its mean, -entropy. A sampler at (1 + x)
+        # Our own: surprise is how far a log-prob is above its mean, -entropy. A sampler at (1 + x)
         # times the temperature gives log-probs that differ by x * surprise, to first order: x, the
         # tilt, is the slope of gap on surprise, in which noise averages out
         "tilt": fresh * gap * surprise,
@@ -152,10 +152,10 @@ def sampler_stats(logps, entropy, sampler_logps, fresh):
 
 # --- Over what was sampled ------------------------------------------------------------
 def evaluate(policy, step, recipe, prompts):
-    """Collective: returns greedy accuracy (OUTCOME > 0) of the policy after `step` updates, and the
-    positive share of each reward, both over the answers to which it applied (absent if it applied
-    to none), the truncated share and the mean length. Begins no question once the run is asked to
-    stop."""
+    """Collective: returns the policy's greedy accuracy (OUTCOME > 0) after `step` updates, each
+    reward's share of positive values, the truncated share and the mean length. A reward's share is
+    over the answers to which it applies, and absent if there are none. Once a stop is requested, no
+    further question begins."""
     count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
     mine = itertools.takewhile(lambda _: not stop.asked, mine)
     greedy = recipe.others(GROUP_SIZE=1, TEMPERATURE=0, SAMPLE_BATCH=recipe.c.EVAL_BATCH)
@@ -175,9 +175,9 @@ def evaluate(policy, step, recipe, prompts):
 
 
 def rollout_metrics(run, count, theirs, sampled=()):
-    """Collective: returns metrics over what all ranks and workers have sampled for a rollout, and
-    counts the groups in the run's progress. The sums in `count` (rollout.tally) are over the groups
-    that this rank has `sampled`; `theirs` are the workers' groups that it has taken."""
+    """Collective: returns metrics over the groups that all ranks and workers sampled for a rollout,
+    and counts these in the run's progress. The sums in `count` (rollout.tally) are over the groups
+    that this rank has `sampled`; `theirs` are workers' groups that it has received."""
     recipe, p, seconds = run.recipe, run.progress, run.clock.parts["sample"]
     count["own_tokens"] = count["tokens"]
     for group in theirs:
@@ -210,8 +210,8 @@ def rollout_metrics(run, count, theirs, sampled=()):
 
 
 def turn_metrics(groups):
-    """Collective: returns means over all ranks' completions of several turns: of the model's turns,
-    whether the task has replied at all, and the tokens that it added."""
+    """Collective: returns means over all ranks' completions of several turns: the number of the
+    model's turns, whether the task has replied at all, and the number of tokens that it added."""
     owns = [own for group in groups for own in group.owns()]
     turns = [1 + int((own[1:] & ~own[:-1]).sum()) for own in owns]  # begin after the task's tokens
     heard = [int((~own).sum()) for own in owns]

@@ -1,8 +1,8 @@
 """The processes that train together: how one becomes a rank, and what ranks exchange.
 
-A function marked "Collective" must be called by every rank; if one skips it, the others hang. A
-rank that has ended makes the others' collectives fail; one that hangs is waited for until the
-process group's time limit, which is logged at the start. Meanwhile rank 0 says who is behind.
+A function marked "Collective" must be called by every rank; if one skips it, the others hang. If a
+rank ends, the collectives of the others fail. If a rank hangs, the others wait until the process
+group's time limit, which is logged at the start; meanwhile rank 0 logs which ranks are behind.
 """
 
 import atexit
@@ -25,12 +25,12 @@ from grpo.log import announced, in_background, say, tell
 from grpo.models import own_device
 from grpo.wire import pack_group, unpack_group
 
-# The number of processes that mpirun or srun has started
+# Variables in which mpirun or srun gives the number of processes
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-# What tells a process which rank it is, and where the others are
+# Variables that give a process its rank and the address of rank 0
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run")
-LEAST_SECONDS = 1800  # of the time limit: one rank alone may sample, evaluate or save for long
+LEAST_SECONDS = 1800  # the least time limit: a single rank may sample, evaluate or save for long
 BEHIND_SECONDS = 30  # between two lines about which rank is behind
 
 
@@ -43,14 +43,14 @@ def stand_alone():
         if missing and not importlib.util.find_spec("mpi4py"):  # DeepSpeed would ask MPI
             raise SystemExit(
                 f"this process is one of several, but {', '.join(missing)} is not set: start them"
-                " as docs/several_machines.md does, with deepspeed, torchrun or srun"
+                " with deepspeed, torchrun or srun, as in docs/several_machines.md"
             )
         return
     # MASTER_PORT 0: the system picks a free one
     only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     os.environ.update(only | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
     if (gpus := torch.accelerator.device_count()) > 1:
-        say(f"this process trains on one of {gpus} GPUs; `deepspeed` starts one on each")
+        say(f"this process trains on one of {gpus} GPUs; start it with `deepspeed` to use them all")
 
 
 def join_ranks(wait_limit_seconds):
@@ -59,15 +59,15 @@ def join_ranks(wait_limit_seconds):
     if dist.is_initialized():
         return
     end_with_launchers()
-    import deepspeed  # takes seconds; tests of the trainer's functions do without
+    import deepspeed  # takes seconds, and tests of the trainer's functions do not need it
 
     own_device()
     # DeepSpeed would compile an all-reduce for CPU inference, which training never calls. It takes
     # a minute, and a compiler that may be missing. Another version may compile it all the same
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    say("starting DeepSpeed; if it compiles an op of its own now, that takes about a minute, once")
+    say("starting DeepSpeed; if it has to compile an op, that takes about a minute, but only once")
     stand_alone()
-    # Longer than a rank waits for the server, whose error says more
+    # Longer than a rank waits for the server, as that error explains more
     limit = max(LEAST_SECONDS, wait_limit_seconds + 60)
     with announced("all ranks to start"):
         deepspeed.init_distributed(timeout=timedelta(seconds=limit))
@@ -78,8 +78,8 @@ def join_ranks(wait_limit_seconds):
 
 
 def end_with_launchers():
-    """Asks this process to end once a deepspeed or torchrun process above it has ended: one that
-    was killed can't end what it started. Linux alone."""
+    """Stops this process once its launcher, deepspeed or torchrun, has ended: a launcher that was
+    killed can't stop the processes that it started. On Linux only."""
 
     def is_launcher(process):
         with contextlib.suppress(psutil.Error):
@@ -96,9 +96,9 @@ def end_with_launchers():
 
 
 def leave_at_exit():
-    """Collective: waits for all ranks, and has this one leave them when its process ends: DeepSpeed
-    can't make another process group, which a second main() in the process would need."""
-    dist.barrier()  # rank 0 keeps the store by which they meet, and leaves last
+    """Collective: waits for all ranks, and makes this one leave the group when its process ends,
+    not before: a second main() in it needs the group, and DeepSpeed can't make another one."""
+    dist.barrier()  # rank 0 holds the store that connects the ranks, and leaves last
     atexit.unregister(dist.destroy_process_group)
     atexit.register(dist.destroy_process_group)
 
@@ -140,14 +140,14 @@ def any_rank(holds):
 
 
 class RunFailed(Exception):
-    """Raised by all ranks alike, between two updates: the run can be saved. Its cause is the error
-    of the rank that has failed, and None on the others."""
+    """Raised by all ranks, between two updates, so that the run can be saved. On the rank that has
+    failed its cause is the error, on the other ranks None."""
 
 
 @contextlib.contextmanager
 def all_or_none(part):
-    """Collective: if the block, which calls no collective, fails on a rank, all raise RunFailed.
-    `part` names the block when rank 0 logs who is behind."""
+    """Collective: if the block fails on one rank, all ranks raise RunFailed. The block must not
+    call a collective. `part` names the block when rank 0 logs which ranks are behind."""
     failure = None
     note(part)
     try:
@@ -160,8 +160,8 @@ def all_or_none(part):
 
 @contextlib.contextmanager
 def explained():
-    """Raises this rank's own error, or a SystemExit, in place of RunFailed. If a collective fails
-    because another rank is gone, raises RuntimeError with the cure: torch's own error says
+    """Raises this rank's own error, or a SystemExit, instead of RunFailed. If a collective fails
+    because another rank has ended, raises RuntimeError with the remedy: torch's own error is
     "connection reset" or worse."""
     try:
         yield
@@ -171,7 +171,7 @@ def explained():
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise RuntimeError(
-            "another rank has ended, and its output says why, or its machine does not answer; start"
+            "another rank has ended, and its output says why, or its machine does not answer. Start"
             f" all ranks again to resume: {error}"
         ) from error
 
@@ -181,18 +181,18 @@ roll = None  # this process's RollCall, once it is one of several ranks
 
 
 def note(part=None):
-    """Notes that this rank has come to a part of the run, or to a collective in it."""
+    """Records that this rank has reached a part of the run, or a collective in it."""
     if roll:
         roll.come(part)
 
 
 class RollCall:
-    """Each rank counts the parts of the run and the collectives that it has come to. While rank 0
-    stays at one of them, it logs every 30 s which ranks have not come so far, and their part."""
+    """Each rank counts the parts of the run and the collectives that it has reached. While rank 0
+    stays at one of them, it logs every 30 s which ranks have not reached it, and their part."""
 
     def __init__(self):
         """Collective: each rank makes one."""
-        # Connections of their own: a collective may hold the process group's for long
+        # New connections, as a collective may block the process group's connection for long
         store = distributed_c10d._get_default_store()
         self.store, watching = store.clone(), store.clone()
         self.number, self.part = 0, ""

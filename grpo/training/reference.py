@@ -1,6 +1,6 @@
-"""The reference's log-probs of a group: from no reference, a local one, or ref_server.py.
+"""The reference's log-probs of a group: from a local model, from ref_server.py, or none.
 
-    answer = reference.logps(group)     # at once: a future
+    answer = reference.logps(group)     # returns a future at once
     group.ref_logps = answer.result()   # (N,) float32; None without a KL penalty
 
 A server scores a rank's groups while the rank samples the next ones. Without a server (REF_SERVER =
@@ -27,7 +27,7 @@ from grpo.stop import Wait
 from grpo.weights import adapters_off, load_weights, swapped, trained_weights
 from grpo.wire import MAX_COMPLETIONS, check_facts, facts_of
 
-REQUEST_TOKENS = 1 << 16  # tokens of one request, about; a larger group goes alone
+REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is sent alone
 
 
 def make_reference(c, policy, server):
@@ -38,8 +38,8 @@ def make_reference(c, policy, server):
     reference = RemoteReference(server) if server else LocalReference(c, policy)
     if is_teacher(reference.info, c.MODEL):
         say(
-            f"the reference is another model than MODEL, a teacher: {reference.info['model']}; the"
-            " first update can't check its weights, and teacher_kl is the KL to it"
+            f"the reference is another model than MODEL, a teacher: {reference.info['model']}. The"
+            " first update can't check the teacher's weights; teacher_kl is the KL to the teacher"
         )
     return reference
 
@@ -53,7 +53,7 @@ class NoReference:
     """KL_BETA = 0 needs no reference."""
 
     def __init__(self):
-        self.info = {"model": None}  # of the reference: its model's name and dtype
+        self.info = {"model": None}  # other references: the model's name, and its dtype
 
     def logps(self, group):
         answer = Future()
@@ -62,7 +62,7 @@ class NoReference:
 
 
 class Answer(Future):
-    """A group's log-probs. `complete` is called when they are needed and not there yet."""
+    """A group's log-probs. If they are needed and not computed yet, it calls `complete`."""
 
     def __init__(self, complete):
         super().__init__()
@@ -76,8 +76,8 @@ class Answer(Future):
 
 # --- At a server ----------------------------------------------------------------------
 class RemoteReference:
-    """ref_server.py's model. A thread asks for one answer at a time: the groups that are sampled
-    meanwhile go together in the next request. If the server dies, the thread asks it again."""
+    """ref_server.py's model. A thread sends one request at a time: groups that are sampled
+    meanwhile go together in the next one. If the server dies, the thread repeats its request."""
 
     def __init__(self, server):
         self.server, self.info = server, server.info
@@ -139,7 +139,7 @@ class LocalReference:
         say(f"the reference is {what}{', in CPU memory between uses' if self.away else ''}")
         if self.away:
             change(model, lambda tensor: tensor.cpu().pin_memory())  # pinned: a faster copy
-        # What comes to the GPU to score, and goes again
+        # The bytes that are on the GPU only while it scores
         self.visiting = self.away * sum(tensor.nbytes for tensor in model.parameters())
 
     def logps(self, group):
@@ -148,7 +148,7 @@ class LocalReference:
         return answer
 
     def _score_waiting(self, _):
-        """Answers all that was asked for so far."""
+        """Scores all groups that wait, and completes their Answers."""
         asked, self.waiting = self.waiting, []
         prompts, completions, logps = [], [], {}
         for group, _ in asked:
@@ -194,7 +194,7 @@ class LocalReference:
 
 
 def load_teacher(c, policy):
-    """Returns the model REFERENCE, frozen. SystemExit if its log-probs would not fit the policy."""
+    """Returns the model REFERENCE, frozen. SystemExit if its tokenizer or context does not fit."""
     teacher = load_tokenizer(c.REFERENCE, "REFERENCE")
     facts, mine = (facts_of(t, c.TEMPERATURE) for t in (teacher, policy.tokenizer))
     check_facts(facts, mine, f"REFERENCE = {c.REFERENCE!r}", c.MODEL)
@@ -204,14 +204,14 @@ def load_teacher(c, policy):
 
 
 def tensors_of(model):
-    """Returns [(dict, name, tensor)]: where a model keeps its parameters and buffers. Tied ones are
-    one tensor."""
+    """Returns [(dict, name, tensor)]: the dicts in which a model keeps its parameters and buffers.
+    Tied parameters are one tensor."""
     kept = [dicts for m in model.modules() for dicts in (m._parameters, m._buffers)]
     return [(d, name, tensor) for d in kept for name, tensor in d.items() if tensor is not None]
 
 
 def change(model, changed):
-    """Puts changed(tensor) in the place of each tensor of a frozen model."""
+    """Replaces each tensor of a frozen model by changed(tensor)."""
     places = tensors_of(model)
     new = {tensor: changed(tensor.detach()) for tensor in {tensor for *_, tensor in places}}
     for kept, name, tensor in places:
@@ -220,7 +220,7 @@ def change(model, changed):
 
 @contextlib.contextmanager
 def on_device(model, device):
-    """In the block a frozen model is on the device. Nothing is copied back."""
+    """Within the block a frozen model is on the device. Nothing is copied back."""
     own = tensors_of(model)
     try:
         change(model, lambda tensor: tensor.to(device, non_blocking=True))

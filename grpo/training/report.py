@@ -1,7 +1,7 @@
-"""Where metrics and samples go: the run's folder, the progress bar, REPORT_TO, a checkpoint's card.
+"""Reports metrics and samples: in RUN_DIR, by the progress bar, to REPORT_TO, in a model card.
 
-Rank 0 hands each record to every receiver in REPORT_TO; one that fails gets nothing more, and does
-not end the run. TensorBoard and W&B are imported only if named, and send by threads of their own.
+Rank 0 sends each record to every receiver in REPORT_TO. If a receiver fails, it gets no more
+records, and the run goes on. TensorBoard and W&B are imported only if named; they use own threads.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from grpo.training.metrics import PARTS
 
 ROOT = Path(__file__).parents[2]
 LAST_SECONDS = 15  # for W&B's last records; deepspeed kills a run 30 s after a signal
-SHOWN = {  # by the progress bar, if the step has them
+SHOWN = {  # the metrics in the progress bar, if the step has them
     "reward": "reward {:+.2f}",
     "accuracy": "accuracy {:.2f}",
     "kl": "kl {:.3f}",
@@ -51,7 +51,7 @@ def constants_of(variables):
 
 @contextlib.contextmanager
 def naming_run_dir(folder):
-    """If the block can't write to RUN_DIR, `folder`, SystemExit names it."""
+    """Raises SystemExit, with RUN_DIR's name, if the block can't write to it (`folder`)."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -59,7 +59,7 @@ def naming_run_dir(folder):
             raise  # torch.save's error on a full disk is "[enforce fail at ...] unexpected pos"
         raise SystemExit(
             f"RUN_DIR = {str(folder)!r} can't be written ({error}): is its disk full or read-only?"
-            " Make space, or choose another RUN_DIR; what is saved stays, and the run resumes"
+            " Free some space, or choose another RUN_DIR; a run resumes from what it has saved"
         ) from error
 
 
@@ -85,8 +85,8 @@ class RunFolder:
         say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
 
     def log_samples(self, run, groups, advantages_of):
-        """Writes SAMPLES_PER_STEP completions of one group, which rank 0 or a worker has sampled
-        for the next rollout: those of the highest and the lowest advantage, then others."""
+        """Writes SAMPLES_PER_STEP completions of one of the next rollout's groups: the highest
+        advantage first, then the lowest, then other completions."""
         if dist.get_rank() != 0 or not groups:
             return
         step, c = run.progress.step + 1, run.recipe.c
@@ -112,13 +112,13 @@ class RunFolder:
                 "sampler": group.sampler,
                 "policy_version": group.policy_version,
             }
-            if group.own is not None:  # the model's and the task's in turn
+            if group.own is not None:  # model, task, model, ...
                 record["turns"] = [decode(part) for part in parts_of(ids[i], group.owns()[i])]
             self.log("samples.jsonl", record)
 
     def bad_step(self, progress, sequences, metrics, limit):
-        """Logs that a step is skipped, and keeps its sequences in a file. RuntimeError after
-        `limit` such steps in a row."""
+        """Logs that a step is skipped, and writes its sequences to a file. Raises RuntimeError
+        after `limit` skipped steps in a row."""
         path = self.path / f"bad_step_{progress.step:06d}.json"
         if dist.get_rank() == 0:
             path.write_text(json.dumps([asdict(s) for s in sequences], default=torch.Tensor.tolist))
@@ -126,13 +126,13 @@ class RunFolder:
                 old.unlink()
         progress.bad += 1
         why = f"loss {metrics['loss']}, norm of the gradient {metrics['grad_norm']}"
-        say(f"step {progress.step} is skipped: {why}; {progress.bad} in a row; kept in {path}")
+        say(f"step {progress.step} is skipped: {why}; {progress.bad} in a row; its data: {path}")
         if progress.bad >= limit:
             raise RuntimeError(f"{progress.bad} steps in a row were not finite; see {path}")
 
     def undo(self, step):
-        """Removes records of steps after `step`, which the run makes again, and a line that was
-        being written when the run ended."""
+        """Removes the records of steps after `step`, which the run repeats, and an incomplete last
+        line."""
         for path in filter(Path.exists, self.files if dist.get_rank() == 0 else ()):
             kept = []
             for line in path.read_text().splitlines():
@@ -144,11 +144,11 @@ class RunFolder:
             draft.replace(path)
 
     def set_aside(self):
-        """Renames the records of a run that ended before its first checkpoint: it begins anew."""
+        """Renames the records of a run that ended before its first checkpoint: it starts again."""
         when = time.strftime("%Y%m%d-%H%M%S")
         for path in filter(Path.exists, self.files if dist.get_rank() == 0 else ()):
             path.rename(earlier := path.with_suffix(f".{when}.jsonl"))
-            say(f"the run had no checkpoint and begins anew; its records are now in {earlier}")
+            say(f"the run had no checkpoint and starts again; its old records are in {earlier}")
 
 
 def parts_of(ids, own):
@@ -185,8 +185,8 @@ def log_idle(run, metrics, groups):
 
 
 def report_end(run, asked):
-    """Logs where the time went and how a run has ended. SystemExit if it was `asked` to end, or had
-    nothing to train."""
+    """Logs the time of each part and the end of a run. Raises SystemExit if a stop was requested
+    (`asked`), or if there was nothing to train."""
     p, c, laps = run.progress, run.c, run.laps
     if laps:
         total = sum(lap["seconds"] for lap in laps)
@@ -195,12 +195,12 @@ def report_end(run, asked):
         say(f"{len(laps)} steps of {total / len(laps):.2f} s: {parts}")
     if asked:
         by = stop.asked or "a signal"
-        raise SystemExit(f"ended by {by}; step {p.step} is saved: start again to resume")
+        raise SystemExit(f"stopped by {by}; step {p.step} is saved: start again to resume")
     if p.idle >= c.IDLE_LIMIT:
         raise SystemExit(
             f"nothing to train for {p.idle} steps; in the last one {run.idle_reason}. Read"
-            f" {c.RUN_DIR}/samples.jsonl: is TASK = {c.TASK!r} too easy, too hard, or judged"
-            " wrongly? Or has the model broken down (LEARNING_RATE too high)?"
+            f" {c.RUN_DIR}/samples.jsonl: is TASK = {c.TASK!r} too easy or too hard, or are its"
+            " rewards wrong? Or has the model broken down (LEARNING_RATE too high)?"
         )
     if not laps:
         ended = f"the run in {c.RUN_DIR} has ended, at step {p.step}"
@@ -223,13 +223,13 @@ def check_reporters(report_to):
         except (wandb.Error, TimeoutError) as error:
             raise SystemExit(
                 f"REPORT_TO = {report_to!r} finds no key for W&B ({error}): run `wandb login`, or"
-                " set WANDB_MODE=offline and send the files later, by `wandb sync`"
+                " set WANDB_MODE=offline and upload the files later with `wandb sync`"
             ) from None
 
 
 class Reporter:
-    """One of REPORT_TO: a generator that is sent records. The run begins, or resumes, after the
-    steps in `progress`."""
+    """One receiver of REPORT_TO: a generator to which records are sent. The run begins, or resumes,
+    after the steps in `progress`."""
 
     def __init__(self, to, c, progress):
         self.name = getattr(to, "__name__", str(to))
@@ -251,7 +251,7 @@ class Reporter:
                 call()
         except Exception as error:  # noqa: BLE001 of any library: a report does not end a run
             self.receiver = None
-            say(f"REPORT_TO: {self.name} gets nothing more of this run, as it failed: {error!r}")
+            say(f"REPORT_TO: {self.name} failed and gets no more records of this run: {error!r}")
 
 
 def numbers(record):
@@ -340,7 +340,7 @@ Accuracy of greedy answers to at most {c.EVAL_QUESTIONS} questions of the split 
 
 @functools.cache  # the code that was loaded, not what is there when a later checkpoint is saved
 def commit():
-    """Returns which code this is: the commit of the git checkout, and whether it was changed."""
+    """Returns the version of the code: the commit of the git checkout, and if it has changes."""
     git = ["git", f"--git-dir={ROOT}/.git", f"--work-tree={ROOT}"]  # not a repository around ours
     git += ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

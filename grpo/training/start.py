@@ -30,14 +30,14 @@ class Run:
     engine: object  # DeepSpeed's, around a CompletionModel of the policy's model
     recipe: Recipe  # what is sampled and how it is rewarded
     stream: Stream  # this rank's prompts
-    questions: list  # of the evaluation, as Recipe.prompts
+    questions: list  # of the evaluation, in the form of Recipe.prompts
     progress: Progress  # steps made, last and best evaluation, last checkpoint
     reference: object  # gives the reference's log-probs of a group: grpo/training/reference.py
     workers: Workers | None  # rank 0's; None without PUBLISH_STEPS, and on other ranks
     folder: RunFolder  # RUN_DIR
     clock: Clock  # seconds of the current step, by part ...
     laps: list = field(default_factory=list)  # ... and of all steps made
-    idle_reason: str = ""  # why the newest step that trained nothing had nothing
+    idle_reason: str = ""  # why the last step without training had nothing to train
 
     def close(self):
         self.sampler.close()
@@ -54,7 +54,7 @@ def start_run(c, tokenizer, recipe, questions, server):
     say(f"curves and samples while it runs: {page}")
     policy = make_policy(c, tokenizer)
     reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
-    sampler = make_sampler(c, policy)  # collective; before sizes, which have what it leaves
+    sampler = make_sampler(c, policy)  # collective; before fit_sizes, which uses what it leaves
     # Collective; a local reference's own copy is on the GPU already, or visits it
     fit_sizes(c, policy, getattr(reference, "visiting", 0))
     engine = make_engine(c, policy)

@@ -1,14 +1,14 @@
-"""Rank 0's side of workers: it serves its newest policy, and takes the groups they sample with it.
+"""Rank 0's part in work with workers: it serves its newest policy, and receives their groups.
 
     GET  /policy?worker=NAME   {"policy": its record or null, "room": groups that NAME may begin}
     GET  /policy/SHA256        the file of that policy, or the part that a Range header asks for;
                                an older one is kept while a worker is still downloading it
-    POST /group                a group (wire.pack_group); {"refused": "" or why it is not wanted}
+    POST /group                a group (wire.pack_group); {"refused": "" or the reason}
 
-A policy is a safetensors file of what is trained. Its record holds the run, the version (updates
-made), the file's size and hash, the settings that a worker must share, and a proof: the log-probs
-that the trainer gives to a completion of its own. A worker computes the same with the weights it
-has loaded, and refuses to sample if they differ by more than rounding.
+A policy is a safetensors file of the trained weights. Its record holds the run, the version
+(updates made), the file's size and hash, the settings that a worker must share, and a proof: the
+trainer's log-probs of one of its completions. A worker computes these log-probs with the weights
+that it has loaded, and refuses to sample if they differ by more than rounding.
 """
 
 import math
@@ -43,7 +43,7 @@ class Workers:
         self.lock = threading.Lock()
         self.record = None  # of the newest policy
         self.files = {}  # {SHA-256: when a worker last asked for a part of that policy's file}
-        self.groups = deque()  # that wait to be trained, oldest first
+        self.groups = deque()  # the groups that wait to be trained, oldest first
         self.ids = deque(maxlen=10_000)  # a group comes twice if the first answer was lost
         self.heard = {}  # {worker: when it last asked for a policy}
         self.dropped = 0  # groups that were too old, or of steps that were undone
@@ -60,7 +60,7 @@ class Workers:
         self.app.post("/group", callback=self.answer_group)
         self.server = listen(self.app, address.hostname, address.port, THREADS)
         in_background(self.server.run)
-        say(f"workers find this run at {c.TRAINER}: python grpo_ref_split.py worker TRAINER=...")
+        say(f"workers can join at {c.TRAINER}: python grpo_ref_split.py worker TRAINER=...")
 
     # --- Routes -----------------------------------------------------------------------
     def answer_policy(self):
@@ -85,7 +85,7 @@ class Workers:
         if record is None:
             raise Busy("no policy is published yet")
         if group.run != self.run or group.policy_version > record["version"]:
-            return {"refused": "it is of another run, or of steps that were undone"}
+            return {"refused": "its policy is of another run, or of steps that were undone"}
         self.check(group)
         with self.lock:
             if group.id not in self.ids:
@@ -141,14 +141,14 @@ class Workers:
             raise self.error
 
     def take(self, step):
-        """Returns at most PROMPTS_PER_STEP groups that wait, and no fewer if workers alone sample
-        (TRAINER_SAMPLES). Drops and counts those of a policy more than MAX_STALENESS updates ago,
-        and those of later steps, which were undone when the run resumed."""
+        """Returns at most PROMPTS_PER_STEP waiting groups; exactly that number if only workers
+        sample (TRAINER_SAMPLES). Drops and counts groups whose policy is more than MAX_STALENESS
+        updates old, or of later steps, which were undone when the run resumed."""
         groups, wait = [], Wait(f"workers' groups at {self.c.TRAINER}", self.c.WAIT_LIMIT_SECONDS)
         while (missing := self.c.PROMPTS_PER_STEP - len(groups)) > 0:
             with self.lock:
                 new = [self.groups.popleft() for _ in range(min(missing, len(self.groups)))]
-                workers = ", ".join(self.heard) or "none: does `grpo_ref_split.py worker` run?"
+                workers = ", ".join(self.heard) or "none (is `grpo_ref_split.py worker` running?)"
             fit = [g for g in new if step - self.c.MAX_STALENESS <= g.policy_version <= step]
             self.dropped += len(new) - len(fit)
             groups += fit
@@ -159,7 +159,7 @@ class Workers:
             elif self.error:  # no worker will ever find a policy
                 raise self.error
             else:
-                wait.sleep(f"{missing} are missing; workers heard of: {workers}", pause=0.05)
+                wait.sleep(f"{missing} groups are missing; active workers: {workers}", pause=0.05)
         return groups
 
     def close(self):
@@ -172,8 +172,8 @@ class Workers:
 
 
 def staleness(groups, step, workers):
-    """Returns metrics: updates made since the groups were sampled, mean and largest, and how many
-    groups were dropped so far. `workers` is None but on rank 0, which logs them."""
+    """Returns metrics: the updates since the groups were sampled (mean and largest), and the number
+    of groups dropped so far. `workers` is None except on rank 0, which logs the metrics."""
     ages = [max(0, step - group.policy_version) for group in groups]
     mean, most = sum(ages) / max(len(ages), 1), max(ages, default=0)
     dropped = workers.dropped if workers else 0

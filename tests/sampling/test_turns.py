@@ -446,7 +446,7 @@ def test_gold_turns_are_played_and_shown(tiny, tokenizer, capsys):
         preview(a_recipe(chats, task=load_task(name), **constants), tokenizer, 7)
         out = capsys.readouterr().out
         numbers.append(out.count("the model: "))
-        inside = f"reply() inside its turn: '{items[0].get('answer')}'"
+        inside = f"reply() inside that turn: '{items[0].get('answer')}'"
         user = (
             r"reply() as a user turn: '\n<|im_start|>user\nless<|im_end|>\n<|im_start|>assistant\n'"
         )

@@ -169,7 +169,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, alone, monkey
         monkeypatch.setattr(shutil, "disk_usage", lambda _, room=room: SimpleNamespace(free=room))
         with contextlib.nullcontext() if room == free else pytest.raises(SystemExit, match="disk"):
             checkpoint.check_disk(c, model)
-    assert "0.000162 GB, all at once 0.000525 GB" in capsys.readouterr().out
+    assert "0.000162 GB, all of them at most 0.000525 GB" in capsys.readouterr().out
     c.LORA_RANK, c.KEEP_BEST = 8, False
     model.weight.requires_grad_(False)
     checkpoint.check_disk(c, model)  # of what is trained alone

@@ -1,8 +1,8 @@
 """Attention of a few queries to many keys, and the log of each query's sum of exponentials.
 
-The sums are what joins parts of one softmax (shared_prompt.py). PyTorch has a kernel that returns
-both for CPUs, and one for GPUs; capped scores, and what these kernels do not take, go in pieces of
-some ten operations each.
+shared_prompt.py needs the sums to join parts of one softmax. PyTorch has a kernel for CPUs and one
+for GPUs that return both. Soft-capped scores, and inputs that these kernels do not take, are
+computed `in_pieces`, by some ten operations.
 
 Symbols: B batch, K key-value heads, Q queries of each, C keys, D width of a head.
 """
@@ -14,12 +14,12 @@ import torch
 from grpo.devices import is_nvidia
 from grpo.log import say
 
-ALIGNED = 8  # a mask's row must begin at a multiple of 16 bytes: so many elements at most
+ALIGNED = 8  # elements: a mask's rows must begin at multiples of 16 bytes
 
 
 def mask_of(where, like):
-    """Returns the mask to add to scores, -inf where `where` is True and else 0: of the dtype of
-    `like` and the shape of `where`, in rows that are aligned for the kernel."""
+    """Returns a mask to add to scores: -inf where `where` is True, else 0. It has the dtype of
+    `like`, the shape of `where`, and rows that are aligned for the kernel."""
     columns = where.shape[-1]
     rows = like.new_zeros(*where.shape[:-1], -(-columns // ALIGNED) * ALIGNED)
     return rows[..., :columns].masked_fill_(where, -torch.inf)
@@ -30,7 +30,7 @@ def attend(query, keys, values, mask, scaling, softcap):
     exponentials, (B, K, Q). `mask` is None or made by mask_of: (B, 1, 1, C), added to scores."""
     if softcap is None and query.shape[-1] == values.shape[-1]:
         if query.device.type == "cpu":
-            # What scaled_dot_product_attention calls; only this returns the sums as well
+            # scaled_dot_product_attention calls it too, but does not return the sums
             flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             return flash(query.contiguous(), keys, values, attn_mask=mask, scale=scaling)
         kind = query.device, query.dtype, query.shape[-1]
@@ -40,9 +40,9 @@ def attend(query, keys, values, mask, scaling, softcap):
 
 
 def in_one_kernel(query, keys, values, mask, scaling):
-    """`attend` by the kernel that scaled_dot_product_attention takes on a GPU where there is a mask
-    (CUTLASS's, not cuDNN's). It takes any strides, those of 0 too, that are multiples of 16 bytes,
-    scores are float32, and without dropout it can be recorded."""
+    """Returns the same as `attend`, by the kernel that scaled_dot_product_attention uses on a GPU
+    if there is a mask (CUTLASS's, not cuDNN's). It takes any strides that are multiples of 16
+    bytes, also 0. Its scores are float32. Without dropout a CUDA graph can record it."""
     if mask is not None:
         mask = mask.expand(*query.shape[:3], -1)
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -51,7 +51,7 @@ def in_one_kernel(query, keys, values, mask, scaling):
 
 
 def in_pieces(query, keys, values, mask, scaling, softcap):
-    # A score of 30, rounded to bfloat16, is off by 0.1: float32, as in PyTorch's kernels
+    # Scores are float32, as in PyTorch's kernels: in bfloat16 a score of 30 is off by 0.1
     if is_nvidia(query.device) and query.dtype != torch.float32:
         flat = query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
         scores = torch.bmm(*flat, torch.float32).unflatten(0, query.shape[:2])
@@ -73,7 +73,7 @@ def in_pieces(query, keys, values, mask, scaling, softcap):
 @torch.no_grad()
 def kernel_works(device, dtype, width):
     """Returns whether in_one_kernel takes heads of this width and agrees with in_pieces in float32.
-    Tried once, before anything is recorded; if not, says why: decoders go on, in pieces."""
+    It is tried once, before anything is recorded. If it fails, logs why; then in_pieces is used."""
     reason, limit, scaling = None, 1e-4 if dtype == torch.float32 else 1e-2, width**-0.5
     try:
         for case in trial(device, dtype, width):
@@ -88,13 +88,13 @@ def kernel_works(device, dtype, width):
         reason = f"fails ({type(error).__name__})"
     if reason:
         of = f"{str(dtype).removeprefix('torch.')} and heads of {width}"
-        say(f"attention is computed in pieces, so slower: its kernel for {of} {reason}")
+        say(f"attention is computed in pieces, which is slower: its kernel for {of} {reason}")
     return not reason
 
 
 def trial(device, dtype, width):
-    """Yields (query, keys, values, mask) as decoders have them: few and many queries, a part of
-    what there is room for, without a mask and with whole blocks of keys hidden."""
+    """Yields (query, keys, values, mask) as decoders use them: few and many queries, a part of the
+    allocated columns, without a mask and with whole blocks of keys masked."""
 
     def numbers(first, count):
         size = (2, 3, count, width)

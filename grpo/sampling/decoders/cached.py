@@ -1,4 +1,4 @@
-"""The simple decoders, right for every model that choice.py gives them; their methods are there."""
+"""The simple decoders, which work for all models. choice.py chooses one and explains methods."""
 
 import torch
 
@@ -6,16 +6,16 @@ from grpo.models import last_logits, padded, prefill
 
 
 class Unsupported(Exception):
-    """What a decoder needs and a model does not have, in words for whoever runs that model."""
+    """The model lacks something that a decoder needs; the text tells the user what."""
 
 
 def repeated(x, sizes):
-    """Returns each row of a tensor as often as `sizes` says, a list of one number for each."""
+    """Returns a tensor whose row i is repeated sizes[i] times."""
     return x.repeat_interleave(repeats(sizes, x.device), 0)
 
 
 def repeats(sizes, device):
-    """Returns them as torch takes them: one number, if they are equal, needs no wait for a GPU."""
+    """Returns `sizes` in torch's form: one number if all are equal, without a wait for the GPU."""
     return sizes[0] if len(set(sizes)) == 1 else torch.tensor(sizes, device=device)
 
 
@@ -71,7 +71,7 @@ class PlainDecoder:
         self.sequences = [self.sequences[i] for i in indices.tolist()]
 
     def _logits(self, sequences):
-        ids = padded(sequences, self.model.device)  # on the right, where a causal model never looks
+        ids = padded(sequences, self.model.device)  # on the right, which a causal model never sees
         last = torch.tensor([len(s) - 1 for s in sequences], device=ids.device)
         logits = self.model(input_ids=ids, use_cache=False).logits
         return logits[torch.arange(len(ids), device=ids.device), last]

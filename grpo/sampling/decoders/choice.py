@@ -1,15 +1,15 @@
 """Chooses the decoder: the fastest that agrees with a simple one on this model.
 
     decoder = make_decoder(model, max_new_tokens, longest_prompt)
-    logits = decoder.admit(prompts, sizes)  # (S, V'): each prompt runs once, for so many sequences
+    logits = decoder.admit(prompts, sizes)  # (S, V'): prompt i runs once, for sizes[i] sequences
     logits = decoder.next_logits(tokens)         # (S, V'), after one more token of each sequence
     decoder.keep(indices)                        # drops all sequences but these
 
-PlainDecoder works without a KV cache, CachedDecoder with transformers' own. SharedDecoder keeps a
-prompt once for its group and lets prompts join a running batch (`joins`), LlamaDecoder also has its
-own layers, and a Graphed one records such a step as a CUDA graph. They rely on a model's internals,
-so each is tried on the model first. Dropping sequences copies the cache of the others: it pays when
-more than 1 / `compaction` of all have ended.
+PlainDecoder works without a KV cache, CachedDecoder with transformers' own. SharedDecoder keeps one
+copy of a prompt for its group and lets prompts join a running batch (`joins`). LlamaDecoder also
+has its own layers. A Graphed decoder records a step as a CUDA graph. The last three rely on a
+model's internals, so each is first tried on the model. Dropping sequences copies the cache of the
+other ones, which pays when more than 1 / `compaction` of all have ended.
 
 Symbols: B prompts, G sequences of each, S sequences in all, V' the columns of the LM head.
 """
@@ -29,7 +29,7 @@ from grpo.sampling.decoders.cuda_graph import (
 )
 from grpo.sampling.decoders.shared_prompt import MODEL_TYPES, LlamaDecoder, SharedDecoder
 
-# Largest relative difference of logits that the trial takes for rounding. Measured over 14 families
+# The largest relative difference of logits that counts as rounding. Measured over 14 families
 # in float32: 1e-6; a wrong mask or position gives 0.1 and more, a forgotten soft-cap 5e-4.
 TRIAL_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 
@@ -37,7 +37,8 @@ fastest = weakref.WeakKeyDictionary()  # model -> the kind of decoder that passe
 
 
 def make_decoder(model, max_new_tokens, longest_prompt):
-    """Returns a decoder for one batch. Prompts that a window may hide in part are not shared."""
+    """Returns a decoder for one batch; a shared one only if no attention window can hide a part of
+    a prompt."""
     if not can_cache(model):
         return PlainDecoder(model)
     window = smallest_window(model)
@@ -62,7 +63,7 @@ def kinds_for(model):
 
 
 def is_right(kind, model):
-    """Returns whether a decoder passes the trial on the model; if it does not, says why."""
+    """Returns whether a decoder passes the trial on the model; if it does not, logs why."""
     limit, reason = TRIAL_LIMIT.get(model.dtype, 1e-4), None
     try:
         for found, expected in trial(kind, model):
@@ -73,18 +74,18 @@ def is_right(kind, model):
         raise
     except Unsupported as error:
         reason = str(error)
-    except Exception as error:  # noqa: BLE001 (whatever it is, the other decoder does without)
-        reason = f"its layers fail in this way ({type(error).__name__})"
+    except Exception as error:  # noqa: BLE001 (after any error a simpler decoder is used)
+        reason = f"its layers fail in this decoder ({type(error).__name__})"
     if reason and not getattr(model, "_supports_attention_backend", True):
         reason = "its attention does not go through transformers' attention interface"
     if reason:
-        say(f"this model is sampled without {kind.feature}, so slower: {reason}")
+        say(f"this model is sampled without {kind.feature}, which is slower: {reason}")
     return not reason
 
 
 @torch.no_grad()
 def trial(kind, model):
-    """Yields logits, and what CachedDecoder gives, while sequences leave and a prompt joins."""
+    """Yields (logits, CachedDecoder's logits) while sequences leave and a prompt joins."""
     prompts, joining = [[7, 3, 5], [4]], [[6, 2, 1, 8]]
     ids, vocab = torch.arange(1, 9, device=model.device), model.config.get_text_config().vocab_size
     shared, cached, late = kind(model, 8), CachedDecoder(model), CachedDecoder(model)

@@ -1,11 +1,11 @@
 """GraphedDecoder: a decoder's step on a GPU, recorded once as a CUDA graph and replayed.
 
-A token of a small model launches hundreds of kernels, and during each launch, a few microseconds in
-Python and driver, the GPU waits; a graph launches them all in one call. It reads and writes the
-memory that it was recorded with: tokens and columns are copied into tensors of its own, and a
-sequence attends to all its room, masked where nothing is written yet. A new graph is recorded when
-sequences leave or join, or their room is doubled; that costs several tokens' time, so sequences
-leave only when half of them have ended.
+A token of a small model launches hundreds of kernels, and the GPU waits during each launch, a few
+microseconds in Python and driver. A graph launches all kernels in one call. It always uses the
+memory that it was recorded with: we copy tokens and columns into its tensors, and a sequence
+attends to all columns it has room for, masked where nothing is written yet. We record a new graph
+when sequences leave or join, or when their room is doubled. That takes the time of several tokens,
+so sequences leave only when half of them have ended.
 """
 
 import functools
@@ -17,24 +17,24 @@ from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
 
 
 # --- What may be recorded -----------------------------------------------------------
-# Not left to a trial: a recording that fails leaves PyTorch's allocator as if it still recorded.
+# Checked beforehand: after a recording that fails PyTorch's allocator acts as if it still recorded.
 def can_record(model):
-    """Returns whether nothing in a Llama's forward waits for the GPU, as dynamic RoPE does, which
-    looks at the positions."""
+    """Returns whether a Llama's forward never waits for the GPU. Dynamic RoPE does wait, as it
+    reads the positions."""
     rope = getattr(model.model.rotary_emb, "rope_type", "default")
     return is_nvidia(model.device) and rope in ("default", "linear", "yarn", "llama3")
 
 
 def can_record_layers(model):
-    """Returns whether transformers' layers take a token without waiting for the GPU: tried once,
-    while PyTorch raises where the host waits."""
+    """Returns whether transformers' layers take a token without waiting for the GPU. It is tried
+    once, with PyTorch set to raise whenever the host waits."""
     if not is_nvidia(model.device):
         return False
     try:
         return never_waits(SharedDecoder(model, 2))
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # noqa: BLE001 (SharedDecoder's own trial says what it is)
+    except Exception:  # noqa: BLE001 (SharedDecoder's own trial logs the error)
         return False
 
 
@@ -55,7 +55,7 @@ def never_waits(decoder):
 
 # --- The decoders -------------------------------------------------------------------
 class GraphedDecoder:
-    """What next_logits returns is overwritten by the next call."""
+    """Records a step and replays it. Each call of next_logits overwrites the last call's result."""
 
     feature = "CUDA graphs"
     joins, compaction = True, 2
@@ -85,8 +85,8 @@ class GraphedDecoder:
 
 
 class GraphedSharedDecoder(GraphedDecoder):
-    """The same of transformers' layers. As they launch more kernels for a shared prompt than for a
-    copied one, 50 a layer against 40, launches would eat up what the sharing saves."""
+    """Records transformers' layers. They launch more kernels for a shared prompt than for a copied
+    one, 50 a layer against 40: without a graph the launches would cost what the sharing saves."""
 
     kind = SharedDecoder
 
@@ -106,13 +106,13 @@ class Graph:
 
 
 def record(function):
-    """Returns (replay, what the function returned, which each replay() writes). Nothing runs yet.
+    """Returns (replay, the function's output, which each replay() overwrites). Nothing runs yet.
 
-    Other threads may use the GPU meanwhile. Raises RuntimeError where the function waits for it.
-    Recordings share memory: they may be replayed in turns, but not at the same time.
+    Other threads may use the GPU meanwhile. Raises RuntimeError if the function waits for the GPU.
+    Recordings share memory: they may be replayed one after the other, but not at the same time.
     """
     # Not `with torch.cuda.graph(...)`, which first gives all free memory back to the driver, and
-    # stays on its own stream where the recording fails
+    # stays on its own stream if the recording fails
     graph, (stream, pool) = torch.cuda.CUDAGraph(), recorder()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -127,7 +127,6 @@ def record(function):
 
 @functools.cache
 def recorder():
-    """Returns the stream and the memory pool of all recordings. Pools of their own would stay
-    reserved when the recordings are gone, and cuBLAS keeps a workspace for each stream: gigabytes.
-    """
+    """Returns the stream and the memory pool of all recordings. A pool for each recording would
+    stay reserved after it, and cuBLAS keeps a workspace for each stream: gigabytes."""
     return torch.cuda.Stream(), torch.cuda.MemPool()

@@ -113,7 +113,7 @@ class SharedLayer(DynamicLayer):
 
 # --- transformers' side -------------------------------------------------------------
 class SharedCache(Cache):
-    """The layers as a model of transformers takes them, for one token of each sequence."""
+    """The layers as the cache of a transformers model, for one token of each sequence."""
 
     def __init__(self, layers, slots):
         super().__init__(layers=layers)
@@ -155,8 +155,8 @@ class SharedDecoder:
     def __init__(self, model, max_new_tokens):
         self.model, self.limit, self.room = model, max_new_tokens, min(max_new_tokens, ROOM)
         self.layers, self.layout = None, None
-        self.prompt_lengths, self.prompt_of = [], []  # (B,) in tokens; (S,) which prompt it has
-        self.lengths, self.columns = [], None  # (S,) its tokens so far; the same on the device
+        self.prompt_lengths, self.prompt_of = [], []  # (B,) in tokens; (S,) each sequence's prompt
+        self.lengths, self.columns = [], None  # (S,) tokens so far; the same on the device
 
     def admit(self, prompts, sizes):
         logits, cache, _ = prefill(self.model, prompts)
@@ -206,7 +206,7 @@ class SharedDecoder:
     def next_logits(self, tokens):
         self.make_room()
         longest = max(self.lengths)
-        if min(self.lengths) == longest:  # a slice is written faster, and nothing is unwritten
+        if min(self.lengths) == longest:  # a slice is written faster, and needs no mask
             positions, where = self.layout.start + self.columns, (..., longest, slice(None))
             slots = Slots(self.layout, positions, where, longest + 1, None)
         else:
@@ -238,14 +238,14 @@ class SharedDecoder:
     def advance(self):
         # A sequence that has ended may stay for a while, unread, and must not outgrow its room
         self.lengths = [min(n + 1, self.limit - 1) for n in self.lengths]
-        # Not a copy of the list: each token would wait for the device
+        # Computed on the device: to copy the list would take a wait for each token
         self.columns = (self.columns + 1).clamp_(max=self.limit - 1)
 
 
 # --- Llama's layers, written out ------------------------------------------------------
-# In a small batch a token's time goes by the number of operations, not their size. Here are half of
-# the calls and three quarters of the operations of transformers' layers; what that gains is in
-# benchmarks/results/sampling.md. There is one kind of block, that of MODEL_TYPES: RMS norm
+# In a small batch a token's time depends on the number of operations, not on their size. This code
+# makes half of the calls and three quarters of the operations of transformers' layers; what that
+# gains is in benchmarks/results/sampling.md. All MODEL_TYPES have the same kind of block: RMS norm
 # (1910.07467), rotary attention (2104.09864), RMS norm, gated MLP (2002.05202), with a residual
 # around each half. H hidden size, A query heads.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
