@@ -137,7 +137,8 @@ def check_context(c, config=None, constant="MODEL"):
     if prompt + completion > context:
         raise SystemExit(
             f"MAX_PROMPT_TOKENS = {prompt} and MAX_COMPLETION_TOKENS = {completion} exceed the"
-            f" context of {constant} = {getattr(c, constant)!r}: their sum must be {context} tokens at most"
+            f" context of {constant} = {getattr(c, constant)!r}: their sum must be {context}"
+            " tokens at most"
         )
 
 
