@@ -44,7 +44,7 @@ def test_which_families_share_prompts(family, model_of):
 @pytest.mark.parametrize("family", [*UNSHARED, "gemma"])
 def test_a_slower_decoder_is_taken_for_a_reason_in_words(family, monkeypatch, capsys):
     """Nobody can do anything with "'Tensor' object has no attribute 'past'"."""
-    model, reason = tiny_model(family), "its layers fail in this way (TypeError)"
+    model, reason = tiny_model(family), "its layers fail in this decoder (TypeError)"
     if family in UNSHARED:
         *_, reason = UNSHARED[family]
     else:
