@@ -32,7 +32,6 @@ import itertools
 import math
 import sys
 from collections import Counter
-from dataclasses import dataclass
 
 from grpo.constants import before_torch, command_line, settle
 from grpo.training.checks import check_command
@@ -49,7 +48,7 @@ import grpo_loss_triton
 from grpo import loss as plain_loss
 from grpo.devices import out_of_memory_names
 from grpo.log import progress_bar, say
-from grpo.packing import plan_rounds
+from grpo.packing import Sequence, plan_rounds
 from grpo.proof import check_sampler
 from grpo.sampling import rollout
 from grpo.sampling.policy import worker_policy
@@ -218,21 +217,6 @@ def sample_share(run, number, begun, counts):
 
 
 # --- Sequences to train: lines 6, 9 ----------------------------------------------------
-@dataclass
-class Sequence:
-    """A prompt and one of its completions, with all that the loss needs of it."""
-
-    prompt: list[int]
-    completion: list[int]
-    sampler_logps: torch.Tensor  # (T,)
-    old_logps: torch.Tensor | None  # (T,); None: the first update on the rollout sets them
-    ref_logps: torch.Tensor | None  # (T,); None: KL_BETA is 0
-    advantage: float
-    own: torch.Tensor  # (T,), bool; False: a token of the task's (turns), which is in no sum
-    weight: float = 0.0  # of each own token, in the step's loss
-    fresh: bool = False  # whether it was sampled with the very weights that are trained next
-
-
 def advantages_of(group, reward_weights):
     """Returns the advantages (G,) of a group's total rewards (line 9)."""
     assert group.reward_names == list(reward_weights), group.reward_names

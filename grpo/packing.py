@@ -6,9 +6,26 @@ Every rank knows the whole step and computes the same plan: nothing is communica
 packs what it scores by the same functions.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import torch
 
 GROWTH = 1.02  # of the budget that is tried next
+
+
+@dataclass
+class Sequence:
+    """A prompt and one of its completions, with all that the loss needs of it."""
+
+    prompt: list[int]
+    completion: list[int]
+    sampler_logps: torch.Tensor  # (T,)
+    old_logps: torch.Tensor | None  # (T,); None: the first update on the rollout sets them
+    ref_logps: torch.Tensor | None  # (T,); None: KL_BETA is 0
+    advantage: float
+    own: torch.Tensor  # (T,), bool; False: a token of the task's (turns), which is in no sum
+    weight: float = 0.0  # of each own token, in the step's loss
+    fresh: bool = False  # whether it was sampled with the very weights that are trained next
 
 
 def sizes_of(prompts, completions, packs):
