@@ -15,17 +15,17 @@ GROWTH = 1.02  # of the budget that is tried next
 
 @dataclass
 class Sequence:
-    """A prompt and one of its completions, with all that the loss needs of it."""
+    """A prompt and one of its completions, with everything that the loss needs."""
 
     prompt: list[int]
     completion: list[int]
-    sampler_logps: torch.Tensor  # (T,)
-    old_logps: torch.Tensor | None  # (T,); None: the first update on the rollout sets them
-    ref_logps: torch.Tensor | None  # (T,); None: KL_BETA is 0
+    sampler_logps: torch.Tensor  # (T,), of the sampler: checks it, and corrects for it (IS_CAP)
+    old_logps: torch.Tensor | None  # (T,), of the ratio; None: the rollout's first update sets them
+    ref_logps: torch.Tensor | None  # (T,), of the reference, for the KL; None if KL_BETA is 0
     advantage: float
-    own: torch.Tensor  # (T,), bool; False: a token of the task's (turns), which is in no sum
-    weight: float = 0.0  # of each own token, in the step's loss
-    fresh: bool = False  # whether it was sampled with the very weights that are trained next
+    own: torch.Tensor  # (T,), bool; False: a token that the task added (turns), never trained
+    weight: float = 0.0  # of each of the model's own tokens in the step's loss
+    fresh: bool = False  # whether it was sampled with the weights that are trained next
 
 
 def sizes_of(prompts, completions, packs):
