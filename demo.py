@@ -1,14 +1,14 @@
-"""GRPO end to end in two minutes, on a CPU or a GPU: a tiny model, and the two scripts as they are.
+"""Runs the whole pipeline on a tiny model, on a CPU or a GPU, with the two scripts as they are.
 
     python demo.py              # or: make demo
     python demo.py 3            # another seed
-    python demo.py 3 shuffled   # a control: rewards shuffled within each group; accuracy falls
+    python demo.py 3 shuffled   # control: rewards are shuffled within each group, accuracy falls
 
-A warm start trains a Qwen2 of 126 000 parameters on sloppy examples: it can add and subtract and
-knows the tags, but often picks the wrong operator and rarely writes the tags. Then ref_server.py
-and grpo_ref_split.py train it, in a process each. GRPO *elicits* here: what the model could do but
-rarely did becomes the rule; it teaches no arithmetic. The constants were chosen on the validation
-split and on other seeds; they are in presets/demo.py.
+A warm start trains a Qwen2 of 126 000 parameters on sloppy examples. The model can add and subtract
+and knows the tags, but often picks the wrong operator and rarely writes the tags. Then two
+processes, ref_server.py and grpo_ref_split.py, train it. GRPO makes the model do reliably what it
+could do but rarely did; it teaches no arithmetic. The constants in presets/demo.py were chosen on
+the validation split and on other seeds.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ from grpo.tiny_model import warm_start
 from presets import demo as preset
 from tasks import arithmetic
 
-# The environment variables are for the tests and the pictures
+# Tests and the scripts that draw pictures set these environment variables
 RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo")
-WARM_START = f"{RUN_DIR}/warm_start"  # where the policy starts, and the reference
+WARM_START = f"{RUN_DIR}/warm_start"  # the model that the policy and the reference start from
 WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
 STEPS = int(os.environ.get("DEMO_STEPS", preset.STEPS))
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the demo
@@ -48,7 +48,7 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the de
 
 # --- Before and after ---------------------------------------------------------------
 def greedy_answers(folder, questions):
-    """Returns the texts that the model in `folder` answers, without randomness."""
+    """Returns the answers of the model in `folder`, sampled greedily."""
     policy = load_policy(folder, load_tokenizer(folder), "float32")
     groups = sample_groups(
         policy.model,
@@ -64,8 +64,8 @@ def greedy_answers(folder, questions):
 
 
 def diagnose(folder):
-    """Returns the shares of 200 greedy answers with a true equation, which shows arithmetic, and
-    with the operator that the question asks for, which shows habit."""
+    """Returns two shares of 200 greedy answers: those with a true equation (the model can do the
+    arithmetic) and those with the operator that the question asks for."""
     items = arithmetic.load("validation")[:200]
     answers = greedy_answers(folder, [item["question"] for item in items])
     true = right = 0
@@ -79,7 +79,7 @@ def diagnose(folder):
 
 # --- What was trained ---------------------------------------------------------------
 def shown_steps():
-    """Returns the first step, the one nearest the middle whose group was trained, and the last."""
+    """Returns the first step, the step nearest the middle whose group was trained, and the last."""
     flat = {record["step"]: record["flat"] for record in plot.read(RUN_DIR, "samples.jsonl")}
     first, last = min(flat), max(flat)
     mixed = [step for step in flat if not flat[step] and first < step < last] or flat
@@ -93,21 +93,21 @@ def free_port():
 
 
 def command(script, **constants):
-    """Returns the command that a user would type, with the demo's preset and these constants."""
+    """Returns the command that a user would type: a script, the demo's preset, these constants."""
     constants = {"MODEL": WARM_START} | constants
     words = [f"{name}={value}" for name, value in constants.items()]
     return [sys.executable, script, "presets/demo.py", *words]
 
 
 def start(command, log=None):
-    """Starts a command in a session of its own: Ctrl-C reaches only this process, which ends it."""
+    """Starts a command in a new session: Ctrl-C reaches only this process, which then ends it."""
     # The scripts set GOMP_SPINCOUNT too, but this file has imported torch before them
     env = {"GOMP_SPINCOUNT": "1000"} | os.environ | {"OMP_NUM_THREADS": "1"}  # perhaps two cores
     return subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
 
 
 def stop(process):
-    """Ends what start() has started, with all its children; kills it after 5 s."""
+    """Ends a process of start() and all its children; kills them after 5 s."""
     with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
         os.killpg(process.pid, signal.SIGTERM)
         psutil.wait_procs([process], timeout=5)
@@ -126,21 +126,21 @@ def train_and_serve(seed, rewards):
     while trainer.poll() is None:
         if server.poll() is not None:
             tail = log_path.read_text()[-2000:]
-            raise SystemExit(f"the reference server ended, so the demo does:\n{tail}")
+            raise SystemExit(f"the reference server has ended, so the demo ends too:\n{tail}")
         time.sleep(0.2)
     if trainer.returncode:
-        raise SystemExit(f"the trainer ended with an error ({trainer.returncode}), see above")
+        raise SystemExit(f"the trainer ended with the error above (status {trainer.returncode})")
 
 
 # --- Main ---------------------------------------------------------------------------
 def main(seed, rewards="plain"):
-    for number in ENDS:  # also if a shell ignores Ctrl-C (`&`); only nohup's SIG_IGN is kept
+    for number in ENDS:  # a shell's `&` ignores Ctrl-C; only nohup's SIG_IGN is kept
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda n, _: sys.exit(f"ended by {signal.Signals(n).name}"))
     try:
         run(seed, rewards)
     finally:
-        for number in ENDS:  # a second Ctrl-C would leave some of them running
+        for number in ENDS:  # a second Ctrl-C would leave some children running
             signal.signal(number, signal.SIG_IGN)
         for child in reversed(psutil.Process().children()):  # the trainer first
             stop(child)
@@ -151,7 +151,7 @@ def run(seed, rewards):
     shutil.rmtree(RUN_DIR, ignore_errors=True)
     print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
     warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
-    print("2. GRPO: ref_server.py and grpo_ref_split.py, loading takes about 15 s", flush=True)
+    print("2. GRPO: ref_server.py and grpo_ref_split.py start, which takes about 15 s", flush=True)
     train_and_serve(seed, rewards)
     for step in shown_steps():
         print()
@@ -162,9 +162,9 @@ def run(seed, rewards):
     shares = ", ".join(f"{name} {before[name]:.0%} -> {after[name]:.0%}" for name in before)
     print(f"\nIn greedy answers to validation questions: {shares}.")
     if rewards == "plain":
-        print("GRPO elicited an operator and a format that the model knew but rarely chose; it")
-        print("taught no arithmetic. The questions were unseen, the numbers in them were not.")
-    print(f"Model: {final}   curves: {RUN_DIR}/curves.png   texts: {RUN_DIR}/samples.jsonl\n")
+        print("GRPO made the model use an operator and a format that it knew but rarely chose. It")
+        print("taught no arithmetic. The questions are new; their numbers also occur in training.")
+    print(f"Model: {final}   curves: {RUN_DIR}/curves.png   samples: {RUN_DIR}/samples.jsonl\n")
     records = map(json.loads, Path(RUN_DIR, "metrics.jsonl").read_text().splitlines())
     first, *_, last = (record for record in records if "eval_accuracy" in record)
     result = {"seed": seed, "rewards": rewards, "steps": last["step"]}

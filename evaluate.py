@@ -1,13 +1,13 @@
-"""How well models answer a task's questions: greedily, and with several samples for pass@k.
+"""Evaluates models on a task's questions: greedily, and with several samples for pass@k.
 
     python evaluate.py Qwen/Qwen2.5-3B gsm8k                         # a hub model
     python evaluate.py runs/gsm8k/best gsm8k --samples 8             # a checkpoint, or an adapter
     python evaluate.py Qwen/Qwen2.5-3B runs/gsm8k/best gsm8k         # before and after
     deepspeed evaluate.py runs/gsm8k/best gsm8k EVAL_SPLIT=train     # on all GPUs
 
-Each answer is kept as it comes: the same command resumes what was interrupted, also by Ctrl-C. The
-constants are the trainer's, or those of the run if a model is its checkpoint; NAME=value sets
-others. Several models are compared with the first, question by question.
+Each answer is saved at once, so the same command resumes after an interruption. The constants are
+the trainer's, or those of the run if a model is a run's checkpoint; NAME=value changes one. Several
+models are compared with the first, question by question.
 """
 
 import argparse
@@ -37,15 +37,15 @@ from grpo.training.ranks import join_ranks
 
 
 def command_line():
-    """Returns (options, constants): the trainer's constants, those of the run if a model is its
-    checkpoint (the last such model's), and what the command line sets."""
+    """Returns (options, constants). The constants are the trainer's; the run of a model that is a
+    checkpoint overrides them (the last such model wins), and so does the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("models", nargs="+", metavar="MODEL", help="hub name, checkpoint, or adapter's folder")
-    add("task", metavar="TASK", help="a task's name, as for the trainer")
-    add("--samples", type=int, default=0, help="answers at TEMPERATURE to each question; 0: none")
-    add("--out", default="runs/eval", help="folder of the answers")
+    add("models", nargs="+", metavar="MODEL", help="hub name, or folder of a checkpoint or adapter")
+    add("task", metavar="TASK", help="name or path of a task, as in the trainer")
+    add("--samples", type=int, default=0, help="sampled answers per question, at TEMPERATURE")
+    add("--out", default="runs/eval", help="folder for the answers")
     given, words = read_words("grpo_ref_split.py", presets=False)
     for name in given.keys() & {"MODEL", "TASK", "LORA_RANK"}:
         raise SystemExit(f"{name}={given[name]} can't be set: the command names models and task")
@@ -61,8 +61,8 @@ def command_line():
 
 def answers_of(c, options, model, processes, rank, world):
     """Returns (outcome, folder, {kind: {question: answers}}) of a model, kinds "greedy" and "N
-    samples ...", once all ranks have answered their share of what was not in the files. `processes`
-    compute rewards (start_processes), or None."""
+    samples ...". Each rank answers its share of the questions that the files lack. `processes`
+    (start_processes) compute rewards, or None."""
     c = with_constants(c, MODEL=base_of(model))
     tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1)
     recipe.reward_processes = processes
@@ -85,13 +85,13 @@ def answers_of(c, options, model, processes, rank, world):
             dist.barrier()
         there = evaluation.read_answers(path)
         if missing := sum(index not in there for index, *_ in prompts):
-            raise SystemExit(f"{path} lacks {missing} answers: all ranks must share its folder")
+            raise SystemExit(f"{path} lacks {missing} answers: all ranks must see the same folder")
         found[kind] = {index: there[index] for index, *_ in prompts}
     return recipe.c.OUTCOME, path.parent, found
 
 
 def report(c, models, results):
-    """Prints a table for each kind of answers, and writes a model's numbers beside its answers."""
+    """Prints a table per kind of answers, and writes each model's numbers next to its answers."""
     outcome, _, first = results[0]
     print(f"\n{c.TASK}/{c.EVAL_SPLIT}. {scores.NOTE.format(outcome)}")
     numbers = [{"model": model} for model in models]
@@ -103,18 +103,18 @@ def report(c, models, results):
     for mine, (_, folder, _) in zip(numbers, results, strict=True):
         path = folder / f"{Path(c.TASK).stem}-{c.EVAL_SPLIT}.json"
         path.write_text(json.dumps(mine, indent=1) + "\n")
-        print(f"{folder}: the answers, and these numbers in {path.name}", flush=True)
+        print(f"{folder} has the answers, and these numbers in {path.name}", flush=True)
 
 
 def main():
     options, c = command_line()
     for model in options.models:
-        load_tokenizer(base_of(model))  # is it there?
+        load_tokenizer(base_of(model))  # fails early if the model is missing
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         join_ranks(c.WAIT_LIMIT_SECONDS)
     elif (gpus := torch.accelerator.device_count()) > 1:
-        say(f"this process is on one of {gpus} GPUs; `deepspeed` starts one on each")
+        say(f"using one of {gpus} GPUs; start with `deepspeed` instead of `python` to use all")
     try:
         task, limits = load_task(c.TASK), (c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS)
         processes = start_processes(task, *limits) if c.REWARD_PROCESSES else None
@@ -127,7 +127,7 @@ def main():
             dist.barrier()
             dist.destroy_process_group()
     except KeyboardInterrupt:
-        leave("interrupted: the answers are kept, and the same command resumes")
+        leave("interrupted: the answers are saved; the same command resumes")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The GRPO loss of grpo/loss.py, same names, symbols and results, without the full logits.
+"""The GRPO loss of grpo/loss.py, with the same names and results, without the full logits.
 
-How it avoids them. For N = 4096 tokens of Qwen2.5 the logits (N, V') take 1.2 GB in
+How it avoids the logits. For N = 4096 tokens of Qwen2.5 the logits (N, V') take 1.2 GB in
 bf16, and plain torch holds them three to seven times (float32, softmax, gradients). Here the tokens
 pass the LM head W in chunks of C, which share one buffer Z:
 
@@ -9,10 +9,11 @@ pass the LM head W in chunks of C, which share one buffer Z:
     dH_c  = dZ W      (C, H)   a matrix product: the gradient of the hidden states
     dW   += dZ^T H_c  (V', H)  a matrix product: the gradient of the head
 
-Of a bf16 model Z is float32, as sampler and server have their logits, and dZ a bf16 matrix beside
-it. Only dH, dW, Z and dZ are held. All four steps fit into the forward pass, as the loss is a sum
-over tokens: a token's logits alone give their gradient, up to the factor that `backward` receives.
-Padding, of weight 0, is left out before the first. Without Triton, class Rows works in torch.
+For a bf16 model Z is float32, as the logits of sampler and server are, and dZ is a second matrix in
+bf16. Memory holds only dH, dW, Z and dZ. All four steps run in the forward pass. This is possible
+because the loss is a sum over tokens: a token's logits alone determine their gradient, up to the
+factor that `backward` receives. Tokens of weight 0 (padding) are removed first. Without Triton,
+class Rows uses torch.
 
 The derivation. For a token with logits z = W h, temperature tau and sampled id y:
 
@@ -21,9 +22,9 @@ The derivation. For a token with logits z = W h, temperature tau and sampled id 
     dz = slope (1[v = y] - p) / tau             where slope = d loss / d logp, one number a token
     entropy = log sum_v exp(z_v / tau) - sum_v p_v z_v / tau
 
-Only the slope depends on the objective: see `row_kernel`. With GSPO it needs all tokens of the
-sequence first: there linear_logps returns the log-probs, autograd finds the slopes, and the
-backward pass computes the logits again, in four products and the same memory.
+Only the slope depends on the objective (see `row_kernel`). With GSPO the slope needs all tokens of
+the sequence. Then linear_logps returns the log-probs, autograd finds the slopes, and the backward
+pass computes the logits again: four matrix products and the same memory.
 """
 
 import functools
@@ -40,15 +41,17 @@ from grpo.loss import MAX_LOG_RATIO, policy_loss, trained_tokens
 try:
     import triton
     import triton.language as tl
-except ImportError:  # not Linux, or torch without CUDA: class Rows works in torch
+except ImportError:  # not Linux, or torch without CUDA: class Rows uses torch
     triton = None
 
-# Logits of one chunk on a GPU and their gradient: 1152 tokens of Qwen2.5, 6 bytes a logit. A chunk
-# reads the head twice and dW once more, which hides behind the products from about 1024 tokens on
-# (computed). On a CPU: as large as dW.
+# Memory of a chunk's logits and their gradient on a GPU: 1152 tokens of Qwen2.5 at 6 bytes a logit.
+# A chunk reads the head twice and dW once more; from about 1024 tokens on the matrix products take
+# longer than that (computed). A larger chunk only needs more memory. On a CPU a chunk is as large
+# as dW.
 CHUNK_BYTES = 1 << 30
-# dW is summed over so many chunks in the head's own dtype, over more in float32: bf16 loses 2.3e-3
-# in one product, 3.1e-3 over 4 chunks, 6.7e-3 over 32 (measured on a CPU). It is then held twice.
+# Up to this many chunks dW is summed in the head's dtype, beyond it in float32, with a second copy
+# of dW. Relative error in bf16: 2.3e-3 with one product, 3.1e-3 over 4 chunks, 6.7e-3 over 32
+# (measured on a CPU).
 CHUNKS_IN_OWN_DTYPE = 4
 
 
@@ -61,8 +64,8 @@ def grpo_loss(
 ):  # fmt: skip
     """Returns (loss, stats) of grpo.loss.grpo_loss, differentiable in `hidden` and `head`.
 
-    The gradients are finished in the forward pass and handed out once: a second backward through
-    the same loss raises RuntimeError. A frozen head (LoRA) costs no product and no memory.
+    The forward pass computes the gradients, and they can be used once: a second backward through
+    the same loss raises RuntimeError. A frozen head (LoRA) costs no matrix product and no memory.
     """
     (hidden, ids, *tokens), restore = trained_tokens(
         weights, hidden, ids, old_logps, ref_logps, advantages, weights, sampler_logps, sequences
@@ -80,7 +83,7 @@ def grpo_loss(
 
 
 def linear_logps(hidden, head, ids, *, temperature=1.0, vocab_size=None, entropy=False):
-    """Returns grpo.loss.linear_logps. Keeps no logits: the backward pass computes them again."""
+    """Returns the same as grpo.loss.linear_logps. The backward pass computes the logits again."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     rows = Rows(flat, head, ids.reshape(-1), temperature, vocab_size, use_triton(flat))
     logps = LinearLogps.apply(flat, head, rows).view(ids.shape)
@@ -102,7 +105,7 @@ class FusedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream):
         if ctx.grads is None:
-            raise RuntimeError("grpo_loss: its gradients were handed out by an earlier backward")
+            raise RuntimeError("grpo_loss: call backward once; an earlier call used its gradients")
         grads, ctx.grads = ctx.grads, None
         return *(grad if grad is None else grad.mul_(upstream) for grad in grads), None, None
 
@@ -130,9 +133,9 @@ class LinearLogps(torch.autograd.Function):
 def through_head(hidden, head, rows, needs, forward=True):
     """Runs `rows` on their logits, chunk by chunk; returns (dH, dW), each None if not needed.
 
-    The logits of a bf16 model are float32, by one product on NVIDIA's GPUs and of casts on a CPU:
-    rounded to bf16 they would be half of the noise between trainer and sampler. Elsewhere they are
-    bf16. Without `forward`, the softmax is that of an earlier run.
+    A bf16 model's logits are float32 on NVIDIA's GPUs (one product) and on a CPU (after casts),
+    because rounding them to bf16 would be half of the noise between trainer and sampler. On other
+    GPUs they are bf16. Without `forward`, the softmax of an earlier run is used.
     """
     hidden = hidden.contiguous()  # given logits may be a slice, with gaps
     backward = any(needs)
@@ -163,7 +166,7 @@ def through_head(hidden, head, rows, needs, forward=True):
 
 
 def chunk_rows(size, head, itemsize):
-    """Returns the rows of a chunk, a multiple of 128: about equal, so that no short one is left."""
+    """Returns the rows per chunk, a multiple of 128, so that all chunks are about equally long."""
     most = max(128, (head.nbytes if head.is_cpu else CHUNK_BYTES) // (len(head) * itemsize))
     equal = math.ceil(size / math.ceil(max(1, size) / most))
     return max(128, math.ceil(equal / 128) * 128)
@@ -181,7 +184,7 @@ def add_product(total, a, b, beta=1):
 
 @functools.cache
 def sums_in_float32(device):
-    """Returns whether torch adds a bf16 product to a float32 matrix at once (CUDA, from 2.8 on)."""
+    """Returns whether torch can add a bf16 product to a float32 matrix (CUDA, from torch 2.8)."""
     ones = torch.ones(16, 16, device=device)
     try:
         torch.addmm(ones, ones.bfloat16(), ones.bfloat16(), out_dtype=torch.float32, out=ones)
@@ -191,7 +194,7 @@ def sums_in_float32(device):
 
 
 # --- Rows: from logits to log-probs, and to their own gradient ----------------------
-# What policy_loss takes beside logps: tensors (N,), or None, and numbers. By default, no loss.
+# The arguments of policy_loss except logps: tensors (N,) or None, and numbers. Default: no loss.
 LossArguments = namedtuple("LossArguments", [
     "old_logps", "ref_logps", "advantages", "weights", "sampler_logps", "sequences",
     "clip_low", "clip_high", "kl_beta", "objective", "unbiased_kl", "is_cap", "is_mask",
@@ -200,7 +203,7 @@ LossArguments = namedtuple("LossArguments", [
 
 
 class Rows:
-    """The logits' N rows, one for each token: what is known of them, float32 (N,).
+    """What is known of the logits' N rows, one per token: float32 tensors (N,).
 
     `top` is the largest logit, `log_sum` the log of sum_v exp((z_v - top) / tau): one number would
     round log_sum away where logits are large, and logps to above 0. `slopes`: d loss / d logp.
@@ -210,7 +213,7 @@ class Rows:
         self.width = hidden.shape[1] if head is None else len(head)
         self.vocab_size = self.width if vocab_size is None else vocab_size
         if not 0 < self.vocab_size <= self.width:
-            raise ValueError(f"vocab_size = {vocab_size}, but there are {self.width} logits")
+            raise ValueError(f"vocab_size = {vocab_size} must be 1 to {self.width} (the logits)")
         self.ids = ids.contiguous()
         self.temperature, self.in_triton = temperature, in_triton
         self.given = given or LossArguments()
@@ -221,12 +224,12 @@ class Rows:
         )
 
     def loss(self, logps, part=slice(None)):
-        """Returns policy_loss of the tokens `part`, whose log-probs these are."""
+        """Returns policy_loss of the tokens `part`; `logps` are their log-probs."""
         given = self.given._asdict().items()
         return policy_loss(logps, **{k: v[part] if torch.is_tensor(v) else v for k, v in given})
 
     def run(self, logits, grad, part, *, forward, backward):
-        """Does what row_kernel does to the rows `part`, a slice, with the logits (C, V').
+        """Does the work of row_kernel on the rows `part`, a slice, given their logits (C, V').
 
         `forward` finds all but the slopes, `backward` writes the gradient of the logits to `grad`,
         which may be `logits`; with both, the slopes in between are those of `loss`.
@@ -271,7 +274,7 @@ def use_triton(tensor):
 
 @functools.cache
 def kernel_works(device, dtype):
-    """Returns whether the kernel runs and agrees with torch: tried once, on three rows."""
+    """Returns whether the kernel runs and agrees with torch. Tries it once, on three rows."""
     z = torch.linspace(-4, 4, 600).view(3, 200).to(device, dtype)
     results = []
     try:
@@ -283,11 +286,11 @@ def kernel_works(device, dtype):
             results.append(torch.cat([rows.logps, rows.entropy, grad.float().flatten()]))
         gap = (results[0] - results[1]).abs().max().item()
         if not gap < (1e-4 if dtype == torch.float32 else 1e-2):
-            raise ArithmeticError(f"it is {gap:.1g} off")
+            raise ArithmeticError(f"its result differs by {gap:.1g}")
     except torch.OutOfMemoryError:
         raise
-    except Exception as why:  # noqa: BLE001 (a card too old, no compiler: Triton raises anything)
-        warnings.warn(f"the Triton kernel can't be used, torch is slower: {why!r}", stacklevel=2)
+    except Exception as why:  # noqa: BLE001 (an old GPU, no compiler: Triton raises anything)
+        warnings.warn(f"the Triton kernel fails, so slower torch code runs: {why!r}", stacklevel=2)
         return False
     return True
 
@@ -307,7 +310,7 @@ if triton:
         IS_CAP: tl.constexpr, IS_MASK: tl.constexpr, KL_BETA: tl.constexpr,
         UNBIASED_KL: tl.constexpr, MAX_LOG_RATIO: tl.constexpr,
     ):  # fmt: skip
-        """One program, one row of logits; FORWARD and BACKWARD are those of Rows.run.
+        """One program handles one row of logits; FORWARD and BACKWARD are those of Rows.run.
 
         A bf16 logit is 2 bytes of memory traffic forward, 4 backward, 4 to 6 with both: the second
         read may hit the L2 cache (a row of Qwen2.5 is 304 KB, an SM has two in flight).
@@ -394,7 +397,7 @@ if triton:
 
 
 def launch(rows, logits, grad, part, *, forward, backward):
-    """Runs row_kernel on the rows `part`; `top` stands in for each tensor that it does not read."""
+    """Runs row_kernel on the rows `part`; `top` replaces each tensor that the kernel won't read."""
     given = rows.given if forward and backward else LossArguments()
     fields = rows.logps, rows.entropy, rows.top, rows.log_sum, rows.slopes, *given[:5]
     row_kernel[(len(logits),)](
@@ -411,6 +414,6 @@ def launch(rows, logits, grad, part, *, forward, backward):
 
 
 def block_of(width, itemsize):
-    """Returns the columns that a program takes at once, 16 KB of them at most, and its warps."""
+    """Returns the columns that a program reads at once, 16 KB at most, and its warps."""
     block = min(16384 // itemsize, triton.next_power_of_2(width))
     return {"BLOCK": block, "num_warps": max(1, block * itemsize // 1024)}

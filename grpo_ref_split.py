@@ -1,44 +1,37 @@
-"""GRPO under DeepSpeed ZeRO-2; the reference model is in another process (ref_server.py), or here.
+"""Trains a language model with GRPO under DeepSpeed ZeRO-2, on the rewards of a task.
 
     CUDA_VISIBLE_DEVICES=7 python ref_server.py                           # first, on one GPU
     CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6 deepspeed grpo_ref_split.py        # then, on the others
-    python grpo_ref_split.py               # one GPU, or a CPU: REF_SERVER = None needs no server
-    python grpo_ref_split.py worker        # anywhere else: samples for the trainer (PUBLISH_STEPS)
+    python grpo_ref_split.py REF_SERVER=None     # on a single GPU or a CPU, without a server
+    python grpo_ref_split.py worker              # on other machines: samples for the trainer
 
-Edit the constants below; or set them in the command, STEPS=50, or by a preset, a file of them
-(presets/); or import this file and call main(STEPS=50), as demo.py does. A "collective" function is
-called by all ranks together, or they hang; each such call is marked.
+Set constants below, in the command (STEPS=50), in a preset file (presets/), or by main(STEPS=50).
+A function marked "collective" must be called by every rank; if one rank skips it, the others hang.
 
 GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completion's advantage is its
-reward, centred and scaled within the G completions of its prompt. The file reads in the order of
-the paper's algorithm 1, whose lines are named where they are done (all twelve: docs/loss.md); what
-it calls a step is a rollout here. Where we deviate from the paper:
-  - every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch;
-  - line 6 copies no policy: a rollout's first update takes its own log-probs as the old ones, and
-    its ratio is exactly 1. Off-policy (workers' groups, of an older policy) they are the sampler's;
-  - flat groups, whose completions all earn the same OUTCOME (or total reward: SKIP_FLAT_GROUPS),
-    say nothing about it: they are skipped, others sampled instead (DAPO, 2503.14476, sec. 3.2).
+reward, centred and scaled within the G completions of its prompt. The code follows the paper's
+algorithm 1 and names its lines (docs/loss.md); the paper's step is a rollout here. Deviations:
+  - Every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch.
+  - We do not copy the old policy (line 6). The first update on a rollout uses its own log-probs as
+    old log-probs, so the ratio is exactly 1. Workers' groups use the sampler's log-probs instead.
+  - Zero-variance groups, called flat (SKIP_FLAT_GROUPS), carry no learning signal, so we skip them
+    and sample replacements (DAPO, 2503.14476, sec. 3.2).
 
-A completion's token has four log-probs: logp, the policy's, which alone has a gradient; old_logp,
-of the ratio r = exp(logp - old_logp), which is clipped; ref_logp, the frozen reference's, for the
-KL penalty; sampler_logp, of whoever drew it, to check the sampler and correct for it (IS_CAP).
-
-Symbols: G completions of a group, P prompt and T completion tokens, B sequences (a prompt and one
-completion) of a micro-batch, N their completion tokens, V ids of the tokenizer, V' rows of the LM
-head, H hidden size. A `step` is one optimiser update, or an attempt that found nothing to train.
+Symbols: G completions per prompt, P prompt tokens, T completion tokens, B sequences (a prompt and
+one completion each) per micro-batch, N their completion tokens, V ids of the tokenizer, V' rows of
+the LM head, H hidden size. A `step` is one optimiser update, or an attempt with nothing to train.
 """
 
 import itertools
 import math
 import sys
 from collections import Counter
-from dataclasses import dataclass
 
 from grpo.constants import before_torch, command_line, settle
 from grpo.training.checks import check_command
 
 before_torch()
-if __name__ == "__main__":  # here, so that a mistake is told before torch is imported
+if __name__ == "__main__":  # reports a mistake before torch is imported
     role, given = command_line("grpo_ref_split.py", __doc__, roles=["worker"])
     check_command(given)
 
@@ -49,7 +42,7 @@ import grpo_loss_triton
 from grpo import loss as plain_loss
 from grpo.devices import out_of_memory_names
 from grpo.log import progress_bar, say
-from grpo.packing import plan_rounds
+from grpo.packing import Sequence, plan_rounds
 from grpo.proof import check_sampler
 from grpo.sampling import rollout
 from grpo.sampling.policy import worker_policy
@@ -65,103 +58,121 @@ from grpo.training.workers import staleness
 from grpo.wire import check_group
 
 # --- What to train ------------------------------------------------------------------
-MODEL = "Qwen/Qwen2.5-3B"  # any AutoModelForCausalLM: hub name or folder
-TASK = "gsm8k"  # tasks/gsm8k.py: data, prompt and rewards; or a path, "my/task.py"
-RUN_DIR = "runs/gsm8k"  # checkpoints, metrics.jsonl, samples.jsonl; a run there resumes (RESUME)
-REF_SERVER = "http://127.0.0.1:59875"  # elsewhere: its address, GRPO_TOKEN on both; None: no server
+MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder of the model to train (any AutoModelForCausalLM)
+TASK = "gsm8k"  # data, prompts and rewards: a name in tasks/, or a path such as "my/task.py"
+RUN_DIR = "runs/gsm8k"  # folder of checkpoints, metrics and samples; a run in it resumes (RESUME)
+# Address of ref_server.py. A server on another machine needs GRPO_TOKEN on both sides. None keeps
+# the reference model in this process.
+REF_SERVER = "http://127.0.0.1:59875"
 
 # --- Rollouts (in brackets: TRL's names) ---------------------------------------------
-PROMPTS_PER_STEP = 28  # over all ranks, best a multiple of them; each gives GROUP_SIZE sequences
-GROUP_SIZE = 8  # G: completions per prompt, compared with each other (num_generations)
-MAX_PROMPT_TOKENS = 512  # longer prompts are left out, and counted at the start
-MAX_COMPLETION_TOKENS = 512  # longer ones are cut: truncated (max_completion_length)
-STOP_TOKENS = ["<|im_end|>"]  # end a completion too, beside EOS; unknown ones are ignored
-STOP_STRINGS = []  # texts that end one too, such as "</answer>"; their last token is trained
-TEMPERATURE = 1.0  # for sampling and for every log-prob; ref_server.py must agree
-SAMPLE_BATCH = "auto"  # completions sampled at once by a rank: more is faster, see "Memory"
+# Prompts per step over all ranks, best a multiple of their number. More prompts make the gradient
+# less noisy and the step slower.
+PROMPTS_PER_STEP = 28
+GROUP_SIZE = 8  # G, completions per prompt; more find rare successes, at a cost (num_generations)
+MAX_PROMPT_TOKENS = 512  # questions with longer prompts are left out; the start logs how many
+MAX_COMPLETION_TOKENS = 512  # completions are cut here; higher is slower (max_completion_length)
+STOP_TOKENS = ["<|im_end|>"]  # tokens that end a completion, besides EOS; unknown ones are ignored
+STOP_STRINGS = []  # texts that end a completion, such as "</answer>"; they stay in it, trained
+TEMPERATURE = 1.0  # of sampling and log-probs; higher is more random; ref_server.py must agree
+SAMPLE_BATCH = "auto"  # completions that a rank samples at once; more are faster and need memory
 SAMPLER = "torch"  # or "vllm", in the same processes (pip install -e .[vllm]; docs/performance.md)
-VLLM_CACHE_GB = 10.0  # vLLM's memory for keys and values, beside its own copy of the weights
-VLLM_SLEEP = False  # True: vLLM gives its GPU memory back while there is nothing to sample
-TENSOR_PARALLEL = 1  # of a worker with vLLM: GPUs that share a model too large for one
-MASK_TRUNCATED = True  # truncated completions count in the group's mean, but are not trained
-OVERLONG_TOKENS = 0  # the last so many below the limit cost up to 1 of the reward (DAPO); 0: off
-SKIP_FLAT_GROUPS = "outcome"  # skip groups of equal OUTCOME; "reward": of equal totals; or False
-MAX_REFILLS = 4  # at most so many times PROMPTS_PER_STEP; after that the step has fewer groups
+VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
+VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
+TENSOR_PARALLEL = 1  # GPUs per vLLM worker, for a model that is too large for one GPU
+MASK_TRUNCATED = True  # truncated completions are not trained, but count in their group's mean
+OVERLONG_TOKENS = 0  # the reward falls by up to 1 over the last N tokens allowed (DAPO); 0: off
+# Flat groups are skipped: their completions all have the same OUTCOME ("outcome"), or the same
+# total reward ("reward"). False trains every group.
+SKIP_FLAT_GROUPS = "outcome"
+# How often a step may sample replacements for flat groups, in multiples of PROMPTS_PER_STEP. After
+# that it trains on fewer groups.
+MAX_REFILLS = 4
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
-OUTCOME = None  # the reward that says right (> 0) or wrong: accuracy, flat groups; None: the task's
-REWARD_WEIGHTS = None  # a dict by reward (reward_weights); None: the task's; {}: a teacher alone
+OUTCOME = None  # name of the reward that decides correctness: above 0 is correct; None: the task's
+REWARD_WEIGHTS = None  # weight by reward (reward_weights); None: the task's; {}: only the KL trains
 
 # --- Loss ---------------------------------------------------------------------------
-LOSS_TYPE = "grpo"  # a token weighs 1 over: length (grpo), all tokens (dapo), constant (dr_grpo)
-ADVANTAGE_STD = True  # False: centred only, without the bias to easy and hard prompts (Dr. GRPO)
-CLIP_LOW = 0.2  # A < 0: no gradient where the ratio is below 1 - CLIP_LOW (epsilon)
-CLIP_HIGH = 0.2  # A > 0: none above 1 + CLIP_HIGH; 0.28: more room for rare tokens (epsilon_high)
-KL_BETA = 0.04  # weight of the KL to the reference; 0 needs no reference and no server (beta)
-UNBIASED_KL = False  # the KL's estimate times the ratio, for an unbiased gradient (DeepSeek-V3.2)
+# A token's loss is divided by the completion's length ("grpo"), by the number of tokens of the step
+# ("dapo"), or by a constant ("dr_grpo").
+LOSS_TYPE = "grpo"
+# Divides advantages by the group's std. False only centres them, which gives very easy and very
+# hard prompts no extra weight (Dr. GRPO).
+ADVANTAGE_STD = True
+# A token's ratio is its new probability over its old one. A token with a negative advantage has no
+# gradient below the ratio 1 - CLIP_LOW, one with a positive advantage none above 1 + CLIP_HIGH.
+CLIP_LOW = 0.2  # higher clips less, and the policy may move farther on one rollout (epsilon)
+CLIP_HIGH = 0.2  # higher, such as 0.28, lets rare tokens become likely faster (epsilon_high)
+KL_BETA = 0.04  # weight of the KL penalty; higher stays nearer the reference, 0 needs none (beta)
+UNBIASED_KL = False  # True: the ratio weights the KL; its gradient is unbiased (DeepSeek-V3.2)
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
-RATIO_LEVEL = "token"  # or "sequence" (GSPO; CLIP_LOW and CLIP_HIGH are 3e-4 and 4e-4 there)
-IS_CAP = 2.0  # truncated importance sampling: cap on p_trainer / p_sampler; 0: off
-IS_MASK = False  # True: tokens beyond IS_CAP, or below 1 / IS_CAP, weigh 0 (token_mask)
-UPDATES_PER_ROLLOUT = 1  # on each rollout: mu; clips act from 2, or with workers (num_iterations)
+RATIO_LEVEL = "token"  # or "sequence": a ratio per completion (GSPO: CLIP_LOW 3e-4, CLIP_HIGH 4e-4)
+# Truncated importance sampling corrects for a sampler whose log-probs differ from the trainer's: a
+# token's objective is multiplied by p_trainer / p_sampler, by IS_CAP at most. 0: off.
+IS_CAP = 2.0
+IS_MASK = False  # True: tokens whose factor is above IS_CAP or below 1 / IS_CAP get 0 (token_mask)
+# Optimiser updates on each rollout, mu (num_iterations). More reuse the samples and go off-policy;
+# with 1, only workers' groups can be clipped.
+UPDATES_PER_ROLLOUT = 1
 
-# --- Workers, and a reference that is refreshed: 0 is off ------------------------------
-PUBLISH_STEPS = 0  # 1: publish the policy every so many steps, for workers on other machines
-TRAINER = "http://127.0.0.1:59876"  # rank 0 serves workers here; elsewhere: GRPO_TOKEN on both
-TRAINER_SAMPLES = True  # the ranks sample what workers have not; False: workers alone sample
-MAX_STALENESS = 4  # groups sampled by a policy more updates ago than this are dropped
-REFERENCE = None  # a local teacher, another model with MODEL's tokenizer; None: MODEL
-REFERENCE_REFRESH_STEPS = 0  # copy the policy into a local reference every so many steps
+# --- Workers, and a reference that is refreshed ----------------------------------------
+PUBLISH_STEPS = 0  # workers get a new policy every N steps; higher is staler; 0: no workers
+TRAINER = "http://127.0.0.1:59876"  # where rank 0 serves workers; other machines need GRPO_TOKEN
+TRAINER_SAMPLES = True  # ranks sample the groups that workers lack; False: only workers sample
+MAX_STALENESS = 4  # groups sampled more than N updates ago are dropped; higher keeps older ones
+REFERENCE = None  # a local teacher: another model with MODEL's tokenizer; None: MODEL itself
+REFERENCE_REFRESH_STEPS = 0  # copies the policy into a local reference every N steps; 0: never
 
 # --- Optimisation -------------------------------------------------------------------
 STEPS = 500  # optimiser updates (max_steps)
-LEARNING_RATE = 1e-6  # LoRA wants some 10 to 20 times as much
-LORA_RANK = 0  # 16 or 32: train adapters of that rank, and keep the model itself frozen
-WARMUP_STEPS = 10  # linear from 0
-FINAL_LR = 1.0  # decay to this fraction of LEARNING_RATE at the last step; 1 is constant
-LR_SCHEDULE = "linear"  # the decay; or "cosine" (lr_scheduler_type)
-ADAM_BETAS = (0.9, 0.99)
-WEIGHT_DECAY = 0.0
-MAX_GRAD_NORM = 1.0  # gradient clipping by global norm
-SEED = 0
+LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs 10 to 20 times as much
+LORA_RANK = 0  # 16 or 32: trains LoRA adapters of that rank, the model is frozen; 0: full training
+WARMUP_STEPS = 10  # the learning rate rises linearly from 0 in this many steps
+FINAL_LR = 1.0  # share of LEARNING_RATE that is left at the last step; 1: constant
+LR_SCHEDULE = "linear"  # shape of the decay to FINAL_LR, or "cosine" (lr_scheduler_type)
+ADAM_BETAS = (0.9, 0.99)  # of Adam's averages of the gradient and its square; higher smooths more
+WEIGHT_DECAY = 0.0  # of AdamW; higher pulls the weights harder to 0
+MAX_GRAD_NORM = 1.0  # a gradient with a larger global norm is scaled down to it
+SEED = 0  # random seed of the order of questions and of sampling
 
-# --- Memory: "auto" is tried on a GPU at the start; out of memory later, set a lower number ------
-MICRO_BATCH_TOKENS = "auto"  # tokens per forward/backward, a prompt counts once; same gradient
+# --- Memory: "auto" is tried on a GPU at the start; if memory runs out later, set a number ------
+MICRO_BATCH_TOKENS = "auto"  # tokens per forward and backward; fewer save memory; same gradient
 FUSED_LOSS = True  # LM head and loss in chunks (grpo_loss_triton.py); False holds all logits
-GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far smaller
-OFFLOAD_OPTIMIZER = False  # master weights, Adam states and the update in CPU memory
-REFERENCE_ON_CPU = False  # where REF_SERVER is None: its copy waits there, and comes once a step
-CPU_THREADS = 0  # of forward and backward on a CPU; 0: the cores over the ranks
+GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far less memory
+OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
+REFERENCE_ON_CPU = False  # True: a local reference is in CPU memory, and on the GPU once a step
+CPU_THREADS = 0  # threads of forward and backward on a CPU; 0: its cores over the ranks
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
 # --- Run ----------------------------------------------------------------------------
-EVAL_STEPS = 50  # greedy accuracy at step 0, every so many steps, and at the end; 0: never
-EVAL_SPLIT = "test"
-EVAL_QUESTIONS = 512  # the first so many of the split
-EVAL_BATCH = "auto"  # questions that a rank answers at once, see "Memory"
-STOP_ACCURACY = 1.01  # stop when an evaluation reaches it; report on another split than EVAL_SPLIT
-SAVE_STEPS = 100  # a checkpoint is the model, and 12 bytes a trained parameter to resume from it
-KEEP_CHECKPOINTS = 2  # the newest; older ones are deleted
-KEEP_BEST = True  # save and keep the best evaluation's too: RUN_DIR/best
-RESUME = True  # resume from RUN_DIR's newest checkpoint; False: RUN_DIR must not hold a run
-SAMPLES_PER_STEP = 2  # completions of one group written to samples.jsonl each step
-REPORT_TO = []  # "tensorboard", "wandb": metrics in RUN_DIR, and sent; functions get each record
-WAIT_LIMIT_SECONDS = 600  # without an answer of the server, or groups of workers: the run ends
-REWARD_TIMEOUT_SECONDS = 60  # of a group (in a process: of a completion); then the run ends
-REWARD_PROCESSES = 0  # of each rank and worker, beside the sampling, for slow rewards; 0: in place
-MAX_BAD_STEPS = 5  # steps in a row with a gradient that is not finite: skipped, then the run ends
-IDLE_LIMIT = 10  # steps in a row without anything to train, after which the run ends
+EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the end); 0: never
+EVAL_SPLIT = "test"  # the task's split for evaluations
+EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more precise and slower
+EVAL_BATCH = "auto"  # questions that a rank answers at once; more are faster and need memory
+STOP_ACCURACY = 1.01  # accuracy that ends the run (above 1: never); then report on another split
+SAVE_STEPS = 100  # steps between checkpoints: the model, and 12 bytes per trained parameter
+KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
+KEEP_BEST = True  # also keeps the checkpoint of the best evaluation: RUN_DIR/best
+RESUME = True  # resumes from the newest checkpoint in RUN_DIR; False: RUN_DIR must not hold a run
+SAMPLES_PER_STEP = 2  # completions of one group that each step writes to samples.jsonl
+REPORT_TO = []  # "tensorboard", "wandb" or functions, which get each step's metrics, too
+WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server or workers' groups
+# The run ends if the rewards of a group (with REWARD_PROCESSES: of a completion) take longer.
+REWARD_TIMEOUT_SECONDS = 60
+REWARD_PROCESSES = 0  # per rank and worker, for slow rewards, in parallel with sampling; 0: none
+MAX_BAD_STEPS = 5  # the run ends after N steps in a row with a non-finite gradient, all skipped
+IDLE_LIMIT = 10  # the run ends after N steps in a row without anything to train
 
 
 # --- Sample: algorithm 1, lines 5, 7, 8 ------------------------------------------------
 def sample_step(run):
-    """Collective: returns (groups, metrics, sampled): what all ranks train next, with the
-    reference's log-probs; means over what was sampled, by name; the groups that this rank sampled
-    or has taken from workers, flat ones too.
+    """Collective: returns (groups, metrics, sampled): the groups that all ranks train next, with
+    the reference's log-probs; means over the sampled groups, by name; all groups that this rank
+    sampled or took from workers, flat ones too.
 
-    Workers' groups come first, and the ranks sample what is missing. Each round begins as many
-    groups as are expected to be needed, by the share that was flat in the last steps: so batches
-    are full. What has begun is finished, and trained if it is usable, even if the step gets more
-    than PROMPTS_PER_STEP: the first to end would be the short completions.
+    Workers' groups come first; the ranks sample what is missing. The share of flat groups in recent
+    steps decides how many groups a round starts. Groups that were started are always finished and
+    used. Stopping at the first PROMPTS_PER_STEP would favour short completions.
     """
     p, clock, counts, sampled = run.progress, run.clock, Counter(), []
     with clock.part("wait"), ranks.all_or_none("workers' groups"):  # collective
@@ -179,7 +190,7 @@ def sample_step(run):
                 for group, is_flat in share:
                     sampled.append(group)
                     if not (is_flat and SKIP_FLAT_GROUPS):
-                        mine.append((group, run.reference.logps(group)))  # it is scored meanwhile
+                        mine.append((group, run.reference.logps(group)))  # scored while we sample
         usable = ranks.sum_over_ranks(len(mine) - before)  # collective
         p.count_round(groups=number, usable=usable)
         begun, missing = begun + number, missing - usable
@@ -195,8 +206,8 @@ def sample_step(run):
 
 
 def sample_share(run, number, begun, counts):
-    """Yields (group, whether it is flat) of this rank's share of the next `number` groups, each
-    when its last completion has ended; `counts` gets their tally."""
+    """Yields (group, whether it is flat) for this rank's share of the next `number` groups, each
+    as soon as it is finished; adds their tally to `counts`."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
     prompts = itertools.islice(run.stream, number // world + (rank < number % world))  # line 5
     settings = {"seed": rollout.seed_of(SEED, step, begun, rank)}
@@ -218,21 +229,6 @@ def sample_share(run, number, begun, counts):
 
 
 # --- Sequences to train: lines 6, 9 ----------------------------------------------------
-@dataclass
-class Sequence:
-    """A prompt and one of its completions, with all that the loss needs of it."""
-
-    prompt: list[int]
-    completion: list[int]
-    sampler_logps: torch.Tensor  # (T,)
-    old_logps: torch.Tensor | None  # (T,); None: the first update on the rollout sets them
-    ref_logps: torch.Tensor | None  # (T,); None: KL_BETA is 0
-    advantage: float
-    own: torch.Tensor  # (T,), bool; False: a token of the task's (turns), which is in no sum
-    weight: float = 0.0  # of each own token, in the step's loss
-    fresh: bool = False  # whether it was sampled with the very weights that are trained next
-
-
 def advantages_of(group, reward_weights):
     """Returns the advantages (G,) of a group's total rewards (line 9)."""
     assert group.reward_names == list(reward_weights), group.reward_names
@@ -243,10 +239,10 @@ def advantages_of(group, reward_weights):
 
 
 def make_sequences(groups, reward_weights, step):
-    """Returns the sequences of the groups, to train the policy after `step` updates; without the
-    truncated if MASK_TRUNCATED: those still count in their group's mean, and in the number of
-    sequences. Line 6: if a worker, or another policy, has sampled any of the groups, the old
-    log-probs of all (a micro-batch mixes them) are the sampler's."""
+    """Returns the groups' sequences, which train the policy after `step` updates. MASK_TRUNCATED
+    leaves out truncated ones; they still count in their group's mean and as sequences. Line 6: if
+    a worker or another policy sampled any group, the sampler's log-probs are the old ones for all
+    sequences, as a micro-batch mixes groups."""
     own = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
     sequences = []
     for group in groups:
@@ -278,8 +274,8 @@ def make_sequences(groups, reward_weights, step):
 # --- Loss and gradient: line 11 --------------------------------------------------------
 def batch_loss(hidden, head, ids, batch, vocab_size):
     """Returns (loss, stats) of a micro-batch's B sequences: their part of the step's loss, a
-    scalar, and tensors (N,) of their tokens, by name (grpo/loss.py). Sets the sequences' old
-    log-probs where they have none.
+    scalar, and tensors (N,) with a value per token, by name (grpo/loss.py). Sets old log-probs if
+    the sequences have none.
 
     `hidden` (N, H) are the states that predict the completions' `ids` (N,); `head` is (V', H).
     """
@@ -298,7 +294,7 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
         hidden,
         head,
         ids,
-        None if first_update else joined([s.old_logps for s in batch]),  # None: the loss's own
+        None if first_update else joined([s.old_logps for s in batch]),  # None: the new ones
         joined([s.ref_logps for s in batch]) if KL_BETA else None,
         per_token([s.advantage for s in batch]),
         weights,
@@ -310,13 +306,12 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
         objective=OBJECTIVE,
         unbiased_kl=UNBIASED_KL,
         sampler_logps=sampler_logps,
-        is_cap=IS_CAP,
+        is_cap=IS_CAP,  # no effect if old and sampler's log-probs are the same; ratio_cap acts then
         is_mask=IS_MASK,
-        # Where old and sampler's log-probs are the same, is_cap acts on nothing
         ratio_cap=IS_CAP if batch[0].old_logps is batch[0].sampler_logps else 0.0,
         sequences=per_token(list(range(len(batch)))) if RATIO_LEVEL == "sequence" else None,
     )
-    if first_update:  # line 6, for the next update: its plan gives this rank the same sequences
+    if first_update:  # line 6, for the next update, which gives this rank the same sequences
         for sequence, logps in zip(batch, stats["logps"].cpu().split(lengths), strict=True):
             sequence.old_logps = logps
     fresh = per_token([float(s.fresh) for s in batch])
@@ -327,11 +322,11 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
 
 def accumulate(run, sequences):
     """Collective: accumulates the gradient of a step's sequences, in micro-batches of at most
-    MICRO_BATCH_TOKENS tokens; returns means over its tokens.
+    MICRO_BATCH_TOKENS tokens; returns means over the step's tokens.
 
-    The weights already divide by the whole step's counts, and the ranks' gradients are summed, not
-    averaged (engine_config). So parts add up, in any order: to the same gradient for 1 x 8
-    micro-batches, 8 x 1 and 2 ranks x 4.
+    The token weights already divide by the whole step's counts, and the ranks' gradients are
+    summed, not averaged (engine_config). So 1 x 8 micro-batches, 8 x 1 and 2 ranks x 4 give the
+    same gradient.
     """
     engine, means = run.engine, TokenStats(run.engine.device)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -342,8 +337,8 @@ def accumulate(run, sequences):
         loss, stats = batch_loss(hidden, engine.module.head, ids, batch, run.policy.vocab_size)
         if not is_filler:
             means.add(loss, stats)
-        # A loss that is not finite can have a finite gradient: it becomes NaN, so that DeepSpeed
-        # skips the step, on all ranks
+        # A loss that is not finite may have a finite gradient. We make the gradient NaN, so that
+        # DeepSpeed skips the step on all ranks
         loss = loss * torch.where(loss.detach().isfinite(), float(not is_filler), torch.nan)
         ranks.note(f"backward {done} of {len(rounds)}")
         engine.backward(loss)  # collective
@@ -352,8 +347,8 @@ def accumulate(run, sequences):
 
 # --- Update: line 11 -------------------------------------------------------------------
 def update(run, sequences):
-    """Collective: one optimiser update on the sequences (line 11); returns its metrics. A gradient
-    that is not finite leaves the weights as they are ("skipped")."""
+    """Collective: makes one optimiser update on the sequences (line 11); returns its metrics. If
+    the gradient is not finite, the weights do not change ("skipped")."""
     engine, rate = run.engine, learning_rate(run.c, run.progress.step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
@@ -364,7 +359,7 @@ def update(run, sequences):
         check_sampler(metrics, run.policy.dtype)
     with run.clock.part("step"):
         norm = take_step(engine)  # collective
-    metrics = with_kl(metrics, run.reference.info, MODEL)  # without what was not computed
+    metrics = with_kl(metrics, run.reference.info, MODEL)  # KL only if it was computed
     # DeepSpeed's norm of a gradient that overflowed may also be -1
     finite = math.isfinite(metrics["loss"]) and 0 <= norm < math.inf
     return metrics | {"grad_norm": norm, "learning_rate": rate, "skipped": int(not finite)}
@@ -372,7 +367,7 @@ def update(run, sequences):
 
 # --- The loop: lines 2, 3, 4, 10 -------------------------------------------------------
 def train(run):
-    """Collective: trains until all steps are made; returns whether a signal has ended it before."""
+    """Collective: trains for all steps; returns whether a signal stopped it earlier."""
     p, bar = run.progress, progress_bar(run.progress.step, STEPS)
     while True:  # line 4
         evaluate_if_due(run)  # collective
@@ -402,7 +397,7 @@ def train(run):
                 if number == updates:
                     end_rollout(run, before)
                 run.laps.append(run.clock.lap())
-                own = metrics if number == 1 else {}  # the rollout's, once for all updates on it
+                own = metrics if number == 1 else {}  # the rollout's metrics are logged once
                 run.folder.log("metrics.jsonl", {"step": p.step} | own | trained | run.laps[-1])
                 show(bar, p.step, metrics | trained | run.laps[-1])
                 if sequences:
@@ -410,7 +405,7 @@ def train(run):
 
 
 def end_rollout(run, before):
-    """Publishes the policy and makes it the reference (lines 2, 3), if due since step `before`."""
+    """Publishes the policy, and copies it into the reference (lines 2, 3), if either is due."""
     p = run.progress
     if run.workers and p.passed(PUBLISH_STEPS, before):
         with run.clock.part("publish"):
@@ -422,8 +417,8 @@ def end_rollout(run, before):
 
 
 def evaluate_if_due(run):
-    """Collective: evaluates at the beginning, every EVAL_STEPS and at the end. If any rank is asked
-    to stop, the evaluation is left out, and due when the run resumes."""
+    """Collective: evaluates at the start, every EVAL_STEPS and at the end. If a stop is requested,
+    the evaluation is skipped and happens when the run resumes."""
     p = run.progress
     due = p.passed(EVAL_STEPS, p.evaluated) or p.step >= STEPS and p.evaluated < p.step
     if not (EVAL_STEPS and due) or ranks.any_rank(stop.asked):  # collective
@@ -436,12 +431,12 @@ def evaluate_if_due(run):
 
 
 # --- Main ---------------------------------------------------------------------------
-known = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
+known = frozenset(filter(str.isupper, globals()))  # a preset may set no others
 
 
 def constants(**preset):
-    """Sets those of `preset`, until the next call. Returns this module: its attributes are the
-    constants, and have no other home. SystemExit says which can't be."""
+    """Sets the constants in `preset` until the next call. Returns this module, whose attributes the
+    constants are. Raises SystemExit with a line for each wrong constant."""
     checks.check_constants(settle(globals(), known, preset))
     return sys.modules[__name__]
 
@@ -469,7 +464,7 @@ def main(**preset):
 
 
 def worker(**preset):
-    """Samples for the trainer at TRAINER, until that is gone."""
+    """Samples for the trainer at TRAINER until the trainer is gone."""
     c = constants(**preset)
     tokenizer, recipe, _ = prepare(c, needs_server=False)
     run_worker(worker_policy(c, tokenizer), recipe)

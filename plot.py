@@ -1,12 +1,12 @@
-"""Curves and samples of runs, from the files in their RUN_DIR.
+"""Draws curves and prints samples of runs, from the files in their RUN_DIR.
 
     python plot.py runs/gsm8k                 # writes runs/gsm8k/curves.png
-    python plot.py runs/a runs/b [two.png]    # over one another: runs/a/curves_vs.png, or two.png
+    python plot.py runs/a runs/b [two.png]    # compares runs: runs/a/curves_vs.png, or two.png
     python plot.py samples runs/gsm8k [40]    # prints the samples of step 40, or of the last step
-    python plot.py live [runs/] [8080]        # serves a live page of the runs in a folder
+    python plot.py live [runs/] [8080]        # serves a live page of all runs in a folder
 
-Pale: each step; strong: running means, of 10 steps at most; a gap: steps that trained nothing.
-Each metric: docs/metrics.md.
+Pale lines show each step, strong lines running means over at most 10 steps; a gap means that the
+steps trained nothing. docs/metrics.md explains each metric.
 """
 
 import json
@@ -23,30 +23,31 @@ CURVES = {  # title: the metrics that share its axes
     "KL to the reference (nats a token)": ["kl"],
     "completion length (tokens)": ["completions/mean_length"],
     "truncated completions (share)": ["completions/clipped_ratio"],
-    "flat groups, of one outcome (share)": ["frac_outcome_zero_std"],
+    "zero-variance groups (share)": ["frac_outcome_zero_std"],
     "entropy (nats a token)": ["entropy"],
     "gradient norm": ["grad_norm"],
     "mismatch to the sampler (nats)": ["sampling/sampling_logp_difference/mean"],
 }
 EVALUATION = re.compile("eval_").match
 REWARD = re.compile("rewards/(.+)/mean")
-WIDTH, LINES = 78, 40  # of a text that is printed
+WIDTH, LINES = 78, 40  # columns and lines of a printed text, at most
 
 
 def read(run_dir, name="metrics.jsonl"):
-    """Returns the records in a file of a run, without a line that is being written."""
+    """Returns the records in a file of a run; skips a line that is still being written."""
     path, records = Path(run_dir, name), []
     if not path.exists():
-        what = "holds none" if Path(run_dir).is_dir() else "is no folder"
-        sys.exit(f"{path} is not there: {run_dir} {what}; give the RUN_DIR of a run that has begun")
+        what = "has no such file yet" if Path(run_dir).is_dir() else "is not a folder"
+        sys.exit(f"{path} is missing: {run_dir} {what}. Name the RUN_DIR of a run that has started")
     for line in path.read_text(errors="replace").splitlines():
         with suppress(ValueError):
             records.append(json.loads(line))
-    return records or sys.exit(f"{path} has no records yet: wait for the run's first step")
+    return records or sys.exit(f"{path} has no records yet: wait for the end of the first step")
 
 
 def plot(*run_dirs, target=None):
-    """Returns the path of the picture: `target`, or curves.png or curves_vs.png in the first."""
+    """Draws the runs; returns the picture's path, by default curves.png or curves_vs.png in the
+    first run's folder."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -78,7 +79,7 @@ def plot(*run_dirs, target=None):
 
 
 def draw(ax, records, name, color):
-    """Draws a metric: running means over the values; of an evaluation its points."""
+    """Draws a metric: its values and their running mean, or the points of an evaluation."""
     evaluation = bool(EVALUATION(name))
     records = [r for r in records if any(map(EVALUATION, r)) == evaluation]
     steps = [record["step"] for record in records]
@@ -89,7 +90,7 @@ def draw(ax, records, name, color):
         ax.plot(steps, values, color=color, marker="o", linestyle=":")
         return
     means, total, weight = [], 0.0, 0.0
-    fade = 1 - 1 / min(10, max(1, count / 20))  # a short run would lag behind itself
+    fade = 1 - 1 / min(10, max(1, count / 20))  # in a short run a long mean would lag
     for value in values:
         if not math.isnan(value):
             total, weight = fade * total + value, fade * weight + 1
@@ -99,13 +100,14 @@ def draw(ax, records, name, color):
 
 
 def show_samples(run_dir, step=None):
-    """Prints the samples of a step, or of the last one, the best first."""
+    """Prints the samples of a step (default: the last), the best first."""
     records = read(run_dir, "samples.jsonl")
     step = int(step or records[-1]["step"])
     if not (ours := [r for r in records if r["step"] == step]):
-        sys.exit(f"{run_dir} has no samples of step {step}: its last are of {records[-1]['step']}")
+        sys.exit(f"{run_dir} has no samples of step {step}; its last step is {records[-1]['step']}")
     group, ours = ours[0], sorted(ours, key=lambda r: -r["advantage"])
-    print(f"step {step}, by {group['sampler']}" + ", flat: skipped" * group.get("flat", False))
+    flat = ", a zero-variance group: skipped" if group.get("flat") else ""
+    print(f"step {step}, by {group['sampler']}{flat}")
     show("prompt", group["prompt"])
     show("answer", group.get("answer"))
     high, low = ours[0]["advantage"], ours[-1]["advantage"]
@@ -119,7 +121,7 @@ def show_samples(run_dir, step=None):
 
 
 def show(title, text):
-    # A terminal would obey control characters, and splitlines() breaks lines at them
+    # Control characters would act on the terminal, and splitlines() breaks lines at them
     text = str(text).removesuffix("\n").expandtabs(4)
     text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     lines = [part for line in text.split("\n") for part in textwrap.wrap(line, WIDTH) or [""]]

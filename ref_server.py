@@ -4,11 +4,12 @@
     python ref_server.py presets/7b_2x80gb.py       # with the constants of a preset
 
     POST /score?wait=S    ids of one or several groups -> the log-probs of their completions
-    GET  /info            which model this is: the trainer compares.      GET /health: it answers
+    GET  /info            the model, which the trainer compares with its own
+    GET  /health          shows that the server answers
 
-The server is a function: it keeps nothing of what it scored. If it dies, the trainer still has the
-ids, and asks again when the server is back. A KL penalty needs no gradient of the reference, so the
-reference can live on an old GPU or on another machine. grpo/wire.py describes the bodies.
+The server stores nothing. If it dies, the trainer still has the ids and asks again once the server
+is back. A KL penalty needs no gradient of the reference, so the reference can run on an old GPU or
+on another machine. grpo/wire.py describes the bodies.
 """
 
 import gc
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from grpo import constants
 
 constants.before_torch()
-if __name__ == "__main__":  # here, so that a mistake is told before torch is imported
+if __name__ == "__main__":  # reports a mistake before torch is imported
     _, given = constants.command_line("ref_server.py", __doc__)
 
 import torch
@@ -36,23 +37,32 @@ from grpo.models import load_model, load_tokenizer
 from grpo.wire import MAX_WAIT_SECONDS, facts_of, ids_by_sequence, pack_logps, unpack_ids
 
 # --- What to serve ------------------------------------------------------------------
-MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder; may be larger than the policy, same tokenizer
-TEMPERATURE = 1.0  # log-probs are those of softmax(logits / TEMPERATURE); the trainer must agree
-DTYPE = "auto"  # bfloat16 on a GPU, float32 on a CPU; softmax is float32 either way
-SCORE_BATCH_TOKENS = 8_192  # tokens in one forward; halved by itself when out of memory
+# Hub name or folder of the reference model. It may be larger than the trained model, but must have
+# the same tokenizer.
+MODEL = "Qwen/Qwen2.5-3B"
+TEMPERATURE = 1.0  # divides the logits; must be the trainer's TEMPERATURE
+DTYPE = "auto"  # bfloat16 on a GPU, float32 on a CPU; the softmax is always float32
+# Tokens per forward pass. More are faster and need more memory; if it runs out, the server halves
+# the batch and goes on.
+SCORE_BATCH_TOKENS = 8_192
 
 # --- Where to serve -----------------------------------------------------------------
-HOST = "127.0.0.1"  # another address needs a shared secret in the environment: GRPO_TOKEN=...
-PORT = 59875
-THREADS = 64  # requests served at once; each rank has one request that waits to be scored
-MAX_BODY_BYTES = 16 << 20  # of a request: 64 completions of 8192 tokens are 2 MB; 1 MB at least
-MAX_WAITING_BYTES = 64 << 20  # of all requests that wait; beyond it the answer is 503: try again
+# Address that the server listens on. 0.0.0.0 admits other machines and needs a shared secret in the
+# environment of both sides: GRPO_TOKEN=...
+HOST = "127.0.0.1"
+PORT = 59875  # port in the trainer's REF_SERVER; 0 takes any free port
+THREADS = 64  # requests served at once; each rank has one waiting request, so more ranks need more
+# Largest request, at least 1 MB; larger ones are refused (64 completions of 8192 tokens: 2 MB).
+MAX_BODY_BYTES = 16 << 20
+# Memory for all waiting requests. Beyond it the server answers 503 and the client tries again; a
+# higher limit lets more requests wait.
+MAX_WAITING_BYTES = 64 << 20
 
 
 # --- Scoring ------------------------------------------------------------------------
 @dataclass(eq=False)
 class Request:
-    """unpack_ids' tensors; `answer` is the future of their log-probs (N,)."""
+    """Tensors of unpack_ids; `answer` is the future of their log-probs (N,)."""
 
     tensors: dict
     answer: Future = field(default_factory=Future)
@@ -62,7 +72,7 @@ class Request:
 
 
 class Reference:
-    """The frozen model, `info`, which is /info's answer, and `limits`, unpack_ids' arguments."""
+    """The frozen model. `info` is the answer to /info, `limits` are arguments of unpack_ids."""
 
     def __init__(self):
         facts = facts_of(load_tokenizer(MODEL), TEMPERATURE)
@@ -75,7 +85,7 @@ class Reference:
         self.info = facts | {"model": MODEL, "dtype": dtype}
 
     def score(self, requests):
-        """Scores requests in common batches; answers each as soon as it is complete."""
+        """Scores several requests in common batches; answers each request once it is complete."""
         prompts, completions, left, logps = [], [], [], {}
         for request in requests:
             begin, parts = len(prompts), ids_by_sequence(request.tensors)
@@ -92,20 +102,20 @@ class Reference:
             for request, own in complete:
                 answer = torch.cat([logps.pop(number) for number in own])
                 if not answer.isfinite().all():
-                    raise ValueError("the reference model gave log-probs that are not finite")
+                    raise ValueError("the reference model computes log-probs that are not finite")
                 request.answer.set_result(answer)
 
 
 def answer_all(requests, score):
-    """Scores requests together; if that fails, each alone, so that only the one at fault fails."""
+    """Scores requests together. If that fails, scores each alone, so only the bad one fails."""
     failure = None
     try:
         score(requests)
     except Exception as error:  # noqa: BLE001 (printed here, and raised in the trainer)
         traceback.print_exc()
         if accelerator():
-            torch.accelerator.synchronize()  # raises if the device is broken: then all ends here
-        failure = f"{type(error).__name__}: {error}"  # not the error, which holds tensors
+            torch.accelerator.synchronize()  # raises if the device is broken, and ends the server
+        failure = f"{type(error).__name__}: {error}"  # the error itself would keep tensors alive
     left = [request for request in requests if not request.answer.done()]
     if failure and len(requests) == 1:
         left[0].answer.set_exception(RuntimeError(f"the sequences can't be scored: {failure}"))
@@ -119,7 +129,7 @@ def make_app(waiting, info, limits, token):
     """Returns the WSGI app; `token` is None or the shared secret."""
     app = Gate(token=token, max_body_bytes=MAX_BODY_BYTES)
     app.get("/info", callback=lambda: info)
-    one_by_one = threading.Lock()  # 60 threads that read at once would starve /health
+    one_by_one = threading.Lock()  # 60 threads reading at once would starve /health
 
     @app.post("/score")
     def score():
@@ -136,11 +146,11 @@ def make_app(waiting, info, limits, token):
 
 
 # --- Main ---------------------------------------------------------------------------
-known = frozenset(filter(str.isupper, globals()))  # a preset that sets another has misspelt it
+known = frozenset(filter(str.isupper, globals()))  # a preset may set no others
 
 
 def check_constants(now):
-    """Raises SystemExit with a line for each constant, by name in `now`, that can't be."""
+    """Raises SystemExit with a line for each wrong constant in `now`, {name: value}."""
     kinds = [
         (constants.WHOLE, "SCORE_BATCH_TOKENS THREADS MAX_BODY_BYTES MAX_WAITING_BYTES"),
         (constants.COUNT, "PORT"),
@@ -163,15 +173,15 @@ def main(**preset):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     print(f"loading the reference model {MODEL} ...", flush=True)
     reference = Reference()
-    gc.freeze()  # a collection that visits all of torch's objects stops every thread for 0.4 s,
-    sys.setswitchinterval(1e-4)  # and one that computes stops them for 5 ms at a time
+    gc.freeze()  # else a garbage collection of torch's objects stops every thread for 0.4 s
+    sys.setswitchinterval(1e-4)  # else a computing thread stops the others for 5 ms at a time
     waiting = Waiting(THREADS - 4, MAX_WAITING_BYTES)  # 4 threads always serve /info and /health
     app = make_app(waiting, reference.info, reference.limits, token)
     server = listen(app, HOST, PORT, THREADS)
     http = in_background(server.run)
     dtype = reference.info["dtype"]
     print(f"serving {MODEL} ({dtype}) on http://{HOST}:{server.effective_port}", flush=True)
-    # In the main thread: if scoring fails for good, the process ends, and clients notice
+    # Scoring runs in the main thread: if it fails for good, the process ends and clients notice
     while http.is_alive():
         if requests := waiting.take(8 * SCORE_BATCH_TOKENS, timeout=1):
             answer_all(requests, reference.score)

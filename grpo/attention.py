@@ -1,16 +1,16 @@
-"""Attention over one row of packed sequences: it alone knows where each of them begins.
+"""Attention over one row of packed sequences. Only this file knows where each sequence begins.
 
     row = Row(prompts, completions, device, varlen=False)
     with attention_is(PACKED, model.config):
         model(input_ids=row.ids, position_ids=row.positions, packed=row)
 
-The row is a prompt, its completions, the next prompt. It is cut into parts: a prompt with its first
-completion, and each further completion, whose prompt's keys and values are gathered before its own.
-A part's last query sees all of its keys, and each query before it one less.
+The row holds a prompt, its completions, the next prompt, and so on. It is cut into parts: a prompt
+with its first completion, and each further completion with the keys and values of its prompt
+gathered in front. A part's last query sees all keys of the part, each query before it one key less.
 
-On CUDA in bfloat16 one kernel runs all parts, torch's varlen_attn, without padding or mask.
-Elsewhere scaled_dot_product_attention runs buckets: parts of like length that have equally many
-keys of a prompt, padded on the right.
+On CUDA in bfloat16 one kernel, torch's varlen_attn, runs all parts without padding or mask.
+Elsewhere scaled_dot_product_attention runs buckets. A bucket holds parts of similar length, padded
+on the right, whose prompts have equally many keys.
 
 Symbols: L tokens of the row, D width of a head, B parts of a bucket.
 """
@@ -25,21 +25,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
-PACKED = "grpo_packed"  # the name of packed_attention among transformers' attentions
-# So many padded pairs of query and key cost less than another call: on a CPU measured, else a guess
+PACKED = "grpo_packed"  # under this name transformers finds packed_attention
+# A bucket may have this many padded pairs of query and key, which cost less than another call. More
+# make fewer, larger buckets. The number for CPUs was measured, the one for GPUs is a guess.
 SLACK, SLACK_ON_GPUS = 4_000, 1_000_000
 
 
 class Row:
-    """Prompts and completions as one row: `ids` and `positions` (1, L); `states` (N,), the places
-    of the states that predict the completions. Neighbours with the same prompt share it."""
+    """Prompts and completions as one row: `ids` and `positions` (1, L), and `states` (N,), the
+    indices of the states that predict completions. Neighbours with the same prompt share it."""
 
     def __init__(self, prompts, completions, device, *, varlen):
         self.device, self.parts, self.masks = device, [], {}
-        self.told = set()  # by the layers: window; heads and widths of queries, keys, values
+        self.told = set()  # what layers report: window; heads and widths of queries, keys, values
         ids, positions, states, last = [], [], [], None
         for prompt, completion in zip(prompts, completions, strict=True):
-            own, begin = completion[:-1], len(ids)  # no state after the last token is needed
+            own, begin = completion[:-1], len(ids)  # the state after the last token is not needed
             if prompt != last:
                 last, before = prompt, range(begin, begin + len(prompt))
                 ids += prompt
@@ -58,7 +59,7 @@ class Row:
         return torch.tensor(numbers, dtype=dtype, device=self.device)
 
     def _ends(self):
-        """Returns the indices of all parts' keys, and varlen_attn's ends and lengths of parts."""
+        """Returns the indices of all parts' keys, and the ends and lengths for varlen_attn."""
         sizes = [*zip(*((len(own), len(keys) + len(own)) for keys, own in self.parts))]
         ends = self.tensor([[0, *itertools.accumulate(x)] for x in sizes], torch.int32)
         keys = [i for before, own in self.parts for i in (*before, *own)]
@@ -66,8 +67,8 @@ class Row:
 
     @functools.cached_property
     def buckets(self):
-        """Returns buckets (B, keys of a prompt, own tokens); the indices of all their queries and
-        keys; and where among the queries each token is."""
+        """Returns the buckets, each (B, prompt keys, own tokens); the indices of all their queries
+        and keys; and the place of each token among the queries."""
         sizes = [(len(keys), len(own)) for keys, own in self.parts]
         buckets, queries, keys, place = [], [], [], [0] * self.ids.shape[1]
         slack = SLACK if self.device.type == "cpu" else SLACK_ON_GPUS
@@ -81,7 +82,8 @@ class Row:
         return buckets, *map(self.tensor, (queries, keys, place))
 
     def mask(self, before, own, window, like):
-        """Returns what is added to a bucket's scores (own, before + own), kept for all layers."""
+        """Returns the mask that is added to a bucket's scores (own, before + own). All layers share
+        it."""
         if (before, own, window) not in self.masks:
             pairs = like.new_ones(own, before + own, dtype=torch.bool)
             hidden = pairs.triu(before + 1)
@@ -93,8 +95,8 @@ class Row:
 
 
 def of_like_length(sizes, slack):
-    """Returns lists of the numbers of `sizes`, (keys of a prompt, own tokens), the longest first: a
-    list is padded to that, by a quarter at most, or by `slack` pairs.
+    """Groups the indices of `sizes`, which are (prompt keys, own tokens), into lists of similar
+    length, the longest first. Padding to a list's first adds a quarter or `slack` pairs at most.
 
     >>> of_like_length([(0, 9), (9, 3), (9, 4), (0, 8)], slack=20)
     [[2, 1], [0, 3]]
@@ -140,12 +142,12 @@ def packed_attention(
         causal = plain and not before and (window is None or window >= own)
         mask = None if causal else packed.mask(before, own, window, q)
         if plain:
-            if q.device.type != "cpu":  # there grouped heads take the slowest kernel
+            if q.device.type != "cpu":  # on GPUs grouped heads select the slowest kernel
                 k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
                 settings["enable_gqa"] = False
             found = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, **settings)
             found = found.transpose(1, 2)
-        else:  # by the code beside the module's own
+        else:  # the eager code of the model's own file
             attend = sys.modules[type(module).__module__].eager_attention_forward
             found, _ = attend(module, q, k, v, mask[None, None], scaling=scaling, **options)
         out.append(found.flatten(0, 1))
@@ -157,7 +159,7 @@ AttentionInterface.register(PACKED, packed_attention)
 
 @contextlib.contextmanager
 def attention_is(name, config):
-    """In the block the model of this config has transformers' attention of this name."""
+    """In the block the model of this config uses transformers' attention with this name."""
     before, config._attn_implementation = config._attn_implementation, name
     try:
         yield

@@ -1,6 +1,7 @@
-"""HTTP clients, a method for each route: RefServer for ranks, Trainer for workers.
+"""HTTP clients with a method per route: RefServer for ranks, Trainer for workers.
 
-Both wait while there is no connection or no room, say so every 10 s, and give up at a limit.
+Both retry while there is no connection or the other side is full. They log this every 10 s and give
+up after a time limit.
 """
 
 import json
@@ -14,12 +15,12 @@ from requests.adapters import HTTPAdapter
 from grpo.stop import Wait
 from grpo.wire import MAX_WAIT_SECONDS, check_facts, facts_of, pack_ids, sha256_of, unpack_logps
 
-PART_BYTES = 8 << 20  # of a policy, in one request
-# What a call raises while nobody serves, or if the server dies in the middle of its answer
+PART_BYTES = 8 << 20  # bytes of a policy per request; more means fewer requests, each longer
+# Errors of a call if no server runs, or if the server dies in the middle of its answer
 CUT_OFF = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
-AGAIN = (502, 503, 504)  # no room; or a proxy's answer while the server behind it is away
-# A server may score for minutes, but a machine that is gone must be noticed: TCP asks it after 10 s
-# of silence, and gives up 20 s later
+AGAIN = (502, 503, 504)  # the server is full, or a proxy can't reach it: try again
+# A server may score for minutes, but a dead machine must be noticed. TCP probes it after 10 s of
+# silence and gives up 20 s later; higher numbers notice it later
 PROBES = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
@@ -35,22 +36,22 @@ class Probing(HTTPAdapter):
 class Client:
     """What both clients share. Each thread needs a client of its own."""
 
-    command = ""  # that starts the other side
+    command = ""  # the command that starts the other side
 
     def __init__(self, url, wait_limit_seconds):
         self.url, self.limit = url.rstrip("/"), wait_limit_seconds
-        self.state = ""  # why the current call waits; "" if it does not
-        self.speaks = True  # False: another thread says what this client waits for
+        self.state = ""  # why the current call waits; "" if it does not wait
+        self.speaks = True  # False: another thread logs what this client waits for
         self.session = requests.Session()
-        self.session.trust_env = False  # no HTTP_PROXY, which seldom knows a cluster's machines
+        self.session.trust_env = False  # no HTTP_PROXY: a proxy seldom knows a cluster's machines
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, Probing())
         if token := os.environ.get("GRPO_TOKEN"):
             self.session.headers["Authorization"] = f"Bearer {token}"
 
     def call(self, method, path, *, timeout=10, expected=(), **request) -> requests.Response:
-        """Calls a route. Raises RuntimeError if the other side refuses by a status that is not
-        `expected`, or TooLong if it is away or has no room for `wait_limit_seconds`."""
+        """Calls a route. Raises RuntimeError if the other side answers with an error status that is
+        not `expected`, TooLong if it is unreachable or full for `wait_limit_seconds`."""
         url, wait = self.url + path, None
         while True:
             began = time.monotonic()
@@ -58,7 +59,7 @@ class Client:
                 reply = self.session.request(method, url, timeout=(10, timeout), **request)
             except CUT_OFF as error:
                 self.state = f"no answer ({type(error).__name__}); does `{self.command}` run?"
-                silent = isinstance(error, requests.ReadTimeout)  # it hangs since the request
+                silent = isinstance(error, requests.ReadTimeout)  # no answer since it was sent
             else:
                 if reply.ok or reply.status_code in expected:
                     self.state = ""
@@ -67,8 +68,8 @@ class Client:
                     remedy = "; raise its MAX_BODY_BYTES" if reply.status_code == 413 else ""
                     raise RuntimeError(f"{url} refused ({reply.status_code}): {reply.text}{remedy}")
                 self.state, silent = reply.text or f"status {reply.status_code}", True
-            # The limit counts from the first failure on. A request that was answered too late, or
-            # not at all, has failed since it was sent; one that was cut off has not
+            # The limit counts from the first failure. A request without an answer in time has
+            # failed since it was sent; a connection that broke has failed just now
             wait = wait or Wait(url, self.limit, speaks=self.speaks)
             if silent:
                 wait.start = min(wait.start, began)
@@ -82,7 +83,7 @@ class RefServer(Client):
     info = None  # /info's answer, once check() has accepted it
 
     def check(self, model, tokenizer, temperature):
-        """Raises SystemExit if the reference's log-probs would not fit the policy `model`."""
+        """Raises SystemExit if the reference does not fit the policy `model`."""
         try:
             info = self.call("GET", "/info").json()
             if type(info) is not dict:
@@ -101,7 +102,7 @@ class RefServer(Client):
         if now != self.info:
             raise RuntimeError(
                 f"{self.url} now serves another reference, {now}, than at the start, {self.info}:"
-                " start it again with the former one"
+                " restart the server with the first one"
             )
         return unpack_logps(reply.content, groups)
 
@@ -117,8 +118,8 @@ class Trainer(Client):
         return answer["policy"], answer["room"]
 
     def fetch(self, record, path):
-        """Downloads the policy of `record` to `path`. Returns False if it is not there any more.
-        What is cut off is asked for again from where it ended."""
+        """Downloads the policy of `record` to `path`. Returns False if it is no longer served. An
+        interrupted download continues where it stopped."""
         path.unlink(missing_ok=True)  # not emptied: vLLM may still have the old file mapped
         with open(path, "wb") as file:
             while (have := file.tell()) < record["bytes"]:
@@ -130,13 +131,13 @@ class Trainer(Client):
                     return False
                 file.write(reply.content)
         if sha256_of(path) != record["sha256"]:
-            raise RuntimeError(f"policy {record['version']} was damaged on its way: wrong SHA-256")
+            raise RuntimeError(f"policy {record['version']} was damaged in transit: wrong SHA-256")
         return True
 
     def put_group(self, body):
-        """Hands over a group. Returns "", or why the trainer does not want it. Waits for room
-        without a limit: the trainer's step or evaluation may take long."""
-        wait = Wait(f"room for a group at {self.url}")
+        """Sends a group. Returns "", or why the trainer refused it. Waits without a limit while the
+        trainer's queue is full, as a step or an evaluation may take long."""
+        wait = Wait(f"space for a group in the queue of {self.url}")
         while not (reply := self.call("POST", "/group", data=body, timeout=60, expected=[503])).ok:
             wait.sleep(reply.text)
         return reply.json()["refused"]

@@ -1,5 +1,5 @@
-"""A script's constants, command line and presets, with a sentence for each mistake. Nothing here
-imports torch, so that a wrong command is told at once."""
+"""Reads and checks a script's constants, command line and presets. Nothing here imports torch, so
+that a mistake in the command is reported at once."""
 
 import ast
 import difflib
@@ -14,18 +14,18 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = "grpo_ref_split.py", "ref_server.py"
-UNDO = "_set_for_run"  # in a script's globals: what set_for_run has replaced
+UNDO = "_set_for_run"  # name in a script's globals for the values that set_for_run replaced
 
 
 def before_torch():
     """Sets what torch reads when it is imported, unless the user has set it."""
-    # Threads that spin while they wait make a step ten times as long where cores are shared
-    # (benchmarks/results/wait_policy.md); blocks of a GPU's memory that do not grow leave gaps
+    # On shared cores, threads that spin while they wait make a step ten times as long
+    # (benchmarks/results/wait_policy.md). Segments that can grow leave fewer gaps in GPU memory
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     settings = "expandable_segments:True"
     if tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) >= (2, 13):
-        # Pinned blocks of RAM would be rounded up to powers of two. Those that are not must not be
-        # cached either: torch would give out one that is too small (pytorch #192722)
+        # Without these, pinned blocks of RAM are rounded up to powers of two. Unrounded blocks must
+        # not be cached: torch would reuse one that is too small (pytorch #192722)
         settings += ",pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
     settings = os.environ.get("PYTORCH_ALLOC_CONF", settings)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", settings)
@@ -33,26 +33,26 @@ def before_torch():
 
 # --- The command line -----------------------------------------------------------------
 def begin():
-    """What a script does before it imports torch: it refuses Windows, and has a Ctrl-C print a line
-    in place of the traceback of an import."""
+    """Runs before a script imports torch: refuses Windows, and makes Ctrl-C print one line instead
+    of an import's traceback."""
     if os.name == "nt":  # no fcntl, no process groups
-        raise SystemExit("Windows can't run this: install WSL (wsl --install), and run it there")
+        raise SystemExit("Windows is not supported: install WSL (wsl --install) and run this there")
     if sys.platform == "darwin":
-        print("a Mac's CPU is used; nobody has tried a Mac yet: please report what fails")
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would take the GPU, we do not
+        print("running on the Mac's CPU; Macs are untested, so please report what fails")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would use the GPU, but we do not
     hook, ended = sys.excepthook, lambda *_: print("\nended by Ctrl-C", file=sys.stderr)
     sys.excepthook = lambda kind, *e: (ended if kind is KeyboardInterrupt else hook)(kind, *e)
 
 
 def arguments():
-    """Returns the command line's words without deepspeed's --local_rank=N."""
+    """Returns the words of the command line, without DeepSpeed's --local_rank=N."""
     return [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
 
 
 def command_line(script, doc, roles=()):
-    """Returns (role, constants): the one of `roles` that the script's command line names, or None;
-    and values by name. SystemExit with the usage, from the script's __doc__, for any other word,
-    and for a MODEL that is meant as a folder and is none."""
+    """Returns (role, constants) of the command line: one of `roles` or None, and values by name.
+    Raises SystemExit with the usage (from the script's __doc__) for any other word, and if MODEL
+    looks like a folder but is none."""
     begin()
     constants, words = read_words(script)
     role = words.pop(0) if words and words[0] in roles else None
@@ -67,10 +67,10 @@ def command_line(script, doc, roles=()):
 
 
 def fault_of(name):
-    """Returns what is wrong with a model's name if it is meant as a folder here; else ""."""
+    """Returns what is wrong with a model's name that looks like a folder; "" if nothing is."""
     folder = Path(name)
     if Path(folder, "run.json").exists():
-        return f"it is the RUN_DIR of a run, whose models are in {folder / 'final'} and others"
+        return f"it is the RUN_DIR of a run: name a model in it, such as {folder / 'final'}"
     if folder.is_dir():
         named = any(Path(folder, f"{kind}config.json").exists() for kind in ("", "adapter_"))
         return "" if named else "the folder has no config.json"
@@ -80,8 +80,8 @@ def fault_of(name):
 
 
 def read_words(script, presets=True):
-    """Returns (constants, other words) of the command line: values by name, of NAME=value words
-    and, with `presets`, of preset files; later ones win. SystemExit for a name that is unknown."""
+    """Returns (constants, other words) of the command line. Constants come from NAME=value words
+    and, with `presets`, from preset files; later ones win. SystemExit for an unknown name."""
     defaults, constants, others = defaults_of(script), {}, []
     for word in arguments():
         name, equals, text = word.partition("=")
@@ -97,19 +97,19 @@ def read_words(script, presets=True):
 
 
 def usage(doc):
-    """Returns nine lines at most, from a script's __doc__."""
+    """Returns a usage text of nine lines at most, from a script's __doc__."""
     first, commands, *_ = doc.split("\n\n")
     return f"""{first}
 
 {commands}
 
-Arguments, of which later ones win: NAME=value for a constant of the file (GROUP_SIZE=16); FILE.py
-for a file of constants (presets/)."""
+Arguments: NAME=value sets a constant of the file (GROUP_SIZE=16); FILE.py reads constants from a
+preset (presets/). Later arguments win."""
 
 
 def defaults_of(*scripts):
-    """Returns {constant: value} of scripts, read from their source; None for a value that is not a
-    literal."""
+    """Returns {constant: value} of scripts, read from their source; a value that is not a literal
+    becomes None."""
     bodies = [ast.parse((ROOT / script).read_text()).body for script in scripts]
     pairs = [(n.targets[0], n.value) for b in bodies for n in b if isinstance(n, ast.Assign)]
     return {
@@ -127,8 +127,8 @@ def literal(node):
 
 
 def value_of(text, default):
-    """Returns what NAME=text says, where the script has `default`: a literal of Python's, or the
-    text. Where a text is the rule, a number is one: RUN_DIR=1 is the folder "1"."""
+    """Returns the value of NAME=text: a Python literal, or else the text itself. If the script's
+    `default` is a text, the value stays a text: RUN_DIR=1 is the folder "1"."""
     words = isinstance(default, str) and default != "auto"
     if words and text not in ("None", "True", "False"):
         return text
@@ -140,11 +140,11 @@ def value_of(text, default):
 
 # --- Presets --------------------------------------------------------------------------
 def read_preset(path):
-    """Returns the constants of a preset, a Python file. SystemExit with a sentence if it can't be
-    read, or sets a name that no script has."""
+    """Returns the constants of a preset, a Python file. Raises SystemExit if the file can't be read
+    or sets a name that no script has."""
     try:
         found = runpy.run_path(path)
-    except Exception as error:  # noqa: BLE001 (raised again, as a sentence)
+    except Exception as error:  # noqa: BLE001 (raised again as SystemExit)
         why = f"{type(error).__name__}: {error}"
         raise SystemExit(f"the preset {path} can't be read: {why}") from None
     known = defaults_of(*SCRIPTS)
@@ -154,7 +154,8 @@ def read_preset(path):
 
 
 def check_names(names, known, where=""):
-    """Raises SystemExit for a name that is not in `known`: it is another script's, or misspelt."""
+    """Raises SystemExit for a name that is not in `known`: another script has it, or it is
+    misspelt."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0)[0]
@@ -165,9 +166,9 @@ def check_names(names, known, where=""):
 
 # --- One home: a script's module ------------------------------------------------------
 def settle(module, known, preset):
-    """Sets the constants of `preset`, by name, in a script's globals, `module`, once all that an
-    earlier main() has set there is undone; returns all constants. Raises SystemExit for a name, of
-    `preset` or set before, that is not in `known`, the script's own."""
+    """Undoes what an earlier main() set in a script's globals, `module`; then sets the constants of
+    `preset`, by name. Returns all constants. Raises SystemExit for a name, new or old, that is not
+    in `known`, the script's own names."""
     check_names(preset, known)
     module.update(module.pop(UNDO, {}))
     set_for_run(module, preset)
@@ -188,15 +189,15 @@ def constants_in(module):
 
 
 def with_constants(c, **changes):
-    """Returns the constants that are attributes of `c`, with changes, as attributes."""
+    """Returns a copy of the constants that are attributes of `c`, with these changes."""
     return SimpleNamespace(**constants_in(vars(c)) | changes)
 
 
 # --- Rules ----------------------------------------------------------------------------
-# A kind of constant is (what a value must be, whether a value is)
-WHOLE = "a whole number from 1 on", lambda value: type(value) is int and value >= 1
-COUNT = "a whole number from 0 on", lambda value: type(value) is int and value >= 0
-NUMBER = "a number from 0 on", lambda value: real(value) and value >= 0
+# A kind of constant is (text: what a value must be, function: whether a value is that)
+WHOLE = "a whole number, 1 or more", lambda value: type(value) is int and value >= 1
+COUNT = "a whole number, 0 or more", lambda value: type(value) is int and value >= 0
+NUMBER = "a number, 0 or more", lambda value: real(value) and value >= 0
 FLAG = "True or False", lambda value: value in (True, False)
 TEXT = "a text", lambda value: isinstance(value, str) and value != ""
 
@@ -226,9 +227,9 @@ DTYPE = one_of("auto", "float32", "bfloat16")  # "auto", and those of grpo.proof
 
 
 def check(script, now, kinds, relations):
-    """Raises SystemExit with a line for each constant of a script, by name in `now`, that can't be.
-    `kinds` is [(kind, "NAME ...")]. `relations`, checked once all kinds are right, is [(NAME, what
-    it must be, whether it is, a function of the constants as attributes)]."""
+    """Raises SystemExit with a line for each wrong constant of a script; `now` is {name: value}.
+    `kinds` is [(kind, "NAME ...")]. `relations`, checked if all kinds are right, is [(NAME, text:
+    what it must be, function of the constants as attributes: whether it is that)]."""
     c = SimpleNamespace(**now)
     first = [(name, what, holds(now[name])) for (what, holds), s in kinds for name in s.split()]
     for rules in (first, ((name, what, holds(c)) for name, what, holds in relations)):
@@ -239,6 +240,6 @@ def check(script, now, kinds, relations):
 
 
 def real(value):
-    """Returns whether this is a finite number, also NumPy's; True is not."""
+    """Returns whether a value is a finite number, also one of NumPy's; True is no number."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return number and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""Which accelerator a process has, what is for NVIDIA's GPUs alone, and memory that runs out."""
+"""Finds the accelerator, knows what only NVIDIA's GPUs can do, and handles lack of memory."""
 
 import contextlib
 
@@ -6,33 +6,33 @@ import torch
 
 
 def accelerator():
-    """Returns the type of this machine's accelerator, as devices name it: "cuda" (ROCm's GPUs,
-    too), "xpu", "npu"; None where there is none. A Mac's counts as none: it has no float64."""
+    """Returns the device type of this machine's accelerator: "cuda" (also for ROCm's GPUs), "xpu",
+    "npu", or None if it has none. A Mac's GPU does not count, as it has no float64."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found and found.type != "mps" else None
 
 
 def is_nvidia(device):
-    """Returns whether a torch.device may have what is written and checked for CUDA alone: graphs
-    and their memory pool, attention in one kernel, bf16 products in float32, the Triton kernel.
-    ROCm's GPUs, which PyTorch calls "cuda", do without, as all others: to try them, begin here."""
+    """Returns whether a torch.device can use what was written for CUDA only: graphs and their
+    memory pool, attention in one kernel, bf16 products in float32, the Triton kernel. ROCm's GPUs,
+    which PyTorch calls "cuda", run without these; to try them there, change this function."""
     return device.type == "cuda" and not torch.version.hip
 
 
 def release_memory():
-    """Gives what torch's allocator keeps unused back to the accelerator, if there is one."""
+    """Returns the memory that torch caches unused to the accelerator, if there is one."""
     if accelerator():
         torch.accelerator.empty_cache()
 
 
 @contextlib.contextmanager
 def out_of_memory_names(name, value):
-    """If the block runs out of the GPU's memory, SystemExit names the constant to lower."""
+    """Raises SystemExit with the constant to lower if the block runs out of GPU memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        why = ". ".join(str(error).split(". ")[:2])  # torch's sentences on what it tried
+        why = ". ".join(str(error).split(". ")[:2])  # torch's first two sentences
         raise SystemExit(
-            f"{name} = {value} is too large ({why}): set a lower number, and start again to resume"
-            " from the newest checkpoint (docs/memory.md)"
+            f"{name} = {value} is too large ({why}): set a lower number and start again; the run"
+            " resumes from its newest checkpoint (docs/memory.md)"
         ) from error

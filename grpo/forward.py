@@ -1,15 +1,15 @@
-"""From a model and token ids to the states that predict each completion token: one packed row.
+"""Runs a model on packed sequences; returns the states that predict the completions' tokens.
 
     model = CompletionModel(AutoModelForCausalLM.from_pretrained(...))
     hidden, ids = model(prompts, completions)         # lists of id lists -> (N, H), (N,)
     logps = linear_logps(hidden, model.head, ids)     # grpo/loss.py or grpo_loss_triton.py
     for part in score_sequences(model, prompts, completions, ...):    # the same in batches
 
-All sequences of a batch are one row of tokens without padding: a prompt, its completions, the next
-prompt. The G completions of a group share a prompt, which so runs once, forward and backward;
-attention (grpo/attention.py) lets each completion see it. It is the same sum in another order.
+All sequences of a batch form one row of tokens without padding: a prompt, its completions, the next
+prompt. The G completions of a group share a prompt, so it runs only once, forward and backward.
+Attention (grpo/attention.py) lets each completion see its prompt. The results differ by rounding.
 
-Trainer and reference server both compute their log-probs by this file.
+Trainer and reference server both compute their log-probs with this file.
 Symbols: B sequences, L tokens of the row, N completion tokens of all sequences, one after another,
 H hidden size, V' rows of the LM head.
 """
@@ -32,25 +32,25 @@ from grpo_loss_triton import linear_logps
 
 # --- The model ----------------------------------------------------------------------
 class CompletionModel(torch.nn.Module):
-    """A causal language model that gives the states before its LM head, of completions only.
+    """A causal language model that returns the states before its LM head, for completions only.
 
-    `head` is the LM head (V', H), or None where logits are more than a matrix product (a bias,
-    Gemma 2's soft-capping, Cohere's scale): then the states are the logits. `packs` says whether
-    sequences are packed, `varlen` whether by varlen_attn. `notes` are sentences on what the model
-    does not allow.
+    `head` is the LM head (V', H). It is None if logits are not a plain matrix product (a bias,
+    Gemma 2's soft-capping, Cohere's scale); then the states are the logits. `packs` is whether
+    sequences are packed, `varlen` whether varlen_attn runs them. `notes` are log lines about what
+    this model does not support.
     """
 
     def __init__(self, model, *, gradient_checkpointing=False):
         super().__init__()
         self.model, self.notes = model, []
         if gradient_checkpointing and not checkpoint_layers(model):
-            self.notes.append("this model has no layers to checkpoint: it needs more memory")
+            self.notes.append("this model has no layers to checkpoint, so it needs more memory")
         self.separable = has_plain_head(model)
         if not self.separable:
-            self.notes.append("its logits are more than a matrix product: the loss holds them all")
+            self.notes.append("this model has no plain LM head, so the loss keeps all logits")
         self.packs = not (fault := self._fault_of_packing(varlen=False))
         if fault:
-            self.notes.append(f"sequences can't be packed, each runs its own prompt: {fault}")
+            self.notes.append(f"sequences can't be packed, so each runs its own prompt: {fault}")
         kernel = self.packs and is_nvidia(model.device) and model.dtype == torch.bfloat16
         self.varlen = kernel and not (fault := self._fault_of_packing(varlen=True))
         if kernel and fault:
@@ -74,8 +74,8 @@ class CompletionModel(torch.nn.Module):
             return self._run(row.ids, row.states, position_ids=row.positions, packed=row)[0]
 
     def _plain(self, prompts, completions):
-        """Each sequence by itself, in batches of like length, padded on the right, which causal
-        attention never sees."""
+        """Runs each sequence with its own prompt, in batches of similar length. They are padded on
+        the right, which causal attention never sees."""
         sequences = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
         states = [None] * len(sequences)
         for batch in of_like_length([(0, len(s)) for s in sequences], slack=0):
@@ -97,10 +97,10 @@ class CompletionModel(torch.nn.Module):
 
     @torch.no_grad()
     def _fault_of_packing(self, *, varlen):
-        """Returns why packed sequences do not give the states of plain ones, or None: tried on
-        three."""
-        if not can_cache(self.model):  # a state would run on into the next sequence
-            return "this model has no KV cache, or not only that"
+        """Returns why packed sequences give other states than plain ones, or None. Tries three
+        sequences."""
+        if not can_cache(self.model):  # a recurrent state would continue into the next sequence
+            return "this model does not work with a KV cache alone"
         sequences = [[1, 2, 3], [1, 2, 3], [4, 5, 6, 7, 8]], [[3, 2, 1], [2, 6], [5, 4, 3]]
         row = Row(*sequences, self.model.device, varlen=varlen)
         try:
@@ -112,18 +112,18 @@ class CompletionModel(torch.nn.Module):
             return f"a packed row fails ({type(error).__name__})"
         layers = DynamicCache(config=self.model.config).layers
         if {told[0] for told in row.told} != {getattr(x, "sliding_window", None) for x in layers}:
-            return "transformers' attention interface is not told how far its attention sees"
+            return "transformers' attention interface does not get this model's window"
         states = self._plain(*sequences)
         gap = max(gap, distance(packed, states))
-        return None if gap <= limit_of(states) else f"its states would differ by {gap:.1g}"
+        return None if gap <= limit_of(states) else f"its packed states would differ by {gap:.1g}"
 
 
 @torch.no_grad()
 def has_plain_head(model):
-    """Returns whether logits are base_model's output @ weight.T, which is tried on 4 ids."""
+    """Returns whether logits are the base model's output @ weight.T. Tries 4 ids."""
     head, body, seen = model.get_output_embeddings(), model.base_model, []
     if type(head) is not torch.nn.Linear or head.bias is not None or body is model:
-        return False  # also adapters and quantised weights, whose `weight` is not all
+        return False  # also for adapters and quantised weights, where `weight` is only a part
     ids = torch.tensor([[1, 2, 3, 4]], device=model.device)
     hook = head.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0], output]))
     try:
@@ -139,13 +139,13 @@ def has_plain_head(model):
 
 
 def distance(a, b):
-    """Returns |a - b| / |b|, a float; 0 where both are."""
+    """Returns |a - b| / |b|, a float; 0 if both are 0."""
     return ((a - b).float().norm() / b.float().norm().clamp(min=1e-30)).item()
 
 
 def limit_of(states):
-    """Returns the distance that passes for rounding. Measured: in float32 3e-7 at most; without the
-    padding's mask 0.2 to 0.9."""
+    """Returns the largest distance that counts as rounding. Measured: in float32 3e-7 at most, with
+    a missing mask 0.2 to 0.9."""
     return 1e-3 if states.dtype == torch.float32 else 0.1
 
 
@@ -169,8 +169,8 @@ def gap_of_varlen(told, like):
 
 # --- Gradient checkpointing -----------------------------------------------------------
 def checkpoint_layers(model):
-    """Makes layers keep only their inputs for the backward pass, from now on; returns how many
-    there are."""
+    """Makes the layers keep only their inputs for the backward pass; returns the number of
+    layers."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for layer in layers:
         if getattr(layer.forward, "func", None) is not recompute_later:  # not done before
@@ -181,19 +181,19 @@ def checkpoint_layers(model):
 def recompute_later(forward, config, *args, **kwargs):
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    name = config._attn_implementation  # which the model has no more in the backward pass
+    name = config._attn_implementation  # the model no longer has it in the backward pass
     settings = {"use_reentrant": False, "preserve_rng_state": False}
     settings["context_fn"] = lambda: (contextlib.nullcontext(), attention_is(name, config))
     return checkpoint(forward, *args, **settings, **kwargs)
 
 
-# --- Log-probs under a frozen model: all that a KL penalty needs of the reference -------
+# --- Log-probs of a frozen model: all that the KL penalty needs from the reference -------
 def score_sequences(model, prompts, completions, *, budget, temperature, vocab_size):
     """Yields {index of a sequence: its log-probs (T,)}, float32 on the CPU, a batch at a time.
 
-    `model` is a CompletionModel, which runs a prompt once for neighbours that have the same. A
-    batch has at most `budget` tokens, and is halved while it does not fit the GPU. Raises
-    OutOfMemoryError if a single sequence does not fit.
+    `model` is a CompletionModel, which runs a prompt once for neighbours that share it. A batch has
+    at most `budget` tokens and is halved until it fits the GPU. Raises OutOfMemoryError if a single
+    sequence does not fit.
     """
     batches = pack_by_tokens(sizes_of(prompts, completions, model.packs), budget)
     while batches:
@@ -207,10 +207,10 @@ def score_sequences(model, prompts, completions, *, budget, temperature, vocab_s
             logps = None
         if logps:
             yield dict(zip(batch, logps, strict=True))
-        else:  # out here, where the error no longer holds the batch's tensors
+        else:  # outside of `except`, where the error no longer keeps tensors alive
             release_memory()
             half = len(batch) // 2
-            tell(f"out of memory: {len(batch)} sequences are scored in two halves")
+            tell(f"out of memory: scoring {len(batch)} sequences in two halves")
             batches[:0] = batch[:half], batch[half:]
 
 
@@ -220,4 +220,4 @@ def score_batch(model, prompts, completions, temperature, vocab_size):
     hidden, ids = model(prompts, completions)
     logps = linear_logps(hidden, model.head, ids, temperature=temperature, vocab_size=vocab_size)
     parts = logps.cpu().split([len(c) for c in completions])
-    return [part.clone() for part in parts]  # not views, which would keep the batch alive
+    return [part.clone() for part in parts]  # copies, as views would keep the batch alive

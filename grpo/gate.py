@@ -1,10 +1,10 @@
-"""What every request must pass, at ref_server.py and at a trainer's rank 0: a token, a whole body.
+"""Checks every HTTP request, at ref_server.py and at the trainer's rank 0: token, body, size.
 
     app = Gate(token=None, max_body_bytes=16 << 20)      # a bottle app
     server = listen(app, "127.0.0.1", 59875, threads=8)  # server.run() serves
 
 A refusal is JSON, {"error": a sentence}: 400 for a malformed request, 401 for a wrong token, 404,
-405, 411, 413, and 503 with Retry-After if there is no room now: clients then try again.
+405, 411, 413, and 503 with Retry-After if the server is full, after which clients try again.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 class Busy(Exception):
-    """There is no room now: the client should try again."""
+    """The server is full: the client should try again."""
 
 
 class Gate(bottle.Bottle):
@@ -43,15 +43,15 @@ class Gate(bottle.Bottle):
 
     def authorise(self):
         reads, environ = bottle.request.method in READS, bottle.request.environ
-        if not reads and "HTTP_ORIGIN" in environ:  # a web page that somebody here has opened
+        if not reads and "HTTP_ORIGIN" in environ:  # sent by a web page in somebody's browser
             self.refuse(403, "web pages may not send requests here")
         if not self.token and not is_local(environ.get("HTTP_HOST", "localhost")):
-            self.refuse(403, "without GRPO_TOKEN only 127.0.0.1 and localhost may be asked")
+            self.refuse(403, "without GRPO_TOKEN requests must name 127.0.0.1 or localhost")
         if not self.token or (reads and bottle.request.path == "/health"):
             return
         sent = environ.get("HTTP_AUTHORIZATION", "")  # get_header raises if it is not UTF-8
         if not hmac.compare_digest(sent.encode(), f"Bearer {self.token}".encode()):
-            self.refuse(401, "no or wrong token: set GRPO_TOKEN to the same text on both sides")
+            self.refuse(401, "the token is missing or wrong: set the same GRPO_TOKEN on both sides")
 
     # --- What routes read and answer ------------------------------------------------
     def body_length(self):
@@ -64,27 +64,27 @@ class Gate(bottle.Bottle):
 
     def read_body(self):
         length = self.body_length()
-        # Not request.body, which writes what is over 100 KB to a file
+        # Not request.body, which writes more than 100 KB to a file
         body = bottle.request.environ["wsgi.input"].read(length)
         if len(body) < length:
-            self.refuse(400, f"only {len(body)} of {length} bytes of the body have come")
+            self.refuse(400, f"the body ended after {len(body)} of {length} bytes")
         return body
 
     def read_number(self, name, most):
-        """Returns a whole number from 0 to `most` of the query string."""
+        """Returns a whole number from 0 to `most` from the query string."""
         text = bottle.request.query.get(name, "")
         if not (text.isascii() and text.isdecimal() and len(text) < 19 and int(text) <= most):
             raise ValueError(f"the query must have {name}, a whole number from 0 to {most}")
         return int(text)
 
     def read_text(self, name):
-        """Returns a text of the query string, "" if it is missing."""
+        """Returns a text from the query string, "" if it is missing."""
         return bottle.request.query.decode().get(name, "")
 
     def result_of(self, future, seconds):
         """Returns a future's result. Cancels the future and raises Busy if it takes longer than
-        `seconds`, or once the client has gone: nobody waits for it any more."""
-        # With channel_request_lookahead, waitress tells whether the client has closed its socket
+        `seconds`, or if the client has closed the connection."""
+        # With channel_request_lookahead, waitress knows whether the client has closed its socket
         gone = bottle.request.environ.get("waitress.client_disconnected", lambda: False)
         end = time.monotonic() + seconds
         while not wait([future], timeout=max(0, min(1, end - time.monotonic()))).done:
@@ -94,7 +94,7 @@ class Gate(bottle.Bottle):
         return future.result()
 
     def blob(self, data, **headers):
-        """Returns an answer of bytes."""
+        """Returns an answer with these bytes."""
         headers["Content-Type"] = "application/octet-stream"
         return bottle.HTTPResponse(data, 200, headers)
 
@@ -104,7 +104,7 @@ class Gate(bottle.Bottle):
 
     # --- Refusals -------------------------------------------------------------------
     def explain(self, route):
-        """Answers {} if the route returns None, and refuses if it raises."""
+        """Wraps a route: answers {} if it returns None, and an error status if it raises."""
 
         def answer(*args, **kwargs):
             try:
@@ -131,7 +131,7 @@ class Gate(bottle.Bottle):
 
 
 class Refusal(ErrorTask):
-    """What waitress refuses before the app sees it: as JSON, and 400 in the place of its 501."""
+    """Waitress's own refusals, which the app never sees, as JSON; its 501 becomes 400."""
 
     def execute(self):
         error = self.request.error
@@ -144,12 +144,12 @@ class Refusal(ErrorTask):
 
 
 class Parser(HTTPRequestParser):
-    path = ""  # waitress logs it, and would fail, if the client of a malformed request has gone
+    path = ""  # else waitress fails to log a malformed request whose client has left
 
     def parse_header(self, header_plus):
         try:
             super().parse_header(header_plus)
-        except ValueError as error:  # urlsplit's: waitress would print it, and not answer
+        except ValueError as error:  # from urlsplit; waitress would print it and not answer
             raise ParsingError(str(error)) from error
 
 
@@ -161,15 +161,15 @@ class Server(TcpWSGIServer):
     channel_class = Channel
 
     def handle_accept(self):
-        """Accepts everyone who waits, where waitress accepts one in each round of its loop: then
-        /health would wait for the reads of 64 large bodies."""
+        """Accepts all waiting connections. Waitress accepts one per round of its loop, so /health
+        would wait until 64 large bodies are read."""
         number = -1
         while number < len(self._map) < self.adj.connection_limit:
             number = len(self._map)
             super().handle_accept()
 
     def stop(self):
-        """Ends serving: another process, or this one, may serve the address."""
+        """Stops serving, and frees the address."""
         closed = threading.Event()
 
         def close():
@@ -179,24 +179,24 @@ class Server(TcpWSGIServer):
             closed.set()
 
         if self.accepting:  # not closed yet
-            # By the thread that polls the sockets: one that is polled stays open until that ends
+            # The polling thread must close them: a socket that is being polled stays open
             self.task_dispatcher.shutdown()
             self.trigger.pull_trigger(close)
             closed.wait(5)
 
 
 class Waiting:
-    """The requests that wait for an answer, oldest first; bounded in number and in bytes. A request
-    has a length, and a future `answer`."""
+    """A queue of requests that wait for an answer, oldest first, limited in number and bytes. A
+    request has a length and a future `answer`."""
 
     def __init__(self, most_requests, most_bytes):
         self.most_requests, self.most_bytes = most_requests, most_bytes
-        self.sizes = []  # of the bodies of all requests that have no answer yet
+        self.sizes = []  # bytes of each request that has no answer yet
         self.queue, self.changed = deque(), threading.Condition()
 
     @contextlib.contextmanager
     def room_for(self, size):
-        """Holds room for a request of `size` bytes in the block. Raises Busy if there is none."""
+        """Reserves space for a request of `size` bytes in the block. Raises Busy if it is full."""
         with self.changed:
             number, total = len(self.sizes), sum(self.sizes)
             if number >= self.most_requests or number and total + size > self.most_bytes:
@@ -210,14 +210,14 @@ class Waiting:
 
     def put(self, request):
         with self.changed:
-            # Those that nobody waits for have left their room: they must not pile up here
+            # Cancelled requests have given up their space and must not accumulate in the queue
             self.queue = deque(r for r in self.queue if not r.answer.cancelled())
             self.queue.append(request)
             self.changed.notify()
 
     def take(self, length, timeout):
-        """Returns requests of about this `length` in all, without those that were cancelled; [] if
-        there is none within `timeout` seconds."""
+        """Returns requests with a total of about `length`, without cancelled ones; [] if none comes
+        within `timeout` seconds."""
         taken = []
         with self.changed:
             self.changed.wait_for(lambda: self.queue, timeout)
@@ -229,15 +229,16 @@ class Waiting:
 
 
 def is_local(host):
-    """Returns whether a Host header names this machine. Another name that leads here (DNS
-    rebinding) would let a web page read the answers."""
+    """Returns whether a Host header names this machine. With another name that leads here (DNS
+    rebinding), a web page could read the answers."""
     with contextlib.suppress(ValueError):
         return urlsplit(f"//{host}").hostname in LOCAL
     return False
 
 
 def token_for(host, constant):
-    """Returns GRPO_TOKEN, or None. SystemExit if there is none and others can reach the host."""
+    """Returns GRPO_TOKEN or None. Raises SystemExit if it is missing and other machines can reach
+    the host."""
     token = os.environ.get("GRPO_TOKEN")
     if host not in LOCAL and not token:
         sys.exit(
@@ -248,17 +249,17 @@ def token_for(host, constant):
 
 
 def listen(app, host, port, threads):
-    """Returns the HTTP server; its run() serves. SystemExit if the address can't be served."""
+    """Returns the HTTP server; run() serves. Raises SystemExit if the address can't be used."""
     try:
         return Server(
             app,
             host=host,
             port=port,
             threads=threads,
-            inbuf_overflow=64 << 20,  # bodies stay in memory,
-            outbuf_overflow=64 << 20,  # and so do answers
-            recv_bytes=65_536,  # of a socket, before it is the next one's turn
-            connection_limit=1000,  # with 100, clients that stall would shut out others
+            inbuf_overflow=64 << 20,  # bodies stay in memory
+            outbuf_overflow=64 << 20,  # answers too
+            recv_bytes=65_536,  # bytes read from a socket before the next one is read
+            connection_limit=1000,  # with 100, stalled clients would shut out others
             asyncore_use_poll=True,  # select() ends at 1024 files
             channel_request_lookahead=1,  # see result_of
             max_request_body_size=app.max_body_bytes + 1,  # refuses from this many bytes on

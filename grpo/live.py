@@ -1,10 +1,10 @@
-"""The live page of runs, read from the files in their folders.
+"""Serves a live page of runs, read from the files in their folders.
 
     python plot.py live                   # every run in runs/, at http://127.0.0.1:59877/
     python plot.py live runs/gsm8k 8080   # one run, on another port
 
-live.html asks GET /live every 2 s, and GET /group for the sampled group that it shows. The page
-only reads: it can start and end at any time and never disturbs a trainer.
+live.html calls GET /live every 2 s, and GET /group for the sampled group that it shows. The page
+only reads files, so it can start and end at any time and never disturbs a trainer.
 """
 
 import base64
@@ -26,17 +26,17 @@ import waitress
 
 from grpo.gate import is_local
 
-PORT = 59877
-SILENT_SECONDS = 600  # a run that has written nothing for longer has stopped
-MAX_COMPARED = 8  # runs in one answer
-POINTS = 400  # of a curve, as a chart is about 500 pixels wide
-MAX_READ = 16 << 20  # bytes of a file: the last
+PORT = 59877  # of the page, unless the command names another
+SILENT_SECONDS = 600  # a run that wrote nothing for longer counts as stopped
+MAX_COMPARED = 8  # runs whose curves are shown together; more make answers larger
+POINTS = 400  # points per curve; a chart is about 500 pixels wide, so more would not show
+MAX_READ = 16 << 20  # reads only the last bytes of a file; more goes further back and takes longer
 
 
 # --- A run's files ------------------------------------------------------------------
 def read(path):
-    """Returns {step: [records]} of a file of JSON lines, in the order of steps, and the file's
-    inode: a run that resumes puts another file there."""
+    """Returns {step: [records]} of a file of JSON lines, ordered by step, and the file's inode,
+    which changes when a run resumes."""
     try:
         stat = path.stat()
         return parsed(path, stat.st_ino, stat.st_size, stat.st_mtime_ns), stat.st_ino
@@ -46,12 +46,12 @@ def read(path):
 
 @functools.lru_cache(3 * MAX_COMPARED)
 def parsed(path, inode, size, when):
-    """Returns {step: [records]} of a file; what has not changed since is not read again."""
+    """Returns {step: [records]} of a file, cached until the file changes."""
     with open(path, "rb") as file:
         file.seek(max(0, size - MAX_READ))
         lines, found = file.read(MAX_READ).splitlines(), {}
     for line in lines:
-        with suppress(ValueError, RecursionError):  # it is being written, or is not ours
+        with suppress(ValueError, RecursionError):  # the line is incomplete, or not a record
             record = json.loads(line, parse_constant=lambda name: None)  # NaN becomes null
             step = record.get("step") if type(record) is dict else None
             if type(step) is int and 0 <= step < 2**53:
@@ -60,7 +60,7 @@ def parsed(path, inode, size, when):
 
 
 def metrics_of(folder):
-    """Returns a dict of numbers for each step, in order; an evaluation joins its step."""
+    """Returns a dict of numbers per step, in order; includes the evaluation after that step."""
     steps = read(folder / "metrics.jsonl")[0].values()
     merged = [{k: v for part in parts for k, v in part.items()} for parts in steps]
     numbers = (int, float)
@@ -74,14 +74,14 @@ def constants_of(folder):
 
 
 def chart(records, name):
-    """Returns a metric's steps and values, of at most POINTS of the records that have it."""
+    """Returns a metric's steps and values, at most POINTS of them."""
     points = [(record["step"], record[name]) for record in records if name in record]
     points = points[:: -(-(-len(points) // POINTS) or 1)][::-1]  # with the last
     return {"steps": [s for s, _ in points], "values": [float(f"{v:.4g}") for _, v in points]}
 
 
 def step_seconds(records):
-    """Returns the median wall time of the last steps, or None: a pause does not count."""
+    """Returns the median wall time of the last steps, or None; a single pause has no effect."""
     last = [(record["step"], record["time"]) for record in records[-40:] if "time" in record]
     laps = [(t1 - t0) / (s1 - s0) for (s0, t0), (s1, t1) in itertools.pairwise(last)]
     return statistics.median(laps) if laps else None
@@ -89,9 +89,9 @@ def step_seconds(records):
 
 # --- All runs -----------------------------------------------------------------------
 def find_runs(folder):
-    """Returns {name: (folder, when it wrote, status)} of the runs in `folder`, which may itself be
-    a run and may hold folders of runs; the one that wrote last comes first. A run has "ended" once
-    it has made all its steps; else it is "running", or "stopped" if it is silent."""
+    """Returns {name: (folder, time of its last write, status)} of the runs in `folder`, the latest
+    first. `folder` may be a run itself, or hold folders of runs. A run has "ended" after all its
+    steps; otherwise it is "running", or "stopped" after SILENT_SECONDS without a write."""
     wrote, found = {}, {}
     patterns = [d + name for d in ("", "*/", "*/*/") for name in ("metrics.jsonl", "run.json")]
     for path in (path for pattern in patterns for path in folder.glob(pattern)):
@@ -106,8 +106,8 @@ def find_runs(folder):
 
 
 def snapshot(found, asked="", others=(), metrics=()):
-    """Returns GET /live's answer for the run `asked`, or else for the one that wrote last, with the
-    curves of these metrics, also of the `others`."""
+    """Returns the answer to GET /live for the run `asked` (default: the one that wrote last), with
+    these metrics' curves, also for the `others`."""
     name = asked if asked in found else next(iter(found), "")
     chosen = [n for n in dict.fromkeys([name, *others]) if n in found][:MAX_COMPARED]
     records = {n: metrics_of(found[n][0]) for n in chosen}
@@ -136,8 +136,8 @@ def snapshot(found, asked="", others=(), metrics=()):
 
 # --- HTTP ---------------------------------------------------------------------------
 def load_page():
-    """Returns live.html and headers that allow its script by hash: if a model's text ever became
-    HTML, no script in it would run."""
+    """Returns live.html and headers that allow only its own script, by hash. A script in a model's
+    text would not run, even if the text became HTML."""
     html = Path(__file__).with_name("live.html").read_text(encoding="utf-8")
     script = re.search("<script>(.*?)</script>", html, re.DOTALL)[1]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -148,11 +148,11 @@ def load_page():
 
 
 def make_app(folder):
-    """Returns the WSGI app for the runs in a folder, or for the run that the folder is."""
+    """Returns the WSGI app for a folder, which holds runs or is a run itself."""
     app, folder, (html, headers) = bottle.Bottle(), Path(folder).resolve(), load_page()
     app.add_hook("after_request", lambda: bottle.response.headers.update(headers))
 
-    def query(name):  # not bottle's, which raises if it is not UTF-8
+    def query(name):  # bottle's own raises if the query is not UTF-8
         return parse_qs(bottle.request.query_string).get(name, [""])
 
     @app.get("/live")
@@ -177,9 +177,9 @@ def make_app(folder):
 
 
 def serve(folder, port=PORT):
-    """Serves the page to this machine until Ctrl-C. SystemExit if it cannot."""
+    """Serves the page to this machine until Ctrl-C. Raises SystemExit if it can't."""
     if not Path(folder).is_dir():
-        sys.exit(f"{folder} is not a folder: name a run's folder, or one that holds runs")
+        sys.exit(f"{folder} is not a folder: name the folder of a run, or a folder of runs")
     try:
         server = waitress.create_server(make_app(folder), host="127.0.0.1", port=port, threads=1)
     except (OSError, OverflowError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a process prints: about the run, about itself, and what it waits for (see stop.Wait)."""
+"""Log lines of a process: about the run, about itself, and about what it waits for (stop.Wait)."""
 
 import contextlib
 import os
@@ -8,33 +8,33 @@ import time
 
 from tqdm import tqdm
 
-SPEAK_SECONDS = 10  # between two lines about the same wait, or the steps made
+SPEAK_SECONDS = 10  # between two log lines about the same wait, or about the progress
 
 
 def say(text):
-    """Prints a line about the run: rank 0 alone, on stdout, above the progress bar."""
+    """Logs a line about the run. Only rank 0 prints it, on stdout, above the progress bar."""
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(BrokenPipeError):  # the Ctrl-C that ends a run ends its `| tee`
+        with contextlib.suppress(BrokenPipeError):  # Ctrl-C ends a `| tee` before the run
             tqdm.write(f"{time.strftime('%H:%M:%S')} {text}")
             sys.stdout.flush()
 
 
 def tell(text):
-    """Prints a line about this process: any rank and thread, on stderr."""
+    """Logs a line about this process, on stderr. Any rank and thread may call it."""
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    # Nobody reads any more; or a signal's handler speaks while the main thread does
+    # The reader has gone, or a signal handler prints while the main thread does
     with contextlib.suppress(OSError, RuntimeError):
         print(f"{time.strftime('%H:%M:%S')} {rank}{text}", file=sys.stderr, flush=True)
 
 
 def progress_bar(step, steps):
-    """Returns rank 0's bar, as tqdm's; it draws nothing (`disable`) if stderr is no terminal."""
+    """Returns a tqdm bar. Only rank 0 draws it, and only if stderr is a terminal."""
     hidden = os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
     return tqdm(total=steps, initial=step, unit="step", disable=hidden)
 
 
 def in_background(function, *arguments):
-    """Returns the thread that runs the function; it does not keep the process alive."""
+    """Runs the function in a daemon thread, which it returns."""
     thread = threading.Thread(target=function, args=arguments, daemon=True)
     thread.start()
     return thread
@@ -42,7 +42,7 @@ def in_background(function, *arguments):
 
 @contextlib.contextmanager
 def announced(what):
-    """Says every 10 s that the block waits for `what`, and since when."""
+    """Logs every 10 s that the block is waiting for `what`, and for how long."""
     over, start = threading.Event(), time.monotonic()
 
     def speak():

@@ -1,14 +1,13 @@
 """The GRPO loss in plain torch: the readable specification of what is trained.
 
-In the order in which a step needs them: a group's rewards become advantages, the completions'
-lengths become one weight for each token, hidden states become log-probs, and all of these become
-one number, minus the sum over tokens of weight * objective. The sum is never divided: the weights
-hold every denominator. So however a step is cut into micro-batches and ranks, the parts add up to
-the same loss and the same gradient.
+The file follows the order of a step. A group's rewards become advantages, the completions' lengths
+become a weight for each token, and hidden states become log-probs. The loss is minus the sum over
+tokens of weight * objective. This sum is never divided, as the weights hold every denominator. So
+however a step is cut into micro-batches and ranks, the parts add up to the same loss and gradient.
 
 This file holds the (N, V) logits several times over. grpo_loss_triton.py has `grpo_loss` and
 `linear_logps` with the same signatures and never holds them; the trainer uses that file, and the
-tests hold it to this one.
+tests compare it with this one.
 
 Symbols: B sequences, G completions in a group, T tokens of a completion, N completion tokens, flat;
 H hidden size, V ids of the tokenizer, V' >= V rows of the LM head (the embedding may be padded).
@@ -20,7 +19,7 @@ import torch
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
 OBJECTIVES = ("clip", "cispo")
-MAX_LOG_RATIO = 80.0  # exp(80) = 5.5e34; float32 ends at 3.4e38, which leaves room for A and KL
+MAX_LOG_RATIO = 80.0  # exp(80) = 5.5e34; a higher one leaves A and KL less of float32's 3.4e38
 
 
 # --- Advantages and token weights ---------------------------------------------------
@@ -33,7 +32,7 @@ def group_advantages(rewards, *, scale_by_std):
     others of its prompt, not for a prompt on which every completion earns much.
     Why the std: rewards that differ little then teach as much as rewards that differ much.
     Why 1e-4: in a zero-variance group the std is 0, and its advantages must be 0, not NaN.
-    A reward of NaN, where no reward applies, is in neither mean nor std, and its advantage is 0.
+    A reward of NaN (no reward applies) counts in neither mean nor std, and its advantage is 0.
 
     >>> group_advantages(torch.tensor([1, 0, 0, 1]), scale_by_std=True)
     tensor([ 0.8659, -0.8659, -0.8659,  0.8659])
@@ -46,7 +45,7 @@ def group_advantages(rewards, *, scale_by_std):
 
 
 def token_weights(lengths, *, loss_type, sequences, tokens, max_completion_tokens):
-    """Returns w, the weight of each token in the loss, one for each sequence, float32 (B,).
+    """Returns w, the weight of each token in the loss: a float32 (B,), one number per sequence.
 
     `lengths` (B,) counts the trained tokens of each of these sequences. `sequences` and `tokens`
     count those of the whole step, over all ranks and micro-batches; `sequences` includes the masked
@@ -162,7 +161,7 @@ def policy_loss(
     if kl_beta:
         d = ref_logps.detach() - logps
         k1 = -d
-        if unbiased_kl:  # where d is this large, r is near 0, and 0 x inf would be NaN
+        if unbiased_kl:  # for so large a d the ratio is near 0, and 0 x inf would be NaN
             d = bounded_exponent(d)
         kl = torch.expm1(d) - d  # exp(d) - 1 - d would round to below 0
         gain = gain - kl_beta * (kl * token_ratio if unbiased_kl else kl)
@@ -171,7 +170,7 @@ def policy_loss(
 
 
 def bounded_exponent(values):
-    """Returns the values, none above MAX_LOG_RATIO; their gradient is that of the values.
+    """Returns the values, limited to MAX_LOG_RATIO, with the gradient of the values themselves.
 
     Why: exp overflows to inf above 88.7. If the clip or the cap then stops a token, autograd
     multiplies 0 by inf, which is NaN.
@@ -185,7 +184,7 @@ def bounded_exponent(values):
 
 
 def mean_of_sequence(values, sequences):
-    """Returns for each token the mean of its sequence, (N,).
+    """Returns, for each token, the mean over its sequence, (N,).
 
     >>> mean_of_sequence(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1]))
     tensor([2., 2., 5.])

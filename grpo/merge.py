@@ -1,9 +1,9 @@
-"""Merges a LoRA adapter, such as a checkpoint of a run with LORA_RANK, into the model under it.
+"""Merges a LoRA adapter, such as a checkpoint of a run with LORA_RANK, into its base model.
 
     python -m grpo.merge ADAPTER OUT
 
-OUT is then a model in Hugging Face format, in the base model's own dtype, with the tokenizer that
-lies beside the adapter. MODEL may name OUT.
+OUT becomes a model in Hugging Face format, in the base model's dtype, with the adapter's tokenizer.
+MODEL may name OUT.
 """
 
 import json
@@ -20,14 +20,14 @@ CONFIG = "adapter_config.json"
 
 
 def base_of(model):
-    """Returns the name of the model under an adapter, or `model` itself if it is no adapter."""
+    """Returns the name of an adapter's base model, or `model` itself if it is no adapter."""
     config = Path(model, CONFIG)
     return json.loads(config.read_text())["base_model_name_or_path"] if config.is_file() else model
 
 
 def merge_into(model, folder):
-    """Adds the adapter in `folder`, if there is one, to the `model` under it, in place. PEFT loads
-    adapters in float32 and rounds the sum once. Raises SystemExit if the two do not fit."""
+    """Adds the adapter in `folder`, if there is one, to its base `model`, in place. PEFT loads
+    adapters in float32 and rounds the sum once. Raises SystemExit if the two do not match."""
     if not Path(folder, CONFIG).is_file():
         return
     from peft import PeftModel
@@ -47,20 +47,20 @@ def merge(adapter, out):
     if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
         raise SystemExit(f"OUT = {out!r} exists and is not an empty folder: choose another")
     if not Path(adapter, CONFIG).is_file():
-        raise SystemExit(f"{adapter} has no {CONFIG}: it must be the folder of a LoRA adapter")
+        raise SystemExit(f"{adapter} has no {CONFIG}: name the folder of a LoRA adapter")
     base, own = base_of(adapter), Path(adapter, "tokenizer_config.json").exists()
     tokenizer = load_tokenizer(adapter if own else base)
     try:
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     except (OSError, ValueError) as error:
         raise SystemExit(
-            f"{base!r}, the base model in {Path(adapter, CONFIG)}, can't be loaded, neither as a"
-            f" folder nor from the hub: {error}"
+            f"{base!r}, the base model that {Path(adapter, CONFIG)} names, can't be loaded from a"
+            f" folder or from the hub: {error}"
         ) from error
     merge_into(model, adapter)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    say(f"{adapter} and {base} are merged in {out}")
+    say(f"merged {adapter} and {base} into {out}")
 
 
 if __name__ == "__main__":

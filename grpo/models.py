@@ -1,5 +1,5 @@
-"""Loads models and tokenizers, and knows how families differ: where EOS is named, which chat roles
-there are, what a forward takes, what a cache keeps. Any AutoModelForCausalLM will do."""
+"""Loads models and tokenizers (any AutoModelForCausalLM), and handles how families differ: the EOS
+token, chat roles, arguments of forward, and what a cache holds."""
 
 import contextlib
 import functools
@@ -27,8 +27,8 @@ from grpo.constants import fault_of
 from grpo.devices import accelerator
 from grpo.log import announced, say
 
-HUB_SECONDS = 10  # for an answer of the model hub
-GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # NVIDIA's driver, and that of WSL
+HUB_SECONDS = 10  # how long to wait for the model hub; higher waits longer without a network
+GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver, also in WSL
 
 
 def load_tokenizer(name, constant="MODEL"):
@@ -42,7 +42,7 @@ def load_tokenizer(name, constant="MODEL"):
             return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise SystemExit(
-            f"{constant} = {name!r} can't be loaded, neither as a folder nor from the hub: {error}"
+            f"{constant} = {name!r} can't be loaded from a folder or from the hub: {error}"
         ) from error
 
 
@@ -104,14 +104,14 @@ def choose_dtype(dtype, device):
 def load_model(name, dtype, vocab_size):
     """Returns the model, on this process's GPU or the CPU, and the dtype's name (choose_dtype).
 
-    It is in eval mode: with GPT-2's dropout of 0.1 the ratio would be noise. Raises SystemExit if
-    its embedding has fewer rows than the tokenizer has ids, or if it is a LoRA adapter.
+    The model is in eval mode, as GPT-2's dropout of 0.1 would make the ratio noise. Raises
+    SystemExit if the embedding has fewer rows than the tokenizer has ids, or for a LoRA adapter.
     """
     device = own_device()
     dtype = choose_dtype(dtype, device)
-    if not sys.stderr.isatty():  # also as a pipe may end before the run, with its `tee`
+    if not sys.stderr.isatty():  # a `| tee` may also end before the run
         logging.disable_progress_bar()
-    # Straight to the GPU, tensor by tensor: else each rank holds a whole model in RAM
+    # Loads straight to the GPU, else each rank would hold a whole model in RAM
     place = {} if device == "cpu" else {"device_map": {"": device}}
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **place)
     if has_softcap(model.config):
@@ -123,13 +123,15 @@ def load_model(name, dtype, vocab_size):
         )
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:
-        raise SystemExit(f"{name} embeds {rows} ids, its tokenizer has {vocab_size}: a wrong pair")
+        raise SystemExit(
+            f"{name} embeds {rows} ids, its tokenizer has {vocab_size}: they do not belong together"
+        )
     return model.to(device).eval(), dtype
 
 
 def check_context(c, config=None, constant="MODEL"):
-    """Raises SystemExit if prompts and completions of the constants `c` do not fit the context of
-    the model that the constant names; its configuration is read if it is None."""
+    """Raises SystemExit if MAX_PROMPT_TOKENS and MAX_COMPLETION_TOKENS exceed the context of the
+    model that the constant names. Reads the model's configuration if `config` is None."""
     with contextlib.suppress(OSError, ValueError):  # an adapter has none: load_model refuses it
         config = config or AutoConfig.from_pretrained(getattr(c, constant))
     context = getattr(config, "max_position_embeddings", None) or math.inf
@@ -143,14 +145,14 @@ def check_context(c, config=None, constant="MODEL"):
 
 
 def has_softcap(config):
-    """Returns whether attention caps its scores (Gemma 2), which transformers 5.17 to 5.19 forget
-    in all ways of attention but "eager"."""
+    """Returns whether attention caps its scores (Gemma 2). In transformers 5.17 to 5.19 only the
+    "eager" attention does."""
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def stop_ids(name, tokenizer, stop_tokens):
-    """Returns the ids that end a completion: EOS in tokenizer, generation config and model config,
-    and those of `stop_tokens` that the tokenizer knows. Raises SystemExit if there are none."""
+    """Returns the ids that end a completion: EOS of tokenizer, generation config and model config,
+    and the `stop_tokens` that the tokenizer knows. Raises SystemExit if there are none."""
     config = AutoConfig.from_pretrained(name)
     stops = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     with contextlib.suppress(OSError):  # not every model has one
@@ -159,13 +161,13 @@ def stop_ids(name, tokenizer, stop_tokens):
     stops += [vocab.get(token) for token in stop_tokens]
     eos_ids = {i for ids in stops for i in (ids if isinstance(ids, list) else [ids])} - {None}
     if not eos_ids:
-        raise SystemExit(f"{name} names no EOS token: its completions would never end")
+        raise SystemExit(f"{name} has no EOS token, so its completions would never end")
     return eos_ids
 
 
 def prompt_ids(tokenizer, messages, /, **options):
-    """Returns the ids of a chat, up to where the answer begins. `options` are the chat template's
-    (CHAT_TEMPLATE)."""
+    """Returns the ids of a chat up to the start of the answer. `options` are those of the chat
+    template (CHAT_TEMPLATE)."""
     if not tokenizer.chat_template:  # GPT-2 and other plain models
         joined = "\n\n".join(message["content"] for message in messages)
         return tokenizer(joined + "\n")["input_ids"]
@@ -173,7 +175,7 @@ def prompt_ids(tokenizer, messages, /, **options):
     template = functools.partial(tokenizer.apply_chat_template, **options)
     try:
         text = template(messages, tokenize=False)
-    except jinja2.TemplateError:  # Gemma knows no system role: the user says it
+    except jinja2.TemplateError:  # Gemma has no system role: the text goes into the user's message
         if len(messages) < 2 or messages[0]["role"] != "system":
             raise
         system, first, *rest = messages
@@ -201,7 +203,7 @@ def smallest_window(model):
 
 
 def supported(model, **arguments):
-    """Returns the arguments that the model's forward takes: not every architecture takes all."""
+    """Returns those arguments that the model's forward accepts."""
     names = forward_arguments(type(model))
     return {name: value for name, value in arguments.items() if name in names}
 
@@ -218,8 +220,8 @@ def padded(sequences, device):
 
 
 def left_padded(prompts, device):
-    """Returns ids (B, P), padded on the left, their positions, and the mask (0: padding), or None
-    where nothing is padded; all int64."""
+    """Returns ids (B, P) padded on the left, their positions, and the mask (0: padding) or None if
+    nothing is padded; all int64."""
     lengths = torch.tensor([[len(ids)] for ids in prompts], device=device)
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=device)
@@ -239,7 +241,7 @@ def last_logits(model, ids, positions, cache, mask=None):
 def prefill(model, prompts):
     """Runs prompts, padded on the left.
 
-    Returns logits (B, V'), the DynamicCache, and the mask (B, P), or None where nothing is padded.
+    Returns logits (B, V'), the DynamicCache, and the mask (B, P) or None if nothing is padded.
     """
     ids, positions, mask = left_padded(prompts, model.device)
     cache = DynamicCache(config=model.config)

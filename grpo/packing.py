@@ -1,20 +1,37 @@
-"""Which sequences run together: micro-batches of a bounded number of tokens.
+"""Plans which sequences run together, in micro-batches of a limited number of tokens.
 
     rounds = plan_micro_batches(sizes, world, budget)  # rounds[number][rank]: numbers of sequences
 
-Every rank knows the whole step and computes the same plan: nothing is communicated. The server
-packs what it scores by the same functions.
+Every rank knows the whole step and computes the same plan without communication. The reference
+server uses the same functions to pack what it scores.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-GROWTH = 1.02  # of the budget that is tried next
+import torch
+
+GROWTH = 1.02  # factor to the next budget tried; higher is faster to plan, less even
+
+
+@dataclass
+class Sequence:
+    """A prompt and one of its completions, with everything that the loss needs."""
+
+    prompt: list[int]
+    completion: list[int]
+    sampler_logps: torch.Tensor  # (T,), of the sampler: checks it, and corrects for it (IS_CAP)
+    old_logps: torch.Tensor | None  # (T,), of the ratio; None: the rollout's first update sets them
+    ref_logps: torch.Tensor | None  # (T,), of the reference, for the KL; None if KL_BETA is 0
+    advantage: float
+    own: torch.Tensor  # (T,), bool; False: a token that the task added (turns), never trained
+    weight: float = 0.0  # of each of the model's own tokens in the step's loss
+    fresh: bool = False  # whether it was sampled with the weights that are trained next
 
 
 def sizes_of(prompts, completions, packs):
-    """Returns the size of each sequence: (its tokens, those that it adds to a batch that ends with
-    its neighbour). A prompt that both have is run once. The second is None if the model does not
-    pack: then a sequence is padded to the longest of its batch.
+    """Returns the size of each sequence: (its tokens, the tokens that it adds to a batch that ends
+    with its neighbour). Neighbours run a shared prompt once. The second number is None if the model
+    does not pack; then a sequence is padded to the longest of its batch.
 
     >>> sizes_of([[1, 2], [1, 2], [3]], [[4], [5], [6]], packs=True)
     [(3, 3), (3, 1), (2, 2)]
@@ -28,8 +45,8 @@ def sizes_of(prompts, completions, packs):
 
 
 def pack_by_tokens(sizes, budget):
-    """Returns batches (lists of sequence numbers) of at most `budget` tokens, unless they are a
-    single sequence. Packed ones stay in their order; others are sorted, the longest first.
+    """Returns batches (lists of sequence numbers) of at most `budget` tokens; a longer sequence is
+    alone. Packed sequences keep their order; others are sorted, the longest first.
 
     >>> pack_by_tokens([(8, 8), (7, 2), (5, 5)], budget=10)
     [[0, 1], [2]]
@@ -51,11 +68,11 @@ def pack_by_tokens(sizes, budget):
 
 
 def plan_micro_batches(sizes, world, budget):
-    """Returns rounds; a round has a micro-batch (a list of sequence numbers) for each of the ranks.
+    """Returns rounds; a round has one micro-batch (a list of sequence numbers) per rank.
 
-    ZeRO-2 communicates in every backward: all ranks need the same number of micro-batches, and in
-    each round they wait for the largest. So there are as few rounds as the budget allows, of equal
-    micro-batches rather than full ones and a rest. In the last round a rank may get an empty list.
+    ZeRO-2 communicates in every backward, so all ranks need the same number of micro-batches, and
+    in each round they wait for the largest. We therefore plan as few rounds as the budget allows,
+    with micro-batches of equal size. In the last round a rank may get an empty list.
 
     >>> plan_micro_batches([(9, 9), (7, 7), (5, 5)], world=2, budget=9)
     [[[0], [1]], [[2], []]]
@@ -70,9 +87,8 @@ def plan_micro_batches(sizes, world, budget):
 
 
 def plan_rounds(sequences, packs, rank, world, budget):
-    """Returns this rank's (sequences, is_filler) of each round in which the ranks train a step's
-    sequences; see plan_micro_batches. A rank that has no micro-batch left gets a filler: all ranks
-    take part in each round."""
+    """Returns this rank's (sequences, is_filler) in each round of plan_micro_batches. All ranks
+    join each round, so a rank without a micro-batch gets a filler."""
     sizes = sizes_of([s.prompt for s in sequences], [s.completion for s in sequences], packs)
     filler = replace(min(sequences, key=lambda s: len(s.completion)))  # its loss is multiplied by 0
     plan = plan_micro_batches(sizes, world, budget)

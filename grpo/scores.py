@@ -1,4 +1,4 @@
-"""Statistics of answers: shares of right ones with intervals of 95 %, pass@k, two models compared.
+"""Statistics of answers: accuracy with 95 % intervals, pass@k, and comparisons of models.
 
 Answers are {question: [answer, ...]}, as grpo/sampling/evaluation.py keeps them.
 """
@@ -7,13 +7,13 @@ import math
 from statistics import fmean
 
 Z = 1.96  # 95 % of a normal distribution lie within Z standard deviations
-# What `interval` adds: the number of values, their sum, their sum of squares; and the least value
+# What `interval` adds: a number of values, their sum, their sum of squares. Then the lowest value
 SHARES = (4, 2, 2, 0.0)  # two right and two wrong questions (Agresti, Coull 1998, Am. Stat. 52)
 PAIRS = (2, 0, 1, -1.0)  # 1/2 of each outcome of a pair (Agresti, Min 2005, Stat. Med. 24, 729-740)
 
 
 def interval(values, kind):
-    """Returns [mean, low, high] of a value for each question: of SHARES that are right, or of
+    """Returns [mean, low, high] of one value per question: SHARES of correct answers, or
     differences between PAIRS of answers. A few values are added before the normal approximation, so
     that the interval has a width even if all values are equal. Samples of one question are not
     independent, so only questions count (Miller 2024, 2411.00640).
@@ -32,7 +32,7 @@ def interval(values, kind):
 
 
 def pass_at_k(samples, right, k):
-    """Returns the chance that at least one of k samples is right, estimated without bias from
+    """Returns the probability that at least one of k samples is right: the unbiased estimate from
     `right` of `samples` (Chen et al. 2021, 2107.03374): 1 - C(n - c, k) / C(n, k).
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
@@ -100,11 +100,11 @@ def columns(models, outcome):
 
 # --- Printed --------------------------------------------------------------------------
 NOTE = """right: {} > 0; right_in_format: the other rewards are > 0 as well; - first: the
-difference to the first model on the same questions. In brackets: intervals of 95 %."""
+difference to the first model on the same questions. In brackets: 95 % intervals."""
 
 
 def table(title, models, results):
-    """Returns lines: a header with the title and the models, then a row for each number."""
+    """Returns the lines of a table: a header with title and models, then a row per number."""
     names = list(dict.fromkeys(name for result in results for name in result))
     rows = [[title, *models]]
     rows += [[f"  {name}", *(cell(result.get(name)) for result in results)] for name in names]

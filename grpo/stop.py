@@ -1,4 +1,4 @@
-"""What ends a process: a signal, the end of its launcher, a wait that takes too long."""
+"""Ends a process: after a signal, with its launcher, or when a wait takes too long."""
 
 import contextlib
 import ctypes
@@ -11,14 +11,14 @@ import time
 from grpo.log import SPEAK_SECONDS, tell
 
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
-AGAIN_SECONDS = 2  # between two Ctrl-C: deepspeed sends signals too, right after the first
-STOP_SECONDS = 15  # a wait, once this process was asked to end; deepspeed kills it after 30
+AGAIN_SECONDS = 2  # before it a second Ctrl-C does not count, as deepspeed forwards the first
+STOP_SECONDS = 15  # longest wait after a stop was requested; deepspeed kills the process after 30 s
 
 
 class Stop:
-    """A request, by SIGINT or SIGTERM, to finish the step, save it, and end."""
+    """A stop requested by SIGINT or SIGTERM: finish the step, save it, and end."""
 
-    asked, at = "", math.inf  # the first signal's name, and when it came
+    asked, at = "", math.inf  # name and time of the first signal
 
     @contextlib.contextmanager
     def listening(self):
@@ -38,7 +38,7 @@ class Stop:
             self.asked, self.at = by, time.monotonic()
             tell(f"{by}: the run ends once this step is saved; a second Ctrl-C ends it at once")
         elif number == signal.SIGINT and time.monotonic() - self.at > AGAIN_SECONDS:
-            leave("a second SIGINT: the run ends without a checkpoint of the last steps")
+            leave("second SIGINT: the run ends at once; steps since the last checkpoint are lost")
 
 
 stop = Stop()
@@ -49,8 +49,8 @@ class TooLong(RuntimeError):
 
 
 class Wait:
-    """A polling loop's wait. It says every 10 s what it is for, and raises at its limit, which
-    counts from when it is made, or from moved()."""
+    """The wait in a polling loop. Logs every 10 s what it waits for. Raises TooLong at its limit,
+    which counts from its creation or from moved()."""
 
     def __init__(self, what, limit_seconds=math.inf, speaks=True):
         self.what, self.limit, self.speaks = what, limit_seconds, speaks
@@ -60,8 +60,8 @@ class Wait:
         self.start = time.monotonic()
 
     def sleep(self, why, pause=0.5):
-        """Sleeps `pause` seconds; `why` says what is still missing. Raises TooLong at the limit,
-        or STOP_SECONDS after this process was asked to end."""
+        """Sleeps `pause` seconds; `why` is what is still missing. Raises TooLong at the limit, or
+        STOP_SECONDS after a stop was requested."""
         now = time.monotonic()
         if now - self.start > self.limit:
             raise TooLong(f"waited {self.limit} s for {self.what}: {why}")
@@ -80,7 +80,7 @@ def leave(text):
 
 
 def end_with_parent(number):
-    """Has the kernel send this process a signal when its parent ends, even by SIGKILL, and even in
-    C code. Linux alone."""
+    """Makes the kernel send this process a signal when its parent ends, even by SIGKILL and while C
+    code runs. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

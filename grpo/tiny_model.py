@@ -1,11 +1,11 @@
-"""A tiny model to begin with, without a hub: 126 000 parameters that learned from sloppy examples.
+"""Makes a tiny model without a hub: 126 000 parameters, trained on sloppy examples.
 
     warm_start("runs/demo/warm_start", arithmetic, seed=0, steps=800)    # 45 s on one core
-    python -m tasks my/task.py OUT=runs/my_model                         # for a task of your own
+    python -m tasks my/task.py OUT=runs/my_model                         # for your own task
 
-It stands for a real base model, which can do what is asked, but often does something else. The
-demo's knows the arithmetic, the operators and the tags, but rarely combines them: it learned from
-true equations and sloppy answers to questions. Of another task it learns right answers and wrong.
+It plays the role of a real base model, which can do the task but often does something else. The
+demo's model learned from true equations and sloppy answers, so it knows arithmetic, operators and
+tags but rarely combines them. For another task it learns from right and wrong answers.
 """
 
 import functools
@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from grpo.models import own_device, prompt_ids
 
-CHAT = (  # ChatML, as Qwen2.5, without a system prompt
+CHAT = (  # ChatML as in Qwen2.5, without a system prompt
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# What stands around a reply of the task as a user turn; after it the model goes on
+# The chat around a task's reply, which becomes a user turn; the model continues after it
 USER_TURN = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-# Qwen2's splitting of text into words, single digits and punctuation
+# Qwen2's rule, which splits text into words, single digits and punctuation
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 
 
@@ -53,7 +53,7 @@ def make_tokenizer(task):
 
 
 def make_model(tokenizer, heads, context=256, **shape):
-    """Returns a random model; `shape` has what differs from the demo's, by Qwen2Config's names."""
+    """Returns a random model; `shape` overrides the demo's sizes, by Qwen2Config's names."""
     demo = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
     demo |= {"initializer_range": 0.1}  # 0.02 made the arithmetic slower to learn
     config = Qwen2Config(
@@ -71,8 +71,8 @@ def make_model(tokenizer, heads, context=256, **shape):
 
 
 def right_answer(task, item, stops=()):
-    """Returns the text of gold(item), or item["answer"]. If gold gives the model's turns, the
-    task's replies stand between them: within the model's turn after one of the texts `stops`."""
+    """Returns the text of gold(item), or item["answer"]. If gold gives a list of the model's turns,
+    the task's replies are put between them: inside the model's turn after a text in `stops`."""
     gold, turns, text = task.gold(item) if hasattr(task, "gold") else str(item["answer"]), [], ""
     for turn in [gold] if isinstance(gold, str) else gold:
         told = task.reply(item, [*turns, turn]) if turn is not gold else None
@@ -92,14 +92,14 @@ def next_token_loss(model, examples):
 
 
 def warm_start(folder, task, seed, steps, heads=4, answer=None, stops=(), **shape):
-    """Trains the tiny model on a task's examples, and saves it; returns its context in tokens.
+    """Trains the tiny model on a task's examples and saves it; returns its context in tokens.
 
-    An example's text is answer(item, draw), or the task's own sloppy(item, draw); without either
-    every second answer is right, on average, and others are another item's. The task may also have
-    drill(draw), a text to learn besides. `draw` is a random.Random. `stops` is right_answer's,
+    An example's text is answer(item, draw), or the task's own sloppy(item, draw). Without either,
+    half of the answers are right and the others belong to another item. The task may also have
+    drill(draw), an additional text to learn. `draw` is a random.Random. `stops` is right_answer's,
     `shape` make_model's; with 2 `heads` vLLM can run the model on a CPU.
     """
-    torch.set_num_threads(1)  # two are a fifth faster on free cores, and much slower on busy ones
+    torch.set_num_threads(1)  # two are a fifth faster on idle cores and much slower on busy ones
     torch.manual_seed(seed)
     draw, tokenizer, items = random.Random(seed), make_tokenizer(task), list(task.load("train"))
     pairs = [(item, prompt_ids(tokenizer, task.messages(item))) for item in items]
@@ -119,9 +119,9 @@ def warm_start(folder, task, seed, steps, heads=4, answer=None, stops=(), **shap
         loss = next_token_loss(model, examples)
         if hasattr(task, "drill"):
             drills = tokenizer([task.drill(draw) for _ in range(64)])["input_ids"]
-            # a batch of its own, as drills padded to the length of examples would double the time
+            # a separate batch, as padding drills to the length of examples would double the time
             loss = loss + next_token_loss(model, [(ids + end, 1) for ids in drills])
-        for group in optimizer.param_groups:  # up in 30 steps, and from halfway down to a 20th
+        for group in optimizer.param_groups:  # rises in 30 steps, in the end falls to a 20th
             group["lr"] = 4e-3 * min((step + 1) / 30, 1, 0.05 + 1.9 * (1 - step / steps))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

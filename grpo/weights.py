@@ -1,4 +1,4 @@
-"""The weights that are trained: as they travel between processes, and merged to sample."""
+"""Handles trained weights: copies them, loads them, and merges LoRA adapters for sampling."""
 
 import contextlib
 
@@ -9,27 +9,27 @@ LORA_SCALE = 2  # s = alpha / rank, in W + s B A (LoRA, 2106.09685, sec. 4.1)
 
 
 def trained_weights(model):
-    """Returns {name: CPU tensor} of what is trained: all, or the adapters of a LoRA policy."""
+    """Returns {name: CPU tensor} of the trained weights: all, or the adapters of a LoRA policy."""
     trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     # copied even on a CPU: the next step must not change them
     return {name: parameter.to("cpu", copy=True) for name, parameter in trained.items()}
 
 
 def check_shapes(tensors, expected):
-    """Raises ValueError unless both, {name: tensor}, have the same names and shapes."""
+    """Raises ValueError unless the names and shapes in both dicts {name: tensor} are equal."""
     shapes = [{name: tuple(x.shape) for name, x in xs.items()} for xs in (tensors, expected)]
     if shapes[0] != shapes[1]:
         name = min(shapes[0].items() ^ shapes[1].items())[0]
         got, due = (side.get(name, "missing") for side in shapes)
         raise ValueError(
-            f"the weights are of another model, or another LORA_RANK: {name} is {got}, not {due}"
+            f"the weights are from another MODEL or LORA_RANK: {name} is {got}, expected {due}"
         )
 
 
 @torch.no_grad()
 def load_weights(model, tensors):
-    """Writes `tensors` over the trained parameters, or all of a frozen model. Raises ValueError,
-    and changes nothing, if they do not fit."""
+    """Copies `tensors` into the trained parameters, or into all parameters of a frozen model.
+    Raises ValueError, and changes nothing, if they do not match."""
     parameters = dict(model.named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     check_shapes(tensors, trained or parameters)
@@ -40,13 +40,13 @@ def load_weights(model, tensors):
 # --- Adapters -----------------------------------------------------------------------
 @torch.no_grad()
 def merge_adapters(model, tensors):
-    """Yields (name, weight) of all weights of a policy, one at a time: of LoRA W + s B A, made of
-    the adapters in `tensors`, {name: tensor}, and the `model` under them; without adapters its own.
-    Raises ValueError if the model lacks such a layer."""
+    """Yields (name, weight) for all weights of a policy, one at a time. If `tensors` (by name)
+    has an adapter for a layer of the base `model`, its weight is W + s B A, else the model's own.
+    Raises ValueError if the model lacks a layer."""
     adapters = {name.split(".lora_A.")[0]: name for name in tensors if ".lora_A." in name}
     weights = dict(model.named_parameters())
     if missing := [path for path in adapters if f"{path}.weight" not in weights]:
-        raise ValueError(f"there is no layer {missing[0]} for the adapter {adapters[missing[0]]}")
+        raise ValueError(f"the model has no layer {missing[0]} for adapter {adapters[missing[0]]}")
     for name, weight in weights.items():
         path = name.removesuffix(".weight")
         if a := adapters.get(path):
@@ -56,7 +56,7 @@ def merge_adapters(model, tensors):
 
 
 def merged_weight(layer, a, b):
-    """Returns W + s B A in the dtype of the layer's W: added in float32, rounded once."""
+    """Returns W + s B A in the dtype of W. The sum is made in float32 and rounded once."""
     update = LORA_SCALE * (b.float() @ a.float()).to(layer.weight.device)
     if isinstance(layer, Conv1D):  # GPT-2 keeps matrices transposed
         update = update.T
@@ -71,8 +71,8 @@ def adapted_layers(model):
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """In the block each layer that has an adapter is the one under it: the model is the frozen one.
-    PEFT's own switch would also change what has a gradient."""
+    """In the block the adapters are off, so the model is the frozen base model. PEFT's own switch
+    would also change which parameters have a gradient."""
     layers = adapted_layers(model)
     try:
         for parent, name, layer in layers:
@@ -85,7 +85,7 @@ def adapters_off(model):
 
 @contextlib.contextmanager
 def swapped(model, tensors):
-    """In the block the model's parameters have the values `tensors`, by name, on its device."""
+    """In the block the parameters named in `tensors` have those values, on the model's device."""
     parameters = dict(model.named_parameters())
     own = {name: parameters[name].data for name in tensors}
     try:
@@ -98,12 +98,12 @@ def swapped(model, tensors):
 
 
 class MergedAdapters:
-    """Inside `with`, each layer that has an adapter is a plain one with W + 2 B A: one matrix
-    product, where an adapter takes four more operations. Outside, the model is as it was, with its
+    """Inside `with`, each layer that has an adapter is a plain layer with W + 2 B A: one matrix
+    product, while an adapter needs four more operations. Outside, the model is unchanged, with its
     own W, which is never written.
 
-    It holds copies of all matrices that have adapters, in their dtype, until it is gone; or none,
-    and changes nothing, on a GPU that does not have twice their size free.
+    The object holds copies of all matrices with adapters, in their dtype. If a GPU has less than
+    twice their size free, it holds nothing and changes nothing.
     """
 
     @torch.no_grad()
@@ -130,7 +130,8 @@ class MergedAdapters:
 
 
 def has_room(model, size):
-    """Returns whether `size` bytes on the model's device leave as much free: for the KV cache."""
+    """Returns whether the model's device has twice `size` bytes free; the rest is for the KV
+    cache."""
     device = model.device
     if device.type == "cpu":
         return True

@@ -1,10 +1,10 @@
-"""What travels between processes: ids to score, their log-probs, and whole groups, as safetensors.
+"""The messages between processes, as safetensors: ids to score, their log-probs, whole groups.
 
 To score, the ids of one or several groups go to the reference server and their log-probs come back
 (`pack_ids`, `pack_logps`). A `Group` is a prompt and its G completions with everything known about
 them; ranks exchange groups, and workers send theirs to the trainer (`pack_group`). Completions are
-laid one after another without padding, N tokens in all. Nothing is pickled, so a body can only ever
-be data, and the receiver checks it before it is used.
+concatenated without padding, N tokens in all. Nothing is pickled, so a body is only data, and the
+receiver checks it before use.
 """
 
 import hashlib
@@ -19,25 +19,25 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-PROTOCOL = 4  # raised when routes or blobs change; trainer, server and workers must agree
-MAX_HEADER_BYTES = 1 << 16  # a group's is 1 KB; 16 MB of header took 3.5 s and 300 MB to refuse
-MAX_WAIT_SECONDS = 86_400  # of a request to score; a client that waits longer asks again
-MAX_COMPLETIONS = 10_000  # of a request; to pack 100 000 of one token for scoring took 2 minutes
+PROTOCOL = 4  # trainer, server and workers need the same; raise it if routes or blobs change
+MAX_HEADER_BYTES = 1 << 16  # a group needs 1 KB; to refuse 16 MB took 3.5 s and 300 MB
+MAX_WAIT_SECONDS = 86_400  # most for a request to score; a client that waits longer asks again
+MAX_COMPLETIONS = 10_000  # of a request; more block the server (100 000 of a token: 2 minutes)
 
 KINDS = ("prompt", "completion")
 IDS = [f"{kind}_{what}" for kind in KINDS for what in ("ids", "lengths")] + ["group_sizes"]
 IDS = dict.fromkeys(IDS, torch.int32)  # of a request to score
 TENSORS = {  # of a group
     "prompt_ids": torch.int32,  # (P,)
-    "completion_ids": torch.int32,  # (N,), the sampled ids: text is never tokenised again
+    "completion_ids": torch.int32,  # (N,), as sampled; text is never tokenised again
     "completion_lengths": torch.int32,  # (G,)
     "sampler_logps": torch.float32,  # (N,), of the policy that sampled, at its temperature
-    "truncated": torch.bool,  # (G,), cut at the length limit: neither EOS nor a stop string ends it
+    "truncated": torch.bool,  # (G,), cut at the length limit, without EOS or a stop string
     "rewards": torch.float32,  # (G, K), raw, a column for each of reward_names; NaN: not applicable
     "ref_logps": torch.float32,  # (N,), of the reference model; a rank attaches them
-    "own": torch.bool,  # (N,), False: a token that the task has added (turns); absent: all True
+    "own": torch.bool,  # (N,), False: a token that the task added (turns); absent: all True
 }
-# What reading a blob raises; RuntimeError: JSON nested too deeply, torch's view of 4-bit dtypes
+# Errors of a bad blob; RuntimeError: JSON nested too deeply, or torch's view of 4-bit dtypes
 UNREADABLE = (SafetensorError, struct.error, ValueError, KeyError, TypeError, RuntimeError)
 
 
@@ -47,11 +47,11 @@ class Group:
 
     id: str  # unique in its run; a step trains its groups in the order of their ids
     run: str
-    policy_version: int  # optimiser updates behind the policy that sampled
+    policy_version: int  # number of optimiser updates of the policy that sampled
     item: int  # index of the question in the task's training split
     sampler: str  # "trainer", or a worker's name
     outcome: str  # the reward that tells right from wrong
-    skipped: dict  # sums over the flat groups that the sampler left out before this one: tally()
+    skipped: dict  # tally() of the flat groups that the sampler skipped before this one
     reward_names: list  # K texts
     prompt_ids: torch.Tensor
     completion_ids: torch.Tensor
@@ -67,7 +67,7 @@ class Group:
         return list(tensor.split(self.completion_lengths.tolist()))
 
     def owns(self):
-        """Returns for each of the G completions which of its tokens the model has drawn, (T,)."""
+        """Returns a bool (T,) for each of the G completions: which tokens the model sampled."""
         everything = torch.ones_like(self.completion_ids, dtype=torch.bool)
         return self.completions(everything if self.own is None else self.own)
 
@@ -96,7 +96,7 @@ def pack_ids(groups) -> bytes:
 
 
 def unpack_ids(body, *, vocab_size, max_tokens):
-    """Returns the tensors of pack_ids, checked, for ids_by_sequence.
+    """Returns the checked tensors of pack_ids, for ids_by_sequence.
 
     `vocab_size` bounds the ids, `max_tokens` (None: no limit) the length of prompt plus completion.
     Raises ValueError with the reason if the body is malformed.
@@ -112,7 +112,7 @@ def unpack_ids(body, *, vocab_size, max_tokens):
 
 
 def check_parts(kind, ids, lengths, vocab_size):
-    """Raises ValueError unless `lengths` (M,) divide `ids` (N,), which the tokenizer has."""
+    """Raises ValueError unless `lengths` (M,) sum to the number of `ids` (N,), all valid ids."""
     for name, tensor in (("ids", ids), ("lengths", lengths)):
         flat = tensor.dim() == 1 and tensor.numel() > 0
         require(flat, f"{kind}_{name} must have one dimension and at least one value")
@@ -126,8 +126,8 @@ def check_parts(kind, ids, lengths, vocab_size):
 
 
 def ids_by_sequence(tensors):
-    """Returns (prompts, completions), both lists of M lists of ids: a prompt for each completion.
-    They take ten times the tensors' memory."""
+    """Returns (prompts, completions), two lists of M lists of ids, with a prompt per completion.
+    The lists take ten times the memory of the tensors."""
     prompts, completions = (
         [
             part.tolist()
@@ -146,7 +146,7 @@ def pack_logps(logps) -> bytes:
 
 
 def unpack_logps(body, groups):
-    """Returns the log-probs (N,) of each group, in the order asked. Raises ValueError otherwise."""
+    """Returns the log-probs (N,) of each group, in order. Raises ValueError if they don't fit."""
     _, tensors = read_blob(body, "of log-probs", {"logps": torch.float32})
     logps, sizes = tensors["logps"], [len(group.completion_ids) for group in groups]
     fit = logps.shape == (sum(sizes),) and logps.isfinite().all()
@@ -164,14 +164,14 @@ def pack_group(group: Group) -> bytes:
 
 
 def unpack_group(body, *, vocab_size=None, max_tokens=None) -> Group:
-    """Returns the Group in a blob, checked. Raises ValueError with the reason if it is malformed.
+    """Returns the checked Group in a blob. Raises ValueError with the reason if it is malformed.
 
     `vocab_size` bounds the ids, `max_tokens` the length of prompt plus completion.
     """
     meta, tensors = read_blob(body, "with a group in it", TENSORS, optional={"ref_logps", "own"})
     require(type(meta) is dict, f"the metadata must be a JSON object, got {type(meta).__name__}")
     current = meta.get("protocol") == PROTOCOL and type(meta["protocol"]) is int
-    require(current, f"its protocol must be {PROTOCOL}; update the older side")
+    require(current, f"the protocol must be {PROTOCOL}: update the older side")
     for name, kind in METADATA.items():
         value = meta.get(name)
         require(type(value) is kind, f"metadata {name!r} must be {kind.__name__}, got {value!r}")
@@ -205,7 +205,7 @@ def require(holds, reason):
 
 
 def is_name(text):
-    """Whether a text can be logged as a name."""
+    """Returns whether a text can be logged as a name."""
     return 0 < len(text) <= 200 and text.isprintable()
 
 
@@ -214,9 +214,9 @@ def check_metadata(g):
     printable = all(isinstance(name, str) and is_name(name) for name in names)
     require(printable, "id, run, sampler and other names must be printable, 1 to 200 characters")
     in_range = 0 <= g.policy_version < 2**63 and 0 <= g.item < 2**63
-    require(in_range, "policy_version and item must not be negative, nor need over 64 bits")
+    require(in_range, "policy_version and item must be 0 or more and fit into 64 bits")
     differ = 0 < len(rewards) == len(set(rewards))
-    require(differ, f"reward_names must be a list of names that differ, got {rewards!r}")
+    require(differ, f"reward_names must be a list of different names, got {rewards!r}")
     require(g.outcome in rewards, f"outcome must be one of reward_names, got {g.outcome!r}")
     numbers = all(type(x) in (int, float) and abs(x) < 1e30 for x in g.skipped.values())
     require(numbers and len(g.skipped) <= 100, "skipped must be at most 100 finite numbers by name")
@@ -242,9 +242,9 @@ def check_group(g, vocab_size=None, max_tokens=None):
     require(g.sampler_logps.max() <= 1e-3, "sampler_logps must be log-probs, not positive")
     for name in ("truncated", "own"):  # torch takes any byte for a bool
         if (tensor := getattr(g, name)) is not None:
-            require(tensor.view(torch.uint8).max() <= 1, f"{name} must be of bytes 0 and 1")
+            require(tensor.view(torch.uint8).max() <= 1, f"{name} must be bytes 0 and 1")
     ends = all(own[0] and own[-1] for own in g.owns())
-    require(ends, "a completion must begin and end with a token of the model's own")
+    require(ends, "a completion must begin and end with a token that the model sampled")
 
 
 def check_length(longest, max_tokens):
@@ -272,7 +272,7 @@ def vocab_size_of(tokenizer):
 
 
 def facts_of(tokenizer, temperature):
-    """Returns what trainer, server and workers must have in common, by name."""
+    """Returns the facts, by name, that must be equal on trainer, server and workers."""
     vocab = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     facts = {"protocol": PROTOCOL, "temperature": temperature}
     facts |= {"vocab_size": vocab_size_of(tokenizer)}
@@ -280,9 +280,9 @@ def facts_of(tokenizer, temperature):
 
 
 def check_facts(facts, mine, reference, policy):
-    """Raises SystemExit if a reference's facts_of are not the policy's, `mine`: its log-probs would
-    not fit. `reference` and `policy` name the two."""
-    wrong = [f"{k} {facts.get(k)} and not {v}" for k, v in mine.items() if facts.get(k) != v]
+    """Raises SystemExit if a reference's facts_of differ from the policy's, `mine`, because its
+    log-probs would not fit. `reference` and `policy` name the two."""
+    wrong = [f"{k} {facts.get(k)} instead of {v}" for k, v in mine.items() if facts.get(k) != v]
     if wrong:
         raise SystemExit(
             f"the reference {reference} does not fit the policy {policy}: it has"

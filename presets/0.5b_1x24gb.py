@@ -1,4 +1,4 @@
-"""Qwen2.5-0.5B on one card of 24 GB, which holds the reference, too: one process, no server.
+"""Qwen2.5-0.5B on one GPU of 24 GB, which also holds the reference: one process, no server.
 
     python grpo_ref_split.py presets/0.5b_1x24gb.py
 

@@ -1,9 +1,10 @@
-"""Qwen2.5-1.5B by LoRA on one card of 16 GB: one process, whose reference is the model itself.
+"""Qwen2.5-1.5B with LoRA on one GPU of 16 GB: one process, no server.
 
     python grpo_ref_split.py presets/1.5b_1x16gb.py
 
 Computed, not run: of the GPU's 14.5 GB the trainer needs 5.3 GB at least, and about twice that on a
-T4 or V100, which have no bfloat16. A checkpoint is an adapter (python -m grpo.merge).
+T4 or V100, which have no bfloat16. The reference is the model without its adapter. A checkpoint is
+an adapter (python -m grpo.merge).
 """
 
 MODEL = "Qwen/Qwen2.5-1.5B"

@@ -1,4 +1,4 @@
-"""Qwen2.5-1.5B on four cards of 24 GB, each of which holds the reference, too: no server.
+"""Qwen2.5-1.5B on four GPUs of 24 GB, each of which also holds the reference: no server.
 
     deepspeed grpo_ref_split.py presets/1.5b_4x24gb.py
 

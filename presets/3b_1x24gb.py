@@ -1,9 +1,10 @@
-"""Qwen2.5-3B by LoRA on one card of 24 GB: one process, whose reference is the model itself.
+"""Qwen2.5-3B with LoRA on one GPU of 24 GB: one process, no server.
 
     python grpo_ref_split.py presets/3b_1x24gb.py
 
 Computed, not run: of the GPU's 23.5 GB the trainer needs 8.4 GB at least. Full training does not
-fit, with OFFLOAD_OPTIMIZER neither. A checkpoint is an adapter (python -m grpo.merge).
+fit, not even with OFFLOAD_OPTIMIZER. The reference is the model without its adapter. A checkpoint
+is an adapter (python -m grpo.merge).
 """
 
 MODEL = "Qwen/Qwen2.5-3B"

@@ -1,4 +1,4 @@
-"""Qwen2.5-3B on one card of 80 GB, which holds the reference, too: one process, no server.
+"""Qwen2.5-3B on one GPU of 80 GB, which also holds the reference: one process, no server.
 
     python grpo_ref_split.py presets/3b_1x80gb.py
 

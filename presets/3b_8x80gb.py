@@ -1,4 +1,4 @@
-"""Qwen2.5-3B on eight cards of 80 GB: seven train, one holds the reference server.
+"""Qwen2.5-3B on eight GPUs of 80 GB: seven train, one runs the reference server.
 
     CUDA_VISIBLE_DEVICES=7 python ref_server.py presets/3b_8x80gb.py                        # first
     CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6 deepspeed grpo_ref_split.py presets/3b_8x80gb.py     # then

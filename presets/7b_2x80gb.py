@@ -1,10 +1,10 @@
-"""Qwen2.5-7B on two cards of 80 GB: one trains, the other holds the reference server.
+"""Qwen2.5-7B on two GPUs of 80 GB: one trains, the other runs the reference server.
 
     CUDA_VISIBLE_DEVICES=1 python ref_server.py presets/7b_2x80gb.py            # first
     CUDA_VISIBLE_DEVICES=0 python grpo_ref_split.py presets/7b_2x80gb.py        # then
 
-Computed, not run: of a GPU's 79.1 GB the trainer needs 67.5 GB at least and the server 17.0 GB; the
-optimiser and its states are in RAM, 127.7 GB of it: on the card they would not fit.
+Computed, not run: of a GPU's 79.1 GB the trainer needs 67.5 GB at least and the server 17.0 GB. The
+optimiser and its states do not fit there; they take 127.7 GB of RAM.
 """
 
 MODEL = "Qwen/Qwen2.5-7B"

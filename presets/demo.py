@@ -1,4 +1,4 @@
-"""The demo: a Qwen2 of 126 000 parameters that demo.py makes, on a CPU or a GPU.
+"""The demo trains a Qwen2 of 126 000 parameters, which demo.py makes, on a CPU or a GPU.
 
 python demo.py                                     # makes the model, and runs both scripts
 python grpo_ref_split.py presets/demo.py REF_SERVER=None RUN_DIR=runs/again     # trains it anew
@@ -12,7 +12,7 @@ EVAL_STEPS = 40
 PROMPTS_PER_STEP = 16
 MAX_PROMPT_TOKENS = 64
 MAX_COMPLETION_TOKENS = 24
-MAX_REFILLS = 1  # near the end most groups are all right
+MAX_REFILLS = 1  # near the end most groups are all correct: more sampling would rarely help
 LEARNING_RATE = 7e-4
 WARMUP_STEPS = 5
 FINAL_LR = 0.3

@@ -70,7 +70,7 @@ def test_logps_and_gradients_are_those_of_a_plain_forward_of_each_row(family, ch
     model = CompletionModel(tiny_model(family), gradient_checkpointing=checkpointing)
     assert model.packs == (family not in ALONE)
     whole = "gemma2" in family  # the one that soft-caps its logits
-    assert (model.head is None) == whole == any("holds them all" in note for note in model.notes)
+    assert (model.head is None) == whole == any("keeps all logits" in note for note in model.notes)
     others = len(model.notes) - whole
     assert others == (family in ALONE) + (checkpointing and family == "gpt1")
     logps, ids = logps_of(model, PROMPT_OF, COMPLETIONS, temperature)
@@ -158,8 +158,8 @@ def test_checkpointing_keeps_less_and_computes_again(checkpointing):
 @pytest.mark.parametrize("wrong, reason", [
     ("without positions", "differ"),
     ("dropped", "(TypeError)"),
-    ("untold window", "not told how far"),  # Llama 4's chunks: three sequences are too short
-    ("bloom", "not told how far"),
+    ("untold window", "does not get this model"),  # Llama 4's chunks: three sequences are too short
+    ("bloom", "does not get this model"),
     *((family, "KV cache") for family in sorted(SLOW)),
 ])  # fmt: skip
 def test_a_model_that_can_not_be_packed_is_found_out(wrong, reason, model_of):

@@ -21,9 +21,9 @@ def test_weights_that_do_not_fit_change_nothing():
     model, good = tiny_model("qwen2"), trained_weights(tiny_model("qwen2", seed=1))
     name, before = "model.layers.1.mlp.up_proj.weight", trained_weights(model)
     for bad, reason in (
-        ({k: v for k, v in good.items() if k != name}, "another model, or another LORA_RANK"),
+        ({k: v for k, v in good.items() if k != name}, "another MODEL or LORA_RANK"),
         (good | {"extra.weight": torch.zeros(1)}, "extra.weight"),
-        (good | {name: good[name][:-1]}, f"{name} is .63, 32., not .64, 32."),
+        (good | {name: good[name][:-1]}, f"{name} is .63, 32., expected .64, 32."),
     ):
         with pytest.raises(ValueError, match=reason):
             load_weights(model, bad)
@@ -41,7 +41,7 @@ def test_a_frozen_model_takes_all_and_in_its_own_dtype():
     load_weights(model, good)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, good[name].bfloat16()), name
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ValueError, match="another MODEL"):
         load_weights(model, {})
 
 
@@ -59,9 +59,9 @@ def test_adapters_travel_to_a_model_with_adapters():
     assert (mine(IDS).logits - theirs(IDS).logits).abs().max() > 0.1
     load_weights(mine, trained_weights(theirs))
     assert torch.equal(mine(IDS).logits, theirs(IDS).logits)
-    with pytest.raises(ValueError, match="another LORA_RANK"):
+    with pytest.raises(ValueError, match="MODEL or LORA_RANK"):
         load_weights(mine, trained_weights(tiny_model("qwen2")))
-    with pytest.raises(ValueError, match="is .2, 64., not .4, 64."):
+    with pytest.raises(ValueError, match="is .2, 64., expected .4, 64."):
         load_weights(mine, trained_weights(with_adapters(tiny_model("qwen2"), rank=2)))
     with pytest.raises(ValueError, match="model.layers.0.self_attn.q_proj"):
         dict(merge_adapters(tiny_model("gpt2"), trained_weights(mine)))
