@@ -121,7 +121,7 @@ def questions_and_reward(case):
         return [2 * r["correctness"] + r["format"] for r in parts]
 
     items = task.load("train")
-    return [{"prompt": task.messages(item["question"]), "item": item} for item in items], both
+    return [{"prompt": task.messages(item), "item": item} for item in items], both
 
 
 def trl_config(case, folder, steps, ranks):
@@ -216,7 +216,7 @@ def accuracy(folder):
     items = task.load("test")
     groups = sample_groups(
         policy.model,
-        [prompt_ids(policy.tokenizer, task.messages(item["question"])) for item in items],
+        [prompt_ids(policy.tokenizer, task.messages(item)) for item in items],
         group_size=1,
         max_new_tokens=24,
         temperature=0,
