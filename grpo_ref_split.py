@@ -140,7 +140,7 @@ MICRO_BATCH_TOKENS = "auto"  # tokens per forward and backward; fewer save memor
 FUSED_LOSS = True  # LM head and loss in chunks (grpo_loss_triton.py); False holds all logits
 GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
-REFERENCE_ON_CPU = False  # True: a local reference is in CPU memory, and on the GPU once a step
+REFERENCE_ON_CPU = False  # True: a local reference is in CPU memory, and on the GPU once a rollout
 CPU_THREADS = 0  # threads of forward and backward on a CPU; 0: its cores over the ranks
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
@@ -232,7 +232,7 @@ def sample_share(run, number, begun, counts):
 def advantages_of(group, reward_weights):
     """Returns the advantages (G,) of a group's total rewards (line 9)."""
     assert group.reward_names == list(reward_weights), group.reward_names
-    rewards, lengths = rollout.rewards_of(group), group.completion_lengths.tolist()
+    rewards, lengths = rollout.rewards_of(group), [int(own.sum()) for own in group.owns()]
     sizes = {"limit": MAX_COMPLETION_TOKENS, "overlong": OVERLONG_TOKENS}
     totals = rollout.totals_of(rewards, lengths, reward_weights, **sizes)
     return plain_loss.group_advantages(torch.tensor(totals), scale_by_std=ADVANTAGE_STD)

@@ -463,7 +463,7 @@ def test_the_task_with_a_tool_in_the_docs_gets_a_model_that_its_command_trains(
     monkeypatch.setattr(sys, "argv", ["tasks", *made[3:]])
     module.main(made[2])
     shown = capsys.readouterr().out
-    assert shown.count("reply() inside its turn: '") == 3
+    assert shown.count("reply() inside that turn: '") == 3
     assert len(re.findall(r"rewards of the gold answer .*: reward 1$", shown, re.MULTILINE)) == 3
     assert shlex.split(shown.splitlines()[-1])[1:] == trained
 

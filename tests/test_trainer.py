@@ -78,6 +78,8 @@ def test_a_completion_near_the_limit_has_a_lower_advantage(monkeypatch):
     monkeypatch.setattr(trainer, "OVERLONG_TOKENS", 2)  # the first costs 1/2
     monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
     assert trainer.advantages_of(group, NAMES).tolist() == [-0.25, 0.25]
+    group.own = torch.tensor([True, True, False, True])  # the task's token costs nothing
+    assert trainer.advantages_of(group, NAMES).tolist() == [0, 0]
 
 
 # --- The checks --------------------------------------------------------------------

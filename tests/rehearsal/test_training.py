@@ -100,7 +100,7 @@ def test_every_variant_of_the_loss_has_the_cpus_gradients(variant, loss):
 
 @pytest.mark.parametrize("packs, checkpointing, most, most_back, waits", [
     # launches of forward and loss, of backward, each a layer; waits
-    (True, True, 36, 135, 6),
+    (True, True, 42, 135, 6),
     (True, False, 42, 95, 6),
     (False, True, 80, 255, 6),  # two batches of like length
 ])  # fmt: skip
