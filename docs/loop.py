@@ -3,7 +3,7 @@
     .venv/bin/python -m docs.loop runs/demo       # needs a run of the demo
 
 Draws docs/loop.png from the group in the first 20 steps of samples.jsonl whose answers differ most
-in reward, as it was sampled and rewarded there; four are shown. SAMPLES_PER_STEP must be GROUP_SIZE.
+in reward, as it was sampled and rewarded there. SAMPLES_PER_STEP must be GROUP_SIZE.
 """
 
 import json
