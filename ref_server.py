@@ -30,10 +30,11 @@ if __name__ == "__main__":  # reports a mistake before torch is imported
 import torch
 
 from grpo.devices import accelerator
-from grpo.forward import CompletionModel, score_sequences
+from grpo.forward import CompletionModel
 from grpo.gate import Gate, Waiting, listen, token_for
 from grpo.log import in_background
 from grpo.models import load_model, load_tokenizer
+from grpo.scoring import score_sequences
 from grpo.wire import MAX_WAIT_SECONDS, facts_of, ids_by_sequence, pack_logps, unpack_ids
 
 # --- What to serve ------------------------------------------------------------------

@@ -130,9 +130,9 @@ def test_scores_are_the_models_own_log_probs(reference, tiny):
 
 
 def test_a_batch_that_does_not_fit_is_halved(reference, tiny, monkeypatch):
-    from grpo import forward
+    from grpo import scoring
 
-    run, sizes = forward.score_batch, []
+    run, sizes = scoring.score_batch, []
 
     def small(model, prompts, *others):
         sizes.append(len(prompts))
@@ -140,7 +140,7 @@ def test_a_batch_that_does_not_fit_is_halved(reference, tiny, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run(model, prompts, *others)
 
-    monkeypatch.setattr(forward, "score_batch", small)
+    monkeypatch.setattr(scoring, "score_batch", small)
     most, group = 1, make_group((3, 1, 2, 4))
     reference.score([request := a_request(group)])
     assert sorted(sizes) == [1, 1, 1, 1, 2, 2, 4]

@@ -19,10 +19,11 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from grpo.forward import CompletionModel, score_sequences
+from grpo.forward import CompletionModel
 from grpo.log import in_background, say
 from grpo.models import check_context, load_tokenizer
 from grpo.sampling.policy import load_policy
+from grpo.scoring import score_sequences
 from grpo.stop import Wait
 from grpo.weights import adapters_off, load_weights, swapped, trained_weights
 from grpo.wire import MAX_COMPLETIONS, check_facts, facts_of
