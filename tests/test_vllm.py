@@ -308,7 +308,7 @@ def test_a_load_that_does_not_fit_raises_and_changes_nothing(case):
             name: tensor for name, tensor in new.items() if name != norm
         },
         "o_proj.bias is .* expected missing": new | {bias: torch.zeros(64)},
-        r"is \(65,\), not \(64,\)": new | {norm: torch.zeros(65)},
+        r"is \(65,\), expected \(64,\)": new | {norm: torch.zeros(65)},
         "model.embed_tokens.weight": new | {"model.embed_tokens.weight": torch.zeros(V - 1, 64)},
     }
     for message, tensors in misfits.items():
