@@ -39,7 +39,7 @@ def make_model(name, task, out, stops):
     from grpo.tiny_model import warm_start
 
     print(f"a tiny model learns from the examples of {name}, for {WARM_STEPS} steps", flush=True)
-    must = 'have load and messages that work, and gold or an "answer" in each item'
+    must = 'have load, messages and reply that work, and gold or an "answer" in each item'
     call = lambda: warm_start(out, task, seed=0, steps=WARM_STEPS, stops=stops)
     half = called(name, "a tiny model's examples", must, call) // 2
     words = f"MODEL={out} TASK={name} REF_SERVER=None RUN_DIR={out}_run"

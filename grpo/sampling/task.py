@@ -55,6 +55,8 @@ def load_task(name):
     needed = {"load", "messages", "group_rewards" if hasattr(task, "group_rewards") else "rewards"}
     for function in [f for f in FUNCTIONS if f in needed or hasattr(task, f)]:
         takes = FUNCTIONS[function]
+        if hasattr(task, "reply") and function == "rewards":
+            takes = ["item", "turns"]
         must = f"be {function}({', '.join(takes)})"
         if not hasattr(task, function):
             raise TaskError(name, function, "is missing (see tasks/gsm8k.py)", must)

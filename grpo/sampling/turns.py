@@ -17,7 +17,7 @@ import jinja2
 
 from grpo.log import announced, in_background, say
 from grpo.models import stop_ids
-from grpo.sampling.rewards import TaskError, called, task_file
+from grpo.sampling.rewards import TaskError, TooSlow, called, task_file, timely
 from grpo.sampling.sampler import Completion
 
 MUST = "return the text that follows the model's turn, or None to end the conversation"
@@ -177,10 +177,16 @@ class Talks:
 # --- Preview --------------------------------------------------------------------------
 def play(recipe, item, said):
     """Returns the turns of a talk in which the texts `said` are the model's turns."""
-    turns = []
+    turns, seconds = [], recipe.c.REWARD_TIMEOUT_SECONDS
     for text in said:
         turns.append(text)
-        reply = ask(recipe, item, turns)
+        call = f"reply({item!r:.500}, {turns!r:.500})"
+        try:
+            with timely(seconds, f"{call} in {task_file(recipe.c.TASK)}"):
+                reply = ask(recipe, item, turns)
+        except TooSlow:
+            limit = f"{seconds} s (REWARD_TIMEOUT_SECONDS)"
+            raise TaskError(recipe.c.TASK, call, f"took more than {limit}", MUST) from None
         if reply is None:
             return turns
         turns.append(reply)

@@ -181,6 +181,8 @@ def log_idle(run, metrics, groups):
         f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS!r}, OUTCOME = {c.OUTCOME!r}: {found}), and"
         f" {cut} (MASK_TRUNCATED, MAX_COMPLETION_TOKENS = {c.MAX_COMPLETION_TOKENS})"
     )
+    if metrics.get("tools/call_share") == 0:
+        run.idle_reason += "; reply() was never called: is STOP_STRINGS right?"
     say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
 
 

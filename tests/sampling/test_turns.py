@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from grpo.sampling.rollout import make_group
 from grpo.sampling.sampler import Completion, next_prompts
 from grpo.sampling.stop_strings import StopStrings
 from grpo.sampling.task import TaskError, load_task, preview
-from grpo.sampling.turns import bridge
+from grpo.sampling.turns import bridge, play
 from grpo.training import metrics, report
 from grpo.wire import pack_group, unpack_group
 from grpo_loss_triton import linear_logps
@@ -203,6 +204,13 @@ def test_the_templates_of_the_families_make_a_user_turn(family, tokenizer):
 def test_a_reply_that_fails_ends_the_run_with_a_sentence(tokenizer, reply, said):
     with pytest.raises(TaskError, match=f"tasks/mine.py: reply.*{said}.*: it must return the text"):
         talks(Actor(tokenizer, ["Three?"]), reply, 2, REWARD_TIMEOUT_SECONDS=0.2)
+
+
+def test_a_reply_that_hangs_before_the_run_ends_it_too():
+    task = SimpleNamespace(reply=lambda item, turns: time.sleep(60))
+    recipe = a_recipe([], task=task, TASK="mine", REWARD_TIMEOUT_SECONDS=0.2)
+    with pytest.raises(TaskError, match=r"reply.*took more than 0.2 s \(REWARD_TIMEOUT"):
+        play(recipe, {}, ["Three?"])
 
 
 def test_a_slow_reply_leaves_its_place_to_others(tokenizer):
