@@ -1,4 +1,4 @@
-# make demo   runs the whole pipeline on a tiny model: two minutes      make test   3 minutes of tests
+# make demo   runs the whole pipeline on a tiny model: two minutes      make test   4 minutes of tests
 # make test-long   tests that start whole clusters: three minutes. CI runs both
 # make vllm-test   tests with vLLM: three minutes, after an install of two
 # All build .venv first; see README.md for a CPU build of torch.

@@ -66,14 +66,14 @@ RUN_DIR = "runs/gsm8k"  # folder of checkpoints, metrics and samples; a run in i
 REF_SERVER = "http://127.0.0.1:59875"
 
 # --- Rollouts (in brackets: TRL's names) ---------------------------------------------
-# Prompts per step over all ranks, best a multiple of their number. More prompts make the gradient
-# less noisy and the step slower.
+# Prompts per rollout over all ranks, best a multiple of their number. More prompts make the
+# gradient less noisy and the rollout slower.
 PROMPTS_PER_STEP = 28
 GROUP_SIZE = 8  # G, completions per prompt; more find rare successes, at a cost (num_generations)
 MAX_PROMPT_TOKENS = 512  # questions with longer prompts are left out; the start logs how many
 MAX_COMPLETION_TOKENS = 512  # completions are cut here; higher is slower (max_completion_length)
 STOP_TOKENS = ["<|im_end|>"]  # tokens that end a completion, besides EOS; unknown ones are ignored
-STOP_STRINGS = []  # texts that end a completion, such as "</answer>"; they stay in it, trained
+STOP_STRINGS = []  # texts that end a completion, such as "</answer>"; they are kept and trained
 TEMPERATURE = 1.0  # of sampling and log-probs; higher is more random; ref_server.py must agree
 SAMPLE_BATCH = "auto"  # completions that a rank samples at once; more are faster and need memory
 SAMPLER = "torch"  # or "vllm", in the same processes (pip install -e .[vllm]; docs/performance.md)
@@ -85,8 +85,8 @@ OVERLONG_TOKENS = 0  # the reward falls by up to 1 over the last N tokens allowe
 # Flat groups are skipped: their completions all have the same OUTCOME ("outcome"), or the same
 # total reward ("reward"). False trains every group.
 SKIP_FLAT_GROUPS = "outcome"
-# How often a step may sample replacements for flat groups, in multiples of PROMPTS_PER_STEP. After
-# that it trains on fewer groups.
+# How many replacements for flat groups a rollout may sample, in multiples of PROMPTS_PER_STEP.
+# After that it trains on fewer groups.
 MAX_REFILLS = 4
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
 OUTCOME = None  # name of the reward that decides correctness: above 0 is correct; None: the task's
@@ -112,7 +112,7 @@ RATIO_LEVEL = "token"  # or "sequence": a ratio per completion (GSPO: CLIP_LOW 3
 IS_CAP = 2.0
 IS_MASK = False  # True: tokens whose factor is above IS_CAP or below 1 / IS_CAP get 0 (token_mask)
 # Optimiser updates on each rollout, mu (num_iterations). More reuse the samples and go off-policy;
-# with 1, only workers' groups can be clipped.
+# with 1, only older groups, of workers, can be clipped.
 UPDATES_PER_ROLLOUT = 1
 
 # --- Workers, and a reference that is refreshed ----------------------------------------
@@ -141,7 +141,7 @@ FUSED_LOSS = True  # LM head and loss in chunks (grpo_loss_triton.py); False hol
 GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
 REFERENCE_ON_CPU = False  # True: a local reference is in CPU memory, and on the GPU once a rollout
-CPU_THREADS = 0  # threads of forward and backward on a CPU; 0: its cores over the ranks
+CPU_THREADS = 0  # threads of forward and backward on a CPU; 0: cores / ranks
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
 # --- Run ----------------------------------------------------------------------------
