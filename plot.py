@@ -109,7 +109,8 @@ def show_samples(run_dir, step=None):
     flat = ", a zero-variance group: skipped" if group.get("flat") else ""
     print(f"step {step}, by {group['sampler']}{flat}")
     show("prompt", group["prompt"])
-    show("answer", group.get("answer"))
+    if group.get("answer") is not None:
+        show("answer", group["answer"])
     high, low = ours[0]["advantage"], ours[-1]["advantage"]
     for r in ours:
         rank = {high: "best, ", low: "worst, "}.get(r["advantage"], "") if high > low else ""

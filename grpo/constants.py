@@ -74,6 +74,9 @@ def fault_of(name):
     if folder.is_dir():
         named = any(Path(folder, f"{kind}config.json").exists() for kind in ("", "adapter_"))
         return "" if named else "the folder has no config.json"
+    if folder.name == "best" and folder.parent.is_dir():
+        final = folder.parent / "final"
+        return f"no evaluation of that run was better than its first: name {final}"
     # A hub's name is NAME or OWNER/NAME
     path = name.count("/") > 1 or name[0] in "./~" or name.startswith("runs/")
     return f"there is no folder {folder.absolute()}" if path else ""

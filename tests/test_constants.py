@@ -239,3 +239,10 @@ def test_changed_copies_are_no_second_home():
 
 def test_the_dtypes_are_those_whose_noise_is_known():
     assert all(map(constants.DTYPE[1], ["auto", *NOISE])) and not constants.DTYPE[1]("float16")
+
+
+def test_a_run_without_a_best_model_names_its_final_one(tmp_path):
+    assert str(tmp_path / "final") in constants.fault_of(str(tmp_path / "best"))
+    Path(tmp_path, "best").mkdir()
+    Path(tmp_path, "best", "config.json").touch()
+    assert not constants.fault_of(str(tmp_path / "best"))
