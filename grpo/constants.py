@@ -71,6 +71,8 @@ def fault_of(name):
     folder = Path(name)
     if Path(folder, "run.json").exists():
         return f"it is the RUN_DIR of a run: name a model in it, such as {folder / 'final'}"
+    if folder.is_file():
+        return f"it is a file: name the folder of a model ({folder.parent}?), or a model of the hub"
     if folder.is_dir():
         named = any(Path(folder, f"{kind}config.json").exists() for kind in ("", "adapter_"))
         return "" if named else "the folder has no config.json"

@@ -81,8 +81,8 @@ def own_device():
         except (RuntimeError, AssertionError) as error:
             raise SystemExit(
                 f"there is a GPU, but torch {torch.__version__} can't use it: {error} Install a"
-                " newer driver, or a torch built for yours; CUDA_VISIBLE_DEVICES, which is"
-                f" {visible}, may name a GPU that is not there; -1 takes the CPU"
+                " newer driver, or a build of torch for your driver. If CUDA_VISIBLE_DEVICES (now"
+                f" {visible}) names a GPU that does not exist, correct it; -1 runs on the CPU"
             ) from error
     return "cpu"
 
@@ -124,7 +124,8 @@ def load_model(name, dtype, vocab_size):
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:
         raise SystemExit(
-            f"{name} embeds {rows} ids, its tokenizer has {vocab_size}: they do not belong together"
+            f"the model {name!r} has {rows} embeddings, but its tokenizer has {vocab_size} ids: put"
+            " the model's own tokenizer into its folder"
         )
     return model.to(device).eval(), dtype
 
@@ -161,7 +162,10 @@ def stop_ids(name, tokenizer, stop_tokens):
     stops += [vocab.get(token) for token in stop_tokens]
     eos_ids = {i for ids in stops for i in (ids if isinstance(ids, list) else [ids])} - {None}
     if not eos_ids:
-        raise SystemExit(f"{name} has no EOS token, so its completions would never end")
+        raise SystemExit(
+            f"the model {name!r} has no EOS token, so its completions would never end: add the"
+            " token that ends its answers to STOP_TOKENS"
+        )
     return eos_ids
 
 

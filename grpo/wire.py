@@ -286,5 +286,6 @@ def check_facts(facts, mine, reference, policy):
     if wrong:
         raise SystemExit(
             f"the reference {reference} does not fit the policy {policy}: it has"
-            f" {', '.join(wrong)}; these must be the same on both sides"
+            f" {', '.join(wrong)}. Both sides need the same TEMPERATURE, models with the same"
+            " tokenizer, and the same version of this code"
         )

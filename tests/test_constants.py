@@ -241,6 +241,11 @@ def test_the_dtypes_are_those_whose_noise_is_known():
     assert all(map(constants.DTYPE[1], ["auto", *NOISE])) and not constants.DTYPE[1]("float16")
 
 
+def test_a_model_that_is_a_file_is_refused_before_the_hub_is_asked(tmp_path):
+    Path(tmp_path, "model.py").touch()
+    assert "file" in constants.fault_of(str(tmp_path / "model.py"))
+
+
 def test_a_run_without_a_best_model_names_its_final_one(tmp_path):
     assert str(tmp_path / "final") in constants.fault_of(str(tmp_path / "best"))
     Path(tmp_path, "best").mkdir()

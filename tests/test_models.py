@@ -48,7 +48,7 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny):
     cut = Completion([40, 41], [-1.0] * 2, truncated=True)
     assert policy.text(ended) == policy.text(cut) == tokenizer.decode([40, 41])
     tokenizer.add_tokens([f"new{i}" for i in range(50)])
-    with pytest.raises(SystemExit, match="do not belong together"):
+    with pytest.raises(SystemExit, match="embeddings.*ids"):
         load_policy(str(tiny), tokenizer, "float32")
 
 

@@ -21,6 +21,7 @@ from grpo.sampling.rewards import TaskError, TooSlow, called, task_file, timely
 from grpo.sampling.sampler import Completion
 
 MUST = "return the text that follows the model's turn, or None to end the conversation"
+SOONER = "answer within REWARD_TIMEOUT_SECONDS; raise that constant if reply() needs longer"
 MARK = "\u2402"  # a placeholder for the model's turn, to find its end in the chat template
 # We wait for each reply until one takes longer than this. From then on replies arrive in any order,
 # which decides the random numbers of the next turns: only a run with quick replies repeats exactly
@@ -152,8 +153,8 @@ class Talks:
                 self.asked.append((talk, answer, when))
             else:
                 call = f"reply({talk.prompt[0][1]!r:.500}, {talk.turns!r:.500})"
-                slow = f"took more than {c.REWARD_TIMEOUT_SECONDS} s (REWARD_TIMEOUT_SECONDS)"
-                raise TaskError(c.TASK, call, slow, MUST)
+                slow = f"took more than {c.REWARD_TIMEOUT_SECONDS} s"
+                raise TaskError(c.TASK, call, slow, SOONER)
 
     def left(self, when):
         return self.recipe.c.REWARD_TIMEOUT_SECONDS - (time.monotonic() - when)
@@ -185,8 +186,8 @@ def play(recipe, item, said):
             with timely(seconds, f"{call} in {task_file(recipe.c.TASK)}"):
                 reply = ask(recipe, item, turns)
         except TooSlow:
-            limit = f"{seconds} s (REWARD_TIMEOUT_SECONDS)"
-            raise TaskError(recipe.c.TASK, call, f"took more than {limit}", MUST) from None
+            slow = f"took more than {seconds} s"
+            raise TaskError(recipe.c.TASK, call, slow, SOONER) from None
         if reply is None:
             return turns
         turns.append(reply)

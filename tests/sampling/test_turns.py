@@ -197,19 +197,19 @@ def test_the_templates_of_the_families_make_a_user_turn(family, tokenizer):
 
 # --- What the task is asked -------------------------------------------------------------
 @pytest.mark.parametrize("reply, said", [
-    (lambda item, turns: 1 / 0, "failed with ZeroDivisionError"),
-    (lambda item, turns: 5, "returned 5"),
-    (lambda item, turns: threading.Event().wait(), r"took more than 0.2 s \(REWARD_TIMEOUT"),
+    (lambda item, turns: 1 / 0, "failed with ZeroDivisionError.*: it must return"),
+    (lambda item, turns: 5, "returned 5: it must return"),
+    (lambda item, turns: threading.Event().wait(), "took more than 0.2 s: .*REWARD_TIMEOUT"),
 ])  # fmt: skip
 def test_a_reply_that_fails_ends_the_run_with_a_sentence(tokenizer, reply, said):
-    with pytest.raises(TaskError, match=f"tasks/mine.py: reply.*{said}.*: it must return the text"):
+    with pytest.raises(TaskError, match=f"tasks/mine.py: reply.*{said}"):
         talks(Actor(tokenizer, ["Three?"]), reply, 2, REWARD_TIMEOUT_SECONDS=0.2)
 
 
 def test_a_reply_that_hangs_before_the_run_ends_it_too():
     task = SimpleNamespace(reply=lambda item, turns: time.sleep(60))
     recipe = a_recipe([], task=task, TASK="mine", REWARD_TIMEOUT_SECONDS=0.2)
-    with pytest.raises(TaskError, match=r"reply.*took more than 0.2 s \(REWARD_TIMEOUT"):
+    with pytest.raises(TaskError, match="reply.*took more than 0.2 s: .*REWARD_TIMEOUT_SECONDS"):
         play(recipe, {}, ["Three?"])
 
 
