@@ -8,7 +8,6 @@ demo's model learned from true equations and sloppy answers, so it knows arithme
 tags but rarely combines them. For another task it learns from right and wrong answers.
 """
 
-import functools
 import random
 import time
 
@@ -70,19 +69,6 @@ def make_model(tokenizer, heads, context=256, **shape):
     return Qwen2ForCausalLM(config).to(own_device())
 
 
-def right_answer(task, item, stops=()):
-    """Returns the text of gold(item), or item["answer"]. If gold gives a list of the model's turns,
-    the task's replies are put between them: inside the model's turn after a text in `stops`."""
-    gold, turns, text = task.gold(item) if hasattr(task, "gold") else str(item["answer"]), [], ""
-    for turn in [gold] if isinstance(gold, str) else gold:
-        told = task.reply(item, [*turns, turn]) if turn is not gold else None
-        text += turn
-        if told is not None:
-            text += told if turn.endswith(tuple(stops)) else USER_TURN.format(told)
-        turns += [turn, told]
-    return text
-
-
 def next_token_loss(model, examples):
     """Returns the mean cross-entropy of examples (ids, how many of the first are not learned)."""
     labels = [torch.tensor([-100] * given + ids[given:]) for ids, given in examples]
@@ -91,26 +77,23 @@ def next_token_loss(model, examples):
     return model(input_ids=ids.to(model.device), labels=labels).loss
 
 
-def warm_start(folder, task, seed, steps, heads=4, answer=None, stops=(), **shape):
+def warm_start(folder, task, seed, steps, heads=4, answer=None, **shape):
     """Trains the tiny model on a task's examples and saves it; returns its context in tokens.
 
-    An example's text is answer(item, draw), or the task's own sloppy(item, draw). Without either,
-    half of the answers are right and the others belong to another item. The task may also have
-    drill(draw), an additional text to learn. `draw` is a random.Random. `stops` is right_answer's,
-    `shape` make_model's; with 2 `heads` vLLM can run the model on a CPU.
+    An example's text is answer(item, draw), by default the task's sloppy(item, draw). The task may
+    also have drill(draw), an additional text to learn. `draw` is a random.Random. `shape` is
+    make_model's; with 2 `heads` vLLM can run the model on a CPU.
     """
     torch.set_num_threads(1)  # two are a fifth faster on idle cores and much slower on busy ones
     torch.manual_seed(seed)
     draw, tokenizer, items = random.Random(seed), make_tokenizer(task), list(task.load("train"))
     pairs = [(item, prompt_ids(tokenizer, task.messages(item))) for item in items]
-    right = functools.partial(right_answer, task, stops=stops)
-    answers = tokenizer([right(item) for item in items])["input_ids"]
+    answer, other = answer or task.sloppy, random.Random(seed)  # to measure lengths
+    answers = tokenizer([answer(item, other) for item in items])["input_ids"]
     longest = max(map(len, answers)) + max(len(prompt) for _, prompt in pairs)
     model = make_model(tokenizer, heads, context=max(256, 2 * longest), **shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1, betas=(0.9, 0.99), weight_decay=0.01)
     end, started = [tokenizer.eos_token_id], time.perf_counter()
-    right_or_wrong = lambda item, draw: right(draw.choice([item, draw.choice(items)]))
-    answer = answer or getattr(task, "sloppy", right_or_wrong)
     for step in range(steps):
         examples = []
         for item, prompt in draw.choices(pairs, k=32):

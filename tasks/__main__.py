@@ -17,7 +17,16 @@ import sys
 from pathlib import Path
 
 from grpo.constants import command_line
-from grpo.sampling.task import called, load_split, load_task, prepare_task, task_files
+from grpo.sampling.rewards import called
+from grpo.sampling.task import (
+    Recipe,
+    load_chat,
+    load_items,
+    load_split,
+    load_task,
+    prepare_task,
+    task_files,
+)
 
 SHOWN = 3
 WARM_STEPS = 800  # of the tiny model
@@ -32,20 +41,54 @@ def listed():
     return "\n".join(lines)
 
 
-def make_model(name, task, out, stops):
-    """Makes the tiny model in the folder `out`; returns the command that trains it."""
-    if Path(out).exists():
-        raise SystemExit(f"OUT = {out!r} exists already: delete it, or choose another folder")
+def make_model(recipe, out):
+    """Makes the tiny model in the folder `out`; returns the command that trains it. Raises
+    TaskError if the task has no right answers, or a function of it fails or hangs."""
     from grpo.tiny_model import warm_start
 
-    print(f"a tiny model learns from the examples of {name}, for {WARM_STEPS} steps", flush=True)
-    must = 'have load, messages and reply that work, and gold or an "answer" in each item'
-    call = lambda: warm_start(out, task, seed=0, steps=WARM_STEPS, stops=stops)
-    half = called(name, "a tiny model's examples", must, call) // 2
-    words = f"MODEL={out} TASK={name} REF_SERVER=None RUN_DIR={out}_run"
-    words += f" 'STOP_STRINGS={json.dumps(stops)}'" if stops else ""
+    c, task = recipe.c, recipe.task
+    items = load_items(c.TASK, task, "train")
+    for item in items:
+        load_chat(c.TASK, task, item)
+
+    def right_or_wrong(item, draw):
+        return gold_of(recipe, draw.choice([item, draw.choice(items)]))
+
+    def answer(item, draw):
+        said = getattr(task, "sloppy", right_or_wrong)(item, draw)
+        return with_replies(recipe, item, said)
+
+    print(f"a tiny model learns from the examples of {c.TASK}, for {WARM_STEPS} steps", flush=True)
+    half = warm_start(out, task, seed=0, steps=WARM_STEPS, answer=answer) // 2
+    words = f"MODEL={out} TASK={c.TASK} REF_SERVER=None RUN_DIR={out}_run"
+    words += f" 'STOP_STRINGS={json.dumps(c.STOP_STRINGS)}'" if c.STOP_STRINGS else ""
     words += f" MAX_PROMPT_TOKENS={half} MAX_COMPLETION_TOKENS={half}"
     return f"python grpo_ref_split.py presets/demo.py {words}"
+
+
+def gold_of(recipe, item):
+    """Returns gold(item), or item["answer"]: the text of a right answer, or a list of the model's
+    turns."""
+    task, must = recipe.task, 'return a right answer; without gold() each item needs an "answer"'
+    gold = lambda: task.gold(item) if hasattr(task, "gold") else str(item["answer"])
+    kinds = str | list if hasattr(task, "reply") else str
+    call, holds = f"gold({item!r:.500})", lambda got: isinstance(got, kinds)
+    return called(recipe.c.TASK, call, must, gold, holds)
+
+
+def with_replies(recipe, item, said):
+    """Returns the text of a completion in which the model says `said`, a text or a list of its
+    turns; a reply stands inside the model's turn after one of STOP_STRINGS, else in a user turn."""
+    if not hasattr(recipe.task, "reply"):
+        return said
+    from grpo.sampling.turns import play
+    from grpo.tiny_model import USER_TURN
+
+    text, turns = "", play(recipe, item, [said] if isinstance(said, str) else said)
+    for turn, reply in zip(turns[::2], [*turns[1::2], ""], strict=True):
+        inside = not reply or turn.endswith(tuple(recipe.c.STOP_STRINGS))
+        text += turn + (reply if inside else USER_TURN.format(reply))
+    return text
 
 
 def main(name):
@@ -54,11 +97,13 @@ def main(name):
     _, given = command_line("grpo_ref_split.py", __doc__)
     task = load_task(name)  # before torch, which takes seconds to import
     if outs:
-        given["MODEL"] = outs[-1].removeprefix("OUT=")
-        command = make_model(name, task, given["MODEL"], given.get("STOP_STRINGS", ()))
+        given["MODEL"] = out = outs[-1].removeprefix("OUT=")
+        if Path(out).exists():
+            raise SystemExit(f"OUT = {out!r} exists already: delete it, or choose another folder")
     import grpo_ref_split as trainer
 
     c = trainer.constants(**given | {"TASK": name})
+    command = make_model(Recipe(c, task, []), out) if outs else ""
     tokenizer, recipe = prepare_task(c, split="train", shown=SHOWN)
     load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer)
     if outs:

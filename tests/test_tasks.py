@@ -470,8 +470,12 @@ def test_the_task_with_a_tool_in_the_docs_gets_a_model_that_its_command_trains(
 
 def test_a_task_without_right_answers_has_no_tiny_model(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(LABELS.replace("[:30]", "and [{'question': 'a'}]"))
-    with pytest.raises(SystemExit, match="own.py: a tiny model's examples .*'answer'"):
+    with pytest.raises(SystemExit, match="own.py: gold.*'answer'"):
         run(monkeypatch, str(tmp_path / "own.py"), f"OUT={tmp_path / 'model'}")
+    (tmp_path / "slow.py").write_text(f"{LABELS}\nimport time\ndef reply(*_): time.sleep(60)")
+    with pytest.raises(SystemExit, match=r"slow.py: reply\(.* took more than 1 s"):
+        words = f"OUT={tmp_path / 'model'}", "REWARD_TIMEOUT_SECONDS=1"
+        run(monkeypatch, str(tmp_path / "slow.py"), *words)
     with pytest.raises(SystemExit, match=f"OUT = '{tmp_path}' exists already"):
         run(monkeypatch, str(tmp_path / "own.py"), f"OUT={tmp_path}")
 
