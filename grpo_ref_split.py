@@ -66,31 +66,31 @@ RUN_DIR = "runs/gsm8k"  # folder of checkpoints, metrics and samples; a run in i
 REF_SERVER = "http://127.0.0.1:59875"
 
 # --- Rollouts (in brackets: TRL's names) ---------------------------------------------
-# Prompts per rollout over all ranks, best a multiple of their number. More prompts make the
-# gradient less noisy and the rollout slower.
+# Prompts per rollout over all ranks, ideally a multiple of the number of ranks. More prompts make
+# the gradient less noisy and the rollout slower.
 PROMPTS_PER_STEP = 28
 GROUP_SIZE = 8  # G, completions per prompt; more find rare successes, at a cost (num_generations)
-MAX_PROMPT_TOKENS = 512  # questions with longer prompts are left out; the start logs how many
+MAX_PROMPT_TOKENS = 512  # questions with longer prompts are left out; the log says how many
 MAX_COMPLETION_TOKENS = 512  # completions are cut here; higher is slower (max_completion_length)
 STOP_TOKENS = ["<|im_end|>"]  # tokens that end a completion, besides EOS; unknown ones are ignored
-STOP_STRINGS = []  # texts that end a completion, such as "</answer>"; they are kept and trained
+STOP_STRINGS = []  # texts that end a completion, such as "</answer>"; they are trained on, too
 TEMPERATURE = 1.0  # of sampling and log-probs; higher is more random; ref_server.py must agree
 SAMPLE_BATCH = "auto"  # completions that a rank samples at once; more are faster and need memory
-SAMPLER = "torch"  # or "vllm", in the same processes (pip install -e .[vllm]; docs/performance.md)
+SAMPLER = "torch"  # or "vllm", in ranks and workers (pip install -e .[vllm]; docs/performance.md)
 VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
 VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
 TENSOR_PARALLEL = 1  # GPUs per vLLM worker, for a model that is too large for one GPU
-MASK_TRUNCATED = True  # truncated completions are not trained, but count in their group's mean
+MASK_TRUNCATED = True  # does not train on truncated completions; the group's mean has them
 OVERLONG_TOKENS = 0  # the reward falls by up to 1 over the last N tokens allowed (DAPO); 0: off
 # Flat groups are skipped: their completions all have the same OUTCOME ("outcome"), or the same
-# total reward ("reward"). False trains every group.
+# total reward ("reward"). False trains on every group.
 SKIP_FLAT_GROUPS = "outcome"
 # How many replacements for flat groups a rollout may sample, in multiples of PROMPTS_PER_STEP.
 # After that it trains on fewer groups.
 MAX_REFILLS = 4
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
 OUTCOME = None  # name of the reward that decides correctness: above 0 is correct; None: the task's
-REWARD_WEIGHTS = None  # weight by reward (reward_weights); None: the task's; {}: only the KL trains
+REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}: only the KL trains
 
 # --- Loss ---------------------------------------------------------------------------
 # A token's loss is divided by the completion's length ("grpo"), by the number of tokens of the step
@@ -104,7 +104,7 @@ ADVANTAGE_STD = True
 CLIP_LOW = 0.2  # higher clips less, and the policy may move farther on one rollout (epsilon)
 CLIP_HIGH = 0.2  # higher, such as 0.28, lets rare tokens become likely faster (epsilon_high)
 KL_BETA = 0.04  # weight of the KL penalty; higher stays nearer the reference, 0 needs none (beta)
-UNBIASED_KL = False  # True: the ratio weights the KL; its gradient is unbiased (DeepSeek-V3.2)
+UNBIASED_KL = False  # True: the KL times the ratio; its gradient is unbiased (DeepSeek-V3.2)
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
 RATIO_LEVEL = "token"  # or "sequence": a ratio per completion (GSPO: CLIP_LOW 3e-4, CLIP_HIGH 4e-4)
 # Truncated importance sampling corrects for a sampler whose log-probs differ from the trainer's: a
@@ -112,20 +112,20 @@ RATIO_LEVEL = "token"  # or "sequence": a ratio per completion (GSPO: CLIP_LOW 3
 IS_CAP = 2.0
 IS_MASK = False  # True: tokens whose factor is above IS_CAP or below 1 / IS_CAP get 0 (token_mask)
 # Optimiser updates on each rollout, mu (num_iterations). More reuse the samples and go off-policy;
-# with 1, only older groups, of workers, can be clipped.
+# with 1, only workers' older groups can be clipped.
 UPDATES_PER_ROLLOUT = 1
 
 # --- Workers, and a reference that is refreshed ----------------------------------------
 PUBLISH_STEPS = 0  # workers get a new policy every N steps; higher is staler; 0: no workers
 TRAINER = "http://127.0.0.1:59876"  # where rank 0 serves workers; other machines need GRPO_TOKEN
-TRAINER_SAMPLES = True  # ranks sample the groups that workers lack; False: only workers sample
+TRAINER_SAMPLES = True  # ranks sample what workers have not sent; False: only workers sample
 MAX_STALENESS = 4  # groups sampled more than N updates ago are dropped; higher keeps older ones
-REFERENCE = None  # a local teacher: another model with MODEL's tokenizer; None: MODEL itself
-REFERENCE_REFRESH_STEPS = 0  # copies the policy into a local reference every N steps; 0: never
+REFERENCE = None  # the reference without a server, with MODEL's tokenizer; None: MODEL itself
+REFERENCE_REFRESH_STEPS = 0  # without a server: the policy becomes the reference every N steps
 
 # --- Optimisation -------------------------------------------------------------------
 STEPS = 500  # optimiser updates (max_steps)
-LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs 10 to 20 times as much
+LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs about ten times as much
 LORA_RANK = 0  # 16 or 32: trains LoRA adapters of that rank, the model is frozen; 0: full training
 WARMUP_STEPS = 10  # the learning rate rises linearly from 0 in this many steps
 FINAL_LR = 1.0  # share of LEARNING_RATE that is left at the last step; 1: constant
@@ -135,12 +135,12 @@ WEIGHT_DECAY = 0.0  # of AdamW; higher pulls the weights harder to 0
 MAX_GRAD_NORM = 1.0  # a gradient with a larger global norm is scaled down to it
 SEED = 0  # random seed of the order of questions and of sampling
 
-# --- Memory: "auto" is tried on a GPU at the start; if memory runs out later, set a number ------
+# --- Memory: "auto" is found by trial on a GPU; if memory runs out later, set a number ---------
 MICRO_BATCH_TOKENS = "auto"  # tokens per forward and backward; fewer save memory; same gradient
 FUSED_LOSS = True  # LM head and loss in chunks (grpo_loss_triton.py); False holds all logits
 GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
-REFERENCE_ON_CPU = False  # True: a local reference is in CPU memory, and on the GPU once a rollout
+REFERENCE_ON_CPU = False  # True: without a server, the reference is on the GPU only to score
 CPU_THREADS = 0  # threads of forward and backward on a CPU; 0: cores / ranks
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
@@ -149,7 +149,7 @@ EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the e
 EVAL_SPLIT = "test"  # the task's split for evaluations
 EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more precise and slower
 EVAL_BATCH = "auto"  # questions that a rank answers at once; more are faster and need memory
-STOP_ACCURACY = 1.01  # accuracy that ends the run (above 1: never); then report on another split
+STOP_ACCURACY = 1.01  # accuracy that ends the run (above 1: never); if set, report on another split
 SAVE_STEPS = 100  # steps between checkpoints: the model, and 12 bytes per trained parameter
 KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
 KEEP_BEST = True  # also keeps the checkpoint of the best evaluation: RUN_DIR/best

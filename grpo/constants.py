@@ -165,7 +165,7 @@ def check_names(names, known, where=""):
         if name not in known:
             near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0)[0]
             owners = [script for script in SCRIPTS if name in defaults_of(script)]
-            why = f"it is a constant of {owners[0]}" if owners else f"is {near} meant?"
+            why = f"it is a constant of {owners[0]}" if owners else f"did you mean {near}?"
             raise SystemExit(f"{where}there is no constant {name}: {why}")
 
 

@@ -242,8 +242,8 @@ def token_for(host, constant):
     token = os.environ.get("GRPO_TOKEN")
     if host not in LOCAL and not token:
         sys.exit(
-            f"{constant} = {host!r} can be reached from other machines: set the environment's"
-            " GRPO_TOKEN to the same secret text on both sides"
+            f"{constant} = {host!r} can be reached from other machines: set the"
+            " environment variable GRPO_TOKEN to the same secret text on every machine"
         )
     return token
 

@@ -400,7 +400,7 @@ def test_a_task_is_shown_as_a_run_would_see_it(tiny, tmp_path, monkeypatch, caps
     assert all(f"<|im_start|>user\n{city}<|im_end|>" in shown for city in ("Rome", "Oslo", "Bern"))
     assert "Lima" not in shown and shown.count("empty completion: reward does not apply") == 3
     assert "own.py/train: 4 questions, 0 left out" in shown and "own.py/test: 4 ques" in shown
-    with pytest.raises(SystemExit, match="there is no constant MODL: is MODEL meant"):
+    with pytest.raises(SystemExit, match="there is no constant MODL: did you mean MODEL"):
         run(monkeypatch, "countdown", f"MODL={tiny}")
 
 

@@ -44,8 +44,8 @@ def fit(c, device, candidates, attempt, held=0, worst=lambda measure: measure())
             set_for_run(vars(c), sizes)
             return f"{chosen}: {peak / 2**30:.1f} GB measured, {(room - peak) / 2**30:.1f} free"
     raise SystemExit(
-        f"{chosen} does not fit into this GPU, which has {room / 2**30:.1f} GB free. To need less"
-        " memory use a smaller MODEL, LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs, a lower"
+        f"{chosen} does not fit into this GPU, which has {room / 2**30:.1f} GB free. To save"
+        " memory, use a smaller MODEL, LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs, a lower"
         " MAX_COMPLETION_TOKENS or, without a server, REFERENCE_ON_CPU = True (docs/memory.md)"
     )
 

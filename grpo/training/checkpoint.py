@@ -361,7 +361,7 @@ def check_resumable(path, state, now):
     rules.append(("the number of ranks", dist.get_world_size(), len(state["files"])))
     if state["progress"]["reference"]:  # only the checkpoint has the refreshed reference
         rules.append(("REF_SERVER", now["REF_SERVER"], None))
-        rules.append(("KL_BETA > 0", now["KL_BETA"] > 0, True))
+        rules.append(("KL_BETA", now["KL_BETA"] or 0.0, now["KL_BETA"] or "above 0"))
     for name, value, must in rules:
         if value != must:
             raise SystemExit(

@@ -200,9 +200,9 @@ def report_end(run, asked):
         raise SystemExit(f"stopped by {by}; step {p.step} is saved: start again to resume")
     if p.idle >= c.IDLE_LIMIT:
         raise SystemExit(
-            f"nothing to train for {p.idle} steps; in the last one {run.idle_reason}. Read"
-            f" {c.RUN_DIR}/samples.jsonl: is TASK = {c.TASK!r} too easy or too hard, or are its"
-            " rewards wrong? Or has the model broken down (LEARNING_RATE too high)?"
+            f"{p.idle} steps in a row had nothing to train on; in the last one {run.idle_reason}."
+            f" Read {c.RUN_DIR}/samples.jsonl: is TASK = {c.TASK!r} too easy or too hard, or are"
+            " its rewards wrong? Or has the model broken down (LEARNING_RATE too high)?"
         )
     if not laps:
         ended = f"the run in {c.RUN_DIR} has ended, at step {p.step}"
