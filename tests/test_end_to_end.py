@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from fakes import move
-from processes import QUICK, command_of, launch, records, reference_server, start
+from processes import QUICK, command_of, launch, records, server_process, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -75,7 +75,7 @@ def test_families_train_on_two_ranks_against_a_reference_of_another_size(tiny, t
     adapter = presets[1] | {"RUN_DIR": str(tmp_path / "adapter"), "LORA_RANK": 4}
     stopped = alone | {"STOP_ACCURACY": 0.0}  # reached at once, on the way in
     last = alone | {"STOP_ACCURACY": 1.01, "RUN_DIR": str(tmp_path / "last")}
-    with reference_server(tmp_path, tiny) as url:
+    with server_process(tmp_path, tiny) as (_, url):
         presets = [preset | {"REF_SERVER": url} for preset in (*presets, adapter)]
         launch(2, command_of("grpo_ref_split", *presets, stopped, last), tmp_path / "log")
     assert [r["step"] for r in records(tmp_path / "alone")] == [0]  # an evaluation, no step
