@@ -218,6 +218,13 @@ def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, tmp_pa
     assert first["question"] == "?" and first["rewards"] == {"correctness": -1.0, "format": 1.25}
 
 
+def test_a_step_without_anything_to_train_is_logged_also_where_the_outcome_applied_to_none(capsys):
+    metrics = {"completions/clipped_ratio": 0.3, "groups_sampled": 15, "frac_reward_zero_std": 0.75}
+    run = a_run(a_recipe(), progress=Progress("run", step=3, idle=2))
+    report.log_idle(run, metrics, [])
+    assert run.idle_reason in capsys.readouterr().out and "0.75" in run.idle_reason
+
+
 FLAT = (None, [Completion([7, 7, 7, 2], [-1.0] * 4, False)], [{"correctness": 1, "format": 0.5}])
 
 
