@@ -24,14 +24,14 @@ const texts = (id, tag) => [...$(id).querySelectorAll(tag)].map(node => node.tex
 """
 
 
-def browse(url, *options, size="1200,900", seconds=3):
+def browse(url, *options, seconds=3):
     """Returns what Chromium prints, and its console, after `seconds` of the page's own clock."""
     with tempfile.TemporaryDirectory() as profile:
         command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
         command += ["--disable-background-networking", "--disable-sync", "--mute-audio"]
         command += ["--disable-component-update", "--disable-extensions", "--hide-scrollbars"]
         command += ["--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
-        command += ["--disable-dev-shm-usage", "--enable-logging=stderr", f"--window-size={size}"]
+        command += ["--disable-dev-shm-usage", "--enable-logging=stderr", "--window-size=1200,900"]
         command += [f"--user-data-dir={profile}", f"--virtual-time-budget={1000 * seconds}"]
         command += [*options, url]
         done = subprocess.run(command, capture_output=True, timeout=120, check=True)
