@@ -96,6 +96,9 @@ def test_loss_by_hand():
     of_kl = 0.5 * torch.tensor([-0.1, 0, 0, 0, 0, -0.2])
     of_objective = -torch.tensor([0.2, 0, 0.1, -0.2, -0.3, 0])
     torch.testing.assert_close(logps.grad, of_objective + of_kl)
+    rest[2] = torch.zeros(6)  # an advantage of 0 wants nothing, so nothing goes too far
+    _, stats = policy_loss(logps, *rest, **CLIPS, kl_beta=0.0)
+    assert not (stats["clip_low"] | stats["clip_high"]).any()
 
 
 def test_kl_is_never_negative():
