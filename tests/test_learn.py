@@ -34,17 +34,12 @@ def test_the_group_s_rewards_and_the_updates_are_set_in_the_command(monkeypatch,
         monkeypatch.setattr(learn, name, getattr(learn, name))
     learn.main(REWARDS="1 1 0 0", UPDATES=6, ADVANTAGE_STD=False)
     out = capsys.readouterr().out
-    assert "mean 0.50" in out and "update 6" in out and len(row(out, "logp")) == 7
+    assert "mean 0.50" in out and "update 6" in out
+    assert len(re.search(r"(?m)^logp (.*)", out)[1].split()) == 7
     advantages = re.findall(r"(?m)^\S+ +[\d ]+ ([+-]\d\.\d{4}) ", out)
     assert advantages[:4] == ["+0.5000", "+0.5000", "-0.5000", "-0.5000"]
     with pytest.raises(SystemExit, match="REWARDS = '1 1 0' must"):
         learn.main(REWARDS="1 1 0")
-
-
-def row(printed, name):
-    """Returns the numbers of a row of the followed token's table."""
-    (line,) = re.findall(rf"^{re.escape(name)} +(.*)", printed, re.MULTILINE)
-    return [float(word) for word in line.split()]
 
 
 # --- The page and the script --------------------------------------------------------------
