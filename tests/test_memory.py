@@ -135,6 +135,7 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
     """What rank 0 could hold does not matter once rank 1 is out of memory."""
     a_gpu(monkeypatch)
     monkeypatch.setattr(training, "TOKENS", {False: (1024, 512), True: (1024, 512, 256)})
+    monkeypatch.setattr(sampling, "BATCHES", (128, 64, 32))
     ranks, policies = Ranks(monkeypatch), [tiny_policy(tiny), tiny_policy(tiny)]
     tried, draw = [[], []], sampling.draw
     sizes = {"SAMPLE_BATCH": 64, "EVAL_BATCH": 64} if fails else {}  # else "auto", too
