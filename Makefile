@@ -23,13 +23,12 @@ test-long: .venv/dev-ready
 vllm-test: .venv/vllm-ready
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m vllm
 
-# docs/demo.png, of five seeds and a control: 15 minutes; docs/page.png, of one more: needs chromium
+# docs/demo.png, of five seeds and a control: 15 minutes
 pictures: .venv/ready
 	for seed in 0 1 2 3 4; do DEMO_RUN_DIR=runs/demo_$$seed .venv/bin/python demo.py $$seed || exit 1; done
 	DEMO_RUN_DIR=runs/demo_shuffled .venv/bin/python demo.py 0 shuffled
 	.venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
 	.venv/bin/python -m docs.learn_pictures
-	.venv/bin/python -m docs.page $(SEED)
 
 # writes runs/gpu_report.md: everything that needs a GPU, in an hour at most
 gpu-report: .venv/dev-ready

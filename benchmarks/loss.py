@@ -8,8 +8,8 @@ are listed as not installed; benchmarks/requirements-peers.txt makes a venv of t
 
 A row is a way from hidden states and LM head to the loss and its gradients. All get one batch:
 sequences of T tokens padded on the right, loss type "grpo", clip 0.2, KL 0.04, temperature 1. Those
-that can leave padding out before the head (ours, plain, TRL's fused head, prime-rl's) do so within
-their time and memory; the others see all of it, as in their trainers. "Bare GEMMs" are the three
+that can leave padding out before the head (ours, plain, TRL's fused head) do so within their time
+and memory; the others see all of it, as in their trainers. "Bare GEMMs" are the three
 products of the trained tokens and no more: the ceiling of whatever makes the logits once.
 
 Times are medians of rounds in which all rows take turns, so that drift hits all alike; on CUDA by
@@ -202,20 +202,6 @@ def liger_of_logits(hidden, weight, ids, training):
     return logps_of(logits_and_one_more(hidden, weight), ids, temperature=1.0)
 
 
-def unsloth(hidden, weight, ids, training):
-    replacements = peer("unsloth_zoo.rl_replacements")
-    return replacements.chunked_hidden_states_selective_log_softmax(hidden, weight, ids)
-
-
-def prime_rl(hidden, weight, ids, training):
-    with torch.device("meta"):
-        module = peer("prime_rl.trainer.models.layers.lm_head")
-        head = module.FusedOutputLinear(weight.shape[1], len(weight), chunk_size=8192)
-    packed = {"labels": ids.view(1, -1), "temperature": ids.new_ones(1, ids.numel()).float()}
-    inputs = (hidden.reshape(1, -1, hidden.shape[-1]),)
-    return torch.func.functional_call(head, {"weight": weight}, inputs, packed)["logprobs"]
-
-
 def forward_only(logps_of):
     return torch.no_grad()(lambda b: logps_of(b.hidden, b.weight, b.ids, False))
 
@@ -226,8 +212,6 @@ PER_TOKEN = {  # name: (log-probs, whether they need no padding)
     "simple_GRPO's row loop": (row_loop, False),
     "TRL, its trainer's fused head": (trl_fused_head, True),
     "TRL, on logits": (trl_on_logits, False),
-    "Unsloth, chunked log-softmax": (unsloth, False),
-    "prime-rl, FusedOutputLinear": (prime_rl, True),
 }
 LOSSES = {
     BARE: lambda b: BareProducts.apply(b.packed, b.weight),
@@ -319,7 +303,7 @@ def main():
     torch.set_num_threads(1 if DEVICE == "cpu" else CORES)
     shapes = [name for name in sys.argv[1:] if name in SHAPES] or list(CASES)
     files = [Path(name) for name in sys.argv[1:] if name.endswith(".md")]
-    peers = ("torch", "triton", "trl", "liger-kernel", "unsloth-zoo", "prime-rl")
+    peers = ("torch", "triton", "trl", "liger-kernel")
     title = f"# The loss and its peers\n\n{facts(*peers)} Dtype {DTYPE}."
     pieces = [title, __doc__.split("\n\n", 3)[3].rstrip()]
     for shape in shapes:

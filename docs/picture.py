@@ -1,22 +1,79 @@
-"""The README's curve and its table: the demo's accuracy by step in five runs and a control.
+"""The README's pictures: one group's answers and advantages, and accuracy by step in six runs.
 
-    make pictures                                                # the runs, then this
+    make pictures                                                # the runs, then the curve
     .venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
     .venv/bin/python -m docs.picture tools runs/tools_?/*    # demo_tools.py's: docs/tools.png
+    .venv/bin/python -m docs.picture loop runs/demo          # docs/loop.png
 
-Writes docs/demo.png from each folder's metrics.jsonl; a folder named *shuffled is the control.
-Prints how the model of the first folder answers the first test questions, before and after.
+A folder named *shuffled is the control. Prints how the model of the first folder answers the first
+test questions, before and after. docs/loop.png has the group in the first 20 steps whose answers
+differ most in reward, as it was sampled and rewarded there; SAMPLES_PER_STEP must be GROUP_SIZE.
 """
 
+import json
 import sys
+import textwrap
 from pathlib import Path
 
 import plot
 from demo import greedy_answers
-from tasks import arithmetic
+from tasks.arithmetic import REWARD_WEIGHTS, load
 
-PICTURE = Path(__file__).with_name("demo.png")
-QUESTIONS = 3  # in the table
+FOLDER = Path(__file__).parent
+
+# --- One group --------------------------------------------------------------------------
+SHOWN = 4  # answers
+TITLES = ("a question", "the model answers it several times", "right?", "format", "advantage")
+COLUMNS = (9.5, 43, 68, 75, 85)  # where they stand
+
+
+def chosen(folder):
+    """Returns four samples of one group, the best first, of as many different rewards as it has."""
+    groups = {}
+    for line in Path(folder, "samples.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["step"] <= 20:
+            groups.setdefault(record["group"], []).append(record)
+    best = max(groups.values(), key=lambda group: len({r["advantage"] for r in group}))
+    best.sort(key=lambda record: -record["advantage"])
+    first = {record["advantage"]: record for record in reversed(best)}  # one of each reward
+    shown = [*first.values(), *(record for record in best if record not in first.values())]
+    return sorted(shown[:SHOWN], key=lambda record: -record["advantage"])
+
+
+def draw_loop(samples):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    ax = figure.subplots()
+    ax.set(xlim=(0, 100), ylim=(-22, 100))
+    ax.axis("off")
+    box = {"boxstyle": "round,pad=0.5", "facecolor": "whitesmoke", "edgecolor": "gray"}
+    for x, title in zip(COLUMNS, TITLES, strict=True):
+        ax.text(x, 97, title, ha="center", weight="bold", fontsize=9)
+    question = textwrap.fill(samples[0]["question"], 20)
+    ax.text(COLUMNS[0], 44, question, ha="center", va="center", bbox=box, fontsize=9)
+    for number, sample in enumerate(samples):
+        y, rewards, advantage = 80 - 24 * number, sample["rewards"], sample["advantage"]
+        color = "tab:green" if advantage > 0 else "tab:red"
+        ax.annotate("", (25, y), (19.5, 44), arrowprops={"arrowstyle": "->", "color": "gray"})
+        text = sample["completion"].removesuffix("<|im_end|>")
+        ax.text(26, y, text, va="center", family="monospace", fontsize=8, bbox=box)
+        marks = (f"{REWARD_WEIGHTS[name] * rewards[name]:+.2f}" for name in REWARD_WEIGHTS)
+        for x, mark in zip(COLUMNS[2:], [*marks, f"{advantage:+.2f}"], strict=True):
+            weight = {"color": color, "weight": "bold"} if x == COLUMNS[-1] else {}
+            ax.text(x, y, mark, ha="center", va="center", fontsize=9, **weight)
+        effect = "likelier" if advantage > 0 else "less likely"
+        ax.text(92, y, effect, va="center", color=color, fontsize=9)
+    back = {"arrowstyle": "->", "color": "tab:blue", "lw": 1.5}
+    ax.plot([COLUMNS[-1], COLUMNS[-1], COLUMNS[0]], [-2, -12, -12], color="tab:blue", lw=1.5)
+    ax.annotate("", (COLUMNS[0], 20), (COLUMNS[0], -13), arrowprops=back)
+    note = "the update makes the better answers likelier and the worse ones less likely; then again"
+    ax.text(48, -21, note, ha="center", color="tab:blue", fontsize=9)
+    figure.savefig(FOLDER / "loop.png", dpi=110)
+
+
+# --- Runs -------------------------------------------------------------------------------
 STYLES = {  # by the end of a folder's name: colour, what its labels begin with, questions
     "shuffled": ("tab:gray", "control, rewards shuffled: ", "500 unseen"),
     "calculator": ("tab:orange", "calculator: ", "300 unseen"),
@@ -52,10 +109,11 @@ def draw(folders, target):
 
 def main(folders):
     if folders[0] == "tools":
-        draw(folders[1:], PICTURE.with_name("tools.png"))
-        return
-    draw(folders, PICTURE)
-    questions = [item["question"] for item in arithmetic.load("test")[:QUESTIONS]]
+        return draw(folders[1:], FOLDER / "tools.png")
+    if folders[0] == "loop":
+        return draw_loop(chosen(folders[1]))
+    draw(folders, FOLDER / "demo.png")
+    questions = [item["question"] for item in load("test")[:3]]
     both = [greedy_answers(Path(folders[0], name), questions) for name in ("warm_start", "final")]
     for question, one, other in zip(questions, *both, strict=True):
         print(f"| {question} | `{one}` | `{other}` |")

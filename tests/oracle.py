@@ -16,6 +16,7 @@ VARIANTS = {
     "capped": CLIPS | {"is_cap": 1.1, "kl_beta": 0.3},
     "masked": CLIPS | {"is_cap": 1.3, "is_mask": True, "kl_beta": 0.3},
     "bounded": CLIPS | {"ratio_cap": 1.3, "kl_beta": 0.3},
+    "low_bounded": CLIPS | {"ratio_cap": 1.1, "unbiased_kl": True, "kl_beta": 0.3},
     "capped_cispo": CLIPS | {"is_cap": 1.1, "objective": "cispo", "temperature": 0.7},
     "warm": CLIPS | {"temperature": 1.6, "kl_beta": 0.3},
     "padded_head": CLIPS | {"temperature": 0.7, "vocab_size": 90, "kl_beta": 0.3},

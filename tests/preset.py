@@ -13,7 +13,7 @@ import os
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [os.path.dirname(HERE), HERE]  # HERE for tasks/parity.py
+sys.path[:0] = [os.path.dirname(HERE), HERE]  # HERE for tasks/even.py
 
 if __name__ == "__main__":
     from grpo.constants import arguments

@@ -152,13 +152,6 @@ def server_process(folder, model, **constants):
         process.wait(10)
 
 
-@contextlib.contextmanager
-def reference_server(folder, model, **constants):
-    """The same; -> the URL alone."""
-    with server_process(folder, model, **constants) as (_, url):
-        yield url
-
-
 def records(folder, name="metrics.jsonl"):
     """-> the records of a run's file, without one that is being written; [] if there is none."""
     path = Path(folder, name)

@@ -68,13 +68,7 @@ def test_metrics_that_the_page_names_exist():
     assert names | set(curves.PANELS) <= documented_metrics()
 
 
-# --- Pictures and task ---------------------------------------------------------------
-def test_a_line_has_a_gap_at_a_step_without_the_metric():
-    records = [{"step": i, "seconds": 1.0, "kl": kl} for i, kl in enumerate((0.0, None, 2.0))]
-    records.append({"step": 2, "eval_accuracy": 0.5})
-    assert str(curves.line_of(records, "kl")) == "([0, 1, 2], [0.0, nan, 2.0])"
-
-
+# --- The task ---------------------------------------------------------------
 def test_the_hackable_reward_pays_a_wrong_answer_more_than_a_right_one():
     item = {"question": "", "answer": "12"}
     right, wrong = (hackable.rewards(item, text) for text in (hackable.gold(item), "12 13 " * 4))

@@ -14,7 +14,6 @@ import pytest
 from documents import documented_metrics
 from transformers import AutoModelForCausalLM
 
-import demo as demo_module
 from tasks import arithmetic
 
 ROOT = Path(__file__).parent.parent
@@ -63,16 +62,6 @@ def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
     assert all(word in output for word in ("reward ", "accuracy ", "kl ", "length ", "tokens/s"))
 
 
-def test_the_steps_that_are_shown_are_the_first_one_in_the_middle_that_was_trained_and_the_last(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(demo_module, "RUN_DIR", str(tmp_path))
-    for flat, shown in (({3, 4}, [1, 5, 7]), ({1, 7}, [1, 4, 7]), (set(range(8)), [1, 4, 7])):
-        lines = [json.dumps({"step": step, "flat": step in flat}) for step in range(1, 8)]
-        (tmp_path / "samples.jsonl").write_text("\n".join(lines))
-        assert demo_module.shown_steps() == shown
-
-
 @pytest.mark.long
 def test_the_demo_of_tools_trains_both_tasks(tmp_path):
     short = {"DEMO_RUN_DIR": str(tmp_path), "DEMO_WARM_STEPS": "150", "DEMO_STEPS": "2"}
@@ -119,28 +108,6 @@ def test_the_demo_ends_all_that_it_started(tmp_path):
         demo.communicate(timeout=30)
         _, alive = psutil.wait_procs(family, timeout=5)
         assert not alive and demo.returncode != 0
-
-
-def test_a_signal_while_a_process_is_started_leaves_it_not_running(monkeypatch, tmp_path):
-    started, start = [], demo_module.start
-
-    def interrupted(command, log=None):
-        started.append(start(["sleep", "100"], log))
-        signal.raise_signal(signal.SIGUSR1)  # before the caller knows of it
-
-    monkeypatch.setattr(demo_module, "ENDS", (signal.SIGUSR1,))
-    monkeypatch.setattr(demo_module, "RUN_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(demo_module, "warm_start", lambda *_: (tmp_path / "run").mkdir())
-    monkeypatch.setattr(demo_module, "start", interrupted)
-    handler = signal.getsignal(signal.SIGUSR1)
-    try:
-        with pytest.raises(SystemExit, match="ended by SIGUSR1"):
-            demo_module.main(0)
-        # until it has ended nothing ends the demo: another signal would leave others running
-        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGUSR1, handler)
-    assert len(started) == 1 and started[0].poll() is not None
 
 
 def test_arithmetic_splits_share_no_question_and_stay_the_same():

@@ -22,7 +22,6 @@ from grpo.sampling.decoders import shared_prompt as llama_step
 from grpo.sampling.decoders.choice import make_decoder
 from grpo.sampling.decoders.shared_prompt import LlamaDecoder
 from grpo.sampling.policy import load_policy
-from grpo.training.engine import engine_config
 from grpo.wire import pack_ids, unpack_ids
 from grpo_loss_triton import Rows, linear_logps
 from tasks import arithmetic
@@ -70,14 +69,6 @@ def train(folder, _):
         model(PROMPTS, COMPLETIONS)[0].sum().backward()
 
 
-def sample(folder, _):
-    assert len(list(policy_of(folder).stream(enumerate(PROMPTS), **STREAM))) == 2
-
-
-def prove(folder, _):
-    policy_of(folder).logps(PROMPTS[0], COMPLETIONS[0])
-
-
 def serve(folder, _):
     ref_server.MODEL = str(folder)
     reference, group = ref_server.Reference(), a_group([[0.0, 0.0]] * 2)
@@ -90,7 +81,7 @@ def begin_the_demo(_, scratch):
     warm_start.warm_start(scratch / "warm", arithmetic, seed=0, steps=1)
 
 
-@pytest.mark.parametrize("path", [train, sample, prove, serve, begin_the_demo])
+@pytest.mark.parametrize("path", [train, serve, begin_the_demo])
 def test_no_path_runs_a_model_by_cudnns_attention(path, choices, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(ref_server, "MODEL", "")
     path(tiny, tmp_path)
@@ -175,16 +166,6 @@ def test_a_rank_loads_the_model_straight_to_its_gpu(tiny, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "5")
     policy_module.load_model(str(tiny), "float32", 400)
     assert asked == [{"": "cuda:5"}] and placed[0] == "cuda:5"
-
-
-def test_what_is_offloaded_from_a_gpu_goes_through_pinned_memory():
-    def offload(*settings):
-        return engine_config("bfloat16", 1.0, *settings)["zero_optimization"]["offload_optimizer"]
-
-    assert offload(True, True) == {"device": "cpu", "pin_memory": True}
-    assert offload(True, False) == {"device": "cpu", "pin_memory": False}  # nothing to pin for
-    plain = engine_config("bfloat16", 1.0, False, True)["zero_optimization"]
-    assert "offload_optimizer" not in plain
 
 
 # --- Recordings ----------------------------------------------------------------------

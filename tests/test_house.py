@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import graphlib
 import importlib
 import subprocess
 import sys
@@ -133,18 +134,7 @@ def test_functions_have_40_lines_and_files_400_at_most(module):
 
 
 def test_there_are_no_circles():
-    seen = {}
-
-    def visit(module, path):
-        assert seen.get(module) != "open", f"a circle: {[*path, module]}"
-        if module not in seen:
-            seen[module] = "open"
-            for other in IMPORTS[module] & MODULES.keys():
-                visit(other, [*path, module])
-            seen[module] = "done"
-
-    for module in MODULES:
-        visit(module, [])
+    graphlib.TopologicalSorter({m: IMPORTS[m] & MODULES.keys() for m in MODULES}).prepare()
 
 
 QUIET = """

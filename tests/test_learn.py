@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import math
 import re
 import shlex
 
@@ -35,17 +34,12 @@ def test_the_group_s_rewards_and_the_updates_are_set_in_the_command(monkeypatch,
         monkeypatch.setattr(learn, name, getattr(learn, name))
     learn.main(REWARDS="1 1 0 0", UPDATES=6, ADVANTAGE_STD=False)
     out = capsys.readouterr().out
-    assert "mean 0.50" in out and "update 6" in out and len(row(out, "logp")) == 7
+    assert "mean 0.50" in out and "update 6" in out
+    assert len(re.search(r"(?m)^logp (.*)", out)[1].split()) == 7
     advantages = re.findall(r"(?m)^\S+ +[\d ]+ ([+-]\d\.\d{4}) ", out)
     assert advantages[:4] == ["+0.5000", "+0.5000", "-0.5000", "-0.5000"]
     with pytest.raises(SystemExit, match="REWARDS = '1 1 0' must"):
         learn.main(REWARDS="1 1 0")
-
-
-def row(printed, name):
-    """Returns the numbers of a row of the followed token's table."""
-    (line,) = re.findall(rf"^{re.escape(name)} +(.*)", printed, re.MULTILINE)
-    return [float(word) for word in line.split()]
 
 
 # --- The page and the script --------------------------------------------------------------
@@ -83,27 +77,6 @@ def test_what_is_said_to_be_shipped_is_what_the_trainer_has():
     assert len(shipped) == 6
     for name, value in shipped:
         assert float(value) == vars(trainer)[name], name
-
-
-def test_the_page_s_formula_is_the_loss_s(printed):
-    """Read as Python, it has the followed token's part of the loss, and the slope of that."""
-    line = re.search(r"^    − w · \((.*)\),   k3 = (.*)$", PAGE, re.MULTILINE)
-    objective, k3 = (part.replace("−", "-").replace("·", "*") for part in line.groups())
-    objective = re.sub(r"(r|\)) A", r"\1 * A", objective)
-    A, w = map(float, re.search(r"A = (\S+), w = (\S+)", printed).groups())
-    names = {"A": A, "min": min, "exp": math.exp, "clip": lambda x, a, b: min(max(x, a), b)}
-    names |= {name: getattr(learn, name) for name in ("CLIP_LOW", "CLIP_HIGH", "KL_BETA")}
-    start = row(printed, "old_logp")[0]  # ref_logp, too
-
-    def loss(logp):
-        at = names | {"r": math.exp(logp - start), "d": start - logp}
-        return -w * eval(objective, at | {"k3": eval(k3, at)})
-
-    parts, slopes = row(printed, "its part of the loss"), row(printed, "d loss / d logp")
-    for logp, part, slope in zip(row(printed, "logp"), parts, slopes, strict=False):
-        assert loss(logp) == pytest.approx(part, abs=1e-4)
-        by_difference = (loss(logp + 1e-4) - loss(logp - 1e-4)) / 2e-4
-        assert by_difference == pytest.approx(slope, abs=1e-4)
 
 
 def test_the_page_s_15_lines_are_the_loss(printed):
@@ -149,23 +122,6 @@ def test_the_broken_runs_can_start(monkeypatch):
 
 
 # --- Pictures -----------------------------------------------------------------------------
-def test_the_clip_is_flat_on_one_side_of_each_sign():
-    ratios = torch.tensor([0.5, 0.9, 1.1, 1.5])
-    bounded = {1.0: ([0.5, 0.9, 1.1, 1.2], 3), -1.0: ([-0.8, -0.9, -1.1, -1.5], 0)}
-    for advantage, (values, flat) in bounded.items():
-        got, slopes = learn_pictures.objective(ratios, advantage)
-        torch.testing.assert_close(got, torch.tensor(values))
-        assert (slopes == 0).nonzero().flatten().tolist() == [flat]
-
-
-def test_three_estimates_of_the_kl():
-    """For a policy (1/2, 1/2) and a reference (1/4, 3/4): KL = ln(4 / 3) / 2."""
-    d = (torch.tensor([0.25, 0.75]) / 0.5).log()
-    k1, k2, k3 = (values.mean().item() for values in learn.estimates(d).values())
-    assert k1 == pytest.approx(math.log(4 / 3) / 2) == pytest.approx(k3)
-    assert k2 != pytest.approx(k1, rel=0.05)
-
-
 def test_the_pictures_are_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(learn_pictures, "FOLDER", tmp_path)
     learn_pictures.main()

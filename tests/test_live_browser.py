@@ -1,21 +1,55 @@
 """What a real browser makes of the live page: hostile text, a telephone, hover, no server."""
 
+import contextlib
 import html
 import json
 import re
+import shutil
+import subprocess
+import tempfile
 
 import pytest
+import waitress
 from test_live import age, lines, record, replace, sample, write
 
-from docs.page import CHROMIUM, browse, serving
 from grpo.live import make_app
+from grpo.log import in_background
 
+CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium: apt-get install chromium")
 DRIVER = """
 const until = async holds => { while (!holds()) await new Promise(go => setTimeout(go, 50)); };
 const texts = (id, tag) => [...$(id).querySelectorAll(tag)].map(node => node.textContent);
 (async () => { parent.document.body.append(el("output", JSON.stringify(await drive()))); })();
 """
+
+
+def browse(url, *options, seconds=3):
+    """Returns what Chromium prints, and its console, after `seconds` of the page's own clock."""
+    with tempfile.TemporaryDirectory() as profile:
+        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+        command += ["--disable-background-networking", "--disable-sync", "--mute-audio"]
+        command += ["--disable-component-update", "--disable-extensions", "--hide-scrollbars"]
+        command += ["--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        command += ["--disable-dev-shm-usage", "--enable-logging=stderr", "--window-size=1200,900"]
+        command += [f"--user-data-dir={profile}", f"--virtual-time-budget={1000 * seconds}"]
+        command += [*options, url]
+        done = subprocess.run(command, capture_output=True, timeout=120, check=True)
+    lines = done.stderr.decode().splitlines()
+    return done.stdout.decode(), [line for line in lines if "CONSOLE" in line]
+
+
+@contextlib.contextmanager
+def serving(app):
+    """Serves a WSGI app in a thread, and gives its address."""
+    server = waitress.create_server(app, host="127.0.0.1", port=0, threads=4)
+    thread = in_background(server.run)
+    try:
+        yield f"http://127.0.0.1:{server.effective_port}"
+    finally:
+        server.close()
+        thread.join(5)
+        server.task_dispatcher.shutdown()
 
 
 def driving(app, script, width):

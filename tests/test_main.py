@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fakes import tiny_policy
-from processes import QUICK, command_of, launch, learned, records, start, start_ranks
+from processes import QUICK, command_of, launch, learned, records, start_ranks
 
 import grpo_ref_split as trainer
 from grpo.constants import constants_in
@@ -99,37 +99,24 @@ def failed(process, log):
 
 
 @pytest.mark.long
-def test_a_run_that_fails_is_saved_ends_with_the_error_and_resumes(tiny, tmp_path):
-    """16 completions a step, after the empty one and the gold answer."""
-    log, folder = tmp_path / "log", tmp_path / "run"
-    task = task_of(tmp_path, "task", BROKEN.replace("LIMIT", str(2 + 2 * 16 + 5)))
-    preset = SMALL | {"MODEL": str(tiny), "TASK": task, "RUN_DIR": str(folder), "STEPS": 4}
-    command = command_of("grpo_ref_split", preset)
-    assert failed(start(command, log, OMP_NUM_THREADS="1"), log) == 1
-    assert "ZeroDivisionError" in log.read_text()
-    assert [path.name for path in folder.glob("step_*")] == ["step_000002"]
-    assert not os.path.lexists(folder / "final")
-    (tmp_path / "mended").touch()
-    assert failed(start(command, log, OMP_NUM_THREADS="1"), log) == 0, log.read_text()[-3000:]
-    assert os.readlink(folder / "final") == "step_000004"
-    assert [r["step"] for r in records(folder) if "loss" in r] == [1, 2, 3, 4]
-    # The step that failed is made again, as if nothing had happened
-    whole = preset | {"RUN_DIR": str(tmp_path / "whole")}
-    launch(1, command_of("grpo_ref_split", whole), tmp_path / "log_whole")
-    assert learned(folder) == learned(tmp_path / "whole")
-
-
-@pytest.mark.long
-def test_an_error_on_one_of_two_ranks_ends_both_and_both_save(tiny, tmp_path):
-    """Only rank 0's judge breaks: the other rank has nothing to raise, and takes part."""
+def test_an_error_on_one_of_two_ranks_ends_both_and_both_save_and_resume(tiny, tmp_path):
+    """Only rank 0's judge breaks, after the empty completion, the gold answer and two steps of 8
+    completions: the other rank has nothing to raise, and takes part."""
     log, folder = tmp_path / "log", tmp_path / "run"
     task = task_of(tmp_path, "task", BROKEN.replace("LIMIT", str(2 + 2 * 8 + 5)))
     preset = SMALL | {"MODEL": str(tiny), "TASK": task, "RUN_DIR": str(folder), "STEPS": 4}
     command = command_of("grpo_ref_split", preset)
     ranks = start_ranks(2, command, log)
     assert [failed(rank, log) for rank in ranks] == [1, 1]
+    assert "ZeroDivisionError" in log.read_text()
+    assert [path.name for path in folder.glob("step_*")] == ["step_000002"]
+    assert not os.path.lexists(folder / "final")
     trainer_folder = folder / "step_000002/trainer"
     assert {"optimizer_0.pt", "optimizer_1.pt"} < {path.name for path in trainer_folder.iterdir()}
     (tmp_path / "mended").touch()
-    launch(2, command, tmp_path / "log_2")
+    whole = preset | {"RUN_DIR": str(tmp_path / "whole")}
+    launch(2, command_of("grpo_ref_split", preset, whole), tmp_path / "log_2")
+    assert os.readlink(folder / "final") == "step_000004"
     assert [r["step"] for r in records(folder) if "loss" in r] == [1, 2, 3, 4]
+    # The step that failed is made again, as if nothing had happened
+    assert learned(folder) == learned(tmp_path / "whole")

@@ -30,7 +30,6 @@ from grpo.training.metrics import Clock
 from grpo.weights import MergedAdapters
 
 CASES = [  # memory.MODELS' shape, prompt, completion, group, LoRA rank, checkpointing
-    ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, 0, True),
     ((256, 3, 4, 2, 512, 8192, False), 64, 32, 4, 0, True),
     ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, 8, False),
     ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, 0, False),
@@ -117,7 +116,7 @@ def test_parameters_are_as_published_and_adapters_as_computed():
 
 # --- Tried --------------------------------------------------------------------------
 def auto(**changes):
-    return memory.shipped(8, 64, **dict.fromkeys(USUAL, "auto") | changes)
+    return memory.shipped(8, 16, **dict.fromkeys(USUAL, "auto") | changes)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,6 @@ def auto(**changes):
         (0, {}, (1024, False)),
         (1, {}, (512, False)),
         (2, {}, (1024, True)),  # checkpointing last
-        (4, {}, (256, True)),
         (5, {}, None),
         (1, {"MICRO_BATCH_TOKENS": 300}, (300, True)),
         (2, {"GRADIENT_CHECKPOINTING": False}, (256, False)),
@@ -137,12 +135,14 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
     """What rank 0 could hold does not matter once rank 1 is out of memory."""
     a_gpu(monkeypatch)
     monkeypatch.setattr(training, "TOKENS", {False: (1024, 512), True: (1024, 512, 256)})
+    monkeypatch.setattr(sampling, "BATCHES", (128, 64, 32))
     ranks, policies = Ranks(monkeypatch), [tiny_policy(tiny), tiny_policy(tiny)]
     tried, draw = [[], []], sampling.draw
+    sizes = {"SAMPLE_BATCH": 64, "EVAL_BATCH": 64} if fails else {}  # else "auto", too
 
     def batch_loss(hidden, head, ids, batch, vocab_size):
         mine, length = tried[ranks.get_rank()], len(batch[-1].completion)
-        if length == 64:  # then one of short completions follows
+        if length == 16:  # then one of short completions follows
             mine.append(len(batch))
             if ranks.get_rank() and len(mine) <= fails:
                 raise torch.OutOfMemoryError("CUDA out of memory")
@@ -154,7 +154,7 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
         return draw(logits, *others)
 
     def start(rank):
-        c = auto(batch_loss=batch_loss, **own)
+        c = auto(batch_loss=batch_loss, **sizes | own)
         fit_sizes(c, policies[rank])
         return [getattr(c, name) for name in USUAL]
 
@@ -164,7 +164,8 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
             ranks.run(start)
     else:
         assert ranks.run(start) == 2 * [[64, 64, *chosen]]
-        assert "SAMPLE_BATCH = 64: 0.0 GB measured, 1.0 free" in capsys.readouterr().out
+        found = "SAMPLE_BATCH = 64: 0.0 GB measured, 1.0 free" in capsys.readouterr().out
+        assert found != bool(sizes)
     assert tried[0] == tried[1]
     for policy in policies:
         for weight in policy.model.parameters():
@@ -222,7 +223,6 @@ def test_on_a_cpu_and_for_numbers_nothing_is_tried(tiny, monkeypatch, capsys):
 def test_a_reference_that_visits_the_gpu_takes_turns_with_the_gradients(tiny, monkeypatch):
     """The sizes are tried beside the larger of the two."""
     held = []
-    monkeypatch.setattr(training, "fit", lambda *_, held: held)
     monkeypatch.setattr(training, "fit", lambda *_, **others: held.append(others["held"]) or "")
     monkeypatch.setattr(training.dist, "get_world_size", lambda: 1)
     a_gpu(monkeypatch)

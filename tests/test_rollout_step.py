@@ -80,6 +80,7 @@ def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(a
     assert metrics["groups_sampled"] == 5 and metrics["frac_outcome_zero_std"] == 1 / 5
     assert metrics["accuracy"] == 4 / 10 and metrics["completions/clipped_ratio"] == 1 / 2
     assert metrics["completions/mean_length"] == 1.5 and metrics["tokens_sampled"] == 15
+    assert metrics["completions/mean_terminated_length"] == 2
     formats = (4 * -2 + 0.25) / 10
     assert metrics["rewards/format/mean"] == pytest.approx(formats)
     assert metrics["reward"] == pytest.approx(2 * (4 - 6) / 10 + formats)
@@ -94,12 +95,6 @@ def test_spread_is_of_groups_for_the_total_and_of_completions_for_a_reward(alone
     formats = [-1] * 6 + [1.25, -1]
     assert metrics["rewards/format/std"] == pytest.approx(stdev(formats))
     assert metrics["frac_reward_zero_std"] == 0 and metrics["frac_outcome_zero_std"] == 1 / 4
-
-
-def test_lengths_are_of_all_completions_and_of_those_that_ended(alone):
-    _, metrics, _ = take_step([MIXED] * 3)
-    expected = {"completions/mean_length": 1.5, "completions/mean_terminated_length": 2}
-    assert {k: v for k, v in metrics.items() if "length" in k} == expected
 
 
 def test_a_reward_that_does_not_apply_is_in_no_mean(alone):
@@ -224,12 +219,10 @@ def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, tmp_pa
 
 
 def test_a_step_without_anything_to_train_is_logged_also_where_the_outcome_applied_to_none(capsys):
-    metrics = {"completions/clipped_ratio": 0.3, "groups_sampled": 15, "reward": 0.5}
-    metrics |= {"frac_outcome_zero_std": 1.0, "frac_reward_zero_std": 0.75}
+    metrics = {"completions/clipped_ratio": 0.3, "groups_sampled": 15, "frac_reward_zero_std": 0.75}
     run = a_run(a_recipe(), progress=Progress("run", step=3, idle=2))
     report.log_idle(run, metrics, [])
-    assert run.idle_reason in capsys.readouterr().out
-    assert all(fact in run.idle_reason for fact in ("15", "30%", "0.75", "SKIP_FLAT_GROUPS"))
+    assert run.idle_reason in capsys.readouterr().out and "0.75" in run.idle_reason
 
 
 FLAT = (None, [Completion([7, 7, 7, 2], [-1.0] * 4, False)], [{"correctness": 1, "format": 0.5}])

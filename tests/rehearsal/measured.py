@@ -89,20 +89,6 @@ def decoder_cost(model, kind, prompts):
         sampler.make_decoder = make
 
 
-@torch.no_grad()
-def generate_cost(model, prompts):
-    """Returns the Cost of a token of transformers' generate, with the same rows."""
-    ids = torch.tensor(prompts, device=model.device).repeat_interleave(GROUP, 0)
-    settings = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
-    mask = torch.ones_like(ids)
-    CUDAGraph.recorded = 0
-    return per_token(
-        lambda tokens: model.generate(
-            ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, **settings
-        )
-    )
-
-
 # --- Training -------------------------------------------------------------------------
 def micro_batch_cost(model, *, packs, checkpointing, fused):
     """Returns the Costs of forward with the loss, and of the backward pass; of 8 sequences."""

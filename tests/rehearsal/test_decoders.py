@@ -18,7 +18,6 @@ from grpo.sampling.decoders.cuda_graph import (
 )
 from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
 from grpo.sampling.sampler import sample_groups
-from rehearsal.cuda import CUDAGraph
 from rehearsal.events import counted
 from rehearsal.measured import (
     EVEN,
@@ -125,24 +124,6 @@ def test_a_token_launches_no_more_than_it_did(family, kind, fixed, each, recorde
     for name, bound in bounds.items():
         found = line({layers: getattr(cost, name) for layers, cost in costs.items()})
         assert all(a <= b for a, b in zip(found, bound, strict=True)), (name, found)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_recorded_step_is_40_kernels_a_layer_at_most(family):
-    """Also of padded prompts and of groups that have lost completions. Measured: 37 at most."""
-
-    def recorded(layers):
-        decoder = GraphedDecoder(model_of(family, layers), 20)
-        decoder.admit([*PADDED, [1, 2, 3], [4]], [4] * (2 + len(PADDED)))
-        left = torch.tensor([0, 1, 2, 4, 5, 8, 9, 12], device="cuda")
-        decoder.keep(left)
-        for _ in range(3):
-            decoder.next_logits(left)
-        return CUDAGraph.recorded
-
-    fixed, each = line({layers: recorded(layers) for layers in (2, 4)})
-    assert fixed < 25 and 20 < each <= 40, (fixed, each)
 
 
 def test_joining_and_leaving_wait_a_bounded_number_of_times():

@@ -1,64 +1,15 @@
-"""The pretended GPU itself: it computes, it refuses what CUDA refuses, it counts."""
-
-import copy
-import io
+"""The pretended GPU itself: it refuses what CUDA refuses, and it counts. The other files show with
+models that it computes what a CPU does."""
 
 import pytest
 import torch
 
 from grpo.sampling.decoders.cuda_graph import record
-from rehearsal.cuda import CUDAGraph
 from rehearsal.events import counted
 
 
 def on_gpu(*numbers):
     return torch.tensor(numbers, device="cuda")
-
-
-# --- Tensors ------------------------------------------------------------------------------
-def test_a_tensor_says_that_it_is_on_the_gpu_and_has_its_values():
-    x = torch.arange(6.0).view(2, 3).to("cuda")
-    assert x.is_cuda and x.device == torch.device("cuda:0") and (x + 1).device == x.device
-    assert torch.zeros(2, device="cuda").is_cuda and torch.zeros_like(x, device="cpu").is_cpu
-    assert x.mT.is_cuda and x.mT.stride() == (1, 3) and x[1:].storage_offset() == 3
-    x[1:] += 10  # a view is the same memory
-    assert x.tolist() == [[0, 1, 2], [13, 14, 15]] and x.cpu().is_cpu
-    y = torch.zeros(2, 1, device="cuda").squeeze_(1)
-    assert y.shape == (2,) and y.resize_(4).shape == y.cpu().shape == (4,)
-    assert x[:, [2, 0]].tolist() == [[2, 0], [15, 13]]
-    assert torch.equal(copy.deepcopy(x), x)
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    assert torch.load(file, weights_only=False).is_cuda
-
-
-def test_gradients_and_tied_parameters_are_those_of_the_cpu():
-    def gradients(device):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-        model[1].weight = model[0].weight
-        model.to(device)
-        assert model[1].weight is model[0].weight
-        x = torch.arange(6.0).view(2, 3).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-        return [p.grad.cpu() for p in model.parameters()] + [p.cpu() for p in model.parameters()]
-
-    for a, b in zip(gradients("cuda"), gradients("cpu"), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_a_generator_of_the_gpu_draws_what_its_seed_says():
-    def drawn():
-        generator = torch.Generator("cuda").manual_seed(3)
-        return [torch.rand(2, device="cuda", generator=generator).tolist() for _ in range(2)]
-
-    first, second = drawn()
-    assert first != second and drawn() == [first, second]
 
 
 # --- What CUDA refuses --------------------------------------------------------------------
@@ -77,6 +28,7 @@ MISUSES = {
     "a kernel of the CPU": lambda x: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *[x.view(1, 1, 3, 1)] * 3
     ),
+    "a wait in a recording": lambda x: record(x.sum().item),
     "a collective": lambda x: torch.ops.c10d.allreduce_([x.cpu()], None, None, None, False),
 }
 
@@ -85,14 +37,6 @@ MISUSES = {
 def test_what_cuda_refuses_raises(misuse):
     with pytest.raises((RuntimeError, TypeError)):
         MISUSES[misuse](torch.ones(3, device="cuda"))
-
-
-def test_what_cuda_takes_does_not_raise():
-    x = on_gpu(1.0, 2.0, 3.0)
-    assert (x * torch.tensor(2.0)).tolist() == [2, 4, 6]  # a scalar of the CPU
-    assert x[torch.tensor([2, 0])].tolist() == [3, 1]  # an index of the CPU
-    x[torch.tensor([True, False, True]).cuda()] = 0.0
-    assert x.tolist() == [0, 2, 0] and torch.where(x > 1, x, 9.0).tolist() == [9, 2, 9]
 
 
 # --- What is counted ----------------------------------------------------------------------
@@ -147,24 +91,7 @@ def test_a_graph_computes_again_on_the_memory_that_it_was_recorded_with():
         return x * 2
 
     replay, out = record(step)
-    assert CUDAGraph.recorded == 3 and out.isnan().all() and total.item() == 0  # nothing has run
-    replay()
-    assert out.tolist() == [2, 4] and total.item() == 3
+    assert out.isnan().all() and total.item() == 0  # nothing has run
     x.copy_(on_gpu(5.0, 6.0))
     replay()
-    assert out.tolist() == [10, 12] and total.item() == 14
-
-
-@pytest.mark.parametrize("wait", ["item", "numbers", "cpu", "nonzero", "synchronize"])
-def test_the_debug_mode_and_a_graph_refuse_what_waits(wait):
-    x, function = on_gpu(1.0, 2.0, 3.0), WAITS[wait][1]
-    with pytest.raises(RuntimeError, match="when stream is capturing"):
-        record(lambda: function(x))
-    if wait != "synchronize":
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with pytest.raises(RuntimeError, match="synchronizing"):
-                function(x)
-        finally:
-            torch.cuda.set_sync_debug_mode(0)
-    assert x.sum().item() == 6 and torch.cuda.get_sync_debug_mode() == 0  # both have ended
+    assert out.tolist() == [10, 12] and total.item() == 11

@@ -155,9 +155,7 @@ def test_adapters_with_an_offloaded_optimizer_resume(main, tmp_path):
     assert json.loads((tmp_path / "run/step_000002/trainer/rank_0.json").read_text())
 
 
-def test_auto_fills_the_gpu_and_a_run_that_resumes_says_what_has_changed(
-    main, tmp_path, monkeypatch, capfd
-):
+def test_auto_fills_the_gpu_and_a_run_that_resumes_says_what_has_changed(main, tmp_path, capfd):
     auto = {"KL_BETA": 0, "EVAL_STEPS": 9} | dict.fromkeys(USUAL, "auto")
     main(**auto)
     filled = "MICRO_BATCH_TOKENS = 16384, GRADIENT_CHECKPOINTING = False: 0.0 GB"
@@ -167,20 +165,6 @@ def test_auto_fills_the_gpu_and_a_run_that_resumes_says_what_has_changed(
 
     main(STEPS=2, **auto)
     assert (out := capfd.readouterr().out).count(filled) == 1 and "STEPS 1 -> 2\n" in out
-
-    fails = iter(range(5))  # 16 384 and 8192 tokens without checkpointing, down to 4096 with it
-
-    def batch_loss(*arguments, real=trainer.batch_loss):
-        if next(fails, None) is not None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(*arguments)
-
-    monkeypatch.setattr(trainer, "batch_loss", batch_loss)
-    steps = main(STEPS=3, **auto)
-    assert not any(r["skipped"] for r in steps) and len(steps) == 3
-    out = capfd.readouterr().out
-    changed = "MICRO_BATCH_TOKENS 16384 -> 2048, GRADIENT_CHECKPOINTING False -> True"
-    assert f"STEPS 2 -> 3, {changed}\n" in out, out
 
 
 @pytest.mark.long
