@@ -375,20 +375,18 @@ def print_gpus():
 
 
 def print_one_gpu():
-    rows = []
+    rows, kinds = [], {"full": (0, False), "offload": (0, True), f"LoRA {RANK}": (RANK, False)}
+    local = [{"REF_SERVER": None, "REFERENCE_ON_CPU": away} for away in (False, True)]
     for name in MODELS:
-        server, cells = server_bytes(name), []
-        for rank, offload in ((0, False), (0, True), (RANK, False)):
+        for kind, (rank, offload) in kinds.items():
             m = sizes_of(name, rank)
-            sizes = [need(phases_of(m, 512, 512, 1, offload))[0] + server]
-            for away in (False, True)[: 1 if rank else 2]:
-                ways = {"REF_SERVER": None, "REFERENCE_ON_CPU": away}
+            sizes = [need(phases_of(m, 512, 512, 1, offload))[0] + server_bytes(name)]
+            for ways in local[: 1 if rank else 2]:
                 sizes.append(need(phases_of(m, 512, 512, 1, offload, **ways))[0])
-            cells.append(", ".join(f"{gb(size)} ({card(size)})" for size in sizes))
-        rows.append([name[8:], *cells[0].split(", "), *cells[1:]])
+            cells = [f"{gb(size)} ({card(size)})" for size in sizes]
+            rows.append([name[8:], kind, *cells, *[""] * (3 - len(cells))])
     head = ["with a server on it", "`REF_SERVER = None`", "and `REFERENCE_ON_CPU`"]
-    more = ["the same three, with offload", f"LoRA {RANK}: with a server, without"]
-    table(["Qwen2.5", *head, *more], rows)
+    table(["Qwen2.5", "training", *head], rows)
 
 
 def of_preset(name, **others):
