@@ -26,7 +26,7 @@ from grpo.sampling.policy import load_policy
 from grpo.scoring import score_sequences
 from grpo.stop import Wait
 from grpo.weights import adapters_off, load_weights, swapped, trained_weights
-from grpo.wire import MAX_COMPLETIONS, check_facts, facts_of
+from grpo.wire import check_facts, facts_of
 
 REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is sent alone
 
@@ -82,7 +82,6 @@ class RemoteReference:
 
     def __init__(self, server):
         self.server, self.info = server, server.info
-        self.server.speaks = False  # _wait logs why
         self.asked = queue.SimpleQueue()
         in_background(self._ask)
 
@@ -93,9 +92,10 @@ class RemoteReference:
 
     def _ask(self):
         while True:
-            request = [self.asked.get()]
-            while not self.asked.empty() and fits(group for group, _ in request):
+            request, tokens = [], 0
+            while not request or not self.asked.empty() and tokens < REQUEST_TOKENS:
                 request.append(self.asked.get())
+                tokens += len(request[-1][0].prompt_ids) + len(request[-1][0].completion_ids)
             groups, answers = zip(*request, strict=True)
             try:
                 for answer, logps in zip(answers, self.server.score(groups), strict=True):
@@ -107,15 +107,7 @@ class RemoteReference:
     def _wait(self, answer):
         waiting = Wait(f"the reference's log-probs from {self.server.url}")
         while not wait([answer], timeout=1).done:
-            waiting.sleep(self.server.state or "it has not scored them yet", pause=0)
-
-
-def fits(groups):
-    """Returns whether another group, of the same size, may go in the same request as these."""
-    sizes = [(len(g.prompt_ids) + len(g.completion_ids), len(g.completion_lengths)) for g in groups]
-    tokens, completions = map(sum, zip(*sizes, strict=True))
-    last = sizes[-1][1]
-    return tokens < REQUEST_TOKENS and completions + last <= MAX_COMPLETIONS
+            waiting.sleep("it has not scored them yet", pause=0)
 
 
 # --- Local ----------------------------------------------------------------------------
