@@ -54,7 +54,9 @@ class Workers:
         self.app.get("/policy", callback=self.answer_policy)
         self.app.get("/policy/<sha256>", callback=self.answer_file)
         self.app.post("/group", callback=self.answer_group)
-        self.server = listen(self.app, address.hostname, address.port, THREADS, MAX_GROUP_BYTES)
+        self.server = listen(
+            self.app, address.hostname, address.port or 80, THREADS, MAX_GROUP_BYTES
+        )
         in_background(self.server.run)
         say(f"workers can join at {c.TRAINER}: python grpo_ref_split.py worker TRAINER=...")
 
