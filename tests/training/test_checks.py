@@ -89,13 +89,6 @@ def test_a_run_is_not_written_over(monkeypatch, tmp_path):
         trainer.checkpoint.check_run_dir(str(tmp_path), resume=False)
 
 
-def test_a_folder_that_cant_be_written_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file/run", "/proc/run"):
-        with pytest.raises(SystemExit, match=f"RUN_DIR = '{folder}' can't be written"):
-            trainer.checkpoint.check_run_dir(str(folder), resume=True)
-
-
 def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():
     w = gsm8k.REWARD_WEIGHTS
     right_but_plain = w["correctness"] * 1 + w["format"] * -1
