@@ -127,11 +127,11 @@ class LocalReference:
             what, model = "the policy's model without its adapters", policy.model
         else:
             what, model = "a copy of MODEL", copy.deepcopy(policy.model).requires_grad_(False)
-        self.model = CompletionModel(model)
         self.away = c.REFERENCE_ON_CPU and not self.adapted and self.home.type != "cpu"
         say(f"the reference is {what}{', in CPU memory between uses' if self.away else ''}")
-        if self.away:
-            change(model, lambda tensor: tensor.cpu().pin_memory())  # pinned: a faster copy
+        self.model = CompletionModel(model)  # asks what the policy's device can do
+        if self.away:  # in pinned memory, from which copies are faster
+            self.model = moved(self.model, lambda tensor: tensor.cpu().pin_memory())
         # The bytes that are on the GPU only while it scores
         self.visiting = self.away * sum(tensor.nbytes for tensor in model.parameters())
 
@@ -150,7 +150,10 @@ class LocalReference:
         settings = {"temperature": self.c.TEMPERATURE, "vocab_size": self.policy.vocab_size}
         settings["budget"] = self.c.MICRO_BATCH_TOKENS
         with self._as_reference():
-            for part in score_sequences(self.model, prompts, completions, **settings):
+            model = self.model
+            if self.away:  # the copy is dropped after it has scored
+                model = moved(model, lambda tensor: tensor.to(self.home, non_blocking=True))
+            for part in score_sequences(model, prompts, completions, **settings):
                 logps |= part
         numbers = iter(range(len(prompts)))
         for group, answer in asked:
@@ -160,13 +163,13 @@ class LocalReference:
             answer.set_result(found)
 
     def _as_reference(self):
-        """Returns a context in which self.model is the reference, on the policy's device."""
+        """Returns a context in which self.model is the reference."""
         model = self.model.model
         if self.adapters:
             return swapped(model, self.adapters)
         if self.adapted:
             return adapters_off(model)
-        return on_device(model, self.home) if self.away else contextlib.nullcontext()
+        return contextlib.nullcontext()
 
     # --- REFERENCE_REFRESH_STEPS --------------------------------------------------------
     def refresh(self):
@@ -196,28 +199,7 @@ def load_teacher(c, policy):
     return loaded.model.requires_grad_(False)
 
 
-def tensors_of(model):
-    """Returns [(dict, name, tensor)]: the dicts in which a model keeps its parameters and buffers.
-    Tied parameters are one tensor."""
-    kept = [dicts for m in model.modules() for dicts in (m._parameters, m._buffers)]
-    return [(d, name, tensor) for d in kept for name, tensor in d.items() if tensor is not None]
-
-
-def change(model, changed):
-    """Replaces each tensor of a frozen model by changed(tensor)."""
-    places = tensors_of(model)
-    new = {tensor: changed(tensor.detach()) for tensor in {tensor for *_, tensor in places}}
-    for kept, name, tensor in places:
-        kept[name] = new[tensor]
-
-
-@contextlib.contextmanager
-def on_device(model, device):
-    """Within the block a frozen model is on the device. Nothing is copied back."""
-    own = tensors_of(model)
-    try:
-        change(model, lambda tensor: tensor.to(device, non_blocking=True))
-        yield
-    finally:
-        for kept, name, tensor in own:
-            kept[name] = tensor
+def moved(model, move):
+    """Returns a copy of a frozen model with each parameter moved. Buffers stay where they are."""
+    own = {p: torch.nn.Parameter(move(p.detach()), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, {id(p): there for p, there in own.items()})
