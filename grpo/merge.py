@@ -43,20 +43,14 @@ def merge_into(model, folder):
 
 def merge(adapter, out):
     """Writes the merged model and its tokenizer to the folder `out`. Raises SystemExit if `out` has
-    files, if `adapter` is no adapter, or if its base model can't be loaded."""
+    files, or if `adapter` is no adapter."""
     if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
         raise SystemExit(f"OUT = {out!r} exists and is not an empty folder: choose another")
     if not Path(adapter, CONFIG).is_file():
         raise SystemExit(f"{adapter} has no {CONFIG}: name the folder of a LoRA adapter")
     base, own = base_of(adapter), Path(adapter, "tokenizer_config.json").exists()
     tokenizer = load_tokenizer(adapter if own else base)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    except (OSError, ValueError) as error:
-        raise SystemExit(
-            f"{base!r}, the base model that {Path(adapter, CONFIG)} names, can't be loaded from a"
-            f" folder or from the hub: {error}"
-        ) from error
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     merge_into(model, adapter)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -84,7 +84,6 @@ def test_what_can_not_be_merged_is_refused_with_a_reason(tiny, tmp_path, adapter
     config = json.loads((adapter[0] / "adapter_config.json").read_text())
     theirs = shutil.copytree(adapter[0], tmp_path / "theirs")
     for changes, reason in (
-        ({"base_model_name_or_path": "no/model"}, "'no/model'"),
         ({"r": 2}, "size mismatch"),
         ({"target_modules": ["c_attn"]}, "c_attn"),
     ):
