@@ -35,7 +35,7 @@ from grpo.forward import CompletionModel
 from grpo.gate import Busy, Gate, listen, token_for
 from grpo.log import in_background
 from grpo.models import load_model, load_tokenizer
-from grpo.scoring import score_sequences
+from grpo.scoring import score_groups
 from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids
 
 # --- What to serve ------------------------------------------------------------------
@@ -84,25 +84,10 @@ class Reference:
         self.info = facts | {"model": MODEL, "dtype": dtype}
 
     def score(self, requests):
-        """Scores several requests in common batches; answers each request once it is complete."""
-        prompts, completions, left, logps = [], [], [], {}
-        for request in requests:
-            begin, parts = len(prompts), ids_by_sequence(request.tensors)
-            prompts += parts[0]
-            completions += parts[1]
-            left.append((request, range(begin, len(prompts))))
+        """Returns the log-probs (N,) of each request; scores them in common batches."""
+        groups = [ids_by_sequence(request.tensors) for request in requests]
         settings = {"temperature": TEMPERATURE, "vocab_size": self.limits["vocab_size"]}
-        for part in score_sequences(
-            self.model, prompts, completions, budget=SCORE_BATCH_TOKENS, **settings
-        ):
-            logps |= part
-            complete = [pair for pair in left if all(number in logps for number in pair[1])]
-            left = [pair for pair in left if pair not in complete]
-            for request, own in complete:
-                answer = torch.cat([logps.pop(number) for number in own])
-                if not answer.isfinite().all():
-                    raise ValueError("the reference model computes log-probs that are not finite")
-                request.answer.set_result(answer)
+        return score_groups(self.model, groups, budget=SCORE_BATCH_TOKENS, **settings)
 
 
 def take(waiting, tokens):
@@ -118,20 +103,23 @@ def take(waiting, tokens):
 
 def answer_all(requests, score):
     """Scores requests together. If that fails, scores each alone, so only the bad one fails."""
-    failure = None
     try:
-        score(requests)
+        answers = score(requests)
     except Exception as error:  # noqa: BLE001 (printed here, and raised in the trainer)
         traceback.print_exc()
         if accelerator():
             torch.accelerator.synchronize()  # raises if the device is broken, and ends the server
+        answers = None
         failure = f"{type(error).__name__}: {error}"  # the error itself would keep tensors alive
-    left = [request for request in requests if not request.answer.done()]
-    if failure and len(requests) == 1:
-        left[0].answer.set_exception(RuntimeError(f"the sequences can't be scored: {failure}"))
-        return
-    for request in left:
-        answer_all([request], score)
+    if answers:
+        for request, logps in zip(requests, answers, strict=True):
+            request.answer.set_result(logps)
+    elif len(requests) == 1:
+        failure = RuntimeError(f"the sequences can't be scored: {failure}")
+        requests[0].answer.set_exception(failure)
+    else:
+        for request in requests:
+            answer_all([request], score)
 
 
 # --- Routes -------------------------------------------------------------------------

@@ -23,12 +23,11 @@ INFO = {"model": "theirs", "dtype": "float32"}
 
 
 def fake_score(requests):
-    """Answers with the ids as log-probs; an id of 13 can't be scored."""
+    """-> the ids as log-probs; an id of 13 can't be scored."""
     ids = [request.tensors["completion_ids"] for request in requests]
     if any(13 in part for part in ids):
         raise RuntimeError("an unlucky number")
-    for request, part in zip(requests, ids, strict=True):
-        request.answer.set_result(-part.float())
+    return [-part.float() for part in ids]
 
 
 def ids_group(*ids):
@@ -120,10 +119,9 @@ def test_scores_are_the_models_own_log_probs(reference, tiny):
     policy, last = tiny_policy(tiny), make_group((20, 2), seed=7)
     groups = [make_group((3, 1, 9), seed=i, prompt=5 - i) for i in (0, 3)]
     requests = [a_request(*groups), a_request(last)]
-    reference.score(requests)
-    for request, own in zip(requests, (groups, [last]), strict=True):
+    for logps, own in zip(reference.score(requests), (groups, [last]), strict=True):
         right = torch.cat([expected(policy, group) for group in own])
-        assert torch.allclose(request.answer.result(), right, atol=2e-5)
+        assert torch.allclose(logps, right, atol=2e-5)
     facts = facts_of(policy.tokenizer, 1.0)
     assert reference.info == facts | {"model": str(tiny), "dtype": "float32"}
     assert reference.limits == LIMITS
@@ -142,9 +140,9 @@ def test_a_batch_that_does_not_fit_is_halved(reference, tiny, monkeypatch):
 
     monkeypatch.setattr(scoring, "score_batch", small)
     most, group = 1, make_group((3, 1, 2, 4))
-    reference.score([request := a_request(group)])
+    (logps,) = reference.score([a_request(group)])
     assert sorted(sizes) == [1, 1, 1, 1, 2, 2, 4]
-    assert torch.allclose(request.answer.result(), expected(tiny_policy(tiny), group), atol=2e-5)
+    assert torch.allclose(logps, expected(tiny_policy(tiny), group), atol=2e-5)
     most, request = 0, a_request(group)
     answer_all([request], reference.score)
     with pytest.raises(RuntimeError, match="OutOfMemoryError"):

@@ -23,7 +23,7 @@ from grpo.forward import CompletionModel
 from grpo.log import in_background, say
 from grpo.models import check_context, load_tokenizer
 from grpo.sampling.policy import load_policy
-from grpo.scoring import score_sequences
+from grpo.scoring import score_groups
 from grpo.stop import Wait
 from grpo.weights import adapters_off, load_weights, swapped, trained_weights
 from grpo.wire import check_facts, facts_of
@@ -143,24 +143,18 @@ class LocalReference:
     def _score_waiting(self, _):
         """Scores all groups that wait, and completes their Answers."""
         asked, self.waiting = self.waiting, []
-        prompts, completions, logps = [], [], {}
+        groups = []
         for group, _ in asked:
-            prompts += [group.prompt_ids.tolist()] * len(group.completion_lengths)
-            completions += [ids.tolist() for ids in group.completions(group.completion_ids)]
+            completions = [ids.tolist() for ids in group.completions(group.completion_ids)]
+            groups.append(([group.prompt_ids.tolist()] * len(completions), completions))
         settings = {"temperature": self.c.TEMPERATURE, "vocab_size": self.policy.vocab_size}
-        settings["budget"] = self.c.MICRO_BATCH_TOKENS
         with self._as_reference():
             model = self.model
             if self.away:  # the copy is dropped after it has scored
                 model = moved(model, lambda tensor: tensor.to(self.home, non_blocking=True))
-            for part in score_sequences(model, prompts, completions, **settings):
-                logps |= part
-        numbers = iter(range(len(prompts)))
-        for group, answer in asked:
-            found = torch.cat([logps[next(numbers)] for _ in group.completion_lengths])
-            if not found.isfinite().all():
-                raise ValueError("the reference model gave log-probs that are not finite")
-            answer.set_result(found)
+            found = score_groups(model, groups, budget=self.c.MICRO_BATCH_TOKENS, **settings)
+        for (_, answer), logps in zip(asked, found, strict=True):
+            answer.set_result(logps)
 
     def _as_reference(self):
         """Returns a context in which self.model is the reference."""

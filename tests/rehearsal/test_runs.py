@@ -118,7 +118,7 @@ def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_pat
 def test_a_reference_that_waits_on_the_cpu_scores_on_the_gpu(refresh, main, monkeypatch):
     """It comes once a rollout, and between two of them no tensor of it is on the GPU; a refreshed
     one takes the policy's weights there, also where the run resumes."""
-    places, references, real = [], [], reference_module.score_sequences
+    places, references, real = [], [], reference_module.score_groups
 
     def scored(model, *arguments, **settings):
         places.append(model.model.device.type)
@@ -128,7 +128,7 @@ def test_a_reference_that_waits_on_the_cpu_scores_on_the_gpu(refresh, main, monk
         references.append(make(*arguments))
         return references[-1]
 
-    monkeypatch.setattr(reference_module, "score_sequences", scored)
+    monkeypatch.setattr(reference_module, "score_groups", scored)
     monkeypatch.setattr(reference_module, "LocalReference", made)
     alone = {"REF_SERVER": None, "REFERENCE_ON_CPU": True, "EVAL_STEPS": 9, "SAVE_STEPS": 9}
     alone |= {"REFERENCE_REFRESH_STEPS": 1} if refresh else {"UPDATES_PER_ROLLOUT": 2}

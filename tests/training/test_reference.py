@@ -71,17 +71,17 @@ def test_here_the_reference_is_model_whatever_the_policy_becomes(lora_rank, tiny
 
 def test_all_that_were_asked_for_are_scored_together_when_the_first_is_needed(tiny, monkeypatch):
     policy, asked = tiny_policy(tiny), []
-    reference, run = LocalReference(constants(), policy), module.score_sequences
+    reference, run = LocalReference(constants(), policy), module.score_groups
 
-    def noted(model, prompts, *others, **settings):
-        asked.append(len(prompts))
-        return run(model, prompts, *others, **settings)
+    def noted(model, groups, **settings):
+        asked.append(len(groups))
+        return run(model, groups, **settings)
 
-    monkeypatch.setattr(module, "score_sequences", noted)
+    monkeypatch.setattr(module, "score_groups", noted)
     first, second, third = map(reference.logps, GROUPS)
     assert asked == [] and not first.done()
     assert second.result().shape == (9,) and first.done() and third.done()
-    assert first.result().shape == (4,) and asked == [5]
+    assert first.result().shape == (4,) and asked == [3]
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
