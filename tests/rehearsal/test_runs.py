@@ -65,7 +65,7 @@ def main(tiny, tmp_path, monkeypatch):
 class Server:
     """ref_server.py's model in this process, in the place of its client; bodies are packed."""
 
-    url, state = "here", ""
+    url = "here"
 
     def __init__(self):
         self.reference = ref_server.Reference()
@@ -76,8 +76,8 @@ class Server:
 
     def score(self, groups):
         request = ref_server.Request(unpack_ids(pack_ids(groups), **self.reference.limits))
-        self.reference.score([request])
-        return unpack_logps(pack_logps(request.answer.result()), groups)
+        (logps,) = self.reference.score([request])
+        return unpack_logps(pack_logps(logps), groups)
 
 
 def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_path, monkeypatch):
