@@ -205,11 +205,8 @@ def check_group(g):
 
 def sha256_of(path) -> str:
     """Returns the file's SHA-256, in hex."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def vocab_size_of(tokenizer):
