@@ -448,7 +448,7 @@ def main(**preset):
     tokenizer, recipe, server = prepare(c, needs_server=bool(REF_SERVER and KL_BETA))
     questions = load_questions(c, recipe.task, tokenizer)
     ranks.join_ranks(WAIT_LIMIT_SECONDS)  # collective
-    _lock = checkpoint.lock_run(RUN_DIR)  # collective; to the end
+    _lock = checkpoint.leads(RUN_DIR) and checkpoint.lock_run(RUN_DIR)  # collective; to the end
     run = start_run(c, tokenizer, recipe, questions, server)  # collective
     with stop.listening():
         try:

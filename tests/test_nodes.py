@@ -87,27 +87,29 @@ def start_slurm(folder, preset, log):
 @pytest.mark.long
 def test_a_node_is_killed_and_the_run_resumes_under_another_launcher(preset, tmp_path):
     """kill -9 of all that runs on node 1 after step 3, under deepspeed: node 0 ends, and says why.
-    Both go on under torchrun, to what two tasks of SLURM, never stopped, make."""
-    shared, logs = tmp_path / "shared", [tmp_path / "log0", tmp_path / "log1"]
+    Both go on under torchrun, to what two tasks of SLURM, never stopped, make of the same disk."""
+    disks, logs = [tmp_path / "0", tmp_path / "1"], [tmp_path / "log0", tmp_path / "log1"]
     deepspeed, port = "deepspeed --hostfile hosts --no_ssh", free_port()
-    nodes = [start_node(shared, n, deepspeed, preset, port, logs[n]) for n in (0, 1)]
-    wait_for_step(shared / "run", 3, nodes[0], logs[0])
+    nodes = [start_node(disks[n], n, deepspeed, preset, port, logs[n]) for n in (0, 1)]
+    wait_for_step(disks[0] / "run", 3, nodes[0], logs[0])
     (rank,) = ranks_of(nodes[0])
     kill(nodes[1])
     rank.wait(LIMIT + 10)
     assert nodes[0].wait(60) == 1  # and its launcher
     assert "another rank has ended" in logs[0].read_text()
-    before = losses(shared / "run")
+    before = losses(disks[0] / "run")
     assert 3 <= len(before) < 6
 
     port = free_port()
-    nodes = [start_node(shared, n, "torchrun", preset, port, logs[n]) for n in (0, 1)]
+    nodes = [start_node(disks[n], n, "torchrun", preset, port, logs[n]) for n in (0, 1)]
     assert [node.wait(150) for node in nodes] == [0, 0], logs[0].read_text()[-3000:]
     assert "resumes from run/step_00000" in logs[0].read_text()
+    names = [[path.name for path in (disk / "run/step_000004/trainer").iterdir()] for disk in disks]
+    assert "optimizer_1.pt" in set(names[1]) - set(names[0])  # disks of their own
 
-    whole = tmp_path / "whole"
-    tasks = start_slurm(whole, preset, tmp_path / "slurm")
+    shared = tmp_path / "shared"
+    tasks = start_slurm(shared, preset, tmp_path / "slurm")
     assert [t.wait(150) for t in tasks] == [0, 0], (tmp_path / "slurm").read_text()[-3000:]
-    assert losses(shared / "run") == losses(whole / "run")
-    weights = [folder / "run/step_000006/model.safetensors" for folder in (shared, whole)]
+    assert losses(disks[0] / "run") == losses(shared / "run")
+    weights = [folder / "run/step_000006/model.safetensors" for folder in (disks[0], shared)]
     assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -10,16 +10,18 @@ A checkpoint is a model in Hugging Face format, which MODEL may name, and a fold
 Beside them are links: `best` to the checkpoint with the best evaluation (KEEP_BEST), and `final` to
 the last one of a run that has ended.
 
-Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. All ranks must
-share RUN_DIR. A checkpoint is complete if all files have the right sizes; otherwise it is skipped.
+Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. If each machine
+has RUN_DIR on its own disk, it keeps the files of its ranks: the first rank that sees a folder
+makes and renames it. Rank 0's folder, the only one with the model, is renamed last. A checkpoint is
+complete if every rank finds its files with the right sizes; otherwise all ranks skip it.
 """
 
 import contextlib
 import fcntl
-import itertools
 import json
 import random
 import shutil
+import socket
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from grpo.log import say
-from grpo.training.ranks import RunFailed, all_or_none, any_rank, gathered, note
+from grpo.training.ranks import RunFailed, any_rank, gathered, note
 from grpo.training.report import RunFolder, commit, constants_of, model_card
 
 DRAFT = ".unfinished"
@@ -40,6 +42,18 @@ STATE_BYTES = 12  # of a trained parameter: master weight and Adam's two moments
 
 
 # --- Save ---------------------------------------------------------------------------
+def leads(folder):
+    """Collective: returns whether this rank is the first of the ranks that share this `folder`.
+    Each rank makes a file in it and looks for the files of the others."""
+    token = Path(folder, f".rank_{uuid.uuid4().hex}")  # a new name: network disks cache old ones
+    token.parent.mkdir(parents=True, exist_ok=True)
+    token.touch()
+    seen = [Path(folder, name).exists() for name in gathered(token.name)]
+    dist.barrier()  # until all have looked
+    token.unlink()
+    return seen.index(True) == dist.get_rank()
+
+
 def save_run(run):
     """Collective: saves a checkpoint of the run, unless this step has one; deletes all but the
     newest KEEP_CHECKPOINTS and the best."""
@@ -50,46 +64,43 @@ def save_run(run):
         return
     note(f"saving step {p.step}")
     p.saved = p.step
-    rank, files = dist.get_rank(), []
+    rank, leader = dist.get_rank(), leads(folder)
     draft, final = folder / DRAFT, folder / f"step_{p.step:06d}"
     state = {"step": p.step, "progress": asdict(p), "constants": constants_of(vars(c))}
-    if rank == 0:
-        for leftover in (draft, final):  # `final` is incomplete
+    if leader:
+        for leftover in (draft, final):  # `final` is incomplete, here or on another machine
             shutil.rmtree(leftover, ignore_errors=True)
-        files = write_shared(run, draft, state)
+    files = write_shared(run, draft, state) if leader else []
     dist.barrier()
     files += write_own(run, draft / "trainer")
     sizes = gathered({str(path.relative_to(draft)): path.stat().st_size for path in files})
-    if rank == 0:
-        text = json.dumps(state | {"files": sizes}, indent=1)
-        Path(draft, "trainer", "state.json").write_text(text)
-        draft.rename(final)
-        say(f"saved {final}")
-        if p.best == p.step:
-            point(folder, "best", p.best)  # before the old best is deleted
-        delete_old(folder, p, c.KEEP_CHECKPOINTS)
-    dist.barrier()
-
-
-def delete_old(folder, progress, keep):
-    saved = saved_in(folder)
-    kept = [path for path in saved if step_of(path) <= progress.step][-keep:]
+    for last in (False, True):  # last: rank 0's folder, the only one with the model
+        if leader and (rank == 0) == last:
+            text = json.dumps(state | {"files": sizes}, indent=1)
+            Path(draft, "trainer", "state.json").write_text(text)
+            draft.rename(final)
+        dist.barrier()
+    say(f"saved {final}")
+    if leader and p.best == p.step:
+        point(folder, "best", p.best)  # before the old best is deleted
+    saved = saved_in(folder) if leader else []
+    kept = [path for path in saved if step_of(path) <= p.step][-c.KEEP_CHECKPOINTS :]
     for path in set(saved) - set(kept):  # later ones are incomplete, or from before a resume
-        if step_of(path) != progress.best:
+        if step_of(path) != p.best:
             shutil.rmtree(path)
         for states in path.glob("trainer/optimizer_*.pt"):  # of the best only the model is kept
             states.unlink()
 
 
 def check_disk(c, model):
-    """Logs the disk space that checkpoints need. Raises SystemExit if the next one does not fit on
-    RUN_DIR's disk."""
+    """Collective: logs the disk space that checkpoints need. Raises SystemExit if the next one does
+    not fit on RUN_DIR's disk."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(p.nbytes for p in (trained if c.LORA_RANK else model.parameters()))
     size = weights * (1 + bool(c.REFERENCE_REFRESH_STEPS))
     size += STATE_BYTES * sum(p.numel() for p in trained)
     most = size * (c.KEEP_CHECKPOINTS + 1) + weights * c.KEEP_BEST
-    free = shutil.disk_usage(c.RUN_DIR).free
+    free = min(gathered(shutil.disk_usage(c.RUN_DIR).free))
     told = f"a checkpoint takes {size / 1e9:.3g} GB, all of them at most {most / 1e9:.3g} GB"
     if size > free:
         raise SystemExit(
@@ -100,13 +111,14 @@ def check_disk(c, model):
 
 
 def write_shared(run, draft, state):
-    """Writes the files that ranks share: the refreshed reference, the model and its card. Returns
-    the paths whose sizes are checked."""
+    """Writes the files that ranks share: the refreshed reference and, on rank 0, the model and its
+    card. Returns the paths whose sizes are checked."""
     Path(draft, "trainer").mkdir(parents=True)
     if run.progress.reference:
         safetensors.torch.save_file(run.reference.weights(), draft / "trainer" / REFERENCE)
-    run.policy.save(draft)
-    Path(draft, "README.md").write_text(model_card(run.c, state))  # people may edit it
+    if dist.get_rank() == 0:
+        run.policy.save(draft)
+        Path(draft, "README.md").write_text(model_card(run.c, state))  # people may edit it
     return [path for path in draft.rglob("*") if path.is_file() and path.name != "README.md"]
 
 
@@ -147,9 +159,7 @@ def save_failed(run):
 def point(folder, name, step):
     """Atomically makes folder/name a link to the checkpoint of `step`; removes it if `step` is -1.
     On a disk without links folder/name is a file that holds the checkpoint's name."""
-    link, draft = Path(folder, name), Path(folder, f".{name}")
-    if dist.get_rank() != 0:
-        return
+    link, draft = Path(folder, name), Path(folder, f".{name}_{dist.get_rank()}")
     if link.is_dir() and not link.is_symlink():
         say(f"{link} is a folder, not our link to a checkpoint, so it is not replaced")
     elif step < 0:
@@ -176,27 +186,42 @@ def saved_in(folder):
 
 # --- Find and load ------------------------------------------------------------------
 def newest(folder):
-    """Returns (path, state) of the newest complete checkpoint, or (None, None) if there is none.
-    Raises SystemExit if there are only incomplete ones: a run must not start over."""
+    """Collective: returns (path, state) of the newest complete checkpoint, or (None, None) if no
+    rank has a checkpoint. Raises SystemExit if there are checkpoints but none is complete: a run
+    must not start over because a disk is missing."""
     if Path(folder, DRAFT).exists():
         say(f"{folder}: the run ended while it saved a checkpoint; that checkpoint is ignored")
-    fault = None
-    for path in reversed(saved_in(folder)):
-        try:
-            state = json.loads(Path(path, "trainer", "state.json").read_text())
-            for name, size in itertools.chain(*(files.items() for files in state["files"])):
-                if Path(path, name).stat().st_size != size:
-                    raise ValueError(f"{path / name} should have {size} bytes")
-            return path, state
-        except (OSError, ValueError) as error:
-            fault = error
-            say(f"{path} is incomplete and is skipped: {fault}")
+    fault, steps = None, gathered({step_of(path) for path in saved_in(folder)})
+    for step in sorted(set().union(*steps), reverse=True):
+        path = Path(folder, f"step_{step:06d}")
+        states, faults = zip(*gathered(examine(path)), strict=True)
+        fault = next(filter(None, faults), None)
+        if not fault and len({state["progress"]["name"] for state in states}) > 1:
+            fault = "the ranks' folders are of different runs"
+        if not fault:
+            return path, states[0]
+        say(f"{path} is incomplete and is skipped: {fault}")
     if fault:
         raise SystemExit(
-            f"no checkpoint in RUN_DIR = {folder!r} is complete: {fault}. To start a new run,"
-            " choose another RUN_DIR"
+            f"no checkpoint in RUN_DIR = {folder!r} is complete: {fault}. Start each rank on the"
+            " same machine as before, or put RUN_DIR on a disk that all machines share. To start a"
+            " new run, choose another RUN_DIR"
         )
     return None, None
+
+
+def examine(path):
+    """Returns (state, None) of a checkpoint if this rank finds its files, else (None, fault)."""
+    rank, path = dist.get_rank(), path.absolute()
+    try:
+        state = json.loads(Path(path, "trainer", "state.json").read_text())
+        # check_resumable refuses another number of ranks
+        for name, size in dict(enumerate(state["files"])).get(rank, {}).items():
+            if Path(path, name).stat().st_size != size:
+                raise ValueError(f"{path / name} should have {size} bytes")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return None, f"rank {rank} on {socket.gethostname()}: {error}"
+    return state, None
 
 
 def load(path, engine, stream, reference=None):
@@ -275,26 +300,16 @@ def check_run_dir(folder, resume):
 
 
 def lock_run(folder):
-    """Collective: returns a file that rank 0 keeps locked until its process ends. SystemExit if
-    another trainer holds the lock (the two would undo each other's steps), or if the ranks do not
-    share the folder."""
-    file, token = None, Path(folder, gathered(f".ranks_{uuid.uuid4().hex}")[0])
-    with all_or_none("locking RUN_DIR"):  # collective
-        if dist.get_rank() == 0:
-            file = open(Path(folder, ".lock"), "w")  # noqa: SIM115
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise SystemExit(
-                    f"another trainer is running in RUN_DIR = {folder!r}: stop it, or choose"
-                    " another folder"
-                ) from None
-            token.touch()
-    with all_or_none("looking for rank 0's file"):  # collective
-        if not token.exists():
-            raise SystemExit(f"RUN_DIR = {folder!r} must be on a disk that all ranks share")
-    if dist.get_rank() == 0:
-        token.unlink()
+    """Returns a file that stays locked until it is closed or this process ends. SystemExit if
+    another trainer holds the lock: the two would undo each other's steps."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    file = open(Path(folder, ".lock"), "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise SystemExit(
+            f"another trainer is running in RUN_DIR = {folder!r}: stop it, or choose another folder"
+        ) from None
     return file
 
 
@@ -302,10 +317,7 @@ def open_run(c, engine, stream, reference):
     """Collective: returns the Progress of the run in RUN_DIR: a new run, or one that resumes from
     its newest complete checkpoint. `c` has the trainer's constants as attributes; `reference` gets
     the checkpoint's reference, if that was refreshed."""
-    folder, rank = RunFolder(c.RUN_DIR), dist.get_rank()
-    with all_or_none("looking for a checkpoint"):  # collective
-        found = newest(c.RUN_DIR) if rank == 0 else None
-    path, state = gathered(found)[0]
+    folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
     if path:
         check_resumable(path, state, constants_of(vars(c)))
         progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
@@ -320,13 +332,13 @@ def open_run(c, engine, stream, reference):
         name = f"{folder.path.name}-{uuid.uuid4().hex[:8]}"
         progress = Progress(gathered(name)[0])
     folder.undo(progress.step if path else -1)
-    if rank == 0:
-        record = {"run": progress.name, "code": commit(), "constants": constants_of(vars(c))}
-        draft = folder.path / ".run.json"
-        draft.write_text(json.dumps(record))
-        draft.replace(folder.path / "run.json")
+    # Other ranks may write to the same folder
+    draft = folder.path / f".run_{dist.get_rank()}.json"
+    record = {"run": progress.name, "code": commit(), "constants": constants_of(vars(c))}
+    draft.write_text(json.dumps(record))
+    draft.replace(folder.path / "run.json")
     there = progress.best < 0 or (folder.path / f"step_{progress.best:06d}").exists()
-    if not there or not c.KEEP_BEST:  # the next evaluation is then the best
+    if not all(gathered(there)) or not c.KEEP_BEST:  # the next evaluation is then the best
         progress.best, progress.best_accuracy = -1, -1.0
     point(c.RUN_DIR, "best", progress.best)
     point(c.RUN_DIR, "final", -1)

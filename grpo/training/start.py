@@ -60,7 +60,7 @@ def start_run(c, tokenizer, recipe, questions, server):
     engine = make_engine(c, policy)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
     progress = open_run(c, engine, stream, reference)  # collective
-    check_disk(c, policy.model)
+    check_disk(c, policy.model)  # collective
     workers = None
     with all_or_none("opening REPORT_TO, and serving workers"):  # collective
         reporters = [Reporter(to, c, progress) for to in c.REPORT_TO] if rank == 0 else []

@@ -1,10 +1,11 @@
-"""Checkpoints: atomic, and the same for all ranks."""
+"""Checkpoints: atomic, and agreed on by machines with disks of their own."""
 
 import contextlib
 import json
 import math
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,6 @@ from rank_threads import Ranks as Threads
 
 from grpo.sampling.rollout import Stream
 from grpo.training import checkpoint, report
-from grpo.training.ranks import RunFailed
 
 RUN = {  # the constants that checkpoints look at
     "MODEL": "a", "LORA_RANK": 0, "DTYPE": "auto", "TASK": "t", "STEPS": 5, "MAX_GRAD_NORM": 1.0,
@@ -109,6 +109,7 @@ DAMAGE = {
     "a file is cut": lambda path: os.truncate(path / "trainer/optimizer_0.pt", 99),
     "no state": lambda path: os.remove(path / "trainer/state.json"),
     "half a state": lambda path: os.truncate(path / "trainer/state.json", 30),
+    "an odd state": lambda path: (path / "trainer/state.json").write_text("[]"),
 }
 
 
@@ -126,7 +127,7 @@ def test_a_torn_checkpoint_is_named_and_skipped(tmp_path, alone, capsys, damage)
     assert checkpoint.newest(tmp_path)[1]["step"] == 10 and not (tmp_path / ".unfinished").exists()
     for path in checkpoint.saved_in(tmp_path):
         os.remove(path / "model.safetensors")
-    with pytest.raises(SystemExit, match="no checkpoint in RUN_DIR = "):
+    with pytest.raises(SystemExit, match="no checkpoint in RUN_DIR = .*: rank 0 on "):
         checkpoint.newest(tmp_path)  # a run does not begin again
 
 
@@ -156,7 +157,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_has_a_name(tmp_path, 
     states = sorted(path.parts[-3] for path in tmp_path.glob("step_*/trainer/optimizer_*.pt"))
     assert states == ["step_000015"] * ranks.get_world_size()  # the best is kept for its model
     (tmp_path / "step_000015/README.md").write_text("a card that somebody has finished")
-    assert checkpoint.step_of(checkpoint.newest(tmp_path)[0]) == 15
+    assert checkpoint.step_of(ranks.each(checkpoint.newest, [tmp_path] * 2)[0][0]) == 15
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, alone, monkeypatch, capsys):
@@ -228,37 +229,92 @@ def test_ranks_meet_before_they_gather_the_weights_that_they_read(tmp_path, alon
     assert events == ["read", "meet", "gather"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2], indirect=True)
-def test_two_trainers_do_not_share_a_folder_but_all_ranks_do(tmp_path, ranks):
-    (tmp_path / "a").mkdir()
-    number = ranks.get_world_size()
-
-    def locked(folder):
-        try:
-            return checkpoint.lock_run(folder)
-        except RunFailed as failure:
-            return str(failure.__cause__)
-
-    first, *others = ranks.each(locked, [tmp_path / "a"] * number)
-    assert "another trainer" in ranks.each(locked, [tmp_path / "a"] * number)[0]
+def test_two_trainers_do_not_share_a_folder(tmp_path):
+    first = checkpoint.lock_run(str(tmp_path / "run"))
+    with pytest.raises(SystemExit, match="another trainer .* RUN_DIR"):
+        checkpoint.lock_run(str(tmp_path / "run"))
     first.close()
-    assert others == [None] * (number - 1) and names_in(tmp_path / "a") == []
-    last = ranks.each(locked, [tmp_path / "a", tmp_path / "b"][:number])[-1]
-    assert number == 1 or "must be on a disk that all ranks share" in last
+    checkpoint.lock_run(str(tmp_path / "run")).close()
+
+
+# --- Machines with disks of their own -------------------------------------------------
+# Which folder each rank sees -> who makes and renames what is in it
+@pytest.mark.parametrize(
+    "ranks, folders, leaders",
+    [
+        (4, "aabb", [True, False, True, False]),
+        (4, "abab", [True, True, False, False]),
+        (3, "aAb", [True, False, True]),  # the same disk, mounted elsewhere
+    ],
+    indirect=["ranks"],
+)
+def test_each_folder_has_one_rank_that_leads(tmp_path, ranks, folders, leaders):
+    (tmp_path / "A").symlink_to(tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    seen = [tmp_path / name for name in folders]
+    assert ranks.each(checkpoint.leads, seen) == leaders
+    assert not any(list(folder.iterdir()) for folder in seen)  # nothing is left
+
+
+def swap(one, other):
+    one.rename(one.with_name("aside"))
+    other.rename(one)
+    one.with_name("aside").rename(other)
+
+
+def another_run(a, b):
+    for path in [a / "run.json", *a.glob("step_*/trainer/state.json")]:
+        path.write_text(path.read_text().replace('"name": "a-', '"name": "another-'))
+
+
+# What happens to the disks of two machines -> the step that both resume from, or what they report
+DISKS = {
+    "nothing": (lambda a, b: None, 9),
+    "a part is gone": (lambda a, b: os.remove(b / "step_000009/trainer/rank_1.json"), 3),
+    "killed in between": (lambda a, b: (a / "step_000009").rename(a / ".unfinished"), 3),
+    "the second is new": (lambda a, b: shutil.rmtree(b), "rank 1 on .*b/step_0000"),
+    "the first is new": (lambda a, b: shutil.rmtree(a), "rank 0 on .*a/step_0000"),
+    "they changed places": (swap, "rank 0 on .*a/step_0000"),
+    "the first has another run": (another_run, "different runs"),
+}
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_ranks_resume_from_the_checkpoint_that_rank_0_finds(tmp_path, ranks):
-    def begin(folder):
-        run = opened(folder).name
-        [save(folder, step, name=run) for step in (1, 3, 9)]
+@pytest.mark.parametrize("damage", DISKS)
+def test_machines_with_disks_of_their_own_agree_on_what_is_complete(tmp_path, ranks, damage):
+    disks, damage, expected = [tmp_path / "a", tmp_path / "b"], *DISKS[damage]
+
+    def begin(disk):
+        run = opened(disk).name
+        [save(disk, step, name=run) for step in (1, 3, 9)]
         return run
 
-    run, same = ranks.each(begin, [tmp_path] * 2)
-    assert run == same and saved(tmp_path) == [3, 9]
-    os.remove(tmp_path / "step_000009/trainer/rank_1.json")
-    found = ranks.each(opened, [tmp_path] * 2)
-    assert [(p.name, p.step) for p in found] == [(run, 3)] * 2
+    def resume(disk):
+        p = opened(disk)
+        save(disk, 9, name=p.name)
+        return p.name, p.step
+
+    run, same = ranks.each(begin, disks)
+    assert run == same and run.startswith("a-") and list(map(saved, disks)) == [[3, 9]] * 2
+    files = [disk / "step_000009/model.safetensors" for disk in disks]
+    assert [file.exists() for file in files] == [True, False]  # where rank 0 is
+    damage(*disks)
+    found = ranks.each(resume, disks)
+    if isinstance(expected, int):
+        assert found == [(run, expected)] * 2
+        assert ranks.each(resume, disks) == [(run, 9)] * 2
+    else:
+        assert all(re.search(f"no checkpoint .*{expected}", text) for text in found), found
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_checkpoint_counts_only_when_every_machine_has_its_part(tmp_path, ranks):
+    disks = [tmp_path / "a", tmp_path / "b"]
+    disks[1].mkdir()
+    (disks[1] / "step_000003").write_text("in the way")
+    with pytest.raises(OSError, match="step_000003"):
+        ranks.each(lambda disk: save(disk, 3), disks)
+    assert saved(disks[0]) == []
 
 
 # --- Begin or resume ------------------------------------------------------------------
@@ -331,8 +387,7 @@ def test_a_refreshed_reference_is_part_of_a_checkpoint(tmp_path, alone):
             opened(refreshed, **changes)
     assert not (fixed / "step_000003/trainer/reference.safetensors").exists()
     os.truncate(refreshed / "step_000003/trainer/reference.safetensors", 9)
-    with pytest.raises(SystemExit, match="reference.safetensors"):  # as any file of a checkpoint
-        checkpoint.newest(refreshed)
+    assert checkpoint.examine(refreshed / "step_000003")[1]  # as any file of a checkpoint
 
 
 # --- A run that ends by an error --------------------------------------------------------
