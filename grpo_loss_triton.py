@@ -143,7 +143,7 @@ def through_head(hidden, head, rows, needs, forward=True):
     if head is None:
         rows.run(hidden, d_hidden, slice(0, len(hidden)), forward=forward, backward=backward)
         return d_hidden, None
-    exact = hidden.itemsize == 2 and (hidden.is_cpu or sums_in_float32(hidden.device))
+    exact = hidden.itemsize == 2 and (hidden.is_cpu or is_nvidia(hidden.device))
     dtype = torch.float32 if exact else hidden.dtype
     apart = exact and backward  # dZ is bf16, for its two products
     chunk = chunk_rows(len(hidden), head, dtype.itemsize + apart * hidden.itemsize)
@@ -176,21 +176,10 @@ def add_product(total, a, b, beta=1):
     """total = beta * total + a @ b, where total may be float32 while a and b are bf16."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
-    elif sums_in_float32(total.device):
+    elif is_nvidia(total.device):
         torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
     else:
         torch.addmm(total, a.float(), b.float(), beta=beta, out=total)
-
-
-@functools.cache
-def sums_in_float32(device):
-    """Returns whether torch can add a bf16 product to a float32 matrix (CUDA, from torch 2.8)."""
-    ones = torch.ones(16, 16, device=device)
-    try:
-        torch.addmm(ones, ones.bfloat16(), ones.bfloat16(), out_dtype=torch.float32, out=ones)
-        return bool((ones == 17).all())
-    except (TypeError, RuntimeError):  # NotImplementedError is a RuntimeError
-        return False
 
 
 # --- Rows: from logits to log-probs, and to their own gradient ----------------------

@@ -12,8 +12,9 @@ is back. A KL penalty needs no gradient of the reference, so the reference can r
 on another machine. grpo/wire.py describes the bodies.
 """
 
-import gc
+import contextlib
 import json
+import queue
 import signal
 import sys
 import threading
@@ -31,11 +32,11 @@ import torch
 
 from grpo.devices import accelerator
 from grpo.forward import CompletionModel
-from grpo.gate import Gate, Waiting, listen, token_for
+from grpo.gate import Busy, Gate, listen, token_for
 from grpo.log import in_background
 from grpo.models import load_model, load_tokenizer
-from grpo.scoring import score_sequences
-from grpo.wire import MAX_WAIT_SECONDS, facts_of, ids_by_sequence, pack_logps, unpack_ids
+from grpo.scoring import score_groups
+from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids
 
 # --- What to serve ------------------------------------------------------------------
 # Hub name or folder of the reference model. It may be larger than the trained model, but must have
@@ -55,9 +56,6 @@ PORT = 59875  # port in the trainer's REF_SERVER; 0 takes any free port
 THREADS = 64  # requests served at once; each rank has one waiting request, so more ranks need more
 # Larger requests are refused; must be 1 MB or more (64 completions of 8192 tokens take 2 MB).
 MAX_BODY_BYTES = 16 << 20
-# Memory for all waiting requests. Beyond it the server answers 503 and the client tries again; a
-# higher limit lets more requests wait.
-MAX_WAITING_BYTES = 64 << 20
 
 
 # --- Scoring ------------------------------------------------------------------------
@@ -86,60 +84,65 @@ class Reference:
         self.info = facts | {"model": MODEL, "dtype": dtype}
 
     def score(self, requests):
-        """Scores several requests in common batches; answers each request once it is complete."""
-        prompts, completions, left, logps = [], [], [], {}
-        for request in requests:
-            begin, parts = len(prompts), ids_by_sequence(request.tensors)
-            prompts += parts[0]
-            completions += parts[1]
-            left.append((request, range(begin, len(prompts))))
+        """Returns the log-probs (N,) of each request; scores them in common batches."""
+        groups = [ids_by_sequence(request.tensors) for request in requests]
         settings = {"temperature": TEMPERATURE, "vocab_size": self.limits["vocab_size"]}
-        for part in score_sequences(
-            self.model, prompts, completions, budget=SCORE_BATCH_TOKENS, **settings
-        ):
-            logps |= part
-            complete = [pair for pair in left if all(number in logps for number in pair[1])]
-            left = [pair for pair in left if pair not in complete]
-            for request, own in complete:
-                answer = torch.cat([logps.pop(number) for number in own])
-                if not answer.isfinite().all():
-                    raise ValueError("the reference model computes log-probs that are not finite")
-                request.answer.set_result(answer)
+        return score_groups(self.model, groups, budget=SCORE_BATCH_TOKENS, **settings)
+
+
+def take(waiting, tokens):
+    """Returns waiting requests of about so many tokens; [] if there are none for a second."""
+    taken = []
+    with contextlib.suppress(queue.Empty):
+        while sum(map(len, taken)) < tokens:
+            request = waiting.get(timeout=0 if taken else 1)
+            if request.answer.set_running_or_notify_cancel():
+                taken.append(request)
+    return taken
 
 
 def answer_all(requests, score):
     """Scores requests together. If that fails, scores each alone, so only the bad one fails."""
-    failure = None
     try:
-        score(requests)
+        answers = score(requests)
     except Exception as error:  # noqa: BLE001 (printed here, and raised in the trainer)
         traceback.print_exc()
         if accelerator():
             torch.accelerator.synchronize()  # raises if the device is broken, and ends the server
+        answers = None
         failure = f"{type(error).__name__}: {error}"  # the error itself would keep tensors alive
-    left = [request for request in requests if not request.answer.done()]
-    if failure and len(requests) == 1:
-        left[0].answer.set_exception(RuntimeError(f"the sequences can't be scored: {failure}"))
-        return
-    for request in left:
-        answer_all([request], score)
+    if answers:
+        for request, logps in zip(requests, answers, strict=True):
+            request.answer.set_result(logps)
+    elif len(requests) == 1:
+        failure = RuntimeError(f"the sequences can't be scored: {failure}")
+        requests[0].answer.set_exception(failure)
+    else:
+        for request in requests:
+            answer_all([request], score)
 
 
 # --- Routes -------------------------------------------------------------------------
 def make_app(waiting, info, limits, token):
     """Returns the WSGI app; `token` is None or the shared secret."""
-    app = Gate(token=token, max_body_bytes=MAX_BODY_BYTES)
+    app = Gate(token=token)
     app.get("/info", callback=lambda: info)
-    one_by_one = threading.Lock()  # 60 threads reading at once would starve /health
+    places = threading.Semaphore(THREADS - 4)  # 4 threads always serve /info and /health
 
     @app.post("/score")
     def score():
-        seconds = app.read_number("wait", most=MAX_WAIT_SECONDS)
-        with waiting.room_for(app.body_length()):
-            with one_by_one:
-                request = Request(unpack_ids(app.read_body(), **limits))
+        seconds = float(app.query("wait"))
+        if not places.acquire(blocking=False):
+            raise Busy(f"{THREADS - 4} requests wait for an answer")
+        try:
+            request = Request(unpack_ids(app.read_body(), **limits))
             waiting.put(request)
-            logps = app.result_of(request.answer, seconds)
+            logps = request.answer.result(seconds)
+        except TimeoutError:
+            request.answer.cancel()
+            raise Busy(f"there is no result after {seconds:.0f} s") from None
+        finally:
+            places.release()
         # X-Info: after a restart this may be another model, and the client must notice
         return app.blob(pack_logps(logps), **{"X-Info": json.dumps(info, sort_keys=True)})
 
@@ -153,7 +156,7 @@ known = frozenset(filter(str.isupper, globals()))  # a preset may set no others
 def check_constants(now):
     """Raises SystemExit with a line for each wrong constant in `now`, {name: value}."""
     kinds = [
-        (constants.WHOLE, "SCORE_BATCH_TOKENS THREADS MAX_BODY_BYTES MAX_WAITING_BYTES"),
+        (constants.WHOLE, "SCORE_BATCH_TOKENS THREADS MAX_BODY_BYTES"),
         (constants.COUNT, "PORT"),
         (constants.NUMBER, "TEMPERATURE"),
         (constants.TEXT, "MODEL HOST"),
@@ -174,17 +177,15 @@ def main(**preset):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     print(f"loading the reference model {MODEL} ...", flush=True)
     reference = Reference()
-    gc.freeze()  # else a garbage collection of torch's objects stops every thread for 0.4 s
-    sys.setswitchinterval(1e-4)  # else a computing thread stops the others for 5 ms at a time
-    waiting = Waiting(THREADS - 4, MAX_WAITING_BYTES)  # 4 threads always serve /info and /health
+    waiting = queue.SimpleQueue()
     app = make_app(waiting, reference.info, reference.limits, token)
-    server = listen(app, HOST, PORT, THREADS)
+    server = listen(app, HOST, PORT, THREADS, MAX_BODY_BYTES)
     http = in_background(server.run)
     dtype = reference.info["dtype"]
     print(f"serving {MODEL} ({dtype}) on http://{HOST}:{server.effective_port}", flush=True)
     # Scoring runs in the main thread: if it fails for good, the process ends and clients notice
     while http.is_alive():
-        if requests := waiting.take(8 * SCORE_BATCH_TOKENS, timeout=1):
+        if requests := take(waiting, 8 * SCORE_BATCH_TOKENS):
             answer_all(requests, reference.score)
     sys.exit("the HTTP server has ended, so this process ends")
 

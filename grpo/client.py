@@ -6,31 +6,15 @@ up after a time limit.
 
 import json
 import os
-import socket
-import time
 
 import requests
-from requests.adapters import HTTPAdapter
 
 from grpo.stop import Wait
-from grpo.wire import MAX_WAIT_SECONDS, check_facts, facts_of, pack_ids, sha256_of, unpack_logps
+from grpo.wire import check_facts, facts_of, pack_ids, sha256_of, unpack_logps
 
-PART_BYTES = 8 << 20  # bytes of a policy per request; more means fewer requests, each longer
 # Errors of a call if no server runs, or if the server dies in the middle of its answer
 CUT_OFF = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
 AGAIN = (502, 503, 504)  # the server is full, or a proxy can't reach it: try again
-# A server may score for minutes, but a dead machine must be noticed. TCP probes it after 10 s of
-# silence and gives up 20 s later; higher numbers notice it later
-PROBES = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-
-
-class Probing(HTTPAdapter):
-    def init_poolmanager(self, *args, **kwargs):
-        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-        for name, value in PROBES.items():
-            if hasattr(socket, name):  # macOS lacks TCP_KEEPIDLE
-                options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
-        super().init_poolmanager(*args, socket_options=options, **kwargs)
 
 
 class Client:
@@ -40,40 +24,29 @@ class Client:
 
     def __init__(self, url, wait_limit_seconds):
         self.url, self.limit = url.rstrip("/"), wait_limit_seconds
-        self.state = ""  # why the current call waits; "" if it does not wait
-        self.speaks = True  # False: another thread logs what this client waits for
         self.session = requests.Session()
         self.session.trust_env = False  # no HTTP_PROXY: a proxy seldom knows a cluster's machines
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, Probing())
         if token := os.environ.get("GRPO_TOKEN"):
             self.session.headers["Authorization"] = f"Bearer {token}"
 
     def call(self, method, path, *, timeout=10, expected=(), **request) -> requests.Response:
         """Calls a route. Raises RuntimeError if the other side answers with an error status that is
         not `expected`, TooLong if it is unreachable or full for `wait_limit_seconds`."""
-        url, wait = self.url + path, None
+        url = self.url + path
+        wait = Wait(url, self.limit)
         while True:
-            began = time.monotonic()
             try:
                 reply = self.session.request(method, url, timeout=(10, timeout), **request)
             except CUT_OFF as error:
-                self.state = f"no answer ({type(error).__name__}); does `{self.command}` run?"
-                silent = isinstance(error, requests.ReadTimeout)  # no answer since it was sent
+                why = f"no answer ({type(error).__name__}); does `{self.command}` run?"
             else:
                 if reply.ok or reply.status_code in expected:
-                    self.state = ""
                     return reply
                 if reply.status_code not in AGAIN:
                     remedy = "; raise its MAX_BODY_BYTES" if reply.status_code == 413 else ""
                     raise RuntimeError(f"{url} refused ({reply.status_code}): {reply.text}{remedy}")
-                self.state, silent = reply.text or f"status {reply.status_code}", True
-            # The limit counts from the first failure. A request without an answer in time has
-            # failed since it was sent; a connection that broke has failed just now
-            wait = wait or Wait(url, self.limit, speaks=self.speaks)
-            if silent:
-                wait.start = min(wait.start, began)
-            wait.sleep(self.state)
+                why = reply.text or f"status {reply.status_code}"
+            wait.sleep(why)
 
 
 class RefServer(Client):
@@ -85,9 +58,7 @@ class RefServer(Client):
     def check(self, model, tokenizer, temperature):
         """Raises SystemExit if the reference does not fit the policy `model`."""
         try:
-            info = self.call("GET", "/info").json()
-            if type(info) is not dict:
-                raise ValueError("its /info is not a JSON object")
+            info = dict(self.call("GET", "/info").json())
         except (requests.RequestException, ValueError, RuntimeError) as error:
             raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {error}") from error
         where = f"{info.get('model')} at {self.url}"
@@ -96,7 +67,7 @@ class RefServer(Client):
 
     def score(self, groups):
         """Returns the reference's log-probs (N,) of each group."""
-        body, patience = pack_ids(groups), {"wait": min(int(self.limit), MAX_WAIT_SECONDS)}
+        body, patience = pack_ids(groups), {"wait": self.limit}
         reply = self.call("POST", "/score", data=body, params=patience, timeout=self.limit + 30)
         now = json.loads(reply.headers.get("X-Info", "null"))
         if now != self.info:
@@ -118,18 +89,18 @@ class Trainer(Client):
         return answer["policy"], answer["room"]
 
     def fetch(self, record, path):
-        """Downloads the policy of `record` to `path`. Returns False if it is no longer served. An
-        interrupted download continues where it stopped."""
+        """Downloads the policy of `record` to `path`. Returns False if it is no longer served, or
+        if the connection breaks."""
         path.unlink(missing_ok=True)  # not emptied: vLLM may still have the old file mapped
-        with open(path, "wb") as file:
-            while (have := file.tell()) < record["bytes"]:
-                part = {"Range": f"bytes={have}-{min(have + PART_BYTES, record['bytes']) - 1}"}
-                reply = self.call(
-                    "GET", f"/policy/{record['sha256']}", headers=part, timeout=60, expected=[404]
-                )
-                if reply.status_code == 404:
-                    return False
-                file.write(reply.content)
+        where = f"/policy/{record['sha256']}"
+        reply = self.call("GET", where, timeout=60, expected=[404], stream=True)
+        if reply.status_code == 404:
+            return False
+        try:
+            with reply, open(path, "wb") as file:
+                file.writelines(reply.iter_content(1 << 20))
+        except CUT_OFF:
+            return False
         if sha256_of(path) != record["sha256"]:
             raise RuntimeError(f"policy {record['version']} was damaged in transit: wrong SHA-256")
         return True

@@ -5,7 +5,6 @@ import ast
 import difflib
 import importlib.metadata
 import math
-import numbers
 import os
 import runpy
 import sys
@@ -172,14 +171,12 @@ def check_names(names, known, where=""):
 # --- One home: a script's module ------------------------------------------------------
 def settle(module, known, preset):
     """Undoes what an earlier main() set in a script's globals, `module`; then sets the constants of
-    `preset`, by name. Returns all constants. Raises SystemExit for a name, new or old, that is not
-    in `known`, the script's own names."""
+    `preset`, by name. Returns all constants. Raises SystemExit for a name that is not in `known`,
+    the script's own names."""
     check_names(preset, known)
     module.update(module.pop(UNDO, {}))
     set_for_run(module, preset)
-    now = constants_in(module)
-    check_names(now, known)
-    return now
+    return constants_in(module)
 
 
 def set_for_run(module, values):
@@ -245,6 +242,5 @@ def check(script, now, kinds, relations):
 
 
 def real(value):
-    """Returns whether a value is a finite number, also one of NumPy's; True is no number."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+    """Returns whether a value is a finite number; True is no number."""
+    return type(value) is not bool and isinstance(value, int | float) and math.isfinite(value)

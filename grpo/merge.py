@@ -8,7 +8,6 @@ MODEL may name OUT.
 
 import json
 import sys
-import warnings
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM
@@ -27,36 +26,24 @@ def base_of(model):
 
 def merge_into(model, folder):
     """Adds the adapter in `folder`, if there is one, to its base `model`, in place. PEFT loads
-    adapters in float32 and rounds the sum once. Raises SystemExit if the two do not match."""
-    if not Path(folder, CONFIG).is_file():
-        return
-    from peft import PeftModel
+    adapters in float32 and rounds the sum once; it raises if the two do not match."""
+    if Path(folder, CONFIG).is_file():
+        from peft import PeftModel
 
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Found missing adapter keys")
-            adapted = PeftModel.from_pretrained(model, folder, torch_device=str(model.device))
-    except (ValueError, RuntimeError, UserWarning) as error:
-        raise SystemExit(f"the adapter {folder} does not fit its base model: {error}") from error
-    adapted.merge_and_unload()
+        adapted = PeftModel.from_pretrained(model, folder, torch_device=str(model.device))
+        adapted.merge_and_unload()
 
 
 def merge(adapter, out):
     """Writes the merged model and its tokenizer to the folder `out`. Raises SystemExit if `out` has
-    files, if `adapter` is no adapter, or if its base model can't be loaded."""
+    files, or if `adapter` is no adapter."""
     if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
         raise SystemExit(f"OUT = {out!r} exists and is not an empty folder: choose another")
     if not Path(adapter, CONFIG).is_file():
         raise SystemExit(f"{adapter} has no {CONFIG}: name the folder of a LoRA adapter")
     base, own = base_of(adapter), Path(adapter, "tokenizer_config.json").exists()
     tokenizer = load_tokenizer(adapter if own else base)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    except (OSError, ValueError) as error:
-        raise SystemExit(
-            f"{base!r}, the base model that {Path(adapter, CONFIG)} names, can't be loaded from a"
-            f" folder or from the hub: {error}"
-        ) from error
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     merge_into(model, adapter)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -1,6 +1,6 @@
 """Log-probs of a frozen model, in batches: all that the KL penalty needs from the reference.
 
-for part in score_sequences(model, prompts, completions, ...):    # {index: log-probs (T,)}
+score_groups(model, [(prompts, completions), ...], ...)    # [log-probs (N,), ...]
 """
 
 import torch
@@ -11,14 +11,17 @@ from grpo.packing import pack_by_tokens, sizes_of
 from grpo_loss_triton import linear_logps
 
 
-def score_sequences(model, prompts, completions, *, budget, temperature, vocab_size):
-    """Yields {index of a sequence: its log-probs (T,)}, float32 on the CPU, a batch at a time.
+def score_groups(model, groups, *, budget, temperature, vocab_size):
+    """Returns the log-probs (N,), float32 on the CPU, of each group: a pair of equally many prompts
+    and completions. Sequences of all groups are batched together.
 
     `model` is a CompletionModel, which runs a prompt once for neighbours that share it. A batch has
     at most `budget` tokens and is halved until it fits the GPU. Raises OutOfMemoryError if a single
     sequence does not fit.
     """
-    batches = pack_by_tokens(sizes_of(prompts, completions, model.packs), budget)
+    prompts = [prompt for part, _ in groups for prompt in part]
+    completions = [completion for _, part in groups for completion in part]
+    batches, found = pack_by_tokens(sizes_of(prompts, completions, model.packs), budget), {}
     while batches:
         batch = batches.pop(0)
         p, c = [prompts[i] for i in batch], [completions[i] for i in batch]
@@ -29,12 +32,17 @@ def score_sequences(model, prompts, completions, *, budget, temperature, vocab_s
                 raise
             logps = None
         if logps:
-            yield dict(zip(batch, logps, strict=True))
+            found |= zip(batch, logps, strict=True)
         else:  # outside of `except`, where the error no longer keeps tensors alive
             release_memory()
             half = len(batch) // 2
             tell(f"out of memory: scoring {len(batch)} sequences in two halves")
             batches[:0] = batch[:half], batch[half:]
+    in_order = iter([found[i] for i in range(len(prompts))])
+    answers = [torch.cat([next(in_order) for _ in part]) for part, _ in groups]
+    if not all(answer.isfinite().all() for answer in answers):
+        raise ValueError("the reference model computes log-probs that are not finite")
+    return answers
 
 
 @torch.no_grad()

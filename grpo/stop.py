@@ -52,8 +52,8 @@ class Wait:
     """The wait in a polling loop. Logs every 10 s what it waits for. Raises TooLong at its limit,
     which counts from its creation or from moved()."""
 
-    def __init__(self, what, limit_seconds=math.inf, speaks=True):
-        self.what, self.limit, self.speaks = what, limit_seconds, speaks
+    def __init__(self, what, limit_seconds=math.inf):
+        self.what, self.limit = what, limit_seconds
         self.start = self.said = time.monotonic()
 
     def moved(self):
@@ -67,7 +67,7 @@ class Wait:
             raise TooLong(f"waited {self.limit} s for {self.what}: {why}")
         if stop.asked and now - max(self.start, stop.at) > STOP_SECONDS:
             raise TooLong(f"{stop.asked}: the step can't be finished without {self.what}: {why}")
-        if self.speaks and now - self.said > SPEAK_SECONDS:
+        if now - self.said > SPEAK_SECONDS:
             self.said = now
             tell(f"waiting for {self.what} since {now - self.start:.0f} s: {why}")
         time.sleep(pause)

@@ -3,7 +3,6 @@
 import io
 import json
 import socket
-import struct
 import threading
 
 import torch
@@ -34,11 +33,6 @@ def make_group(lengths=(3, 1, 2), *, seed=0, prompt=4, **changes):
         "rewards": torch.rand(len(lengths), 2, generator=draw),
     }
     return Group(**fields | changes)
-
-
-def raw(header, data=b""):
-    header = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(header)) + header + data
 
 
 class Replies:

@@ -41,7 +41,6 @@ def clock(monkeypatch):
 
     fake = SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
     monkeypatch.setattr("grpo.stop.time", fake)
-    monkeypatch.setattr("grpo.client.time", fake)
     return now
 
 
@@ -53,43 +52,35 @@ def test_a_server_that_is_not_there_is_waited_for_until_the_limit(clock, capsys)
     assert capsys.readouterr().err.count("http://127.0.0.1:9/info") == 3  # every 10 s
 
 
-@pytest.mark.parametrize(
-    "failure, seconds", [("cut off", 3000), ("no room", 2000), ("hangs", 2000)]
-)
-def test_the_limit_counts_from_the_first_failure_on(clock, failure, seconds):
-    """A request that was cut off failed at that moment: the server may have scored until then. One
-    that was refused for want of room, or never answered, has waited since it was sent."""
-
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_server_that_does_not_answer_in_time_is_asked_until_the_limit(clock, hangs):
     def slow(*_, timeout, **__):
         assert None not in timeout  # or it would hang with the server
         clock.seconds += 1000
-        if failure == "no room":
-            return SimpleNamespace(ok=False, status_code=503, text="full")
-        raise requests.ReadTimeout if failure == "hangs" else requests.ConnectionError
+        if hangs:
+            raise requests.ReadTimeout
+        return SimpleNamespace(ok=False, status_code=503, text="full")
 
     client = RefServer("http://127.0.0.1:9", 1500)
     client.session.request = slow
     with pytest.raises(TooLong):
         client.call("GET", "/info")
-    assert clock.seconds == pytest.approx(seconds, abs=5)
+    assert clock.seconds == pytest.approx(2000, abs=5)
 
 
 @pytest.mark.parametrize("failures", ["busy", "cut", "silent", "a proxy's"])
 def test_a_failure_is_asked_again_and_leaves_no_trace(failures, no_pause):
     group = make_group()
     first = {
-        "busy": reply(503, b'{"error": "full"}', headers="Retry-After: 1\r\n"),
+        "busy": reply(503, b'{"error": "full"}'),
         "cut": reply(200, b"half", length=80),
         "silent": b"",
         "a proxy's": reply(502, b""),
     }[failures]
     client, server = a_client(first, first, answer([group]))
     (logps,) = client.score([group])
-    assert logps.shape == (6,) and client.state == "" and len(server.requests) == 3
+    assert logps.shape == (6,) and len(server.requests) == 3
     assert b"/score?wait=20 " in server.requests[0] == server.requests[2]
-    client, server = a_client(answer([group]), limit=10**6)
-    client.score([group])
-    assert b"/score?wait=86400 " in server.requests[0]
 
 
 # --- What is refused --------------------------------------------------------------------
@@ -123,7 +114,7 @@ def test_a_reference_that_does_not_fit_is_refused_with_what_differs(tiny):
 
 def test_another_server_no_server_and_a_wrong_token_end_before_anything_starts(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    for text in (b"[]", b"<html>", b"\xff"):
+    for text in (b"<html>", b"\xff"):
         with pytest.raises(SystemExit, match="REF_SERVER"):
             a_client(reply(200, text))[0].check("ours", tokenizer, 1.0)
     with pytest.raises(SystemExit, match="REF_SERVER"):

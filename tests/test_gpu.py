@@ -73,8 +73,8 @@ def serve(folder, _):
     ref_server.MODEL = str(folder)
     reference, group = ref_server.Reference(), a_group([[0.0, 0.0]] * 2)
     request = ref_server.Request(unpack_ids(pack_ids([group]), **reference.limits))
-    reference.score([request])
-    assert len(request.answer.result()) == len(group.completion_ids)
+    (logps,) = reference.score([request])
+    assert len(logps) == len(group.completion_ids)
 
 
 def begin_the_demo(_, scratch):

@@ -1,4 +1,4 @@
-"""What a real browser makes of the live page: hostile text, a telephone, hover, no server."""
+"""What a real browser makes of the live page: hostile text, a narrow window, hover, no server."""
 
 import contextlib
 import html
@@ -54,8 +54,7 @@ def serving(app):
 
 def driving(app, script, width):
     """Returns what the script, the body of drive(), returns in a page of that width. It is in a
-    frame, as Chromium's windows have 500 pixels or more, and without the policy, which refuses both
-    a frame and a second script."""
+    frame, as Chromium's windows have 500 pixels or more."""
 
     def answer(environ, start_response):
         if environ["PATH_INFO"] not in ("/", "/framed"):
@@ -95,7 +94,7 @@ def test_hostile_text_stays_text(tmp_path):
     records = [record(step, kl=step / 50, __proto__=1) for step in range(1, 60)]
     records.append({"step": 59, "eval_reward": 0.625, HOSTILE[0]: 1.0})
     folder = write(tmp_path / HOSTILE[1].replace("/", ":"), records, samples)
-    constants = {"STEPS": "<b>", "MODEL": HOSTILE[2]}
+    constants = {"STEPS": 60, "MODEL": HOSTILE[2]}
     (folder / "run.json").write_text(json.dumps({"constants": constants}))
     asked, app = [], make_app(tmp_path)
 
@@ -105,7 +104,7 @@ def test_hostile_text_stays_text(tmp_path):
 
     with serving(noting) as url:
         dom, console = browse(url, "--dump-dom")
-    assert console == []  # no error, and nothing that the policy had to refuse
+    assert console == []  # no error
     assert set(asked) == {"/", "/live", "/group"} and asked.count("/live") > 1
     assert "<title>grpo-split</title>" in dom and "hacked</title>" not in dom
     body = dom[dom.index("<body") : dom.index("<script>\n")]
@@ -117,7 +116,7 @@ def test_hostile_text_stays_text(tmp_path):
             text = text.replace(sign, escaped)
         assert text in shown
     assert len(re.findall('<path class="mean"[^>]* d="M[^"]*"', body)) == 2
-    for id in ("last", "facts", "runs", "metrics", "model"):
+    for id in ("facts", "runs", "metrics", "model"):
         assert re.search(f'id="{id}"[^>]*>[^<]*<', body), f"{id} is empty"
     assert body.count("onload=document.title") >= 5  # completion, prompt, answer, item, model
 
@@ -172,7 +171,7 @@ USE = """
 """
 
 
-def test_on_a_telephone(tmp_path):
+def test_in_a_narrow_window(tmp_path):
     name, wide = "a-long-name-" * 16, "x" * 300
     for run in ("well", "dead", name):
         records = [record(step, **{"rewards/format/mean": step}) for step in range(1, 21)]

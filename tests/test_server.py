@@ -1,32 +1,33 @@
 """ref_server.py: the app as a function, its queue, its scores, and a real socket."""
 
 import json
-import socket
+import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import requests
 import torch
 from fakes import tiny_policy
 from helpers import LIMITS, VOCAB, call, make_group, refused
 
 import ref_server
 from grpo.client import RefServer
-from grpo.gate import Waiting, listen
+from grpo.gate import listen
 from grpo.log import in_background
 from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps
-from ref_server import Reference, Request, answer_all, make_app
+from ref_server import Reference, Request, answer_all, make_app, take
 
 INFO = {"model": "theirs", "dtype": "float32"}
 
 
 def fake_score(requests):
-    """Answers with the ids as log-probs; an id of 13 can't be scored."""
+    """-> the ids as log-probs; an id of 13 can't be scored."""
     ids = [request.tensors["completion_ids"] for request in requests]
     if any(13 in part for part in ids):
         raise RuntimeError("an unlucky number")
-    for request, part in zip(requests, ids, strict=True):
-        request.answer.set_result(-part.float())
+    return [-part.float() for part in ids]
 
 
 def ids_group(*ids):
@@ -42,11 +43,11 @@ def a_request(*groups):
 @pytest.fixture
 def server():
     """-> (app, queue) of a server whose main thread is a thread here."""
-    waiting, end = Waiting(4, 10_000), threading.Event()
+    waiting, end = queue.SimpleQueue(), threading.Event()
 
     def score():
         while not end.is_set():
-            if requests := waiting.take(100, timeout=0.05):
+            if requests := take(waiting, 100):
                 answer_all(requests, fake_score)
 
     thread = in_background(score)
@@ -69,22 +70,20 @@ def test_ids_go_in_and_log_probs_come_out_with_the_name_of_their_model(server):
 
 
 def test_what_is_malformed_is_the_clients_fault(server):
-    app, waiting = server
-    refused(score_of(app, ids_group(VOCAB)), 400)
-    refused(score_of(app, make_group([300])), 400)  # longer than the model's context
-    refused(score_of(app, make_group(), query="wait=86401"), 400)
-    assert waiting.sizes == []  # each has given its room back
+    for _ in range(2 * ref_server.THREADS):  # each gives its place back
+        refused(score_of(server[0], ids_group(VOCAB)), 400)
+    refused(score_of(server[0], make_group([300])), 400)  # longer than the model's context
+    refused(score_of(server[0], make_group(), query="wait=soon"), 400)
 
 
 def test_one_poisoned_request_fails_alone(server, capfd):
-    waiting, requests = Waiting(9, 10_000), [ids_group(1), ids_group(2, 13), ids_group(3)]
-    requests = [a_request(group) for group in requests]
+    requests = [a_request(group) for group in (ids_group(1), ids_group(2, 13), ids_group(3))]
     answer_all(requests, fake_score)
     assert requests[0].answer.result().tolist() == [-1]
     assert requests[2].answer.result().tolist() == [-3]
     with pytest.raises(RuntimeError, match="unlucky"):
         requests[1].answer.result()
-    assert waiting.take(1, 0) == [] and "Traceback" in capfd.readouterr().err
+    assert "Traceback" in capfd.readouterr().err
     assert "unlucky" in refused(score_of(server[0], ids_group(13)), 500)  # its sender hears why
     assert score_of(server[0], ids_group(1))[0] == 200
 
@@ -120,10 +119,9 @@ def test_scores_are_the_models_own_log_probs(reference, tiny):
     policy, last = tiny_policy(tiny), make_group((20, 2), seed=7)
     groups = [make_group((3, 1, 9), seed=i, prompt=5 - i) for i in (0, 3)]
     requests = [a_request(*groups), a_request(last)]
-    reference.score(requests)
-    for request, own in zip(requests, (groups, [last]), strict=True):
+    for logps, own in zip(reference.score(requests), (groups, [last]), strict=True):
         right = torch.cat([expected(policy, group) for group in own])
-        assert torch.allclose(request.answer.result(), right, atol=2e-5)
+        assert torch.allclose(logps, right, atol=2e-5)
     facts = facts_of(policy.tokenizer, 1.0)
     assert reference.info == facts | {"model": str(tiny), "dtype": "float32"}
     assert reference.limits == LIMITS
@@ -142,9 +140,9 @@ def test_a_batch_that_does_not_fit_is_halved(reference, tiny, monkeypatch):
 
     monkeypatch.setattr(scoring, "score_batch", small)
     most, group = 1, make_group((3, 1, 2, 4))
-    reference.score([request := a_request(group)])
+    (logps,) = reference.score([a_request(group)])
     assert sorted(sizes) == [1, 1, 1, 1, 2, 2, 4]
-    assert torch.allclose(request.answer.result(), expected(tiny_policy(tiny), group), atol=2e-5)
+    assert torch.allclose(logps, expected(tiny_policy(tiny), group), atol=2e-5)
     most, request = 0, a_request(group)
     answer_all([request], reference.score)
     with pytest.raises(RuntimeError, match="OutOfMemoryError"):
@@ -159,74 +157,37 @@ def test_log_probs_that_are_not_finite_are_never_sent(reference):
         request.answer.result()
 
 
-# --- A socket ---------------------------------------------------------------------------
-@pytest.fixture
-def served():
-    """-> (queue, port) of a server of 8 threads that nobody scores for."""
-    waiting = Waiting(8 - 4, 10**6)
-    http = listen(make_app(waiting, INFO, LIMITS, None), "127.0.0.1", 0, threads=8)
+# --- The queue, and a socket --------------------------------------------------------------
+def test_requests_are_taken_in_their_order_up_to_a_length_without_those_cancelled():
+    waiting, requests = queue.SimpleQueue(), [a_request(make_group((5,))) for _ in range(5)]
+    for request in requests:
+        waiting.put(request)
+    requests[1].answer.cancel()
+    assert take(waiting, 10) == [requests[0], requests[2]]
+    assert take(waiting, 11) == requests[3:] and take(waiting, 1) == []
+    assert not requests[0].answer.cancel()  # it is being answered
+
+
+def test_a_full_server_says_so_and_still_answers_health(monkeypatch):
+    """Of 8 threads 4 wait for answers; nobody scores until the others are refused."""
+    monkeypatch.setattr(ref_server, "THREADS", 8)
+    waiting, group = queue.SimpleQueue(), make_group()
+    http = listen(make_app(waiting, INFO, LIMITS, None), "127.0.0.1", 0, 8, 10**6)
     in_background(http.run)
-    yield waiting, int(http.effective_port)
-    http.close()
-    http.task_dispatcher.shutdown(timeout=0.1)
+    url = f"http://127.0.0.1:{http.effective_port}"
 
+    def post(seconds=60):
+        return requests.post(f"{url}/score?wait={seconds}", pack_ids([group]), timeout=60)
 
-def post(port, body, length=None):
-    """-> a connection on which a request to score was sent."""
-    connection = socket.create_connection(("127.0.0.1", port), timeout=10)
-    head = f"POST /score?wait=60 HTTP/1.1\r\nContent-Length: {length or len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
-    return connection
-
-
-def wait_until(holds):
-    end = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def test_what_a_client_has_left_is_cancelled(served):
-    waiting, port = served
-    connection = post(port, pack_ids([make_group()]))
-    wait_until(lambda: waiting.queue)
-    connection.close()
-    wait_until(waiting.queue[0].answer.cancelled)
-    wait_until(lambda: not waiting.sizes)
-    assert waiting.take(10, timeout=0) == []
-
-
-def test_requests_that_wait_and_clients_that_stall_never_starve_health(served):
-    waiting, port = served
-    body = pack_ids([make_group()])
-    connections = [post(port, body) for _ in range(12)]
-    connections += [post(port, body[:9], len(body)) for _ in range(12)]  # they send no more
-    wait_until(lambda: len(waiting.queue) == 4)
-    slowest, client = 0, RefServer(f"http://127.0.0.1:{port}", 5)
-    for path in ("/health", "/info") * 5:
-        start = time.monotonic()
-        assert client.call("GET", path).ok
-        slowest = max(slowest, time.monotonic() - start)
-    assert slowest < 0.5  # a loaded machine; tests/load.py measures it
-    answer_all(waiting.take(10**6, timeout=1), fake_score)
-    statuses = sorted(int(c.recv(9999)[9:12]) for c in connections[:12])
-    assert statuses == [200] * 4 + [503] * 8
-    for connection in connections:
-        connection.close()
-
-
-REFUSED = {
-    "POST http://[::1/score HTTP/1.1": 400,
-    "POST /score HTTP/1.1\r\nTransfer-Encoding: gzip": 400,
-    "POST /score HTTP/1.1\r\nContent-Length: 99999999": 413,
-    "GET /info HTTP/1.1\r\nX: " + "x" * 300_000: 431,
-}
-
-
-def test_what_waitress_refuses_is_a_sentence_too(served):
-    for head, status in REFUSED.items():
-        with socket.create_connection(("127.0.0.1", served[1]), timeout=10) as connection:
-            connection.sendall(head.encode() + b"\r\n\r\n")
-            reply = b"".join(iter(lambda c=connection: c.recv(9999), b""))
-        assert int(reply[9:12]) == status
-        assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
+    late = post(0)
+    assert late.status_code == 503 and take(waiting, 1) == []  # it was cancelled
+    with ThreadPoolExecutor(4) as pool:
+        replies = [pool.submit(post) for _ in range(4)]
+        while waiting.qsize() < 4:
+            time.sleep(0.01)
+        assert post().status_code == 503
+        assert RefServer(url, 5).call("GET", "/health").ok
+        answer_all(take(waiting, 10**6), fake_score)
+        assert [reply.result().status_code for reply in replies] == [200] * 4
+    assert requests.post(f"{url}/score?wait=1", b"x" * (10**6 + 1), timeout=60).status_code == 413
+    http.stop()

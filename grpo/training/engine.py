@@ -89,14 +89,9 @@ def training_threads(asked):
     the machine's cores. A server on this machine gets no core, as it scores little meanwhile."""
     # Set by deepspeed, or torchrun. If each rank took all cores, a step would take twice the time
     ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
-    # deepspeed --bind_cores_to_rank has made the share already: only its launcher has all cores
-    own, launcher = cores_of(0), cores_of(os.getppid())
-    return asked or max(1, min(own, launcher // ranks))
-
-
-def cores_of(pid):
-    """Returns how many cores a process may use; macOS binds none."""
-    return len(os.sched_getaffinity(pid)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    # macOS binds no cores
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return asked or max(1, cores // ranks)
 
 
 @contextlib.contextmanager

@@ -23,10 +23,10 @@ from grpo.forward import CompletionModel
 from grpo.log import in_background, say
 from grpo.models import check_context, load_tokenizer
 from grpo.sampling.policy import load_policy
-from grpo.scoring import score_sequences
+from grpo.scoring import score_groups
 from grpo.stop import Wait
 from grpo.weights import adapters_off, load_weights, swapped, trained_weights
-from grpo.wire import MAX_COMPLETIONS, check_facts, facts_of
+from grpo.wire import check_facts, facts_of
 
 REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is sent alone
 
@@ -82,7 +82,6 @@ class RemoteReference:
 
     def __init__(self, server):
         self.server, self.info = server, server.info
-        self.server.speaks = False  # _wait logs why
         self.asked = queue.SimpleQueue()
         in_background(self._ask)
 
@@ -93,9 +92,10 @@ class RemoteReference:
 
     def _ask(self):
         while True:
-            request = [self.asked.get()]
-            while not self.asked.empty() and fits(group for group, _ in request):
+            request, tokens = [], 0
+            while not request or not self.asked.empty() and tokens < REQUEST_TOKENS:
                 request.append(self.asked.get())
+                tokens += len(request[-1][0].prompt_ids) + len(request[-1][0].completion_ids)
             groups, answers = zip(*request, strict=True)
             try:
                 for answer, logps in zip(answers, self.server.score(groups), strict=True):
@@ -107,15 +107,7 @@ class RemoteReference:
     def _wait(self, answer):
         waiting = Wait(f"the reference's log-probs from {self.server.url}")
         while not wait([answer], timeout=1).done:
-            waiting.sleep(self.server.state or "it has not scored them yet", pause=0)
-
-
-def fits(groups):
-    """Returns whether another group, of the same size, may go in the same request as these."""
-    sizes = [(len(g.prompt_ids) + len(g.completion_ids), len(g.completion_lengths)) for g in groups]
-    tokens, completions = map(sum, zip(*sizes, strict=True))
-    last = sizes[-1][1]
-    return tokens < REQUEST_TOKENS and completions + last <= MAX_COMPLETIONS
+            waiting.sleep("it has not scored them yet", pause=0)
 
 
 # --- Local ----------------------------------------------------------------------------
@@ -135,11 +127,11 @@ class LocalReference:
             what, model = "the policy's model without its adapters", policy.model
         else:
             what, model = "a copy of MODEL", copy.deepcopy(policy.model).requires_grad_(False)
-        self.model = CompletionModel(model)
         self.away = c.REFERENCE_ON_CPU and not self.adapted and self.home.type != "cpu"
         say(f"the reference is {what}{', in CPU memory between uses' if self.away else ''}")
-        if self.away:
-            change(model, lambda tensor: tensor.cpu().pin_memory())  # pinned: a faster copy
+        self.model = CompletionModel(model)  # asks what the policy's device can do
+        if self.away:  # in pinned memory, from which copies are faster
+            self.model = moved(self.model, lambda tensor: tensor.cpu().pin_memory())
         # The bytes that are on the GPU only while it scores
         self.visiting = self.away * sum(tensor.nbytes for tensor in model.parameters())
 
@@ -151,30 +143,27 @@ class LocalReference:
     def _score_waiting(self, _):
         """Scores all groups that wait, and completes their Answers."""
         asked, self.waiting = self.waiting, []
-        prompts, completions, logps = [], [], {}
+        groups = []
         for group, _ in asked:
-            prompts += [group.prompt_ids.tolist()] * len(group.completion_lengths)
-            completions += [ids.tolist() for ids in group.completions(group.completion_ids)]
+            completions = [ids.tolist() for ids in group.completions(group.completion_ids)]
+            groups.append(([group.prompt_ids.tolist()] * len(completions), completions))
         settings = {"temperature": self.c.TEMPERATURE, "vocab_size": self.policy.vocab_size}
-        settings["budget"] = self.c.MICRO_BATCH_TOKENS
         with self._as_reference():
-            for part in score_sequences(self.model, prompts, completions, **settings):
-                logps |= part
-        numbers = iter(range(len(prompts)))
-        for group, answer in asked:
-            found = torch.cat([logps[next(numbers)] for _ in group.completion_lengths])
-            if not found.isfinite().all():
-                raise ValueError("the reference model gave log-probs that are not finite")
-            answer.set_result(found)
+            model = self.model
+            if self.away:  # the copy is dropped after it has scored
+                model = moved(model, lambda tensor: tensor.to(self.home, non_blocking=True))
+            found = score_groups(model, groups, budget=self.c.MICRO_BATCH_TOKENS, **settings)
+        for (_, answer), logps in zip(asked, found, strict=True):
+            answer.set_result(logps)
 
     def _as_reference(self):
-        """Returns a context in which self.model is the reference, on the policy's device."""
+        """Returns a context in which self.model is the reference."""
         model = self.model.model
         if self.adapters:
             return swapped(model, self.adapters)
         if self.adapted:
             return adapters_off(model)
-        return on_device(model, self.home) if self.away else contextlib.nullcontext()
+        return contextlib.nullcontext()
 
     # --- REFERENCE_REFRESH_STEPS --------------------------------------------------------
     def refresh(self):
@@ -204,28 +193,7 @@ def load_teacher(c, policy):
     return loaded.model.requires_grad_(False)
 
 
-def tensors_of(model):
-    """Returns [(dict, name, tensor)]: the dicts in which a model keeps its parameters and buffers.
-    Tied parameters are one tensor."""
-    kept = [dicts for m in model.modules() for dicts in (m._parameters, m._buffers)]
-    return [(d, name, tensor) for d in kept for name, tensor in d.items() if tensor is not None]
-
-
-def change(model, changed):
-    """Replaces each tensor of a frozen model by changed(tensor)."""
-    places = tensors_of(model)
-    new = {tensor: changed(tensor.detach()) for tensor in {tensor for *_, tensor in places}}
-    for kept, name, tensor in places:
-        kept[name] = new[tensor]
-
-
-@contextlib.contextmanager
-def on_device(model, device):
-    """Within the block a frozen model is on the device. Nothing is copied back."""
-    own = tensors_of(model)
-    try:
-        change(model, lambda tensor: tensor.to(device, non_blocking=True))
-        yield
-    finally:
-        for kept, name, tensor in own:
-            kept[name] = tensor
+def moved(model, move):
+    """Returns a copy of a frozen model with each parameter moved. Buffers stay where they are."""
+    own = {p: torch.nn.Parameter(move(p.detach()), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, {id(p): there for p, there in own.items()})

@@ -6,7 +6,6 @@ records, and the run goes on. TensorBoard and W&B are imported only if named; th
 
 import contextlib
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from grpo.log import SPEAK_SECONDS, announced, say
 from grpo.sampling.rollout import tally_of_one
@@ -49,20 +47,6 @@ def constants_of(variables):
     return as_json({name: value for name, value in variables.items() if name.isupper()})
 
 
-@contextlib.contextmanager
-def naming_run_dir(folder):
-    """Raises SystemExit, with RUN_DIR's name, if the block can't write to it (`folder`)."""
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "enforce fail" not in str(error):
-            raise  # torch.save's error on a full disk is "[enforce fail at ...] unexpected pos"
-        raise SystemExit(
-            f"RUN_DIR = {str(folder)!r} can't be written ({error}): is its disk full or read-only?"
-            " Free some space, or choose another RUN_DIR; a run resumes from what it has saved"
-        ) from error
-
-
 class RunFolder:
     """RUN_DIR's metrics.jsonl, samples.jsonl and bad steps; checkpoint.py writes there too."""
 
@@ -75,7 +59,7 @@ class RunFolder:
         """Appends a record, with the time, to a file of one JSON object per line."""
         if dist.get_rank() == 0:
             record = as_json(record) | {"time": round(time.time(), 2)}
-            with naming_run_dir(self.path), open(self.path / file, "a") as f:
+            with open(self.path / file, "a") as f:
                 f.write(json.dumps(record) + "\n")
             for reporter in self.reporters if file == "metrics.jsonl" else ():
                 reporter.give(dict(record))
@@ -143,13 +127,6 @@ class RunFolder:
             draft.write_text("".join(kept))
             draft.replace(path)
 
-    def set_aside(self):
-        """Renames the records of a run that ended before its first checkpoint: it starts again."""
-        when = time.strftime("%Y%m%d-%H%M%S")
-        for path in filter(Path.exists, self.files if dist.get_rank() == 0 else ()):
-            path.rename(earlier := path.with_suffix(f".{when}.jsonl"))
-            say(f"the run had no checkpoint and starts again; its old records are in {earlier}")
-
 
 def parts_of(ids, own):
     """Returns the parts of a completion's ids (T,) between which `own` (T,) changes."""
@@ -210,35 +187,19 @@ def report_end(run, asked):
 
 
 # --- REPORT_TO ----------------------------------------------------------------------
-def check_reporters(report_to):
-    """Raises SystemExit if rank 0 lacks a package of REPORT_TO, or a key for W&B."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    for name in report_to:
-        if isinstance(name, str) and not importlib.util.find_spec(name):
-            raise SystemExit(f"REPORT_TO = {report_to!r} needs a package: pip install {name}")
-    if "wandb" in report_to and os.environ.get("WANDB_MODE", "online") == "online":
-        import wandb
-
-        try:
-            wandb.login(verify=False, timeout=60)  # asks in a terminal
-        except (wandb.Error, TimeoutError) as error:
-            raise SystemExit(
-                f"REPORT_TO = {report_to!r} finds no key for W&B ({error}): run `wandb login`, or"
-                " set WANDB_MODE=offline and upload the files later with `wandb sync`"
-            ) from None
-
-
 class Reporter:
     """One receiver of REPORT_TO: a generator to which records are sent. The run begins, or resumes,
-    after the steps in `progress`."""
+    after the steps in `progress`. Raises SystemExit if the receiver can't be opened."""
 
     def __init__(self, to, c, progress):
         self.name = getattr(to, "__name__", str(to))
         first = progress.step + 1 if progress.saved >= 0 else 0
         self.receiver = RECEIVERS.get(to, to_function)(to, c, progress.name, first)
-        with announced(f"{self.name} to open"):
-            self.give(None)  # a generator begins
+        try:
+            with announced(f"{self.name} to open"):
+                next(self.receiver)
+        except Exception as error:
+            raise SystemExit(f"REPORT_TO: {self.name} can't be opened: {error!r}") from error
 
     def give(self, record):
         self._try(lambda: self.receiver.send(record))

@@ -1,8 +1,7 @@
 """Rank 0's part in work with workers: it serves its newest policy, and receives their groups.
 
     GET  /policy?worker=NAME   {"policy": its record or null, "room": groups that NAME may begin}
-    GET  /policy/SHA256        the file of that policy, or the part that a Range header asks for;
-                               an older one is kept while a worker is still downloading it
+    GET  /policy/SHA256        the file of that policy, if there is no newer one
     POST /group                a group (wire.pack_group); {"refused": "" or the reason}
 
 A policy is a safetensors file of the trained weights. Its record holds the run, the version
@@ -11,7 +10,6 @@ trainer's log-probs of one of its completions. A worker computes these log-probs
 that it has loaded, and refuses to sample if they differ by more than rounding.
 """
 
-import math
 import shutil
 import threading
 import time
@@ -26,7 +24,7 @@ from grpo.log import announced, in_background, say
 from grpo.proof import proof_of, sample_proof
 from grpo.stop import Wait
 from grpo.weights import trained_weights
-from grpo.wire import is_name, require, sha256_of, unpack_group
+from grpo.wire import sha256_of, unpack_group
 
 MAX_GROUP_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 6 MB
 THREADS = 16  # requests served at once; none of them waits
@@ -39,10 +37,8 @@ class Workers:
     def __init__(self, c, recipe, policy, run):
         """`c` has the trainer's constants as attributes, `run` is the run's name."""
         self.c, self.recipe, self.policy, self.run = c, recipe, policy, run
-        self.prompts = {index: ids for index, _, ids in recipe.prompts}
         self.lock = threading.Lock()
         self.record = None  # of the newest policy
-        self.files = {}  # {SHA-256: when a worker last asked for a part of that policy's file}
         self.groups = deque()  # the groups that wait to be trained, oldest first
         self.ids = deque(maxlen=10_000)  # a group comes twice if the first answer was lost
         self.heard = {}  # {worker: when it last asked for a policy}
@@ -54,18 +50,19 @@ class Workers:
         self.folder.mkdir(parents=True)
         address = urlsplit(c.TRAINER)
         token = token_for(address.hostname, "TRAINER")
-        self.app = Gate(token=token, max_body_bytes=MAX_GROUP_BYTES)
+        self.app = Gate(token=token)
         self.app.get("/policy", callback=self.answer_policy)
         self.app.get("/policy/<sha256>", callback=self.answer_file)
         self.app.post("/group", callback=self.answer_group)
-        self.server = listen(self.app, address.hostname, address.port, THREADS)
+        self.server = listen(
+            self.app, address.hostname, address.port or 80, THREADS, MAX_GROUP_BYTES
+        )
         in_background(self.server.run)
         say(f"workers can join at {c.TRAINER}: python grpo_ref_split.py worker TRAINER=...")
 
     # --- Routes -----------------------------------------------------------------------
     def answer_policy(self):
-        worker = self.app.read_text("worker")
-        require(is_name(worker), "the query must have worker, a printable name")
+        worker = self.app.query("worker")
         with self.lock:
             now = time.monotonic()
             self.heard = {w: at for w, at in self.heard.items() if now - at < ACTIVE_SECONDS}
@@ -75,9 +72,8 @@ class Workers:
 
     def answer_file(self, sha256):
         with self.lock:
-            if sha256 not in self.files:
+            if self.record is None or sha256 != self.record["sha256"]:
                 self.app.refuse(404, "there is a newer policy")
-            self.files[sha256] = time.monotonic()
             return self.app.file(self.folder / sha256)  # opened here, before it is deleted
 
     def answer_group(self):
@@ -86,7 +82,6 @@ class Workers:
             raise Busy("no policy is published yet")
         if group.run != self.run or group.policy_version > record["version"]:
             return {"refused": "its policy is of another run, or of steps that were undone"}
-        self.check(group)
         with self.lock:
             if group.id not in self.ids:
                 if len(self.groups) >= self.c.PROMPTS_PER_STEP:
@@ -94,17 +89,6 @@ class Workers:
                 self.groups.append(group)
                 self.ids.append(group.id)
         return {"refused": ""}
-
-    def check(self, group):
-        """Raises ValueError if this is not a group that the trainer could have sampled."""
-        c, lengths = self.c, group.completion_lengths
-        prompt = self.prompts.get(group.item)
-        same = (group.reward_names, group.outcome) == (list(c.REWARD_WEIGHTS), c.OUTCOME)
-        same = same and prompt == group.prompt_ids.tolist() and len(lengths) == c.GROUP_SIZE
-        if not same or lengths.max() > c.MAX_COMPLETION_TOKENS or group.sampler == "trainer":
-            raise ValueError("the group does not have the prompt, rewards or sizes of this run")
-        if group.completion_ids.max() >= self.policy.vocab_size:
-            raise ValueError("the group has ids that the tokenizer does not have")
 
     # --- The trainer's side -----------------------------------------------------------
     def publish(self, step):
@@ -122,13 +106,9 @@ class Workers:
             record |= {"bytes": draft.stat().st_size, "sha256": sha256_of(draft)}
             draft.replace(self.folder / record["sha256"])
             with self.lock:
-                oldest = time.monotonic() - ACTIVE_SECONDS
-                last = self.record and self.record["sha256"]  # workers may just have learned of it
-                kept = {sha: at for sha, at in self.files.items() if at > oldest or sha == last}
-                outdated = self.files.keys() - kept.keys() - {record["sha256"]}
-                self.record, self.files = record, {record["sha256"]: -math.inf} | kept
-            for sha256 in outdated:
-                (self.folder / sha256).unlink()
+                old, self.record = self.record, record
+            if old and old["sha256"] != record["sha256"]:
+                (self.folder / old["sha256"]).unlink()
         except Exception as error:  # noqa: BLE001 (raised in the main thread, by finish)
             self.error = error
 

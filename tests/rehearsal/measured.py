@@ -102,7 +102,6 @@ def micro_batch_cost(model, *, packs, checkpointing, fused):
     module = grpo_loss_triton if fused else plain_loss
     clip = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.04, "is_cap": 2.0, "vocab_size": 110}
     grpo_loss_triton.use_triton(completion.head)  # trials, which come but once
-    grpo_loss_triton.sums_in_float32(completion.head.device)
     with counted() as forward:
         hidden, ids = completion(prompts, completions)
         loss, _ = module.grpo_loss(

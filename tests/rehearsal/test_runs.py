@@ -65,7 +65,7 @@ def main(tiny, tmp_path, monkeypatch):
 class Server:
     """ref_server.py's model in this process, in the place of its client; bodies are packed."""
 
-    url, state = "here", ""
+    url = "here"
 
     def __init__(self):
         self.reference = ref_server.Reference()
@@ -76,8 +76,8 @@ class Server:
 
     def score(self, groups):
         request = ref_server.Request(unpack_ids(pack_ids(groups), **self.reference.limits))
-        self.reference.score([request])
-        return unpack_logps(pack_logps(request.answer.result()), groups)
+        (logps,) = self.reference.score([request])
+        return unpack_logps(pack_logps(logps), groups)
 
 
 def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_path, monkeypatch):
@@ -118,7 +118,7 @@ def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_pat
 def test_a_reference_that_waits_on_the_cpu_scores_on_the_gpu(refresh, main, monkeypatch):
     """It comes once a rollout, and between two of them no tensor of it is on the GPU; a refreshed
     one takes the policy's weights there, also where the run resumes."""
-    places, references, real = [], [], reference_module.score_sequences
+    places, references, real = [], [], reference_module.score_groups
 
     def scored(model, *arguments, **settings):
         places.append(model.model.device.type)
@@ -128,7 +128,7 @@ def test_a_reference_that_waits_on_the_cpu_scores_on_the_gpu(refresh, main, monk
         references.append(make(*arguments))
         return references[-1]
 
-    monkeypatch.setattr(reference_module, "score_sequences", scored)
+    monkeypatch.setattr(reference_module, "score_groups", scored)
     monkeypatch.setattr(reference_module, "LocalReference", made)
     alone = {"REF_SERVER": None, "REFERENCE_ON_CPU": True, "EVAL_STEPS": 9, "SAVE_STEPS": 9}
     alone |= {"REFERENCE_REFRESH_STEPS": 1} if refresh else {"UPDATES_PER_ROLLOUT": 2}
@@ -138,8 +138,8 @@ def test_a_reference_that_waits_on_the_cpu_scores_on_the_gpu(refresh, main, monk
     assert len(steps) == 2 + refresh and not any(r["skipped"] for r in steps)
     assert set(places) == {"cuda"} and len(references) == 1 + refresh
     for reference in references:
-        tensors = reference_module.tensors_of(reference.model.model)
-        assert {tensor.device.type for *_, tensor in tensors} == {"cpu"}
+        parameters = reference.model.model.parameters()
+        assert {parameter.device.type for parameter in parameters} == {"cpu"}
     assert all((abs(r["kl"]) < 1e-3) == (refresh or r["step"] == 1) for r in steps)
 
 

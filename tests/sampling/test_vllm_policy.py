@@ -28,7 +28,7 @@ CONSTANTS |= {"VLLM_CACHE_GB": 0.5, "VLLM_SLEEP": False, "TENSOR_PARALLEL": 1}
 
 @pytest.mark.parametrize("name, value", [
     ("SAMPLER", "vLLM"),
-    *(("VLLM_CACHE_GB", value) for value in ("20", 0, float("nan"))),
+    *(("VLLM_CACHE_GB", value) for value in ("20", float("nan"))),
     ("TENSOR_PARALLEL", 0),
     ("VLLM_SLEEP", 2),
 ])  # fmt: skip

@@ -5,7 +5,6 @@ import re
 import pytest
 
 import grpo_ref_split as trainer
-import ref_server
 from grpo.training.checks import check_constants
 from grpo.training.report import constants_of
 from tasks import gsm8k
@@ -14,8 +13,7 @@ WRONG = {
     "GROUP_SIZE": [1, "8"],
     "TEMPERATURE": [0.0],
     "LOSS_TYPE": ["ppo", ["grpo"]],
-    "CLIP_LOW": [1.5, True, None],
-    "CLIP_HIGH": [0],
+    "CLIP_LOW": [True, None],
     "KL_BETA": [-0.1],
     "REFERENCE": ["", "a/teacher"],  # REF_SERVER is set
     "OUTCOME": [""],
@@ -32,10 +30,9 @@ WRONG = {
     "SAMPLE_BATCH": [4],
     "OBJECTIVE": ["ppo"],
     "RATIO_LEVEL": ["word"],
-    "IS_CAP": [0.5],
     "IS_MASK": ["token"],
     "OVERLONG_TOKENS": [-1, 513],
-    "ADAM_BETAS": [(0.9,), (0.9, 1.0), 0.9],
+    "ADAM_BETAS": [(0.9, 1.0), 0.9],
     "SKIP_FLAT_GROUPS": ["format"],
     "STOP_STRINGS": ["</answer>", [""]],
     "PUBLISH_STEPS": [-1],
@@ -44,7 +41,7 @@ WRONG = {
     "REFERENCE_REFRESH_STEPS": [0.5, 5],  # 5: REF_SERVER is set
     "REF_SERVER": ["127.0.0.1:59875", ""],
     "REFERENCE_ON_CPU": ["auto"],
-    "TRAINER": ["127.0.0.1:59876", "http://gpu01", None],  # without a port
+    "TRAINER": ["127.0.0.1:59876", None],
 }
 
 
@@ -65,41 +62,19 @@ def test_every_constant_of_the_trainer_is_checked(monkeypatch):
                 check_constants(vars(trainer))
 
 
-@pytest.mark.parametrize("script", [trainer, ref_server])
-def test_a_constant_that_an_importer_misspells_is_refused(script, monkeypatch):
-    monkeypatch.setattr(script, "SCORE_TOKENS", 1, raising=False)
-    with pytest.raises(SystemExit, match="SCORE_TOKENS"):
-        script.main()
-
-
-def test_a_reference_that_is_refreshed_is_a_local_one():
-    local = vars(trainer) | {"REF_SERVER": None, "REFERENCE_REFRESH_STEPS": 5}
-    check_constants(local)
-    with pytest.raises(SystemExit, match="REFERENCE_REFRESH_STEPS = 5 must be 0"):
-        check_constants(local | {"KL_BETA": 0})
-
-
-def test_a_teacher_is_local_and_stays_as_it_is():
-    local = vars(trainer) | {"REF_SERVER": None, "REFERENCE": "a/teacher"}
-    check_constants(local)
-    for others in ({"KL_BETA": 0}, {"REFERENCE_REFRESH_STEPS": 5}, {"REF_SERVER": "http://there"}):
-        with pytest.raises(SystemExit, match="REFERENCE = 'a/teacher' must be None"):
-            check_constants(local | others)
+def test_a_reference_that_is_refreshed_and_a_teacher_are_local():
+    for own in ({"REFERENCE_REFRESH_STEPS": 5}, {"REFERENCE": "a/teacher"}):
+        check_constants(vars(trainer) | own | {"REF_SERVER": None})
+        with pytest.raises(SystemExit, match=f"{next(iter(own))} = .* with a server"):
+            check_constants(vars(trainer) | own)
 
 
 def test_without_rewards_a_teacher_needs_no_group_but_all_of_them():
     alone = {"REWARD_WEIGHTS": {}, "SKIP_FLAT_GROUPS": False, "GROUP_SIZE": 1}
     check_constants(vars(trainer) | alone)
     check_constants(vars(trainer) | alone | {"OUTCOME": "right"})  # evaluated all the same
-    for name, value in (("SKIP_FLAT_GROUPS", "outcome"), ("KL_BETA", 0.0)):
-        with pytest.raises(SystemExit, match=f"{name} = {value!r} must be .*REWARD_WEIGHTS = {{}}"):
-            check_constants(vars(trainer) | alone | {name: value})
-
-
-def test_a_mask_needs_its_bound():
-    check_constants(vars(trainer) | {"IS_MASK": True})
-    with pytest.raises(SystemExit, match="IS_MASK = True must be False .* IS_CAP is 0"):
-        check_constants(vars(trainer) | {"IS_MASK": True, "IS_CAP": 0})
+    with pytest.raises(SystemExit, match="SKIP_FLAT_GROUPS = 'outcome' must be False"):
+        check_constants(vars(trainer) | alone | {"SKIP_FLAT_GROUPS": "outcome"})
 
 
 def test_a_run_is_not_written_over(monkeypatch, tmp_path):
@@ -112,13 +87,6 @@ def test_a_run_is_not_written_over(monkeypatch, tmp_path):
         trainer.checkpoint.check_run_dir(str(tmp_path), resume=True)
         (tmp_path / trace).rmdir()
         trainer.checkpoint.check_run_dir(str(tmp_path), resume=False)
-
-
-def test_a_folder_that_cant_be_written_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file/run", "/proc/run"):
-        with pytest.raises(SystemExit, match=f"RUN_DIR = '{folder}' can't be written"):
-            trainer.checkpoint.check_run_dir(str(folder), resume=True)
 
 
 def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():
