@@ -22,6 +22,7 @@ import json
 import random
 import shutil
 import socket
+import tempfile
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ import torch.distributed as dist
 
 from grpo.log import say
 from grpo.training.ranks import RunFailed, any_rank, gathered, note
-from grpo.training.report import RunFolder, commit, constants_of, model_card
+from grpo.training.report import RunFolder, commit, constants_of, model_card, naming_run_dir
 
 DRAFT = ".unfinished"
 FADE = 0.8  # per step: flat_share is a mean over about 1 / (1 - FADE) = 5 steps
@@ -70,14 +71,17 @@ def save_run(run):
     if leader:
         for leftover in (draft, final):  # `final` is incomplete, here or on another machine
             shutil.rmtree(leftover, ignore_errors=True)
-    files = write_shared(run, draft, state) if leader else []
+    with naming_run_dir(folder):
+        files = write_shared(run, draft, state) if leader else []
     dist.barrier()
-    files += write_own(run, draft / "trainer")
+    with naming_run_dir(folder):
+        files += write_own(run, draft / "trainer")
     sizes = gathered({str(path.relative_to(draft)): path.stat().st_size for path in files})
     for last in (False, True):  # last: rank 0's folder, the only one with the model
         if leader and (rank == 0) == last:
             text = json.dumps(state | {"files": sizes}, indent=1)
-            Path(draft, "trainer", "state.json").write_text(text)
+            with naming_run_dir(folder):
+                Path(draft, "trainer", "state.json").write_text(text)
             draft.rename(final)
         dist.barrier()
     say(f"saved {final}")
@@ -289,8 +293,10 @@ class Progress:
 
 
 def check_run_dir(folder, resume):
-    """Makes RUN_DIR. Raises SystemExit if a run would be overwritten."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    """Makes RUN_DIR. Raises SystemExit if it can't be written, or a run would be overwritten."""
+    with naming_run_dir(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     traces = [Path(folder, name) for name in ("run.json", "metrics.jsonl")]
     if not resume and (saved_in(folder) or any(path.exists() for path in traces)):
         raise SystemExit(
@@ -328,10 +334,11 @@ def open_run(c, engine, stream, reference):
             group["betas"] = tuple(c.ADAM_BETAS)
             group["weight_decay"] = c.WEIGHT_DECAY
         say(f"the run {progress.name} resumes from {path}")
+        folder.undo(progress.step)
     else:
         name = f"{folder.path.name}-{uuid.uuid4().hex[:8]}"
         progress = Progress(gathered(name)[0])
-    folder.undo(progress.step if path else -1)
+        folder.set_aside()
     # Other ranks may write to the same folder
     draft = folder.path / f".run_{dist.get_rank()}.json"
     record = {"run": progress.name, "code": commit(), "constants": constants_of(vars(c))}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from grpo.log import SPEAK_SECONDS, announced, say
 from grpo.sampling.rollout import tally_of_one
@@ -47,6 +48,20 @@ def constants_of(variables):
     return as_json({name: value for name, value in variables.items() if name.isupper()})
 
 
+@contextlib.contextmanager
+def naming_run_dir(folder):
+    """Raises SystemExit, with RUN_DIR's name, if the block can't write to it (`folder`)."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "enforce fail" not in str(error):
+            raise  # torch.save's error on a full disk is "[enforce fail at ...] unexpected pos"
+        raise SystemExit(
+            f"RUN_DIR = {str(folder)!r} can't be written ({error}): is its disk full or read-only?"
+            " Free some space, or choose another RUN_DIR; a run resumes from what it has saved"
+        ) from error
+
+
 class RunFolder:
     """RUN_DIR's metrics.jsonl, samples.jsonl and bad steps; checkpoint.py writes there too."""
 
@@ -59,7 +74,7 @@ class RunFolder:
         """Appends a record, with the time, to a file of one JSON object per line."""
         if dist.get_rank() == 0:
             record = as_json(record) | {"time": round(time.time(), 2)}
-            with open(self.path / file, "a") as f:
+            with naming_run_dir(self.path), open(self.path / file, "a") as f:
                 f.write(json.dumps(record) + "\n")
             for reporter in self.reporters if file == "metrics.jsonl" else ():
                 reporter.give(dict(record))
@@ -126,6 +141,13 @@ class RunFolder:
             draft = path.with_suffix(".draft")
             draft.write_text("".join(kept))
             draft.replace(path)
+
+    def set_aside(self):
+        """Renames the records of a run that ended before its first checkpoint: it starts again."""
+        when = time.strftime("%Y%m%d-%H%M%S")
+        for path in filter(Path.exists, self.files if dist.get_rank() == 0 else ()):
+            path.rename(earlier := path.with_suffix(f".{when}.jsonl"))
+            say(f"the run had no checkpoint and starts again; its old records are in {earlier}")
 
 
 def parts_of(ids, own):

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_threads import Ranks as Threads
+from safetensors import SafetensorError
 
 from grpo.sampling.rollout import Stream
 from grpo.training import checkpoint, report
@@ -171,6 +173,26 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, alone, monkey
     c.LORA_RANK, c.KEEP_BEST = 8, False
     model.weight.requires_grad_(False)
     checkpoint.check_disk(c, model)  # of what is trained alone
+
+
+class Unsavable:
+    def save(self, folder):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("part", ["model", "optimiser", "state"])
+def test_a_disk_that_fills_up_while_a_checkpoint_is_saved_is_named(part, tmp_path, alone, request):
+    """The optimiser is larger than a process may write here, as on a full disk: torch's own error
+    is "unexpected pos"."""
+    engine = FakeEngine()
+    engine.state_dict = lambda: {"rank": torch.zeros(10**6 if part == "optimiser" else 1)}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, limit[1]))
+    more = {"policy": Unsavable() if part == "model" else FakePolicy(), "engine": engine}
+    more["name"] = "x" * (10**6 if part == "state" else 1)
+    with pytest.raises(SystemExit, match=f"RUN_DIR = '{tmp_path}' can't be written"):
+        save(tmp_path, 5, **more)
 
 
 def test_links_follow_what_the_resumed_checkpoint_knows(tmp_path, alone):
@@ -341,13 +363,20 @@ def test_a_run_resumes_with_as_many_ranks_and_the_same_model(tmp_path, alone, ca
         checkpoint.check_resumable("step_000003", state, RUN)
 
 
-def test_a_run_without_a_checkpoint_begins_anew(tmp_path, alone):
+def test_a_run_without_a_checkpoint_begins_anew_and_what_it_logged_is_set_aside(
+    tmp_path, alone, monkeypatch
+):
     """Its curves must not have two first steps. It may have another model now."""
     names = {opened(tmp_path).name}
-    for name in ("metrics", "samples"):
-        (tmp_path / f"{name}.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    names.add(opened(tmp_path, MODEL="b").name)
-    assert len(names) == 2 and (tmp_path / "metrics.jsonl").read_text() == ""
+    for number in ("1", "2"):
+        monkeypatch.setattr(report.time, "strftime", lambda _, number=number: number)
+        for name in ("metrics", "samples"):
+            (tmp_path / f"{name}.jsonl").write_text(number)
+        names.add(opened(tmp_path, MODEL=number).name)
+        for name in ("metrics", "samples"):
+            assert (tmp_path / f"{name}.{number}.jsonl").read_text() == number
+            assert not (tmp_path / f"{name}.jsonl").exists()
+    assert len(names) == 3
 
 
 def test_a_run_with_a_checkpoint_keeps_what_it_logged_until_then(tmp_path, alone):

@@ -1,5 +1,6 @@
 """The trainer's constants are checked before anything starts."""
 
+import importlib.util
 import re
 
 import pytest
@@ -69,6 +70,18 @@ def test_a_reference_that_is_refreshed_and_a_teacher_are_local():
             check_constants(vars(trainer) | own)
 
 
+@pytest.mark.parametrize("name, own", [
+    ("KL_BETA", {"KL_BETA": 0.0, "REWARD_WEIGHTS": {}, "SKIP_FLAT_GROUPS": False}),
+    ("REFERENCE", {"KL_BETA": 0.0, "REFERENCE": "a/teacher", "REF_SERVER": None}),
+    ("IS_MASK", {"IS_MASK": True, "IS_CAP": 0.0}),
+    ("REPORT_TO", {"REPORT_TO": ["wandb"]}),
+])  # fmt: skip
+def test_what_would_be_ignored_in_silence_or_found_late_is_refused(name, own, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)  # none is installed
+    with pytest.raises(SystemExit, match=f"{name} = .* must be"):
+        check_constants(vars(trainer) | own)
+
+
 def test_without_rewards_a_teacher_needs_no_group_but_all_of_them():
     alone = {"REWARD_WEIGHTS": {}, "SKIP_FLAT_GROUPS": False, "GROUP_SIZE": 1}
     check_constants(vars(trainer) | alone)
@@ -87,6 +100,13 @@ def test_a_run_is_not_written_over(monkeypatch, tmp_path):
         trainer.checkpoint.check_run_dir(str(tmp_path), resume=True)
         (tmp_path / trace).rmdir()
         trainer.checkpoint.check_run_dir(str(tmp_path), resume=False)
+
+
+def test_a_folder_that_cant_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file/run", "/proc/run"):
+        with pytest.raises(SystemExit, match=f"RUN_DIR = '{folder}' can't be written"):
+            trainer.checkpoint.check_run_dir(str(folder), resume=True)
 
 
 def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():
