@@ -94,7 +94,7 @@ def test_messages_ask_for_the_format_that_is_rewarded():
 
 
 def test_importing_a_task_imports_neither_torch_nor_datasets_nor_sympy():
-    code = "import sys, tasks.gsm8k, tasks.countdown, tasks.math;"
+    code = "import sys, tasks.gsm8k, tasks.arithmetic, tasks.math;"
     code += "print({'torch', 'datasets', 'sympy'} & set(sys.modules))"
     root = Path(gsm8k.__file__).resolve().parents[1]
     shown = subprocess.run(

@@ -22,7 +22,7 @@ from grpo.constants import command_line
 from grpo.models import load_model
 from grpo.sampling.rewards import ask, end, start_process
 from grpo.sampling.task import load_task, prepare, reward_group, task_files
-from tasks import answers, arithmetic, countdown, data, gsm8k, judge
+from tasks import answers, arithmetic, data, gsm8k, judge
 from tasks import math as math_task
 from tasks import reasoning_gym as gym
 
@@ -152,64 +152,6 @@ def test_reasoning_gym_itself(name, monkeypatch):
                 assert not gym.rewards(item, f"<answer>{junk}</answer>")["correctness"]
 
 
-# --- Countdown ----------------------------------------------------------------------
-PROBLEM = {"numbers": [44, 19, 2], "target": 50, "solution": "(44 - 19) * 2"}
-
-
-MADE = [
-    "(44 - 19) * 2", "2*(44-19)", " (44 - 19) * 2 = 50 ", "(-19 + 44) * 2", "-(19 - 44) * +2",
-    "(44 \u2212 19) \u00d7 2", "(44-19)*2 = 50.", "50 = (44-19)*2", "(44 - 19)\n* 2",
-    "`(44 - 19) * 2`", "$(44 - 19) * 2$ = 50.",
-]  # fmt: skip
-NOT_MADE = [  # other numbers, a number twice or not at all, another value, other signs
-    "(44 - 19) \u00f7 (1 \u00f7 2)", "4`4 - 19 * 2", "4 4 - 19 + 2", ".2 * (44 - 19)", "50 = 50",
-    "50 = 25 * 2 = 50", "(44 - 19) \u00d7\u00d7 2", "~44 * -19 * 2", "-" * 150 + "44",
-    "44 / (19 - 2)", "(44-19)*2 = 51", "50", "44 + 6", "(44 - 19) * 2 * 2 / 2", "(44 - 19) * 2 + 0",
-    "44 + 19 - 13", "44 - 19", "(44 - 19) ** 2", "44 // 19 * 2", "(44 - 19) * 0x2",
-    "(44 - 19) * 02", "44 - 19 - -2", "(44, 19, 2)", "44 19 2", "44(19)2", "44 / (19 - 19) * 2",
-    "(44 - 19) * ２", "__import__('os')", "", "(" * 90 + "44" + ")" * 90, "44 + 19 - 13 * " * 40,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_countdown_wants_each_number_once(right):
-    for answer in MADE if right else NOT_MADE:
-        completion = f"<think>a</think> <answer>{answer}</answer>"
-        found = countdown.rewards(PROBLEM, completion)
-        assert found == {"correctness": right, "format": True}, answer
-
-
-def test_countdown_reads_the_last_answer_alone():
-    tags = "<answer>(44 - 19) * 2</answer>"
-    assert countdown.rewards(PROBLEM, tags) == {"correctness": True, "format": False}
-    for text in ("(44 - 19) * 2", f"{tags}<answer>50</answer>", "<answer>(44 - 19) * 2", ""):
-        assert countdown.rewards(PROBLEM, text) == {"correctness": False, "format": False}
-    assert countdown.rewards({"numbers": [1, 1, 3], "target": 1}, "<answer>1/3*3</answer>") == {
-        "correctness": False,
-        "format": False,
-    }
-    thirds = {"numbers": [7, 3, 3], "target": 7}
-    assert countdown.rewards(thirds, "<answer>7 / 3 * 3</answer>")["correctness"]  # exact
-
-
-def test_countdown_makes_problems_that_are_solved_and_split(monkeypatch):
-    monkeypatch.setattr(countdown, "SIZES", {"train": 300, "validation": 40, "test": 40})
-    splits = {name: countdown.load(name) for name in countdown.SIZES}
-    keys = {n: {(*sorted(i["numbers"]), i["target"]) for i in items} for n, items in splits.items()}
-    assert sum(map(len, keys.values())) == len(set().union(*keys.values())) == 380
-    assert splits["train"] == countdown.load("train")
-    assert {len(item["numbers"]) for item in splits["train"]} == {3, 4}
-    for item in splits["train"]:
-        assert 1 <= item["target"] <= 100
-        gold = countdown.gold(item)
-        assert countdown.rewards(item, gold) == {"correctness": True, "format": True}, item
-    (chat,) = countdown.messages(PROBLEM)
-    assert "44, 19, 2" in chat["content"] and "50" in chat["content"]
-
-
-# --- Summary ------------------------------------------------------------------------
-
-
 # --- Mathematics --------------------------------------------------------------------
 SAME = [
     ("0.5", r"\frac{1}{2}"), (r"\dfrac12", r"\frac{1}{2}"), ("1+x", "x+1"),
@@ -305,14 +247,14 @@ def test_the_task_math_does_not_shadow_pythons_own(monkeypatch):
     """Nor in a process for rewards, where the folder tasks itself is on the path."""
     assert load_task("math") is math_task and math.pi > 3
     monkeypatch.setattr(sys, "path", list(sys.path))
-    task = load_task(str(Path(countdown.__file__)))  # imports random, and that math
+    task = load_task(str(Path(arithmetic.__file__)))  # imports random, and that math
     process, connection = start_process(task)
     try:
         ask(process, connection, 60)
-        answer = ask(process, connection, 60, ("rewards", PROBLEM, task.gold(PROBLEM)))
+        answer = ask(process, connection, 60, ("rewards", {"answer": "5"}, "<answer>5</answer>"))
     finally:
         end(process)
-    assert answer == {"correctness": True, "format": True}
+    assert answer == {"correctness": 1.0, "format": -1.0}
 
 
 # --- Data ---------------------------------------------------------------------------
@@ -356,12 +298,12 @@ def run(monkeypatch, *words):
 def test_the_tasks_there_are_are_listed(monkeypatch, capsys):
     run(monkeypatch)
     listed = capsys.readouterr().out
-    for name in ("arithmetic", "countdown", "gsm8k", "math"):
+    for name in ("arithmetic", "gsm8k", "math"):
         assert re.search(rf"(?m)^    {name} +\w", listed)
     assert not re.search("(?m)^    (answers|data|__main__)", listed)
     with pytest.raises(SystemExit, match="TASK = 'gsm9k': .*gsm8k"):
         run(monkeypatch, "gsm9k")
-    for name in task_files().keys() & {"arithmetic", "countdown", "gsm8k", "math"}:
+    for name in task_files().keys() & {"arithmetic", "gsm8k", "math"}:
         assert callable(load_task(name).gold), name
 
 
@@ -376,14 +318,13 @@ def test_a_list_of_tasks_and_a_wrong_name_come_at_once(name):
     assert shown.stdout.endswith("set()\n") and ("is gsm8k meant" in shown.stderr) == bool(name)
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "countdown", "shuffled"])
+@pytest.mark.parametrize("name", ["arithmetic", "shuffled"])
 def test_the_tasks_that_are_made_here_are_shown_with_gold_that_is_right(
     name, tiny, monkeypatch, capsys
 ):
     for constant in ("MODEL", "TASK", "MAX_PROMPT_TOKENS"):
         monkeypatch.setattr(trainer, constant, getattr(trainer, constant))
-    for task in (arithmetic, countdown):
-        monkeypatch.setattr(task, "SIZES", dict.fromkeys(task.SIZES, 20))
+    monkeypatch.setattr(arithmetic, "SIZES", dict.fromkeys(arithmetic.SIZES, 20))
     run(monkeypatch, name, f"MODEL={tiny}", "MAX_PROMPT_TOKENS=999")
     assert capsys.readouterr().out.count("rewards of the gold answer '<think>") == 3
 
@@ -401,7 +342,7 @@ def test_a_task_is_shown_as_a_run_would_see_it(tiny, tmp_path, monkeypatch, caps
     assert "Lima" not in shown and shown.count("empty completion: reward does not apply") == 3
     assert "own.py/train: 4 questions, 0 left out" in shown and "own.py/test: 4 ques" in shown
     with pytest.raises(SystemExit, match="there is no constant MODL: is MODEL meant"):
-        run(monkeypatch, "countdown", f"MODL={tiny}")
+        run(monkeypatch, "gsm8k", f"MODL={tiny}")
 
 
 LABELS = """
