@@ -7,9 +7,10 @@ from pathlib import Path
 TEST_EVERY = 10  # of a single file, every 10th record is for the test, all others for training
 
 
-def records(data, split, task):
+def records(data, split, task, config=None):
     """Returns the dicts of `split`. `data` is a JSONL file, whose records are split here; a folder
-    with SPLIT.jsonl; or a data set on the hub. Errors name `task`, the file that sets DATA."""
+    with SPLIT.jsonl; or a data set on the hub, with its `config`. Errors name `task`, the file that
+    sets DATA."""
     path = Path(data).expanduser()
     if path.is_dir():
         return lines(path / f"{split}.jsonl", f"DATA = {data!r} in {task}")
@@ -21,7 +22,7 @@ def records(data, split, task):
     import datasets
 
     try:
-        return list(datasets.load_dataset(data, split=split))
+        return list(datasets.load_dataset(data, config, split=split))
     except OSError as error:
         where = "is neither a file or folder here nor a data set on the hub"
         raise SystemExit(f"DATA = {data!r} in {task} {where}: {error}") from error

@@ -278,7 +278,7 @@ def test_records_come_from_a_file_a_folder_or_the_hub(tmp_path, monkeypatch):
     Path(bad).write_text('\ufeff{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}', encoding="utf-8")
     assert data.records(bad, "test", "x.py") == [{"prompt": "a\u2028b\x85c"}]
 
-    def load_dataset(name, split):
+    def load_dataset(name, config, split):
         if name != "some/set":
             raise ConnectionError("no network")
         return iter(records)
