@@ -20,8 +20,6 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
-import time
 import traceback
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -71,14 +69,13 @@ class TooSlow(BaseException):
 
 
 class Remote(Exception):
-    """An error that a task raised in a reward process: its repr(), and its traceback as str()."""
-
-    def __init__(self, said, trace):
-        super().__init__(trace)
-        self.said = said
+    """An error that a task raised in a reward process; its arguments: repr() and traceback."""
 
     def __repr__(self):
-        return self.said
+        return self.args[0]
+
+    def __str__(self):
+        return self.args[1]
 
 
 # --- In place -------------------------------------------------------------------------
@@ -86,27 +83,19 @@ class Remote(Exception):
 def timely(seconds, what):
     """Raises TooSlow in the block after `seconds`, and logs every 10 s what it waits for. If the
     code never returns to Python, or sets its own alarm as math-verify's time limits do, the process
-    ends with its traceback 10 s after the limit. Does nothing outside the main thread; blocks do
-    not nest."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    ends with its traceback 10 s after the limit. Runs in the main thread only; blocks do not nest.
+    """
 
-    began = time.monotonic()
+    def late(*_):
+        raise TooSlow(f"{what} took more than {seconds} s")
 
-    def look(*_):
-        spent = time.monotonic() - began
-        if spent >= seconds:
-            raise TooSlow(f"{what} took more than {seconds} s")
-        log.tell(f"waiting for {what} since {spent:.0f} s")
-        signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds - spent))
-
-    before = signal.signal(signal.SIGALRM, look)
+    before = signal.signal(signal.SIGALRM, late)
     # This uses a C thread, which runs even while other threads hold the interpreter
     faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
-    signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield
+        with log.announced(what):
+            yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.cancel_dump_traceback_later()
