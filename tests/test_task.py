@@ -163,13 +163,17 @@ def test_group_rewards_that_are_not_one_for_each_are_refused(given, got):
 
 
 @pytest.mark.parametrize(("task", "names"), [
-    ({"group_rewards": lambda item, texts: 1 / 0}, ["group_rewards", "['first', 'second']"]),
-    ({"rewards": lambda item, text: 1 / (text == "first")}, [" rewards", "completion 'second'"]),
+    ({"group_rewards": lambda item, texts: 1 / 0},
+     ["group_rewards", "ZeroDivision", "['first', 'second']"]),
+    ({"rewards": lambda item, text: 1 / (text == "first")},
+     [" rewards", "ZeroDivision", "'second'"]),
+    ({"rewards": lambda texts: [1.0]}, [" rewards", "takes 1 positional", "'first'"]),  # TRL's
 ])  # fmt: skip
 def test_what_fails_is_said_with_what_it_was_given(task, names):
     with pytest.raises(RuntimeError) as error:
         judged(**task, REWARD_WEIGHTS={"reward": 1.0})
-    assert re.search(".*ZeroDivision.*Why.*".join(map(re.escape, names)), str(error.value))
+    function, error_name, seen = map(re.escape, names)
+    assert re.search(f"{function}.*{error_name}.*Why.*{seen}", str(error.value))
 
 
 @pytest.mark.parametrize(("members", "names"), [
@@ -224,12 +228,8 @@ def test_a_task_may_be_a_path_whose_folder_it_can_import_from(tiny, tmp_path, mo
     ("def load(split)\n", ["SyntaxError", "line 1"]),
     ("import json\n1 / 0\n", ["ZeroDivisionError", "line 2"]),
     ("import json, no_such_module\n", ["no_such_module", "line 1"]),
-    (GOOD.replace("def messages", "def chat"), ["messages", "messages(item)"]),
-    (GOOD.replace("def rewards", "def judge"), ["rewards", "rewards(item, completion)"]),
-    (GOOD.replace("(item, completion)", "(completions, **more)"),  # TRL's
-     ["rewards(completions, **more)", "rewards(item, completion)"]),
-    (GOOD + "def group_rewards(texts): pass", ["group_rewards(texts)", "(item, completions)"]),
-    (GOOD.replace("load(split)", "load()"), ["load()", "load(split)"]),
+    (GOOD.replace("def messages", "def chat"), ["messages", "missing"]),
+    (GOOD.replace("def rewards", "def judge"), ["rewards", "missing"]),
 ])  # fmt: skip
 def test_a_mistake_in_a_tasks_file_is_said(text, names, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))

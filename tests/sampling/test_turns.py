@@ -462,13 +462,6 @@ def test_gold_turns_are_played_and_shown(tiny, tokenizer, capsys):
     assert numbers == [2 * 7, 1 + 2 * 2 + 4 * 3]  # 2.43 turns: binary search
 
 
-def test_a_reply_that_is_no_function_of_item_and_turns_is_refused(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text("load = messages = rewards = print\ndef reply(turns): pass\n")
-    with pytest.raises(TaskError, match=r"reply\(turns\).*reply\(item, turns\)"):
-        load_task(str(file))
-
-
 def test_make_tiny_has_the_template_of_the_demo(tmp_path):
     make_tiny(tmp_path)  # USER_TURN is what it writes
     from grpo.tiny_model import USER_TURN as BETWEEN
