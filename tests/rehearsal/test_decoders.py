@@ -8,7 +8,6 @@ from families import PROMPTS, TOLERANCE, assert_plain_logps, tiny_model
 
 from grpo.sampling import sampler
 from grpo.sampling.decoders import shared_prompt
-from grpo.sampling.decoders.attention import kernel_works
 from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
 from grpo.sampling.decoders.choice import make_decoder
 from grpo.sampling.decoders.cuda_graph import (
@@ -79,11 +78,9 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_thet
     ("gemma", GraphedSharedDecoder, {}),
     ("opt", GraphedSharedDecoder, {}),
 ])  # fmt: skip
-def test_the_fastest_decoder_passes_its_trial(family, kind, changes, dtype, capsys):
-    kernel_works.cache_clear()
+def test_the_fastest_decoder_passes_its_trial(family, kind, changes, dtype):
     model = tiny_model(family, **changes).to("cuda", dtype)
     assert type(make_decoder(model, 12, 9)) is kind
-    assert "in pieces" not in capsys.readouterr().out
     assert can_record_layers(model) != (kind in (SharedDecoder, LlamaDecoder))  # their layers wait
 
 

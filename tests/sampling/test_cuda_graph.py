@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 from grpo.sampling import sampler
 from grpo.sampling.decoders import cuda_graph
 from grpo.sampling.decoders import shared_prompt as decode
-from grpo.sampling.decoders.attention import kernel_works
 from grpo.sampling.decoders.choice import is_right, make_decoder
 from grpo.sampling.decoders.cuda_graph import (
     GraphedDecoder,
@@ -204,7 +203,6 @@ def test_cuda_takes_the_recorded_step_and_attention_in_one_kernel(dtype):
     expected = steps(LlamaDecoder(exact, 20), exact)
     for found, reference in zip(steps(GraphedDecoder(model, 20), model), expected, strict=True):
         assert (found.float() - reference).norm() < 0.1 * reference.norm()
-    assert all(kernel_works(torch.device("cuda"), dtype, width) for width in (64, 128, 256))
     dynamic = tiny_model("llama", rope_parameters=DYNAMIC).cuda()
     assert type(make_decoder(dynamic, 12, 9)) is LlamaDecoder and not can_record_layers(dynamic)
     assert type(make_decoder(tiny_model("gemma").cuda(), 12, 9)) is GraphedSharedDecoder
