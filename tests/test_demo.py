@@ -121,28 +121,6 @@ def test_the_demo_ends_all_that_it_started(tmp_path):
         assert not alive and demo.returncode != 0
 
 
-def test_a_signal_while_a_process_is_started_leaves_it_not_running(monkeypatch, tmp_path):
-    started, start = [], demo_module.start
-
-    def interrupted(command, log=None):
-        started.append(start(["sleep", "100"], log))
-        signal.raise_signal(signal.SIGUSR1)  # before the caller knows of it
-
-    monkeypatch.setattr(demo_module, "ENDS", (signal.SIGUSR1,))
-    monkeypatch.setattr(demo_module, "RUN_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(demo_module, "warm_start", lambda *_: (tmp_path / "run").mkdir())
-    monkeypatch.setattr(demo_module, "start", interrupted)
-    handler = signal.getsignal(signal.SIGUSR1)
-    try:
-        with pytest.raises(SystemExit, match="ended by SIGUSR1"):
-            demo_module.main(0)
-        # until it has ended nothing ends the demo: another signal would leave others running
-        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGUSR1, handler)
-    assert len(started) == 1 and started[0].poll() is not None
-
-
 def test_arithmetic_splits_share_no_question_and_stay_the_same():
     splits = {name: arithmetic.load(name) for name in arithmetic.SIZES}
     questions = {name: {item["question"] for item in items} for name, items in splits.items()}
