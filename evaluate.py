@@ -50,8 +50,6 @@ def command_line():
     for name in given.keys() & {"MODEL", "TASK", "LORA_RANK"}:
         raise SystemExit(f"{name}={given[name]} can't be set: the command names models and task")
     options = parser.parse_intermixed_args(words)
-    if options.samples < 0:
-        raise SystemExit(f"--samples {options.samples} must be 0 or more")
     values = constants_in(vars(trainer.constants()))
     for model in options.models:
         values |= evaluation.constants_of_run(model, options.task)

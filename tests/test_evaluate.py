@@ -156,7 +156,6 @@ MISTAKES = {  # the words, and what is named
     "run/step_000003 even MODEL=a": "MODEL=a",
     "run/step_000003 even LORA_RANK=4": "LORA_RANK=4",
     "run/step_000003 even SEEED=1": "SEED",
-    "run/step_000003 even --samples -1": "--samples -1",
 }
 
 
