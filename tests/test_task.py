@@ -13,7 +13,6 @@ from fakes import NAMED, PROMPT, FakeEngine, a_recipe, sampled
 from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
-from grpo import models
 from grpo.sampling import policy
 from grpo.sampling.rollout import make_group
 from grpo.sampling.task import TaskError, ids_of, load_split, load_task, preview, reward_group
@@ -352,12 +351,3 @@ def test_rewards_that_take_too_long_are_found_before_the_model_is_loaded(mine, m
 def test_a_missing_eval_split_is_found_before_the_model_is_loaded(mine):
     mine.load = lambda split: {"train": [QUESTION]}[split]
     refused(["load('test')", "KeyError"], trainer.main)
-
-
-def test_options_for_a_model_without_a_chat_template_are_refused(mine, tiny, monkeypatch):
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    tokenizer.chat_template = None
-    monkeypatch.setattr(models, "load_tokenizer", lambda name: tokenizer)
-    monkeypatch.setattr(trainer, "CHAT_TEMPLATE", {"a": 1})
-    with pytest.raises(SystemExit, match="CHAT_TEMPLATE = {'a': 1}"):
-        trainer.main()
