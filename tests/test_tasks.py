@@ -165,7 +165,8 @@ SAME = [
     (r"\frac{1}{2}\,\mathrm{m/s}^{-2}", "0.5"), (r"37^\circ\text{C}", "37"), (r"\textbf{7}", "7"),
     (r"\mathbf{7}", r"\mathrm{7}"), (r"\cfrac{3}{4}", "0.75"), ("\u22127", "-7"), ("n=5", "5"),
     ("5", "n = 5"), ("y=2x+1", "2x+1"), ("y = 1 + 2x", "y=2x+1"), (r"x \in [1,2]", "[1,2]"),
-    (r"\leftarrow", r"\leftarrow"), ("a^9+b^9+c^9", "a^9 + b^9 + c^9"),
+    (r"\leftarrow", r"\leftarrow"), ("a^9+b^9+c^9", "a^9 + b^9 + c^9"), ("1{,}000", "10^3"),
+    (r"1.2 \times 10^{-5}", "0.000012"),
 ]  # fmt: skip
 OTHER = [  # 5! is not even tried
     ("", "5"), ("6", "5"), ("5, 6", "5"), ("x", "y"), ("x=3", "y=3"), ("x", "x=3"), ("2x=5", "25"),
@@ -192,7 +193,7 @@ SLOW = [  # math-verify, or its parser, takes from seconds to for ever
     "9^{9^9}", "9^4^4^4", "(a+b+c+d)^4/(e+f+g+h)^4", "((((a+b)^4+c)^4+d)^4)", "(((a+b)^4+a)^4+b)^4",
     "x^9+y^9=2", "((((((((((1))))))))))", "{{{{{{{{{1}}}}}}}}}", r"\sqrt{2+\sqrt{3+\sqrt{5}}}",
     r"\frac{1}{\frac{1}{\frac{1}{\frac{1}{x}}}}", r"\sqrt{12345678901234567}", r"\sum_{k=1}^{99}k",
-    "x" * 61 + "^2", "9^9^9", "9^{9}^9", "{9^9}^9", "(9^9)^9", "9^{999}", "9!",
+    "x" * 61 + "^2", "9^9^9", "9^{9}^9", "{9^9}^9", "(9^9)^9", "9^{999}", "9!", "10^{99}^4",
 ]  # fmt: skip
 
 
@@ -224,7 +225,7 @@ def test_what_math_verify_sees_it_answers_soon():
 
     def made(depth):
         if depth == 0:
-            return draw.choice(["a", "b", "2", "7", r"\pi"])
+            return draw.choice(["a", "b", "2", "7", r"\pi", "10^{99}"])
         one, two = made(depth - 1), made(depth - 1)
         forms = [f"({one}{draw.choice('+-*/')}{two})", f"({one})^{draw.choice('234')}"]
         return draw.choice([*forms, rf"\sqrt{{{one}}}", rf"\frac{{{one}}}{{{two}}}"])
