@@ -14,11 +14,11 @@ import torch
 from fakes import NAMED, a_recipe, a_run, sampled, tiny_policy
 from tiny import make_tiny
 
+import evaluate
 import grpo_ref_split as trainer
 from grpo import loss as plain_loss
 from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
-from grpo.sampling import evaluation
 from grpo.sampling.rollout import make_group
 from grpo.sampling.sampler import Completion, next_prompts
 from grpo.sampling.stop_strings import StopStrings
@@ -396,8 +396,8 @@ def test_an_evaluation_counts_own_tokens_and_turns(tokenizer, alone, tmp_path):
     )
     path = tmp_path / "answers.jsonl"
     path.touch()
-    assert list(evaluation.answer(actor, recipe, path, prompt, seed=(0,))) == [0]
-    (answers,) = evaluation.read_answers(path).values()
+    assert list(evaluate.answer(actor, recipe, path, prompt, seed=(0,))) == [0]
+    (answers,) = evaluate.read_answers(path).values()
     assert "42<answer>42</answer>" in answers[0]["text"]
     assert answers[0]["tokens"] == found["eval_completion_tokens"]
 
