@@ -103,14 +103,6 @@ def seed_of(*parts):
 
 
 # --- Count --------------------------------------------------------------------------
-# Names of sums over sampled groups. Each reward adds "reward_NAME" (the sum of the reward),
-# "square_NAME" (the sum of its squares) and "applicable_NAME" (the number of completions)
-TALLY = ("groups", "flat", "flat_outcome", "flat_reward", "completions", "tokens", "truncated")
-# Completions with OUTCOME > 0; tokens of completions that were not truncated; total rewards that
-# apply; standard deviations of the groups' total rewards
-TALLY += ("right", "ended_tokens", "total", "group_std")
-
-
 def is_flat(values):
     """Returns whether a group has zero variance in its `values`. If these are outcomes, only the
     format would be compared, at full size; if they are total rewards, nothing can be compared.
@@ -134,7 +126,7 @@ def totals_of(rewards, lengths, weights, *, limit, overlong):
 
 
 def tally(recipe, sampled):
-    """Returns {name: number} of one sampled group: the names in TALLY and those of each reward."""
+    """Returns {name: number} of one sampled group, as counts_of; they are added up over groups."""
     _, completions, rewards = sampled
     lengths, cut = [c.length for c in completions], [c.truncated for c in completions]
     return counts_of(recipe, lengths, cut, rewards)
@@ -158,6 +150,8 @@ def rewards_of(group):
 
 
 def counts_of(recipe, lengths, truncated, rewards):
+    """Returns {name: number}. Each reward adds "reward_NAME" (the sum of the reward), "square_NAME"
+    (the sum of its squares) and "applicable_NAME" (the number of completions)."""
     c = recipe.c
     applicable = {name: applying(r[name] for r in rewards) for name in c.REWARD_WEIGHTS}
     outcomes = applicable[c.OUTCOME]
