@@ -13,7 +13,7 @@ from grpo.sampling.decoders.choice import make_decoder
 from grpo.sampling.decoders.cuda_graph import (
     GraphedDecoder,
     GraphedSharedDecoder,
-    can_record_layers,
+    can_record,
 )
 from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
 from grpo.sampling.sampler import sample_groups
@@ -81,7 +81,8 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_thet
 def test_the_fastest_decoder_passes_its_trial(family, kind, changes, dtype):
     model = tiny_model(family, **changes).to("cuda", dtype)
     assert type(make_decoder(model, 12, 9)) is kind
-    assert can_record_layers(model) != (kind in (SharedDecoder, LlamaDecoder))  # their layers wait
+    waits = kind in (SharedDecoder, LlamaDecoder)  # their layers do
+    assert can_record(SharedDecoder, model) != waits
 
 
 def test_a_llama_without_our_step_has_its_layers_recorded(monkeypatch):

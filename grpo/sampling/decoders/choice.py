@@ -21,12 +21,7 @@ import torch
 from grpo.log import say
 from grpo.models import can_cache, smallest_window
 from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder, Unsupported
-from grpo.sampling.decoders.cuda_graph import (
-    GraphedDecoder,
-    GraphedSharedDecoder,
-    can_record,
-    can_record_layers,
-)
+from grpo.sampling.decoders.cuda_graph import GraphedDecoder, GraphedSharedDecoder, can_record
 from grpo.sampling.decoders.shared_prompt import MODEL_TYPES, LlamaDecoder, SharedDecoder
 
 # The largest relative difference of logits that counts as rounding. Measured over 14 families
@@ -54,10 +49,10 @@ def make_decoder(model, max_new_tokens, longest_prompt):
 def kinds_for(model):
     """Yields the kinds of decoders to try, the fastest first."""
     if model.config.model_type in MODEL_TYPES:
-        if can_record(model):
+        if can_record(LlamaDecoder, model):
             yield GraphedDecoder
         yield LlamaDecoder
-    if can_record_layers(model):
+    if can_record(SharedDecoder, model):
         yield GraphedSharedDecoder
     yield SharedDecoder
 
