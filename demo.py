@@ -75,15 +75,6 @@ def diagnose(folder):
     return {"true equation": true / len(items), "right operator": right / len(items)}
 
 
-# --- What was trained ---------------------------------------------------------------
-def shown_steps():
-    """Returns the first step, the step nearest the middle whose group was trained, and the last."""
-    flat = {record["step"]: record["flat"] for record in plot.read(RUN_DIR, "samples.jsonl")}
-    first, last = min(flat), max(flat)
-    mixed = [step for step in flat if not flat[step] and first < step < last] or flat
-    return sorted({first, min(mixed, key=lambda step: abs(step - (first + last) / 2)), last})
-
-
 # --- Processes ----------------------------------------------------------------------
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -134,7 +125,7 @@ def main(seed, rewards="plain"):
     warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
     print("2. GRPO: ref_server.py and grpo_ref_split.py start, which takes about 15 s", flush=True)
     train_and_serve(seed, rewards)
-    for step in shown_steps():
+    for step in sorted({1, max(1, STEPS // 2), STEPS}):
         print()
         plot.show_samples(RUN_DIR, step)
     final = Path(RUN_DIR, "final")

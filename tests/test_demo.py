@@ -14,7 +14,6 @@ import pytest
 from documents import documented_metrics
 from transformers import AutoModelForCausalLM
 
-import demo as demo_module
 from tasks import arithmetic
 
 ROOT = Path(__file__).parent.parent
@@ -56,21 +55,11 @@ def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
     with_workers |= with_turns | {"eval_num_turns", "teacher_kl"}
     assert named | with_workers | {"gpu_memory_gb"} == documented_metrics()  # docs/metrics.md
     assert re.search(r"plot.py live .* http://127.0.0.1:\d+/", output)
-    for step in (1, 2):  # the first and the last; two have no middle
+    for step in (1, 2):
         group = output.split(f"\nstep {step}, by trainer")[1].split("\nstep ")[0]
         assert group.count("advantage ") == 4 and '"correctness": ' in group
     # the reward, accuracy, KL, length and tokens/s of the progress bar
     assert all(word in output for word in ("reward ", "accuracy ", "kl ", "length ", "tokens/s"))
-
-
-def test_the_steps_that_are_shown_are_the_first_one_in_the_middle_that_was_trained_and_the_last(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(demo_module, "RUN_DIR", str(tmp_path))
-    for flat, shown in (({3, 4}, [1, 5, 7]), ({1, 7}, [1, 4, 7]), (set(range(8)), [1, 4, 7])):
-        lines = [json.dumps({"step": step, "flat": step in flat}) for step in range(1, 8)]
-        (tmp_path / "samples.jsonl").write_text("\n".join(lines))
-        assert demo_module.shown_steps() == shown
 
 
 @pytest.mark.long
