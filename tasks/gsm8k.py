@@ -20,7 +20,7 @@ OUTCOME = "correctness"  # the reward that decides whether a completion is right
 
 def load(split):
     """Returns the items {"question", "answer": "... #### 18"} of `split`, "train" or "test"."""
-    return records(DATA, split, "tasks/gsm8k.py", "main")
+    return records(DATA, split, "main")
 
 
 def messages(item):

@@ -41,7 +41,7 @@ def load(split):
     r"""Returns the items {"problem", "answer", ...} of `split`. If the data has no "answer", it is
     the solution's \boxed{...}; problems without one (proofs) are left out."""
     items = []
-    for item in records(DATA, split, "tasks/math.py"):
+    for item in records(DATA, split):
         answer = item.get("answer")
         if answer in (None, ""):
             answer = boxed(item.get("solution") or "")

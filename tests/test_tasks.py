@@ -23,7 +23,7 @@ import grpo_ref_split as trainer
 from grpo.constants import command_line
 from grpo.models import load_model
 from grpo.sampling.rewards import ask, end, start_process
-from grpo.sampling.task import load_task, prepare, reward_group, task_files
+from grpo.sampling.task import load_items, load_task, prepare, reward_group, task_files
 from tasks import arithmetic, data, gsm8k, judge
 from tasks import math as math_task
 from tasks import reasoning_gym as gym
@@ -268,32 +268,27 @@ def test_the_task_math_does_not_shadow_pythons_own(monkeypatch):
 def test_records_come_from_a_file_a_folder_or_the_hub(tmp_path, monkeypatch):
     records = [{"prompt": str(n)} for n in range(20)]
     path = lines_at(tmp_path / "train.jsonl", records)
-    assert data.records(path, "test", "x.py") == [records[0], records[10]]
-    assert data.records(path, "train", "x.py") == records[1:10] + records[11:]
-    assert data.records(str(tmp_path), "train", "x.py") == records
-    with pytest.raises(SystemExit, match=f"in x.py: there is no file {tmp_path}/test.jsonl"):
-        data.records(str(tmp_path), "test", "x.py")
-    with pytest.raises(SystemExit, match="DATA = 'none.jsonl' in x.py: there is no file none"):
-        data.records("none.jsonl", "train", "x.py")
-    (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n\n{prompt: 2}\n')
-    bad = str(tmp_path / "bad.jsonl")
-    with pytest.raises(SystemExit, match="in x.py: line 3 of .*bad.jsonl is not JSON in UTF-8"):
-        data.records(bad, "train", "x.py")
-    Path(bad).write_bytes('{"prompt": 1}\n{"prompt": "é"}\n'.encode("latin-1"))
-    with pytest.raises(SystemExit, match="in x.py: line 2 of .*bad.jsonl is not JSON in UTF-8"):
-        data.records(bad, "train", "x.py")
-    Path(bad).write_text('\ufeff{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}', encoding="utf-8")
-    assert data.records(bad, "test", "x.py") == [{"prompt": "a\u2028b\x85c"}]
-
-    def load_dataset(name, config, split):
-        if name != "some/set":
-            raise ConnectionError("no network")
-        return iter(records)
-
+    assert data.records(path, "test") == [records[0], records[10]]
+    assert data.records(path, "train") == records[1:10] + records[11:]
+    assert data.records(str(tmp_path), "train") == records
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": 1}\n\n{prompt: 2}\n')
+    with pytest.raises(ValueError, match="line 3 of .*bad.jsonl is not JSON in UTF-8"):
+        data.records(bad, "train")
+    bad.write_bytes('{"prompt": 1}\n{"prompt": "é"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match="line 2 of .*bad.jsonl is not JSON in UTF-8"):
+        data.records(bad, "train")
+    bad.write_text('\ufeff{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}', encoding="utf-8")
+    assert data.records(bad, "test") == [{"prompt": "a\u2028b\x85c"}]
+    load_dataset = lambda name, config, split: iter(records)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert data.records("some/set", "train", "x.py") == records
-    with pytest.raises(SystemExit, match="'a/b' in x.py is neither a file or folder here nor"):
-        data.records("a/b", "train", "x.py")
+    assert data.records("some/set", "train") == records
+
+
+def test_data_that_is_not_there_is_said(monkeypatch):
+    monkeypatch.setattr(gsm8k, "DATA", "none.jsonl")
+    with pytest.raises(SystemExit, match=r"tasks/gsm8k.py: load.*FileNotFoundError.*none.jsonl"):
+        load_items("gsm8k", gsm8k, "train")
 
 
 # --- python -m tasks ------------------------------------------------------------------

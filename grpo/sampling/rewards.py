@@ -49,7 +49,8 @@ def called(name, function, must, call, holds=lambda got: True):
         lines = [f.lineno for f in frames if Path(f.filename).name == Path(task_file(name)).name]
         lines += [error.lineno] if isinstance(error, SyntaxError) else []
         at = f", line {lines[-1]}" if lines else ""
-        raise TaskError(name, function, f"failed with {error!r}{at}", must) from error
+        why = f"failed with {type(error).__name__}{at}: {error}"
+        raise TaskError(name, function, why, must) from error
     if not holds(got):
         raise TaskError(name, function, f"returned {got!r:.500}", must)
     return got
