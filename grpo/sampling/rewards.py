@@ -69,16 +69,6 @@ class TooSlow(BaseException):
     """A call took too long. Not an Exception: a task that catches those must not hide it."""
 
 
-class Remote(Exception):
-    """An error that a task raised in a reward process; its arguments: repr() and traceback."""
-
-    def __repr__(self):
-        return self.args[0]
-
-    def __str__(self):
-        return self.args[1]
-
-
 # --- In place -------------------------------------------------------------------------
 @contextlib.contextmanager
 def timely(seconds, what):
@@ -106,8 +96,9 @@ def timely(seconds, what):
 # --- In processes ---------------------------------------------------------------------
 def start_processes(task, number, limit_seconds):
     """Starts `number` processes. Returns submit(function, *arguments), which calls the task's
-    function in the next free process and returns a Future. The Future raises Remote, TooSlow, or
-    RuntimeError if the process died. Call this in the main thread: the processes end with it."""
+    function in the next free process and returns a Future. The Future raises TooSlow, or
+    RuntimeError if the function raised or the process died. Call this in the main thread: the
+    processes end with it."""
     jobs = queue.SimpleQueue()
     for _ in range(number):
         log.in_background(serve, *start_process(task), jobs, limit_seconds)
@@ -158,11 +149,11 @@ def ask(process, connection, seconds, job=None):
         if not connection.poll(seconds):
             end(process)
             raise TooSlow(f"it took more than {seconds} s, and its process was killed")
-        value, trace = connection.recv()
+        value, error = connection.recv()
     except (EOFError, OSError):
         raise RuntimeError(f"its process has ended: {end(process)}") from None
-    if trace:
-        raise Remote(value, trace)
+    if error:
+        raise RuntimeError(error)
     return value
 
 
@@ -188,7 +179,8 @@ def main():
             try:
                 connection.send((call(*arguments), None))
             except BaseException as error:  # noqa: BLE001 (raised where the rewards are awaited)
-                connection.send((repr(error), traceback.format_exc()))
+                traceback.print_exc()
+                connection.send((None, repr(error)))
             function, *arguments = connection.recv()
             call = getattr(sys.modules[name], function)
 
