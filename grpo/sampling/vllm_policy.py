@@ -105,18 +105,13 @@ class VLLMPolicy:
         self.llm.llm_engine.add_request(request, {"prompt_token_ids": ids}, params)
         return request
 
-    def sample(self, prompts, *, group_size, **settings):
-        """Returns `group_size` Completions for each of the prompts (lists of ids), the same for the
-        same `seed` on a CPU; the rest as in stream."""
-        settings |= {"group_size": group_size, "max_sequences": len(prompts) * group_size}
-        groups = dict(self.stream(enumerate(prompts), **settings))
-        return [groups[i] for i in range(len(prompts))]
-
     def continuation(self, prompt, size):
         """Returns a Completion of exactly `size` ids, sampled after the prompt at temperature 1;
         no EOS ends it."""
         settings = {"max_new_tokens": size, "temperature": 1.0, "eos_ids": [], "seed": 0}
-        return self.sample([prompt], group_size=1, **settings)[0][0]
+        prompts = iter([(0, prompt)])
+        ((_, group),) = self.stream(prompts, group_size=1, max_sequences=1, **settings)
+        return group[0]
 
     def text(self, completion):
         return completion_text(self.tokenizer, completion, self.eos_ids)
