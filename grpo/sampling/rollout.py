@@ -24,26 +24,22 @@ OUTSTANDING = 64  # the most groups that may wait for their rewards while others
 # --- Prompts ------------------------------------------------------------------------
 class Stream:
     """An endless sequence of prompts, fixed by a seed: each epoch has all prompts in a new order.
-    Any position can be read; iterating yields a rank's share, every `world`-th prompt."""
+    Iterating yields a rank's share, every `world`-th prompt, from any `position` that is set."""
 
     def __init__(self, prompts, seed, rank=0, world=1):
         self.prompts, self.seed, self.position, self.world = prompts, seed, rank, world
         self.epoch, self.shuffled = None, []
 
-    def __getitem__(self, position):
-        epoch, at = divmod(position, len(self.prompts))
-        if epoch != self.epoch:
-            self.epoch, self.shuffled = epoch, list(self.prompts)
-            random.Random(f"{self.seed}/{epoch}").shuffle(self.shuffled)
-        return self.shuffled[at]
-
     def __iter__(self):
         return self
 
     def __next__(self):
-        prompt = self[self.position]
+        epoch, at = divmod(self.position, len(self.prompts))
+        if epoch != self.epoch:
+            self.epoch, self.shuffled = epoch, list(self.prompts)
+            random.Random(f"{self.seed}/{epoch}").shuffle(self.shuffled)
         self.position += self.world
-        return prompt
+        return self.shuffled[at]
 
 
 # --- Sample and reward --------------------------------------------------------------

@@ -44,7 +44,9 @@ def test_every_epoch_has_each_prompt_once_in_an_order_that_may_be_read_anywhere(
     epochs = [tuple(expected[i : i + 7]) for i in range(0, 140, 7)]
     assert all(sorted(epoch) == prompts for epoch in epochs) and len(set(epochs)) == 20
     positions = torch.randperm(140, generator=torch.Generator().manual_seed(0)).tolist()
-    assert [order[at] for at in positions] == [expected[at] for at in positions]
+    for order.position in positions:
+        at = order.position
+        assert next(order) == expected[at]
     assert list(islice(Stream(prompts, seed=4), 7)) != expected[:7]
 
 
