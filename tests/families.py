@@ -53,10 +53,7 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_
 DEEPSEEK = SHAPE | MIXTURE | LATENT | {"v_head_dim": 8, "moe_intermediate_size": 16}
 SINKS = GEMMA | {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}
 UNSHARED = {  # families that can't have shared prompts, and the reason that is printed
-    "bloom": (
-        *FAMILIES["bloom"],
-        "its attention does not go through transformers' attention interface",
-    ),
+    "bloom": (*FAMILIES["bloom"], "Error("),
     "deepseek v3": ("DeepseekV3Config", DEEPSEEK, "its attention keeps its own cache format"),
     "gpt-oss": ("GptOssConfig", SINKS, "its attention has sinks"),
 }

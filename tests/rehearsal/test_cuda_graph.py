@@ -57,7 +57,7 @@ def test_a_recorded_step_that_would_be_wrong_is_found_out(wrong, monkeypatch, ca
         by = {"_forward": a_column_that_stays, "next_logits": inputs_that_stay}
         monkeypatch.setattr(GraphedDecoder, wrong, by[wrong])
     assert not is_right(GraphedDecoder, model)
-    reason = "(RuntimeError)" if wrong == "it waits" else "differ by"
+    reason = "RuntimeError(" if wrong == "it waits" else "differ by"
     said = capsys.readouterr().out
     assert "without CUDA graphs" in said and reason in said
     assert is_right(LlamaDecoder, model)
