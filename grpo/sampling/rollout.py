@@ -18,8 +18,6 @@ from grpo.sampling.task import begin_rewards, reward_group, total
 from grpo.sampling.turns import stream_turns
 from grpo.wire import Group
 
-OUTSTANDING = 64  # the most groups that may wait for their rewards while others are sampled
-
 
 # --- Prompts ------------------------------------------------------------------------
 class Stream:
@@ -70,7 +68,7 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
     for prompt, completions in groups:
         texts = [c.turns or policy.text(c) for c in completions]
         waiting.append((prompt, completions, texts, begin_rewards(recipe, prompt[1], texts)))
-        while waiting and (len(waiting) > OUTSTANDING or all(f.done() for f in waiting[0][-1])):
+        while waiting and all(future.done() for future in waiting[0][-1]):
             yield finish(*waiting.popleft())
     while waiting:
         yield finish(*waiting.popleft())
