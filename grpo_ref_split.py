@@ -79,6 +79,7 @@ SAMPLE_BATCH = "auto"  # completions that a rank samples at once; more are faste
 SAMPLER = "torch"  # or "vllm", in the same processes (pip install -e .[vllm]; docs/performance.md)
 VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
 VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
+TENSOR_PARALLEL = 1  # GPUs per vLLM worker, for a model that is too large for one GPU
 MASK_TRUNCATED = True  # truncated completions are not trained, but count in their group's mean
 OVERLONG_TOKENS = 0  # the reward falls by up to 1 over the last N tokens allowed (DAPO); 0: off
 # Flat groups are skipped: their completions all have the same OUTCOME ("outcome"), or the same

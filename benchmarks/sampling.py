@@ -141,6 +141,7 @@ def vllm(folder, prompt_tokens, tokens):
         SEED=0,
         VLLM_CACHE_GB=1.0 if DEVICE == "cpu" else 40.0,
         VLLM_SLEEP=False,
+        TENSOR_PARALLEL=1,
     )
     policy = VLLMPolicy(c, make_tokenizer())
     prompts, rates = make_prompts(prompt_tokens), []

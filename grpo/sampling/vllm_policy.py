@@ -2,7 +2,8 @@
 
 vLLM runs in this process, so a call gives it new weights: no NCCL, nothing pickled. A rank of the
 trainer has an engine in addition to the model that it trains, and copies that model's weights to
-the engine before it samples (follow); a worker copies the weights that it has fetched (load).
+the engine before it samples (follow); a worker copies the weights that it has fetched (load). With
+TENSOR_PARALLEL vLLM has other processes, which read the weights from a file.
 
 It samples the same distribution as sampler.py. By default vLLM uses the model's own stop tokens,
 reports log-probs from before the temperature, and includes the embedding's padding in its softmax;
@@ -16,8 +17,10 @@ import itertools
 import math
 import os
 import random
+import tempfile
 import warnings
 
+import safetensors.torch
 import torch
 
 from grpo.constants import set_for_run
@@ -40,8 +43,8 @@ class VLLMPolicy:
     def __init__(self, c, tokenizer, model=None):
         """Loads MODEL; `c` has the constants as attributes. A rank passes the `model` that it
         trains, and then all ranks must call this together: vLLM makes process groups of them.
-        Raises SystemExit if VLLM_CACHE_GB does not fit into the GPU."""
-        check_memory(c)
+        Raises SystemExit if the device can't do what the constants require."""
+        check_device(c, in_rank=model is not None)
         for name in ("SAMPLE_BATCH", "EVAL_BATCH"):
             if getattr(c, name) == "auto":
                 set_for_run(vars(c), {name: max(SEQUENCES, c.GROUP_SIZE)})
@@ -51,10 +54,10 @@ class VLLMPolicy:
         self.vocab_size = vocab_size_of(tokenizer)
         self.stop_strings = StopStrings(tokenizer, c.STOP_STRINGS) if c.STOP_STRINGS else None
         self.max_tokens = c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS
-        self.sleeps, self.asleep = c.VLLM_SLEEP, False
-        self.step = None  # the updates made when it took its weights
+        self.parallel, self.sleeps = c.TENSOR_PARALLEL > 1, c.VLLM_SLEEP
+        self.asleep, self.step = False, None  # the updates made when it took its weights
         self.loaded = {}  # a worker's weights, by name
-        with quiet_and_undone():
+        with quiet_and_undone(self.parallel):
             self.llm = start(c, self, accelerator() is not None)
         self.llm.apply_model(functools.partial(mask_padding, vocab_size=self.vocab_size))
         self.rest()
@@ -204,7 +207,13 @@ class VLLMPolicy:
             ) from error
 
     def _reload(self, pairs):
-        self.llm.collective_rpc(reload, args=(pairs, self.dtype))
+        if not self.parallel:
+            self.llm.collective_rpc(reload, args=(pairs, self.dtype))
+            return
+        # Other processes get them through a file, of which each reads what it needs
+        with tempfile.TemporaryDirectory(prefix="grpo-vllm-") as folder:
+            safetensors.torch.save_file(dict(pairs), f"{folder}/policy")
+            self.llm.collective_rpc(reload, args=(f"{folder}/policy", self.dtype))
 
     @functools.cached_property
     def _shapes(self):  # {name: tensor without memory} of what load() takes
@@ -234,8 +243,9 @@ def start(c, policy, on_gpu):
         hf_overrides={"head_dtype": "float32"} if on_gpu else {},  # as the trainer's
         seed=c.SEED,
         # A rank runs on the GPU of LOCAL_RANK, in the trainer's process group; by default all ranks
-        # would use the first GPU
+        # would use the first GPU. A worker starts its own processes
         distributed_executor_backend="external_launcher" if policy.model is not None else None,
+        tensor_parallel_size=c.TENSOR_PARALLEL,
         max_model_len=policy.max_tokens,
         max_num_seqs=c.SAMPLE_BATCH,
         kv_cache_memory_bytes=int(c.VLLM_CACHE_GB * 1e9),  # set, so that vLLM does not profile
@@ -252,7 +262,7 @@ def start(c, policy, on_gpu):
 
 
 @contextlib.contextmanager
-def quiet_and_undone():
+def quiet_and_undone(parallel):
     """Within the block vLLM starts, without its log. Afterwards its changes to this process are
     undone: torch's threads, on a CPU even the function that sets them, and environment variables,
     of which LOCAL_WORLD_SIZE and LD_PRELOAD would mislead other libraries."""
@@ -261,6 +271,8 @@ def quiet_and_undone():
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no usage reports
     environment, threads = dict(os.environ), torch.get_num_threads()
     set_threads = torch.set_num_threads
+    if parallel:  # the all-reduce of its processes needs segments that do not grow (vLLM #40812)
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -271,21 +283,26 @@ def quiet_and_undone():
         os.environ.update(environment)
 
 
-def check_memory(c):
-    """Raises SystemExit if the GPU, if there is one, has no room for VLLM_CACHE_GB."""
-    if not torch.accelerator.device_count():
-        return
-    free = torch.accelerator.get_memory_info()[0] / 1e9
-    if c.VLLM_CACHE_GB > free:
+def check_device(c, in_rank):
+    """Raises SystemExit if the device can't do what the constants require."""
+    gpus = torch.accelerator.device_count()
+    if c.TENSOR_PARALLEL > 1 and in_rank:
         raise SystemExit(
-            f"VLLM_CACHE_GB = {c.VLLM_CACHE_GB} does not fit into this GPU, which has {free:.1f} GB"
-            " free: lower it"
+            f"TENSOR_PARALLEL = {c.TENSOR_PARALLEL} works in workers only: each rank of the trainer"
+            " has the whole model, so set it to 1"
+        )
+    if gpus and c.VLLM_CACHE_GB * 1e9 > (free := torch.accelerator.get_memory_info()[0]):
+        raise SystemExit(
+            f"VLLM_CACHE_GB = {c.VLLM_CACHE_GB} does not fit into this GPU, which has"
+            f" {free / 1e9:.1f} GB free: lower it"
         )
 
 
-# --- Functions that vLLM runs on its worker or its model ---------------------------------
+# --- Functions that run in vLLM's own processes, if it has several ----------------------
 def reload(worker, weights, dtype):
-    """Replaces the weights by (name, tensor) pairs."""
+    """Replaces the weights by (name, tensor) pairs, or by the tensors of a safetensors file."""
+    if isinstance(weights, str):
+        weights = safetensors.torch.load_file(weights).items()
     # Cast here, as vLLM warns for each tensor that it casts; a generator, to hold one copy
     cast = ((name, tensor.to(getattr(torch, dtype))) for name, tensor in weights)
     worker.reload_weights(weights_iterator=cast)

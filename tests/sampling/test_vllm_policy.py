@@ -16,19 +16,20 @@ from grpo.constants import constants_in
 from grpo.sampling import vllm_policy
 from grpo.sampling.policy import load_policy
 from grpo.sampling.sampler import Completion
-from grpo.sampling.vllm_policy import VLLMPolicy, check_memory
+from grpo.sampling.vllm_policy import VLLMPolicy, check_device
 from grpo.training.checks import check_constants
 from grpo.weights import load_weights
 
 CONSTANTS = {"MODEL": "tiny", "GROUP_SIZE": 4, "SEED": 3, "STOP_TOKENS": [], "STOP_STRINGS": []}
 CONSTANTS |= {"SAMPLE_BATCH": "auto", "EVAL_BATCH": "auto", "DTYPE": "float32"}
 CONSTANTS |= {"MAX_PROMPT_TOKENS": 60, "MAX_COMPLETION_TOKENS": 40}
-CONSTANTS |= {"VLLM_CACHE_GB": 0.5, "VLLM_SLEEP": False}
+CONSTANTS |= {"VLLM_CACHE_GB": 0.5, "VLLM_SLEEP": False, "TENSOR_PARALLEL": 1}
 
 
 @pytest.mark.parametrize("name, value", [
     ("SAMPLER", "vLLM"),
     *(("VLLM_CACHE_GB", value) for value in ("20", 0, float("nan"))),
+    ("TENSOR_PARALLEL", 0),
     ("VLLM_SLEEP", 2),
 ])  # fmt: skip
 def test_a_constant_that_can_not_be_is_named(name, value):
@@ -43,14 +44,18 @@ def test_vllm_must_be_installed(monkeypatch):
             check_constants(constants_in(vars(trainer)) | {"SAMPLER": "vllm"})
 
 
-def test_a_cache_that_does_not_fit_is_said(monkeypatch):
+@pytest.mark.parametrize("gpus, memory, parallel, in_rank, said", [
+    (0, 20.0, 2, False, None),  # a CPU's cores are shared out
+    (2, 30.0, 2, False, None),
+    (2, 30.0, 2, True, "TENSOR_PARALLEL = 2 .*workers"),
+    (2, 31.0, 1, True, "VLLM_CACHE_GB = 31.0.* 30.0 GB"),
+])  # fmt: skip
+def test_what_the_device_does_not_offer_is_said(gpus, memory, parallel, in_rank, said, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (int(30e9), int(80e9)))
-    c = SimpleNamespace(VLLM_CACHE_GB=31.0)
-    check_memory(c)  # a CPU has no limit
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    check_memory(SimpleNamespace(VLLM_CACHE_GB=30.0))
-    with pytest.raises(SystemExit, match="VLLM_CACHE_GB = 31.0.* 30.0 GB"):
-        check_memory(c)
+    c = {"VLLM_CACHE_GB": memory, "TENSOR_PARALLEL": parallel}
+    with pytest.raises(SystemExit, match=said) if said else contextlib.nullcontext():
+        check_device(SimpleNamespace(**c), in_rank)
 
 
 class FakeLLM:
@@ -104,7 +109,7 @@ def a_policy(tiny, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name in ("vllm", "vllm.entrypoints.llm"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(LLM=FakeLLM))
-    monkeypatch.setattr(vllm_policy, "check_memory", lambda c: None)
+    monkeypatch.setattr(vllm_policy, "check_device", lambda c, in_rank: None)
     monkeypatch.setattr(VLLMPolicy, "_params", lambda self, **params: params)
 
     def make(model=None, **changes):
