@@ -128,26 +128,27 @@ def prepare(c, *, needs_server):
     """
     from grpo.models import check_context
 
-    tokenizer, recipe = prepare_task(c, split="train", shown=1)
-    check_context(c)
     server = None
     if needs_server:
         from grpo.client import RefServer
 
         server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
-        server.check(c.MODEL, tokenizer, c.TEMPERATURE)
+    tokenizer, recipe = prepare_task(c, split="train", shown=1, server=server)
+    check_context(c)
     if c.REWARD_PROCESSES:
         limits = c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS
         recipe.reward_processes = start_processes(recipe.task, *limits)
     return tokenizer, recipe, server
 
 
-def prepare_task(c, *, split, shown):
-    """Returns (tokenizer, recipe). Checks and prints the first `shown` prompts of `split` and their
-    rewards."""
+def prepare_task(c, *, split, shown, server=None):
+    """Returns (tokenizer, recipe). First it checks the `server`, if there is one, and checks and
+    prints the first `shown` prompts of `split` and their rewards."""
     from grpo.models import load_tokenizer
 
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
+    if server:
+        server.check(c.MODEL, tokenizer, c.TEMPERATURE)
     recipe = Recipe(c, task, load_split(c, task, split, tokenizer))
     recipe.resolve()
     preview(recipe, tokenizer, shown)

@@ -18,6 +18,7 @@ from fakes import MIXED, FakeEngine, a_recipe, prompts_of, sampled
 import grpo_ref_split as trainer
 from grpo import client, log
 from grpo.sampling import rollout
+from grpo.sampling import task as task_module
 from grpo.sampling.rewards import TooSlow, import_file, start_processes, timely
 from grpo.sampling.task import begin_rewards, prepare, reward_group
 
@@ -238,7 +239,8 @@ def test_as_many_begin_as_the_constant_says(number, tiny, monkeypatch):
     monkeypatch.setattr(client, "RefServer", lambda *_: refusing)
     monkeypatch.setattr(trainer, "MAX_PROMPT_TOKENS", 128)
     monkeypatch.setattr(trainer, "MAX_COMPLETION_TOKENS", 128)
-    with pytest.raises(SystemExit, match="another model"):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="another model"):
+        patch.setattr(task_module, "load_split", None)  # the server is asked before
         prepare(trainer.constants(), needs_server=True)
     assert set(psutil.Process().children()) == children  # none before the checks
     _, recipe, _ = prepare(trainer.constants(), needs_server=False)
