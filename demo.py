@@ -11,7 +11,7 @@ could do but rarely did; it teaches no arithmetic. The constants in presets/demo
 the validation split and on other seeds.
 """
 
-import contextlib
+import functools
 import json
 import os
 import re
@@ -28,12 +28,11 @@ from grpo.constants import arguments, begin
 if __name__ == "__main__":
     begin()  # before torch is imported
 
-import psutil
-
 import plot
 from grpo.models import load_tokenizer, prompt_ids
 from grpo.sampling.policy import load_policy
 from grpo.sampling.sampler import sample_groups
+from grpo.stop import end_with_parent
 from grpo.tiny_model import warm_start
 from presets import demo as preset
 from tasks import arithmetic
@@ -43,7 +42,6 @@ RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo")
 WARM_START = f"{RUN_DIR}/warm_start"  # the model that the policy and the reference start from
 WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
 STEPS = int(os.environ.get("DEMO_STEPS", preset.STEPS))
-ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the demo
 
 
 # --- Before and after ---------------------------------------------------------------
@@ -77,15 +75,6 @@ def diagnose(folder):
     return {"true equation": true / len(items), "right operator": right / len(items)}
 
 
-# --- What was trained ---------------------------------------------------------------
-def shown_steps():
-    """Returns the first step, the step nearest the middle whose group was trained, and the last."""
-    flat = {record["step"]: record["flat"] for record in plot.read(RUN_DIR, "samples.jsonl")}
-    first, last = min(flat), max(flat)
-    mixed = [step for step in flat if not flat[step] and first < step < last] or flat
-    return sorted({first, min(mixed, key=lambda step: abs(step - (first + last) / 2)), last})
-
-
 # --- Processes ----------------------------------------------------------------------
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -100,18 +89,12 @@ def command(script, **constants):
 
 
 def start(command, log=None):
-    """Starts a command in a new session: Ctrl-C reaches only this process, which then ends it."""
+    """Starts a command that ends with this process, however this process ends (Linux). Threads of
+    this process must be idle meanwhile, as torch's are."""
     # The scripts set GOMP_SPINCOUNT too, but this file has imported torch before them
     env = {"GOMP_SPINCOUNT": "1000"} | os.environ | {"OMP_NUM_THREADS": "1"}  # perhaps two cores
-    return subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
-
-
-def stop(process):
-    """Ends a process of start() and all its children; kills them after 5 s."""
-    with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-        os.killpg(process.pid, signal.SIGTERM)
-        psutil.wait_procs([process], timeout=5)
-        os.killpg(process.pid, signal.SIGKILL)
+    end = functools.partial(end_with_parent, signal.SIGKILL)
+    return subprocess.Popen(command, stdout=log, stderr=log, env=env, preexec_fn=end)  # noqa: PLW1509
 
 
 def train_and_serve(seed, rewards):
@@ -128,32 +111,21 @@ def train_and_serve(seed, rewards):
             tail = log_path.read_text()[-2000:]
             raise SystemExit(f"the reference server has ended, so the demo ends too:\n{tail}")
         time.sleep(0.2)
+    server.terminate()
     if trainer.returncode:
         raise SystemExit(f"the trainer ended with the error above (status {trainer.returncode})")
 
 
 # --- Main ---------------------------------------------------------------------------
 def main(seed, rewards="plain"):
-    for number in ENDS:  # a shell's `&` ignores Ctrl-C; only nohup's SIG_IGN is kept
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda n, _: sys.exit(f"ended by {signal.Signals(n).name}"))
-    try:
-        run(seed, rewards)
-    finally:
-        for number in ENDS:  # a second Ctrl-C would leave some children running
-            signal.signal(number, signal.SIG_IGN)
-        for child in reversed(psutil.Process().children()):  # the trainer first
-            stop(child)
-
-
-def run(seed, rewards):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # also if a shell's `&` ignores Ctrl-C
     started = time.perf_counter()
     shutil.rmtree(RUN_DIR, ignore_errors=True)
     print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
     warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
     print("2. GRPO: ref_server.py and grpo_ref_split.py start, which takes about 15 s", flush=True)
     train_and_serve(seed, rewards)
-    for step in shown_steps():
+    for step in sorted({1, max(1, STEPS // 2), STEPS}):
         print()
         plot.show_samples(RUN_DIR, step)
     final = Path(RUN_DIR, "final")

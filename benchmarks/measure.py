@@ -50,7 +50,7 @@ def trained(logs, others, trainer, ranks=1):
     """Starts the commands `others`, by name, and the `trainer`, a script and its arguments; with
     several `ranks` deepspeed starts it. The block runs when the trainer has ended without an error;
     then all processes are ended. Each prints into a file: `logs`, its name, ".log"."""
-    from demo import free_port, start, stop
+    from demo import free_port, start
 
     launcher = [sys.executable]
     if ranks > 1:
@@ -66,7 +66,7 @@ def trained(logs, others, trainer, ranks=1):
         yield
     finally:
         for process in reversed(processes):
-            stop(process)
+            process.terminate()
 
 
 def apart(function, *args, threads=CORES):

@@ -147,10 +147,9 @@ def vllm(folder, prompt_tokens, tokens):
     prompts, rates = make_prompts(prompt_tokens), []
     for seed in range(4):
         began = time.perf_counter()
-        groups = policy.sample(
-            prompts, group_size=GROUP, max_new_tokens=tokens, temperature=1.0, seed=seed
-        )
-        count = sum(len(c.ids) for group in groups for c in group)
+        settings = {"max_sequences": PROMPTS * GROUP, "max_new_tokens": tokens, "seed": seed}
+        groups = policy.stream(enumerate(prompts), group_size=GROUP, temperature=1.0, **settings)
+        count = sum(len(c.ids) for _, group in groups for c in group)
         rates.append(count / (time.perf_counter() - began))
     print(json.dumps(statistics.median(rates[1:])))
 

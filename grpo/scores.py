@@ -1,6 +1,6 @@
 """Statistics of answers: accuracy with 95 % intervals, pass@k, and comparisons of models.
 
-Answers are {question: [answer, ...]}, as grpo/sampling/evaluation.py keeps them.
+Answers are {question: [answer, ...]}, as evaluate.py keeps them.
 """
 
 import math

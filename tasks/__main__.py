@@ -2,7 +2,7 @@
 
     python -m tasks
     python -m tasks gsm8k                             # or my/task.py
-    python -m tasks countdown MODEL=Qwen/Qwen3-4B     # arguments and presets as grpo_ref_split.py's
+    python -m tasks gsm8k MODEL=Qwen/Qwen3-4B         # arguments and presets as grpo_ref_split.py's
     python -m tasks my/task.py OUT=runs/my_model      # first makes a tiny model: no hub, no GPU
 
 It prints three prompts as the model sees them (only its tokenizer is loaded), the lengths of all

@@ -7,39 +7,32 @@ from pathlib import Path
 TEST_EVERY = 10  # of a single file, every 10th record is for the test, all others for training
 
 
-def records(data, split, task):
+def records(data, split, config=None):
     """Returns the dicts of `split`. `data` is a JSONL file, whose records are split here; a folder
-    with SPLIT.jsonl; or a data set on the hub. Errors name `task`, the file that sets DATA."""
+    with SPLIT.jsonl; or a data set on the hub, with its `config`."""
     path = Path(data).expanduser()
     if path.is_dir():
-        return lines(path / f"{split}.jsonl", f"DATA = {data!r} in {task}")
+        return lines(path / f"{split}.jsonl")
     if path.suffix in (".jsonl", ".json") or path.is_file():
-        found = lines(path, f"DATA = {data!r} in {task}")
+        found = lines(path)
         test = found[::TEST_EVERY]
         del found[::TEST_EVERY]
         return found if split == "train" else test
     import datasets
 
-    try:
-        return list(datasets.load_dataset(data, split=split))
-    except OSError as error:
-        where = "is neither a file or folder here nor a data set on the hub"
-        raise SystemExit(f"DATA = {data!r} in {task} {where}: {error}") from error
+    return list(datasets.load_dataset(data, config, split=split))
 
 
-def lines(path, what):
+def lines(path):
     """Returns the objects of a JSONL file, one a line."""
     found = []
-    try:
-        with path.open("rb") as file:  # bytes: an error in the encoding then has a line number
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    found.append(json.loads(line))
-    except FileNotFoundError:
-        raise SystemExit(f"{what}: there is no file {path}") from None
-    except ValueError as error:
-        why = f"line {number} of {path} is not JSON in UTF-8: {error}"
-        raise SystemExit(f"{what}: {why}") from error
+    with path.open("rb") as file:  # bytes: an error in the encoding then has a line number
+        for number, line in enumerate(file, start=1):
+            try:
+                found += [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                why = f"line {number} of {path} is not JSON in UTF-8: {error}"
+                raise ValueError(why) from error
     return found
 
 

@@ -5,11 +5,10 @@ task has them. A task knows nothing about torch, tokens or HTTP.
 Correctness ignores the format, so that accuracy means the same before and after training.
 """
 
-from pathlib import Path
-
 from tasks.answers import FORMAT, is_right  # <think>...</think><answer>...</answer>
+from tasks.data import records
 
-DATA = "openai/gsm8k"  # on the hub (config "main"), or a folder with train.jsonl and test.jsonl
+DATA = "openai/gsm8k"  # on the hub (its config "main"), or a folder with train.jsonl and test.jsonl
 SYSTEM_PROMPT = "Reason step by step in <think></think>, then give one number in <answer></answer>."
 CORRECT, WRONG = 1.0, -1.0
 FORMATTED, UNFORMATTED = 1.25, -1.0  # simple_GRPO's values
@@ -21,15 +20,7 @@ OUTCOME = "correctness"  # the reward that decides whether a completion is right
 
 def load(split):
     """Returns the items {"question", "answer": "... #### 18"} of `split`, "train" or "test"."""
-    import datasets
-
-    folder = Path(DATA).expanduser()
-    source = [str(folder)] if folder.is_dir() else [DATA, "main"]
-    try:
-        return list(datasets.load_dataset(*source, split=split))
-    except OSError as error:
-        where = "is neither a folder with data here nor a data set on the hub"
-        raise OSError(f"DATA = {DATA!r} in tasks/gsm8k.py {where}: {error}") from error
+    return records(DATA, split, "main")
 
 
 def messages(item):

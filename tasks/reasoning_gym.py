@@ -11,7 +11,7 @@ import functools
 
 from tasks.answers import BLOCK, FORMAT
 
-NAME = "leg_counting"  # github.com/open-thought/reasoning-gym/blob/main/GALLERY.md shows them all
+NAME = "leg_counting"  # or "countdown"; all: github.com/open-thought/reasoning-gym GALLERY.md
 SEEDS = {"train": 0, "validation": 1, "test": 2}
 SIZES = {"train": 2000, "validation": 200, "test": 200}
 SYSTEM_PROMPT = "Reason step by step in <think></think>, then give the answer in <answer></answer>."

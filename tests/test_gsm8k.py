@@ -1,6 +1,5 @@
 """tasks/gsm8k.py: the format that is rewarded, its prompt and its loader."""
 
-import json
 import re
 import subprocess
 import sys
@@ -57,29 +56,15 @@ def test_the_two_rewards_are_apart():
 
 
 # --- Data, and the file itself -----------------------------------------------------
-GOOD = {"question": "9 * 2?", "answer": "9 * 2 = 18\n#### 18"}
-
-
-def test_load_reads_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(gsm8k, "DATA", str(tmp_path))
-    (tmp_path / "train.jsonl").write_text(f"{json.dumps(GOOD)}\n" * 3, encoding="utf-8")
-    assert gsm8k.load("train") == [GOOD] * 3
-    with pytest.raises(ValueError, match='Unknown split "test"'):
-        gsm8k.load("test")
-    monkeypatch.setattr(gsm8k, "DATA", str(tmp_path / "absent"))
-    with pytest.raises(OSError, match="DATA = .*/absent' in tasks/gsm8k.py is neither a folder"):
-        gsm8k.load("train")
-
-
-def test_load_reads_the_hub_where_data_is_no_folder(monkeypatch):
+def test_load_reads_the_hubs_main_data(monkeypatch):
     def load_dataset(name, config, split):
         assert (name, config, split) == ("openai/gsm8k", "main", "train")
-        return iter([GOOD])
+        return iter([{"question": "9 * 2?"}])
 
     fake = types.SimpleNamespace(load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", fake)
     monkeypatch.setattr(gsm8k, "DATA", "openai/gsm8k")
-    assert gsm8k.load("train") == [GOOD]
+    assert gsm8k.load("train") == [{"question": "9 * 2?"}]
 
 
 def test_messages_ask_for_the_format_that_is_rewarded():
@@ -94,7 +79,7 @@ def test_messages_ask_for_the_format_that_is_rewarded():
 
 
 def test_importing_a_task_imports_neither_torch_nor_datasets_nor_sympy():
-    code = "import sys, tasks.gsm8k, tasks.countdown, tasks.math;"
+    code = "import sys, tasks.gsm8k, tasks.arithmetic, tasks.math;"
     code += "print({'torch', 'datasets', 'sympy'} & set(sys.modules))"
     root = Path(gsm8k.__file__).resolve().parents[1]
     shown = subprocess.run(

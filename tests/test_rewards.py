@@ -1,14 +1,10 @@
 """The rewards of tasks/gsm8k.py on honest and adversarial answers."""
 
-import logging
 import re
-import signal
-import threading
 import time
 
 import pytest
 
-from tasks import answers
 from tasks.gsm8k import CORRECT, rewards
 
 
@@ -35,13 +31,12 @@ RIGHT = {  # gold: what stands between the answer tags
     "5.00": ["5"],
     "50": ["50%", r"50\%"],
     "1/2": ["0.5"],
-    "0.5": ["1/2", ".5", r"\frac{1}{2}", r"$\frac12$", r"\dfrac{1.0}{2}"],
+    "0.5": ["1/2", ".5", r"\frac{1}{2}", r"$\frac12$"],
     "-0.5": [r"-\frac{1}{2}"],
     "2.5": ["2 1/2", r"2\frac{1}{2}"],
     "-2.5": ["-2 1/2"],
-    "18000": ["1.8e4", r"1.8 \times 10^4"],
-    "7": [r"$\sqrt{49}$", "3 + 4 = 7", "7 dollars"],
-    "8": ["$2^3$", r"\[ 2^3 \]"],
+    "18000": ["1.8e4"],
+    "7": ["3 + 4 = 7", "7 dollars"],
     "3": ["#3"],
     "12": [
         "12 apples (from 3 boxes)", "12 apples from 3 boxes", "12 apples (3 or 4 in each box)",
@@ -49,7 +44,7 @@ RIGHT = {  # gold: what stands between the answer tags
     ],
     "60": ["60 miles/hour"],
 }  # fmt: skip
-NOT_RIGHT = {  # gold: none of these has its value; math-verify would round 1/3 to 6 digits
+NOT_RIGHT = {  # gold: none of these has its value
     "18": ["", "\n", "十八"],
     "0": [""],
     "3": ["three", "12 apples (from 3 boxes)", "12 apples from 3 boxes"],
@@ -60,6 +55,7 @@ NOT_RIGHT = {  # gold: none of these has its value; math-verify would round 1/3 
     "0.3333333333": ["1/3"],
     "4": ["A4"],
     "12": [r"\frac{12"],
+    "49": [r"\sqrt{49}", "49^2"],
 }  # fmt: skip
 LISTS = [  # none of their numbers may count
     "5 or 6", "5 (or 6)", "5, 6", "5; 6", "5/6/7", "5-6", "5 to 6", "5\n6", "5 and 6",
@@ -146,12 +142,6 @@ HEAVY = [
     "<answer>" * 1000, "<<" * 2000, "1 or " * 2000, "#### " * 1000, "answer: " * 1000, "\n" * 5000,
     r"\boxed{" * 1000, "<|im_end|> " * 1000 + "x", "1 " * 5000, "=" * 9000, "answer is " * 1000,
 ]  # fmt: skip
-HEAVY_LATEX = ["9^9^9", "9^{9}^9", "{9^9}^9", "(9^9)^9", "9^{999}", "9^{9^9}", "9!", r"\pi"]
-
-
-@pytest.mark.parametrize("latex", [*HEAVY_LATEX, r"\sqrt{4}" * 40])
-def test_heavy_latex_never_reaches_math_verify(latex):
-    assert not answers.SAFE.fullmatch(latex)
 
 
 @pytest.mark.parametrize("text", HEAVY, ids=range(len(HEAVY)))
@@ -160,21 +150,3 @@ def test_pathological_text_is_wrong_and_quick(text):
     assert not correct("7", f"<think>7</think><answer>{text}</answer>")
     assert not correct("7", text)
     assert time.perf_counter() - start < 2  # the slowest takes 0.1 s
-
-
-def test_latex_gets_the_same_verdict_off_the_main_thread_and_leaves_the_alarm_alone(caplog):
-    """math-verify's timeout is SIGALRM: it raises off the main thread, and ends others' alarms."""
-    verdicts = []
-
-    def judge():
-        verdicts.extend(correct(gold, r"<answer>\sqrt{49}</answer>") for gold in ("7", "8"))
-
-    with caplog.at_level(logging.WARNING):
-        signal.alarm(100)
-        judge()
-        assert signal.alarm(0) > 0
-        thread = threading.Thread(target=judge)
-        thread.start()
-        thread.join()
-    assert verdicts == [True, False] * 2
-    assert not caplog.records

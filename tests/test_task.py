@@ -13,7 +13,6 @@ from fakes import NAMED, PROMPT, FakeEngine, a_recipe, sampled
 from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
-from grpo import models
 from grpo.sampling import policy
 from grpo.sampling.rollout import make_group
 from grpo.sampling.task import TaskError, ids_of, load_split, load_task, preview, reward_group
@@ -48,7 +47,7 @@ def refused(names, function, *arguments, **named):
     (lambda split: [], "no item"),
     (lambda split: [QUESTION, 5], "5"),
     (lambda split: {"train": []}, "'train'"),
-    (lambda split: {}[split], "KeyError('train')"),
+    (lambda split: {}[split], "KeyError: 'train'"),
 ])  # fmt: skip
 def test_a_load_without_questions_is_refused(load, got, tiny):
     refused(["load('train')", got], loaded, tiny, load)
@@ -61,7 +60,7 @@ def test_a_load_without_questions_is_refused(load, got, tiny):
     (lambda item: chat(item)[0], "{'role': 'user', 'content': 'Why?'}"),
     (lambda item: [{"role": "user"}], "[{'role': 'user'}]"),
     (lambda item: [{"role": "user", "content": 5}], "[{'role': 'user', 'content': 5}]"),
-    (lambda item: item["city"], "KeyError('city')"),
+    (lambda item: item["city"], "KeyError: 'city'"),
 ])  # fmt: skip
 def test_messages_that_are_no_chat_are_refused(messages, got, tiny):
     refused([f"messages({QUESTION})", got], loaded, tiny, messages=messages)
@@ -163,13 +162,17 @@ def test_group_rewards_that_are_not_one_for_each_are_refused(given, got):
 
 
 @pytest.mark.parametrize(("task", "names"), [
-    ({"group_rewards": lambda item, texts: 1 / 0}, ["group_rewards", "['first', 'second']"]),
-    ({"rewards": lambda item, text: 1 / (text == "first")}, [" rewards", "completion 'second'"]),
+    ({"group_rewards": lambda item, texts: 1 / 0},
+     ["group_rewards", "ZeroDivision", "['first', 'second']"]),
+    ({"rewards": lambda item, text: 1 / (text == "first")},
+     [" rewards", "ZeroDivision", "'second'"]),
+    ({"rewards": lambda texts: [1.0]}, [" rewards", "takes 1 positional", "'first'"]),  # TRL's
 ])  # fmt: skip
 def test_what_fails_is_said_with_what_it_was_given(task, names):
     with pytest.raises(RuntimeError) as error:
         judged(**task, REWARD_WEIGHTS={"reward": 1.0})
-    assert re.search(".*ZeroDivision.*Why.*".join(map(re.escape, names)), str(error.value))
+    function, error_name, seen = map(re.escape, names)
+    assert re.search(f"{function}.*{error_name}.*Why.*{seen}", str(error.value))
 
 
 @pytest.mark.parametrize(("members", "names"), [
@@ -223,13 +226,9 @@ def test_a_task_may_be_a_path_whose_folder_it_can_import_from(tiny, tmp_path, mo
 @pytest.mark.parametrize(("text", "names"), [
     ("def load(split)\n", ["SyntaxError", "line 1"]),
     ("import json\n1 / 0\n", ["ZeroDivisionError", "line 2"]),
-    ("import json, no_such_module\n", ["no_such_module", "line 1"]),
-    (GOOD.replace("def messages", "def chat"), ["messages", "messages(item)"]),
-    (GOOD.replace("def rewards", "def judge"), ["rewards", "rewards(item, completion)"]),
-    (GOOD.replace("(item, completion)", "(completions, **more)"),  # TRL's
-     ["rewards(completions, **more)", "rewards(item, completion)"]),
-    (GOOD + "def group_rewards(texts): pass", ["group_rewards(texts)", "(item, completions)"]),
-    (GOOD.replace("load(split)", "load()"), ["load()", "load(split)"]),
+    ("import json, no_such_module\n", ["line 1", "no_such_module"]),
+    (GOOD.replace("def messages", "def chat"), ["messages", "missing"]),
+    (GOOD.replace("def rewards", "def judge"), ["rewards", "missing"]),
 ])  # fmt: skip
 def test_a_mistake_in_a_tasks_file_is_said(text, names, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -288,7 +287,7 @@ def test_a_message_that_the_template_loses_is_said(tiny, capsys):
 @pytest.mark.parametrize(("gold", "got"), [
     (lambda item: "43", "'43', which earns {'reward': 0"),
     (lambda item: 42, "42"),
-    (lambda item: item["solution"], "KeyError('solution')"),
+    (lambda item: item["solution"], "KeyError: 'solution'"),
 ])  # fmt: skip
 def test_a_gold_answer_that_is_wrong_is_refused_where_the_task_writes_it(gold, got, tiny, capsys):
     refused(["gold({'question'", got], previewed, tiny, capsys, gold=gold)
@@ -352,12 +351,3 @@ def test_rewards_that_take_too_long_are_found_before_the_model_is_loaded(mine, m
 def test_a_missing_eval_split_is_found_before_the_model_is_loaded(mine):
     mine.load = lambda split: {"train": [QUESTION]}[split]
     refused(["load('test')", "KeyError"], trainer.main)
-
-
-def test_options_for_a_model_without_a_chat_template_are_refused(mine, tiny, monkeypatch):
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    tokenizer.chat_template = None
-    monkeypatch.setattr(models, "load_tokenizer", lambda name: tokenizer)
-    monkeypatch.setattr(trainer, "CHAT_TEMPLATE", {"a": 1})
-    with pytest.raises(SystemExit, match="CHAT_TEMPLATE = {'a': 1}"):
-        trainer.main()

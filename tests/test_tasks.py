@@ -7,10 +7,12 @@ import re
 import runpy
 import secrets
 import shlex
+import signal
 import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,8 @@ import grpo_ref_split as trainer
 from grpo.constants import command_line
 from grpo.models import load_model
 from grpo.sampling.rewards import ask, end, start_process
-from grpo.sampling.task import load_task, prepare, reward_group, task_files
-from tasks import answers, arithmetic, countdown, data, gsm8k, judge
+from grpo.sampling.task import load_items, load_task, prepare, reward_group, task_files
+from tasks import arithmetic, data, gsm8k, judge
 from tasks import math as math_task
 from tasks import reasoning_gym as gym
 
@@ -43,7 +45,6 @@ def verdict(text):
 def judged(monkeypatch):
     """Returns a function: the rewards of an answer that a judge with these replies gives, and the
     requests that it got."""
-    monkeypatch.setattr(judge, "PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(judge, "LIMIT_SECONDS", 0.3)
 
     def run(*replies):
@@ -64,16 +65,14 @@ def test_a_judges_number_is_the_reward(text, points, good, judged):
     assert found == {"points": points, "good": good} and len(requests) == 1
 
 
-def test_a_judge_that_fails_is_asked_again_and_then_the_reward_does_not_apply(judged, monkeypatch):
+def test_where_a_judge_fails_the_reward_does_not_apply(judged, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    busy, broken = reply(503, b"{}"), reply(200, b"<html>")
-    found, requests = judged(busy, broken, verdict("8"))
-    assert found == {"points": 0.8, "good": True} and len(requests) == 3
-    head, brace, body = requests[0].partition(b"{")
+    _, (request,) = judged(verdict("8"))
+    head, brace, body = request.partition(b"{")
     assert b"Authorization: Bearer secret" in head
     assert "Because." in json.loads(brace + body)["messages"][0]["content"]
-    for replies in ([busy] * 3, [b""] * 3, [reply(200, b'{"choices": []}')] * 3):
-        assert judged(*replies)[0] == {"points": None, "good": None}
+    for body in (b"<html>", b"", b'{"choices": []}', b"[]"):
+        assert judged(reply(200, body))[0] == {"points": None, "good": None}
     began = time.monotonic()
     assert judged()[0]["good"] is None  # it accepts, and never answers
     assert time.monotonic() - began < 3
@@ -152,64 +151,6 @@ def test_reasoning_gym_itself(name, monkeypatch):
                 assert not gym.rewards(item, f"<answer>{junk}</answer>")["correctness"]
 
 
-# --- Countdown ----------------------------------------------------------------------
-PROBLEM = {"numbers": [44, 19, 2], "target": 50, "solution": "(44 - 19) * 2"}
-
-
-MADE = [
-    "(44 - 19) * 2", "2*(44-19)", " (44 - 19) * 2 = 50 ", "(-19 + 44) * 2", "-(19 - 44) * +2",
-    "(44 \u2212 19) \u00d7 2", "(44-19)*2 = 50.", "50 = (44-19)*2", "(44 - 19)\n* 2",
-    "`(44 - 19) * 2`", "$(44 - 19) * 2$ = 50.",
-]  # fmt: skip
-NOT_MADE = [  # other numbers, a number twice or not at all, another value, other signs
-    "(44 - 19) \u00f7 (1 \u00f7 2)", "4`4 - 19 * 2", "4 4 - 19 + 2", ".2 * (44 - 19)", "50 = 50",
-    "50 = 25 * 2 = 50", "(44 - 19) \u00d7\u00d7 2", "~44 * -19 * 2", "-" * 150 + "44",
-    "44 / (19 - 2)", "(44-19)*2 = 51", "50", "44 + 6", "(44 - 19) * 2 * 2 / 2", "(44 - 19) * 2 + 0",
-    "44 + 19 - 13", "44 - 19", "(44 - 19) ** 2", "44 // 19 * 2", "(44 - 19) * 0x2",
-    "(44 - 19) * 02", "44 - 19 - -2", "(44, 19, 2)", "44 19 2", "44(19)2", "44 / (19 - 19) * 2",
-    "(44 - 19) * ２", "__import__('os')", "", "(" * 90 + "44" + ")" * 90, "44 + 19 - 13 * " * 40,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_countdown_wants_each_number_once(right):
-    for answer in MADE if right else NOT_MADE:
-        completion = f"<think>a</think> <answer>{answer}</answer>"
-        found = countdown.rewards(PROBLEM, completion)
-        assert found == {"correctness": right, "format": True}, answer
-
-
-def test_countdown_reads_the_last_answer_alone():
-    tags = "<answer>(44 - 19) * 2</answer>"
-    assert countdown.rewards(PROBLEM, tags) == {"correctness": True, "format": False}
-    for text in ("(44 - 19) * 2", f"{tags}<answer>50</answer>", "<answer>(44 - 19) * 2", ""):
-        assert countdown.rewards(PROBLEM, text) == {"correctness": False, "format": False}
-    assert countdown.rewards({"numbers": [1, 1, 3], "target": 1}, "<answer>1/3*3</answer>") == {
-        "correctness": False,
-        "format": False,
-    }
-    thirds = {"numbers": [7, 3, 3], "target": 7}
-    assert countdown.rewards(thirds, "<answer>7 / 3 * 3</answer>")["correctness"]  # exact
-
-
-def test_countdown_makes_problems_that_are_solved_and_split(monkeypatch):
-    monkeypatch.setattr(countdown, "SIZES", {"train": 300, "validation": 40, "test": 40})
-    splits = {name: countdown.load(name) for name in countdown.SIZES}
-    keys = {n: {(*sorted(i["numbers"]), i["target"]) for i in items} for n, items in splits.items()}
-    assert sum(map(len, keys.values())) == len(set().union(*keys.values())) == 380
-    assert splits["train"] == countdown.load("train")
-    assert {len(item["numbers"]) for item in splits["train"]} == {3, 4}
-    for item in splits["train"]:
-        assert 1 <= item["target"] <= 100
-        gold = countdown.gold(item)
-        assert countdown.rewards(item, gold) == {"correctness": True, "format": True}, item
-    (chat,) = countdown.messages(PROBLEM)
-    assert "44, 19, 2" in chat["content"] and "50" in chat["content"]
-
-
-# --- Summary ------------------------------------------------------------------------
-
-
 # --- Mathematics --------------------------------------------------------------------
 SAME = [
     ("0.5", r"\frac{1}{2}"), (r"\dfrac12", r"\frac{1}{2}"), ("1+x", "x+1"),
@@ -224,7 +165,8 @@ SAME = [
     (r"\frac{1}{2}\,\mathrm{m/s}^{-2}", "0.5"), (r"37^\circ\text{C}", "37"), (r"\textbf{7}", "7"),
     (r"\mathbf{7}", r"\mathrm{7}"), (r"\cfrac{3}{4}", "0.75"), ("\u22127", "-7"), ("n=5", "5"),
     ("5", "n = 5"), ("y=2x+1", "2x+1"), ("y = 1 + 2x", "y=2x+1"), (r"x \in [1,2]", "[1,2]"),
-    (r"\leftarrow", r"\leftarrow"), ("a^9+b^9+c^9", "a^9 + b^9 + c^9"),
+    (r"\leftarrow", r"\leftarrow"), ("a^9+b^9+c^9", "a^9 + b^9 + c^9"), ("1{,}000", "10^3"),
+    (r"1.2 \times 10^{-5}", "0.000012"),
 ]  # fmt: skip
 OTHER = [  # 5! is not even tried
     ("", "5"), ("6", "5"), ("5, 6", "5"), ("x", "y"), ("x=3", "y=3"), ("x", "x=3"), ("2x=5", "25"),
@@ -251,7 +193,7 @@ SLOW = [  # math-verify, or its parser, takes from seconds to for ever
     "9^{9^9}", "9^4^4^4", "(a+b+c+d)^4/(e+f+g+h)^4", "((((a+b)^4+c)^4+d)^4)", "(((a+b)^4+a)^4+b)^4",
     "x^9+y^9=2", "((((((((((1))))))))))", "{{{{{{{{{1}}}}}}}}}", r"\sqrt{2+\sqrt{3+\sqrt{5}}}",
     r"\frac{1}{\frac{1}{\frac{1}{\frac{1}{x}}}}", r"\sqrt{12345678901234567}", r"\sum_{k=1}^{99}k",
-    "x" * 61 + "^2",
+    "x" * 61 + "^2", "9^9^9", "9^{9}^9", "{9^9}^9", "(9^9)^9", "9^{999}", "9!", "10^{99}^4",
 ]  # fmt: skip
 
 
@@ -260,7 +202,14 @@ def test_math_verify_does_not_see_what_it_can_hang_on(latex, monkeypatch):
     monkeypatch.setattr(math_task, "is_equal_latex", lambda *_: pytest.fail("it was asked"))
     assert not math_task.is_right(latex, "5") and not math_task.is_right("5", latex)
     assert math_task.is_right(latex, latex)
-    assert not answers.SAFE.fullmatch(latex)
+
+
+def test_math_verify_works_in_a_thread_and_leaves_the_alarm_alone():
+    """Its own timeout is SIGALRM: it raises off the main thread, and ends others' alarms."""
+    signal.alarm(100)
+    assert math_task.is_right(r"\sqrt{49}", "7") and signal.alarm(0) > 0
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(math_task.is_right, r"\sqrt{49}", "7").result()
 
 
 def test_a_long_answer_is_read_in_linear_time():
@@ -276,7 +225,7 @@ def test_what_math_verify_sees_it_answers_soon():
 
     def made(depth):
         if depth == 0:
-            return draw.choice(["a", "b", "2", "7", r"\pi"])
+            return draw.choice(["a", "b", "2", "7", r"\pi", "10^{99}"])
         one, two = made(depth - 1), made(depth - 1)
         forms = [f"({one}{draw.choice('+-*/')}{two})", f"({one})^{draw.choice('234')}"]
         return draw.choice([*forms, rf"\sqrt{{{one}}}", rf"\frac{{{one}}}{{{two}}}"])
@@ -305,46 +254,41 @@ def test_the_task_math_does_not_shadow_pythons_own(monkeypatch):
     """Nor in a process for rewards, where the folder tasks itself is on the path."""
     assert load_task("math") is math_task and math.pi > 3
     monkeypatch.setattr(sys, "path", list(sys.path))
-    task = load_task(str(Path(countdown.__file__)))  # imports random, and that math
+    task = load_task(str(Path(arithmetic.__file__)))  # imports random, and that math
     process, connection = start_process(task)
     try:
         ask(process, connection, 60)
-        answer = ask(process, connection, 60, ("rewards", PROBLEM, task.gold(PROBLEM)))
+        answer = ask(process, connection, 60, ("rewards", {"answer": "5"}, "<answer>5</answer>"))
     finally:
         end(process)
-    assert answer == {"correctness": True, "format": True}
+    assert answer == {"correctness": 1.0, "format": -1.0}
 
 
 # --- Data ---------------------------------------------------------------------------
 def test_records_come_from_a_file_a_folder_or_the_hub(tmp_path, monkeypatch):
     records = [{"prompt": str(n)} for n in range(20)]
     path = lines_at(tmp_path / "train.jsonl", records)
-    assert data.records(path, "test", "x.py") == [records[0], records[10]]
-    assert data.records(path, "train", "x.py") == records[1:10] + records[11:]
-    assert data.records(str(tmp_path), "train", "x.py") == records
-    with pytest.raises(SystemExit, match=f"in x.py: there is no file {tmp_path}/test.jsonl"):
-        data.records(str(tmp_path), "test", "x.py")
-    with pytest.raises(SystemExit, match="DATA = 'none.jsonl' in x.py: there is no file none"):
-        data.records("none.jsonl", "train", "x.py")
-    (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n\n{prompt: 2}\n')
-    bad = str(tmp_path / "bad.jsonl")
-    with pytest.raises(SystemExit, match="in x.py: line 3 of .*bad.jsonl is not JSON in UTF-8"):
-        data.records(bad, "train", "x.py")
-    Path(bad).write_bytes('{"prompt": 1}\n{"prompt": "é"}\n'.encode("latin-1"))
-    with pytest.raises(SystemExit, match="in x.py: line 2 of .*bad.jsonl is not JSON in UTF-8"):
-        data.records(bad, "train", "x.py")
-    Path(bad).write_text('\ufeff{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}', encoding="utf-8")
-    assert data.records(bad, "test", "x.py") == [{"prompt": "a\u2028b\x85c"}]
-
-    def load_dataset(name, split):
-        if name != "some/set":
-            raise ConnectionError("no network")
-        return iter(records)
-
+    assert data.records(path, "test") == [records[0], records[10]]
+    assert data.records(path, "train") == records[1:10] + records[11:]
+    assert data.records(str(tmp_path), "train") == records
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": 1}\n\n{prompt: 2}\n')
+    with pytest.raises(ValueError, match="line 3 of .*bad.jsonl is not JSON in UTF-8"):
+        data.records(bad, "train")
+    bad.write_bytes('{"prompt": 1}\n{"prompt": "é"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match="line 2 of .*bad.jsonl is not JSON in UTF-8"):
+        data.records(bad, "train")
+    bad.write_text('\ufeff{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}', encoding="utf-8")
+    assert data.records(bad, "test") == [{"prompt": "a\u2028b\x85c"}]
+    load_dataset = lambda name, config, split: iter(records)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert data.records("some/set", "train", "x.py") == records
-    with pytest.raises(SystemExit, match="'a/b' in x.py is neither a file or folder here nor"):
-        data.records("a/b", "train", "x.py")
+    assert data.records("some/set", "train") == records
+
+
+def test_data_that_is_not_there_is_said(monkeypatch):
+    monkeypatch.setattr(gsm8k, "DATA", "none.jsonl")
+    with pytest.raises(SystemExit, match=r"tasks/gsm8k.py: load.*FileNotFoundError.*none.jsonl"):
+        load_items("gsm8k", gsm8k, "train")
 
 
 # --- python -m tasks ------------------------------------------------------------------
@@ -356,12 +300,12 @@ def run(monkeypatch, *words):
 def test_the_tasks_there_are_are_listed(monkeypatch, capsys):
     run(monkeypatch)
     listed = capsys.readouterr().out
-    for name in ("arithmetic", "countdown", "gsm8k", "math"):
+    for name in ("arithmetic", "gsm8k", "math"):
         assert re.search(rf"(?m)^    {name} +\w", listed)
     assert not re.search("(?m)^    (answers|data|__main__)", listed)
     with pytest.raises(SystemExit, match="TASK = 'gsm9k': .*gsm8k"):
         run(monkeypatch, "gsm9k")
-    for name in task_files().keys() & {"arithmetic", "countdown", "gsm8k", "math"}:
+    for name in task_files().keys() & {"arithmetic", "gsm8k", "math"}:
         assert callable(load_task(name).gold), name
 
 
@@ -376,14 +320,13 @@ def test_a_list_of_tasks_and_a_wrong_name_come_at_once(name):
     assert shown.stdout.endswith("set()\n") and ("is gsm8k meant" in shown.stderr) == bool(name)
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "countdown", "shuffled"])
+@pytest.mark.parametrize("name", ["arithmetic", "shuffled"])
 def test_the_tasks_that_are_made_here_are_shown_with_gold_that_is_right(
     name, tiny, monkeypatch, capsys
 ):
     for constant in ("MODEL", "TASK", "MAX_PROMPT_TOKENS"):
         monkeypatch.setattr(trainer, constant, getattr(trainer, constant))
-    for task in (arithmetic, countdown):
-        monkeypatch.setattr(task, "SIZES", dict.fromkeys(task.SIZES, 20))
+    monkeypatch.setattr(arithmetic, "SIZES", dict.fromkeys(arithmetic.SIZES, 20))
     run(monkeypatch, name, f"MODEL={tiny}", "MAX_PROMPT_TOKENS=999")
     assert capsys.readouterr().out.count("rewards of the gold answer '<think>") == 3
 
@@ -401,7 +344,7 @@ def test_a_task_is_shown_as_a_run_would_see_it(tiny, tmp_path, monkeypatch, caps
     assert "Lima" not in shown and shown.count("empty completion: reward does not apply") == 3
     assert "own.py/train: 4 questions, 0 left out" in shown and "own.py/test: 4 ques" in shown
     with pytest.raises(SystemExit, match="there is no constant MODL: did you mean MODEL"):
-        run(monkeypatch, "countdown", f"MODL={tiny}")
+        run(monkeypatch, "gsm8k", f"MODL={tiny}")
 
 
 LABELS = """

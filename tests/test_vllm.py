@@ -90,13 +90,16 @@ class Case:
         self.policy.eos_ids = sorted(EOS)
 
     def sample(self, prompts, *, group_size=8, max_new_tokens=40, temperature=0.8, seed=0):
-        return self.policy.sample(
-            prompts,
+        groups = self.policy.stream(
+            enumerate(prompts),
             group_size=group_size,
+            max_sequences=len(prompts) * group_size,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=seed,
         )
+        groups = dict(groups)
+        return [groups[i] for i in range(len(prompts))]
 
     def distances(self, model):
         """-> how far from `model` are (sampled log-probs at 0.8, scores at 1), over PROMPTS."""

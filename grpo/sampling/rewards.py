@@ -20,8 +20,6 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
-import time
 import traceback
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -51,7 +49,8 @@ def called(name, function, must, call, holds=lambda got: True):
         lines = [f.lineno for f in frames if Path(f.filename).name == Path(task_file(name)).name]
         lines += [error.lineno] if isinstance(error, SyntaxError) else []
         at = f", line {lines[-1]}" if lines else ""
-        raise TaskError(name, function, f"failed with {error!r}{at}", must) from error
+        why = f"failed with {type(error).__name__}{at}: {error}"
+        raise TaskError(name, function, why, must) from error
     if not holds(got):
         raise TaskError(name, function, f"returned {got!r:.500}", must)
     return got
@@ -70,43 +69,24 @@ class TooSlow(BaseException):
     """A call took too long. Not an Exception: a task that catches those must not hide it."""
 
 
-class Remote(Exception):
-    """An error that a task raised in a reward process: its repr(), and its traceback as str()."""
-
-    def __init__(self, said, trace):
-        super().__init__(trace)
-        self.said = said
-
-    def __repr__(self):
-        return self.said
-
-
 # --- In place -------------------------------------------------------------------------
 @contextlib.contextmanager
 def timely(seconds, what):
     """Raises TooSlow in the block after `seconds`, and logs every 10 s what it waits for. If the
     code never returns to Python, or sets its own alarm as math-verify's time limits do, the process
-    ends with its traceback 10 s after the limit. Does nothing outside the main thread; blocks do
-    not nest."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    ends with its traceback 10 s after the limit. Runs in the main thread only; blocks do not nest.
+    """
 
-    began = time.monotonic()
+    def late(*_):
+        raise TooSlow(f"{what} took more than {seconds} s")
 
-    def look(*_):
-        spent = time.monotonic() - began
-        if spent >= seconds:
-            raise TooSlow(f"{what} took more than {seconds} s")
-        log.tell(f"waiting for {what} since {spent:.0f} s")
-        signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds - spent))
-
-    before = signal.signal(signal.SIGALRM, look)
+    before = signal.signal(signal.SIGALRM, late)
     # This uses a C thread, which runs even while other threads hold the interpreter
     faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
-    signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield
+        with log.announced(what):
+            yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.cancel_dump_traceback_later()
@@ -116,8 +96,9 @@ def timely(seconds, what):
 # --- In processes ---------------------------------------------------------------------
 def start_processes(task, number, limit_seconds):
     """Starts `number` processes. Returns submit(function, *arguments), which calls the task's
-    function in the next free process and returns a Future. The Future raises Remote, TooSlow, or
-    RuntimeError if the process died. Call this in the main thread: the processes end with it."""
+    function in the next free process and returns a Future. The Future raises TooSlow, or
+    RuntimeError if the function raised or the process died. Call this in the main thread: the
+    processes end with it."""
     jobs = queue.SimpleQueue()
     for _ in range(number):
         log.in_background(serve, *start_process(task), jobs, limit_seconds)
@@ -168,11 +149,11 @@ def ask(process, connection, seconds, job=None):
         if not connection.poll(seconds):
             end(process)
             raise TooSlow(f"it took more than {seconds} s, and its process was killed")
-        value, trace = connection.recv()
+        value, error = connection.recv()
     except (EOFError, OSError):
         raise RuntimeError(f"its process has ended: {end(process)}") from None
-    if trace:
-        raise Remote(value, trace)
+    if error:
+        raise RuntimeError(error)
     return value
 
 
@@ -198,7 +179,8 @@ def main():
             try:
                 connection.send((call(*arguments), None))
             except BaseException as error:  # noqa: BLE001 (raised where the rewards are awaited)
-                connection.send((repr(error), traceback.format_exc()))
+                traceback.print_exc()
+                connection.send((None, repr(error)))
             function, *arguments = connection.recv()
             call = getattr(sys.modules[name], function)
 

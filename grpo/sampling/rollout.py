@@ -18,32 +18,26 @@ from grpo.sampling.task import begin_rewards, reward_group, total
 from grpo.sampling.turns import stream_turns
 from grpo.wire import Group
 
-OUTSTANDING = 64  # the most groups that may wait for their rewards while others are sampled
-
 
 # --- Prompts ------------------------------------------------------------------------
 class Stream:
     """An endless sequence of prompts, fixed by a seed: each epoch has all prompts in a new order.
-    Any position can be read; iterating yields a rank's share, every `world`-th prompt."""
+    Iterating yields a rank's share, every `world`-th prompt, from any `position` that is set."""
 
     def __init__(self, prompts, seed, rank=0, world=1):
         self.prompts, self.seed, self.position, self.world = prompts, seed, rank, world
         self.epoch, self.shuffled = None, []
 
-    def __getitem__(self, position):
-        epoch, at = divmod(position, len(self.prompts))
-        if epoch != self.epoch:
-            self.epoch, self.shuffled = epoch, list(self.prompts)
-            random.Random(f"{self.seed}/{epoch}").shuffle(self.shuffled)
-        return self.shuffled[at]
-
     def __iter__(self):
         return self
 
     def __next__(self):
-        prompt = self[self.position]
+        epoch, at = divmod(self.position, len(self.prompts))
+        if epoch != self.epoch:
+            self.epoch, self.shuffled = epoch, list(self.prompts)
+            random.Random(f"{self.seed}/{epoch}").shuffle(self.shuffled)
         self.position += self.world
-        return prompt
+        return self.shuffled[at]
 
 
 # --- Sample and reward --------------------------------------------------------------
@@ -74,7 +68,7 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
     for prompt, completions in groups:
         texts = [c.turns or policy.text(c) for c in completions]
         waiting.append((prompt, completions, texts, begin_rewards(recipe, prompt[1], texts)))
-        while waiting and (len(waiting) > OUTSTANDING or all(f.done() for f in waiting[0][-1])):
+        while waiting and all(future.done() for future in waiting[0][-1]):
             yield finish(*waiting.popleft())
     while waiting:
         yield finish(*waiting.popleft())
@@ -103,14 +97,6 @@ def seed_of(*parts):
 
 
 # --- Count --------------------------------------------------------------------------
-# Names of sums over sampled groups. Each reward adds "reward_NAME" (the sum of the reward),
-# "square_NAME" (the sum of its squares) and "applicable_NAME" (the number of completions)
-TALLY = ("groups", "flat", "flat_outcome", "flat_reward", "completions", "tokens", "truncated")
-# Completions with OUTCOME > 0; tokens of completions that were not truncated; total rewards that
-# apply; standard deviations of the groups' total rewards
-TALLY += ("right", "ended_tokens", "total", "group_std")
-
-
 def is_flat(values):
     """Returns whether a group has zero variance in its `values`. If these are outcomes, only the
     format would be compared, at full size; if they are total rewards, nothing can be compared.
@@ -134,7 +120,7 @@ def totals_of(rewards, lengths, weights, *, limit, overlong):
 
 
 def tally(recipe, sampled):
-    """Returns {name: number} of one sampled group: the names in TALLY and those of each reward."""
+    """Returns {name: number} of one sampled group, as counts_of; they are added up over groups."""
     _, completions, rewards = sampled
     lengths, cut = [c.length for c in completions], [c.truncated for c in completions]
     return counts_of(recipe, lengths, cut, rewards)
@@ -158,6 +144,8 @@ def rewards_of(group):
 
 
 def counts_of(recipe, lengths, truncated, rewards):
+    """Returns {name: number}. Each reward adds "reward_NAME" (the sum of the reward), "square_NAME"
+    (the sum of its squares) and "applicable_NAME" (the number of completions)."""
     c = recipe.c
     applicable = {name: applying(r[name] for r in rewards) for name in c.REWARD_WEIGHTS}
     outcomes = applicable[c.OUTCOME]

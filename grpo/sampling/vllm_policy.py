@@ -108,18 +108,13 @@ class VLLMPolicy:
         self.llm.llm_engine.add_request(request, {"prompt_token_ids": ids}, params)
         return request
 
-    def sample(self, prompts, *, group_size, **settings):
-        """Returns `group_size` Completions for each of the prompts (lists of ids), the same for the
-        same `seed` on a CPU; the rest as in stream."""
-        settings |= {"group_size": group_size, "max_sequences": len(prompts) * group_size}
-        groups = dict(self.stream(enumerate(prompts), **settings))
-        return [groups[i] for i in range(len(prompts))]
-
     def continuation(self, prompt, size):
         """Returns a Completion of exactly `size` ids, sampled after the prompt at temperature 1;
         no EOS ends it."""
         settings = {"max_new_tokens": size, "temperature": 1.0, "eos_ids": [], "seed": 0}
-        return self.sample([prompt], group_size=1, **settings)[0][0]
+        prompts = iter([(0, prompt)])
+        ((_, group),) = self.stream(prompts, group_size=1, max_sequences=1, **settings)
+        return group[0]
 
     def text(self, completion):
         return completion_text(self.tokenizer, completion, self.eos_ids)
@@ -291,17 +286,10 @@ def quiet_and_undone(parallel):
 def check_device(c, in_rank):
     """Raises SystemExit if the device can't do what the constants require."""
     gpus = torch.accelerator.device_count()
-    if c.VLLM_SLEEP and not gpus:
-        raise SystemExit("VLLM_SLEEP = True needs a GPU; on a CPU set VLLM_SLEEP = False")
     if c.TENSOR_PARALLEL > 1 and in_rank:
         raise SystemExit(
             f"TENSOR_PARALLEL = {c.TENSOR_PARALLEL} works in workers only: each rank of the trainer"
             " has the whole model, so set it to 1"
-        )
-    if gpus and c.TENSOR_PARALLEL > gpus:  # on a CPU vLLM divides the cores
-        raise SystemExit(
-            f"TENSOR_PARALLEL = {c.TENSOR_PARALLEL} needs as many GPUs, but this process sees"
-            f" {gpus} (CUDA_VISIBLE_DEVICES)"
         )
     if gpus and c.VLLM_CACHE_GB * 1e9 > (free := torch.accelerator.get_memory_info()[0]):
         raise SystemExit(

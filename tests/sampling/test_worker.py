@@ -4,6 +4,7 @@ process, behind a real socket."""
 import contextlib
 import math
 from collections import Counter
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -82,7 +83,8 @@ def run(side, policy=None, name="me", expected=Ended, **constants):
 def in_order(side, *positions, name="me"):
     """-> the items at these positions of the worker's own order."""
     order = Stream(side.recipe.prompts, f"{side.c.SEED}/{name}")
-    return [order[position][0] for position in positions]
+    items = [index for index, *_ in islice(order, 1 + max(positions))]
+    return [items[position] for position in positions]
 
 
 # --- What it samples --------------------------------------------------------------------

@@ -5,10 +5,6 @@ import torch
 from grpo.models import last_logits, padded, prefill
 
 
-class Unsupported(Exception):
-    """The model lacks something that a decoder needs; the text tells the user what."""
-
-
 def repeated(x, sizes):
     """Returns a tensor whose row i is repeated sizes[i] times."""
     return x.repeat_interleave(repeats(sizes, x.device), 0)

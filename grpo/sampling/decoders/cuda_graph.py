@@ -18,23 +18,17 @@ from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
 
 # --- What may be recorded -----------------------------------------------------------
 # Checked beforehand: after a recording that fails PyTorch's allocator acts as if it still recorded.
-def can_record(model):
-    """Returns whether a Llama's forward never waits for the GPU. Dynamic RoPE does wait, as it
-    reads the positions."""
-    rope = getattr(model.model.rotary_emb, "rope_type", "default")
-    return is_nvidia(model.device) and rope in ("default", "linear", "yarn", "llama3")
-
-
-def can_record_layers(model):
-    """Returns whether transformers' layers take a token without waiting for the GPU. It is tried
-    once, with PyTorch set to raise whenever the host waits."""
+def can_record(kind, model):
+    """Returns whether decoders of a kind take a token without waiting for the GPU, as dynamic RoPE
+    does, which reads the positions. It is tried once, with PyTorch set to raise whenever the host
+    waits."""
     if not is_nvidia(model.device):
         return False
     try:
-        return never_waits(SharedDecoder(model, 2))
+        return never_waits(kind(model, 2))
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # noqa: BLE001 (SharedDecoder's own trial logs the error)
+    except Exception:  # noqa: BLE001 (the decoder's own trial logs the error)
         return False
 
 

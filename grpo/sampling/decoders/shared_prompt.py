@@ -21,7 +21,7 @@ from grpo.attention import attention_is
 from grpo.devices import is_nvidia
 from grpo.models import last_logits, prefill
 from grpo.sampling.decoders.attention import attend, mask_of
-from grpo.sampling.decoders.cached import Unsupported, repeated
+from grpo.sampling.decoders.cached import repeated
 
 ROOM = 64  # C at first; doubled when it is full
 SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among transformers' attentions
@@ -134,9 +134,9 @@ def shared_attention(
 ):
     """SharedLayer.attention for transformers' layers: (S, K * R, 1, D) -> (S, 1, K * R, D), None"""
     if s_aux is not None:
-        raise Unsupported("its attention has sinks")
+        raise NotImplementedError("its attention has sinks")
     if not hasattr(key, "shared"):  # the layer computes its keys from what it has cached
-        raise Unsupported("its attention keeps its own cache format")
+        raise NotImplementedError("its attention keeps its own cache format")
     layer, slots = key.shared
     size, heads, _, width = query.shape
     query = query.view(size, key.shape[1], -1, width)
