@@ -1,6 +1,5 @@
 """Ranks as threads of one process, for the tests of what ranks do together."""
 
-import contextlib
 import functools
 import pickle
 import threading
@@ -8,8 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
-
-from grpo.sampling import task
 
 PLACES = ("get_rank", "get_world_size", "all_gather_object", "all_reduce", "barrier")
 REDUCE = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
@@ -24,8 +21,6 @@ class Ranks:
         self.called, self.values = [None] * number, [None] * number
         for name in PLACES:
             monkeypatch.setattr(dist, name, getattr(self, name))
-        # Its signal reaches the main thread alone, where a rank's rewards are computed
-        monkeypatch.setattr(task, "timely", lambda *_: contextlib.nullcontext())
 
     # --- In the place of torch.distributed ----------------------------------------------
     def get_rank(self):
