@@ -136,7 +136,8 @@ def main(seed, rewards="plain"):
     if rewards == "plain":
         print("GRPO made the model use an operator and a format that it knew but rarely chose. It")
         print("taught no arithmetic. The questions are new; their numbers also occur in training.")
-    print(f"Model: {final}   curves: {RUN_DIR}/curves.png   samples: {RUN_DIR}/samples.jsonl\n")
+    print(f"Model: {final}   curves: {RUN_DIR}/curves.png   samples: {RUN_DIR}/samples.jsonl")
+    print("For a task of your own: python -m tasks my/task.py OUT=runs/my_model (see README.md)\n")
     records = map(json.loads, Path(RUN_DIR, "metrics.jsonl").read_text().splitlines())
     first, *_, last = (record for record in records if "eval_accuracy" in record)
     result = {"seed": seed, "rewards": rewards, "steps": last["step"]}

@@ -24,13 +24,17 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+from grpo.constants import begin, constants_in, read_words, with_constants
+
+if __name__ == "__main__":
+    begin()  # before torch is imported
+
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 import grpo_ref_split as trainer
 from grpo import scores
-from grpo.constants import constants_in, read_words, with_constants
 from grpo.log import say
 from grpo.merge import base_of, merge_into
 from grpo.models import load_tokenizer

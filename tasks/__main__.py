@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 
 from grpo.constants import command_line
-from grpo.sampling.rewards import called
 from grpo.sampling.task import (
     Recipe,
+    gold_of,
     load_chat,
     load_items,
     load_split,
@@ -52,7 +52,8 @@ def make_model(recipe, out):
         load_chat(c.TASK, task, item)
 
     def right_or_wrong(item, draw):
-        return gold_of(recipe, draw.choice([item, draw.choice(items)]))
+        must = 'return a right answer; without gold() each item needs an "answer"'
+        return gold_of(recipe, draw.choice([item, draw.choice(items)]), must)
 
     def answer(item, draw):
         said = getattr(task, "sloppy", right_or_wrong)(item, draw)
@@ -64,16 +65,6 @@ def make_model(recipe, out):
     words += f" 'STOP_STRINGS={json.dumps(c.STOP_STRINGS)}'" if c.STOP_STRINGS else ""
     words += f" MAX_PROMPT_TOKENS={half} MAX_COMPLETION_TOKENS={half}"
     return f"python grpo_ref_split.py presets/demo.py {words}"
-
-
-def gold_of(recipe, item):
-    """Returns gold(item), or item["answer"]: the text of a right answer, or a list of the model's
-    turns."""
-    task, must = recipe.task, 'return a right answer; without gold() each item needs an "answer"'
-    gold = lambda: task.gold(item) if hasattr(task, "gold") else str(item["answer"])
-    kinds = str | list if hasattr(task, "reply") else str
-    call, holds = f"gold({item!r:.500})", lambda got: isinstance(got, kinds)
-    return called(recipe.c.TASK, call, must, gold, holds)
 
 
 def with_replies(recipe, item, said):

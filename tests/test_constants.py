@@ -105,7 +105,7 @@ def test_help_is_the_usage(word, given, capsys):
         ("grpo_ref_split.py GROUP_SIZE=1", "GROUP_SIZE = 1"),
         ("grpo_ref_split.py LOSS_TYPE=gpro", "LOSS_TYPE = 'gpro'"),
         ("grpo_ref_split.py TASK=my/tusk.py", "my/tusk.py"),
-        ("grpo_ref_split.py worker TASK=gsm9k", "is gsm8k meant"),
+        ("grpo_ref_split.py worker TASK=gsm9k", "did you mean gsm8k"),
     ],
 )
 def test_a_wrong_command_is_told_before_torch_is_imported(command, named, tmp_path):

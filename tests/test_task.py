@@ -244,7 +244,7 @@ def test_a_mistake_in_a_function_is_said_with_its_line(tiny, tmp_path, monkeypat
     refused(["messages", "TypeError", ", line 3"], loaded, tiny, task.load, task.messages)
 
 
-@pytest.mark.parametrize(("name", "near"), [("cities.py", "cities.py"), ("gsm9k", "is gsm8k")])
+@pytest.mark.parametrize(("name", "near"), [("cities.py", "cities.py"), ("gsm9k", "gsm8k")])
 def test_a_task_that_is_not_there_is_said(name, near):
     with pytest.raises(SystemExit, match=f"TASK = '{name}'.*{near}"):
         load_task(name)

@@ -63,8 +63,9 @@ def check_task_file(name):
         found = f"tasks.{name}" in sys.modules or name in task_files()
     if not found:
         near = difflib.get_close_matches(name, task_files(), n=1)
-        meant = f": is {near[0]} meant?" if near else ""
-        raise SystemExit(f"TASK = {name!r}: there is no file {task_file(name)}{meant}")
+        meant = f": did you mean {near[0]}?" if near else ""
+        path = "" if name.endswith(".py") else " (a file elsewhere needs its path: TASK=my/task.py)"
+        raise SystemExit(f"TASK = {name!r}: there is no file {task_file(name)}{path}{meant}")
 
 
 def module_at(path):
@@ -117,8 +118,8 @@ class Recipe:
         default = next(iter(weights)) if len(weights) == 1 else "correctness"
         outcome = default if set_to is None else set_to
         if outcome not in weights:
-            must = f"name the reward, one of {list(weights)}, that is above 0 if an answer is right"
-            raise TaskError(c.TASK, "OUTCOME", f"is {set_to!r}, here or in the trainer", must)
+            must = f"name the reward that is above 0 if an answer is right, one of {list(weights)}"
+            raise TaskError(c.TASK, "OUTCOME, in the task or the trainer,", f"is {set_to!r}", must)
         set_for_run(vars(c), {"REWARD_WEIGHTS": weights, "OUTCOME": outcome})
 
 
@@ -292,7 +293,7 @@ def named_floats(recipe, rewards, item, text):
         " and ".join(given),
         f"returned {rewards!r:.500} for the question {item!r} and the completion {text!r}",
         f"return a dict with the names in REWARD_WEIGHTS, {names}, and as values numbers below"
-        ' 1e30, True, False or None (does not apply); or one such value alone, named "reward"',
+        ' 1e30, True, False or None (does not apply); if "reward" is the only name, such a value',
     )
 
 
@@ -347,11 +348,8 @@ def check_gold(recipe, item, tokenizer):
         turns.play(recipe, item, [""])
     if not gold and item.get("answer") is None:
         return
-    call = f"gold({item!r:.500})"
     must = f"return the text of a right completion: its OUTCOME = {c.OUTCOME!r} must be above 0"
-    gold_or_answer = lambda: gold(item) if gold else str(item["answer"])
-    kinds = (str, list) if several else str | None
-    text = called(c.TASK, call, must, gold_or_answer, holds=lambda got: isinstance(got, kinds))
+    text = gold_of(recipe, item, must, or_none=True)
     if text is None:
         say("gold() has no answer to this question")
         return
@@ -360,7 +358,18 @@ def check_gold(recipe, item, tokenizer):
         turns.show_turns(c, tokenizer, text)
     rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
     if gold and rewards[c.OUTCOME] <= 0:  # NaN (does not apply) is not wrong
-        raise TaskError(c.TASK, call, f"returned {text!r:.500}, which earns {rewards}", must)
+        got = f"returned {text!r:.500}, which earns {rewards}"
+        raise TaskError(c.TASK, f"gold({item!r:.500})", got, must)
+
+
+def gold_of(recipe, item, must, or_none=False):
+    """Returns gold(item), or item["answer"] without gold(): a right text, or a list of the model's
+    turns if the task has reply(). Raises TaskError with `must` for anything else."""
+    task = recipe.task
+    kinds = (str, list) if hasattr(task, "reply") else str
+    gold = lambda: task.gold(item) if hasattr(task, "gold") else str(item["answer"])
+    holds = lambda got: isinstance(got, kinds) or (got is None and or_none)
+    return called(recipe.c.TASK, f"gold({item!r:.500})", must, gold, holds)
 
 
 def show_rewards(recipe, item, what, text):
