@@ -67,7 +67,7 @@ def command_line():
     add("--out", default="runs/eval", help="folder for the answers")
     given, words = read_words("grpo_ref_split.py", presets=False)
     for name in given.keys() & {"MODEL", "TASK", "LORA_RANK"}:
-        raise SystemExit(f"{name}={given[name]} can't be set: the command names models and task")
+        raise SystemExit(f"{name}={given[name]} can't be set: leave it out and give MODEL ... TASK")
     options = parser.parse_intermixed_args(words)
     values = constants_in(vars(trainer.constants()))
     for model in options.models:

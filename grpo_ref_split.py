@@ -81,7 +81,7 @@ VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more 
 VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
 TENSOR_PARALLEL = 1  # GPUs per vLLM worker, for a model that is too large for one GPU
 MASK_TRUNCATED = True  # does not train on truncated completions; the group's mean has them
-OVERLONG_TOKENS = 0  # the reward falls by up to 1 over the last N tokens allowed (DAPO); 0: off
+OVERLONG_TOKENS = 0  # reward falls by up to 1 in this many tokens before the limit (DAPO); 0: off
 # Flat groups are skipped: their completions all have the same OUTCOME ("outcome"), or the same
 # total reward ("reward"). False trains on every group.
 SKIP_FLAT_GROUPS = "outcome"
@@ -111,7 +111,7 @@ RATIO_LEVEL = "token"  # or "sequence": a ratio per completion (GSPO: CLIP_LOW 3
 # token's objective is multiplied by p_trainer / p_sampler, by IS_CAP at most. 0: off.
 IS_CAP = 2.0
 IS_MASK = False  # True: tokens whose factor is above IS_CAP or below 1 / IS_CAP get 0 (token_mask)
-# Optimiser updates on each rollout, mu (num_iterations). More reuse the samples and go off-policy;
+# Optimiser updates on each rollout, mu (num_iterations). Higher reuses samples and is off-policy;
 # with 1, only workers' older groups can be clipped.
 UPDATES_PER_ROLLOUT = 1
 
@@ -120,7 +120,7 @@ PUBLISH_STEPS = 0  # workers get a new policy every N steps; higher is staler; 0
 TRAINER = "http://127.0.0.1:59876"  # where rank 0 serves workers; other machines need GRPO_TOKEN
 TRAINER_SAMPLES = True  # ranks sample what workers have not sent; False: only workers sample
 MAX_STALENESS = 4  # groups sampled more than N updates ago are dropped; higher keeps older ones
-REFERENCE = None  # the reference without a server, with MODEL's tokenizer; None: MODEL itself
+REFERENCE = None  # without a server: a reference model that has MODEL's tokenizer; None: MODEL
 REFERENCE_REFRESH_STEPS = 0  # without a server: the policy becomes the reference every N steps
 
 # --- Optimisation -------------------------------------------------------------------
@@ -149,8 +149,8 @@ EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the e
 EVAL_SPLIT = "test"  # the task's split for evaluations
 EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more precise and slower
 EVAL_BATCH = "auto"  # questions that a rank answers at once; more are faster and need memory
-STOP_ACCURACY = 1.01  # accuracy that ends the run (above 1: never); if set, report on another split
-SAVE_STEPS = 100  # steps between checkpoints: the model, and 12 bytes per trained parameter
+STOP_ACCURACY = 1.01  # accuracy that ends the run (above 1: never); if set, test on another split
+SAVE_STEPS = 100  # steps between checkpoints (the model + 12 bytes per trained parameter)
 KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
 KEEP_BEST = True  # also keeps the checkpoint of the best evaluation: RUN_DIR/best
 RESUME = True  # resumes from the newest checkpoint in RUN_DIR; False: RUN_DIR must not hold a run

@@ -370,7 +370,7 @@ def print_gpus():
         cells = [f"{gb(size)} ({card(size)}, {card(size + server)})" for size in sizes]
         rows.append([name[8:], *cells, gb(server), gb(in_ram(m)), gb(merged_bytes(lora))])
     ways = [f"{w} GPU{'s' * (w > 1)}" if not offload else f"{w}, offload" for w, offload in WAYS]
-    ways.append(f"LoRA {RANK}, each GPU")
+    ways.append(f"LoRA {RANK}, 1 GPU")
     table(["Qwen2.5", *ways, "the server", "RAM with offload", "adapters, merged"], rows)
 
 

@@ -292,8 +292,8 @@ def named_floats(recipe, rewards, item, text):
         recipe.c.TASK,
         " and ".join(given),
         f"returned {rewards!r:.500} for the question {item!r} and the completion {text!r}",
-        f"return a dict with the names in REWARD_WEIGHTS, {names}, and as values numbers below"
-        ' 1e30, True, False or None (does not apply); if "reward" is the only name, such a value',
+        "return a value (a number below 1e30, True, False or None: does not apply) for each name in"
+        f' REWARD_WEIGHTS, {names}, as a dict, or the bare value if "reward" is the only name',
     )
 
 
@@ -348,7 +348,7 @@ def check_gold(recipe, item, tokenizer):
         turns.play(recipe, item, [""])
     if not gold and item.get("answer") is None:
         return
-    must = f"return the text of a right completion: its OUTCOME = {c.OUTCOME!r} must be above 0"
+    must = f"return a right completion, one whose reward {c.OUTCOME!r} (OUTCOME) is above 0"
     text = gold_of(recipe, item, must, or_none=True)
     if text is None:
         say("gold() has no answer to this question")
