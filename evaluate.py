@@ -5,7 +5,7 @@
     python evaluate.py Qwen/Qwen2.5-3B runs/gsm8k/best gsm8k         # before and after
     deepspeed evaluate.py runs/gsm8k/best gsm8k EVAL_SPLIT=train     # on all GPUs
 
-Each answer is saved at once, so the same command resumes after an interruption. A file of answers
+Answers are saved as they come, so the same command resumes after an interruption. A file of answers
 has a line of settings, then one line per question: {"question": its number, "answers": [{"text",
 "tokens", "truncated", "rewards": {name: number, or null: does not apply}}, ...]}. The constants are
 the trainer's, or those of the run if a model is a run's checkpoint; NAME=value changes one. Several
@@ -69,6 +69,8 @@ def command_line():
     for name in given.keys() & {"MODEL", "TASK", "LORA_RANK"}:
         raise SystemExit(f"{name}={given[name]} can't be set: leave it out and give MODEL ... TASK")
     options = parser.parse_intermixed_args(words)
+    if options.samples < 0:
+        raise SystemExit(f"--samples {options.samples} must be 0 or more")
     values = constants_in(vars(trainer.constants()))
     for model in options.models:
         values |= constants_of_run(model, options.task)

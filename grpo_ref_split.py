@@ -52,7 +52,7 @@ from grpo.stop import TooLong, stop
 from grpo.training import checkpoint, checks, ranks
 from grpo.training.engine import cpu_threads, learning_rate, take_step
 from grpo.training.metrics import TokenStats, check_update, evaluate, rollout_metrics, with_kl
-from grpo.training.report import log_idle, report_end, show
+from grpo.training.report import check_reporters, log_idle, report_end, show
 from grpo.training.start import start_run
 from grpo.training.workers import staleness
 from grpo.wire import check_group
@@ -445,6 +445,7 @@ def constants(**preset):
 def main(**preset):
     c = constants(**preset)
     checkpoint.check_run_dir(RUN_DIR, RESUME)
+    check_reporters(REPORT_TO)
     tokenizer, recipe, server = prepare(c, needs_server=bool(REF_SERVER and KL_BETA))
     questions = load_questions(c, recipe.task, tokenizer)
     ranks.join_ranks(WAIT_LIMIT_SECONDS)  # collective

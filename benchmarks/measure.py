@@ -67,6 +67,7 @@ def trained(logs, others, trainer, ranks=1):
     finally:
         for process in reversed(processes):
             process.terminate()
+            process.wait()
 
 
 def apart(function, *args, threads=CORES):

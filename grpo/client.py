@@ -6,8 +6,11 @@ up after a time limit.
 
 import json
 import os
+import socket
+import time
 
 import requests
+from requests.adapters import HTTPAdapter
 
 from grpo.stop import Wait
 from grpo.wire import check_facts, facts_of, pack_ids, sha256_of, unpack_logps
@@ -15,6 +18,18 @@ from grpo.wire import check_facts, facts_of, pack_ids, sha256_of, unpack_logps
 # Errors of a call if no server runs, or if the server dies in the middle of its answer
 CUT_OFF = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
 AGAIN = (502, 503, 504)  # the server is full, or a proxy can't reach it: try again
+# A server may score for minutes, but a dead machine must be noticed. TCP probes it after 10 s of
+# silence and gives up 20 s later; higher numbers notice it later
+PROBES = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+
+
+class Probing(HTTPAdapter):
+    def init_poolmanager(self, *args, **kwargs):
+        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+        for name, value in PROBES.items():
+            if hasattr(socket, name):  # macOS lacks TCP_KEEPIDLE
+                options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
+        super().init_poolmanager(*args, socket_options=options, **kwargs)
 
 
 class Client:
@@ -26,26 +41,33 @@ class Client:
         self.url, self.limit = url.rstrip("/"), wait_limit_seconds
         self.session = requests.Session()
         self.session.trust_env = False  # no HTTP_PROXY: a proxy seldom knows a cluster's machines
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, Probing())
         if token := os.environ.get("GRPO_TOKEN"):
             self.session.headers["Authorization"] = f"Bearer {token}"
 
     def call(self, method, path, *, timeout=10, expected=(), **request) -> requests.Response:
         """Calls a route. Raises RuntimeError if the other side answers with an error status that is
         not `expected`, TooLong if it is unreachable or full for `wait_limit_seconds`."""
-        url = self.url + path
-        wait = Wait(url, self.limit)
+        url, wait = self.url + path, None
         while True:
+            began = time.monotonic()
             try:
                 reply = self.session.request(method, url, timeout=(10, timeout), **request)
             except CUT_OFF as error:
                 why = f"no answer ({type(error).__name__}); does `{self.command}` run?"
+                silent = isinstance(error, requests.ReadTimeout)  # no answer since it was sent
             else:
                 if reply.ok or reply.status_code in expected:
                     return reply
                 if reply.status_code not in AGAIN:
                     remedy = "; raise its MAX_BODY_BYTES" if reply.status_code == 413 else ""
                     raise RuntimeError(f"{url} refused ({reply.status_code}): {reply.text}{remedy}")
-                why = reply.text or f"status {reply.status_code}"
+                why, silent = reply.text or f"status {reply.status_code}", True
+            # The limit counts from the first failure. A request without an answer in time has
+            # failed since it was sent; a connection that broke has failed just now
+            wait = wait or Wait(url, self.limit)
+            wait.start = min(wait.start, began) if silent else wait.start
             wait.sleep(why)
 
 

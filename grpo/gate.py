@@ -8,11 +8,13 @@ A refusal of the app is JSON, {"error": a sentence}: 400 for a malformed request
 token, 404, 405, and 503 if the server is full, after which clients try again.
 """
 
+import contextlib
 import hmac
 import json
 import os
 import sys
 import threading
+from urllib.parse import urlsplit
 
 import bottle
 from waitress.server import TcpWSGIServer
@@ -35,6 +37,8 @@ class Gate(bottle.Bottle):
 
     def authorise(self):
         request = bottle.request
+        if not self.token and not is_local(request.environ.get("HTTP_HOST", "localhost")):
+            self.refuse(403, "without GRPO_TOKEN requests must name 127.0.0.1 or localhost")
         if not self.token or request.path == "/health":
             return
         sent = request.environ.get("HTTP_AUTHORIZATION", "")
@@ -102,6 +106,14 @@ class Server(TcpWSGIServer):
             self.task_dispatcher.shutdown()
             self.trigger.pull_trigger(close)
             closed.wait(5)
+
+
+def is_local(host):
+    """Returns whether a Host header names this machine. With another name that leads here (DNS
+    rebinding), a web page could read the answers."""
+    with contextlib.suppress(ValueError):
+        return urlsplit(f"//{host}").hostname in LOCAL
+    return False
 
 
 def token_for(host, constant):

@@ -16,12 +16,12 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 import bottle
 import waitress
 
-from grpo.gate import LOCAL
+from grpo.gate import is_local
 
 PORT = 59877  # of the page, unless the command names another
 SILENT_SECONDS = 600  # a run that wrote nothing for longer counts as stopped
@@ -149,7 +149,7 @@ def make_app(folder):
 
     @app.hook("before_request")
     def refuse_other_names():  # DNS rebinding: a web page could read the runs
-        if urlsplit(f"//{bottle.request.headers.get('Host', LOCAL[0])}").hostname not in LOCAL:
+        if not is_local(bottle.request.environ.get("HTTP_HOST", "localhost")):
             bottle.abort(403, "this page is for 127.0.0.1 and localhost")
 
     html = Path(__file__).with_name("live.html").read_text(encoding="utf-8")

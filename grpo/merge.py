@@ -8,6 +8,7 @@ MODEL may name OUT.
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM
@@ -26,12 +27,18 @@ def base_of(model):
 
 def merge_into(model, folder):
     """Adds the adapter in `folder`, if there is one, to its base `model`, in place. PEFT loads
-    adapters in float32 and rounds the sum once; it raises if the two do not match."""
-    if Path(folder, CONFIG).is_file():
-        from peft import PeftModel
+    adapters in float32 and rounds the sum once. Raises SystemExit if the two do not match."""
+    if not Path(folder, CONFIG).is_file():
+        return
+    from peft import PeftModel
 
-        adapted = PeftModel.from_pretrained(model, folder, torch_device=str(model.device))
-        adapted.merge_and_unload()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            adapted = PeftModel.from_pretrained(model, folder, torch_device=str(model.device))
+    except (ValueError, RuntimeError, UserWarning) as error:
+        raise SystemExit(f"the adapter {folder} does not fit its base model: {error}") from error
+    adapted.merge_and_unload()
 
 
 def merge(adapter, out):

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from grpo.constants import command_line
+from grpo.sampling.rewards import called, timely
 from grpo.sampling.task import (
     Recipe,
     gold_of,
@@ -56,7 +57,11 @@ def make_model(recipe, out):
         return gold_of(recipe, draw.choice([item, draw.choice(items)]), must)
 
     def answer(item, draw):
-        said = getattr(task, "sloppy", right_or_wrong)(item, draw)
+        call, must = f"sloppy({item!r:.500})", "return a text, or a list of the model's turns"
+        sloppy = getattr(task, "sloppy", right_or_wrong)
+        holds = lambda got: isinstance(got, str | list) and got != []
+        with timely(c.REWARD_TIMEOUT_SECONDS, f"gold() or sloppy() of {c.TASK}"):
+            said = called(c.TASK, call, must, lambda: sloppy(item, draw), holds)
         return with_replies(recipe, item, said)
 
     print(f"a tiny model learns from the examples of {c.TASK}, for {WARM_STEPS} steps", flush=True)

@@ -32,6 +32,14 @@ def test_without_the_token_only_health_answers():
     refused(call(app, "GET", "/no/such/route", **right), 404)
 
 
+@pytest.mark.parametrize("host", ["evil.example", "[::1", "127.0.0.1.evil.example:59875"])
+def test_a_name_that_leads_here_is_refused_without_a_token(host):
+    refused(call(an_app(), "GET", "/health", HTTP_HOST=host), 403)
+    assert call(an_app(), "GET", "/health", HTTP_HOST="localhost:59875")[0] == 200
+    right = {"HTTP_HOST": host, "HTTP_AUTHORIZATION": "Bearer secret"}
+    assert call(an_app("secret"), "GET", "/health", **right)[0] == 200
+
+
 def test_an_address_that_others_reach_needs_a_token(monkeypatch):
     monkeypatch.delenv("GRPO_TOKEN", raising=False)
     assert token_for("127.0.0.1", "HOST") is token_for("localhost", "HOST") is None

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from fakes import tiny_policy
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.merge import merge, merge_into
@@ -81,10 +81,20 @@ def test_what_can_not_be_merged_is_refused_with_a_reason(tiny, tmp_path, adapter
             merge(folder, str(path))
     with pytest.raises(SystemExit, match=f"{tiny} has no adapter_config.json"):
         merge(str(tiny), str(tmp_path / "out"))
+    config = json.loads((adapter[0] / "adapter_config.json").read_text())
     theirs = shutil.copytree(adapter[0], tmp_path / "theirs")
-    config = (theirs / "adapter_config.json").read_text()
-    (theirs / "adapter_config.json").write_text(config.replace('"r": 4', '"r": 2'))
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    for changes, reason in (
+        ({"r": 2}, "size mismatch"),
+        ({"target_modules": ["c_attn"]}, "c_attn"),
+    ):
+        (theirs / "adapter_config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(SystemExit, match=reason):
+            merge(str(theirs), str(tmp_path / "out"))
+    (theirs / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(theirs / "adapter_model.safetensors")
+    del tensors[max(tensors)]
+    save_file(tensors, theirs / "adapter_model.safetensors")
+    with pytest.raises(SystemExit, match="does not fit"):
         merge(str(theirs), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

@@ -40,11 +40,17 @@ class TaskError(SystemExit):
         super().__init__(f"{task_file(name)}: {function} {got}: it must {must}")
 
 
+SOONER = "answer within REWARD_TIMEOUT_SECONDS; raise that constant if it needs longer"
+
+
 def called(name, function, must, call, holds=lambda got: True):
     """Returns the result of `call`, which calls a task's function. Raises TaskError with the line
-    if it fails, or if holds(result) is false."""
+    if it fails, if holds(result) is false, or if timely() around it ends it."""
     try:
         got = call()
+    except TooSlow as error:
+        slow = f"took {str(error).rpartition(' took ')[2]}"
+        raise TaskError(name, function, slow, SOONER) from None
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f.lineno for f in frames if Path(f.filename).name == Path(task_file(name)).name]

@@ -65,7 +65,7 @@ def check_task_file(name):
         near = difflib.get_close_matches(name, task_files(), n=1)
         meant = f": did you mean {near[0]}?" if near else ""
         path = "" if name.endswith(".py") else " (a file elsewhere needs its path: TASK=my/task.py)"
-        raise SystemExit(f"TASK = {name!r}: there is no file {task_file(name)}{path}{meant}")
+        raise SystemExit(f"TASK = {name!r}: there is no task {task_file(name)}{path}{meant}")
 
 
 def module_at(path):
@@ -258,8 +258,9 @@ def given_rewards(recipe, item, texts, futures=()):
     except (Exception, TooSlow) as error:
         function, _, seen = calls[len(results)]
         remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
+        why = str(error) if futures else repr(error)  # a process has sent the text alone
         raise RuntimeError(
-            f"{task_file(name)}: {function}() failed with {error!r}{remedy} for the question"
+            f"{task_file(name)}: {function}() failed with {why}{remedy} for the question"
             f" {item!r} and {'completions' if 'group' in function else 'completion'} {seen!r}"
         ) from error
     alone = results[: len(texts)] if hasattr(task, "rewards") else [{}] * len(texts)
@@ -368,7 +369,7 @@ def gold_of(recipe, item, must, or_none=False):
     task = recipe.task
     kinds = (str, list) if hasattr(task, "reply") else str
     gold = lambda: task.gold(item) if hasattr(task, "gold") else str(item["answer"])
-    holds = lambda got: isinstance(got, kinds) or (got is None and or_none)
+    holds = lambda got: (isinstance(got, kinds) and got != []) or (got is None and or_none)
     return called(recipe.c.TASK, f"gold({item!r:.500})", must, gold, holds)
 
 

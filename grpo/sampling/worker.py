@@ -44,7 +44,7 @@ def run_worker(policy, recipe, name=None):
             elif worker.lacks(record) and not fresh:  # else it might load for ever
                 if fresh := worker.load(record, Path(folder, "policy")):
                     continue
-                why = "a newer policy has replaced the requested one"
+                why = "a newer policy replaced the requested one, or its download was interrupted"
             elif room:
                 worker.sample(room)
                 wait, fresh = None, False
@@ -85,7 +85,7 @@ class Worker:
 
     def load(self, record, path):
         """Fetches a policy to `path`, loads it, and checks its log-probs. Returns False if the
-        trainer does not have it any more."""
+        trainer does not have it any more, or if the connection breaks."""
         check_settings(record["settings"], self.recipe.settings())
         version, started = record["version"], time.perf_counter()
         if not self.trainer.fetch(record, path):

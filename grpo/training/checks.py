@@ -2,12 +2,17 @@
 mistake in the command is reported at once."""
 
 import importlib.util
+import re
 
 from grpo import constants
 from grpo.constants import COUNT, FLAG, NUMBER, TEXT, WHOLE, dict_of, list_of, one_of, or_
 from grpo.sampling.task import check_task_file
 
-ADDRESS = "http://host:port", lambda value: str(value).startswith(("http://", "https://"))
+
+def address(what, pattern):
+    return what, lambda value: isinstance(value, str) and re.fullmatch(pattern, value)
+
+
 KINDS = [  # (kind, constants)
     (WHOLE, """PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS STEPS
         EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
@@ -30,26 +35,27 @@ KINDS = [  # (kind, constants)
     (one_of("torch", "vllm"), "SAMPLER"),
     (one_of("linear", "cosine"), "LR_SCHEDULE"),
     (one_of("outcome", "reward", False, True), "SKIP_FLAT_GROUPS"),
-    (list_of("two numbers below 1", lambda beta: NUMBER[1](beta) and beta < 1), "ADAM_BETAS"),
+    (list_of("numbers below 1", lambda beta: NUMBER[1](beta) and beta < 1), "ADAM_BETAS"),
     (or_(None, TEXT), "OUTCOME REFERENCE"),
     (or_(None, dict_of("numbers", constants.real)), "REWARD_WEIGHTS"),
     (dict_of("options", lambda option: True), "CHAT_TEMPLATE"),
     (list_of('"tensorboard", "wandb" and functions',
              lambda to: callable(to) or to in ("tensorboard", "wandb")), "REPORT_TO"),
-    (or_(None, ADDRESS), "REF_SERVER"),
-    (ADDRESS, "TRAINER"),
+    (or_(None, address("http://host:port", r"https?://[^\s/].*")), "REF_SERVER"),
+    (address("http://host:port", r"http://[^\s/?#@]+:[1-9]\d{0,4}/?"), "TRAINER"),
 ]  # fmt: skip
 RELATIONS = [  # (constant, what it must be, whether it is), of constants of the right kinds
     ("GROUP_SIZE", "2 or more, to compare the rewards of a group (1 needs REWARD_WEIGHTS = {})",
      lambda c: c.GROUP_SIZE >= 2 or c.REWARD_WEIGHTS == {}),
     ("SAMPLER", "'torch', as vLLM is not installed (pip install -e .[vllm])",
      lambda c: c.SAMPLER == "torch" or importlib.util.find_spec("vllm")),
-    ("REPORT_TO", "of packages that are installed (pip install tensorboard, or wandb)",
-     lambda c: all(callable(to) or importlib.util.find_spec(to) for to in c.REPORT_TO)),
     ("SAMPLE_BATCH", "GROUP_SIZE or more, as a group is sampled as a whole",
      lambda c: c.SAMPLE_BATCH == "auto" or c.SAMPLE_BATCH >= c.GROUP_SIZE),
     ("TEMPERATURE", "above 0: at 0 all completions of a group are equal",
      lambda c: c.TEMPERATURE > 0),
+    ("VLLM_CACHE_GB", "above 0", lambda c: c.VLLM_CACHE_GB > 0),
+    ("ADAM_BETAS", "two numbers", lambda c: len(c.ADAM_BETAS) == 2),
+    ("IS_CAP", "0 (off), or 1 or more", lambda c: c.IS_CAP == 0 or c.IS_CAP >= 1),
     ("OVERLONG_TOKENS", "at most MAX_COMPLETION_TOKENS, whose last tokens it counts",
      lambda c: c.OVERLONG_TOKENS <= c.MAX_COMPLETION_TOKENS),
     ("SKIP_FLAT_GROUPS", "False if REWARD_WEIGHTS = {}: the KL trains all groups",
@@ -64,6 +70,10 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
     ("REFERENCE", "None with a server, whose MODEL is the reference; or set REF_SERVER = None",
      lambda c: c.REF_SERVER is None or c.REFERENCE is None),
     ("REFERENCE", "None if KL_BETA = 0: unused", lambda c: c.KL_BETA > 0 or not c.REFERENCE),
+    ("REFERENCE", "None if REFERENCE_REFRESH_STEPS > 0, as the policy replaces the reference",
+     lambda c: not c.REFERENCE_REFRESH_STEPS or c.REFERENCE is None),
+    ("REFERENCE_REFRESH_STEPS", "0 if KL_BETA = 0, as there is no reference",
+     lambda c: c.KL_BETA > 0 or not c.REFERENCE_REFRESH_STEPS),
     ("REFERENCE_REFRESH_STEPS",
      "0 with a server: set REF_SERVER = None, or start a new run from `final`, server and trainer",
      lambda c: c.REF_SERVER is None or not c.REFERENCE_REFRESH_STEPS),

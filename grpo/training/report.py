@@ -6,6 +6,7 @@ records, and the run goes on. TensorBoard and W&B are imported only if named; th
 
 import contextlib
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -209,19 +210,35 @@ def report_end(run, asked):
 
 
 # --- REPORT_TO ----------------------------------------------------------------------
+def check_reporters(report_to):
+    """Raises SystemExit if rank 0 lacks a package of REPORT_TO, or a key for W&B."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for name in report_to:
+        if isinstance(name, str) and not importlib.util.find_spec(name):
+            raise SystemExit(f"REPORT_TO = {report_to!r} needs a package: pip install {name}")
+    if "wandb" in report_to and os.environ.get("WANDB_MODE", "online") == "online":
+        import wandb
+
+        try:
+            wandb.login(verify=False, timeout=60)  # asks in a terminal
+        except (wandb.Error, TimeoutError) as error:
+            raise SystemExit(
+                f"REPORT_TO = {report_to!r} finds no key for W&B ({error}): run `wandb login`, or"
+                " set WANDB_MODE=offline and upload the files later with `wandb sync`"
+            ) from None
+
+
 class Reporter:
     """One receiver of REPORT_TO: a generator to which records are sent. The run begins, or resumes,
-    after the steps in `progress`. Raises SystemExit if the receiver can't be opened."""
+    after the steps in `progress`."""
 
     def __init__(self, to, c, progress):
         self.name = getattr(to, "__name__", str(to))
         first = progress.step + 1 if progress.saved >= 0 else 0
         self.receiver = RECEIVERS.get(to, to_function)(to, c, progress.name, first)
-        try:
-            with announced(f"{self.name} to open"):
-                next(self.receiver)
-        except Exception as error:
-            raise SystemExit(f"REPORT_TO: {self.name} can't be opened: {error!r}") from error
+        with announced(f"{self.name} to open"):
+            self.give(None)  # a generator begins
 
     def give(self, record):
         self._try(lambda: self.receiver.send(record))

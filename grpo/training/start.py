@@ -62,11 +62,11 @@ def start_run(c, tokenizer, recipe, questions, server):
     progress = open_run(c, engine, stream, reference)  # collective
     check_disk(c, policy.model)  # collective
     workers = None
-    with all_or_none("opening REPORT_TO, and serving workers"):  # collective
-        reporters = [Reporter(to, c, progress) for to in c.REPORT_TO] if rank == 0 else []
+    with all_or_none("serving workers"):  # collective
         if c.PUBLISH_STEPS and rank == 0:
             workers = Workers(c, recipe, policy, progress.name)
             workers.publish(progress.step)
+    reporters = [Reporter(to, c, progress) for to in c.REPORT_TO] if rank == 0 else []
     folder = RunFolder(c.RUN_DIR, reporters)
     clock = Clock()
     return Run(

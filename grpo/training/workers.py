@@ -37,6 +37,7 @@ class Workers:
     def __init__(self, c, recipe, policy, run):
         """`c` has the trainer's constants as attributes, `run` is the run's name."""
         self.c, self.recipe, self.policy, self.run = c, recipe, policy, run
+        self.prompts = {index: ids for index, _, ids in recipe.prompts}
         self.lock = threading.Lock()
         self.record = None  # of the newest policy
         self.groups = deque()  # the groups that wait to be trained, oldest first
@@ -54,9 +55,7 @@ class Workers:
         self.app.get("/policy", callback=self.answer_policy)
         self.app.get("/policy/<sha256>", callback=self.answer_file)
         self.app.post("/group", callback=self.answer_group)
-        self.server = listen(
-            self.app, address.hostname, address.port or 80, THREADS, MAX_GROUP_BYTES
-        )
+        self.server = listen(self.app, address.hostname, address.port, THREADS, MAX_GROUP_BYTES)
         in_background(self.server.run)
         say(f"workers can join at {c.TRAINER}: python grpo_ref_split.py worker TRAINER=...")
 
@@ -82,6 +81,7 @@ class Workers:
             raise Busy("no policy is published yet")
         if group.run != self.run or group.policy_version > record["version"]:
             return {"refused": "its policy is of another run, or of steps that were undone"}
+        self.check(group)
         with self.lock:
             if group.id not in self.ids:
                 if len(self.groups) >= self.c.PROMPTS_PER_STEP:
@@ -89,6 +89,16 @@ class Workers:
                 self.groups.append(group)
                 self.ids.append(group.id)
         return {"refused": ""}
+
+    def check(self, group):
+        """Raises ValueError if this is not a group that the trainer could have sampled."""
+        c, prompt = self.c, self.prompts.get(group.item)
+        same = (group.reward_names, group.outcome) == (list(c.REWARD_WEIGHTS), c.OUTCOME)
+        same = same and len(group.completion_lengths) == c.GROUP_SIZE
+        if not same or prompt != group.prompt_ids.tolist():
+            raise ValueError("the group does not have the prompt, rewards or size of this run")
+        if group.completion_ids.max() >= self.policy.vocab_size:
+            raise ValueError("the group has ids that the tokenizer does not have")
 
     # --- The trainer's side -----------------------------------------------------------
     def publish(self, step):

@@ -6,6 +6,7 @@ from itertools import chain
 
 import pytest
 import requests
+import torch
 from helpers import call, refused
 from trainer_side import Policy, file_of, post, publish, sample_of, serving, weights
 
@@ -172,6 +173,34 @@ def test_groups_of_another_run_or_of_undone_steps_are_not_wanted(side):
         assert trainer.put_group(sample_of(side, **changes))
     assert not side.groups
     assert trainer.put_group(sample_of(side, version=5)) == "" and side.groups
+
+
+def ids(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def of_lengths(*lengths):
+    facts = {"completion_ids": ids(*[7] * sum(lengths)), "completion_lengths": ids(*lengths)}
+    facts |= {"sampler_logps": torch.zeros(sum(lengths)), "rewards": torch.zeros(len(lengths), 2)}
+    return facts | {"truncated": torch.tensor([False] * len(lengths))}
+
+
+FOREIGN = {
+    "another prompt": {"prompt_ids": ids(5, 7)},
+    "no such item": {"item": 99},
+    "one completion": of_lengths(2),
+    "unknown ids": {"completion_ids": ids(7, 400, 7)},
+    "rewards in another order": {"reward_names": ["format", "correctness"]},
+    "another outcome": {"outcome": "format"},
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_group_that_the_trainer_could_not_have_sampled_is_refused(side, what):
+    publish(side, 0)
+    body = sample_of(side, **FOREIGN[what])
+    assert refused(call(side.app, "POST", "/group", body), 400)
+    assert not side.groups
 
 
 # --- take() -----------------------------------------------------------------------------

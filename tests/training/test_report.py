@@ -1,5 +1,6 @@
 """Where metrics go: TensorBoard, W&B and functions, the lines in place of a bar, a model card."""
 
+import importlib.util
 import json
 import math
 import subprocess
@@ -54,6 +55,7 @@ def test_wandb_offline_has_the_runs_name_constants_and_metrics(tmp_path, one_ran
     """Of the file's format only texts are read: the next test has the steps."""
     for name, value in {"MODE": "offline", "SILENT": "true", "ERROR_REPORTING": "false"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
+    report.check_reporters(["wandb"])  # no key is needed
     report_steps(tmp_path, ["wandb"], [1, 2], Progress("my run-1"))
     expected = {"my-run-1", "my run-1", "SEED", "rewards/a/mean", "eval_accuracy"}
     end, found = time.monotonic() + 20, set()
@@ -87,18 +89,34 @@ def test_what_fails_is_said_once_and_does_not_end_the_run(tmp_path, one_rank, ca
         seen.append(record["step"])
         raise OSError("no space left on device")
 
-    report_steps(tmp_path, [broken, got.append], [1, 2], Progress("run"))
-    assert seen == [1] and capsys.readouterr().out.count("broken") == 1
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == got and len(got) == 3
-
-
-def test_what_can_not_be_opened_ends_the_start(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
     (tmp_path / "tensorboard").write_text("not a folder")
-    for to, why in {"tensorboard": "FileExistsError", "wandb": "wandb"}.items():
-        with pytest.raises(SystemExit, match=f"REPORT_TO: {to} can't be opened: .*{why}"):
-            Reporter(to, SimpleNamespace(RUN_DIR=str(tmp_path)), Progress("run"))
+    report_steps(tmp_path, [broken, "tensorboard", got.append], [1, 2], Progress("run"))
+    assert seen == [1]
+    out = capsys.readouterr().out
+    assert out.count("broken") == out.count("tensorboard") == 1
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == got and len(got) == 3  # whatever the others do
+
+
+def test_a_missing_package_or_key_is_refused_before_anything_starts(monkeypatch, tmp_path):
+    class Error(Exception):
+        pass
+
+    def login(**_):
+        raise Error
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Error=Error, login=login))
+    monkeypatch.setattr(trainer, "RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(trainer, "MODEL", str(tmp_path / "none"))  # what would be loaded next
+    monkeypatch.setattr(importlib.util, "find_spec", {"wandb": "installed"}.get)
+    for name, cure in {"tensorboard": "pip install tensorboard", "wandb": "`wandb login`"}.items():
+        monkeypatch.setattr(trainer, "REPORT_TO", [name])
+        with pytest.raises(SystemExit) as refused:
+            trainer.main()
+        assert f"REPORT_TO = ['{name}']" in str(refused.value) and cure in str(refused.value)
+    monkeypatch.setenv("RANK", "1")
+    report.check_reporters(["tensorboard"])  # rank 0 alone reports
 
 
 @pytest.mark.parametrize("value", ["wandb", ["mlflow"], [None], None])
