@@ -76,9 +76,12 @@ def is_right(kind, model):
 
 @torch.no_grad()
 def trial(kind, model):
-    """Yields (logits, CachedDecoder's logits) while sequences leave and a prompt joins."""
-    prompts, joining = [[7, 3, 5], [4]], [[6, 2, 1, 8]]
-    ids, vocab = torch.arange(1, 9, device=model.device), model.config.get_text_config().vocab_size
+    """Yields (logits, CachedDecoder's logits) while sequences leave and a prompt joins. A prompt
+    beside a much shorter one fills several tiles of a GPU's attention kernel, some all masked."""
+    config = model.config.get_text_config()
+    most = min(smallest_window(model) or 160, getattr(config, "max_position_embeddings", 160), 160)
+    prompts, joining = [[7, 3, 5] * max(1, (most - 10) // 3), [4]], [[6, 2, 1, 8]]
+    ids, vocab = torch.arange(1, 9, device=model.device), config.vocab_size
     shared, cached, late = kind(model, 8), CachedDecoder(model), CachedDecoder(model)
     yield shared.admit(prompts, [4, 4]), cached.admit(prompts, [4, 4])
     tokens = [(ids + i) % vocab for i in range(3)]  # the second of them may be recorded
