@@ -156,9 +156,11 @@ def test_a_mac_trains_on_its_cpu_and_is_said_to_be_untried(begun, monkeypatch, c
 
 
 def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
-    (tmp_path / "torch.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    source = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    source += "signal.raise_signal(signal.SIGINT)"  # a shell's `&` would ignore it
+    (tmp_path / "torch.py").write_text(source)
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    for script in ("grpo_ref_split.py", "ref_server.py", "demo.py"):
+    for script in ("grpo_ref_split.py", "ref_server.py", "demo.py", "evaluate.py"):
         command = [sys.executable, ROOT / script]
         done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
         assert done.returncode and done.stderr.split("\n") == ["", "ended by Ctrl-C", ""], script
