@@ -36,6 +36,7 @@ from grpo.gate import Busy, Gate, listen, token_for
 from grpo.log import in_background
 from grpo.models import load_model, load_tokenizer
 from grpo.scoring import score_groups
+from grpo.stop import leave
 from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids
 
 # --- What to serve ------------------------------------------------------------------
@@ -174,7 +175,7 @@ def check_constants(now):
 def main(**preset):
     check_constants(constants.settle(globals(), known, preset))
     token = token_for(HOST, "HOST")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    signal.signal(signal.SIGTERM, lambda *_: leave("ended by SIGTERM"))  # even within torch
     print(f"loading the reference model {MODEL} ...", flush=True)
     reference = Reference()
     waiting = queue.SimpleQueue()

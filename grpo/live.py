@@ -161,9 +161,11 @@ def serve(folder, port=PORT):
     """Serves the page to this machine until Ctrl-C. Raises SystemExit if it can't."""
     if not Path(folder).is_dir():
         sys.exit(f"{folder} is not a folder: name the folder of a run, or a folder of runs")
+    if port > 65_535:
+        sys.exit(f"port {port} cannot be used (the largest is 65535): name another one")
     try:
         server = waitress.create_server(make_app(folder), host="127.0.0.1", port=port, threads=1)
-    except (OSError, OverflowError, ValueError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"port {port} cannot be used ({error}): name another port after the folder")
     url = f"http://127.0.0.1:{server.effective_port}/"
     print(f"the runs in {folder}: {url} (Ctrl-C ends the page)", flush=True)

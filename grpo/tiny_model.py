@@ -8,6 +8,7 @@ demo's model learned from true equations and sloppy answers, so it knows arithme
 tags but rarely combines them. For another task it learns from right and wrong answers.
 """
 
+import itertools
 import random
 import time
 
@@ -41,7 +42,7 @@ def make_tokenizer(task):
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
-    chats = map(task.messages, task.load("train")[:2000])
+    chats = map(task.messages, itertools.islice(task.load("train"), 2000))
     bpe.train_from_iterator([message["content"] for chat in chats for message in chat], trainer)
     bpe.add_tokens(["<think>", "</think>", "<answer>", "</answer>"])
     tokenizer = PreTrainedTokenizerFast(

@@ -13,6 +13,7 @@ ones, or from the task's sloppy(item, draw); then the command that trains it is 
 
 import ast
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -66,10 +67,10 @@ def make_model(recipe, out):
 
     print(f"a tiny model learns from the examples of {c.TASK}, for {WARM_STEPS} steps", flush=True)
     half = warm_start(out, task, seed=0, steps=WARM_STEPS, answer=answer) // 2
-    words = f"MODEL={out} TASK={c.TASK} REF_SERVER=None RUN_DIR={out}_run"
-    words += f" 'STOP_STRINGS={json.dumps(c.STOP_STRINGS)}'" if c.STOP_STRINGS else ""
-    words += f" MAX_PROMPT_TOKENS={half} MAX_COMPLETION_TOKENS={half}"
-    return f"python grpo_ref_split.py presets/demo.py {words}"
+    words = [f"MODEL={out}", f"TASK={c.TASK}", "REF_SERVER=None", f"RUN_DIR={out}_run"]
+    words += [f"STOP_STRINGS={json.dumps(c.STOP_STRINGS)}"] * bool(c.STOP_STRINGS)
+    words += [f"MAX_PROMPT_TOKENS={half}", f"MAX_COMPLETION_TOKENS={half}"]
+    return f"python grpo_ref_split.py presets/demo.py {shlex.join(words)}"
 
 
 def with_replies(recipe, item, said):

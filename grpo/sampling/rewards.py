@@ -51,7 +51,9 @@ def called(name, function, must, call, holds=lambda got: True):
     except TooSlow as error:
         slow = f"took {str(error).rpartition(' took ')[2]}"
         raise TaskError(name, function, slow, SOONER) from None
-    except Exception as error:
+    except TaskError:  # of a call within this one
+        raise
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f.lineno for f in frames if Path(f.filename).name == Path(task_file(name)).name]
         lines += [error.lineno] if isinstance(error, SyntaxError) else []

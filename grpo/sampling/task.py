@@ -187,7 +187,9 @@ def load_questions(c, task, tokenizer):
 def load_items(name, task, split):
     call, must = f"load({split!r})", 'return a list of dicts, for "train" and EVAL_SPLIT'
     items = called(name, call, must, lambda: list(task.load(split)))
-    for item in items or ["no item"]:
+    if not items:
+        raise TaskError(name, call, "returned no items", must)
+    for item in items:
         if not isinstance(item, dict):
             raise TaskError(name, call, f"returned {item!r:.500}", must)
     return items
@@ -255,7 +257,7 @@ def given_rewards(recipe, item, texts, futures=()):
                 results.append(future.result())
             for function, *given in calls[len(futures) :]:
                 results.append(getattr(task, function)(*given))
-    except (Exception, TooSlow) as error:
+    except (Exception, SystemExit, TooSlow) as error:  # a task's sys.exit() is a mistake, too
         function, _, seen = calls[len(results)]
         remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
         why = str(error) if futures else repr(error)  # a process has sent the text alone
