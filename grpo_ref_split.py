@@ -80,7 +80,7 @@ SAMPLER = "torch"  # or "vllm", in ranks and workers (pip install -e .[vllm]; do
 VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
 VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
 TENSOR_PARALLEL = 1  # GPUs per vLLM worker, for a model that is too large for one GPU
-MASK_TRUNCATED = True  # does not train on truncated completions; the group's mean has them
+MASK_TRUNCATED = True  # does not train on truncated completions; but their rewards count
 OVERLONG_TOKENS = 0  # reward falls by up to 1 in this many tokens before the limit (DAPO); 0: off
 # Flat groups are skipped: their completions all have the same OUTCOME ("outcome"), or the same
 # total reward ("reward"). False trains on every group.
@@ -129,7 +129,7 @@ LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs about
 LORA_RANK = 0  # 16 or 32: trains LoRA adapters of that rank, the model is frozen; 0: full training
 WARMUP_STEPS = 10  # the learning rate rises linearly from 0 in this many steps
 FINAL_LR = 1.0  # share of LEARNING_RATE that is left at the last step; 1: constant
-LR_SCHEDULE = "linear"  # shape of the decay to FINAL_LR, or "cosine" (lr_scheduler_type)
+LR_SCHEDULE = "linear"  # or "cosine": shape of the decay to FINAL_LR (lr_scheduler_type)
 ADAM_BETAS = (0.9, 0.99)  # of Adam's averages of the gradient and its square; higher smooths more
 WEIGHT_DECAY = 0.0  # of AdamW; higher pulls the weights harder to 0
 MAX_GRAD_NORM = 1.0  # a gradient with a larger global norm is scaled down to it
@@ -149,7 +149,7 @@ EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the e
 EVAL_SPLIT = "test"  # the task's split for evaluations
 EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more precise and slower
 EVAL_BATCH = "auto"  # questions that a rank answers at once; more are faster and need memory
-STOP_ACCURACY = 1.01  # accuracy that ends the run (above 1: never); if set, test on another split
+STOP_ACCURACY = 1.01  # accuracy that ends the run (above 1: never); then report another split's
 SAVE_STEPS = 100  # steps between checkpoints (the model + 12 bytes per trained parameter)
 KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
 KEEP_BEST = True  # also keeps the checkpoint of the best evaluation: RUN_DIR/best
