@@ -61,8 +61,8 @@ from grpo.wire import check_group
 MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder of the model to train (any AutoModelForCausalLM)
 TASK = "gsm8k"  # data, prompts and rewards: a name in tasks/, or a path such as "my/task.py"
 RUN_DIR = "runs/gsm8k"  # folder of checkpoints, metrics and samples; a run in it resumes (RESUME)
-# Address of ref_server.py. A server on another machine needs GRPO_TOKEN on both sides. None keeps
-# the reference model in this process.
+# Address of ref_server.py. If it runs on another machine, set the environment variable GRPO_TOKEN
+# to the same secret on both. None keeps the reference model in this process.
 REF_SERVER = "http://127.0.0.1:59875"
 
 # --- Rollouts (in brackets: TRL's names) ---------------------------------------------

@@ -13,6 +13,7 @@ ones, or from the task's sloppy(item, draw); then the command that trains it is 
 
 import ast
 import json
+import random
 import shlex
 import sys
 from pathlib import Path
@@ -65,6 +66,8 @@ def make_model(recipe, out):
             said = called(c.TASK, call, must, lambda: sloppy(item, draw), holds)
         return with_replies(recipe, item, said)
 
+    answer(items[0], random.Random(0))  # a mistake is reported before a minute of training,
+    Recipe(c, task, [(0, items[0], [])]).resolve()  # as are rewards without an OUTCOME
     print(f"a tiny model learns from the examples of {c.TASK}, for {WARM_STEPS} steps", flush=True)
     half = warm_start(out, task, seed=0, steps=WARM_STEPS, answer=answer) // 2
     words = [f"MODEL={out}", f"TASK={c.TASK}", "REF_SERVER=None", f"RUN_DIR={out}_run"]

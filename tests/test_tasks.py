@@ -415,6 +415,11 @@ def test_a_task_without_right_answers_has_no_tiny_model(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(LABELS.replace("[:30]", "and [{'question': 'a'}]"))
     with pytest.raises(SystemExit, match="own.py: gold.*'answer'"):
         run(monkeypatch, str(tmp_path / "own.py"), f"OUT={tmp_path / 'model'}")
+    two = LABELS.replace("completion ==", "{'a': 1, 'b': 0}  #").replace("[:30]", "")
+    (tmp_path / "two.py").write_text(two)
+    with pytest.raises(SystemExit, match=r"two.py: OUTCOME.*\['a', 'b'\]"):
+        run(monkeypatch, str(tmp_path / "two.py"), f"OUT={tmp_path / 'model'}")
+    assert not (tmp_path / "model").exists()
     (tmp_path / "slow.py").write_text(f"{LABELS}\nimport time\ndef reply(*_): time.sleep(60)")
     with pytest.raises(SystemExit, match=r"slow.py: reply\(.* took more than 1 s"):
         words = f"OUT={tmp_path / 'model'}", "REWARD_TIMEOUT_SECONDS=1"
