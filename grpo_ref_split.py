@@ -48,7 +48,7 @@ from grpo.sampling import rollout
 from grpo.sampling.policy import worker_policy
 from grpo.sampling.task import load_questions, prepare
 from grpo.sampling.worker import run_worker
-from grpo.stop import TooLong, stop
+from grpo.stop import Refused, TooLong, stop
 from grpo.training import checkpoint, checks, ranks
 from grpo.training.engine import cpu_threads, learning_rate, take_step
 from grpo.training.metrics import TokenStats, check_update, evaluate, rollout_metrics, with_kl
@@ -473,5 +473,5 @@ def worker(**preset):
 if __name__ == "__main__":
     try:
         (worker if role else main)(**given)
-    except TooLong as error:
+    except (Refused, TooLong) as error:
         sys.exit(str(error))

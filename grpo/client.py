@@ -12,7 +12,7 @@ import time
 import requests
 from requests.adapters import HTTPAdapter
 
-from grpo.stop import Wait
+from grpo.stop import Refused, Wait
 from grpo.wire import check_facts, facts_of, pack_ids, sha256_of, unpack_logps
 
 # Errors of a call if no server runs, or if the server dies in the middle of its answer
@@ -47,7 +47,7 @@ class Client:
             self.session.headers["Authorization"] = f"Bearer {token}"
 
     def call(self, method, path, *, timeout=10, expected=(), **request) -> requests.Response:
-        """Calls a route. Raises RuntimeError if the other side answers with an error status that is
+        """Calls a route. Raises Refused if the other side answers with an error status that is
         not `expected`, TooLong if it is unreachable or full for `wait_limit_seconds`."""
         url, wait = self.url + path, None
         while True:
@@ -62,7 +62,7 @@ class Client:
                     return reply
                 if reply.status_code not in AGAIN:
                     remedy = "; raise its MAX_BODY_BYTES" if reply.status_code == 413 else ""
-                    raise RuntimeError(f"{url} refused ({reply.status_code}): {reply.text}{remedy}")
+                    raise Refused(f"{url} answered {reply.status_code}: {reply.text}{remedy}")
                 why, silent = reply.text or f"status {reply.status_code}", True
             # The limit counts from the first failure. A request without an answer in time has
             # failed since it was sent; a connection that broke has failed just now
@@ -93,7 +93,7 @@ class RefServer(Client):
         reply = self.call("POST", "/score", data=body, params=patience, timeout=self.limit + 30)
         now = json.loads(reply.headers.get("X-Info", "null"))
         if now != self.info:
-            raise RuntimeError(
+            raise Refused(
                 f"{self.url} now serves another reference, {now}, than at the start, {self.info}:"
                 " restart the server with the first one"
             )

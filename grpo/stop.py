@@ -48,6 +48,10 @@ class TooLong(RuntimeError):
     """A wait has reached its limit."""
 
 
+class Refused(RuntimeError):
+    """The other side of a connection refuses a request, or is no longer the same."""
+
+
 class Wait:
     """The wait in a polling loop. Logs every 10 s what it waits for. Raises TooLong at its limit,
     which counts from its creation or from moved()."""

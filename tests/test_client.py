@@ -10,7 +10,7 @@ from helpers import Replies, make_group, reply
 from transformers import AutoTokenizer
 
 from grpo.client import RefServer
-from grpo.stop import TooLong
+from grpo.stop import Refused, TooLong
 from grpo.wire import facts_of, pack_logps
 
 INFO = {"model": "theirs", "dtype": "float32"}
@@ -93,7 +93,7 @@ def test_a_failure_is_asked_again_and_leaves_no_trace(failures, no_pause):
 def test_a_refusal_is_raised_at_once_with_its_reason():
     """simple_GRPO's bare `except: return None` on the network made any error look like no data."""
     client, _ = a_client(reply(400, b'{"error": "token ids must lie in 0..394"}'))
-    with pytest.raises(RuntimeError, match=r"400.*token ids must lie"):
+    with pytest.raises(Refused, match=r"400.*token ids must lie"):
         client.score([make_group()])
 
 
@@ -101,7 +101,7 @@ def test_a_refusal_is_raised_at_once_with_its_reason():
 def test_a_server_that_came_back_with_another_model_is_refused(info, no_pause):
     group = make_group()
     client, _ = a_client(b"", answer([group], info=info))
-    with pytest.raises(RuntimeError, match="theirs"):
+    with pytest.raises(Refused, match="theirs"):
         client.score([group])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from fakes import move
+from helpers import Replies, reply
 from processes import QUICK, command_of, launch, records, server_process, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -122,6 +123,10 @@ def test_a_worker_begins_with_the_constants_of_its_command(tiny, tmp_path):
     path = tmp_path / "tiny.py"
     path.write_text("\n".join(f"{name} = {value!r}" for name, value in preset.items()))
     command = [sys.executable, ROOT / "grpo_ref_split.py", "worker", path]
-    process = start([*command, "WAIT_LIMIT_SECONDS=1"], tmp_path / "log")
-    assert process.wait(60) == 1
-    assert "waited 1 s for http://127.0.0.1:9/policy" in (tmp_path / "log").read_text()
+    strict = Replies(reply(401, b'{"error": "the token is wrong"}'))
+    away = start([*command, "WAIT_LIMIT_SECONDS=1"], tmp_path / "away")
+    refused = start([*command, f"TRAINER={strict.url}"], tmp_path / "refused")
+    assert (away.wait(60), refused.wait(60)) == (1, 1)
+    assert "waited 1 s for http://127.0.0.1:9/policy" in (tmp_path / "away").read_text()
+    log = (tmp_path / "refused").read_text()
+    assert "answered 401" in log and "the token is wrong" in log and "Traceback" not in log
