@@ -67,7 +67,7 @@ def command_line():
     add("--out", default="runs/eval", help="folder for the answers")
     given, words = read_words("grpo_ref_split.py", presets=False)
     for name in given.keys() & {"MODEL", "TASK", "LORA_RANK"}:
-        raise SystemExit(f"{name}={given[name]} can't be set: leave it out and give MODEL ... TASK")
+        raise SystemExit(f"leave out {name}={given[name]}: the command ends with MODEL ... TASK")
     options = parser.parse_intermixed_args(words)
     if options.samples < 0:
         raise SystemExit(f"--samples {options.samples} must be 0 or more")
@@ -85,7 +85,7 @@ def constants_of_run(model, task):
     if not state.is_file():
         return {}
     run = json.loads(state.read_text())["constants"]
-    say(f"constants as in the run of {model}")
+    say(f"the constants are those of the run that saved {model}")
     names = OF_RUN + (OF_TASK if run["TASK"] == task else ())
     return {name: run[name] for name in names if name in run}
 

@@ -13,7 +13,7 @@ reward, centred and scaled within the G completions of its prompt. The code foll
 algorithm 1 and names its lines (docs/loss.md); the paper's step is a rollout here. Deviations:
   - Every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch.
   - We do not copy the old policy (line 6). The first update on a rollout uses its own log-probs as
-    old log-probs, so the ratio is exactly 1. Workers' groups use the sampler's log-probs instead.
+    old log-probs, so the ratio is exactly 1. With a worker's group in it, it uses the sampler's.
   - Zero-variance groups, called flat (SKIP_FLAT_GROUPS), carry no learning signal, so we skip them
     and sample replacements (DAPO, 2503.14476, sec. 3.2).
 
@@ -80,8 +80,8 @@ SAMPLER = "torch"  # or "vllm", in ranks and workers (pip install -e .[vllm]; do
 VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
 VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
 TENSOR_PARALLEL = 1  # GPUs per vLLM worker, for a model that is too large for one GPU
-MASK_TRUNCATED = True  # does not train on truncated completions; but their rewards count
-OVERLONG_TOKENS = 0  # reward falls by up to 1 in this many tokens before the limit (DAPO); 0: off
+MASK_TRUNCATED = True  # does not train on truncated completions, but their rewards count
+OVERLONG_TOKENS = 0  # over the last N tokens before the limit, reward falls by up to 1 (DAPO)
 # Flat groups are skipped: their completions all have the same OUTCOME ("outcome"), or the same
 # total reward ("reward"). False trains on every group.
 SKIP_FLAT_GROUPS = "outcome"
@@ -135,7 +135,7 @@ WEIGHT_DECAY = 0.0  # of AdamW; higher pulls the weights harder to 0
 MAX_GRAD_NORM = 1.0  # a gradient with a larger global norm is scaled down to it
 SEED = 0  # random seed of the order of questions and of sampling
 
-# --- Memory: "auto" is found by trial on a GPU; if memory runs out later, set a number ---------
+# --- Memory: "auto" is found by trial on a GPU; if memory runs out later, set a value ----------
 MICRO_BATCH_TOKENS = "auto"  # tokens per forward and backward; fewer save memory; same gradient
 FUSED_LOSS = True  # LM head and loss in chunks (grpo_loss_triton.py); False holds all logits
 GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far less memory
@@ -149,7 +149,7 @@ EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the e
 EVAL_SPLIT = "test"  # the task's split for evaluations
 EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more precise and slower
 EVAL_BATCH = "auto"  # questions that a rank answers at once; more are faster and need memory
-STOP_ACCURACY = 1.01  # accuracy that ends the run (above 1: never); then report another split's
+STOP_ACCURACY = 1.01  # the run ends at this accuracy (above 1: never); report it on another split
 SAVE_STEPS = 100  # steps between checkpoints (the model + 12 bytes per trained parameter)
 KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
 KEEP_BEST = True  # also keeps the checkpoint of the best evaluation: RUN_DIR/best

@@ -107,8 +107,8 @@ def show_samples(run_dir, step=None):
     if not (ours := [r for r in records if r["step"] == step]):
         sys.exit(f"{run_dir} has no samples of step {step}; its last step is {records[-1]['step']}")
     group, ours = ours[0], sorted(ours, key=lambda r: -r["advantage"])
-    flat = ", skipped, as all answers have the same outcome" if group.get("flat") else ""
-    print(f"step {step}, by {group['sampler']}{flat}")
+    flat = ", skipped: all answers have the same outcome or reward" if group.get("flat") else ""
+    print(f"step {step}, sampled by {group['sampler']}{flat}")
     show("prompt", group["prompt"])
     if group.get("answer") is not None:
         show("answer", group["answer"])

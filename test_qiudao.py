@@ -4,7 +4,7 @@
     python -m pytest test_qiudao.py           # check it
 
 Each line of numbers is `what: by hand = value`: the derivation, and what torch and grpo/loss.py
-computed; the two were compared. One policy plays in most lessons. It draws one of three tokens,
+computed; the two were compared. Most lessons share one policy. It draws one of three tokens,
 with probabilities p = (1/2, 1/4, 1/4) and rewards R = (1, 2, 0). Terms: docs/learn.md.
 ---
 求导：GRPO 训练时 autograd 究竟看到了什么，共十课。

@@ -36,6 +36,7 @@ class Client:
     """What both clients share. Each thread needs a client of its own."""
 
     command = ""  # the command that starts the other side
+    limit_of_body = ""  # and the constant that limits what it accepts
 
     def __init__(self, url, wait_limit_seconds):
         self.url, self.limit = url.rstrip("/"), wait_limit_seconds
@@ -55,13 +56,13 @@ class Client:
             try:
                 reply = self.session.request(method, url, timeout=(10, timeout), **request)
             except CUT_OFF as error:
-                why = f"no answer ({type(error).__name__}); does `{self.command}` run?"
+                why = f"no answer ({type(error).__name__}); is `{self.command}` running?"
                 silent = isinstance(error, requests.ReadTimeout)  # no answer since it was sent
             else:
                 if reply.ok or reply.status_code in expected:
                     return reply
                 if reply.status_code not in AGAIN:
-                    remedy = "; raise its MAX_BODY_BYTES" if reply.status_code == 413 else ""
+                    remedy = f"; raise {self.limit_of_body}" if reply.status_code == 413 else ""
                     raise Refused(f"{url} answered {reply.status_code}: {reply.text}{remedy}")
                 why, silent = reply.text or f"status {reply.status_code}", True
             # The limit counts from the first failure. A request without an answer in time has
@@ -75,6 +76,7 @@ class RefServer(Client):
     """The client of ref_server.py."""
 
     command = "python ref_server.py"
+    limit_of_body = "MAX_BODY_BYTES of ref_server.py"
     info = None  # /info's answer, once check() has accepted it
 
     def check(self, model, tokenizer, temperature):
@@ -94,8 +96,8 @@ class RefServer(Client):
         now = json.loads(reply.headers.get("X-Info", "null"))
         if now != self.info:
             raise Refused(
-                f"{self.url} now serves another reference, {now}, than at the start, {self.info}:"
-                " restart the server with the first one"
+                f"{self.url} now serves the reference {now}; at the start it was {self.info}:"
+                " restart the server with that one"
             )
         return unpack_logps(reply.content, groups)
 
@@ -104,6 +106,7 @@ class Trainer(Client):
     """A worker's client of the trainer's rank 0 (grpo/training/workers.py)."""
 
     command = "deepspeed grpo_ref_split.py PUBLISH_STEPS=1"
+    limit_of_body = "MAX_GROUP_BYTES in grpo/training/workers.py"
 
     def policy(self, worker):
         """Returns (the newest policy's record or None, how many groups `worker` may begin)."""

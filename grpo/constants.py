@@ -71,13 +71,13 @@ def fault_of(name):
     if Path(folder, "run.json").exists():
         return f"it is the RUN_DIR of a run: name a model in it, such as {folder / 'final'}"
     if folder.is_file():
-        return f"it is a file: name the folder of a model ({folder.parent}?), or a model of the hub"
+        return f"it is a file: name the folder of a model ({folder.parent}?), or a model on the hub"
     if folder.is_dir():
         named = any(Path(folder, f"{kind}config.json").exists() for kind in ("", "adapter_"))
         return "" if named else "the folder has no config.json"
     if folder.name == "best" and folder.parent.is_dir():
         final = folder.parent / "final"
-        return f"no evaluation of that run was better than its first: name {final}"
+        return f"that run has no best checkpoint: name another, such as {final}"
     # A hub's name is NAME or OWNER/NAME
     path = name.count("/") > 1 or name[0] in "./~" or name.startswith("runs/")
     return f"there is no folder {folder.absolute()}" if path else ""
@@ -107,8 +107,8 @@ def usage(doc):
 
 {commands}
 
-Arguments: NAME=value sets a constant of the file (GROUP_SIZE=16); FILE.py reads constants from a
-preset (presets/). Later arguments win."""
+Arguments: NAME=value sets a constant (TEMPERATURE=0.8); FILE.py is a preset, which sets several
+(presets/). Later arguments win."""
 
 
 def defaults_of(*scripts):
@@ -164,7 +164,7 @@ def check_names(names, known, where=""):
         if name not in known:
             near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0)[0]
             owners = [script for script in SCRIPTS if name in defaults_of(script)]
-            why = f"it is a constant of {owners[0]}" if owners else f"did you mean {near}?"
+            why = f"{owners[0]} has it" if owners else f"did you mean {near}?"
             raise SystemExit(f"{where}there is no constant {name}: {why}")
 
 
@@ -201,7 +201,7 @@ WHOLE = "a whole number, 1 or more", lambda value: type(value) is int and value 
 COUNT = "a whole number, 0 or more", lambda value: type(value) is int and value >= 0
 NUMBER = "a number, 0 or more", lambda value: real(value) and value >= 0
 FLAG = "True or False", lambda value: value in (True, False)
-TEXT = "a text", lambda value: isinstance(value, str) and value != ""
+TEXT = "a string, not empty", lambda value: isinstance(value, str) and value != ""
 
 
 def one_of(*values):
@@ -238,7 +238,7 @@ def check(script, now, kinds, relations):
         if wrong := [
             f"{name} = {now[name]!r} must be {what}" for name, what, ok in rules if not ok
         ]:
-            raise SystemExit("\n".join([f"{script} can't run with these constants:", *wrong]))
+            raise SystemExit("\n".join([f"these constants of {script} are wrong:", *wrong]))
 
 
 def real(value):

@@ -33,6 +33,6 @@ def out_of_memory_names(name, value):
     except torch.OutOfMemoryError as error:
         why = ". ".join(str(error).split(". ")[:2])  # torch's first two sentences
         raise SystemExit(
-            f"{name} = {value} is too large ({why}): set a lower number and start again; the run"
-            " resumes from its newest checkpoint (docs/memory.md)"
+            f"{name} = {value} is too large ({why}): set a lower number and start again"
+            " (docs/memory.md)"
         ) from error

@@ -46,7 +46,7 @@ class CompletionModel(torch.nn.Module):
             self.notes.append("this model has no plain LM head, so the loss keeps all logits")
         self.packs = not (fault := self._fault_of_packing(varlen=False))
         if fault:
-            self.notes.append(f"sequences can't be packed, so each runs its own prompt: {fault}")
+            self.notes.append(f"sequences can't be packed, so each repeats its prompt: {fault}")
         kernel = self.packs and is_nvidia(model.device) and model.dtype == torch.bfloat16
         self.varlen = kernel and not (fault := self._fault_of_packing(varlen=True))
         if kernel and fault:
@@ -111,7 +111,7 @@ class CompletionModel(torch.nn.Module):
             return "transformers' attention interface does not get this model's window"
         states = self._plain(*sequences)
         gap = max(gap, distance(packed, states))
-        return None if gap <= limit_of(states) else f"its packed states would differ by {gap:.1g}"
+        return None if gap <= limit_of(states) else f"packed states would differ by {gap:.1g}"
 
 
 @torch.no_grad()

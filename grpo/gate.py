@@ -38,7 +38,7 @@ class Gate(bottle.Bottle):
     def authorise(self):
         request = bottle.request
         if not self.token and not is_local(request.environ.get("HTTP_HOST", "localhost")):
-            self.refuse(403, "without GRPO_TOKEN requests must name 127.0.0.1 or localhost")
+            self.refuse(403, "without GRPO_TOKEN the URL's host must be 127.0.0.1 or localhost")
         if not self.token or request.path == "/health":
             return
         sent = request.environ.get("HTTP_AUTHORIZATION", "")
@@ -144,4 +144,4 @@ def listen(app, host, port, threads, max_body_bytes):
             max_request_body_size=max_body_bytes + 1,  # refuses from this many bytes on
         )
     except (OSError, ValueError) as error:
-        sys.exit(f"http://{host}:{port} can't be served: {error}; does another process serve it?")
+        sys.exit(f"can't listen at http://{host}:{port} ({error}): is the port in use?")

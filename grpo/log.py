@@ -47,7 +47,7 @@ def announced(what):
 
     def speak():
         while not over.wait(SPEAK_SECONDS):
-            tell(f"waiting for {what} since {time.monotonic() - start:.0f} s")
+            tell(f"waited {time.monotonic() - start:.0f} s so far for {what}")
 
     in_background(speak)
     try:

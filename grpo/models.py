@@ -95,7 +95,7 @@ def choose_dtype(dtype, device):
     if device.startswith("cuda"):
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     if on_gpu and not native and dtype != "float32":
-        say("this GPU has no bfloat16, but a slow emulation: DTYPE = 'auto' is float32 here")
+        say("this GPU only emulates bfloat16, which is slow: DTYPE = 'auto' is float32 here")
     if dtype == "auto":
         return "bfloat16" if native else "float32"
     return dtype

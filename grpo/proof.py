@@ -61,7 +61,10 @@ def mean_k3(mine, theirs):
 
 def check_gap(gap, limit, what):
     if not gap <= limit:  # also if it is NaN
-        raise RuntimeError(f"{what}: log-probs are {gap:.2g} apart in mean k3 (limit {limit})")
+        raise RuntimeError(
+            f"{what}: the KL estimate k3 of their log-probs is {gap:.2g} (limit {limit}); see"
+            " docs/troubleshooting.md"
+        )
 
 
 # --- What is trained is what was sampled ------------------------------------------------
@@ -72,13 +75,13 @@ def check_sampler(metrics, dtype):
     if not math.isfinite(metrics["loss"]):  # the step will be skipped anyway
         return
     if "sampler_k3" in metrics:
-        what = "trainer and sampler, of one policy, differ"
+        what = "trainer and sampler have the same weights but differ"
         check_gap(metrics["sampler_k3"], NOISE[dtype], what)
     tilt = metrics.get("sampler_tilt", 0.0)
     if abs(tilt) > TILT:
         raise RuntimeError(
-            f"the sampler seems to draw at {1 + tilt:.3f} times the trainer's temperature: both"
-            " must be TEMPERATURE"
+            f"the sampler seems to draw at {1 + tilt:.3f} times the trainer's temperature, though"
+            " TEMPERATURE sets both; see docs/troubleshooting.md"
         )
 
 
@@ -86,5 +89,5 @@ def check_reference(metrics, dtype, reference, *, model):
     """Raises RuntimeError if, at the run's first update, the reference has the policy's name but
     other weights: log-probs that differ by more than rounding. `reference` is its /info."""
     if "kl" in metrics and reference["model"] == model:
-        what = f"at the first update the reference has other weights than {model}"
+        what = f"at the first update the reference's weights differ from those of {model}"
         check_gap(metrics["kl"], max(NOISE[dtype], NOISE[reference["dtype"]]), what)

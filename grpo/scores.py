@@ -99,8 +99,8 @@ def columns(models, outcome):
 
 
 # --- Printed --------------------------------------------------------------------------
-NOTE = """right: {} > 0; right_in_format: the other rewards are > 0 as well; - first: the
-difference to the first model on the same questions. In brackets: 95 % intervals."""
+NOTE = """right: {} > 0; right_in_format: the other rewards are > 0 as well; "right - first": the
+difference from the first model on the same questions. In brackets: 95 % intervals."""
 
 
 def table(title, models, results):

@@ -41,7 +41,7 @@ def score_groups(model, groups, *, budget, temperature, vocab_size):
     in_order = iter([found[i] for i in range(len(prompts))])
     answers = [torch.cat([next(in_order) for _ in part]) for part, _ in groups]
     if not all(answer.isfinite().all() for answer in answers):
-        raise ValueError("the reference model computes log-probs that are not finite")
+        raise ValueError("the reference model computes log-probs that are not finite: check DTYPE")
     return answers
 
 

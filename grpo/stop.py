@@ -73,7 +73,7 @@ class Wait:
             raise TooLong(f"{stop.asked}: the step can't be finished without {self.what}: {why}")
         if now - self.said > SPEAK_SECONDS:
             self.said = now
-            tell(f"waiting for {self.what} since {now - self.start:.0f} s: {why}")
+            tell(f"waited {now - self.start:.0f} s so far for {self.what}: {why}")
         time.sleep(pause)
 
 

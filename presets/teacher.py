@@ -1,9 +1,10 @@
-"""Qwen2.5-1.5B learns on a GPU of 48 GB from rewards and from a teacher, 7B on a GPU of 24 GB.
+"""Qwen2.5-1.5B (GPU of 48 GB) learns from rewards and from a 7B teacher (GPU of 24 GB).
 
     CUDA_VISIBLE_DEVICES=1 python ref_server.py presets/teacher.py MODEL=Qwen/Qwen2.5-7B   # first
     CUDA_VISIBLE_DEVICES=0 python grpo_ref_split.py presets/teacher.py                     # then
 
-Computed, not run: of a GPU's 44.4 GB the trainer needs 30.1 GB at least and the server 17.0 GB.
+Computed, not run: of its GPU's 44.4 GB the trainer needs at least 30.1 GB; the server needs
+17.0 GB of its own GPU.
 To learn from the teacher alone, set REWARD_WEIGHTS = {} and KL_BETA = 1 (docs/teacher.md).
 """
 

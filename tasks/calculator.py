@@ -3,7 +3,7 @@
     make demo-tools                                              # makes its model, and trains it
     <think>47+38</think>85<answer>85</answer>                    # the first 85 is the calculator's
 
-STOP_STRINGS = ["</think>"] ends the model's turn; reply() computes, and the turn goes on. The model
+STOP_STRINGS = ["</think>"] stops the model; reply() computes, and the model goes on. The model
 has to learn when to call, with which operator, and to copy the result.
 """
 

@@ -1,4 +1,4 @@
-"""Guess a number from 1 to 7 in three turns: the environment answers more, or less.
+"""Guess a number from 1 to 7 in three turns: the environment answers "more" or "less".
 
     make demo-tools    # makes its model, and trains it: it learns binary search
 

@@ -2,7 +2,7 @@
 
     vllm serve Qwen/Qwen2.5-7B-Instruct --port 8000    # a judge on another GPU
 
-Copy this file, and set DATA and PROMPT; JUDGE_KEY in the environment is the key of a cloud. If the
+Copy this file, and set DATA and PROMPT; JUDGE_KEY in the environment is a cloud's API key. If the
 judge fails, or gives no number, the reward is None: it does not apply, and the run goes on. With
 REWARD_PROCESSES = 8, completions are judged in parallel, while others are sampled.
 """

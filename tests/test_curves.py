@@ -21,7 +21,8 @@ cases = pytest.mark.parametrize("name", [*curves.CASES, *LEFT])
 def test_the_page_has_each_case_with_its_command_and_picture():
     assert SECTIONS.keys() == TABLES.keys() == curves.CASES.keys() | LEFT.keys()
     for name, text in SECTIONS.items():
-        assert f"`python experiments/curves.py {name}`{' at 0726406' * (name in LEFT)}" in text
+        commit = " in commit 0726406" * (name in LEFT)
+        assert f"`python experiments/curves.py {name}`{commit}" in text
     pictures = [curves.PICTURES / f"{name}.png" for name in SECTIONS]
     assert sum(picture.stat().st_size for picture in pictures) < 700_000
 

@@ -81,7 +81,7 @@ def test_a_teacher_alone_teaches_without_rewards_and_groups(tiny, tmp_path):
     log = tmp_path / "log"
     launch(1, command_of("grpo_ref_split", preset), log)
     text = log.read_text()
-    assert "a teacher: " in text and "the first update passed its check" in text
+    assert "a teacher, not MODEL: " in text and "the first update agree" in text
     steps = learned(tmp_path / "run")
     assert all(r["reward"] == 0 and "accuracy" in r and "rewards/format/mean" in r for r in steps)
     first, last = (sum(r["teacher_kl"] for r in part) for part in (steps[:4], steps[-4:]))

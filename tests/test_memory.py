@@ -166,7 +166,7 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
             ranks.run(start)
     else:
         assert ranks.run(start) == 2 * [[64, 64, *chosen]]
-        found = "SAMPLE_BATCH = 64: 0.0 GB measured, 1.0 free" in capsys.readouterr().out
+        found = "SAMPLE_BATCH = 64 fits: a trial took 0.0 GB" in capsys.readouterr().out
         assert found != bool(sizes)
     assert tried[0] == tried[1]
     for policy in policies:

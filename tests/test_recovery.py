@@ -88,7 +88,7 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
     processes = start_ranks(ranks, command_of("grpo_ref_split", killed), log)
     wait_for_step(tmp_path / "killed", 6, processes[0], log)
     kill(server)
-    wait_for(log, f"waiting for the reference's log-probs from {url}")
+    wait_for(log, f"so far for the reference's log-probs from {url}")
     assert all(process.poll() is None for process in processes)
     start(*serve)
     assert [process.wait(100) for process in processes] == [0] * ranks, log.read_text()[-4000:]

@@ -15,7 +15,15 @@ from transformers import AutoTokenizer
 import grpo_ref_split as trainer
 from grpo.sampling import policy
 from grpo.sampling.rollout import make_group
-from grpo.sampling.task import TaskError, ids_of, load_split, load_task, preview, reward_group
+from grpo.sampling.task import (
+    TaskError,
+    ids_of,
+    load_items,
+    load_split,
+    load_task,
+    preview,
+    reward_group,
+)
 
 QUESTION = {"question": "Why?"}
 
@@ -193,7 +201,7 @@ def test_a_tasks_weights_and_outcome_are_taken_and_a_constant_overrides_them():
     recipe.resolve()
     assert (recipe.c.REWARD_WEIGHTS, recipe.c.OUTCOME) == ({"b": 3.0, "a": 1.0}, "b")
     assert list(reward_group(recipe, PROMPT[1], [""])[0]) == ["b", "a"]
-    assert recipe.settings()["REWARD_WEIGHTS"] == [["b", 3.0], ["a", 1.0]]  # what workers compare
+    assert recipe.settings()["order of REWARD_WEIGHTS"] == ["b", "a"]  # workers compare it, too
     recipe = a_recipe([PROMPT], task=task, REWARD_WEIGHTS={"a": 1, "b": 0}, OUTCOME="a")
     recipe.resolve()
     assert (recipe.c.REWARD_WEIGHTS, recipe.c.OUTCOME) == ({"a": 1, "b": 0}, "a")
@@ -244,6 +252,12 @@ def test_a_mistake_in_a_function_is_said_with_its_line(tiny, tmp_path, monkeypat
     refused(["messages", "TypeError", ", line 3"], loaded, tiny, task.load, task.messages)
 
 
+def test_a_line_of_our_task_py_is_not_shown_as_one_of_a_users_task_py():
+    task = SimpleNamespace(load=lambda split: None)
+    with pytest.raises(TaskError, match="failed with TypeError: "):  # and no line
+        load_items("my/task.py", task, "train")
+
+
 @pytest.mark.parametrize(("name", "near"), [("cities.py", "cities.py"), ("gsm9k", "gsm8k")])
 def test_a_task_that_is_not_there_is_said(name, near):
     with pytest.raises(SystemExit, match=f"TASK = '{name}'.*{near}"):
@@ -278,7 +292,7 @@ def test_a_message_that_the_template_loses_is_said(tiny, capsys):
     def asked(item):
         return [{"role": "system", "content": "Be brief."}, *chat(QUESTION)]
 
-    assert "changes the message of the system" in previewed(
+    assert "changes the system message" in previewed(
         tiny, capsys, messages=asked, template="{{ messages[-1].content }}"
     )
     assert ":\nBe brief.\n\nWhy?\n" in previewed(tiny, capsys, messages=asked, template="")
@@ -344,7 +358,7 @@ def test_a_task_that_does_not_cope_with_an_empty_completion_is_told_so(mine):
 def test_rewards_that_take_too_long_are_found_before_the_model_is_loaded(mine, monkeypatch):
     monkeypatch.setattr(trainer, "REWARD_TIMEOUT_SECONDS", 1)
     mine.rewards = lambda item, text: time.sleep(60)
-    with pytest.raises(RuntimeError, match="TooSlow.*1 s.*REWARD_TIMEOUT_SECONDS"):
+    with pytest.raises(RuntimeError, match="failed: .*1 s.*REWARD_TIMEOUT_SECONDS"):
         trainer.main()
 
 

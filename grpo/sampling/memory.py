@@ -42,7 +42,8 @@ def fit(c, device, candidates, attempt, held=0, worst=lambda measure: measure())
         chosen = ", ".join(f"{name} = {value}" for name, value in sizes.items())
         if share <= 1 - SPARE:
             set_for_run(vars(c), sizes)
-            return f"{chosen}: {peak / 2**30:.1f} GB measured, {(room - peak) / 2**30:.1f} free"
+            left = (room - peak) / 2**30
+            return f"{chosen} fits: a trial took {peak / 2**30:.1f} GB and left {left:.1f} free"
     raise SystemExit(
         f"{chosen} does not fit into this GPU, which has {room / 2**30:.1f} GB free. To save"
         " memory, use a smaller MODEL, LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs, a lower"

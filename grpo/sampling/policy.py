@@ -113,8 +113,8 @@ def make_policy(c, tokenizer):
     say(f"{c.MODEL} in {policy.dtype}; completions end at {', '.join(stops)}")
     if c.SAMPLER == "torch" and not can_cache(policy.model):
         say(
-            "this model has no KV cache that we can use, so each token runs the whole sequence"
-            ' again: slower by about the sequence\'s length. SAMPLER = "vllm" avoids that'
+            "this model has no KV cache that can be used, so each token runs the whole sequence"
+            ' again, which is far slower. SAMPLER = "vllm" avoids that'
         )
     return policy
 

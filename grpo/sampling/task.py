@@ -30,7 +30,7 @@ from grpo.sampling.rewards import (
 
 # Constants that must be equal in worker and trainer, in addition to TASK and REWARD_WEIGHTS
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME SKIP_FLAT_GROUPS"
-SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS"
+SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS REWARD_WEIGHTS"
 
 
 # --- The file -------------------------------------------------------------------------
@@ -96,8 +96,8 @@ class Recipe:
         prompts = json.dumps([[index, ids] for index, _, ids in self.prompts]).encode()
         settings = {name: getattr(self.c, name) for name in SHARED.split()} | {
             "TASK": Path(self.c.TASK).name,  # a worker may have the file in another folder
-            "REWARD_WEIGHTS": list(self.c.REWARD_WEIGHTS.items()),  # in this order
-            "prompts (tokenizer, task and its data)": hashlib.sha256(prompts).hexdigest(),
+            "order of REWARD_WEIGHTS": list(self.c.REWARD_WEIGHTS),
+            "hash of prompts (tokenizer, task, data)": hashlib.sha256(prompts).hexdigest(),
         }
         return json.loads(json.dumps(settings))
 
@@ -259,11 +259,12 @@ def given_rewards(recipe, item, texts, futures=()):
                 results.append(getattr(task, function)(*given))
     except (Exception, SystemExit, TooSlow) as error:  # a task's sys.exit() is a mistake, too
         function, _, seen = calls[len(results)]
-        remedy = " (REWARD_TIMEOUT_SECONDS)" if isinstance(error, TooSlow) else ""
-        why = str(error) if futures else repr(error)  # a process has sent the text alone
+        slow = isinstance(error, TooSlow)
+        remedy = "; raise REWARD_TIMEOUT_SECONDS if it needs longer" if slow else ""
+        why = str(error) if futures or slow else repr(error)  # a process has sent the text alone
         raise RuntimeError(
-            f"{task_file(name)}: {function}() failed with {why}{remedy} for the question"
-            f" {item!r} and {'completions' if 'group' in function else 'completion'} {seen!r}"
+            f"{task_file(name)}: {function}() failed: {why}{remedy}; question {item!r},"
+            f" {'completions' if 'group' in function else 'completion'} {seen!r}"
         ) from error
     alone = results[: len(texts)] if hasattr(task, "rewards") else [{}] * len(texts)
     together = results[-1] if hasattr(task, "group_rewards") else [{}] * len(texts)
@@ -329,14 +330,14 @@ def preview(recipe, tokenizer, number):
     hours later.
     """
     c = recipe.c
-    say(f"REWARD_WEIGHTS = {c.REWARD_WEIGHTS}; right means OUTCOME = {c.OUTCOME!r} above 0")
+    say(f"REWARD_WEIGHTS = {c.REWARD_WEIGHTS}; OUTCOME = {c.OUTCOME!r}, which is above 0 if right")
     for index, item, ids in recipe.prompts[:number]:
         text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         how = "" if tokenizer.chat_template else " (it has no chat template: texts are joined)"
         say(f"prompt {index} as {c.MODEL} sees it, {len(ids)} tokens{how}:\n{text}")
         for message in load_chat(c.TASK, recipe.task, item):
             if "".join(message["content"].split()) not in "".join(text.split()):
-                say(f"the chat template loses or changes the message of the {message['role']}")
+                say(f"the chat template loses or changes the {message['role']} message")
         show_rewards(recipe, item, "an empty completion", "")
         check_gold(recipe, item, tokenizer)
 

@@ -193,7 +193,7 @@ class VLLMPolicy:
         self._wake_up("kv_cache")
         self.asleep = False
         if not self.llm.reset_prefix_cache():  # keys and values of the old weights
-            raise RuntimeError("vLLM did not empty its prefix cache: is it sampling meanwhile?")
+            raise RuntimeError("vLLM did not empty its prefix cache: is it still sampling?")
 
     def _wake_up(self, part):
         if not self.asleep:
@@ -202,7 +202,7 @@ class VLLMPolicy:
             self.llm.wake_up(tags=[part])
         except RuntimeError as error:
             raise RuntimeError(
-                "vLLM slept, and its memory is taken: lower VLLM_CACHE_GB, or the"
+                "while vLLM slept, its memory was taken: lower VLLM_CACHE_GB, or the"
                 f" MICRO_BATCH_TOKENS of the trainer on this GPU ({error})"
             ) from error
 

@@ -194,7 +194,7 @@ def newest(folder):
     rank has a checkpoint. Raises SystemExit if there are checkpoints but none is complete: a run
     must not start over because a disk is missing."""
     if Path(folder, DRAFT).exists():
-        say(f"{folder}: the run ended while it saved a checkpoint; that checkpoint is ignored")
+        say(f"{folder}: the run ended while it was saving a checkpoint; that checkpoint is ignored")
     fault, steps = None, gathered({step_of(path) for path in saved_in(folder)})
     for step in sorted(set().union(*steps), reverse=True):
         path = Path(folder, f"step_{step:06d}")
@@ -364,9 +364,11 @@ def check_resumable(path, state, now):
         rules.append(("KL_BETA", now["KL_BETA"] or 0.0, now["KL_BETA"] or "above 0"))
     for name, value, must in rules:
         if value != must:
+            merged = f" (after: python -m grpo.merge {path} OUT)" * bool(before["LORA_RANK"])
+            model = "OUT" if merged else f"'{path}'"
             raise SystemExit(
                 f"{name} = {value!r} must be {must!r} to resume from {path}; to start a new run"
-                f" from its weights set MODEL = '{path}', and another RUN_DIR"
+                f" from its weights set MODEL = {model}{merged}, and another RUN_DIR"
             )
     changed = [f"{k} {before[k]!r} -> {v!r}" for k, v in now.items() if before.get(k, v) != v]
     if changed:

@@ -121,7 +121,7 @@ def check_update(run, metrics, sequences):
         names = ["sampler_k3", "sampler_tilt"]
         names += [] if is_teacher(run.reference.info, c.MODEL) else ["kl"]
         found = ", ".join(f"{name} {metrics[name]:.1g}" for name in names if name in metrics)
-        say(f"the first update passed its check: {found}")
+        say(f"the log-probs of the first update agree: {found}")
     progress.checked = True
 
 

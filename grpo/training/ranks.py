@@ -214,4 +214,4 @@ class RollCall:
                 places = [json.loads(store.get(f"at/{r}")) for r in range(dist.get_world_size())]
                 behind = [f"{r} ({part})" for r, (n, part) in enumerate(places) if n < number]
                 if looks and behind:
-                    tell(f"waiting since {looks * BEHIND_SECONDS} s for rank {', '.join(behind)}")
+                    tell(f"waited {looks * BEHIND_SECONDS} s so far for rank {', '.join(behind)}")

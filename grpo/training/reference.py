@@ -39,7 +39,7 @@ def make_reference(c, policy, server):
     reference = RemoteReference(server) if server else LocalReference(c, policy)
     if is_teacher(reference.info, c.MODEL):
         say(
-            f"the reference is another model than MODEL, a teacher: {reference.info['model']}. The"
+            f"the reference is a teacher, not MODEL: {reference.info['model']}. The"
             " first update can't check the teacher's weights; teacher_kl is the KL to the teacher"
         )
     return reference

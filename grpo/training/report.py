@@ -128,7 +128,10 @@ class RunFolder:
         why = f"loss {metrics['loss']}, norm of the gradient {metrics['grad_norm']}"
         say(f"step {progress.step} is skipped: {why}; {progress.bad} in a row; its data: {path}")
         if progress.bad >= limit:
-            raise RuntimeError(f"{progress.bad} steps in a row were not finite; see {path}")
+            raise RuntimeError(
+                f"{progress.bad} steps in a row had a loss or gradient that was not finite: is"
+                f" LEARNING_RATE too high? The data of the last step: {path}"
+            )
 
     def undo(self, step):
         """Removes the records of steps after `step`, which the run repeats, and an incomplete last
@@ -174,7 +177,7 @@ def log_idle(run, metrics, groups):
     """Logs why the next step trains nothing; `groups` are those that were not skipped."""
     c, p = run.recipe.c, run.progress
     cut = f"{metrics['completions/clipped_ratio']:.0%} of the completions were truncated"
-    kept = f"{len(groups)} of {metrics['groups_sampled']} groups are kept"
+    kept = f"{len(groups)} of {metrics['groups_sampled']} groups were kept"
     names = "accuracy", "reward", "frac_outcome_zero_std", "frac_reward_zero_std"
     found = ", ".join(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)
     run.idle_reason = (
@@ -182,7 +185,7 @@ def log_idle(run, metrics, groups):
         f" {cut} (MASK_TRUNCATED, MAX_COMPLETION_TOKENS = {c.MAX_COMPLETION_TOKENS})"
     )
     if metrics.get("tools/call_share") == 0:
-        run.idle_reason += "; reply() was never called: is STOP_STRINGS right?"
+        run.idle_reason += "; reply() never returned a text: is STOP_STRINGS right?"
     say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
 
 
@@ -194,7 +197,7 @@ def report_end(run, asked):
         total = sum(lap["seconds"] for lap in laps)
         shares = {name: sum(lap.get(f"seconds_{name}", 0) for lap in laps) for name in PARTS}
         parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
-        say(f"{len(laps)} steps of {total / len(laps):.2f} s: {parts}")
+        say(f"{len(laps)} steps, {total / len(laps):.2f} s each: {parts}")
     if asked:
         by = stop.asked or "a signal"
         raise SystemExit(f"stopped by {by}; step {p.step} is saved: start again to resume")

@@ -64,8 +64,8 @@ def test_settings_are_the_same_after_a_journey_as_json():
     ("TASK", {"TASK": "gsm8k"}),
     ("TEMPERATURE", {"TEMPERATURE": 0.9}),
     ("REWARD_WEIGHTS", {"REWARD_WEIGHTS": {"correctness": 1.0, "format": 1.0}}),
-    ("prompts", {"prompts": prompts_of([MIXED, MIXED])}),
-    ("prompts", {"prompts": [(0, {}, [5, 7])]}),  # another template, tokenizer or split
+    ("hash of prompts", {"prompts": prompts_of([MIXED, MIXED])}),
+    ("hash of prompts", {"prompts": [(0, {}, [5, 7])]}),  # another template, tokenizer or split
     ("GROUP_SIZE", None),  # that the trainer does not tell
 ])  # fmt: skip
 def test_a_worker_with_other_constants_is_told_which(name, change):

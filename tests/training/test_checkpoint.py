@@ -343,13 +343,18 @@ def test_a_checkpoint_counts_only_when_every_machine_has_its_part(tmp_path, rank
 OTHER = {"MODEL": "b", "LORA_RANK": 8, "DTYPE": "float32", "TASK": "u"}
 
 
-def test_a_run_resumes_with_as_many_ranks_and_the_same_model(tmp_path, alone, capsys):
+def test_a_run_resumes_with_as_many_ranks_and_the_same_model(tmp_path, alone, capsys, monkeypatch):
     run = opened(tmp_path).name
     save(tmp_path, 3, name=run)
     for name, value in OTHER.items():
         refused = f"{name} = {value!r} must be {RUN[name]!r}(?s:.*)MODEL = '.*/step_000003'"
         with pytest.raises(SystemExit, match=refused):
             opened(tmp_path, **{name: value})
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=r"MODEL = OUT .*merge"):
+        patch.setitem(RUN, "LORA_RANK", 8)
+        save(tmp_path, 3, name=run)
+        opened(tmp_path, LORA_RANK=16)
+    save(tmp_path, 3, name=run)
     assert json.loads((tmp_path / "run.json").read_text())["constants"]["MODEL"] == RUN["MODEL"]
     capsys.readouterr()
     again = opened(tmp_path, STEPS=777, WEIGHT_DECAY=0.1)

@@ -135,7 +135,7 @@ def test_a_teacher_is_a_model_of_its_own_also_with_adapters(lora_rank, tiny, tea
     assert gap(reference, there) < MEASURED < 0.01 < gap(reference, policy)
     assert not any(p.requires_grad for p in reference.model.parameters())
     assert reference.info == {"model": str(teacher), "dtype": "float32"}
-    assert f"another model than MODEL, a teacher: {teacher}" in capsys.readouterr().out
+    assert f"a teacher, not MODEL: {teacher}" in capsys.readouterr().out
     assert reference.visiting == 0  # it stays where it is, on a CPU
 
 
@@ -179,7 +179,7 @@ def remote(capsys):
     server = FakeServer()
     reference = make_reference(constants(), None, server)
     assert isinstance(reference, RemoteReference) and reference.info == server.info
-    assert "a teacher: theirs" in capsys.readouterr().out
+    assert "a teacher, not MODEL: theirs" in capsys.readouterr().out
     first = reference.logps(GROUPS[0])
     while not server.asked:
         time.sleep(0.001)

@@ -252,7 +252,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class LlamaDecoder(SharedDecoder):
-    feature = "Llama layers of our own"
+    feature = "grpo-split's own Llama layers"
 
     def forward(self, tokens, slots):
         body = self.model.model
