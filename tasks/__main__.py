@@ -18,7 +18,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from grpo.constants import command_line
+from grpo.constants import command_line, usage
 from grpo.sampling.rewards import called, timely
 from grpo.sampling.task import (
     Recipe,
@@ -114,4 +114,4 @@ if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
         main(sys.argv.pop(1))
     else:
-        print(listed())
+        print(usage(__doc__), listed(), sep="\n\n")

@@ -221,8 +221,8 @@ def examine(path):
         state = json.loads(Path(path, "trainer", "state.json").read_text())
         # check_resumable refuses another number of ranks
         for name, size in dict(enumerate(state["files"])).get(rank, {}).items():
-            if Path(path, name).stat().st_size != size:
-                raise ValueError(f"{path / name} should have {size} bytes")
+            if (found := Path(path, name).stat().st_size) != size:
+                raise ValueError(f"{path / name} has {found} bytes, not {size}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return None, f"rank {rank} on {socket.gethostname()}: {error}"
     return state, None
