@@ -37,7 +37,9 @@ def merge_into(model, folder):
             warnings.filterwarnings("error", "Found missing adapter keys")
             adapted = PeftModel.from_pretrained(model, folder, torch_device=str(model.device))
     except (ValueError, RuntimeError, UserWarning) as error:
-        raise SystemExit(f"the adapter {folder} does not fit its base model: {error}") from error
+        raise SystemExit(
+            f"the adapter {folder} does not fit the base model named in its {CONFIG}: {error}"
+        ) from error
     adapted.merge_and_unload()
 
 

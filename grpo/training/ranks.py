@@ -42,8 +42,8 @@ def stand_alone():
         missing = [name for name in NEEDED if name not in os.environ]
         if missing and not importlib.util.find_spec("mpi4py"):  # DeepSpeed would ask MPI
             raise SystemExit(
-                f"this process is one of several, but {', '.join(missing)} is not set: start all of"
-                " them with deepspeed, torchrun or srun, as in docs/several_machines.md"
+                f"this process is one of several, but lacks {', '.join(missing)}: start all of them"
+                " with deepspeed, torchrun or srun, as in docs/several_machines.md"
             )
         return
     # MASTER_PORT 0: the system picks a free one
