@@ -37,7 +37,7 @@ def test_only_a_process_that_nobody_launched_takes_itself_for_the_only_rank(monk
         assert environment == whole or environment["RANK"] == "0"
     monkeypatch.setattr(os, "environ", dict(launched))
     monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"):
+    with pytest.raises(SystemExit, match="LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: "):
         ranks.stand_alone()
     monkeypatch.setattr(ranks.importlib.util, "find_spec", {"mpi4py": "installed"}.get)
     ranks.stand_alone()
