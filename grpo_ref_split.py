@@ -65,7 +65,7 @@ RUN_DIR = "runs/gsm8k"  # folder of checkpoints, metrics and samples; a run in i
 # to the same secret on both. None keeps the reference model in this process.
 REF_SERVER = "http://127.0.0.1:59875"
 
-# --- Rollouts (in brackets: TRL's names) ---------------------------------------------
+# --- Rollouts (in brackets, also further down: TRL's names) ---------------------------
 # Prompts per rollout over all ranks, ideally a multiple of the number of ranks. More prompts make
 # the gradient less noisy and the rollout slower.
 PROMPTS_PER_STEP = 28
@@ -103,7 +103,7 @@ ADVANTAGE_STD = True
 # gradient below the ratio 1 - CLIP_LOW, one with a positive advantage none above 1 + CLIP_HIGH.
 CLIP_LOW = 0.2  # higher clips less, and the policy may move farther on one rollout (epsilon)
 CLIP_HIGH = 0.2  # higher, such as 0.28, lets rare tokens become likely faster (epsilon_high)
-KL_BETA = 0.04  # weight of the KL penalty; higher stays nearer the reference, 0 needs none (beta)
+KL_BETA = 0.04  # weight of the KL penalty; higher stays nearer; 0 needs no reference (beta)
 UNBIASED_KL = False  # True: the KL times the ratio; its gradient is unbiased (DeepSeek-V3.2)
 OBJECTIVE = "clip"  # or "cispo": clipped tokens keep a gradient, weighted by the clipped ratio
 RATIO_LEVEL = "token"  # or "sequence": a ratio per completion (GSPO: CLIP_LOW 3e-4, CLIP_HIGH 4e-4)
@@ -149,7 +149,9 @@ EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the e
 EVAL_SPLIT = "test"  # the task's split for evaluations
 EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more precise and slower
 EVAL_BATCH = "auto"  # questions that a rank answers at once; more are faster and need memory
-STOP_ACCURACY = 1.01  # the run ends at this accuracy (above 1: never); report it on another split
+# The run ends at this accuracy (above 1: never). The stop biases it, so report the accuracy on
+# another split.
+STOP_ACCURACY = 1.01
 SAVE_STEPS = 100  # steps between checkpoints (the model + 12 bytes per trained parameter)
 KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
 KEEP_BEST = True  # also keeps the checkpoint of the best evaluation: RUN_DIR/best

@@ -371,7 +371,7 @@ def print_gpus():
         rows.append([name[8:], *cells, gb(server), gb(in_ram(m)), gb(merged_bytes(lora))])
     ways = [f"{w} GPU{'s' * (w > 1)}" if not offload else f"{w}, offload" for w, offload in WAYS]
     ways.append(f"LoRA {RANK}, 1 GPU")
-    table(["Qwen2.5", *ways, "the server", "RAM with offload", "adapters, merged"], rows)
+    table(["Qwen2.5", *ways, "the server", "RAM with offload", "merged copies"], rows)
 
 
 def print_one_gpu():

@@ -68,8 +68,8 @@ def bridge(tokenizer, eos_ids, last, reply, options):
     if not marked or "".join(reply.split()) not in "".join(after.split()):
         raise SystemExit(
             f"the chat template of MODEL = {tokenizer.name_or_path!r} can't continue a chat with"
-            f" the reply {reply!r:.200} ({reason}): end the model's turns with STOP_STRINGS, or"
-            " give its tokenizer another chat template"
+            f" the reply {reply!r:.200} ({reason}): end the model's turns with STOP_STRINGS,"
+            " which need no template, or give its tokenizer another template"
         )
     # The model has already sampled the end of its turn or (GLM) the role of the next turn
     after = after.removeprefix(tokenizer.decode([last]))

@@ -42,8 +42,8 @@ def stand_alone():
         missing = [name for name in NEEDED if name not in os.environ]
         if missing and not importlib.util.find_spec("mpi4py"):  # DeepSpeed would ask MPI
             raise SystemExit(
-                f"this process is one of several, but lacks {', '.join(missing)}: start all of them"
-                " with deepspeed, torchrun or srun, as in docs/several_machines.md"
+                f"a process of several needs the environment variables {', '.join(missing)}:"
+                " start all with deepspeed or torchrun, or with srun as in docs/several_machines.md"
             )
         return
     # MASTER_PORT 0: the system picks a free one
