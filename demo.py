@@ -34,6 +34,7 @@ from grpo.sampling.policy import load_policy
 from grpo.sampling.sampler import sample_groups
 from grpo.stop import end_with_parent
 from grpo.tiny_model import warm_start
+from grpo.training.checkpoint import lock_run
 from presets import demo as preset
 from tasks import arithmetic
 
@@ -120,9 +121,11 @@ def train_and_serve(seed, rewards):
 def main(seed, rewards="plain"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # also if a shell's `&` ignores Ctrl-C
     started = time.perf_counter()
-    shutil.rmtree(RUN_DIR, ignore_errors=True)
-    print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
-    warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
+    lock_run(RUN_DIR).close()  # ends if another demo runs, whose files must stay
+    shutil.rmtree(RUN_DIR)
+    with lock_run(RUN_DIR):
+        print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
+        warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
     print("2. GRPO: ref_server.py and grpo_ref_split.py start, which takes about 15 s", flush=True)
     train_and_serve(seed, rewards)
     for step in sorted({1, max(1, STEPS // 2), STEPS}):

@@ -14,6 +14,8 @@ import pytest
 from documents import documented_metrics
 from transformers import AutoModelForCausalLM
 
+import demo
+from grpo.training.checkpoint import lock_run
 from tasks import arithmetic
 
 ROOT = Path(__file__).parent.parent
@@ -36,10 +38,19 @@ def start_demo(folder, steps):
         signal.signal(signal.SIGINT, handler)
 
 
+def test_a_demo_leaves_the_files_of_another_that_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    (tmp_path / "kept").touch()
+    with lock_run(tmp_path), pytest.raises(SystemExit, match="another trainer is running"):
+        demo.main(0)
+    assert (tmp_path / "kept").exists()
+
+
 def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
-    demo = start_demo(tmp_path / "run", steps=2)
-    output, _ = demo.communicate(timeout=200)
-    assert demo.returncode == 0, output[-3000:]
+    process = start_demo(tmp_path / "run", steps=2)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output[-3000:]
     result = json.loads(output.splitlines()[-1])
     assert result["steps"] == 2 and result["seconds"] > 0
     assert {"accuracy_before", "accuracy_after", "format_after"} <= result.keys()
@@ -92,22 +103,22 @@ def test_the_demo_ends_all_that_it_started(tmp_path):
     most of their time is spent on imports."""
     hows = {signal.SIGINT: tmp_path / "int", signal.SIGTERM: tmp_path / "term"}
     demos = {how: start_demo(folder, steps=10_000) for how, folder in hows.items()}
-    for how, demo in demos.items():
+    for how, process in demos.items():
         metrics, deadline = hows[how] / "metrics.jsonl", time.monotonic() + 180
         family = []
         while len(family) < 2 or (how == signal.SIGTERM and not metrics.exists()):
-            if demo.poll() is not None or time.monotonic() > deadline:
+            if process.poll() is not None or time.monotonic() > deadline:
                 for other in demos.values():
                     other.terminate()
-                raise AssertionError((how, family, demo.communicate(timeout=30)[0][-3000:]))
+                raise AssertionError((how, family, process.communicate(timeout=30)[0][-3000:]))
             time.sleep(0.1)
-            family = psutil.Process(demo.pid).children(recursive=True)
+            family = psutil.Process(process.pid).children(recursive=True)
         if metrics.exists():  # the GPU that was chosen is the one that is used
             assert {p.environ().get("CUDA_VISIBLE_DEVICES") for p in family} == {"0"}
-        demo.send_signal(how)
-        demo.communicate(timeout=30)
+        process.send_signal(how)
+        process.communicate(timeout=30)
         _, alive = psutil.wait_procs(family, timeout=5)
-        assert not alive and demo.returncode != 0
+        assert not alive and process.returncode != 0
 
 
 def test_arithmetic_splits_share_no_question_and_stay_the_same():
