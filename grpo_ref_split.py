@@ -81,7 +81,8 @@ VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more 
 VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
 TENSOR_PARALLEL = 1  # GPUs per vLLM worker, for a model that is too large for one GPU
 MASK_TRUNCATED = True  # does not train on truncated completions, but their rewards count
-OVERLONG_TOKENS = 0  # over the last N tokens before the limit, reward falls by up to 1 (DAPO)
+# Over the last N tokens before the limit, the reward falls by up to 1 (DAPO). 0: off.
+OVERLONG_TOKENS = 0
 # Flat groups are skipped: their completions all have the same OUTCOME ("outcome"), or the same
 # total reward ("reward"). False trains on every group.
 SKIP_FLAT_GROUPS = "outcome"

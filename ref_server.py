@@ -54,7 +54,7 @@ SCORE_BATCH_TOKENS = 8_192
 # environment of both sides: GRPO_TOKEN=...
 HOST = "127.0.0.1"
 PORT = 59875  # port in the trainer's REF_SERVER; 0 takes any free port
-THREADS = 64  # requests served at once: one per rank, and four more
+THREADS = 64  # requests served at once; at least the number of ranks + 4
 # Largest request accepted; must be at least 1 MB (64 completions of 8192 tokens take 2 MB).
 MAX_BODY_BYTES = 16 << 20
 

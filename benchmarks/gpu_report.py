@@ -52,7 +52,7 @@ REAL = "Qwen/Qwen2.5-0.5B-Instruct"
 PLAN, SHORT = (8, 3, 8), (3, 1, 2)
 # What a log says of the paths that were chosen, and of those that were refused
 NOTABLE = (
-    r"slower|can't|differ|arning|measured|bfloat16|float32|sampled without|resumes|saved|Error"
+    r"slower|can't|differ|arning|a trial took|bfloat16|float32|sampled without|resumes|saved|Error"
 )
 
 PYTHON = [sys.executable]

@@ -97,7 +97,7 @@ class RefServer(Client):
         if now != self.info:
             raise Refused(
                 f"{self.url} now serves the reference {now}; at the start it was {self.info}:"
-                " restart the server with the first one"
+                " restart the server with that one"
             )
         return unpack_logps(reply.content, groups)
 

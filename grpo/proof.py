@@ -75,7 +75,7 @@ def check_sampler(metrics, dtype):
     if not math.isfinite(metrics["loss"]):  # the step will be skipped anyway
         return
     if "sampler_k3" in metrics:
-        what = "trainer and sampler have the same weights but differ"
+        what = "trainer and sampler should have the same weights, but differ"
         check_gap(metrics["sampler_k3"], NOISE[dtype], what)
     tilt = metrics.get("sampler_tilt", 0.0)
     if abs(tilt) > TILT:

@@ -46,7 +46,7 @@ def merge_adapters(model, tensors):
     adapters = {name.split(".lora_A.")[0]: name for name in tensors if ".lora_A." in name}
     weights = dict(model.named_parameters())
     if missing := [path for path in adapters if f"{path}.weight" not in weights]:
-        raise ValueError(f"it has no layer {missing[0]}: MODEL must be the adapter's base model")
+        raise ValueError(f"the model has no layer {missing[0]}: MODEL must be the adapter's base")
     for name, weight in weights.items():
         path = name.removesuffix(".weight")
         if a := adapters.get(path):

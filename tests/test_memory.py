@@ -3,6 +3,7 @@ and the trials against the living tensors of the trainer's code."""
 
 import gc
 import math
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import memory
 from memory import BF16, FP32, trainer
 
 import grpo_loss_triton
+from benchmarks.gpu_report import NOTABLE
 from grpo.forward import CompletionModel, checkpoint_layers
 from grpo.sampling import memory as sampling
 from grpo.sampling.decoders.choice import make_decoder
@@ -166,8 +168,9 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
             ranks.run(start)
     else:
         assert ranks.run(start) == 2 * [[64, 64, *chosen]]
-        found = "SAMPLE_BATCH = 64 fits: a trial took 0.0 GB" in capsys.readouterr().out
-        assert found != bool(sizes)
+        line = "SAMPLE_BATCH = 64 fits: a trial took 0.0 GB"
+        found = line in capsys.readouterr().out
+        assert found != bool(sizes) and re.search(NOTABLE, line)
     assert tried[0] == tried[1]
     for policy in policies:
         for weight in policy.model.parameters():

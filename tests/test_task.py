@@ -18,12 +18,14 @@ from grpo.sampling.rollout import make_group
 from grpo.sampling.task import (
     TaskError,
     ids_of,
+    load_chat,
     load_items,
     load_split,
     load_task,
     preview,
     reward_group,
 )
+from tasks import data
 
 QUESTION = {"question": "Why?"}
 
@@ -245,17 +247,21 @@ def test_a_mistake_in_a_tasks_file_is_said(text, names, tmp_path, monkeypatch):
         load_task(str(tmp_path / "mine.py"))
 
 
-def test_a_mistake_in_a_function_is_said_with_its_line(tiny, tmp_path, monkeypatch):
+def test_a_mistake_in_a_function_is_said_with_its_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "mine.py").write_text("CONTENT = 5\n" + GOOD)
-    task = load_task(str(tmp_path / "mine.py"))
-    refused(["messages", "TypeError", ", line 3"], loaded, tiny, task.load, task.messages)
+    (path := tmp_path / "mine.py").write_text("CONTENT = 5\n" + GOOD)
+    task = load_task(str(path))
+    with pytest.raises(TaskError, match=r"mine.py: messages\(.*TypeError, line 3: "):
+        load_chat(str(path), task, task.load("train")[0])
 
 
 def test_a_line_of_our_task_py_is_not_shown_as_one_of_a_users_task_py():
     task = SimpleNamespace(load=lambda split: None)
     with pytest.raises(TaskError, match="failed with TypeError: "):  # and no line
         load_items("my/task.py", task, "train")
+    task.load = lambda split: data.records("/nowhere.jsonl", split)
+    with pytest.raises(TaskError, match="failed with FileNotFoundError: "):
+        load_items("my/data.py", task, "train")
 
 
 @pytest.mark.parametrize(("name", "near"), [("cities.py", "cities.py"), ("gsm9k", "gsm8k")])

@@ -29,7 +29,7 @@ from pathlib import Path
 from grpo import log
 from grpo.stop import end_with_parent
 
-OURS = Path(__file__).parent  # it has a task.py, too
+ROOT = Path(__file__).parents[2]
 IMPORT_SECONDS = 600  # time limit of the task's import, which may load a judge model
 
 
@@ -55,9 +55,9 @@ def called(name, function, must, call, holds=lambda got: True):
     except TaskError:  # of a call within this one
         raise
     except (Exception, SystemExit) as error:
-        frames, file = traceback.extract_tb(error.__traceback__), Path(task_file(name)).name
-        paths = [(Path(f.filename), f.lineno) for f in frames]
-        lines = [n for path, n in paths if path.name == file and path.parent != OURS]
+        file = Path(name) if name.endswith(".py") else ROOT / task_file(name)
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f.lineno for f in frames if Path(f.filename).resolve() == file.resolve()]
         lines += [error.lineno] if isinstance(error, SyntaxError) else []
         at = f", line {lines[-1]}" if lines else ""
         why = f"failed with {type(error).__name__}{at}: {error}"
@@ -165,7 +165,7 @@ def ask(process, connection, seconds, job=None):
             raise TooSlow(f"took more than {seconds} s, so its process was killed")
         value, error = connection.recv()
     except (EOFError, OSError):
-        raise RuntimeError(f"ended its process: {end(process)}") from None
+        raise RuntimeError(f"its process has ended: {end(process)}") from None
     if error:
         raise RuntimeError(error)
     return value

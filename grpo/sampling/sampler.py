@@ -189,7 +189,7 @@ class Running:
             group, number, first = self.owners[i]
             ids, found = ids[first:end], found[first:end]
             if not math.isfinite(sum(found)):
-                raise RuntimeError("the model's logits are not finite: is LEARNING_RATE too high?")
+                raise RuntimeError("the model's logits are not finite: its weights are broken")
             truncated = ids[-1] not in self.eos_ids and i not in stopped
             yield group, number, Completion(ids, found, truncated)
 

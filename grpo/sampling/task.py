@@ -28,7 +28,7 @@ from grpo.sampling.rewards import (
     timely,
 )
 
-# Constants that must be equal in worker and trainer, in addition to TASK and REWARD_WEIGHTS
+# Constants that must be equal in worker and trainer, in addition to what settings() adds
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME SKIP_FLAT_GROUPS"
 SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS REWARD_WEIGHTS"
 
@@ -249,7 +249,7 @@ def given_rewards(recipe, item, texts, futures=()):
     """Returns a dict of rewards by name for each text, from rewards() and group_rewards()."""
     task, name, results = recipe.task, recipe.c.TASK, []
     seconds, calls = recipe.c.REWARD_TIMEOUT_SECONDS, calls_of(task, item, texts)
-    what = f"the rewards of question {item.get('question', item)!r:.80}, {task_file(name)},"
+    what = f"{task_file(name)}'s rewards of question {item.get('question', item)!r:.80}"
     try:
         # Processes apply the time limit themselves: the wait for a free process does not count
         with announced(what) if futures else timely(seconds, what):

@@ -159,6 +159,7 @@ def check_settings(theirs, mine):
     differ = [k for k in mine if mine[k] != theirs.get(k)]
     if differ:
         raise SystemExit(
-            "this worker's constants differ from the trainer's. Start it with the trainer's: "
-            + ", ".join(f"{k} = {theirs.get(k)!r} instead of {mine[k]!r}" for k in differ)
+            "this worker differs from the trainer: "
+            + ", ".join(f"{k} is {mine[k]!r} here, {theirs.get(k)!r} there" for k in differ)
+            + ". Start it with the trainer's constants, tokenizer, task file and code version"
         )

@@ -225,7 +225,7 @@ def test_rewards_are_not_waited_for_in_silence(number, monkeypatch, capsys):
     monkeypatch.setattr(log, "SPEAK_SECONDS", 0.4)
     with processes(number) as recipe:
         rewarded(recipe.others(GROUP_SIZE=1), "sleep 1")
-    assert capsys.readouterr().err.count("question '?', tasks/fake.py") == 2
+    assert capsys.readouterr().err.count("tasks/fake.py's rewards of question '?'") == 2
 
 
 @pytest.mark.parametrize("number", [0, 2])
