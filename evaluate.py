@@ -67,9 +67,7 @@ def command_line():
     add("--out", default="runs/eval", help="folder for the answers")
     given, words = read_words("grpo_ref_split.py", presets=False)
     for name in given.keys() & {"MODEL", "TASK", "LORA_RANK"}:
-        raise SystemExit(
-            f"leave out {name}={given[name]}: give MODEL ... TASK without ="
-        )
+        raise SystemExit(f"leave out {name}={given[name]}: give MODEL ... TASK without =")
     options = parser.parse_intermixed_args(words)
     if options.samples < 0:
         raise SystemExit(f"--samples {options.samples} must be 0 or more")
