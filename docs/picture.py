@@ -2,7 +2,7 @@
 
     make pictures                                                # the runs, then the curve
     .venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
-    .venv/bin/python -m docs.picture tools runs/tools_?/*    # demo_tools.py's: docs/tools.png
+    .venv/bin/python -m docs.picture tools runs/tools_?/*    # docs/tools.png
     .venv/bin/python -m docs.picture loop runs/demo          # docs/loop.png
 
 A folder named *shuffled is the control. Prints how the model of the first folder answers the first

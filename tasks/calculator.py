@@ -54,6 +54,17 @@ def rewards(item, turns):
     return {"correctness": bool(found) and found[1] == item["answer"]}
 
 
+def sloppy(item, draw):
+    """Returns the model's turns of a completion from which the tiny model learns. Six in ten only
+    repeat a number of the question; one call in four has the wrong operator."""
+    a, operator, b = CALL.fullmatch(f"<think>{item['work']}</think>").groups()
+    if draw.random() < 0.6:
+        return [f"<answer>{draw.choice([a, b])}</answer>"]
+    if draw.random() < 0.25:
+        operator = {"+": "-", "-": "+"}[operator]
+    return [f"<think>{a}{operator}{b}</think>", f"<answer>{value(a, operator, b)}</answer>"]
+
+
 def gold(item):
     """Returns the model's turns of a completion that is right."""
     return [f"<think>{item['work']}</think>", f"<answer>{item['answer']}</answer>"]

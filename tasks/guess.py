@@ -36,6 +36,19 @@ def rewards(item, turns):
     return {"correctness": bool(guess) and int(guess[1]) == item["secret"]}
 
 
+def sloppy(item, draw):
+    """Returns guesses: six in ten follow the replies, the others are random numbers."""
+    turns, low, high, told = [], 1, LAST, ""
+    while told is not None:
+        heeds = draw.random() < 0.6
+        number = draw.randint(low, high) if heeds else draw.randint(1, LAST)
+        turns.append(f"<answer>{number}</answer>")
+        told = reply(item, turns)
+        low, high = (max(low, number + 1), high) if told == "more" else (low, min(high, number - 1))
+        turns.append(told)
+    return turns[::2]
+
+
 def gold(item):
     """Returns the guesses of binary search."""
     low, high, guesses = 1, LAST, []

@@ -1,0 +1,16 @@
+"""A tiny model learns to call a calculator, on a CPU (docs/turns.md; make demo-tools runs both).
+
+python -m tasks calculator presets/calculator.py OUT=runs/calculator_model
+python grpo_ref_split.py presets/demo.py presets/calculator.py MODEL=runs/calculator_model
+"""
+
+TASK = "calculator"
+RUN_DIR = "runs/calculator"
+REF_SERVER = None
+KL_BETA = 0.0
+STOP_STRINGS = ["</think>"]
+SKIP_FLAT_GROUPS = "reward"
+FINAL_LR = 1.0
+STEPS = 40
+EVAL_STEPS = 10
+EVAL_QUESTIONS = 300

@@ -1,0 +1,20 @@
+"""A tiny model learns a game of three turns on a CPU (docs/turns.md; make demo-tools runs both).
+
+python -m tasks guess presets/guess.py OUT=runs/guess_model
+python grpo_ref_split.py presets/demo.py presets/guess.py MODEL=runs/guess_model
+"""
+
+TASK = "guess"
+RUN_DIR = "runs/guess"
+REF_SERVER = None
+KL_BETA = 0.0
+GROUP_SIZE = 32
+PROMPTS_PER_STEP = 7
+SAMPLE_BATCH = 448  # these completions are short, so all are sampled at once
+MAX_COMPLETION_TOKENS = 72
+MASK_TRUNCATED = False  # else an unfinished last guess would cost nothing
+SKIP_FLAT_GROUPS = "reward"
+LEARNING_RATE = 1e-3
+FINAL_LR = 1.0
+STEPS = 60
+EVAL_STEPS = 10
