@@ -1,7 +1,7 @@
 """Sums that a tiny model cannot do, with a calculator as a tool inside its answer.
 
-    make demo-tools                                              # makes its model, and trains it
-    <think>47+38</think>85<answer>85</answer>                    # the first 85 is the calculator's
+    make demo-tools                              # trains a tiny model (presets/calculator.py)
+    <think>47+38</think>85<answer>85</answer>    # the first 85 is the calculator's
 
 STOP_STRINGS = ["</think>"] stops the model; reply() computes, and the model goes on. The model
 has to learn when to call, with which operator, and to copy the result.

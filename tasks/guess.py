@@ -1,6 +1,6 @@
 """Guess a number from 1 to 7 in three turns: the environment answers "more" or "less".
 
-    make demo-tools    # makes its model, and trains it: it learns binary search
+    make demo-tools    # trains a tiny model (presets/guess.py): it learns binary search
 
 A number is found by binary search in (1 + 2 * 2 + 4 * 3) / 7 = 2.43 turns on average. The right
 second guess depends on the reply to the first, so this is learned across turns.

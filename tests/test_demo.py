@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from documents import documented_metrics
+from processes import launch, records
 from transformers import AutoModelForCausalLM
 
 import demo
@@ -74,26 +75,22 @@ def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
 
 
 @pytest.mark.long
-def test_the_demo_of_tools_trains_both_tasks(tmp_path):
-    short = {"DEMO_RUN_DIR": str(tmp_path), "DEMO_WARM_STEPS": "150", "DEMO_STEPS": "2"}
-    done = subprocess.run(
-        [sys.executable, "demo_tools.py", "1"],
-        cwd=ROOT,
-        env=os.environ | short,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert re.search(r"calculator: accuracy 0.*turns 1", done.stdout)
-    for name in ("calculator", "guess"):
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        records = list(map(json.loads, lines))
-        steps = [record for record in records if "num_turns/mean" in record]
-        assert len(steps) == 2 and all(1 <= record["num_turns/mean"] <= 3 for record in steps)
-        assert all(record["sampling/sampling_logp_difference/mean"] < 1e-5 for record in steps)
-        samples = (tmp_path / name / "samples.jsonl").read_text().splitlines()
-        assert len(samples) == 2 * 4
+@pytest.mark.parametrize("name", ["calculator", "guess"])
+def test_a_tiny_model_of_a_task_with_turns_is_trained_with_its_preset(name, tmp_path, monkeypatch):
+    """With the commands of `make demo-tools`, which are in the preset."""
+    import tasks.__main__ as module
+
+    text = (ROOT / f"presets/{name}.py").read_text()
+    made, trained = map(str.split, re.findall("^python (.*)$", text, re.MULTILINE))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(module, "WARM_STEPS", 150)
+    monkeypatch.setattr(sys, "argv", ["tasks", *made[3:-1], f"OUT={tmp_path}/model"])
+    module.main(made[2])
+    own = [f"MODEL={tmp_path}/model", f"RUN_DIR={tmp_path}/run", "STEPS=2"]
+    launch(1, [sys.executable, *trained, *own], tmp_path / "log")
+    steps = [record for record in records(tmp_path / "run") if "num_turns/mean" in record]
+    assert len(steps) == 2 and all(1 <= record["num_turns/mean"] <= 3 for record in steps)
+    assert all(record["sampling/sampling_logp_difference/mean"] < 1e-5 for record in steps)
 
 
 @pytest.mark.long
