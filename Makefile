@@ -12,8 +12,10 @@ demo: .venv/ready
 
 # a tool and a game of several turns, on a tiny model: three minutes
 demo-tools: .venv/ready
-	for task in calculator guess; do own="presets/$$task.py SEED=$(SEED)"; model=runs/$${task}_model; \
-	    rm -rf runs/$$task $$model; .venv/bin/python -m tasks $$task $$own OUT=$$model && \
+	rm -rf runs/demo_tools
+	for task in calculator guess; do \
+	    own="presets/$$task.py SEED=$(SEED)"; model=runs/demo_tools/tiny_$$task; \
+	    .venv/bin/python -m tasks $$task $$own OUT=$$model && \
 	    .venv/bin/python grpo_ref_split.py presets/demo.py $$own MODEL=$$model || exit 1; done
 
 test: .venv/dev-ready

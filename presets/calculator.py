@@ -1,11 +1,11 @@
 """A tiny model learns to call a calculator, on a CPU (docs/turns.md; make demo-tools runs both).
 
-python -m tasks calculator presets/calculator.py OUT=runs/calculator_model
-python grpo_ref_split.py presets/demo.py presets/calculator.py MODEL=runs/calculator_model
+python -m tasks calculator presets/calculator.py OUT=runs/demo_tools/tiny_calculator
+python grpo_ref_split.py presets/demo.py presets/calculator.py MODEL=runs/demo_tools/tiny_calculator
 """
 
 TASK = "calculator"
-RUN_DIR = "runs/calculator"
+RUN_DIR = "runs/demo_tools/calculator"
 REF_SERVER = None
 KL_BETA = 0.0
 STOP_STRINGS = ["</think>"]

@@ -1,11 +1,11 @@
 """A tiny model learns a game of three turns on a CPU (docs/turns.md; make demo-tools runs both).
 
-python -m tasks guess presets/guess.py OUT=runs/guess_model
-python grpo_ref_split.py presets/demo.py presets/guess.py MODEL=runs/guess_model
+python -m tasks guess presets/guess.py OUT=runs/demo_tools/tiny_guess
+python grpo_ref_split.py presets/demo.py presets/guess.py MODEL=runs/demo_tools/tiny_guess
 """
 
 TASK = "guess"
-RUN_DIR = "runs/guess"
+RUN_DIR = "runs/demo_tools/guess"
 REF_SERVER = None
 KL_BETA = 0.0
 GROUP_SIZE = 32
