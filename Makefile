@@ -14,7 +14,7 @@ demo: .venv/ready
 demo-tools: .venv/ready
 	rm -rf runs/demo_tools
 	for task in calculator guess; do \
-	    own="presets/$$task.py SEED=$(SEED)"; model=runs/demo_tools/tiny_$$task; \
+	    own="presets/$$task.py SEED=$(SEED)"; model=runs/demo_tools/tiny_$$task; export OMP_NUM_THREADS=1; \
 	    .venv/bin/python -m tasks $$task $$own OUT=$$model && \
 	    .venv/bin/python grpo_ref_split.py presets/demo.py $$own MODEL=$$model || exit 1; done
 

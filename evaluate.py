@@ -136,7 +136,8 @@ def read_answers(path):
 def answer(policy, recipe, path, prompts, seed):
     """Samples GROUP_SIZE answers to each of `prompts` (some of recipe.prompts) and appends them to
     the file; yields each question's number. The random numbers depend on `seed` and SEED."""
-    recipe = recipe.others()  # a copy, whose SAMPLE_BATCH is set
+    c = recipe.c
+    recipe = recipe.others(SAMPLE_BATCH=c.SAMPLE_BATCH if c.TEMPERATURE else c.EVAL_BATCH)  # a copy
     fit_worker(recipe.c, policy)
     recipe.c.SAMPLE_BATCH = max(recipe.c.SAMPLE_BATCH, recipe.c.GROUP_SIZE)
     seed = rollout.seed_of("evaluate", recipe.c.SEED, *seed)

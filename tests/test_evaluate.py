@@ -51,7 +51,11 @@ def lines(folder=OURS, how="greedy"):
 
 
 def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypatch, capsys):
-    run(monkeypatch, model, "even", "SEED=3", "--samples", 4)
+    sizes, fit = [], evaluate.fit_worker
+    noted = lambda c, policy: (sizes.append(c.SAMPLE_BATCH), fit(c, policy))
+    monkeypatch.setattr(evaluate, "fit_worker", noted)
+    run(monkeypatch, model, "even", "SEED=3", "--samples", 4, "EVAL_BATCH=5", "SAMPLE_BATCH=9")
+    assert sizes == [5, 9]
     (_, greedy), (_, sampled) = lines(), lines(how="4-samples")
     assert len(greedy) == len(sampled) == 1 + 12
     settings, first = json.loads(greedy[0])["settings"], json.loads(greedy[1])
