@@ -349,10 +349,10 @@ def accumulate(run, sequences):
 
 
 # --- Update: line 11 -------------------------------------------------------------------
-def update(run, sequences):
-    """Collective: makes one optimiser update on the sequences (line 11); returns its metrics. If
-    the gradient is not finite, the weights do not change ("skipped")."""
-    engine, rate = run.engine, learning_rate(run.c, run.progress.step)
+def update(run, sequences, step):
+    """Collective: makes optimiser update number `step` (from 1) on the sequences (line 11); returns
+    its metrics. If the gradient is not finite, the weights do not change ("skipped")."""
+    engine, rate = run.engine, learning_rate(run.c, step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", MICRO_BATCH_TOKENS)
@@ -383,8 +383,8 @@ def train(run):
             checkpoint.point(RUN_DIR, "final", -1 if asked else p.saved)  # -1: not yet
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
-        before = p.step
-        with checkpoint.undone_if_failed(run):
+        before, place = p.step, checkpoint.place_of(run)
+        with checkpoint.back_if_failed(run, place):
             groups, metrics, sampled = sample_step(run)  # collective; lines 5, 7, 8
         with ranks.all_or_none("preparing the update"):  # collective
             sequences = make_sequences(groups, REWARD_WEIGHTS, before)  # lines 6, 9
@@ -394,8 +394,10 @@ def train(run):
             log_idle(run, metrics, groups)
         updates = min(UPDATES_PER_ROLLOUT, STEPS - before) if sequences else 1
         for number in range(1, updates + 1):  # line 10
-            p.step += 1
-            trained = update(run, sequences) if sequences else {}  # collective; line 11
+            with checkpoint.back_if_failed(run, place):
+                trained = update(run, sequences, p.step + 1) if sequences else {}  # line 11
+            p.step += 1  # only now: a checkpoint has the number of the updates that were made
+            place = checkpoint.place_of(run)
             with ranks.all_or_none("the end of the update"):  # collective
                 if number == updates:
                     end_rollout(run, before)

@@ -133,6 +133,8 @@ def make_app(waiting, info, limits, token):
     @app.post("/score")
     def score():
         seconds = float(app.query("wait"))
+        if not 0 <= seconds <= threading.TIMEOUT_MAX:  # NaN is refused, too
+            raise ValueError(f"wait must be seconds, 0 or more, got {seconds}")
         if not places.acquire(blocking=False):
             raise Busy(f"{THREADS - 4} requests wait for an answer")
         try:

@@ -59,7 +59,7 @@ def token_weights(lengths, *, loss_type, sequences, tokens, max_completion_token
         # Mean over all tokens: the step's, as in TRL; in DAPO (2503.14476, eq. 8) a group's
         denominator = max(tokens, 1)
     elif loss_type == "dr_grpo":  # a constant, whatever the lengths (Dr. GRPO, sec. 3.2)
-        denominator = sequences * max_completion_tokens
+        denominator = max(sequences, 1) * max_completion_tokens
     else:
         raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
     return torch.as_tensor(1 / denominator, dtype=torch.float32).expand(lengths.shape)

@@ -7,14 +7,13 @@ MODEL may name OUT.
 """
 
 import json
+import shutil
 import sys
 import warnings
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM
-
 from grpo.log import say
-from grpo.models import load_tokenizer
+from grpo.models import generation_config_of, generation_settings, load_tokenizer, whole_model
 
 CONFIG = "adapter_config.json"
 
@@ -52,10 +51,17 @@ def merge(adapter, out):
         raise SystemExit(f"{adapter} has no {CONFIG}: name the folder of a LoRA adapter")
     base, own = base_of(adapter), Path(adapter, "tokenizer_config.json").exists()
     tokenizer = load_tokenizer(adapter if own else base)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    ends = generation_config_of(adapter if generation_settings(adapter) else base)
+    model = whole_model(base, ends, dtype="auto")
     merge_into(model, adapter)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    draft = Path(f"{out}.unfinished")  # a half of a model must not look like one
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        draft.replace(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     say(f"merged {adapter} and {base} into {out}")
 
 

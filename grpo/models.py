@@ -4,6 +4,7 @@ token, chat roles, arguments of forward, and what a cache holds."""
 import contextlib
 import functools
 import inspect
+import json
 import math
 import os
 import sys
@@ -14,6 +15,7 @@ import requests
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,7 +23,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
 )
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from grpo.constants import fault_of
 from grpo.devices import accelerator
@@ -101,11 +103,62 @@ def choose_dtype(dtype, device):
     return dtype
 
 
+def whole_model(name, generation_config=None, **options):
+    """Returns from_pretrained's model, with a generation config that can be saved. Raises
+    SystemExit if it can't be loaded, or if the files lack weights of config.json's model or have
+    other shapes: transformers would fill these weights with random numbers."""
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    generation_config = generation_config or generation_config_of(name)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, generation_config=generation_config, **options
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise SystemExit(f"the model {name!r} can't be loaded: {error}") from error
+    wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
+    for key, found, due in sorted(info["mismatched_keys"]):
+        wrong.append(f"{key} has the shape {tuple(found)} instead of {tuple(due)}")
+    if wrong:
+        raise SystemExit(
+            f"the files of the model {name!r} do not have the weights that its config.json asks"
+            f" for: {', '.join(wrong[:3])}{f' and {len(wrong) - 3} more' * (len(wrong) > 3)}."
+            " Download the model again, or correct its config.json (tie_word_embeddings?)"
+        )
+    return model
+
+
+def generation_config_of(name):
+    """Returns the GenerationConfig of the model `name`. If its file is one that transformers would
+    refuse to save, only EOS is kept: training does not need the rest, and a checkpoint has it."""
+    settings = generation_settings(name)
+    try:
+        if settings:
+            config = GenerationConfig.from_dict(settings)
+        else:
+            config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(name))
+        config.validate(strict=True)
+    except Exception as error:  # noqa: BLE001 (there is no end to what such a file may hold)
+        if settings:
+            say(f"checkpoints keep only the end tokens of {name}'s generation_config.json: {error}")
+        return GenerationConfig(eos_token_id=settings.get("eos_token_id"))
+    return config
+
+
+def generation_settings(name):
+    """Returns the contents of the model's generation_config.json; {} if it is missing or broken."""
+    try:
+        found = json.loads(Path(cached_file(name, "generation_config.json")).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def load_model(name, dtype, vocab_size):
     """Returns the model, on this process's GPU or the CPU, and the dtype's name (choose_dtype).
 
     The model is in eval mode, as GPT-2's dropout of 0.1 would make the ratio noise. Raises
-    SystemExit if the embedding has fewer rows than the tokenizer has ids, or for a LoRA adapter.
+    SystemExit for the reasons of whole_model, if the embedding has fewer rows than the tokenizer
+    has ids, or for a LoRA adapter.
     """
     device = own_device()
     dtype = choose_dtype(dtype, device)
@@ -113,7 +166,7 @@ def load_model(name, dtype, vocab_size):
         logging.disable_progress_bar()
     # Loads straight to the GPU, else each rank would hold a whole model in RAM
     place = {} if device == "cpu" else {"device_map": {"": device}}
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **place)
+    model = whole_model(name, dtype=getattr(torch, dtype), **place)
     if has_softcap(model.config):
         model.set_attn_implementation("eager")
     if getattr(model, "_hf_peft_config_loaded", False):
@@ -156,8 +209,7 @@ def stop_ids(name, tokenizer, stop_tokens):
     and the `stop_tokens` that the tokenizer knows. Raises SystemExit if there are none."""
     config = AutoConfig.from_pretrained(name)
     stops = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
-    with contextlib.suppress(OSError):  # not every model has one
-        stops.append(GenerationConfig.from_pretrained(name).eos_token_id)
+    stops.append(generation_settings(name).get("eos_token_id"))
     vocab = tokenizer.get_vocab()
     stops += [vocab.get(token) for token in stop_tokens]
     eos_ids = {i for ids in stops for i in (ids if isinstance(ids, list) else [ids])} - {None}

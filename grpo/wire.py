@@ -67,7 +67,7 @@ class Group:
         return self.completions(everything if self.own is None else self.own)
 
 
-METADATA = [name for name in Group.__annotations__ if name not in TENSORS]
+METADATA = {name: kind for name, kind in Group.__annotations__.items() if name not in TENSORS}
 
 
 # --- Ids to score -----------------------------------------------------------------------
@@ -100,6 +100,8 @@ def unpack_ids(body, *, vocab_size, max_tokens):
     (p, c), sizes = (tensors[f"{kind}_lengths"] for kind in KINDS), tensors["group_sizes"]
     for kind in KINDS:
         check_parts(kind, tensors[f"{kind}_ids"], tensors[f"{kind}_lengths"], vocab_size)
+    fit = sizes.shape == p.shape and sizes.min() >= 1 and int(sizes.sum()) == len(c)
+    require(fit, f"group_sizes must be {len(p)} numbers, 1 or more, that sum to {len(c)}")
     longest = int((p.repeat_interleave(sizes) + c).max())
     fits = max_tokens is None or longest <= max_tokens
     require(fits, f"{longest} tokens exceed the model's context of {max_tokens}")
@@ -108,6 +110,8 @@ def unpack_ids(body, *, vocab_size, max_tokens):
 
 def check_parts(kind, ids, lengths, vocab_size=None):
     """Raises ValueError unless `lengths` (M,) sum to the number of `ids` (N,), all valid ids."""
+    flat = ids.dim() == lengths.dim() == 1 and len(lengths)
+    require(flat, f"{kind}_ids and {kind}_lengths must have one dimension, and not be empty")
     total = int(lengths.sum())
     fit = lengths.min() >= 1 and total == len(ids)
     require(fit, f"{kind}_lengths must be 1 or more and sum to {len(ids)} ids, not to {total}")
@@ -158,6 +162,8 @@ def unpack_group(body) -> Group:
     meta, tensors = read_blob(body, "with a group in it", TENSORS, optional={"ref_logps", "own"})
     current = meta.get("protocol") == PROTOCOL
     require(current, f"the protocol must be {PROTOCOL}: update the older side")
+    for name, kind in METADATA.items():
+        require(type(meta.get(name)) is kind, f"{name} must be of the type {kind.__name__}")
     group = Group(**{name: meta[name] for name in METADATA}, **tensors)
     check_group(group)
     return group
@@ -170,9 +176,10 @@ def read_blob(blob, what, dtypes, optional=frozenset()):
         tensors = safetensors.torch.load(blob)  # checks the header
         (size,) = struct.unpack_from("<Q", blob)
         header = json.loads(blob[8 : 8 + size])
-        meta = json.loads(header.get("__metadata__", {}).get("grpo", "{}"))
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"not a safetensors blob {what}: {error!r}") from error
+        meta = dict(json.loads(header.get("__metadata__", {}).get("grpo", "{}")))
+    # What a made-up header raises in safetensors, torch and json (RecursionError is a RuntimeError)
+    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise ValueError(f"not a safetensors blob {what}: {error!r:.500}") from error
     complete = dtypes.keys() - optional <= tensors.keys() <= dtypes.keys()
     require(complete, f"tensors must be {sorted(dtypes)}, got {sorted(tensors)}")
     for name, tensor in tensors.items():
@@ -189,6 +196,9 @@ def require(holds, reason):
 def check_group(g):
     """Raises ValueError with the reason if the group's fields do not fit one another."""
     check_parts("completion", g.completion_ids, g.completion_lengths)
+    texts, numbers = [*g.reward_names, *g.skipped], g.skipped.values()
+    kinds = all(type(x) is str for x in texts) and all(type(x) in (int, float) for x in numbers)
+    require(kinds, "reward_names must be texts, and skipped numbers by name")
     require(g.outcome in g.reward_names, f"outcome must be one of reward_names, got {g.outcome!r}")
     G, N = len(g.completion_lengths), len(g.completion_ids)
     shapes = {"sampler_logps": (N,), "ref_logps": (N,), "own": (N,)}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from living import Live
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -72,12 +73,25 @@ def bad_steps(engine, policy):
         rows[3].ref_logps = rows[3].ref_logps + value
         before = [p.clone() for p in policy.model.parameters()]
         run = SimpleNamespace(engine=engine, policy=policy, c=c, clock=Clock())
-        run.progress = SimpleNamespace(step=100)
         run.reference = SimpleNamespace(info={"model": trainer.MODEL})
-        metrics = trainer.update(run, rows)
+        metrics = trainer.update(run, rows, 100)
         pairs = zip(before, policy.model.parameters(), strict=True)
         result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))
     return result
+
+
+def saved(policy, folder):
+    """-> (storages of the weights, the most bytes that a save copies at once, those of the largest
+    weight). DeepSpeed has made all weights views of one storage, which save_pretrained copies."""
+    weights, live = list(policy.model.parameters()), Live(policy.model)
+    with live:
+        live.reset()
+        before = live.peak
+        policy.save(folder)
+    again = load_policy(str(folder), policy.tokenizer, "float32").model
+    assert all(map(torch.equal, weights, again.parameters()))
+    storages = len({weight.untyped_storage().data_ptr() for weight in weights})
+    return storages, live.peak - before, max(weight.nbytes for weight in weights)
 
 
 def main(model, out):
@@ -100,6 +114,8 @@ def main(model, out):
             result[loss_type, name] = torch.cat(gradient)
             result[loss_type, name, "metrics"] = metrics
             engine.step()
+    if dist.get_rank() == 0:  # transformers writes on no other rank
+        result["saved"] = saved(policy, f"{out}_model")
     result["bad"] = {"float32": bad_steps(engine, policy)}
     trainer.OFFLOAD_OPTIMIZER, tokenizer = True, policy.tokenizer
     for dtype in ("float32", "bfloat16") if dist.get_world_size() > 1 else ():

@@ -249,7 +249,7 @@ def test_out_of_memory_later_names_the_constant(alone, tiny, monkeypatch):
     engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[]))
     run = SimpleNamespace(c=trainer, engine=engine, clock=Clock(), progress=Progress("a"))
     with pytest.raises(SystemExit, match=r"MICRO_BATCH_TOKENS = 4096 .*2 GiB"):
-        trainer.update(run, [])
+        trainer.update(run, [], 1)
     prompts = (fail() for _ in range(1))
     groups = tiny_policy(tiny).stream(prompts, seed=0, max_sequences=32, longest_prompt=8,
                                       group_size=4, max_new_tokens=8, temperature=1.0)  # fmt: skip

@@ -73,7 +73,11 @@ def test_what_is_malformed_is_the_clients_fault(server):
     for _ in range(2 * ref_server.THREADS):  # each gives its place back
         refused(score_of(server[0], ids_group(VOCAB)), 400)
     refused(score_of(server[0], make_group([300])), 400)  # longer than the model's context
-    refused(score_of(server[0], make_group(), query="wait=soon"), 400)
+    for wait in ("soon", "", "1e999", "-1e999", "nan", "-1", "1e300"):
+        assert refused(score_of(server[0], make_group(), query=f"wait={wait}"), 400)
+    sizes = make_group(), make_group((1,))
+    sizes[1].completion_lengths = sizes[0].completion_lengths  # more than the group's ids
+    assert "completion_lengths" in refused(score_of(server[0], *sizes), 400)
 
 
 def test_one_poisoned_request_fails_alone(server, capfd):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import struct
 
 import pytest
 import safetensors.torch
@@ -76,7 +77,20 @@ def test_ids_come_back_with_a_prompt_for_each_completion():
 
 # --- What is no blob at all -------------------------------------------------------------
 VALID = pack_group(make_group())
+
+
+def header_of(text):
+    """-> a blob that is a header alone."""
+    return struct.pack("<Q", len(text)) + text
+
+
+DEEP = json.dumps({"__metadata__": {"grpo": "[" * 100_000}}).encode()
 NO_BLOBS = {
+    "metadata that is a list": header_of(b'{"__metadata__": {"grpo": "[1]"}}'),
+    "metadata that is deep": header_of(DEEP),
+    "a dtype that torch lacks": header_of(
+        b'{"x": {"dtype": "Q9", "shape": [], "data_offsets": []}}'
+    ),
     "empty": b"",
     "truncated by a byte": VALID[:-1],
     "HTML": b"<!doctype html>",
@@ -104,6 +118,14 @@ BAD_IDS = {  # a name in the reason
     "fewer ids": ({"prompt_ids": int32(1, 2)}, "prompt_lengths"),
     "negative id": ({"prompt_ids": int32(1, -1, 2)}, "-1"),
     "id of the padding": ({"completion_ids": int32(1, 2, 3, VOCAB)}, str(VOCAB)),
+    "groups too small": ({"group_sizes": int32(1, 1)}, "group_sizes"),
+    "groups too large": ({"group_sizes": int32(2, 2**31 - 1)}, "group_sizes"),
+    "an empty group": ({"group_sizes": int32(3, 0)}, "group_sizes"),
+    "a negative group": ({"group_sizes": int32(4, -1)}, "group_sizes"),
+    "a group without a prompt": ({"group_sizes": int32(1, 1, 1)}, "group_sizes"),
+    "no prompts": ({"prompt_lengths": int32(), "prompt_ids": int32()}, "prompt_lengths"),
+    "a matrix": ({"completion_ids": int32(4, 5, 6, 7)[None]}, "one dimension"),
+    "a number": ({"completion_lengths": torch.tensor(4, dtype=torch.int32)}, "one dimension"),
     "too long": (
         {"prompt_ids": torch.ones(256, dtype=torch.int32), "prompt_lengths": int32(255, 1)},
         "257",
@@ -143,6 +165,13 @@ BAD = [
     {"protocol": PROTOCOL - 1},
     {"outcome": "reward"},
     {"reward_names": ["correct", "b", "c"]},  # the rewards have two columns
+    {"reward_names": ["correct", 2]},
+    {"completion_lengths": int32()},
+    {"policy_version": "7"},
+    {"item": None},
+    {"run": ["run"]},
+    {"skipped": [1]},
+    {"skipped": {"groups": "2"}},
 ]
 
 

@@ -97,9 +97,19 @@ class Policy:
         """Loads another process's trained_weights. Raises ValueError if they do not fit."""
         load_weights(self.model, tensors)
 
-    def save(self, folder):
-        """Writes the model (with LoRA the adapter alone) and tokenizer in Hugging Face format."""
-        self.model.save_pretrained(folder)
+    def save(self, folder, trial=False):
+        """Writes the model (with LoRA the adapter alone) and tokenizer in Hugging Face format. A
+        `trial` writes the smallest trained weight alone: all that may fail, without the gigabytes.
+        """
+        # DeepSpeed makes all weights views of one storage, and save_pretrained copies views, all at
+        # once, on the GPU. Through DLPack each is a storage of its own, of the same memory
+        alone, state = {}, self.model.state_dict()
+        unique = lambda x: alone.setdefault((x.data_ptr(), x.shape), torch.from_dlpack(x))
+        weights = {name: unique(tensor) for name, tensor in state.items()}
+        if trial:
+            trained = [(p.numel(), n) for n, p in self.model.named_parameters() if p.requires_grad]
+            weights = {name: weights[name] for _, name in [min(trained)]}
+        self.model.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
 
 
@@ -155,6 +165,7 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
         config.task_type = "CAUSAL_LM"  # else PEFT's Auto classes do not load what is saved
         model.add_adapter(config)
     eos_ids = stop_ids(name, tokenizer, stop_tokens)
+    model.generation_config.eos_token_id = sorted(eos_ids)  # a checkpoint ends where the run did
     stops = StopStrings(tokenizer, stop_strings) if stop_strings else None
     lora = bool(lora_rank)
     return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype, stops, lora)

@@ -114,6 +114,21 @@ def check_disk(c, model):
     say(f"{told}; {free / 1e9:.3g} GB are free in {c.RUN_DIR}")
 
 
+def try_save(c, policy):
+    """Writes what a checkpoint has besides weights to a temporary folder. Raises SystemExit if that
+    fails: the run would fail at its first checkpoint, and lose what it has learned."""
+    state = {"step": 0, "progress": asdict(Progress("trial")), "constants": constants_of(vars(c))}
+    try:
+        with tempfile.TemporaryDirectory(prefix=".trial_", dir=c.RUN_DIR) as folder:
+            policy.save(folder, trial=True)
+            Path(folder, "README.md").write_text(model_card(c, state))
+    except Exception as error:
+        raise SystemExit(
+            f"a checkpoint of MODEL = {c.MODEL!r} can't be saved to RUN_DIR = {c.RUN_DIR!r}, so the"
+            f" run does not start. Correct or remove the model's file that is at fault: {error!r}"
+        ) from error
+
+
 def write_shared(run, draft, state):
     """Writes the files that ranks share: the refreshed reference and, on rank 0, the model and its
     card. Returns the paths whose sizes are checked."""
@@ -138,16 +153,21 @@ def write_own(run, trainer):
     return files
 
 
+def place_of(run):
+    """Returns the place of a run between two updates, for back_if_failed."""
+    return dict(vars(run.progress)), run.stream.position
+
+
 @contextlib.contextmanager
-def undone_if_failed(run):
-    """If the block raises RunFailed, restores the run's progress and its position in the data. A
-    run that resumes from the checkpoint of save_failed then samples the same prompts."""
-    progress, position = dict(vars(run.progress)), run.stream.position
+def back_if_failed(run, place):
+    """If the block raises RunFailed, puts the run's progress and its position in the data back to
+    `place`, the last one at which its weights were the same. A run that resumes from the checkpoint
+    of save_failed then samples the same prompts."""
     try:
         yield
     except RunFailed:
+        progress, run.stream.position = place
         vars(run.progress).update(progress)
-        run.stream.position = position
         raise
 
 

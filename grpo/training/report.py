@@ -325,6 +325,9 @@ def model_card(c, state):
     kind = f"A LoRA adapter of rank {c.LORA_RANK} for" if c.LORA_RANK else "A model trained from"
     result = f"{p['accuracy']:.3f} after step {p['evaluated']}" if p["evaluated"] >= 0 else "none"
     constants = "\n".join(f"{name} = {value!r}" for name, value in state["constants"].items())
+    ends = "the tokens `eos_token_id` of `generation_config.json`"
+    if c.STOP_STRINGS:
+        ends += f", or with a text of {c.STOP_STRINGS!r}, which `generate` needs as `stop_strings`"
     return f"""---
 {data.to_yaml()}
 ---
@@ -336,6 +339,8 @@ def model_card(c, state):
 
 Accuracy of greedy answers to at most {c.EVAL_QUESTIONS} questions of the split `{c.EVAL_SPLIT}`:
 {result}. If evaluations chose the checkpoint, report the accuracy on another split.
+
+Answers end with {ends}.
 
 ```python
 {constants}

@@ -10,7 +10,7 @@ from grpo.log import say
 from grpo.sampling.policy import Policy, make_policy, make_sampler
 from grpo.sampling.rollout import Stream
 from grpo.sampling.task import Recipe
-from grpo.training.checkpoint import Progress, check_disk, open_run
+from grpo.training.checkpoint import Progress, check_disk, open_run, try_save
 from grpo.training.engine import make_engine
 from grpo.training.memory import fit_sizes
 from grpo.training.metrics import Clock
@@ -53,6 +53,9 @@ def start_run(c, tokenizer, recipe, questions, server):
     page = f"python plot.py live {Path(c.RUN_DIR).parent}, then open http://127.0.0.1:{PORT}/"
     say(f"curves and samples while it runs: {page}")
     policy = make_policy(c, tokenizer)
+    with all_or_none("trying to save"):  # collective
+        if rank == 0:
+            try_save(c, policy)
     reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
     sampler = make_sampler(c, policy)  # collective; before fit_sizes, which uses what it leaves
     # Collective; a local reference's own copy is on the GPU already, or visits it

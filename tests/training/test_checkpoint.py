@@ -24,6 +24,7 @@ RUN = {  # the constants that checkpoints look at
     "MODEL": "a", "LORA_RANK": 0, "DTYPE": "auto", "TASK": "t", "STEPS": 5, "MAX_GRAD_NORM": 1.0,
     "ADAM_BETAS": [0.9, 0.99], "WEIGHT_DECAY": 0.0, "KEEP_BEST": True, "KEEP_CHECKPOINTS": 2,
     "REF_SERVER": None, "KL_BETA": 0.04, "EVAL_QUESTIONS": 9, "EVAL_SPLIT": "test",
+    "STOP_STRINGS": [],
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from rank_threads import Ranks
 
 import grpo_ref_split as trainer
 from grpo.sampling.rollout import Stream
-from grpo.training.checkpoint import Progress, undone_if_failed
+from grpo.training.checkpoint import Progress, back_if_failed, place_of
 from grpo.training.metrics import evaluate
 from grpo.training.ranks import RunFailed, add_up, all_or_none, explained
 from grpo.training.reference import NoReference
@@ -92,12 +92,12 @@ def test_a_step_that_fails_on_one_rank_was_not_begun_on_any(ranks, small, after)
 
     def step(rank):
         run = run_of(rank, after)
-        before = vars(run.progress).copy(), run.stream.position
+        before = place_of(run)
         try:
-            with undone_if_failed(run):
+            with back_if_failed(run, before):
                 groups, *_ = trainer.sample_step(run)
         except RunFailed as failure:
-            assert (vars(run.progress), run.stream.position) == before
+            assert place_of(run) == before
             return failure.__cause__
         assert run.stream.position == 6 + rank and run.progress.groups == 9 + len(groups)
         return [group.id for group in groups]
