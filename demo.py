@@ -34,7 +34,7 @@ from grpo.sampling.policy import load_policy
 from grpo.sampling.sampler import sample_groups
 from grpo.stop import end_with_parent
 from grpo.tiny_model import warm_start
-from grpo.training.checkpoint import lock_run
+from grpo.training.resume import lock_run
 from presets import demo as preset
 from tasks import arithmetic
 

@@ -41,8 +41,9 @@ from grpo.models import load_tokenizer
 from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
 from grpo.sampling.policy import make_policy
+from grpo.sampling.prepare import prepare_task
 from grpo.sampling.rewards import start_processes
-from grpo.sampling.task import load_task, prepare_task
+from grpo.sampling.task import load_task
 from grpo.stop import leave
 from grpo.training.checks import check_constants
 from grpo.training.ranks import join_ranks

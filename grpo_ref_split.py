@@ -46,10 +46,11 @@ from grpo.packing import Sequence, plan_rounds
 from grpo.proof import check_sampler
 from grpo.sampling import rollout
 from grpo.sampling.policy import worker_policy
-from grpo.sampling.task import load_questions, prepare
+from grpo.sampling.prepare import prepare
+from grpo.sampling.task import load_questions
 from grpo.sampling.worker import run_worker
 from grpo.stop import Refused, TooLong, stop
-from grpo.training import checkpoint, checks, ranks
+from grpo.training import checkpoint, checks, ranks, resume
 from grpo.training.engine import cpu_threads, learning_rate, take_step
 from grpo.training.metrics import TokenStats, check_update, evaluate, rollout_metrics, with_kl
 from grpo.training.report import check_reporters, log_idle, report_end, show
@@ -340,8 +341,7 @@ def accumulate(run, sequences):
         loss, stats = batch_loss(hidden, engine.module.head, ids, batch, run.policy.vocab_size)
         if not is_filler:
             means.add(loss, stats)
-        # A loss that is not finite may have a finite gradient. We make the gradient NaN, so that
-        # DeepSpeed skips the step on all ranks
+        # A loss that is not finite may have a finite gradient: NaN makes all ranks skip the step
         loss = loss * torch.where(loss.detach().isfinite(), float(not is_filler), torch.nan)
         ranks.note(f"backward {done} of {len(rounds)}")
         engine.backward(loss)  # collective
@@ -352,16 +352,14 @@ def accumulate(run, sequences):
 def update(run, sequences, step):
     """Collective: makes optimiser update number `step` (from 1) on the sequences (line 11); returns
     its metrics. If the gradient is not finite, the weights do not change ("skipped")."""
-    engine, rate = run.engine, learning_rate(run.c, step)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = rate
+    rate = learning_rate(run.c, step)
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", MICRO_BATCH_TOKENS)
     with run.clock.part("backward"), cpu_threads(CPU_THREADS), limit:
         metrics = accumulate(run, sequences)  # collective
     with ranks.all_or_none("checking the sampler"):  # collective
         check_sampler(metrics, run.policy.dtype)
     with run.clock.part("step"):
-        norm = take_step(engine)  # collective
+        norm = take_step(run.engine, rate)  # collective
     metrics = with_kl(metrics, run.reference.info, MODEL)  # KL only if it was computed
     # DeepSpeed's norm of a gradient that overflowed may also be -1
     finite = math.isfinite(metrics["loss"]) and 0 <= norm < math.inf
@@ -395,8 +393,8 @@ def train(run):
         updates = min(UPDATES_PER_ROLLOUT, STEPS - before) if sequences else 1
         for number in range(1, updates + 1):  # line 10
             with checkpoint.back_if_failed(run, place):
-                trained = update(run, sequences, p.step + 1) if sequences else {}  # line 11
-            p.step += 1  # only now: a checkpoint has the number of the updates that were made
+                trained = update(run, sequences, p.step + 1) if sequences else {}  # collective
+            p.step += 1  # after line 11: a checkpoint has the number of updates that were made
             place = checkpoint.place_of(run)
             with ranks.all_or_none("the end of the update"):  # collective
                 if number == updates:
@@ -449,12 +447,12 @@ def constants(**preset):
 @ranks.explained()
 def main(**preset):
     c = constants(**preset)
-    checkpoint.check_run_dir(RUN_DIR, RESUME)
+    resume.check_run_dir(RUN_DIR, RESUME)
     check_reporters(REPORT_TO)
     tokenizer, recipe, server = prepare(c, needs_server=bool(REF_SERVER and KL_BETA))
     questions = load_questions(c, recipe.task, tokenizer)
     ranks.join_ranks(WAIT_LIMIT_SECONDS)  # collective
-    _lock = checkpoint.leads(RUN_DIR) and checkpoint.lock_run(RUN_DIR)  # collective; to the end
+    _lock = checkpoint.leads(RUN_DIR) and resume.lock_run(RUN_DIR)  # collective; to the end
     run = start_run(c, tokenizer, recipe, questions, server)  # collective
     with stop.listening():
         try:

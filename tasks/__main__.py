@@ -19,17 +19,9 @@ import sys
 from pathlib import Path
 
 from grpo.constants import command_line, usage
+from grpo.sampling.prepare import gold_of, prepare_task
 from grpo.sampling.rewards import called, timely
-from grpo.sampling.task import (
-    Recipe,
-    gold_of,
-    load_chat,
-    load_items,
-    load_split,
-    load_task,
-    prepare_task,
-    task_files,
-)
+from grpo.sampling.task import Recipe, load_chat, load_items, load_split, load_task, task_files
 
 SHOWN = 3
 WARM_STEPS = 800  # of the tiny model

@@ -11,8 +11,8 @@ from grpo.sampling.policy import load_policy
 from grpo.sampling.rollout import sampled_and_rewarded
 from grpo.sampling.sampler import Completion, next_prompts
 from grpo.sampling.task import Recipe
-from grpo.training.checkpoint import Progress
 from grpo.training.metrics import Clock
+from grpo.training.resume import Progress
 
 
 def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), **changes):

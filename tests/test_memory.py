@@ -27,9 +27,9 @@ from grpo.sampling import memory as sampling
 from grpo.sampling.decoders.choice import make_decoder
 from grpo.sampling.sampler import sample_groups
 from grpo.training import memory as training
-from grpo.training.checkpoint import Progress
 from grpo.training.memory import USUAL, fit_sizes
 from grpo.training.metrics import Clock
+from grpo.training.resume import Progress
 from grpo.weights import MergedAdapters
 
 CASES = [  # memory.MODELS' shape, prompt, completion, group, LoRA rank, checkpointing

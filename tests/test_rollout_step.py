@@ -31,8 +31,8 @@ from grpo.sampling.sampler import Completion
 from grpo.stop import TooLong, stop
 from grpo.training import metrics as metrics_module
 from grpo.training import report
-from grpo.training.checkpoint import Progress
 from grpo.training.ranks import RunFailed
+from grpo.training.resume import Progress
 from grpo.training.workers import Workers
 
 

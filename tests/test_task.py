@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
 from grpo.sampling import policy
+from grpo.sampling.prepare import preview
 from grpo.sampling.rollout import make_group
 from grpo.sampling.task import (
     TaskError,
@@ -22,7 +23,6 @@ from grpo.sampling.task import (
     load_items,
     load_split,
     load_task,
-    preview,
     reward_group,
 )
 from tasks import data

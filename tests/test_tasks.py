@@ -22,8 +22,9 @@ from helpers import Replies, reply
 import grpo_ref_split as trainer
 from grpo.constants import command_line
 from grpo.models import load_model
+from grpo.sampling.prepare import prepare
 from grpo.sampling.rewards import ask, end, start_process
-from grpo.sampling.task import load_items, load_task, prepare, reward_group, task_files
+from grpo.sampling.task import load_items, load_task, reward_group, task_files
 from tasks import arithmetic, data, gsm8k, judge
 from tasks import math as math_task
 from tasks import reasoning_gym as gym

@@ -15,8 +15,8 @@ from grpo.forward import CompletionModel
 from grpo.proof import TILT, check_reference, check_sampler
 from grpo.sampling.rollout import make_group
 from grpo.training import checkpoint, report
-from grpo.training.checkpoint import Progress
 from grpo.training.metrics import TokenStats, with_kl
+from grpo.training.resume import Progress
 
 MIXED = [[1.0, -1.0], [-1.0, -1.0]]
 

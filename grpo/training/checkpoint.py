@@ -1,4 +1,4 @@
-"""Checkpoints, RUN_DIR/step_000100, and how a run begins or resumes from the newest one.
+"""Checkpoints, RUN_DIR/step_000100: saves, finds and loads them.
 
 A checkpoint is a model in Hugging Face format, which MODEL may name, and a folder `trainer`:
 
@@ -17,14 +17,13 @@ complete if every rank finds its files with the right sizes; otherwise all ranks
 """
 
 import contextlib
-import fcntl
 import json
 import random
 import shutil
 import socket
 import tempfile
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import safetensors.torch
@@ -33,11 +32,9 @@ import torch.distributed as dist
 
 from grpo.log import say
 from grpo.training.ranks import RunFailed, any_rank, gathered, note
-from grpo.training.report import RunFolder, commit, constants_of, model_card, naming_run_dir
+from grpo.training.report import constants_of, model_card, naming_run_dir
 
 DRAFT = ".unfinished"
-FADE = 0.8  # per step: flat_share is a mean over about 1 / (1 - FADE) = 5 steps
-SAME = ("MODEL", "TASK", "LORA_RANK", "DTYPE")  # a run can't be resumed with other values
 REFERENCE = "reference.safetensors"
 STATE_BYTES = 12  # of a trained parameter: master weight and Adam's two moments, in float32
 
@@ -117,7 +114,7 @@ def check_disk(c, model):
 def try_save(c, policy):
     """Writes what a checkpoint has besides weights to a temporary folder. Raises SystemExit if that
     fails: the run would fail at its first checkpoint, and lose what it has learned."""
-    state = {"step": 0, "progress": asdict(Progress("trial")), "constants": constants_of(vars(c))}
+    state = {"step": 0, "progress": {"evaluated": -1}, "constants": constants_of(vars(c))}
     try:
         with tempfile.TemporaryDirectory(prefix=".trial_", dir=c.RUN_DIR) as folder:
             policy.save(folder, trial=True)
@@ -264,132 +261,3 @@ def load(path, engine, stream, reference=None):
     version, numbers, gauss = own["random"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(torch.tensor(own["torch"], dtype=torch.uint8))
-
-
-# --- Begin or resume a run ----------------------------------------------------------
-@dataclass
-class Progress:
-    """What a checkpoint keeps in addition to weights, optimiser and random number generators."""
-
-    name: str  # of the run: its folder's name and a random suffix
-    step: int = 0  # updates made
-    evaluated: int = -1  # the step of the last evaluation,
-    accuracy: float = 0.0  # and its result
-    saved: int = -1  # the step of the last checkpoint
-    best: int = -1  # the step of the best evaluation (KEEP_BEST), from the first update on,
-    best_accuracy: float = -1.0  # and its result, or the result of step 0 if none was better
-    reference: int = 0  # the step whose policy is the reference; 0: MODEL is
-    idle: int = 0  # steps in a row that had nothing to train
-    bad: int = 0  # updates in a row that were not finite
-    checked: bool = False  # whether the first update has passed its check
-    sampled: float = 0.0  # groups that the ranks sampled; earlier steps count less (FADE),
-    flat: float = 0.0  # and how many of these groups had zero variance
-    groups: int = 0  # groups that ranks and workers sampled since step 0
-
-    def passed(self, every, before):
-        """Returns whether a multiple of `every` lies after step `before`, up to now (0: never)."""
-        return bool(every and self.step // every > before // every)
-
-    def take_evaluation(self, accuracy, keep_best):
-        """Records this step's evaluation. Ties go to the earlier checkpoint. An evaluation of step
-        0 is of MODEL itself, which needs no checkpoint."""
-        self.accuracy, self.evaluated = accuracy, self.step
-        if keep_best and accuracy > self.best_accuracy:
-            self.best_accuracy = accuracy
-            self.best = self.step or -1
-
-    @property
-    def flat_share(self):
-        """The share of zero-variance groups in the last steps; 0 before the first step."""
-        return self.flat / self.sampled if self.sampled else 0.0
-
-    def begin_rollout(self):
-        """Reduces the weight of earlier steps in flat_share."""
-        self.sampled, self.flat = FADE * self.sampled, FADE * self.flat
-
-    def count_round(self, *, groups, usable):
-        self.sampled += groups
-        self.flat += groups - usable
-
-
-def check_run_dir(folder, resume):
-    """Makes RUN_DIR. Raises SystemExit if it can't be written, or a run would be overwritten."""
-    with naming_run_dir(folder):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    traces = [Path(folder, name) for name in ("run.json", "metrics.jsonl")]
-    if not resume and (saved_in(folder) or any(path.exists() for path in traces)):
-        raise SystemExit(
-            f"RUN_DIR = {folder!r} must be a folder without a run if RESUME = False: choose"
-            " another folder, or set RESUME = True to resume the run"
-        )
-
-
-def lock_run(folder):
-    """Returns a file that stays locked until it is closed or this process ends. SystemExit if
-    another trainer holds the lock: the two would undo each other's steps."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    file = open(Path(folder, ".lock"), "w")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise SystemExit(
-            f"another trainer is running in RUN_DIR = {folder!r}: stop it, or choose another folder"
-        ) from None
-    return file
-
-
-def open_run(c, engine, stream, reference):
-    """Collective: returns the Progress of the run in RUN_DIR: a new run, or one that resumes from
-    its newest complete checkpoint. `c` has the trainer's constants as attributes; `reference` gets
-    the checkpoint's reference, if that was refreshed."""
-    folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
-    if path:
-        check_resumable(path, state, constants_of(vars(c)))
-        progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
-        load(path, engine, stream, reference if progress.reference else None)
-        # DeepSpeed has restored the old values of these; the learning rate is set at each step
-        engine.optimizer.clip_grad = c.MAX_GRAD_NORM
-        for group in engine.optimizer.param_groups:
-            group["betas"] = tuple(c.ADAM_BETAS)
-            group["weight_decay"] = c.WEIGHT_DECAY
-        say(f"the run {progress.name} resumes from {path}")
-        folder.undo(progress.step)
-    else:
-        name = f"{folder.path.name}-{uuid.uuid4().hex[:8]}"
-        progress = Progress(gathered(name)[0])
-        folder.set_aside()
-    # Other ranks may write to the same folder
-    draft = folder.path / f".run_{dist.get_rank()}.json"
-    record = {"run": progress.name, "code": commit(), "constants": constants_of(vars(c))}
-    draft.write_text(json.dumps(record))
-    draft.replace(folder.path / "run.json")
-    there = progress.best < 0 or (folder.path / f"step_{progress.best:06d}").exists()
-    if not all(gathered(there)) or not c.KEEP_BEST:  # the next evaluation is then the best
-        progress.best, progress.best_accuracy = -1, -1.0
-    point(c.RUN_DIR, "best", progress.best)
-    point(c.RUN_DIR, "final", -1)
-    return progress
-
-
-def check_resumable(path, state, now):
-    """Raises SystemExit if a run with the constants `now` can't resume from the checkpoint `path`.
-    Logs which constants have changed."""
-    before = state["constants"]
-    rules = [(name, now[name], before[name]) for name in SAME]
-    # Each rank has its part of the optimiser
-    rules.append(("the number of ranks", dist.get_world_size(), len(state["files"])))
-    if state["progress"]["reference"]:  # only the checkpoint has the refreshed reference
-        rules.append(("REF_SERVER", now["REF_SERVER"], None))
-        rules.append(("KL_BETA", now["KL_BETA"] or 0.0, now["KL_BETA"] or "above 0"))
-    for name, value, must in rules:
-        if value != must:
-            merged = f" (after: python -m grpo.merge {path} OUT)" * bool(before["LORA_RANK"])
-            model = "OUT" if merged else f"'{path}'"
-            raise SystemExit(
-                f"{name} = {value!r} must be {must!r} to resume from {path}; to start a new run"
-                f" from its weights set MODEL = {model}{merged}, and another RUN_DIR"
-            )
-    changed = [f"{k} {before[k]!r} -> {v!r}" for k, v in now.items() if before.get(k, v) != v]
-    if changed:
-        say(f"the run resumes with other constants: {', '.join(changed)}")

@@ -72,10 +72,12 @@ def learning_rate(c, step):
     return c.LEARNING_RATE * warm * (1 - (1 - c.FINAL_LR) * done)
 
 
-def take_step(engine):
-    """Collective: takes the optimiser's step, unless a part of the gradient is not finite: then
-    weights and optimiser stay as they are, on all ranks. Returns the gradient's norm before
-    clipping; -1 or not finite if the step was not taken."""
+def take_step(engine, rate):
+    """Collective: takes the optimiser's step with this learning rate, unless a part of the gradient
+    is not finite: then weights and optimiser stay as they are, on all ranks. Returns the gradient's
+    norm before clipping; -1 or not finite if the step was not taken."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
     engine.step()
     if engine.optimizer.overflow:
         # With offload in bf16 DeepSpeed 0.19.8 would add to these sums for ever: all NaN

@@ -10,13 +10,14 @@ from grpo.log import say
 from grpo.sampling.policy import Policy, make_policy, make_sampler
 from grpo.sampling.rollout import Stream
 from grpo.sampling.task import Recipe
-from grpo.training.checkpoint import Progress, check_disk, open_run, try_save
+from grpo.training.checkpoint import check_disk, try_save
 from grpo.training.engine import make_engine
 from grpo.training.memory import fit_sizes
 from grpo.training.metrics import Clock
 from grpo.training.ranks import all_or_none
 from grpo.training.reference import make_reference
 from grpo.training.report import Reporter, RunFolder
+from grpo.training.resume import Progress, open_run
 from grpo.training.workers import Workers
 
 

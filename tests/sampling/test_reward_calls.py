@@ -19,8 +19,9 @@ import grpo_ref_split as trainer
 from grpo import client, log
 from grpo.sampling import rollout
 from grpo.sampling import task as task_module
+from grpo.sampling.prepare import prepare
 from grpo.sampling.rewards import TooSlow, import_file, start_processes, timely
-from grpo.sampling.task import begin_rewards, prepare, reward_group
+from grpo.sampling.task import begin_rewards, reward_group
 
 ROOT = Path(__file__).parent.parent.parent
 SLOW = ROOT / "tests" / "tasks" / "slow.py"

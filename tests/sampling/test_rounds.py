@@ -18,9 +18,9 @@ import grpo_ref_split as trainer
 from grpo.sampling import sampler
 from grpo.sampling.rollout import Stream, groups_to_begin
 from grpo.sampling.sampler import stream_groups
-from grpo.training.checkpoint import Progress
 from grpo.training.metrics import Clock
 from grpo.training.reference import NoReference
+from grpo.training.resume import Progress
 
 G, PROMPTS, RANKS, ROWS = 8, 28, 7, 64
 LONGEST = 64  # tokens

@@ -19,10 +19,11 @@ import grpo_ref_split as trainer
 from grpo import loss as plain_loss
 from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
+from grpo.sampling.prepare import preview
 from grpo.sampling.rollout import make_group
 from grpo.sampling.sampler import Completion, next_prompts
 from grpo.sampling.stop_strings import StopStrings
-from grpo.sampling.task import TaskError, load_task, preview
+from grpo.sampling.task import TaskError, load_task
 from grpo.sampling.turns import bridge, play
 from grpo.training import metrics, report
 from grpo.wire import pack_group, unpack_group

@@ -18,7 +18,7 @@ from rank_threads import Ranks as Threads
 from safetensors import SafetensorError
 
 from grpo.sampling.rollout import Stream
-from grpo.training import checkpoint, report
+from grpo.training import checkpoint, report, resume
 
 RUN = {  # the constants that checkpoints look at
     "MODEL": "a", "LORA_RANK": 0, "DTYPE": "auto", "TASK": "t", "STEPS": 5, "MAX_GRAD_NORM": 1.0,
@@ -75,7 +75,7 @@ def save(folder, step, *, stream=None, keep=2, model=None, policy=None, engine=N
     """Saves a checkpoint of a run, named "r" if it has no other name."""
     run = SimpleNamespace(stream=stream or a_stream(), reference=model)
     run.c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder), "KEEP_CHECKPOINTS": keep})
-    run.progress = checkpoint.Progress(**{"name": "r"} | progress, step=step)
+    run.progress = resume.Progress(**{"name": "r"} | progress, step=step)
     run.policy, run.engine = policy or FakePolicy(), engine or FakeEngine()
     checkpoint.save_run(run)
 
@@ -83,7 +83,7 @@ def save(folder, step, *, stream=None, keep=2, model=None, policy=None, engine=N
 def opened(folder, reference=None, **changes):
     """-> the Progress of a run that begins or resumes with RUN and other constants."""
     c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder)} | changes)
-    return checkpoint.open_run(c, FakeEngine(), a_stream(), reference)
+    return resume.open_run(c, FakeEngine(), a_stream(), reference)
 
 
 def names_in(folder):
@@ -216,7 +216,7 @@ def test_links_follow_what_the_resumed_checkpoint_knows(tmp_path, alone):
 
 
 def test_the_best_is_the_first_to_have_reached_its_result_and_never_the_model_itself():
-    progress, seen = checkpoint.Progress("run"), []
+    progress, seen = resume.Progress("run"), []
     for progress.step, accuracy in enumerate((0.3, 0.2, 0.3, 0.5, 0.5, 0.4)):
         progress.take_evaluation(accuracy, keep_best=True)
         seen.append(progress.best)
@@ -253,11 +253,11 @@ def test_ranks_meet_before_they_gather_the_weights_that_they_read(tmp_path, alon
 
 
 def test_two_trainers_do_not_share_a_folder(tmp_path):
-    first = checkpoint.lock_run(str(tmp_path / "run"))
+    first = resume.lock_run(str(tmp_path / "run"))
     with pytest.raises(SystemExit, match="another trainer .* RUN_DIR"):
-        checkpoint.lock_run(str(tmp_path / "run"))
+        resume.lock_run(str(tmp_path / "run"))
     first.close()
-    checkpoint.lock_run(str(tmp_path / "run")).close()
+    resume.lock_run(str(tmp_path / "run")).close()
 
 
 # --- Machines with disks of their own -------------------------------------------------
@@ -366,7 +366,7 @@ def test_a_run_resumes_with_as_many_ranks_and_the_same_model(tmp_path, alone, ca
     state = json.loads((tmp_path / "step_000003/trainer/state.json").read_text())
     state["files"].append({})
     with pytest.raises(SystemExit, match="ranks = 1 must be 2"):
-        checkpoint.check_resumable("step_000003", state, RUN)
+        resume.check_resumable("step_000003", state, RUN)
 
 
 def test_a_run_without_a_checkpoint_begins_anew_and_what_it_logged_is_set_aside(
@@ -438,7 +438,7 @@ def test_a_run_that_fails_saves_what_is_sound(
     saved = []
     monkeypatch.setattr(checkpoint, "save_run", saved.append)
     torch.nn.init.constant_((model := torch.nn.Linear(1, 1)).weight, weight)
-    progress = checkpoint.Progress("r", step=5, saved=saved_at, checked=checked)
+    progress = resume.Progress("r", step=5, saved=saved_at, checked=checked)
     run = SimpleNamespace(progress=progress, policy=SimpleNamespace(model=model))
     checkpoint.save_failed(run)
     assert saved == [run] * is_saved

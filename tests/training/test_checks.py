@@ -98,18 +98,18 @@ def test_a_run_is_not_written_over(monkeypatch, tmp_path):
     for trace in ("metrics.jsonl", "step_000500", "run.json"):
         (tmp_path / trace).mkdir()
         with pytest.raises(SystemExit, match="RESUME"):
-            trainer.checkpoint.check_run_dir(str(tmp_path), resume=False)
+            trainer.resume.check_run_dir(str(tmp_path), resume=False)
         check_constants(vars(trainer))  # a worker's RUN_DIR may hold what it likes
-        trainer.checkpoint.check_run_dir(str(tmp_path), resume=True)
+        trainer.resume.check_run_dir(str(tmp_path), resume=True)
         (tmp_path / trace).rmdir()
-        trainer.checkpoint.check_run_dir(str(tmp_path), resume=False)
+        trainer.resume.check_run_dir(str(tmp_path), resume=False)
 
 
 def test_a_folder_that_cant_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file/run", "/proc/run"):
         with pytest.raises(SystemExit, match=f"RUN_DIR = '{folder}' can't be written"):
-            trainer.checkpoint.check_run_dir(str(folder), resume=True)
+            trainer.resume.check_run_dir(str(folder), resume=True)
 
 
 def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():

@@ -9,10 +9,11 @@ from rank_threads import Ranks
 
 import grpo_ref_split as trainer
 from grpo.sampling.rollout import Stream
-from grpo.training.checkpoint import Progress, back_if_failed, place_of
+from grpo.training.checkpoint import back_if_failed, place_of
 from grpo.training.metrics import evaluate
 from grpo.training.ranks import RunFailed, add_up, all_or_none, explained
 from grpo.training.reference import NoReference
+from grpo.training.resume import Progress
 
 
 @pytest.fixture

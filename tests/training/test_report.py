@@ -15,10 +15,10 @@ from huggingface_hub import ModelCard
 import grpo_ref_split as trainer
 from grpo import log
 from grpo.training import report
-from grpo.training.checkpoint import Progress
 from grpo.training.checks import check_constants
 from grpo.training.metrics import peak_gb
 from grpo.training.report import Reporter, RunFolder, constants_of, show
+from grpo.training.resume import Progress
 
 
 @pytest.fixture
