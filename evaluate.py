@@ -6,10 +6,11 @@
     deepspeed evaluate.py runs/gsm8k/best gsm8k EVAL_SPLIT=train     # on all GPUs
 
 Answers are saved as they come, so the same command resumes after an interruption. A file of answers
-has a line of settings, then one line per question: {"question": its number, "answers": [{"text",
-"tokens", "truncated", "rewards": {name: number, or null: does not apply}}, ...]}. The constants are
-the trainer's, or those of the run if a model is a run's checkpoint; NAME=value changes one. Several
-models are compared with the first, question by question.
+has a line of settings, then one line per question: {"question": its number, "time", "answers":
+[{"text": a text, or those of several turns, "tokens", "truncated"}, ...]}. Rewards are computed
+anew whenever a file is read, as the task may have changed. The constants are the trainer's, or
+those of the run if a model is a run's checkpoint; NAME=value changes one. Several models are
+compared with the first, question by question.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import json
 import math
 import os
 import re
+import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +34,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
+from transformers import AutoConfig
 
 import grpo_ref_split as trainer
 from grpo import scores
@@ -43,10 +46,12 @@ from grpo.sampling.memory import fit_worker
 from grpo.sampling.policy import make_policy
 from grpo.sampling.prepare import prepare_task
 from grpo.sampling.rewards import start_processes
-from grpo.sampling.task import load_task
+from grpo.sampling.task import begin_rewards, load_task, reward_group
 from grpo.stop import leave
+from grpo.training.checkpoint import state_file
 from grpo.training.checks import check_constants
-from grpo.training.ranks import join_ranks
+from grpo.training.ranks import gathered, join_ranks
+from grpo.training.resume import hash_of_files
 from grpo.wire import sha256_of
 
 # The constants that answers depend on
@@ -54,11 +59,13 @@ NAMES = ("TASK", "EVAL_SPLIT", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STR
 # The constants that we take from a checkpoint's run; OF_TASK only if TASK is the same
 OF_RUN = (*NAMES[1:], "MAX_PROMPT_TOKENS", "TEMPERATURE", "CHAT_TEMPLATE", "EVAL_QUESTIONS")
 OF_TASK = ("REWARD_WEIGHTS", "OUTCOME")
+OF_MODEL = (".safetensors", ".bin", ".json")  # files of a model that its answers depend on
 
 
 def command_line():
-    """Returns (options, constants). The constants are the trainer's; the run of a model that is a
-    checkpoint overrides them (the last such model wins), and so does the command line."""
+    """Returns (options, constants, date). The constants are the trainer's; the run of a model that
+    is a checkpoint overrides them (the last such model wins), and so does the command line. The
+    date is that run's, or None."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
@@ -72,38 +79,51 @@ def command_line():
     options = parser.parse_intermixed_args(words)
     if options.samples < 0:
         raise SystemExit(f"--samples {options.samples} must be 0 or more")
-    values = constants_in(vars(trainer.constants()))
+    values, date = constants_in(vars(trainer.constants())), None
     for model in options.models:
-        values |= constants_of_run(model, options.task)
+        of_run, its_date = run_of(model, options.task)
+        values, date = values | of_run, its_date or date
     check_constants(values | given)
-    return options, SimpleNamespace(**values | given | {"TASK": options.task, "LORA_RANK": 0})
+    c = SimpleNamespace(**values | given | {"TASK": options.task, "LORA_RANK": 0})
+    return options, c, date
 
 
-def constants_of_run(model, task):
-    """Returns the constants of the run that saved `model`, by name, as far as answers depend on
-    them; {} if `model` is not the folder of a checkpoint."""
-    state = Path(model, "trainer", "state.json")
-    if not state.is_file():
-        return {}
-    run = json.loads(state.read_text())["constants"]
+def run_of(model, task):
+    """Returns (constants, date) of the run that saved `model`: the constants on which answers
+    depend, by name. ({}, None) if `model` is not the folder of a checkpoint."""
+    if not (state := state_file(model)).is_file():
+        return {}, None
+    state = json.loads(state.read_text())
     say(f"the constants are those of the run that saved {model}")
+    run = state["constants"]
     names = OF_RUN + (OF_TASK if run["TASK"] == task else ())
-    return {name: run[name] for name in names if name in run}
+    return {name: run[name] for name in names if name in run}, state.get("data", {}).get("date")
 
 
 # --- The file of answers ----------------------------------------------------------------
-def file_for(recipe, kind, model, out):
+def hashes_of(model):
+    """Returns {file: hash} of a model's folder, or {"commit": the hub's}; for an adapter with
+    those of its base."""
+    found, base = {}, base_of(model)
+    if Path(model).is_dir():
+        files = sorted(p for p in Path(model).iterdir() if p.suffix in OF_MODEL)
+        found = {path.name: sha256_of(path) for path in files}
+    else:
+        found["commit"] = AutoConfig.from_pretrained(model)._commit_hash
+    return found | ({} if base == model else {"base": hashes_of(base)})
+
+
+def file_for(recipe, kind, model, hashes, out):
     """Returns the path of the file for a model's answers of a `kind`; creates it if it is missing.
     The name ends with a hash of all settings that answers depend on: one file for each of them."""
     c, prompts = recipe.c, json.dumps([[index, ids] for index, _, ids in recipe.prompts])
     settings = {name: getattr(c, name) for name in NAMES} | {
         "how": kind,
-        "OUTCOME": c.OUTCOME,
-        "rewards": list(c.REWARD_WEIGHTS),
-        "hash of the task's file": sha256_of(recipe.task.__file__),
         "hash of the prompts": hashlib.sha256(prompts.encode()).hexdigest(),
-        "weights": [sha256_of(p) for p in sorted(Path(model).glob("*.safetensors"))] or model,
+        "hashes of the model": hashes,
     }
+    if hasattr(recipe.task, "reply"):  # which has a part in the answers
+        settings["hash of the task's files"] = hash_of_files(recipe.task.__file__)
     line = json.dumps({"settings": settings})
     digest = hashlib.sha256(line.encode()).hexdigest()[:8]
     parts = Path(model).resolve().parts[-2:] if Path(model).is_dir() else model.split("/")
@@ -124,16 +144,25 @@ def append(path, line):
 
 
 def read_answers(path):
-    """Returns {question: answers}."""
+    """Returns {question: its record, with "answers" and "time"}."""
     found = {}
     for line in path.read_text().splitlines():
         with suppress(ValueError, KeyError):  # an incomplete line, or the settings
             record = json.loads(line)
-            found[record["question"]] = record["answers"]
+            found[record["question"]] = record
     return found
 
 
-# --- Sampling ---------------------------------------------------------------------------
+def note_reuse(path, records):
+    """Logs how many answers are reused, and of when they are."""
+    if records:
+        number = sum(len(record["answers"]) for record in records)
+        first, last = (f(record["time"] for record in records) for f in (min, max))
+        times = (time.strftime("%Y-%m-%d %H:%M", time.localtime(t)) for t in (first, last))
+        say(f"{number} answers are reused, of {' to '.join(dict.fromkeys(times))}: {path}")
+
+
+# --- Sampling and rewards ---------------------------------------------------------------
 def answer(policy, recipe, path, prompts, seed):
     """Samples GROUP_SIZE answers to each of `prompts` (some of recipe.prompts) and appends them to
     the file; yields each question's number. The random numbers depend on `seed` and SEED."""
@@ -142,27 +171,39 @@ def answer(policy, recipe, path, prompts, seed):
     fit_worker(recipe.c, policy)
     recipe.c.SAMPLE_BATCH = max(recipe.c.SAMPLE_BATCH, recipe.c.GROUP_SIZE)
     seed = rollout.seed_of("evaluate", recipe.c.SEED, *seed)
-    groups = rollout.sampled_and_rewarded(policy, recipe, prompts, seed=seed)
-    for (index, *_), completions, rewards in groups:
+    for (index, *_), completions, texts in rollout.sampled(policy, recipe, prompts, seed=seed):
         answers = [
-            {
-                "text": policy.text(completion),
-                "tokens": completion.length,
-                "truncated": bool(completion.truncated),
-                "rewards": {k: None if math.isnan(v) else v for k, v in given.items()},
-            }
-            for completion, given in zip(completions, rewards, strict=True)
+            {"text": text, "tokens": c.length, "truncated": bool(c.truncated)}
+            for c, text in zip(completions, texts, strict=True)
         ]
-        append(path, json.dumps({"question": index, "answers": answers}))
+        append(path, json.dumps({"question": index, "time": time.time(), "answers": answers}))
         yield index
 
 
-def answers_of(c, options, model, processes, rank, world):
+def rewarded(recipe, prompts, records, rank, world):
+    """Returns {question: answers} of `prompts`, each answer with its "rewards" {name: number, or
+    None: does not apply}. Each rank rewards its share of the questions."""
+    waiting, found = [], {}
+    for index, item, _ in prompts[rank::world]:
+        texts = [answer["text"] for answer in records[index]["answers"]]
+        waiting.append((index, item, texts, begin_rewards(recipe, item, texts)))
+    for index, item, texts, futures in tqdm(waiting, "rewards", disable=rank > 0, delay=5):
+        found[index] = [
+            answer | {"rewards": {k: None if math.isnan(v) else v for k, v in given.items()}}
+            for answer, given in zip(
+                records[index]["answers"], reward_group(recipe, item, texts, futures), strict=True
+            )
+        ]
+    shares = gathered(found) if world > 1 else [found]
+    return {index: share[index] for index, *_ in prompts for share in shares if index in share}
+
+
+def answers_of(c, options, date, model, processes, rank, world):
     """Returns (outcome, folder, {kind: {question: answers}}) of a model, kinds "greedy" and "N
     samples ...". Each rank answers its share of the questions that the files lack. `processes`
-    (start_processes) compute rewards, or None."""
-    c = with_constants(c, MODEL=base_of(model))
-    tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1)
+    (start_processes) compute rewards, or None; `date` is that of the prompts (prepare_task)."""
+    c, hashes = with_constants(c, MODEL=base_of(model)), hashes_of(model)
+    tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1, date=date)
     recipe.reward_processes = processes
     prompts, policy, found = recipe.prompts[: c.EVAL_QUESTIONS], None, {}
     draws = {"greedy": recipe.others(GROUP_SIZE=1, TEMPERATURE=0)}
@@ -170,8 +211,9 @@ def answers_of(c, options, model, processes, rank, world):
         kind = f"{options.samples} samples at temperature {c.TEMPERATURE:g}"
         draws[kind] = recipe.others(GROUP_SIZE=options.samples)
     for kind, draw in draws.items():
-        path = file_for(draw, kind, model, options.out)
+        path = file_for(draw, kind, model, hashes, options.out)
         there = read_answers(path)
+        note_reuse(path, [there[index] for index, *_ in prompts if index in there])
         mine = [prompt for prompt in prompts[rank::world] if prompt[0] not in there]
         if mine and policy is None:
             policy = make_policy(c, tokenizer)
@@ -184,12 +226,13 @@ def answers_of(c, options, model, processes, rank, world):
         there = read_answers(path)
         if missing := sum(index not in there for index, *_ in prompts):
             raise SystemExit(f"{path} lacks {missing} answers: all ranks must see the same folder")
-        found[kind] = {index: there[index] for index, *_ in prompts}
+        found[kind] = rewarded(draw, prompts, there, rank, world)
     return recipe.c.OUTCOME, path.parent, found
 
 
 def report(c, models, results):
-    """Prints a table per kind of answers, and writes each model's numbers next to its answers."""
+    """Prints a table per kind of answers, and writes each model's numbers and rewards next to its
+    answers."""
     outcome, _, first = results[0]
     print(f"\n{c.TASK}/{c.EVAL_SPLIT}. {scores.NOTE.format(outcome)}")
     numbers = [{"model": model} for model in models]
@@ -198,14 +241,19 @@ def report(c, models, results):
         print("", *scores.table(kind, models, columns), sep="\n")
         for mine, column in zip(numbers, columns, strict=True):
             mine[kind] = column
-    for mine, (_, folder, _) in zip(numbers, results, strict=True):
+    for mine, (_, folder, found) in zip(numbers, results, strict=True):
+        rewards = {
+            kind: {index: [answer["rewards"] for answer in group] for index, group in kept.items()}
+            for kind, kept in found.items()
+        }
         path = folder / f"{Path(c.TASK).stem}-{c.EVAL_SPLIT}.json"
         path.write_text(json.dumps(mine, indent=1) + "\n")
-        print(f"{folder} has the answers, and these numbers in {path.name}", flush=True)
+        path.with_suffix(".rewards.json").write_text(json.dumps(rewards) + "\n")
+        print(f"{folder} has answers, rewards, and these numbers in {path.name}", flush=True)
 
 
 def main():
-    options, c = command_line()
+    options, c, date = command_line()
     for model in options.models:
         load_tokenizer(base_of(model))  # fails early if the model is missing
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -217,7 +265,7 @@ def main():
         task, limits = load_task(c.TASK), (c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS)
         processes = start_processes(task, *limits) if c.REWARD_PROCESSES else None
         results = [
-            answers_of(c, options, model, processes, rank, world) for model in options.models
+            answers_of(c, options, date, model, processes, rank, world) for model in options.models
         ]
         if rank == 0:
             report(c, options.models, results)

@@ -447,10 +447,10 @@ def constants(**preset):
 @ranks.explained()
 def main(**preset):
     c = constants(**preset)
-    resume.check_run_dir(RUN_DIR, RESUME)
+    date = resume.check_run_dir(RUN_DIR, RESUME)
     check_reporters(REPORT_TO)
-    tokenizer, recipe, server = prepare(c, needs_server=bool(REF_SERVER and KL_BETA))
-    questions = load_questions(c, recipe.task, tokenizer)
+    tokenizer, recipe, server = prepare(c, date, needs_server=bool(REF_SERVER and KL_BETA))
+    questions = load_questions(recipe, tokenizer)
     ranks.join_ranks(WAIT_LIMIT_SECONDS)  # collective
     _lock = checkpoint.leads(RUN_DIR) and resume.lock_run(RUN_DIR)  # collective; to the end
     run = start_run(c, tokenizer, recipe, questions, server)  # collective
@@ -469,7 +469,7 @@ def main(**preset):
 def worker(**preset):
     """Samples for the trainer at TRAINER until the trainer is gone."""
     c = constants(**preset)
-    tokenizer, recipe, _ = prepare(c, needs_server=False)
+    tokenizer, recipe, _ = prepare(c)
     run_worker(worker_policy(c, tokenizer), recipe)
 
 

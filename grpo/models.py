@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -226,7 +227,10 @@ def prompt_ids(tokenizer, messages, /, **options):
     template (CHAT_TEMPLATE)."""
     if not tokenizer.chat_template:  # GPT-2 and other plain models
         joined = "\n\n".join(message["content"] for message in messages)
-        return tokenizer(joined + "\n")["input_ids"]
+        ids = tokenizer(joined + "\n")["input_ids"]
+        while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # some tokenizers append it
+            ids.pop()
+        return ids
     options = {"add_generation_prompt": True} | options
     template = functools.partial(tokenizer.apply_chat_template, **options)
     try:
@@ -238,6 +242,50 @@ def prompt_ids(tokenizer, messages, /, **options):
         said = f"{system['content']}\n\n{first['content']}"
         text = template([first | {"content": said}, *rest], tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
+
+
+OPENING = re.compile(r"(<[\w:-]+>|\[[A-Z_]+\])\s*$")  # such as "<think>\n", at a prompt's end
+ROLES = {"assistant", "model", "bot", "gpt", "ai"}  # a template may write a role as a tag
+
+
+def opening_of(tokenizer, **options):
+    """Returns the tag with which the chat template begins each answer, with the space after it, or
+    "". The model never writes that tag: it is a part of the prompt ("<think>\n": DeepSeek-R1's
+    distilled models, Qwen3-Thinking)."""
+    if not tokenizer.chat_template:
+        return ""
+    chat, ends = [{"role": "user", "content": "."}], []
+    for start in (False, True):
+        try:
+            ends.append(
+                tokenizer.apply_chat_template(
+                    chat, tokenize=False, **options | {"add_generation_prompt": start}
+                )
+            )
+        except jinja2.TemplateError:  # it refuses such a chat
+            return ""
+    found = OPENING.search(ends[1].removeprefix(ends[0]))
+    is_role = found and found[1].strip("<>[]").lower() in ROLES
+    return found[0] if found and not is_role else ""
+
+
+CUT = "\ue000"  # a private character: text is tokenized in pieces, cut where it stands
+
+
+def without_specials(tokenizer, text, eos_ids=()):
+    """Returns the text with a CUT in each text of a special token, so that ids_in_pieces makes
+    plain ids of it."""
+    added = tokenizer.added_tokens_decoder.items()
+    specials = {str(token) for id, token in added if token.special or id in eos_ids}
+    for special in sorted(specials, key=len, reverse=True):
+        text = text.replace(special, special[0] + CUT + special[1:])
+    return text
+
+
+def ids_in_pieces(tokenizer, text):
+    """Returns the ids of a text, tokenized in pieces between CUTs."""
+    pieces = (tokenizer(piece, add_special_tokens=False) for piece in text.split(CUT))
+    return [id for piece in pieces for id in piece["input_ids"]]
 
 
 def can_cache(model):

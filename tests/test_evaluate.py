@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,46 +64,41 @@ def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypa
     assert len(first["answers"]) == 1 and len(json.loads(sampled[1])["answers"]) == 4
     found = numbers()
     answers = {r["question"]: r["answers"] for r in map(json.loads, greedy[1:])}
-    right = [group[0]["rewards"]["correctness"] > 0 for group in answers.values()]
+    rewards = json.loads((OURS / "even-test.rewards.json").read_text())["greedy"]
+    right = [given["correctness"] > 0 for (given,) in rewards.values()]
     assert found["greedy"]["right"][0] == sum(right) / 12
-    assert all(len(a["text"]) % 2 == (a["rewards"]["correctness"] < 0) for (a,) in answers.values())
+    texts = [len(answers[int(question)][0]["text"]) for question in rewards]
+    assert [length % 2 == 0 for length in texts] == right
     four = found["4 samples at temperature 1"]
     assert four["right"][0] == four["pass@1"] <= four["pass@4"]
     out = capsys.readouterr().out
     assert str(model) in out and "pass@4" in out and "correctness > 0" in out
 
 
-class Counting:
-    """A task's rewards; a Ctrl-C at call number `stop_at`."""
-
-    def __init__(self, rewards, stop_at=None):
-        self.rewards, self.calls, self.stop_at = rewards, 0, stop_at
-
-    def __call__(self, item, text):
-        self.calls += 1
-        if self.calls == self.stop_at:
-            raise KeyboardInterrupt
-        return self.rewards(item, text)
-
-
 def test_ctrl_c_keeps_what_is_answered_and_the_rest_follows(model, monkeypatch, capsys):
-    from tasks import even
-
     def leave(text):
         raise SystemExit(text)
 
+    appended = []
+
+    def append(path, line):
+        appended.append(line)
+        if len(appended) == 7:  # the settings, then answers
+            raise KeyboardInterrupt
+        real(path, line)
+
+    real = evaluate.append
     monkeypatch.setattr(evaluate, "leave", leave)
-    rewards, first = even.rewards, Counting(even.rewards, stop_at=8)
-    monkeypatch.setattr(even, "rewards", first)
-    with pytest.raises(SystemExit):
-        run(monkeypatch, model, "even")
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(evaluate, "append", append)
+        run(patch, model, "even")
     path, kept = lines()
-    assert len(kept) == 1 + 5  # two calls try an empty completion and the answer
+    assert len(kept) == 1 + 5
     path.write_text(path.read_text() + "\n" + kept[-1][:20])  # kill -9 in the middle of a line
-    second = Counting(rewards)
-    monkeypatch.setattr(even, "rewards", second)
+    capsys.readouterr()
     run(monkeypatch, model, "even", "EVAL_QUESTIONS=10")
-    assert second.calls == 2 + 5
+    today = time.strftime("%Y-%m-%d")
+    assert f" 5 answers are reused, of {today}" in capsys.readouterr().out
     _, now = lines()
     questions = [json.loads(line)["question"] for line in now[1:6] + now[7:]]
     assert sorted(questions) == list(range(10))
@@ -112,7 +108,25 @@ def test_ctrl_c_keeps_what_is_answered_and_the_rest_follows(model, monkeypatch, 
         run(patch, model, "even", "EVAL_QUESTIONS=10")
     assert numbers()["greedy"]["questions"] == 10
     run(monkeypatch, model, "even", "EVAL_QUESTIONS=12")
-    assert second.calls == 3 * 2 + 5 + 2
+    assert len(lines()[1]) == len(now) + 2 and "10 answers are reused" in capsys.readouterr().out
+
+
+def test_rewards_are_those_of_the_task_as_it_is_now(model, monkeypatch, tmp_path):
+    """Also if a module of it or the gold answers have changed: a file of answers has no rewards."""
+    from tasks import even
+
+    run(monkeypatch, model, "even")
+    before, (path, answers) = numbers()["greedy"]["right"][0], lines()
+    assert 0 < before < 1
+    odd = lambda item, text: {k: -v for k, v in rewards(item, text).items()}
+    rewards = even.rewards
+    monkeypatch.setattr(even, "rewards", odd)
+    monkeypatch.setattr(evaluate, "make_policy", None)
+    run(monkeypatch, model, "even")
+    assert numbers()["greedy"]["right"][0] == pytest.approx(1 - before) and lines() == (
+        path,
+        answers,
+    )
 
 
 def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, monkeypatch, capsys):
@@ -128,7 +142,7 @@ def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, mon
     texts = []
     for name in (adapter.parts[-2:], (tmp_path.name, "merged"), ("run", "step_000003")):
         _, kept = lines(tmp_path / "out" / "--".join(name))
-        texts.append(sorted(kept[1:]))
+        texts.append(sorted((r["question"], r["answers"]) for r in map(json.loads, kept[1:])))
     assert texts[0] == texts[1] != texts[2]
     out = capsys.readouterr().out
     (row,) = [line for line in out.splitlines() if line.strip().startswith("right - first")]
@@ -141,7 +155,11 @@ def test_answers_of_other_settings_or_weights_have_files_of_their_own(model, mon
         weights[len(weights) // 2] ^= 1
         (model / "model.safetensors").write_bytes(weights)
 
+    def other(name, text):
+        return lambda: (model / name).write_text(text)
+
     changes = [lambda: None, lambda: monkeypatch.setattr(trainer, "STOP_TOKENS", ["x"]), retrained]
+    changes += [other("pytorch_model.bin", "a"), other("generation_config.json", "{}")]
     for number, change in enumerate(changes, 1):
         change()
         for _ in range(2):
@@ -173,8 +191,9 @@ def test_several_ranks_share_the_questions(model, monkeypatch, tmp_path):
     command = [sys.executable, evaluate.__file__, model, "arithmetic", "--out", "two"]
     output = launch(2, command, tmp_path / "log")
     (path,) = (tmp_path / "two").glob("*/*.jsonl")
-    together = evaluate.read_answers(path)
+    together = {q: record["answers"] for q, record in evaluate.read_answers(path).items()}
     assert len(together) == 12 and output.count("questions  ") == 1
     monkeypatch.setattr(arithmetic, "SIZES", {"train": 9, "test": 500})
     run(monkeypatch, model, "arithmetic")
-    assert together == evaluate.read_answers(lines()[0])
+    alone = evaluate.read_answers(lines()[0])
+    assert together == {q: record["answers"] for q, record in alone.items()}

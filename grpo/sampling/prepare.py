@@ -4,16 +4,18 @@ Trainer, workers, evaluate.py and `python -m tasks` use it. Torch is imported on
 is needed, so that a mistake in the task's file is reported at once.
 """
 
+import datetime
 import math
 
 from grpo.log import say
 from grpo.sampling.rewards import TaskError, called, start_processes
-from grpo.sampling.task import Recipe, load_chat, load_split, load_task, reward_group
+from grpo.sampling.task import DATED, Recipe, load_chat, load_split, load_task, reward_group
 
 
-def prepare(c, *, needs_server):
+def prepare(c, date=None, needs_server=False):
     """Returns (tokenizer, recipe, server). Checks task, prompts, rewards and server before a model
-    is loaded. `server` is None if it is not needed; `c` has the trainer's constants.
+    is loaded. `server` is None if it is not needed; `c` has the trainer's constants; `date` is the
+    run's, and if it is None today.
     """
     from grpo.models import check_context
 
@@ -22,7 +24,8 @@ def prepare(c, *, needs_server):
         from grpo.client import RefServer
 
         server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
-    tokenizer, recipe = prepare_task(c, split="train", shown=1, server=server)
+    how = {"split": "train", "shown": 1, "server": server, "date": date}
+    tokenizer, recipe = prepare_task(c, **how)
     check_context(c)
     if c.REWARD_PROCESSES:
         limits = c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS
@@ -30,15 +33,17 @@ def prepare(c, *, needs_server):
     return tokenizer, recipe, server
 
 
-def prepare_task(c, *, split, shown, server=None):
+def prepare_task(c, *, split, shown, server=None, date=None):
     """Returns (tokenizer, recipe). First it checks the `server`, if there is one, and checks and
     prints the first `shown` prompts of `split` and their rewards."""
-    from grpo.models import load_tokenizer
+    from grpo.models import load_tokenizer, opening_of
 
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
     if server:
         server.check(c.MODEL, tokenizer, c.TEMPERATURE)
-    recipe = Recipe(c, task, load_split(c, task, split, tokenizer))
+    date = date or str(datetime.date.today())
+    recipe = Recipe(c, task, load_split(c, task, split, tokenizer, date), date=date)
+    recipe.opening = opening_of(tokenizer, **recipe.chat_options)
     recipe.resolve()
     preview(recipe, tokenizer, shown)
     return tokenizer, recipe
@@ -53,6 +58,7 @@ def preview(recipe, tokenizer, number):
     hours later.
     """
     c = recipe.c
+    note_prompts(recipe, tokenizer)
     say(f"REWARD_WEIGHTS = {c.REWARD_WEIGHTS}; OUTCOME = {c.OUTCOME!r}, which is above 0 if right")
     for index, item, ids in recipe.prompts[:number]:
         text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -61,8 +67,28 @@ def preview(recipe, tokenizer, number):
         for message in load_chat(c.TASK, recipe.task, item):
             if "".join(message["content"].split()) not in "".join(text.split()):
                 say(f"the chat template loses or changes the {message['role']} message")
-        show_rewards(recipe, item, "an empty completion", "")
+        show_rewards(recipe, item, "an empty completion", recipe.opening)
         check_gold(recipe, item, tokenizer)
+
+
+def note_prompts(recipe, tokenizer):
+    """Logs what is special about the prompts: their date, EOS, and a tag that is already open."""
+    if DATED in str(tokenizer.chat_template):
+        say(f"the chat template shows the date; this run's is {recipe.date}")
+    eos, last = [tokenizer.eos_token_id], recipe.prompts[0][2][-1:]
+    if not tokenizer.chat_template and tokenizer(".")["input_ids"][-1:] == eos:
+        say("the tokenizer appends EOS to a text; the prompts are used without it")
+    if tokenizer.chat_template and last == eos:
+        say("the chat template ends a prompt with EOS: does it have a part for the answer's start?")
+    if recipe.opening:
+        say(f"the chat template opens each answer with {recipe.opening!r}, so rewards see it, too")
+
+
+def as_seen(recipe, text):
+    """Returns a right answer as rewards see it: the chat template may have opened its tag."""
+    tag = recipe.opening.strip()
+    is_open = tag and text.lstrip().startswith(tag)
+    return recipe.opening + (text.lstrip().removeprefix(tag) if is_open else text)
 
 
 def check_gold(recipe, item, tokenizer):
@@ -72,7 +98,7 @@ def check_gold(recipe, item, tokenizer):
     if several := hasattr(recipe.task, "reply"):
         from grpo.sampling import turns  # here, as it imports torch
 
-        turns.play(recipe, item, [""])
+        turns.play(recipe, item, [recipe.opening])
     if not gold and item.get("answer") is None:
         return
     must = f"return a right completion, one whose reward {c.OUTCOME!r} (OUTCOME) is above 0"
@@ -81,11 +107,18 @@ def check_gold(recipe, item, tokenizer):
         say("gold() has no answer to this question")
         return
     if several:
-        text = turns.play(recipe, item, [text] if isinstance(text, str) else text)
-        turns.show_turns(c, tokenizer, text)
+        opened, said = True, []
+        for turn in [text] if isinstance(text, str) else text:
+            said.append(as_seen(recipe, turn) if opened else turn)
+            opened = not any(string in turn for string in c.STOP_STRINGS)
+        text = turns.play(recipe, item, said)
+        turns.show_turns(recipe, tokenizer, text)
+    else:
+        text = as_seen(recipe, text)
     rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
     if gold and rewards[c.OUTCOME] <= 0:  # NaN (does not apply) is not wrong
-        got = f"returned {text!r:.500}, which earns {rewards}"
+        after = f", with {recipe.opening!r} from the chat template" * bool(recipe.opening)
+        got = f"returned {text!r:.500}, which earns {rewards}{after}"
         raise TaskError(c.TASK, f"gold({item!r:.500})", got, must)
 
 

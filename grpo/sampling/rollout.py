@@ -41,15 +41,14 @@ class Stream:
 
 
 # --- Sample and reward --------------------------------------------------------------
-def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.nullcontext):
-    """Yields a sampled group for each of `prompts`, in the order in which the groups end. This
-    iterator is read when there is room for another group; a None means that it has no prompt yet.
+def sampled(policy, recipe, prompts, *, seed):
+    """Yields (prompt, completions, texts) for each of `prompts`, in the order in which the groups
+    end. This iterator is read when there is room for another group; a None means that it has no
+    prompt yet.
 
-    The task gets text, or the texts of several turns; the trainer trains on the sampled ids, as
-    re-tokenised text may differ. Rewards are computed, or awaited, within `with timed()`; sampling
-    continues if other processes compute them. Raises the errors of reward_group and stream_turns.
+    The task gets these texts, each a text or the texts of several turns; the trainer trains on the
+    sampled ids, as re-tokenised text may differ. Raises the errors of stream_turns.
     """
-    waiting = deque()  # groups, and the Futures of their rewards
     several = functools.partial(stream_turns, policy, recipe)
     groups = (several if hasattr(recipe.task, "reply") else policy.stream)(
         (prompt and (prompt, prompt[2]) for prompt in prompts),
@@ -60,13 +59,21 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
         temperature=recipe.c.TEMPERATURE,
         seed=seed,
     )
+    for prompt, completions in groups:
+        yield prompt, completions, [c.turns or recipe.opening + policy.text(c) for c in completions]
+
+
+def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.nullcontext):
+    """Yields a sampled group for each of `prompts`, as `sampled` does. Rewards are computed, or
+    awaited, within `with timed()`; sampling continues if other processes compute them. Raises the
+    errors of reward_group, too."""
+    waiting = deque()  # groups, and the Futures of their rewards
 
     def finish(prompt, completions, texts, futures):
         with timed():
             return prompt, completions, reward_group(recipe, prompt[1], texts, futures)
 
-    for prompt, completions in groups:
-        texts = [c.turns or policy.text(c) for c in completions]
+    for prompt, completions, texts in sampled(policy, recipe, prompts, seed=seed):
         waiting.append((prompt, completions, texts, begin_rewards(recipe, prompt[1], texts)))
         while waiting and all(future.done() for future in waiting[0][-1]):
             yield finish(*waiting.popleft())

@@ -5,6 +5,7 @@ checked: a TaskError names the file, the function, what it returned, and what it
 is imported only when a tokenizer is needed, so that a mistake in the file is reported at once.
 """
 
+import datetime
 import difflib
 import hashlib
 import importlib.util
@@ -30,6 +31,7 @@ from grpo.sampling.rewards import (
 # Constants that must be equal in worker and trainer, in addition to what settings() adds
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME SKIP_FLAT_GROUPS"
 SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS REWARD_WEIGHTS"
+DATED = "strftime_now"  # the function by which a chat template shows the day
 
 
 # --- The file -------------------------------------------------------------------------
@@ -85,10 +87,22 @@ class Recipe:
     task: object  # the module tasks/NAME.py, or at a path
     prompts: list  # [(index, item, prompt ids)] of the training split
     reward_processes: object = None  # submit() of start_processes; None: computed in this process
+    date: str = ""  # that chat templates show: of the run's first start, "2026-11-25"; "": today
+    opening: str = ""  # models.opening_of: rewards and reply() see it before each completion
 
     def others(self, **changes):
         """Returns a copy of the recipe with some constants changed."""
         return replace(self, c=with_constants(self.c, **changes))
+
+    @property
+    def chat_options(self):
+        return chat_options(self.c, self.date)
+
+    def change_date(self, date, tokenizer):
+        """Makes the prompts of another date, in place, if the chat template shows one."""
+        self.date = date
+        if DATED in str(tokenizer.chat_template):
+            self.prompts[:] = load_split(self.c, self.task, "train", tokenizer, date)
 
     def settings(self):
         """Returns the settings, as JSON values, that the trainer publishes and workers compare."""
@@ -96,6 +110,7 @@ class Recipe:
         settings = {name: getattr(self.c, name) for name in SHARED.split()} | {
             "TASK": Path(self.c.TASK).name,  # a worker may have the file in another folder
             "order of REWARD_WEIGHTS": list(self.c.REWARD_WEIGHTS),
+            "date": self.date,
             "hash of prompts (tokenizer, task, data)": hashlib.sha256(prompts).hexdigest(),
         }
         return json.loads(json.dumps(settings))
@@ -123,11 +138,18 @@ class Recipe:
 
 
 # --- Prompts --------------------------------------------------------------------------
-def load_split(c, task, split, tokenizer):
+def chat_options(c, date):
+    """Returns the options of the chat template: CHAT_TEMPLATE's, and a clock that stands still, for
+    templates that show the day (Llama 3): a run has one date, on all its days and machines."""
+    clock = {DATED: datetime.date.fromisoformat(date).strftime} if date else {}
+    return clock | c.CHAT_TEMPLATE
+
+
+def load_split(c, task, split, tokenizer, date=""):
     """Returns [(index, item, prompt ids)] of the split, without prompts over MAX_PROMPT_TOKENS.
     Raises SystemExit if the task's questions are not valid, or if none fits."""
     items = load_items(c.TASK, task, split)
-    prompts = [(i, item, ids_of(c, task, item, tokenizer)) for i, item in enumerate(items)]
+    prompts = [(i, item, ids_of(c, task, item, tokenizer, date)) for i, item in enumerate(items)]
     lengths = sorted(len(ids) for _, _, ids in prompts)
     prompts = [prompt for prompt in prompts if len(prompt[2]) <= c.MAX_PROMPT_TOKENS]
     say(
@@ -143,11 +165,12 @@ def load_split(c, task, split, tokenizer):
     return prompts
 
 
-def load_questions(c, task, tokenizer):
+def load_questions(recipe, tokenizer):
     """Returns the evaluation's questions, in load_split's form; [] if EVAL_STEPS is 0."""
+    c = recipe.c
     if not c.EVAL_STEPS:
         return []
-    return load_split(c, task, c.EVAL_SPLIT, tokenizer)[: c.EVAL_QUESTIONS]
+    return load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer, recipe.date)[: c.EVAL_QUESTIONS]
 
 
 def load_items(name, task, split):
@@ -174,14 +197,14 @@ def is_chat(chat):
     return texts and all(isinstance(text, str) for text in texts)
 
 
-def ids_of(c, task, item, tokenizer):
+def ids_of(c, task, item, tokenizer, date=""):
     """Returns the prompt's ids. TaskError if the model's chat template refuses the chat."""
     from grpo.models import prompt_ids
 
     chat = load_chat(c.TASK, task, item)
     must = f"return a chat that MODEL = {c.MODEL!r} accepts with CHAT_TEMPLATE = {c.CHAT_TEMPLATE}"
-    what = f"messages({item!r:.500}) in the chat template"
-    return called(c.TASK, what, must, lambda: prompt_ids(tokenizer, chat, **c.CHAT_TEMPLATE))
+    what, options = f"messages({item!r:.500}) in the chat template", chat_options(c, date)
+    return called(c.TASK, what, must, lambda: prompt_ids(tokenizer, chat, **options))
 
 
 # --- Rewards --------------------------------------------------------------------------

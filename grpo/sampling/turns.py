@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import jinja2
 
 from grpo.log import announced, in_background, say
-from grpo.models import stop_ids
+from grpo.models import ids_in_pieces, stop_ids, without_specials
 from grpo.sampling.rewards import SOONER, TaskError, called, task_file, timely
 from grpo.sampling.sampler import Completion
 
@@ -38,6 +38,7 @@ class Talk:
     logps: list[float] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)  # of each id: whether the model sampled it
     turns: list[str] = field(default_factory=list)
+    opening: str = ""  # what the chat template has written of the coming turn (models.opening_of)
     completion: Completion | None = None  # set when the talk has ended
 
     def add(self, ids, logps, own, text):
@@ -49,14 +50,17 @@ def ask(recipe, item, turns):
     """Returns the task's reply. TaskError if reply() fails, or returns neither a text nor None."""
     call = f"reply({item!r:.500}, {turns!r:.500})"
     reply = lambda: recipe.task.reply(item, list(turns))
-    return called(recipe.c.TASK, call, MUST, reply, lambda got: isinstance(got, str | None))
+    got = called(recipe.c.TASK, call, MUST, reply, lambda got: isinstance(got, str | None))
+    return got and got.encode(errors="replace").decode()  # of a tool: perhaps half a character
 
 
 def bridge(tokenizer, eos_ids, last, reply, options):
     """Returns the ids between two turns of the model, if the first turn ended with the id `last`.
-    `options` are CHAT_TEMPLATE's. SystemExit if the chat template can't hold the reply."""
+    No text in the reply becomes a special token: it could end the turn and forge another one.
+    `options` are the chat template's. SystemExit if the template can't hold the reply."""
+    reply = without_specials(tokenizer, reply, eos_ids)
     if last not in eos_ids or not tokenizer.chat_template:
-        return tokenizer(reply, add_special_tokens=False)["input_ids"]
+        return ids_in_pieces(tokenizer, reply)
     said = ("user", "."), ("assistant", MARK), ("user", reply)
     chat = [{"role": role, "content": text} for role, text in said]
     options = {"add_generation_prompt": True, "tokenize": False} | options
@@ -72,8 +76,7 @@ def bridge(tokenizer, eos_ids, last, reply, options):
             " which need no template, or give its tokenizer another template"
         )
     # The model has already sampled the end of its turn or (GLM) the role of the next turn
-    after = after.removeprefix(tokenizer.decode([last]))
-    return tokenizer(after, add_special_tokens=False)["input_ids"]
+    return ids_in_pieces(tokenizer, after.removeprefix(tokenizer.decode([last])))
 
 
 # --- All talks ------------------------------------------------------------------------
@@ -112,7 +115,8 @@ class Talks:
                 yield [talk], talk.prompt[1] + talk.ids, 1, self.limit - len(talk.ids)
             elif room and (prompt := next(self.prompts, None)):
                 group = []
-                group += [Talk(prompt, group) for _ in range(self.group_size)]
+                opened = {"opening": self.recipe.opening}
+                group += [Talk(prompt, group, **opened) for _ in range(self.group_size)]
                 self.running += self.group_size
                 yield group[::-1], prompt[1], self.group_size, self.limit
             elif self.asked and not self.running:
@@ -125,7 +129,7 @@ class Talks:
     def take(self, talk, turn):
         """Adds a sampled turn to its talk, and calls the task's reply() in a thread."""
         self.running -= 1
-        talk.add(turn.ids, turn.logps, True, self.policy.text(turn))
+        talk.add(turn.ids, turn.logps, True, talk.opening + self.policy.text(turn))
         if turn.truncated:
             self.end(talk, truncated=True)
         else:
@@ -160,8 +164,10 @@ class Talks:
 
     def go_on(self, talk, reply):
         """Begins the next turn, unless the task has ended the talk or the limit leaves no room."""
-        how = self.policy.tokenizer, self.policy.eos_ids, talk.ids[-1]
-        ids = None if reply is None else bridge(*how, reply, self.recipe.c.CHAT_TEMPLATE)
+        tokenizer, eos_ids, last = self.policy.tokenizer, self.policy.eos_ids, talk.ids[-1]
+        how, options = (tokenizer, eos_ids, last), self.recipe.chat_options
+        ids = None if reply is None else bridge(*how, reply, options)
+        talk.opening = self.recipe.opening if last in eos_ids else ""
         if ids is None or len(talk.ids) + len(ids) >= self.limit:
             self.end(talk, truncated=ids is not None)
         else:
@@ -188,14 +194,15 @@ def play(recipe, item, said):
     return turns[:-1]
 
 
-def show_turns(c, tokenizer, turns):
+def show_turns(recipe, tokenizer, turns):
     """Prints a talk, the task's turns with the text that the chat template adds around them."""
+    c, options = recipe.c, recipe.chat_options
     eos_ids = stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS)
     for said, reply in zip(turns[::2], [*turns[1::2], None], strict=True):
         say(f"the model: {said!r}")
         if reply is not None:
             inside = any(string in said for string in c.STOP_STRINGS)
             ends = [None] if inside else eos_ids  # its own end is not repeated
-            ids = [bridge(tokenizer, eos_ids, end, reply, c.CHAT_TEMPLATE) for end in ends]
+            ids = [bridge(tokenizer, eos_ids, end, reply, options) for end in ends]
             text = tokenizer.decode(min(ids, key=len), clean_up_tokenization_spaces=False)
             say(f"reply() {'inside that turn' if inside else 'as a user turn'}: {text!r}")

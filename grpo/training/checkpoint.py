@@ -54,7 +54,7 @@ def leads(folder):
 
 def save_run(run):
     """Collective: saves a checkpoint of the run, unless this step has one; deletes all but the
-    newest KEEP_CHECKPOINTS and the best."""
+    newest KEEP_CHECKPOINTS, the best, and those to which a link in RUN_DIR leads."""
     p, c, folder = run.progress, run.c, Path(run.c.RUN_DIR)
     if p.saved == p.step:
         if p.best == p.step:  # it was evaluated after it was saved
@@ -64,7 +64,8 @@ def save_run(run):
     p.saved = p.step
     rank, leader = dist.get_rank(), leads(folder)
     draft, final = folder / DRAFT, folder / f"step_{p.step:06d}"
-    state = {"step": p.step, "progress": asdict(p), "constants": constants_of(vars(c))}
+    state = {"step": p.step, "progress": asdict(p), "data": run.data}
+    state["constants"] = constants_of(vars(c))
     if leader:
         for leftover in (draft, final):  # `final` is incomplete, here or on another machine
             shutil.rmtree(leftover, ignore_errors=True)
@@ -78,7 +79,7 @@ def save_run(run):
         if leader and (rank == 0) == last:
             text = json.dumps(state | {"files": sizes}, indent=1)
             with naming_run_dir(folder):
-                Path(draft, "trainer", "state.json").write_text(text)
+                state_file(draft).write_text(text)
             draft.rename(final)
         dist.barrier()
     say(f"saved {final}")
@@ -86,8 +87,9 @@ def save_run(run):
         point(folder, "best", p.best)  # before the old best is deleted
     saved = saved_in(folder) if leader else []
     kept = [path for path in saved if step_of(path) <= p.step][-c.KEEP_CHECKPOINTS :]
+    linked = {step_of(link.resolve()) for link in folder.iterdir() if link.is_symlink()}
     for path in set(saved) - set(kept):  # later ones are incomplete, or from before a resume
-        if step_of(path) != p.best:
+        if step_of(path) not in linked | {p.best}:
             shutil.rmtree(path)
         for states in path.glob("trainer/optimizer_*.pt"):  # of the best only the model is kept
             states.unlink()
@@ -194,6 +196,10 @@ def point(folder, name, step):
         draft.replace(link)
 
 
+def state_file(checkpoint):
+    return Path(checkpoint, "trainer", "state.json")
+
+
 def step_of(path):
     """Returns the N of a path step_N, or -1."""
     digits = path.name.removeprefix("step_")
@@ -235,7 +241,7 @@ def examine(path):
     """Returns (state, None) of a checkpoint if this rank finds its files, else (None, fault)."""
     rank, path = dist.get_rank(), path.absolute()
     try:
-        state = json.loads(Path(path, "trainer", "state.json").read_text())
+        state = json.loads(state_file(path).read_text())
         # check_resumable refuses another number of ranks
         for name, size in dict(enumerate(state["files"])).get(rank, {}).items():
             if (found := Path(path, name).stat().st_size) != size:
@@ -249,7 +255,9 @@ def load(path, engine, stream, reference=None):
     """Collective: restores engine, stream, random number generators and, if one is given, the
     `reference` from what save() wrote."""
     rank, trainer = dist.get_rank(), Path(path, "trainer")
-    part = torch.load(trainer / f"optimizer_{rank}.pt", map_location="cpu", weights_only=False)
+    # mmap: read as it is copied, else all of it would be in memory beside the engine's own
+    file, how = trainer / f"optimizer_{rank}.pt", {"map_location": "cpu", "mmap": True}
+    part = torch.load(file, weights_only=False, **how)
     # DeepSpeed expects a dict of all ranks' parts and reads its own
     engine.optimizer.load_state_dict({rank: part}, load_from_fp32_weights=True)
     dist.barrier()

@@ -1,18 +1,22 @@
 """How a run begins in RUN_DIR, or resumes from its newest checkpoint."""
 
+import contextlib
+import datetime
 import fcntl
+import hashlib
 import json
 import tempfile
 import uuid
 from dataclasses import dataclass
+from modulefinder import ModuleFinder
 from pathlib import Path
 
 import torch.distributed as dist
 
 from grpo.log import say
-from grpo.training.checkpoint import load, newest, point, saved_in
+from grpo.training.checkpoint import load, newest, point, saved_in, state_file
 from grpo.training.ranks import gathered
-from grpo.training.report import RunFolder, commit, constants_of, naming_run_dir
+from grpo.training.report import ROOT, RunFolder, commit, constants_of, naming_run_dir
 
 FADE = 0.8  # per step: flat_share is a mean over about 1 / (1 - FADE) = 5 steps
 SAME = ("MODEL", "TASK", "LORA_RANK", "DTYPE")  # a run can't be resumed with other values
@@ -64,7 +68,8 @@ class Progress:
 
 
 def check_run_dir(folder, resume):
-    """Makes RUN_DIR. Raises SystemExit if it can't be written, or a run would be overwritten."""
+    """Makes RUN_DIR. Returns the date of the run in it, today for a new one. Raises SystemExit if
+    it can't be written, or a run would be overwritten."""
     with naming_run_dir(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -74,6 +79,10 @@ def check_run_dir(folder, resume):
             f"RUN_DIR = {folder!r} must be a folder without a run if RESUME = False: choose"
             " another folder, or set RESUME = True to resume the run"
         )
+    for file in (Path(folder, "run.json"), *map(state_file, reversed(saved_in(folder)))):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return str(datetime.date.fromisoformat(json.loads(file.read_text())["data"]["date"]))
+    return str(datetime.date.today())
 
 
 def lock_run(folder):
@@ -90,13 +99,68 @@ def lock_run(folder):
     return file
 
 
-def open_run(c, engine, stream, reference):
+# --- What a run is trained and evaluated on ---------------------------------------------
+# Constants that decide what an accuracy means, besides the questions and the task's files
+SCORED = ("OUTCOME", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STRINGS")
+
+
+def data_of(recipe, questions):
+    """Collective: returns the run's date, and hashes of its prompts, of the evaluation's questions
+    and of the task's files, by name. SystemExit if a rank has another date."""
+    dates = set(gathered(recipe.date))
+    if len(dates) > 1:
+        raise SystemExit(f"the ranks began on different days, {sorted(dates)}: start them again")
+    file = getattr(recipe.task, "__file__", None)
+    return {
+        "date": recipe.date,
+        "prompts": hash_of_prompts(recipe.prompts),
+        "questions": hash_of_prompts(questions),
+        "rewards": file and hash_of_files(file),
+    }
+
+
+def hash_of_prompts(prompts):
+    """Returns a hash of prompts with their items, as Recipe.prompts; None if there are none."""
+    text = json.dumps(prompts, default=lambda value: type(value).__name__, skipkeys=True)
+    return hashlib.sha256(text.encode()).hexdigest() if prompts else None
+
+
+def hash_of_files(file):
+    """Returns a hash of a task's file and of what it imports from its folder and from tasks/."""
+    finder = ModuleFinder(path=[str(Path(file).parent), str(ROOT)])
+    finder.run_script(file)  # which only reads it
+    files = {module.__file__ for module in finder.modules.values()} - {None}
+    text = "\n".join(Path(path).read_text("utf-8") for path in sorted(files))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def forget_what_changed(folder, progress, stream, before, now, constants):
+    """Makes a resumed run forget what no longer compares, and logs it. `before` and `now` are its
+    data_of; `constants` are the names of those that have changed; `folder` is RUN_DIR."""
+    changed = {name for name in before if before[name] and now[name] not in (None, before[name])}
+    if "prompts" in changed:
+        say("the training data or its prompts have changed: their order begins anew")
+        stream.position, progress.groups = dist.get_rank(), 0
+    if changed & {"prompts", "rewards"}:
+        progress.sampled = progress.flat = 0.0
+    if why := sorted(changed & {"questions", "rewards"} | set(constants) & set(SCORED)):
+        say(f"accuracies no longer compare ({', '.join(why)} changed): the next one is the best")
+        if progress.best >= 0:
+            kept = f"best_until_step_{progress.step:06d}"
+            say(f"the best checkpoint until now stays, as {kept}")
+            point(folder, kept, progress.best)
+        progress.evaluated, progress.accuracy = -1, 0.0
+        progress.best, progress.best_accuracy = -1, -1.0
+
+
+# --- Begin or resume ------------------------------------------------------------------
+def open_run(c, engine, stream, reference, data):
     """Collective: returns the Progress of the run in RUN_DIR: a new run, or one that resumes from
     its newest complete checkpoint. `c` has the trainer's constants as attributes; `reference` gets
-    the checkpoint's reference, if that was refreshed."""
+    the checkpoint's reference, if that was refreshed; `data` is data_of the run."""
     folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
     if path:
-        check_resumable(path, state, constants_of(vars(c)))
+        changed = check_resumable(path, state, constants_of(vars(c)))
         progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
         load(path, engine, stream, reference if progress.reference else None)
         # DeepSpeed has restored the old values of these; the learning rate is set at each step
@@ -105,6 +169,8 @@ def open_run(c, engine, stream, reference):
             group["betas"] = tuple(c.ADAM_BETAS)
             group["weight_decay"] = c.WEIGHT_DECAY
         say(f"the run {progress.name} resumes from {path}")
+        before = state.get("data", {})
+        forget_what_changed(c.RUN_DIR, progress, stream, before, data, changed)
         folder.undo(progress.step)
     else:
         name = f"{folder.path.name}-{uuid.uuid4().hex[:8]}"
@@ -112,7 +178,8 @@ def open_run(c, engine, stream, reference):
         folder.set_aside()
     # Other ranks may write to the same folder
     draft = folder.path / f".run_{dist.get_rank()}.json"
-    record = {"run": progress.name, "code": commit(), "constants": constants_of(vars(c))}
+    record = {"run": progress.name, "code": commit(), "data": data}
+    record["constants"] = constants_of(vars(c))
     draft.write_text(json.dumps(record))
     draft.replace(folder.path / "run.json")
     there = progress.best < 0 or (folder.path / f"step_{progress.best:06d}").exists()
@@ -124,8 +191,8 @@ def open_run(c, engine, stream, reference):
 
 
 def check_resumable(path, state, now):
-    """Raises SystemExit if a run with the constants `now` can't resume from the checkpoint `path`.
-    Logs which constants have changed."""
+    """Returns the names of the constants that have changed, and logs them. Raises SystemExit if a
+    run with the constants `now` can't resume from the checkpoint `path`."""
     before = state["constants"]
     rules = [(name, now[name], before[name]) for name in SAME]
     # Each rank has its part of the optimiser
@@ -141,6 +208,7 @@ def check_resumable(path, state, now):
                 f"{name} = {value!r} must be {must!r} to resume from {path}; to start a new run"
                 f" from its weights set MODEL = {model}{merged}, and another RUN_DIR"
             )
-    changed = [f"{k} {before[k]!r} -> {v!r}" for k, v in now.items() if before.get(k, v) != v]
+    changed = {k: f"{k} {before[k]!r} -> {v!r}" for k, v in now.items() if before.get(k, v) != v}
     if changed:
-        say(f"the run resumes with other constants: {', '.join(changed)}")
+        say(f"the run resumes with other constants: {', '.join(changed.values())}")
+    return list(changed)

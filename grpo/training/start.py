@@ -17,7 +17,7 @@ from grpo.training.metrics import Clock
 from grpo.training.ranks import all_or_none
 from grpo.training.reference import make_reference
 from grpo.training.report import Reporter, RunFolder
-from grpo.training.resume import Progress, open_run
+from grpo.training.resume import Progress, data_of, open_run
 from grpo.training.workers import Workers
 
 
@@ -38,6 +38,7 @@ class Run:
     folder: RunFolder  # RUN_DIR
     clock: Clock  # seconds of the current step, by part ...
     laps: list = field(default_factory=list)  # ... and of all steps made
+    data: dict = field(default_factory=dict)  # resume.data_of: its date, hashes of what it reads
     idle_reason: str = ""  # why the last step without training had nothing to train
 
     def close(self):
@@ -63,7 +64,8 @@ def start_run(c, tokenizer, recipe, questions, server):
     fit_sizes(c, policy, getattr(reference, "visiting", 0))
     engine = make_engine(c, policy)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
-    progress = open_run(c, engine, stream, reference)  # collective
+    data = data_of(recipe, questions)  # collective
+    progress = open_run(c, engine, stream, reference, data)  # collective
     check_disk(c, policy.model)  # collective
     workers = None
     with all_or_none("serving workers"):  # collective
@@ -75,5 +77,5 @@ def start_run(c, tokenizer, recipe, questions, server):
     clock = Clock()
     return Run(
         c, policy, sampler, engine, recipe, stream, questions, progress, reference, workers, folder,
-        clock,
+        clock, data=data,
     )  # fmt: skip

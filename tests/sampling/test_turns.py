@@ -398,9 +398,11 @@ def test_an_evaluation_counts_own_tokens_and_turns(tokenizer, alone, tmp_path):
     path = tmp_path / "answers.jsonl"
     path.touch()
     assert list(evaluate.answer(actor, recipe, path, prompt, seed=(0,))) == [0]
-    (answers,) = evaluate.read_answers(path).values()
-    assert "42<answer>42</answer>" in answers[0]["text"]
-    assert answers[0]["tokens"] == found["eval_completion_tokens"]
+    (record,) = (records := evaluate.read_answers(path)).values()
+    assert record["answers"][0]["text"] == ["<think>40+2</think>", "42", "<answer>42</answer>"]
+    assert record["answers"][0]["tokens"] == found["eval_completion_tokens"]
+    (answers,) = evaluate.rewarded(recipe, prompt, records, 0, 1).values()
+    assert answers[0]["rewards"] == {"correctness": 1.0}
 
 
 # --- Tasks ------------------------------------------------------------------------------

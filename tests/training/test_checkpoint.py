@@ -24,8 +24,11 @@ RUN = {  # the constants that checkpoints look at
     "MODEL": "a", "LORA_RANK": 0, "DTYPE": "auto", "TASK": "t", "STEPS": 5, "MAX_GRAD_NORM": 1.0,
     "ADAM_BETAS": [0.9, 0.99], "WEIGHT_DECAY": 0.0, "KEEP_BEST": True, "KEEP_CHECKPOINTS": 2,
     "REF_SERVER": None, "KL_BETA": 0.04, "EVAL_QUESTIONS": 9, "EVAL_SPLIT": "test",
-    "STOP_STRINGS": [],
+    "STOP_STRINGS": [], "OUTCOME": "correctness",
 }  # fmt: skip
+
+
+DATA = {"date": "2026-01-31", "prompts": "p", "questions": "q", "rewards": "r"}
 
 
 class FakeEngine:
@@ -73,17 +76,17 @@ def a_stream(size=1, **share):
 
 def save(folder, step, *, stream=None, keep=2, model=None, policy=None, engine=None, **progress):
     """Saves a checkpoint of a run, named "r" if it has no other name."""
-    run = SimpleNamespace(stream=stream or a_stream(), reference=model)
+    run = SimpleNamespace(stream=stream or a_stream(), reference=model, data=DATA)
     run.c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder), "KEEP_CHECKPOINTS": keep})
     run.progress = resume.Progress(**{"name": "r"} | progress, step=step)
     run.policy, run.engine = policy or FakePolicy(), engine or FakeEngine()
     checkpoint.save_run(run)
 
 
-def opened(folder, reference=None, **changes):
+def opened(folder, reference=None, *, data=None, stream=None, **changes):
     """-> the Progress of a run that begins or resumes with RUN and other constants."""
     c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder)} | changes)
-    return resume.open_run(c, FakeEngine(), a_stream(), reference)
+    return resume.open_run(c, FakeEngine(), stream or a_stream(), reference, data or DATA)
 
 
 def names_in(folder):
