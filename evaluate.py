@@ -122,7 +122,7 @@ def file_for(recipe, kind, model, hashes, out):
         "hash of the prompts": hashlib.sha256(prompts.encode()).hexdigest(),
         "hashes of the model": hashes,
     }
-    if hasattr(recipe.task, "reply"):  # which has a part in the answers
+    if recipe.has_turns:  # reply() has a part in the answers
         settings["hash of the task's files"] = hash_of_files(recipe.task.__file__)
     line = json.dumps({"settings": settings})
     digest = hashlib.sha256(line.encode()).hexdigest()[:8]
@@ -168,7 +168,7 @@ def answer(policy, recipe, path, prompts, seed):
     the file; yields each question's number. The random numbers depend on `seed` and SEED."""
     c = recipe.c
     recipe = recipe.others(SAMPLE_BATCH=c.SAMPLE_BATCH if c.TEMPERATURE else c.EVAL_BATCH)  # a copy
-    fit_worker(recipe.c, policy)
+    fit_worker(recipe.c, policy, recipe.has_turns)
     recipe.c.SAMPLE_BATCH = max(recipe.c.SAMPLE_BATCH, recipe.c.GROUP_SIZE)
     seed = rollout.seed_of("evaluate", recipe.c.SEED, *seed)
     for (index, *_), completions, texts in rollout.sampled(policy, recipe, prompts, seed=seed):

@@ -470,7 +470,7 @@ def worker(**preset):
     """Samples for the trainer at TRAINER until the trainer is gone."""
     c = constants(**preset)
     tokenizer, recipe, _ = prepare(c)
-    run_worker(worker_policy(c, tokenizer), recipe)
+    run_worker(worker_policy(c, tokenizer, recipe.has_turns), recipe)
 
 
 if __name__ == "__main__":

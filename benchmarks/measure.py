@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from grpo.devices import accelerator
+from grpo.devices import accelerator, is_out_of_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 CORES = len(os.sched_getaffinity(0))
@@ -75,7 +75,9 @@ def apart(function, *args, threads=CORES):
     if KIND == "gpu":
         try:
             return function(*args)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             return None
     receiver, sender = multiprocessing.Pipe(duplex=False)
 

@@ -455,7 +455,7 @@ def tried(name, rank):
     c = shipped(512, 512, LORA_RANK=rank, **dict.fromkeys(USUAL, "auto"))
     try:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            fit_sizes(c, policy)
+            fit_sizes(c, policy, turns=False)
     finally:
         dist.destroy_process_group()
     return out.getvalue().strip(), need(phases_with(m, c, 1))[0]

@@ -1,6 +1,7 @@
 """Finds the accelerator, knows what only NVIDIA's GPUs can do, and handles lack of memory."""
 
 import contextlib
+import re
 
 import torch
 
@@ -25,12 +26,30 @@ def release_memory():
         torch.accelerator.empty_cache()
 
 
+# In errors of libraries that allocate beside torch: cuBLAS's handle, a kernel that is loaded late,
+# Intel's and Ascend's drivers, the CPU's allocator
+NO_MEMORY = re.compile(
+    r"out of memory|alloc_?failed|not_initialized when calling `cublascreate|out_of_device_memory"
+    r"|out_of_host_memory|can't allocate memory|cannot allocate memory|memoryallocation",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error):
+    """Returns whether an error means that memory ran out, in whatever class and words."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
+
+
 @contextlib.contextmanager
 def out_of_memory_names(name, value):
     """Raises SystemExit with the constant to lower if the block runs out of GPU memory."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         why = ". ".join(str(error).split(". ")[:2])  # torch's first two sentences
         raise SystemExit(
             f"{name} = {value} is too large ({why}): set a lower number and start again"

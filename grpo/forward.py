@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo.attention import PACKED, Row, attention_is, of_like_length, packed_attention
-from grpo.devices import is_nvidia
+from grpo.devices import is_nvidia, is_out_of_memory
 from grpo.models import can_cache, padded, supported
 
 
@@ -102,9 +102,9 @@ class CompletionModel(torch.nn.Module):
         try:
             packed = self._packed(row)
             gap = gap_of_varlen(row.told, packed) if varlen else 0
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 (a model's own code may raise anything)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
             return f"a packed row fails ({type(error).__name__})"
         layers = DynamicCache(config=self.model.config).layers
         if {told[0] for told in row.told} != {getattr(x, "sliding_window", None) for x in layers}:

@@ -5,7 +5,7 @@ score_groups(model, [(prompts, completions), ...], ...)    # [log-probs (N,), ..
 
 import torch
 
-from grpo.devices import release_memory
+from grpo.devices import is_out_of_memory, release_memory
 from grpo.log import tell
 from grpo.packing import pack_by_tokens, sizes_of
 from grpo_loss_triton import linear_logps
@@ -16,7 +16,7 @@ def score_groups(model, groups, *, budget, temperature, vocab_size):
     and completions. Sequences of all groups are batched together.
 
     `model` is a CompletionModel, which runs a prompt once for neighbours that share it. A batch has
-    at most `budget` tokens and is halved until it fits the GPU. Raises OutOfMemoryError if a single
+    at most `budget` tokens and is halved until it fits the GPU. Raises torch's error if a single
     sequence does not fit.
     """
     prompts = [prompt for part, _ in groups for prompt in part]
@@ -27,8 +27,8 @@ def score_groups(model, groups, *, budget, temperature, vocab_size):
         p, c = [prompts[i] for i in batch], [completions[i] for i in batch]
         try:
             logps = score_batch(model, p, c, temperature, vocab_size)
-        except torch.OutOfMemoryError:
-            if len(batch) == 1:
+        except (RuntimeError, MemoryError) as error:
+            if len(batch) == 1 or not is_out_of_memory(error):
                 raise
             logps = None
         if logps:

@@ -13,7 +13,7 @@ import math
 import torch
 
 from grpo.constants import set_for_run
-from grpo.devices import accelerator, release_memory
+from grpo.devices import accelerator, is_out_of_memory, release_memory
 from grpo.log import say
 from grpo.models import can_cache
 from grpo.sampling.decoders.cached import PlainDecoder, prefill
@@ -62,8 +62,9 @@ def measured(trial, held, device):
         _block = torch.empty(held, dtype=torch.uint8, device=device)
         trial()
         peak = gpu.max_memory_allocated(device)
-    except torch.OutOfMemoryError:
-        pass
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
     _block = None
     gc.collect()  # only now: within `except` the error still holds the trial's tensors
     release_memory()
@@ -72,31 +73,36 @@ def measured(trial, held, device):
 
 
 # --- SAMPLE_BATCH, EVAL_BATCH -----------------------------------------------------------
-def fit_worker(c, policy):
-    """Sets SAMPLE_BATCH in `c`, the constants of a process that only samples, if it is "auto"."""
+def fit_worker(c, policy, turns):
+    """Sets SAMPLE_BATCH in `c`, the constants of a process that only samples, if it is "auto".
+    `turns`: whether a completion may have several (the task has reply())."""
     if c.SAMPLE_BATCH != "auto":
         return
     if accelerator():
-        say(fit_batch(c, policy, "SAMPLE_BATCH", c.GROUP_SIZE))
+        say(fit_batch(c, policy, "SAMPLE_BATCH", c.GROUP_SIZE, turns))
     else:
         set_for_run(vars(c), {"SAMPLE_BATCH": max(CPU_BATCH, c.GROUP_SIZE)})
 
 
-def fit_batch(c, policy, name, group_size, **others):
+def fit_batch(c, policy, name, group_size, turns, **others):
     """Sets SAMPLE_BATCH or EVAL_BATCH (`name`). `group_size` completions share a prompt; an
     evaluation has 1, so its prefill is the largest. `fit` explains `others` and the result."""
     sizes = [*(n for n in BATCHES if n > group_size), group_size]  # groups stay whole
 
     def attempt(**size):
-        sample(c, policy, group_size, size[name])
+        sample(c, policy, group_size, size[name], turns)
 
     return fit(c, policy.model.device, [{name: n} for n in sizes], attempt, **others)
 
 
 @torch.no_grad()
-def sample(c, policy, group_size, rows):
-    """Allocates the most memory that a batch of `rows` completions needs."""
+def sample(c, policy, group_size, rows, turns=False):
+    """Allocates the most memory that a batch of `rows` completions needs. In a late one of several
+    `turns` no two share a prompt, as it has all that came before: nearly all tokens, at most."""
     model, prompt, completion = policy.model, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
+    longest = prompt + completion
+    if turns:
+        group_size, prompt = 1, longest
     # prompts of two lengths, as padding needs a mask
     prompts = [[1] * max(1, prompt - n % 2) for n in range(rows // group_size)]
     with MergedAdapters(model):
@@ -107,8 +113,6 @@ def sample(c, policy, group_size, rows):
             size = token * completion * rows
             _block = torch.empty(size, dtype=torch.uint8, device=model.device)
         else:  # each token runs its whole sequence
-            logits = PlainDecoder(model).admit(
-                [[1] * (prompt + completion)] * len(prompts), [1] * len(prompts)
-            )
+            logits = PlainDecoder(model).admit([[1] * longest] * len(prompts), [1] * len(prompts))
         logits = logits.repeat_interleave(group_size, 0)
         draw(logits[:, : policy.vocab_size], c.TEMPERATURE, policy.generator(seed=0))

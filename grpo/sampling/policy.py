@@ -101,14 +101,20 @@ class Policy:
         """Writes the model (with LoRA the adapter alone) and tokenizer in Hugging Face format. A
         `trial` writes the smallest trained weight alone: all that may fail, without the gigabytes.
         """
-        # DeepSpeed makes all weights views of one storage, and save_pretrained copies views, all at
-        # once, on the GPU. Through DLPack each is a storage of its own, of the same memory
-        alone, state = {}, self.model.state_dict()
-        unique = lambda x: alone.setdefault((x.data_ptr(), x.shape), torch.from_dlpack(x))
-        weights = {name: unique(tensor) for name, tensor in state.items()}
+        state = self.model.state_dict(keep_vars=True)
+        trained = {name: x for name, x in state.items() if x.requires_grad}
         if trial:
-            trained = [(p.numel(), n) for n, p in self.model.named_parameters() if p.requires_grad]
-            weights = {name: weights[name] for _, name in [min(trained)]}
+            state = dict([min(trained.items(), key=lambda item: item[1].numel())])
+        elif self.lora:
+            state = trained
+        # DeepSpeed makes all weights views of one storage, and save_pretrained would copy them all,
+        # on the GPU. So each gets a storage of its own: in RAM, where the file is made of it, or on
+        # a CPU, by DLPack, in the same memory. Tied weights stay one
+        alone = {}
+        for x in state.values():
+            on_cpu = x.device.type == "cpu"
+            alone[id(x)] = torch.from_dlpack(x.detach()) if on_cpu else x.detach().cpu()
+        weights = {name: alone[id(x)] for name, x in state.items()}
         self.model.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
 
@@ -139,14 +145,14 @@ def make_sampler(c, policy):
         return VLLMPolicy(c, policy.tokenizer, policy.model)
 
 
-def worker_policy(c, tokenizer):
-    """Returns the policy of a process that only samples."""
+def worker_policy(c, tokenizer, turns):
+    """Returns the policy of a process that only samples. `turns`: as fit_worker's."""
     if c.SAMPLER == "vllm":
         from grpo.sampling.vllm_policy import VLLMPolicy
 
         return VLLMPolicy(c, tokenizer)
     policy = make_policy(c, tokenizer)
-    fit_worker(c, policy)
+    fit_worker(c, policy, turns)
     return policy
 
 

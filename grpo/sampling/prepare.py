@@ -95,7 +95,7 @@ def check_gold(recipe, item, tokenizer):
     """Prints the rewards of gold(item), which must be right or None; without gold(), those of the
     item's "answer". If the task has reply(), gold() may return the texts of several turns."""
     c, gold = recipe.c, getattr(recipe.task, "gold", None)
-    if several := hasattr(recipe.task, "reply"):
+    if recipe.has_turns:
         from grpo.sampling import turns  # here, as it imports torch
 
         turns.play(recipe, item, [recipe.opening])
@@ -106,7 +106,7 @@ def check_gold(recipe, item, tokenizer):
     if text is None:
         say("gold() has no answer to this question")
         return
-    if several:
+    if recipe.has_turns:
         opened, said = True, []
         for turn in [text] if isinstance(text, str) else text:
             said.append(as_seen(recipe, turn) if opened else turn)

@@ -50,7 +50,7 @@ def sampled(policy, recipe, prompts, *, seed):
     sampled ids, as re-tokenised text may differ. Raises the errors of stream_turns.
     """
     several = functools.partial(stream_turns, policy, recipe)
-    groups = (several if hasattr(recipe.task, "reply") else policy.stream)(
+    groups = (several if recipe.has_turns else policy.stream)(
         (prompt and (prompt, prompt[2]) for prompt in prompts),
         group_size=recipe.c.GROUP_SIZE,
         max_sequences=recipe.c.SAMPLE_BATCH,

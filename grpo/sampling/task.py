@@ -95,6 +95,11 @@ class Recipe:
         return replace(self, c=with_constants(self.c, **changes))
 
     @property
+    def has_turns(self):
+        """Whether a completion may have several turns."""
+        return hasattr(self.task, "reply")
+
+    @property
     def chat_options(self):
         return chat_options(self.c, self.date)
 

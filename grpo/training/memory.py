@@ -29,10 +29,11 @@ USUAL |= {"MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
 TOKENS = {False: (16_384, 8_192), True: (16_384, 8_192, 4_096, 2_048, 1_024)}
 
 
-def fit_sizes(c, policy, visiting=0):
+def fit_sizes(c, policy, turns, visiting=0):
     """Collective: sets the "auto" constants in `c`, the trainer's module, to the same values on all
-    ranks, which must plan the same micro-batches. Raises SystemExit if nothing fits. `visiting` are
-    the bytes of a reference that is on the GPU only while it scores (REFERENCE_ON_CPU).
+    ranks, which must plan the same micro-batches. Raises SystemExit if nothing fits. `turns`: may a
+    completion have several? `visiting` are the bytes of a reference that is on the GPU only
+    while it scores (REFERENCE_ON_CPU).
 
     A checkpoint keeps the numbers, and a run that resumes logs which have changed.
     """
@@ -48,7 +49,7 @@ def fit_sizes(c, policy, visiting=0):
     for name, group_size in (("SAMPLE_BATCH", c.GROUP_SIZE), ("EVAL_BATCH", 1)):
         if name in auto:
             of_ranks = {"held": states, "worst": worst_of_ranks}
-            texts.append(fit_batch(c, policy, name, group_size, **of_ranks))
+            texts.append(fit_batch(c, policy, name, group_size, turns, **of_ranks))
     if not {"SAMPLE_BATCH", "EVAL_BATCH"} >= set(auto):
         model = CompletionModel(policy.model)
         attempt = functools.partial(forward_and_backward, c, model, policy.vocab_size)

@@ -192,7 +192,7 @@ def rollout_metrics(run, count, theirs, sampled=()):
         means |= mean_and_std(f"rewards/{name}", *sums)
     if judged := total[f"applicable_{recipe.c.OUTCOME}"]:
         means["accuracy"] = total["right"] / judged
-    if hasattr(recipe.task, "reply"):
+    if recipe.has_turns:
         means |= turn_metrics([*sampled, *theirs])  # collective
     if seconds:  # 0 if workers sampled all groups
         means["tokens_per_second"] = total["own_tokens"] / seconds

@@ -123,15 +123,16 @@ class LocalReference:
         self.adapted = c.LORA_RANK and not c.REFERENCE  # the policy's model, adapters off
         if c.REFERENCE:
             what, model = f"REFERENCE = {c.REFERENCE!r}", load_teacher(c, policy)
-        elif self.adapted:
-            what, model = "the policy's model without its adapters", policy.model
         else:
-            what, model = "a copy of MODEL", copy.deepcopy(policy.model).requires_grad_(False)
+            what = "the policy's model without its adapters" if self.adapted else "a copy of MODEL"
+            model = policy.model
         self.away = c.REFERENCE_ON_CPU and not self.adapted and self.home.type != "cpu"
         say(f"the reference is {what}{', in CPU memory between uses' if self.away else ''}")
         self.model = CompletionModel(model)  # asks what the policy's device can do
-        if self.away:  # in pinned memory, from which copies are faster
+        if self.away:  # straight to pinned memory, from which copies are faster
             self.model = moved(self.model, lambda tensor: tensor.cpu().pin_memory())
+        elif model is policy.model and not self.adapted:
+            self.model = moved(self.model, torch.clone)
         # The bytes that are on the GPU only while it scores
         self.visiting = self.away * sum(tensor.nbytes for tensor in model.parameters())
 

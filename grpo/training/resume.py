@@ -1,14 +1,15 @@
 """How a run begins in RUN_DIR, or resumes from its newest checkpoint."""
 
+import ast
 import contextlib
 import datetime
 import fcntl
 import hashlib
 import json
+import sys
 import tempfile
 import uuid
 from dataclasses import dataclass
-from modulefinder import ModuleFinder
 from pathlib import Path
 
 import torch.distributed as dist
@@ -126,12 +127,32 @@ def hash_of_prompts(prompts):
 
 
 def hash_of_files(file):
-    """Returns a hash of a task's file and of what it imports from its folder and from tasks/."""
-    finder = ModuleFinder(path=[str(Path(file).parent), str(ROOT)])
-    finder.run_script(file)  # which only reads it
-    files = {module.__file__ for module in finder.modules.values()} - {None}
-    text = "\n".join(Path(path).read_text("utf-8") for path in sorted(files))
+    """Returns a hash of a task's file and of what it imports from its own folder and from tasks/,
+    directly or not."""
+    texts, waiting = {}, [Path(file).resolve()]
+    while waiting:
+        path = waiting.pop()
+        if path not in texts and path.is_file():
+            texts[path] = path.read_text("utf-8")
+            for name in imports_of(texts[path]) - sys.stdlib_module_names:
+                parts = name.removeprefix("tasks.").split(".")
+                homes = (path.parent, Path(file).resolve().parent, ROOT / "tasks")
+                waiting += [home.joinpath(*parts).with_suffix(".py") for home in homes]
+    text = "\n".join(texts[path] for path in sorted(texts))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def imports_of(text):
+    """Returns the names of modules that a Python file may import, also within functions."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):  # from . import name
+            found |= {alias.name for alias in node.names}
+    return found
 
 
 def forget_what_changed(folder, progress, stream, before, now, constants):

@@ -61,7 +61,7 @@ def start_run(c, tokenizer, recipe, questions, server):
     reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
     sampler = make_sampler(c, policy)  # collective; before fit_sizes, which uses what it leaves
     # Collective; a local reference's own copy is on the GPU already, or visits it
-    fit_sizes(c, policy, getattr(reference, "visiting", 0))
+    fit_sizes(c, policy, recipe.has_turns, getattr(reference, "visiting", 0))
     engine = make_engine(c, policy)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
     data = data_of(recipe, questions)  # collective

@@ -1,10 +1,12 @@
 """Whole runs on the pretended GPU, by DeepSpeed's engine in its accelerator for CUDA: sampling,
 scoring, updates, publishing, evaluation, checkpoints, and the runs that resume from them."""
 
+import copy
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,7 +120,12 @@ def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_pat
 def test_a_reference_that_waits_on_the_cpu_scores_on_the_gpu(refresh, main, monkeypatch):
     """It comes once a rollout, and between two of them no tensor of it is on the GPU; a refreshed
     one takes the policy's weights there, also where the run resumes."""
-    places, references, real = [], [], reference_module.score_groups
+    places, references, real, copied = [], [], reference_module.score_groups, []
+
+    def copies(model, memo=None):
+        model = copy.deepcopy(model, memo)
+        copied.append({parameter.device.type for parameter in model.parameters()})
+        return model
 
     def scored(model, *arguments, **settings):
         places.append(model.model.device.type)
@@ -129,6 +136,7 @@ def test_a_reference_that_waits_on_the_cpu_scores_on_the_gpu(refresh, main, monk
         return references[-1]
 
     monkeypatch.setattr(reference_module, "score_groups", scored)
+    monkeypatch.setattr(reference_module, "copy", SimpleNamespace(deepcopy=copies))
     monkeypatch.setattr(reference_module, "LocalReference", made)
     alone = {"REF_SERVER": None, "REFERENCE_ON_CPU": True, "EVAL_STEPS": 9, "SAVE_STEPS": 9}
     alone |= {"REFERENCE_REFRESH_STEPS": 1} if refresh else {"UPDATES_PER_ROLLOUT": 2}
@@ -136,6 +144,7 @@ def test_a_reference_that_waits_on_the_cpu_scores_on_the_gpu(refresh, main, monk
     if refresh:
         steps = main(STEPS=3, **alone)
     assert len(steps) == 2 + refresh and not any(r["skipped"] for r in steps)
+    assert copied[:2] == [{"cpu"}, {"cuda"}]  # never a second copy on the GPU before it scores
     assert set(places) == {"cuda"} and len(references) == 1 + refresh
     for reference in references:
         parameters = reference.model.model.parameters()

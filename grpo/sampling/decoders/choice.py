@@ -18,6 +18,7 @@ import weakref
 
 import torch
 
+from grpo.devices import is_out_of_memory
 from grpo.log import say
 from grpo.models import can_cache, smallest_window
 from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
@@ -65,9 +66,9 @@ def is_right(kind, model):
             gap, size = (found.float() - expected).norm().item(), expected.float().norm().item()
             if not gap <= limit * size:
                 raise ValueError(f"its logits differ by {gap / size:.1g}")
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 (after any error a simpler decoder is used)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         why = f"which is slower: {error!r:.200}"
         say(f"this model is sampled without {kind.feature}, {why}")
         return False

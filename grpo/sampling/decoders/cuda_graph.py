@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-from grpo.devices import is_nvidia
+from grpo.devices import is_nvidia, is_out_of_memory
 from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
 
 
@@ -26,9 +26,9 @@ def can_record(kind, model):
         return False
     try:
         return never_waits(kind(model, 2))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # noqa: BLE001 (the decoder's own trial logs the error)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return False
 
 
