@@ -34,7 +34,11 @@ def merge_into(model, folder):
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
-            adapted = PeftModel.from_pretrained(model, folder, torch_device=str(model.device))
+            place = {"torch_device": str(model.device)}
+            adapted = PeftModel.from_pretrained(model, folder, **place)
+            # Only a second call returns what it left out
+            if other := adapted.load_adapter(folder, "default", **place).unexpected_keys:
+                raise ValueError(f"the base has no place for {other[0]}")
     except (ValueError, RuntimeError, UserWarning) as error:
         raise SystemExit(
             f"the adapter {folder} does not fit the base model named in its {CONFIG}: {error}"

@@ -53,7 +53,7 @@ def lines(folder=OURS, how="greedy"):
 
 def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypatch, capsys):
     sizes, fit = [], evaluate.fit_worker
-    noted = lambda c, policy: (sizes.append(c.SAMPLE_BATCH), fit(c, policy))
+    noted = lambda c, *given: (sizes.append(c.SAMPLE_BATCH), fit(c, *given))
     monkeypatch.setattr(evaluate, "fit_worker", noted)
     run(monkeypatch, model, "even", "SEED=3", "--samples", 4, "EVAL_BATCH=5", "SAMPLE_BATCH=9")
     assert sizes == [5, 9]

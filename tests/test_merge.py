@@ -92,10 +92,12 @@ def test_what_can_not_be_merged_is_refused_with_a_reason(tiny, tmp_path, adapter
             merge(str(theirs), str(tmp_path / "out"))
     (theirs / "adapter_config.json").write_text(json.dumps(config))
     tensors = load_file(theirs / "adapter_model.safetensors")
-    del tensors[max(tensors)]
-    save_file(tensors, theirs / "adapter_model.safetensors")
-    with pytest.raises(SystemExit, match="does not fit"):
-        merge(str(theirs), str(tmp_path / "out"))
+    more = {n.replace("layers.1", "layers.2"): x + 0 for n, x in tensors.items() if ".1." in n}
+    fewer = {name: x for name, x in tensors.items() if name != max(tensors)}
+    for wrong in (tensors | more, fewer):
+        save_file(wrong, theirs / "adapter_model.safetensors")
+        with pytest.raises(SystemExit, match="does not fit"):
+            merge(str(theirs), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 

@@ -1,14 +1,20 @@
 """Models and tokenizers: chat templates, stop ids, merged adapters."""
 
+import json
+import shutil
 from types import SimpleNamespace
 
 import jinja2
 import pytest
-from fakes import a_recipe
+import torch
+from fakes import a_recipe, tiny_policy
 from families import tiny_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+import ref_server
 from grpo import models
+from grpo.merge import merge
 from grpo.models import check_context, load_model, load_tokenizer, prompt_ids
 from grpo.sampling import policy as policy_module
 from grpo.sampling.policy import load_policy, make_policy
@@ -37,6 +43,60 @@ def test_a_chat_is_templated_once_and_a_role_it_does_not_know_is_folded_in(tiny)
         prompt_ids(tokenizer, chat[1:])
     tokenizer.chat_template = None  # as GPT-2's
     assert tokenizer.decode(prompt_ids(tokenizer, chat)) == "Be brief.\n\n2 + 2?\n"
+
+
+def changed(tiny, folder, change=None, **config):
+    """-> a copy of the tiny model, with other entries of its config and other weights."""
+    shutil.copytree(tiny, folder)
+    path, weights = folder / "config.json", load_file(folder / "model.safetensors")
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    if change:
+        change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+NORM = "model.norm.weight"
+INCOMPLETE = {  # what is named: config, weights
+    "lm_head.weight is missing": ({"tie_word_embeddings": False}, None),
+    f"{NORM} is missing": ({}, lambda weights: weights.pop(NORM)),
+    r"layers.2.* is missing, .* and 9 more": ({"num_hidden_layers": 3, "layer_types": None}, None),
+    rf"{NORM} has the shape \(31,\) instead of \(32,\)": (
+        {},
+        lambda weights: weights.update({NORM: torch.ones(31)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("named", INCOMPLETE)
+def test_missing_and_mismatched_weights_are_refused_by_all_who_load_a_model(
+    named, tiny, tmp_path, monkeypatch
+):
+    """transformers fills them with random numbers, and prints a table."""
+    config, change = INCOMPLETE[named]
+    folder = changed(tiny, tmp_path / "model", change, **config)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tiny_policy(tiny, lora_rank=2).save(adapter := tmp_path / "adapter")
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": folder}))
+    monkeypatch.setattr(ref_server, "MODEL", folder)
+    loads = [
+        lambda: load_policy(folder, tokenizer, "float32"),  # trainer, worker and evaluate.py
+        ref_server.Reference,
+        lambda: merge(str(adapter), str(tmp_path / "out")),
+    ]
+    for load in loads:
+        with pytest.raises(SystemExit, match=named):
+            load()
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_are_no_weights_are_refused_in_one_sentence(tiny, tmp_path):
+    folder = changed(tiny, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    (tmp_path / "model/model.safetensors").write_bytes(b"version https://git-lfs")
+    with pytest.raises(SystemExit, match="can't be loaded: .*header"):
+        load_policy(folder, tokenizer, "float32")
 
 
 def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny):
