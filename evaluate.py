@@ -21,9 +21,10 @@ import math
 import os
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 from grpo.constants import begin, constants_in, read_words, with_constants
@@ -44,9 +45,9 @@ from grpo.models import load_tokenizer
 from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
 from grpo.sampling.policy import make_policy
-from grpo.sampling.prepare import prepare_task
+from grpo.sampling.prepare import as_seen, gold_of, prepare_task
 from grpo.sampling.rewards import start_processes
-from grpo.sampling.task import begin_rewards, load_task, reward_group
+from grpo.sampling.task import begin_rewards, load_chat, load_task, reward_group
 from grpo.stop import leave
 from grpo.training.checkpoint import state_file
 from grpo.training.checks import check_constants
@@ -59,6 +60,7 @@ NAMES = ("TASK", "EVAL_SPLIT", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STR
 # The constants that we take from a checkpoint's run; OF_TASK only if TASK is the same
 OF_RUN = (*NAMES[1:], "MAX_PROMPT_TOKENS", "TEMPERATURE", "CHAT_TEMPLATE", "EVAL_QUESTIONS")
 OF_TASK = ("REWARD_WEIGHTS", "OUTCOME")
+JUNK, EARNS = 100, 0.1  # see print_junk: questions, and the share from which it warns
 OF_MODEL = (".safetensors", ".bin", ".json")  # files of a model that its answers depend on
 
 
@@ -198,6 +200,26 @@ def rewarded(recipe, prompts, records, rank, world):
     return {index: share[index] for index, *_ in prompts for share in shares if index in share}
 
 
+def print_junk(recipe):
+    """Prints how often each reward is positive for answers that need no skill, on JUNK questions:
+    training would find a reward that they earn."""
+    c, items = recipe.c, [item for _, item, _ in recipe.prompts[:JUNK]]
+    junk = {"an empty answer": lambda item: ""}
+    junk["the question"] = lambda item: load_chat(c.TASK, recipe.task, item)[-1]["content"]
+    value_of = lambda item: str(item.get("answer")).rpartition("####")[2].strip()
+    common, times = Counter(map(value_of, items)).most_common(1)[0]
+    with_it = next(item for item in items if value_of(item) == common)
+    if times > 1 and isinstance(gold := gold_of(recipe, with_it, "", or_none=True), str):
+        junk[f"always the most frequent gold, {gold!r:.60}"] = lambda item: as_seen(recipe, gold)
+    for what, text_of in junk.items():
+        given = [reward_group(recipe, item, [text_of(item)])[0] for item in items]
+        shares = {name: fmean(r[name] > 0 for r in given) for name in c.REWARD_WEIGHTS}
+        earned = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        found = [name for name, share in shares.items() if share > EARNS]
+        warning = f"; TRAINING WOULD FIND THAT {', '.join(found)} CAN BE EARNED SO" * bool(found)
+        say(f"positive rewards of {what}: {earned}{warning}")
+
+
 def answers_of(c, options, date, model, processes, rank, world):
     """Returns (outcome, folder, {kind: {question: answers}}) of a model, kinds "greedy" and "N
     samples ...". Each rank answers its share of the questions that the files lack. `processes`
@@ -206,6 +228,8 @@ def answers_of(c, options, date, model, processes, rank, world):
     tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1, date=date)
     recipe.reward_processes = processes
     prompts, policy, found = recipe.prompts[: c.EVAL_QUESTIONS], None, {}
+    if options.samples and rank == 0 and model == options.models[0]:
+        print_junk(recipe)
     draws = {"greedy": recipe.others(GROUP_SIZE=1, TEMPERATURE=0)}
     if options.samples:
         kind = f"{options.samples} samples at temperature {c.TEMPERATURE:g}"

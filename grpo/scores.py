@@ -3,7 +3,11 @@
 Answers are {question: [answer, ...]}, as evaluate.py keeps them.
 """
 
+import functools
+import itertools
 import math
+import random
+from collections import Counter
 from statistics import fmean
 
 Z = 1.96  # 95 % of a normal distribution lie within Z standard deviations
@@ -65,7 +69,8 @@ def shares(answers, outcome):
 def summary(answers, outcome):
     """Returns {name: number, or None for a mean of nothing}: the `shares`, each [mean, low, high];
     how often each other reward that applies is positive; the share of truncated answers; their mean
-    length; and if there are k > 1 answers to a question, pass@1 (which is "right"), 2, 4, ... k."""
+    length; and if there are k > 1 answers to a question, pass@1 (which is "right"), 2, 4, ... k and
+    teaching_shares."""
     everything = [answer for group in answers.values() for answer in group]
     found = {"questions": len(answers)}
     for how, by_question in shares(answers, outcome).items():
@@ -82,6 +87,9 @@ def summary(answers, outcome):
     for k in sorted({most, *(2**i for i in range(most.bit_length()))}) if most > 1 else ():
         chances = (pass_at_k(len(g), sum(g), k) for g in judged if len(g) >= k)
         found[f"pass@{k}"] = mean(chances)
+    if most > 1 and min(map(len, judged)):
+        teaching = teaching_shares(judged)
+        found |= {f"groups of {size} that teach": share for size, share in teaching.items()}
     return found
 
 
@@ -98,9 +106,56 @@ def columns(models, outcome):
     return found
 
 
+# --- Will it learn? -------------------------------------------------------------------
+GROUPS = (2, 4, 8, 16, 32)  # group sizes to forecast
+GRID = [0.02 * 1.25**i for i in range(32)]  # of a Beta distribution's a and b: 0.02 to 20
+
+
+def teaching_shares(groups):
+    """Returns {G: [share, low, high]}: the share of groups of G answers that would teach, as some
+    are right and some wrong. `groups` has a list of n bools for each question: whether each answer
+    was right. n samples can't tell a question that is answered once in a hundred times from an
+    impossible one, so we fit a Beta distribution to the questions' chances (maximum likelihood);
+    the interval is a bootstrap's over the questions."""
+    draw, n, found = random.Random(0), min(map(len, groups)), {}
+    counts = [sum(group[:n]) for group in groups]
+    samples = [counts, *(draw.choices(counts, k=len(counts)) for _ in range(200))]
+    fits = [fitted_beta(n, Counter(sample)) for sample in samples]
+    for size in GROUPS:
+        share, *others = (mixed_share(*fit, size) for fit in fits)
+        found[size] = [share, *(sorted(others)[i] for i in (4, 195))]
+    return found
+
+
+def log_beta(a, b):
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
+@functools.cache
+def log_chance(a, b, n, right):
+    """Returns log P(right of n), but for a constant, if the chance has the distribution Beta."""
+    return log_beta(a + right, b + n - right) - log_beta(a, b)
+
+
+def fitted_beta(n, times):
+    """Returns the likeliest (a, b); `times` is {right answers of n: number of questions}."""
+    chance = lambda fit: sum(number * log_chance(*fit, n, c) for c, number in times.items())
+    return max(itertools.product(GRID, GRID), key=chance)
+
+
+def mixed_share(a, b, size):
+    """Returns 1 - E p^G - E (1 - p)^G for a chance p with the distribution Beta(a, b), G = `size`.
+
+    >>> [round(mixed_share(1, 1, size), 3) for size in (2, 8)]  # uniform: 1 - 2 / (G + 1)
+    [0.333, 0.778]
+    """
+    return 1 - sum(math.exp(log_chance(a, b, size, right)) for right in (0, size))
+
+
 # --- Printed --------------------------------------------------------------------------
 NOTE = """right: {} > 0; right_in_format: the other rewards are > 0 as well; "right - first": the
-difference from the first model on the same questions. In brackets: 95 % intervals."""
+difference from the first model on the same questions; a group teaches if some of its answers are
+right and some wrong. In brackets: 95 % intervals."""
 
 
 def table(title, models, results):

@@ -129,6 +129,16 @@ def test_rewards_are_those_of_the_task_as_it_is_now(model, monkeypatch, tmp_path
     )
 
 
+def test_a_reward_that_junk_can_earn_is_named(model, monkeypatch, capsys):
+    """`even` rewards an even length: the empty answer has it, and questions begin with a letter."""
+    run(monkeypatch, model, "even", "--samples", 2)
+    out = capsys.readouterr().out
+    empty, again, *frequent = [line for line in out.splitlines() if "positive rewards of" in line]
+    assert "an empty answer: correctness 100%, format 0%; " in empty and "correctness CAN" in empty
+    assert "the question" in again and "format 100%" in again
+    assert frequent and "the most frequent gold" in frequent[0] and "groups of 32 that teach" in out
+
+
 def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, monkeypatch, capsys):
     adapter = tmp_path / "adapter"
     tiny_policy(tiny, drift=0.1, lora_rank=4).save(adapter)
