@@ -18,8 +18,8 @@ from tasks.data import split_of
 SIZES = {"train": 6000} | dict.fromkeys(["validation", "test", "pairs", "large", "other"], 500)
 EXAMPLE = [
     {"role": "system", "content": ""},  # else SmolLM2's chat template adds one of 20 tokens
-    {"role": "user", "content": "Tom has 5 pens and buys 4 more. How many pens does Tom have now?"},
-    {"role": "assistant", "content": "5+4=9"},
+    {"role": "user", "content": "Tom has 5 pens and buys 4 more. How many?"},
+    {"role": "assistant", "content": "5 + 4 = 9"},
 ]
 PRODUCTS = [
     "{name} has {a} boxes with {b} {things} each. How many {things} does {name} have?",
@@ -72,4 +72,4 @@ def rewards(item, completion):
 
 def gold(item):
     """Returns a right completion, on which a run tries the reward at its start."""
-    return "{a}{operator}{b}={answer}".format(**item)
+    return "{a} {operator} {b} = {answer}".format(**item)
