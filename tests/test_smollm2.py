@@ -1,7 +1,12 @@
 """SmolLM2: the folder that is made from a GGUF file, and the questions of tasks/sums.py."""
 
 import itertools
+import os
+import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +19,7 @@ from grpo.models import prompt_ids
 from grpo.sampling.task import load_task
 from tasks import sums
 
+ROOT = Path(__file__).parent.parent
 HIDDEN, WORDS = 64, ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"abc=+-", "ab"]
 SIZES = {
     "attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64),
@@ -92,7 +98,7 @@ def test_without_a_network_or_gguf_the_remedy_is_named(tmp_path, monkeypatch):
 
 def test_the_splits_of_sums_share_what_they_say():
     splits = {name: sums.load(name) for name in sums.SIZES}
-    assert splits == {name: sums.load(name) for name in sums.SIZES}
+    assert splits["test"] == sums.load("test")
     questions = {name: {item["question"] for item in items} for name, items in splits.items()}
     pairs = {n: {frozenset((i["a"], i["b"])) for i in items} for n, items in splits.items()}
     for name in splits.keys() - {"train"}:
@@ -124,3 +130,24 @@ def test_the_control_shuffles_the_rewards_of_sums():
     assert all(sorted(r["shuffled"] for r in rewards) == [0, 0, 0, 1] for rewards in drawn)
     assert {[r["shuffled"] for r in rewards].index(1) for rewards in drawn} == {0, 1, 2, 3}
     assert control.REWARD_WEIGHTS == {"correctness": 0.0, "shuffled": 1.0}
+
+
+@pytest.mark.long
+def test_the_demo_stops_at_ctrl_c_resumes_and_shows_both_models(tiny, tmp_path):
+    run = tmp_path / "run"
+    small = "EVAL_QUESTIONS=4 PROMPTS_PER_STEP=1 GROUP_SIZE=2 SKIP_FLAT_GROUPS=False"
+    words = [f"MODEL={tiny}", f"RUN_DIR={run}", "MAX_PROMPT_TOKENS=200", *small.split()]
+    command = [sys.executable, "demo_real.py", *words]
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    first = subprocess.Popen([*command, "STEPS=9999"], start_new_session=True, **options)
+    deadline = time.monotonic() + 120
+    while not (metrics := run / "metrics.jsonl").exists() or '"kl"' not in metrics.read_text():
+        assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0]
+        time.sleep(0.1)
+    os.killpg(first.pid, signal.SIGINT)  # as a terminal does
+    printed, _ = first.communicate(timeout=60)
+    saved = int(re.search(r"stopped by SIGINT; step (\d+) is saved", printed)[1])
+    again = subprocess.run([*command, f"STEPS={saved + 2}"], check=True, timeout=120, **options)
+    assert re.search(f"resumes from .*step_{saved:06d}", again.stdout), again.stdout
+    assert re.search(rf"0\.\d+ after step 0, .*after step {saved + 2}\.", again.stdout)
+    assert again.stdout.count("How many") >= 3 and (run / "curves.png").exists()
