@@ -10,6 +10,10 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 demo: .venv/ready
 	.venv/bin/python demo.py $(SEED)
 
+# a pretrained model, SmolLM2-135M, learns sums in words; after Ctrl-C the same command resumes
+demo-real: .venv/real-ready
+	.venv/bin/python demo_real.py SEED=$(SEED) RUN_DIR=runs/smollm2_$(SEED)
+
 # a tool and a game of several turns, on a tiny model: three minutes
 demo-tools: .venv/ready
 	rm -rf runs/demo_tools
@@ -48,6 +52,11 @@ lint: .venv/dev-ready
 	.venv/bin/pip install --quiet --editable . --constraint constraints.txt
 	@touch .venv/ready
 
+# the reader of the file that SmolLM2 comes in
+.venv/real-ready: .venv/ready
+	.venv/bin/pip install --quiet --editable .[real] --constraint constraints.txt
+	@touch .venv/real-ready
+
 # what tests and linter need besides
 .venv/dev-ready: .venv/ready
 	.venv/bin/pip install --quiet --editable .[dev] --constraint constraints.txt
@@ -62,4 +71,4 @@ lint: .venv/dev-ready
 clean:
 	rm -rf .venv runs
 
-.PHONY: demo demo-tools test test-long pictures vllm-test gpu-report lint clean
+.PHONY: demo demo-real demo-tools test test-long pictures vllm-test gpu-report lint clean

@@ -43,21 +43,24 @@ RUN_DIR = os.environ.get("DEMO_RUN_DIR", "runs/demo")
 WARM_START = f"{RUN_DIR}/warm_start"  # the model that the policy and the reference start from
 WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
 STEPS = int(os.environ.get("DEMO_STEPS", preset.STEPS))
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # of server and trainer, as there may be two cores
 
 
 # --- Before and after ---------------------------------------------------------------
-def greedy_answers(folder, questions):
-    """Returns the answers of the model in `folder`, sampled greedily."""
-    policy = load_policy(folder, load_tokenizer(folder), "float32")
+def greedy_answers(folder, questions, task=arithmetic, c=preset):
+    """Returns the answers of the model in `folder`, sampled greedily, with the constants of `c`."""
+    stops = getattr(c, "STOP_STRINGS", ())
+    policy = load_policy(folder, load_tokenizer(folder), "float32", stop_strings=stops)
     groups = sample_groups(
         policy.model,
-        [prompt_ids(policy.tokenizer, arithmetic.messages({"question": q})) for q in questions],
+        [prompt_ids(policy.tokenizer, task.messages({"question": q})) for q in questions],
         group_size=1,
-        max_new_tokens=preset.MAX_COMPLETION_TOKENS,
+        max_new_tokens=c.MAX_COMPLETION_TOKENS,
         temperature=0,
         eos_ids=policy.eos_ids,
         vocab_size=policy.vocab_size,
         generator=None,
+        stop_strings=policy.stop_strings,
     )
     return [policy.text(completion) for (completion,) in groups]
 
@@ -82,36 +85,40 @@ def free_port():
         return str(server.getsockname()[1])
 
 
-def command(script, **constants):
-    """Returns the command that a user would type: a script, the demo's preset, these constants."""
-    constants = {"MODEL": WARM_START} | constants
-    words = [f"{name}={value}" for name, value in constants.items()]
-    return [sys.executable, script, "presets/demo.py", *words]
+def command(script, name, **constants):
+    """Returns the command that a user would type: a script, a preset's name, these constants."""
+    words = [f"{constant}={value}" for constant, value in constants.items()]
+    return [sys.executable, script, f"presets/{name}.py", *words]
 
 
-def start(command, log=None):
+def start(command, log=None, threads=ONE_THREAD, **options):
     """Starts a command that ends with this process, however this process ends (Linux). Threads of
     this process must be idle meanwhile, as torch's are."""
     # The scripts set GOMP_SPINCOUNT too, but this file has imported torch before them
-    env = {"GOMP_SPINCOUNT": "1000"} | os.environ | {"OMP_NUM_THREADS": "1"}  # perhaps two cores
+    env = {"GOMP_SPINCOUNT": "1000"} | os.environ | threads
     end = functools.partial(end_with_parent, signal.SIGKILL)
-    return subprocess.Popen(command, stdout=log, stderr=log, env=env, preexec_fn=end)  # noqa: PLW1509
+    return subprocess.Popen(command, stdout=log, stderr=log, env=env, preexec_fn=end, **options)  # noqa: PLW1509
 
 
-def train_and_serve(seed, rewards):
-    """Runs trainer and server until the trainer has ended."""
+def train_and_serve(name, shared, own, threads=ONE_THREAD):
+    """Runs trainer and server with a preset until the trainer has ended. Both get the constants in
+    `shared`, the trainer also its `own`. Ctrl-C, where Python hears it, lets the trainer save."""
     port = free_port()
-    log_path = Path(RUN_DIR, "ref_server.log")
+    log_path = Path(own["RUN_DIR"], "ref_server.log")
     with open(log_path, "w") as log:
-        server = start(command("ref_server.py", PORT=port), log)
-    own = {"RUN_DIR": RUN_DIR, "REF_SERVER": f"http://127.0.0.1:{port}", "SEED": seed}
-    own |= {"STEPS": STEPS, "TASK": "shuffled" if rewards == "shuffled" else preset.TASK}
-    trainer = start(command("grpo_ref_split.py", **own))
-    while trainer.poll() is None:
-        if server.poll() is not None:
-            tail = log_path.read_text()[-2000:]
-            raise SystemExit(f"the reference server has ended, so the demo ends too:\n{tail}")
-        time.sleep(0.2)
+        serve = command("ref_server.py", name, **shared, PORT=port)
+        server = start(serve, log, start_new_session=name != "demo")  # there Ctrl-C is not heard
+    own = own | {"REF_SERVER": f"http://127.0.0.1:{port}"}
+    trainer = start(command("grpo_ref_split.py", name, **shared, **own), threads=threads)
+    try:
+        while trainer.poll() is None:
+            if server.poll() is not None:
+                tail = log_path.read_text()[-2000:]
+                raise SystemExit(f"the reference server has ended, so the demo ends too:\n{tail}")
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        trainer.send_signal(signal.SIGINT)  # if the terminal has not: it saves its step
+        trainer.wait()
     server.terminate()
     if trainer.returncode:
         raise SystemExit(f"the trainer ended with the error above (status {trainer.returncode})")
@@ -127,7 +134,9 @@ def main(seed, rewards="plain"):
         print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
         warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
     print("2. GRPO: ref_server.py and grpo_ref_split.py start, which takes about 15 s", flush=True)
-    train_and_serve(seed, rewards)
+    task = "shuffled" if rewards == "shuffled" else preset.TASK
+    own = {"RUN_DIR": RUN_DIR, "SEED": seed, "STEPS": STEPS, "TASK": task}
+    train_and_serve("demo", {"MODEL": WARM_START}, own)
     for step in sorted({1, max(1, STEPS // 2), STEPS}):
         print()
         plot.show_samples(RUN_DIR, step)

