@@ -170,7 +170,9 @@ def show(bar, step, metrics):
     now, last = time.monotonic(), getattr(bar, "logged", -math.inf)
     if bar.disable and (step == bar.total or now - last >= SPEAK_SECONDS):
         bar.logged = now
-        say(f"step {step} of {bar.total}: {' '.join(shown)}, {metrics['seconds']:.1f} s a step")
+        seconds = metrics["seconds"]
+        left = f", {(bar.total - step) * seconds / 60:.0f} minutes left" * (step < bar.total)
+        say(f"step {step} of {bar.total}: {' '.join(shown)}, {seconds:.1f} s a step{left}")
 
 
 def log_idle(run, metrics, groups):
