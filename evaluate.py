@@ -52,7 +52,7 @@ from grpo.stop import leave
 from grpo.training.checkpoint import state_file
 from grpo.training.checks import check_constants
 from grpo.training.ranks import gathered, join_ranks
-from grpo.training.resume import hash_of_files
+from grpo.training.resume import hash_of_code, hash_of_prompts
 from grpo.wire import sha256_of
 
 # The constants that answers depend on
@@ -61,7 +61,8 @@ NAMES = ("TASK", "EVAL_SPLIT", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STR
 OF_RUN = (*NAMES[1:], "MAX_PROMPT_TOKENS", "TEMPERATURE", "CHAT_TEMPLATE", "EVAL_QUESTIONS")
 OF_TASK = ("REWARD_WEIGHTS", "OUTCOME")
 JUNK, EARNS = 100, 0.1  # see print_junk: questions, and the share from which it warns
-OF_MODEL = (".safetensors", ".bin", ".json")  # files of a model that its answers depend on
+# Endings of a model's files that its answers depend on
+OF_MODEL = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
 
 
 def command_line():
@@ -125,7 +126,8 @@ def file_for(recipe, kind, model, hashes, out):
         "hashes of the model": hashes,
     }
     if recipe.has_turns:  # reply() has a part in the answers
-        settings["hash of the task's files"] = hash_of_files(recipe.task.__file__)
+        settings["hash of the task's code"] = hash_of_code(recipe.task)
+        settings["hash of the items"] = hash_of_prompts(recipe.prompts)
     line = json.dumps({"settings": settings})
     digest = hashlib.sha256(line.encode()).hexdigest()[:8]
     parts = Path(model).resolve().parts[-2:] if Path(model).is_dir() else model.split("/")
@@ -175,8 +177,8 @@ def answer(policy, recipe, path, prompts, seed):
     seed = rollout.seed_of("evaluate", recipe.c.SEED, *seed)
     for (index, *_), completions, texts in rollout.sampled(policy, recipe, prompts, seed=seed):
         answers = [
-            {"text": text, "tokens": c.length, "truncated": bool(c.truncated)}
-            for c, text in zip(completions, texts, strict=True)
+            {"text": text, "tokens": one.length, "truncated": bool(one.truncated)}
+            for one, text in zip(completions, texts, strict=True)
         ]
         append(path, json.dumps({"question": index, "time": time.time(), "answers": answers}))
         yield index
@@ -203,16 +205,20 @@ def rewarded(recipe, prompts, records, rank, world):
 def print_junk(recipe):
     """Prints how often each reward is positive for answers that need no skill, on JUNK questions:
     training would find a reward that they earn."""
-    c, items = recipe.c, [item for _, item, _ in recipe.prompts[:JUNK]]
+    c, prompts = recipe.c, recipe.prompts[:JUNK]
+    items = [item for _, item, _ in prompts]
     junk = {"an empty answer": lambda item: ""}
     junk["the question"] = lambda item: load_chat(c.TASK, recipe.task, item)[-1]["content"]
     value_of = lambda item: str(item.get("answer")).rpartition("####")[2].strip()
     common, times = Counter(map(value_of, items)).most_common(1)[0]
     with_it = next(item for item in items if value_of(item) == common)
     if times > 1 and isinstance(gold := gold_of(recipe, with_it, "", or_none=True), str):
-        junk[f"always the most frequent gold, {gold!r:.60}"] = lambda item: as_seen(recipe, gold)
+        junk[f"always the most frequent gold, {gold!r:.60}"] = lambda item: gold
     for what, text_of in junk.items():
-        given = [reward_group(recipe, item, [text_of(item)])[0] for item in items]
+        given = [
+            reward_group(recipe, item, [as_seen(recipe.opening(ids), text_of(item))])[0]
+            for _, item, ids in prompts
+        ]
         shares = {name: fmean(r[name] > 0 for r in given) for name in c.REWARD_WEIGHTS}
         earned = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         found = [name for name, share in shares.items() if share > EARNS]

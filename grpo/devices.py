@@ -1,6 +1,7 @@
 """Finds the accelerator, knows what only NVIDIA's GPUs can do, and handles lack of memory."""
 
 import contextlib
+import errno
 import re
 
 import torch
@@ -26,11 +27,12 @@ def release_memory():
         torch.accelerator.empty_cache()
 
 
-# In errors of libraries that allocate beside torch: cuBLAS's handle, a kernel that is loaded late,
-# Intel's and Ascend's drivers, the CPU's allocator
+# In errors of what allocates beside torch: drivers and kernels of CUDA, ROCm, Intel and Ascend,
+# handles of cuBLAS and others, pinned memory, the CPU's allocator
 NO_MEMORY = re.compile(
-    r"out of memory|alloc_?failed|not_initialized when calling `cublascreate|out_of_device_memory"
-    r"|out_of_host_memory|can't allocate memory|cannot allocate memory|memoryallocation",
+    r"out.?of.?memory|(not enough|(can't|cannot) allocate|unable to allocate) memory|alloc_?failed"
+    r"|status_not_initialized|insufficient_resources|memory_error|out_of_(device_|host_)?(memory|resources)"
+    r"|memoryallocation|invalid buffer size|nvml_success == r|207001",
     re.IGNORECASE,
 )
 
@@ -39,6 +41,8 @@ def is_out_of_memory(error):
     """Returns whether an error means that memory ran out, in whatever class and words."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
 
 
@@ -47,7 +51,7 @@ def out_of_memory_names(name, value):
     """Raises SystemExit with the constant to lower if the block runs out of GPU memory."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
         why = ". ".join(str(error).split(". ")[:2])  # torch's first two sentences

@@ -7,8 +7,8 @@ MODEL may name OUT.
 """
 
 import json
-import shutil
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -58,14 +58,14 @@ def merge(adapter, out):
     ends = generation_config_of(adapter if generation_settings(adapter) else base)
     model = whole_model(base, ends, dtype="auto")
     merge_into(model, adapter)
-    draft = Path(f"{out}.unfinished")  # a half of a model must not look like one
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
+    final = Path(out).resolve()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    # A half of a model must not look like one
+    with tempfile.TemporaryDirectory(dir=final.parent, prefix=f".{final.name}_") as work:
+        draft = Path(work, "model")
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
-        draft.replace(out)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        draft.replace(final)
     say(f"merged {adapter} and {base} into {out}")
 
 

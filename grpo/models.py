@@ -16,7 +16,6 @@ import requests
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,8 +26,9 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from grpo.constants import fault_of
-from grpo.devices import accelerator
+from grpo.devices import accelerator, is_out_of_memory
 from grpo.log import announced, say
+from grpo.wire import vocab_size_of
 
 HUB_SECONDS = 10  # how long to wait for the model hub; higher waits longer without a network
 GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver, also in WSL
@@ -114,8 +114,10 @@ def whole_model(name, generation_config=None, **options):
         model, info = AutoModelForCausalLM.from_pretrained(
             name, generation_config=generation_config, **options
         )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise SystemExit(f"the model {name!r} can't be loaded: {error}") from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise SystemExit(f"the model {name!r} can't be loaded: {error!r}") from error
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     for key, found, due in sorted(info["mismatched_keys"]):
         wrong.append(f"{key} has the shape {tuple(found)} instead of {tuple(due)}")
@@ -129,9 +131,10 @@ def whole_model(name, generation_config=None, **options):
 
 
 def generation_config_of(name):
-    """Returns the GenerationConfig of the model `name`. If its file is one that transformers would
-    refuse to save, only EOS is kept: training does not need the rest, and a checkpoint has it."""
-    settings = generation_settings(name)
+    """Returns the GenerationConfig of the model `name`, without what would keep an answer from
+    ending at EOS. If transformers would refuse to save its file, only EOS is kept: training does
+    not need the rest, and a checkpoint has it."""
+    settings = {k: v for k, v in generation_settings(name).items() if k not in BEYOND_EOS}
     try:
         if settings:
             config = GenerationConfig.from_dict(settings)
@@ -141,8 +144,19 @@ def generation_config_of(name):
     except Exception as error:  # noqa: BLE001 (there is no end to what such a file may hold)
         if settings:
             say(f"checkpoints keep only the end tokens of {name}'s generation_config.json: {error}")
-        return GenerationConfig(eos_token_id=settings.get("eos_token_id"))
+        config = GenerationConfig(eos_token_id=settings.get("eos_token_id"))
+    config.eos_token_id = sorted(token_ids(config.eos_token_id)) or None
     return config
+
+
+BEYOND_EOS = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens"}
+BEYOND_EOS |= {"forced_eos_token_id", "stop_strings"}  # the last one `generate` refuses by itself
+
+
+def token_ids(*values):
+    """Returns the ids in values that are an id or a list of ids; what is no id is left out."""
+    flat = [x for value in values for x in (value if isinstance(value, list) else [value])]
+    return {x for x in flat if type(x) is int and x >= 0}
 
 
 def generation_settings(name):
@@ -213,7 +227,7 @@ def stop_ids(name, tokenizer, stop_tokens):
     stops.append(generation_settings(name).get("eos_token_id"))
     vocab = tokenizer.get_vocab()
     stops += [vocab.get(token) for token in stop_tokens]
-    eos_ids = {i for ids in stops for i in (ids if isinstance(ids, list) else [ids])} - {None}
+    eos_ids = {i for i in token_ids(*stops) if i < vocab_size_of(tokenizer)}
     if not eos_ids:
         raise SystemExit(
             f"the model {name!r} has no EOS token, so its completions would never end: add the"
@@ -227,10 +241,7 @@ def prompt_ids(tokenizer, messages, /, **options):
     template (CHAT_TEMPLATE)."""
     if not tokenizer.chat_template:  # GPT-2 and other plain models
         joined = "\n\n".join(message["content"] for message in messages)
-        ids = tokenizer(joined + "\n")["input_ids"]
-        while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # some tokenizers append it
-            ids.pop()
-        return ids
+        return without_eos(tokenizer, tokenizer(joined + "\n")["input_ids"])
     options = {"add_generation_prompt": True} | options
     template = functools.partial(tokenizer.apply_chat_template, **options)
     try:
@@ -241,32 +252,33 @@ def prompt_ids(tokenizer, messages, /, **options):
         system, first, *rest = messages
         said = f"{system['content']}\n\n{first['content']}"
         text = template([first | {"content": said}, *rest], tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
+    return without_eos(tokenizer, ids)
 
 
-OPENING = re.compile(r"(<[\w:-]+>|\[[A-Z_]+\])\s*$")  # such as "<think>\n", at a prompt's end
+def without_eos(tokenizer, ids):
+    """Returns a prompt's ids without EOS at the end, which some tokenizers append, and templates
+    without a part for the answer's start write: after it the model begins another text."""
+    while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
+    return ids
+
+
+TAG = re.compile(r"([<\[])([\w:-]+)[>\]]\s*$")  # such as "<think>\n", at a prompt's end
+THINKS = re.compile("think|thought|reason|reflect|analysis|scratchpad", re.IGNORECASE)
 ROLES = {"assistant", "model", "bot", "gpt", "ai"}  # a template may write a role as a tag
 
 
-def opening_of(tokenizer, **options):
-    """Returns the tag with which the chat template begins each answer, with the space after it, or
-    "". The model never writes that tag: it is a part of the prompt ("<think>\n": DeepSeek-R1's
-    distilled models, Qwen3-Thinking)."""
-    if not tokenizer.chat_template:
+def opening_of(tokenizer, ids):
+    """Returns the tag that the chat template has opened at the end of a prompt's `ids`, with the
+    space after it, or "". The model never writes that tag ("<think>\n": DeepSeek-R1's distilled
+    models, Qwen3-Thinking). Other tags than those for thoughts count if they can be closed."""
+    found = tokenizer.chat_template and TAG.search(tokenizer.decode(ids[-16:]))
+    if not found or found[2].lower() in ROLES:
         return ""
-    chat, ends = [{"role": "user", "content": "."}], []
-    for start in (False, True):
-        try:
-            ends.append(
-                tokenizer.apply_chat_template(
-                    chat, tokenize=False, **options | {"add_generation_prompt": start}
-                )
-            )
-        except jinja2.TemplateError:  # it refuses such a chat
-            return ""
-    found = OPENING.search(ends[1].removeprefix(ends[0]))
-    is_role = found and found[1].strip("<>[]").lower() in ROLES
-    return found[0] if found and not is_role else ""
+    end = found[0].strip().replace(found[1], f"{found[1]}/", 1)  # </think>
+    can_end = end in str(tokenizer.chat_template) or end in tokenizer.get_vocab()
+    return found[0] if can_end or THINKS.search(found[2]) else ""
 
 
 CUT = "\ue000"  # a private character: text is tokenized in pieces, cut where it stands
@@ -274,18 +286,22 @@ CUT = "\ue000"  # a private character: text is tokenized in pieces, cut where it
 
 def without_specials(tokenizer, text, eos_ids=()):
     """Returns the text with a CUT in each text of a special token, so that ids_in_pieces makes
-    plain ids of it."""
-    added = tokenizer.added_tokens_decoder.items()
-    specials = {str(token) for id, token in added if token.special or id in eos_ids}
-    for special in sorted(specials, key=len, reverse=True):
-        text = text.replace(special, special[0] + CUT + special[1:])
+    plain ids of it. Special is also what the chat template writes (DeepSeek's roles)."""
+    template, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder.items()
+    texts = [str(x) for i, x in added if x.special or i in eos_ids or str(x) in template]
+    texts = sorted((x for x in texts if not x.isspace()), key=len, reverse=True)
+    text = text.replace(CUT, "\ufffd")
+    special = re.compile("|".join(map(re.escape, texts)) or "$^")
+    while found := special.search(text):  # again from the start: texts may overlap
+        at = found.start() + (len(found[0]) > 1)  # a single character is left out
+        text = text[:at] + CUT + text[found.start() + 1 :]
     return text
 
 
 def ids_in_pieces(tokenizer, text):
     """Returns the ids of a text, tokenized in pieces between CUTs."""
     pieces = (tokenizer(piece, add_special_tokens=False) for piece in text.split(CUT))
-    return [id for piece in pieces for id in piece["input_ids"]]
+    return [token for piece in pieces for token in piece["input_ids"]]
 
 
 def can_cache(model):

@@ -176,9 +176,9 @@ def read_blob(blob, what, dtypes, optional=frozenset()):
         tensors = safetensors.torch.load(blob)  # checks the header
         (size,) = struct.unpack_from("<Q", blob)
         header = json.loads(blob[8 : 8 + size])
-        meta = dict(json.loads(header.get("__metadata__", {}).get("grpo", "{}")))
+        meta = dict(json.loads((header.get("__metadata__") or {}).get("grpo", "{}")))
     # What a made-up header raises in safetensors, torch and json (RecursionError is a RuntimeError)
-    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
         raise ValueError(f"not a safetensors blob {what}: {error!r:.500}") from error
     complete = dtypes.keys() - optional <= tensors.keys() <= dtypes.keys()
     require(complete, f"tensors must be {sorted(dtypes)}, got {sorted(tensors)}")
@@ -193,12 +193,18 @@ def require(holds, reason):
         raise ValueError(reason)
 
 
+def is_count(x):
+    """Returns whether a JSON value is a number that can be added up: finite, and below 2^53."""
+    return type(x) in (int, float) and abs(x) < 1 << 53
+
+
 def check_group(g):
     """Raises ValueError with the reason if the group's fields do not fit one another."""
     check_parts("completion", g.completion_ids, g.completion_lengths)
     texts, numbers = [*g.reward_names, *g.skipped], g.skipped.values()
-    kinds = all(type(x) is str for x in texts) and all(type(x) in (int, float) for x in numbers)
+    kinds = all(type(x) is str for x in texts) and all(map(is_count, numbers))
     require(kinds, "reward_names must be texts, and skipped numbers by name")
+    require(g.policy_version >= 0, f"policy_version must be 0 or more, got {g.policy_version}")
     require(g.outcome in g.reward_names, f"outcome must be one of reward_names, got {g.outcome!r}")
     G, N = len(g.completion_lengths), len(g.completion_ids)
     shapes = {"sampler_logps": (N,), "ref_logps": (N,), "own": (N,)}

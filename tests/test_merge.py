@@ -101,6 +101,19 @@ def test_what_can_not_be_merged_is_refused_with_a_reason(tiny, tmp_path, adapter
     assert not (tmp_path / "out").exists()
 
 
+def test_out_may_be_an_empty_folder_however_it_is_named(tiny, tmp_path, monkeypatch, adapter):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "new.unfinished").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", f"{tmp_path}/new/", f"{tmp_path}/link"):
+        merge(str(adapter[0]), out)
+    for name in ("here", "new", "there"):
+        assert (tmp_path / name / "model.safetensors").exists()
+    assert (tmp_path / "new.unfinished").exists()
+
+
 def test_it_is_a_command(tmp_path, monkeypatch, adapter):
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["grpo/merge.py", *words])

@@ -88,6 +88,7 @@ DEEP = json.dumps({"__metadata__": {"grpo": "[" * 100_000}}).encode()
 NO_BLOBS = {
     "metadata that is a list": header_of(b'{"__metadata__": {"grpo": "[1]"}}'),
     "metadata that is deep": header_of(DEEP),
+    "no metadata at all": header_of(b'{"__metadata__": null}'),
     "a dtype that torch lacks": header_of(
         b'{"x": {"dtype": "Q9", "shape": [], "data_offsets": []}}'
     ),
@@ -172,6 +173,9 @@ BAD = [
     {"run": ["run"]},
     {"skipped": [1]},
     {"skipped": {"groups": "2"}},
+    {"skipped": {"groups": 10**400}},
+    {"skipped": {"groups": torch.nan}},
+    {"policy_version": -1},
 ]
 
 

@@ -5,6 +5,7 @@ is needed, so that a mistake in the task's file is reported at once.
 """
 
 import datetime
+import functools
 import math
 
 from grpo.log import say
@@ -43,7 +44,7 @@ def prepare_task(c, *, split, shown, server=None, date=None):
         server.check(c.MODEL, tokenizer, c.TEMPERATURE)
     date = date or str(datetime.date.today())
     recipe = Recipe(c, task, load_split(c, task, split, tokenizer, date), date=date)
-    recipe.opening = opening_of(tokenizer, **recipe.chat_options)
+    recipe.opening = functools.partial(opening_of, tokenizer)
     recipe.resolve()
     preview(recipe, tokenizer, shown)
     return tokenizer, recipe
@@ -67,38 +68,37 @@ def preview(recipe, tokenizer, number):
         for message in load_chat(c.TASK, recipe.task, item):
             if "".join(message["content"].split()) not in "".join(text.split()):
                 say(f"the chat template loses or changes the {message['role']} message")
-        show_rewards(recipe, item, "an empty completion", recipe.opening)
-        check_gold(recipe, item, tokenizer)
+        opening = recipe.opening(ids)
+        if opening:
+            say(f"the chat template opens the answer with {opening!r}, so rewards see it, too")
+        show_rewards(recipe, item, "an empty completion", opening)
+        check_gold(recipe, item, tokenizer, opening)
 
 
 def note_prompts(recipe, tokenizer):
-    """Logs what is special about the prompts: their date, EOS, and a tag that is already open."""
+    """Logs the date that the prompts show, and whether the tokenizer ends texts with EOS."""
     if DATED in str(tokenizer.chat_template):
         say(f"the chat template shows the date; this run's is {recipe.date}")
-    eos, last = [tokenizer.eos_token_id], recipe.prompts[0][2][-1:]
-    if not tokenizer.chat_template and tokenizer(".")["input_ids"][-1:] == eos:
+    if not tokenizer.chat_template and tokenizer(".")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         say("the tokenizer appends EOS to a text; the prompts are used without it")
-    if tokenizer.chat_template and last == eos:
-        say("the chat template ends a prompt with EOS: does it have a part for the answer's start?")
-    if recipe.opening:
-        say(f"the chat template opens each answer with {recipe.opening!r}, so rewards see it, too")
 
 
-def as_seen(recipe, text):
-    """Returns a right answer as rewards see it: the chat template may have opened its tag."""
-    tag = recipe.opening.strip()
+def as_seen(opening, text):
+    """Returns a right answer as rewards see it after the tag that the chat template has opened."""
+    tag = opening.strip()
     is_open = tag and text.lstrip().startswith(tag)
-    return recipe.opening + (text.lstrip().removeprefix(tag) if is_open else text)
+    return opening + (text.lstrip().removeprefix(tag) if is_open else text)
 
 
-def check_gold(recipe, item, tokenizer):
+def check_gold(recipe, item, tokenizer, opening):
     """Prints the rewards of gold(item), which must be right or None; without gold(), those of the
-    item's "answer". If the task has reply(), gold() may return the texts of several turns."""
+    item's "answer". If the task has reply(), gold() may return the texts of several turns. The
+    model's turns begin with `opening`, unless the one before ended with a stop string."""
     c, gold = recipe.c, getattr(recipe.task, "gold", None)
     if recipe.has_turns:
         from grpo.sampling import turns  # here, as it imports torch
 
-        turns.play(recipe, item, [recipe.opening])
+        turns.play(recipe, item, [opening])
     if not gold and item.get("answer") is None:
         return
     must = f"return a right completion, one whose reward {c.OUTCOME!r} (OUTCOME) is above 0"
@@ -109,15 +109,15 @@ def check_gold(recipe, item, tokenizer):
     if recipe.has_turns:
         opened, said = True, []
         for turn in [text] if isinstance(text, str) else text:
-            said.append(as_seen(recipe, turn) if opened else turn)
+            said.append(as_seen(opening, turn) if opened else turn)
             opened = not any(string in turn for string in c.STOP_STRINGS)
         text = turns.play(recipe, item, said)
         turns.show_turns(recipe, tokenizer, text)
     else:
-        text = as_seen(recipe, text)
+        text = as_seen(opening, text)
     rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
     if gold and rewards[c.OUTCOME] <= 0:  # NaN (does not apply) is not wrong
-        after = f", with {recipe.opening!r} from the chat template" * bool(recipe.opening)
+        after = f", with {opening!r} from the chat template" * bool(opening)
         got = f"returned {text!r:.500}, which earns {rewards}{after}"
         raise TaskError(c.TASK, f"gold({item!r:.500})", got, must)
 

@@ -60,7 +60,8 @@ def sampled(policy, recipe, prompts, *, seed):
         seed=seed,
     )
     for prompt, completions in groups:
-        yield prompt, completions, [c.turns or recipe.opening + policy.text(c) for c in completions]
+        opening = recipe.opening(prompt[2])
+        yield prompt, completions, [c.turns or opening + policy.text(c) for c in completions]
 
 
 def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.nullcontext):

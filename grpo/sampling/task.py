@@ -88,7 +88,8 @@ class Recipe:
     prompts: list  # [(index, item, prompt ids)] of the training split
     reward_processes: object = None  # submit() of start_processes; None: computed in this process
     date: str = ""  # that chat templates show: of the run's first start, "2026-11-25"; "": today
-    opening: str = ""  # models.opening_of: rewards and reply() see it before each completion
+    # models.opening_of, by a prompt's ids: rewards and reply() see it before a completion
+    opening: object = staticmethod(lambda ids: "")
 
     def others(self, **changes):
         """Returns a copy of the recipe with some constants changed."""

@@ -58,7 +58,7 @@ def bridge(tokenizer, eos_ids, last, reply, options):
     """Returns the ids between two turns of the model, if the first turn ended with the id `last`.
     No text in the reply becomes a special token: it could end the turn and forge another one.
     `options` are the chat template's. SystemExit if the template can't hold the reply."""
-    reply = without_specials(tokenizer, reply, eos_ids)
+    plain, reply = reply, without_specials(tokenizer, reply, eos_ids)
     if last not in eos_ids or not tokenizer.chat_template:
         return ids_in_pieces(tokenizer, reply)
     said = ("user", "."), ("assistant", MARK), ("user", reply)
@@ -72,7 +72,7 @@ def bridge(tokenizer, eos_ids, last, reply, options):
     if not marked or "".join(reply.split()) not in "".join(after.split()):
         raise SystemExit(
             f"the chat template of MODEL = {tokenizer.name_or_path!r} can't continue a chat with"
-            f" the reply {reply!r:.200} ({reason}): end the model's turns with STOP_STRINGS,"
+            f" the reply {plain!r:.200} ({reason}): end the model's turns with STOP_STRINGS,"
             " which need no template, or give its tokenizer another template"
         )
     # The model has already sampled the end of its turn or (GLM) the role of the next turn
@@ -115,7 +115,7 @@ class Talks:
                 yield [talk], talk.prompt[1] + talk.ids, 1, self.limit - len(talk.ids)
             elif room and (prompt := next(self.prompts, None)):
                 group = []
-                opened = {"opening": self.recipe.opening}
+                opened = {"opening": self.recipe.opening(prompt[1])}
                 group += [Talk(prompt, group, **opened) for _ in range(self.group_size)]
                 self.running += self.group_size
                 yield group[::-1], prompt[1], self.group_size, self.limit
@@ -167,7 +167,7 @@ class Talks:
         tokenizer, eos_ids, last = self.policy.tokenizer, self.policy.eos_ids, talk.ids[-1]
         how, options = (tokenizer, eos_ids, last), self.recipe.chat_options
         ids = None if reply is None else bridge(*how, reply, options)
-        talk.opening = self.recipe.opening if last in eos_ids else ""
+        talk.opening = self.recipe.opening(ids) if ids and last in eos_ids else ""
         if ids is None or len(talk.ids) + len(ids) >= self.limit:
             self.end(talk, truncated=ids is not None)
         else:

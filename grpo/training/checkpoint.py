@@ -18,6 +18,7 @@ complete if every rank finds its files with the right sizes; otherwise all ranks
 
 import contextlib
 import json
+import os
 import random
 import shutil
 import socket
@@ -54,7 +55,7 @@ def leads(folder):
 
 def save_run(run):
     """Collective: saves a checkpoint of the run, unless this step has one; deletes all but the
-    newest KEEP_CHECKPOINTS, the best, and those to which a link in RUN_DIR leads."""
+    newest KEEP_CHECKPOINTS, the best, and those to which links best* lead."""
     p, c, folder = run.progress, run.c, Path(run.c.RUN_DIR)
     if p.saved == p.step:
         if p.best == p.step:  # it was evaluated after it was saved
@@ -87,7 +88,7 @@ def save_run(run):
         point(folder, "best", p.best)  # before the old best is deleted
     saved = saved_in(folder) if leader else []
     kept = [path for path in saved if step_of(path) <= p.step][-c.KEEP_CHECKPOINTS :]
-    linked = {step_of(link.resolve()) for link in folder.iterdir() if link.is_symlink()}
+    linked = {step_of(Path(target_of(link))) for link in folder.glob("best*")}
     for path in set(saved) - set(kept):  # later ones are incomplete, or from before a resume
         if step_of(path) not in linked | {p.best}:
             shutil.rmtree(path)
@@ -194,6 +195,13 @@ def point(folder, name, step):
         except OSError:
             draft.write_text(f"step_{step:06d}\n")
         draft.replace(link)
+
+
+def target_of(link):
+    """Returns the name of the checkpoint to which point() made this link, or file; else ""."""
+    if link.is_symlink():
+        return os.readlink(link)
+    return link.read_text("utf-8", "replace").strip() if link.is_file() else ""
 
 
 def state_file(checkpoint):

@@ -1,6 +1,5 @@
 """How a run begins in RUN_DIR, or resumes from its newest checkpoint."""
 
-import ast
 import contextlib
 import datetime
 import fcntl
@@ -69,7 +68,7 @@ class Progress:
 
 
 def check_run_dir(folder, resume):
-    """Makes RUN_DIR. Returns the date of the run in it, today for a new one. Raises SystemExit if
+    """Makes RUN_DIR. Returns the date of its first start, today for a new one. Raises SystemExit if
     it can't be written, or a run would be overwritten."""
     with naming_run_dir(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -101,64 +100,71 @@ def lock_run(folder):
 
 
 # --- What a run is trained and evaluated on ---------------------------------------------
-# Constants that decide what an accuracy means, besides the questions and the task's files
-SCORED = ("OUTCOME", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STRINGS")
+# Constants that decide what an accuracy means, besides the questions and the task's code
+SCORED = ("OUTCOME", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STRINGS", "CHAT_TEMPLATE")
 
 
 def data_of(recipe, questions):
     """Collective: returns the run's date, and hashes of its prompts, of the evaluation's questions
-    and of the task's files, by name. SystemExit if a rank has another date."""
-    dates = set(gathered(recipe.date))
-    if len(dates) > 1:
-        raise SystemExit(f"the ranks began on different days, {sorted(dates)}: start them again")
-    file = getattr(recipe.task, "__file__", None)
-    return {
+    and of the task's code, by name. SystemExit if they differ between ranks."""
+    data = {
         "date": recipe.date,
         "prompts": hash_of_prompts(recipe.prompts),
         "questions": hash_of_prompts(questions),
-        "rewards": file and hash_of_files(file),
+        "rewards": hash_of_code(recipe.task),
     }
+    for name, own in data.items():
+        if len(found := set(gathered(own))) > 1:
+            raise SystemExit(
+                f"the ranks differ in {name}, {found}: start them all with the same task and data"
+                " (date: start them again)"
+            )
+    return data
 
 
 def hash_of_prompts(prompts):
     """Returns a hash of prompts with their items, as Recipe.prompts; None if there are none."""
-    text = json.dumps(prompts, default=lambda value: type(value).__name__, skipkeys=True)
+    text = json.dumps(plain(prompts))
     return hashlib.sha256(text.encode()).hexdigest() if prompts else None
 
 
-def hash_of_files(file):
-    """Returns a hash of a task's file and of what it imports from its own folder and from tasks/,
-    directly or not."""
-    texts, waiting = {}, [Path(file).resolve()]
-    while waiting:
-        path = waiting.pop()
-        if path not in texts and path.is_file():
-            texts[path] = path.read_text("utf-8")
-            for name in imports_of(texts[path]) - sys.stdlib_module_names:
-                parts = name.removeprefix("tasks.").split(".")
-                homes = (path.parent, Path(file).resolve().parent, ROOT / "tasks")
-                waiting += [home.joinpath(*parts).with_suffix(".py") for home in homes]
-    text = "\n".join(texts[path] for path in sorted(texts))
-    return hashlib.sha256(text.encode()).hexdigest()
+def plain(value):
+    """Returns a value as JSON can hold it, equal in each process; of an object that has no text of
+    its own, which would be its address, only the type."""
+    if isinstance(value, dict):
+        return [[repr(key), plain(item)] for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if hasattr(value, "tolist"):  # NumPy's and torch's
+        return plain(value.tolist())
+    return repr(value) if type(value).__repr__ is not object.__repr__ else type(value).__name__
 
 
-def imports_of(text):
-    """Returns the names of modules that a Python file may import, also within functions."""
-    found = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):  # from . import name
-            found |= {alias.name for alias in node.names}
-    return found
+def hash_of_code(task):
+    """Returns a hash of a task's file and of all modules that are loaded from its folder, or from
+    tasks/; None for a task without a file."""
+    if not (file := getattr(task, "__file__", None)):
+        return None
+    homes, files = (Path(file).resolve().parent, ROOT / "tasks"), {Path(file).resolve()}
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "").resolve()
+        ours = path.parent == ROOT or path.is_relative_to(ROOT / "grpo") or name == "__main__"
+        if path.is_file() and not ours and not path.is_relative_to(sys.prefix):
+            files |= {path} if any(map(path.is_relative_to, homes)) else set()
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def forget_what_changed(folder, progress, stream, before, now, constants):
     """Makes a resumed run forget what no longer compares, and logs it. `before` and `now` are its
     data_of; `constants` are the names of those that have changed; `folder` is RUN_DIR."""
-    changed = {name for name in before if before[name] and now[name] not in (None, before[name])}
+    for name in now.keys() & before:  # without evaluations the questions are not known
+        now[name] = now[name] or before[name]
+    changed = {name for name in now if now[name] != before.get(name, now[name])} - {"date"}
     if "prompts" in changed:
         say("the training data or its prompts have changed: their order begins anew")
         stream.position, progress.groups = dist.get_rank(), 0
@@ -166,7 +172,7 @@ def forget_what_changed(folder, progress, stream, before, now, constants):
         progress.sampled = progress.flat = 0.0
     if why := sorted(changed & {"questions", "rewards"} | set(constants) & set(SCORED)):
         say(f"accuracies no longer compare ({', '.join(why)} changed): the next one is the best")
-        if progress.best >= 0:
+        if Path(folder, f"step_{progress.best:06d}").is_dir():
             kept = f"best_until_step_{progress.step:06d}"
             say(f"the best checkpoint until now stays, as {kept}")
             point(folder, kept, progress.best)

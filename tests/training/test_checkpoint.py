@@ -8,6 +8,8 @@ import random
 import re
 import resource
 import shutil
+from datetime import date
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ from rank_threads import Ranks as Threads
 from safetensors import SafetensorError
 
 from grpo.sampling.rollout import Stream
+from grpo.sampling.task import module_at as load_task_file
 from grpo.training import checkpoint, report, resume
 
 RUN = {  # the constants that checkpoints look at
@@ -25,7 +28,7 @@ RUN = {  # the constants that checkpoints look at
     "ADAM_BETAS": [0.9, 0.99], "WEIGHT_DECAY": 0.0, "KEEP_BEST": True, "KEEP_CHECKPOINTS": 2,
     "REF_SERVER": None, "KL_BETA": 0.04, "EVAL_QUESTIONS": 9, "EVAL_SPLIT": "test",
     "STOP_STRINGS": [], "OUTCOME": "correctness",
-    "MAX_COMPLETION_TOKENS": 9, "LEARNING_RATE": 1e-6,
+    "MAX_COMPLETION_TOKENS": 9, "LEARNING_RATE": 1e-6, "CHAT_TEMPLATE": {},
 }  # fmt: skip
 
 
@@ -144,11 +147,47 @@ def test_a_resumed_run_does_not_hold_its_optimiser_twice(tmp_path, alone):
 
 
 # --- Other data -------------------------------------------------------------------------
+@pytest.mark.parametrize("links", [True, False])
+def test_the_old_best_stays_also_on_a_disk_without_links(links, tmp_path, alone, monkeypatch):
+    if not links:
+        monkeypatch.setattr(Path, "symlink_to", lambda *_: (_ for _ in ()).throw(OSError("EPERM")))
+    for step in (3, 4):
+        save(tmp_path, step, best=3, best_accuracy=0.9)
+    os.symlink(tmp_path / "loop", tmp_path / "loop")
+    opened(tmp_path, data=DATA | {"questions": "other"})
+    for step in (5, 6, 7):
+        save(tmp_path, step)
+    assert saved(tmp_path) == [3, 6, 7]
+
+
+def test_a_detour_without_evaluations_keeps_what_they_were_made_on(tmp_path, alone):
+    save(tmp_path, 3, best=3, best_accuracy=0.9)
+    opened(tmp_path, data=(without := DATA | {"questions": None}))
+    assert without == DATA  # what the next checkpoint has
+    assert opened(tmp_path, data=DATA | {"questions": "other"}).best == -1
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_each_rank_begins_the_new_order_at_its_own_place(ranks, tmp_path):
+    streams = [a_stream(5, rank=rank, world=2) for rank in range(2)]
+
+    def begin(rank):
+        progress = resume.Progress("r", step=3)
+        changed = DATA | {"prompts": "other"}
+        resume.forget_what_changed(tmp_path, progress, streams[rank], DATA, changed, [])
+
+    streams[0].position, streams[1].position = 6, 7
+    ranks.run(begin)
+    assert [stream.position for stream in streams] == [0, 1]
+
+
 CHANGES = {  # what has changed: (position and flat share forgotten, accuracies forgotten)
     "prompts": (True, True, False),
     "rewards": (False, True, True),
     "questions": (False, False, True),
     "MAX_COMPLETION_TOKENS": (False, False, True),
+    "OUTCOME": (False, False, True),
+    "CHAT_TEMPLATE": (False, False, True),
     "LEARNING_RATE": (False, False, False),
 }
 
@@ -194,26 +233,34 @@ def test_a_checkpoint_from_before_these_hashes_resumes(tmp_path, alone, capsys):
 
 
 def test_the_hashes_are_of_items_and_of_all_that_a_task_imports(tmp_path, monkeypatch, alone):
-    prompts = [(0, {"answer": "4", "odd": {1, 2}}, [5, 6])]
-    assert resume.hash_of_prompts(prompts) == resume.hash_of_prompts(list(prompts))
-    for other in ([(0, {"answer": "5"}, [5, 6])], [(0, {"answer": "4"}, [5, 7])]):
-        assert resume.hash_of_prompts(other) != resume.hash_of_prompts(prompts)
-    (tmp_path / "task.py").write_text("import math\n\ndef f():\n    import helper\n")
-    (tmp_path / "helper.py").write_text("from tasks.answers import is_right\nfrom inner import x")
-    (tmp_path / "inner.py").write_text("x = 1")
-    before = resume.hash_of_files(tmp_path / "task.py")
-    (tmp_path / "other.py").write_text("x = 1")
-    assert resume.hash_of_files(tmp_path / "task.py") == before
-    (tmp_path / "inner.py").write_text("x = 2")
-    after = resume.hash_of_files(tmp_path / "task.py")
-    monkeypatch.setattr(resume, "ROOT", tmp_path)  # where no tasks/answers.py is
-    assert before != after != resume.hash_of_files(tmp_path / "task.py")
+    items = [4, 5, "4", Fraction(1, 3), Fraction(1, 2), {1, 2}, {3}, [torch.ones(2)], {(1, 2): 3}]
+    items += [torch.zeros(2), date(2026, 1, 2), date(2026, 1, 3), b"a", b"b", {(1, 3): 3}]
+    hashes = [resume.hash_of_prompts([(0, {"answer": item}, [5, 6])]) for item in items]
+    hashes += [resume.hash_of_prompts([(0, {"answer": 4}, ids)]) for ids in ([5, 7], [6, 5])]
+    assert len(set(hashes)) == len(hashes)
+    same = [resume.hash_of_prompts([(0, {"answer": object()}, [5])]) for _ in range(2)]
+    assert same[0] == same[1]  # no address in it
+    package = tmp_path / "a_judge_of_this_test"
+    package.mkdir()
+    files = tmp_path / "a_task_of_this_test.py", package / "__init__.py", tmp_path / "other.py"
+    files[0].write_bytes(b"\xef\xbb\xbf" + f"import {package.name}".encode())  # Notepad's BOM
+    for file in files[1:]:
+        file.write_text("x = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    task = load_task_file(str(files[0]))
+    before = resume.hash_of_code(task)
+    files[2].write_text("x = 2")  # it is not loaded
+    assert resume.hash_of_code(task) == before
+    files[1].write_text("x = 2")
+    assert resume.hash_of_code(task) != before
+    assert resume.hash_of_code(SimpleNamespace()) is None
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_ranks_that_began_on_different_days_do_not_train(ranks):
     def data(rank):
-        return resume.data_of(SimpleNamespace(date=f"2026-01-0{1 + rank}", task=None), [])
+        recipe = SimpleNamespace(date=f"2026-01-0{1 + rank}", task=None, prompts=[])
+        return resume.data_of(recipe, [])
 
     for text in ranks.each(data, [0, 1]):
         assert "2026-01-01" in text and "2026-01-02" in text

@@ -20,6 +20,7 @@ GENERATION = [
     {"pad_token_id": -1},
     {"watermarking_config": {"greenlist_ratio": 7}},
     {"compile_config": 3},
+    {"eos_token_id": ["2", 9, -1, True, 9999, [3]], "stop_strings": ["x"], "min_new_tokens": 5},
     [1, 2],
     "no JSON",
 ]
@@ -40,13 +41,15 @@ def with_file(tiny, folder, contents):
 def test_a_generation_config_that_is_not_valid_costs_no_run(tiny, tmp_path, contents, rank, capsys):
     own = contents.get("eos_token_id", []) if isinstance(contents, dict) else []
     policy = tiny_policy(with_file(tiny, tmp_path / "model", contents), lora_rank=rank)
-    assert policy.eos_ids == {EOS} | set(own if isinstance(own, list) else [own])
+    own = [i for i in (own if isinstance(own, list) else [own]) if i in (2, 9)]
+    assert policy.eos_ids == {EOS} | set(own)
     policy.save(tmp_path / "saved")
     if rank:
         merge(str(tmp_path / "saved"), str(tmp_path / "merged"))
     for folder in ["saved", "merged"][: 1 + bool(rank)]:
         found = GenerationConfig.from_pretrained(tmp_path / folder)
         assert found.eos_token_id == sorted(policy.eos_ids) and found.temperature in (None, 1.0)
+        assert found.stop_strings is found.min_new_tokens is None
 
 
 @pytest.mark.parametrize("rank", [0, 4])
