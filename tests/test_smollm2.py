@@ -81,7 +81,7 @@ def test_a_gguf_becomes_a_folder_once(tmp_path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "models/out")
     ends = GenerationConfig.from_pretrained(tmp_path / "models/out").eos_token_id
     assert ends == tokenizer.eos_token_id == 2
-    assert prompt_ids(tokenizer, [{"role": "user", "content": "a=b"}]) == [3, 6, 4, 2]
+    assert prompt_ids(tokenizer, [{"role": "user", "content": "a=b"}]) == [3, 6, 4]  # without EOS
 
 
 def test_without_a_network_or_gguf_the_remedy_is_named(tmp_path, monkeypatch):
