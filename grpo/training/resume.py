@@ -147,12 +147,14 @@ def hash_of_code(task):
     tasks/; None for a task without a file."""
     if not (file := getattr(task, "__file__", None)):
         return None
-    homes, files = (Path(file).resolve().parent, ROOT / "tasks"), {Path(file).resolve()}
-    for name, module in list(sys.modules.items()):
-        path = Path(getattr(module, "__file__", None) or "").resolve()
-        ours = path.parent == ROOT or path.is_relative_to(ROOT / "grpo") or name == "__main__"
-        if path.is_file() and not ours and not path.is_relative_to(sys.prefix):
-            files |= {path} if any(map(path.is_relative_to, homes)) else set()
+    file = Path(file).absolute()
+    homes = tuple(f"{home}/" for home in (file.parent, file.resolve().parent, ROOT / "tasks"))
+    files = {file.resolve()}
+    for name, module in list(sys.modules.items()):  # thousands: we resolve few paths
+        at = getattr(module, "__file__", None) or ""
+        library = at.startswith((f"{sys.prefix}/", f"{ROOT}/grpo/")) or Path(at).parent == ROOT
+        if at.startswith(homes) and name != "__main__" and not library and Path(at).is_file():
+            files.add(Path(at).resolve())
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(path.read_bytes())
