@@ -288,7 +288,8 @@ def without_specials(tokenizer, text, eos_ids=()):
     """Returns the text with a CUT in each text of a special token, so that ids_in_pieces makes
     plain ids of it. Special is also what the chat template writes (DeepSeek's roles)."""
     template, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder.items()
-    texts = [str(x) for i, x in added if x.special or i in eos_ids or str(x) in template]
+    written = lambda text: len(text) > 1 and text in template
+    texts = [str(x) for i, x in added if x.special or i in eos_ids or written(str(x))]
     texts = sorted((x for x in texts if not x.isspace()), key=len, reverse=True)
     text = text.replace(CUT, "\ufffd")
     special = re.compile("|".join(map(re.escape, texts)) or "$^")
