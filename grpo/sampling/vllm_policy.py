@@ -26,7 +26,7 @@ import torch
 from grpo.constants import set_for_run
 from grpo.devices import accelerator
 from grpo.log import in_background
-from grpo.models import choose_dtype, own_device, stop_ids
+from grpo.models import choose_dtype, own_device, stop_ids, whole_model
 from grpo.sampling.sampler import Completion, completion_text, next_prompts
 from grpo.sampling.stop_strings import StopStrings
 from grpo.weights import adapters_off, check_shapes, merge_adapters
@@ -225,9 +225,7 @@ class VLLMPolicy:
 
     @functools.cached_property
     def _base(self):  # the model under LoRA's adapters, on the CPU
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(self.name, dtype=self.dtype)
+        return whole_model(self.name, dtype=self.dtype)
 
 
 # --- The start ------------------------------------------------------------------------
