@@ -2,6 +2,7 @@
 
     python benchmarks/end_to_end.py ../venv-peers/bin/python               # all cases
     python benchmarks/end_to_end.py ../venv-peers/bin/python mixed out.md  # one, and a file
+    python benchmarks/end_to_end.py ../venv-peers/bin/python sums runs/smollm2_135m out.md [STEPS]
 
 Each case runs our two scripts as they are, and TRL. Both run with one rank of two threads (ours
 uses two in forward and backward only) and with two ranks of one thread; the faster runs are
@@ -12,12 +13,16 @@ ours cut micro-batches by tokens. Our server is one more process on the same cor
 
   mixed   1M parameters, prompts of 200 tokens, completions of 64 to 256, 8 prompts x 8
   short   the same, prompts of 400 tokens, completions of 64
-  demo    the demo's model and questions, 16 x 8 completions of 13 tokens; and the accuracy reached
+  sums    presets/smollm2.py on the model in a folder, 8 x 8 completions of 16 tokens at most
 
-KL_BETA is 0.04 on both sides. There is one update a rollout, no group is left out or replaced, and
-nothing is masked. TRL keeps a copy of the model as its reference and computes in one process. Its
-other settings are its defaults, except `top_k`, `loss_type` and `use_bias_correction_kl`, which are
-set to what we do. requirements-peers.txt describes its venv.
+In mixed and short KL_BETA is 0.04 on both sides. There is one update a rollout, no group is left
+out or replaced, and nothing is masked. TRL keeps a copy of the model as its reference and computes
+in one process. Its other settings are its defaults, except `top_k`, `loss_type` and
+`use_bias_correction_kl`, which are set to what we do. requirements-peers.txt describes its venv.
+
+sums has one rank, no KL and no server; TRL's micro-batches are of 32 sequences, as 64 need more
+memory, and its model ends at each token with a line break, as STOP_STRINGS does. What each step
+rewarded, sampled and took goes to sums_ours.json and sums_trl.json beside the table's file.
 """
 
 import itertools
@@ -37,7 +42,7 @@ HERE = str(Path(__file__).resolve())
 CASES = {  # prompts, group size, prompt tokens at most, completion tokens, learning rate, steps
     "mixed": (8, 8, 200, 256, 1e-6, 8),
     "short": (8, 8, 400, 64, 1e-6, 12),
-    "demo": (16, 8, 64, 24, 7e-4, 100),
+    "sums": (8, 8, 128, 16, 1.5e-5, 20),
 }
 RANKS = (1, 2)
 SKIP = 3  # first steps, not counted
@@ -50,12 +55,16 @@ def commands(case, model, folder, steps):
     """Returns the commands of server and trainer, which begin with the script."""
     from demo import free_port
 
+    if case == "sums":
+        words = "REF_SERVER=None KL_BETA=0 SKIP_FLAT_GROUPS=False EVAL_STEPS=0 PROMPTS_PER_STEP=8"
+        words = [f"MODEL={model}", f"RUN_DIR={folder}/run", f"STEPS={steps}", *words.split()]
+        return None, [ROOT / "grpo_ref_split.py", ROOT / "presets/smollm2.py", *words]
     prompts, group, prompt_tokens, completion_tokens, rate, _ = CASES[case]
     port = free_port()
     server = {"MODEL": model, "PORT": port, "DTYPE": "float32", "SCORE_BATCH_TOKENS": BATCH_TOKENS}
     trainer = {
         "MODEL": model,
-        "TASK": "arithmetic" if case == "demo" else ROOT / "tests/counting.py",
+        "TASK": ROOT / "tests/counting.py",
         "RUN_DIR": f"{folder}/run",
         "REF_SERVER": f"http://127.0.0.1:{port}",
         "PROMPTS_PER_STEP": prompts,
@@ -64,7 +73,7 @@ def commands(case, model, folder, steps):
         "MAX_PROMPT_TOKENS": prompt_tokens,
         "MAX_COMPLETION_TOKENS": completion_tokens,
         "LEARNING_RATE": rate,
-        "FINAL_LR": 0.0 if case == "demo" else 1.0,
+        "FINAL_LR": 1.0,
         "STEPS": steps,
         "WARMUP_STEPS": 5,
         "KL_BETA": KL_BETA,
@@ -86,12 +95,13 @@ def words_of(constants):
 
 
 def run_ours(case, model, steps, ranks):
-    """-> the median of the steps' seconds, shares of the parts, the run's last checkpoint."""
+    """-> the median of the steps' seconds, shares of the parts, the steps' records."""
     from benchmarks.measure import trained
 
     folder = tempfile.mkdtemp(prefix="ours-")
     server, trainer = commands(case, model, folder, steps)
-    with trained(f"{folder}-", {"server": [sys.executable, *server]}, trainer, ranks):
+    servers = {"server": [sys.executable, *server]} if server else {}
+    with trained(f"{folder}-", servers, trainer, ranks):
         lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
     records = [r for r in map(json.loads, lines) if "loss" in r]
     parts = {
@@ -99,13 +109,13 @@ def run_ours(case, model, steps, ranks):
         for name in ("sample", "reward", "wait", "backward", "step", "publish", "other")
     }
     seconds = statistics.median(r["seconds"] for r in records[SKIP:])
-    return seconds, parts, max(Path(folder, "run").glob("step_*"))
+    return seconds, parts, records
 
 
 # --- TRL ------------------------------------------------------------------------------
 def questions_and_reward(case):
     """Returns the case's questions as TRL takes them, and its reward function."""
-    if case != "demo":
+    if case != "sums":
         import counting as task
 
         def even(completions, **_):
@@ -113,43 +123,46 @@ def questions_and_reward(case):
 
         return [{"prompt": item["question"]} for item in task.load("train")], even
 
-    from tasks import arithmetic as task
+    from tasks import sums as task
 
-    def both(completions, item, **_):
+    def right(completions, item, **_):
         texts = [c[0]["content"] for c in completions]
-        parts = [task.rewards(i, text) for i, text in zip(item, texts, strict=True)]
-        return [2 * r["correctness"] + r["format"] for r in parts]
+        return [task.rewards(i, t)["correctness"] for i, t in zip(item, texts, strict=True)]
 
     items = task.load("train")
-    return [{"prompt": task.messages(item), "item": item} for item in items], both
+    return [{"prompt": task.messages(item), "item": item} for item in items], right
 
 
 def trl_config(case, folder, steps, ranks):
     import trl
 
     prompts, group, _, completion_tokens, rate, _ = CASES[case]
+    kind, batches = {"lr_scheduler_type": "constant", "warmup_steps": 5, "beta": KL_BETA}, ranks
+    if case == "sums":
+        kind = {"lr_scheduler_type": "cosine_with_min_lr", "warmup_steps": 2, "beta": 0.0}
+        kind["lr_scheduler_kwargs"] = {"min_lr_rate": 0.1}
+        batches = 2
     return trl.GRPOConfig(
         output_dir=folder,
+        **kind,
         use_cpu=True,
         bf16=False,
         report_to="none",
         save_strategy="no",
-        logging_steps=10**6,
+        logging_steps=1,
         disable_tqdm=True,
         max_steps=steps,
         ddp_backend="gloo",
-        per_device_train_batch_size=prompts * group // ranks,
+        per_device_train_batch_size=prompts * group // batches,
+        gradient_accumulation_steps=batches // ranks,
         num_generations=group,
         max_completion_length=completion_tokens,
-        temperature=1.0,
+        temperature=0.8 if case == "sums" else 1.0,
         top_k=0,
         learning_rate=rate,
-        lr_scheduler_type="linear" if case == "demo" else "constant",
-        warmup_steps=5,
         adam_beta2=0.99,
         weight_decay=0.0,
         max_grad_norm=1.0,
-        beta=KL_BETA,
         loss_type="grpo",
         use_bias_correction_kl=False,
         gradient_checkpointing=False,
@@ -158,23 +171,36 @@ def trl_config(case, folder, steps, ranks):
 
 
 def trl(case, model, out, steps):
-    """Run by the peers' Python: trains, and writes each step's seconds, and versions, to `out`."""
+    """Run by the peers' Python: trains, and writes each step's seconds and log, and versions, to
+    `out` after every step."""
     import torch
     import transformers
     import trl
     from datasets import Dataset
 
-    ranks, ends = int(os.environ["WORLD_SIZE"]), []
+    ranks, ends, records = int(os.environ["WORLD_SIZE"]), [], []
     torch.set_num_threads(2 // ranks)
     questions, reward = questions_and_reward(case)
+    versions = f"TRL {trl.__version__}, transformers {transformers.__version__}"
 
     class Times(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             ends.append(time.perf_counter())
 
+        def on_log(self, args, state, control, logs=None, **_):
+            records.append(logs)
+            if state.is_world_process_zero:
+                seconds = [b - a for a, b in itertools.pairwise(ends)]
+                found = {"seconds": seconds, "versions": versions, "records": records}
+                Path(out).write_text(json.dumps(found))
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(model, padding_side="left")
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    if case == "sums":
+        ends_line = [i for i in range(len(tokenizer)) if "\n" in tokenizer.decode([i])]
+        policy.generation_config.eos_token_id = [tokenizer.eos_token_id, *ends_line]
     trainer = trl.GRPOTrainer(
-        model=model,
+        model=policy,
         reward_funcs=reward,
         args=trl_config(case, f"{out}.folder", int(steps), ranks),
         train_dataset=Dataset.from_list(questions),
@@ -182,91 +208,56 @@ def trl(case, model, out, steps):
         callbacks=[Times()],
     )
     trainer.train()
-    if not trainer.accelerator.is_main_process:
-        return
-    trainer.save_model(f"{out}.model")
-    tokenizer.save_pretrained(f"{out}.model")
-    seconds = [b - a for a, b in itertools.pairwise(ends)]
-    versions = f"TRL {trl.__version__}, transformers {transformers.__version__}"
-    Path(out).write_text(json.dumps({"seconds": seconds, "versions": versions}))
 
 
 def run_trl(python, case, model, steps, ranks):
-    """-> the median of the steps' seconds, the model's folder, versions."""
+    """-> the median of the steps' seconds, the steps' logs, versions."""
     out = f"{tempfile.mkdtemp(prefix='trl-')}/out.json"
     environment = os.environ | {"OMP_NUM_THREADS": str(2 // ranks), "HF_HUB_OFFLINE": "1"}
+    environment["GOMP_SPINCOUNT"] = "1000"  # as ours: on shared cores it is much faster
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [HERE, "trl", case, model, out, str(steps)]
     with open(f"{out}.log", "w") as log:
         output = {"stdout": log, "stderr": subprocess.STDOUT}
         subprocess.run(command, check=True, env=environment, cwd=ROOT, **output)
     result = json.loads(Path(out).read_text())
-    return statistics.median(result["seconds"][SKIP - 1 :]), f"{out}.model", result["versions"]
+    return (statistics.median(result["seconds"][SKIP - 1 :]), result["records"], result["versions"])
 
 
 # --- Both -----------------------------------------------------------------------------
-def accuracy(folder):
-    """-> the share of the demo's 500 test questions answered right, greedily."""
-    from grpo.models import load_tokenizer, prompt_ids
-    from grpo.sampling.policy import load_policy
-    from grpo.sampling.sampler import sample_groups
-    from tasks import arithmetic as task
-
-    policy = load_policy(str(folder), load_tokenizer(str(folder)), "float32")
-    items = task.load("test")
-    groups = sample_groups(
-        policy.model,
-        [prompt_ids(policy.tokenizer, task.messages(item)) for item in items],
-        group_size=1,
-        max_new_tokens=24,
-        temperature=0,
-        eos_ids=policy.eos_ids,
-        vocab_size=policy.vocab_size,
-        generator=None,
-    )
-    right = [
-        task.rewards(item, policy.text(c))["correctness"] > 0
-        for item, (c,) in zip(items, groups, strict=True)
-    ]
-    return sum(right) / len(right)
-
-
-def row(python, case, model):
+def row(python, case, model, out):
     """-> (the table's cells of a case, TRL's versions)."""
     os.environ["COUNTING_PROMPT_TOKENS"] = str(CASES[case][2])
-    steps = CASES[case][-1]
-    ours = [run_ours(case, model, steps, ranks) for ranks in RANKS]
-    theirs = [run_trl(python, case, model, steps, ranks) for ranks in RANKS]
-    (seconds, parts, mine), (their_seconds, their, versions) = (
+    steps, ranks = CASES[case][-1], RANKS[:1] if case == "sums" else RANKS
+    ours = [run_ours(case, model, steps, n) for n in ranks]
+    theirs = [run_trl(python, case, model, steps, n) for n in ranks]
+    if case == "sums":
+        for name, ((_, *found),) in {"ours": ours, "trl": theirs}.items():
+            Path(out).with_name(f"sums_{name}.json").write_text(json.dumps(found))
+    (seconds, parts, _), (their_seconds, _, versions) = (
         min(runs, key=lambda run: run[0]) for runs in (ours, theirs)
     )
-    scores = f"{accuracy(mine):.3f} / {accuracy(their):.3f}" if case == "demo" else ""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share > 0.005)
     times = (", ".join(f"{run[0]:.3f}" for run in runs) for runs in (ours, theirs))
-    return [case, *times, f"{seconds / their_seconds:.2f}", shares, scores], versions
+    return [case, *times, f"{seconds / their_seconds:.2f}", shares], versions
 
 
-def main(python, cases, out):
+def main(python, cases, model, out):
     import torch
 
     torch.set_num_threads(1)
     from counting import make_model
 
     from benchmarks.measure import facts
-    from grpo.tiny_model import warm_start
-    from tasks import arithmetic
 
     lines = ["| case | ours, s a step: 1 rank, 2 | TRL: 1 rank, 2 | best / best |"]
-    lines[0] += " ours by part | accuracy, ours / TRL |"
-    lines += ["|" + "---|" * 6]
+    lines[0] += " ours by part |"
+    lines += ["|" + "---|" * 5]
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder:
         for case in cases:
-            model = Path(folder, "demo" if case == "demo" else "counting")
-            if case == "demo":
-                warm_start(str(model), arithmetic, 0, 800)
-            elif not model.exists():
+            if case != "sums" and not (model := Path(folder, "counting")).exists():
                 make_model(str(model))
-            cells, versions = row(python, case, str(model))
+            cells, versions = row(python, case, str(model), out)
             lines.append("| " + " | ".join(cells) + " |")
             print(lines[-1], flush=True)
     text = "\n".join(
@@ -283,9 +274,12 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["trl", *arguments]:
             trl(*arguments)
+        case [python, "sums", model, out, *steps]:
+            CASES["sums"] = (*CASES["sums"][:-1], *map(int, steps or [20]))
+            main(python, ["sums"], model, out)
         case [python, *rest]:
-            chosen = [name for name in rest if name in CASES] or list(CASES)
+            chosen = [name for name in rest if name in CASES] or ["mixed", "short"]
             files = [name for name in rest if name not in CASES]
-            main(python, chosen, files[0] if files else None)
+            main(python, chosen, None, files[0] if files else None)
         case _:
             sys.exit(__doc__)
