@@ -5,23 +5,32 @@
 
 It makes the folder of SmolLM2-135M-Instruct (grpo/smollm2.py), and starts ref_server.py and
 grpo_ref_split.py with presets/smollm2.py. The trainer evaluates before and after. Then the curve is
-drawn, and three test questions are answered by both models. Ctrl-C ends the demo once the step is
-saved, and the same command resumes.
+drawn, three test questions are answered by both models, and the result is printed as lines for an
+issue. Ctrl-C ends the demo once the step is saved, and the same command resumes.
 """
 
+import os
+import platform
 import signal
 import sys
+import textwrap
 import time
 from pathlib import Path
+from statistics import median
 
 from grpo.constants import begin, read_words
 
 if __name__ == "__main__":
     begin()  # before torch is imported
 
+import torch
+import transformers
+
 import plot
 from demo import greedy_answers, train_and_serve
 from grpo import smollm2
+from grpo.devices import accelerator
+from grpo.training.report import commit
 from presets import smollm2 as preset
 from tasks import sums
 
@@ -34,6 +43,24 @@ def show_answers(model, final, questions):
     print("| question | before | after |\n|---|---|---|")
     for row in zip(questions, before, after, strict=True):
         print("| " + " | ".join(" ".join(text.split()) for text in row) + " |")
+
+
+def result(records):
+    """Returns the run's result, and what it ran on, as lines for an issue."""
+    steps = [record for record in records if "loss" in record]
+    shown = [
+        f"{r['eval_accuracy']:.3f} at step {r['step']}" for r in records if "eval_accuracy" in r
+    ]
+    seconds, tokens = (median(r[name] for r in steps) for name in ("seconds", "tokens_per_second"))
+    k3 = max(r["sampler_k3"] for r in steps)
+    name = accelerator()
+    device = torch.get_device_module(name).get_device_name() if name else platform.machine()
+    lines = f"""greedy accuracy on test questions: {", ".join(shown)}
+{seconds:.1f} s a step, {tokens:.0f} sampled tokens a second (medians of {len(steps)} steps)
+sampler_k3 {k3:.0e} at most, kl {steps[-1].get("kl", 0):.2f} at the end
+{device}, {len(os.sched_getaffinity(0))} cores; code: {commit()}
+torch {torch.__version__}, transformers {transformers.__version__}"""
+    return textwrap.indent(lines, "    ")
 
 
 def main(**constants):
@@ -49,12 +76,13 @@ def main(**constants):
         shared = {name: constants.pop(name) for name in SHARED if name in constants}
         train_and_serve("smollm2", shared, constants, threads={})  # on all cores
     plot.plot(run_dir)
-    records = [record for record in plot.read(run_dir) if "eval_accuracy" in record]
     show_answers(model, final, [item["question"] for item in sums.load("test")[:3]])
-    shown = ", ".join(f"{r['eval_accuracy']:.3f} after step {r['step']}" for r in records)
-    print(f"\nGreedy accuracy on test questions: {shown}.")
-    print(f"Model: {final}   curve: {run_dir}/curves.png   samples: {run_dir}/samples.jsonl")
-    print(f"This command took {(time.perf_counter() - started) / 60:.1f} minutes.")
+    print(f"\nModel: {final}   curve: {run_dir}/curves.png   samples: {run_dir}/samples.jsonl")
+    print(f"This command took {(time.perf_counter() - started) / 60:.1f} minutes. Its result,")
+    print(
+        "please paste it into an issue if the machine is not in benchmarks/results/real_model.md:\n"
+    )
+    print(result(plot.read(run_dir)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     make pictures                                                # the runs, then the curve
     .venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
+    .venv/bin/python -m docs.picture real runs/smollm2_? runs/smollm2_shuffled    # docs/real.png
     .venv/bin/python -m docs.picture tools runs/tools_?/*    # docs/tools.png
     .venv/bin/python -m docs.picture loop runs/demo          # docs/loop.png
 
@@ -75,10 +76,10 @@ def draw_loop(samples):
 
 # --- Runs -------------------------------------------------------------------------------
 STYLES = {  # by the end of a folder's name: colour, what its labels begin with, questions
-    "shuffled": ("tab:gray", "control, rewards shuffled: ", "500 unseen"),
+    "shuffled": ("tab:gray", "control, rewards shuffled: ", "{} unseen"),
     "calculator": ("tab:orange", "calculator: ", "300 unseen"),
     "guess": ("tab:green", "guess: ", "all 7"),
-    "": ("tab:blue", "", "500 unseen"),
+    "": ("tab:blue", "", "{} unseen"),
 }
 CURVES = {  # metric: label and style
     "eval_accuracy": ("greedy, {} questions", {"marker": "o", "linewidth": 1.6}),
@@ -86,7 +87,7 @@ CURVES = {  # metric: label and style
 }
 
 
-def draw(folders, target):
+def draw(folders, target, unseen=500):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
@@ -96,20 +97,20 @@ def draw(folders, target):
         records = plot.read(folder)
         color, before, number = next(s for end, s in STYLES.items() if folder.endswith(end))
         for metric, (label, style) in CURVES.items():
-            label = before + label.format(number)
+            label = before + label.format(number.format(unseen))
             points = [(r["step"], r[metric]) for r in records if metric in r]
             shown = "_" if label in named else label
             ax.plot(*zip(*points, strict=True), color=color, label=shown, **style)
             named.add(label)
     ax.set(xlabel="step (optimiser update)", ylabel="accuracy", ylim=(0, 1.02))
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=8, loc=(0.46, 0.42))
+    ax.legend(fontsize=8, loc="best")
     figure.savefig(target, dpi=110)
 
 
 def main(folders):
-    if folders[0] == "tools":
-        return draw(folders[1:], FOLDER / "tools.png")
+    if folders[0] in ("real", "tools"):
+        return draw(folders[1:], FOLDER / f"{folders[0]}.png", 200)
     if folders[0] == "loop":
         return draw_loop(chosen(folders[1]))
     draw(folders, FOLDER / "demo.png")

@@ -149,5 +149,5 @@ def test_the_demo_stops_at_ctrl_c_resumes_and_shows_both_models(tiny, tmp_path):
     saved = int(re.search(r"stopped by SIGINT; step (\d+) is saved", printed)[1])
     again = subprocess.run([*command, f"STEPS={saved + 2}"], check=True, timeout=120, **options)
     assert re.search(f"resumes from .*step_{saved:06d}", again.stdout), again.stdout
-    assert re.search(rf"0\.\d+ after step 0, .*after step {saved + 2}\.", again.stdout)
+    assert re.search(rf"0\.\d+ at step 0, .*at step {saved + 2}\n", again.stdout)
     assert again.stdout.count("How many") >= 3 and (run / "curves.png").exists()
