@@ -12,7 +12,9 @@ also ends if a process dies. Reward processes always end with the process that s
 """
 
 import contextlib
+import ctypes
 import faulthandler
+import functools
 import importlib.util
 import multiprocessing
 import os
@@ -21,6 +23,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -31,6 +34,7 @@ from grpo.stop import end_with_parent
 
 ROOT = Path(__file__).parents[2]
 IMPORT_SECONDS = 600  # time limit of the task's import, which may load a judge model
+GRACE_SECONDS = 10  # from the time limit until code that does not stop is ended with its process
 
 
 # --- A task's mistakes -----------------------------------------------------------------
@@ -50,8 +54,7 @@ def called(name, function, must, call, holds=lambda got: True):
     try:
         got = call()
     except TooSlow as error:
-        slow = f"took {str(error).rpartition(' took ')[2]}"
-        raise TaskError(name, function, slow, SOONER) from None
+        raise TaskError(name, function, f"took more than {error.seconds} s", SOONER) from None
     except TaskError:  # of a call within this one
         raise
     except (Exception, SystemExit) as error:
@@ -79,32 +82,59 @@ def task_file(name):
 class TooSlow(BaseException):
     """A call took too long. Not an Exception: a task that catches those must not hide it."""
 
+    def __init__(self, what, seconds):
+        super().__init__(f"{what} took more than {seconds} s")
+        self.seconds = seconds
+
 
 # --- In place -------------------------------------------------------------------------
 @contextlib.contextmanager
 def timely(seconds, what):
     """Raises TooSlow in the block after `seconds`, and logs every 10 s what it waits for. If the
     code never returns to Python, or sets its own alarm as math-verify's time limits do, the process
-    ends with its traceback 10 s after the limit. Sets no limit outside the main thread; blocks do
-    not nest."""
+    ends with its traceback GRACE_SECONDS after the limit (Linux). Sets no limit outside the main
+    thread; blocks do not nest."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    start, set_watchdog = time.monotonic(), watchdog()
 
-    def late(*_):
-        raise TooSlow(f"{what} took more than {seconds} s")
+    def ring(*_):
+        waited = time.monotonic() - start
+        if waited > seconds - 0.01:
+            raise TooSlow(what, seconds)
+        log.tell(f"waited {waited:.0f} s so far for {what}")
+        signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds - waited))
 
-    before = signal.signal(signal.SIGALRM, late)
-    # This uses a C thread, which runs even while other threads hold the interpreter
-    faulthandler.dump_traceback_later(seconds + 10, exit=True, file=sys.__stderr__)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGALRM, ring)
+    set_watchdog(seconds + GRACE_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds))
     try:
-        with log.announced(what):
-            yield
+        yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        faulthandler.cancel_dump_traceback_later()
+        set_watchdog(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@functools.cache
+def watchdog():
+    """Returns set_watchdog(seconds): after so many (0: never) this process prints the traceback of
+    all threads and dies of SIGVTALRM, even if C code holds the interpreter. It is one timer of the
+    kernel. faulthandler's own is a thread for each call: to start and join it took four times as
+    long as to reward a group of the demo."""
+    if sys.platform != "linux":
+        return lambda seconds: None
+    faulthandler.register(signal.SIGVTALRM, sys.__stderr__, chain=True)
+    library, timer = ctypes.CDLL("librt.so.1"), ctypes.c_void_p()
+    event = (ctypes.c_int * 16)(0, 0, signal.SIGVTALRM)  # struct sigevent
+    library.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer))
+
+    def set_watchdog(seconds):
+        times = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))  # itimerspec
+        library.timer_settime(timer, 0, times, None)
+
+    return set_watchdog
 
 
 # --- In processes ---------------------------------------------------------------------
@@ -162,7 +192,7 @@ def ask(process, connection, seconds, job=None):
             connection.send(job)
         if not connection.poll(seconds):
             end(process)
-            raise TooSlow(f"took more than {seconds} s, so its process was killed")
+            raise TooSlow("its process, which was killed,", seconds)
         value, error = connection.recv()
     except (EOFError, OSError):
         raise RuntimeError(f"its process has ended: {end(process)}") from None
