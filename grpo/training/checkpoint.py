@@ -148,7 +148,8 @@ def write_own(run, trainer):
     own["torch"] = torch.get_rng_state().tolist()
     files = [trainer / f"optimizer_{rank}.pt", trainer / f"rank_{rank}.json"]
     # Not engine.save_checkpoint: that writes the model too, and load_checkpoint reads it everywhere
-    torch.save(run.engine.optimizer.state_dict(), files[0])
+    with open(files[0], "wb") as file:  # a Python file, whose OSError says why a write failed
+        torch.save(run.engine.optimizer.state_dict(), file)
     files[1].write_text(json.dumps(own))
     return files
 

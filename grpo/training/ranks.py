@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import time
+import traceback
 from collections import Counter
 from datetime import timedelta
 
@@ -168,7 +169,10 @@ def explained():
     except RunFailed as failure:
         raise failure.__cause__ or SystemExit(str(failure)) from None
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        # gloo's errors have no type of their own, but they come out of torch.distributed
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        of_torch = frame.f_globals["__name__"].startswith("torch.distributed.")
+        if not isinstance(error, dist.DistError) and not (of_torch and type(error) is RuntimeError):
             raise
         raise RuntimeError(
             "another rank has ended, and its output says why, or its machine does not answer. Start"

@@ -55,8 +55,9 @@ def naming_run_dir(folder):
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "enforce fail" not in str(error):
-            raise  # torch.save's error on a full disk is "[enforce fail at ...] unexpected pos"
+        # On a full disk torch.save raises a RuntimeError while it handles the file's OSError
+        if isinstance(error, RuntimeError) and not isinstance(error.__context__, OSError):
+            raise
         raise SystemExit(
             f"RUN_DIR = {str(folder)!r} can't be written ({error}): is its disk full or read-only?"
             " Free some space, or choose another RUN_DIR; a run resumes from what it has saved"
