@@ -167,7 +167,8 @@ class VLLMPolicy:
 
     def close(self):
         """Stops the engine, but keeps the trainer's process group, which vLLM would destroy with
-        its own. At exit vLLM would do that after the trainer, and print a traceback."""
+        its own; at exit it would do that after the trainer, and print a traceback. vLLM has no
+        setting for that, so torch's function destroys no group but a given one meanwhile."""
         destroy = torch.distributed.destroy_process_group
         torch.distributed.destroy_process_group = lambda group=None: group and destroy(group)
         try:
@@ -277,7 +278,8 @@ def quiet_and_undone(parallel):
     finally:
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
-        os.environ.clear()
+        for name in os.environ.keys() - environment:  # other threads never see it empty
+            del os.environ[name]
         os.environ.update(environment)
 
 

@@ -125,7 +125,9 @@ class SharedCache(Cache):
     def update(self, keys, values, layer_idx, *args, **kwargs):
         """Takes the next token's keys and values, (S, K, 1, D)."""
         self.layers[layer_idx].write(keys[:, :, 0], values[:, :, 0], self.slots)
-        keys.shared = self.layers[layer_idx], self.slots  # shared_attention finds them there
+        # transformers gives its attention functions the keys, but no cache: the keys carry it. If a
+        # model makes other keys of them, shared_attention refuses it, and choice.py finds that out
+        keys.shared = self.layers[layer_idx], self.slots
         return keys, values
 
 
