@@ -79,6 +79,26 @@ def diagnose(folder):
     return {"true equation": true / len(items), "right operator": right / len(items)}
 
 
+# --- Its folder ---------------------------------------------------------------------
+def claim(folder):
+    """Deletes an earlier demo's files. Returns a lock that keeps other demos out of the folder.
+    SystemExit, and nothing is deleted, if a run uses the folder or no demo has made it."""
+    mark = Path(folder, ".demo")
+    if not mark.exists() and mark.parent.exists() and any(mark.parent.iterdir()):
+        raise SystemExit(
+            f"DEMO_RUN_DIR = {folder!r} holds files that no demo has made: move them elsewhere, or"
+            " set the environment variable DEMO_RUN_DIR to another folder"
+        )
+    lock = lock_run(folder, mark.name)
+    with lock_run(folder):
+        for path in mark.parent.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name not in (mark.name, ".lock"):
+                path.unlink()
+    return lock
+
+
 # --- Processes ----------------------------------------------------------------------
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -128,11 +148,9 @@ def train_and_serve(name, shared, own, threads=ONE_THREAD):
 def main(seed, rewards="plain"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # also if a shell's `&` ignores Ctrl-C
     started = time.perf_counter()
-    lock_run(RUN_DIR).close()  # ends if another demo runs, whose files must stay
-    shutil.rmtree(RUN_DIR)
-    with lock_run(RUN_DIR):
-        print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
-        warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
+    _lock = claim(RUN_DIR)  # to the end
+    print(f"1. warm start: a tiny Qwen2 learns from sloppy examples (seed {seed})", flush=True)
+    warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
     print("2. GRPO: ref_server.py and grpo_ref_split.py start, which takes about 15 s", flush=True)
     task = "shuffled" if rewards == "shuffled" else preset.TASK
     own = {"RUN_DIR": RUN_DIR, "SEED": seed, "STEPS": STEPS, "TASK": task}

@@ -39,13 +39,22 @@ def start_demo(folder, steps):
         signal.signal(signal.SIGINT, handler)
 
 
-def test_a_demo_leaves_the_files_of_another_that_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "RUN_DIR", str(tmp_path))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    (tmp_path / "kept").touch()
-    with lock_run(tmp_path), pytest.raises(SystemExit, match="another trainer is running"):
-        demo.main(0)
-    assert (tmp_path / "kept").exists()
+def test_a_demo_deletes_only_what_an_earlier_one_has_made(tmp_path):
+    run, kept = tmp_path / "run", tmp_path / "run/step_000001/kept"
+    with demo.claim(str(run)):
+        kept.parent.mkdir()
+        kept.touch()
+        (run / "final").symlink_to("step_000001")
+        with pytest.raises(SystemExit, match="another trainer is running"):
+            demo.claim(str(run))  # a demo that runs at the same time
+    with lock_run(run), pytest.raises(SystemExit, match="another trainer is running"):
+        demo.claim(str(run))
+    assert kept.exists()
+    demo.claim(str(run)).close()
+    assert sorted(os.listdir(run)) == [".demo", ".lock"]
+    with pytest.raises(SystemExit, match="DEMO_RUN_DIR .* no demo has made"):
+        demo.claim(str(tmp_path))
+    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):

@@ -85,11 +85,11 @@ def check_run_dir(folder, resume):
     return str(datetime.date.today())
 
 
-def lock_run(folder):
+def lock_run(folder, name=".lock"):
     """Returns a file that stays locked until it is closed or this process ends. SystemExit if
     another trainer holds the lock: the two would undo each other's steps."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    file = open(Path(folder, ".lock"), "w")  # noqa: SIM115
+    file = open(Path(folder, name), "w")  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
