@@ -177,6 +177,7 @@ def read_blob(blob, what, dtypes, optional=frozenset()):
         (size,) = struct.unpack_from("<Q", blob)
         header = json.loads(blob[8 : 8 + size])
         meta = dict(json.loads((header.get("__metadata__") or {}).get("grpo", "{}")))
+        json.dumps(meta, ensure_ascii=False).encode()  # half a surrogate pair could not be logged
     # What a made-up header raises in safetensors, torch and json (RecursionError is a RuntimeError)
     except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
         raise ValueError(f"not a safetensors blob {what}: {error!r:.500}") from error

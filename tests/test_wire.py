@@ -171,6 +171,7 @@ BAD = [
     {"policy_version": "7"},
     {"item": None},
     {"run": ["run"]},
+    {"id": "\ud800"},
     {"skipped": [1]},
     {"skipped": {"groups": "2"}},
     {"skipped": {"groups": 10**400}},
