@@ -116,7 +116,6 @@ class Trainer(Client):
     def fetch(self, record, path):
         """Downloads the policy of `record` to `path`. Returns False if it is no longer served, or
         if the connection breaks."""
-        path.unlink(missing_ok=True)  # not emptied: vLLM may still have the old file mapped
         where = f"/policy/{record['sha256']}"
         reply = self.call("GET", where, timeout=60, expected=[404], stream=True)
         if reply.status_code == 404:

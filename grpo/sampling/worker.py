@@ -13,7 +13,6 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 
 import safetensors.torch
 
@@ -35,26 +34,25 @@ def run_worker(policy, recipe, name=None):
     differ.
     """
     worker = Worker(policy, recipe, name or own_name())
-    with tempfile.TemporaryDirectory(prefix="grpo-worker-") as folder:
-        wait, fresh = None, False  # fresh: the loaded policy has not sampled yet
-        while True:
-            record, room = worker.trainer.policy(worker.name)  # waits while the trainer is away
-            if record is None:
-                why = "it has not published a policy yet"
-            elif worker.lacks(record) and not fresh:  # else it might load for ever
-                if fresh := worker.load(record, Path(folder, "policy")):
-                    continue
-                why = "a newer policy replaced the requested one, or its download was interrupted"
-            elif room:
-                worker.sample(room)
-                wait, fresh = None, False
+    wait, fresh = None, False  # fresh: the loaded policy has not sampled yet
+    while True:
+        record, room = worker.trainer.policy(worker.name)  # waits while the trainer is away
+        if record is None:
+            why = "it has not published a policy yet"
+        elif worker.lacks(record) and not fresh:  # else it might load for ever
+            if fresh := worker.load(record):
                 continue
-            else:
-                why = "it already has all groups for its next step"
-            fresh = False
-            policy.rest()
-            wait = wait or Wait(f"the trainer at {worker.trainer.url} to have room")
-            wait.sleep(why, pause=0.2)
+            why = "a newer policy replaced the requested one, or its download was interrupted"
+        elif room:
+            worker.sample(room)
+            wait, fresh = None, False
+            continue
+        else:
+            why = "it already has all groups for its next step"
+        fresh = False
+        policy.rest()
+        wait = wait or Wait(f"the trainer at {worker.trainer.url} to have room")
+        wait.sleep(why, pause=0.2)
 
 
 def own_name():
@@ -83,20 +81,22 @@ class Worker:
         self.loaded = record
         return False
 
-    def load(self, record, path):
-        """Fetches a policy to `path`, loads it, and checks its log-probs. Returns False if the
-        trainer does not have it any more, or if the connection breaks."""
+    def load(self, record):
+        """Fetches a policy, loads it, and checks its log-probs. Returns False if the trainer does
+        not have it any more, or if the connection breaks."""
         date = record["settings"].get("date")
         if date and date != self.recipe.date:  # the run's date, not this worker's day
             self.recipe.change_date(date, self.policy.tokenizer)
             self.order.epoch = None  # it has the prompts of the other date
         check_settings(record["settings"], self.recipe.settings())
         version, started = record["version"], time.perf_counter()
-        if not self.trainer.fetch(record, path):
-            return False
+        # Without a name: a worker that is killed leaves no gigabytes behind
+        with tempfile.TemporaryFile() as file:
+            path = f"/proc/self/fd/{file.fileno()}"
+            if not self.trainer.fetch(record, path):
+                return False
+            weights = safetensors.torch.load_file(path)  # mapped, also when the file is closed
         try:
-            weights = safetensors.torch.load_file(path)
-            path.unlink()  # a worker that is killed would leave gigabytes behind
             self.policy.load(weights)
         except ValueError as error:
             raise SystemExit(f"policy {version} does not fit this MODEL: {error}") from error

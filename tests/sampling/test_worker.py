@@ -3,6 +3,7 @@ process, behind a real socket."""
 
 import contextlib
 import math
+import os
 from collections import Counter
 from itertools import islice
 from types import SimpleNamespace
@@ -340,16 +341,20 @@ def test_a_worker_goes_on_with_a_trainer_that_has_resumed(tmp_path, monkeypatch)
 
 
 def test_a_worker_leaves_no_file(side, monkeypatch, tmp_path):
-    """Not even one that is killed: the file goes as soon as it is loaded."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    found = []
+    """Not even one that is killed while it fetches a policy: its file has no name."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    found, plain = [], worker_module.safetensors.torch.load_file
 
-    def look():
-        found.extend(path for path in tmp_path.glob("grpo-worker-*/*"))
+    def load_file(path):
+        found.append((os.path.getsize(path) > 0, os.listdir(folder)))
+        return plain(path)
 
-    Script(monkeypatch, go_on, look, look)
+    monkeypatch.setattr(worker_module.safetensors.torch, "load_file", load_file)
+    Script(monkeypatch, go_on, go_on)
     run(side)
-    assert found == [] and not list(tmp_path.glob("grpo-worker-*"))
+    assert found == [(True, [])]
 
 
 # --- With a model -----------------------------------------------------------------------
