@@ -137,6 +137,14 @@ def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeyp
         AttentionInterface.register(decode.SHARED, decode.shared_attention)
 
 
+def test_special_tokens_take_no_part_in_the_trial():
+    """They are the first or the last ids, and often untrained."""
+    model = tiny_model("qwen2")
+    embedding = model.get_input_embeddings().weight.data
+    embedding[1:21] = embedding[-21:] = torch.nan  # 0 is padding
+    assert is_right(LlamaDecoder, model)
+
+
 # --- The step of our own -----------------------------------------------------------
 @pytest.mark.parametrize("family", sorted(OWN_STEP))
 @pytest.mark.parametrize("part", ["norm", "rotated"])
