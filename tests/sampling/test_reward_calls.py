@@ -224,6 +224,8 @@ def test_a_task_that_can_not_be_imported_there_is_said(tmp_path):
 def test_rewards_are_not_waited_for_in_silence(number, monkeypatch, capsys):
     monkeypatch.setattr(log, "SPEAK_SECONDS", 0.4)
     with processes(number) as recipe:
+        rewarded(recipe, "sleep 0")  # once its processes have started
+        capsys.readouterr()
         rewarded(recipe.others(GROUP_SIZE=1), "sleep 1")
     assert capsys.readouterr().err.count("tasks/fake.py's rewards of question '?'") == 2
 
