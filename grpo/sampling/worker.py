@@ -92,7 +92,7 @@ class Worker:
         version, started = record["version"], time.perf_counter()
         # Without a name: a worker that is killed leaves no gigabytes behind
         with tempfile.TemporaryFile() as file:
-            path = f"/proc/self/fd/{file.fileno()}"
+            path = f"/dev/fd/{file.fileno()}"
             if not self.trainer.fetch(record, path):
                 return False
             weights = safetensors.torch.load_file(path)  # mapped, also when the file is closed
