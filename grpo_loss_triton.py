@@ -1,19 +1,18 @@
-"""The GRPO loss of grpo/loss.py, with the same names and results, without the full logits.
+"""linear_logps of grpo/loss.py, with the same signature, without the full logits.
 
 How it avoids the logits. For N = 4096 tokens of Qwen2.5 the logits (N, V') take 1.2 GB in
 bf16, and plain torch holds them three to seven times (float32, softmax, gradients). Here the tokens
 pass the LM head W in chunks of C, which share one buffer Z:
 
-    Z     = H_c W^T   (C, V')  a matrix product: the logits of the chunk's tokens
-    Z    <- dZ        (C, V')  `row_kernel`: their log-probs and, in place, the logits' gradient
-    dH_c  = dZ W      (C, H)   a matrix product: the gradient of the hidden states
-    dW   += dZ^T H_c  (V', H)  a matrix product: the gradient of the head
+    forward    Z     = H_c W^T   (C, V')  a matrix product: the logits of the chunk's tokens
+               logps, entropies           `forward_kernel` reads Z once
+    backward   Z     = H_c W^T   (C, V')  the same product again, as the logits were not kept
+               Z    <- dZ        (C, V')  `backward_kernel`: the logits' gradient, in place
+               dH_c  = dZ W      (C, H)   a matrix product: the gradient of the hidden states
+               dW   += dZ^T H_c  (V', H)  a matrix product: the gradient of the head
 
 For a bf16 model Z is float32, as the logits of sampler and server are, and dZ is a second matrix in
-bf16. Memory holds only dH, dW, Z and dZ. All four steps run in the forward pass. This is possible
-because the loss is a sum over tokens: a token's logits alone determine their gradient, up to the
-factor that `backward` receives. Tokens of weight 0 (padding) are removed first. Without Triton,
-class Rows uses torch.
+bf16. Memory holds only dH, dW, Z and dZ.
 
 The derivation. For a token with logits z = W h, temperature tau and sampled id y:
 
@@ -22,32 +21,28 @@ The derivation. For a token with logits z = W h, temperature tau and sampled id 
     dz = slope (1[v = y] - p) / tau             where slope = d loss / d logp, one number a token
     entropy = log sum_v exp(z_v / tau) - sum_v p_v z_v / tau
 
-Only the slope depends on the objective (see `row_kernel`). With GSPO the slope needs all tokens of
-the sequence. Then linear_logps returns the log-probs, autograd finds the slopes, and the backward
-pass computes the logits again: four matrix products and the same memory.
+The objective is in no line of this file: autograd computes the slopes from policy_loss, and brings
+them to the backward pass. test_qiudao.py works an example by hand (lesson 10).
 """
 
 import functools
 import math
 import warnings
-from collections import namedtuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from grpo.devices import is_nvidia, is_out_of_memory
-from grpo.loss import MAX_LOG_RATIO, policy_loss, trained_tokens
 
 try:
     import triton
     import triton.language as tl
-except ImportError:  # not Linux, or torch without CUDA: class Rows uses torch
+except ImportError:  # not Linux, or torch without CUDA: torch_forward and torch_backward
     triton = None
 
 # Memory of a chunk's logits and their gradient on a GPU: 1152 tokens of Qwen2.5 at 6 bytes a logit.
 # A chunk reads the head twice and dW once more; from about 1024 tokens on the matrix products take
-# longer than that (computed). A larger chunk only needs more memory. On a CPU a chunk is as large
-# as dW.
+# longer than that (computed). On a CPU a chunk is as large as dW.
 CHUNK_BYTES = 1 << 30
 # Up to this many chunks dW is summed in the head's dtype, beyond it in float32, with a second copy
 # of dW. Relative error in bf16: 2.3e-3 with one product, 3.1e-3 over 4 chunks, 6.7e-3 over 32
@@ -55,121 +50,100 @@ CHUNK_BYTES = 1 << 30
 CHUNKS_IN_OWN_DTYPE = 4
 
 
-# --- What the trainer and the server call -------------------------------------------
-def grpo_loss(
-    hidden, head, ids, old_logps, ref_logps, advantages, weights, *,
-    clip_low, clip_high, kl_beta, objective="clip", unbiased_kl=False,
-    sampler_logps=None, is_cap=0.0, is_mask=False, ratio_cap=0.0, sequences=None,
-    temperature=1.0, vocab_size=None,
-):  # fmt: skip
-    """Returns (loss, stats) of grpo.loss.grpo_loss, differentiable in `hidden` and `head`.
-
-    The forward pass computes the gradients, and they can be used once: a second backward through
-    the same loss raises RuntimeError. A frozen head (LoRA) costs no matrix product and no memory.
-    """
-    (hidden, ids, *tokens), restore = trained_tokens(
-        weights, hidden, ids, old_logps, ref_logps, advantages, weights, sampler_logps, sequences
-    )
-    numbers = clip_low, clip_high, kl_beta, objective, unbiased_kl, is_cap, is_mask, ratio_cap
-    given = LossArguments(*tokens, *numbers)
-    rows = Rows(hidden, head, ids, temperature, vocab_size, use_triton(hidden), given)
-    if sequences is None:
-        loss = FusedLoss.apply(hidden, head, rows, torch.is_grad_enabled())
-        logps, stats = rows.logps, rows.stats
-    else:
-        logps = LinearLogps.apply(hidden, head, rows)
-        loss, stats = rows.loss(logps)
-    return loss, restore(stats | {"logps": logps.detach(), "entropy": rows.entropy})
-
-
+# --- What trainer, sampler and server call ------------------------------------------
 def linear_logps(hidden, head, ids, *, temperature=1.0, vocab_size=None, entropy=False):
-    """Returns the same as grpo.loss.linear_logps. The backward pass computes the logits again."""
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    rows = Rows(flat, head, ids.reshape(-1), temperature, vocab_size, use_triton(flat))
-    logps = LinearLogps.apply(flat, head, rows).view(ids.shape)
-    return (logps, rows.entropy.view(ids.shape)) if entropy else logps
-
-
-# --- Autograd -----------------------------------------------------------------------
-class FusedLoss(torch.autograd.Function):
-    """hidden, head -> loss; the gradients of the two are finished in the forward pass."""
-
-    @staticmethod
-    def forward(ctx, hidden, head, rows, grad_enabled):
-        needs = [needed and grad_enabled for needed in ctx.needs_input_grad[:2]]
-        ctx.grads = through_head(hidden, head, rows, needs)
-        loss, rows.stats = rows.loss(rows.logps)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream):
-        if ctx.grads is None:
-            raise RuntimeError("grpo_loss: call backward once; an earlier call used its gradients")
-        grads, ctx.grads = ctx.grads, None
-        return *(grad if grad is None else grad.mul_(upstream) for grad in grads), None, None
+    """Returns the same as grpo.loss.linear_logps. The backward pass computes the logits again. A
+    frozen head (LoRA) then costs no product and no memory for its gradient."""
+    flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()  # given logits may have gaps
+    width = flat.shape[1] if head is None else len(head)
+    vocab = width if vocab_size is None else vocab_size
+    if not 0 < vocab <= width:
+        raise ValueError(f"vocab_size = {vocab_size} must be 1 to {width} (the logits)")
+    found = LinearLogps.apply(flat, head, ids.reshape(-1).contiguous(), temperature, vocab)
+    logps, entropies = (values.view(ids.shape) for values in found)
+    return (logps, entropies) if entropy else logps
 
 
 class LinearLogps(torch.autograd.Function):
-    """hidden, head -> logps; the backward pass computes the logits again."""
+    """hidden (N, H), head, ids (N,) -> logps, entropies (N,); the latter have no gradient."""
 
     @staticmethod
-    def forward(ctx, hidden, head, rows):
-        through_head(hidden, head, rows, (False, False))
-        ctx.save_for_backward(hidden, head)
-        ctx.rows = rows
-        logps, rows.logps = rows.logps, None  # a cycle would never be freed
-        return logps
+    def forward(ctx, hidden, head, ids, temperature, vocab):
+        ctx.settings, ctx.in_triton = (temperature, vocab), use_triton(hidden)
+        run = triton_forward if ctx.in_triton else torch_forward
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        # top is the largest logit, log_sum the log of sum exp((z - top) / tau). One number for both
+        # would round log_sum away where logits are large, and logps to above 0
+        found = [hidden.new_empty(len(hidden), dtype=exact) for _ in range(4)]
+        for part, logits, _ in chunks(hidden, head):
+            run(logits, ids[part], *(values[part] for values in found), *ctx.settings)
+        logps, entropies, tops, log_sums = found
+        ctx.save_for_backward(hidden, head, ids, tops, log_sums)
+        ctx.mark_non_differentiable(entropies)
+        return logps, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, slopes):
-        hidden, head = ctx.saved_tensors
-        ctx.rows.slopes = slopes.contiguous()
-        return *through_head(hidden, head, ctx.rows, ctx.needs_input_grad[:2], forward=False), None
+    def backward(ctx, slopes, _):
+        hidden, head, *of_tokens = ctx.saved_tensors
+        of_tokens.append(slopes.contiguous())
+        run = triton_backward if ctx.in_triton else torch_backward
+        of_hidden, of_head, *_ = ctx.needs_input_grad
+        d_hidden = torch.empty_like(hidden) if of_hidden and head is not None else None
+        d_head = torch.zeros_like(head, dtype=sum_dtype(hidden, head)) if of_head else None
+        for part, logits, d_logits in chunks(hidden, head, backward=True):
+            run(logits, d_logits, *(values[part] for values in of_tokens), *ctx.settings)
+            if head is None:
+                d_hidden = d_logits
+            elif of_hidden:
+                torch.mm(d_logits, head, out=d_hidden[part])
+            if of_head:
+                add_product(d_head, d_logits.t(), hidden[part])
+        return d_hidden, d_head.to(head.dtype) if of_head else None, None, None, None
 
 
 # --- Through the head, in chunks ----------------------------------------------------
-def through_head(hidden, head, rows, needs, forward=True):
-    """Runs `rows` on their logits, chunk by chunk; returns (dH, dW), each None if not needed.
+def chunks(hidden, head, backward=False):
+    """Yields (part, logits, d_logits) for each chunk: which tokens, a slice; their logits (C, V');
+    memory for the gradient of the logits, which is that of the logits unless their dtypes differ.
+    Without `head` the given logits are the only chunk, and are not overwritten.
 
     A bf16 model's logits are float32 on NVIDIA's GPUs (one product) and on a CPU (after casts),
     because rounding them to bf16 would be half of the noise between trainer and sampler. On other
-    GPUs they are bf16. Without `forward`, the softmax of an earlier run is used.
+    GPUs they are bf16.
     """
-    hidden = hidden.contiguous()  # given logits may be a slice, with gaps
-    backward = any(needs)
-    d_hidden = torch.empty_like(hidden) if needs[0] else None
     if head is None:
-        rows.run(hidden, d_hidden, slice(0, len(hidden)), forward=forward, backward=backward)
-        return d_hidden, None
+        yield slice(None), hidden, torch.empty_like(hidden) if backward else None
+        return
+    size, dtype = chunk_rows(hidden, head), logits_dtype(hidden)
+    logits = hidden.new_empty(min(size, len(hidden)), len(head), dtype=dtype)
+    apart = backward and dtype != hidden.dtype  # dZ has the dtype of its two products
+    d_logits = torch.empty_like(logits, dtype=hidden.dtype) if apart else logits
+    for start in range(0, len(hidden), size):
+        h = hidden[start : start + size]
+        add_product(logits[: len(h)], h, head.t(), beta=0)
+        yield slice(start, start + len(h)), logits[: len(h)], d_logits[: len(h)]
+
+
+def logits_dtype(hidden):
     exact = hidden.itemsize == 2 and (hidden.is_cpu or is_nvidia(hidden.device))
-    dtype = torch.float32 if exact else hidden.dtype
-    apart = exact and backward  # dZ is bf16, for its two products
-    chunk = chunk_rows(len(hidden), head, dtype.itemsize + apart * hidden.itemsize)
-    few = len(hidden) <= chunk * CHUNKS_IN_OWN_DTYPE
-    sums = head.dtype if few else torch.promote_types(head.dtype, torch.float32)
-    d_head = torch.zeros_like(head, dtype=sums) if needs[1] else None
-    buffer = hidden.new_empty(min(chunk, len(hidden)), len(head), dtype=dtype)
-    d_buffer = torch.empty_like(buffer, dtype=hidden.dtype) if apart else buffer
-    for start in range(0, len(hidden), chunk):
-        h = hidden[start : start + chunk]
-        part = slice(start, start + len(h))
-        logits, d_logits = buffer[: len(h)], d_buffer[: len(h)]
-        add_product(logits, h, head.t(), beta=0)
-        rows.run(logits, d_logits, part, forward=forward, backward=backward)
-        if needs[0]:
-            torch.mm(d_logits, head, out=d_hidden[part])
-        if needs[1]:
-            add_product(d_head, d_logits.t(), h)
-    return d_hidden, None if d_head is None else d_head.to(head.dtype)
+    return torch.float32 if exact else hidden.dtype
 
 
-def chunk_rows(size, head, itemsize):
-    """Returns the rows per chunk, a multiple of 128, so that all chunks are about equally long."""
+def chunk_rows(hidden, head):
+    """Returns the rows per chunk, a multiple of 128, so that all chunks are about equally long. The
+    two passes have the same chunks, and so the same logits to the last bit."""
+    dtype, count = logits_dtype(hidden), max(1, len(hidden))
+    itemsize = dtype.itemsize + (hidden.itemsize if dtype != hidden.dtype else 0)
     most = max(128, (head.nbytes if head.is_cpu else CHUNK_BYTES) // (len(head) * itemsize))
-    equal = math.ceil(size / math.ceil(max(1, size) / most))
-    return max(128, math.ceil(equal / 128) * 128)
+    equal = math.ceil(count / math.ceil(count / most))
+    return math.ceil(equal / 128) * 128
+
+
+def sum_dtype(hidden, head):
+    """Returns the dtype in which dW is summed over the chunks."""
+    few = len(hidden) <= chunk_rows(hidden, head) * CHUNKS_IN_OWN_DTYPE
+    return head.dtype if few else torch.promote_types(head.dtype, torch.float32)
 
 
 def add_product(total, a, b, beta=1):
@@ -182,227 +156,155 @@ def add_product(total, a, b, beta=1):
         torch.addmm(total, a.float(), b.float(), beta=beta, out=total)
 
 
-# --- Rows: from logits to log-probs, and to their own gradient ----------------------
-# The arguments of policy_loss except logps: tensors (N,) or None, and numbers. Default: no loss.
-LossArguments = namedtuple("LossArguments", [
-    "old_logps", "ref_logps", "advantages", "weights", "sampler_logps", "sequences",
-    "clip_low", "clip_high", "kl_beta", "objective", "unbiased_kl", "is_cap", "is_mask",
-    "ratio_cap",
-], defaults=[*[None] * 6, 0.0, 0.0, 0.0, "clip", False, 0.0, False, 0.0])  # fmt: skip
+# --- From logits to log-probs, and to their gradient: in torch ------------------------
+def torch_forward(logits, ids, logps, entropies, tops, log_sums, temperature, vocab):
+    """Writes the results for logits (C, V') into the four tensors (C,) after `ids`."""
+    for rows, z in slabs(logits, vocab, logps.dtype):
+        tops[rows] = z.amax(1)
+        x = (z - tops[rows, None]).div_(temperature).clamp_(min=-1e4)  # finite
+        p = x.exp()  # exp(log_sum) times the probabilities
+        total, target = p.sum(1), z.gather(1, ids[rows, None]).squeeze(1)
+        log_sums[rows] = log_sum = total.log()
+        logps[rows] = (target - tops[rows]) / temperature - log_sum
+        entropies[rows] = log_sum - torch.linalg.vecdot(p, x) / total
 
 
-class Rows:
-    """What is known of the logits' N rows, one per token: float32 tensors (N,).
-
-    `top` is the largest logit, `log_sum` the log of sum_v exp((z_v - top) / tau): one number would
-    round log_sum away where logits are large, and logps to above 0. `slopes`: d loss / d logp.
-    """
-
-    def __init__(self, hidden, head, ids, temperature, vocab_size, in_triton, given=None):
-        self.width = hidden.shape[1] if head is None else len(head)
-        self.vocab_size = self.width if vocab_size is None else vocab_size
-        if not 0 < self.vocab_size <= self.width:
-            raise ValueError(f"vocab_size = {vocab_size} must be 1 to {self.width} (the logits)")
-        self.ids = ids.contiguous()
-        self.temperature, self.in_triton = temperature, in_triton
-        self.given = given or LossArguments()
-        self.stats = {}  # policy_loss's
-        self.exact = torch.promote_types(hidden.dtype, torch.float32)
-        self.logps, self.entropy, self.top, self.log_sum, self.slopes = (
-            hidden.new_empty(len(hidden), dtype=self.exact) for _ in range(5)
-        )
-
-    def loss(self, logps, part=slice(None)):
-        """Returns policy_loss of the tokens `part`; `logps` are their log-probs."""
-        given = self.given._asdict().items()
-        return policy_loss(logps, **{k: v[part] if torch.is_tensor(v) else v for k, v in given})
-
-    def run(self, logits, grad, part, *, forward, backward):
-        """Does the work of row_kernel on the rows `part`, a slice, given their logits (C, V').
-
-        `forward` finds all but the slopes, `backward` writes the gradient of the logits to `grad`,
-        which may be `logits`; with both, the slopes in between are those of `loss`.
-        """
-        if self.in_triton:
-            return launch(self, logits, grad, part, forward=forward, backward=backward)
-        for rows, z in self.slabs(logits, part):
-            if forward:
-                self.top[rows] = z.amax(1)
-            x = (z - self.top[rows, None]).div_(self.temperature).clamp_(min=-1e4)  # finite
-            p = x.exp()  # exp(log_sum) times the probabilities
-            if forward:
-                total, target = p.sum(1), z.gather(1, self.ids[rows, None]).squeeze(1)
-                self.log_sum[rows] = log_sum = total.log()
-                self.logps[rows] = (target - self.top[rows]) / self.temperature - log_sum
-                self.entropy[rows] = log_sum - torch.linalg.vecdot(p, x) / total
-            if forward and backward:
-                with torch.enable_grad():
-                    logps = self.logps[rows].detach().requires_grad_()
-                    loss, _ = self.loss(logps, rows)
-                (self.slopes[rows],) = torch.autograd.grad(loss, logps)
-            if backward:
-                out = grad[rows.start - part.start :][: len(z)]
-                slope = self.slopes[rows] / self.temperature
-                p.mul_((-slope / self.log_sum[rows].exp())[:, None])
-                out[:, : self.vocab_size] = p.scatter_add_(1, self.ids[rows, None], slope[:, None])
-                out[:, self.vocab_size :] = 0  # the embedding's padding
-
-    def slabs(self, logits, part):
-        """Yields (slice of the rows, their logits (., V)): few, so that their copies fit a CPU's
-        cache; on a GPU without Triton enough to keep it busy, 0.27 GB of float32 for a copy."""
-        size = max(1, (1 << (18 if logits.device.type == "cpu" else 26)) // self.width)
-        for start in range(0, len(logits), size):
-            z = logits[start : start + size, : self.vocab_size].to(self.exact)
-            yield slice(part.start + start, part.start + start + len(z)), z
+def torch_backward(logits, d_logits, ids, tops, log_sums, slopes, temperature, vocab):
+    """Writes the gradient of the logits (C, V') into `d_logits`, which may be `logits`."""
+    for rows, z in slabs(logits, vocab, slopes.dtype):
+        p = (z - tops[rows, None]).div_(temperature).clamp_(min=-1e4).exp_()
+        slope = slopes[rows] / temperature
+        p.mul_((-slope / log_sums[rows].exp())[:, None])
+        d_logits[rows, :vocab] = p.scatter_add_(1, ids[rows, None], slope[:, None])
+        d_logits[rows, vocab:] = 0  # the embedding's padding
 
 
+def slabs(logits, vocab, dtype):
+    """Yields (slice of the rows, their logits (., V)): few, so that their copies fit a CPU's
+    cache; on a GPU without Triton enough to keep it busy, 0.27 GB of float32 for a copy."""
+    size = max(1, (1 << (18 if logits.is_cpu else 26)) // logits.shape[1])
+    for start in range(0, len(logits), size):
+        rows = slice(start, start + size)
+        yield rows, logits[rows, :vocab].to(dtype)
+
+
+# --- The same in Triton: one program handles one row of logits ------------------------
 def use_triton(tensor):
     possible = triton is not None and is_nvidia(tensor.device) and tensor.dtype != torch.float64
-    return possible and kernel_works(tensor.device, tensor.dtype)
+    return possible and kernels_work(tensor.device, tensor.dtype)
 
 
 @functools.cache
-def kernel_works(device, dtype):
-    """Returns whether the kernel runs and agrees with torch. Tries it once, on three rows."""
+def kernels_work(device, dtype):
+    """Returns whether the kernels run and agree with torch. Tries them once, on three rows."""
     z = torch.linspace(-4, 4, 600).view(3, 200).to(device, dtype)
-    results = []
+    ids, settings, results = torch.arange(3, device=device), (0.9, 190), []
+    ways = (torch_forward, torch_backward), (triton_forward, triton_backward)
     try:
-        for in_triton in (False, True):
-            rows = Rows(z, None, torch.arange(3, device=device), 0.9, 190, in_triton)
-            through_head(z, None, rows, (False, False))
-            rows.slopes.fill_(1.0)
-            grad, _ = through_head(z, None, rows, (True, False), forward=False)
-            results.append(torch.cat([rows.logps, rows.entropy, grad.float().flatten()]))
+        for forward, backward in ways:
+            found = [z.new_empty(3, dtype=torch.float32) for _ in range(4)]
+            forward(z, ids, *found, *settings)
+            grad = torch.empty_like(z)
+            backward(z, grad, ids, *found[2:], torch.ones_like(found[0]), *settings)
+            results.append(torch.cat([*found[:2], grad.float().flatten()]))
         gap = (results[0] - results[1]).abs().max().item()
         if not gap < (1e-4 if dtype == torch.float32 else 1e-2):
-            raise ArithmeticError(f"its result differs by {gap:.1g}")
+            raise ArithmeticError(f"their result differs by {gap:.1g}")
     except Exception as why:
         if is_out_of_memory(why):
             raise
-        warnings.warn(f"the Triton kernel fails, so slower torch code runs: {why!r}", stacklevel=2)
+        warnings.warn(f"the Triton kernels fail, so slower torch code runs: {why!r}", stacklevel=2)
         return False
     return True
 
 
-# --- The kernel ---------------------------------------------------------------------
+def triton_forward(logits, ids, logps, entropies, tops, log_sums, temperature, vocab):
+    constants = constants_of(logits, temperature, vocab)
+    forward_kernel[(len(logits),)](logits, ids, logps, entropies, tops, log_sums, **constants)
+
+
+def triton_backward(logits, d_logits, ids, tops, log_sums, slopes, temperature, vocab):
+    constants = constants_of(logits, temperature, vocab)
+    backward_kernel[(len(logits),)](logits, d_logits, ids, tops, log_sums, slopes, **constants)
+
+
+def constants_of(logits, temperature, vocab):
+    """Returns what is fixed when a kernel is compiled. A program reads 16 KB at once, at most."""
+    width, itemsize = logits.shape[1], logits.element_size()
+    block = min(16384 // itemsize, triton.next_power_of_2(width))
+    sizes = {"VOCAB": vocab, "WIDTH": width, "BLOCK": block, "INV_TAU": 1 / temperature}
+    return sizes | {"num_warps": max(1, block * itemsize // 1024)}
+
+
 if triton:
+    LOG2E = tl.constexpr(1.4426950408889634)
 
     @triton.jit
-    def row_kernel(
-        logits, grad,  # (C, WIDTH), any float dtype; may be the same memory
-        ids,  # (C,) int64; all that follow are float32 (C,)
-        logps, entropies, tops, log_sums, slopes,
-        old_logps, ref_logps, advantages, weights, sampler_logps,
-        VOCAB: tl.constexpr, WIDTH: tl.constexpr, INV_TAU: tl.constexpr, BLOCK: tl.constexpr,
-        FORWARD: tl.constexpr, BACKWARD: tl.constexpr, ON_POLICY: tl.constexpr, CISPO: tl.constexpr,
-        CLIP_LOW: tl.constexpr, CLIP_HIGH: tl.constexpr, RATIO_CAP: tl.constexpr,
-        IS_CAP: tl.constexpr, IS_MASK: tl.constexpr, KL_BETA: tl.constexpr,
-        UNBIASED_KL: tl.constexpr, MAX_LOG_RATIO: tl.constexpr,
-    ):  # fmt: skip
-        """One program handles one row of logits; FORWARD and BACKWARD are those of Rows.run.
+    def columns_of(row, columns, VOCAB: tl.constexpr, WIDTH: tl.constexpr):
+        # Masked at WIDTH, in most models a multiple of 8: at VOCAB loads may go one by one
+        z = tl.load(row + columns, mask=columns < WIDTH, other=float("-inf"))
+        return tl.where(columns < VOCAB, z.to(tl.float32), float("-inf"))
 
-        A bf16 logit is 2 bytes of memory traffic forward, 4 backward, 4 to 6 with both: the second
-        read may hit the L2 cache (a row of Qwen2.5 is 304 KB, an SM has two in flight).
-        """
-        LOG2E: tl.constexpr = 1.4426950408889634
+    @triton.jit
+    def forward_kernel(
+        logits,  # (C, WIDTH), any float dtype
+        ids,  # (C,), int64; all that follow are float32 (C,)
+        logps,
+        entropies,
+        tops,
+        log_sums,
+        VOCAB: tl.constexpr,
+        WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr,
+        INV_TAU: tl.constexpr,
+    ):
+        """A float32 logit is 4 bytes of memory traffic."""
         row = tl.program_id(0).to(tl.int64)  # row * WIDTH exceeds 32 bits from 14 000 rows on
         logits += row * WIDTH
-        grad += row * WIDTH
-        target = tl.load(ids + row)
-        z_target = tl.load(logits + target).to(tl.float32)  # before a gradient takes its place
-        if FORWARD:
-            # Online softmax (1805.02867): total = sum exp((z - top) / tau), moment the same with
-            # each term times z - top. When a larger logit turns up, both are rewritten for it.
-            top = tl.full((), -3.0e38, tl.float32)
-            total = tl.full((), 0.0, tl.float32)
-            moment = tl.full((), 0.0, tl.float32)
-            for start in tl.range(0, VOCAB, BLOCK):
-                columns = start + tl.arange(0, BLOCK)
-                # Masked at WIDTH, in most models a multiple of 8: at VOCAB loads may go one by one
-                z = tl.load(logits + columns, mask=columns < WIDTH, other=float("-inf"))
-                z = tl.where(columns < VOCAB, z.to(tl.float32), float("-inf"))
-                new_top = tl.maximum(top, tl.max(z, 0))
-                below = z - new_top  # exact near the top, also for logits of 1e4
-                e = tl.exp2(below * (INV_TAU * LOG2E))
-                shrink = tl.exp2((top - new_top) * (INV_TAU * LOG2E))
-                moment = (moment + total * (top - new_top)) * shrink
-                moment += tl.sum(tl.where(e > 0, e * below, 0.0), 0)  # 0 x -inf would be NaN
-                total = total * shrink + tl.sum(e, 0)
-                top = new_top
-            log_sum = tl.log(total)
-            logp = (z_target - top) * INV_TAU - log_sum
-            tl.store(logps + row, logp)
-            tl.store(entropies + row, log_sum - moment * INV_TAU / total)
-            tl.store(tops + row, top)
-            tl.store(log_sums + row, log_sum)
-        if BACKWARD:
-            if FORWARD:
-                # slope = d loss / d logp, where loss = w (KL_BETA kl - c gain), c of IS_CAP:
-                #   gain = min(r A, clip(r) A)   d gain = r A; 0 if clip(r) A < r A or r > RATIO_CAP
-                #   gain = sg(clip(r)) A logp    d gain = clip(r) A                          (CISPO)
-                #   kl = exp(d) - d - 1 = k3     d kl = 1 - exp(d)       with d = ref_logp - logp
-                #   kl = r k3                    d kl = r k3 + r (1 - exp(d)) = - r d     (unbiased;
-                #                                     there RATIO_CAP caps the factor r)
-                advantage = tl.load(advantages + row)
-                old = logp if ON_POLICY else tl.load(old_logps + row)
-                ratio = tl.exp(tl.minimum(logp - old, MAX_LOG_RATIO))  # inf x 0 would be NaN
-                clipped = tl.minimum(tl.maximum(ratio, 1.0 - CLIP_LOW), 1.0 + CLIP_HIGH)
-                slope = clipped * advantage
-                if not CISPO:
-                    slope = tl.where(ratio * advantage <= slope, ratio * advantage, 0.0)
-                    if RATIO_CAP > 0:
-                        slope = tl.where(ratio > RATIO_CAP, 0.0, slope)
-                if IS_CAP > 0:
-                    factor = tl.exp(old - tl.load(sampler_logps + row))
-                    if IS_MASK:
-                        is_far = (factor > IS_CAP) | (factor < 1 / IS_CAP)
-                        slope *= tl.where(is_far, 0.0, factor)
-                    else:
-                        slope *= tl.minimum(factor, IS_CAP)
-                if KL_BETA != 0:
-                    d = tl.load(ref_logps + row) - logp
-                    if UNBIASED_KL:
-                        if RATIO_CAP > 0:
-                            ratio = tl.minimum(ratio, RATIO_CAP)
-                        slope += KL_BETA * ratio * d
-                    else:
-                        # exp(d) - 1 loses the digits of a small d: its series to d^7, good to 1e-9
-                        series = 1 + d / 3 * (1 + d / 4 * (1 + d / 5 * (1 + d / 6 * (1 + d / 7))))
-                        series = d * (1 + d / 2 * series)
-                        slope += KL_BETA * tl.where(tl.abs(d) < 0.25, series, tl.exp(d) - 1)
-                slope *= -tl.load(weights + row)
-            else:
-                slope = tl.load(slopes + row)
-                top = tl.load(tops + row)
-                log_sum = tl.load(log_sums + row)
-            slope *= INV_TAU
-            for start in tl.range(0, WIDTH, BLOCK):  # the embedding's padding gets zeros
-                columns = start + tl.arange(0, BLOCK)
-                z = tl.load(logits + columns, mask=columns < WIDTH, other=float("-inf"))
-                z = tl.where(columns < VOCAB, z.to(tl.float32), float("-inf"))
-                p = tl.exp2((z - top) * (INV_TAU * LOG2E) - log_sum * LOG2E)
-                dz = slope * (tl.where(columns == target, 1.0, 0.0) - p)
-                tl.store(grad + columns, dz.to(grad.dtype.element_ty), mask=columns < WIDTH)
+        # Online softmax (1805.02867): total = sum exp((z - top) / tau), moment the same with
+        # each term times z - top. When a larger logit turns up, both are rewritten for it.
+        top = tl.full((), -3.0e38, tl.float32)
+        total = tl.full((), 0.0, tl.float32)
+        moment = tl.full((), 0.0, tl.float32)
+        for start in tl.range(0, VOCAB, BLOCK):
+            z = columns_of(logits, start + tl.arange(0, BLOCK), VOCAB, WIDTH)
+            new_top = tl.maximum(top, tl.max(z, 0))
+            below = z - new_top  # exact near the top, also for logits of 1e4
+            e = tl.exp2(below * (INV_TAU * LOG2E))
+            shrink = tl.exp2((top - new_top) * (INV_TAU * LOG2E))
+            moment = (moment + total * (top - new_top)) * shrink
+            moment += tl.sum(tl.where(e > 0, e * below, 0.0), 0)  # 0 x -inf would be NaN
+            total = total * shrink + tl.sum(e, 0)
+            top = new_top
+        log_sum = tl.log(total)
+        target = tl.load(logits + tl.load(ids + row)).to(tl.float32)
+        tl.store(logps + row, (target - top) * INV_TAU - log_sum)
+        tl.store(entropies + row, log_sum - moment * INV_TAU / total)
+        tl.store(tops + row, top)
+        tl.store(log_sums + row, log_sum)
 
-
-def launch(rows, logits, grad, part, *, forward, backward):
-    """Runs row_kernel on the rows `part`; `top` replaces each tensor that the kernel won't read."""
-    given = rows.given if forward and backward else LossArguments()
-    fields = rows.logps, rows.entropy, rows.top, rows.log_sum, rows.slopes, *given[:5]
-    row_kernel[(len(logits),)](
-        logits, logits if grad is None else grad, rows.ids[part],
-        *(rows.top if field is None else field[part].float().contiguous() for field in fields),
-        VOCAB=rows.vocab_size, WIDTH=rows.width, INV_TAU=1 / rows.temperature,
-        FORWARD=forward, BACKWARD=backward,
-        ON_POLICY=given.old_logps is None, CISPO=given.objective == "cispo",
-        CLIP_LOW=given.clip_low, CLIP_HIGH=given.clip_high, RATIO_CAP=given.ratio_cap,
-        IS_CAP=given.is_cap, IS_MASK=given.is_mask, KL_BETA=given.kl_beta,
-        UNBIASED_KL=given.unbiased_kl, MAX_LOG_RATIO=MAX_LOG_RATIO,
-        **block_of(rows.width, logits.element_size()),
-    )  # fmt: skip
-
-
-def block_of(width, itemsize):
-    """Returns the columns that a program reads at once, 16 KB at most, and its warps."""
-    block = min(16384 // itemsize, triton.next_power_of_2(width))
-    return {"BLOCK": block, "num_warps": max(1, block * itemsize // 1024)}
+    @triton.jit
+    def backward_kernel(
+        logits,  # (C, WIDTH), any float dtype
+        d_logits,  # the same shape, may be the same memory
+        ids,  # (C,), int64; all that follow are float32 (C,)
+        tops,
+        log_sums,
+        slopes,
+        VOCAB: tl.constexpr,
+        WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr,
+        INV_TAU: tl.constexpr,
+    ):
+        """A logit of a bf16 model is 6 bytes of memory traffic: float32 in, bf16 out."""
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * WIDTH
+        d_logits += row * WIDTH
+        target, top = tl.load(ids + row), tl.load(tops + row)
+        log_sum, slope = tl.load(log_sums + row), tl.load(slopes + row) * INV_TAU
+        for start in tl.range(0, WIDTH, BLOCK):  # the embedding's padding gets zeros
+            columns = start + tl.arange(0, BLOCK)
+            z = columns_of(logits, columns, VOCAB, WIDTH)
+            p = tl.exp2((z - top) * (INV_TAU * LOG2E) - log_sum * LOG2E)
+            dz = slope * (tl.where(columns == target, 1.0, 0.0) - p)
+            tl.store(d_logits + columns, dz.to(d_logits.dtype.element_ty), mask=columns < WIDTH)

@@ -139,7 +139,7 @@ SEED = 0  # random seed of the order of questions and of sampling
 
 # --- Memory: "auto" is found by trial on a GPU; if memory runs out later, set a value ----------
 MICRO_BATCH_TOKENS = "auto"  # tokens per forward and backward; fewer save memory; same gradient
-FUSED_LOSS = True  # LM head and loss in chunks (grpo_loss_triton.py); False holds all logits
+FUSED_LOSS = True  # log-probs in chunks (grpo_loss_triton.py); False holds all logits
 GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
 REFERENCE_ON_CPU = False  # True: without a server, the reference is on the GPU only to score
@@ -256,10 +256,10 @@ def make_sequences(groups, reward_weights, step):
         for i, advantage in enumerate(advantages_of(group, reward_weights).tolist()):
             if MASK_TRUNCATED and group.truncated[i]:
                 continue
-            prompt, completion = group.prompt_ids.tolist(), ids[i].tolist()
-            parts = logps[i], None, refs[i], advantage, group.owns()[i]
-            sequence = Sequence(prompt, completion, *parts)
-            sequence.old_logps = None if own else logps[i]
+            prompt, completion, mine = group.prompt_ids.tolist(), ids[i].tolist(), group.owns()[i]
+            ref = refs[i][mine] if KL_BETA else None
+            sequence = Sequence(prompt, completion, logps[i][mine], None, ref, advantage, mine)
+            sequence.old_logps = None if own else sequence.sampler_logps
             sequence.fresh = group.policy_version == step
             sequences.append(sequence)
     lengths = torch.tensor([int(sequence.own.sum()) for sequence in sequences])
@@ -278,32 +278,31 @@ def make_sequences(groups, reward_weights, step):
 # --- Loss and gradient: line 11 --------------------------------------------------------
 def batch_loss(hidden, head, ids, batch, vocab_size):
     """Returns (loss, stats) of a micro-batch's B sequences: their part of the step's loss, a
-    scalar, and tensors (N,) with a value per token, by name (grpo/loss.py). Sets old log-probs if
-    the sequences have none.
+    scalar, and tensors (N,) with a value per token, by name (grpo/loss.py). N counts the model's
+    own tokens, which alone are trained. Sets old log-probs if the sequences have none.
 
-    `hidden` (N, H) are the states that predict the completions' `ids` (N,); `head` is (V', H).
+    `hidden` are the states that predict the completions' `ids`, a row per token; `head` is (V', H).
     """
-    lengths = [len(s.completion) for s in batch]
+    own, lengths = torch.cat([s.own for s in batch]), [int(s.own.sum()) for s in batch]
+    if not own.all():  # then the task's tokens (turns) pass neither head nor loss
+        index = own.nonzero().squeeze(1).to(ids.device)
+        hidden, ids = hidden[index], ids[index]
 
-    def per_token(values):  # (B,) -> (N,)
-        return torch.tensor(values).repeat_interleave(torch.tensor(lengths)).to(ids.device)
-
-    def joined(parts):  # B tensors (T,) -> (N,)
+    def per_token(parts):  # B numbers, or B tensors of the sequences' own tokens -> (N,)
+        parts = [torch.as_tensor(part).expand(n) for part, n in zip(parts, lengths, strict=True)]
         return torch.cat(parts).to(ids.device)
 
+    linear_logps = (grpo_loss_triton if FUSED_LOSS else plain_loss).linear_logps
+    settings = {"temperature": TEMPERATURE, "vocab_size": vocab_size, "entropy": True}
+    logps, entropy = linear_logps(hidden, head, ids, **settings)
     first_update = batch[0].old_logps is None
-    weights = joined([s.weight * s.own for s in batch])
-    sampler_logps = joined([s.sampler_logps for s in batch])
-    loss, stats = (grpo_loss_triton if FUSED_LOSS else plain_loss).grpo_loss(
-        hidden,
-        head,
-        ids,
-        None if first_update else joined([s.old_logps for s in batch]),  # None: the new ones
-        joined([s.ref_logps for s in batch]) if KL_BETA else None,
+    sampler_logps = per_token([s.sampler_logps for s in batch])
+    loss, stats = plain_loss.policy_loss(
+        logps,
+        None if first_update else per_token([s.old_logps for s in batch]),  # None: the new ones
+        per_token([s.ref_logps for s in batch]) if KL_BETA else None,
         per_token([s.advantage for s in batch]),
-        weights,
-        temperature=TEMPERATURE,
-        vocab_size=vocab_size,
+        per_token([s.weight for s in batch]),
         clip_low=CLIP_LOW,
         clip_high=CLIP_HIGH,
         kl_beta=KL_BETA,
@@ -313,15 +312,16 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
         is_cap=IS_CAP,  # no effect if old and sampler's log-probs are the same; ratio_cap acts then
         is_mask=IS_MASK,
         ratio_cap=IS_CAP if batch[0].old_logps is batch[0].sampler_logps else 0.0,
-        sequences=per_token(list(range(len(batch)))) if RATIO_LEVEL == "sequence" else None,
+        sequences=per_token(range(len(batch))) if RATIO_LEVEL == "sequence" else None,
     )
+    stats |= {"logps": logps.detach(), "entropy": entropy, "sampler_logps": sampler_logps}
+    stats["fresh"] = per_token([float(s.fresh) for s in batch])
     if first_update:  # line 6, for the next update, which gives this rank the same sequences
-        for sequence, logps in zip(batch, stats["logps"].cpu().split(lengths), strict=True):
-            sequence.old_logps = logps
-    fresh = per_token([float(s.fresh) for s in batch])
+        for sequence, old in zip(batch, stats["logps"].cpu().split(lengths), strict=True):
+            sequence.old_logps = old
     for sequence in batch:  # the next update has other weights
         sequence.fresh = False
-    return loss, stats | {"sampler_logps": sampler_logps, "fresh": fresh, "own": weights != 0}
+    return loss, stats
 
 
 def accumulate(run, sequences):

@@ -10,11 +10,12 @@ A row is a way from hidden states and LM head to the loss and its gradients. All
 sequences of T tokens padded on the right, loss type "grpo", clip 0.2, KL 0.04, temperature 1. Those
 that can leave padding out before the head (ours, plain, TRL's fused head) do so within their time
 and memory; the others see all of it, as in their trainers. "Bare GEMMs" are the three
-products of the trained tokens and no more: the ceiling of whatever makes the logits once.
+products of the trained tokens and no more: the ceiling of whatever makes the logits once. Ours
+makes them twice, in four products.
 
 Times are medians of rounds in which all rows take turns, so that drift hits all alike; on CUDA by
 events, the L2 cache overwritten before each run. "x bare" is the time of forward and backward over
-that of the bare GEMMs. Ours and Liger's make gradients in the forward pass: only the sum compares.
+that of the bare GEMMs. Liger's makes gradients in the forward pass: only the sum compares.
 Peaks are of forward and backward, gradients included, beyond the inputs; "x floor" is over
 dH + dW + one chunk of logits as ours cuts them. On CUDA they are those of torch's allocator, on a
 CPU the kernel's high-water mark of resident memory (VmHWM) in a forked process per row, after a run
@@ -31,7 +32,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 
@@ -117,10 +117,9 @@ class BareProducts(torch.autograd.Function):
         return logits @ weight, logits.T @ hidden
 
 
-def ours(b, module=grpo_loss_triton, chunks_in_bf16=grpo_loss_triton.CHUNKS_IN_OWN_DTYPE):
-    tensors = (b.hidden, b.weight, b.ids, b.old_logps, b.ref_logps, b.advantages, b.weights)
-    with mock.patch.object(grpo_loss_triton, "CHUNKS_IN_OWN_DTYPE", chunks_in_bf16):
-        return module.grpo_loss(*tensors, **SETTINGS)[0]
+def ours(b, chunks_in_bf16=grpo_loss_triton.CHUNKS_IN_OWN_DTYPE):
+    grpo_loss_triton.CHUNKS_IN_OWN_DTYPE = chunks_in_bf16  # the backward pass reads it
+    return with_policy_loss(our_logps, True)(b)
 
 
 def liger_fused(b, whole=False, compiled=False, precision="highest"):
@@ -216,7 +215,6 @@ PER_TOKEN = {  # name: (log-probs, whether they need no padding)
 LOSSES = {
     BARE: lambda b: BareProducts.apply(b.packed, b.weight),
     OURS: ours,
-    "ours, linear_logps + policy_loss": with_policy_loss(our_logps, True),
     **{name: with_policy_loss(*way) for name, way in PER_TOKEN.items()},
     "Liger fused, by sequence (default)": liger_fused,
     "Liger fused, all sequences at once": functools.partial(liger_fused, whole=True),
@@ -354,7 +352,7 @@ def measure(methods, found, b, small):
     training = methods is LOSSES
     tokens, itemsize = len(b.packed), b.weight.element_size()
     each = itemsize if itemsize == 4 else 4 + training * itemsize  # of a logit, and its gradient
-    chunk = min(tokens, grpo_loss_triton.chunk_rows(tokens, b.weight, each))
+    chunk = min(tokens, grpo_loss_triton.chunk_rows(b.packed, b.weight))
     chunk *= len(b.weight) * each
     floor = chunk + training * (b.hidden.nbytes + b.weight.nbytes)
     columns = "forward | and backward | x bare | " if training else "ms | x bare | "

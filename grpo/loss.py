@@ -5,14 +5,14 @@ become a weight for each token, and hidden states become log-probs. The loss is 
 tokens of weight * objective. This sum is never divided, as the weights hold every denominator. So
 however a step is cut into micro-batches and ranks, the parts add up to the same loss and gradient.
 
-This file holds the (N, V) logits several times over. grpo_loss_triton.py has `grpo_loss` and
-`linear_logps` with the same signatures and never holds them; the trainer uses that file, and the
-tests compare it with this one.
+`linear_logps` holds the (N, V) logits several times over. grpo_loss_triton.py has a function of the
+same name and signature that never holds them; the trainer uses it, and the tests compare the two.
+All the rest is plain torch on one number per token, and is written nowhere else.
 
 Symbols: B sequences, G completions in a group, T tokens of a completion, N completion tokens, flat;
 H hidden size, V ids of the tokenizer, V' >= V rows of the LM head (the embedding may be padded).
 Of a token: r its ratio, A its advantage, w its weight, k3 its estimate of the KL to the reference.
-Per-token tensors are all (N,), or all (B, T) with weight 0 at the padding; float32, but ids int64.
+Per-token tensors are all (N,); float32, but ids int64.
 """
 
 import torch
@@ -193,57 +193,3 @@ def mean_of_sequence(values, sequences):
     sums = zeros.index_add(0, sequences, values)
     counts = zeros.index_add(0, sequences, torch.ones_like(values))
     return (sums / counts.clamp(min=1))[sequences]
-
-
-# --- From hidden states to the loss -------------------------------------------------
-def grpo_loss(
-    hidden, head, ids, old_logps, ref_logps, advantages, weights, *,
-    clip_low, clip_high, kl_beta, objective="clip", unbiased_kl=False,
-    sampler_logps=None, is_cap=0.0, is_mask=False, ratio_cap=0.0, sequences=None,
-    temperature=1.0, vocab_size=None,
-):  # fmt: skip
-    """Returns (loss, stats): policy_loss of the log-probs that linear_logps finds for `ids`.
-
-    `hidden` (N, H) or (B, T, H), `head` (V', H) and `ids` are described there, the rest in
-    policy_loss; `advantages` may be (B,) beside (B, T). A token of weight 0 is masked: it costs
-    nothing, whatever its values, and its stats are 0. `stats` has "logps" and "entropy" too.
-    """
-    trained, restore = trained_tokens(
-        weights, hidden, ids, old_logps, ref_logps, advantages, weights, sampler_logps, sequences
-    )
-    hidden, ids, old_logps, ref_logps, advantages, weights, sampler_logps, sequences = trained
-    logps, entropy = linear_logps(
-        hidden, head, ids, temperature=temperature, vocab_size=vocab_size, entropy=True
-    )
-    loss, stats = policy_loss(
-        logps, old_logps, ref_logps, advantages, weights, clip_low=clip_low, clip_high=clip_high,
-        kl_beta=kl_beta, objective=objective, unbiased_kl=unbiased_kl, sampler_logps=sampler_logps,
-        is_cap=is_cap, is_mask=is_mask, ratio_cap=ratio_cap, sequences=sequences,
-    )  # fmt: skip
-    return loss, restore(stats | {"logps": logps.detach(), "entropy": entropy})
-
-
-def trained_tokens(weights, hidden, *tensors):
-    """Returns (trained, restore): the tensors of the N tokens whose weight is not 0, and the way
-    back, a function from a dict of (N,) tensors to one shaped like `weights`, with zeros between.
-
-    `hidden` (..., H) becomes (N, H); the others, shaped like `weights` (...), or (B,), become (N,),
-    and None stays None. So padding, often half of a batch, never passes the LM head.
-    """
-    index = weights.reshape(-1).nonzero().squeeze(1)
-    whole = len(index) == weights.numel()  # then nothing is copied
-
-    def select(tensor):
-        if tensor is None:
-            return None
-        if tensor.dim() < weights.dim():
-            tensor = tensor.unsqueeze(-1)  # (B,) -> (B, 1)
-        flat = tensor.expand(weights.shape).reshape(-1)
-        return flat if whole else flat[index]
-
-    def restore(stats):
-        zeros = {name: values.new_zeros(weights.numel()) for name, values in stats.items()}
-        return {n: z.index_copy_(0, index, stats[n]).view(weights.shape) for n, z in zeros.items()}
-
-    hidden = hidden.reshape(-1, hidden.shape[-1])
-    return [hidden if whole else hidden[index], *map(select, tensors)], restore

@@ -15,15 +15,16 @@ GROWTH = 1.02  # factor to the next budget tried; higher is faster to plan, less
 
 @dataclass
 class Sequence:
-    """A prompt and one of its completions, with everything that the loss needs."""
+    """A prompt and one of its completions, with everything that the loss needs. Log-probs are those
+    of the model's own tokens, which alone are trained."""
 
     prompt: list[int]
     completion: list[int]
-    sampler_logps: torch.Tensor  # (T,), of the sampler: checks it, and corrects for it (IS_CAP)
-    old_logps: torch.Tensor | None  # (T,), of the ratio; None: the rollout's first update sets them
-    ref_logps: torch.Tensor | None  # (T,), of the reference, for the KL; None if KL_BETA is 0
+    sampler_logps: torch.Tensor  # of the sampler: checks it, and corrects for it (IS_CAP)
+    old_logps: torch.Tensor | None  # of the ratio; None: the rollout's first update sets them
+    ref_logps: torch.Tensor | None  # of the reference, for the KL; None if KL_BETA is 0
     advantage: float
-    own: torch.Tensor  # (T,), bool; False: a token that the task added (turns), never trained
+    own: torch.Tensor  # (T,), bool; False: a token that the task added (turns)
     weight: float = 0.0  # of each of the model's own tokens in the step's loss
     fresh: bool = False  # whether it was sampled with the weights that are trained next
 

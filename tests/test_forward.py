@@ -328,16 +328,13 @@ def test_the_loss_does_not_depend_on_how_the_step_is_cut(loss_type, packs, model
         hidden, ids = ours([EIGHT_PROMPTS[i] for i in rows], [EIGHT[i] for i in rows])
         old_drift, ref_drift = torch.cat([drift[i] for i in rows], 1)
         logps = torch.cat([expected[i] for i in rows]).detach()
-        loss, _ = module.grpo_loss(
-            hidden,
-            ours.head,
-            ids,
+        new = module.linear_logps(hidden, ours.head, ids, temperature=0.9, vocab_size=VOCAB)
+        loss, _ = grpo_loss.policy_loss(
+            new,
             logps + old_drift,
             logps + ref_drift,
             advantages[rows].repeat_interleave(lengths[rows]),
             weights[rows].repeat_interleave(lengths[rows]),
-            temperature=0.9,
-            vocab_size=VOCAB,
             clip_low=0.2,
             clip_high=0.3,
             kl_beta=0.04,

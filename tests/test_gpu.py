@@ -23,7 +23,7 @@ from grpo.sampling.decoders.choice import make_decoder
 from grpo.sampling.decoders.shared_prompt import LlamaDecoder
 from grpo.sampling.policy import load_policy
 from grpo.wire import pack_ids, unpack_ids
-from grpo_loss_triton import Rows, linear_logps
+from grpo_loss_triton import linear_logps, slabs
 from tasks import arithmetic
 
 PROMPTS, COMPLETIONS = [[5, 6, 7], [8, 9]], [[3, 4, 5], [6, 7, 8]]
@@ -220,10 +220,8 @@ def test_rows_without_triton_go_many_at_a_time_but_on_a_cpu(device, expected):
     """One at a time, as a CPU's cache wants it, is half a million launches in a micro-batch."""
     tokens, width = 600, 151_936
     logits = torch.empty(1, width, dtype=torch.bfloat16, device=device).expand(tokens, width)
-    head = torch.empty(width, 1, device=device)
-    rows = Rows(logits[:, :1], head, torch.empty(0), 1, None, False)
-    parts = [part for part, _ in rows.slabs(logits, slice(0, tokens))]
-    assert parts[0].start == 0 and parts[-1].stop == tokens and len(parts) == expected
+    sizes = [len(z) for _, z in slabs(logits, width, torch.float32)]
+    assert sum(sizes) == tokens and len(sizes) == expected
 
 
 # --- Logits --------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Advantages, weights, log-probs and the loss itself, by hand.
 
-Here the expected numbers are worked out in the comments. tests/test_loss_triton.py tests this loss
-and the fused one, in all variants, against an oracle; test_loss_trl.py against TRL's.
+The expected numbers are worked out in the comments, and all variants are tested against an oracle.
+test_loss_trl.py tests the loss against TRL's and Liger's, test_loss_triton.py the fused log-probs.
 """
 
 import pytest
 import torch
+from oracle import VARIANTS, errors, make, run
 
 from grpo.loss import group_advantages, linear_logps, policy_loss, token_weights
 
@@ -148,3 +149,41 @@ def test_gradients_flow_through_logps_alone():
     assert logps.grad.abs().sum() > 0
     assert old_logps.grad is None and ref_logps.grad is None
     assert not any(values.requires_grad for values in stats.values())  # they keep no graph
+
+
+# --- Variants -----------------------------------------------------------------------
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_and_gradient_are_the_oracles(variant):
+    batch, settings = make(VARIANTS[variant])
+    results, stats = run(batch, settings)
+    assert all(e < 1e-6 for e in errors(results, batch, settings))  # measured: 1.5e-7
+    assert not any(values.requires_grad for values in stats.values())
+    if "on_policy" not in variant:  # else the variant shows nothing
+        assert stats["clip_low"].any() and stats["clip_high"].any()
+
+
+FAR = {name: VARIANTS[name] for name in ("clip", "bounded", "unbiased_kl", "cispo", "gspo")}
+FAR |= {
+    "bounded_gspo": VARIANTS["gspo"] | {"ratio_cap": 1.3},
+    "unbiased_cispo": VARIANTS["cispo"] | {"unbiased_kl": True},
+    "bounded_unbiased": VARIANTS["unbiased_kl"] | {"ratio_cap": 1.3, "is_cap": 1.1},
+}
+
+
+@pytest.mark.parametrize("sign", [1, 0, -1])
+@pytest.mark.parametrize("variant", FAR)
+def test_ratios_that_overflow(variant, sign):
+    """The gradient is finite, and where the clip or the cap stops a token it is the oracle's, whose
+    ratios float64 holds."""
+    batch, settings = make(FAR[variant])
+    far = slice(2, 5) if batch["sequences"] is None else slice(0, 6)  # of gspo a whole sequence
+    batch["advantages"][far] = sign * batch["advantages"][far].abs()
+    batch["old_logps"][far] -= torch.tensor([89.0, 200, 600, 100, 89, 300])[: far.stop - far.start]
+    results, _ = run(batch, settings)
+    assert all(torch.isfinite(result).all() for result in results)
+    stopped = sign >= 0 or "ratio_cap" in settings or settings.get("objective") == "cispo"
+    # Without the cap nothing stops the r of r k3
+    stopped = stopped and ("ratio_cap" in settings or not settings.get("unbiased_kl"))
+    assert (results[1].abs().max() > 1e30) != stopped
+    if stopped:
+        assert all(e < 1e-6 for e in errors(results, batch, settings))

@@ -68,7 +68,7 @@ def test_computed_and_tried_sizes_are_those_of_living_tensors(case, monkeypatch)
     m, policy = memory.Sizes(config, rank), memory.random_policy(config, rank)
     # a CPU's chunk of logits, and no rows for torch's copies: the GPU's kernel works in place
     monkeypatch.setattr(grpo_loss_triton, "CHUNK_BYTES", BF16 * m.vocab * m.hidden)
-    monkeypatch.setattr(grpo_loss_triton.Rows, "slabs", lambda *_: iter(()))
+    monkeypatch.setattr(grpo_loss_triton, "slabs", lambda *_: iter(()))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr("grpo.weights.has_room", lambda *_: False)  # for merged adapters
     monkeypatch.setattr(training.dist, "get_world_size", lambda: 1)

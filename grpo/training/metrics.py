@@ -21,7 +21,7 @@ from grpo.training.ranks import add_up, all_or_none, gathered
 from grpo.training.reference import is_teacher
 
 PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
-# Names in the per-token results of grpo_loss
+# Names in the per-token results of batch_loss
 LOSS = ("ratio", "kl", "k1", "clip_low", "clip_high", "entropy")
 SAMPLER = ("mismatch", "sampler_ratio")  # trainer against sampler
 FRESH = ("fresh", "sampler_k3", "tilt", "surprise")  # the same, for tokens of this policy
@@ -71,11 +71,10 @@ class TokenStats:
 
     def add(self, loss, per_token):
         """Adds a micro-batch of this rank: its part of the step's loss, a scalar, and tensors (N,)
-        by name: grpo_loss's stats, "sampler_logps", "fresh" and "own" (Sequence, 1 or 0)."""
+        by name: policy_loss's stats, "logps", "entropy", "sampler_logps", "fresh" (1 or 0)."""
         names = "logps", "entropy", "sampler_logps", "fresh"
         values = per_token | sampler_stats(*(per_token[name] for name in names))
-        values = {name: value * per_token["own"] for name, value in values.items()}
-        tokens = per_token["own"].sum()
+        tokens = loss.new_full((), len(per_token["logps"]))
         sums = [loss.detach(), tokens, *(values[name].sum() for name in LOSS + SAMPLER + FRESH)]
         self.sums += torch.stack([value.double() for value in sums])
         largest = torch.stack([values["mismatch"].max(), values["sampler_ratio"].max()])

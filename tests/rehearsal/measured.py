@@ -90,7 +90,7 @@ def decoder_cost(model, kind, prompts):
 
 
 # --- Training -------------------------------------------------------------------------
-def micro_batch_cost(model, *, packs, checkpointing, fused):
+def micro_batch_cost(model, *, packs, checkpointing):
     """Returns the Costs of forward with the loss, and of the backward pass; of 8 sequences."""
     completion = CompletionModel(model, gradient_checkpointing=checkpointing)
     assert completion.packs and completion.varlen == (model.dtype == torch.bfloat16)
@@ -99,14 +99,12 @@ def micro_batch_cost(model, *, packs, checkpointing, fused):
     completions = [[i + 10] * (3 + i) for i in range(8)]
     size = sum(map(len, completions))
     given = [torch.full((size,), value, device="cuda") for value in (-3.0, 0.5, 1 / size)]
-    module = grpo_loss_triton if fused else plain_loss
-    clip = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.04, "is_cap": 2.0, "vocab_size": 110}
+    clip = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.04, "is_cap": 2.0}
     grpo_loss_triton.use_triton(completion.head)  # trials, which come but once
     with counted() as forward:
         hidden, ids = completion(prompts, completions)
-        loss, _ = module.grpo_loss(
-            hidden, completion.head, ids, None, *given, sampler_logps=given[0], **clip
-        )
+        logps = grpo_loss_triton.linear_logps(hidden, completion.head, ids, vocab_size=110)
+        loss, _ = plain_loss.policy_loss(logps, None, *given, sampler_logps=given[0], **clip)
     with counted() as backward:
         loss.backward()
     return [Cost(count.launches.total(), count.waits) for count in (forward, backward)]
