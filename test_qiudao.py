@@ -22,6 +22,7 @@ import sys
 
 import torch
 
+import grpo_loss_triton
 from grpo.loss import group_advantages, linear_logps, policy_loss, token_weights
 
 R = torch.tensor([1.0, 2.0, 0.0])
@@ -141,10 +142,9 @@ def test_3_the_loss_is_zero_and_the_model_learns():
     check("d loss", slope, "[1/4 * 1/2 - 1/4 * 1/2, -1/4 * 3/4 - 1/4 * 1/4, 1/4 * 1/4 + 1/4 * 3/4]")
     after = (logits - slope).softmax(0) @ R
     check("E[R] afterwards", after, "(2 + 2 * exp(1/4)) / (2 + exp(1/4) + exp(-1/4))")
-    lengths, kept = torch.tensor([1, 1, 3, 1]), torch.tensor([1, 1, 1, 0])
+    lengths = torch.tensor([1, 1, 3, 1])
     dapo = token_weights(lengths, loss_type="dapo", **counts)
     check('loss, "dapo", T = 1 1 3 1', loss_of(logp[group], lengths, A, dapo), "-(3 * 1 - 1)/6")
-    check("loss, last one masked", loss_of(logp[group], kept, A, weights), "-(0/4 + 0/4 + 1/4)")
 
 
 def test_4_the_baseline():
@@ -360,34 +360,34 @@ def test_9_train_what_was_drawn():
         check(f"(b) {name}", gradient(-loss, logits), by_hand)
 
 
-def test_10_detach_makes_a_target():
-    """10. Beyond GRPO, for the curious: `detach` makes a target, here that of Q-learning.
-    Q(s, a) estimates the reward still to come after action a in state s. (s and r are new here.)
-    The action earns r and leads to state s'; what follows is at best max Q(s', .), and counts
-    gamma < 1 times, as it comes later. So Q(s, a) is fitted to the target r + gamma max Q(s', .),
-    which contains the Q that is fitted. If the target is higher, the error shrinks if Q(s, a) is
-    raised, or the future's estimate lowered. Autograd does both. But the future is evidence, not to
-    be edited until it agrees: detach it (a semi-gradient; Sutton and Barto, 2nd edition, section
-    9.3). With r = 1, gamma = 1/2 the target is 1 + 1/2 * 4 = 3; Q(s, a) = 2.
+def test_10_the_logits_are_computed_twice():
+    """10. Logits need not be kept: the backward pass computes them again, to the same gradient.
+    The logits z = H W^T have V numbers a token, and autograd keeps their softmax for the backward
+    pass. grpo_loss_triton.py makes z chunk by chunk and keeps two numbers a token, the largest
+    logit and the log of the sum of exp(z). The backward pass makes the same z again, and so p. Its
+    gradient is right, as the loss sees z through logp alone: autograd brings the slope by logp from
+    policy_loss, and for a token y, by lesson 1, dz_j = slope ([y = j] - p_j). So dH = dz W, and
+    dW = dz^T H adds up over chunks. With W = the policy's logits and h = 1, dW is lesson 3's.
     ---
-    10. GRPO 之外，供有兴趣的读者：用 `detach` 做出拟合的 target，以 Q-learning 为例。
-    Q(s, a) 估计在状态 s 采取动作 a 之后还能得到的 reward（s、r 与前几课的无关）。动作 a 得到 r，进
-    入状态 s'；此后最多得到 max Q(s', .)，因为来得晚，要乘以折扣因子 gamma < 1。所以 Q(s, a) 要拟合
-    的 target 是 r + gamma max Q(s', .)，其中又含有正在拟合的 Q。target 偏高时，抬高 Q(s, a) 或压低
-    未来的估计，都能缩小误差。autograd 两样都做。可是未来是证据，不能为了自圆其说去改：要 detach
-    （semi-gradient，半梯度；Sutton 和 Barto，第 2 版，9.3 节）。设 r = 1、gamma = 1/2：target 是
-    1 + 1/2 * 4 = 3，而 Q(s, a) = 2。"""
-    now = torch.tensor(2.0, requires_grad=True)  # Q(s, a)
-    future = torch.tensor([1.0, 4.0], requires_grad=True)  # Q(s', .) of two actions
-    target = 1 + future.max() / 2
-    for name, used, evidence in [
-        ("detached", target.detach(), "[0 * 0, 0 * 1/2]"),
-        ("not detached", target, "[(3 - 2) * 0, (3 - 2) * 1/2]"),
-    ]:
-        loss = (used - now) ** 2 / 2
-        check(f"{name}, loss", loss, "(3 - 2)**2 / 2")
-        check(f"{name}, d loss/d Q(s, a)", gradient(loss, now), "-(3 - 2)")
-        check(f"{name}, d loss/d Q(s', .)", gradient(loss, future), evidence)
+    10. logits 不必保留：backward 时再算一遍，梯度不变。
+    logits z = H W^T 每个 token 有 V 个数，autograd 要把它们的 softmax 留到 backward。
+    grpo_loss_triton.py 分 chunk 算 z，每个 token 只留两个数：最大的 logit，以及 exp(z) 之和的对数。
+    backward 重新算出同一个 z，从而得到 p。梯度没有错，因为 loss 只通过 logp 看到 z：autograd 从
+    policy_loss 送来对 logp 的斜率 slope，对 token y，由第 1 课，dz_j = slope ([y = j] - p_j)。于是
+    dH = dz W，dW = dz^T H，后者由各 chunk 相加。W 取 policy 的 logits，h = 1：dW 与第 3 课相同。"""
+    W = policy()[0].detach()[:, None].requires_grad_()  # (V, 1)
+    h, ids, kept = torch.ones(4, 1, requires_grad=True), torch.tensor([0, 0, 1, 2]), {}
+    for logps_of, numbers in [(linear_logps, "4 * 3"), (grpo_loss_triton.linear_logps, "4 * 2")]:
+        kept.clear()  # what autograd keeps, each tensor once
+        keep = torch.autograd.graph.saved_tensors_hooks
+        with keep(lambda t: kept.update({t.data_ptr(): t}) or t, lambda t: t):
+            logps = logps_of(h, W, ids)
+        floats = sum(t.numel() for t in kept.values() if t.is_floating_point())
+        check(f"{logps_of.__module__} keeps", torch.tensor(floats - len(h) - len(W)), numbers)
+        loss = loss_of(logps, torch.ones(4).int(), R[ids] - 1, torch.full((4,), 1 / 4))
+        check("  slope", gradient(loss, logps), "[0, 0, -1/4 * 1, -1/4 * -1]")
+        check("  dH", gradient(loss, h)[:, 0], "[0, 0, 1/8 * log(2), -1/8 * log(2)]")
+        check("  dW", gradient(loss, W)[:, 0], "[1/8 - 1/8, -3/16 - 1/16, 1/16 + 3/16]")
 
 
 if __name__ == "__main__":
