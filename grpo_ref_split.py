@@ -42,7 +42,7 @@ import grpo_loss_triton
 from grpo import loss as plain_loss
 from grpo.devices import out_of_memory_names
 from grpo.log import progress_bar, say
-from grpo.packing import Sequence, plan_rounds
+from grpo.packing import Sequence, keep_logps, plan_rounds
 from grpo.proof import check_sampler
 from grpo.sampling import rollout
 from grpo.sampling.policy import worker_policy
@@ -247,22 +247,22 @@ def make_sequences(groups, reward_weights, step):
     leaves out truncated ones; they still count in their group's mean and as sequences. Line 6: if
     a worker or another policy sampled any group, the sampler's log-probs are the old ones for all
     sequences, as a micro-batch mixes groups."""
-    own = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
+    on_policy = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
     sequences = []
     for group in groups:
         ids = group.completions(group.completion_ids)
         logps = group.completions(group.sampler_logps)
-        refs = group.completions(group.ref_logps) if KL_BETA else [None] * len(ids)
+        refs = group.completions(group.ref_logps) if KL_BETA else None
         for i, advantage in enumerate(advantages_of(group, reward_weights).tolist()):
             if MASK_TRUNCATED and group.truncated[i]:
                 continue
-            prompt, completion, mine = group.prompt_ids.tolist(), ids[i].tolist(), group.owns()[i]
-            ref = refs[i][mine] if KL_BETA else None
-            sequence = Sequence(prompt, completion, logps[i][mine], None, ref, advantage, mine)
-            sequence.old_logps = None if own else sequence.sampler_logps
-            sequence.fresh = group.policy_version == step
+            prompt, completion, own = group.prompt_ids.tolist(), ids[i].tolist(), group.owns()[i]
+            old = None if on_policy else logps[i][own]
+            ref = refs[i][own] if KL_BETA else None
+            sequence = Sequence(prompt, completion, logps[i][own], old, ref, advantage, own)
+            sequence.on_policy, sequence.fresh = on_policy, group.policy_version == step
             sequences.append(sequence)
-    lengths = torch.tensor([int(sequence.own.sum()) for sequence in sequences])
+    lengths = torch.tensor([sequence.tokens for sequence in sequences])
     weights = plain_loss.token_weights(
         lengths,
         loss_type=LOSS_TYPE,
@@ -279,11 +279,11 @@ def make_sequences(groups, reward_weights, step):
 def batch_loss(hidden, head, ids, batch, vocab_size):
     """Returns (loss, stats) of a micro-batch's B sequences: their part of the step's loss, a
     scalar, and tensors (N,) with a value per token, by name (grpo/loss.py). N counts the model's
-    own tokens, which alone are trained. Sets old log-probs if the sequences have none.
+    own tokens, which alone are trained.
 
     `hidden` are the states that predict the completions' `ids`, a row per token; `head` is (V', H).
     """
-    own, lengths = torch.cat([s.own for s in batch]), [int(s.own.sum()) for s in batch]
+    own, lengths = torch.cat([s.own for s in batch]), [s.tokens for s in batch]
     if not own.all():  # then the task's tokens (turns) pass neither head nor loss
         index = own.nonzero().squeeze(1).to(ids.device)
         hidden, ids = hidden[index], ids[index]
@@ -295,11 +295,11 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
     linear_logps = (grpo_loss_triton if FUSED_LOSS else plain_loss).linear_logps
     settings = {"temperature": TEMPERATURE, "vocab_size": vocab_size, "entropy": True}
     logps, entropy = linear_logps(hidden, head, ids, **settings)
-    first_update = batch[0].old_logps is None
+    first = batch[0]  # all sequences have old log-probs or none has, and on_policy is the same
     sampler_logps = per_token([s.sampler_logps for s in batch])
     loss, stats = plain_loss.policy_loss(
         logps,
-        None if first_update else per_token([s.old_logps for s in batch]),  # None: the new ones
+        None if first.old_logps is None else per_token([s.old_logps for s in batch]),
         per_token([s.ref_logps for s in batch]) if KL_BETA else None,
         per_token([s.advantage for s in batch]),
         per_token([s.weight for s in batch]),
@@ -309,19 +309,13 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
         objective=OBJECTIVE,
         unbiased_kl=UNBIASED_KL,
         sampler_logps=sampler_logps,
-        is_cap=IS_CAP,  # no effect if old and sampler's log-probs are the same; ratio_cap acts then
+        is_cap=IS_CAP,  # no effect if the sampler's log-probs are the old ones; ratio_cap acts then
         is_mask=IS_MASK,
-        ratio_cap=IS_CAP if batch[0].old_logps is batch[0].sampler_logps else 0.0,
+        ratio_cap=0.0 if first.on_policy else IS_CAP,
         sequences=per_token(range(len(batch))) if RATIO_LEVEL == "sequence" else None,
     )
     stats |= {"logps": logps.detach(), "entropy": entropy, "sampler_logps": sampler_logps}
-    stats["fresh"] = per_token([float(s.fresh) for s in batch])
-    if first_update:  # line 6, for the next update, which gives this rank the same sequences
-        for sequence, old in zip(batch, stats["logps"].cpu().split(lengths), strict=True):
-            sequence.old_logps = old
-    for sequence in batch:  # the next update has other weights
-        sequence.fresh = False
-    return loss, stats
+    return loss, stats | {"fresh": per_token([float(s.fresh) for s in batch])}
 
 
 def accumulate(run, sequences):
@@ -341,6 +335,7 @@ def accumulate(run, sequences):
         loss, stats = batch_loss(hidden, engine.module.head, ids, batch, run.policy.vocab_size)
         if not is_filler:
             means.add(loss, stats)
+            keep_logps(batch, stats["logps"])  # line 6
         # A loss that is not finite may have a finite gradient: NaN makes all ranks skip the step
         loss = loss * torch.where(loss.detach().isfinite(), float(not is_filler), torch.nan)
         ranks.note(f"backward {done} of {len(rounds)}")

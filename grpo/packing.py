@@ -21,12 +21,31 @@ class Sequence:
     prompt: list[int]
     completion: list[int]
     sampler_logps: torch.Tensor  # of the sampler: checks it, and corrects for it (IS_CAP)
-    old_logps: torch.Tensor | None  # of the ratio; None: the rollout's first update sets them
+    old_logps: torch.Tensor | None  # of the ratio; None: those of the rollout's first update
     ref_logps: torch.Tensor | None  # of the reference, for the KL; None if KL_BETA is 0
     advantage: float
     own: torch.Tensor  # (T,), bool; False: a token that the task added (turns)
     weight: float = 0.0  # of each of the model's own tokens in the step's loss
-    fresh: bool = False  # whether it was sampled with the weights that are trained next
+    # Whether the trainer sampled all sequences of the rollout, with the weights that its first
+    # update trains. If not, the sampler's log-probs are the old ones, and IS_CAP bounds the ratio
+    on_policy: bool = True
+    fresh: bool = False  # whether this one was sampled with the weights that are trained next
+
+    @property
+    def tokens(self):
+        """The number of the model's own tokens."""
+        return int(self.own.sum())
+
+
+def keep_logps(batch, logps):
+    """Keeps the log-probs (N,) of a micro-batch's sequences if they are those of a rollout's first
+    update: for its next updates, which give this rank the same sequences, they are the old ones.
+    For these updates no sequence is fresh."""
+    parts = logps.cpu().split([sequence.tokens for sequence in batch])
+    for sequence, part in zip(batch, parts, strict=True):
+        sequence.fresh = False
+        if sequence.old_logps is None:
+            sequence.old_logps = part
 
 
 def sizes_of(prompts, completions, packs):

@@ -266,7 +266,7 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, p
     assert metrics["completions/mean_length"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
     rows = trainer.make_sequences(groups, a_recipe().c.REWARD_WEIGHTS, 3)
-    assert all(row.old_logps is row.sampler_logps for row in rows)
+    assert not any(row.on_policy for row in rows)
 
 
 def test_workers_alone_may_sample(alone, published, monkeypatch):

@@ -12,6 +12,7 @@ from fakes import NAMED, NAMES, a_group, a_recipe, move, sampled, tiny_policy
 
 import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
+from grpo.packing import keep_logps
 from grpo.proof import TILT, check_reference, check_sampler
 from grpo.sampling.rollout import make_group
 from grpo.training import checkpoint, report
@@ -63,11 +64,13 @@ def test_whose_log_probs_are_the_old_ones():
     ours, old = a_group(MIXED, policy_version=5), a_group(MIXED, policy_version=4)
     theirs = a_group(MIXED, policy_version=5, sampler="worker")
 
-    assert all(row.old_logps is None and row.fresh for row in rows_of(ours, ours, step=5))
+    for row in rows_of(ours, ours, step=5):
+        assert row.old_logps is None and row.on_policy and row.fresh
     for other in (old, theirs):
         for groups in ((ours, other), (other, ours)):
             rows = rows_of(*groups, step=5)
-            assert all(row.old_logps is row.sampler_logps for row in rows)
+            assert not any(row.on_policy for row in rows)
+            assert all(torch.equal(row.old_logps, row.sampler_logps) for row in rows)
             assert sum(row.fresh for row in rows) == (2 if other is old else 4)
 
 
@@ -204,15 +207,18 @@ def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, a
     monkeypatch.setattr(trainer, "KL_BETA", 0)
     monkeypatch.setattr(trainer, "IS_CAP", 0)  # the group's log-probs are made up
     rows = rows_of(a_group(MIXED))
-    assert all(row.old_logps is None for row in rows)
-    loss, _ = loss_of(policy, rows)
+    loss, stats = loss_of(policy, rows)
     assert abs(loss.item()) < 1e-6  # the advantages sum to 0, and each sequence weighs the same
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     assert sum(g.norm() for g in gradient) > 1e-3  # and yet it learns: exp(logp - detached)
-    old = [row.old_logps.clone() for row in rows]
+    assert all(row.old_logps is None and row.fresh for row in rows)  # a loss changes no sequence
+    keep_logps(rows, stats["logps"])
+    old = [row.old_logps for row in rows]
+    assert torch.equal(torch.cat(old), stats["logps"]) and not any(row.fresh for row in rows)
     move(policy.model, 0.05)
     loss, stats = loss_of(policy, rows)
-    assert all(torch.equal(a, row.old_logps) for a, row in zip(old, rows, strict=True))
+    keep_logps(rows, stats["logps"])
+    assert all(a is row.old_logps for a, row in zip(old, rows, strict=True))
     assert abs(means_of(loss, stats)["ratio"] - 1) > 1e-3
 
 
