@@ -46,10 +46,11 @@ def machine():
 
 
 @contextmanager
-def trained(logs, others, trainer, ranks=1):
+def trained(logs, others, trainer, ranks=1, threads=1):
     """Starts the commands `others`, by name, and the `trainer`, a script and its arguments; with
     several `ranks` deepspeed starts it. The block runs when the trainer has ended without an error;
-    then all processes are ended. Each prints into a file: `logs`, its name, ".log"."""
+    then all processes are ended. Each prints into a file: `logs`, its name, ".log". `threads` are
+    those of a process outside forward and backward (CPU_THREADS)."""
     from demo import free_port, start
 
     launcher = [sys.executable]
@@ -60,7 +61,8 @@ def trained(logs, others, trainer, ranks=1):
     try:
         for name, command in (others | {"trainer": [*launcher, *trainer]}).items():
             with open(f"{logs}{name}.log", "w") as log:
-                processes.append(start(command, log))
+                environment = {"OMP_NUM_THREADS": str(threads)}
+                processes.append(start(command, log, threads=environment))
         if processes[-1].wait():
             raise SystemExit(f"the trainer failed: see {logs}trainer.log")
         yield
