@@ -26,6 +26,7 @@ if __name__ == "__main__":
 import torch
 import transformers
 
+import grpo_ref_split as trainer
 import plot
 from demo import greedy_answers, train_and_serve
 from grpo import smollm2
@@ -86,5 +87,5 @@ def main(**constants):
 
 
 if __name__ == "__main__":
-    given, others = read_words("grpo_ref_split.py", presets=False)
+    given, others = read_words(trainer.DEFAULTS, presets=False)
     sys.exit(__doc__) if others else main(**given)

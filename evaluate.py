@@ -25,9 +25,8 @@ from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 
-from grpo.constants import begin, constants_in, read_words, with_constants
+from grpo.constants import begin, read_words
 
 if __name__ == "__main__":
     begin()  # before torch is imported
@@ -50,7 +49,7 @@ from grpo.sampling.rewards import start_processes
 from grpo.sampling.task import begin_rewards, load_chat, load_task, reward_group
 from grpo.stop import leave
 from grpo.training.checkpoint import state_file
-from grpo.training.checks import check_constants
+from grpo.training.checks import settled
 from grpo.training.ranks import gathered, join_ranks
 from grpo.training.resume import hash_of_code, hash_of_prompts
 from grpo.wire import sha256_of
@@ -76,19 +75,18 @@ def command_line():
     add("task", metavar="TASK", help="name or path of a task, as in the trainer")
     add("--samples", type=int, default=0, help="sampled answers per question, at TEMPERATURE")
     add("--out", default="runs/eval", help="folder for the answers")
-    given, words = read_words("grpo_ref_split.py", presets=False)
+    given, words = read_words(trainer.DEFAULTS, presets=False)
     for name in given.keys() & {"MODEL", "TASK", "LORA_RANK"}:
         raise SystemExit(f"leave out {name}={given[name]}: give MODEL ... TASK without =")
     options = parser.parse_intermixed_args(words)
     if options.samples < 0:
         raise SystemExit(f"--samples {options.samples} must be 0 or more")
-    values, date = constants_in(vars(trainer.constants())), None
+    values, date = {}, None
     for model in options.models:
         of_run, its_date = run_of(model, options.task)
         values, date = values | of_run, its_date or date
-    check_constants(values | given)
-    c = SimpleNamespace(**values | given | {"TASK": options.task, "LORA_RANK": 0})
-    return options, c, date
+    own = {"TASK": options.task, "LORA_RANK": 0}
+    return options, settled(trainer.DEFAULTS, values | given | own), date
 
 
 def run_of(model, task):
@@ -171,10 +169,10 @@ def answer(policy, recipe, path, prompts, seed):
     """Samples GROUP_SIZE answers to each of `prompts` (some of recipe.prompts) and appends them to
     the file; yields each question's number. The random numbers depend on `seed` and SEED."""
     c = recipe.c
-    recipe = recipe.others(SAMPLE_BATCH=c.SAMPLE_BATCH if c.TEMPERATURE else c.EVAL_BATCH)  # a copy
-    fit_worker(recipe.c, policy, recipe.has_turns)
-    recipe.c.SAMPLE_BATCH = max(recipe.c.SAMPLE_BATCH, recipe.c.GROUP_SIZE)
-    seed = rollout.seed_of("evaluate", recipe.c.SEED, *seed)
+    size = c.SAMPLE_BATCH if c.TEMPERATURE else c.EVAL_BATCH
+    batch = fit_worker(c.but(SAMPLE_BATCH=size), policy, recipe.has_turns)
+    recipe = recipe.others(batch=max(batch, c.GROUP_SIZE))
+    seed = rollout.seed_of("evaluate", c.SEED, *seed)
     for (index, *_), completions, texts in rollout.sampled(policy, recipe, prompts, seed=seed):
         answers = [
             {"text": text, "tokens": one.length, "truncated": bool(one.truncated)}
@@ -219,7 +217,7 @@ def print_junk(recipe):
             reward_group(recipe, item, [as_seen(recipe.opening(ids), text_of(item))])[0]
             for _, item, ids in prompts
         ]
-        shares = {name: fmean(r[name] > 0 for r in given) for name in c.REWARD_WEIGHTS}
+        shares = {name: fmean(r[name] > 0 for r in given) for name in recipe.weights}
         earned = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         found = [name for name, share in shares.items() if share > EARNS]
         warning = f"; TRAINING WOULD FIND THAT {', '.join(found)} CAN BE EARNED SO" * bool(found)
@@ -230,7 +228,7 @@ def answers_of(c, options, date, model, processes, rank, world):
     """Returns (outcome, folder, {kind: {question: answers}}) of a model, kinds "greedy" and "N
     samples ...". Each rank answers its share of the questions that the files lack. `processes`
     (start_processes) compute rewards, or None; `date` is that of the prompts (prepare_task)."""
-    c, hashes = with_constants(c, MODEL=base_of(model)), hashes_of(model)
+    c, hashes = c.but(MODEL=base_of(model)), hashes_of(model)
     tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1, date=date)
     recipe.reward_processes = processes
     prompts, policy, found = recipe.prompts[: c.EVAL_QUESTIONS], None, {}
@@ -257,7 +255,7 @@ def answers_of(c, options, date, model, processes, rank, world):
         if missing := sum(index not in there for index, *_ in prompts):
             raise SystemExit(f"{path} lacks {missing} answers: all ranks must see the same folder")
         found[kind] = rewarded(draw, prompts, there, rank, world)
-    return recipe.c.OUTCOME, path.parent, found
+    return recipe.outcome, path.parent, found
 
 
 def report(c, models, results):

@@ -6,6 +6,7 @@
     python grpo_ref_split.py worker              # on other machines: samples for the trainer
 
 Set constants below, in the command (STEPS=50), in a preset file (presets/), or by main(STEPS=50).
+A run reads them once, into an object `c` that can't be changed: trainer.STEPS = 50 has no effect.
 A function marked "collective" must be called by every rank; if one rank skips it, the others hang.
 
 GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completion's advantage is its
@@ -27,36 +28,8 @@ import math
 import sys
 from collections import Counter
 
-from grpo.constants import before_torch, command_line, settle
-from grpo.training.checks import check_command
-
-before_torch()
-if __name__ == "__main__":  # reports a mistake before torch is imported
-    role, given = command_line("grpo_ref_split.py", __doc__, roles=["worker"])
-    check_command(given)
-
-import torch
-import torch.distributed as dist
-
-import grpo_loss_triton
-from grpo import loss as plain_loss
-from grpo.devices import out_of_memory_names
-from grpo.log import progress_bar, say
-from grpo.packing import Sequence, keep_logps, plan_rounds
-from grpo.proof import check_sampler
-from grpo.sampling import rollout
-from grpo.sampling.policy import worker_policy
-from grpo.sampling.prepare import prepare
-from grpo.sampling.task import load_questions
-from grpo.sampling.worker import run_worker
-from grpo.stop import Refused, TooLong, stop
-from grpo.training import checkpoint, checks, ranks, resume
-from grpo.training.engine import cpu_threads, learning_rate, take_step
-from grpo.training.metrics import TokenStats, check_update, evaluate, rollout_metrics, with_kl
-from grpo.training.report import check_reporters, log_idle, report_end, show
-from grpo.training.start import start_run
-from grpo.training.workers import staleness
-from grpo.wire import check_group
+from grpo.constants import before_torch, command_line, defaults_in
+from grpo.training import checks
 
 # --- What to train ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder of the model to train (any AutoModelForCausalLM)
@@ -167,6 +140,35 @@ REWARD_PROCESSES = 0  # per rank and worker, for slow rewards, in parallel with 
 MAX_BAD_STEPS = 5  # the run ends after N steps in a row with a non-finite gradient, all skipped
 IDLE_LIMIT = 10  # the run ends after N steps in a row without anything to train
 
+DEFAULTS = defaults_in(globals())
+before_torch()
+if __name__ == "__main__":  # reports a mistake before torch is imported
+    role, given = command_line(DEFAULTS, __doc__, roles=["worker"])
+    checks.settled(DEFAULTS, given)
+
+import torch
+import torch.distributed as dist
+
+import grpo_loss_triton
+from grpo import loss as plain_loss
+from grpo.devices import out_of_memory_names
+from grpo.log import progress_bar, say
+from grpo.packing import Sequence, keep_logps, plan_rounds
+from grpo.proof import check_sampler
+from grpo.sampling import rollout
+from grpo.sampling.policy import worker_policy
+from grpo.sampling.prepare import prepare
+from grpo.sampling.task import load_questions
+from grpo.sampling.worker import run_worker
+from grpo.stop import Refused, TooLong, stop
+from grpo.training import checkpoint, ranks, resume
+from grpo.training.engine import cpu_threads, learning_rate, take_step
+from grpo.training.metrics import TokenStats, check_update, evaluate, rollout_metrics, with_kl
+from grpo.training.report import check_reporters, log_idle, report_end, show
+from grpo.training.start import start_run
+from grpo.training.workers import staleness
+from grpo.wire import check_group
+
 
 # --- Sample: algorithm 1, lines 5, 7, 8 ------------------------------------------------
 def sample_step(run):
@@ -178,13 +180,13 @@ def sample_step(run):
     steps decides how many groups a round starts. Groups that were started are always finished and
     used. Stopping at the first PROMPTS_PER_STEP would favour short completions.
     """
-    p, clock, counts, sampled = run.progress, run.clock, Counter(), []
+    c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
     with clock.part("wait"), ranks.all_or_none("workers' groups"):  # collective
         theirs = run.workers.take(p.step) if run.workers else []
         mine = [(group, run.reference.logps(group)) for group in theirs]
     taken = ranks.sum_over_ranks(len(theirs))  # collective
-    missing = PROMPTS_PER_STEP - taken if TRAINER_SAMPLES else 0
-    begun, most = 0, max(0, missing) * (1 + MAX_REFILLS)
+    missing = c.PROMPTS_PER_STEP - taken if c.TRAINER_SAMPLES else 0
+    begun, most = 0, max(0, missing) * (1 + c.MAX_REFILLS)
     p.begin_rollout()
     while number := rollout.groups_to_begin(missing, p.flat_share, most - begun):
         before = len(mine)
@@ -193,7 +195,7 @@ def sample_step(run):
             with clock.part("sample"), run.sampler.follow(p.step):
                 for group, is_flat in share:
                     sampled.append(group)
-                    if not (is_flat and SKIP_FLAT_GROUPS):
+                    if not (is_flat and c.SKIP_FLAT_GROUPS):
                         mine.append((group, run.reference.logps(group)))  # scored while we sample
         usable = ranks.sum_over_ranks(len(mine) - before)  # collective
         p.count_round(groups=number, usable=usable)
@@ -204,7 +206,7 @@ def sample_step(run):
                 group.ref_logps = answer.result()
         groups = ranks.gather_groups([group for group, _ in mine])  # collective
     metrics = rollout_metrics(run, counts, theirs, sampled)  # collective
-    if PUBLISH_STEPS:
+    if c.PUBLISH_STEPS:
         metrics |= staleness(groups, p.step, run.workers)
     return groups, metrics, sampled + theirs
 
@@ -214,7 +216,7 @@ def sample_share(run, number, begun, counts):
     as soon as it is finished; adds their tally to `counts`."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
     prompts = itertools.islice(run.stream, number // world + (rank < number % world))  # line 5
-    settings = {"seed": rollout.seed_of(SEED, step, begun, rank)}
+    settings = {"seed": rollout.seed_of(run.c.SEED, step, begun, rank)}
     settings |= {"timed": lambda: run.clock.part("reward")}
     groups = rollout.sampled_and_rewarded(run.sampler, run.recipe, prompts, **settings)
     for sampled in groups:  # lines 7, 8
@@ -226,49 +228,51 @@ def sample_share(run, number, begun, counts):
             run=run.progress.name,
             version=step,
             sampler="trainer",
-            outcome=OUTCOME,
+            outcome=run.recipe.outcome,
         )
         check_group(group)
         yield group, tally["flat"]
 
 
 # --- Sequences to train: lines 6, 9 ----------------------------------------------------
-def advantages_of(group, reward_weights):
+def advantages_of(recipe, group):
     """Returns the advantages (G,) of a group's total rewards (line 9)."""
-    assert group.reward_names == list(reward_weights), group.reward_names
+    c = recipe.c
+    assert group.reward_names == list(recipe.weights), group.reward_names
     rewards, lengths = rollout.rewards_of(group), [int(own.sum()) for own in group.owns()]
-    sizes = {"limit": MAX_COMPLETION_TOKENS, "overlong": OVERLONG_TOKENS}
-    totals = rollout.totals_of(rewards, lengths, reward_weights, **sizes)
-    return plain_loss.group_advantages(torch.tensor(totals), scale_by_std=ADVANTAGE_STD)
+    sizes = {"limit": c.MAX_COMPLETION_TOKENS, "overlong": c.OVERLONG_TOKENS}
+    totals = rollout.totals_of(rewards, lengths, recipe.weights, **sizes)
+    return plain_loss.group_advantages(torch.tensor(totals), scale_by_std=c.ADVANTAGE_STD)
 
 
-def make_sequences(groups, reward_weights, step):
+def make_sequences(recipe, groups, step):
     """Returns the groups' sequences, which train the policy after `step` updates. MASK_TRUNCATED
     leaves out truncated ones; they still count in their group's mean and as sequences. Line 6: if
     a worker or another policy sampled any group, the sampler's log-probs are the old ones for all
     sequences, as a micro-batch mixes groups."""
+    c = recipe.c
     on_policy = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
     sequences = []
     for group in groups:
         ids = group.completions(group.completion_ids)
         logps = group.completions(group.sampler_logps)
-        refs = group.completions(group.ref_logps) if KL_BETA else None
-        for i, advantage in enumerate(advantages_of(group, reward_weights).tolist()):
-            if MASK_TRUNCATED and group.truncated[i]:
+        refs = group.completions(group.ref_logps) if c.KL_BETA else None
+        for i, advantage in enumerate(advantages_of(recipe, group).tolist()):
+            if c.MASK_TRUNCATED and group.truncated[i]:
                 continue
             prompt, completion, own = group.prompt_ids.tolist(), ids[i].tolist(), group.owns()[i]
             old = None if on_policy else logps[i][own]
-            ref = refs[i][own] if KL_BETA else None
+            ref = refs[i][own] if c.KL_BETA else None
             sequence = Sequence(prompt, completion, logps[i][own], old, ref, advantage, own)
             sequence.on_policy, sequence.fresh = on_policy, group.policy_version == step
             sequences.append(sequence)
     lengths = torch.tensor([sequence.tokens for sequence in sequences])
     weights = plain_loss.token_weights(
         lengths,
-        loss_type=LOSS_TYPE,
+        loss_type=c.LOSS_TYPE,
         sequences=sum(len(group.completion_lengths) for group in groups),
         tokens=int(lengths.sum()),
-        max_completion_tokens=MAX_COMPLETION_TOKENS,
+        max_completion_tokens=c.MAX_COMPLETION_TOKENS,
     )
     for sequence, weight in zip(sequences, weights.tolist(), strict=True):
         sequence.weight = weight
@@ -276,7 +280,7 @@ def make_sequences(groups, reward_weights, step):
 
 
 # --- Loss and gradient: line 11 --------------------------------------------------------
-def batch_loss(hidden, head, ids, batch, vocab_size):
+def batch_loss(c, hidden, head, ids, batch, vocab_size):
     """Returns (loss, stats) of a micro-batch's B sequences: their part of the step's loss, a
     scalar, and tensors (N,) with a value per token, by name (grpo/loss.py). N counts the model's
     own tokens, which alone are trained.
@@ -292,27 +296,27 @@ def batch_loss(hidden, head, ids, batch, vocab_size):
         parts = [torch.as_tensor(part).expand(n) for part, n in zip(parts, lengths, strict=True)]
         return torch.cat(parts).to(ids.device)
 
-    linear_logps = (grpo_loss_triton if FUSED_LOSS else plain_loss).linear_logps
-    settings = {"temperature": TEMPERATURE, "vocab_size": vocab_size, "entropy": True}
+    linear_logps = (grpo_loss_triton if c.FUSED_LOSS else plain_loss).linear_logps
+    settings = {"temperature": c.TEMPERATURE, "vocab_size": vocab_size, "entropy": True}
     logps, entropy = linear_logps(hidden, head, ids, **settings)
     first = batch[0]  # all sequences have old log-probs or none has, and on_policy is the same
     sampler_logps = per_token([s.sampler_logps for s in batch])
     loss, stats = plain_loss.policy_loss(
         logps,
         None if first.old_logps is None else per_token([s.old_logps for s in batch]),
-        per_token([s.ref_logps for s in batch]) if KL_BETA else None,
+        per_token([s.ref_logps for s in batch]) if c.KL_BETA else None,
         per_token([s.advantage for s in batch]),
         per_token([s.weight for s in batch]),
-        clip_low=CLIP_LOW,
-        clip_high=CLIP_HIGH,
-        kl_beta=KL_BETA,
-        objective=OBJECTIVE,
-        unbiased_kl=UNBIASED_KL,
+        clip_low=c.CLIP_LOW,
+        clip_high=c.CLIP_HIGH,
+        kl_beta=c.KL_BETA,
+        objective=c.OBJECTIVE,
+        unbiased_kl=c.UNBIASED_KL,
         sampler_logps=sampler_logps,
-        is_cap=IS_CAP,  # no effect if the sampler's log-probs are the old ones; ratio_cap acts then
-        is_mask=IS_MASK,
-        ratio_cap=0.0 if first.on_policy else IS_CAP,
-        sequences=per_token(range(len(batch))) if RATIO_LEVEL == "sequence" else None,
+        is_cap=c.IS_CAP,  # no effect if old and sampler's log-probs are equal; ratio_cap acts then
+        is_mask=c.IS_MASK,
+        ratio_cap=0.0 if first.on_policy else c.IS_CAP,
+        sequences=per_token(range(len(batch))) if c.RATIO_LEVEL == "sequence" else None,
     )
     stats |= {"logps": logps.detach(), "entropy": entropy, "sampler_logps": sampler_logps}
     return loss, stats | {"fresh": per_token([float(s.fresh) for s in batch])}
@@ -328,11 +332,12 @@ def accumulate(run, sequences):
     """
     engine, means = run.engine, TokenStats(run.engine.device)
     rank, world = dist.get_rank(), dist.get_world_size()
-    rounds = plan_rounds(sequences, engine.module.packs, rank, world, MICRO_BATCH_TOKENS)
+    rounds = plan_rounds(sequences, engine.module.packs, rank, world, run.sizes.micro_batch_tokens)
     for done, (batch, is_filler) in enumerate(rounds, start=1):
         engine.set_gradient_accumulation_boundary(done == len(rounds))
         hidden, ids = engine([s.prompt for s in batch], [s.completion for s in batch])
-        loss, stats = batch_loss(hidden, engine.module.head, ids, batch, run.policy.vocab_size)
+        tokens = hidden, engine.module.head, ids
+        loss, stats = batch_loss(run.c, *tokens, batch, run.policy.vocab_size)
         if not is_filler:
             means.add(loss, stats)
             keep_logps(batch, stats["logps"])  # line 6
@@ -347,15 +352,15 @@ def accumulate(run, sequences):
 def update(run, sequences, step):
     """Collective: makes optimiser update number `step` (from 1) on the sequences (line 11); returns
     its metrics. If the gradient is not finite, the weights do not change ("skipped")."""
-    rate = learning_rate(run.c, step)
-    limit = out_of_memory_names("MICRO_BATCH_TOKENS", MICRO_BATCH_TOKENS)
-    with run.clock.part("backward"), cpu_threads(CPU_THREADS), limit:
+    c, rate = run.c, learning_rate(run.c, step)
+    limit = out_of_memory_names("MICRO_BATCH_TOKENS", run.sizes.micro_batch_tokens)
+    with run.clock.part("backward"), cpu_threads(c.CPU_THREADS), limit:
         metrics = accumulate(run, sequences)  # collective
     with ranks.all_or_none("checking the sampler"):  # collective
         check_sampler(metrics, run.policy.dtype)
     with run.clock.part("step"):
         norm = take_step(run.engine, rate)  # collective
-    metrics = with_kl(metrics, run.reference.info, MODEL)  # KL only if it was computed
+    metrics = with_kl(metrics, run.reference.info, c.MODEL)  # KL only if it was computed
     # DeepSpeed's norm of a gradient that overflowed may also be -1
     finite = math.isfinite(metrics["loss"]) and 0 <= norm < math.inf
     return metrics | {"grad_norm": norm, "learning_rate": rate, "skipped": int(not finite)}
@@ -364,28 +369,28 @@ def update(run, sequences, step):
 # --- The loop: lines 2, 3, 4, 10 -------------------------------------------------------
 def train(run):
     """Collective: trains for all steps; returns whether a signal stopped it earlier."""
-    p, bar = run.progress, progress_bar(run.progress.step, STEPS)
+    c, p, bar = run.c, run.progress, progress_bar(run.progress.step, run.c.STEPS)
     while True:  # line 4
         evaluate_if_due(run)  # collective
         asked = ranks.any_rank(stop.asked)  # collective
-        ends = asked or p.step >= STEPS or p.accuracy >= STOP_ACCURACY or p.idle >= IDLE_LIMIT
-        if ends or p.best == p.step or p.passed(SAVE_STEPS, max(p.saved, 0)):
+        ends = asked or p.step >= c.STEPS or p.accuracy >= c.STOP_ACCURACY or p.idle >= c.IDLE_LIMIT
+        if ends or p.best == p.step or p.passed(c.SAVE_STEPS, max(p.saved, 0)):
             checkpoint.save_run(run)  # collective
         if ends:
             bar.close()
-            checkpoint.point(RUN_DIR, "final", -1 if asked else p.saved)  # -1: not yet
+            checkpoint.point(c.RUN_DIR, "final", -1 if asked else p.saved)  # -1: not yet
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before, place = p.step, checkpoint.place_of(run)
         with checkpoint.back_if_failed(run, place):
             groups, metrics, sampled = sample_step(run)  # collective; lines 5, 7, 8
         with ranks.all_or_none("preparing the update"):  # collective
-            sequences = make_sequences(groups, REWARD_WEIGHTS, before)  # lines 6, 9
+            sequences = make_sequences(run.recipe, groups, before)  # lines 6, 9
             run.folder.log_samples(run, sampled, advantages_of)
         p.idle = 0 if sequences else p.idle + 1
         if not sequences:
             log_idle(run, metrics, groups)
-        updates = min(UPDATES_PER_ROLLOUT, STEPS - before) if sequences else 1
+        updates = min(c.UPDATES_PER_ROLLOUT, c.STEPS - before) if sequences else 1
         for number in range(1, updates + 1):  # line 10
             with checkpoint.back_if_failed(run, place):
                 trained = update(run, sequences, p.step + 1) if sequences else {}  # collective
@@ -404,11 +409,11 @@ def train(run):
 
 def end_rollout(run, before):
     """Publishes the policy, and copies it into the reference (lines 2, 3), if either is due."""
-    p = run.progress
-    if run.workers and p.passed(PUBLISH_STEPS, before):
+    c, p = run.c, run.progress
+    if run.workers and p.passed(c.PUBLISH_STEPS, before):
         with run.clock.part("publish"):
             run.workers.publish(p.step)
-    if KL_BETA and p.passed(REFERENCE_REFRESH_STEPS, before):
+    if c.KL_BETA and p.passed(c.REFERENCE_REFRESH_STEPS, before):
         run.reference.refresh()
         p.reference = p.step
         say(f"the policy of step {p.step} is now the reference")
@@ -417,38 +422,29 @@ def end_rollout(run, before):
 def evaluate_if_due(run):
     """Collective: evaluates at the start, every EVAL_STEPS and at the end. If a stop is requested,
     the evaluation is skipped and happens when the run resumes."""
-    p = run.progress
-    due = p.passed(EVAL_STEPS, p.evaluated) or p.step >= STEPS and p.evaluated < p.step
-    if not (EVAL_STEPS and due) or ranks.any_rank(stop.asked):  # collective
+    c, p = run.c, run.progress
+    due = p.passed(c.EVAL_STEPS, p.evaluated) or p.step >= c.STEPS and p.evaluated < p.step
+    if not (c.EVAL_STEPS and due) or ranks.any_rank(stop.asked):  # collective
         return
-    say(f"greedy evaluation on {len(run.questions)} {EVAL_SPLIT} questions after step {p.step}")
-    result = evaluate(run.sampler, p.step, run.recipe, run.questions)  # collective
+    say(f"greedy evaluation on {len(run.questions)} {c.EVAL_SPLIT} questions after step {p.step}")
+    result = evaluate(run.sampler, p.step, run.greedy, run.questions)  # collective
     if not ranks.any_rank(stop.asked):  # collective
         run.folder.log_evaluation(result, p.step)
-        p.take_evaluation(result.get("eval_accuracy", -1.0), KEEP_BEST)
+        p.take_evaluation(result.get("eval_accuracy", -1.0), c.KEEP_BEST)
 
 
 # --- Main ---------------------------------------------------------------------------
-known = frozenset(filter(str.isupper, globals()))  # a preset may set no others
-
-
-def constants(**preset):
-    """Sets the constants in `preset` until the next call. Returns this module, whose attributes the
-    constants are. Raises SystemExit with a line for each wrong constant."""
-    checks.check_constants(settle(globals(), known, preset))
-    return sys.modules[__name__]
-
-
 @ranks.explained()
-def main(**preset):
-    c = constants(**preset)
-    date = resume.check_run_dir(RUN_DIR, RESUME)
-    check_reporters(REPORT_TO)
-    tokenizer, recipe, server = prepare(c, date, needs_server=bool(REF_SERVER and KL_BETA))
+def main(**given):
+    """Trains with the constants above, except for those that are given."""
+    c = checks.settled(DEFAULTS, given)
+    date = resume.check_run_dir(c.RUN_DIR, c.RESUME)
+    check_reporters(c.REPORT_TO)
+    tokenizer, recipe, server = prepare(c, date, needs_server=bool(c.REF_SERVER and c.KL_BETA))
     questions = load_questions(recipe, tokenizer)
-    ranks.join_ranks(WAIT_LIMIT_SECONDS)  # collective
-    _lock = checkpoint.leads(RUN_DIR) and resume.lock_run(RUN_DIR)  # collective; to the end
-    run = start_run(c, tokenizer, recipe, questions, server)  # collective
+    ranks.join_ranks(c.WAIT_LIMIT_SECONDS)  # collective
+    _lock = checkpoint.leads(c.RUN_DIR) and resume.lock_run(c.RUN_DIR)  # collective; to the end
+    run = start_run(c, tokenizer, recipe, questions, server, batch_loss)  # collective
     with stop.listening():
         try:
             asked = train(run)  # collective
@@ -461,11 +457,12 @@ def main(**preset):
     report_end(run, asked)
 
 
-def worker(**preset):
+def worker(**given):
     """Samples for the trainer at TRAINER until the trainer is gone."""
-    c = constants(**preset)
+    c = checks.settled(DEFAULTS, given)
     tokenizer, recipe, _ = prepare(c)
-    run_worker(worker_policy(c, tokenizer, recipe.has_turns), recipe)
+    policy, recipe.batch = worker_policy(c, tokenizer, recipe.has_turns)
+    run_worker(policy, recipe)
 
 
 if __name__ == "__main__":

@@ -24,21 +24,6 @@ from dataclasses import dataclass, field
 
 from grpo import constants
 
-constants.before_torch()
-if __name__ == "__main__":  # reports a mistake before torch is imported
-    _, given = constants.command_line("ref_server.py", __doc__)
-
-import torch
-
-from grpo.devices import accelerator
-from grpo.forward import CompletionModel
-from grpo.gate import Busy, Gate, listen, token_for
-from grpo.log import in_background
-from grpo.models import load_model, load_tokenizer
-from grpo.scoring import score_groups
-from grpo.stop import leave
-from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids
-
 # --- What to serve ------------------------------------------------------------------
 # Hub name or folder of the reference model. It may be larger than the trained model, but must have
 # the same tokenizer.
@@ -58,6 +43,43 @@ THREADS = 64  # requests served at once; at least the number of ranks + 4
 # Largest request accepted; must be at least 1 MB (64 completions of 8192 tokens take 2 MB).
 MAX_BODY_BYTES = 16 << 20
 
+DEFAULTS = constants.defaults_in(globals())
+KINDS = [
+    (constants.WHOLE, "SCORE_BATCH_TOKENS THREADS MAX_BODY_BYTES"),
+    (constants.COUNT, "PORT"),
+    (constants.NUMBER, "TEMPERATURE"),
+    (constants.TEXT, "MODEL HOST"),
+    (constants.DTYPE, "DTYPE"),
+]
+RELATIONS = [
+    ("TEMPERATURE", "above 0", lambda c: c.TEMPERATURE > 0),
+    ("PORT", "65535 at most; 0 takes any free port", lambda c: c.PORT <= 65535),
+    ("THREADS", "8 or more", lambda c: c.THREADS >= 8),
+    ("MAX_BODY_BYTES", "1 MB or more: 1 << 20", lambda c: c.MAX_BODY_BYTES >= 1 << 20),
+]
+
+
+def settled(given):
+    """Returns the server's Constants; SystemExit with a line for each wrong one."""
+    return constants.settled("ref_server.py", DEFAULTS, given, KINDS, RELATIONS)
+
+
+constants.before_torch()
+if __name__ == "__main__":  # reports a mistake before torch is imported
+    _, given = constants.command_line(DEFAULTS, __doc__)
+    settled(given)
+
+import torch
+
+from grpo.devices import accelerator
+from grpo.forward import CompletionModel
+from grpo.gate import Busy, Gate, listen, token_for
+from grpo.log import in_background
+from grpo.models import load_model, load_tokenizer
+from grpo.scoring import score_groups
+from grpo.stop import leave
+from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids
+
 
 # --- Scoring ------------------------------------------------------------------------
 @dataclass(eq=False)
@@ -74,21 +96,22 @@ class Request:
 class Reference:
     """The frozen model. `info` is the answer to /info, `limits` are arguments of unpack_ids."""
 
-    def __init__(self):
-        facts = facts_of(load_tokenizer(MODEL), TEMPERATURE)
-        model, dtype = load_model(MODEL, DTYPE, facts["vocab_size"])
+    def __init__(self, c):
+        facts = facts_of(load_tokenizer(c.MODEL), c.TEMPERATURE)
+        model, dtype = load_model(c.MODEL, c.DTYPE, facts["vocab_size"])
         self.model = CompletionModel(model.requires_grad_(False))
         for note in self.model.notes:
             print(note, flush=True)
         context = getattr(model.config, "max_position_embeddings", None)
         self.limits = {"vocab_size": facts["vocab_size"], "max_tokens": context}
-        self.info = facts | {"model": MODEL, "dtype": dtype}
+        self.info = facts | {"model": c.MODEL, "dtype": dtype}
+        self.budget = c.SCORE_BATCH_TOKENS
 
     def score(self, requests):
         """Returns the log-probs (N,) of each request; scores them in common batches."""
         groups = [ids_by_sequence(request.tensors) for request in requests]
-        settings = {"temperature": TEMPERATURE, "vocab_size": self.limits["vocab_size"]}
-        return score_groups(self.model, groups, budget=SCORE_BATCH_TOKENS, **settings)
+        settings = {name: self.info[name] for name in ("temperature", "vocab_size")}
+        return score_groups(self.model, groups, budget=self.budget, **settings)
 
 
 def take(waiting, tokens):
@@ -124,11 +147,11 @@ def answer_all(requests, score):
 
 
 # --- Routes -------------------------------------------------------------------------
-def make_app(waiting, info, limits, token):
+def make_app(waiting, info, limits, threads, token):
     """Returns the WSGI app; `token` is None or the shared secret."""
     app = Gate(token=token)
     app.get("/info", callback=lambda: info)
-    places = threading.Semaphore(THREADS - 4)  # 4 threads always serve /info and /health
+    places = threading.Semaphore(threads - 4)  # 4 threads always serve /info and /health
 
     @app.post("/score")
     def score():
@@ -136,7 +159,7 @@ def make_app(waiting, info, limits, token):
         if not 0 <= seconds <= threading.TIMEOUT_MAX:  # NaN is refused, too
             raise ValueError(f"wait must be seconds, 0 or more, got {seconds}")
         if not places.acquire(blocking=False):
-            raise Busy(f"{THREADS - 4} requests wait for an answer")
+            raise Busy(f"{threads - 4} requests wait for an answer")
         try:
             request = Request(unpack_ids(app.read_body(), **limits))
             waiting.put(request)
@@ -153,42 +176,21 @@ def make_app(waiting, info, limits, token):
 
 
 # --- Main ---------------------------------------------------------------------------
-known = frozenset(filter(str.isupper, globals()))  # a preset may set no others
-
-
-def check_constants(now):
-    """Raises SystemExit with a line for each wrong constant in `now`, {name: value}."""
-    kinds = [
-        (constants.WHOLE, "SCORE_BATCH_TOKENS THREADS MAX_BODY_BYTES"),
-        (constants.COUNT, "PORT"),
-        (constants.NUMBER, "TEMPERATURE"),
-        (constants.TEXT, "MODEL HOST"),
-        (constants.DTYPE, "DTYPE"),
-    ]
-    relations = [
-        ("TEMPERATURE", "above 0", lambda c: c.TEMPERATURE > 0),
-        ("PORT", "65535 at most; 0 takes any free port", lambda c: c.PORT <= 65535),
-        ("THREADS", "8 or more", lambda c: c.THREADS >= 8),
-        ("MAX_BODY_BYTES", "1 MB or more: 1 << 20", lambda c: c.MAX_BODY_BYTES >= 1 << 20),
-    ]
-    constants.check("ref_server.py", now, kinds, relations)
-
-
-def main(**preset):
-    check_constants(constants.settle(globals(), known, preset))
-    token = token_for(HOST, "HOST")
+def main(**given):
+    c = settled(given)
+    token = token_for(c.HOST, "HOST")
     signal.signal(signal.SIGTERM, lambda *_: leave("ended by SIGTERM"))  # even within torch
-    print(f"loading the reference model {MODEL} ...", flush=True)
-    reference = Reference()
+    print(f"loading the reference model {c.MODEL} ...", flush=True)
+    reference = Reference(c)
     waiting = queue.SimpleQueue()
-    app = make_app(waiting, reference.info, reference.limits, token)
-    server = listen(app, HOST, PORT, THREADS, MAX_BODY_BYTES)
+    app = make_app(waiting, reference.info, reference.limits, c.THREADS, token)
+    server = listen(app, c.HOST, c.PORT, c.THREADS, c.MAX_BODY_BYTES)
     http = in_background(server.run)
     dtype = reference.info["dtype"]
-    print(f"serving {MODEL} ({dtype}) on http://{HOST}:{server.effective_port}", flush=True)
+    print(f"serving {c.MODEL} ({dtype}) on http://{c.HOST}:{server.effective_port}", flush=True)
     # Scoring runs in the main thread: if it fails for good, the process ends and clients notice
     while http.is_alive():
-        if requests := take(waiting, 8 * SCORE_BATCH_TOKENS):
+        if requests := take(waiting, 8 * c.SCORE_BATCH_TOKENS):
             answer_all(requests, reference.score)
     sys.exit("the HTTP server has ended, so this process ends")
 

@@ -21,7 +21,6 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +34,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import grpo_loss_triton
 import grpo_ref_split as trainer
 import ref_server
+from grpo.constants import Constants
 from grpo.devices import accelerator
 from grpo.sampling.decoders.shared_prompt import ROOM
 from grpo.sampling.policy import ALL, Policy
@@ -296,12 +296,10 @@ def training_of(m, c, world, tokens, keys, trained):
 
 
 def shipped(prompt, completion, **others):
-    """Returns the trainer's constants, as attributes, and what a trial takes of its module."""
-    now = {name: value for name, value in vars(trainer).items() if name.isupper()}
-    now |= {name: value for name, value in USUAL.items() if now[name] == "auto"}
-    now |= {"MAX_PROMPT_TOKENS": prompt, "MAX_COMPLETION_TOKENS": completion}
-    now |= {"Sequence": trainer.Sequence, "batch_loss": trainer.batch_loss}
-    return SimpleNamespace(**now | others)
+    """Returns the trainer's Constants, with the sizes of a CPU where they are "auto"."""
+    usual = {name: value for name, value in USUAL.items() if trainer.DEFAULTS[name] == "auto"}
+    tokens = {"MAX_PROMPT_TOKENS": prompt, "MAX_COMPLETION_TOKENS": completion}
+    return Constants(trainer.DEFAULTS | usual | tokens | others)
 
 
 def phases_of(m, prompt, completion, world=1, offload=False, **others):
@@ -343,8 +341,7 @@ def table(head, rows):
 def least(c, m, world):
     """Returns the bytes that the trainer needs with the smallest sizes that "auto" tries."""
     sizes = {"MICRO_BATCH_TOKENS": TOKENS[True][-1], "SAMPLE_BATCH": c.GROUP_SIZE, "EVAL_BATCH": 1}
-    c = SimpleNamespace(**vars(c) | sizes)
-    return need(phases_with(m, c, world))[0]
+    return need(phases_with(m, c.but(**sizes), world))[0]
 
 
 def server_bytes(name):
@@ -455,10 +452,10 @@ def tried(name, rank):
     c = shipped(512, 512, LORA_RANK=rank, **dict.fromkeys(USUAL, "auto"))
     try:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            fit_sizes(c, policy, turns=False)
+            sizes = fit_sizes(c, policy, policy, trainer.batch_loss, turns=False)
     finally:
         dist.destroy_process_group()
-    return out.getvalue().strip(), need(phases_with(m, c, 1))[0]
+    return out.getvalue().strip(), need(phases_with(m, c.but(**sizes.constants()), 1))[0]
 
 
 def main():

@@ -33,11 +33,10 @@ ADAM_BETAS = (0.9, 0.99)
 MAX_GRAD_NORM = 1.0
 MAX_COMPLETION_TOKENS = 8
 LEARNING_RATE = 1e-4
-UPDATES = 3
-ADVANTAGE_STD = True
-REWARDS = None  # of the group, "1 1 0 0"; None: is_right's
 SIZE = 7.6  # billion parameters: Qwen2.5-7B
 FOUR = 'None, or four numbers: "1 1 0 0"', lambda r: re.fullmatch(r"None|(-?[\d.]+ ?){4}", str(r))
+# Of a command. REWARDS are the group's, such as "1 1 0 0"; None: is_right's
+DEFAULTS = {"UPDATES": 3, "ADVANTAGE_STD": True, "REWARDS": None}
 KINDS = [(constants.WHOLE, "UPDATES"), (constants.FLAG, "ADVANTAGE_STD"), (FOUR, "REWARDS")]
 
 
@@ -101,8 +100,8 @@ def is_right(completion):
 
 
 # --- Three updates ----------------------------------------------------------------------
-def train(model, tokenizer, prompt, completions, advantages, weights):
-    """Makes UPDATES updates on the group, as the trainer does. Returns (columns, distributions):
+def train(model, tokenizer, prompt, completions, advantages, weights, updates):
+    """Makes so many updates on the group, as the trainer does. Returns (columns, distributions):
     before each update and after the last {name: value of the followed token}, and the log-probs of
     all ids where it stands, (V,)."""
     lengths = torch.tensor([len(c.ids) for c in completions])
@@ -110,7 +109,7 @@ def train(model, tokenizer, prompt, completions, advantages, weights):
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=ADAM_BETAS, weight_decay=0.0)
     columns, distributions, first = [], [], None
-    for _ in range(UPDATES + 1):
+    for _ in range(updates + 1):
         logps, there = logps_of(model, tokenizer, prompt, completions)
         first = logps.detach() if first is None else first  # of the sampler and of the reference
         at = logps.detach().requires_grad_()  # the loss, as a function of the N log-probs
@@ -125,7 +124,7 @@ def train(model, tokenizer, prompt, completions, advantages, weights):
         columns[-1]["norm of the gradient"] = norm.item()
         columns[-1]["tokens clipped, of N"] = (stats["clip_low"] | stats["clip_high"]).sum().item()
         distributions.append(there)
-        if len(columns) <= UPDATES:
+        if len(columns) <= updates:
             optimizer.step()
     return columns, distributions
 
@@ -168,7 +167,7 @@ def show_group(tokenizer, prompt, completions, rewards, advantages, weights):
 def show_token(tokenizer, ids, columns, advantage, weight):
     token, before = tokenizer.decode(ids[FOLLOWED]), tokenizer.decode(ids[:FOLLOWED])
     print(f'token "{token}" after "{before}": A = {advantage:.4f}, w = {weight:.4f}\n')
-    heads = [f"update {n + 1}" for n in range(UPDATES)] + ["afterwards"]
+    heads = [f"update {n + 1}" for n in range(len(columns) - 1)] + ["afterwards"]
     print(f"{'':<28}" + "".join(f"{head:>12}" for head in heads))
     for name in columns[0]:
         # Afterwards there is no update, only a new policy
@@ -275,19 +274,18 @@ def chapter(title, show, *given):
 
 
 def main(**given):
-    globals().update(given)
-    constants.check("docs/learn.py", globals(), KINDS, [])
+    c = constants.settled("docs/learn.py", DEFAULTS, given, KINDS, [])
     policy = _, tokenizer, prompt = start()
     completions = sample(*policy)
     right = [is_right(tokenizer.decode(c.ids[:-1])) for c in completions]
-    rewards = torch.tensor([float(r) for r in (REWARDS.split() if REWARDS else right)])
-    advantages = group_advantages(rewards, scale_by_std=ADVANTAGE_STD)
+    rewards = torch.tensor([float(r) for r in (c.REWARDS.split() if c.REWARDS else right)])
+    advantages = group_advantages(rewards, scale_by_std=c.ADVANTAGE_STD)
     lengths = torch.tensor([len(c.ids) for c in completions])
     w = (weights := {name: weights_of(lengths, name) for name in LOSS_TYPES})["grpo"]
     chapter("a group", show_group, tokenizer, prompt, completions, rewards, advantages, w)
     chapter("re-tokenised", show_retokenised, *policy)
     before = answer_probs(*policy)
-    columns, logps = train(*policy, completions, advantages, w)
+    columns, logps = train(*policy, completions, advantages, w, c.UPDATES)
     chapter("a token", show_token, tokenizer, completions[0].ids, columns, advantages[0], w[0])
     chapter("all answers", show_answers, before, answer_probs(*policy))
     chapter("the KL there", show_kl, logps[-1], logps[0])
@@ -300,4 +298,4 @@ def main(**given):
 
 
 if __name__ == "__main__":
-    main(**constants.command_line("docs/learn.py", __doc__)[1])
+    main(**constants.command_line(DEFAULTS, __doc__)[1])

@@ -2,18 +2,39 @@
 that a mistake in the command is reported at once."""
 
 import ast
+import copy
 import difflib
 import importlib.metadata
 import math
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = "grpo_ref_split.py", "ref_server.py"
-UNDO = "_set_for_run"  # name in a script's globals for the values that set_for_run replaced
+SCRIPTS = "grpo_ref_split.py", "ref_server.py"  # a preset may set constants of both
+
+
+class Constants:
+    """The constants of a run, as attributes that can't be set. What a run finds out is in fields of
+    Run and Recipe."""
+
+    def __init__(self, values):
+        vars(self).update({name: copy.copy(value) for name, value in values.items()})
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"{name} can't be set: a run's constants do not change")
+
+    def but(self, **changes):
+        """Returns a copy with these changes."""
+        return Constants(vars(self) | changes)
+
+
+def defaults_in(script):
+    """Returns {constant: value} of a script's globals. The script calls this below its constants,
+    before it imports other modules' upper-case names."""
+    return {name: value for name, value in script.items() if name.isupper()}
 
 
 def before_torch():
@@ -48,12 +69,12 @@ def arguments():
     return [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
 
 
-def command_line(script, doc, roles=()):
+def command_line(defaults, doc, roles=()):
     """Returns (role, constants) of the command line: one of `roles` or None, and values by name.
     Raises SystemExit with the usage (from the script's __doc__) for any other word, and if MODEL
     looks like a folder but is none."""
     begin()
-    constants, words = read_words(script)
+    constants, words = read_words(defaults)
     role = words.pop(0) if words and words[0] in roles else None
     if words and words[0] in ("-h", "--help"):
         print(usage(doc))
@@ -83,10 +104,11 @@ def fault_of(name):
     return f"there is no folder {folder.absolute()}" if path else ""
 
 
-def read_words(script, presets=True):
+def read_words(defaults, presets=True):
     """Returns (constants, other words) of the command line. Constants come from NAME=value words
-    and, with `presets`, from preset files; later ones win. SystemExit for an unknown name."""
-    defaults, constants, others = defaults_of(script), {}, []
+    and, with `presets`, from preset files; later ones win. SystemExit for a name that is not in
+    `defaults`, the script's own constants."""
+    constants, others = {}, []
     for word in arguments():
         name, equals, text = word.partition("=")
         if equals and name.isidentifier():
@@ -111,25 +133,6 @@ Arguments: NAME=value sets a constant (TEMPERATURE=0.8); FILE.py is a preset, wh
 (presets/). Later arguments win."""
 
 
-def defaults_of(*scripts):
-    """Returns {constant: value} of scripts, read from their source; a value that is not a literal
-    becomes None."""
-    bodies = [ast.parse((ROOT / script).read_text()).body for script in scripts]
-    pairs = [(n.targets[0], n.value) for b in bodies for n in b if isinstance(n, ast.Assign)]
-    return {
-        target.id: literal(value)
-        for target, value in pairs
-        if isinstance(target, ast.Name) and target.id.isupper()
-    }
-
-
-def literal(node):
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return None
-
-
 def value_of(text, default):
     """Returns the value of NAME=text: a Python literal, or else the text itself. If the script's
     `default` is a text, the value stays a text: RUN_DIR=1 is the folder "1"."""
@@ -151,10 +154,16 @@ def read_preset(path):
     except Exception as error:  # noqa: BLE001 (raised again as SystemExit)
         why = f"{type(error).__name__}: {error}"
         raise SystemExit(f"the preset {path} can't be read: {why}") from None
-    known = defaults_of(*SCRIPTS)
+    known = set().union(*map(names_of, SCRIPTS))
     names = [name for name in found if name.isupper() or name.upper() in known]
     check_names(names, known, f"the preset {path}: ")
     return {name: found[name] for name in names}
+
+
+def names_of(script):
+    """Returns the names of a script's constants, without importing it (and torch)."""
+    block, *_ = (ROOT / script).read_text().partition("\nDEFAULTS = ")
+    return re.findall("^([A-Z_]+) = ", block, re.MULTILINE)
 
 
 def check_names(names, known, where=""):
@@ -163,36 +172,9 @@ def check_names(names, known, where=""):
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0)[0]
-            owners = [script for script in SCRIPTS if name in defaults_of(script)]
+            owners = [script for script in SCRIPTS if name in names_of(script)]
             why = f"{owners[0]} has it" if owners else f"did you mean {near}?"
             raise SystemExit(f"{where}there is no constant {name}: {why}")
-
-
-# --- One home: a script's module ------------------------------------------------------
-def settle(module, known, preset):
-    """Undoes what an earlier main() set in a script's globals, `module`; then sets the constants of
-    `preset`, by name. Returns all constants. Raises SystemExit for a name that is not in `known`,
-    the script's own names."""
-    check_names(preset, known)
-    module.update(module.pop(UNDO, {}))
-    set_for_run(module, preset)
-    return constants_in(module)
-
-
-def set_for_run(module, values):
-    """Sets constants in a script's globals, `module`, until the next settle()."""
-    before = module.setdefault(UNDO, {})
-    before |= {name: module[name] for name in values if name not in before}
-    module.update(values)
-
-
-def constants_in(module):
-    return {name: value for name, value in module.items() if name.isupper()}
-
-
-def with_constants(c, **changes):
-    """Returns a copy of the constants that are attributes of `c`, with these changes."""
-    return SimpleNamespace(**constants_in(vars(c)) | changes)
 
 
 # --- Rules ----------------------------------------------------------------------------
@@ -228,17 +210,21 @@ def dict_of(what, holds):
 DTYPE = one_of("auto", "float32", "bfloat16")  # "auto", and those of grpo.proof.NOISE
 
 
-def check(script, now, kinds, relations):
-    """Raises SystemExit with a line for each wrong constant of a script; `now` is {name: value}.
-    `kinds` is [(kind, "NAME ...")]. `relations`, checked if all kinds are right, is [(NAME, text:
-    what it must be, function of the constants as attributes: whether it is that)]."""
-    c = SimpleNamespace(**now)
-    first = [(name, what, holds(now[name])) for (what, holds), s in kinds for name in s.split()]
+def settled(script, defaults, given, kinds, relations):
+    """Returns the Constants of a script: its `defaults`, but for those that are `given`, by name.
+    Raises SystemExit with a line for each wrong one. `kinds` is [(kind, "NAME ...")]. `relations`,
+    checked if all kinds are right, is [(NAME, text: what it must be, function of the constants:
+    whether it is that)]."""
+    check_names(given, defaults)
+    c = Constants(defaults | given)
+    pairs = [(name, kind) for kind, names in kinds for name in names.split()]
+    first = [(name, what, holds(getattr(c, name))) for name, (what, holds) in pairs]
     for rules in (first, ((name, what, holds(c)) for name, what, holds in relations)):
         if wrong := [
-            f"{name} = {now[name]!r} must be {what}" for name, what, ok in rules if not ok
+            f"{name} = {getattr(c, name)!r} must be {what}" for name, what, ok in rules if not ok
         ]:
             raise SystemExit("\n".join([f"these constants of {script} are wrong:", *wrong]))
+    return c
 
 
 def real(value):

@@ -86,15 +86,15 @@ def with_replies(recipe, item, said):
 def main(name):
     outs = [word for word in sys.argv if word.startswith("OUT=")]
     sys.argv[:] = [word for word in sys.argv if word not in outs]
-    _, given = command_line("grpo_ref_split.py", __doc__)
     task = load_task(name)  # before torch, which takes seconds to import
+    import grpo_ref_split as trainer
+
+    _, given = command_line(trainer.DEFAULTS, __doc__)
     if outs:
         given["MODEL"] = out = outs[-1].removeprefix("OUT=")
         if Path(out).exists():
             raise SystemExit(f"OUT = {out!r} exists already: delete it, or choose another folder")
-    import grpo_ref_split as trainer
-
-    c = trainer.constants(**given | {"TASK": name})
+    c = trainer.checks.settled(trainer.DEFAULTS, given | {"TASK": name})
     command = make_model(Recipe(c, task, []), out) if outs else ""
     tokenizer, recipe = prepare_task(c, split="train", shown=SHOWN)
     load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer)

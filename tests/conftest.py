@@ -1,7 +1,6 @@
 """What the tests share: one thread, no network, and a tiny model in Hugging Face format."""
 
 import os
-import sys
 import time
 from types import SimpleNamespace
 
@@ -12,8 +11,6 @@ import pytest
 import torch
 from tiny import make_tiny
 
-from grpo import constants
-
 torch.set_num_threads(1)
 # so that their asserts, too, say what the values were
 HELPERS = "documents fakes families helpers oracle rank_threads trainer_side"
@@ -23,15 +20,6 @@ pytest.register_assert_rewrite(*HELPERS.split())
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(autouse=True)
-def settled(monkeypatch):
-    """Puts back what a main() in the test has set, before monkeypatch puts back its own."""
-    yield
-    for name in ("grpo_ref_split", "ref_server"):
-        if script := sys.modules.get(name):
-            vars(script).update(vars(script).pop(constants.UNDO, {}))
 
 
 @pytest.fixture
@@ -45,15 +33,8 @@ def no_pause(monkeypatch):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """One rank, and constants of a small run."""
-    from fakes import GSIZE
-
-    import grpo_ref_split as trainer
-
+    """One rank."""
     gather = {"all_gather_object": lambda everyone, mine: everyone.__setitem__(0, mine)}
     dist = {"get_rank": lambda: 0, "get_world_size": lambda: 1, "all_reduce": lambda *_, **__: None}
     for name, function in {**dist, **gather, "barrier": lambda: None}.items():
-        monkeypatch.setattr(trainer.dist, name, function)
-    small = {"PROMPTS_PER_STEP": 3, "GROUP_SIZE": GSIZE, "WAIT_LIMIT_SECONDS": 1}
-    for name, value in small.items():
-        monkeypatch.setattr(trainer, name, value)
+        monkeypatch.setattr(torch.distributed, name, function)

@@ -7,6 +7,8 @@ import torch
 from helpers import make_group
 from transformers import AutoTokenizer
 
+import grpo_ref_split as trainer
+from grpo.constants import Constants
 from grpo.sampling.policy import load_policy
 from grpo.sampling.rollout import sampled_and_rewarded
 from grpo.sampling.sampler import Completion, next_prompts
@@ -36,24 +38,19 @@ ALL_WRONG = [(-1.0, 1.25), (-1.0, -1.0)]  # differs in format alone
 ALL_RIGHT = [(1.0, 1.25), (1.0, -1.0)]
 
 
-CONSTANTS = {  # of a small run; a task's REWARD_WEIGHTS and OUTCOME as resolve() sets them
+CONSTANTS = {  # of a small run
     "MODEL": "tiny",
     "TASK": "fake",
+    "PROMPTS_PER_STEP": 3,
     "GROUP_SIZE": GSIZE,
     "SAMPLE_BATCH": 64,
     "EVAL_BATCH": 64,
     "MAX_PROMPT_TOKENS": 20,
     "MAX_COMPLETION_TOKENS": 8,
-    "TEMPERATURE": 1.0,
     "REWARD_WEIGHTS": NAMES,
     "OUTCOME": "correctness",
-    "SKIP_FLAT_GROUPS": "outcome",
-    "OVERLONG_TOKENS": 0,
-    "SEED": 0,
     "STOP_TOKENS": [],
-    "STOP_STRINGS": [],
-    "CHAT_TEMPLATE": {},
-    "REWARD_TIMEOUT_SECONDS": 60,
+    "WAIT_LIMIT_SECONDS": 1,
 }
 
 
@@ -63,8 +60,9 @@ def a_recipe(prompts=(), *, task=None, reward_processes=None, **constants):
     task = task or SimpleNamespace(
         rewards=lambda item, text: dict(zip(NAMES, item[text], strict=True))
     )
-    c = SimpleNamespace(**CONSTANTS | constants)
-    return Recipe(c, task, list(prompts), reward_processes)
+    c = Constants(trainer.DEFAULTS | CONSTANTS | constants)
+    found = c.REWARD_WEIGHTS, c.OUTCOME, c.SAMPLE_BATCH
+    return Recipe(c, task, list(prompts), *found, reward_processes)
 
 
 def prompts_of(outcomes):
@@ -105,7 +103,7 @@ PROMPT = 0, {"question": "Why?"}, [5, 6]
 def a_run(recipe, **parts):
     """-> the parts of a run that a step of sampling needs."""
     own = {"sampler": FakeEngine(), "clock": Clock(), "progress": Progress("run"), "workers": None}
-    return SimpleNamespace(recipe=recipe, **own | parts)
+    return SimpleNamespace(recipe=recipe, greedy=recipe, c=recipe.c, **own | parts)
 
 
 def sampled(engine, recipe, prompts, **changes):

@@ -17,6 +17,7 @@ import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
 from grpo.loss import linear_logps, token_weights
 from grpo.sampling.policy import load_policy
+from grpo.training.checks import settled
 from grpo.training.engine import make_engine
 from grpo.training.metrics import Clock
 from grpo.training.ranks import join_ranks
@@ -54,12 +55,11 @@ def make_rows(policy, loss_type):
 
 def plain_gradient(policy, rows):
     """The specification: one batch, not packed, no chunks, no DeepSpeed, no plan."""
-    trainer.FUSED_LOSS = False
+    c = settled(trainer.DEFAULTS, {"FUSED_LOSS": False})
     model = CompletionModel(policy.model)
     model.packs = False
     hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
-    loss, _ = trainer.batch_loss(hidden, model.head, ids, rows, policy.vocab_size)
-    trainer.FUSED_LOSS = True
+    loss, _ = trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size)
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     return torch.cat([g.flatten() for g in gradient])
 
@@ -67,13 +67,14 @@ def plain_gradient(policy, rows):
 def bad_steps(engine, policy):
     """-> for two steps with a row that is not finite, and two without: whether they were skipped,
     and whether weights have changed."""
-    result, c = [], trainer.constants(MICRO_BATCH_TOKENS=8_192, LEARNING_RATE=1e-2)
+    result, c = [], settled(trainer.DEFAULTS, {"LEARNING_RATE": 1e-2})
     for value in (torch.nan, torch.inf, 0.0, 0.0):
         rows = make_rows(policy, "grpo")
         rows[3].ref_logps = rows[3].ref_logps + value
         before = [p.clone() for p in policy.model.parameters()]
         run = SimpleNamespace(engine=engine, policy=policy, c=c, clock=Clock())
-        run.reference = SimpleNamespace(info={"model": trainer.MODEL})
+        run.sizes = SimpleNamespace(micro_batch_tokens=8_192)
+        run.reference = SimpleNamespace(info={"model": c.MODEL})
         metrics = trainer.update(run, rows, 100)
         pairs = zip(before, policy.model.parameters(), strict=True)
         result.append((metrics["skipped"], any(bool((a != b).any()) for a, b in pairs)))
@@ -98,17 +99,17 @@ def main(model, out):
     from deepspeed.utils import safe_get_full_grad
     from transformers import AutoTokenizer
 
-    trainer.LEARNING_RATE = 0.0  # a step empties the gradients and leaves the model as it is
+    c = settled(trainer.DEFAULTS, {"LEARNING_RATE": 0.0})  # a step leaves the model as it is
     policy = load_policy(model, AutoTokenizer.from_pretrained(model), "float32")
     loss_types = ("grpo", "dapo", "dr_grpo")
     result = {(t, "plain"): plain_gradient(policy, make_rows(policy, t)) for t in loss_types}
     join_ranks(60)
-    engine = make_engine(trainer.constants(), policy)
-    run = SimpleNamespace(engine=engine, policy=policy, progress=SimpleNamespace(step=1))
+    engine = make_engine(c, policy, True)
+    run = SimpleNamespace(engine=engine, policy=policy, c=c)
     for loss_type in loss_types:
         for name, budget in BUDGETS.items():
             rows = make_rows(policy, loss_type)
-            trainer.MICRO_BATCH_TOKENS = budget
+            run.sizes = SimpleNamespace(micro_batch_tokens=budget)
             metrics = trainer.accumulate(run, rows)
             gradient = [safe_get_full_grad(p).flatten() for p in policy.model.parameters()]
             result[loss_type, name] = torch.cat(gradient)
@@ -117,10 +118,10 @@ def main(model, out):
     if dist.get_rank() == 0:  # transformers writes on no other rank
         result["saved"] = saved(policy, f"{out}_model")
     result["bad"] = {"float32": bad_steps(engine, policy)}
-    trainer.OFFLOAD_OPTIMIZER, tokenizer = True, policy.tokenizer
+    tokenizer = policy.tokenizer
     for dtype in ("float32", "bfloat16") if dist.get_world_size() > 1 else ():
         policy = load_policy(model, tokenizer, dtype)
-        engine = make_engine(trainer.constants(), policy)
+        engine = make_engine(c.but(OFFLOAD_OPTIMIZER=True), policy, True)
         result["bad"][f"{dtype}, offload"] = bad_steps(engine, policy)
     if dist.get_rank() == 0:
         torch.save(result, out)

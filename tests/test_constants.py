@@ -12,7 +12,7 @@ import grpo_ref_split as trainer
 import ref_server
 from grpo import constants, loss
 from grpo.proof import NOISE
-from grpo.training.checks import KINDS
+from grpo.training.checks import KINDS, settled
 from grpo.training.engine import training_threads
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +26,8 @@ def given(monkeypatch):
     def ask(script, *words):
         monkeypatch.setattr(sys, "argv", [script, "--local_rank=0", *words])
         roles = ["worker"] if script == "grpo_ref_split.py" else []
-        return constants.command_line(script, SCRIPTS[script].__doc__, roles)
+        module = SCRIPTS[script]
+        return constants.command_line(module.DEFAULTS, module.__doc__, roles)
 
     return ask
 
@@ -118,17 +119,18 @@ def test_a_wrong_command_is_told_before_torch_is_imported(command, named, tmp_pa
     assert named in done.stderr and "imported" not in done.stderr
 
 
-def test_the_source_has_the_constants_that_the_module_has():
-    """A command is checked before torch is imported, with what the trainer's source says."""
-    known = constants.defaults_of("grpo_ref_split.py")
-    assert known == {name: vars(trainer)[name] for name in trainer.known}
-    kinds = {names: holds for (_, holds), names in KINDS}
-    for name, values in {
-        "LOSS_TYPE": loss.LOSS_TYPES,
-        "OBJECTIVE": loss.OBJECTIVES,
-        "LR_SCHEDULE": ("linear", "cosine"),
-    }.items():
-        assert all(map(kinds[name], values)) and not kinds[name]("another")
+def test_a_presets_names_are_those_that_the_scripts_have():
+    """They are read from a script's text, so that a command is checked before torch is imported."""
+    for script, module in SCRIPTS.items():
+        assert constants.names_of(script) == list(module.DEFAULTS)
+
+
+@pytest.mark.parametrize("name, values", [
+    ("LOSS_TYPE", loss.LOSS_TYPES), ("OBJECTIVE", loss.OBJECTIVES)
+])  # fmt: skip
+def test_the_variants_are_those_of_the_loss(name, values):
+    ((_, holds),) = (kind for kind, names in KINDS if names == name)
+    assert all(map(holds, values)) and not holds("another")
 
 
 # --- Where it runs --------------------------------------------------------------------
@@ -212,31 +214,15 @@ def test_main_sets_constants():
         ref_server.main(PORT=70_000)
 
 
-def test_a_main_has_what_its_importer_set_and_nothing_of_an_earlier_one(monkeypatch):
-    """A preset's values, and those that the start of a run puts in the place of "auto" and None,
-    were those of every later main() in the process."""
-    monkeypatch.setattr(trainer, "EVAL_STEPS", 7)  # as experiments do
-    shipped = constants.constants_in(vars(trainer))
-    c = trainer.constants(STEPS=7, TASK="even", SAMPLE_BATCH=64)
-    assert c is trainer and (trainer.STEPS, trainer.TASK) == (7, "even")  # its only home
-    resolved = {"OUTCOME": "a", "REWARD_WEIGHTS": {"a": 1.0}, "MICRO_BATCH_TOKENS": 2048}
-    constants.set_for_run(vars(trainer), resolved)
-    constants.set_for_run(vars(trainer), {"SAMPLE_BATCH": 32})
-    assert trainer.OUTCOME == "a" and trainer.SAMPLE_BATCH == 32
-    trainer.constants(STEPS=9)
-    assert constants.constants_in(vars(trainer)) == shipped | {"STEPS": 9}
-    for refused in ({"STEPS": "x"}, {"MODLE": "x", "SEED": 3}):
-        with pytest.raises(SystemExit):
-            trainer.main(**refused)
-        trainer.constants()
-        assert constants.constants_in(vars(trainer)) == shipped
-
-
-def test_changed_copies_are_no_second_home():
-    c = trainer.constants(STEPS=7)
-    other = constants.with_constants(c, GROUP_SIZE=1)
-    assert (other.GROUP_SIZE, other.STEPS, trainer.GROUP_SIZE) == (1, 7, 8)
-    assert vars(other).keys() == set(filter(str.isupper, vars(trainer)))
+def test_constants_cant_be_set_and_a_change_is_a_copy():
+    given = {"STOP_STRINGS": ["a"]}
+    c = settled(trainer.DEFAULTS, given)
+    with pytest.raises(AttributeError, match="STEPS can't be set"):
+        c.STEPS = 7
+    other = c.but(GROUP_SIZE=1)
+    assert (other.GROUP_SIZE, c.GROUP_SIZE, other.STEPS) == (1, 8, c.STEPS)
+    given["STOP_STRINGS"].append("b")
+    assert c.STOP_STRINGS == ["a"] and vars(settled(trainer.DEFAULTS, {})) == trainer.DEFAULTS
 
 
 def test_the_dtypes_are_those_whose_noise_is_known():

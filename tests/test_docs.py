@@ -12,7 +12,7 @@ import torch
 from documents import TEXT, code_words
 
 import grpo_ref_split as trainer
-from grpo.constants import read_preset
+from grpo.constants import names_of, read_preset
 from grpo.wire import IDS, TENSORS, Group, pack_group, pack_ids, pack_logps
 
 ROOT = Path(__file__).parent.parent
@@ -113,7 +113,7 @@ def constants_of(script):
     """Returns {constant: whether a comment in the script explains it}."""
     lines, found = (ROOT / script).read_text().splitlines(), {}
     for node in TREES[ROOT / script].body:
-        if isinstance(node, ast.Assign) and node.targets[0].id.isupper():
+        if isinstance(node, ast.Assign) and node.targets[0].id in names_of(script):
             own = lines[node.lineno - 1 : node.end_lineno]
             above = lines[node.lineno - 2]
             commented = any("  # " in line for line in own)
@@ -148,7 +148,7 @@ def test_starting_values_are_those_of_the_presets():
     named = []
     for _, training, *values, presets in table:
         for preset in code_words(presets):
-            has = vars(trainer) | read_preset(ROOT / preset)
+            has = trainer.DEFAULTS | read_preset(ROOT / preset)
             assert list(map(float, values)) == [has[name.strip("`")] for name in heads[2:5]], preset
             assert training == (f"LoRA, rank {has['LORA_RANK']}" if has["LORA_RANK"] else "full")
             named.append(preset)
@@ -212,7 +212,7 @@ def test_what_travels_in_a_step_is_what_the_wire_packs():
     text = TEXT["docs/several_machines.md"]
     sizes = re.search(r"for (\d+) groups of (\d+) completions,.* (\d+) tokens .* (\d+):", text)
     n, G, P, T = map(int, sizes.groups())
-    assert (n, G) == (trainer.PROMPTS_PER_STEP, trainer.GROUP_SIZE)
+    assert (n, G) == (trainer.DEFAULTS["PROMPTS_PER_STEP"], trainer.DEFAULTS["GROUP_SIZE"])
     ids, logps = torch.ones(G * T, dtype=torch.int32), torch.zeros(G * T)
     group = Group(
         "id", "run", 0, 0, "trainer", "a", {}, ["a", "b"], ids[:P], ids, torch.full((G,), T).int(),

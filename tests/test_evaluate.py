@@ -31,7 +31,7 @@ def as_checkpoint(folder, **changes):
 def model(tiny, tmp_path, monkeypatch):
     """-> a checkpoint, in an empty working folder."""
     monkeypatch.setattr(arithmetic, "SIZES", {"train": 9, "test": 20})
-    monkeypatch.setattr(trainer, "MAX_PROMPT_TOKENS", 128)
+    monkeypatch.setitem(trainer.DEFAULTS, "MAX_PROMPT_TOKENS", 128)
     monkeypatch.chdir(tmp_path)
     return as_checkpoint(shutil.copytree(tiny, tmp_path / "run/step_000003"))
 
@@ -55,7 +55,7 @@ def lines(folder=OURS, how="greedy"):
 
 def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypatch, capsys):
     sizes, fit = [], evaluate.fit_worker
-    noted = lambda c, *given: (sizes.append(c.SAMPLE_BATCH), fit(c, *given))
+    noted = lambda c, *given: sizes.append(c.SAMPLE_BATCH) or fit(c, *given)
     monkeypatch.setattr(evaluate, "fit_worker", noted)
     run(monkeypatch, model, "even", "SEED=3", "--samples", 4, "EVAL_BATCH=5", "SAMPLE_BATCH=9")
     assert sizes == [5, 9]
@@ -170,7 +170,8 @@ def test_answers_of_other_settings_or_weights_have_files_of_their_own(model, mon
     def other(name, text):
         return lambda: (model / name).write_text(text)
 
-    changes = [lambda: None, lambda: monkeypatch.setattr(trainer, "STOP_TOKENS", ["x"]), retrained]
+    stops = lambda: monkeypatch.setitem(trainer.DEFAULTS, "STOP_TOKENS", ["x"])
+    changes = [lambda: None, stops, retrained]
     changes += [other("pytorch_model.bin", "a"), other("generation_config.json", "{}")]
     for number, change in enumerate(changes, 1):
         change()

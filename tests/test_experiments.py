@@ -10,7 +10,7 @@ from documents import pictured
 import grpo_ref_split as trainer
 from experiments import curves, questions, runs
 from grpo.sampling.task import load_task
-from grpo.training.checks import check_constants
+from grpo.training.checks import settled
 
 SECTIONS = pictured("docs/experiments.md", "experiments")
 TABLES = {name: (questions.TABLES / f"{name}.md").read_text() for name in SECTIONS}
@@ -41,7 +41,7 @@ def test_numbers_of_a_question_are_those_of_its_table(name):
     for found in re.findall(RANGE, text):
         assert any(found in cell for cell in cells), found
     text = re.sub(rf"{COMPARED}|{RANGE}", "", text)
-    shipped = {str(value) for value in vars(trainer).values() if type(value) is float}
+    shipped = {str(value) for value in trainer.DEFAULTS.values() if type(value) is float}
     assert set(re.findall(NUMBER, text)) <= {*re.findall(NUMBER, table), *shipped}
     assert not re.findall(r"\b\d of \d\b", text)  # what is compared stands with its difference
 
@@ -61,8 +61,7 @@ def test_a_table_has_all_cases_and_says_how_it_was_made(name):
 @pytest.mark.parametrize("case", [*questions.CASES.values(), *curves.CASES.values()])
 def test_a_case_can_run_with_its_constants(case):
     constants = runs.constants_of(case, 0, "runs/x", questions.COMMON)
-    assert constants.keys() <= trainer.known
-    check_constants(vars(trainer) | constants)
+    settled(trainer.DEFAULTS, constants)
     weights = constants.get("REWARD_WEIGHTS", load_task(constants["TASK"]).REWARD_WEIGHTS)
     assert any(weights.values()) or case.teacher and weights == {}
 

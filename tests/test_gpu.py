@@ -70,8 +70,8 @@ def train(folder, _):
 
 
 def serve(folder, _):
-    ref_server.MODEL = str(folder)
-    reference, group = ref_server.Reference(), a_group([[0.0, 0.0]] * 2)
+    reference = ref_server.Reference(ref_server.settled({"MODEL": str(folder)}))
+    group = a_group([[0.0, 0.0]] * 2)
     request = ref_server.Request(unpack_ids(pack_ids([group]), **reference.limits))
     (logps,) = reference.score([request])
     assert len(logps) == len(group.completion_ids)
@@ -82,8 +82,7 @@ def begin_the_demo(_, scratch):
 
 
 @pytest.mark.parametrize("path", [train, serve, begin_the_demo])
-def test_no_path_runs_a_model_by_cudnns_attention(path, choices, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(ref_server, "MODEL", "")
+def test_no_path_runs_a_model_by_cudnns_attention(path, choices, tiny, tmp_path):
     path(tiny, tmp_path)
     assert len(choices) >= 2 and not any(choices)
 

@@ -14,7 +14,7 @@ from docs import learn, learn_pictures
 from grpo.constants import read_words
 from grpo.loss import group_advantages, policy_loss, token_weights
 from grpo.sampling.task import load_task
-from grpo.training.checks import check_constants
+from grpo.training.checks import settled
 
 PAGE = TEXT["docs/learn.md"]
 NUMBER = r"\d+\.\d+|\d+(?= GB)"
@@ -29,9 +29,7 @@ def printed():
     return out.getvalue()
 
 
-def test_the_group_s_rewards_and_the_updates_are_set_in_the_command(monkeypatch, capsys):
-    for name in ("REWARDS", "UPDATES", "ADVANTAGE_STD"):
-        monkeypatch.setattr(learn, name, getattr(learn, name))
+def test_the_group_s_rewards_and_the_updates_are_set_in_the_command(capsys):
     learn.main(REWARDS="1 1 0 0", UPDATES=6, ADVANTAGE_STD=False)
     out = capsys.readouterr().out
     assert "mean 0.50" in out and "update 6" in out
@@ -76,7 +74,7 @@ def test_what_is_said_to_be_shipped_is_what_the_trainer_has():
     shipped += [(name, getattr(learn, name)) for name in ("CLIP_LOW", "CLIP_HIGH")]
     assert len(shipped) == 6
     for name, value in shipped:
-        assert float(value) == vars(trainer)[name], name
+        assert float(value) == trainer.DEFAULTS[name], name
 
 
 def test_the_page_s_15_lines_are_the_loss(printed):
@@ -115,9 +113,9 @@ def test_the_broken_runs_can_start(monkeypatch):
     for words in found:
         monkeypatch.setattr("sys.argv", shlex.split(words))
         monkeypatch.chdir(ROOT)
-        constants, others = read_words("grpo_ref_split.py")  # the demo has made MODEL, or not yet
+        constants, others = read_words(trainer.DEFAULTS)  # the demo has made MODEL, or not yet
         assert others == ["presets/demo.py"] or not others
-        check_constants(vars(trainer) | constants)
+        settled(trainer.DEFAULTS, constants)
         assert load_task(constants["TASK"]).REWARD_WEIGHTS
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from counting import HIGH, LOW, SHAPE, build, make_tokenizer, prompt
 from fakes import a_recipe
-from trainer_side import end
+from trainer_side import change, end
 from transformers import AutoTokenizer
 
 from grpo.sampling.policy import load_policy
@@ -67,7 +67,7 @@ def test_a_worker_does_not_favour_short_completions(tmp_path):
     policy.stream = note
     trainer = load_policy(folder, tokenizer, "float32")
     workers = Workers(recipe.c, recipe, trainer, "run")
-    recipe.c.TRAINER = f"http://127.0.0.1:{workers.server.effective_port}"
+    change(workers, TRAINER=f"http://127.0.0.1:{workers.server.effective_port}")
     own = recipe.others(WAIT_LIMIT_SECONDS=1)  # once the trainer is gone
     worker = threading.Thread(target=run, args=(policy, own), daemon=True)
     workers.publish(0)

@@ -11,9 +11,8 @@ from fakes import tiny_policy
 from processes import QUICK, command_of, launch, learned, records, start_ranks
 
 import grpo_ref_split as trainer
-from grpo.constants import constants_in
 from grpo.training.memory import USUAL
-from grpo.training.report import constants_of
+from grpo.training.report import as_json
 
 ROOT = Path(__file__).parent.parent
 SMALL = QUICK | {"MAX_PROMPT_TOKENS": 64, "EVAL_STEPS": 0, "CPU_THREADS": 1, "REF_SERVER": None}
@@ -66,8 +65,7 @@ def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
     none = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "SAMPLE_BATCH": 64}
     for preset, own in zip(presets, (task, none), strict=True):
         state = json.loads(Path(preset["RUN_DIR"], "final/trainer/state.json").read_text())
-        expected = constants_in(vars(trainer)) | USUAL | preset | own
-        assert state["constants"] == constants_of(expected)
+        assert state["constants"] == as_json(trainer.DEFAULTS | USUAL | preset | own)
     (step,) = learned(tmp_path / "plain")
     assert "rewards/reward/mean" in step and "rewards/a/mean" not in step and "kl" in step
 

@@ -30,7 +30,6 @@ from grpo.sampling.sampler import sample_groups, stream_groups
 from grpo.training import memory as training
 from grpo.training.memory import USUAL, fit_sizes
 from grpo.training.metrics import Clock
-from grpo.training.resume import Progress
 from grpo.weights import MergedAdapters
 
 CASES = [  # memory.MODELS' shape, prompt, completion, group, LoRA rank, checkpointing
@@ -90,10 +89,11 @@ def test_computed_and_tried_sizes_are_those_of_living_tensors(case, monkeypatch)
         return found - BF16 * m.held
 
     make_decoder(policy.model, 1, 1)  # its trial is not counted
+    trial = training.forward_and_backward
     with live:
-        trained = peak(training.forward_and_backward, model, policy.vocab_size, **sizes)
+        trained = peak(trial, trainer.batch_loss, model, policy.vocab_size, **sizes)
         monkeypatch.setattr(training, "BUCKET", 0)  # larger gradients are kept
-        kept = peak(training.forward_and_backward, model, policy.vocab_size, **sizes)
+        kept = peak(trial, trainer.batch_loss, model, policy.vocab_size, **sizes)
         counted = {size: peak(sample_all, policy, size) for size in (1, group)}
         tried = {size: peak(sampling.sample, policy, size, 8) for size in (1, group)}
     assert kept > 1.1 * trained or not checkpointing
@@ -175,13 +175,13 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
     tried, draw = [[], []], sampling.draw
     sizes = {"SAMPLE_BATCH": 64, "EVAL_BATCH": 64} if fails else {}  # else "auto", too
 
-    def batch_loss(hidden, head, ids, batch, vocab_size):
+    def batch_loss(c, hidden, head, ids, batch, vocab_size):
         mine, length = tried[ranks.get_rank()], len(batch[-1].completion)
         if length == 16:  # then one of short completions follows
             mine.append(len(batch))
             if ranks.get_rank() and len(mine) <= fails:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-        return trainer.batch_loss(hidden[-length:], head, ids[-length:], batch[-1:], vocab_size)
+        return trainer.batch_loss(c, hidden[-length:], head, ids[-length:], batch[-1:], vocab_size)
 
     def drawn(logits, *others):
         if ranks.get_rank() and len(logits) > 64:
@@ -189,9 +189,8 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
         return draw(logits, *others)
 
     def start(rank):
-        c = auto(batch_loss=batch_loss, **sizes | own)
-        fit_sizes(c, policies[rank], turns=False)
-        return [getattr(c, name) for name in USUAL]
+        found = fit_sizes(auto(**sizes | own), *[policies[rank]] * 2, batch_loss, turns=False)
+        return list(vars(found).values())
 
     monkeypatch.setattr(sampling, "draw", drawn)
     if chosen is None:
@@ -277,7 +276,7 @@ def test_a_trial_that_fails_leaves_no_tensors(alone, tiny, monkeypatch):
     policy = tiny_policy(tiny)
     model = CompletionModel(policy.model)
     trial = partial(
-        training.forward_and_backward, auto(batch_loss=fail), model, policy.vocab_size, 300, True
+        training.forward_and_backward, auto(), fail, model, policy.vocab_size, 300, True
     )
     before = tensors()
     for _ in range(3):
@@ -290,37 +289,35 @@ def test_what_fits_leaves_a_share_of_the_gpu_free(tiny, monkeypatch):
     policy = tiny_policy(tiny)
     peaks = iter([0.99, 1 - sampling.SPARE / 2, 1 - sampling.SPARE])
     a_gpu(monkeypatch, max_memory_allocated=lambda _: next(peaks) * 2**30)
-    sampling.fit_worker(c := auto(GROUP_SIZE=4), policy, turns=False)
-    assert c.SAMPLE_BATCH == 64
+    assert sampling.fit_worker(auto(GROUP_SIZE=4), policy, turns=False) == 64
     layers = policy.model.model.layers
     once = [checkpoint_layers(policy.model), [layer.forward for layer in layers]]
     assert once == [checkpoint_layers(policy.model), [layer.forward for layer in layers]]
 
 
-def test_on_a_cpu_and_for_numbers_nothing_is_tried(tiny, monkeypatch, capsys):
+def test_on_a_cpu_and_for_numbers_nothing_is_tried(monkeypatch, capsys):
     monkeypatch.setattr(sampling, "measured", None)
     for group in (8, 80):
-        expected = USUAL | {"SAMPLE_BATCH": max(64, group)}
-        fit_sizes(c := auto(GROUP_SIZE=group), tiny_policy(tiny), turns=True)
-        assert {name: getattr(c, name) for name in USUAL} == expected
-        sampling.fit_worker(c := auto(GROUP_SIZE=group), tiny_policy(tiny), turns=True)
-        assert c.SAMPLE_BATCH == expected["SAMPLE_BATCH"]
+        expected, c = USUAL | {"SAMPLE_BATCH": max(64, group)}, auto(GROUP_SIZE=group)
+        assert fit_sizes(c, None, None, None, turns=True).constants() == expected
+        assert sampling.fit_worker(c, None, turns=True) == expected["SAMPLE_BATCH"]
     a_gpu(monkeypatch)
-    fit_sizes(own := auto(**USUAL), None, turns=False)
-    sampling.fit_worker(own, None, turns=False)
-    assert own == auto(**USUAL) and not capsys.readouterr().out
+    own = auto(**USUAL)
+    assert fit_sizes(own, None, None, None, turns=False).constants() == USUAL
+    assert sampling.fit_worker(own, None, turns=False) == USUAL["SAMPLE_BATCH"]
+    assert not capsys.readouterr().out
 
 
 def test_a_reference_that_visits_the_gpu_takes_turns_with_the_gradients(tiny, monkeypatch):
     """The sizes are tried beside the larger of the two."""
     held = []
-    monkeypatch.setattr(training, "fit", lambda *_, **others: held.append(others["held"]) or "")
+    monkeypatch.setattr(training, "fit", lambda *_, **others: held.append(others["held"]) or {})
     monkeypatch.setattr(training.dist, "get_world_size", lambda: 1)
     a_gpu(monkeypatch)
     policy = tiny_policy(tiny)
     c = auto(SAMPLE_BATCH=8, EVAL_BATCH=8)
     for visiting in (0, 1, 10**9):
-        fit_sizes(c, policy, False, visiting)
+        fit_sizes(c, policy, policy, None, False, visiting)
     alone, with_little, with_much = held
     states, gradients = training.held_by_deepspeed(c, policy.model)
     assert alone == with_little == states + gradients and with_much == states + 10**9
@@ -331,9 +328,8 @@ def test_out_of_memory_later_names_the_constant(alone, tiny, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. More")
 
     monkeypatch.setattr(trainer, "accumulate", fail)
-    monkeypatch.setattr(trainer, "MICRO_BATCH_TOKENS", 4096)
-    engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[]))
-    run = SimpleNamespace(c=trainer, engine=engine, clock=Clock(), progress=Progress("a"))
+    c = auto(MICRO_BATCH_TOKENS=4096)
+    run = SimpleNamespace(c=c, sizes=fit_sizes(c, None, None, None, False), clock=Clock())
     with pytest.raises(SystemExit, match=r"MICRO_BATCH_TOKENS = 4096 .*2 GiB"):
         trainer.update(run, [], 1)
     prompts = (fail() for _ in range(1))

@@ -69,9 +69,7 @@ INCOMPLETE = {  # what is named: config, weights
 
 
 @pytest.mark.parametrize("named", INCOMPLETE)
-def test_missing_and_mismatched_weights_are_refused_by_all_who_load_a_model(
-    named, tiny, tmp_path, monkeypatch
-):
+def test_missing_and_mismatched_weights_are_refused_by_all_who_load_a_model(named, tiny, tmp_path):
     """transformers fills them with random numbers, and prints a table."""
     config, change = INCOMPLETE[named]
     folder = changed(tiny, tmp_path / "model", change, **config)
@@ -79,10 +77,10 @@ def test_missing_and_mismatched_weights_are_refused_by_all_who_load_a_model(
     tiny_policy(tiny, lora_rank=2).save(adapter := tmp_path / "adapter")
     path = adapter / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": folder}))
-    monkeypatch.setattr(ref_server, "MODEL", folder)
+    c = ref_server.settled({"MODEL": folder})
     loads = [
         lambda: load_policy(folder, tokenizer, "float32"),  # trainer, worker and evaluate.py
-        ref_server.Reference,
+        lambda: ref_server.Reference(c),
         lambda: merge(str(adapter), str(tmp_path / "out")),
     ]
     for load in loads:

@@ -21,9 +21,8 @@ PRESET = """
 import sys
 sys.path[:0] = {folders!r}
 import grpo_ref_split as trainer
-vars(trainer).update({constants!r})
 if __name__ == "__main__":
-    trainer.main()
+    trainer.main(**{constants!r})
 """
 COMMANDS = {  # what the batch file calls; `python` only says with what environment it was called
     "scontrol": "echo 127.0.0.1; echo gpu02",

@@ -13,7 +13,7 @@ import grpo_ref_split as trainer
 import ref_server
 from grpo.constants import command_line
 from grpo.sampling.memory import SPARE
-from grpo.training.checks import check_constants
+from grpo.training.checks import settled
 from grpo.training.memory import USUAL
 
 ROOT = Path(__file__).parent.parent
@@ -43,12 +43,11 @@ def commands_of(name):
 
 
 def constants_of(script, module, name, monkeypatch):
-    """Returns the constants with which the docstring's command runs a script."""
+    """Returns the constants that the docstring's command gives a script."""
     (arguments,) = [arguments for _, _, other, arguments in commands_of(name) if other == script]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", [script, *arguments.split()])
-    own = {name: value for name, value in vars(module).items() if name.isupper()}
-    return own | command_line(script, module.__doc__)[1]
+    return command_line(module.DEFAULTS, module.__doc__)[1]
 
 
 def test_every_preset_is_tested_and_in_the_docs():
@@ -65,15 +64,15 @@ def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
     for _, _, script, argument in commands_of(name):
         teacher = f" MODEL=Qwen/{TEACHERS[name]}" if name in TEACHERS else ""
         assert argument == f"presets/{name}.py" + teacher * (script == "ref_server.py")
-    trained = constants_of("grpo_ref_split.py", trainer, name, monkeypatch)
-    check_constants(trained)
+    given = constants_of("grpo_ref_split.py", trainer, name, monkeypatch)
+    trained = vars(settled(trainer.DEFAULTS, given))
     assert trained["RUN_DIR"] == f"runs/{name}"
     assert all(trained[size] == "auto" for size in USUAL)
     if LAYOUTS[name][2] is None:
         assert trained["REF_SERVER"] is None
         return
-    served = constants_of("ref_server.py", ref_server, name, monkeypatch)
-    ref_server.check_constants(served)
+    given = constants_of("ref_server.py", ref_server, name, monkeypatch)
+    served = vars(ref_server.settled(given))
     for shared in ("TEMPERATURE", "DTYPE"):
         assert trained[shared] == served[shared]
     assert (trained["MODEL"] != served["MODEL"]) == (name in TEACHERS)

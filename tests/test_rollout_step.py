@@ -66,12 +66,6 @@ def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **
     return trainer.sample_step(run)
 
 
-@pytest.fixture
-def alone(alone, monkeypatch):
-    """And the task's OUTCOME, as resolve() sets it."""
-    monkeypatch.setattr(trainer, "OUTCOME", "correctness")
-
-
 def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(alone):
     outcomes, prompts = [MIXED, ALL_WRONG, MIXED, MIXED, MIXED], [None] * 10
     groups, metrics, _ = take_step(outcomes, step=4, prompts=prompts)
@@ -124,10 +118,9 @@ def test_a_step_samples_in_rounds_until_it_has_enough(alone):
 
 
 @pytest.mark.parametrize("skip, trained", [(False, [0, 1, 2]), ("reward", [0, 2, 3])])
-def test_flat_groups_are_trained_when_asked(alone, monkeypatch, skip, trained):
+def test_flat_groups_are_trained_when_asked(alone, skip, trained):
     """All of them; or, as TRL does, those that differ in format alone: not those of equal totals,
     though their outcomes differ."""
-    monkeypatch.setattr(trainer, "SKIP_FLAT_GROUPS", skip)
     equal, engine = [(1.0, -1.0), (-1.0, 3.0)], FakeEngine()  # 2 x correctness + format
     outcomes = [ALL_WRONG, equal, ALL_RIGHT, *[MIXED] * 9]
     groups, metrics, _ = take_step(outcomes, engine=engine, SKIP_FLAT_GROUPS=skip)
@@ -138,8 +131,7 @@ def test_flat_groups_are_trained_when_asked(alone, monkeypatch, skip, trained):
 
 def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
     """10 prompts on 4 ranks: 3, 3, 2 and 2; each rank draws with a seed of its own."""
-    monkeypatch.setattr(trainer, "PROMPTS_PER_STEP", 10)
-    monkeypatch.setattr(trainer, "MAX_REFILLS", 0)  # one round
+    one_round = {"PROMPTS_PER_STEP": 10, "MAX_REFILLS": 0}
     monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 4)
     counts, seeds, ids = [], set(), set()
     for rank, step in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]:
@@ -150,7 +142,7 @@ def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
         monkeypatch.setattr(trainer.dist, "get_rank", lambda rank=rank: rank)
         monkeypatch.setattr(trainer.dist, "all_gather_object", gather)
         engine = FakeEngine()
-        groups, *_ = take_step([MIXED] * 10, step=step, engine=engine)
+        groups, *_ = take_step([MIXED] * 10, step=step, engine=engine, **one_round)
         counts.append(len(groups))
         seeds.add(engine.settings["seed"])
         ids |= {g.id for g in groups}
@@ -182,8 +174,8 @@ def test_a_reference_that_fails_ends_the_step_on_all_ranks(alone):
 def samples_of(folder, groups, recipe, number=9):
     """-> what a run logs of these groups, as its first step's."""
     tokenizer = SimpleNamespace(decode=lambda ids: str(ids.tolist()))
-    policy, c = SimpleNamespace(tokenizer=tokenizer), SimpleNamespace(SAMPLES_PER_STEP=number)
-    run = a_run(recipe, policy=policy, c=c)
+    policy = SimpleNamespace(tokenizer=tokenizer)
+    run = a_run(recipe.others(SAMPLES_PER_STEP=number), policy=policy)
     report.RunFolder(folder).log_samples(run, groups, trainer.advantages_of)
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
@@ -242,21 +234,18 @@ def a_workers(number, *, version=0):
 class Arrived(Workers):
     """Rank 0's side of workers that have handed over these groups; it serves nothing."""
 
-    def __init__(self, *groups):
-        self.c, self.lock, self.heard, self.dropped = trainer, threading.Lock(), {}, 0
+    def __init__(self, *groups, **constants):
+        self.c, self.lock = a_recipe(**constants).c, threading.Lock()
+        self.heard, self.dropped = {}, 0
         self.groups, self.error = deque(groups), None
 
 
-@pytest.fixture
-def published(monkeypatch):
-    monkeypatch.setattr(trainer, "PUBLISH_STEPS", 1)
-
-
-def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, published):
+def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
     engine, reference = FakeEngine(), Reference()
     workers = Arrived(*a_workers(2, version=1))
+    theirs = {"workers": workers, "PUBLISH_STEPS": 1}
     groups, metrics, sampled = take_step(
-        [MIXED] * 9, step=3, engine=engine, workers=workers, reference=reference
+        [MIXED] * 9, step=3, engine=engine, reference=reference, **theirs
     )
     assert sorted(g.item for g in groups) == [0, 90, 91] and engine.asked == [1, 0]
     assert [g.item for g in sampled] == [0, 90, 91]
@@ -265,19 +254,20 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone, p
     assert metrics["groups_sampled"] == 4 and metrics["frac_outcome_zero_std"] == 1 / 4
     assert metrics["completions/mean_length"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
-    rows = trainer.make_sequences(groups, a_recipe().c.REWARD_WEIGHTS, 3)
+    rows = trainer.make_sequences(a_recipe(), groups, 3)
     assert not any(row.on_policy for row in rows)
 
 
-def test_workers_alone_may_sample(alone, published, monkeypatch):
-    monkeypatch.setattr(trainer, "TRAINER_SAMPLES", False)
-    engine, workers = FakeEngine(), Arrived(*a_workers(3), *a_workers(2, version=1))
-    groups, metrics, _ = take_step([MIXED] * 9, step=1, engine=engine, workers=workers)
+def test_workers_alone_may_sample(alone):
+    engine, constants = FakeEngine(), {"PUBLISH_STEPS": 1, "TRAINER_SAMPLES": False}
+    workers = Arrived(*a_workers(3), *a_workers(2, version=1), **constants)
+    theirs = {"workers": workers} | constants
+    groups, metrics, _ = take_step([MIXED] * 9, step=1, engine=engine, **theirs)
     assert len(groups) == 3 and engine.asked == [] and metrics["groups_dropped"] == 0
     assert "tokens_per_second" not in metrics  # of the ranks
     assert len(workers.groups) == 2  # for the next step
     with pytest.raises(RunFailed) as caught:  # after WAIT_LIMIT_SECONDS
-        take_step([MIXED] * 9, step=1, workers=workers)
+        take_step([MIXED] * 9, step=1, **theirs)
     assert isinstance(caught.value.__cause__, TooLong)
 
 
@@ -287,10 +277,9 @@ def test_a_reward_may_have_any_name(alone):
     task = SimpleNamespace(rewards=lambda item, text: {"accuracy": 1, "tokens": -1})
     recipe = a_recipe(task=task, REWARD_WEIGHTS=weights, OUTCOME="accuracy")
     engine = FakeEngine()
-    result = metrics_module.evaluate(engine, 0, recipe, prompts_of([MIXED]))
+    result = metrics_module.evaluate(engine, 0, recipe.others(GROUP_SIZE=1), prompts_of([MIXED]))
     assert result["eval_accuracy"] == 1 and result["eval_completion_tokens"] == 2
     assert result["eval_positive_accuracy"] == 1 and result["eval_positive_tokens"] == 0
-    assert engine.settings["temperature"] == 0 and engine.settings["max_sequences"] == 64
     (group,) = sampled(engine, recipe, prompts_of([MIXED]))
     metrics = metrics_of(recipe, make_group(group, **NAMED | {"outcome": "accuracy"}))
     assert metrics["accuracy"] == 1 and metrics["rewards/accuracy/mean"] == 1
@@ -301,20 +290,20 @@ def test_an_evaluation_leaves_out_what_never_applied_and_is_then_no_best(
     alone, tmp_path, monkeypatch
 ):
     task = SimpleNamespace(rewards=lambda item, text: {"correctness": None, "format": 1})
-    result = metrics_module.evaluate(FakeEngine(), 0, a_recipe(task=task), prompts_of([MIXED]))
+    recipe = a_recipe(task=task, GROUP_SIZE=1)
+    result = metrics_module.evaluate(FakeEngine(), 0, recipe, prompts_of([MIXED]))
     assert result.keys() == {"eval_positive_format", "eval_truncated", "eval_completion_tokens"}
-    progress = Progress("run", step=trainer.EVAL_STEPS)
+    progress = Progress("run", step=recipe.c.EVAL_STEPS)
     monkeypatch.setattr(trainer, "evaluate", lambda *_: result)
-    folder, none = report.RunFolder(tmp_path), SimpleNamespace()
-    run = SimpleNamespace(progress=progress, folder=folder, sampler=none, recipe=none, questions=[])
-    trainer.evaluate_if_due(run)
+    folder = report.RunFolder(tmp_path)
+    trainer.evaluate_if_due(a_run(recipe, progress=progress, folder=folder, questions=[]))
     assert (progress.evaluated, progress.best) == (progress.step, -1)
     assert progress.accuracy < 0  # STOP_ACCURACY is not reached
 
 
 def test_an_evaluation_begins_no_more_questions_once_the_run_is_to_stop(alone, monkeypatch):
     """Or deepspeed would kill the run before it has saved: 30 s after the signal."""
-    engine, recipe = FakeEngine(), a_recipe()
+    engine, recipe = FakeEngine(), a_recipe(GROUP_SIZE=1)
     questions = prompts_of([MIXED] * 100)
     assert metrics_module.evaluate(engine, 0, recipe, questions)["eval_truncated"] == 0
     monkeypatch.setattr(stop, "asked", "SIGTERM")

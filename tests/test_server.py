@@ -20,6 +20,7 @@ from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps
 from ref_server import Reference, Request, answer_all, make_app, take
 
 INFO = {"model": "theirs", "dtype": "float32"}
+THREADS = 8
 
 
 def fake_score(requests):
@@ -51,7 +52,7 @@ def server():
                 answer_all(requests, fake_score)
 
     thread = in_background(score)
-    yield make_app(waiting, INFO, LIMITS, None), waiting
+    yield make_app(waiting, INFO, LIMITS, THREADS, None), waiting
     end.set()
     thread.join()
 
@@ -70,7 +71,7 @@ def test_ids_go_in_and_log_probs_come_out_with_the_name_of_their_model(server):
 
 
 def test_what_is_malformed_is_the_clients_fault(server):
-    for _ in range(2 * ref_server.THREADS):  # each gives its place back
+    for _ in range(2 * THREADS):  # each gives its place back
         refused(score_of(server[0], ids_group(VOCAB)), 400)
     refused(score_of(server[0], make_group([300])), 400)  # longer than the model's context
     for wait in ("soon", "", "1e999", "-1e999", "nan", "-1", "1e300"):
@@ -105,11 +106,8 @@ def test_a_device_that_is_broken_ends_the_process(monkeypatch):
 
 # --- Scores -----------------------------------------------------------------------------
 @pytest.fixture
-def reference(tiny, monkeypatch):
-    constants = {"MODEL": str(tiny), "DTYPE": "float32", "SCORE_BATCH_TOKENS": 40}
-    for name, value in constants.items():
-        monkeypatch.setattr(ref_server, name, value)
-    return Reference()
+def reference(tiny):
+    return Reference(ref_server.settled({"MODEL": str(tiny), "SCORE_BATCH_TOKENS": 40}))
 
 
 def expected(policy, group):
@@ -172,11 +170,10 @@ def test_requests_are_taken_in_their_order_up_to_a_length_without_those_cancelle
     assert not requests[0].answer.cancel()  # it is being answered
 
 
-def test_a_full_server_says_so_and_still_answers_health(monkeypatch):
+def test_a_full_server_says_so_and_still_answers_health():
     """Of 8 threads 4 wait for answers; nobody scores until the others are refused."""
-    monkeypatch.setattr(ref_server, "THREADS", 8)
     waiting, group = queue.SimpleQueue(), make_group()
-    http = listen(make_app(waiting, INFO, LIMITS, None), "127.0.0.1", 0, 8, 10**6)
+    http = listen(make_app(waiting, INFO, LIMITS, THREADS, None), "127.0.0.1", 0, 8, 10**6)
     in_background(http.run)
     url = f"http://127.0.0.1:{http.effective_port}"
 

@@ -133,13 +133,13 @@ def test_a_reward_alone_is_called_reward_and_is_the_outcome():
     for value, number in [(True, 1.0), (0.25, 0.25), (np.float32(2), 2.0)]:
         recipe, rewards = judged(rewards=lambda item, text, value=value: value)
         assert rewards == [{"reward": number}] * 2
-        assert (recipe.c.REWARD_WEIGHTS, recipe.c.OUTCOME) == ({"reward": 1.0}, "reward")
+        assert (recipe.weights, recipe.outcome) == ({"reward": 1.0}, "reward")
 
 
 def test_none_is_a_reward_that_does_not_apply():
     recipe, rewards = judged(rewards=lambda item, text: {"correctness": text == "first", "b": None})
-    assert recipe.c.REWARD_WEIGHTS == {"correctness": 1.0, "b": 1.0}
-    assert recipe.c.OUTCOME == "correctness"
+    assert recipe.weights == {"correctness": 1.0, "b": 1.0}
+    assert recipe.outcome == "correctness"
     assert [r["correctness"] for r in rewards] == [1, 0] and math.isnan(rewards[0]["b"])
     assert math.isnan(judged(rewards=lambda item, text: None)[1][0]["reward"])
 
@@ -150,13 +150,13 @@ def shortest(item, texts):
 
 def test_rewards_that_compare_see_the_group():
     recipe, rewards = judged(group_rewards=shortest)
-    assert [r["reward"] for r in rewards] == [1, 0] and recipe.c.OUTCOME == "reward"
+    assert [r["reward"] for r in rewards] == [1, 0] and recipe.outcome == "reward"
     recipe, rewards = judged(
         rewards=lambda item, text: {"correctness": 1},
         group_rewards=lambda item, texts: [{"short": s} for s in shortest(item, texts)],
     )
     assert rewards == [{"correctness": 1, "short": 1}, {"correctness": 1, "short": 0}]
-    assert recipe.c.OUTCOME == "correctness"
+    assert recipe.outcome == "correctness"
 
 
 @pytest.mark.parametrize(("given", "got"), [
@@ -201,12 +201,12 @@ def test_a_tasks_weights_and_outcome_are_taken_and_a_constant_overrides_them():
     task = SimpleNamespace(rewards=lambda item, text: {"a": 1, "b": 2}, **own)
     recipe = a_recipe([PROMPT], task=task, REWARD_WEIGHTS=None, OUTCOME=None)
     recipe.resolve()
-    assert (recipe.c.REWARD_WEIGHTS, recipe.c.OUTCOME) == ({"b": 3.0, "a": 1.0}, "b")
+    assert (recipe.weights, recipe.outcome) == ({"b": 3.0, "a": 1.0}, "b")
     assert list(reward_group(recipe, PROMPT[1], [""])[0]) == ["b", "a"]
     assert recipe.settings()["order of REWARD_WEIGHTS"] == ["b", "a"]  # workers compare it, too
     recipe = a_recipe([PROMPT], task=task, REWARD_WEIGHTS={"a": 1, "b": 0}, OUTCOME="a")
     recipe.resolve()
-    assert (recipe.c.REWARD_WEIGHTS, recipe.c.OUTCOME) == ({"a": 1, "b": 0}, "a")
+    assert (recipe.weights, recipe.outcome) == ({"a": 1, "b": 0}, "a")
 
 
 # --- The file -----------------------------------------------------------------------
@@ -335,8 +335,7 @@ def mine(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tasks.mine", task)
     constants = {"MODEL": str(tiny), "RUN_DIR": str(tmp_path), "TASK": "mine", "KL_BETA": 0}
     constants |= {"MAX_PROMPT_TOKENS": 128, "MAX_COMPLETION_TOKENS": 128}
-    for name, value in constants.items():
-        monkeypatch.setattr(trainer, name, value)
+    monkeypatch.setattr(trainer, "DEFAULTS", trainer.DEFAULTS | constants)
     monkeypatch.setattr(policy, "load_policy", load_policy)
     return task
 
@@ -361,11 +360,10 @@ def test_a_task_that_does_not_cope_with_an_empty_completion_is_told_so(mine):
     assert type(caught.value.__cause__) is IndexError  # with its traceback
 
 
-def test_rewards_that_take_too_long_are_found_before_the_model_is_loaded(mine, monkeypatch):
-    monkeypatch.setattr(trainer, "REWARD_TIMEOUT_SECONDS", 1)
+def test_rewards_that_take_too_long_are_found_before_the_model_is_loaded(mine):
     mine.rewards = lambda item, text: time.sleep(60)
     with pytest.raises(RuntimeError, match="failed: .*1 s.*REWARD_TIMEOUT_SECONDS"):
-        trainer.main()
+        trainer.main(REWARD_TIMEOUT_SECONDS=1)
 
 
 def test_a_missing_eval_split_is_found_before_the_model_is_loaded(mine):

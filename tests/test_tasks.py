@@ -25,6 +25,7 @@ from grpo.models import load_model
 from grpo.sampling.prepare import prepare
 from grpo.sampling.rewards import ask, end, start_process
 from grpo.sampling.task import load_items, load_task, reward_group, task_files
+from grpo.training.checks import settled
 from tasks import arithmetic, data, gsm8k, judge
 from tasks import math as math_task
 from tasks import reasoning_gym as gym
@@ -325,16 +326,12 @@ def test_a_list_of_tasks_and_a_wrong_name_come_at_once(name):
 def test_the_tasks_that_are_made_here_are_shown_with_gold_that_is_right(
     name, tiny, monkeypatch, capsys
 ):
-    for constant in ("MODEL", "TASK", "MAX_PROMPT_TOKENS"):
-        monkeypatch.setattr(trainer, constant, getattr(trainer, constant))
     monkeypatch.setattr(arithmetic, "SIZES", dict.fromkeys(arithmetic.SIZES, 20))
     run(monkeypatch, name, f"MODEL={tiny}", "MAX_PROMPT_TOKENS=999")
     assert capsys.readouterr().out.count("rewards of the gold answer '<think>") == 3
 
 
 def test_a_task_is_shown_as_a_run_would_see_it(tiny, tmp_path, monkeypatch, capsys):
-    for name in ("MODEL", "TASK", "MAX_PROMPT_TOKENS"):
-        monkeypatch.setattr(trainer, name, getattr(trainer, name))  # as before, afterwards
     source = 'ITEMS = [{"city": c} for c in ("Rome", "Oslo", "Bern", "Lima")]\n'
     source += "def load(split): return ITEMS\ndef rewards(item, completion): return None\n"
     source += 'def messages(item): return [{"role": "user", "content": item["city"]}]\n'
@@ -381,10 +378,10 @@ def test_a_tiny_model_of_any_task_is_made_and_its_command_runs(tmp_path, monkeyp
         r"^    python (grpo_ref_split.py presets/demo.py .*)$", shown, re.MULTILINE
     )
     monkeypatch.setattr(sys, "argv", command.split())
-    _, given = command_line("grpo_ref_split.py", trainer.__doc__)
+    _, given = command_line(trainer.DEFAULTS, trainer.__doc__)
     assert given["MODEL"] == "runs/own" and given["TASK"] == "own.py"
     assert given["REF_SERVER"] is None and given["MAX_COMPLETION_TOKENS"] == 128
-    c = trainer.constants(**given)
+    c = settled(trainer.DEFAULTS, given)
     tokenizer, recipe, _ = prepare(c, needs_server=False)
     assert len(recipe.prompts) == 30
     assert load_model(c.MODEL, "float32", len(tokenizer))[0].config.max_position_embeddings == 256

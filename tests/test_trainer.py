@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import NAMED, NAMES, a_group, a_recipe, move, sampled, tiny_policy
+from fakes import NAMED, a_group, a_recipe, move, sampled, tiny_policy
 
 import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
@@ -22,14 +22,17 @@ from grpo.training.resume import Progress
 MIXED = [[1.0, -1.0], [-1.0, -1.0]]
 
 
-def rows_of(*groups, step=0):
-    return trainer.make_sequences(groups, NAMES, step)
+def rows_of(*groups, step=0, **constants):
+    return trainer.make_sequences(a_recipe(**constants), groups, step)
+
+
+def advantages_of(group, **constants):
+    return trainer.advantages_of(a_recipe(**constants), group).tolist()
 
 
 # --- Rows --------------------------------------------------------------------------
-def test_rows_by_hand(monkeypatch):
-    monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
-    rows = rows_of(a_group(MIXED))
+def test_rows_by_hand():
+    rows = rows_of(a_group(MIXED), ADVANTAGE_STD=False)
     assert [row.completion for row in rows] == [[10, 11, 12], [13]]
     assert [row.prompt for row in rows] == [[5, 6]] * 2
     assert [row.advantage for row in rows] == [2.0, -2.0]  # 1 and -3, less their mean -1
@@ -37,26 +40,22 @@ def test_rows_by_hand(monkeypatch):
     assert [row.weight for row in rows] == pytest.approx([1 / 6, 1 / 2])  # 1 / (2 sequences x T)
 
 
-def test_truncated_rows_count_in_the_mean_and_are_not_trained(monkeypatch):
+def test_truncated_rows_count_in_the_mean_and_are_not_trained():
     group = a_group(MIXED, truncated=(True, False))
-    monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
-    (row,) = rows_of(group)
+    (row,) = rows_of(group, ADVANTAGE_STD=False)
     assert row.completion == [13] and row.advantage == -2.0
     assert row.weight == pytest.approx(1 / 2)  # of 2 sequences, the cut one included (as in TRL)
     assert rows_of() == rows_of(a_group(MIXED, truncated=(True, True))) == []  # no 0 / 0
-    monkeypatch.setattr(trainer, "MASK_TRUNCATED", False)
-    assert len(rows_of(group)) == 2
+    assert len(rows_of(group, MASK_TRUNCATED=False)) == 2
 
 
-def test_advantages_are_of_the_rewards_that_apply(monkeypatch):
+def test_advantages_are_of_the_rewards_that_apply():
     """A completion that no reward judges counts in no mean, and its advantage is 0."""
-    monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
     nan, three = float("nan"), {"lengths": (1, 1, 1), "truncated": (False,) * 3}
     group = a_group([[1.0, nan], [nan, nan], [nan, -1.0]], **three)
-    assert trainer.advantages_of(group, NAMES).tolist() == [1.5, 0, -1.5]  # of 2 and -1
-    monkeypatch.setattr(trainer, "ADVANTAGE_STD", True)
+    assert advantages_of(group, ADVANTAGE_STD=False) == [1.5, 0, -1.5]  # of 2 and -1
     for rewards in ([[nan, nan]] * 3, [[1.0, 1.0], [nan, nan], [nan, nan]]):
-        assert trainer.advantages_of(a_group(rewards, **three), NAMES).tolist() == [0, 0, 0]
+        assert advantages_of(a_group(rewards, **three)) == [0, 0, 0]
 
 
 def test_whose_log_probs_are_the_old_ones():
@@ -74,15 +73,14 @@ def test_whose_log_probs_are_the_old_ones():
             assert sum(row.fresh for row in rows) == (2 if other is old else 4)
 
 
-def test_a_completion_near_the_limit_has_a_lower_advantage(monkeypatch):
+def test_a_completion_near_the_limit_has_a_lower_advantage():
     group = a_group([(1.0, -1.0), (1.0, -1.0)])  # of 3 tokens and 1
-    assert trainer.advantages_of(group, NAMES).tolist() == [0, 0]
-    monkeypatch.setattr(trainer, "MAX_COMPLETION_TOKENS", 4)
-    monkeypatch.setattr(trainer, "OVERLONG_TOKENS", 2)  # the first costs 1/2
-    monkeypatch.setattr(trainer, "ADVANTAGE_STD", False)
-    assert trainer.advantages_of(group, NAMES).tolist() == [-0.25, 0.25]
+    assert advantages_of(group) == [0, 0]
+    # The first costs 1/2
+    short = {"MAX_COMPLETION_TOKENS": 4, "OVERLONG_TOKENS": 2, "ADVANTAGE_STD": False}
+    assert advantages_of(group, **short) == [-0.25, 0.25]
     group.own = torch.tensor([True, True, False, True])  # the task's token costs nothing
-    assert trainer.advantages_of(group, NAMES).tolist() == [0, 0]
+    assert advantages_of(group, **short) == [0, 0]
 
 
 # --- The checks --------------------------------------------------------------------
@@ -125,9 +123,7 @@ def test_the_kl_of_a_teacher_alone_has_a_second_name(model, kept):
     assert list(with_kl(metrics, {"model": model}, "ours")) == ["loss", *kept]
 
 
-def test_bad_steps_are_kept_and_end_the_run_when_they_follow_each_other(
-    alone, monkeypatch, tmp_path
-):
+def test_bad_steps_are_kept_and_end_the_run_when_they_follow_each_other(alone, tmp_path):
     folder, rows = report.RunFolder(tmp_path), rows_of(a_group([[1.0, -1.0], [-1.0, 1.0]]))
     progress, metrics = Progress("run"), {"loss": float("nan"), "grad_norm": float("inf")}
     for progress.step in range(1, 5):
@@ -141,6 +137,9 @@ def test_bad_steps_are_kept_and_end_the_run_when_they_follow_each_other(
     assert names == [f"bad_step_00000{step}.json" for step in (3, 4, 5)]
     (first, _) = json.loads((tmp_path / names[0]).read_text())
     assert first["completion"] == rows[0].completion and first["advantage"] == rows[0].advantage
+
+
+PLAIN = {"KL_BETA": 0, "MASK_TRUNCATED": False}
 
 
 def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
@@ -157,16 +156,17 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
     ]
     for group in groups:
         group.sampler_logps += noise * torch.randn(len(group.sampler_logps), generator=torch_seed)
-    loss, stats = loss_of(policy, rows_of(*groups))
+    loss, stats = loss_of(policy, rows_of(*groups, **PLAIN), **PLAIN)
     metrics = means_of(loss, stats)
     del metrics["kl"]  # KL_BETA is 0
     return metrics
 
 
-def loss_of(policy, rows):
+def loss_of(policy, rows, **constants):
     model = CompletionModel(policy.model)
     hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
-    return trainer.batch_loss(hidden, model.head, ids, rows, policy.vocab_size)
+    c = a_recipe(**constants).c
+    return trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size)
 
 
 def means_of(loss, stats):
@@ -177,12 +177,10 @@ def means_of(loss, stats):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone, monkeypatch):
+def test_an_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone):
     """Sampled at 0.9 with log-probs at 1.0, a ratio looked like 1 and was not. At 1.05 the gap is
     smaller than bfloat16's noise, and shows in the slope alone."""
     policy = tiny_policy(tiny, dtype)
-    monkeypatch.setattr(trainer, "MASK_TRUNCATED", False)
-    monkeypatch.setattr(trainer, "KL_BETA", 0)
     check = functools.partial(check_sampler, dtype=dtype)
     check(first_update(policy, policy))
     noises = [0.055, 0.084] if dtype == "bfloat16" else []  # published: see grpo.proof.NOISE
@@ -202,12 +200,10 @@ def test_an_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone, monkeypa
         check(first_update(policy, stale))
 
 
-def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, alone, monkeypatch):
-    policy = tiny_policy(tiny)
-    monkeypatch.setattr(trainer, "KL_BETA", 0)
-    monkeypatch.setattr(trainer, "IS_CAP", 0)  # the group's log-probs are made up
-    rows = rows_of(a_group(MIXED))
-    loss, stats = loss_of(policy, rows)
+def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, alone):
+    policy, own = tiny_policy(tiny), {"KL_BETA": 0, "IS_CAP": 0}  # sampler_logps are made up
+    rows = rows_of(a_group(MIXED), **own)
+    loss, stats = loss_of(policy, rows, **own)
     assert abs(loss.item()) < 1e-6  # the advantages sum to 0, and each sequence weighs the same
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     assert sum(g.norm() for g in gradient) > 1e-3  # and yet it learns: exp(logp - detached)
@@ -216,29 +212,26 @@ def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, a
     old = [row.old_logps for row in rows]
     assert torch.equal(torch.cat(old), stats["logps"]) and not any(row.fresh for row in rows)
     move(policy.model, 0.05)
-    loss, stats = loss_of(policy, rows)
+    loss, stats = loss_of(policy, rows, **own)
     keep_logps(rows, stats["logps"])
     assert all(a is row.old_logps for a, row in zip(old, rows, strict=True))
     assert abs(means_of(loss, stats)["ratio"] - 1) > 1e-3
 
 
-def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(
-    tiny, alone, monkeypatch
-):
+def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(tiny, alone):
     """A sampler that found its tokens far less likely than the trainer does: IS_CAP."""
-    policy = tiny_policy(tiny)
-    monkeypatch.setattr(trainer, "KL_BETA", 0)
+    policy, c = tiny_policy(tiny), a_recipe().c
     group = a_group(MIXED, sampler="worker")
     group.sampler_logps -= 20  # ratios of e^10 and more
 
-    rows = rows_of(group)
-    loss, stats = loss_of(policy, rows)
+    rows = rows_of(group, KL_BETA=0)
+    loss, stats = loss_of(policy, rows, KL_BETA=0)
     assert means_of(loss, stats)["sampler_ratio_max"] > 1e4
     slope = sum(g.norm() for g in torch.autograd.grad(loss, list(policy.model.parameters())))
     # Their log-probs are the old ones: the ratio is cut at 1.2 for A > 0, at IS_CAP for A < 0, and
     # neither has a gradient; each sequence weighs a half
     right, wrong = (row.advantage for row in rows)
-    expected = -(1 + trainer.CLIP_HIGH) * right / 2 - trainer.IS_CAP * wrong / 2
+    expected = -(1 + c.CLIP_HIGH) * right / 2 - c.IS_CAP * wrong / 2
     assert loss.item() == pytest.approx(expected, rel=1e-5) and slope == 0
 
 
@@ -247,14 +240,12 @@ def test_a_checkpoint_that_was_saved_before_it_was_evaluated_is_the_best(
     alone, monkeypatch, tmp_path, best
 ):
     """A run that was stopped during an evaluation resumes with it."""
-    for name, value in {"RUN_DIR": str(tmp_path), "STEPS": 2}.items():
-        monkeypatch.setattr(trainer, name, value)
     progress = Progress("run", step=2, saved=2, best=1)
     monkeypatch.setattr(trainer, "evaluate_if_due", lambda run: setattr(progress, "best", best))
     for step in (1, 2):
         (tmp_path / f"step_{step:06d}").mkdir()
     checkpoint.point(tmp_path, "best", 1)
-    c = SimpleNamespace(RUN_DIR=str(tmp_path))
+    c = a_recipe(RUN_DIR=str(tmp_path), STEPS=2).c
     trainer.train(SimpleNamespace(progress=progress, c=c))
     assert (tmp_path / "best").resolve().name == f"step_{best:06d}"
     assert (tmp_path / "final").resolve().name == "step_000002"

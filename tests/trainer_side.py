@@ -64,11 +64,16 @@ def serving(folder, *, outcomes=(MIXED,) * 9, run="run", trainer="http://127.0.0
     """Runs rank 0's side in the block; -> it. Its `c.TRAINER` is where it serves."""
     recipe = recipe_at(trainer, prompts_of(outcomes), folder, **constants)
     workers = Workers(recipe.c, recipe, Policy(), run)
-    recipe.c.TRAINER = f"http://127.0.0.1:{workers.server.effective_port}"
+    change(workers, TRAINER=f"http://127.0.0.1:{workers.server.effective_port}")
     try:
         yield workers
     finally:
         end(workers)
+
+
+def change(workers, **constants):
+    """Makes it go on with other constants."""
+    workers.c = workers.recipe.c = workers.c.but(**constants)
 
 
 def end(workers):

@@ -12,7 +12,6 @@ import math
 
 import torch
 
-from grpo.constants import set_for_run
 from grpo.devices import accelerator, is_out_of_memory, release_memory
 from grpo.log import say
 from grpo.models import can_cache
@@ -30,9 +29,9 @@ SPARE = 0.08
 
 
 # --- Any size -------------------------------------------------------------------------
-def fit(c, device, candidates, attempt, held=0, worst=lambda measure: measure()):
-    """Sets in `c` the first of `candidates`, dicts of constants, whose attempt(**candidate) fits
-    into the GPU in addition to `held` bytes. Returns a log text; SystemExit if none fits.
+def fit(device, candidates, attempt, held=0, worst=lambda measure: measure()):
+    """Returns the first of `candidates`, dicts of sizes, whose attempt(**candidate) fits into the
+    GPU in addition to `held` bytes, and logs it. SystemExit if none fits.
 
     `worst` calls a measuring function and returns the largest result of all ranks.
     """
@@ -41,9 +40,9 @@ def fit(c, device, candidates, attempt, held=0, worst=lambda measure: measure())
         share, peak, room = worst(functools.partial(measured, trial, held, device))
         chosen = ", ".join(f"{name} = {value}" for name, value in sizes.items())
         if share <= 1 - SPARE:
-            set_for_run(vars(c), sizes)
             left = (room - peak) / 2**30
-            return f"{chosen} fits: a trial took {peak / 2**30:.1f} GB and left {left:.1f} free"
+            say(f"{chosen} fits: a trial took {peak / 2**30:.1f} GB and left {left:.1f} free")
+            return sizes
     raise SystemExit(
         f"{chosen} does not fit into this GPU, which has {room / 2**30:.1f} GB free. To save"
         " memory, use a smaller MODEL, LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs, a lower"
@@ -74,25 +73,24 @@ def measured(trial, held, device):
 
 # --- SAMPLE_BATCH, EVAL_BATCH -----------------------------------------------------------
 def fit_worker(c, policy, turns):
-    """Sets SAMPLE_BATCH in `c`, the constants of a process that only samples, if it is "auto".
+    """Returns SAMPLE_BATCH of a process that only samples; if it is "auto", the number that fits.
     `turns`: whether a completion may have several (the task has reply())."""
     if c.SAMPLE_BATCH != "auto":
-        return
+        return c.SAMPLE_BATCH
     if accelerator():
-        say(fit_batch(c, policy, "SAMPLE_BATCH", c.GROUP_SIZE, turns))
-    else:
-        set_for_run(vars(c), {"SAMPLE_BATCH": max(CPU_BATCH, c.GROUP_SIZE)})
+        return fit_batch(c, policy, "SAMPLE_BATCH", c.GROUP_SIZE, turns)
+    return max(CPU_BATCH, c.GROUP_SIZE)
 
 
 def fit_batch(c, policy, name, group_size, turns, **others):
-    """Sets SAMPLE_BATCH or EVAL_BATCH (`name`). `group_size` completions share a prompt; an
-    evaluation has 1, so its prefill is the largest. `fit` explains `others` and the result."""
+    """Returns the SAMPLE_BATCH or EVAL_BATCH (`name`) that fits. `group_size` completions share a
+    prompt; an evaluation has 1, so its prefill is the largest. `fit` explains `others`."""
     sizes = [*(n for n in BATCHES if n > group_size), group_size]  # groups stay whole
 
     def attempt(**size):
         sample(c, policy, group_size, size[name], turns)
 
-    return fit(c, policy.model.device, [{name: n} for n in sizes], attempt, **others)
+    return fit(policy.model.device, [{name: n} for n in sizes], attempt, **others)[name]
 
 
 @torch.no_grad()

@@ -146,14 +146,14 @@ def make_sampler(c, policy):
 
 
 def worker_policy(c, tokenizer, turns):
-    """Returns the policy of a process that only samples. `turns`: as fit_worker's."""
+    """Returns (policy, its SAMPLE_BATCH) of a process that only samples. `turns`: as fit_worker."""
     if c.SAMPLER == "vllm":
         from grpo.sampling.vllm_policy import VLLMPolicy
 
-        return VLLMPolicy(c, tokenizer)
+        policy = VLLMPolicy(c, tokenizer)
+        return policy, policy.sizes["SAMPLE_BATCH"]
     policy = make_policy(c, tokenizer)
-    fit_worker(c, policy, turns)
-    return policy
+    return policy, fit_worker(c, policy, turns)
 
 
 def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_strings=()):

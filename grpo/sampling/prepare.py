@@ -60,7 +60,7 @@ def preview(recipe, tokenizer, number):
     """
     c = recipe.c
     note_prompts(recipe, tokenizer)
-    say(f"REWARD_WEIGHTS = {c.REWARD_WEIGHTS}; OUTCOME = {c.OUTCOME!r}, which is above 0 if right")
+    say(f"REWARD_WEIGHTS = {recipe.weights}; OUTCOME = {recipe.outcome!r}, above 0 if right")
     for index, item, ids in recipe.prompts[:number]:
         text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         how = "" if tokenizer.chat_template else " (it has no chat template: texts are joined)"
@@ -101,7 +101,7 @@ def check_gold(recipe, item, tokenizer, opening):
         turns.play(recipe, item, [opening])
     if not gold and item.get("answer") is None:
         return
-    must = f"return a right completion, one whose reward {c.OUTCOME!r} (OUTCOME) is above 0"
+    must = f"return a right completion, one whose reward {recipe.outcome!r} (OUTCOME) is above 0"
     text = gold_of(recipe, item, must, or_none=True)
     if text is None:
         say("gold() has no answer to this question")
@@ -116,7 +116,7 @@ def check_gold(recipe, item, tokenizer, opening):
     else:
         text = as_seen(opening, text)
     rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
-    if gold and rewards[c.OUTCOME] <= 0:  # NaN (does not apply) is not wrong
+    if gold and rewards[recipe.outcome] <= 0:  # NaN (does not apply) is not wrong
         after = f", with {opening!r} from the chat template" * bool(opening)
         got = f"returned {text!r:.500}, which earns {rewards}{after}"
         raise TaskError(c.TASK, f"gold({item!r:.500})", got, must)

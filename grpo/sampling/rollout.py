@@ -53,7 +53,7 @@ def sampled(policy, recipe, prompts, *, seed):
     groups = (several if recipe.has_turns else policy.stream)(
         (prompt and (prompt, prompt[2]) for prompt in prompts),
         group_size=recipe.c.GROUP_SIZE,
-        max_sequences=recipe.c.SAMPLE_BATCH,
+        max_sequences=recipe.batch,
         longest_prompt=recipe.c.MAX_PROMPT_TOKENS,
         max_new_tokens=recipe.c.MAX_COMPLETION_TOKENS,
         temperature=recipe.c.TEMPERATURE,
@@ -155,10 +155,10 @@ def counts_of(recipe, lengths, truncated, rewards):
     """Returns {name: number}. Each reward adds "reward_NAME" (the sum of the reward), "square_NAME"
     (the sum of its squares) and "applicable_NAME" (the number of completions)."""
     c = recipe.c
-    applicable = {name: applying(r[name] for r in rewards) for name in c.REWARD_WEIGHTS}
-    outcomes = applicable[c.OUTCOME]
+    applicable = {name: applying(r[name] for r in rewards) for name in recipe.weights}
+    outcomes = applicable[recipe.outcome]
     sizes = {"limit": c.MAX_COMPLETION_TOKENS, "overlong": c.OVERLONG_TOKENS}
-    totals = applying(totals_of(rewards, lengths, c.REWARD_WEIGHTS, **sizes))
+    totals = applying(totals_of(rewards, lengths, recipe.weights, **sizes))
     # If the outcome applies to fewer than two completions, we compare the total rewards
     by_reward = int(is_flat(totals))
     by_outcome = int(is_flat(outcomes)) if outcomes[1:] else by_reward

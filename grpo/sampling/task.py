@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo.constants import real, set_for_run, with_constants
+from grpo.constants import real
 from grpo.log import announced, say
 from grpo.sampling.rewards import (
     TaskError,
@@ -29,8 +29,8 @@ from grpo.sampling.rewards import (
 )
 
 # Constants that must be equal in worker and trainer, in addition to what settings() adds
-SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE OUTCOME SKIP_FLAT_GROUPS"
-SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS REWARD_WEIGHTS"
+SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE SKIP_FLAT_GROUPS"
+SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS"
 DATED = "strftime_now"  # the function by which a chat template shows the day
 
 
@@ -83,17 +83,20 @@ def module_at(path):
 class Recipe:
     """The task, its prompts, and the constants: the same in the trainer and in all workers."""
 
-    c: object  # has the constants as attributes: the trainer's module, or a changed copy (others)
+    c: object  # the Constants, or a changed copy of them (others)
     task: object  # the module tasks/NAME.py, or at a path
     prompts: list  # [(index, item, prompt ids)] of the training split
+    weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolve)
+    outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolve)
+    batch: int | None = None  # completions sampled at once: SAMPLE_BATCH, or what fits
     reward_processes: object = None  # submit() of start_processes; None: computed in this process
     date: str = ""  # that chat templates show: of the run's first start, "2026-11-25"; "": today
     # models.opening_of, by a prompt's ids: rewards and reply() see it before a completion
     opening: object = staticmethod(lambda ids: "")
 
-    def others(self, **changes):
+    def others(self, batch=None, **changes):
         """Returns a copy of the recipe with some constants changed."""
-        return replace(self, c=with_constants(self.c, **changes))
+        return replace(self, c=self.c.but(**changes), batch=batch or self.batch)
 
     @property
     def has_turns(self):
@@ -114,17 +117,19 @@ class Recipe:
         """Returns the settings, as JSON values, that the trainer publishes and workers compare."""
         prompts = json.dumps([[index, ids] for index, _, ids in self.prompts]).encode()
         settings = {name: getattr(self.c, name) for name in SHARED.split()} | {
+            "OUTCOME": self.outcome,
+            "REWARD_WEIGHTS": self.weights,
             "TASK": Path(self.c.TASK).name,  # a worker may have the file in another folder
-            "order of REWARD_WEIGHTS": list(self.c.REWARD_WEIGHTS),
+            "order of REWARD_WEIGHTS": list(self.weights),
             "date": self.date,
             "hash of prompts (tokenizer, task, data)": hashlib.sha256(prompts).hexdigest(),
         }
         return json.loads(json.dumps(settings))
 
     def resolve(self):
-        """Sets REWARD_WEIGHTS and OUTCOME if they are None: to the constants of the task, else to a
-        weight of 1 for each reward of an empty completion, and to the only reward or "correctness".
-        Raises TaskError if they do not fit."""
+        """Sets weights and outcome: to REWARD_WEIGHTS and OUTCOME, else to the constants of the
+        task, else to a weight of 1 for each reward of an empty completion, and to the only reward
+        or "correctness". Raises TaskError if they do not fit."""
         c, task = self.c, self.task
         weights = c.REWARD_WEIGHTS or getattr(task, "REWARD_WEIGHTS", None)
         if weights is None:
@@ -140,7 +145,7 @@ class Recipe:
         if outcome not in weights:
             must = f"name the reward that is above 0 if an answer is right, one of {list(weights)}"
             raise TaskError(c.TASK, "OUTCOME, in the task or the trainer,", f"is {set_to!r}", must)
-        set_for_run(vars(c), {"REWARD_WEIGHTS": weights, "OUTCOME": outcome})
+        self.weights, self.outcome = weights, outcome
 
 
 # --- Prompts --------------------------------------------------------------------------
@@ -281,8 +286,8 @@ def by_name(rewards):
 
 
 def named_floats(recipe, rewards, item, text):
-    names = list(recipe.c.REWARD_WEIGHTS)
-    if rewards.keys() == recipe.c.REWARD_WEIGHTS.keys():
+    names = list(recipe.weights)
+    if rewards.keys() == recipe.weights.keys():
         floats = {name: as_float(rewards[name]) for name in names}
         if all(rewards[name] is None or math.isfinite(floats[name]) for name in names):
             return floats

@@ -23,7 +23,6 @@ import warnings
 import safetensors.torch
 import torch
 
-from grpo.constants import set_for_run
 from grpo.devices import accelerator
 from grpo.log import in_background
 from grpo.models import choose_dtype, own_device, stop_ids, whole_model
@@ -45,9 +44,9 @@ class VLLMPolicy:
         trains, and then all ranks must call this together: vLLM makes process groups of them.
         Raises SystemExit if the device can't do what the constants require."""
         check_device(c, in_rank=model is not None)
-        for name in ("SAMPLE_BATCH", "EVAL_BATCH"):
-            if getattr(c, name) == "auto":
-                set_for_run(vars(c), {name: max(SEQUENCES, c.GROUP_SIZE)})
+        most = max(SEQUENCES, c.GROUP_SIZE)
+        sizes = {"SAMPLE_BATCH": c.SAMPLE_BATCH, "EVAL_BATCH": c.EVAL_BATCH}
+        self.sizes = {name: most if size == "auto" else size for name, size in sizes.items()}
         self.tokenizer, self.model, self.numbers = tokenizer, model, itertools.count()
         self.name, self.dtype = c.MODEL, choose_dtype(c.DTYPE, own_device())
         self.eos_ids = sorted(stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS))
@@ -246,7 +245,7 @@ def start(c, policy, on_gpu):
         distributed_executor_backend="external_launcher" if policy.model is not None else None,
         tensor_parallel_size=c.TENSOR_PARALLEL,
         max_model_len=policy.max_tokens,
-        max_num_seqs=c.SAMPLE_BATCH,
+        max_num_seqs=policy.sizes["SAMPLE_BATCH"],
         kv_cache_memory_bytes=int(c.VLLM_CACHE_GB * 1e9),  # set, so that vLLM does not profile
         gpu_memory_utilization=0.01,  # vLLM only checks that this share is free
         enforce_eager=not on_gpu,  # compile on a GPU only

@@ -138,7 +138,7 @@ class Worker:
         """Sends a group, with the tally of the zero-variance groups before it. Returns the reason
         if it is refused, else ""."""
         id, skipped, self.skipped = f"{self.name}-{number}", dict(self.skipped), Counter()
-        named = {"sampler": self.name, "outcome": self.c.OUTCOME, "skipped": skipped}
+        named = {"sampler": self.name, "outcome": self.recipe.outcome, "skipped": skipped}
         group = make_group(sampled, id=id, run=run, version=version, **named)
         return self.trainer.put_group(pack_group(group))
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from grpo.log import say
 from grpo.training.ranks import RunFailed, any_rank, gathered, note
-from grpo.training.report import constants_of, model_card, naming_run_dir
+from grpo.training.report import as_json, model_card, naming_run_dir
 
 DRAFT = ".unfinished"
 REFERENCE = "reference.safetensors"
@@ -65,8 +65,7 @@ def save_run(run):
     p.saved = p.step
     rank, leader = dist.get_rank(), leads(folder)
     draft, final = folder / DRAFT, folder / f"step_{p.step:06d}"
-    state = {"step": p.step, "progress": asdict(p), "data": run.data}
-    state["constants"] = constants_of(vars(c))
+    state = {"step": p.step, "progress": asdict(p), "data": run.data, "constants": run.record}
     if leader:
         for leftover in (draft, final):  # `final` is incomplete, here or on another machine
             shutil.rmtree(leftover, ignore_errors=True)
@@ -117,7 +116,7 @@ def check_disk(c, model):
 def try_save(c, policy):
     """Writes what a checkpoint has besides weights to a temporary folder. Raises SystemExit if that
     fails: the run would fail at its first checkpoint, and lose what it has learned."""
-    state = {"step": 0, "progress": {"evaluated": -1}, "constants": constants_of(vars(c))}
+    state = {"step": 0, "progress": {"evaluated": -1}, "constants": as_json(vars(c))}
     try:
         with tempfile.TemporaryDirectory(prefix=".trial_", dir=c.RUN_DIR) as folder:
             policy.save(folder, trial=True)

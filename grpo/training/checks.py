@@ -80,15 +80,9 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
 ]  # fmt: skip
 
 
-def check_command(given):
-    """Raises SystemExit if the trainer's command has a wrong constant, or its task's file is
-    missing. `given` holds the constants of the command, by name."""
-    now = constants.defaults_of("grpo_ref_split.py") | given
-    check_constants(now)
-    check_task_file(now["TASK"])
-
-
-def check_constants(now):
-    """Raises SystemExit with a line for each wrong constant in `now`, such as the trainer's vars():
-    values by name; other names are ignored."""
-    constants.check("grpo_ref_split.py", now, KINDS, RELATIONS)
+def settled(defaults, given):
+    """Returns the trainer's Constants. Raises SystemExit with a line for each wrong one, or if the
+    task's file is missing."""
+    c = constants.settled("grpo_ref_split.py", defaults, given, KINDS, RELATIONS)
+    check_task_file(c.TASK)
+    return c

@@ -13,7 +13,7 @@ from grpo.training.ranks import gathered
 BUCKET = 50_000_000  # parameters whose gradients are reduced together
 
 
-def make_engine(c, policy):
+def make_engine(c, policy, gradient_checkpointing):
     """Collective: returns DeepSpeed's engine around a CompletionModel of the policy's model. `c`
     has the trainer's constants as attributes."""
     import deepspeed
@@ -22,7 +22,7 @@ def make_engine(c, policy):
     if not on_gpu:
         threads = training_threads(c.CPU_THREADS)
         say(f"on a CPU: each rank uses {threads} threads for forward and backward")
-    model = CompletionModel(policy.model, gradient_checkpointing=c.GRADIENT_CHECKPOINTING)
+    model = CompletionModel(policy.model, gradient_checkpointing=gradient_checkpointing)
     # We use only what the models of all ranks can do: all must plan the same micro-batches
     abilities = model.packs, model.separable, model.notes
     packs, separable, notes = zip(*gathered(abilities), strict=True)

@@ -9,15 +9,14 @@ A number instead of "auto" is used without a trial.
 """
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from grpo.constants import set_for_run
 from grpo.devices import accelerator
 from grpo.forward import CompletionModel, checkpoint_layers
-from grpo.log import say
-from grpo.packing import pack_by_tokens, sizes_of
+from grpo.packing import Sequence, pack_by_tokens, sizes_of
 from grpo.sampling.memory import CPU_BATCH, fit, fit_batch
 from grpo.training.engine import BUCKET
 from grpo.training.ranks import all_or_none, gathered
@@ -29,33 +28,51 @@ USUAL |= {"MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
 TOKENS = {False: (16_384, 8_192), True: (16_384, 8_192, 4_096, 2_048, 1_024)}
 
 
-def fit_sizes(c, policy, turns, visiting=0):
-    """Collective: sets the "auto" constants in `c`, the trainer's module, to the same values on all
-    ranks, which must plan the same micro-batches. Raises SystemExit if nothing fits. `turns`: may a
-    completion have several? `visiting` are the bytes of a reference that is on the GPU only
-    while it scores (REFERENCE_ON_CPU).
+@dataclass(frozen=True)
+class Sizes:
+    """The constants of these names, with what fits in place of "auto"."""
+
+    sample_batch: int
+    eval_batch: int
+    micro_batch_tokens: int
+    gradient_checkpointing: bool
+
+    def constants(self):
+        return {name.upper(): value for name, value in vars(self).items()}
+
+
+def fit_sizes(c, policy, sampler, batch_loss, turns, visiting=0):
+    """Collective: returns the Sizes, the same on all ranks, which must plan the same micro-batches.
+    Raises SystemExit if nothing fits. `batch_loss` is the trainer's. `turns`: may a completion have
+    several? `visiting` are the bytes of a reference that is on the GPU only while it scores
+    (REFERENCE_ON_CPU).
 
     A checkpoint keeps the numbers, and a run that resumes logs which have changed.
     """
-    auto = [name for name in USUAL if getattr(c, name) == "auto"]
-    if not auto:
-        return
-    if not accelerator():
+    found = {name: getattr(c, name) for name in USUAL} | getattr(sampler, "sizes", {})
+    auto = [name for name in USUAL if found[name] == "auto"]
+    if auto and not accelerator():
         usual = USUAL | {"SAMPLE_BATCH": max(CPU_BATCH, c.GROUP_SIZE)}
-        set_for_run(vars(c), {name: usual[name] for name in auto})
-        return
-    texts, (states, gradients) = [], held_by_deepspeed(c, policy.model)
+        found |= {name: usual[name] for name in auto}
+    elif auto:
+        found |= try_sizes(c, policy, auto, batch_loss, turns, visiting)
+    return Sizes(**{name.lower(): value for name, value in found.items()})
+
+
+def try_sizes(c, policy, auto, batch_loss, turns, visiting):
+    """Collective: returns the sizes that fit, constants by name, for those that are `auto`."""
+    found, (states, gradients) = {}, held_by_deepspeed(c, policy.model)
     gradients = max(gradients, visiting)  # never there at the same time
     for name, group_size in (("SAMPLE_BATCH", c.GROUP_SIZE), ("EVAL_BATCH", 1)):
         if name in auto:
             of_ranks = {"held": states, "worst": worst_of_ranks}
-            texts.append(fit_batch(c, policy, name, group_size, turns, **of_ranks))
+            found[name] = fit_batch(c, policy, name, group_size, turns, **of_ranks)
     if not {"SAMPLE_BATCH", "EVAL_BATCH"} >= set(auto):
         model = CompletionModel(policy.model)
-        attempt = functools.partial(forward_and_backward, c, model, policy.vocab_size)
-        place = c, policy.model.device, micro_batches(c), attempt
-        texts.append(fit(*place, held=states + gradients, worst=worst_of_ranks))
-    say("; ".join(texts))
+        attempt = functools.partial(forward_and_backward, c, batch_loss, model, policy.vocab_size)
+        place = policy.model.device, micro_batches(c), attempt
+        found |= fit(*place, held=states + gradients, worst=worst_of_ranks)
+    return found
 
 
 def worst_of_ranks(measure):
@@ -76,7 +93,9 @@ def micro_batches(c):
 
 
 # --- The trial ------------------------------------------------------------------------
-def forward_and_backward(c, model, vocab_size, MICRO_BATCH_TOKENS, GRADIENT_CHECKPOINTING):
+def forward_and_backward(
+    c, batch_loss, model, vocab_size, MICRO_BATCH_TOKENS, GRADIENT_CHECKPOINTING
+):
     """Runs the largest micro-batches through `model`, a CompletionModel; leaves no gradient."""
     if GRADIENT_CHECKPOINTING:
         checkpoint_layers(model.model)
@@ -97,7 +116,7 @@ def forward_and_backward(c, model, vocab_size, MICRO_BATCH_TOKENS, GRADIENT_CHEC
         for completion in completion_lengths(c):
             batch = largest_batch(c, MICRO_BATCH_TOKENS, model.packs, completion)
             hidden, ids = model([s.prompt for s in batch], [s.completion for s in batch])
-            c.batch_loss(hidden, model.head, ids, batch, vocab_size)[0].backward()
+            batch_loss(c, hidden, model.head, ids, batch, vocab_size)[0].backward()
             hidden = ids = None
     finally:
         for hook in hooks:
@@ -121,7 +140,7 @@ def largest_batch(c, tokens, packs, completion):
     number = len(pack_by_tokens(sizes, tokens)[0])
     logps = torch.full((completion,), -1.0)
     others = [1] * completion, logps, None, logps, 1.0, logps < 0, 1e-3
-    return [c.Sequence(prompt, *others) for prompt in prompts[:number]]
+    return [Sequence(prompt, *others) for prompt in prompts[:number]]
 
 
 def held_by_deepspeed(c, model):

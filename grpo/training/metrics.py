@@ -157,15 +157,14 @@ def evaluate(policy, step, recipe, prompts):
     further question begins."""
     count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
     mine = itertools.takewhile(lambda _: not stop.asked, mine)
-    greedy = recipe.others(GROUP_SIZE=1, TEMPERATURE=0, SAMPLE_BATCH=recipe.c.EVAL_BATCH)
     with all_or_none("evaluating"), policy.follow(step):  # collective
-        for sampled in sampled_and_rewarded(policy, greedy, mine, seed=0):
+        for sampled in sampled_and_rewarded(policy, recipe, mine, seed=0):
             count.update(tally(recipe, sampled))
             count.update({f"positive_{name}": int(r > 0) for name, r in sampled[2][0].items()})
             count["turns"] += sum(len((c.turns or [])[::2]) for c in sampled[1])
     total = add_up(count)  # collective
-    shares = {"accuracy": ("right", f"applicable_{recipe.c.OUTCOME}")}
-    for name in recipe.c.REWARD_WEIGHTS:
+    shares = {"accuracy": ("right", f"applicable_{recipe.outcome}")}
+    for name in recipe.weights:
         shares[f"positive_{name}"] = f"positive_{name}", f"applicable_{name}"
     shares |= {"truncated": ("truncated", "completions")}
     shares |= {"completion_tokens": ("tokens", "completions")}
@@ -186,10 +185,10 @@ def rollout_metrics(run, count, theirs, sampled=()):
     n, groups = max(total["completions"], 1), max(total["groups"], 1)
     ended = total["completions"] - total["truncated"]
     means = {"completions/mean_terminated_length": total["ended_tokens"] / ended} if ended else {}
-    for name in recipe.c.REWARD_WEIGHTS:
+    for name in recipe.weights:
         sums = (total[f"{kind}_{name}"] for kind in ("reward", "square", "applicable"))
         means |= mean_and_std(f"rewards/{name}", *sums)
-    if judged := total[f"applicable_{recipe.c.OUTCOME}"]:
+    if judged := total[f"applicable_{recipe.outcome}"]:
         means["accuracy"] = total["right"] / judged
     if recipe.has_turns:
         means |= turn_metrics([*sampled, *theirs])  # collective

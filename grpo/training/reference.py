@@ -119,6 +119,7 @@ class LocalReference:
         self.c, self.policy, self.home = c, policy, policy.model.device
         self.info = {"model": c.REFERENCE or c.MODEL, "dtype": policy.dtype}
         self.waiting = []  # [(group, its Answer)]
+        self.budget = c.MICRO_BATCH_TOKENS  # of a batch; "auto" until start_run knows what fits
         self.adapters = None  # with LORA_RANK: those of the refreshed reference
         self.adapted = c.LORA_RANK and not c.REFERENCE  # the policy's model, adapters off
         if c.REFERENCE:
@@ -153,7 +154,7 @@ class LocalReference:
             model = self.model
             if self.away:  # the copy is dropped after it has scored
                 model = moved(model, lambda tensor: tensor.to(self.home, non_blocking=True))
-            found = score_groups(model, groups, budget=self.c.MICRO_BATCH_TOKENS, **settings)
+            found = score_groups(model, groups, budget=self.budget, **settings)
         for (_, answer), logps in zip(asked, found, strict=True):
             answer.set_result(logps)
 

@@ -44,11 +44,6 @@ def as_json(value):
     return json.loads(text, parse_constant=lambda _: None)
 
 
-def constants_of(variables):
-    """Returns the constants among values by name, as they come back from JSON."""
-    return as_json({name: value for name, value in variables.items() if name.isupper()})
-
-
 @contextlib.contextmanager
 def naming_run_dir(folder):
     """Raises SystemExit, with RUN_DIR's name, if the block can't write to it (`folder`)."""
@@ -93,7 +88,7 @@ class RunFolder:
         step, c = run.progress.step + 1, run.recipe.c
         group, decode = groups[step % len(groups)], run.policy.tokenizer.decode
         item = next(item for index, item, _ in run.recipe.prompts if index == group.item)
-        advantages = advantages_of(group, c.REWARD_WEIGHTS).tolist()
+        advantages = advantages_of(run.recipe, group).tolist()
         ids = group.completions(group.completion_ids)
         best, *others = sorted(range(len(ids)), key=advantages.__getitem__, reverse=True)
         for i in [best, *others[-1:], *others[:-1]][: run.c.SAMPLES_PER_STEP]:
@@ -184,8 +179,8 @@ def log_idle(run, metrics, groups):
     names = "accuracy", "reward", "frac_outcome_zero_std", "frac_reward_zero_std"
     found = ", ".join(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)
     run.idle_reason = (
-        f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS!r}, OUTCOME = {c.OUTCOME!r}: {found}), and"
-        f" {cut} (MASK_TRUNCATED, MAX_COMPLETION_TOKENS = {c.MAX_COMPLETION_TOKENS})"
+        f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS!r}, OUTCOME = {run.recipe.outcome!r}:"
+        f" {found}), and {cut} (MASK_TRUNCATED, MAX_COMPLETION_TOKENS = {c.MAX_COMPLETION_TOKENS})"
     )
     if metrics.get("tools/call_share") == 0:
         run.idle_reason += "; reply() never returned a text: is STOP_STRINGS right?"
@@ -239,10 +234,10 @@ class Reporter:
     """One receiver of REPORT_TO: a generator to which records are sent. The run begins, or resumes,
     after the steps in `progress`."""
 
-    def __init__(self, to, c, progress):
+    def __init__(self, to, record, progress):
         self.name = getattr(to, "__name__", str(to))
         first = progress.step + 1 if progress.saved >= 0 else 0
-        self.receiver = RECEIVERS.get(to, to_function)(to, c, progress.name, first)
+        self.receiver = RECEIVERS.get(to, to_function)(to, record, progress.name, first)
         with announced(f"{self.name} to open"):
             self.give(None)  # a generator begins
 
@@ -268,17 +263,17 @@ def numbers(record):
     return {k: v for k, v in numeric.items() if k not in ("step", "time")}
 
 
-def to_function(function, c, run, first):
+def to_function(function, record, run, first):
     while True:
         function((yield))
 
 
-def to_tensorboard(to, c, run, first):
+def to_tensorboard(to, record, run, first):
     """Writes event files to RUN_DIR/tensorboard. Readers forget what an earlier start of the run
     wrote there from step `first` on."""
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(str(Path(c.RUN_DIR, "tensorboard")), purge_step=first) as writer:
+    with SummaryWriter(str(Path(record["RUN_DIR"], "tensorboard")), purge_step=first) as writer:
         while True:
             record = yield
             for name, value in numbers(record).items():
@@ -286,7 +281,7 @@ def to_tensorboard(to, c, run, first):
             writer.flush()
 
 
-def to_wandb(to, c, run, first):
+def to_wandb(to, record, run, first):
     """Sends to a W&B run of this run's name, whose files are in RUN_DIR/wandb. W&B keeps the steps
     that it has; what the run logs again for them is overwritten by the first step after them."""
     import wandb
@@ -296,8 +291,8 @@ def to_wandb(to, c, run, first):
         name=run,
         id=re.sub(r"[^\w.-]", "-", run)[-128:],
         resume="allow",
-        dir=c.RUN_DIR,
-        config=constants_of(vars(c)),
+        dir=record["RUN_DIR"],
+        config=record,
         allow_val_change=True,
         settings=wandb.Settings(console="off", finish_timeout=LAST_SECONDS),
     )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from grpo.log import say
 from grpo.training.checkpoint import load, newest, point, saved_in, state_file
 from grpo.training.ranks import gathered
-from grpo.training.report import ROOT, RunFolder, commit, constants_of, naming_run_dir
+from grpo.training.report import ROOT, RunFolder, commit, naming_run_dir
 
 FADE = 0.8  # per step: flat_share is a mean over about 1 / (1 - FADE) = 5 steps
 SAME = ("MODEL", "TASK", "LORA_RANK", "DTYPE")  # a run can't be resumed with other values
@@ -183,13 +183,13 @@ def forget_what_changed(folder, progress, stream, before, now, constants):
 
 
 # --- Begin or resume ------------------------------------------------------------------
-def open_run(c, engine, stream, reference, data):
+def open_run(c, record, engine, stream, reference, data):
     """Collective: returns the Progress of the run in RUN_DIR: a new run, or one that resumes from
-    its newest complete checkpoint. `c` has the trainer's constants as attributes; `reference` gets
-    the checkpoint's reference, if that was refreshed; `data` is data_of the run."""
+    its newest complete checkpoint. `record` is Run.record; `reference` gets the checkpoint's
+    reference, if that was refreshed; `data` is data_of the run."""
     folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
     if path:
-        changed = check_resumable(path, state, constants_of(vars(c)))
+        changed = check_resumable(path, state, record)
         progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
         load(path, engine, stream, reference if progress.reference else None)
         # DeepSpeed has restored the old values of these; the learning rate is set at each step
@@ -207,9 +207,8 @@ def open_run(c, engine, stream, reference, data):
         folder.set_aside()
     # Other ranks may write to the same folder
     draft = folder.path / f".run_{dist.get_rank()}.json"
-    record = {"run": progress.name, "code": commit(), "data": data}
-    record["constants"] = constants_of(vars(c))
-    draft.write_text(json.dumps(record))
+    facts = {"run": progress.name, "code": commit(), "data": data, "constants": record}
+    draft.write_text(json.dumps(facts))
     draft.replace(folder.path / "run.json")
     there = progress.best < 0 or (folder.path / f"step_{progress.best:06d}").exists()
     if not all(gathered(there)) or not c.KEEP_BEST:  # the next evaluation is then the best

@@ -12,11 +12,11 @@ from grpo.sampling.rollout import Stream
 from grpo.sampling.task import Recipe
 from grpo.training.checkpoint import check_disk, try_save
 from grpo.training.engine import make_engine
-from grpo.training.memory import fit_sizes
+from grpo.training.memory import Sizes, fit_sizes
 from grpo.training.metrics import Clock
 from grpo.training.ranks import all_or_none
 from grpo.training.reference import make_reference
-from grpo.training.report import Reporter, RunFolder
+from grpo.training.report import Reporter, RunFolder, as_json
 from grpo.training.resume import Progress, data_of, open_run
 from grpo.training.workers import Workers
 
@@ -25,11 +25,14 @@ from grpo.training.workers import Workers
 class Run:
     """What a run holds from its start to its end, on each rank."""
 
-    c: object  # the trainer's module: its attributes are the constants
+    c: object  # the trainer's Constants
+    sizes: Sizes  # what fits, for the constants that may be "auto"
+    record: dict  # the constants as JSON, with sizes, weights and outcome as this run has them
     policy: Policy
     sampler: object  # what samples with its weights: the policy itself, or a VLLMPolicy
     engine: object  # DeepSpeed's, around a CompletionModel of the policy's model
     recipe: Recipe  # what is sampled and how it is rewarded
+    greedy: Recipe  # the recipe of an evaluation: one completion, at temperature 0
     stream: Stream  # this rank's prompts
     questions: list  # of the evaluation, in the form of Recipe.prompts
     progress: Progress  # steps made, last and best evaluation, last checkpoint
@@ -49,8 +52,9 @@ class Run:
             reporter.close()
 
 
-def start_run(c, tokenizer, recipe, questions, server):
-    """Collective: returns the Run, new or resumed. `server` is a RefServer, or None."""
+def start_run(c, tokenizer, recipe, questions, server, batch_loss):
+    """Collective: returns the Run, new or resumed. `server` is a RefServer, or None; `batch_loss`
+    is the trainer's, for trials."""
     rank = dist.get_rank()
     page = f"python plot.py live {Path(c.RUN_DIR).parent}, then open http://127.0.0.1:{PORT}/"
     say(f"curves and samples while it runs: {page}")
@@ -61,21 +65,25 @@ def start_run(c, tokenizer, recipe, questions, server):
     reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
     sampler = make_sampler(c, policy)  # collective; before fit_sizes, which uses what it leaves
     # Collective; a local reference's own copy is on the GPU already, or visits it
-    fit_sizes(c, policy, recipe.has_turns, getattr(reference, "visiting", 0))
-    engine = make_engine(c, policy)
+    visiting = getattr(reference, "visiting", 0)
+    sizes = fit_sizes(c, policy, sampler, batch_loss, recipe.has_turns, visiting)
+    reference.budget, recipe.batch = sizes.micro_batch_tokens, sizes.sample_batch
+    greedy = recipe.others(batch=sizes.eval_batch, GROUP_SIZE=1, TEMPERATURE=0)
+    resolved = {"REWARD_WEIGHTS": recipe.weights, "OUTCOME": recipe.outcome}
+    record = as_json(vars(c) | sizes.constants() | resolved)
+    engine = make_engine(c, policy, sizes.gradient_checkpointing)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
     data = data_of(recipe, questions)  # collective
-    progress = open_run(c, engine, stream, reference, data)  # collective
+    progress = open_run(c, record, engine, stream, reference, data)  # collective
     check_disk(c, policy.model)  # collective
     workers = None
     with all_or_none("serving workers"):  # collective
         if c.PUBLISH_STEPS and rank == 0:
             workers = Workers(c, recipe, policy, progress.name)
             workers.publish(progress.step)
-    reporters = [Reporter(to, c, progress) for to in c.REPORT_TO] if rank == 0 else []
+    reporters = [Reporter(to, record, progress) for to in c.REPORT_TO] if rank == 0 else []
     folder = RunFolder(c.RUN_DIR, reporters)
-    clock = Clock()
     return Run(
-        c, policy, sampler, engine, recipe, stream, questions, progress, reference, workers, folder,
-        clock, data=data,
+        c, sizes, record, policy, sampler, engine, recipe, greedy, stream, questions, progress,
+        reference, workers, folder, Clock(), data=data,
     )  # fmt: skip

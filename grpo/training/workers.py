@@ -92,8 +92,8 @@ class Workers:
 
     def check(self, group):
         """Raises ValueError if this is not a group that the trainer could have sampled."""
-        c, prompt = self.c, self.prompts.get(group.item)
-        same = (group.reward_names, group.outcome) == (list(c.REWARD_WEIGHTS), c.OUTCOME)
+        c, recipe, prompt = self.c, self.recipe, self.prompts.get(group.item)
+        same = (group.reward_names, group.outcome) == (list(recipe.weights), recipe.outcome)
         same = same and len(group.completion_lengths) == c.GROUP_SIZE
         if not same or prompt != group.prompt_ids.tolist():
             raise ValueError("the group does not have the prompt, rewards or size of this run")

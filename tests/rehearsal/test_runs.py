@@ -69,8 +69,8 @@ class Server:
 
     url = "here"
 
-    def __init__(self):
-        self.reference = ref_server.Reference()
+    def __init__(self, model):
+        self.reference = ref_server.Reference(ref_server.settled({"MODEL": model}))
         self.info = self.reference.info
 
     def check(self, model, tokenizer, temperature):
@@ -83,8 +83,7 @@ class Server:
 
 
 def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(ref_server, "MODEL", str(tiny))
-    server = Server()
+    server = Server(str(tiny))
     monkeypatch.setattr(client, "RefServer", lambda url, limit: server)
     batches, waits, real = [], [], trainer.batch_loss
 

@@ -17,6 +17,7 @@ from fakes import MIXED, FakeEngine, a_recipe, prompts_of, sampled
 
 import grpo_ref_split as trainer
 from grpo import client, log
+from grpo.constants import Constants
 from grpo.sampling import rollout
 from grpo.sampling import task as task_module
 from grpo.sampling.prepare import prepare
@@ -233,19 +234,17 @@ def test_rewards_are_not_waited_for_in_silence(number, monkeypatch, capsys):
 @pytest.mark.parametrize("number", [0, 2])
 def test_as_many_begin_as_the_constant_says(number, tiny, monkeypatch):
     constants = {"TASK": "slow", "MODEL": str(tiny), "REWARD_PROCESSES": number}
-    constants["SAMPLE_BATCH"] = 16
-    for name, value in constants.items():
-        monkeypatch.setattr(trainer, name, value)
+    constants |= {"MAX_PROMPT_TOKENS": 128, "MAX_COMPLETION_TOKENS": 128}
+    c = Constants(trainer.DEFAULTS | constants)
     children = set(psutil.Process().children())
     refusing = SimpleNamespace(check=lambda *_: sys.exit("another model"))
     monkeypatch.setattr(client, "RefServer", lambda *_: refusing)
-    monkeypatch.setattr(trainer, "MAX_PROMPT_TOKENS", 128)
-    monkeypatch.setattr(trainer, "MAX_COMPLETION_TOKENS", 128)
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="another model"):
         patch.setattr(task_module, "load_split", None)  # the server is asked before
-        prepare(trainer.constants(), needs_server=True)
+        prepare(c, needs_server=True)
     assert set(psutil.Process().children()) == children  # none before the checks
-    _, recipe, _ = prepare(trainer.constants(), needs_server=False)
+    _, recipe, _ = prepare(c, needs_server=False)
+    recipe.batch = 16
     mine = set(psutil.Process().children()) - children
     found = {r["correctness"] for group in rewarded(recipe, "pid") for r in group}
     assert len(mine) == number and found <= {float(p.pid) for p in mine or [psutil.Process()]}

@@ -95,11 +95,10 @@ def steps_of(patch, flat_share, number):
     """-> what the ranks did in each of so many steps: (columns of the slowest rank, the groups that
     are trained, how many usable ones were sampled, the share of flat groups expected next)."""
     patch.setattr(sampler, "make_decoder", lambda model, *_: CountingDecoder(model.columns))
-    for name, value in {"PROMPTS_PER_STEP": PROMPTS, "OUTCOME": "a"}.items():
-        patch.setattr(trainer, name, value)
     recipe = a_recipe(
         prompts_of(flat_share),
         task=SimpleNamespace(rewards=rewards),
+        PROMPTS_PER_STEP=PROMPTS,
         GROUP_SIZE=G,
         SAMPLE_BATCH=ROWS,
         MAX_PROMPT_TOKENS=G,
@@ -109,7 +108,8 @@ def steps_of(patch, flat_share, number):
     )
 
     def of_rank(rank):
-        run = SimpleNamespace(recipe=recipe, clock=Clock(), workers=None, progress=Progress("run"))
+        run = SimpleNamespace(recipe=recipe, c=recipe.c, clock=Clock(), workers=None)
+        run.progress = Progress("run")
         run.stream, steps = Stream(recipe.prompts, 0, rank, RANKS), []
         run.reference = NoReference()
         for run.progress.step in range(number):

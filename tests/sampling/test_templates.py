@@ -94,7 +94,9 @@ def test_such_a_template_can_earn_the_format_reward_everywhere(tokenizer, alone,
     for text, format in (("42</think><answer>42</answer>", 1.25), ("<think>42</think>", -1.0)):
         ((_, _, rewards),) = sampled(Says(text), recipe, iter(recipe.prompts))
         assert [r["format"] for r in rewards] == [format] * 2
-    found = evaluate(Says("42</think><answer>42</answer>"), 0, recipe, recipe.prompts)
+    found = evaluate(
+        Says("42</think><answer>42</answer>"), 0, recipe.others(GROUP_SIZE=1), recipe.prompts
+    )
     assert found["eval_positive_format"] == found["eval_accuracy"] == 1
     preview(recipe, tokenizer, 1)
     out = capsys.readouterr().out
@@ -103,7 +105,7 @@ def test_such_a_template_can_earn_the_format_reward_everywhere(tokenizer, alone,
     recipe.task = SimpleNamespace(
         messages=gsm8k.messages, gold=lambda item: "42", rewards=lambda item, text: text == "42"
     )
-    recipe.c.REWARD_WEIGHTS, recipe.c.OUTCOME = {"reward": 1.0}, "reward"
+    recipe.weights, recipe.outcome = {"reward": 1.0}, "reward"
     with pytest.raises(TaskError, match="<think>.*from the chat template"):
         preview(recipe, tokenizer, 1)  # the model can't write that
 
@@ -154,8 +156,7 @@ def test_a_worker_of_another_day_takes_the_runs_date(tokenizer, monkeypatch):
     """It was refused, with an advice that could not help."""
     tokenizer.chat_template = DATED + tokenizer.chat_template
     theirs, mine = dated(tokenizer, "2026-01-31"), dated(tokenizer, "2026-02-01")
-    for name, value in {"TRAINER": "http://127.0.0.1:9", "WAIT_LIMIT_SECONDS": 1}.items():
-        setattr(mine.c, name, value)
+    mine = mine.others(TRAINER="http://127.0.0.1:9")
     assert mine.settings() != theirs.settings()
     here = worker.Worker(SimpleNamespace(tokenizer=tokenizer), mine, "w")
     assert next(here.order)[2] != theirs.prompts[0][2]  # of two prompts: the epoch goes on

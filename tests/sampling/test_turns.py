@@ -299,16 +299,13 @@ def test_own_travels_and_only_if_a_task_has_replied(group):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_tasks_tokens_are_not_trained_and_count_nowhere(
-    group, policy, loss_type, fused, alone, monkeypatch
-):
+def test_the_tasks_tokens_are_not_trained_and_count_nowhere(group, policy, loss_type, fused, alone):
     """The gradient is that of a sum by hand over own tokens; so are the means."""
     constants = {"LOSS_TYPE": loss_type, "FUSED_LOSS": fused, "KL_BETA": 0.1, "IS_CAP": 0.0}
-    for name, value in constants.items():
-        monkeypatch.setattr(trainer, name, value)
+    recipe = a_recipe(REWARD_WEIGHTS={"reward": 1.0}, **constants)
     group.ref_logps = torch.full_like(group.sampler_logps, -2.0)
     group.sampler_logps[~torch.cat(group.owns())] = torch.nan  # must not matter
-    rows = trainer.make_sequences([group], {"reward": 1.0}, 0)
+    rows = trainer.make_sequences(recipe, [group], 0)
     counts = [int(own.sum()) for own in group.owns()]
     tokens = {"grpo": [2 * n for n in counts], "dapo": [sum(counts)] * 2}[loss_type]
     assert [1 / row.weight for row in rows] == pytest.approx(tokens)
@@ -316,7 +313,7 @@ def test_the_tasks_tokens_are_not_trained_and_count_nowhere(
     parts = [row.prompt for row in rows], [row.completion for row in rows]
 
     hidden, ids = model(*parts)
-    loss, stats = trainer.batch_loss(hidden, model.head, ids, rows, policy.vocab_size)
+    loss, stats = trainer.batch_loss(recipe.c, hidden, model.head, ids, rows, policy.vocab_size)
     found = torch.autograd.grad(loss, list(policy.model.parameters()))
     hidden, ids = model(*parts)
     logps = linear_logps(hidden, model.head, ids, vocab_size=policy.vocab_size)
@@ -360,8 +357,7 @@ def test_samples_tell_turns_apart(group, alone, tmp_path, capsys, tokenizer):
     recipe = a_recipe(
         [(0, {"question": "?"}, [5])], REWARD_WEIGHTS={"reward": 1.0}, OUTCOME="reward"
     )
-    c = SimpleNamespace(SAMPLES_PER_STEP=2)
-    run = a_run(recipe, policy=SimpleNamespace(tokenizer=tokenizer), c=c)
+    run = a_run(recipe, policy=SimpleNamespace(tokenizer=tokenizer))
     report.RunFolder(tmp_path).log_samples(run, [group], trainer.advantages_of)
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     best, worst = sorted(map(json.loads, lines), key=lambda line: "42" in line["completion"])
@@ -378,6 +374,7 @@ def test_an_evaluation_counts_own_tokens_and_turns(tokenizer, alone, tmp_path):
     prompt = [(0, item, prompt_ids(tokenizer, [USER]))]
     constants = {"REWARD_WEIGHTS": {"correctness": 1.0}, "MAX_COMPLETION_TOKENS": 60}
     recipe = a_recipe(prompt, task=calculator, **constants)
+    recipe = recipe.others(GROUP_SIZE=1, TEMPERATURE=0)
     found = metrics.evaluate(actor, 0, recipe, prompt)
     assert found["eval_accuracy"] == 1 and found["eval_num_turns"] == 2
     assert found["eval_completion_tokens"] < len(

@@ -12,12 +12,11 @@ from fakes import PROMPTS, move, tiny_policy
 from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
-from grpo.constants import constants_in
 from grpo.sampling import vllm_policy
 from grpo.sampling.policy import load_policy
 from grpo.sampling.sampler import Completion
 from grpo.sampling.vllm_policy import VLLMPolicy, check_device
-from grpo.training.checks import check_constants
+from grpo.training.checks import settled
 from grpo.weights import load_weights
 
 CONSTANTS = {"MODEL": "tiny", "GROUP_SIZE": 4, "SEED": 3, "STOP_TOKENS": [], "STOP_STRINGS": []}
@@ -34,14 +33,14 @@ CONSTANTS |= {"VLLM_CACHE_GB": 0.5, "VLLM_SLEEP": False, "TENSOR_PARALLEL": 1}
 ])  # fmt: skip
 def test_a_constant_that_can_not_be_is_named(name, value):
     with pytest.raises(SystemExit, match=f"{name} = {value!r}"):
-        check_constants(constants_in(vars(trainer)) | {name: value})
+        settled(trainer.DEFAULTS, {name: value})
 
 
 def test_vllm_must_be_installed(monkeypatch):
     for found in (None, "a spec"):
         monkeypatch.setattr(importlib.util, "find_spec", {"vllm": found}.get)
         with contextlib.nullcontext() if found else pytest.raises(SystemExit, match="pip install"):
-            check_constants(constants_in(vars(trainer)) | {"SAMPLER": "vllm"})
+            settled(trainer.DEFAULTS, {"SAMPLER": "vllm"})
 
 
 @pytest.mark.parametrize("gpus, memory, parallel, in_rank, said", [

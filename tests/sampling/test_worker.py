@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import ALL_RIGHT, ALL_WRONG, MIXED, PROMPTS, a_recipe, tiny_policy
-from trainer_side import Policy, end, publish, serving, weights
+from trainer_side import Policy, change, end, publish, serving, weights
 
 from grpo.client import Trainer
 from grpo.sampling import worker as worker_module
@@ -97,11 +97,10 @@ def test_a_worker_samples_with_the_newest_policy_while_there_is_room(side, monke
         side.groups.clear()
         publish(side, 3)
 
-    constants = {"SKIP_FLAT_GROUPS": False}
-    monkeypatch.setattr(side.c, "SKIP_FLAT_GROUPS", False)
+    change(side, SKIP_FLAT_GROUPS=False)
     publish(side, 0)
     script = Script(monkeypatch, go_on, go_on, go_on, train, go_on, go_on)
-    policy, _ = run(side, **constants)
+    policy, _ = run(side)
     assert policy.loads == [weights(0).tolist(), weights(3).tolist()]
     assert policy.rests > 0  # another process of the device may have the memory
     groups = [*trained, *side.groups]
@@ -175,19 +174,18 @@ def test_flat_groups_of_a_run_that_has_ended_are_not_counted_in_the_next(tmp_pat
 # --- A newer policy, and room ---------------------------------------------------------
 def test_what_has_begun_is_finished_and_nothing_begins_after_a_newer_policy(side, monkeypatch):
     monkeypatch.setattr(worker_module, "ASK_SECONDS", -1)
-    monkeypatch.setattr(side.c, "SKIP_FLAT_GROUPS", False)
-    side.c.PROMPTS_PER_STEP = 3
+    change(side, SKIP_FLAT_GROUPS=False, PROMPTS_PER_STEP=3)
     publish(side, 0)
     begun = []
 
     def train():  # while two groups are in hand
-        side.c.PROMPTS_PER_STEP = 99
+        change(side, PROMPTS_PER_STEP=99)
         begun.append(len(policy.asked) and sum(policy.asked))
         publish(side, 1)
 
     policy = Policy(version=8)
     script = Script(monkeypatch, go_on, go_on, during=[go_on, train])
-    run(side, policy, SKIP_FLAT_GROUPS=False)
+    run(side, policy)
     assert policy.loads == [weights(0).tolist()]
     assert {group.policy_version for group in side.groups} == {0}
     assert begun[0] <= len(side.groups) == sum(policy.asked) <= 4
@@ -208,10 +206,9 @@ def test_where_steps_are_faster_than_downloads_a_worker_samples_between_two(side
     plain = worker_module.Trainer.call
     monkeypatch.setattr(worker_module.Trainer, "call", call)
     Script(monkeypatch, *[go_on] * 4)
-    side.c.PROMPTS_PER_STEP = 4
-    monkeypatch.setattr(side.c, "SKIP_FLAT_GROUPS", False)
+    change(side, SKIP_FLAT_GROUPS=False, PROMPTS_PER_STEP=4)
     publish(side, 0)
-    run(side, SKIP_FLAT_GROUPS=False)
+    run(side)
     assert fetched[:2] == [0, 1] and len(side.groups) == 4
     assert {group.policy_version for group in side.groups} == {0}
 
@@ -249,18 +246,17 @@ def test_the_same_weights_at_a_later_step_are_not_fetched_again(side, monkeypatc
 def test_what_begins_with_the_same_weights_at_a_later_step_is_of_that_step(side, monkeypatch):
     """Or all that is sampled would grow too old, where steps in a row train nothing."""
     monkeypatch.setattr(worker_module, "ASK_SECONDS", -1)
-    monkeypatch.setattr(side.c, "SKIP_FLAT_GROUPS", False)
-    side.c.PROMPTS_PER_STEP = 3
+    change(side, SKIP_FLAT_GROUPS=False, PROMPTS_PER_STEP=3)
     publish(side, 0)
 
     def train():
-        side.c.PROMPTS_PER_STEP = 7
+        change(side, PROMPTS_PER_STEP=7)
         side.policy.become(weights(0))
         side.publish(9)
         side.finish()
 
     Script(monkeypatch, go_on, go_on, go_on, during=[go_on, train])
-    policy, _ = run(side, SKIP_FLAT_GROUPS=False)
+    policy, _ = run(side)
     assert policy.loads == [weights(0).tolist()] and len(side.groups) == 7
     assert {group.policy_version for group in side.groups} == {0, 9}
 
@@ -366,7 +362,7 @@ def test_a_real_policy_reaches_a_worker_and_is_what_it_samples(tiny, tmp_path, m
     own |= {"TRAINER": "http://127.0.0.1:0", "RUN_DIR": str(tmp_path), "WAIT_LIMIT_SECONDS": 5}
     recipe = a_recipe(PROMPTS, task=task, **own)
     side = Workers(recipe.c, recipe, trainer, "run")
-    recipe.c.TRAINER = f"http://127.0.0.1:{side.server.effective_port}"
+    change(side, TRAINER=f"http://127.0.0.1:{side.server.effective_port}")
     side.publish(6)
     side.finish()
     Script(monkeypatch, *[go_on] * 3)
@@ -382,8 +378,8 @@ def test_a_real_policy_reaches_a_worker_and_is_what_it_samples(tiny, tmp_path, m
 
 
 def test_a_lora_policys_adapters_alone_travel(tiny, tmp_path):
-    policy, recipe = tiny_policy(tiny, lora_rank=2), a_recipe(PROMPTS)
-    vars(recipe.c).update(TRAINER="http://127.0.0.1:0", RUN_DIR=str(tmp_path), PROMPTS_PER_STEP=1)
+    own = {"TRAINER": "http://127.0.0.1:0", "RUN_DIR": str(tmp_path), "PROMPTS_PER_STEP": 1}
+    policy, recipe = tiny_policy(tiny, lora_rank=2), a_recipe(PROMPTS, **own)
     side = Workers(recipe.c, recipe, policy, "run")
     side.publish(0)
     side.finish()

@@ -82,7 +82,7 @@ def save(folder, step, *, stream=None, keep=2, model=None, policy=None, engine=N
     """Saves a checkpoint of a run, named "r" if it has no other name."""
     run = SimpleNamespace(stream=stream or a_stream(), reference=model, data=DATA)
     run.c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder), "KEEP_CHECKPOINTS": keep})
-    run.progress = resume.Progress(**{"name": "r"} | progress, step=step)
+    run.record, run.progress = vars(run.c), resume.Progress(**{"name": "r"} | progress, step=step)
     run.policy, run.engine = policy or FakePolicy(), engine or FakeEngine()
     checkpoint.save_run(run)
 
@@ -90,7 +90,7 @@ def save(folder, step, *, stream=None, keep=2, model=None, policy=None, engine=N
 def opened(folder, reference=None, *, data=None, stream=None, **changes):
     """-> the Progress of a run that begins or resumes with RUN and other constants."""
     c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder)} | changes)
-    return resume.open_run(c, FakeEngine(), stream or a_stream(), reference, data or DATA)
+    return resume.open_run(c, vars(c), FakeEngine(), stream or a_stream(), reference, data or DATA)
 
 
 def names_in(folder):

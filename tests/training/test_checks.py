@@ -5,8 +5,7 @@ import re
 import pytest
 
 import grpo_ref_split as trainer
-from grpo.training.checks import check_constants
-from grpo.training.report import constants_of
+from grpo.training.checks import settled
 from tasks import gsm8k
 
 WRONG = {
@@ -45,28 +44,28 @@ WRONG = {
 }
 
 
+def check(**given):
+    return settled(trainer.DEFAULTS, given)
+
+
 @pytest.mark.parametrize("name, value", [(name, x) for name in WRONG for x in WRONG[name]])
-def test_a_wrong_constant_is_named_with_its_value(name, value, monkeypatch):
-    check_constants(vars(trainer))
-    monkeypatch.setattr(trainer, name, value)
+def test_a_wrong_constant_is_named_with_its_value(name, value):
+    check()
     with pytest.raises(SystemExit, match=re.escape(f"{name} = {value!r} must be")):
-        check_constants(vars(trainer))
+        check(**{name: value})
 
 
-def test_every_constant_of_the_trainer_is_checked(monkeypatch):
-    for constant in constants_of(vars(trainer)).keys() - {"REF_SERVER"}:
-        wrong = None if getattr(trainer, constant) is not None else b""
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer, constant, wrong)
-            with pytest.raises(SystemExit, match=f"{constant} = {wrong} must be"):
-                check_constants(vars(trainer))
+def test_every_constant_of_the_trainer_is_checked():
+    for name in trainer.DEFAULTS:
+        with pytest.raises(SystemExit, match=f"{name} = b'' must be"):
+            check(**{name: b""})
 
 
 def test_a_reference_that_is_refreshed_and_a_teacher_are_local():
     for own in ({"REFERENCE_REFRESH_STEPS": 5}, {"REFERENCE": "a/teacher"}):
-        check_constants(vars(trainer) | own | {"REF_SERVER": None})
+        check(**own, REF_SERVER=None)
         with pytest.raises(SystemExit, match=f"{next(iter(own))} = .* with a server"):
-            check_constants(vars(trainer) | own)
+            check(**own)
 
 
 @pytest.mark.parametrize("name, own", [
@@ -82,24 +81,23 @@ def test_a_reference_that_is_refreshed_and_a_teacher_are_local():
 ])  # fmt: skip
 def test_what_would_be_ignored_in_silence_or_found_late_is_refused(name, own):
     with pytest.raises(SystemExit, match=f"{name} = .* must be"):
-        check_constants(vars(trainer) | own)
+        check(**own)
 
 
 def test_without_rewards_a_teacher_needs_no_group_but_all_of_them():
     alone = {"REWARD_WEIGHTS": {}, "SKIP_FLAT_GROUPS": False, "GROUP_SIZE": 1}
-    check_constants(vars(trainer) | alone)
-    check_constants(vars(trainer) | alone | {"OUTCOME": "right"})  # evaluated all the same
+    check(**alone)
+    check(**alone, OUTCOME="right")  # evaluated all the same
     with pytest.raises(SystemExit, match="SKIP_FLAT_GROUPS = 'outcome' must be False"):
-        check_constants(vars(trainer) | alone | {"SKIP_FLAT_GROUPS": "outcome"})
+        check(**alone | {"SKIP_FLAT_GROUPS": "outcome"})
 
 
-def test_a_run_is_not_written_over(monkeypatch, tmp_path):
-    monkeypatch.setattr(trainer, "RUN_DIR", str(tmp_path))
+def test_a_run_is_not_written_over(tmp_path):
     for trace in ("metrics.jsonl", "step_000500", "run.json"):
         (tmp_path / trace).mkdir()
         with pytest.raises(SystemExit, match="RESUME"):
             trainer.resume.check_run_dir(str(tmp_path), resume=False)
-        check_constants(vars(trainer))  # a worker's RUN_DIR may hold what it likes
+        check(RUN_DIR=str(tmp_path))  # a worker's RUN_DIR may hold what it likes
         trainer.resume.check_run_dir(str(tmp_path), resume=True)
         (tmp_path / trace).rmdir()
         trainer.resume.check_run_dir(str(tmp_path), resume=False)

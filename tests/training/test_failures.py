@@ -76,20 +76,14 @@ def broken_on(rank, recipe, after):
 
 
 def run_of(rank, after):
-    recipe = broken_on(rank, a_recipe(prompts_of([MIXED] * 20)), after)
+    recipe = broken_on(rank, a_recipe(prompts_of([MIXED] * 20), PROMPTS_PER_STEP=6), after)
     progress = Progress("run", 3, sampled=5.0, groups=9)
     stream = Stream(recipe.prompts, 0, rank, 2)
     return a_run(recipe, stream=stream, progress=progress, reference=NoReference())
 
 
-@pytest.fixture
-def small(monkeypatch):
-    for name, value in {"PROMPTS_PER_STEP": 6, "OUTCOME": "correctness"}.items():
-        monkeypatch.setattr(trainer, name, value)
-
-
 @pytest.mark.parametrize("after", [3, 99])
-def test_a_step_that_fails_on_one_rank_was_not_begun_on_any(ranks, small, after):
+def test_a_step_that_fails_on_one_rank_was_not_begun_on_any(ranks, after):
     """A run that resumes from what was saved then samples the same prompts: they were skipped."""
 
     def step(rank):

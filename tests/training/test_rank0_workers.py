@@ -8,7 +8,7 @@ import pytest
 import requests
 import torch
 from helpers import call, refused
-from trainer_side import Policy, file_of, post, publish, sample_of, serving, weights
+from trainer_side import Policy, change, file_of, post, publish, sample_of, serving, weights
 
 from grpo.client import Trainer
 from grpo.proof import check_proof
@@ -218,14 +218,14 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path):
         assert side.take(7) == []  # at once: the ranks sample
         for number in range(10, 14):
             post(side, sample_of(side, number, version=9))
-        side.c.PROMPTS_PER_STEP = 3
+        change(side, PROMPTS_PER_STEP=3)
         assert [len(side.take(9)) for _ in range(2)] == [3, 1]  # what a step trains
 
 
 def test_what_comes_restarts_the_limit_and_silence_ends_the_run(side, monkeypatch, capsys):
     monkeypatch.setattr("grpo.stop.SPEAK_SECONDS", 0)
     publish(side, 0)
-    side.c.WAIT_LIMIT_SECONDS = 0.4
+    change(side, WAIT_LIMIT_SECONDS=0.4)
     for number in range(4):  # a step of workers alone waits for all its groups
         threading.Timer(0.25 * number, post, [side, sample_of(side, number)]).start()
     assert len(side.take(0)) == 4

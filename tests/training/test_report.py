@@ -14,10 +14,11 @@ from huggingface_hub import ModelCard
 
 import grpo_ref_split as trainer
 from grpo import log
+from grpo.constants import Constants
 from grpo.training import report
-from grpo.training.checks import check_constants
+from grpo.training.checks import settled
 from grpo.training.metrics import peak_gb
-from grpo.training.report import Reporter, RunFolder, constants_of, show
+from grpo.training.report import Reporter, RunFolder, as_json, show
 from grpo.training.resume import Progress
 
 
@@ -28,8 +29,8 @@ def one_rank(monkeypatch):
 
 def report_steps(folder, to, steps, progress):
     """Logs a record for each step, and an evaluation, as a run does that begins at `progress`."""
-    c = SimpleNamespace(RUN_DIR=str(folder), REPORT_TO=to, SEED=7)
-    house = RunFolder(folder, [Reporter(receiver, c, progress) for receiver in to])
+    constants = {"RUN_DIR": str(folder), "SEED": 7}
+    house = RunFolder(folder, [Reporter(receiver, constants, progress) for receiver in to])
     for step in steps:
         record = {"step": step, "rewards/a/mean": step / 4, "kl": math.nan, "note": "a text"}
         house.log("metrics.jsonl", record)
@@ -75,7 +76,7 @@ def test_what_wandb_has_already_is_overwritten_by_the_first_step_that_it_lacks(m
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(**named))
     records = [{"step": step, "time": 1.0, "kl": step / 10} for step in (3, 4, 5, 6)]
     records.insert(2, {"step": 4, "eval_accuracy": 0.5})
-    reporter = Reporter("wandb", SimpleNamespace(RUN_DIR="run"), Progress("run"))
+    reporter = Reporter("wandb", {"RUN_DIR": "run"}, Progress("run"))
     for record in records:
         reporter.give(record)
     reporter.close()
@@ -107,26 +108,22 @@ def test_a_missing_package_or_key_is_refused_before_anything_starts(monkeypatch,
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Error=Error, login=login))
-    monkeypatch.setattr(trainer, "RUN_DIR", str(tmp_path))
-    monkeypatch.setattr(trainer, "MODEL", str(tmp_path / "none"))  # what would be loaded next
+    own = {"RUN_DIR": str(tmp_path), "MODEL": str(tmp_path / "none")}  # would be loaded next
     monkeypatch.setattr(importlib.util, "find_spec", {"wandb": "installed"}.get)
     for name, cure in {"tensorboard": "pip install tensorboard", "wandb": "`wandb login`"}.items():
-        monkeypatch.setattr(trainer, "REPORT_TO", [name])
         with pytest.raises(SystemExit) as refused:
-            trainer.main()
+            trainer.main(REPORT_TO=[name], **own)
         assert f"REPORT_TO = ['{name}']" in str(refused.value) and cure in str(refused.value)
     monkeypatch.setenv("RANK", "1")
     report.check_reporters(["tensorboard"])  # rank 0 alone reports
 
 
 @pytest.mark.parametrize("value", ["wandb", ["mlflow"], [None], None])
-def test_report_to_names_what_there_is(value, monkeypatch):
-    monkeypatch.setattr(trainer, "REPORT_TO", [print, "wandb", "tensorboard"])
-    check_constants(vars(trainer))
-    assert constants_of(vars(trainer))["REPORT_TO"] == ["print", "wandb", "tensorboard"]
-    monkeypatch.setattr(trainer, "REPORT_TO", value)
+def test_report_to_names_what_there_is(value):
+    c = settled(trainer.DEFAULTS, {"REPORT_TO": [print, "wandb", "tensorboard"]})
+    assert as_json(c.REPORT_TO) == ["print", "wandb", "tensorboard"]
     with pytest.raises(SystemExit, match="REPORT_TO = "):
-        check_constants(vars(trainer))
+        settled(trainer.DEFAULTS, {"REPORT_TO": value})
 
 
 # --- The bar ------------------------------------------------------------------------
@@ -166,22 +163,20 @@ def test_memory_is_the_peak_since_the_update_before(monkeypatch):
 
 # --- The model card -----------------------------------------------------------------
 @pytest.mark.parametrize("rank", [0, 16])
-def test_a_card_has_what_the_hub_and_a_person_want_to_know(tmp_path, monkeypatch, rank):
-    for name, value in {"LORA_RANK": rank, "TASK": "countdown", "EVAL_SPLIT": "train"}.items():
-        monkeypatch.setattr(trainer, name, value)
-    c = trainer.constants()
+def test_a_card_has_what_the_hub_and_a_person_want_to_know(tmp_path, rank):
+    own = {"LORA_RANK": rank, "TASK": "countdown", "EVAL_SPLIT": "train"}
+    c = Constants(trainer.DEFAULTS | own)
     progress = {"accuracy": 0.25, "evaluated": 90}
-    state = {"step": 100, "constants": constants_of(vars(c)), "progress": progress}
+    state = {"step": 100, "constants": as_json(vars(c)), "progress": progress}
     data = ModelCard(text := report.model_card(c, state)).data
     assert data.base_model == "Qwen/Qwen2.5-3B" and data.tags == ["grpo"]
     assert data.library_name == ("peft" if rank else "transformers") and data.license is None
     for fact in ("step 100", "`countdown`", "`train`", "0.250 after step 90", report.commit()):
         assert fact in text
     exec(text.split("```python\n")[1].split("```")[0], names := {})  # noqa: S102 (a preset)
-    assert names["LORA_RANK"] == rank and names["REWARD_WEIGHTS"] == trainer.REWARD_WEIGHTS
-    monkeypatch.setattr(trainer, "MODEL", str(tmp_path))  # the hub would look for it
+    assert names["LORA_RANK"] == rank and names["REWARD_WEIGHTS"] == c.REWARD_WEIGHTS
     progress["evaluated"] = -1
-    text = report.model_card(c, state)
+    text = report.model_card(c.but(MODEL=str(tmp_path)), state)  # the hub would look for it
     assert ModelCard(text).data.base_model is None and "0.250" not in text
 
 
