@@ -124,9 +124,6 @@ EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the e
 EVAL_SPLIT = "test"  # the task's split for evaluations
 EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more precise and slower
 EVAL_BATCH = "auto"  # questions that a rank answers at once; more are faster and need memory
-# The run ends at this accuracy (above 1: never). The stop biases it, so report the accuracy on
-# another split.
-STOP_ACCURACY = 1.01
 SAVE_STEPS = 100  # steps between checkpoints (the model + 12 bytes per trained parameter)
 KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
 KEEP_BEST = True  # also keeps the checkpoint of the best evaluation: RUN_DIR/best
@@ -137,8 +134,8 @@ WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server or w
 # The run ends if the rewards of a group (with REWARD_PROCESSES: of a completion) take longer.
 REWARD_TIMEOUT_SECONDS = 60
 REWARD_PROCESSES = 0  # per rank and worker, for slow rewards, in parallel with sampling; 0: none
-MAX_BAD_STEPS = 5  # the run ends after N steps in a row with a non-finite gradient, all skipped
-IDLE_LIMIT = 10  # the run ends after N steps in a row without anything to train
+# The run ends after N steps in a row with nothing to train, or with a gradient that is not finite.
+IDLE_LIMIT = 10
 
 DEFAULTS = defaults_in(globals())
 before_torch()
@@ -373,7 +370,7 @@ def train(run):
     while True:  # line 4
         evaluate_if_due(run)  # collective
         asked = ranks.any_rank(stop.asked)  # collective
-        ends = asked or p.step >= c.STEPS or p.accuracy >= c.STOP_ACCURACY or p.idle >= c.IDLE_LIMIT
+        ends = asked or p.step >= c.STEPS or p.idle >= c.IDLE_LIMIT
         if ends or p.best == p.step or p.passed(c.SAVE_STEPS, max(p.saved, 0)):
             checkpoint.save_run(run)  # collective
         if ends:

@@ -112,7 +112,7 @@ def check_update(run, metrics, sequences):
     if the first update shows that the reference is not the right one."""
     progress, c = run.progress, run.c
     if metrics["skipped"]:
-        run.folder.bad_step(progress, sequences, metrics, limit=c.MAX_BAD_STEPS)
+        run.folder.bad_step(progress, sequences, metrics, limit=c.IDLE_LIMIT)
         return
     progress.bad = 0
     if not progress.checked:
