@@ -383,7 +383,9 @@ def train(run):
             groups, metrics, sampled = sample_step(run)  # collective; lines 5, 7, 8
         with ranks.all_or_none("preparing the update"):  # collective
             sequences = make_sequences(run.recipe, groups, before)  # lines 6, 9
-            run.folder.log_samples(run, sampled, advantages_of)
+            if sampled:
+                shown = sampled[(before + 1) % len(sampled)]
+                run.folder.log_samples(run, shown, advantages_of(run.recipe, shown).tolist())
         p.idle = 0 if sequences else p.idle + 1
         if not sequences:
             log_idle(run, metrics, groups)

@@ -159,7 +159,7 @@ def test_the_references_log_probs_come_with_the_groups_that_are_trained(alone, t
     assert [(g.item, g.ref_logps is None) for g in sampled] == list(enumerate([0, 1, 0, 0]))
     ids = [g.id for g in groups]
     assert ids == sorted(ids)  # the same order on every rank
-    assert samples_of(tmp_path, sampled, a_recipe(prompts_of(outcomes)))[0]["flat"]  # 1 of 4
+    assert samples_of(tmp_path, sampled[1], a_recipe(prompts_of(outcomes)))[0]["flat"]  # 1 of 4
 
 
 def test_a_reference_that_fails_ends_the_step_on_all_ranks(alone):
@@ -171,12 +171,12 @@ def test_a_reference_that_fails_ends_the_step_on_all_ranks(alone):
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def samples_of(folder, groups, recipe, number=9):
-    """-> what a run logs of these groups, as its first step's."""
+def samples_of(folder, group, recipe, number=9):
+    """-> what a run logs of the group, as its first step's."""
     tokenizer = SimpleNamespace(decode=lambda ids: str(ids.tolist()))
     policy = SimpleNamespace(tokenizer=tokenizer)
     run = a_run(recipe.others(SAMPLES_PER_STEP=number), policy=policy)
-    report.RunFolder(folder).log_samples(run, groups, trainer.advantages_of)
+    report.RunFolder(folder).log_samples(run, group, trainer.advantages_of(recipe, group).tolist())
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
@@ -188,7 +188,7 @@ def test_samples_are_the_best_and_the_worst_of_a_group_with_all_that_is_known(al
     item = {"question": "Why?", "numbers": [1, 2], "tree": {1, 2}, "nan": math.nan}
     item |= {"answer": Decimal(42), "count": np.int64(42)}
     recipe = a_recipe([(0, item, [5, 6])])
-    best, worst, other = samples_of(tmp_path, [group], recipe, number=3)
+    best, worst, other = samples_of(tmp_path, group, recipe, number=3)
     assert [sample["number"] for sample in (best, worst, other)] == [2, 0, 3]
     assert best.pop("time") and best.pop("advantage") > 0 > worst["advantage"]
     assert best == {
@@ -206,7 +206,7 @@ def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, tmp_pa
     groups, metrics, flat = take_step(outcomes)
     assert groups == [] and metrics["groups_sampled"] == 15
     assert metrics["frac_outcome_zero_std"] == 1
-    first, _ = samples_of(tmp_path, flat, a_recipe(prompts_of(outcomes)))
+    first, _ = samples_of(tmp_path, flat[0], a_recipe(prompts_of(outcomes)))
     assert first["question"] == "?" and first["rewards"] == {"correctness": -1.0, "format": 1.25}
 
 

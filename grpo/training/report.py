@@ -80,15 +80,14 @@ class RunFolder:
         self.log("metrics.jsonl", {"step": step} | evaluation)
         say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
 
-    def log_samples(self, run, groups, advantages_of):
-        """Writes SAMPLES_PER_STEP completions of one of the next rollout's groups: the highest
-        advantage first, then the lowest, then other completions."""
-        if dist.get_rank() != 0 or not groups:
+    def log_samples(self, run, group, advantages):
+        """Writes SAMPLES_PER_STEP completions of a group (wire.Group) that the next update trains
+        or skips: the highest of its `advantages`, (G,) floats, first, then the lowest, then others.
+        Ranks but 0 write nothing."""
+        if dist.get_rank() != 0:
             return
-        step, c = run.progress.step + 1, run.recipe.c
-        group, decode = groups[step % len(groups)], run.policy.tokenizer.decode
+        step, c, decode = run.progress.step + 1, run.recipe.c, run.policy.tokenizer.decode
         item = next(item for index, item, _ in run.recipe.prompts if index == group.item)
-        advantages = advantages_of(run.recipe, group).tolist()
         ids = group.completions(group.completion_ids)
         best, *others = sorted(range(len(ids)), key=advantages.__getitem__, reverse=True)
         for i in [best, *others[-1:], *others[:-1]][: run.c.SAMPLES_PER_STEP]:

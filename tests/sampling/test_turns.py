@@ -358,7 +358,8 @@ def test_samples_tell_turns_apart(group, alone, tmp_path, capsys, tokenizer):
         [(0, {"question": "?"}, [5])], REWARD_WEIGHTS={"reward": 1.0}, OUTCOME="reward"
     )
     run = a_run(recipe, policy=SimpleNamespace(tokenizer=tokenizer))
-    report.RunFolder(tmp_path).log_samples(run, [group], trainer.advantages_of)
+    advantages = trainer.advantages_of(recipe, group).tolist()
+    report.RunFolder(tmp_path).log_samples(run, group, advantages)
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     best, worst = sorted(map(json.loads, lines), key=lambda line: "42" in line["completion"])
     assert worst["turns"] == ["<think>40+2</think>", "42", "<answer>42</answer><|im_end|>"]
