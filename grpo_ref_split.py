@@ -160,8 +160,8 @@ from grpo.sampling.worker import run_worker
 from grpo.stop import Refused, TooLong, stop
 from grpo.training import checkpoint, ranks, resume
 from grpo.training.engine import cpu_threads, learning_rate, take_step
-from grpo.training.metrics import TokenStats, check_update, evaluate, rollout_metrics, with_kl
-from grpo.training.report import check_reporters, log_idle, report_end, show
+from grpo.training.metrics import TokenStats, evaluate, rollout_metrics, with_kl
+from grpo.training.report import check_reporters, check_update, log_idle, report_end, show
 from grpo.training.start import start_run
 from grpo.training.workers import staleness
 from grpo.wire import check_group

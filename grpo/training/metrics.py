@@ -13,8 +13,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from grpo.log import say
-from grpo.proof import EVIDENCE, MISMATCH, check_reference
+from grpo.proof import EVIDENCE, MISMATCH
 from grpo.sampling.rollout import sampled_and_rewarded, tally, tally_of
 from grpo.stop import stop
 from grpo.training.ranks import add_up, all_or_none, gathered
@@ -105,23 +104,6 @@ def with_kl(metrics, reference, model):
     unknown = {"kl"} if reference["model"] is None else set()
     unknown |= set() if is_teacher(reference, model) else {"teacher_kl"}
     return {name: value for name, value in metrics.items() if name not in unknown}
-
-
-def check_update(run, metrics, sequences):
-    """Raises RuntimeError, on all ranks, after too many updates in a row that were not finite, or
-    if the first update shows that the reference is not the right one."""
-    progress, c = run.progress, run.c
-    if metrics["skipped"]:
-        run.folder.bad_step(progress, sequences, metrics, limit=c.IDLE_LIMIT)
-        return
-    progress.bad = 0
-    if not progress.checked:
-        check_reference(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
-        names = ["sampler_k3", "sampler_tilt"]
-        names += [] if is_teacher(run.reference.info, c.MODEL) else ["kl"]
-        found = ", ".join(f"{name} {metrics[name]:.1g}" for name in names if name in metrics)
-        say(f"the log-probs of the first update agree: {found}")
-    progress.checked = True
 
 
 def peak_gb(device):

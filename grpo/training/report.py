@@ -21,9 +21,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from grpo.log import SPEAK_SECONDS, announced, say
+from grpo.proof import check_reference
 from grpo.sampling.rollout import tally_of_one
 from grpo.stop import stop
 from grpo.training.metrics import PARTS
+from grpo.training.reference import is_teacher
 
 ROOT = Path(__file__).parents[2]
 LAST_SECONDS = 15  # for W&B's last records; deepspeed kills a run 30 s after a signal
@@ -168,6 +170,23 @@ def show(bar, step, metrics):
         seconds = metrics["seconds"]
         left = f", {(bar.total - step) * seconds / 60:.0f} minutes left" * (step < bar.total)
         say(f"step {step} of {bar.total}: {' '.join(shown)}, {seconds:.1f} s a step{left}")
+
+
+def check_update(run, metrics, sequences):
+    """Raises RuntimeError, on all ranks, after too many updates in a row that were not finite, or
+    if the first update shows that the reference is not the right one."""
+    progress, c = run.progress, run.c
+    if metrics["skipped"]:
+        run.folder.bad_step(progress, sequences, metrics, limit=c.IDLE_LIMIT)
+        return
+    progress.bad = 0
+    if not progress.checked:
+        check_reference(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
+        names = ["sampler_k3", "sampler_tilt"]
+        names += [] if is_teacher(run.reference.info, c.MODEL) else ["kl"]
+        found = ", ".join(f"{name} {metrics[name]:.1g}" for name in names if name in metrics)
+        say(f"the log-probs of the first update agree: {found}")
+    progress.checked = True
 
 
 def log_idle(run, metrics, groups):
