@@ -1,4 +1,4 @@
-"""HTTP clients with a method per route: RefServer for ranks, Trainer for workers.
+"""HTTP clients with a method per route: ReferenceClient for ranks, TrainerClient for workers.
 
 Both retry while there is no connection or the other side is full. They log this every 10 s and give
 up after a time limit.
@@ -72,7 +72,7 @@ class Client:
             wait.sleep(why)
 
 
-class RefServer(Client):
+class ReferenceClient(Client):
     """The client of ref_server.py."""
 
     command = "python ref_server.py"
@@ -102,7 +102,7 @@ class RefServer(Client):
         return unpack_logps(reply.content, groups)
 
 
-class Trainer(Client):
+class TrainerClient(Client):
     """A worker's client of the trainer's rank 0 (grpo/training/workers.py)."""
 
     command = "deepspeed grpo_ref_split.py PUBLISH_STEPS=1"

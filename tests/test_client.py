@@ -9,7 +9,7 @@ import torch
 from helpers import Replies, make_group, reply
 from transformers import AutoTokenizer
 
-from grpo.client import RefServer
+from grpo.client import ReferenceClient
 from grpo.stop import Refused, TooLong
 from grpo.wire import facts_of, pack_logps
 
@@ -25,7 +25,7 @@ def answer(groups, info=INFO):
 def a_client(*replies, limit=20):
     """-> (a client that has seen INFO, the server with these replies)."""
     server = Replies(*replies)
-    client = RefServer(server.url, limit)
+    client = ReferenceClient(server.url, limit)
     client.info = INFO
     return client, server
 
@@ -48,7 +48,7 @@ def clock(monkeypatch):
 # --- What is waited for -----------------------------------------------------------------
 def test_a_server_that_is_not_there_is_waited_for_until_the_limit(clock, capsys):
     with pytest.raises(TooLong, match=r"python ref_server\.py"):
-        RefServer("http://127.0.0.1:9", 40).call("GET", "/info")
+        ReferenceClient("http://127.0.0.1:9", 40).call("GET", "/info")
     assert 40 <= clock.seconds < 42
     assert capsys.readouterr().err.count("http://127.0.0.1:9/info") == 3  # every 10 s
 
@@ -67,7 +67,7 @@ def test_the_limit_counts_from_the_first_failure_on(clock, failure, seconds):
             return SimpleNamespace(ok=False, status_code=503, text="full")
         raise requests.ReadTimeout if failure == "hangs" else requests.ConnectionError
 
-    client = RefServer("http://127.0.0.1:9", 1500)
+    client = ReferenceClient("http://127.0.0.1:9", 1500)
     client.session.request = slow
     with pytest.raises(TooLong):
         client.call("GET", "/info")
@@ -124,11 +124,11 @@ def test_another_server_no_server_and_a_wrong_token_end_before_anything_starts(t
         with pytest.raises(SystemExit, match="REF_SERVER"):
             a_client(reply(200, text))[0].check("ours", tokenizer, 1.0)
     with pytest.raises(SystemExit, match="REF_SERVER"):
-        RefServer("nonsense://x", 1).check("ours", tokenizer, 1.0)
+        ReferenceClient("nonsense://x", 1).check("ours", tokenizer, 1.0)
     with pytest.raises(SystemExit, match="401"):
         a_client(reply(401, b'{"error": "no or wrong token"}'))[0].check("ours", tokenizer, 1.0)
     with pytest.raises(SystemExit, match=r"ref_server\.py"):
-        RefServer("http://127.0.0.1:9", 0).check("ours", tokenizer, 1.0)
+        ReferenceClient("http://127.0.0.1:9", 0).check("ours", tokenizer, 1.0)
 
 
 # --- What travels -----------------------------------------------------------------------

@@ -13,7 +13,7 @@ from fakes import tiny_policy
 from helpers import LIMITS, VOCAB, call, make_group, refused
 
 import ref_server
-from grpo.client import RefServer
+from grpo.client import ReferenceClient
 from grpo.gate import listen
 from grpo.log import in_background
 from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps
@@ -187,7 +187,7 @@ def test_a_full_server_says_so_and_still_answers_health():
         while waiting.qsize() < 4:
             time.sleep(0.01)
         assert post().status_code == 503
-        assert RefServer(url, 5).call("GET", "/health").ok
+        assert ReferenceClient(url, 5).call("GET", "/health").ok
         answer_all(take(waiting, 10**6), fake_score)
         assert [reply.result().status_code for reply in replies] == [200] * 4
     assert requests.post(f"{url}/score?wait=1", b"x" * (10**6 + 1), timeout=60).status_code == 413

@@ -22,9 +22,9 @@ def prepare(c, date=None, needs_server=False):
 
     server = None
     if needs_server:
-        from grpo.client import RefServer
+        from grpo.client import ReferenceClient
 
-        server = RefServer(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
+        server = ReferenceClient(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
     how = {"split": "train", "shown": 1, "server": server, "date": date}
     tokenizer, recipe = prepare_task(c, **how)
     check_context(c)

@@ -16,7 +16,7 @@ from collections import Counter
 
 import safetensors.torch
 
-from grpo.client import Trainer
+from grpo.client import TrainerClient
 from grpo.log import tell
 from grpo.proof import check_proof
 from grpo.sampling.rollout import Stream, make_group, sampled_and_rewarded, seed_of, tally
@@ -66,7 +66,7 @@ class Worker:
 
     def __init__(self, policy, recipe, name):
         self.policy, self.recipe, self.c, self.name = policy, recipe, recipe.c, name
-        self.trainer = Trainer(self.c.TRAINER, self.c.WAIT_LIMIT_SECONDS)
+        self.trainer = TrainerClient(self.c.TRAINER, self.c.WAIT_LIMIT_SECONDS)
         self.order = Stream(recipe.prompts, f"{self.c.SEED}/{name}")
         self.loaded = {"run": "", "version": -1, "sha256": ""}
         self.held = 0  # groups that were started and are not sent yet

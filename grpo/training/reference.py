@@ -33,7 +33,7 @@ REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is s
 
 def make_reference(c, policy, server):
     """Returns the run's reference. `policy` is MODEL as it was loaded, before a checkpoint is; `c`
-    has the constants as attributes; `server` is a RefServer, or None."""
+    has the constants as attributes; `server` is a ReferenceClient, or None."""
     if not c.KL_BETA:
         return NoReference()
     reference = RemoteReference(server) if server else LocalReference(c, policy)

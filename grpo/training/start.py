@@ -53,8 +53,8 @@ class Run:
 
 
 def start_run(c, tokenizer, recipe, questions, server, batch_loss):
-    """Collective: returns the Run, new or resumed. `server` is a RefServer, or None; `batch_loss`
-    is the trainer's, for trials."""
+    """Collective: returns the Run, new or resumed. `server` is a ReferenceClient, or None;
+    `batch_loss` is the trainer's, for trials."""
     rank = dist.get_rank()
     page = f"python plot.py live {Path(c.RUN_DIR).parent}, then open http://127.0.0.1:{PORT}/"
     say(f"curves and samples while it runs: {page}")

@@ -84,7 +84,7 @@ class Server:
 
 def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_path, monkeypatch):
     server = Server(str(tiny))
-    monkeypatch.setattr(client, "RefServer", lambda url, limit: server)
+    monkeypatch.setattr(client, "ReferenceClient", lambda url, limit: server)
     batches, waits, real = [], [], trainer.batch_loss
 
     def accumulate(*args, real=trainer.accumulate, **kwargs):

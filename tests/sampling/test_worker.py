@@ -13,7 +13,7 @@ import torch
 from fakes import ALL_RIGHT, ALL_WRONG, MIXED, PROMPTS, a_recipe, tiny_policy
 from trainer_side import Policy, change, end, publish, serving, weights
 
-from grpo.client import Trainer
+from grpo.client import TrainerClient
 from grpo.sampling import worker as worker_module
 from grpo.sampling.rollout import Stream, tally_of
 from grpo.sampling.worker import Worker, run_worker
@@ -37,7 +37,7 @@ class Script:
         script, self.steps, self.during = self, list(steps), list(during)
         self.statuses, self.sampling = Counter(), False
 
-        class Scripted(Trainer):
+        class Scripted(TrainerClient):
             def policy(self, name):
                 steps = script.during if script.sampling else script.steps
                 if steps:
@@ -57,7 +57,7 @@ class Script:
                 super().sample(room)
                 script.sampling = False
 
-        monkeypatch.setattr(worker_module, "Trainer", Scripted)
+        monkeypatch.setattr(worker_module, "TrainerClient", Scripted)
         monkeypatch.setattr(worker_module, "Worker", Noted)
 
 
@@ -203,8 +203,8 @@ def test_where_steps_are_faster_than_downloads_a_worker_samples_between_two(side
             publish(side, fetched[-1] + 1)  # while it is under way
         return reply
 
-    plain = worker_module.Trainer.call
-    monkeypatch.setattr(worker_module.Trainer, "call", call)
+    plain = worker_module.TrainerClient.call
+    monkeypatch.setattr(worker_module.TrainerClient, "call", call)
     Script(monkeypatch, *[go_on] * 4)
     change(side, SKIP_FLAT_GROUPS=False, PROMPTS_PER_STEP=4)
     publish(side, 0)
@@ -220,8 +220,8 @@ def test_a_policy_that_is_gone_before_it_was_fetched_is_asked_for_anew(side, mon
             publish(side, 1)
         return plain(self, record, path)
 
-    plain = worker_module.Trainer.fetch
-    monkeypatch.setattr(worker_module.Trainer, "fetch", fetch)
+    plain = worker_module.TrainerClient.fetch
+    monkeypatch.setattr(worker_module.TrainerClient, "fetch", fetch)
     Script(monkeypatch, go_on, go_on, go_on)
     policy, _ = run(side)
     assert policy.loads == [weights(1).tolist()]

@@ -10,7 +10,7 @@ import torch
 from helpers import call, refused
 from trainer_side import Policy, change, file_of, post, publish, sample_of, serving, weights
 
-from grpo.client import Trainer
+from grpo.client import TrainerClient
 from grpo.proof import check_proof
 from grpo.stop import TooLong
 from grpo.training import workers as workers_module
@@ -85,7 +85,7 @@ def test_all_routes_want_the_token(tmp_path, monkeypatch):
 
 # --- GET /policy/SHA256 -----------------------------------------------------------------
 def test_a_policy_is_downloaded_or_asked_for_anew(side, tmp_path, monkeypatch):
-    record, trainer = publish(side, 1), Trainer(side.c.TRAINER, 5)
+    record, trainer = publish(side, 1), TrainerClient(side.c.TRAINER, 5)
     assert trainer.fetch(record, tmp_path / "got")
     assert (tmp_path / "got").read_bytes() == file_of(weights(1))
     request = trainer.session.request
@@ -152,7 +152,7 @@ def test_a_worker_waits_for_room_longer_than_for_an_answer(side, no_pause):
     publish(side, 0)
     for number in range(4):
         post(side, sample_of(side, number))
-    trainer, answers = Trainer(side.c.TRAINER, 0), []
+    trainer, answers = TrainerClient(side.c.TRAINER, 0), []
     request = trainer.session.request
 
     def note(*args, **named):
@@ -168,7 +168,7 @@ def test_a_worker_waits_for_room_longer_than_for_an_answer(side, no_pause):
 
 def test_groups_of_another_run_or_of_undone_steps_are_not_wanted(side):
     publish(side, 5)
-    trainer = Trainer(side.c.TRAINER, 5)
+    trainer = TrainerClient(side.c.TRAINER, 5)
     for changes in ({"run": "another"}, {"version": 6}):
         assert trainer.put_group(sample_of(side, **changes))
     assert not side.groups
