@@ -156,14 +156,12 @@ from grpo.sampling import rollout
 from grpo.sampling.policy import worker_policy
 from grpo.sampling.prepare import prepare
 from grpo.sampling.task import load_questions
-from grpo.sampling.worker import run_worker
 from grpo.stop import Refused, TooLong, stop
 from grpo.training import checkpoint, ranks, resume
 from grpo.training.engine import cpu_threads, learning_rate, take_step
 from grpo.training.metrics import TokenStats, evaluate, rollout_metrics, with_kl
 from grpo.training.report import check_reporters, check_update, log_idle, report_end, show
 from grpo.training.start import start_run
-from grpo.training.workers import staleness
 from grpo.wire import check_group
 
 
@@ -179,7 +177,7 @@ def sample_step(run):
     """
     c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
     with clock.part("wait"), ranks.all_or_none("workers' groups"):  # collective
-        theirs = run.workers.take(p.step) if run.workers else []
+        theirs = run.workers.take(p.step)
         mine = [(group, run.reference.logps(group)) for group in theirs]
     taken = ranks.sum_over_ranks(len(theirs))  # collective
     missing = c.PROMPTS_PER_STEP - taken if c.TRAINER_SAMPLES else 0
@@ -203,9 +201,7 @@ def sample_step(run):
                 group.ref_logps = answer.result()
         groups = ranks.gather_groups([group for group, _ in mine])  # collective
     metrics = rollout_metrics(run, counts, theirs, sampled)  # collective
-    if c.PUBLISH_STEPS:
-        metrics |= staleness(groups, p.step, run.workers)
-    return groups, metrics, sampled + theirs
+    return groups, metrics | run.workers.metrics(groups, p.step), sampled + theirs
 
 
 def sample_share(run, number, begun, counts):
@@ -409,7 +405,7 @@ def train(run):
 def end_rollout(run, before):
     """Publishes the policy, and copies it into the reference (lines 2, 3), if either is due."""
     c, p = run.c, run.progress
-    if run.workers and p.passed(c.PUBLISH_STEPS, before):
+    if p.passed(c.PUBLISH_STEPS, before):
         with run.clock.part("publish"):
             run.workers.publish(p.step)
     if c.KL_BETA and p.passed(c.REFERENCE_REFRESH_STEPS, before):
@@ -458,6 +454,8 @@ def main(**given):
 
 def worker(**given):
     """Samples for the trainer at TRAINER until the trainer is gone."""
+    from grpo.sampling.worker import run_worker
+
     c = checks.settled(DEFAULTS, given)
     tokenizer, recipe, _ = prepare(c)
     policy, recipe.batch = worker_policy(c, tokenizer, recipe.has_turns)

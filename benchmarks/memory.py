@@ -39,7 +39,8 @@ from grpo.devices import accelerator
 from grpo.sampling.decoders.shared_prompt import ROOM
 from grpo.sampling.policy import ALL, Policy
 from grpo.training.engine import BUCKET
-from grpo.training.memory import TOKENS, USUAL, completion_lengths, fit_sizes, largest_batch
+from grpo.training.memory import TOKENS, completion_lengths, largest_batch
+from grpo.training.start import USUAL, fit_sizes
 
 BF16, FP32, FP64 = 2, 4, 8
 CONTEXT = 1.5 * 2**30  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers

@@ -15,6 +15,7 @@ from grpo.sampling.sampler import Completion, next_prompts
 from grpo.sampling.task import Recipe
 from grpo.training.metrics import Clock
 from grpo.training.resume import Progress
+from grpo.training.start import NoWorkers
 
 
 def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), **changes):
@@ -102,7 +103,12 @@ PROMPT = 0, {"question": "Why?"}, [5, 6]
 
 def a_run(recipe, **parts):
     """-> the parts of a run that a step of sampling needs."""
-    own = {"sampler": FakeEngine(), "clock": Clock(), "progress": Progress("run"), "workers": None}
+    own = {
+        "sampler": FakeEngine(),
+        "clock": Clock(),
+        "progress": Progress("run"),
+        "workers": NoWorkers(),
+    }
     return SimpleNamespace(recipe=recipe, greedy=recipe, c=recipe.c, **own | parts)
 
 

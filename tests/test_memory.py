@@ -28,8 +28,9 @@ from grpo.sampling import memory as sampling
 from grpo.sampling.decoders.choice import make_decoder
 from grpo.sampling.sampler import sample_groups, stream_groups
 from grpo.training import memory as training
-from grpo.training.memory import USUAL, fit_sizes
+from grpo.training import start as start_module
 from grpo.training.metrics import Clock
+from grpo.training.start import USUAL, fit_sizes
 from grpo.weights import MergedAdapters
 
 CASES = [  # memory.MODELS' shape, prompt, completion, group, LoRA rank, checkpointing
@@ -46,7 +47,7 @@ def a_gpu(monkeypatch, **statistics):
     answers = {name: lambda *_, value=value: value for name, value in usual.items()}
     for name, answer in (answers | statistics).items():
         monkeypatch.setattr(torch.accelerator, name, answer)
-    for module in (sampling, training):
+    for module in (sampling, start_module):
         monkeypatch.setattr(module, "accelerator", lambda: "cuda")
 
 

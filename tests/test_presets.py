@@ -14,7 +14,7 @@ import ref_server
 from grpo.constants import command_line
 from grpo.sampling.memory import SPARE
 from grpo.training.checks import settled
-from grpo.training.memory import USUAL
+from grpo.training.start import USUAL
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

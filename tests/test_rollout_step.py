@@ -33,6 +33,7 @@ from grpo.training import metrics as metrics_module
 from grpo.training import report
 from grpo.training.ranks import RunFailed
 from grpo.training.resume import Progress
+from grpo.training.start import NoWorkers
 from grpo.training.workers import Workers
 
 
@@ -61,7 +62,7 @@ def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **
         sampler=engine or FakeEngine(),
         progress=Progress("run", step),
         reference=reference or Reference(),
-        workers=workers,
+        workers=workers or NoWorkers(),
     )
     return trainer.sample_step(run)
 

@@ -2,8 +2,7 @@
 
 A trial allocates the most memory that the run will hold, and we measure it. For a batch we run the
 prefill of all its prompts, then allocate one block in place of the keys and values of full-length
-completions: sampling that many tokens would take minutes. On a CPU the sizes are constants, because
-the system kills a process that takes too much memory.
+completions: sampling that many tokens would take minutes.
 """
 
 import functools
@@ -12,14 +11,13 @@ import math
 
 import torch
 
-from grpo.devices import accelerator, is_out_of_memory, release_memory
+from grpo.devices import CPU_BATCH, accelerator, is_out_of_memory, release_memory
 from grpo.log import say
 from grpo.models import can_cache
 from grpo.sampling.decoders.cached import PlainDecoder, prefill
 from grpo.sampling.sampler import draw
 from grpo.weights import MergedAdapters
 
-CPU_BATCH = 64
 # Powers of two: free memory varies a little between starts, and a run repeats exactly only with
 # equal sizes. More than 256 gains little, and a worker would request too many groups at once
 BATCHES = (256, 128, 64, 32, 16, 8, 4, 2)

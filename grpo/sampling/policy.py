@@ -9,9 +9,7 @@ from grpo.devices import out_of_memory_names, release_memory
 from grpo.forward import CompletionModel
 from grpo.log import announced, say
 from grpo.models import can_cache, check_context, load_model, stop_ids
-from grpo.sampling.memory import fit_worker
 from grpo.sampling.sampler import completion_text, sample_groups, stream_groups
-from grpo.sampling.stop_strings import StopStrings
 from grpo.weights import LORA_SCALE, MergedAdapters, load_weights
 from grpo.wire import vocab_size_of
 from grpo_loss_triton import linear_logps
@@ -27,7 +25,7 @@ class Policy:
     eos_ids: set[int]
     vocab_size: int  # V: ids of the tokenizer; the embedding may be padded beyond them
     dtype: str
-    stop_strings: StopStrings | None = None
+    stop_strings: object = None  # StopStrings, or None
     lora: bool = False  # whether adapters are trained, and the model itself is frozen
 
     def stream(self, prompts, *, seed, **settings):
@@ -152,6 +150,8 @@ def worker_policy(c, tokenizer, turns):
 
         policy = VLLMPolicy(c, tokenizer)
         return policy, policy.sizes["SAMPLE_BATCH"]
+    from grpo.sampling.memory import fit_worker
+
     policy = make_policy(c, tokenizer)
     return policy, fit_worker(c, policy, turns)
 
@@ -172,6 +172,10 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
         model.add_adapter(config)
     eos_ids = stop_ids(name, tokenizer, stop_tokens)
     model.generation_config.eos_token_id = sorted(eos_ids)  # a checkpoint ends where the run did
-    stops = StopStrings(tokenizer, stop_strings) if stop_strings else None
+    stops = None
+    if stop_strings:
+        from grpo.sampling.stop_strings import StopStrings
+
+        stops = StopStrings(tokenizer, stop_strings)
     lora = bool(lora_rank)
     return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype, stops, lora)

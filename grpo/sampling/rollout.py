@@ -15,7 +15,6 @@ from collections import deque
 import torch
 
 from grpo.sampling.task import begin_rewards, reward_group, total
-from grpo.sampling.turns import stream_turns
 from grpo.wire import Group
 
 
@@ -49,8 +48,12 @@ def sampled(policy, recipe, prompts, *, seed):
     The task gets these texts, each a text or the texts of several turns; the trainer trains on the
     sampled ids, as re-tokenised text may differ. Raises the errors of stream_turns.
     """
-    several = functools.partial(stream_turns, policy, recipe)
-    groups = (several if recipe.has_turns else policy.stream)(
+    stream = policy.stream
+    if recipe.has_turns:
+        from grpo.sampling.turns import stream_turns
+
+        stream = functools.partial(stream_turns, policy, recipe)
+    groups = stream(
         (prompt and (prompt, prompt[2]) for prompt in prompts),
         group_size=recipe.c.GROUP_SIZE,
         max_sequences=recipe.batch,

@@ -9,58 +9,24 @@ A number instead of "auto" is used without a trial.
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from grpo.devices import accelerator
 from grpo.forward import CompletionModel, checkpoint_layers
 from grpo.packing import Sequence, pack_by_tokens, sizes_of
-from grpo.sampling.memory import CPU_BATCH, fit, fit_batch
+from grpo.sampling.memory import fit, fit_batch
 from grpo.training.engine import BUCKET
 from grpo.training.ranks import all_or_none, gathered
 
-USUAL = {"SAMPLE_BATCH": CPU_BATCH, "EVAL_BATCH": CPU_BATCH}
-USUAL |= {"MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
 # Sizes without and with checkpointing, the fastest first. Checkpointing takes a third more time,
 # but small micro-batches cost time too: each one reduces the gradients over the ranks
 TOKENS = {False: (16_384, 8_192), True: (16_384, 8_192, 4_096, 2_048, 1_024)}
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The constants of these names, with what fits in place of "auto"."""
-
-    sample_batch: int
-    eval_batch: int
-    micro_batch_tokens: int
-    gradient_checkpointing: bool
-
-    def constants(self):
-        return {name.upper(): value for name, value in vars(self).items()}
-
-
-def fit_sizes(c, policy, sampler, batch_loss, turns, visiting=0):
-    """Collective: returns the Sizes, the same on all ranks, which must plan the same micro-batches.
-    Raises SystemExit if nothing fits. `batch_loss` is the trainer's. `turns`: may a completion have
-    several? `visiting` are the bytes of a reference that is on the GPU only while it scores
-    (REFERENCE_ON_CPU).
-
-    A checkpoint keeps the numbers, and a run that resumes logs which have changed.
-    """
-    found = {name: getattr(c, name) for name in USUAL} | getattr(sampler, "sizes", {})
-    auto = [name for name in USUAL if found[name] == "auto"]
-    if auto and not accelerator():
-        usual = USUAL | {"SAMPLE_BATCH": max(CPU_BATCH, c.GROUP_SIZE)}
-        found |= {name: usual[name] for name in auto}
-    elif auto:
-        found |= try_sizes(c, policy, auto, batch_loss, turns, visiting)
-    return Sizes(**{name.lower(): value for name, value in found.items()})
-
-
 def try_sizes(c, policy, auto, batch_loss, turns, visiting):
-    """Collective: returns the sizes that fit, constants by name, for those that are `auto`."""
+    """Collective: returns the sizes that fit, constants by name, for those that are `auto`. All
+    ranks get the same. Raises SystemExit if nothing fits. The other arguments: start.fit_sizes."""
     found, (states, gradients) = {}, held_by_deepspeed(c, policy.model)
     gradients = max(gradients, visiting)  # never there at the same time
     for name, group_size in (("SAMPLE_BATCH", c.GROUP_SIZE), ("EVAL_BATCH", 1)):

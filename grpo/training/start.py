@@ -5,20 +5,70 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo.live import PORT
+from grpo.devices import CPU_BATCH, accelerator
 from grpo.log import say
 from grpo.sampling.policy import Policy, make_policy, make_sampler
 from grpo.sampling.rollout import Stream
 from grpo.sampling.task import Recipe
 from grpo.training.checkpoint import check_disk, try_save
 from grpo.training.engine import make_engine
-from grpo.training.memory import Sizes, fit_sizes
 from grpo.training.metrics import Clock
 from grpo.training.ranks import all_or_none
 from grpo.training.reference import make_reference
 from grpo.training.report import Reporter, RunFolder, as_json
 from grpo.training.resume import Progress, data_of, open_run
-from grpo.training.workers import Workers
+
+USUAL = {"SAMPLE_BATCH": CPU_BATCH, "EVAL_BATCH": CPU_BATCH}  # what "auto" is on a CPU
+USUAL |= {"MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The constants of these names, with what fits in place of "auto"."""
+
+    sample_batch: int
+    eval_batch: int
+    micro_batch_tokens: int
+    gradient_checkpointing: bool
+
+    def constants(self):
+        return {name.upper(): value for name, value in vars(self).items()}
+
+
+def fit_sizes(c, policy, sampler, batch_loss, turns, visiting=0):
+    """Collective: returns the Sizes, the same on all ranks, which must plan the same micro-batches.
+    Raises SystemExit if nothing fits. `batch_loss` is the trainer's. `turns`: may a completion have
+    several? `visiting` are the bytes of a reference that is on the GPU only while it scores
+    (REFERENCE_ON_CPU).
+
+    A checkpoint keeps the numbers, and a run that resumes logs which have changed.
+    """
+    found = {name: getattr(c, name) for name in USUAL} | getattr(sampler, "sizes", {})
+    auto = [name for name in USUAL if found[name] == "auto"]
+    if auto and accelerator():
+        from grpo.training.memory import try_sizes
+
+        found |= try_sizes(c, policy, auto, batch_loss, turns, visiting)
+    elif auto:
+        usual = USUAL | {"SAMPLE_BATCH": max(CPU_BATCH, c.GROUP_SIZE)}
+        found |= {name: usual[name] for name in auto}
+    return Sizes(**{name.lower(): value for name, value in found.items()})
+
+
+class NoWorkers:
+    """In place of Workers if PUBLISH_STEPS is 0, and on ranks but 0."""
+
+    def take(self, step):
+        return []
+
+    def publish(self, step):
+        pass
+
+    def metrics(self, groups, step):
+        return {}
+
+    def close(self):
+        pass
 
 
 @dataclass
@@ -37,7 +87,7 @@ class Run:
     questions: list  # of the evaluation, in the form of Recipe.prompts
     progress: Progress  # steps made, last and best evaluation, last checkpoint
     reference: object  # gives the reference's log-probs of a group: grpo/training/reference.py
-    workers: Workers | None  # rank 0's; None without PUBLISH_STEPS, and on other ranks
+    workers: object  # rank 0's Workers, or NoWorkers
     folder: RunFolder  # RUN_DIR
     clock: Clock  # seconds of the current step, by part ...
     laps: list = field(default_factory=list)  # ... and of all steps made
@@ -46,8 +96,7 @@ class Run:
 
     def close(self):
         self.sampler.close()
-        if self.workers:
-            self.workers.close()
+        self.workers.close()
         for reporter in self.folder.reporters:
             reporter.close()
 
@@ -56,8 +105,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     """Collective: returns the Run, new or resumed. `server` is a ReferenceClient, or None;
     `batch_loss` is the trainer's, for trials."""
     rank = dist.get_rank()
-    page = f"python plot.py live {Path(c.RUN_DIR).parent}, then open http://127.0.0.1:{PORT}/"
-    say(f"curves and samples while it runs: {page}")
+    say(f"curves and samples while it runs: python plot.py live {Path(c.RUN_DIR).parent}")
     policy = make_policy(c, tokenizer)
     with all_or_none("trying to save"):  # collective
         if rank == 0:
@@ -76,9 +124,11 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     data = data_of(recipe, questions)  # collective
     progress = open_run(c, record, engine, stream, reference, data)  # collective
     check_disk(c, policy.model)  # collective
-    workers = None
+    workers = NoWorkers()
     with all_or_none("serving workers"):  # collective
         if c.PUBLISH_STEPS and rank == 0:
+            from grpo.training.workers import Workers
+
             workers = Workers(c, recipe, policy, progress.name)
             workers.publish(progress.step)
     reporters = [Reporter(to, record, progress) for to in c.REPORT_TO] if rank == 0 else []

@@ -152,6 +152,13 @@ class Workers:
                 wait.sleep(f"{missing} groups are missing; active workers: {workers}", pause=0.05)
         return groups
 
+    def metrics(self, groups, step):
+        """Returns the updates since the groups were sampled (mean and largest), and the number of
+        groups dropped so far."""
+        ages = [max(0, step - group.policy_version) for group in groups]
+        mean, most = sum(ages) / max(len(ages), 1), max(ages, default=0)
+        return {"staleness": mean, "staleness_max": most, "groups_dropped": self.dropped}
+
     def close(self):
         if self.thread:
             self.thread.join()
@@ -159,12 +166,3 @@ class Workers:
             say(f"the last policy was not published: {self.error!r}")
         self.server.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def staleness(groups, step, workers):
-    """Returns metrics: the updates since the groups were sampled (mean and largest), and the number
-    of groups dropped so far. `workers` is None except on rank 0, which logs the metrics."""
-    ages = [max(0, step - group.policy_version) for group in groups]
-    mean, most = sum(ages) / max(len(ages), 1), max(ages, default=0)
-    dropped = workers.dropped if workers else 0
-    return {"staleness": mean, "staleness_max": most, "groups_dropped": dropped}

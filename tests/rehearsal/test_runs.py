@@ -20,7 +20,7 @@ import ref_server
 from demo import free_port
 from grpo import client
 from grpo.training import reference as reference_module
-from grpo.training.memory import USUAL
+from grpo.training.start import USUAL
 from grpo.wire import pack_ids, pack_logps, unpack_ids, unpack_logps
 from rehearsal.events import counted
 from tasks import arithmetic, even

@@ -21,6 +21,7 @@ from grpo.sampling.sampler import stream_groups
 from grpo.training.metrics import Clock
 from grpo.training.reference import NoReference
 from grpo.training.resume import Progress
+from grpo.training.start import NoWorkers
 
 G, PROMPTS, RANKS, ROWS = 8, 28, 7, 64
 LONGEST = 64  # tokens
@@ -108,7 +109,7 @@ def steps_of(patch, flat_share, number):
     )
 
     def of_rank(rank):
-        run = SimpleNamespace(recipe=recipe, c=recipe.c, clock=Clock(), workers=None)
+        run = SimpleNamespace(recipe=recipe, c=recipe.c, clock=Clock(), workers=NoWorkers())
         run.progress = Progress("run")
         run.stream, steps = Stream(recipe.prompts, 0, rank, RANKS), []
         run.reference = NoReference()

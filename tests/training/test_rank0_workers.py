@@ -14,7 +14,6 @@ from grpo.client import TrainerClient
 from grpo.proof import check_proof
 from grpo.stop import TooLong
 from grpo.training import workers as workers_module
-from grpo.training.workers import staleness
 from grpo.wire import sha256_of
 
 
@@ -212,9 +211,9 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path):
             post(side, sample_of(side, number, version=number))
         groups = side.take(7)
         assert [group.policy_version for group in groups] == [5, 6, 7]
-        metrics = staleness(groups, 7, side)
+        metrics = side.metrics(groups, 7)
         assert metrics == {"staleness": 1.0, "staleness_max": 2, "groups_dropped": 6}
-        assert staleness([], 7, None) == {"staleness": 0, "staleness_max": 0, "groups_dropped": 0}
+        assert side.metrics([], 7) == {"staleness": 0, "staleness_max": 0, "groups_dropped": 6}
         assert side.take(7) == []  # at once: the ranks sample
         for number in range(10, 14):
             post(side, sample_of(side, number, version=9))

@@ -22,7 +22,6 @@ from grpo.devices import is_nvidia, is_out_of_memory
 from grpo.log import say
 from grpo.models import can_cache, smallest_window
 from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
-from grpo.sampling.decoders.cuda_graph import GraphedDecoder, GraphedSharedDecoder, can_record
 from grpo.sampling.decoders.shared_prompt import MODEL_TYPES, LlamaDecoder, SharedDecoder
 
 # The largest relative difference of logits that counts as rounding. Measured over 14 families and
@@ -50,13 +49,15 @@ def make_decoder(model, max_new_tokens, longest_prompt):
 
 def kinds_for(model):
     """Yields the kinds of decoders to try, the fastest first."""
-    if model.config.model_type in MODEL_TYPES:
-        if can_record(LlamaDecoder, model):
-            yield GraphedDecoder
-        yield LlamaDecoder
-    if can_record(SharedDecoder, model):
-        yield GraphedSharedDecoder
-    yield SharedDecoder
+    for kind in (LlamaDecoder, SharedDecoder):
+        if kind is LlamaDecoder and model.config.model_type not in MODEL_TYPES:
+            continue
+        if is_nvidia(model.device):
+            from grpo.sampling.decoders import cuda_graph
+
+            if cuda_graph.can_record(kind, model):
+                yield cuda_graph.GRAPHED[kind]
+        yield kind
 
 
 def is_right(kind, model):

@@ -85,6 +85,9 @@ class GraphedSharedDecoder(GraphedDecoder):
     kind = SharedDecoder
 
 
+GRAPHED = {LlamaDecoder: GraphedDecoder, SharedDecoder: GraphedSharedDecoder}
+
+
 class Graph:
     """A function of tensors, recorded for inputs of one shape."""
 
