@@ -160,7 +160,7 @@ from grpo.stop import Refused, TooLong, stop
 from grpo.training import checkpoint, ranks, resume
 from grpo.training.engine import cpu_threads, learning_rate, take_step
 from grpo.training.metrics import TokenStats, evaluate, rollout_metrics, with_kl
-from grpo.training.report import check_reporters, check_update, log_idle, report_end, show
+from grpo.training.report import check_update, log_idle, report_end, show
 from grpo.training.start import start_run
 from grpo.wire import check_group
 
@@ -434,7 +434,10 @@ def main(**given):
     """Trains with the constants above, except for those that are given."""
     c = checks.settled(DEFAULTS, given)
     date = resume.check_run_dir(c.RUN_DIR, c.RESUME)
-    check_reporters(c.REPORT_TO)
+    if c.REPORT_TO:
+        from grpo.training.reporters import check_reporters
+
+        check_reporters(c.REPORT_TO)
     tokenizer, recipe, server = prepare(c, date, needs_server=bool(c.REF_SERVER and c.KL_BETA))
     questions = load_questions(recipe, tokenizer)
     ranks.join_ranks(c.WAIT_LIMIT_SECONDS)  # collective

@@ -15,7 +15,7 @@ from grpo.training.engine import make_engine
 from grpo.training.metrics import Clock
 from grpo.training.ranks import all_or_none
 from grpo.training.reference import make_reference
-from grpo.training.report import Reporter, RunFolder, as_json
+from grpo.training.report import RunFolder, as_json
 from grpo.training.resume import Progress, data_of, open_run
 
 USUAL = {"SAMPLE_BATCH": CPU_BATCH, "EVAL_BATCH": CPU_BATCH}  # what "auto" is on a CPU
@@ -131,7 +131,11 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
 
             workers = Workers(c, recipe, policy, progress.name)
             workers.publish(progress.step)
-    reporters = [Reporter(to, record, progress) for to in c.REPORT_TO] if rank == 0 else []
+    reporters = []
+    if c.REPORT_TO and rank == 0:
+        from grpo.training.reporters import Reporter
+
+        reporters = [Reporter(to, record, progress) for to in c.REPORT_TO]
     folder = RunFolder(c.RUN_DIR, reporters)
     return Run(
         c, sizes, record, policy, sampler, engine, recipe, greedy, stream, questions, progress,

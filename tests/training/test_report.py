@@ -18,7 +18,8 @@ from grpo.constants import Constants
 from grpo.training import report
 from grpo.training.checks import settled
 from grpo.training.metrics import peak_gb
-from grpo.training.report import Reporter, RunFolder, as_json, show
+from grpo.training.report import RunFolder, as_json, show
+from grpo.training.reporters import Reporter, check_reporters
 from grpo.training.resume import Progress
 
 
@@ -56,7 +57,7 @@ def test_wandb_offline_has_the_runs_name_constants_and_metrics(tmp_path, one_ran
     """Of the file's format only texts are read: the next test has the steps."""
     for name, value in {"MODE": "offline", "SILENT": "true", "ERROR_REPORTING": "false"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    report.check_reporters(["wandb"])  # no key is needed
+    check_reporters(["wandb"])  # no key is needed
     report_steps(tmp_path, ["wandb"], [1, 2], Progress("my run-1"))
     expected = {"my-run-1", "my run-1", "SEED", "rewards/a/mean", "eval_accuracy"}
     end, found = time.monotonic() + 20, set()
@@ -115,7 +116,7 @@ def test_a_missing_package_or_key_is_refused_before_anything_starts(monkeypatch,
             trainer.main(REPORT_TO=[name], **own)
         assert f"REPORT_TO = ['{name}']" in str(refused.value) and cure in str(refused.value)
     monkeypatch.setenv("RANK", "1")
-    report.check_reporters(["tensorboard"])  # rank 0 alone reports
+    check_reporters(["tensorboard"])  # rank 0 alone reports
 
 
 @pytest.mark.parametrize("value", ["wandb", ["mlflow"], [None], None])
