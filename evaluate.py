@@ -45,7 +45,7 @@ from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
 from grpo.sampling.policy import make_policy
 from grpo.sampling.prepare import as_seen, gold_of, prepare_task
-from grpo.sampling.rewards import start_processes
+from grpo.sampling.reward_processes import start_processes
 from grpo.sampling.task import begin_rewards, load_chat, load_task, reward_group
 from grpo.stop import leave
 from grpo.training.checkpoint import state_file

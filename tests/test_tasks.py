@@ -23,7 +23,7 @@ import grpo_ref_split as trainer
 from grpo.constants import command_line
 from grpo.models import load_model
 from grpo.sampling.prepare import prepare
-from grpo.sampling.rewards import ask, end, start_process
+from grpo.sampling.reward_processes import ask, end, start_process
 from grpo.sampling.task import load_items, load_task, reward_group, task_files
 from grpo.training.checks import settled
 from tasks import arithmetic, data, gsm8k, judge

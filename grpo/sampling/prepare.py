@@ -9,7 +9,7 @@ import functools
 import math
 
 from grpo.log import say
-from grpo.sampling.rewards import TaskError, called, start_processes
+from grpo.sampling.rewards import TaskError, called
 from grpo.sampling.task import DATED, Recipe, load_chat, load_split, load_task, reward_group
 
 
@@ -29,6 +29,8 @@ def prepare(c, date=None, needs_server=False):
     tokenizer, recipe = prepare_task(c, **how)
     check_context(c)
     if c.REWARD_PROCESSES:
+        from grpo.sampling.reward_processes import start_processes
+
         limits = c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS
         recipe.reward_processes = start_processes(recipe.task, *limits)
     return tokenizer, recipe, server

@@ -21,7 +21,8 @@ from grpo.constants import Constants
 from grpo.sampling import rollout
 from grpo.sampling import task as task_module
 from grpo.sampling.prepare import prepare
-from grpo.sampling.rewards import TooSlow, import_file, start_processes, timely
+from grpo.sampling.reward_processes import start_processes
+from grpo.sampling.rewards import TooSlow, import_file, timely
 from grpo.sampling.task import begin_rewards, reward_group
 
 ROOT = Path(__file__).parent.parent.parent
@@ -254,7 +255,8 @@ def test_as_many_begin_as_the_constant_says(number, tiny, monkeypatch):
 PARENT = f"""
 import sys, time
 sys.path[:0] = [{str(ROOT)!r}]
-from grpo.sampling.rewards import import_file, start_processes
+from grpo.sampling.reward_processes import start_processes
+from grpo.sampling.rewards import import_file
 import_file("slow", {str(SLOW)!r})
 submit = start_processes(sys.modules["slow"], 2, 30)
 for future in [submit("rewards", {{}}, "meet " + sys.argv[1]) for _ in range(2)]:
