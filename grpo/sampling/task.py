@@ -95,7 +95,7 @@ class Recipe:
     opening: object = staticmethod(lambda ids: "")
 
     def others(self, batch=None, **changes):
-        """Returns a copy of the recipe with some constants changed."""
+        """Returns a copy of the recipe with some constants changed, and `batch` if it is given."""
         return replace(self, c=self.c.but(**changes), batch=batch or self.batch)
 
     @property
