@@ -8,8 +8,8 @@ The model counts (tests/counting.py): completions end by themselves after 64 to 
 lengths equally likely, or are cut at 64. There are 8 prompts x 8 completions at temperature 1, with
 no top-p or top-k. generate gets 64 sequences, each with its prompt, as trainers call it. CPU: 1M
 parameters, float32, one thread. CUDA: the shapes of Qwen2.5 0.5B and 3B, bf16, 64 prompts x 8. A
-model from a folder answers questions of tasks/sums.py with 64 tokens at most, 8 times each, at
-temperature 0.8: 8, 64 and 256 sequences, on all cores.
+model from a folder answers questions of tasks/sums.py with 16 tokens at most, 8 times each, at
+temperature 0.8: 8, 64 and 256 sequences, on all cores, in two rounds that count.
 
 Tokens a second are medians of ROUNDS rounds, in which all engines except vLLM run in turn, after a
 round that does not count. Continuous batching takes 5 s or more a call on a CPU, whatever the
@@ -62,8 +62,8 @@ def real_case(tokenizer, number):
     """-> what is sampled with a real model: `number` questions."""
     ids = [prompt_ids(tokenizer, sums.messages(item)) for item in sums.load("test")[:number]]
     eos = [tokenizer.eos_token_id]
-    more = {"temperature": 0.8, "vocab": len(tokenizer)}
-    return {"prompts": ids, "tokens": 64, "eos": eos, "pad": tokenizer.pad_token_id, **more}
+    more = {"temperature": 0.8, "vocab": len(tokenizer), "rounds": 2}
+    return {"prompts": ids, "tokens": 16, "eos": eos, "pad": tokenizer.pad_token_id, **more}
 
 
 def pinned(case):
@@ -127,7 +127,7 @@ def tokens_per_second(run, *arguments):
 def compare(model, case):
     """-> {engine: tokens a second} of those of this venv."""
     rates = {}
-    for seed in range(ROUNDS + 1):
+    for seed in range(case.get("rounds", ROUNDS) + 1):
         for run in (ours, generate):
             rate = tokens_per_second(run, model, case, seed)
             if seed:
@@ -163,7 +163,7 @@ def vllm(folder):
         TENSOR_PARALLEL=1,
     )
     policy = VLLMPolicy(c, load_tokenizer(folder))
-    for seed in range(4):
+    for seed in range(case.get("rounds", 3) + 1):
         began = time.perf_counter()
         settings = {"max_sequences": len(prompts) * GROUP, "max_new_tokens": case["tokens"]}
         settings |= {"temperature": case["temperature"], "seed": seed}
@@ -193,7 +193,7 @@ def cases(folder):
     if folder:
         model, tokenizer = whole_model(folder, dtype=torch.float32), load_tokenizer(folder)
         for number in (1, 8, 32):
-            length = f"{number * GROUP} x at most 64"
+            length = f"{number * GROUP} x at most 16"
             yield (
                 f"{Path(folder).name} | 69 | {length}",
                 model,
