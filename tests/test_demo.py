@@ -75,7 +75,7 @@ def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
     with_turns = {"num_turns/mean", "num_turns/max", "tools/call_share", "environment_tokens"}
     with_workers |= with_turns | {"eval_num_turns", "teacher_kl"}
     assert named | with_workers | {"gpu_memory_gb"} == documented_metrics()  # docs/metrics.md
-    assert re.search(r"plot.py live .* http://127.0.0.1:\d+/", output)
+    assert "python plot.py live" in output
     for step in (1, 2):
         group = output.split(f"\nstep {step}, sampled by trainer")[1].split("\nstep ")[0]
         assert group.count("advantage ") == 4 and '"correctness": ' in group

@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from fakes import NAMES, a_group
+from fakes import a_group, a_recipe
 
 import grpo_ref_split as trainer
 from grpo.packing import pack_by_tokens, plan_micro_batches, plan_rounds, sizes_of
@@ -80,7 +80,7 @@ def test_micro_batches_are_of_one_size():
 def rows_of(ids):
     """-> the rows of groups of two, each with a prompt of its own."""
     groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=id) for id in ids]
-    rows = trainer.make_sequences(groups, NAMES, 0)
+    rows = trainer.make_sequences(a_recipe(), groups, 0)
     for number, row in enumerate(rows):
         row.prompt = [number // 2]
     return rows

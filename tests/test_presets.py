@@ -121,7 +121,7 @@ def test_the_numbers_of_the_docs_are_those_that_the_benchmark_prints(capsys):
     gb = {row.split("`")[1]: row.split(" | ")[4] for row in printed if "`presets" in row}
     for page in ("README.md", "README.zh.md"):
         shown = re.findall(r"\]\((presets/\w.*?\.py)\).*\| (\d+) \|$", TEXT[page], re.MULTILINE)
-        assert len(shown) == 6
+        assert len(shown) == 5
         assert all(number == f"{float(gb[preset]):.0f}" for preset, number in shown)
     results = (memory.ROOT / "benchmarks/results/memory.md").read_text()
     assert results.splitlines() == printed

@@ -162,7 +162,7 @@ def test_a_worker_of_another_day_takes_the_runs_date(tokenizer, monkeypatch):
     assert next(here.order)[2] != theirs.prompts[0][2]  # of two prompts: the epoch goes on
     monkeypatch.setattr(here.trainer, "fetch", lambda *_: False)  # only the settings are compared
     record = {"settings": theirs.settings(), "version": 0, "run": "r", "sha256": ""}
-    assert here.load(record, None) is False
+    assert here.load(record) is False
     assert mine.prompts == theirs.prompts and next(here.order)[2] == theirs.prompts[0][2]
 
 
