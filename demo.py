@@ -83,8 +83,9 @@ def diagnose(folder):
 def claim(folder):
     """Deletes an earlier demo's files. Returns a lock that keeps other demos out of the folder.
     SystemExit, and nothing is deleted, if a run uses the folder or no demo has made it."""
-    mark = Path(folder, ".demo")
-    if not mark.exists() and mark.parent.exists() and any(mark.parent.iterdir()):
+    mark, made = Path(folder, ".demo"), Path(folder, "warm_start/config.json")
+    known = mark.exists() or made.exists()
+    if not known and mark.parent.exists() and any(mark.parent.iterdir()):
         raise SystemExit(
             f"DEMO_RUN_DIR = {folder!r} holds files that no demo has made: move them elsewhere, or"
             " set the environment variable DEMO_RUN_DIR to another folder"

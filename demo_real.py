@@ -9,6 +9,7 @@ drawn, three test questions are answered by both models, and the result is print
 issue. Ctrl-C ends the demo once the step is saved, and the same command resumes.
 """
 
+import math
 import os
 import platform
 import signal
@@ -36,6 +37,7 @@ from presets import smollm2 as preset
 from tasks import sums
 
 SHARED = "MODEL", "TEMPERATURE", "DTYPE"  # constants that the server must know as well
+SHOWN = "seconds", "tokens_per_second", "sampler_k3", "kl"  # metrics in the result
 
 
 def show_answers(model, final, questions):
@@ -48,18 +50,17 @@ def show_answers(model, final, questions):
 
 def result(records):
     """Returns the run's result, and what it ran on, as lines for an issue."""
-    steps = [record for record in records if "loss" in record]
+    values = {name: [r[name] for r in records if name in r] for name in SHOWN}
+    middle = {name: median(found) if found else math.nan for name, found in values.items()}
     shown = [
         f"{r['eval_accuracy']:.3f} at step {r['step']}" for r in records if "eval_accuracy" in r
     ]
-    seconds, tokens = (median(r[name] for r in steps) for name in ("seconds", "tokens_per_second"))
-    k3 = max(r["sampler_k3"] for r in steps)
     name = accelerator()
     device = torch.get_device_module(name).get_device_name() if name else platform.machine()
     lines = f"""greedy accuracy on test questions: {", ".join(shown)}
-{seconds:.1f} s a step, {tokens:.0f} sampled tokens a second (medians of {len(steps)} steps)
-sampler_k3 {k3:.0e} at most, kl {steps[-1].get("kl", 0):.2f} at the end
-{device}, {len(os.sched_getaffinity(0))} cores; code: {commit()}
+{middle["seconds"]:.1f} s a step, sampling at {middle["tokens_per_second"]:.0f} tokens/s
+sampler_k3 {middle["sampler_k3"]:.0e}, kl {middle["kl"]:.2f}; all four are medians over the steps
+{device}, {os.cpu_count()} cores; code: {commit()}
 torch {torch.__version__}, transformers {transformers.__version__}"""
     return textwrap.indent(lines, "    ")
 

@@ -45,7 +45,6 @@ from grpo.sampling import rollout
 from grpo.sampling.memory import fit_worker
 from grpo.sampling.policy import make_policy
 from grpo.sampling.prepare import as_seen, gold_of, prepare_task
-from grpo.sampling.reward_processes import start_processes
 from grpo.sampling.task import begin_rewards, load_chat, load_task, reward_group
 from grpo.stop import leave
 from grpo.training.checkpoint import state_file
@@ -291,7 +290,11 @@ def main():
         say(f"using one of {gpus} GPUs; start with `deepspeed` instead of `python` to use all")
     try:
         task, limits = load_task(c.TASK), (c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS)
-        processes = start_processes(task, *limits) if c.REWARD_PROCESSES else None
+        processes = None
+        if c.REWARD_PROCESSES:
+            from grpo.sampling.reward_processes import start_processes
+
+            processes = start_processes(task, *limits)
         results = [
             answers_of(c, options, date, model, processes, rank, world) for model in options.models
         ]

@@ -1,6 +1,6 @@
 """The whole trainer against TRL's GRPOTrainer: the same model, questions and settings, in one run.
 
-    python benchmarks/end_to_end.py ../venv-peers/bin/python               # all cases
+    python benchmarks/end_to_end.py ../venv-peers/bin/python               # mixed and short
     python benchmarks/end_to_end.py ../venv-peers/bin/python mixed out.md  # one, and a file
     python benchmarks/end_to_end.py ../venv-peers/bin/python sums runs/smollm2_135m out.md [STEPS]
 
@@ -278,6 +278,8 @@ if __name__ == "__main__":
         case [python, "sums", model, out, *steps]:
             CASES["sums"] = (*CASES["sums"][:-1], *map(int, steps or [20]))
             main(python, ["sums"], model, out)
+        case [_, "sums", *_]:
+            sys.exit(__doc__)
         case [python, *rest]:
             chosen = [name for name in rest if name in CASES] or ["mixed", "short"]
             files = [name for name in rest if name not in CASES]

@@ -18,7 +18,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from grpo.constants import command_line, usage
+from grpo.constants import begin, command_line, usage
 from grpo.sampling.prepare import gold_of, prepare_task
 from grpo.sampling.rewards import called, timely
 from grpo.sampling.task import Recipe, load_chat, load_items, load_split, load_task, task_files
@@ -86,6 +86,7 @@ def with_replies(recipe, item, said):
 def main(name):
     outs = [word for word in sys.argv if word.startswith("OUT=")]
     sys.argv[:] = [word for word in sys.argv if word not in outs]
+    begin()
     task = load_task(name)  # before torch, which takes seconds to import
     import grpo_ref_split as trainer
 

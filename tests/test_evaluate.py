@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import evaluate
 import grpo_ref_split as trainer
 from grpo.merge import merge
-from grpo.sampling import prepare
+from grpo.sampling import prepare, reward_processes
 from tasks import arithmetic
 
 RUN = {"TASK": "even", "MAX_PROMPT_TOKENS": 128, "MAX_COMPLETION_TOKENS": 6, "EVAL_QUESTIONS": 12}
@@ -146,7 +146,7 @@ def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, mon
     tiny_policy(tiny, drift=0.1, lora_rank=4).save(adapter)
     merge(str(adapter), "merged")
     begun = []
-    monkeypatch.setattr(evaluate, "start_processes", lambda *limits: begun.append(limits))
+    monkeypatch.setattr(reward_processes, "start_processes", lambda *limits: begun.append(limits))
     words = "--out", tmp_path / "out", "REWARD_PROCESSES=3"
     run(monkeypatch, model, adapter, "merged", "even", *words)
     ((_, number, _),) = begun  # once, for all models
