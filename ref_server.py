@@ -44,7 +44,13 @@ THREADS = 64  # requests served at once; at least the number of ranks + 4
 MAX_BODY_BYTES = 16 << 20
 
 DEFAULTS = constants.defaults_in(globals())
-KINDS = {"SCORE_BATCH_TOKENS": constants.WHOLE, "DTYPE": constants.DTYPE}
+KINDS = [
+    (constants.WHOLE, "SCORE_BATCH_TOKENS THREADS MAX_BODY_BYTES"),
+    (constants.COUNT, "PORT"),
+    (constants.NUMBER, "TEMPERATURE"),
+    (constants.TEXT, "MODEL HOST"),
+    (constants.DTYPE, "DTYPE"),
+]
 RELATIONS = [
     ("TEMPERATURE", "above 0", lambda c: c.TEMPERATURE > 0),
     ("PORT", "65535 at most; 0 takes any free port", lambda c: c.PORT <= 65535),

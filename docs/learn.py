@@ -37,7 +37,7 @@ SIZE = 7.6  # billion parameters: Qwen2.5-7B
 FOUR = 'None, or four numbers: "1 1 0 0"', lambda r: re.fullmatch(r"None|(-?[\d.]+ ?){4}", str(r))
 # Of a command. REWARDS are the group's, such as "1 1 0 0"; None: is_right's
 DEFAULTS = {"UPDATES": 3, "ADVANTAGE_STD": True, "REWARDS": None}
-KINDS = {"UPDATES": constants.WHOLE, "REWARDS": FOUR}
+KINDS = [(constants.WHOLE, "UPDATES"), (constants.FLAG, "ADVANTAGE_STD"), (FOUR, "REWARDS")]
 
 
 # --- A model and a group ----------------------------------------------------------------

@@ -208,20 +208,17 @@ def dict_of(what, holds):
 
 
 DTYPE = one_of("auto", "float32", "bfloat16")  # "auto", and those of grpo.proof.NOISE
-STRINGS = list_of("strings, none of them empty", TEXT[1])
-# The kind of a constant by the type of its default; of any other type it is TEXT
-KIND_OF = {bool: FLAG, int: COUNT, float: NUMBER, list: STRINGS, tuple: STRINGS}
 
 
 def settled(script, defaults, given, kinds, relations):
     """Returns the Constants of a script: its `defaults`, but for those that are `given`, by name.
-    Raises SystemExit with a line for each wrong one. A constant is of the kind in `kinds`, by name,
-    else of its default's. `relations`, checked if all kinds are right, is [(NAME, text: what it
-    must be, function of the constants: whether it is that)]."""
+    Raises SystemExit with a line for each wrong one. `kinds` is [(kind, "NAME ...")]. `relations`,
+    checked if all kinds are right, is [(NAME, text: what it must be, function of the constants:
+    whether it is that)]."""
     check_names(given, defaults)
     c = Constants(defaults | given)
-    kinds = {name: KIND_OF.get(type(value), TEXT) for name, value in defaults.items()} | kinds
-    first = [(name, what, holds(getattr(c, name))) for name, (what, holds) in kinds.items()]
+    pairs = [(name, kind) for kind, names in kinds for name in names.split()]
+    first = [(name, what, holds(getattr(c, name))) for name, (what, holds) in pairs]
     for rules in (first, ((name, what, holds(c)) for name, what, holds in relations)):
         if wrong := [
             f"{name} = {getattr(c, name)!r} must be {what}" for name, what, ok in rules if not ok

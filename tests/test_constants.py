@@ -52,7 +52,7 @@ def test_values_are_literals_or_texts(given):
 
 
 def test_where_a_text_is_the_rule_a_number_is_one(given):
-    for name in ("MODEL", "TASK", "RUN_DIR", "EVAL_SPLIT"):
+    for name in dict(KINDS)[constants.TEXT].split():
         assert given("grpo_ref_split.py", f"{name}=1")[1] == {name: "1"}
     for name in ("MODEL", "HOST", "DTYPE"):  # "auto" of DTYPE is no text to begin with
         expected = 1 if name == "DTYPE" else "1"
@@ -129,7 +129,7 @@ def test_a_presets_names_are_those_that_the_scripts_have():
     ("LOSS_TYPE", loss.LOSS_TYPES), ("OBJECTIVE", loss.OBJECTIVES)
 ])  # fmt: skip
 def test_the_variants_are_those_of_the_loss(name, values):
-    _, holds = KINDS[name]
+    ((_, holds),) = (kind for kind, names in KINDS if names == name)
     assert all(map(holds, values)) and not holds("another")
 
 

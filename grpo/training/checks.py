@@ -5,7 +5,7 @@ import importlib.util
 import re
 
 from grpo import constants
-from grpo.constants import DTYPE, FLAG, NUMBER, TEXT, WHOLE, dict_of, list_of, one_of, or_, real
+from grpo.constants import COUNT, FLAG, NUMBER, TEXT, WHOLE, dict_of, list_of, one_of, or_
 from grpo.sampling.task import check_task_file
 
 
@@ -13,34 +13,37 @@ def address(what, pattern):
     return what, lambda value: isinstance(value, str) and re.fullmatch(pattern, value)
 
 
-ONE_OR_MORE = """
-    PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS STEPS EVAL_QUESTIONS
-    SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS REWARD_TIMEOUT_SECONDS
-    IDLE_LIMIT TENSOR_PARALLEL"""
-KINDS = dict.fromkeys(ONE_OR_MORE.split(), WHOLE) | {  # where the default's type is not enough
-    "SAMPLE_BATCH": or_("auto", WHOLE),
-    "EVAL_BATCH": or_("auto", WHOLE),
-    "MICRO_BATCH_TOKENS": or_("auto", WHOLE),
-    "GRADIENT_CHECKPOINTING": or_("auto", FLAG),
-    "DTYPE": DTYPE,
-    "LOSS_TYPE": one_of("grpo", "dapo", "dr_grpo"),  # grpo.loss.LOSS_TYPES, which needs torch
-    "OBJECTIVE": one_of("clip", "cispo"),  # OBJECTIVES there
-    "RATIO_LEVEL": one_of("token", "sequence"),
-    "SAMPLER": one_of("torch", "vllm"),
-    "LR_SCHEDULE": one_of("linear", "cosine"),
-    "SKIP_FLAT_GROUPS": one_of("outcome", "reward", False, True),
-    "ADAM_BETAS": list_of("numbers from 0 to below 1", lambda b: NUMBER[1](b) and b < 1),
-    "CHAT_TEMPLATE": dict_of("options", lambda option: True),
-    "OUTCOME": or_(None, TEXT),
-    "REFERENCE": or_(None, TEXT),
-    "REWARD_WEIGHTS": or_(None, dict_of("numbers", real)),
-    "REPORT_TO": list_of(
-        '"tensorboard", "wandb" or functions',
-        lambda to: callable(to) or to in ("tensorboard", "wandb"),
-    ),
-    "REF_SERVER": or_(None, address("http://host:port", r"https?://[^\s/].*")),
-    "TRAINER": address("http://host:port", r"http://[^\s/?#@]+:[1-9]\d{0,4}/?"),
-}
+KINDS = [  # (kind, constants)
+    (WHOLE, """PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS STEPS
+        EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
+        REWARD_TIMEOUT_SECONDS IDLE_LIMIT TENSOR_PARALLEL"""),
+    (COUNT, """LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED EVAL_STEPS PUBLISH_STEPS
+        MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS REWARD_PROCESSES OVERLONG_TOKENS"""),
+    (NUMBER, """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
+        MAX_GRAD_NORM VLLM_CACHE_GB"""),
+    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL IS_MASK TRAINER_SAMPLES
+        FUSED_LOSS OFFLOAD_OPTIMIZER RESUME KEEP_BEST REFERENCE_ON_CPU
+        VLLM_SLEEP"""),
+    (TEXT, "MODEL TASK RUN_DIR EVAL_SPLIT"),
+    (list_of("strings, none of them empty", TEXT[1]), "STOP_TOKENS STOP_STRINGS"),
+    (or_("auto", WHOLE), "MICRO_BATCH_TOKENS SAMPLE_BATCH EVAL_BATCH"),
+    (or_("auto", FLAG), "GRADIENT_CHECKPOINTING"),
+    (constants.DTYPE, "DTYPE"),
+    (one_of("grpo", "dapo", "dr_grpo"), "LOSS_TYPE"),  # grpo.loss.LOSS_TYPES, which needs torch
+    (one_of("clip", "cispo"), "OBJECTIVE"),  # OBJECTIVES there
+    (one_of("token", "sequence"), "RATIO_LEVEL"),
+    (one_of("torch", "vllm"), "SAMPLER"),
+    (one_of("linear", "cosine"), "LR_SCHEDULE"),
+    (one_of("outcome", "reward", False, True), "SKIP_FLAT_GROUPS"),
+    (list_of("numbers from 0 to below 1", lambda beta: NUMBER[1](beta) and beta < 1), "ADAM_BETAS"),
+    (or_(None, TEXT), "OUTCOME REFERENCE"),
+    (or_(None, dict_of("numbers", constants.real)), "REWARD_WEIGHTS"),
+    (dict_of("options", lambda option: True), "CHAT_TEMPLATE"),
+    (list_of('"tensorboard", "wandb" or functions',
+             lambda to: callable(to) or to in ("tensorboard", "wandb")), "REPORT_TO"),
+    (or_(None, address("http://host:port", r"https?://[^\s/].*")), "REF_SERVER"),
+    (address("http://host:port", r"http://[^\s/?#@]+:[1-9]\d{0,4}/?"), "TRAINER"),
+]  # fmt: skip
 RELATIONS = [  # (constant, what it must be, whether it is), of constants of the right kinds
     ("GROUP_SIZE", "2 or more, to compare the rewards of a group (1 needs REWARD_WEIGHTS = {})",
      lambda c: c.GROUP_SIZE >= 2 or c.REWARD_WEIGHTS == {}),

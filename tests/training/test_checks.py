@@ -55,6 +55,13 @@ def test_a_wrong_constant_is_named_with_its_value(name, value):
         check(**{name: value})
 
 
+def test_a_constant_that_is_edited_in_the_script_keeps_its_kind():
+    assert settled(trainer.DEFAULTS | {"KL_BETA": 0}, {"KL_BETA": 0.04}).KL_BETA == 0.04
+    for name, value in {"RESUME": "no", "WARMUP_STEPS": 0.1}.items():
+        with pytest.raises(SystemExit, match=f"{name} = {value!r} must be"):
+            settled(trainer.DEFAULTS | {name: value}, {})
+
+
 def test_every_constant_of_the_trainer_is_checked():
     for name in trainer.DEFAULTS:
         with pytest.raises(SystemExit, match=f"{name} = b'' must be"):
