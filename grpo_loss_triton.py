@@ -115,7 +115,7 @@ def chunks(hidden, head, backward=False):
     if head is None:
         yield slice(None), hidden, torch.empty_like(hidden) if backward else None
         return
-    size, dtype = chunk_rows(hidden, head), logits_dtype(hidden)
+    size, dtype = chunk_rows(hidden, head), logits_dtype(hidden.device, hidden.dtype)
     logits = hidden.new_empty(min(size, len(hidden)), len(head), dtype=dtype)
     apart = backward and dtype != hidden.dtype  # dZ has the dtype of its two products
     d_logits = torch.empty_like(logits, dtype=hidden.dtype) if apart else logits
@@ -125,15 +125,15 @@ def chunks(hidden, head, backward=False):
         yield slice(start, start + len(h)), logits[: len(h)], d_logits[: len(h)]
 
 
-def logits_dtype(hidden):
-    exact = hidden.itemsize == 2 and (hidden.is_cpu or is_nvidia(hidden.device))
-    return torch.float32 if exact else hidden.dtype
+def logits_dtype(device, dtype):
+    exact = dtype.itemsize == 2 and (device.type == "cpu" or is_nvidia(device))
+    return torch.float32 if exact else dtype
 
 
 def chunk_rows(hidden, head):
     """Returns the rows per chunk, a multiple of 128, so that all chunks are about equally long. The
     two passes have the same chunks, and so the same logits to the last bit."""
-    dtype, count = logits_dtype(hidden), max(1, len(hidden))
+    dtype, count = logits_dtype(hidden.device, hidden.dtype), max(1, len(hidden))
     itemsize = dtype.itemsize + (hidden.itemsize if dtype != hidden.dtype else 0)
     most = max(128, (head.nbytes if head.is_cpu else CHUNK_BYTES) // (len(head) * itemsize))
     equal = math.ceil(count / math.ceil(count / most))
@@ -196,15 +196,15 @@ def use_triton(tensor):
 
 @functools.cache
 def kernels_work(device, dtype):
-    """Returns whether the kernels run and agree with torch. Tries them once, on three rows."""
-    z = torch.linspace(-4, 4, 600).view(3, 200).to(device, dtype)
+    """Returns whether the kernels agree with torch, on three rows, for hidden states of `dtype`."""
+    z = torch.linspace(-4, 4, 600).view(3, 200).to(device, logits_dtype(device, dtype))
     ids, settings, results = torch.arange(3, device=device), (0.9, 190), []
     ways = (torch_forward, torch_backward), (triton_forward, triton_backward)
     try:
         for forward, backward in ways:
             found = [z.new_empty(3, dtype=torch.float32) for _ in range(4)]
             forward(z, ids, *found, *settings)
-            grad = torch.empty_like(z)
+            grad = torch.empty_like(z, dtype=dtype)
             backward(z, grad, ids, *found[2:], torch.ones_like(found[0]), *settings)
             results.append(torch.cat([*found[:2], grad.float().flatten()]))
         gap = (results[0] - results[1]).abs().max().item()

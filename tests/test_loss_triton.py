@@ -290,7 +290,11 @@ def test_a_kernel_that_does_not_work_is_said_and_done_without(engine, fault, mon
         monkeypatch.setattr(engine.module, "triton_forward", faulty)
     works = functools.partial(engine.module.kernels_work.__wrapped__, torch.device("cpu"))
     if fault is None:
+        tried, real = [], engine.module.triton_backward
+        note = lambda z, grad, *rest: tried.append((z.dtype, grad.dtype)) or real(z, grad, *rest)
+        monkeypatch.setattr(engine.module, "triton_backward", note)
         assert works(torch.float32) and works(torch.bfloat16)
+        assert tried == [(torch.float32, dtype) for dtype in (torch.float32, torch.bfloat16)]
         return
     why = {"raises": "Failed to find C compiler", "wrong": "differs by 0.02"}[fault]
     with pytest.warns(UserWarning, match=f"kernels fail.*{why}"):
