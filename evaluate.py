@@ -172,13 +172,14 @@ def answer(policy, recipe, path, prompts, seed):
     batch = fit_worker(c.but(SAMPLE_BATCH=size), policy, recipe.has_turns)
     recipe = recipe.others(batch=max(batch, c.GROUP_SIZE))
     seed = rollout.seed_of("evaluate", c.SEED, *seed)
-    for (index, *_), completions, texts in rollout.sampled(policy, recipe, prompts, seed=seed):
+    for group in rollout.sampled(policy, recipe, prompts, seed=seed):
         answers = [
-            {"text": text, "tokens": one.length, "truncated": bool(one.truncated)}
-            for one, text in zip(completions, texts, strict=True)
+            {"text": sample.text, "tokens": sample.length, "truncated": bool(sample.truncated)}
+            for sample in group.samples
         ]
-        append(path, json.dumps({"question": index, "time": time.time(), "answers": answers}))
-        yield index
+        record = {"question": group.index, "time": time.time(), "answers": answers}
+        append(path, json.dumps(record))
+        yield group.index
 
 
 def rewarded(recipe, prompts, records, rank, world):

@@ -150,8 +150,9 @@ import grpo_loss_triton
 from grpo import loss as plain_loss
 from grpo.devices import out_of_memory_names
 from grpo.log import progress_bar, say
-from grpo.packing import Sequence, keep_logps, plan_rounds
+from grpo.packing import plan_rounds
 from grpo.proof import check_sampler
+from grpo.sample import keep_logps
 from grpo.sampling import rollout
 from grpo.sampling.policy import worker_policy
 from grpo.sampling.prepare import prepare
@@ -162,10 +163,9 @@ from grpo.training.engine import cpu_threads, learning_rate, take_step
 from grpo.training.metrics import TokenStats, evaluate, rollout_metrics, with_kl
 from grpo.training.report import check_update, log_idle, report_end, show
 from grpo.training.start import start_run
-from grpo.wire import check_group
 
 
-# --- Sample: algorithm 1, lines 5, 7, 8 ------------------------------------------------
+# --- Sample: algorithm 1, lines 5, 7, 8, 9 ---------------------------------------------
 def sample_step(run):
     """Collective: returns (groups, metrics, sampled): the groups that all ranks train next, with
     the reference's log-probs; means over the sampled groups, by name; all groups that this rank
@@ -196,9 +196,10 @@ def sample_step(run):
         p.count_round(groups=number, usable=usable)
         begun, missing = begun + number, missing - usable
     with clock.part("wait"):
-        with ranks.all_or_none("the reference's log-probs"):  # collective
+        with ranks.all_or_none("advantages, and the reference's log-probs"):  # collective
+            set_advantages(run.recipe, [*sampled, *theirs])  # line 9
             for group, answer in mine:
-                group.ref_logps = answer.result()
+                group.take_ref_logps(answer.result())
         groups = ranks.gather_groups([group for group, _ in mine])  # collective
     metrics = rollout_metrics(run, counts, theirs, sampled)  # collective
     return groups, metrics | run.workers.metrics(groups, p.step), sampled + theirs
@@ -212,92 +213,79 @@ def sample_share(run, number, begun, counts):
     settings = {"seed": rollout.seed_of(run.c.SEED, step, begun, rank)}
     settings |= {"timed": lambda: run.clock.part("reward")}
     groups = rollout.sampled_and_rewarded(run.sampler, run.recipe, prompts, **settings)
-    for sampled in groups:  # lines 7, 8
-        tally = rollout.tally(run.recipe, sampled)
+    for group in groups:  # lines 7, 8
+        tally = rollout.tally(run.recipe, group)
         counts.update(tally)  # flat groups too
-        group = rollout.make_group(
-            sampled,
-            id=f"{step:06d}-{rank:04d}-{counts['groups']:04d}",
-            run=run.progress.name,
-            version=step,
-            sampler="trainer",
-            outcome=run.recipe.outcome,
-        )
-        check_group(group)
+        group.id, group.version = f"{step:06d}-{rank:04d}-{counts['groups']:04d}", step
         yield group, tally["flat"]
 
 
-# --- Sequences to train: lines 6, 9 ----------------------------------------------------
-def advantages_of(recipe, group):
-    """Returns the advantages (G,) of a group's total rewards (line 9)."""
-    c = recipe.c
-    assert group.reward_names == list(recipe.weights), group.reward_names
-    rewards, lengths = rollout.rewards_of(group), [int(own.sum()) for own in group.owns()]
-    sizes = {"limit": c.MAX_COMPLETION_TOKENS, "overlong": c.OVERLONG_TOKENS}
-    totals = rollout.totals_of(rewards, lengths, recipe.weights, **sizes)
-    return plain_loss.group_advantages(torch.tensor(totals), scale_by_std=c.ADVANTAGE_STD)
+def set_advantages(recipe, groups):
+    """Sets the advantage of each sample, by the total rewards of its group (line 9)."""
+    for group in groups:
+        totals = torch.tensor(rollout.totals_of(recipe, group))
+        found = plain_loss.group_advantages(totals, scale_by_std=recipe.c.ADVANTAGE_STD)
+        for sample, advantage in zip(group.samples, found.tolist(), strict=True):
+            sample.advantage = advantage
 
 
-def make_sequences(recipe, groups, step):
-    """Returns the groups' sequences, which train the policy after `step` updates. MASK_TRUNCATED
+# --- Samples to train: line 6 ----------------------------------------------------------
+
+
+def samples_to_train(recipe, groups, step):
+    """Returns the groups' samples, which train the policy after `step` updates. MASK_TRUNCATED
     leaves out truncated ones; they still count in their group's mean and as sequences. Line 6: if
     a worker or another policy sampled any group, the sampler's log-probs are the old ones for all
-    sequences, as a micro-batch mixes groups."""
-    c = recipe.c
-    on_policy = all(g.sampler == "trainer" and g.policy_version == step for g in groups)
-    sequences = []
+    samples, as a micro-batch mixes groups."""
+    c, samples = recipe.c, []
+    on_policy = all(g.sampler == "trainer" and g.version == step for g in groups)
     for group in groups:
-        ids = group.completions(group.completion_ids)
-        logps = group.completions(group.sampler_logps)
-        refs = group.completions(group.ref_logps) if c.KL_BETA else None
-        for i, advantage in enumerate(advantages_of(recipe, group).tolist()):
-            if c.MASK_TRUNCATED and group.truncated[i]:
+        for sample in group.samples:
+            if c.MASK_TRUNCATED and sample.truncated:
                 continue
-            prompt, completion, own = group.prompt_ids.tolist(), ids[i].tolist(), group.owns()[i]
-            old = None if on_policy else logps[i][own]
-            ref = refs[i][own] if c.KL_BETA else None
-            sequence = Sequence(prompt, completion, logps[i][own], old, ref, advantage, own)
-            sequence.on_policy, sequence.fresh = on_policy, group.policy_version == step
-            sequences.append(sequence)
-    lengths = torch.tensor([sequence.tokens for sequence in sequences])
+            sample.on_policy, sample.fresh = on_policy, group.version == step
+            sample.old_logps = None if on_policy else sample.of_model(sample.logps)
+            samples.append(sample)
+    lengths = torch.tensor([sample.length for sample in samples])
     weights = plain_loss.token_weights(
         lengths,
         loss_type=c.LOSS_TYPE,
-        sequences=sum(len(group.completion_lengths) for group in groups),
+        sequences=sum(len(group.samples) for group in groups),
         tokens=int(lengths.sum()),
         max_completion_tokens=c.MAX_COMPLETION_TOKENS,
     )
-    for sequence, weight in zip(sequences, weights.tolist(), strict=True):
-        sequence.weight = weight
-    return sequences
+    for sample, weight in zip(samples, weights.tolist(), strict=True):
+        sample.weight = weight
+    return samples
 
 
 # --- Loss and gradient: line 11 --------------------------------------------------------
 def batch_loss(c, hidden, head, ids, batch, vocab_size):
-    """Returns (loss, stats) of a micro-batch's B sequences: their part of the step's loss, a
-    scalar, and tensors (N,) with a value per token, by name (grpo/loss.py). N counts the model's
-    own tokens, which alone are trained.
+    """Returns (loss, stats) of a micro-batch's B samples: their part of the step's loss, a scalar,
+    and tensors (N,) with a value per token, by name (grpo/loss.py). N counts the model's tokens,
+    which alone are trained.
 
     `hidden` are the states that predict the completions' `ids`, a row per token; `head` is (V', H).
     """
-    own, lengths = torch.cat([s.own for s in batch]), [s.tokens for s in batch]
-    if not own.all():  # then the task's tokens (turns) pass neither head nor loss
-        index = own.nonzero().squeeze(1).to(ids.device)
+    if any(s.is_model_token for s in batch):  # the task's tokens pass neither head nor loss
+        masks = [torch.tensor(s.is_model_token or [True] * len(s.ids)) for s in batch]
+        index = torch.cat(masks).nonzero().squeeze(1).to(ids.device)
         hidden, ids = hidden[index], ids[index]
 
-    def per_token(parts):  # B numbers, or B tensors of the sequences' own tokens -> (N,)
-        parts = [torch.as_tensor(part).expand(n) for part, n in zip(parts, lengths, strict=True)]
-        return torch.cat(parts).to(ids.device)
+    def per_token(parts):  # B numbers, or B lists with a number per token of the model -> (N,)
+        pairs = zip(parts, batch, strict=True)
+        parts = [part if isinstance(part, list) else [part] * s.length for part, s in pairs]
+        return torch.tensor([x for part in parts for x in part], device=ids.device)
 
     linear_logps = (grpo_loss_triton if c.FUSED_LOSS else plain_loss).linear_logps
     settings = {"temperature": c.TEMPERATURE, "vocab_size": vocab_size, "entropy": True}
     logps, entropy = linear_logps(hidden, head, ids, **settings)
-    first = batch[0]  # all sequences have old log-probs or none has, and on_policy is the same
-    sampler_logps = per_token([s.sampler_logps for s in batch])
+    first = batch[0]  # all samples have old log-probs or none has, and on_policy is the same
+    sampler_logps = per_token([s.of_model(s.logps) for s in batch])
     loss, stats = plain_loss.policy_loss(
         logps,
         None if first.old_logps is None else per_token([s.old_logps for s in batch]),
-        per_token([s.ref_logps for s in batch]) if c.KL_BETA else None,
+        per_token([s.of_model(s.ref_logps) for s in batch]) if c.KL_BETA else None,
         per_token([s.advantage for s in batch]),
         per_token([s.weight for s in batch]),
         clip_low=c.CLIP_LOW,
@@ -315,8 +303,8 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size):
     return loss, stats | {"fresh": per_token([float(s.fresh) for s in batch])}
 
 
-def accumulate(run, sequences):
-    """Collective: accumulates the gradient of a step's sequences, in micro-batches of at most
+def accumulate(run, samples):
+    """Collective: accumulates the gradient of a step's samples, in micro-batches of at most
     MICRO_BATCH_TOKENS tokens; returns means over the step's tokens.
 
     The token weights already divide by the whole step's counts, and the ranks' gradients are
@@ -325,10 +313,10 @@ def accumulate(run, sequences):
     """
     engine, means = run.engine, TokenStats(run.engine.device)
     rank, world = dist.get_rank(), dist.get_world_size()
-    rounds = plan_rounds(sequences, engine.module.packs, rank, world, run.sizes.micro_batch_tokens)
+    rounds = plan_rounds(samples, engine.module.packs, rank, world, run.sizes.micro_batch_tokens)
     for done, (batch, is_filler) in enumerate(rounds, start=1):
         engine.set_gradient_accumulation_boundary(done == len(rounds))
-        hidden, ids = engine([s.prompt for s in batch], [s.completion for s in batch])
+        hidden, ids = engine([s.prompt for s in batch], [s.ids for s in batch])
         tokens = hidden, engine.module.head, ids
         loss, stats = batch_loss(run.c, *tokens, batch, run.policy.vocab_size)
         if not is_filler:
@@ -342,13 +330,13 @@ def accumulate(run, sequences):
 
 
 # --- Update: line 11 -------------------------------------------------------------------
-def update(run, sequences, step):
-    """Collective: makes optimiser update number `step` (from 1) on the sequences (line 11); returns
+def update(run, samples, step):
+    """Collective: makes optimiser update number `step` (from 1) on the samples (line 11); returns
     its metrics. If the gradient is not finite, the weights do not change ("skipped")."""
     c, rate = run.c, learning_rate(run.c, step)
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", run.sizes.micro_batch_tokens)
     with run.clock.part("backward"), cpu_threads(c.CPU_THREADS), limit:
-        metrics = accumulate(run, sequences)  # collective
+        metrics = accumulate(run, samples)  # collective
     with ranks.all_or_none("checking the sampler"):  # collective
         check_sampler(metrics, run.policy.dtype)
     with run.clock.part("step"):
@@ -376,19 +364,18 @@ def train(run):
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before, place = p.step, checkpoint.place_of(run)
         with checkpoint.back_if_failed(run, place):
-            groups, metrics, sampled = sample_step(run)  # collective; lines 5, 7, 8
+            groups, metrics, sampled = sample_step(run)  # collective; lines 5, 7, 8, 9
         with ranks.all_or_none("preparing the update"):  # collective
-            sequences = make_sequences(run.recipe, groups, before)  # lines 6, 9
+            samples = samples_to_train(run.recipe, groups, before)  # line 6
             if sampled:
-                shown = sampled[(before + 1) % len(sampled)]
-                run.folder.log_samples(run, shown, advantages_of(run.recipe, shown).tolist())
-        p.idle = 0 if sequences else p.idle + 1
-        if not sequences:
+                run.folder.log_samples(run, sampled[(before + 1) % len(sampled)])
+        p.idle = 0 if samples else p.idle + 1
+        if not samples:
             log_idle(run, metrics, groups)
-        updates = min(c.UPDATES_PER_ROLLOUT, c.STEPS - before) if sequences else 1
+        updates = min(c.UPDATES_PER_ROLLOUT, c.STEPS - before) if samples else 1
         for number in range(1, updates + 1):  # line 10
             with checkpoint.back_if_failed(run, place):
-                trained = update(run, sequences, p.step + 1) if sequences else {}  # collective
+                trained = update(run, samples, p.step + 1) if samples else {}  # collective
             p.step += 1  # after line 11: a checkpoint has the number of updates that were made
             place = checkpoint.place_of(run)
             with ranks.all_or_none("the end of the update"):  # collective
@@ -398,8 +385,8 @@ def train(run):
                 own = metrics if number == 1 else {}  # the rollout's metrics are logged once
                 run.folder.log("metrics.jsonl", {"step": p.step} | own | trained | run.laps[-1])
                 show(bar, p.step, metrics | trained | run.laps[-1])
-                if sequences:
-                    check_update(run, trained, sequences)
+                if samples:
+                    check_update(run, trained, samples)
 
 
 def end_rollout(run, before):

@@ -6,46 +6,9 @@ Every rank knows the whole step and computes the same plan without communication
 server uses the same functions to pack what it scores.
 """
 
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import replace
 
 GROWTH = 1.02  # factor to the next budget tried; higher is faster to plan, less even
-
-
-@dataclass
-class Sequence:
-    """A prompt and one of its completions, with everything that the loss needs. Log-probs are those
-    of the model's own tokens, which alone are trained."""
-
-    prompt: list[int]
-    completion: list[int]
-    sampler_logps: torch.Tensor  # of the sampler: checks it, and corrects for it (IS_CAP)
-    old_logps: torch.Tensor | None  # of the ratio; None: those of the rollout's first update
-    ref_logps: torch.Tensor | None  # of the reference, for the KL; None if KL_BETA is 0
-    advantage: float
-    own: torch.Tensor  # (T,), bool; False: a token that the task added (turns)
-    weight: float = 0.0  # of each of the model's own tokens in the step's loss
-    # Whether the trainer sampled all sequences of the rollout, with the weights that its first
-    # update trains. If not, the sampler's log-probs are the old ones, and IS_CAP bounds the ratio
-    on_policy: bool = True
-    fresh: bool = False  # whether this one was sampled with the weights that are trained next
-
-    @property
-    def tokens(self):
-        """The number of the model's own tokens."""
-        return int(self.own.sum())
-
-
-def keep_logps(batch, logps):
-    """Keeps the log-probs (N,) of a micro-batch's sequences if they are those of a rollout's first
-    update: for its next updates, which give this rank the same sequences, they are the old ones.
-    For these updates no sequence is fresh."""
-    parts = logps.cpu().split([sequence.tokens for sequence in batch])
-    for sequence, part in zip(batch, parts, strict=True):
-        sequence.fresh = False
-        if sequence.old_logps is None:
-            sequence.old_logps = part
 
 
 def sizes_of(prompts, completions, packs):
@@ -106,11 +69,11 @@ def plan_micro_batches(sizes, world, budget):
     return [batches[i : i + world] for i in range(0, len(batches), world)]
 
 
-def plan_rounds(sequences, packs, rank, world, budget):
-    """Returns this rank's (sequences, is_filler) in each round of plan_micro_batches. All ranks
-    join each round, so a rank without a micro-batch gets a filler."""
-    sizes = sizes_of([s.prompt for s in sequences], [s.completion for s in sequences], packs)
-    filler = replace(min(sequences, key=lambda s: len(s.completion)))  # its loss is multiplied by 0
+def plan_rounds(samples, packs, rank, world, budget):
+    """Returns this rank's (samples, is_filler) in each round of plan_micro_batches. All ranks join
+    each round, so a rank without a micro-batch gets a filler."""
+    sizes = sizes_of([s.prompt for s in samples], [s.ids for s in samples], packs)
+    filler = replace(min(samples, key=lambda s: len(s.ids)))  # its loss is multiplied by 0
     plan = plan_micro_batches(sizes, world, budget)
-    mine = [[sequences[i] for i in batches[rank]] for batches in plan]
+    mine = [[samples[i] for i in batches[rank]] for batches in plan]
     return [(batch or [filler], not batch) for batch in mine]

@@ -1,8 +1,7 @@
 """The messages between processes, as safetensors: ids to score, their log-probs, whole groups.
 
 To score, the ids of one or several groups go to the reference server and their log-probs come back
-(`pack_ids`, `pack_logps`). A `Group` is a prompt and its G completions with everything known about
-them; ranks exchange groups, and workers send theirs to the trainer (`pack_group`). Completions are
+(`pack_ids`, `pack_logps`). Workers send their groups to the trainer (`pack_group`). Completions are
 concatenated without padding, N tokens in all. Nothing is pickled, so a body is only data, and the
 receiver checks it before use.
 """
@@ -11,7 +10,6 @@ import hashlib
 import json
 import math
 import struct
-from dataclasses import dataclass
 
 import numpy as np
 import safetensors.numpy
@@ -19,75 +17,38 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-PROTOCOL = 4  # trainer, server and workers need the same; raise it if routes or blobs change
+from grpo.sample import Group, Sample
+
+PROTOCOL = 5  # trainer, server and workers need the same; raise it if routes or blobs change
 
 KINDS = ("prompt", "completion")
 IDS = [f"{kind}_{what}" for kind in KINDS for what in ("ids", "lengths")] + ["group_sizes"]
 IDS = dict.fromkeys(IDS, torch.int32)  # of a request to score
 TENSORS = {  # of a group
     "prompt_ids": torch.int32,  # (P,)
-    "completion_ids": torch.int32,  # (N,), as sampled; text is never tokenised again
+    "completion_ids": torch.int32,  # (N,)
     "completion_lengths": torch.int32,  # (G,)
-    "sampler_logps": torch.float32,  # (N,), of the policy that sampled, at its temperature
-    "truncated": torch.bool,  # (G,), cut at the length limit, without EOS or a stop string
-    "rewards": torch.float32,  # (G, K), raw, a column for each of reward_names; NaN: not applicable
-    "ref_logps": torch.float32,  # (N,), of the reference model; a rank attaches them
-    "own": torch.bool,  # (N,), False: a token that the task added (turns); absent: all True
+    "logps": torch.float32,  # (N,)
+    "is_model_token": torch.bool,  # (N,); absent: all True
+    "truncated": torch.bool,  # (G,)
+    "rewards": torch.float32,  # (G, K), a column for each of reward_names
 }
-
-
-@dataclass
-class Group:
-    """A prompt and its completions; tensors on the CPU, as above."""
-
-    id: str  # unique in its run; a step trains its groups in the order of their ids
-    run: str
-    policy_version: int  # number of optimiser updates of the policy that sampled
-    item: int  # index of the question in the task's training split
-    sampler: str  # "trainer", or a worker's name
-    outcome: str  # the reward that tells right from wrong
-    skipped: dict  # tally() of the flat groups that the sampler skipped before this one
-    reward_names: list  # K texts
-    prompt_ids: torch.Tensor
-    completion_ids: torch.Tensor
-    completion_lengths: torch.Tensor
-    sampler_logps: torch.Tensor
-    truncated: torch.Tensor
-    rewards: torch.Tensor
-    ref_logps: torch.Tensor | None = None
-    own: torch.Tensor | None = None
-
-    def completions(self, tensor):
-        """Returns the parts of a (N,) tensor: a tensor for each of the G completions."""
-        return list(tensor.split(self.completion_lengths.tolist()))
-
-    def owns(self):
-        """Returns a bool (T,) for each of the G completions: which tokens the model sampled."""
-        everything = torch.ones_like(self.completion_ids, dtype=torch.bool)
-        return self.completions(everything if self.own is None else self.own)
-
-
-METADATA = {name: kind for name, kind in Group.__annotations__.items() if name not in TENSORS}
+METADATA = {"id": str, "run": str, "version": int, "index": int, "sampler": str, "outcome": str}
+METADATA |= {"skipped": dict, "reward_names": list}  # as in Group; K texts
 
 
 # --- Ids to score -----------------------------------------------------------------------
 def pack_ids(groups) -> bytes:
     """Returns the body of POST /score: the ids of K groups, with M completions in all."""
 
-    def joined(name):
-        return np.concatenate([getattr(group, name).numpy() for group in groups])
-
-    def lengths(values):
-        return np.array([len(value) for value in values], dtype=np.int32)
-
     tensors = {
-        "prompt_ids": joined("prompt_ids"),  # the K prompts
-        "prompt_lengths": lengths(group.prompt_ids for group in groups),  # (K,)
-        "completion_ids": joined("completion_ids"),  # (N,)
-        "completion_lengths": joined("completion_lengths"),  # (M,)
-        "group_sizes": lengths(group.completion_lengths for group in groups),  # (K,), sum M
+        "prompt_ids": [id for group in groups for id in group.prompt],  # of the K prompts
+        "prompt_lengths": [len(group.prompt) for group in groups],  # (K,)
+        "completion_ids": [id for group in groups for id in group.ids],  # (N,)
+        "completion_lengths": [len(s.ids) for group in groups for s in group.samples],  # (M,)
+        "group_sizes": [len(group.samples) for group in groups],  # (K,), sum M
     }
-    return safetensors.numpy.save(tensors)
+    return safetensors.numpy.save({name: np.array(x, np.int32) for name, x in tensors.items()})
 
 
 def unpack_ids(body, *, vocab_size, max_tokens):
@@ -142,31 +103,55 @@ def pack_logps(logps) -> bytes:
 def unpack_logps(body, groups):
     """Returns the log-probs (N,) of each group, in order. Raises ValueError if they don't fit."""
     _, tensors = read_blob(body, "of log-probs", {"logps": torch.float32})
-    logps, sizes = tensors["logps"], [len(group.completion_ids) for group in groups]
+    logps, sizes = tensors["logps"], [len(group.ids) for group in groups]
     fit = logps.shape == (sum(sizes),) and logps.isfinite().all()
     require(fit, f"the answer must be {sum(sizes)} finite log-probs")
     return list(logps.split(sizes))
 
 
 # --- Groups ---------------------------------------------------------------------------
-def pack_group(group: Group) -> bytes:
-    """Returns the group as one safetensors blob."""
-    fields = vars(group)  # not asdict, which copies every tensor with its whole storage
-    tensors = {k: fields[k].contiguous().numpy() for k in TENSORS if fields[k] is not None}
-    meta = {"protocol": PROTOCOL} | {k: fields[k] for k in METADATA}
+def pack_group(group) -> bytes:
+    """Returns a worker's Group as one safetensors blob."""
+    samples, names = group.samples, list(group.samples[0].rewards)
+    masks = [sample.is_model_token or [True] * len(sample.ids) for sample in samples]
+    tensors = {
+        "prompt_ids": np.array(group.prompt, np.int32),
+        "completion_ids": np.array(group.ids, np.int32),
+        "completion_lengths": np.array([len(sample.ids) for sample in samples], np.int32),
+        "logps": np.array([p for sample in samples for p in sample.logps], np.float32),
+        "is_model_token": np.array([holds for mask in masks for holds in mask]),
+        "truncated": np.array([sample.truncated for sample in samples]),
+        "rewards": np.array([[s.rewards[name] for name in names] for s in samples], np.float32),
+    }
+    if tensors["is_model_token"].all():
+        del tensors["is_model_token"]
+    meta = {"protocol": PROTOCOL, "reward_names": names}
+    meta = {name: getattr(group, name, None) for name in METADATA} | meta
     return safetensors.numpy.save(tensors, {"grpo": json.dumps(meta)})  # a third of torch's time
 
 
-def unpack_group(body) -> Group:
-    """Returns the checked Group in a blob. Raises ValueError with the reason if it is malformed."""
-    meta, tensors = read_blob(body, "with a group in it", TENSORS, optional={"ref_logps", "own"})
-    current = meta.get("protocol") == PROTOCOL
+def unpack_group(body):
+    """Returns the checked Group in a blob, without its item. Raises ValueError with the reason if
+    the blob is malformed."""
+    meta, tensors = read_blob(body, "with a group in it", TENSORS, optional={"is_model_token"})
+    current = meta.pop("protocol", None) == PROTOCOL
     require(current, f"the protocol must be {PROTOCOL}: update the older side")
     for name, kind in METADATA.items():
         require(type(meta.get(name)) is kind, f"{name} must be of the type {kind.__name__}")
-    group = Group(**{name: meta[name] for name in METADATA}, **tensors)
-    check_group(group)
-    return group
+    check_group(meta, tensors)
+    names, lengths = meta.pop("reward_names"), tensors["completion_lengths"].tolist()
+    ids, logps = (
+        [part.tolist() for part in tensors[name].split(lengths)]
+        for name in ("completion_ids", "logps")
+    )
+    samples = list(map(Sample, ids, logps, tensors["truncated"].tolist()))
+    for sample, row in zip(samples, tensors["rewards"].tolist(), strict=True):
+        sample.rewards = dict(zip(names, row, strict=True))
+    if "is_model_token" in tensors:
+        for sample, mask in zip(samples, tensors["is_model_token"].split(lengths), strict=True):
+            sample.is_model_token = None if mask.all() else mask.tolist()
+    facts = {name: meta[name] for name in METADATA if name in meta}
+    return Group(item=None, prompt=tensors["prompt_ids"].tolist(), samples=samples, **facts)
 
 
 def read_blob(blob, what, dtypes, optional=frozenset()):
@@ -199,25 +184,27 @@ def is_count(x):
     return type(x) in (int, float) and abs(x) < 1 << 53
 
 
-def check_group(g):
-    """Raises ValueError with the reason if the group's fields do not fit one another."""
-    check_parts("completion", g.completion_ids, g.completion_lengths)
-    texts, numbers = [*g.reward_names, *g.skipped], g.skipped.values()
-    kinds = all(type(x) is str for x in texts) and all(map(is_count, numbers))
-    require(kinds, "reward_names must be texts, and skipped numbers by name")
-    require(g.policy_version >= 0, f"policy_version must be 0 or more, got {g.policy_version}")
-    require(g.outcome in g.reward_names, f"outcome must be one of reward_names, got {g.outcome!r}")
-    G, N = len(g.completion_lengths), len(g.completion_ids)
-    shapes = {"sampler_logps": (N,), "ref_logps": (N,), "own": (N,)}
-    shapes |= {"truncated": (G,), "rewards": (G, len(g.reward_names))}
+def check_group(meta, tensors):
+    """Raises ValueError with the reason if the parts of a group's blob do not fit one another."""
+    lengths, names, skipped = tensors["completion_lengths"], meta["reward_names"], meta["skipped"]
+    check_parts("completion", tensors["completion_ids"], lengths)
+    kinds = all(type(x) is str for x in [*names, *skipped]) and all(map(is_count, skipped.values()))
+    unique = kinds and len(set(names)) == len(names)
+    require(unique, "reward_names must be different texts, and skipped numbers by name")
+    require(meta["version"] >= 0, f"version must be 0 or more, got {meta['version']}")
+    require(meta["outcome"] in names, f"outcome must be in reward_names, got {meta['outcome']!r}")
+    G, N = len(lengths), len(tensors["completion_ids"])
+    shapes = {"logps": (N,), "is_model_token": (N,), "truncated": (G,), "rewards": (G, len(names))}
     for name, shape in shapes.items():
-        if (tensor := getattr(g, name)) is not None:  # ref_logps and own may be missing
+        if (tensor := tensors.get(name)) is not None:  # is_model_token may be missing
             require(tensor.shape == shape, f"{name} must be {shape}, got {tuple(tensor.shape)}")
             # A NaN reward does not apply
             bad = tensor.isinf() if name == "rewards" else ~tensor.isfinite()
             require(not bad.any(), f"{name} must be finite")
-    ends = all(own[0] and own[-1] for own in g.owns())
-    require(ends, "a completion must begin and end with a token that the model sampled")
+    if "is_model_token" in tensors:
+        masks = tensors["is_model_token"].split(lengths.tolist())
+        ends = all(mask[0] and mask[-1] for mask in masks)
+        require(ends, "a completion must begin and end with a token that the model sampled")
 
 
 def sha256_of(path) -> str:

@@ -4,14 +4,14 @@ import contextlib
 from types import SimpleNamespace
 
 import torch
-from helpers import make_group
 from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
 from grpo.constants import Constants
+from grpo.sample import Group, Sample
 from grpo.sampling.policy import load_policy
 from grpo.sampling.rollout import sampled_and_rewarded
-from grpo.sampling.sampler import Completion, next_prompts
+from grpo.sampling.sampler import next_prompts
 from grpo.sampling.task import Recipe
 from grpo.training.metrics import Clock
 from grpo.training.resume import Progress
@@ -19,20 +19,18 @@ from grpo.training.start import NoWorkers
 
 
 def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), **changes):
-    """-> a wire Group with these rewards (G, 2)."""
-    tokens = sum(lengths)
-    fields = {"id": "000000-0000-0000", "run": "test", "policy_version": 0, "item": 0}
-    fields |= {"outcome": "correctness", "skipped": {}, "reward_names": ["correctness", "format"]}
-    fields |= {"rewards": torch.tensor(rewards), "truncated": torch.tensor(truncated)}
-    fields["prompt_ids"] = torch.tensor([5, 6], dtype=torch.int32)
-    fields["completion_ids"] = torch.arange(10, 10 + tokens, dtype=torch.int32)
-    fields["sampler_logps"] = -torch.arange(1, tokens + 1, dtype=torch.float32)
-    return make_group(lengths, **fields | {"ref_logps": -torch.ones(tokens)} | changes)
+    """-> a Group whose samples have these rewards: (correctness, format) for each."""
+    first, samples = 0, []
+    for pair, size, cut in zip(rewards, lengths, truncated):
+        numbers = range(first, first := first + size)
+        ids, logps = [10 + n for n in numbers], [-1.0 - n for n in numbers]
+        named = dict(zip(NAMES, pair, strict=True))
+        samples.append(Sample(ids, logps, cut, rewards=named, ref_logps=[-1.0] * size))
+    fields = {"index": 0, "item": {"question": "?"}, "prompt": [5, 6], "id": "000000-0000-0000"}
+    return Group(samples=samples, **fields | changes)
 
 
 NAMES = {"correctness": 2.0, "format": 1.0}
-NAMED = {"id": "a", "run": "r", "version": 0, "sampler": "trainer"}  # of make_group
-NAMED |= {"outcome": "correctness", "skipped": {}}
 GSIZE = 2  # of the groups of a FakeEngine
 MIXED = [(1.0, -1.0), (-1.0, -1.0)]
 ALL_WRONG = [(-1.0, 1.25), (-1.0, -1.0)]  # differs in format alone
@@ -88,7 +86,7 @@ class FakeEngine:
             self.most = max(self.most, len(running))
             if not running:
                 return
-            whole, cut = Completion([7, 2], [-1.0, -2.0], False), Completion([7], [-1.0], True)
+            whole, cut = Sample([7, 2], [-1.0, -2.0], False), Sample([7], [-1.0], True)
             yield running.pop(0)[0], [whole, cut][:group_size]
 
     def follow(self, step):

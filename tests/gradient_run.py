@@ -16,6 +16,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
 from grpo.loss import linear_logps, token_weights
+from grpo.sample import Sample
 from grpo.sampling.policy import load_policy
 from grpo.training.checks import settled
 from grpo.training.engine import make_engine
@@ -41,11 +42,11 @@ def make_rows(policy, loss_type):
             hidden, ids = model([prompt], [completion])
             logps = linear_logps(hidden, model.head, ids, vocab_size=policy.vocab_size)
         noise = torch.randn(3, len(completion), generator=draw) * 0.3
-        names = ("ref_logps", "old_logps", "sampler_logps")
-        noisy = dict(zip(names, logps + noise, strict=True))
-        advantage, own = (-1.0) ** i * (1 + i), torch.ones(len(completion), dtype=torch.bool)
-        rows.append(trainer.Sequence(prompt, completion, advantage=advantage, own=own, **noisy))
-    lengths = torch.tensor([len(row.completion) for row in rows])
+        names = ("ref_logps", "old_logps", "logps")
+        noisy = dict(zip(names, (logps + noise).tolist(), strict=True))
+        advantage = (-1.0) ** i * (1 + i)
+        rows.append(Sample(completion, prompt=prompt, advantage=advantage, **noisy))
+    lengths = torch.tensor([len(row.ids) for row in rows])
     sizes = {"sequences": 7, "tokens": int(lengths.sum()), "max_completion_tokens": 32}
     weights = token_weights(lengths, loss_type=loss_type, **sizes)
     for row, weight in zip(rows, weights.tolist(), strict=True):
@@ -58,7 +59,7 @@ def plain_gradient(policy, rows):
     c = settled(trainer.DEFAULTS, {"FUSED_LOSS": False})
     model = CompletionModel(policy.model)
     model.packs = False
-    hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
+    hidden, ids = model([row.prompt for row in rows], [row.ids for row in rows])
     loss, _ = trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size)
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     return torch.cat([g.flatten() for g in gradient])
@@ -70,7 +71,7 @@ def bad_steps(engine, policy):
     result, c = [], settled(trainer.DEFAULTS, {"LEARNING_RATE": 1e-2})
     for value in (torch.nan, torch.inf, 0.0, 0.0):
         rows = make_rows(policy, "grpo")
-        rows[3].ref_logps = rows[3].ref_logps + value
+        rows[3].ref_logps = [p + value for p in rows[3].ref_logps]
         before = [p.clone() for p in policy.model.parameters()]
         run = SimpleNamespace(engine=engine, policy=policy, c=c, clock=Clock())
         run.sizes = SimpleNamespace(micro_batch_tokens=8_192)

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from grpo.wire import Group
+from grpo.sample import Group, Sample
 
 VOCAB = 395  # the tiny tokenizer's
 LIMITS = {"vocab_size": VOCAB, "max_tokens": 256}
@@ -15,24 +15,18 @@ LIMITS = {"vocab_size": VOCAB, "max_tokens": 256}
 
 def make_group(lengths=(3, 1, 2), *, seed=0, prompt=4, **changes):
     """-> a random valid Group with completions of these lengths; `changes` replace its fields."""
-    draw, tokens = torch.Generator().manual_seed(seed), sum(lengths)
-    fields = {
-        "id": f"group-{seed:03d}",
-        "run": "run",
-        "policy_version": 7,
-        "item": 3,
-        "sampler": "trainer",
-        "outcome": "correct",
-        "skipped": {"groups": 2, "reward_format": -0.5},
-        "reward_names": ["correct", "format"],
-        "prompt_ids": torch.randint(0, VOCAB, (prompt,), generator=draw, dtype=torch.int32),
-        "completion_ids": torch.randint(0, VOCAB, (tokens,), generator=draw, dtype=torch.int32),
-        "completion_lengths": torch.tensor(lengths, dtype=torch.int32),
-        "sampler_logps": -torch.rand(tokens, generator=draw),
-        "truncated": torch.rand(len(lengths), generator=draw) < 0.5,
-        "rewards": torch.rand(len(lengths), 2, generator=draw),
-    }
-    return Group(**fields | changes)
+    draw, samples = torch.Generator().manual_seed(seed), []
+    ids = lambda size: torch.randint(0, VOCAB, (size,), generator=draw).tolist()
+    numbers = lambda size: torch.rand(size, generator=draw).tolist()
+    prompt = ids(prompt)
+    for size in lengths:
+        truncated, *rewards = numbers(3)
+        named = dict(zip(("correct", "format"), rewards, strict=True))
+        logps = [-p for p in numbers(size)]
+        samples.append(Sample(ids(size), logps, truncated < 0.5, rewards=named))
+    facts = {"id": f"group-{seed:03d}", "run": "run", "version": 7, "outcome": "correct"}
+    facts |= {"skipped": {"groups": 2, "reward_format": -0.5}}
+    return Group(3, None, prompt, samples, **facts | changes)
 
 
 class Replies:

@@ -18,7 +18,7 @@ INFO = {"model": "theirs", "dtype": "float32"}
 
 def answer(groups, info=INFO):
     """-> the server's reply to POST /score."""
-    body = pack_logps(-torch.rand(sum(len(group.completion_ids) for group in groups)))
+    body = pack_logps(-torch.rand(sum(len(group.ids) for group in groups)))
     return reply(200, body, headers=f"X-Info: {json.dumps(info)}\r\n")
 
 

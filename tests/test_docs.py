@@ -1,8 +1,8 @@
 """Docs and code have the same constants, metrics, routes, files, links and commands."""
 
 import ast
-import dataclasses
 import itertools
+import pickle
 import re
 import subprocess
 from pathlib import Path
@@ -13,7 +13,8 @@ from documents import TEXT, code_words
 
 import grpo_ref_split as trainer
 from grpo.constants import names_of, read_preset
-from grpo.wire import IDS, TENSORS, Group, pack_group, pack_ids, pack_logps
+from grpo.sample import Group, Sample
+from grpo.wire import IDS, TENSORS, pack_group, pack_ids, pack_logps
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("grpo_ref_split.py", "ref_server.py")
@@ -176,7 +177,7 @@ def test_each_line_of_algorithm_1_is_where_the_docs_say():
         assert names <= defined, number
         own = names & sources.keys()
         assert not own or any(int(number) in lines_named(sources[name]) for name in own), number
-    assert lines_named(sources["train"]) == [4, 5, 7, 8, 6, 9, 10, 11]
+    assert lines_named(sources["train"]) == [4, 5, 7, 8, 9, 6, 10, 11]
     assert lines_named(sources["end_rollout"]) == [2, 3]
 
 
@@ -213,13 +214,13 @@ def test_what_travels_in_a_step_is_what_the_wire_packs():
     sizes = re.search(r"for (\d+) groups of (\d+) completions,.* (\d+) tokens .* (\d+):", text)
     n, G, P, T = map(int, sizes.groups())
     assert (n, G) == (trainer.DEFAULTS["PROMPTS_PER_STEP"], trainer.DEFAULTS["GROUP_SIZE"])
-    ids, logps = torch.ones(G * T, dtype=torch.int32), torch.zeros(G * T)
-    group = Group(
-        "id", "run", 0, 0, "trainer", "a", {}, ["a", "b"], ids[:P], ids, torch.full((G,), T).int(),
-        logps, torch.zeros(G, dtype=torch.bool), torch.zeros(G, 2),
-    )  # fmt: skip
+    rewards = {"a": 0.0, "b": 1.0}
+    samples = [Sample([100_000] * T, [-1.0] * T, rewards=rewards) for _ in range(G)]
+    group = Group(0, None, [100_000] * P, samples, id="id", run="run", outcome="a")
+    logps = torch.full((G * T,), -1.0)
     bodies = [pack_ids([group]), pack_logps(logps), pack_group(group)]
-    bodies.append(pack_group(dataclasses.replace(group, ref_logps=logps)))
+    group.take_ref_logps(logps)
+    bodies.append(pickle.dumps(group))
     documented = [row[-1] for row in rows(text, "## What travels in a step")[1:]]
     assert documented == [f"{n * len(body) / 1e6:.2f} MB" for body in bodies]
 

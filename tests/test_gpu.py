@@ -74,7 +74,7 @@ def serve(folder, _):
     group = a_group([[0.0, 0.0]] * 2)
     request = ref_server.Request(unpack_ids(pack_ids([group]), **reference.limits))
     (logps,) = reference.score([request])
-    assert len(logps) == len(group.completion_ids)
+    assert len(logps) == len(group.ids)
 
 
 def begin_the_demo(_, scratch):

@@ -74,8 +74,8 @@ def test_a_worker_does_not_favour_short_completions(tmp_path):
     worker.start()
     for step in range(STEPS):
         groups = workers.take(step)
-        trained += [n for group in groups for n in group.completion_lengths.tolist()]
-        ages += [step - group.policy_version for group in groups]
+        trained += [len(sample.ids) for group in groups for sample in group.samples]
+        ages += [step - group.version for group in groups]
         workers.publish(step + 1)
     end(workers)
     worker.join(30)

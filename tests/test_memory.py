@@ -177,7 +177,7 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
     sizes = {"SAMPLE_BATCH": 64, "EVAL_BATCH": 64} if fails else {}  # else "auto", too
 
     def batch_loss(c, hidden, head, ids, batch, vocab_size):
-        mine, length = tried[ranks.get_rank()], len(batch[-1].completion)
+        mine, length = tried[ranks.get_rank()], len(batch[-1].ids)
         if length == 16:  # then one of short completions follows
             mine.append(len(batch))
             if ranks.get_rank() and len(mine) <= fails:

@@ -16,9 +16,9 @@ import ref_server
 from grpo import models
 from grpo.merge import merge
 from grpo.models import check_context, load_model, load_tokenizer, prompt_ids
+from grpo.sample import Sample
 from grpo.sampling import policy as policy_module
 from grpo.sampling.policy import load_policy, make_policy
-from grpo.sampling.sampler import Completion
 
 
 def test_a_chat_is_templated_once_and_a_role_it_does_not_know_is_folded_in(tiny):
@@ -102,8 +102,8 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny):
     policy = load_policy(str(tiny), tokenizer, "float32")
     assert tokenizer.eos_token_id in policy.eos_ids
     assert policy.vocab_size < policy.model.get_input_embeddings().weight.shape[0]
-    ended = Completion([40, 41, tokenizer.eos_token_id], [-1.0] * 3, truncated=False)
-    cut = Completion([40, 41], [-1.0] * 2, truncated=True)
+    ended = Sample([40, 41, tokenizer.eos_token_id], [-1.0] * 3, truncated=False)
+    cut = Sample([40, 41], [-1.0] * 2, truncated=True)
     assert policy.text(ended) == policy.text(cut) == tokenizer.decode([40, 41])
     tokenizer.add_tokens([f"new{i}" for i in range(50)])
     with pytest.raises(SystemExit, match="embeddings.*ids"):

@@ -80,7 +80,7 @@ def test_micro_batches_are_of_one_size():
 def rows_of(ids):
     """-> the rows of groups of two, each with a prompt of its own."""
     groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=id) for id in ids]
-    rows = trainer.make_sequences(a_recipe(), groups, 0)
+    rows = trainer.samples_to_train(a_recipe(), groups, 0)
     for number, row in enumerate(rows):
         row.prompt = [number // 2]
     return rows
@@ -101,5 +101,5 @@ def test_a_rank_without_sequences_takes_part_with_one_that_does_not_count():
     for rank, counts in enumerate([True, True, True, False]):
         ((batch, is_filler),) = plan_rounds(rows, True, rank, 4, 8)
         assert is_filler != counts and len(batch) == 1
-    assert len(batch[0].completion) == 1  # the shortest, and a copy: its old log-probs are its own
+    assert len(batch[0].ids) == 1  # the shortest, and a copy: its old log-probs are its own
     assert all(batch[0] is not row for row in rows)

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from fakes import (
     ALL_RIGHT,
     ALL_WRONG,
     MIXED,
-    NAMED,
     FakeEngine,
     a_group,
     a_recipe,
@@ -25,9 +25,8 @@ from fakes import (
 )
 
 import grpo_ref_split as trainer
+from grpo.sample import Group, Sample
 from grpo.sampling import rollout
-from grpo.sampling.rollout import make_group
-from grpo.sampling.sampler import Completion
 from grpo.stop import TooLong, stop
 from grpo.training import metrics as metrics_module
 from grpo.training import report
@@ -35,17 +34,18 @@ from grpo.training.ranks import RunFailed
 from grpo.training.resume import Progress
 from grpo.training.start import NoWorkers
 from grpo.training.workers import Workers
+from grpo.wire import pack_group, unpack_group
 
 
 class Reference:
     """Answers with what `score` gives of a group. As the server's: it may do so at any time."""
 
-    def __init__(self, score=lambda group: -group.completion_ids.float()):
+    def __init__(self, score=lambda group: -torch.tensor(group.ids).float()):
         self.score, self.asked = score, []
 
     def logps(self, group):
         answer = Future()
-        self.asked.append(group.item)
+        self.asked.append(group.index)
         try:
             answer.set_result(self.score(group))
         except RuntimeError as error:
@@ -70,8 +70,8 @@ def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **
 def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(alone):
     outcomes, prompts = [MIXED, ALL_WRONG, MIXED, MIXED, MIXED], [None] * 10
     groups, metrics, _ = take_step(outcomes, step=4, prompts=prompts)
-    assert [g.item for g in groups] == [0, 2, 3, 4]  # two rounds
-    assert {(g.policy_version, g.sampler, g.run) for g in groups} == {(4, "trainer", "run")}
+    assert [g.index for g in groups] == [0, 2, 3, 4]  # two rounds
+    assert {(g.version, g.sampler) for g in groups} == {(4, "trainer")}
     assert metrics["groups_sampled"] == 5 and metrics["frac_outcome_zero_std"] == 1 / 5
     assert metrics["accuracy"] == 4 / 10 and metrics["completions/clipped_ratio"] == 1 / 2
     assert metrics["completions/mean_length"] == 1.5 and metrics["tokens_sampled"] == 15
@@ -125,7 +125,7 @@ def test_flat_groups_are_trained_when_asked(alone, skip, trained):
     equal, engine = [(1.0, -1.0), (-1.0, 3.0)], FakeEngine()  # 2 x correctness + format
     outcomes = [ALL_WRONG, equal, ALL_RIGHT, *[MIXED] * 9]
     groups, metrics, _ = take_step(outcomes, engine=engine, SKIP_FLAT_GROUPS=skip)
-    assert [g.item for g in groups][:3] == trained and engine.asked[0] == 3
+    assert [g.index for g in groups][:3] == trained and engine.asked[0] == 3
     assert metrics["frac_reward_zero_std"] == 1 / metrics["groups_sampled"]
     assert skip or len(groups) == 3
 
@@ -155,9 +155,10 @@ def test_the_references_log_probs_come_with_the_groups_that_are_trained(alone, t
     logged all the same."""
     reference, outcomes = Reference(), [MIXED, ALL_WRONG, MIXED, MIXED]
     groups, _, sampled = take_step(outcomes, reference=reference)
-    assert [g.item for g in groups] == reference.asked == [0, 2, 3]
-    assert all(group.ref_logps.tolist() == [-7, -2, -7] for group in groups)
-    assert [(g.item, g.ref_logps is None) for g in sampled] == list(enumerate([0, 1, 0, 0]))
+    assert [g.index for g in groups] == reference.asked == [0, 2, 3]
+    assert all([s.ref_logps for s in g.samples] == [[-7, -2], [-7]] for g in groups)
+    unscored = [(g.index, g.samples[0].ref_logps is None) for g in sampled]
+    assert unscored == list(enumerate([0, 1, 0, 0]))
     ids = [g.id for g in groups]
     assert ids == sorted(ids)  # the same order on every rank
     assert samples_of(tmp_path, sampled[1], a_recipe(prompts_of(outcomes)))[0]["flat"]  # 1 of 4
@@ -174,22 +175,22 @@ def test_a_reference_that_fails_ends_the_step_on_all_ranks(alone):
 
 def samples_of(folder, group, recipe, number=9):
     """-> what a run logs of the group, as its first step's."""
-    tokenizer = SimpleNamespace(decode=lambda ids: str(ids.tolist()))
+    tokenizer = SimpleNamespace(decode=str)
     policy = SimpleNamespace(tokenizer=tokenizer)
     run = a_run(recipe.others(SAMPLES_PER_STEP=number), policy=policy)
-    report.RunFolder(folder).log_samples(run, group, trainer.advantages_of(recipe, group).tolist())
+    trainer.set_advantages(recipe, [group])
+    report.RunFolder(folder).log_samples(run, group)
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
 def test_samples_are_the_best_and_the_worst_of_a_group_with_all_that_is_known(alone, tmp_path):
-    group = a_group(
-        [[-1.0, 0.0], [-1.0, 1.25], [1.0, 1.25], [1.0, -1.0]], lengths=(1, 2, 1, 3),
-        truncated=(False, False, True, False), policy_version=3,
-    )  # fmt: skip
     item = {"question": "Why?", "numbers": [1, 2], "tree": {1, 2}, "nan": math.nan}
     item |= {"answer": Decimal(42), "count": np.int64(42)}
-    recipe = a_recipe([(0, item, [5, 6])])
-    best, worst, other = samples_of(tmp_path, group, recipe, number=3)
+    group = a_group(
+        [[-1.0, 0.0], [-1.0, 1.25], [1.0, 1.25], [1.0, -1.0]], lengths=(1, 2, 1, 3),
+        truncated=(False, False, True, False), version=3, item=item,
+    )  # fmt: skip
+    best, worst, other = samples_of(tmp_path, group, a_recipe(), number=3)
     assert [sample["number"] for sample in (best, worst, other)] == [2, 0, 3]
     assert best.pop("time") and best.pop("advantage") > 0 > worst["advantage"]
     assert best == {
@@ -218,17 +219,18 @@ def test_a_step_without_anything_to_train_is_logged_also_where_the_outcome_appli
     assert run.idle_reason in capsys.readouterr().out and "0.75" in run.idle_reason
 
 
-FLAT = (None, [Completion([7, 7, 7, 2], [-1.0] * 4, False)], [{"correctness": 1, "format": 0.5}])
+LONG = Sample([7, 7, 7, 2], [-1.0] * 4, rewards={"correctness": 1, "format": 0.5})
+FLAT = Group(0, None, [5], [LONG])
 
 
 def a_workers(number, *, version=0):
     """-> groups as a worker hands them over; the first comes with the tally of a flat one."""
     groups = []
     for i in range(number):
-        ids = {"id": f"worker-{version}-{i}", "policy_version": version, "sampler": "worker"}
+        ids = {"id": f"worker-{version}-{i}", "version": version, "sampler": "worker"}
         ids["skipped"] = rollout.tally(a_recipe(), FLAT) if i == 0 else {}
         rewards = [[1.0, -1.0], [-1.0, -1.0]]
-        groups.append(a_group(rewards, run="run", item=90 + i, ref_logps=None, **ids))
+        groups.append(a_group(rewards, run="run", index=90 + i, **ids))
     return groups
 
 
@@ -248,14 +250,14 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
     groups, metrics, sampled = take_step(
         [MIXED] * 9, step=3, engine=engine, reference=reference, **theirs
     )
-    assert sorted(g.item for g in groups) == [0, 90, 91] and engine.asked == [1, 0]
-    assert [g.item for g in sampled] == [0, 90, 91]
+    assert sorted(g.index for g in groups) == [0, 90, 91] and engine.asked == [1, 0]
+    assert [g.index for g in sampled] == [0, 90, 91]
     assert reference.asked == [90, 91, 0]  # theirs are scored while the rest is sampled
     # and the flat group that the worker left out counts too
     assert metrics["groups_sampled"] == 4 and metrics["frac_outcome_zero_std"] == 1 / 4
     assert metrics["completions/mean_length"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
-    rows = trainer.make_sequences(a_recipe(), groups, 3)
+    rows = trainer.samples_to_train(a_recipe(), groups, 3)
     assert not any(row.on_policy for row in rows)
 
 
@@ -282,7 +284,7 @@ def test_a_reward_may_have_any_name(alone):
     assert result["eval_accuracy"] == 1 and result["eval_completion_tokens"] == 2
     assert result["eval_positive_accuracy"] == 1 and result["eval_positive_tokens"] == 0
     (group,) = sampled(engine, recipe, prompts_of([MIXED]))
-    metrics = metrics_of(recipe, make_group(group, **NAMED | {"outcome": "accuracy"}))
+    metrics = metrics_of(recipe, group)
     assert metrics["accuracy"] == 1 and metrics["rewards/accuracy/mean"] == 1
     assert metrics["completions/mean_length"] == 1.5 and metrics["rewards/tokens/mean"] == -1
 
@@ -312,12 +314,12 @@ def test_an_evaluation_begins_no_more_questions_once_the_run_is_to_stop(alone, m
     assert metrics_module.evaluate(engine, 0, recipe, questions) == {} and engine.settings
 
 
-def test_a_group_counts_the_same_before_and_after_the_wire():
+def test_a_workers_group_counts_the_flat_ones_before_it(alone):
     recipe = a_recipe()
     for outcome in (MIXED, ALL_WRONG, ALL_RIGHT):
         (group,) = sampled(FakeEngine(), recipe, prompts_of([outcome]))
-        before = rollout.tally(recipe, group)
-        assert rollout.tally_of(recipe, make_group(group, **NAMED)) == before
-        twice = {name: 2 * value for name, value in before.items()}
-        skipped = make_group(group, **NAMED | {"skipped": before})
-        assert rollout.tally_of(recipe, skipped) == twice
+        group.outcome, group.skipped = "correctness", rollout.tally(recipe, group)
+        found = metrics_of(recipe, unpack_group(pack_group(group)))
+        group.skipped = {}
+        two = metrics_module.rollout_metrics(a_run(recipe), Counter(), [group, group])
+        assert found == two and found["groups_sampled"] == 2

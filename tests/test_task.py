@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fakes import NAMED, PROMPT, FakeEngine, a_recipe, sampled
+from fakes import PROMPT, FakeEngine, a_recipe, sampled
 from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
 from grpo.sampling import policy
 from grpo.sampling.prepare import preview
-from grpo.sampling.rollout import make_group
 from grpo.sampling.task import (
     TaskError,
     ids_of,
@@ -88,16 +87,16 @@ def test_questions_may_come_one_by_one_and_options_reach_the_chat_template(tiny)
 def rewarded(rewards):
     """-> the rewards of a group of two, each of which a task "mine" gave."""
     task = SimpleNamespace(rewards=lambda item, text: rewards(text))
-    return sampled(FakeEngine(), a_recipe(task=task, TASK="mine"), [PROMPT])[0]
+    (group,) = sampled(FakeEngine(), a_recipe(task=task, TASK="mine"), [PROMPT])
+    return [sample.rewards for sample in group.samples]
 
 
 @pytest.mark.parametrize("kind", [bool, np.bool_, int, np.float32, np.array, torch.tensor])
 def test_a_reward_may_be_a_truth_or_any_librarys_number(kind):
     """`return {"correctness": answer == gold, ...}` is what comes to mind first."""
-    group = rewarded(lambda text: {"correctness": kind(text == "first"), "format": kind(False)})
-    assert group[2] == [{"correctness": 1.0, "format": 0.0}, {"correctness": 0.0, "format": 0.0}]
-    assert {type(value) for r in group[2] for value in r.values()} == {float}
-    assert make_group(group, **NAMED).rewards.tolist() == [[1, 0], [0, 0]]
+    given = rewarded(lambda text: {"correctness": kind(text == "first"), "format": kind(False)})
+    assert given == [{"correctness": 1.0, "format": 0.0}, {"correctness": 0.0, "format": 0.0}]
+    assert {type(value) for r in given for value in r.values()} == {float}
 
 
 VALUES = ["1", math.nan, [1.0], np.ones(1), np.float32("inf"), 1e39, -1e39, -math.inf, 10**400]
@@ -117,7 +116,7 @@ def test_a_reward_that_is_no_number_or_of_another_name_is_refused_with_what_it_w
 
 def test_a_reward_may_be_as_large_as_the_wire_can_hold():
     small = {"correctness": 1.0, "format": -1e29}
-    assert rewarded(lambda text: small)[2] == [small] * 2
+    assert rewarded(lambda text: small) == [small] * 2
 
 
 def judged(texts=("first", "second"), **task):

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import NAMED, a_group, a_recipe, move, sampled, tiny_policy
+from fakes import a_group, a_recipe, move, sampled, tiny_policy
 
 import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
-from grpo.packing import keep_logps
 from grpo.proof import TILT, check_reference, check_sampler
-from grpo.sampling.rollout import make_group
+from grpo.sample import keep_logps
 from grpo.training import checkpoint, report
 from grpo.training.metrics import TokenStats, with_kl
 from grpo.training.resume import Progress
@@ -23,27 +22,30 @@ MIXED = [[1.0, -1.0], [-1.0, -1.0]]
 
 
 def rows_of(*groups, step=0, **constants):
-    return trainer.make_sequences(a_recipe(**constants), groups, step)
+    recipe = a_recipe(**constants)
+    trainer.set_advantages(recipe, groups)
+    return trainer.samples_to_train(recipe, groups, step)
 
 
 def advantages_of(group, **constants):
-    return trainer.advantages_of(a_recipe(**constants), group).tolist()
+    trainer.set_advantages(a_recipe(**constants), [group])
+    return [sample.advantage for sample in group.samples]
 
 
 # --- Rows --------------------------------------------------------------------------
 def test_rows_by_hand():
     rows = rows_of(a_group(MIXED), ADVANTAGE_STD=False)
-    assert [row.completion for row in rows] == [[10, 11, 12], [13]]
+    assert [row.ids for row in rows] == [[10, 11, 12], [13]]
     assert [row.prompt for row in rows] == [[5, 6]] * 2
     assert [row.advantage for row in rows] == [2.0, -2.0]  # 1 and -3, less their mean -1
-    assert rows[0].sampler_logps.tolist() == [-1, -2, -3] and rows[1].sampler_logps.tolist() == [-4]
+    assert [row.logps for row in rows] == [[-1, -2, -3], [-4]]
     assert [row.weight for row in rows] == pytest.approx([1 / 6, 1 / 2])  # 1 / (2 sequences x T)
 
 
 def test_truncated_rows_count_in_the_mean_and_are_not_trained():
     group = a_group(MIXED, truncated=(True, False))
     (row,) = rows_of(group, ADVANTAGE_STD=False)
-    assert row.completion == [13] and row.advantage == -2.0
+    assert row.ids == [13] and row.advantage == -2.0
     assert row.weight == pytest.approx(1 / 2)  # of 2 sequences, the cut one included (as in TRL)
     assert rows_of() == rows_of(a_group(MIXED, truncated=(True, True))) == []  # no 0 / 0
     assert len(rows_of(group, MASK_TRUNCATED=False)) == 2
@@ -60,8 +62,8 @@ def test_advantages_are_of_the_rewards_that_apply():
 
 def test_whose_log_probs_are_the_old_ones():
     """On-policy the first update's own, which come for free; of another policy the sampler's."""
-    ours, old = a_group(MIXED, policy_version=5), a_group(MIXED, policy_version=4)
-    theirs = a_group(MIXED, policy_version=5, sampler="worker")
+    ours, old = a_group(MIXED, version=5), a_group(MIXED, version=4)
+    theirs = a_group(MIXED, version=5, sampler="worker")
 
     for row in rows_of(ours, ours, step=5):
         assert row.old_logps is None and row.on_policy and row.fresh
@@ -69,7 +71,7 @@ def test_whose_log_probs_are_the_old_ones():
         for groups in ((ours, other), (other, ours)):
             rows = rows_of(*groups, step=5)
             assert not any(row.on_policy for row in rows)
-            assert all(torch.equal(row.old_logps, row.sampler_logps) for row in rows)
+            assert all(row.old_logps == row.logps for row in rows)
             assert sum(row.fresh for row in rows) == (2 if other is old else 4)
 
 
@@ -79,7 +81,7 @@ def test_a_completion_near_the_limit_has_a_lower_advantage():
     # The first costs 1/2
     short = {"MAX_COMPLETION_TOKENS": 4, "OVERLONG_TOKENS": 2, "ADVANTAGE_STD": False}
     assert advantages_of(group, **short) == [-0.25, 0.25]
-    group.own = torch.tensor([True, True, False, True])  # the task's token costs nothing
+    group.samples[0].is_model_token = [True, False, True]  # the task's token costs nothing
     assert advantages_of(group, **short) == [0, 0]
 
 
@@ -136,7 +138,7 @@ def test_bad_steps_are_kept_and_end_the_run_when_they_follow_each_other(alone, t
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [f"bad_step_00000{step}.json" for step in (3, 4, 5)]
     (first, _) = json.loads((tmp_path / names[0]).read_text())
-    assert first["completion"] == rows[0].completion and first["advantage"] == rows[0].advantage
+    assert first["ids"] == rows[0].ids and first["advantage"] == rows[0].advantage
 
 
 PLAIN = {"KL_BETA": 0, "MASK_TRUNCATED": False}
@@ -150,12 +152,10 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
     )
     prompts = [(i, {"answer": "4"}, [5 + i, 6, 7]) for i in range(32)]
     recipe, torch_seed = a_recipe(task=task, GROUP_SIZE=4), torch.manual_seed(0)
-    groups = [
-        make_group(group, **NAMED)
-        for group in sampled(sampler, recipe.others(TEMPERATURE=temperature), prompts)
-    ]
-    for group in groups:
-        group.sampler_logps += noise * torch.randn(len(group.sampler_logps), generator=torch_seed)
+    groups = sampled(sampler, recipe.others(TEMPERATURE=temperature), prompts)
+    for sample in [sample for group in groups for sample in group.samples]:
+        noises = noise * torch.randn(len(sample.logps), generator=torch_seed)
+        sample.logps = (torch.tensor(sample.logps) + noises).tolist()
     loss, stats = loss_of(policy, rows_of(*groups, **PLAIN), **PLAIN)
     metrics = means_of(loss, stats)
     del metrics["kl"]  # KL_BETA is 0
@@ -164,7 +164,7 @@ def first_update(policy, sampler, *, temperature=1.0, noise=0.0):
 
 def loss_of(policy, rows, **constants):
     model = CompletionModel(policy.model)
-    hidden, ids = model([row.prompt for row in rows], [row.completion for row in rows])
+    hidden, ids = model([row.prompt for row in rows], [row.ids for row in rows])
     c = a_recipe(**constants).c
     return trainer.batch_loss(c, hidden, model.head, ids, rows, policy.vocab_size)
 
@@ -201,7 +201,7 @@ def test_an_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone):
 
 
 def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, alone):
-    policy, own = tiny_policy(tiny), {"KL_BETA": 0, "IS_CAP": 0}  # sampler_logps are made up
+    policy, own = tiny_policy(tiny), {"KL_BETA": 0, "IS_CAP": 0}  # the logps are made up
     rows = rows_of(a_group(MIXED), **own)
     loss, stats = loss_of(policy, rows, **own)
     assert abs(loss.item()) < 1e-6  # the advantages sum to 0, and each sequence weighs the same
@@ -210,7 +210,9 @@ def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, a
     assert all(row.old_logps is None and row.fresh for row in rows)  # a loss changes no sequence
     keep_logps(rows, stats["logps"])
     old = [row.old_logps for row in rows]
-    assert torch.equal(torch.cat(old), stats["logps"]) and not any(row.fresh for row in rows)
+    assert [p for part in old for p in part] == stats["logps"].tolist() and not any(
+        row.fresh for row in rows
+    )
     move(policy.model, 0.05)
     loss, stats = loss_of(policy, rows, **own)
     keep_logps(rows, stats["logps"])
@@ -222,7 +224,8 @@ def test_a_workers_tokens_are_bounded_where_their_probability_grew_too_much(tiny
     """A sampler that found its tokens far less likely than the trainer does: IS_CAP."""
     policy, c = tiny_policy(tiny), a_recipe().c
     group = a_group(MIXED, sampler="worker")
-    group.sampler_logps -= 20  # ratios of e^10 and more
+    for sample in group.samples:
+        sample.logps = [p - 20 for p in sample.logps]  # ratios of e^10 and more
 
     rows = rows_of(group, KL_BETA=0)
     loss, stats = loss_of(policy, rows, KL_BETA=0)

@@ -8,8 +8,7 @@ import torch
 from fakes import MIXED, FakeEngine, a_recipe, prompts_of
 from helpers import call
 
-from grpo.sampling.rollout import make_group
-from grpo.sampling.sampler import Completion
+from grpo.sample import Group, Sample
 from grpo.training.workers import Workers
 from grpo.wire import pack_group
 
@@ -39,7 +38,7 @@ class Policy(FakeEngine):
         return self.model.w.tolist()
 
     def continuation(self, prompt, size):
-        return Completion([3, 4, 5], self.logps([], []), True)
+        return Sample([3, 4, 5], self.logps([], []), True)
 
     def rest(self):
         self.rests += 1
@@ -93,14 +92,14 @@ def publish(workers, version):
     return workers.record
 
 
-def sample_of(workers, number=0, *, version=0, **changes):
+def sample_of(workers, number=0, *, reward_names=("correctness", "format"), ids=(7, 2), **changes):
     """-> the body of a group as a worker would sample it from prompt `number`."""
+    samples = [Sample(list(ids), [-1.0] * len(ids)), Sample([7], [-1.0], True)]
+    for sample, correct in zip(samples, (1.0, -1.0), strict=True):
+        sample.rewards = dict.fromkeys(reward_names, 0.0) | {"correctness": correct}
     prompt = workers.recipe.prompts[number % len(workers.recipe.prompts)]
-    completions = [Completion([7, 2], [-1.0, -2.0], False), Completion([7], [-1.0], True)]
-    rewards = [{"correctness": 1.0, "format": 0.0}, {"correctness": -1.0, "format": 0.0}]
-    names = {"id": f"me-{number}", "run": workers.run, "sampler": "me", "skipped": {}}
-    facts = names | {"version": version, "outcome": "correctness"}
-    group = make_group((prompt, completions, rewards), **facts)
+    facts = {"id": f"me-{number}", "run": workers.run, "sampler": "me", "outcome": "correctness"}
+    group = Group(*prompt, samples, **facts)
     vars(group).update(changes)
     return pack_group(group)
 

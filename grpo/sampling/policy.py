@@ -53,7 +53,7 @@ class Policy:
             yield group
 
     def continuation(self, prompt, size):
-        """Returns a Completion of exactly `size` ids, sampled after the prompt at temperature 1;
+        """Returns a Sample of exactly `size` ids, sampled after the prompt at temperature 1;
         no EOS ends it."""
         ((completion,),) = sample_groups(
             self.model,

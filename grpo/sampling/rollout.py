@@ -1,8 +1,7 @@
-"""Rollouts: samples groups of completions, rewards and counts them, and packs them as wire.Groups.
+"""Rollouts: samples groups of completions, and rewards and counts them.
 
 Ranks and workers sample with a policy: any object with `stream` (as sampler.stream_groups) and
-`text`. A prompt is (index, item, prompt ids), as in Recipe.prompts. A sampled group is (prompt,
-completions, rewards): G sampler.Completions, and for each a dict of floats by reward name.
+`text`. A prompt is (index, item, prompt ids), as in Recipe.prompts.
 """
 
 import contextlib
@@ -14,8 +13,8 @@ from collections import deque
 
 import torch
 
+from grpo.sample import Group
 from grpo.sampling.task import begin_rewards, reward_group, total
-from grpo.wire import Group
 
 
 # --- Prompts ------------------------------------------------------------------------
@@ -41,12 +40,9 @@ class Stream:
 
 # --- Sample and reward --------------------------------------------------------------
 def sampled(policy, recipe, prompts, *, seed):
-    """Yields (prompt, completions, texts) for each of `prompts`, in the order in which the groups
-    end. This iterator is read when there is room for another group; a None means that it has no
-    prompt yet.
-
-    The task gets these texts, each a text or the texts of several turns; the trainer trains on the
-    sampled ids, as re-tokenised text may differ. Raises the errors of stream_turns.
+    """Yields a Group without rewards for each of `prompts`, in the order in which the groups end.
+    `prompts` is read when there is room for another group; a None means that it has no prompt yet.
+    Raises the errors of stream_turns.
     """
     stream = policy.stream
     if recipe.has_turns:
@@ -62,23 +58,29 @@ def sampled(policy, recipe, prompts, *, seed):
         temperature=recipe.c.TEMPERATURE,
         seed=seed,
     )
-    for prompt, completions in groups:
+    for prompt, samples in groups:
         opening = recipe.opening(prompt[2])
-        yield prompt, completions, [c.turns or opening + policy.text(c) for c in completions]
+        for sample in samples:
+            sample.text = sample.text or opening + policy.text(sample)
+        yield Group(*prompt, samples)
 
 
 def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.nullcontext):
-    """Yields a sampled group for each of `prompts`, as `sampled` does. Rewards are computed, or
-    awaited, within `with timed()`; sampling continues if other processes compute them. Raises the
-    errors of reward_group, too."""
-    waiting = deque()  # groups, and the Futures of their rewards
+    """Yields a Group for each of `prompts`, as `sampled` does. Rewards are computed, or awaited,
+    within `with timed()`; sampling continues if other processes compute them. Raises the errors of
+    reward_group, too."""
+    waiting = deque()  # (group, its samples' texts, the Futures of their rewards)
 
-    def finish(prompt, completions, texts, futures):
+    def finish(group, texts, futures):
         with timed():
-            return prompt, completions, reward_group(recipe, prompt[1], texts, futures)
+            rewards = reward_group(recipe, group.item, texts, futures)
+        for sample, given in zip(group.samples, rewards, strict=True):
+            sample.rewards = given
+        return group
 
-    for prompt, completions, texts in sampled(policy, recipe, prompts, seed=seed):
-        waiting.append((prompt, completions, texts, begin_rewards(recipe, prompt[1], texts)))
+    for group in sampled(policy, recipe, prompts, seed=seed):
+        texts = [sample.text for sample in group.samples]
+        waiting.append((group, texts, begin_rewards(recipe, group.item, texts)))
         while waiting and all(future.done() for future in waiting[0][-1]):
             yield finish(*waiting.popleft())
     while waiting:
@@ -118,50 +120,25 @@ def is_flat(values):
     return max(values, default=0) - min(values, default=0) < 1e-6
 
 
-def totals_of(rewards, lengths, weights, *, limit, overlong):
-    """Returns the total rewards (floats) of completions with these lengths: task.total minus a
-    penalty that grows over the last `overlong` tokens from 0 to 1 at the limit (DAPO 2503.14476,
-    eq. 13; TRL's get_soft_overlong_punishment). `overlong` = 0 means no penalty.
-
-    >>> totals_of([{"right": 1.0}] * 3, [8, 10, 12], {"right": 2.0}, limit=12, overlong=4)
-    [2.0, 1.5, 1.0]
-    """
-    beyond = [max(0, n - limit + overlong) / max(1, overlong) for n in lengths]
-    return [total(r, weights) - cost for r, cost in zip(rewards, beyond, strict=True)]
-
-
-def tally(recipe, sampled):
-    """Returns {name: number} of one sampled group, as counts_of; they are added up over groups."""
-    _, completions, rewards = sampled
-    lengths, cut = [c.length for c in completions], [c.truncated for c in completions]
-    return counts_of(recipe, lengths, cut, rewards)
+def totals_of(recipe, group):
+    """Returns the total rewards (floats) of a group's samples: task.total minus a penalty that
+    grows over the last OVERLONG_TOKENS before the limit from 0 to 1 (DAPO 2503.14476, eq. 13; TRL's
+    get_soft_overlong_punishment)."""
+    free = recipe.c.MAX_COMPLETION_TOKENS - recipe.c.OVERLONG_TOKENS
+    beyond = [max(0, sample.length - free) for sample in group.samples]
+    return [
+        total(sample.rewards, recipe.weights) - tokens / max(1, recipe.c.OVERLONG_TOKENS)
+        for sample, tokens in zip(group.samples, beyond, strict=True)
+    ]
 
 
-def tally_of(recipe, group):
-    """Returns the tally of a worker's wire.Group and of zero-variance groups skipped before it."""
-    counts = tally_of_one(recipe, group)
-    return {name: value + group.skipped.get(name, 0) for name, value in counts.items()}
-
-
-def tally_of_one(recipe, group):
-    """Returns the tally of a wire.Group."""
-    lengths, cut = [int(own.sum()) for own in group.owns()], group.truncated.tolist()
-    return counts_of(recipe, lengths, cut, rewards_of(group))
-
-
-def rewards_of(group):
-    """Returns the rewards of a wire.Group's completions, dicts by name."""
-    return [dict(zip(group.reward_names, row, strict=True)) for row in group.rewards.tolist()]
-
-
-def counts_of(recipe, lengths, truncated, rewards):
-    """Returns {name: number}. Each reward adds "reward_NAME" (the sum of the reward), "square_NAME"
-    (the sum of its squares) and "applicable_NAME" (the number of completions)."""
-    c = recipe.c
-    applicable = {name: applying(r[name] for r in rewards) for name in recipe.weights}
-    outcomes = applicable[recipe.outcome]
-    sizes = {"limit": c.MAX_COMPLETION_TOKENS, "overlong": c.OVERLONG_TOKENS}
-    totals = applying(totals_of(rewards, lengths, recipe.weights, **sizes))
+def tally(recipe, group):
+    """Returns {name: number} of a group; tallies are added up. Each reward adds "reward_NAME" (the
+    sum of the reward), "square_NAME" (the sum of its squares) and "applicable_NAME" (the number of
+    completions)."""
+    samples, skip = group.samples, recipe.c.SKIP_FLAT_GROUPS
+    applicable = {name: applying(s.rewards[name] for s in samples) for name in recipe.weights}
+    outcomes, totals = applicable[recipe.outcome], applying(totals_of(recipe, group))
     # If the outcome applies to fewer than two completions, we compare the total rewards
     by_reward = int(is_flat(totals))
     by_outcome = int(is_flat(outcomes)) if outcomes[1:] else by_reward
@@ -170,14 +147,14 @@ def counts_of(recipe, lengths, truncated, rewards):
     sums |= {f"applicable_{name}": len(values) for name, values in applicable.items()}
     return sums | {
         "groups": 1,
-        "flat": by_reward if c.SKIP_FLAT_GROUPS == "reward" else by_outcome,
+        "flat": by_reward if skip == "reward" else by_outcome,
         "flat_outcome": by_outcome,
         "flat_reward": by_reward,
-        "completions": len(rewards),
-        "tokens": sum(lengths),
-        "truncated": sum(truncated),
+        "completions": len(samples),
+        "tokens": sum(s.length for s in samples),
+        "truncated": sum(s.truncated for s in samples),
         "right": sum(value > 0 for value in outcomes),
-        "ended_tokens": sum(n for n, cut in zip(lengths, truncated, strict=True) if not cut),
+        "ended_tokens": sum(s.length for s in samples if not s.truncated),
         "total": sum(totals),
         "group_std": torch.tensor(totals, dtype=torch.float64).std().item() if totals[1:] else 0.0,
     }
@@ -186,28 +163,3 @@ def counts_of(recipe, lengths, truncated, rewards):
 def applying(values):
     """Returns the values without NaN, which means that the reward does not apply."""
     return [value for value in values if not math.isnan(value)]
-
-
-# --- Pack ---------------------------------------------------------------------------
-def make_group(sampled, *, id, run, version, sampler, outcome, skipped=None):
-    """Returns the wire.Group of a sampled group."""
-    (index, _, prompt_ids), completions, rewards = sampled
-    names = list(rewards[0])
-    own = torch.tensor([drawn for c in completions for drawn in c.own or [True] * len(c.ids)])
-    return Group(
-        id=id,
-        run=run,
-        policy_version=version,
-        item=index,
-        sampler=sampler,
-        outcome=outcome,
-        skipped=skipped or {},
-        reward_names=names,
-        prompt_ids=torch.tensor(prompt_ids, dtype=torch.int32),
-        completion_ids=torch.tensor([i for c in completions for i in c.ids], dtype=torch.int32),
-        completion_lengths=torch.tensor([len(c.ids) for c in completions], dtype=torch.int32),
-        sampler_logps=torch.tensor([p for c in completions for p in c.logps]),
-        truncated=torch.tensor([c.truncated for c in completions]),
-        rewards=torch.tensor([[float(r[name]) for name in names] for r in rewards]),
-        own=None if own.all() else own,
-    )

@@ -13,28 +13,12 @@ Symbols: G completions of a prompt, S sequences in the batch, T completion token
 
 import itertools
 import math
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
 
+from grpo.sample import Sample
 from grpo.sampling.decoders.choice import make_decoder
-
-
-@dataclass
-class Completion:
-    """One sampled completion; `ids` ends with EOS or a stop string, unless `truncated`."""
-
-    ids: list[int]
-    logps: list[float]  # log-prob of each sampled id, at the sampling temperature, from float32
-    truncated: bool  # cut at max_new_tokens, and not ended by its last token
-    own: list[bool] | None = None  # with several turns: False for an id that the task added
-    turns: list[str] | None = None  # the texts of these turns: model, task, model, ...
-
-    @property
-    def length(self):
-        """The number of ids that the model has sampled."""
-        return sum(self.own) if self.own else len(self.ids)
 
 
 def completion_text(tokenizer, completion, eos_ids):
@@ -44,7 +28,7 @@ def completion_text(tokenizer, completion, eos_ids):
 
 
 def sample_groups(model, prompts, *, max_sequences=None, **settings):
-    """Returns a list of G `Completion`s for each of the prompts, which are lists of token ids.
+    """Returns a list of G Samples for each of the prompts, which are lists of token ids.
 
     At most `max_sequences` are sampled at once (None: all); stream_groups explains the `settings`.
     """
@@ -69,7 +53,7 @@ def stream_groups(
     generator,
     stop_strings=None,
 ):
-    """Yields (key, [Completion] * G) for each prompt, as soon as its last completion has ended.
+    """Yields (key, [Sample] * G) for each prompt, as soon as its last completion has ended.
 
     `prompts` is an iterator of (key, token ids), or of (key, ids, number, limit), which starts
     `number` groups of this key with at most `limit` tokens each; None means that there is no prompt
@@ -169,7 +153,7 @@ class Running:
         return stay
 
     def write(self, tokens, logps):
-        """Adds a token to each sequence; yields (group, number, Completion) of those that end."""
+        """Adds a token to each sequence; yields (group, number, Sample) of those that end."""
         self.tokens = tokens
         column = self.ends.clamp(max=self.limit - 1)[:, None]  # past the end it is never read
         self.ids.scatter_(1, column, tokens[:, None])
@@ -191,7 +175,7 @@ class Running:
             if not math.isfinite(sum(found)):
                 raise RuntimeError("the model's logits are not finite: its weights are broken")
             truncated = ids[-1] not in self.eos_ids and i not in stopped
-            yield group, number, Completion(ids, found, truncated)
+            yield group, number, Sample(ids, found, truncated)
 
     def at_stop_strings(self):
         """Returns the rows of running sequences whose last token completes a stop string."""

@@ -17,8 +17,8 @@ import jinja2
 
 from grpo.log import announced, in_background, say
 from grpo.models import ids_in_pieces, stop_ids, without_specials
+from grpo.sample import Sample
 from grpo.sampling.rewards import SOONER, TaskError, called, task_file, timely
-from grpo.sampling.sampler import Completion
 
 MUST = "return the text that follows the model's turn, or None to end the conversation"
 MARK = "\u2402"  # a placeholder for the model's turn, to find its end in the chat template
@@ -36,14 +36,15 @@ class Talk:
     group: list  # all talks of the same group
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)  # of each id: whether the model sampled it
+    is_model_token: list[bool] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     opening: str = ""  # what the chat template has written of the coming turn (models.opening_of)
-    completion: Completion | None = None  # set when the talk has ended
+    sample: Sample | None = None  # set when the talk has ended
 
-    def add(self, ids, logps, own, text):
+    def add(self, ids, logps, by_model, text):
         self.ids, self.logps = self.ids + ids, self.logps + logps
-        self.own, self.turns = self.own + [own] * len(ids), [*self.turns, text]
+        self.is_model_token = self.is_model_token + [by_model] * len(ids)
+        self.turns = [*self.turns, text]
 
 
 def ask(recipe, item, turns):
@@ -81,7 +82,7 @@ def bridge(tokenizer, eos_ids, last, reply, options):
 
 # --- All talks ------------------------------------------------------------------------
 def stream_turns(policy, recipe, prompts, *, group_size, max_sequences, max_new_tokens, **settings):
-    """Yields (key, [Completion] * G) as policy.stream does; the key is (index, item, ids). All
+    """Yields (key, [Sample] * G) as policy.stream does; the key is (index, item, ids). All
     turns of a completion, the task's too, have at most `max_new_tokens` together."""
     talks = Talks(policy, recipe, prompts, group_size, max_sequences, max_new_tokens)
     limits = {"max_sequences": max_sequences, "max_new_tokens": max_new_tokens}
@@ -175,8 +176,8 @@ class Talks:
             self.ready.append(talk)
 
     def end(self, talk, truncated):
-        talk.completion = Completion(talk.ids, talk.logps, truncated, talk.own, talk.turns)
-        if all(group := [other.completion for other in talk.group]):
+        talk.sample = Sample(talk.ids, talk.logps, truncated, talk.is_model_token, talk.turns)
+        if all(group := [other.sample for other in talk.group]):
             self.ended.append((talk.prompt[0], group))
 
 

@@ -26,7 +26,8 @@ import torch
 from grpo.devices import accelerator
 from grpo.log import in_background
 from grpo.models import choose_dtype, own_device, stop_ids, whole_model
-from grpo.sampling.sampler import Completion, completion_text, next_prompts
+from grpo.sample import Sample
+from grpo.sampling.sampler import completion_text, next_prompts
 from grpo.sampling.stop_strings import StopStrings
 from grpo.weights import adapters_off, check_shapes, merge_adapters
 from grpo.wire import vocab_size_of
@@ -108,7 +109,7 @@ class VLLMPolicy:
         return request
 
     def continuation(self, prompt, size):
-        """Returns a Completion of exactly `size` ids, sampled after the prompt at temperature 1;
+        """Returns a Sample of exactly `size` ids, sampled after the prompt at temperature 1;
         no EOS ends it."""
         settings = {"max_new_tokens": size, "temperature": 1.0, "eos_ids": [], "seed": 0}
         prompts = iter([(0, prompt)])
@@ -339,7 +340,7 @@ def stops_at(stop_strings):
 
 
 def read_completion(output, stop_strings=None):
-    """Returns the Completion of vLLM's output. vLLM looks for stop strings in complete characters
+    """Returns the Sample of vLLM's output. vLLM looks for stop strings in complete characters
     only, so it may stop one id later than StopStrings; we remove the ids after the string."""
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     logps = [found[id].logprob for id, found in zip(output.token_ids, output.logprobs, strict=True)]
@@ -347,5 +348,5 @@ def read_completion(output, stop_strings=None):
         raise RuntimeError("the model's log-probs are not finite: its weights are broken")
     ids, truncated = list(output.token_ids), output.finish_reason == "length"
     if stop_strings and (length := stop_strings.length(ids)):
-        return Completion(ids[:length], logps[:length], truncated=False)
-    return Completion(ids, logps, truncated)
+        return Sample(ids[:length], logps[:length], truncated=False)
+    return Sample(ids, logps, truncated)

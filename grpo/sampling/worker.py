@@ -19,7 +19,7 @@ import safetensors.torch
 from grpo.client import TrainerClient
 from grpo.log import tell
 from grpo.proof import check_proof
-from grpo.sampling.rollout import Stream, make_group, sampled_and_rewarded, seed_of, tally
+from grpo.sampling.rollout import Stream, sampled_and_rewarded, seed_of, tally
 from grpo.stop import Wait
 from grpo.wire import pack_group
 
@@ -118,14 +118,15 @@ class Worker:
         run, version, first = self.loaded["run"], self.loaded["version"], self.order.position
         self.held = 0
         prompts, seed = self.prompts(room), seed_of(self.name, run, version, first)
-        for sampled in sampled_and_rewarded(self.policy, self.recipe, prompts, seed=seed):
-            own = tally(self.recipe, sampled)
-            counts.update(own)
-            if own["flat"] and self.c.SKIP_FLAT_GROUPS:
-                self.skipped.update(own)
+        for group in sampled_and_rewarded(self.policy, self.recipe, prompts, seed=seed):
+            counted = tally(self.recipe, group)
+            counts.update(counted)
+            if counted["flat"] and self.c.SKIP_FLAT_GROUPS:
+                self.skipped.update(counted)
             else:
-                number = f"{first:08d}-{counts['groups']:04d}"
-                refused += bool(self.send(sampled, run, version, number))
+                group.id = f"{self.name}-{first:08d}-{counts['groups']:04d}"
+                group.run, group.version = run, version
+                refused += bool(self.send(group))
             self.held -= 1
         self.groups += counts["groups"]
         tell(
@@ -134,12 +135,11 @@ class Worker:
             f" tokens/s; {self.groups} groups in all"
         )
 
-    def send(self, sampled, run, version, number):
+    def send(self, group):
         """Sends a group, with the tally of the zero-variance groups before it. Returns the reason
         if it is refused, else ""."""
-        id, skipped, self.skipped = f"{self.name}-{number}", dict(self.skipped), Counter()
-        named = {"sampler": self.name, "outcome": self.recipe.outcome, "skipped": skipped}
-        group = make_group(sampled, id=id, run=run, version=version, **named)
+        group.sampler, group.outcome = self.name, self.recipe.outcome
+        group.skipped, self.skipped = dict(self.skipped), Counter()
         return self.trainer.put_group(pack_group(group))
 
     def prompts(self, room):

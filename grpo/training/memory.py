@@ -10,11 +10,11 @@ A number instead of "auto" is used without a trial.
 
 import functools
 
-import torch
 import torch.distributed as dist
 
 from grpo.forward import CompletionModel, checkpoint_layers
-from grpo.packing import Sequence, pack_by_tokens, sizes_of
+from grpo.packing import pack_by_tokens, sizes_of
+from grpo.sample import Sample
 from grpo.sampling.memory import fit, fit_batch
 from grpo.training.engine import BUCKET
 from grpo.training.ranks import all_or_none, gathered
@@ -81,7 +81,7 @@ def forward_and_backward(
     try:
         for completion in completion_lengths(c):
             batch = largest_batch(c, MICRO_BATCH_TOKENS, model.packs, completion)
-            hidden, ids = model([s.prompt for s in batch], [s.completion for s in batch])
+            hidden, ids = model([s.prompt for s in batch], [s.ids for s in batch])
             batch_loss(c, hidden, model.head, ids, batch, vocab_size)[0].backward()
             hidden = ids = None
     finally:
@@ -97,16 +97,17 @@ def completion_lengths(c):
 
 
 def largest_batch(c, tokens, packs, completion):
-    """Returns the Sequences of the largest micro-batch that the trainer cuts from groups with
+    """Returns the Samples of the largest micro-batch that the trainer cuts from groups with
     prompts of full length and `completion` tokens in each completion."""
     groups = c.PROMPTS_PER_STEP * (1 + c.MAX_REFILLS)  # a step has no more
     groups = min(groups, tokens // c.MAX_PROMPT_TOKENS + 1)
     prompts = [[n % 2] * c.MAX_PROMPT_TOKENS for n in range(groups) for _ in range(c.GROUP_SIZE)]
     sizes = sizes_of(prompts, [[1] * completion] * len(prompts), packs)
     number = len(pack_by_tokens(sizes, tokens)[0])
-    logps = torch.full((completion,), -1.0)
-    others = [1] * completion, logps, None, logps, 1.0, logps < 0, 1e-3
-    return [Sequence(prompt, *others) for prompt in prompts[:number]]
+    logps = [-1.0] * completion
+    others = {"ref_logps": logps, "advantage": 1.0, "weight": 1e-3}
+    ids = [1] * completion
+    return [Sample(ids, logps, prompt=prompt, **others) for prompt in prompts[:number]]
 
 
 def held_by_deepspeed(c, model):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from grpo.proof import EVIDENCE, MISMATCH
-from grpo.sampling.rollout import sampled_and_rewarded, tally, tally_of
+from grpo.sampling.rollout import sampled_and_rewarded, tally
 from grpo.stop import stop
 from grpo.training.ranks import add_up, all_or_none, gathered
 from grpo.training.reference import is_teacher
@@ -140,10 +140,11 @@ def evaluate(policy, step, recipe, prompts):
     count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
     mine = itertools.takewhile(lambda _: not stop.asked, mine)
     with all_or_none("evaluating"), policy.follow(step):  # collective
-        for sampled in sampled_and_rewarded(policy, recipe, mine, seed=0):
-            count.update(tally(recipe, sampled))
-            count.update({f"positive_{name}": int(r > 0) for name, r in sampled[2][0].items()})
-            count["turns"] += sum(len((c.turns or [])[::2]) for c in sampled[1])
+        for group in sampled_and_rewarded(policy, recipe, mine, seed=0):
+            (sample,) = group.samples
+            count.update(tally(recipe, group))
+            count.update({f"positive_{name}": int(r > 0) for name, r in sample.rewards.items()})
+            count["turns"] += len(sample.text[::2]) if recipe.has_turns else 0
     total = add_up(count)  # collective
     shares = {"accuracy": ("right", f"applicable_{recipe.outcome}")}
     for name in recipe.weights:
@@ -161,7 +162,8 @@ def rollout_metrics(run, count, theirs, sampled=()):
     recipe, p, seconds = run.recipe, run.progress, run.clock.parts["sample"]
     count["own_tokens"] = count["tokens"]
     for group in theirs:
-        count.update(tally_of(recipe, group))
+        count.update(tally(recipe, group))
+        count.update(group.skipped)
     total = add_up(count)  # collective
     p.groups += int(total["groups"])
     n, groups = max(total["completions"], 1), max(total["groups"], 1)
@@ -192,10 +194,10 @@ def rollout_metrics(run, count, theirs, sampled=()):
 def turn_metrics(groups):
     """Collective: returns means over all ranks' completions of several turns: the number of the
     model's turns, whether the task has replied at all, and the number of tokens that it added."""
-    owns = [own for group in groups for own in group.owns()]
-    turns = [1 + int((own[1:] & ~own[:-1]).sum()) for own in owns]  # begin after the task's tokens
-    heard = [int((~own).sum()) for own in owns]
-    count = Counter(n=len(owns), turns=sum(turns), heard=sum(heard), calls=sum(map(bool, heard)))
+    masks = [sample.is_model_token or [True] for group in groups for sample in group.samples]
+    turns = [1 + sum(a < b for a, b in itertools.pairwise(mask)) for mask in masks]
+    heard = [mask.count(False) for mask in masks]
+    count = Counter(n=len(masks), turns=sum(turns), heard=sum(heard), calls=sum(map(bool, heard)))
     total, most = add_up(count), max(gathered(max(turns, default=0)))  # collective
     means = {"num_turns/mean": "turns", "tools/call_share": "calls", "environment_tokens": "heard"}
     means = {name: total[key] / max(total["n"], 1) for name, key in means.items()}

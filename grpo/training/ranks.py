@@ -15,6 +15,7 @@ import signal
 import time
 import traceback
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 
 import psutil
@@ -24,7 +25,6 @@ from torch.distributed import distributed_c10d
 
 from grpo.log import announced, in_background, say, tell
 from grpo.models import own_device
-from grpo.wire import pack_group, unpack_group
 
 # Variables in which mpirun or srun gives the number of processes
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -116,9 +116,9 @@ def gathered(value):
 def gather_groups(mine):
     """Collective: returns the groups of all ranks, by their ids."""
     groups = mine
-    if dist.get_world_size() > 1:
-        bodies = gathered([pack_group(group) for group in mine])
-        groups = [unpack_group(body) for of_rank in bodies for body in of_rank]
+    if dist.get_world_size() > 1:  # an item may be anything, even what can't be sent
+        shares = gathered([replace(group, item=None) for group in mine])
+        groups = [group for share in shares for group in share]
     return sorted(groups, key=lambda group: group.id)
 
 

@@ -1,7 +1,7 @@
 """The reference's log-probs of a group: from a local model, from ref_server.py, or none.
 
     answer = reference.logps(group)     # returns a future at once
-    group.ref_logps = answer.result()   # (N,) float32; None without a KL penalty
+    group.take_ref_logps(answer.result())   # (N,) float32; None without a KL penalty
 
 A server scores a rank's groups while the rank samples the next ones. Without a server (REF_SERVER =
 None) each rank scores its groups with MODEL itself, all at once when the first is needed. With
@@ -95,7 +95,7 @@ class RemoteReference:
             request, tokens = [], 0
             while not request or not self.asked.empty() and tokens < REQUEST_TOKENS:
                 request.append(self.asked.get())
-                tokens += len(request[-1][0].prompt_ids) + len(request[-1][0].completion_ids)
+                tokens += len(request[-1][0].prompt) + len(request[-1][0].ids)
             groups, answers = zip(*request, strict=True)
             try:
                 for answer, logps in zip(answers, self.server.score(groups), strict=True):
@@ -145,10 +145,8 @@ class LocalReference:
     def _score_waiting(self, _):
         """Scores all groups that wait, and completes their Answers."""
         asked, self.waiting = self.waiting, []
-        groups = []
-        for group, _ in asked:
-            completions = [ids.tolist() for ids in group.completions(group.completion_ids)]
-            groups.append(([group.prompt_ids.tolist()] * len(completions), completions))
+        samples = [group.samples for group, _ in asked]
+        groups = [([s.prompt for s in group], [s.ids for s in group]) for group in samples]
         settings = {"temperature": self.c.TEMPERATURE, "vocab_size": self.policy.vocab_size}
         with self._as_reference():
             model = self.model

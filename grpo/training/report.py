@@ -3,6 +3,7 @@ each record to the reporters, too (REPORT_TO, reporters.py)."""
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import subprocess
@@ -10,13 +11,12 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
 from grpo.log import SPEAK_SECONDS, say
 from grpo.proof import check_reference
-from grpo.sampling.rollout import tally_of_one
+from grpo.sampling.rollout import tally
 from grpo.stop import stop
 from grpo.training.metrics import PARTS
 from grpo.training.reference import is_teacher
@@ -75,43 +75,46 @@ class RunFolder:
         self.log("metrics.jsonl", {"step": step} | evaluation)
         say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
 
-    def log_samples(self, run, group, advantages):
-        """Writes SAMPLES_PER_STEP completions of a group (wire.Group) that the next update trains
-        or skips: the highest of its `advantages`, (G,) floats, first, then the lowest, then others.
-        Ranks but 0 write nothing."""
+    def log_samples(self, run, group):
+        """Writes SAMPLES_PER_STEP completions of a group that the next update trains or skips: that
+        with the highest advantage first, then the lowest, then others. Ranks but 0 write nothing.
+        """
         if dist.get_rank() != 0:
             return
         step, c, decode = run.progress.step + 1, run.recipe.c, run.policy.tokenizer.decode
-        item = next(item for index, item, _ in run.recipe.prompts if index == group.item)
-        ids = group.completions(group.completion_ids)
-        best, *others = sorted(range(len(ids)), key=advantages.__getitem__, reverse=True)
+        item, flat = group.item, tally(run.recipe, group)["flat"]
+        numbers = range(len(group.samples))
+        best, *others = sorted(numbers, key=lambda i: group.samples[i].advantage, reverse=True)
         for i in [best, *others[-1:], *others[:-1]][: run.c.SAMPLES_PER_STEP]:
+            sample = group.samples[i]
             record = {
                 "step": step,
                 "group": group.id,
                 "number": i,
-                "prompt": decode(group.prompt_ids),
+                "prompt": decode(group.prompt),
                 "item": item,
                 "question": item.get("question"),
                 "answer": item.get("answer"),
-                "completion": decode(ids[i]),
-                "rewards": dict(zip(group.reward_names, group.rewards[i].tolist(), strict=True)),
-                "advantage": advantages[i],
-                "flat": bool(c.SKIP_FLAT_GROUPS and tally_of_one(run.recipe, group)["flat"]),
-                "truncated": group.truncated[i].item(),
+                "completion": decode(sample.ids),
+                "rewards": sample.rewards,
+                "advantage": sample.advantage,
+                "flat": bool(c.SKIP_FLAT_GROUPS and flat),
+                "truncated": sample.truncated,
                 "sampler": group.sampler,
-                "policy_version": group.policy_version,
+                "policy_version": group.version,
             }
-            if group.own is not None:  # model, task, model, ...
-                record["turns"] = [decode(part) for part in parts_of(ids[i], group.owns()[i])]
+            if sample.is_model_token:  # model, task, model, ...
+                pairs = zip(sample.is_model_token, sample.ids, strict=True)
+                parts = itertools.groupby(pairs, key=lambda pair: pair[0])
+                record["turns"] = [decode([id for _, id in part]) for _, part in parts]
             self.log("samples.jsonl", record)
 
-    def bad_step(self, progress, sequences, metrics, limit):
-        """Logs that a step is skipped, and writes its sequences to a file. Raises RuntimeError
+    def bad_step(self, progress, samples, metrics, limit):
+        """Logs that a step is skipped, and writes its samples to a file. Raises RuntimeError
         after `limit` skipped steps in a row."""
         path = self.path / f"bad_step_{progress.step:06d}.json"
         if dist.get_rank() == 0:
-            path.write_text(json.dumps([asdict(s) for s in sequences], default=torch.Tensor.tolist))
+            path.write_text(json.dumps([asdict(sample) for sample in samples]))
             for old in sorted(self.path.glob("bad_step_*"))[:-limit]:
                 old.unlink()
         progress.bad += 1
@@ -144,11 +147,6 @@ class RunFolder:
             say(f"the run had no checkpoint and starts again; its old records are in {earlier}")
 
 
-def parts_of(ids, own):
-    """Returns the parts of a completion's ids (T,) between which `own` (T,) changes."""
-    return ids.tensor_split((own[1:] != own[:-1]).nonzero().flatten() + 1)
-
-
 # --- What is printed ----------------------------------------------------------------
 def show(bar, step, metrics):
     """Advances the progress bar to a step, and shows its metrics. Without a terminal it logs a line
@@ -165,12 +163,12 @@ def show(bar, step, metrics):
         say(f"step {step} of {bar.total}: {' '.join(shown)}, {seconds:.1f} s a step{left}")
 
 
-def check_update(run, metrics, sequences):
+def check_update(run, metrics, samples):
     """Raises RuntimeError, on all ranks, after too many updates in a row that were not finite, or
     if the first update shows that the reference is not the right one."""
     progress, c = run.progress, run.c
     if metrics["skipped"]:
-        run.folder.bad_step(progress, sequences, metrics, limit=c.IDLE_LIMIT)
+        run.folder.bad_step(progress, samples, metrics, limit=c.IDLE_LIMIT)
         return
     progress.bad = 0
     if not progress.checked:

@@ -37,7 +37,7 @@ class Workers:
     def __init__(self, c, recipe, policy, run):
         """`c` has the trainer's constants as attributes, `run` is the run's name."""
         self.c, self.recipe, self.policy, self.run = c, recipe, policy, run
-        self.prompts = {index: ids for index, _, ids in recipe.prompts}
+        self.prompts = {prompt[0]: prompt for prompt in recipe.prompts}
         self.lock = threading.Lock()
         self.record = None  # of the newest policy
         self.groups = deque()  # the groups that wait to be trained, oldest first
@@ -79,9 +79,10 @@ class Workers:
         group, record = unpack_group(self.app.read_body()), self.record
         if record is None:
             raise Busy("no policy is published yet")
-        if group.run != self.run or group.policy_version > record["version"]:
+        if group.run != self.run or group.version > record["version"]:
             return {"refused": "its policy is of another run, or of steps that were undone"}
         self.check(group)
+        group.item = self.prompts[group.index][1]
         with self.lock:
             if group.id not in self.ids:
                 if len(self.groups) >= self.c.PROMPTS_PER_STEP:
@@ -92,12 +93,13 @@ class Workers:
 
     def check(self, group):
         """Raises ValueError if this is not a group that the trainer could have sampled."""
-        c, recipe, prompt = self.c, self.recipe, self.prompts.get(group.item)
-        same = (group.reward_names, group.outcome) == (list(recipe.weights), recipe.outcome)
-        same = same and len(group.completion_lengths) == c.GROUP_SIZE
-        if not same or prompt != group.prompt_ids.tolist():
+        recipe, (*_, prompt) = self.recipe, self.prompts.get(group.index, [None])
+        names = list(group.samples[0].rewards)
+        same = (names, group.outcome) == (list(recipe.weights), recipe.outcome)
+        same = same and len(group.samples) == self.c.GROUP_SIZE
+        if not same or prompt != group.prompt:
             raise ValueError("the group does not have the prompt, rewards or size of this run")
-        if group.completion_ids.max() >= self.policy.vocab_size:
+        if max(group.ids) >= self.policy.vocab_size:
             raise ValueError("the group has ids that the tokenizer does not have")
 
     # --- The trainer's side -----------------------------------------------------------
@@ -139,7 +141,7 @@ class Workers:
             with self.lock:
                 new = [self.groups.popleft() for _ in range(min(missing, len(self.groups)))]
                 workers = ", ".join(self.heard) or "none (is `grpo_ref_split.py worker` running?)"
-            fit = [g for g in new if step - self.c.MAX_STALENESS <= g.policy_version <= step]
+            fit = [g for g in new if step - self.c.MAX_STALENESS <= g.version <= step]
             self.dropped += len(new) - len(fit)
             groups += fit
             if new:
@@ -155,7 +157,7 @@ class Workers:
     def metrics(self, groups, step):
         """Returns the updates since the groups were sampled (mean and largest), and the number of
         groups dropped so far."""
-        ages = [max(0, step - group.policy_version) for group in groups]
+        ages = [max(0, step - group.version) for group in groups]
         mean, most = sum(ages) / max(len(ages), 1), max(ages, default=0)
         return {"staleness": mean, "staleness_max": most, "groups_dropped": self.dropped}
 

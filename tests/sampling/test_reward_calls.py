@@ -132,7 +132,7 @@ def two():
 def rewarded(recipe, *texts, groups=1, **changes):
     """-> the rewards of groups whose completions have these texts in turn."""
     found = sampled(Saying(*texts), recipe, prompts_of([MIXED] * groups), **changes)
-    return [list(rewards) for _, _, rewards in found]
+    return [[s.rewards for s in group.samples] for group in found]
 
 
 def test_rewards_are_the_same_in_the_same_order(two):
@@ -162,8 +162,8 @@ def test_sampling_goes_on_beside(two):
         waits.append(time.monotonic() - began)
 
     groups = rollout.sampled_and_rewarded(engine, two, one_by_one, seed=0, timed=waiting)
-    for prompt, _, _ in groups:
-        seen.append((prompt[0], engine.given // 2))
+    for group in groups:
+        seen.append((group.index, engine.given // 2))
     assert [number for number, _ in seen] == list(range(7))
     assert seen[0][1] == 7
     assert 0.1 < sum(waits) < 3  # which is what the step's "reward" counts

@@ -10,7 +10,6 @@ from fakes import (
     ALL_RIGHT,
     ALL_WRONG,
     MIXED,
-    NAMED,
     NAMES,
     FakeEngine,
     a_group,
@@ -22,10 +21,7 @@ from transformers import AutoTokenizer
 
 from grpo.sampling import rollout
 from grpo.sampling.policy import load_policy
-from grpo.sampling.rollout import make_group, tally_of
-from grpo.sampling.sampler import Completion
 from grpo.training.metrics import Clock
-from grpo.wire import pack_group, unpack_group
 
 
 def rolled_out(outcomes, number, engine=None, **changes):
@@ -34,7 +30,7 @@ def rolled_out(outcomes, number, engine=None, **changes):
     for one in sampled(engine or FakeEngine(), recipe, prompts_of(outcomes)[:number]):
         counts = rollout.tally(recipe, one)
         count.update(counts)
-        both[counts["flat"]].append(one[0][0])
+        both[counts["flat"]].append(one.index)
     return *both, count
 
 
@@ -50,13 +46,16 @@ def test_flat_groups_are_judged_on_correctness_and_counted():
 
 def test_the_last_tokens_below_the_limit_cost_up_to_one():
     """DAPO, eq. 13, and TRL's get_soft_overlong_punishment(12, 4): 0, then -1/4 a token, -1."""
-    one, sizes = {"right": 1.0}, {"limit": 12, "overlong": 4}
-    found = rollout.totals_of([one] * 5, [1, 8, 9, 11, 12], {"right": 2.0}, **sizes)
-    assert found == [2, 2, 1.75, 1.25, 1]
-    none = {"right": math.nan}  # no reward applies: the length alone is no reason to compare
-    assert math.isnan(rollout.totals_of([none], [12], {"right": 2.0}, **sizes)[0])
-    sizes["overlong"] = 0
-    assert rollout.totals_of([one], [12], {"right": 2.0}, **sizes) == [2]
+    lengths, rewards = (1, 8, 9, 11, 12), [(1.0, math.nan)] * 5
+    group = a_group(rewards, lengths=lengths, truncated=(False,) * 5)
+    sizes = {"MAX_COMPLETION_TOKENS": 12, "OVERLONG_TOKENS": 4}
+    assert rollout.totals_of(a_recipe(**sizes), group) == [2, 2, 1.75, 1.25, 1]
+    group.samples[4].is_model_token = [True, False, False, True] * 3  # the task's cost nothing
+    assert rollout.totals_of(a_recipe(**sizes), group)[4] == 2
+    group.samples[3].rewards = dict.fromkeys(NAMES, math.nan)  # the length alone compares nothing
+    assert math.isnan(rollout.totals_of(a_recipe(**sizes), group)[3])
+    sizes["OVERLONG_TOKENS"] = 0
+    assert rollout.totals_of(a_recipe(**sizes), group)[:3] == [2, 2, 2]
 
 
 def test_lengths_that_cost_differently_make_a_group_differ_in_reward_not_in_outcome():
@@ -95,33 +94,11 @@ def test_sampling_is_bounded_and_as_the_recipe_says():
 ])  # fmt: skip
 def test_a_group_is_flat_if_its_outcome_or_its_total_reward_is_constant(rewards, outcome, reward):
     three = {"lengths": (1, 2, 1), "truncated": (False,) * 3}
-    other = a_group([pair[::-1] for pair in rewards], **three)
-    other.reward_names.reverse()  # the outcome's column, wherever it stands
-    for group in (a_group(rewards, **three), other):
-        for criterion in ("outcome", "reward", False):
-            counts = tally_of(a_recipe(SKIP_FLAT_GROUPS=criterion), group)
-            assert (counts["flat_outcome"], counts["flat_reward"]) == (outcome, reward)
-            assert counts["flat"] == (reward if criterion == "reward" else outcome)
-
-
-def test_what_is_sent_is_what_was_sampled():
-    """The ids themselves: those of a text that is tokenised again may be others."""
-    prompt = (3, {"question": "?", "answer": "4"}, [5, 6])
-    completions = [Completion([7, 2], [-1.0, -2.0], False), Completion([8, 8, 8], [-0.5] * 3, True)]
-    rewards = [{"format": -1.0, "correctness": 1.0}, {"correctness": -1, "format": 1.25}]
-    names = NAMED | {"version": 4, "sampler": "me", "skipped": {"groups": 1}}
-    group = make_group((prompt, completions, rewards), **names)
-    assert group.prompt_ids.tolist() == [5, 6]
-    assert group.completion_ids.tolist() == [7, 2, 8, 8, 8]
-    assert group.completion_lengths.tolist() == [2, 3]
-    assert group.sampler_logps.tolist() == [-1.0, -2.0, -0.5, -0.5, -0.5]
-    assert group.truncated.tolist() == [False, True]
-    columns = dict(zip(group.reward_names, group.rewards.T.tolist(), strict=True))
-    assert columns == {"correctness": [1.0, -1.0], "format": [-1.0, 1.25]}  # by name, not order
-    assert (group.id, group.run, group.item, group.policy_version) == ("a", "r", 3, 4)
-    assert (group.sampler, group.outcome) == ("me", "correctness")
-    assert group.skipped == {"groups": 1}
-    assert unpack_group(pack_group(group)).rewards.equal(group.rewards)
+    group = a_group(rewards, **three)
+    for criterion in ("outcome", "reward", False):
+        counts = rollout.tally(a_recipe(SKIP_FLAT_GROUPS=criterion), group)
+        assert (counts["flat_outcome"], counts["flat_reward"]) == (outcome, reward)
+        assert counts["flat"] == (reward if criterion == "reward" else outcome)
 
 
 NAN = float("nan")
@@ -139,7 +116,7 @@ NAN = float("nan")
 def test_rewards_that_do_not_apply_are_in_no_sum(rewards, flat, right):
     lengths, cut = (1, 1, 1), (False,) * 3
     group = a_group([list(map(float, r)) for r in rewards], lengths=lengths, truncated=cut)
-    counts = tally_of(a_recipe(), unpack_group(pack_group(group)))
+    counts = rollout.tally(a_recipe(), group)
     assert (counts["flat"], counts["right"]) == (flat, right)
     for name, values in zip(NAMES, zip(*rewards, strict=True), strict=True):
         applicable = [value for value in values if not math.isnan(value)]
@@ -163,7 +140,7 @@ def test_a_policy_streams_text_and_ids(tiny):
     recipe = a_recipe(task=task, REWARD_WEIGHTS={"a": 1.0}, GROUP_SIZE=3)
     prompts, clock = [(9, {}, [5, 6, 7]), (4, {}, [8])], Clock()
     first = sampled(policy, recipe, prompts, timed=lambda: clock.part("reward"))
-    assert sorted(prompt[0] for prompt, _, _ in first) == [4, 9]
-    assert texts == [policy.text(c) for _, completions, _ in first for c in completions]
+    assert sorted(group.index for group in first) == [4, 9]
+    assert texts == [policy.text(s) for group in first for s in group.samples]
     assert clock.parts["reward"] > 0
     assert first == sampled(policy, recipe, prompts) != sampled(policy, recipe, prompts, seed=1)

@@ -153,8 +153,9 @@ def test_all_that_is_usable_is_trained_so_short_completions_are_not_preferred(st
     for _, groups, usable, _ in steps[0.5]:
         assert len(groups) == usable >= PROMPTS
         for group in groups:
-            assert items[group.item] == (False, sorted(group.completion_lengths.tolist()))
-            lengths += group.completion_lengths.tolist()
+            sizes = [len(sample.ids) for sample in group.samples]
+            assert items[group.index] == (False, sorted(sizes))
+            lengths += sizes
     expected = [n for flat, ids in items.values() if not flat for n in ids]
     error = statistics.pstdev(expected) / len(lengths) ** 0.5
     assert len(lengths) > 2000 and error < 0.02 * statistics.mean(expected)

@@ -10,9 +10,10 @@ from fakes import a_recipe, sampled, tiny_policy
 from tokenizers.processors import TemplateProcessing
 
 from grpo.models import opening_of, prompt_ids
+from grpo.sample import Sample
 from grpo.sampling import worker
 from grpo.sampling.prepare import preview
-from grpo.sampling.sampler import Completion, next_prompts
+from grpo.sampling.sampler import next_prompts
 from grpo.sampling.task import TaskError, load_split
 from grpo.sampling.turns import bridge
 from grpo.training.metrics import evaluate
@@ -77,7 +78,7 @@ class Says:
         while new := next_prompts(prompts, 64):
             for key, _, *begun in new:
                 for _ in range(begun[0] if begun else 1):
-                    yield key, [Completion([7, 2], [-1.0, -1.0], False)] * group_size
+                    yield key, [Sample([7, 2], [-1.0, -1.0], False)] * group_size
 
     def follow(self, step):
         return contextlib.nullcontext()
@@ -92,8 +93,8 @@ def test_such_a_template_can_earn_the_format_reward_everywhere(tokenizer, alone,
     recipe = a_recipe([(0, ITEM, ids)], task=gsm8k, REWARD_WEIGHTS=gsm8k.REWARD_WEIGHTS)
     recipe.opening = functools.partial(opening_of, tokenizer)
     for text, format in (("42</think><answer>42</answer>", 1.25), ("<think>42</think>", -1.0)):
-        ((_, _, rewards),) = sampled(Says(text), recipe, iter(recipe.prompts))
-        assert [r["format"] for r in rewards] == [format] * 2
+        (group,) = sampled(Says(text), recipe, iter(recipe.prompts))
+        assert [s.rewards["format"] for s in group.samples] == [format] * 2
     found = evaluate(
         Says("42</think><answer>42</answer>"), 0, recipe.others(GROUP_SIZE=1), recipe.prompts
     )
@@ -125,12 +126,12 @@ def test_reply_sees_what_rewards_see_at_each_turn_that_the_template_begins(token
     says.tokenizer = tokenizer
     ids = prompt_ids(tokenizer, [USER])
     for _ in range(2):
-        ((_, (completion,), _),) = sampled(says, recipe, iter([(0, ITEM, ids)]))
-    assert seen[-1] == completion.turns == ["<think>\na", "more", "<think>\na"]
-    assert seen[0] == ["<think>\na"] and "<think>" in tokenizer.decode(completion.ids)
+        (group,) = sampled(says, recipe, iter([(0, ITEM, ids)]))
+    assert seen[-1] == group.samples[0].text == ["<think>\na", "more", "<think>\na"]
+    assert seen[0] == ["<think>\na"] and "<think>" in tokenizer.decode(group.samples[0].ids)
     says.eos_ids = {9}  # then a turn ends by a stop string, and a reply stands inside it
-    ((_, (completion,), _),) = sampled(says, recipe, iter([(0, ITEM, ids)]))
-    assert completion.turns == ["<think>\na", "in the same turn", "a"]
+    (group,) = sampled(says, recipe, iter([(0, ITEM, ids)]))
+    assert group.samples[0].text == ["<think>\na", "in the same turn", "a"]
 
 
 # --- The date ---------------------------------------------------------------------------
@@ -218,5 +219,6 @@ def test_half_a_character_in_a_tools_text_does_not_end_a_run(tokenizer):
     recipe, says = a_recipe(task=task, MAX_COMPLETION_TOKENS=200, **constants), Says("a")
     says.tokenizer = tokenizer
     prompts = iter([(0, ITEM, prompt_ids(tokenizer, [USER]))])
-    ((_, (completion,), rewards),) = sampled(says, recipe, prompts)
-    assert completion.turns == ["a", "? 4", "a"] and rewards == [{"reward": 1.0}]
+    (group,) = sampled(says, recipe, prompts)
+    (sample,) = group.samples
+    assert sample.text == ["a", "? 4", "a"] and sample.rewards == {"reward": 1.0}

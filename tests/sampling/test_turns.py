@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -11,16 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import NAMED, a_recipe, a_run, sampled, tiny_policy
+from fakes import a_recipe, a_run, sampled, tiny_policy
 from tiny import make_tiny
 
 import evaluate
 import grpo_ref_split as trainer
 from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
+from grpo.sample import Sample
 from grpo.sampling.prepare import preview
-from grpo.sampling.rollout import make_group
-from grpo.sampling.sampler import Completion, next_prompts
+from grpo.sampling.sampler import next_prompts
 from grpo.sampling.stop_strings import StopStrings
 from grpo.sampling.task import TaskError, load_task
 from grpo.sampling.turns import bridge, play
@@ -71,7 +72,7 @@ class Actor:
             said = self.line(key[-1])
             new = self.tokenizer(said)["input_ids"]
             new += [] if "</think>" in said else [self.eos]
-            yield key, [Completion(new[:limit], [-1.0] * len(new[:limit]), len(new) > limit)]
+            yield key, [Sample(new[:limit], [-1.0] * len(new[:limit]), len(new) > limit)]
 
     def line(self, talk):
         lines = self.lines[talk.prompt[0][0] % len(self.lines)]
@@ -93,22 +94,22 @@ def talks(actor, reply, *secrets, rewards=lambda item, turns: len(turns), **cons
 # --- What is appended -------------------------------------------------------------------
 def test_after_eos_a_reply_is_a_user_turn_as_the_template_writes_the_whole_chat(tokenizer):
     actor = Actor(tokenizer, ["Three?", "Two, then."])
-    ((prompt, (talk, other), rewards),) = talks(actor, calls(None, "less"), 2)
+    (group,) = talks(actor, calls(None, "less"), 2)
+    talk, other = group.samples
     said = [("assistant", "Three?"), ("user", "less"), ("assistant", "Two, then.")]
     chat = [USER, *({"role": role, "content": text} for role, text in said)]
     whole = tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
-    assert prompt[2] + talk.ids == tokenizer(whole)["input_ids"]
-    assert tokenizer.decode([i for i, own in zip(talk.ids, talk.own) if own]) == (
+    assert group.prompt + talk.ids == tokenizer(whole)["input_ids"]
+    assert tokenizer.decode([i for i, own in zip(talk.ids, talk.is_model_token) if own]) == (
         "Three?<|im_end|>Two, then.<|im_end|>"
     )
-    assert all((p == 0) != own for p, own in zip(talk.logps, talk.own, strict=True))
-    assert talk.turns == other.turns == ["Three?", "less", "Two, then."]
-    assert not talk.truncated and [r["reward"] for r in rewards] == [3, 3]
+    assert all((p == 0) != own for p, own in zip(talk.logps, talk.is_model_token, strict=True))
+    assert talk.text == other.text == ["Three?", "less", "Two, then."]
+    assert not talk.truncated and [s.rewards["reward"] for s in group.samples] == [3, 3]
     # The prompt began both; a later turn has what is left of the limit
     assert [number for _, number, _ in actor.asked] == [2, 1, 1]
-    assert actor.asked[0][2] == 200 and actor.asked[1][2] == 200 - len(talk.ids) + talk.own[
-        ::-1
-    ].index(False)
+    last = talk.is_model_token[::-1].index(False)  # the length of the last turn
+    assert [limit for *_, limit in actor.asked][:2] == [200, 200 - len(talk.ids) + last]
 
 
 def calls(*replies):
@@ -118,11 +119,13 @@ def calls(*replies):
 
 def test_after_a_stop_string_a_reply_stands_inside_the_turn(tokenizer):
     actor = Actor(tokenizer, ["<think>40+2</think>", "<answer>42</answer>"])
-    ((_, (talk, _), _),) = talks(actor, calculator.reply, 2)
+    (group,) = talks(actor, calculator.reply, 2)
+    talk = group.samples[0]
     text = "<think>40+2</think>42<answer>42</answer><|im_end|>"
     assert tokenizer.decode(talk.ids) == text
-    assert [tokenizer.decode([i]) for i, own in zip(talk.ids, talk.own) if not own] == ["4", "2"]
-    assert talk.turns == ["<think>40+2</think>", "42", "<answer>42</answer>"]
+    added = [i for i, of_model in zip(talk.ids, talk.is_model_token) if not of_model]
+    assert [tokenizer.decode([i]) for i in added] == ["4", "2"]
+    assert talk.text == ["<think>40+2</think>", "42", "<answer>42</answer>"]
     assert talk.length == len(talk.ids) - 2
 
 
@@ -137,10 +140,10 @@ def test_all_turns_together_have_max_completion_tokens(tokenizer, room, truncate
     between = bridge(tokenizer, {eos}, eos, "less", {})
     limit = len(tokenizer(said)["input_ids"]) + 1 + len(between) + room
     actor = Actor(tokenizer, [said, then])
-    ((_, group, _),) = talks(actor, calls(None, "less"), 2, MAX_COMPLETION_TOKENS=limit)
-    for talk in group:
-        assert len(talk.ids) <= limit and talk.own[-1]
-        assert (talk.truncated, len(talk.turns)) == (truncated, turns)
+    (group,) = talks(actor, calls(None, "less"), 2, MAX_COMPLETION_TOKENS=limit)
+    for talk in group.samples:
+        assert len(talk.ids) <= limit and talk.is_model_token[-1]
+        assert (talk.truncated, len(talk.text)) == (truncated, turns)
 
 
 def test_options_of_the_template_reach_the_bridge(tokenizer):
@@ -226,8 +229,8 @@ def test_a_slow_reply_leaves_its_place_to_others(tokenizer):
 
     actor = Actor(tokenizer, ["One", "two"])
     groups = talks(actor, reply, "slow", *"abcd", "last", GROUP_SIZE=1, SAMPLE_BATCH=1)
-    assert [prompt[1]["secret"] for prompt, *_ in groups][:4] == [*"abcd"]
-    assert all(len(talk.turns) == 3 for _, group, _ in groups for talk in group)
+    assert [group.item["secret"] for group in groups][:4] == [*"abcd"]
+    assert all(len(talk.text) == 3 for group in groups for talk in group.samples)
     assert actor.most == 1 and len(groups) == 6
 
 
@@ -245,8 +248,9 @@ def test_a_task_cannot_change_what_was_said(tokenizer):
     def reply(item, turns):
         turns.append("x")
 
-    ((_, (talk, _), _),) = talks(Actor(tokenizer, ["One"]), reply, 1)
-    assert talk.turns == ["One"]
+    (group,) = talks(Actor(tokenizer, ["One"]), reply, 1)
+    talk = group.samples[0]
+    assert talk.text == ["One"]
 
 
 # --- A real model -----------------------------------------------------------------------
@@ -257,13 +261,13 @@ def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy):
     reply = lambda item, turns: None if len(turns) > item["secret"] else "less"
     groups = talks(policy, reply, 1, 3, 5, 5, GROUP_SIZE=4, SAMPLE_BATCH=8)
     model = CompletionModel(policy.model)
-    found = [talk for _, group, _ in groups for talk in group]
-    assert len({len(talk.turns) for talk in found}) == 3
-    for prompt, group, _ in groups:
+    found = [talk for group in groups for talk in group.samples]
+    assert len({len(talk.text) for talk in found}) == 3
+    for group in [group.samples for group in groups]:
         with torch.no_grad():
-            hidden, ids = model([prompt[2]] * len(group), [talk.ids for talk in group])
+            hidden, ids = model([talk.prompt for talk in group], [talk.ids for talk in group])
             logps = linear_logps(hidden, model.head, ids, vocab_size=policy.vocab_size)
-        own = torch.tensor([drawn for talk in group for drawn in talk.own])
+        own = torch.tensor([of_model for talk in group for of_model in talk.is_model_token])
         gap = logps - torch.tensor([p for talk in group for p in talk.logps])
         assert gap[own].abs().max() < 1e-4  # measured: 8e-6
     policy.stop_strings, policy.eos_ids = None, {policy.tokenizer.eos_token_id}
@@ -272,29 +276,29 @@ def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy):
 # --- Training ---------------------------------------------------------------------------
 @pytest.fixture
 def group(tokenizer):
-    """A wire Group of two talks, of which one has a turn more."""
+    """A Group of two talks, of which one has a turn more."""
     actor = Actor(tokenizer, ["<think>40+2</think>", "<answer>42</answer>"])
     numbers = itertools.count()
     rewards = lambda item, turns: next(numbers)
-    (one,) = talks(actor, calculator.reply, 2, rewards=rewards)
-    other = Completion([9, 9, 2], [-1.0] * 3, False, [True] * 3, ["x"])
-    return make_group((one[0], [one[1][0], other], one[2]), **NAMED | {"outcome": "reward"})
+    (group,) = talks(actor, calculator.reply, 2, rewards=rewards)
+    group.samples[1].ids, group.samples[1].logps = [9, 9, 2], [-1.0] * 3
+    group.samples[1].is_model_token, group.outcome = None, "reward"
+    return group
 
 
-def test_own_travels_and_only_if_a_task_has_replied(group):
+def test_which_tokens_are_the_models_travels_and_only_if_a_task_has_replied(group):
     back = unpack_group(pack_group(group))
-    assert back.own.tolist() == group.own.tolist()
-    lengths = group.completion_lengths.tolist()
-    assert [int(own.sum()) for own in back.owns()] == [lengths[0] - 2, lengths[1]]
-    group.own[0] = False
+    talk, other = group.samples
+    assert [s.length for s in back.samples] == [len(talk.ids) - 2, len(other.ids)]
+    assert back.samples[0].is_model_token == talk.is_model_token
+    talk.is_model_token = [False, *talk.is_model_token[1:]]
     with pytest.raises(ValueError, match="begin and end with a token"):
         unpack_group(pack_group(group))
-    group.own = group.own[1:]
-    with pytest.raises(ValueError, match="own must be"):
+    talk.is_model_token = talk.is_model_token[1:]
+    with pytest.raises(ValueError, match="is_model_token must be"):
         unpack_group(pack_group(group))
-    single = Completion([9, 2], [-1.0] * 2, False, [True] * 2, ["x"])
-    rewards = [{"reward": 1}, {"reward": 0}]
-    assert make_group(((0, {}, [5]), [single, single], rewards), **NAMED).own is None
+    talk.is_model_token = None
+    assert unpack_group(pack_group(group)).samples[0].is_model_token is None
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
@@ -303,14 +307,17 @@ def test_the_tasks_tokens_are_not_trained_and_count_nowhere(group, policy, loss_
     """The gradient is that of a sum by hand over own tokens; so are the means."""
     constants = {"LOSS_TYPE": loss_type, "FUSED_LOSS": fused, "KL_BETA": 0.1, "IS_CAP": 0.0}
     recipe = a_recipe(REWARD_WEIGHTS={"reward": 1.0}, **constants)
-    group.ref_logps = torch.full_like(group.sampler_logps, -2.0)
-    group.sampler_logps[~torch.cat(group.owns())] = torch.nan  # must not matter
-    rows = trainer.make_sequences(recipe, [group], 0)
-    counts = [int(own.sum()) for own in group.owns()]
+    talk = group.samples[0]
+    pairs = zip(talk.logps, talk.is_model_token, strict=True)
+    talk.logps = [p if of_model else math.nan for p, of_model in pairs]  # must not matter
+    group.take_ref_logps(torch.full((len(group.ids),), -2.0))
+    trainer.set_advantages(recipe, [group])
+    rows = trainer.samples_to_train(recipe, [group], 0)
+    counts = [sample.length for sample in group.samples]
     tokens = {"grpo": [2 * n for n in counts], "dapo": [sum(counts)] * 2}[loss_type]
     assert [1 / row.weight for row in rows] == pytest.approx(tokens)
     model = CompletionModel(policy.model)
-    parts = [row.prompt for row in rows], [row.completion for row in rows]
+    parts = [row.prompt for row in rows], [row.ids for row in rows]
 
     hidden, ids = model(*parts)
     loss, stats = trainer.batch_loss(recipe.c, hidden, model.head, ids, rows, policy.vocab_size)
@@ -318,8 +325,8 @@ def test_the_tasks_tokens_are_not_trained_and_count_nowhere(group, policy, loss_
     hidden, ids = model(*parts)
     logps = linear_logps(hidden, model.head, ids, vocab_size=policy.vocab_size)
     exact = 0
-    for row, part in zip(rows, logps.split([len(row.completion) for row in rows]), strict=True):
-        part = part[row.own]
+    for row, part in zip(rows, logps.split([len(row.ids) for row in rows]), strict=True):
+        part = part[torch.tensor(row.is_model_token or [True] * len(part))]
         kl = torch.expm1(-2.0 - part) - (-2.0 - part)
         exact -= row.weight * (part * row.advantage - 0.1 * kl).sum()
     expected = torch.autograd.grad(exact, list(policy.model.parameters()))
@@ -329,8 +336,8 @@ def test_the_tasks_tokens_are_not_trained_and_count_nowhere(group, policy, loss_
     means = metrics.TokenStats("cpu")
     means.add(loss, stats)
     shown = means.over_ranks()
-    own = torch.cat(group.owns())
-    gap = (logps.detach() - group.sampler_logps)[own]
+    gap = logps.detach() - torch.tensor([p for row in rows for p in row.logps])
+    gap = gap[~gap.isnan()]
     assert shown["sampling/sampling_logp_difference/mean"] == pytest.approx(gap.abs().mean().item())
     assert shown["sampler_ratio"] == pytest.approx(gap.exp().mean().item(), rel=1e-4)
     assert shown["ratio"] == pytest.approx(1)
@@ -344,7 +351,7 @@ def test_lengths_and_turns_that_are_logged(group, alone, tmp_path):
         REWARD_WEIGHTS={"reward": 1.0}, OUTCOME="reward",
     )  # fmt: skip
     found = metrics.rollout_metrics(a_run(recipe), Counter(), [group])
-    own, heard = [int(own.sum()) for own in group.owns()], 2
+    own, heard = [sample.length for sample in group.samples], 2
     assert found["completions/mean_length"] == sum(own) / 2 and found["tokens_sampled"] == sum(own)
     assert found["num_turns/mean"] == 1.5 and found["num_turns/max"] == 2
     assert found["tools/call_share"] == 0.5 and found["environment_tokens"] == heard / 2
@@ -358,8 +365,8 @@ def test_samples_tell_turns_apart(group, alone, tmp_path, capsys, tokenizer):
         [(0, {"question": "?"}, [5])], REWARD_WEIGHTS={"reward": 1.0}, OUTCOME="reward"
     )
     run = a_run(recipe, policy=SimpleNamespace(tokenizer=tokenizer))
-    advantages = trainer.advantages_of(recipe, group).tolist()
-    report.RunFolder(tmp_path).log_samples(run, group, advantages)
+    trainer.set_advantages(recipe, [group])
+    report.RunFolder(tmp_path).log_samples(run, group)
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     best, worst = sorted(map(json.loads, lines), key=lambda line: "42" in line["completion"])
     assert worst["turns"] == ["<think>40+2</think>", "42", "<answer>42</answer><|im_end|>"]

@@ -12,9 +12,9 @@ from fakes import PROMPTS, move, tiny_policy
 from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
+from grpo.sample import Sample
 from grpo.sampling import vllm_policy
 from grpo.sampling.policy import load_policy
-from grpo.sampling.sampler import Completion
 from grpo.sampling.vllm_policy import VLLMPolicy, check_device
 from grpo.training.checks import settled
 from grpo.weights import load_weights
@@ -197,7 +197,7 @@ def test_memory_that_was_taken_while_it_slept_is_said(a_policy, tiny):
 
 # --- Requests -------------------------------------------------------------------------
 def streaming(policy, ids, reason, **settings):
-    """-> the parameters that vLLM is given, and the Completion made of its output."""
+    """-> the parameters that vLLM is given, and the Sample made of its output."""
     found = [{i: SimpleNamespace(logprob=-float(n))} for n, i in enumerate(ids, start=1)]
     answer = SimpleNamespace(token_ids=ids, logprobs=found, finish_reason=reason)
     policy.llm.outputs = [answer]
@@ -242,7 +242,7 @@ def test_vllm_is_asked_for_stop_strings_and_its_ids_stay(a_policy):
     assert asked["stop"] == ["=12"] and asked["include_stop_str_in_output"]
     assert asked["detokenize"] and not asked["skip_special_tokens"]  # else it finds none
     assert asked["stop_token_ids"] == policy.eos_ids
-    assert completion == Completion(end, [-float(n) for n in range(1, len(end) + 1)], False)
+    assert completion == Sample(end, [-float(n) for n in range(1, len(end) + 1)], False)
     # vLLM may see a string an id later, after half a character; or with the last id it may draw
     for reason, later in (("stop", len(end) + 2), ("length", len(ids))):
         assert streaming(policy, ids[:later], reason)[1] == completion

@@ -15,7 +15,7 @@ from trainer_side import Policy, change, end, publish, serving, weights
 
 from grpo.client import TrainerClient
 from grpo.sampling import worker as worker_module
-from grpo.sampling.rollout import Stream, tally_of
+from grpo.sampling.rollout import Stream, tally
 from grpo.sampling.worker import Worker, run_worker
 from grpo.stop import TooLong
 from grpo.training.workers import Workers
@@ -104,10 +104,10 @@ def test_a_worker_samples_with_the_newest_policy_while_there_is_room(side, monke
     assert policy.loads == [weights(0).tolist(), weights(3).tolist()]
     assert policy.rests > 0  # another process of the device may have the memory
     groups = [*trained, *side.groups]
-    assert [group.policy_version for group in groups] == [0] * 7 + [3] * 7
+    assert [group.version for group in groups] == [0] * 7 + [3] * 7
     first, second = in_order(side, *range(7)), in_order(side, *range(7, 14))
-    assert Counter(g.item for g in trained) == Counter(first)
-    assert Counter(g.item for g in side.groups) == Counter(second)
+    assert Counter(g.index for g in trained) == Counter(first)
+    assert Counter(g.index for g in side.groups) == Counter(second)
     assert {(g.run, g.sampler, g.outcome) for g in groups} == {("run", "me", "correctness")}
     assert len({group.id for group in groups}) == 14
     assert script.statuses["group", 200] == 14 and script.statuses["group", 503] == 0
@@ -142,10 +142,11 @@ def test_flat_groups_stay_at_home_and_are_counted_with_the_next_one(side, monkey
     """So the trainer's accuracy is of all that was sampled, also over two rollouts."""
     Script(monkeypatch, *[go_on] * 6)  # more rollouts, for the room that flat groups leave
     run(side)
-    assert len(side.groups) == 7 and all(USABLE[group.item] for group in side.groups)
+    assert len(side.groups) == 7 and all(USABLE[group.index] for group in side.groups)
     count, position = Counter(), 0
     for group in side.groups:
-        count.update(tally_of(side.recipe, group))
+        count.update(tally(side.recipe, group))
+        count.update(group.skipped)
         position = count["groups"]
     items = [OUTCOMES[item] for item in in_order(side, *range(position))]
     assert items[-1] is MIXED and items.count(MIXED) == 7
@@ -187,7 +188,7 @@ def test_what_has_begun_is_finished_and_nothing_begins_after_a_newer_policy(side
     script = Script(monkeypatch, go_on, go_on, during=[go_on, train])
     run(side, policy)
     assert policy.loads == [weights(0).tolist()]
-    assert {group.policy_version for group in side.groups} == {0}
+    assert {group.version for group in side.groups} == {0}
     assert begun[0] <= len(side.groups) == sum(policy.asked) <= 4
     assert script.statuses["group", 503] == 0
 
@@ -210,7 +211,7 @@ def test_where_steps_are_faster_than_downloads_a_worker_samples_between_two(side
     publish(side, 0)
     run(side)
     assert fetched[:2] == [0, 1] and len(side.groups) == 4
-    assert {group.policy_version for group in side.groups} == {0}
+    assert {group.version for group in side.groups} == {0}
 
 
 def test_a_policy_that_is_gone_before_it_was_fetched_is_asked_for_anew(side, monkeypatch):
@@ -225,7 +226,7 @@ def test_a_policy_that_is_gone_before_it_was_fetched_is_asked_for_anew(side, mon
     Script(monkeypatch, go_on, go_on, go_on)
     policy, _ = run(side)
     assert policy.loads == [weights(1).tolist()]
-    assert {group.policy_version for group in side.groups} == {1}
+    assert {group.version for group in side.groups} == {1}
 
 
 def test_the_same_weights_at_a_later_step_are_not_fetched_again(side, monkeypatch):
@@ -240,7 +241,7 @@ def test_the_same_weights_at_a_later_step_are_not_fetched_again(side, monkeypatc
     Script(monkeypatch, go_on, go_on, again)
     policy, _ = run(side)
     assert policy.loads == [weights(0).tolist()]
-    assert {group.policy_version for group in side.groups} == {2}
+    assert {group.version for group in side.groups} == {2}
 
 
 def test_what_begins_with_the_same_weights_at_a_later_step_is_of_that_step(side, monkeypatch):
@@ -258,7 +259,7 @@ def test_what_begins_with_the_same_weights_at_a_later_step_is_of_that_step(side,
     Script(monkeypatch, go_on, go_on, go_on, during=[go_on, train])
     policy, _ = run(side)
     assert policy.loads == [weights(0).tolist()] and len(side.groups) == 7
-    assert {group.policy_version for group in side.groups} == {0, 9}
+    assert {group.version for group in side.groups} == {0, 9}
 
 
 def test_two_workers_share_the_room(side, monkeypatch):
@@ -332,7 +333,7 @@ def test_a_worker_goes_on_with_a_trainer_that_has_resumed(tmp_path, monkeypatch)
         script = Script(monkeypatch, go_on, go_on, go_on, go_on, during=[lambda: start(5)])
         policy, _ = run(lives[0])
     assert policy.loads == [weights(7).tolist(), weights(5).tolist()]
-    assert {group.policy_version for group in lives[1].groups} == {5}
+    assert {group.version for group in lives[1].groups} == {5}
     assert script.statuses["group", 200] > len(lives[0].groups) + len(lives[1].groups)
 
 
@@ -370,11 +371,10 @@ def test_a_real_policy_reaches_a_worker_and_is_what_it_samples(tiny, tmp_path, m
     side.close()
     assert len(side.groups) == 3
     for group in side.groups:
-        assert group.policy_version == 6
-        logps, ids = (group.completions(x) for x in (group.sampler_logps, group.completion_ids))
-        for mine, completion in zip(logps, ids, strict=True):
-            expected = trainer.logps(group.prompt_ids.tolist(), completion.tolist())
-            torch.testing.assert_close(mine, torch.tensor(expected), rtol=0, atol=1e-5)
+        assert group.version == 6
+        for sample in group.samples:
+            expected = trainer.logps(group.prompt, sample.ids)
+            assert sample.logps == pytest.approx(expected, rel=0, abs=1e-5)
 
 
 def test_a_lora_policys_adapters_alone_travel(tiny, tmp_path):

@@ -108,7 +108,9 @@ def test_a_step_that_fails_on_one_rank_was_not_begun_on_any(ranks, after):
 def test_an_evaluation_that_fails_on_one_rank_ends_all(ranks):
     def evaluated(rank):
         run = run_of(rank, after=2)
-        failure = failure_of(lambda: evaluate(run.sampler, 0, run.recipe, run.recipe.prompts))
+        failure = failure_of(
+            lambda: evaluate(run.sampler, 0, run.recipe.others(GROUP_SIZE=1), run.recipe.prompts)
+        )
         return failure.__cause__ is None
 
     assert ranks.run(evaluated) == [True, False]

@@ -6,12 +6,12 @@ from itertools import chain
 
 import pytest
 import requests
-import torch
 from helpers import call, refused
 from trainer_side import Policy, change, file_of, post, publish, sample_of, serving, weights
 
 from grpo.client import TrainerClient
 from grpo.proof import check_proof
+from grpo.sample import Sample
 from grpo.stop import TooLong
 from grpo.training import workers as workers_module
 from grpo.wire import sha256_of
@@ -174,21 +174,11 @@ def test_groups_of_another_run_or_of_undone_steps_are_not_wanted(side):
     assert trainer.put_group(sample_of(side, version=5)) == "" and side.groups
 
 
-def ids(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def of_lengths(*lengths):
-    facts = {"completion_ids": ids(*[7] * sum(lengths)), "completion_lengths": ids(*lengths)}
-    facts |= {"sampler_logps": torch.zeros(sum(lengths)), "rewards": torch.zeros(len(lengths), 2)}
-    return facts | {"truncated": torch.tensor([False] * len(lengths))}
-
-
 FOREIGN = {
-    "another prompt": {"prompt_ids": ids(5, 7)},
-    "no such item": {"item": 99},
-    "one completion": of_lengths(2),
-    "unknown ids": {"completion_ids": ids(7, 400, 7)},
+    "another prompt": {"prompt": [5, 7]},
+    "no such item": {"index": 99},
+    "one completion": {"samples": [Sample([7], [-1.0], rewards={"correctness": 1, "format": 0})]},
+    "unknown ids": {"ids": [7, 400]},
     "rewards in another order": {"reward_names": ["format", "correctness"]},
     "another outcome": {"outcome": "format"},
 }
@@ -210,7 +200,7 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path):
         for number in range(10):
             post(side, sample_of(side, number, version=number))
         groups = side.take(7)
-        assert [group.policy_version for group in groups] == [5, 6, 7]
+        assert [group.version for group in groups] == [5, 6, 7]
         metrics = side.metrics(groups, 7)
         assert metrics == {"staleness": 1.0, "staleness_max": 2, "groups_dropped": 6}
         assert side.metrics([], 7) == {"staleness": 0, "staleness_max": 0, "groups_dropped": 6}

@@ -31,7 +31,7 @@ def constants(**changes):
 def groups_of(*lengths):
     groups = [a_group([(1.0, -1.0)] * len(sizes), lengths=sizes) for sizes in lengths]
     for i, group in enumerate(groups):
-        group.prompt_ids = torch.tensor([5 + i, 6], dtype=torch.int32)
+        group.prompt[0] += i
     return groups
 
 
@@ -39,9 +39,7 @@ GROUPS = groups_of((3, 1), (2, 7), (4,))
 
 
 def own_logps(policy, group):
-    parts = group.completions(group.completion_ids)
-    ids = group.prompt_ids.tolist()
-    return torch.tensor([logp for part in parts for logp in policy.logps(ids, part.tolist())])
+    return torch.tensor([p for s in group.samples for p in policy.logps(s.prompt, s.ids)])
 
 
 def gap(reference, policy):
@@ -170,7 +168,7 @@ class FakeServer:
         self.gate.acquire()
         if self.fault:
             raise self.fault
-        return [group.completion_ids.float() for group in groups]
+        return [torch.tensor(group.ids).float() for group in groups]
 
 
 @pytest.fixture
@@ -191,15 +189,15 @@ def test_groups_that_are_sampled_meanwhile_go_in_one_request(remote):
     server, reference, first = remote
     others = [reference.logps(group) for group in GROUPS]
     server.gate.release(2)
-    assert torch.equal(first.result(), GROUPS[0].completion_ids.float())
+    assert torch.equal(first.result(), torch.tensor(GROUPS[0].ids).float())
     for answer, group in zip(others, GROUPS, strict=True):
-        assert torch.equal(answer.result(), group.completion_ids.float())
+        assert torch.equal(answer.result(), torch.tensor(group.ids).float())
     assert server.asked == [1, 3]
 
 
 def test_a_request_is_bounded(remote, monkeypatch):
     server, reference, _ = remote
-    tokens = len(GROUPS[0].prompt_ids) + 4  # 2 completions
+    tokens = len(GROUPS[0].prompt) + 4  # 2 completions
     monkeypatch.setattr(module, "REQUEST_TOKENS", tokens + 2)
     answers = [reference.logps(GROUPS[0]) for _ in range(5)]
     server.gate.release(9)

@@ -1,0 +1,84 @@
+"""The record of a step: a sampled completion (Sample), and the G completions of a prompt (Group).
+
+Each part of a step adds what it knows: the sampler ids and their log-probs, the task rewards, the
+reference its log-probs, the trainer what the loss needs. Lists have an entry per token, unless it
+says otherwise. Only the sockets have another form (grpo/wire.py).
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Sample:
+    """One completion of T tokens, from the sampler to the loss."""
+
+    ids: list[int]  # as sampled: text is never tokenised again
+    logps: list[float]  # of each id, at the sampling temperature, from float32
+    truncated: bool = False  # cut at the limit, and not ended by EOS or a stop string
+    is_model_token: list[bool] | None = None  # False: the task added the id (turns); None: all True
+    text: str | list[str] | None = None  # as the task sees it; a list of turns: model, task, ...
+    prompt: list[int] | None = None  # ids; the samples of a group share the list
+    rewards: dict | None = None  # floats by name; NaN: does not apply
+    ref_logps: list[float] | None = None  # of the reference; None if KL_BETA is 0
+    advantage: float = 0.0
+    weight: float = 0.0  # of each of the model's tokens in the step's loss
+    # The old log-probs of the model's tokens; None: those of the rollout's first update
+    old_logps: list[float] | None = None
+    # Whether the trainer sampled all groups of the rollout, with the weights that its first update
+    # trains. If not, the sampler's log-probs are the old ones, and IS_CAP bounds the ratio
+    on_policy: bool = True
+    fresh: bool = False  # whether this one was sampled with the weights that are trained next
+
+    @property
+    def length(self):
+        """The number of the model's tokens, which alone are trained."""
+        return sum(self.is_model_token) if self.is_model_token else len(self.ids)
+
+    def of_model(self, values):
+        """Returns those of T values that belong to the model's tokens."""
+        if not self.is_model_token:
+            return values
+        return [x for x, holds in zip(values, self.is_model_token, strict=True) if holds]
+
+
+@dataclass
+class Group:
+    """The completions of one prompt."""
+
+    index: int  # of the question in the task's training split
+    item: dict | None  # the question, as the task's load() gave it
+    prompt: list[int]  # ids
+    samples: list[Sample]  # G
+    id: str = ""  # unique in its run; a step trains its groups in the order of their ids
+    sampler: str = "trainer"  # or a worker's name
+    version: int = 0  # the number of updates of the policy that sampled
+    skipped: dict = field(default_factory=dict)  # a worker's flat groups before it: their tally()
+    run: str = ""  # a worker's group: the run whose policy it had
+    outcome: str = ""  # a worker's group: the reward that decides correctness
+
+    def __post_init__(self):
+        for sample in self.samples:
+            sample.prompt = self.prompt
+
+    @property
+    def ids(self):
+        """The N ids of all completions, one after another."""
+        return [id for sample in self.samples for id in sample.ids]
+
+    def take_ref_logps(self, logps):
+        """Gives each sample its part of the reference's log-probs, a tensor (N,), or None."""
+        if logps is not None:
+            parts = logps.split([len(sample.ids) for sample in self.samples])
+            for sample, part in zip(self.samples, parts, strict=True):
+                sample.ref_logps = part.tolist()
+
+
+def keep_logps(batch, logps):
+    """Keeps the log-probs (N,) of a micro-batch's samples if they are those of a rollout's first
+    update: for its next updates, which give this rank the same samples, they are the old ones. For
+    these updates no sample is fresh."""
+    parts = logps.cpu().split([sample.length for sample in batch])
+    for sample, part in zip(batch, parts, strict=True):
+        sample.fresh = False
+        if sample.old_logps is None:
+            sample.old_logps = part.tolist()
