@@ -37,20 +37,20 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 import grpo_ref_split as trainer
-from grpo import scores
+from grpo import rollout
+from grpo.checkpoint import state_file
+from grpo.checks import settled
 from grpo.log import say
-from grpo.merge import base_of, merge_into
 from grpo.models import load_tokenizer
-from grpo.sampling import rollout
-from grpo.sampling.memory import fit_worker
-from grpo.sampling.policy import make_policy
-from grpo.sampling.prepare import as_seen, gold_of, prepare_task
-from grpo.sampling.task import begin_rewards, load_chat, load_task, reward_group
+from grpo.options import scores
+from grpo.options.merge import base_of, merge_into
+from grpo.options.sample_sizes import fit_worker
+from grpo.policy import make_policy
+from grpo.prepare import as_seen, gold_of, prepare_task
+from grpo.ranks import gathered, join_ranks
+from grpo.resume import hash_of_code, hash_of_prompts
 from grpo.stop import leave
-from grpo.training.checkpoint import state_file
-from grpo.training.checks import settled
-from grpo.training.ranks import gathered, join_ranks
-from grpo.training.resume import hash_of_code, hash_of_prompts
+from grpo.task import begin_rewards, load_chat, load_task, reward_group
 from grpo.wire import sha256_of
 
 # The constants that answers depend on
@@ -293,7 +293,7 @@ def main():
         task, limits = load_task(c.TASK), (c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS)
         processes = None
         if c.REWARD_PROCESSES:
-            from grpo.sampling.reward_processes import start_processes
+            from grpo.options.reward_processes import start_processes
 
             processes = start_processes(task, *limits)
         results = [

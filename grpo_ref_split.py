@@ -28,8 +28,8 @@ import math
 import sys
 from collections import Counter
 
+from grpo import checks
 from grpo.constants import before_torch, command_line, defaults_in
-from grpo.training import checks
 
 # --- What to train ------------------------------------------------------------------
 MODEL = "Qwen/Qwen2.5-3B"  # hub name or folder of the model to train (any AutoModelForCausalLM)
@@ -147,22 +147,21 @@ import torch
 import torch.distributed as dist
 
 import grpo_loss_triton
+from grpo import checkpoint, ranks, resume, rollout
 from grpo import loss as plain_loss
 from grpo.devices import out_of_memory_names
+from grpo.engine import cpu_threads, learning_rate, take_step
 from grpo.log import progress_bar, say
+from grpo.metrics import TokenStats, evaluate, rollout_metrics, with_kl
 from grpo.packing import plan_rounds
+from grpo.policy import worker_policy
+from grpo.prepare import prepare
 from grpo.proof import check_sampler
+from grpo.report import check_update, log_idle, report_end, show
 from grpo.sample import keep_logps
-from grpo.sampling import rollout
-from grpo.sampling.policy import worker_policy
-from grpo.sampling.prepare import prepare
-from grpo.sampling.task import load_questions
+from grpo.start import start_run
 from grpo.stop import Refused, TooLong, stop
-from grpo.training import checkpoint, ranks, resume
-from grpo.training.engine import cpu_threads, learning_rate, take_step
-from grpo.training.metrics import TokenStats, evaluate, rollout_metrics, with_kl
-from grpo.training.report import check_update, log_idle, report_end, show
-from grpo.training.start import start_run
+from grpo.task import load_questions
 
 
 # --- Sample: algorithm 1, lines 5, 7, 8, 9 ---------------------------------------------
@@ -422,7 +421,7 @@ def main(**given):
     c = checks.settled(DEFAULTS, given)
     date = resume.check_run_dir(c.RUN_DIR, c.RESUME)
     if c.REPORT_TO:
-        from grpo.training.reporters import check_reporters
+        from grpo.options.reporters import check_reporters
 
         check_reporters(c.REPORT_TO)
     tokenizer, recipe, server = prepare(c, date, needs_server=bool(c.REF_SERVER and c.KL_BETA))
@@ -444,7 +443,7 @@ def main(**given):
 
 def worker(**given):
     """Samples for the trainer at TRAINER until the trainer is gone."""
-    from grpo.sampling.worker import run_worker
+    from grpo.options.worker import run_worker
 
     c = checks.settled(DEFAULTS, given)
     tokenizer, recipe, _ = prepare(c)

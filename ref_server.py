@@ -73,9 +73,9 @@ import torch
 
 from grpo.devices import accelerator
 from grpo.forward import CompletionModel
-from grpo.gate import Busy, Gate, listen, token_for
 from grpo.log import in_background
 from grpo.models import load_model, load_tokenizer
+from grpo.options.gate import Busy, Gate, listen, token_for
 from grpo.scoring import score_groups
 from grpo.stop import leave
 from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids

@@ -38,10 +38,10 @@ from counting import SHAPE, build, make_tokenizer
 from benchmarks import memory
 from benchmarks.measure import DEVICE, KIND, facts, trained
 from demo import free_port
+from grpo.decoder import make_decoder
 from grpo.devices import accelerator
 from grpo.forward import CompletionModel, distance
-from grpo.sampling.decoders.choice import make_decoder
-from grpo.training.memory import largest_batch
+from grpo.options.sizes import largest_batch
 
 REPORT = ROOT / "runs/gpu_report.md"
 MINUTES = 60  # of the whole report
@@ -56,7 +56,7 @@ NOTABLE = (
 )
 
 PYTHON = [sys.executable]
-GPU_TESTS = ["tests/test_gpu.py", "tests/sampling/test_cuda_graph.py", "tests/test_loss_triton.py"]
+GPU_TESTS = ["tests/test_gpu.py", "tests/options/test_cuda_graph.py", "tests/test_loss_triton.py"]
 
 
 def parts_of_the_report():

@@ -4,11 +4,11 @@
     python benchmarks/memory.py Qwen2.5-3B 512 512                # a model, prompt, completion
     python benchmarks/memory.py tried Qwen2.5-3B 16               # needs a GPU: a model, LORA_RANK
 
-The product itself tries its sizes (grpo/training/memory.py); the last command measures its trials.
+The product itself tries its sizes (grpo/options/sizes.py); the last command measures its trials.
 The figures are sums of tensors in the order in which a step makes and frees them, for layers like
 Qwen2's. A phase is {part: bytes}: its parts live together, phases take turns, and the need is that
 of the largest, with an allowance for what no tensor shows (CUDA, NCCL, fragmentation), a guess.
-Tests compare the figures with living tensors of the trainer's code on a CPU (tests/test_memory.py),
+tests/options/test_sizes.py compares the figures with living tensors of the trainer's code on a CPU,
 and the numbers of README.md, docs/memory.md and presets/ with the tables. GB are 2^30 bytes.
 
 Symbols: the trainer's, and H hidden, I inner, K key width of a layer, L layers.
@@ -36,11 +36,11 @@ import grpo_ref_split as trainer
 import ref_server
 from grpo.constants import Constants
 from grpo.devices import accelerator
-from grpo.sampling.decoders.shared_prompt import ROOM
-from grpo.sampling.policy import ALL, Policy
-from grpo.training.engine import BUCKET
-from grpo.training.memory import TOKENS, completion_lengths, largest_batch
-from grpo.training.start import USUAL, fit_sizes
+from grpo.engine import BUCKET
+from grpo.options.sizes import TOKENS, completion_lengths, largest_batch
+from grpo.policy import ALL, Policy
+from grpo.shared_prompt import ROOM
+from grpo.start import USUAL, fit_sizes
 
 BF16, FP32, FP64 = 2, 4, 8
 CONTEXT = 1.5 * 2**30  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers

@@ -37,7 +37,7 @@ from counting import SHAPE, SPECIALS, build, make_tokenizer, prompt
 from benchmarks import memory
 from benchmarks.measure import DEVICE, KIND, facts
 from grpo.models import load_tokenizer, prompt_ids, whole_model
-from grpo.sampling.sampler import sample_groups
+from grpo.sampler import sample_groups
 from tasks import sums
 
 QWEN = {name: memory.untied(name) for name in ("Qwen2.5-0.5B", "Qwen2.5-3B")}
@@ -144,7 +144,7 @@ def compare(model, case):
 
 def vllm(folder):
     """Run in a process of its own: prints the median tokens a second, as JSON."""
-    from grpo.sampling.vllm_policy import VLLMPolicy
+    from grpo.options.vllm_policy import VLLMPolicy
 
     case = json.loads(Path(folder, "case.json").read_text())
     prompts, rates = case["prompts"], []

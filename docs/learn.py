@@ -16,8 +16,8 @@ import torch
 from grpo import constants
 from grpo.loss import LOSS_TYPES, group_advantages, linear_logps, policy_loss, token_weights
 from grpo.models import prompt_ids
-from grpo.sampling.sampler import sample_groups
-from grpo.tiny_model import make_model, make_tokenizer, next_token_loss
+from grpo.options.tiny_model import make_model, make_tokenizer, next_token_loss
+from grpo.sampler import sample_groups
 from tasks import arithmetic
 
 QUESTION, ANSWER = "7+5=?", "12"

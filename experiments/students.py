@@ -1,4 +1,4 @@
-"""Students and teachers: the demo's tiny model, trained on other examples (grpo/tiny_model.py).
+"""Students and teachers: the demo's tiny model, trained on other examples.
 
 "rare" samples the right operator, and the format, in a few of a hundred answers; "adder" never
 does, as it has seen no subtraction and no tag. "teacher", and "larger" with 5 times its parameters,

@@ -103,10 +103,10 @@ class ReferenceClient(Client):
 
 
 class TrainerClient(Client):
-    """A worker's client of the trainer's rank 0 (grpo/training/workers.py)."""
+    """A worker's client of the trainer's rank 0 (grpo/options/workers.py)."""
 
     command = "deepspeed grpo_ref_split.py PUBLISH_STEPS=1"
-    limit_of_body = "MAX_GROUP_BYTES in grpo/training/workers.py"
+    limit_of_body = "MAX_GROUP_BYTES in grpo/options/workers.py"
 
     def policy(self, worker):
         """Returns (the newest policy's record or None, how many groups `worker` may begin)."""

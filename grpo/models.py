@@ -187,7 +187,7 @@ def load_model(name, dtype, vocab_size):
     if getattr(model, "_hf_peft_config_loaded", False):
         raise SystemExit(
             f"the model {name!r} is a LoRA adapter: merge it first"
-            f" (python -m grpo.merge {name} OUT)"
+            f" (python -m grpo.options.merge {name} OUT)"
         )
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:

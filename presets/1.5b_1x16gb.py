@@ -4,7 +4,7 @@
 
 Computed, not run: of the GPU's 14.5 GB the trainer needs 5.3 GB at least, and about twice that on a
 T4 or V100, which have no bfloat16. The reference is the model without its adapter. A checkpoint is
-an adapter (python -m grpo.merge).
+an adapter (python -m grpo.options.merge).
 """
 
 MODEL = "Qwen/Qwen2.5-1.5B"

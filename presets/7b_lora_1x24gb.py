@@ -4,7 +4,7 @@
 
 Computed, not run: of the GPU's 23.5 GB the trainer needs 17.1 GB at least. Full training does not
 fit, not even with OFFLOAD_OPTIMIZER. The reference is the model without its adapter. A checkpoint
-is an adapter (python -m grpo.merge).
+is an adapter (python -m grpo.options.merge).
 """
 
 MODEL = "Qwen/Qwen2.5-7B"

@@ -19,9 +19,9 @@ import sys
 from pathlib import Path
 
 from grpo.constants import begin, command_line, usage
-from grpo.sampling.prepare import gold_of, prepare_task
-from grpo.sampling.rewards import called, timely
-from grpo.sampling.task import Recipe, load_chat, load_items, load_split, load_task, task_files
+from grpo.prepare import gold_of, prepare_task
+from grpo.rewards import called, timely
+from grpo.task import Recipe, load_chat, load_items, load_split, load_task, task_files
 
 SHOWN = 3
 WARM_STEPS = 800  # of the tiny model
@@ -39,7 +39,7 @@ def listed():
 def make_model(recipe, out):
     """Makes the tiny model in the folder `out`; returns the command that trains it. Raises
     TaskError if the task has no right answers, or a function of it fails or hangs."""
-    from grpo.tiny_model import warm_start
+    from grpo.options.tiny_model import warm_start
 
     c, task = recipe.c, recipe.task
     items = load_items(c.TASK, task, "train")
@@ -73,8 +73,8 @@ def with_replies(recipe, item, said):
     turns; a reply stands inside the model's turn after one of STOP_STRINGS, else in a user turn."""
     if not hasattr(recipe.task, "reply"):
         return said
-    from grpo.sampling.turns import play
-    from grpo.tiny_model import USER_TURN
+    from grpo.options.tiny_model import USER_TURN
+    from grpo.options.turns import play
 
     text, turns = "", play(recipe, item, [said] if isinstance(said, str) else said)
     for turn, reply in zip(turns[::2], [*turns[1::2], ""], strict=True):

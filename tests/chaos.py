@@ -130,7 +130,7 @@ HEAD = "run | ranks | kills: server | rank | worker | mean staleness | accuracy 
 
 def main(number=100):
     from benchmarks.measure import facts
-    from grpo.tiny_model import warm_start
+    from grpo.options.tiny_model import warm_start
     from presets import demo
     from tasks import arithmetic
 

@@ -22,6 +22,15 @@ def tiny(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="module")
+def model_of():
+    """-> a family's name -> its tiny model, made once."""
+    from families import tiny_model
+
+    made = {}
+    return lambda family: made.setdefault(family, tiny_model(family))
+
+
 @pytest.fixture
 def no_pause(monkeypatch):
     """Of waits alone: other threads sleep, too."""

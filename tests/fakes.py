@@ -8,14 +8,14 @@ from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
 from grpo.constants import Constants
+from grpo.metrics import Clock
+from grpo.policy import load_policy
+from grpo.resume import Progress
+from grpo.rollout import sampled_and_rewarded
 from grpo.sample import Group, Sample
-from grpo.sampling.policy import load_policy
-from grpo.sampling.rollout import sampled_and_rewarded
-from grpo.sampling.sampler import next_prompts
-from grpo.sampling.task import Recipe
-from grpo.training.metrics import Clock
-from grpo.training.resume import Progress
-from grpo.training.start import NoWorkers
+from grpo.sampler import next_prompts
+from grpo.start import NoWorkers
+from grpo.task import Recipe
 
 
 def a_group(rewards, *, lengths=(3, 1), truncated=(False, False), **changes):

@@ -7,7 +7,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from grpo.models import has_softcap
-from grpo.sampling.sampler import sample_groups
+from grpo.sampler import sample_groups
 
 VOCAB = 110  # ids of the tokenizer; the models embed 120, as real ones pad their embedding
 # Float32, cached and batched against plain; measured over families and seeds: 2.4e-6.

@@ -14,14 +14,14 @@ from living import Live
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import grpo_ref_split as trainer
+from grpo.checks import settled
+from grpo.engine import make_engine
 from grpo.forward import CompletionModel
 from grpo.loss import linear_logps, token_weights
+from grpo.metrics import Clock
+from grpo.policy import load_policy
+from grpo.ranks import join_ranks
 from grpo.sample import Sample
-from grpo.sampling.policy import load_policy
-from grpo.training.checks import settled
-from grpo.training.engine import make_engine
-from grpo.training.metrics import Clock
-from grpo.training.ranks import join_ranks
 
 BUDGETS = {"one batch": 10**6, "some": 60, "a row each": 1}
 

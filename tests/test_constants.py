@@ -11,9 +11,9 @@ import pytest
 import grpo_ref_split as trainer
 import ref_server
 from grpo import constants, loss
+from grpo.checks import KINDS, settled
+from grpo.engine import training_threads
 from grpo.proof import NOISE
-from grpo.training.checks import KINDS, settled
-from grpo.training.engine import training_threads
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {"grpo_ref_split.py": trainer, "ref_server.py": ref_server}

@@ -10,18 +10,18 @@ from documents import ROOT
 LINES = 6_600  # of our files that a plain run loads; to become 4 500
 OPTIONS = {  # imported only with ...
     "grpo/client.py",  # REF_SERVER, or the role worker
-    "grpo/gate.py",  # PUBLISH_STEPS, or ref_server.py
-    "grpo/live.py",  # plot.py live
-    "grpo/training/workers.py",  # PUBLISH_STEPS
-    "grpo/sampling/worker.py",  # the role worker
-    "grpo/sampling/turns.py",  # a task with reply()
-    "grpo/sampling/reward_processes.py",  # REWARD_PROCESSES
-    "grpo/sampling/stop_strings.py",  # STOP_STRINGS
-    "grpo/sampling/vllm_policy.py",  # SAMPLER
-    "grpo/training/reporters.py",  # REPORT_TO
-    "grpo/training/memory.py",  # a GPU, and "auto"
-    "grpo/sampling/memory.py",
-    "grpo/sampling/decoders/cuda_graph.py",  # NVIDIA's GPU
+    "grpo/options/gate.py",  # PUBLISH_STEPS, or ref_server.py
+    "grpo/options/live.py",  # plot.py live
+    "grpo/options/workers.py",  # PUBLISH_STEPS
+    "grpo/options/worker.py",  # the role worker
+    "grpo/options/turns.py",  # a task with reply()
+    "grpo/options/reward_processes.py",  # REWARD_PROCESSES
+    "grpo/options/stop_strings.py",  # STOP_STRINGS
+    "grpo/options/vllm_policy.py",  # SAMPLER
+    "grpo/options/reporters.py",  # REPORT_TO
+    "grpo/options/sizes.py",  # a GPU, and "auto"
+    "grpo/options/sample_sizes.py",
+    "grpo/options/cuda_graph.py",  # NVIDIA's GPU
 }
 RUN = """
 import json, sys

@@ -16,7 +16,7 @@ from processes import launch, records
 from transformers import AutoModelForCausalLM
 
 import demo
-from grpo.training.resume import lock_run
+from grpo.resume import lock_run
 from tasks import arithmetic
 
 ROOT = Path(__file__).parent.parent

@@ -182,7 +182,7 @@ def test_each_line_of_algorithm_1_is_where_the_docs_say():
 
 
 # --- Routes ---------------------------------------------------------------------------
-SERVING = "grpo/gate.py", "ref_server.py", "grpo/training/workers.py"
+SERVING = "grpo/options/gate.py", "ref_server.py", "grpo/options/workers.py"
 
 
 def routes():
@@ -238,7 +238,7 @@ def test_the_task_in_the_readme_has_the_functions_of_the_one_that_is_copied():
 # --- Commands -------------------------------------------------------------------------
 RUN = {  # what runs a command, or the same with other constants
     "make demo": "tests/test_demo.py",
-    "make demo-real": "tests/test_smollm2.py",
+    "make demo-real": "tests/options/test_smollm2.py",
     "make demo-tools": "tests/test_demo.py",
     "make test": ".ci/run",
     "make test-long": ".ci/run",

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import evaluate
 import grpo_ref_split as trainer
-from grpo.merge import merge
-from grpo.sampling import prepare, reward_processes
+from grpo import prepare
+from grpo.options import reward_processes
+from grpo.options.merge import merge
 from tasks import arithmetic
 
 RUN = {"TASK": "even", "MAX_PROMPT_TOKENS": 128, "MAX_COMPLETION_TOKENS": 6, "EVAL_QUESTIONS": 12}

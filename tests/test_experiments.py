@@ -9,8 +9,8 @@ from documents import pictured
 
 import grpo_ref_split as trainer
 from experiments import curves, questions, runs
-from grpo.sampling.task import load_task
-from grpo.training.checks import settled
+from grpo.checks import settled
+from grpo.task import load_task
 
 SECTIONS = pictured("docs/experiments.md", "experiments")
 TABLES = {name: (questions.TABLES / f"{name}.md").read_text() for name in SECTIONS}

@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ref_server
 from grpo import models as policy_module
-from grpo import tiny_model as warm_start
+from grpo import shared_prompt as llama_step
+from grpo.decoder import make_decoder
 from grpo.devices import is_nvidia
 from grpo.forward import CompletionModel
 from grpo.models import choose_dtype, own_device
-from grpo.sampling.decoders import cuda_graph
-from grpo.sampling.decoders import shared_prompt as llama_step
-from grpo.sampling.decoders.choice import make_decoder
-from grpo.sampling.decoders.shared_prompt import LlamaDecoder
-from grpo.sampling.policy import load_policy
+from grpo.options import cuda_graph
+from grpo.options import tiny_model as warm_start
+from grpo.policy import load_policy
+from grpo.shared_prompt import LlamaDecoder
 from grpo.wire import pack_ids, unpack_ids
 from grpo_loss_triton import linear_logps, slabs
 from tasks import arithmetic
@@ -89,7 +89,7 @@ def test_no_path_runs_a_model_by_cudnns_attention(path, choices, tiny, tmp_path)
 
 # --- Which device, which dtype -------------------------------------------------------
 # A driver's error; graphs; the memory of a smaller GPU
-CUDA_ALONE = {"grpo/models.py", "grpo/sampling/decoders/cuda_graph.py", "benchmarks/gpu_report.py"}
+CUDA_ALONE = {"grpo/models.py", "grpo/options/cuda_graph.py", "benchmarks/gpu_report.py"}
 
 
 def test_what_torch_accelerator_has_is_not_asked_of_cuda():

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("grpo.sampling", "grpo.training")  # packages of grpo; the rest of it are single files
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("grpo/**/*.py"), *ROOT.glob("tasks/*.py")]
 
 
 def name_of(path):
-    """Example: grpo/sampling/worker.py -> grpo.sampling.worker; grpo/__init__.py -> grpo"""
+    """Example: grpo/options/worker.py -> grpo.options.worker; grpo/__init__.py -> grpo"""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -42,55 +41,92 @@ IMPORTS = {name: imports_of(path) for name, path in MODULES.items()}
 
 
 def package(module):
-    """Returns where a module lives: one of PARTS, "grpo" (the rest of it), "tasks", or "root"."""
+    """Returns where a module lives: the core, an option, a task, or the root."""
     if module == "tasks.__main__":
         return "root"
-    homes = (home for home in (*PARTS, "grpo", "tasks") if f"{module}.".startswith(f"{home}."))
-    return next(homes, "root")
+    homes = {"grpo.options.": "option", "grpo.": "core", "tasks.": "task"}
+    return next((home for begin, home in homes.items() if module.startswith(begin)), "root")
 
 
-MAY = {  # what a package may import of ours, beside itself
-    "root": {"root", "grpo", "tasks", *PARTS},
-    "grpo": {"grpo"},
-    "grpo.sampling": {"grpo"},
-    "grpo.training": {"grpo", "grpo.sampling"},
-    "tasks": set(),
+MAY = {  # what a module may import of ours
+    "root": {"root", "core", "option", "task"},
+    "core": {"core"},
+    "option": {"core", "option"},
+    "task": {"task"},
+}
+CHOOSE = {  # who of the core names an option, within the function that switches it on
+    "cuda_graph": "grpo.decoder",  # NVIDIA's GPU
+    "reporters": "grpo.start",  # REPORT_TO
+    "reward_processes": "grpo.prepare",  # REWARD_PROCESSES
+    "sample_sizes": "grpo.policy",  # a worker's SAMPLE_BATCH = "auto"
+    "sizes": "grpo.start",  # a GPU, and "auto"
+    "stop_strings": "grpo.policy",  # STOP_STRINGS
+    "turns": "grpo.rollout grpo.prepare",  # a task with reply(), and its preview
+    "vllm_policy": "grpo.policy",  # SAMPLER
+    "worker": "grpo_ref_split",  # the role
+    "workers": "grpo.start",  # PUBLISH_STEPS
+    "gate": "ref_server",
 }
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_package_imports_only_what_it_may(module):
+def test_a_module_imports_only_what_it_may(module):
     here = package(module)
     for other in IMPORTS[module] & MODULES.keys():
-        allowed = package(other) in MAY[here] | {here}
-        fused = other == "grpo_loss_triton" and (here in PARTS or module == "grpo.scoring")
-        assert allowed or fused, f"{module} must not import {other}"
+        chosen = module in CHOOSE.get(other.removeprefix("grpo.options."), "").split()
+        fused = other == "grpo_loss_triton" and module in ("grpo.policy", "grpo.scoring")
+        assert package(other) in MAY[here] or chosen or fused, f"{module} must not import {other}"
 
 
-SERVERS = {"grpo.gate", "grpo.live", "ref_server"}  # those that answer requests
-KEPT = {  # who may import a library: modules, or PARTS
-    "torch.distributed": {"grpo.training", "root"},
-    "deepspeed": {"grpo.training", "root"},
-    "bottle": SERVERS,
-    "waitress": SERVERS,
-    "sqlite3": set(),
-}
+def test_the_core_names_an_option_in_one_place_within_a_function():
+    for option, choosers in CHOOSE.items():
+        for module in choosers.split():
+            top = ast.parse(MODULES[module].read_text()).body
+            top = [node.module for node in top if isinstance(node, ast.ImportFrom)]
+            assert f"grpo.options.{option}" in IMPORTS[module] and (
+                f"grpo.options.{option}" not in top or module == "ref_server"
+            )
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_packages_stay_in_their_process(module):
-    """The server needs no DeepSpeed, a worker neither that nor bottle; ranks are training's."""
-    for library, homes in KEPT.items():
-        used = any(i == library or i.startswith(f"{library}.") for i in IMPORTS[module])
-        here = {module, package(module)}
-        assert not used or homes & here, f"{module} must not import {library}"
+def reached_from(*modules):
+    """Returns the modules of ours that these import, and those that these import, and so on."""
+    found, new = set(), set(modules)
+    while new:
+        found |= new
+        new = {m for module in new for m in IMPORTS[module]} & MODULES.keys() - found
+    return found
+
+
+SERVERS = {"grpo.options.gate", "grpo.options.live", "ref_server"}  # those that answer requests
+KEPT = {"bottle": SERVERS, "waitress": SERVERS, "sqlite3": set()}  # who may import a library
+
+
+def imports(module, library):
+    return any(i == library or i.startswith(f"{library}.") for i in IMPORTS[module])
+
+
+@pytest.mark.parametrize("library", KEPT)
+def test_libraries_of_servers_stay_there(library):
+    assert {module for module in MODULES if imports(module, library)} <= KEPT[library]
+
+
+@pytest.mark.parametrize("process", ["grpo.options.worker", "ref_server"])
+def test_a_worker_and_the_server_need_no_deepspeed(process):
+    """Nor torch.distributed: the files that a rank alone imports may use them."""
+    for module in reached_from(process, "grpo.policy", "grpo.prepare"):
+        for library in ("deepspeed", "torch.distributed"):
+            assert not imports(module, library), f"{module} must not import {library}"
+
+
+def runs_on_ranks(module):
+    return imports(module, "torch.distributed") or "grpo.ranks" in IMPORTS[module]
 
 
 COLLECTIVES = {"all_reduce", "all_gather_object", "broadcast", "broadcast_object_list", "barrier"}
 FUNCTIONS = [  # (module, function, whether it is a method) of what the ranks run
     (module, node, isinstance(parent, ast.ClassDef))
     for module, path in MODULES.items()
-    if package(module) == "grpo.training" or module == "grpo_ref_split"
+    if module == "grpo_ref_split" or (package(module) != "root" and runs_on_ranks(module))
     for parent in ast.walk(ast.parse(path.read_text()))
     for node in ast.iter_child_nodes(parent)
     if isinstance(node, ast.FunctionDef)

@@ -11,10 +11,10 @@ from documents import ROOT, TEXT
 
 import grpo_ref_split as trainer
 from docs import learn, learn_pictures
+from grpo.checks import settled
 from grpo.constants import read_words
 from grpo.loss import group_advantages, policy_loss, token_weights
-from grpo.sampling.task import load_task
-from grpo.training.checks import settled
+from grpo.task import load_task
 
 PAGE = TEXT["docs/learn.md"]
 NUMBER = r"\d+\.\d+|\d+(?= GB)"

@@ -14,10 +14,10 @@ from fakes import a_recipe
 from trainer_side import change, end
 from transformers import AutoTokenizer
 
-from grpo.sampling.policy import load_policy
-from grpo.sampling.worker import run_worker
+from grpo.options.worker import run_worker
+from grpo.options.workers import Workers
+from grpo.policy import load_policy
 from grpo.stop import TooLong
-from grpo.training.workers import Workers
 
 MEAN, DEVIATION = (LOW + HIGH) / 2, ((HIGH - LOW + 1) ** 2 / 12) ** 0.5  # 160 and 56 tokens
 GROUP, PROMPT_TOKENS = 8, 12

@@ -11,8 +11,8 @@ from fakes import tiny_policy
 from processes import QUICK, command_of, launch, learned, records, start_ranks
 
 import grpo_ref_split as trainer
-from grpo.training.report import as_json
-from grpo.training.start import USUAL
+from grpo.report import as_json
+from grpo.start import USUAL
 
 ROOT = Path(__file__).parent.parent
 SMALL = QUICK | {"MAX_PROMPT_TOKENS": 64, "EVAL_STEPS": 0, "CPU_THREADS": 1, "REF_SERVER": None}

@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 
 import ref_server
 from grpo import models
-from grpo.merge import merge
+from grpo import policy as policy_module
 from grpo.models import check_context, load_model, load_tokenizer, prompt_ids
+from grpo.options.merge import merge
+from grpo.policy import load_policy, make_policy
 from grpo.sample import Sample
-from grpo.sampling import policy as policy_module
-from grpo.sampling.policy import load_policy, make_policy
 
 
 def test_a_chat_is_templated_once_and_a_role_it_does_not_know_is_folded_in(tiny):
@@ -122,7 +122,7 @@ def test_a_model_without_a_cache_to_share_is_said_to_be_slow(tiny, monkeypatch, 
 def test_an_adapter_as_model_is_refused_with_the_command_that_merges_it(tiny, tmp_path):
     tokenizer, adapter = AutoTokenizer.from_pretrained(tiny), tmp_path / "adapter"
     load_policy(str(tiny), tokenizer, "float32", lora_rank=2).save(adapter)
-    with pytest.raises(SystemExit, match=f"python -m grpo.merge {adapter} OUT"):
+    with pytest.raises(SystemExit, match=f"python -m grpo.options.merge {adapter} OUT"):
         load_policy(str(adapter), tokenizer, "float32")
 
 

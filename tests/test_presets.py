@@ -11,10 +11,10 @@ from documents import TEXT
 
 import grpo_ref_split as trainer
 import ref_server
+from grpo.checks import settled
 from grpo.constants import command_line
-from grpo.sampling.memory import SPARE
-from grpo.training.checks import settled
-from grpo.training.start import USUAL
+from grpo.options.sample_sizes import SPARE
+from grpo.start import USUAL
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

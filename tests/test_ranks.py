@@ -46,7 +46,7 @@ SCRIPT = """
 import sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from grpo.training import ranks
+from grpo import ranks
 
 ranks.BEHIND_SECONDS = 0.4
 dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))

@@ -25,15 +25,14 @@ from fakes import (
 )
 
 import grpo_ref_split as trainer
+from grpo import metrics as metrics_module
+from grpo import report, rollout
+from grpo.options.workers import Workers
+from grpo.ranks import RunFailed
+from grpo.resume import Progress
 from grpo.sample import Group, Sample
-from grpo.sampling import rollout
+from grpo.start import NoWorkers
 from grpo.stop import TooLong, stop
-from grpo.training import metrics as metrics_module
-from grpo.training import report
-from grpo.training.ranks import RunFailed
-from grpo.training.resume import Progress
-from grpo.training.start import NoWorkers
-from grpo.training.workers import Workers
 from grpo.wire import pack_group, unpack_group
 
 

@@ -14,8 +14,8 @@ from helpers import LIMITS, VOCAB, call, make_group, refused
 
 import ref_server
 from grpo.client import ReferenceClient
-from grpo.gate import listen
 from grpo.log import in_background
+from grpo.options.gate import listen
 from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps
 from ref_server import Reference, Request, answer_all, make_app, take
 

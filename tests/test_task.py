@@ -13,9 +13,9 @@ from fakes import PROMPT, FakeEngine, a_recipe, sampled
 from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
-from grpo.sampling import policy
-from grpo.sampling.prepare import preview
-from grpo.sampling.task import (
+from grpo import policy
+from grpo.prepare import preview
+from grpo.task import (
     TaskError,
     ids_of,
     load_chat,

@@ -20,12 +20,12 @@ from fakes import a_recipe
 from helpers import Replies, reply
 
 import grpo_ref_split as trainer
+from grpo.checks import settled
 from grpo.constants import command_line
 from grpo.models import load_model
-from grpo.sampling.prepare import prepare
-from grpo.sampling.reward_processes import ask, end, start_process
-from grpo.sampling.task import load_items, load_task, reward_group, task_files
-from grpo.training.checks import settled
+from grpo.options.reward_processes import ask, end, start_process
+from grpo.prepare import prepare
+from grpo.task import load_items, load_task, reward_group, task_files
 from tasks import arithmetic, data, gsm8k, judge
 from tasks import math as math_task
 from tasks import reasoning_gym as gym

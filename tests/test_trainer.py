@@ -11,12 +11,12 @@ import torch
 from fakes import a_group, a_recipe, move, sampled, tiny_policy
 
 import grpo_ref_split as trainer
+from grpo import checkpoint, report
 from grpo.forward import CompletionModel
+from grpo.metrics import TokenStats, with_kl
 from grpo.proof import TILT, check_reference, check_sampler
+from grpo.resume import Progress
 from grpo.sample import keep_logps
-from grpo.training import checkpoint, report
-from grpo.training.metrics import TokenStats, with_kl
-from grpo.training.resume import Progress
 
 MIXED = [[1.0, -1.0], [-1.0, -1.0]]
 

@@ -9,9 +9,8 @@ import torch
 from fakes import move
 from families import tiny_model
 
-from grpo import weights
-from grpo.sampling import policy
-from grpo.sampling.policy import ALL, Policy
+from grpo import policy, weights
+from grpo.policy import ALL, Policy
 from grpo.weights import MergedAdapters, has_room, load_weights, merge_adapters, trained_weights
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])

@@ -8,8 +8,8 @@ import torch
 from fakes import MIXED, FakeEngine, a_recipe, prompts_of
 from helpers import call
 
+from grpo.options.workers import Workers
 from grpo.sample import Group, Sample
-from grpo.training.workers import Workers
 from grpo.wire import pack_group
 
 SIZES = {"PROMPTS_PER_STEP": 4, "MAX_STALENESS": 2, "WAIT_LIMIT_SECONDS": 5}

@@ -11,9 +11,9 @@ from families import tiny_model
 
 import grpo_loss_triton
 from grpo import loss as plain_loss
+from grpo import sampler
+from grpo.cached import CachedDecoder, PlainDecoder
 from grpo.forward import CompletionModel
-from grpo.sampling import sampler
-from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
 from rehearsal.cuda import CUDAGraph
 from rehearsal.events import counted
 

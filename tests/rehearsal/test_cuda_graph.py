@@ -7,11 +7,11 @@ import pytest
 import torch
 from families import DYNAMIC, OWN_STEP, TOLERANCE, steps, tiny_model
 
-from grpo.sampling.decoders import cuda_graph
-from grpo.sampling.decoders import shared_prompt as decode
-from grpo.sampling.decoders.choice import is_right
-from grpo.sampling.decoders.cuda_graph import GraphedDecoder, GraphedSharedDecoder
-from grpo.sampling.decoders.shared_prompt import LlamaDecoder
+from grpo import shared_prompt as decode
+from grpo.decoder import is_right
+from grpo.options import cuda_graph
+from grpo.options.cuda_graph import GraphedDecoder, GraphedSharedDecoder
+from grpo.shared_prompt import LlamaDecoder
 
 STEPS = [(family, GraphedDecoder) for family in sorted(OWN_STEP)]
 OTHERS = ["gemma", "gemma2 wide", "gemma3 wide", "opt", "qwen2"]

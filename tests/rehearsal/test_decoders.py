@@ -6,17 +6,16 @@ import pytest
 import torch
 from families import PROMPTS, TOLERANCE, assert_plain_logps, tiny_model
 
-from grpo.sampling import sampler
-from grpo.sampling.decoders import shared_prompt
-from grpo.sampling.decoders.cached import CachedDecoder, PlainDecoder
-from grpo.sampling.decoders.choice import make_decoder
-from grpo.sampling.decoders.cuda_graph import (
+from grpo import sampler, shared_prompt
+from grpo.cached import CachedDecoder, PlainDecoder
+from grpo.decoder import make_decoder
+from grpo.options.cuda_graph import (
     GraphedDecoder,
     GraphedSharedDecoder,
     can_record,
 )
-from grpo.sampling.decoders.shared_prompt import LlamaDecoder, SharedDecoder
-from grpo.sampling.sampler import sample_groups
+from grpo.sampler import sample_groups
+from grpo.shared_prompt import LlamaDecoder, SharedDecoder
 from rehearsal.events import counted
 from rehearsal.measured import (
     EVEN,
@@ -103,7 +102,7 @@ def test_a_token_waits_once(kind, prompts):
     waits = decoder_cost(model_of("qwen2", 1), kind, prompts).waits
     assert waits.total() == 1, waits
     (place,) = waits
-    assert place.startswith("nonzero at grpo/sampling/sampler.py:")
+    assert place.startswith("nonzero at grpo/sampler.py:")
 
 
 @pytest.mark.parametrize("family, kind, fixed, each, recorded", [

@@ -4,7 +4,7 @@ models that it computes what a CPU does."""
 import pytest
 import torch
 
-from grpo.sampling.decoders.cuda_graph import record
+from grpo.options.cuda_graph import record
 from rehearsal.events import counted
 
 

@@ -19,8 +19,8 @@ import grpo_ref_split as trainer
 import ref_server
 from demo import free_port
 from grpo import client
-from grpo.training import reference as reference_module
-from grpo.training.start import USUAL
+from grpo import reference as reference_module
+from grpo.start import USUAL
 from grpo.wire import pack_ids, pack_logps, unpack_ids, unpack_logps
 from rehearsal.events import counted
 from tasks import arithmetic, even

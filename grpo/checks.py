@@ -1,0 +1,88 @@
+"""Checks the trainer's constants before a model is loaded. Nothing here imports torch, so that a
+mistake in the command is reported at once."""
+
+import importlib.util
+import re
+
+from grpo import constants
+from grpo.constants import COUNT, FLAG, NUMBER, TEXT, WHOLE, dict_of, list_of, one_of, or_
+from grpo.task import check_task_file
+
+
+def address(what, pattern):
+    return what, lambda value: isinstance(value, str) and re.fullmatch(pattern, value)
+
+
+KINDS = [  # (kind, constants)
+    (WHOLE, """PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS STEPS
+        EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
+        REWARD_TIMEOUT_SECONDS IDLE_LIMIT TENSOR_PARALLEL"""),
+    (COUNT, """LORA_RANK MAX_REFILLS WARMUP_STEPS SAMPLES_PER_STEP SEED EVAL_STEPS PUBLISH_STEPS
+        MAX_STALENESS REFERENCE_REFRESH_STEPS CPU_THREADS REWARD_PROCESSES OVERLONG_TOKENS"""),
+    (NUMBER, """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
+        MAX_GRAD_NORM VLLM_CACHE_GB"""),
+    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL IS_MASK TRAINER_SAMPLES
+        FUSED_LOSS OFFLOAD_OPTIMIZER RESUME KEEP_BEST REFERENCE_ON_CPU
+        VLLM_SLEEP"""),
+    (TEXT, "MODEL TASK RUN_DIR EVAL_SPLIT"),
+    (list_of("strings, none of them empty", TEXT[1]), "STOP_TOKENS STOP_STRINGS"),
+    (or_("auto", WHOLE), "MICRO_BATCH_TOKENS SAMPLE_BATCH EVAL_BATCH"),
+    (or_("auto", FLAG), "GRADIENT_CHECKPOINTING"),
+    (constants.DTYPE, "DTYPE"),
+    (one_of("grpo", "dapo", "dr_grpo"), "LOSS_TYPE"),  # grpo.loss.LOSS_TYPES, which needs torch
+    (one_of("clip", "cispo"), "OBJECTIVE"),  # OBJECTIVES there
+    (one_of("token", "sequence"), "RATIO_LEVEL"),
+    (one_of("torch", "vllm"), "SAMPLER"),
+    (one_of("linear", "cosine"), "LR_SCHEDULE"),
+    (one_of("outcome", "reward", False, True), "SKIP_FLAT_GROUPS"),
+    (list_of("numbers from 0 to below 1", lambda beta: NUMBER[1](beta) and beta < 1), "ADAM_BETAS"),
+    (or_(None, TEXT), "OUTCOME REFERENCE"),
+    (or_(None, dict_of("numbers", constants.real)), "REWARD_WEIGHTS"),
+    (dict_of("options", lambda option: True), "CHAT_TEMPLATE"),
+    (list_of('"tensorboard", "wandb" or functions',
+             lambda to: callable(to) or to in ("tensorboard", "wandb")), "REPORT_TO"),
+    (or_(None, address("http://host:port", r"https?://[^\s/].*")), "REF_SERVER"),
+    (address("http://host:port", r"http://[^\s/?#@]+:[1-9]\d{0,4}/?"), "TRAINER"),
+]  # fmt: skip
+RELATIONS = [  # (constant, what it must be, whether it is), of constants of the right kinds
+    ("GROUP_SIZE", "2 or more, to compare the rewards of a group (1 needs REWARD_WEIGHTS = {})",
+     lambda c: c.GROUP_SIZE >= 2 or c.REWARD_WEIGHTS == {}),
+    ("SAMPLER", "'torch', as vLLM is not installed (pip install -e .[vllm])",
+     lambda c: c.SAMPLER == "torch" or importlib.util.find_spec("vllm")),
+    ("SAMPLE_BATCH", "GROUP_SIZE or more, as a group is sampled as a whole",
+     lambda c: c.SAMPLE_BATCH == "auto" or c.SAMPLE_BATCH >= c.GROUP_SIZE),
+    ("TEMPERATURE", "above 0: at 0 all completions of a group are equal",
+     lambda c: c.TEMPERATURE > 0),
+    ("VLLM_CACHE_GB", "above 0", lambda c: c.VLLM_CACHE_GB > 0),
+    ("ADAM_BETAS", "two numbers", lambda c: len(c.ADAM_BETAS) == 2),
+    ("IS_CAP", "0 (off), or 1 or more", lambda c: c.IS_CAP == 0 or c.IS_CAP >= 1),
+    ("OVERLONG_TOKENS", "at most MAX_COMPLETION_TOKENS: it counts tokens before that limit",
+     lambda c: c.OVERLONG_TOKENS <= c.MAX_COMPLETION_TOKENS),
+    ("SKIP_FLAT_GROUPS", "False if REWARD_WEIGHTS = {}: the KL penalty trains all groups",
+     lambda c: c.REWARD_WEIGHTS != {} or not c.SKIP_FLAT_GROUPS),
+    ("KL_BETA", "above 0 if REWARD_WEIGHTS = {}: without rewards only the KL penalty trains",
+     lambda c: c.REWARD_WEIGHTS != {} or c.KL_BETA > 0),
+    ("IS_MASK", "False if its bound IS_CAP is 0", lambda c: c.IS_CAP > 0 or not c.IS_MASK),
+    ("MAX_STALENESS", "at least PUBLISH_STEPS and UPDATES_PER_ROLLOUT: groups get that old",
+     lambda c: c.MAX_STALENESS >= max(c.PUBLISH_STEPS, c.UPDATES_PER_ROLLOUT)),
+    ("TRAINER_SAMPLES", "True if PUBLISH_STEPS = 0, as there are no workers",
+     lambda c: c.TRAINER_SAMPLES or c.PUBLISH_STEPS > 0),
+    ("REFERENCE", "None with a server, whose MODEL is the reference; or set REF_SERVER = None",
+     lambda c: c.REF_SERVER is None or c.REFERENCE is None),
+    ("REFERENCE", "None if KL_BETA = 0: it is unused", lambda c: c.KL_BETA > 0 or not c.REFERENCE),
+    ("REFERENCE", "None if REFERENCE_REFRESH_STEPS > 0, as the policy replaces the reference",
+     lambda c: not c.REFERENCE_REFRESH_STEPS or c.REFERENCE is None),
+    ("REFERENCE_REFRESH_STEPS", "0 if KL_BETA = 0, as there is no reference",
+     lambda c: c.KL_BETA > 0 or not c.REFERENCE_REFRESH_STEPS),
+    ("REFERENCE_REFRESH_STEPS",
+     "0 with a server: set REF_SERVER = None, or start server and run anew from RUN_DIR/final",
+     lambda c: c.REF_SERVER is None or not c.REFERENCE_REFRESH_STEPS),
+]  # fmt: skip
+
+
+def settled(defaults, given):
+    """Returns the trainer's Constants. Raises SystemExit with a line for each wrong one, or if the
+    task's file is missing."""
+    c = constants.settled("grpo_ref_split.py", defaults, given, KINDS, RELATIONS)
+    check_task_file(c.TASK)
+    return c

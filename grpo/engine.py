@@ -1,0 +1,107 @@
+"""DeepSpeed's engine, ZeRO-2, around the policy's model."""
+
+import contextlib
+import math
+import os
+
+import torch
+
+from grpo.forward import CompletionModel
+from grpo.log import say
+from grpo.ranks import gathered
+
+BUCKET = 50_000_000  # parameters whose gradients are reduced together
+
+
+def make_engine(c, policy, gradient_checkpointing):
+    """Collective: returns DeepSpeed's engine around a CompletionModel of the policy's model. `c`
+    has the trainer's constants as attributes."""
+    import deepspeed
+
+    on_gpu = policy.model.device.type != "cpu"
+    if not on_gpu:
+        threads = training_threads(c.CPU_THREADS)
+        say(f"on a CPU: each rank uses {threads} threads for forward and backward")
+    model = CompletionModel(policy.model, gradient_checkpointing=gradient_checkpointing)
+    # We use only what the models of all ranks can do: all must plan the same micro-batches
+    abilities = model.packs, model.separable, model.notes
+    packs, separable, notes = zip(*gathered(abilities), strict=True)
+    model.packs, model.separable = all(packs), all(separable)
+    for note in sorted(set().union(*notes)):
+        say(note)
+    optimizer = torch.optim.AdamW(  # 1711.05101
+        [p for p in policy.model.parameters() if p.requires_grad],
+        lr=c.LEARNING_RATE,
+        betas=c.ADAM_BETAS,
+        weight_decay=c.WEIGHT_DECAY,
+        # On a CPU about as fast as DeepSpeedCPUAdam, whose first use compiles for minutes
+        fused=on_gpu or c.OFFLOAD_OPTIMIZER,
+    )
+    config = engine_config(policy.dtype, c.MAX_GRAD_NORM, c.OFFLOAD_OPTIMIZER, on_gpu)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
+    """Returns DeepSpeed's configuration."""
+    zero = {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": BUCKET}
+    # Each part of a bucket is reduced to the rank that keeps it: half the bytes of an all-reduce
+    zero["use_multi_rank_bucket_allreduce"] = False
+    if offload_optimizer:  # copies from and to pinned memory take a fraction of the time
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
+    return {
+        # Not used: the trainer plans micro-batches by tokens, and marks a step's last one itself
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_allreduce_op": "sum",  # the weights of the loss hold every denominator
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+
+
+def learning_rate(c, step):
+    """Returns the rate of update `step` (from 1): linear warm-up, then LR_SCHEDULE's decay to
+    FINAL_LR (cosine: SGDR, 1608.03983, with one period). `c` has the trainer's constants as
+    attributes."""
+    warm = min(1.0, step / max(c.WARMUP_STEPS, 1))
+    done = max(0, step - c.WARMUP_STEPS) / max(1, c.STEPS - c.WARMUP_STEPS)
+    if c.LR_SCHEDULE == "cosine":
+        done = (1 - math.cos(math.pi * done)) / 2
+    return c.LEARNING_RATE * warm * (1 - (1 - c.FINAL_LR) * done)
+
+
+def take_step(engine, rate):
+    """Collective: takes the optimiser's step with this learning rate, unless a part of the gradient
+    is not finite: then weights and optimiser stay as they are, on all ranks. Returns the gradient's
+    norm before clipping; -1 or not finite if the step was not taken."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
+    engine.step()
+    if engine.optimizer.overflow:
+        # With offload in bf16 DeepSpeed 0.19.8 would add to these sums for ever: all NaN
+        for part in engine.optimizer.averaged_gradients:
+            engine.optimizer.averaged_gradients[part] = None
+    return float(engine.get_global_grad_norm())
+
+
+def training_threads(asked):
+    """Returns a rank's CPU threads for forward and backward: `asked`, or if that is 0 its share of
+    the machine's cores. A server on this machine gets no core, as it scores little meanwhile."""
+    # Set by deepspeed, or torchrun. If each rank took all cores, a step would take twice the time
+    ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
+    # macOS binds no cores
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return asked or max(1, cores // ranks)
+
+
+@contextlib.contextmanager
+def cpu_threads(number):
+    """Sets torch's CPU threads in the block: see training_threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(training_threads(number))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,211 @@
+"""The metrics of a run: seconds of a step, and means over an update's tokens, over the groups of a
+rollout, and over an evaluation.
+
+docs/metrics.md explains each metric. All ranks count; report.py writes.
+"""
+
+import contextlib
+import itertools
+import math
+import time
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+from grpo.proof import EVIDENCE, MISMATCH
+from grpo.ranks import add_up, all_or_none, gathered
+from grpo.reference import is_teacher
+from grpo.rollout import sampled_and_rewarded, tally
+from grpo.stop import stop
+
+PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
+# Names in the per-token results of batch_loss
+LOSS = ("ratio", "kl", "k1", "clip_low", "clip_high", "entropy")
+SAMPLER = ("mismatch", "sampler_ratio")  # trainer against sampler
+FRESH = ("fresh", "sampler_k3", "tilt", "surprise")  # the same, for tokens of this policy
+MAX_GAP = "sampling/sampling_logp_difference/max"
+NAMES = {  # the metrics' names, which are TRL's and Tinker's
+    "k1": "teacher_kl",
+    "clip_low": "clip_ratio/low_mean",
+    "clip_high": "clip_ratio/high_mean",
+    "mismatch": MISMATCH,
+}
+
+
+class Clock:
+    """Counts a step's seconds by part (PARTS): "backward" has the forward too, "other" the rest."""
+
+    def __init__(self):
+        self.parts, self.started = Counter(), time.perf_counter()
+        self.inner = 0.0  # seconds of parts within the part that is running
+
+    @contextlib.contextmanager
+    def part(self, name):
+        """Counts the block's time; parts within it are counted separately."""
+        began, outer, self.inner = time.perf_counter(), self.inner, 0.0
+        yield
+        seconds = time.perf_counter() - began
+        self.parts[name] += seconds - self.inner
+        self.inner = outer + seconds
+
+    def lap(self):
+        """Returns {"seconds": all, "seconds_sample": ...} since the last lap."""
+        now = time.perf_counter()
+        total, parts = now - self.started, self.parts
+        parts["other"] = total - sum(parts.values())
+        self.parts, self.started = Counter(), now
+        return {"seconds": total} | {f"seconds_{k}": v for k, v in parts.items()}
+
+
+# --- Over the tokens of an update -----------------------------------------------------
+class TokenStats:
+    """Sums over the tokens of all micro-batches; `over_ranks` gives the means over all ranks."""
+
+    def __init__(self, device):
+        # float64: sums over a million tokens
+        self.sums = torch.zeros(2 + len(LOSS + SAMPLER + FRESH), dtype=torch.float64, device=device)
+        self.largest = torch.zeros(2, device=device)  # mismatch, sampler_ratio
+        self.device = device
+
+    def add(self, loss, per_token):
+        """Adds a micro-batch of this rank: its part of the step's loss, a scalar, and tensors (N,)
+        by name: policy_loss's stats, "logps", "entropy", "sampler_logps", "fresh" (1 or 0)."""
+        names = "logps", "entropy", "sampler_logps", "fresh"
+        values = per_token | sampler_stats(*(per_token[name] for name in names))
+        tokens = loss.new_full((), len(per_token["logps"]))
+        sums = [loss.detach(), tokens, *(values[name].sum() for name in LOSS + SAMPLER + FRESH)]
+        self.sums += torch.stack([value.double() for value in sums])
+        largest = torch.stack([values["mismatch"].max(), values["sampler_ratio"].max()])
+        self.largest = torch.maximum(self.largest, largest)  # NaN stays NaN
+
+    def over_ranks(self):
+        """Collective: returns the metrics over all ranks' tokens, by name."""
+        dist.all_reduce(self.sums)
+        peak = torch.tensor(peak_gb(self.device), device=self.device)
+        self.largest = torch.cat([self.largest, peak])
+        dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
+        loss, tokens, *sums = self.sums.tolist()
+        sums = dict(zip(LOSS + SAMPLER + FRESH, sums, strict=True))
+        fresh, k3, tilt, surprise = (sums.pop(name) for name in FRESH)
+        means = {NAMES.get(name, name): total / tokens for name, total in sums.items()}
+        names = MAX_GAP, "sampler_ratio_max", "gpu_memory_gb"  # the last only on a GPU
+        largest = dict(zip(names, self.largest.tolist(), strict=False))
+        if fresh:
+            means["sampler_k3"] = k3 / fresh
+        if surprise > EVIDENCE:  # with fewer tokens it would be noise
+            means["sampler_tilt"] = tilt / surprise
+        return {"loss": loss} | means | largest
+
+
+def with_kl(metrics, reference, model):
+    """Returns an update's metrics without a KL that does not apply: `kl` needs a reference, whose
+    info `reference` is; `teacher_kl` needs one that is another model than the policy's."""
+    unknown = {"kl"} if reference["model"] is None else set()
+    unknown |= set() if is_teacher(reference, model) else {"teacher_kl"}
+    return {name: value for name, value in metrics.items() if name not in unknown}
+
+
+def peak_gb(device):
+    """Returns [GB], the most GPU memory that tensors took since the last call, or [] on a CPU."""
+    if torch.device(device).type == "cpu":
+        return []
+    peak = torch.accelerator.max_memory_allocated() / 1e9
+    torch.accelerator.reset_peak_memory_stats()
+    return [peak]
+
+
+def sampler_stats(logps, entropy, sampler_logps, fresh):
+    """Returns how far the trainer's log-probs are from the sampler's, per token (N,). Over the
+    `fresh` tokens, which this policy sampled, the mean k3 estimates KL(sampler || trainer)."""
+    gap, surprise = logps - sampler_logps, logps + entropy
+    return {
+        "mismatch": gap.abs(),
+        "sampler_ratio": gap.exp(),
+        "sampler_k3": fresh * (gap.expm1() - gap),
+        # Our own: surprise is how far a log-prob is above its mean, -entropy. A sampler at (1 + x)
+        # times the temperature gives log-probs that differ by x * surprise, to first order: x, the
+        # tilt, is the slope of gap on surprise, in which noise averages out
+        "tilt": fresh * gap * surprise,
+        "surprise": fresh * surprise**2,
+    }
+
+
+# --- Over what was sampled ------------------------------------------------------------
+def evaluate(policy, step, recipe, prompts):
+    """Collective: returns the policy's greedy accuracy (OUTCOME > 0) after `step` updates, each
+    reward's share of positive values, the truncated share and the mean length. A reward's share is
+    over the answers to which it applies, and absent if there are none. Once a stop is requested, no
+    further question begins."""
+    count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
+    mine = itertools.takewhile(lambda _: not stop.asked, mine)
+    with all_or_none("evaluating"), policy.follow(step):  # collective
+        for group in sampled_and_rewarded(policy, recipe, mine, seed=0):
+            (sample,) = group.samples
+            count.update(tally(recipe, group))
+            count.update({f"positive_{name}": int(r > 0) for name, r in sample.rewards.items()})
+            count["turns"] += len(sample.text[::2]) if recipe.has_turns else 0
+    total = add_up(count)  # collective
+    shares = {"accuracy": ("right", f"applicable_{recipe.outcome}")}
+    for name in recipe.weights:
+        shares[f"positive_{name}"] = f"positive_{name}", f"applicable_{name}"
+    shares |= {"truncated": ("truncated", "completions")}
+    shares |= {"completion_tokens": ("tokens", "completions")}
+    shares |= {"num_turns": ("turns", "completions")} if total["turns"] else {}
+    return {f"eval_{k}": total[name] / total[of] for k, (name, of) in shares.items() if total[of]}
+
+
+def rollout_metrics(run, count, theirs, sampled=()):
+    """Collective: returns metrics over the groups that all ranks and workers sampled for a rollout,
+    and counts these in the run's progress. The sums in `count` (rollout.tally) are over the groups
+    that this rank has `sampled`; `theirs` are workers' groups that it has received."""
+    recipe, p, seconds = run.recipe, run.progress, run.clock.parts["sample"]
+    count["own_tokens"] = count["tokens"]
+    for group in theirs:
+        count.update(tally(recipe, group))
+        count.update(group.skipped)
+    total = add_up(count)  # collective
+    p.groups += int(total["groups"])
+    n, groups = max(total["completions"], 1), max(total["groups"], 1)
+    ended = total["completions"] - total["truncated"]
+    means = {"completions/mean_terminated_length": total["ended_tokens"] / ended} if ended else {}
+    for name in recipe.weights:
+        sums = (total[f"{kind}_{name}"] for kind in ("reward", "square", "applicable"))
+        means |= mean_and_std(f"rewards/{name}", *sums)
+    if judged := total[f"applicable_{recipe.outcome}"]:
+        means["accuracy"] = total["right"] / judged
+    if recipe.has_turns:
+        means |= turn_metrics([*sampled, *theirs])  # collective
+    if seconds:  # 0 if workers sampled all groups
+        means["tokens_per_second"] = total["own_tokens"] / seconds
+    return means | {
+        "reward": total["total"] / n,
+        "reward_std": total["group_std"] / groups,
+        "completions/mean_length": total["tokens"] / n,
+        "completions/clipped_ratio": total["truncated"] / n,
+        "frac_reward_zero_std": total["flat_reward"] / groups,
+        "frac_outcome_zero_std": total["flat_outcome"] / groups,
+        "epoch": p.groups / max(len(recipe.prompts), 1),
+        "groups_sampled": int(total["groups"]),
+        "tokens_sampled": int(total["tokens"]),
+    }
+
+
+def turn_metrics(groups):
+    """Collective: returns means over all ranks' completions of several turns: the number of the
+    model's turns, whether the task has replied at all, and the number of tokens that it added."""
+    masks = [sample.is_model_token or [True] for group in groups for sample in group.samples]
+    turns = [1 + sum(a < b for a, b in itertools.pairwise(mask)) for mask in masks]
+    heard = [mask.count(False) for mask in masks]
+    count = Counter(n=len(masks), turns=sum(turns), heard=sum(heard), calls=sum(map(bool, heard)))
+    total, most = add_up(count), max(gathered(max(turns, default=0)))  # collective
+    means = {"num_turns/mean": "turns", "tools/call_share": "calls", "environment_tokens": "heard"}
+    means = {name: total[key] / max(total["n"], 1) for name, key in means.items()}
+    return means | {"num_turns/max": most}
+
+
+def mean_and_std(name, total, squares, number):
+    """Returns the mean and the unbiased standard deviation of `number` values; {} if that is 0."""
+    mean = total / max(number, 1)
+    variance = max(squares - number * mean**2, 0.0) / max(number - 1, 1)
+    return {f"{name}/mean": mean, f"{name}/std": math.sqrt(variance)} if number else {}

@@ -1,0 +1,75 @@
+"""Merges a LoRA adapter, such as a checkpoint of a run with LORA_RANK, into its base model.
+
+    python -m grpo.options.merge ADAPTER OUT
+
+OUT becomes a model in Hugging Face format, in the base model's dtype, with the adapter's tokenizer.
+MODEL may name OUT.
+"""
+
+import json
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+from grpo.log import say
+from grpo.models import generation_config_of, generation_settings, load_tokenizer, whole_model
+
+CONFIG = "adapter_config.json"
+
+
+def base_of(model):
+    """Returns the name of an adapter's base model, or `model` itself if it is no adapter."""
+    config = Path(model, CONFIG)
+    return json.loads(config.read_text())["base_model_name_or_path"] if config.is_file() else model
+
+
+def merge_into(model, folder):
+    """Adds the adapter in `folder`, if there is one, to its base `model`, in place. PEFT loads
+    adapters in float32 and rounds the sum once. Raises SystemExit if the two do not match."""
+    if not Path(folder, CONFIG).is_file():
+        return
+    from peft import PeftModel
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            place = {"torch_device": str(model.device)}
+            adapted = PeftModel.from_pretrained(model, folder, **place)
+            # Only a second call returns what it left out
+            if other := adapted.load_adapter(folder, "default", **place).unexpected_keys:
+                raise ValueError(f"the base has no place for {other[0]}")
+    except (ValueError, RuntimeError, UserWarning) as error:
+        raise SystemExit(
+            f"the adapter {folder} does not fit the base model named in its {CONFIG}: {error}"
+        ) from error
+    adapted.merge_and_unload()
+
+
+def merge(adapter, out):
+    """Writes the merged model and its tokenizer to the folder `out`. Raises SystemExit if `out` has
+    files, or if `adapter` is no adapter."""
+    if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
+        raise SystemExit(f"OUT = {out!r} exists and is not an empty folder: choose another")
+    if not Path(adapter, CONFIG).is_file():
+        raise SystemExit(f"{adapter} has no {CONFIG}: name the folder of a LoRA adapter")
+    base, own = base_of(adapter), Path(adapter, "tokenizer_config.json").exists()
+    tokenizer = load_tokenizer(adapter if own else base)
+    ends = generation_config_of(adapter if generation_settings(adapter) else base)
+    model = whole_model(base, ends, dtype="auto")
+    merge_into(model, adapter)
+    final = Path(out).resolve()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    # A half of a model must not look like one
+    with tempfile.TemporaryDirectory(dir=final.parent, prefix=f".{final.name}_") as work:
+        draft = Path(work, "model")
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        draft.replace(final)
+    say(f"merged {adapter} and {base} into {out}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    merge(*sys.argv[1:])

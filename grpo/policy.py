@@ -1,0 +1,181 @@
+"""The policy: a model, its tokenizer, and the tokens and strings that end a completion."""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+
+from grpo.devices import out_of_memory_names, release_memory
+from grpo.forward import CompletionModel
+from grpo.log import announced, say
+from grpo.models import can_cache, check_context, load_model, stop_ids
+from grpo.sampler import completion_text, sample_groups, stream_groups
+from grpo.weights import LORA_SCALE, MergedAdapters, load_weights
+from grpo.wire import vocab_size_of
+from grpo_loss_triton import linear_logps
+
+ALL = "all-linear"  # PEFT's name for every linear layer but the LM head
+
+
+@dataclass
+class Policy:
+    name: str
+    model: torch.nn.Module
+    tokenizer: object
+    eos_ids: set[int]
+    vocab_size: int  # V: ids of the tokenizer; the embedding may be padded beyond them
+    dtype: str
+    stop_strings: object = None  # StopStrings, or None
+    lora: bool = False  # whether adapters are trained, and the model itself is frozen
+
+    def stream(self, prompts, *, seed, **settings):
+        """Samples groups with the current weights; see sampler.stream_groups.
+
+        Adapters are merged only while tokens are sampled. When a group is yielded they are separate
+        again, as the caller may save the model or stop reading.
+        """
+        merged = MergedAdapters(self.model) if self.lora else contextlib.nullcontext()
+        groups = stream_groups(
+            self.model,
+            prompts,
+            eos_ids=self.eos_ids,
+            vocab_size=self.vocab_size,
+            generator=self.generator(seed),
+            stop_strings=self.stop_strings,
+            **settings,
+        )
+        batch = "SAMPLE_BATCH" if settings["temperature"] else "EVAL_BATCH"
+        while True:
+            with merged, out_of_memory_names(batch, settings["max_sequences"]):
+                group = next(groups, None)
+            if group is None:
+                return
+            yield group
+
+    def continuation(self, prompt, size):
+        """Returns a Sample of exactly `size` ids, sampled after the prompt at temperature 1;
+        no EOS ends it."""
+        ((completion,),) = sample_groups(
+            self.model,
+            [prompt],
+            group_size=1,
+            max_new_tokens=size,
+            temperature=1.0,
+            eos_ids={-1},
+            vocab_size=self.vocab_size,
+            generator=self.generator(seed=0),
+        )
+        return completion
+
+    def generator(self, seed):
+        return torch.Generator(device=self.model.device).manual_seed(seed)
+
+    def text(self, completion):
+        return completion_text(self.tokenizer, completion, self.eos_ids)
+
+    @torch.no_grad()
+    def logps(self, prompt, completion):
+        """Returns the log-probs (floats, temperature 1) of the completion's ids."""
+        model = CompletionModel(self.model)
+        hidden, ids = model([prompt], [completion])
+        return linear_logps(hidden, model.head, ids, vocab_size=self.vocab_size).tolist()
+
+    def follow(self, step):
+        """Returns an empty context: this policy samples with the weights that are trained."""
+        return contextlib.nullcontext()
+
+    def rest(self):
+        """Releases the device memory that sampling has used, while there is nothing to sample."""
+        release_memory()
+
+    def close(self):
+        """Does nothing: there is no engine to stop."""
+
+    def load(self, tensors):
+        """Loads another process's trained_weights. Raises ValueError if they do not fit."""
+        load_weights(self.model, tensors)
+
+    def save(self, folder, trial=False):
+        """Writes the model (with LoRA the adapter alone) and tokenizer in Hugging Face format. A
+        `trial` writes the smallest trained weight alone: all that may fail, without the gigabytes.
+        """
+        state = self.model.state_dict(keep_vars=True)
+        trained = {name: x for name, x in state.items() if x.requires_grad}
+        if trial:
+            state = dict([min(trained.items(), key=lambda item: item[1].numel())])
+        elif self.lora:
+            state = trained
+        # DeepSpeed makes all weights views of one storage, and save_pretrained would copy them all,
+        # on the GPU. So each gets a storage of its own: in RAM, where the file is made of it, or on
+        # a CPU, by DLPack, in the same memory. Tied weights stay one
+        alone = {}
+        for x in state.values():
+            on_cpu = x.device.type == "cpu"
+            alone[id(x)] = torch.from_dlpack(x.detach()) if on_cpu else x.detach().cpu()
+        weights = {name: alone[id(x)] for name, x in state.items()}
+        self.model.save_pretrained(folder, state_dict=weights)
+        self.tokenizer.save_pretrained(folder)
+
+
+def make_policy(c, tokenizer):
+    """Returns the Policy of the constants `c`. Raises SystemExit if they do not fit the model."""
+    torch.manual_seed(c.SEED)  # adapters are initialised at random
+    more = c.STOP_TOKENS, c.LORA_RANK, c.STOP_STRINGS
+    policy = load_policy(c.MODEL, tokenizer, c.DTYPE, *more)
+    check_context(c, policy.model.config)
+    stops = [*tokenizer.convert_ids_to_tokens(sorted(policy.eos_ids)), *map(repr, c.STOP_STRINGS)]
+    say(f"{c.MODEL} in {policy.dtype}; completions end at {', '.join(stops)}")
+    if c.SAMPLER == "torch" and not can_cache(policy.model):
+        say(
+            "this model has no KV cache that can be used, so each token runs the whole sequence"
+            ' again, which is far slower. SAMPLER = "vllm" avoids that'
+        )
+    return policy
+
+
+def make_sampler(c, policy):
+    """Collective: returns this rank's sampler (SAMPLER): the policy itself, or vLLM."""
+    if c.SAMPLER == "torch":
+        return policy
+    from grpo.options.vllm_policy import VLLMPolicy
+
+    with announced("vLLM to start"):
+        return VLLMPolicy(c, policy.tokenizer, policy.model)
+
+
+def worker_policy(c, tokenizer, turns):
+    """Returns (policy, its SAMPLE_BATCH) of a process that only samples. `turns`: as fit_worker."""
+    if c.SAMPLER == "vllm":
+        from grpo.options.vllm_policy import VLLMPolicy
+
+        policy = VLLMPolicy(c, tokenizer)
+        return policy, policy.sizes["SAMPLE_BATCH"]
+    from grpo.options.sample_sizes import fit_worker
+
+    policy = make_policy(c, tokenizer)
+    return policy, fit_worker(c, policy, turns)
+
+
+def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_strings=()):
+    """Returns the Policy of a model (hub name or folder); see load_model for `dtype` and errors.
+
+    With a `lora_rank` the model is frozen, and every linear layer but the LM head gets an adapter,
+    W x + 2 B A x, with B = 0 at first (LoRA, 2106.09685, sec. 4.1).
+    """
+    vocab_size = vocab_size_of(tokenizer)
+    model, dtype = load_model(name, dtype, vocab_size)
+    if lora_rank:
+        from peft import LoraConfig
+
+        config = LoraConfig(r=lora_rank, lora_alpha=LORA_SCALE * lora_rank, target_modules=ALL)
+        config.task_type = "CAUSAL_LM"  # else PEFT's Auto classes do not load what is saved
+        model.add_adapter(config)
+    eos_ids = stop_ids(name, tokenizer, stop_tokens)
+    model.generation_config.eos_token_id = sorted(eos_ids)  # a checkpoint ends where the run did
+    stops = None
+    if stop_strings:
+        from grpo.options.stop_strings import StopStrings
+
+        stops = StopStrings(tokenizer, stop_strings)
+    lora = bool(lora_rank)
+    return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype, stops, lora)

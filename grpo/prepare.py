@@ -1,0 +1,142 @@
+"""Prepares a run before a model is loaded: tokenizer, recipe and server, and a preview of the task.
+
+Trainer, workers, evaluate.py and `python -m tasks` use it. Torch is imported only when a tokenizer
+is needed, so that a mistake in the task's file is reported at once.
+"""
+
+import datetime
+import functools
+import math
+
+from grpo.log import say
+from grpo.rewards import TaskError, called
+from grpo.task import DATED, Recipe, load_chat, load_split, load_task, reward_group
+
+
+def prepare(c, date=None, needs_server=False):
+    """Returns (tokenizer, recipe, server). Checks task, prompts, rewards and server before a model
+    is loaded. `server` is None if it is not needed; `c` has the trainer's constants; `date` is the
+    run's, and if it is None today.
+    """
+    from grpo.models import check_context
+
+    server = None
+    if needs_server:
+        from grpo.client import ReferenceClient
+
+        server = ReferenceClient(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
+    how = {"split": "train", "shown": 1, "server": server, "date": date}
+    tokenizer, recipe = prepare_task(c, **how)
+    check_context(c)
+    if c.REWARD_PROCESSES:
+        from grpo.options.reward_processes import start_processes
+
+        limits = c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS
+        recipe.reward_processes = start_processes(recipe.task, *limits)
+    return tokenizer, recipe, server
+
+
+def prepare_task(c, *, split, shown, server=None, date=None):
+    """Returns (tokenizer, recipe). First it checks the `server`, if there is one, and checks and
+    prints the first `shown` prompts of `split` and their rewards."""
+    from grpo.models import load_tokenizer, opening_of
+
+    task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
+    if server:
+        server.check(c.MODEL, tokenizer, c.TEMPERATURE)
+    date = date or str(datetime.date.today())
+    recipe = Recipe(c, task, load_split(c, task, split, tokenizer, date), date=date)
+    recipe.opening = functools.partial(opening_of, tokenizer)
+    recipe.resolve()
+    preview(recipe, tokenizer, shown)
+    return tokenizer, recipe
+
+
+# --- Preview --------------------------------------------------------------------------
+def preview(recipe, tokenizer, number):
+    """Prints the first `number` prompts as the model sees them, and the rewards of an empty
+    completion and of the gold answer. Raises reward_group's errors; TaskError if gold() is wrong.
+
+    The model may sample an empty completion: a reward function that fails on it would end the run
+    hours later.
+    """
+    c = recipe.c
+    note_prompts(recipe, tokenizer)
+    say(f"REWARD_WEIGHTS = {recipe.weights}; OUTCOME = {recipe.outcome!r}, above 0 if right")
+    for index, item, ids in recipe.prompts[:number]:
+        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        how = "" if tokenizer.chat_template else " (it has no chat template: texts are joined)"
+        say(f"prompt {index} as {c.MODEL} sees it, {len(ids)} tokens{how}:\n{text}")
+        for message in load_chat(c.TASK, recipe.task, item):
+            if "".join(message["content"].split()) not in "".join(text.split()):
+                say(f"the chat template loses or changes the {message['role']} message")
+        opening = recipe.opening(ids)
+        if opening:
+            say(f"the chat template opens the answer with {opening!r}, so rewards see it, too")
+        show_rewards(recipe, item, "an empty completion", opening)
+        check_gold(recipe, item, tokenizer, opening)
+
+
+def note_prompts(recipe, tokenizer):
+    """Logs the date that the prompts show, and whether the tokenizer ends texts with EOS."""
+    if DATED in str(tokenizer.chat_template):
+        say(f"the chat template shows the date; this run's is {recipe.date}")
+    if not tokenizer.chat_template and tokenizer(".")["input_ids"][-1:] == [tokenizer.eos_token_id]:
+        say("the tokenizer appends EOS to a text; the prompts are used without it")
+
+
+def as_seen(opening, text):
+    """Returns a right answer as rewards see it after the tag that the chat template has opened."""
+    tag = opening.strip()
+    is_open = tag and text.lstrip().startswith(tag)
+    return opening + (text.lstrip().removeprefix(tag) if is_open else text)
+
+
+def check_gold(recipe, item, tokenizer, opening):
+    """Prints the rewards of gold(item), which must be right or None; without gold(), those of the
+    item's "answer". If the task has reply(), gold() may return the texts of several turns. The
+    model's turns begin with `opening`, unless the one before ended with a stop string."""
+    c, gold = recipe.c, getattr(recipe.task, "gold", None)
+    if recipe.has_turns:
+        from grpo.options import turns  # here, as it imports torch
+
+        turns.play(recipe, item, [opening])
+    if not gold and item.get("answer") is None:
+        return
+    must = f"return a right completion, one whose reward {recipe.outcome!r} (OUTCOME) is above 0"
+    text = gold_of(recipe, item, must, or_none=True)
+    if text is None:
+        say("gold() has no answer to this question")
+        return
+    if recipe.has_turns:
+        opened, said = True, []
+        for turn in [text] if isinstance(text, str) else text:
+            said.append(as_seen(opening, turn) if opened else turn)
+            opened = not any(string in turn for string in c.STOP_STRINGS)
+        text = turns.play(recipe, item, said)
+        turns.show_turns(recipe, tokenizer, text)
+    else:
+        text = as_seen(opening, text)
+    rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
+    if gold and rewards[recipe.outcome] <= 0:  # NaN (does not apply) is not wrong
+        after = f", with {opening!r} from the chat template" * bool(opening)
+        got = f"returned {text!r:.500}, which earns {rewards}{after}"
+        raise TaskError(c.TASK, f"gold({item!r:.500})", got, must)
+
+
+def gold_of(recipe, item, must, or_none=False):
+    """Returns gold(item), or item["answer"] without gold(): a right text, or a list of the model's
+    turns if the task has reply(). Raises TaskError with `must` for anything else."""
+    task = recipe.task
+    kinds = (str, list) if hasattr(task, "reply") else str
+    gold = lambda: task.gold(item) if hasattr(task, "gold") else str(item["answer"])
+    holds = lambda got: (isinstance(got, kinds) and got != []) or (got is None and or_none)
+    return called(recipe.c.TASK, f"gold({item!r:.500})", must, gold, holds)
+
+
+def show_rewards(recipe, item, what, text):
+    """Prints and returns the rewards of a completion."""
+    (rewards,) = reward_group(recipe, item, [text])
+    values = {n: "does not apply" if math.isnan(v) else f"{v:g}" for n, v in rewards.items()}
+    say(f"rewards of {what}: {', '.join(f'{name} {value}' for name, value in values.items())}")
+    return rewards

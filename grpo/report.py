@@ -1,0 +1,271 @@
+"""Reports metrics and samples: in RUN_DIR, by the progress bar, in a model card; RunFolder gives
+each record to the reporters, too (REPORT_TO, reporters.py)."""
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import subprocess
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from grpo.log import SPEAK_SECONDS, say
+from grpo.metrics import PARTS
+from grpo.proof import check_reference
+from grpo.reference import is_teacher
+from grpo.rollout import tally
+from grpo.stop import stop
+
+ROOT = Path(__file__).parents[1]
+SHOWN = {  # the metrics in the progress bar, if the step has them
+    "reward": "reward {:+.2f}",
+    "accuracy": "accuracy {:.2f}",
+    "kl": "kl {:.3f}",
+    "completions/mean_length": "length {:.0f}",
+    "tokens_per_second": "sampling at {:.0f} tokens/s",
+}
+
+
+# --- RUN_DIR ------------------------------------------------------------------------
+def as_json(value):
+    """Returns the value as JSON holds it: NaN and infinity become None, a function its name, and an
+    object that JSON does not know its text, at most 1000 characters of it."""
+    text = json.dumps(value, default=lambda x: getattr(x, "__name__", str(x)[:1000]), skipkeys=True)
+    return json.loads(text, parse_constant=lambda _: None)
+
+
+@contextlib.contextmanager
+def naming_run_dir(folder):
+    """Raises SystemExit, with RUN_DIR's name, if the block can't write to it (`folder`)."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        # On a full disk torch.save raises a RuntimeError while it handles the file's OSError
+        if isinstance(error, RuntimeError) and not isinstance(error.__context__, OSError):
+            raise
+        raise SystemExit(
+            f"RUN_DIR = {str(folder)!r} can't be written ({error}): is its disk full or read-only?"
+            " Free some space, or choose another RUN_DIR; a run resumes from what it has saved"
+        ) from error
+
+
+class RunFolder:
+    """RUN_DIR's metrics.jsonl, samples.jsonl and bad steps; checkpoint.py writes there too."""
+
+    def __init__(self, path, reporters=()):
+        self.path, self.reporters = Path(path), reporters
+        self.files = [self.path / name for name in ("metrics.jsonl", "samples.jsonl")]
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def log(self, file, record):
+        """Appends a record, with the time, to a file of one JSON object per line."""
+        if dist.get_rank() == 0:
+            record = as_json(record) | {"time": round(time.time(), 2)}
+            with naming_run_dir(self.path), open(self.path / file, "a") as f:
+                f.write(json.dumps(record) + "\n")
+            for reporter in self.reporters if file == "metrics.jsonl" else ():
+                reporter.give(dict(record))
+
+    def log_evaluation(self, evaluation, step):
+        self.log("metrics.jsonl", {"step": step} | evaluation)
+        say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
+
+    def log_samples(self, run, group):
+        """Writes SAMPLES_PER_STEP completions of a group that the next update trains or skips: that
+        with the highest advantage first, then the lowest, then others. Ranks but 0 write nothing.
+        """
+        if dist.get_rank() != 0:
+            return
+        step, c, decode = run.progress.step + 1, run.recipe.c, run.policy.tokenizer.decode
+        item, flat = group.item, tally(run.recipe, group)["flat"]
+        numbers = range(len(group.samples))
+        best, *others = sorted(numbers, key=lambda i: group.samples[i].advantage, reverse=True)
+        for i in [best, *others[-1:], *others[:-1]][: run.c.SAMPLES_PER_STEP]:
+            sample = group.samples[i]
+            record = {
+                "step": step,
+                "group": group.id,
+                "number": i,
+                "prompt": decode(group.prompt),
+                "item": item,
+                "question": item.get("question"),
+                "answer": item.get("answer"),
+                "completion": decode(sample.ids),
+                "rewards": sample.rewards,
+                "advantage": sample.advantage,
+                "flat": bool(c.SKIP_FLAT_GROUPS and flat),
+                "truncated": sample.truncated,
+                "sampler": group.sampler,
+                "policy_version": group.version,
+            }
+            if sample.is_model_token:  # model, task, model, ...
+                pairs = zip(sample.is_model_token, sample.ids, strict=True)
+                parts = itertools.groupby(pairs, key=lambda pair: pair[0])
+                record["turns"] = [decode([id for _, id in part]) for _, part in parts]
+            self.log("samples.jsonl", record)
+
+    def bad_step(self, progress, samples, metrics, limit):
+        """Logs that a step is skipped, and writes its samples to a file. Raises RuntimeError
+        after `limit` skipped steps in a row."""
+        path = self.path / f"bad_step_{progress.step:06d}.json"
+        if dist.get_rank() == 0:
+            path.write_text(json.dumps([asdict(sample) for sample in samples]))
+            for old in sorted(self.path.glob("bad_step_*"))[:-limit]:
+                old.unlink()
+        progress.bad += 1
+        why = f"loss {metrics['loss']}, norm of the gradient {metrics['grad_norm']}"
+        say(f"step {progress.step} is skipped: {why}; {progress.bad} in a row; its data: {path}")
+        if progress.bad >= limit:
+            raise RuntimeError(
+                f"{progress.bad} steps in a row had a loss or gradient that was not finite: is"
+                f" LEARNING_RATE too high? The data of the last step: {path}"
+            )
+
+    def undo(self, step):
+        """Removes the records of steps after `step`, which the run repeats, and an incomplete last
+        line."""
+        for path in filter(Path.exists, self.files if dist.get_rank() == 0 else ()):
+            kept = []
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line + "\n")
+            draft = path.with_suffix(".draft")
+            draft.write_text("".join(kept))
+            draft.replace(path)
+
+    def set_aside(self):
+        """Renames the records of a run that ended before its first checkpoint: it starts again."""
+        when = time.strftime("%Y%m%d-%H%M%S")
+        for path in filter(Path.exists, self.files if dist.get_rank() == 0 else ()):
+            path.rename(earlier := path.with_suffix(f".{when}.jsonl"))
+            say(f"the run had no checkpoint and starts again; its old records are in {earlier}")
+
+
+# --- What is printed ----------------------------------------------------------------
+def show(bar, step, metrics):
+    """Advances the progress bar to a step, and shows its metrics. Without a terminal it logs a line
+    instead, at most every SPEAK_SECONDS, and at the last step."""
+    found = {name: metrics.get(name) for name in SHOWN}
+    shown = [SHOWN[k].format(v) for k, v in found.items() if v is not None and math.isfinite(v)]
+    bar.set_postfix_str(" ".join(shown), refresh=False)
+    bar.update()
+    now, last = time.monotonic(), getattr(bar, "logged", -math.inf)
+    if bar.disable and (step == bar.total or now - last >= SPEAK_SECONDS):
+        bar.logged = now
+        seconds = metrics["seconds"]
+        left = f", {(bar.total - step) * seconds / 60:.0f} minutes left" * (step < bar.total)
+        say(f"step {step} of {bar.total}: {' '.join(shown)}, {seconds:.1f} s a step{left}")
+
+
+def check_update(run, metrics, samples):
+    """Raises RuntimeError, on all ranks, after too many updates in a row that were not finite, or
+    if the first update shows that the reference is not the right one."""
+    progress, c = run.progress, run.c
+    if metrics["skipped"]:
+        run.folder.bad_step(progress, samples, metrics, limit=c.IDLE_LIMIT)
+        return
+    progress.bad = 0
+    if not progress.checked:
+        check_reference(metrics, run.policy.dtype, run.reference.info, model=c.MODEL)
+        names = ["sampler_k3", "sampler_tilt"]
+        names += [] if is_teacher(run.reference.info, c.MODEL) else ["kl"]
+        found = ", ".join(f"{name} {metrics[name]:.1g}" for name in names if name in metrics)
+        say(f"the log-probs of the first update agree: {found}")
+    progress.checked = True
+
+
+def log_idle(run, metrics, groups):
+    """Logs why the next step trains nothing; `groups` are those that were not skipped."""
+    c, p = run.recipe.c, run.progress
+    cut = f"{metrics['completions/clipped_ratio']:.0%} of the completions were truncated"
+    kept = f"{len(groups)} of {metrics['groups_sampled']} groups were kept"
+    names = "accuracy", "reward", "frac_outcome_zero_std", "frac_reward_zero_std"
+    found = ", ".join(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)
+    run.idle_reason = (
+        f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS!r}, OUTCOME = {run.recipe.outcome!r}:"
+        f" {found}), and {cut} (MASK_TRUNCATED, MAX_COMPLETION_TOKENS = {c.MAX_COMPLETION_TOKENS})"
+    )
+    if metrics.get("tools/call_share") == 0:
+        run.idle_reason += "; reply() never returned a text: is STOP_STRINGS right?"
+    say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
+
+
+def report_end(run, asked):
+    """Logs the time of each part and the end of a run. Raises SystemExit if a stop was requested
+    (`asked`), or if there was nothing to train."""
+    p, c, laps = run.progress, run.c, run.laps
+    if laps:
+        total = sum(lap["seconds"] for lap in laps)
+        shares = {name: sum(lap.get(f"seconds_{name}", 0) for lap in laps) for name in PARTS}
+        parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
+        say(f"{len(laps)} steps, {total / len(laps):.2f} s each: {parts}")
+    if asked:
+        by = stop.asked or "a signal"
+        raise SystemExit(f"stopped by {by}; step {p.step} is saved: start again to resume")
+    if p.idle >= c.IDLE_LIMIT:
+        raise SystemExit(
+            f"{p.idle} steps in a row had nothing to train on; in the last one {run.idle_reason}."
+            f" Read {c.RUN_DIR}/samples.jsonl: is TASK = {c.TASK!r} too easy or too hard, or are"
+            " its rewards wrong? Or has the model broken down (LEARNING_RATE too high)?"
+        )
+    if not laps:
+        ended = f"the run in {c.RUN_DIR} has ended, at step {p.step}"
+        say(f"{ended}: raise STEPS to continue it, or choose another RUN_DIR")
+
+
+# --- A checkpoint's README.md -------------------------------------------------------
+def model_card(c, state):
+    """Returns the text of README.md, with the front matter that the hub reads; `c` has the
+    trainer's constants as attributes, `state` is what trainer/state.json begins with."""
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        base_model=None if Path(c.MODEL).exists() else c.MODEL,  # the hub refuses a path
+        library_name="peft" if c.LORA_RANK else "transformers",
+        pipeline_tag="text-generation",
+        tags=["grpo"],
+    )
+    step, p = state["step"], state["progress"]
+    kind = f"A LoRA adapter of rank {c.LORA_RANK} for" if c.LORA_RANK else "A model trained from"
+    result = f"{p['accuracy']:.3f} after step {p['evaluated']}" if p["evaluated"] >= 0 else "none"
+    constants = "\n".join(f"{name} = {value!r}" for name, value in state["constants"].items())
+    ends = "the tokens `eos_token_id` of `generation_config.json`"
+    if c.STOP_STRINGS:
+        ends += f", or with a text of {c.STOP_STRINGS!r}, which `generate` needs as `stop_strings`"
+    return f"""---
+{data.to_yaml()}
+---
+
+# {c.TASK}, step {step}
+
+{kind} `{c.MODEL}`, after {step} of {c.STEPS} updates with GRPO (arXiv 2402.03300) on the task
+`{c.TASK}`. Code: {commit()}.
+
+Accuracy of greedy answers to at most {c.EVAL_QUESTIONS} questions of the split `{c.EVAL_SPLIT}`:
+{result}. If evaluations chose the checkpoint, report the accuracy on another split.
+
+Answers end with {ends}.
+
+```python
+{constants}
+```
+"""
+
+
+@functools.cache  # the code that was loaded, not what is there when a later checkpoint is saved
+def commit():
+    """Returns the version of the code: the commit of the git checkout, and if it has changes."""
+    git = ["git", f"--git-dir={ROOT}/.git", f"--work-tree={ROOT}"]  # not a repository around ours
+    git += ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        found = subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return "not a git checkout"
+    code, _, dirty = found.strip().partition("-")
+    return f"commit `{code}`" + ", with changes that are not committed" * bool(dirty)

@@ -1,0 +1,243 @@
+"""How a run begins in RUN_DIR, or resumes from its newest checkpoint."""
+
+import contextlib
+import datetime
+import fcntl
+import hashlib
+import json
+import sys
+import tempfile
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from grpo.checkpoint import load, newest, point, saved_in, state_file
+from grpo.log import say
+from grpo.ranks import gathered
+from grpo.report import ROOT, RunFolder, commit, naming_run_dir
+
+FADE = 0.8  # per step: flat_share is a mean over about 1 / (1 - FADE) = 5 steps
+SAME = ("MODEL", "TASK", "LORA_RANK", "DTYPE")  # a run can't be resumed with other values
+
+
+@dataclass
+class Progress:
+    """What a checkpoint keeps in addition to weights, optimiser and random number generators."""
+
+    name: str  # of the run: its folder's name and a random suffix
+    step: int = 0  # updates made
+    evaluated: int = -1  # the step of the last evaluation,
+    accuracy: float = 0.0  # and its result
+    saved: int = -1  # the step of the last checkpoint
+    best: int = -1  # the step of the best evaluation (KEEP_BEST), from the first update on,
+    best_accuracy: float = -1.0  # and its result, or the result of step 0 if none was better
+    reference: int = 0  # the step whose policy is the reference; 0: MODEL is
+    idle: int = 0  # steps in a row that had nothing to train
+    bad: int = 0  # updates in a row that were not finite
+    checked: bool = False  # whether the first update has passed its check
+    sampled: float = 0.0  # groups that the ranks sampled; earlier steps count less (FADE),
+    flat: float = 0.0  # and how many of these groups had zero variance
+    groups: int = 0  # groups that ranks and workers sampled since step 0
+
+    def passed(self, every, before):
+        """Returns whether a multiple of `every` lies after step `before`, up to now (0: never)."""
+        return bool(every and self.step // every > before // every)
+
+    def take_evaluation(self, accuracy, keep_best):
+        """Records this step's evaluation. Ties go to the earlier checkpoint. An evaluation of step
+        0 is of MODEL itself, which needs no checkpoint."""
+        self.accuracy, self.evaluated = accuracy, self.step
+        if keep_best and accuracy > self.best_accuracy:
+            self.best_accuracy = accuracy
+            self.best = self.step or -1
+
+    @property
+    def flat_share(self):
+        """The share of zero-variance groups in the last steps; 0 before the first step."""
+        return self.flat / self.sampled if self.sampled else 0.0
+
+    def begin_rollout(self):
+        """Reduces the weight of earlier steps in flat_share."""
+        self.sampled, self.flat = FADE * self.sampled, FADE * self.flat
+
+    def count_round(self, *, groups, usable):
+        self.sampled += groups
+        self.flat += groups - usable
+
+
+def check_run_dir(folder, resume):
+    """Makes RUN_DIR. Returns the date of its first start, today for a new one. Raises SystemExit if
+    it can't be written, or a run would be overwritten."""
+    with naming_run_dir(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    traces = [Path(folder, name) for name in ("run.json", "metrics.jsonl")]
+    if not resume and (saved_in(folder) or any(path.exists() for path in traces)):
+        raise SystemExit(
+            f"RUN_DIR = {folder!r} must be a folder without a run if RESUME = False: choose"
+            " another folder, or set RESUME = True to resume the run"
+        )
+    for file in (Path(folder, "run.json"), *map(state_file, reversed(saved_in(folder)))):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return str(datetime.date.fromisoformat(json.loads(file.read_text())["data"]["date"]))
+    return str(datetime.date.today())
+
+
+def lock_run(folder, name=".lock"):
+    """Returns a file that stays locked until it is closed or this process ends. SystemExit if
+    another trainer holds the lock: the two would undo each other's steps."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    file = open(Path(folder, name), "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise SystemExit(
+            f"another trainer is running in RUN_DIR = {folder!r}: stop it, or choose another folder"
+        ) from None
+    return file
+
+
+# --- What a run is trained and evaluated on ---------------------------------------------
+# Constants that decide what an accuracy means, besides the questions and the task's code
+SCORED = ("OUTCOME", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STRINGS", "CHAT_TEMPLATE")
+
+
+def data_of(recipe, questions):
+    """Collective: returns the run's date, and hashes of its prompts, of the evaluation's questions
+    and of the task's code, by name. SystemExit if they differ between ranks."""
+    data = {
+        "date": recipe.date,
+        "prompts": hash_of_prompts(recipe.prompts),
+        "questions": hash_of_prompts(questions),
+        "rewards": hash_of_code(recipe.task),
+    }
+    for name, own in data.items():
+        if len(found := set(gathered(own))) > 1:
+            raise SystemExit(
+                f"the ranks differ in {name}, {found}: start them all with the same task and data"
+                " (date: start them again)"
+            )
+    return data
+
+
+def hash_of_prompts(prompts):
+    """Returns a hash of prompts with their items, as Recipe.prompts; None if there are none."""
+    text = json.dumps(plain(prompts))
+    return hashlib.sha256(text.encode()).hexdigest() if prompts else None
+
+
+def plain(value):
+    """Returns a value as JSON can hold it, equal in each process; of an object that has no text of
+    its own, which would be its address, only the type."""
+    if isinstance(value, dict):
+        return [[repr(key), plain(item)] for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if hasattr(value, "tolist"):  # NumPy's and torch's
+        return plain(value.tolist())
+    return repr(value) if type(value).__repr__ is not object.__repr__ else type(value).__name__
+
+
+def hash_of_code(task):
+    """Returns a hash of a task's file and of all modules that are loaded from its folder, or from
+    tasks/; None for a task without a file."""
+    if not (file := getattr(task, "__file__", None)):
+        return None
+    file = Path(file).absolute()
+    homes = tuple(f"{home}/" for home in (file.parent, file.resolve().parent, ROOT / "tasks"))
+    files = {file.resolve()}
+    for name, module in list(sys.modules.items()):  # thousands: we resolve few paths
+        at = getattr(module, "__file__", None) or ""
+        library = at.startswith((f"{sys.prefix}/", f"{ROOT}/grpo/")) or Path(at).parent == ROOT
+        if at.startswith(homes) and name != "__main__" and not library and Path(at).is_file():
+            files.add(Path(at).resolve())
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def forget_what_changed(folder, progress, stream, before, now, constants):
+    """Makes a resumed run forget what no longer compares, and logs it. `before` and `now` are its
+    data_of; `constants` are the names of those that have changed; `folder` is RUN_DIR."""
+    for name in now.keys() & before:  # without evaluations the questions are not known
+        now[name] = now[name] or before[name]
+    changed = {name for name in now if now[name] != before.get(name, now[name])} - {"date"}
+    if "prompts" in changed:
+        say("the training data or its prompts have changed: their order begins anew")
+        stream.position, progress.groups = dist.get_rank(), 0
+    if changed & {"prompts", "rewards"}:
+        progress.sampled = progress.flat = 0.0
+    if why := sorted(changed & {"questions", "rewards"} | set(constants) & set(SCORED)):
+        say(f"accuracies no longer compare ({', '.join(why)} changed): the next one is the best")
+        if Path(folder, f"step_{progress.best:06d}").is_dir():
+            kept = f"best_until_step_{progress.step:06d}"
+            say(f"the best checkpoint until now stays, as {kept}")
+            point(folder, kept, progress.best)
+        progress.evaluated, progress.accuracy = -1, 0.0
+        progress.best, progress.best_accuracy = -1, -1.0
+
+
+# --- Begin or resume ------------------------------------------------------------------
+def open_run(c, record, engine, stream, reference, data):
+    """Collective: returns the Progress of the run in RUN_DIR: a new run, or one that resumes from
+    its newest complete checkpoint. `record` is Run.record; `reference` gets the checkpoint's
+    reference, if that was refreshed; `data` is data_of the run."""
+    folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
+    if path:
+        changed = check_resumable(path, state, record)
+        progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
+        load(path, engine, stream, reference if progress.reference else None)
+        # DeepSpeed has restored the old values of these; the learning rate is set at each step
+        engine.optimizer.clip_grad = c.MAX_GRAD_NORM
+        for group in engine.optimizer.param_groups:
+            group["betas"] = tuple(c.ADAM_BETAS)
+            group["weight_decay"] = c.WEIGHT_DECAY
+        say(f"the run {progress.name} resumes from {path}")
+        before = state.get("data", {})
+        forget_what_changed(c.RUN_DIR, progress, stream, before, data, changed)
+        folder.undo(progress.step)
+    else:
+        name = f"{folder.path.name}-{uuid.uuid4().hex[:8]}"
+        progress = Progress(gathered(name)[0])
+        folder.set_aside()
+    # Other ranks may write to the same folder
+    draft = folder.path / f".run_{dist.get_rank()}.json"
+    facts = {"run": progress.name, "code": commit(), "data": data, "constants": record}
+    draft.write_text(json.dumps(facts))
+    draft.replace(folder.path / "run.json")
+    there = progress.best < 0 or (folder.path / f"step_{progress.best:06d}").exists()
+    if not all(gathered(there)) or not c.KEEP_BEST:  # the next evaluation is then the best
+        progress.best, progress.best_accuracy = -1, -1.0
+    point(c.RUN_DIR, "best", progress.best)
+    point(c.RUN_DIR, "final", -1)
+    return progress
+
+
+def check_resumable(path, state, now):
+    """Returns the names of the constants that have changed, and logs them. Raises SystemExit if a
+    run with the constants `now` can't resume from the checkpoint `path`."""
+    before = state["constants"]
+    rules = [(name, now[name], before[name]) for name in SAME]
+    # Each rank has its part of the optimiser
+    rules.append(("the number of ranks", dist.get_world_size(), len(state["files"])))
+    if state["progress"]["reference"]:  # only the checkpoint has the refreshed reference
+        rules.append(("REF_SERVER", now["REF_SERVER"], None))
+        rules.append(("KL_BETA", now["KL_BETA"] or 0.0, now["KL_BETA"] or "above 0"))
+    for name, value, must in rules:
+        if value != must:
+            merge = f" (after: python -m grpo.options.merge {path} OUT)"
+            merged = merge * bool(before["LORA_RANK"])
+            model = "OUT" if merged else f"'{path}'"
+            raise SystemExit(
+                f"{name} = {value!r} must be {must!r} to resume from {path}; to start a new run"
+                f" from its weights set MODEL = {model}{merged}, and another RUN_DIR"
+            )
+    changed = {k: f"{k} {before[k]!r} -> {v!r}" for k, v in now.items() if before.get(k, v) != v}
+    if changed:
+        say(f"the run resumes with other constants: {', '.join(changed.values())}")
+    return list(changed)

@@ -1,0 +1,130 @@
+"""Calls a task's functions with a time limit. A mistake in the task raises TaskError.
+
+with timely(60, "the rewards"): task.rewards(item, text)
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import importlib.util
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from grpo import log
+
+ROOT = Path(__file__).parents[1]
+GRACE_SECONDS = 10  # from the time limit until code that does not stop is ended with its process
+
+
+# --- A task's mistakes -----------------------------------------------------------------
+class TaskError(SystemExit):
+    """Ends the program with a message about a mistake in a task's file."""
+
+    def __init__(self, name, function, got, must):
+        super().__init__(f"{task_file(name)}: {function} {got}: it must {must}")
+
+
+SOONER = "answer within REWARD_TIMEOUT_SECONDS; raise that constant if it needs longer"
+
+
+def called(name, function, must, call, holds=lambda got: True):
+    """Returns the result of `call`, which calls a task's function. Raises TaskError with the line
+    if it fails, if holds(result) is false, or if timely() around it ends it."""
+    try:
+        got = call()
+    except TooSlow as error:
+        raise TaskError(name, function, f"took more than {error.seconds} s", SOONER) from None
+    except TaskError:  # of a call within this one
+        raise
+    except (Exception, SystemExit) as error:
+        file = Path(name) if name.endswith(".py") else ROOT / task_file(name)
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f.lineno for f in frames if Path(f.filename).resolve() == file.resolve()]
+        lines += [error.lineno] if isinstance(error, SyntaxError) else []
+        at = f", line {lines[-1]}" if lines else ""
+        why = f"failed with {type(error).__name__}{at}: {error}"
+        raise TaskError(name, function, why, must) from error
+    if not holds(got):
+        raise TaskError(name, function, f"returned {got!r:.500}", must)
+    return got
+
+
+def task_file(name):
+    """Returns the path of a task's file as error texts show it.
+
+    >>> task_file("gsm8k"), task_file("my/task.py")
+    ('tasks/gsm8k.py', 'my/task.py')
+    """
+    return name if name.endswith(".py") else f"tasks/{name}.py"
+
+
+class TooSlow(BaseException):
+    """A call took too long. Not an Exception: a task that catches those must not hide it."""
+
+    def __init__(self, what, seconds):
+        super().__init__(f"{what} took more than {seconds} s")
+        self.seconds = seconds
+
+
+# --- In place -------------------------------------------------------------------------
+@contextlib.contextmanager
+def timely(seconds, what):
+    """Raises TooSlow in the block after `seconds`, and logs every 10 s what it waits for. If the
+    code never returns to Python, or sets its own alarm as math-verify's time limits do, the process
+    ends with its traceback GRACE_SECONDS after the limit (Linux). Sets no limit outside the main
+    thread; blocks do not nest."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    start, set_watchdog = time.monotonic(), watchdog()
+
+    def ring(*_):
+        waited = time.monotonic() - start
+        if waited > seconds - 0.01:
+            raise TooSlow(what, seconds)
+        log.tell(f"waited {waited:.0f} s so far for {what}")
+        signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds - waited))
+
+    before = signal.signal(signal.SIGALRM, ring)
+    set_watchdog(seconds + GRACE_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        set_watchdog(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@functools.cache
+def watchdog():
+    """Returns set_watchdog(seconds): after so many (0: never) this process prints the traceback of
+    all threads and dies of SIGVTALRM, even if C code holds the interpreter. It is one timer of the
+    kernel. faulthandler's own is a thread for each call: to start and join it took four times as
+    long as to reward a group of the demo."""
+    event = (ctypes.c_int * 16)(0, 0, signal.SIGVTALRM)  # struct sigevent
+    try:
+        library, timer = ctypes.CDLL("librt.so.1"), ctypes.c_void_p()
+        if library.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)):
+            raise OSError("this process may have no timer")
+    except OSError:  # not Linux, either: an alarm alone
+        log.say("a reward in C code that never returns will not be ended: there is no timer for it")
+        return lambda seconds: None
+    faulthandler.register(signal.SIGVTALRM, sys.__stderr__, chain=True)
+
+    def set_watchdog(seconds):
+        times = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))  # itimerspec
+        library.timer_settime(timer, 0, times, None)
+
+    return set_watchdog
+
+
+def import_file(name, file):
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)

@@ -1,0 +1,165 @@
+"""Rollouts: samples groups of completions, and rewards and counts them.
+
+Ranks and workers sample with a policy: any object with `stream` (as sampler.stream_groups) and
+`text`. A prompt is (index, item, prompt ids), as in Recipe.prompts.
+"""
+
+import contextlib
+import functools
+import hashlib
+import math
+import random
+from collections import deque
+
+import torch
+
+from grpo.sample import Group
+from grpo.task import begin_rewards, reward_group, total
+
+
+# --- Prompts ------------------------------------------------------------------------
+class Stream:
+    """An endless sequence of prompts, fixed by a seed: each epoch has all prompts in a new order.
+    Iterating yields a rank's share, every `world`-th prompt, from any `position` that is set."""
+
+    def __init__(self, prompts, seed, rank=0, world=1):
+        self.prompts, self.seed, self.position, self.world = prompts, seed, rank, world
+        self.epoch, self.shuffled = None, []
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        epoch, at = divmod(self.position, len(self.prompts))
+        if epoch != self.epoch:
+            self.epoch, self.shuffled = epoch, list(self.prompts)
+            random.Random(f"{self.seed}/{epoch}").shuffle(self.shuffled)
+        self.position += self.world
+        return self.shuffled[at]
+
+
+# --- Sample and reward --------------------------------------------------------------
+def sampled(policy, recipe, prompts, *, seed):
+    """Yields a Group without rewards for each of `prompts`, in the order in which the groups end.
+    `prompts` is read when there is room for another group; a None means that it has no prompt yet.
+    Raises the errors of stream_turns.
+    """
+    stream = policy.stream
+    if recipe.has_turns:
+        from grpo.options.turns import stream_turns
+
+        stream = functools.partial(stream_turns, policy, recipe)
+    groups = stream(
+        (prompt and (prompt, prompt[2]) for prompt in prompts),
+        group_size=recipe.c.GROUP_SIZE,
+        max_sequences=recipe.batch,
+        longest_prompt=recipe.c.MAX_PROMPT_TOKENS,
+        max_new_tokens=recipe.c.MAX_COMPLETION_TOKENS,
+        temperature=recipe.c.TEMPERATURE,
+        seed=seed,
+    )
+    for prompt, samples in groups:
+        opening = recipe.opening(prompt[2])
+        for sample in samples:
+            sample.text = sample.text or opening + policy.text(sample)
+        yield Group(*prompt, samples)
+
+
+def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.nullcontext):
+    """Yields a Group for each of `prompts`, as `sampled` does. Rewards are computed, or awaited,
+    within `with timed()`; sampling continues if other processes compute them. Raises the errors of
+    reward_group, too."""
+    waiting = deque()  # (group, its samples' texts, the Futures of their rewards)
+
+    def finish(group, texts, futures):
+        with timed():
+            rewards = reward_group(recipe, group.item, texts, futures)
+        for sample, given in zip(group.samples, rewards, strict=True):
+            sample.rewards = given
+        return group
+
+    for group in sampled(policy, recipe, prompts, seed=seed):
+        texts = [sample.text for sample in group.samples]
+        waiting.append((group, texts, begin_rewards(recipe, group.item, texts)))
+        while waiting and all(future.done() for future in waiting[0][-1]):
+            yield finish(*waiting.popleft())
+    while waiting:
+        yield finish(*waiting.popleft())
+
+
+def groups_to_begin(missing, flat_share, most):
+    """Returns how many groups to start, at most `most`, to get m = `missing` usable ones if a share
+    f = `flat_share` of groups has zero variance: (m + sqrt(m f)) / (1 - f).
+
+    The formula is ours: n groups have n (1 - f) usable ones on average, with a standard deviation
+    of sqrt(n f (1 - f)), and n (1 - f) is about m. We add one deviation, so that five times in six
+    there are enough.
+    """
+    if missing <= 0:
+        return 0
+    if flat_share >= 1:
+        return most
+    wanted = (missing + math.sqrt(missing * flat_share)) / (1 - flat_share)
+    return min(math.ceil(wanted), most)
+
+
+def seed_of(*parts):
+    """Returns a seed of 56 bits that depends on all `parts` (texts and numbers)."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
+# --- Count --------------------------------------------------------------------------
+def is_flat(values):
+    """Returns whether a group has zero variance in its `values`. If these are outcomes, only the
+    format would be compared, at full size; if they are total rewards, nothing can be compared.
+
+    >>> is_flat([1, 1, 1]), is_flat([1, -1, 1])
+    (True, False)
+    """
+    return max(values, default=0) - min(values, default=0) < 1e-6
+
+
+def totals_of(recipe, group):
+    """Returns the total rewards (floats) of a group's samples: task.total minus a penalty that
+    grows over the last OVERLONG_TOKENS before the limit from 0 to 1 (DAPO 2503.14476, eq. 13; TRL's
+    get_soft_overlong_punishment)."""
+    free = recipe.c.MAX_COMPLETION_TOKENS - recipe.c.OVERLONG_TOKENS
+    beyond = [max(0, sample.length - free) for sample in group.samples]
+    return [
+        total(sample.rewards, recipe.weights) - tokens / max(1, recipe.c.OVERLONG_TOKENS)
+        for sample, tokens in zip(group.samples, beyond, strict=True)
+    ]
+
+
+def tally(recipe, group):
+    """Returns {name: number} of a group; tallies are added up. Each reward adds "reward_NAME" (the
+    sum of the reward), "square_NAME" (the sum of its squares) and "applicable_NAME" (the number of
+    completions)."""
+    samples, skip = group.samples, recipe.c.SKIP_FLAT_GROUPS
+    applicable = {name: applying(s.rewards[name] for s in samples) for name in recipe.weights}
+    outcomes, totals = applicable[recipe.outcome], applying(totals_of(recipe, group))
+    # If the outcome applies to fewer than two completions, we compare the total rewards
+    by_reward = int(is_flat(totals))
+    by_outcome = int(is_flat(outcomes)) if outcomes[1:] else by_reward
+    sums = {f"reward_{name}": sum(values) for name, values in applicable.items()}
+    sums |= {f"square_{name}": sum(v * v for v in values) for name, values in applicable.items()}
+    sums |= {f"applicable_{name}": len(values) for name, values in applicable.items()}
+    return sums | {
+        "groups": 1,
+        "flat": by_reward if skip == "reward" else by_outcome,
+        "flat_outcome": by_outcome,
+        "flat_reward": by_reward,
+        "completions": len(samples),
+        "tokens": sum(s.length for s in samples),
+        "truncated": sum(s.truncated for s in samples),
+        "right": sum(value > 0 for value in outcomes),
+        "ended_tokens": sum(s.length for s in samples if not s.truncated),
+        "total": sum(totals),
+        "group_std": torch.tensor(totals, dtype=torch.float64).std().item() if totals[1:] else 0.0,
+    }
+
+
+def applying(values):
+    """Returns the values without NaN, which means that the reward does not apply."""
+    return [value for value in values if not math.isnan(value)]

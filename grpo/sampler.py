@@ -1,0 +1,218 @@
+"""Samples groups of completions from a model: token ids, and the log-prob of each.
+
+    groups = sample_groups(model, prompts, group_size=8, max_new_tokens=512, temperature=1.0,
+                           eos_ids={2}, vocab_size=151_665, generator=None)
+
+We do not use `model.generate`: it takes every setting that we do not name from the model's own
+generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and then we
+would train on log-probs of another distribution than the sampled one. Here there is one
+distribution, softmax(logits / temperature) over the tokenizer's ids. It is also faster: a prompt
+runs once for its group (decoders/choice.py), and new prompts replace finished sequences.
+Symbols: G completions of a prompt, S sequences in the batch, T completion tokens, V tokenizer ids.
+"""
+
+import itertools
+import math
+
+import torch
+from torch.nn.functional import pad
+
+from grpo.decoder import make_decoder
+from grpo.sample import Sample
+
+
+def completion_text(tokenizer, completion, eos_ids):
+    """Returns a completion's text, without the EOS if one ended it."""
+    ids = completion.ids[:-1] if completion.ids[-1] in eos_ids else completion.ids
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def sample_groups(model, prompts, *, max_sequences=None, **settings):
+    """Returns a list of G Samples for each of the prompts, which are lists of token ids.
+
+    At most `max_sequences` are sampled at once (None: all); stream_groups explains the `settings`.
+    """
+    settings["max_sequences"] = max_sequences or len(prompts) * settings["group_size"]
+    longest = max(map(len, prompts), default=0)
+    groups = dict(stream_groups(model, enumerate(prompts), longest_prompt=longest, **settings))
+    return [groups[i] for i in range(len(prompts))]
+
+
+@torch.no_grad()
+def stream_groups(
+    model,
+    prompts,
+    *,
+    group_size,
+    max_sequences,
+    longest_prompt,
+    max_new_tokens,
+    temperature,
+    eos_ids,
+    vocab_size,
+    generator,
+    stop_strings=None,
+):
+    """Yields (key, [Sample] * G) for each prompt, as soon as its last completion has ended.
+
+    `prompts` is an iterator of (key, token ids), or of (key, ids, number, limit), which starts
+    `number` groups of this key with at most `limit` tokens each; None means that there is no prompt
+    now. It is read when a group has room and enough of `max_sequences` is free to justify a copy of
+    the cache. The stream ends when all sequences have ended and the iterator yields no prompt, even
+    if one might come later. Completions are drawn from softmax(logits / temperature); temperature 0
+    is greedy, with log-probs at temperature 1. Ids from `vocab_size` on are padding of the
+    embedding: the softmax excludes them here, in the trainer and in the reference server.
+    `generator` is a torch.Generator on the model's device. With `stop_strings`, a StopStrings, each
+    token costs a second wait for the device, and the host checks every new id. Raises RuntimeError
+    if a completion ends whose logits were not finite.
+    """
+    running = None
+    while True:
+        if not (running and running.unfinished):
+            running = Running(max_new_tokens, eos_ids, stop_strings, model.device)
+            decoder = make_decoder(model, max_new_tokens, longest_prompt)
+        room = groups_to_admit(running, decoder, max_sequences, group_size)
+        new = next_prompts(prompts, room)
+        # Dropping copies the cache too: we drop many at once, or with an admission, which copies it
+        many = running.ended > len(running.owners) // decoder.compaction
+        if many or (new and running.ended):
+            decoder.keep(running.drop_ended())
+        logits = []  # (S, V') of the next tokens; V' is V plus the padding of the embedding
+        if running.owners:
+            logits.append(decoder.next_logits(running.tokens))
+        if new:
+            sizes = running.add(new, group_size)
+            logits.append(decoder.admit([ids for _, ids, *_ in new], sizes))
+        if not logits:
+            return
+        logits = torch.cat(logits) if len(logits) > 1 else logits[0]
+        tokens, logps = draw(logits[:, :vocab_size], temperature, generator)
+        for (key, group), number, completion in running.write(tokens, logps):
+            group[number] = completion
+            if all(group):
+                yield key, group
+
+
+def next_prompts(prompts, most):
+    """Returns the prompts of an iterator up to its first None, at most `most` of them."""
+    return list(itertools.takewhile(bool, itertools.islice(prompts, most)))
+
+
+def groups_to_admit(running, decoder, max_sequences, group_size):
+    """Returns how many groups to admit: all that have room, but none while less than
+    1 / `compaction` of `max_sequences` is free, as this copies the cache of running sequences."""
+    room = (max_sequences - running.unfinished) // group_size
+    pays = decoder.joins and room * group_size >= max_sequences // decoder.compaction
+    return room if pays or not running.unfinished else 0
+
+
+class Running:
+    """The S sequences of the batch. Ended ones stay, unread, until drop_ended removes them."""
+
+    def __init__(self, max_new_tokens, eos_ids, stop_strings, device):
+        self.limit, self.eos_ids, self.stop_strings = max_new_tokens, eos_ids, stop_strings
+        self.eos = torch.tensor(sorted(eos_ids), device=device)
+        # ((key, completions), number in the group, first column) of each sequence: one with a lower
+        # limit begins further right, so that all end at the same column
+        self.owners = []
+        self.unfinished = 0  # how many have not ended
+        self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
+        self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
+        self.ends = torch.zeros(0, dtype=torch.long, device=device)  # (S,) the next column
+        self.active = torch.zeros(0, dtype=torch.bool, device=device)
+        self.tokens = None  # (S,) the last token of each sequence
+
+    @property
+    def ended(self):
+        return len(self.owners) - self.unfinished
+
+    def add(self, prompts, group_size):
+        """Adds G empty sequences for each group that the prompts start. Returns the number of
+        sequences of each prompt."""
+        new, sizes = [], []
+        for key, _, *own in prompts:
+            number, limit = own or (1, self.limit)
+            groups = [(key, [None] * group_size) for _ in range(number)]
+            new += [(group, i, self.limit - limit) for group in groups for i in range(group_size)]
+            sizes.append(number * group_size)
+        count = len(new)
+        self.owners += new
+        self.unfinished += count
+        self.ids, self.logps = pad(self.ids, (0, 0, 0, count)), pad(self.logps, (0, 0, 0, count))
+        first = torch.tensor([start for *_, start in new], device=self.ends.device)
+        self.ends = torch.cat([self.ends, first])
+        self.active = pad(self.active, (0, count), value=True)
+        return sizes
+
+    def drop_ended(self):
+        """Removes ended sequences; returns the indices (S',) of the remaining ones."""
+        stay = self.active.nonzero().flatten()
+        self.owners = [self.owners[i] for i in stay.tolist()]
+        self.ids, self.logps, self.ends = self.ids[stay], self.logps[stay], self.ends[stay]
+        self.active, self.tokens = self.active[stay], self.tokens[stay]
+        return stay
+
+    def write(self, tokens, logps):
+        """Adds a token to each sequence; yields (group, number, Sample) of those that end."""
+        self.tokens = tokens
+        column = self.ends.clamp(max=self.limit - 1)[:, None]  # past the end it is never read
+        self.ids.scatter_(1, column, tokens[:, None])
+        self.logps.scatter_(1, column, logps[:, None])
+        self.ends += self.active
+        ended = self.active & (torch.isin(tokens, self.eos) | (self.ends == self.limit))
+        stopped = self.at_stop_strings() if self.stop_strings else []
+        if stopped:
+            ended[stopped] = True
+        self.active &= ~ended
+        last = ended.nonzero().flatten()  # the only wait for the device per token
+        if not len(last):
+            return
+        self.unfinished -= len(last)
+        lists = (x[last].tolist() for x in (self.ids, self.logps, self.ends))
+        for i, ids, found, end in zip(last.tolist(), *lists, strict=True):
+            group, number, first = self.owners[i]
+            ids, found = ids[first:end], found[first:end]
+            if not math.isfinite(sum(found)):
+                raise RuntimeError("the model's logits are not finite: its weights are broken")
+            truncated = ids[-1] not in self.eos_ids and i not in stopped
+            yield group, number, Sample(ids, found, truncated)
+
+    def at_stop_strings(self):
+        """Returns the rows of running sequences whose last token completes a stop string."""
+        rows = [i for i, id in enumerate(self.tokens.tolist()) if self.stop_strings.may_end(id)]
+        if not rows:
+            return []
+        active, ends, ids = (x[rows].tolist() for x in (self.active, self.ends, self.ids))
+        found = zip(rows, active, ids, ends, strict=True)
+        own = [(i, x[self.owners[i][2] : end]) for i, a, x, end in found if a]
+        return [i for i, ids in own if self.stop_strings.end(ids)]
+
+
+def draw(logits, temperature, generator):
+    """Returns tokens (S,) drawn from logits (S, V), and their log-probs (S,).
+
+    On a CPU we invert the distribution function, with one uniform number per sequence: a race draws
+    V random numbers, which is slow there.
+    """
+    if temperature and logits.device.type != "cpu":
+        return race(logits.float() / temperature, generator)
+    log_probs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+    if temperature:
+        below = log_probs.exp().cumsum(-1, dtype=torch.float64)  # float32 sums would lose rare ids
+        uniform = below.new_empty(len(below), 1).uniform_(generator=generator)
+        tokens = torch.searchsorted(below, uniform * below[:, -1:], right=True).squeeze(1)
+        tokens = tokens.clamp_(max=below.shape[1] - 1)  # for NaN it finds V, beyond all ids
+    else:
+        tokens = log_probs.argmax(-1)
+    return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def race(logits, generator):
+    """Returns the same as `draw`, by an exponential race: with E_i ~ Exp(1), argmax p_i / E_i is i
+    with probability p_i (the Gumbel-max trick, 1411.0030, as -log E_i is Gumbel). It takes three
+    kernels after the softmax, whereas torch.multinomial waits for the device.
+    """
+    probs = torch.softmax(logits, dim=-1)  # (S, V)
+    times = torch.empty_like(probs).exponential_(generator=generator)
+    tokens = torch.div(probs, times, out=times).argmax(-1)  # NaN counts as the largest
+    return tokens, probs.gather(1, tokens[:, None]).squeeze(1).log()

@@ -1,0 +1,304 @@
+"""SharedDecoder: a prompt's keys and values are kept, and attended to, once for its whole group.
+
+The G sequences of a group attend to their prompt in one matrix product, and their own tokens are
+written in place (transformers' cache copies everything for each token). New prompts may join a
+running batch. It needs a model whose attention goes through transformers' attention interface;
+LlamaDecoder has its own layers, in fewer operations.
+
+Symbols: B prompts, G sequences of each, S sequences in all, P prompt tokens, K key-value heads,
+R query heads for each of them, D width of a head, C tokens that a sequence has room for.
+"""
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch.nn.functional import pad, rms_norm
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicLayer
+
+from grpo.attention import attention_is
+from grpo.cached import repeated
+from grpo.decode_attention import attend, mask_of
+from grpo.devices import is_nvidia
+from grpo.models import last_logits, prefill
+
+ROOM = 64  # C at first; doubled when it is full
+SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among transformers' attentions
+
+
+# --- Where everything is ------------------------------------------------------------
+@dataclass(frozen=True, eq=False)  # compared by identity
+class Layout:
+    """Which prompt each sequence continues; made anew when sequences join or leave.
+
+    Row b of the grid (B, Gm) has the sequences of prompt b; Gm is the size of the largest group.
+    """
+
+    start: torch.Tensor  # (S,) position of the first token: how many its prompt has
+    grid: tuple[int, int]
+    place: torch.Tensor | None  # (S,) in the flattened grid; None where that is 0, 1, 2, ...
+    padding: torch.Tensor | None  # (B, 1, 1, P) added to scores; None where no prompt is padded
+
+    def to_grid(self, x):
+        """Returns (S, K, R, D) as (B, K, Gm * R, D); places without a sequence hold zeros."""
+        if self.place is not None:
+            x = x.new_zeros(self.grid[0] * self.grid[1], *x.shape[1:]).index_copy_(0, self.place, x)
+        return x.unflatten(0, self.grid).transpose(1, 2).flatten(2, 3)
+
+    def from_grid(self, x):
+        """Returns (B, K, Gm * R, D) as (S, K, R, D)."""
+        x = x.unflatten(2, (self.grid[1], -1)).transpose(1, 2).flatten(0, 1)
+        return x if self.place is None else x[self.place]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where each sequence's next token goes in the cache, and what it attends to."""
+
+    layout: Layout
+    positions: torch.Tensor  # (S,)
+    where: tuple  # index of what is written, into (S, K, C, D)
+    seen: int  # of the C columns
+    unwritten: torch.Tensor | None  # (S, 1, 1, seen) added to scores; None where all is written
+
+
+# --- The cache ----------------------------------------------------------------------
+class SharedLayer(DynamicLayer):
+    """A layer's keys and values: of prompts, (B, K, P, D), and of sequences, (S, K, C, D)."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_initialized, self.prompts, self.own = True, [None, None], [None, None]
+
+    def admit(self, layer, count, room):
+        """Adds the prompts in a layer of transformers' cache, and room for their sequences."""
+        for i, new in enumerate((layer.keys, layer.values)):
+            own = new.new_zeros(count, new.shape[1], room, new.shape[3])
+            if self.own[i] is not None:
+                own, both = torch.cat([self.own[i], own]), (self.prompts[i], new)
+                width = max(x.shape[2] for x in both)
+                new = torch.cat([pad(x, (0, 0, width - x.shape[2], 0)) for x in both])
+            self.prompts[i], self.own[i] = new, own
+
+    def keep(self, indices, prompts):
+        """Drops all but the sequences `indices`, and all but `prompts` unless that is None."""
+        self.own = [x[indices] for x in self.own]
+        if prompts is not None:
+            self.prompts = [x[prompts] for x in self.prompts]
+
+    def widen(self, room):
+        for i, x in enumerate(self.own):
+            self.own[i] = pad(x, (0, 0, 0, room - x.shape[2]))
+
+    def write(self, keys, values, slots):
+        """Writes the next token's keys and values, (S, K, D)."""
+        self.own[0][slots.where], self.own[1][slots.where] = keys, values
+
+    def attention(self, query, slots, scaling, softcap=None):
+        """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D).
+
+        The softmax over prompt and own tokens is the mean of each part's attention, weighted by its
+        sum of exponentials (FlashAttention, arXiv 2205.14135): so the prompt's part is one matrix
+        product for all sequences of a group, (G * R, D) x (D, P).
+        """
+        layout, (keys, values) = slots.layout, (x[:, :, : slots.seen] for x in self.own)
+        own, own_log = attend(query, keys, values, slots.unwritten, scaling, softcap)
+        grid = layout.to_grid(query)
+        shared, log = attend(grid, *self.prompts, layout.padding, scaling, softcap)
+        shared, log = layout.from_grid(shared), layout.from_grid(log[..., None])
+        weight = torch.sigmoid(log - own_log[..., None])  # exp(log) / (exp(log) + exp(own_log))
+        return torch.lerp(own.to(weight.dtype), shared.to(weight.dtype), weight).to(own.dtype)
+
+
+# --- transformers' side -------------------------------------------------------------
+class SharedCache(Cache):
+    """The layers as the cache of a transformers model, for one token of each sequence."""
+
+    def __init__(self, layers, slots):
+        super().__init__(layers=layers)
+        self.slots = slots
+
+    def get_seq_length(self, layer_idx=0):
+        return self.layers[0].prompts[0].shape[2] + self.slots.seen - 1
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        """Takes the next token's keys and values, (S, K, 1, D)."""
+        self.layers[layer_idx].write(keys[:, :, 0], values[:, :, 0], self.slots)
+        # transformers gives its attention functions the keys, but no cache: the keys carry it. If a
+        # model makes other keys of them, shared_attention refuses it, and choice.py finds that out
+        keys.shared = self.layers[layer_idx], self.slots
+        return keys, values
+
+
+def shared_attention(
+    module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_
+):
+    """SharedLayer.attention for transformers' layers: (S, K * R, 1, D) -> (S, 1, K * R, D), None"""
+    if s_aux is not None:
+        raise NotImplementedError("its attention has sinks")
+    if not hasattr(key, "shared"):  # the layer computes its keys from what it has cached
+        raise NotImplementedError("its attention keeps its own cache format")
+    layer, slots = key.shared
+    size, heads, _, width = query.shape
+    query = query.view(size, key.shape[1], -1, width)
+    out = layer.attention(query, slots, width**-0.5 if scaling is None else scaling, softcap)
+    return out.reshape(size, 1, heads, -1), None
+
+
+AttentionInterface.register(SHARED, shared_attention)
+
+
+# --- The decoder --------------------------------------------------------------------
+class SharedDecoder:
+    feature = "shared prompts"
+    joins, compaction = True, 8
+
+    def __init__(self, model, max_new_tokens):
+        self.model, self.limit, self.room = model, max_new_tokens, min(max_new_tokens, ROOM)
+        self.layers, self.layout = None, None
+        self.prompt_lengths, self.prompt_of = [], []  # (B,) in tokens; (S,) each sequence's prompt
+        self.lengths, self.columns = [], None  # (S,) tokens so far; the same on the device
+
+    def admit(self, prompts, sizes):
+        logits, cache, _ = prefill(self.model, prompts)
+        self.layers = self.layers or [SharedLayer() for _ in cache.layers]
+        for layer, new in zip(self.layers, cache.layers, strict=True):
+            layer.admit(new, sum(sizes), self.room)
+        for prompt, size in zip(prompts, sizes, strict=True):
+            self.prompt_of += [len(self.prompt_lengths)] * size
+            self.prompt_lengths.append(len(prompt))
+            self.lengths += [0] * size
+        self._arrange()
+        return repeated(logits, sizes)
+
+    def keep(self, indices):
+        """Drops all but these sequences, and prompts that none of them continues."""
+        index = indices.tolist()
+        left = sorted({self.prompt_of[i] for i in index})
+        fewer = len(left) < len(self.prompt_lengths)
+        prompts = torch.tensor(left, device=indices.device) if fewer else None
+        for layer in self.layers:
+            layer.keep(indices, prompts)
+        self.prompt_lengths = [self.prompt_lengths[prompt] for prompt in left]
+        self.prompt_of = [left.index(self.prompt_of[i]) for i in index]
+        self.lengths = [self.lengths[i] for i in index]
+        self._arrange()
+
+    def _arrange(self):
+        like = self.layers[0].prompts[0]
+        prompts, device, width = len(like), like.device, like.shape[2]
+        ranks = [rank for _, run in groupby(self.prompt_of) for rank, _ in enumerate(run)]
+        largest = 1 + max(ranks)
+        place = [prompt * largest + rank for prompt, rank in zip(self.prompt_of, ranks)]
+        full = place == list(range(prompts * largest))
+        padding = None
+        if min(self.prompt_lengths) < width:
+            first = torch.tensor([[[[width - n]]] for n in self.prompt_lengths], device=device)
+            padding = mask_of(torch.arange(width, device=device) < first, like)
+        start = [self.prompt_lengths[prompt] for prompt in self.prompt_of]
+        self.layout = Layout(
+            start=torch.tensor(start, device=device),
+            grid=(prompts, largest),
+            place=None if full else torch.tensor(place, device=device),
+            padding=padding,
+        )
+        self.columns = torch.tensor(self.lengths, device=device)
+
+    def next_logits(self, tokens):
+        self.make_room()
+        longest = max(self.lengths)
+        if min(self.lengths) == longest:  # a slice is written faster, and needs no mask
+            positions, where = self.layout.start + self.columns, (..., longest, slice(None))
+            slots = Slots(self.layout, positions, where, longest + 1, None)
+        else:
+            slots = self.slots_for(self.columns, longest + 1)
+        logits = self.forward(tokens, slots)
+        self.advance()
+        return logits
+
+    def slots_for(self, columns, seen):
+        """Returns the Slots of tokens that go to `columns` (S,), each of them below `seen`."""
+        layout, like = self.layout, self.layers[0].own[0]
+        after = torch.arange(seen, device=columns.device) > columns[:, None, None, None]
+        where = torch.arange(len(columns), device=columns.device), slice(None), columns
+        return Slots(layout, layout.start + columns, where, seen, mask_of(after, like))
+
+    def make_room(self):
+        """Doubles the room if it is full: on average a token is copied less than once."""
+        if max(self.lengths) == self.room:
+            self.room = min(self.limit, 2 * self.room)
+            for layer in self.layers:
+                layer.widen(self.room)
+
+    def forward(self, tokens, slots):
+        """Returns logits (S, V') after one more token of each sequence, which takes its slot."""
+        with attention_is(SHARED, self.model.config):
+            cache = SharedCache(self.layers, slots)
+            return last_logits(self.model, tokens[:, None], slots.positions[:, None], cache)
+
+    def advance(self):
+        # A sequence that has ended may stay for a while, unread, and must not outgrow its room
+        self.lengths = [min(n + 1, self.limit - 1) for n in self.lengths]
+        # Computed on the device: to copy the list would take a wait for each token
+        self.columns = (self.columns + 1).clamp_(max=self.limit - 1)
+
+
+# --- Llama's layers, written out ------------------------------------------------------
+# In a small batch a token's time depends on the number of operations, not on their size. This code
+# makes half of the calls and three quarters of the operations of transformers' layers; what that
+# gains is in benchmarks/results/sampling.md. All MODEL_TYPES have the same kind of block: RMS norm
+# (1910.07467), rotary attention (2104.09864), RMS norm, gated MLP (2002.05202), with a residual
+# around each half. H hidden size, A query heads.
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class LlamaDecoder(SharedDecoder):
+    feature = "grpo-split's own Llama layers"
+
+    def forward(self, tokens, slots):
+        body = self.model.model
+        hidden = body.embed_tokens(tokens)  # (S, H)
+        cos, sin = body.rotary_emb(hidden, slots.positions[:, None])  # (S, 1, D)
+        for block, layer in zip(body.layers, self.layers, strict=True):
+            attention = block.self_attn
+            normed = norm(block.input_layernorm, hidden)
+            query, key, value = (
+                projection(normed).unflatten(-1, (-1, attention.head_dim))
+                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            if hasattr(attention, "q_norm"):  # Qwen3
+                query, key = norm(attention.q_norm, query), norm(attention.k_norm, key)
+            both = rotated(torch.cat([query, key], 1), cos, sin)
+            query, key = both[:, : query.shape[1]], both[:, query.shape[1] :]
+            layer.write(key, value, slots)
+            query = query.unflatten(1, (key.shape[1], -1))  # (S, K, A / K, D)
+            out = layer.attention(query, slots, attention.scaling)
+            hidden = hidden + attention.o_proj(out.flatten(1))
+            mlp, normed = block.mlp, norm(block.post_attention_layernorm, hidden)
+            gate = mlp.act_fn(mlp.gate_proj(normed))
+            hidden = hidden + mlp.down_proj(gate.mul_(mlp.up_proj(normed)))
+        return logits_of(self.model.lm_head, norm(body.norm, hidden))
+
+
+def norm(module, x):
+    return rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+
+
+def rotated(x, cos, sin):
+    """Returns x (S, A + K, D) with rotary positions, cos and sin (S, 1, D): with x = (x1, x2), its
+    halves, (x1, x2) cos + (-x2, x1) sin."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return torch.addcmul(x * cos, turned, sin)
+
+
+def logits_of(head, hidden):
+    """Returns logits (S, V'), on a GPU in float32 also for bfloat16 states: rounded to bfloat16, a
+    logit of 20 is off by up to 0.06, and with it the log-prob that is trained on.
+    (transformers' own layers give logits in the model's dtype.)"""
+    exact = is_nvidia(hidden.device) and hidden.dtype != torch.float32
+    if not exact or type(head) is not torch.nn.Linear:
+        return head(hidden)
+    logits = torch.bmm(hidden[None], head.weight.T[None], torch.float32)[0]
+    return logits if head.bias is None else logits + head.bias

@@ -1,0 +1,143 @@
+"""The start of a run, new or resumed. `c` has the trainer's constants as attributes."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from grpo.checkpoint import check_disk, try_save
+from grpo.devices import CPU_BATCH, accelerator
+from grpo.engine import make_engine
+from grpo.log import say
+from grpo.metrics import Clock
+from grpo.policy import Policy, make_policy, make_sampler
+from grpo.ranks import all_or_none
+from grpo.reference import make_reference
+from grpo.report import RunFolder, as_json
+from grpo.resume import Progress, data_of, open_run
+from grpo.rollout import Stream
+from grpo.task import Recipe
+
+USUAL = {"SAMPLE_BATCH": CPU_BATCH, "EVAL_BATCH": CPU_BATCH}  # what "auto" is on a CPU
+USUAL |= {"MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The constants of these names, with what fits in place of "auto"."""
+
+    sample_batch: int
+    eval_batch: int
+    micro_batch_tokens: int
+    gradient_checkpointing: bool
+
+    def constants(self):
+        return {name.upper(): value for name, value in vars(self).items()}
+
+
+def fit_sizes(c, policy, sampler, batch_loss, turns, visiting=0):
+    """Collective: returns the Sizes, the same on all ranks, which must plan the same micro-batches.
+    Raises SystemExit if nothing fits. `batch_loss` is the trainer's. `turns`: may a completion have
+    several? `visiting` are the bytes of a reference that is on the GPU only while it scores
+    (REFERENCE_ON_CPU).
+
+    A checkpoint keeps the numbers, and a run that resumes logs which have changed.
+    """
+    found = {name: getattr(c, name) for name in USUAL} | getattr(sampler, "sizes", {})
+    auto = [name for name in USUAL if found[name] == "auto"]
+    if auto and accelerator():
+        from grpo.options.sizes import try_sizes
+
+        found |= try_sizes(c, policy, auto, batch_loss, turns, visiting)
+    elif auto:
+        usual = USUAL | {"SAMPLE_BATCH": max(CPU_BATCH, c.GROUP_SIZE)}
+        found |= {name: usual[name] for name in auto}
+    return Sizes(**{name.lower(): value for name, value in found.items()})
+
+
+class NoWorkers:
+    """In place of Workers if PUBLISH_STEPS is 0, and on ranks but 0."""
+
+    def take(self, step):
+        return []
+
+    def publish(self, step):
+        pass
+
+    def metrics(self, groups, step):
+        return {}
+
+    def close(self):
+        pass
+
+
+@dataclass
+class Run:
+    """What a run holds from its start to its end, on each rank."""
+
+    c: object  # the trainer's Constants
+    sizes: Sizes  # what fits, for the constants that may be "auto"
+    record: dict  # the constants as JSON, with sizes, weights and outcome as this run has them
+    policy: Policy
+    sampler: object  # what samples with its weights: the policy itself, or a VLLMPolicy
+    engine: object  # DeepSpeed's, around a CompletionModel of the policy's model
+    recipe: Recipe  # what is sampled and how it is rewarded
+    greedy: Recipe  # the recipe of an evaluation: one completion, at temperature 0
+    stream: Stream  # this rank's prompts
+    questions: list  # of the evaluation, in the form of Recipe.prompts
+    progress: Progress  # steps made, last and best evaluation, last checkpoint
+    reference: object  # gives the reference's log-probs of a group: grpo/reference.py
+    workers: object  # rank 0's Workers, or NoWorkers
+    folder: RunFolder  # RUN_DIR
+    clock: Clock  # seconds of the current step, by part ...
+    laps: list = field(default_factory=list)  # ... and of all steps made
+    data: dict = field(default_factory=dict)  # resume.data_of: its date, hashes of what it reads
+    idle_reason: str = ""  # why the last step without training had nothing to train
+
+    def close(self):
+        self.sampler.close()
+        self.workers.close()
+        for reporter in self.folder.reporters:
+            reporter.close()
+
+
+def start_run(c, tokenizer, recipe, questions, server, batch_loss):
+    """Collective: returns the Run, new or resumed. `server` is a ReferenceClient, or None;
+    `batch_loss` is the trainer's, for trials."""
+    rank = dist.get_rank()
+    say(f"curves and samples while it runs: python plot.py live {Path(c.RUN_DIR).parent}")
+    policy = make_policy(c, tokenizer)
+    with all_or_none("trying to save"):  # collective
+        if rank == 0:
+            try_save(c, policy)
+    reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
+    sampler = make_sampler(c, policy)  # collective; before fit_sizes, which uses what it leaves
+    # Collective; a local reference's own copy is on the GPU already, or visits it
+    visiting = getattr(reference, "visiting", 0)
+    sizes = fit_sizes(c, policy, sampler, batch_loss, recipe.has_turns, visiting)
+    reference.budget, recipe.batch = sizes.micro_batch_tokens, sizes.sample_batch
+    greedy = recipe.others(batch=sizes.eval_batch, GROUP_SIZE=1, TEMPERATURE=0)
+    resolved = {"REWARD_WEIGHTS": recipe.weights, "OUTCOME": recipe.outcome}
+    record = as_json(vars(c) | sizes.constants() | resolved)
+    engine = make_engine(c, policy, sizes.gradient_checkpointing)
+    stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
+    data = data_of(recipe, questions)  # collective
+    progress = open_run(c, record, engine, stream, reference, data)  # collective
+    check_disk(c, policy.model)  # collective
+    workers = NoWorkers()
+    with all_or_none("serving workers"):  # collective
+        if c.PUBLISH_STEPS and rank == 0:
+            from grpo.options.workers import Workers
+
+            workers = Workers(c, recipe, policy, progress.name)
+            workers.publish(progress.step)
+    reporters = []
+    if c.REPORT_TO and rank == 0:
+        from grpo.options.reporters import Reporter
+
+        reporters = [Reporter(to, record, progress) for to in c.REPORT_TO]
+    folder = RunFolder(c.RUN_DIR, reporters)
+    return Run(
+        c, sizes, record, policy, sampler, engine, recipe, greedy, stream, questions, progress,
+        reference, workers, folder, Clock(), data=data,
+    )  # fmt: skip

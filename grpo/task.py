@@ -1,0 +1,321 @@
+"""Loads a task: checks its file, makes its prompts, and computes its rewards.
+
+Trainer, workers, evaluate.py and `python -m tasks` use it. Everything that a task returns is
+checked: a TaskError names the file, the function, what it returned, and what it must return. Torch
+is imported only when a tokenizer is needed, so that a mistake in the file is reported at once.
+"""
+
+import datetime
+import difflib
+import hashlib
+import importlib.util
+import json
+import math
+import numbers
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grpo.constants import real
+from grpo.log import announced, say
+from grpo.rewards import (
+    TaskError,
+    TooSlow,
+    called,
+    import_file,
+    task_file,
+    timely,
+)
+
+# Constants that must be equal in worker and trainer, in addition to what settings() adds
+SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE SKIP_FLAT_GROUPS"
+SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS"
+DATED = "strftime_now"  # the function by which a chat template shows the day
+
+
+# --- The file -------------------------------------------------------------------------
+def task_files():
+    """Returns {name: path} of the tasks: the files in tasks/ that define `messages`."""
+    folders = map(Path, importlib.import_module("tasks").__path__)
+    files = [path for folder in folders for path in sorted(folder.glob("[!_]*.py"))]
+    return {file.stem: file for file in files if "messages" in file.read_text("utf-8")}
+
+
+def load_task(name):
+    """Returns the module tasks/NAME.py, or the one at a path such as my/task.py, which may import
+    from its own folder. SystemExit if the file or a function is missing."""
+    check_task_file(name)
+    by_name = lambda name: importlib.import_module(f"tasks.{name}")
+    module = module_at if name.endswith(".py") else by_name
+    task = called(name, "the file", "be a module that Python can import", lambda: module(name))
+    rewards = "group_rewards" if hasattr(task, "group_rewards") else "rewards"
+    for function in ("load", "messages", rewards):
+        if not hasattr(task, function):
+            raise TaskError(name, function, "is missing", "be a function, as in tasks/gsm8k.py")
+    return task
+
+
+def check_task_file(name):
+    """Raises SystemExit if the task's file does not exist. Does not import it."""
+    if name.endswith(".py"):
+        found = Path(name).expanduser().is_file()
+    else:
+        found = f"tasks.{name}" in sys.modules or name in task_files()
+    if not found:
+        near = difflib.get_close_matches(name, task_files(), n=1)
+        meant = f": did you mean {near[0]}?" if near else ""
+        path = "" if name.endswith(".py") else " (a file elsewhere needs its path: TASK=my/task.py)"
+        raise SystemExit(f"TASK = {name!r}: there is no task {task_file(name)}{path}{meant}")
+
+
+def module_at(path):
+    """Returns the module in the file `path`, which can import from its own folder."""
+    file = Path(path).expanduser().resolve()
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # last: it must not shadow Python's own modules
+    import_file(name := f"task_of_{file.stem}", file)
+    return sys.modules[name]
+
+
+# --- What a run begins with -------------------------------------------------------------
+@dataclass
+class Recipe:
+    """The task, its prompts, and the constants: the same in the trainer and in all workers."""
+
+    c: object  # the Constants, or a changed copy of them (others)
+    task: object  # the module tasks/NAME.py, or at a path
+    prompts: list  # [(index, item, prompt ids)] of the training split
+    weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolve)
+    outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolve)
+    batch: int | None = None  # completions sampled at once: SAMPLE_BATCH, or what fits
+    reward_processes: object = None  # submit() of start_processes; None: computed in this process
+    date: str = ""  # that chat templates show: of the run's first start, "2026-11-25"; "": today
+    # models.opening_of, by a prompt's ids: rewards and reply() see it before a completion
+    opening: object = staticmethod(lambda ids: "")
+
+    def others(self, batch=None, **changes):
+        """Returns a copy of the recipe with some constants changed, and `batch` if it is given."""
+        return replace(self, c=self.c.but(**changes), batch=batch or self.batch)
+
+    @property
+    def has_turns(self):
+        """Whether a completion may have several turns."""
+        return hasattr(self.task, "reply")
+
+    @property
+    def chat_options(self):
+        return chat_options(self.c, self.date)
+
+    def change_date(self, date, tokenizer):
+        """Makes the prompts of another date, in place, if the chat template shows one."""
+        self.date = date
+        if DATED in str(tokenizer.chat_template):
+            self.prompts[:] = load_split(self.c, self.task, "train", tokenizer, date)
+
+    def settings(self):
+        """Returns the settings, as JSON values, that the trainer publishes and workers compare."""
+        prompts = json.dumps([[index, ids] for index, _, ids in self.prompts]).encode()
+        settings = {name: getattr(self.c, name) for name in SHARED.split()} | {
+            "OUTCOME": self.outcome,
+            "REWARD_WEIGHTS": self.weights,
+            "TASK": Path(self.c.TASK).name,  # a worker may have the file in another folder
+            "order of REWARD_WEIGHTS": list(self.weights),
+            "date": self.date,
+            "hash of prompts (tokenizer, task, data)": hashlib.sha256(prompts).hexdigest(),
+        }
+        return json.loads(json.dumps(settings))
+
+    def resolve(self):
+        """Sets weights and outcome: to REWARD_WEIGHTS and OUTCOME, else to the constants of the
+        task, else to a weight of 1 for each reward of an empty completion, and to the only reward
+        or "correctness". Raises TaskError if they do not fit."""
+        c, task = self.c, self.task
+        weights = c.REWARD_WEIGHTS or getattr(task, "REWARD_WEIGHTS", None)
+        if weights is None:
+            (empty,) = given_rewards(self, self.prompts[0][1], [""])
+            weights = dict.fromkeys(empty, 1.0)
+        if c.REWARD_WEIGHTS == {}:  # rewards are only logged, and OUTCOME evaluated
+            weights = dict.fromkeys(weights, 0.0)
+        if not (weights and isinstance(weights, dict) and all(map(real, weights.values()))):
+            raise TaskError(c.TASK, "REWARD_WEIGHTS", f"is {weights!r}", "be {name: number}")
+        set_to = getattr(task, "OUTCOME", None) if c.OUTCOME is None else c.OUTCOME
+        default = next(iter(weights)) if len(weights) == 1 else "correctness"
+        outcome = default if set_to is None else set_to
+        if outcome not in weights:
+            must = f"name the reward that is above 0 if an answer is right, one of {list(weights)}"
+            raise TaskError(c.TASK, "OUTCOME, in the task or the trainer,", f"is {set_to!r}", must)
+        self.weights, self.outcome = weights, outcome
+
+
+# --- Prompts --------------------------------------------------------------------------
+def chat_options(c, date):
+    """Returns the options of the chat template: CHAT_TEMPLATE's, and a clock that stands still, for
+    templates that show the day (Llama 3): a run has one date, on all its days and machines."""
+    clock = {DATED: datetime.date.fromisoformat(date).strftime} if date else {}
+    return clock | c.CHAT_TEMPLATE
+
+
+def load_split(c, task, split, tokenizer, date=""):
+    """Returns [(index, item, prompt ids)] of the split, without prompts over MAX_PROMPT_TOKENS.
+    Raises SystemExit if the task's questions are not valid, or if none fits."""
+    items = load_items(c.TASK, task, split)
+    prompts = [(i, item, ids_of(c, task, item, tokenizer, date)) for i, item in enumerate(items)]
+    lengths = sorted(len(ids) for _, _, ids in prompts)
+    prompts = [prompt for prompt in prompts if len(prompt[2]) <= c.MAX_PROMPT_TOKENS]
+    say(
+        f"{c.TASK}/{split}: {len(items)} questions, {len(items) - len(prompts)} left out as too"
+        f" long; the shortest prompt has {lengths[0]} tokens, the median"
+        f" {statistics.median_low(lengths)}, the longest {lengths[-1]}"
+    )
+    if not prompts:
+        raise SystemExit(
+            f"no question fits MAX_PROMPT_TOKENS = {c.MAX_PROMPT_TOKENS}: raise it;"
+            f" {lengths[-1]} is enough for all questions"
+        )
+    return prompts
+
+
+def load_questions(recipe, tokenizer):
+    """Returns the evaluation's questions, in load_split's form; [] if EVAL_STEPS is 0."""
+    c = recipe.c
+    if not c.EVAL_STEPS:
+        return []
+    return load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer, recipe.date)[: c.EVAL_QUESTIONS]
+
+
+def load_items(name, task, split):
+    call, must = f"load({split!r})", 'return a list of dicts, for "train" and EVAL_SPLIT'
+    items = called(name, call, must, lambda: list(task.load(split)))
+    if not items:
+        raise TaskError(name, call, "returned no items", must)
+    for item in items:
+        if not isinstance(item, dict):
+            raise TaskError(name, call, f"returned {item!r:.500}", must)
+    return items
+
+
+def load_chat(name, task, item):
+    must = 'return a list of {"role": text, "content": text}'
+    return called(
+        name, f"messages({item!r:.500})", must, lambda: task.messages(item), holds=is_chat
+    )
+
+
+def is_chat(chat):
+    are_dicts = isinstance(chat, list | tuple) and all(isinstance(m, dict) for m in chat)
+    texts = [m.get(key) for m in chat for key in ("role", "content")] if are_dicts else []
+    return texts and all(isinstance(text, str) for text in texts)
+
+
+def ids_of(c, task, item, tokenizer, date=""):
+    """Returns the prompt's ids. TaskError if the model's chat template refuses the chat."""
+    from grpo.models import prompt_ids
+
+    chat = load_chat(c.TASK, task, item)
+    must = f"return a chat that MODEL = {c.MODEL!r} accepts with CHAT_TEMPLATE = {c.CHAT_TEMPLATE}"
+    what, options = f"messages({item!r:.500}) in the chat template", chat_options(c, date)
+    return called(c.TASK, what, must, lambda: prompt_ids(tokenizer, chat, **options))
+
+
+# --- Rewards --------------------------------------------------------------------------
+def calls_of(task, item, texts):
+    """Returns the calls that reward a group: [(function, item, text or texts)]. If the task has
+    reply(), a plain text becomes a completion of one turn."""
+    if hasattr(task, "reply"):
+        texts = [[text] if isinstance(text, str) else text for text in texts]
+    alone = [("rewards", item, text) for text in texts if hasattr(task, "rewards")]
+    return alone + [("group_rewards", item, texts)] * hasattr(task, "group_rewards")
+
+
+def begin_rewards(recipe, item, texts):
+    """Returns the Futures of a group's calls, if other processes compute rewards; else []."""
+    calls, submit = calls_of(recipe.task, item, texts), recipe.reward_processes
+    return [submit(*call) for call in calls] if submit else []
+
+
+def reward_group(recipe, item, texts, futures=()):
+    """Returns a dict of floats for each completion's text, in REWARD_WEIGHTS' order; NaN means that
+    a reward does not apply. `futures` is the result of begin_rewards, if it was called.
+
+    Raises RuntimeError if the task raises (that is a bug, not a reward) or takes too long;
+    TaskError if the rewards do not have the names in REWARD_WEIGHTS.
+    """
+    given = given_rewards(recipe, item, texts, futures)
+    return [named_floats(recipe, g, item, text) for g, text in zip(given, texts, strict=True)]
+
+
+def given_rewards(recipe, item, texts, futures=()):
+    """Returns a dict of rewards by name for each text, from rewards() and group_rewards()."""
+    task, name, results = recipe.task, recipe.c.TASK, []
+    seconds, calls = recipe.c.REWARD_TIMEOUT_SECONDS, calls_of(task, item, texts)
+    what = f"{task_file(name)}'s rewards of question {item.get('question', item)!r:.80}"
+    try:
+        # Processes apply the time limit themselves: the wait for a free process does not count
+        with announced(what) if futures else timely(seconds, what):
+            for future in futures:
+                results.append(future.result())
+            for function, *given in calls[len(futures) :]:
+                results.append(getattr(task, function)(*given))
+    except (Exception, SystemExit, TooSlow) as error:  # a task's sys.exit() is a mistake, too
+        function, _, seen = calls[len(results)]
+        slow = isinstance(error, TooSlow)
+        remedy = "; raise REWARD_TIMEOUT_SECONDS if it needs longer" if slow else ""
+        why = str(error) if futures or slow else repr(error)  # a process has sent the text alone
+        raise RuntimeError(
+            f"{task_file(name)}: {function}() failed: {why}{remedy}; question {item!r},"
+            f" {'completions' if 'group' in function else 'completion'} {seen!r}"
+        ) from error
+    alone = results[: len(texts)] if hasattr(task, "rewards") else [{}] * len(texts)
+    together = results[-1] if hasattr(task, "group_rewards") else [{}] * len(texts)
+    must = f"return a list of {len(texts)} rewards, or dicts of rewards: one for each text"
+    is_list = hasattr(together, "__len__") and not isinstance(together, str | dict)
+    if not is_list or len(together) != len(texts):
+        raise TaskError(name, "group_rewards()", f"returned {together!r:.500}", must)
+    merged = []
+    for one, other in zip(map(by_name, alone), map(by_name, together), strict=True):
+        if one.keys() & other.keys():
+            got = f"returned {other!r:.500}, and rewards() returned {one!r:.500}"
+            raise TaskError(name, "group_rewards()", got, "use names that rewards() does not use")
+        merged.append(one | other)
+    return merged
+
+
+def by_name(rewards):
+    return rewards if isinstance(rewards, dict) else {"reward": rewards}
+
+
+def named_floats(recipe, rewards, item, text):
+    names = list(recipe.weights)
+    if rewards.keys() == recipe.weights.keys():
+        floats = {name: as_float(rewards[name]) for name in names}
+        if all(rewards[name] is None or math.isfinite(floats[name]) for name in names):
+            return floats
+    given = [f"{name}()" for name in ("rewards", "group_rewards") if hasattr(recipe.task, name)]
+    raise TaskError(
+        recipe.c.TASK,
+        " and ".join(given),
+        f"returned {rewards!r:.500} for the question {item!r} and the completion {text!r}",
+        "return a value (a number below 1e30, True, False or None: does not apply) for each name in"
+        f' REWARD_WEIGHTS, {names}, as a dict, or the bare value if "reward" is the only name',
+    )
+
+
+def as_float(value):
+    """Returns a number (of Python, NumPy or torch) or bool as a float, and anything else as NaN; so
+    are numbers beyond 1e30, as groups are sent in float32, which ends at 3e38."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    is_small = isinstance(value, numbers.Real) and abs(value) < 1e30
+    return float(value) if is_small else math.nan
+
+
+def total(rewards, weights):
+    """Returns the weighted sum of the rewards (floats by name) that apply to a completion, as TRL's
+    nansum; NaN if none applies.
+
+    >>> total({"a": 1.0, "b": math.nan}, {"a": 2.0, "b": 1.0}), total({"b": math.nan}, {"b": 1.0})
+    (2.0, nan)
+    """
+    values = [weights[name] * value for name, value in rewards.items() if not math.isnan(value)]
+    return sum(values) if values else math.nan

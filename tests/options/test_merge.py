@@ -1,0 +1,125 @@
+"""A LoRA checkpoint becomes a model of its own."""
+
+import json
+import re
+import runpy
+import shutil
+import sys
+
+import pytest
+import torch
+from fakes import tiny_policy
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo.options.merge import merge, merge_into
+from grpo.policy import load_policy
+from grpo.weights import merge_adapters
+
+PROMPT, COMPLETION = [5, 6, 7, 8], [40, 41, 42, 2]
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny, tmp_path_factory):
+    """-> the folder of a checkpoint with adapters that were trained, as a run with LORA_RANK saves
+    it, and log-probs of the policy."""
+    folder = tmp_path_factory.mktemp("adapter")
+    policy = tiny_policy(tiny, drift=0.1, lora_rank=4)
+    policy.save(folder)
+    return folder, policy.logps(PROMPT, COMPLETION)
+
+
+def test_the_merged_model_computes_what_the_adapted_one_does(tiny, tmp_path, adapter):
+    folder, expected = adapter
+    merge(str(folder), str(tmp_path / "out"))
+    out = load_policy(
+        str(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out"), "auto"
+    )
+    # Measured: 2e-6 at most
+    assert out.logps(PROMPT, COMPLETION) == pytest.approx(expected, abs=2e-5)
+    assert tiny_policy(tiny).logps(PROMPT, COMPLETION) != pytest.approx(expected, abs=0.1)
+    assert not list((tmp_path / "out").glob("adapter*"))
+    assert out.eos_ids == tiny_policy(tiny).eos_ids
+
+
+def test_an_adapter_of_others_has_a_scale_and_perhaps_no_tokenizer(tiny, tmp_path, adapter):
+    from peft import AutoPeftModelForCausalLM
+
+    folder = shutil.copytree(adapter[0], tmp_path / "theirs")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 3}))
+    for path in folder.glob("*token*"):
+        path.unlink()
+    merge(str(folder), str(tmp_path / "out"))
+    ids = torch.tensor([PROMPT + COMPLETION])
+    theirs = AutoPeftModelForCausalLM.from_pretrained(folder)(ids).logits
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+@torch.no_grad()
+def test_in_bfloat16_peft_merges_as_a_sampling_policy_does(tiny, adapter):
+    """Measured: equal, as PEFT loads an adapter in float32, whatever the model's dtype."""
+    tensors = load_file(adapter[0] / "adapter_model.safetensors")
+    tensors = {name.removeprefix("base_model.model."): x for name, x in tensors.items()}
+    models = [AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16) for _ in range(2)]
+    expected = dict(merge_adapters(models[0], tensors))
+    merge_into(models[1], adapter[0])
+    merged = dict(models[1].named_parameters())
+    assert merged.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert weight.dtype == torch.bfloat16 and torch.equal(merged[name], weight), name
+
+
+def test_what_can_not_be_merged_is_refused_with_a_reason(tiny, tmp_path, adapter):
+    folder, full = str(adapter[0]), tmp_path / "full"
+    full.mkdir()
+    (full / "kept").touch()
+    for path in (full, full / "kept"):
+        with pytest.raises(SystemExit, match=re.escape(repr(str(path)))):
+            merge(folder, str(path))
+    with pytest.raises(SystemExit, match=f"{tiny} has no adapter_config.json"):
+        merge(str(tiny), str(tmp_path / "out"))
+    config = json.loads((adapter[0] / "adapter_config.json").read_text())
+    theirs = shutil.copytree(adapter[0], tmp_path / "theirs")
+    for changes, reason in (
+        ({"r": 2}, "size mismatch"),
+        ({"target_modules": ["c_attn"]}, "c_attn"),
+    ):
+        (theirs / "adapter_config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(SystemExit, match=reason):
+            merge(str(theirs), str(tmp_path / "out"))
+    (theirs / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(theirs / "adapter_model.safetensors")
+    more = {n.replace("layers.1", "layers.2"): x + 0 for n, x in tensors.items() if ".1." in n}
+    fewer = {name: x for name, x in tensors.items() if name != max(tensors)}
+    for wrong in (tensors | more, fewer):
+        save_file(wrong, theirs / "adapter_model.safetensors")
+        with pytest.raises(SystemExit, match="does not fit"):
+            merge(str(theirs), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_out_may_be_an_empty_folder_however_it_is_named(tiny, tmp_path, monkeypatch, adapter):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "new.unfinished").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", f"{tmp_path}/new/", f"{tmp_path}/link"):
+        merge(str(adapter[0]), out)
+    for name in ("here", "new", "there"):
+        assert (tmp_path / name / "model.safetensors").exists()
+    assert (tmp_path / "new.unfinished").exists()
+
+
+def test_it_is_a_command(tmp_path, monkeypatch, adapter):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["grpo/options/merge.py", *words])
+        runpy.run_path("grpo/options/merge.py", run_name="__main__")
+
+    with pytest.raises(SystemExit, match="python -m grpo.options.merge ADAPTER OUT"):
+        run("one")
+    run(str(adapter[0]), str(tmp_path / "out"))
+    assert (tmp_path / "out/model.safetensors").exists()

@@ -1,0 +1,603 @@
+"""Checkpoints: atomic, and agreed on by machines with disks of their own."""
+
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+from datetime import date
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_threads import Ranks as Threads
+from safetensors import SafetensorError
+
+from grpo import checkpoint, report, resume
+from grpo.rollout import Stream
+from grpo.task import module_at as load_task_file
+
+RUN = {  # the constants that checkpoints look at
+    "MODEL": "a", "LORA_RANK": 0, "DTYPE": "auto", "TASK": "t", "STEPS": 5, "MAX_GRAD_NORM": 1.0,
+    "ADAM_BETAS": [0.9, 0.99], "WEIGHT_DECAY": 0.0, "KEEP_BEST": True, "KEEP_CHECKPOINTS": 2,
+    "REF_SERVER": None, "KL_BETA": 0.04, "EVAL_QUESTIONS": 9, "EVAL_SPLIT": "test",
+    "STOP_STRINGS": [], "OUTCOME": "correctness",
+    "MAX_COMPLETION_TOKENS": 9, "LEARNING_RATE": 1e-6, "CHAT_TEMPLATE": {},
+}  # fmt: skip
+
+
+DATA = {"date": "2026-01-31", "prompts": "p", "questions": "q", "rewards": "r"}
+
+
+class FakeEngine:
+    """With an optimiser as DeepSpeed's, whose state is the rank."""
+
+    def __init__(self):
+        self.optimizer, self.loaded, self.param_groups = self, None, []
+
+    def state_dict(self):
+        return {"rank": checkpoint.dist.get_rank()}
+
+    def load_state_dict(self, states, load_from_fp32_weights):
+        self.loaded = states[checkpoint.dist.get_rank()]
+
+    def update_lp_params(self):
+        assert self.loaded == self.state_dict()
+
+
+class FakePolicy:
+    def save(self, folder):
+        Path(folder, "model.safetensors").write_bytes(b"weights")
+
+
+class Ranks(Threads):
+    def each(self, function, values):
+        """-> what function(value), of a value for each rank, gives there; or SystemExit's text."""
+
+        def run(rank):
+            try:
+                return function(values[rank])
+            except SystemExit as error:
+                return str(error)
+
+        return self.run(run)
+
+
+@pytest.fixture
+def ranks(monkeypatch, request):
+    return Ranks(monkeypatch, getattr(request, "param", 1), seconds=20)
+
+
+def a_stream(size=1, **share):
+    return Stream([(i, {}, [i]) for i in range(size)], 0, **share)
+
+
+def save(folder, step, *, stream=None, keep=2, model=None, policy=None, engine=None, **progress):
+    """Saves a checkpoint of a run, named "r" if it has no other name."""
+    run = SimpleNamespace(stream=stream or a_stream(), reference=model, data=DATA)
+    run.c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder), "KEEP_CHECKPOINTS": keep})
+    run.record, run.progress = vars(run.c), resume.Progress(**{"name": "r"} | progress, step=step)
+    run.policy, run.engine = policy or FakePolicy(), engine or FakeEngine()
+    checkpoint.save_run(run)
+
+
+def opened(folder, reference=None, *, data=None, stream=None, **changes):
+    """-> the Progress of a run that begins or resumes with RUN and other constants."""
+    c = SimpleNamespace(**RUN | {"RUN_DIR": str(folder)} | changes)
+    return resume.open_run(c, vars(c), FakeEngine(), stream or a_stream(), reference, data or DATA)
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def saved(folder):
+    return [checkpoint.step_of(path) for path in checkpoint.saved_in(folder)]
+
+
+# --- Save, find and load --------------------------------------------------------------
+def test_a_checkpoint_brings_back_the_place_in_the_data_and_the_random_numbers(tmp_path, alone):
+    stream = a_stream(5, rank=0, world=2)
+    [next(stream) for _ in range(3)]
+    save(tmp_path, 7, stream=stream)
+    expected = [next(stream) for _ in range(4)], random.random(), torch.rand(3).tolist()
+    path, state = checkpoint.newest(tmp_path)
+    assert path.name == "step_000007" and state["progress"]["step"] == 7
+    fresh = a_stream(5, rank=0, world=2)
+    checkpoint.load(path, FakeEngine(), fresh)
+    assert ([next(fresh) for _ in range(4)], random.random(), torch.rand(3).tolist()) == expected
+
+
+def anonymous():
+    """-> the bytes of this process that no file backs."""
+    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in x]
+    return 1024 * int(line.split()[1])
+
+
+class LargeEngine(FakeEngine):
+    """Its optimiser's state takes 64 MB; it copies what it loads, as DeepSpeed does."""
+
+    def __init__(self):
+        super().__init__()
+        self.state, self.before, self.taken = torch.zeros(16 << 20), anonymous(), None
+
+    def state_dict(self):
+        return {"rank": 0, "state": self.state}
+
+    def load_state_dict(self, states, load_from_fp32_weights):
+        self.taken = anonymous() - self.before
+        self.state.copy_(states[0]["state"])
+
+    def update_lp_params(self):
+        pass
+
+
+def test_a_resumed_run_does_not_hold_its_optimiser_twice(tmp_path, alone):
+    """With DeepSpeed's offloading engine the peak was 11.6 bytes a parameter above its own 18, and
+    killed the process; mapped from the file it is 1.6."""
+    save(tmp_path, 1, engine=LargeEngine())
+    checkpoint.load(tmp_path / "step_000001", engine := LargeEngine(), a_stream())
+    assert engine.taken < engine.state.nbytes / 8
+
+
+# --- Other data -------------------------------------------------------------------------
+@pytest.mark.parametrize("links", [True, False])
+def test_the_old_best_stays_also_on_a_disk_without_links(links, tmp_path, alone, monkeypatch):
+    if not links:
+        monkeypatch.setattr(Path, "symlink_to", lambda *_: (_ for _ in ()).throw(OSError("EPERM")))
+    for step in (3, 4):
+        save(tmp_path, step, best=3, best_accuracy=0.9)
+    os.symlink(tmp_path / "loop", tmp_path / "loop")
+    opened(tmp_path, data=DATA | {"questions": "other"})
+    for step in (5, 6, 7):
+        save(tmp_path, step)
+    assert saved(tmp_path) == [3, 6, 7]
+
+
+def test_a_detour_without_evaluations_keeps_what_they_were_made_on(tmp_path, alone):
+    save(tmp_path, 3, best=3, best_accuracy=0.9)
+    opened(tmp_path, data=(without := DATA | {"questions": None}))
+    assert without == DATA  # what the next checkpoint has
+    assert opened(tmp_path, data=DATA | {"questions": "other"}).best == -1
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_each_rank_begins_the_new_order_at_its_own_place(ranks, tmp_path):
+    streams = [a_stream(5, rank=rank, world=2) for rank in range(2)]
+
+    def begin(rank):
+        progress = resume.Progress("r", step=3)
+        changed = DATA | {"prompts": "other"}
+        resume.forget_what_changed(tmp_path, progress, streams[rank], DATA, changed, [])
+
+    streams[0].position, streams[1].position = 6, 7
+    ranks.run(begin)
+    assert [stream.position for stream in streams] == [0, 1]
+
+
+CHANGES = {  # what has changed: (position and flat share forgotten, accuracies forgotten)
+    "prompts": (True, True, False),
+    "rewards": (False, True, True),
+    "questions": (False, False, True),
+    "MAX_COMPLETION_TOKENS": (False, False, True),
+    "OUTCOME": (False, False, True),
+    "CHAT_TEMPLATE": (False, False, True),
+    "LEARNING_RATE": (False, False, False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_with_other_data_forgets_what_no_longer_compares(name, tmp_path, alone, capsys):
+    """The best checkpoint until then stays, whatever is saved later."""
+    begins_anew, forgets_flat, forgets_accuracy = CHANGES[name]
+    stream = a_stream(5)
+    [next(stream) for _ in range(7)]
+    place = {"stream": stream, "groups": 7, "sampled": 4.0, "flat": 2.0}
+    kept = {"best": 3, "best_accuracy": 0.9, "accuracy": 0.8, "evaluated": 3}
+    save(tmp_path, 3, **place, **kept)
+    save(tmp_path, 4, **place, **kept)
+    changed = {} if name in RUN else {"data": DATA | {name: "other"}}
+    changed |= {name: 77} if name in RUN else {}
+    progress = opened(tmp_path, stream=(resumed := a_stream(5)), **changed)
+    assert (resumed.position, progress.groups) == ((0, 0) if begins_anew else (7, 7))
+    assert progress.flat_share == (0.0 if forgets_flat else 0.5)
+    told = "no longer compare" in capsys.readouterr().out
+    assert told == forgets_accuracy == (progress.best == -1)
+    if forgets_accuracy:
+        assert (progress.evaluated, progress.accuracy, progress.best_accuracy) == (-1, 0.0, -1.0)
+        assert not os.path.lexists(tmp_path / "best")
+        for step in (5, 6, 7):
+            save(tmp_path, step)
+        assert os.readlink(tmp_path / "best_until_step_000004") == "step_000003"
+        assert saved(tmp_path) == [3, 6, 7]
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["data"] == changed.get("data", DATA)
+    assert resume.check_run_dir(str(tmp_path), resume=True) == DATA["date"]
+    os.remove(tmp_path / "run.json")
+    assert resume.check_run_dir(str(tmp_path), resume=True) == DATA["date"]  # a checkpoint's
+
+
+def test_a_checkpoint_from_before_these_hashes_resumes(tmp_path, alone, capsys):
+    save(tmp_path, 4, best=4, best_accuracy=0.9)
+    path = tmp_path / "step_000004/trainer/state.json"
+    state = json.loads(path.read_text())
+    del state["data"]
+    path.write_text(json.dumps(state))
+    assert opened(tmp_path).best == 4 and "compare" not in capsys.readouterr().out
+
+
+def test_the_hashes_are_of_items_and_of_all_that_a_task_imports(tmp_path, monkeypatch, alone):
+    items = [4, 5, "4", Fraction(1, 3), Fraction(1, 2), {1, 2}, {3}, [torch.ones(2)], {(1, 2): 3}]
+    items += [torch.zeros(2), date(2026, 1, 2), date(2026, 1, 3), b"a", b"b", {(1, 3): 3}]
+    hashes = [resume.hash_of_prompts([(0, {"answer": item}, [5, 6])]) for item in items]
+    hashes += [resume.hash_of_prompts([(0, {"answer": 4}, ids)]) for ids in ([5, 7], [6, 5])]
+    assert len(set(hashes)) == len(hashes)
+    same = [resume.hash_of_prompts([(0, {"answer": object()}, [5])]) for _ in range(2)]
+    assert same[0] == same[1]  # no address in it
+    package = tmp_path / "a_judge_of_this_test"
+    package.mkdir()
+    files = tmp_path / "a_task_of_this_test.py", package / "__init__.py", tmp_path / "other.py"
+    files[0].write_bytes(b"\xef\xbb\xbf" + f"import {package.name}".encode())  # Notepad's BOM
+    for file in files[1:]:
+        file.write_text("x = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    task = load_task_file(str(files[0]))
+    before = resume.hash_of_code(task)
+    files[2].write_text("x = 2")  # it is not loaded
+    assert resume.hash_of_code(task) == before
+    files[1].write_text("x = 2")
+    assert resume.hash_of_code(task) != before
+    assert resume.hash_of_code(SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_ranks_that_began_on_different_days_do_not_train(ranks):
+    def data(rank):
+        recipe = SimpleNamespace(date=f"2026-01-0{1 + rank}", task=None, prompts=[])
+        return resume.data_of(recipe, [])
+
+    for text in ranks.each(data, [0, 1]):
+        assert "2026-01-01" in text and "2026-01-02" in text
+
+
+DAMAGE = {
+    "a file is gone": lambda path: os.remove(path / "model.safetensors"),
+    "a file is cut": lambda path: os.truncate(path / "trainer/optimizer_0.pt", 99),
+    "no state": lambda path: os.remove(path / "trainer/state.json"),
+    "half a state": lambda path: os.truncate(path / "trainer/state.json", 30),
+    "an odd state": lambda path: (path / "trainer/state.json").write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_torn_checkpoint_is_named_and_skipped(tmp_path, alone, capsys, damage):
+    for step in (3, 9, 10):
+        save(tmp_path, step)
+    assert saved(tmp_path) == [9, 10]
+    (tmp_path / ".unfinished").mkdir()
+    DAMAGE[damage](tmp_path / "step_000010")
+    path, state = checkpoint.newest(tmp_path)
+    assert path.name == "step_000009" and state["step"] == 9
+    assert "step_000010 is incomplete and is skipped" in capsys.readouterr().out
+    save(tmp_path, 10)  # in its place
+    assert checkpoint.newest(tmp_path)[1]["step"] == 10 and not (tmp_path / ".unfinished").exists()
+    for path in checkpoint.saved_in(tmp_path):
+        os.remove(path / "model.safetensors")
+    with pytest.raises(SystemExit, match="no checkpoint in RUN_DIR = .*: rank 0 on "):
+        checkpoint.newest(tmp_path)  # a run does not begin again
+
+
+def test_the_checkpoint_just_saved_stays_and_torn_ones_of_later_steps_go(tmp_path, alone):
+    own = {"step_000050_best", "step_notes"}  # somebody's copy of one
+    for name in ("step_000200", "step_000300", *own):
+        (tmp_path / name).mkdir()
+    for step in (100, 999_999, 1_000_000):
+        save(tmp_path, step)
+        assert saved(tmp_path)[-1] == step
+    assert saved(tmp_path) == [999_999, 1_000_000] and own < set(names_in(tmp_path))
+    assert checkpoint.newest(tmp_path)[1]["step"] == 1_000_000
+
+
+@pytest.mark.parametrize("ranks", [1, 2], indirect=True)
+def test_the_best_checkpoint_is_kept_beside_the_newest_and_has_a_name(tmp_path, ranks):
+    def save_all(_):
+        for step, best in ((3, 3), (6, 3), (9, 3), (12, 12), (15, 12)):
+            save(tmp_path, step, keep=1, best=best)
+            if step == 9:
+                assert {"step_000009", "step_000003"} <= set(names_in(tmp_path))
+            dist.barrier()
+
+    ranks.each(save_all, [None] * ranks.get_world_size())
+    assert names_in(tmp_path) == ["best", "step_000012", "step_000015"]  # step 3 is best no longer
+    assert os.readlink(tmp_path / "best") == "step_000012"  # relative: RUN_DIR may be moved
+    states = sorted(path.parts[-3] for path in tmp_path.glob("step_*/trainer/optimizer_*.pt"))
+    assert states == ["step_000015"] * ranks.get_world_size()  # the best is kept for its model
+    (tmp_path / "step_000015/README.md").write_text("a card that somebody has finished")
+    assert checkpoint.step_of(ranks.each(checkpoint.newest, [tmp_path] * 2)[0][0]) == 15
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, alone, monkeypatch, capsys):
+    model, free = torch.nn.Linear(100, 100), 10_100 * (4 + 12)
+    c = SimpleNamespace(**RUN | {"RUN_DIR": str(tmp_path), "REFERENCE_REFRESH_STEPS": 0})
+    for room in (free, free - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, room=room: SimpleNamespace(free=room))
+        with contextlib.nullcontext() if room == free else pytest.raises(SystemExit, match="disk"):
+            checkpoint.check_disk(c, model)
+    assert "0.000162 GB, all of them at most 0.000525 GB" in capsys.readouterr().out
+    c.LORA_RANK, c.KEEP_BEST = 8, False
+    model.weight.requires_grad_(False)
+    checkpoint.check_disk(c, model)  # of what is trained alone
+
+
+class Unsavable:
+    def save(self, folder):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("part", ["model", "optimiser", "state"])
+def test_a_disk_that_fills_up_while_a_checkpoint_is_saved_is_named(part, tmp_path, alone, request):
+    """The optimiser is larger than a process may write here, as on a full disk: torch's own error
+    is "unexpected pos"."""
+    engine = FakeEngine()
+    engine.state_dict = lambda: {"rank": torch.zeros(10**6 if part == "optimiser" else 1)}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, limit[1]))
+    more = {"policy": Unsavable() if part == "model" else FakePolicy(), "engine": engine}
+    more["name"] = "x" * (10**6 if part == "state" else 1)
+    with pytest.raises(SystemExit, match=f"RUN_DIR = '{tmp_path}' can't be written"):
+        save(tmp_path, 5, **more)
+
+
+def test_links_follow_what_the_resumed_checkpoint_knows(tmp_path, alone):
+    save(tmp_path, 3, keep=9, best=3, best_accuracy=0.5)
+    save(tmp_path, 6, keep=9, best=3, best_accuracy=0.5)
+    save(tmp_path, 9, keep=9, best=9, best_accuracy=0.7)
+    checkpoint.point(tmp_path, "final", 9)
+    os.remove(tmp_path / "step_000009/model.safetensors")  # torn: step 6 is resumed from
+
+    def resumed(**changes):
+        p = opened(tmp_path, **changes)
+        return p.best, p.best_accuracy
+
+    assert resumed() == (3, 0.5) and os.readlink(tmp_path / "best") == "step_000003"
+    assert not os.path.lexists(tmp_path / "final")  # until the run has ended again
+    assert resumed(KEEP_BEST=False) == (-1, -1) and not os.path.lexists(tmp_path / "best")
+    shutil.rmtree(tmp_path / "step_000003")
+    assert resumed() == (-1, -1)  # so the next evaluation is the best
+    assert not os.path.lexists(tmp_path / "best")
+
+
+def test_the_best_is_the_first_to_have_reached_its_result_and_never_the_model_itself():
+    progress, seen = resume.Progress("run"), []
+    for progress.step, accuracy in enumerate((0.3, 0.2, 0.3, 0.5, 0.5, 0.4)):
+        progress.take_evaluation(accuracy, keep_best=True)
+        seen.append(progress.best)
+    assert seen == [-1, -1, -1, 3, 3, 3]
+    assert (progress.accuracy, progress.evaluated, progress.best_accuracy) == (0.4, 5, 0.5)
+    progress.take_evaluation(0.9, keep_best=False)
+    assert progress.best == 3
+
+
+def test_what_is_no_link_stays_and_a_disk_without_links_gets_a_file(tmp_path, alone, monkeypatch):
+    (tmp_path / "best").mkdir()  # somebody's copy
+    checkpoint.point(tmp_path, "best", 3)
+    checkpoint.point(tmp_path, "best", -1)
+    assert (tmp_path / "best").is_dir()
+
+    def refuse(*_):
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    checkpoint.point(tmp_path, "final", 12)
+    assert (tmp_path / "final").read_text() == "step_000012\n"
+    assert names_in(tmp_path) == ["best", "final"]
+
+
+def test_ranks_meet_before_they_gather_the_weights_that_they_read(tmp_path, alone, monkeypatch):
+    """One may read for longer than a collective waits."""
+    events, engine = [], FakeEngine()
+    save(tmp_path, 3)
+    monkeypatch.setattr(dist, "barrier", lambda: events.append("meet"))
+    engine.load_state_dict = lambda *_, **__: events.append("read")
+    engine.update_lp_params = lambda: events.append("gather")
+    checkpoint.load(tmp_path / "step_000003", engine, a_stream())
+    assert events == ["read", "meet", "gather"]
+
+
+def test_two_trainers_do_not_share_a_folder(tmp_path):
+    first = resume.lock_run(str(tmp_path / "run"))
+    with pytest.raises(SystemExit, match="another trainer .* RUN_DIR"):
+        resume.lock_run(str(tmp_path / "run"))
+    first.close()
+    resume.lock_run(str(tmp_path / "run")).close()
+
+
+# --- Machines with disks of their own -------------------------------------------------
+# Which folder each rank sees -> who makes and renames what is in it
+@pytest.mark.parametrize(
+    "ranks, folders, leaders",
+    [
+        (4, "aabb", [True, False, True, False]),
+        (4, "abab", [True, True, False, False]),
+        (3, "aAb", [True, False, True]),  # the same disk, mounted elsewhere
+    ],
+    indirect=["ranks"],
+)
+def test_each_folder_has_one_rank_that_leads(tmp_path, ranks, folders, leaders):
+    (tmp_path / "A").symlink_to(tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    seen = [tmp_path / name for name in folders]
+    assert ranks.each(checkpoint.leads, seen) == leaders
+    assert not any(list(folder.iterdir()) for folder in seen)  # nothing is left
+
+
+def swap(one, other):
+    one.rename(one.with_name("aside"))
+    other.rename(one)
+    one.with_name("aside").rename(other)
+
+
+def another_run(a, b):
+    for path in [a / "run.json", *a.glob("step_*/trainer/state.json")]:
+        path.write_text(path.read_text().replace('"name": "a-', '"name": "another-'))
+
+
+# What happens to the disks of two machines -> the step that both resume from, or what they report
+DISKS = {
+    "nothing": (lambda a, b: None, 9),
+    "a part is gone": (lambda a, b: os.remove(b / "step_000009/trainer/rank_1.json"), 3),
+    "killed in between": (lambda a, b: (a / "step_000009").rename(a / ".unfinished"), 3),
+    "the second is new": (lambda a, b: shutil.rmtree(b), "rank 1 on .*b/step_0000"),
+    "the first is new": (lambda a, b: shutil.rmtree(a), "rank 0 on .*a/step_0000"),
+    "they changed places": (swap, "rank 0 on .*a/step_0000"),
+    "the first has another run": (another_run, "different runs"),
+}
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+@pytest.mark.parametrize("damage", DISKS)
+def test_machines_with_disks_of_their_own_agree_on_what_is_complete(tmp_path, ranks, damage):
+    disks, damage, expected = [tmp_path / "a", tmp_path / "b"], *DISKS[damage]
+
+    def begin(disk):
+        run = opened(disk).name
+        [save(disk, step, name=run) for step in (1, 3, 9)]
+        return run
+
+    def resume(disk):
+        p = opened(disk)
+        save(disk, 9, name=p.name)
+        return p.name, p.step
+
+    run, same = ranks.each(begin, disks)
+    assert run == same and run.startswith("a-") and list(map(saved, disks)) == [[3, 9]] * 2
+    files = [disk / "step_000009/model.safetensors" for disk in disks]
+    assert [file.exists() for file in files] == [True, False]  # where rank 0 is
+    damage(*disks)
+    found = ranks.each(resume, disks)
+    if isinstance(expected, int):
+        assert found == [(run, expected)] * 2
+        assert ranks.each(resume, disks) == [(run, 9)] * 2
+    else:
+        assert all(re.search(f"no checkpoint .*{expected}", text) for text in found), found
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_checkpoint_counts_only_when_every_machine_has_its_part(tmp_path, ranks):
+    disks = [tmp_path / "a", tmp_path / "b"]
+    disks[1].mkdir()
+    (disks[1] / "step_000003").write_text("in the way")
+    with pytest.raises(OSError, match="step_000003"):
+        ranks.each(lambda disk: save(disk, 3), disks)
+    assert saved(disks[0]) == []
+
+
+# --- Begin or resume ------------------------------------------------------------------
+OTHER = {"MODEL": "b", "LORA_RANK": 8, "DTYPE": "float32", "TASK": "u"}
+
+
+def test_a_run_resumes_with_as_many_ranks_and_the_same_model(tmp_path, alone, capsys, monkeypatch):
+    run = opened(tmp_path).name
+    save(tmp_path, 3, name=run)
+    for name, value in OTHER.items():
+        refused = f"{name} = {value!r} must be {RUN[name]!r}(?s:.*)MODEL = '.*/step_000003'"
+        with pytest.raises(SystemExit, match=refused):
+            opened(tmp_path, **{name: value})
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=r"MODEL = OUT .*merge"):
+        patch.setitem(RUN, "LORA_RANK", 8)
+        save(tmp_path, 3, name=run)
+        opened(tmp_path, LORA_RANK=16)
+    save(tmp_path, 3, name=run)
+    assert json.loads((tmp_path / "run.json").read_text())["constants"]["MODEL"] == RUN["MODEL"]
+    capsys.readouterr()
+    again = opened(tmp_path, STEPS=777, WEIGHT_DECAY=0.1)
+    assert (again.name, again.step) == (run, 3)
+    out = capsys.readouterr().out
+    assert "STEPS 5 -> 777" in out and "WEIGHT_DECAY 0.0 -> 0.1" in out and "TASK" not in out
+    assert json.loads((tmp_path / "run.json").read_text())["constants"]["STEPS"] == 777
+    state = json.loads((tmp_path / "step_000003/trainer/state.json").read_text())
+    state["files"].append({})
+    with pytest.raises(SystemExit, match="ranks = 1 must be 2"):
+        resume.check_resumable("step_000003", state, RUN)
+
+
+def test_a_run_without_a_checkpoint_begins_anew_and_what_it_logged_is_set_aside(
+    tmp_path, alone, monkeypatch
+):
+    """Its curves must not have two first steps. It may have another model now."""
+    names = {opened(tmp_path).name}
+    for number in ("1", "2"):
+        monkeypatch.setattr(report.time, "strftime", lambda _, number=number: number)
+        for name in ("metrics", "samples"):
+            (tmp_path / f"{name}.jsonl").write_text(number)
+        names.add(opened(tmp_path, MODEL=number).name)
+        for name in ("metrics", "samples"):
+            assert (tmp_path / f"{name}.{number}.jsonl").read_text() == number
+            assert not (tmp_path / f"{name}.jsonl").exists()
+    assert len(names) == 3
+
+
+def test_a_run_with_a_checkpoint_keeps_what_it_logged_until_then(tmp_path, alone):
+    save(tmp_path, 3)
+    folder = report.RunFolder(tmp_path)
+    for step in range(1, 6):
+        folder.log("metrics.jsonl", {"step": step, "loss": float("nan")})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "los')  # killed while writing
+    assert opened(tmp_path).name == "r"
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 3] and records[0]["loss"] is None
+    assert not (tmp_path / "samples.jsonl").exists()
+
+
+# --- A reference that was refreshed -----------------------------------------------------
+def a_reference(value):
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    model.weights, model.load = model.state_dict, model.load_state_dict
+    return model
+
+
+REMOTE = {"REF_SERVER": "http://127.0.0.1:9"}, {"KL_BETA": 0}
+
+
+def test_a_refreshed_reference_is_part_of_a_checkpoint(tmp_path, alone):
+    """A server has MODEL; without a reference it would be lost at the next checkpoint."""
+    fixed, refreshed = tmp_path / "fixed", tmp_path / "refreshed"
+    for folder, step in ((fixed, 0), (refreshed, 2)):
+        save(folder, 3, model=a_reference(2.0), reference=step)
+        opened(folder, model := a_reference(1.0))
+        assert model.weight.item() == (2.0 if step else 1.0)
+    for changes in REMOTE:
+        opened(fixed, **changes)
+        with pytest.raises(SystemExit, match=next(iter(changes))):
+            opened(refreshed, **changes)
+    assert not (fixed / "step_000003/trainer/reference.safetensors").exists()
+    os.truncate(refreshed / "step_000003/trainer/reference.safetensors", 9)
+    assert checkpoint.examine(refreshed / "step_000003")[1]  # as any file of a checkpoint
+
+
+# --- A run that ends by an error --------------------------------------------------------
+@pytest.mark.parametrize("saved_at, checked, weight, is_saved", [
+    (3, True, 1.0, True),
+    (5, True, 1.0, False),  # nothing is new
+    (3, False, 1.0, False),  # not known to learn rightly
+    (3, True, math.nan, False),
+])  # fmt: skip
+def test_a_run_that_fails_saves_what_is_sound(
+    alone, monkeypatch, saved_at, checked, weight, is_saved
+):
+    saved = []
+    monkeypatch.setattr(checkpoint, "save_run", saved.append)
+    torch.nn.init.constant_((model := torch.nn.Linear(1, 1)).weight, weight)
+    progress = resume.Progress("r", step=5, saved=saved_at, checked=checked)
+    run = SimpleNamespace(progress=progress, policy=SimpleNamespace(model=model))
+    checkpoint.save_failed(run)
+    assert saved == [run] * is_saved

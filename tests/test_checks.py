@@ -1,0 +1,124 @@
+"""The trainer's constants are checked before anything starts."""
+
+import re
+
+import pytest
+
+import grpo_ref_split as trainer
+from grpo.checks import settled
+from tasks import gsm8k
+
+WRONG = {
+    "GROUP_SIZE": [1, "8"],
+    "TEMPERATURE": [0.0],
+    "LOSS_TYPE": ["ppo", ["grpo"]],
+    "CLIP_LOW": [True, None],
+    "KL_BETA": [-0.1],
+    "REFERENCE": ["", "a/teacher"],  # REF_SERVER is set
+    "OUTCOME": [""],
+    "REWARD_WEIGHTS": [{"a": "1"}],
+    "CHAT_TEMPLATE": [{1: 2}],
+    "DTYPE": ["float16"],
+    "LR_SCHEDULE": ["constant"],
+    "STEPS": [0],
+    "EVAL_STEPS": [2.5],
+    "MICRO_BATCH_TOKENS": [0],
+    "UPDATES_PER_ROLLOUT": [True],
+    "MAX_REFILLS": [-1],
+    "LEARNING_RATE": [float("nan")],
+    "SAMPLE_BATCH": [4],
+    "OBJECTIVE": ["ppo"],
+    "RATIO_LEVEL": ["word"],
+    "IS_MASK": ["token"],
+    "OVERLONG_TOKENS": [-1, 513],
+    "ADAM_BETAS": [(0.9, 1.0), 0.9],
+    "SKIP_FLAT_GROUPS": ["format"],
+    "STOP_STRINGS": ["</answer>", [""]],
+    "PUBLISH_STEPS": [-1],
+    "MAX_STALENESS": [0],  # less than UPDATES_PER_ROLLOUT
+    "TRAINER_SAMPLES": [False],  # and nobody else may
+    "REFERENCE_REFRESH_STEPS": [0.5, 5],  # 5: REF_SERVER is set
+    "REF_SERVER": ["127.0.0.1:59875", ""],
+    "REFERENCE_ON_CPU": ["auto"],
+    "TRAINER": ["127.0.0.1:59876", "https://gpu01:59876", "http://gpu01", None],
+}
+
+
+def check(**given):
+    return settled(trainer.DEFAULTS, given)
+
+
+@pytest.mark.parametrize("name, value", [(name, x) for name in WRONG for x in WRONG[name]])
+def test_a_wrong_constant_is_named_with_its_value(name, value):
+    check()
+    with pytest.raises(SystemExit, match=re.escape(f"{name} = {value!r} must be")):
+        check(**{name: value})
+
+
+def test_a_constant_that_is_edited_in_the_script_keeps_its_kind():
+    assert settled(trainer.DEFAULTS | {"KL_BETA": 0}, {"KL_BETA": 0.04}).KL_BETA == 0.04
+    for name, value in {"RESUME": "no", "WARMUP_STEPS": 0.1}.items():
+        with pytest.raises(SystemExit, match=f"{name} = {value!r} must be"):
+            settled(trainer.DEFAULTS | {name: value}, {})
+
+
+def test_every_constant_of_the_trainer_is_checked():
+    for name in trainer.DEFAULTS:
+        with pytest.raises(SystemExit, match=f"{name} = b'' must be"):
+            check(**{name: b""})
+
+
+def test_a_reference_that_is_refreshed_and_a_teacher_are_local():
+    for own in ({"REFERENCE_REFRESH_STEPS": 5}, {"REFERENCE": "a/teacher"}):
+        check(**own, REF_SERVER=None)
+        with pytest.raises(SystemExit, match=f"{next(iter(own))} = .* with a server"):
+            check(**own)
+
+
+@pytest.mark.parametrize("name, own", [
+    ("KL_BETA", {"KL_BETA": 0.0, "REWARD_WEIGHTS": {}, "SKIP_FLAT_GROUPS": False}),
+    ("REFERENCE", {"KL_BETA": 0.0, "REFERENCE": "a/teacher", "REF_SERVER": None}),
+    ("IS_MASK", {"IS_MASK": True, "IS_CAP": 0.0}),
+    ("IS_CAP", {"IS_CAP": 0.5}),
+    ("ADAM_BETAS", {"ADAM_BETAS": (0.9,)}),
+    ("VLLM_CACHE_GB", {"VLLM_CACHE_GB": 0}),
+    ("REFERENCE", {"REFERENCE": "a/t", "REFERENCE_REFRESH_STEPS": 5, "REF_SERVER": None}),
+    ("REFERENCE_REFRESH_STEPS",
+     {"KL_BETA": 0.0, "REFERENCE_REFRESH_STEPS": 5, "REF_SERVER": None}),
+])  # fmt: skip
+def test_what_would_be_ignored_in_silence_or_found_late_is_refused(name, own):
+    with pytest.raises(SystemExit, match=f"{name} = .* must be"):
+        check(**own)
+
+
+def test_without_rewards_a_teacher_needs_no_group_but_all_of_them():
+    alone = {"REWARD_WEIGHTS": {}, "SKIP_FLAT_GROUPS": False, "GROUP_SIZE": 1}
+    check(**alone)
+    check(**alone, OUTCOME="right")  # evaluated all the same
+    with pytest.raises(SystemExit, match="SKIP_FLAT_GROUPS = 'outcome' must be False"):
+        check(**alone | {"SKIP_FLAT_GROUPS": "outcome"})
+
+
+def test_a_run_is_not_written_over(tmp_path):
+    for trace in ("metrics.jsonl", "step_000500", "run.json"):
+        (tmp_path / trace).mkdir()
+        with pytest.raises(SystemExit, match="RESUME"):
+            trainer.resume.check_run_dir(str(tmp_path), resume=False)
+        check(RUN_DIR=str(tmp_path))  # a worker's RUN_DIR may hold what it likes
+        trainer.resume.check_run_dir(str(tmp_path), resume=True)
+        (tmp_path / trace).rmdir()
+        trainer.resume.check_run_dir(str(tmp_path), resume=False)
+
+
+def test_a_folder_that_cant_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file/run", "/proc/run"):
+        with pytest.raises(SystemExit, match=f"RUN_DIR = '{folder}' can't be written"):
+            trainer.resume.check_run_dir(str(folder), resume=True)
+
+
+def test_the_default_weights_let_a_right_answer_beat_a_pretty_one():
+    w = gsm8k.REWARD_WEIGHTS
+    right_but_plain = w["correctness"] * 1 + w["format"] * -1
+    wrong_but_pretty = w["correctness"] * -1 + w["format"] * 1.25
+    assert right_but_plain > wrong_but_pretty  # 1.0 > -0.75; at (1, 1) it would be 0.0 against 0.25

@@ -1,0 +1,60 @@
+"""The engine's set-up: cores of each rank, and a process that is the only rank."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from grpo import engine, ranks
+
+
+@pytest.mark.parametrize("environment, threads", [
+    ({}, 4),
+    ({"LOCAL_SIZE": "2"}, 2),  # deepspeed
+    ({"LOCAL_WORLD_SIZE": "2"}, 2),  # torchrun
+    ({"LOCAL_SIZE": "8"}, 1),
+])  # fmt: skip
+def test_ranks_share_the_cores(environment, threads, monkeypatch):
+    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", {0: range(4)}.get)
+    assert engine.training_threads(0) == threads
+    assert engine.training_threads(3) == 3
+
+
+SEVERAL = {"SLURM_STEP_NUM_TASKS": "2"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}
+
+
+@pytest.mark.parametrize("launched", [{"RANK": "1"}, *SEVERAL])
+def test_only_a_process_that_nobody_launched_takes_itself_for_the_only_rank(monkeypatch, launched):
+    """One of several that is not told its rank ends, unless mpi4py can tell it."""
+    whole = dict.fromkeys(ranks.NEEDED, "0") | launched
+    for environment in (dict(whole), {"SLURM_STEP_NUM_TASKS": "1"}):
+        monkeypatch.setattr(os, "environ", environment)
+        ranks.stand_alone()
+        assert environment == whole or environment["RANK"] == "0"
+    monkeypatch.setattr(os, "environ", dict(launched))
+    monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: "):
+        ranks.stand_alone()
+    monkeypatch.setattr(ranks.importlib.util, "find_spec", {"mpi4py": "installed"}.get)
+    ranks.stand_alone()
+    assert os.environ == launched
+
+
+def rates(schedule, steps, **changes):
+    c = {"LEARNING_RATE": 2.0, "WARMUP_STEPS": 4, "STEPS": 14, "FINAL_LR": 0.5}
+    c = SimpleNamespace(LR_SCHEDULE=schedule, **c | changes)
+    return [engine.learning_rate(c, step) for step in steps]
+
+
+def test_learning_rate_warms_up_and_decays():
+    assert rates("linear", (1, 2, 4, 9, 14)) == [0.5, 1.0, 2.0, 1.5, 1.0]
+    assert rates("linear", [1], WARMUP_STEPS=0)[0] <= 2.0
+    cosine = rates("cosine", (1, 2, 4, 9, 14))
+    assert cosine == pytest.approx([0.5, 1.0, 2.0, 1.5, 1.0])  # half of the way at the same step
+    # Half of 1 - cos(45 degrees) of the way from 2 to 1 at a quarter of the decay
+    assert rates("cosine", [6.5]) == pytest.approx([2 - (1 - 0.5**0.5) / 2])
+    assert rates("linear", [6.5]) == [1.75]

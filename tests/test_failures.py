@@ -1,0 +1,131 @@
+"""An error on one rank ends all of them, at the same place: the run can be saved."""
+
+from collections import Counter
+from types import FunctionType
+
+import pytest
+import torch.distributed as dist
+from fakes import MIXED, a_recipe, a_run, prompts_of
+from rank_threads import Ranks
+
+import grpo_ref_split as trainer
+from grpo.checkpoint import back_if_failed, place_of
+from grpo.metrics import evaluate
+from grpo.ranks import RunFailed, add_up, all_or_none, explained
+from grpo.reference import NoReference
+from grpo.resume import Progress
+from grpo.rollout import Stream
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    return Ranks(monkeypatch, 2, seconds=20)
+
+
+def failure_of(function):
+    """-> the RunFailed that the function raises."""
+    with pytest.raises(RunFailed) as caught:
+        function()
+    return caught.value
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit("no"), OSError("full")])
+@pytest.mark.parametrize("failing", [{1}, {0, 1}])
+def test_an_error_is_raised_by_all_ranks_with_its_cause_where_it_happened(ranks, error, failing):
+    def block(rank):
+        with all_or_none("a part"):
+            pass
+        with all_or_none("another part"):
+            if rank in failing:
+                raise error
+
+    causes = ranks.run(lambda rank: failure_of(lambda: block(rank)).__cause__)
+    assert causes == [error if rank in failing else None for rank in range(2)]
+
+
+def test_a_rank_that_is_to_stop_at_once_takes_no_part(ranks):
+    """A second Ctrl-C is no error of the block, and is not shared."""
+
+    def block(rank):
+        with all_or_none("a part"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run(block)
+
+
+def test_sums_over_ranks_keep_what_is_negative_or_known_to_one_rank_alone(ranks):
+    counts = Counter(reward=-1.5, groups=2), Counter(reward=0.5, flat=-1)
+    totals = ranks.run(lambda rank: add_up(counts[rank]))
+    assert totals == [{"reward": -1.0, "groups": 2, "flat": -1}] * 2
+
+
+# --- In a step, and in an evaluation --------------------------------------------------------
+def broken_on(rank, recipe, after):
+    """-> the recipe, whose rewards raise on rank 1 after so many completions."""
+    calls, rewards = [], recipe.task.rewards
+
+    def counted(item, text):
+        calls.append(text)
+        if rank == 1 and len(calls) > after:
+            raise ZeroDivisionError
+        return rewards(item, text)
+
+    recipe.task.rewards = counted
+    return recipe
+
+
+def run_of(rank, after):
+    recipe = broken_on(rank, a_recipe(prompts_of([MIXED] * 20), PROMPTS_PER_STEP=6), after)
+    progress = Progress("run", 3, sampled=5.0, groups=9)
+    stream = Stream(recipe.prompts, 0, rank, 2)
+    return a_run(recipe, stream=stream, progress=progress, reference=NoReference())
+
+
+@pytest.mark.parametrize("after", [3, 99])
+def test_a_step_that_fails_on_one_rank_was_not_begun_on_any(ranks, after):
+    """A run that resumes from what was saved then samples the same prompts: they were skipped."""
+
+    def step(rank):
+        run = run_of(rank, after)
+        before = place_of(run)
+        try:
+            with back_if_failed(run, before):
+                groups, *_ = trainer.sample_step(run)
+        except RunFailed as failure:
+            assert place_of(run) == before
+            return failure.__cause__
+        assert run.stream.position == 6 + rank and run.progress.groups == 9 + len(groups)
+        return [group.id for group in groups]
+
+    first, second = ranks.run(step)
+    if after == 99:
+        assert first == second == sorted(first) and len(first) == 6
+    else:  # the cause is raised with the completion
+        assert first is None and isinstance(second.__cause__, ZeroDivisionError)
+
+
+def test_an_evaluation_that_fails_on_one_rank_ends_all(ranks):
+    def evaluated(rank):
+        run = run_of(rank, after=2)
+        failure = failure_of(
+            lambda: evaluate(run.sampler, 0, run.recipe.others(GROUP_SIZE=1), run.recipe.prompts)
+        )
+        return failure.__cause__ is None
+
+    assert ranks.run(evaluated) == [True, False]
+
+
+def test_a_collective_that_fails_says_what_to_do_and_other_errors_stay_as_they_are():
+    def wait(error):
+        raise error
+
+    wait = FunctionType(wait.__code__, {"__name__": "torch.distributed.distributed_c10d"})
+    for lost in (dist.DistNetworkError("reset by peer"), RuntimeError("closed")):
+        with pytest.raises(RuntimeError) as raised, explained():
+            wait(lost)
+        assert raised.value.__cause__ is lost
+    out_of_memory = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError) as raised, explained():
+        raise out_of_memory
+    assert raised.value is out_of_memory

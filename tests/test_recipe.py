@@ -1,0 +1,85 @@
+"""The recipe: prompts of each rank and worker, and settings on which they must agree."""
+
+import json
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import MIXED, a_recipe, prompts_of
+from transformers import AutoTokenizer
+
+from grpo.options import worker
+from grpo.rollout import Stream
+from grpo.task import load_split
+
+
+# --- Prompts -----------------------------------------------------------------------
+def test_ranks_share_each_epoch_without_overlap():
+    prompts = list(range(10))
+    ranks = [list(islice(Stream(prompts, 0, rank, 3), 10)) for rank in range(3)]
+    order = [prompt for turn in zip(*ranks, strict=True) for prompt in turn]  # of all ranks
+    assert order == list(islice(Stream(prompts, 0), 30))
+
+
+def test_long_prompts_are_left_out_and_counted(tiny, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    items = [{"question": "2 + 2?", "answer": "4"}, {"question": "how many " * 50, "answer": "1"}]
+    task = SimpleNamespace(
+        load=lambda split: items,
+        messages=lambda item: [{"role": "user", "content": item["question"]}],
+    )
+    c = a_recipe(MAX_PROMPT_TOKENS=40).c
+    assert [index for index, _, _ in load_split(c, task, "train", tokenizer)] == [0]
+    assert "2 questions, 1 left out" in capsys.readouterr().out  # not in silence
+    c = c.but(MAX_PROMPT_TOKENS=2)
+    with pytest.raises(SystemExit, match="MAX_PROMPT_TOKENS = 2"):
+        load_split(c, task, "train", tokenizer)
+
+
+def test_every_epoch_has_each_prompt_once_in_an_order_that_may_be_read_anywhere():
+    prompts, order = list("abcdefg"), Stream(list("abcdefg"), seed=3)
+    expected = list(islice(Stream(prompts, seed=3), 140))
+    epochs = [tuple(expected[i : i + 7]) for i in range(0, 140, 7)]
+    assert all(sorted(epoch) == prompts for epoch in epochs) and len(set(epochs)) == 20
+    positions = torch.randperm(140, generator=torch.Generator().manual_seed(0)).tolist()
+    for order.position in positions:
+        at = order.position
+        assert next(order) == expected[at]
+    assert list(islice(Stream(prompts, seed=4), 7)) != expected[:7]
+
+
+# --- Settings ----------------------------------------------------------------------
+def test_settings_are_the_same_after_a_journey_as_json():
+    recipe = a_recipe(prompts_of([MIXED]))
+    mine = recipe.settings()
+    worker.check_settings(json.loads(json.dumps(mine)), mine)
+    # What may differ: how many rows a machine has room for, and the order of the prompts
+    other = a_recipe(prompts_of([MIXED]), SAMPLE_BATCH=8, SEED=1).settings()
+    worker.check_settings(other, mine)
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("TASK", {"TASK": "gsm8k"}),
+    ("TEMPERATURE", {"TEMPERATURE": 0.9}),
+    ("REWARD_WEIGHTS", {"REWARD_WEIGHTS": {"correctness": 1.0, "format": 1.0}}),
+    ("hash of prompts", {"prompts": prompts_of([MIXED, MIXED])}),
+    ("hash of prompts", {"prompts": [(0, {}, [5, 7])]}),  # another template, tokenizer or split
+    ("GROUP_SIZE", None),  # that the trainer does not tell
+])  # fmt: skip
+def test_a_worker_with_other_constants_is_told_which(name, change):
+    theirs, fields = a_recipe(prompts_of([MIXED])).settings(), {"prompts": prompts_of([MIXED])}
+    mine = a_recipe(**fields | (change or {})).settings()
+    if not change:
+        del theirs[name]
+    with pytest.raises(SystemExit, match=f"differs from the trainer: {name}") as caught:
+        worker.check_settings(json.loads(json.dumps(theirs)), mine)
+    assert str(caught.value).count("here,") == 1  # and of no other
+
+
+def test_a_changed_copy_leaves_the_recipe_and_its_constants_as_they_are():
+    recipe = a_recipe(prompts_of([MIXED]))
+    other = recipe.others(GROUP_SIZE=1, TEMPERATURE=0)
+    assert (other.c.GROUP_SIZE, other.c.TEMPERATURE, recipe.c.GROUP_SIZE) == (1, 0, 2)
+    assert (other.task, other.prompts) == (recipe.task, recipe.prompts)
+    assert vars(other.c).keys() == vars(recipe.c).keys()

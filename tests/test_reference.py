@@ -1,0 +1,229 @@
+"""The reference's log-probs of a group: from none, from MODEL in the trainer, and from a server."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import a_group, move, tiny_policy
+
+from grpo import reference as module
+from grpo.reference import (
+    LocalReference,
+    NoReference,
+    RemoteReference,
+    make_reference,
+)
+from grpo.stop import TooLong, stop
+
+MEASURED = 1e-5  # rounding of float32 over batches
+
+
+def constants(**changes):
+    c = SimpleNamespace(KL_BETA=0.1, LORA_RANK=0, TEMPERATURE=1.0)
+    c.MODEL, c.REFERENCE_ON_CPU, c.MICRO_BATCH_TOKENS = "tiny", False, 24
+    c.REFERENCE, c.DTYPE, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS = None, "float32", 8, 8
+    vars(c).update(changes)
+    return c
+
+
+def groups_of(*lengths):
+    groups = [a_group([(1.0, -1.0)] * len(sizes), lengths=sizes) for sizes in lengths]
+    for i, group in enumerate(groups):
+        group.prompt[0] += i
+    return groups
+
+
+GROUPS = groups_of((3, 1), (2, 7), (4,))
+
+
+def own_logps(policy, group):
+    return torch.tensor([p for s in group.samples for p in policy.logps(s.prompt, s.ids)])
+
+
+def gap(reference, policy):
+    """-> how far the reference's log-probs are from the policy's."""
+    answers = [(reference.logps(group), own_logps(policy, group)) for group in GROUPS]
+    return max((answer.result() - own).abs().max().item() for answer, own in answers)
+
+
+# --- None -------------------------------------------------------------------------------
+def test_without_a_kl_penalty_there_is_no_reference():
+    reference = make_reference(constants(KL_BETA=0), policy=None, server=None)
+    assert isinstance(reference, NoReference) and reference.info == {"model": None}
+    assert reference.logps(GROUPS[0]).result() is None
+
+
+# --- Here -------------------------------------------------------------------------------
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_here_the_reference_is_model_whatever_the_policy_becomes(lora_rank, tiny):
+    policy = tiny_policy(tiny, lora_rank=lora_rank)
+    reference = make_reference(constants(LORA_RANK=lora_rank), policy, server=None)
+    assert reference.info == {"model": "tiny", "dtype": "float32"}
+    before = [p.requires_grad for p in policy.model.parameters()]
+    move(policy.model, 0.1)
+    assert gap(reference, tiny_policy(tiny)) < MEASURED < 0.01 < gap(reference, policy)
+    assert [p.requires_grad for p in policy.model.parameters()] == before
+
+
+def test_all_that_were_asked_for_are_scored_together_when_the_first_is_needed(tiny, monkeypatch):
+    policy, asked = tiny_policy(tiny), []
+    reference, run = LocalReference(constants(), policy), module.score_groups
+
+    def noted(model, groups, **settings):
+        asked.append(len(groups))
+        return run(model, groups, **settings)
+
+    monkeypatch.setattr(module, "score_groups", noted)
+    first, second, third = map(reference.logps, GROUPS)
+    assert asked == [] and not first.done()
+    assert second.result().shape == (9,) and first.done() and third.done()
+    assert first.result().shape == (4,) and asked == [3]
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_resume(lora_rank, tiny):
+    """Algorithm 1, lines 2 and 3; a checkpoint has weights()."""
+    c = constants(LORA_RANK=lora_rank)
+    policy = tiny_policy(tiny, drift=0.1, lora_rank=lora_rank)
+    there = tiny_policy(tiny, drift=0.1, lora_rank=lora_rank)  # stays as it is
+    there.model.load_state_dict(policy.model.state_dict())  # adapters begin with random numbers
+    reference = LocalReference(c, policy)
+    reference.refresh()
+    move(policy.model, 0.1)
+    moved = [p.clone() for p in policy.model.parameters()]
+    assert gap(reference, there) < MEASURED < 0.01 < gap(reference, policy)
+    assert all(map(torch.equal, policy.model.parameters(), moved))
+
+    resumed = LocalReference(c, tiny_policy(tiny, lora_rank=lora_rank))
+    assert gap(resumed, there) > 0.01
+    resumed.load({name: tensor.clone() for name, tensor in reference.weights().items()})
+    assert gap(resumed, there) < MEASURED
+    assert all(tensor.device.type == "cpu" for tensor in resumed.weights().values())
+    if lora_rank:
+        assert all("lora" in name for name in reference.weights())
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_reference_on_the_cpu_is_moved_only_where_it_is_a_copy_on_a_gpu(tiny, lora_rank):
+    c = constants(REFERENCE_ON_CPU=True, LORA_RANK=lora_rank)
+    reference = LocalReference(c, tiny_policy(tiny, lora_rank=lora_rank))
+    assert not reference.away
+    reference.away = not lora_rank  # as on a GPU; here both places are the same
+    assert gap(reference, tiny_policy(tiny)) < MEASURED
+
+
+# --- A teacher --------------------------------------------------------------------------
+@pytest.fixture
+def teacher(tiny, tmp_path):
+    """-> the folder of another model, with the tokenizer of the policy's."""
+    policy = tiny_policy(tiny, drift=0.2)
+    policy.save(tmp_path / "teacher")
+    return tmp_path / "teacher"
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_teacher_is_a_model_of_its_own_also_with_adapters(lora_rank, tiny, teacher, capsys):
+    policy = tiny_policy(tiny, lora_rank=lora_rank)
+    c = constants(LORA_RANK=lora_rank, REFERENCE=str(teacher))
+    reference = make_reference(c, policy, server=None)
+    move(policy.model, 0.1)
+    there = tiny_policy(teacher)
+    assert gap(reference, there) < MEASURED < 0.01 < gap(reference, policy)
+    assert not any(p.requires_grad for p in reference.model.parameters())
+    assert reference.info == {"model": str(teacher), "dtype": "float32"}
+    assert f"a teacher, not MODEL: {teacher}" in capsys.readouterr().out
+    assert reference.visiting == 0  # it stays where it is, on a CPU
+
+
+def test_of_model_itself_or_none_nobody_says_that_it_is_a_teacher(tiny, capsys):
+    for c in (constants(), constants(KL_BETA=0)):
+        make_reference(c, tiny_policy(tiny), server=None)
+    assert "teacher" not in capsys.readouterr().out
+
+
+def test_a_teacher_that_does_not_fit_is_refused(tiny, teacher):
+    policy, c = tiny_policy(tiny), constants(REFERENCE=str(teacher))
+    with pytest.raises(SystemExit, match="context of REFERENCE = .*teacher.* 256 tokens"):
+        LocalReference(SimpleNamespace(**vars(c) | {"MAX_COMPLETION_TOKENS": 249}), policy)
+    policy.tokenizer.add_tokens(["<new>"])
+    with pytest.raises(SystemExit, match="REFERENCE = '.*teacher' does not .* tiny: it has vocab"):
+        LocalReference(c, policy)
+    with pytest.raises(SystemExit, match="REFERENCE = './nowhere' can't be loaded"):
+        LocalReference(constants(REFERENCE="./nowhere"), policy)
+
+
+# --- At a server ------------------------------------------------------------------------
+class FakeServer:
+    """A client whose answers are the ids; `gate` lets them through."""
+
+    url, info = "http://server", {"model": "theirs"}
+
+    def __init__(self):
+        self.asked, self.gate, self.fault = [], threading.Semaphore(0), None
+
+    def score(self, groups):
+        self.asked.append(len(groups))
+        self.gate.acquire()
+        if self.fault:
+            raise self.fault
+        return [torch.tensor(group.ids).float() for group in groups]
+
+
+@pytest.fixture
+def remote(capsys):
+    """-> (server, reference) of which one request has been sent, and its answer."""
+    server = FakeServer()
+    reference = make_reference(constants(), None, server)
+    assert isinstance(reference, RemoteReference) and reference.info == server.info
+    assert "a teacher, not MODEL: theirs" in capsys.readouterr().out
+    first = reference.logps(GROUPS[0])
+    while not server.asked:
+        time.sleep(0.001)
+    yield server, reference, first
+    server.gate.release(99)
+
+
+def test_groups_that_are_sampled_meanwhile_go_in_one_request(remote):
+    server, reference, first = remote
+    others = [reference.logps(group) for group in GROUPS]
+    server.gate.release(2)
+    assert torch.equal(first.result(), torch.tensor(GROUPS[0].ids).float())
+    for answer, group in zip(others, GROUPS, strict=True):
+        assert torch.equal(answer.result(), torch.tensor(group.ids).float())
+    assert server.asked == [1, 3]
+
+
+def test_a_request_is_bounded(remote, monkeypatch):
+    server, reference, _ = remote
+    tokens = len(GROUPS[0].prompt) + 4  # 2 completions
+    monkeypatch.setattr(module, "REQUEST_TOKENS", tokens + 2)
+    answers = [reference.logps(GROUPS[0]) for _ in range(5)]
+    server.gate.release(9)
+    assert [len(answer.result()) for answer in answers] == [4] * 5
+    assert server.asked == [1, 2, 2, 1]
+
+
+def test_an_error_reaches_those_who_wait_for_it_and_the_next_are_asked_for(remote):
+    server, reference, first = remote
+    second = reference.logps(GROUPS[1])
+    server.fault = RuntimeError("another reference")
+    server.gate.release(2)
+    for answer in (first, second):
+        with pytest.raises(RuntimeError, match="another reference"):
+            answer.result()
+    server.fault = None
+    server.gate.release()
+    assert len(reference.logps(GROUPS[2]).result()) == 4
+
+
+def test_a_rank_that_waits_logs_why_and_does_not_wait_for_ever(remote, monkeypatch, capsys):
+    server, _, first = remote
+    for name, value in {"SPEAK_SECONDS": 0, "STOP_SECONDS": 1.5}.items():
+        monkeypatch.setattr(f"grpo.stop.{name}", value)
+    monkeypatch.setattr(stop, "asked", "SIGTERM")
+    monkeypatch.setattr(stop, "at", time.monotonic())
+    with pytest.raises(TooLong, match="SIGTERM"):
+        first.result()
+    assert server.url in capsys.readouterr().err

@@ -1,0 +1,197 @@
+"""Where metrics go: TensorBoard, W&B and functions, the lines in place of a bar, a model card."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+import grpo_ref_split as trainer
+from grpo import log, report
+from grpo.checks import settled
+from grpo.constants import Constants
+from grpo.metrics import peak_gb
+from grpo.options.reporters import Reporter, check_reporters
+from grpo.report import RunFolder, as_json, show
+from grpo.resume import Progress
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    monkeypatch.setattr(report.dist, "get_rank", lambda: 0)
+
+
+def report_steps(folder, to, steps, progress):
+    """Logs a record for each step, and an evaluation, as a run does that begins at `progress`."""
+    constants = {"RUN_DIR": str(folder), "SEED": 7}
+    house = RunFolder(folder, [Reporter(receiver, constants, progress) for receiver in to])
+    for step in steps:
+        record = {"step": step, "rewards/a/mean": step / 4, "kl": math.nan, "note": "a text"}
+        house.log("metrics.jsonl", record)
+    house.log("metrics.jsonl", {"step": steps[-1], "eval_accuracy": 0.5})
+    house.log("samples.jsonl", {"step": steps[-1], "completion": "no metric"})
+    for reporter in house.reporters:
+        reporter.close()
+
+
+def test_tensorboard_reads_what_was_reported_without_the_steps_that_were_undone(tmp_path, one_rank):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    report_steps(tmp_path, ["tensorboard"], [1, 2, 3, 4], Progress("run"))
+    report_steps(tmp_path, ["tensorboard"], [3], Progress("run", step=2, saved=2))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["eval_accuracy", "rewards/a/mean"]
+    found = [(e.step, e.value) for e in events.Scalars("rewards/a/mean")]
+    assert found == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert [e.step for e in events.Scalars("eval_accuracy")] == [3]
+
+
+def test_wandb_offline_has_the_runs_name_constants_and_metrics(tmp_path, one_rank, monkeypatch):
+    """Of the file's format only texts are read: the next test has the steps."""
+    for name, value in {"MODE": "offline", "SILENT": "true", "ERROR_REPORTING": "false"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    check_reporters(["wandb"])  # no key is needed
+    report_steps(tmp_path, ["wandb"], [1, 2], Progress("my run-1"))
+    expected = {"my-run-1", "my run-1", "SEED", "rewards/a/mean", "eval_accuracy"}
+    end, found = time.monotonic() + 20, set()
+    while found != expected and time.monotonic() < end:  # W&B's own process writes the file
+        time.sleep(0.05)
+        for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"):
+            found = {text for text in expected if text.encode() in path.read_bytes()}
+    assert found == expected
+
+
+def test_what_wandb_has_already_is_overwritten_by_the_first_step_that_it_lacks(monkeypatch):
+    """It was stopped after step 4, and resumes from step 2; or before the evaluation of step 4."""
+    row = {}
+    fake = SimpleNamespace(starting_step=5, finish=lambda: row.update(finished=True))
+    fake.log = lambda metrics, step: row.setdefault(step, {}).update(metrics)
+    named = {"init": lambda **_: fake, "Settings": lambda **settings: settings}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(**named))
+    records = [{"step": step, "time": 1.0, "kl": step / 10} for step in (3, 4, 5, 6)]
+    records.insert(2, {"step": 4, "eval_accuracy": 0.5})
+    reporter = Reporter("wandb", {"RUN_DIR": "run"}, Progress("run"))
+    for record in records:
+        reporter.give(record)
+    reporter.close()
+    assert row == {5: {"kl": 0.5, "eval_accuracy": 0.5}, 6: {"kl": 0.6}, "finished": True}
+
+
+def test_what_fails_is_said_once_and_does_not_end_the_run(tmp_path, one_rank, capsys):
+    seen, got = [], []
+
+    def broken(record):
+        seen.append(record["step"])
+        raise OSError("no space left on device")
+
+    (tmp_path / "tensorboard").write_text("not a folder")
+    report_steps(tmp_path, [broken, "tensorboard", got.append], [1, 2], Progress("run"))
+    assert seen == [1]
+    out = capsys.readouterr().out
+    assert out.count("broken") == out.count("tensorboard") == 1
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == got and len(got) == 3  # whatever the others do
+
+
+def test_a_missing_package_or_key_is_refused_before_anything_starts(monkeypatch, tmp_path):
+    class Error(Exception):
+        pass
+
+    def login(**_):
+        raise Error
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Error=Error, login=login))
+    own = {"RUN_DIR": str(tmp_path), "MODEL": str(tmp_path / "none")}  # would be loaded next
+    monkeypatch.setattr(importlib.util, "find_spec", {"wandb": "installed"}.get)
+    for name, cure in {"tensorboard": "pip install tensorboard", "wandb": "`wandb login`"}.items():
+        with pytest.raises(SystemExit) as refused:
+            trainer.main(REPORT_TO=[name], **own)
+        assert f"REPORT_TO = ['{name}']" in str(refused.value) and cure in str(refused.value)
+    monkeypatch.setenv("RANK", "1")
+    check_reporters(["tensorboard"])  # rank 0 alone reports
+
+
+@pytest.mark.parametrize("value", ["wandb", ["mlflow"], [None], None])
+def test_report_to_names_what_there_is(value):
+    c = settled(trainer.DEFAULTS, {"REPORT_TO": [print, "wandb", "tensorboard"]})
+    assert as_json(c.REPORT_TO) == ["print", "wandb", "tensorboard"]
+    with pytest.raises(SystemExit, match="REPORT_TO = "):
+        settled(trainer.DEFAULTS, {"REPORT_TO": value})
+
+
+# --- The bar ------------------------------------------------------------------------
+STEP = {"reward": 0.5, "accuracy": 0.25, "completions/mean_length": 80.0, "seconds": 2.0}
+
+
+def test_in_a_file_steps_are_lines_ten_seconds_apart_and_the_last(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    bar = log.progress_bar(2, 9)
+    for step in range(3, 10):
+        show(bar, step, STEP | {"kl": math.nan if step == 3 else 0.01})
+        now[0] += 6.0
+    printed = capsys.readouterr()
+    lines = [line[9:] for line in printed.out.splitlines()]  # without the time
+    assert [line[:6] for line in lines] == ["step 3", "step 5", "step 7", "step 9"]
+    assert all(fact in lines[0] for fact in ("+0.50", "0.25", "80", "2.0 s"))
+    assert "kl" not in lines[0] and "kl 0.010" in lines[1] and printed.err == ""
+
+
+def test_in_a_terminal_the_bar_is_rank_0s(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    show(bar := log.progress_bar(0, 3), 1, STEP | {"tokens_per_second": 70.0})
+    bar.close()
+    monkeypatch.setenv("RANK", "1")
+    assert log.progress_bar(0, 3).disable
+    printed = capsys.readouterr()
+    assert "1/3" in printed.err and "70 tokens/s" in printed.err and printed.out == ""
+
+
+def test_memory_is_the_peak_since_the_update_before(monkeypatch):
+    peaks = [2.5e9, 1e9]
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: peaks[0])
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: peaks.pop(0))
+    assert [peak_gb("cpu"), peak_gb("cuda"), peak_gb("cuda:1")] == [[], [2.5], [1.0]]
+
+
+# --- The model card -----------------------------------------------------------------
+@pytest.mark.parametrize("rank", [0, 16])
+def test_a_card_has_what_the_hub_and_a_person_want_to_know(tmp_path, rank):
+    own = {"LORA_RANK": rank, "TASK": "countdown", "EVAL_SPLIT": "train"}
+    c = Constants(trainer.DEFAULTS | own)
+    progress = {"accuracy": 0.25, "evaluated": 90}
+    state = {"step": 100, "constants": as_json(vars(c)), "progress": progress}
+    data = ModelCard(text := report.model_card(c, state)).data
+    assert data.base_model == "Qwen/Qwen2.5-3B" and data.tags == ["grpo"]
+    assert data.library_name == ("peft" if rank else "transformers") and data.license is None
+    for fact in ("step 100", "`countdown`", "`train`", "0.250 after step 90", report.commit()):
+        assert fact in text
+    exec(text.split("```python\n")[1].split("```")[0], names := {})  # noqa: S102 (a preset)
+    assert names["LORA_RANK"] == rank and names["REWARD_WEIGHTS"] == c.REWARD_WEIGHTS
+    progress["evaluated"] = -1
+    text = report.model_card(c.but(MODEL=str(tmp_path)), state)  # the hub would look for it
+    assert ModelCard(text).data.base_model is None and "0.250" not in text
+
+
+def test_the_code_has_a_commit_where_it_is_a_git_checkout(tmp_path, monkeypatch):
+    here = report.commit.__wrapped__
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert here() == "not a git checkout"
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "a.py").touch()
+    for command in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True)
+    assert here() == (clean := f"commit `{commit.strip()}`")
+    (tmp_path / "a.py").write_text("changed")
+    assert here().startswith(clean) and here() != clean
+    (tmp_path / "inner").mkdir()  # a copy within another repository
+    monkeypatch.setattr(report, "ROOT", tmp_path / "inner")
+    assert here() == "not a git checkout"

@@ -1,0 +1,146 @@
+"""A rank's rollout: zero-variance groups are replaced, and what is sent is what was sampled."""
+
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import (
+    ALL_RIGHT,
+    ALL_WRONG,
+    MIXED,
+    NAMES,
+    FakeEngine,
+    a_group,
+    a_recipe,
+    prompts_of,
+    sampled,
+)
+from transformers import AutoTokenizer
+
+from grpo import rollout
+from grpo.metrics import Clock
+from grpo.policy import load_policy
+
+
+def rolled_out(outcomes, number, engine=None, **changes):
+    """-> (numbers of the prompts whose groups are worth training, those of flat ones, counts)."""
+    recipe, count, both = a_recipe(**changes), Counter(), ([], [])
+    for one in sampled(engine or FakeEngine(), recipe, prompts_of(outcomes)[:number]):
+        counts = rollout.tally(recipe, one)
+        count.update(counts)
+        both[counts["flat"]].append(one.index)
+    return *both, count
+
+
+def test_flat_groups_are_judged_on_correctness_and_counted():
+    outcomes = [MIXED, ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED, MIXED, MIXED]
+    usable, flat, count = rolled_out(outcomes, 6)
+    assert usable == [0, 2, 4, 5]  # format alone is no spread: 1 and 3 are flat
+    assert flat == [1, 3]
+    assert count["groups"] == 6 and count["flat"] == 2
+    assert count["completions"] == 12 and count["truncated"] == 6 and count["tokens"] == 18
+    assert count["right"] == 4 + 2 and count["reward_format"] == 4 * -2 + 2 * 0.25
+
+
+def test_the_last_tokens_below_the_limit_cost_up_to_one():
+    """DAPO, eq. 13, and TRL's get_soft_overlong_punishment(12, 4): 0, then -1/4 a token, -1."""
+    lengths, rewards = (1, 8, 9, 11, 12), [(1.0, math.nan)] * 5
+    group = a_group(rewards, lengths=lengths, truncated=(False,) * 5)
+    sizes = {"MAX_COMPLETION_TOKENS": 12, "OVERLONG_TOKENS": 4}
+    assert rollout.totals_of(a_recipe(**sizes), group) == [2, 2, 1.75, 1.25, 1]
+    group.samples[4].is_model_token = [True, False, False, True] * 3  # the task's cost nothing
+    assert rollout.totals_of(a_recipe(**sizes), group)[4] == 2
+    group.samples[3].rewards = dict.fromkeys(NAMES, math.nan)  # the length alone compares nothing
+    assert math.isnan(rollout.totals_of(a_recipe(**sizes), group)[3])
+    sizes["OVERLONG_TOKENS"] = 0
+    assert rollout.totals_of(a_recipe(**sizes), group)[:3] == [2, 2, 2]
+
+
+def test_lengths_that_cost_differently_make_a_group_differ_in_reward_not_in_outcome():
+    """A FakeEngine's completions have 2 tokens and 1."""
+    same = (1.0, 1.25)
+    cut = {"MAX_COMPLETION_TOKENS": 2, "OVERLONG_TOKENS": 2}
+    for skip, changes, flat in (
+        ("reward", {}, 1), ("reward", cut, 0), ("outcome", cut, 1)
+    ):  # fmt: skip
+        *_, count = rolled_out([(same, same)], 1, SKIP_FLAT_GROUPS=skip, **changes)
+        assert (count["flat"], count["flat_reward"]) == (flat, int(not changes))
+    assert count["total"] == 2 * 3.25 - 1 - 0.5 and count["reward_correctness"] == 2
+
+
+def test_sampling_is_bounded_and_as_the_recipe_says():
+    engine = FakeEngine()
+    rolled_out([MIXED] * 9, 5, engine, SAMPLE_BATCH=5, TEMPERATURE=0.7)
+    assert engine.most == 2  # groups of 2, not 3
+    assert sum(engine.asked) == 5 and rolled_out([MIXED] * 9, 0) == ([], [], {})
+    assert engine.settings == {
+        "max_sequences": 5,
+        "longest_prompt": 20,
+        "max_new_tokens": 8,
+        "temperature": 0.7,
+        "seed": 0,
+    }
+
+
+@pytest.mark.parametrize("rewards, outcome, reward", [
+    ([[1, -1], [1, 0.5], [1, 2]], True, False),  # all right, and only the format differs
+    ([[-1, 1], [-1, 1], [-1, 1]], True, True),
+    ([[1, 1], [-1, 1], [1, 1]], False, False),
+    ([[1, -3], [0, -1], [-1, 1]], False, True),  # 2 x correctness + format is the same
+    ([[0.1, 0], [0.1 + 1e-8, 0], [0.1, 0]], True, True),  # the same to rounding
+    ([[1, float("nan")], [1, 0], [1, float("nan")]], True, True),  # one that does not apply
+])  # fmt: skip
+def test_a_group_is_flat_if_its_outcome_or_its_total_reward_is_constant(rewards, outcome, reward):
+    three = {"lengths": (1, 2, 1), "truncated": (False,) * 3}
+    group = a_group(rewards, **three)
+    for criterion in ("outcome", "reward", False):
+        counts = rollout.tally(a_recipe(SKIP_FLAT_GROUPS=criterion), group)
+        assert (counts["flat_outcome"], counts["flat_reward"]) == (outcome, reward)
+        assert counts["flat"] == (reward if criterion == "reward" else outcome)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(("rewards", "flat", "right"), [
+    ([(1, NAN), (NAN, 1), (-1, 1)], 0, 1),  # of those to which the outcome applies
+    ([(1, NAN), (NAN, 1), (1, 0)], 1, 2),
+    ([(1, NAN), (NAN, 2), (NAN, NAN)], 1, 1),
+    ([(1, NAN), (NAN, 1), (NAN, 0)], 0, 1),  # where it applies to one or none, totals are compared
+    ([(NAN, 1), (NAN, 1), (NAN, 0)], 0, 0),
+    ([(NAN, 1), (NAN, NAN), (NAN, 1)], 1, 0),
+    ([(NAN, NAN)] * 3, 1, 0),
+])  # fmt: skip
+def test_rewards_that_do_not_apply_are_in_no_sum(rewards, flat, right):
+    lengths, cut = (1, 1, 1), (False,) * 3
+    group = a_group([list(map(float, r)) for r in rewards], lengths=lengths, truncated=cut)
+    counts = rollout.tally(a_recipe(), group)
+    assert (counts["flat"], counts["right"]) == (flat, right)
+    for name, values in zip(NAMES, zip(*rewards, strict=True), strict=True):
+        applicable = [value for value in values if not math.isnan(value)]
+        assert counts[f"reward_{name}"] == sum(applicable)
+        assert counts[f"applicable_{name}"] == len(applicable)
+
+
+def test_broken_weights_are_said_to_be_broken(tiny):
+    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
+    with torch.no_grad():
+        next(policy.model.parameters()).fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="logits are not finite"):
+        sampled(policy, a_recipe(), [(0, {}, [5, 6])])
+
+
+def test_a_policy_streams_text_and_ids(tiny):
+    """The engine that trainer and worker share: the seed decides, rewards are of the ids' text."""
+    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
+    texts = []
+    task = SimpleNamespace(rewards=lambda item, text: texts.append(text) or {"a": 1.0})
+    recipe = a_recipe(task=task, REWARD_WEIGHTS={"a": 1.0}, GROUP_SIZE=3)
+    prompts, clock = [(9, {}, [5, 6, 7]), (4, {}, [8])], Clock()
+    first = sampled(policy, recipe, prompts, timed=lambda: clock.part("reward"))
+    assert sorted(group.index for group in first) == [4, 9]
+    assert texts == [policy.text(s) for group in first for s in group.samples]
+    assert clock.parts["reward"] > 0
+    assert first == sampled(policy, recipe, prompts) != sampled(policy, recipe, prompts, seed=1)

@@ -1,0 +1,236 @@
+"""The sampler on tiny random models of every family.
+
+The yardstick is a plain forward of one sequence at a time, without cache or padding."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import (
+    EOS,
+    FAMILIES,
+    PROMPTS,
+    VOCAB,
+    Shapes,
+    assert_plain_logps,
+    assert_well_formed,
+    sample,
+    tiny_model,
+)
+from transformers import GenerationConfig
+
+from grpo.decoder import make_decoder
+from grpo.models import can_cache
+from grpo.sampler import draw, race
+
+
+# --- Every family ------------------------------------------------------------------
+def test_a_stateful_model_is_not_cached():
+    assert not can_cache(SimpleNamespace(_is_stateful=True))  # DeepSeek-V4's word is taken
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logps_are_those_of_a_plain_forward(family, temperature, model_of):
+    """simple_GRPO sampled at 0.9 and took log-probs at 1, of text that it tokenised again."""
+    model = model_of(family)
+    groups = sample(model, PROMPTS, temperature=temperature, group_size=8)
+    assert_well_formed(groups, group_size=8)
+    assert 0 < sum(c.truncated for c in itertools.chain(*groups)) < 32  # some rows left the batch
+    for group in groups:  # samples, not copies: two of the same are likely only as short ones
+        long = [tuple(c.ids) for c in group if len(c.ids) > 2]
+        assert len(set(long)) == len(long)
+    assert_plain_logps(model, PROMPTS, groups, temperature)
+    with pytest.raises(AssertionError):  # the models are sharp enough to tell
+        assert_plain_logps(model, PROMPTS, groups, 1.7 - temperature, tolerance=0.1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_that_of_generate(family, model_of):
+    model = model_of(family)
+    groups = sample(model, PROMPTS, temperature=0, group_size=2)
+    assert_well_formed(groups, group_size=2)
+    assert_plain_logps(model, PROMPTS, groups, 1.0)  # greedy log-probs are those at temperature 1
+    pinned = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=12,
+        eos_token_id=sorted(EOS),
+        pad_token_id=0,
+        suppress_tokens=list(range(VOCAB, 120)),
+    )
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        ids = torch.tensor([prompt])  # with a mask, or generate infers one from the pad id in it
+        ids = model.generate(ids, attention_mask=ids >= 0, generation_config=pinned)[0]
+        assert [c.ids for c in group] == [ids[len(prompt) :].tolist()] * 2
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "mamba"])
+@pytest.mark.parametrize("prompt", [[5], [5, 6, 7]])
+@pytest.mark.parametrize("longest", [1, 4])
+def test_the_smallest_batches(family, prompt, longest, model_of):
+    """One prompt, of one token, one completion, of one token."""
+    groups = sample(model_of(family), [prompt], group_size=1, max_new_tokens=longest)
+    assert_well_formed(groups, prompts=1, group_size=1, max_new_tokens=longest)
+    assert_plain_logps(model_of(family), [prompt], groups)
+
+
+@pytest.mark.parametrize("eos_ids", [EOS, {12}, set(range(VOCAB)), {500}])
+@pytest.mark.parametrize("longest", [1, 3])
+def test_a_completion_ends_with_eos_or_is_truncated(eos_ids, longest, model_of):
+    """simple_GRPO cut EOS away, so stopping was never trained, and did not know cut answers."""
+    changes = {"group_size": 64, "max_new_tokens": longest, "eos_ids": eos_ids}
+    groups = sample(model_of("qwen2"), PROMPTS, **changes)
+    assert_well_formed(groups, **changes)
+    ended = {(len(c.ids), c.ids[-1]) for c in itertools.chain(*groups) if not c.truncated}
+    lengths, ids = ({pair[i] for pair in ended} for i in (0, 1))
+    if eos_ids == EOS:  # each of several ids ends a completion, at its last token too
+        assert len(ids) > 4 and longest in lengths
+    elif len(eos_ids) == VOCAB:
+        assert lengths == {1}
+    elif eos_ids == {500}:
+        assert not ended
+
+
+@pytest.mark.parametrize("family", ["gemma", "mistral"])  # which have different decoders
+def test_a_prompt_runs_once_and_finished_rows_leave_in_bunches(family, model_of):
+    """A row that has ended is not read any more; more than an eighth of them leave together."""
+    make_decoder(model_of(family), 12, longest_prompt=9)  # tried now, if it was not before
+    with Shapes(model_of(family)) as shapes:
+        groups = sample(model_of(family), PROMPTS, group_size=6)
+    lengths = [len(c.ids) for c in itertools.chain(*groups)]
+    batch, expected = 24, []
+    for t in range(1, max(lengths)):
+        running = sum(n > t for n in lengths)
+        if batch - running > batch // 8:
+            batch = running
+        expected.append((batch, 1))
+    assert shapes == [(len(PROMPTS), 9), *expected]
+    batches = [rows for rows, _ in expected]
+    assert batches[-1] < 24 and any(  # some left, and some stayed for a while after they had ended
+        rows > sum(n > t for n in lengths) for t, rows in enumerate(batches, 1)
+    )
+
+
+# --- What is sampled ---------------------------------------------------------------
+def test_a_seed_decides_the_samples_and_global_random_numbers_are_left_alone(model_of):
+    model = model_of("qwen2")  # seeds them when it is made
+    before = torch.random.get_rng_state()
+    first, again, other = (sample(model, PROMPTS, seed=s) for s in (0, 0, 1))
+    assert first == again != other
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_the_models_generation_config_changes_nothing():
+    """simple_GRPO sampled with top_k, top_p and repetition_penalty that it had not asked for."""
+    model = tiny_model("qwen2")
+    before = sample(model, PROMPTS), sample(model, PROMPTS, temperature=0)
+    shipped = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}  # Qwen2.5's
+    shipped |= {"repetition_penalty": 1.05, "eos_token_id": [3], "max_new_tokens": 2}
+    model.generation_config = GenerationConfig(**shipped)
+    assert (sample(model, PROMPTS), sample(model, PROMPTS, temperature=0)) == before
+
+
+GROUPS, DRAWS = 20, 20_000
+
+
+def chi_square(counts, probabilities):
+    """-> (statistic, limit) of drawn counts (K,) under exact probabilities (K,).
+
+    Cells that expect fewer than 5 draws are pooled. The statistic of a right sampler has mean k - 1
+    and variance 2 (k - 1) for k cells: the limit is 5 standard deviations above.
+    """
+    expected = probabilities.double() * counts.sum()
+    few = expected < 5
+    counts = torch.cat([counts[~few].double(), counts[few].sum()[None].double()])
+    expected = torch.cat([expected[~few], expected[few].sum()[None]])
+    if expected[-1] < 5:  # too few even together: join the smallest of the others
+        smallest = expected[:-1].argmin()
+        for x in (counts, expected):
+            x[smallest] += x[-1].item()
+        counts, expected = counts[:-1], expected[:-1]
+    freedom = len(expected) - 1
+    statistic = ((counts - expected) ** 2 / expected).sum().item()
+    return statistic, freedom + 5 * (2 * freedom) ** 0.5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_two_tokens_have_the_probabilities_of_the_softmax(temperature):
+    """Over a vocabulary of 12 ids, all pairs: EOS alone, or a first id and a second."""
+    prompt, eos, few, model = PROMPTS[1], 5, 12, tiny_model("qwen2")
+    model.model.norm.weight.mul_(2)  # so sharp that 20,000 draws tell temperature 0.9 from 1
+
+    def exact_next(ids):
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1, :few]
+        return torch.softmax(logits.double() / temperature, 0)
+
+    first = exact_next(prompt)
+    exact = torch.stack([first[i] * exact_next([*prompt, i]) for i in range(few)])
+    exact[eos] = 0
+    exact[eos, eos] = first[eos]  # ended: counted as the pair (EOS, EOS)
+
+    def statistic(temperature):
+        *groups, _ = sample(
+            model,
+            [*[prompt] * GROUPS, PROMPTS[2]],  # a longer one, so that the others are padded
+            group_size=DRAWS // GROUPS,
+            max_new_tokens=2,
+            vocab_size=few,
+            eos_ids={eos},
+            temperature=temperature,
+        )
+        pairs = torch.tensor([(c.ids * 2)[:2] for c in itertools.chain(*groups)])
+        counts = torch.bincount(pairs[:, 0] * few + pairs[:, 1], minlength=few * few)
+        return chi_square(counts, exact.flatten())
+
+    value, limit = statistic(temperature)
+    assert value < limit
+    value, limit = statistic(0.9 * temperature)  # simple_GRPO's mistake would show
+    assert value > limit
+
+
+def on_a_cpu(logits, generator):
+    return draw(logits, 1.0, generator)
+
+
+both_draws = pytest.mark.parametrize("drawn", [on_a_cpu, race])
+
+
+@both_draws
+def test_the_draws_of_cpu_and_gpu_have_the_same_distribution(drawn):
+    """Ids from likely to rare, 1e-4, and some of probability zero before, between and behind."""
+    logits = 3 * torch.randn(50, generator=torch.Generator().manual_seed(1))
+    logits[(never := [0, 1, 20, 21, 49])] = -torch.inf
+    tokens, logps = drawn(logits.expand(200_000, 50), torch.Generator().manual_seed(0))
+    counts = torch.bincount(tokens, minlength=50)
+    assert not counts[never].any()
+    value, limit = chi_square(counts, torch.softmax(logits.double(), 0))
+    assert value < limit
+    value, limit = chi_square(counts, torch.softmax(logits.double() / 0.9, 0))
+    assert value > limit
+    torch.testing.assert_close(logps, torch.log_softmax(logits, -1)[tokens], rtol=0, atol=1e-5)
+
+
+@both_draws
+def test_logits_that_are_not_finite_draw_an_id_without_log_prob(drawn):
+    """On a GPU an index out of range is a device-side assert; `write` says what is wrong."""
+    logits = torch.zeros(4, 9)
+    logits[0], logits[1, 3], logits[2, 3] = torch.nan, torch.nan, torch.inf
+    tokens, logps = drawn(logits, torch.Generator().manual_seed(0))
+    assert 0 <= tokens.min() and tokens.max() < 9
+    assert logps.isfinite().tolist() == [False, False, False, True]
+
+
+def test_the_rare_ids_of_a_large_vocabulary_keep_their_share(monkeypatch):
+    """Summed up in float32, eight of these would become one, behind the likely id."""
+    rare = 1 << 16  # with 2 ** -26 each
+    logits = torch.full((16, rare + 1), -26 * math.log(2))
+    logits[:, 0] = 0
+    wanted = torch.randint(rare, (16,), generator=torch.Generator().manual_seed(0))
+    uniform = (1 + (wanted.double() + 0.5) * 2**-26) / (1 + rare * 2**-26)
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, **_: self.copy_(uniform[:, None]))
+    tokens, _ = draw(logits, 1.0, None)
+    assert (tokens - 1 - wanted).abs().max() <= 1

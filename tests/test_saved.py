@@ -1,0 +1,95 @@
+"""A checkpoint beside its weights: what can't be saved is found at the start, and its answers end
+where those of the run did."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import tiny_policy
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from grpo.checkpoint import try_save
+from grpo.options.merge import merge
+
+# Files that transformers loads and refuses to save, refuses to load, or can't even parse
+GENERATION = [
+    {"do_sample": False, "temperature": 0.7, "top_p": 0.8, "eos_token_id": [2, 9]},  # as Llama 2's
+    {"num_return_sequences": 4, "eos_token_id": 9},
+    {"pad_token_id": -1},
+    {"watermarking_config": {"greenlist_ratio": 7}},
+    {"compile_config": 3},
+    {"eos_token_id": ["2", 9, -1, True, 9999, [3]], "stop_strings": ["x"], "min_new_tokens": 5},
+    [1, 2],
+    "no JSON",
+]
+EOS, STOP = 2, "<|im_start|>"  # a token that the tiny model's EOS is not
+PROMPT = [5, 6, 7, 8]
+
+
+def with_file(tiny, folder, contents):
+    """-> a copy of the tiny model with this generation_config.json."""
+    shutil.copytree(tiny, folder)
+    text = contents if isinstance(contents, str) else json.dumps(contents)
+    (folder / "generation_config.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("contents", GENERATION, ids=range(len(GENERATION)))
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_generation_config_that_is_not_valid_costs_no_run(tiny, tmp_path, contents, rank, capsys):
+    own = contents.get("eos_token_id", []) if isinstance(contents, dict) else []
+    policy = tiny_policy(with_file(tiny, tmp_path / "model", contents), lora_rank=rank)
+    own = [i for i in (own if isinstance(own, list) else [own]) if i in (2, 9)]
+    assert policy.eos_ids == {EOS} | set(own)
+    policy.save(tmp_path / "saved")
+    if rank:
+        merge(str(tmp_path / "saved"), str(tmp_path / "merged"))
+    for folder in ["saved", "merged"][: 1 + bool(rank)]:
+        found = GenerationConfig.from_pretrained(tmp_path / folder)
+        assert found.eos_token_id == sorted(policy.eos_ids) and found.temperature in (None, 1.0)
+        assert found.stop_strings is found.min_new_tokens is None
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_valid_settings_stay_and_answers_end_where_those_of_the_run_did(tiny, tmp_path, rank):
+    """Also after a merge. The model draws STOP next, which only STOP_TOKENS makes an end."""
+    folder = with_file(tiny, tmp_path / "model", {"do_sample": True, "top_p": 0.8})
+    policy = tiny_policy(folder, lora_rank=rank, stop_tokens=[STOP])
+    (stop,) = policy.eos_ids - {EOS}
+    policy.save(out := tmp_path / "saved")
+    if rank:
+        merge(str(out), str(out := tmp_path / "merged"))
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.generation_config.top_p == 0.8
+    with torch.no_grad():  # a head whose largest logit is always STOP's
+        model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
+        model.lm_head.register_forward_hook(lambda _, __, out: out.index_fill(-1, ids, 9.0))
+    ids = torch.tensor([stop])
+    answer = model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
+    assert answer[0].tolist() == [*PROMPT, stop]
+
+
+def test_what_can_not_be_saved_ends_the_run_before_its_first_step(tiny, tmp_path, monkeypatch):
+    c = SimpleNamespace(MODEL="m", RUN_DIR=str(tmp_path), LORA_RANK=0, TASK="t", STEPS=1)
+    c.EVAL_QUESTIONS, c.EVAL_SPLIT, c.STOP_STRINGS = 9, "test", ["</answer>"]
+    for rank in (0, 4):
+        policy = tiny_policy(tiny, lora_rank=rank)
+        try_save(c, policy)
+        assert not list(tmp_path.iterdir())
+        for at in (policy.model.config, policy.model.generation_config, policy.tokenizer):
+            if rank and at is policy.model.config:
+                at = policy.model.peft_config["default"]
+            with monkeypatch.context() as patch:
+                patch.setattr(type(at), "save_pretrained", lambda *_, **__: 1 / 0)
+                with pytest.raises(SystemExit, match="MODEL = 'm'.*ZeroDivisionError"):
+                    try_save(c, policy)
+
+
+def test_a_merge_that_fails_leaves_nothing(tiny, tmp_path, monkeypatch):
+    tiny_policy(tiny, lora_rank=4).save(tmp_path / "adapter")
+    monkeypatch.setattr(AutoTokenizer.from_pretrained(tiny).__class__, "save_pretrained", None)
+    with pytest.raises(TypeError):
+        merge(str(tmp_path / "adapter"), str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]

@@ -1,0 +1,146 @@
+"""Streams: prompts join, and groups leave, while others are sampled."""
+
+import gc
+
+import pytest
+import torch
+import transformers
+from families import (
+    EOS,
+    FAMILIES,
+    MANY,
+    PROMPTS,
+    VOCAB,
+    WIDE,
+    Shapes,
+    assert_plain_logps,
+    assert_well_formed,
+    sample,
+    tiny_model,
+)
+
+from grpo import shared_prompt as decode
+from grpo.cached import CachedDecoder, PlainDecoder
+from grpo.sampler import stream_groups
+from grpo.shared_prompt import SharedDecoder
+
+FEW_ROWS = [(family, 7, 3) for family in FAMILIES | WIDE]
+SOME = ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral")
+FEW_ROWS += [(family, *rows) for family in SOME for rows in ((2, 1), (9, 1))]
+
+
+@pytest.mark.parametrize("family, max_sequences, group_size", FEW_ROWS)
+def test_prompts_are_let_in_while_rows_run(family, max_sequences, group_size, model_of):
+    """Their log-probs are those of a plain forward, whoever shares the batch with them."""
+    model = model_of(family)
+    groups = sample(model, MANY, group_size=group_size, max_sequences=max_sequences)
+    assert_well_formed(groups, prompts=9, group_size=group_size)
+    assert_plain_logps(model, MANY, groups)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "mistral", "mamba"])  # each kind of decoder
+def test_prompts_may_begin_several_groups_with_a_limit_of_their_own(family, model_of):
+    """As turns do: the first begins a group's sequences, a later one may have few tokens left."""
+    model = model_of(family)
+    asked = [(i, ids, 1 + i % 3, 2 + i) for i, ids in enumerate(MANY)]
+    settings = {"group_size": 1, "max_sequences": 7, "max_new_tokens": 12, "longest_prompt": 12}
+    settings |= {"temperature": 1.0, "eos_ids": EOS, "vocab_size": VOCAB}
+    settings["generator"] = torch.Generator().manual_seed(0)
+    found = [[] for _ in asked]
+    for key, group in stream_groups(model, iter(asked), **settings):
+        found[key] += group
+    assert [len(group) for group in found] == [number for _, _, number, _ in asked]
+    for (_, ids, _, limit), group in zip(asked, found, strict=True):
+        assert all(len(c.ids) == limit if c.truncated else len(c.ids) <= limit for c in group)
+        assert_plain_logps(model, [ids], [group])
+    assert sum(c.truncated for group in found for c in group) > 3
+
+
+@pytest.mark.parametrize("family", ["gpt1", "gpt2"])
+@pytest.mark.parametrize("max_sequences, group_size, eos", [(9, 1, 2), (8, 4, 4)])
+def test_an_ended_row_stays_within_the_models_positions(
+    family, max_sequences, group_size, eos, model_of
+):
+    """Both have a table of 64, and it may stay in the batch while others run."""
+    prompts, eos_ids = [[5 + i] * 9 for i in range(30)], set(range(12, 12 + eos))
+    settings = {"group_size": group_size, "max_sequences": max_sequences, "max_new_tokens": 55}
+    groups = sample(model_of(family), prompts, eos_ids=eos_ids, **settings)
+    assert len(groups) == 30
+
+
+class Desk:
+    """Gives prompts to a stream, None once all are given, and notes which began and ended when."""
+
+    def __init__(self, prompts):
+        self.waiting, self.events = list(enumerate(prompts)), []
+
+    def prompts(self):
+        while True:
+            key, _ = prompt = self.waiting.pop(0) if self.waiting else (None, [])
+            self.events.append(("begins", key))
+            yield None if key is None else prompt
+
+    def run(self, model, **changes):
+        settings = {"group_size": 3, "max_sequences": 7, "max_new_tokens": 12, "temperature": 1.0}
+        settings |= {"eos_ids": EOS, "vocab_size": VOCAB, "longest_prompt": 12}
+        settings["generator"] = torch.Generator().manual_seed(0)
+        for key, group in stream_groups(model, self.prompts(), **settings | changes):
+            self.events.append(("ended", key))
+            yield key, group
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mamba", "mistral"])
+def test_a_group_comes_as_soon_as_it_has_ended_and_makes_room(family, model_of):
+    desk, lengths = Desk(MANY), {}
+    with Shapes(model_of(family)) as shapes:
+        for key, group in desk.run(model_of(family)):
+            lengths[key] = max(len(c.ids) for c in group)
+    assert max(rows for rows, _ in shapes) <= 7 + 1  # one that has ended may stay for a while
+    assert sorted(lengths) == list(range(9))
+    begun = [key for what, key in desk.events if what == "begins" and key is not None]
+    assert begun == list(range(9)) and desk.events[-1] == ("begins", None)
+    first_two = [key for what, key in desk.events if what == "ended" and key in (0, 1)]
+    if lengths[0] != lengths[1]:
+        assert first_two == sorted((0, 1), key=lengths.get)
+    # Between those that ended first and last, a third began, if the decoder allows it
+    before = desk.events[: desk.events.index(("ended", first_two[1]))]
+    assert (("begins", 2) in before) == (family == "qwen2")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+@pytest.mark.parametrize("given, after", [(0, 0), (1, 5)])
+def test_who_reads_a_group_may_ask_for_another_even_after_the_last(family, given, after, model_of):
+    """A worker's trainer may have room once a group is handed over: the stream must be there."""
+    desk, came = Desk(MANY[:given]), []
+    for key, _ in desk.run(model_of(family)):
+        came.append(key)
+        if key < after:
+            desk.waiting.append((key + 1, MANY[key + 1]))
+    assert came == list(range(given + after))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "mamba"])
+def test_the_cache_is_gone_when_the_samples_are_there(family, model_of):
+    """Not when Python's garbage collector comes round: training needs the memory at once."""
+    sample(model_of(family), PROMPTS)  # with the trial of a decoder
+    kinds = (SharedDecoder, CachedDecoder, PlainDecoder, decode.SharedLayer, transformers.Cache)
+    gc.collect()
+    gc.disable()
+    try:
+        sample(model_of(family), MANY, max_sequences=7)
+        left = [type(x).__name__ for x in gc.get_objects() if isinstance(x, kinds)]
+    finally:
+        gc.enable()
+    assert left == []
+
+
+def test_the_weights_may_change_between_two_rounds():
+    """What is known of a model from the trial is how it computes, and no value."""
+    model = tiny_model("qwen2")
+    before = sample(model, PROMPTS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    after = sample(model, PROMPTS)
+    assert after != before
+    assert_plain_logps(model, PROMPTS, after)
