@@ -154,7 +154,6 @@ from grpo.engine import cpu_threads, learning_rate, take_step
 from grpo.log import progress_bar, say
 from grpo.metrics import TokenStats, evaluate, rollout_metrics, with_kl
 from grpo.packing import plan_rounds
-from grpo.policy import worker_policy
 from grpo.prepare import prepare
 from grpo.proof import check_sampler
 from grpo.report import check_update, log_idle, report_end, show
@@ -443,7 +442,7 @@ def main(**given):
 
 def worker(**given):
     """Samples for the trainer at TRAINER until the trainer is gone."""
-    from grpo.options.worker import run_worker
+    from grpo.options.worker import run_worker, worker_policy
 
     c = checks.settled(DEFAULTS, given)
     tokenizer, recipe, _ = prepare(c)

@@ -1,8 +1,8 @@
-"""The simple decoders, which work for all models. choice.py chooses one and explains methods."""
+"""The simple decoder, which works for all models with a KV cache (decoder.py explains methods)."""
 
 import torch
 
-from grpo.models import last_logits, padded, prefill
+from grpo.models import last_logits, prefill
 
 
 def repeated(x, sizes):
@@ -43,31 +43,3 @@ class CachedDecoder:
         self.cache.batch_select_indices(indices)
         self.mask = None if self.mask is None else self.mask[indices]
         self.positions = self.positions[indices]
-
-
-class PlainDecoder:
-    """No cache: slow, since each token runs its whole sequence, but right for any causal model."""
-
-    joins, compaction = False, 8
-
-    def __init__(self, model):
-        self.model, self.sequences = model, []
-
-    def admit(self, prompts, sizes):
-        new = [list(p) for p, size in zip(prompts, sizes, strict=True) for _ in range(size)]
-        self.sequences += new
-        return self._logits(new)
-
-    def next_logits(self, tokens):
-        for sequence, token in zip(self.sequences, tokens.tolist(), strict=True):
-            sequence.append(token)
-        return self._logits(self.sequences)
-
-    def keep(self, indices):
-        self.sequences = [self.sequences[i] for i in indices.tolist()]
-
-    def _logits(self, sequences):
-        ids = padded(sequences, self.model.device)  # on the right, which a causal model never sees
-        last = torch.tensor([len(s) - 1 for s in sequences], device=ids.device)
-        logits = self.model(input_ids=ids, use_cache=False).logits
-        return logits[torch.arange(len(ids), device=ids.device), last]

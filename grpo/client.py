@@ -1,10 +1,9 @@
-"""HTTP clients with a method per route: ReferenceClient for ranks, TrainerClient for workers.
+"""The HTTP client that ranks and workers share.
 
-Both retry while there is no connection or the other side is full. They log this every 10 s and give
+It retries while there is no connection or the other side is full, logs this every 10 s, and gives
 up after a time limit.
 """
 
-import json
 import os
 import socket
 import time
@@ -13,7 +12,6 @@ import requests
 from requests.adapters import HTTPAdapter
 
 from grpo.stop import Refused, Wait
-from grpo.wire import check_facts, facts_of, pack_ids, sha256_of, unpack_logps
 
 # Errors of a call if no server runs, or if the server dies in the middle of its answer
 CUT_OFF = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
@@ -33,7 +31,7 @@ class Probing(HTTPAdapter):
 
 
 class Client:
-    """What both clients share. Each thread needs a client of its own."""
+    """Calls the routes of one server. Each thread needs a client of its own."""
 
     command = ""  # the command that starts the other side
     limit_of_body = ""  # and the constant that limits what it accepts
@@ -70,69 +68,3 @@ class Client:
             wait = wait or Wait(url, self.limit)
             wait.start = min(wait.start, began) if silent else wait.start
             wait.sleep(why)
-
-
-class ReferenceClient(Client):
-    """The client of ref_server.py."""
-
-    command = "python ref_server.py"
-    limit_of_body = "MAX_BODY_BYTES of ref_server.py"
-    info = None  # /info's answer, once check() has accepted it
-
-    def check(self, model, tokenizer, temperature):
-        """Raises SystemExit if the reference does not fit the policy `model`."""
-        try:
-            info = dict(self.call("GET", "/info").json())
-        except (requests.RequestException, ValueError, RuntimeError) as error:
-            raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {error}") from error
-        where = f"{info.get('model')} at {self.url}"
-        check_facts(info, facts_of(tokenizer, temperature), where, model)
-        self.info = info
-
-    def score(self, groups):
-        """Returns the reference's log-probs (N,) of each group."""
-        body, patience = pack_ids(groups), {"wait": self.limit}
-        reply = self.call("POST", "/score", data=body, params=patience, timeout=self.limit + 30)
-        now = json.loads(reply.headers.get("X-Info", "null"))
-        if now != self.info:
-            raise Refused(
-                f"{self.url} now serves the reference {now}; at the start it was {self.info}:"
-                " restart the server with that one"
-            )
-        return unpack_logps(reply.content, groups)
-
-
-class TrainerClient(Client):
-    """A worker's client of the trainer's rank 0 (grpo/options/workers.py)."""
-
-    command = "deepspeed grpo_ref_split.py PUBLISH_STEPS=1"
-    limit_of_body = "MAX_GROUP_BYTES in grpo/options/workers.py"
-
-    def policy(self, worker):
-        """Returns (the newest policy's record or None, how many groups `worker` may begin)."""
-        answer = self.call("GET", "/policy", params={"worker": worker}).json()
-        return answer["policy"], answer["room"]
-
-    def fetch(self, record, path):
-        """Downloads the policy of `record` to `path`. Returns False if it is no longer served, or
-        if the connection breaks."""
-        where = f"/policy/{record['sha256']}"
-        reply = self.call("GET", where, timeout=60, expected=[404], stream=True)
-        if reply.status_code == 404:
-            return False
-        try:
-            with reply, open(path, "wb") as file:
-                file.writelines(reply.iter_content(1 << 20))
-        except CUT_OFF:
-            return False
-        if sha256_of(path) != record["sha256"]:
-            raise RuntimeError(f"policy {record['version']} was damaged in transit: wrong SHA-256")
-        return True
-
-    def put_group(self, body):
-        """Sends a group. Returns "", or why the trainer refused it. Waits without a limit while the
-        trainer's queue is full, as a step or an evaluation may take long."""
-        wait = Wait(f"space for a group in the queue of {self.url}")
-        while not (reply := self.call("POST", "/group", data=body, timeout=60, expected=[503])).ok:
-            wait.sleep(reply.text)
-        return reply.json()["refused"]

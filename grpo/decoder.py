@@ -18,7 +18,7 @@ import weakref
 
 import torch
 
-from grpo.cached import CachedDecoder, PlainDecoder
+from grpo.cached import CachedDecoder
 from grpo.devices import is_nvidia, is_out_of_memory
 from grpo.log import say
 from grpo.models import can_cache, smallest_window
@@ -36,6 +36,8 @@ def make_decoder(model, max_new_tokens, longest_prompt):
     """Returns a decoder for one batch; a shared one only if no attention window can hide a part of
     a prompt."""
     if not can_cache(model):
+        from grpo.options.plain_decoder import PlainDecoder
+
         return PlainDecoder(model)
     window = smallest_window(model)
     if window and longest_prompt + max_new_tokens > window:

@@ -28,7 +28,6 @@ from transformers.utils import cached_file, logging
 from grpo.constants import fault_of
 from grpo.devices import accelerator, is_out_of_memory
 from grpo.log import announced, say
-from grpo.wire import vocab_size_of
 
 HUB_SECONDS = 10  # how long to wait for the model hub; higher waits longer without a network
 GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver, also in WSL
@@ -219,6 +218,16 @@ def has_softcap(config):
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
+def vocab_size_of(tokenizer):
+    """Returns V, the number of ids that the tokenizer has.
+
+    A model's embedding may have more rows than that, as padding (Qwen2.5: 151 936 or 152 064 rows
+    for 151 665 ids). Only the tokenizer's ids are sampled and counted in the softmax, on both
+    sides, so that policy and reference have the same support whatever their padding.
+    """
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def stop_ids(name, tokenizer, stop_tokens):
     """Returns the ids that end a completion: EOS of tokenizer, generation config and model config,
     and the `stop_tokens` that the tokenizer knows. Raises SystemExit if there are none."""
@@ -279,30 +288,6 @@ def opening_of(tokenizer, ids):
     end = found[0].strip().replace(found[1], f"{found[1]}/", 1)  # </think>
     can_end = end in str(tokenizer.chat_template) or end in tokenizer.get_vocab()
     return found[0] if can_end or THINKS.search(found[2]) else ""
-
-
-CUT = "\ue000"  # a private character: text is tokenized in pieces, cut where it stands
-
-
-def without_specials(tokenizer, text, eos_ids=()):
-    """Returns the text with a CUT in each text of a special token, so that ids_in_pieces makes
-    plain ids of it. Special is also what the chat template writes (DeepSeek's roles)."""
-    template, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder.items()
-    written = lambda text: len(text) > 1 and text in template
-    texts = [str(x) for i, x in added if x.special or i in eos_ids or written(str(x))]
-    texts = sorted((x for x in texts if not x.isspace()), key=len, reverse=True)
-    text = text.replace(CUT, "\ufffd")
-    special = re.compile("|".join(map(re.escape, texts)) or "$^")
-    while found := special.search(text):  # again from the start: texts may overlap
-        at = found.start() + (len(found[0]) > 1)  # a single character is left out
-        text = text[:at] + CUT + text[found.start() + 1 :]
-    return text
-
-
-def ids_in_pieces(tokenizer, text):
-    """Returns the ids of a text, tokenized in pieces between CUTs."""
-    pieces = (tokenizer(piece, add_special_tokens=False) for piece in text.split(CUT))
-    return [token for piece in pieces for token in piece["input_ids"]]
 
 
 def can_cache(model):

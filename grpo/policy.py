@@ -1,6 +1,7 @@
 """The policy: a model, its tokenizer, and the tokens and strings that end a completion."""
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -8,13 +9,10 @@ import torch
 from grpo.devices import out_of_memory_names, release_memory
 from grpo.forward import CompletionModel
 from grpo.log import announced, say
-from grpo.models import can_cache, check_context, load_model, stop_ids
+from grpo.models import can_cache, check_context, load_model, stop_ids, vocab_size_of
 from grpo.sampler import completion_text, sample_groups, stream_groups
-from grpo.weights import LORA_SCALE, MergedAdapters, load_weights
-from grpo.wire import vocab_size_of
+from grpo.weights import load_weights
 from grpo_loss_triton import linear_logps
-
-ALL = "all-linear"  # PEFT's name for every linear layer but the LM head
 
 
 @dataclass
@@ -27,6 +25,7 @@ class Policy:
     dtype: str
     stop_strings: object = None  # StopStrings, or None
     lora: bool = False  # whether adapters are trained, and the model itself is frozen
+    merged: object = contextlib.nullcontext  # merged() is a context in which adapters are merged
 
     def stream(self, prompts, *, seed, **settings):
         """Samples groups with the current weights; see sampler.stream_groups.
@@ -34,7 +33,7 @@ class Policy:
         Adapters are merged only while tokens are sampled. When a group is yielded they are separate
         again, as the caller may save the model or stop reading.
         """
-        merged = MergedAdapters(self.model) if self.lora else contextlib.nullcontext()
+        merged = self.merged()
         groups = stream_groups(
             self.model,
             prompts,
@@ -143,33 +142,15 @@ def make_sampler(c, policy):
         return VLLMPolicy(c, policy.tokenizer, policy.model)
 
 
-def worker_policy(c, tokenizer, turns):
-    """Returns (policy, its SAMPLE_BATCH) of a process that only samples. `turns`: as fit_worker."""
-    if c.SAMPLER == "vllm":
-        from grpo.options.vllm_policy import VLLMPolicy
-
-        policy = VLLMPolicy(c, tokenizer)
-        return policy, policy.sizes["SAMPLE_BATCH"]
-    from grpo.options.sample_sizes import fit_worker
-
-    policy = make_policy(c, tokenizer)
-    return policy, fit_worker(c, policy, turns)
-
-
 def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_strings=()):
-    """Returns the Policy of a model (hub name or folder); see load_model for `dtype` and errors.
-
-    With a `lora_rank` the model is frozen, and every linear layer but the LM head gets an adapter,
-    W x + 2 B A x, with B = 0 at first (LoRA, 2106.09685, sec. 4.1).
-    """
-    vocab_size = vocab_size_of(tokenizer)
+    """Returns the Policy of a model (hub name or folder); see load_model for `dtype` and errors."""
+    vocab_size, merged = vocab_size_of(tokenizer), contextlib.nullcontext
     model, dtype = load_model(name, dtype, vocab_size)
     if lora_rank:
-        from peft import LoraConfig
+        from grpo.options.lora import MergedAdapters, add_adapters
 
-        config = LoraConfig(r=lora_rank, lora_alpha=LORA_SCALE * lora_rank, target_modules=ALL)
-        config.task_type = "CAUSAL_LM"  # else PEFT's Auto classes do not load what is saved
-        model.add_adapter(config)
+        add_adapters(model, lora_rank)
+        merged = functools.partial(MergedAdapters, model)
     eos_ids = stop_ids(name, tokenizer, stop_tokens)
     model.generation_config.eos_token_id = sorted(eos_ids)  # a checkpoint ends where the run did
     stops = None
@@ -177,5 +158,5 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
         from grpo.options.stop_strings import StopStrings
 
         stops = StopStrings(tokenizer, stop_strings)
-    lora = bool(lora_rank)
-    return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype, stops, lora)
+    adapters = bool(lora_rank), merged
+    return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype, stops, *adapters)

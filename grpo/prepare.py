@@ -22,7 +22,7 @@ def prepare(c, date=None, needs_server=False):
 
     server = None
     if needs_server:
-        from grpo.client import ReferenceClient
+        from grpo.remote import ReferenceClient
 
         server = ReferenceClient(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
     how = {"split": "train", "shown": 1, "server": server, "date": date}

@@ -1,10 +1,7 @@
-"""Checks by log-probs that two processes have the same policy."""
+"""Checks by log-probs that the trainer trains what was sampled, and that the reference is right."""
 
 import math
 
-import torch
-
-PROOF_TOKENS = 128  # length of the completion that is compared; more detect smaller differences
 # Largest mean k3 = exp(d) - d - 1 that counts as rounding, where d is the difference between two
 # computations of a token's log-prob. A higher limit misses small errors. Published: 1.5e-3 (sd of d
 # 0.055) in bfloat16, for Qwen2.5-0.5B, a trainer against vLLM or against itself at another batch
@@ -18,45 +15,6 @@ MISMATCH = "sampling/sampling_logp_difference/mean"  # mean |d|, by TRL's name
 # hotter, which mean k3 (2e-4 to 5e-4) can't tell from rounding.
 TILT = 0.03
 EVIDENCE = 200.0  # nats^2 of surprise (about 1000 tokens), below which TILT is not checked
-
-
-# --- A worker's policy is the trainer's -----------------------------------------------
-def sample_proof(policy, recipe):
-    """Returns (prompt, completion) ids: the first prompt and the policy's sampled completion.
-    Rounding is larger in other text, and few tokens may not reveal a stale layer."""
-    prompt = recipe.prompts[0][2]
-    room = recipe.c.MAX_PROMPT_TOKENS + recipe.c.MAX_COMPLETION_TOKENS - len(prompt)
-    return prompt, policy.continuation(prompt, min(PROOF_TOKENS, room)).ids
-
-
-def proof_of(policy, prompt, completion):
-    """Returns {"prompt", "completion", "logps", "dtype"} for check_proof in another process."""
-    logps = policy.logps(prompt, completion)
-    return {"prompt": prompt, "completion": completion, "logps": logps, "dtype": policy.dtype}
-
-
-def check_proof(policy, record):
-    """Returns the mean k3 to the publisher's log-probs. Raises RuntimeError if it is too large.
-
-    Then the policy samples a completion, whose log-probs must equal those of scoring it. On a GPU
-    the recorded sampling graph may still read old weights while scoring reads the new ones.
-    """
-    proof, version = record["proof"], record["version"]
-    limit = max(NOISE[proof["dtype"]], NOISE[policy.dtype])
-    prompt, completion = proof["prompt"], proof["completion"]
-    gap = mean_k3(policy.logps(prompt, completion), proof["logps"])
-    check_gap(gap, limit, f"policy {version} is loaded, but differs from the trainer's")
-    own = policy.continuation(prompt, len(completion))
-    decoded = mean_k3(policy.logps(prompt, own.ids), own.logps)
-    check_gap(decoded, limit, f"policy {version} is right, but what is sampled here differs")
-    return gap
-
-
-def mean_k3(mine, theirs):
-    """Returns the mean k3 between two lists of log-probs; `theirs` are of the process that sampled
-    the tokens."""
-    d = torch.tensor(mine).double() - torch.tensor(theirs).double()
-    return (d.expm1() - d).mean().item()
 
 
 def check_gap(gap, limit, what):

@@ -8,31 +8,23 @@ group's time limit, which is logged at the start; meanwhile rank 0 logs which ra
 import atexit
 import contextlib
 import importlib.util
-import json
 import os
-import select
-import signal
-import time
 import traceback
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 
-import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from grpo.log import announced, in_background, say, tell
+from grpo.log import announced, say
 from grpo.models import own_device
 
 # Variables in which mpirun or srun gives the number of processes
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 # Variables that give a process its rank and the address of rank 0
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run")
 LEAST_SECONDS = 1800  # the least time limit: a single rank may sample, evaluate or save for long
-BEHIND_SECONDS = 30  # between two lines about which rank is behind
 
 
 # --- A process becomes a rank ---------------------------------------------------------
@@ -59,7 +51,10 @@ def join_ranks(wait_limit_seconds):
     the model is loaded: one machine may load for longer than a collective waits."""
     if dist.is_initialized():
         return
-    end_with_launchers()
+    if "RANK" in os.environ:
+        from grpo.options.launched import end_with_launchers
+
+        end_with_launchers()
     import deepspeed  # takes seconds, and tests of the trainer's functions do not need it
 
     own_device()
@@ -73,27 +68,11 @@ def join_ranks(wait_limit_seconds):
     with announced("all ranks to start"):
         deepspeed.init_distributed(timeout=timedelta(seconds=limit))
     if (world := dist.get_world_size()) > 1:
+        from grpo.options.launched import RollCall
+
         global roll
         roll = RollCall()  # collective
         say(f"{world} ranks; the run ends if one of them does not answer for {limit} s")
-
-
-def end_with_launchers():
-    """Stops this process once its launcher, deepspeed or torchrun, has ended: a launcher that was
-    killed can't stop the processes that it started. On Linux only."""
-
-    def is_launcher(process):
-        with contextlib.suppress(psutil.Error):
-            return any(name in " ".join(process.cmdline()[:4]) for name in LAUNCHERS)
-
-    def watch(launchers):
-        select.select(launchers, [], [])  # until one has ended
-        tell("the launcher has ended, so this rank ends")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    above = [process.pid for process in psutil.Process().parents() if is_launcher(process)]
-    if above and hasattr(os, "pidfd_open"):
-        in_background(watch, list(map(os.pidfd_open, above)))
 
 
 def leave_at_exit():
@@ -188,34 +167,3 @@ def note(part=None):
     """Records that this rank has reached a part of the run, or a collective in it."""
     if roll:
         roll.come(part)
-
-
-class RollCall:
-    """Each rank counts the parts of the run and the collectives that it has reached. While rank 0
-    stays at one of them, it logs every 30 s which ranks have not reached it, and their part."""
-
-    def __init__(self):
-        """Collective: each rank makes one."""
-        # New connections, as a collective may block the process group's connection for long
-        store = distributed_c10d._get_default_store()
-        self.store, watching = store.clone(), store.clone()
-        self.number, self.part = 0, ""
-        self.come("the start")
-        dist.barrier()  # collective
-        if dist.get_rank() == 0:
-            in_background(self._watch, watching)
-
-    def come(self, part=None):
-        self.number, self.part = self.number + 1, part or self.part
-        self.store.set(f"at/{dist.get_rank()}", json.dumps([self.number, self.part]))
-
-    def _watch(self, store):
-        number, looks = 0, 0
-        with contextlib.suppress(dist.DistError):  # the others have left
-            while True:
-                time.sleep(BEHIND_SECONDS)
-                number, looks = self.number, looks + 1 if self.number == number else 0
-                places = [json.loads(store.get(f"at/{r}")) for r in range(dist.get_world_size())]
-                behind = [f"{r} ({part})" for r, (n, part) in enumerate(places) if n < number]
-                if looks and behind:
-                    tell(f"waited {looks * BEHIND_SECONDS} s so far for rank {', '.join(behind)}")

@@ -12,7 +12,7 @@ from grpo.log import say
 from grpo.metrics import Clock
 from grpo.policy import Policy, make_policy, make_sampler
 from grpo.ranks import all_or_none
-from grpo.reference import make_reference
+from grpo.reference import LocalReference, NoReference, is_teacher
 from grpo.report import RunFolder, as_json
 from grpo.resume import Progress, data_of, open_run
 from grpo.rollout import Stream
@@ -99,6 +99,25 @@ class Run:
         self.workers.close()
         for reporter in self.folder.reporters:
             reporter.close()
+
+
+def make_reference(c, policy, server):
+    """Returns the run's reference. `policy` is MODEL as it was loaded, before a checkpoint is; `c`
+    has the constants as attributes; `server` is a ReferenceClient, or None."""
+    if not c.KL_BETA:
+        return NoReference()
+    if server:
+        from grpo.remote import RemoteReference
+
+        reference = RemoteReference(server)
+    else:
+        reference = LocalReference(c, policy)
+    if is_teacher(reference.info, c.MODEL):
+        say(
+            f"the reference is a teacher, not MODEL: {reference.info['model']}. The"
+            " first update can't check the teacher's weights; teacher_kl is the KL to the teacher"
+        )
+    return reference
 
 
 def start_run(c, tokenizer, recipe, questions, server, batch_loss):

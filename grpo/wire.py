@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from grpo.models import vocab_size_of
 from grpo.sample import Group, Sample
 
 PROTOCOL = 5  # trainer, server and workers need the same; raise it if routes or blobs change
@@ -211,16 +212,6 @@ def sha256_of(path) -> str:
     """Returns the file's SHA-256, in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def vocab_size_of(tokenizer):
-    """Returns V, the number of ids that the tokenizer has.
-
-    A model's embedding may have more rows than that, as padding (Qwen2.5: 151 936 or 152 064 rows
-    for 151 665 ids). Only the tokenizer's ids are sampled and counted in the softmax, on both
-    sides, so that policy and reference have the same support whatever their padding.
-    """
-    return max(tokenizer.get_vocab().values()) + 1
 
 
 def facts_of(tokenizer, temperature):

@@ -9,7 +9,7 @@ import torch
 from helpers import Replies, make_group, reply
 from transformers import AutoTokenizer
 
-from grpo.client import ReferenceClient
+from grpo.remote import ReferenceClient
 from grpo.stop import Refused, TooLong
 from grpo.wire import facts_of, pack_logps
 

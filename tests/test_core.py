@@ -7,24 +7,34 @@ import sys
 
 from documents import ROOT
 
-LINES = 6_600  # of our files that a plain run loads; to become 4 500
-OPTIONS = {  # imported only with ...
-    "grpo/client.py",  # REF_SERVER, or the role worker
-    "grpo/options/gate.py",  # PUBLISH_STEPS, or ref_server.py
-    "grpo/options/live.py",  # plot.py live
-    "grpo/options/workers.py",  # PUBLISH_STEPS
-    "grpo/options/worker.py",  # the role worker
-    "grpo/options/turns.py",  # a task with reply()
-    "grpo/options/reward_processes.py",  # REWARD_PROCESSES
-    "grpo/options/stop_strings.py",  # STOP_STRINGS
-    "grpo/options/vllm_policy.py",  # SAMPLER
-    "grpo/options/reporters.py",  # REPORT_TO
-    "grpo/options/sizes.py",  # a GPU, and "auto"
-    "grpo/options/sample_sizes.py",
-    "grpo/options/cuda_graph.py",  # NVIDIA's GPU
+LINES = 6_000  # of our files that a plain run loads; to become 4 500
+SERVER = {f"grpo/{name}.py" for name in ("client", "remote", "wire")}  # only with REF_SERVER
+GPU = {f"grpo/options/{name}.py" for name in ("sizes", "sample_sizes", "cuda_graph")}
+GPU |= {f"grpo/options/{name}.py" for name in ("lora", "plain_decoder")}  # that those import
+RARE = {  # files of which such a run executes fewer than 60 % of the lines: what the others are for
+    "grpo/constants.py",  # errors of the command line and of presets
+    "grpo/decode_attention.py",  # GPUs, and soft-capped scores
+    "grpo/devices.py",  # GPUs
+    "grpo/weights.py",  # a refreshed reference, and workers
+    "tasks/data.py",  # data from the hub or from files
 }
 RUN = """
-import json, sys
+import json, sys, threading
+from pathlib import Path
+ours, ran = f"{Path().absolute()}/", set()
+
+def trace(frame, event, _):
+    path = frame.f_code.co_filename
+    if not path.startswith(ours) or "/.venv" in path:
+        return None
+    if event == "line":
+        ran.add((path, frame.f_lineno))
+    return trace
+
+import deepspeed, transformers.models.qwen2.modeling_qwen2  # untraced, as that is slow
+
+threading.settrace(trace)
+sys.settrace(trace)
 import grpo_ref_split as trainer
 from grpo.constants import read_preset
 given = {k: v for k, v in read_preset("presets/demo.py").items() if k in trainer.DEFAULTS}
@@ -32,8 +42,19 @@ given |= {"MODEL": sys.argv[1], "RUN_DIR": sys.argv[2], "REF_SERVER": None, "EVA
 given |= {"PROMPTS_PER_STEP": 2, "SAVE_STEPS": 1, "EVAL_QUESTIONS": 2, "SKIP_FLAT_GROUPS": False}
 trainer.main(**given | {"STEPS": 1})
 trainer.main(**given | {"STEPS": 2})  # resumes
-files = [getattr(module, "__file__", None) for module in sys.modules.values()]
-print(json.dumps(files))
+sys.settrace(None)
+
+def lines_of(code):  # of a code object, and of those in it
+    found = {line for _, _, line in code.co_lines() if line}
+    return found.union(*(lines_of(c) for c in code.co_consts if hasattr(c, "co_lines")))
+
+files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+files = [file for file in files if file.startswith(ours) and "/.venv" not in file]
+shares = {}
+for file in files:
+    lines = lines_of(compile(Path(file).read_text(), file, "exec"))
+    shares[file] = sum((file, line) in ran for line in lines) / max(len(lines), 1)
+print(json.dumps(shares))
 """
 
 
@@ -45,13 +66,14 @@ def test_a_plain_run_loads_the_core_alone(tiny, tmp_path):
     """It samples, trains, evaluates, saves and resumes, without a server, on a CPU."""
     command = [sys.executable, "-c", RUN, str(tiny), str(tmp_path / "run")]
     printed = subprocess.check_output(command, cwd=ROOT, text=True, timeout=120)
-    files = filter(None, json.loads(printed.splitlines()[-1]))
-    ours = {path.removeprefix(f"{ROOT}/") for path in files if path.startswith(f"{ROOT}/")}
-    core = {path: lines_of(path) for path in ours if not path.startswith((".venv", "tests"))}
+    found = json.loads(printed.splitlines()[-1])
+    shares = {path.removeprefix(f"{ROOT}/"): share for path, share in found.items()}
+    core = {path: lines_of(path) for path in shares if not path.startswith("tests")}
+    core = {path: number for path, number in core.items() if number}
     for path, number in sorted(core.items(), key=lambda pair: -pair[1]):
-        print(f"{number:4} {path}")
-    with_server = sum(core.values()) + lines_of("grpo/client.py")
-    on_gpu = sum(lines_of(path) for path in OPTIONS if "memory" in path or "cuda" in path)
-    print(sum(core.values()), "lines;", with_server, "with REF_SERVER;", on_gpu, "more on a GPU")
-    assert not core.keys() & OPTIONS and all((ROOT / path).exists() for path in OPTIONS)
-    assert 4_000 < sum(core.values()) <= LINES
+        print(f"{number:4} {shares[path]:4.0%} {path}")
+    total, server, gpu = (sum(map(lines_of, files)) for files in (core, SERVER, GPU))
+    print(total, "lines;", total + server, "with REF_SERVER;", gpu, "more on a GPU")
+    assert not [path for path in core if path in SERVER or path.startswith("grpo/options/")]
+    assert 4_000 < total <= LINES
+    assert {path for path in core if shares[path] < 0.6} == RARE

@@ -21,8 +21,9 @@ from transformers import AttentionInterface
 
 from grpo import shared_prompt as decode
 from grpo import shared_prompt as llama_step
-from grpo.cached import CachedDecoder, PlainDecoder
+from grpo.cached import CachedDecoder
 from grpo.decoder import is_right, make_decoder
+from grpo.options.plain_decoder import PlainDecoder
 from grpo.shared_prompt import LlamaDecoder, SharedDecoder
 
 # --- Decoders ----------------------------------------------------------------------

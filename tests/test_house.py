@@ -56,11 +56,14 @@ MAY = {  # what a module may import of ours
 }
 CHOOSE = {  # who of the core names an option, within the function that switches it on
     "cuda_graph": "grpo.decoder",  # NVIDIA's GPU
+    "launched": "grpo.ranks",  # deepspeed or torchrun
+    "lora": "grpo.policy grpo.reference",  # LORA_RANK
+    "plain_decoder": "grpo.decoder",  # a model without a KV cache
     "reporters": "grpo.start",  # REPORT_TO
     "reward_processes": "grpo.prepare",  # REWARD_PROCESSES
-    "sample_sizes": "grpo.policy",  # a worker's SAMPLE_BATCH = "auto"
     "sizes": "grpo.start",  # a GPU, and "auto"
     "stop_strings": "grpo.policy",  # STOP_STRINGS
+    "teacher": "grpo.reference",  # REFERENCE
     "turns": "grpo.rollout grpo.prepare",  # a task with reply(), and its preview
     "vllm_policy": "grpo.policy",  # SAMPLER
     "worker": "grpo_ref_split",  # the role

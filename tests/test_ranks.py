@@ -47,10 +47,11 @@ import sys, time
 from datetime import timedelta
 import torch.distributed as dist
 from grpo import ranks
+from grpo.options import launched
 
-ranks.BEHIND_SECONDS = 0.4
+launched.BEHIND_SECONDS = 0.4
 dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
-rank, ranks.roll = dist.get_rank(), ranks.RollCall()
+rank, ranks.roll = dist.get_rank(), launched.RollCall()
 with ranks.explained():
     for step in range(3):
         ranks.note(f"sampling for step {step}")

@@ -9,12 +9,13 @@ import torch
 from fakes import a_group, move, tiny_policy
 
 from grpo import reference as module
+from grpo import remote as remote_module
 from grpo.reference import (
     LocalReference,
     NoReference,
-    RemoteReference,
-    make_reference,
 )
+from grpo.remote import RemoteReference
+from grpo.start import make_reference
 from grpo.stop import TooLong, stop
 
 MEASURED = 1e-5  # rounding of float32 over batches
@@ -198,7 +199,7 @@ def test_groups_that_are_sampled_meanwhile_go_in_one_request(remote):
 def test_a_request_is_bounded(remote, monkeypatch):
     server, reference, _ = remote
     tokens = len(GROUPS[0].prompt) + 4  # 2 completions
-    monkeypatch.setattr(module, "REQUEST_TOKENS", tokens + 2)
+    monkeypatch.setattr(remote_module, "REQUEST_TOKENS", tokens + 2)
     answers = [reference.logps(GROUPS[0]) for _ in range(5)]
     server.gate.release(9)
     assert [len(answer.result()) for answer in answers] == [4] * 5

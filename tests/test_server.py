@@ -13,9 +13,9 @@ from fakes import tiny_policy
 from helpers import LIMITS, VOCAB, call, make_group, refused
 
 import ref_server
-from grpo.client import ReferenceClient
 from grpo.log import in_background
 from grpo.options.gate import listen
+from grpo.remote import ReferenceClient
 from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps
 from ref_server import Reference, Request, answer_all, make_app, take
 

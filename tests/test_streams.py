@@ -20,7 +20,8 @@ from families import (
 )
 
 from grpo import shared_prompt as decode
-from grpo.cached import CachedDecoder, PlainDecoder
+from grpo.cached import CachedDecoder
+from grpo.options.plain_decoder import PlainDecoder
 from grpo.sampler import stream_groups
 from grpo.shared_prompt import SharedDecoder
 

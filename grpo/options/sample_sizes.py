@@ -11,12 +11,12 @@ import math
 
 import torch
 
-from grpo.cached import PlainDecoder, prefill
 from grpo.devices import CPU_BATCH, accelerator, is_out_of_memory, release_memory
 from grpo.log import say
-from grpo.models import can_cache
+from grpo.models import can_cache, prefill
+from grpo.options.lora import MergedAdapters
+from grpo.options.plain_decoder import PlainDecoder
 from grpo.sampler import draw
-from grpo.weights import MergedAdapters
 
 # Powers of two: free memory varies a little between starts, and a run repeats exactly only with
 # equal sizes. More than 256 gains little, and a worker would request too many groups at once

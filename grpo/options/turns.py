@@ -8,6 +8,7 @@ stands inside the model's turn; after EOS it is a user turn by the model's chat 
 only appended; no text is tokenised again. The task's ids are not trained (docs/turns.md).
 """
 
+import re
 import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 import jinja2
 
 from grpo.log import announced, in_background, say
-from grpo.models import ids_in_pieces, stop_ids, without_specials
+from grpo.models import stop_ids
 from grpo.rewards import SOONER, TaskError, called, task_file, timely
 from grpo.sample import Sample
 
@@ -78,6 +79,31 @@ def bridge(tokenizer, eos_ids, last, reply, options):
         )
     # The model has already sampled the end of its turn or (GLM) the role of the next turn
     return ids_in_pieces(tokenizer, after.removeprefix(tokenizer.decode([last])))
+
+
+# --- A reply's ids ---------------------------------------------------------------------
+CUT = "\ue000"  # a private character: text is tokenized in pieces, cut where it stands
+
+
+def without_specials(tokenizer, text, eos_ids=()):
+    """Returns the text with a CUT in each text of a special token, so that ids_in_pieces makes
+    plain ids of it. Special is also what the chat template writes (DeepSeek's roles)."""
+    template, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder.items()
+    written = lambda text: len(text) > 1 and text in template
+    texts = [str(x) for i, x in added if x.special or i in eos_ids or written(str(x))]
+    texts = sorted((x for x in texts if not x.isspace()), key=len, reverse=True)
+    text = text.replace(CUT, "\ufffd")
+    special = re.compile("|".join(map(re.escape, texts)) or "$^")
+    while found := special.search(text):  # again from the start: texts may overlap
+        at = found.start() + (len(found[0]) > 1)  # a single character is left out
+        text = text[:at] + CUT + text[found.start() + 1 :]
+    return text
+
+
+def ids_in_pieces(tokenizer, text):
+    """Returns the ids of a text, tokenized in pieces between CUTs."""
+    pieces = (tokenizer(piece, add_special_tokens=False) for piece in text.split(CUT))
+    return [token for piece in pieces for token in piece["input_ids"]]
 
 
 # --- All talks ------------------------------------------------------------------------

@@ -25,12 +25,12 @@ import torch
 
 from grpo.devices import accelerator
 from grpo.log import in_background
-from grpo.models import choose_dtype, own_device, stop_ids, whole_model
+from grpo.models import choose_dtype, own_device, stop_ids, vocab_size_of, whole_model
+from grpo.options.lora import adapters_off, merge_adapters
 from grpo.options.stop_strings import StopStrings
 from grpo.sample import Sample
 from grpo.sampler import completion_text, next_prompts
-from grpo.weights import adapters_off, check_shapes, merge_adapters
-from grpo.wire import vocab_size_of
+from grpo.weights import check_shapes
 
 SEQUENCES = 256  # SAMPLE_BATCH and EVAL_BATCH if they are "auto"
 # The whole distribution (top_k 0 is off), with our stops instead of the model's

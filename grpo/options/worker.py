@@ -16,14 +16,27 @@ from collections import Counter
 
 import safetensors.torch
 
-from grpo.client import TrainerClient
+from grpo.client import CUT_OFF, Client
 from grpo.log import tell
-from grpo.proof import check_proof
+from grpo.options.policy_proof import check_proof
+from grpo.options.sample_sizes import fit_worker
+from grpo.policy import make_policy
 from grpo.rollout import Stream, sampled_and_rewarded, seed_of, tally
 from grpo.stop import Wait
-from grpo.wire import pack_group
+from grpo.wire import pack_group, sha256_of
 
 ASK_SECONDS = 0.5  # between two requests for more room while completions are being sampled
+
+
+def worker_policy(c, tokenizer, turns):
+    """Returns (policy, its SAMPLE_BATCH) of a process that only samples. `turns`: as fit_worker."""
+    if c.SAMPLER == "vllm":
+        from grpo.options.vllm_policy import VLLMPolicy
+
+        policy = VLLMPolicy(c, tokenizer)
+        return policy, policy.sizes["SAMPLE_BATCH"]
+    policy = make_policy(c, tokenizer)
+    return policy, fit_worker(c, policy, turns)
 
 
 def run_worker(policy, recipe, name=None):
@@ -156,6 +169,42 @@ class Worker:
                 yield next(self.order)
             else:
                 yield None
+
+
+class TrainerClient(Client):
+    """The client of the trainer's rank 0 (workers.py)."""
+
+    command = "deepspeed grpo_ref_split.py PUBLISH_STEPS=1"
+    limit_of_body = "MAX_GROUP_BYTES in grpo/options/workers.py"
+
+    def policy(self, worker):
+        """Returns (the newest policy's record or None, how many groups `worker` may begin)."""
+        answer = self.call("GET", "/policy", params={"worker": worker}).json()
+        return answer["policy"], answer["room"]
+
+    def fetch(self, record, path):
+        """Downloads the policy of `record` to `path`. Returns False if it is no longer served, or
+        if the connection breaks."""
+        where = f"/policy/{record['sha256']}"
+        reply = self.call("GET", where, timeout=60, expected=[404], stream=True)
+        if reply.status_code == 404:
+            return False
+        try:
+            with reply, open(path, "wb") as file:
+                file.writelines(reply.iter_content(1 << 20))
+        except CUT_OFF:
+            return False
+        if sha256_of(path) != record["sha256"]:
+            raise RuntimeError(f"policy {record['version']} was damaged in transit: wrong SHA-256")
+        return True
+
+    def put_group(self, body):
+        """Sends a group. Returns "", or why the trainer refused it. Waits without a limit while the
+        trainer's queue is full, as a step or an evaluation may take long."""
+        wait = Wait(f"space for a group in the queue of {self.url}")
+        while not (reply := self.call("POST", "/group", data=body, timeout=60, expected=[503])).ok:
+            wait.sleep(reply.text)
+        return reply.json()["refused"]
 
 
 def check_settings(theirs, mine):

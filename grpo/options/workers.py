@@ -21,7 +21,7 @@ import safetensors.torch
 
 from grpo.log import announced, in_background, say
 from grpo.options.gate import Busy, Gate, listen, token_for
-from grpo.proof import proof_of, sample_proof
+from grpo.options.policy_proof import proof_of, sample_proof
 from grpo.stop import Wait
 from grpo.weights import trained_weights
 from grpo.wire import sha256_of, unpack_group

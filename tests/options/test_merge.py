@@ -12,9 +12,9 @@ from fakes import tiny_policy
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo.options.lora import merge_adapters
 from grpo.options.merge import merge, merge_into
 from grpo.policy import load_policy
-from grpo.weights import merge_adapters
 
 PROMPT, COMPLETION = [5, 6, 7, 8], [40, 41, 42, 2]
 

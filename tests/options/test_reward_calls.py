@@ -16,7 +16,7 @@ import pytest
 from fakes import MIXED, FakeEngine, a_recipe, prompts_of, sampled
 
 import grpo_ref_split as trainer
-from grpo import client, log, rollout
+from grpo import log, remote, rollout
 from grpo import task as task_module
 from grpo.constants import Constants
 from grpo.options.reward_processes import start_processes
@@ -238,7 +238,7 @@ def test_as_many_begin_as_the_constant_says(number, tiny, monkeypatch):
     c = Constants(trainer.DEFAULTS | constants)
     children = set(psutil.Process().children())
     refusing = SimpleNamespace(check=lambda *_: sys.exit("another model"))
-    monkeypatch.setattr(client, "ReferenceClient", lambda *_: refusing)
+    monkeypatch.setattr(remote, "ReferenceClient", lambda *_: refusing)
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="another model"):
         patch.setattr(task_module, "load_split", None)  # the server is asked before
         prepare(c, needs_server=True)

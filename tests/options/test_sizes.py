@@ -29,9 +29,9 @@ from grpo.forward import CompletionModel, checkpoint_layers
 from grpo.metrics import Clock
 from grpo.options import sample_sizes as sampling
 from grpo.options import sizes as training
+from grpo.options.lora import MergedAdapters
 from grpo.sampler import sample_groups, stream_groups
 from grpo.start import USUAL, fit_sizes
-from grpo.weights import MergedAdapters
 
 CASES = [  # memory.MODELS' shape, prompt, completion, group, LoRA rank, checkpointing
     ((256, 3, 4, 2, 512, 8192, False), 64, 32, 4, 0, True),
@@ -70,7 +70,7 @@ def test_computed_and_tried_sizes_are_those_of_living_tensors(case, monkeypatch)
     monkeypatch.setattr(grpo_loss_triton, "CHUNK_BYTES", BF16 * m.vocab * m.hidden)
     monkeypatch.setattr(grpo_loss_triton, "slabs", lambda *_: iter(()))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setattr("grpo.weights.has_room", lambda *_: False)  # for merged adapters
+    monkeypatch.setattr("grpo.options.lora.has_room", lambda *_: False)  # for merged adapters
     monkeypatch.setattr(training.dist, "get_world_size", lambda: 1)
     sizes = {"MICRO_BATCH_TOKENS": 1024, "GRADIENT_CHECKPOINTING": checkpointing}
     own = {

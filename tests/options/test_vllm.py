@@ -18,9 +18,10 @@ pytest.importorskip("vllm")
 from processes import command_of, kill, launch, start
 
 from demo import free_port
+from grpo.options.policy_proof import check_proof
 from grpo.options.tiny_model import make_tokenizer
 from grpo.options.vllm_policy import VLLMPolicy
-from grpo.proof import MISMATCH, check_proof
+from grpo.proof import MISMATCH
 from tasks import arithmetic
 
 pytestmark = pytest.mark.vllm

@@ -13,9 +13,8 @@ import torch
 from fakes import ALL_RIGHT, ALL_WRONG, MIXED, PROMPTS, a_recipe, tiny_policy
 from trainer_side import Policy, change, end, publish, serving, weights
 
-from grpo.client import TrainerClient
 from grpo.options import worker as worker_module
-from grpo.options.worker import Worker, run_worker
+from grpo.options.worker import TrainerClient, Worker, run_worker
 from grpo.options.workers import Workers
 from grpo.rollout import Stream, tally
 from grpo.stop import TooLong

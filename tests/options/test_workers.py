@@ -9,9 +9,9 @@ import requests
 from helpers import call, refused
 from trainer_side import Policy, change, file_of, post, publish, sample_of, serving, weights
 
-from grpo.client import TrainerClient
 from grpo.options import workers as workers_module
-from grpo.proof import check_proof
+from grpo.options.policy_proof import check_proof
+from grpo.options.worker import TrainerClient
 from grpo.sample import Sample
 from grpo.stop import TooLong
 from grpo.wire import sha256_of

@@ -12,8 +12,9 @@ from families import tiny_model
 import grpo_loss_triton
 from grpo import loss as plain_loss
 from grpo import sampler
-from grpo.cached import CachedDecoder, PlainDecoder
+from grpo.cached import CachedDecoder
 from grpo.forward import CompletionModel
+from grpo.options.plain_decoder import PlainDecoder
 from rehearsal.cuda import CUDAGraph
 from rehearsal.events import counted
 

@@ -7,13 +7,14 @@ import torch
 from families import PROMPTS, TOLERANCE, assert_plain_logps, tiny_model
 
 from grpo import sampler, shared_prompt
-from grpo.cached import CachedDecoder, PlainDecoder
+from grpo.cached import CachedDecoder
 from grpo.decoder import make_decoder
 from grpo.options.cuda_graph import (
     GraphedDecoder,
     GraphedSharedDecoder,
     can_record,
 )
+from grpo.options.plain_decoder import PlainDecoder
 from grpo.sampler import sample_groups
 from grpo.shared_prompt import LlamaDecoder, SharedDecoder
 from rehearsal.events import counted

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 import grpo_ref_split as trainer
 import ref_server
 from demo import free_port
-from grpo import client
 from grpo import reference as reference_module
+from grpo import remote
 from grpo.start import USUAL
 from grpo.wire import pack_ids, pack_logps, unpack_ids, unpack_logps
 from rehearsal.events import counted
@@ -84,7 +84,7 @@ class Server:
 
 def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_path, monkeypatch):
     server = Server(str(tiny))
-    monkeypatch.setattr(client, "ReferenceClient", lambda url, limit: server)
+    monkeypatch.setattr(remote, "ReferenceClient", lambda url, limit: server)
     batches, waits, real = [], [], trainer.batch_loss
 
     def accumulate(*args, real=trainer.accumulate, **kwargs):

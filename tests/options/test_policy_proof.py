@@ -6,7 +6,8 @@ import pytest
 import torch
 from fakes import PROMPTS, a_recipe, move, tiny_policy
 
-from grpo.proof import NOISE, check_proof, proof_of, sample_proof
+from grpo.options.policy_proof import check_proof, proof_of, sample_proof
+from grpo.proof import NOISE
 from grpo.weights import trained_weights
 
 

@@ -1,0 +1,141 @@
+"""LORA_RANK: trains adapters of that rank, while the model itself is frozen.
+
+Every linear layer but the LM head gets an adapter, W x + 2 B A x, with B = 0 at first (LoRA,
+2106.09685, sec. 4.1). PEFT makes them and writes their files. While tokens are sampled they are
+merged, and the reference is the model without them.
+"""
+
+import contextlib
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+LORA_SCALE = 2  # s = alpha / rank, in W + s B A
+ALL = "all-linear"  # PEFT's name for every linear layer but the LM head
+
+
+def add_adapters(model, rank):
+    """Freezes the model and adds adapters, which alone are trained."""
+    from peft import LoraConfig
+
+    config = LoraConfig(r=rank, lora_alpha=LORA_SCALE * rank, target_modules=ALL)
+    config.task_type = "CAUSAL_LM"  # else PEFT's Auto classes do not load what is saved
+    model.add_adapter(config)
+
+
+# --- Merged -------------------------------------------------------------------------
+@torch.no_grad()
+def merge_adapters(model, tensors):
+    """Yields (name, weight) for all weights of a policy, one at a time. If `tensors` (by name)
+    has an adapter for a layer of the base `model`, its weight is W + s B A, else the model's own.
+    Raises ValueError if the model lacks a layer."""
+    adapters = {name.split(".lora_A.")[0]: name for name in tensors if ".lora_A." in name}
+    weights = dict(model.named_parameters())
+    if missing := [path for path in adapters if f"{path}.weight" not in weights]:
+        raise ValueError(f"the model has no layer {missing[0]}: MODEL must be the adapter's base")
+    for name, weight in weights.items():
+        path = name.removesuffix(".weight")
+        if a := adapters.get(path):
+            b = a.replace("lora_A", "lora_B")
+            weight = merged_weight(model.get_submodule(path), tensors[a], tensors[b])
+        yield name, weight.detach()
+
+
+def merged_weight(layer, a, b):
+    """Returns W + s B A in the dtype of W. The sum is made in float32 and rounded once."""
+    update = LORA_SCALE * (b.float() @ a.float()).to(layer.weight.device)
+    if isinstance(layer, Conv1D):  # GPT-2 keeps matrices transposed
+        update = update.T
+    return (layer.weight.float() + update).to(layer.weight.dtype)
+
+
+def adapted_layers(model):
+    """Returns [(parent, its name for the layer, layer)] of the layers that have an adapter."""
+    paths = [(path.rpartition("."), x) for path, x in model.named_modules() if hasattr(x, "lora_A")]
+    return [(model.get_submodule(parent), name, layer) for (parent, _, name), layer in paths]
+
+
+# --- Without adapters ---------------------------------------------------------------
+@contextlib.contextmanager
+def adapters_off(model):
+    """In the block the adapters are off, so the model is the frozen base model. PEFT's own switch
+    would also change which parameters have a gradient."""
+    layers = adapted_layers(model)
+    try:
+        for parent, name, layer in layers:
+            setattr(parent, name, layer.base_layer)
+        yield
+    finally:
+        for parent, name, layer in layers:
+            setattr(parent, name, layer)
+
+
+@contextlib.contextmanager
+def swapped(model, tensors):
+    """In the block the parameters named in `tensors` have those values, on the model's device."""
+    parameters = dict(model.named_parameters())
+    own = {name: parameters[name].data for name in tensors}
+    try:
+        for name, tensor in tensors.items():
+            parameters[name].data = tensor
+        yield
+    finally:
+        for name, tensor in own.items():
+            parameters[name].data = tensor
+
+
+class MergedAdapters:
+    """Inside `with`, each layer that has an adapter is a plain layer with W + 2 B A: one matrix
+    product, while an adapter needs four more operations. Outside, the model is unchanged, with its
+    own W, which is never written.
+
+    The object holds copies of all matrices with adapters, in their dtype. If a GPU has less than
+    twice their size free, it holds nothing and changes nothing.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model):
+        adapted = adapted_layers(model)
+        self.layers = []  # (parent, its name for the layer, layer, what is under it, W, merged W)
+        if adapted and not has_room(model, sum(layer.weight.nbytes for *_, layer in adapted)):
+            return
+        for parent, name, layer in adapted:
+            base, (adapter,) = layer.base_layer, layer.active_adapters
+            a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+            merged = torch.nn.Parameter(merged_weight(base, a, b), requires_grad=False)
+            self.layers.append((parent, name, layer, base, base.weight, merged))
+
+    def __enter__(self):
+        for parent, name, _, base, _, merged in self.layers:
+            base.weight = merged
+            setattr(parent, name, base)
+
+    def __exit__(self, *_):
+        for parent, name, layer, base, own, _ in self.layers:
+            base.weight = own
+            setattr(parent, name, layer)
+
+
+def has_room(model, size):
+    """Returns whether the model's device has twice `size` bytes free; the rest is for the KV
+    cache."""
+    device = model.device
+    if device.type == "cpu":
+        return True
+    memory = torch.accelerator
+    cached = memory.memory_reserved(device) - memory.memory_allocated(device)
+    return memory.get_memory_info(device)[0] + cached >= 2 * size
+
+
+class ReferenceAdapters:
+    """The adapters of a reference that is the policy's `model`: none, or those of a refresh."""
+
+    def __init__(self, model):
+        self.model, self.tensors = model, {}  # by name, on the model's device
+
+    def as_reference(self):
+        """Returns a context in which the model is the reference."""
+        return swapped(self.model, self.tensors) if self.tensors else adapters_off(self.model)
+
+    def load(self, tensors):
+        self.tensors = {name: tensor.to(self.model.device) for name, tensor in tensors.items()}

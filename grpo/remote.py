@@ -1,0 +1,79 @@
+"""REF_SERVER: the reference is the model of ref_server.py, which scores while a rank samples."""
+
+import json
+import queue
+from concurrent.futures import wait
+
+import requests
+
+from grpo.client import Client
+from grpo.log import in_background
+from grpo.reference import Answer
+from grpo.stop import Refused, Wait
+from grpo.wire import check_facts, facts_of, pack_ids, unpack_logps
+
+REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is sent alone
+
+
+class RemoteReference:
+    """ref_server.py's model. A thread sends one request at a time: groups that are sampled
+    meanwhile go together in the next one. If the server dies, the thread repeats its request."""
+
+    def __init__(self, server):
+        self.server, self.info = server, server.info
+        self.asked = queue.SimpleQueue()
+        in_background(self._ask)
+
+    def logps(self, group):
+        answer = Answer(self._wait)
+        self.asked.put((group, answer))
+        return answer
+
+    def _ask(self):
+        while True:
+            request, tokens = [], 0
+            while not request or not self.asked.empty() and tokens < REQUEST_TOKENS:
+                request.append(self.asked.get())
+                tokens += len(request[-1][0].prompt) + len(request[-1][0].ids)
+            groups, answers = zip(*request, strict=True)
+            try:
+                for answer, logps in zip(answers, self.server.score(groups), strict=True):
+                    answer.set_result(logps)
+            except Exception as error:  # noqa: BLE001 (raised in the main thread, by result)
+                for answer in answers:
+                    answer.set_exception(error)
+
+    def _wait(self, answer):
+        waiting = Wait(f"the reference's log-probs from {self.server.url}")
+        while not wait([answer], timeout=1).done:
+            waiting.sleep("it has not scored them yet", pause=0)
+
+
+class ReferenceClient(Client):
+    """The client of ref_server.py."""
+
+    command = "python ref_server.py"
+    limit_of_body = "MAX_BODY_BYTES of ref_server.py"
+    info = None  # /info's answer, once check() has accepted it
+
+    def check(self, model, tokenizer, temperature):
+        """Raises SystemExit if the reference does not fit the policy `model`."""
+        try:
+            info = dict(self.call("GET", "/info").json())
+        except (requests.RequestException, ValueError, RuntimeError) as error:
+            raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {error}") from error
+        where = f"{info.get('model')} at {self.url}"
+        check_facts(info, facts_of(tokenizer, temperature), where, model)
+        self.info = info
+
+    def score(self, groups):
+        """Returns the reference's log-probs (N,) of each group."""
+        body, patience = pack_ids(groups), {"wait": self.limit}
+        reply = self.call("POST", "/score", data=body, params=patience, timeout=self.limit + 30)
+        now = json.loads(reply.headers.get("X-Info", "null"))
+        if now != self.info:
+            raise Refused(
+                f"{self.url} now serves the reference {now}; at the start it was {self.info}:"
+                " restart the server with that one"
+            )
+        return unpack_logps(reply.content, groups)
