@@ -9,7 +9,7 @@ import functools
 import math
 
 from grpo.log import say
-from grpo.rewards import TaskError, called
+from grpo.rewards import TaskError, called, has_turns
 from grpo.task import DATED, Recipe, load_chat, load_split, load_task, reward_group
 
 
@@ -113,7 +113,7 @@ def check_gold(recipe, item, tokenizer, opening):
         for turn in [text] if isinstance(text, str) else text:
             said.append(as_seen(opening, turn) if opened else turn)
             opened = not any(string in turn for string in c.STOP_STRINGS)
-        text = turns.play(recipe, item, said)
+        text, _ = turns.play(recipe, item, said)
         turns.show_turns(recipe, tokenizer, text)
     else:
         text = as_seen(opening, text)
@@ -128,7 +128,7 @@ def gold_of(recipe, item, must, or_none=False):
     """Returns gold(item), or item["answer"] without gold(): a right text, or a list of the model's
     turns if the task has reply(). Raises TaskError with `must` for anything else."""
     task = recipe.task
-    kinds = (str, list) if hasattr(task, "reply") else str
+    kinds = (str, list) if has_turns(task) else str
     gold = lambda: task.gold(item) if hasattr(task, "gold") else str(item["answer"])
     holds = lambda got: (isinstance(got, kinds) and got != []) or (got is None and or_none)
     return called(recipe.c.TASK, f"gold({item!r:.500})", must, gold, holds)

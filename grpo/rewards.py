@@ -63,6 +63,16 @@ def task_file(name):
     return name if name.endswith(".py") else f"tasks/{name}.py"
 
 
+def has_turns(task):
+    """Returns whether a completion may have several turns."""
+    return hasattr(task, "reply") or hasattr(task, "Environment")
+
+
+def environment_rewards(task):
+    """Returns whether the task's environments reward their completions themselves."""
+    return hasattr(getattr(task, "Environment", None), "rewards")
+
+
 class TooSlow(BaseException):
     """A call took too long. Not an Exception: a task that catches those must not hide it."""
 

@@ -72,8 +72,9 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
     waiting = deque()  # (group, its samples' texts, the Futures of their rewards)
 
     def finish(group, texts, futures):
+        given = [sample.rewards for sample in group.samples]  # by environments
         with timed():
-            rewards = reward_group(recipe, group.item, texts, futures)
+            rewards = reward_group(recipe, group.item, texts, futures, given)
         for sample, given in zip(group.samples, rewards, strict=True):
             sample.rewards = given
         return group

@@ -18,7 +18,8 @@ class Sample:
     is_model_token: list[bool] | None = None  # False: the task added the id (turns); None: all True
     text: str | list[str] | None = None  # as the task sees it; a list of turns: model, task, ...
     prompt: list[int] | None = None  # ids; the samples of a group share the list
-    rewards: dict | None = None  # floats by name; NaN: does not apply
+    # Floats by name; NaN: does not apply. From the sampler: those of the environment
+    rewards: dict | None = None
     ref_logps: list[float] | None = None  # of the reference; None if KL_BETA is 0
     advantage: float = 0.0
     weight: float = 0.0  # of each of the model's tokens in the step's loss

@@ -23,6 +23,8 @@ from grpo.rewards import (
     TaskError,
     TooSlow,
     called,
+    environment_rewards,
+    has_turns,
     import_file,
     task_file,
     timely,
@@ -50,7 +52,7 @@ def load_task(name):
     module = module_at if name.endswith(".py") else by_name
     task = called(name, "the file", "be a module that Python can import", lambda: module(name))
     rewards = "group_rewards" if hasattr(task, "group_rewards") else "rewards"
-    for function in ("load", "messages", rewards):
+    for function in ("load", "messages", *[rewards] * (not environment_rewards(task))):
         if not hasattr(task, function):
             raise TaskError(name, function, "is missing", "be a function, as in tasks/gsm8k.py")
     return task
@@ -101,7 +103,7 @@ class Recipe:
     @property
     def has_turns(self):
         """Whether a completion may have several turns."""
-        return hasattr(self.task, "reply")
+        return has_turns(self.task)
 
     @property
     def chat_options(self):
@@ -220,9 +222,9 @@ def ids_of(c, task, item, tokenizer, date=""):
 
 # --- Rewards --------------------------------------------------------------------------
 def calls_of(task, item, texts):
-    """Returns the calls that reward a group: [(function, item, text or texts)]. If the task has
-    reply(), a plain text becomes a completion of one turn."""
-    if hasattr(task, "reply"):
+    """Returns the calls that reward a group: [(function, item, text or texts)]. If completions may
+    have several turns, a plain text becomes a completion of one turn."""
+    if has_turns(task):
         texts = [[text] if isinstance(text, str) else text for text in texts]
     alone = [("rewards", item, text) for text in texts if hasattr(task, "rewards")]
     return alone + [("group_rewards", item, texts)] * hasattr(task, "group_rewards")
@@ -234,19 +236,26 @@ def begin_rewards(recipe, item, texts):
     return [submit(*call) for call in calls] if submit else []
 
 
-def reward_group(recipe, item, texts, futures=()):
+def reward_group(recipe, item, texts, futures=(), given=None):
     """Returns a dict of floats for each completion's text, in REWARD_WEIGHTS' order; NaN means that
-    a reward does not apply. `futures` is the result of begin_rewards, if it was called.
+    a reward does not apply. `futures` is the result of begin_rewards, if it was called. `given` are
+    the rewards of each completion's environment; None: they are found by playing the turns again.
 
     Raises RuntimeError if the task raises (that is a bug, not a reward) or takes too long;
     TaskError if the rewards do not have the names in REWARD_WEIGHTS.
     """
-    given = given_rewards(recipe, item, texts, futures)
-    return [named_floats(recipe, g, item, text) for g, text in zip(given, texts, strict=True)]
+    if given is None and environment_rewards(recipe.task):
+        from grpo.options.turns import play
+
+        said = [[text] if isinstance(text, str) else text[::2] for text in texts]
+        given = [play(recipe, item, turns)[1] for turns in said]
+    found = given_rewards(recipe, item, texts, futures, given)
+    return [named_floats(recipe, r, item, text) for r, text in zip(found, texts, strict=True)]
 
 
-def given_rewards(recipe, item, texts, futures=()):
-    """Returns a dict of rewards by name for each text, from rewards() and group_rewards()."""
+def given_rewards(recipe, item, texts, futures=(), given=None):
+    """Returns a dict of rewards by name for each text: those of its environment (`given`), of
+    rewards(), and of group_rewards()."""
     task, name, results = recipe.task, recipe.c.TASK, []
     seconds, calls = recipe.c.REWARD_TIMEOUT_SECONDS, calls_of(task, item, texts)
     what = f"{task_file(name)}'s rewards of question {item.get('question', item)!r:.80}"
@@ -255,8 +264,8 @@ def given_rewards(recipe, item, texts, futures=()):
         with announced(what) if futures else timely(seconds, what):
             for future in futures:
                 results.append(future.result())
-            for function, *given in calls[len(futures) :]:
-                results.append(getattr(task, function)(*given))
+            for function, *arguments in calls[len(futures) :]:
+                results.append(getattr(task, function)(*arguments))
     except (Exception, SystemExit, TooSlow) as error:  # a task's sys.exit() is a mistake, too
         function, _, seen = calls[len(results)]
         slow = isinstance(error, TooSlow)
@@ -273,11 +282,13 @@ def given_rewards(recipe, item, texts, futures=()):
     if not is_list or len(together) != len(texts):
         raise TaskError(name, "group_rewards()", f"returned {together!r:.500}", must)
     merged = []
-    for one, other in zip(map(by_name, alone), map(by_name, together), strict=True):
-        if one.keys() & other.keys():
-            got = f"returned {other!r:.500}, and rewards() returned {one!r:.500}"
-            raise TaskError(name, "group_rewards()", got, "use names that rewards() does not use")
-        merged.append(one | other)
+    given = [{} if one is None else one for one in given or [None] * len(texts)]
+    for parts in zip(*(map(by_name, part) for part in (given, alone, together)), strict=True):
+        merged.append({name: value for part in parts for name, value in part.items()})
+        if len(merged[-1]) < sum(map(len, parts)):
+            got = f"returned {parts!r:.500}"
+            must = "use different names"
+            raise TaskError(name, "Environment.rewards(), rewards() and group_rewards()", got, must)
     return merged
 
 
@@ -292,6 +303,7 @@ def named_floats(recipe, rewards, item, text):
         if all(rewards[name] is None or math.isfinite(floats[name]) for name in names):
             return floats
     given = [f"{name}()" for name in ("rewards", "group_rewards") if hasattr(recipe.task, name)]
+    given += ["Environment.rewards()"] * environment_rewards(recipe.task)
     raise TaskError(
         recipe.c.TASK,
         " and ".join(given),

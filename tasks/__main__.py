@@ -71,12 +71,12 @@ def make_model(recipe, out):
 def with_replies(recipe, item, said):
     """Returns the text of a completion in which the model says `said`, a text or a list of its
     turns; a reply stands inside the model's turn after one of STOP_STRINGS, else in a user turn."""
-    if not hasattr(recipe.task, "reply"):
+    if not recipe.has_turns:
         return said
     from grpo.options.tiny_model import USER_TURN
     from grpo.options.turns import play
 
-    text, turns = "", play(recipe, item, [said] if isinstance(said, str) else said)
+    text, (turns, _) = "", play(recipe, item, [said] if isinstance(said, str) else said)
     for turn, reply in zip(turns[::2], [*turns[1::2], ""], strict=True):
         inside = not reply or turn.endswith(tuple(recipe.c.STOP_STRINGS))
         text += turn + (reply if inside else USER_TURN.format(reply))

@@ -64,7 +64,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "sizes": "grpo.start",  # a GPU, and "auto"
     "stop_strings": "grpo.policy",  # STOP_STRINGS
     "teacher": "grpo.reference",  # REFERENCE
-    "turns": "grpo.rollout grpo.prepare",  # a task with reply(), and its preview
+    "turns": "grpo.rollout grpo.prepare grpo.task",  # a task with reply(), and its preview
     "vllm_policy": "grpo.policy",  # SAMPLER
     "worker": "grpo_ref_split",  # the role
     "workers": "grpo.start",  # PUBLISH_STEPS

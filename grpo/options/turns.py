@@ -1,31 +1,101 @@
-"""Completions of several turns, for a task with `reply(item, turns)`: tools, games, environments.
+"""A task with class Environment, or reply(item, turns): completions of several turns.
 
     groups = stream_turns(policy, recipe, prompts, ...)    # yields what policy.stream does
 
-When the model ends its turn, reply() returns the text that follows, or None to end the talk (one
-conversation). `turns` has the texts so far: model, task, model, ... After a stop string the reply
-stands inside the model's turn; after EOS it is a user turn by the model's chat template. Ids are
-only appended; no text is tokenised again. The task's ids are not trained (docs/turns.md).
+Each completion has an Environment(item) of its own. When the model ends its turn, reply(turn)
+returns what follows, a text or a message, or None to end the talk (one conversation). After a stop
+string the reply stands inside the model's turn; after EOS it is a turn of its own by the model's
+chat template. Ids are only appended; no text is tokenised again. The task's ids are not trained
+(docs/turns.md).
 """
 
+import functools
 import re
 import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import jinja2
 
 from grpo.log import announced, in_background, say
 from grpo.models import stop_ids
-from grpo.rewards import SOONER, TaskError, called, task_file, timely
+from grpo.rewards import SOONER, TaskError, called, environment_rewards, task_file, timely
 from grpo.sample import Sample
 
-MUST = "return the text that follows the model's turn, or None to end the conversation"
+MUST = "return what follows the model's turn, a text or a message with role and content, or None"
 MARK = "\u2402"  # a placeholder for the model's turn, to find its end in the chat template
 # We wait for each reply until one takes longer than this. From then on replies arrive in any order,
 # which decides the random numbers of the next turns: only a run with quick replies repeats exactly
 QUICK_SECONDS = 0.05
+
+
+# --- Environments ---------------------------------------------------------------------
+class OfReply:
+    """The environment of a task with reply(item, turns), which keeps no state but the texts."""
+
+    def __init__(self, task, item):
+        self.task, self.item, self.turns = task, item, []
+
+    def reply(self, turn):
+        self.turns.append(turn)
+        answer = self.task.reply(self.item, list(self.turns))
+        self.turns.append(answer)
+        return answer
+
+
+class Environment:
+    """The task's environment of one completion, whose answers are checked. It is made with its
+    first call: that may take long, and is made in the thread that calls reply()."""
+
+    def __init__(self, recipe, item):
+        self.recipe, self.item, self.real, self.closed = recipe, item, None, False
+
+    def _call(self, name, must, holds, *given):
+        """Returns the result of a method. TaskError if it fails, or returns something else."""
+        c, task = self.recipe.c, self.recipe.task
+        if self.real is None:
+            make = getattr(task, "Environment", functools.partial(OfReply, task))
+            what, whole = f"Environment({self.item!r:.500})", "return an object with reply(turn)"
+            self.real = called(c.TASK, what, whole, lambda: make(self.item), has_reply)
+            if self.closed:  # by the main thread, meanwhile
+                self.close()
+        shown = f"{name}({', '.join(f'{x!r:.500}' for x in given)}) for {self.item!r:.500}"
+        return called(c.TASK, shown, must, lambda: getattr(self.real, name)(*given), holds)
+
+    def reply(self, turn):
+        """Returns None, or the message that follows the model's turn."""
+        got = self._call("reply", MUST, is_answer, turn)
+        if got is None:
+            return None
+        role, text = (got["role"], got["content"]) if isinstance(got, dict) else ("user", got)
+        return {"role": role, "content": text.encode(errors="replace").decode()}  # half a character
+
+    def rewards(self, turns):
+        """Returns the environment's own rewards of its completion; {} without rewards()."""
+        if not environment_rewards(self.recipe.task):
+            return {}
+        return self._call("rewards", "return a reward, or a dict of rewards", is_any, turns)
+
+    def close(self):
+        """Calls the environment's close(), if it has one, once."""
+        self.closed, real, self.real = True, self.real, None
+        if hasattr(real, "close"):
+            called(self.recipe.c.TASK, "close()", "end the environment", real.close)
+
+
+def has_reply(real):
+    return callable(getattr(real, "reply", None))
+
+
+def is_answer(got):
+    message = isinstance(got, dict) and [got.get("role"), got.get("content")]
+    return isinstance(got, str | None) or (message and all(isinstance(x, str) for x in message))
+
+
+def is_any(got):
+    return True
 
 
 # --- One talk -------------------------------------------------------------------------
@@ -35,6 +105,7 @@ class Talk:
 
     prompt: tuple  # key and ids, as policy.stream takes them
     group: list  # all talks of the same group
+    environment: Environment
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     is_model_token: list[bool] = field(default_factory=list)
@@ -48,22 +119,16 @@ class Talk:
         self.turns = [*self.turns, text]
 
 
-def ask(recipe, item, turns):
-    """Returns the task's reply. TaskError if reply() fails, or returns neither a text nor None."""
-    call = f"reply({item!r:.500}, {turns!r:.500})"
-    reply = lambda: recipe.task.reply(item, list(turns))
-    got = called(recipe.c.TASK, call, MUST, reply, lambda got: isinstance(got, str | None))
-    return got and got.encode(errors="replace").decode()  # of a tool: perhaps half a character
-
-
-def bridge(tokenizer, eos_ids, last, reply, options):
+def bridge(tokenizer, eos_ids, last, message, options):
     """Returns the ids between two turns of the model, if the first turn ended with the id `last`.
-    No text in the reply becomes a special token: it could end the turn and forge another one.
-    `options` are the chat template's. SystemExit if the template can't hold the reply."""
-    plain, reply = reply, without_specials(tokenizer, reply, eos_ids)
+    No text in the reply (`message`, role and content) becomes a special token: it could end the
+    turn and forge another one. `options` are the chat template's. SystemExit if the template can't
+    hold the reply."""
+    plain = message["content"]
+    reply = without_specials(tokenizer, plain, eos_ids)
     if last not in eos_ids or not tokenizer.chat_template:
         return ids_in_pieces(tokenizer, reply)
-    said = ("user", "."), ("assistant", MARK), ("user", reply)
+    said = ("user", "."), ("assistant", MARK), (message["role"], reply)
     chat = [{"role": role, "content": text} for role, text in said]
     options = {"add_generation_prompt": True, "tokenize": False} | options
     try:
@@ -112,11 +177,19 @@ def stream_turns(policy, recipe, prompts, *, group_size, max_sequences, max_new_
     turns of a completion, the task's too, have at most `max_new_tokens` together."""
     talks = Talks(policy, recipe, prompts, group_size, max_sequences, max_new_tokens)
     limits = {"max_sequences": max_sequences, "max_new_tokens": max_new_tokens}
-    for begun, (turn,) in policy.stream(talks.begin(), group_size=1, **limits, **settings):
-        talks.take(begun.pop(), turn)
-        while talks.ended:
-            yield talks.ended.popleft()
-    yield from talks.ended  # ended by replies that came when no turn was left to sample
+    try:
+        for begun, (turn,) in policy.stream(talks.begin(), group_size=1, **limits, **settings):
+            talks.take(begun.pop(), turn)
+            while talks.ended:
+                yield talks.ended.popleft()
+        while talks.asked:  # that ended when no turn was left to sample
+            talks.wait()
+            talks.hear()
+        yield from talks.ended
+    finally:  # also after an error or Ctrl-C, or if the stream is not read to its end
+        for talk in talks.open:
+            with suppress(TaskError):  # all of them, and the first error is the one to see
+                talk.environment.close()
 
 
 class Talks:
@@ -126,8 +199,9 @@ class Talks:
     def __init__(self, policy, recipe, prompts, group_size, max_sequences, limit):
         self.policy, self.recipe, self.prompts = policy, recipe, prompts
         self.group_size, self.most, self.limit = group_size, max_sequences, limit
-        self.ready, self.asked = deque(), []  # talks; (talk, Future of its reply, time of the call)
-        self.ended = deque()  # groups, as stream_turns yields them
+        # Talks; (talk, Future of what its environment is asked, time of the call, what then)
+        self.ready, self.asked = deque(), []
+        self.open, self.ended = [], deque()  # talks; groups, as stream_turns yields them
         self.running, self.quick = 0, True  # sequences now; whether all replies were quick
 
     def begin(self):
@@ -141,48 +215,58 @@ class Talks:
                 self.running += 1
                 yield [talk], talk.prompt[1] + talk.ids, 1, self.limit - len(talk.ids)
             elif room and (prompt := next(self.prompts, None)):
-                group = []
-                opened = {"opening": self.recipe.opening(prompt[1])}
-                group += [Talk(prompt, group, **opened) for _ in range(self.group_size)]
+                group, opening = [], self.recipe.opening(prompt[1])
+                for _ in range(self.group_size):
+                    environment = Environment(self.recipe, prompt[0][1])
+                    group.append(Talk(prompt, group, environment, opening=opening))
+                self.open += group
                 self.running += self.group_size
                 yield group[::-1], prompt[1], self.group_size, self.limit
             elif self.asked and not self.running:
-                with announced(f"{len(self.asked)} replies of {task_file(self.recipe.c.TASK)}"):
-                    answers = [answer for _, answer, _ in self.asked]
-                    wait(answers, max(0, self.left(self.asked[0][2])), FIRST_COMPLETED)
+                self.wait()
             else:
                 yield None
 
+    def wait(self):
+        """Waits until an environment has answered, or has taken too long."""
+        with announced(f"{len(self.asked)} replies of {task_file(self.recipe.c.TASK)}"):
+            answers = [answer for _, answer, *_ in self.asked]
+            wait(answers, max(0, self.left(self.asked[0][2])), FIRST_COMPLETED)
+
     def take(self, talk, turn):
-        """Adds a sampled turn to its talk, and calls the task's reply() in a thread."""
+        """Adds a sampled turn to its talk, and asks its environment for the reply."""
         self.running -= 1
         talk.add(turn.ids, turn.logps, True, talk.opening + self.policy.text(turn))
         if turn.truncated:
             self.end(talk, truncated=True)
         else:
-            answer = Future()
-            in_background(self._reply, answer, talk.prompt[0][1], talk.turns)
-            self.asked.append((talk, answer, time.monotonic()))
-            self.quick = self.quick and bool(wait([answer], QUICK_SECONDS).done)
-            self.hear()
+            self.ask(talk, self.go_on, talk.environment.reply, talk.turns[-1])
+        self.hear()
 
-    def _reply(self, answer, item, turns):
+    def ask(self, talk, then, call, *given):
+        """Makes a call in a thread; hear() gives its result to then(talk, result)."""
+        answer = Future()
+        in_background(self._ask, answer, call, given)
+        self.asked.append((talk, answer, time.monotonic(), then))
+        self.quick = self.quick and bool(wait([answer], QUICK_SECONDS).done)
+
+    def _ask(self, answer, call, given):
         try:
-            answer.set_result(ask(self.recipe, item, turns))
+            answer.set_result(call(*given))
         except BaseException as error:  # noqa: BLE001 (raised in the main thread, by hear)
             answer.set_exception(error)
 
     def hear(self):
-        """Continues the talks whose replies have arrived. Raises TaskError if a reply takes too
+        """Continues the talks whose environments have answered. Raises TaskError if one takes too
         long; its thread is abandoned."""
         asked, self.asked, c = self.asked, [], self.recipe.c
-        for talk, answer, when in asked:
+        for number, (talk, answer, when, then) in enumerate(asked):
             if answer.done():
-                self.go_on(talk, answer.result())
+                then(talk, answer.result())
             elif self.left(when) > 0:
-                self.asked.append((talk, answer, when))
+                self.asked.append(asked[number])
             else:
-                call = f"reply({talk.prompt[0][1]!r:.500}, {talk.turns!r:.500})"
+                call = f"reply() for {talk.prompt[0][1]!r:.500} after {talk.turns!r:.500}"
                 slow = f"took more than {c.REWARD_TIMEOUT_SECONDS} s"
                 raise TaskError(c.TASK, call, slow, SOONER)
 
@@ -190,7 +274,8 @@ class Talks:
         return self.recipe.c.REWARD_TIMEOUT_SECONDS - (time.monotonic() - when)
 
     def go_on(self, talk, reply):
-        """Begins the next turn, unless the task has ended the talk or the limit leaves no room."""
+        """Begins the next turn, unless the task has ended the talk (`reply` is None) or the limit
+        leaves no room."""
         tokenizer, eos_ids, last = self.policy.tokenizer, self.policy.eos_ids, talk.ids[-1]
         how, options = (tokenizer, eos_ids, last), self.recipe.chat_options
         ids = None if reply is None else bridge(*how, reply, options)
@@ -198,27 +283,46 @@ class Talks:
         if ids is None or len(talk.ids) + len(ids) >= self.limit:
             self.end(talk, truncated=ids is not None)
         else:
-            talk.add(ids, [0.0] * len(ids), False, reply)
+            talk.add(ids, [0.0] * len(ids), False, reply["content"])
             self.ready.append(talk)
 
     def end(self, talk, truncated):
+        """Asks for the environment's rewards, and closes it."""
         talk.sample = Sample(talk.ids, talk.logps, truncated, talk.is_model_token, talk.turns)
-        if all(group := [other.sample for other in talk.group]):
-            self.ended.append((talk.prompt[0], group))
+        if hasattr(self.recipe.task, "Environment"):
+            self.ask(talk, self.leave, self._last, talk)
+        else:
+            self.leave(talk, {})
+
+    def _last(self, talk):
+        rewards = talk.environment.rewards(list(talk.turns))
+        talk.environment.close()
+        return rewards
+
+    def leave(self, talk, rewards):
+        talk.sample.rewards = rewards
+        self.open.remove(talk)
+        samples = [other.sample for other in talk.group]
+        if all(sample and sample.rewards is not None for sample in samples):
+            self.ended.append((talk.prompt[0], samples))
 
 
 # --- Preview --------------------------------------------------------------------------
 def play(recipe, item, said):
-    """Returns the turns of a talk in which the texts `said` are the model's turns."""
-    turns, seconds = [], recipe.c.REWARD_TIMEOUT_SECONDS
-    for text in said:
-        turns.append(text)
-        with timely(seconds, f"reply() of {task_file(recipe.c.TASK)}"):
-            reply = ask(recipe, item, turns)
-        if reply is None:
-            return turns
-        turns.append(reply)
-    return turns[:-1]
+    """Returns (turns, the environment's rewards) of a talk in which the texts `said` are the
+    model's turns."""
+    turns, environment = [], Environment(recipe, item)
+    try:
+        with timely(recipe.c.REWARD_TIMEOUT_SECONDS, f"reply() of {task_file(recipe.c.TASK)}"):
+            for text in said:
+                turns.append(text)
+                if (reply := environment.reply(text)) is None:
+                    break
+                turns.append(reply["content"])
+            turns = turns[: len(turns) - (len(turns) % 2 == 0)]  # ends with the model
+            return turns, environment.rewards(list(turns))
+    finally:
+        environment.close()
 
 
 def show_turns(recipe, tokenizer, turns):
@@ -230,6 +334,7 @@ def show_turns(recipe, tokenizer, turns):
         if reply is not None:
             inside = any(string in said for string in c.STOP_STRINGS)
             ends = [None] if inside else eos_ids  # its own end is not repeated
-            ids = [bridge(tokenizer, eos_ids, end, reply, options) for end in ends]
+            message = {"role": "user", "content": reply}
+            ids = [bridge(tokenizer, eos_ids, end, message, options) for end in ends]
             text = tokenizer.decode(min(ids, key=len), clean_up_tokenization_spaces=False)
             say(f"reply() {'inside that turn' if inside else 'as a user turn'}: {text!r}")

@@ -34,6 +34,10 @@ from tasks import calculator, guess
 USER = {"role": "user", "content": "How many?"}
 
 
+def message(text, role="user"):
+    return {"role": role, "content": text}
+
+
 @pytest.fixture(scope="module")
 def policy(tiny):
     return tiny_policy(tiny)
@@ -137,7 +141,7 @@ def test_all_turns_together_have_max_completion_tokens(tokenizer, room, truncate
     said, then = "Three?", "Two"
     eos, then_ids = tokenizer.eos_token_id, len(tokenizer(then)["input_ids"]) + 1
     assert 1 < then_ids < 9
-    between = bridge(tokenizer, {eos}, eos, "less", {})
+    between = bridge(tokenizer, {eos}, eos, message("less"), {})
     limit = len(tokenizer(said)["input_ids"]) + 1 + len(between) + room
     actor = Actor(tokenizer, [said, then])
     (group,) = talks(actor, calls(None, "less"), 2, MAX_COMPLETION_TOKENS=limit)
@@ -150,7 +154,7 @@ def test_options_of_the_template_reach_the_bridge(tokenizer):
     tokenizer.chat_template += "{% if not think %}<think></think>{% endif %}"
     eos = tokenizer.eos_token_id
     for options, end in (({}, "<think></think>"), ({"think": True}, "assistant\n")):
-        ids = bridge(tokenizer, {eos}, eos, "less", options)
+        ids = bridge(tokenizer, {eos}, eos, message("less"), options)
         assert tokenizer.decode(ids).endswith(end)
         assert tokenizer.decode(ids).startswith("\n<|im_start|>user\nless<|im_end|>")
 
@@ -163,13 +167,13 @@ def test_options_of_the_template_reach_the_bridge(tokenizer):
 def test_a_template_that_loses_a_reply_is_refused_with_a_sentence(tokenizer, template):
     tokenizer.chat_template, eos = template, tokenizer.eos_token_id
     with pytest.raises(SystemExit, match="MODEL = .*'less'.*STOP_STRINGS"):
-        bridge(tokenizer, {eos}, eos, "less", {})
-    assert bridge(tokenizer, {eos}, 5, "less", {}) == tokenizer("less")["input_ids"]
+        bridge(tokenizer, {eos}, eos, message("less"), {})
+    assert bridge(tokenizer, {eos}, 5, message("less"), {}) == tokenizer("less")["input_ids"]
 
 
 def test_a_model_without_a_template_is_told_the_text(tokenizer):
     tokenizer.chat_template, eos = None, tokenizer.eos_token_id
-    assert bridge(tokenizer, {eos}, eos, "less", {}) == tokenizer("less")["input_ids"]
+    assert bridge(tokenizer, {eos}, eos, message("less"), {}) == tokenizer("less")["input_ids"]
 
 
 HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
@@ -195,7 +199,7 @@ def test_the_templates_of_the_families_make_a_user_turn(family, tokenizer):
     tokenizer.bos_token = "<|im_start|>"  # Llama 3 writes one
     tokenizer.add_tokens([end], special_tokens=True)
     (eos,) = tokenizer(end, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(bridge(tokenizer, {eos}, eos, "R", {})) == expected
+    assert tokenizer.decode(bridge(tokenizer, {eos}, eos, message("R"), {})) == expected
 
 
 # --- What the task is asked -------------------------------------------------------------
@@ -464,5 +468,5 @@ def test_make_tiny_has_the_template_of_the_demo(tmp_path):
 
     tokenizer = tiny_policy(tmp_path).tokenizer
     eos = tokenizer.eos_token_id
-    ids = bridge(tokenizer, {eos}, eos, "more", {})
+    ids = bridge(tokenizer, {eos}, eos, message("more"), {})
     assert tokenizer.decode([eos, *ids]) == BETWEEN.format("more")

@@ -1,0 +1,43 @@
+"""Programs that end with the process that started them, even if that is killed by kill -9.
+
+    with Program(["lean", "--server"], stdin=PIPE, stdout=PIPE, text=True) as program: ...
+
+For environments and rewards that keep a program running. On Linux, PR_SET_PDEATHSIG would follow
+the thread that started the program; the end of a pipe follows the process.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+
+# The shell starts the program, and a guard that waits for the end of the pipe $1: then it kills the
+# whole process group. `read` is the shell's own, so the guard is one process. 9 keeps the standard
+# input, which a shell takes from what it starts with &
+GUARD = """exec 8< "/dev/fd/$1" 9<&0; shift
+"$@" <&9 8<&- 9<&- & program=$!
+{ read -r _ <&8; kill -KILL 0; } > /dev/null 2>&1 & guard=$!
+wait $program; code=$?
+kill -KILL $guard; exit $code"""
+
+
+class Program(subprocess.Popen):
+    """A subprocess.Popen of `command`, a list, in a process group of its own, which kill() ends as
+    a whole; so does the end of this process, or of `with`."""
+
+    def __init__(self, command, **options):
+        read, self.pipe = os.pipe()  # nobody else has the pipe's other end
+        guarded = ["sh", "-c", GUARD, "sh", str(read), *command]
+        try:
+            super().__init__(guarded, pass_fds=[read], start_new_session=True, **options)
+        finally:
+            os.close(read)
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def __exit__(self, *error):
+        self.kill()
+        super().__exit__(*error)
+        os.close(self.pipe)

@@ -1,0 +1,173 @@
+"""class Environment: one for each completion, with a state of its own, closed whatever happens."""
+
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from documents import ROOT
+from fakes import a_recipe, sampled, tiny_policy
+from test_turns import Actor, prompts
+
+from grpo.options.turns import stream_turns
+from grpo.rewards import TaskError
+from grpo.task import reward_group
+from tasks.programs import Program
+
+
+class Counter:
+    """Counts down from the item's secret; the reward is how often it was asked."""
+
+    live, made, ended = set(), [], []
+    lock = threading.Lock()
+
+    def __init__(self, item):
+        self.left, self.asked = item["secret"], 0
+        with self.lock:
+            self.live.add(self)
+            self.made.append(self)
+
+    def reply(self, turn):
+        self.asked += 1
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError("no more")
+        return {"role": "user", "content": f"left {self.left}"} if self.left else None
+
+    def rewards(self, turns):
+        return {"reward": self.asked, "turns": len(turns)}
+
+    def close(self):
+        with self.lock:
+            self.live.discard(self)
+        self.ended.append(self)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    Counter.live, Counter.made, Counter.ended = set(), [], []
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return tiny_policy(tiny).tokenizer
+
+
+def recipe_of(tokenizer, *secrets, environment=Counter, **constants):
+    task = SimpleNamespace(Environment=environment, messages=lambda item: [])
+    own = {"MAX_COMPLETION_TOKENS": 200, "REWARD_WEIGHTS": {"reward": 1.0, "turns": 0.0}}
+    recipe = a_recipe(task=task, **own | {"OUTCOME": "reward", "TASK": "mine"} | constants)
+    recipe.prompts = list(prompts(tokenizer, *secrets))
+    return recipe
+
+
+def test_each_completion_has_an_environment_and_its_own_state(tokenizer):
+    recipe = recipe_of(tokenizer, 3, 1)
+    actor = Actor(tokenizer, ["One", "two", "three"])
+    groups = sampled(actor, recipe, iter(recipe.prompts))
+    found = {g.item["secret"]: [(s.text, s.rewards) for s in g.samples] for g in groups}
+    three = ["One", "left 2", "two", "left 1", "three"], {"reward": 3.0, "turns": 5.0}
+    assert found == {3: [three] * 2, 1: [(["One"], {"reward": 1.0, "turns": 1.0})] * 2}
+    assert len(Counter.made) == len(Counter.ended) == 4 and not Counter.live
+
+
+def test_a_truncated_conversation_is_rewarded_and_closed_too(tokenizer):
+    recipe = recipe_of(tokenizer, 3, MAX_COMPLETION_TOKENS=4)
+    (group,) = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
+    assert all(s.truncated and s.rewards["reward"] <= 1 for s in group.samples)
+    assert not Counter.live
+
+
+def test_all_are_closed_after_an_error(tokenizer):
+    recipe = recipe_of(tokenizer, 5, 0, 5)
+    actor = Actor(tokenizer, ["One", "two", "three", "four", "five"])
+    with pytest.raises(TaskError, match=r"reply\('One'\) for .*failed with ValueError"):
+        sampled(actor, recipe, iter(recipe.prompts))
+    assert len(Counter.made) > 2 and not Counter.live
+
+
+@pytest.mark.parametrize("end", ["closed", "Ctrl-C"])
+def test_all_are_closed_if_the_stream_is_not_read_to_its_end(tokenizer, end):
+    recipe = recipe_of(tokenizer, 1, 5, 5)
+    actor = Actor(tokenizer, ["One", "two", "three", "four", "five"])
+    settings = {"group_size": 2, "max_sequences": 99, "max_new_tokens": 200}
+    groups = stream_turns(actor, recipe, ((p, p[2]) for p in recipe.prompts), **settings)
+    next(groups)
+    assert Counter.live
+    if end == "closed":
+        groups.close()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            groups.throw(KeyboardInterrupt())
+    assert not Counter.live
+
+
+def test_what_an_environment_may_not_return_is_said(tokenizer):
+    for got in (5, {"role": "tool"}, {"role": 1, "content": "x"}):
+        bad = type("Bad", (), {"__init__": lambda self, item: None, "reply": lambda *_, g=got: g})
+        recipe = recipe_of(tokenizer, 1, environment=bad)
+        recipe.task.rewards = lambda item, turns: {"reward": 1, "turns": 1}
+        with pytest.raises(TaskError, match="a text or a message"):
+            sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
+    recipe = recipe_of(tokenizer, 1, environment=lambda item: None)
+    recipe.task.rewards = lambda item, turns: {"reward": 1, "turns": 1}
+    with pytest.raises(TaskError, match="an object with reply"):
+        sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
+
+
+def test_texts_that_were_sampled_before_are_played_again(tokenizer, capsys):
+    """evaluate.py keeps answers, not rewards; the preview plays gold()."""
+    recipe = recipe_of(tokenizer, 3)
+    turns = ["One", "left 2", "two", "left 1", "three"]
+    assert reward_group(recipe, {"secret": 3}, [turns]) == [{"reward": 3.0, "turns": 5.0}]
+    assert not Counter.live
+
+
+# --- Programs -------------------------------------------------------------------------
+STARTER = """
+import sys, time, threading
+from tasks.programs import Program
+
+programs = []
+def start():  # in a thread that ends: PR_SET_PDEATHSIG would kill them with it
+    programs.extend(Program(["sh", "-c", "sleep 987 & sleep 987"]) for _ in range(64))
+
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+print([p.poll() for p in programs].count(None), flush=True)
+time.sleep(987)
+"""
+
+
+def sleeping():
+    """-> the number of processes whose command is the programs'."""
+    return sum(p.info["cmdline"] == ["sleep", "987"] for p in psutil.process_iter(["cmdline"]))
+
+
+def test_programs_end_with_the_process_that_started_them():
+    command = [sys.executable, "-c", STARTER]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout.readline() == "64\n"
+        assert wait_for(lambda: sleeping() == 128)
+        starter.kill()
+    assert wait_for(lambda: sleeping() == 0)
+
+
+def wait_for(holds, seconds=10):
+    end = time.monotonic() + seconds
+    while not (held := holds()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return held
+
+
+def test_a_program_talks_and_gives_its_exit_status():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with Program(["sh", "-c", 'read x; echo "got $x"; exit 3'], **pipes) as program:
+        assert program.communicate("it\n") == ("got it\n", None) and program.returncode == 3
+    with Program(["sleep", "986"]) as program:
+        assert program.poll() is None
+    assert program.returncode == -9
