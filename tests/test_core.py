@@ -19,6 +19,7 @@ OPTIONS = {  # imported only with ...
     "grpo/options/stop_strings.py",  # STOP_STRINGS
     "grpo/options/vllm_policy.py",  # SAMPLER
     "grpo/options/reporters.py",  # REPORT_TO
+    "grpo/options/recut.py",  # a checkpoint of another number of ranks
     "grpo/options/sizes.py",  # a GPU, and "auto"
     "grpo/options/sample_sizes.py",
     "grpo/options/cuda_graph.py",  # NVIDIA's GPU

@@ -56,6 +56,7 @@ MAY = {  # what a module may import of ours
 }
 CHOOSE = {  # who of the core names an option, within the function that switches it on
     "cuda_graph": "grpo.decoder",  # NVIDIA's GPU
+    "recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
     "reporters": "grpo.start",  # REPORT_TO
     "reward_processes": "grpo.prepare",  # REWARD_PROCESSES
     "sample_sizes": "grpo.policy",  # a worker's SAMPLE_BATCH = "auto"
