@@ -13,7 +13,8 @@ the last one of a run that has ended.
 Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. If each machine
 has RUN_DIR on its own disk, it keeps the files of its ranks: the first rank that sees a folder
 makes and renames it. Rank 0's folder, the only one with the model, is renamed last. A checkpoint is
-complete if every rank finds its files with the right sizes; otherwise all ranks skip it.
+complete if every rank finds its files with the right sizes; otherwise all ranks skip it. If the
+number of ranks has changed, each rank needs the files of all.
 """
 
 import contextlib
@@ -246,16 +247,21 @@ def newest(folder):
 
 
 def examine(path):
-    """Returns (state, None) of a checkpoint if this rank finds its files, else (None, fault)."""
-    rank, path = dist.get_rank(), path.absolute()
+    """Returns (state, None) of a checkpoint if this rank finds the files that it needs, else
+    (None, fault)."""
+    rank, world, path, why = dist.get_rank(), dist.get_world_size(), path.absolute(), ""
     try:
         state = json.loads(state_file(path).read_text())
-        # check_resumable refuses another number of ranks
-        for name, size in dict(enumerate(state["files"])).get(rank, {}).items():
+        if (before := len(state["files"])) == world:
+            needed = state["files"][rank]
+        else:
+            needed = {name: size for own in state["files"] for name, size in own.items()}
+            why = f" (saved by {before} ranks; to resume with {world}, each must find all files)"
+        for name, size in needed.items():
             if (found := Path(path, name).stat().st_size) != size:
                 raise ValueError(f"{path / name} has {found} bytes, not {size}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return None, f"rank {rank} on {socket.gethostname()}: {error}"
+        return None, f"rank {rank} on {socket.gethostname()}: {error}{why}"
     return state, None
 
 
@@ -263,16 +269,22 @@ def load(path, engine, stream, reference=None):
     """Collective: restores engine, stream, random number generators and, if one is given, the
     `reference` from what save() wrote."""
     rank, trainer = dist.get_rank(), Path(path, "trainer")
-    # mmap: read as it is copied, else all of it would be in memory beside the engine's own
-    file, how = trainer / f"optimizer_{rank}.pt", {"map_location": "cpu", "mmap": True}
-    part = torch.load(file, weights_only=False, **how)
+    before = len(json.loads(state_file(path).read_text())["files"])  # ranks that saved it
+    if before == dist.get_world_size():
+        # mmap: read as it is copied, else all of it would be in memory beside the engine's own
+        file, how = trainer / f"optimizer_{rank}.pt", {"map_location": "cpu", "mmap": True}
+        part = torch.load(file, weights_only=False, **how)
+        own = json.loads(Path(trainer, f"rank_{rank}.json").read_text())
+    else:
+        from grpo.options.recut import recut
+
+        part, own = recut(trainer, before, engine.optimizer.partition_size, stream.seed)
     # DeepSpeed expects a dict of all ranks' parts and reads its own
     engine.optimizer.load_state_dict({rank: part}, load_from_fp32_weights=True)
     dist.barrier()
     engine.optimizer.update_lp_params()  # the model's weights, from all ranks' float32 ones
     if reference:
         reference.load(safetensors.torch.load_file(trainer / REFERENCE))
-    own = json.loads(Path(trainer, f"rank_{rank}.json").read_text())
     stream.position = own["position"]
     version, numbers, gauss = own["random"]
     random.setstate((version, tuple(numbers), gauss))

@@ -223,8 +223,6 @@ def check_resumable(path, state, now):
     run with the constants `now` can't resume from the checkpoint `path`."""
     before = state["constants"]
     rules = [(name, now[name], before[name]) for name in SAME]
-    # Each rank has its part of the optimiser
-    rules.append(("the number of ranks", dist.get_world_size(), len(state["files"])))
     if state["progress"]["reference"]:  # only the checkpoint has the refreshed reference
         rules.append(("REF_SERVER", now["REF_SERVER"], None))
         rules.append(("KL_BETA", now["KL_BETA"] or 0.0, now["KL_BETA"] or "above 0"))

@@ -1,0 +1,40 @@
+"""Run by options/test_recut.py as ranks: the trainer, with each step's groups from a file. A step
+without a file samples its groups, and rank 0 writes them.
+
+python tests/given_groups.py FOLDER '[{"MODEL": "...", "RUN_DIR": "..."}, ...]'
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [os.path.dirname(HERE), HERE]  # HERE for tasks/even.py
+
+import grpo_ref_split as trainer
+from tasks.arithmetic import SIZES
+
+sample_step = trainer.sample_step
+
+
+def given(run):
+    """As trainer.sample_step, which no rank leaves before all have looked for the file."""
+    kind = "lora" if run.c.LORA_RANK else "full"
+    file = Path(sys.argv[1], f"{kind}_{run.progress.step}.pt")
+    if file.exists():
+        return *torch.load(file, weights_only=False), []
+    found = sample_step(run)[:2]
+    if dist.get_rank() == 0:
+        torch.save(found, file)
+    return *found, []
+
+
+if __name__ == "__main__":
+    SIZES["train"] = 64  # 6000 questions take four seconds at each start
+    trainer.sample_step = given
+    for preset in json.loads(sys.argv[2]):
+        trainer.main(**preset)
