@@ -99,7 +99,7 @@ REFERENCE = None  # without a server: a reference model that has MODEL's tokeniz
 REFERENCE_REFRESH_STEPS = 0  # without a server: the policy becomes the reference every N steps
 
 # --- Optimisation -------------------------------------------------------------------
-STEPS = 500  # optimiser updates (max_steps)
+STEPS = 500  # optimiser updates, and attempts with nothing to train (max_steps)
 LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs about ten times as much
 LORA_RANK = 0  # 16 or 32: trains LoRA adapters of that rank, the model is frozen; 0: full training
 WARMUP_STEPS = 10  # the learning rate rises linearly from 0 in this many steps
@@ -183,13 +183,16 @@ def sample_step(run):
     p.begin_rollout()
     while number := rollout.groups_to_begin(missing, p.flat_share, most - begun):
         before = len(mine)
-        with clock.part("wait"), ranks.all_or_none("sampling"):  # collective
-            share = sample_share(run, number, begun, counts)
-            with clock.part("sample"), run.sampler.follow(p.step):
-                for group, is_flat in share:
-                    sampled.append(group)
-                    if not (is_flat and c.SKIP_FLAT_GROUPS):
-                        mine.append((group, run.reference.logps(group)))  # scored while we sample
+        with (
+            clock.part("wait"),
+            ranks.all_or_none("sampling"),  # collective
+            clock.part("sample"),
+            run.sampler.follow(p.step),
+        ):
+            for group in sample_share(run, number, begun, counts):
+                sampled.append(group)
+                if not (group.flat and c.SKIP_FLAT_GROUPS):  # a server scores it meanwhile
+                    mine.append((group, run.reference.logps(group)))
         usable = ranks.sum_over_ranks(len(mine) - before)  # collective
         p.count_round(groups=number, usable=usable)
         begun, missing = begun + number, missing - usable
@@ -204,18 +207,18 @@ def sample_step(run):
 
 
 def sample_share(run, number, begun, counts):
-    """Yields (group, whether it is flat) for this rank's share of the next `number` groups, each
-    as soon as it is finished; adds their tally to `counts`."""
+    """Yields this rank's share of the next `number` groups, each as soon as it is finished; adds
+    their tally to `counts`."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), run.progress.step
     prompts = itertools.islice(run.stream, number // world + (rank < number % world))  # line 5
     settings = {"seed": rollout.seed_of(run.c.SEED, step, begun, rank)}
     settings |= {"timed": lambda: run.clock.part("reward")}
     groups = rollout.sampled_and_rewarded(run.sampler, run.recipe, prompts, **settings)
     for group in groups:  # lines 7, 8
-        tally = rollout.tally(run.recipe, group)
-        counts.update(tally)  # flat groups too
+        counts.update(tally := rollout.tally(run.recipe, group))  # flat groups too
         group.id, group.version = f"{step:06d}-{rank:04d}-{counts['groups']:04d}", step
-        yield group, tally["flat"]
+        group.flat = bool(tally["flat"])
+        yield group
 
 
 def set_advantages(recipe, groups):
@@ -278,7 +281,8 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size):
     linear_logps = (grpo_loss_triton if c.FUSED_LOSS else plain_loss).linear_logps
     settings = {"temperature": c.TEMPERATURE, "vocab_size": vocab_size, "entropy": True}
     logps, entropy = linear_logps(hidden, head, ids, **settings)
-    first = batch[0]  # all samples have old log-probs or none has, and on_policy is the same
+    first = batch[0]  # all samples have old log-probs or none has
+    assert all(s.on_policy == first.on_policy for s in batch)
     sampler_logps = per_token([s.of_model(s.logps) for s in batch])
     loss, stats = plain_loss.policy_loss(
         logps,
@@ -363,10 +367,10 @@ def train(run):
         before, place = p.step, checkpoint.place_of(run)
         with checkpoint.back_if_failed(run, place):
             groups, metrics, sampled = sample_step(run)  # collective; lines 5, 7, 8, 9
-        with ranks.all_or_none("preparing the update"):  # collective
-            samples = samples_to_train(run.recipe, groups, before)  # line 6
-            if sampled:
-                run.folder.log_samples(run, sampled[(before + 1) % len(sampled)])
+            with ranks.all_or_none("preparing the update"):  # collective
+                samples = samples_to_train(run.recipe, groups, before)  # line 6
+                if sampled:
+                    run.folder.log_samples(run, sampled[(before + 1) % len(sampled)])
         p.idle = 0 if samples else p.idle + 1
         if not samples:
             log_idle(run, metrics, groups)
@@ -374,7 +378,7 @@ def train(run):
         for number in range(1, updates + 1):  # line 10
             with checkpoint.back_if_failed(run, place):
                 trained = update(run, samples, p.step + 1) if samples else {}  # collective
-            p.step += 1  # after line 11: a checkpoint has the number of updates that were made
+            p.step += 1  # after line 11: a checkpoint has the number of steps that were made
             place = checkpoint.place_of(run)
             with ranks.all_or_none("the end of the update"):  # collective
                 if number == updates:

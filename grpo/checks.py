@@ -34,7 +34,7 @@ KINDS = [  # (kind, constants)
     (one_of("token", "sequence"), "RATIO_LEVEL"),
     (one_of("torch", "vllm"), "SAMPLER"),
     (one_of("linear", "cosine"), "LR_SCHEDULE"),
-    (one_of("outcome", "reward", False, True), "SKIP_FLAT_GROUPS"),
+    (one_of("outcome", "reward", False), "SKIP_FLAT_GROUPS"),
     (list_of("numbers from 0 to below 1", lambda beta: NUMBER[1](beta) and beta < 1), "ADAM_BETAS"),
     (or_(None, TEXT), "OUTCOME REFERENCE"),
     (or_(None, dict_of("numbers", constants.real)), "REWARD_WEIGHTS"),

@@ -34,6 +34,7 @@ class NoReference:
 
     def __init__(self):
         self.info = {"model": None}  # other references: the model's name, and its dtype
+        self.budget = self.visiting = 0  # of a LocalReference
 
     def logps(self, group):
         answer = Future()

@@ -18,7 +18,6 @@ from grpo.log import SPEAK_SECONDS, say
 from grpo.metrics import PARTS
 from grpo.proof import check_reference
 from grpo.reference import is_teacher
-from grpo.rollout import tally
 from grpo.stop import stop
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +81,7 @@ class RunFolder:
         if dist.get_rank() != 0:
             return
         step, c, decode = run.progress.step + 1, run.recipe.c, run.policy.tokenizer.decode
-        item, flat = group.item, tally(run.recipe, group)["flat"]
+        item = group.item
         numbers = range(len(group.samples))
         best, *others = sorted(numbers, key=lambda i: group.samples[i].advantage, reverse=True)
         for i in [best, *others[-1:], *others[:-1]][: run.c.SAMPLES_PER_STEP]:
@@ -98,7 +97,7 @@ class RunFolder:
                 "completion": decode(sample.ids),
                 "rewards": sample.rewards,
                 "advantage": sample.advantage,
-                "flat": bool(c.SKIP_FLAT_GROUPS and flat),
+                "flat": bool(c.SKIP_FLAT_GROUPS and group.flat),
                 "truncated": sample.truncated,
                 "sampler": group.sampler,
                 "policy_version": group.version,
@@ -233,7 +232,8 @@ def model_card(c, state):
     )
     step, p = state["step"], state["progress"]
     kind = f"A LoRA adapter of rank {c.LORA_RANK} for" if c.LORA_RANK else "A model trained from"
-    result = f"{p['accuracy']:.3f} after step {p['evaluated']}" if p["evaluated"] >= 0 else "none"
+    found = p["evaluated"] >= 0 and p["accuracy"] >= 0  # -1: OUTCOME applied to none
+    result = f"{p['accuracy']:.3f} after step {p['evaluated']}" if found else "none"
     constants = "\n".join(f"{name} = {value!r}" for name, value in state["constants"].items())
     ends = "the tokens `eos_token_id` of `generation_config.json`"
     if c.STOP_STRINGS:

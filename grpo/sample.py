@@ -52,7 +52,8 @@ class Group:
     samples: list[Sample]  # G
     id: str = ""  # unique in its run; a step trains its groups in the order of their ids
     sampler: str = "trainer"  # or a worker's name
-    version: int = 0  # the number of updates of the policy that sampled
+    version: int = 0  # the number of steps of the policy that sampled
+    flat: bool = False  # whether it has zero variance (rollout.tally)
     skipped: dict = field(default_factory=dict)  # a worker's flat groups before it: their tally()
     run: str = ""  # a worker's group: the run whose policy it had
     outcome: str = ""  # a worker's group: the reward that decides correctness

@@ -7,7 +7,7 @@ We do not use `model.generate`: it takes every setting that we do not name from 
 generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and then we
 would train on log-probs of another distribution than the sampled one. Here there is one
 distribution, softmax(logits / temperature) over the tokenizer's ids. It is also faster: a prompt
-runs once for its group (decoders/choice.py), and new prompts replace finished sequences.
+runs once for its group (decoder.py), and new prompts replace finished sequences.
 Symbols: G completions of a prompt, S sequences in the batch, T completion tokens, V tokenizer ids.
 """
 

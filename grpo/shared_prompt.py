@@ -126,7 +126,7 @@ class SharedCache(Cache):
         """Takes the next token's keys and values, (S, K, 1, D)."""
         self.layers[layer_idx].write(keys[:, :, 0], values[:, :, 0], self.slots)
         # transformers gives its attention functions the keys, but no cache: the keys carry it. If a
-        # model makes other keys of them, shared_attention refuses it, and choice.py finds that out
+        # model makes other keys of them, shared_attention refuses it, and decoder.py finds that out
         keys.shared = self.layers[layer_idx], self.slots
         return keys, values
 

@@ -267,7 +267,7 @@ def given_rewards(recipe, item, texts, futures=(), given=None):
             for function, *arguments in calls[len(futures) :]:
                 results.append(getattr(task, function)(*arguments))
     except (Exception, SystemExit, TooSlow) as error:  # a task's sys.exit() is a mistake, too
-        function, _, seen = calls[len(results)]
+        function, _, seen = calls[min(len(results), len(calls) - 1)]  # the alarm may ring late
         slow = isinstance(error, TooSlow)
         remedy = "; raise REWARD_TIMEOUT_SECONDS if it needs longer" if slow else ""
         why = str(error) if futures or slow else repr(error)  # a process has sent the text alone

@@ -105,6 +105,16 @@ def test_a_step_that_fails_on_one_rank_was_not_begun_on_any(ranks, after):
         assert first is None and isinstance(second.__cause__, ZeroDivisionError)
 
 
+def test_a_step_that_can_not_be_prepared_was_not_begun(alone, monkeypatch):
+    run = run_of(0, after=99)
+    before = place_of(run)
+    monkeypatch.setattr(trainer, "evaluate_if_due", lambda run: None)
+    monkeypatch.setattr(trainer, "samples_to_train", lambda *_: 1 / 0)
+    with pytest.raises(RunFailed):
+        trainer.train(run)
+    assert place_of(run) == before
+
+
 def test_an_evaluation_that_fails_on_one_rank_ends_all(ranks):
     def evaluated(rank):
         run = run_of(rank, after=2)

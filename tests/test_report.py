@@ -178,6 +178,8 @@ def test_a_card_has_what_the_hub_and_a_person_want_to_know(tmp_path, rank):
     progress["evaluated"] = -1
     text = report.model_card(c.but(MODEL=str(tmp_path)), state)  # the hub would look for it
     assert ModelCard(text).data.base_model is None and "0.250" not in text
+    progress |= {"evaluated": 90, "accuracy": -1.0}  # OUTCOME applied to no question
+    assert "-1" not in report.model_card(c, state).split("```python")[0]
 
 
 def test_the_code_has_a_commit_where_it_is_a_git_checkout(tmp_path, monkeypatch):
