@@ -62,7 +62,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "sizes": "grpo.start",  # a GPU, and "auto"
     "stop_strings": "grpo.policy",  # STOP_STRINGS
     "turns": "grpo.rollout grpo.prepare",  # a task with reply(), and its preview
-    "vllm_policy": "grpo.policy",  # SAMPLER
+    "vllm_policy": "grpo.policy grpo.prepare",  # SAMPLER, and what it needs
     "worker": "grpo_ref_split",  # the role
     "workers": "grpo.start",  # PUBLISH_STEPS
     "gate": "ref_server",

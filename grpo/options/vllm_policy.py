@@ -17,8 +17,11 @@ import itertools
 import math
 import os
 import random
+import shutil
+import sysconfig
 import tempfile
 import warnings
+from pathlib import Path
 
 import safetensors.torch
 import torch
@@ -281,6 +284,22 @@ def quiet_and_undone(parallel):
         for name in os.environ.keys() - environment:  # other threads never see it empty
             del os.environ[name]
         os.environ.update(environment)
+
+
+def check_compiler():
+    """Raises SystemExit if vLLM could not compile for this machine's GPU: Triton, without which it
+    does not run there, builds a small C program around each kernel."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    missing = ["a C compiler (gcc, clang, or what CC names)"] * (
+        not any(map(shutil.which, compilers))
+    )
+    missing += [str(header)] * (not header.exists())
+    if missing and accelerator():
+        raise SystemExit(
+            f"SAMPLER = 'vllm' needs {' and '.join(missing)} on a GPU: install it (apt install gcc"
+            " python3-dev), or set SAMPLER = 'torch'"
+        )
 
 
 def check_device(c, in_rank):

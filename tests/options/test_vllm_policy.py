@@ -16,6 +16,7 @@ from grpo.checks import settled
 from grpo.options import vllm_policy
 from grpo.options.vllm_policy import VLLMPolicy, check_device
 from grpo.policy import load_policy
+from grpo.prepare import prepare
 from grpo.sample import Sample
 from grpo.weights import load_weights
 
@@ -55,6 +56,29 @@ def test_what_the_device_does_not_offer_is_said(gpus, memory, parallel, in_rank,
     c = {"VLLM_CACHE_GB": memory, "TENSOR_PARALLEL": parallel}
     with pytest.raises(SystemExit, match=said) if said else contextlib.nullcontext():
         check_device(SimpleNamespace(**c), in_rank)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("compiler, header, said", [
+    ("gcc", True, None),
+    ("", True, r"needs a C compiler \(gcc, clang, or what CC names\) on a GPU"),
+    ("gcc", False, r"needs \S+/Python\.h on a GPU"),
+    ("cc", False, r"needs a C compiler .* and \S+/Python\.h on"),  # Triton looks for no cc
+])  # fmt: skip
+def test_what_vllm_compiles_with_is_there_before_a_model_is_loaded(
+    compiler, header, said, on_gpu, monkeypatch, tmp_path
+):
+    for name in filter(None, [compiler, "include/Python.h" * header]):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch(0o755)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    paths = {"include": str(tmp_path / "include")}
+    monkeypatch.setattr(vllm_policy.sysconfig, "get_paths", lambda: paths)
+    monkeypatch.setattr(vllm_policy, "accelerator", lambda: "cuda" if on_gpu else None)
+    c = SimpleNamespace(SAMPLER="vllm", TASK="arithmetic", MODEL="/no/model")
+    with pytest.raises(SystemExit, match=said if said and on_gpu else "/no/model"):
+        prepare(c)
 
 
 class FakeLLM:
