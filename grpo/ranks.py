@@ -12,6 +12,7 @@ import json
 import os
 import select
 import signal
+import sys
 import time
 import traceback
 from collections import Counter
@@ -63,6 +64,7 @@ def join_ranks(wait_limit_seconds):
     import deepspeed  # takes seconds, and tests of the trainer's functions do not need it
 
     own_device()
+    forget_pynvml(os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     # DeepSpeed would compile an all-reduce for CPU inference, which training never calls. It takes
     # a minute, and a compiler that may be missing. Another version may compile it all the same
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
@@ -76,6 +78,14 @@ def join_ranks(wait_limit_seconds):
         global roll
         roll = RollCall()  # collective
         say(f"{world} ranks; the run ends if one of them does not answer for {limit} s")
+
+
+def forget_pynvml(visible):
+    """If CUDA_VISIBLE_DEVICES is `visible` and has names (GPU-..., MIG-...), as clusters set it:
+    DeepSpeed 0.19.8, which takes them for numbers to ask pynvml for memory, asks torch instead."""
+    cuda = sys.modules.get("deepspeed.accelerator.cuda_accelerator")
+    if cuda and not visible.replace(",", "").isdigit():
+        cuda.pynvml = None
 
 
 def end_with_launchers():
