@@ -337,7 +337,7 @@ def update(run, samples, step):
     with run.clock.part("backward"), cpu_threads(c.CPU_THREADS), limit:
         metrics = accumulate(run, samples)  # collective
     with ranks.all_or_none("checking the sampler"):  # collective
-        check_sampler(metrics, run.policy.dtype)
+        check_sampler(metrics, run.sampler)
     with run.clock.part("step"):
         norm = take_step(run.engine, rate)  # collective
     metrics = with_kl(metrics, run.reference.info, c.MODEL)  # KL only if it was computed

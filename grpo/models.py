@@ -91,14 +91,17 @@ def own_device():
     return "cpu"
 
 
+def has_bfloat16(device):
+    if device.startswith("cuda"):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device != "cpu"  # Intel's and Ascend's GPUs have it
+
+
 def choose_dtype(dtype, device):
     """Returns the name of the dtype that DTYPE stands for: "auto" is bfloat16 on a GPU that has it
     (not T4 and older), and float32 elsewhere."""
-    on_gpu = device != "cpu"
-    native = on_gpu  # Intel's and Ascend's have it
-    if device.startswith("cuda"):
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    if on_gpu and not native and dtype != "float32":
+    native = has_bfloat16(device)
+    if device != "cpu" and not native and dtype != "float32":
         say("this GPU only emulates bfloat16, which is slow: DTYPE = 'auto' is float32 here")
     if dtype == "auto":
         return "bfloat16" if native else "float32"

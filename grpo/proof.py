@@ -12,6 +12,8 @@ PROOF_TOKENS = 128  # length of the completion that is compared; more detect sma
 # Measured here with the demo's models (benchmarks/results/noise.md): bfloat16 4e-5, float32 6e-14;
 # with a layer that is 100 updates old 0.012 to 0.06
 NOISE = {"float32": 1e-6, "bfloat16": 1e-2}
+# The same for float32 with products in TF32, which have 10 bits. A guess: |d| of 0.01 gives 5e-5
+TF32_NOISE = 1e-4
 MISMATCH = "sampling/sampling_logp_difference/mean"  # mean |d|, by TRL's name
 # Largest relative difference between the temperatures of sampler and trainer, as sampler_stats
 # estimates it. The same table has 0.003 at most at equal temperatures, and 0.047 for a sampler 5 %
@@ -42,7 +44,7 @@ def check_proof(policy, record):
     the recorded sampling graph may still read old weights while scoring reads the new ones.
     """
     proof, version = record["proof"], record["version"]
-    limit = max(NOISE[proof["dtype"]], NOISE[policy.dtype])
+    limit = max(NOISE[proof["dtype"]], noise_of(policy))
     prompt, completion = proof["prompt"], proof["completion"]
     gap = mean_k3(policy.logps(prompt, completion), proof["logps"])
     check_gap(gap, limit, f"policy {version} is loaded, but differs from the trainer's")
@@ -50,6 +52,11 @@ def check_proof(policy, record):
     decoded = mean_k3(policy.logps(prompt, own.ids), own.logps)
     check_gap(decoded, limit, f"policy {version} is right, but what is sampled here differs")
     return gap
+
+
+def noise_of(policy):
+    """Returns the largest mean k3 to a policy's log-probs that counts as rounding."""
+    return getattr(policy, "noise", NOISE[policy.dtype])
 
 
 def mean_k3(mine, theirs):
@@ -68,15 +75,15 @@ def check_gap(gap, limit, what):
 
 
 # --- What is trained is what was sampled ------------------------------------------------
-def check_sampler(metrics, dtype):
+def check_sampler(metrics, sampler):
     """Raises RuntimeError if the trainer's log-probs of freshly sampled tokens differ from the
-    sampler's by more than rounding in `dtype`. Then the two compute different things (temperature,
+    sampler's by more than its rounding. Then the two compute different things (temperature,
     dropout, attention), or the sampler's weights are old or damaged."""
     if not math.isfinite(metrics["loss"]):  # the step will be skipped anyway
         return
     if "sampler_k3" in metrics:
         what = "trainer and sampler should have the same weights, but differ"
-        check_gap(metrics["sampler_k3"], NOISE[dtype], what)
+        check_gap(metrics["sampler_k3"], noise_of(sampler), what)
     tilt = metrics.get("sampler_tilt", 0.0)
     if abs(tilt) > TILT:
         raise RuntimeError(

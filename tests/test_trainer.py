@@ -101,7 +101,7 @@ SAME = {"model": "ours", "dtype": "float32"}
 ])  # fmt: skip
 def test_a_run_stops_if_its_sampler_has_other_log_probs(metrics, dtype, error):
     with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
-        check_sampler(metrics, dtype)
+        check_sampler(metrics, SimpleNamespace(dtype=dtype))
 
 
 @pytest.mark.parametrize("metrics, reference, error", [
@@ -181,7 +181,7 @@ def test_an_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone):
     """Sampled at 0.9 with log-probs at 1.0, a ratio looked like 1 and was not. At 1.05 the gap is
     smaller than bfloat16's noise, and shows in the slope alone."""
     policy = tiny_policy(tiny, dtype)
-    check = functools.partial(check_sampler, dtype=dtype)
+    check = functools.partial(check_sampler, sampler=SimpleNamespace(dtype=dtype))
     check(first_update(policy, policy))
     noises = [0.055, 0.084] if dtype == "bfloat16" else []  # published: see grpo.proof.NOISE
     for noise in noises:

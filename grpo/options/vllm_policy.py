@@ -28,8 +28,9 @@ import torch
 
 from grpo.devices import accelerator
 from grpo.log import in_background
-from grpo.models import choose_dtype, own_device, stop_ids, whole_model
+from grpo.models import choose_dtype, has_bfloat16, own_device, stop_ids, whole_model
 from grpo.options.stop_strings import StopStrings
+from grpo.proof import NOISE, TF32_NOISE
 from grpo.sample import Sample
 from grpo.sampler import completion_text, next_prompts
 from grpo.weights import adapters_off, check_shapes, merge_adapters
@@ -52,7 +53,12 @@ class VLLMPolicy:
         sizes = {"SAMPLE_BATCH": c.SAMPLE_BATCH, "EVAL_BATCH": c.EVAL_BATCH}
         self.sizes = {name: most if size == "auto" else size for name, size in sizes.items()}
         self.tokenizer, self.model, self.numbers = tokenizer, model, itertools.count()
-        self.name, self.dtype = c.MODEL, choose_dtype(c.DTYPE, own_device())
+        device = own_device()
+        self.name, self.dtype = c.MODEL, choose_dtype(c.DTYPE, device)
+        # vLLM's attention for float32, in Triton, has TF32 products if the GPU has them: since the
+        # generation that brought bfloat16
+        tf32 = self.dtype == "float32" and has_bfloat16(device)
+        self.noise = TF32_NOISE if tf32 else NOISE[self.dtype]
         self.eos_ids = sorted(stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS))
         self.vocab_size = vocab_size_of(tokenizer)
         self.stop_strings = StopStrings(tokenizer, c.STOP_STRINGS) if c.STOP_STRINGS else None
@@ -291,10 +297,9 @@ def check_compiler():
     does not run there, builds a small C program around each kernel."""
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     header = Path(sysconfig.get_paths()["include"], "Python.h")
-    missing = ["a C compiler (gcc, clang, or what CC names)"] * (
-        not any(map(shutil.which, compilers))
-    )
-    missing += [str(header)] * (not header.exists())
+    missing = [] if header.exists() else [str(header)]
+    if not any(map(shutil.which, compilers)):
+        missing.insert(0, "a C compiler (gcc, clang, or what CC names)")
     if missing and accelerator():
         raise SystemExit(
             f"SAMPLER = 'vllm' needs {' and '.join(missing)} on a GPU: install it (apt install gcc"

@@ -17,6 +17,7 @@ from grpo.options import vllm_policy
 from grpo.options.vllm_policy import VLLMPolicy, check_device
 from grpo.policy import load_policy
 from grpo.prepare import prepare
+from grpo.proof import check_sampler
 from grpo.sample import Sample
 from grpo.weights import load_weights
 
@@ -79,6 +80,23 @@ def test_what_vllm_compiles_with_is_there_before_a_model_is_loaded(
     c = SimpleNamespace(SAMPLER="vllm", TASK="arithmetic", MODEL="/no/model")
     with pytest.raises(SystemExit, match=said if said and on_gpu else "/no/model"):
         prepare(c)
+
+
+@pytest.mark.parametrize("device, has_bf16, k3, stops", [
+    ("cuda:0", True, 5e-5, False),  # TF32
+    ("cuda:0", True, 2e-4, True),
+    ("cuda:0", False, 5e-5, True),  # T4
+    ("cpu", False, 5e-5, True),
+])  # fmt: skip
+def test_float32_on_a_gpu_has_the_rounding_of_tf32(
+    device, has_bf16, k3, stops, a_policy, monkeypatch
+):
+    """vLLM has no other attention for float32 there; with float32's limit no run would start."""
+    monkeypatch.setattr(vllm_policy, "own_device", lambda: device)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    policy = a_policy()
+    with pytest.raises(RuntimeError, match="k3") if stops else contextlib.nullcontext():
+        check_sampler({"loss": 0.0, "sampler_k3": k3}, policy)
 
 
 class FakeLLM:
