@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import a_group, a_recipe, move, sampled, tiny_policy
+from fakes import a_group, a_recipe, a_run, move, sampled, tiny_policy
 
 import grpo_ref_split as trainer
 from grpo import checkpoint, report
@@ -83,6 +83,21 @@ def test_a_completion_near_the_limit_has_a_lower_advantage():
     assert advantages_of(group, **short) == [-0.25, 0.25]
     group.samples[0].is_model_token = [True, False, True]  # the task's token costs nothing
     assert advantages_of(group, **short) == [0, 0]
+
+
+# --- The update ----------------------------------------------------------------------
+def test_backward_and_optimiser_have_the_threads_that_the_constant_says(monkeypatch):
+    """torchrun leaves each rank one thread, with which an offloaded update would take its time."""
+    seen, before = [], torch.get_num_threads()
+    noted = lambda value: lambda *_: seen.append(torch.get_num_threads()) or value
+    monkeypatch.setattr(trainer, "accumulate", noted({"loss": 0.0}))
+    monkeypatch.setattr(trainer, "take_step", noted(1.0))
+    monkeypatch.setattr(trainer.ranks, "all_or_none", lambda part: contextlib.nullcontext())
+    run = a_run(a_recipe(CPU_THREADS=before + 1), engine=None)
+    run.sizes = SimpleNamespace(micro_batch_tokens=8)
+    run.reference = SimpleNamespace(info={"model": "tiny"})
+    trainer.update(run, [], 1)
+    assert seen == [before + 1] * 2 and torch.get_num_threads() == before
 
 
 # --- The checks --------------------------------------------------------------------
