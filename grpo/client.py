@@ -4,14 +4,18 @@ Both retry while there is no connection or the other side is full. They log this
 up after a time limit.
 """
 
+import contextlib
 import json
 import os
 import socket
 import time
+from urllib.parse import urlsplit
 
 import requests
+import torch
 from requests.adapters import HTTPAdapter
 
+from grpo.log import say
 from grpo.stop import Refused, Wait
 from grpo.wire import check_facts, facts_of, pack_ids, sha256_of, unpack_logps
 
@@ -21,6 +25,10 @@ AGAIN = (502, 503, 504)  # the server is full, or a proxy can't reach it: try ag
 # A server may score for minutes, but a dead machine must be noticed. TCP probes it after 10 s of
 # silence and gives up 20 s later; higher numbers notice it later
 PROBES = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+# (GB, a preset, arguments): from so many GB on, a GPU trains with either, without a server
+LORA = "REF_SERVER=None LORA_RANK=16 LEARNING_RATE=1e-5"
+ALONE = [(78, "presets/3b_1x80gb.py", "REF_SERVER=None"), (22, "presets/3b_1x24gb.py", LORA)]
+ALONE += [(7, "presets/1.5b_1x16gb.py", f"{LORA} MODEL=Qwen/Qwen2.5-1.5B")]
 
 
 class Probing(HTTPAdapter):
@@ -81,6 +89,7 @@ class ReferenceClient(Client):
 
     def check(self, model, tokenizer, temperature):
         """Raises SystemExit if the reference does not fit the policy `model`."""
+        self.advise()
         try:
             info = dict(self.call("GET", "/info").json())
         except (requests.RequestException, ValueError, RuntimeError) as error:
@@ -88,6 +97,24 @@ class ReferenceClient(Client):
         where = f"{info.get('model')} at {self.url}"
         check_facts(info, facts_of(tokenizer, temperature), where, model)
         self.info = info
+
+    def advise(self):
+        """Logs what trains without a server, if none answers yet and there is one GPU, which this
+        process has: who starts this script alone would wait in vain."""
+        if "RANK" in os.environ or torch.accelerator.device_count() != 1:
+            return
+        there = urlsplit(self.url)
+        with contextlib.suppress(OSError, ValueError):
+            return socket.create_connection((there.hostname, there.port or 80), 2).close()
+        size = torch.accelerator.get_memory_info()[1] / 2**30
+        for least, preset, arguments in ALONE:
+            if size >= least:
+                return say(
+                    f"no server answers at REF_SERVER = {self.url!r} yet; on this machine's GPU of"
+                    f" {size:.0f} GB these commands train without one:"
+                    f"\n    python grpo_ref_split.py {preset}"
+                    f"\n    python grpo_ref_split.py {arguments}"
+                )
 
     def score(self, groups):
         """Returns the reference's log-probs (N,) of each group."""
