@@ -116,7 +116,7 @@ FUSED_LOSS = True  # log-probs in chunks (grpo_loss_triton.py); False holds all 
 GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
 REFERENCE_ON_CPU = False  # True: without a server, the reference is on the GPU only to score
-CPU_THREADS = 0  # threads of forward and backward on a CPU; 0: cores / ranks
+CPU_THREADS = 0  # threads of forward, backward and update on a CPU; 0: cores / ranks
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
 # --- Run ----------------------------------------------------------------------------
@@ -340,8 +340,8 @@ def update(run, samples, step):
     with run.clock.part("backward"), cpu_threads(c.CPU_THREADS), limit:
         metrics = accumulate(run, samples)  # collective
     with ranks.all_or_none("checking the sampler"):  # collective
-        check_sampler(metrics, run.policy.dtype)
-    with run.clock.part("step"):
+        check_sampler(metrics, run.sampler)
+    with run.clock.part("step"), cpu_threads(c.CPU_THREADS):
         norm = take_step(run.engine, rate)  # collective
     metrics = with_kl(metrics, run.reference.info, c.MODEL)  # KL only if it was computed
     # DeepSpeed's norm of a gradient that overflowed may also be -1

@@ -125,7 +125,8 @@ def packed_attention(
     options = {name: options.get(name) for name in ("softcap", "s_aux")}  # Gemma 2; gpt-oss's sinks
     plain = set(map(type, options.values())) == {type(None)}
     if packed.varlen and plain:
-        from torch.nn.attention.varlen import varlen_attn  # torch 2.10
+        # torch 2.14 may run cuDNN's kernel here, whatever own_device has set (pytorch #193630)
+        from torch.nn.attention.varlen import varlen_attn
 
         keys, ends = packed.varlen
         key, value = key.index_select(0, keys), value.index_select(0, keys)

@@ -21,7 +21,7 @@ def make_engine(c, policy, gradient_checkpointing):
     on_gpu = policy.model.device.type != "cpu"
     if not on_gpu:
         threads = training_threads(c.CPU_THREADS)
-        say(f"on a CPU: each rank uses {threads} threads for forward and backward")
+        say(f"on a CPU: each rank uses {threads} threads for forward, backward and update")
     model = CompletionModel(policy.model, gradient_checkpointing=gradient_checkpointing)
     # We use only what the models of all ranks can do: all must plan the same micro-batches
     abilities = model.packs, model.separable, model.notes
@@ -87,8 +87,9 @@ def take_step(engine, rate):
 
 
 def training_threads(asked):
-    """Returns a rank's CPU threads for forward and backward: `asked`, or if that is 0 its share of
-    the machine's cores. A server on this machine gets no core, as it scores little meanwhile."""
+    """Returns a rank's CPU threads for forward, backward and update: `asked`, or if that is 0 its
+    share of the machine's cores. A server here gets no core, as it scores little meanwhile.
+    Launchers set OMP_NUM_THREADS to 1, which would make an update with OFFLOAD_OPTIMIZER slow."""
     # Set by deepspeed, or torchrun. If each rank took all cores, a step would take twice the time
     ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
     # macOS binds no cores

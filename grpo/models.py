@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from grpo.constants import fault_of
-from grpo.devices import accelerator, is_out_of_memory
+from grpo.devices import accelerator, check_build, is_out_of_memory
 from grpo.log import announced, say
 
 HUB_SECONDS = 10  # how long to wait for the model hub; higher waits longer without a network
@@ -68,13 +68,14 @@ def own_device():
     no accelerator.
 
     Turns off cuDNN's attention: masked, its backward can give NaN (pytorch #196678, trl #7181), and
-    on B200 it decodes wrongly (pytorch #193893). Raises SystemExit if torch, built for CUDA, can't
-    use the GPU: training would run on the CPU for weeks, unnoticed.
+    on B200 it decodes wrongly (pytorch #193893). Raises SystemExit if torch was not built for this
+    GPU, or, built for CUDA, can't use it: training would run on the CPU for weeks, unnoticed.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     if kind := accelerator():
         device = f"{kind}:{os.environ.get('LOCAL_RANK', '0')}"
         torch.accelerator.set_device_index(device)
+        check_build(torch.device(device))
         return device
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     if torch.version.cuda and any(map(os.path.exists, GPU_FILES)) and visible not in ("", "-1"):
@@ -89,14 +90,17 @@ def own_device():
     return "cpu"
 
 
+def has_bfloat16(device):
+    if device.startswith("cuda"):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device != "cpu"  # Intel's and Ascend's GPUs have it
+
+
 def choose_dtype(dtype, device):
     """Returns the name of the dtype that DTYPE stands for: "auto" is bfloat16 on a GPU that has it
-    (not T4, V100 and older), and float32 elsewhere."""
-    on_gpu = device != "cpu"
-    native = on_gpu  # Intel's and Ascend's have it
-    if device.startswith("cuda"):
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    if on_gpu and not native and dtype != "float32":
+    (not T4 and older), and float32 elsewhere."""
+    native = has_bfloat16(device)
+    if device != "cpu" and not native and dtype != "float32":
         say("this GPU only emulates bfloat16, which is slow: DTYPE = 'auto' is float32 here")
     if dtype == "auto":
         return "bfloat16" if native else "float32"

@@ -20,6 +20,10 @@ def prepare(c, date=None, needs_server=False):
     """
     from grpo.models import check_context
 
+    if c.SAMPLER == "vllm":
+        from grpo.options.vllm_policy import check_compiler
+
+        check_compiler()
     server = None
     if needs_server:
         from grpo.remote import ReferenceClient

@@ -9,12 +9,19 @@ import math
 # Measured here with the demo's models (benchmarks/results/noise.md): bfloat16 4e-5, float32 6e-14;
 # with a layer that is 100 updates old 0.012 to 0.06
 NOISE = {"float32": 1e-6, "bfloat16": 1e-2}
+# The same for float32 with products in TF32, which have 10 bits. A guess: |d| of 0.01 gives 5e-5
+TF32_NOISE = 1e-4
 MISMATCH = "sampling/sampling_logp_difference/mean"  # mean |d|, by TRL's name
 # Largest relative difference between the temperatures of sampler and trainer, as sampler_stats
 # estimates it. The same table has 0.003 at most at equal temperatures, and 0.047 for a sampler 5 %
 # hotter, which mean k3 (2e-4 to 5e-4) can't tell from rounding.
 TILT = 0.03
 EVIDENCE = 200.0  # nats^2 of surprise (about 1000 tokens), below which TILT is not checked
+
+
+def noise_of(policy):
+    """Returns the largest mean k3 to a policy's log-probs that counts as rounding."""
+    return getattr(policy, "noise", NOISE[policy.dtype])
 
 
 def check_gap(gap, limit, what):
@@ -26,15 +33,15 @@ def check_gap(gap, limit, what):
 
 
 # --- What is trained is what was sampled ------------------------------------------------
-def check_sampler(metrics, dtype):
+def check_sampler(metrics, sampler):
     """Raises RuntimeError if the trainer's log-probs of freshly sampled tokens differ from the
-    sampler's by more than rounding in `dtype`. Then the two compute different things (temperature,
+    sampler's by more than its rounding. Then the two compute different things (temperature,
     dropout, attention), or the sampler's weights are old or damaged."""
     if not math.isfinite(metrics["loss"]):  # the step will be skipped anyway
         return
     if "sampler_k3" in metrics:
         what = "trainer and sampler should have the same weights, but differ"
-        check_gap(metrics["sampler_k3"], NOISE[dtype], what)
+        check_gap(metrics["sampler_k3"], noise_of(sampler), what)
     tilt = metrics.get("sampler_tilt", 0.0)
     if abs(tilt) > TILT:
         raise RuntimeError(

@@ -1,18 +1,27 @@
 """REF_SERVER: the reference is the model of ref_server.py, which scores while a rank samples."""
 
+import contextlib
 import json
+import os
 import queue
+import socket
 from concurrent.futures import wait
+from urllib.parse import urlsplit
 
 import requests
+import torch
 
 from grpo.client import Client
-from grpo.log import in_background
+from grpo.log import in_background, say
 from grpo.reference import Answer
 from grpo.stop import Refused, Wait
 from grpo.wire import check_facts, facts_of, pack_ids, unpack_logps
 
 REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is sent alone
+# (GB, a preset, arguments): from so many GB on, a GPU trains with either, without a server
+LORA = "REF_SERVER=None LORA_RANK=16 LEARNING_RATE=1e-5"
+ALONE = [(78, "presets/3b_1x80gb.py", "REF_SERVER=None"), (22, "presets/3b_1x24gb.py", LORA)]
+ALONE += [(7, "presets/1.5b_1x16gb.py", f"{LORA} MODEL=Qwen/Qwen2.5-1.5B")]
 
 
 class RemoteReference:
@@ -58,6 +67,7 @@ class ReferenceClient(Client):
 
     def check(self, model, tokenizer, temperature):
         """Raises SystemExit if the reference does not fit the policy `model`."""
+        self.advise()
         try:
             info = dict(self.call("GET", "/info").json())
         except (requests.RequestException, ValueError, RuntimeError) as error:
@@ -65,6 +75,24 @@ class ReferenceClient(Client):
         where = f"{info.get('model')} at {self.url}"
         check_facts(info, facts_of(tokenizer, temperature), where, model)
         self.info = info
+
+    def advise(self):
+        """Logs what trains without a server, if none answers yet and there is one GPU, which this
+        process has: who starts this script alone would wait in vain."""
+        if "RANK" in os.environ or torch.accelerator.device_count() != 1:
+            return
+        there = urlsplit(self.url)
+        with contextlib.suppress(OSError, ValueError):
+            return socket.create_connection((there.hostname, there.port or 80), 2).close()
+        size = torch.accelerator.get_memory_info()[1] / 2**30
+        for least, preset, arguments in ALONE:
+            if size >= least:
+                return say(
+                    f"no server answers at REF_SERVER = {self.url!r} yet; on this machine's GPU of"
+                    f" {size:.0f} GB these commands train without one:"
+                    f"\n    python grpo_ref_split.py {preset}"
+                    f"\n    python grpo_ref_split.py {arguments}"
+                )
 
     def score(self, groups):
         """Returns the reference's log-probs (N,) of each group."""

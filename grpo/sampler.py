@@ -57,8 +57,8 @@ def stream_groups(
 
     `prompts` is an iterator of (key, token ids), or of (key, ids, number, limit), which starts
     `number` groups of this key with at most `limit` tokens each; None means that there is no prompt
-    now. It is read when a group has room and enough of `max_sequences` is free to justify a copy of
-    the cache. The stream ends when all sequences have ended and the iterator yields no prompt, even
+    now. It is read when a group has room and enough sequences have ended to justify a copy of the
+    cache. The stream ends when all sequences have ended and the iterator yields no prompt, even
     if one might come later. Completions are drawn from softmax(logits / temperature); temperature 0
     is greedy, with log-probs at temperature 1. Ids from `vocab_size` on are padding of the
     embedding: the softmax excludes them here, in the trainer and in the reference server.
@@ -99,10 +99,12 @@ def next_prompts(prompts, most):
 
 
 def groups_to_admit(running, decoder, max_sequences, group_size):
-    """Returns how many groups to admit: all that have room, but none while less than
-    1 / `compaction` of `max_sequences` is free, as this copies the cache of running sequences."""
+    """Returns how many groups to admit: all that have room, but none until 1 / `compaction` of what
+    ran after the last admission has ended, as this copies the cache of running sequences."""
+    unused = max(0, max_sequences - running.most) // group_size  # room for which no prompt came
     room = (max_sequences - running.unfinished) // group_size
-    pays = decoder.joins and room * group_size >= max_sequences // decoder.compaction
+    ended, most = (room - unused) * group_size, max_sequences - unused * group_size
+    pays = decoder.joins and ended >= most // decoder.compaction
     return room if pays or not running.unfinished else 0
 
 
@@ -115,7 +117,7 @@ class Running:
         # ((key, completions), number in the group, first column) of each sequence: one with a lower
         # limit begins further right, so that all end at the same column
         self.owners = []
-        self.unfinished = 0  # how many have not ended
+        self.unfinished = self.most = 0  # how many have not ended: now, after the last admission
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
         self.ends = torch.zeros(0, dtype=torch.long, device=device)  # (S,) the next column
@@ -137,7 +139,7 @@ class Running:
             sizes.append(number * group_size)
         count = len(new)
         self.owners += new
-        self.unfinished += count
+        self.unfinished = self.most = self.unfinished + count
         self.ids, self.logps = pad(self.ids, (0, 0, 0, count)), pad(self.logps, (0, 0, 0, count))
         first = torch.tensor([start for *_, start in new], device=self.ends.device)
         self.ends = torch.cat([self.ends, first])

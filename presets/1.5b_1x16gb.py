@@ -3,8 +3,8 @@
     python grpo_ref_split.py presets/1.5b_1x16gb.py
 
 Computed, not run: of the GPU's 14.5 GB the trainer needs 5.3 GB at least, and about twice that on a
-T4 or V100, which have no bfloat16. The reference is the model without its adapter. A checkpoint is
-an adapter (python -m grpo.options.merge).
+T4, which has no bfloat16. The reference is the model without its adapter. A checkpoint is an
+adapter (python -m grpo.options.merge).
 """
 
 MODEL = "Qwen/Qwen2.5-1.5B"

@@ -73,7 +73,7 @@ def bad_steps(engine, policy):
         rows = make_rows(policy, "grpo")
         rows[3].ref_logps = [p + value for p in rows[3].ref_logps]
         before = [p.clone() for p in policy.model.parameters()]
-        run = SimpleNamespace(engine=engine, policy=policy, c=c, clock=Clock())
+        run = SimpleNamespace(engine=engine, policy=policy, sampler=policy, c=c, clock=Clock())
         run.sizes = SimpleNamespace(micro_batch_tokens=8_192)
         run.reference = SimpleNamespace(info={"model": c.MODEL})
         metrics = trainer.update(run, rows, 100)

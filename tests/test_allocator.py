@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-PINNED = "pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"  # torch 2.13 or newer
+PINNED = "pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
 TELL = "import {}, torch; print(torch._C._accelerator_getAllocatorSettings())"
 
 

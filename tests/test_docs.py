@@ -144,6 +144,14 @@ def test_every_constant_is_explained():
             assert commented or name in named, f"{name} of {script}: a comment, or a word in docs"
 
 
+def test_the_oldest_torch_that_is_allowed_is_that_of_the_image_and_of_the_tests():
+    """In an older one varlen_attn lacks arguments, and the path for GPUs would never run."""
+    (oldest,) = re.findall(r"\ntorch>=([\d.]+)", (ROOT / "requirements.txt").read_text())
+    (tested,) = re.findall(r"\ntorch==([\d.]+)", (ROOT / "constraints.txt").read_text())
+    images = re.findall(r"pytorch/pytorch:([\d.]+)-", "".join(TEXT.values()))
+    assert tested.startswith(f"{oldest}.") and images and set(images) == {tested}
+
+
 def test_starting_values_are_those_of_the_presets():
     heads, *table = rows(TEXT["docs/troubleshooting.md"], "### Starting values")
     named = []

@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from deepspeed.accelerator import cuda_accelerator
 
 from grpo import engine, ranks
 
@@ -42,6 +43,20 @@ def test_only_a_process_that_nobody_launched_takes_itself_for_the_only_rank(monk
     monkeypatch.setattr(ranks.importlib.util, "find_spec", {"mpi4py": "installed"}.get)
     ranks.stand_alone()
     assert os.environ == launched
+
+
+@pytest.mark.parametrize("visible, free", [("0", 7), ("GPU-8932f937", 6), ("MIG-GPU-1/1/0", 6)])
+def test_deepspeed_does_not_take_the_names_of_gpus_for_numbers(visible, free, monkeypatch):
+    """int("GPU-8932f937") would fail in deepspeed.initialize, after the trials."""
+    calls = {"nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(free=7)}
+    calls["nvmlDeviceGetHandleByIndex"] = lambda gpu: gpu
+    monkeypatch.setattr(cuda_accelerator, "pynvml", SimpleNamespace(**calls))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    ranks.forget_pynvml(visible)
+    cuda = cuda_accelerator.CUDA_Accelerator
+    gpu = SimpleNamespace(total_memory=lambda _: 8, memory_allocated=lambda _: 2)
+    gpu._get_nvml_gpu_id = lambda number: cuda._get_nvml_gpu_id(gpu, number)
+    assert cuda.available_memory(gpu, 0) == free
 
 
 def rates(schedule, steps, **changes):

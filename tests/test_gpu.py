@@ -138,6 +138,30 @@ def test_a_gpu_that_torch_can_not_use_is_no_reason_to_train_on_the_cpu(
         assert own_device() == "cpu"
 
 
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # PyPI's torch 2.13.0
+
+
+@pytest.mark.parametrize("capability, builds, refused", [
+    ((7, 0), WHEEL, True),  # V100
+    ((7, 5), WHEEL, False),
+    ((8, 9), WHEEL, False),  # runs the code for 8.6
+    ((8, 0), ["sm_86"], True),
+    ((12, 1), [*WHEEL, "compute_120"], False),
+    ((13, 0), WHEEL, True),
+    ((13, 0), [*WHEEL, "compute_120"], False),  # compiles PTX
+    ((9, 1), ["sm_90a"], True),
+    ((7, 0), [], False),  # a build that does not tell
+])  # fmt: skip
+def test_a_gpu_that_torch_was_not_built_for_is_refused(capability, builds, refused, monkeypatch):
+    """Its kernels would fail once the model is loaded: "no kernel image is available"."""
+    own = {"get_device_capability": lambda _: capability, "get_arch_list": lambda: builds}
+    fake_gpu(monkeypatch, get_device_name=lambda _: "V100", **own)
+    fake_accelerator(monkeypatch, "cuda", [])
+    said = f"for this GPU (V100, compute capability {capability}), only for {', '.join(builds)}"
+    with pytest.raises(SystemExit, match=re.escape(said)) if refused else contextlib.nullcontext():
+        own_device()
+
+
 def test_auto_takes_bfloat16_where_the_card_has_it(monkeypatch, capsys):
     assert choose_dtype("auto", "cpu") == "float32"
     assert choose_dtype("bfloat16", "cpu") == "bfloat16"

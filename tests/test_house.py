@@ -66,7 +66,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "stop_strings": "grpo.policy",  # STOP_STRINGS
     "teacher": "grpo.reference",  # REFERENCE
     "turns": "grpo.rollout grpo.prepare grpo.task",  # a task with reply(), and its preview
-    "vllm_policy": "grpo.policy",  # SAMPLER
+    "vllm_policy": "grpo.policy grpo.prepare",  # SAMPLER, and what it needs
     "worker": "grpo_ref_split",  # the role
     "workers": "grpo.start",  # PUBLISH_STEPS
     "gate": "ref_server",

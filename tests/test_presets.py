@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from documents import TEXT
 
 import grpo_ref_split as trainer
 import ref_server
 from grpo.checks import settled
+from grpo.client import ReferenceClient
 from grpo.constants import command_line
 from grpo.options.sample_sizes import SPARE
 from grpo.start import USUAL
@@ -109,6 +111,33 @@ def test_a_preset_fits_its_gpus_and_what_saves_memory_is_needed(name):
     expected = [memory.CARDS[gpu], size / 2**30] + [server / 2**30] * (server > 0)
     expected += [memory.in_ram(m) / 2**30] * c.OFFLOAD_OPTIMIZER
     assert [f"{number:.1f}" for number in expected] == re.findall(r"(\d+\.\d) GB", told)
+
+
+# --- Without a preset -------------------------------------------------------------------
+def advice(capsys, monkeypatch, gpus, gb):
+    """-> the commands that a trainer logs on such a machine, where no server answers."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, int(gb * 2**30)))
+    with pytest.raises(SystemExit, match="REF_SERVER = 'http://127.0.0.1:9' can't be used"):
+        ReferenceClient("http://127.0.0.1:9", 0).check("a model", None, 1.0)
+    return re.findall(r"^    python (.*)$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("gb", [7.6, *memory.CARDS.values()])
+def test_a_trainer_alone_on_one_gpu_names_two_commands_that_fit_it(gb, capsys, monkeypatch):
+    """A bare `python grpo_ref_split.py` would only wait for a server."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(ROOT)
+    commands = advice(capsys, monkeypatch, 1, gb)
+    assert len(commands) == 2 and "presets/" in commands[0]
+    for command in commands:
+        monkeypatch.setattr(sys, "argv", command.split())
+        c = settled(trainer.DEFAULTS, command_line(trainer.DEFAULTS, trainer.__doc__)[1])
+        m = memory.sizes_of(c.MODEL.removeprefix("Qwen/"), c.LORA_RANK)
+        tried = memory.shipped(512, 512, **{k: v for k, v in vars(c).items() if k not in USUAL})
+        assert c.REF_SERVER is None
+        assert memory.least(tried, m, 1) <= (1 - SPARE) * gb * 2**30
+    assert not advice(capsys, monkeypatch, 2, gb) and not advice(capsys, monkeypatch, 1, 4.0)
 
 
 # --- The docs -------------------------------------------------------------------------

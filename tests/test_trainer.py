@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import a_group, a_recipe, move, sampled, tiny_policy
+from fakes import a_group, a_recipe, a_run, move, sampled, tiny_policy
 
 import grpo_ref_split as trainer
 from grpo import checkpoint, report
@@ -85,6 +85,21 @@ def test_a_completion_near_the_limit_has_a_lower_advantage():
     assert advantages_of(group, **short) == [0, 0]
 
 
+# --- The update ----------------------------------------------------------------------
+def test_backward_and_optimiser_have_the_threads_that_the_constant_says(monkeypatch):
+    """torchrun leaves each rank one thread, with which an offloaded update would take its time."""
+    seen, before = [], torch.get_num_threads()
+    noted = lambda value: lambda *_: seen.append(torch.get_num_threads()) or value
+    monkeypatch.setattr(trainer, "accumulate", noted({"loss": 0.0}))
+    monkeypatch.setattr(trainer, "take_step", noted(1.0))
+    monkeypatch.setattr(trainer.ranks, "all_or_none", lambda part: contextlib.nullcontext())
+    run = a_run(a_recipe(CPU_THREADS=before + 1), engine=None)
+    run.sizes = SimpleNamespace(micro_batch_tokens=8)
+    run.reference = SimpleNamespace(info={"model": "tiny"})
+    trainer.update(run, [], 1)
+    assert seen == [before + 1] * 2 and torch.get_num_threads() == before
+
+
 # --- The checks --------------------------------------------------------------------
 GOOD = {"loss": 0.0, "sampler_k3": 1e-13, "sampler_tilt": 1e-6}
 SAME = {"model": "ours", "dtype": "float32"}
@@ -101,7 +116,7 @@ SAME = {"model": "ours", "dtype": "float32"}
 ])  # fmt: skip
 def test_a_run_stops_if_its_sampler_has_other_log_probs(metrics, dtype, error):
     with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
-        check_sampler(metrics, dtype)
+        check_sampler(metrics, SimpleNamespace(dtype=dtype))
 
 
 @pytest.mark.parametrize("metrics, reference, error", [
@@ -181,7 +196,7 @@ def test_an_update_tells_noise_from_a_wrong_sampler(dtype, tiny, alone):
     """Sampled at 0.9 with log-probs at 1.0, a ratio looked like 1 and was not. At 1.05 the gap is
     smaller than bfloat16's noise, and shows in the slope alone."""
     policy = tiny_policy(tiny, dtype)
-    check = functools.partial(check_sampler, dtype=dtype)
+    check = functools.partial(check_sampler, sampler=SimpleNamespace(dtype=dtype))
     check(first_update(policy, policy))
     noises = [0.055, 0.084] if dtype == "bfloat16" else []  # published: see grpo.proof.NOISE
     for noise in noises:

@@ -2,7 +2,7 @@
 
 import torch
 
-from grpo.proof import NOISE, check_gap
+from grpo.proof import NOISE, check_gap, noise_of
 
 PROOF_TOKENS = 128  # length of the completion that is compared; more detect smaller differences
 
@@ -28,7 +28,7 @@ def check_proof(policy, record):
     the recorded sampling graph may still read old weights while scoring reads the new ones.
     """
     proof, version = record["proof"], record["version"]
-    limit = max(NOISE[proof["dtype"]], NOISE[policy.dtype])
+    limit = max(NOISE[proof["dtype"]], noise_of(policy))
     prompt, completion = proof["prompt"], proof["completion"]
     gap = mean_k3(policy.logps(prompt, completion), proof["logps"])
     check_gap(gap, limit, f"policy {version} is loaded, but differs from the trainer's")

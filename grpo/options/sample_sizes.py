@@ -44,7 +44,8 @@ def fit(device, candidates, attempt, held=0, worst=lambda measure: measure()):
     raise SystemExit(
         f"{chosen} does not fit into this GPU, which has {room / 2**30:.1f} GB free. To save"
         " memory, use a smaller MODEL, LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs, a lower"
-        " MAX_COMPLETION_TOKENS or, without a server, REFERENCE_ON_CPU = True (docs/memory.md)"
+        " MAX_COMPLETION_TOKENS or, without a server, REFERENCE_ON_CPU = True; with vLLM a lower"
+        " VLLM_CACHE_GB or VLLM_SLEEP = True (docs/memory.md)"
     )
 
 

@@ -17,17 +17,21 @@ import itertools
 import math
 import os
 import random
+import shutil
+import sysconfig
 import tempfile
 import warnings
+from pathlib import Path
 
 import safetensors.torch
 import torch
 
 from grpo.devices import accelerator
 from grpo.log import in_background
-from grpo.models import choose_dtype, own_device, stop_ids, vocab_size_of, whole_model
+from grpo.models import choose_dtype, has_bfloat16, own_device, stop_ids, vocab_size_of, whole_model
 from grpo.options.lora import adapters_off, merge_adapters
 from grpo.options.stop_strings import StopStrings
+from grpo.proof import NOISE, TF32_NOISE
 from grpo.sample import Sample
 from grpo.sampler import completion_text, next_prompts
 from grpo.weights import check_shapes
@@ -49,7 +53,12 @@ class VLLMPolicy:
         sizes = {"SAMPLE_BATCH": c.SAMPLE_BATCH, "EVAL_BATCH": c.EVAL_BATCH}
         self.sizes = {name: most if size == "auto" else size for name, size in sizes.items()}
         self.tokenizer, self.model, self.numbers = tokenizer, model, itertools.count()
-        self.name, self.dtype = c.MODEL, choose_dtype(c.DTYPE, own_device())
+        device = own_device()
+        self.name, self.dtype = c.MODEL, choose_dtype(c.DTYPE, device)
+        # vLLM's attention for float32, in Triton, has TF32 products if the GPU has them: since the
+        # generation that brought bfloat16
+        tf32 = self.dtype == "float32" and has_bfloat16(device)
+        self.noise = TF32_NOISE if tf32 else NOISE[self.dtype]
         self.eos_ids = sorted(stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS))
         self.vocab_size = vocab_size_of(tokenizer)
         self.stop_strings = StopStrings(tokenizer, c.STOP_STRINGS) if c.STOP_STRINGS else None
@@ -281,6 +290,21 @@ def quiet_and_undone(parallel):
         for name in os.environ.keys() - environment:  # other threads never see it empty
             del os.environ[name]
         os.environ.update(environment)
+
+
+def check_compiler():
+    """Raises SystemExit if vLLM could not compile for this machine's GPU: Triton, without which it
+    does not run there, builds a small C program around each kernel."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    missing = [] if header.exists() else [str(header)]
+    if not any(map(shutil.which, compilers)):
+        missing.insert(0, "a C compiler (gcc, clang, or what CC names)")
+    if missing and accelerator():
+        raise SystemExit(
+            f"SAMPLER = 'vllm' needs {' and '.join(missing)} on a GPU: install it (apt install gcc"
+            " python3-dev), or set SAMPLER = 'torch'"
+        )
 
 
 def check_device(c, in_rank):

@@ -195,7 +195,7 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
 
     monkeypatch.setattr(sampling, "draw", drawn)
     if chosen is None:
-        with pytest.raises(SystemExit, match="MICRO_BATCH_TOKENS = 256, .*OFFLOAD_OPTIMIZER"):
+        with pytest.raises(SystemExit, match="MICRO_BATCH_TOKENS = 256, .*VLLM_CACHE_GB"):
             ranks.run(start)
     else:
         assert ranks.run(start) == 2 * [[64, 64, *chosen]]

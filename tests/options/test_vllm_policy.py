@@ -16,6 +16,8 @@ from grpo.checks import settled
 from grpo.options import vllm_policy
 from grpo.options.vllm_policy import VLLMPolicy, check_device
 from grpo.policy import load_policy
+from grpo.prepare import prepare
+from grpo.proof import check_sampler
 from grpo.sample import Sample
 from grpo.weights import load_weights
 
@@ -55,6 +57,46 @@ def test_what_the_device_does_not_offer_is_said(gpus, memory, parallel, in_rank,
     c = {"VLLM_CACHE_GB": memory, "TENSOR_PARALLEL": parallel}
     with pytest.raises(SystemExit, match=said) if said else contextlib.nullcontext():
         check_device(SimpleNamespace(**c), in_rank)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("compiler, header, said", [
+    ("gcc", True, None),
+    ("", True, r"needs a C compiler \(gcc, clang, or what CC names\) on a GPU"),
+    ("gcc", False, r"needs \S+/Python\.h on a GPU"),
+    ("cc", False, r"needs a C compiler .* and \S+/Python\.h on"),  # Triton looks for no cc
+])  # fmt: skip
+def test_what_vllm_compiles_with_is_there_before_a_model_is_loaded(
+    compiler, header, said, on_gpu, monkeypatch, tmp_path
+):
+    for name in filter(None, [compiler, "include/Python.h" * header]):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch(0o755)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    paths = {"include": str(tmp_path / "include")}
+    monkeypatch.setattr(vllm_policy.sysconfig, "get_paths", lambda: paths)
+    monkeypatch.setattr(vllm_policy, "accelerator", lambda: "cuda" if on_gpu else None)
+    c = SimpleNamespace(SAMPLER="vllm", TASK="arithmetic", MODEL="/no/model")
+    with pytest.raises(SystemExit, match=said if said and on_gpu else "/no/model"):
+        prepare(c)
+
+
+@pytest.mark.parametrize("device, has_bf16, k3, stops", [
+    ("cuda:0", True, 5e-5, False),  # TF32
+    ("cuda:0", True, 2e-4, True),
+    ("cuda:0", False, 5e-5, True),  # T4
+    ("cpu", False, 5e-5, True),
+])  # fmt: skip
+def test_float32_on_a_gpu_has_the_rounding_of_tf32(
+    device, has_bf16, k3, stops, a_policy, monkeypatch
+):
+    """vLLM has no other attention for float32 there; with float32's limit no run would start."""
+    monkeypatch.setattr(vllm_policy, "own_device", lambda: device)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    policy = a_policy()
+    with pytest.raises(RuntimeError, match="k3") if stops else contextlib.nullcontext():
+        check_sampler({"loss": 0.0, "sampler_k3": k3}, policy)
 
 
 class FakeLLM:

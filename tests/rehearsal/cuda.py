@@ -103,6 +103,7 @@ TORCH_CUDA = {
     "get_device_name": lambda *_: A100.name,
     "get_device_properties": lambda *_: A100,
     "get_device_capability": lambda *_: (A100.major, A100.minor),
+    "get_arch_list": lambda: ["sm_80"],
     "is_bf16_supported": lambda *_, **__: True,
     # memory
     "mem_get_info": lambda *_: (MEMORY, MEMORY),
