@@ -13,9 +13,9 @@ from documents import TEXT
 import grpo_ref_split as trainer
 import ref_server
 from grpo.checks import settled
-from grpo.client import ReferenceClient
 from grpo.constants import command_line
 from grpo.options.sample_sizes import SPARE
+from grpo.remote import ReferenceClient
 from grpo.start import USUAL
 
 ROOT = Path(__file__).parent.parent
