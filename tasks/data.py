@@ -8,8 +8,8 @@ TEST_EVERY = 10  # of a single file, every 10th record is for the test, all othe
 
 
 def records(data, split, config=None):
-    """Returns the dicts of `split`. `data` is a JSONL file, whose records are split here; a folder
-    with SPLIT.jsonl; or a data set on the hub, with its `config`."""
+    """Returns the dicts of `split`. `data` is a file (JSONL, or a JSON array), whose records are
+    split here; a folder with SPLIT.jsonl; or a data set on the hub, with its `config`."""
     path = Path(data).expanduser()
     if path.is_dir():
         return lines(path / f"{split}.jsonl")
@@ -17,6 +17,8 @@ def records(data, split, config=None):
         found = lines(path)
         test = found[::TEST_EVERY]
         del found[::TEST_EVERY]
+        if not found:
+            raise ValueError(f"{path} has a single record, and a test needs one more: add records")
         return found if split == "train" else test
     import datasets
 
@@ -24,16 +26,34 @@ def records(data, split, config=None):
 
 
 def lines(path):
-    """Returns the objects of a JSONL file, one a line."""
-    found = []
-    with path.open("rb") as file:  # bytes: an error in the encoding then has a line number
-        for number, line in enumerate(file, start=1):
-            try:
-                found += [json.loads(line)] if line.strip() else []
-            except ValueError as error:
-                why = f"line {number} of {path} is not JSON in UTF-8: {error}"
-                raise ValueError(why) from error
-    return found
+    """Returns the objects of a JSONL file, one a line, or of a file that is one JSON array."""
+    content = path.read_bytes()  # bytes: an error in the encoding then has a line number
+    try:
+        whole = json.loads(content)
+    except ValueError:
+        whole = None
+    if isinstance(whole, list):
+        named = [(f"item {number}", item) for number, item in enumerate(whole, start=1)]
+    else:
+        named = list(objects(path, content))
+    if not named:
+        raise ValueError(f"{path} has no records: it must have an object in each line")
+    for where, item in named:
+        if not isinstance(item, dict):
+            why = f"{where} of {path} is {item!r:.80}, not an object ({{...}})"
+            raise ValueError(why)  # noqa: TRY004
+    return [item for _, item in named]
+
+
+def objects(path, content):
+    """Yields ("line N", value) of the lines of JSONL."""
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        try:
+            if line.strip():
+                yield f"line {number}", json.loads(line)
+        except ValueError as error:
+            why = f"line {number} of {path} is not JSON in UTF-8: {error}"
+            raise ValueError(why) from error
 
 
 def split_of(key):

@@ -288,6 +288,27 @@ def test_records_come_from_a_file_a_folder_or_the_hub(tmp_path, monkeypatch):
     assert data.records("some/set", "train") == records
 
 
+def test_a_json_array_is_read_and_other_shapes_are_refused_with_the_line(tmp_path):
+    """On one line it was one record, the test's, and training had "no items"."""
+    path, records = tmp_path / "data.json", [{"n": n} for n in range(11)]
+    for indent in (None, 2):
+        path.write_text(json.dumps(records, indent=indent), encoding="utf-8-sig")
+        assert data.records(path, "train") == records[1:10]
+    for text, why in (
+        ('{"n": 1}', "data.json has a single record"),
+        ('[{"n": 1}]', "data.json has a single record"),
+        ("\n", "data.json has no records"),
+        ("[]", "data.json has no records"),
+        ('{"n": 1}\n[2, 3]\n', r"line 2 of .*data.json is \[2, 3\], not an object"),
+        ('[{"n": 1}, "two"]', "item 2 of .*data.json is 'two', not an object"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=why):
+            data.records(path, "train")
+    (tmp_path / "test.jsonl").write_text('{"n": 1}')
+    assert data.records(tmp_path, "test") == records[1:2]  # of a folder one is enough
+
+
 def test_data_that_is_not_there_is_said(monkeypatch):
     monkeypatch.setattr(gsm8k, "DATA", "none.jsonl")
     with pytest.raises(SystemExit, match=r"tasks/gsm8k.py: load.*FileNotFoundError.*none.jsonl"):
