@@ -120,7 +120,7 @@ def try_save(c, policy):
     try:
         with tempfile.TemporaryDirectory(prefix=".trial_", dir=c.RUN_DIR) as folder:
             policy.save(folder, trial=True)
-            Path(folder, "README.md").write_text(model_card(c, state))
+            Path(folder, "README.md").write_text(model_card(c, state), "utf-8")
     except Exception as error:
         raise SystemExit(
             f"a checkpoint of MODEL = {c.MODEL!r} can't be saved to RUN_DIR = {c.RUN_DIR!r}, so the"
@@ -136,7 +136,8 @@ def write_shared(run, draft, state):
         safetensors.torch.save_file(run.reference.weights(), draft / "trainer" / REFERENCE)
     if dist.get_rank() == 0:
         run.policy.save(draft)
-        Path(draft, "README.md").write_text(model_card(run.c, state))  # people may edit it
+        card = model_card(run.c, state)
+        Path(draft, "README.md").write_text(card, "utf-8")  # people may edit it
     return [path for path in draft.rglob("*") if path.is_file() and path.name != "README.md"]
 
 
