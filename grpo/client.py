@@ -32,6 +32,12 @@ class Probing(HTTPAdapter):
         super().init_poolmanager(*args, socket_options=options, **kwargs)
 
 
+def text_of(reply):
+    """Returns the text of an answer, cut if it is long. Our servers send no web pages."""
+    page = reply.text.lstrip().startswith("<")
+    return "a web page: does another program have this address?" if page else reply.text[:1000]
+
+
 class Client:
     """What both clients share. Each thread needs a client of its own."""
 
@@ -63,8 +69,8 @@ class Client:
                     return reply
                 if reply.status_code not in AGAIN:
                     remedy = f"; raise {self.limit_of_body}" if reply.status_code == 413 else ""
-                    raise Refused(f"{url} answered {reply.status_code}: {reply.text}{remedy}")
-                why, silent = reply.text or f"status {reply.status_code}", True
+                    raise Refused(f"{url} answered {reply.status_code}: {text_of(reply)}{remedy}")
+                why, silent = text_of(reply) or f"status {reply.status_code}", True
             # The limit counts from the first failure. A request without an answer in time has
             # failed since it was sent; a connection that broke has failed just now
             wait = wait or Wait(url, self.limit)
@@ -81,10 +87,13 @@ class ReferenceClient(Client):
 
     def check(self, model, tokenizer, temperature):
         """Raises SystemExit if the reference does not fit the policy `model`."""
+        reply = None
         try:
-            info = dict(self.call("GET", "/info").json())
-        except (requests.RequestException, ValueError, RuntimeError) as error:
-            raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {error}") from error
+            reply = self.call("GET", "/info")
+            info = dict(reply.json())
+        except (requests.RequestException, ValueError, TypeError, RuntimeError) as error:
+            why = f"it answered /info with {text_of(reply)}" if reply else error
+            raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {why}") from error
         where = f"{info.get('model')} at {self.url}"
         check_facts(info, facts_of(tokenizer, temperature), where, model)
         self.info = info
