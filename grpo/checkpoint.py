@@ -263,10 +263,16 @@ def examine(path):
 def load(path, engine, stream, reference=None):
     """Collective: restores engine, stream, random number generators and, if one is given, the
     `reference` from what save() wrote."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
     rank, trainer = dist.get_rank(), Path(path, "trainer")
     # mmap: read as it is copied, else all of it would be in memory beside the engine's own
     file, how = trainer / f"optimizer_{rank}.pt", {"map_location": "cpu", "mmap": True}
-    part = torch.load(file, weights_only=False, **how)
+    # Beside tensors, what DeepSpeed keeps in its state; a file with anything else is not unpickled
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        part = torch.load(file, weights_only=True, **how)
     # DeepSpeed expects a dict of all ranks' parts and reads its own
     engine.optimizer.load_state_dict({rank: part}, load_from_fp32_weights=True)
     dist.barrier()
