@@ -99,7 +99,7 @@ REFERENCE = None  # without a server: a reference model that has MODEL's tokeniz
 REFERENCE_REFRESH_STEPS = 0  # without a server: the policy becomes the reference every N steps
 
 # --- Optimisation -------------------------------------------------------------------
-STEPS = 500  # optimiser updates (max_steps)
+STEPS = 500  # optimiser updates, and attempts with nothing to train (max_steps)
 LEARNING_RATE = 1e-6  # higher learns faster until it diverges; LoRA needs about ten times as much
 LORA_RANK = 0  # 16 or 32: trains LoRA adapters of that rank, the model is frozen; 0: full training
 WARMUP_STEPS = 10  # the learning rate rises linearly from 0 in this many steps
@@ -232,7 +232,7 @@ def set_advantages(recipe, groups):
 
 
 def samples_to_train(recipe, groups, step):
-    """Returns the groups' samples, which train the policy after `step` updates. MASK_TRUNCATED
+    """Returns the groups' samples, which train the policy after `step` steps. MASK_TRUNCATED
     leaves out truncated ones; they still count in their group's mean and as sequences. Line 6: if
     a worker or another policy sampled any group, the sampler's log-probs are the old ones for all
     samples, as a micro-batch mixes groups."""
@@ -330,7 +330,7 @@ def accumulate(run, samples):
 
 # --- Update: line 11 -------------------------------------------------------------------
 def update(run, samples, step):
-    """Collective: makes optimiser update number `step` (from 1) on the samples (line 11); returns
+    """Collective: makes the update of step `step` (from 1) on the samples (line 11); returns
     its metrics. If the gradient is not finite, the weights do not change ("skipped")."""
     c, rate = run.c, learning_rate(run.c, step)
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", run.sizes.micro_batch_tokens)
@@ -375,7 +375,7 @@ def train(run):
         for number in range(1, updates + 1):  # line 10
             with checkpoint.back_if_failed(run, place):
                 trained = update(run, samples, p.step + 1) if samples else {}  # collective
-            p.step += 1  # after line 11: a checkpoint has the number of updates that were made
+            p.step += 1  # after line 11: a checkpoint has the number of steps that were made
             place = checkpoint.place_of(run)
             with ranks.all_or_none("the end of the update"):  # collective
                 if number == updates:

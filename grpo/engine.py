@@ -62,7 +62,7 @@ def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
 
 
 def learning_rate(c, step):
-    """Returns the rate of update `step` (from 1): linear warm-up, then LR_SCHEDULE's decay to
+    """Returns the rate of step `step` (from 1): linear warm-up, then LR_SCHEDULE's decay to
     FINAL_LR (cosine: SGDR, 1608.03983, with one period). `c` has the trainer's constants as
     attributes."""
     warm = min(1.0, step / max(c.WARMUP_STEPS, 1))

@@ -27,7 +27,7 @@ class Progress:
     """What a checkpoint keeps in addition to weights, optimiser and random number generators."""
 
     name: str  # of the run: its folder's name and a random suffix
-    step: int = 0  # updates made
+    step: int = 0  # steps made
     evaluated: int = -1  # the step of the last evaluation,
     accuracy: float = 0.0  # and its result
     saved: int = -1  # the step of the last checkpoint
