@@ -13,7 +13,6 @@ def address(what, pattern):
     return what, lambda value: isinstance(value, str) and re.fullmatch(pattern, value)
 
 
-TRUTHS = "true", "false", "none", "null"  # as texts all are true to a template
 KINDS = [  # (kind, constants)
     (WHOLE, """PROMPTS_PER_STEP GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS STEPS
         EVAL_QUESTIONS SAVE_STEPS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
@@ -39,9 +38,7 @@ KINDS = [  # (kind, constants)
     (list_of("numbers from 0 to below 1", lambda beta: NUMBER[1](beta) and beta < 1), "ADAM_BETAS"),
     (or_(None, TEXT), "OUTCOME REFERENCE"),
     (or_(None, dict_of("numbers", constants.real)), "REWARD_WEIGHTS"),
-    (dict_of("options (True, not 'True')",
-             lambda option: not isinstance(option, str) or option.lower() not in TRUTHS),
-     "CHAT_TEMPLATE"),
+    (dict_of("options", lambda option: True), "CHAT_TEMPLATE"),
     (list_of('"tensorboard", "wandb" or functions',
              lambda to: callable(to) or to in ("tensorboard", "wandb")), "REPORT_TO"),
     (or_(None, address("http://host:port", r"https?://[^\s/].*")), "REF_SERVER"),

@@ -109,9 +109,8 @@ def whole_model(name, generation_config=None, **options):
     other shapes: transformers would fill these weights with random numbers."""
     if settings_in(name, "config.json").get("quantization_config"):
         raise SystemExit(
-            f"the model {name!r} is quantized (quantization_config in its config.json), and its"
-            " weights can't be trained or scored here: take the model from which it was made, in"
-            " bfloat16; if memory is short, set LORA_RANK = 16"
+            f"the model {name!r} is quantized (quantization_config in config.json): take the model"
+            " that it was made from, in bfloat16, and set LORA_RANK = 16 if memory is short"
         )
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     generation_config = generation_config or generation_config_of(name)

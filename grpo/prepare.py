@@ -5,10 +5,8 @@ is needed, so that a mistake in the task's file is reported at once.
 """
 
 import datetime
-import difflib
 import functools
 import math
-import re
 
 from grpo.log import say
 from grpo.rewards import TaskError, called
@@ -83,29 +81,12 @@ def note_prompts(recipe, tokenizer):
     """Logs the date that the prompts show, and whether the tokenizer ends texts with EOS."""
     if DATED in str(tokenizer.chat_template):
         say(f"the chat template shows the date; this run's is {recipe.date}")
-    note_options(recipe, tokenizer)
+    if recipe.c.CHAT_TEMPLATE:
+        from grpo.options.chat_template import check_options
+
+        check_options(recipe, tokenizer)
     if not tokenizer.chat_template and tokenizer(".")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         say("the tokenizer appends EOS to a text; the prompts are used without it")
-
-
-def note_options(recipe, tokenizer):
-    """Logs which options of CHAT_TEMPLATE leave the first prompt as it is. Raises SystemExit for
-    one that the template does not name, if it has a similar name."""
-    from grpo.models import prompt_ids
-
-    c, known = recipe.c, re.findall(r"\w+", str(tokenizer.chat_template))
-    _, item, ids = recipe.prompts[0]
-    for name, value in c.CHAT_TEMPLATE.items():
-        options = {k: v for k, v in recipe.chat_options.items() if k != name}
-        if prompt_ids(tokenizer, load_chat(c.TASK, recipe.task, item), **options) != ids:
-            continue
-        near = difflib.get_close_matches(name, set(known), n=1, cutoff=0.8)
-        if near and near != [name]:
-            raise SystemExit(
-                f"CHAT_TEMPLATE = {c.CHAT_TEMPLATE}: the chat template of {c.MODEL} has no option"
-                f" {name}: did you mean {near[0]}?"
-            )
-        say(f"CHAT_TEMPLATE: {name} = {value!r} changes nothing in the first prompt")
 
 
 def as_seen(opening, text):

@@ -57,8 +57,7 @@ def load_task(name):
             raise TaskError(name, function, "is missing", "be a function, as in tasks/gsm8k.py")
     for function, value in vars(task).items():
         if function in FUNCTIONS and inspect.iscoroutinefunction(value):
-            must = "be a plain function, which may call asyncio.run"
-            raise TaskError(name, f"{function}()", "can't be async", must)
+            raise TaskError(name, f"{function}()", "can't be async", "be a plain function")
     return task
 
 
@@ -192,9 +191,8 @@ def load_questions(recipe, tokenizer):
     trained = {tuple(ids) for _, _, ids in recipe.prompts}
     if known := sum(tuple(ids) in trained for _, _, ids in found):
         say(
-            f"{known} of the {len(found)} questions of the evaluation are also trained on, so their"
-            f" accuracy says nothing about new questions: load({c.EVAL_SPLIT!r}) should not return"
-            " questions of the training split"
+            f"{known} of the {len(found)} questions of the evaluation are also trained on, so the"
+            f" accuracy is not that of new questions: load({c.EVAL_SPLIT!r}) should return others"
         )
     return found
 

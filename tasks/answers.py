@@ -8,7 +8,6 @@ It takes one number, chosen by its position, so that a list of candidates, or a 
 """
 
 import re
-import unicodedata
 from fractions import Fraction
 
 MAX_NUMBER_CHARS = 60  # a longer one is not an answer, and int() itself refuses 4301 digits
@@ -48,13 +47,13 @@ NUMBER = re.compile(
     r"|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,2}(?!\w))?|\.\d+))"
     rf"({SCALE})"  # 5 million, 3万
 )
-VULGAR = re.compile("[¼-¾⅐-⅞]")  # ½
+FRACTIONS = {ord(c): f" {a}/{b}" for c, a, b in zip("½⅓⅔¼¾⅛⅜⅝⅞", "112131357", "233448888")}
 # "#" stands for a number. Two numbers without a word between them are a list, a range or a sum that
 # is not computed. Words in other scripts do not count as words: "5或6" is two numbers, too.
 GAP = r"#(?:[^\w#]|[^\x00-\x7f]|\b(?:and|to|or|x|maybe|perhaps|possibly|either|also)\b)*"
 FIRST_UNSURE = re.compile(rf"(?is)\W*?(?:{GAP}#|#[^#]*\bor\b.*#|#\s*[+×÷])")
 LAST_UNSURE = re.compile(rf"(?i)(?:{GAP}|#[^#]*\bor\b[^#]*|[+×÷/]\s*)#[^#]*$|#\s*[+×÷][^#]*$")
-OPEN = re.compile(rf"\\[A-Za-z]|[\^√⁰¹²³⁴-⁹₀-₉]|{WORD}ths?\b")  # to be computed
+OPEN = re.compile(rf"\\[A-Za-z]|[\^√⁰¹²³⁴-⁹₀-₉⅐-⅞]|{WORD}ths?\b")  # to be computed
 
 
 def is_right(text, gold):
@@ -66,7 +65,7 @@ def is_right(text, gold):
 
 def gold_number(gold):
     """Returns the number after "####", or in the whole text, as a Fraction; else ValueError."""
-    text = cleaned(spelt(str(gold)).rsplit("####", 1)[-1])
+    text = cleaned(str(gold).translate(FRACTIONS).rsplit("####", 1)[-1])
     value = number(text, True)
     if value is None:
         raise ValueError(f"the gold answer {text!r} is not a number: correct the data")
@@ -79,22 +78,12 @@ def final_answer(text):
     >>> final_answer("<answer>5</answer> no, <answer>6</answer>")
     ('6', True)
     """
-    text = spelt(text)
+    text = text.translate(FRACTIONS)
     block = BLOCK.findall(text)[-1:]
     text = block[0] if block else text
     marked = HASHES.findall(text) or BOXED.findall(text) or ANCHOR.findall(text) or block and [text]
     numeric = [s for s in re.split(r"[.!?](?=\s|$)|\n(?:\s*- )?", text) if re.search(r"\d", s)]
     return (marked or numeric or [""])[-1].strip(), bool(marked)
-
-
-def spelt(text):
-    """Returns the text with fractions in digits.
-
-    >>> spelt("2½ cups")
-    '2 1/2 cups'
-    """
-    digits = lambda found: f" {unicodedata.normalize('NFKC', found[0]).replace(chr(0x2044), '/')}"
-    return VULGAR.sub(digits, text)
 
 
 def cleaned(text):

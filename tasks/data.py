@@ -1,5 +1,6 @@
 """Reads a task's records from a file, a folder, or a data set of the hub, and splits records."""
 
+import codecs
 import hashlib
 import json
 from pathlib import Path
@@ -27,33 +28,21 @@ def records(data, split, config=None):
 
 def lines(path):
     """Returns the objects of a JSONL file, one a line, or of a file that is one JSON array."""
-    content = path.read_bytes()  # bytes: an error in the encoding then has a line number
-    try:
-        whole = json.loads(content)
-    except ValueError:
-        whole = None
-    if isinstance(whole, list):
-        named = [(f"item {number}", item) for number, item in enumerate(whole, start=1)]
-    else:
-        named = list(objects(path, content))
-    if not named:
-        raise ValueError(f"{path} has no records: it must have an object in each line")
-    for where, item in named:
-        if not isinstance(item, dict):
-            why = f"{where} of {path} is {item!r:.80}, not an object ({{...}})"
-            raise ValueError(why)  # noqa: TRY004
-    return [item for _, item in named]
-
-
-def objects(path, content):
-    """Yields ("line N", value) of the lines of JSONL."""
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    content, found = path.read_bytes(), []  # bytes: an error in the encoding has a line number
+    is_array = content.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+    for number, text in enumerate([content] if is_array else content.split(b"\n"), start=1):
         try:
-            if line.strip():
-                yield f"line {number}", json.loads(line)
+            value = json.loads(text) if text.strip() else []
         except ValueError as error:
             why = f"line {number} of {path} is not JSON in UTF-8: {error}"
             raise ValueError(why) from error
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, dict):
+                raise TypeError(f"line {number} of {path}: {item!r:.80} is no object ({{...}})")
+            found.append(item)
+    if not found:
+        raise ValueError(f"{path} has no records: each of its lines must be an object ({{...}})")
+    return found
 
 
 def split_of(key):

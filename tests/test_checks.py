@@ -17,7 +17,7 @@ WRONG = {
     "REFERENCE": ["", "a/teacher"],  # REF_SERVER is set
     "OUTCOME": [""],
     "REWARD_WEIGHTS": [{"a": "1"}],
-    "CHAT_TEMPLATE": [{1: 2}, {"enable_thinking": "False"}],
+    "CHAT_TEMPLATE": [{1: 2}],
     "DTYPE": ["float16"],
     "LR_SCHEDULE": ["constant"],
     "STEPS": [0],

@@ -16,6 +16,7 @@ OPTIONS = {  # imported only with ...
     "grpo/options/worker.py",  # the role worker
     "grpo/options/turns.py",  # a task with reply()
     "grpo/options/reward_processes.py",  # REWARD_PROCESSES
+    "grpo/options/chat_template.py",  # CHAT_TEMPLATE
     "grpo/options/stop_strings.py",  # STOP_STRINGS
     "grpo/options/vllm_policy.py",  # SAMPLER
     "grpo/options/reporters.py",  # REPORT_TO
