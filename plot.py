@@ -134,6 +134,7 @@ def show(title, text):
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["samples", run, *step] if len(step) < 2 and "".join(step or "0").isdecimal():
+            sys.stdout.reconfigure(errors="backslashreplace")  # what its encoding lacks
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
             show_samples(run, *step)
         case ["live", *more] if len(more) < 3 and "".join(more[1:] or "0").isdecimal():

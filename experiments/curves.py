@@ -38,6 +38,8 @@ PANELS = ("accuracy", "reward", "kl", "entropy", "completions/mean_length")
 PANELS += ("completions/clipped_ratio", "frac_reward_zero_std", "grad_norm")
 PANELS += ("sampling/sampling_logp_difference/mean",)
 NOTES = {"accuracy": " (circles: greedy)", "kl": " (above 0.01: logarithmic)"}
+UNITS = {"kl": "nats a token", "entropy": "nats a token", "completions/mean_length": "tokens"}
+UNITS[PANELS[-1]] = "nats"
 SHARES = ("accuracy", "completions/clipped_ratio", "frac_reward_zero_std")
 LOGARITHMIC = ("grad_norm", "sampling/sampling_logp_difference/mean")
 WINDOW = 10  # steps that a mean in the table is taken over
@@ -57,6 +59,7 @@ def draw(name):
             if points := values(records, f"eval_{metric}"):
                 ax.plot(*zip(*points, strict=True), "o", color=color, ms=5)
         ax.set_title(metric.removeprefix("sampling/") + NOTES.get(metric, ""), fontsize=9)
+        ax.set_ylabel("share" if metric in SHARES else UNITS.get(metric, ""), fontsize=7)
         ax.tick_params(which="both", labelsize=7)
         ax.grid(alpha=0.3)
         if metric in SHARES:
@@ -65,6 +68,7 @@ def draw(name):
             ax.set_yscale("log")
         if metric == "kl":  # it begins at 0
             ax.set_yscale("symlog", linthresh=0.01)
+    figure.supxlabel("step", fontsize=8)
     save_picture(figure, PICTURES / f"{name}.png")
 
 

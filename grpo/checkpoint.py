@@ -32,6 +32,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from grpo.engine import load_states
 from grpo.log import say
 from grpo.ranks import RunFailed, any_rank, gathered, note
 from grpo.report import as_json, model_card, naming_run_dir
@@ -121,7 +122,7 @@ def try_save(c, policy):
     try:
         with tempfile.TemporaryDirectory(prefix=".trial_", dir=c.RUN_DIR) as folder:
             policy.save(folder, trial=True)
-            Path(folder, "README.md").write_text(model_card(c, state))
+            Path(folder, "README.md").write_text(model_card(c, state), "utf-8")
     except Exception as error:
         raise SystemExit(
             f"a checkpoint of MODEL = {c.MODEL!r} can't be saved to RUN_DIR = {c.RUN_DIR!r}, so the"
@@ -137,7 +138,8 @@ def write_shared(run, draft, state):
         safetensors.torch.save_file(run.reference.weights(), draft / "trainer" / REFERENCE)
     if dist.get_rank() == 0:
         run.policy.save(draft)
-        Path(draft, "README.md").write_text(model_card(run.c, state))  # people may edit it
+        card = model_card(run.c, state)
+        Path(draft, "README.md").write_text(card, "utf-8")  # people may edit it
     return [path for path in draft.rglob("*") if path.is_file() and path.name != "README.md"]
 
 
@@ -271,9 +273,7 @@ def load(path, engine, stream, reference=None):
     rank, trainer = dist.get_rank(), Path(path, "trainer")
     before = len(json.loads(state_file(path).read_text())["files"])  # ranks that saved it
     if before == dist.get_world_size():
-        # mmap: read as it is copied, else all of it would be in memory beside the engine's own
-        file, how = trainer / f"optimizer_{rank}.pt", {"map_location": "cpu", "mmap": True}
-        part = torch.load(file, weights_only=False, **how)
+        part = load_states(trainer / f"optimizer_{rank}.pt")
         own = json.loads(Path(trainer, f"rank_{rank}.json").read_text())
     else:
         from grpo.options.recut import recut

@@ -30,6 +30,12 @@ class Probing(HTTPAdapter):
         super().init_poolmanager(*args, socket_options=options, **kwargs)
 
 
+def text_of(reply):
+    """Returns the text of an answer, cut if it is long. Our servers send no web pages."""
+    page = reply.text.lstrip().startswith("<")
+    return "a web page: does another program have this address?" if page else reply.text[:1000]
+
+
 class Client:
     """Calls the routes of one server. Each thread needs a client of its own."""
 
@@ -61,8 +67,8 @@ class Client:
                     return reply
                 if reply.status_code not in AGAIN:
                     remedy = f"; raise {self.limit_of_body}" if reply.status_code == 413 else ""
-                    raise Refused(f"{url} answered {reply.status_code}: {reply.text}{remedy}")
-                why, silent = reply.text or f"status {reply.status_code}", True
+                    raise Refused(f"{url} answered {reply.status_code}: {text_of(reply)}{remedy}")
+                why, silent = text_of(reply) or f"status {reply.status_code}", True
             # The limit counts from the first failure. A request without an answer in time has
             # failed since it was sent; a connection that broke has failed just now
             wait = wait or Wait(url, self.limit)

@@ -51,8 +51,10 @@ def before_torch():
 
 # --- The command line -----------------------------------------------------------------
 def begin():
-    """Runs before a script imports torch: refuses Windows, and makes Ctrl-C print one line instead
-    of an import's traceback."""
+    """Runs before a script imports torch: refuses Windows, makes Ctrl-C print one line instead of
+    an import's traceback, and has characters that stdout's encoding lacks escaped."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     if os.name == "nt":  # no fcntl, no process groups
         raise SystemExit("Windows is not supported: install WSL (wsl --install) and run this there")
     if sys.platform == "darwin":

@@ -61,8 +61,20 @@ def engine_config(dtype, max_grad_norm, offload_optimizer, on_gpu):
     }
 
 
+def load_states(file):
+    """Returns what torch.save has written of DeepSpeed's optimizer, its tensors mapped: read as
+    they are copied, else all would be in memory beside the engine's own. A file with anything but
+    tensors and DeepSpeed's classes is not unpickled."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+
+
 def learning_rate(c, step):
-    """Returns the rate of update `step` (from 1): linear warm-up, then LR_SCHEDULE's decay to
+    """Returns the rate of step `step` (from 1): linear warm-up, then LR_SCHEDULE's decay to
     FINAL_LR (cosine: SGDR, 1608.03983, with one period). `c` has the trainer's constants as
     attributes."""
     warm = min(1.0, step / max(c.WARMUP_STEPS, 1))

@@ -133,7 +133,7 @@ def sampler_stats(logps, entropy, sampler_logps, fresh):
 
 # --- Over what was sampled ------------------------------------------------------------
 def evaluate(policy, step, recipe, prompts):
-    """Collective: returns the policy's greedy accuracy (OUTCOME > 0) after `step` updates, each
+    """Collective: returns the policy's greedy accuracy (OUTCOME > 0) after `step` steps, each
     reward's share of positive values, the truncated share and the mean length. A reward's share is
     over the answers to which it applies, and absent if there are none. Once a stop is requested, no
     further question begins."""

@@ -111,6 +111,11 @@ def whole_model(name, generation_config=None, **options):
     """Returns from_pretrained's model, with a generation config that can be saved. Raises
     SystemExit if it can't be loaded, or if the files lack weights of config.json's model or have
     other shapes: transformers would fill these weights with random numbers."""
+    if settings_in(name, "config.json").get("quantization_config"):
+        raise SystemExit(
+            f"the model {name!r} is quantized (quantization_config in config.json): take the model"
+            " that it was made from, in bfloat16, and set LORA_RANK = 16 if memory is short"
+        )
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     generation_config = generation_config or generation_config_of(name)
     try:
@@ -137,7 +142,7 @@ def generation_config_of(name):
     """Returns the GenerationConfig of the model `name`, without what would keep an answer from
     ending at EOS. If transformers would refuse to save its file, only EOS is kept: training does
     not need the rest, and a checkpoint has it."""
-    settings = {k: v for k, v in generation_settings(name).items() if k not in BEYOND_EOS}
+    settings = {k: v for k, v in settings_in(name).items() if k not in BEYOND_EOS}
     try:
         if settings:
             config = GenerationConfig.from_dict(settings)
@@ -162,11 +167,11 @@ def token_ids(*values):
     return {x for x in flat if type(x) is int and x >= 0}
 
 
-def generation_settings(name):
-    """Returns the contents of the model's generation_config.json; {} if it is missing or broken."""
+def settings_in(name, file="generation_config.json"):
+    """Returns the contents of a JSON file of the model; {} if it is missing or broken."""
     try:
-        found = json.loads(Path(cached_file(name, "generation_config.json")).read_text("utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(Path(cached_file(name, file)).read_text("utf-8"))
+    except (OSError, ValueError, TypeError):  # cached_file may return None
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -237,10 +242,10 @@ def stop_ids(name, tokenizer, stop_tokens):
     and the `stop_tokens` that the tokenizer knows. Raises SystemExit if there are none."""
     config = AutoConfig.from_pretrained(name)
     stops = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
-    stops.append(generation_settings(name).get("eos_token_id"))
+    stops.append(settings_in(name).get("eos_token_id"))
     vocab = tokenizer.get_vocab()
     stops += [vocab.get(token) for token in stop_tokens]
-    eos_ids = {i for i in token_ids(*stops) if i < vocab_size_of(tokenizer)}
+    eos_ids = token_ids(*stops) & set(vocab.values())
     if not eos_ids:
         raise SystemExit(
             f"the model {name!r} has no EOS token, so its completions would never end: add the"

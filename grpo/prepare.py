@@ -85,6 +85,10 @@ def note_prompts(recipe, tokenizer):
     """Logs the date that the prompts show, and whether the tokenizer ends texts with EOS."""
     if DATED in str(tokenizer.chat_template):
         say(f"the chat template shows the date; this run's is {recipe.date}")
+    if recipe.c.CHAT_TEMPLATE:
+        from grpo.options.chat_template import check_options
+
+        check_options(recipe, tokenizer)
     if not tokenizer.chat_template and tokenizer(".")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         say("the tokenizer appends EOS to a text; the prompts are used without it")
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import requests
 import torch
 
-from grpo.client import Client
+from grpo.client import Client, text_of
 from grpo.log import in_background, say
 from grpo.reference import Answer
 from grpo.stop import Refused, Wait
@@ -68,10 +68,13 @@ class ReferenceClient(Client):
     def check(self, model, tokenizer, temperature):
         """Raises SystemExit if the reference does not fit the policy `model`."""
         self.advise()
+        reply = None
         try:
-            info = dict(self.call("GET", "/info").json())
-        except (requests.RequestException, ValueError, RuntimeError) as error:
-            raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {error}") from error
+            reply = self.call("GET", "/info")
+            info = dict(reply.json())
+        except (requests.RequestException, ValueError, TypeError, RuntimeError) as error:
+            why = f"it answered /info with {text_of(reply)}" if reply else error
+            raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {why}") from error
         where = f"{info.get('model')} at {self.url}"
         check_facts(info, facts_of(tokenizer, temperature), where, model)
         self.info = info

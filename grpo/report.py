@@ -244,7 +244,7 @@ def model_card(c, state):
 
 # {c.TASK}, step {step}
 
-{kind} `{c.MODEL}`, after {step} of {c.STEPS} updates with GRPO (arXiv 2402.03300) on the task
+{kind} `{c.MODEL}`, after {step} of {c.STEPS} steps of GRPO (arXiv 2402.03300) on the task
 `{c.TASK}`. Code: {commit()}.
 
 Accuracy of greedy answers to at most {c.EVAL_QUESTIONS} questions of the split `{c.EVAL_SPLIT}`:

@@ -9,6 +9,7 @@ import datetime
 import difflib
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
 import numbers
@@ -33,6 +34,7 @@ from grpo.rewards import (
 # Constants that must be equal in worker and trainer, in addition to what settings() adds
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE SKIP_FLAT_GROUPS"
 SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS"
+FUNCTIONS = "load", "messages", "rewards", "group_rewards", "reply", "gold", "sloppy"
 DATED = "strftime_now"  # the function by which a chat template shows the day
 
 
@@ -55,6 +57,9 @@ def load_task(name):
     for function in ("load", "messages", *[rewards] * (not environment_rewards(task))):
         if not hasattr(task, function):
             raise TaskError(name, function, "is missing", "be a function, as in tasks/gsm8k.py")
+    for function, value in vars(task).items():
+        if function in FUNCTIONS and inspect.iscoroutinefunction(value):
+            raise TaskError(name, f"{function}()", "can't be async", "be a plain function")
     return task
 
 
@@ -179,11 +184,19 @@ def load_split(c, task, split, tokenizer, date=""):
 
 
 def load_questions(recipe, tokenizer):
-    """Returns the evaluation's questions, in load_split's form; [] if EVAL_STEPS is 0."""
+    """Returns the evaluation's questions, in load_split's form; [] if EVAL_STEPS is 0. Logs how
+    many of them are trained on."""
     c = recipe.c
     if not c.EVAL_STEPS:
         return []
-    return load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer, recipe.date)[: c.EVAL_QUESTIONS]
+    found = load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer, recipe.date)[: c.EVAL_QUESTIONS]
+    trained = {tuple(ids) for _, _, ids in recipe.prompts}
+    if known := sum(tuple(ids) in trained for _, _, ids in found):
+        say(
+            f"{known} of the {len(found)} questions of the evaluation are also trained on, so the"
+            f" accuracy is not that of new questions: load({c.EVAL_SPLIT!r}) should return others"
+        )
+    return found
 
 
 def load_items(name, task, split):

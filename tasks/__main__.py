@@ -21,7 +21,7 @@ from pathlib import Path
 from grpo.constants import begin, command_line, usage
 from grpo.prepare import gold_of, prepare_task
 from grpo.rewards import called, timely
-from grpo.task import Recipe, load_chat, load_items, load_split, load_task, task_files
+from grpo.task import Recipe, load_chat, load_items, load_questions, load_task, task_files
 
 SHOWN = 3
 WARM_STEPS = 800  # of the tiny model
@@ -98,7 +98,7 @@ def main(name):
     c = trainer.checks.settled(trainer.DEFAULTS, given | {"TASK": name})
     command = make_model(Recipe(c, task, []), out) if outs else ""
     tokenizer, recipe = prepare_task(c, split="train", shown=SHOWN)
-    load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer)
+    load_questions(recipe.others(EVAL_STEPS=1), tokenizer)
     if outs:
         print(f"\nto train it:\n    {command}")
 

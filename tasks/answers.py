@@ -4,7 +4,7 @@
 
 It takes one number, chosen by its position, so that a list of candidates, or a copy of the question
 ("3 + 4" for 7), earns nothing. It knows English phrases only, no numbers in words
-("eighteen"), and no LaTeX that must be computed ("2^3").
+("eighteen"), and no LaTeX or power that must be computed ("2^3", "2³").
 """
 
 import re
@@ -32,20 +32,28 @@ CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"\\(?:left|right|quad)(?![a-z])|\\[,;:! ()\[\]]|[*_`#]+|(?<=\w)\\?\$(?!\d)|\\(?=%)", " "),
     (r"(?<!\w)\\?[$€£¥₩]\s*", ""),
     (r"\((?!\s*or\b)(?=[^()]*[^\W\d_])[^()]*\)", " "),  # an aside, "(from 3 boxes)"
-    (r"(?<=[A-Za-z])\s?\^\{?\d\}?", ""),  # the square of "18 cm^2"
+    (r"(?<=[^\W\d_])(?:\s?\^\{?\d\}?|[⁻⁰¹²³⁴-⁹]+)", ""),  # the square of "18 cm^2"
     (r"^(?!.*(?:\bor\b|\\vee|\\lor)).*(?:[=≈]|\\approx)", ""),  # 3 + 4 = 7 is 7
     (r"^\s*-\s+(?=[.\d])", "-"),
 )]  # fmt: skip
+SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES |= {"dozen": 12, "lakh": 10**5, "crore": 10**7, "mn": 10**6, "bn": 10**9}
+WORD = rf"(?i:{'|'.join(SCALES)})"
+SIGNS = {"k": 3, "K": 3, "M": 6, "B": 9, "十": 1, "百": 2, "千": 3, "천": 3}  # powers of 10
+SIGNS |= dict.fromkeys("万萬만", 4) | dict.fromkeys("亿億억", 8) | dict.fromkeys("兆조", 12)
+SCALE = rf"(?:[\s~-]*{WORD}s?\b|(?<=\d)[kKMB]\b|\s*[{''.join(SIGNS)[4:]}])*"
 NUMBER = re.compile(
-    r"(?<![A-Za-z_\d])[-+]?(?:(?:\d+\s+)?\d+\s*/\s*0*[1-9]\d*(?!\d|e\d)"  # 1/2, 2 1/2
-    r"|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,2}(?!\w))?|\.\d+)"
+    r"((?<![A-Za-z_\d])[-+]?(?:(?:\d+\s+)?\d+\s*/\s*0*[1-9]\d*(?!\d|e\d)"  # 1/2, 2 1/2
+    r"|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,2}(?!\w))?|\.\d+))"
+    rf"({SCALE})"  # 5 million, 3万
 )
+FRACTIONS = {ord(c): f" {a}/{b}" for c, a, b in zip("½⅓⅔¼¾⅛⅜⅝⅞", "112131357", "233448888")}
 # "#" stands for a number. Two numbers without a word between them are a list, a range or a sum that
 # is not computed. Words in other scripts do not count as words: "5或6" is two numbers, too.
 GAP = r"#(?:[^\w#]|[^\x00-\x7f]|\b(?:and|to|or|x|maybe|perhaps|possibly|either|also)\b)*"
 FIRST_UNSURE = re.compile(rf"(?is)\W*?(?:{GAP}#|#[^#]*\bor\b.*#|#\s*[+×÷])")
 LAST_UNSURE = re.compile(rf"(?i)(?:{GAP}|#[^#]*\bor\b[^#]*|[+×÷/]\s*)#[^#]*$|#\s*[+×÷][^#]*$")
-LATEX = re.compile(r"\\[A-Za-z]|[\^√]")
+OPEN = re.compile(rf"\\[A-Za-z]|[\^√⁰¹²³⁴-⁹₀-₉⅐-⅞]|{WORD}ths?\b")  # to be computed
 
 
 def is_right(text, gold):
@@ -57,7 +65,7 @@ def is_right(text, gold):
 
 def gold_number(gold):
     """Returns the number after "####", or in the whole text, as a Fraction; else ValueError."""
-    text = cleaned(str(gold).rsplit("####", 1)[-1])
+    text = cleaned(str(gold).translate(FRACTIONS).rsplit("####", 1)[-1])
     value = number(text, True)
     if value is None:
         raise ValueError(f"the gold answer {text!r} is not a number: correct the data")
@@ -70,6 +78,7 @@ def final_answer(text):
     >>> final_answer("<answer>5</answer> no, <answer>6</answer>")
     ('6', True)
     """
+    text = text.translate(FRACTIONS)
     block = BLOCK.findall(text)[-1:]
     text = block[0] if block else text
     marked = HASHES.findall(text) or BOXED.findall(text) or ANCHOR.findall(text) or block and [text]
@@ -93,9 +102,12 @@ def number(text, marked):
     found, shape = NUMBER.findall(text), NUMBER.sub("#", text)
     first = marked and re.match(r"[\s(]*#", shape)  # an answer's opening number, else the last
     unsure = FIRST_UNSURE.match(shape) if first else LAST_UNSURE.search(shape)
-    digits = re.sub(r"\s*/\s*", "/", found[0 if first else -1].replace(",", "")) if found else ""
-    if unsure or LATEX.search(text) or not 0 < len(digits) <= MAX_NUMBER_CHARS:
+    digits, scale = found[0 if first else -1] if found else ("", "")
+    digits = re.sub(r"\s*/\s*", "/", digits.replace(",", ""))
+    if unsure or OPEN.search(text) or not 0 < len(digits) <= MAX_NUMBER_CHARS:
         return None
     size = sum(Fraction(part) for part in digits.lstrip("+-").split())
     undone = "/" in digits and size.denominator == 1  # 84/2 for 42
+    for word in re.findall(rf"{WORD}|[{''.join(SIGNS)}]", scale):
+        size *= 10 ** SIGNS[word] if word in SIGNS else SCALES[word.lower()]
     return None if undone else -size if digits[0] == "-" else size

@@ -1,5 +1,6 @@
 """Reads a task's records from a file, a folder, or a data set of the hub, and splits records."""
 
+import codecs
 import hashlib
 import json
 from pathlib import Path
@@ -8,8 +9,8 @@ TEST_EVERY = 10  # of a single file, every 10th record is for the test, all othe
 
 
 def records(data, split, config=None):
-    """Returns the dicts of `split`. `data` is a JSONL file, whose records are split here; a folder
-    with SPLIT.jsonl; or a data set on the hub, with its `config`."""
+    """Returns the dicts of `split`. `data` is a file (JSONL, or a JSON array), whose records are
+    split here; a folder with SPLIT.jsonl; or a data set on the hub, with its `config`."""
     path = Path(data).expanduser()
     if path.is_dir():
         return lines(path / f"{split}.jsonl")
@@ -17,6 +18,8 @@ def records(data, split, config=None):
         found = lines(path)
         test = found[::TEST_EVERY]
         del found[::TEST_EVERY]
+        if not found:
+            raise ValueError(f"{path} has a single record, and a test needs one more: add records")
         return found if split == "train" else test
     import datasets
 
@@ -24,15 +27,21 @@ def records(data, split, config=None):
 
 
 def lines(path):
-    """Returns the objects of a JSONL file, one a line."""
-    found = []
-    with path.open("rb") as file:  # bytes: an error in the encoding then has a line number
-        for number, line in enumerate(file, start=1):
-            try:
-                found += [json.loads(line)] if line.strip() else []
-            except ValueError as error:
-                why = f"line {number} of {path} is not JSON in UTF-8: {error}"
-                raise ValueError(why) from error
+    """Returns the objects of a JSONL file, one a line, or of a file that is one JSON array."""
+    content, found = path.read_bytes(), []  # bytes: an error in the encoding has a line number
+    is_array = content.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+    for number, text in enumerate([content] if is_array else content.split(b"\n"), start=1):
+        try:
+            value = json.loads(text) if text.strip() else []
+        except ValueError as error:
+            why = f"line {number} of {path} is not JSON in UTF-8: {error}"
+            raise ValueError(why) from error
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, dict):
+                raise TypeError(f"line {number} of {path}: {item!r:.80} is no object ({{...}})")
+            found.append(item)
+    if not found:
+        raise ValueError(f"{path} has no records: each of its lines must be an object ({{...}})")
     return found
 
 

@@ -13,8 +13,8 @@ DATA = "DigitalLearningGmbH/MATH-lighteval"  # on the hub; or a file, or a folde
 SYSTEM_PROMPT = r"Reason step by step, and put your final answer within \boxed{}."
 # A unit, as in 12\text{ cm}^2, but neither another number nor the time of day
 UNIT = (
-    r"(?<=[\d}])\\(?:text|mbox|mathrm(?!\{.\}))\{(?!hundred|thousand|[mb]illion|dozen|[ap]\.?m\b)"
-    r"[A-Za-z./()-]*\}(?:\^\{?-?\d\}?)?$"
+    r"(?<=[\d}])\\(?:text|mbox|mathrm(?!\{.\}))\{(?!hundred|thousand|(?:m|b|tr)illion|dozen|lakh"
+    r"|crore|k\}|[mb]n\}|[ap]\.?m\b)[A-Za-z./()-]*\}(?:\^\{?-?\d\}?)?$"
 )
 # What changes no value of an answer; each pattern takes time linear in its length
 CLEAN = [(re.compile(pattern), to) for pattern, to in (
@@ -32,7 +32,7 @@ NAME = re.compile(r"^([A-Za-z])(?:=|\\in(?![a-z]))")  # x=5
 BOUNDED = re.compile(
     r"(?!.{61})(?!(?:.*\^){3})(?!(?:.*\\sqrt){3})(?!(?:.*(?:/|frac)){4})(?!(?:.*[(\[]){6})"
     r"(?!(?:.*(?<![a-z}^])\{){4})(?!.*\d{10})(?:[\w.,+\-*/()\[\]{}]|\^(?:[2-4]|\{[2-4]\})"
-    r"|(?<!\d)10\^(?:\d|\{-?\d\d?\})(?!\^)"
+    r"|(?<!\d)(?:10|\d)\^(?:\d|\{-?\d\d?\})(?!\^)"
     r"|\\(?:frac|sqrt|pi|cdot|times|pm|infty|cup|[{}])(?![a-z]))*"
 )
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import pickle
 import random
 import re
 import resource
@@ -112,6 +113,23 @@ def test_a_checkpoint_brings_back_the_place_in_the_data_and_the_random_numbers(t
     fresh = a_stream(5, rank=0, world=2)
     checkpoint.load(path, FakeEngine(), fresh)
     assert ([next(fresh) for _ in range(4)], random.random(), torch.rand(3).tolist()) == expected
+
+
+class Touches:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_code_in_a_checkpoint_does_not_run(tmp_path, alone):
+    save(tmp_path, 1)
+    path = tmp_path / "step_000001"
+    torch.save({"rank": Touches(tmp_path / "ran")}, path / "trainer/optimizer_0.pt")
+    with pytest.raises(pickle.UnpicklingError, match="WeightsUnpickler error: Unsupported"):
+        checkpoint.load(path, FakeEngine(), a_stream())
+    assert not (tmp_path / "ran").exists()
 
 
 def anonymous():

@@ -120,9 +120,15 @@ def test_a_reference_that_does_not_fit_is_refused_with_what_differs(tiny):
 
 def test_another_server_no_server_and_a_wrong_token_end_before_anything_starts(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    for text in (b"<html>", b"\xff"):
+    for text in (b"<html>", b"\xff", b"5"):
         with pytest.raises(SystemExit, match="REF_SERVER"):
             a_client(reply(200, text))[0].check("ours", tokenizer, 1.0)
+    page = b"\n<!DOCTYPE html>" + b"<p>nothing here</p>" * 999
+    for status, text in (200, page), (404, page), (404, b"nothing here" * 999):
+        with pytest.raises(SystemExit, match="REF_SERVER.* with |REF_SERVER.*404: ") as error:
+            a_client(reply(status, text))[0].check("ours", tokenizer, 1.0)
+        assert len(str(error.value)) < 1200
+        assert ("another program" in str(error.value)) == (text == page)
     with pytest.raises(SystemExit, match="REF_SERVER"):
         ReferenceClient("nonsense://x", 1).check("ours", tokenizer, 1.0)
     with pytest.raises(SystemExit, match="401"):

@@ -1,5 +1,6 @@
 """The scripts' command line, presets, and main() with constants."""
 
+import io
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import ref_server
 from grpo import constants, loss
 from grpo.checks import KINDS, settled
 from grpo.engine import training_threads
+from grpo.log import say
 from grpo.proof import NOISE
 
 ROOT = Path(__file__).parent.parent
@@ -155,6 +157,19 @@ def test_a_mac_trains_on_its_cpu_and_is_said_to_be_untried(begun, monkeypatch, c
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert training_threads(0) == 6
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_what_an_encoding_lacks_is_escaped(begun, monkeypatch, encoding):
+    """A preview of Chinese prompts ended the run, as did half an emoji in UTF-8."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    begun()
+    say("九 \ud83d")
+    out.seek(0)
+    assert out.buffer.getvalue().endswith({
+        "ascii": b" \\u4e5d \\ud83d\n", "utf-8": " 九 \\ud83d\n".encode(),
+    }[encoding])  # fmt: skip
 
 
 def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):

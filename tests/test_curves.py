@@ -1,6 +1,7 @@
 """docs/reading_curves.md: its cases are the script's, its numbers those of the runs."""
 
 import ast
+import json
 import re
 
 import pytest
@@ -67,6 +68,20 @@ def test_metrics_that_the_page_names_exist():
     names = {name for cell in cells for name in code_words(cell)}
     assert len(names) >= 8
     assert names | set(curves.PANELS) <= documented_metrics()
+
+
+def test_a_picture_names_its_units_and_what_x_is(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(curves, "RUNS", tmp_path)
+    monkeypatch.setattr(curves, "save_picture", lambda figure, path: figures.append(figure))
+    (tmp_path / "healthy").mkdir()
+    lines = [{"step": n, "seconds": 1} | dict.fromkeys(curves.PANELS, 0.5) for n in (1, 2)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "healthy/metrics.jsonl").write_text(text)
+    curves.draw("healthy")
+    units = {panel.get_title().split()[0]: panel.get_ylabel() for panel in figures[0].axes}
+    assert figures[0].get_supxlabel() == "step" and units["completions/mean_length"] == "tokens"
+    assert units["accuracy"] == "share" and units["entropy"] == units["kl"] == "nats a token"
 
 
 # --- The task ---------------------------------------------------------------

@@ -244,22 +244,24 @@ def test_the_task_in_the_readme_has_the_functions_of_the_one_that_is_copied():
 
 
 # --- Commands -------------------------------------------------------------------------
-RUN = {  # what runs a command, or the same with other constants
-    "make demo": "tests/test_demo.py",
-    "make demo-real": "tests/options/test_smollm2.py",
-    "make demo-tools": "tests/test_demo.py",
-    "make test": ".ci/run",
-    "make test-long": ".ci/run",
-    "make lint": ".ci/run",
-    ".ci/run": ".github/workflows/ci.yml",
-    ".venv/bin/python -m pytest tests/test_loss.py": "Makefile",
-    ".venv/bin/python -m docs.learn": "tests/test_learn.py",
-    '.venv/bin/python -m docs.learn REWARDS="1 1 0 0" UPDATES=6': "tests/test_learn.py",
-    "python -m tasks my/task.py OUT=runs/my_model": "tests/test_tasks.py",
-    """python -m tasks my/task.py OUT=runs/my_model 'STOP_STRINGS=["</tool>"]'""": (
-        "tests/test_tasks.py"
+IN_TASKS = "tests/test_tasks.py", "module.main(made[2])"
+RUN = {  # the file that runs a command, or the same with other constants; the words that do it
+    "make demo": ("tests/test_demo.py", '"demo.py", "1"'),
+    "make demo-real": ("tests/options/test_smollm2.py", '"demo_real.py", *words'),
+    "make demo-tools": ("tests/test_demo.py", "sys.executable, *trained"),
+    "make test": (".ci/run", "\nmake test\n"),
+    "make test-long": (".ci/run", "\nmake test-long\n"),
+    "make lint": (".ci/run", "\nmake lint\n"),
+    ".ci/run": (".github/workflows/ci.yml", "run: .ci/run\n"),
+    ".venv/bin/python -m pytest tests/test_loss.py": ("Makefile", ".venv/bin/python -m pytest"),
+    ".venv/bin/python -m docs.learn": ("tests/test_learn.py", "learn.main()"),
+    '.venv/bin/python -m docs.learn REWARDS="1 1 0 0" UPDATES=6': (
+        "tests/test_learn.py",
+        'learn.main(REWARDS="1 1 0 0", UPDATES=6',
     ),
-    ".venv/bin/python -m docs.learn_pictures": "tests/test_learn.py",
+    "python -m tasks my/task.py OUT=runs/my_model": IN_TASKS,
+    """python -m tasks my/task.py OUT=runs/my_model 'STOP_STRINGS=["</tool>"]'""": IN_TASKS,
+    ".venv/bin/python -m docs.learn_pictures": ("tests/test_learn.py", "learn_pictures.main()"),
 }
 
 
@@ -271,11 +273,12 @@ def commands(text):
 
 
 @pages
-def test_every_command_is_run_by_a_test_or_says_what_it_needs(page):
+def test_every_command_names_what_runs_it_or_what_it_needs(page):
     for line in commands(TEXT[page]):
         command, _, comment = (part.strip() for part in line.partition("  # "))
         if not comment.startswith(("needs ", "需要")):
             assert command in RUN, f"{line}: add `# needs ...`, or what runs it"
-            assert (ROOT / RUN[command]).exists()
+            file, words = RUN[command]
+            assert words in (ROOT / file).read_text(), f"{file} does not run {command}"
         for target in re.findall(r"\bmake ([\w-]+)", command):
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target

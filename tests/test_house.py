@@ -55,6 +55,7 @@ MAY = {  # what a module may import of ours
     "task": {"task"},
 }
 CHOOSE = {  # who of the core names an option, within the function that switches it on
+    "chat_template": "grpo.prepare",  # CHAT_TEMPLATE
     "cuda_graph": "grpo.decoder",  # NVIDIA's GPU
     "launched": "grpo.ranks",  # deepspeed or torchrun
     "lora": "grpo.policy grpo.reference",  # LORA_RANK

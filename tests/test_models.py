@@ -89,6 +89,14 @@ def test_missing_and_mismatched_weights_are_refused_by_all_who_load_a_model(name
     assert not (tmp_path / "out").exists()
 
 
+def test_a_quantized_model_is_refused_in_one_sentence(tiny, tmp_path):
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    folder = changed(tiny, tmp_path / "model", quantization_config=settings)
+    with pytest.raises(SystemExit, match="model' is quantized .*bfloat16, .*LORA_RANK") as error:
+        load_policy(folder, AutoTokenizer.from_pretrained(folder), "float32")
+    assert "\n" not in str(error.value)
+
+
 def test_files_that_are_no_weights_are_refused_in_one_sentence(tiny, tmp_path):
     folder = changed(tiny, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -105,6 +113,14 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny):
     ended = Sample([40, 41, tokenizer.eos_token_id], [-1.0] * 3, truncated=False)
     cut = Sample([40, 41], [-1.0] * 2, truncated=True)
     assert policy.text(ended) == policy.text(cut) == tokenizer.decode([40, 41])
+    vocab = tokenizer.get_vocab()  # it lacks id 41 from here on, as some have holes
+    tokenizer.get_vocab = lambda: {token: i for token, i in vocab.items() if i != 41}
+    path = tiny / "generation_config.json"
+    before = path.read_text()
+    path.write_text(json.dumps({"eos_token_id": [tokenizer.eos_token_id, 41, 10**6]}))
+    assert models.stop_ids(str(tiny), tokenizer, []) == {tokenizer.eos_token_id}
+    path.write_text(before)
+    del tokenizer.get_vocab
     tokenizer.add_tokens([f"new{i}" for i in range(50)])
     with pytest.raises(SystemExit, match="embeddings.*ids"):
         load_policy(str(tiny), tokenizer, "float32")

@@ -149,8 +149,13 @@ def test_the_numbers_of_the_docs_are_those_that_the_benchmark_prints(capsys):
     assert all(row in TEXT["docs/memory.md"].splitlines() for row in rows)
     gb = {row.split("`")[1]: row.split(" | ")[4] for row in printed if "`presets" in row}
     for page in ("README.md", "README.zh.md"):
-        shown = re.findall(r"\]\((presets/\w.*?\.py)\).*\| (\d+) \|$", TEXT[page], re.MULTILINE)
+        shown = re.findall(r"\]\((presets/\w.*?\.py)\).*\| (\S+) \|$", TEXT[page], re.MULTILINE)
         assert len(shown) == 5
-        assert all(number == f"{float(gb[preset]):.0f}" for preset, number in shown)
+        assert all(number == gb[preset] for preset, number in shown)  # one figure everywhere
+        (ram,) = re.findall(r"offload \S+ ([\d.]+) GB", TEXT[page])
+        assert any("3b_1x48gb" in row and row.endswith(f"| {ram} |") for row in printed)
+    smaller, usual = re.findall(r"with LoRA (\d+\.\d), not (\d+\.\d)", TEXT["docs/memory.md"])[0]
+    assert smaller == gb["presets/7b_lora_1x24gb.py"]
+    assert any(row.startswith("| 7B |") and f"{usual} (" in row for row in rows)
     results = (memory.ROOT / "benchmarks/results/memory.md").read_text()
     assert results.splitlines() == printed

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from grpo.options import worker
 from grpo.rollout import Stream
-from grpo.task import load_split
+from grpo.task import load_questions, load_split
 
 
 # --- Prompts -----------------------------------------------------------------------
@@ -35,6 +35,22 @@ def test_long_prompts_are_left_out_and_counted(tiny, capsys):
     c = c.but(MAX_PROMPT_TOKENS=2)
     with pytest.raises(SystemExit, match="MAX_PROMPT_TOKENS = 2"):
         load_split(c, task, "train", tokenizer)
+
+
+def test_questions_that_are_trained_on_and_evaluated_are_counted(tiny, capsys):
+    questions = {"train": "abcd", "test": "cdefgh"}
+    task = SimpleNamespace(
+        load=lambda split: [{"question": f"{letter}?"} for letter in questions[split]],
+        messages=lambda item: [{"role": "user", "content": item["question"]}],
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    recipe = a_recipe(task=task, MAX_PROMPT_TOKENS=99, EVAL_QUESTIONS=5)
+    recipe.prompts = load_split(recipe.c, task, "train", tokenizer)
+    assert len(load_questions(recipe, tokenizer)) == 5
+    assert "2 of the 5 questions of the evaluation are also trained" in capsys.readouterr().out
+    questions["test"] = "xyz"
+    load_questions(recipe, tokenizer)
+    assert "also trained" not in capsys.readouterr().out
 
 
 def test_every_epoch_has_each_prompt_once_in_an_order_that_may_be_read_anywhere():

@@ -43,6 +43,13 @@ RIGHT = {  # gold: what stands between the answer tags
         "12 (3 in each box)", "She has 12 apples (from 3 boxes).",
     ],
     "60": ["60 miles/hour"],
+    "5000000": ["5 million", "$5-million", r"5 \text{ Millions}", "5M", "50 lakh"],
+    "5 million": ["5,000,000", "½ crore"],
+    "30000": ["3万", "3萬", "30 thousand", "30K", "300百"],
+    "24": ["2 dozen eggs"],
+    "2½": ["2.5", "2½ cups", "2 ½"],
+    "-1/4": ["-¼"],
+    "9": ["9 cm²", "9 m⁻¹", "9 平方米"],
 }  # fmt: skip
 NOT_RIGHT = {  # gold: none of these has its value
     "18": ["", "\n", "十八"],
@@ -56,6 +63,7 @@ NOT_RIGHT = {  # gold: none of these has its value
     "4": ["A4"],
     "12": [r"\frac{12"],
     "49": [r"\sqrt{49}", "49^2"],
+    "5": ["5 million", "5k", "5bn", "5万", "5½", "5²", "5₂", "5 thousandths", "5千2百"],
 }  # fmt: skip
 LISTS = [  # none of their numbers may count
     "5 or 6", "5 (or 6)", "5, 6", "5; 6", "5/6/7", "5-6", "5 to 6", "5\n6", "5 and 6",
@@ -83,6 +91,7 @@ UNTAGGED = {  # gold: a whole completion without (complete) tags
         "The answer is: 12 apples from 3 boxes.",
     ],
     "0.5": [r"Thus \boxed{\frac{1}{2}} of 10."],
+    "1/2": ["I paid 3 dollars. The answer is ½."],
     "6": ["The answer is 5. No, the answer is 6."],
     "-7": ["It falls to -7"],
 }  # fmt: skip
@@ -131,7 +140,7 @@ def test_the_last_complete_block_is_the_answer_even_if_empty():
 
 def test_a_gold_answer_may_be_a_bare_number_and_must_be_a_number():
     assert correct(12, "<answer>12</answer>")
-    for gold in ("blue", "5 or 6", r"2\sqrt{3}", ""):
+    for gold in ("blue", "5 or 6", r"2\sqrt{3}", "", "10²", "3万5千"):
         with pytest.raises(ValueError, match="is not a number: correct the data"):
             correct(f"#### {gold}", f"<answer>{gold}</answer>")
 

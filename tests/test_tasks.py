@@ -168,7 +168,7 @@ SAME = [
     (r"\mathbf{7}", r"\mathrm{7}"), (r"\cfrac{3}{4}", "0.75"), ("\u22127", "-7"), ("n=5", "5"),
     ("5", "n = 5"), ("y=2x+1", "2x+1"), ("y = 1 + 2x", "y=2x+1"), (r"x \in [1,2]", "[1,2]"),
     (r"\leftarrow", r"\leftarrow"), ("a^9+b^9+c^9", "a^9 + b^9 + c^9"), ("1{,}000", "10^3"),
-    (r"1.2 \times 10^{-5}", "0.000012"),
+    (r"1.2 \times 10^{-5}", "0.000012"), ("2^{10}", "1024"), ("3^5x", "243x"),
 ]  # fmt: skip
 OTHER = [  # 5! is not even tried
     ("", "5"), ("6", "5"), ("5, 6", "5"), ("x", "y"), ("x=3", "y=3"), ("x", "x=3"), ("2x=5", "25"),
@@ -176,7 +176,8 @@ OTHER = [  # 5! is not even tried
     (r"5\text{ p.m.}", r"5\text{ a.m.}"), (r"2\mathrm{i}", "2"), (r"x\text{ cm}", "x"),
     (r"\text{ cm}", ""), (r"\leftarrow", r"\rightarrow"),
     (r"\begin{pmatrix}12\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"), ("(2,1)", "(1,2)"),
-    ("[0,1]", "[0,1)"), ("2", r"\frac{1}{2}"), ("5!", "120"),
+    ("[0,1]", "[0,1)"), ("2", r"\frac{1}{2}"), ("5!", "120"), (r"5\text{ trillion}", "5"),
+    (r"5\text{ lakh}", "5"), ("5万", "5"), ("5½", "5"), ("10²", "10"), ("2^{10}", "210"),
 ]  # fmt: skip
 
 
@@ -285,6 +286,27 @@ def test_records_come_from_a_file_a_folder_or_the_hub(tmp_path, monkeypatch):
     load_dataset = lambda name, config, split: iter(records)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert data.records("some/set", "train") == records
+
+
+def test_a_json_array_is_read_and_other_shapes_are_refused_with_the_line(tmp_path):
+    """On one line it was one record, the test's, and training had "no items"."""
+    path, records = tmp_path / "data.json", [{"n": n} for n in range(11)]
+    for indent in (None, 2):
+        path.write_text(json.dumps(records, indent=indent), encoding="utf-8-sig")
+        assert data.records(path, "train") == records[1:10]
+    for text, why in (
+        ('{"n": 1}', "data.json has a single record"),
+        ('[{"n": 1}]', "data.json has a single record"),
+        ("\n", "data.json has no records"),
+        ("[]", "data.json has no records"),
+        ('{"n": 1}\n5\n', "line 2 of .*data.json: 5 is no object"),
+        ('[{"n": 1}, "two"]', "data.json: 'two' is no object"),
+    ):
+        path.write_text(text)
+        with pytest.raises((ValueError, TypeError), match=why):
+            data.records(path, "train")
+    (tmp_path / "test.jsonl").write_text('{"n": 1}')
+    assert data.records(tmp_path, "test") == records[1:2]  # of a folder one is enough
 
 
 def test_data_that_is_not_there_is_said(monkeypatch):

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 from grpo.log import say
-from grpo.models import generation_config_of, generation_settings, load_tokenizer, whole_model
+from grpo.models import generation_config_of, load_tokenizer, settings_in, whole_model
 
 CONFIG = "adapter_config.json"
 
@@ -22,6 +22,14 @@ def base_of(model):
     """Returns the name of an adapter's base model, or `model` itself if it is no adapter."""
     config = Path(model, CONFIG)
     return json.loads(config.read_text())["base_model_name_or_path"] if config.is_file() else model
+
+
+def load_base_tokenizer(model):
+    """Returns the tokenizer of base_of(model). Raises SystemExit, with the file that names the
+    base, if there is no such model."""
+    config = Path(model, CONFIG)
+    named = f"base_model_name_or_path in {config} (a relative path begins in the current folder)"
+    return load_tokenizer(base_of(model), named if config.is_file() else "MODEL")
 
 
 def merge_into(model, folder):
@@ -54,8 +62,9 @@ def merge(adapter, out):
     if not Path(adapter, CONFIG).is_file():
         raise SystemExit(f"{adapter} has no {CONFIG}: name the folder of a LoRA adapter")
     base, own = base_of(adapter), Path(adapter, "tokenizer_config.json").exists()
-    tokenizer = load_tokenizer(adapter if own else base)
-    ends = generation_config_of(adapter if generation_settings(adapter) else base)
+    tokenizer = load_base_tokenizer(adapter)
+    tokenizer = load_tokenizer(adapter) if own else tokenizer
+    ends = generation_config_of(adapter if settings_in(adapter) else base)
     model = whole_model(base, ends, dtype="auto")
     merge_into(model, adapter)
     final = Path(out).resolve()

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from grpo.engine import load_states
 from grpo.log import say
 from grpo.rollout import seed_of
 
@@ -41,8 +42,7 @@ def recut(trainer, before, sizes, seed):
 def optimizer_part(trainer, before, sizes, rank):
     """Returns a rank's part of the optimiser, as DeepSpeed's state_dict(), joined and cut anew."""
     files = [Path(trainer, f"optimizer_{r}.pt") for r in range(before)]
-    how = {"map_location": "cpu", "mmap": True, "weights_only": False}
-    states = [torch.load(file, **how) for file in files]
+    states = list(map(load_states, files))
     weights, adam = [], {}
     for group, size in enumerate(sizes):
         theirs = [state[WEIGHTS][group] for state in states]  # without the zeros at the end

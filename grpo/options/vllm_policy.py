@@ -64,7 +64,7 @@ class VLLMPolicy:
         self.stop_strings = StopStrings(tokenizer, c.STOP_STRINGS) if c.STOP_STRINGS else None
         self.max_tokens = c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS
         self.parallel, self.sleeps = c.TENSOR_PARALLEL > 1, c.VLLM_SLEEP
-        self.asleep, self.step = False, None  # the updates made when it took its weights
+        self.asleep, self.step = False, None  # the steps made when it took its weights
         self.loaded = {}  # a worker's weights, by name
         with quiet_and_undone(self.parallel):
             self.llm = start(c, self, accelerator() is not None)
@@ -149,7 +149,7 @@ class VLLMPolicy:
     @contextlib.contextmanager
     def follow(self, step):
         """Within the block the policy has the weights of the model that this rank trains, after
-        `step` updates. After the block it rests."""
+        `step` steps. After the block it rests."""
         if self.step != step:
             self._take_weights()
             self.step = step

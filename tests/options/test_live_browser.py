@@ -114,7 +114,7 @@ def test_hostile_text_stays_text(tmp_path):
     for text in HOSTILE:
         for sign, escaped in {"&": "&amp;", "<": "&lt;", ">": "&gt;"}.items():
             text = text.replace(sign, escaped)
-        assert text in shown
+        assert f"<span>{text}</span>" in shown  # the span of a turn, and no other element
     assert len(re.findall('<path class="mean"[^>]* d="M[^"]*"', body)) == 2
     for id in ("facts", "runs", "metrics", "model"):
         assert re.search(f'id="{id}"[^>]*>[^<]*<', body), f"{id} is empty"

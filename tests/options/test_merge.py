@@ -12,6 +12,7 @@ from fakes import tiny_policy
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import evaluate
 from grpo.options.lora import merge_adapters
 from grpo.options.merge import merge, merge_into
 from grpo.policy import load_policy
@@ -99,6 +100,23 @@ def test_what_can_not_be_merged_is_refused_with_a_reason(tiny, tmp_path, adapter
         with pytest.raises(SystemExit, match="does not fit"):
             merge(str(theirs), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_with_a_relative_path_is_looked_for_here_and_its_file_is_named(
+    tiny, tmp_path, monkeypatch, adapter
+):
+    """The error named the hub alone, if the command ran in another folder than the run."""
+    theirs = shutil.copytree(adapter[0], tmp_path / "theirs")
+    config = json.loads((theirs / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = f"{tiny.parent.name}/{tiny.name}"
+    (theirs / "adapter_config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tiny.parent.parent)
+    merge(str(theirs), str(tmp_path / "out"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(theirs), "sums"])
+    for command in (lambda: merge(str(theirs), "other"), evaluate.main):
+        with pytest.raises(SystemExit, match=f"path in {theirs}/adapter_config.json .a relative"):
+            command()
 
 
 def test_out_may_be_an_empty_folder_however_it_is_named(tiny, tmp_path, monkeypatch, adapter):

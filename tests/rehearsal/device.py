@@ -76,6 +76,9 @@ class OnGPU(torch.Tensor):
         return f"OnGPU({self.inner!r})"
 
 
+torch.serialization.add_safe_globals([OnGPU])  # in checkpoints; a real GPU's tensors are plain
+
+
 class Device(TorchDispatchMode):
     """Sees also the operations that take no tensor of the GPU: they may make one."""
 
