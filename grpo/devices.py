@@ -25,34 +25,6 @@ def is_nvidia(device):
     return device.type == "cuda" and not torch.version.hip
 
 
-def check_build(device):
-    """Raises SystemExit if the installed torch was not built for this GPU of NVIDIA's: its first
-    kernel would fail, with a traceback."""
-    builds = torch.cuda.get_arch_list() if is_nvidia(device) else []
-    if builds and not has_code(builds, capability := torch.cuda.get_device_capability(device)):
-        name = f"{torch.cuda.get_device_name(device)}, compute capability {capability}"
-        raise SystemExit(
-            f"torch {torch.__version__} has no code for this GPU ({name}), only for"
-            f" {', '.join(builds)}: use another GPU, or a build of torch that has it"
-        )
-
-
-def has_code(builds, capability):
-    """Returns whether a GPU of this capability (major, minor) can run torch's `builds`. Machine
-    code (sm_) runs from its minor version on; PTX (compute_) is compiled for any later GPU. With a
-    letter either is for one GPU alone.
-
-    >>> has_code(["sm_86"], (8, 9)), has_code(["sm_86", "sm_90a"], (9, 1))
-    (True, False)
-    """
-    for kind, major, minor, own in re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(builds)):
-        built = int(major), int(minor)
-        later = built <= capability and (kind == "compute" or built[0] == capability[0])
-        if built == capability or (later and not own):
-            return True
-    return False
-
-
 def release_memory():
     """Returns the memory that torch caches unused to the accelerator, if there is one."""
     if accelerator():

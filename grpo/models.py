@@ -26,11 +26,10 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from grpo.constants import fault_of
-from grpo.devices import accelerator, check_build, is_out_of_memory
+from grpo.devices import accelerator, is_out_of_memory
 from grpo.log import announced, say
 
 HUB_SECONDS = 10  # how long to wait for the model hub; higher waits longer without a network
-GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver, also in WSL
 
 
 def load_tokenizer(name, constant="MODEL"):
@@ -68,25 +67,22 @@ def own_device():
     no accelerator.
 
     Turns off cuDNN's attention: masked, its backward can give NaN (pytorch #196678, trl #7181), and
-    on B200 it decodes wrongly (pytorch #193893). Raises SystemExit if torch was not built for this
-    GPU, or, built for CUDA, can't use it: training would run on the CPU for weeks, unnoticed.
+    on B200 it decodes wrongly (pytorch #193893). Raises SystemExit if torch can't use the GPU.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     if kind := accelerator():
         device = f"{kind}:{os.environ.get('LOCAL_RANK', '0')}"
         torch.accelerator.set_device_index(device)
-        check_build(torch.device(device))
+        if kind == "cuda":
+            from grpo.options.nvidia import check_build
+
+            check_build(torch.device(device))
         return device
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    if torch.version.cuda and any(map(os.path.exists, GPU_FILES)) and visible not in ("", "-1"):
-        try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:
-            raise SystemExit(
-                f"there is a GPU, but torch {torch.__version__} can't use it: {error} Install a"
-                " newer driver, or a build of torch for your driver. If CUDA_VISIBLE_DEVICES (now"
-                f" {visible}) names a GPU that does not exist, correct it; -1 runs on the CPU"
-            ) from error
+    if torch.version.cuda:
+        from grpo.options.nvidia import check_driver, is_there
+
+        if is_there():
+            check_driver()
     return "cpu"
 
 

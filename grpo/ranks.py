@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import importlib.util
 import os
-import sys
 import traceback
 from collections import Counter
 from dataclasses import replace
@@ -58,8 +57,10 @@ def join_ranks(wait_limit_seconds):
         end_with_launchers()
     import deepspeed  # takes seconds, and tests of the trainer's functions do not need it
 
-    own_device()
-    forget_pynvml(os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    if own_device().startswith("cuda"):
+        from grpo.options.nvidia import forget_pynvml
+
+        forget_pynvml(os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     # DeepSpeed would compile an all-reduce for CPU inference, which training never calls. It takes
     # a minute, and a compiler that may be missing. Another version may compile it all the same
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
@@ -75,14 +76,6 @@ def join_ranks(wait_limit_seconds):
         global roll
         roll = RollCall()  # collective
         say(f"{world} ranks; the run ends if one of them does not answer for {limit} s")
-
-
-def forget_pynvml(visible):
-    """If CUDA_VISIBLE_DEVICES is `visible` and has names (GPU-..., MIG-...), as clusters set it:
-    DeepSpeed 0.19.8, which takes them for numbers to ask pynvml for memory, asks torch instead."""
-    cuda = sys.modules.get("deepspeed.accelerator.cuda_accelerator")
-    if cuda and not visible.replace(",", "").isdigit():
-        cuda.pynvml = None
 
 
 def leave_at_exit():

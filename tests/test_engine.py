@@ -7,6 +7,7 @@ import pytest
 from deepspeed.accelerator import cuda_accelerator
 
 from grpo import engine, ranks
+from grpo.options.nvidia import forget_pynvml
 
 
 @pytest.mark.parametrize("environment, threads", [
@@ -52,7 +53,7 @@ def test_deepspeed_does_not_take_the_names_of_gpus_for_numbers(visible, free, mo
     calls["nvmlDeviceGetHandleByIndex"] = lambda gpu: gpu
     monkeypatch.setattr(cuda_accelerator, "pynvml", SimpleNamespace(**calls))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    ranks.forget_pynvml(visible)
+    forget_pynvml(visible)
     cuda = cuda_accelerator.CUDA_Accelerator
     gpu = SimpleNamespace(total_memory=lambda _: 8, memory_allocated=lambda _: 2)
     gpu._get_nvml_gpu_id = lambda number: cuda._get_nvml_gpu_id(gpu, number)

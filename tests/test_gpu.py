@@ -12,13 +12,12 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ref_server
-from grpo import models as policy_module
 from grpo import shared_prompt as llama_step
 from grpo.decoder import make_decoder
 from grpo.devices import is_nvidia
 from grpo.forward import CompletionModel
-from grpo.models import choose_dtype, own_device
-from grpo.options import cuda_graph
+from grpo.models import choose_dtype, load_model, own_device
+from grpo.options import cuda_graph, nvidia
 from grpo.options import tiny_model as warm_start
 from grpo.policy import load_policy
 from grpo.shared_prompt import LlamaDecoder
@@ -90,6 +89,7 @@ def test_no_path_runs_a_model_by_cudnns_attention(path, choices, tiny, tmp_path)
 # --- Which device, which dtype -------------------------------------------------------
 # A driver's error; graphs; the memory of a smaller GPU
 CUDA_ALONE = {"grpo/models.py", "grpo/options/cuda_graph.py", "benchmarks/gpu_report.py"}
+CUDA_ALONE |= {"grpo/options/nvidia.py", "grpo/ranks.py"}
 
 
 def test_what_torch_accelerator_has_is_not_asked_of_cuda():
@@ -129,7 +129,7 @@ def test_a_gpu_that_torch_can_not_use_is_no_reason_to_train_on_the_cpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(policy_module, "GPU_FILES", (str(tmp_path / files),))
+    monkeypatch.setattr(nvidia, "FILES", (str(tmp_path / files),))
     monkeypatch.setattr(torch.version, "cuda", build)
     if refused:
         with pytest.raises(SystemExit, match="too old"):
@@ -187,7 +187,7 @@ def test_a_rank_loads_the_model_straight_to_its_gpu(tiny, monkeypatch):
     fake_accelerator(monkeypatch, "cuda", placed)
     fake_gpu(monkeypatch, is_bf16_supported=lambda including_emulation: True)
     monkeypatch.setenv("LOCAL_RANK", "5")
-    policy_module.load_model(str(tiny), "float32", 400)
+    load_model(str(tiny), "float32", 400)
     assert asked == [{"": "cuda:5"}] and placed[0] == "cuda:5"
 
 

@@ -59,6 +59,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "cuda_graph": "grpo.decoder",  # NVIDIA's GPU
     "launched": "grpo.ranks",  # deepspeed or torchrun
     "lora": "grpo.policy grpo.reference",  # LORA_RANK
+    "nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's
     "plain_decoder": "grpo.decoder",  # a model without a KV cache
     "recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
     "reporters": "grpo.start",  # REPORT_TO
