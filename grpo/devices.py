@@ -38,17 +38,16 @@ def check_build(device):
 
 
 def has_code(builds, capability):
-    """Returns whether a GPU of this capability (major, minor) can run torch's `builds`. Machine
-    code (sm_) runs from its minor version on; PTX (compute_) is compiled for any later GPU. With a
-    letter either is for one GPU alone.
+    """Returns whether a GPU of this capability (major, minor) can run torch's `builds`: code (sm_)
+    of its major version and no later minor one, PTX (compute_) of any earlier GPU; with a letter,
+    its own alone.
 
     >>> has_code(["sm_86"], (8, 9)), has_code(["sm_86", "sm_90a"], (9, 1))
     (True, False)
     """
     for kind, major, minor, own in re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(builds)):
-        built = int(major), int(minor)
-        later = built <= capability and (kind == "compute" or built[0] == capability[0])
-        if built == capability or (later and not own):
+        oldest = capability if own else (0, 0) if kind == "compute" else (capability[0], 0)
+        if oldest <= (int(major), int(minor)) <= capability:
             return True
     return False
 
