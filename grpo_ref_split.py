@@ -231,8 +231,6 @@ def set_advantages(recipe, groups):
 
 
 # --- Samples to train: line 6 ----------------------------------------------------------
-
-
 def samples_to_train(recipe, groups, step):
     """Returns the groups' samples, which train the policy after `step` steps. MASK_TRUNCATED
     leaves out truncated ones; they still count in their group's mean and as sequences. Line 6: if

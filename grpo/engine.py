@@ -100,8 +100,7 @@ def take_step(engine, rate):
 
 def training_threads(asked):
     """Returns a rank's CPU threads for forward, backward and update: `asked`, or if that is 0 its
-    share of the machine's cores. A server here gets no core, as it scores little meanwhile.
-    Launchers set OMP_NUM_THREADS to 1, which would make an update with OFFLOAD_OPTIMIZER slow."""
+    share of the cores. Launchers leave a rank one. A server gets none, as it scores little then."""
     # Set by deepspeed, or torchrun. If each rank took all cores, a step would take twice the time
     ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
     # macOS binds no cores

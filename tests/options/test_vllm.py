@@ -302,7 +302,7 @@ def test_two_processes_that_share_a_model_sample_it_and_take_new_weights(tmp_pat
     (tmp_path / "parallel.py").write_text(PARALLEL)
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     own = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores[:2])}
-    own["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests"
+    own["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests:{ROOT}/tests/options"
     command = [sys.executable, str(tmp_path / "parallel.py"), str(tmp_path / "model")]
     done = subprocess.run(
         command, check=False, env=os.environ | own, capture_output=True, text=True, timeout=600
