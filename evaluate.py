@@ -45,7 +45,7 @@ from grpo.options import scores
 from grpo.options.merge import base_of, load_base_tokenizer, merge_into
 from grpo.options.sample_sizes import fit_worker
 from grpo.policy import make_policy
-from grpo.prepare import as_seen, gold_of, prepare_task
+from grpo.prepare import as_seen, gold_of, prepare_task, start_submit
 from grpo.ranks import gathered, join_ranks
 from grpo.resume import hash_of_code, hash_of_prompts
 from grpo.stop import leave
@@ -223,13 +223,13 @@ def print_junk(recipe):
         say(f"positive rewards of {what}: {earned}{warning}")
 
 
-def answers_of(c, options, date, model, processes, rank, world):
+def answers_of(c, options, date, model, submit, rank, world):
     """Returns (outcome, folder, {kind: {question: answers}}) of a model, kinds "greedy" and "N
-    samples ...". Each rank answers its share of the questions that the files lack. `processes`
-    (start_processes) compute rewards, or None; `date` is that of the prompts (prepare_task)."""
+    samples ...". Each rank answers its share of the questions that the files lack. `submit` is
+    start_submit's; `date` is that of the prompts (prepare_task)."""
     c, hashes = c.but(MODEL=base_of(model)), hashes_of(model)
     tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1, date=date)
-    recipe.reward_processes = processes
+    recipe.submit = submit
     prompts, policy, found = recipe.prompts[: c.EVAL_QUESTIONS], None, {}
     if options.samples and rank == 0 and model == options.models[0]:
         print_junk(recipe)
@@ -289,14 +289,9 @@ def main():
     elif (gpus := torch.accelerator.device_count()) > 1:
         say(f"using one of {gpus} GPUs; start with `deepspeed` instead of `python` to use all")
     try:
-        task, limits = load_task(c.TASK), (c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS)
-        processes = None
-        if c.REWARD_PROCESSES:
-            from grpo.options.reward_processes import start_processes
-
-            processes = start_processes(task, *limits)
+        submit = start_submit(c, load_task(c.TASK))
         results = [
-            answers_of(c, options, date, model, processes, rank, world) for model in options.models
+            answers_of(c, options, date, model, submit, rank, world) for model in options.models
         ]
         if rank == 0:
             report(c, options.models, results)

@@ -161,6 +161,7 @@ def rollout_metrics(run, count, theirs, sampled=()):
     that this rank has `sampled`; `theirs` are workers' groups that it has received."""
     recipe, p, seconds = run.recipe, run.progress, run.clock.parts["sample"]
     count["own_tokens"] = count["tokens"]
+    count["failed"] = recipe.failures.since() if recipe.failures else 0
     for group in theirs:
         count.update(tally(recipe, group))
         count.update(group.skipped)
@@ -176,6 +177,8 @@ def rollout_metrics(run, count, theirs, sampled=()):
         means["accuracy"] = total["right"] / judged
     if recipe.has_turns:
         means |= turn_metrics([*sampled, *theirs])  # collective
+    if recipe.failures:
+        means["rewards/failed"] = total["failed"] / n
     if seconds:  # 0 if workers sampled all groups
         means["tokens_per_second"] = total["own_tokens"] / seconds
     return means | {

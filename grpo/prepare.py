@@ -6,6 +6,7 @@ is needed, so that a mistake in the task's file is reported at once.
 
 import datetime
 import functools
+import inspect
 import math
 
 from grpo.log import say
@@ -32,12 +33,25 @@ def prepare(c, date=None, needs_server=False):
     how = {"split": "train", "shown": 1, "server": server, "date": date}
     tokenizer, recipe = prepare_task(c, **how)
     check_context(c)
+    recipe.submit = start_submit(c, recipe.task)
+    if c.MAX_FAILED_REWARDS:
+        from grpo.options.failures import Failures
+
+        recipe.failures = Failures(c.MAX_FAILED_REWARDS)
+    return tokenizer, recipe, server
+
+
+def start_submit(c, task):
+    """Returns Recipe.submit: in other processes, or in an event loop if rewards are async."""
+    if any(map(inspect.iscoroutinefunction, vars(task).values())):
+        from grpo.options.async_rewards import start_loop
+
+        return start_loop(task, c.REWARD_TIMEOUT_SECONDS)
     if c.REWARD_PROCESSES:
         from grpo.options.reward_processes import start_processes
 
-        limits = c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS
-        recipe.reward_processes = start_processes(recipe.task, *limits)
-    return tokenizer, recipe, server
+        return start_processes(task, c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS)
+    return None
 
 
 def prepare_task(c, *, split, shown, server=None, date=None):

@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import functools
 import importlib.util
+import inspect
 import signal
 import sys
 import threading
@@ -71,6 +72,18 @@ def has_turns(task):
 def environment_rewards(task):
     """Returns whether the task's environments reward their completions themselves."""
     return hasattr(getattr(task, "Environment", None), "rewards")
+
+
+FAILED = "failed"  # in place of a completion's rewards, with MAX_FAILED_REWARDS
+
+
+def finished(result):
+    """Returns a function's result, that of an `async` one too."""
+    if inspect.iscoroutine(result):
+        import asyncio
+
+        return asyncio.run(result)
+    return result
 
 
 class TooSlow(BaseException):

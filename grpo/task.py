@@ -21,10 +21,12 @@ from pathlib import Path
 from grpo.constants import real
 from grpo.log import announced, say
 from grpo.rewards import (
+    FAILED,
     TaskError,
     TooSlow,
     called,
     environment_rewards,
+    finished,
     has_turns,
     import_file,
     task_file,
@@ -34,7 +36,7 @@ from grpo.rewards import (
 # Constants that must be equal in worker and trainer, in addition to what settings() adds
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE SKIP_FLAT_GROUPS"
 SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS"
-FUNCTIONS = "load", "messages", "rewards", "group_rewards", "reply", "gold", "sloppy"
+FUNCTIONS = "load", "messages", "reply", "gold", "sloppy"  # of a task, besides its rewards
 DATED = "strftime_now"  # the function by which a chat template shows the day
 
 
@@ -59,7 +61,8 @@ def load_task(name):
             raise TaskError(name, function, "is missing", "be a function, as in tasks/gsm8k.py")
     for function, value in vars(task).items():
         if function in FUNCTIONS and inspect.iscoroutinefunction(value):
-            raise TaskError(name, f"{function}()", "can't be async", "be a plain function")
+            must = "be a plain function; only rewards and group_rewards may be async"
+            raise TaskError(name, f"{function}()", "can't be async", must)
     return task
 
 
@@ -96,7 +99,8 @@ class Recipe:
     weights: dict | None = None  # {reward: weight}: REWARD_WEIGHTS, or the task's (resolve)
     outcome: str = ""  # the reward that decides correctness: OUTCOME, or the task's (resolve)
     batch: int | None = None  # completions sampled at once: SAMPLE_BATCH, or what fits
-    reward_processes: object = None  # submit() of start_processes; None: computed in this process
+    submit: object = None  # calls a reward elsewhere (start_submit); None: here, one by one
+    failures: object = None  # Failures, or None: the first failed reward ends the run
     date: str = ""  # that chat templates show: of the run's first start, "2026-11-25"; "": today
     # models.opening_of, by a prompt's ids: rewards and reply() see it before a completion
     opening: object = staticmethod(lambda ids: "")
@@ -244,9 +248,9 @@ def calls_of(task, item, texts):
 
 
 def begin_rewards(recipe, item, texts):
-    """Returns the Futures of a group's calls, if other processes compute rewards; else []."""
-    calls, submit = calls_of(recipe.task, item, texts), recipe.reward_processes
-    return [submit(*call) for call in calls] if submit else []
+    """Returns the Futures of a group's calls, if rewards are not computed here; else []."""
+    calls = calls_of(recipe.task, item, texts)
+    return [recipe.submit(*call) for call in calls] if recipe.submit else []
 
 
 def reward_group(recipe, item, texts, futures=(), given=None):
@@ -263,46 +267,65 @@ def reward_group(recipe, item, texts, futures=(), given=None):
         said = [[text] if isinstance(text, str) else text[::2] for text in texts]
         given = [play(recipe, item, turns)[1] for turns in said]
     found = given_rewards(recipe, item, texts, futures, given)
+    if recipe.failures:
+        recipe.failures.count([r is FAILED for r in found])
     return [named_floats(recipe, r, item, text) for r, text in zip(found, texts, strict=True)]
 
 
 def given_rewards(recipe, item, texts, futures=(), given=None):
-    """Returns a dict of rewards by name for each text: those of its environment (`given`), of
-    rewards(), and of group_rewards()."""
-    task, name, results = recipe.task, recipe.c.TASK, []
-    seconds, calls = recipe.c.REWARD_TIMEOUT_SECONDS, calls_of(task, item, texts)
-    what = f"{task_file(name)}'s rewards of question {item.get('question', item)!r:.80}"
-    try:
-        # Processes apply the time limit themselves: the wait for a free process does not count
-        with announced(what) if futures else timely(seconds, what):
-            for future in futures:
-                results.append(future.result())
-            for function, *arguments in calls[len(futures) :]:
-                results.append(getattr(task, function)(*arguments))
-    except (Exception, SystemExit, TooSlow) as error:  # a task's sys.exit() is a mistake, too
-        function, _, seen = calls[min(len(results), len(calls) - 1)]  # the alarm may ring late
-        slow = isinstance(error, TooSlow)
-        remedy = "; raise REWARD_TIMEOUT_SECONDS if it needs longer" if slow else ""
-        why = str(error) if futures or slow else repr(error)  # a process has sent the text alone
-        raise RuntimeError(
-            f"{task_file(name)}: {function}() failed: {why}{remedy}; question {item!r},"
-            f" {'completions' if 'group' in function else 'completion'} {seen!r}"
-        ) from error
+    """Returns a dict of rewards by name for each text, or FAILED: those of its environment
+    (`given`), of rewards(), and of group_rewards()."""
+    task, name = recipe.task, recipe.c.TASK
+    results = results_of(recipe, item, calls_of(task, item, texts), futures)
     alone = results[: len(texts)] if hasattr(task, "rewards") else [{}] * len(texts)
     together = results[-1] if hasattr(task, "group_rewards") else [{}] * len(texts)
+    together = [FAILED] * len(texts) if together is FAILED else together
     must = f"return a list of {len(texts)} rewards, or dicts of rewards: one for each text"
     is_list = hasattr(together, "__len__") and not isinstance(together, str | dict)
     if not is_list or len(together) != len(texts):
         raise TaskError(name, "group_rewards()", f"returned {together!r:.500}", must)
     merged = []
     given = [{} if one is None else one for one in given or [None] * len(texts)]
-    for parts in zip(*(map(by_name, part) for part in (given, alone, together)), strict=True):
-        merged.append({name: value for part in parts for name, value in part.items()})
-        if len(merged[-1]) < sum(map(len, parts)):
-            got = f"returned {parts!r:.500}"
+    for parts in zip(given, alone, together, strict=True):
+        if FAILED in parts:
+            merged.append(FAILED)
+            continue
+        named = list(map(by_name, parts))
+        merged.append({name: value for part in named for name, value in part.items()})
+        if len(merged[-1]) < sum(map(len, named)):
+            got = f"returned {named!r:.500}"
             must = "use different names"
             raise TaskError(name, "Environment.rewards(), rewards() and group_rewards()", got, must)
     return merged
+
+
+def results_of(recipe, item, calls, futures):
+    """Returns the results of a group's calls; FAILED where one fails and may fail."""
+    name, results = task_file(recipe.c.TASK), []
+    what = f"{name}'s rewards of question {item.get('question', item)!r:.80}"
+    while len(results) < len(calls):
+        try:
+            # Futures apply the time limit themselves: the wait for a free process does not count
+            with announced(what) if futures else timely(recipe.c.REWARD_TIMEOUT_SECONDS, what):
+                for future in futures[len(results) :]:
+                    results.append(future.result())
+                for function, *arguments in calls[len(results) :]:
+                    results.append(finished(getattr(recipe.task, function)(*arguments)))
+        except (Exception, SystemExit, TooSlow) as error:  # a task's sys.exit() is a mistake, too
+            function, _, seen = calls[min(len(results), len(calls) - 1)]  # the alarm may ring late
+            slow = isinstance(error, TooSlow)
+            remedy = "; raise REWARD_TIMEOUT_SECONDS if it needs longer" if slow else ""
+            why = str(error) if futures or slow else repr(error)  # a process has sent text alone
+            failure = RuntimeError(
+                f"{name}: {function}() failed: {why}{remedy}; question {item!r},"
+                f" {'completions' if 'group' in function else 'completion'} {seen!r}"
+            )
+            if not recipe.failures:
+                raise failure from error
+            failure.__cause__ = error
+            recipe.failures.take(failure)
+            results[len(results) :] = [FAILED] * (len(results) < len(calls))
+    return results
 
 
 def by_name(rewards):
@@ -311,6 +334,8 @@ def by_name(rewards):
 
 def named_floats(recipe, rewards, item, text):
     names = list(recipe.weights)
+    if rewards is FAILED:
+        return dict.fromkeys(names, math.nan)
     if rewards.keys() == recipe.weights.keys():
         floats = {name: as_float(rewards[name]) for name in names}
         if all(rewards[name] is None or math.isfinite(floats[name]) for name in names):

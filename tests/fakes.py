@@ -53,7 +53,7 @@ CONSTANTS = {  # of a small run
 }
 
 
-def a_recipe(prompts=(), *, task=None, reward_processes=None, **constants):
+def a_recipe(prompts=(), *, task=None, submit=None, **constants):
     """-> a Recipe whose task rewards a FakeEngine's completions as the prompt's item says."""
     assert all(map(str.isupper, constants)), constants
     task = task or SimpleNamespace(
@@ -61,7 +61,7 @@ def a_recipe(prompts=(), *, task=None, reward_processes=None, **constants):
     )
     c = Constants(trainer.DEFAULTS | CONSTANTS | constants)
     found = c.REWARD_WEIGHTS, c.OUTCOME, c.SAMPLE_BATCH
-    return Recipe(c, task, list(prompts), *found, reward_processes)
+    return Recipe(c, task, list(prompts), *found, submit)
 
 
 def prompts_of(outcomes):

@@ -56,7 +56,9 @@ MAY = {  # what a module may import of ours
 }
 CHOOSE = {  # who of the core names an option, within the function that switches it on
     "chat_template": "grpo.prepare",  # CHAT_TEMPLATE
+    "async_rewards": "grpo.prepare",  # async def rewards
     "cuda_graph": "grpo.decoder",  # NVIDIA's GPU
+    "failures": "grpo.prepare",  # MAX_FAILED_REWARDS
     "launched": "grpo.ranks",  # deepspeed or torchrun
     "lora": "grpo.policy grpo.reference",  # LORA_RANK
     "nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's

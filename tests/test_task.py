@@ -238,7 +238,7 @@ def test_a_task_may_be_a_path_whose_folder_it_can_import_from(tiny, tmp_path, mo
     ("import json, no_such_module\n", ["line 1", "no_such_module"]),
     (GOOD.replace("def messages", "def chat"), ["messages", "missing"]),
     (GOOD.replace("def rewards", "def judge"), ["rewards", "missing"]),
-    (GOOD.replace("def rewards", "async def rewards"), ["rewards() can't be async", "plain"]),
+    (GOOD.replace("def load", "async def load"), ["load() can't be async", "plain"]),
 ])  # fmt: skip
 def test_a_mistake_in_a_tasks_file_is_said(text, names, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -21,7 +21,7 @@ import jinja2
 
 from grpo.log import announced, in_background, say
 from grpo.models import stop_ids
-from grpo.rewards import SOONER, TaskError, called, environment_rewards, task_file, timely
+from grpo.rewards import FAILED, SOONER, TaskError, called, environment_rewards, task_file, timely
 from grpo.sample import Sample
 
 MUST = "return what follows the model's turn, a text or a message with role and content, or None"
@@ -83,6 +83,11 @@ class Environment:
         self.closed, real, self.real = True, self.real, None
         if hasattr(real, "close"):
             called(self.recipe.c.TASK, "close()", "end the environment", real.close)
+
+    def forget(self):
+        """Closes the environment after an error, which is the one to see."""
+        with suppress(TaskError):
+            self.close()
 
 
 def has_reply(real):
@@ -188,8 +193,7 @@ def stream_turns(policy, recipe, prompts, *, group_size, max_sequences, max_new_
         yield from talks.ended
     finally:  # also after an error or Ctrl-C, or if the stream is not read to its end
         for talk in talks.open:
-            with suppress(TaskError):  # all of them, and the first error is the one to see
-                talk.environment.close()
+            talk.environment.forget()
 
 
 class Talks:
@@ -259,16 +263,27 @@ class Talks:
     def hear(self):
         """Continues the talks whose environments have answered. Raises TaskError if one takes too
         long; its thread is abandoned."""
-        asked, self.asked, c = self.asked, [], self.recipe.c
+        asked, self.asked, failures = self.asked, [], self.recipe.failures
         for number, (talk, answer, when, then) in enumerate(asked):
-            if answer.done():
-                then(talk, answer.result())
-            elif self.left(when) > 0:
+            if not answer.done() and self.left(when) > 0:
                 self.asked.append(asked[number])
+                continue
+            try:
+                result = answer.result() if answer.done() else self.too_slow(talk)
+            except (Exception, SystemExit) as error:
+                if not failures:
+                    raise
+                failures.take(error)
+                talk.sample = self.sample_of(talk, truncated=False)
+                talk.environment.forget()
+                self.leave(talk, FAILED)
             else:
-                call = f"reply() for {talk.prompt[0][1]!r:.500} after {talk.turns!r:.500}"
-                slow = f"took more than {c.REWARD_TIMEOUT_SECONDS} s"
-                raise TaskError(c.TASK, call, slow, SOONER)
+                then(talk, result)
+
+    def too_slow(self, talk):
+        call = f"reply() for {talk.prompt[0][1]!r:.500} after {talk.turns!r:.500}"
+        slow = f"took more than {self.recipe.c.REWARD_TIMEOUT_SECONDS} s"
+        raise TaskError(self.recipe.c.TASK, call, slow, SOONER)
 
     def left(self, when):
         return self.recipe.c.REWARD_TIMEOUT_SECONDS - (time.monotonic() - when)
@@ -288,11 +303,14 @@ class Talks:
 
     def end(self, talk, truncated):
         """Asks for the environment's rewards, and closes it."""
-        talk.sample = Sample(talk.ids, talk.logps, truncated, talk.is_model_token, talk.turns)
+        talk.sample = self.sample_of(talk, truncated)
         if hasattr(self.recipe.task, "Environment"):
             self.ask(talk, self.leave, self._last, talk)
         else:
             self.leave(talk, {})
+
+    def sample_of(self, talk, truncated):
+        return Sample(talk.ids, talk.logps, truncated, talk.is_model_token, talk.turns)
 
     def _last(self, talk):
         rewards = talk.environment.rewards(list(talk.turns))

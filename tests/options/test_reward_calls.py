@@ -109,7 +109,7 @@ def processes(number=2, limit_seconds=30):
     submit = start_processes(TASK, number, limit_seconds) if number else None
     mine = set(psutil.Process().children()) - before
     try:
-        limits = {"reward_processes": submit, "REWARD_TIMEOUT_SECONDS": limit_seconds}
+        limits = {"submit": submit, "REWARD_TIMEOUT_SECONDS": limit_seconds}
         yield a_recipe(task=TASK, REWARD_WEIGHTS=REWARDS, **limits)
     finally:
         ended(mine)
@@ -216,7 +216,7 @@ def test_a_task_that_can_not_be_imported_there_is_said(tmp_path):
     broken.write_text("import sys\nif sys.argv[1:]: raise ValueError('no judge')\n")
     task = type(sys)("broken")
     task.__file__, task.rewards = str(broken), lambda item, text: {}
-    recipe = a_recipe(task=task, reward_processes=start_processes(task, 1, 30))
+    recipe = a_recipe(task=task, submit=start_processes(task, 1, 30))
     with pytest.raises(RuntimeError, match="ValueError.'no judge'.*'first'"):
         sampled(FakeEngine(), recipe, prompts_of([MIXED]))
 

@@ -1,0 +1,40 @@
+"""MAX_FAILED_REWARDS: how many of a process's last 200 completions may fail in the task's code.
+
+A completion fails if rewards(), group_rewards(), reply() or an Environment raises, or takes too
+long. Its rewards then do not apply (NaN), and its conversation ends. The first traceback is logged
+whole, later ones are counted.
+"""
+
+import traceback
+from collections import deque
+
+from grpo.log import say
+
+WINDOW = 200  # completions
+
+
+class Failures:
+    """The failed ones among the last completions of this process."""
+
+    def __init__(self, limit):
+        self.limit, self.last = limit, deque(maxlen=WINDOW)
+        self.shown, self.waiting, self.new = False, 0, 0
+
+    def take(self, error):
+        """Logs a failure, the first one whole. Raises it if there were too many."""
+        if not self.shown:
+            say(f"a completion failed (MAX_FAILED_REWARDS = {self.limit}):")
+            traceback.print_exception(error)
+        self.shown, self.waiting = True, self.waiting + 1  # until count() counts it
+        if sum(self.last) + self.waiting > self.limit:
+            raise error
+
+    def count(self, failed):
+        """Counts rewarded completions; `failed` holds a bool for each."""
+        self.last += failed
+        self.new, self.waiting = self.new + sum(failed), 0
+
+    def since(self):
+        """Returns the number of failed completions since the last call."""
+        new, self.new = self.new, 0
+        return new

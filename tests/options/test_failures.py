@@ -1,0 +1,133 @@
+"""Rewards that may fail (MAX_FAILED_REWARDS), and rewards that are awaited."""
+
+import asyncio
+import math
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from fakes import MIXED, FakeEngine, a_recipe, a_run, prompts_of, sampled
+from test_environments import Actor, recipe_of, tokenizer  # noqa: F401 (a fixture)
+
+from grpo.metrics import rollout_metrics
+from grpo.options.async_rewards import start_loop
+from grpo.options.failures import Failures
+from grpo.prepare import start_submit
+from grpo.rollout import begin_rewards, tally
+
+NAN = {"correctness": math.nan, "format": math.nan}
+
+
+def fails(item, text):
+    if text == "second":
+        raise ConnectionError("the judge is away")
+    return {"correctness": 1.0, "format": 0.0}
+
+
+def recipe_with(limit, rewards=fails, **members):
+    recipe = a_recipe(task=SimpleNamespace(rewards=rewards, **members), TASK="mine")
+    recipe.failures = Failures(limit) if limit else None
+    return recipe
+
+
+def rewards_of(group):
+    return [sample.rewards for sample in group.samples]
+
+
+def test_a_failed_reward_ends_the_run_as_shipped():
+    with pytest.raises(RuntimeError, match="rewards.. failed: .*the judge is away"):
+        sampled(FakeEngine(), recipe_with(0), prompts_of([MIXED]))
+
+
+def test_failed_rewards_do_not_apply_until_there_are_too_many(capfd, alone):
+    recipe = recipe_with(2)
+    groups = sampled(FakeEngine(), recipe, prompts_of([MIXED] * 2))
+    assert repr([rewards_of(g)[1] for g in groups]) == repr([NAN, NAN])
+    assert [rewards_of(g)[0]["correctness"] for g in groups] == [1.0, 1.0]
+    told = capfd.readouterr()
+    assert told.err.count("Traceback") == 1  # the first, with its cause
+    assert "MAX_FAILED_REWARDS = 2" in told.out
+    count = tally(recipe, groups[0])
+    count.update({k: v + count[k] for k, v in tally(recipe, groups[1]).items()})
+    metrics = rollout_metrics(a_run(recipe), Counter(count), [])
+    assert metrics["rewards/failed"] == 0.5 and metrics["accuracy"] == 1
+    with pytest.raises(RuntimeError, match="the judge is away"):
+        sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+
+
+def test_old_failures_are_forgotten():
+    failures = Failures(1)
+    failures.take(ValueError())
+    failures.count([True])
+    failures.count([False] * 200)
+    failures.take(ValueError())
+    with pytest.raises(ValueError):
+        failures.take(ValueError())  # of the same group
+
+
+@pytest.mark.parametrize("limit", [2, 1])
+def test_a_group_reward_that_fails_costs_each_completion_of_the_group(limit):
+    group_rewards = lambda item, texts: 1 / 0
+    recipe = recipe_with(limit, lambda item, text: {"correctness": 1}, group_rewards=group_rewards)
+    (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+    assert repr(rewards_of(group)) == repr([NAN, NAN]) and recipe.failures.since() == 2
+
+
+def test_a_slow_reward_fails_alone():
+    def slow(item, text):
+        time.sleep(5 * (text == "second"))
+        return {"correctness": 1.0, "format": 0.0}
+
+    recipe = recipe_with(1, slow).others(REWARD_TIMEOUT_SECONDS=0.2)
+    (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+    assert [math.isnan(r["format"]) for r in rewards_of(group)] == [False, True]
+
+
+def test_an_environment_that_fails_ends_its_conversation_alone(tokenizer):  # noqa: F811
+    recipe = recipe_of(tokenizer, 5, 0, 5)  # the second's environments raise
+    recipe.failures = Failures(2)
+    actor = Actor(tokenizer, ["One", "two", "three", "four", "five"])
+    groups = sampled(actor, recipe, iter(recipe.prompts))
+    found = {g.index: [(len(s.text), s.rewards["reward"]) for s in g.samples] for g in groups}
+    assert found[0] == found[2] == [(9, 5.0)] * 2
+    assert repr(found[1]) == repr([(1, math.nan)] * 2)
+
+
+# --- Rewards that are awaited -----------------------------------------------------------
+def test_async_rewards_of_all_completions_wait_together():
+    waiting, most = set(), []
+
+    async def rewards(item, text):
+        waiting.add((item["question"], text, threading.get_ident()))
+        most.append(len(waiting))
+        await asyncio.sleep(0.3)
+        return {"correctness": float(text == "first"), "format": 0.0}
+
+    task = SimpleNamespace(rewards=rewards)
+    recipe = a_recipe(task=task, TASK="mine")
+    recipe.submit = start_submit(recipe.c, task)
+    prompts = [(i, {"question": str(i)}, [5, 6]) for i in range(8)]
+    began = time.monotonic()
+    groups = sampled(FakeEngine(), recipe, prompts)
+    assert time.monotonic() - began < 1.5 and max(most) == 16
+    assert [r["correctness"] for g in groups for r in rewards_of(g)] == [1.0, 0.0] * 8
+
+
+def test_an_async_reward_has_a_limit_and_works_without_a_loop():
+    async def rewards(item, text):
+        await asyncio.sleep(9 * (text == "second"))
+        return {"correctness": 1, "format": 0}
+
+    recipe = a_recipe(
+        task=SimpleNamespace(rewards=rewards), REWARD_TIMEOUT_SECONDS=0.2, TASK="mine"
+    )
+    recipe.submit = start_loop(recipe.task, 0.2)
+    futures = begin_rewards(recipe, {}, ["first", "second"])
+    assert futures[0].result(9) == {"correctness": 1, "format": 0}
+    with pytest.raises(RuntimeError, match="took more than 0.2 s.*REWARD_TIMEOUT_SECONDS"):
+        sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+    recipe.submit = None  # as in the preview
+    with pytest.raises(RuntimeError, match="took more than 0.2 s"):
+        sampled(FakeEngine(), recipe, prompts_of([MIXED]))
