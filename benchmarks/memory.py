@@ -37,8 +37,9 @@ import ref_server
 from grpo.constants import Constants
 from grpo.devices import accelerator
 from grpo.engine import BUCKET
+from grpo.options.lora import ALL
 from grpo.options.sizes import TOKENS, completion_lengths, largest_batch
-from grpo.policy import ALL, Policy
+from grpo.policy import Policy
 from grpo.shared_prompt import ROOM
 from grpo.start import USUAL, fit_sizes
 
