@@ -2,22 +2,30 @@
 process, behind a real socket."""
 
 import contextlib
+import json
 import math
 import os
+import subprocess
+import sys
+import time
 from collections import Counter
 from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 import torch
+from documents import ROOT
 from fakes import ALL_RIGHT, ALL_WRONG, MIXED, PROMPTS, a_recipe, tiny_policy
 from trainer_side import Policy, change, end, publish, serving, weights
 
+from grpo import checks
 from grpo.options import worker as worker_module
 from grpo.options.worker import TrainerClient, Worker, run_worker
 from grpo.options.workers import Workers
+from grpo.prepare import prepare
 from grpo.rollout import Stream, tally
 from grpo.stop import TooLong
+from grpo_ref_split import DEFAULTS
 
 OUTCOMES = [MIXED, ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED, MIXED]
 USABLE = [outcome is MIXED for outcome in OUTCOMES]
@@ -374,6 +382,38 @@ def test_a_real_policy_reaches_a_worker_and_is_what_it_samples(tiny, tmp_path, m
         for sample in group.samples:
             expected = trainer.logps(group.prompt, sample.ids)
             assert sample.logps == pytest.approx(expected, rel=0, abs=1e-5)
+
+
+BARE = """
+import json, sys
+
+absent = "deepspeed bottle waitress datasets accelerate math_verify peft psutil matplotlib".split()
+sys.modules |= dict.fromkeys(absent)  # None: an import raises ModuleNotFoundError
+import grpo_ref_split as trainer
+
+trainer.worker(**json.loads(sys.argv[1]))
+"""
+
+
+def test_a_worker_needs_torch_transformers_and_requests_alone(tiny, tmp_path):
+    """docs/several_machines.md installs no more."""
+    given = {"MODEL": str(tiny), "TASK": "arithmetic", "SKIP_FLAT_GROUPS": False, "GROUP_SIZE": 2}
+    given |= {"PROMPTS_PER_STEP": 1, "MAX_COMPLETION_TOKENS": 8, "MAX_PROMPT_TOKENS": 64}
+    given |= {"RUN_DIR": str(tmp_path), "DTYPE": "float32"}
+    c = checks.settled(DEFAULTS, given).but(TRAINER="http://127.0.0.1:0")
+    side = Workers(c, prepare(c)[1], tiny_policy(tiny), "run")
+    side.publish(0)
+    side.finish()
+    given["TRAINER"] = f"http://127.0.0.1:{side.server.effective_port}"
+    command = [sys.executable, "-c", BARE, json.dumps(given)]
+    log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **log) as worker:
+        give_up = time.monotonic() + 120
+        while not side.groups and worker.poll() is None and time.monotonic() < give_up:
+            time.sleep(0.1)
+        worker.kill()
+        assert side.groups, worker.communicate()[0]
+    side.close()
 
 
 def test_a_lora_policys_adapters_alone_travel(tiny, tmp_path):
