@@ -19,7 +19,7 @@ import grpo_ref_split as trainer
 import ref_server
 from demo import free_port
 from grpo import reference as reference_module
-from grpo import remote
+from grpo import remote, start
 from grpo.start import USUAL
 from grpo.wire import pack_ids, pack_logps, unpack_ids, unpack_logps
 from rehearsal.events import counted
@@ -136,7 +136,7 @@ def test_a_reference_that_waits_on_the_cpu_scores_on_the_gpu(refresh, main, monk
 
     monkeypatch.setattr(reference_module, "score_groups", scored)
     monkeypatch.setattr(reference_module, "copy", SimpleNamespace(deepcopy=copies))
-    monkeypatch.setattr(reference_module, "LocalReference", made)
+    monkeypatch.setattr(start, "LocalReference", made)
     alone = {"REF_SERVER": None, "REFERENCE_ON_CPU": True, "EVAL_STEPS": 9, "SAVE_STEPS": 9}
     alone |= {"REFERENCE_REFRESH_STEPS": 1} if refresh else {"UPDATES_PER_ROLLOUT": 2}
     steps = main(STEPS=2, **alone)
