@@ -80,4 +80,6 @@ def test_a_plain_run_loads_the_core_alone(tiny, tmp_path):
     print(total, "lines;", total + server, "with REF_SERVER;", gpu, "more on a GPU")
     assert not [path for path in core if path in SERVER or path.startswith("grpo/options/")]
     assert 4_000 < total <= LINES
+    for page in ("README.md", "README.zh.md", "CONTRIBUTING.md"):
+        assert f"{LINES:_}".replace("_", " ") in (ROOT / page).read_text(), page
     assert {path for path in core if shares[path] < 0.6} == RARE
