@@ -187,13 +187,16 @@ def rewarded(recipe, prompts, records, rank, world):
     waiting, found = [], {}
     for index, item, _ in prompts[rank::world]:
         texts = [answer["text"] for answer in records[index]["answers"]]
-        waiting.append((index, item, texts, begin_rewards(recipe, item, texts)))
+        # Async rewards begin question by question: their time limit counts from the begin
+        early = recipe.submit and recipe.submit.limit is None
+        waiting.append((index, item, texts, early and begin_rewards(recipe, item, texts)))
     for index, item, texts, futures in tqdm(waiting, "rewards", disable=rank > 0, delay=5):
+        futures = futures or begin_rewards(recipe, item, texts)
+        cut = [answer["truncated"] for answer in records[index]["answers"]]
+        given = reward_group(recipe, item, texts, futures, truncated=cut)
         found[index] = [
-            answer | {"rewards": {k: None if math.isnan(v) else v for k, v in given.items()}}
-            for answer, given in zip(
-                records[index]["answers"], reward_group(recipe, item, texts, futures), strict=True
-            )
+            answer | {"rewards": {k: None if math.isnan(v) else v for k, v in rewards.items()}}
+            for answer, rewards in zip(records[index]["answers"], given, strict=True)
         ]
     shares = gathered(found) if world > 1 else [found]
     return {index: share[index] for index, *_ in prompts for share in shares if index in share}

@@ -161,7 +161,6 @@ def rollout_metrics(run, count, theirs, sampled=()):
     that this rank has `sampled`; `theirs` are workers' groups that it has received."""
     recipe, p, seconds = run.recipe, run.progress, run.clock.parts["sample"]
     count["own_tokens"] = count["tokens"]
-    count["failed"] = recipe.failures.since() if recipe.failures else 0
     for group in theirs:
         count.update(tally(recipe, group))
         count.update(group.skipped)

@@ -34,18 +34,19 @@ def prepare(c, date=None, needs_server=False):
     tokenizer, recipe = prepare_task(c, **how)
     check_context(c)
     recipe.submit = start_submit(c, recipe.task)
-    if c.MAX_FAILED_REWARDS:
-        from grpo.options.failures import Failures
-
-        recipe.failures = Failures(c.MAX_FAILED_REWARDS)
     return tokenizer, recipe, server
 
 
 def start_submit(c, task):
     """Returns Recipe.submit: in other processes, or in an event loop if rewards are async."""
-    if any(map(inspect.iscoroutinefunction, vars(task).values())):
+    if inspect.iscoroutinefunction(getattr(task, "rewards", None)):
         from grpo.options.async_rewards import start_loop
 
+        if c.REWARD_PROCESSES:
+            raise SystemExit(
+                f"REWARD_PROCESSES = {c.REWARD_PROCESSES} must be 0, as rewards() of TASK ="
+                f" {c.TASK!r} is async: all of them are awaited together"
+            )
         return start_loop(task, c.REWARD_TIMEOUT_SECONDS)
     if c.REWARD_PROCESSES:
         from grpo.options.reward_processes import start_processes
@@ -67,6 +68,10 @@ def prepare_task(c, *, split, shown, server=None, date=None):
     recipe.opening = functools.partial(opening_of, tokenizer)
     recipe.resolve()
     preview(recipe, tokenizer, shown)
+    if c.MAX_FAILED_REWARDS:
+        from grpo.options.failures import Failures
+
+        recipe.failures = Failures(c.MAX_FAILED_REWARDS)
     return tokenizer, recipe
 
 

@@ -74,7 +74,11 @@ def environment_rewards(task):
     return hasattr(getattr(task, "Environment", None), "rewards")
 
 
-FAILED = "failed"  # in place of a completion's rewards, with MAX_FAILED_REWARDS
+FAILED = object()  # in place of a completion's rewards, with MAX_FAILED_REWARDS
+
+
+def by_name(rewards):
+    return rewards if isinstance(rewards, dict) else {"reward": rewards}
 
 
 def finished(result):

@@ -24,6 +24,7 @@ from grpo.rewards import (
     FAILED,
     TaskError,
     TooSlow,
+    by_name,
     called,
     environment_rewards,
     finished,
@@ -36,7 +37,7 @@ from grpo.rewards import (
 # Constants that must be equal in worker and trainer, in addition to what settings() adds
 SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE SKIP_FLAT_GROUPS"
 SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS"
-FUNCTIONS = "load", "messages", "reply", "gold", "sloppy"  # of a task, besides its rewards
+FUNCTIONS = "load", "messages", "group_rewards", "reply", "gold", "sloppy"
 DATED = "strftime_now"  # the function by which a chat template shows the day
 
 
@@ -61,7 +62,7 @@ def load_task(name):
             raise TaskError(name, function, "is missing", "be a function, as in tasks/gsm8k.py")
     for function, value in vars(task).items():
         if function in FUNCTIONS and inspect.iscoroutinefunction(value):
-            must = "be a plain function; only rewards and group_rewards may be async"
+            must = "be a plain function; only rewards may be async"
             raise TaskError(name, f"{function}()", "can't be async", must)
     return task
 
@@ -144,7 +145,8 @@ class Recipe:
         c, task = self.c, self.task
         weights = c.REWARD_WEIGHTS or getattr(task, "REWARD_WEIGHTS", None)
         if weights is None:
-            (empty,) = given_rewards(self, self.prompts[0][1], [""])
+            item = self.prompts[0][1]
+            (empty,) = given_rewards(self, item, [""], given=played(self, item, [""]))
             weights = dict.fromkeys(empty, 1.0)
         if c.REWARD_WEIGHTS == {}:  # rewards are only logged, and OUTCOME evaluated
             weights = dict.fromkeys(weights, 0.0)
@@ -249,27 +251,37 @@ def calls_of(task, item, texts):
 
 def begin_rewards(recipe, item, texts):
     """Returns the Futures of a group's calls, if rewards are not computed here; else []."""
-    calls = calls_of(recipe.task, item, texts)
-    return [recipe.submit(*call) for call in calls] if recipe.submit else []
+    calls, submit = calls_of(recipe.task, item, texts), recipe.submit
+    return [submit(*call) for call in calls if submit.takes(call[0])] if submit else []
 
 
-def reward_group(recipe, item, texts, futures=(), given=None):
+def reward_group(recipe, item, texts, futures=(), given=None, truncated=()):
     """Returns a dict of floats for each completion's text, in REWARD_WEIGHTS' order; NaN means that
     a reward does not apply. `futures` is the result of begin_rewards, if it was called. `given` are
-    the rewards of each completion's environment; None: they are found by playing the turns again.
+    the rewards of each completion's environment; None: its turns are played again, but for the
+    reply to a last turn that is `truncated` (a bool for each text; (): none is).
 
     Raises RuntimeError if the task raises (that is a bug, not a reward) or takes too long;
     TaskError if the rewards do not have the names in REWARD_WEIGHTS.
     """
-    if given is None and environment_rewards(recipe.task):
-        from grpo.options.turns import play
-
-        said = [[text] if isinstance(text, str) else text[::2] for text in texts]
-        given = [play(recipe, item, turns)[1] for turns in said]
+    if given is None:
+        given = played(recipe, item, texts, truncated)
     found = given_rewards(recipe, item, texts, futures, given)
     if recipe.failures:
         recipe.failures.count([r is FAILED for r in found])
     return [named_floats(recipe, r, item, text) for r, text in zip(found, texts, strict=True)]
+
+
+def played(recipe, item, texts, truncated=()):
+    """Returns the rewards of each text's environment, whose turns are played again; None if the
+    task's environments give none."""
+    if not environment_rewards(recipe.task):
+        return None
+    from grpo.options.turns import play
+
+    said = [[text] if isinstance(text, str) else text[::2] for text in texts]
+    pairs = zip(said, truncated or [False] * len(texts), strict=True)
+    return [play(recipe, item, turns, cut)[1] for turns, cut in pairs]
 
 
 def given_rewards(recipe, item, texts, futures=(), given=None):
@@ -287,7 +299,7 @@ def given_rewards(recipe, item, texts, futures=(), given=None):
     merged = []
     given = [{} if one is None else one for one in given or [None] * len(texts)]
     for parts in zip(given, alone, together, strict=True):
-        if FAILED in parts:
+        if any(part is FAILED for part in parts):
             merged.append(FAILED)
             continue
         named = list(map(by_name, parts))
@@ -308,7 +320,7 @@ def results_of(recipe, item, calls, futures):
             # Futures apply the time limit themselves: the wait for a free process does not count
             with announced(what) if futures else timely(recipe.c.REWARD_TIMEOUT_SECONDS, what):
                 for future in futures[len(results) :]:
-                    results.append(future.result())
+                    results.append(future.result(recipe.submit.limit))
                 for function, *arguments in calls[len(results) :]:
                     results.append(finished(getattr(recipe.task, function)(*arguments)))
         except (Exception, SystemExit, TooSlow) as error:  # a task's sys.exit() is a mistake, too
@@ -328,14 +340,14 @@ def results_of(recipe, item, calls, futures):
     return results
 
 
-def by_name(rewards):
-    return rewards if isinstance(rewards, dict) else {"reward": rewards}
+class Failed(dict):
+    """The rewards of a completion that has failed: none applies."""
 
 
 def named_floats(recipe, rewards, item, text):
     names = list(recipe.weights)
     if rewards is FAILED:
-        return dict.fromkeys(names, math.nan)
+        return Failed.fromkeys(names, math.nan)
     if rewards.keys() == recipe.weights.keys():
         floats = {name: as_float(rewards[name]) for name in names}
         if all(rewards[name] is None or math.isfinite(floats[name]) for name in names):

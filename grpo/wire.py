@@ -167,6 +167,8 @@ def read_blob(blob, what, dtypes, optional=frozenset()):
     # What a made-up header raises in safetensors, torch and json (RecursionError is a RuntimeError)
     except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
         raise ValueError(f"not a safetensors blob {what}: {error!r:.500}") from error
+    current = meta.get("protocol", PROTOCOL) == PROTOCOL
+    require(current, f"the protocol must be {PROTOCOL}: update the older side")
     complete = dtypes.keys() - optional <= tensors.keys() <= dtypes.keys()
     require(complete, f"tensors must be {sorted(dtypes)}, got {sorted(tensors)}")
     for name, tensor in tensors.items():

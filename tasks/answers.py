@@ -37,11 +37,11 @@ CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"^\s*-\s+(?=[.\d])", "-"),
 )]  # fmt: skip
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-SCALES |= {"dozen": 12, "lakh": 10**5, "crore": 10**7, "mn": 10**6, "bn": 10**9}
+SCALES |= {"lakh": 10**5, "crore": 10**7, "mn": 10**6, "bn": 10**9}
 WORD = rf"(?i:{'|'.join(SCALES)})"
 SIGNS = {"k": 3, "K": 3, "M": 6, "B": 9, "十": 1, "百": 2, "千": 3, "천": 3}  # powers of 10
 SIGNS |= dict.fromkeys("万萬만", 4) | dict.fromkeys("亿億억", 8) | dict.fromkeys("兆조", 12)
-SCALE = rf"(?:[\s~-]*{WORD}s?\b|(?<=\d)[kKMB]\b|\s*[{''.join(SIGNS)[4:]}])*"
+SCALE = rf"(?:[\s~-]*{WORD}s?\b|(?<=\d)[kKMB]\b|\s*[{''.join(SIGNS)[4:]}](?![米克瓦升卡赫]))*"
 NUMBER = re.compile(
     r"((?<![A-Za-z_\d])[-+]?(?:(?:\d+\s+)?\d+\s*/\s*0*[1-9]\d*(?!\d|e\d)"  # 1/2, 2 1/2
     r"|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,2}(?!\w))?|\.\d+))"

@@ -8,7 +8,7 @@ the thread that started the program; the end of a pipe follows the process.
 
 import contextlib
 import os
-import signal
+import shutil
 import subprocess
 
 # The shell starts the program, and a guard that waits for the end of the pipe $1: then it kills the
@@ -22,10 +22,13 @@ kill -KILL $guard; exit $code"""
 
 
 class Program(subprocess.Popen):
-    """A subprocess.Popen of `command`, a list, in a process group of its own, which kill() ends as
-    a whole; so does the end of this process, or of `with`."""
+    """A subprocess.Popen of `command`, a list, in a process group of its own, to which signals go.
+    It ends with this process, with `with`, or by kill(). A signal that ends it gives the exit
+    status 128 + its number. Raises FileNotFoundError if there is no such program."""
 
     def __init__(self, command, **options):
+        if not shutil.which(command[0]):
+            raise FileNotFoundError(f"there is no program {command[0]!r}")
         read, self.pipe = os.pipe()  # nobody else has the pipe's other end
         guarded = ["sh", "-c", GUARD, "sh", str(read), *command]
         try:
@@ -33,11 +36,18 @@ class Program(subprocess.Popen):
         finally:
             os.close(read)
 
-    def kill(self):
+    def send_signal(self, number):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            if self.poll() is None:
+                os.killpg(self.pid, number)
+
+    def kill(self):
+        """Kills the whole group, and waits for its end."""
+        super().kill()
+        self.wait()
+        if self.pipe is not None:
+            self.pipe = os.close(self.pipe)
 
     def __exit__(self, *error):
         self.kill()
         super().__exit__(*error)
-        os.close(self.pipe)

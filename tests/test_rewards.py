@@ -46,7 +46,7 @@ RIGHT = {  # gold: what stands between the answer tags
     "5000000": ["5 million", "$5-million", r"5 \text{ Millions}", "5M", "50 lakh"],
     "5 million": ["5,000,000", "½ crore"],
     "30000": ["3万", "3萬", "30 thousand", "30K", "300百"],
-    "24": ["2 dozen eggs"],
+    "7": ["7 dozen", "7千米", "7千克"],
     "2½": ["2.5", "2½ cups", "2 ½"],
     "-1/4": ["-¼"],
     "9": ["9 cm²", "9 m⁻¹", "9 平方米"],

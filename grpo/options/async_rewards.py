@@ -4,22 +4,28 @@ sampled, so that a judge behind an API needs no processes."""
 import asyncio
 
 from grpo.log import in_background
-from grpo.rewards import TooSlow
+from grpo.rewards import GRACE_SECONDS, TooSlow
 
 
 def start_loop(task, seconds):
-    """Starts an event loop in a thread. Returns submit(function, *arguments), which calls the
-    task's function, plain or async, and returns a Future; that raises TooSlow after `seconds`."""
+    """Starts an event loop in a thread. Returns submit(function, *arguments), which calls an async
+    function of the task and returns a Future; that raises TooSlow after `seconds`. A plain
+    group_rewards beside it is called in the main thread, as ever."""
     loop = asyncio.new_event_loop()
     in_background(loop.run_forever)
 
     async def call(name, *arguments):
-        function = getattr(task, name)
-        if not asyncio.iscoroutinefunction(function):
-            return function(*arguments)
         try:
-            return await asyncio.wait_for(function(*arguments), seconds)
-        except TimeoutError:
-            raise TooSlow(f"{name}()", seconds) from None
+            async with asyncio.timeout(seconds) as timer:
+                return await getattr(task, name)(*arguments)
+        except TimeoutError as error:
+            raise (TooSlow(f"{name}()", seconds) if timer.expired() else error) from None
+        except SystemExit as error:  # it would end the loop's thread
+            raise RuntimeError(f"{name}() called sys.exit: {error}") from error
 
-    return lambda *job: asyncio.run_coroutine_threadsafe(call(*job), loop)
+    def submit(*job):
+        return asyncio.run_coroutine_threadsafe(call(*job), loop)
+
+    submit.takes = lambda name: asyncio.iscoroutinefunction(getattr(task, name))
+    submit.limit = seconds + GRACE_SECONDS  # for code that blocks the loop
+    return submit

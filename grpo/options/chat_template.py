@@ -3,6 +3,8 @@
 import difflib
 import re
 
+import jinja2
+
 from grpo.log import say
 from grpo.models import prompt_ids
 from grpo.task import load_chat
@@ -17,13 +19,18 @@ def check_options(recipe, tokenizer):
     _, item, ids = recipe.prompts[0]
     for name, value in c.CHAT_TEMPLATE.items():
         given = f"CHAT_TEMPLATE = {c.CHAT_TEMPLATE}"
-        if isinstance(value, str) and value.lower() in TRUTHS:
+        quoted = re.search(rf"['\"]{re.escape(str(value))}['\"]", str(tokenizer.chat_template))
+        if isinstance(value, str) and value.lower() in TRUTHS and not quoted:
             raise SystemExit(
                 f"{given}: {name} is the text {value!r}, which is true to a template: write True,"
                 " False or None without quotes"
             )
         options = {k: v for k, v in recipe.chat_options.items() if k != name}
-        if prompt_ids(tokenizer, load_chat(c.TASK, recipe.task, item), **options) != ids:
+        try:
+            without = prompt_ids(tokenizer, load_chat(c.TASK, recipe.task, item), **options)
+        except jinja2.TemplateError:  # the template needs the option
+            continue
+        if without != ids:
             continue
         near = difflib.get_close_matches(name, words, n=1, cutoff=0.8)
         if near and near != [name]:

@@ -18,7 +18,7 @@ class Failures:
 
     def __init__(self, limit):
         self.limit, self.last = limit, deque(maxlen=WINDOW)
-        self.shown, self.waiting, self.new = False, 0, 0
+        self.shown, self.waiting = False, 0
 
     def take(self, error):
         """Logs a failure, the first one whole. Raises it if there were too many."""
@@ -32,9 +32,4 @@ class Failures:
     def count(self, failed):
         """Counts rewarded completions; `failed` holds a bool for each."""
         self.last += failed
-        self.new, self.waiting = self.new + sum(failed), 0
-
-    def since(self):
-        """Returns the number of failed completions since the last call."""
-        new, self.new = self.new, 0
-        return new
+        self.waiting = max(0, self.waiting - sum(failed))

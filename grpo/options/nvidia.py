@@ -52,7 +52,7 @@ def has_code(builds, capability):
     (True, False)
     """
     for kind, major, minor, own in re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(builds)):
-        oldest = capability if own else (0, 0) if kind == "compute" else (capability[0], 0)
+        oldest = capability if own == "a" else (0, 0) if kind == "compute" else (capability[0], 0)
         if oldest <= (int(major), int(minor)) <= capability:
             return True
     return False

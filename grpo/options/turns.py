@@ -14,14 +14,22 @@ import re
 import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import jinja2
 
 from grpo.log import announced, in_background, say
 from grpo.models import stop_ids
-from grpo.rewards import FAILED, SOONER, TaskError, called, environment_rewards, task_file, timely
+from grpo.rewards import (
+    FAILED,
+    SOONER,
+    TaskError,
+    by_name,
+    called,
+    environment_rewards,
+    task_file,
+    timely,
+)
 from grpo.sample import Sample
 
 MUST = "return what follows the model's turn, a text or a message with role and content, or None"
@@ -41,7 +49,7 @@ class OfReply:
     def reply(self, turn):
         self.turns.append(turn)
         answer = self.task.reply(self.item, list(self.turns))
-        self.turns.append(answer)
+        self.turns.append(answer["content"] if isinstance(answer, dict) else answer)
         return answer
 
 
@@ -76,7 +84,7 @@ class Environment:
         """Returns the environment's own rewards of its completion; {} without rewards()."""
         if not environment_rewards(self.recipe.task):
             return {}
-        return self._call("rewards", "return a reward, or a dict of rewards", is_any, turns)
+        return by_name(self._call("rewards", "return rewards", lambda got: True, turns))
 
     def close(self):
         """Calls the environment's close(), if it has one, once."""
@@ -84,10 +92,22 @@ class Environment:
         if hasattr(real, "close"):
             called(self.recipe.c.TASK, "close()", "end the environment", real.close)
 
-    def forget(self):
-        """Closes the environment after an error, which is the one to see."""
-        with suppress(TaskError):
-            self.close()
+
+def forget(environments, seconds):
+    """Closes environments after an error, which is the one to see; waits `seconds` at most."""
+    closing = [Future() for _ in environments]
+    for done, environment in zip(closing, environments, strict=True):
+        in_background(run, done, environment.close)
+    if late := wait(closing, seconds).not_done:
+        say(f"close() of {len(late)} environments has not ended after {seconds} s: left open")
+
+
+def run(future, call, *given):
+    """Sets a Future to the result of a call, or to its error, which result() raises."""
+    try:
+        future.set_result(call(*given))
+    except BaseException as error:  # noqa: BLE001
+        future.set_exception(error)
 
 
 def has_reply(real):
@@ -97,10 +117,6 @@ def has_reply(real):
 def is_answer(got):
     message = isinstance(got, dict) and [got.get("role"), got.get("content")]
     return isinstance(got, str | None) or (message and all(isinstance(x, str) for x in message))
-
-
-def is_any(got):
-    return True
 
 
 # --- One talk -------------------------------------------------------------------------
@@ -192,8 +208,7 @@ def stream_turns(policy, recipe, prompts, *, group_size, max_sequences, max_new_
             talks.hear()
         yield from talks.ended
     finally:  # also after an error or Ctrl-C, or if the stream is not read to its end
-        for talk in talks.open:
-            talk.environment.forget()
+        forget([talk.environment for talk in talks.open], recipe.c.REWARD_TIMEOUT_SECONDS)
 
 
 class Talks:
@@ -250,15 +265,9 @@ class Talks:
     def ask(self, talk, then, call, *given):
         """Makes a call in a thread; hear() gives its result to then(talk, result)."""
         answer = Future()
-        in_background(self._ask, answer, call, given)
+        in_background(run, answer, call, *given)
         self.asked.append((talk, answer, time.monotonic(), then))
         self.quick = self.quick and bool(wait([answer], QUICK_SECONDS).done)
-
-    def _ask(self, answer, call, given):
-        try:
-            answer.set_result(call(*given))
-        except BaseException as error:  # noqa: BLE001 (raised in the main thread, by hear)
-            answer.set_exception(error)
 
     def hear(self):
         """Continues the talks whose environments have answered. Raises TaskError if one takes too
@@ -274,14 +283,15 @@ class Talks:
                 if not failures:
                     raise
                 failures.take(error)
-                talk.sample = self.sample_of(talk, truncated=False)
-                talk.environment.forget()
+                talk.sample = talk.sample or self.sample_of(talk, truncated=False)
+                in_background(run, Future(), talk.environment.close)
                 self.leave(talk, FAILED)
             else:
                 then(talk, result)
 
     def too_slow(self, talk):
-        call = f"reply() for {talk.prompt[0][1]!r:.500} after {talk.turns!r:.500}"
+        call = "reply()" if talk.sample is None else "Environment.rewards() or close()"
+        call += f" for {talk.prompt[0][1]!r:.500} after {talk.turns!r:.500}"
         slow = f"took more than {self.recipe.c.REWARD_TIMEOUT_SECONDS} s"
         raise TaskError(self.recipe.c.TASK, call, slow, SOONER)
 
@@ -326,21 +336,24 @@ class Talks:
 
 
 # --- Preview --------------------------------------------------------------------------
-def play(recipe, item, said):
+def play(recipe, item, said, truncated=False):
     """Returns (turns, the environment's rewards) of a talk in which the texts `said` are the
-    model's turns."""
-    turns, environment = [], Environment(recipe, item)
+    model's turns; there is no reply to a last one that is `truncated`."""
+    turns, environment, seconds = [], Environment(recipe, item), recipe.c.REWARD_TIMEOUT_SECONDS
+    what, replies = f"reply() of {task_file(recipe.c.TASK)}", len(said) - truncated
     try:
-        with timely(recipe.c.REWARD_TIMEOUT_SECONDS, f"reply() of {task_file(recipe.c.TASK)}"):
-            for text in said:
-                turns.append(text)
-                if (reply := environment.reply(text)) is None:
-                    break
-                turns.append(reply["content"])
-            turns = turns[: len(turns) - (len(turns) % 2 == 0)]  # ends with the model
+        for number, text in enumerate(said):
+            turns.append(text)
+            with timely(seconds, what):
+                reply = environment.reply(text) if number < replies else None
+            if reply is None:
+                break
+            turns.append(reply["content"])
+        turns = turns[: len(turns) - (len(turns) % 2 == 0)]  # ends with the model
+        with timely(seconds, f"Environment.rewards() of {task_file(recipe.c.TASK)}"):
             return turns, environment.rewards(list(turns))
     finally:
-        environment.close()
+        forget([environment], seconds)
 
 
 def show_turns(recipe, tokenizer, turns):

@@ -1,5 +1,6 @@
 """class Environment: one for each completion, with a state of its own, closed whatever happens."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -126,6 +127,63 @@ def test_texts_that_were_sampled_before_are_played_again(tokenizer, capsys):
     assert not Counter.live
 
 
+def test_rewards_of_none_and_those_without_weights(tokenizer):
+    """None does not apply; the names are those of an empty completion, as for rewards()."""
+
+    class Silent(Counter):
+        def rewards(self, turns):
+            return None if self.asked > 1 else 1.0
+
+    recipe = recipe_of(tokenizer, 1, 2, environment=Silent, REWARD_WEIGHTS=None, OUTCOME=None)
+    recipe.resolve()
+    assert recipe.weights == {"reward": 1.0} and not Counter.live
+    groups = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
+    found = {g.item["secret"]: [s.rewards["reward"] for s in g.samples] for g in groups}
+    assert found[1] == [1.0] * 2 and repr(found[2]) == "[nan, nan]"
+
+
+def test_a_truncated_answer_is_played_without_its_last_reply(tokenizer):
+    recipe, turns = recipe_of(tokenizer, 3), ["One", "left 2", "two"]
+    for cut, asked in ((True, 1.0), (False, 2.0)):
+        (found,) = reward_group(recipe, {"secret": 3}, [turns], truncated=[cut])
+        assert found == {"reward": asked, "turns": 3.0}
+
+
+def test_a_close_that_hangs_does_not_keep_the_run(tokenizer, capsys):
+    class Hangs(Counter):
+        def close(self):
+            time.sleep(2)
+
+    recipe = recipe_of(tokenizer, 0, environment=Hangs, REWARD_TIMEOUT_SECONDS=0.2)
+    began = time.monotonic()
+    with pytest.raises(TaskError, match="failed with ValueError"):
+        sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
+    assert time.monotonic() - began < 1.5 and "left open" in capsys.readouterr().out
+
+
+def test_an_environment_that_is_made_too_late_is_closed(tokenizer):
+    class Slow(Counter):
+        def __init__(self, item):
+            time.sleep(0.4)
+            super().__init__(item)
+
+    recipe = recipe_of(tokenizer, 1, environment=Slow, REWARD_TIMEOUT_SECONDS=0.1)
+    with pytest.raises(TaskError, match="took more than 0.1 s"):
+        sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
+    assert wait_for(lambda: len(Counter.made) == 2 and not Counter.live)
+
+
+def test_a_message_has_the_role_that_it_says(tokenizer):
+    class Tool(Counter):
+        def reply(self, turn):
+            got = super().reply(turn)
+            return got and got | {"role": "tool"}
+
+    recipe = recipe_of(tokenizer, 2, environment=Tool)
+    (group,) = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
+    assert "<|im_start|>tool\nleft 1" in tokenizer.decode(group.samples[0].ids)
+
+
 # --- Programs -------------------------------------------------------------------------
 STARTER = """
 import sys, time, threading
@@ -168,6 +226,12 @@ def test_a_program_talks_and_gives_its_exit_status():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with Program(["sh", "-c", 'read x; echo "got $x"; exit 3'], **pipes) as program:
         assert program.communicate("it\n") == ("got it\n", None) and program.returncode == 3
-    with Program(["sleep", "986"]) as program:
-        assert program.poll() is None
-    assert program.returncode == -9
+    before = len(os.listdir("/proc/self/fd"))
+    for end in (Program.kill, Program.terminate):
+        program = Program(["sleep", "986"])
+        end(program)
+        assert program.wait() < 0
+        program.kill()
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        Program(["no-such-program"])

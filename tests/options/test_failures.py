@@ -72,7 +72,7 @@ def test_a_group_reward_that_fails_costs_each_completion_of_the_group(limit):
     group_rewards = lambda item, texts: 1 / 0
     recipe = recipe_with(limit, lambda item, text: {"correctness": 1}, group_rewards=group_rewards)
     (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
-    assert repr(rewards_of(group)) == repr([NAN, NAN]) and recipe.failures.since() == 2
+    assert repr(rewards_of(group)) == repr([NAN, NAN]) and tally(recipe, group)["failed"] == 2
 
 
 def test_a_slow_reward_fails_alone():
@@ -113,6 +113,28 @@ def test_async_rewards_of_all_completions_wait_together():
     groups = sampled(FakeEngine(), recipe, prompts)
     assert time.monotonic() - began < 1.5 and max(most) == 16
     assert [r["correctness"] for g in groups for r in rewards_of(g)] == [1.0, 0.0] * 8
+
+
+def test_a_reward_that_says_failed_is_no_failure_of_ours():
+    with pytest.raises(SystemExit, match="returned .*'failed'"):
+        sampled(FakeEngine(), recipe_with(0, lambda item, text: "failed"), prompts_of([MIXED]))
+
+
+def test_what_an_async_reward_may_not_do_ends_the_run(no_pause):
+    async def leaves(item, text):
+        raise SystemExit("bye")
+
+    async def late(item, text):
+        raise TimeoutError("of the judge")
+
+    for rewards, words in ((leaves, "sys.exit: bye"), (late, "of the judge")):
+        task = SimpleNamespace(rewards=rewards)
+        recipe = a_recipe(task=task, TASK="mine")
+        recipe.submit = start_loop(task, 9)
+        with pytest.raises(RuntimeError, match=words):
+            sampled(FakeEngine(), recipe, prompts_of([MIXED]))
+    with pytest.raises(SystemExit, match="REWARD_PROCESSES = 2 must be 0"):
+        start_submit(recipe.c.but(REWARD_PROCESSES=2), task)
 
 
 def test_an_async_reward_has_a_limit_and_works_without_a_loop():
