@@ -343,11 +343,16 @@ def play(recipe, item, said):
         environment.close()
 
 
+def role_of(task):
+    """Returns the role of a reply that stands in a turn of its own."""
+    return getattr(getattr(task, "Environment", None), "role", "user")  # options/tools.py has it
+
+
 def show_turns(recipe, tokenizer, turns):
     """Prints a talk, the task's turns with the text that the chat template adds around them."""
     c, options = recipe.c, recipe.chat_options
     eos_ids = stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS)
-    role = getattr(getattr(recipe.task, "Environment", None), "role", "user")
+    role = role_of(recipe.task)
     for said, reply in zip(turns[::2], [*turns[1::2], None], strict=True):
         say(f"the model: {said!r}")
         if reply is not None:
