@@ -108,6 +108,8 @@ def note_prompts(recipe, tokenizer):
         from grpo.options.chat_template import check_options
 
         check_options(recipe, tokenizer)
+    if "tools" in recipe.chat_options and "tools" not in str(tokenizer.chat_template):
+        say("the chat template does not show TOOLS: messages() must explain them and their calls")
     if not tokenizer.chat_template and tokenizer(".")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         say("the tokenizer appends EOS to a text; the prompts are used without it")
 

@@ -191,7 +191,8 @@ def log_idle(run, metrics, groups):
         f" {found}), and {cut} (MASK_TRUNCATED, MAX_COMPLETION_TOKENS = {c.MAX_COMPLETION_TOKENS})"
     )
     if metrics.get("tools/call_share") == 0:
-        run.idle_reason += "; reply() never returned a text: is STOP_STRINGS right?"
+        why = "is STOP_STRINGS right, or does the model make no call?"
+        run.idle_reason += f"; reply() never returned a text: {why}"
     say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
 
 

@@ -64,6 +64,10 @@ def load_task(name):
         if function in FUNCTIONS and inspect.iscoroutinefunction(value):
             must = "be a plain function; only rewards may be async"
             raise TaskError(name, f"{function}()", "can't be async", must)
+    if hasattr(task, "TOOLS"):
+        from grpo.options.tools import give_tools
+
+        give_tools(name, task)
     return task
 
 
@@ -117,7 +121,7 @@ class Recipe:
 
     @property
     def chat_options(self):
-        return chat_options(self.c, self.date)
+        return chat_options(self.c, self.task, self.date)
 
     def change_date(self, date, tokenizer):
         """Makes the prompts of another date, in place, if the chat template shows one."""
@@ -133,6 +137,7 @@ class Recipe:
             "REWARD_WEIGHTS": self.weights,
             "TASK": Path(self.c.TASK).name,  # a worker may have the file in another folder
             "order of REWARD_WEIGHTS": list(self.weights),
+            "TOOLS": self.chat_options.get("tools"),
             "date": self.date,
             "hash of prompts (tokenizer, task, data)": hashlib.sha256(prompts).hexdigest(),
         }
@@ -162,11 +167,13 @@ class Recipe:
 
 
 # --- Prompts --------------------------------------------------------------------------
-def chat_options(c, date):
-    """Returns the options of the chat template: CHAT_TEMPLATE's, and a clock that stands still, for
-    templates that show the day (Llama 3): a run has one date, on all its days and machines."""
+def chat_options(c, task, date):
+    """Returns the options of the chat template: CHAT_TEMPLATE's, the task's TOOLS, and a clock that
+    stands still, for templates that show the day (Llama 3): a run has one date, on all its days
+    and machines."""
     clock = {DATED: datetime.date.fromisoformat(date).strftime} if date else {}
-    return clock | c.CHAT_TEMPLATE
+    tools = {"tools": task.TOOL_SCHEMAS} if hasattr(task, "TOOL_SCHEMAS") else {}
+    return clock | tools | c.CHAT_TEMPLATE
 
 
 def load_split(c, task, split, tokenizer, date=""):
@@ -235,7 +242,7 @@ def ids_of(c, task, item, tokenizer, date=""):
 
     chat = load_chat(c.TASK, task, item)
     must = f"return a chat that MODEL = {c.MODEL!r} accepts with CHAT_TEMPLATE = {c.CHAT_TEMPLATE}"
-    what, options = f"messages({item!r:.500}) in the chat template", chat_options(c, date)
+    what, options = f"messages({item!r:.500}) in the chat template", chat_options(c, task, date)
     return called(c.TASK, what, must, lambda: prompt_ids(tokenizer, chat, **options))
 
 

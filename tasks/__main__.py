@@ -70,16 +70,16 @@ def make_model(recipe, out):
 
 def with_replies(recipe, item, said):
     """Returns the text of a completion in which the model says `said`, a text or a list of its
-    turns; a reply stands inside the model's turn after one of STOP_STRINGS, else in a user turn."""
+    turns; a reply stands inside the model's turn after one of STOP_STRINGS, else in its own."""
     if not recipe.has_turns:
         return said
-    from grpo.options.tiny_model import USER_TURN
-    from grpo.options.turns import play
+    from grpo.options.tiny_model import TURN
+    from grpo.options.turns import play, role_of
 
     text, (turns, _) = "", play(recipe, item, [said] if isinstance(said, str) else said)
     for turn, reply in zip(turns[::2], [*turns[1::2], ""], strict=True):
         inside = not reply or turn.endswith(tuple(recipe.c.STOP_STRINGS))
-        text += turn + (reply if inside else USER_TURN.format(reply))
+        text += turn + (reply if inside else TURN.format(role_of(recipe.task), reply))
     return text
 
 

@@ -69,6 +69,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "sizes": "grpo.start",  # a GPU, and "auto"
     "stop_strings": "grpo.policy",  # STOP_STRINGS
     "teacher": "grpo.reference",  # REFERENCE
+    "tools": "grpo.task",  # a task with TOOLS
     "turns": "grpo.rollout grpo.prepare grpo.task",  # a task with reply(), and its preview
     "vllm_policy": "grpo.policy grpo.prepare",  # SAMPLER, and what it needs
     "worker": "grpo_ref_split",  # the role

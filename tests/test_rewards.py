@@ -36,7 +36,7 @@ RIGHT = {  # gold: what stands between the answer tags
     "2.5": ["2 1/2", r"2\frac{1}{2}"],
     "-2.5": ["-2 1/2"],
     "18000": ["1.8e4"],
-    "7": ["3 + 4 = 7", "7 dollars"],
+    "7": ["3 + 4 = 7", "7 dollars", "7 dozen", "7千米", "7千克"],
     "3": ["#3"],
     "12": [
         "12 apples (from 3 boxes)", "12 apples from 3 boxes", "12 apples (3 or 4 in each box)",
@@ -46,7 +46,6 @@ RIGHT = {  # gold: what stands between the answer tags
     "5000000": ["5 million", "$5-million", r"5 \text{ Millions}", "5M", "50 lakh"],
     "5 million": ["5,000,000", "½ crore"],
     "30000": ["3万", "3萬", "30 thousand", "30K", "300百"],
-    "7": ["7 dozen", "7千米", "7千克"],
     "2½": ["2.5", "2½ cups", "2 ½"],
     "-1/4": ["-¼"],
     "9": ["9 cm²", "9 m⁻¹", "9 平方米"],

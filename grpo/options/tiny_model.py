@@ -23,8 +23,8 @@ CHAT = (  # ChatML as in Qwen2.5, without a system prompt
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# The chat around a task's reply, which becomes a user turn; the model continues after it
-USER_TURN = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+# The chat around a task's reply, a turn of the role that stands first; the model continues after it
+TURN = "<|im_end|>\n<|im_start|>{}\n{}<|im_end|>\n<|im_start|>assistant\n"
 # Qwen2's rule, which splits text into words, single digits and punctuation
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 

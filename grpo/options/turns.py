@@ -356,16 +356,22 @@ def play(recipe, item, said, truncated=False):
         forget([environment], seconds)
 
 
+def role_of(task):
+    """Returns the role of a reply that stands in a turn of its own."""
+    return getattr(getattr(task, "Environment", None), "role", "user")  # options/tools.py has it
+
+
 def show_turns(recipe, tokenizer, turns):
     """Prints a talk, the task's turns with the text that the chat template adds around them."""
     c, options = recipe.c, recipe.chat_options
     eos_ids = stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS)
+    role = role_of(recipe.task)
     for said, reply in zip(turns[::2], [*turns[1::2], None], strict=True):
         say(f"the model: {said!r}")
         if reply is not None:
             inside = any(string in said for string in c.STOP_STRINGS)
             ends = [None] if inside else eos_ids  # its own end is not repeated
-            message = {"role": "user", "content": reply}
+            message = {"role": role, "content": reply}
             ids = [bridge(tokenizer, eos_ids, end, message, options) for end in ends]
             text = tokenizer.decode(min(ids, key=len), clean_up_tokenization_spaces=False)
-            say(f"reply() {'inside that turn' if inside else 'as a user turn'}: {text!r}")
+            say(f"reply() {'inside that turn' if inside else f'as a {role} turn'}: {text!r}")

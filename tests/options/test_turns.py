@@ -504,10 +504,10 @@ def test_gold_turns_are_played_and_shown(tiny, tokenizer, capsys):
 
 
 def test_make_tiny_has_the_template_of_the_demo(tmp_path):
-    make_tiny(tmp_path)  # USER_TURN is what it writes
-    from grpo.options.tiny_model import USER_TURN as BETWEEN
+    make_tiny(tmp_path)  # TURN is what it writes
+    from grpo.options.tiny_model import TURN
 
     tokenizer = tiny_policy(tmp_path).tokenizer
     eos = tokenizer.eos_token_id
     ids = bridge(tokenizer, {eos}, eos, message("more"), {})
-    assert tokenizer.decode([eos, *ids]) == BETWEEN.format("more")
+    assert tokenizer.decode([eos, *ids]) == TURN.format("user", "more")
