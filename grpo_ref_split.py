@@ -134,9 +134,7 @@ WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server or w
 # The run ends if the rewards of a group (with REWARD_PROCESSES: of a completion) take longer.
 REWARD_TIMEOUT_SECONDS = 60
 REWARD_PROCESSES = 0  # per rank and worker, for slow rewards, in parallel with sampling; 0: none
-# So many of a process's last 200 completions may fail in the task's code; their rewards then do not
-# apply. One more ends the run; 0: the first one does.
-MAX_FAILED_REWARDS = 0
+MAX_FAILED_REWARDS = 0  # so many of a process's last 200 completions may fail in the task's code
 # The run ends after N steps in a row with nothing to train, or with a gradient that is not finite.
 IDLE_LIMIT = 10
 

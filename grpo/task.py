@@ -56,6 +56,8 @@ def load_task(name):
     by_name = lambda name: importlib.import_module(f"tasks.{name}")
     module = module_at if name.endswith(".py") else by_name
     task = called(name, "the file", "be a module that Python can import", lambda: module(name))
+    if hasattr(task, "reply") and hasattr(task, "Environment"):
+        raise TaskError(name, "reply()", "stands beside class Environment", "move into that class")
     rewards = "group_rewards" if hasattr(task, "group_rewards") else "rewards"
     for function in ("load", "messages", *[rewards] * (not environment_rewards(task))):
         if not hasattr(task, function):

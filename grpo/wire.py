@@ -134,9 +134,9 @@ def pack_group(group) -> bytes:
 def unpack_group(body):
     """Returns the checked Group in a blob, without its item. Raises ValueError with the reason if
     the blob is malformed."""
-    meta, tensors = read_blob(body, "with a group in it", TENSORS, optional={"is_model_token"})
-    current = meta.pop("protocol", None) == PROTOCOL
-    require(current, f"the protocol must be {PROTOCOL}: update the older side")
+    meta, tensors = read_blob(
+        body, "with a group in it", TENSORS, optional={"is_model_token"}, protocol=PROTOCOL
+    )
     for name, kind in METADATA.items():
         require(type(meta.get(name)) is kind, f"{name} must be of the type {kind.__name__}")
     check_group(meta, tensors)
@@ -155,9 +155,10 @@ def unpack_group(body):
     return Group(item=None, prompt=tensors["prompt_ids"].tolist(), samples=samples, **facts)
 
 
-def read_blob(blob, what, dtypes, optional=frozenset()):
+def read_blob(blob, what, dtypes, optional=frozenset(), protocol=None):
     """Returns a safetensors blob's metadata and its tensors, {name: tensor}, which must have the
-    names and `dtypes` given; `optional` names may be missing. Raises ValueError."""
+    names and `dtypes` given; `optional` names may be missing. `protocol` is that of a group; other
+    bodies have none. Raises ValueError."""
     try:
         tensors = safetensors.torch.load(blob)  # checks the header
         (size,) = struct.unpack_from("<Q", blob)
@@ -167,8 +168,9 @@ def read_blob(blob, what, dtypes, optional=frozenset()):
     # What a made-up header raises in safetensors, torch and json (RecursionError is a RuntimeError)
     except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
         raise ValueError(f"not a safetensors blob {what}: {error!r:.500}") from error
-    current = meta.get("protocol", PROTOCOL) == PROTOCOL
-    require(current, f"the protocol must be {PROTOCOL}: update the older side")
+    # Before the tensors, which may have other names
+    right = protocol is None or meta.get("protocol") == protocol
+    require(right, f"the protocol must be {protocol}: update the older side")
     complete = dtypes.keys() - optional <= tensors.keys() <= dtypes.keys()
     require(complete, f"tensors must be {sorted(dtypes)}, got {sorted(tensors)}")
     for name, tensor in tensors.items():

@@ -239,6 +239,7 @@ def test_a_task_may_be_a_path_whose_folder_it_can_import_from(tiny, tmp_path, mo
     (GOOD.replace("def messages", "def chat"), ["messages", "missing"]),
     (GOOD.replace("def rewards", "def judge"), ["rewards", "missing"]),
     (GOOD.replace("def load", "async def load"), ["load() can't be async", "plain"]),
+    (GOOD + "\ndef reply(item, turns): ...\nclass Environment: ...\n", ["beside class"]),
 ])  # fmt: skip
 def test_a_mistake_in_a_tasks_file_is_said(text, names, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))

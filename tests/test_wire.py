@@ -180,6 +180,12 @@ def test_a_group_that_does_not_fit_itself_is_refused(wrong):
     unpack_group(blob())
 
 
+def test_a_group_of_another_version_is_told_to_update_whatever_its_tensors_are():
+    body = safetensors.torch.save({"own": torch.ones(1)}, {"grpo": json.dumps({"protocol": 4})})
+    with pytest.raises(ValueError, match="protocol must be 5: update the older side"):
+        unpack_group(body)
+
+
 # --- Tokenizers -------------------------------------------------------------------------
 def test_facts_tell_tokenizers_apart(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
