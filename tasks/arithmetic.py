@@ -8,7 +8,11 @@ unseen *questions*, not unseen arithmetic.
 import random
 
 from tasks.data import split_of
-from tasks.gsm8k import OUTCOME, REWARD_WEIGHTS, gold, rewards  # noqa: F401 (as GSM8K's)
+from tasks.gsm8k import OUTCOME, gold  # noqa: F401 (as GSM8K's)
+from tasks.gsm8k import REWARD_WEIGHTS as WEIGHTS
+from tasks.gsm8k import rewards as all_rewards
+
+REWARD_WEIGHTS = {name: weight for name, weight in WEIGHTS.items() if weight}
 
 LARGEST = 20
 SIZES = {"train": 6000, "validation": 500, "test": 500}  # generated each time, with the same seed
@@ -79,3 +83,9 @@ def drill(draw):
 def messages(item):
     """Returns the chat that asks the item's question; the tiny model needs no system prompt."""
     return [{"role": "user", "content": item["question"]}]
+
+
+def rewards(item, completion):
+    """Returns GSM8K's rewards that are trained on: these answers are too short to look again."""
+    found = all_rewards(item, completion)
+    return {name: found[name] for name in REWARD_WEIGHTS}
