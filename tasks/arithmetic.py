@@ -7,13 +7,11 @@ unseen *questions*, not unseen arithmetic.
 
 import random
 
+from tasks import gsm8k
 from tasks.data import split_of
 from tasks.gsm8k import OUTCOME, gold  # noqa: F401 (as GSM8K's)
-from tasks.gsm8k import REWARD_WEIGHTS as WEIGHTS
-from tasks.gsm8k import rewards as all_rewards
 
-REWARD_WEIGHTS = {name: weight for name, weight in WEIGHTS.items() if weight}
-
+REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0}  # GSM8K's; these answers can't look again
 LARGEST = 20
 SIZES = {"train": 6000, "validation": 500, "test": 500}  # generated each time, with the same seed
 NAMES = ["Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana"]
@@ -86,6 +84,5 @@ def messages(item):
 
 
 def rewards(item, completion):
-    """Returns GSM8K's rewards that are trained on: these answers are too short to look again."""
-    found = all_rewards(item, completion)
+    found = gsm8k.rewards(item, completion)
     return {name: found[name] for name in REWARD_WEIGHTS}

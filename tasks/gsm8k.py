@@ -5,9 +5,7 @@ task has them. A task knows nothing about torch, tokens or HTTP.
 Correctness ignores the format, so that accuracy means the same before and after training.
 """
 
-import re
-
-from tasks.answers import FORMAT, is_right  # <think>...</think><answer>...</answer>
+from tasks.answers import AGAIN, FORMAT, is_right  # <think>...</think><answer>...</answer>
 from tasks.data import records
 
 DATA = "openai/gsm8k"  # on the hub (its config "main"), or a folder with train.jsonl and test.jsonl
@@ -16,12 +14,8 @@ CORRECT, WRONG = 1.0, -1.0
 FORMATTED, UNFORMATTED = 1.25, -1.0  # simple_GRPO's values
 # At (2, 1) a right answer in the wrong format (+1) beats a wrong one in the right format (-0.75);
 # at (1, 1), simple_GRPO's scale, it does not (0 against 0.25).
-# `looks_again` is only logged: the share of answers with an "aha moment" (docs/ancestors.md).
-REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0, "looks_again": 0.0}
+REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0, "looks_again": 0.0}  # 0: only logged
 OUTCOME = "correctness"  # the reward that decides whether a completion is right: above 0 it is
-AGAIN = re.compile(  # "wait" at the start of a sentence: questions are about waiting, too
-    r"(?im)(?:^|[.!?>]\s*|\bbut )wait\b|\bhowever\b|\blet me (?:re-?|double-)?check\b|不对|重新检查"
-)
 
 
 def load(split):
