@@ -1,14 +1,12 @@
 """Real processes, killed without warning and started again with the same command."""
 
 import os
-import random
 import re
 import signal
 import statistics
 import time
 from pathlib import Path
 
-import chaos
 import psutil
 import pytest
 from processes import (
@@ -158,17 +156,6 @@ def test_ranks_end_when_their_launcher_does(tiny, tmp_path, victim):
     assert not alive
     last = steps_in(tmp_path / "run")[-1]["step"]
     assert [path.name for path in (tmp_path / "run").glob("step_*")] == [f"step_{last:06d}"]
-
-
-@pytest.mark.long
-def test_chaos_in_short(tiny, tmp_path):
-    """See chaos.py, whose 100 kills end with the demo's accuracy."""
-    preset = preset_of(tiny, "", "", EVAL_STEPS=NEVER, LORA_RANK=2)
-    victims, draw = ["server", "worker", "trainer"], random.Random(0)
-    found, records, kills = chaos.run(tmp_path, victims, draw, 2, preset | {"STEPS": 25})
-    assert found == [] and sum(kills.values()) == 3 - len(victims) > 0
-    assert any("eval_accuracy" in r for r in records)
-    assert any(r.get("staleness", 0) > 0 for r in records)  # some groups were the worker's
 
 
 def test_workers_come_and_go_and_find_a_trainer_that_resumes(tiny, tmp_path):
