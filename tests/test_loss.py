@@ -1,7 +1,7 @@
 """Advantages, weights, log-probs and the loss itself, by hand.
 
 The expected numbers are worked out in the comments, and all variants are tested against an oracle.
-test_loss_trl.py tests the loss against TRL's and Liger's, test_loss_triton.py the fused log-probs.
+test_loss_trl.py tests the loss against TRL's, test_loss_triton.py the fused log-probs.
 """
 
 import pytest
