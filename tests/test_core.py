@@ -1,7 +1,6 @@
 """What a plain run loads of our files: the core. Options are imported only where a constant, the
 task or the machine switches them on."""
 
-import json
 import os
 import subprocess
 import sys
@@ -14,30 +13,9 @@ LINES = 6_200  # of our files that a plain run loads; to become 4 500
 SERVER = {f"grpo/{name}.py" for name in ("client", "remote", "wire")}  # only with REF_SERVER
 GPU = {f"grpo/options/{name}.py" for name in ("sizes", "sample_sizes", "cuda_graph", "nvidia")}
 GPU |= {f"grpo/options/{name}.py" for name in ("lora", "plain_decoder")}  # that those import
-RARE = {  # files of which such a run executes fewer than 60 % of the lines: what the others are for
-    "grpo/constants.py",  # errors of the command line and of presets
-    "grpo/decode_attention.py",  # GPUs, and soft-capped scores
-    "grpo/devices.py",  # GPUs
-    "grpo/weights.py",  # a refreshed reference, and workers
-    "tasks/data.py",  # data from the hub or from files
-}
 RUN = """
-import json, sys, threading
+import sys
 from pathlib import Path
-ours, ran = f"{Path().absolute()}/", set()
-
-def trace(frame, event, _):
-    path = frame.f_code.co_filename
-    if not path.startswith(ours) or "/.venv" in path:
-        return None
-    if event == "line":
-        ran.add((path, frame.f_lineno))
-    return trace
-
-import deepspeed, transformers.models.qwen2.modeling_qwen2  # untraced, as that is slow
-
-threading.settrace(trace)
-sys.settrace(trace)
 import grpo_ref_split as trainer
 from grpo.constants import read_preset
 given = {k: v for k, v in read_preset("presets/demo.py").items() if k in trainer.DEFAULTS}
@@ -45,19 +23,8 @@ given |= {"MODEL": sys.argv[1], "RUN_DIR": sys.argv[2], "REF_SERVER": None, "EVA
 given |= {"PROMPTS_PER_STEP": 2, "SAVE_STEPS": 1, "EVAL_QUESTIONS": 2, "SKIP_FLAT_GROUPS": False}
 trainer.main(**given | {"STEPS": 1})
 trainer.main(**given | {"STEPS": 2})  # resumes
-sys.settrace(None)
-
-def lines_of(code):  # of a code object, and of those in it
-    found = {line for _, _, line in code.co_lines() if line}
-    return found.union(*(lines_of(c) for c in code.co_consts if hasattr(c, "co_lines")))
-
-files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-files = [file for file in files if file.startswith(ours) and "/.venv" not in file]
-shares = {}
-for file in files:
-    lines = lines_of(compile(Path(file).read_text(), file, "exec"))
-    shares[file] = sum((file, line) in ran for line in lines) / max(len(lines), 1)
-print(json.dumps(shares))
+files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+print(*(f for f in files if f.startswith(f"{Path().absolute()}/") and "/.venv" not in f))
 """
 
 
@@ -70,16 +37,13 @@ def test_a_plain_run_loads_the_core_alone(tiny, tmp_path):
     command = [sys.executable, "-c", RUN, str(tiny), str(tmp_path / "run")]
     env = {k: v for k, v in os.environ.items() if k not in NEEDED}  # of an earlier test's rank
     printed = subprocess.check_output(command, cwd=ROOT, text=True, timeout=120, env=env)
-    found = json.loads(printed.splitlines()[-1])
-    shares = {path.removeprefix(f"{ROOT}/"): share for path, share in found.items()}
-    core = {path: lines_of(path) for path in shares if not path.startswith("tests")}
-    core = {path: number for path, number in core.items() if number}
-    for path, number in sorted(core.items(), key=lambda pair: -pair[1]):
-        print(f"{number:4} {shares[path]:4.0%} {path}")
+    core = [path.removeprefix(f"{ROOT}/") for path in printed.splitlines()[-1].split()]
+    core = [path for path in core if lines_of(path)]
+    for path in sorted(core, key=lines_of):
+        print(f"{lines_of(path):4} {path}")
     total, server, gpu = (sum(map(lines_of, files)) for files in (core, SERVER, GPU))
     print(total, "lines;", total + server, "with REF_SERVER;", gpu, "more on a GPU")
     assert not [path for path in core if path in SERVER or path.startswith("grpo/options/")]
     assert 4_000 < total <= LINES
     for page in ("README.md", "README.zh.md", "CONTRIBUTING.md"):
         assert f"{LINES:_}".replace("_", " ") in (ROOT / page).read_text(), page
-    assert {path for path in core if shares[path] < 0.6} == RARE

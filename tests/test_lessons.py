@@ -1,7 +1,6 @@
-"""The ten lessons of test_qiudao.py: printed in both languages, with every asserted number."""
+"""The ten lessons of test_qiudao.py: printed in both languages."""
 
 import inspect
-import math
 import re
 import runpy
 
@@ -50,32 +49,6 @@ def test_the_story_is_told_in_the_language_of_lang(monkeypatch, capsys):
     numbers = [re.findall(r"^  \S.*$", story, re.MULTILINE) for story in stories]
     assert numbers[0] == numbers[1]  # what is computed has no language
     assert len(numbers[0]) >= 4 * len(LESSONS)
-
-
-def value(text):
-    """Example: "1/2/2" -> 0.25"""
-    first, *others = map(float, text.split("/"))
-    return first / math.prod(others)
-
-
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_the_fractions_of_a_lesson_are_in_its_lines(lesson, monkeypatch):
-    """Decimals may be rounded; sections of books are none."""
-    by_hand, results = [], []
-
-    def note(name, got, text, **_):
-        by_hand.append(text)
-        results.extend(got.detach().flatten().tolist())
-
-    monkeypatch.setattr(test_qiudao, "check", note)
-    lesson()
-    derived = re.findall(r"\d+(?:\.\d+)?(?:/\d+)*", " ".join(by_hand))
-    for text in texts(lesson):
-        for number in formulas(re.sub(r"section\s[\d.]+|[\d.]+\s节", "", text)):
-            digits = len(number.partition(".")[2])
-            known = [round(x, digits) if digits else x for x in results]
-            known += map(value, derived)
-            assert any(abs(value(number) - x) < 1e-6 for x in known), number
 
 
 def test_a_number_that_is_wrong_is_refused():
