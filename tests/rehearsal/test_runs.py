@@ -99,7 +99,7 @@ def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_pat
     two["TRAINER"] = f"http://127.0.0.1:{free_port()}"
     steps = main(STEPS=2, **two)
     # 16 a micro-batch: what is brought to the GPU, and transformers' masks; 2 that read the metrics
-    total = sum(count.waits.total() for count in waits)
+    total = sum(count.total() for count in waits)
     assert total <= 17 * len(batches) + 2 * len(steps), "\n".join(map(str, waits))
     assert [r["step"] for r in steps] == [1, 2] and not any(r["skipped"] for r in steps)
     assert steps[0]["ratio"] == 1 and steps[0]["sampler_k3"] < 0.01 > abs(steps[0]["kl"])
