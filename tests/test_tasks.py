@@ -139,20 +139,6 @@ def test_reasoning_gym_is_right_above_a_score_of_99_percent(fake_gym, monkeypatc
         gym.load("train")
 
 
-@pytest.mark.parametrize("name", ["leg_counting", "prime_factorization", "rush_hour", "countdown"])
-def test_reasoning_gym_itself(name, monkeypatch):
-    pytest.importorskip("reasoning_gym")
-    gym.verifier.cache_clear()
-    monkeypatch.setattr(gym, "NAME", name)
-    monkeypatch.setattr(gym, "SIZES", {"train": 5})
-    for item in gym.load("train"):
-        gold = gym.gold(item)
-        assert gold is None or gym.rewards(item, gold)["correctness"], item
-        for junk in ("", "zz", "42"):
-            if junk != item["answer"]:
-                assert not gym.rewards(item, f"<answer>{junk}</answer>")["correctness"]
-
-
 # --- Mathematics --------------------------------------------------------------------
 SAME = [
     ("0.5", r"\frac{1}{2}"), (r"\dfrac12", r"\frac{1}{2}"), ("1+x", "x+1"),

@@ -1,13 +1,11 @@
 """Completions of several turns: whose ids they are, what the task is asked, what ends a run."""
 
-import importlib.util
 import itertools
 import json
 import math
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -174,32 +172,6 @@ def test_a_template_that_loses_a_reply_is_refused_with_a_sentence(tokenizer, tem
 def test_a_model_without_a_template_is_told_the_text(tokenizer):
     tokenizer.chat_template, eos = None, tokenizer.eos_token_id
     assert bridge(tokenizer, {eos}, eos, message("less"), {}) == tokenizer("less")["input_ids"]
-
-
-HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
-FAMILIES = {  # TRL's copy of a template: what ends a turn, what it writes after that
-    "qwen2_5": ("<|im_end|>", "\n<|im_start|>user\nR<|im_end|>\n<|im_start|>assistant\n"),
-    "qwen3": ("<|im_end|>", "\n<|im_start|>user\nR<|im_end|>\n<|im_start|>assistant\n"),
-    "gemma": ("<end_of_turn>", "\n<start_of_turn>user\nR<end_of_turn>\n<start_of_turn>model\n"),
-    "gemma3": ("<end_of_turn>", "\n<start_of_turn>user\nR<end_of_turn>\n<start_of_turn>model\n"),
-    "llama3": ("<|eot_id|>", f"{HEADER.format('user')}R<|eot_id|>{HEADER.format('assistant')}"),
-    "phi3": ("<|end|>", "\n<|user|>\nR<|end|>\n<|assistant|>\n"),
-    "glm4moe": ("<|user|>", "\nR<|assistant|>"),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_templates_of_the_families_make_a_user_turn(family, tokenizer):
-    trl = importlib.util.find_spec("trl")
-    if not trl:
-        pytest.skip("needs the chat templates in trl")
-    end, expected = FAMILIES[family]
-    folder = Path(trl.submodule_search_locations[0], "chat_templates")
-    tokenizer.chat_template = (folder / f"{family}.jinja").read_text()
-    tokenizer.bos_token = "<|im_start|>"  # Llama 3 writes one
-    tokenizer.add_tokens([end], special_tokens=True)
-    (eos,) = tokenizer(end, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(bridge(tokenizer, {eos}, eos, message("R"), {})) == expected
 
 
 # --- What the task is asked -------------------------------------------------------------
