@@ -416,17 +416,6 @@ def test_a_worker_needs_torch_transformers_and_requests_alone(tiny, tmp_path):
     side.close()
 
 
-def test_a_lora_policys_adapters_alone_travel(tiny, tmp_path):
-    own = {"TRAINER": "http://127.0.0.1:0", "RUN_DIR": str(tmp_path), "PROMPTS_PER_STEP": 1}
-    policy, recipe = tiny_policy(tiny, lora_rank=2), a_recipe(PROMPTS, **own)
-    side = Workers(recipe.c, recipe, policy, "run")
-    side.publish(0)
-    side.finish()
-    whole = sum(p.numel() for p in policy.model.parameters()) * 4
-    assert side.record["bytes"] < whole / 4
-    side.close()
-
-
 def test_a_process_that_is_started_again_has_another_name():
     """Its groups would have the ids of the first one's, and rank 0 would take none of them."""
     assert worker_module.own_name() != worker_module.own_name()
