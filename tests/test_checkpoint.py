@@ -241,15 +241,6 @@ def test_a_run_with_other_data_forgets_what_no_longer_compares(name, tmp_path, a
     assert resume.check_run_dir(str(tmp_path), resume=True) == DATA["date"]  # a checkpoint's
 
 
-def test_a_checkpoint_from_before_these_hashes_resumes(tmp_path, alone, capsys):
-    save(tmp_path, 4, best=4, best_accuracy=0.9)
-    path = tmp_path / "step_000004/trainer/state.json"
-    state = json.loads(path.read_text())
-    del state["data"]
-    path.write_text(json.dumps(state))
-    assert opened(tmp_path).best == 4 and "compare" not in capsys.readouterr().out
-
-
 def test_the_hashes_are_of_items_and_of_all_that_a_task_imports(tmp_path, monkeypatch, alone):
     items = [4, 5, "4", Fraction(1, 3), Fraction(1, 2), {1, 2}, {3}, [torch.ones(2)], {(1, 2): 3}]
     items += [torch.zeros(2), date(2026, 1, 2), date(2026, 1, 3), b"a", b"b", {(1, 3): 3}]
@@ -416,17 +407,6 @@ def test_what_is_no_link_stays_and_a_disk_without_links_gets_a_file(tmp_path, al
     checkpoint.point(tmp_path, "final", 12)
     assert (tmp_path / "final").read_text() == "step_000012\n"
     assert names_in(tmp_path) == ["best", "final"]
-
-
-def test_ranks_meet_before_they_gather_the_weights_that_they_read(tmp_path, alone, monkeypatch):
-    """One may read for longer than a collective waits."""
-    events, engine = [], FakeEngine()
-    save(tmp_path, 3)
-    monkeypatch.setattr(dist, "barrier", lambda: events.append("meet"))
-    engine.load_state_dict = lambda *_, **__: events.append("read")
-    engine.update_lp_params = lambda: events.append("gather")
-    checkpoint.load(tmp_path / "step_000003", engine, a_stream())
-    assert events == ["read", "meet", "gather"]
 
 
 def test_two_trainers_do_not_share_a_folder(tmp_path):

@@ -183,6 +183,12 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
         assert done.returncode and done.stderr.split("\n") == ["", "ended by Ctrl-C", ""], script
 
 
+def test_the_allocator_that_a_user_has_set_stays(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:99"})
+    constants.before_torch()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:99"
+
+
 # --- Presets --------------------------------------------------------------------------
 def test_each_script_takes_its_constants_of_a_preset(given, tmp_path):
     path = tmp_path / "mine.py"

@@ -23,6 +23,7 @@ given |= {"MODEL": sys.argv[1], "RUN_DIR": sys.argv[2], "REF_SERVER": None, "EVA
 given |= {"PROMPTS_PER_STEP": 2, "SAVE_STEPS": 1, "EVAL_QUESTIONS": 2, "SKIP_FLAT_GROUPS": False}
 trainer.main(**given | {"STEPS": 1})
 trainer.main(**given | {"STEPS": 2})  # resumes
+print(trainer.torch._C._accelerator_getAllocatorSettings())
 files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
 print(*(f for f in files if f.startswith(f"{Path().absolute()}/") and "/.venv" not in f))
 """
@@ -35,9 +36,12 @@ def lines_of(path):
 def test_a_plain_run_loads_the_core_alone(tiny, tmp_path):
     """It samples, trains, evaluates, saves and resumes, without a server, on a CPU."""
     command = [sys.executable, "-c", RUN, str(tiny), str(tmp_path / "run")]
-    env = {k: v for k, v in os.environ.items() if k not in NEEDED}  # of an earlier test's rank
+    kept = {*NEEDED, "PYTORCH_CUDA_ALLOC_CONF"}  # of an earlier test's rank
+    env = {k: v for k, v in os.environ.items() if k not in kept}
     printed = subprocess.check_output(command, cwd=ROOT, text=True, timeout=120, env=env)
-    core = [path.removeprefix(f"{ROOT}/") for path in printed.splitlines()[-1].split()]
+    *_, allocator, files = printed.splitlines()
+    assert allocator.startswith("expandable_segments:True,pinned_max")  # set before torch came
+    core = [path.removeprefix(f"{ROOT}/") for path in files.split()]
     core = [path for path in core if lines_of(path)]
     for path in sorted(core, key=lines_of):
         print(f"{lines_of(path):4} {path}")

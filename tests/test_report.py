@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -180,20 +179,3 @@ def test_a_card_has_what_the_hub_and_a_person_want_to_know(tmp_path, rank):
     assert ModelCard(text).data.base_model is None and "0.250" not in text
     progress |= {"evaluated": 90, "accuracy": -1.0}  # OUTCOME applied to no question
     assert "-1" not in report.model_card(c, state).split("```python")[0]
-
-
-def test_the_code_has_a_commit_where_it_is_a_git_checkout(tmp_path, monkeypatch):
-    here = report.commit.__wrapped__
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    assert here() == "not a git checkout"
-    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
-    (tmp_path / "a.py").touch()
-    for command in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "a"]):
-        subprocess.run([*git, *command], check=True)
-    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True)
-    assert here() == (clean := f"commit `{commit.strip()}`")
-    (tmp_path / "a.py").write_text("changed")
-    assert here().startswith(clean) and here() != clean
-    (tmp_path / "inner").mkdir()  # a copy within another repository
-    monkeypatch.setattr(report, "ROOT", tmp_path / "inner")
-    assert here() == "not a git checkout"

@@ -19,12 +19,10 @@ from grpo.task import (
     TaskError,
     ids_of,
     load_chat,
-    load_items,
     load_split,
     load_task,
     reward_group,
 )
-from tasks import data
 
 QUESTION = {"question": "Why?"}
 
@@ -254,15 +252,6 @@ def test_a_mistake_in_a_function_is_said_with_its_line(tmp_path, monkeypatch):
     task = load_task(str(path))
     with pytest.raises(TaskError, match=r"mine.py: messages\(.*TypeError, line 3: "):
         load_chat(str(path), task, task.load("train")[0])
-
-
-def test_a_line_of_our_task_py_is_not_shown_as_one_of_a_users_task_py():
-    task = SimpleNamespace(load=lambda split: None)
-    with pytest.raises(TaskError, match="failed with TypeError: "):  # and no line
-        load_items("my/task.py", task, "train")
-    task.load = lambda split: data.records("/nowhere.jsonl", split)
-    with pytest.raises(TaskError, match="failed with FileNotFoundError: "):
-        load_items("my/data.py", task, "train")
 
 
 @pytest.mark.parametrize(("name", "near"), [("cities.py", "cities.py"), ("gsm9k", "gsm8k")])

@@ -195,23 +195,3 @@ def test_in_a_narrow_window(tmp_path):
     assert found["titles"] == ["reward", "accuracy", "rewards/format/mean"]
     assert found["hash"].startswith("#with=dead&metric=reward&metric=accuracy&metric=rewards%2F")
     assert (found["well"], found["dead"]) == ("soft", "bad")
-
-
-def test_a_run_in_progress_and_a_file_that_is_replaced(tmp_path):
-    folder = write(tmp_path / "a", [record(s, time=60 * s) for s in (1, 2)], [sample(2)], steps=12)
-    app, asked = make_app(tmp_path), []
-
-    def resuming(environ, start_response):
-        asked.append(environ["PATH_INFO"])
-        if asked.count("/live") == 2:
-            replace(folder, lines(record(1)))
-            replace(folder, lines(sample(2, completion="again")), "samples.jsonl")
-        return app(environ, start_response)
-
-    script = """
-      await until(() => $("group").childElementCount);
-      const before = texts("facts", "b")[0];
-      await until(() => state.step === 1);
-      await until(() => texts("group", "pre")[1] === "again");
-      return [before, texts("facts", "b")[0], $("facts").querySelector("progress").max];"""
-    assert driving(resuming, script, width=1200) == ["2 of 12", "1 of 12", 12]

@@ -27,17 +27,6 @@ CONSTANTS |= {"MAX_PROMPT_TOKENS": 60, "MAX_COMPLETION_TOKENS": 40}
 CONSTANTS |= {"VLLM_CACHE_GB": 0.5, "VLLM_SLEEP": False, "TENSOR_PARALLEL": 1}
 
 
-@pytest.mark.parametrize("name, value", [
-    ("SAMPLER", "vLLM"),
-    *(("VLLM_CACHE_GB", value) for value in ("20", float("nan"))),
-    ("TENSOR_PARALLEL", 0),
-    ("VLLM_SLEEP", 2),
-])  # fmt: skip
-def test_a_constant_that_can_not_be_is_named(name, value):
-    with pytest.raises(SystemExit, match=f"{name} = {value!r}"):
-        settled(trainer.DEFAULTS, {name: value})
-
-
 def test_vllm_must_be_installed(monkeypatch):
     for found in (None, "a spec"):
         monkeypatch.setattr(importlib.util, "find_spec", {"vllm": found}.get)
@@ -252,12 +241,6 @@ def streaming(policy, ids, reason, **settings):
     }
     ((_, (completion,)),) = policy.stream(iter([("key", [5, 6])]), **settings)
     return policy.llm.asked[-1], completion
-
-
-def test_the_same_seed_asks_for_the_same_draws(a_policy):
-    asked = [streaming(a_policy(), [7, 2], "stop")[0] for _ in range(2)]
-    assert not asked[0].keys() & {"stop", "detokenize"}
-    assert asked[0]["seed"] == asked[1]["seed"] is not None
 
 
 def test_a_turn_has_a_limit_of_its_own_and_a_groups_first_prompt_begins_its_sequences(a_policy):
