@@ -105,7 +105,8 @@ trainer.main(**PRESET)
 """
 
 
-@pytest.mark.parametrize("at", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("at", [2, 3])
 def test_what_ends_a_run_within_a_rollout_is_saved_with_the_updates_that_were_made(
     at, tiny, tmp_path
 ):
