@@ -36,7 +36,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 HERE = str(Path(__file__).resolve())
 
 CASES = {  # prompts, group size, prompt tokens at most, completion tokens, learning rate, steps
@@ -64,7 +64,7 @@ def commands(case, model, folder, steps):
     server = {"MODEL": model, "PORT": port, "DTYPE": "float32", "SCORE_BATCH_TOKENS": BATCH_TOKENS}
     trainer = {
         "MODEL": model,
-        "TASK": ROOT / "tests/counting.py",
+        "TASK": ROOT / "benchmarks/counting.py",
         "RUN_DIR": f"{folder}/run",
         "REF_SERVER": f"http://127.0.0.1:{port}",
         "PROMPTS_PER_STEP": prompts,
@@ -117,7 +117,7 @@ def run_ours(case, model, steps, ranks):
 def questions_and_reward(case):
     """Returns the case's questions as TRL takes them, and its reward function."""
     if case != "sums":
-        import counting as task
+        from benchmarks import counting as task
 
         def even(completions, **_):
             return [task.rewards(None, text)["correctness"] for text in completions]
@@ -247,8 +247,7 @@ def main(python, cases, model, out):
     import torch
 
     torch.set_num_threads(1)
-    from counting import make_model
-
+    from benchmarks.counting import make_model
     from benchmarks.measure import facts
 
     lines = ["| case | ours, s a step: 1 rank, 2 | TRL: 1 rank, 2 | best / best |"]
