@@ -66,26 +66,6 @@ def test_a_case_can_run_with_its_constants(case):
     assert any(weights.values()) or case.teacher and weights == {}
 
 
-def test_a_question_is_drawn_and_has_its_table(tmp_path, monkeypatch):
-    """With a metric that one case does not have, as `kl` at KL_BETA 0; compared by seed."""
-    for name in ("RUNS", "TABLES", "PICTURES"):
-        monkeypatch.setattr(runs if name == "RUNS" else questions, name, tmp_path)
-    for case in questions.QUESTIONS["kl_beta"].cases:
-        for seed in runs.SEEDS:
-            folder = questions.folder_of(case, seed)
-            folder.mkdir(parents=True)
-            kl = {"kl": 0.1} if case != "kl0" else {}
-            records = [{"step": i, "accuracy": i / 10, "seconds": 1} | kl for i in range(1, 4)]
-            greedy = (seed + (case == "kl0") * (seed > 2)) / 10
-            records.append({"step": 3, "eval_accuracy": greedy, "eval_positive_format": 1.0})
-            (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
-            (folder / "run.json").write_text('{"code": "commit `abcdef1234`"}')
-    text = questions.report("kl_beta")
-    assert (tmp_path / "kl_beta.md").read_text() == text and "abcdef1234" in text
-    assert "| beta 0 | as the demo | 0.24 (0 to 0.5) | +0.040, 2 of 5 higher, 3 equal |" in text
-    assert (tmp_path / "kl_beta.png").stat().st_size > 5000
-
-
 # --- The runs -------------------------------------------------------------------------
 def test_a_run_of_other_constants_is_trained_anew(tmp_path):
     case, folder = questions.CASES["mu4"], tmp_path / "0"

@@ -1,9 +1,7 @@
 """tasks/gsm8k.py: the format that is rewarded, its prompt and its loader."""
 
-import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -56,26 +54,6 @@ def test_the_two_rewards_are_apart():
 
 
 # --- Data, and the file itself -----------------------------------------------------
-def test_load_reads_the_hubs_main_data(monkeypatch):
-    def load_dataset(name, config, split):
-        assert (name, config, split) == ("openai/gsm8k", "main", "train")
-        return iter([{"question": "9 * 2?"}])
-
-    fake = types.SimpleNamespace(load_dataset=load_dataset)
-    monkeypatch.setitem(sys.modules, "datasets", fake)
-    monkeypatch.setattr(gsm8k, "DATA", "openai/gsm8k")
-    assert gsm8k.load("train") == [{"question": "9 * 2?"}]
-
-
-def test_messages_ask_for_the_format_that_is_rewarded():
-    system, user = gsm8k.messages({"question": "9 * 2?"})
-    assert user == {"role": "user", "content": "9 * 2?"}
-    assert re.findall(r"</?\w+>", system["content"])[:4] == [
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-    ]
 
 
 def test_importing_a_task_imports_neither_torch_nor_datasets_nor_sympy():

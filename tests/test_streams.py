@@ -1,6 +1,7 @@
 """Streams: prompts join, and groups leave, while others are sampled."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from families import (
 from grpo import shared_prompt as decode
 from grpo.cached import CachedDecoder
 from grpo.options.plain_decoder import PlainDecoder
-from grpo.sampler import stream_groups
+from grpo.sampler import groups_to_admit, stream_groups
 from grpo.shared_prompt import SharedDecoder
 
 FEW_ROWS = [(family, 7, 3) for family in FAMILIES | WIDE]
@@ -118,6 +119,17 @@ def test_who_reads_a_group_may_ask_for_another_even_after_the_last(family, given
         if key < after:
             desk.waiting.append((key + 1, MANY[key + 1]))
     assert came == list(range(given + after))
+
+
+@pytest.mark.parametrize("unfinished, most, groups", [
+    (0, 0, 8), (40, 64, 0), (32, 64, 4),
+    (12, 16, 0), (8, 16, 7),  # of 64 places most are free, as no prompts came
+])  # fmt: skip
+def test_groups_join_once_half_of_what_ran_has_ended(unfinished, most, groups):
+    """Each time the cache of all is copied, and a GPU's step recorded anew."""
+    running = SimpleNamespace(unfinished=unfinished, most=most)
+    decoder = SimpleNamespace(joins=True, compaction=2)
+    assert groups_to_admit(running, decoder, 64, group_size=8) == groups
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "mamba"])

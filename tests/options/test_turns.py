@@ -15,7 +15,7 @@ from tiny import make_tiny
 
 import evaluate
 import grpo_ref_split as trainer
-from grpo import metrics, report, sampler
+from grpo import metrics, report
 from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
 from grpo.options.stop_strings import StopStrings
@@ -227,47 +227,6 @@ def test_a_task_cannot_change_what_was_said(tokenizer):
     (group,) = talks(Actor(tokenizer, ["One"]), reply, 1)
     talk = group.samples[0]
     assert talk.text == ["One"]
-
-
-class CountingDecoder:
-    """In place of a model with a recorded step: a token is EOS once in 70; counts admissions."""
-
-    joins, compaction = True, 2
-
-    def __init__(self, eos, vocab_size):
-        self.admissions = self.rows = 0
-        self.logits = torch.zeros(vocab_size)
-        self.logits[eos] = math.log((vocab_size - 1) / 69)
-
-    def admit(self, prompts, sizes):
-        self.admissions, self.rows = self.admissions + 1, self.rows + sum(sizes)
-        return self.logits.expand(sum(sizes), -1)
-
-    def next_logits(self, tokens):
-        return self.logits.expand(self.rows, -1)
-
-    def keep(self, indices):
-        self.rows = len(indices)
-
-
-def test_replies_are_let_in_many_at_a_time(tokenizer, monkeypatch):
-    """Each admission copies the cache of all and records the step anew. Measured: 9; it was 55 when
-    SAMPLE_BATCH, of which most is free here, decided."""
-    eos, vocab = tokenizer.eos_token_id, len(tokenizer)
-    settings = {"eos_ids": {eos}, "vocab_size": vocab}
-    settings["generator"] = torch.Generator().manual_seed(0)
-    decoders, model = [], SimpleNamespace(device=torch.device("cpu"))
-    make = lambda *_: decoders.append(CountingDecoder(eos, vocab)) or decoders[-1]
-    monkeypatch.setattr(sampler, "make_decoder", make)
-    policy = SimpleNamespace(tokenizer=tokenizer, eos_ids={eos}, text=lambda turn: "x")
-    policy.stream = lambda prompts, seed, **sizes: sampler.stream_groups(
-        model, prompts, **settings | sizes
-    )
-    limits = {"GROUP_SIZE": 8, "SAMPLE_BATCH": 256, "MAX_COMPLETION_TOKENS": 512}
-    groups = talks(policy, calls(None, "go on", "go on"), *range(4), **limits)
-    said = Counter(len(talk.text) for group in groups for talk in group.samples)
-    admissions = sum(decoder.admissions for decoder in decoders)
-    assert said[5] == 32 and admissions <= 17
 
 
 # --- A real model -----------------------------------------------------------------------

@@ -200,12 +200,6 @@ def test_a_stream_that_is_not_read_to_its_end_leaves_nothing_in_flight(case):
     assert max(case.distances(case.old)) < NOISE  # and it samples on
 
 
-def test_scores_up_to_the_context_and_of_one_token(case):
-    prompt, ids = [50] * 100, [60 + i % 50 for i in range(CONTEXT - 100)]
-    for part in (ids, ids[:1]):
-        assert distance(case.old, prompt, part, case.policy.logps(prompt, part)) < NOISE
-
-
 def proof_of_new(case):
     """-> the record of the new policy, with a trainer's proof of it."""
     prompt, ids = PROMPTS[1], [60 + i for i in range(100)]
@@ -262,19 +256,6 @@ def test_a_load_that_does_not_fit_raises_and_changes_nothing(case):
         with pytest.raises(ValueError, match=message):
             case.policy.load(tensors)
     assert max(case.distances(case.old)) < NOISE
-
-
-def test_a_prompt_without_room_for_a_token_is_refused(case):
-    with pytest.raises(ValueError, match="256"):
-        case.sample([LONG, [20] * CONTEXT])
-    assert max(case.distances(case.old)) < NOISE  # and it samples on
-
-
-def test_greedy_is_the_models_argmax(case):
-    ((one,),) = case.sample([PROMPTS[1]], group_size=1, temperature=0)
-    exact = log_probs(case.old, PROMPTS[1], one.ids)
-    assert exact.argmax(-1).tolist() == one.ids
-    assert distance(case.old, PROMPTS[1], one.ids, one.logps) < NOISE
 
 
 def test_broken_weights_are_told(case):

@@ -215,17 +215,6 @@ def test_it_sleeps_where_nothing_is_sampled_and_wakes_part_by_part(a_policy, tin
     assert worker.llm.weights.keys() == weights.keys()
 
 
-def test_memory_that_was_taken_while_it_slept_is_said(a_policy, tiny):
-    policy = a_policy(tiny_policy(tiny).model, VLLM_SLEEP=True)
-
-    def fail(tags):
-        raise RuntimeError("CUDA Error: out of memory")
-
-    policy.llm.wake_up = fail
-    with pytest.raises(RuntimeError, match="VLLM_CACHE_GB.*out of memory"), policy.follow(0):
-        pass
-
-
 # --- Requests -------------------------------------------------------------------------
 def streaming(policy, ids, reason, **settings):
     """-> the parameters that vLLM is given, and the Sample made of its output."""
