@@ -8,7 +8,6 @@ that a part has printed. Models have the shapes of Qwen2.5 0.5B and 3B, and weig
 count (counting.py), so the lengths of completions are known; one part trains the real 0.5B,
 if the model hub answers. Computed numbers stand next to the measured ones. Without a GPU the same
 parts run on the CPU with a model of 1M parameters, fewer steps and a short demo.
-tests/rehearsal/script.py runs a part on the simulated GPU.
 """
 
 import atexit

@@ -81,18 +81,6 @@ def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
     assert trained["REF_SERVER"].endswith(f":{served['PORT']}")
 
 
-@presets
-def test_a_presets_gpus_are_those_of_its_commands(name):
-    _, world, _ = LAYOUTS[name]
-    (serving, *_), *_, (training, launcher, *_) = 2 * commands_of(name)
-    assert (launcher == "deepspeed") == (world > 1)
-    if "CUDA_VISIBLE_DEVICES" in training:
-        server, ranks = (set(re.findall(r"\d", text)) for text in (serving, training))
-        assert len(ranks) == world and len(server) == 1 and not server & ranks
-    else:  # all that there are
-        assert world == 1 or {4: "four", 8: "eight"}[world] in doc_of(name)
-
-
 def fits(size, gpu):
     return size <= (1 - SPARE) * memory.CARDS[gpu] * 2**30
 

@@ -16,7 +16,6 @@ from grpo.reference import (
 )
 from grpo.remote import RemoteReference
 from grpo.start import make_reference
-from grpo.stop import TooLong, stop
 
 MEASURED = 1e-5  # rounding of float32 over batches
 
@@ -138,12 +137,6 @@ def test_a_teacher_is_a_model_of_its_own_also_with_adapters(lora_rank, tiny, tea
     assert reference.visiting == 0  # it stays where it is, on a CPU
 
 
-def test_of_model_itself_or_none_nobody_says_that_it_is_a_teacher(tiny, capsys):
-    for c in (constants(), constants(KL_BETA=0)):
-        make_reference(c, tiny_policy(tiny), server=None)
-    assert "teacher" not in capsys.readouterr().out
-
-
 def test_a_teacher_that_does_not_fit_is_refused(tiny, teacher):
     policy, c = tiny_policy(tiny), constants(REFERENCE=str(teacher))
     with pytest.raises(SystemExit, match="context of REFERENCE = .*teacher.* 256 tokens"):
@@ -217,14 +210,3 @@ def test_an_error_reaches_those_who_wait_for_it_and_the_next_are_asked_for(remot
     server.fault = None
     server.gate.release()
     assert len(reference.logps(GROUPS[2]).result()) == 4
-
-
-def test_a_rank_that_waits_logs_why_and_does_not_wait_for_ever(remote, monkeypatch, capsys):
-    server, _, first = remote
-    for name, value in {"SPEAK_SECONDS": 0, "STOP_SECONDS": 1.5}.items():
-        monkeypatch.setattr(f"grpo.stop.{name}", value)
-    monkeypatch.setattr(stop, "asked", "SIGTERM")
-    monkeypatch.setattr(stop, "at", time.monotonic())
-    with pytest.raises(TooLong, match="SIGTERM"):
-        first.result()
-    assert server.url in capsys.readouterr().err

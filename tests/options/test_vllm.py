@@ -190,16 +190,6 @@ def test_a_group_leaves_when_it_ends_and_another_takes_its_place(case):
     assert len(flight) == 4 * 5 + 40  # the last long one begins after four short ones
 
 
-def test_a_stream_that_is_not_read_to_its_end_leaves_nothing_in_flight(case):
-    settings = {"max_new_tokens": 40, "temperature": 1.0, "seed": 0}
-    groups = case.policy.stream(enumerate(PROMPTS * 4), group_size=4, max_sequences=16, **settings)
-    next(groups)
-    assert case.policy.llm.llm_engine.has_unfinished_requests()
-    groups.close()
-    assert not case.policy.llm.llm_engine.has_unfinished_requests()
-    assert max(case.distances(case.old)) < NOISE  # and it samples on
-
-
 def proof_of_new(case):
     """-> the record of the new policy, with a trainer's proof of it."""
     prompt, ids = PROMPTS[1], [60 + i for i in range(100)]
@@ -228,17 +218,6 @@ def test_a_load_takes_every_parameter(case):
         assert max(sampled, scored) < NOISE, name
         assert min(case.distances(case.old)) > 10 * NOISE, name  # or this would show nothing
         mixed.get_parameter(name).data.copy_(old[name])
-
-
-def test_a_load_takes_bfloat16(case):
-    half = {name: tensor.bfloat16() for name, tensor in weights(case.new).items()}
-    case.policy.load(half)
-    policy = make_model(
-        tied=case.old.config.tie_word_embeddings, rows=case.old.config.vocab_size, seed=1
-    )
-    for parameter in policy.parameters():  # .bfloat16() would round the rotary buffers too
-        parameter.data = parameter.data.bfloat16().float()
-    assert max(case.distances(policy)) < NOISE < max(case.distances(case.new))
 
 
 def test_a_load_that_does_not_fit_raises_and_changes_nothing(case):

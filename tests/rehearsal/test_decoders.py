@@ -30,15 +30,10 @@ EOS = set(range(10, 20))  # from 13 on isin() waits; models have one to three
 CASES = [
     ("qwen2", PlainDecoder),
     ("qwen2", CachedDecoder),
-    ("qwen2", SharedDecoder),
     ("qwen2", LlamaDecoder),
     ("qwen2", GraphedDecoder),
-    ("llama", GraphedDecoder),
-    ("qwen3", GraphedDecoder),
     ("gpt2", SharedDecoder),
-    ("gemma2 wide", SharedDecoder),
     ("gemma2 wide", GraphedSharedDecoder),  # scores are capped: attention in pieces
-    ("opt", GraphedSharedDecoder),
 ]
 
 

@@ -3,14 +3,11 @@ scoring, updates, publishing, evaluation, checkpoints, and the runs that resume 
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import PRESET, records
+from processes import records
 from safetensors.torch import load_file
 from tiny import make_tiny
 from transformers import AutoModelForCausalLM
@@ -173,34 +170,3 @@ def test_auto_fills_the_gpu_and_a_run_that_resumes_says_what_has_changed(main, t
 
     main(STEPS=2, **auto)
     assert (out := capfd.readouterr().out).count(filled) == 1 and "STEPS 1 -> 2\n" in out
-
-
-@pytest.mark.long
-def test_two_ranks_train_a_step(tiny, tmp_path):
-    """In processes of their own, as on two machines with a GPU each."""
-    constants = SMALL | {"MODEL": str(tiny), "KL_BETA": 0, "EVAL_QUESTIONS": 1, "EVAL_STEPS": 9}
-    constants |= {"RUN_DIR": str(tmp_path / "run")} | dict.fromkeys(USUAL, "auto")
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    group |= {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "DS_ACCELERATOR": "cuda"}
-    command = [sys.executable, "-m", "rehearsal.script", str(PRESET), "grpo_ref_split"]
-    ranks = [
-        subprocess.Popen(
-            [*command, json.dumps([constants])],
-            env=os.environ | group | {"RANK": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert not any(rank.returncode for rank in ranks), "\n".join(o[-3000:] for o in outputs)
-    (step,) = (r for r in records(tmp_path / "run") if "loss" in r)
-    assert not step["skipped"] and step["grad_norm"] > 1e-3
-    # each rank keeps its half of the master weights and of the optimizer's states
-    parts = list((tmp_path / "run/step_000001/trainer").glob("optimizer_*.pt"))
-    assert len(parts) == 2
