@@ -21,6 +21,7 @@ from grpo.constants import read_preset
 given = {k: v for k, v in read_preset("presets/demo.py").items() if k in trainer.DEFAULTS}
 given |= {"MODEL": sys.argv[1], "RUN_DIR": sys.argv[2], "REF_SERVER": None, "EVAL_STEPS": 1}
 given |= {"PROMPTS_PER_STEP": 2, "SAVE_STEPS": 1, "EVAL_QUESTIONS": 2, "SKIP_FLAT_GROUPS": False}
+given |= {"TASK": "tests/tasks/even.py"}
 trainer.main(**given | {"STEPS": 1})
 trainer.main(**given | {"STEPS": 2})  # resumes
 print(trainer.torch._C._accelerator_getAllocatorSettings())

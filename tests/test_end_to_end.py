@@ -66,7 +66,7 @@ def test_families_train_on_two_ranks_against_a_reference_of_another_size(tiny, t
     presets = []
     for name, (config, settings, constants) in families.items():
         model = model_of(tmp_path / name, tiny, config, **settings)
-        own = {"MODEL": str(model), "TASK": "arithmetic", "RUN_DIR": str(tmp_path / f"run_{name}")}
+        own = {"MODEL": str(model), "TASK": "even", "RUN_DIR": str(tmp_path / f"run_{name}")}
         own |= {"STEPS": 2, "MAX_PROMPT_TOKENS": 128, "GRADIENT_CHECKPOINTING": True}
         presets.append(QUICK | own | constants)
     # No reference and no server: nothing listens at REF_SERVER
@@ -113,7 +113,8 @@ def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothi
 
 def test_a_worker_begins_with_the_constants_of_its_command(tiny, tmp_path):
     """It needs the trainer alone, and no reference server."""
-    preset = QUICK | {"MODEL": str(tiny), "TASK": "arithmetic", "KL_BETA": 0}
+    task = ROOT / "tests/tasks/even.py"
+    preset = QUICK | {"MODEL": str(tiny), "TASK": str(task), "KL_BETA": 0}
     preset |= {"TRAINER": "http://127.0.0.1:9", "WAIT_LIMIT_SECONDS": 9, "MAX_PROMPT_TOKENS": 128}
     path = tmp_path / "tiny.py"
     path.write_text("\n".join(f"{name} = {value!r}" for name, value in preset.items()))

@@ -397,9 +397,9 @@ trainer.worker(**json.loads(sys.argv[1]))
 
 def test_a_worker_needs_torch_transformers_and_requests_alone(tiny, tmp_path):
     """docs/several_machines.md installs no more."""
-    given = {"MODEL": str(tiny), "TASK": "arithmetic", "SKIP_FLAT_GROUPS": False, "GROUP_SIZE": 2}
+    given = {"MODEL": str(tiny), "SKIP_FLAT_GROUPS": False, "GROUP_SIZE": 2, "DTYPE": "float32"}
     given |= {"PROMPTS_PER_STEP": 1, "MAX_COMPLETION_TOKENS": 8, "MAX_PROMPT_TOKENS": 64}
-    given |= {"RUN_DIR": str(tmp_path), "DTYPE": "float32"}
+    given |= {"RUN_DIR": str(tmp_path), "TASK": str(ROOT / "tests/tasks/even.py")}
     c = checks.settled(DEFAULTS, given).but(TRAINER="http://127.0.0.1:0")
     side = Workers(c, prepare(c)[1], tiny_policy(tiny), "run")
     side.publish(0)
