@@ -1,6 +1,5 @@
 """docs/reading_curves.md: its cases are the script's, its numbers those of the runs."""
 
-import ast
 import re
 
 import pytest
@@ -32,16 +31,6 @@ def test_a_number_of_the_page_is_in_the_table_of_its_run_or_of_the_healthy_one(n
     words = re.sub(r'"[^"`]{20,}"|`[^`]*`', "", " ".join(SECTIONS[name].split()))
     found = {number.replace("−", "-") for number in re.findall(NUMBER, words)}
     assert found <= {"0.7", *re.findall(NUMBER, TABLES[name] + TABLES["healthy"])}
-
-
-@cases
-def test_a_section_begins_with_what_its_case_changes(name):
-    constants = LEFT[name] if name in LEFT else dict(curves.CASES[name].constants)
-    if "TASK" in constants:
-        constants["TASK"] = constants["TASK"].replace(f"{curves.ROOT}/", "")
-    first = SECTIONS[name].strip().split("\n\n")[0]
-    found = dict(re.findall(r"`([A-Z][A-Z_]+)=([^`]*)`", first))
-    assert {n: v if n == "TASK" else ast.literal_eval(v) for n, v in found.items()} == constants
 
 
 # --- The task ---------------------------------------------------------------

@@ -196,16 +196,6 @@ def test_the_tensors_in_the_docs_are_those_of_the_wire(heading, names):
     assert sorted(word for cell in named for word in code_words(cell)) == sorted(names)
 
 
-# --- The README's task ------------------------------------------------------------------
-def test_the_task_in_the_readme_has_the_functions_of_the_one_that_is_copied():
-    block = re.search(r"```python\n(.*?)```", TEXT["README.md"], re.DOTALL)[1]
-    shown = re.findall(r"^def (\w+)\((.*?)\):", block, re.MULTILINE)
-    source = (ROOT / "tasks/gsm8k.py").read_text()
-    assert [name for name, _ in shown] == ["load", "messages", "rewards"]
-    for name, parameters in shown:
-        assert f"\ndef {name}({parameters}):" in source
-
-
 # --- Commands -------------------------------------------------------------------------
 IN_TASKS = "tests/test_tasks.py", "module.main(made[2])"
 RUN = {  # the file that runs a command, or the same with other constants; the words that do it

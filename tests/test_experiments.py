@@ -1,7 +1,6 @@
-"""docs/experiments.md: its questions have tables and pictures, its numbers are those of the tables;
-what the script draws and compares."""
+"""docs/experiments.md: its questions have tables and pictures, its numbers are those of the
+tables."""
 
-import json
 import re
 
 import pytest
@@ -64,15 +63,3 @@ def test_a_case_can_run_with_its_constants(case):
     settled(trainer.DEFAULTS, constants)
     weights = constants.get("REWARD_WEIGHTS", load_task(constants["TASK"]).REWARD_WEIGHTS)
     assert any(weights.values()) or case.teacher and weights == {}
-
-
-# --- The runs -------------------------------------------------------------------------
-def test_a_run_of_other_constants_is_trained_anew(tmp_path):
-    case, folder = questions.CASES["mu4"], tmp_path / "0"
-    assert not runs.is_trained(case, 0, folder, questions.COMMON)
-    folder.mkdir()
-    own = runs.constants_of(case, 0, tmp_path / "elsewhere", questions.COMMON)
-    for changed, is_trained in ({}, True), ({"SEED": 1}, False), ({"KL_BETA": 0.2}, True):
-        then = {"KL_BETA": 0.04} | own | changed  # KL_BETA is none of the case's
-        (folder / "run.json").write_text(json.dumps({"constants": then}))
-        assert runs.is_trained(case, 0, folder, questions.COMMON) == is_trained
