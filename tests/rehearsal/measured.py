@@ -1,15 +1,12 @@
-"""How often the host waits for a decoded token and a micro-batch, of tiny models."""
+"""How often the host waits for a decoded token, of tiny models."""
 
 from collections import Counter
 
 import torch
 from families import tiny_model
 
-import grpo_loss_triton
-from grpo import loss as plain_loss
 from grpo import sampler
 from grpo.cached import CachedDecoder
-from grpo.forward import CompletionModel
 from grpo.options.plain_decoder import PlainDecoder
 from rehearsal.events import counted
 
@@ -24,7 +21,6 @@ def qwen2(layers):
     return tiny_model("qwen2", num_hidden_layers=layers).to("cuda", torch.bfloat16)
 
 
-# --- Sampling -------------------------------------------------------------------------
 def decoder_of(kind, model, tokens):
     return kind(model) if kind in (PlainDecoder, CachedDecoder) else kind(model, tokens)
 
@@ -62,24 +58,3 @@ def decoder_waits(model, kind, prompts):
         return per_token(sample)
     finally:
         sampler.make_decoder = make
-
-
-# --- Training -------------------------------------------------------------------------
-def micro_batch_waits(model, *, packs, checkpointing):
-    """Returns the waits in forward with the loss, and in the backward pass; of 8 sequences."""
-    completion = CompletionModel(model, gradient_checkpointing=checkpointing)
-    assert completion.packs and completion.varlen == (model.dtype == torch.bfloat16)
-    completion.packs = packs
-    prompts = [[5, 6, 7, 8, 9]] * 4 + [[3, 4, 5]] * 4
-    completions = [[i + 10] * (3 + i) for i in range(8)]
-    size = sum(map(len, completions))
-    given = [torch.full((size,), value, device="cuda") for value in (-3.0, 0.5, 1 / size)]
-    clip = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.04, "is_cap": 2.0}
-    grpo_loss_triton.use_triton(completion.head)  # trials, which come but once
-    with counted() as forward:
-        hidden, ids = completion(prompts, completions)
-        logps = grpo_loss_triton.linear_logps(hidden, completion.head, ids, vocab_size=110)
-        loss, _ = plain_loss.policy_loss(logps, None, *given, sampler_logps=given[0], **clip)
-    with counted() as backward:
-        loss.backward()
-    return forward, backward

@@ -8,7 +8,6 @@ from oracle import VARIANTS, error, make, run
 import grpo_loss_triton
 from grpo import loss as plain_loss
 from grpo.forward import CompletionModel
-from rehearsal.measured import micro_batch_waits, qwen2
 
 # Float32, over families, ways and losses; measured: 7e-6 relative at most
 TOLERANCE = 3e-5
@@ -76,11 +75,3 @@ def test_every_variant_of_the_loss_has_the_cpus_gradient(variant):
     assert {x.device.type for x in stats.values()} == {"cuda"}
     for mine, theirs in zip(found, expected, strict=True):
         assert error(mine.cpu(), theirs) < TOLERANCE
-
-
-@pytest.mark.parametrize("packs, checkpointing", [(True, True), (True, False), (False, True)])
-def test_a_micro_batch_waits_a_bounded_number_of_times(packs, checkpointing):
-    """Without what the trainer brings to the GPU itself: test_runs.py counts that, too."""
-    way = {"packs": packs, "checkpointing": checkpointing}
-    waits, waits_back = micro_batch_waits(qwen2(2), **way)
-    assert waits.total() <= 6 and not waits_back, waits
