@@ -39,7 +39,7 @@ def test_a_plain_run_loads_the_core_alone(tiny, tmp_path):
     command = [sys.executable, "-c", RUN, str(tiny), str(tmp_path / "run")]
     kept = {*NEEDED, "PYTORCH_CUDA_ALLOC_CONF"}  # of an earlier test's rank
     env = {k: v for k, v in os.environ.items() if k not in kept}
-    printed = subprocess.check_output(command, cwd=ROOT, text=True, timeout=120, env=env)
+    printed = subprocess.check_output(command, cwd=ROOT, text=True, timeout=300, env=env)
     *_, allocator, files = printed.splitlines()
     assert allocator.startswith("expandable_segments:True,pinned_max")  # set before torch came
     core = [path.removeprefix(f"{ROOT}/") for path in files.split()]

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from documents import TEXT, code_words
 
-import grpo_ref_split as trainer
-from grpo.constants import names_of, read_preset
+from grpo.constants import names_of
 from grpo.wire import IDS, TENSORS
 
 ROOT = Path(__file__).parent.parent
@@ -141,20 +140,6 @@ def test_every_constant_is_explained():
     for script, constants in CONSTANTS.items():
         for name, commented in constants.items():
             assert commented or name in named, f"{name} of {script}: a comment, or a word in docs"
-
-
-def test_starting_values_are_those_of_the_presets():
-    heads, *table = rows(TEXT["docs/troubleshooting.md"], "### Starting values")
-    named = []
-    for _, training, *values, presets in table:
-        for preset in code_words(presets):
-            has = trainer.DEFAULTS | read_preset(ROOT / preset)
-            assert list(map(float, values)) == [has[name.strip("`")] for name in heads[2:5]], preset
-            assert training == (f"LoRA, rank {has['LORA_RANK']}" if has["LORA_RANK"] else "full")
-            named.append(preset)
-    here = {f"presets/{path.name}" for path in ROOT.glob("presets/*.py")}
-    here -= {"presets/calculator.py", "presets/guess.py"}  # which add to presets/demo.py
-    assert sorted(named) == sorted(here)
 
 
 # --- The paper's algorithm 1 ----------------------------------------------------------

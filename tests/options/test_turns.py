@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import a_recipe, a_run, sampled, tiny_policy
-from tiny import make_tiny
 
 import evaluate
 import grpo_ref_split as trainer
@@ -167,11 +166,6 @@ def test_a_template_that_loses_a_reply_is_refused_with_a_sentence(tokenizer, tem
     with pytest.raises(SystemExit, match="MODEL = .*'less'.*STOP_STRINGS"):
         bridge(tokenizer, {eos}, eos, message("less"), {})
     assert bridge(tokenizer, {eos}, 5, message("less"), {}) == tokenizer("less")["input_ids"]
-
-
-def test_a_model_without_a_template_is_told_the_text(tokenizer):
-    tokenizer.chat_template, eos = None, tokenizer.eos_token_id
-    assert bridge(tokenizer, {eos}, eos, message("less"), {}) == tokenizer("less")["input_ids"]
 
 
 # --- What the task is asked -------------------------------------------------------------
@@ -432,13 +426,3 @@ def test_gold_turns_are_played_and_shown(tiny, tokenizer, capsys):
         )
         assert (inside if stops else user) in out
     assert numbers == [2 * 7, 1 + 2 * 2 + 4 * 3]  # 2.43 turns: binary search
-
-
-def test_make_tiny_has_the_template_of_the_demo(tmp_path):
-    make_tiny(tmp_path)  # TURN is what it writes
-    from grpo.options.tiny_model import TURN
-
-    tokenizer = tiny_policy(tmp_path).tokenizer
-    eos = tokenizer.eos_token_id
-    ids = bridge(tokenizer, {eos}, eos, message("more"), {})
-    assert tokenizer.decode([eos, *ids]) == TURN.format("user", "more")
