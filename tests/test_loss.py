@@ -133,11 +133,6 @@ def test_the_unbiased_kl_of_a_token_that_became_impossible():
     assert torch.isfinite(loss) and logps.grad.item() == pytest.approx(0)
 
 
-def test_an_objective_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="ppo"):
-        policy_loss(*hand_batch(), **CLIPS, kl_beta=0.0, objective="ppo")
-
-
 def test_gradients_flow_through_logps_alone():
     """old_logps = logps is the trap: undetached, the ratio is 1, its gradient 0, nothing learns."""
     logps, old_logps, ref_logps, advantages, weights = hand_batch()

@@ -105,15 +105,6 @@ def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_resume(lo
         assert all("lora" in name for name in reference.weights())
 
 
-@pytest.mark.parametrize("lora_rank", [0, 2])
-def test_a_reference_on_the_cpu_is_moved_only_where_it_is_a_copy_on_a_gpu(tiny, lora_rank):
-    c = constants(REFERENCE_ON_CPU=True, LORA_RANK=lora_rank)
-    reference = LocalReference(c, tiny_policy(tiny, lora_rank=lora_rank))
-    assert not reference.away
-    reference.away = not lora_rank  # as on a GPU; here both places are the same
-    assert gap(reference, tiny_policy(tiny)) < MEASURED
-
-
 # --- A teacher --------------------------------------------------------------------------
 @pytest.fixture
 def teacher(tiny, tmp_path):

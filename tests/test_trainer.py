@@ -75,16 +75,6 @@ def test_whose_log_probs_are_the_old_ones():
             assert sum(row.fresh for row in rows) == (2 if other is old else 4)
 
 
-def test_a_completion_near_the_limit_has_a_lower_advantage():
-    group = a_group([(1.0, -1.0), (1.0, -1.0)])  # of 3 tokens and 1
-    assert advantages_of(group) == [0, 0]
-    # The first costs 1/2
-    short = {"MAX_COMPLETION_TOKENS": 4, "OVERLONG_TOKENS": 2, "ADVANTAGE_STD": False}
-    assert advantages_of(group, **short) == [-0.25, 0.25]
-    group.samples[0].is_model_token = [True, False, True]  # the task's token costs nothing
-    assert advantages_of(group, **short) == [0, 0]
-
-
 # --- The update ----------------------------------------------------------------------
 def test_backward_and_optimiser_have_the_threads_that_the_constant_says(monkeypatch):
     """torchrun leaves each rank one thread, with which an offloaded update would take its time."""
