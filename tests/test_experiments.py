@@ -45,17 +45,6 @@ def test_numbers_of_a_question_are_those_of_its_table(name):
     assert not re.findall(r"\b\d of \d\b", text)  # what is compared stands with its difference
 
 
-@pytest.mark.parametrize("name", questions.QUESTIONS)
-def test_a_table_has_all_cases_and_says_how_it_was_made(name):
-    table, question = TABLES[name], questions.QUESTIONS[name]
-    rows = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
-    assert re.search(r"cores of .*\n.*: .*[0-9a-f]{7}", table)
-    assert rows == ["case", *(questions.CASES[case].label for case in question.cases)]
-    assert f"python experiments/questions.py {name}" in table
-    for case in map(questions.CASES.get, question.cases):
-        assert f"- {case.label}: {case.settings()}\n" in table
-
-
 # --- The cases ------------------------------------------------------------------------
 @pytest.mark.parametrize("case", [*questions.CASES.values(), *curves.CASES.values()])
 def test_a_case_can_run_with_its_constants(case):

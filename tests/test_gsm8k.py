@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks import gsm8k
-from tasks.gsm8k import CORRECT, FORMATTED, UNFORMATTED, WRONG, rewards
+from tasks.gsm8k import CORRECT, FORMATTED, WRONG, rewards
 
 # --- Format ------------------------------------------------------------------------
 GSM8K = Path(__file__).resolve().parents[2] / "shared/data/gsm8k"
@@ -41,16 +41,6 @@ FORMAT_WRONG = [
 def test_the_format_is_one_thought_and_one_answer():
     for completion in FORMAT_RIGHT + FORMAT_WRONG:
         assert formatted(completion) == (completion in FORMAT_RIGHT), completion
-
-
-def test_the_two_rewards_are_apart():
-    item = {"question": "9 * 2?", "answer": "#### 18"}
-    good, bad = "<think>a</think><answer>18</answer>", "<think>a</think><answer>17</answer>"
-    assert rewards(item, good) == {"correctness": CORRECT, "format": FORMATTED}
-    assert rewards(item, bad) == {"correctness": WRONG, "format": FORMATTED}
-    assert rewards(item, "18") == {"correctness": CORRECT, "format": UNFORMATTED}
-    assert rewards(item, "17") == {"correctness": WRONG, "format": UNFORMATTED}
-    assert (CORRECT, WRONG, FORMATTED, UNFORMATTED) == (1.0, -1.0, 1.25, -1.0)
 
 
 # --- Data, and the file itself -----------------------------------------------------

@@ -104,17 +104,8 @@ def reached_from(*modules):
     return found
 
 
-SERVERS = {"grpo.options.gate", "grpo.options.live", "ref_server"}  # those that answer requests
-KEPT = {"bottle": SERVERS, "waitress": SERVERS, "sqlite3": set()}  # who may import a library
-
-
 def imports(module, library):
     return any(i == library or i.startswith(f"{library}.") for i in IMPORTS[module])
-
-
-@pytest.mark.parametrize("library", KEPT)
-def test_libraries_of_servers_stay_there(library):
-    assert {module for module in MODULES if imports(module, library)} <= KEPT[library]
 
 
 @pytest.mark.parametrize("process", ["grpo.options.worker", "ref_server"])

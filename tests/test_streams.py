@@ -8,16 +8,13 @@ import torch
 import transformers
 from families import (
     EOS,
-    FAMILIES,
     MANY,
     PROMPTS,
     VOCAB,
-    WIDE,
     Shapes,
     assert_plain_logps,
     assert_well_formed,
     sample,
-    tiny_model,
 )
 
 from grpo import shared_prompt as decode
@@ -26,9 +23,9 @@ from grpo.options.plain_decoder import PlainDecoder
 from grpo.sampler import groups_to_admit, stream_groups
 from grpo.shared_prompt import SharedDecoder
 
-FEW_ROWS = [(family, 7, 3) for family in FAMILIES | WIDE]
-SOME = ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral")
-FEW_ROWS += [(family, *rows) for family in SOME for rows in ((2, 1), (9, 1))]
+SOME = ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral")  # each kind of decoder
+FEW_ROWS = [(family, *rows) for family in SOME for rows in ((2, 1), (7, 3))]
+FEW_ROWS += [(family, 7, 3) for family in ("bloom", "gpt1", "lfm2", "opt", "mixtral")]
 
 
 @pytest.mark.parametrize("family, max_sequences, group_size", FEW_ROWS)
@@ -58,8 +55,9 @@ def test_prompts_may_begin_several_groups_with_a_limit_of_their_own(family, mode
     assert sum(c.truncated for group in found for c in group) > 3
 
 
-@pytest.mark.parametrize("family", ["gpt1", "gpt2"])
-@pytest.mark.parametrize("max_sequences, group_size, eos", [(9, 1, 2), (8, 4, 4)])
+@pytest.mark.parametrize("family, max_sequences, group_size, eos", [
+    ("gpt1", 8, 4, 4), ("gpt2", 9, 1, 2)
+])  # fmt: skip
 def test_an_ended_row_stays_within_the_models_positions(
     family, max_sequences, group_size, eos, model_of
 ):
@@ -145,15 +143,3 @@ def test_the_cache_is_gone_when_the_samples_are_there(family, model_of):
     finally:
         gc.enable()
     assert left == []
-
-
-def test_the_weights_may_change_between_two_rounds():
-    """What is known of a model from the trial is how it computes, and no value."""
-    model = tiny_model("qwen2")
-    before = sample(model, PROMPTS)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    after = sample(model, PROMPTS)
-    assert after != before
-    assert_plain_logps(model, PROMPTS, after)
