@@ -235,10 +235,3 @@ def test_constants_cant_be_set_and_a_change_is_a_copy():
     assert (other.GROUP_SIZE, c.GROUP_SIZE, other.STEPS) == (1, 8, c.STEPS)
     given["STOP_STRINGS"].append("b")
     assert c.STOP_STRINGS == ["a"] and vars(settled(trainer.DEFAULTS, {})) == trainer.DEFAULTS
-
-
-def test_a_run_without_a_best_model_names_its_final_one(tmp_path):
-    assert str(tmp_path / "final") in constants.fault_of(str(tmp_path / "best"))
-    Path(tmp_path, "best").mkdir()
-    Path(tmp_path, "best", "config.json").touch()
-    assert not constants.fault_of(str(tmp_path / "best"))

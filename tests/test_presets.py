@@ -52,15 +52,6 @@ def constants_of(script, module, name, monkeypatch):
     return command_line(module.DEFAULTS, module.__doc__)[1]
 
 
-def test_every_preset_is_tested_and_in_the_docs():
-    here = {path.stem for path in (ROOT / "presets").glob("*.py")}
-    small = {"demo", "calculator", "guess", "smollm2"}  # these models fit any machine
-    assert here - small == set(LAYOUTS)
-    for name in LAYOUTS:
-        assert f"`presets/{name}.py`" in TEXT["docs/memory.md"]
-        assert len((ROOT / f"presets/{name}.py").read_text().splitlines()) <= 16
-
-
 @presets
 def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
     for _, _, script, argument in commands_of(name):

@@ -3,7 +3,6 @@
 import math
 import re
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -348,12 +347,6 @@ def test_a_task_that_does_not_cope_with_an_empty_completion_is_told_so(mine):
     with pytest.raises(RuntimeError, match="mine.py.*IndexError.*'Why.'.*completion ''") as caught:
         trainer.main()
     assert type(caught.value.__cause__) is IndexError  # with its traceback
-
-
-def test_rewards_that_take_too_long_are_found_before_the_model_is_loaded(mine):
-    mine.rewards = lambda item, text: time.sleep(60)
-    with pytest.raises(RuntimeError, match="failed: .*1 s.*REWARD_TIMEOUT_SECONDS"):
-        trainer.main(REWARD_TIMEOUT_SECONDS=1)
 
 
 def test_a_missing_eval_split_is_found_before_the_model_is_loaded(mine):
