@@ -97,7 +97,7 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
 
 def test_a_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_from_it(tiny, tmp_path):
     """SIGTERM to one of two ranks, in the middle of a step: no step is lost, none is made again."""
-    log, changes = tmp_path / "log", {"SAVE_STEPS": NEVER, "STEPS": 12, "EVAL_STEPS": 4}
+    log, changes = tmp_path / "log", {"SAVE_STEPS": NEVER, "STEPS": 12, "EVAL_STEPS": 5}
     stopped = preset_of(tiny, tmp_path / "stopped", **changes)
     processes = start_ranks(2, command_of("grpo_ref_split", stopped), log)
     wait_for_step(tmp_path / "stopped", 3, processes[0], log)
