@@ -36,7 +36,6 @@ from grpo.start import USUAL, fit_sizes
 CASES = [  # memory.MODELS' shape, prompt, completion, group, LoRA rank, checkpointing
     ((256, 3, 4, 2, 512, 8192, False), 64, 32, 4, 0, True),
     ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, 8, False),
-    ((256, 4, 4, 2, 768, 2048, True), 64, 48, 4, 0, False),
 ]
 
 
