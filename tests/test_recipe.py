@@ -91,11 +91,3 @@ def test_a_worker_with_other_constants_is_told_which(name, change):
     with pytest.raises(SystemExit, match=f"differs from the trainer: {name}") as caught:
         worker.check_settings(json.loads(json.dumps(theirs)), mine)
     assert str(caught.value).count("here,") == 1  # and of no other
-
-
-def test_a_changed_copy_leaves_the_recipe_and_its_constants_as_they_are():
-    recipe = a_recipe(prompts_of([MIXED]))
-    other = recipe.others(GROUP_SIZE=1, TEMPERATURE=0)
-    assert (other.c.GROUP_SIZE, other.c.TEMPERATURE, recipe.c.GROUP_SIZE) == (1, 0, 2)
-    assert (other.task, other.prompts) == (recipe.task, recipe.prompts)
-    assert vars(other.c).keys() == vars(recipe.c).keys()
