@@ -185,6 +185,11 @@ class SharedDecoder:
         self.lengths = [self.lengths[i] for i in index]
         self._arrange()
 
+    def rewind(self, lengths):
+        """Takes sequences back to so many tokens, {index: tokens}: later ones are overwritten."""
+        self.lengths = [lengths.get(i, n) for i, n in enumerate(self.lengths)]
+        self._arrange()
+
     def _arrange(self):
         like = self.layers[0].prompts[0]
         prompts, device, width = len(like), like.device, like.shape[2]

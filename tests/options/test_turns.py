@@ -20,6 +20,8 @@ import grpo_ref_split as trainer
 from grpo import metrics, report, sampler
 from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
+from grpo.options import resumed
+from grpo.options.resumed import resume
 from grpo.options.stop_strings import StopStrings
 from grpo.options.turns import bridge, play
 from grpo.prepare import preview
@@ -263,7 +265,7 @@ class CountingDecoder:
     joins, compaction = True, 2
 
     def __init__(self, eos, vocab_size):
-        self.admissions = self.rows = 0
+        self.admissions = self.rows = self.rewound = 0
         self.logits = torch.zeros(vocab_size)
         self.logits[eos] = math.log((vocab_size - 1) / 69)
 
@@ -276,6 +278,9 @@ class CountingDecoder:
 
     def keep(self, indices):
         self.rows = len(indices)
+
+    def rewind(self, lengths):
+        self.rewound += len(lengths)
 
 
 def test_replies_are_let_in_many_at_a_time(tokenizer, monkeypatch):
@@ -296,18 +301,28 @@ def test_replies_are_let_in_many_at_a_time(tokenizer, monkeypatch):
     said = Counter(len(talk.text) for group in groups for talk in group.samples)
     admissions = sum(decoder.admissions for decoder in decoders)
     assert said[5] == 32 and admissions <= 17
+    assert sum(decoder.rewound for decoder in decoders) > 32  # of 64 later turns: in their places
 
 
 # --- A real model -----------------------------------------------------------------------
-def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy):
-    """Of talks of one to three turns, in a batch that they leave and join at different times."""
+def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy, monkeypatch):
+    """Of talks of one to three turns, in a batch that they leave and join at different times, or in
+    which they go on in their places."""
+    later = Counter()
+
+    def counted(running, decoder, prompts):
+        left = resume(running, decoder, prompts)
+        later.update(joined=sum(new[2] == 1 for new in left), stayed=len(prompts) - len(left))
+        return left
+
+    monkeypatch.setattr(resumed, "resume", counted)
     policy.eos_ids = set(range(0, policy.vocab_size, 9))
     policy.stop_strings = StopStrings(policy.tokenizer, ["e"])
     reply = lambda item, turns: None if len(turns) > item["secret"] else "less"
     groups = talks(policy, reply, 1, 3, 5, 5, GROUP_SIZE=4, SAMPLE_BATCH=8)
     model = CompletionModel(policy.model)
     found = [talk for group in groups for talk in group.samples]
-    assert len({len(talk.text) for talk in found}) == 3
+    assert len({len(talk.text) for talk in found}) == 3 and min(later.values()) > 0
     for group in [group.samples for group in groups]:
         with torch.no_grad():
             hidden, ids = model([talk.prompt for talk in group], [talk.ids for talk in group])
