@@ -72,11 +72,7 @@ def stream_groups(
             running = Running(max_new_tokens, eos_ids, stop_strings, model.device)
             decoder = make_decoder(model, max_new_tokens, longest_prompt)
         room = groups_to_admit(running, decoder, max_sequences, group_size)
-        new = next_prompts(prompts, room)
-        if group_size == 1 and new and new[0][2:]:  # turns of conversations
-            from grpo.options.resumed import resume
-
-            new = resume(running, decoder, new)
+        new = joining(running, decoder, next_prompts(prompts, room), group_size)
         # Dropping copies the cache too: we drop many at once, or with an admission, which copies it
         many = running.ended > len(running.owners) // decoder.compaction
         if many or (new and running.ended):
@@ -100,6 +96,15 @@ def stream_groups(
 def next_prompts(prompts, most):
     """Returns the prompts of an iterator up to its first None, at most `most` of them."""
     return list(itertools.takewhile(bool, itertools.islice(prompts, most)))
+
+
+def joining(running, decoder, new, group_size):
+    """Returns the new prompts that do not continue a sequence in its place, as later turns do."""
+    if group_size > 1 or not new or not new[0][2:]:
+        return new
+    from grpo.options.resumed import resume
+
+    return resume(running, decoder, new)
 
 
 def groups_to_admit(running, decoder, max_sequences, group_size):
