@@ -186,7 +186,7 @@ def test_a_worker_has_environments_and_its_failures_reach_the_trainer(side, monk
 
     class Environment:
         def __init__(self, item):
-            self.wrong = item["first"] == item["second"]
+            self.wrong = item["first"][0] == item["second"][0]
             made.append(self)
 
         def reply(self, turn):
