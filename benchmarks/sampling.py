@@ -16,8 +16,8 @@ Tokens a second are medians of ROUNDS rounds, in which all engines except vLLM r
 round that does not count. vLLM runs in a separate process after the others.
 
 turns: the first case (of a folder: 1 x 8) on one thread. A completion has 64 to 320 tokens in one
-turn, or a third of that in each of three, with replies of 20 tokens (SmolLM2: 6) between them. It
-prints seconds of the process and of the clock for 1000 tokens of the model.
+turn (of a folder's model: 16 to 80), or a third of that in each of three, between replies of 20
+tokens (SmolLM2: 6). It prints seconds of the process and the clock for 1000 tokens of the model.
 """
 
 import importlib.util
@@ -207,10 +207,10 @@ def cases(folder):
 
 
 # --- Turns ------------------------------------------------------------------------------
-def conversations(model, tokenizer, prompts, turns, longest, seed):
+def conversations(model, tokenizer, prompts, most, turns, longest, seed):
     """-> seconds of the process and of the clock, for each 1000 tokens of the model."""
     resumed.LONGEST = longest
-    low, high, draw = 64 // turns, 320 // turns, random.Random(0)
+    low, high, draw = most // 5 // turns, most // turns, random.Random(0)
     ends = lambda n: n >= low and draw.random() * (high + 1 - n) < 1  # all lengths equally likely
     stops = SimpleNamespace(may_end=lambda id: True, end=lambda ids: ends(len(ids)))
     reply = lambda item, said: "Go on, and say more." if len(said) < 2 * turns - 1 else None
@@ -226,14 +226,14 @@ def conversations(model, tokenizer, prompts, turns, longest, seed):
     return [(b - a) / tokens * 1000 for a, b in zip(began, ended, strict=True)]
 
 
-def compare_turns(model, tokenizer, case, rounds):
+def compare_turns(model, tokenizer, case, most, rounds):
     torch.set_num_threads(1)
     prompts = [(i, {}, ids) for i, ids in enumerate(case["prompts"])]
     ways = {"one turn": (1, 0), "three, run again": (3, -1), "three, kept": (3, resumed.LONGEST)}
     print(facts("torch"), flush=True)
     for seed in range(rounds):
         for name, way in ways.items():
-            cpu, wall = conversations(model, tokenizer, prompts, *way, seed)
+            cpu, wall = conversations(model, tokenizer, prompts, most, *way, seed)
             print(f"| {seed} | {name} | {cpu:.3f} | {wall:.3f} |", flush=True)
 
 
@@ -265,7 +265,7 @@ if __name__ == "__main__":
     elif words[:1] == ["turns"]:
         folder = (words[1:] or [None])[0]
         _, model, tokenizer, case = next(cases(folder))
-        compare_turns(model, tokenizer, case, 1 if folder else ROUNDS)
+        compare_turns(model, tokenizer, case, *((80, 1) if folder else (320, ROUNDS)))
     else:
         folder = words.pop(0) if words and Path(words[0]).is_dir() else None
         main(folder, words[0] if words else None)
