@@ -76,20 +76,16 @@ def draw_loop(samples):
 
 
 # --- A conversation ---------------------------------------------------------------------
-MODEL, TASK, TEMPLATE = "palegreen", "navajowhite", "gainsboro"
-LEGEND = [
-    ("sampled by the model, and trained", MODEL),
-    ("  ", "white"),
-    ("written by the task", TASK),
-]
-LEGEND += [("  ", "white"), ("written by the chat template\n\n", TEMPLATE)]
+COLORS = MODEL, TASK, TEMPLATE = "palegreen", "navajowhite", "gainsboro"
+LEGEND = "sampled by the model, and trained", "written by the task", "written by the chat template"
 WRITTEN = re.compile(r"(\n?<\|im_start\|>\w+\n|<\|im_end\|>\n)")  # by ChatML around a task's text
 
 
 def draw_turns(samples):
     from matplotlib.figure import Figure
 
-    parts = list(LEGEND)
+    parts = [part for pair in zip(LEGEND, COLORS, strict=True) for part in (pair, ("  ", "white"))]
+    parts.append(("\n\n", "white"))
     for sample in (samples[0], samples[-1]):
         last = sample["prompt"][sample["prompt"].rindex("<|im_start|>user") :]
         for number, turn in enumerate([last, *sample.get("turns", [sample["completion"]])]):

@@ -1,11 +1,11 @@
 """The next turn of a conversation goes on in its place in the batch, with its keys and values.
 
 A prompt that begins with the ids of an ended sequence, which is still in the batch, is not run
-again: the sequence takes what follows, the task's reply, one given token a step. Replies that are
-longer than a quarter of what is kept run as new prompts do, all ids in one pass.
+again: the sequence takes what follows, the task's reply, one given token a step. A reply that is
+longer than LONGEST of the prompt runs with it, as a new prompt does, all ids in one pass.
 """
 
-LONGEST = 1 / 4  # of a reply, as a share of the ids that are kept
+LONGEST = 1 / 4  # each given token takes a step of the batch; the share is chosen, not measured
 
 
 def resume(running, decoder, prompts):
