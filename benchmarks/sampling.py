@@ -15,9 +15,9 @@ temperature 0.8: 8, 64 and 256 sequences, on all cores, in two rounds that count
 Tokens a second are medians of ROUNDS rounds, in which all engines except vLLM run in turn, after a
 round that does not count. vLLM runs in a separate process after the others.
 
-turns: the first case (of a folder: 1 x 8) on one thread. A completion has 64 to 320 tokens in one
-turn (of a folder's model: 16 to 80), or a third of that in each of three, between replies of 20
-tokens (SmolLM2: 6). It prints seconds of the process and the clock for 1000 tokens of the model.
+turns: 8 prompts x 8 on one thread. A completion has 64 to 320 tokens in one turn (of a folder's
+model: 16 to 80), or a third of that in each of three, between replies of 20 tokens (SmolLM2: 6).
+It prints seconds of the process and of the clock for 1000 tokens of the model.
 """
 
 import importlib.util
@@ -264,7 +264,7 @@ if __name__ == "__main__":
         vllm(words[1])
     elif words[:1] == ["turns"]:
         folder = (words[1:] or [None])[0]
-        _, model, tokenizer, case = next(cases(folder))
+        _, model, tokenizer, case = list(cases(folder))[bool(folder)]
         compare_turns(model, tokenizer, case, *((80, 1) if folder else (320, ROUNDS)))
     else:
         folder = words.pop(0) if words and Path(words[0]).is_dir() else None
