@@ -123,9 +123,8 @@ class Running:
     def __init__(self, max_new_tokens, eos_ids, stop_strings, device):
         self.limit, self.eos_ids, self.stop_strings = max_new_tokens, eos_ids, stop_strings
         self.eos = torch.tensor(sorted(eos_ids), device=device)
-        # ((key, completions), number in the group, first column of the completion, its prompt, the
-        # column after it) of each sequence: one with a lower limit begins further right, so that
-        # all end at the same column
+        # ((key, completions), number in the group, first column, prompt, column after it) of each
+        # sequence: one with a lower limit begins further right, so that all end at the same column
         self.owners = []
         self.told = {}  # {row: ids that it is given before it goes on} (options/resumed.py)
         self.unfinished = self.most = 0  # how many have not ended: now, after the last admission
@@ -180,8 +179,7 @@ class Running:
         stopped = self.at_stop_strings() if self.stop_strings else []
         if stopped:
             ended[stopped] = True
-        if told:
-            ended[told] = False
+        ended[told] = False
         self.active &= ~ended
         last = ended.nonzero().flatten()  # the only wait for the device per token
         if not len(last):

@@ -30,5 +30,7 @@ def resume(running, decoder, prompts):
         running.told |= {row: told} if told else {}
         lengths[row] = len(old) - 1 - len(prompt)  # the last id has not been run
     if lengths:
-        decoder.rewind(lengths)
+        decoder = getattr(decoder, "decoder", decoder)  # of one that is recorded
+        decoder.lengths = [lengths.get(i, n) for i, n in enumerate(decoder.lengths)]
+        decoder.arrange()
     return others

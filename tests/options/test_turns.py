@@ -266,6 +266,7 @@ class CountingDecoder:
 
     def __init__(self, eos, vocab_size):
         self.admissions = self.rows = self.rewound = 0
+        self.lengths = []
         self.logits = torch.zeros(vocab_size)
         self.logits[eos] = math.log((vocab_size - 1) / 69)
 
@@ -279,8 +280,8 @@ class CountingDecoder:
     def keep(self, indices):
         self.rows = len(indices)
 
-    def rewind(self, lengths):
-        self.rewound += len(lengths)
+    def arrange(self):
+        self.rewound += 1
 
 
 def test_replies_are_let_in_many_at_a_time(tokenizer, monkeypatch):
@@ -301,7 +302,7 @@ def test_replies_are_let_in_many_at_a_time(tokenizer, monkeypatch):
     said = Counter(len(talk.text) for group in groups for talk in group.samples)
     admissions = sum(decoder.admissions for decoder in decoders)
     assert said[5] == 32 and admissions <= 17
-    assert sum(decoder.rewound for decoder in decoders) > 32  # of 64 later turns: in their places
+    assert sum(decoder.rewound for decoder in decoders) > 1  # turns that go on in their places
 
 
 # --- A real model -----------------------------------------------------------------------
