@@ -177,7 +177,7 @@ def rollout_metrics(run, count, theirs, sampled=()):
     if recipe.has_turns:
         means |= turn_metrics([*sampled, *theirs])  # collective
     if recipe.failures:
-        means["rewards/failed"] = total["failed"] / n
+        means["rewards/failed"] = total["unrewarded"] / n
     if seconds:  # 0 if workers sampled all groups
         means["tokens_per_second"] = total["own_tokens"] / seconds
     return means | {

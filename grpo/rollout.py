@@ -14,7 +14,7 @@ from collections import deque
 import torch
 
 from grpo.sample import Group
-from grpo.task import Failed, begin_rewards, reward_group, total
+from grpo.task import begin_rewards, reward_group, total
 
 
 # --- Prompts ------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def tally(recipe, group):
         "completions": len(samples),
         "tokens": sum(s.length for s in samples),
         "truncated": sum(s.truncated for s in samples),
-        "failed": sum(isinstance(s.rewards, Failed) for s in samples),
+        "unrewarded": len(samples) - len(totals),
         "right": sum(value > 0 for value in outcomes),
         "ended_tokens": sum(s.length for s in samples if not s.truncated),
         "total": sum(totals),

@@ -72,7 +72,7 @@ def stream_groups(
             running = Running(max_new_tokens, eos_ids, stop_strings, model.device)
             decoder = make_decoder(model, max_new_tokens, longest_prompt)
         room = groups_to_admit(running, decoder, max_sequences, group_size)
-        new = next_prompts(prompts, room)
+        new = joining(running, decoder, next_prompts(prompts, room), group_size)
         # Dropping copies the cache too: we drop many at once, or with an admission, which copies it
         many = running.ended > len(running.owners) // decoder.compaction
         if many or (new and running.ended):
@@ -98,6 +98,15 @@ def next_prompts(prompts, most):
     return list(itertools.takewhile(bool, itertools.islice(prompts, most)))
 
 
+def joining(running, decoder, new, group_size):
+    """Returns the new prompts that do not continue a sequence in its place, as later turns do."""
+    if group_size > 1 or not new or not new[0][2:]:
+        return new
+    from grpo.options.resumed import resume
+
+    return resume(running, decoder, new)
+
+
 def groups_to_admit(running, decoder, max_sequences, group_size):
     """Returns how many groups to admit: all that have room, but none until 1 / `compaction` of what
     ran after the last admission has ended, as this copies the cache of running sequences."""
@@ -114,9 +123,10 @@ class Running:
     def __init__(self, max_new_tokens, eos_ids, stop_strings, device):
         self.limit, self.eos_ids, self.stop_strings = max_new_tokens, eos_ids, stop_strings
         self.eos = torch.tensor(sorted(eos_ids), device=device)
-        # ((key, completions), number in the group, first column) of each sequence: one with a lower
-        # limit begins further right, so that all end at the same column
+        # ((key, completions), number in the group, first column, prompt, column after it) of each
+        # sequence: one with a lower limit begins further right, so that all end at the same column
         self.owners = []
+        self.told = {}  # {row: ids that it is given before it goes on} (options/resumed.py)
         self.unfinished = self.most = 0  # how many have not ended: now, after the last admission
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
@@ -132,16 +142,16 @@ class Running:
         """Adds G empty sequences for each group that the prompts start. Returns the number of
         sequences of each prompt."""
         new, sizes = [], []
-        for key, _, *own in prompts:
+        for key, ids, *own in prompts:
             number, limit = own or (1, self.limit)
-            groups = [(key, [None] * group_size) for _ in range(number)]
-            new += [(group, i, self.limit - limit) for group in groups for i in range(group_size)]
+            groups, at = [(key, [None] * group_size) for _ in range(number)], self.limit - limit
+            new += [(group, i, at, ids, at) for group in groups for i in range(group_size)]
             sizes.append(number * group_size)
         count = len(new)
         self.owners += new
         self.unfinished = self.most = self.unfinished + count
         self.ids, self.logps = pad(self.ids, (0, 0, 0, count)), pad(self.logps, (0, 0, 0, count))
-        first = torch.tensor([start for *_, start in new], device=self.ends.device)
+        first = torch.tensor([at for *_, at in new], device=self.ends.device)
         self.ends = torch.cat([self.ends, first])
         self.active = pad(self.active, (0, count), value=True)
         return sizes
@@ -152,10 +162,14 @@ class Running:
         self.owners = [self.owners[i] for i in stay.tolist()]
         self.ids, self.logps, self.ends = self.ids[stay], self.logps[stay], self.ends[stay]
         self.active, self.tokens = self.active[stay], self.tokens[stay]
+        self.told = {i: self.told[row] for i, row in enumerate(stay.tolist()) if row in self.told}
         return stay
 
     def write(self, tokens, logps):
         """Adds a token to each sequence; yields (group, number, Sample) of those that end."""
+        if told := list(self.told):
+            tokens[told] = tokens.new_tensor([self.told[row].pop(0) for row in told])
+            self.told = {row: ids for row, ids in self.told.items() if ids}
         self.tokens = tokens
         column = self.ends.clamp(max=self.limit - 1)[:, None]  # past the end it is never read
         self.ids.scatter_(1, column, tokens[:, None])
@@ -165,6 +179,7 @@ class Running:
         stopped = self.at_stop_strings() if self.stop_strings else []
         if stopped:
             ended[stopped] = True
+        ended[told] = False
         self.active &= ~ended
         last = ended.nonzero().flatten()  # the only wait for the device per token
         if not len(last):
@@ -172,7 +187,7 @@ class Running:
         self.unfinished -= len(last)
         lists = (x[last].tolist() for x in (self.ids, self.logps, self.ends))
         for i, ids, found, end in zip(last.tolist(), *lists, strict=True):
-            group, number, first = self.owners[i]
+            group, number, first, *_ = self.owners[i]
             ids, found = ids[first:end], found[first:end]
             if not math.isfinite(sum(found)):
                 raise RuntimeError("the model's logits are not finite: its weights are broken")
@@ -187,7 +202,7 @@ class Running:
         active, ends, ids = (x[rows].tolist() for x in (self.active, self.ends, self.ids))
         found = zip(rows, active, ids, ends, strict=True)
         own = [(i, x[self.owners[i][2] : end]) for i, a, x, end in found if a]
-        return [i for i, ids in own if self.stop_strings.end(ids)]
+        return [i for i, ids in own if ids and self.stop_strings.end(ids)]
 
 
 def draw(logits, temperature, generator):

@@ -349,14 +349,10 @@ def results_of(recipe, item, calls, futures):
     return results
 
 
-class Failed(dict):
-    """The rewards of a completion that has failed: none applies."""
-
-
 def named_floats(recipe, rewards, item, text):
     names = list(recipe.weights)
     if rewards is FAILED:
-        return Failed.fromkeys(names, math.nan)
+        return dict.fromkeys(names, math.nan)
     if rewards.keys() == recipe.weights.keys():
         floats = {name: as_float(rewards[name]) for name in names}
         if all(rewards[name] is None or math.isfinite(floats[name]) for name in names):

@@ -114,7 +114,7 @@ def without_own(module, query, key, value, mask, **others):
 ])  # fmt: skip
 def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeypatch):
     """It is tried on every model, for nobody has tried it on all architectures."""
-    model, arrange, slots = tiny_model(family), SharedDecoder._arrange, SharedDecoder.slots_for
+    model, arrange, slots = tiny_model(family), SharedDecoder.arrange, SharedDecoder.slots_for
     kinds = [SharedDecoder] + ([LlamaDecoder] if family in OWN_STEP else [])
     assert all(is_right(kind, model) for kind in kinds)
     if callable(wrong):
@@ -127,7 +127,7 @@ def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeyp
         elif wrong == "padding":
             self.layout = replace(self.layout, padding=None)
 
-    monkeypatch.setattr(SharedDecoder, "_arrange", arrange_wrongly)
+    monkeypatch.setattr(SharedDecoder, "arrange", arrange_wrongly)
     if wrong == "ages":  # rows that joined late see what was never written
         seeing = lambda *arguments: replace(slots(*arguments), unwritten=None)
         monkeypatch.setattr(SharedDecoder, "slots_for", seeing)

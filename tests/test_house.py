@@ -64,6 +64,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
     "reporters": "grpo.start",  # REPORT_TO
     "reward_processes": "grpo.prepare",  # REWARD_PROCESSES
+    "resumed": "grpo.sampler",  # a task with reply()
     "sizes": "grpo.start",  # a GPU, and "auto"
     "stop_strings": "grpo.policy",  # STOP_STRINGS
     "teacher": "grpo.reference",  # REFERENCE

@@ -72,7 +72,7 @@ def test_a_group_reward_that_fails_costs_each_completion_of_the_group(limit):
     group_rewards = lambda item, texts: 1 / 0
     recipe = recipe_with(limit, lambda item, text: {"correctness": 1}, group_rewards=group_rewards)
     (group,) = sampled(FakeEngine(), recipe, prompts_of([MIXED]))
-    assert repr(rewards_of(group)) == repr([NAN, NAN]) and tally(recipe, group)["failed"] == 2
+    assert repr(rewards_of(group)) == repr([NAN, NAN]) and tally(recipe, group)["unrewarded"] == 2
 
 
 def test_a_slow_reward_fails_alone():

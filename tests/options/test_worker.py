@@ -15,10 +15,12 @@ import pytest
 import torch
 from documents import ROOT
 from fakes import ALL_RIGHT, ALL_WRONG, MIXED, PROMPTS, a_recipe, tiny_policy
+from test_turns import Actor
 from trainer_side import Policy, change, end, publish, serving, weights
 
 from grpo import checks
 from grpo.options import worker as worker_module
+from grpo.options.failures import Failures
 from grpo.options.worker import TrainerClient, Worker, run_worker
 from grpo.options.workers import Workers
 from grpo.prepare import prepare
@@ -159,6 +161,41 @@ def test_flat_groups_stay_at_home_and_are_counted_with_the_next_one(side, monkey
     assert count["flat"] == items.count(ALL_WRONG) + items.count(ALL_RIGHT) > 0
     assert count["right"] == 7 + 2 * items.count(ALL_RIGHT)
     assert count["completions"] == 2 * position
+
+
+def test_a_worker_has_environments_and_its_failures_reach_the_trainer(side, monkeypatch, tiny):
+    made, closed = [], []
+
+    class Environment:
+        def __init__(self, item):
+            self.wrong = item["first"][0] == item["second"][0]
+            made.append(self)
+
+        def reply(self, turn):
+            if self.wrong:
+                raise ValueError("no more")
+            return {"role": "tool", "content": "more"} if turn == "One" else None
+
+        def rewards(self, turns):
+            return {"correctness": len(turns), "format": 0}
+
+        def close(self):
+            closed.append(self)
+
+    side.recipe.task, side.recipe.failures = SimpleNamespace(Environment=Environment), Failures(99)
+    change(side, SKIP_FLAT_GROUPS=False, MAX_COMPLETION_TOKENS=99)
+    publish(side, 0)
+    actor, policy = Actor(tiny_policy(tiny).tokenizer, ["One", "two"]), Policy(version=8)
+    for name in ("stream", "text", "tokenizer", "eos_ids"):
+        setattr(policy, name, getattr(actor, name))
+    Script(monkeypatch, go_on, go_on)
+    run(side, policy)
+    wrong = [outcome is not MIXED for outcome in OUTCOMES]
+    assert len(side.groups) == 7 and len(made) == len(closed) == 14
+    for group in side.groups:
+        both = wrong[group.index], group.samples[0].rewards["correctness"]
+        assert repr(both) == ("(True, nan)" if wrong[group.index] else "(False, 3.0)")
+        assert tally(side.recipe, group)["unrewarded"] == 2 * wrong[group.index]
 
 
 # --- A newer policy, and room ---------------------------------------------------------
