@@ -158,7 +158,7 @@ def main(seed, rewards="plain"):
     train_and_serve("demo", {"MODEL": WARM_START}, own)
     for step in sorted({1, max(1, STEPS // 2), STEPS}):
         print()
-        plot.show_samples(RUN_DIR, step)
+        plot.show_samples(RUN_DIR, str(step))
     final = Path(RUN_DIR, "final")
     before, after = diagnose(WARM_START), diagnose(final)
     plot.plot(RUN_DIR)
