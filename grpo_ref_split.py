@@ -421,12 +421,12 @@ def evaluate_if_due(run):
 def main(**given):
     """Trains with the constants above, except for those that are given."""
     c = checks.settled(DEFAULTS, given)
-    date = resume.check_run_dir(c.RUN_DIR, c.RESUME)
+    resume.check_run_dir(c.RUN_DIR, c.RESUME)
     if c.REPORT_TO:
         from grpo.options.reporters import check_reporters
 
         check_reporters(c.REPORT_TO)
-    tokenizer, recipe, server = prepare(c, date, needs_server=bool(c.REF_SERVER and c.KL_BETA))
+    tokenizer, recipe, server = prepare(c, needs_server=bool(c.REF_SERVER and c.KL_BETA))
     questions = load_questions(recipe, tokenizer)
     ranks.join_ranks(c.WAIT_LIMIT_SECONDS)  # collective
     _lock = checkpoint.leads(c.RUN_DIR) and resume.lock_run(c.RUN_DIR)  # collective; to the end

@@ -91,7 +91,7 @@ class Run:
     folder: RunFolder  # RUN_DIR
     clock: Clock  # seconds of the current step, by part ...
     laps: list = field(default_factory=list)  # ... and of all steps made
-    data: dict = field(default_factory=dict)  # resume.data_of: its date, hashes of what it reads
+    data: dict = field(default_factory=dict)  # resume.data_of: hashes of what it reads
     idle_reason: str = ""  # why the last step without training had nothing to train
 
     def close(self):

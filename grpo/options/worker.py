@@ -97,10 +97,6 @@ class Worker:
     def load(self, record):
         """Fetches a policy, loads it, and checks its log-probs. Returns False if the trainer does
         not have it any more, or if the connection breaks."""
-        date = record["settings"].get("date")
-        if date and date != self.recipe.date:  # the run's date, not this worker's day
-            self.recipe.change_date(date, self.policy.tokenizer)
-            self.order.epoch = None  # it has the prompts of the other date
         check_settings(record["settings"], self.recipe.settings())
         version, started = record["version"], time.perf_counter()
         # Without a name: a worker that is killed leaves no gigabytes behind
