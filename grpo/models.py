@@ -103,21 +103,20 @@ def choose_dtype(dtype, device):
     return dtype
 
 
-def whole_model(name, generation_config=None, **options):
-    """Returns from_pretrained's model, with a generation config that can be saved. Raises
-    SystemExit if it can't be loaded, or if the files lack weights of config.json's model or have
-    other shapes: transformers would fill these weights with random numbers."""
+def whole_model(name, **options):
+    """Returns from_pretrained's model, with an empty generation config: the file's top_p and the
+    like are not what is trained, and transformers refuses to save some of them. Raises SystemExit
+    if the model can't be loaded, or if the files lack weights of config.json's model or have other
+    shapes: transformers would fill these weights with random numbers."""
     if settings_in(name, "config.json").get("quantization_config"):
         raise SystemExit(
             f"the model {name!r} is quantized (quantization_config in config.json): take the model"
             " that it was made from, in bfloat16, and set LORA_RANK = 16 if memory is short"
         )
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    generation_config = generation_config or generation_config_of(name)
+    options["generation_config"] = GenerationConfig()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name, generation_config=generation_config, **options
-        )
+        model, info = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -132,29 +131,6 @@ def whole_model(name, generation_config=None, **options):
             " Download the model again, or correct its config.json (tie_word_embeddings?)"
         )
     return model
-
-
-def generation_config_of(name):
-    """Returns the GenerationConfig of the model `name`, without what would keep an answer from
-    ending at EOS. If transformers would refuse to save its file, only EOS is kept: training does
-    not need the rest, and a checkpoint has it."""
-    settings = {k: v for k, v in settings_in(name).items() if k not in BEYOND_EOS}
-    try:
-        if settings:
-            config = GenerationConfig.from_dict(settings)
-        else:
-            config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(name))
-        config.validate(strict=True)
-    except Exception as error:  # noqa: BLE001 (there is no end to what such a file may hold)
-        if settings:
-            say(f"checkpoints keep only the end tokens of {name}'s generation_config.json: {error}")
-        config = GenerationConfig(eos_token_id=settings.get("eos_token_id"))
-    config.eos_token_id = sorted(token_ids(config.eos_token_id)) or None
-    return config
-
-
-BEYOND_EOS = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens"}
-BEYOND_EOS |= {"forced_eos_token_id", "stop_strings"}  # the last one `generate` refuses by itself
 
 
 def token_ids(*values):
