@@ -66,10 +66,12 @@ class Progress:
 
 
 def check_run_dir(folder, resume):
-    """Makes RUN_DIR. Raises SystemExit if it can't be written, or a run would be overwritten."""
+    """Makes RUN_DIR. Raises SystemExit if it can't be written, also if its disk has no symbolic
+    links, or if a run would be overwritten."""
     with naming_run_dir(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        with tempfile.TemporaryDirectory(prefix=".trial_", dir=folder) as trial:
+            Path(trial, "best").symlink_to("a checkpoint")
     traces = [Path(folder, name) for name in ("run.json", "metrics.jsonl")]
     if not resume and (saved_in(folder) or any(path.exists() for path in traces)):
         raise SystemExit(
