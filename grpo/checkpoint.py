@@ -183,7 +183,7 @@ def save_failed(run):
 
 
 def point(folder, name, step):
-    """Atomically makes folder/name a link to the checkpoint of `step`; removes it if `step` is -1."""
+    """Atomically makes folder/name a link to the checkpoint of `step`, or removes it: -1."""
     link, draft = Path(folder, name), Path(folder, f".{name}_{dist.get_rank()}")
     if link.is_dir() and not link.is_symlink():
         say(f"{link} is a folder, not our link to a checkpoint, so it is not replaced")

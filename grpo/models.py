@@ -12,10 +12,7 @@ import sys
 from pathlib import Path
 
 import jinja2
-import requests
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,8 +26,6 @@ from grpo.constants import fault_of
 from grpo.devices import accelerator, is_out_of_memory
 from grpo.log import announced, say
 
-HUB_SECONDS = 10  # how long to wait for the model hub; higher waits longer without a network
-
 
 def load_tokenizer(name, constant="MODEL"):
     """Returns the model's tokenizer. Raises SystemExit, with the `constant` that names the model,
@@ -39,26 +34,10 @@ def load_tokenizer(name, constant="MODEL"):
         if fault := fault_of(name):
             raise OSError(fault)
         with announced("the model hub"):
-            check_hub(name)
             return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise SystemExit(
             f"{constant} = {name!r} can't be loaded from a folder or from the hub: {error}"
-        ) from error
-
-
-def check_hub(name):
-    """Raises OSError if a model must come from the hub and that does not answer: transformers would
-    try again for a minute."""
-    here = Path(name).is_dir() or isinstance(try_to_load_from_cache(name, "config.json"), str)
-    if here or HF_HUB_OFFLINE:
-        return
-    try:
-        requests.head(ENDPOINT, timeout=HUB_SECONDS)
-    except requests.RequestException as error:
-        raise OSError(
-            f"there is no folder {Path(name).absolute()}, and {ENDPOINT} does not answer"
-            f" ({type(error).__name__}). MODEL=my/folder takes a model that is on this machine"
         ) from error
 
 

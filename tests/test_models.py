@@ -150,14 +150,6 @@ def test_both_constants_of_the_context_and_their_largest_sum_are_named(tiny):
         check_context(c)
 
 
-def test_a_hub_that_does_not_answer_is_asked_once_and_the_cure_named(monkeypatch):
-    monkeypatch.setattr(models, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(models, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
-    monkeypatch.setattr(models.AutoTokenizer, "from_pretrained", None)  # not asked
-    with pytest.raises(SystemExit, match=r"'my/model'.*no folder .*my/model.*:9 .*MODEL=my/folder"):
-        load_tokenizer("my/model")
-
-
 @pytest.mark.parametrize("name", ["./m", "/no/m", "runs/g/step_000100", "gpt2"])
 def test_a_model_that_is_not_there_is_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
