@@ -7,10 +7,8 @@ is imported only when a tokenizer is needed, so that a mistake in the file is re
 
 import datetime
 import difflib
-import hashlib
 import importlib.util
 import inspect
-import json
 import math
 import numbers
 import statistics
@@ -34,9 +32,6 @@ from grpo.rewards import (
     timely,
 )
 
-# Constants that must be equal in worker and trainer, in addition to what settings() adds
-SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE SKIP_FLAT_GROUPS"
-SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS"
 FUNCTIONS = "load", "messages", "group_rewards", "reply", "gold", "sloppy"
 # The day that a chat template shows by strftime_now, on every machine and in every year: the one to
 # which Llama 3.2's own template falls back
@@ -125,19 +120,6 @@ class Recipe:
     @property
     def chat_options(self):
         return chat_options(self.c, self.task)
-
-    def settings(self):
-        """Returns the settings, as JSON values, that the trainer publishes and workers compare."""
-        prompts = json.dumps([[index, ids] for index, _, ids in self.prompts]).encode()
-        settings = {name: getattr(self.c, name) for name in SHARED.split()} | {
-            "OUTCOME": self.outcome,
-            "REWARD_WEIGHTS": self.weights,
-            "TASK": Path(self.c.TASK).name,  # a worker may have the file in another folder
-            "order of REWARD_WEIGHTS": list(self.weights),
-            "TOOLS": self.chat_options.get("tools"),
-            "hash of prompts (tokenizer, task, data)": hashlib.sha256(prompts).hexdigest(),
-        }
-        return json.loads(json.dumps(settings))
 
     def resolve(self):
         """Sets weights and outcome: to REWARD_WEIGHTS and OUTCOME, else to the constants of the

@@ -20,6 +20,7 @@ from grpo.client import CUT_OFF, Client
 from grpo.log import tell
 from grpo.options.policy_proof import check_proof
 from grpo.options.sample_sizes import fit_worker
+from grpo.options.shared_settings import check_settings, settings_of
 from grpo.policy import make_policy
 from grpo.rollout import Stream, sampled_and_rewarded, seed_of, tally
 from grpo.stop import Wait
@@ -97,7 +98,7 @@ class Worker:
     def load(self, record):
         """Fetches a policy, loads it, and checks its log-probs. Returns False if the trainer does
         not have it any more, or if the connection breaks."""
-        check_settings(record["settings"], self.recipe.settings())
+        check_settings(record["settings"], settings_of(self.recipe))
         version, started = record["version"], time.perf_counter()
         # Without a name: a worker that is killed leaves no gigabytes behind
         with tempfile.TemporaryFile() as file:
@@ -201,14 +202,3 @@ class TrainerClient(Client):
         while not (reply := self.call("POST", "/group", data=body, timeout=60, expected=[503])).ok:
             wait.sleep(reply.text)
         return reply.json()["refused"]
-
-
-def check_settings(theirs, mine):
-    """Raises SystemExit with the constants that differ from the trainer's."""
-    differ = [k for k in mine if mine[k] != theirs.get(k)]
-    if differ:
-        raise SystemExit(
-            "this worker differs from the trainer: "
-            + ", ".join(f"{k} is {mine[k]!r} here, {theirs.get(k)!r} there" for k in differ)
-            + ". Start it with the trainer's constants, tokenizer, task file and code version"
-        )

@@ -22,6 +22,7 @@ import safetensors.torch
 from grpo.log import announced, in_background, say
 from grpo.options.gate import Busy, Gate, listen, token_for
 from grpo.options.policy_proof import proof_of, sample_proof
+from grpo.options.shared_settings import settings_of
 from grpo.stop import Wait
 from grpo.weights import trained_weights
 from grpo.wire import sha256_of, unpack_group
@@ -107,7 +108,7 @@ class Workers:
         """Publishes the weights as they are now; a thread writes the file."""
         self.finish()
         self.proof = self.proof or sample_proof(self.policy, self.recipe)
-        record = {"run": self.run, "version": step, "settings": self.recipe.settings()}
+        record = {"run": self.run, "version": step, "settings": settings_of(self.recipe)}
         record["proof"] = proof_of(self.policy, *self.proof)
         self.thread = in_background(self._publish, trained_weights(self.policy.model), record)
 

@@ -11,6 +11,7 @@ from trainer_side import Policy, change, file_of, post, publish, sample_of, serv
 
 from grpo.options import workers as workers_module
 from grpo.options.policy_proof import check_proof
+from grpo.options.shared_settings import settings_of
 from grpo.options.worker import TrainerClient
 from grpo.sample import Sample
 from grpo.stop import TooLong
@@ -35,7 +36,7 @@ def test_a_policy_is_published_with_all_that_a_worker_checks(side):
     record = publish(side, 3)
     assert asked(side) == (json.loads(json.dumps(record)), 4)
     assert (record["run"], record["version"]) == ("run", 3)
-    assert record["settings"] == side.recipe.settings()
+    assert record["settings"] == settings_of(side.recipe)
     (path,) = side.folder.iterdir()
     assert (record["bytes"], record["sha256"]) == (path.stat().st_size, sha256_of(path))
     assert check_proof(Policy(version=3), record) == 0
