@@ -83,7 +83,7 @@ def test_a_module_imports_only_what_it_may(module):
     here = package(module)
     for other in IMPORTS[module] & MODULES.keys():
         chosen = module in CHOOSE.get(other.removeprefix("grpo.options."), "").split()
-        fused = other == "grpo_loss_triton" and module in ("grpo.policy", "grpo.scoring")
+        fused = other == "grpo_loss_triton" and module == "grpo.scoring"
         assert package(other) in MAY[here] or chosen or fused, f"{module} must not import {other}"
 
 

@@ -10,6 +10,7 @@ from fakes import a_group, move, tiny_policy
 
 from grpo import reference as module
 from grpo import remote as remote_module
+from grpo.options.policy_proof import logps_of
 from grpo.reference import (
     LocalReference,
     NoReference,
@@ -40,7 +41,7 @@ GROUPS = groups_of((3, 1), (2, 7), (4,))
 
 
 def own_logps(policy, group):
-    return torch.tensor([p for s in group.samples for p in policy.logps(s.prompt, s.ids)])
+    return torch.tensor([p for s in group.samples for p in logps_of(policy, s.prompt, s.ids)])
 
 
 def gap(reference, policy):

@@ -43,9 +43,10 @@ def worker_policy(c, tokenizer, turns):
 def run_worker(policy, recipe, name=None):
     """Samples until no trainer has answered for WAIT_LIMIT_SECONDS; then it raises TooLong.
 
-    `policy` has stream, text, load, rest, logps, continuation, dtype and tokenizer, as
-    policy.Policy; for a task with reply() also eos_ids. `recipe.batch` is set. Raises RuntimeError
-    if its log-probs differ from the trainer's, SystemExit if its model or its settings differ.
+    `policy` has stream, text, load, rest, dtype and tokenizer, as policy.Policy, and logps and
+    continuation, as VLLMPolicy; for a task with reply() also eos_ids. `recipe.batch` is set. Raises
+    RuntimeError if its log-probs differ from the trainer's, SystemExit if its model or its settings
+    differ.
     """
     worker = Worker(policy, recipe, name or own_name())
     wait, fresh = None, False  # fresh: the loaded policy has not sampled yet

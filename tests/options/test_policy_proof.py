@@ -1,12 +1,13 @@
 """The proof that a worker has the trainer's policy: noise passes, other weights do not."""
 
+import functools
 import json
 
 import pytest
 import torch
 from fakes import PROMPTS, a_recipe, move, tiny_policy
 
-from grpo.options.policy_proof import check_proof, proof_of, sample_proof
+from grpo.options.policy_proof import check_proof, continuation, logps_of, proof_of, sample_proof
 from grpo.proof import NOISE
 from grpo.weights import trained_weights
 
@@ -30,10 +31,10 @@ def test_the_same_weights_prove_it_and_others_do_not(tiny):
     mine.load(trained_weights(trainer.model))
     assert check_proof(mine, record) < 1e-6
     # As recorded or merged weights of an older policy: the sampler's are not those of the score
-    own, mine.continuation = mine.continuation, tiny_policy(tiny, drift=0.05).continuation
+    mine.continuation = functools.partial(continuation, tiny_policy(tiny, drift=0.05))
     with pytest.raises(RuntimeError, match="sampled here"):
         check_proof(mine, record)
-    mine.continuation = own
+    del mine.continuation
     with torch.no_grad():
         mine.model.model.norm.weight[0] = torch.nan
     with pytest.raises(RuntimeError, match="policy 7.* nan"):
@@ -54,7 +55,7 @@ def test_another_dtype_is_no_other_policy_and_one_stale_layer_is(tiny):
 def test_noise_of_published_sizes_is_no_other_policy(tiny):
     """sd 0.055: Qwen2.5-0.5B in bfloat16; 0.084: mean |d| 0.067, a mixture of experts in FP8."""
     policy = tiny_policy(tiny, "bfloat16")
-    record, exact = record_by(policy), policy.logps
+    record, exact = record_by(policy), functools.partial(logps_of, tiny_policy(tiny, "bfloat16"))
 
     def check(sd):
         torch.manual_seed(0)
@@ -75,5 +76,5 @@ def test_the_text_of_the_proof_is_the_policys_own(tiny):
     second = proof_of(policy, *text)
     assert first["prompt"] == second["prompt"] == PROMPTS[0][2]
     assert first["completion"] == second["completion"] and first["logps"] != second["logps"]
-    strange = policy.logps(PROMPTS[0][2], PROMPTS[-1][2])
+    strange = logps_of(policy, PROMPTS[0][2], PROMPTS[-1][2])
     assert sum(first["logps"]) / len(first["logps"]) > sum(strange) / len(strange)
