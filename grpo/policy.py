@@ -10,7 +10,6 @@ from grpo.devices import out_of_memory_names, release_memory
 from grpo.log import announced, say
 from grpo.models import can_cache, check_context, load_model, stop_ids, vocab_size_of
 from grpo.sampler import completion_text, stream_groups
-from grpo.weights import load_weights
 
 
 @dataclass
@@ -65,10 +64,6 @@ class Policy:
 
     def close(self):
         """Does nothing: there is no engine to stop."""
-
-    def load(self, tensors):
-        """Loads another process's trained_weights. Raises ValueError if they do not fit."""
-        load_weights(self.model, tensors)
 
     def save(self, folder, trial=False):
         """Writes the model (with LoRA the adapter alone) and tokenizer in Hugging Face format. A

@@ -218,7 +218,8 @@ def check_resumable(path, state, now):
     rules = [(name, now[name], before[name]) for name in SAME]
     if state["progress"]["reference"]:  # only the checkpoint has the refreshed reference
         rules.append(("REF_SERVER", now["REF_SERVER"], None))
-        rules.append(("KL_BETA", now["KL_BETA"] or 0.0, now["KL_BETA"] or "above 0"))
+        for name in ("KL_BETA", "REFERENCE_REFRESH_STEPS"):
+            rules.append((name, now[name], now[name] or "above 0"))
     for name, value, must in rules:
         if value != must:
             merge = f" (after: python -m grpo.options.merge {path} OUT)"

@@ -110,6 +110,10 @@ def make_reference(c, policy, server):
         from grpo.remote import RemoteReference
 
         reference = RemoteReference(server)
+    elif c.REFERENCE_REFRESH_STEPS:
+        from grpo.options.refresh import RefreshedReference
+
+        reference = RefreshedReference(c, policy)
     else:
         reference = LocalReference(c, policy)
     if is_teacher(reference.info, c.MODEL):

@@ -28,7 +28,7 @@ RUN = {  # the constants that checkpoints look at
     "MODEL": "a", "LORA_RANK": 0, "DTYPE": "auto", "TASK": "t", "STEPS": 5, "MAX_GRAD_NORM": 1.0,
     "ADAM_BETAS": [0.9, 0.99], "WEIGHT_DECAY": 0.0, "KEEP_BEST": True, "KEEP_CHECKPOINTS": 2,
     "REF_SERVER": None, "KL_BETA": 0.04, "EVAL_QUESTIONS": 9, "EVAL_SPLIT": "test",
-    "STOP_STRINGS": [], "OUTCOME": "correctness",
+    "STOP_STRINGS": [], "OUTCOME": "correctness", "REFERENCE_REFRESH_STEPS": 2,
     "MAX_COMPLETION_TOKENS": 9, "LEARNING_RATE": 1e-6, "CHAT_TEMPLATE": {},
 }  # fmt: skip
 
@@ -576,7 +576,7 @@ def a_reference(value):
     return model
 
 
-REMOTE = {"REF_SERVER": "http://127.0.0.1:9"}, {"KL_BETA": 0}
+FIXED = {"REF_SERVER": "http://127.0.0.1:9"}, {"KL_BETA": 0}, {"REFERENCE_REFRESH_STEPS": 0}
 
 
 def test_a_refreshed_reference_is_part_of_a_checkpoint(tmp_path, alone):
@@ -586,7 +586,7 @@ def test_a_refreshed_reference_is_part_of_a_checkpoint(tmp_path, alone):
         save(folder, 3, model=a_reference(2.0), reference=step)
         opened(folder, model := a_reference(1.0))
         assert model.weight.item() == (2.0 if step else 1.0)
-    for changes in REMOTE:
+    for changes in FIXED:
         opened(fixed, **changes)
         with pytest.raises(SystemExit, match=next(iter(changes))):
             opened(refreshed, **changes)

@@ -18,7 +18,6 @@ RARE = {  # files of which such a run executes fewer than 60 % of the lines: wha
     "grpo/constants.py",  # errors of the command line and of presets
     "grpo/decode_attention.py",  # GPUs, and soft-capped scores
     "grpo/devices.py",  # GPUs
-    "grpo/weights.py",  # a refreshed reference, and workers
     "tasks/data.py",  # data from the hub or from files
 }
 RUN = """

@@ -63,6 +63,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "lora": "grpo.policy grpo.reference",  # LORA_RANK
     "nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's
     "plain_decoder": "grpo.decoder",  # a model without a KV cache
+    "refresh": "grpo.start",  # REFERENCE_REFRESH_STEPS
     "recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
     "reporters": "grpo.start",  # REPORT_TO
     "reward_processes": "grpo.prepare",  # REWARD_PROCESSES

@@ -11,6 +11,7 @@ from fakes import a_group, move, tiny_policy
 from grpo import reference as module
 from grpo import remote as remote_module
 from grpo.options.policy_proof import logps_of
+from grpo.options.refresh import RefreshedReference
 from grpo.reference import (
     LocalReference,
     NoReference,
@@ -91,14 +92,14 @@ def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_resume(lo
     policy = tiny_policy(tiny, drift=0.1, lora_rank=lora_rank)
     there = tiny_policy(tiny, drift=0.1, lora_rank=lora_rank)  # stays as it is
     there.model.load_state_dict(policy.model.state_dict())  # adapters begin with random numbers
-    reference = LocalReference(c, policy)
+    reference = RefreshedReference(c, policy)
     reference.refresh()
     move(policy.model, 0.1)
     moved = [p.clone() for p in policy.model.parameters()]
     assert gap(reference, there) < MEASURED < 0.01 < gap(reference, policy)
     assert all(map(torch.equal, policy.model.parameters(), moved))
 
-    resumed = LocalReference(c, tiny_policy(tiny, lora_rank=lora_rank))
+    resumed = RefreshedReference(c, tiny_policy(tiny, lora_rank=lora_rank))
     assert gap(resumed, there) > 0.01
     resumed.load({name: tensor.clone() for name, tensor in reference.weights().items()})
     assert gap(resumed, there) < MEASURED

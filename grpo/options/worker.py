@@ -21,6 +21,7 @@ from grpo.log import tell
 from grpo.options.policy_proof import check_proof
 from grpo.options.sample_sizes import fit_worker
 from grpo.options.shared_settings import check_settings, settings_of
+from grpo.options.weights import load_weights
 from grpo.policy import make_policy
 from grpo.rollout import Stream, sampled_and_rewarded, seed_of, tally
 from grpo.stop import Wait
@@ -43,7 +44,7 @@ def worker_policy(c, tokenizer, turns):
 def run_worker(policy, recipe, name=None):
     """Samples until no trainer has answered for WAIT_LIMIT_SECONDS; then it raises TooLong.
 
-    `policy` has stream, text, load, rest, dtype and tokenizer, as policy.Policy, and logps and
+    `policy` has stream, text, rest, dtype and tokenizer, as policy.Policy, and load, logps and
     continuation, as VLLMPolicy; for a task with reply() also eos_ids. `recipe.batch` is set. Raises
     RuntimeError if its log-probs differ from the trainer's, SystemExit if its model or its settings
     differ.
@@ -108,7 +109,10 @@ class Worker:
                 return False
             weights = safetensors.torch.load_file(path)  # mapped, also when the file is closed
         try:
-            self.policy.load(weights)
+            if hasattr(self.policy, "load"):  # vLLM's
+                self.policy.load(weights)
+            else:
+                load_weights(self.policy.model, weights)
         except ValueError as error:
             raise SystemExit(f"policy {version} does not fit this MODEL: {error}") from error
         gap = check_proof(self.policy, record)

@@ -8,8 +8,8 @@ import torch
 from fakes import PROMPTS, a_recipe, move, tiny_policy
 
 from grpo.options.policy_proof import check_proof, continuation, logps_of, proof_of, sample_proof
+from grpo.options.weights import load_weights, trained_weights
 from grpo.proof import NOISE
-from grpo.weights import trained_weights
 
 
 def text_of(policy):
@@ -28,7 +28,7 @@ def test_the_same_weights_prove_it_and_others_do_not(tiny):
     assert len(record["proof"]["logps"]) == 20 + 64 - 4  # as many as may be
     with pytest.raises(RuntimeError, match="policy 7"):
         check_proof(mine, record)
-    mine.load(trained_weights(trainer.model))
+    load_weights(mine.model, trained_weights(trainer.model))
     assert check_proof(mine, record) < 1e-6
     # As recorded or merged weights of an older policy: the sampler's are not those of the score
     mine.continuation = functools.partial(continuation, tiny_policy(tiny, drift=0.05))
