@@ -1,9 +1,8 @@
-"""SharedDecoder: a prompt's keys and values are kept, and attended to, once for its whole group.
+"""LlamaDecoder: a prompt's keys and values are kept, and attended to, once for its whole group.
 
 The G sequences of a group attend to their prompt in one matrix product, and their own tokens are
 written in place (transformers' cache copies everything for each token). New prompts may join a
-running batch. It needs a model whose attention goes through transformers' attention interface;
-LlamaDecoder has its own layers, in fewer operations.
+running batch. Models with other layers than Llama's have options/shared_layers.py.
 
 Symbols: B prompts, G sequences of each, S sequences in all, P prompt tokens, K key-value heads,
 R query heads for each of them, D width of a head, C tokens that a sequence has room for.
@@ -14,17 +13,14 @@ from itertools import groupby
 
 import torch
 from torch.nn.functional import pad, rms_norm
-from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
-from grpo.attention import attention_is
 from grpo.cached import repeated
 from grpo.decode_attention import attend, mask_of
 from grpo.devices import is_nvidia
-from grpo.models import last_logits, prefill
+from grpo.models import prefill
 
 ROOM = 64  # C at first; doubled when it is full
-SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among transformers' attentions
 
 
 # --- Where everything is ------------------------------------------------------------
@@ -111,47 +107,11 @@ class SharedLayer(DynamicLayer):
         return torch.lerp(own.to(weight.dtype), shared.to(weight.dtype), weight).to(own.dtype)
 
 
-# --- transformers' side -------------------------------------------------------------
-class SharedCache(Cache):
-    """The layers as the cache of a transformers model, for one token of each sequence."""
-
-    def __init__(self, layers, slots):
-        super().__init__(layers=layers)
-        self.slots = slots
-
-    def get_seq_length(self, layer_idx=0):
-        return self.layers[0].prompts[0].shape[2] + self.slots.seen - 1
-
-    def update(self, keys, values, layer_idx, *args, **kwargs):
-        """Takes the next token's keys and values, (S, K, 1, D)."""
-        self.layers[layer_idx].write(keys[:, :, 0], values[:, :, 0], self.slots)
-        # transformers gives its attention functions the keys, but no cache: the keys carry it. If a
-        # model makes other keys of them, shared_attention refuses it, and decoder.py finds that out
-        keys.shared = self.layers[layer_idx], self.slots
-        return keys, values
-
-
-def shared_attention(
-    module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_
-):
-    """SharedLayer.attention for transformers' layers: (S, K * R, 1, D) -> (S, 1, K * R, D), None"""
-    if s_aux is not None:
-        raise NotImplementedError("its attention has sinks")
-    if not hasattr(key, "shared"):  # the layer computes its keys from what it has cached
-        raise NotImplementedError("its attention keeps its own cache format")
-    layer, slots = key.shared
-    size, heads, _, width = query.shape
-    query = query.view(size, key.shape[1], -1, width)
-    out = layer.attention(query, slots, width**-0.5 if scaling is None else scaling, softcap)
-    return out.reshape(size, 1, heads, -1), None
-
-
-AttentionInterface.register(SHARED, shared_attention)
-
-
 # --- The decoder --------------------------------------------------------------------
-class SharedDecoder:
-    feature = "shared prompts"
+class GroupDecoder:
+    """A subclass has forward(tokens, slots), which returns logits (S, V') after one more token of
+    each sequence, which takes its slot."""
+
     joins, compaction = True, 8
 
     def __init__(self, model, max_new_tokens):
@@ -231,12 +191,6 @@ class SharedDecoder:
             for layer in self.layers:
                 layer.widen(self.room)
 
-    def forward(self, tokens, slots):
-        """Returns logits (S, V') after one more token of each sequence, which takes its slot."""
-        with attention_is(SHARED, self.model.config):
-            cache = SharedCache(self.layers, slots)
-            return last_logits(self.model, tokens[:, None], slots.positions[:, None], cache)
-
     def advance(self):
         # A sequence that has ended may stay for a while, unread, and must not outgrow its room
         self.lengths = [min(n + 1, self.limit - 1) for n in self.lengths]
@@ -253,7 +207,7 @@ class SharedDecoder:
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-class LlamaDecoder(SharedDecoder):
+class LlamaDecoder(GroupDecoder):
     feature = "grpo-split's own Llama layers"
 
     def forward(self, tokens, slots):

@@ -22,8 +22,8 @@ from families import (
 from grpo import shared_prompt as decode
 from grpo.cached import CachedDecoder
 from grpo.options.plain_decoder import PlainDecoder
+from grpo.options.shared_layers import SharedDecoder
 from grpo.sampler import stream_groups
-from grpo.shared_prompt import SharedDecoder
 
 FEW_ROWS = [(family, 7, 3) for family in FAMILIES | WIDE]
 SOME = ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral")

@@ -7,7 +7,8 @@ from families import DYNAMIC, steps, tiny_model
 from grpo import shared_prompt as decode
 from grpo.decoder import make_decoder
 from grpo.options.cuda_graph import GraphedDecoder, GraphedSharedDecoder, can_record
-from grpo.shared_prompt import LlamaDecoder, SharedDecoder
+from grpo.options.shared_layers import SharedDecoder
+from grpo.shared_prompt import LlamaDecoder
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
