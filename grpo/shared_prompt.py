@@ -61,10 +61,12 @@ class Slots:
 
 # --- The cache ----------------------------------------------------------------------
 class SharedLayer(DynamicLayer):
-    """A layer's keys and values: of prompts, (B, K, P, D), and of sequences, (S, K, C, D)."""
+    """A layer's keys and values: of prompts, (B, K, P, D), and of sequences, (S, K, C, D). `attend`
+    is decode_attention's, or attend_any."""
 
-    def __init__(self):
+    def __init__(self, attend):
         super().__init__()
+        self.attend = attend
         self.is_initialized, self.prompts, self.own = True, [None, None], [None, None]
 
     def admit(self, layer, count, room):
@@ -91,7 +93,7 @@ class SharedLayer(DynamicLayer):
         """Writes the next token's keys and values, (S, K, D)."""
         self.own[0][slots.where], self.own[1][slots.where] = keys, values
 
-    def attention(self, query, slots, scaling, softcap=None):
+    def attention(self, query, slots, scaling, **options):
         """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D).
 
         The softmax over prompt and own tokens is the mean of each part's attention, weighted by its
@@ -99,9 +101,9 @@ class SharedLayer(DynamicLayer):
         product for all sequences of a group, (G * R, D) x (D, P).
         """
         layout, (keys, values) = slots.layout, (x[:, :, : slots.seen] for x in self.own)
-        own, own_log = attend(query, keys, values, slots.unwritten, scaling, softcap)
+        own, own_log = self.attend(query, keys, values, slots.unwritten, scaling, **options)
         grid = layout.to_grid(query)
-        shared, log = attend(grid, *self.prompts, layout.padding, scaling, softcap)
+        shared, log = self.attend(grid, *self.prompts, layout.padding, scaling, **options)
         shared, log = layout.from_grid(shared), layout.from_grid(log[..., None])
         weight = torch.sigmoid(log - own_log[..., None])  # exp(log) / (exp(log) + exp(own_log))
         return torch.lerp(own.to(weight.dtype), shared.to(weight.dtype), weight).to(own.dtype)
@@ -116,13 +118,17 @@ class GroupDecoder:
 
     def __init__(self, model, max_new_tokens):
         self.model, self.limit, self.room = model, max_new_tokens, min(max_new_tokens, ROOM)
-        self.layers, self.layout = None, None
+        self.layers, self.layout, self.attend = None, None, attend
+        if model.device.type != "cpu":
+            from grpo.options.any_attention import attend_any
+
+            self.attend = attend_any
         self.prompt_lengths, self.prompt_of = [], []  # (B,) in tokens; (S,) each sequence's prompt
         self.lengths, self.columns = [], None  # (S,) tokens so far; the same on the device
 
     def admit(self, prompts, sizes):
         logits, cache, _ = prefill(self.model, prompts)
-        self.layers = self.layers or [SharedLayer() for _ in cache.layers]
+        self.layers = self.layers or [SharedLayer(self.attend) for _ in cache.layers]
         for layer, new in zip(self.layers, cache.layers, strict=True):
             layer.admit(new, sum(sizes), self.room)
         for prompt, size in zip(prompts, sizes, strict=True):

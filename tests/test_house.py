@@ -56,6 +56,7 @@ MAY = {  # what a module may import of ours
 }
 CHOOSE = {  # who of the core names an option, within the function that switches it on
     "chat_template": "grpo.prepare",  # CHAT_TEMPLATE
+    "any_attention": "grpo.shared_prompt",  # a GPU
     "async_rewards": "grpo.prepare",  # async def rewards
     "cuda_graph": "grpo.decoder",  # NVIDIA's GPU
     "failures": "grpo.prepare",  # MAX_FAILED_REWARDS

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from grpo.attention import attention_is
 from grpo.models import last_logits
+from grpo.options.any_attention import attend_any
 from grpo.shared_prompt import GroupDecoder
 
 SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among transformers' attentions
@@ -44,7 +45,8 @@ def shared_attention(
     layer, slots = key.shared
     size, heads, _, width = query.shape
     query = query.view(size, key.shape[1], -1, width)
-    out = layer.attention(query, slots, width**-0.5 if scaling is None else scaling, softcap)
+    scaling = width**-0.5 if scaling is None else scaling
+    out = layer.attention(query, slots, scaling, softcap=softcap)
     return out.reshape(size, 1, heads, -1), None
 
 
@@ -53,6 +55,10 @@ AttentionInterface.register(SHARED, shared_attention)
 
 class SharedDecoder(GroupDecoder):
     feature = "shared prompts"
+
+    def __init__(self, model, max_new_tokens):
+        super().__init__(model, max_new_tokens)
+        self.attend = attend_any
 
     def forward(self, tokens, slots):
         """Returns logits (S, V') after one more token of each sequence, which takes its slot."""
