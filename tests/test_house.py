@@ -74,6 +74,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "teacher": "grpo.reference",  # REFERENCE
     "tools": "grpo.task",  # a task with TOOLS
     "turns": "grpo.rollout grpo.prepare grpo.task",  # a task with reply(), and its preview
+    "varlen": "grpo.forward",  # NVIDIA's GPU, in bfloat16
     "vllm_policy": "grpo.policy grpo.prepare",  # SAMPLER, and what it needs
     "worker": "grpo_ref_split",  # the role
     "workers": "grpo.start",  # PUBLISH_STEPS
