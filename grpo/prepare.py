@@ -54,13 +54,17 @@ def start_submit(c, task):
 def prepare_task(c, *, split, shown, server=None):
     """Returns (tokenizer, recipe). First it checks the `server`, if there is one, and checks and
     prints the first `shown` prompts of `split` and their rewards."""
-    from grpo.models import load_tokenizer, opening_of
+    from grpo.models import load_tokenizer
 
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
     if server:
         server.check(c.MODEL, tokenizer, c.TEMPERATURE)
     recipe = Recipe(c, task, load_split(c, task, split, tokenizer))
-    recipe.opening = functools.partial(opening_of, tokenizer)
+    ends = {tuple(ids[-4:]) for _, _, ids in recipe.prompts}  # few: those of the chat template
+    if any(tokenizer.decode(end).rstrip().endswith((">", "]")) for end in ends):
+        from grpo.options.opening import opening_of
+
+        recipe.opening = functools.partial(opening_of, tokenizer)
     recipe.resolve()
     preview(recipe, tokenizer, shown)
     if c.MAX_FAILED_REWARDS:

@@ -105,7 +105,7 @@ class Recipe:
     batch: int | None = None  # completions sampled at once: SAMPLE_BATCH, or what fits
     submit: object = None  # calls a reward elsewhere (start_submit); None: here, one by one
     failures: object = None  # Failures, or None: the first failed reward ends the run
-    # models.opening_of, by a prompt's ids: rewards and reply() see it before a completion
+    # opening_of, by a prompt's ids: rewards and reply() see it before a completion
     opening: object = staticmethod(lambda ids: "")
 
     def others(self, batch=None, **changes):

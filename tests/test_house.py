@@ -63,6 +63,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "launched": "grpo.ranks",  # deepspeed or torchrun
     "lora": "grpo.policy grpo.reference",  # LORA_RANK
     "nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's
+    "opening": "grpo.prepare",  # a prompt that may end with a tag
     "plain_decoder": "grpo.decoder",  # a model without a KV cache
     "refresh": "grpo.start",  # REFERENCE_REFRESH_STEPS
     "recut": "grpo.checkpoint",  # a checkpoint of another number of ranks

@@ -11,7 +11,8 @@ from tokenizers.processors import TemplateProcessing
 
 from grpo import prepare
 from grpo.metrics import evaluate
-from grpo.models import opening_of, prompt_ids
+from grpo.models import prompt_ids
+from grpo.options.opening import opening_of
 from grpo.options.turns import bridge
 from grpo.prepare import preview
 from grpo.sample import Sample
@@ -70,6 +71,13 @@ def test_the_tag_that_a_template_opens(tokenizer, text, expected):
     assert opened([{"role": "system", "content": "/no_think"}, USER]) == expected * (text != CLOSED)
     tokenizer.chat_template = None
     assert opened([USER | {"content": "Write it in <think>"}]) == ""
+
+
+def test_a_run_whose_prompts_end_with_a_tag_shows_it_to_rewards(tokenizer, monkeypatch):
+    monkeypatch.setattr("grpo.models.load_tokenizer", lambda name: opening(tokenizer, THINK))
+    c = a_recipe(TASK="arithmetic", REWARD_WEIGHTS=None, OUTCOME=None, MAX_PROMPT_TOKENS=99).c
+    _, recipe = prepare.prepare_task(c, split="test", shown=0)
+    assert recipe.opening(recipe.prompts[0][2]) == THINK
 
 
 class Says:
