@@ -25,7 +25,6 @@ the LM head, H hidden size. A `step` is one optimiser update, or an attempt with
 
 import itertools
 import math
-import sys
 from collections import Counter
 
 from grpo import checks
@@ -160,7 +159,7 @@ from grpo.proof import check_sampler
 from grpo.report import check_update, log_idle, report_end, show
 from grpo.sample import keep_logps
 from grpo.start import start_run
-from grpo.stop import Refused, TooLong, stop
+from grpo.stop import stop
 from grpo.task import load_questions
 
 
@@ -454,7 +453,4 @@ def worker(**given):
 
 
 if __name__ == "__main__":
-    try:
-        (worker if role else main)(**given)
-    except (Refused, TooLong) as error:
-        sys.exit(str(error))
+    (worker if role else main)(**given)

@@ -11,7 +11,9 @@ from documents import ROOT
 from grpo.ranks import NEEDED
 
 LINES = 6_200  # of our files that a plain run loads; to become 4 500
-SERVER = {f"grpo/{name}.py" for name in ("client", "remote", "wire")}  # only with REF_SERVER
+SERVER = {
+    f"grpo/{name}.py" for name in ("client", "remote", "waits", "wire")
+}  # only with REF_SERVER
 GPU = {f"grpo/options/{name}.py" for name in ("sizes", "sample_sizes", "cuda_graph", "nvidia")}
 GPU |= {f"grpo/options/{name}.py" for name in ("any_attention", "shared_layers", "varlen")}
 GPU |= {f"grpo/options/{name}.py" for name in ("lora", "plain_decoder")}  # that those import

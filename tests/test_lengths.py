@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from grpo.options.worker import run_worker
 from grpo.options.workers import Workers
 from grpo.policy import load_policy
-from grpo.stop import TooLong
+from grpo.waits import TooLong
 
 MEAN, DEVIATION = (LOW + HIGH) / 2, ((HIGH - LOW + 1) ** 2 / 12) ** 0.5  # 160 and 56 tokens
 GROUP, PROMPT_TOKENS = 8, 12

@@ -18,7 +18,8 @@ from grpo.reference import (
 )
 from grpo.remote import RemoteReference
 from grpo.start import make_reference
-from grpo.stop import TooLong, stop
+from grpo.stop import stop
+from grpo.waits import Refused, TooLong
 
 MEASURED = 1e-5  # rounding of float32 over batches
 
@@ -211,10 +212,10 @@ def test_a_request_is_bounded(remote, monkeypatch):
 def test_an_error_reaches_those_who_wait_for_it_and_the_next_are_asked_for(remote):
     server, reference, first = remote
     second = reference.logps(GROUPS[1])
-    server.fault = RuntimeError("another reference")
+    server.fault = Refused("another reference")  # a SystemExit, in a thread
     server.gate.release(2)
     for answer in (first, second):
-        with pytest.raises(RuntimeError, match="another reference"):
+        with pytest.raises(Refused, match="another reference"):
             answer.result()
     server.fault = None
     server.gate.release()
@@ -224,7 +225,7 @@ def test_an_error_reaches_those_who_wait_for_it_and_the_next_are_asked_for(remot
 def test_a_rank_that_waits_logs_why_and_does_not_wait_for_ever(remote, monkeypatch, capsys):
     server, _, first = remote
     for name, value in {"SPEAK_SECONDS": 0, "STOP_SECONDS": 1.5}.items():
-        monkeypatch.setattr(f"grpo.stop.{name}", value)
+        monkeypatch.setattr(f"grpo.waits.{name}", value)
     monkeypatch.setattr(stop, "asked", "SIGTERM")
     monkeypatch.setattr(stop, "at", time.monotonic())
     with pytest.raises(TooLong, match="SIGTERM"):

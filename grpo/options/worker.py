@@ -24,7 +24,7 @@ from grpo.options.shared_settings import check_settings, settings_of
 from grpo.options.weights import load_weights
 from grpo.policy import make_policy
 from grpo.rollout import Stream, sampled_and_rewarded, seed_of, tally
-from grpo.stop import Wait
+from grpo.waits import Wait
 from grpo.wire import pack_group, sha256_of
 
 ASK_SECONDS = 0.5  # between two requests for more room while completions are being sampled

@@ -24,7 +24,7 @@ from grpo.options.gate import Busy, Gate, listen, token_for
 from grpo.options.policy_proof import proof_of, sample_proof
 from grpo.options.shared_settings import settings_of
 from grpo.options.weights import trained_weights
-from grpo.stop import Wait
+from grpo.waits import Wait
 from grpo.wire import sha256_of, unpack_group
 
 MAX_GROUP_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 6 MB

@@ -25,7 +25,7 @@ from grpo.options.worker import TrainerClient, Worker, run_worker
 from grpo.options.workers import Workers
 from grpo.prepare import prepare
 from grpo.rollout import Stream, tally
-from grpo.stop import TooLong
+from grpo.waits import TooLong
 from grpo_ref_split import DEFAULTS
 
 OUTCOMES = [MIXED, ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED, MIXED]

@@ -14,7 +14,7 @@ from grpo.options.policy_proof import check_proof
 from grpo.options.shared_settings import settings_of
 from grpo.options.worker import TrainerClient
 from grpo.sample import Sample
-from grpo.stop import TooLong
+from grpo.waits import TooLong
 from grpo.wire import sha256_of
 
 
@@ -213,7 +213,7 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path):
 
 
 def test_what_comes_restarts_the_limit_and_silence_ends_the_run(side, monkeypatch, capsys):
-    monkeypatch.setattr("grpo.stop.SPEAK_SECONDS", 0)
+    monkeypatch.setattr("grpo.waits.SPEAK_SECONDS", 0)
     publish(side, 0)
     change(side, WAIT_LIMIT_SECONDS=0.4)
     for number in range(4):  # a step of workers alone waits for all its groups
