@@ -162,7 +162,7 @@ class Running:
         self.logps.scatter_(1, column, logps[:, None])
         self.ends += self.active
         ended = self.active & (torch.isin(tokens, self.eos) | (self.ends == self.limit))
-        stopped = self.at_stop_strings() if self.stop_strings else []
+        stopped = self.stop_strings.ended(self) if self.stop_strings else []
         if stopped:
             ended[stopped] = True
         self.active &= ~ended
@@ -178,16 +178,6 @@ class Running:
                 raise RuntimeError("the model's logits are not finite: its weights are broken")
             truncated = ids[-1] not in self.eos_ids and i not in stopped
             yield group, number, Sample(ids, found, truncated)
-
-    def at_stop_strings(self):
-        """Returns the rows of running sequences whose last token completes a stop string."""
-        rows = [i for i, id in enumerate(self.tokens.tolist()) if self.stop_strings.may_end(id)]
-        if not rows:
-            return []
-        active, ends, ids = (x[rows].tolist() for x in (self.active, self.ends, self.ids))
-        found = zip(rows, active, ids, ends, strict=True)
-        own = [(i, x[self.owners[i][2] : end]) for i, a, x, end in found if a]
-        return [i for i, ids in own if self.stop_strings.end(ids)]
 
 
 def draw(logits, temperature, generator):
