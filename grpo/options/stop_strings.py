@@ -24,7 +24,7 @@ class StopStrings:
         return "\ufffd" in text or any(s[-1] in text or s[-1] == " " for s in self.strings)
 
     def ended(self, running):
-        """Returns the rows of sequences in a sampler.Running whose last token completes a string."""
+        """Returns the rows of a sampler.Running whose last token completes a string."""
         rows = [i for i, id in enumerate(running.tokens.tolist()) if self.may_end(id)]
         if not rows:
             return []
