@@ -94,7 +94,8 @@ class SharedLayer(DynamicLayer):
         self.own[0][slots.where], self.own[1][slots.where] = keys, values
 
     def attention(self, query, slots, scaling, **options):
-        """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D).
+        """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D). `options` are
+        attend_any's.
 
         The softmax over prompt and own tokens is the mean of each part's attention, weighted by its
         sum of exponentials (FlashAttention, arXiv 2205.14135): so the prompt's part is one matrix
