@@ -39,6 +39,18 @@ pictures: .venv/ready
 	.venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
 	.venv/bin/python -m docs.learn_pictures
 
+# the tables of docs/performance.md, with TRL in a venv of its own: 20 minutes
+bench: .venv/real-ready .venv-peers/ready
+	test -d runs/smollm2_135m || .venv/bin/python -m grpo.options.smollm2 runs/smollm2_135m
+	.venv/bin/python benchmarks/end_to_end.py runs/smollm2_135m .venv-peers/bin/python benchmarks/results/end_to_end.md
+	.venv/bin/python benchmarks/sampling.py runs/smollm2_135m benchmarks/results/sampling.md
+	.venv-peers/bin/python benchmarks/loss.py small benchmarks/results/loss.md
+
+.venv-peers/ready: benchmarks/requirements-peers.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet -r benchmarks/requirements-peers.txt
+	@touch .venv-peers/ready
+
 # writes runs/gpu_report.md: everything that needs a GPU, in an hour at most
 gpu-report: .venv/dev-ready
 	.venv/bin/python benchmarks/gpu_report.py
@@ -72,4 +84,4 @@ lint: .venv/dev-ready
 clean:
 	rm -rf .venv runs
 
-.PHONY: demo demo-real demo-tools test test-long pictures vllm-test gpu-report lint clean
+.PHONY: demo demo-real demo-tools test test-long pictures bench vllm-test gpu-report lint clean

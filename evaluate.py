@@ -224,9 +224,9 @@ def print_junk(recipe):
 
 
 def answers_of(c, options, model, submit, rank, world):
-    """Returns (outcome, folder, {kind: {question: answers}}) of a model, kinds "greedy" and "N
-    samples ...". Each rank answers its share of the questions that the files lack. `submit` is
-    start_submit's."""
+    """Returns (names, folder, {kind: {question: answers}}) of a model, kinds "greedy" and "N
+    samples ..."; names are the outcome's and those of rewards to which the task gives weight 0.
+    Each rank answers its share of the questions that the files lack; `submit` is start_submit's."""
     c, hashes = c.but(MODEL=base_of(model)), hashes_of(model)
     tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1)
     recipe.submit = submit
@@ -254,17 +254,19 @@ def answers_of(c, options, model, submit, rank, world):
         if missing := sum(index not in there for index, *_ in prompts):
             raise SystemExit(f"{path} lacks {missing} answers: all ranks must see the same folder")
         found[kind] = rewarded(draw, prompts, there, rank, world)
-    return recipe.outcome, path.parent, found
+    weights = getattr(recipe.task, "REWARD_WEIGHTS", None) or {}
+    metrics = [name for name, weight in weights.items() if weight == 0]
+    return (recipe.outcome, metrics), path.parent, found
 
 
 def report(c, models, results):
     """Prints a table per kind of answers, and writes each model's numbers and rewards next to its
     answers."""
-    outcome, _, first = results[0]
-    print(f"\n{c.TASK}/{c.EVAL_SPLIT}. {scores.NOTE.format(outcome)}")
+    names, _, first = results[0]
+    print(f"\n{c.TASK}/{c.EVAL_SPLIT}. {scores.NOTE.format(names[0])}")
     numbers = [{"model": model} for model in models]
     for kind in first:
-        columns = scores.columns([found[kind] for *_, found in results], outcome)
+        columns = scores.columns([found[kind] for *_, found in results], *names)
         print("", *scores.table(kind, models, columns), sep="\n")
         for mine, column in zip(numbers, columns, strict=True):
             mine[kind] = column

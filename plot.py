@@ -3,6 +3,7 @@
     python plot.py runs/gsm8k                 # writes runs/gsm8k/curves.png
     python plot.py runs/a runs/b [two.png]    # compares runs: runs/a/curves_vs.png, or two.png
     python plot.py samples runs/gsm8k [40]    # prints the samples of step 40, or of the last step
+    python plot.py samples runs/gsm8k looks_again    # prints those that earned this reward
     python plot.py live [runs/] [8080]        # serves a live page of all runs in a folder
 
 Pale lines show each step, strong lines running means over at most 10 steps; a gap means that the
@@ -16,6 +17,7 @@ import signal
 import sys
 import textwrap
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 
 CURVES = {  # title: the metrics that share its axes
@@ -100,15 +102,27 @@ def draw(ax, records, name, color):
     ax.plot(steps, means, color=color)
 
 
-def show_samples(run_dir, step=None):
-    """Prints the samples of a step (default: the last), the best first."""
+def show_samples(run_dir, which=None):
+    """Prints samples: those of step `which` (default: the last), or those of all steps that have a
+    reward of this name above 0."""
     records = read(run_dir, "samples.jsonl")
-    step = int(step or records[-1]["step"])
-    if not (ours := [r for r in records if r["step"] == step]):
-        sys.exit(f"{run_dir} has no samples of step {step}; its last step is {records[-1]['step']}")
+    last = records[-1]
+    if which is None or which.isdecimal():
+        found = [r for r in records if r["step"] == int(which or last["step"])]
+    else:
+        found = [r for r in records if (r["rewards"].get(which) or 0) > 0]
+    if not found:
+        own = f"its last step is {last['step']}, its rewards are {', '.join(last['rewards'])}"
+        sys.exit(f"{run_dir} has no samples of {which}; {own}")
+    for _, ours in groupby(found, key=lambda r: r["step"]):
+        show_step(list(ours))
+
+
+def show_step(ours):
+    """Prints the samples of a group, the best first."""
     group, ours = ours[0], sorted(ours, key=lambda r: -r["advantage"])
     flat = ", skipped: all answers have the same outcome or reward" if group.get("flat") else ""
-    print(f"step {step}, sampled by {group['sampler']}{flat}")
+    print(f"step {group['step']}, sampled by {group['sampler']}{flat}")
     show("prompt", group["prompt"])
     if group.get("answer") is not None:
         show("answer", group["answer"])
@@ -133,10 +147,10 @@ def show(title, text):
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["samples", run, *step] if len(step) < 2 and "".join(step or "0").isdecimal():
+        case ["samples", run, *which] if len(which) < 2:
             sys.stdout.reconfigure(errors="backslashreplace")  # what its encoding lacks
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
-            show_samples(run, *step)
+            show_samples(run, *which)
         case ["live", *more] if len(more) < 3 and "".join(more[1:] or "0").isdecimal():
             from grpo.options.live import PORT, serve  # the other commands need no web server
 

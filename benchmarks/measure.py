@@ -10,7 +10,8 @@ import re
 import resource
 import subprocess
 import sys
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -48,9 +49,10 @@ def machine():
 @contextmanager
 def trained(logs, others, trainer, ranks=1, threads=1):
     """Starts the commands `others`, by name, and the `trainer`, a script and its arguments; with
-    several `ranks` deepspeed starts it. The block runs when the trainer has ended without an error;
-    then all processes are ended. Each prints into a file: `logs`, its name, ".log". `threads` are
-    those of a process outside forward and backward (CPU_THREADS)."""
+    several `ranks` deepspeed starts it. When the trainer has ended without an error the block runs,
+    with the peak of that process's memory in bytes; then all processes are ended. Each prints into
+    a file: `logs`, its name, ".log". `threads` are those of a process outside forward and backward
+    (CPU_THREADS)."""
     from demo import free_port, start
 
     launcher = [sys.executable]
@@ -63,9 +65,15 @@ def trained(logs, others, trainer, ranks=1, threads=1):
             with open(f"{logs}{name}.log", "w") as log:
                 environment = {"OMP_NUM_THREADS": str(threads)}
                 processes.append(start(command, log, threads=environment))
-        if processes[-1].wait():
-            raise SystemExit(f"the trainer failed: see {logs}trainer.log")
-        yield
+        peak = 0
+        while processes[-1].poll() is None:
+            with suppress(OSError, TypeError):  # it has ended meanwhile
+                peak = in_bytes(f"/proc/{processes[-1].pid}/status", "VmHWM")
+            time.sleep(0.2)
+        if processes[-1].returncode:
+            tail = Path(f"{logs}trainer.log").read_text()[-2000:]
+            raise SystemExit(f"the trainer failed: {tail}")
+        yield peak
     finally:
         for process in reversed(processes):
             process.terminate()

@@ -374,18 +374,12 @@ def print_gpus():
 
 
 def print_one_gpu():
-    rows, kinds = [], {"full": (0, False), "offload": (0, True), f"LoRA {RANK}": (RANK, False)}
-    local = [{"REF_SERVER": None, "REFERENCE_ON_CPU": away} for away in (False, True)]
+    rows = []
     for name in MODELS:
-        for kind, (rank, offload) in kinds.items():
-            m = sizes_of(name, rank)
-            sizes = [need(phases_of(m, 512, 512, 1, offload))[0] + server_bytes(name)]
-            for ways in local[: 1 if rank else 2]:
-                sizes.append(need(phases_of(m, 512, 512, 1, offload, **ways))[0])
-            cells = [f"{gb(size)} ({card(size)})" for size in sizes]
-            rows.append([name[8:], kind, *cells, *[""] * (3 - len(cells))])
-    head = ["with a server on it", "`REF_SERVER = None`", "and `REFERENCE_ON_CPU`"]
-    table(["Qwen2.5", "training", *head], rows)
+        needs = (phases_of(sizes_of(name, 0), 512, 512, 1, o, REF_SERVER=None) for o in (0, 1))
+        sizes = [need(phases)[0] for phases in needs]
+        rows.append([name[8:], *(f"{gb(size)} ({card(size)})" for size in sizes)])
+    table(["Qwen2.5, `REF_SERVER = None`", "full", "offload"], rows)
 
 
 def of_preset(name, **others):

@@ -4,8 +4,7 @@
     python experiments/curves.py draw       # draws all trained cases: docs/curves/*.png and table
 
 All cases start from one warm start of seed 0, which the first case makes in half a minute. A case
-trains presets/demo.py with its constants and seed 0 in runs/curves/CASE. Two cases of the page that
-have an injected defect are in the history: `git show 0726406:experiments/curves.py`.
+trains presets/demo.py with its constants and seed 0 in runs/curves/CASE.
 """
 
 import math

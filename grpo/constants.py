@@ -38,8 +38,8 @@ def defaults_in(script):
 
 def before_torch():
     """Sets what torch reads when it is imported, unless the user has set it."""
-    # On shared cores, threads that spin while they wait make a step ten times as long
-    # (benchmarks/results/wait_policy.md). Segments that can grow leave fewer gaps in GPU memory
+    # On shared cores, threads that spin while they wait made a step 3 to 7 times as long (db870c7).
+    # Segments that can grow leave fewer gaps in GPU memory
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # By default pinned blocks of RAM are rounded up to powers of two. Unrounded blocks must not be
     # cached: torch would reuse one that is too small (pytorch #192722)

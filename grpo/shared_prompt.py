@@ -94,8 +94,8 @@ class SharedLayer(DynamicLayer):
         self.own[0][slots.where], self.own[1][slots.where] = keys, values
 
     def attention(self, query, slots, scaling, **options):
-        """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D). `options` are
-        attend_any's.
+        """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D), with the
+        `options` of attend_any.
 
         The softmax over prompt and own tokens is the mean of each part's attention, weighted by its
         sum of exponentials (FlashAttention, arXiv 2205.14135): so the prompt's part is one matrix
@@ -207,10 +207,10 @@ class GroupDecoder:
 
 # --- Llama's layers, written out ------------------------------------------------------
 # In a small batch a token's time depends on the number of operations, not on their size. This code
-# makes half of the calls and three quarters of the operations of transformers' layers; what that
-# gains is in benchmarks/results/sampling.md. All MODEL_TYPES have the same kind of block: RMS norm
-# (1910.07467), rotary attention (2104.09864), RMS norm, gated MLP (2002.05202), with a residual
-# around each half. H hidden size, A query heads.
+# makes half of the calls and three quarters of the operations of transformers' layers, and took
+# 8 to 21 % less time (1M parameters, 48dacc2). All MODEL_TYPES have the same kind of block:
+# RMS norm (1910.07467), rotary attention (2104.09864), RMS norm, gated MLP (2002.05202), with a
+# residual around each half. H hidden size, A query heads.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 

@@ -7,9 +7,11 @@ unseen *questions*, not unseen arithmetic.
 
 import random
 
+from tasks import gsm8k
 from tasks.data import split_of
-from tasks.gsm8k import OUTCOME, REWARD_WEIGHTS, gold, rewards  # noqa: F401 (as GSM8K's)
+from tasks.gsm8k import OUTCOME, gold  # noqa: F401 (as GSM8K's)
 
+REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0}  # GSM8K's; these answers can't look again
 LARGEST = 20
 SIZES = {"train": 6000, "validation": 500, "test": 500}  # generated each time, with the same seed
 NAMES = ["Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana"]
@@ -79,3 +81,8 @@ def drill(draw):
 def messages(item):
     """Returns the chat that asks the item's question; the tiny model needs no system prompt."""
     return [{"role": "user", "content": item["question"]}]
+
+
+def rewards(item, completion):
+    found = gsm8k.rewards(item, completion)
+    return {name: found[name] for name in REWARD_WEIGHTS}

@@ -1,11 +1,11 @@
-"""GSM8K: grade-school word problems, their prompt and two rewards. Copy this file for your task.
+"""GSM8K: grade-school word problems, their prompt and rewards. Copy this file for your task.
 
 The trainer needs `load`, `messages` and `rewards`, and uses `gold`, REWARD_WEIGHTS and OUTCOME if a
 task has them. A task knows nothing about torch, tokens or HTTP.
 Correctness ignores the format, so that accuracy means the same before and after training.
 """
 
-from tasks.answers import FORMAT, is_right  # <think>...</think><answer>...</answer>
+from tasks.answers import AGAIN, FORMAT, is_right  # <think>...</think><answer>...</answer>
 from tasks.data import records
 
 DATA = "openai/gsm8k"  # on the hub (its config "main"), or a folder with train.jsonl and test.jsonl
@@ -14,7 +14,7 @@ CORRECT, WRONG = 1.0, -1.0
 FORMATTED, UNFORMATTED = 1.25, -1.0  # simple_GRPO's values
 # At (2, 1) a right answer in the wrong format (+1) beats a wrong one in the right format (-0.75);
 # at (1, 1), simple_GRPO's scale, it does not (0 against 0.25).
-REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0}
+REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0, "looks_again": 0.0}  # 0: only logged
 OUTCOME = "correctness"  # the reward that decides whether a completion is right: above 0 it is
 
 
@@ -34,6 +34,7 @@ def rewards(item, completion):
     return {
         "correctness": CORRECT if is_right(completion, item["answer"]) else WRONG,
         "format": FORMATTED if FORMAT.fullmatch(completion) else UNFORMATTED,
+        "looks_again": bool(AGAIN.search(completion)),
     }
 
 

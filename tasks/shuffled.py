@@ -7,7 +7,7 @@ rewards have weight 0 and are only reported.
 import random
 
 from tasks.arithmetic import OUTCOME, gold, load, messages, rewards  # noqa: F401 (this task's, too)
-from tasks.gsm8k import REWARD_WEIGHTS as WEIGHTS
+from tasks.arithmetic import REWARD_WEIGHTS as WEIGHTS
 
 
 def shuffles(rewards, weights):

@@ -11,19 +11,16 @@ from experiments import curves, hackable
 
 PAGE = TEXT["docs/reading_curves.md"]
 SECTIONS = pictured("docs/reading_curves.md", "curves")
-LEFT = {"temperature": {"IS_CAP": 0}}  # in the history
-TEXTS = curves.TABLES.read_text() + curves.TABLES.with_name("curves_defects.md").read_text()
-TABLES = dict(re.findall(r"## (\w+)\n(.*?)(?=\n## |\n# |\Z)", TEXTS, re.DOTALL))
+TABLES = dict(re.findall(r"## (\w+)\n(.*?)(?=\n## |\Z)", curves.TABLES.read_text(), re.DOTALL))
 NUMBER = r"(?<![\w.])[-−]?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?!\w|\.\d)"
-cases = pytest.mark.parametrize("name", [*curves.CASES, *LEFT])
+cases = pytest.mark.parametrize("name", curves.CASES)
 
 
 # --- The page -------------------------------------------------------------------------
 def test_the_page_has_each_case_with_its_command_and_picture():
-    assert SECTIONS.keys() == TABLES.keys() == curves.CASES.keys() | LEFT.keys()
+    assert SECTIONS.keys() == TABLES.keys() == curves.CASES.keys()
     for name, text in SECTIONS.items():
-        commit = " in commit 0726406" * (name in LEFT)
-        assert f"`python experiments/curves.py {name}`{commit}" in text
+        assert f"`python experiments/curves.py {name}`" in text
     pictures = [curves.PICTURES / f"{name}.png" for name in SECTIONS]
     assert sum(picture.stat().st_size for picture in pictures) < 700_000
 
@@ -39,7 +36,6 @@ def test_a_number_of_the_page_is_that_of_its_metric_and_run(name):
     """A number is one of the metric that its sentence named last; after "healthy: " the healthy
     run's. Quotations and code have other numbers."""
     words = re.sub(r'"[^"`]{20,}"', "", " ".join(SECTIONS[name].split()))
-    words = words.replace("samples at 0.7", "")
     kept, metric = [*curves.PANELS, "eval_positive_format"], None
     words = re.sub(r"`([^`]*)`", lambda code: code[0] if code[1] in kept else "", words)
     metrics = "|".join(map(re.escape, kept))
@@ -55,7 +51,7 @@ def test_a_number_of_the_page_is_that_of_its_metric_and_run(name):
 
 @cases
 def test_a_section_begins_with_what_its_case_changes(name):
-    constants = LEFT[name] if name in LEFT else dict(curves.CASES[name].constants)
+    constants = dict(curves.CASES[name].constants)
     if "TASK" in constants:
         constants["TASK"] = constants["TASK"].replace(f"{curves.ROOT}/", "")
     first = SECTIONS[name].strip().split("\n\n")[0]

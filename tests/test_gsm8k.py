@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks import gsm8k
+from tasks import arithmetic, gsm8k
 from tasks.gsm8k import CORRECT, FORMATTED, UNFORMATTED, WRONG, rewards
 
 # --- Format ------------------------------------------------------------------------
@@ -45,14 +45,31 @@ def test_the_format_is_one_thought_and_one_answer():
         assert formatted(completion) == (completion in FORMAT_RIGHT), completion
 
 
+def trained(item, completion):
+    """-> the rewards that are trained on."""
+    return {k: v for k, v in rewards(item, completion).items() if k in arithmetic.REWARD_WEIGHTS}
+
+
 def test_the_two_rewards_are_apart():
     item = {"question": "9 * 2?", "answer": "#### 18"}
     good, bad = "<think>a</think><answer>18</answer>", "<think>a</think><answer>17</answer>"
-    assert rewards(item, good) == {"correctness": CORRECT, "format": FORMATTED}
-    assert rewards(item, bad) == {"correctness": WRONG, "format": FORMATTED}
-    assert rewards(item, "18") == {"correctness": CORRECT, "format": UNFORMATTED}
-    assert rewards(item, "17") == {"correctness": WRONG, "format": UNFORMATTED}
+    assert trained(item, good) == {"correctness": CORRECT, "format": FORMATTED}
+    assert trained(item, bad) == {"correctness": WRONG, "format": FORMATTED}
+    assert trained(item, "18") == {"correctness": CORRECT, "format": UNFORMATTED}
+    assert trained(item, "17") == {"correctness": WRONG, "format": UNFORMATTED}
     assert (CORRECT, WRONG, FORMATTED, UNFORMATTED) == (1.0, -1.0, 1.25, -1.0)
+
+
+@pytest.mark.parametrize("text, again", [
+    ("21 - 28 = -7. However, this makes no sense.", True), ("Wait, that is not 7.", True),
+    ("= 7\nwait no", True), ("But wait: 7 is odd", True), ("Let me double-check it.", True),
+    ("等等，不对，应该是 8", True), ("让我重新检查一遍", True),
+    ("", False), ("He has to wait for 14 years.", False), ("The wait, in hours, is 7.", False),
+    ("Let me check in", True), ("Waiting costs 5.", False), ("对", False),
+])  # fmt: skip
+def test_an_answer_that_looks_again_is_counted_and_not_rewarded(text, again):
+    assert rewards({"answer": "18"}, text)["looks_again"] is again
+    assert gsm8k.REWARD_WEIGHTS["looks_again"] == 0
 
 
 # --- Data, and the file itself -----------------------------------------------------
@@ -94,13 +111,13 @@ def test_every_gold_solution_of_gsm8k_is_right_and_its_neighbour_wrong(monkeypat
     items = gsm8k.load("train") + gsm8k.load("test")
     assert len(items) == 8792
     for item in items[::10]:
-        assert rewards(item, gsm8k.gold(item)) == {"correctness": CORRECT, "format": FORMATTED}
+        assert trained(item, gsm8k.gold(item)) == {"correctness": CORRECT, "format": FORMATTED}
     for item in items:
         gold = item["answer"].rsplit("####", 1)[1].strip()
         other = int(gold.replace(",", "")) + 1
         tagged = {n: f"<think>a</think>\n<answer>{n}</answer>" for n in (gold, other)}
         right = {"correctness": CORRECT, "format": FORMATTED}
         assert rewards(item, item["answer"])["correctness"] == CORRECT, item
-        assert rewards(item, tagged[gold]) == right, item
+        assert trained(item, tagged[gold]) == right, item
         assert rewards(item, tagged[other])["correctness"] == WRONG, item
         assert rewards(item, f"#### {other}")["correctness"] == WRONG, item

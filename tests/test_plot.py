@@ -120,3 +120,8 @@ def test_samples_are_printed_the_best_first_at_80_columns(tmp_path, capsys):
     assert "step 5" in said and "best" not in said  # it is alone
     with pytest.raises(SystemExit, match="7.* 5"):
         plot.show_samples(tmp_path, "7")
+    plot.show_samples(tmp_path, "total")  # those with this reward, of both steps
+    said = capsys.readouterr().out
+    assert said.count("so so") == 2 and "step 4" in said and "step 5" in said and "x\n" not in said
+    with pytest.raises(SystemExit, match="no samples of style.* total"):
+        plot.show_samples(tmp_path, "style")

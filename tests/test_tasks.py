@@ -451,4 +451,5 @@ def test_a_task_without_right_answers_has_no_tiny_model(tmp_path, monkeypatch):
 def test_gsm8ks_gold_is_right_with_and_without_work():
     for answer in ("9 * 2 = <<9*2=18>>18\n#### 18", "18"):
         item = {"question": "9 * 2?", "answer": answer}
-        assert gsm8k.rewards(item, gsm8k.gold(item)) == {"correctness": 1.0, "format": 1.25}
+        found = gsm8k.rewards(item, gsm8k.gold(item))
+        assert found == {"correctness": 1.0, "format": 1.25, "looks_again": False}

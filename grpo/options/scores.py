@@ -52,28 +52,29 @@ def mean(values):
 
 
 # --- A model's answers ----------------------------------------------------------------
-def shares(answers, outcome):
+def shares(answers, outcome, metrics=()):
     """Returns {"right", "right_in_format": {question: its share of answers}}. An answer is right if
-    its reward `outcome` is above 0, and right in format if all its rewards that apply are. Answers
-    to which the outcome does not apply are left out."""
+    its reward `outcome` is above 0, and right in format if all its rewards that apply are, except
+    those in `metrics`. Answers to which the outcome does not apply are left out."""
     found = {"right": {}, "right_in_format": {}}
     for question, group in answers.items():
         rewards = [a["rewards"] for a in group if a["rewards"][outcome] is not None]
         if rewards:
-            whole = [all(v is None or v > 0 for v in given.values()) for given in rewards]
+            judged = [[v for name, v in r.items() if name not in metrics] for r in rewards]
+            whole = [all(v is None or v > 0 for v in values) for values in judged]
             found["right"][question] = fmean(given[outcome] > 0 for given in rewards)
             found["right_in_format"][question] = fmean(whole)
     return found
 
 
-def summary(answers, outcome):
+def summary(answers, outcome, metrics=()):
     """Returns {name: number, or None for a mean of nothing}: the `shares`, each [mean, low, high];
     how often each other reward that applies is positive; the share of truncated answers; their mean
     length; and if there are k > 1 answers to a question, pass@1 (which is "right"), 2, 4, ... k and
     teaching_shares."""
     everything = [answer for group in answers.values() for answer in group]
     found = {"questions": len(answers)}
-    for how, by_question in shares(answers, outcome).items():
+    for how, by_question in shares(answers, outcome, metrics).items():
         values = list(by_question.values())
         found[how] = interval(values, SHARES) if values else None
     for name in [name for name in everything[0]["rewards"] if name != outcome]:
@@ -93,11 +94,11 @@ def summary(answers, outcome):
     return found
 
 
-def columns(models, outcome):
+def columns(models, outcome, metrics=()):
     """Returns the summary of each model's answers. To each but the first it adds "right - first"
     and the like: the paired differences over the questions that both have."""
-    found = [summary(answers, outcome) for answers in models]
-    first, *others = [shares(answers, outcome) for answers in models]
+    found = [summary(answers, outcome, metrics) for answers in models]
+    first, *others = [shares(answers, outcome, metrics) for answers in models]
     for column, other in zip(found[1:], others, strict=True):
         for how, before in first.items():
             after = other[how]
@@ -153,9 +154,9 @@ def mixed_share(a, b, size):
 
 
 # --- Printed --------------------------------------------------------------------------
-NOTE = """right: {} > 0; right_in_format: the other rewards are > 0 as well; "right - first": the
-difference from the first model on the same questions; a group teaches if some of its answers are
-right and some wrong. In brackets: 95 % intervals."""
+NOTE = """right: {} > 0; right_in_format: the other rewards are > 0 as well, except those to which
+the task gives weight 0; "right - first": the difference from the first model on the same questions;
+a group teaches if some of its answers are right and some wrong. In brackets: 95 % intervals."""
 
 
 def table(title, models, results):

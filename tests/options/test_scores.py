@@ -26,6 +26,10 @@ def test_a_gain_in_format_is_no_gain_in_what_is_right():
     found = scores.summary(answers([(1, -1)], [(1, 1.25)], [(-1, 1)], [(1, None)]), "correctness")
     assert found["questions"] == 4 and found["right"][0] == 3 / 4
     assert found["right_in_format"][0] == 2 / 4  # a reward that does not apply is not missed
+    both = [answers([(1, -1)], [(-1, 1)])] * 2
+    metric, again = scores.columns(both, "correctness", ["format"])  # the task weights it 0
+    assert metric["right_in_format"] == metric["right"] and metric["positive_format"] == 1 / 2
+    assert again["right_in_format - first"] == again["right - first"]
     assert found["positive_format"] == pytest.approx(2 / 3)  # of those where it applies
     assert found["truncated"] == 0 and found["completion_tokens"] == 15
     assert found["right"] == scores.interval([1, 1, 0, 1], scores.SHARES) and "pass@1" not in found
