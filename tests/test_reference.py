@@ -25,7 +25,7 @@ MEASURED = 1e-5  # rounding of float32 over batches
 
 
 def constants(**changes):
-    c = SimpleNamespace(KL_BETA=0.1, LORA_RANK=0, TEMPERATURE=1.0)
+    c = SimpleNamespace(KL_BETA=0.1, LORA_RANK=0, TEMPERATURE=1.0, REFERENCE_REFRESH_STEPS=0)
     c.MODEL, c.REFERENCE_ON_CPU, c.MICRO_BATCH_TOKENS = "tiny", False, 24
     c.REFERENCE, c.DTYPE, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS = None, "float32", 8, 8
     vars(c).update(changes)
@@ -89,11 +89,11 @@ def test_all_that_were_asked_for_are_scored_together_when_the_first_is_needed(ti
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_resume(lora_rank, tiny):
     """Algorithm 1, lines 2 and 3; a checkpoint has weights()."""
-    c = constants(LORA_RANK=lora_rank)
+    c = constants(LORA_RANK=lora_rank, REFERENCE_REFRESH_STEPS=1)
     policy = tiny_policy(tiny, drift=0.1, lora_rank=lora_rank)
     there = tiny_policy(tiny, drift=0.1, lora_rank=lora_rank)  # stays as it is
     there.model.load_state_dict(policy.model.state_dict())  # adapters begin with random numbers
-    reference = RefreshedReference(c, policy)
+    reference = make_reference(c, policy, server=None)
     reference.refresh()
     move(policy.model, 0.1)
     moved = [p.clone() for p in policy.model.parameters()]
