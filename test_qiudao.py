@@ -213,7 +213,7 @@ def test_6_three_estimates_of_the_kl():
     The reference is (1/4, 1/2, 1/4): d = ref_logp - logp = (-log 2, log 2, 0). k1 = -d has the mean
     KL by definition, k2 = d^2 / 2 nearly; k3 = exp(d) - d - 1 adds exp(d) - 1 to k1, with the mean
     sum ref - 1 = 0. Gradients differ, as autograd sees a sample's value, not how p draws it. The
-    KL's is E[-d s], s = d log p (and E[s] = 0). What autograd gets from a sample of each:
+    KL's is E[-d s], s = grad log p (E[s] = 0). What autograd gets from a sample of each:
     - k1: s, of mean 0: no penalty
     - k2, and k3 r (UNBIASED_KL): -d s, the KL's gradient
     - k3: (1 - exp(d)) s, of mean p - ref: the gradient of KL(reference || policy)
@@ -221,8 +221,8 @@ def test_6_three_estimates_of_the_kl():
     6. k3 是 KL 的无偏估计，在 reference 附近方差也小；但它的梯度属于另一个 KL。
     reference 为 (1/4, 1/2, 1/4)：d = ref_logp - logp = (-log 2, log 2, 0)。k1 = -d 的均值按定义就是
     KL，k2 = d^2 / 2 略有偏差；k3 = exp(d) - d - 1 比 k1 多 exp(d) - 1，其均值为 sum ref - 1 = 0。梯
-    度则不同，因为 autograd 只看到样本的值，看不到 p 怎样采样。KL 的梯度是 E[-d s]，s = d log p（另
-    有 E[s] = 0）。autograd 从每个样本得到的梯度：
+    度则不同，因为 autograd 只看到样本的值，看不到 p 怎样采样。KL 的梯度是 E[-d s]，s = grad log p
+    （另有 E[s] = 0）。autograd 从每个样本得到的梯度：
     - k1：s，均值为 0：等于没有惩罚
     - k2，以及 k3 r（UNBIASED_KL）：-d s，就是 KL 的梯度
     - k3：(1 - exp(d)) s，均值 p - ref：是 KL(reference || policy) 的梯度"""
@@ -230,7 +230,7 @@ def test_6_three_estimates_of_the_kl():
     p, ref = logp.exp().detach(), torch.tensor([0.25, 0.5, 0.25]).log()
     kl, exact = (logp.exp() * (logp - ref)).sum(), "[3/8 * log(2), -5/16 * log(2), -1/16 * log(2)]"
     check("KL", kl, "1/2 * log(2) - 1/4 * log(2)")
-    check("d KL", gradient(kl, logits), exact)
+    check("grad KL", gradient(kl, logits), exact)
     settings = CLIPS | {"kl_beta": 1.0}  # with A = 0 and w = p the loss is E[k3]
     k3_loss, stats = policy_loss(logp, None, ref, torch.zeros(3), p, **settings)
     unbiased, _ = policy_loss(logp, None, ref, torch.zeros(3), p, **settings, unbiased_kl=True)
@@ -242,12 +242,12 @@ def test_6_three_estimates_of_the_kl():
     ]:
         check(f"E {name}", p @ k, mean)
         check("  variance", p @ k**2 - (p @ k) ** 2, f"{square} - ({mean})**2")
-    check("E d k1", gradient(p @ k1, logits), "[1/2 - 1/2, 1/4 - 1/4, 1/4 - 1/4]")
-    check("E d k2", gradient(p @ k2, logits), exact)
-    check("E d k3", gradient(k3_loss, logits), "[1/2 - 1/4, 1/4 - 1/2, 1/4 - 1/4]")
+    check("E grad k1", gradient(p @ k1, logits), "[1/2 - 1/2, 1/4 - 1/4, 1/4 - 1/4]")
+    check("E grad k2", gradient(p @ k2, logits), exact)
+    check("E grad k3", gradient(k3_loss, logits), "[1/2 - 1/4, 1/4 - 1/2, 1/4 - 1/4]")
     back = gradient(ref.exp() @ (ref - logp), logits)
-    check("d KL(reference || policy)", back, "[1/2 - 1/4, 1/4 - 1/2, 1/4 - 1/4]")
-    check("E d(k3 r)", gradient(unbiased, logits), exact)
+    check("grad KL(reference || policy)", back, "[1/2 - 1/4, 1/4 - 1/2, 1/4 - 1/4]")
+    check("E grad(k3 r)", gradient(unbiased, logits), exact)
 
 
 def test_7_length_bias():
@@ -393,8 +393,8 @@ def test_10_the_logits_are_computed_twice():
 if __name__ == "__main__":
     chinese = os.environ.get("LANG", "").startswith("zh")
     lessons = [value for name, value in vars().items() if name.startswith("test_")]
-    for told in [sys.modules[__name__], *lessons]:
-        print(inspect.getdoc(told).split("\n---\n")[chinese], end="\n\n")
-        if told in lessons:
-            told()
+    for part in [sys.modules[__name__], *lessons]:
+        print(inspect.getdoc(part).split("\n---\n")[chinese], end="\n\n")
+        if part in lessons:
+            part()
             print()

@@ -80,7 +80,7 @@ TEACHERS = {"teacher": "Qwen2.5-7B"}  # preset: the server's model, where it is 
 
 
 def untied(size):
-    """-> the shape of a model whose head is its own, for tests/counting.py."""
+    """-> the shape of a model whose head is its own, for benchmarks/counting.py."""
     shape = dict(zip(SHAPE.split(), MODELS[size], strict=False))
     return shape | {"tie_word_embeddings": False, "max_position_embeddings": 4096}
 

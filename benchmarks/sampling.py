@@ -4,7 +4,7 @@
     python benchmarks/sampling.py out.md     # and writes it to a file
     python benchmarks/sampling.py runs/smollm2_135m [out.md]    # of a model's folder
 
-The model counts (tests/counting.py): completions end by themselves after 64 to 256 tokens, all
+The model counts (benchmarks/counting.py): completions end by themselves after 64 to 256 tokens, all
 lengths equally likely, or are cut at 64. There are 8 prompts x 8 completions at temperature 1, with
 no top-p or top-k. generate gets 64 sequences, each with its prompt, as trainers call it. CPU: 1M
 parameters, float32, one thread. CUDA: the shapes of Qwen2.5 0.5B and 3B, bf16, 64 prompts x 8. A
@@ -31,10 +31,9 @@ import torch
 from transformers import GenerationConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from counting import SHAPE, SPECIALS, build, make_tokenizer, prompt
-
+sys.path.insert(0, str(ROOT))
 from benchmarks import memory
+from benchmarks.counting import SHAPE, SPECIALS, build, make_tokenizer, prompt
 from benchmarks.measure import DEVICE, KIND, facts
 from grpo.models import load_tokenizer, prompt_ids, whole_model
 from grpo.sampler import sample_groups

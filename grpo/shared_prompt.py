@@ -208,8 +208,8 @@ class GroupDecoder:
 # --- Llama's layers, written out ------------------------------------------------------
 # In a small batch a token's time depends on the number of operations, not on their size. This code
 # makes half of the calls and three quarters of the operations of transformers' layers, and took
-# 8 to 21 % less time (1M parameters, 48dacc2). All MODEL_TYPES have the same kind of block:
-# RMS norm (1910.07467), rotary attention (2104.09864), RMS norm, gated MLP (2002.05202), with a
+# 8 to 21 % less time (1M parameters, 48dacc2). All MODEL_TYPES have the same kind of block: RMS
+# norm (1910.07467), rotary attention (2104.09864), RMS norm, gated MLP (2002.05202), with a
 # residual around each half. H hidden size, A query heads.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 

@@ -132,36 +132,14 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, alone):
     assert not (tmp_path / "ran").exists()
 
 
-def anonymous():
-    """-> the bytes of this process that no file backs."""
-    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in x]
-    return 1024 * int(line.split()[1])
-
-
-class LargeEngine(FakeEngine):
-    """Its optimiser's state takes 64 MB; it copies what it loads, as DeepSpeed does."""
-
-    def __init__(self):
-        super().__init__()
-        self.state, self.before, self.taken = torch.zeros(16 << 20), anonymous(), None
-
-    def state_dict(self):
-        return {"rank": 0, "state": self.state}
-
-    def load_state_dict(self, states, load_from_fp32_weights):
-        self.taken = anonymous() - self.before
-        self.state.copy_(states[0]["state"])
-
-    def update_lp_params(self):
-        pass
-
-
-def test_a_resumed_run_does_not_hold_its_optimiser_twice(tmp_path, alone):
+def test_a_resumed_run_maps_its_optimiser_and_does_not_hold_it_twice(tmp_path, alone, monkeypatch):
     """With DeepSpeed's offloading engine the peak was 11.6 bytes a parameter above its own 18, and
     killed the process; mapped from the file it is 1.6."""
-    save(tmp_path, 1, engine=LargeEngine())
-    checkpoint.load(tmp_path / "step_000001", engine := LargeEngine(), a_stream())
-    assert engine.taken < engine.state.nbytes / 8
+    save(tmp_path, 1)
+    found, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *a, **how: found.append(how) or load(*a, **how))
+    checkpoint.load(tmp_path / "step_000001", FakeEngine(), a_stream())
+    assert found and all(how["mmap"] for how in found)
 
 
 # --- Other data -------------------------------------------------------------------------
@@ -233,15 +211,6 @@ def test_a_run_with_other_data_forgets_what_no_longer_compares(name, tmp_path, a
         assert saved(tmp_path) == [3, 6, 7]
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["data"] == changed.get("data", DATA)
-
-
-def test_a_checkpoint_from_before_these_hashes_resumes(tmp_path, alone, capsys):
-    save(tmp_path, 4, best=4, best_accuracy=0.9)
-    path = tmp_path / "step_000004/trainer/state.json"
-    state = json.loads(path.read_text())
-    del state["data"]
-    path.write_text(json.dumps(state))
-    assert opened(tmp_path).best == 4 and "compare" not in capsys.readouterr().out
 
 
 def test_the_hashes_are_of_items_and_of_all_that_a_task_imports(tmp_path, monkeypatch, alone):
@@ -396,22 +365,11 @@ def test_the_best_is_the_first_to_have_reached_its_result_and_never_the_model_it
     assert progress.best == 3
 
 
-def test_what_is_no_link_stays(tmp_path, alone):
+def test_a_folder_that_is_no_link_stays(tmp_path, alone):
     (tmp_path / "best").mkdir()  # somebody's copy
-    checkpoint.point(tmp_path, "best", 3)
-    checkpoint.point(tmp_path, "best", -1)
+    for step in (3, -1):
+        checkpoint.point(tmp_path, "best", step)
     assert (tmp_path / "best").is_dir()
-
-
-def test_ranks_meet_before_they_gather_the_weights_that_they_read(tmp_path, alone, monkeypatch):
-    """One may read for longer than a collective waits."""
-    events, engine = [], FakeEngine()
-    save(tmp_path, 3)
-    monkeypatch.setattr(dist, "barrier", lambda: events.append("meet"))
-    engine.load_state_dict = lambda *_, **__: events.append("read")
-    engine.update_lp_params = lambda: events.append("gather")
-    checkpoint.load(tmp_path / "step_000003", engine, a_stream())
-    assert events == ["read", "meet", "gather"]
 
 
 def test_two_trainers_do_not_share_a_folder(tmp_path):

@@ -58,6 +58,7 @@ shares = {}
 for file in files:
     lines = lines_of(compile(Path(file).read_text(), file, "exec"))
     shares[file] = sum((file, line) in ran for line in lines) / max(len(lines), 1)
+print(trainer.torch._C._accelerator_getAllocatorSettings())
 print(json.dumps(shares))
 """
 
@@ -69,9 +70,12 @@ def lines_of(path):
 def test_a_plain_run_loads_the_core_alone(tiny, tmp_path):
     """It samples, trains, evaluates, saves and resumes, without a server, on a CPU."""
     command = [sys.executable, "-c", RUN, str(tiny), str(tmp_path / "run")]
-    env = {k: v for k, v in os.environ.items() if k not in NEEDED}  # of an earlier test's rank
-    printed = subprocess.check_output(command, cwd=ROOT, text=True, timeout=120, env=env)
-    found = json.loads(printed.splitlines()[-1])
+    kept = {*NEEDED, "PYTORCH_CUDA_ALLOC_CONF"}  # of an earlier test's rank
+    env = {k: v for k, v in os.environ.items() if k not in kept}
+    printed = subprocess.check_output(command, cwd=ROOT, text=True, timeout=300, env=env)
+    *_, allocator, found = printed.splitlines()
+    assert allocator.startswith("expandable_segments:True,pinned_max")  # set before torch came
+    found = json.loads(found)
     shares = {path.removeprefix(f"{ROOT}/"): share for path, share in found.items()}
     core = {path: lines_of(path) for path in shares if not path.startswith("tests")}
     core = {path: number for path, number in core.items() if number}

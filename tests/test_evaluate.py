@@ -7,15 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
-from fakes import tiny_policy
+from fakes import a_recipe, tiny_policy
 from processes import launch
-from safetensors.torch import load_file, save_file
 
 import evaluate
 import grpo_ref_split as trainer
 from grpo.options import reward_processes
 from grpo.options.merge import merge
-from tasks import arithmetic
+from grpo.task import load_task
+from tasks import arithmetic, even
 
 RUN = {"TASK": "even", "MAX_PROMPT_TOKENS": 128, "MAX_COMPLETION_TOKENS": 6, "EVAL_QUESTIONS": 12}
 
@@ -115,8 +115,6 @@ def test_ctrl_c_keeps_what_is_answered_and_the_rest_follows(model, monkeypatch, 
 
 def test_rewards_are_those_of_the_task_as_it_is_now(model, monkeypatch, tmp_path):
     """Also if a module of it or the gold answers have changed: a file of answers has no rewards."""
-    from tasks import even
-
     run(monkeypatch, model, "even")
     before, (path, answers) = numbers()["greedy"]["right"][0], lines()
     assert 0 < before < 1
@@ -161,51 +159,29 @@ def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, mon
     assert row.count("[") == 2 and "  -  " in row
 
 
-def test_answers_of_other_settings_or_weights_have_files_of_their_own(model, monkeypatch):
-    def retrained():
-        weights = bytearray((model / "model.safetensors").read_bytes())
-        weights[len(weights) // 2] ^= 1
-        (model / "model.safetensors").write_bytes(weights)
-
-    def other(name, text):
-        return lambda: (model / name).write_text(text)
-
-    stops = lambda: monkeypatch.setitem(trainer.DEFAULTS, "STOP_TOKENS", ["x"])
-    changes = [lambda: None, stops, retrained]
-    changes += [other("pytorch_model.bin", "a"), other("generation_config.json", "{}")]
-    for number, change in enumerate(changes, 1):
-        change()
-        for _ in range(2):
-            run(monkeypatch, model, "even", "EVAL_QUESTIONS=2")
-        files = list(OURS.glob("*.jsonl"))
-        assert len(files) == number
-        assert all(len(path.read_text().splitlines()) == 1 + 2 for path in files)
+def file_of(model, task=even, secret=1, **constants):
+    """-> the file of a model's greedy answers to a question that has a secret."""
+    recipe = a_recipe([(0, {"question": "?", "secret": secret}, [5, 6])], task=task, **constants)
+    return evaluate.file_for(recipe, "greedy", str(model), evaluate.hashes_of(str(model)), "out")
 
 
-def test_an_adapter_is_known_by_its_base(tiny, model, tmp_path, monkeypatch):
-    base = shutil.copytree(tiny, tmp_path / "base")
-    tiny_policy(base, drift=0.1, lora_rank=4).save(tmp_path / "adapter")
-    as_checkpoint(tmp_path / "adapter")
-    answers = tmp_path / "runs/eval"
-    for number in (1, 2):
-        for _ in range(2):
-            run(monkeypatch, tmp_path / "adapter", "even", "EVAL_QUESTIONS=2")
-        assert len(list(answers.glob("*/*.jsonl"))) == number
-        weights = load_file(base / "model.safetensors")
-        save_file({k: 1.01 * v for k, v in weights.items()}, base / "model.safetensors")
-
-
-def test_a_task_with_replies_is_known_by_its_code_and_items(model, tmp_path, monkeypatch):
-    data, task = tmp_path / "data.json", tmp_path / "asks.py"
-    text = "import json\nfrom pathlib import Path\nfrom tasks.arithmetic import messages\n"
-    text += f"load = lambda split: json.loads(Path({str(data)!r}).read_text())\n"
-    text += "reply = lambda item, turns: None\nrewards = lambda item, turns: 1.0\n"
-    for number, (code, secret) in enumerate([("", 1), ("", 2), ("x = 1", 2)], 1):
-        data.write_text(json.dumps([{"question": "?", "secret": secret}] * 2))
-        task.write_text(text + code)
-        for _ in range(2):
-            run(monkeypatch, model, str(task))
-        assert len(list(OURS.glob("asks-*.jsonl"))) == number
+def test_answers_of_other_settings_weights_or_replies_have_files_of_their_own(model, tmp_path):
+    tiny_policy(model, lora_rank=4).save(adapter := tmp_path / "adapter")
+    found = [file_of(model), file_of(adapter), file_of(model, STOP_TOKENS=["x"])]
+    assert found[0] == file_of(model)
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    found += [file_of(model), file_of(adapter)]  # which is known by its base, too
+    (model / "generation_config.json").write_text("{}")
+    found.append(file_of(model))
+    replies = "reply = lambda item, turns: None\nload = messages = rewards = reply\n"
+    (path := tmp_path / "asks.py").write_text(replies)
+    task = load_task(str(path))  # the replies have a part in the answers
+    found += [file_of(model, task), file_of(model, task, secret=2)]
+    path.write_text(replies + "x = 1")
+    found.append(file_of(model, task))
+    assert len(set(found)) == len(found)
 
 
 MISTAKES = {  # the words, and what is named

@@ -29,12 +29,6 @@ def test_a_part_that_fails_or_hangs_is_a_section_and_not_the_end(tmp_path, capsy
     assert str(path) in capsys.readouterr().out
 
 
-def test_parts_beyond_the_time_are_said_not_to_have_run(tmp_path):
-    path = tmp_path / "report.md"
-    gpu_report.report({"one": ([sys.executable, "-c", "print(1)"], 1)}, path, 0)
-    assert "## one: NOT RUN: the 0 minutes are over" in path.read_text()
-
-
 def test_the_parts_are_files_that_exist():
     for command, minutes in gpu_report.parts_of_the_report().values():
         files = [part for part in command[1:] if part.endswith(".py")]

@@ -1,15 +1,13 @@
 """tasks/gsm8k.py: the format that is rewarded, its prompt and its loader."""
 
-import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 
-from tasks import arithmetic, gsm8k
-from tasks.gsm8k import CORRECT, FORMATTED, UNFORMATTED, WRONG, rewards
+from tasks import gsm8k
+from tasks.gsm8k import CORRECT, FORMATTED, WRONG, rewards
 
 # --- Format ------------------------------------------------------------------------
 GSM8K = Path(__file__).resolve().parents[2] / "shared/data/gsm8k"
@@ -45,21 +43,6 @@ def test_the_format_is_one_thought_and_one_answer():
         assert formatted(completion) == (completion in FORMAT_RIGHT), completion
 
 
-def trained(item, completion):
-    """-> the rewards that are trained on."""
-    return {k: v for k, v in rewards(item, completion).items() if k in arithmetic.REWARD_WEIGHTS}
-
-
-def test_the_two_rewards_are_apart():
-    item = {"question": "9 * 2?", "answer": "#### 18"}
-    good, bad = "<think>a</think><answer>18</answer>", "<think>a</think><answer>17</answer>"
-    assert trained(item, good) == {"correctness": CORRECT, "format": FORMATTED}
-    assert trained(item, bad) == {"correctness": WRONG, "format": FORMATTED}
-    assert trained(item, "18") == {"correctness": CORRECT, "format": UNFORMATTED}
-    assert trained(item, "17") == {"correctness": WRONG, "format": UNFORMATTED}
-    assert (CORRECT, WRONG, FORMATTED, UNFORMATTED) == (1.0, -1.0, 1.25, -1.0)
-
-
 @pytest.mark.parametrize("text, again", [
     ("21 - 28 = -7. However, this makes no sense.", True), ("Wait, that is not 7.", True),
     ("= 7\nwait no", True), ("But wait: 7 is odd", True), ("Let me double-check it.", True),
@@ -73,26 +56,6 @@ def test_an_answer_that_looks_again_is_counted_and_not_rewarded(text, again):
 
 
 # --- Data, and the file itself -----------------------------------------------------
-def test_load_reads_the_hubs_main_data(monkeypatch):
-    def load_dataset(name, config, split):
-        assert (name, config, split) == ("openai/gsm8k", "main", "train")
-        return iter([{"question": "9 * 2?"}])
-
-    fake = types.SimpleNamespace(load_dataset=load_dataset)
-    monkeypatch.setitem(sys.modules, "datasets", fake)
-    monkeypatch.setattr(gsm8k, "DATA", "openai/gsm8k")
-    assert gsm8k.load("train") == [{"question": "9 * 2?"}]
-
-
-def test_messages_ask_for_the_format_that_is_rewarded():
-    system, user = gsm8k.messages({"question": "9 * 2?"})
-    assert user == {"role": "user", "content": "9 * 2?"}
-    assert re.findall(r"</?\w+>", system["content"])[:4] == [
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-    ]
 
 
 def test_importing_a_task_imports_neither_torch_nor_datasets_nor_sympy():
@@ -110,14 +73,14 @@ def test_every_gold_solution_of_gsm8k_is_right_and_its_neighbour_wrong(monkeypat
     monkeypatch.setattr(gsm8k, "DATA", str(GSM8K))
     items = gsm8k.load("train") + gsm8k.load("test")
     assert len(items) == 8792
+    right = {"correctness": CORRECT, "format": FORMATTED}
     for item in items[::10]:
-        assert trained(item, gsm8k.gold(item)) == {"correctness": CORRECT, "format": FORMATTED}
+        assert right.items() <= rewards(item, gsm8k.gold(item)).items()
     for item in items:
         gold = item["answer"].rsplit("####", 1)[1].strip()
         other = int(gold.replace(",", "")) + 1
         tagged = {n: f"<think>a</think>\n<answer>{n}</answer>" for n in (gold, other)}
-        right = {"correctness": CORRECT, "format": FORMATTED}
         assert rewards(item, item["answer"])["correctness"] == CORRECT, item
-        assert trained(item, tagged[gold]) == right, item
+        assert right.items() <= rewards(item, tagged[gold]).items(), item
         assert rewards(item, tagged[other])["correctness"] == WRONG, item
         assert rewards(item, f"#### {other}")["correctness"] == WRONG, item

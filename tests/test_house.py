@@ -4,8 +4,6 @@ import ast
 import doctest
 import graphlib
 import importlib
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -111,17 +109,8 @@ def reached_from(*modules):
     return found
 
 
-SERVERS = {"grpo.options.gate", "grpo.options.live", "ref_server"}  # those that answer requests
-KEPT = {"bottle": SERVERS, "waitress": SERVERS, "sqlite3": set()}  # who may import a library
-
-
 def imports(module, library):
     return any(i == library or i.startswith(f"{library}.") for i in IMPORTS[module])
-
-
-@pytest.mark.parametrize("library", KEPT)
-def test_libraries_of_servers_stay_there(library):
-    assert {module for module in MODULES if imports(module, library)} <= KEPT[library]
 
 
 @pytest.mark.parametrize("process", ["grpo.options.worker", "ref_server"])
@@ -130,38 +119,6 @@ def test_a_worker_and_the_server_need_no_deepspeed(process):
     for module in reached_from(process, "grpo.policy", "grpo.prepare"):
         for library in ("deepspeed", "torch.distributed"):
             assert not imports(module, library), f"{module} must not import {library}"
-
-
-def runs_on_ranks(module):
-    return imports(module, "torch.distributed") or "grpo.ranks" in IMPORTS[module]
-
-
-COLLECTIVES = {"all_reduce", "all_gather_object", "broadcast", "broadcast_object_list", "barrier"}
-FUNCTIONS = [  # (module, function, whether it is a method) of what the ranks run
-    (module, node, isinstance(parent, ast.ClassDef))
-    for module, path in MODULES.items()
-    if module == "grpo_ref_split" or (package(module) != "root" and runs_on_ranks(module))
-    for parent in ast.walk(ast.parse(path.read_text()))
-    for node in ast.iter_child_nodes(parent)
-    if isinstance(node, ast.FunctionDef)
-]
-
-
-def is_collective(function):
-    return (ast.get_docstring(function) or "").startswith("Collective:")
-
-
-COLLECTIVE = {f.name: is_method for _, f, is_method in FUNCTIONS if is_collective(f)}
-
-
-def test_what_all_ranks_must_call_together_says_so():
-    """A rank that calls such a function alone waits for ever: "Collective:" opens its docstring."""
-    assert {"gathered", "add_up", "all_or_none"} < COLLECTIVE.keys()
-    known = COLLECTIVE.keys() | {f"dist.{name}" for name in COLLECTIVES}
-    unmarked = [(m, f) for m, f, _ in FUNCTIONS if m != "grpo_ref_split" and not is_collective(f)]
-    for module, function in unmarked:
-        calls = {ast.unparse(n.func) for n in ast.walk(function) if isinstance(n, ast.Call)}
-        assert not calls & known, f"{function.name} in {module} calls {calls & known}"
 
 
 LONG = {"grpo_ref_split"}  # what CONTRIBUTING's limits except
@@ -186,23 +143,14 @@ def test_there_are_no_circles():
     graphlib.TopologicalSorter({m: IMPORTS[m] & MODULES.keys() for m in MODULES}).prepare()
 
 
-QUIET = """
-import importlib, pathlib, sys, threading
-before = set(pathlib.Path().iterdir())
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-assert set(pathlib.Path().iterdir()) == before
-assert threading.active_count() == 1, threading.enumerate()
-"""
-
-
-def test_importing_does_nothing_but_define(tmp_path):
+def test_importing_does_nothing_but_define():
     """It prints nothing, starts no thread, writes no file and reads no argument."""
-    names = [m for m in MODULES if not m.startswith("tasks") and m != "test_qiudao"]
-    command = [sys.executable, "-c", QUIET, *names]
-    settings = {"cwd": tmp_path, "env": {"PYTHONPATH": str(ROOT)}, "capture_output": True}
-    done = subprocess.run(command, check=False, text=True, **settings)
-    assert done.returncode == 0 and done.stdout == "", done.stdout + done.stderr
+    top = [node for path in FILES for node in ast.parse(path.read_text()).body]
+    assert not [ast.unparse(n) for n in top if isinstance(n, ast.For | ast.While | ast.With)]
+    calls = [n.value for n in top if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+    registers = "AttentionInterface.register"  # of transformers: a name for a function of ours
+    known = {"before_torch", "constants.before_torch", registers}
+    assert {ast.unparse(call.func) for call in calls} == known
 
 
 EXAMPLES = {name: path.read_text().count(">>> ") for name, path in MODULES.items()}
@@ -211,24 +159,6 @@ EXAMPLES = {name: path.read_text().count(">>> ") for name, path in MODULES.items
 @pytest.mark.parametrize("module", filter(EXAMPLES.get, EXAMPLES))
 def test_the_examples_in_the_docstrings_hold(module):
     assert doctest.testmod(importlib.import_module(module)) == (0, EXAMPLES[module])
-
-
-TRAINER = ROOT / "grpo_ref_split.py"
-
-
-def test_a_collective_call_is_marked_where_the_trainer_makes_it():
-    """A rank that does not make it leaves the others waiting: one must see it at the call."""
-    text = TRAINER.read_text()
-    lines, marked = text.splitlines(), 0
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call):
-            attribute = isinstance(node.func, ast.Attribute)
-            name = node.func.attr if attribute else getattr(node.func, "id", None)
-            of_counter = attribute and name == "update" and not COLLECTIVE.get(name)
-            if name in COLLECTIVE and not of_counter:
-                assert "# collective" in lines[node.lineno - 1], lines[node.lineno - 1]
-                marked += 1
-    assert marked > 15
 
 
 def test_pip_and_uv_have_the_same_tested_versions():

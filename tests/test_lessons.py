@@ -1,18 +1,15 @@
-"""The ten lessons of test_qiudao.py: printed in both languages, with every asserted number."""
+"""The ten lessons of test_qiudao.py: printed in both languages."""
 
 import inspect
-import math
 import re
 import runpy
 
 import pytest
-from documents import ROOT, code_words
+from documents import ROOT
 
 import test_qiudao
 
 LESSONS = [thing for name, thing in vars(test_qiudao).items() if name.startswith("test_")]
-CHINESE = re.compile(r"[\u4e00-\u9fff]")
-NAME = re.compile(r"\b[A-Z]+_[A-Z_]+\b|\b[a-z]+_[a-z]+\b")
 
 
 def told(language, monkeypatch, capsys):
@@ -26,21 +23,6 @@ def texts(thing):
     return english, chinese
 
 
-@pytest.mark.parametrize("number, lesson", enumerate(LESSONS, 1))
-def test_a_lesson_has_both_texts_and_both_name_the_same_things(number, lesson):
-    english, chinese = texts(lesson)
-    assert len(CHINESE.findall(chinese)) > 50 and not CHINESE.search(english)
-    for of in (code_words, NAME.findall, formulas):
-        assert set(of(english)) == set(of(chinese)), of
-    for text in (english, chinese):
-        assert text.startswith(f"{number}. ") and text.count("\n") >= 3
-
-
-def formulas(text):
-    """Returns fractions and decimals."""
-    return re.findall(r"\d+(?:\.\d+|(?:/\d+)+)", text)
-
-
 def test_the_story_is_told_in_the_language_of_lang(monkeypatch, capsys):
     stories = [told(language, monkeypatch, capsys) for language in ("en_US.UTF-8", "zh_CN.UTF-8")]
     for language, story in enumerate(stories):
@@ -50,32 +32,6 @@ def test_the_story_is_told_in_the_language_of_lang(monkeypatch, capsys):
     numbers = [re.findall(r"^  \S.*$", story, re.MULTILINE) for story in stories]
     assert numbers[0] == numbers[1]  # what is computed has no language
     assert len(numbers[0]) >= 4 * len(LESSONS)
-
-
-def value(text):
-    """Example: "1/2/2" -> 0.25"""
-    first, *others = map(float, text.split("/"))
-    return first / math.prod(others)
-
-
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_the_fractions_of_a_lesson_are_in_its_lines(lesson, monkeypatch):
-    """Decimals may be rounded; sections of books are none."""
-    by_hand, results = [], []
-
-    def note(name, got, text, **_):
-        by_hand.append(text)
-        results.extend(got.detach().flatten().tolist())
-
-    monkeypatch.setattr(test_qiudao, "check", note)
-    lesson()
-    derived = re.findall(r"\d+(?:\.\d+)?(?:/\d+)*", " ".join(by_hand))
-    for text in texts(lesson):
-        for number in formulas(re.sub(r"section\s[\d.]+|[\d.]+\s节", "", text)):
-            digits = len(number.partition(".")[2])
-            known = [round(x, digits) if digits else x for x in results]
-            known += map(value, derived)
-            assert any(abs(value(number) - x) < 1e-6 for x in known), number
 
 
 def test_a_number_that_is_wrong_is_refused():

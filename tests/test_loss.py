@@ -1,7 +1,7 @@
 """Advantages, weights, log-probs and the loss itself, by hand.
 
 The expected numbers are worked out in the comments, and all variants are tested against an oracle.
-test_loss_trl.py tests the loss against TRL's and Liger's, test_loss_triton.py the fused log-probs.
+test_loss_trl.py tests the loss against TRL's, test_loss_triton.py the fused log-probs.
 """
 
 import pytest
@@ -131,11 +131,6 @@ def test_the_unbiased_kl_of_a_token_that_became_impossible():
     )
     loss.backward()
     assert torch.isfinite(loss) and logps.grad.item() == pytest.approx(0)
-
-
-def test_an_objective_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="ppo"):
-        policy_loss(*hand_batch(), **CLIPS, kl_beta=0.0, objective="ppo")
 
 
 def test_gradients_flow_through_logps_alone():

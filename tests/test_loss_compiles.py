@@ -31,8 +31,9 @@ def ptx_of(kernel, dtype, capability, num_warps, constants):
 
 @NEEDS_TRITON
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("dtype, itemsize", [("bf16", 2), ("fp32", 4), ("fp32 to bf16", 4)])
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability, dtype, itemsize", [
+    (80, "bf16", 2), (90, "fp32 to bf16", 4), (100, "fp32", 4)
+])  # fmt: skip
 def test_the_kernels_compile(capability, dtype, itemsize, tmp_path, monkeypatch):
     """The interpreter runs what does not compile. No register may spill, no float be a double, and
     logits move 16 bytes at a time: with a mask of the odd vocabulary it would be one by one.

@@ -124,12 +124,9 @@ def test_logps_of_a_heads_logits(engine, vocab_size, temperature):
 @pytest.mark.parametrize("vocab, width, count", [
     (97, 97, 1),
     (40, 64, 4),
-    (4096, 4096, 4),
     (4097, 8192, 4),
-    (8192, 9001, 4),
     (9001, 9001, 4),
     (151_665, 151_936, 3),  # Qwen2.5 to 1.5B
-    (152_064, 152_064, 3),  # from 7B on, and all of its columns
 ])  # fmt: skip
 def test_any_width(engine, vocab, width, count):
     hidden, head, ids, slopes = make(count, width=width, device=engine.device)
@@ -139,7 +136,7 @@ def test_any_width(engine, vocab, width, count):
     check(engine, tensors, tolerance=tolerance, vocab_size=vocab, temperature=0.7)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 7, None])
+@pytest.mark.parametrize("rows", [3, None])
 def test_the_result_does_not_depend_on_the_chunks(engine, rows, monkeypatch):
     tensors = make(24 if rows else 140, width=33, device=engine.device)
     if rows:

@@ -16,7 +16,7 @@ from grpo.start import USUAL
 
 ROOT = Path(__file__).parent.parent
 SMALL = QUICK | {"MAX_PROMPT_TOKENS": 64, "EVAL_STEPS": 0, "CPU_THREADS": 1, "REF_SERVER": None}
-TASK = "from tasks.arithmetic import load, messages\n"
+TASK = "from tasks.even import load, messages\n"
 WEIGHED = """
 REWARD_WEIGHTS = {"a": 2.0, "b": 1.0}
 OUTCOME = "b"
@@ -74,7 +74,7 @@ def test_a_teacher_alone_teaches_without_rewards_and_groups(tiny, tmp_path):
     """On-policy distillation in one process; its KL falls, and the outcome is evaluated."""
     teacher = tiny_policy(tiny, drift=0.1)
     teacher.save(tmp_path / "teacher")
-    preset = SMALL | {"MODEL": str(tiny), "TASK": "arithmetic", "RUN_DIR": str(tmp_path / "run")}
+    preset = SMALL | {"MODEL": str(tiny), "TASK": "even", "RUN_DIR": str(tmp_path / "run")}
     preset |= {"REFERENCE": str(tmp_path / "teacher"), "REWARD_WEIGHTS": {}, "GROUP_SIZE": 1}
     preset |= {"KL_BETA": 1.0, "UNBIASED_KL": True, "LOSS_TYPE": "dapo", "LEARNING_RATE": 5e-3}
     preset |= {"PROMPTS_PER_STEP": 32, "SAMPLE_BATCH": 32, "STEPS": 16, "EVAL_STEPS": 16}
@@ -105,7 +105,8 @@ trainer.main(**PRESET)
 """
 
 
-@pytest.mark.parametrize("at", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("at", [2, 3])
 def test_what_ends_a_run_within_a_rollout_is_saved_with_the_updates_that_were_made(
     at, tiny, tmp_path
 ):

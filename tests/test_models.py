@@ -7,17 +7,16 @@ from types import SimpleNamespace
 import jinja2
 import pytest
 import torch
-from fakes import a_recipe, tiny_policy
+from fakes import tiny_policy
 from families import tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import ref_server
 from grpo import models
-from grpo import policy as policy_module
-from grpo.models import check_context, load_model, load_tokenizer, prompt_ids
+from grpo.models import check_context, load_model, prompt_ids
 from grpo.options.merge import merge
-from grpo.policy import load_policy, make_policy
+from grpo.policy import load_policy
 from grpo.sample import Sample
 
 
@@ -126,15 +125,6 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny):
         load_policy(str(tiny), tokenizer, "float32")
 
 
-def test_a_model_without_a_cache_to_share_is_said_to_be_slow(tiny, monkeypatch, capsys):
-    more = {"DTYPE": "float32", "SAMPLER": "torch", "LORA_RANK": 0}
-    c = a_recipe(MODEL=str(tiny), **more).c
-    for cache in (True, False):
-        monkeypatch.setattr(policy_module, "can_cache", lambda model, cache=cache: cache)
-        make_policy(c, AutoTokenizer.from_pretrained(tiny))
-        assert ("SAMPLER" in capsys.readouterr().out) is not cache
-
-
 def test_an_adapter_as_model_is_refused_with_the_command_that_merges_it(tiny, tmp_path):
     tokenizer, adapter = AutoTokenizer.from_pretrained(tiny), tmp_path / "adapter"
     load_policy(str(tiny), tokenizer, "float32", lora_rank=2).save(adapter)
@@ -148,13 +138,6 @@ def test_both_constants_of_the_context_and_their_largest_sum_are_named(tiny):
     c.MAX_COMPLETION_TOKENS = 57
     with pytest.raises(SystemExit, match="MAX_PROMPT_TOKENS = 200 .* 57 exceed .* 256 tokens"):
         check_context(c)
-
-
-@pytest.mark.parametrize("name", ["./m", "/no/m", "runs/g/step_000100", "gpt2"])
-def test_a_model_that_is_not_there_is_named(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=f"MODEL = '{name}'"):
-        load_tokenizer(name)
 
 
 def test_a_model_that_caps_its_scores_is_loaded_so_that_it_does(tmp_path, tiny):

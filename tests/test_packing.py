@@ -34,7 +34,7 @@ def tokens_of(batch, rows, packs):
 @pytest.mark.parametrize("packs", [True, False])
 def test_a_random_sweep(packs):
     """ZeRO-2 communicates in every backward: ranks with unequal counts of them hang."""
-    for seed in range(250):
+    for seed in range(80):
         rows, sizes, budget = random_sizes(seed, packs)
         world = random.Random(seed).choice([1, 2, 3, 8, 50])  # 50 ranks are often more than rows
         order = list(range(len(rows)))

@@ -76,14 +76,6 @@ def test_means_run_over_the_steps_before():
     assert lines[2] == lines[3]  # of few steps a mean would only be late
 
 
-@pytest.mark.parametrize("text", [None, ""])
-def test_a_folder_without_metrics_is_named(tmp_path, text):
-    if text is not None:
-        (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(SystemExit, match=str(tmp_path)):
-        plot.plot(tmp_path)
-
-
 def test_control_characters_of_a_text_are_shown_and_break_no_line(capsys):
     plot.show("completion", "a\x0bb\x1b[2J\r\u2028c\n\tx = 1\n")
     assert capsys.readouterr().out.split("\n")[1:] == [

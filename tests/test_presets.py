@@ -52,15 +52,6 @@ def constants_of(script, module, name, monkeypatch):
     return command_line(module.DEFAULTS, module.__doc__)[1]
 
 
-def test_every_preset_is_tested_and_in_the_docs():
-    here = {path.stem for path in (ROOT / "presets").glob("*.py")}
-    small = {"demo", "calculator", "guess", "smollm2"}  # these models fit any machine
-    assert here - small == set(LAYOUTS)
-    for name in LAYOUTS:
-        assert f"`presets/{name}.py`" in TEXT["docs/memory.md"]
-        assert len((ROOT / f"presets/{name}.py").read_text().splitlines()) <= 16
-
-
 @presets
 def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
     for _, _, script, argument in commands_of(name):
@@ -79,18 +70,6 @@ def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
         assert trained[shared] == served[shared]
     assert (trained["MODEL"] != served["MODEL"]) == (name in TEACHERS)
     assert trained["REF_SERVER"].endswith(f":{served['PORT']}")
-
-
-@presets
-def test_a_presets_gpus_are_those_of_its_commands(name):
-    _, world, _ = LAYOUTS[name]
-    (serving, *_), *_, (training, launcher, *_) = 2 * commands_of(name)
-    assert (launcher == "deepspeed") == (world > 1)
-    if "CUDA_VISIBLE_DEVICES" in training:
-        server, ranks = (set(re.findall(r"\d", text)) for text in (serving, training))
-        assert len(ranks) == world and len(server) == 1 and not server & ranks
-    else:  # all that there are
-        assert world == 1 or {4: "four", 8: "eight"}[world] in doc_of(name)
 
 
 def fits(size, gpu):

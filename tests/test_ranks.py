@@ -17,7 +17,7 @@ from processes import kill, launch, start_ranks
 TOLERANCE = 1e-5
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_gradient_is_the_same_however_the_step_is_cut(ranks, tiny, tmp_path):
     script = Path(__file__).with_name("gradient_run.py")
     launch(ranks, [sys.executable, script, tiny, tmp_path / "out.pt"], tmp_path / "log")

@@ -18,8 +18,7 @@ from grpo.reference import (
 )
 from grpo.remote import RemoteReference
 from grpo.start import make_reference
-from grpo.stop import stop
-from grpo.waits import Refused, TooLong
+from grpo.waits import Refused
 
 MEASURED = 1e-5  # rounding of float32 over batches
 
@@ -109,15 +108,6 @@ def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_resume(lo
         assert all("lora" in name for name in reference.weights())
 
 
-@pytest.mark.parametrize("lora_rank", [0, 2])
-def test_a_reference_on_the_cpu_is_moved_only_where_it_is_a_copy_on_a_gpu(tiny, lora_rank):
-    c = constants(REFERENCE_ON_CPU=True, LORA_RANK=lora_rank)
-    reference = LocalReference(c, tiny_policy(tiny, lora_rank=lora_rank))
-    assert not reference.away
-    reference.away = not lora_rank  # as on a GPU; here both places are the same
-    assert gap(reference, tiny_policy(tiny)) < MEASURED
-
-
 # --- A teacher --------------------------------------------------------------------------
 @pytest.fixture
 def teacher(tiny, tmp_path):
@@ -139,12 +129,6 @@ def test_a_teacher_is_a_model_of_its_own_also_with_adapters(lora_rank, tiny, tea
     assert reference.info == {"model": str(teacher), "dtype": "float32"}
     assert f"a teacher, not MODEL: {teacher}" in capsys.readouterr().out
     assert reference.visiting == 0  # it stays where it is, on a CPU
-
-
-def test_of_model_itself_or_none_nobody_says_that_it_is_a_teacher(tiny, capsys):
-    for c in (constants(), constants(KL_BETA=0)):
-        make_reference(c, tiny_policy(tiny), server=None)
-    assert "teacher" not in capsys.readouterr().out
 
 
 def test_a_teacher_that_does_not_fit_is_refused(tiny, teacher):
@@ -220,14 +204,3 @@ def test_an_error_reaches_those_who_wait_for_it_and_the_next_are_asked_for(remot
     server.fault = None
     server.gate.release()
     assert len(reference.logps(GROUPS[2]).result()) == 4
-
-
-def test_a_rank_that_waits_logs_why_and_does_not_wait_for_ever(remote, monkeypatch, capsys):
-    server, _, first = remote
-    for name, value in {"SPEAK_SECONDS": 0, "STOP_SECONDS": 1.5}.items():
-        monkeypatch.setattr(f"grpo.waits.{name}", value)
-    monkeypatch.setattr(stop, "asked", "SIGTERM")
-    monkeypatch.setattr(stop, "at", time.monotonic())
-    with pytest.raises(TooLong, match="SIGTERM"):
-        first.result()
-    assert server.url in capsys.readouterr().err

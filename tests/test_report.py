@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -22,11 +21,6 @@ from grpo.report import RunFolder, as_json, show
 from grpo.resume import Progress
 
 
-@pytest.fixture
-def one_rank(monkeypatch):
-    monkeypatch.setattr(report.dist, "get_rank", lambda: 0)
-
-
 def report_steps(folder, to, steps, progress):
     """Logs a record for each step, and an evaluation, as a run does that begins at `progress`."""
     constants = {"RUN_DIR": str(folder), "SEED": 7}
@@ -40,7 +34,7 @@ def report_steps(folder, to, steps, progress):
         reporter.close()
 
 
-def test_tensorboard_reads_what_was_reported_without_the_steps_that_were_undone(tmp_path, one_rank):
+def test_tensorboard_reads_what_was_reported_without_the_steps_that_were_undone(tmp_path, alone):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     report_steps(tmp_path, ["tensorboard"], [1, 2, 3, 4], Progress("run"))
@@ -52,7 +46,7 @@ def test_tensorboard_reads_what_was_reported_without_the_steps_that_were_undone(
     assert [e.step for e in events.Scalars("eval_accuracy")] == [3]
 
 
-def test_wandb_offline_has_the_runs_name_constants_and_metrics(tmp_path, one_rank, monkeypatch):
+def test_wandb_offline_has_the_runs_name_constants_and_metrics(tmp_path, alone, monkeypatch):
     """Of the file's format only texts are read: the next test has the steps."""
     for name, value in {"MODE": "offline", "SILENT": "true", "ERROR_REPORTING": "false"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
@@ -83,7 +77,7 @@ def test_what_wandb_has_already_is_overwritten_by_the_first_step_that_it_lacks(m
     assert row == {5: {"kl": 0.5, "eval_accuracy": 0.5}, 6: {"kl": 0.6}, "finished": True}
 
 
-def test_what_fails_is_said_once_and_does_not_end_the_run(tmp_path, one_rank, capsys):
+def test_what_fails_is_said_once_and_does_not_end_the_run(tmp_path, alone, capsys):
     seen, got = [], []
 
     def broken(record):
@@ -180,20 +174,3 @@ def test_a_card_has_what_the_hub_and_a_person_want_to_know(tmp_path, rank):
     assert ModelCard(text).data.base_model is None and "0.250" not in text
     progress |= {"evaluated": 90, "accuracy": -1.0}  # OUTCOME applied to no question
     assert "-1" not in report.model_card(c, state).split("```python")[0]
-
-
-def test_the_code_has_a_commit_where_it_is_a_git_checkout(tmp_path, monkeypatch):
-    here = report.commit.__wrapped__
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    assert here() == "not a git checkout"
-    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
-    (tmp_path / "a.py").touch()
-    for command in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "a"]):
-        subprocess.run([*git, *command], check=True)
-    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True)
-    assert here() == (clean := f"commit `{commit.strip()}`")
-    (tmp_path / "a.py").write_text("changed")
-    assert here().startswith(clean) and here() != clean
-    (tmp_path / "inner").mkdir()  # a copy within another repository
-    monkeypatch.setattr(report, "ROOT", tmp_path / "inner")
-    assert here() == "not a git checkout"

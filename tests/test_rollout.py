@@ -1,6 +1,8 @@
 """A rank's rollout: zero-variance groups are replaced, and what is sent is what was sampled."""
 
 import math
+import random
+import statistics
 from collections import Counter
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ from transformers import AutoTokenizer
 from grpo import rollout
 from grpo.metrics import Clock
 from grpo.policy import load_policy
+from grpo.resume import Progress
 
 
 def rolled_out(outcomes, number, engine=None, **changes):
@@ -144,3 +147,34 @@ def test_a_policy_streams_text_and_ids(tiny):
     assert texts == [policy.text(s) for group in first for s in group.samples]
     assert clock.parts["reward"] > 0
     assert first == sampled(policy, recipe, prompts) != sampled(policy, recipe, prompts, seed=1)
+
+
+# --- How many groups a round begins ------------------------------------------------------
+@pytest.mark.parametrize(("missing", "share", "most", "begun"), [
+    (28, 0.0, 140, 28),
+    (28, 0.5, 140, 64),  # 56 on average, and a standard deviation
+    (28, 0.7, 140, 109),
+    (28, 1.0, 140, 140),
+    (1, 0.5, 2, 2),
+    (3, 0.5, 0, 0),
+    (-2, 1.0, 9, 0),
+])  # fmt: skip
+def test_how_many_groups_a_round_begins(missing, share, most, begun):
+    assert rollout.groups_to_begin(missing, share, most) == begun
+
+
+def test_so_many_are_enough_five_times_in_six():
+    draw = random.Random(1)
+    for share in (0.3, 0.5, 0.7):
+        number = rollout.groups_to_begin(28, share, 10**6)
+        usable = [sum(draw.random() >= share for _ in range(number)) for _ in range(2000)]
+        assert 0.8 < statistics.mean(n >= 28 for n in usable) < 0.95
+
+
+def test_the_share_that_was_flat_is_remembered_and_fades():
+    progress, shares = Progress("run"), []
+    for usable in (5, 10, 10):
+        progress.begin_rollout()
+        progress.count_round(groups=10, usable=usable)
+        shares.append(progress.flat_share)
+    assert shares == pytest.approx([5 / 10, 4 / 18, 3.2 / 24.4])  # earlier groups count 0.8

@@ -34,7 +34,6 @@ from grpo.sample import Group, Sample
 from grpo.start import NoWorkers
 from grpo.stop import stop
 from grpo.waits import TooLong
-from grpo.wire import pack_group, unpack_group
 
 
 class Reference:
@@ -212,13 +211,6 @@ def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, tmp_pa
     assert first["question"] == "?" and first["rewards"] == {"correctness": -1.0, "format": 1.25}
 
 
-def test_a_step_without_anything_to_train_is_logged_also_where_the_outcome_applied_to_none(capsys):
-    metrics = {"completions/clipped_ratio": 0.3, "groups_sampled": 15, "frac_reward_zero_std": 0.75}
-    run = a_run(a_recipe(), progress=Progress("run", step=3, idle=2))
-    report.log_idle(run, metrics, [])
-    assert run.idle_reason in capsys.readouterr().out and "0.75" in run.idle_reason
-
-
 LONG = Sample([7, 7, 7, 2], [-1.0] * 4, rewards={"correctness": 1, "format": 0.5})
 FLAT = Group(0, None, [5], [LONG])
 
@@ -312,14 +304,3 @@ def test_an_evaluation_begins_no_more_questions_once_the_run_is_to_stop(alone, m
     monkeypatch.setattr(stop, "asked", "SIGTERM")
     engine.settings = None
     assert metrics_module.evaluate(engine, 0, recipe, questions) == {} and engine.settings
-
-
-def test_a_workers_group_counts_the_flat_ones_before_it(alone):
-    recipe = a_recipe()
-    for outcome in (MIXED, ALL_WRONG, ALL_RIGHT):
-        (group,) = sampled(FakeEngine(), recipe, prompts_of([outcome]))
-        group.outcome, group.skipped = "correctness", rollout.tally(recipe, group)
-        found = metrics_of(recipe, unpack_group(pack_group(group)))
-        group.skipped = {}
-        two = metrics_module.rollout_metrics(a_run(recipe), Counter(), [group, group])
-        assert found == two and found["groups_sampled"] == 2

@@ -4,7 +4,6 @@ The yardstick is a plain forward of one sequence at a time, without cache or pad
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,17 +21,12 @@ from families import (
 from transformers import GenerationConfig
 
 from grpo.decoder import make_decoder
-from grpo.models import can_cache
 from grpo.sampler import draw, race
 
-
 # --- Every family ------------------------------------------------------------------
-def test_a_stateful_model_is_not_cached():
-    assert not can_cache(SimpleNamespace(_is_stateful=True))  # DeepSeek-V4's word is taken
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, temperature", [*((f, 0.7) for f in FAMILIES), ("qwen2", 1.0)])
 def test_logps_are_those_of_a_plain_forward(family, temperature, model_of):
     """simple_GRPO sampled at 0.9 and took log-probs at 1, of text that it tokenised again."""
     model = model_of(family)
@@ -133,9 +127,6 @@ def test_the_models_generation_config_changes_nothing():
     assert (sample(model, PROMPTS), sample(model, PROMPTS, temperature=0)) == before
 
 
-GROUPS, DRAWS = 20, 20_000
-
-
 def chi_square(counts, probabilities):
     """-> (statistic, limit) of drawn counts (K,) under exact probabilities (K,).
 
@@ -156,44 +147,8 @@ def chi_square(counts, probabilities):
     return statistic, freedom + 5 * (2 * freedom) ** 0.5
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_two_tokens_have_the_probabilities_of_the_softmax(temperature):
-    """Over a vocabulary of 12 ids, all pairs: EOS alone, or a first id and a second."""
-    prompt, eos, few, model = PROMPTS[1], 5, 12, tiny_model("qwen2")
-    model.model.norm.weight.mul_(2)  # so sharp that 20,000 draws tell temperature 0.9 from 1
-
-    def exact_next(ids):
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1, :few]
-        return torch.softmax(logits.double() / temperature, 0)
-
-    first = exact_next(prompt)
-    exact = torch.stack([first[i] * exact_next([*prompt, i]) for i in range(few)])
-    exact[eos] = 0
-    exact[eos, eos] = first[eos]  # ended: counted as the pair (EOS, EOS)
-
-    def statistic(temperature):
-        *groups, _ = sample(
-            model,
-            [*[prompt] * GROUPS, PROMPTS[2]],  # a longer one, so that the others are padded
-            group_size=DRAWS // GROUPS,
-            max_new_tokens=2,
-            vocab_size=few,
-            eos_ids={eos},
-            temperature=temperature,
-        )
-        pairs = torch.tensor([(c.ids * 2)[:2] for c in itertools.chain(*groups)])
-        counts = torch.bincount(pairs[:, 0] * few + pairs[:, 1], minlength=few * few)
-        return chi_square(counts, exact.flatten())
-
-    value, limit = statistic(temperature)
-    assert value < limit
-    value, limit = statistic(0.9 * temperature)  # simple_GRPO's mistake would show
-    assert value > limit
-
-
 def on_a_cpu(logits, generator):
-    return draw(logits, 1.0, generator)
+    return draw(0.7 * logits, 0.7, generator)
 
 
 both_draws = pytest.mark.parametrize("drawn", [on_a_cpu, race])

@@ -3,7 +3,6 @@
 import math
 import re
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,12 +19,10 @@ from grpo.task import (
     TaskError,
     ids_of,
     load_chat,
-    load_items,
     load_split,
     load_task,
     reward_group,
 )
-from tasks import data
 
 QUESTION = {"question": "Why?"}
 
@@ -257,15 +254,6 @@ def test_a_mistake_in_a_function_is_said_with_its_line(tmp_path, monkeypatch):
         load_chat(str(path), task, task.load("train")[0])
 
 
-def test_a_line_of_our_task_py_is_not_shown_as_one_of_a_users_task_py():
-    task = SimpleNamespace(load=lambda split: None)
-    with pytest.raises(TaskError, match="failed with TypeError: "):  # and no line
-        load_items("my/task.py", task, "train")
-    task.load = lambda split: data.records("/nowhere.jsonl", split)
-    with pytest.raises(TaskError, match="failed with FileNotFoundError: "):
-        load_items("my/data.py", task, "train")
-
-
 @pytest.mark.parametrize(("name", "near"), [("cities.py", "cities.py"), ("gsm9k", "gsm8k")])
 def test_a_task_that_is_not_there_is_said(name, near):
     with pytest.raises(SystemExit, match=f"TASK = '{name}'.*{near}"):
@@ -360,12 +348,6 @@ def test_a_task_that_does_not_cope_with_an_empty_completion_is_told_so(mine):
     with pytest.raises(RuntimeError, match="mine.py.*IndexError.*'Why.'.*completion ''") as caught:
         trainer.main()
     assert type(caught.value.__cause__) is IndexError  # with its traceback
-
-
-def test_rewards_that_take_too_long_are_found_before_the_model_is_loaded(mine):
-    mine.rewards = lambda item, text: time.sleep(60)
-    with pytest.raises(RuntimeError, match="failed: .*1 s.*REWARD_TIMEOUT_SECONDS"):
-        trainer.main(REWARD_TIMEOUT_SECONDS=1)
 
 
 def test_a_missing_eval_split_is_found_before_the_model_is_loaded(mine):

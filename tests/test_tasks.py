@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 import runpy
 import secrets
@@ -139,20 +138,6 @@ def test_reasoning_gym_is_right_above_a_score_of_99_percent(fake_gym, monkeypatc
         gym.load("train")
 
 
-@pytest.mark.parametrize("name", ["leg_counting", "prime_factorization", "rush_hour", "countdown"])
-def test_reasoning_gym_itself(name, monkeypatch):
-    pytest.importorskip("reasoning_gym")
-    gym.verifier.cache_clear()
-    monkeypatch.setattr(gym, "NAME", name)
-    monkeypatch.setattr(gym, "SIZES", {"train": 5})
-    for item in gym.load("train"):
-        gold = gym.gold(item)
-        assert gold is None or gym.rewards(item, gold)["correctness"], item
-        for junk in ("", "zz", "42"):
-            if junk != item["answer"]:
-                assert not gym.rewards(item, f"<answer>{junk}</answer>")["correctness"]
-
-
 # --- Mathematics --------------------------------------------------------------------
 SAME = [
     ("0.5", r"\frac{1}{2}"), (r"\dfrac12", r"\frac{1}{2}"), ("1+x", "x+1"),
@@ -220,23 +205,6 @@ def test_a_long_answer_is_read_in_linear_time():
         start = time.process_time()
         assert not math_task.is_right(part * 10_000, "5")
         assert time.process_time() - start < 1, part  # 0.02 s each
-
-
-def test_what_math_verify_sees_it_answers_soon():
-    """In seconds at worst; the seed's expressions took 0.3 s at most, each."""
-    draw = random.Random(0)
-
-    def made(depth):
-        if depth == 0:
-            return draw.choice(["a", "b", "2", "7", r"\pi", "10^{99}"])
-        one, two = made(depth - 1), made(depth - 1)
-        forms = [f"({one}{draw.choice('+-*/')}{two})", f"({one})^{draw.choice('234')}"]
-        return draw.choice([*forms, rf"\sqrt{{{one}}}", rf"\frac{{{one}}}{{{two}}}"])
-
-    seen = [latex for latex in (made(2) for _ in range(60)) if math_task.comparable(latex)]
-    assert len(seen) > 20
-    for latex in seen[:12]:
-        assert not math_task.is_right(latex, r"\frac{\pi}{97}")
 
 
 def test_math_reads_answers_from_solutions(tmp_path, monkeypatch):

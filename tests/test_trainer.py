@@ -13,7 +13,7 @@ from fakes import a_group, a_recipe, a_run, move, sampled, tiny_policy
 import grpo_ref_split as trainer
 from grpo import checkpoint, report
 from grpo.forward import CompletionModel
-from grpo.metrics import TokenStats, with_kl
+from grpo.metrics import TokenStats
 from grpo.proof import TILT, check_reference, check_sampler
 from grpo.resume import Progress
 from grpo.sample import keep_logps
@@ -75,16 +75,6 @@ def test_whose_log_probs_are_the_old_ones():
             assert sum(row.fresh for row in rows) == (2 if other is old else 4)
 
 
-def test_a_completion_near_the_limit_has_a_lower_advantage():
-    group = a_group([(1.0, -1.0), (1.0, -1.0)])  # of 3 tokens and 1
-    assert advantages_of(group) == [0, 0]
-    # The first costs 1/2
-    short = {"MAX_COMPLETION_TOKENS": 4, "OVERLONG_TOKENS": 2, "ADVANTAGE_STD": False}
-    assert advantages_of(group, **short) == [-0.25, 0.25]
-    group.samples[0].is_model_token = [True, False, True]  # the task's token costs nothing
-    assert advantages_of(group, **short) == [0, 0]
-
-
 # --- The update ----------------------------------------------------------------------
 def test_backward_and_optimiser_have_the_threads_that_the_constant_says(monkeypatch):
     """torchrun leaves each rank one thread, with which an offloaded update would take its time."""
@@ -130,14 +120,6 @@ def test_a_run_stops_if_its_sampler_has_other_log_probs(metrics, dtype, error):
 def test_a_run_stops_if_its_reference_begins_with_other_weights(metrics, reference, error):
     with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
         check_reference(metrics, "float32", reference, model="ours")
-
-
-@pytest.mark.parametrize("model, kept", [
-    (None, []), ("ours", ["kl"]), ("larger", ["kl", "teacher_kl"])
-])  # fmt: skip
-def test_the_kl_of_a_teacher_alone_has_a_second_name(model, kept):
-    metrics = {"loss": 0.0, "kl": 0.1, "teacher_kl": 0.2}
-    assert list(with_kl(metrics, {"model": model}, "ours")) == ["loss", *kept]
 
 
 def test_bad_steps_are_kept_and_end_the_run_when_they_follow_each_other(alone, tmp_path):

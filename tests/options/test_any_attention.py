@@ -12,14 +12,8 @@ from grpo.cached import CachedDecoder
 from grpo.decode_attention import attend, mask_of
 from grpo.decoder import make_decoder
 from grpo.options import any_attention, shared_layers
-from grpo.options.any_attention import attend_any, in_one_kernel, in_pieces
+from grpo.options.any_attention import attend_any, in_one_kernel
 from grpo.shared_prompt import LlamaDecoder
-
-
-@pytest.fixture
-def gpus_kernel():
-    with registered(efficient_attention):
-        yield
 
 
 def some(queries, keys, width=8, dtype=torch.float32):
@@ -41,26 +35,6 @@ def test_both_kinds_of_attention_give_the_same_and_its_sums(mask):
     scores = query.double() @ keys.double().mT * 0.3
     scores = scores.masked_fill(where, -torch.inf) if mask else scores
     torch.testing.assert_close(uncapped[1], scores.logsumexp(-1).float(), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("columns", [1, 7, 8, 40, 61])
-@pytest.mark.parametrize("queries", [1, 32, 33])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gpus_kernel_takes_what_decoders_have(dtype, queries, columns, gpus_kernel):
-    """Any number of columns, of a larger room; a mask for all heads and queries; sums in rows of
-    32, of which the rest is not theirs."""
-    query, keys, values = some(queries, 64, dtype=dtype)
-    query = query.transpose(1, 2).contiguous().transpose(1, 2)  # heads innermost
-    keys, values = keys[:, :, :columns], values[:, :, :columns]
-    where = torch.arange(columns) > torch.tensor([0, 3, 99])[:, None, None, None]
-    for mask in (None, mask_of(where, keys)):
-        found = in_one_kernel(query, keys, values, mask, 0.3)
-        exact = (None if x is None else x.float() for x in (query, keys, values, mask))
-        for a, b in zip(found, in_pieces(*exact, 0.3, None), strict=True):
-            assert a.shape == b.shape
-            torch.testing.assert_close(
-                a.float(), b, rtol=0, atol=2e-2 if a.dtype != b.dtype else 1e-5
-            )
 
 
 # --- A decoder's trial finds a kernel that is wrong ----------------------------------

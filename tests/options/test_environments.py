@@ -173,17 +173,6 @@ def test_an_environment_that_is_made_too_late_is_closed(tokenizer):
     assert wait_for(lambda: len(Counter.made) == 2 and not Counter.live)
 
 
-def test_a_message_has_the_role_that_it_says(tokenizer):
-    class Tool(Counter):
-        def reply(self, turn):
-            got = super().reply(turn)
-            return got and got | {"role": "tool"}
-
-    recipe = recipe_of(tokenizer, 2, environment=Tool)
-    (group,) = sampled(Actor(tokenizer, ["One", "two"]), recipe, iter(recipe.prompts))
-    assert "<|im_start|>tool\nleft 1" in tokenizer.decode(group.samples[0].ids)
-
-
 # --- Programs -------------------------------------------------------------------------
 STARTER = """
 import sys, time, threading

@@ -2,9 +2,6 @@
 
 import json
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -192,11 +189,3 @@ def test_the_page_takes_texts_as_texts_and_nothing_from_elsewhere(app):
     for word in (b"innerHTML", b"outerHTML", b"insertAdjacent", b"document.write", b"eval("):
         assert word not in html
     assert b" src=" not in html and html.count(b" href=") == html.count(b' href="data:,"') == 1
-
-
-def test_a_busy_port_and_a_missing_folder_are_one_line(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        for words in ([tmp_path, taken.getsockname()[1]], [tmp_path / "none"]):
-            command = [sys.executable, ROOT / "plot.py", "live", *map(str, words)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-            assert done.returncode == 1 and done.stderr.count("\n") == 1

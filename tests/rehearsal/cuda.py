@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from rehearsal import kernels, rules
 from rehearsal.device import Device
-from rehearsal.events import Recording, SyncDebug, launched, waited
+from rehearsal.events import Recording, SyncDebug, waited
 
 MEMORY = 80 << 30  # bytes that it says it has
 tensor_of_torch, move_of_torch = torch.tensor, torch.nn.Module.to
@@ -27,8 +27,6 @@ join_of_torch, run_of_torch = dist.init_process_group, threading.Thread.run
 class CUDAGraph:
     """The calls that were recorded, to be made again on the same memory."""
 
-    recorded = 0  # kernels of the newest recording
-
     def capture_begin(self, *_, **__):
         assert Recording.current is None, "one graph records at a time"
         self.recording = Recording.current = Recording()
@@ -36,7 +34,6 @@ class CUDAGraph:
     def capture_end(self):
         """Nothing has run yet: what was written gets its values back, what is new has none."""
         recording, Recording.current = self.recording, None
-        CUDAGraph.recorded = len(recording.calls)
         with torch._C._DisableTorchDispatch():
             for tensor, values in reversed(recording.before):
                 tensor.copy_(values)
@@ -47,7 +44,6 @@ class CUDAGraph:
                         x.fill_(torch.nan)
 
     def replay(self):
-        launched("graph")
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             for function, args, kwargs, out in self.recording.calls:
                 again = function(*args, **kwargs)

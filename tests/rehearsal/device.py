@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rehearsal import kernels, rules
-from rehearsal.events import Recording, launched, waited
+from rehearsal.events import Recording, waited
 
 CPU = torch.device("cpu")
 
@@ -122,10 +122,7 @@ def execute(func, args, kwargs):
         waited(reason)
     for argument in written_arguments(func):
         mapped(note_write, value_of(func, argument, args, kwargs))
-    launches = rules.kernels(func, args)
-    if launches:
-        launched(rules.base_name(func), launches)
-    out = computed(func, args, kwargs, flat, Recording.call if launches else run_it)
+    out = computed(func, args, kwargs, flat, Recording.call if rules.is_kernel(func) else run_it)
     return returned(func, args, kwargs, out) if to_gpu else out
 
 
@@ -209,10 +206,9 @@ def copied(func, args, kwargs, to_gpu):
         asynchronous = kwargs.get("non_blocking", False)
         crosses = source.is_cuda != to_gpu
         inputs, settings = (inner_of(source),), kwargs | {"device": CPU, "non_blocking": False}
-    if source.numel():  # of nothing, Copy.cpp returns at once
-        launched("memcpy" if crosses else rules.base_name(func))
-        if crosses and (Recording.current or not asynchronous):
-            waited("copy to the GPU" if source.device == CPU else "copy to the host")
+    # of nothing, Copy.cpp returns at once
+    if source.numel() and crosses and (Recording.current or not asynchronous):
+        waited("copy to the GPU" if source.device == CPU else "copy to the host")
     out = func(*inputs, **settings) if crosses else Recording.call(func, *inputs, **settings)
     if result is not None:
         return result

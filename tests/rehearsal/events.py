@@ -1,4 +1,4 @@
-"""What happens on the pretended GPU: kernels are launched, the host waits, a graph records."""
+"""What happens on the pretended GPU: the host waits, a graph records."""
 
 import contextlib
 import sys
@@ -8,35 +8,18 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 MACHINERY = {str(HERE / f"{name}.py") for name in ("events", "device", "kernels", "cuda")}
-BLOCKS = []  # the Counts of the blocks that run
+BLOCKS = []  # of the blocks that run, their waits by "what waited at file:line"
 DEBUG_MODES = {"default": 0, "warn": 1, "error": 2}
-
-
-class Counts:
-    """What a block did."""
-
-    def __init__(self):
-        self.launches = Counter()  # kernels, by operation
-        self.waits = Counter()  # by "what waited at file:line"
-
-    def __str__(self):
-        lines = [f"{self.launches.total()} launches, {self.waits.total()} waits"]
-        return "\n".join(lines + [f"  {n} x {what}" for what, n in self.waits.most_common()])
 
 
 @contextlib.contextmanager
 def counted():
-    """Yields the Counts of all that the block does, in any thread."""
-    BLOCKS.append(Counts())
+    """Yields how often the host waits in the block, in any thread, by place."""
+    BLOCKS.append(Counter())
     try:
         yield BLOCKS[-1]
     finally:
         BLOCKS.pop()
-
-
-def launched(operation, kernels=1):
-    for block in BLOCKS:
-        block.launches[operation] += kernels
 
 
 def waited(reason, times=1):
@@ -49,7 +32,7 @@ def waited(reason, times=1):
     if BLOCKS:
         place = f"{reason} at {source_line()}"
         for block in BLOCKS:
-            block.waits[place] += times
+            block[place] += times
 
 
 class SyncDebug:

@@ -6,7 +6,7 @@ import torch
 from gpu_kernels import efficient_attention, varlen_attn
 from torch.nn import functional
 
-from rehearsal.events import Recording, launched
+from rehearsal.events import Recording
 
 aten = torch.ops.aten
 attention_of_torch = functional.scaled_dot_product_attention
@@ -49,14 +49,12 @@ ONLY_CUDA |= {
 
 # --- Attention ------------------------------------------------------------------------
 class Attention(torch.autograd.Function):
-    """scaled_dot_product_attention as one kernel, and its backward pass as three."""
+    """scaled_dot_product_attention as one kernel."""
 
     @staticmethod
     def forward(ctx, query, key, value, mask, settings):
         ctx.save_for_backward(query, key, value, mask)
         ctx.settings = settings
-        converted = mask is not None and mask.dtype == torch.bool
-        launched("attention", 3 if converted else 1)
         inner = [x.detach().inner for x in (query, key, value)]
         mask = None if mask is None else mask.inner
         call = functools.partial(attention_of_torch, attn_mask=mask, **settings)
@@ -65,7 +63,6 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         *inputs, mask = ctx.saved_tensors
-        launched("attention backward", 3)
         inner = [x.detach().inner.detach().requires_grad_() for x in inputs]
         mask = None if mask is None else mask.inner
         with torch.enable_grad():
@@ -86,19 +83,17 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
 
 
 class Varlen(torch.autograd.Function):
-    """varlen_attn as one kernel, and its backward pass as three."""
+    """varlen_attn as one kernel."""
 
     @staticmethod
     def forward(ctx, query, key, value, others, settings):
         ctx.save_for_backward(query, key, value)
         ctx.call = functools.partial(varlen_of_inner, others=others, settings=settings)
-        launched("varlen attention")
         inner = [x.detach().inner for x in (query, key, value)]
         return type(query.detach())(Recording.call(ctx.call, *inner))
 
     @staticmethod
     def backward(ctx, grad):
-        launched("varlen attention backward", 3)
         inner = [x.detach().inner.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
             out = ctx.call(*inner)
@@ -125,6 +120,5 @@ def rms_norm(x, shape, weight=None, eps=None):
         return rms_norm_of_torch(x, shape, weight, eps)
     if not all(t.is_cuda for t in tensors):
         raise RuntimeError("Expected all tensors to be on the same device (rms_norm)")
-    launched("rms_norm")
     inner = [None if t is None else t.detach().inner for t in (x, weight)]
     return type(x.detach())(Recording.call(rms_norm_of_torch, inner[0], list(shape), inner[1], eps))

@@ -1,4 +1,4 @@
-"""What CUDA refuses, what the host waits for, and how many kernels an operation launches.
+"""What CUDA refuses, what the host waits for, and what is a kernel.
 
 An operation is one that PyTorch dispatches: torch._ops.OpOverload. Its tensors of the GPU say that
 they are on cuda:0, here too. Sources are files of PyTorch, in aten/src/ATen/native.
@@ -19,9 +19,6 @@ UNKNOWN_SIZE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 # Allocations, views that are not marked as such, and a copy that is counted as a wait
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
 FREE |= {"_unsafe_view", "_reshape_alias", "_local_scalar_dense", "resize_", "set_", "lift"}
-# Operations that launch several kernels; the others launch one. Of a sort it is a guess
-KERNELS = {"nonzero": 4, "isin": 2, "multinomial": 9, "embedding_dense_backward": 8, "sort": 4}
-KERNELS |= {"topk": 3, "_unique2": 8, "repeat_interleave": 3, "equal": 3}
 
 
 def is_gpu(device):
@@ -109,16 +106,9 @@ def waits(func, args):
         yield name
 
 
-# --- What is launched -----------------------------------------------------------------
-def kernels(func, args):
-    """Returns how many kernels an operation launches."""
-    name = base_name(func)
-    if name in FREE or is_view(func):
-        return 0
-    if name in ("index_put", "index_put_", "_index_put_impl_"):
-        accumulates = len(args) > 3 and args[3]
-        return 8 if accumulates else 1  # Indexing.cu: it sorts
-    return KERNELS.get(name, 1)
+# --- What is a kernel -----------------------------------------------------------------
+def is_kernel(func):
+    return base_name(func) not in FREE and not is_view(func)
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""The pretended GPU itself: it refuses what CUDA refuses, and it counts. The other files show with
-models that it computes what a CPU does."""
+"""The pretended GPU itself: it refuses what CUDA refuses, and counts waits. The other files show
+with models that it computes what a CPU does."""
 
 import pytest
 import torch
@@ -15,16 +15,12 @@ def on_gpu(*numbers):
 # --- What CUDA refuses --------------------------------------------------------------------
 MISUSES = {
     "a sum": lambda x: x + torch.ones(3),
-    "an assignment": lambda x: torch.ones(3).add_(x),
-    "cat": lambda x: torch.cat([x, torch.ones(3)]),
-    "a product": lambda x: torch.ones(3, 3) @ x,
     "an index of the GPU into the CPU": lambda x: torch.ones(3)[x.long()],
     "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(
         x.view(1, 3, 1), torch.ones(1, 3, 1), x.view(1, 3, 1)
     ),
     "a generator": lambda x: x.uniform_(generator=torch.Generator()),
     "NumPy": lambda x: x.numpy(),
-    "a product of integers": lambda x: x.long().view(1, 3) @ x.long(),
     "a kernel of the CPU": lambda x: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *[x.view(1, 1, 3, 1)] * 3
     ),
@@ -42,17 +38,12 @@ def test_what_cuda_refuses_raises(misuse):
 # --- What is counted ----------------------------------------------------------------------
 WAITS = {  # how often
     "item": (1, lambda x: x.sum().item()),
-    "bool": (1, lambda x: bool((x > 0).all())),
     "tolist": (1, lambda x: x.tolist()),
-    "cpu": (1, lambda x: x.cpu()),
     "numbers": (1, lambda x: torch.tensor([1, 2], device="cuda")),
     "a list as index": (1, lambda x: x[[0, 1]]),
     "nonzero": (1, lambda x: x.nonzero()),
     "a mask as index": (1, lambda x: x[x > 0]),
-    "filling by a mask": (0, lambda x: x.masked_fill_(x > 0, 1.0)),
     "repeat_interleave": (1, lambda x: x.repeat_interleave(x.long())),
-    "repeat_interleave by a number": (0, lambda x: x.repeat_interleave(2)),
-    "isin of few": (0, lambda x: torch.isin(x, x)),
     "isin of many": (1, lambda x: torch.isin(x, x.repeat(9))),
     "synchronize": (1, lambda x: torch.cuda.synchronize()),
     "an asynchronous copy": (0, lambda x: x.copy_(torch.ones(3), non_blocking=True)),
@@ -66,20 +57,8 @@ def test_waits_are_counted_by_their_line(what):
     x = on_gpu(1.0, 2.0, 3.0)
     with counted() as counts:
         function(x)
-    assert counts.waits.total() == times, counts
-    assert all("at tests/rehearsal/test_device.py:" in place for place in counts.waits)
-
-
-def test_launches_are_counted_but_not_views_and_allocations():
-    x = on_gpu(1.0, 2.0, 3.0, 4.0)
-    with counted() as counts:
-        y = x.view(2, 2).mT[0]
-        torch.empty_like(x)
-    assert not counts.launches
-    with counted() as counts:
-        (y * 2).exp_()
-        torch.zeros(3, device="cuda")
-    assert counts.launches == {"mul": 1, "exp_": 1, "zeros": 1}
+    assert counts.total() == times, counts
+    assert all("at tests/rehearsal/test_device.py:" in place for place in counts)
 
 
 # --- Graphs -------------------------------------------------------------------------------

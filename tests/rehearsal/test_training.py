@@ -8,7 +8,6 @@ from oracle import VARIANTS, error, make, run
 import grpo_loss_triton
 from grpo import loss as plain_loss
 from grpo.forward import CompletionModel
-from rehearsal.measured import micro_batch_cost, model_of
 
 # Float32, over families, ways and losses; measured: 7e-6 relative at most
 TOLERANCE = 3e-5
@@ -76,21 +75,3 @@ def test_every_variant_of_the_loss_has_the_cpus_gradient(variant):
     assert {x.device.type for x in stats.values()} == {"cuda"}
     for mine, theirs in zip(found, expected, strict=True):
         assert error(mine.cpu(), theirs) < TOLERANCE
-
-
-@pytest.mark.parametrize("packs, checkpointing, most, most_back, waits", [
-    # launches of forward and loss, of backward, each a layer; waits
-    (True, True, 42, 135, 6),
-    (True, False, 42, 95, 6),
-    (False, True, 80, 255, 6),  # two batches of like length
-])  # fmt: skip
-def test_a_micro_batch_launches_and_waits_a_bounded_number_of_times(
-    packs, checkpointing, most, most_back, waits
-):
-    """Without what the trainer brings to the GPU itself: test_runs.py counts that, too."""
-    way = {"packs": packs, "checkpointing": checkpointing}
-    costs = [micro_batch_cost(model_of("qwen2", layers), **way) for layers in (1, 2)]
-    (one, one_back), (two, two_back) = costs
-    assert two.launches - one.launches <= most
-    assert two_back.launches - one_back.launches <= most_back
-    assert two.waits.total() <= waits and not two_back.waits, two.waits

@@ -1,6 +1,11 @@
 """arithmetic's questions, with a reward that a random model meets half of the time: even length."""
 
-from tasks.arithmetic import REWARD_WEIGHTS, load, messages  # noqa: F401
+from tasks import arithmetic
+from tasks.arithmetic import REWARD_WEIGHTS, messages  # noqa: F401
+
+
+def load(split):
+    return arithmetic.load(split)[:64]  # prompts of all 6000 would take seconds at each start
 
 
 def rewards(item, completion):

@@ -1,7 +1,7 @@
 """A task and a model for it, whose completions count, <c0><c1><c2>..., and stop after LOW to HIGH
 tokens, all lengths equally likely: realistic work for samplers and trainers without a download.
 
-    python grpo_ref_split.py TASK=tests/counting.py MODEL=...    # a folder from make_model
+    python grpo_ref_split.py TASK=benchmarks/counting.py MODEL=...    # a folder from make_model
 
 The model is a Qwen2 of 1M parameters. Its weights make the next token depend on the last one alone,
 so lengths come from the model itself, by its EOS, and every engine samples the same lengths.
