@@ -63,9 +63,8 @@ OF_MODEL = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
 
 
 def command_line():
-    """Returns (options, constants, date). The constants are the trainer's; the run of a model that
-    is a checkpoint overrides them (the last such model wins), and so does the command line. The
-    date is that run's, or None."""
+    """Returns (options, constants). The constants are the trainer's; the run of a model that is a
+    checkpoint overrides them (the last such model wins), and so does the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
@@ -79,24 +78,22 @@ def command_line():
     options = parser.parse_intermixed_args(words)
     if options.samples < 0:
         raise SystemExit(f"--samples {options.samples} must be 0 or more")
-    values, date = {}, None
+    values = {}
     for model in options.models:
-        of_run, its_date = run_of(model, options.task)
-        values, date = values | of_run, its_date or date
+        values |= run_of(model, options.task)
     own = {"TASK": options.task, "LORA_RANK": 0}
-    return options, settled(trainer.DEFAULTS, values | given | own), date
+    return options, settled(trainer.DEFAULTS, values | given | own)
 
 
 def run_of(model, task):
-    """Returns (constants, date) of the run that saved `model`: the constants on which answers
-    depend, by name. ({}, None) if `model` is not the folder of a checkpoint."""
+    """Returns the constants, by name, of the run that saved `model`, as far as answers depend on
+    them. {} if `model` is not the folder of a checkpoint."""
     if not (state := state_file(model)).is_file():
-        return {}, None
-    state = json.loads(state.read_text())
+        return {}
+    run = json.loads(state.read_text())["constants"]
     say(f"the constants are those of the run that saved {model}")
-    run = state["constants"]
     names = OF_RUN + (OF_TASK if run["TASK"] == task else ())
-    return {name: run[name] for name in names if name in run}, state.get("data", {}).get("date")
+    return {name: run[name] for name in names if name in run}
 
 
 # --- The file of answers ----------------------------------------------------------------
@@ -226,13 +223,12 @@ def print_junk(recipe):
         say(f"positive rewards of {what}: {earned}{warning}")
 
 
-def answers_of(c, options, date, model, submit, rank, world):
+def answers_of(c, options, model, submit, rank, world):
     """Returns (names, folder, {kind: {question: answers}}) of a model, kinds "greedy" and "N
     samples ..."; names are the outcome's and those of rewards to which the task gives weight 0.
-    Each rank answers its share of the questions that the files lack. `submit` is start_submit's;
-    `date` is that of the prompts (prepare_task)."""
+    Each rank answers its share of the questions that the files lack; `submit` is start_submit's."""
     c, hashes = c.but(MODEL=base_of(model)), hashes_of(model)
-    tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1, date=date)
+    tokenizer, recipe = prepare_task(c, split=c.EVAL_SPLIT, shown=1)
     recipe.submit = submit
     prompts, policy, found = recipe.prompts[: c.EVAL_QUESTIONS], None, {}
     if options.samples and rank == 0 and model == options.models[0]:
@@ -286,7 +282,7 @@ def report(c, models, results):
 
 
 def main():
-    options, c, date = command_line()
+    options, c = command_line()
     for model in options.models:
         load_base_tokenizer(model)  # fails early if the model is missing
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -296,9 +292,7 @@ def main():
         say(f"using one of {gpus} GPUs; start with `deepspeed` instead of `python` to use all")
     try:
         submit = start_submit(c, load_task(c.TASK))
-        results = [
-            answers_of(c, options, date, model, submit, rank, world) for model in options.models
-        ]
+        results = [answers_of(c, options, model, submit, rank, world) for model in options.models]
         if rank == 0:
             report(c, options.models, results)
         if world > 1:

@@ -25,7 +25,6 @@ the LM head, H hidden size. A `step` is one optimiser update, or an attempt with
 
 import itertools
 import math
-import sys
 from collections import Counter
 
 from grpo import checks
@@ -160,7 +159,7 @@ from grpo.proof import check_sampler
 from grpo.report import check_update, log_idle, report_end, show
 from grpo.sample import keep_logps
 from grpo.start import start_run
-from grpo.stop import Refused, TooLong, stop
+from grpo.stop import stop
 from grpo.task import load_questions
 
 
@@ -421,12 +420,12 @@ def evaluate_if_due(run):
 def main(**given):
     """Trains with the constants above, except for those that are given."""
     c = checks.settled(DEFAULTS, given)
-    date = resume.check_run_dir(c.RUN_DIR, c.RESUME)
+    resume.check_run_dir(c.RUN_DIR, c.RESUME)
     if c.REPORT_TO:
         from grpo.options.reporters import check_reporters
 
         check_reporters(c.REPORT_TO)
-    tokenizer, recipe, server = prepare(c, date, needs_server=bool(c.REF_SERVER and c.KL_BETA))
+    tokenizer, recipe, server = prepare(c, needs_server=bool(c.REF_SERVER and c.KL_BETA))
     questions = load_questions(recipe, tokenizer)
     ranks.join_ranks(c.WAIT_LIMIT_SECONDS)  # collective
     _lock = checkpoint.leads(c.RUN_DIR) and resume.lock_run(c.RUN_DIR)  # collective; to the end
@@ -454,7 +453,4 @@ def worker(**given):
 
 
 if __name__ == "__main__":
-    try:
-        (worker if role else main)(**given)
-    except (Refused, TooLong) as error:
-        sys.exit(str(error))
+    (worker if role else main)(**given)

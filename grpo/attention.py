@@ -1,6 +1,6 @@
 """Attention over one row of packed sequences. Only this file knows where each sequence begins.
 
-    row = Row(prompts, completions, device, varlen=False)
+    row = Row(prompts, completions, device)
     with attention_is(PACKED, model.config):
         model(input_ids=row.ids, position_ids=row.positions, packed=row)
 
@@ -8,16 +8,14 @@ The row holds a prompt, its completions, the next prompt, and so on. It is cut i
 with its first completion, and each further completion with the keys and values of its prompt
 gathered in front. A part's last query sees all keys of the part, each query before it one key less.
 
-On CUDA in bfloat16 one kernel, torch's varlen_attn, runs all parts without padding or mask.
-Elsewhere scaled_dot_product_attention runs buckets. A bucket holds parts of similar length, padded
-on the right, whose prompts have equally many keys.
+scaled_dot_product_attention runs buckets. A bucket holds parts of similar length, padded on the
+right, whose prompts have equally many keys. On CUDA in bfloat16 options/varlen.py has one kernel.
 
 Symbols: L tokens of the row, D width of a head, B parts of a bucket.
 """
 
 import contextlib
 import functools
-import itertools
 import sys
 
 import torch
@@ -35,7 +33,9 @@ class Row:
     """Prompts and completions as one row: `ids` and `positions` (1, L), and `states` (N,), the
     indices of the states that predict completions. Neighbours with the same prompt share it."""
 
-    def __init__(self, prompts, completions, device, *, varlen):
+    kernel = None  # a method of VarlenRow, which attends without buckets
+
+    def __init__(self, prompts, completions, device):
         self.device, self.parts, self.masks = device, [], {}
         self.told = set()  # what layers report: window; heads and widths of queries, keys, values
         ids, positions, states, last = [], [], [], None
@@ -53,17 +53,9 @@ class Row:
                 self.parts.append((keys, range(begin, len(ids))))
         self.ids, self.positions = self.tensor([[ids], [positions]])
         self.states = self.tensor(states)
-        self.varlen = self._ends() if varlen else None
 
     def tensor(self, numbers, dtype=torch.int64):
         return torch.tensor(numbers, dtype=dtype, device=self.device)
-
-    def _ends(self):
-        """Returns the indices of all parts' keys, and the ends and lengths for varlen_attn."""
-        sizes = [*zip(*((len(own), len(keys) + len(own)) for keys, own in self.parts))]
-        ends = self.tensor([[0, *itertools.accumulate(x)] for x in sizes], torch.int32)
-        keys = [i for before, own in self.parts for i in (*before, *own)]
-        return self.tensor(keys), (*ends, *map(max, sizes))
 
     @functools.cached_property
     def buckets(self):
@@ -124,15 +116,8 @@ def packed_attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, heads, D)
     options = {name: options.get(name) for name in ("softcap", "s_aux")}  # Gemma 2; gpt-oss's sinks
     plain = set(map(type, options.values())) == {type(None)}
-    if packed.varlen and plain:
-        # torch 2.14 may run cuDNN's kernel here, whatever own_device has set (pytorch #193630)
-        from torch.nn.attention.varlen import varlen_attn
-
-        keys, ends = packed.varlen
-        key, value = key.index_select(0, keys), value.index_select(0, keys)
-        # FlashAttention aligns a causal mask to the end of the keys
-        settings["window_size"] = -1 if window is None else window - 1, 0
-        return varlen_attn(query.contiguous(), key, value, *ends, **settings)[None], None
+    if packed.kernel and plain:
+        return packed.kernel(query, key, value, window, **settings)[None], None
     buckets, queries, keys, place = packed.buckets
     query = query.index_select(0, queries).split([b * own for b, _, own in buckets])
     sizes = [b * (before + own) for b, before, own in buckets]

@@ -19,7 +19,6 @@ number of ranks has changed, each rank needs the files of all.
 
 import contextlib
 import json
-import os
 import random
 import shutil
 import socket
@@ -89,7 +88,7 @@ def save_run(run):
         point(folder, "best", p.best)  # before the old best is deleted
     saved = saved_in(folder) if leader else []
     kept = [path for path in saved if step_of(path) <= p.step][-c.KEEP_CHECKPOINTS :]
-    linked = {step_of(Path(target_of(link))) for link in folder.glob("best*")}
+    linked = {step_of(link.readlink()) for link in folder.glob("best*") if link.is_symlink()}
     for path in set(saved) - set(kept):  # later ones are incomplete, or from before a resume
         if step_of(path) not in linked | {p.best}:
             shutil.rmtree(path)
@@ -184,8 +183,7 @@ def save_failed(run):
 
 
 def point(folder, name, step):
-    """Atomically makes folder/name a link to the checkpoint of `step`; removes it if `step` is -1.
-    On a disk without links folder/name is a file that holds the checkpoint's name."""
+    """Atomically makes folder/name a link to the checkpoint of `step`, or removes it: -1."""
     link, draft = Path(folder, name), Path(folder, f".{name}_{dist.get_rank()}")
     if link.is_dir() and not link.is_symlink():
         say(f"{link} is a folder, not our link to a checkpoint, so it is not replaced")
@@ -193,18 +191,8 @@ def point(folder, name, step):
         link.unlink(missing_ok=True)
     else:
         draft.unlink(missing_ok=True)
-        try:
-            draft.symlink_to(f"step_{step:06d}")
-        except OSError:
-            draft.write_text(f"step_{step:06d}\n")
+        draft.symlink_to(f"step_{step:06d}")
         draft.replace(link)
-
-
-def target_of(link):
-    """Returns the name of the checkpoint to which point() made this link, or file; else ""."""
-    if link.is_symlink():
-        return os.readlink(link)
-    return link.read_text("utf-8", "replace").strip() if link.is_file() else ""
 
 
 def state_file(checkpoint):

@@ -11,7 +11,7 @@ import time
 import requests
 from requests.adapters import HTTPAdapter
 
-from grpo.stop import Refused, Wait
+from grpo.waits import Refused, Wait
 
 # Errors of a call if no server runs, or if the server dies in the middle of its answer
 CUT_OFF = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo.attention import PACKED, Row, attention_is, of_like_length, packed_attention
+from grpo.attention import PACKED, Row, attention_is, of_like_length
 from grpo.devices import is_nvidia, is_out_of_memory
 from grpo.models import can_cache, padded, supported
 
@@ -44,12 +44,13 @@ class CompletionModel(torch.nn.Module):
         self.separable = has_plain_head(model)
         if not self.separable:
             self.notes.append("this model has no plain LM head, so the loss keeps all logits")
-        self.packs = not (fault := self._fault_of_packing(varlen=False))
+        self.varlen = False
+        self.packs = not (fault := self._fault_of_packing())
         if fault:
             self.notes.append(f"sequences can't be packed, so each repeats its prompt: {fault}")
-        kernel = self.packs and is_nvidia(model.device) and model.dtype == torch.bfloat16
-        self.varlen = kernel and not (fault := self._fault_of_packing(varlen=True))
-        if kernel and fault:
+        self.varlen = self.packs and is_nvidia(model.device) and model.dtype == torch.bfloat16
+        if self.varlen and (fault := self._fault_of_packing()):
+            self.varlen = False
             self.notes.append(f"attention is slower, without torch's varlen_attn: {fault}")
 
     @property
@@ -59,11 +60,16 @@ class CompletionModel(torch.nn.Module):
     def forward(self, prompts, completions):
         """Returns states (N, H) in the model's dtype, and the ids (N,) that they predict."""
         if self.packs:
-            row = Row(prompts, completions, self.model.device, varlen=self.varlen)
-            states = self._packed(row)
+            states = self._packed(self._row(prompts, completions))
         else:
             states = self._plain(prompts, completions)
         return states, torch.tensor([i for c in completions for i in c], device=states.device)
+
+    def _row(self, prompts, completions):
+        kind = Row
+        if self.varlen:
+            from grpo.options.varlen import VarlenRow as kind
+        return kind(prompts, completions, self.model.device)
 
     def _packed(self, row):
         with attention_is(PACKED, self.model.config):
@@ -92,16 +98,16 @@ class CompletionModel(torch.nn.Module):
         return logits if keep else logits.index_select(1, columns)
 
     @torch.no_grad()
-    def _fault_of_packing(self, *, varlen):
+    def _fault_of_packing(self):
         """Returns why packed sequences give other states than plain ones, or None. Tries three
         sequences."""
         if not can_cache(self.model):  # a recurrent state would continue into the next sequence
             return "this model does not work with a KV cache alone"
         sequences = [[1, 2, 3], [1, 2, 3], [4, 5, 6, 7, 8]], [[3, 2, 1], [2, 6], [5, 4, 3]]
-        row = Row(*sequences, self.model.device, varlen=varlen)
+        row = self._row(*sequences)
         try:
             packed = self._packed(row)
-            gap = gap_of_varlen(row.told, packed) if varlen else 0
+            pairs = row.trial(packed) if self.varlen else []
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -110,7 +116,7 @@ class CompletionModel(torch.nn.Module):
         if {told[0] for told in row.told} != {getattr(x, "sliding_window", None) for x in layers}:
             return "transformers' attention interface does not get this model's window"
         states = self._plain(*sequences)
-        gap = max(gap, distance(packed, states))
+        gap = max(distance(*pair) for pair in [(packed, states), *pairs])
         return None if gap <= limit_of(states) else f"packed states would differ by {gap:.1g}"
 
 
@@ -143,24 +149,6 @@ def limit_of(states):
     """Returns the largest distance that counts as rounding. Measured: in float32 3e-7 at most, with
     a missing mask 0.2 to 0.9."""
     return 1e-3 if states.dtype == torch.float32 else 0.1
-
-
-def gap_of_varlen(told, like):
-    """Returns how far varlen_attn, forward and backward, is from buckets on 200 keys, beyond one
-    tile of the kernel; with what the layers of a Row have `told`."""
-    prompts, completions = [[1] * 90] * 3 + [[2] * 3], [[1] * 112, [1], [1] * 71, [1] * 40]
-    rows = [Row(prompts, completions, like.device, varlen=varlen) for varlen in (True, False)]
-    draw, gaps = torch.Generator().manual_seed(0), [0.0]
-    for window, *shapes in told:
-        shapes = [(1, heads, rows[0].ids.shape[1], width) for heads, width in shapes]
-        qkv = [torch.randn(x, generator=draw).to(like).requires_grad_() for x in shapes]
-        found, options = [], {"sliding_window": window and min(window, 64)}
-        with torch.enable_grad():
-            for row in rows:
-                out, _ = packed_attention(None, *qkv, None, packed=row, **options)
-                found.append((out, *torch.autograd.grad(out.square().sum(), qkv)))
-        gaps += map(distance, *found)
-    return max(gaps)
 
 
 # --- Gradient checkpointing -----------------------------------------------------------

@@ -7,15 +7,11 @@ import inspect
 import json
 import math
 import os
-import re
 import sys
 from pathlib import Path
 
 import jinja2
-import requests
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,8 +25,6 @@ from grpo.constants import fault_of
 from grpo.devices import accelerator, is_out_of_memory
 from grpo.log import announced, say
 
-HUB_SECONDS = 10  # how long to wait for the model hub; higher waits longer without a network
-
 
 def load_tokenizer(name, constant="MODEL"):
     """Returns the model's tokenizer. Raises SystemExit, with the `constant` that names the model,
@@ -39,26 +33,10 @@ def load_tokenizer(name, constant="MODEL"):
         if fault := fault_of(name):
             raise OSError(fault)
         with announced("the model hub"):
-            check_hub(name)
             return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise SystemExit(
             f"{constant} = {name!r} can't be loaded from a folder or from the hub: {error}"
-        ) from error
-
-
-def check_hub(name):
-    """Raises OSError if a model must come from the hub and that does not answer: transformers would
-    try again for a minute."""
-    here = Path(name).is_dir() or isinstance(try_to_load_from_cache(name, "config.json"), str)
-    if here or HF_HUB_OFFLINE:
-        return
-    try:
-        requests.head(ENDPOINT, timeout=HUB_SECONDS)
-    except requests.RequestException as error:
-        raise OSError(
-            f"there is no folder {Path(name).absolute()}, and {ENDPOINT} does not answer"
-            f" ({type(error).__name__}). MODEL=my/folder takes a model that is on this machine"
         ) from error
 
 
@@ -103,21 +81,20 @@ def choose_dtype(dtype, device):
     return dtype
 
 
-def whole_model(name, generation_config=None, **options):
-    """Returns from_pretrained's model, with a generation config that can be saved. Raises
-    SystemExit if it can't be loaded, or if the files lack weights of config.json's model or have
-    other shapes: transformers would fill these weights with random numbers."""
+def whole_model(name, **options):
+    """Returns from_pretrained's model, with an empty generation config: the file's top_p and the
+    like are not what is trained, and transformers refuses to save some of them. Raises SystemExit
+    if the model can't be loaded, or if the files lack weights of config.json's model or have other
+    shapes: transformers would fill these weights with random numbers."""
     if settings_in(name, "config.json").get("quantization_config"):
         raise SystemExit(
             f"the model {name!r} is quantized (quantization_config in config.json): take the model"
             " that it was made from, in bfloat16, and set LORA_RANK = 16 if memory is short"
         )
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    generation_config = generation_config or generation_config_of(name)
+    options["generation_config"] = GenerationConfig()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name, generation_config=generation_config, **options
-        )
+        model, info = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -132,29 +109,6 @@ def whole_model(name, generation_config=None, **options):
             " Download the model again, or correct its config.json (tie_word_embeddings?)"
         )
     return model
-
-
-def generation_config_of(name):
-    """Returns the GenerationConfig of the model `name`, without what would keep an answer from
-    ending at EOS. If transformers would refuse to save its file, only EOS is kept: training does
-    not need the rest, and a checkpoint has it."""
-    settings = {k: v for k, v in settings_in(name).items() if k not in BEYOND_EOS}
-    try:
-        if settings:
-            config = GenerationConfig.from_dict(settings)
-        else:
-            config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(name))
-        config.validate(strict=True)
-    except Exception as error:  # noqa: BLE001 (there is no end to what such a file may hold)
-        if settings:
-            say(f"checkpoints keep only the end tokens of {name}'s generation_config.json: {error}")
-        config = GenerationConfig(eos_token_id=settings.get("eos_token_id"))
-    config.eos_token_id = sorted(token_ids(config.eos_token_id)) or None
-    return config
-
-
-BEYOND_EOS = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens"}
-BEYOND_EOS |= {"forced_eos_token_id", "stop_strings"}  # the last one `generate` refuses by itself
 
 
 def token_ids(*values):
@@ -276,23 +230,6 @@ def without_eos(tokenizer, ids):
     while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     return ids
-
-
-TAG = re.compile(r"([<\[])([\w:-]+)[>\]]\s*$")  # such as "<think>\n", at a prompt's end
-THINKS = re.compile("think|thought|reason|reflect|analysis|scratchpad", re.IGNORECASE)
-ROLES = {"assistant", "model", "bot", "gpt", "ai"}  # a template may write a role as a tag
-
-
-def opening_of(tokenizer, ids):
-    """Returns the tag that the chat template has opened at the end of a prompt's `ids`, with the
-    space after it, or "". The model never writes that tag ("<think>\n": DeepSeek-R1's distilled
-    models, Qwen3-Thinking). Other tags than those for thoughts count if they can be closed."""
-    found = tokenizer.chat_template and TAG.search(tokenizer.decode(ids[-16:]))
-    if not found or found[2].lower() in ROLES:
-        return ""
-    end = found[0].strip().replace(found[1], f"{found[1]}/", 1)  # </think>
-    can_end = end in str(tokenizer.chat_template) or end in tokenizer.get_vocab()
-    return found[0] if can_end or THINKS.search(found[2]) else ""
 
 
 def can_cache(model):

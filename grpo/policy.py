@@ -7,12 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from grpo.devices import out_of_memory_names, release_memory
-from grpo.forward import CompletionModel
 from grpo.log import announced, say
 from grpo.models import can_cache, check_context, load_model, stop_ids, vocab_size_of
-from grpo.sampler import completion_text, sample_groups, stream_groups
-from grpo.weights import load_weights
-from grpo_loss_triton import linear_logps
+from grpo.sampler import completion_text, stream_groups
 
 
 @dataclass
@@ -51,33 +48,11 @@ class Policy:
                 return
             yield group
 
-    def continuation(self, prompt, size):
-        """Returns a Sample of exactly `size` ids, sampled after the prompt at temperature 1;
-        no EOS ends it."""
-        ((completion,),) = sample_groups(
-            self.model,
-            [prompt],
-            group_size=1,
-            max_new_tokens=size,
-            temperature=1.0,
-            eos_ids={-1},
-            vocab_size=self.vocab_size,
-            generator=self.generator(seed=0),
-        )
-        return completion
-
     def generator(self, seed):
         return torch.Generator(device=self.model.device).manual_seed(seed)
 
     def text(self, completion):
         return completion_text(self.tokenizer, completion, self.eos_ids)
-
-    @torch.no_grad()
-    def logps(self, prompt, completion):
-        """Returns the log-probs (floats, temperature 1) of the completion's ids."""
-        model = CompletionModel(self.model)
-        hidden, ids = model([prompt], [completion])
-        return linear_logps(hidden, model.head, ids, vocab_size=self.vocab_size).tolist()
 
     def follow(self, step):
         """Returns an empty context: this policy samples with the weights that are trained."""
@@ -89,10 +64,6 @@ class Policy:
 
     def close(self):
         """Does nothing: there is no engine to stop."""
-
-    def load(self, tensors):
-        """Loads another process's trained_weights. Raises ValueError if they do not fit."""
-        load_weights(self.model, tensors)
 
     def save(self, folder, trial=False):
         """Writes the model (with LoRA the adapter alone) and tokenizer in Hugging Face format. A

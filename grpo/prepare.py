@@ -4,21 +4,18 @@ Trainer, workers, evaluate.py and `python -m tasks` use it. Torch is imported on
 is needed, so that a mistake in the task's file is reported at once.
 """
 
-import datetime
 import functools
 import inspect
 import math
 
 from grpo.log import say
 from grpo.rewards import TaskError, called, has_turns
-from grpo.task import DATED, Recipe, load_chat, load_split, load_task, reward_group
+from grpo.task import Recipe, load_chat, load_split, load_task, reward_group
 
 
-def prepare(c, date=None, needs_server=False):
+def prepare(c, needs_server=False):
     """Returns (tokenizer, recipe, server). Checks task, prompts, rewards and server before a model
-    is loaded. `server` is None if it is not needed; `c` has the trainer's constants; `date` is the
-    run's, and if it is None today.
-    """
+    is loaded. `server` is None if it is not needed; `c` has the trainer's constants."""
     from grpo.models import check_context
 
     if c.SAMPLER == "vllm":
@@ -30,8 +27,7 @@ def prepare(c, date=None, needs_server=False):
         from grpo.remote import ReferenceClient
 
         server = ReferenceClient(c.REF_SERVER, c.WAIT_LIMIT_SECONDS)
-    how = {"split": "train", "shown": 1, "server": server, "date": date}
-    tokenizer, recipe = prepare_task(c, **how)
+    tokenizer, recipe = prepare_task(c, split="train", shown=1, server=server)
     check_context(c)
     recipe.submit = start_submit(c, recipe.task)
     return tokenizer, recipe, server
@@ -55,17 +51,20 @@ def start_submit(c, task):
     return None
 
 
-def prepare_task(c, *, split, shown, server=None, date=None):
+def prepare_task(c, *, split, shown, server=None):
     """Returns (tokenizer, recipe). First it checks the `server`, if there is one, and checks and
     prints the first `shown` prompts of `split` and their rewards."""
-    from grpo.models import load_tokenizer, opening_of
+    from grpo.models import load_tokenizer
 
     task, tokenizer = load_task(c.TASK), load_tokenizer(c.MODEL)
     if server:
         server.check(c.MODEL, tokenizer, c.TEMPERATURE)
-    date = date or str(datetime.date.today())
-    recipe = Recipe(c, task, load_split(c, task, split, tokenizer, date), date=date)
-    recipe.opening = functools.partial(opening_of, tokenizer)
+    recipe = Recipe(c, task, load_split(c, task, split, tokenizer))
+    ends = {tuple(ids[-4:]) for _, _, ids in recipe.prompts}  # few: those of the chat template
+    if any(tokenizer.decode(end).rstrip().endswith((">", "]")) for end in ends):
+        from grpo.options.opening import opening_of
+
+        recipe.opening = functools.partial(opening_of, tokenizer)
     recipe.resolve()
     preview(recipe, tokenizer, shown)
     if c.MAX_FAILED_REWARDS:
@@ -101,9 +100,8 @@ def preview(recipe, tokenizer, number):
 
 
 def note_prompts(recipe, tokenizer):
-    """Logs the date that the prompts show, and whether the tokenizer ends texts with EOS."""
-    if DATED in str(tokenizer.chat_template):
-        say(f"the chat template shows the date; this run's is {recipe.date}")
+    """Logs what the chat template does with options and TOOLS, and whether the tokenizer ends texts
+    with EOS."""
     if recipe.c.CHAT_TEMPLATE:
         from grpo.options.chat_template import check_options
 

@@ -21,7 +21,6 @@ import torch
 from grpo.forward import CompletionModel
 from grpo.log import say
 from grpo.scoring import score_groups
-from grpo.weights import load_weights, trained_weights
 
 
 def is_teacher(info, model):
@@ -103,22 +102,6 @@ class LocalReference:
             found = score_groups(model, groups, budget=self.budget, **settings)
         for (_, answer), logps in zip(asked, found, strict=True):
             answer.set_result(logps)
-
-    # --- REFERENCE_REFRESH_STEPS --------------------------------------------------------
-    def refresh(self):
-        """Makes the policy, as it is now, the reference (algorithm 1, lines 2 and 3)."""
-        self.load(trained_weights(self.policy.model))
-
-    def weights(self):
-        """Returns what load() takes, {name: CPU tensor}, of a reference that was refreshed."""
-        own = self.adapters.tensors if self.adapters else dict(self.model.model.named_parameters())
-        return {name: tensor.cpu() for name, tensor in own.items()}
-
-    def load(self, tensors):
-        if self.adapters:
-            self.adapters.load(tensors)
-        else:
-            load_weights(self.model.model, tensors)
 
 
 def moved(model, move):

@@ -14,7 +14,7 @@ import torch
 from grpo.client import Client, text_of
 from grpo.log import in_background, say
 from grpo.reference import Answer
-from grpo.stop import Refused, Wait
+from grpo.waits import Refused, Wait
 from grpo.wire import check_facts, facts_of, pack_ids, unpack_logps
 
 REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is sent alone
@@ -48,7 +48,7 @@ class RemoteReference:
             try:
                 for answer, logps in zip(answers, self.server.score(groups), strict=True):
                     answer.set_result(logps)
-            except Exception as error:  # noqa: BLE001 (raised in the main thread, by result)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (raised in the main thread)
                 for answer in answers:
                     answer.set_exception(error)
 
@@ -72,7 +72,7 @@ class ReferenceClient(Client):
         try:
             reply = self.call("GET", "/info")
             info = dict(reply.json())
-        except (requests.RequestException, ValueError, TypeError, RuntimeError) as error:
+        except (requests.RequestException, ValueError, TypeError, SystemExit) as error:
             why = f"it answered /info with {text_of(reply)}" if reply else error
             raise SystemExit(f"REF_SERVER = {self.url!r} can't be used: {why}") from error
         where = f"{info.get('model')} at {self.url}"

@@ -1,7 +1,5 @@
 """How a run begins in RUN_DIR, or resumes from its newest checkpoint."""
 
-import contextlib
-import datetime
 import fcntl
 import hashlib
 import json
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo.checkpoint import load, newest, point, saved_in, state_file
+from grpo.checkpoint import load, newest, point, saved_in
 from grpo.log import say
 from grpo.ranks import gathered
 from grpo.report import ROOT, RunFolder, commit, naming_run_dir
@@ -68,21 +66,18 @@ class Progress:
 
 
 def check_run_dir(folder, resume):
-    """Makes RUN_DIR. Returns the date of its first start, today for a new one. Raises SystemExit if
-    it can't be written, or a run would be overwritten."""
+    """Makes RUN_DIR. Raises SystemExit if it can't be written, also if its disk has no symbolic
+    links, or if a run would be overwritten."""
     with naming_run_dir(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        with tempfile.TemporaryDirectory(prefix=".trial_", dir=folder) as trial:
+            Path(trial, "best").symlink_to("a checkpoint")
     traces = [Path(folder, name) for name in ("run.json", "metrics.jsonl")]
     if not resume and (saved_in(folder) or any(path.exists() for path in traces)):
         raise SystemExit(
             f"RUN_DIR = {folder!r} must be a folder without a run if RESUME = False: choose"
             " another folder, or set RESUME = True to resume the run"
         )
-    for file in (Path(folder, "run.json"), *map(state_file, reversed(saved_in(folder)))):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return str(datetime.date.fromisoformat(json.loads(file.read_text())["data"]["date"]))
-    return str(datetime.date.today())
 
 
 def lock_run(folder, name=".lock"):
@@ -105,10 +100,9 @@ SCORED = ("OUTCOME", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STRINGS", "CH
 
 
 def data_of(recipe, questions):
-    """Collective: returns the run's date, and hashes of its prompts, of the evaluation's questions
-    and of the task's code, by name. SystemExit if they differ between ranks."""
+    """Collective: returns hashes of the run's prompts, of the evaluation's questions and of the
+    task's code, by name. SystemExit if they differ between ranks."""
     data = {
-        "date": recipe.date,
         "prompts": hash_of_prompts(recipe.prompts),
         "questions": hash_of_prompts(questions),
         "rewards": hash_of_code(recipe.task),
@@ -117,7 +111,6 @@ def data_of(recipe, questions):
         if len(found := set(gathered(own))) > 1:
             raise SystemExit(
                 f"the ranks differ in {name}, {found}: start them all with the same task and data"
-                " (date: start them again)"
             )
     return data
 
@@ -166,7 +159,7 @@ def forget_what_changed(folder, progress, stream, before, now, constants):
     data_of; `constants` are the names of those that have changed; `folder` is RUN_DIR."""
     for name in now.keys() & before:  # without evaluations the questions are not known
         now[name] = now[name] or before[name]
-    changed = {name for name in now if now[name] != before.get(name, now[name])} - {"date"}
+    changed = {name for name in now if now[name] != before.get(name, now[name])}
     if "prompts" in changed:
         say("the training data or its prompts have changed: their order begins anew")
         stream.position, progress.groups = dist.get_rank(), 0
@@ -225,7 +218,8 @@ def check_resumable(path, state, now):
     rules = [(name, now[name], before[name]) for name in SAME]
     if state["progress"]["reference"]:  # only the checkpoint has the refreshed reference
         rules.append(("REF_SERVER", now["REF_SERVER"], None))
-        rules.append(("KL_BETA", now["KL_BETA"] or 0.0, now["KL_BETA"] or "above 0"))
+        for name in ("KL_BETA", "REFERENCE_REFRESH_STEPS"):
+            rules.append((name, now[name], now[name] or "above 0"))
     for name, value, must in rules:
         if value != must:
             merge = f" (after: python -m grpo.options.merge {path} OUT)"

@@ -126,7 +126,7 @@ class Running:
         # ((key, completions), number in the group, first column, prompt, column after it) of each
         # sequence: one with a lower limit begins further right, so that all end at the same column
         self.owners = []
-        self.told = {}  # {row: ids that it is given before it goes on} (options/resumed.py)
+        self.given = {}  # {row: ids that it is given before it goes on} (options/resumed.py)
         self.unfinished = self.most = 0  # how many have not ended: now, after the last admission
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
@@ -162,24 +162,24 @@ class Running:
         self.owners = [self.owners[i] for i in stay.tolist()]
         self.ids, self.logps, self.ends = self.ids[stay], self.logps[stay], self.ends[stay]
         self.active, self.tokens = self.active[stay], self.tokens[stay]
-        self.told = {i: self.told[row] for i, row in enumerate(stay.tolist()) if row in self.told}
+        self.given = {i: self.given[row] for i, row in enumerate(stay.tolist()) if row in self.given}
         return stay
 
     def write(self, tokens, logps):
         """Adds a token to each sequence; yields (group, number, Sample) of those that end."""
-        if told := list(self.told):
-            tokens[told] = tokens.new_tensor([self.told[row].pop(0) for row in told])
-            self.told = {row: ids for row, ids in self.told.items() if ids}
+        if given := list(self.given):
+            tokens[given] = tokens.new_tensor([self.given[row].pop(0) for row in given])
+            self.given = {row: ids for row, ids in self.given.items() if ids}
         self.tokens = tokens
         column = self.ends.clamp(max=self.limit - 1)[:, None]  # past the end it is never read
         self.ids.scatter_(1, column, tokens[:, None])
         self.logps.scatter_(1, column, logps[:, None])
         self.ends += self.active
         ended = self.active & (torch.isin(tokens, self.eos) | (self.ends == self.limit))
-        stopped = self.at_stop_strings() if self.stop_strings else []
+        stopped = self.stop_strings.ended(self) if self.stop_strings else []
         if stopped:
             ended[stopped] = True
-        ended[told] = False
+        ended[given] = False
         self.active &= ~ended
         last = ended.nonzero().flatten()  # the only wait for the device per token
         if not len(last):
@@ -193,16 +193,6 @@ class Running:
                 raise RuntimeError("the model's logits are not finite: its weights are broken")
             truncated = ids[-1] not in self.eos_ids and i not in stopped
             yield group, number, Sample(ids, found, truncated)
-
-    def at_stop_strings(self):
-        """Returns the rows of running sequences whose last token completes a stop string."""
-        rows = [i for i, id in enumerate(self.tokens.tolist()) if self.stop_strings.may_end(id)]
-        if not rows:
-            return []
-        active, ends, ids = (x[rows].tolist() for x in (self.active, self.ends, self.ids))
-        found = zip(rows, active, ids, ends, strict=True)
-        own = [(i, x[self.owners[i][2] : end]) for i, a, x, end in found if a]
-        return [i for i, ids in own if ids and self.stop_strings.end(ids)]
 
 
 def draw(logits, temperature, generator):

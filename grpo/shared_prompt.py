@@ -1,9 +1,8 @@
-"""SharedDecoder: a prompt's keys and values are kept, and attended to, once for its whole group.
+"""LlamaDecoder: a prompt's keys and values are kept, and attended to, once for its whole group.
 
 The G sequences of a group attend to their prompt in one matrix product, and their own tokens are
 written in place (transformers' cache copies everything for each token). New prompts may join a
-running batch. It needs a model whose attention goes through transformers' attention interface;
-LlamaDecoder has its own layers, in fewer operations.
+running batch. Models with other layers than Llama's have options/shared_layers.py.
 
 Symbols: B prompts, G sequences of each, S sequences in all, P prompt tokens, K key-value heads,
 R query heads for each of them, D width of a head, C tokens that a sequence has room for.
@@ -14,17 +13,14 @@ from itertools import groupby
 
 import torch
 from torch.nn.functional import pad, rms_norm
-from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
-from grpo.attention import attention_is
 from grpo.cached import repeated
 from grpo.decode_attention import attend, mask_of
 from grpo.devices import is_nvidia
-from grpo.models import last_logits, prefill
+from grpo.models import prefill
 
 ROOM = 64  # C at first; doubled when it is full
-SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among transformers' attentions
 
 
 # --- Where everything is ------------------------------------------------------------
@@ -65,10 +61,12 @@ class Slots:
 
 # --- The cache ----------------------------------------------------------------------
 class SharedLayer(DynamicLayer):
-    """A layer's keys and values: of prompts, (B, K, P, D), and of sequences, (S, K, C, D)."""
+    """A layer's keys and values: of prompts, (B, K, P, D), and of sequences, (S, K, C, D). `attend`
+    is decode_attention's, or attend_any."""
 
-    def __init__(self):
+    def __init__(self, attend):
         super().__init__()
+        self.attend = attend
         self.is_initialized, self.prompts, self.own = True, [None, None], [None, None]
 
     def admit(self, layer, count, room):
@@ -95,74 +93,43 @@ class SharedLayer(DynamicLayer):
         """Writes the next token's keys and values, (S, K, D)."""
         self.own[0][slots.where], self.own[1][slots.where] = keys, values
 
-    def attention(self, query, slots, scaling, softcap=None):
-        """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D).
+    def attention(self, query, slots, scaling, **options):
+        """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D), with the
+        `options` of attend_any.
 
         The softmax over prompt and own tokens is the mean of each part's attention, weighted by its
         sum of exponentials (FlashAttention, arXiv 2205.14135): so the prompt's part is one matrix
         product for all sequences of a group, (G * R, D) x (D, P).
         """
         layout, (keys, values) = slots.layout, (x[:, :, : slots.seen] for x in self.own)
-        own, own_log = attend(query, keys, values, slots.unwritten, scaling, softcap)
+        own, own_log = self.attend(query, keys, values, slots.unwritten, scaling, **options)
         grid = layout.to_grid(query)
-        shared, log = attend(grid, *self.prompts, layout.padding, scaling, softcap)
+        shared, log = self.attend(grid, *self.prompts, layout.padding, scaling, **options)
         shared, log = layout.from_grid(shared), layout.from_grid(log[..., None])
         weight = torch.sigmoid(log - own_log[..., None])  # exp(log) / (exp(log) + exp(own_log))
         return torch.lerp(own.to(weight.dtype), shared.to(weight.dtype), weight).to(own.dtype)
 
 
-# --- transformers' side -------------------------------------------------------------
-class SharedCache(Cache):
-    """The layers as the cache of a transformers model, for one token of each sequence."""
-
-    def __init__(self, layers, slots):
-        super().__init__(layers=layers)
-        self.slots = slots
-
-    def get_seq_length(self, layer_idx=0):
-        return self.layers[0].prompts[0].shape[2] + self.slots.seen - 1
-
-    def update(self, keys, values, layer_idx, *args, **kwargs):
-        """Takes the next token's keys and values, (S, K, 1, D)."""
-        self.layers[layer_idx].write(keys[:, :, 0], values[:, :, 0], self.slots)
-        # transformers gives its attention functions the keys, but no cache: the keys carry it. If a
-        # model makes other keys of them, shared_attention refuses it, and decoder.py finds that out
-        keys.shared = self.layers[layer_idx], self.slots
-        return keys, values
-
-
-def shared_attention(
-    module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_
-):
-    """SharedLayer.attention for transformers' layers: (S, K * R, 1, D) -> (S, 1, K * R, D), None"""
-    if s_aux is not None:
-        raise NotImplementedError("its attention has sinks")
-    if not hasattr(key, "shared"):  # the layer computes its keys from what it has cached
-        raise NotImplementedError("its attention keeps its own cache format")
-    layer, slots = key.shared
-    size, heads, _, width = query.shape
-    query = query.view(size, key.shape[1], -1, width)
-    out = layer.attention(query, slots, width**-0.5 if scaling is None else scaling, softcap)
-    return out.reshape(size, 1, heads, -1), None
-
-
-AttentionInterface.register(SHARED, shared_attention)
-
-
 # --- The decoder --------------------------------------------------------------------
-class SharedDecoder:
-    feature = "shared prompts"
+class GroupDecoder:
+    """A subclass has forward(tokens, slots), which returns logits (S, V') after one more token of
+    each sequence, which takes its slot."""
+
     joins, compaction = True, 8
 
     def __init__(self, model, max_new_tokens):
         self.model, self.limit, self.room = model, max_new_tokens, min(max_new_tokens, ROOM)
-        self.layers, self.layout = None, None
+        self.layers, self.layout, self.attend = None, None, attend
+        if model.device.type != "cpu":
+            from grpo.options.any_attention import attend_any
+
+            self.attend = attend_any
         self.prompt_lengths, self.prompt_of = [], []  # (B,) in tokens; (S,) each sequence's prompt
         self.lengths, self.columns = [], None  # (S,) tokens so far; the same on the device
 
     def admit(self, prompts, sizes):
         logits, cache, _ = prefill(self.model, prompts)
-        self.layers = self.layers or [SharedLayer() for _ in cache.layers]
+        self.layers = self.layers or [SharedLayer(self.attend) for _ in cache.layers]
         for layer, new in zip(self.layers, cache.layers, strict=True):
             layer.admit(new, sum(sizes), self.room)
         for prompt, size in zip(prompts, sizes, strict=True):
@@ -231,12 +198,6 @@ class SharedDecoder:
             for layer in self.layers:
                 layer.widen(self.room)
 
-    def forward(self, tokens, slots):
-        """Returns logits (S, V') after one more token of each sequence, which takes its slot."""
-        with attention_is(SHARED, self.model.config):
-            cache = SharedCache(self.layers, slots)
-            return last_logits(self.model, tokens[:, None], slots.positions[:, None], cache)
-
     def advance(self):
         # A sequence that has ended may stay for a while, unread, and must not outgrow its room
         self.lengths = [min(n + 1, self.limit - 1) for n in self.lengths]
@@ -253,7 +214,7 @@ class SharedDecoder:
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-class LlamaDecoder(SharedDecoder):
+class LlamaDecoder(GroupDecoder):
     feature = "grpo-split's own Llama layers"
 
     def forward(self, tokens, slots):

@@ -91,7 +91,7 @@ class Run:
     folder: RunFolder  # RUN_DIR
     clock: Clock  # seconds of the current step, by part ...
     laps: list = field(default_factory=list)  # ... and of all steps made
-    data: dict = field(default_factory=dict)  # resume.data_of: its date, hashes of what it reads
+    data: dict = field(default_factory=dict)  # resume.data_of: hashes of what it reads
     idle_reason: str = ""  # why the last step without training had nothing to train
 
     def close(self):
@@ -110,6 +110,10 @@ def make_reference(c, policy, server):
         from grpo.remote import RemoteReference
 
         reference = RemoteReference(server)
+    elif c.REFERENCE_REFRESH_STEPS:
+        from grpo.options.refresh import RefreshedReference
+
+        reference = RefreshedReference(c, policy)
     else:
         reference = LocalReference(c, policy)
     if is_teacher(reference.info, c.MODEL):

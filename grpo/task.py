@@ -7,10 +7,8 @@ is imported only when a tokenizer is needed, so that a mistake in the file is re
 
 import datetime
 import difflib
-import hashlib
 import importlib.util
 import inspect
-import json
 import math
 import numbers
 import statistics
@@ -34,11 +32,10 @@ from grpo.rewards import (
     timely,
 )
 
-# Constants that must be equal in worker and trainer, in addition to what settings() adds
-SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE SKIP_FLAT_GROUPS"
-SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS"
 FUNCTIONS = "load", "messages", "group_rewards", "reply", "gold", "sloppy"
-DATED = "strftime_now"  # the function by which a chat template shows the day
+# The day that a chat template shows by strftime_now, on every machine and in every year: the one to
+# which Llama 3.2's own template falls back
+DAY = datetime.date(2024, 7, 26)
 
 
 # --- The file -------------------------------------------------------------------------
@@ -108,8 +105,7 @@ class Recipe:
     batch: int | None = None  # completions sampled at once: SAMPLE_BATCH, or what fits
     submit: object = None  # calls a reward elsewhere (start_submit); None: here, one by one
     failures: object = None  # Failures, or None: the first failed reward ends the run
-    date: str = ""  # that chat templates show: of the run's first start, "2026-11-25"; "": today
-    # models.opening_of, by a prompt's ids: rewards and reply() see it before a completion
+    # opening_of, by a prompt's ids: rewards and reply() see it before a completion
     opening: object = staticmethod(lambda ids: "")
 
     def others(self, batch=None, **changes):
@@ -123,27 +119,7 @@ class Recipe:
 
     @property
     def chat_options(self):
-        return chat_options(self.c, self.task, self.date)
-
-    def change_date(self, date, tokenizer):
-        """Makes the prompts of another date, in place, if the chat template shows one."""
-        self.date = date
-        if DATED in str(tokenizer.chat_template):
-            self.prompts[:] = load_split(self.c, self.task, "train", tokenizer, date)
-
-    def settings(self):
-        """Returns the settings, as JSON values, that the trainer publishes and workers compare."""
-        prompts = json.dumps([[index, ids] for index, _, ids in self.prompts]).encode()
-        settings = {name: getattr(self.c, name) for name in SHARED.split()} | {
-            "OUTCOME": self.outcome,
-            "REWARD_WEIGHTS": self.weights,
-            "TASK": Path(self.c.TASK).name,  # a worker may have the file in another folder
-            "order of REWARD_WEIGHTS": list(self.weights),
-            "TOOLS": self.chat_options.get("tools"),
-            "date": self.date,
-            "hash of prompts (tokenizer, task, data)": hashlib.sha256(prompts).hexdigest(),
-        }
-        return json.loads(json.dumps(settings))
+        return chat_options(self.c, self.task)
 
     def resolve(self):
         """Sets weights and outcome: to REWARD_WEIGHTS and OUTCOME, else to the constants of the
@@ -169,20 +145,18 @@ class Recipe:
 
 
 # --- Prompts --------------------------------------------------------------------------
-def chat_options(c, task, date):
+def chat_options(c, task):
     """Returns the options of the chat template: CHAT_TEMPLATE's, the task's TOOLS, and a clock that
-    stands still, for templates that show the day (Llama 3): a run has one date, on all its days
-    and machines."""
-    clock = {DATED: datetime.date.fromisoformat(date).strftime} if date else {}
+    stands still (DAY)."""
     tools = {"tools": task.TOOL_SCHEMAS} if hasattr(task, "TOOL_SCHEMAS") else {}
-    return clock | tools | c.CHAT_TEMPLATE
+    return {"strftime_now": DAY.strftime} | tools | c.CHAT_TEMPLATE
 
 
-def load_split(c, task, split, tokenizer, date=""):
+def load_split(c, task, split, tokenizer):
     """Returns [(index, item, prompt ids)] of the split, without prompts over MAX_PROMPT_TOKENS.
     Raises SystemExit if the task's questions are not valid, or if none fits."""
     items = load_items(c.TASK, task, split)
-    prompts = [(i, item, ids_of(c, task, item, tokenizer, date)) for i, item in enumerate(items)]
+    prompts = [(i, item, ids_of(c, task, item, tokenizer)) for i, item in enumerate(items)]
     lengths = sorted(len(ids) for _, _, ids in prompts)
     prompts = [prompt for prompt in prompts if len(prompt[2]) <= c.MAX_PROMPT_TOKENS]
     say(
@@ -204,7 +178,7 @@ def load_questions(recipe, tokenizer):
     c = recipe.c
     if not c.EVAL_STEPS:
         return []
-    found = load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer, recipe.date)[: c.EVAL_QUESTIONS]
+    found = load_split(c, recipe.task, c.EVAL_SPLIT, tokenizer)[: c.EVAL_QUESTIONS]
     trained = {tuple(ids) for _, _, ids in recipe.prompts}
     if known := sum(tuple(ids) in trained for _, _, ids in found):
         say(
@@ -238,13 +212,13 @@ def is_chat(chat):
     return texts and all(isinstance(text, str) for text in texts)
 
 
-def ids_of(c, task, item, tokenizer, date=""):
+def ids_of(c, task, item, tokenizer):
     """Returns the prompt's ids. TaskError if the model's chat template refuses the chat."""
     from grpo.models import prompt_ids
 
     chat = load_chat(c.TASK, task, item)
     must = f"return a chat that MODEL = {c.MODEL!r} accepts with CHAT_TEMPLATE = {c.CHAT_TEMPLATE}"
-    what, options = f"messages({item!r:.500}) in the chat template", chat_options(c, task, date)
+    what, options = f"messages({item!r:.500}) in the chat template", chat_options(c, task)
     return called(c.TASK, what, must, lambda: prompt_ids(tokenizer, chat, **options))
 
 

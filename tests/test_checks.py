@@ -1,6 +1,7 @@
 """The trainer's constants are checked before anything starts."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -114,3 +115,13 @@ def test_a_folder_that_cant_be_written_is_named(tmp_path):
     for folder in (tmp_path / "file/run", "/proc/run"):
         with pytest.raises(SystemExit, match=f"RUN_DIR = '{folder}' can't be written"):
             trainer.resume.check_run_dir(str(folder), resume=True)
+
+
+def test_a_disk_without_links_is_refused_before_a_run_needs_one(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    with pytest.raises(SystemExit, match="can't be written .no links here"):
+        trainer.resume.check_run_dir(str(tmp_path), resume=True)
+    assert not list(tmp_path.iterdir())

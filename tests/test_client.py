@@ -10,7 +10,7 @@ from helpers import Replies, make_group, reply
 from transformers import AutoTokenizer
 
 from grpo.remote import ReferenceClient
-from grpo.stop import Refused, TooLong
+from grpo.waits import Refused, TooLong
 from grpo.wire import facts_of, pack_logps
 
 INFO = {"model": "theirs", "dtype": "float32"}
@@ -40,7 +40,7 @@ def clock(monkeypatch):
         now.slept += 1
 
     fake = SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
-    monkeypatch.setattr("grpo.stop.time", fake)
+    monkeypatch.setattr("grpo.waits.time", fake)
     monkeypatch.setattr("grpo.client.time", fake)
     return now
 

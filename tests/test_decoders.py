@@ -19,12 +19,13 @@ from families import (
 from peft import LoraConfig
 from transformers import AttentionInterface
 
-from grpo import shared_prompt as decode
 from grpo import shared_prompt as llama_step
 from grpo.cached import CachedDecoder
 from grpo.decoder import is_right, make_decoder
+from grpo.options import shared_layers
 from grpo.options.plain_decoder import PlainDecoder
-from grpo.shared_prompt import LlamaDecoder, SharedDecoder
+from grpo.options.shared_layers import SharedDecoder
+from grpo.shared_prompt import GroupDecoder, LlamaDecoder
 
 # --- Decoders ----------------------------------------------------------------------
 SHARING = {*OWN_STEP, "gemma", "gpt2", "opt", "mixtral", *WIDE}
@@ -96,11 +97,11 @@ def test_a_long_completion_outgrows_its_room_and_keeps_its_past(model_of):
 
 
 def without_softcap(module, query, key, value, mask, scaling=None, softcap=None, **others):
-    return decode.shared_attention(module, query, key, value, mask, scaling, None, **others)
+    return shared_layers.shared_attention(module, query, key, value, mask, scaling, None, **others)
 
 
 def without_own(module, query, key, value, mask, **others):
-    out, _ = decode.shared_attention(module, query, key, value, mask, **others)
+    out, _ = shared_layers.shared_attention(module, query, key, value, mask, **others)
     return out * 0.99, None
 
 
@@ -114,11 +115,11 @@ def without_own(module, query, key, value, mask, **others):
 ])  # fmt: skip
 def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeypatch):
     """It is tried on every model, for nobody has tried it on all architectures."""
-    model, arrange, slots = tiny_model(family), SharedDecoder.arrange, SharedDecoder.slots_for
+    model, arrange, slots = tiny_model(family), GroupDecoder.arrange, GroupDecoder.slots_for
     kinds = [SharedDecoder] + ([LlamaDecoder] if family in OWN_STEP else [])
     assert all(is_right(kind, model) for kind in kinds)
     if callable(wrong):
-        AttentionInterface.register(decode.SHARED, wrong)
+        AttentionInterface.register(shared_layers.SHARED, wrong)
 
     def arrange_wrongly(self):
         arrange(self)
@@ -127,15 +128,15 @@ def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeyp
         elif wrong == "padding":
             self.layout = replace(self.layout, padding=None)
 
-    monkeypatch.setattr(SharedDecoder, "arrange", arrange_wrongly)
+    monkeypatch.setattr(GroupDecoder, "arrange", arrange_wrongly)
     if wrong == "ages":  # rows that joined late see what was never written
         seeing = lambda *arguments: replace(slots(*arguments), unwritten=None)
-        monkeypatch.setattr(SharedDecoder, "slots_for", seeing)
+        monkeypatch.setattr(GroupDecoder, "slots_for", seeing)
     try:
         assert not any(is_right(kind, model) for kind in kinds)
         assert type(make_decoder(model, 12, 9)) is CachedDecoder
     finally:
-        AttentionInterface.register(decode.SHARED, decode.shared_attention)
+        AttentionInterface.register(shared_layers.SHARED, shared_layers.shared_attention)
 
 
 def test_special_tokens_take_no_part_in_the_trial():
@@ -159,7 +160,7 @@ def test_an_own_step_that_would_be_wrong_is_found_out(family, part, monkeypatch,
     assert type(decoder) is SharedDecoder and "differ by" in capsys.readouterr().out
     decoder.admit(PROMPTS, [2] * 4)
     decoder.next_logits(torch.arange(8))
-    assert model.config._attn_implementation == own != decode.SHARED  # it is back after each step
+    assert model.config._attn_implementation == own != shared_layers.SHARED  # it is back
 
 
 @pytest.mark.parametrize("family, changes", [

@@ -12,7 +12,6 @@ from processes import launch
 
 import evaluate
 import grpo_ref_split as trainer
-from grpo import prepare
 from grpo.options import reward_processes
 from grpo.options.merge import merge
 from grpo.task import load_task
@@ -183,18 +182,6 @@ def test_answers_of_other_settings_weights_or_replies_have_files_of_their_own(mo
     path.write_text(replies + "x = 1")
     found.append(file_of(model, task))
     assert len(set(found)) == len(found)
-
-
-def test_a_prompt_has_the_date_of_the_run(model, monkeypatch):
-    template = model / "chat_template.jinja"
-    template.write_text("{{ strftime_now('%d %b %Y') }}" + template.read_text())
-    state = model / "trainer/state.json"
-    record = json.loads(state.read_text()) | {"data": {"date": "2026-01-31"}}
-    state.write_text(json.dumps(record))
-    prompts, load = [], prepare.load_split
-    monkeypatch.setattr(prepare, "load_split", lambda *a: prompts.extend(load(*a)) or prompts)
-    run(monkeypatch, model, "even", "EVAL_QUESTIONS=2")
-    assert tiny_policy(model).tokenizer.decode(prompts[0][2]).startswith("31 Jan 2026")
 
 
 MISTAKES = {  # the words, and what is named

@@ -54,22 +54,27 @@ MAY = {  # what a module may import of ours
 }
 CHOOSE = {  # who of the core names an option, within the function that switches it on
     "chat_template": "grpo.prepare",  # CHAT_TEMPLATE
+    "any_attention": "grpo.shared_prompt",  # a GPU
     "async_rewards": "grpo.prepare",  # async def rewards
     "cuda_graph": "grpo.decoder",  # NVIDIA's GPU
     "failures": "grpo.prepare",  # MAX_FAILED_REWARDS
     "launched": "grpo.ranks",  # deepspeed or torchrun
     "lora": "grpo.policy grpo.reference",  # LORA_RANK
     "nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's
+    "opening": "grpo.prepare",  # a prompt that may end with a tag
     "plain_decoder": "grpo.decoder",  # a model without a KV cache
+    "refresh": "grpo.start",  # REFERENCE_REFRESH_STEPS
     "recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
     "reporters": "grpo.start",  # REPORT_TO
     "reward_processes": "grpo.prepare",  # REWARD_PROCESSES
     "resumed": "grpo.sampler",  # a task with reply()
+    "shared_layers": "grpo.decoder",  # a model with other layers than Llama's
     "sizes": "grpo.start",  # a GPU, and "auto"
     "stop_strings": "grpo.policy",  # STOP_STRINGS
     "teacher": "grpo.reference",  # REFERENCE
     "tools": "grpo.task",  # a task with TOOLS
     "turns": "grpo.rollout grpo.prepare grpo.task",  # a task with reply(), and its preview
+    "varlen": "grpo.forward",  # NVIDIA's GPU, in bfloat16
     "vllm_policy": "grpo.policy grpo.prepare",  # SAMPLER, and what it needs
     "worker": "grpo_ref_split",  # the role
     "workers": "grpo.start",  # PUBLISH_STEPS
@@ -82,7 +87,7 @@ def test_a_module_imports_only_what_it_may(module):
     here = package(module)
     for other in IMPORTS[module] & MODULES.keys():
         chosen = module in CHOOSE.get(other.removeprefix("grpo.options."), "").split()
-        fused = other == "grpo_loss_triton" and module in ("grpo.policy", "grpo.scoring")
+        fused = other == "grpo_loss_triton" and module == "grpo.scoring"
         assert package(other) in MAY[here] or chosen or fused, f"{module} must not import {other}"
 
 

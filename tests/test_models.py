@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 import ref_server
 from grpo import models
-from grpo.models import check_context, load_model, load_tokenizer, prompt_ids
+from grpo.models import check_context, load_model, prompt_ids
 from grpo.options.merge import merge
 from grpo.policy import load_policy
 from grpo.sample import Sample
@@ -138,14 +138,6 @@ def test_both_constants_of_the_context_and_their_largest_sum_are_named(tiny):
     c.MAX_COMPLETION_TOKENS = 57
     with pytest.raises(SystemExit, match="MAX_PROMPT_TOKENS = 200 .* 57 exceed .* 256 tokens"):
         check_context(c)
-
-
-def test_a_hub_that_does_not_answer_is_asked_once_and_the_cure_named(monkeypatch):
-    monkeypatch.setattr(models, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(models, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
-    monkeypatch.setattr(models.AutoTokenizer, "from_pretrained", None)  # not asked
-    with pytest.raises(SystemExit, match=r"'my/model'.*no folder .*my/model.*:9 .*MODEL=my/folder"):
-        load_tokenizer("my/model")
 
 
 def test_a_model_that_caps_its_scores_is_loaded_so_that_it_does(tmp_path, tiny):

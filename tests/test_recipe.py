@@ -1,15 +1,13 @@
-"""The recipe: prompts of each rank and worker, and settings on which they must agree."""
+"""The recipe: prompts of each rank and worker."""
 
-import json
 from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import MIXED, a_recipe, prompts_of
+from fakes import a_recipe
 from transformers import AutoTokenizer
 
-from grpo.options import worker
 from grpo.rollout import Stream
 from grpo.task import load_questions, load_split
 
@@ -63,31 +61,3 @@ def test_every_epoch_has_each_prompt_once_in_an_order_that_may_be_read_anywhere(
         at = order.position
         assert next(order) == expected[at]
     assert list(islice(Stream(prompts, seed=4), 7)) != expected[:7]
-
-
-# --- Settings ----------------------------------------------------------------------
-def test_settings_are_the_same_after_a_journey_as_json():
-    recipe = a_recipe(prompts_of([MIXED]))
-    mine = recipe.settings()
-    worker.check_settings(json.loads(json.dumps(mine)), mine)
-    # What may differ: how many rows a machine has room for, and the order of the prompts
-    other = a_recipe(prompts_of([MIXED]), SAMPLE_BATCH=8, SEED=1).settings()
-    worker.check_settings(other, mine)
-
-
-@pytest.mark.parametrize(("name", "change"), [
-    ("TASK", {"TASK": "gsm8k"}),
-    ("TEMPERATURE", {"TEMPERATURE": 0.9}),
-    ("REWARD_WEIGHTS", {"REWARD_WEIGHTS": {"correctness": 1.0, "format": 1.0}}),
-    ("hash of prompts", {"prompts": prompts_of([MIXED, MIXED])}),
-    ("hash of prompts", {"prompts": [(0, {}, [5, 7])]}),  # another template, tokenizer or split
-    ("GROUP_SIZE", None),  # that the trainer does not tell
-])  # fmt: skip
-def test_a_worker_with_other_constants_is_told_which(name, change):
-    theirs, fields = a_recipe(prompts_of([MIXED])).settings(), {"prompts": prompts_of([MIXED])}
-    mine = a_recipe(**fields | (change or {})).settings()
-    if not change:
-        del theirs[name]
-    with pytest.raises(SystemExit, match=f"differs from the trainer: {name}") as caught:
-        worker.check_settings(json.loads(json.dumps(theirs)), mine)
-    assert str(caught.value).count("here,") == 1  # and of no other

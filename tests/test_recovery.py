@@ -81,7 +81,7 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
     kill(processes[-1])  # the other one ends by itself
     assert all(process.wait(30) for process in processes)
     assert len(steps_in(tmp_path / "killed")) >= 4
-    killed |= {"grpo.stop.SPEAK_SECONDS": 1}  # and not 10
+    killed |= {"grpo.waits.SPEAK_SECONDS": 1}  # and not 10
     processes = start_ranks(ranks, command_of("grpo_ref_split", killed), log)
     wait_for_step(tmp_path / "killed", 6, processes[0], log)
     kill(server)

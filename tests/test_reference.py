@@ -10,18 +10,21 @@ from fakes import a_group, move, tiny_policy
 
 from grpo import reference as module
 from grpo import remote as remote_module
+from grpo.options.policy_proof import logps_of
+from grpo.options.refresh import RefreshedReference
 from grpo.reference import (
     LocalReference,
     NoReference,
 )
 from grpo.remote import RemoteReference
 from grpo.start import make_reference
+from grpo.waits import Refused
 
 MEASURED = 1e-5  # rounding of float32 over batches
 
 
 def constants(**changes):
-    c = SimpleNamespace(KL_BETA=0.1, LORA_RANK=0, TEMPERATURE=1.0)
+    c = SimpleNamespace(KL_BETA=0.1, LORA_RANK=0, TEMPERATURE=1.0, REFERENCE_REFRESH_STEPS=0)
     c.MODEL, c.REFERENCE_ON_CPU, c.MICRO_BATCH_TOKENS = "tiny", False, 24
     c.REFERENCE, c.DTYPE, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS = None, "float32", 8, 8
     vars(c).update(changes)
@@ -39,7 +42,7 @@ GROUPS = groups_of((3, 1), (2, 7), (4,))
 
 
 def own_logps(policy, group):
-    return torch.tensor([p for s in group.samples for p in policy.logps(s.prompt, s.ids)])
+    return torch.tensor([p for s in group.samples for p in logps_of(policy, s.prompt, s.ids)])
 
 
 def gap(reference, policy):
@@ -85,18 +88,18 @@ def test_all_that_were_asked_for_are_scored_together_when_the_first_is_needed(ti
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_resume(lora_rank, tiny):
     """Algorithm 1, lines 2 and 3; a checkpoint has weights()."""
-    c = constants(LORA_RANK=lora_rank)
+    c = constants(LORA_RANK=lora_rank, REFERENCE_REFRESH_STEPS=1)
     policy = tiny_policy(tiny, drift=0.1, lora_rank=lora_rank)
     there = tiny_policy(tiny, drift=0.1, lora_rank=lora_rank)  # stays as it is
     there.model.load_state_dict(policy.model.state_dict())  # adapters begin with random numbers
-    reference = LocalReference(c, policy)
+    reference = make_reference(c, policy, server=None)
     reference.refresh()
     move(policy.model, 0.1)
     moved = [p.clone() for p in policy.model.parameters()]
     assert gap(reference, there) < MEASURED < 0.01 < gap(reference, policy)
     assert all(map(torch.equal, policy.model.parameters(), moved))
 
-    resumed = LocalReference(c, tiny_policy(tiny, lora_rank=lora_rank))
+    resumed = RefreshedReference(c, tiny_policy(tiny, lora_rank=lora_rank))
     assert gap(resumed, there) > 0.01
     resumed.load({name: tensor.clone() for name, tensor in reference.weights().items()})
     assert gap(resumed, there) < MEASURED
@@ -193,10 +196,10 @@ def test_a_request_is_bounded(remote, monkeypatch):
 def test_an_error_reaches_those_who_wait_for_it_and_the_next_are_asked_for(remote):
     server, reference, first = remote
     second = reference.logps(GROUPS[1])
-    server.fault = RuntimeError("another reference")
+    server.fault = Refused("another reference")  # a SystemExit, in a thread
     server.gate.release(2)
     for answer in (first, second):
-        with pytest.raises(RuntimeError, match="another reference"):
+        with pytest.raises(Refused, match="another reference"):
             answer.result()
     server.fault = None
     server.gate.release()

@@ -32,7 +32,8 @@ from grpo.ranks import RunFailed
 from grpo.resume import Progress
 from grpo.sample import Group, Sample
 from grpo.start import NoWorkers
-from grpo.stop import TooLong, stop
+from grpo.stop import stop
+from grpo.waits import TooLong
 
 
 class Reference:

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from grpo import stop as stop_module
-from grpo.stop import TooLong, Wait
+from grpo import waits
+from grpo.waits import TooLong, Wait
 
 ROOT = Path(__file__).parent.parent
 
 LISTENS = """
 import sys
-from grpo import stop
+from grpo import stop, waits
 
-stop.STOP_SECONDS, stop.AGAIN_SECONDS, wait = 1, 1, stop.Wait("the server", 600)
+waits.STOP_SECONDS, stop.AGAIN_SECONDS, wait = 1, 1, waits.Wait("the server", 600)
 with stop.stop.listening():
     print("listening", flush=True)
     while True:
@@ -59,10 +59,8 @@ def test_a_trainer_that_is_asked_to_end_does_not_wait_for_a_server_that_is_down(
 
 def test_a_wait_says_what_it_is_for_every_10_s_and_ends_at_its_limit(monkeypatch, capsys):
     now = [100.0]
-    monkeypatch.setattr(stop_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        stop_module.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds)
-    )
+    monkeypatch.setattr(waits.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(waits.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     wait = Wait("the server", 60)
     with pytest.raises(TooLong) as ended:
         while True:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 import grpo_ref_split as trainer
 from grpo import policy
+from grpo.options.shared_settings import settings_of
 from grpo.prepare import preview
 from grpo.task import (
     TaskError,
@@ -199,7 +200,7 @@ def test_a_tasks_weights_and_outcome_are_taken_and_a_constant_overrides_them():
     recipe.resolve()
     assert (recipe.weights, recipe.outcome) == ({"b": 3.0, "a": 1.0}, "b")
     assert list(reward_group(recipe, PROMPT[1], [""])[0]) == ["b", "a"]
-    assert recipe.settings()["order of REWARD_WEIGHTS"] == ["b", "a"]  # workers compare it, too
+    assert settings_of(recipe)["order of REWARD_WEIGHTS"] == ["b", "a"]  # workers compare it, too
     recipe = a_recipe([PROMPT], task=task, REWARD_WEIGHTS={"a": 1, "b": 0}, OUTCOME="a")
     recipe.resolve()
     assert (recipe.weights, recipe.outcome) == ({"a": 1, "b": 0}, "a")
@@ -225,7 +226,7 @@ def test_a_task_may_be_a_path_whose_folder_it_can_import_from(tiny, tmp_path, mo
     with pytest.raises(RuntimeError, match="^my/cities.py: .*ZeroDivisionError"):
         recipe.resolve()
     # Elsewhere on a worker's machine
-    settings = [a_recipe(TASK=path).settings() for path in ("/x/cities.py", "my/cities.py")]
+    settings = [settings_of(a_recipe(TASK=path)) for path in ("/x/cities.py", "my/cities.py")]
     assert settings[0] == settings[1]
 
 

@@ -1,4 +1,4 @@
-"""What a chat template does to a run: it opens a tag, it shows the date. And what a tokenizer does:
+"""What a chat template does to a run: it opens a tag, it shows a day. And what a tokenizer does:
 it appends EOS, and it reads special tokens in a tool's text."""
 
 import contextlib
@@ -11,8 +11,8 @@ from tokenizers.processors import TemplateProcessing
 
 from grpo import prepare
 from grpo.metrics import evaluate
-from grpo.models import opening_of, prompt_ids
-from grpo.options import worker
+from grpo.models import prompt_ids
+from grpo.options.opening import opening_of
 from grpo.options.turns import bridge
 from grpo.prepare import preview
 from grpo.sample import Sample
@@ -71,6 +71,13 @@ def test_the_tag_that_a_template_opens(tokenizer, text, expected):
     assert opened([{"role": "system", "content": "/no_think"}, USER]) == expected * (text != CLOSED)
     tokenizer.chat_template = None
     assert opened([USER | {"content": "Write it in <think>"}]) == ""
+
+
+def test_a_run_whose_prompts_end_with_a_tag_shows_it_to_rewards(tokenizer, monkeypatch):
+    monkeypatch.setattr("grpo.models.load_tokenizer", lambda name: opening(tokenizer, THINK))
+    c = a_recipe(TASK="arithmetic", REWARD_WEIGHTS=None, OUTCOME=None, MAX_PROMPT_TOKENS=99).c
+    _, recipe = prepare.prepare_task(c, split="test", shown=0)
+    assert recipe.opening(recipe.prompts[0][2]) == THINK
 
 
 class Says:
@@ -160,37 +167,17 @@ def test_an_option_that_changes_nothing_is_said_and_one_misspelt_refused(tokeniz
     assert "changes nothing" in previewed(enable_thinking=False)
 
 
-# --- The date ---------------------------------------------------------------------------
-DATED = "Today is {{ strftime_now('%d %b %Y') }}. "
+# --- The day ----------------------------------------------------------------------------
 TASK = SimpleNamespace(load=lambda split: [ITEM, ITEM], messages=lambda item: [USER])
 
 
-def dated(tokenizer, date):
-    recipe = a_recipe(task=TASK, MAX_PROMPT_TOKENS=99)
-    recipe.date = date
-    recipe.prompts = load_split(recipe.c, TASK, "train", tokenizer, date)
-    return recipe
-
-
-def test_a_run_has_one_date_whatever_the_day(tokenizer, capsys):
-    tokenizer.chat_template = DATED + tokenizer.chat_template
-    recipe = dated(tokenizer, "2026-01-31")
-    assert tokenizer.decode(recipe.prompts[0][2]).startswith("Today is 31 Jan 2026. ")
-    assert recipe.settings()["date"] == "2026-01-31"
-
-
-def test_a_worker_of_another_day_takes_the_runs_date(tokenizer, monkeypatch):
-    """It was refused, with an advice that could not help."""
-    tokenizer.chat_template = DATED + tokenizer.chat_template
-    theirs, mine = dated(tokenizer, "2026-01-31"), dated(tokenizer, "2026-02-01")
-    mine = mine.others(TRAINER="http://127.0.0.1:9")
-    assert mine.settings() != theirs.settings()
-    here = worker.Worker(SimpleNamespace(tokenizer=tokenizer), mine, "w")
-    assert next(here.order)[2] != theirs.prompts[0][2]  # of two prompts: the epoch goes on
-    monkeypatch.setattr(here.trainer, "fetch", lambda *_: False)  # only the settings are compared
-    record = {"settings": theirs.settings(), "version": 0, "run": "r", "sha256": ""}
-    assert here.load(record) is False
-    assert mine.prompts == theirs.prompts and next(here.order)[2] == theirs.prompts[0][2]
+def test_a_template_shows_one_day_on_all_days_and_machines(tokenizer):
+    day = "Today is {{ date_string or strftime_now('%d %b %Y') }}. "  # as Llama 3's
+    tokenizer.chat_template = day + tokenizer.chat_template
+    for options, shown in (({}, "26 Jul 2024"), ({"date_string": "31 Jan 2026"}, "31 Jan 2026")):
+        c = a_recipe(MAX_PROMPT_TOKENS=99, CHAT_TEMPLATE=options).c
+        (_, _, ids), _ = load_split(c, TASK, "train", tokenizer)
+        assert tokenizer.decode(ids).startswith(f"Today is {shown}. ")
 
 
 # --- EOS, and special tokens ------------------------------------------------------------

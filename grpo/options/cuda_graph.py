@@ -13,7 +13,8 @@ import functools
 import torch
 
 from grpo.devices import is_nvidia, is_out_of_memory
-from grpo.shared_prompt import LlamaDecoder, SharedDecoder
+from grpo.options.shared_layers import SharedDecoder
+from grpo.shared_prompt import LlamaDecoder
 
 
 # --- What may be recorded -----------------------------------------------------------

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 from grpo.log import say
-from grpo.models import generation_config_of, load_tokenizer, settings_in, whole_model
+from grpo.models import load_tokenizer, settings_in, stop_ids, token_ids, whole_model
 
 CONFIG = "adapter_config.json"
 
@@ -64,8 +64,9 @@ def merge(adapter, out):
     base, own = base_of(adapter), Path(adapter, "tokenizer_config.json").exists()
     tokenizer = load_base_tokenizer(adapter)
     tokenizer = load_tokenizer(adapter) if own else tokenizer
-    ends = generation_config_of(adapter if settings_in(adapter) else base)
-    model = whole_model(base, ends, dtype="auto")
+    ends = token_ids(settings_in(adapter).get("eos_token_id")) or stop_ids(base, tokenizer, ())
+    model = whole_model(base, dtype="auto")
+    model.generation_config.eos_token_id = sorted(ends)
     merge_into(model, adapter)
     final = Path(out).resolve()
     final.parent.mkdir(parents=True, exist_ok=True)

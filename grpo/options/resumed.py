@@ -18,16 +18,16 @@ def resume(running, decoder, prompts):
         kept[row] = prompt + ids[joined:end], end
     for key, ids, *own in prompts:
         row = next((row for row, (old, _) in kept.items() if ids[: len(old)] == old), None)
-        told = [] if row is None else ids[len(kept[row][0]) :]
-        if row is None or own[0] > 1 or len(told) > LONGEST * len(ids):
+        given = [] if row is None else ids[len(kept[row][0]) :]
+        if row is None or own[0] > 1 or len(given) > LONGEST * len(ids):
             others.append((key, ids, *own))
             continue
         old, end = kept.pop(row)
         *_, prompt, joined = running.owners[row]
-        running.owners[row] = (key, [None]), 0, end + len(told), prompt, joined
+        running.owners[row] = (key, [None]), 0, end + len(given), prompt, joined
         running.active[row], running.tokens[row] = True, old[-1]
         running.unfinished += 1
-        running.told |= {row: told} if told else {}
+        running.given |= {row: given} if given else {}
         lengths[row] = len(old) - 1 - len(prompt)  # the last id has not been run
     if lengths:
         decoder = getattr(decoder, "decoder", decoder)  # of one that is recorded

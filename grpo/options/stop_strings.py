@@ -23,6 +23,16 @@ class StopStrings:
         text = self.text([id])
         return "\ufffd" in text or any(s[-1] in text or s[-1] == " " for s in self.strings)
 
+    def ended(self, running):
+        """Returns the rows of a sampler.Running whose last token completes a string."""
+        rows = [i for i, id in enumerate(running.tokens.tolist()) if self.may_end(id)]
+        if not rows:
+            return []
+        active, ends, ids = (x[rows].tolist() for x in (running.active, running.ends, running.ids))
+        found = zip(rows, active, ids, ends, strict=True)
+        own = [(i, x[running.owners[i][2] : end]) for i, a, x, end in found if a]
+        return [i for i, ids in own if ids and self.end(ids)]
+
     def end(self, ids):
         """Returns whether the last id completes a string in the text of the ids."""
         if not self.may_end(ids[-1]):

@@ -131,7 +131,7 @@ class Talk:
     logps: list[float] = field(default_factory=list)
     is_model_token: list[bool] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
-    opening: str = ""  # what the chat template has written of the coming turn (models.opening_of)
+    opening: str = ""  # what the chat template has written of the coming turn (opening_of)
     sample: Sample | None = None  # set when the talk has ended
 
     def add(self, ids, logps, by_model, text):

@@ -31,10 +31,10 @@ from grpo.log import in_background
 from grpo.models import choose_dtype, has_bfloat16, own_device, stop_ids, vocab_size_of, whole_model
 from grpo.options.lora import adapters_off, merge_adapters
 from grpo.options.stop_strings import StopStrings
+from grpo.options.weights import check_shapes
 from grpo.proof import NOISE, TF32_NOISE
 from grpo.sample import Sample
 from grpo.sampler import completion_text, next_prompts
-from grpo.weights import check_shapes
 
 SEQUENCES = 256  # SAMPLE_BATCH and EVAL_BATCH if they are "auto"
 # The whole distribution (top_k 0 is off), with our stops instead of the model's

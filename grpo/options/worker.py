@@ -20,9 +20,11 @@ from grpo.client import CUT_OFF, Client
 from grpo.log import tell
 from grpo.options.policy_proof import check_proof
 from grpo.options.sample_sizes import fit_worker
+from grpo.options.shared_settings import check_settings, settings_of
+from grpo.options.weights import load_weights
 from grpo.policy import make_policy
 from grpo.rollout import Stream, sampled_and_rewarded, seed_of, tally
-from grpo.stop import Wait
+from grpo.waits import Wait
 from grpo.wire import pack_group, sha256_of
 
 ASK_SECONDS = 0.5  # between two requests for more room while completions are being sampled
@@ -42,9 +44,10 @@ def worker_policy(c, tokenizer, turns):
 def run_worker(policy, recipe, name=None):
     """Samples until no trainer has answered for WAIT_LIMIT_SECONDS; then it raises TooLong.
 
-    `policy` has stream, text, load, rest, logps, continuation, dtype and tokenizer, as
-    policy.Policy; for a task with reply() also eos_ids. `recipe.batch` is set. Raises RuntimeError
-    if its log-probs differ from the trainer's, SystemExit if its model or its settings differ.
+    `policy` has stream, text, rest, dtype and tokenizer, as policy.Policy, and load, logps and
+    continuation, as VLLMPolicy; for a task with reply() also eos_ids. `recipe.batch` is set. Raises
+    RuntimeError if its log-probs differ from the trainer's, SystemExit if its model or its settings
+    differ.
     """
     worker = Worker(policy, recipe, name or own_name())
     wait, fresh = None, False  # fresh: the loaded policy has not sampled yet
@@ -97,11 +100,7 @@ class Worker:
     def load(self, record):
         """Fetches a policy, loads it, and checks its log-probs. Returns False if the trainer does
         not have it any more, or if the connection breaks."""
-        date = record["settings"].get("date")
-        if date and date != self.recipe.date:  # the run's date, not this worker's day
-            self.recipe.change_date(date, self.policy.tokenizer)
-            self.order.epoch = None  # it has the prompts of the other date
-        check_settings(record["settings"], self.recipe.settings())
+        check_settings(record["settings"], settings_of(self.recipe))
         version, started = record["version"], time.perf_counter()
         # Without a name: a worker that is killed leaves no gigabytes behind
         with tempfile.TemporaryFile() as file:
@@ -110,7 +109,10 @@ class Worker:
                 return False
             weights = safetensors.torch.load_file(path)  # mapped, also when the file is closed
         try:
-            self.policy.load(weights)
+            if hasattr(self.policy, "load"):  # vLLM's
+                self.policy.load(weights)
+            else:
+                load_weights(self.policy.model, weights)
         except ValueError as error:
             raise SystemExit(f"policy {version} does not fit this MODEL: {error}") from error
         gap = check_proof(self.policy, record)
@@ -205,14 +207,3 @@ class TrainerClient(Client):
         while not (reply := self.call("POST", "/group", data=body, timeout=60, expected=[503])).ok:
             wait.sleep(reply.text)
         return reply.json()["refused"]
-
-
-def check_settings(theirs, mine):
-    """Raises SystemExit with the constants that differ from the trainer's."""
-    differ = [k for k in mine if mine[k] != theirs.get(k)]
-    if differ:
-        raise SystemExit(
-            "this worker differs from the trainer: "
-            + ", ".join(f"{k} is {mine[k]!r} here, {theirs.get(k)!r} there" for k in differ)
-            + ". Start it with the trainer's constants, tokenizer, task file and code version"
-        )

@@ -22,8 +22,9 @@ import safetensors.torch
 from grpo.log import announced, in_background, say
 from grpo.options.gate import Busy, Gate, listen, token_for
 from grpo.options.policy_proof import proof_of, sample_proof
-from grpo.stop import Wait
-from grpo.weights import trained_weights
+from grpo.options.shared_settings import settings_of
+from grpo.options.weights import trained_weights
+from grpo.waits import Wait
 from grpo.wire import sha256_of, unpack_group
 
 MAX_GROUP_BYTES = 16 << 20  # of one group: 64 completions of 8192 tokens are 6 MB
@@ -107,7 +108,7 @@ class Workers:
         """Publishes the weights as they are now; a thread writes the file."""
         self.finish()
         self.proof = self.proof or sample_proof(self.policy, self.recipe)
-        record = {"run": self.run, "version": step, "settings": self.recipe.settings()}
+        record = {"run": self.run, "version": step, "settings": settings_of(self.recipe)}
         record["proof"] = proof_of(self.policy, *self.proof)
         self.thread = in_background(self._publish, trained_weights(self.policy.model), record)
 

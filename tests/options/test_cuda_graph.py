@@ -4,10 +4,11 @@ import pytest
 import torch
 from families import DYNAMIC, steps, tiny_model
 
-from grpo import shared_prompt as decode
 from grpo.decoder import make_decoder
+from grpo.options.any_attention import attend_any
 from grpo.options.cuda_graph import GraphedDecoder, GraphedSharedDecoder, can_record
-from grpo.shared_prompt import LlamaDecoder, SharedDecoder
+from grpo.options.shared_layers import SharedDecoder
+from grpo.shared_prompt import LlamaDecoder
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -35,7 +36,7 @@ def test_scores_of_bfloat16_are_kept_in_float32():
     like = {"generator": draw, "device": "cuda", "dtype": torch.bfloat16}
     query, keys, values = (torch.randn(3, 2, n, 64, **like) for n in (4, 300, 300))
     query, settings = query * 4, (None, 1.0, None)
-    out, log = decode.attend(query, keys, values, *settings)
+    out, log = attend_any(query, keys, values, *settings)
     scores = query.double() @ keys.double().mT
     torch.testing.assert_close(log.double(), scores.logsumexp(-1), rtol=0, atol=1e-3)
     expected = scores.softmax(-1) @ values.double()

@@ -11,8 +11,8 @@ from families import tiny_model
 
 from grpo.options import lora
 from grpo.options.lora import MergedAdapters, add_adapters, has_room, merge_adapters
+from grpo.options.weights import load_weights, trained_weights
 from grpo.policy import Policy
-from grpo.weights import load_weights, trained_weights
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])
 

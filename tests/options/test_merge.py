@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
 from grpo.options.merge import merge
+from grpo.options.policy_proof import logps_of
 from grpo.policy import load_policy
 
 PROMPT, COMPLETION = [5, 6, 7, 8], [40, 41, 42, 2]
@@ -26,7 +27,7 @@ def adapter(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapter")
     policy = tiny_policy(tiny, drift=0.1, lora_rank=4)
     policy.save(folder)
-    return folder, policy.logps(PROMPT, COMPLETION)
+    return folder, logps_of(policy, PROMPT, COMPLETION)
 
 
 def test_the_merged_model_computes_what_the_adapted_one_does(tiny, tmp_path, adapter):
@@ -36,8 +37,8 @@ def test_the_merged_model_computes_what_the_adapted_one_does(tiny, tmp_path, ada
         str(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out"), "auto"
     )
     # Measured: 2e-6 at most
-    assert out.logps(PROMPT, COMPLETION) == pytest.approx(expected, abs=2e-5)
-    assert tiny_policy(tiny).logps(PROMPT, COMPLETION) != pytest.approx(expected, abs=0.1)
+    assert logps_of(out, PROMPT, COMPLETION) == pytest.approx(expected, abs=2e-5)
+    assert logps_of(tiny_policy(tiny), PROMPT, COMPLETION) != pytest.approx(expected, abs=0.1)
     assert not list((tmp_path / "out").glob("adapter*"))
     assert out.eos_ids == tiny_policy(tiny).eos_ids
 

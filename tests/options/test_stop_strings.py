@@ -6,6 +6,7 @@ so its texts are full of characters that are cut in two."""
 import pytest
 from fakes import tiny_policy
 
+from grpo.options.policy_proof import continuation
 from grpo.options.stop_strings import StopStrings
 from grpo.sampler import sample_groups
 
@@ -93,4 +94,4 @@ def test_a_policy_has_them_but_not_where_it_proves_its_weights(tiny):
     settings = {"group_size": 8, "max_sequences": 8, "longest_prompt": 4, "max_new_tokens": 40}
     ((_, group),) = policy.stream(iter([(0, PROMPTS[0])]), seed=0, temperature=1.0, **settings)
     assert any(policy.text(c)[-1:] in ("a", "e", "1") for c in group)
-    assert policy.continuation(PROMPTS[0], 60) == plain.continuation(PROMPTS[0], 60)
+    assert continuation(policy, PROMPTS[0], 60) == continuation(plain, PROMPTS[0], 60)

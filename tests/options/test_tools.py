@@ -7,6 +7,7 @@ from fakes import a_recipe, sampled, tiny_policy
 from test_turns import Actor
 
 from grpo.models import prompt_ids
+from grpo.options.shared_settings import settings_of
 from grpo.options.tools import give_tools
 from grpo.options.turns import bridge
 from grpo.prepare import preview
@@ -186,7 +187,7 @@ def test_a_task_that_answers_itself_has_its_tools_in_the_prompt_alone():
 def test_workers_must_have_the_same_tools():
     kept = {"REWARD_WEIGHTS": {"reward": 1.0}, "TASK": "mine"}
     one, same, other = (
-        a_recipe([], task=a_task(*tools), **kept).settings() for tools in ([add], [add], [both])
+        settings_of(a_recipe([], task=a_task(*tools), **kept)) for tools in ([add], [add], [both])
     )
     assert one == same and one["TOOLS"] and one != other
 

@@ -15,11 +15,11 @@ import grpo_ref_split as trainer
 from grpo.checks import settled
 from grpo.options import vllm_policy
 from grpo.options.vllm_policy import VLLMPolicy, check_device
+from grpo.options.weights import load_weights
 from grpo.policy import load_policy
 from grpo.prepare import prepare
 from grpo.proof import check_sampler
 from grpo.sample import Sample
-from grpo.weights import load_weights
 
 CONSTANTS = {"MODEL": "tiny", "GROUP_SIZE": 4, "SEED": 3, "STOP_TOKENS": [], "STOP_STRINGS": []}
 CONSTANTS |= {"SAMPLE_BATCH": "auto", "EVAL_BATCH": "auto", "DTYPE": "float32"}

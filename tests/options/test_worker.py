@@ -21,11 +21,12 @@ from trainer_side import Policy, change, end, publish, serving, weights
 from grpo import checks
 from grpo.options import worker as worker_module
 from grpo.options.failures import Failures
+from grpo.options.policy_proof import logps_of
 from grpo.options.worker import TrainerClient, Worker, run_worker
 from grpo.options.workers import Workers
 from grpo.prepare import prepare
 from grpo.rollout import Stream, tally
-from grpo.stop import TooLong
+from grpo.waits import TooLong
 from grpo_ref_split import DEFAULTS
 
 OUTCOMES = [MIXED, ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED, MIXED]
@@ -372,7 +373,7 @@ def test_a_real_policy_reaches_a_worker_and_is_what_it_samples(tiny, tmp_path, m
     for group in side.groups:
         assert group.version == 6
         for sample in group.samples:
-            expected = trainer.logps(group.prompt, sample.ids)
+            expected = logps_of(trainer, group.prompt, sample.ids)
             assert sample.logps == pytest.approx(expected, rel=0, abs=1e-5)
 
 

@@ -11,9 +11,10 @@ from trainer_side import Policy, change, file_of, post, publish, sample_of, serv
 
 from grpo.options import workers as workers_module
 from grpo.options.policy_proof import check_proof
+from grpo.options.shared_settings import settings_of
 from grpo.options.worker import TrainerClient
 from grpo.sample import Sample
-from grpo.stop import TooLong
+from grpo.waits import TooLong
 from grpo.wire import sha256_of
 
 
@@ -35,7 +36,7 @@ def test_a_policy_is_published_with_all_that_a_worker_checks(side):
     record = publish(side, 3)
     assert asked(side) == (json.loads(json.dumps(record)), 4)
     assert (record["run"], record["version"]) == ("run", 3)
-    assert record["settings"] == side.recipe.settings()
+    assert record["settings"] == settings_of(side.recipe)
     (path,) = side.folder.iterdir()
     assert (record["bytes"], record["sha256"]) == (path.stat().st_size, sha256_of(path))
     assert check_proof(Policy(version=3), record) == 0
@@ -212,7 +213,7 @@ def test_groups_that_are_too_old_are_dropped_and_counted(tmp_path):
 
 
 def test_what_comes_restarts_the_limit_and_silence_ends_the_run(side, monkeypatch, capsys):
-    monkeypatch.setattr("grpo.stop.SPEAK_SECONDS", 0)
+    monkeypatch.setattr("grpo.waits.SPEAK_SECONDS", 0)
     publish(side, 0)
     change(side, WAIT_LIMIT_SECONDS=0.4)
     for number in range(4):  # a step of workers alone waits for all its groups

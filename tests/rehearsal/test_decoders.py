@@ -15,8 +15,9 @@ from grpo.options.cuda_graph import (
     can_record,
 )
 from grpo.options.plain_decoder import PlainDecoder
+from grpo.options.shared_layers import SharedDecoder
 from grpo.sampler import sample_groups
-from grpo.shared_prompt import LlamaDecoder, SharedDecoder
+from grpo.shared_prompt import LlamaDecoder
 from rehearsal.events import counted
 from rehearsal.measured import (
     EVEN,

@@ -17,6 +17,7 @@ import ref_server
 from demo import free_port
 from grpo import reference as reference_module
 from grpo import remote, start
+from grpo.options import refresh as refresh_module
 from grpo.start import USUAL
 from grpo.wire import pack_ids, pack_logps, unpack_ids, unpack_logps
 from rehearsal.events import counted
@@ -124,13 +125,17 @@ def test_a_refreshed_reference_that_waits_on_the_cpu_scores_on_the_gpu(main, mon
         places.append(model.model.device.type)
         return real(model, *arguments, **settings)
 
-    def made(*arguments, make=reference_module.LocalReference):
-        references.append(make(*arguments))
-        return references[-1]
+    def noted(make):
+        def made(*arguments):
+            references.append(make(*arguments))
+            return references[-1]
+
+        return made
 
     monkeypatch.setattr(reference_module, "score_groups", scored)
     monkeypatch.setattr(reference_module, "copy", SimpleNamespace(deepcopy=copies))
-    monkeypatch.setattr(start, "LocalReference", made)
+    for where, kind in ((start, "LocalReference"), (refresh_module, "RefreshedReference")):
+        monkeypatch.setattr(where, kind, noted(getattr(where, kind)))
     alone = {"REF_SERVER": None, "REFERENCE_ON_CPU": True, "EVAL_STEPS": 9, "SAVE_STEPS": 9}
     alone |= {"REFERENCE_REFRESH_STEPS": 1}
     main(STEPS=2, **alone)

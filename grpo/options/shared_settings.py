@@ -1,0 +1,34 @@
+"""PUBLISH_STEPS: the settings that must be equal in the trainer and its workers."""
+
+import hashlib
+import json
+from pathlib import Path
+
+# Constants that must be equal, in addition to what settings_of adds
+SHARED = "GROUP_SIZE MAX_PROMPT_TOKENS MAX_COMPLETION_TOKENS TEMPERATURE SKIP_FLAT_GROUPS"
+SHARED += " STOP_TOKENS STOP_STRINGS OVERLONG_TOKENS"
+
+
+def settings_of(recipe):
+    """Returns the settings, as JSON values, that the trainer publishes and workers compare."""
+    prompts = json.dumps([[index, ids] for index, _, ids in recipe.prompts]).encode()
+    settings = {name: getattr(recipe.c, name) for name in SHARED.split()} | {
+        "OUTCOME": recipe.outcome,
+        "REWARD_WEIGHTS": recipe.weights,
+        "TASK": Path(recipe.c.TASK).name,  # a worker may have the file in another folder
+        "order of REWARD_WEIGHTS": list(recipe.weights),
+        "TOOLS": recipe.chat_options.get("tools"),
+        "hash of prompts (tokenizer, task, data)": hashlib.sha256(prompts).hexdigest(),
+    }
+    return json.loads(json.dumps(settings))
+
+
+def check_settings(theirs, mine):
+    """Raises SystemExit with the constants that differ from the trainer's."""
+    differ = [k for k in mine if mine[k] != theirs.get(k)]
+    if differ:
+        raise SystemExit(
+            "this worker differs from the trainer: "
+            + ", ".join(f"{k} is {mine[k]!r} here, {theirs.get(k)!r} there" for k in differ)
+            + ". Start it with the trainer's constants, tokenizer, task file and code version"
+        )
