@@ -37,7 +37,7 @@ class Row:
 
     def __init__(self, prompts, completions, device):
         self.device, self.parts, self.masks = device, [], {}
-        self.told = set()  # what layers report: window; heads and widths of queries, keys, values
+        self.reported = set()  # what layers report: window; heads and widths of queries, keys, values
         ids, positions, states, last = [], [], [], None
         for prompt, completion in zip(prompts, completions, strict=True):
             own, begin = completion[:-1], len(ids)  # the state after the last token is not needed
@@ -112,7 +112,7 @@ def packed_attention(
 ):
     """A layer's attention as transformers calls it: (1, heads, L, D) -> (1, L, heads, D), None"""
     window, settings = sliding_window, {"scale": scaling, "enable_gqa": True}
-    packed.told.add((window, *((x.shape[1], x.shape[3]) for x in (query, key, value))))
+    packed.reported.add((window, *((x.shape[1], x.shape[3]) for x in (query, key, value))))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, heads, D)
     options = {name: options.get(name) for name in ("softcap", "s_aux")}  # Gemma 2; gpt-oss's sinks
     plain = set(map(type, options.values())) == {type(None)}

@@ -105,13 +105,13 @@ def check_disk(c, model):
     size += STATE_BYTES * sum(p.numel() for p in trained)
     most = size * (c.KEEP_CHECKPOINTS + 1) + weights * c.KEEP_BEST
     free = min(gathered(shutil.disk_usage(c.RUN_DIR).free))
-    told = f"a checkpoint takes {size / 1e9:.3g} GB, all of them at most {most / 1e9:.3g} GB"
+    needs = f"a checkpoint takes {size / 1e9:.3g} GB, all of them at most {most / 1e9:.3g} GB"
     if size > free:
         raise SystemExit(
-            f"{told}, but the disk of RUN_DIR = {c.RUN_DIR!r} has {free / 1e9:.3g} GB free: delete"
+            f"{needs}, but the disk of RUN_DIR = {c.RUN_DIR!r} has {free / 1e9:.3g} GB free: delete"
             " old runs, or set RUN_DIR to a folder on another disk"
         )
-    say(f"{told}; {free / 1e9:.3g} GB are free in {c.RUN_DIR}")
+    say(f"{needs}; {free / 1e9:.3g} GB are free in {c.RUN_DIR}")
 
 
 def try_save(c, policy):

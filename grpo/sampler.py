@@ -162,7 +162,8 @@ class Running:
         self.owners = [self.owners[i] for i in stay.tolist()]
         self.ids, self.logps, self.ends = self.ids[stay], self.logps[stay], self.ends[stay]
         self.active, self.tokens = self.active[stay], self.tokens[stay]
-        self.given = {i: self.given[row] for i, row in enumerate(stay.tolist()) if row in self.given}
+        kept, self.given = self.given, {}
+        self.given |= {i: kept[row] for i, row in enumerate(stay.tolist()) if row in kept}
         return stay
 
     def write(self, tokens, logps):

@@ -31,11 +31,11 @@ class VarlenRow(Row):
 
     def trial(self, like):
         """Returns pairs (from the kernel, from buckets) of the attention and of its gradients on
-        200 keys, beyond one tile of the kernel; in the form that the layers have `told`."""
+        200 keys, beyond one tile of the kernel; in the form that the layers have `reported`."""
         prompts, completions = [[1] * 90] * 3 + [[2] * 3], [[1] * 112, [1], [1] * 71, [1] * 40]
         rows = [kind(prompts, completions, like.device) for kind in (VarlenRow, Row)]
         draw, pairs = torch.Generator().manual_seed(0), []
-        for window, *shapes in self.told:
+        for window, *shapes in self.reported:
             shapes = [(1, heads, rows[0].ids.shape[1], width) for heads, width in shapes]
             qkv = [torch.randn(x, generator=draw).to(like).requires_grad_() for x in shapes]
             found, options = [], {"sliding_window": window and min(window, 64)}
