@@ -37,7 +37,8 @@ class Row:
 
     def __init__(self, prompts, completions, device):
         self.device, self.parts, self.masks = device, [], {}
-        self.reported = set()  # what layers report: window; heads and widths of queries, keys, values
+        # What layers report: window; heads and widths of queries, keys, values
+        self.reported = set()
         ids, positions, states, last = [], [], [], None
         for prompt, completion in zip(prompts, completions, strict=True):
             own, begin = completion[:-1], len(ids)  # the state after the last token is not needed

@@ -113,7 +113,8 @@ class CompletionModel(torch.nn.Module):
                 raise
             return f"a packed row fails ({type(error).__name__})"
         layers = DynamicCache(config=self.model.config).layers
-        if {layer[0] for layer in row.reported} != {getattr(x, "sliding_window", None) for x in layers}:
+        windows = {getattr(x, "sliding_window", None) for x in layers}
+        if {layer[0] for layer in row.reported} != windows:
             return "transformers' attention interface does not get this model's window"
         states = self._plain(*sequences)
         gap = max(distance(*pair) for pair in [(packed, states), *pairs])
