@@ -106,6 +106,7 @@ def a_run(recipe, **parts):
         "clock": Clock(),
         "progress": Progress("run"),
         "workers": NoWorkers(),
+        "replay": lambda group: False,
     }
     return SimpleNamespace(recipe=recipe, greedy=recipe, c=recipe.c, **own | parts)
 
