@@ -63,7 +63,6 @@ SKIP_FLAT_GROUPS = "outcome"
 # How many replacements for flat groups a rollout may sample, in multiples of PROMPTS_PER_STEP.
 # After that it trains on fewer groups.
 MAX_REFILLS = 4
-REPLAY = 0  # a flat group takes a completion of the other outcome, N rollouts old at most; 0: off
 CHAT_TEMPLATE = {}  # options of the model's chat template, such as {"enable_thinking": False}
 OUTCOME = None  # name of the reward that decides correctness: above 0 is correct; None: the task's
 REWARD_WEIGHTS = None  # {reward: weight} (reward_weights); None: the task's; {}: only the KL trains
@@ -220,7 +219,6 @@ def sample_share(run, number, begun, counts):
         counts.update(tally := rollout.tally(run.recipe, group))  # flat groups too
         group.id, group.version = f"{step:06d}-{rank:04d}-{counts['groups']:04d}", step
         group.flat = bool(tally["flat"])
-        counts["replayed"] += run.replay(group)
         yield group
 
 
@@ -240,13 +238,12 @@ def samples_to_train(recipe, groups, step):
     a worker or another policy sampled any group, the sampler's log-probs are the old ones for all
     samples, as a micro-batch mixes groups."""
     c, samples = recipe.c, []
-    is_old = lambda s, group: step != (group.version if s.version is None else s.version)
-    on_policy = not any(g.sampler != "trainer" or is_old(s, g) for g in groups for s in g.samples)
+    on_policy = all(g.sampler == "trainer" and g.version == step for g in groups)
     for group in groups:
         for sample in group.samples:
             if c.MASK_TRUNCATED and sample.truncated:
                 continue
-            sample.on_policy, sample.fresh = on_policy, not is_old(sample, group)
+            sample.on_policy, sample.fresh = on_policy, group.version == step
             sample.old_logps = None if on_policy else sample.of_model(sample.logps)
             samples.append(sample)
     lengths = torch.tensor([sample.length for sample in samples])

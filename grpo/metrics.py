@@ -176,8 +176,6 @@ def rollout_metrics(run, count, theirs, sampled=()):
         means["accuracy"] = total["right"] / judged
     if recipe.has_turns:
         means |= turn_metrics([*sampled, *theirs])  # collective
-    if recipe.c.REPLAY:
-        means["groups_replayed"] = int(total["replayed"])
     if recipe.failures:
         means["rewards/failed"] = total["failed"] / n
     if seconds:  # 0 if workers sampled all groups

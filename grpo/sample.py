@@ -29,7 +29,6 @@ class Sample:
     # trains. If not, the sampler's log-probs are the old ones, and IS_CAP bounds the ratio
     on_policy: bool = True
     fresh: bool = False  # whether this one was sampled with the weights that are trained next
-    version: int | None = None  # the steps of the policy that sampled it; None: as its group's
 
     @property
     def length(self):

@@ -91,7 +91,6 @@ class Run:
     folder: RunFolder  # RUN_DIR
     clock: Clock  # seconds of the current step, by part ...
     laps: list = field(default_factory=list)  # ... and of all steps made
-    replay: object = staticmethod(lambda group: False)  # a Replay, if REPLAY
     data: dict = field(default_factory=dict)  # resume.data_of: its date, hashes of what it reads
     idle_reason: str = ""  # why the last step without training had nothing to train
 
@@ -156,12 +155,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
 
         reporters = [Reporter(to, record, progress) for to in c.REPORT_TO]
     folder = RunFolder(c.RUN_DIR, reporters)
-    run = Run(
+    return Run(
         c, sizes, record, policy, sampler, engine, recipe, greedy, stream, questions, progress,
         reference, workers, folder, Clock(), data=data,
     )  # fmt: skip
-    if c.REPLAY:
-        from grpo.options.replay import Replay
-
-        run.replay = Replay(c.REPLAY, recipe.outcome)
-    return run

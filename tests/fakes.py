@@ -106,7 +106,6 @@ def a_run(recipe, **parts):
         "clock": Clock(),
         "progress": Progress("run"),
         "workers": NoWorkers(),
-        "replay": lambda group: False,
     }
     return SimpleNamespace(recipe=recipe, greedy=recipe, c=recipe.c, **own | parts)
 

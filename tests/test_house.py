@@ -64,7 +64,6 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's
     "plain_decoder": "grpo.decoder",  # a model without a KV cache
     "recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
-    "replay": "grpo.start",  # REPLAY
     "reporters": "grpo.start",  # REPORT_TO
     "reward_processes": "grpo.prepare",  # REWARD_PROCESSES
     "sizes": "grpo.start",  # a GPU, and "auto"
