@@ -180,7 +180,8 @@ class Running:
         stopped = self.stop_strings.ended(self) if self.stop_strings else []
         if stopped:
             ended[stopped] = True
-        ended[given] = False
+        if given:
+            ended[given] = False
         self.active &= ~ended
         last = ended.nonzero().flatten()  # the only wait for the device per token
         if not len(last):

@@ -192,7 +192,7 @@ def test_no_prompt_ends_with_the_eos_that_a_tokenizer_appends(tokenizer, capsys)
     tokenizer.chat_template = None
     ids = prompt_ids(tokenizer, [USER])
     assert tokenizer.decode(ids) == "How many?\n"
-    recipe = a_recipe([(0, ITEM, ids)], task=gsm8k)
+    recipe = a_recipe([(0, ITEM, ids)], task=gsm8k, REWARD_WEIGHTS=gsm8k.REWARD_WEIGHTS)
     preview(recipe, tokenizer, 1)
     assert "appends EOS" in capsys.readouterr().out
 
