@@ -43,6 +43,7 @@ from benchmarks.measure import DEVICE, KIND, facts
 from grpo import rollout
 from grpo.models import load_tokenizer, prompt_ids, vocab_size_of, whole_model
 from grpo.options import resumed
+from grpo.options.stop_strings import StopStrings
 from grpo.policy import Policy
 from grpo.sampler import sample_groups
 from grpo.task import Recipe
@@ -211,7 +212,8 @@ def conversations(model, tokenizer, prompts, most, turns, longest, seed):
     resumed.LONGEST = longest
     low, high, draw = most // 5 // turns, most // turns, random.Random(0)
     ends = lambda n: n >= low and draw.random() * (high + 1 - n) < 1  # all lengths equally likely
-    stops = SimpleNamespace(may_end=lambda id: True, end=lambda ids: ends(len(ids)))
+    stops = StopStrings(tokenizer, ["."])
+    stops.may_end, stops.end = lambda id: True, lambda ids: ends(len(ids))
     reply = lambda item, said: "Go on, and say more." if len(said) < 2 * turns - 1 else None
     c = {"GROUP_SIZE": GROUP, "MAX_PROMPT_TOKENS": 999, "MAX_COMPLETION_TOKENS": 512}
     c |= {"TEMPERATURE": 1.0, "REWARD_TIMEOUT_SECONDS": 60, "TASK": "mine", "CHAT_TEMPLATE": {}}
