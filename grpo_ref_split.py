@@ -390,15 +390,15 @@ def train(run):
 
 
 def end_rollout(run, before):
-    """Publishes the policy, and copies it into the reference (lines 2, 3), if either is due."""
+    """Copies the policy into the reference (lines 2, 3), and publishes it, if either is due."""
     c, p = run.c, run.progress
-    if p.passed(c.PUBLISH_STEPS, before):
-        with run.clock.part("publish"):
-            run.workers.publish(p.step)
     if c.KL_BETA and p.passed(c.REFERENCE_REFRESH_STEPS, before):
         run.reference.refresh()
         p.reference = p.step
         say(f"the policy of step {p.step} is now the reference")
+    if p.passed(c.PUBLISH_STEPS, before):  # last: it may fail on rank 0 alone
+        with run.clock.part("publish"):
+            run.workers.publish(p.step)
 
 
 def evaluate_if_due(run):

@@ -42,7 +42,7 @@ from benchmarks.counting import SHAPE, SPECIALS, build, make_tokenizer, prompt
 from benchmarks.measure import DEVICE, KIND, facts
 from grpo import rollout
 from grpo.models import load_tokenizer, prompt_ids, vocab_size_of, whole_model
-from grpo.options import resumed
+from grpo.options import continued
 from grpo.options.stop_strings import StopStrings
 from grpo.policy import Policy
 from grpo.sampler import sample_groups
@@ -209,7 +209,7 @@ def cases(folder):
 # --- Turns ------------------------------------------------------------------------------
 def conversations(model, tokenizer, prompts, most, turns, longest, seed):
     """-> seconds of the process and of the clock, for each 1000 tokens of the model."""
-    resumed.LONGEST = longest
+    continued.LONGEST = longest
     low, high, draw = most // 5 // turns, most // turns, random.Random(0)
     ends = lambda n: n >= low and draw.random() * (high + 1 - n) < 1  # all lengths equally likely
     stops = StopStrings(tokenizer, ["."])
@@ -230,7 +230,7 @@ def conversations(model, tokenizer, prompts, most, turns, longest, seed):
 def compare_turns(model, tokenizer, case, most, rounds):
     torch.set_num_threads(1)
     prompts = [(i, {}, ids) for i, ids in enumerate(case["prompts"])]
-    ways = {"one turn": (1, 0), "three, run again": (3, -1), "three, kept": (3, resumed.LONGEST)}
+    ways = {"one turn": (1, 0), "three, run again": (3, -1), "three, kept": (3, continued.LONGEST)}
     print(facts("torch"), flush=True)
     for seed in range(rounds):
         for name, way in ways.items():

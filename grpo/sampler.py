@@ -102,9 +102,9 @@ def joining(running, decoder, new, group_size):
     """Returns the new prompts that do not continue a sequence in its place, as later turns do."""
     if group_size > 1 or not new or not new[0][2:]:
         return new
-    from grpo.options.resumed import resume
+    from grpo.options.continued import continue_rows
 
-    return resume(running, decoder, new)
+    return continue_rows(running, decoder, new)
 
 
 def groups_to_admit(running, decoder, max_sequences, group_size):
@@ -126,7 +126,7 @@ class Running:
         # ((key, completions), number in the group, first column, prompt, column after it) of each
         # sequence: one with a lower limit begins further right, so that all end at the same column
         self.owners = []
-        self.given = {}  # {row: ids that it is given before it goes on} (options/resumed.py)
+        self.given = {}  # {row: ids that it is given before it goes on} (options/continued.py)
         self.unfinished = self.most = 0  # how many have not ended: now, after the last admission
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)

@@ -136,7 +136,7 @@ class GroupDecoder:
             self.prompt_of += [len(self.prompt_lengths)] * size
             self.prompt_lengths.append(len(prompt))
             self.lengths += [0] * size
-        self.arrange()
+        self._arrange()
         return repeated(logits, sizes)
 
     def keep(self, indices):
@@ -150,9 +150,9 @@ class GroupDecoder:
         self.prompt_lengths = [self.prompt_lengths[prompt] for prompt in left]
         self.prompt_of = [left.index(self.prompt_of[i]) for i in index]
         self.lengths = [self.lengths[i] for i in index]
-        self.arrange()
+        self._arrange()
 
-    def arrange(self):
+    def _arrange(self):
         like = self.layers[0].prompts[0]
         prompts, device, width = len(like), like.device, like.shape[2]
         ranks = [rank for _, run in groupby(self.prompt_of) for rank, _ in enumerate(run)]

@@ -2,8 +2,8 @@
 
     is_right("<answer>$70,000</answer>", "... #### 70000") -> True
 
-It takes one number, chosen by its position, so that a list of candidates, or a copy of the question
-("3 + 4" for 7), earns nothing. It knows English phrases only, no numbers in words
+It takes one number, chosen by its position, so that a list of candidates ("17 or 18"), or a copy of
+the question ("3 + 4" for 7), earns nothing. It knows English phrases only, no numbers in words
 ("eighteen"), and no LaTeX or power that must be computed ("2^3", "2³").
 """
 
@@ -28,6 +28,7 @@ ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\bis\b|:|=) ?:?|^A:)\
 CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"<<.*?>>", ""),  # GSM8K's calculator notes
     ("\u2212", "-"),
+    (r"(?i)\b(?:minus|negative)\s+(?=\\?[$€£¥₩]?\s*[.\d])", "-"),
     (r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}", r" \1 "),
     (r"(?<=\d)(?:\{,\}|\\[,!])(?=\d{3}(?!\d))", ","),  # 70{,}000 and 70\,000
     (r"\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))", r" \1\3/\2\4"),  # 2\frac{1}{2}

@@ -115,7 +115,7 @@ def without_own(module, query, key, value, mask, **others):
 ])  # fmt: skip
 def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeypatch):
     """It is tried on every model, for nobody has tried it on all architectures."""
-    model, arrange, slots = tiny_model(family), GroupDecoder.arrange, GroupDecoder.slots_for
+    model, arrange, slots = tiny_model(family), GroupDecoder._arrange, GroupDecoder.slots_for
     kinds = [SharedDecoder] + ([LlamaDecoder] if family in OWN_STEP else [])
     assert all(is_right(kind, model) for kind in kinds)
     if callable(wrong):
@@ -128,7 +128,7 @@ def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeyp
         elif wrong == "padding":
             self.layout = replace(self.layout, padding=None)
 
-    monkeypatch.setattr(GroupDecoder, "arrange", arrange_wrongly)
+    monkeypatch.setattr(GroupDecoder, "_arrange", arrange_wrongly)
     if wrong == "ages":  # rows that joined late see what was never written
         seeing = lambda *arguments: replace(slots(*arguments), unwritten=None)
         monkeypatch.setattr(GroupDecoder, "slots_for", seeing)

@@ -67,7 +67,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
     "reporters": "grpo.start",  # REPORT_TO
     "reward_processes": "grpo.prepare",  # REWARD_PROCESSES
-    "resumed": "grpo.sampler",  # a task with reply()
+    "continued": "grpo.sampler",  # a task with reply()
     "shared_layers": "grpo.decoder",  # a model with other layers than Llama's
     "sizes": "grpo.start",  # a GPU, and "auto"
     "stop_strings": "grpo.policy",  # STOP_STRINGS

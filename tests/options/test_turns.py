@@ -17,8 +17,8 @@ import grpo_ref_split as trainer
 from grpo import metrics, report, sampler
 from grpo.forward import CompletionModel
 from grpo.models import prompt_ids
-from grpo.options import resumed
-from grpo.options.resumed import resume
+from grpo.options import continued
+from grpo.options.continued import continue_rows
 from grpo.options.stop_strings import StopStrings
 from grpo.options.turns import bridge, play
 from grpo.prepare import preview
@@ -246,8 +246,10 @@ class CountingDecoder:
     def keep(self, indices):
         self.rows = len(indices)
 
-    def arrange(self):
-        self.rewound += 1
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "columns":
+            self.rewound += 1
 
 
 def test_replies_are_let_in_many_at_a_time(tokenizer, monkeypatch):
@@ -278,11 +280,11 @@ def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy, mo
     later = Counter()
 
     def counted(running, decoder, prompts):
-        left = resume(running, decoder, prompts)
+        left = continue_rows(running, decoder, prompts)
         later.update(joined=sum(new[2] == 1 for new in left), stayed=len(prompts) - len(left))
         return left
 
-    monkeypatch.setattr(resumed, "resume", counted)
+    monkeypatch.setattr(continued, "continue_rows", counted)
     policy.eos_ids = set(range(0, policy.vocab_size, 9))
     policy.stop_strings = StopStrings(policy.tokenizer, ["e"])
     reply = lambda item, turns: None if len(turns) > item["secret"] else "less"

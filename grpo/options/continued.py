@@ -1,14 +1,16 @@
 """The next turn of a conversation goes on in its place in the batch, with its keys and values.
 
-A prompt that begins with the ids of an ended sequence, which is still in the batch, is not run
-again: the sequence takes what follows, the task's reply, one given token a step. A reply that is
-longer than LONGEST of the prompt runs with it, as a new prompt does, all ids in one pass.
+A prompt that is an ended sequence, still in the batch, with a short reply after it, is not run
+again: the sequence takes the reply, one given token a step. A longer reply runs with its prompt, as
+a new prompt does, all ids in one pass.
 """
 
-LONGEST = 1 / 4  # each given token takes a step of the batch; the share is chosen, not measured
+import torch
+
+LONGEST, SHARE = 64, 1 / 4  # of a reply: tokens, and share of the prompt; chosen, not measured
 
 
-def resume(running, decoder, prompts):
+def continue_rows(running, decoder, prompts):
     """Continues ended sequences with the prompts that begin with their ids; returns the others.
     `prompts` are (key, ids, number, limit), as stream_groups takes them, with a group_size of 1."""
     rows = (~running.active).nonzero().flatten().tolist()
@@ -16,11 +18,15 @@ def resume(running, decoder, prompts):
     for row, end, ids in zip(rows, ends, running.ids[rows].tolist(), strict=True):
         *_, prompt, joined = running.owners[row]
         kept[row] = prompt + ids[joined:end], end
-    for key, ids, *own in prompts:
-        row = next((row for row, (old, _) in kept.items() if ids[: len(old)] == old), None)
+
+    def goes_on(old, end):  # if not even the limit fits, it is another conversation
+        return ids[: len(old)] == old and running.limit - limit == end + len(ids) - len(old)
+
+    for key, ids, number, limit in prompts:
+        row = next((row for row, has in kept.items() if number == 1 and goes_on(*has)), None)
         given = [] if row is None else ids[len(kept[row][0]) :]
-        if row is None or own[0] > 1 or len(given) > LONGEST * len(ids):
-            others.append((key, ids, *own))
+        if row is None or len(given) > min(LONGEST, SHARE * len(ids)):
+            others.append((key, ids, number, limit))
             continue
         old, end = kept.pop(row)
         *_, prompt, joined = running.owners[row]
@@ -32,5 +38,5 @@ def resume(running, decoder, prompts):
     if lengths:
         decoder = getattr(decoder, "decoder", decoder)  # of one that is recorded
         decoder.lengths = [lengths.get(i, n) for i, n in enumerate(decoder.lengths)]
-        decoder.arrange()
+        decoder.columns = torch.tensor(decoder.lengths, device=running.ends.device)
     return others
