@@ -25,7 +25,7 @@ RIGHT = {  # gold: what stands between the answer tags
     "70000": ["70,000", "70{,}000", r"70\,000"],
     "70,000": ["70000"],
     "1234567": ["$1,234,567"],
-    "-7": ["-7", "\u22127", "- 7", "(-7)"],
+    "-7": ["-7", "\u22127", "- 7", "(-7)", "minus 7", "Negative $7"],
     "5": ["$5", r"\$5", "5€", "US$5", "5.00", "x = 5"],
     "-5": ["-$5", "$-5", "\u2212$5"],
     "5.00": ["5"],
@@ -125,7 +125,7 @@ def test_accuracy_does_not_need_the_tags(gold, completion):
 
 
 @pytest.mark.parametrize(
-    "completion", ["1 2 3 18", "10 or 18", "10 eggs or 18", "", "none", "It falls to -18", "180"]
+    "completion", ["1 2 3 18", "10 or 18", "10 eggs or 18", "", "none", "It falls to -18", "180", "minus 18"]
 )
 def test_untagged_lists_and_other_numbers_do_not_count(completion):
     assert not correct("18", completion)

@@ -273,6 +273,19 @@ def test_replies_are_let_in_many_at_a_time(tokenizer, monkeypatch):
     assert sum(decoder.rewound for decoder in decoders) > 1  # turns that go on in their places
 
 
+def test_a_prompt_that_begins_with_another_conversation_takes_a_row_of_its_own():
+    """It has a limit of its own, which that row does not leave."""
+    running = sampler.Running(8, {9}, None, torch.device("cpu"))
+    running.add([(0, [1, 2], 1, 8)], 1)
+    for token in (5, 6, 9):
+        list(running.write(torch.tensor([token]), torch.zeros(1)))
+    decoder = SimpleNamespace(lengths=[3])
+    prompt = [1, 2, 5, 6, 9, 7]
+    assert continue_rows(running, decoder, [("other", prompt, 1, 8)]) == [("other", prompt, 1, 8)]
+    assert continue_rows(running, decoder, [("its own", prompt, 1, 4)]) == []
+    assert running.given == {0: [7]} and decoder.lengths == [2]
+
+
 # --- A real model -----------------------------------------------------------------------
 def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy, monkeypatch):
     """Of talks of one to three turns, in a batch that they leave and join at different times, or in
