@@ -13,6 +13,7 @@ Symbols: G completions of a prompt, S sequences in the batch, T completion token
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
@@ -74,11 +75,11 @@ def stream_groups(
         room = groups_to_admit(running, decoder, max_sequences, group_size)
         new = joining(running, decoder, next_prompts(prompts, room), group_size)
         # Dropping copies the cache too: we drop many at once, or with an admission, which copies it
-        many = running.ended > len(running.owners) // decoder.compaction
+        many = running.ended > len(running.rows) // decoder.compaction
         if many or (new and running.ended):
             decoder.keep(running.drop_ended())
         logits = []  # (S, V') of the next tokens; V' is V plus the padding of the embedding
-        if running.owners:
+        if running.rows:
             logits.append(decoder.next_logits(running.tokens))
         if new:
             sizes = running.add(new, group_size)
@@ -117,15 +118,24 @@ def groups_to_admit(running, decoder, max_sequences, group_size):
     return room if pays or not running.unfinished else 0
 
 
+@dataclass
+class Row:
+    """What a sequence of the batch is."""
+
+    group: tuple  # key, and its G completions
+    number: int  # in the group
+    first: int  # its first column; with a lower limit further right: all end at the same column
+    prompt: list  # the ids that ran before the column `joined`, which is `first`, unless this is a
+    joined: int  # turn that goes on in its row (options/continued.py)
+
+
 class Running:
     """The S sequences of the batch. Ended ones stay, unread, until drop_ended removes them."""
 
     def __init__(self, max_new_tokens, eos_ids, stop_strings, device):
         self.limit, self.eos_ids, self.stop_strings = max_new_tokens, eos_ids, stop_strings
         self.eos = torch.tensor(sorted(eos_ids), device=device)
-        # ((key, completions), number in the group, first column, prompt, column after it) of each
-        # sequence: one with a lower limit begins further right, so that all end at the same column
-        self.owners = []
+        self.rows = []  # (S,)
         self.given = {}  # {row: ids that it is given before it goes on} (options/continued.py)
         self.unfinished = self.most = 0  # how many have not ended: now, after the last admission
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
@@ -136,7 +146,7 @@ class Running:
 
     @property
     def ended(self):
-        return len(self.owners) - self.unfinished
+        return len(self.rows) - self.unfinished
 
     def add(self, prompts, group_size):
         """Adds G empty sequences for each group that the prompts start. Returns the number of
@@ -145,13 +155,13 @@ class Running:
         for key, ids, *own in prompts:
             number, limit = own or (1, self.limit)
             groups, at = [(key, [None] * group_size) for _ in range(number)], self.limit - limit
-            new += [(group, i, at, ids, at) for group in groups for i in range(group_size)]
+            new += [Row(group, i, at, ids, at) for group in groups for i in range(group_size)]
             sizes.append(number * group_size)
         count = len(new)
-        self.owners += new
+        self.rows += new
         self.unfinished = self.most = self.unfinished + count
         self.ids, self.logps = pad(self.ids, (0, 0, 0, count)), pad(self.logps, (0, 0, 0, count))
-        first = torch.tensor([at for *_, at in new], device=self.ends.device)
+        first = torch.tensor([row.first for row in new], device=self.ends.device)
         self.ends = torch.cat([self.ends, first])
         self.active = pad(self.active, (0, count), value=True)
         return sizes
@@ -159,7 +169,7 @@ class Running:
     def drop_ended(self):
         """Removes ended sequences; returns the indices (S',) of the remaining ones."""
         stay = self.active.nonzero().flatten()
-        self.owners = [self.owners[i] for i in stay.tolist()]
+        self.rows = [self.rows[i] for i in stay.tolist()]
         self.ids, self.logps, self.ends = self.ids[stay], self.logps[stay], self.ends[stay]
         self.active, self.tokens = self.active[stay], self.tokens[stay]
         kept, self.given = self.given, {}
@@ -189,12 +199,12 @@ class Running:
         self.unfinished -= len(last)
         lists = (x[last].tolist() for x in (self.ids, self.logps, self.ends))
         for i, ids, found, end in zip(last.tolist(), *lists, strict=True):
-            group, number, first, *_ = self.owners[i]
-            ids, found = ids[first:end], found[first:end]
+            row = self.rows[i]
+            ids, found = ids[row.first : end], found[row.first : end]
             if not math.isfinite(sum(found)):
                 raise RuntimeError("the model's logits are not finite: its weights are broken")
             truncated = ids[-1] not in self.eos_ids and i not in stopped
-            yield group, number, Sample(ids, found, truncated)
+            yield row.group, row.number, Sample(ids, found, truncated)
 
 
 def draw(logits, temperature, generator):

@@ -125,7 +125,8 @@ def test_accuracy_does_not_need_the_tags(gold, completion):
 
 
 @pytest.mark.parametrize(
-    "completion", ["1 2 3 18", "10 or 18", "10 eggs or 18", "", "none", "It falls to -18", "180", "minus 18"]
+    "completion",
+    ["1 2 3 18", "10 or 18", "10 eggs or 18", "", "none", "It falls to -18", "180", "minus 18"],
 )
 def test_untagged_lists_and_other_numbers_do_not_count(completion):
     assert not correct("18", completion)

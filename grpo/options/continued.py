@@ -5,6 +5,8 @@ again: the sequence takes the reply, one given token a step. A longer reply runs
 a new prompt does, all ids in one pass.
 """
 
+from dataclasses import replace
+
 import torch
 
 LONGEST, SHARE = 64, 1 / 4  # of a reply: tokens, and share of the prompt; chosen, not measured
@@ -16,8 +18,8 @@ def continue_rows(running, decoder, prompts):
     rows = (~running.active).nonzero().flatten().tolist()
     ends, kept, lengths, others = running.ends[rows].tolist(), {}, {}, []
     for row, end, ids in zip(rows, ends, running.ids[rows].tolist(), strict=True):
-        *_, prompt, joined = running.owners[row]
-        kept[row] = prompt + ids[joined:end], end
+        was = running.rows[row]
+        kept[row] = was.prompt + ids[was.joined : end], end
 
     def goes_on(old, end):  # if not even the limit fits, it is another conversation
         return ids[: len(old)] == old and running.limit - limit == end + len(ids) - len(old)
@@ -29,12 +31,12 @@ def continue_rows(running, decoder, prompts):
             others.append((key, ids, number, limit))
             continue
         old, end = kept.pop(row)
-        *_, prompt, joined = running.owners[row]
-        running.owners[row] = (key, [None]), 0, end + len(given), prompt, joined
+        was = running.rows[row]
+        running.rows[row] = replace(was, group=(key, [None]), number=0, first=end + len(given))
         running.active[row], running.tokens[row] = True, old[-1]
         running.unfinished += 1
         running.given |= {row: given} if given else {}
-        lengths[row] = len(old) - 1 - len(prompt)  # the last id has not been run
+        lengths[row] = len(old) - 1 - len(was.prompt)  # the last id has not been run
     if lengths:
         decoder = getattr(decoder, "decoder", decoder)  # of one that is recorded
         decoder.lengths = [lengths.get(i, n) for i, n in enumerate(decoder.lengths)]

@@ -30,7 +30,7 @@ class StopStrings:
             return []
         active, ends, ids = (x[rows].tolist() for x in (running.active, running.ends, running.ids))
         found = zip(rows, active, ids, ends, strict=True)
-        own = [(i, x[running.owners[i][2] : end]) for i, a, x, end in found if a]
+        own = [(i, x[running.rows[i].first : end]) for i, a, x, end in found if a]
         return [i for i, ids in own if ids and self.end(ids)]
 
     def end(self, ids):
