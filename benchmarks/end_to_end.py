@@ -33,7 +33,6 @@ OPTIONS = {
     "LoRA of rank 16": "LORA_RANK=16",
     "all logits at once": "FUSED_LOSS=False",
     "activations recomputed": "GRADIENT_CHECKPOINTING=True",
-    "two updates on a rollout": "UPDATES_PER_ROLLOUT=2",
 }
 PARTS = ("sample", "reward", "wait", "backward", "step", "other")
 
