@@ -255,7 +255,7 @@ def answers_of(c, options, model, submit, rank, world):
             raise SystemExit(f"{path} lacks {missing} answers: all ranks must see the same folder")
         found[kind] = rewarded(draw, prompts, there, rank, world)
     weights = getattr(recipe.task, "REWARD_WEIGHTS", None) or {}
-    metrics = [name for name, weight in weights.items() if weight == 0]
+    metrics = [name for name, w in weights.items() if w == 0 and name != recipe.outcome]
     return (recipe.outcome, metrics), path.parent, found
 
 

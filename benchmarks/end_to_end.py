@@ -1,6 +1,6 @@
 """Seconds of a step of SmolLM2-135M: ours, ours with one option each, and TRL's GRPOTrainer.
 
-    python benchmarks/end_to_end.py runs/smollm2_135m ../venv-peers/bin/python out.md [STEPS]
+    python benchmarks/end_to_end.py runs/smollm2_135m .venv-peers/bin/python out.md [STEPS]
 
 All train presets/smollm2.py's model and task with 8 x 8 completions of 16 tokens at most, without a
 KL, a server or evaluations; no group is left out or replaced, and nothing is masked. On a CPU each
