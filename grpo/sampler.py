@@ -172,8 +172,8 @@ class Running:
         self.rows = [self.rows[i] for i in stay.tolist()]
         self.ids, self.logps, self.ends = self.ids[stay], self.logps[stay], self.ends[stay]
         self.active, self.tokens = self.active[stay], self.tokens[stay]
-        kept, self.given = self.given, {}
-        self.given |= {i: kept[row] for i, row in enumerate(stay.tolist()) if row in kept}
+        place = {row: i for i, row in enumerate(stay.tolist())}
+        self.given = {place[row]: ids for row, ids in self.given.items()}  # these have not ended
         return stay
 
     def write(self, tokens, logps):
