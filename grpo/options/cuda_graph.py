@@ -110,7 +110,7 @@ def record(function):
     Recordings share memory: they may be replayed one after the other, but not at the same time.
     """
     # Not `with torch.cuda.graph(...)`, which first gives all free memory back to the driver, and
-    # stays on its own stream if the recording fails
+    # stays on another stream if the recording fails
     graph, (stream, pool) = torch.cuda.CUDAGraph(), recorder()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

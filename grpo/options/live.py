@@ -108,7 +108,7 @@ def snapshot(found, asked="", others=(), metrics=()):
     known = {metric for n in chosen for record in records[n] for metric in record}
     drawn = [metric for metric in dict.fromkeys(metrics) if metric in known]
     folder, wrote, status = found.get(name, (Path("/nowhere"), 0, ""))
-    constants, own = constants_of(folder), records.get(name, [])
+    constants, latest = constants_of(folder), records.get(name, [])
     groups, inode = read(folder / "samples.jsonl")
     return {
         "runs": [{"name": n, "status": state} for n, (_, _, state) in found.items()],
@@ -116,10 +116,10 @@ def snapshot(found, asked="", others=(), metrics=()):
         "status": status,
         "wrote_s": max(0, round(time.time() - wrote, 1)) if name else None,
         "model": constants.get("MODEL", ""),
-        "step": own[-1]["step"] if own else None,
+        "step": latest[-1]["step"] if latest else None,
         "steps": constants.get("STEPS"),
-        "step_seconds": step_seconds(own),
-        "last": own[-1] if own else {},
+        "step_seconds": step_seconds(latest),
+        "last": latest[-1] if latest else {},
         "metrics": sorted(known - {"step", "time"}),
         "curves": [{"run": n, "charts": {m: chart(records[n], m) for m in drawn}} for n in chosen],
         "file": inode,  # a resumed run writes a group again
@@ -132,7 +132,7 @@ def make_app(folder):
     """Returns the WSGI app for a folder, which holds runs or is a run itself."""
     app, folder = bottle.Bottle(), Path(folder).resolve()
 
-    def query(name):  # bottle's own raises if the query is not UTF-8
+    def query(name):  # bottle's raises if the query is not UTF-8
         return parse_qs(bottle.request.query_string).get(name, [""])
 
     @app.get("/live")

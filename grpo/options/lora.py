@@ -27,7 +27,7 @@ def add_adapters(model, rank):
 @torch.no_grad()
 def merge_adapters(model, tensors):
     """Yields (name, weight) for all weights of a policy, one at a time. If `tensors` (by name)
-    has an adapter for a layer of the base `model`, its weight is W + s B A, else the model's own.
+    has an adapter for a layer of the base `model`, its weight is W + s B A, else the model's.
     Raises ValueError if the model lacks a layer."""
     adapters = {name.split(".lora_A.")[0]: name for name in tensors if ".lora_A." in name}
     weights = dict(model.named_parameters())
@@ -58,7 +58,7 @@ def adapted_layers(model):
 # --- Without adapters ---------------------------------------------------------------
 @contextlib.contextmanager
 def adapters_off(model):
-    """In the block the adapters are off, so the model is the frozen base model. PEFT's own switch
+    """In the block the adapters are off, so the model is the frozen base model. PEFT's switch
     would also change which parameters have a gradient."""
     layers = adapted_layers(model)
     try:
@@ -74,20 +74,20 @@ def adapters_off(model):
 def swapped(model, tensors):
     """In the block the parameters named in `tensors` have those values, on the model's device."""
     parameters = dict(model.named_parameters())
-    own = {name: parameters[name].data for name in tensors}
+    kept = {name: parameters[name].data for name in tensors}
     try:
         for name, tensor in tensors.items():
             parameters[name].data = tensor
         yield
     finally:
-        for name, tensor in own.items():
+        for name, tensor in kept.items():
             parameters[name].data = tensor
 
 
 class MergedAdapters:
     """Inside `with`, each layer that has an adapter is a plain layer with W + 2 B A: one matrix
-    product, while an adapter needs four more operations. Outside, the model is unchanged, with its
-    own W, which is never written.
+    product, while an adapter needs four more operations. Outside, the model is unchanged:
+    its W is never written.
 
     The object holds copies of all matrices with adapters, in their dtype. If a GPU has less than
     twice their size free, it holds nothing and changes nothing.
@@ -111,8 +111,8 @@ class MergedAdapters:
             setattr(parent, name, base)
 
     def __exit__(self, *_):
-        for parent, name, layer, base, own, _ in self.layers:
-            base.weight = own
+        for parent, name, layer, base, weight, _ in self.layers:
+            base.weight = weight
             setattr(parent, name, layer)
 
 

@@ -61,9 +61,9 @@ def merge(adapter, out):
         raise SystemExit(f"OUT = {out!r} exists and is not an empty folder: choose another")
     if not Path(adapter, CONFIG).is_file():
         raise SystemExit(f"{adapter} has no {CONFIG}: name the folder of a LoRA adapter")
-    base, own = base_of(adapter), Path(adapter, "tokenizer_config.json").exists()
+    base, has_tokenizer = base_of(adapter), Path(adapter, "tokenizer_config.json").exists()
     tokenizer = load_base_tokenizer(adapter)
-    tokenizer = load_tokenizer(adapter) if own else tokenizer
+    tokenizer = load_tokenizer(adapter) if has_tokenizer else tokenizer
     ends = token_ids(settings_in(adapter).get("eos_token_id")) or stop_ids(base, tokenizer, ())
     model = whole_model(base, dtype="auto")
     model.generation_config.eos_token_id = sorted(ends)

@@ -46,7 +46,7 @@ def check_build(device):
 def has_code(builds, capability):
     """Returns whether a GPU of this capability (major, minor) can run torch's `builds`: code (sm_)
     of its major version and no later minor one, PTX (compute_) of any earlier GPU; with a letter,
-    its own alone.
+    this capability alone.
 
     >>> has_code(["sm_86"], (8, 9)), has_code(["sm_86", "sm_90a"], (9, 1))
     (True, False)

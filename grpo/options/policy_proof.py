@@ -62,14 +62,14 @@ def check_proof(policy, record):
     prompt, completion = proof["prompt"], proof["completion"]
     gap = mean_k3(logps_of(policy, prompt, completion), proof["logps"])
     check_gap(gap, limit, f"policy {version} is loaded, but differs from the trainer's")
-    own = continuation(policy, prompt, len(completion))
-    decoded = mean_k3(logps_of(policy, prompt, own.ids), own.logps)
+    resampled = continuation(policy, prompt, len(completion))
+    decoded = mean_k3(logps_of(policy, prompt, resampled.ids), resampled.logps)
     check_gap(decoded, limit, f"policy {version} is right, but what is sampled here differs")
     return gap
 
 
-def mean_k3(mine, theirs):
-    """Returns the mean k3 between two lists of log-probs; `theirs` are of the process that sampled
-    the tokens."""
-    d = torch.tensor(mine).double() - torch.tensor(theirs).double()
+def mean_k3(mine, sampled):
+    """Returns the mean k3 between two lists of log-probs; `sampled` are of the process that
+    sampled the tokens."""
+    d = torch.tensor(mine).double() - torch.tensor(sampled).double()
     return (d.expm1() - d).mean().item()

@@ -1,7 +1,7 @@
 """REPORT_TO: sends each record of metrics to TensorBoard, W&B, or functions of the user.
 
 Rank 0 sends each record to every receiver. If a receiver fails, it gets no more records, and the
-run goes on. TensorBoard and W&B are imported only if named; they use own threads.
+run goes on. TensorBoard and W&B are imported only if named; they use threads.
 """
 
 import importlib.util

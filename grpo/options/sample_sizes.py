@@ -27,15 +27,15 @@ SPARE = 0.08
 
 
 # --- Any size -------------------------------------------------------------------------
-def fit(device, candidates, attempt, held=0, worst=lambda measure: measure()):
+def fit(device, candidates, attempt, in_use=0, worst=lambda measure: measure()):
     """Returns the first of `candidates`, dicts of sizes, whose attempt(**candidate) fits into the
-    GPU in addition to `held` bytes, and logs it. SystemExit if none fits.
+    GPU in addition to `in_use` bytes, and logs it. SystemExit if none fits.
 
     `worst` calls a measuring function and returns the largest result of all ranks.
     """
     for sizes in candidates:
         trial = functools.partial(attempt, **sizes)
-        share, peak, room = worst(functools.partial(measured, trial, held, device))
+        share, peak, room = worst(functools.partial(measured, trial, in_use, device))
         chosen = ", ".join(f"{name} = {value}" for name, value in sizes.items())
         if share <= 1 - SPARE:
             left = (room - peak) / 2**30
@@ -49,15 +49,15 @@ def fit(device, candidates, attempt, held=0, worst=lambda measure: measure()):
     )
 
 
-def measured(trial, held, device):
+def measured(trial, in_use, device):
     """Returns (share, peak, room). `peak` is the most bytes that tensors take while trial() runs
-    and `held` bytes are in use, infinite if they do not fit; `room` is the bytes that this process
+    beside `in_use` bytes, infinite if they do not fit; `room` is the bytes that this process
     may take; `share` is peak / room."""
     gpu, peak = torch.accelerator, math.inf
     room = gpu.get_memory_info(device)[0] + gpu.memory_reserved(device)
     gpu.reset_peak_memory_stats(device)
     try:
-        _block = torch.empty(held, dtype=torch.uint8, device=device)
+        _block = torch.empty(in_use, dtype=torch.uint8, device=device)
         trial()
         peak = gpu.max_memory_allocated(device)
     except (RuntimeError, MemoryError) as error:

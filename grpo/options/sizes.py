@@ -1,7 +1,7 @@
 """Finds the trainer's "auto" sizes by trials on the ranks' GPUs, before a run begins or resumes.
 
 Every rank runs the largest micro-batch that the trainer may cut, forward and backward, with the
-run's own loss. If one rank runs out of memory, all of them try the next size. The trial runs
+run's loss. If one rank runs out of memory, all of them try the next size. The trial runs
 without DeepSpeed: a rank that ran out of memory within one of DeepSpeed's collectives would leave
 the others waiting. A block of memory takes the place of what DeepSpeed will hold.
 
@@ -27,17 +27,17 @@ TOKENS = {False: (16_384, 8_192), True: (16_384, 8_192, 4_096, 2_048, 1_024)}
 def try_sizes(c, policy, auto, batch_loss, turns, visiting):
     """Collective: returns the sizes that fit, constants by name, for those that are `auto`. All
     ranks get the same. Raises SystemExit if nothing fits. The other arguments: start.fit_sizes."""
-    found, (states, gradients) = {}, held_by_deepspeed(c, policy.model)
+    found, (states, gradients) = {}, used_by_deepspeed(c, policy.model)
     gradients = max(gradients, visiting)  # never there at the same time
     for name, group_size in (("SAMPLE_BATCH", c.GROUP_SIZE), ("EVAL_BATCH", 1)):
         if name in auto:
-            of_ranks = {"held": states, "worst": worst_of_ranks}
+            of_ranks = {"in_use": states, "worst": worst_of_ranks}
             found[name] = fit_batch(c, policy, name, group_size, turns, **of_ranks)
     if not {"SAMPLE_BATCH", "EVAL_BATCH"} >= set(auto):
         model = CompletionModel(policy.model)
         attempt = functools.partial(forward_and_backward, c, batch_loss, model, policy.vocab_size)
         place = policy.model.device, micro_batches(c), attempt
-        found |= fit(*place, held=states + gradients, worst=worst_of_ranks)
+        found |= fit(*place, in_use=states + gradients, worst=worst_of_ranks)
     return found
 
 
@@ -50,11 +50,11 @@ def worst_of_ranks(measure):
 
 def micro_batches(c):
     """Returns the sizes to try, constants by name. Checkpointing, which stays on, comes last."""
-    own, number = c.GRADIENT_CHECKPOINTING, c.MICRO_BATCH_TOKENS
+    recompute, number = c.GRADIENT_CHECKPOINTING, c.MICRO_BATCH_TOKENS
     return [
         {"MICRO_BATCH_TOKENS": tokens, "GRADIENT_CHECKPOINTING": way}
-        for way in ([False, True] if own == "auto" else [own])
-        for tokens in (TOKENS[way or own != "auto"] if number == "auto" else [number])
+        for way in ([False, True] if recompute == "auto" else [recompute])
+        for tokens in (TOKENS[way or recompute != "auto"] if number == "auto" else [number])
     ]
 
 
@@ -110,7 +110,7 @@ def largest_batch(c, tokens, packs, completion):
     return [Sample(ids, logps, prompt=prompt, **others) for prompt in prompts[:number]]
 
 
-def held_by_deepspeed(c, model):
+def used_by_deepspeed(c, model):
     """Returns the bytes that ZeRO-2 adds to the model on each GPU: (always, while it trains).
 
     Read in the code of DeepSpeed 0.19.8: master weights and Adam's two moments in float32, or with

@@ -1,7 +1,7 @@
 """Makes a tiny model without a hub: 126 000 parameters, trained on sloppy examples.
 
     warm_start("runs/demo/warm_start", arithmetic, seed=0, steps=800)    # 45 s on one core
-    python -m tasks my/task.py OUT=runs/my_model                         # for your own task
+    python -m tasks my/task.py OUT=runs/my_model                         # for your task
 
 It plays the role of a real base model, which can do the task but often does something else. The
 demo's model learned from true equations and sloppy answers, so it knows arithmetic, operators and
@@ -57,7 +57,7 @@ def make_model(tokenizer, heads, context=256, **shape):
     demo = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
     demo |= {"initializer_range": 0.1}  # 0.02 made the arithmetic slower to learn
     config = Qwen2Config(
-        vocab_size=416,  # the tokenizer's ids, padded as real models pad theirs
+        vocab_size=416,  # the tokenizer's ids, padded as in real models
         num_attention_heads=heads,
         num_key_value_heads=2,
         max_position_embeddings=context,

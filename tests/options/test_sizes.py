@@ -290,7 +290,7 @@ def test_a_reference_that_visits_the_gpu_takes_turns_with_the_gradients(tiny, mo
     for visiting in (0, 1, 10**9):
         fit_sizes(c, policy, policy, None, False, visiting)
     alone, with_little, with_much = held
-    states, gradients = training.held_by_deepspeed(c, policy.model)
+    states, gradients = training.used_by_deepspeed(c, policy.model)
     assert alone == with_little == states + gradients and with_much == states + 10**9
 
 
