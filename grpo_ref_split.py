@@ -164,7 +164,7 @@ from grpo.task import load_questions
 
 
 # --- Sample: algorithm 1, lines 5, 7, 8, 9 ---------------------------------------------
-def sample_step(run):
+def sample_rollout(run):
     """Collective: returns (groups, metrics, sampled): the groups that all ranks train next, with
     the reference's log-probs; means over the sampled groups, by name; all groups that this rank
     sampled or took from workers, flat ones too.
@@ -364,7 +364,7 @@ def train(run):
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before, place = p.step, checkpoint.place_of(run)
         with checkpoint.back_if_failed(run, place):
-            groups, metrics, sampled = sample_step(run)  # collective; lines 5, 7, 8, 9
+            groups, metrics, sampled = sample_rollout(run)  # collective; lines 5, 7, 8, 9
             with ranks.all_or_none("preparing the update"):  # collective
                 samples = samples_to_train(run.recipe, groups, before)  # line 6
                 if sampled:

@@ -53,7 +53,7 @@ class Reference:
 
 
 def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **recipe):
-    """-> sample_step's (groups, metrics, sampled) of prompts whose groups come out as told."""
+    """-> sample_rollout's (groups, metrics, sampled) of prompts whose groups come out as told."""
     prompts = recipe.pop("prompts", ())
     run = a_run(
         a_recipe(prompts, **recipe),
@@ -63,7 +63,7 @@ def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **
         reference=reference or Reference(),
         workers=workers or NoWorkers(),
     )
-    return trainer.sample_step(run)
+    return trainer.sample_rollout(run)
 
 
 def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(alone):
