@@ -237,13 +237,13 @@ def samples_to_train(recipe, groups, step):
     a worker or another policy sampled any group, the sampler's log-probs are the old ones for all
     samples, as a micro-batch mixes groups."""
     c, samples = recipe.c, []
-    on_policy = all(g.sampler == "trainer" and g.version == step for g in groups)
+    trainer_old_logps = all(g.sampler == "trainer" and g.version == step for g in groups)
     for group in groups:
         for sample in group.samples:
             if c.MASK_TRUNCATED and sample.truncated:
                 continue
-            sample.on_policy, sample.fresh = on_policy, group.version == step
-            sample.old_logps = None if on_policy else sample.of_model(sample.logps)
+            sample.trainer_old_logps, sample.on_policy = trainer_old_logps, group.version == step
+            sample.old_logps = None if trainer_old_logps else sample.of_model(sample.logps)
             samples.append(sample)
     lengths = torch.tensor([sample.length for sample in samples])
     weights = plain_loss.token_weights(
@@ -280,7 +280,7 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size):
     settings = {"temperature": c.TEMPERATURE, "vocab_size": vocab_size, "entropy": True}
     logps, entropy = linear_logps(hidden, head, ids, **settings)
     first = batch[0]  # all samples have old log-probs or none has
-    assert all(s.on_policy == first.on_policy for s in batch)
+    assert all(s.trainer_old_logps == first.trainer_old_logps for s in batch)
     sampler_logps = per_token([s.of_model(s.logps) for s in batch])
     loss, stats = plain_loss.policy_loss(
         logps,
@@ -296,11 +296,11 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size):
         sampler_logps=sampler_logps,
         is_cap=c.IS_CAP,  # no effect if old and sampler's log-probs are equal; ratio_cap acts then
         is_mask=c.IS_MASK,
-        ratio_cap=0.0 if first.on_policy else c.IS_CAP,
+        ratio_cap=0.0 if first.trainer_old_logps else c.IS_CAP,
         sequences=per_token(range(len(batch))) if c.RATIO_LEVEL == "sequence" else None,
     )
     stats |= {"logps": logps.detach(), "entropy": entropy, "sampler_logps": sampler_logps}
-    return loss, stats | {"fresh": per_token([float(s.fresh) for s in batch])}
+    return loss, stats | {"on_policy": per_token([float(s.on_policy) for s in batch])}
 
 
 def accumulate(run, samples):

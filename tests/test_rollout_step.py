@@ -250,7 +250,7 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
     assert metrics["completions/mean_length"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
     rows = trainer.samples_to_train(a_recipe(), groups, 3)
-    assert not any(row.on_policy for row in rows)
+    assert not any(row.trainer_old_logps for row in rows)
 
 
 def test_workers_alone_may_sample(alone):
