@@ -13,7 +13,7 @@ from collections import deque
 
 import torch
 
-from grpo.sample import Group
+from grpo.sample import Group, Prompt
 from grpo.task import begin_rewards, reward_group, total
 
 
@@ -50,7 +50,7 @@ def sampled(policy, recipe, prompts, *, seed):
 
         stream = functools.partial(stream_turns, policy, recipe)
     groups = stream(
-        (prompt and (prompt, prompt[2]) for prompt in prompts),
+        (prompt and Prompt(prompt, prompt[2]) for prompt in prompts),
         group_size=recipe.c.GROUP_SIZE,
         max_sequences=recipe.batch,
         longest_prompt=recipe.c.MAX_PROMPT_TOKENS,

@@ -1,4 +1,5 @@
-"""The record of a step: a sampled completion (Sample), and the G completions of a prompt (Group).
+"""The records of a step: what a sampler takes (Prompt), a completion (Sample), and the G completions
+of a prompt (Group).
 
 Each part of a step adds what it knows: the sampler ids and their log-probs, the task rewards, the
 reference its log-probs, the trainer what the loss needs. Lists have an entry per token, unless it
@@ -6,6 +7,16 @@ says otherwise. Only the sockets have another form (grpo/wire.py).
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Prompt(NamedTuple):
+    """What sampler.stream_groups takes; for each group it yields (key, [Sample] * G)."""
+
+    key: object
+    ids: list[int]
+    groups: int = 1  # how many groups of G completions it begins
+    limit: int | None = None  # tokens of each completion; None: max_new_tokens
 
 
 @dataclass

@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import pad
 
 from grpo.decoder import make_decoder
-from grpo.sample import Sample
+from grpo.sample import Prompt, Sample
 
 
 def completion_text(tokenizer, completion, eos_ids):
@@ -35,7 +35,8 @@ def sample_groups(model, prompts, *, max_sequences=None, **settings):
     """
     settings["max_sequences"] = max_sequences or len(prompts) * settings["group_size"]
     longest = max(map(len, prompts), default=0)
-    groups = dict(stream_groups(model, enumerate(prompts), longest_prompt=longest, **settings))
+    asked = itertools.starmap(Prompt, enumerate(prompts))
+    groups = dict(stream_groups(model, asked, longest_prompt=longest, **settings))
     return [groups[i] for i in range(len(prompts))]
 
 
@@ -54,13 +55,12 @@ def stream_groups(
     generator,
     stop_strings=None,
 ):
-    """Yields (key, [Sample] * G) for each prompt, as soon as its last completion has ended.
+    """Yields (key, [Sample] * G) for each group, as soon as its last completion has ended.
 
-    `prompts` is an iterator of (key, token ids), or of (key, ids, number, limit), which starts
-    `number` groups of this key with at most `limit` tokens each; None means that there is no prompt
-    now. It is read when a group has room and enough sequences have ended to justify a copy of the
-    cache. The stream ends when all sequences have ended and the iterator yields no prompt, even
-    if one might come later. Completions are drawn from softmax(logits / temperature); temperature 0
+    `prompts` is an iterator of Prompts; None means that there is no prompt now. It is read when a
+    group has room and enough sequences have ended to justify a copy of the cache. The stream ends
+    when all sequences have ended and the iterator yields no prompt, even if it might yield one
+    later. Completions are drawn from softmax(logits / temperature); temperature 0
     is greedy, with log-probs at temperature 1. Ids from `vocab_size` on are padding of the
     embedding: the softmax excludes them here, in the trainer and in the reference server.
     `generator` is a torch.Generator on the model's device. With `stop_strings`, a StopStrings, each
@@ -83,7 +83,7 @@ def stream_groups(
             logits.append(decoder.next_logits(running.tokens))
         if new:
             sizes = running.add(new, group_size)
-            logits.append(decoder.admit([ids for _, ids, *_ in new], sizes))
+            logits.append(decoder.admit([prompt.ids for prompt in new], sizes))
         if not logits:
             return
         logits = torch.cat(logits) if len(logits) > 1 else logits[0]
@@ -101,7 +101,7 @@ def next_prompts(prompts, most):
 
 def joining(running, decoder, new, group_size):
     """Returns the new prompts that do not continue a sequence in its place, as later turns do."""
-    if group_size > 1 or not new or not new[0][2:]:
+    if group_size > 1 or not new or new[0].limit is None:
         return new
     from grpo.options.continued import continue_rows
 
@@ -152,9 +152,9 @@ class Running:
         """Adds G empty sequences for each group that the prompts start. Returns the number of
         sequences of each prompt."""
         new, sizes = [], []
-        for key, ids, *own in prompts:
-            number, limit = own or (1, self.limit)
-            groups, at = [(key, [None] * group_size) for _ in range(number)], self.limit - limit
+        for key, ids, number, limit in prompts:
+            groups = [(key, [None] * group_size) for _ in range(number)]
+            at = self.limit - (limit or self.limit)
             new += [Row(group, i, at, ids, at) for group in groups for i in range(group_size)]
             sizes.append(number * group_size)
         count = len(new)

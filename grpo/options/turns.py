@@ -30,7 +30,7 @@ from grpo.rewards import (
     task_file,
     timely,
 )
-from grpo.sample import Sample
+from grpo.sample import Prompt, Sample
 
 MUST = "return what follows the model's turn, a text or a message with role and content, or None"
 MARK = "\u2402"  # a placeholder for the model's turn, to find its end in the chat template
@@ -124,7 +124,7 @@ def is_answer(got):
 class Talk:
     """One conversation: a completion of several turns while it grows."""
 
-    prompt: tuple  # key and ids, as policy.stream takes them
+    prompt: Prompt  # of its group
     group: list  # all talks of the same group
     environment: Environment
     ids: list[int] = field(default_factory=list)
@@ -200,7 +200,7 @@ def stream_turns(policy, recipe, prompts, *, group_size, max_sequences, max_new_
     limits = {"max_sequences": max_sequences, "max_new_tokens": max_new_tokens}
     try:
         for begun, (turn,) in policy.stream(talks.begin(), group_size=1, **limits, **settings):
-            talks.take(begun.pop(), turn)
+            talks.take(begun.pop(), turn)  # any one: a group's are equal before their first turn
             while talks.ended:
                 yield talks.ended.popleft()
         while talks.asked:  # that ended when no turn was left to sample
@@ -224,23 +224,24 @@ class Talks:
         self.running, self.quick = 0, True  # sequences now; whether all replies were quick
 
     def begin(self):
-        """Yields (talks that begin a turn, ids, number of talks, token limit): the next turn of one
-        talk, or the first turn of a group, whose prompt runs once; None if no turn can begin."""
+        """Yields a Prompt, whose key lists the talks that begin a turn: the next turn of one talk,
+        or the first turn of a group, whose prompt runs once; None if no turn can begin."""
         while True:
             self.hear()
             room = self.most - self.running >= self.group_size
             if self.ready:
                 talk = self.ready.popleft()
                 self.running += 1
-                yield [talk], talk.prompt[1] + talk.ids, 1, self.limit - len(talk.ids)
+                ids, limit = talk.prompt.ids + talk.ids, self.limit - len(talk.ids)
+                yield Prompt([talk], ids, limit=limit)
             elif room and (prompt := next(self.prompts, None)):
-                group, opening = [], self.recipe.opening(prompt[1])
+                group, opening = [], self.recipe.opening(prompt.ids)
                 for _ in range(self.group_size):
-                    environment = Environment(self.recipe, prompt[0][1])
+                    environment = Environment(self.recipe, prompt.key[1])
                     group.append(Talk(prompt, group, environment, opening=opening))
                 self.open += group
                 self.running += self.group_size
-                yield group[::-1], prompt[1], self.group_size, self.limit
+                yield Prompt(group[::-1], prompt.ids, self.group_size, self.limit)
             elif self.asked and not self.running:
                 self.wait()
             else:
@@ -291,7 +292,7 @@ class Talks:
 
     def too_slow(self, talk):
         call = "reply()" if talk.sample is None else "Environment.rewards() or close()"
-        call += f" for {talk.prompt[0][1]!r:.500} after {talk.turns!r:.500}"
+        call += f" for {talk.prompt.key[1]!r:.500} after {talk.turns!r:.500}"
         slow = f"took more than {self.recipe.c.REWARD_TIMEOUT_SECONDS} s"
         raise TaskError(self.recipe.c.TASK, call, slow, SOONER)
 
@@ -332,7 +333,7 @@ class Talks:
         self.open.remove(talk)
         samples = [other.sample for other in talk.group]
         if all(sample and sample.rewards is not None for sample in samples):
-            self.ended.append((talk.prompt[0], samples))
+            self.ended.append((talk.prompt.key, samples))
 
 
 # --- Preview --------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from grpo.options.lora import adapters_off, merge_adapters
 from grpo.options.stop_strings import StopStrings
 from grpo.options.weights import check_shapes
 from grpo.proof import NOISE, TF32_NOISE
-from grpo.sample import Sample
+from grpo.sample import Prompt, Sample
 from grpo.sampler import completion_text, next_prompts
 
 SEQUENCES = 256  # SAMPLE_BATCH and EVAL_BATCH if they are "auto"
@@ -86,12 +86,10 @@ class VLLMPolicy:
         try:
             while True:
                 room = (max_sequences - engine.get_num_unfinished_requests()) // group_size
-                for key, ids, *own in next_prompts(prompts, room):
-                    number, limit = own or (1, max_new_tokens)
-                    for _ in range(number):
-                        # completion i is drawn with seed + i
-                        parts = {"n": group_size, "seed": draw.getrandbits(62)} | settings
-                        keys[self._begin(ids, max_new_tokens=limit, **parts)] = key
+                for key, ids, number, limit in next_prompts(prompts, room):
+                    parts = {"n": group_size, "max_new_tokens": limit or max_new_tokens} | settings
+                    for _ in range(number):  # completion i is drawn with seed + i
+                        keys[self._begin(ids, seed=draw.getrandbits(62), **parts)] = key
                 if not keys:
                     return
                 for output in engine.step():
@@ -121,7 +119,7 @@ class VLLMPolicy:
         """Returns a Sample of exactly `size` ids, sampled after the prompt at temperature 1;
         no EOS ends it."""
         settings = {"max_new_tokens": size, "temperature": 1.0, "eos_ids": [], "seed": 0}
-        prompts = iter([(0, prompt)])
+        prompts = iter([Prompt(0, prompt)])
         ((_, group),) = self.stream(prompts, group_size=1, max_sequences=1, **settings)
         return group[0]
 
