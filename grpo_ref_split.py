@@ -175,9 +175,9 @@ def sample_rollout(run):
     """
     c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
     with clock.part("wait"), ranks.all_or_none("workers' groups"):  # collective
-        theirs = run.workers.take(p.step)
-        mine = [(group, run.reference.logps(group)) for group in theirs]
-    taken = ranks.sum_over_ranks(len(theirs))  # collective
+        from_workers = run.workers.take(p.step)
+        mine = [(group, run.reference.logps(group)) for group in from_workers]
+    taken = ranks.sum_over_ranks(len(from_workers))  # collective
     missing = c.PROMPTS_PER_STEP - taken if c.TRAINER_SAMPLES else 0
     begun, most = 0, max(0, missing) * (1 + c.MAX_REFILLS)
     p.begin_rollout()
@@ -198,12 +198,12 @@ def sample_rollout(run):
         begun, missing = begun + number, missing - usable
     with clock.part("wait"):
         with ranks.all_or_none("advantages, and the reference's log-probs"):  # collective
-            set_advantages(run.recipe, [*sampled, *theirs])  # line 9
+            set_advantages(run.recipe, [*sampled, *from_workers])  # line 9
             for group, answer in mine:
                 group.take_ref_logps(answer.result())
         groups = ranks.gather_groups([group for group, _ in mine])  # collective
-    metrics = rollout_metrics(run, counts, theirs, sampled)  # collective
-    return groups, metrics | run.workers.metrics(groups, p.step), sampled + theirs
+    metrics = rollout_metrics(run, counts, from_workers, sampled)  # collective
+    return groups, metrics | run.workers.metrics(groups, p.step), sampled + from_workers
 
 
 def sample_share(run, number, begun, counts):

@@ -156,13 +156,13 @@ def evaluate(policy, step, recipe, prompts):
     return {f"eval_{k}": total[name] / total[of] for k, (name, of) in shares.items() if total[of]}
 
 
-def rollout_metrics(run, count, theirs, sampled=()):
+def rollout_metrics(run, count, from_workers, sampled=()):
     """Collective: returns metrics over the groups that all ranks and workers sampled for a rollout,
     and counts these in the run's progress. The sums in `count` (rollout.tally) are over the groups
-    that this rank has `sampled`; `theirs` are workers' groups that it has received."""
+    that this rank has `sampled`; `from_workers` are workers' groups that it has received."""
     recipe, p, seconds = run.recipe, run.progress, run.clock.parts["sample"]
-    count["own_tokens"] = count["tokens"]
-    for group in theirs:
+    count["trainer_tokens"] = count["tokens"]
+    for group in from_workers:
         count.update(tally(recipe, group))
         count.update(group.skipped)
     total = add_up(count)  # collective
@@ -176,11 +176,11 @@ def rollout_metrics(run, count, theirs, sampled=()):
     if judged := total[f"applicable_{recipe.outcome}"]:
         means["accuracy"] = total["right"] / judged
     if recipe.has_turns:
-        means |= turn_metrics([*sampled, *theirs])  # collective
+        means |= turn_metrics([*sampled, *from_workers])  # collective
     if recipe.failures:
         means["rewards/failed"] = total["unrewarded"] / n
     if seconds:  # 0 if workers sampled all groups
-        means["tokens_per_second"] = total["own_tokens"] / seconds
+        means["tokens_per_second"] = total["trainer_tokens"] / seconds
     return means | {
         "reward": total["total"] / n,
         "reward_std": total["group_std"] / groups,

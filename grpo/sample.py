@@ -1,5 +1,5 @@
-"""The records of a step: what a sampler takes (Prompt), a completion (Sample), and the G completions
-of a prompt (Group).
+"""The records of a step: what a sampler takes (Prompt), a sampled completion (Sample), and the G
+completions of a prompt (Group).
 
 Each part of a step adds what it knows: the sampler ids and their log-probs, the task rewards, the
 reference its log-probs, the trainer what the loss needs. Lists have an entry per token, unless it

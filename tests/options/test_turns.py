@@ -77,9 +77,9 @@ class Actor:
             new += [] if "</think>" in said else [self.eos]
             yield key, [Sample(new[:limit], [-1.0] * len(new[:limit]), len(new) > limit)]
 
-    def line(self, talk):
-        lines = self.lines[talk.prompt.key[0] % len(self.lines)]
-        return lines[len(talk.turns) // 2]
+    def line(self, conversation):
+        lines = self.lines[conversation.prompt.key[0] % len(self.lines)]
+        return lines[len(conversation.turns) // 2]
 
     def text(self, completion):
         ids = completion.ids[:-1] if completion.ids[-1] == self.eos else completion.ids
