@@ -72,11 +72,11 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
     waiting = deque()  # (group, its samples' texts, the Futures of their rewards)
 
     def finish(group, texts, futures):
-        given = [sample.rewards for sample in group.samples]  # by environments
+        from_environments = [sample.rewards for sample in group.samples]
         with timed():
-            rewards = reward_group(recipe, group.item, texts, futures, given)
-        for sample, given in zip(group.samples, rewards, strict=True):
-            sample.rewards = given
+            rewards = reward_group(recipe, group.item, texts, futures, from_environments)
+        for sample, found in zip(group.samples, rewards, strict=True):
+            sample.rewards = found
         return group
 
     for group in sampled(policy, recipe, prompts, seed=seed):

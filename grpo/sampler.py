@@ -136,7 +136,7 @@ class Running:
         self.limit, self.eos_ids, self.stop_strings = max_new_tokens, eos_ids, stop_strings
         self.eos = torch.tensor(sorted(eos_ids), device=device)
         self.rows = []  # (S,)
-        self.given = {}  # {row: ids that it is given before it goes on} (options/continued.py)
+        self.forced = {}  # {row: ids that it takes before it samples again} (options/continued.py)
         self.unfinished = self.most = 0  # how many have not ended: now, after the last admission
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
@@ -173,14 +173,14 @@ class Running:
         self.ids, self.logps, self.ends = self.ids[stay], self.logps[stay], self.ends[stay]
         self.active, self.tokens = self.active[stay], self.tokens[stay]
         place = {row: i for i, row in enumerate(stay.tolist())}
-        self.given = {place[row]: ids for row, ids in self.given.items()}  # these have not ended
+        self.forced = {place[row]: ids for row, ids in self.forced.items()}  # these have not ended
         return stay
 
     def write(self, tokens, logps):
         """Adds a token to each sequence; yields (group, number, Sample) of those that end."""
-        if given := list(self.given):
-            tokens[given] = tokens.new_tensor([self.given[row].pop(0) for row in given])
-            self.given = {row: ids for row, ids in self.given.items() if ids}
+        if forced := list(self.forced):
+            tokens[forced] = tokens.new_tensor([self.forced[row].pop(0) for row in forced])
+            self.forced = {row: ids for row, ids in self.forced.items() if ids}
         self.tokens = tokens
         column = self.ends.clamp(max=self.limit - 1)[:, None]  # past the end it is never read
         self.ids.scatter_(1, column, tokens[:, None])
@@ -190,8 +190,8 @@ class Running:
         stopped = self.stop_strings.ended(self) if self.stop_strings else []
         if stopped:
             ended[stopped] = True
-        if given:
-            ended[given] = False
+        if forced:
+            ended[forced] = False
         self.active &= ~ended
         last = ended.nonzero().flatten()  # the only wait for the device per token
         if not len(last):

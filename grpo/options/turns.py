@@ -59,7 +59,7 @@ class Environment:
     def __init__(self, recipe, item):
         self.recipe, self.item, self.real, self.closed = recipe, item, None, False
 
-    def _call(self, name, must, holds, *given):
+    def _call(self, name, must, holds, *arguments):
         """Returns the result of a method. TaskError if it fails, or returns something else."""
         c, task = self.recipe.c, self.recipe.task
         if self.real is None:
@@ -68,8 +68,8 @@ class Environment:
             self.real = called(c.TASK, what, whole, lambda: make(self.item), has_reply)
             if self.closed:  # by the main thread, meanwhile
                 self.close()
-        shown = f"{name}({', '.join(f'{x!r:.500}' for x in given)}) for {self.item!r:.500}"
-        return called(c.TASK, shown, must, lambda: getattr(self.real, name)(*given), holds)
+        shown = f"{name}({', '.join(f'{x!r:.500}' for x in arguments)}) for {self.item!r:.500}"
+        return called(c.TASK, shown, must, lambda: getattr(self.real, name)(*arguments), holds)
 
     def reply(self, turn):
         """Returns None, or the message that follows the model's turn."""
@@ -101,10 +101,10 @@ def forget(environments, seconds):
         say(f"close() of {len(late)} environments has not ended after {seconds} s: left open")
 
 
-def run(future, call, *given):
+def run(future, call, *arguments):
     """Sets a Future to the result of a call, or to its error, which result() raises."""
     try:
-        future.set_result(call(*given))
+        future.set_result(call(*arguments))
     except BaseException as error:  # noqa: BLE001
         future.set_exception(error)
 
@@ -263,10 +263,10 @@ class Conversations:
             self.ask(chat, self.go_on, chat.environment.reply, chat.turns[-1])
         self.hear()
 
-    def ask(self, chat, then, call, *given):
+    def ask(self, chat, then, call, *arguments):
         """Makes a call in a thread; hear() gives its result to then(chat, result)."""
         answer = Future()
-        in_background(run, answer, call, *given)
+        in_background(run, answer, call, *arguments)
         self.asked.append((chat, answer, time.monotonic(), then))
         self.quick = self.quick and bool(wait([answer], QUICK_SECONDS).done)
 

@@ -284,7 +284,7 @@ def test_a_prompt_that_begins_with_another_conversation_takes_a_row_of_its_own()
     other, same = Prompt("other", prompt, limit=8), Prompt("the same", prompt, limit=4)
     assert continue_rows(running, decoder, [other]) == [other]
     assert continue_rows(running, decoder, [same]) == []
-    assert running.given == {0: [7]} and decoder.lengths == [2]
+    assert running.forced == {0: [7]} and decoder.lengths == [2]
 
 
 # --- A real model -----------------------------------------------------------------------
