@@ -183,7 +183,7 @@ def sample_rollout(run):
     p.begin_rollout()
     while number := rollout.groups_to_begin(missing, p.flat_share, most - begun):
         before = len(mine)
-        # On leaving all_or_none a rank waits for the others, which "wait" counts; within it, "sample"
+        # On leaving all_or_none a rank waits for the others, which "wait" counts; within, "sample"
         # counts this rank's sampling and follow, which copies new weights to vLLM
         with (
             clock.part("wait"),
