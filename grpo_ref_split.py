@@ -13,7 +13,7 @@ GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completio
 reward, centred and scaled within the G completions of its prompt. The code follows the paper's
 algorithm 1 and names its lines (docs/loss.md); the paper's step is a rollout here. Deviations:
   - Every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch.
-  - We do not copy the old policy (line 6). The first update on a rollout uses its own log-probs as
+  - We do not copy the old policy (line 6). The first update on a rollout uses its log-probs as the
     old log-probs, so the ratio is exactly 1. With a worker's group in it, it uses the sampler's.
   - Flat groups, whose completions are all right or all wrong (SKIP_FLAT_GROUPS), are skipped and
     replaced (DAPO, 2503.14476, sec. 3.2). They could teach at most the other rewards.
@@ -43,7 +43,7 @@ REF_SERVER = "http://127.0.0.1:59875"
 # the gradient less noisy and the rollout slower.
 PROMPTS_PER_STEP = 28
 GROUP_SIZE = 8  # G, completions per prompt; more find rare successes, at a cost (num_generations)
-MAX_PROMPT_TOKENS = 512  # questions with longer prompts are left out; the log says how many
+MAX_PROMPT_TOKENS = 512  # questions with longer prompts are left out; the log states how many
 MAX_COMPLETION_TOKENS = 512  # completions are cut here; higher is slower (max_completion_length)
 STOP_TOKENS = ["<|im_end|>"]  # tokens that end a completion, besides EOS; unknown ones are ignored
 STOP_STRINGS = []  # texts that end a completion, such as "</answer>"; they are trained on, too

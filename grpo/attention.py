@@ -49,7 +49,7 @@ class Row:
             states += [before[-1], *range(len(ids), len(ids) + len(own))]
             ids += own
             positions += range(len(prompt), len(prompt) + len(own))
-            if len(ids) > begin:  # a first completion's prompt is its own
+            if len(ids) > begin:  # a first completion has its prompt in its part
                 keys = before if begin > before.start else range(0)
                 self.parts.append((keys, range(begin, len(ids))))
         self.ids, self.positions = self.tensor([[ids], [positions]])
@@ -134,7 +134,7 @@ def packed_attention(
                 settings["enable_gqa"] = False
             found = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, **settings)
             found = found.transpose(1, 2)
-        else:  # the eager code of the model's own file
+        else:  # the eager code of the model's file
             attend = sys.modules[type(module).__module__].eager_attention_forward
             found, _ = attend(module, q, k, v, mask[None, None], scaling=scaling, **options)
         out.append(found.flatten(0, 1))

@@ -11,7 +11,7 @@ Beside them are links: `best` to the checkpoint with the best evaluation (KEEP_B
 the last one of a run that has ended.
 
 Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. If each machine
-has RUN_DIR on its own disk, it keeps the files of its ranks: the first rank that sees a folder
+has RUN_DIR on a separate disk, it keeps the files of its ranks: the first rank that sees a folder
 makes and renames it. Rank 0's folder, the only one with the model, is renamed last. A checkpoint is
 complete if every rank finds its files with the right sizes; otherwise all ranks skip it. If the
 number of ranks has changed, each rank needs the files of all.
@@ -149,7 +149,7 @@ def write_own(run, trainer):
     own["torch"] = torch.get_rng_state().tolist()
     files = [trainer / f"optimizer_{rank}.pt", trainer / f"rank_{rank}.json"]
     # Not engine.save_checkpoint: that writes the model too, and load_checkpoint reads it everywhere
-    with open(files[0], "wb") as file:  # a Python file, whose OSError says why a write failed
+    with open(files[0], "wb") as file:  # a Python file, whose OSError names the cause
         torch.save(run.engine.optimizer.state_dict(), file)
     files[1].write_text(json.dumps(own))
     return files
@@ -267,7 +267,7 @@ def load(path, engine, stream, reference=None):
         from grpo.options.recut import recut
 
         part, own = recut(trainer, before, engine.optimizer.partition_size, stream.seed)
-    # DeepSpeed expects a dict of all ranks' parts and reads its own
+    # DeepSpeed expects a dict of all ranks' parts and reads this rank's
     engine.optimizer.load_state_dict({rank: part}, load_from_fp32_weights=True)
     dist.barrier()
     engine.optimizer.update_lp_params()  # the model's weights, from all ranks' float32 ones

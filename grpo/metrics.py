@@ -124,7 +124,7 @@ def sampler_stats(logps, entropy, sampler_logps, on_policy):
         "mismatch": gap.abs(),
         "sampler_ratio": gap.exp(),
         "sampler_k3": on_policy * (gap.expm1() - gap),
-        # Our own: surprise is how far a log-prob is above its mean, -entropy. A sampler at (1 + x)
+        # Ours: surprise is how far a log-prob is above its mean, -entropy. A sampler at (1 + x)
         # times the temperature gives log-probs that differ by x * surprise, to first order: x, the
         # tilt, is the slope of gap on surprise, in which noise averages out
         "tilt": on_policy * gap * surprise,

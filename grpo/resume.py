@@ -122,8 +122,8 @@ def hash_of_prompts(prompts):
 
 
 def plain(value):
-    """Returns a value as JSON can hold it, equal in each process; of an object that has no text of
-    its own, which would be its address, only the type."""
+    """Returns a value as JSON can hold it, equal in each process; of an object whose text
+    would be its address, only the type."""
     if isinstance(value, dict):
         return [[repr(key), plain(item)] for key, item in value.items()]
     if isinstance(value, list | tuple):

@@ -2,8 +2,8 @@
 completions of a prompt (Group).
 
 Each part of a step adds what it knows: the sampler ids and their log-probs, the task rewards, the
-reference its log-probs, the trainer what the loss needs. Lists have an entry per token, unless it
-says otherwise. Only the sockets have another form (grpo/wire.py).
+reference its log-probs, the trainer what the loss needs. Lists have an entry per token, unless a
+comment states otherwise. Only the sockets have another form (grpo/wire.py).
 """
 
 from dataclasses import dataclass, field

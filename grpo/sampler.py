@@ -3,7 +3,7 @@
     groups = sample_groups(model, prompts, group_size=8, max_new_tokens=512, temperature=1.0,
                            eos_ids={2}, vocab_size=151_665, generator=None)
 
-We do not use `model.generate`: it takes every setting that we do not name from the model's own
+We do not use `model.generate`: it takes every setting that we do not name from the model's
 generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and then we
 would train on log-probs of another distribution than the sampled one. Here there is one
 distribution, softmax(logits / temperature) over the tokenizer's ids. It is also faster: a prompt
@@ -111,7 +111,7 @@ def joining(running, decoder, new, group_size):
 def groups_to_admit(running, decoder, max_sequences, group_size):
     """Returns how many groups to admit: all that have room, but none until 1 / `compaction` of what
     ran after the last admission has ended, as this copies the cache of running sequences."""
-    unused = max(0, max_sequences - running.most) // group_size  # room for which no prompt came
+    unused = max(0, max_sequences - running.most) // group_size  # room that no prompt has taken
     room = (max_sequences - running.unfinished) // group_size
     ended, most = (room - unused) * group_size, max_sequences - unused * group_size
     pays = decoder.joins and ended >= most // decoder.compaction

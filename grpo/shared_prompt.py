@@ -1,7 +1,7 @@
 """LlamaDecoder: a prompt's keys and values are kept, and attended to, once for its whole group.
 
-The G sequences of a group attend to their prompt in one matrix product, and their own tokens are
-written in place (transformers' cache copies everything for each token). New prompts may join a
+The G sequences of a group attend to their prompt in one matrix product, and their completions
+are written in place (transformers' cache copies everything for each token). New prompts may join a
 running batch. Models with other layers than Llama's have options/shared_layers.py.
 
 Symbols: B prompts, G sequences of each, S sequences in all, P prompt tokens, K key-value heads,
@@ -97,7 +97,7 @@ class SharedLayer(DynamicLayer):
         """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D), with the
         `options` of attend_any.
 
-        The softmax over prompt and own tokens is the mean of each part's attention, weighted by its
+        The softmax over prompt and completion is the mean of each part's attention, weighted by its
         sum of exponentials (FlashAttention, arXiv 2205.14135): so the prompt's part is one matrix
         product for all sequences of a group, (G * R, D) x (D, P).
         """
@@ -257,7 +257,7 @@ def rotated(x, cos, sin):
 def logits_of(head, hidden):
     """Returns logits (S, V'), on a GPU in float32 also for bfloat16 states: rounded to bfloat16, a
     logit of 20 is off by up to 0.06, and with it the log-prob that is trained on.
-    (transformers' own layers give logits in the model's dtype.)"""
+    (transformers' layers give logits in the model's dtype.)"""
     exact = is_nvidia(hidden.device) and hidden.dtype != torch.float32
     if not exact or type(head) is not torch.nn.Linear:
         return head(hidden)

@@ -34,7 +34,7 @@ from grpo.rewards import (
 
 FUNCTIONS = "load", "messages", "group_rewards", "reply", "gold", "sloppy"
 # The day that a chat template shows by strftime_now, on every machine and in every year: the one to
-# which Llama 3.2's own template falls back
+# which Llama 3.2's template falls back
 DAY = datetime.date(2024, 7, 26)
 
 
@@ -48,7 +48,7 @@ def task_files():
 
 def load_task(name):
     """Returns the module tasks/NAME.py, or the one at a path such as my/task.py, which may import
-    from its own folder. SystemExit if the file or a function is missing."""
+    from its folder. SystemExit if the file or a function is missing."""
     check_task_file(name)
     by_name = lambda name: importlib.import_module(f"tasks.{name}")
     module = module_at if name.endswith(".py") else by_name
@@ -84,10 +84,10 @@ def check_task_file(name):
 
 
 def module_at(path):
-    """Returns the module in the file `path`, which can import from its own folder."""
+    """Returns the module in the file `path`, which can import from its folder."""
     file = Path(path).expanduser().resolve()
     if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # last: it must not shadow Python's own modules
+        sys.path.append(str(file.parent))  # last: it must not shadow Python's modules
     import_file(name := f"task_of_{file.stem}", file)
     return sys.modules[name]
 

@@ -42,7 +42,7 @@ def start_processes(task, number, limit_seconds):
         jobs.put((future, job))
         return future
 
-    submit.takes, submit.limit = lambda function: True, None  # processes have limits of their own
+    submit.takes, submit.limit = lambda function: True, None  # processes have separate limits
     return submit
 
 

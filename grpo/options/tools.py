@@ -1,4 +1,4 @@
-"""TOOLS: a task's functions that the model calls in the form of its own chat template.
+"""TOOLS: a task's functions that the model calls in the form of its chat template.
 
     TOOLS = [python]    # in a task: functions with type hints and docstrings
     <tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>    # a turn

@@ -4,8 +4,8 @@
     python grpo_ref_split.py worker SAMPLER=vllm     # with vLLM
 
 It needs the address of the trainer's rank 0 (TRAINER), and GRPO_TOKEN if the trainer has one. It
-fetches the newest policy, proves that it computes the same log-probs, and samples prompts in its
-own order while the trainer has room for groups. It may start and end at any time.
+fetches the newest policy, proves that it computes the same log-probs, and samples prompts in a
+separate order while the trainer has room for groups. It may start and end at any time.
 """
 
 import os
