@@ -384,8 +384,8 @@ def train(run):
                 if number == updates:
                     end_rollout(run, before)
                 run.laps.append(run.clock.lap())
-                own = metrics if number == 1 else {}  # the rollout's metrics are logged once
-                run.folder.log("metrics.jsonl", {"step": p.step} | own | trained | run.laps[-1])
+                once = metrics if number == 1 else {}  # the rollout's metrics are logged once
+                run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
                 show(bar, p.step, metrics | trained | run.laps[-1])
                 if samples:
                     check_update(run, trained, samples)

@@ -138,7 +138,7 @@ def all_or_none(part):
     except (Exception, SystemExit) as error:  # noqa: BLE001 (raised again)
         failure = error
     if any_rank(failure is not None):  # collective
-        raise RunFailed("another rank has failed, and its output says why") from failure
+        raise RunFailed("another rank has failed, and its output shows why") from failure
 
 
 @contextlib.contextmanager
@@ -157,8 +157,8 @@ def explained():
         if not isinstance(error, dist.DistError) and not (of_torch and type(error) is RuntimeError):
             raise
         raise RuntimeError(
-            "another rank has ended, and its output says why, or its machine does not answer. Start"
-            f" all ranks again to resume: {error}"
+            "another rank has ended, and its output shows why, or its machine does not answer."
+            f" Start all ranks again to resume: {error}"
         ) from error
 
 

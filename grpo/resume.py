@@ -107,8 +107,8 @@ def data_of(recipe, questions):
         "questions": hash_of_prompts(questions),
         "rewards": hash_of_code(recipe.task),
     }
-    for name, own in data.items():
-        if len(found := set(gathered(own))) > 1:
+    for name, mine in data.items():
+        if len(found := set(gathered(mine))) > 1:
             raise SystemExit(
                 f"the ranks differ in {name}, {found}: start them all with the same task and data"
             )

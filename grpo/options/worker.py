@@ -49,7 +49,7 @@ def run_worker(policy, recipe, name=None):
     RuntimeError if its log-probs differ from the trainer's, SystemExit if its model or its settings
     differ.
     """
-    worker = Worker(policy, recipe, name or own_name())
+    worker = Worker(policy, recipe, name or unique_name())
     wait, fresh = None, False  # fresh: the loaded policy has not sampled yet
     while True:
         record, room = worker.trainer.policy(worker.name)  # waits while the trainer is away
@@ -71,7 +71,7 @@ def run_worker(policy, recipe, name=None):
         wait.sleep(why, pause=0.2)
 
 
-def own_name():
+def unique_name():
     """Returns a name that no other process has. A process in a restarted container may have the
     same host name and number, but must not give its groups the same ids."""
     return f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
