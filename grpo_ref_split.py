@@ -13,7 +13,7 @@ GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) needs no value network: a completio
 reward, centred and scaled within the G completions of its prompt. The code follows the paper's
 algorithm 1 and names its lines (docs/loss.md); the paper's step is a rollout here. Deviations:
   - Every mean is taken over the whole step, all ranks and micro-batches, never over a micro-batch.
-  - We do not copy the old policy (line 6). The first update on a rollout uses its own log-probs as
+  - We do not copy the old policy (line 6). The first update on a rollout uses its log-probs as the
     old log-probs, so the ratio is exactly 1. With a worker's group in it, it uses the sampler's.
   - Flat groups, whose completions are all right or all wrong (SKIP_FLAT_GROUPS), are skipped and
     replaced (DAPO, 2503.14476, sec. 3.2). They could teach at most the other rewards.
@@ -43,7 +43,7 @@ REF_SERVER = "http://127.0.0.1:59875"
 # the gradient less noisy and the rollout slower.
 PROMPTS_PER_STEP = 28
 GROUP_SIZE = 8  # G, completions per prompt; more find rare successes, at a cost (num_generations)
-MAX_PROMPT_TOKENS = 512  # questions with longer prompts are left out; the log says how many
+MAX_PROMPT_TOKENS = 512  # questions with longer prompts are left out; the log states how many
 MAX_COMPLETION_TOKENS = 512  # completions are cut here; higher is slower (max_completion_length)
 STOP_TOKENS = ["<|im_end|>"]  # tokens that end a completion, besides EOS; unknown ones are ignored
 STOP_STRINGS = []  # texts that end a completion, such as "</answer>"; they are trained on, too
@@ -164,7 +164,7 @@ from grpo.task import load_questions
 
 
 # --- Sample: algorithm 1, lines 5, 7, 8, 9 ---------------------------------------------
-def sample_step(run):
+def sample_rollout(run):
     """Collective: returns (groups, metrics, sampled): the groups that all ranks train next, with
     the reference's log-probs; means over the sampled groups, by name; all groups that this rank
     sampled or took from workers, flat ones too.
@@ -175,14 +175,16 @@ def sample_step(run):
     """
     c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
     with clock.part("wait"), ranks.all_or_none("workers' groups"):  # collective
-        theirs = run.workers.take(p.step)
-        mine = [(group, run.reference.logps(group)) for group in theirs]
-    taken = ranks.sum_over_ranks(len(theirs))  # collective
+        from_workers = run.workers.take(p.step)
+        mine = [(group, run.reference.logps(group)) for group in from_workers]
+    taken = ranks.sum_over_ranks(len(from_workers))  # collective
     missing = c.PROMPTS_PER_STEP - taken if c.TRAINER_SAMPLES else 0
     begun, most = 0, max(0, missing) * (1 + c.MAX_REFILLS)
     p.begin_rollout()
     while number := rollout.groups_to_begin(missing, p.flat_share, most - begun):
         before = len(mine)
+        # On leaving all_or_none a rank waits for the others, which "wait" counts; within, "sample"
+        # counts this rank's sampling and follow, which copies new weights to vLLM
         with (
             clock.part("wait"),
             ranks.all_or_none("sampling"),  # collective
@@ -198,12 +200,12 @@ def sample_step(run):
         begun, missing = begun + number, missing - usable
     with clock.part("wait"):
         with ranks.all_or_none("advantages, and the reference's log-probs"):  # collective
-            set_advantages(run.recipe, [*sampled, *theirs])  # line 9
+            set_advantages(run.recipe, [*sampled, *from_workers])  # line 9
             for group, answer in mine:
                 group.take_ref_logps(answer.result())
         groups = ranks.gather_groups([group for group, _ in mine])  # collective
-    metrics = rollout_metrics(run, counts, theirs, sampled)  # collective
-    return groups, metrics | run.workers.metrics(groups, p.step), sampled + theirs
+    metrics = rollout_metrics(run, counts, from_workers, sampled)  # collective
+    return groups, metrics | run.workers.metrics(groups, p.step), sampled + from_workers
 
 
 def sample_share(run, number, begun, counts):
@@ -237,13 +239,13 @@ def samples_to_train(recipe, groups, step):
     a worker or another policy sampled any group, the sampler's log-probs are the old ones for all
     samples, as a micro-batch mixes groups."""
     c, samples = recipe.c, []
-    on_policy = all(g.sampler == "trainer" and g.version == step for g in groups)
+    trainer_old_logps = all(g.sampler == "trainer" and g.version == step for g in groups)
     for group in groups:
         for sample in group.samples:
             if c.MASK_TRUNCATED and sample.truncated:
                 continue
-            sample.on_policy, sample.fresh = on_policy, group.version == step
-            sample.old_logps = None if on_policy else sample.of_model(sample.logps)
+            sample.trainer_old_logps, sample.on_policy = trainer_old_logps, group.version == step
+            sample.old_logps = None if trainer_old_logps else sample.of_model(sample.logps)
             samples.append(sample)
     lengths = torch.tensor([sample.length for sample in samples])
     weights = plain_loss.token_weights(
@@ -280,7 +282,7 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size):
     settings = {"temperature": c.TEMPERATURE, "vocab_size": vocab_size, "entropy": True}
     logps, entropy = linear_logps(hidden, head, ids, **settings)
     first = batch[0]  # all samples have old log-probs or none has
-    assert all(s.on_policy == first.on_policy for s in batch)
+    assert all(s.trainer_old_logps == first.trainer_old_logps for s in batch)
     sampler_logps = per_token([s.of_model(s.logps) for s in batch])
     loss, stats = plain_loss.policy_loss(
         logps,
@@ -296,11 +298,11 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size):
         sampler_logps=sampler_logps,
         is_cap=c.IS_CAP,  # no effect if old and sampler's log-probs are equal; ratio_cap acts then
         is_mask=c.IS_MASK,
-        ratio_cap=0.0 if first.on_policy else c.IS_CAP,
+        ratio_cap=0.0 if first.trainer_old_logps else c.IS_CAP,
         sequences=per_token(range(len(batch))) if c.RATIO_LEVEL == "sequence" else None,
     )
     stats |= {"logps": logps.detach(), "entropy": entropy, "sampler_logps": sampler_logps}
-    return loss, stats | {"fresh": per_token([float(s.fresh) for s in batch])}
+    return loss, stats | {"on_policy": per_token([float(s.on_policy) for s in batch])}
 
 
 def accumulate(run, samples):
@@ -364,7 +366,7 @@ def train(run):
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before, place = p.step, checkpoint.place_of(run)
         with checkpoint.back_if_failed(run, place):
-            groups, metrics, sampled = sample_step(run)  # collective; lines 5, 7, 8, 9
+            groups, metrics, sampled = sample_rollout(run)  # collective; lines 5, 7, 8, 9
             with ranks.all_or_none("preparing the update"):  # collective
                 samples = samples_to_train(run.recipe, groups, before)  # line 6
                 if sampled:
@@ -382,8 +384,8 @@ def train(run):
                 if number == updates:
                     end_rollout(run, before)
                 run.laps.append(run.clock.lap())
-                own = metrics if number == 1 else {}  # the rollout's metrics are logged once
-                run.folder.log("metrics.jsonl", {"step": p.step} | own | trained | run.laps[-1])
+                once = metrics if number == 1 else {}  # the rollout's metrics are logged once
+                run.folder.log("metrics.jsonl", {"step": p.step} | once | trained | run.laps[-1])
                 show(bar, p.step, metrics | trained | run.laps[-1])
                 if samples:
                     check_update(run, trained, samples)

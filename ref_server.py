@@ -1,10 +1,10 @@
-"""The frozen reference model behind HTTP: token ids go in, their log-probs come back.
+"""The frozen reference model behind HTTP: it answers token ids with their log-probs.
 
     CUDA_VISIBLE_DEVICES=7 python ref_server.py     # on a spare GPU, on a CPU, on another machine
     python ref_server.py presets/7b_2x80gb.py       # with the constants of a preset
 
     POST /score?wait=S    ids of one or several groups -> the log-probs of their completions
-    GET  /info            the model, which the trainer compares with its own
+    GET  /info            the model, which the trainer compares with its model
     GET  /health          shows that the server answers
 
 The server stores nothing. If it dies, the trainer still has the ids and asks again once the server

@@ -21,6 +21,7 @@ It prints seconds of the process and of the clock for 1000 tokens of the model.
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -45,6 +46,7 @@ from grpo.models import load_tokenizer, prompt_ids, vocab_size_of, whole_model
 from grpo.options import continued
 from grpo.options.stop_strings import StopStrings
 from grpo.policy import Policy
+from grpo.sample import Prompt
 from grpo.sampler import sample_groups
 from grpo.task import Recipe
 from tasks import sums
@@ -162,7 +164,8 @@ def vllm(folder):
         began = time.perf_counter()
         settings = {"max_sequences": len(prompts) * GROUP, "max_new_tokens": case["tokens"]}
         settings |= {"temperature": case["temperature"], "seed": seed}
-        groups = policy.stream(enumerate(prompts), group_size=GROUP, **settings)
+        asked = itertools.starmap(Prompt, enumerate(prompts))
+        groups = policy.stream(asked, group_size=GROUP, **settings)
         count = sum(len(c.ids) for _, group in groups for c in group)
         rates.append(count / (time.perf_counter() - began))
     print(json.dumps(statistics.median(rates[1:])))

@@ -41,15 +41,15 @@ class Row:
         self.reported = set()
         ids, positions, states, last = [], [], [], None
         for prompt, completion in zip(prompts, completions, strict=True):
-            own, begin = completion[:-1], len(ids)  # the state after the last token is not needed
+            new, begin = completion[:-1], len(ids)  # the state after the last token is not needed
             if prompt != last:
                 last, before = prompt, range(begin, begin + len(prompt))
                 ids += prompt
                 positions += range(len(prompt))
-            states += [before[-1], *range(len(ids), len(ids) + len(own))]
-            ids += own
-            positions += range(len(prompt), len(prompt) + len(own))
-            if len(ids) > begin:  # a first completion's prompt is its own
+            states += [before[-1], *range(len(ids), len(ids) + len(new))]
+            ids += new
+            positions += range(len(prompt), len(prompt) + len(new))
+            if len(ids) > begin:  # a first completion has its prompt in its part
                 keys = before if begin > before.start else range(0)
                 self.parts.append((keys, range(begin, len(ids))))
         self.ids, self.positions = self.tensor([[ids], [positions]])
@@ -60,35 +60,35 @@ class Row:
 
     @functools.cached_property
     def buckets(self):
-        """Returns the buckets, each (B, prompt keys, own tokens); the indices of all their queries
+        """Returns the buckets, each (B, prompt keys, new tokens); the indices of all their queries
         and keys; and the place of each token among the queries."""
-        sizes = [(len(keys), len(own)) for keys, own in self.parts]
+        sizes = [(len(keys), len(new)) for keys, new in self.parts]
         buckets, queries, keys, place = [], [], [], [0] * self.ids.shape[1]
         slack = SLACK if self.device.type == "cpu" else SLACK_ON_GPUS
         for numbers in of_like_length(sizes, slack):
             buckets.append((len(numbers), *sizes[numbers[0]]))
-            for before, own in map(self.parts.__getitem__, numbers):
-                place[own.start : own.stop] = range(len(queries), len(queries) + len(own))
-                padded = [*own, *[0] * (buckets[-1][2] - len(own))]
+            for before, new in map(self.parts.__getitem__, numbers):
+                place[new.start : new.stop] = range(len(queries), len(queries) + len(new))
+                padded = [*new, *[0] * (buckets[-1][2] - len(new))]
                 queries += padded
                 keys += [*before, *padded]
         return buckets, *map(self.tensor, (queries, keys, place))
 
-    def mask(self, before, own, window, like):
-        """Returns the mask that is added to a bucket's scores (own, before + own). All layers share
+    def mask(self, before, new, window, like):
+        """Returns the mask that is added to a bucket's scores (new, before + new). All layers share
         it."""
-        if (before, own, window) not in self.masks:
-            pairs = like.new_ones(own, before + own, dtype=torch.bool)
+        if (before, new, window) not in self.masks:
+            pairs = like.new_ones(new, before + new, dtype=torch.bool)
             hidden = pairs.triu(before + 1)
             if window is not None:
                 hidden |= pairs.tril(before - window)
             mask = like.new_zeros(pairs.shape).masked_fill_(hidden, -torch.inf)
-            self.masks[before, own, window] = mask
-        return self.masks[before, own, window]
+            self.masks[before, new, window] = mask
+        return self.masks[before, new, window]
 
 
 def of_like_length(sizes, slack):
-    """Groups the indices of `sizes`, which are (prompt keys, own tokens), into lists of similar
+    """Groups the indices of `sizes`, which are (prompt keys, new tokens), into lists of similar
     length, the longest first. Padding to a list's first adds a quarter or `slack` pairs at most.
 
     >>> of_like_length([(0, 9), (9, 3), (9, 4), (0, 8)], slack=20)
@@ -96,14 +96,14 @@ def of_like_length(sizes, slack):
     """
     lists, real = [], 0
     for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
-        before, own = sizes[number]
+        before, new = sizes[number]
         if lists:
-            real += own * (before + own)
+            real += new * (before + new)
             keys, long = sizes[lists[-1][0]]
             padding = (len(lists[-1]) + 1) * long * (keys + long) - real
         if not lists or before != keys or padding > max(slack, real / 4):
             lists.append([])
-            real = own * (before + own)
+            real = new * (before + new)
         lists[-1].append(number)
     return lists
 
@@ -120,21 +120,21 @@ def packed_attention(
     if packed.kernel and plain:
         return packed.kernel(query, key, value, window, **settings)[None], None
     buckets, queries, keys, place = packed.buckets
-    query = query.index_select(0, queries).split([b * own for b, _, own in buckets])
-    sizes = [b * (before + own) for b, before, own in buckets]
+    query = query.index_select(0, queries).split([b * new for b, _, new in buckets])
+    sizes = [b * (before + new) for b, before, new in buckets]
     key, value = (x.index_select(0, keys).split(sizes) for x in (key, value))
     out = []
-    for (b, before, own), *qkv in zip(buckets, query, key, value, strict=True):
+    for (b, before, new), *qkv in zip(buckets, query, key, value, strict=True):
         q, k, v = (x.unflatten(0, (b, -1)).transpose(1, 2) for x in qkv)  # (B, heads, any, D)
-        causal = plain and not before and (window is None or window >= own)
-        mask = None if causal else packed.mask(before, own, window, q)
+        causal = plain and not before and (window is None or window >= new)
+        mask = None if causal else packed.mask(before, new, window, q)
         if plain:
             if q.device.type != "cpu":  # on GPUs grouped heads select the slowest kernel
                 k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
                 settings["enable_gqa"] = False
             found = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, **settings)
             found = found.transpose(1, 2)
-        else:  # the eager code of the model's own file
+        else:  # the eager code of the model's file
             attend = sys.modules[type(module).__module__].eager_attention_forward
             found, _ = attend(module, q, k, v, mask[None, None], scaling=scaling, **options)
         out.append(found.flatten(0, 1))

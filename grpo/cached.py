@@ -16,7 +16,7 @@ def repeats(sizes, device):
 
 
 class CachedDecoder:
-    """transformers' own KV cache, with a prompt's part repeated for each of its sequences."""
+    """transformers' KV cache, with a prompt's part repeated for each of its sequences."""
 
     joins, compaction = False, 8
 

@@ -11,7 +11,7 @@ Beside them are links: `best` to the checkpoint with the best evaluation (KEEP_B
 the last one of a run that has ended.
 
 Saving is atomic: RUN_DIR/.unfinished is renamed when all ranks have written to it. If each machine
-has RUN_DIR on its own disk, it keeps the files of its ranks: the first rank that sees a folder
+has RUN_DIR on a separate disk, it keeps the files of its ranks: the first rank that sees a folder
 makes and renames it. Rank 0's folder, the only one with the model, is renamed last. A checkpoint is
 complete if every rank finds its files with the right sizes; otherwise all ranks skip it. If the
 number of ranks has changed, each rank needs the files of all.
@@ -74,7 +74,7 @@ def save_run(run):
         files = write_shared(run, draft, state) if leader else []
     dist.barrier()
     with naming_run_dir(folder):
-        files += write_own(run, draft / "trainer")
+        files += write_rank(run, draft / "trainer")
     sizes = gathered({str(path.relative_to(draft)): path.stat().st_size for path in files})
     for last in (False, True):  # last: rank 0's folder, the only one with the model
         if leader and (rank == 0) == last:
@@ -142,16 +142,16 @@ def write_shared(run, draft, state):
     return [path for path in draft.rglob("*") if path.is_file() and path.name != "README.md"]
 
 
-def write_own(run, trainer):
+def write_rank(run, trainer):
     """Writes this rank's files to the folder `trainer`; returns their paths."""
     rank = dist.get_rank()
-    own = {"position": run.stream.position, "random": random.getstate()}
-    own["torch"] = torch.get_rng_state().tolist()
+    mine = {"position": run.stream.position, "random": random.getstate()}
+    mine["torch"] = torch.get_rng_state().tolist()
     files = [trainer / f"optimizer_{rank}.pt", trainer / f"rank_{rank}.json"]
     # Not engine.save_checkpoint: that writes the model too, and load_checkpoint reads it everywhere
-    with open(files[0], "wb") as file:  # a Python file, whose OSError says why a write failed
+    with open(files[0], "wb") as file:  # a Python file, whose OSError names the cause
         torch.save(run.engine.optimizer.state_dict(), file)
-    files[1].write_text(json.dumps(own))
+    files[1].write_text(json.dumps(mine))
     return files
 
 
@@ -245,7 +245,7 @@ def examine(path):
         if (before := len(state["files"])) == world:
             needed = state["files"][rank]
         else:
-            needed = {name: size for own in state["files"] for name, size in own.items()}
+            needed = {name: size for part in state["files"] for name, size in part.items()}
             why = f" (saved by {before} ranks; to resume with {world}, each must find all files)"
         for name, size in needed.items():
             if (found := Path(path, name).stat().st_size) != size:
@@ -262,18 +262,18 @@ def load(path, engine, stream, reference=None):
     before = len(json.loads(state_file(path).read_text())["files"])  # ranks that saved it
     if before == dist.get_world_size():
         part = load_states(trainer / f"optimizer_{rank}.pt")
-        own = json.loads(Path(trainer, f"rank_{rank}.json").read_text())
+        mine = json.loads(Path(trainer, f"rank_{rank}.json").read_text())
     else:
         from grpo.options.recut import recut
 
-        part, own = recut(trainer, before, engine.optimizer.partition_size, stream.seed)
-    # DeepSpeed expects a dict of all ranks' parts and reads its own
+        part, mine = recut(trainer, before, engine.optimizer.partition_size, stream.seed)
+    # DeepSpeed expects a dict of all ranks' parts and reads this rank's
     engine.optimizer.load_state_dict({rank: part}, load_from_fp32_weights=True)
     dist.barrier()
     engine.optimizer.update_lp_params()  # the model's weights, from all ranks' float32 ones
     if reference:
         reference.load(safetensors.torch.load_file(trainer / REFERENCE))
-    stream.position = own["position"]
-    version, numbers, gauss = own["random"]
+    stream.position = mine["position"]
+    version, numbers, gauss = mine["random"]
     random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(torch.tensor(own["torch"], dtype=torch.uint8))
+    torch.set_rng_state(torch.tensor(mine["torch"], dtype=torch.uint8))

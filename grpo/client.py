@@ -37,7 +37,7 @@ def text_of(reply):
 
 
 class Client:
-    """Calls the routes of one server. Each thread needs a client of its own."""
+    """Calls the routes of one server. Each thread needs a separate client."""
 
     command = ""  # the command that starts the other side
     limit_of_body = ""  # and the constant that limits what it accepts

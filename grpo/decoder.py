@@ -5,8 +5,8 @@
     logits = decoder.next_logits(tokens)         # (S, V'), after one more token of each sequence
     decoder.keep(indices)                        # drops all sequences but these
 
-PlainDecoder works without a KV cache, CachedDecoder with transformers' own. LlamaDecoder keeps one
-copy of a prompt for its group, lets prompts join a running batch (`joins`), and has its own layers;
+PlainDecoder works without a KV cache, CachedDecoder with transformers'. LlamaDecoder keeps one copy
+of a prompt for its group, lets prompts join a running batch (`joins`), and computes the layers;
 SharedDecoder does this with transformers' layers. A Graphed decoder records a step as a CUDA graph.
 The last three rely on a model's internals, so each is first tried on the model. Dropping sequences
 copies the cache of the other ones, which pays when more than 1 / `compaction` of all have ended.

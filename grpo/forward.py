@@ -76,7 +76,7 @@ class CompletionModel(torch.nn.Module):
             return self._run(row.ids, row.states, position_ids=row.positions, packed=row)[0]
 
     def _plain(self, prompts, completions):
-        """Runs each sequence with its own prompt, in batches of similar length. They are padded on
+        """Runs each sequence with its prompt, in batches of similar length. They are padded on
         the right, which causal attention never sees."""
         sequences = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
         states = [None] * len(sequences)

@@ -23,7 +23,8 @@ PARTS = ("sample", "reward", "wait", "backward", "step", "publish", "other")
 # Names in the per-token results of batch_loss
 LOSS = ("ratio", "kl", "k1", "clip_low", "clip_high", "entropy")
 SAMPLER = ("mismatch", "sampler_ratio")  # trainer against sampler
-FRESH = ("fresh", "sampler_k3", "tilt", "surprise")  # the same, for tokens of this policy
+ON_POLICY = ("on_policy", "sampler_k3", "tilt", "surprise")  # the same, for on-policy tokens
+SUMS = LOSS + SAMPLER + ON_POLICY
 MAX_GAP = "sampling/sampling_logp_difference/max"
 NAMES = {  # the metrics' names, which are TRL's and Tinker's
     "k1": "teacher_kl",
@@ -64,17 +65,17 @@ class TokenStats:
 
     def __init__(self, device):
         # float64: sums over a million tokens
-        self.sums = torch.zeros(2 + len(LOSS + SAMPLER + FRESH), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2 + len(SUMS), dtype=torch.float64, device=device)
         self.largest = torch.zeros(2, device=device)  # mismatch, sampler_ratio
         self.device = device
 
     def add(self, loss, per_token):
         """Adds a micro-batch of this rank: its part of the step's loss, a scalar, and tensors (N,)
-        by name: policy_loss's stats, "logps", "entropy", "sampler_logps", "fresh" (1 or 0)."""
-        names = "logps", "entropy", "sampler_logps", "fresh"
+        by name: policy_loss's stats, "logps", "entropy", "sampler_logps", "on_policy" (1 or 0)."""
+        names = "logps", "entropy", "sampler_logps", "on_policy"
         values = per_token | sampler_stats(*(per_token[name] for name in names))
         tokens = loss.new_full((), len(per_token["logps"]))
-        sums = [loss.detach(), tokens, *(values[name].sum() for name in LOSS + SAMPLER + FRESH)]
+        sums = [loss.detach(), tokens, *(values[name].sum() for name in SUMS)]
         self.sums += torch.stack([value.double() for value in sums])
         largest = torch.stack([values["mismatch"].max(), values["sampler_ratio"].max()])
         self.largest = torch.maximum(self.largest, largest)  # NaN stays NaN
@@ -86,13 +87,13 @@ class TokenStats:
         self.largest = torch.cat([self.largest, peak])
         dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
         loss, tokens, *sums = self.sums.tolist()
-        sums = dict(zip(LOSS + SAMPLER + FRESH, sums, strict=True))
-        fresh, k3, tilt, surprise = (sums.pop(name) for name in FRESH)
+        sums = dict(zip(SUMS, sums, strict=True))
+        on_policy, k3, tilt, surprise = (sums.pop(name) for name in ON_POLICY)
         means = {NAMES.get(name, name): total / tokens for name, total in sums.items()}
         names = MAX_GAP, "sampler_ratio_max", "gpu_memory_gb"  # the last only on a GPU
         largest = dict(zip(names, self.largest.tolist(), strict=False))
-        if fresh:
-            means["sampler_k3"] = k3 / fresh
+        if on_policy:
+            means["sampler_k3"] = k3 / on_policy
         if surprise > EVIDENCE:  # with fewer tokens it would be noise
             means["sampler_tilt"] = tilt / surprise
         return {"loss": loss} | means | largest
@@ -115,19 +116,19 @@ def peak_gb(device):
     return [peak]
 
 
-def sampler_stats(logps, entropy, sampler_logps, fresh):
+def sampler_stats(logps, entropy, sampler_logps, on_policy):
     """Returns how far the trainer's log-probs are from the sampler's, per token (N,). Over the
-    `fresh` tokens, which this policy sampled, the mean k3 estimates KL(sampler || trainer)."""
+    `on_policy` tokens, sampled with these weights, the mean k3 estimates KL(sampler || trainer)."""
     gap, surprise = logps - sampler_logps, logps + entropy
     return {
         "mismatch": gap.abs(),
         "sampler_ratio": gap.exp(),
-        "sampler_k3": fresh * (gap.expm1() - gap),
-        # Our own: surprise is how far a log-prob is above its mean, -entropy. A sampler at (1 + x)
+        "sampler_k3": on_policy * (gap.expm1() - gap),
+        # Ours: surprise is how far a log-prob is above its mean, -entropy. A sampler at (1 + x)
         # times the temperature gives log-probs that differ by x * surprise, to first order: x, the
         # tilt, is the slope of gap on surprise, in which noise averages out
-        "tilt": fresh * gap * surprise,
-        "surprise": fresh * surprise**2,
+        "tilt": on_policy * gap * surprise,
+        "surprise": on_policy * surprise**2,
     }
 
 
@@ -155,13 +156,13 @@ def evaluate(policy, step, recipe, prompts):
     return {f"eval_{k}": total[name] / total[of] for k, (name, of) in shares.items() if total[of]}
 
 
-def rollout_metrics(run, count, theirs, sampled=()):
+def rollout_metrics(run, count, from_workers, sampled=()):
     """Collective: returns metrics over the groups that all ranks and workers sampled for a rollout,
     and counts these in the run's progress. The sums in `count` (rollout.tally) are over the groups
-    that this rank has `sampled`; `theirs` are workers' groups that it has received."""
+    that this rank has `sampled`; `from_workers` are workers' groups that it has received."""
     recipe, p, seconds = run.recipe, run.progress, run.clock.parts["sample"]
-    count["own_tokens"] = count["tokens"]
-    for group in theirs:
+    count["trainer_tokens"] = count["tokens"]
+    for group in from_workers:
         count.update(tally(recipe, group))
         count.update(group.skipped)
     total = add_up(count)  # collective
@@ -175,11 +176,11 @@ def rollout_metrics(run, count, theirs, sampled=()):
     if judged := total[f"applicable_{recipe.outcome}"]:
         means["accuracy"] = total["right"] / judged
     if recipe.has_turns:
-        means |= turn_metrics([*sampled, *theirs])  # collective
+        means |= turn_metrics([*sampled, *from_workers])  # collective
     if recipe.failures:
         means["rewards/failed"] = total["unrewarded"] / n
     if seconds:  # 0 if workers sampled all groups
-        means["tokens_per_second"] = total["own_tokens"] / seconds
+        means["tokens_per_second"] = total["trainer_tokens"] / seconds
     return means | {
         "reward": total["total"] / n,
         "reward_std": total["group_std"] / groups,

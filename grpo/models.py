@@ -151,7 +151,7 @@ def load_model(name, dtype, vocab_size):
     if rows < vocab_size:
         raise SystemExit(
             f"the model {name!r} has {rows} embeddings, but its tokenizer has {vocab_size} ids: put"
-            " the model's own tokenizer into its folder"
+            " the model's tokenizer into its folder"
         )
     return model.to(device).eval(), dtype
 
@@ -218,8 +218,8 @@ def prompt_ids(tokenizer, messages, /, **options):
         if len(messages) < 2 or messages[0]["role"] != "system":
             raise
         system, first, *rest = messages
-        said = f"{system['content']}\n\n{first['content']}"
-        text = template([first | {"content": said}, *rest], tokenize=False)
+        joined = f"{system['content']}\n\n{first['content']}"
+        text = template([first | {"content": joined}, *rest], tokenize=False)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
     return without_eos(tokenizer, ids)
 

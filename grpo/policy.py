@@ -76,7 +76,7 @@ class Policy:
         elif self.lora:
             state = trained
         # DeepSpeed makes all weights views of one storage, and save_pretrained would copy them all,
-        # on the GPU. So each gets a storage of its own: in RAM, where the file is made of it, or on
+        # on the GPU. So each gets a separate storage: in RAM, where the file is made of it, or on
         # a CPU, by DLPack, in the same memory. Tied weights stay one
         alone = {}
         for x in state.values():

@@ -47,7 +47,7 @@ def stand_alone():
 
 
 def join_ranks(wait_limit_seconds):
-    """Collective: makes this process a rank with a GPU of its own, unless it is one. Call it before
+    """Collective: makes this process a rank with a separate GPU, unless it is one. Call it before
     the model is loaded: one machine may load for longer than a collective waits."""
     if dist.is_initialized():
         return
@@ -118,7 +118,7 @@ def sum_over_ranks(number):
 
 
 def any_rank(holds):
-    """Collective: returns whether it holds on any rank."""
+    """Collective: returns whether `holds` is true on any rank."""
     return any(gathered(bool(holds)))
 
 
@@ -138,27 +138,27 @@ def all_or_none(part):
     except (Exception, SystemExit) as error:  # noqa: BLE001 (raised again)
         failure = error
     if any_rank(failure is not None):  # collective
-        raise RunFailed("another rank has failed, and its output says why") from failure
+        raise RunFailed("another rank has failed, and its output shows why") from failure
 
 
 @contextlib.contextmanager
 def explained():
-    """Raises this rank's own error, or a SystemExit, instead of RunFailed. If a collective fails
-    because another rank has ended, raises RuntimeError with the remedy: torch's own error is
+    """Raises this rank's error, or a SystemExit, instead of RunFailed. If a collective fails
+    because another rank has ended, raises RuntimeError with the remedy: torch's error is
     "connection reset" or worse."""
     try:
         yield
     except RunFailed as failure:
         raise failure.__cause__ or SystemExit(str(failure)) from None
     except RuntimeError as error:
-        # gloo's errors have no type of their own, but they come out of torch.distributed
+        # gloo's errors have no special type, but torch.distributed raises them
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         of_torch = frame.f_globals["__name__"].startswith("torch.distributed.")
         if not isinstance(error, dist.DistError) and not (of_torch and type(error) is RuntimeError):
             raise
         raise RuntimeError(
-            "another rank has ended, and its output says why, or its machine does not answer. Start"
-            f" all ranks again to resume: {error}"
+            "another rank has ended, and its output shows why, or its machine does not answer."
+            f" Start all ranks again to resume: {error}"
         ) from error
 
 

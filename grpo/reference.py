@@ -106,5 +106,5 @@ class LocalReference:
 
 def moved(model, move):
     """Returns a copy of a frozen model with each parameter moved. Buffers stay where they are."""
-    own = {p: torch.nn.Parameter(move(p.detach()), requires_grad=False) for p in model.parameters()}
-    return copy.deepcopy(model, {id(p): there for p, there in own.items()})
+    new = {p: torch.nn.Parameter(move(p.detach()), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, {id(p): there for p, there in new.items()})

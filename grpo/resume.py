@@ -107,8 +107,8 @@ def data_of(recipe, questions):
         "questions": hash_of_prompts(questions),
         "rewards": hash_of_code(recipe.task),
     }
-    for name, own in data.items():
-        if len(found := set(gathered(own))) > 1:
+    for name, mine in data.items():
+        if len(found := set(gathered(mine))) > 1:
             raise SystemExit(
                 f"the ranks differ in {name}, {found}: start them all with the same task and data"
             )
@@ -122,8 +122,8 @@ def hash_of_prompts(prompts):
 
 
 def plain(value):
-    """Returns a value as JSON can hold it, equal in each process; of an object that has no text of
-    its own, which would be its address, only the type."""
+    """Returns a value as JSON can hold it, equal in each process; of an object whose text
+    would be its address, only the type."""
     if isinstance(value, dict):
         return [[repr(key), plain(item)] for key, item in value.items()]
     if isinstance(value, list | tuple):

@@ -102,7 +102,7 @@ class TooSlow(BaseException):
 @contextlib.contextmanager
 def timely(seconds, what):
     """Raises TooSlow in the block after `seconds`, and logs every 10 s what it waits for. If the
-    code never returns to Python, or sets its own alarm as math-verify's time limits do, the process
+    code never returns to Python, or sets another alarm as math-verify's time limits do, the process
     ends with its traceback GRACE_SECONDS after the limit (Linux). Sets no limit outside the main
     thread; blocks do not nest."""
     if threading.current_thread() is not threading.main_thread():
@@ -132,7 +132,7 @@ def timely(seconds, what):
 def watchdog():
     """Returns set_watchdog(seconds): after so many (0: never) this process prints the traceback of
     all threads and dies of SIGVTALRM, even if C code holds the interpreter. It is one timer of the
-    kernel. faulthandler's own is a thread for each call: to start and join it took four times as
+    kernel. faulthandler's timer is a thread for each call: to start and join it took four times as
     long as to reward a group of the demo."""
     event = (ctypes.c_int * 16)(0, 0, signal.SIGVTALRM)  # struct sigevent
     try:

@@ -13,7 +13,7 @@ from collections import deque
 
 import torch
 
-from grpo.sample import Group
+from grpo.sample import Group, Prompt
 from grpo.task import begin_rewards, reward_group, total
 
 
@@ -50,7 +50,7 @@ def sampled(policy, recipe, prompts, *, seed):
 
         stream = functools.partial(stream_turns, policy, recipe)
     groups = stream(
-        (prompt and (prompt, prompt[2]) for prompt in prompts),
+        (prompt and Prompt(prompt, prompt[2]) for prompt in prompts),
         group_size=recipe.c.GROUP_SIZE,
         max_sequences=recipe.batch,
         longest_prompt=recipe.c.MAX_PROMPT_TOKENS,
@@ -72,11 +72,11 @@ def sampled_and_rewarded(policy, recipe, prompts, *, seed, timed=contextlib.null
     waiting = deque()  # (group, its samples' texts, the Futures of their rewards)
 
     def finish(group, texts, futures):
-        given = [sample.rewards for sample in group.samples]  # by environments
+        from_environments = [sample.rewards for sample in group.samples]
         with timed():
-            rewards = reward_group(recipe, group.item, texts, futures, given)
-        for sample, given in zip(group.samples, rewards, strict=True):
-            sample.rewards = given
+            rewards = reward_group(recipe, group.item, texts, futures, from_environments)
+        for sample, found in zip(group.samples, rewards, strict=True):
+            sample.rewards = found
         return group
 
     for group in sampled(policy, recipe, prompts, seed=seed):

@@ -1,11 +1,22 @@
-"""The record of a step: a sampled completion (Sample), and the G completions of a prompt (Group).
+"""The records of a step: what a sampler takes (Prompt), a sampled completion (Sample), and the G
+completions of a prompt (Group).
 
 Each part of a step adds what it knows: the sampler ids and their log-probs, the task rewards, the
-reference its log-probs, the trainer what the loss needs. Lists have an entry per token, unless it
-says otherwise. Only the sockets have another form (grpo/wire.py).
+reference its log-probs, the trainer what the loss needs. Lists have an entry per token, unless a
+comment states otherwise. Only the sockets have another form (grpo/wire.py).
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Prompt(NamedTuple):
+    """What sampler.stream_groups takes; for each group it yields (key, [Sample] * G)."""
+
+    key: object
+    ids: list[int]
+    groups: int = 1  # how many groups of G completions it begins
+    limit: int | None = None  # tokens of each completion; None: max_new_tokens
 
 
 @dataclass
@@ -25,10 +36,10 @@ class Sample:
     weight: float = 0.0  # of each of the model's tokens in the step's loss
     # The old log-probs of the model's tokens; None: those of the rollout's first update
     old_logps: list[float] | None = None
-    # Whether the trainer sampled all groups of the rollout, with the weights that its first update
-    # trains. If not, the sampler's log-probs are the old ones, and IS_CAP bounds the ratio
-    on_policy: bool = True
-    fresh: bool = False  # whether this one was sampled with the weights that are trained next
+    # Whether the old log-probs are the trainer's: it sampled all groups of the rollout, with the
+    # weights that its first update trains. If not, they are the sampler's; IS_CAP bounds the ratio
+    trainer_old_logps: bool = True
+    on_policy: bool = False  # whether it was sampled with the weights that are trained next
 
     @property
     def length(self):
@@ -77,10 +88,10 @@ class Group:
 
 def keep_logps(batch, logps):
     """Keeps the log-probs (N,) of a micro-batch's samples if they are those of a rollout's first
-    update: for its next updates, which give this rank the same samples, they are the old ones. For
-    these updates no sample is fresh."""
+    update: for its next updates, which give this rank the same samples, they are the old ones. In
+    these updates no sample is on-policy."""
     parts = logps.cpu().split([sample.length for sample in batch])
     for sample, part in zip(batch, parts, strict=True):
-        sample.fresh = False
+        sample.on_policy = False
         if sample.old_logps is None:
             sample.old_logps = part.tolist()

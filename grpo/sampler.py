@@ -3,7 +3,7 @@
     groups = sample_groups(model, prompts, group_size=8, max_new_tokens=512, temperature=1.0,
                            eos_ids={2}, vocab_size=151_665, generator=None)
 
-We do not use `model.generate`: it takes every setting that we do not name from the model's own
+We do not use `model.generate`: it takes every setting that we do not name from the model's
 generation config (Qwen2.5-Instruct ships top_p 0.8, top_k 20, repetition_penalty 1.05), and then we
 would train on log-probs of another distribution than the sampled one. Here there is one
 distribution, softmax(logits / temperature) over the tokenizer's ids. It is also faster: a prompt
@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import pad
 
 from grpo.decoder import make_decoder
-from grpo.sample import Sample
+from grpo.sample import Prompt, Sample
 
 
 def completion_text(tokenizer, completion, eos_ids):
@@ -35,7 +35,8 @@ def sample_groups(model, prompts, *, max_sequences=None, **settings):
     """
     settings["max_sequences"] = max_sequences or len(prompts) * settings["group_size"]
     longest = max(map(len, prompts), default=0)
-    groups = dict(stream_groups(model, enumerate(prompts), longest_prompt=longest, **settings))
+    asked = itertools.starmap(Prompt, enumerate(prompts))
+    groups = dict(stream_groups(model, asked, longest_prompt=longest, **settings))
     return [groups[i] for i in range(len(prompts))]
 
 
@@ -54,13 +55,12 @@ def stream_groups(
     generator,
     stop_strings=None,
 ):
-    """Yields (key, [Sample] * G) for each prompt, as soon as its last completion has ended.
+    """Yields (key, [Sample] * G) for each group, as soon as its last completion has ended.
 
-    `prompts` is an iterator of (key, token ids), or of (key, ids, number, limit), which starts
-    `number` groups of this key with at most `limit` tokens each; None means that there is no prompt
-    now. It is read when a group has room and enough sequences have ended to justify a copy of the
-    cache. The stream ends when all sequences have ended and the iterator yields no prompt, even
-    if one might come later. Completions are drawn from softmax(logits / temperature); temperature 0
+    `prompts` is an iterator of Prompts; None means that there is no prompt now. It is read when a
+    group has room and enough sequences have ended to justify a copy of the cache. The stream ends
+    when all sequences have ended and the iterator yields no prompt, even if it might yield one
+    later. Completions are drawn from softmax(logits / temperature); temperature 0
     is greedy, with log-probs at temperature 1. Ids from `vocab_size` on are padding of the
     embedding: the softmax excludes them here, in the trainer and in the reference server.
     `generator` is a torch.Generator on the model's device. With `stop_strings`, a StopStrings, each
@@ -83,7 +83,7 @@ def stream_groups(
             logits.append(decoder.next_logits(running.tokens))
         if new:
             sizes = running.add(new, group_size)
-            logits.append(decoder.admit([ids for _, ids, *_ in new], sizes))
+            logits.append(decoder.admit([prompt.ids for prompt in new], sizes))
         if not logits:
             return
         logits = torch.cat(logits) if len(logits) > 1 else logits[0]
@@ -101,7 +101,7 @@ def next_prompts(prompts, most):
 
 def joining(running, decoder, new, group_size):
     """Returns the new prompts that do not continue a sequence in its place, as later turns do."""
-    if group_size > 1 or not new or not new[0][2:]:
+    if group_size > 1 or not new or new[0].limit is None:
         return new
     from grpo.options.continued import continue_rows
 
@@ -111,7 +111,7 @@ def joining(running, decoder, new, group_size):
 def groups_to_admit(running, decoder, max_sequences, group_size):
     """Returns how many groups to admit: all that have room, but none until 1 / `compaction` of what
     ran after the last admission has ended, as this copies the cache of running sequences."""
-    unused = max(0, max_sequences - running.most) // group_size  # room for which no prompt came
+    unused = max(0, max_sequences - running.most) // group_size  # room that no prompt has taken
     room = (max_sequences - running.unfinished) // group_size
     ended, most = (room - unused) * group_size, max_sequences - unused * group_size
     pays = decoder.joins and ended >= most // decoder.compaction
@@ -136,7 +136,7 @@ class Running:
         self.limit, self.eos_ids, self.stop_strings = max_new_tokens, eos_ids, stop_strings
         self.eos = torch.tensor(sorted(eos_ids), device=device)
         self.rows = []  # (S,)
-        self.given = {}  # {row: ids that it is given before it goes on} (options/continued.py)
+        self.forced = {}  # {row: ids that it takes before it samples again} (options/continued.py)
         self.unfinished = self.most = 0  # how many have not ended: now, after the last admission
         self.ids = torch.zeros(0, max_new_tokens, dtype=torch.long, device=device)  # (S, T)
         self.logps = torch.zeros(0, max_new_tokens, device=device)  # (S, T)
@@ -152,9 +152,9 @@ class Running:
         """Adds G empty sequences for each group that the prompts start. Returns the number of
         sequences of each prompt."""
         new, sizes = [], []
-        for key, ids, *own in prompts:
-            number, limit = own or (1, self.limit)
-            groups, at = [(key, [None] * group_size) for _ in range(number)], self.limit - limit
+        for key, ids, number, limit in prompts:
+            groups = [(key, [None] * group_size) for _ in range(number)]
+            at = self.limit - (limit or self.limit)
             new += [Row(group, i, at, ids, at) for group in groups for i in range(group_size)]
             sizes.append(number * group_size)
         count = len(new)
@@ -173,14 +173,14 @@ class Running:
         self.ids, self.logps, self.ends = self.ids[stay], self.logps[stay], self.ends[stay]
         self.active, self.tokens = self.active[stay], self.tokens[stay]
         place = {row: i for i, row in enumerate(stay.tolist())}
-        self.given = {place[row]: ids for row, ids in self.given.items()}  # these have not ended
+        self.forced = {place[row]: ids for row, ids in self.forced.items()}  # these have not ended
         return stay
 
     def write(self, tokens, logps):
         """Adds a token to each sequence; yields (group, number, Sample) of those that end."""
-        if given := list(self.given):
-            tokens[given] = tokens.new_tensor([self.given[row].pop(0) for row in given])
-            self.given = {row: ids for row, ids in self.given.items() if ids}
+        if forced := list(self.forced):
+            tokens[forced] = tokens.new_tensor([self.forced[row].pop(0) for row in forced])
+            self.forced = {row: ids for row, ids in self.forced.items() if ids}
         self.tokens = tokens
         column = self.ends.clamp(max=self.limit - 1)[:, None]  # past the end it is never read
         self.ids.scatter_(1, column, tokens[:, None])
@@ -190,8 +190,8 @@ class Running:
         stopped = self.stop_strings.ended(self) if self.stop_strings else []
         if stopped:
             ended[stopped] = True
-        if given:
-            ended[given] = False
+        if forced:
+            ended[forced] = False
         self.active &= ~ended
         last = ended.nonzero().flatten()  # the only wait for the device per token
         if not len(last):

@@ -1,7 +1,7 @@
 """LlamaDecoder: a prompt's keys and values are kept, and attended to, once for its whole group.
 
-The G sequences of a group attend to their prompt in one matrix product, and their own tokens are
-written in place (transformers' cache copies everything for each token). New prompts may join a
+The G sequences of a group attend to their prompt in one matrix product, and their completions
+are written in place (transformers' cache copies everything for each token). New prompts may join a
 running batch. Models with other layers than Llama's have options/shared_layers.py.
 
 Symbols: B prompts, G sequences of each, S sequences in all, P prompt tokens, K key-value heads,
@@ -67,47 +67,47 @@ class SharedLayer(DynamicLayer):
     def __init__(self, attend):
         super().__init__()
         self.attend = attend
-        self.is_initialized, self.prompts, self.own = True, [None, None], [None, None]
+        self.is_initialized, self.prompts, self.sequences = True, [None, None], [None, None]
 
     def admit(self, layer, count, room):
         """Adds the prompts in a layer of transformers' cache, and room for their sequences."""
         for i, new in enumerate((layer.keys, layer.values)):
-            own = new.new_zeros(count, new.shape[1], room, new.shape[3])
-            if self.own[i] is not None:
-                own, both = torch.cat([self.own[i], own]), (self.prompts[i], new)
+            rows = new.new_zeros(count, new.shape[1], room, new.shape[3])
+            if self.sequences[i] is not None:
+                rows, both = torch.cat([self.sequences[i], rows]), (self.prompts[i], new)
                 width = max(x.shape[2] for x in both)
                 new = torch.cat([pad(x, (0, 0, width - x.shape[2], 0)) for x in both])
-            self.prompts[i], self.own[i] = new, own
+            self.prompts[i], self.sequences[i] = new, rows
 
     def keep(self, indices, prompts):
         """Drops all but the sequences `indices`, and all but `prompts` unless that is None."""
-        self.own = [x[indices] for x in self.own]
+        self.sequences = [x[indices] for x in self.sequences]
         if prompts is not None:
             self.prompts = [x[prompts] for x in self.prompts]
 
     def widen(self, room):
-        for i, x in enumerate(self.own):
-            self.own[i] = pad(x, (0, 0, 0, room - x.shape[2]))
+        for i, x in enumerate(self.sequences):
+            self.sequences[i] = pad(x, (0, 0, 0, room - x.shape[2]))
 
     def write(self, keys, values, slots):
         """Writes the next token's keys and values, (S, K, D)."""
-        self.own[0][slots.where], self.own[1][slots.where] = keys, values
+        self.sequences[0][slots.where], self.sequences[1][slots.where] = keys, values
 
     def attention(self, query, slots, scaling, **options):
         """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D), with the
         `options` of attend_any.
 
-        The softmax over prompt and own tokens is the mean of each part's attention, weighted by its
+        The softmax over prompt and completion is the mean of each part's attention, weighted by its
         sum of exponentials (FlashAttention, arXiv 2205.14135): so the prompt's part is one matrix
         product for all sequences of a group, (G * R, D) x (D, P).
         """
-        layout, (keys, values) = slots.layout, (x[:, :, : slots.seen] for x in self.own)
-        own, own_log = self.attend(query, keys, values, slots.unwritten, scaling, **options)
+        layout, (keys, values) = slots.layout, (x[:, :, : slots.seen] for x in self.sequences)
+        alone, alone_log = self.attend(query, keys, values, slots.unwritten, scaling, **options)
         grid = layout.to_grid(query)
         shared, log = self.attend(grid, *self.prompts, layout.padding, scaling, **options)
         shared, log = layout.from_grid(shared), layout.from_grid(log[..., None])
-        weight = torch.sigmoid(log - own_log[..., None])  # exp(log) / (exp(log) + exp(own_log))
-        return torch.lerp(own.to(weight.dtype), shared.to(weight.dtype), weight).to(own.dtype)
+        weight = torch.sigmoid(log - alone_log[..., None])  # exp(log) / (exp(log) + exp(alone_log))
+        return torch.lerp(alone.to(weight.dtype), shared.to(weight.dtype), weight).to(alone.dtype)
 
 
 # --- The decoder --------------------------------------------------------------------
@@ -186,7 +186,7 @@ class GroupDecoder:
 
     def slots_for(self, columns, seen):
         """Returns the Slots of tokens that go to `columns` (S,), each of them below `seen`."""
-        layout, like = self.layout, self.layers[0].own[0]
+        layout, like = self.layout, self.layers[0].sequences[0]
         after = torch.arange(seen, device=columns.device) > columns[:, None, None, None]
         where = torch.arange(len(columns), device=columns.device), slice(None), columns
         return Slots(layout, layout.start + columns, where, seen, mask_of(after, like))
@@ -215,7 +215,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class LlamaDecoder(GroupDecoder):
-    feature = "grpo-split's own Llama layers"
+    feature = "grpo-split's Llama layers"
 
     def forward(self, tokens, slots):
         body = self.model.model
@@ -257,7 +257,7 @@ def rotated(x, cos, sin):
 def logits_of(head, hidden):
     """Returns logits (S, V'), on a GPU in float32 also for bfloat16 states: rounded to bfloat16, a
     logit of 20 is off by up to 0.06, and with it the log-prob that is trained on.
-    (transformers' own layers give logits in the model's dtype.)"""
+    (transformers' layers give logits in the model's dtype.)"""
     exact = is_nvidia(hidden.device) and hidden.dtype != torch.float32
     if not exact or type(head) is not torch.nn.Linear:
         return head(hidden)

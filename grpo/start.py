@@ -135,7 +135,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
             try_save(c, policy)
     reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
     sampler = make_sampler(c, policy)  # collective; before fit_sizes, which uses what it leaves
-    # Collective; a local reference's own copy is on the GPU already, or visits it
+    # Collective; a local reference's copy is on the GPU already, or visits it
     sizes = fit_sizes(c, policy, sampler, batch_loss, recipe.has_turns, reference.visiting)
     reference.budget, recipe.batch = sizes.micro_batch_tokens, sizes.sample_batch
     greedy = recipe.others(batch=sizes.eval_batch, GROUP_SIZE=1, TEMPERATURE=0)

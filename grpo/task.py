@@ -34,7 +34,7 @@ from grpo.rewards import (
 
 FUNCTIONS = "load", "messages", "group_rewards", "reply", "gold", "sloppy"
 # The day that a chat template shows by strftime_now, on every machine and in every year: the one to
-# which Llama 3.2's own template falls back
+# which Llama 3.2's template falls back
 DAY = datetime.date(2024, 7, 26)
 
 
@@ -48,7 +48,7 @@ def task_files():
 
 def load_task(name):
     """Returns the module tasks/NAME.py, or the one at a path such as my/task.py, which may import
-    from its own folder. SystemExit if the file or a function is missing."""
+    from its folder. SystemExit if the file or a function is missing."""
     check_task_file(name)
     by_name = lambda name: importlib.import_module(f"tasks.{name}")
     module = module_at if name.endswith(".py") else by_name
@@ -84,10 +84,10 @@ def check_task_file(name):
 
 
 def module_at(path):
-    """Returns the module in the file `path`, which can import from its own folder."""
+    """Returns the module in the file `path`, which can import from its folder."""
     file = Path(path).expanduser().resolve()
     if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # last: it must not shadow Python's own modules
+        sys.path.append(str(file.parent))  # last: it must not shadow Python's modules
     import_file(name := f"task_of_{file.stem}", file)
     return sys.modules[name]
 
@@ -129,7 +129,7 @@ class Recipe:
         weights = c.REWARD_WEIGHTS or getattr(task, "REWARD_WEIGHTS", None)
         if weights is None:
             item = self.prompts[0][1]
-            (empty,) = given_rewards(self, item, [""], given=played(self, item, [""]))
+            (empty,) = rewards_by_name(self, item, [""], from_environments=played(self, item, [""]))
             weights = dict.fromkeys(empty, 1.0)
         if c.REWARD_WEIGHTS == {}:  # rewards are only logged, and OUTCOME evaluated
             weights = dict.fromkeys(weights, 0.0)
@@ -238,18 +238,18 @@ def begin_rewards(recipe, item, texts):
     return [submit(*call) for call in calls if submit.takes(call[0])] if submit else []
 
 
-def reward_group(recipe, item, texts, futures=(), given=None, truncated=()):
+def reward_group(recipe, item, texts, futures=(), from_environments=None, truncated=()):
     """Returns a dict of floats for each completion's text, in REWARD_WEIGHTS' order; NaN means that
-    a reward does not apply. `futures` is the result of begin_rewards, if it was called. `given` are
-    the rewards of each completion's environment; None: its turns are played again, but for the
-    reply to a last turn that is `truncated` (a bool for each text; (): none is).
+    a reward does not apply. `futures` is the result of begin_rewards, if it was called.
+    `from_environments` are the rewards of each completion's environment; None: its turns are played
+    again, but for the reply to a last turn that is `truncated` (a bool for each text; (): none is).
 
     Raises RuntimeError if the task raises (that is a bug, not a reward) or takes too long;
     TaskError if the rewards do not have the names in REWARD_WEIGHTS.
     """
-    if given is None:
-        given = played(recipe, item, texts, truncated)
-    found = given_rewards(recipe, item, texts, futures, given)
+    if from_environments is None:
+        from_environments = played(recipe, item, texts, truncated)
+    found = rewards_by_name(recipe, item, texts, futures, from_environments)
     if recipe.failures:
         recipe.failures.count([r is FAILED for r in found])
     return [named_floats(recipe, r, item, text) for r, text in zip(found, texts, strict=True)]
@@ -262,26 +262,27 @@ def played(recipe, item, texts, truncated=()):
         return None
     from grpo.options.turns import play
 
-    said = [[text] if isinstance(text, str) else text[::2] for text in texts]
-    pairs = zip(said, truncated or [False] * len(texts), strict=True)
+    written = [[text] if isinstance(text, str) else text[::2] for text in texts]
+    pairs = zip(written, truncated or [False] * len(texts), strict=True)
     return [play(recipe, item, turns, cut)[1] for turns, cut in pairs]
 
 
-def given_rewards(recipe, item, texts, futures=(), given=None):
+def rewards_by_name(recipe, item, texts, futures=(), from_environments=None):
     """Returns a dict of rewards by name for each text, or FAILED: those of its environment
-    (`given`), of rewards(), and of group_rewards()."""
+    (`from_environments`), of rewards(), and of group_rewards()."""
     task, name = recipe.task, recipe.c.TASK
     results = results_of(recipe, item, calls_of(task, item, texts), futures)
-    alone = results[: len(texts)] if hasattr(task, "rewards") else [{}] * len(texts)
-    together = results[-1] if hasattr(task, "group_rewards") else [{}] * len(texts)
+    nothing = [{}] * len(texts)
+    by_turns = [one or {} for one in from_environments or nothing]
+    alone = results[: len(texts)] if hasattr(task, "rewards") else nothing
+    together = results[-1] if hasattr(task, "group_rewards") else nothing
     together = [FAILED] * len(texts) if together is FAILED else together
     must = f"return a list of {len(texts)} rewards, or dicts of rewards: one for each text"
     is_list = hasattr(together, "__len__") and not isinstance(together, str | dict)
     if not is_list or len(together) != len(texts):
         raise TaskError(name, "group_rewards()", f"returned {together!r:.500}", must)
     merged = []
-    given = [{} if one is None else one for one in given or [None] * len(texts)]
-    for parts in zip(given, alone, together, strict=True):
+    for parts in zip(by_turns, alone, together, strict=True):
         if any(part is FAILED for part in parts):
             merged.append(FAILED)
             continue
@@ -331,11 +332,11 @@ def named_floats(recipe, rewards, item, text):
         floats = {name: as_float(rewards[name]) for name in names}
         if all(rewards[name] is None or math.isfinite(floats[name]) for name in names):
             return floats
-    given = [f"{name}()" for name in ("rewards", "group_rewards") if hasattr(recipe.task, name)]
-    given += ["Environment.rewards()"] * environment_rewards(recipe.task)
+    functions = [f"{name}()" for name in ("rewards", "group_rewards") if hasattr(recipe.task, name)]
+    functions += ["Environment.rewards()"] * environment_rewards(recipe.task)
     raise TaskError(
         recipe.c.TASK,
-        " and ".join(given),
+        " and ".join(functions),
         f"returned {rewards!r:.500} for the question {item!r} and the completion {text!r}",
         "return a value (a number below 1e30, True, False or None: does not apply) for each name in"
         f' REWARD_WEIGHTS, {names}, as a dict, or the bare value if "reward" is the only name',

@@ -1,6 +1,6 @@
 """The messages between processes, as safetensors: ids to score, their log-probs, whole groups.
 
-To score, the ids of one or several groups go to the reference server and their log-probs come back
+To score, the ids of one or several groups go to the reference server, which answers with log-probs
 (`pack_ids`, `pack_logps`). Workers send their groups to the trainer (`pack_group`). Completions are
 concatenated without padding, N tokens in all. Nothing is pickled, so a body is only data, and the
 receiver checks it before use.

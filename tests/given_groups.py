@@ -17,22 +17,22 @@ sys.path[:0] = [os.path.dirname(HERE), HERE]  # HERE for tasks/even.py
 
 import grpo_ref_split as trainer
 
-sample_step = trainer.sample_step
+sample_rollout = trainer.sample_rollout
 
 
 def given(run):
-    """As trainer.sample_step, which no rank leaves before all have looked for the file."""
+    """As trainer.sample_rollout, which no rank leaves before all have looked for the file."""
     kind = "lora" if run.c.LORA_RANK else "full"
     file = Path(sys.argv[1], f"{kind}_{run.progress.step}.pt")
     if file.exists():
         return *torch.load(file, weights_only=False), []
-    found = sample_step(run)[:2]
+    found = sample_rollout(run)[:2]
     if dist.get_rank() == 0:
         torch.save(found, file)
     return *found, []
 
 
 if __name__ == "__main__":
-    trainer.sample_step = given
+    trainer.sample_rollout = given
     for preset in json.loads(sys.argv[2]):
         trainer.main(**preset)

@@ -91,7 +91,7 @@ def test_a_step_that_fails_on_one_rank_was_not_begun_on_any(ranks, after):
         before = place_of(run)
         try:
             with back_if_failed(run, before):
-                groups, *_ = trainer.sample_step(run)
+                groups, *_ = trainer.sample_rollout(run)
         except RunFailed as failure:
             assert place_of(run) == before
             return failure.__cause__

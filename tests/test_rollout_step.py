@@ -53,7 +53,7 @@ class Reference:
 
 
 def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **recipe):
-    """-> sample_step's (groups, metrics, sampled) of prompts whose groups come out as told."""
+    """-> sample_rollout's (groups, metrics, sampled) of prompts whose groups come out as told."""
     prompts = recipe.pop("prompts", ())
     run = a_run(
         a_recipe(prompts, **recipe),
@@ -63,7 +63,7 @@ def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **
         reference=reference or Reference(),
         workers=workers or NoWorkers(),
     )
-    return trainer.sample_step(run)
+    return trainer.sample_rollout(run)
 
 
 def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(alone):
@@ -250,7 +250,7 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
     assert metrics["completions/mean_length"] == (3 + 4 + 4 + 4) / 7
     assert (metrics["staleness"], metrics["staleness_max"]) == (4 / 3, 2)
     rows = trainer.samples_to_train(a_recipe(), groups, 3)
-    assert not any(row.on_policy for row in rows)
+    assert not any(row.trainer_old_logps for row in rows)
 
 
 def test_workers_alone_may_sample(alone):

@@ -1,6 +1,7 @@
 """Streams: prompts join, and groups leave, while others are sampled."""
 
 import gc
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from grpo import shared_prompt as decode
 from grpo.cached import CachedDecoder
 from grpo.options.plain_decoder import PlainDecoder
 from grpo.options.shared_layers import SharedDecoder
+from grpo.sample import Prompt
 from grpo.sampler import groups_to_admit, stream_groups
 
 SOME = ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral")  # each kind of decoder
@@ -41,7 +43,7 @@ def test_prompts_are_let_in_while_rows_run(family, max_sequences, group_size, mo
 def test_prompts_may_begin_several_groups_with_a_limit_of_their_own(family, model_of):
     """As turns do: the first begins a group's sequences, a later one may have few tokens left."""
     model = model_of(family)
-    asked = [(i, ids, 1 + i % 3, 2 + i) for i, ids in enumerate(MANY)]
+    asked = [Prompt(i, ids, 1 + i % 3, 2 + i) for i, ids in enumerate(MANY)]
     settings = {"group_size": 1, "max_sequences": 7, "max_new_tokens": 12, "longest_prompt": 12}
     settings |= {"temperature": 1.0, "eos_ids": EOS, "vocab_size": VOCAB}
     settings["generator"] = torch.Generator().manual_seed(0)
@@ -72,13 +74,13 @@ class Desk:
     """Gives prompts to a stream, None once all are given, and notes which began and ended when."""
 
     def __init__(self, prompts):
-        self.waiting, self.events = list(enumerate(prompts)), []
+        self.waiting, self.events = list(itertools.starmap(Prompt, enumerate(prompts))), []
 
     def prompts(self):
         while True:
-            key, _ = prompt = self.waiting.pop(0) if self.waiting else (None, [])
-            self.events.append(("begins", key))
-            yield None if key is None else prompt
+            prompt = self.waiting.pop(0) if self.waiting else None
+            self.events.append(("begins", prompt and prompt.key))
+            yield prompt
 
     def run(self, model, **changes):
         settings = {"group_size": 3, "max_sequences": 7, "max_new_tokens": 12, "temperature": 1.0}
@@ -115,7 +117,7 @@ def test_who_reads_a_group_may_ask_for_another_even_after_the_last(family, given
     for key, _ in desk.run(model_of(family)):
         came.append(key)
         if key < after:
-            desk.waiting.append((key + 1, MANY[key + 1]))
+            desk.waiting.append(Prompt(key + 1, MANY[key + 1]))
     assert came == list(range(given + after))
 
 

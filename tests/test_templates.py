@@ -88,9 +88,9 @@ class Says:
 
     def stream(self, prompts, *, group_size, **settings):
         while new := next_prompts(prompts, 64):
-            for key, _, *begun in new:
-                for _ in range(begun[0] if begun else 1):
-                    yield key, [Sample([7, 2], [-1.0, -1.0], False)] * group_size
+            for prompt in new:
+                for _ in range(prompt.groups):
+                    yield prompt.key, [Sample([7, 2], [-1.0, -1.0], False)] * group_size
 
     def follow(self, step):
         return contextlib.nullcontext()

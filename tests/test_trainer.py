@@ -66,13 +66,13 @@ def test_whose_log_probs_are_the_old_ones():
     theirs = a_group(MIXED, version=5, sampler="worker")
 
     for row in rows_of(ours, ours, step=5):
-        assert row.old_logps is None and row.on_policy and row.fresh
+        assert row.old_logps is None and row.trainer_old_logps and row.on_policy
     for other in (old, theirs):
         for groups in ((ours, other), (other, ours)):
             rows = rows_of(*groups, step=5)
-            assert not any(row.on_policy for row in rows)
+            assert not any(row.trainer_old_logps for row in rows)
             assert all(row.old_logps == row.logps for row in rows)
-            assert sum(row.fresh for row in rows) == (2 if other is old else 4)
+            assert sum(row.on_policy for row in rows) == (2 if other is old else 4)
 
 
 # --- The update ----------------------------------------------------------------------
@@ -204,11 +204,11 @@ def test_old_log_probs_are_those_of_the_first_update_and_get_no_gradient(tiny, a
     assert abs(loss.item()) < 1e-6  # the advantages sum to 0, and each sequence weighs the same
     gradient = torch.autograd.grad(loss, list(policy.model.parameters()))
     assert sum(g.norm() for g in gradient) > 1e-3  # and yet it learns: exp(logp - detached)
-    assert all(row.old_logps is None and row.fresh for row in rows)  # a loss changes no sequence
+    assert all(row.old_logps is None and row.on_policy for row in rows)  # a loss changes none
     keep_logps(rows, stats["logps"])
     old = [row.old_logps for row in rows]
     assert [p for part in old for p in part] == stats["logps"].tolist() and not any(
-        row.fresh for row in rows
+        row.on_policy for row in rows
     )
     move(policy.model, 0.05)
     loss, stats = loss_of(policy, rows, **own)

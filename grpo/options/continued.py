@@ -1,8 +1,8 @@
 """The next turn of a conversation goes on in its place in the batch, with its keys and values.
 
 A prompt that is an ended sequence, still in the batch, with a short reply after it, is not run
-again: the sequence takes the reply, one given token a step. A longer reply runs with its prompt, as
-a new prompt does, all ids in one pass.
+again: the sequence takes the reply, one forced token a step. A longer reply runs with its prompt,
+as a new prompt does, all ids in one pass.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ LONGEST, SHARE = 64, 1 / 4  # of a reply: tokens, and share of the prompt; chose
 
 def continue_rows(running, decoder, prompts):
     """Continues ended sequences with the prompts that begin with their ids; returns the others.
-    `prompts` are (key, ids, number, limit), as stream_groups takes them, with a group_size of 1."""
+    `prompts` are stream_groups' Prompts, with limits and a group_size of 1."""
     rows = (~running.active).nonzero().flatten().tolist()
     ends, kept, lengths, others = running.ends[rows].tolist(), {}, {}, []
     for row, end, ids in zip(rows, ends, running.ids[rows].tolist(), strict=True):
@@ -24,18 +24,19 @@ def continue_rows(running, decoder, prompts):
     def goes_on(old, end):  # if not even the limit fits, it is another conversation
         return ids[: len(old)] == old and running.limit - limit == end + len(ids) - len(old)
 
-    for key, ids, number, limit in prompts:
+    for prompt in prompts:
+        key, ids, number, limit = prompt
         row = next((row for row, has in kept.items() if number == 1 and goes_on(*has)), None)
-        given = [] if row is None else ids[len(kept[row][0]) :]
-        if row is None or len(given) > min(LONGEST, SHARE * len(ids)):
-            others.append((key, ids, number, limit))
+        reply = [] if row is None else ids[len(kept[row][0]) :]
+        if row is None or len(reply) > min(LONGEST, SHARE * len(ids)):
+            others.append(prompt)
             continue
         old, end = kept.pop(row)
         was = running.rows[row]
-        running.rows[row] = replace(was, group=(key, [None]), number=0, first=end + len(given))
+        running.rows[row] = replace(was, group=(key, [None]), number=0, first=end + len(reply))
         running.active[row], running.tokens[row] = True, old[-1]
         running.unfinished += 1
-        running.given |= {row: given} if given else {}
+        running.forced |= {row: reply} if reply else {}
         lengths[row] = len(old) - 1 - len(was.prompt)  # the last id has not been run
     if lengths:
         decoder = getattr(decoder, "decoder", decoder)  # of one that is recorded

@@ -24,7 +24,7 @@ ADAM, WEIGHTS = "base_optimizer_state", "single_partition_of_fp32_groups"  # Dee
 
 def recut(trainer, before, sizes, seed):
     """Returns this rank's part of the optimiser, as DeepSpeed's state_dict(), and its position and
-    random states, as checkpoint.write_own, from what `before` ranks have saved in the folder
+    random states, as checkpoint.write_rank, from what `before` ranks have saved in the folder
     `trainer`. `sizes` are the sizes of the rank's part, by parameter group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     part = optimizer_part(trainer, before, sizes, rank)
@@ -84,6 +84,6 @@ def repeated(positions):
 
 
 def random_states(seed):
-    """Returns random states, as checkpoint.write_own, of a rank that has none in the checkpoint."""
+    """Returns random states, as checkpoint.write_rank, of a rank that has none in it."""
     numbers = torch.Generator().manual_seed(seed).get_state().tolist()
     return {"random": random.Random(seed).getstate(), "torch": numbers}

@@ -42,7 +42,7 @@ def start_processes(task, number, limit_seconds):
         jobs.put((future, job))
         return future
 
-    submit.takes, submit.limit = lambda function: True, None  # processes have limits of their own
+    submit.takes, submit.limit = lambda function: True, None  # processes have separate limits
     return submit
 
 
@@ -52,10 +52,10 @@ def start_process(task):
     module, parent = "grpo.options.reward_processes", str(os.getpid())
     command = [sys.executable, "-m", module, str(there.fileno()), parent]
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    own = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
         [*command, task.__name__, task.__file__],
-        env={"OMP_NUM_THREADS": "1"} | os.environ | own,
+        env={"OMP_NUM_THREADS": "1"} | os.environ | environment,
         pass_fds=[there.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C does not reach it; it is killed with its children

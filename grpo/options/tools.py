@@ -1,4 +1,4 @@
-"""TOOLS: a task's functions that the model calls in the form of its own chat template.
+"""TOOLS: a task's functions that the model calls in the form of its chat template.
 
     TOOLS = [python]    # in a task: functions with type hints and docstrings
     <tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>    # a turn
@@ -61,7 +61,7 @@ class Tools:
         self.left -= 1
         try:
             call = json.loads(text)
-            name, given = call["name"], dict(**call["arguments"])
+            name, arguments = call["name"], dict(**call["arguments"])
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             return f"error: a call is not valid ({type(error).__name__}: {error}): {FORM}"
         if not end or str(name) not in self.tools:
@@ -69,12 +69,12 @@ class Tools:
             return f"error: {known if end else 'a call has no </tool_call>'}: {FORM}"
         tool, schema = self.tools[name]
         try:
-            inspect.signature(tool).bind(**given)
-            for key, value in given.items():
+            inspect.signature(tool).bind(**arguments)
+            for key, value in arguments.items():
                 kind = schema["function"]["parameters"]["properties"].get(key, {}).get("type")
                 if value is not None and not isinstance(value, KINDS.get(str(kind), object)):
                     raise TypeError(f"{key} must be of type {kind}, not {value!r:.50}")
-            got = tool(**given)
+            got = tool(**arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001 (the model reads it)
             return f"error: {name}{inspect.signature(tool)}: {type(error).__name__}: {error}"
         return got if isinstance(got, str) else json.dumps(got, default=str)

@@ -2,11 +2,10 @@
 
     groups = stream_turns(policy, recipe, prompts, ...)    # yields what policy.stream does
 
-Each completion has an Environment(item) of its own. When the model ends its turn, reply(turn)
-returns what follows, a text or a message, or None to end the talk (one conversation). After a stop
-string the reply stands inside the model's turn; after EOS it is a turn of its own by the model's
-chat template. Ids are only appended; no text is tokenised again. The task's ids are not trained
-(docs/turns.md).
+Each completion has a separate Environment(item). When the model ends its turn, reply(turn) returns
+what follows, a text or a message, or None to end the conversation. After a stop string the reply
+stands inside the model's turn; after EOS it is a separate turn by the model's chat template. Ids
+are only appended; no text is tokenised again. The task's ids are not trained (docs/turns.md).
 """
 
 import functools
@@ -30,7 +29,7 @@ from grpo.rewards import (
     task_file,
     timely,
 )
-from grpo.sample import Sample
+from grpo.sample import Prompt, Sample
 
 MUST = "return what follows the model's turn, a text or a message with role and content, or None"
 MARK = "\u2402"  # a placeholder for the model's turn, to find its end in the chat template
@@ -60,7 +59,7 @@ class Environment:
     def __init__(self, recipe, item):
         self.recipe, self.item, self.real, self.closed = recipe, item, None, False
 
-    def _call(self, name, must, holds, *given):
+    def _call(self, name, must, holds, *arguments):
         """Returns the result of a method. TaskError if it fails, or returns something else."""
         c, task = self.recipe.c, self.recipe.task
         if self.real is None:
@@ -69,8 +68,8 @@ class Environment:
             self.real = called(c.TASK, what, whole, lambda: make(self.item), has_reply)
             if self.closed:  # by the main thread, meanwhile
                 self.close()
-        shown = f"{name}({', '.join(f'{x!r:.500}' for x in given)}) for {self.item!r:.500}"
-        return called(c.TASK, shown, must, lambda: getattr(self.real, name)(*given), holds)
+        shown = f"{name}({', '.join(f'{x!r:.500}' for x in arguments)}) for {self.item!r:.500}"
+        return called(c.TASK, shown, must, lambda: getattr(self.real, name)(*arguments), holds)
 
     def reply(self, turn):
         """Returns None, or the message that follows the model's turn."""
@@ -81,7 +80,7 @@ class Environment:
         return {"role": role, "content": text.encode(errors="replace").decode()}  # half a character
 
     def rewards(self, turns):
-        """Returns the environment's own rewards of its completion; {} without rewards()."""
+        """Returns the environment's rewards of its completion; {} without rewards()."""
         if not environment_rewards(self.recipe.task):
             return {}
         return by_name(self._call("rewards", "return rewards", lambda got: True, turns))
@@ -102,10 +101,10 @@ def forget(environments, seconds):
         say(f"close() of {len(late)} environments has not ended after {seconds} s: left open")
 
 
-def run(future, call, *given):
+def run(future, call, *arguments):
     """Sets a Future to the result of a call, or to its error, which result() raises."""
     try:
-        future.set_result(call(*given))
+        future.set_result(call(*arguments))
     except BaseException as error:  # noqa: BLE001
         future.set_exception(error)
 
@@ -119,20 +118,20 @@ def is_answer(got):
     return isinstance(got, str | None) or (message and all(isinstance(x, str) for x in message))
 
 
-# --- One talk -------------------------------------------------------------------------
+# --- One conversation -----------------------------------------------------------------
 @dataclass(eq=False)
-class Talk:
-    """One conversation: a completion of several turns while it grows."""
+class Conversation:
+    """A completion of several turns while it grows."""
 
-    prompt: tuple  # key and ids, as policy.stream takes them
-    group: list  # all talks of the same group
+    prompt: Prompt  # of its group
+    group: list  # all conversations of the same group
     environment: Environment
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     is_model_token: list[bool] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
-    opening: str = ""  # what the chat template has written of the coming turn (opening_of)
-    sample: Sample | None = None  # set when the talk has ended
+    opening: str = ""  # what the chat template has written of the next turn (opening_of)
+    sample: Sample | None = None  # set when the conversation has ended
 
     def add(self, ids, logps, by_model, text):
         self.ids, self.logps = self.ids + ids, self.logps + logps
@@ -144,13 +143,13 @@ def bridge(tokenizer, eos_ids, last, message, options):
     """Returns the ids between two turns of the model, if the first turn ended with the id `last`.
     No text in the reply (`message`, role and content) becomes a special token: it could end the
     turn and forge another one. `options` are the chat template's. SystemExit if the template can't
-    hold the reply."""
+    contain the reply."""
     plain = message["content"]
     reply = without_specials(tokenizer, plain, eos_ids)
     if last not in eos_ids or not tokenizer.chat_template:
         return ids_in_pieces(tokenizer, reply)
-    said = ("user", "."), ("assistant", MARK), (message["role"], reply)
-    chat = [{"role": role, "content": text} for role, text in said]
+    turns = ("user", "."), ("assistant", MARK), (message["role"], reply)
+    chat = [{"role": role, "content": text} for role, text in turns]
     options = {"add_generation_prompt": True, "tokenize": False} | options
     try:
         _, marked, after = tokenizer.apply_chat_template(chat, **options).partition(MARK)
@@ -192,55 +191,57 @@ def ids_in_pieces(tokenizer, text):
     return [token for piece in pieces for token in piece["input_ids"]]
 
 
-# --- All talks ------------------------------------------------------------------------
+# --- All conversations ----------------------------------------------------------------
 def stream_turns(policy, recipe, prompts, *, group_size, max_sequences, max_new_tokens, **settings):
     """Yields (key, [Sample] * G) as policy.stream does; the key is (index, item, ids). All
     turns of a completion, the task's too, have at most `max_new_tokens` together."""
-    talks = Talks(policy, recipe, prompts, group_size, max_sequences, max_new_tokens)
+    chats = Conversations(policy, recipe, prompts, group_size, max_sequences, max_new_tokens)
     limits = {"max_sequences": max_sequences, "max_new_tokens": max_new_tokens}
     try:
-        for begun, (turn,) in policy.stream(talks.begin(), group_size=1, **limits, **settings):
-            talks.take(begun.pop(), turn)
-            while talks.ended:
-                yield talks.ended.popleft()
-        while talks.asked:  # that ended when no turn was left to sample
-            talks.wait()
-            talks.hear()
-        yield from talks.ended
+        for begun, (turn,) in policy.stream(chats.begin(), group_size=1, **limits, **settings):
+            chats.take(begun.pop(), turn)  # any one: a group's are equal before their first turn
+            while chats.ended:
+                yield chats.ended.popleft()
+        while chats.asked:  # that ended when no turn was left to sample
+            chats.wait()
+            chats.hear()
+        yield from chats.ended
     finally:  # also after an error or Ctrl-C, or if the stream is not read to its end
-        forget([talk.environment for talk in talks.open], recipe.c.REWARD_TIMEOUT_SECONDS)
+        forget([chat.environment for chat in chats.open], recipe.c.REWARD_TIMEOUT_SECONDS)
 
 
-class Talks:
-    """All talks: each is being sampled, waits for a reply, or is ready for its next turn. reply()
-    runs in a thread; meanwhile its talk leaves its place in the batch to another one."""
+class Conversations:
+    """All conversations. Each is being sampled, waits for a reply, or is ready for its next turn.
+    reply() runs in a thread; meanwhile its conversation leaves its place in the batch to another.
+    """
 
     def __init__(self, policy, recipe, prompts, group_size, max_sequences, limit):
         self.policy, self.recipe, self.prompts = policy, recipe, prompts
         self.group_size, self.most, self.limit = group_size, max_sequences, limit
-        # Talks; (talk, Future of what its environment is asked, time of the call, what then)
+        # Conversations; (one, Future of what its environment is asked, time of the call, what then)
         self.ready, self.asked = deque(), []
-        self.open, self.ended = [], deque()  # talks; groups, as stream_turns yields them
+        self.open, self.ended = [], deque()  # conversations; groups, as stream_turns yields them
         self.running, self.quick = 0, True  # sequences now; whether all replies were quick
 
     def begin(self):
-        """Yields (talks that begin a turn, ids, number of talks, token limit): the next turn of one
-        talk, or the first turn of a group, whose prompt runs once; None if no turn can begin."""
+        """Yields a Prompt, whose key lists the conversations that begin a turn: one that goes on,
+        or a group's for their first turn, whose prompt runs once; None if no turn can begin."""
         while True:
             self.hear()
             room = self.most - self.running >= self.group_size
             if self.ready:
-                talk = self.ready.popleft()
+                chat = self.ready.popleft()
                 self.running += 1
-                yield [talk], talk.prompt[1] + talk.ids, 1, self.limit - len(talk.ids)
+                ids, limit = chat.prompt.ids + chat.ids, self.limit - len(chat.ids)
+                yield Prompt([chat], ids, limit=limit)
             elif room and (prompt := next(self.prompts, None)):
-                group, opening = [], self.recipe.opening(prompt[1])
+                group, opening = [], self.recipe.opening(prompt.ids)
                 for _ in range(self.group_size):
-                    environment = Environment(self.recipe, prompt[0][1])
-                    group.append(Talk(prompt, group, environment, opening=opening))
+                    environment = Environment(self.recipe, prompt.key[1])
+                    group.append(Conversation(prompt, group, environment, opening=opening))
                 self.open += group
                 self.running += self.group_size
-                yield group[::-1], prompt[1], self.group_size, self.limit
+                yield Prompt(group[::-1], prompt.ids, self.group_size, self.limit)
             elif self.asked and not self.running:
                 self.wait()
             else:
@@ -252,97 +253,97 @@ class Talks:
             answers = [answer for _, answer, *_ in self.asked]
             wait(answers, max(0, self.left(self.asked[0][2])), FIRST_COMPLETED)
 
-    def take(self, talk, turn):
-        """Adds a sampled turn to its talk, and asks its environment for the reply."""
+    def take(self, chat, turn):
+        """Adds a sampled turn to its conversation, and asks its environment for the reply."""
         self.running -= 1
-        talk.add(turn.ids, turn.logps, True, talk.opening + self.policy.text(turn))
+        chat.add(turn.ids, turn.logps, True, chat.opening + self.policy.text(turn))
         if turn.truncated:
-            self.end(talk, truncated=True)
+            self.end(chat, truncated=True)
         else:
-            self.ask(talk, self.go_on, talk.environment.reply, talk.turns[-1])
+            self.ask(chat, self.go_on, chat.environment.reply, chat.turns[-1])
         self.hear()
 
-    def ask(self, talk, then, call, *given):
-        """Makes a call in a thread; hear() gives its result to then(talk, result)."""
+    def ask(self, chat, then, call, *arguments):
+        """Makes a call in a thread; hear() gives its result to then(chat, result)."""
         answer = Future()
-        in_background(run, answer, call, *given)
-        self.asked.append((talk, answer, time.monotonic(), then))
+        in_background(run, answer, call, *arguments)
+        self.asked.append((chat, answer, time.monotonic(), then))
         self.quick = self.quick and bool(wait([answer], QUICK_SECONDS).done)
 
     def hear(self):
-        """Continues the talks whose environments have answered. Raises TaskError if one takes too
-        long; its thread is abandoned."""
+        """Continues the conversations whose environments have answered. Raises TaskError if one
+        takes too long; its thread is abandoned."""
         asked, self.asked, failures = self.asked, [], self.recipe.failures
-        for number, (talk, answer, when, then) in enumerate(asked):
+        for number, (chat, answer, when, then) in enumerate(asked):
             if not answer.done() and self.left(when) > 0:
                 self.asked.append(asked[number])
                 continue
             try:
-                result = answer.result() if answer.done() else self.too_slow(talk)
+                result = answer.result() if answer.done() else self.too_slow(chat)
             except (Exception, SystemExit) as error:
                 if not failures:
                     raise
                 failures.take(error)
-                talk.sample = talk.sample or self.sample_of(talk, truncated=False)
-                in_background(run, Future(), talk.environment.close)
-                self.leave(talk, FAILED)
+                chat.sample = chat.sample or self.sample_of(chat, truncated=False)
+                in_background(run, Future(), chat.environment.close)
+                self.leave(chat, FAILED)
             else:
-                then(talk, result)
+                then(chat, result)
 
-    def too_slow(self, talk):
-        call = "reply()" if talk.sample is None else "Environment.rewards() or close()"
-        call += f" for {talk.prompt[0][1]!r:.500} after {talk.turns!r:.500}"
+    def too_slow(self, chat):
+        call = "reply()" if chat.sample is None else "Environment.rewards() or close()"
+        call += f" for {chat.prompt.key[1]!r:.500} after {chat.turns!r:.500}"
         slow = f"took more than {self.recipe.c.REWARD_TIMEOUT_SECONDS} s"
         raise TaskError(self.recipe.c.TASK, call, slow, SOONER)
 
     def left(self, when):
         return self.recipe.c.REWARD_TIMEOUT_SECONDS - (time.monotonic() - when)
 
-    def go_on(self, talk, reply):
-        """Begins the next turn, unless the task has ended the talk (`reply` is None) or the limit
-        leaves no room."""
-        tokenizer, eos_ids, last = self.policy.tokenizer, self.policy.eos_ids, talk.ids[-1]
+    def go_on(self, chat, reply):
+        """Begins the next turn, unless the task has ended the conversation (`reply` is None) or the
+        limit leaves no room."""
+        tokenizer, eos_ids, last = self.policy.tokenizer, self.policy.eos_ids, chat.ids[-1]
         how, options = (tokenizer, eos_ids, last), self.recipe.chat_options
         ids = None if reply is None else bridge(*how, reply, options)
-        talk.opening = self.recipe.opening(ids) if ids and last in eos_ids else ""
-        if ids is None or len(talk.ids) + len(ids) >= self.limit:
-            self.end(talk, truncated=ids is not None)
+        chat.opening = self.recipe.opening(ids) if ids and last in eos_ids else ""
+        if ids is None or len(chat.ids) + len(ids) >= self.limit:
+            self.end(chat, truncated=ids is not None)
         else:
-            talk.add(ids, [0.0] * len(ids), False, reply["content"])
-            self.ready.append(talk)
+            chat.add(ids, [0.0] * len(ids), False, reply["content"])
+            self.ready.append(chat)
 
-    def end(self, talk, truncated):
+    def end(self, chat, truncated):
         """Asks for the environment's rewards, and closes it."""
-        talk.sample = self.sample_of(talk, truncated)
+        chat.sample = self.sample_of(chat, truncated)
         if hasattr(self.recipe.task, "Environment"):
-            self.ask(talk, self.leave, self._last, talk)
+            self.ask(chat, self.leave, self._last, chat)
         else:
-            self.leave(talk, {})
+            self.leave(chat, {})
 
-    def sample_of(self, talk, truncated):
-        return Sample(talk.ids, talk.logps, truncated, talk.is_model_token, talk.turns)
+    def sample_of(self, chat, truncated):
+        return Sample(chat.ids, chat.logps, truncated, chat.is_model_token, chat.turns)
 
-    def _last(self, talk):
-        rewards = talk.environment.rewards(list(talk.turns))
-        talk.environment.close()
+    def _last(self, chat):
+        rewards = chat.environment.rewards(list(chat.turns))
+        chat.environment.close()
         return rewards
 
-    def leave(self, talk, rewards):
-        talk.sample.rewards = rewards
-        self.open.remove(talk)
-        samples = [other.sample for other in talk.group]
+    def leave(self, chat, rewards):
+        chat.sample.rewards = rewards
+        self.open.remove(chat)
+        samples = [other.sample for other in chat.group]
         if all(sample and sample.rewards is not None for sample in samples):
-            self.ended.append((talk.prompt[0], samples))
+            self.ended.append((chat.prompt.key, samples))
 
 
 # --- Preview --------------------------------------------------------------------------
-def play(recipe, item, said, truncated=False):
-    """Returns (turns, the environment's rewards) of a talk in which the texts `said` are the
-    model's turns; there is no reply to a last one that is `truncated`."""
+def play(recipe, item, written, truncated=False):
+    """Returns (turns, the environment's rewards) of a conversation in which the model's turns are
+    the texts `written`; there is no reply to a last one that is `truncated`."""
     turns, environment, seconds = [], Environment(recipe, item), recipe.c.REWARD_TIMEOUT_SECONDS
-    what, replies = f"reply() of {task_file(recipe.c.TASK)}", len(said) - truncated
+    what, replies = f"reply() of {task_file(recipe.c.TASK)}", len(written) - truncated
     try:
-        for number, text in enumerate(said):
+        for number, text in enumerate(written):
             turns.append(text)
             with timely(seconds, what):
                 reply = environment.reply(text) if number < replies else None
@@ -357,20 +358,20 @@ def play(recipe, item, said, truncated=False):
 
 
 def role_of(task):
-    """Returns the role of a reply that stands in a turn of its own."""
+    """Returns the role of a reply that stands in a separate turn."""
     return getattr(getattr(task, "Environment", None), "role", "user")  # options/tools.py has it
 
 
 def show_turns(recipe, tokenizer, turns):
-    """Prints a talk, the task's turns with the text that the chat template adds around them."""
+    """Prints a conversation, its task's turns with what the chat template adds around them."""
     c, options = recipe.c, recipe.chat_options
     eos_ids = stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS)
     role = role_of(recipe.task)
-    for said, reply in zip(turns[::2], [*turns[1::2], None], strict=True):
-        say(f"the model: {said!r}")
+    for turn, reply in zip(turns[::2], [*turns[1::2], None], strict=True):
+        say(f"the model: {turn!r}")
         if reply is not None:
-            inside = any(string in said for string in c.STOP_STRINGS)
-            ends = [None] if inside else eos_ids  # its own end is not repeated
+            inside = any(string in turn for string in c.STOP_STRINGS)
+            ends = [None] if inside else eos_ids  # the turn's end is not repeated
             message = {"role": role, "content": reply}
             ids = [bridge(tokenizer, eos_ids, end, message, options) for end in ends]
             text = tokenizer.decode(min(ids, key=len), clean_up_tokenization_spaces=False)

@@ -5,7 +5,7 @@ trainer has an engine in addition to the model that it trains, and copies that m
 the engine before it samples (follow); a worker copies the weights that it has fetched (load). With
 TENSOR_PARALLEL vLLM has other processes, which read the weights from a file.
 
-It samples the same distribution as sampler.py. By default vLLM uses the model's own stop tokens,
+It samples the same distribution as sampler.py. By default vLLM uses the model's stop tokens,
 reports log-probs from before the temperature, and includes the embedding's padding in its softmax;
 each is changed below. The code for GPUs follows vLLM's source and was never run on one.
 """
@@ -33,7 +33,7 @@ from grpo.options.lora import adapters_off, merge_adapters
 from grpo.options.stop_strings import StopStrings
 from grpo.options.weights import check_shapes
 from grpo.proof import NOISE, TF32_NOISE
-from grpo.sample import Sample
+from grpo.sample import Prompt, Sample
 from grpo.sampler import completion_text, next_prompts
 
 SEQUENCES = 256  # SAMPLE_BATCH and EVAL_BATCH if they are "auto"
@@ -86,12 +86,10 @@ class VLLMPolicy:
         try:
             while True:
                 room = (max_sequences - engine.get_num_unfinished_requests()) // group_size
-                for key, ids, *own in next_prompts(prompts, room):
-                    number, limit = own or (1, max_new_tokens)
-                    for _ in range(number):
-                        # completion i is drawn with seed + i
-                        parts = {"n": group_size, "seed": draw.getrandbits(62)} | settings
-                        keys[self._begin(ids, max_new_tokens=limit, **parts)] = key
+                for key, ids, number, limit in next_prompts(prompts, room):
+                    parts = {"n": group_size, "max_new_tokens": limit or max_new_tokens} | settings
+                    for _ in range(number):  # completion i is drawn with seed + i
+                        keys[self._begin(ids, seed=draw.getrandbits(62), **parts)] = key
                 if not keys:
                     return
                 for output in engine.step():
@@ -121,7 +119,7 @@ class VLLMPolicy:
         """Returns a Sample of exactly `size` ids, sampled after the prompt at temperature 1;
         no EOS ends it."""
         settings = {"max_new_tokens": size, "temperature": 1.0, "eos_ids": [], "seed": 0}
-        prompts = iter([(0, prompt)])
+        prompts = iter([Prompt(0, prompt)])
         ((_, group),) = self.stream(prompts, group_size=1, max_sequences=1, **settings)
         return group[0]
 
@@ -176,7 +174,7 @@ class VLLMPolicy:
 
     def close(self):
         """Stops the engine, but keeps the trainer's process group, which vLLM would destroy with
-        its own; at exit it would do that after the trainer, and print a traceback. vLLM has no
+        its groups; at exit it would do that after the trainer, and print a traceback. vLLM has no
         setting for that, so torch's function destroys no group but a given one meanwhile."""
         destroy = torch.distributed.destroy_process_group
         torch.distributed.destroy_process_group = lambda group=None: group and destroy(group)
@@ -251,7 +249,7 @@ def start(c, policy, on_gpu):
         hf_overrides={"head_dtype": "float32"} if on_gpu else {},  # as the trainer's
         seed=c.SEED,
         # A rank runs on the GPU of LOCAL_RANK, in the trainer's process group; by default all ranks
-        # would use the first GPU. A worker starts its own processes
+        # would use the first GPU. A worker starts processes itself
         distributed_executor_backend="external_launcher" if policy.model is not None else None,
         tensor_parallel_size=c.TENSOR_PARALLEL,
         max_model_len=policy.max_tokens,
@@ -263,7 +261,7 @@ def start(c, policy, on_gpu):
         enable_prefix_caching=True,  # a group's prompt runs once
         enable_sleep_mode=c.VLLM_SLEEP,
         logprobs_mode="processed_logprobs",  # after temperature and mask
-        generation_config="vllm",  # ignores the model's own defaults
+        generation_config="vllm",  # ignores the model's defaults
         skip_tokenizer_init=not c.STOP_STRINGS,  # ids in, ids out; stop strings need text
         use_tqdm_on_load=False,
     )
@@ -322,7 +320,7 @@ def check_device(c, in_rank):
         )
 
 
-# --- Functions that run in vLLM's own processes, if it has several ----------------------
+# --- Functions that run in vLLM's processes, if it has several --------------------------
 def reload(worker, weights, dtype):
     """Replaces the weights by (name, tensor) pairs, or by the tensors of a safetensors file."""
     if isinstance(weights, str):

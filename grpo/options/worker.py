@@ -4,8 +4,8 @@
     python grpo_ref_split.py worker SAMPLER=vllm     # with vLLM
 
 It needs the address of the trainer's rank 0 (TRAINER), and GRPO_TOKEN if the trainer has one. It
-fetches the newest policy, proves that it computes the same log-probs, and samples prompts in its
-own order while the trainer has room for groups. It may start and end at any time.
+fetches the newest policy, proves that it computes the same log-probs, and samples prompts in a
+separate order while the trainer has room for groups. It may start and end at any time.
 """
 
 import os
@@ -49,7 +49,7 @@ def run_worker(policy, recipe, name=None):
     RuntimeError if its log-probs differ from the trainer's, SystemExit if its model or its settings
     differ.
     """
-    worker = Worker(policy, recipe, name or own_name())
+    worker = Worker(policy, recipe, name or unique_name())
     wait, fresh = None, False  # fresh: the loaded policy has not sampled yet
     while True:
         record, room = worker.trainer.policy(worker.name)  # waits while the trainer is away
@@ -71,7 +71,7 @@ def run_worker(policy, recipe, name=None):
         wait.sleep(why, pause=0.2)
 
 
-def own_name():
+def unique_name():
     """Returns a name that no other process has. A process in a restarted container may have the
     same host name and number, but must not give its groups the same ids."""
     return f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"

@@ -42,7 +42,7 @@ class Workers:
         self.lock = threading.Lock()
         self.record = None  # of the newest policy
         self.groups = deque()  # the groups that wait to be trained, oldest first
-        self.ids = deque(maxlen=10_000)  # a group comes twice if the first answer was lost
+        self.ids = deque(maxlen=10_000)  # a group arrives twice if the first answer was lost
         self.heard = {}  # {worker: when it last asked for a policy}
         self.dropped = 0  # groups that were too old, or of steps that were undone
         self.proof = None  # (prompt, completion), sampled once because sampling is slow

@@ -15,6 +15,7 @@ from test_turns import Actor, prompts
 
 from grpo.options.turns import stream_turns
 from grpo.rewards import TaskError
+from grpo.sample import Prompt
 from grpo.task import reward_group
 from tasks.programs import Program
 
@@ -95,7 +96,7 @@ def test_all_are_closed_if_the_stream_is_not_read_to_its_end(tokenizer, end):
     recipe = recipe_of(tokenizer, 1, 5, 5)
     actor = Actor(tokenizer, ["One", "two", "three", "four", "five"])
     settings = {"group_size": 2, "max_sequences": 99, "max_new_tokens": 200}
-    groups = stream_turns(actor, recipe, ((p, p[2]) for p in recipe.prompts), **settings)
+    groups = stream_turns(actor, recipe, (Prompt(p, p[2]) for p in recipe.prompts), **settings)
     next(groups)
     assert Counter.live
     if end == "closed":

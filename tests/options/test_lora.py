@@ -1,6 +1,7 @@
 """LoRA: adapters travel, and are merged while tokens are sampled."""
 
 import gc
+import itertools
 import weakref
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from grpo.options import lora
 from grpo.options.lora import MergedAdapters, add_adapters, has_room, merge_adapters
 from grpo.options.weights import load_weights, trained_weights
 from grpo.policy import Policy
+from grpo.sample import Prompt
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])
 
@@ -90,7 +92,7 @@ def test_a_stream_leaves_the_model_as_it_is_trained(end, monkeypatch):
         copies.add(merged := MergedAdapters(model))
         return merged
 
-    prompts = iter([(0, [5, 6, 7]), (1, [8]), (2, [4, 9])])
+    prompts = itertools.starmap(Prompt, enumerate([[5, 6, 7], [8], [4, 9]]))
     settings = {"max_sequences": 4, "longest_prompt": 3, "max_new_tokens": 5, "temperature": 1.0}
     how = {"lora": True, "merged": lambda: noted(model)}
     sampler = Policy("tiny", model, None, {500}, 110, "float32", **how)

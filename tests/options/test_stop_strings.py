@@ -8,6 +8,7 @@ from fakes import tiny_policy
 
 from grpo.options.policy_proof import continuation
 from grpo.options.stop_strings import StopStrings
+from grpo.sample import Prompt
 from grpo.sampler import sample_groups
 
 PROMPTS = [[5, 6, 7, 8], [40, 41, 42, 43, 44, 45]]
@@ -92,6 +93,8 @@ def test_a_policy_has_them_but_not_where_it_proves_its_weights(tiny):
     plain = tiny_policy(tiny)
     policy = tiny_policy(tiny, stop_strings=["a", "e", "1"])
     settings = {"group_size": 8, "max_sequences": 8, "longest_prompt": 4, "max_new_tokens": 40}
-    ((_, group),) = policy.stream(iter([(0, PROMPTS[0])]), seed=0, temperature=1.0, **settings)
+    ((_, group),) = policy.stream(
+        iter([Prompt(0, PROMPTS[0])]), seed=0, temperature=1.0, **settings
+    )
     assert any(policy.text(c)[-1:] in ("a", "e", "1") for c in group)
     assert continuation(policy, PROMPTS[0], 60) == continuation(plain, PROMPTS[0], 60)

@@ -22,7 +22,7 @@ from grpo.options.continued import continue_rows
 from grpo.options.stop_strings import StopStrings
 from grpo.options.turns import bridge, play
 from grpo.prepare import preview
-from grpo.sample import Sample
+from grpo.sample import Prompt, Sample
 from grpo.sampler import next_prompts
 from grpo.task import TaskError, load_task
 from grpo.wire import pack_group, unpack_group
@@ -77,9 +77,9 @@ class Actor:
             new += [] if "</think>" in said else [self.eos]
             yield key, [Sample(new[:limit], [-1.0] * len(new[:limit]), len(new) > limit)]
 
-    def line(self, talk):
-        lines = self.lines[talk.prompt[0][0] % len(self.lines)]
-        return lines[len(talk.turns) // 2]
+    def line(self, conversation):
+        lines = self.lines[conversation.prompt.key[0] % len(self.lines)]
+        return lines[len(conversation.turns) // 2]
 
     def text(self, completion):
         ids = completion.ids[:-1] if completion.ids[-1] == self.eos else completion.ids
@@ -276,14 +276,15 @@ def test_replies_are_let_in_many_at_a_time(tokenizer, monkeypatch):
 def test_a_prompt_that_begins_with_another_conversation_takes_a_row_of_its_own():
     """It has a limit of its own, which that row does not leave."""
     running = sampler.Running(8, {9}, None, torch.device("cpu"))
-    running.add([(0, [1, 2], 1, 8)], 1)
+    running.add([Prompt(0, [1, 2], limit=8)], 1)
     for token in (5, 6, 9):
         list(running.write(torch.tensor([token]), torch.zeros(1)))
     decoder = SimpleNamespace(lengths=[3])
     prompt = [1, 2, 5, 6, 9, 7]
-    assert continue_rows(running, decoder, [("other", prompt, 1, 8)]) == [("other", prompt, 1, 8)]
-    assert continue_rows(running, decoder, [("its own", prompt, 1, 4)]) == []
-    assert running.given == {0: [7]} and decoder.lengths == [2]
+    other, same = Prompt("other", prompt, limit=8), Prompt("the same", prompt, limit=4)
+    assert continue_rows(running, decoder, [other]) == [other]
+    assert continue_rows(running, decoder, [same]) == []
+    assert running.forced == {0: [7]} and decoder.lengths == [2]
 
 
 # --- A real model -----------------------------------------------------------------------
@@ -294,7 +295,7 @@ def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy, mo
 
     def counted(running, decoder, prompts):
         left = continue_rows(running, decoder, prompts)
-        later.update(joined=sum(new[2] == 1 for new in left), stayed=len(prompts) - len(left))
+        later.update(joined=sum(new.groups == 1 for new in left), stayed=len(prompts) - len(left))
         return left
 
     monkeypatch.setattr(continued, "continue_rows", counted)

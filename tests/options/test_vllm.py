@@ -2,6 +2,7 @@
 in the trainer's ranks, and in a worker. `make vllm-test` installs vLLM and runs this in 3 minutes.
 """
 
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from grpo.options.policy_proof import check_proof
 from grpo.options.tiny_model import make_tokenizer
 from grpo.options.vllm_policy import VLLMPolicy
 from grpo.proof import MISMATCH
+from grpo.sample import Prompt
 from tasks import arithmetic
 
 pytestmark = pytest.mark.vllm
@@ -94,7 +96,7 @@ class Case:
 
     def sample(self, prompts, *, group_size=8, max_new_tokens=40, temperature=0.8, seed=0):
         groups = self.policy.stream(
-            enumerate(prompts),
+            itertools.starmap(Prompt, enumerate(prompts)),
             group_size=group_size,
             max_sequences=len(prompts) * group_size,
             max_new_tokens=max_new_tokens,
@@ -170,7 +172,7 @@ def streamed(case, lengths, *, rows, group_size=4):
         flight.append(engine.get_num_unfinished_requests())
         return outputs
 
-    prompts = ((key, [20 + key] * (CONTEXT - length)) for key, length in enumerate(lengths))
+    prompts = (Prompt(key, [20 + key] * (CONTEXT - length)) for key, length in enumerate(lengths))
     settings = {"max_new_tokens": CONTEXT, "temperature": 1.0, "seed": 0}
     policy.eos_ids, eos_ids, engine.step = [], policy.eos_ids, note
     try:

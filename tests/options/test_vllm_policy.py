@@ -19,7 +19,7 @@ from grpo.options.weights import load_weights
 from grpo.policy import load_policy
 from grpo.prepare import prepare
 from grpo.proof import check_sampler
-from grpo.sample import Sample
+from grpo.sample import Prompt, Sample
 
 CONSTANTS = {"MODEL": "tiny", "GROUP_SIZE": 4, "SEED": 3, "STOP_TOKENS": [], "STOP_STRINGS": []}
 CONSTANTS |= {"SAMPLE_BATCH": "auto", "EVAL_BATCH": "auto", "DTYPE": "float32"}
@@ -226,7 +226,7 @@ def streaming(policy, ids, reason, **settings):
         "temperature": 1.0,
         "seed": 0,
     }
-    ((_, (completion,)),) = policy.stream(iter([("key", [5, 6])]), **settings)
+    ((_, (completion,)),) = policy.stream(iter([Prompt("key", [5, 6])]), **settings)
     return policy.llm.asked[-1], completion
 
 
@@ -235,7 +235,7 @@ def test_a_turn_has_a_limit_of_its_own_and_a_groups_first_prompt_begins_its_sequ
     found = SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=-1.0)}])
     found.finish_reason = "length"
     policy.llm.outputs = [found]
-    prompts = iter([("first", [5, 6], 3, 9), ("later", [5, 6], 1, 4)])
+    prompts = iter([Prompt("first", [5, 6], 3, 9), Prompt("later", [5, 6], 1, 4)])
     settings = {"max_sequences": 4, "max_new_tokens": 9, "temperature": 1.0, "seed": 0}
     groups = list(policy.stream(prompts, group_size=1, **settings))
     assert [key for key, _ in groups] == ["first"] * 3 + ["later"]

@@ -411,4 +411,4 @@ def test_a_worker_needs_torch_transformers_and_requests_alone(tiny, tmp_path):
 
 def test_a_process_that_is_started_again_has_another_name():
     """Its groups would have the ids of the first one's, and rank 0 would take none of them."""
-    assert worker_module.own_name() != worker_module.own_name()
+    assert worker_module.unique_name() != worker_module.unique_name()
