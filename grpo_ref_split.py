@@ -169,9 +169,9 @@ def sample_rollout(run):
     the reference's log-probs; means over the sampled groups, by name; all groups that this rank
     sampled or took from workers, flat ones too.
 
-    Workers' groups come first; the ranks sample what is missing. The share of flat groups in recent
-    steps decides how many groups a round starts. Groups that were started are always finished and
-    used. Stopping at the first PROMPTS_PER_STEP would favour short completions.
+    Workers' groups are taken first; ranks sample what is missing. The share of flat groups in
+    recent steps decides how many groups a round starts. Started groups are always finished
+    and used. Stopping at the first PROMPTS_PER_STEP would favour short completions.
     """
     c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
     with clock.part("wait"), ranks.all_or_none("workers' groups"):  # collective

@@ -105,8 +105,8 @@ def fault_of(name):
 
 
 def read_words(defaults, presets=True):
-    """Returns (constants, other words) of the command line. Constants come from NAME=value words
-    and, with `presets`, from preset files; later ones win. SystemExit for a name that is not in
+    """Returns (constants, other words) of the command line. Constants are NAME=value words
+    and, with `presets`, those of preset files; later ones win. SystemExit for a name that is not in
     `defaults`, the script's constants."""
     constants, others = {}, []
     for word in arguments():

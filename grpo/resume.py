@@ -122,8 +122,7 @@ def hash_of_prompts(prompts):
 
 
 def plain(value):
-    """Returns a value as JSON can hold it, equal in each process; of an object whose text
-    would be its address, only the type."""
+    """Returns a value as JSON, equal in each process; only the type if the text is an address."""
     if isinstance(value, dict):
         return [[repr(key), plain(item)] for key, item in value.items()]
     if isinstance(value, list | tuple):

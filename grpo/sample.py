@@ -88,8 +88,7 @@ class Group:
 
 def keep_logps(batch, logps):
     """Keeps the log-probs (N,) of a micro-batch's samples if they are those of a rollout's first
-    update: for its next updates, which give this rank the same samples, they are the old ones. In
-    these updates no sample is on-policy."""
+    update: its next updates, on the same samples and off-policy, take them as the old ones."""
     parts = logps.cpu().split([sample.length for sample in batch])
     for sample, part in zip(batch, parts, strict=True):
         sample.on_policy = False

@@ -60,12 +60,12 @@ def stream_groups(
     `prompts` is an iterator of Prompts; None means that there is no prompt now. It is read when a
     group has room and enough sequences have ended to justify a copy of the cache. The stream ends
     when all sequences have ended and the iterator yields no prompt, even if it might yield one
-    later. Completions are drawn from softmax(logits / temperature); temperature 0
-    is greedy, with log-probs at temperature 1. Ids from `vocab_size` on are padding of the
-    embedding: the softmax excludes them here, in the trainer and in the reference server.
-    `generator` is a torch.Generator on the model's device. With `stop_strings`, a StopStrings, each
-    token costs a second wait for the device, and the host checks every new id. Raises RuntimeError
-    if a completion ends whose logits were not finite.
+    later. Completions are drawn from softmax(logits / temperature); temperature 0 is greedy, with
+    log-probs at temperature 1. The softmax excludes ids from `vocab_size` on, the embedding's
+    padding, here, in the trainer and in the reference server. `generator` is a
+    torch.Generator on the model's device. With `stop_strings`, a StopStrings, each token costs a
+    second wait for the device, and the host checks every new id. Raises RuntimeError if a
+    completion ends whose logits were not finite.
     """
     running = None
     while True:

@@ -84,6 +84,6 @@ def repeated(positions):
 
 
 def random_states(seed):
-    """Returns random states, as checkpoint.write_rank, of a rank that has none in it."""
+    """Returns random states, as checkpoint.write_rank, of a rank that the checkpoint lacks."""
     numbers = torch.Generator().manual_seed(seed).get_state().tolist()
     return {"random": random.Random(seed).getstate(), "torch": numbers}
