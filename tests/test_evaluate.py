@@ -136,7 +136,7 @@ def test_a_reward_that_junk_can_earn_is_named(model, monkeypatch, capsys):
     empty, again, *frequent = [line for line in out.splitlines() if "positive rewards of" in line]
     assert "an empty answer: correctness 100%, format 0%; " in empty and "correctness CAN" in empty
     assert "the question" in again and "format 100%" in again
-    assert frequent and "the most frequent gold" in frequent[0] and "groups of 32 that teach" in out
+    assert frequent and "the most frequent gold" in frequent[0] and "groups of 2 that teach" in out
 
 
 def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, monkeypatch, capsys):
