@@ -14,7 +14,6 @@ the validation split and on other seeds.
 import functools
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -63,20 +62,6 @@ def greedy_answers(folder, questions, task=arithmetic, c=preset):
         stop_strings=policy.stop_strings,
     )
     return [policy.text(completion) for (completion,) in groups]
-
-
-def diagnose(folder):
-    """Returns two shares of 200 greedy answers: those with a true equation (the model can do the
-    arithmetic) and those with the operator that the question asks for."""
-    items = arithmetic.load("validation")[:200]
-    answers = greedy_answers(folder, [item["question"] for item in items])
-    true = right = 0
-    for item, answer in zip(items, answers, strict=True):
-        if match := re.search(r"(\d+)([+-])(\d+)=(\d+)", answer):
-            a, operator, b, value = match.groups()
-            true += int(value) == (int(a) + int(b) if operator == "+" else int(a) - int(b))
-            right += operator == item["operator"]
-    return {"true equation": true / len(items), "right operator": right / len(items)}
 
 
 # --- Its folder ---------------------------------------------------------------------
@@ -160,12 +145,11 @@ def main(seed, rewards="plain"):
         print()
         plot.show_samples(RUN_DIR, str(step))
     final = Path(RUN_DIR, "final")
-    before, after = diagnose(WARM_START), diagnose(final)
     plot.plot(RUN_DIR)
-    shares = ", ".join(f"{name} {before[name]:.0%} -> {after[name]:.0%}" for name in before)
-    print(f"\nIn greedy answers to validation questions: {shares}.")
     if rewards == "plain":
-        print("GRPO made the model use an operator and a format that it knew but rarely chose. It")
+        print(
+            "\nGRPO made the model use an operator and a format that it knew but rarely chose. It"
+        )
         print("taught no arithmetic. The questions are new; their numbers also occur in training.")
     print(f"Model: {final}   curves: {RUN_DIR}/curves.png   samples: {RUN_DIR}/samples.jsonl")
     print("For a task of your own: python -m tasks my/task.py OUT=runs/my_model (see README.md)\n")
