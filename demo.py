@@ -28,12 +28,9 @@ if __name__ == "__main__":
     begin()  # before torch is imported
 
 import plot
-from grpo.models import load_tokenizer, prompt_ids
 from grpo.options.reward_processes import end_with_parent
 from grpo.options.tiny_model import warm_start
-from grpo.policy import load_policy
 from grpo.resume import lock_run
-from grpo.sampler import sample_groups
 from presets import demo as preset
 from tasks import arithmetic
 
@@ -43,25 +40,6 @@ WARM_START = f"{RUN_DIR}/warm_start"  # the model that the policy and the refere
 WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
 STEPS = int(os.environ.get("DEMO_STEPS", preset.STEPS))
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # of server and trainer, as there may be two cores
-
-
-# --- Before and after ---------------------------------------------------------------
-def greedy_answers(folder, questions, task=arithmetic, c=preset):
-    """Returns the answers of the model in `folder`, sampled greedily, with the constants of `c`."""
-    stops = getattr(c, "STOP_STRINGS", ())
-    policy = load_policy(folder, load_tokenizer(folder), "float32", stop_strings=stops)
-    groups = sample_groups(
-        policy.model,
-        [prompt_ids(policy.tokenizer, task.messages({"question": q})) for q in questions],
-        group_size=1,
-        max_new_tokens=c.MAX_COMPLETION_TOKENS,
-        temperature=0,
-        eos_ids=policy.eos_ids,
-        vocab_size=policy.vocab_size,
-        generator=None,
-        stop_strings=policy.stop_strings,
-    )
-    return [policy.text(completion) for (completion,) in groups]
 
 
 # --- Its folder ---------------------------------------------------------------------

@@ -29,15 +29,36 @@ import transformers
 
 import grpo_ref_split as trainer
 import plot
-from demo import greedy_answers, train_and_serve
+from demo import train_and_serve
 from grpo.devices import accelerator
+from grpo.models import load_tokenizer, prompt_ids
 from grpo.options import smollm2
+from grpo.policy import load_policy
 from grpo.report import commit
+from grpo.sampler import sample_groups
 from presets import smollm2 as preset
 from tasks import sums
 
 SHARED = "MODEL", "TEMPERATURE", "DTYPE"  # constants that the server must know as well
 SHOWN = "seconds", "tokens_per_second", "sampler_k3", "kl"  # metrics in the result
+
+
+def greedy_answers(folder, questions, task=sums, c=preset):
+    """Returns the answers of the model in `folder`, sampled greedily, with the constants of `c`."""
+    stops = getattr(c, "STOP_STRINGS", ())
+    policy = load_policy(folder, load_tokenizer(folder), "float32", stop_strings=stops)
+    groups = sample_groups(
+        policy.model,
+        [prompt_ids(policy.tokenizer, task.messages({"question": q})) for q in questions],
+        group_size=1,
+        max_new_tokens=c.MAX_COMPLETION_TOKENS,
+        temperature=0,
+        eos_ids=policy.eos_ids,
+        vocab_size=policy.vocab_size,
+        generator=None,
+        stop_strings=policy.stop_strings,
+    )
+    return [policy.text(completion) for (completion,) in groups]
 
 
 def show_answers(model, final, questions):
