@@ -192,22 +192,8 @@ def main():
         "batches": batches,
         "cases": make_cases(batches),
     }
-    TABLE.write_text(to_json(table) + "\n")
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
     print(f"{len(table['cases'])} cases in {TABLE.name}: {table['made_by']}")
-
-
-def to_json(value, indent=""):
-    """JSON with one line for each list of numbers: a row of a matrix is a line of a diff."""
-    deeper = indent + "  "
-    if isinstance(value, dict) and value:
-        items = [f"{json.dumps(k)}: {to_json(v, deeper)}" for k, v in value.items()]
-        opening, closing = "{}"
-    elif isinstance(value, list) and value and isinstance(value[0], (list, dict)):
-        items = [to_json(v, deeper) for v in value]
-        opening, closing = "[]"
-    else:
-        return json.dumps(value)
-    return f"{opening}\n" + ",\n".join(deeper + i for i in items) + f"\n{indent}{closing}"
 
 
 if __name__ == "__main__":
