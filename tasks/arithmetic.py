@@ -5,10 +5,8 @@ The test questions are new; the numbers in them also occur in training. So the t
 unseen *questions*, not unseen arithmetic.
 """
 
-import random
-
 from tasks import gsm8k
-from tasks.data import split_of
+from tasks.data import generated
 from tasks.gsm8k import OUTCOME, gold  # noqa: F401 (as GSM8K's)
 
 REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0}  # GSM8K's; these answers can't look again
@@ -32,12 +30,7 @@ WORDINGS = {
 
 def load(split):
     """Returns the split's items: question and answer ("12"), both numbers and the operator."""
-    draw, items = random.Random(split), {}
-    while len(items) < SIZES[split]:
-        item = make_item(draw)
-        if split_of(item["question"]) == split:
-            items[item["question"]] = item
-    return list(items.values())
+    return generated(make_item, split, SIZES[split])
 
 
 def make_item(draw, least=1, most=LARGEST):

@@ -53,8 +53,6 @@ def gold(item):
     """Returns the guesses of binary search."""
     low, high, guesses = 1, LAST, []
     while not guesses or guesses[-1] != item["secret"]:
-        guesses.append((low + high) // 2)
-        low, high = (
-            (guesses[-1] + 1, high) if item["secret"] > guesses[-1] else (low, guesses[-1] - 1)
-        )
+        guesses.append(middle := (low + high) // 2)
+        low, high = (middle + 1, high) if item["secret"] > middle else (low, middle - 1)
     return [f"<answer>{guess}</answer>" for guess in guesses]
