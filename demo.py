@@ -84,16 +84,16 @@ def start(command, log=None, threads=ONE_THREAD, **options):
     return subprocess.Popen(command, stdout=log, stderr=log, env=env, preexec_fn=end, **options)  # noqa: PLW1509
 
 
-def train_and_serve(name, shared, own, threads=ONE_THREAD):
+def train_and_serve(name, shared, more, threads=ONE_THREAD):
     """Runs trainer and server with a preset until the trainer has ended. Both get the constants in
-    `shared`, the trainer also its `own`. Ctrl-C, where Python hears it, lets the trainer save."""
+    `shared`, the trainer also `more`. Ctrl-C, where Python receives it, lets the trainer save."""
     port = free_port()
-    log_path = Path(own["RUN_DIR"], "ref_server.log")
+    log_path = Path(more["RUN_DIR"], "ref_server.log")
     with open(log_path, "w") as log:
         serve = command("ref_server.py", name, **shared, PORT=port)
-        server = start(serve, log, start_new_session=name != "demo")  # there Ctrl-C is not heard
-    own = own | {"REF_SERVER": f"http://127.0.0.1:{port}"}
-    trainer = start(command("grpo_ref_split.py", name, **shared, **own), threads=threads)
+        server = start(serve, log, start_new_session=name != "demo")  # it gets no Ctrl-C then
+    more = more | {"REF_SERVER": f"http://127.0.0.1:{port}"}
+    trainer = start(command("grpo_ref_split.py", name, **shared, **more), threads=threads)
     try:
         while trainer.poll() is None:
             if server.poll() is not None:
@@ -117,8 +117,8 @@ def main(seed, rewards="plain"):
     warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
     print("2. GRPO: ref_server.py and grpo_ref_split.py start, which takes about 15 s", flush=True)
     task = "shuffled" if rewards == "shuffled" else preset.TASK
-    own = {"RUN_DIR": RUN_DIR, "SEED": seed, "STEPS": STEPS, "TASK": task}
-    train_and_serve("demo", {"MODEL": WARM_START}, own)
+    more = {"RUN_DIR": RUN_DIR, "SEED": seed, "STEPS": STEPS, "TASK": task}
+    train_and_serve("demo", {"MODEL": WARM_START}, more)
     for step in sorted({1, max(1, STEPS // 2), STEPS}):
         print()
         plot.show_samples(RUN_DIR, str(step))

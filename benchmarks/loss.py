@@ -3,7 +3,7 @@
     python benchmarks/loss.py                        # every shape of this machine's device
     python benchmarks/loss.py Qwen2.5-0.5B out.md    # one shape; and the tables into a file
 
-Runs on CUDA (bf16) where there is a GPU, else on the CPU (float32, Linux). In our own venv peers
+Runs on CUDA (bf16) where there is a GPU, else on the CPU (float32, Linux). In .venv peers
 are listed as not installed; benchmarks/requirements-peers.txt makes a venv of them.
 
 A row is a way from hidden states and LM head to the loss and its gradients. All get one batch:

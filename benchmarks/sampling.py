@@ -65,7 +65,7 @@ def real_case(tokenizer, number):
 
 
 def pinned(case):
-    """-> generate's settings: the whole distribution, and nothing of the model's own."""
+    """-> generate's settings: the whole distribution, none of the model's settings."""
     return GenerationConfig(
         do_sample=True,
         temperature=case["temperature"],
@@ -126,7 +126,7 @@ def compare(model, case):
 
 
 def vllm(folder):
-    """Run in a process of its own: prints the median tokens a second, as JSON."""
+    """Run in a separate process: prints the median tokens a second, as JSON."""
     from grpo.options.vllm_policy import VLLMPolicy
 
     case = json.loads(Path(folder, "case.json").read_text())

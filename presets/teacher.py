@@ -4,7 +4,7 @@
     CUDA_VISIBLE_DEVICES=0 python grpo_ref_split.py presets/teacher.py                     # then
 
 Computed, not run: of its GPU's 44.4 GB the trainer needs at least 30.1 GB; the server needs
-17.0 GB of its own GPU.
+17.0 GB of its GPU.
 To learn from the teacher alone, set REWARD_WEIGHTS = {} and KL_BETA = 1 (docs/teacher.md).
 """
 
@@ -13,4 +13,4 @@ RUN_DIR = "runs/teacher"
 KL_BETA = 0.2  # weight of the teacher; at 1 the rewards would hardly count
 UNBIASED_KL = True  # gives the gradient of on-policy distillation
 SKIP_FLAT_GROUPS = False  # the teacher helps even if all completions are wrong
-MASK_TRUNCATED = False  # each token has its own signal from the teacher
+MASK_TRUNCATED = False  # each token has a signal from the teacher

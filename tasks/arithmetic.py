@@ -49,7 +49,7 @@ def sloppy(item, draw):
 
     The shares 0.1 and 0.62 decide how much is left for GRPO to learn. Answers to a subtraction
     usually add, so greedy accuracy begins near 50 %; answers to an addition seldom subtract, so the
-    model can tell the two apart.
+    model can learn the difference.
     """
     a, b, operator = item["a"], item["b"], item["operator"]
     if draw.random() < {"+": 0.1, "-": 0.62}[operator]:

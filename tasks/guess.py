@@ -38,14 +38,14 @@ def rewards(item, turns):
 
 def sloppy(item, draw):
     """Returns guesses: six in ten follow the replies, the others are random numbers."""
-    turns, low, high, told = [], 1, LAST, ""
-    while told is not None:
+    turns, low, high, hint = [], 1, LAST, ""
+    while hint is not None:
         heeds = draw.random() < 0.6
         number = draw.randint(low, high) if heeds else draw.randint(1, LAST)
         turns.append(f"<answer>{number}</answer>")
-        told = reply(item, turns)
-        low, high = (max(low, number + 1), high) if told == "more" else (low, min(high, number - 1))
-        turns.append(told)
+        hint = reply(item, turns)
+        low, high = (max(low, number + 1), high) if hint == "more" else (low, min(high, number - 1))
+        turns.append(hint)
     return turns[::2]
 
 

@@ -20,7 +20,7 @@ SANDBOX = []  # such as ["bwrap", "--unshare-all", "--ro-bind", "/", "/"]
 CALL = '<tool_call>{{"name": "python", "arguments": {{"code": "print({})"}}}}</tool_call>'
 SYSTEM_PROMPT = f"""You can run Python, at most {MAX_CALLS} times. To do so, write
 {CALL.format("...")}. Then write the result in <answer></answer>."""
-EXAMPLE = [  # as turns of the chat: told in words alone, SmolLM2-135M never called
+EXAMPLE = [  # as turns of the chat: without an example SmolLM2-135M never called
     ("system", SYSTEM_PROMPT),
     ("user", "What is 512 * 134 - 205?"),
     ("assistant", CALL.format("512 * 134 - 205")),
