@@ -87,7 +87,7 @@ def test_models_are_compared_question_by_question_on_what_both_have():
     columns = scores.columns([first, other], "correctness")
     assert "right - first" not in columns[0]
     mean, low, high = columns[1]["right - first"]
-    assert mean == 1 / 2 and low < 0 < high  # two questions say little
+    assert mean == 1 / 2 and low < 0 < high  # two questions show little
     assert columns[1]["right_in_format - first"][0] == 0
     lines = scores.table("greedy", ["a", "b"], columns)
     (row,) = [line for line in lines if line.strip().startswith("right - first")]
