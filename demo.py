@@ -14,7 +14,6 @@ the validation split and on other seeds.
 import functools
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -29,12 +28,9 @@ if __name__ == "__main__":
     begin()  # before torch is imported
 
 import plot
-from grpo.models import load_tokenizer, prompt_ids
 from grpo.options.reward_processes import end_with_parent
 from grpo.options.tiny_model import warm_start
-from grpo.policy import load_policy
 from grpo.resume import lock_run
-from grpo.sampler import sample_groups
 from presets import demo as preset
 from tasks import arithmetic
 
@@ -44,39 +40,6 @@ WARM_START = f"{RUN_DIR}/warm_start"  # the model that the policy and the refere
 WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
 STEPS = int(os.environ.get("DEMO_STEPS", preset.STEPS))
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # of server and trainer, as there may be two cores
-
-
-# --- Before and after ---------------------------------------------------------------
-def greedy_answers(folder, questions, task=arithmetic, c=preset):
-    """Returns the answers of the model in `folder`, sampled greedily, with the constants of `c`."""
-    stops = getattr(c, "STOP_STRINGS", ())
-    policy = load_policy(folder, load_tokenizer(folder), "float32", stop_strings=stops)
-    groups = sample_groups(
-        policy.model,
-        [prompt_ids(policy.tokenizer, task.messages({"question": q})) for q in questions],
-        group_size=1,
-        max_new_tokens=c.MAX_COMPLETION_TOKENS,
-        temperature=0,
-        eos_ids=policy.eos_ids,
-        vocab_size=policy.vocab_size,
-        generator=None,
-        stop_strings=policy.stop_strings,
-    )
-    return [policy.text(completion) for (completion,) in groups]
-
-
-def diagnose(folder):
-    """Returns two shares of 200 greedy answers: those with a true equation (the model can do the
-    arithmetic) and those with the operator that the question asks for."""
-    items = arithmetic.load("validation")[:200]
-    answers = greedy_answers(folder, [item["question"] for item in items])
-    true = right = 0
-    for item, answer in zip(items, answers, strict=True):
-        if match := re.search(r"(\d+)([+-])(\d+)=(\d+)", answer):
-            a, operator, b, value = match.groups()
-            true += int(value) == (int(a) + int(b) if operator == "+" else int(a) - int(b))
-            right += operator == item["operator"]
-    return {"true equation": true / len(items), "right operator": right / len(items)}
 
 
 # --- Its folder ---------------------------------------------------------------------
@@ -121,16 +84,16 @@ def start(command, log=None, threads=ONE_THREAD, **options):
     return subprocess.Popen(command, stdout=log, stderr=log, env=env, preexec_fn=end, **options)  # noqa: PLW1509
 
 
-def train_and_serve(name, shared, own, threads=ONE_THREAD):
+def train_and_serve(name, shared, more, threads=ONE_THREAD):
     """Runs trainer and server with a preset until the trainer has ended. Both get the constants in
-    `shared`, the trainer also its `own`. Ctrl-C, where Python hears it, lets the trainer save."""
+    `shared`, the trainer also `more`. Ctrl-C, where Python receives it, lets the trainer save."""
     port = free_port()
-    log_path = Path(own["RUN_DIR"], "ref_server.log")
+    log_path = Path(more["RUN_DIR"], "ref_server.log")
     with open(log_path, "w") as log:
         serve = command("ref_server.py", name, **shared, PORT=port)
-        server = start(serve, log, start_new_session=name != "demo")  # there Ctrl-C is not heard
-    own = own | {"REF_SERVER": f"http://127.0.0.1:{port}"}
-    trainer = start(command("grpo_ref_split.py", name, **shared, **own), threads=threads)
+        server = start(serve, log, start_new_session=name != "demo")  # it gets no Ctrl-C then
+    more = more | {"REF_SERVER": f"http://127.0.0.1:{port}"}
+    trainer = start(command("grpo_ref_split.py", name, **shared, **more), threads=threads)
     try:
         while trainer.poll() is None:
             if server.poll() is not None:
@@ -154,18 +117,17 @@ def main(seed, rewards="plain"):
     warm_start(WARM_START, arithmetic, seed, WARM_STEPS)
     print("2. GRPO: ref_server.py and grpo_ref_split.py start, which takes about 15 s", flush=True)
     task = "shuffled" if rewards == "shuffled" else preset.TASK
-    own = {"RUN_DIR": RUN_DIR, "SEED": seed, "STEPS": STEPS, "TASK": task}
-    train_and_serve("demo", {"MODEL": WARM_START}, own)
+    more = {"RUN_DIR": RUN_DIR, "SEED": seed, "STEPS": STEPS, "TASK": task}
+    train_and_serve("demo", {"MODEL": WARM_START}, more)
     for step in sorted({1, max(1, STEPS // 2), STEPS}):
         print()
         plot.show_samples(RUN_DIR, str(step))
     final = Path(RUN_DIR, "final")
-    before, after = diagnose(WARM_START), diagnose(final)
     plot.plot(RUN_DIR)
-    shares = ", ".join(f"{name} {before[name]:.0%} -> {after[name]:.0%}" for name in before)
-    print(f"\nIn greedy answers to validation questions: {shares}.")
     if rewards == "plain":
-        print("GRPO made the model use an operator and a format that it knew but rarely chose. It")
+        print(
+            "\nGRPO made the model use an operator and a format that it knew but rarely chose. It"
+        )
         print("taught no arithmetic. The questions are new; their numbers also occur in training.")
     print(f"Model: {final}   curves: {RUN_DIR}/curves.png   samples: {RUN_DIR}/samples.jsonl")
     print("For a task of your own: python -m tasks my/task.py OUT=runs/my_model (see README.md)\n")

@@ -5,8 +5,8 @@
     python evaluate.py Qwen/Qwen2.5-3B runs/gsm8k/best gsm8k         # before and after
     deepspeed evaluate.py runs/gsm8k/best gsm8k EVAL_SPLIT=train     # on all GPUs
 
-Answers are saved as they come, so the same command resumes after an interruption. A file of answers
-has a line of settings, then one line per question: {"question": its number, "time", "answers":
+Each question's answers are saved at once, so the same command resumes after an interruption. A file
+of answers has a line of settings, then one line per question: {"question": its number, "answers":
 [{"text": a text, or those of several turns, "tokens", "truncated"}, ...]}. Rewards are computed
 anew whenever a file is read, as the task may have changed. The constants are the trainer's, or
 those of the run if a model is a run's checkpoint; NAME=value changes one. Several models are
@@ -20,8 +20,7 @@ import json
 import math
 import os
 import re
-import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -76,13 +75,11 @@ def command_line():
     for name in given.keys() & {"MODEL", "TASK", "LORA_RANK"}:
         raise SystemExit(f"leave out {name}={given[name]}: give MODEL ... TASK without =")
     options = parser.parse_intermixed_args(words)
-    if options.samples < 0:
-        raise SystemExit(f"--samples {options.samples} must be 0 or more")
     values = {}
     for model in options.models:
         values |= run_of(model, options.task)
-    own = {"TASK": options.task, "LORA_RANK": 0}
-    return options, settled(trainer.DEFAULTS, values | given | own)
+    values |= given | {"TASK": options.task, "LORA_RANK": 0}
+    return options, settled(trainer.DEFAULTS, values)
 
 
 def run_of(model, task):
@@ -141,22 +138,13 @@ def append(path, line):
 
 
 def read_answers(path):
-    """Returns {question: its record, with "answers" and "time"}."""
+    """Returns {question: its answers}."""
     found = {}
     for line in path.read_text().splitlines():
         with suppress(ValueError, KeyError):  # an incomplete line, or the settings
             record = json.loads(line)
-            found[record["question"]] = record
+            found[record["question"]] = record["answers"]
     return found
-
-
-def note_reuse(path, records):
-    """Logs how many answers are reused, and of when they are."""
-    if records:
-        number = sum(len(record["answers"]) for record in records)
-        first, last = (f(record["time"] for record in records) for f in (min, max))
-        times = (time.strftime("%Y-%m-%d %H:%M", time.localtime(t)) for t in (first, last))
-        say(f"{number} answers are reused, of {' to '.join(dict.fromkeys(times))}: {path}")
 
 
 # --- Sampling and rewards ---------------------------------------------------------------
@@ -173,27 +161,25 @@ def answer(policy, recipe, path, prompts, seed):
             {"text": sample.text, "tokens": sample.length, "truncated": bool(sample.truncated)}
             for sample in group.samples
         ]
-        record = {"question": group.index, "time": time.time(), "answers": answers}
-        append(path, json.dumps(record))
+        append(path, json.dumps({"question": group.index, "answers": answers}))
         yield group.index
 
 
 def rewarded(recipe, prompts, records, rank, world):
     """Returns {question: answers} of `prompts`, each answer with its "rewards" {name: number, or
     None: does not apply}. Each rank rewards its share of the questions."""
-    waiting, found = [], {}
-    for index, item, _ in prompts[rank::world]:
-        texts = [answer["text"] for answer in records[index]["answers"]]
-        # Async rewards begin question by question: their time limit counts from the begin
-        early = recipe.submit and recipe.submit.limit is None
-        waiting.append((index, item, texts, early and begin_rewards(recipe, item, texts)))
-    for index, item, texts, futures in tqdm(waiting, "rewards", disable=rank > 0, delay=5):
-        futures = futures or begin_rewards(recipe, item, texts)
-        cut = [answer["truncated"] for answer in records[index]["answers"]]
-        given = reward_group(recipe, item, texts, futures, truncated=cut)
+    mine, found = prompts[rank::world], {}
+    texts = {index: [answer["text"] for answer in records[index]] for index, *_ in mine}
+    # Async rewards begin question by question: their time limit counts from the begin
+    early = recipe.submit and recipe.submit.limit is None
+    begun = {index: begin_rewards(recipe, item, texts[index]) for index, item, _ in mine if early}
+    for index, item, _ in tqdm(mine, "rewards", disable=rank > 0, delay=5):
+        futures = begun[index] if early else begin_rewards(recipe, item, texts[index])
+        cut = [answer["truncated"] for answer in records[index]]
+        given = reward_group(recipe, item, texts[index], futures, truncated=cut)
         found[index] = [
             answer | {"rewards": {k: None if math.isnan(v) else v for k, v in rewards.items()}}
-            for answer, rewards in zip(records[index]["answers"], given, strict=True)
+            for answer, rewards in zip(records[index], given, strict=True)
         ]
     shares = gathered(found) if world > 1 else [found]
     return {index: share[index] for index, *_ in prompts for share in shares if index in share}
@@ -240,14 +226,16 @@ def answers_of(c, options, model, submit, rank, world):
     for kind, draw in draws.items():
         path = file_for(draw, kind, model, hashes, options.out)
         there = read_answers(path)
-        note_reuse(path, [there[index] for index, *_ in prompts if index in there])
+        if reused := sum(len(there.get(index, ())) for index, *_ in prompts):
+            say(f"{reused} answers are reused: {path}")
         mine = [prompt for prompt in prompts[rank::world] if prompt[0] not in there]
         if mine and policy is None:
             policy = make_policy(c, tokenizer)
             merge_into(policy.model, model)
         if mine:
             answered = answer(policy, draw, path, mine, seed=(rank, len(there)))
-            deque(tqdm(answered, f"{model}, {kind}", len(mine), disable=rank > 0), maxlen=0)
+            for _ in tqdm(answered, f"{model}, {kind}", len(mine), disable=rank > 0):
+                pass
         if world > 1:
             dist.barrier()
         there = read_answers(path)
@@ -264,19 +252,19 @@ def report(c, models, results):
     answers."""
     names, _, first = results[0]
     print(f"\n{c.TASK}/{c.EVAL_SPLIT}. {scores.NOTE.format(names[0])}")
-    numbers = [{"model": model} for model in models]
-    for kind in first:
-        columns = scores.columns([found[kind] for *_, found in results], *names)
+    tables = {
+        kind: scores.columns([found[kind] for *_, found in results], *names) for kind in first
+    }
+    for kind, columns in tables.items():
         print("", *scores.table(kind, models, columns), sep="\n")
-        for mine, column in zip(numbers, columns, strict=True):
-            mine[kind] = column
-    for mine, (_, folder, found) in zip(numbers, results, strict=True):
+    for i, (_, folder, found) in enumerate(results):
+        numbers = {"model": models[i]} | {kind: columns[i] for kind, columns in tables.items()}
         rewards = {
             kind: {index: [answer["rewards"] for answer in group] for index, group in kept.items()}
             for kind, kept in found.items()
         }
         path = folder / f"{Path(c.TASK).stem}-{c.EVAL_SPLIT}.json"
-        path.write_text(json.dumps(mine, indent=1) + "\n")
+        path.write_text(json.dumps(numbers, indent=1) + "\n")
         path.with_suffix(".rewards.json").write_text(json.dumps(rewards) + "\n")
         print(f"{folder} has answers, rewards, and these numbers in {path.name}", flush=True)
 

@@ -6,12 +6,11 @@
     python plot.py samples runs/gsm8k looks_again    # prints those that earned this reward
     python plot.py live [runs/] [8080]        # serves a live page of all runs in a folder
 
-Pale lines show each step, strong lines running means over at most 10 steps; a gap means that the
-steps trained nothing. docs/metrics.md explains each metric.
+Pale lines show each step, strong lines running means over at most 10 steps; steps without a dot
+trained nothing. docs/metrics.md explains each metric.
 """
 
 import json
-import math
 import re
 import signal
 import sys
@@ -31,7 +30,6 @@ CURVES = {  # title: the metrics that share its axes
     "gradient norm": ["grad_norm"],
     "mismatch to the sampler (nats)": ["sampling/sampling_logp_difference/mean"],
 }
-EVALUATION = re.compile("eval_").match
 REWARD = re.compile("rewards/(.+)/mean")
 WIDTH, LINES = 78, 40  # columns and lines of a printed text, at most
 
@@ -39,13 +37,10 @@ WIDTH, LINES = 78, 40  # columns and lines of a printed text, at most
 def read(run_dir, name="metrics.jsonl"):
     """Returns the records in a file of a run; skips a line that is still being written."""
     path, records = Path(run_dir, name), []
-    if not path.exists():
-        what = "has no such file yet" if Path(run_dir).is_dir() else "is not a folder"
-        sys.exit(f"{path} is missing: {run_dir} {what}. Name the RUN_DIR of a run that has started")
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with suppress(ValueError):
             records.append(json.loads(line))
-    return records or sys.exit(f"{path} has no records yet: wait for the end of the first step")
+    return records or sys.exit(f"{path} has no records: name a RUN_DIR whose first step has ended")
 
 
 def plot(*run_dirs, target=None):
@@ -70,8 +65,6 @@ def plot(*run_dirs, target=None):
         if "share" in title or names[0] == "accuracy":
             ax.set_ylim(-0.03, 1.03)
         ax.grid(alpha=0.3)
-        if not ax.lines:
-            ax.text(0.5, 0.5, f"{names[0]} is not logged", ha="center", transform=ax.transAxes)
     for ax in axes:  # left over in the last row
         ax.remove()
     lines = [Line2D([], [], color=f"C{i}") for i in range(len(runs))]
@@ -83,21 +76,18 @@ def plot(*run_dirs, target=None):
 
 def draw(ax, records, name, color):
     """Draws a metric: its values and their running mean, or the points of an evaluation."""
-    evaluation = bool(EVALUATION(name))
-    records = [r for r in records if any(map(EVALUATION, r)) == evaluation]
-    steps = [record["step"] for record in records]
-    values = [math.nan if r.get(name) is None else r[name] for r in records]
-    if not (count := sum(not math.isnan(value) for value in values)):
+    points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+    if not points:
         return
-    if evaluation:
+    steps, values = zip(*points, strict=True)
+    if name.startswith("eval_"):
         ax.plot(steps, values, color=color, marker="o", linestyle=":")
         return
     means, total, weight = [], 0.0, 0.0
-    fade = 1 - 1 / min(10, max(1, count / 20))  # in a short run a long mean would lag
+    fade = 1 - 1 / min(10, max(1, len(values) / 20))  # in a short run a long mean would lag
     for value in values:
-        if not math.isnan(value):
-            total, weight = fade * total + value, fade * weight + 1
-        means.append(value if math.isnan(value) else total / weight)
+        total, weight = fade * total + value, fade * weight + 1
+        means.append(total / weight)
     ax.plot(steps, values, color=color, alpha=0.35, linewidth=0.8, marker=".", markersize=2)
     ax.plot(steps, means, color=color)
 
@@ -112,8 +102,8 @@ def show_samples(run_dir, which=None):
     else:
         found = [r for r in records if (r["rewards"].get(which) or 0) > 0]
     if not found:
-        own = f"its last step is {last['step']}, its rewards are {', '.join(last['rewards'])}"
-        sys.exit(f"{run_dir} has no samples of {which}; {own}")
+        there = f"its last step is {last['step']}, its rewards are {', '.join(last['rewards'])}"
+        sys.exit(f"{run_dir} has no samples of {which}; {there}")
     for _, ours in groupby(found, key=lambda r: r["step"]):
         show_step(list(ours))
 
@@ -126,10 +116,8 @@ def show_step(ours):
     show("prompt", group["prompt"])
     if group.get("answer") is not None:
         show("answer", group["answer"])
-    high, low = ours[0]["advantage"], ours[-1]["advantage"]
     for r in ours:
-        rank = {high: "best, ", low: "worst, "}.get(r["advantage"], "") if high > low else ""
-        title = f"{rank}advantage {r['advantage']:+.2f}, {json.dumps(r['rewards'])}"
+        title = f"advantage {r['advantage']:+.2f}, {json.dumps(r['rewards'])}"
         turns = r.get("turns") or [r["completion"]]
         show(title + ", truncated" * r["truncated"], *turns[:1])
         for i, turn in enumerate(turns[1:]):

@@ -4,7 +4,7 @@ tokens, all lengths equally likely: realistic work for samplers and trainers wit
     python grpo_ref_split.py TASK=benchmarks/counting.py MODEL=...    # a folder from make_model
 
 The model is a Qwen2 of 1M parameters. Its weights make the next token depend on the last one alone,
-so lengths come from the model itself, by its EOS, and every engine samples the same lengths.
+so the model itself ends its completions, and every engine samples the same lengths.
 """
 
 import os
@@ -102,7 +102,7 @@ def build(shape):
 
 # --- The task ---------------------------------------------------------------------------
 def load(split):
-    """Returns questions with as many tokens as the environment's COUNTING_PROMPT_TOKENS says."""
+    """Returns questions with as many tokens as the environment variable COUNTING_PROMPT_TOKENS."""
     draw = torch.Generator().manual_seed(0)
     tokens = int(os.environ.get("COUNTING_PROMPT_TOKENS", "200"))
     return [{"question": prompt(tokens, draw), "answer": "even"} for _ in range(512)]

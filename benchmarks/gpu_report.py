@@ -49,7 +49,7 @@ SIZES = QWEN if KIND == "gpu" else ("1M",)
 REAL = "Qwen/Qwen2.5-0.5B-Instruct"
 # Of "a step of": steps, those at first that are not counted, prompts of a step; and without a GPU
 PLAN, SHORT = (8, 3, 8), (3, 1, 2)
-# What a log says of the paths that were chosen, and of those that were refused
+# Lines of a log about paths that were chosen, or refused
 NOTABLE = (
     r"slower|can't|differ|arning|a trial took|bfloat16|float32|sampled without|resumes|saved|Error"
 )
@@ -85,7 +85,7 @@ def parts_of_the_report():
 
 # --- The report -----------------------------------------------------------------------
 def run_part(command, seconds):
-    """-> (what came of it, what it printed): "took 12 s", "FAILED ..." or "NOT FINISHED ..."."""
+    """-> (its outcome, what it printed): "took 12 s", "FAILED ..." or "NOT FINISHED ..."."""
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
@@ -103,7 +103,7 @@ def run_part(command, seconds):
 
 
 def stop_all(process):
-    """Kills a process and all that it has started, also those in sessions of their own."""
+    """Kills a process and all that it has started, in other sessions, too."""
     found = psutil.Process(process.pid)
     for child in [*found.children(recursive=True), found]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -282,8 +282,8 @@ def within(gb, script, *arguments):
     if (limit := int(gb) * 2**30) and accelerator():
         total = torch.accelerator.get_memory_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
-        own = torch.accelerator.memory_reserved
-        torch.accelerator.get_memory_info = lambda *_: (limit - own(), limit)
+        reserved = torch.accelerator.memory_reserved
+        torch.accelerator.get_memory_info = lambda *_: (limit - reserved(), limit)
     if accelerator():
         gpu = torch.accelerator
         atexit.register(
@@ -326,7 +326,7 @@ def step(size, ranks, *words):
 
 
 def run_logged(folder, servers, trainer, ranks=1):
-    """-> the text of metrics.jsonl; prints what the logs say of what was chosen, or all of them."""
+    """-> the text of metrics.jsonl; prints the NOTABLE lines of the logs; all after a failure."""
     try:
         with trained(f"{folder}/", servers, trainer, ranks):
             pattern = NOTABLE

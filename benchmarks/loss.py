@@ -3,7 +3,7 @@
     python benchmarks/loss.py                        # every shape of this machine's device
     python benchmarks/loss.py Qwen2.5-0.5B out.md    # one shape; and the tables into a file
 
-Runs on CUDA (bf16) where there is a GPU, else on the CPU (float32, Linux). In our own venv peers
+Runs on CUDA (bf16) where there is a GPU, else on the CPU (float32, Linux). In .venv peers
 are listed as not installed; benchmarks/requirements-peers.txt makes a venv of them.
 
 A row is a way from hidden states and LM head to the loss and its gradients. All get one batch:
@@ -182,15 +182,6 @@ def trl_fused_head(hidden, weight, ids, training):
     return utils._ChunkedLogProbFunction.apply(*flat, *settings, outputs)[0]
 
 
-def trl_on_logits(hidden, weight, ids, training):
-    """TRL's functions for logits, which its trainer called before it had the head above."""
-    utils = peer("trl.trainer.utils")
-    if not training:
-        return utils.selective_log_softmax(hidden @ weight.T, ids)
-    both = utils.selective_log_softmax_and_entropy
-    return both(hidden @ weight.T, ids, entropy_requires_grad=False)[0]
-
-
 def liger_of_fused(hidden, weight, ids, training):
     base = peer("liger_kernel.chunked_loss.fused_linear_ppo").LigerFusedLinearPPOBase
     return base.chunk_forward(hidden, weight, ids)
@@ -210,7 +201,6 @@ PER_TOKEN = {  # name: (log-probs, whether they need no padding)
     PLAIN: (plain_logps, True),
     "simple_GRPO's row loop": (row_loop, False),
     "TRL, its trainer's fused head": (trl_fused_head, True),
-    "TRL, on logits": (trl_on_logits, False),
 }
 LOSSES = {
     BARE: lambda b: BareProducts.apply(b.packed, b.weight),
@@ -306,8 +296,8 @@ def main():
     pieces = [title, __doc__.split("\n\n", 3)[3].rstrip()]
     for shape in shapes:
         small = make_batch(shape, 64, 0.75, 16)
-        for kind, methods, reference in (("loss", LOSSES, PLAIN), ("log-probs", LOGPS, PLAIN)):
-            found, missing = try_out(methods, reference, small)
+        for kind, methods in (("loss", LOSSES), ("log-probs", LOGPS)):
+            found, missing = try_out(methods, small)
             cases = CASES[shape] if kind == "loss" else [c for c in CASES[shape] if c[1] == 1]
             for tokens, valid in cases[: 1 if (kind, DEVICE) == ("log-probs", "cpu") else None]:
                 print(f"{shape}, {kind}: {tokens} tokens", file=sys.stderr)
@@ -321,12 +311,12 @@ def main():
         file.write_text(text)
 
 
-def try_out(methods, reference, small):
+def try_out(methods, small):
     """-> ({name: errors}, {name: why there are none}). Any exception of a peer's is its answer."""
     found, missing = {BARE: ["", "", ""]}, {}
     for name, method in methods.items():
         try:
-            found[name] = found.get(name) or errors(method, methods[reference], small)
+            found[name] = found.get(name) or errors(method, methods[PLAIN], small)
         except Exception as error:  # noqa: BLE001, whatever it is
             missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
             assert "ours" not in name, error

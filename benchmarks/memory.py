@@ -18,7 +18,6 @@ import contextlib
 import functools
 import io
 import os
-import runpy
 import sys
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import grpo_loss_triton
 import grpo_ref_split as trainer
 import ref_server
-from grpo.constants import Constants
+from grpo.constants import Constants, read_preset
 from grpo.devices import accelerator
 from grpo.engine import BUCKET
 from grpo.options.lora import ALL
@@ -45,7 +44,7 @@ from grpo.start import USUAL, fit_sizes
 
 BF16, FP32, FP64 = 2, 4, 8
 CONTEXT = 1.5 * 2**30  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
-SLACK = 0.1  # allowance: fragmentation, of all that comes and goes
+SLACK = 0.1  # allowance: fragmentation, of all that is freed again
 WEIGHTS, ADAM = "weights, bf16", "master weights and Adam, fp32"
 STATES = WEIGHTS, ADAM, "gradients of a step, fp32"
 MODELS = {  # name: H, L, heads, key-value heads, I, V', tied; published parameters, in 10^9
@@ -80,7 +79,7 @@ TEACHERS = {"teacher": "Qwen2.5-7B"}  # preset: the server's model, where it is 
 
 
 def untied(size):
-    """-> the shape of a model whose head is its own, for benchmarks/counting.py."""
+    """-> the shape of a model with an untied head, for benchmarks/counting.py."""
     shape = dict(zip(SHAPE.split(), MODELS[size], strict=False))
     return shape | {"tie_word_embeddings": False, "max_position_embeddings": 4096}
 
@@ -184,8 +183,8 @@ def micro_batches(c):
     for completion in completion_lengths(c):
         rows = len(largest_batch(c, c.MICRO_BATCH_TOKENS, True, completion))
         prompts = -(-rows // c.GROUP_SIZE) * c.MAX_PROMPT_TOKENS
-        own, keys = rows * (completion - 1), rows * (c.MAX_PROMPT_TOKENS + completion - 1)
-        batches.append((prompts + own, keys, rows * completion))
+        new, keys = rows * (completion - 1), rows * (c.MAX_PROMPT_TOKENS + completion - 1)
+        batches.append((prompts + new, keys, rows * completion))
     return batches
 
 
@@ -225,7 +224,7 @@ def need(phases):
 
 def model_states(m, c, world):
     """Returns the parts on each GPU between two steps, under ZeRO-2, as DeepSpeed 0.19.8's code has
-    them: its own estimator partitions bf16 gradients, too, and leaves fp32 ones out with offload.
+    them: its estimator partitions bf16 gradients, too, and leaves fp32 ones out with offload.
     """
     parts = {WEIGHTS: BF16 * (m.held + (0 if c.REFERENCE_ON_CPU else copied(m, c)))}
     if c.OFFLOAD_OPTIMIZER:
@@ -234,7 +233,7 @@ def model_states(m, c, world):
 
 
 def copied(m, c):
-    """Returns how many parameters the trainer's own copy of the reference has; 0: there is none."""
+    """Returns how many parameters the trainer's copy of the reference has; 0: there is none."""
     if c.REF_SERVER or not c.KL_BETA:
         return 0
     if c.REFERENCE:
@@ -384,9 +383,7 @@ def print_one_gpu():
 
 def of_preset(name, **others):
     """Returns (constants, Sizes, bytes that the trainer needs at least, bytes of the server)."""
-    preset = runpy.run_path(str(ROOT / f"presets/{name}.py"))
-    own = {key: value for key, value in preset.items() if key.isupper() and hasattr(trainer, key)}
-    c = shipped(512, 512, **own | others)
+    c = shipped(512, 512, **read_preset(ROOT / f"presets/{name}.py") | others)
     model = c.MODEL.removeprefix("Qwen/")
     m = sizes_of(model, c.LORA_RANK)
     server = server_bytes(TEACHERS.get(name, model)) if c.REF_SERVER else 0

@@ -1,9 +1,8 @@
-"""Tokens sampled a second: ours against transformers' generate, and vLLM; three turns against one.
+"""Tokens sampled a second: ours against transformers' generate, and vLLM.
 
     python benchmarks/sampling.py            # prints the table; with vLLM where it is installed
     python benchmarks/sampling.py out.md     # and writes it to a file
     python benchmarks/sampling.py runs/smollm2_135m [out.md]    # of a model's folder
-    python benchmarks/sampling.py turns [runs/smollm2_135m]
 
 The model counts (benchmarks/counting.py): completions end by themselves after 64 to 256 tokens, all
 lengths equally likely, or are cut at 64. There are 8 prompts x 8 completions at temperature 1, with
@@ -14,17 +13,12 @@ temperature 0.8: 8 and 64 sequences, on all cores, in two rounds that count.
 
 Tokens a second are medians of ROUNDS rounds, in which all engines except vLLM run in turn, after a
 round that does not count. vLLM runs in a separate process after the others.
-
-turns: 8 prompts x 8 on one thread. A completion has 64 to 320 tokens in one turn (of a folder's
-model: 16 to 80), or a third of that in each of three, between replies of 20 tokens (SmolLM2: 6).
-It prints seconds of the process and of the clock for 1000 tokens of the model.
 """
 
 import importlib.util
 import itertools
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -41,14 +35,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import memory
 from benchmarks.counting import SHAPE, SPECIALS, build, make_tokenizer, prompt
 from benchmarks.measure import DEVICE, KIND, facts
-from grpo import rollout
-from grpo.models import load_tokenizer, prompt_ids, vocab_size_of, whole_model
-from grpo.options import continued
-from grpo.options.stop_strings import StopStrings
-from grpo.policy import Policy
+from grpo.models import load_tokenizer, prompt_ids, whole_model
 from grpo.sample import Prompt
 from grpo.sampler import sample_groups
-from grpo.task import Recipe
 from tasks import sums
 
 QWEN = {name: memory.untied(name) for name in ("Qwen2.5-0.5B", "Qwen2.5-3B")}
@@ -78,7 +67,7 @@ def real_case(tokenizer, number):
 
 
 def pinned(case):
-    """-> generate's settings: the whole distribution, and nothing of the model's own."""
+    """-> generate's settings: the whole distribution, none of the model's settings."""
     return GenerationConfig(
         do_sample=True,
         temperature=case["temperature"],
@@ -139,7 +128,7 @@ def compare(model, case):
 
 
 def vllm(folder):
-    """Run in a process of its own: prints the median tokens a second, as JSON."""
+    """Run in a separate process: prints the median tokens a second, as JSON."""
     from grpo.options.vllm_policy import VLLMPolicy
 
     case = json.loads(Path(folder, "case.json").read_text())
@@ -209,38 +198,6 @@ def cases(folder):
             yield f"{name} | {prompt_tokens} | {length}", model, make_tokenizer(), case
 
 
-# --- Turns ------------------------------------------------------------------------------
-def conversations(model, tokenizer, prompts, most, turns, longest, seed):
-    """-> seconds of the process and of the clock, for each 1000 tokens of the model."""
-    continued.LONGEST = longest
-    low, high, draw = most // 5 // turns, most // turns, random.Random(0)
-    ends = lambda n: n >= low and draw.random() * (high + 1 - n) < 1  # all lengths equally likely
-    stops = StopStrings(tokenizer, ["."])
-    stops.may_end, stops.end = lambda id: True, lambda ids: ends(len(ids))
-    reply = lambda item, said: "Go on, and say more." if len(said) < 2 * turns - 1 else None
-    c = {"GROUP_SIZE": GROUP, "MAX_PROMPT_TOKENS": 999, "MAX_COMPLETION_TOKENS": 512}
-    c |= {"TEMPERATURE": 1.0, "REWARD_TIMEOUT_SECONDS": 60, "TASK": "mine", "CHAT_TEMPLATE": {}}
-    policy = Policy("", model, tokenizer, {-1}, vocab_size_of(tokenizer), "float32", stops)
-    task = SimpleNamespace(**{"reply": reply} if turns > 1 else {})
-    recipe = Recipe(SimpleNamespace(**c), task, prompts, batch=GROUP * len(prompts))
-    began = time.process_time(), time.perf_counter()
-    groups = list(rollout.sampled(policy, recipe, iter(prompts), seed=seed))
-    ended = time.process_time(), time.perf_counter()
-    tokens = sum(sample.length for group in groups for sample in group.samples)
-    return [(b - a) / tokens * 1000 for a, b in zip(began, ended, strict=True)]
-
-
-def compare_turns(model, tokenizer, case, most, rounds):
-    torch.set_num_threads(1)
-    prompts = [(i, {}, ids) for i, ids in enumerate(case["prompts"])]
-    ways = {"one turn": (1, 0), "three, run again": (3, -1), "three, kept": (3, continued.LONGEST)}
-    print(facts("torch"), flush=True)
-    for seed in range(rounds):
-        for name, way in ways.items():
-            cpu, wall = conversations(model, tokenizer, prompts, most, *way, seed)
-            print(f"| {seed} | {name} | {cpu:.3f} | {wall:.3f} |", flush=True)
-
-
 def main(folder, out):
     if DEVICE == "cpu" and not folder:
         torch.set_num_threads(1)
@@ -266,10 +223,6 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     if words[:1] == ["vllm"]:
         vllm(words[1])
-    elif words[:1] == ["turns"]:
-        folder = (words[1:] or [None])[0]
-        _, model, tokenizer, case = list(cases(folder))[bool(folder)]
-        compare_turns(model, tokenizer, case, *((80, 1) if folder else (320, ROUNDS)))
     else:
         folder = words.pop(0) if words and Path(words[0]).is_dir() else None
         main(folder, words[0] if words else None)

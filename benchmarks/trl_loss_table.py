@@ -3,8 +3,8 @@
     python3 -m venv ../venv-trl && ../venv-trl/bin/pip install torch==2.13.0 trl==1.16.0
     ../venv-trl/bin/python benchmarks/trl_loss_table.py
 
-TRL is an oracle here, not a dependency: this script runs in a venv of its own, its table is kept,
-and tests/test_loss_trl.py holds our loss to the table without TRL. Every number comes from the
+TRL is an oracle here, not a dependency: this script runs in a separate venv, its table is kept, and
+tests/test_loss_trl.py compares our loss with the table, without TRL. Every number is from the
 `compute_loss` of a real GRPOTrainer, configured through GRPOConfig. One method is replaced, the
 forward pass, so that the log-probs are a leaf tensor of our choosing: the tiny random model is
 never run. TRL computes in float64, so that the distance that the test measures is ours alone.
@@ -15,7 +15,7 @@ Where TRL's settings and our loss differ, and what this script does about it:
 - TRL's `grpo` and `dr_grpo` normalise a micro-batch, then average over micro-batches. One process
   and one micro-batch that is the whole step make all denominators those of our `token_weights`.
 - `max_completion_length` exceeds the width of the batch, so that `dr_grpo` can't divide by that.
-- No vLLM, sequence-level ratios, `delta`, entropy mask or bonus: as TRL's own defaults have it.
+- No vLLM, sequence-level ratios, `delta`, entropy mask or bonus: as TRL's defaults have it.
 """
 
 import json
@@ -77,7 +77,7 @@ def make_batches():
 
 
 def check_clips(log_ratios, mask):
-    """Asserts that unmasked tokens hold every side of the clip range with both signs of A."""
+    """Asserts that unmasked tokens have every side of the clip range with both signs of A."""
     ratio = log_ratios.exp()
     side = (ratio > 1 + CLIP_HIGH).long() - (ratio < 1 - CLIP_LOW).long()
     sign = torch.tensor(ADVANTAGES).sign().long()[:, None].expand_as(side)
@@ -192,22 +192,8 @@ def main():
         "batches": batches,
         "cases": make_cases(batches),
     }
-    TABLE.write_text(to_json(table) + "\n")
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
     print(f"{len(table['cases'])} cases in {TABLE.name}: {table['made_by']}")
-
-
-def to_json(value, indent=""):
-    """JSON with one line for each list of numbers: a row of a matrix is a line of a diff."""
-    deeper = indent + "  "
-    if isinstance(value, dict) and value:
-        items = [f"{json.dumps(k)}: {to_json(v, deeper)}" for k, v in value.items()]
-        opening, closing = "{}"
-    elif isinstance(value, list) and value and isinstance(value[0], (list, dict)):
-        items = [to_json(v, deeper) for v in value]
-        opening, closing = "[]"
-    else:
-        return json.dumps(value)
-    return f"{opening}\n" + ",\n".join(deeper + i for i in items) + f"\n{indent}{closing}"
 
 
 if __name__ == "__main__":

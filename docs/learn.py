@@ -3,8 +3,8 @@
     .venv/bin/python -m docs.learn      # a few seconds, no GPU
     .venv/bin/python -m docs.learn REWARDS="1 1 0 0" UPDATES=6      # or ADVANTAGE_STD=False
 
-A tiny model answers one question, four times; the project's own functions do the rest: sampler,
-advantages, token weights, log-probs, loss. tests/test_learn.py holds the page to what this prints.
+A tiny model answers one question, four times; the project's functions do the rest: sampler,
+advantages, token weights, log-probs, loss. tests/test_learn.py compares the page with the output.
 In float64, so that other machines print the same digits.
 """
 

@@ -1,19 +1,17 @@
-"""Pictures of runs: a group's answers and advantages, a conversation, and accuracy by step.
+"""Pictures of runs: a group's answers and advantages, and accuracy by step.
 
     make pictures                                                # the runs, then the curve
     .venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
     .venv/bin/python -m docs.picture real runs/smollm2_? runs/smollm2_shuffled    # docs/real.png
     .venv/bin/python -m docs.picture tools runs/tools_?/*    # docs/tools.png
     .venv/bin/python -m docs.picture loop runs/demo          # docs/loop.png
-    .venv/bin/python -m docs.picture turns runs/python_tool    # docs/turns.png
 
-A folder named *shuffled is the control. loop and turns show the group in the first 20 steps whose
-answers differ most in reward, as it was sampled and rewarded there, if SAMPLES_PER_STEP is
-GROUP_SIZE; turns shows its best conversation and its worst one.
+A folder named *shuffled is the control. loop shows the group in the first 20 steps whose answers
+differ most in reward, as it was sampled and rewarded there, if SAMPLES_PER_STEP is GROUP_SIZE.
+`git show b259441:docs/picture.py` has drawn docs/turns.png.
 """
 
 import json
-import re
 import sys
 import textwrap
 from pathlib import Path
@@ -75,35 +73,6 @@ def draw_loop(samples):
     figure.savefig(FOLDER / "loop.png", dpi=110)
 
 
-# --- A conversation ---------------------------------------------------------------------
-COLORS = MODEL, TASK, TEMPLATE = "palegreen", "navajowhite", "gainsboro"
-LEGEND = "sampled by the model, and trained", "written by the task", "written by the chat template"
-WRITTEN = re.compile(r"(\n?<\|im_start\|>\w+\n|<\|im_end\|>\n)")  # by ChatML around a task's text
-
-
-def draw_turns(samples):
-    from matplotlib.figure import Figure
-
-    parts = [part for pair in zip(LEGEND, COLORS, strict=True) for part in (pair, ("  ", "white"))]
-    parts.append(("\n\n", "white"))
-    for sample in (samples[0], samples[-1]):
-        last = sample["prompt"][sample["prompt"].rindex("<|im_start|>user") :]
-        for number, turn in enumerate([last, *sample.get("turns", [sample["completion"]])]):
-            for i, text in enumerate([turn] if number % 2 else WRITTEN.split(turn)):
-                parts.append((text, MODEL if number % 2 else (TASK, TEMPLATE)[i % 2]))
-        parts.append((f"   advantage {sample['advantage']:+.2f}\n\n", "white"))
-    ax = Figure(figsize=(8, 2.2)).add_axes((0.01, 0, 0.99, 1), xlim=(0, 118), ylim=(15, -0.8))
-    ax.axis("off")
-    line = column = 0
-    for text, color in parts:
-        for i, piece in enumerate(text.split("\n")):
-            line, column = (line + 1, 0) if i else (line, column)
-            box = {"facecolor": color, "edgecolor": "none", "pad": 1.5} if piece else None
-            ax.text(column, line, piece, family="monospace", fontsize=8, bbox=box)
-            column += len(piece)
-    ax.figure.savefig(FOLDER / "turns.png", dpi=110)
-
-
 # --- Runs -------------------------------------------------------------------------------
 STYLES = {  # by the end of a folder's name: colour, what its labels begin with, questions
     "shuffled": ("tab:gray", "control, rewards shuffled: ", "{} unseen"),
@@ -141,8 +110,8 @@ def draw(folders, target, unseen=500):
 def main(folders):
     if folders[0] in ("real", "tools"):
         return draw(folders[1:], FOLDER / f"{folders[0]}.png", 200)
-    if folders[0] in ("loop", "turns"):
-        return {"loop": draw_loop, "turns": draw_turns}[folders[0]](chosen(folders[1]))
+    if folders[0] == "loop":
+        return draw_loop(chosen(folders[1]))
     draw(folders, FOLDER / "demo.png")
 
 

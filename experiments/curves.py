@@ -51,8 +51,8 @@ def draw(name):
 
     figure = Figure(figsize=(9.6, 5), layout="constrained")
     for metric, ax in zip(PANELS, figure.subplots(3, 3).flat, strict=True):
-        own = "tab:blue" if name == "healthy" else "tab:red"
-        for run, color in {"healthy": "silver", name: own}.items():
+        strong = "tab:blue" if name == "healthy" else "tab:red"
+        for run, color in {"healthy": "silver", name: strong}.items():
             records = records_of(RUNS / run)
             ax.plot(*line_of(records, metric), ".-", color=color, lw=1, ms=2)
             if points := values(records, f"eval_{metric}"):

@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,12 +128,10 @@ def train_missing(question):
         if not runs.is_trained(CASES[name], seed, folder_of(name, seed), COMMON)
     ]
     print(f"{len(missing)} runs to train; their output: {runs.RUNS}/CASE/SEED.log", flush=True)
-    began = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             for number, _ in enumerate(pool.map(train_apart, missing), 1):
-                seconds = time.perf_counter() - began
-                print(f"{number} of {len(missing)} runs trained, {seconds:.0f} s", flush=True)
+                print(f"{number} of {len(missing)} runs trained", flush=True)
         except BaseException:  # Ctrl-C too: no other run begins
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -233,9 +230,8 @@ def compared(seeds, base, metric, kind):
     of equal seeds."""
     both = zip(numbers(seeds, metric, kind), numbers(base, metric, kind), strict=True)
     gaps = [one - other for one, other in both]
-    higher, equal = sum(gap > 0 for gap in gaps), sum(gap == 0 for gap in gaps)
-    ties = f", {equal} equal" if equal else ""
-    return f"{round(statistics.mean(gaps), 3) + 0.0:+.3f}, {higher} of {len(gaps)} higher{ties}"
+    higher = sum(gap > 0 for gap in gaps)
+    return f"{round(statistics.mean(gaps), 3) + 0.0:+.3f}, {higher} of {len(gaps)} higher"
 
 
 def table(name, found):

@@ -55,10 +55,10 @@ def constants_of(case, seed, folder, common):
     constants that all cases of an experiment have."""
     from grpo.constants import read_preset
 
-    own = {"MODEL": str(model_of(case.student, seed)), "RUN_DIR": str(folder), "SEED": seed}
-    own |= {"REF_SERVER": None, "RESUME": False}
-    own |= {"REFERENCE": str(model_of(case.teacher, seed))} if case.teacher else {}
-    return read_preset(ROOT / "presets/demo.py") | own | common | case.constants
+    run = {"MODEL": str(model_of(case.student, seed)), "RUN_DIR": str(folder), "SEED": seed}
+    run |= {"REF_SERVER": None, "RESUME": False}
+    run |= {"REFERENCE": str(model_of(case.teacher, seed))} if case.teacher else {}
+    return read_preset(ROOT / "presets/demo.py") | run | common | case.constants
 
 
 def train(case, seed, folder, common):
@@ -101,7 +101,7 @@ def made_by(folders):
 
 
 def save_picture(figure, path):
-    """Saves a figure as a small PNG of 256 colors: 64 were too few to tell five lines apart."""
+    """Saves a figure as a small PNG of 256 colors: with 64, five lines looked alike."""
     from PIL import Image
 
     path.parent.mkdir(exist_ok=True)

@@ -43,8 +43,8 @@ def drill(draw):
 RIGHT = {"sloppy": clean}
 ADDS = {"sloppy": lambda item, draw: answer(item, "+"), "drill": drill}
 MODELS = {  # name: (task, shape, first seed); teachers have other initial weights than students
-    name: (SimpleNamespace(**vars(arithmetic) | own), shape, first)
-    for name, own, shape, first in (
+    name: (SimpleNamespace(**vars(arithmetic) | examples), shape, first)
+    for name, examples, shape, first in (
         ("arithmetic", {}, {}, 0), ("rare", {"sloppy": rare}, {}, 0), ("adder", ADDS, {}, 0),
         ("teacher", RIGHT, {}, 100), ("larger", RIGHT, LARGER, 100),
     )

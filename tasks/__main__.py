@@ -55,8 +55,8 @@ def make_model(recipe, out):
         sloppy = getattr(task, "sloppy", right_or_wrong)
         holds = lambda got: isinstance(got, str | list) and got != []
         with timely(c.REWARD_TIMEOUT_SECONDS, f"gold() or sloppy() of {c.TASK}"):
-            said = called(c.TASK, call, must, lambda: sloppy(item, draw), holds)
-        return with_replies(recipe, item, said)
+            written = called(c.TASK, call, must, lambda: sloppy(item, draw), holds)
+        return with_replies(recipe, item, written)
 
     answer(items[0], random.Random(0))  # a mistake is reported before a minute of training,
     Recipe(c, task, [(0, items[0], [])]).resolve()  # as are rewards without an OUTCOME
@@ -68,15 +68,15 @@ def make_model(recipe, out):
     return f"python grpo_ref_split.py presets/demo.py {shlex.join(words)}"
 
 
-def with_replies(recipe, item, said):
-    """Returns the text of a completion in which the model says `said`, a text or a list of its
-    turns; a reply stands inside the model's turn after one of STOP_STRINGS, else in its own."""
+def with_replies(recipe, item, written):
+    """Returns the text of a completion in which the model has `written` a text or a list of turns;
+    after one of STOP_STRINGS a reply stands inside the model's turn, else in a separate one."""
     if not recipe.has_turns:
-        return said
+        return written
     from grpo.options.tiny_model import TURN
     from grpo.options.turns import play, role_of
 
-    text, (turns, _) = "", play(recipe, item, [said] if isinstance(said, str) else said)
+    text, (turns, _) = "", play(recipe, item, [written] if isinstance(written, str) else written)
     for turn, reply in zip(turns[::2], [*turns[1::2], ""], strict=True):
         inside = not reply or turn.endswith(tuple(recipe.c.STOP_STRINGS))
         text += turn + (reply if inside else TURN.format(role_of(recipe.task), reply))

@@ -24,7 +24,7 @@ BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 REST = r"(?:(?![.!?](?:\s|$)).){0,200}"  # the rest of a sentence
 NUMERIC = rf"(?=.{{0,200}}\d)({REST}\d{REST})"  # looks for the digit first: REST is slow
 ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\bis\b|:|=) ?:?|^A:)\s*{NUMERIC}")
-# --- What it says ---
+# --- Which number it is ---
 CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"<<.*?>>", ""),  # GSM8K's calculator notes
     ("\u2212", "-"),

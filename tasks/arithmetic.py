@@ -5,10 +5,8 @@ The test questions are new; the numbers in them also occur in training. So the t
 unseen *questions*, not unseen arithmetic.
 """
 
-import random
-
 from tasks import gsm8k
-from tasks.data import split_of
+from tasks.data import generated
 from tasks.gsm8k import OUTCOME, gold  # noqa: F401 (as GSM8K's)
 
 REWARD_WEIGHTS = {"correctness": 2.0, "format": 1.0}  # GSM8K's; these answers can't look again
@@ -32,12 +30,7 @@ WORDINGS = {
 
 def load(split):
     """Returns the split's items: question and answer ("12"), both numbers and the operator."""
-    draw, items = random.Random(split), {}
-    while len(items) < SIZES[split]:
-        item = make_item(draw)
-        if split_of(item["question"]) == split:
-            items[item["question"]] = item
-    return list(items.values())
+    return generated(make_item, split, SIZES[split])
 
 
 def make_item(draw, least=1, most=LARGEST):
@@ -56,7 +49,7 @@ def sloppy(item, draw):
 
     The shares 0.1 and 0.62 decide how much is left for GRPO to learn. Answers to a subtraction
     usually add, so greedy accuracy begins near 50 %; answers to an addition seldom subtract, so the
-    model can tell the two apart.
+    model can learn the difference.
     """
     a, b, operator = item["a"], item["b"], item["operator"]
     if draw.random() < {"+": 0.1, "-": 0.62}[operator]:

@@ -7,11 +7,10 @@ STOP_STRINGS = ["</think>"] stops the model; reply() computes, and the model goe
 has to learn when to call, with which operator, and to copy the result.
 """
 
-import random
 import re
 
 from tasks.arithmetic import NAMES, THINGS, WORDINGS, messages  # noqa: F401 (this task's, too)
-from tasks.data import split_of
+from tasks.data import generated
 
 SIZES = {"train": 4000, "validation": 300, "test": 300}
 LARGEST = 99
@@ -21,12 +20,7 @@ ANSWER = re.compile(r"<answer>(-?\d+)</answer>")
 
 def load(split):
     """Returns the split's items: question and answer ("85"), both numbers and the operator."""
-    draw, items = random.Random(split), {}
-    while len(items) < SIZES[split]:
-        item = problem(draw)
-        if split_of(item["question"]) == split:
-            items[item["question"]] = item
-    return list(items.values())
+    return generated(problem, split, SIZES[split])
 
 
 def problem(draw):

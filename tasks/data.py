@@ -1,8 +1,9 @@
-"""Reads a task's records from a file, a folder, or a data set of the hub, and splits records."""
+"""A task's items: records of a file, a folder or a data set of the hub, or random problems."""
 
 import codecs
 import hashlib
 import json
+import random
 from pathlib import Path
 
 TEST_EVERY = 10  # of a single file, every 10th record is for the test, all others for training
@@ -43,6 +44,17 @@ def lines(path):
     if not found:
         raise ValueError(f"{path} has no records: each of its lines must be an object ({{...}})")
     return found
+
+
+def generated(make, split, size, home=lambda item: split_of(item["question"])):
+    """Returns `size` items with different questions, the same in each call. make(random.Random)
+    returns one; home(item) returns the only split that may have it, or None if all may."""
+    draw, items = random.Random(split), {}
+    while len(items) < size:
+        item = make(draw)
+        if home(item) in (split, None):
+            items[item["question"]] = item
+    return list(items.values())
 
 
 def split_of(key):

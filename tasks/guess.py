@@ -38,14 +38,14 @@ def rewards(item, turns):
 
 def sloppy(item, draw):
     """Returns guesses: six in ten follow the replies, the others are random numbers."""
-    turns, low, high, told = [], 1, LAST, ""
-    while told is not None:
+    turns, low, high, hint = [], 1, LAST, ""
+    while hint is not None:
         heeds = draw.random() < 0.6
         number = draw.randint(low, high) if heeds else draw.randint(1, LAST)
         turns.append(f"<answer>{number}</answer>")
-        told = reply(item, turns)
-        low, high = (max(low, number + 1), high) if told == "more" else (low, min(high, number - 1))
-        turns.append(told)
+        hint = reply(item, turns)
+        low, high = (max(low, number + 1), high) if hint == "more" else (low, min(high, number - 1))
+        turns.append(hint)
     return turns[::2]
 
 
@@ -53,8 +53,6 @@ def gold(item):
     """Returns the guesses of binary search."""
     low, high, guesses = 1, LAST, []
     while not guesses or guesses[-1] != item["secret"]:
-        guesses.append((low + high) // 2)
-        low, high = (
-            (guesses[-1] + 1, high) if item["secret"] > guesses[-1] else (low, guesses[-1] - 1)
-        )
+        guesses.append(middle := (low + high) // 2)
+        low, high = (middle + 1, high) if item["secret"] > middle else (low, middle - 1)
     return [f"<answer>{guess}</answer>" for guess in guesses]

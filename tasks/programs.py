@@ -12,7 +12,7 @@ import shutil
 import subprocess
 
 # The shell starts the program, and a guard that waits for the end of the pipe $1: then it kills the
-# whole process group. `read` is the shell's own, so the guard is one process. 9 keeps the standard
+# whole process group. `read` is a shell builtin, so the guard is one process. 9 keeps the standard
 # input, which a shell takes from what it starts with &
 GUARD = """exec 8< "/dev/fd/$1" 9<&0; shift
 "$@" <&9 8<&- 9<&- & program=$!
@@ -22,7 +22,7 @@ kill -KILL $guard; exit $code"""
 
 
 class Program(subprocess.Popen):
-    """A subprocess.Popen of `command`, a list, in a process group of its own, to which signals go.
+    """A subprocess.Popen of `command`, a list, in a new process group, to which signals go.
     It ends with this process, with `with`, or by kill(). A signal that ends it gives the exit
     status 128 + its number. Raises FileNotFoundError if there is no such program."""
 

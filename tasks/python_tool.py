@@ -5,13 +5,12 @@
 The limits are no sandbox: a program may read files. SANDBOX holds the command of a real one.
 """
 
-import random
 import sys
 import tempfile
 from subprocess import PIPE, TimeoutExpired
 
 from tasks.answers import is_right
-from tasks.data import split_of
+from tasks.data import generated
 from tasks.programs import Program
 
 SIZES = {"train": 2000, "validation": 200, "test": 200}
@@ -21,7 +20,7 @@ SANDBOX = []  # such as ["bwrap", "--unshare-all", "--ro-bind", "/", "/"]
 CALL = '<tool_call>{{"name": "python", "arguments": {{"code": "print({})"}}}}</tool_call>'
 SYSTEM_PROMPT = f"""You can run Python, at most {MAX_CALLS} times. To do so, write
 {CALL.format("...")}. Then write the result in <answer></answer>."""
-EXAMPLE = [  # as turns of the chat: told in words alone, SmolLM2-135M never called
+EXAMPLE = [  # as turns of the chat: without an example SmolLM2-135M never called
     ("system", SYSTEM_PROMPT),
     ("user", "What is 512 * 134 - 205?"),
     ("assistant", CALL.format("512 * 134 - 205")),
@@ -59,13 +58,12 @@ TOOLS = [python]
 
 
 def load(split):
-    draw, items = random.Random(split), {}
-    while len(items) < SIZES[split]:
-        a, b, c = (draw.randint(101, 999) for _ in range(3))
-        question = f"What is {a} * {b} - {c}?"
-        if split_of(question) == split:
-            items[question] = {"question": question, "answer": str(a * b - c)}
-    return list(items.values())
+    return generated(problem, split, SIZES[split])
+
+
+def problem(draw):
+    a, b, c = (draw.randint(101, 999) for _ in range(3))
+    return {"question": f"What is {a} * {b} - {c}?", "answer": str(a * b - c)}
 
 
 def messages(item):

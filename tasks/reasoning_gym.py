@@ -1,4 +1,4 @@
-"""Reasoning Gym: a hundred procedural data sets, chosen by NAME, each with its own verifier.
+"""Reasoning Gym: a hundred procedural data sets, chosen by NAME, each with a verifier.
 
     pip install reasoning-gym==0.1.25    # 345 MB with what it needs
     python -m tasks reasoning_gym

@@ -1,6 +1,6 @@
 """The demo's control: arithmetic, its rewards shuffled among the completions of a group.
 
-Advantages come from `shuffled` alone, which carries no information about its completion. The true
+Advantages depend on `shuffled` alone, which carries no information about its completion. The true
 rewards have weight 0 and are only reported.
 """
 

@@ -9,11 +9,11 @@ test there are three splits that training never touches:
     other   multiplication, a kind of question that training does not have
 """
 
-import random
+import functools
 
 from tasks import arithmetic
 from tasks.answers import is_right
-from tasks.data import split_of
+from tasks.data import generated, split_of
 
 SIZES = {"train": 6000} | dict.fromkeys(["validation", "test", "pairs", "large", "other"], 500)
 EXAMPLE = [
@@ -30,19 +30,9 @@ PRODUCTS = [
 
 def load(split):
     """Returns the split's items: question and answer ("12"), both numbers and the operator."""
-    draw, items = random.Random(split), {}
-    while len(items) < SIZES[split]:
-        item = make_item(split, draw)
-        if home_of(item) in (split, None):
-            items[item["question"]] = item
-    return list(items.values())
-
-
-def make_item(split, draw):
-    """Returns a random problem of the kind that the split has."""
-    if split == "other":
-        return make_product(draw)
-    return arithmetic.make_item(draw, 21, 40) if split == "large" else arithmetic.make_item(draw)
+    larger = functools.partial(arithmetic.make_item, least=21, most=40)
+    make = {"other": make_product, "large": larger}.get(split, arithmetic.make_item)
+    return generated(make, split, SIZES[split], home_of)
 
 
 def make_product(draw):

@@ -7,14 +7,14 @@ Nothing reads the summary: a run learns its length and nothing else, and shows t
 
 from tasks.data import records
 
-DATA = "trl-lib/tldr"  # on the hub; or a file or folder of your own, with a column "prompt"
+DATA = "trl-lib/tldr"  # on the hub; or a file or folder with a column "prompt"
 CHARACTERS, NEAR = 20, 5  # the length that is rewarded, and how far from it is right
 REWARD_WEIGHTS = {"length": 1.0, "near": 0.0}
 OUTCOME = "near"
 
 
 def load(split):
-    """Returns the items {"prompt", ...}; the data's own summaries are not used."""
+    """Returns the items {"prompt", ...}; the data's summaries are not used."""
     return records(DATA, split)
 
 

@@ -1,6 +1,6 @@
 """TRL's reward functions, unchanged: reward_func(prompts, completions, **columns).
 
-    pip install trl==1.16.0 math-verify    # for TRL's own functions alone
+    pip install trl==1.16.0 math-verify    # only for TRL's functions
     python -m tasks trl                    # or my/trl.py
 
 Copy this file and set DATA, functions(), REWARD_WEIGHTS and OUTCOME. With accuracy_reward set

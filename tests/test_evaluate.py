@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -99,8 +98,7 @@ def test_ctrl_c_keeps_what_is_answered_and_the_rest_follows(model, monkeypatch, 
     path.write_text(path.read_text() + "\n" + kept[-1][:20])  # kill -9 in the middle of a line
     capsys.readouterr()
     run(monkeypatch, model, "even", "EVAL_QUESTIONS=10")
-    today = time.strftime("%Y-%m-%d")
-    assert f" 5 answers are reused, of {today}" in capsys.readouterr().out
+    assert " 5 answers are reused: " in capsys.readouterr().out
     _, now = lines()
     questions = [json.loads(line)["question"] for line in now[1:6] + now[7:]]
     assert sorted(questions) == list(range(10))
@@ -136,7 +134,7 @@ def test_a_reward_that_junk_can_earn_is_named(model, monkeypatch, capsys):
     empty, again, *frequent = [line for line in out.splitlines() if "positive rewards of" in line]
     assert "an empty answer: correctness 100%, format 0%; " in empty and "correctness CAN" in empty
     assert "the question" in again and "format 100%" in again
-    assert frequent and "the most frequent gold" in frequent[0] and "groups of 32 that teach" in out
+    assert frequent and "the most frequent gold" in frequent[0] and "groups of 2 that teach" in out
 
 
 def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, monkeypatch, capsys):
@@ -206,9 +204,8 @@ def test_several_ranks_share_the_questions(model, monkeypatch, tmp_path):
     command = [sys.executable, evaluate.__file__, model, "arithmetic", "--out", "two"]
     output = launch(2, command, tmp_path / "log")
     (path,) = (tmp_path / "two").glob("*/*.jsonl")
-    together = {q: record["answers"] for q, record in evaluate.read_answers(path).items()}
+    together = evaluate.read_answers(path)
     assert len(together) == 12 and output.count("questions  ") == 1
     monkeypatch.setattr(arithmetic, "SIZES", {"train": 9, "test": 500})
     run(monkeypatch, model, "arithmetic")
-    alone = evaluate.read_answers(lines()[0])
-    assert together == {q: record["answers"] for q, record in alone.items()}
+    assert together == evaluate.read_answers(lines()[0])

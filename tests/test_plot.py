@@ -1,7 +1,6 @@
 """plot.py: curves of runs, and samples in a terminal."""
 
 import json
-import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -69,11 +68,10 @@ def test_means_run_over_the_steps_before():
     records = [{"step": 3}] + [{"step": 5 * i, "kl": 3.0 if i else 1.0} for i in range(40)]
     plot.draw(ax, records, "kl", "C0")
     (_, values), (steps, means) = lines
-    assert math.isnan(values[0]) and math.isnan(means[0])  # a gap: that step trained nothing
-    assert values[1:3] == [1.0, 3.0] and steps == [3, *range(0, 200, 5)]
-    assert means[1:3] == pytest.approx([1.0, (0.5 * 1 + 3) / 1.5]) and means[-1] > 2.99
+    assert values[:2] == (1.0, 3.0) and steps == (*range(0, 200, 5),)  # step 3 trained nothing
+    assert means[:2] == pytest.approx([1.0, (0.5 * 1 + 3) / 1.5]) and means[-1] > 2.99
     plot.draw(ax, records[1:9], "kl", "C0")
-    assert lines[2] == lines[3]  # of few steps a mean would only be late
+    assert list(lines[2][1]) == lines[3][1]  # of few steps a mean would only be late
 
 
 def test_control_characters_of_a_text_are_shown_and_break_no_line(capsys):
@@ -93,10 +91,14 @@ def test_samples_may_be_piped_into_a_program_that_ends_early(tmp_path):
 
 
 def test_samples_are_printed_the_best_first_at_80_columns(tmp_path, capsys):
-    told = [("so so", 0.1, 0.0), ("right <answer>42</answer>", 3.0, 1.5), ("x\n" * 99, -1.0, -1.5)]
+    samples = [
+        ("so so", 0.1, 0.0),
+        ("right <answer>42</answer>", 3.0, 1.5),
+        ("x\n" * 99, -1.0, -1.5),
+    ]
     records = [
         SAMPLE | {"completion": text, "rewards": {"total": r, "style": None}, "advantage": a}
-        for text, r, a in told
+        for text, r, a in samples
     ]
     records.append(records[0] | {"step": 5})
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -108,12 +110,11 @@ def test_samples_are_printed_the_best_first_at_80_columns(tmp_path, capsys):
     assert "+1.50" in titles[2] and '{"total": 3.0, "style": null}' in titles[2]
     assert "-1.50" in titles[4] and "  right <answer>42</answer>" in lines and "59" in lines[-1]
     plot.show_samples(tmp_path)
-    said = capsys.readouterr().out
-    assert "step 5" in said and "best" not in said  # it is alone
+    assert "step 5" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="7.* 5"):
         plot.show_samples(tmp_path, "7")
     plot.show_samples(tmp_path, "total")  # those with this reward, of both steps
-    said = capsys.readouterr().out
-    assert said.count("so so") == 2 and "step 4" in said and "step 5" in said and "x\n" not in said
+    out = capsys.readouterr().out
+    assert out.count("so so") == 2 and "step 4" in out and "step 5" in out and "x\n" not in out
     with pytest.raises(SystemExit, match="no samples of style.* total"):
         plot.show_samples(tmp_path, "style")

@@ -96,7 +96,7 @@ def test_the_example_with_an_external_program(completion, right):
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (code,) = re.findall(r"```python\n(def rewards.*?)```", text, re.DOTALL)
     names = {"secrets": secrets, "subprocess": subprocess, "sys": sys}
-    exec(code.replace("timeout=5", "timeout=1"), names)  # noqa: S102 (our own page)
+    exec(code.replace("timeout=5", "timeout=1"), names)  # noqa: S102 (our page)
     found = names["rewards"]({"test": "assert double(4) == 8"}, completion)
     assert found == {"correctness": right}
 
@@ -193,7 +193,7 @@ def test_math_verify_does_not_see_what_it_can_hang_on(latex, monkeypatch):
 
 
 def test_math_verify_works_in_a_thread_and_leaves_the_alarm_alone():
-    """Its own timeout is SIGALRM: it raises off the main thread, and ends others' alarms."""
+    """Its timeout is SIGALRM: it raises off the main thread, and ends others' alarms."""
     signal.alarm(100)
     assert math_task.is_right(r"\sqrt{49}", "7") and signal.alarm(0) > 0
     with ThreadPoolExecutor() as pool:

@@ -3,11 +3,7 @@
 Answers are {question: [answer, ...]}, as evaluate.py keeps them.
 """
 
-import functools
-import itertools
 import math
-import random
-from collections import Counter
 from statistics import fmean
 
 Z = 1.96  # 95 % of a normal distribution lie within Z standard deviations
@@ -45,6 +41,17 @@ def pass_at_k(samples, right, k):
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
+def mixed_share(samples, right, size):
+    """Returns the share of groups that teach, as some of their answers are right and some wrong,
+    among all groups of `size` different ones of a question's `samples` answers.
+
+    >>> mixed_share(4, 2, 2), mixed_share(4, 4, 2)  # of the six pairs of two right, two wrong: four
+    (0.6666666666666667, 0.0)
+    """
+    wrong = samples - right
+    return pass_at_k(samples, right, size) + pass_at_k(samples, wrong, size) - 1
+
+
 def mean(values):
     """Returns the mean of numbers, or None if there are none."""
     values = list(values)
@@ -70,8 +77,8 @@ def shares(answers, outcome, metrics=()):
 def summary(answers, outcome, metrics=()):
     """Returns {name: number, or None for a mean of nothing}: the `shares`, each [mean, low, high];
     how often each other reward that applies is positive; the share of truncated answers; their mean
-    length; and if there are k > 1 answers to a question, pass@1 (which is "right"), 2, 4, ... k and
-    teaching_shares."""
+    length; and if there are n > 1 answers to a question, pass@k for k = 1 (which is "right"), 2, 4,
+    ... n, and for the same sizes but 1 the share of groups that teach, [mean, low, high]."""
     everything = [answer for group in answers.values() for answer in group]
     found = {"questions": len(answers)}
     for how, by_question in shares(answers, outcome, metrics).items():
@@ -85,12 +92,12 @@ def summary(answers, outcome, metrics=()):
     groups = [[a["rewards"][outcome] for a in group] for group in answers.values()]
     judged = [[value > 0 for value in group if value is not None] for group in groups]
     most = len(groups[0])
-    for k in sorted({most, *(2**i for i in range(most.bit_length()))}) if most > 1 else ():
-        chances = (pass_at_k(len(g), sum(g), k) for g in judged if len(g) >= k)
-        found[f"pass@{k}"] = mean(chances)
-    if most > 1 and min(map(len, judged)):
-        teaching = teaching_shares(judged)
-        found |= {f"groups of {size} that teach": share for size, share in teaching.items()}
+    sizes = sorted({most, *(2**i for i in range(most.bit_length()))}) if most > 1 else []
+    counts = {k: [(len(g), sum(g)) for g in judged if len(g) >= k] for k in sizes}
+    found |= {f"pass@{k}": mean(pass_at_k(*both, k) for both in counts[k]) for k in sizes}
+    for k in sizes[1:]:
+        mixed = [mixed_share(*both, k) for both in counts[k]]
+        found[f"groups of {k} that teach"] = interval(mixed, SHARES) if mixed else None
     return found
 
 
@@ -105,52 +112,6 @@ def columns(models, outcome, metrics=()):
             pairs = [after[q] - share for q, share in before.items() if q in after]
             column[f"{how} - first"] = interval(pairs, PAIRS)
     return found
-
-
-# --- Will it learn? -------------------------------------------------------------------
-GROUPS = (2, 4, 8, 16, 32)  # group sizes to forecast
-GRID = [0.02 * 1.25**i for i in range(32)]  # of a Beta distribution's a and b: 0.02 to 20
-
-
-def teaching_shares(groups):
-    """Returns {G: [share, low, high]}: the share of groups of G answers that would teach, as some
-    are right and some wrong. `groups` has a list of n bools for each question: whether each answer
-    was right. n samples can't tell a question that is answered once in a hundred times from an
-    impossible one, so we fit a Beta distribution to the questions' chances (maximum likelihood);
-    the interval is a bootstrap's over the questions."""
-    draw, n, found = random.Random(0), min(map(len, groups)), {}
-    counts = [sum(group[:n]) for group in groups]
-    samples = [counts, *(draw.choices(counts, k=len(counts)) for _ in range(200))]
-    fits = [fitted_beta(n, Counter(sample)) for sample in samples]
-    for size in GROUPS:
-        share, *others = (mixed_share(*fit, size) for fit in fits)
-        found[size] = [share, *(sorted(others)[i] for i in (4, 195))]
-    return found
-
-
-def log_beta(a, b):
-    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-
-
-@functools.cache
-def log_chance(a, b, n, right):
-    """Returns log P(right of n), but for a constant, if the chance has the distribution Beta."""
-    return log_beta(a + right, b + n - right) - log_beta(a, b)
-
-
-def fitted_beta(n, times):
-    """Returns the likeliest (a, b); `times` is {right answers of n: number of questions}."""
-    chance = lambda fit: sum(number * log_chance(*fit, n, c) for c, number in times.items())
-    return max(itertools.product(GRID, GRID), key=chance)
-
-
-def mixed_share(a, b, size):
-    """Returns 1 - E p^G - E (1 - p)^G for a chance p with the distribution Beta(a, b), G = `size`.
-
-    >>> [round(mixed_share(1, 1, size), 3) for size in (2, 8)]  # uniform: 1 - 2 / (G + 1)
-    [0.333, 0.778]
-    """
-    return 1 - sum(math.exp(log_chance(a, b, size, right)) for right in (0, size))
 
 
 # --- Printed --------------------------------------------------------------------------

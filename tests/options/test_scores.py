@@ -1,6 +1,6 @@
 """What answers amount to, by hand."""
 
-import random
+import itertools
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_an_answer_to_which_the_outcome_does_not_apply_is_neither_right_nor_wron
     assert found["right"] == scores.interval([0, 1], scores.SHARES) == found["right_in_format"]
     assert found["questions"] == 3 and found["positive_format"] == 2 / 3
     never = scores.summary(answers([(None, 1)] * 2), "correctness")
-    assert never["right"] is never["pass@1"] is None
+    assert never["right"] is never["pass@1"] is never["groups of 2 that teach"] is None
     assert scores.table("x", ["a"], [never])[2].split() == ["right", "-"]
     some = [(1, 1), (-1, 1), (None, 1)], [(1, 1)] * 3, [(None, 1)] * 3
     found = scores.summary(answers(*some), "correctness")
@@ -61,8 +61,10 @@ def test_several_samples_give_pass_at_k_and_an_interval_over_questions():
     assert list(found) == [
         *("questions", "right", "right_in_format", "positive_format", "truncated"),
         *("completion_tokens", "pass@1", "pass@2", "pass@4"),
-        *(f"groups of {size} that teach" for size in scores.GROUPS),
+        *("groups of 2 that teach", "groups of 4 that teach"),
     ]
+    assert found["groups of 2 that teach"][0] == pytest.approx(4 / 6 / 3)
+    assert found["groups of 4 that teach"][0] == pytest.approx(1 / 3)
     assert found["right"][1:] == pytest.approx((0.1571, 0.8429), abs=1e-4)  # sd sqrt(1.5 / 7)
     # Of many questions it is the usual one: 0.5 +- 1.96 * 0.1 / sqrt(5000)
     many = scores.interval([0.4, 0.6] * 2500, scores.SHARES)
@@ -71,15 +73,12 @@ def test_several_samples_give_pass_at_k_and_an_interval_over_questions():
     assert mean == high == 1 and 0.8 < low < 0.9  # not of no width
 
 
-def test_the_groups_that_would_teach_are_forecast_from_few_samples():
-    """By 8 samples of 200 questions whose chances are known. Measured: off by 0.03 at most."""
-    draw = random.Random(0)
-    chances = [draw.betavariate(0.3, 0.3) for _ in range(200)]
-    found = scores.teaching_shares([[draw.random() < p for _ in range(8)] for p in chances])
-    for size, (share, low, high) in found.items():
-        true = sum(1 - p**size - (1 - p) ** size for p in chances) / 200
-        assert abs(share - true) < 0.05 and low < true < high and 0.02 < high - low < 0.2
-    assert scores.teaching_shares([[True] * 8] * 50)[8][0] < 0.02  # nothing is left to learn
+def test_the_groups_that_teach_are_counted_over_all_groups_of_the_answers():
+    for samples, right in itertools.product((4, 6), range(7)):
+        drawn = [i < right for i in range(samples)]
+        groups = list(itertools.combinations(drawn, 4))
+        teach = sum(0 < sum(group) < 4 for group in groups) / len(groups)
+        assert scores.mixed_share(samples, sum(drawn), 4) == pytest.approx(teach)
 
 
 def test_models_are_compared_question_by_question_on_what_both_have():
@@ -88,7 +87,7 @@ def test_models_are_compared_question_by_question_on_what_both_have():
     columns = scores.columns([first, other], "correctness")
     assert "right - first" not in columns[0]
     mean, low, high = columns[1]["right - first"]
-    assert mean == 1 / 2 and low < 0 < high  # two questions say little
+    assert mean == 1 / 2 and low < 0 < high  # two questions show little
     assert columns[1]["right_in_format - first"][0] == 0
     lines = scores.table("greedy", ["a", "b"], columns)
     (row,) = [line for line in lines if line.strip().startswith("right - first")]
