@@ -1,4 +1,4 @@
-"""CompletionModel: whatever is shared, padded, chunked or cut, the same numbers.
+"""CompletionModel: whatever is shared, padded or chunked, the same numbers.
 
 The yardstick is a plain forward of one row at a time, and its gradient.
 """
@@ -14,9 +14,7 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 
 import grpo_loss_triton
-from grpo import loss as grpo_loss
 from grpo.forward import CompletionModel, has_plain_head
-from grpo.packing import plan_micro_batches, sizes_of
 
 # Rows of PROMPTS, whose tokens number 1, 5, 9 and 3. 0 is the filler and the models' pad id, 2 is
 # EOS: pad stands first, within and last, EOS last and within, and two rows are a single token.
@@ -291,70 +289,3 @@ def test_a_head_is_plain_also_where_two_runs_differ_in_their_last_bits(dtype, no
     exact = mlp.forward
     mlp.forward = lambda x: exact(x) * (1 + noise * torch.randn_like(x))
     assert has_plain_head(model)
-
-
-# --- Micro-batches ------------------------------------------------------------------
-EIGHT = [
-    [1 + (7 * i + 3 * t) % 109 for t in range(n)] for i, n in enumerate([4, 1, 3, 8, 12, 2, 6, 5])
-]
-EIGHT_PROMPTS = [PROMPTS[i // 2] for i in range(8)]  # four groups of two
-
-
-@pytest.mark.parametrize("loss_type, packs", [
-    ("grpo", True), ("dapo", False), ("dr_grpo", True)
-])  # fmt: skip
-def test_the_loss_does_not_depend_on_how_the_step_is_cut(loss_type, packs, model_of):
-    """1 x 8 micro-batches, 8 x 1, uneven ones, on 1, 2 and 3 ranks, packed or padded, fused or
-    plain: one loss and one gradient.
-
-    simple_GRPO's means over each micro-batch gave every cut another gradient.
-    """
-    model, lengths = model_of("qwen2"), torch.tensor([len(c) for c in EIGHT])
-    torch.manual_seed(0)
-    drift = [0.3 * torch.randn(2, n) for n in lengths]  # of the old and of the reference policy
-    advantages = torch.randn(8)
-    weights = grpo_loss.token_weights(
-        lengths,
-        loss_type=loss_type,
-        sequences=10,
-        tokens=int(lengths.sum()),
-        max_completion_tokens=16,
-    )
-    expected = [plain_logps(model, p, c, 0.9) for p, c in zip(EIGHT_PROMPTS, EIGHT, strict=True)]
-
-    ours = CompletionModel(model)
-
-    def part(rows, packs, module):
-        """-> the loss of some of the step's rows, and its gradient as one vector."""
-        ours.packs = packs
-        hidden, ids = ours([EIGHT_PROMPTS[i] for i in rows], [EIGHT[i] for i in rows])
-        old_drift, ref_drift = torch.cat([drift[i] for i in rows], 1)
-        logps = torch.cat([expected[i] for i in rows]).detach()
-        new = module.linear_logps(hidden, ours.head, ids, temperature=0.9, vocab_size=VOCAB)
-        loss, _ = grpo_loss.policy_loss(
-            new,
-            logps + old_drift,
-            logps + ref_drift,
-            advantages[rows].repeat_interleave(lengths[rows]),
-            weights[rows].repeat_interleave(lengths[rows]),
-            clip_low=0.2,
-            clip_high=0.3,
-            kl_beta=0.04,
-        )
-        return loss.detach(), gradient_of(model, loss)
-
-    def step(world, budget):
-        turns = plan_micro_batches(sizes_of(EIGHT_PROMPTS, EIGHT, packs), world, budget)
-        parts = [part(b, packs, grpo_loss_triton) for turn in turns for b in turn if b]
-        return len(parts), sum(p[0] for p in parts), sum(p[1] for p in parts)
-
-    loss, gradient = part(list(range(8)), False, grpo_loss)  # the specification
-    assert gradient.norm() > 1e-2
-    numbers = []
-    for world, budget in [(1, 10_000), (1, 1), (1, 40), (2, 10_000), (2, 1), (3, 40)]:
-        number, cut_loss, cut_gradient = step(world, budget)
-        numbers.append(number)
-        # Float32 adds in another order; measured: 4e-7 of the loss, 6e-7 of the gradient.
-        assert abs(cut_loss - loss) < 1e-5 * abs(loss)
-        assert (cut_gradient - gradient).norm() < 1e-5 * gradient.norm()
-    assert numbers[:2] == [1, 8] and numbers[3] == 2

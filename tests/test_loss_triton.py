@@ -3,7 +3,6 @@
 import functools
 import gc
 import importlib.util
-import inspect
 import math
 import types
 import weakref
@@ -101,11 +100,6 @@ def check(engine, tensors, *, tolerance=5e-6, **options):
     for mine, theirs in zip(gradients, wanted, strict=True):
         assert error(mine, theirs) < tolerance  # measured: 3.1e-7
     assert torch.equal(hidden, before)  # the model's own logits, perhaps
-
-
-def test_the_plain_and_the_fused_file_have_the_same_signature():
-    """So that either can be imported in the other's place."""
-    assert inspect.signature(fused.linear_logps) == inspect.signature(plain.linear_logps)
 
 
 # --- Log-probs, entropy and gradients ------------------------------------------------

@@ -16,7 +16,6 @@ from families import (
     assert_plain_logps,
     assert_well_formed,
     sample,
-    tiny_model,
 )
 from transformers import GenerationConfig
 
@@ -61,16 +60,6 @@ def test_greedy_is_that_of_generate(family, model_of):
         assert [c.ids for c in group] == [ids[len(prompt) :].tolist()] * 2
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gpt2", "mamba"])
-@pytest.mark.parametrize("prompt", [[5], [5, 6, 7]])
-@pytest.mark.parametrize("longest", [1, 4])
-def test_the_smallest_batches(family, prompt, longest, model_of):
-    """One prompt, of one token, one completion, of one token."""
-    groups = sample(model_of(family), [prompt], group_size=1, max_new_tokens=longest)
-    assert_well_formed(groups, prompts=1, group_size=1, max_new_tokens=longest)
-    assert_plain_logps(model_of(family), [prompt], groups)
-
-
 @pytest.mark.parametrize("eos_ids", [EOS, {12}, set(range(VOCAB)), {500}])
 @pytest.mark.parametrize("longest", [1, 3])
 def test_a_completion_ends_with_eos_or_is_truncated(eos_ids, longest, model_of):
@@ -109,22 +98,6 @@ def test_a_prompt_runs_once_and_finished_rows_leave_in_bunches(family, model_of)
 
 
 # --- What is sampled ---------------------------------------------------------------
-def test_a_seed_decides_the_samples_and_global_random_numbers_are_left_alone(model_of):
-    model = model_of("qwen2")  # seeds them when it is made
-    before = torch.random.get_rng_state()
-    first, again, other = (sample(model, PROMPTS, seed=s) for s in (0, 0, 1))
-    assert first == again != other
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
-def test_the_models_generation_config_changes_nothing():
-    """simple_GRPO sampled with top_k, top_p and repetition_penalty that it had not asked for."""
-    model = tiny_model("qwen2")
-    before = sample(model, PROMPTS), sample(model, PROMPTS, temperature=0)
-    shipped = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}  # Qwen2.5's
-    shipped |= {"repetition_penalty": 1.05, "eos_token_id": [3], "max_new_tokens": 2}
-    model.generation_config = GenerationConfig(**shipped)
-    assert (sample(model, PROMPTS), sample(model, PROMPTS, temperature=0)) == before
 
 
 def chi_square(counts, probabilities):

@@ -225,54 +225,6 @@ def test_a_task_cannot_change_what_was_said(tokenizer):
     assert talk.text == ["One"]
 
 
-class CountingDecoder:
-    """In place of a model with a recorded step: a token is EOS once in 70; counts admissions."""
-
-    joins, compaction = True, 2
-
-    def __init__(self, eos, vocab_size):
-        self.admissions = self.rows = self.rewound = 0
-        self.lengths = []
-        self.logits = torch.zeros(vocab_size)
-        self.logits[eos] = math.log((vocab_size - 1) / 69)
-
-    def admit(self, prompts, sizes):
-        self.admissions, self.rows = self.admissions + 1, self.rows + sum(sizes)
-        return self.logits.expand(sum(sizes), -1)
-
-    def next_logits(self, tokens):
-        return self.logits.expand(self.rows, -1)
-
-    def keep(self, indices):
-        self.rows = len(indices)
-
-    def __setattr__(self, name, value):
-        super().__setattr__(name, value)
-        if name == "columns":
-            self.rewound += 1
-
-
-def test_replies_are_let_in_many_at_a_time(tokenizer, monkeypatch):
-    """Each admission copies the cache of all and records the step anew. Measured: 9; it was 55 when
-    SAMPLE_BATCH, of which most is free here, decided."""
-    eos, vocab = tokenizer.eos_token_id, len(tokenizer)
-    settings = {"eos_ids": {eos}, "vocab_size": vocab}
-    settings["generator"] = torch.Generator().manual_seed(0)
-    decoders, model = [], SimpleNamespace(device=torch.device("cpu"))
-    make = lambda *_: decoders.append(CountingDecoder(eos, vocab)) or decoders[-1]
-    monkeypatch.setattr(sampler, "make_decoder", make)
-    policy = SimpleNamespace(tokenizer=tokenizer, eos_ids={eos}, text=lambda turn: "x")
-    policy.stream = lambda prompts, seed, **sizes: sampler.stream_groups(
-        model, prompts, **settings | sizes
-    )
-    limits = {"GROUP_SIZE": 8, "SAMPLE_BATCH": 256, "MAX_COMPLETION_TOKENS": 512}
-    groups = talks(policy, calls(None, "go on", "go on"), *range(4), **limits)
-    said = Counter(len(talk.text) for group in groups for talk in group.samples)
-    admissions = sum(decoder.admissions for decoder in decoders)
-    assert said[5] == 32 and admissions <= 17
-    assert sum(decoder.rewound for decoder in decoders) > 1  # turns that go on in their places
-
-
 def test_a_prompt_that_begins_with_another_conversation_takes_a_row_of_its_own():
     """It has a limit of its own, which that row does not leave."""
     running = sampler.Running(8, {9}, None, torch.device("cpu"))
