@@ -119,14 +119,6 @@ def test_what_an_environment_may_not_return_is_said(tokenizer):
         sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
 
 
-def test_texts_that_were_sampled_before_are_played_again(tokenizer, capsys):
-    """evaluate.py keeps answers, not rewards; the preview plays gold()."""
-    recipe = recipe_of(tokenizer, 3)
-    turns = ["One", "left 2", "two", "left 1", "three"]
-    assert reward_group(recipe, {"secret": 3}, [turns]) == [{"reward": 3.0, "turns": 5.0}]
-    assert not Counter.live
-
-
 def test_rewards_of_none_and_those_without_weights(tokenizer):
     """None does not apply; the names are those of an empty completion, as for rewards()."""
 
