@@ -143,14 +143,6 @@ def test_a_resumed_run_maps_its_optimiser_and_does_not_hold_it_twice(tmp_path, a
 
 
 # --- Other data -------------------------------------------------------------------------
-def test_the_old_best_stays(tmp_path, alone):
-    for step in (3, 4):
-        save(tmp_path, step, best=3, best_accuracy=0.9)
-    os.symlink(tmp_path / "loop", tmp_path / "loop")
-    opened(tmp_path, data=DATA | {"questions": "other"})
-    for step in (5, 6, 7):
-        save(tmp_path, step)
-    assert saved(tmp_path) == [3, 6, 7]
 
 
 def test_a_detour_without_evaluations_keeps_what_they_were_made_on(tmp_path, alone):
@@ -189,6 +181,7 @@ CHANGES = {  # what has changed: (position and flat share forgotten, accuracies 
 def test_a_run_with_other_data_forgets_what_no_longer_compares(name, tmp_path, alone, capsys):
     """The best checkpoint until then stays, whatever is saved later."""
     begins_anew, forgets_flat, forgets_accuracy = CHANGES[name]
+    os.symlink(tmp_path / "loop", tmp_path / "loop")
     stream = a_stream(5)
     [next(stream) for _ in range(7)]
     place = {"stream": stream, "groups": 7, "sampled": 4.0, "flat": 2.0}

@@ -116,7 +116,8 @@ def imports(module, library):
 
 RANKS = {"deepspeed", "torch.distributed"}
 # docs/several_machines.md installs torch, transformers and requests on a worker's machine
-ABSENT = set(["accelerate", "bottle", "datasets", "deepspeed", "math_verify", "matplotlib", "psutil", "waitress"])
+ABSENT = {"accelerate", "bottle", "datasets", "deepspeed", "math_verify", "matplotlib"}
+ABSENT |= {"psutil", "waitress"}
 
 
 @pytest.mark.parametrize("process, absent", [
@@ -126,9 +127,9 @@ def test_a_worker_and_the_server_need_what_is_installed_for_them(process, absent
     """The files that a rank alone imports may use more, but not when they are imported."""
     for module in reached_from(process, "grpo.policy", "grpo.prepare"):
         assert not [library for library in absent if imports(module, library)], module
-    for module in MODULES:
+    for module, path in MODULES.items():
         if package(module) == "core" or module == "grpo_ref_split":
-            at_the_top = imports_of(MODULES[module], top=True)
+            at_the_top = imports_of(path, top=True)
             assert not {name.split(".")[0] for name in at_the_top} & ABSENT, module
 
 
