@@ -207,21 +207,6 @@ def test_a_policy_that_is_gone_before_it_was_fetched_is_asked_for_anew(side, mon
     assert {group.version for group in side.groups} == {1}
 
 
-def test_the_same_weights_at_a_later_step_are_not_fetched_again(side, monkeypatch):
-    """As where the updates between were skipped."""
-
-    def again():
-        side.groups.clear()
-        side.policy.become(weights(0))
-        side.publish(2)
-        side.finish()
-
-    Script(monkeypatch, go_on, go_on, again)
-    policy, _ = run(side)
-    assert policy.loads == [weights(0).tolist()]
-    assert {group.version for group in side.groups} == {2}
-
-
 def test_what_begins_with_the_same_weights_at_a_later_step_is_of_that_step(side, monkeypatch):
     """Or all that is sampled would grow too old, where steps in a row train nothing."""
     monkeypatch.setattr(worker_module, "ASK_SECONDS", -1)
