@@ -12,7 +12,7 @@ import torch
 from tiny import make_tiny
 
 torch.set_num_threads(1)
-# so that their asserts, too, say what the values were
+# so that their asserts, too, show the values
 HELPERS = "documents fakes families helpers oracle rank_threads trainer_side"
 pytest.register_assert_rewrite(*HELPERS.split())
 

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, and agreed on by machines with disks of their own."""
+"""Checkpoints: atomic, and agreed on by machines with separate disks."""
 
 import contextlib
 import json
@@ -133,7 +133,7 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, alone):
 
 
 def test_a_resumed_run_maps_its_optimiser_and_does_not_hold_it_twice(tmp_path, alone, monkeypatch):
-    """With DeepSpeed's offloading engine the peak was 11.6 bytes a parameter above its own 18, and
+    """With DeepSpeed's offloading engine the peak was 11.6 bytes a parameter above its 18, and
     killed the process; mapped from the file it is 1.6."""
     save(tmp_path, 1)
     found, load = [], torch.load
@@ -315,7 +315,7 @@ class Unsavable:
 
 @pytest.mark.parametrize("part", ["model", "optimiser", "state"])
 def test_a_disk_that_fills_up_while_a_checkpoint_is_saved_is_named(part, tmp_path, alone, request):
-    """The optimiser is larger than a process may write here, as on a full disk: torch's own error
+    """The optimiser is larger than a process may write here, as on a full disk: torch's error
     is "unexpected pos"."""
     engine = FakeEngine()
     engine.state_dict = lambda: {"rank": torch.zeros(10**6 if part == "optimiser" else 1)}
@@ -373,7 +373,7 @@ def test_two_trainers_do_not_share_a_folder(tmp_path):
     resume.lock_run(str(tmp_path / "run")).close()
 
 
-# --- Machines with disks of their own -------------------------------------------------
+# --- Machines with separate disks -----------------------------------------------------
 # Which folder each rank sees -> who makes and renames what is in it
 @pytest.mark.parametrize(
     "ranks, folders, leaders",

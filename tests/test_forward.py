@@ -136,7 +136,7 @@ def test_logits_of_prompts_are_not_computed_where_the_head_is_not_plain(model_of
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_checkpointing_keeps_less_and_computes_again(checkpointing):
-    """In the backward pass the model has its own attention back, and layers need ours."""
+    """In the backward pass the model has its attention back, and layers need ours."""
     model = tiny_model("qwen2")
     ours = CompletionModel(model, gradient_checkpointing=checkpointing)
     query, kept = Spy(model.model.layers[0].self_attn.q_proj), []
@@ -189,7 +189,7 @@ def kernel(monkeypatch):
     arguments = inspect.signature(varlen.varlen_attn)
 
     def counted(*inputs, **options):
-        arguments.bind(*inputs, **options)  # torch's own takes them, too: 2.10's lacks three
+        arguments.bind(*inputs, **options)  # torch's takes them, too: 2.10's lacks three
         seen.append(options["window_size"])
         return varlen_attn(*inputs, **options | way)
 
@@ -247,7 +247,7 @@ def test_a_kernel_that_is_wrong_is_not_used(family, wrong, kernel, monkeypatch, 
 
 @pytest.mark.parametrize("family", ["gemma2 wide", "gpt-oss"])
 def test_caps_and_sinks_are_not_for_the_kernel(family, kernel):
-    """It knows neither; they are computed by the model's own code."""
+    """It knows neither; they are computed by the model's code."""
     ours = CompletionModel(tiny_model(family).bfloat16())
     kernel[0].clear()
     assert ours.packs and logps_of(ours, PROMPT_OF, COMPLETIONS) and not kernel[0]
@@ -283,7 +283,7 @@ def test_a_head_that_is_more_than_a_matrix_is_found_out(change):
 
 @pytest.mark.parametrize("dtype, noise", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_a_head_is_plain_also_where_two_runs_differ_in_their_last_bits(dtype, noise):
-    """As a mixture of experts does on a GPU, where atomic additions come in any order."""
+    """As a mixture of experts does on a GPU, where atomic additions happen in any order."""
     model = tiny_model("qwen2").to(dtype)
     mlp = model.model.layers[0].mlp
     exact = mlp.forward

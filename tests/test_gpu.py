@@ -1,4 +1,4 @@
-"""What a GPU needs and a CPU does not show: held here on a machine without one."""
+"""What a GPU needs and a CPU does not show, tested on a machine without one."""
 
 import contextlib
 import re
@@ -103,7 +103,7 @@ WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # PyPI's torch
     ((13, 0), WHEEL, True),
     ((13, 0), [*WHEEL, "compute_120"], False),  # compiles PTX
     ((9, 1), ["sm_90a"], True),
-    ((7, 0), [], False),  # a build that does not tell
+    ((7, 0), [], False),  # a build that does not list them
 ])  # fmt: skip
 def test_a_gpu_that_torch_was_not_built_for_is_refused(capability, builds, refused, monkeypatch):
     """Its kernels would fail once the model is loaded: "no kernel image is available"."""

@@ -58,7 +58,7 @@ def test_the_page_s_15_lines_are_the_loss(printed):
     """By value and gradient, at updates that are on-policy, moved, and clipped."""
     names = {}
     block = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
-    exec(block, names)  # noqa: S102 (the page's own code)
+    exec(block, names)  # noqa: S102 (the page's code)
     draw = torch.Generator().manual_seed(0)
     lengths, rewards = torch.tensor([2, 5, 3]), torch.tensor([1.0, 0.0, 0.5])
     ids = [torch.randint(0, 7, (int(n),), generator=draw) for n in lengths]

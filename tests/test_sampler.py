@@ -36,7 +36,7 @@ def test_logps_are_those_of_a_plain_forward(family, temperature, model_of):
         long = [tuple(c.ids) for c in group if len(c.ids) > 2]
         assert len(set(long)) == len(long)
     assert_plain_logps(model, PROMPTS, groups, temperature)
-    with pytest.raises(AssertionError):  # the models are sharp enough to tell
+    with pytest.raises(AssertionError):  # the models are sharp enough for it
         assert_plain_logps(model, PROMPTS, groups, 1.7 - temperature, tolerance=0.1)
 
 
@@ -144,7 +144,7 @@ def test_the_draws_of_cpu_and_gpu_have_the_same_distribution(drawn):
 
 @both_draws
 def test_logits_that_are_not_finite_draw_an_id_without_log_prob(drawn):
-    """On a GPU an index out of range is a device-side assert; `write` says what is wrong."""
+    """On a GPU an index out of range is a device-side assert; `write` names what is wrong."""
     logits = torch.zeros(4, 9)
     logits[0], logits[1, 3], logits[2, 3] = torch.nan, torch.nan, torch.inf
     tokens, logps = drawn(logits, torch.Generator().manual_seed(0))

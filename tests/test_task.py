@@ -1,4 +1,4 @@
-"""A task of one's own: what it may return, and the TaskError of what it may not."""
+"""A user's task: what it may return, and the TaskError of what it may not."""
 
 import math
 import re
@@ -91,7 +91,7 @@ def rewarded(rewards):
 
 @pytest.mark.parametrize("kind", [bool, np.bool_, int, np.float32, np.array, torch.tensor])
 def test_a_reward_may_be_a_truth_or_any_librarys_number(kind):
-    """`return {"correctness": answer == gold, ...}` is what comes to mind first."""
+    """`return {"correctness": answer == gold, ...}` is what a user writes first."""
     given = rewarded(lambda text: {"correctness": kind(text == "first"), "format": kind(False)})
     assert given == [{"correctness": 1.0, "format": 0.0}, {"correctness": 0.0, "format": 0.0}]
     assert {type(value) for r in given for value in r.values()} == {float}
@@ -118,7 +118,7 @@ def test_a_reward_may_be_as_large_as_the_wire_can_hold():
 
 
 def judged(texts=("first", "second"), **task):
-    """-> (recipe, its rewards) of a task "mine" with these members, weights and outcome its own."""
+    """-> (recipe, its rewards) of a task "mine" with these members, weights and outcome."""
     unset = {"REWARD_WEIGHTS": None, "OUTCOME": None}
     task = SimpleNamespace(**task)
     recipe = a_recipe([(0, QUESTION, [5])], task=task, TASK="mine", **unset)

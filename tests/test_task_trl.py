@@ -45,7 +45,7 @@ def functions():
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """Returns the path of a user's copy of tasks/trl.py, with functions and data of its own."""
+    """Returns the path of a user's copy of tasks/trl.py, with its functions and data."""
     (tmp_path / "functions_of_this_test.py").write_text(FUNCTIONS)
     lines = [json.dumps(CHAT_ITEM), json.dumps(TEXT_ITEM)] * 4
     (tmp_path / "data.jsonl").write_text("\n".join(lines))

@@ -1,4 +1,4 @@
-"""class Environment: one for each completion, with a state of its own, closed whatever happens."""
+"""class Environment: one for each completion, with its state, closed whatever happens."""
 
 import os
 import subprocess

@@ -73,7 +73,7 @@ def call(name="add", arguments='{"a": 2, "b": 3}'):
 @pytest.fixture
 def tokenizer(tiny):
     found = tiny_policy(tiny).tokenizer
-    found.add_tokens(["<tool_call>", "</tool_call>"])  # ids of their own, not special, as Qwen2.5's
+    found.add_tokens(["<tool_call>", "</tool_call>"])  # single ids, not special, as Qwen2.5's
     return found
 
 

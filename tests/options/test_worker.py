@@ -77,7 +77,7 @@ def run(side, policy=None, name="me", expected=Ended):
 
 
 def in_order(side, *positions, name="me"):
-    """-> the items at these positions of the worker's own order."""
+    """-> the items at these positions of the worker's order."""
     order = Stream(side.recipe.prompts, f"{side.c.SEED}/{name}")
     items = [index for index, *_ in islice(order, 1 + max(positions))]
     return [items[position] for position in positions]
@@ -256,7 +256,7 @@ def test_a_worker_of_another_model_ends(side, monkeypatch):
     run(side, expected=SystemExit)
 
 
-# --- The trainer comes and goes ---------------------------------------------------------
+# --- The trainer ends and returns --------------------------------------------------------
 def test_a_worker_ends_once_the_trainer_is_gone(tmp_path, monkeypatch, no_pause):
     with serving(tmp_path, WAIT_LIMIT_SECONDS=0.2) as side:
         publish(side, 0)

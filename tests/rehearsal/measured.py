@@ -27,7 +27,7 @@ def decoder_of(kind, model, tokens):
 
 def per_token(tokens_drawn):
     """Returns how often the host waits for one more token, by place; tokens_drawn(n) samples n."""
-    tokens_drawn(FEWER)  # trials of kernels, which come but once
+    tokens_drawn(FEWER)  # trials of kernels, which happen but once
     counts = []
     for tokens in (FEWER, MORE):
         with counted() as count:
