@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from documents import ROOT
-from fakes import a_recipe, sampled, tiny_policy
+from fakes import a_recipe, sampled
 from test_turns import Actor, prompts
 
 from grpo.options.turns import stream_turns
@@ -50,11 +50,6 @@ class Counter:
 @pytest.fixture(autouse=True)
 def fresh():
     Counter.live, Counter.made, Counter.ended = set(), [], []
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return tiny_policy(tiny).tokenizer
 
 
 def recipe_of(tokenizer, *secrets, environment=Counter, **constants):

@@ -42,11 +42,6 @@ def policy(tiny):
     return tiny_policy(tiny)
 
 
-@pytest.fixture
-def tokenizer(tiny):
-    return tiny_policy(tiny).tokenizer  # a new one, whose template may be changed
-
-
 def prompts(tokenizer, *secrets):
     ids = prompt_ids(tokenizer, [USER])
     return [(i, {"secret": secret}, ids) for i, secret in enumerate(secrets)]
