@@ -12,8 +12,10 @@ the validation split and on other seeds.
 """
 
 import functools
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -28,9 +30,12 @@ if __name__ == "__main__":
     begin()  # before torch is imported
 
 import plot
+from grpo.models import load_tokenizer, prompt_ids
 from grpo.options.reward_processes import end_with_parent
 from grpo.options.tiny_model import warm_start
+from grpo.policy import load_policy
 from grpo.resume import lock_run
+from grpo.sample import Prompt
 from presets import demo as preset
 from tasks import arithmetic
 
@@ -40,6 +45,34 @@ WARM_START = f"{RUN_DIR}/warm_start"  # the model that the policy and the refere
 WARM_STEPS = int(os.environ.get("DEMO_WARM_STEPS", "800"))
 STEPS = int(os.environ.get("DEMO_STEPS", preset.STEPS))
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # of server and trainer, as there may be two cores
+
+
+# --- Before and after ---------------------------------------------------------------
+def greedy_answers(folder, task, items, c):
+    """Returns the texts that the model in `folder` answers greedily; `c` has the constants."""
+    stops = getattr(c, "STOP_STRINGS", ())
+    policy = load_policy(folder, load_tokenizer(folder), "float32", stop_strings=stops)
+    prompts = [prompt_ids(policy.tokenizer, task.messages(item)) for item in items]
+    groups = policy.stream(
+        itertools.starmap(Prompt, enumerate(prompts)),
+        seed=0,
+        group_size=1,
+        max_sequences=len(prompts),
+        longest_prompt=max(map(len, prompts)),
+        max_new_tokens=c.MAX_COMPLETION_TOKENS,
+        temperature=0,
+    )
+    return [policy.text(completion) for _, (completion,) in sorted(groups)]
+
+
+def true_equations(folder):
+    """Returns the share of 200 greedy answers with a true equation: what the model can calculate,
+    whatever the question asks for."""
+    items = arithmetic.load("validation")[:200]
+    texts = greedy_answers(folder, arithmetic, items, preset)
+    found = [re.search(r"(\d+)([+-])(\d+)=(\d+)", text) for text in texts]
+    value = lambda a, sign, b: int(a) + int(b) if sign == "+" else int(a) - int(b)
+    return sum(bool(f) and value(*f.groups()[:3]) == int(f[4]) for f in found) / len(items)
 
 
 # --- Its folder ---------------------------------------------------------------------
@@ -124,13 +157,13 @@ def main(seed, rewards="plain"):
         plot.show_samples(RUN_DIR, str(step))
     final = Path(RUN_DIR, "final")
     plot.plot(RUN_DIR)
+    before, after = true_equations(WARM_START), true_equations(final)
+    print(f"\nGreedy answers with a true equation: {before:.0%} -> {after:.0%}.")
     if rewards == "plain":
-        print(
-            "\nGRPO made the model use an operator and a format that it knew but rarely chose. It"
-        )
+        print("GRPO made the model use an operator and a format that it knew but rarely chose. It")
         print("taught no arithmetic. The questions are new; their numbers also occur in training.")
     print(f"Model: {final}   curves: {RUN_DIR}/curves.png   samples: {RUN_DIR}/samples.jsonl")
-    print("For a task of your own: python -m tasks my/task.py OUT=runs/my_model (see README.md)\n")
+    print("For your task: python -m tasks my/task.py OUT=runs/my_model (see README.md)\n")
     records = map(json.loads, Path(RUN_DIR, "metrics.jsonl").read_text().splitlines())
     first, *_, last = (record for record in records if "eval_accuracy" in record)
     result = {"seed": seed, "rewards": rewards, "steps": last["step"]}

@@ -29,11 +29,9 @@ import transformers
 
 import grpo_ref_split as trainer
 import plot
-from demo import train_and_serve
+from demo import greedy_answers, train_and_serve
 from grpo.devices import accelerator
-from grpo.models import load_tokenizer, prompt_ids
 from grpo.options import smollm2
-from grpo.policy import load_policy
 from grpo.report import commit
 from presets import smollm2 as preset
 from tasks import sums
@@ -42,26 +40,9 @@ SHARED = "MODEL", "TEMPERATURE", "DTYPE"  # constants that the server must know 
 SHOWN = "seconds", "tokens_per_second", "sampler_k3", "kl"  # metrics in the result
 
 
-def greedy_answers(folder, items):
-    """Returns the texts that the model in `folder` answers greedily."""
-    stops = preset.STOP_STRINGS
-    policy = load_policy(folder, load_tokenizer(folder), "float32", stop_strings=stops)
-    prompts = [prompt_ids(policy.tokenizer, sums.messages(item)) for item in items]
-    groups = policy.stream(
-        enumerate(prompts),
-        seed=0,
-        group_size=1,
-        max_sequences=len(prompts),
-        longest_prompt=max(map(len, prompts)),
-        max_new_tokens=preset.MAX_COMPLETION_TOKENS,
-        temperature=0,
-    )
-    return [policy.text(completion) for _, (completion,) in sorted(groups)]
-
-
 def show_answers(model, final, items):
     """Prints a table: the answers of both models to the questions."""
-    before, after = (greedy_answers(folder, items) for folder in (model, final))
+    before, after = (greedy_answers(folder, sums, items, preset) for folder in (model, final))
     print("| question | before | after |\n|---|---|---|")
     for item, *answers in zip(items, before, after, strict=True):
         row = [" ".join(text.split()) for text in (item["question"], *answers)]

@@ -10,9 +10,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 from tiny import make_tiny
+from transformers import AutoTokenizer
 
 torch.set_num_threads(1)
-# so that their asserts, too, say what the values were
+# so that their asserts, too, show the values
 HELPERS = "documents fakes families helpers oracle rank_threads trainer_side"
 pytest.register_assert_rewrite(*HELPERS.split())
 
@@ -20,6 +21,12 @@ pytest.register_assert_rewrite(*HELPERS.split())
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def tokenizer(tiny):
+    """-> the tiny model's, a new one, which may be changed."""
+    return AutoTokenizer.from_pretrained(tiny)
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ CONSTANTS = {  # of a small run
 
 
 def a_recipe(prompts=(), *, task=None, submit=None, **constants):
-    """-> a Recipe whose task rewards a FakeEngine's completions as the prompt's item says."""
+    """-> a Recipe whose task rewards a FakeEngine's completions as the prompt's item has it."""
     assert all(map(str.isupper, constants)), constants
     task = task or SimpleNamespace(
         rewards=lambda item, text: dict(zip(NAMES, item[text], strict=True))
@@ -65,7 +65,7 @@ def a_recipe(prompts=(), *, task=None, submit=None, **constants):
 
 
 def prompts_of(outcomes):
-    """-> prompts whose groups come out as told: (correctness, format) for each completion."""
+    """-> prompts whose groups have these rewards: (correctness, format) for each completion."""
     items = [{"first": one, "second": two, "question": "?"} for one, two in outcomes]
     return [(i, item, [5, 6]) for i, item in enumerate(items)]
 

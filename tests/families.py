@@ -95,7 +95,7 @@ def assert_well_formed(groups, prompts=4, group_size=3, max_new_tokens=12, eos_i
     for c in itertools.chain(*groups):
         assert 1 <= len(c.ids) == len(c.logps) <= max_new_tokens
         assert all(0 <= i < VOCAB for i in c.ids)
-        assert not eos_ids & set(c.ids[:-1])  # nothing comes after EOS
+        assert not eos_ids & set(c.ids[:-1])  # nothing follows EOS
         assert c.truncated == (c.ids[-1] not in eos_ids)
         assert len(c.ids) == max_new_tokens or not c.truncated
 

@@ -68,7 +68,7 @@ def become(argv, log, environment):
 
 
 def start(command, log, **environment):
-    """Starts a process in a session of its own; its output goes to the end of the file `log`."""
+    """Starts a process in a new session; its output goes to the end of the file `log`."""
     command = [str(word) for word in command]
     Path(log).touch()
     if command[0] == sys.executable:
@@ -128,7 +128,7 @@ def kill(*processes):
 
 
 def ranks_of(launcher):
-    """-> the processes that train, below the launcher's own."""
+    """-> the processes that train, below the launcher's."""
     found = []
     for process in psutil.Process(launcher.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Each Chinese page says what its English page says: headings, commands, names, links, numbers."""
+"""Each Chinese page has what its English page has: headings, commands, names, links, numbers."""
 
 import itertools
 import re

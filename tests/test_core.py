@@ -74,7 +74,9 @@ def test_a_plain_run_loads_the_core_alone(tiny, tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in kept}
     printed = subprocess.check_output(command, cwd=ROOT, text=True, timeout=300, env=env)
     *_, allocator, found = printed.splitlines()
-    assert allocator.startswith("expandable_segments:True,pinned_max")  # set before torch came
+    assert allocator.startswith(
+        "expandable_segments:True,pinned_max"
+    )  # set before torch was imported
     found = json.loads(found)
     shares = {path.removeprefix(f"{ROOT}/"): share for path, share in found.items()}
     core = {path: lines_of(path) for path in shares if not path.startswith("tests")}

@@ -147,7 +147,7 @@ def test_special_tokens_take_no_part_in_the_trial():
     assert is_right(LlamaDecoder, model)
 
 
-# --- The step of our own -----------------------------------------------------------
+# --- This project's step -----------------------------------------------------------
 @pytest.mark.parametrize("family", sorted(OWN_STEP))
 @pytest.mark.parametrize("part", ["norm", "rotated"])
 def test_an_own_step_that_would_be_wrong_is_found_out(family, part, monkeypatch, capsys):

@@ -31,7 +31,7 @@ SEVERAL = {"SLURM_STEP_NUM_TASKS": "2"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SI
 
 @pytest.mark.parametrize("launched", [{"RANK": "1"}, *SEVERAL])
 def test_only_a_process_that_nobody_launched_takes_itself_for_the_only_rank(monkeypatch, launched):
-    """One of several that is not told its rank ends, unless mpi4py can tell it."""
+    """One of several that does not know its rank ends, unless mpi4py knows it."""
     whole = dict.fromkeys(ranks.NEEDED, "0") | launched
     for environment in (dict(whole), {"SLURM_STEP_NUM_TASKS": "1"}):
         monkeypatch.setattr(os, "environ", environment)

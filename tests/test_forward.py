@@ -1,4 +1,4 @@
-"""CompletionModel: whatever is shared, padded, chunked or cut, the same numbers.
+"""CompletionModel: whatever is shared, padded or chunked, the same numbers.
 
 The yardstick is a plain forward of one row at a time, and its gradient.
 """
@@ -14,9 +14,7 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 
 import grpo_loss_triton
-from grpo import loss as grpo_loss
 from grpo.forward import CompletionModel, has_plain_head
-from grpo.packing import plan_micro_batches, sizes_of
 
 # Rows of PROMPTS, whose tokens number 1, 5, 9 and 3. 0 is the filler and the models' pad id, 2 is
 # EOS: pad stands first, within and last, EOS last and within, and two rows are a single token.
@@ -138,7 +136,7 @@ def test_logits_of_prompts_are_not_computed_where_the_head_is_not_plain(model_of
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_checkpointing_keeps_less_and_computes_again(checkpointing):
-    """In the backward pass the model has its own attention back, and layers need ours."""
+    """In the backward pass the model has its attention back, and layers need ours."""
     model = tiny_model("qwen2")
     ours = CompletionModel(model, gradient_checkpointing=checkpointing)
     query, kept = Spy(model.model.layers[0].self_attn.q_proj), []
@@ -191,7 +189,7 @@ def kernel(monkeypatch):
     arguments = inspect.signature(varlen.varlen_attn)
 
     def counted(*inputs, **options):
-        arguments.bind(*inputs, **options)  # torch's own takes them, too: 2.10's lacks three
+        arguments.bind(*inputs, **options)  # torch's takes them, too: 2.10's lacks three
         seen.append(options["window_size"])
         return varlen_attn(*inputs, **options | way)
 
@@ -249,7 +247,7 @@ def test_a_kernel_that_is_wrong_is_not_used(family, wrong, kernel, monkeypatch, 
 
 @pytest.mark.parametrize("family", ["gemma2 wide", "gpt-oss"])
 def test_caps_and_sinks_are_not_for_the_kernel(family, kernel):
-    """It knows neither; they are computed by the model's own code."""
+    """It knows neither; they are computed by the model's code."""
     ours = CompletionModel(tiny_model(family).bfloat16())
     kernel[0].clear()
     assert ours.packs and logps_of(ours, PROMPT_OF, COMPLETIONS) and not kernel[0]
@@ -285,76 +283,9 @@ def test_a_head_that_is_more_than_a_matrix_is_found_out(change):
 
 @pytest.mark.parametrize("dtype, noise", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_a_head_is_plain_also_where_two_runs_differ_in_their_last_bits(dtype, noise):
-    """As a mixture of experts does on a GPU, where atomic additions come in any order."""
+    """As a mixture of experts does on a GPU, where atomic additions happen in any order."""
     model = tiny_model("qwen2").to(dtype)
     mlp = model.model.layers[0].mlp
     exact = mlp.forward
     mlp.forward = lambda x: exact(x) * (1 + noise * torch.randn_like(x))
     assert has_plain_head(model)
-
-
-# --- Micro-batches ------------------------------------------------------------------
-EIGHT = [
-    [1 + (7 * i + 3 * t) % 109 for t in range(n)] for i, n in enumerate([4, 1, 3, 8, 12, 2, 6, 5])
-]
-EIGHT_PROMPTS = [PROMPTS[i // 2] for i in range(8)]  # four groups of two
-
-
-@pytest.mark.parametrize("loss_type, packs", [
-    ("grpo", True), ("dapo", False), ("dr_grpo", True)
-])  # fmt: skip
-def test_the_loss_does_not_depend_on_how_the_step_is_cut(loss_type, packs, model_of):
-    """1 x 8 micro-batches, 8 x 1, uneven ones, on 1, 2 and 3 ranks, packed or padded, fused or
-    plain: one loss and one gradient.
-
-    simple_GRPO's means over each micro-batch gave every cut another gradient.
-    """
-    model, lengths = model_of("qwen2"), torch.tensor([len(c) for c in EIGHT])
-    torch.manual_seed(0)
-    drift = [0.3 * torch.randn(2, n) for n in lengths]  # of the old and of the reference policy
-    advantages = torch.randn(8)
-    weights = grpo_loss.token_weights(
-        lengths,
-        loss_type=loss_type,
-        sequences=10,
-        tokens=int(lengths.sum()),
-        max_completion_tokens=16,
-    )
-    expected = [plain_logps(model, p, c, 0.9) for p, c in zip(EIGHT_PROMPTS, EIGHT, strict=True)]
-
-    ours = CompletionModel(model)
-
-    def part(rows, packs, module):
-        """-> the loss of some of the step's rows, and its gradient as one vector."""
-        ours.packs = packs
-        hidden, ids = ours([EIGHT_PROMPTS[i] for i in rows], [EIGHT[i] for i in rows])
-        old_drift, ref_drift = torch.cat([drift[i] for i in rows], 1)
-        logps = torch.cat([expected[i] for i in rows]).detach()
-        new = module.linear_logps(hidden, ours.head, ids, temperature=0.9, vocab_size=VOCAB)
-        loss, _ = grpo_loss.policy_loss(
-            new,
-            logps + old_drift,
-            logps + ref_drift,
-            advantages[rows].repeat_interleave(lengths[rows]),
-            weights[rows].repeat_interleave(lengths[rows]),
-            clip_low=0.2,
-            clip_high=0.3,
-            kl_beta=0.04,
-        )
-        return loss.detach(), gradient_of(model, loss)
-
-    def step(world, budget):
-        turns = plan_micro_batches(sizes_of(EIGHT_PROMPTS, EIGHT, packs), world, budget)
-        parts = [part(b, packs, grpo_loss_triton) for turn in turns for b in turn if b]
-        return len(parts), sum(p[0] for p in parts), sum(p[1] for p in parts)
-
-    loss, gradient = part(list(range(8)), False, grpo_loss)  # the specification
-    assert gradient.norm() > 1e-2
-    numbers = []
-    for world, budget in [(1, 10_000), (1, 1), (1, 40), (2, 10_000), (2, 1), (3, 40)]:
-        number, cut_loss, cut_gradient = step(world, budget)
-        numbers.append(number)
-        # Float32 adds in another order; measured: 4e-7 of the loss, 6e-7 of the gradient.
-        assert abs(cut_loss - loss) < 1e-5 * abs(loss)
-        assert (cut_gradient - gradient).norm() < 1e-5 * gradient.norm()
-    assert numbers[:2] == [1, 8] and numbers[3] == 2

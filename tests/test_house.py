@@ -22,10 +22,10 @@ def name_of(path):
 MODULES = {name_of(path): path for path in FILES}
 
 
-def imports_of(path):
-    """Returns the names of all modules that a file imports, ours and others."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports_of(path, top=False):
+    """Returns the modules that a file imports, ours and others; with `top` not in functions."""
+    found, tree = set(), ast.parse(path.read_text())
+    for node in tree.body if top else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -114,12 +114,23 @@ def imports(module, library):
     return any(i == library or i.startswith(f"{library}.") for i in IMPORTS[module])
 
 
-@pytest.mark.parametrize("process", ["grpo.options.worker", "ref_server"])
-def test_a_worker_and_the_server_need_no_deepspeed(process):
-    """Nor torch.distributed: the files that a rank alone imports may use them."""
+RANKS = {"deepspeed", "torch.distributed"}
+# docs/several_machines.md installs torch, transformers and requests on a worker's machine
+ABSENT = {"accelerate", "bottle", "datasets", "deepspeed", "math_verify", "matplotlib"}
+ABSENT |= {"psutil", "waitress"}
+
+
+@pytest.mark.parametrize("process, absent", [
+    ("grpo.options.worker", RANKS | ABSENT), ("ref_server", RANKS)
+])  # fmt: skip
+def test_a_worker_and_the_server_need_what_is_installed_for_them(process, absent):
+    """The files that a rank alone imports may use more, but not when they are imported."""
     for module in reached_from(process, "grpo.policy", "grpo.prepare"):
-        for library in ("deepspeed", "torch.distributed"):
-            assert not imports(module, library), f"{module} must not import {library}"
+        assert not [library for library in absent if imports(module, library)], module
+    for module, path in MODULES.items():
+        if package(module) == "core" or module == "grpo_ref_split":
+            at_the_top = imports_of(path, top=True)
+            assert not {name.split(".")[0] for name in at_the_top} & ABSENT, module
 
 
 LONG = {"grpo_ref_split": 46}  # what CONTRIBUTING's limits except: tens of lines

@@ -1,9 +1,8 @@
-"""main() in processes of its own: two in one process, and a run that ends by an error."""
+"""main() in separate processes: two in one process, and a run that ends by an error."""
 
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -118,7 +117,7 @@ def test_what_ends_a_run_within_a_rollout_is_saved_with_the_updates_that_were_ma
     text = DIFFERS.replace("== 3", f"== {at + 2}").replace("PRESET", repr(preset))
     script.write_text(f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]}\n{text}")
     (rank,) = start_ranks(1, [sys.executable, script, "broken"], tmp_path / "log")
-    assert failed(rank, tmp_path / "log") == 1
+    assert rank.wait(120) == 1
     assert "the sampler differs" in (tmp_path / "log").read_text()
     (saved,) = (tmp_path / "run").glob("step_*")
     state = json.loads((saved / "trainer/state.json").read_text())
@@ -132,15 +131,6 @@ def test_what_ends_a_run_within_a_rollout_is_saved_with_the_updates_that_were_ma
         assert learned(tmp_path / "run") == learned(tmp_path / "whole")
 
 
-def failed(process, log):
-    """-> a process's exit code, once it has ended."""
-    deadline = time.monotonic() + 120
-    while process.poll() is None:
-        assert time.monotonic() < deadline, Path(log).read_text()[-3000:]
-        time.sleep(0.05)
-    return process.returncode
-
-
 @pytest.mark.long
 def test_an_error_on_one_of_two_ranks_ends_both_and_both_save_and_resume(tiny, tmp_path):
     """Only rank 0's judge breaks, after the empty completion, the gold answer and two steps of 8
@@ -150,7 +140,7 @@ def test_an_error_on_one_of_two_ranks_ends_both_and_both_save_and_resume(tiny, t
     preset = SMALL | {"MODEL": str(tiny), "TASK": task, "RUN_DIR": str(folder), "STEPS": 4}
     command = command_of("grpo_ref_split", preset)
     ranks = start_ranks(2, command, log)
-    assert [failed(rank, log) for rank in ranks] == [1, 1]
+    assert [rank.wait(120) for rank in ranks] == [1, 1]
     assert "ZeroDivisionError" in log.read_text()
     assert [path.name for path in folder.glob("step_*")] == ["step_000002"]
     assert not os.path.lexists(folder / "final")

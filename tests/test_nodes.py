@@ -24,7 +24,7 @@ import grpo_ref_split as trainer
 if __name__ == "__main__":
     trainer.main(**{constants!r})
 """
-COMMANDS = {  # what the batch file calls; `python` only says with what environment it was called
+COMMANDS = {  # what the batch file calls; `python` only writes with what environment it was called
     "scontrol": "echo 127.0.0.1; echo gpu02",
     "srun": """while [[ $1 == -* ]]; do shift; done
         export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0
@@ -66,7 +66,7 @@ def losses(folder):
 
 
 def start_slurm(folder, preset, log):
-    """Runs the page's batch file with a `srun` of our own; returns the processes of its tasks."""
+    """Runs the page's batch file with a fake `srun`; returns the processes of its tasks."""
     (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", PAGE, re.DOTALL)
     folder.mkdir()
     for name, text in COMMANDS.items():
@@ -85,7 +85,7 @@ def start_slurm(folder, preset, log):
 
 @pytest.mark.long
 def test_a_node_is_killed_and_the_run_resumes_under_another_launcher(preset, tmp_path):
-    """kill -9 of all that runs on node 1 after step 3, under deepspeed: node 0 ends, and says why.
+    """kill -9 of all that runs on node 1 after step 3, under deepspeed: node 0 ends, and logs why.
     Both go on under torchrun, to what two tasks of SLURM, never stopped, make of the same disk."""
     disks, logs = [tmp_path / "0", tmp_path / "1"], [tmp_path / "log0", tmp_path / "log1"]
     deepspeed, port = "deepspeed --hostfile hosts --no_ssh", free_port()
@@ -104,7 +104,7 @@ def test_a_node_is_killed_and_the_run_resumes_under_another_launcher(preset, tmp
     assert [node.wait(150) for node in nodes] == [0, 0], logs[0].read_text()[-3000:]
     assert "resumes from run/step_00000" in logs[0].read_text()
     names = [[path.name for path in (disk / "run/step_000004/trainer").iterdir()] for disk in disks]
-    assert "optimizer_1.pt" in set(names[1]) - set(names[0])  # disks of their own
+    assert "optimizer_1.pt" in set(names[1]) - set(names[0])  # separate disks
 
     shared = tmp_path / "shared"
     tasks = start_slurm(shared, preset, tmp_path / "slurm")

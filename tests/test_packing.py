@@ -5,10 +5,8 @@ import math
 import random
 
 import pytest
-from fakes import a_group, a_recipe
 
-import grpo_ref_split as trainer
-from grpo.packing import pack_by_tokens, plan_micro_batches, plan_rounds, sizes_of
+from grpo.packing import pack_by_tokens, plan_micro_batches, sizes_of
 
 
 def random_sizes(seed, packs):
@@ -75,31 +73,3 @@ def test_micro_batches_are_of_one_size():
     assert [[len(b) for b in turn] for turn in plan_micro_batches(sizes, 1, 215)] == [[8]] * 4
     # Three groups on two ranks: whole ones would let a rank wait for half of its time
     assert [[len(b) for b in turn] for turn in plan_micro_batches(sizes[:12], 2, 400)] == [[6, 6]]
-
-
-def rows_of(ids):
-    """-> the rows of groups of two, each with a prompt of its own."""
-    groups = [a_group([[1.0, -1.0], [-1.0, -1.0]], id=id) for id in ids]
-    rows = trainer.samples_to_train(a_recipe(), groups, 0)
-    for number, row in enumerate(rows):
-        row.prompt = [number // 2]
-    return rows
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_ranks_train_all_of_a_step_in_as_many_turns(world):
-    """Each plans by itself; a rank with a backward more than another would wait for ever."""
-    rows = rows_of("abcdef")
-    plans = [plan_rounds(rows, True, rank, world, 8) for rank in range(world)]
-    assert len({len(plan) for plan in plans}) == 1
-    trained = [id(row) for plan in plans for batch, filler in plan for row in batch if not filler]
-    assert sorted(trained) == sorted(map(id, rows))
-
-
-def test_a_rank_without_sequences_takes_part_with_one_that_does_not_count():
-    rows = rows_of("ab")[:3]
-    for rank, counts in enumerate([True, True, True, False]):
-        ((batch, is_filler),) = plan_rounds(rows, True, rank, 4, 8)
-        assert is_filler != counts and len(batch) == 1
-    assert len(batch[0].ids) == 1  # the shortest, and a copy: its old log-probs are its own
-    assert all(batch[0] is not row for row in rows)

@@ -1,4 +1,4 @@
-"""What ranks do together: rank 0 says who is behind; no rank outlives another one;
+"""What ranks do together: rank 0 logs who is behind; no rank outlives another one;
 the gradient does not depend on how a step is cut up: 1 x 8 micro-batches, 8 x 1, 2 ranks x 4.
 
 A mean over each micro-batch would favour short completions, and change with the accumulation.
@@ -76,7 +76,7 @@ def test_rank_0_says_which_ranks_are_behind_and_in_which_part(tmp_path):
     output = launch(3, script(tmp_path, limit=60, sleeps=1.5), tmp_path / "log")
     lines = [line for line in output.splitlines() if "so far for rank" in line]
     assert len(lines) in (2, 3)  # and none before or after
-    for line in lines:  # all are in the same part, and two have come to its end
+    for line in lines:  # all are in the same part, and two have reached its end
         assert "rank 0: " in line and "rank 1 (sampling for step 1)" in line
         assert "rank 2" not in line
 

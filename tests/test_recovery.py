@@ -58,7 +58,7 @@ def wait_for(log, pattern, seconds=60):
 
 
 def check_same(after, expected):
-    """A server scores in batches as they come, which round otherwise: measured 1e-6."""
+    """A server scores in batches as they arrive, which round otherwise: measured 1e-6."""
     for name in ("loss", "grad_norm", "kl", "reward", "eval_accuracy", "completions/mean_length"):
         mine, theirs = ([(r["step"], r[name]) for r in x if name in r] for x in (after, expected))
         assert [at for at, _ in mine] == [at for at, _ in theirs], name
@@ -70,7 +70,7 @@ def test_a_run_that_is_killed_and_goes_on_gives_the_losses_of_one_that_never_sto
     tiny, tmp_path, ranks
 ):
     """kill -9 of a rank after step 4: step 3's checkpoint, and all that followed it again. Then
-    kill -9 of the server, in the middle of a step: the run waits, says so, and goes on."""
+    kill -9 of the server, in the middle of a step: the run waits, logs it, and goes on."""
     log, port = tmp_path / "log", free_port()
     url = f"http://127.0.0.1:{port}"
     serve = command_of("ref_server", {"MODEL": str(tiny), "PORT": int(port)}), tmp_path / "server"
@@ -138,7 +138,7 @@ def test_a_run_saves_its_last_step_also_where_nobody_reads_its_output_any_more(t
 @pytest.mark.long
 @pytest.mark.parametrize("victim", ["launcher", "Ctrl-C"])
 def test_ranks_end_when_their_launcher_does(tiny, tmp_path, victim):
-    """Ctrl-C in a terminal comes to them all. They save their last step."""
+    """Ctrl-C in a terminal reaches them all. They save their last step."""
     preset = preset_of(tiny, tmp_path / "run", **ENDLESS)
     launcher = start_launcher(2, command_of("grpo_ref_split", preset), tmp_path / "log")
     wait_for_step(tmp_path / "run", 1, launcher, tmp_path / "log")

@@ -54,7 +54,7 @@ def test_wandb_offline_has_the_runs_name_constants_and_metrics(tmp_path, alone, 
     report_steps(tmp_path, ["wandb"], [1, 2], Progress("my run-1"))
     expected = {"my-run-1", "my run-1", "SEED", "rewards/a/mean", "eval_accuracy"}
     end, found = time.monotonic() + 20, set()
-    while found != expected and time.monotonic() < end:  # W&B's own process writes the file
+    while found != expected and time.monotonic() < end:  # W&B's process writes the file
         time.sleep(0.05)
         for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"):
             found = {text for text in expected if text.encode() in path.read_bytes()}

@@ -53,7 +53,7 @@ class Reference:
 
 
 def take_step(outcomes, *, step=0, engine=None, workers=None, reference=None, **recipe):
-    """-> sample_rollout's (groups, metrics, sampled) of prompts whose groups come out as told."""
+    """-> sample_rollout's (groups, metrics, sampled) of groups with these rewards."""
     prompts = recipe.pop("prompts", ())
     run = a_run(
         a_recipe(prompts, **recipe),
@@ -82,7 +82,7 @@ def test_a_steps_groups_are_those_that_are_not_flat_and_its_metrics_are_of_all(a
 
 
 def test_spread_is_of_groups_for_the_total_and_of_completions_for_a_reward(alone):
-    """With n - 1. reward_std is the mean of the groups' own; TRL's, since 0.27, is over all."""
+    """With n - 1. reward_std is the mean over groups; TRL's, since 0.27, is over completions."""
     _, metrics, _ = take_step([MIXED, ALL_WRONG, MIXED, MIXED])
     of_groups = [stdev([1, -3])] * 3 + [stdev([-2 + 1.25, -3])]
     assert metrics["reward_std"] == pytest.approx(fmean(of_groups))
@@ -130,7 +130,7 @@ def test_flat_groups_are_trained_when_asked(alone, skip, trained):
 
 
 def test_ranks_share_the_prompts_of_a_step(alone, monkeypatch):
-    """10 prompts on 4 ranks: 3, 3, 2 and 2; each rank draws with a seed of its own."""
+    """10 prompts on 4 ranks: 3, 3, 2 and 2; each rank draws with another seed."""
     one_round = {"PROMPTS_PER_STEP": 10, "MAX_REFILLS": 0}
     monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 4)
     counts, seeds, ids = [], set(), set()
@@ -216,7 +216,7 @@ FLAT = Group(0, None, [5], [LONG])
 
 
 def a_workers(number, *, version=0):
-    """-> groups as a worker hands them over; the first comes with the tally of a flat one."""
+    """-> groups as a worker hands them over; the first has the tally of a flat one, too."""
     groups = []
     for i in range(number):
         ids = {"id": f"worker-{version}-{i}", "version": version, "sampler": "worker"}

@@ -110,7 +110,7 @@ def reference(tiny):
 
 
 def expected(policy, group):
-    """-> the policy's own log-probs of a group, sequence by sequence."""
+    """-> the policy's log-probs of a group, sequence by sequence."""
     return torch.tensor([p for s in group.samples for p in logps_of(policy, s.prompt, s.ids)])
 
 

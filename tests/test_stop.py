@@ -7,11 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from grpo import waits
-from grpo.waits import TooLong, Wait
-
 ROOT = Path(__file__).parent.parent
 
 LISTENS = """
@@ -55,17 +50,3 @@ def test_a_trainer_that_is_asked_to_end_does_not_wait_for_a_server_that_is_down(
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 1
         assert "the server: it is down" in process.stdout.read()
-
-
-def test_a_wait_says_what_it_is_for_every_10_s_and_ends_at_its_limit(monkeypatch, capsys):
-    now = [100.0]
-    monkeypatch.setattr(waits.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(waits.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    wait = Wait("the server", 60)
-    with pytest.raises(TooLong) as ended:
-        while True:
-            wait.sleep("it is down")
-    assert "60 s" in str(ended.value) and 160 <= now[0] < 162
-    assert len(capsys.readouterr().err.splitlines()) == 5
-    wait.moved()
-    wait.sleep("it is down")

@@ -123,7 +123,7 @@ def test_who_reads_a_group_may_ask_for_another_even_after_the_last(family, given
 
 @pytest.mark.parametrize("unfinished, most, groups", [
     (0, 0, 8), (40, 64, 0), (32, 64, 4),
-    (12, 16, 0), (8, 16, 7),  # of 64 places most are free, as no prompts came
+    (12, 16, 0), (8, 16, 7),  # of 64 places most are free, as no prompts were given
 ])  # fmt: skip
 def test_groups_join_once_half_of_what_ran_has_ended(unfinished, most, groups):
     """Each time the cache of all is copied, and a GPU's step recorded anew."""
@@ -134,7 +134,7 @@ def test_groups_join_once_half_of_what_ran_has_ended(unfinished, most, groups):
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "mamba"])
 def test_the_cache_is_gone_when_the_samples_are_there(family, model_of):
-    """Not when Python's garbage collector comes round: training needs the memory at once."""
+    """Not when Python's garbage collector runs: training needs the memory at once."""
     sample(model_of(family), PROMPTS)  # with the trial of a decoder
     kinds = (SharedDecoder, CachedDecoder, PlainDecoder, decode.SharedLayer, transformers.Cache)
     gc.collect()

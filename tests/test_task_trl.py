@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from fakes import a_recipe
-from processes import QUICK, command_of, launch, learned
 
 from grpo.task import load_items, load_task, reward_group, total
 from tasks import trl
@@ -46,7 +45,7 @@ def functions():
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """Returns the path of a user's copy of tasks/trl.py, with other functions and data."""
+    """Returns the path of a user's copy of tasks/trl.py, with its functions and data."""
     (tmp_path / "functions_of_this_test.py").write_text(FUNCTIONS)
     lines = [json.dumps(CHAT_ITEM), json.dumps(TEXT_ITEM)] * 4
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
@@ -107,15 +106,15 @@ def test_what_does_not_fit_ends_the_run(function, says, monkeypatch):
         rewarded(monkeypatch, {"other": other, "f": function}, CHAT_ITEM, "a", "b")
 
 
-def test_a_copy_with_its_own_functions_and_data_trains(copied, tiny, tmp_path):
-    task = load_task(copied)
-    assert len(load_items(copied, task, "train")) == 7
-    preset = QUICK | {"MODEL": str(tiny), "TASK": copied, "RUN_DIR": str(tmp_path / "run")}
-    preset |= {"STEPS": 2, "EVAL_STEPS": 0, "CPU_THREADS": 1, "REF_SERVER": None, "KL_BETA": 0}
-    preset |= {"MAX_PROMPT_TOKENS": 64}
-    launch(1, command_of("grpo_ref_split", preset), tmp_path / "log")
-    steps = learned(tmp_path / "run")
-    assert len(steps) == 2
-    for step in steps:
-        assert 0 < step["rewards/longest/mean"] < 1  # of a group's four, not of one
-        assert step["rewards/harder/mean"] >= 2  # level 2, and None for no text
+def test_a_copy_has_its_own_functions_and_data(copied):
+    task, texts = load_task(copied), ["", "5", "five", "no"]
+    items = load_items(copied, task, "train")
+    assert len(items) == 7
+    recipe = a_recipe(task=task, TASK=copied, REWARD_WEIGHTS=None, OUTCOME=None)
+    recipe.prompts = [(0, items[0], [5])]
+    recipe.resolve()
+    assert recipe.weights == task.REWARD_WEIGHTS and recipe.outcome == "right"
+    found = reward_group(recipe, items[0], texts)
+    assert [r["right"] for r in found] == [0, 1, 0, 0]
+    assert [r["longest"] for r in found] == [0, 0, 1, 0]  # of a group's four, not of one
+    assert repr([r["harder"] for r in found]) == "[nan, 2.0, 8.0, 4.0]"  # level 2

@@ -6,7 +6,7 @@ import functools
 from types import SimpleNamespace
 
 import pytest
-from fakes import a_recipe, sampled, tiny_policy
+from fakes import a_recipe, sampled
 from tokenizers.processors import TemplateProcessing
 
 from grpo import prepare
@@ -27,11 +27,6 @@ THINK = "<think>\n"  # DeepSeek-R1's distilled models, Qwen3-Thinking
 
 def message(text, role="user"):
     return {"role": role, "content": text}
-
-
-@pytest.fixture
-def tokenizer(tiny):
-    return tiny_policy(tiny).tokenizer  # a new one, which may be changed
 
 
 def opening(tokenizer, text):

@@ -61,7 +61,7 @@ def test_advantages_are_of_the_rewards_that_apply():
 
 
 def test_whose_log_probs_are_the_old_ones():
-    """On-policy the first update's own, which come for free; of another policy the sampler's."""
+    """On-policy the first update's, which cost nothing; of another policy the sampler's."""
     ours, old = a_group(MIXED, version=5), a_group(MIXED, version=4)
     theirs = a_group(MIXED, version=5, sampler="worker")
 

@@ -1,4 +1,4 @@
-"""The wire: what is packed comes back as it was, and nothing malformed is unpacked."""
+"""The wire: what is packed is unpacked as it was, and nothing malformed is unpacked."""
 
 import dataclasses
 import json

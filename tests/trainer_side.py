@@ -52,16 +52,11 @@ def weights(version):
     return torch.arange(3.0) - 5 - version
 
 
-def recipe_at(trainer, prompts, folder, **constants):
-    """-> a recipe whose constants are those of a trainer and its workers."""
-    own = SIZES | {"TRAINER": trainer, "TRAINER_SAMPLES": False, "RUN_DIR": str(folder)}
-    return a_recipe(prompts, **own | constants)
-
-
 @contextlib.contextmanager
 def serving(folder, *, outcomes=(MIXED,) * 9, run="run", trainer="http://127.0.0.1:0", **constants):
     """Runs rank 0's side in the block; -> it. Its `c.TRAINER` is where it serves."""
-    recipe = recipe_at(trainer, prompts_of(outcomes), folder, **constants)
+    own = SIZES | {"TRAINER": trainer, "TRAINER_SAMPLES": False, "RUN_DIR": str(folder)}
+    recipe = a_recipe(prompts_of(outcomes), **own | constants)
     workers = Workers(recipe.c, recipe, Policy(), run)
     change(workers, TRAINER=f"http://127.0.0.1:{workers.server.effective_port}")
     try:

@@ -1,4 +1,4 @@
-"""class Environment: one for each completion, with a state of its own, closed whatever happens."""
+"""class Environment: one for each completion, with its state, closed whatever happens."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from documents import ROOT
-from fakes import a_recipe, sampled, tiny_policy
+from fakes import a_recipe, sampled
 from test_turns import Actor, prompts
 
 from grpo.options.turns import stream_turns
@@ -51,11 +51,6 @@ class Counter:
 @pytest.fixture(autouse=True)
 def fresh():
     Counter.live, Counter.made, Counter.ended = set(), [], []
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return tiny_policy(tiny).tokenizer
 
 
 def recipe_of(tokenizer, *secrets, environment=Counter, **constants):
@@ -118,14 +113,6 @@ def test_what_an_environment_may_not_return_is_said(tokenizer):
     recipe.task.rewards = lambda item, turns: {"reward": 1, "turns": 1}
     with pytest.raises(TaskError, match="an object with reply"):
         sampled(Actor(tokenizer, ["One"]), recipe, iter(recipe.prompts))
-
-
-def test_texts_that_were_sampled_before_are_played_again(tokenizer, capsys):
-    """evaluate.py keeps answers, not rewards; the preview plays gold()."""
-    recipe = recipe_of(tokenizer, 3)
-    turns = ["One", "left 2", "two", "left 1", "three"]
-    assert reward_group(recipe, {"secret": 3}, [turns]) == [{"reward": 3.0, "turns": 5.0}]
-    assert not Counter.live
 
 
 def test_rewards_of_none_and_those_without_weights(tokenizer):

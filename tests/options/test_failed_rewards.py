@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import MIXED, FakeEngine, a_recipe, a_run, prompts_of, sampled
-from test_environments import Actor, recipe_of, tokenizer  # noqa: F401 (a fixture)
+from test_environments import Actor, recipe_of
 
 from grpo.metrics import rollout_metrics
 from grpo.options.async_rewards import start_loop
@@ -85,7 +85,7 @@ def test_a_slow_reward_fails_alone():
     assert [math.isnan(r["format"]) for r in rewards_of(group)] == [False, True]
 
 
-def test_an_environment_that_fails_ends_its_conversation_alone(tokenizer):  # noqa: F811
+def test_an_environment_that_fails_ends_its_conversation_alone(tokenizer):
     recipe = recipe_of(tokenizer, 5, 0, 5)  # the second's environments raise
     recipe.failures = Failures(2)
     actor = Actor(tokenizer, ["One", "two", "three", "four", "five"])

@@ -25,7 +25,7 @@ const texts = (id, tag) => [...$(id).querySelectorAll(tag)].map(node => node.tex
 
 
 def browse(url, *options, seconds=3):
-    """Returns what Chromium prints, and its console, after `seconds` of the page's own clock."""
+    """Returns what Chromium prints, and its console, after `seconds` of the page's clock."""
     with tempfile.TemporaryDirectory() as profile:
         command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
         command += ["--disable-background-networking", "--disable-sync", "--mute-audio"]

@@ -1,4 +1,4 @@
-"""A LoRA checkpoint becomes a model of its own."""
+"""A LoRA checkpoint becomes a whole model."""
 
 import json
 import re

@@ -17,7 +17,7 @@ def text_of(policy):
 
 
 def record_by(policy, version=0):
-    """-> a policy's version and proof, as they come over the wire."""
+    """-> a policy's version and proof, as they arrive over the wire."""
     return json.loads(json.dumps({"version": version, "proof": proof_of(policy, *text_of(policy))}))
 
 

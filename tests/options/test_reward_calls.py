@@ -22,7 +22,6 @@ from grpo.constants import Constants
 from grpo.options.reward_processes import start_processes
 from grpo.prepare import prepare
 from grpo.rewards import TooSlow, import_file, timely
-from grpo.task import begin_rewards, reward_group
 
 ROOT = Path(__file__).parents[2]
 SLOW = ROOT / "tests" / "tasks" / "slow.py"
@@ -57,16 +56,16 @@ def test_what_is_in_time_is_left_alone():
     for _ in range(20):
         with timely(0.05, "this"):
             time.sleep(0.001)
-    time.sleep(0.1)  # nothing comes late
+    time.sleep(0.1)  # nothing follows
 
 
 NEVER_BACK = """
     ctypes.pythonapi.PyThread_acquire_lock.restype = ctypes.c_int
     lock = ctypes.pythonapi.PyThread_allocate_lock
     lock.restype = ctypes.c_void_p
-    held = ctypes.c_void_p(lock())
+    mutex = ctypes.c_void_p(lock())
     while True:
-        ctypes.pythonapi.PyThread_acquire_lock(held, 1)  # holds the interpreter while it waits
+        ctypes.pythonapi.PyThread_acquire_lock(mutex, 1)  # keeps the interpreter while it waits
 """
 OWN_ALARM = """
     signal.alarm(100)
@@ -91,7 +90,7 @@ with rewards.timely(0.1, "this"):{block}"""
 
 # --- In processes ---------------------------------------------------------------------
 class Saying(FakeEngine):
-    """Completions whose texts are what the item says."""
+    """Completions with these texts, one after the other."""
 
     def __init__(self, *texts):
         super().__init__()
@@ -138,8 +137,9 @@ def test_rewards_are_the_same_in_the_same_order(two):
     texts = ["sleep 0.05", "sleep 0", "look", "sleep 0.0", "sleep 0.01"]
     there = rewarded(two, *texts, groups=5)
     here = rewarded(a_recipe(task=TASK, REWARD_WEIGHTS=REWARDS), *texts, groups=5)
-    formats = [[[r["format"] for r in group] for group in groups] for groups in (there, here)]
-    assert formats[0] == formats[1]
+    for name in ("format", "longest"):  # of a completion, and of a whole group
+        found = [[[r[name] for r in group] for group in groups] for groups in (there, here)]
+        assert found[0] == found[1]
     looks = [r["correctness"] for group in there for r in group if r["format"] == 4.0]
     assert looks and set(looks) == {1.0}  # no torch, no GPU
 
@@ -166,13 +166,6 @@ def test_sampling_goes_on_beside(two):
     assert [number for number, _ in seen] == list(range(7))
     assert seen[0][1] == 7
     assert 0.1 < sum(waits) < 3  # which is what the step's "reward" counts
-
-
-def test_the_rewards_of_a_whole_group_are_one_job(two):
-    texts = ["sleep 0", "sleep 0.0"]
-    futures = begin_rewards(two, {}, texts)
-    assert [future.result() for future in futures[2:]] == [[{"longest": 0.0}, {"longest": 1.0}]]
-    assert [r["longest"] for r in reward_group(two, {}, texts, futures)] == [0, 1]
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -23,7 +23,7 @@ def test_settings_are_the_same_after_a_journey_as_json():
     ("REWARD_WEIGHTS", {"REWARD_WEIGHTS": {"correctness": 1.0, "format": 1.0}}),
     ("hash of prompts", {"prompts": prompts_of([MIXED, MIXED])}),
     ("hash of prompts", {"prompts": [(0, {}, [5, 7])]}),  # another template, tokenizer or split
-    ("GROUP_SIZE", None),  # that the trainer does not tell
+    ("GROUP_SIZE", None),  # that the trainer does not send
 ])  # fmt: skip
 def test_a_worker_with_other_constants_is_told_which(name, change):
     theirs, fields = settings_of(a_recipe(prompts_of([MIXED]))), {"prompts": prompts_of([MIXED])}

@@ -40,7 +40,7 @@ def sample(policy, strings, **changes):
     ("how many now", "an", "how many"),  # in the middle of one, whose rest stays
     ("5 €, 6 €", "€", "5 €"),  # a character of three ids
     ("è€é€", "é€", "è€é€"),  # after another half, and another of the same end
-    ("so <answer>7</answer> and", "</answer>", "so <answer>7</answer>"),  # an id of its own
+    ("so <answer>7</answer> and", "</answer>", "so <answer>7</answer>"),  # a single id
     ("\n\n7\n\n8", "7\n\n", "\n\n7\n\n"),
     ("7+5", "75", None),
 ])  # fmt: skip

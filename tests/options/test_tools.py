@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from fakes import a_recipe, sampled, tiny_policy
+from fakes import a_recipe, sampled
 from test_turns import Actor
 
 from grpo.models import prompt_ids
@@ -71,10 +71,9 @@ def call(name="add", arguments='{"a": 2, "b": 3}'):
 
 
 @pytest.fixture
-def tokenizer(tiny):
-    found = tiny_policy(tiny).tokenizer
-    found.add_tokens(["<tool_call>", "</tool_call>"])  # ids of their own, not special, as Qwen2.5's
-    return found
+def tokenizer(tokenizer):
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # single ids, not special, as Qwen2.5's
+    return tokenizer
 
 
 # --- What the model reads -------------------------------------------------------------

@@ -42,18 +42,13 @@ def policy(tiny):
     return tiny_policy(tiny)
 
 
-@pytest.fixture
-def tokenizer(tiny):
-    return tiny_policy(tiny).tokenizer  # a new one, whose template may be changed
-
-
 def prompts(tokenizer, *secrets):
     ids = prompt_ids(tokenizer, [USER])
     return [(i, {"secret": secret}, ids) for i, secret in enumerate(secrets)]
 
 
 class Actor:
-    """In place of a model: says the texts of `lines(item number)`, a turn after the other, each
+    """In place of a model: its turns are the texts of `lines(item number)` in order, each
     ended by EOS, or by a stop string in it. Notes what it is asked for."""
 
     def __init__(self, tokenizer, *lines):
@@ -136,7 +131,7 @@ def test_after_a_stop_string_a_reply_stands_inside_the_turn(tokenizer):
     (-25, True, 1), (0, True, 1), (1, True, 3), (9, False, 3)
 ])  # fmt: skip
 def test_all_turns_together_have_max_completion_tokens(tokenizer, room, truncated, turns):
-    """A talk is cut in a turn, or before the first for which a reply leaves no token."""
+    """A conversation is cut in a turn, or before the first for which a reply leaves no token."""
     said, then = "Three?", "Two"
     eos, then_ids = tokenizer.eos_token_id, len(tokenizer(then)["input_ids"]) + 1
     assert 1 < then_ids < 9
@@ -189,7 +184,7 @@ def test_a_reply_that_hangs_before_the_run_ends_it_too():
 
 
 def test_a_slow_reply_leaves_its_place_to_others(tokenizer):
-    """The first talk's reply comes once the last prompt has been asked; one place is enough."""
+    """The first reply returns once the last prompt has been asked for; one place is enough."""
     last = threading.Event()
 
     def reply(item, turns):
@@ -225,56 +220,8 @@ def test_a_task_cannot_change_what_was_said(tokenizer):
     assert talk.text == ["One"]
 
 
-class CountingDecoder:
-    """In place of a model with a recorded step: a token is EOS once in 70; counts admissions."""
-
-    joins, compaction = True, 2
-
-    def __init__(self, eos, vocab_size):
-        self.admissions = self.rows = self.rewound = 0
-        self.lengths = []
-        self.logits = torch.zeros(vocab_size)
-        self.logits[eos] = math.log((vocab_size - 1) / 69)
-
-    def admit(self, prompts, sizes):
-        self.admissions, self.rows = self.admissions + 1, self.rows + sum(sizes)
-        return self.logits.expand(sum(sizes), -1)
-
-    def next_logits(self, tokens):
-        return self.logits.expand(self.rows, -1)
-
-    def keep(self, indices):
-        self.rows = len(indices)
-
-    def __setattr__(self, name, value):
-        super().__setattr__(name, value)
-        if name == "columns":
-            self.rewound += 1
-
-
-def test_replies_are_let_in_many_at_a_time(tokenizer, monkeypatch):
-    """Each admission copies the cache of all and records the step anew. Measured: 9; it was 55 when
-    SAMPLE_BATCH, of which most is free here, decided."""
-    eos, vocab = tokenizer.eos_token_id, len(tokenizer)
-    settings = {"eos_ids": {eos}, "vocab_size": vocab}
-    settings["generator"] = torch.Generator().manual_seed(0)
-    decoders, model = [], SimpleNamespace(device=torch.device("cpu"))
-    make = lambda *_: decoders.append(CountingDecoder(eos, vocab)) or decoders[-1]
-    monkeypatch.setattr(sampler, "make_decoder", make)
-    policy = SimpleNamespace(tokenizer=tokenizer, eos_ids={eos}, text=lambda turn: "x")
-    policy.stream = lambda prompts, seed, **sizes: sampler.stream_groups(
-        model, prompts, **settings | sizes
-    )
-    limits = {"GROUP_SIZE": 8, "SAMPLE_BATCH": 256, "MAX_COMPLETION_TOKENS": 512}
-    groups = talks(policy, calls(None, "go on", "go on"), *range(4), **limits)
-    said = Counter(len(talk.text) for group in groups for talk in group.samples)
-    admissions = sum(decoder.admissions for decoder in decoders)
-    assert said[5] == 32 and admissions <= 17
-    assert sum(decoder.rewound for decoder in decoders) > 1  # turns that go on in their places
-
-
 def test_a_prompt_that_begins_with_another_conversation_takes_a_row_of_its_own():
-    """It has a limit of its own, which that row does not leave."""
+    """It has another limit, which that row does not leave."""
     running = sampler.Running(8, {9}, None, torch.device("cpu"))
     running.add([Prompt(0, [1, 2], limit=8)], 1)
     for token in (5, 6, 9):
@@ -289,7 +236,7 @@ def test_a_prompt_that_begins_with_another_conversation_takes_a_row_of_its_own()
 
 # --- A real model -----------------------------------------------------------------------
 def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy, monkeypatch):
-    """Of talks of one to three turns, in a batch that they leave and join at different times, or in
+    """Of one to three turns, in a batch that sequences leave and join at different times, or in
     which they go on in their places."""
     later = Counter()
 
@@ -319,7 +266,7 @@ def test_own_log_probs_are_those_of_a_plain_forward_of_the_whole_talk(policy, mo
 # --- Training ---------------------------------------------------------------------------
 @pytest.fixture
 def group(tokenizer):
-    """A Group of two talks, of which one has a turn more."""
+    """A Group of two conversations, of which one has a turn more."""
     actor = Actor(tokenizer, ["<think>40+2</think>", "<answer>42</answer>"])
     numbers = itertools.count()
     rewards = lambda item, turns: next(numbers)
@@ -347,7 +294,7 @@ def test_which_tokens_are_the_models_travels_and_only_if_a_task_has_replied(grou
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_tasks_tokens_are_not_trained_and_count_nowhere(group, policy, loss_type, fused, alone):
-    """The gradient is that of a sum by hand over own tokens; so are the means."""
+    """The gradient is that of a sum by hand over the model's tokens; so are the means."""
     constants = {"LOSS_TYPE": loss_type, "FUSED_LOSS": fused, "KL_BETA": 0.1, "IS_CAP": 0.0}
     recipe = a_recipe(REWARD_WEIGHTS={"reward": 1.0}, **constants)
     talk = group.samples[0]

@@ -3,7 +3,6 @@ in the trainer's ranks, and in a worker. `make vllm-test` installs vLLM and runs
 """
 
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -16,7 +15,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("vllm")
-from processes import command_of, kill, launch, start
+from processes import command_of, kill, launch, learned, start
 
 from demo import free_port
 from grpo.models import has_bfloat16
@@ -32,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 V = 400  # ids of the tokenizer that these models stand for
 CONTEXT = 256
 EOS = {11, 12, 13, 14, 15, 16, 17, 18}  # many, so that completions do end
-CONFIG_EOS = 5  # the model's own idea, which must not count
+CONFIG_EOS = 5  # in the model's config, which must not count
 # float32, measured on a CPU: at most 4e-5 in 5 000 log-probs, where two models differ by 15 and
 # more. A GPU may multiply in TF32; the number for that is a guess
 NOISE = 0.05 if has_bfloat16("cuda" if torch.cuda.is_available() else "cpu") else 2e-4
@@ -142,7 +141,7 @@ def test_the_log_probs_are_those_of_the_sampled_distribution(case):
         for one in group:
             assert len(one.ids) == len(one.logps) and max(one.ids) < V
             assert distance(case.old, prompt, one.ids, one.logps, 0.8) < NOISE
-        assert len({tuple(one.ids) for one in group}) > 8  # each has a seed of its own
+        assert len({tuple(one.ids) for one in group}) > 8  # each has another seed
     assert case.sample(PROMPTS, group_size=16) == groups
     assert case.sample(PROMPTS, group_size=16, seed=1) != groups
 
@@ -260,7 +259,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two processes want a core each")
 def test_two_processes_that_share_a_model_sample_it_and_take_new_weights(tmp_path):
-    """TENSOR_PARALLEL, in a process of its own: vLLM's would inherit this one's."""
+    """TENSOR_PARALLEL, in a separate process: vLLM's would inherit this one's."""
     (tmp_path / "parallel.py").write_text(PARALLEL)
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     own = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores[:2])}
@@ -301,12 +300,6 @@ def constants(tmp_path):
     }
 
 
-def metrics_of(constants):
-    """-> the metrics of each step, in order."""
-    lines = Path(constants["RUN_DIR"], "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "loss" in record]
-
-
 @pytest.mark.parametrize("ranks, changes", [
     (1, {}),
     (1, {"LORA_RANK": 4, "STOP_STRINGS": ["7"]}),
@@ -318,7 +311,7 @@ def test_ranks_sample_and_resume(constants, tmp_path, ranks, changes):
     second = first | {"STEPS": 6}
     command = command_of("grpo_ref_split", first, second)
     output = launch(ranks, command, tmp_path / "log")
-    steps = metrics_of(first)
+    steps = learned(first["RUN_DIR"])
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     checked = [record["sampler_k3"] for record in steps if "sampler_k3" in record]
     assert len(checked) == (4 if changes.get("UPDATES_PER_ROLLOUT") else 6)
@@ -351,7 +344,7 @@ def test_a_trainer_that_samples_nothing_learns_from_vllm(constants, tmp_path, lo
         assert processes["grpo_ref_split:worker"].poll() is None
     finally:
         kill(*processes.values())
-    steps = metrics_of(trainer)
+    steps = learned(trainer["RUN_DIR"])
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert steps[0][MISMATCH] < 1e-4 and max(r["grad_norm"] for r in steps[1:]) > 1e-4
     assert max(r["staleness_max"] for r in steps) > 0  # it samples ahead

@@ -87,7 +87,7 @@ def test_float32_on_a_gpu_has_the_rounding_of_tf32(
 
 
 class FakeLLM:
-    """In place of vLLM: notes what it is told, and answers each request with `outputs`."""
+    """In place of vLLM: notes its calls, and answers each request with `outputs`."""
 
     def __init__(self, model="", **settings):
         self.settings, self.told, self.asked, self.outputs, self.weights = settings, [], [], [], {}
@@ -198,7 +198,7 @@ def test_it_takes_the_living_weights_once_a_step(a_policy, tiny, lora_rank):
 
 
 def test_it_sleeps_where_nothing_is_sampled_and_wakes_part_by_part(a_policy, tiny):
-    """Level 2: the weights are dropped, and come again from whoever has them."""
+    """Level 2: the weights are dropped, and loaded again from whoever has them."""
     woken = ["wake weights", "reload", "wake kv_cache", "reset"]
     policy = a_policy(tiny_policy(tiny).model, VLLM_SLEEP=True)
     for _ in range(2):  # also if no step was made

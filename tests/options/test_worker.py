@@ -1,33 +1,19 @@
 """A worker and rank 0's side of it: fetch, prove, sample, hand over. The trainer's side is in this
 process, behind a real socket."""
 
-import json
-import math
 import os
-import subprocess
-import sys
-import time
 from collections import Counter
 from itertools import islice
-from types import SimpleNamespace
 
 import pytest
 import torch
-from documents import ROOT
-from fakes import ALL_RIGHT, ALL_WRONG, MIXED, PROMPTS, a_recipe, tiny_policy
-from test_turns import Actor
+from fakes import ALL_RIGHT, ALL_WRONG, MIXED
 from trainer_side import Policy, change, end, publish, serving, weights
 
-from grpo import checks
 from grpo.options import worker as worker_module
-from grpo.options.failures import Failures
-from grpo.options.policy_proof import logps_of
 from grpo.options.worker import TrainerClient, Worker, run_worker
-from grpo.options.workers import Workers
-from grpo.prepare import prepare
 from grpo.rollout import Stream, tally
 from grpo.waits import TooLong
-from grpo_ref_split import DEFAULTS
 
 OUTCOMES = [MIXED, ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED, MIXED]
 USABLE = [outcome is MIXED for outcome in OUTCOMES]
@@ -91,7 +77,7 @@ def run(side, policy=None, name="me", expected=Ended):
 
 
 def in_order(side, *positions, name="me"):
-    """-> the items at these positions of the worker's own order."""
+    """-> the items at these positions of the worker's order."""
     order = Stream(side.recipe.prompts, f"{side.c.SEED}/{name}")
     items = [index for index, *_ in islice(order, 1 + max(positions))]
     return [items[position] for position in positions]
@@ -164,41 +150,6 @@ def test_flat_groups_stay_at_home_and_are_counted_with_the_next_one(side, monkey
     assert count["completions"] == 2 * position
 
 
-def test_a_worker_has_environments_and_its_failures_reach_the_trainer(side, monkeypatch, tiny):
-    made, closed = [], []
-
-    class Environment:
-        def __init__(self, item):
-            self.wrong = item["first"][0] == item["second"][0]
-            made.append(self)
-
-        def reply(self, turn):
-            if self.wrong:
-                raise ValueError("no more")
-            return {"role": "tool", "content": "more"} if turn == "One" else None
-
-        def rewards(self, turns):
-            return {"correctness": len(turns), "format": 0}
-
-        def close(self):
-            closed.append(self)
-
-    side.recipe.task, side.recipe.failures = SimpleNamespace(Environment=Environment), Failures(99)
-    change(side, SKIP_FLAT_GROUPS=False, MAX_COMPLETION_TOKENS=99)
-    publish(side, 0)
-    actor, policy = Actor(tiny_policy(tiny).tokenizer, ["One", "two"]), Policy(version=8)
-    for name in ("stream", "text", "tokenizer", "eos_ids"):
-        setattr(policy, name, getattr(actor, name))
-    Script(monkeypatch, go_on, go_on)
-    run(side, policy)
-    wrong = [outcome is not MIXED for outcome in OUTCOMES]
-    assert len(side.groups) == 7 and len(made) == len(closed) == 14
-    for group in side.groups:
-        both = wrong[group.index], group.samples[0].rewards["correctness"]
-        assert repr(both) == ("(True, nan)" if wrong[group.index] else "(False, 3.0)")
-        assert tally(side.recipe, group)["unrewarded"] == 2 * wrong[group.index]
-
-
 # --- A newer policy, and room ---------------------------------------------------------
 def test_what_has_begun_is_finished_and_nothing_begins_after_a_newer_policy(side, monkeypatch):
     monkeypatch.setattr(worker_module, "ASK_SECONDS", -1)
@@ -256,21 +207,6 @@ def test_a_policy_that_is_gone_before_it_was_fetched_is_asked_for_anew(side, mon
     assert {group.version for group in side.groups} == {1}
 
 
-def test_the_same_weights_at_a_later_step_are_not_fetched_again(side, monkeypatch):
-    """As where the updates between were skipped."""
-
-    def again():
-        side.groups.clear()
-        side.policy.become(weights(0))
-        side.publish(2)
-        side.finish()
-
-    Script(monkeypatch, go_on, go_on, again)
-    policy, _ = run(side)
-    assert policy.loads == [weights(0).tolist()]
-    assert {group.version for group in side.groups} == {2}
-
-
 def test_what_begins_with_the_same_weights_at_a_later_step_is_of_that_step(side, monkeypatch):
     """Or all that is sampled would grow too old, where steps in a row train nothing."""
     monkeypatch.setattr(worker_module, "ASK_SECONDS", -1)
@@ -287,14 +223,6 @@ def test_what_begins_with_the_same_weights_at_a_later_step_is_of_that_step(side,
     policy, _ = run(side)
     assert policy.loads == [weights(0).tolist()] and len(side.groups) == 7
     assert {group.version for group in side.groups} == {0, 9}
-
-
-def test_two_workers_share_the_room(side, monkeypatch):
-    """Both have asked, so each begins about half of it."""
-    monkeypatch.setattr(worker_module, "ASK_SECONDS", math.inf)
-    Script(monkeypatch, lambda: side.heard.update(you=worker_module.time.monotonic()), go_on)
-    policy, _ = run(side)
-    assert sum(policy.asked) == 4  # of 7
 
 
 def test_a_worker_waits_while_the_trainer_has_no_policy_or_no_room(tmp_path, monkeypatch, no_pause):
@@ -328,7 +256,7 @@ def test_a_worker_of_another_model_ends(side, monkeypatch):
     run(side, expected=SystemExit)
 
 
-# --- The trainer comes and goes ---------------------------------------------------------
+# --- The trainer ends and returns --------------------------------------------------------
 def test_a_worker_ends_once_the_trainer_is_gone(tmp_path, monkeypatch, no_pause):
     with serving(tmp_path, WAIT_LIMIT_SECONDS=0.2) as side:
         publish(side, 0)
@@ -352,61 +280,6 @@ def test_a_worker_leaves_no_file(side, monkeypatch, tmp_path):
     Script(monkeypatch, go_on, go_on)
     run(side)
     assert found == [(True, [])]
-
-
-# --- With a model -----------------------------------------------------------------------
-def test_a_real_policy_reaches_a_worker_and_is_what_it_samples(tiny, tmp_path, monkeypatch):
-    """The worker's log-probs are those of the trainer's policy, plainly computed."""
-    trainer, policy = tiny_policy(tiny, drift=0.02), tiny_policy(tiny)
-    task = SimpleNamespace(rewards=lambda item, text: {"correctness": len(text) % 2, "format": 1.0})
-    own = {"GROUP_SIZE": 4, "SAMPLE_BATCH": 8, "SKIP_FLAT_GROUPS": False, "PROMPTS_PER_STEP": 3}
-    own |= {"TRAINER": "http://127.0.0.1:0", "RUN_DIR": str(tmp_path), "WAIT_LIMIT_SECONDS": 5}
-    recipe = a_recipe(PROMPTS, task=task, **own)
-    side = Workers(recipe.c, recipe, trainer, "run")
-    change(side, TRAINER=f"http://127.0.0.1:{side.server.effective_port}")
-    side.publish(6)
-    side.finish()
-    Script(monkeypatch, *[go_on] * 3)
-    run(side, policy)
-    side.close()
-    assert len(side.groups) == 3
-    for group in side.groups:
-        assert group.version == 6
-        for sample in group.samples:
-            expected = logps_of(trainer, group.prompt, sample.ids)
-            assert sample.logps == pytest.approx(expected, rel=0, abs=1e-5)
-
-
-BARE = """
-import json, sys
-
-absent = "deepspeed bottle waitress datasets accelerate math_verify peft psutil matplotlib".split()
-sys.modules |= dict.fromkeys(absent)  # None: an import raises ModuleNotFoundError
-import grpo_ref_split as trainer
-
-trainer.worker(**json.loads(sys.argv[1]))
-"""
-
-
-def test_a_worker_needs_torch_transformers_and_requests_alone(tiny, tmp_path):
-    """docs/several_machines.md installs no more."""
-    given = {"MODEL": str(tiny), "SKIP_FLAT_GROUPS": False, "GROUP_SIZE": 2, "DTYPE": "float32"}
-    given |= {"PROMPTS_PER_STEP": 1, "MAX_COMPLETION_TOKENS": 8, "MAX_PROMPT_TOKENS": 64}
-    given |= {"RUN_DIR": str(tmp_path), "TASK": str(ROOT / "tests/tasks/even.py")}
-    c = checks.settled(DEFAULTS, given).but(TRAINER="http://127.0.0.1:0")
-    side = Workers(c, prepare(c)[1], tiny_policy(tiny), "run")
-    side.publish(0)
-    side.finish()
-    given["TRAINER"] = f"http://127.0.0.1:{side.server.effective_port}"
-    command = [sys.executable, "-c", BARE, json.dumps(given)]
-    log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, **log) as worker:
-        give_up = time.monotonic() + 120
-        while not side.groups and worker.poll() is None and time.monotonic() < give_up:
-            time.sleep(0.1)
-        worker.kill()
-        assert side.groups, worker.communicate()[0]
-    side.close()
 
 
 def test_a_process_that_is_started_again_has_another_name():

@@ -25,7 +25,7 @@ def side(tmp_path):
 
 
 def asked(workers, worker="me"):
-    """-> (record, room), as a worker is told them."""
+    """-> (record, room), as a worker gets them."""
     answer = call(workers.app, "GET", "/policy", QUERY_STRING=f"worker={worker}")[2]
     return tuple(json.loads(answer).values())
 

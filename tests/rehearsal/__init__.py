@@ -14,13 +14,13 @@ holds a tensor of the CPU, on which each operation is computed. On the way there
     computes the same again on the same memory when it is replayed. Until then its output is NaN.
 
 A CPU build of PyTorch can't do this by itself: autograd asks the device for streams, a generator
-comes from C++, and a tensor of a device without a guard ends the process. device.cpp has what is
+is made in C++, and a tensor of a device without a guard ends the process. device.cpp has what is
 missing, in 40 lines; build.py compiles it, and loads it before `import torch` looks for it.
 
-The process pretends until it ends. So the tests here run in one of their own (inside.py), which
+The process pretends until it ends. So the tests here run in another one (inside.py), which
 conftest.py starts and sends the tests to, one at a time; pytest shows them as all others.
 
-What a rehearsal can't see: time; memory; the kernels' own errors, rounding and limits of shapes and
+What a rehearsal can't see: time; memory; the kernels' errors, rounding and limits of shapes and
 alignment; Triton; races between streams, and what a copy that does not wait reads too late; what
 libraries do only where a real GPU is. An index out of range is an IndexError here, there a
 device-side assert that breaks the process. It uses private parts of PyTorch 2.13; another version

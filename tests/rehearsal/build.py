@@ -1,4 +1,4 @@
-"""Compiles device.cpp, once, and loads it. Comes before anything that imports torch."""
+"""Compiles device.cpp, once, and loads it. Imported before anything that imports torch."""
 
 import ctypes
 import hashlib

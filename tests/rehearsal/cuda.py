@@ -19,7 +19,7 @@ from rehearsal import kernels, rules
 from rehearsal.device import Device
 from rehearsal.events import Recording, SyncDebug, waited
 
-MEMORY = 80 << 30  # bytes that it says it has
+MEMORY = 80 << 30  # bytes that it reports
 tensor_of_torch, move_of_torch = torch.tensor, torch.nn.Module.to
 join_of_torch, run_of_torch = dist.init_process_group, threading.Thread.run
 
@@ -166,8 +166,8 @@ def run(thread):
 
 
 def pretend():
-    """Gives this process a GPU, for good. build.load() came before."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile() knows torch's own functions alone
+    """Gives this process a GPU, for good. After build.load()."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile() knows torch's functions alone
     _device_constructors()  # a table of them, made before torch.tensor changes
     for name, value in (TORCH_CUDA | BOTH).items():
         setattr(torch.cuda, name, value)

@@ -81,6 +81,6 @@ class Recording:
 
     @staticmethod
     def writes(tensor):
-        """Says that the next call writes to the tensor."""
+        """Notes that the next call writes to the tensor."""
         if Recording.current:
             Recording.current.before.append((tensor, tensor.clone()))

@@ -1,4 +1,4 @@
-"""The process of the rehearsal: pytest, on the pretended GPU, told the tests one by one.
+"""The process of the rehearsal: pytest, on the pretended GPU, given the tests one by one.
 
 It reads a test's id from each line of its input, runs the test, and answers with a line for each of
 pytest's reports, as JSON, and an empty one; until the input ends. conftest.py is at the other end.

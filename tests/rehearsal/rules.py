@@ -1,7 +1,7 @@
 """What CUDA refuses, what the host waits for, and what is a kernel.
 
-An operation is one that PyTorch dispatches: torch._ops.OpOverload. Its tensors of the GPU say that
-they are on cuda:0, here too. Sources are files of PyTorch, in aten/src/ATen/native.
+An operation is one that PyTorch dispatches: torch._ops.OpOverload. Its tensors of the GPU are
+on cuda:0, here too. Sources are files of PyTorch, in aten/src/ATen/native.
 """
 
 import functools

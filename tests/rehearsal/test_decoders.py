@@ -1,6 +1,7 @@
 """Every decoder on the pretended GPU: its logits are the CPU's, and it waits as often as it may."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -19,15 +20,13 @@ from grpo.options.shared_layers import SharedDecoder
 from grpo.sampler import sample_groups
 from grpo.shared_prompt import LlamaDecoder
 from rehearsal.events import counted
-from rehearsal.measured import (
-    EVEN,
-    PADDED,
-    decoder_of,
-    decoder_waits,
-    qwen2,
-)
 
 EOS = set(range(10, 20))  # from 13 on isin() waits; models have one to three
+EVEN = [[7, 3, 5, 9], [4, 8, 2, 1]]  # prompts of one length: nothing is padded
+PADDED = [[7, 3, 5, 9], [4, 8]]
+GROUP = 4
+FEWER, MORE = 3, 5  # tokens; a graph is recorded at the third
+
 CASES = [
     ("qwen2", PlainDecoder),
     ("qwen2", CachedDecoder),
@@ -42,6 +41,15 @@ def sample(model, **changes):
     settings = {"group_size": 3, "max_new_tokens": 8, "temperature": 1.0, "eos_ids": EOS}
     settings |= {"vocab_size": 110, "generator": torch.Generator("cuda").manual_seed(0)}
     return sample_groups(model, PROMPTS, **(settings | changes))
+
+
+def qwen2(layers):
+    """Returns a tiny model with so many layers, on the GPU."""
+    return tiny_model("qwen2", num_hidden_layers=layers).to("cuda", torch.bfloat16)
+
+
+def decoder_of(kind, model, tokens):
+    return kind(model) if kind in (PlainDecoder, CachedDecoder) else kind(model, tokens)
 
 
 def use(monkeypatch, kind):
@@ -87,14 +95,45 @@ def test_a_llama_without_our_step_has_its_layers_recorded(monkeypatch):
 KINDS = [SharedDecoder, GraphedDecoder]
 
 
+def per_token(tokens_drawn):
+    """Returns how often the host waits for one more token, by place; tokens_drawn(n) samples n."""
+    tokens_drawn(FEWER)  # trials of kernels, which happen but once
+    counts = []
+    for tokens in (FEWER, MORE):
+        with counted() as count:
+            tokens_drawn(tokens)
+        counts.append(count)
+    few, many = counts
+    return Counter({place: n / (MORE - FEWER) for place, n in (many - few).items()})
+
+
+def decoder_waits(model, kind, prompts, monkeypatch):
+    """Returns the waits for a token of all sequences, the sampler's turn included."""
+
+    def sample(tokens):
+        sample_groups(
+            model,
+            prompts,
+            group_size=GROUP,
+            max_new_tokens=tokens,
+            temperature=1.0,
+            eos_ids={-1},  # no sequence ends
+            vocab_size=110,
+            generator=torch.Generator("cuda").manual_seed(0),
+        )
+
+    use(monkeypatch, kind)
+    return per_token(sample)
+
+
 @pytest.mark.parametrize("kind, prompts", [
     *itertools.product(KINDS, (EVEN, PADDED)),
     (LlamaDecoder, PADDED),
     (CachedDecoder, EVEN),
 ])  # fmt: skip
-def test_a_token_waits_once(kind, prompts):
+def test_a_token_waits_once(kind, prompts, monkeypatch):
     """The sampler asks which rows have ended."""
-    waits = decoder_waits(qwen2(1), kind, prompts)
+    waits = decoder_waits(qwen2(1), kind, prompts, monkeypatch)
     assert waits.total() == 1, waits
     (place,) = waits
     assert place.startswith("nonzero at grpo/sampler.py:")

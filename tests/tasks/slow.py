@@ -1,4 +1,4 @@
-"""A task whose rewards do what a completion's text says."""
+"""A task whose rewards do what a completion's text names."""
 
 import ctypes
 import os
