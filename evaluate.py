@@ -75,6 +75,8 @@ def command_line():
     for name in given.keys() & {"MODEL", "TASK", "LORA_RANK"}:
         raise SystemExit(f"leave out {name}={given[name]}: give MODEL ... TASK without =")
     options = parser.parse_intermixed_args(words)
+    if options.samples < 0:
+        raise SystemExit(f"--samples {options.samples} must be 0 or more")
     values = {}
     for model in options.models:
         values |= run_of(model, options.task)

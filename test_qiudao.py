@@ -63,7 +63,7 @@ def loss_of(logps, lengths, advantages, weights):
 
 def test_1_the_policy_gradient():
     """1. A reward that can't be differentiated still gives a gradient.
-    R comes from a checker. But its mean E[R] = sum p_o R_o is smooth in the logits, and from
+    R is what a checker gives. But its mean E[R] = sum p_o R_o is smooth in the logits, and from
     d p_o / d logit_j = p_o ([o = j] - p_j) its gradient is p_j (R_j - E[R]). With 150 000 ids and
     500 positions nobody can write out that sum. d p = p d log p makes it a mean over samples,
     E[R_o d log p_o], where d log p_o / d logit_j = [o = j] - p_j: draw, grade, multiply.
@@ -121,9 +121,9 @@ def test_3_the_loss_is_zero_and_the_model_learns():
     """3. The first loss is 0 and the model learns; where it is not 0, it means as little.
     At the first update r = 1: the loss, KL aside, is -sum w A. With LOSS_TYPE "grpo" each
     completion has sum w = 1/G, and advantages sum to 0: so does the loss, be the model good or bad.
-    In the gradient, -sum w A d logp, each A has a factor of its own. The group below has each token
-    as often as p says: minus the gradient of lesson 1, and an SGD step of rate 1 raises E[R]. With
-    "dapo" (w = 1/N) and unequal lengths, or if MASK_TRUNCATED drops one, the A do not cancel.
+    In the gradient, -sum w A d logp, each A has another factor. The group below has each token with
+    its frequency under p: minus the gradient of lesson 1, and an SGD step of rate 1 raises E[R].
+    With "dapo" (w = 1/N) and unequal lengths, or if MASK_TRUNCATED drops one, the A do not cancel.
     ---
     3. 首次 loss 是 0，模型却在学；loss 不是 0 时，同样说明不了什么。
     首次更新时 r = 1，不计 KL，loss 就是 -sum w A。LOSS_TYPE 为 "grpo" 时，每条回答的 sum w 都是
@@ -152,7 +152,7 @@ def test_4_the_baseline():
     E[b d log p_o] = b sum d p_o = b d 1 = 0: subtracting b leaves the mean gradient as it was. The
     noise, variance / |mean|^2, changes, and it sets the samples needed: b = E[R] cuts it to a
     third; if all earn 9 more, it is 125.6 without b, as before with it. The group's mean holds the
-    completion's own R: 1/G of each push is taken back; the noise is RLOO's (mean of the others).
+    completion's R: 1/G of each push is taken back; the noise is RLOO's (mean of the others).
     Below, all 81 groups of G = 4, each by its probability. By hand: token o pushes by (R - b) s,
     s = d log p_o; p |s|^2 is 3/16 for token 0, 7/32 for the others; |E[R s]|^2 = 1/8; the noise is
     (E[(R - b)^2 |s|^2] / (1/8) - 1) / G. (RLOO: a sample covariance; Var R = 1/2, E|s|^2 = 5/8.)
@@ -255,7 +255,7 @@ def test_7_length_bias():
     Two right and two wrong answers, of 2 and of 8 tokens: A = 1/2 and -1/2. "grpo" gives each one
     vote, shared by its tokens: w = 1/(G T). Those of a long wrong answer are pushed down a quarter
     as hard as of a short one, of a long right one up likewise. So E[(R - b)/T] climbs, not E[R]: be
-    brief when right, ramble when wrong, if it can tell. "dapo": w = 1/N, all equal; let one answer
+    brief when right, long when wrong, if it knows which. "dapo": w = 1/N, all equal; let one answer
     grow to 28, and each push is halved. "dr_grpo": 1/(G MAX_COMPLETION_TOKENS), here 32.
     ---
     7. LOSS_TYPE 就是均值的分母，它决定谁犯错的代价小。
@@ -281,8 +281,8 @@ def test_7_length_bias():
 def test_8_accumulation():
     """8. A mean of micro-batch means is no mean: count the whole step first, then only add.
     Completions of 1, 1 and 4 tokens, A = 1, 0, -1; "dapo" wants w = 1/6. The micro-batches {1 1}
-    and {4}, each with its own mean, averaged, give w = 1/2/2 and 1/4/2; {1 4} and {1} give 1/5/2
-    and 1/1/2: the gradient depends on who met whom. Here token_weights gets the counts of the whole
+    and {4}, each divided by its count, averaged, give w = 1/2/2 and 1/4/2; {1 4} and {1} give 1/5/2
+    and 1/1/2: the gradient depends on the cut. Here token_weights gets the counts of the whole
     step, and the parts add up, however it is cut. By hand: -d loss = sum w A ([o = j] - p_j).
     ---
     8. micro-batch 均值的均值不是均值：先数清整个 step，之后只做加法。
@@ -293,7 +293,7 @@ def test_8_accumulation():
     logits, logp = policy()
     lengths, ids, A = torch.tensor([1, 1, 4]), torch.tensor([1, 0, 2]), torch.tensor([1, 0, -1])
 
-    def accumulated(cut, tokens=None):  # None: each micro-batch counts its own
+    def accumulated(cut, tokens=None):  # None: each micro-batch counts alone
         total = torch.zeros(3)
         for part in cut:
             own = int(lengths[part].sum())

@@ -199,12 +199,8 @@ def list_of(what, holds):
 
 
 def dict_of(what, holds):
-    def is_one(value):
-        return (
-            isinstance(value, dict) and all(map(TEXT[1], value)) and all(map(holds, value.values()))
-        )
-
-    return f"a dict of {what} by name", is_one
+    fits = lambda v: isinstance(v, dict) and all(TEXT[1](k) and holds(x) for k, x in v.items())
+    return f"a dict of {what} by name", fits
 
 
 DTYPE = one_of("auto", "float32", "bfloat16")  # "auto", and those of grpo.proof.NOISE

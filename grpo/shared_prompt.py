@@ -85,10 +85,6 @@ class SharedLayer(DynamicLayer):
         if prompts is not None:
             self.prompts = [x[prompts] for x in self.prompts]
 
-    def widen(self, room):
-        for i, x in enumerate(self.sequences):
-            self.sequences[i] = pad(x, (0, 0, 0, room - x.shape[2]))
-
     def write(self, keys, values, slots):
         """Writes the next token's keys and values, (S, K, D)."""
         self.sequences[0][slots.where], self.sequences[1][slots.where] = keys, values
@@ -196,7 +192,8 @@ class GroupDecoder:
         if max(self.lengths) == self.room:
             self.room = min(self.limit, 2 * self.room)
             for layer in self.layers:
-                layer.widen(self.room)
+                new = self.room - layer.sequences[0].shape[2]
+                layer.sequences = [pad(x, (0, 0, 0, new)) for x in layer.sequences]
 
     def advance(self):
         # A sequence that has ended may stay for a while, unread, and must not outgrow its room

@@ -244,7 +244,7 @@ def test_what_workers_sampled_comes_first_and_the_ranks_sample_the_rest(alone):
     )
     assert sorted(g.index for g in groups) == [0, 90, 91] and engine.asked == [1, 0]
     assert [g.index for g in sampled] == [0, 90, 91]
-    assert reference.asked == [90, 91, 0]  # theirs are scored while the rest is sampled
+    assert reference.asked == [90, 91, 0]  # workers' groups are scored while the rest is sampled
     # and the flat group that the worker left out counts too
     assert metrics["groups_sampled"] == 4 and metrics["frac_outcome_zero_std"] == 1 / 4
     assert metrics["completions/mean_length"] == (3 + 4 + 4 + 4) / 7

@@ -1,4 +1,4 @@
-"""A process that deepspeed or torchrun has started ends with its launcher, and rank 0 says which
+"""A process that deepspeed or torchrun has started ends with its launcher, and rank 0 logs which
 ranks are behind."""
 
 import contextlib

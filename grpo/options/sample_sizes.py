@@ -95,7 +95,7 @@ def fit_batch(c, policy, name, group_size, turns, **others):
 @torch.no_grad()
 def sample(c, policy, group_size, rows, turns=False):
     """Allocates the most memory that a batch of `rows` completions needs. In a late one of several
-    `turns` no two share a prompt, as it has all that came before: nearly all tokens, at most."""
+    `turns` no two share a prompt, as it has all earlier turns: nearly all tokens, at most."""
     model, prompt, completion = policy.model, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS
     longest = prompt + completion
     if turns:

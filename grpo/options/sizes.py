@@ -49,7 +49,7 @@ def worst_of_ranks(measure):
 
 
 def micro_batches(c):
-    """Returns the sizes to try, constants by name. Checkpointing, which stays on, comes last."""
+    """Returns the sizes to try, constants by name. The last has checkpointing, which stays on."""
     recompute, number = c.GRADIENT_CHECKPOINTING, c.MICRO_BATCH_TOKENS
     return [
         {"MICRO_BATCH_TOKENS": tokens, "GRADIENT_CHECKPOINTING": way}

@@ -365,7 +365,7 @@ def test_samples_tell_turns_apart(group, alone, tmp_path, capsys, tokenizer):
     assert "--- the task ---\n  42\n--- the model goes on ---\n" in capsys.readouterr().out
 
 
-def test_an_evaluation_counts_own_tokens_and_turns(tokenizer, alone, tmp_path):
+def test_an_evaluation_counts_the_models_tokens_and_turns(tokenizer, alone, tmp_path):
     actor = Actor(tokenizer, ["<think>40+2</think>", "<answer>42</answer>"])
     actor.follow = lambda step: trainer.stop.listening()
     item = {"question": "?", "answer": "42"}
@@ -381,9 +381,9 @@ def test_an_evaluation_counts_own_tokens_and_turns(tokenizer, alone, tmp_path):
     path = tmp_path / "answers.jsonl"
     path.touch()
     assert list(evaluate.answer(actor, recipe, path, prompt, seed=(0,))) == [0]
-    (record,) = (records := evaluate.read_answers(path)).values()
-    assert record["answers"][0]["text"] == ["<think>40+2</think>", "42", "<answer>42</answer>"]
-    assert record["answers"][0]["tokens"] == found["eval_completion_tokens"]
+    (answers,) = (records := evaluate.read_answers(path)).values()
+    assert answers[0]["text"] == ["<think>40+2</think>", "42", "<answer>42</answer>"]
+    assert answers[0]["tokens"] == found["eval_completion_tokens"]
     (answers,) = evaluate.rewarded(recipe, prompt, records, 0, 1).values()
     assert answers[0]["rewards"] == {"correctness": 1.0}
 
