@@ -39,12 +39,12 @@ pictures: .venv/ready
 	.venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
 	.venv/bin/python -m docs.learn_pictures
 
-# the tables of docs/performance.md, with TRL in a separate venv: 25 minutes
+# the tables of docs/performance.md, with TRL in a separate venv: 20 minutes
 bench: .venv/real-ready .venv-peers/ready
 	test -d runs/smollm2_135m || .venv/bin/python -m grpo.options.smollm2 runs/smollm2_135m
 	.venv/bin/python benchmarks/end_to_end.py runs/smollm2_135m .venv-peers/bin/python benchmarks/results/end_to_end.md
 	.venv/bin/python benchmarks/sampling.py runs/smollm2_135m benchmarks/results/sampling.md
-	.venv-peers/bin/python benchmarks/loss.py small runs/loss.md
+	.venv-peers/bin/python benchmarks/loss.py small benchmarks/results/loss.md
 
 .venv-peers/ready: benchmarks/requirements-peers.txt
 	$(PYTHON) -m venv .venv-peers
