@@ -40,7 +40,7 @@ def read(run_dir, name="metrics.jsonl"):
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with suppress(ValueError):
             records.append(json.loads(line))
-    return records or sys.exit(f"{path} has no records: name a RUN_DIR whose first step has ended")
+    return records or sys.exit(f"{path} is missing or empty: name a RUN_DIR that has done a step")
 
 
 def plot(*run_dirs, target=None):

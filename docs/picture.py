@@ -8,7 +8,7 @@
 
 A folder named *shuffled is the control. loop shows the group in the first 20 steps whose answers
 differ most in reward, as it was sampled and rewarded there, if SAMPLES_PER_STEP is GROUP_SIZE.
-`git show b259441:docs/picture.py` has drawn docs/turns.png.
+The program at b259441 drew docs/turns.png.
 """
 
 import json

@@ -230,8 +230,9 @@ def compared(seeds, base, metric, kind):
     of equal seeds."""
     both = zip(numbers(seeds, metric, kind), numbers(base, metric, kind), strict=True)
     gaps = [one - other for one, other in both]
-    higher = sum(gap > 0 for gap in gaps)
-    return f"{round(statistics.mean(gaps), 3) + 0.0:+.3f}, {higher} of {len(gaps)} higher"
+    higher, equal = sum(gap > 0 for gap in gaps), sum(gap == 0 for gap in gaps)
+    ties = f", {equal} equal" if equal else ""
+    return f"{round(statistics.mean(gaps), 3) + 0.0:+.3f}, {higher} of {len(gaps)} higher{ties}"
 
 
 def table(name, found):

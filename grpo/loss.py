@@ -113,9 +113,9 @@ def policy_loss(
     be None if kl_beta is 0. `stats` holds detached tensors of the same shape: ratio, kl (k3), k1
     (-d), and (bool) where the clip stopped the gradient, clip_low and clip_high. Options:
 
-    objective="cispo"  sg(clip(r)) A logp for the min, where sg stops the gradient: each token
-                       keeps one (MiniMax-M1, 2506.13585, eq. 4 and 5; there r has no lower bound,
-                       and the mean is that of loss_type dapo)
+    objective="cispo"  sg(clip(r)) A logp for the min, where sg stops the gradient of r: each
+                       token keeps one (MiniMax-M1, 2506.13585, eq. 4 and 5; there r has no lower
+                       bound, and the mean is that of loss_type dapo)
     unbiased_kl        k3 times r, whose gradient is the KL's, r (logp - ref) (DeepSeek-V3.2,
                        2512.02556, sec. 3.1)
     is_cap             truncated importance sampling, for a sampler that computes other log-probs

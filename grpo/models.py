@@ -151,7 +151,7 @@ def load_model(name, dtype, vocab_size):
     if rows < vocab_size:
         raise SystemExit(
             f"the model {name!r} has {rows} embeddings, but its tokenizer has {vocab_size} ids: put"
-            " the model's tokenizer into its folder"
+            " the tokenizer that belongs to the model into its folder"
         )
     return model.to(device).eval(), dtype
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from grpo.task import is_chat
 from tasks import from_scratch, tldr
 
 
@@ -21,3 +22,8 @@ def test_from_scratch_rewards_the_golds_own_text_most_and_each_tag_once(text, co
 ])  # fmt: skip
 def test_tldr_rewards_the_length_of_a_summary(text, length, near):
     assert tldr.rewards({"prompt": "..."}, text) == {"length": length, "near": near}
+
+
+@pytest.mark.parametrize("task", [from_scratch, tldr])
+def test_their_prompts_are_chats(task):
+    assert is_chat(task.messages({"question": "1 + 1?", "prompt": "A long post.", "answer": "2"}))

@@ -11,7 +11,7 @@ import ref_server
 from grpo import shared_prompt as llama_step
 from grpo.devices import is_nvidia
 from grpo.models import choose_dtype, load_model, own_device
-from grpo.options import nvidia
+from grpo.options import cuda_graph, nvidia
 from grpo.options import tiny_model as warm_start
 from grpo.policy import load_policy
 from grpo_loss_triton import linear_logps, slabs
@@ -142,6 +142,15 @@ def test_a_rank_loads_the_model_straight_to_its_gpu(tiny, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "5")
     load_model(str(tiny), "float32", 400)
     assert asked == [{"": "cuda:5"}] and placed[0] == "cuda:5"
+
+
+# --- Recordings ----------------------------------------------------------------------
+def test_all_recordings_share_one_stream_and_one_memory_pool(monkeypatch):
+    fake_gpu(monkeypatch, Stream=object, MemPool=object)
+    cuda_graph.recorder.cache_clear()
+    first, second = cuda_graph.recorder(), cuda_graph.recorder()
+    cuda_graph.recorder.cache_clear()
+    assert first is second
 
 
 # --- The loss without Triton ---------------------------------------------------------

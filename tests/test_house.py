@@ -130,7 +130,7 @@ def test_a_worker_and_the_server_need_what_is_installed_for_them(process, absent
     for module, path in MODULES.items():
         if package(module) == "core" or module == "grpo_ref_split":
             at_the_top = imports_of(path, top=True)
-            assert not {name.split(".")[0] for name in at_the_top} & ABSENT, module
+            assert not {name.split(".")[0] for name in at_the_top} & (ABSENT | {"peft"}), module
 
 
 LONG = {"grpo_ref_split": 46}  # what CONTRIBUTING's limits except: tens of lines
