@@ -40,6 +40,7 @@ WRONG = {
     "REFERENCE_REFRESH_STEPS": [0.5, 5],  # 5: REF_SERVER is set
     "REF_SERVER": ["127.0.0.1:59875", ""],
     "REFERENCE_ON_CPU": ["auto"],
+    "REPORT_TO": ["wandb", ["mlflow"], [None], None],
     "TRAINER": ["127.0.0.1:59876", "https://gpu01:59876", "http://gpu01", None],
 }
 
@@ -66,13 +67,6 @@ def test_every_constant_of_the_trainer_is_checked():
     for name in trainer.DEFAULTS:
         with pytest.raises(SystemExit, match=f"{name} = b'' must be"):
             check(**{name: b""})
-
-
-def test_a_reference_that_is_refreshed_and_a_teacher_are_local():
-    for own in ({"REFERENCE_REFRESH_STEPS": 5}, {"REFERENCE": "a/teacher"}):
-        check(**own, REF_SERVER=None)
-        with pytest.raises(SystemExit, match=f"{next(iter(own))} = .* with a server"):
-            check(**own)
 
 
 @pytest.mark.parametrize("name, own", [

@@ -7,7 +7,6 @@ import pytest
 import requests
 import torch
 from helpers import Replies, make_group, reply
-from transformers import AutoTokenizer
 
 from grpo.remote import ReferenceClient
 from grpo.waits import Refused, TooLong
@@ -105,9 +104,8 @@ def test_a_server_that_came_back_with_another_model_is_refused(info, no_pause):
         client.score([group])
 
 
-def test_a_reference_that_does_not_fit_is_refused_with_what_differs(tiny):
+def test_a_reference_that_does_not_fit_is_refused_with_what_differs(tokenizer):
     """Log-probs of other ids, or at another temperature, would be finite numbers too."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
     info = facts_of(tokenizer, 1.0) | INFO
     client, _ = a_client(reply(200, json.dumps(info).encode()))
     client.check("ours", tokenizer, 1.0)
@@ -118,8 +116,7 @@ def test_a_reference_that_does_not_fit_is_refused_with_what_differs(tiny):
             client.check("ours", tokenizer, 1.0)
 
 
-def test_another_server_no_server_and_a_wrong_token_end_before_anything_starts(tiny):
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
+def test_another_server_no_server_and_a_wrong_token_end_before_anything_starts(tokenizer):
     for text in (b"<html>", b"\xff", b"5"):
         with pytest.raises(SystemExit, match="REF_SERVER"):
             a_client(reply(200, text))[0].check("ours", tokenizer, 1.0)

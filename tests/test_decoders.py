@@ -57,37 +57,6 @@ def test_a_slower_decoder_is_taken_and_why_is_said(family, monkeypatch, capsys):
     assert_plain_logps(model, PROMPTS, sample(model, PROMPTS))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", sorted({*SHARING, "bloom", "mistral"}))
-def test_the_slow_path_is_the_fast_one(family, model_of):
-    """A model with a cache has the same logits without it: three engines, one answer."""
-    model, logits = model_of(family), []
-    engines = [PlainDecoder(model), CachedDecoder(model)]
-    engines += [SharedDecoder(model, 12)] if family in SHARING else []
-    engines += [LlamaDecoder(model, 12)] if family in OWN_STEP else []
-    everyone, kept = torch.arange(8) + 3, torch.tensor([0, 3, 4, 7])
-
-    def compare(turn):
-        first, *others = [turn(engine) for engine in engines]
-        for other in others:
-            torch.testing.assert_close(other, first, rtol=0, atol=TOLERANCE)
-        logits.append(first)
-
-    compare(lambda engine: engine.admit(PROMPTS, [2] * 4))
-    compare(lambda engine: engine.next_logits(everyone))
-    for engine in engines:
-        engine.keep(kept)
-    compare(lambda engine: engine.next_logits(everyone[:4]))
-    engines = [e for e in engines if not isinstance(e, CachedDecoder)]  # it waits for all to end
-    compare(lambda engine: engine.admit([[4] * 12, [9]], [3, 3]))  # longer than all, and shorter
-    compare(lambda engine: engine.next_logits(torch.arange(10)))
-    for engine in engines:  # rows of different age, groups of different size, a prompt without any
-        engine.keep(torch.tensor([1, 2, 4, 5, 6, 7]))
-    compare(lambda engine: engine.next_logits(torch.arange(6)))
-    compare(lambda engine: engine.next_logits(torch.arange(6) + 9))
-    assert all((x.amax(1) - x.amin(1)).min() > 1 for x in logits)  # far from flat
-
-
 def test_a_long_completion_outgrows_its_room_and_keeps_its_past(model_of):
     """Room is 64 tokens at first, then doubled."""
     model = model_of("qwen2")

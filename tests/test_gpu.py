@@ -5,7 +5,8 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from fakes import tiny_policy
+from transformers import AutoModelForCausalLM
 
 import ref_server
 from grpo import shared_prompt as llama_step
@@ -13,13 +14,8 @@ from grpo.devices import is_nvidia
 from grpo.models import choose_dtype, load_model, own_device
 from grpo.options import cuda_graph, nvidia
 from grpo.options import tiny_model as warm_start
-from grpo.policy import load_policy
 from grpo_loss_triton import linear_logps, slabs
 from tasks import arithmetic
-
-PROMPTS = [[5, 6, 7], [8, 9]]
-STREAM = {"max_sequences": 4, "longest_prompt": 3, "max_new_tokens": 4, "group_size": 2}
-STREAM |= {"seed": 0, "temperature": 1.0}
 
 
 def fake_gpu(monkeypatch, **functions):
@@ -35,12 +31,8 @@ def fake_accelerator(monkeypatch, kind, chosen):
 
 
 # --- cuDNN's attention ---------------------------------------------------------------
-def policy_of(folder):
-    return load_policy(str(folder), AutoTokenizer.from_pretrained(folder), "float32")
-
-
 @pytest.mark.parametrize("load", [
-    lambda folder, _: policy_of(folder),
+    lambda folder, _: tiny_policy(folder),
     lambda folder, _: ref_server.Reference(ref_server.settled({"MODEL": str(folder)})),
     lambda _, scratch: warm_start.warm_start(scratch / "warm", arithmetic, seed=0, steps=1),
 ], ids=["trainer", "server", "demo"])  # fmt: skip

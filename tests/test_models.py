@@ -10,7 +10,6 @@ import torch
 from fakes import tiny_policy
 from families import tiny_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 import ref_server
 from grpo import models
@@ -20,8 +19,7 @@ from grpo.policy import load_policy
 from grpo.sample import Sample
 
 
-def test_a_chat_is_templated_once_and_a_role_it_does_not_know_is_folded_in(tiny):
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
+def test_a_chat_is_templated_once_and_a_role_it_does_not_know_is_folded_in(tokenizer):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
     text = tokenizer.decode(prompt_ids(tokenizer, chat))
     assert text == (
@@ -72,13 +70,12 @@ def test_missing_and_mismatched_weights_are_refused_by_all_who_load_a_model(name
     """transformers fills them with random numbers, and prints a table."""
     config, change = INCOMPLETE[named]
     folder = changed(tiny, tmp_path / "model", change, **config)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     tiny_policy(tiny, lora_rank=2).save(adapter := tmp_path / "adapter")
     path = adapter / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": folder}))
     c = ref_server.settled({"MODEL": folder})
     loads = [
-        lambda: load_policy(folder, tokenizer, "float32"),  # trainer, worker and evaluate.py
+        lambda: tiny_policy(folder),  # trainer, worker and evaluate.py
         lambda: ref_server.Reference(c),
         lambda: merge(str(adapter), str(tmp_path / "out")),
     ]
@@ -92,20 +89,18 @@ def test_a_quantized_model_is_refused_in_one_sentence(tiny, tmp_path):
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     folder = changed(tiny, tmp_path / "model", quantization_config=settings)
     with pytest.raises(SystemExit, match="model' is quantized .*bfloat16, .*LORA_RANK") as error:
-        load_policy(folder, AutoTokenizer.from_pretrained(folder), "float32")
+        tiny_policy(folder)
     assert "\n" not in str(error.value)
 
 
 def test_files_that_are_no_weights_are_refused_in_one_sentence(tiny, tmp_path):
     folder = changed(tiny, tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     (tmp_path / "model/model.safetensors").write_bytes(b"version https://git-lfs")
     with pytest.raises(SystemExit, match="can't be loaded: .*header"):
-        load_policy(folder, tokenizer, "float32")
+        tiny_policy(folder)
 
 
-def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny):
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
+def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny, tokenizer):
     policy = load_policy(str(tiny), tokenizer, "float32")
     assert tokenizer.eos_token_id in policy.eos_ids
     assert policy.vocab_size < policy.model.get_input_embeddings().weight.shape[0]
@@ -126,10 +121,9 @@ def test_every_eos_of_model_and_tokenizer_ends_a_completion(tiny):
 
 
 def test_an_adapter_as_model_is_refused_with_the_command_that_merges_it(tiny, tmp_path):
-    tokenizer, adapter = AutoTokenizer.from_pretrained(tiny), tmp_path / "adapter"
-    load_policy(str(tiny), tokenizer, "float32", lora_rank=2).save(adapter)
+    tiny_policy(tiny, lora_rank=2).save(adapter := tmp_path / "adapter")
     with pytest.raises(SystemExit, match=f"python -m grpo.options.merge {adapter} OUT"):
-        load_policy(str(adapter), tokenizer, "float32")
+        tiny_policy(adapter)
 
 
 def test_both_constants_of_the_context_and_their_largest_sum_are_named(tiny):

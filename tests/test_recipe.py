@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import a_recipe
-from transformers import AutoTokenizer
 
 from grpo.rollout import Stream
 from grpo.task import load_questions, load_split
@@ -20,8 +19,7 @@ def test_ranks_share_each_epoch_without_overlap():
     assert order == list(islice(Stream(prompts, 0), 30))
 
 
-def test_long_prompts_are_left_out_and_counted(tiny, capsys):
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
+def test_long_prompts_are_left_out_and_counted(tokenizer, capsys):
     items = [{"question": "2 + 2?", "answer": "4"}, {"question": "how many " * 50, "answer": "1"}]
     task = SimpleNamespace(
         load=lambda split: items,
@@ -35,13 +33,12 @@ def test_long_prompts_are_left_out_and_counted(tiny, capsys):
         load_split(c, task, "train", tokenizer)
 
 
-def test_questions_that_are_trained_on_and_evaluated_are_counted(tiny, capsys):
+def test_questions_that_are_trained_on_and_evaluated_are_counted(tokenizer, capsys):
     questions = {"train": "abcd", "test": "cdefgh"}
     task = SimpleNamespace(
         load=lambda split: [{"question": f"{letter}?"} for letter in questions[split]],
         messages=lambda item: [{"role": "user", "content": item["question"]}],
     )
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
     recipe = a_recipe(task=task, MAX_PROMPT_TOKENS=99, EVAL_QUESTIONS=5)
     recipe.prompts = load_split(recipe.c, task, "train", tokenizer)
     assert len(load_questions(recipe, tokenizer)) == 5

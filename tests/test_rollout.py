@@ -1,48 +1,15 @@
 """A rank's rollout: zero-variance groups are replaced, and what is sent is what was sampled."""
 
 import math
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import (
-    ALL_RIGHT,
-    ALL_WRONG,
-    MIXED,
-    NAMES,
-    FakeEngine,
-    a_group,
-    a_recipe,
-    prompts_of,
-    sampled,
-)
-from transformers import AutoTokenizer
+from fakes import MIXED, NAMES, FakeEngine, a_group, a_recipe, prompts_of, sampled, tiny_policy
 
 from grpo import rollout
 from grpo.metrics import Clock
-from grpo.policy import load_policy
 from grpo.resume import Progress
-
-
-def rolled_out(outcomes, number, engine=None, **changes):
-    """-> (numbers of the prompts whose groups are worth training, those of flat ones, counts)."""
-    recipe, count, both = a_recipe(**changes), Counter(), ([], [])
-    for one in sampled(engine or FakeEngine(), recipe, prompts_of(outcomes)[:number]):
-        counts = rollout.tally(recipe, one)
-        count.update(counts)
-        both[counts["flat"]].append(one.index)
-    return *both, count
-
-
-def test_flat_groups_are_judged_on_correctness_and_counted():
-    outcomes = [MIXED, ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED, MIXED, MIXED]
-    usable, flat, count = rolled_out(outcomes, 6)
-    assert usable == [0, 2, 4, 5]  # format alone is no spread: 1 and 3 are flat
-    assert flat == [1, 3]
-    assert count["groups"] == 6 and count["flat"] == 2
-    assert count["completions"] == 12 and count["truncated"] == 6 and count["tokens"] == 18
-    assert count["right"] == 4 + 2 and count["reward_format"] == 4 * -2 + 2 * 0.25
 
 
 def test_the_last_tokens_below_the_limit_cost_up_to_one():
@@ -60,22 +27,20 @@ def test_the_last_tokens_below_the_limit_cost_up_to_one():
 
 
 def test_lengths_that_cost_differently_make_a_group_differ_in_reward_not_in_outcome():
-    """A FakeEngine's completions have 2 tokens and 1."""
-    same = (1.0, 1.25)
+    group = a_group([(1.0, 1.25)] * 2, lengths=(2, 1))
     cut = {"MAX_COMPLETION_TOKENS": 2, "OVERLONG_TOKENS": 2}
     for skip, changes, flat in (
         ("reward", {}, 1), ("reward", cut, 0), ("outcome", cut, 1)
     ):  # fmt: skip
-        *_, count = rolled_out([(same, same)], 1, SKIP_FLAT_GROUPS=skip, **changes)
+        count = rollout.tally(a_recipe(SKIP_FLAT_GROUPS=skip, **changes), group)
         assert (count["flat"], count["flat_reward"]) == (flat, int(not changes))
     assert count["total"] == 2 * 3.25 - 1 - 0.5 and count["reward_correctness"] == 2
 
 
 def test_sampling_is_bounded_and_as_the_recipe_says():
-    engine = FakeEngine()
-    rolled_out([MIXED] * 9, 5, engine, SAMPLE_BATCH=5, TEMPERATURE=0.7)
+    engine, recipe = FakeEngine(), a_recipe(SAMPLE_BATCH=5, TEMPERATURE=0.7)
+    assert len(sampled(engine, recipe, prompts_of([MIXED] * 5))) == sum(engine.asked) == 5
     assert engine.most == 2  # groups of 2, not 3
-    assert sum(engine.asked) == 5 and rolled_out([MIXED] * 9, 0) == ([], [], {})
     assert engine.settings == {
         "max_sequences": 5,
         "longest_prompt": 20,
@@ -126,7 +91,7 @@ def test_rewards_that_do_not_apply_are_in_no_sum(rewards, flat, right):
 
 
 def test_broken_weights_are_said_to_be_broken(tiny):
-    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
+    policy = tiny_policy(tiny)
     with torch.no_grad():
         next(policy.model.parameters()).fill_(float("nan"))
     with pytest.raises(RuntimeError, match="logits are not finite"):
@@ -135,7 +100,7 @@ def test_broken_weights_are_said_to_be_broken(tiny):
 
 def test_a_policy_streams_text_and_ids(tiny):
     """The engine that trainer and worker share: the seed decides, rewards are of the ids' text."""
-    policy = load_policy(str(tiny), AutoTokenizer.from_pretrained(tiny), "float32")
+    policy = tiny_policy(tiny)
     texts = []
     task = SimpleNamespace(rewards=lambda item, text: texts.append(text) or {"a": 1.0})
     recipe = a_recipe(task=task, REWARD_WEIGHTS={"a": 1.0}, GROUP_SIZE=3)
@@ -145,20 +110,6 @@ def test_a_policy_streams_text_and_ids(tiny):
     assert texts == [policy.text(s) for group in first for s in group.samples]
     assert clock.parts["reward"] > 0
     assert first == sampled(policy, recipe, prompts) != sampled(policy, recipe, prompts, seed=1)
-
-
-# --- How many groups a round begins ------------------------------------------------------
-@pytest.mark.parametrize(("missing", "share", "most", "begun"), [
-    (28, 0.0, 140, 28),
-    (28, 0.5, 140, 64),  # 56 on average, and a standard deviation
-    (28, 0.7, 140, 109),
-    (28, 1.0, 140, 140),
-    (1, 0.5, 2, 2),
-    (3, 0.5, 0, 0),
-    (-2, 1.0, 9, 0),
-])  # fmt: skip
-def test_how_many_groups_a_round_begins(missing, share, most, begun):
-    assert rollout.groups_to_begin(missing, share, most) == begun
 
 
 def test_the_share_that_was_flat_is_remembered_and_fades():

@@ -202,15 +202,6 @@ def test_samples_are_the_best_and_the_worst_of_a_group_with_all_that_is_known(al
     }  # fmt: skip
 
 
-def test_all_flat_is_a_step_without_groups_but_with_one_to_look_at(alone, tmp_path):
-    outcomes = [ALL_WRONG] * 99
-    groups, metrics, flat = take_step(outcomes)
-    assert groups == [] and metrics["groups_sampled"] == 15
-    assert metrics["frac_outcome_zero_std"] == 1
-    first, _ = samples_of(tmp_path, flat[0], a_recipe(prompts_of(outcomes)))
-    assert first["question"] == "?" and first["rewards"] == {"correctness": -1.0, "format": 1.25}
-
-
 LONG = Sample([7, 7, 7, 2], [-1.0] * 4, rewards={"correctness": 1, "format": 0.5})
 FLAT = Group(0, None, [5], [LONG])
 

@@ -27,7 +27,8 @@ from grpo.sampler import groups_to_admit, stream_groups
 
 SOME = ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral")  # each kind of decoder
 FEW_ROWS = [(family, *rows) for family in SOME for rows in ((2, 1), (7, 3))]
-FEW_ROWS += [(family, 7, 3) for family in ("bloom", "gpt1", "lfm2", "opt", "mixtral")]
+MORE = ("bloom", "gpt1", "lfm2", "opt", "mixtral", "gemma", "llama", "gemma3 wide", "mistral wide")
+FEW_ROWS += [(family, 7, 3) for family in MORE]
 
 
 @pytest.mark.parametrize("family, max_sequences, group_size", FEW_ROWS)

@@ -15,14 +15,7 @@ import grpo_ref_split as trainer
 from grpo import policy
 from grpo.options.shared_settings import settings_of
 from grpo.prepare import preview
-from grpo.task import (
-    TaskError,
-    ids_of,
-    load_chat,
-    load_split,
-    load_task,
-    reward_group,
-)
+from grpo.task import TaskError, ids_of, load_split, load_task, reward_group
 
 QUESTION = {"question": "Why?"}
 
@@ -246,20 +239,6 @@ def test_a_mistake_in_a_tasks_file_is_said(text, names, tmp_path, monkeypatch):
         load_task(str(tmp_path / "mine.py"))
 
 
-def test_a_mistake_in_a_function_is_said_with_its_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (path := tmp_path / "mine.py").write_text("CONTENT = 5\n" + GOOD)
-    task = load_task(str(path))
-    with pytest.raises(TaskError, match=r"mine.py: messages\(.*TypeError, line 3: "):
-        load_chat(str(path), task, task.load("train")[0])
-
-
-@pytest.mark.parametrize(("name", "near"), [("cities.py", "cities.py"), ("gsm9k", "gsm8k")])
-def test_a_task_that_is_not_there_is_said(name, near):
-    with pytest.raises(SystemExit, match=f"TASK = '{name}'.*{near}"):
-        load_task(name)
-
-
 # --- What is shown at the start -------------------------------------------------------
 def previewed(tiny, capsys, messages=chat, template=None, **task):
     """-> what is printed of a task's first prompt."""
@@ -274,14 +253,6 @@ def previewed(tiny, capsys, messages=chat, template=None, **task):
     recipe.resolve()
     preview(recipe, tokenizer, 1)
     return capsys.readouterr().out
-
-
-def test_the_first_prompt_and_its_rewards_are_shown(tiny, capsys):
-    out = previewed(tiny, capsys)
-    assert re.search(r"prompt 7 .* its name .* \d+ tokens:\n<\|im_start\|>user\nWhat is", out)
-    assert out.rstrip().endswith("gold answer '42': reward 1")
-    assert "empty completion: reward 0" in out and "loses or changes" not in out
-    assert "does not apply" in previewed(tiny, capsys, rewards=lambda item, text: None)
 
 
 def test_a_message_that_the_template_loses_is_said(tiny, capsys):
@@ -302,44 +273,23 @@ def test_a_message_that_the_template_loses_is_said(tiny, capsys):
 def test_a_gold_answer_that_is_wrong_is_refused_where_the_task_writes_it(gold, got, tiny, capsys):
     refused(["gold({'question'", got], previewed, tiny, capsys, gold=gold)
     right = previewed(tiny, capsys, gold=lambda item: "42")
-    assert "gold answer '42': reward 1" in right
+    assert "gold answer '42': reward 1" in right and "loses or changes" not in right
     assert "has no answer" in previewed(tiny, capsys, gold=lambda item: None)
     tagged = previewed(tiny, capsys, rewards=lambda item, text: text == "<answer>42</answer>")
     assert "gold answer '42': reward 0" in tagged  # the "answer" alone, without gold()
 
 
 # --- Before the model is loaded -----------------------------------------------------
-class TheModel(Exception):
-    """It is about to be loaded."""
-
-
-@pytest.fixture
-def mine(tiny, tmp_path, monkeypatch):
-    """-> the trainer's task "mine"."""
-
-    def load_policy(*_):
-        raise TheModel
-
-    task = SimpleNamespace(load=lambda split: [QUESTION], messages=chat)
-    task.rewards = lambda item, text: {"correctness": text == "42", "format": 1.0}
+def test_names_that_are_not_those_of_the_weights_are_found_before_the_model_is_loaded(
+    tiny, tmp_path, monkeypatch
+):
+    """An empty completion has them: it is rewarded at the start, as it can be sampled."""
+    rewards = lambda item, text: {"correct": 1.0, "format": 1.0}
+    task = SimpleNamespace(load=lambda split: [QUESTION], messages=chat, rewards=rewards)
+    task.REWARD_WEIGHTS = {"correctness": 1.0, "format": 1.0}
     monkeypatch.setitem(sys.modules, "tasks.mine", task)
+    monkeypatch.setattr(policy, "load_policy", None)
     constants = {"MODEL": str(tiny), "RUN_DIR": str(tmp_path), "TASK": "mine", "KL_BETA": 0}
     constants |= {"MAX_PROMPT_TOKENS": 128, "MAX_COMPLETION_TOKENS": 128}
-    monkeypatch.setattr(trainer, "DEFAULTS", trainer.DEFAULTS | constants)
-    monkeypatch.setattr(policy, "load_policy", load_policy)
-    return task
-
-
-def test_names_that_are_not_those_of_the_weights_are_found_before_the_model_is_loaded(mine):
-    mine.REWARD_WEIGHTS = {"correctness": 1.0, "format": 1.0}
-    mine.rewards = lambda item, text: {"correct": 1.0, "format": 1.0}
     for main in (trainer.main, trainer.worker):
-        refused(["rewards()", "'Why?'", "completion ''"], main)
-
-
-def test_a_task_that_does_not_cope_with_an_empty_completion_is_told_so(mine):
-    """It can be sampled, and would end the run then."""
-    mine.rewards = lambda item, text: {"correctness": text.split()[-1] == "42", "format": 1.0}
-    with pytest.raises(RuntimeError, match="mine.py.*IndexError.*'Why.'.*completion ''") as caught:
-        trainer.main()
-    assert type(caught.value.__cause__) is IndexError  # with its traceback
+        refused(["rewards()", "'Why?'", "completion ''"], main, **constants)

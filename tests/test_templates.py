@@ -1,12 +1,11 @@
 """What a chat template does to a run: it opens a tag, it shows a day. And what a tokenizer does:
 it appends EOS, and it reads special tokens in a tool's text."""
 
-import contextlib
 import functools
 from types import SimpleNamespace
 
 import pytest
-from fakes import a_recipe, sampled
+from fakes import FakeEngine, a_recipe, sampled
 from tokenizers.processors import TemplateProcessing
 
 from grpo import prepare
@@ -15,8 +14,6 @@ from grpo.models import prompt_ids
 from grpo.options.opening import opening_of
 from grpo.options.turns import bridge
 from grpo.prepare import preview
-from grpo.sample import Sample
-from grpo.sampler import next_prompts
 from grpo.task import TaskError, load_split
 from tasks import gsm8k
 
@@ -75,20 +72,12 @@ def test_a_run_whose_prompts_end_with_a_tag_shows_it_to_rewards(tokenizer, monke
     assert recipe.opening(recipe.prompts[0][2]) == THINK
 
 
-class Says:
-    """In place of a model: each completion is this text."""
+class Says(FakeEngine):
+    """Each completion is this text."""
 
     def __init__(self, text):
+        super().__init__()
         self.said, self.eos_ids = text, {2}
-
-    def stream(self, prompts, *, group_size, **settings):
-        while new := next_prompts(prompts, 64):
-            for prompt in new:
-                for _ in range(prompt.groups):
-                    yield prompt.key, [Sample([7, 2], [-1.0, -1.0], False)] * group_size
-
-    def follow(self, step):
-        return contextlib.nullcontext()
 
     def text(self, completion):
         return self.said

@@ -153,6 +153,7 @@ BAD = [
     {"logps": -torch.ones(7)},
     {"rewards": torch.zeros(2, 3)},
     {"is_model_token": torch.ones(5, dtype=torch.bool)},
+    {"is_model_token": torch.arange(6) > 0},  # it begins with a token of the task
     {"rewards": torch.full((3, 2), torch.inf)},
     {"logps": torch.full((6,), torch.nan)},
     {"protocol": PROTOCOL - 1},

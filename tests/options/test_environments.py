@@ -86,19 +86,14 @@ def test_all_are_closed_after_an_error(tokenizer):
     assert len(Counter.made) > 2 and not Counter.live
 
 
-@pytest.mark.parametrize("end", ["closed", "Ctrl-C"])
-def test_all_are_closed_if_the_stream_is_not_read_to_its_end(tokenizer, end):
+def test_all_are_closed_if_the_stream_is_not_read_to_its_end(tokenizer):
     recipe = recipe_of(tokenizer, 1, 5, 5)
     actor = Actor(tokenizer, ["One", "two", "three", "four", "five"])
     settings = {"group_size": 2, "max_sequences": 99, "max_new_tokens": 200}
     groups = stream_turns(actor, recipe, (Prompt(p, p[2]) for p in recipe.prompts), **settings)
     next(groups)
     assert Counter.live
-    if end == "closed":
-        groups.close()
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            groups.throw(KeyboardInterrupt())
+    groups.close()
     assert not Counter.live
 
 

@@ -31,10 +31,6 @@ def test_adapters_travel_to_a_model_with_adapters():
     assert (mine(IDS).logits - theirs(IDS).logits).abs().max() > 0.1
     load_weights(mine, trained_weights(theirs))
     assert torch.equal(mine(IDS).logits, theirs(IDS).logits)
-    with pytest.raises(ValueError, match="MODEL or LORA_RANK"):
-        load_weights(mine, trained_weights(tiny_model("qwen2")))
-    with pytest.raises(ValueError, match="is .2, 64., expected .4, 64."):
-        load_weights(mine, trained_weights(with_adapters(tiny_model("qwen2"), rank=2)))
     with pytest.raises(ValueError, match="model.layers.0.self_attn.q_proj"):
         dict(merge_adapters(tiny_model("gpt2"), trained_weights(mine)))
 

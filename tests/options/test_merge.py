@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import evaluate
 from grpo.options.merge import merge
 from grpo.options.policy_proof import logps_of
-from grpo.policy import load_policy
 
 PROMPT, COMPLETION = [5, 6, 7, 8], [40, 41, 42, 2]
 
@@ -30,12 +29,13 @@ def adapter(tiny, tmp_path_factory):
     return folder, logps_of(policy, PROMPT, COMPLETION)
 
 
-def test_the_merged_model_computes_what_the_adapted_one_does(tiny, tmp_path, adapter):
+def test_the_command_makes_a_model_that_computes_what_the_adapted_one_does(
+    tiny, tmp_path, adapter, monkeypatch
+):
     folder, expected = adapter
-    merge(str(folder), str(tmp_path / "out"))
-    out = load_policy(
-        str(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out"), "auto"
-    )
+    monkeypatch.setattr(sys, "argv", ["grpo/options/merge.py", str(folder), str(tmp_path / "out")])
+    runpy.run_path("grpo/options/merge.py", run_name="__main__")
+    out = tiny_policy(tmp_path / "out", "auto")
     # Measured: 2e-6 at most
     assert logps_of(out, PROMPT, COMPLETION) == pytest.approx(expected, abs=2e-5)
     assert logps_of(tiny_policy(tiny), PROMPT, COMPLETION) != pytest.approx(expected, abs=0.1)
@@ -103,14 +103,3 @@ def test_a_base_with_a_relative_path_is_looked_for_here_and_its_file_is_named(
     for command in (lambda: merge(str(theirs), "other"), evaluate.main):
         with pytest.raises(SystemExit, match=f"path in {theirs}/adapter_config.json .a relative"):
             command()
-
-
-def test_it_is_a_command(tmp_path, monkeypatch, adapter):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["grpo/options/merge.py", *words])
-        runpy.run_path("grpo/options/merge.py", run_name="__main__")
-
-    with pytest.raises(SystemExit, match="python -m grpo.options.merge ADAPTER OUT"):
-        run("one")
-    run(str(adapter[0]), str(tmp_path / "out"))
-    assert (tmp_path / "out/model.safetensors").exists()

@@ -3,9 +3,10 @@
 import itertools
 from collections import Counter
 
+import families
 import pytest
 import torch
-from families import PROMPTS, TOLERANCE, assert_plain_logps, tiny_model
+from families import DYNAMIC, PROMPTS, TOLERANCE, assert_plain_logps, tiny_model
 
 from grpo import sampler, shared_prompt
 from grpo.cached import CachedDecoder
@@ -17,7 +18,6 @@ from grpo.options.cuda_graph import (
 )
 from grpo.options.plain_decoder import PlainDecoder
 from grpo.options.shared_layers import SharedDecoder
-from grpo.sampler import sample_groups
 from grpo.shared_prompt import LlamaDecoder
 from rehearsal.events import counted
 
@@ -37,10 +37,10 @@ CASES = [
 ]
 
 
-def sample(model, **changes):
-    settings = {"group_size": 3, "max_new_tokens": 8, "temperature": 1.0, "eos_ids": EOS}
-    settings |= {"vocab_size": 110, "generator": torch.Generator("cuda").manual_seed(0)}
-    return sample_groups(model, PROMPTS, **(settings | changes))
+def sample(model, prompts=PROMPTS, **changes):
+    settings = {"max_new_tokens": 8, "eos_ids": EOS}
+    settings["generator"] = torch.Generator("cuda").manual_seed(0)
+    return families.sample(model, prompts, **settings | changes)
 
 
 def qwen2(layers):
@@ -67,12 +67,9 @@ def test_samples_of_the_gpu_have_plain_log_probs(family, kind, monkeypatch):
     assert len({len(c.ids) for c in itertools.chain(*groups)}) > 1
 
 
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
-
-
 @pytest.mark.parametrize("family, kind, changes", [
     ("qwen2", GraphedDecoder, {}),
-    ("llama", LlamaDecoder, DYNAMIC),  # it looks at the largest position
+    ("llama", LlamaDecoder, {"rope_parameters": DYNAMIC}),  # it looks at the largest position
     ("gpt2", SharedDecoder, {}),  # it looks for padding where there is a pad id and no mask
     ("gpt2", GraphedSharedDecoder, {"pad_token_id": None}),
     ("gemma2", CachedDecoder, {}),
@@ -107,25 +104,6 @@ def per_token(tokens_drawn):
     return Counter({place: n / (MORE - FEWER) for place, n in (many - few).items()})
 
 
-def decoder_waits(model, kind, prompts, monkeypatch):
-    """Returns the waits for a token of all sequences, the sampler's turn included."""
-
-    def sample(tokens):
-        sample_groups(
-            model,
-            prompts,
-            group_size=GROUP,
-            max_new_tokens=tokens,
-            temperature=1.0,
-            eos_ids={-1},  # no sequence ends
-            vocab_size=110,
-            generator=torch.Generator("cuda").manual_seed(0),
-        )
-
-    use(monkeypatch, kind)
-    return per_token(sample)
-
-
 @pytest.mark.parametrize("kind, prompts", [
     *itertools.product(KINDS, (EVEN, PADDED)),
     (LlamaDecoder, PADDED),
@@ -133,7 +111,9 @@ def decoder_waits(model, kind, prompts, monkeypatch):
 ])  # fmt: skip
 def test_a_token_waits_once(kind, prompts, monkeypatch):
     """The sampler asks which rows have ended."""
-    waits = decoder_waits(qwen2(1), kind, prompts, monkeypatch)
+    use(monkeypatch, kind)
+    model, endless = qwen2(1), {"group_size": GROUP, "eos_ids": {-1}}  # no sequence ends
+    waits = per_token(lambda tokens: sample(model, prompts, max_new_tokens=tokens, **endless))
     assert waits.total() == 1, waits
     (place,) = waits
     assert place.startswith("nonzero at grpo/sampler.py:")

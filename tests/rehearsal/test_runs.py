@@ -9,7 +9,6 @@ import pytest
 import torch
 from processes import records
 from safetensors.torch import load_file
-from tiny import make_tiny
 from transformers import AutoModelForCausalLM
 
 import grpo_ref_split as trainer
@@ -40,11 +39,6 @@ SMALL = {
     "LEARNING_RATE": 1e-3,
     "WARMUP_STEPS": 0,
 }
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    return make_tiny(tmp_path / "tiny")
 
 
 @pytest.fixture
