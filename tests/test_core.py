@@ -14,6 +14,9 @@ LINES = 5_900  # of our files that a plain run loads; to become 4 500
 SERVER = {
     f"grpo/{name}.py" for name in ("client", "remote", "waits", "wire")
 }  # only with REF_SERVER
+GPU = {f"grpo/options/{name}.py" for name in ("sizes", "sample_sizes", "cuda_graph", "nvidia")}
+GPU |= {f"grpo/options/{name}.py" for name in ("any_attention", "shared_layers", "varlen")}
+GPU |= {f"grpo/options/{name}.py" for name in ("lora", "plain_decoder")}  # that those import
 RARE = {  # files of which such a run executes fewer than 60 % of the lines: what the others are for
     "grpo/constants.py",  # errors of the command line and of presets
     "grpo/devices.py",  # GPUs
@@ -80,8 +83,8 @@ def test_a_plain_run_loads_the_core_alone(tiny, tmp_path):
     core = {path: number for path, number in core.items() if number}
     for path, number in sorted(core.items(), key=lambda pair: -pair[1]):
         print(f"{number:4} {shares[path]:4.0%} {path}")
-    total, server = (sum(map(lines_of, files)) for files in (core, SERVER))
-    print(total, "lines;", total + server, "with REF_SERVER")
+    total, server, gpu = (sum(map(lines_of, files)) for files in (core, SERVER, GPU))
+    print(total, "lines;", total + server, "with REF_SERVER;", gpu, "more on a GPU")
     assert not [path for path in core if path in SERVER or path.startswith("grpo/options/")]
     assert 4_000 < total <= LINES
     for page in ("README.md", "README.zh.md", "CONTRIBUTING.md"):
