@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import threading
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from grpo.models import prompt_ids
 from grpo.options import continued
 from grpo.options.continued import continue_rows
 from grpo.options.stop_strings import StopStrings
-from grpo.options.turns import bridge
+from grpo.options.turns import bridge, play
 from grpo.sample import Prompt, Sample
 from grpo.sampler import next_prompts
 from grpo.task import TaskError
@@ -171,6 +172,13 @@ def test_a_template_that_loses_a_reply_is_refused_with_a_sentence(tokenizer, tem
 def test_a_reply_that_fails_ends_the_run_with_a_sentence(tokenizer, reply, said):
     with pytest.raises(TaskError, match=f"tasks/mine.py: reply.*{said}"):
         talks(Actor(tokenizer, ["Three?"]), reply, 2, REWARD_TIMEOUT_SECONDS=0.2)
+
+
+def test_a_reply_that_hangs_before_the_run_ends_it_too():
+    task = SimpleNamespace(reply=lambda item, turns: time.sleep(60))
+    recipe = a_recipe([], task=task, TASK="mine", REWARD_TIMEOUT_SECONDS=0.2)
+    with pytest.raises(TaskError, match="reply.*took more than 0.2 s: .*REWARD_TIMEOUT_SECONDS"):
+        play(recipe, {}, ["Three?"])
 
 
 def test_a_slow_reply_leaves_its_place_to_others(tokenizer):
