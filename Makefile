@@ -1,6 +1,6 @@
 # make demo   runs the whole pipeline on a tiny model: two minutes      make test   4 minutes of tests
-# make test-long   tests that start whole clusters: three minutes. CI runs both
-# make vllm-test   tests with vLLM: three minutes, after an install of two
+# make test-long   tests that start whole clusters: five minutes. CI runs both
+# make vllm-test   tests with vLLM: six minutes, after an install of two
 # All build .venv first. torch without CUDA is smaller; to have it, run this before:
 #   python3 -m venv .venv && .venv/bin/pip install torch --index-url https://download.pytorch.org/whl/cpu
 PYTHON ?= python3
