@@ -22,7 +22,7 @@ class Policy:
     dtype: str
     stop_strings: object = None  # StopStrings, or None
     lora: bool = False  # whether adapters are trained, and the model itself is frozen
-    merged: object = contextlib.nullcontext  # merged() is a context in which adapters are merged
+    contexts: tuple = ()  # functions, called before sampling: each returns a context for it
 
     def stream(self, prompts, *, seed, **settings):
         """Samples groups with the current weights; see sampler.stream_groups.
@@ -30,7 +30,7 @@ class Policy:
         Adapters are merged only while tokens are sampled. When a group is yielded they are separate
         again, as the caller may save the model or stop reading.
         """
-        merged = self.merged()
+        contexts = [make() for make in self.contexts]
         groups = stream_groups(
             self.model,
             prompts,
@@ -42,7 +42,9 @@ class Policy:
         )
         batch = "SAMPLE_BATCH" if settings["temperature"] else "EVAL_BATCH"
         while True:
-            with merged, out_of_memory_names(batch, settings["max_sequences"]):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(out_of_memory_names(batch, settings["max_sequences"]))
+                list(map(stack.enter_context, contexts))
                 group = next(groups, None)
             if group is None:
                 return
@@ -115,13 +117,18 @@ def make_sampler(c, policy):
 
 def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_strings=()):
     """Returns the Policy of a model (hub name or folder); see load_model for `dtype` and errors."""
-    vocab_size, merged = vocab_size_of(tokenizer), contextlib.nullcontext
+    vocab_size, contexts = vocab_size_of(tokenizer), []
     model, dtype = load_model(name, dtype, vocab_size)
+    if dtype != "float32":
+        from grpo.options.float32_head import ConvertedHead, give_float32_head
+
+        give_float32_head(model)
+        contexts.append(functools.partial(ConvertedHead, model))
     if lora_rank:
         from grpo.options.lora import MergedAdapters, add_adapters
 
         add_adapters(model, lora_rank)
-        merged = functools.partial(MergedAdapters, model)
+        contexts.append(functools.partial(MergedAdapters, model))
     eos_ids = stop_ids(name, tokenizer, stop_tokens)
     model.generation_config.eos_token_id = sorted(eos_ids)  # a checkpoint ends where the run did
     stops = None
@@ -129,5 +136,5 @@ def load_policy(name, tokenizer, dtype, stop_tokens=(), lora_rank=0, stop_string
         from grpo.options.stop_strings import StopStrings
 
         stops = StopStrings(tokenizer, stop_strings)
-    adapters = bool(lora_rank), merged
-    return Policy(name, model, tokenizer, eos_ids, vocab_size, dtype, stops, *adapters)
+    more = dtype, stops, bool(lora_rank), contexts
+    return Policy(name, model, tokenizer, eos_ids, vocab_size, *more)

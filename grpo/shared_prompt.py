@@ -17,7 +17,6 @@ from transformers.cache_utils import DynamicLayer
 
 from grpo.cached import repeated
 from grpo.decode_attention import attend, mask_of
-from grpo.devices import is_nvidia
 from grpo.models import prefill
 
 ROOM = 64  # C at first; doubled when it is full
@@ -236,7 +235,7 @@ class LlamaDecoder(GroupDecoder):
             mlp, normed = block.mlp, norm(block.post_attention_layernorm, hidden)
             gate = mlp.act_fn(mlp.gate_proj(normed))
             hidden = hidden + mlp.down_proj(gate.mul_(mlp.up_proj(normed)))
-        return logits_of(self.model.lm_head, norm(body.norm, hidden))
+        return self.model.lm_head(norm(body.norm, hidden))
 
 
 def norm(module, x):
@@ -249,14 +248,3 @@ def rotated(x, cos, sin):
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], -1)
     return torch.addcmul(x * cos, turned, sin)
-
-
-def logits_of(head, hidden):
-    """Returns logits (S, V'), on a GPU in float32 also for bfloat16 states: rounded to bfloat16, a
-    logit of 20 is off by up to 0.06, and with it the log-prob that is trained on.
-    (transformers' layers give logits in the model's dtype.)"""
-    exact = is_nvidia(hidden.device) and hidden.dtype != torch.float32
-    if not exact or type(head) is not torch.nn.Linear:
-        return head(hidden)
-    logits = torch.bmm(hidden[None], head.weight.T[None], torch.float32)[0]
-    return logits if head.bias is None else logits + head.bias

@@ -9,11 +9,11 @@ from fakes import tiny_policy
 from transformers import AutoModelForCausalLM
 
 import ref_server
-from grpo import shared_prompt as llama_step
 from grpo.devices import is_nvidia
 from grpo.models import choose_dtype, load_model, own_device
 from grpo.options import cuda_graph, nvidia
 from grpo.options import tiny_model as warm_start
+from grpo.options.float32_head import float32_logits
 from grpo_loss_triton import linear_logps, slabs
 from tasks import arithmetic
 
@@ -166,7 +166,7 @@ def test_log_probs_of_sampler_and_reference_are_not_rounded_to_bfloat16():
     hidden, ids = torch.randn(32, 64, **like), torch.arange(32, device="cuda")
     exact = (hidden.double() @ head.weight.T.double()).log_softmax(-1)
     exact = exact.gather(1, ids[:, None]).squeeze(1)
-    sampled = llama_step.logits_of(head, hidden)
+    sampled = float32_logits(head, hidden)
     assert sampled.dtype == torch.float32
     sampled = sampled.log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
     for found in (sampled, linear_logps(hidden, head.weight, ids)):
