@@ -342,11 +342,11 @@ def update(run, samples, step):
     with ranks.all_or_none("checking the sampler"):  # collective
         check_sampler(metrics, run.sampler)
     with run.clock.part("step"), cpu_threads(c.CPU_THREADS):
-        norm = take_step(run.engine, rate)  # collective
+        taken = take_step(run.engine, rate, c.SEED)  # collective
     metrics = with_kl(metrics, run.reference.info, c.MODEL)  # KL only if it was computed
     # DeepSpeed's norm of a gradient that overflowed may also be -1
-    finite = math.isfinite(metrics["loss"]) and 0 <= norm < math.inf
-    return metrics | {"grad_norm": norm, "learning_rate": rate, "skipped": int(not finite)}
+    finite = math.isfinite(metrics["loss"]) and 0 <= taken["grad_norm"] < math.inf
+    return metrics | taken | {"learning_rate": rate, "skipped": int(not finite)}
 
 
 # --- The loop: lines 2, 3, 4, 10 -------------------------------------------------------

@@ -31,7 +31,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from grpo.engine import load_states
+from grpo.engine import give_weights, load_states
 from grpo.log import say
 from grpo.ranks import RunFailed, any_rank, gathered, note
 from grpo.report import as_json, model_card, naming_run_dir
@@ -270,7 +270,7 @@ def load(path, engine, stream, reference=None):
     # DeepSpeed expects a dict of all ranks' parts and reads this rank's
     engine.optimizer.load_state_dict({rank: part}, load_from_fp32_weights=True)
     dist.barrier()
-    engine.optimizer.update_lp_params()  # the model's weights, from all ranks' float32 ones
+    give_weights(engine, stream.seed)  # collective
     if reference:
         reference.load(safetensors.torch.load_file(trainer / REFERENCE))
     stream.position = mine["position"]

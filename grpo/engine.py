@@ -84,18 +84,35 @@ def learning_rate(c, step):
     return c.LEARNING_RATE * warm * (1 - (1 - c.FINAL_LR) * done)
 
 
-def take_step(engine, rate):
+def take_step(engine, rate, seed):
     """Collective: takes the optimiser's step with this learning rate, unless a part of the gradient
-    is not finite: then weights and optimiser stay as they are, on all ranks. Returns the gradient's
-    norm before clipping; -1 or not finite if the step was not taken."""
+    is not finite: then weights and optimiser stay as they are, on all ranks. Returns metrics: the
+    gradient's norm before clipping (-1 or not finite if the step was not taken), and in bfloat16
+    the share of weights that have changed."""
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
-    engine.step()
+    metrics = {}
+    if engine.bfloat16_enabled():
+        from grpo.options.rounding import step_and_round
+
+        metrics["weights_changed"] = step_and_round(engine, seed)
+    else:
+        engine.step()
     if engine.optimizer.overflow:
         # With offload in bf16 DeepSpeed 0.19.8 would add to these sums for ever: all NaN
         for part in engine.optimizer.averaged_gradients:
             engine.optimizer.averaged_gradients[part] = None
-    return float(engine.get_global_grad_norm())
+    return metrics | {"grad_norm": float(engine.get_global_grad_norm())}
+
+
+def give_weights(engine, seed):
+    """Collective: gives the model its weights, from the float32 master weights of all ranks."""
+    if engine.bfloat16_enabled():
+        from grpo.options.rounding import round_masters
+
+        round_masters(engine.optimizer, seed)
+    else:
+        engine.optimizer.update_lp_params()
 
 
 def training_threads(asked):

@@ -48,6 +48,9 @@ class FakeEngine:
     def load_state_dict(self, states, load_from_fp32_weights):
         self.loaded = states[checkpoint.dist.get_rank()]
 
+    def bfloat16_enabled(self):
+        return False
+
     def update_lp_params(self):
         assert self.loaded == self.state_dict()
 

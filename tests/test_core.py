@@ -16,6 +16,7 @@ SERVER = {
 }  # only with REF_SERVER
 GPU = {f"grpo/options/{name}.py" for name in ("sizes", "sample_sizes", "cuda_graph", "nvidia")}
 GPU |= {f"grpo/options/{name}.py" for name in ("any_attention", "shared_layers", "varlen")}
+GPU |= {f"grpo/options/{name}.py" for name in ("rounding", "float32_head")}  # bfloat16
 GPU |= {f"grpo/options/{name}.py" for name in ("lora", "plain_decoder")}  # that those import
 RARE = {  # files of which such a run executes fewer than 60 % of the lines: what the others are for
     "grpo/constants.py",  # errors of the command line and of presets

@@ -59,6 +59,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "cuda_graph": "grpo.decoder",  # NVIDIA's GPU
     "failures": "grpo.prepare",  # MAX_FAILED_REWARDS
     "launched": "grpo.ranks",  # deepspeed or torchrun
+    "float32_head": "grpo.policy",  # bfloat16
     "lora": "grpo.policy grpo.reference",  # LORA_RANK
     "nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's
     "opening": "grpo.prepare",  # a prompt that may end with a tag
@@ -68,6 +69,7 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "reporters": "grpo.start",  # REPORT_TO
     "reward_processes": "grpo.prepare",  # REWARD_PROCESSES
     "continued": "grpo.sampler",  # a task with reply()
+    "rounding": "grpo.engine",  # bfloat16
     "shared_layers": "grpo.decoder",  # a model with other layers than Llama's
     "sizes": "grpo.start",  # a GPU, and "auto"
     "stop_strings": "grpo.policy",  # STOP_STRINGS

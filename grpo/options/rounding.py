@@ -1,0 +1,105 @@
+"""bfloat16 weights: each float32 master weight is rounded up or down at random, not to the nearest.
+
+Why. Adam moves a master weight by about LEARNING_RATE in an update. bfloat16 numbers have 8
+significant bits: near 0.1 they are 5e-4 apart. MODEL's weights are such numbers, so an update of
+1e-6 leaves the nearest one where it was, and so do hundreds more in the same direction. The policy
+hardly moves, and no check notices, because sampler, trainer and workers share its weights.
+
+Here a master w between the neighbours a < b becomes b with the probability (w - a) / (b - a), so
+that its mean is w (stochastic rounding, 1502.02551; of bfloat16 weights: 2010.06192). An update of
+1e-6 then changes one weight in 500, and these move the policy as far as the masters moved.
+
+Deviation: a weight's random number does not change from step to step. It is a hash of SEED and of
+the weight's place in the row of all trained weights. So a weight changes only when its master has
+passed its threshold, and the policy that the next update sees has no fresh noise. A run that
+resumes, on any number of ranks, gives its model the same bits. MODEL itself does not change, as its
+weights need no rounding.
+"""
+
+import torch
+import torch.distributed as dist
+
+from grpo.ranks import gathered
+from grpo.rollout import seed_of
+
+BLOCK = 1 << 20  # weights that are rounded at once; the hash counts places within a block
+COUNTED = 1 << 20  # weights of a rank that are compared before and after an update
+
+
+def step_and_round(engine, seed):
+    """Collective: takes the optimiser's step; returns the share of the model's weights that it has
+    changed, estimated from COUNTED weights of each rank."""
+    before = sample_of(engine.optimizer)
+    engine.step()  # gives the model the nearest bfloat16, which has no further use
+    round_masters(engine.optimizer, seed)
+    changed = int((before != sample_of(engine.optimizer)).sum())
+    changed, counted = zip(*gathered((changed, len(before))), strict=True)
+    return sum(changed) / sum(counted)
+
+
+@torch.no_grad()
+def sample_of(optimizer):
+    """Returns a copy of about COUNTED of this rank's weights, evenly spread over its part."""
+    rank, groups = dist.get_rank(), optimizer.parallel_partitioned_bit16_groups
+    return torch.cat([parts[rank][:: len(parts[rank]) // COUNTED + 1] for parts in groups])
+
+
+@torch.no_grad()
+def round_masters(optimizer, seed):
+    """Collective: gives the model its weights, from all ranks' masters. `optimizer` is DeepSpeed's,
+    whose update_lp_params does the same with the nearest bfloat16."""
+    from deepspeed.runtime.utils import all_gather_dp_groups
+
+    rank, groups = dist.get_rank(), optimizer.parallel_partitioned_bit16_groups
+    for parts, master in zip(groups, optimizer.single_partition_of_fp32_groups, strict=True):
+        place = rank * len(master)  # ZeRO cuts the row of all weights into equal parts
+        for first, end in blocks(place, len(master)):
+            part = parts[rank][first:end]
+            part.copy_(rounded(master[first:end].to(part.device), place + first, seed))
+    all_gather_dp_groups(
+        groups_flat=optimizer.bit16_groups_flat,
+        partitioned_param_groups=groups,
+        dp_process_group=optimizer.real_dp_process_group,
+        start_alignment_factor=optimizer.nccl_start_alignment_factor,
+        allgather_bucket_size=optimizer.allgather_bucket_size,
+    )
+
+
+def blocks(place, size):
+    """Yields (first, end) of parts of `size` weights that do not cross a block's border; the first
+    weight has this place.
+
+    >>> BLOCK, list(blocks(BLOCK - 3, 5))
+    (1048576, [(0, 3), (3, 5)])
+    """
+    first = 0
+    while first < size:
+        end = min(size, first + BLOCK - (place + first) % BLOCK)
+        yield first, end
+        first = end
+
+
+def rounded(weights, place, seed):
+    """Returns float32 weights (N,) of one block, the first of which has this place, as bfloat16.
+
+    A bfloat16 is the upper half of a float32. We add a random number of 16 bits to the lower half,
+    which carries over with the probability that the lower half stands for, and cut it off.
+    """
+    bits = weights.view(torch.int32) + noise(place, len(weights), seed, weights.device)
+    return (bits & -0x10000).view(torch.float32).bfloat16()
+
+
+def noise(place, count, seed, device):
+    """Returns random numbers from 0 to 65 535 of `count` places of one block, int32 (count,).
+
+    The hash is lowbias32 (github.com/skeeto/hash-prospector), with shifts that keep the sign. It
+    takes half the time of torch.randint on a CPU, and gives the same numbers on every device.
+    """
+    block, first = divmod(place, BLOCK)
+    x = torch.arange(first, first + count, dtype=torch.int32, device=device)
+    x *= 0x9E3779B1 - 2**32
+    x ^= seed_of(seed, block) % 2**32 - 2**31
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        x ^= x >> shift
+        x *= factor
+    return (x >> 16).bitwise_and_(0xFFFF)
