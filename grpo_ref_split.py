@@ -84,7 +84,6 @@ RATIO_LEVEL = "token"  # or "sequence": a ratio per completion (GSPO: CLIP_LOW 3
 # Truncated importance sampling corrects for a sampler whose log-probs differ from the trainer's: a
 # token's objective is multiplied by p_trainer / p_sampler, by IS_CAP at most. 0: off.
 IS_CAP = 2.0
-IS_MASK = False  # True: tokens whose factor is above IS_CAP or below 1 / IS_CAP get 0 (token_mask)
 # Optimiser updates on each rollout, mu (num_iterations). Higher reuses samples and is off-policy;
 # with 1, only workers' older groups can be clipped.
 UPDATES_PER_ROLLOUT = 1
@@ -297,7 +296,6 @@ def batch_loss(c, hidden, head, ids, batch, vocab_size):
         unbiased_kl=c.UNBIASED_KL,
         sampler_logps=sampler_logps,
         is_cap=c.IS_CAP,  # no effect if old and sampler's log-probs are equal; ratio_cap acts then
-        is_mask=c.IS_MASK,
         ratio_cap=0.0 if first.trainer_old_logps else c.IS_CAP,
         sequences=per_token(range(len(batch))) if c.RATIO_LEVEL == "sequence" else None,
     )

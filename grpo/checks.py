@@ -22,7 +22,7 @@ KINDS = [  # (kind, constants)
         MAX_FAILED_REWARDS"""),
     (NUMBER, """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
         MAX_GRAD_NORM VLLM_CACHE_GB"""),
-    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL IS_MASK TRAINER_SAMPLES
+    (FLAG, """MASK_TRUNCATED ADVANTAGE_STD UNBIASED_KL TRAINER_SAMPLES
         FUSED_LOSS OFFLOAD_OPTIMIZER RESUME KEEP_BEST REFERENCE_ON_CPU
         VLLM_SLEEP"""),
     (TEXT, "MODEL TASK RUN_DIR EVAL_SPLIT"),
@@ -65,7 +65,6 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
      lambda c: c.REWARD_WEIGHTS != {} or not c.SKIP_FLAT_GROUPS),
     ("KL_BETA", "above 0 if REWARD_WEIGHTS = {}: without rewards only the KL penalty trains",
      lambda c: c.REWARD_WEIGHTS != {} or c.KL_BETA > 0),
-    ("IS_MASK", "False if its bound IS_CAP is 0", lambda c: c.IS_CAP > 0 or not c.IS_MASK),
     ("MAX_STALENESS", "at least PUBLISH_STEPS and UPDATES_PER_ROLLOUT: groups get that old",
      lambda c: c.MAX_STALENESS >= max(c.PUBLISH_STEPS, c.UPDATES_PER_ROLLOUT)),
     ("TRAINER_SAMPLES", "True if PUBLISH_STEPS = 0, as there are no workers",

@@ -13,6 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = "grpo_ref_split.py", "ref_server.py"  # a preset may set constants of both
+GONE = {  # constants of earlier versions, and what to do instead
+    "IS_MASK": "IS_CAP limits these tokens' factor instead of masking them",
+}
 
 
 class Constants:
@@ -171,6 +174,8 @@ def check_names(names, known, where=""):
     misspelt."""
     for name in names:
         if name not in known:
+            if name in GONE:
+                raise SystemExit(f"{where}the constant {name} is gone: {GONE[name]}")
             near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0)[0]
             owners = [script for script in SCRIPTS if name in names_of(script)]
             why = f"{owners[0]} has it" if owners else f"did you mean {near}?"

@@ -90,7 +90,7 @@ def linear_logps(hidden, head, ids, *, temperature=1.0, vocab_size=None, entropy
 def policy_loss(
     logps, old_logps, ref_logps, advantages, weights, *,
     clip_low, clip_high, kl_beta, objective="clip", unbiased_kl=False,
-    sampler_logps=None, is_cap=0.0, is_mask=False, ratio_cap=0.0, sequences=None,
+    sampler_logps=None, is_cap=0.0, ratio_cap=0.0, sequences=None,
 ):  # fmt: skip
     """Returns (loss, stats): minus the sum over tokens of w * objective, a scalar.
 
@@ -122,8 +122,6 @@ def policy_loss(
                        than the trainer: the objective, not the KL, times
                        min(exp(old_logp - sampler_logp), is_cap); 0: off
                        (Yao et al. 2025, fengyao.notion.site/off-policy-rl)
-    is_mask            IcePop (2510.18855): a token whose factor is above is_cap, or
-                       below 1 / is_cap, gets the factor 0, and no gradient but the KL's
     ratio_cap          the min's r is at most this, for old_logps of a sampler that may be far off:
                        r A is unbounded where A < 0 (INTELLECT-2, 2505.07291); beyond it a token
                        with A < 0 has no gradient, and is not in clip_high; 0: off. It also caps
@@ -154,9 +152,7 @@ def policy_loss(
     else:
         raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
     if is_cap:
-        factor = torch.exp(old_logps - sampler_logps)
-        is_far = (factor > is_cap) | (factor < 1 / is_cap)
-        gain = gain * (factor.masked_fill(is_far, 0) if is_mask else factor.clamp(max=is_cap))
+        gain = gain * torch.exp(old_logps - sampler_logps).clamp(max=is_cap)
     kl = k1 = torch.zeros_like(logps)
     if kl_beta:
         d = ref_logps.detach() - logps

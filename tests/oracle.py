@@ -14,7 +14,6 @@ VARIANTS = {
     "unbiased_kl": CLIPS | {"kl_beta": 0.3, "unbiased_kl": True},
     "cispo": CLIPS | {"objective": "cispo", "kl_beta": 0.3},
     "capped": CLIPS | {"is_cap": 1.1, "kl_beta": 0.3},
-    "masked": CLIPS | {"is_cap": 1.3, "is_mask": True, "kl_beta": 0.3},
     "bounded": CLIPS | {"ratio_cap": 1.3, "kl_beta": 0.3},
     "low_bounded": CLIPS | {"ratio_cap": 1.1, "unbiased_kl": True, "kl_beta": 0.3},
     "capped_cispo": CLIPS | {"is_cap": 1.1, "objective": "cispo"},
@@ -57,7 +56,7 @@ def run(batch, settings):
 
 def oracle(
     logps, old_logps, ref_logps, advantages, weights, sampler_logps, sequences, *,
-    clip_low, clip_high, kl_beta, objective="clip", unbiased_kl=False, is_cap=0.0, is_mask=False,
+    clip_low, clip_high, kl_beta, objective="clip", unbiased_kl=False, is_cap=0.0,
     ratio_cap=math.inf,
 ):  # fmt: skip
     """-> the loss, its gradient, the sum of the loss's |terms|: in float64, by papers' formulas."""
@@ -74,9 +73,7 @@ def oracle(
         r = r.clamp(max=ratio_cap)
         gain = a * torch.where(a > 0, r.clamp(max=1 + clip_high), r.clamp(min=1 - clip_low))
     if is_cap:
-        log = old - sampler_logps
-        inside = log.abs() <= math.log(is_cap)
-        gain = gain * (log.exp() * inside if is_mask else log.exp().clamp(max=is_cap))
+        gain = gain * (old - sampler_logps).exp().clamp(max=is_cap)
     if kl_beta:
         d = ref_logps.double() - logp
         cut = (ratio_cap / of_token.detach()).clamp(max=1)  # what the cap takes of the ratio

@@ -29,7 +29,6 @@ WRONG = {
     "SAMPLE_BATCH": [4],
     "OBJECTIVE": ["ppo"],
     "RATIO_LEVEL": ["word"],
-    "IS_MASK": ["token"],
     "OVERLONG_TOKENS": [-1, 513],
     "ADAM_BETAS": [(0.9, 1.0), 0.9],
     "SKIP_FLAT_GROUPS": ["format"],
@@ -72,7 +71,6 @@ def test_every_constant_of_the_trainer_is_checked():
 @pytest.mark.parametrize("name, own", [
     ("KL_BETA", {"KL_BETA": 0.0, "REWARD_WEIGHTS": {}, "SKIP_FLAT_GROUPS": False}),
     ("REFERENCE", {"KL_BETA": 0.0, "REFERENCE": "a/teacher", "REF_SERVER": None}),
-    ("IS_MASK", {"IS_MASK": True, "IS_CAP": 0.0}),
     ("IS_CAP", {"IS_CAP": 0.5}),
     ("ADAM_BETAS", {"ADAM_BETAS": (0.9,)}),
     ("VLLM_CACHE_GB", {"VLLM_CACHE_GB": 0}),
