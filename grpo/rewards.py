@@ -4,9 +4,7 @@ with timely(60, "the rewards"): task.rewards(item, text)
 """
 
 import contextlib
-import ctypes
 import faulthandler
-import functools
 import importlib.util
 import inspect
 import signal
@@ -103,12 +101,12 @@ class TooSlow(BaseException):
 def timely(seconds, what):
     """Raises TooSlow in the block after `seconds`, and logs every 10 s what it waits for. If the
     code never returns to Python, or sets another alarm as math-verify's time limits do, the process
-    ends with its traceback GRACE_SECONDS after the limit (Linux). Sets no limit outside the main
-    thread; blocks do not nest."""
+    ends with its traceback GRACE_SECONDS after the limit. Sets no limit outside the main thread;
+    blocks do not nest."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    start, set_watchdog = time.monotonic(), watchdog()
+    start = time.monotonic()
 
     def ring(*_):
         waited = time.monotonic() - start
@@ -118,37 +116,15 @@ def timely(seconds, what):
         signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds - waited))
 
     before = signal.signal(signal.SIGALRM, ring)
-    set_watchdog(seconds + GRACE_SECONDS)
+    # A thread of C, which needs no interpreter; 0.2 ms
+    faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True, file=sys.__stderr__)
     signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        set_watchdog(0)
+        faulthandler.cancel_dump_traceback_later()
         signal.signal(signal.SIGALRM, before)
-
-
-@functools.cache
-def watchdog():
-    """Returns set_watchdog(seconds): after so many (0: never) this process prints the traceback of
-    all threads and dies of SIGVTALRM, even if C code holds the interpreter. It is one timer of the
-    kernel. faulthandler's timer is a thread for each call: to start and join it took four times as
-    long as to reward a group of the demo."""
-    event = (ctypes.c_int * 16)(0, 0, signal.SIGVTALRM)  # struct sigevent
-    try:
-        library, timer = ctypes.CDLL("librt.so.1"), ctypes.c_void_p()
-        if library.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)):
-            raise OSError("this process may have no timer")
-    except OSError:  # not Linux, either: an alarm alone
-        log.say("a reward in C code that never returns will not be ended: there is no timer for it")
-        return lambda seconds: None
-    faulthandler.register(signal.SIGVTALRM, sys.__stderr__, chain=True)
-
-    def set_watchdog(seconds):
-        times = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))  # itimerspec
-        library.timer_settime(timer, 0, times, None)
-
-    return set_watchdog
 
 
 def import_file(name, file):
