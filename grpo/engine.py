@@ -34,8 +34,7 @@ def make_engine(c, policy, gradient_checkpointing):
         lr=c.LEARNING_RATE,
         betas=c.ADAM_BETAS,
         weight_decay=c.WEIGHT_DECAY,
-        # On a CPU about as fast as DeepSpeedCPUAdam, whose first use compiles for minutes
-        fused=on_gpu or c.OFFLOAD_OPTIMIZER,
+        fused=True,  # on a CPU a tenth of the time; DeepSpeedCPUAdam compiles for minutes
     )
     config = engine_config(policy.dtype, c.MAX_GRAD_NORM, c.OFFLOAD_OPTIMIZER, on_gpu)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from grpo.constants import fault_of
-from grpo.devices import accelerator, is_out_of_memory
+from grpo.devices import accelerator, is_out_of_memory, keep_freed_memory
 from grpo.log import announced, say
 
 
@@ -61,6 +61,7 @@ def own_device():
 
         if is_there():
             check_driver()
+    keep_freed_memory()
     return "cpu"
 
 

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jinja2
 import pytest
 import torch
+from documents import ROOT
 from fakes import tiny_policy
 from families import tiny_model
 from safetensors.torch import load_file, save_file
@@ -139,3 +142,23 @@ def test_a_model_that_caps_its_scores_is_loaded_so_that_it_does(tmp_path, tiny):
     tiny_model("gemma2").save_pretrained(tmp_path)
     for folder, way in ((tmp_path, "eager"), (tiny, "sdpa")):
         assert load_model(str(folder), "float32", 100)[0].config._attn_implementation == way
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or torch.cuda.is_available(), reason="glibc's malloc, without a GPU"
+)
+def test_large_tensors_reuse_memory_on_a_cpu():
+    """By default each of 40 MB is mapped anew: 10 000 page faults."""
+    program = """
+import resource, torch
+from grpo.models import own_device
+own_device()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+sum(torch.ones(10_000_000).sum() for _ in range(2))
+before = faults()
+sum(torch.ones(10_000_000).sum() for _ in range(5))
+print(faults() - before)
+"""
+    command = [sys.executable, "-c", program]
+    out = subprocess.check_output(command, cwd=ROOT, text=True)
+    assert int(out.split()[-1]) < 1_000
