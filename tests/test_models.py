@@ -148,17 +148,16 @@ def test_a_model_that_caps_its_scores_is_loaded_so_that_it_does(tmp_path, tiny):
     sys.platform != "linux" or torch.cuda.is_available(), reason="glibc's malloc, without a GPU"
 )
 def test_large_tensors_reuse_memory_on_a_cpu():
-    """By default each of 40 MB is mapped anew: 10 000 page faults."""
+    """By default each of 40 MB is mapped anew, in 9 800 page faults."""
     program = """
 import resource, torch
 from grpo.models import own_device
 own_device()
-faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-sum(torch.ones(10_000_000).sum() for _ in range(2))
-before = faults()
-sum(torch.ones(10_000_000).sum() for _ in range(5))
-print(faults() - before)
+sums = [torch.ones(10_000_000).sum() for _ in range(20)]
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+sums = [torch.ones(10_000_000).sum() for _ in range(20)]
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 """
     command = [sys.executable, "-c", program]
-    out = subprocess.check_output(command, cwd=ROOT, text=True)
-    assert int(out.split()[-1]) < 1_000
+    before, after = subprocess.check_output(command, cwd=ROOT, text=True).split()[-2:]
+    assert int(after) - int(before) < 50_000
