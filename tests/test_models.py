@@ -153,9 +153,11 @@ def test_large_tensors_reuse_memory_on_a_cpu():
 import resource, torch
 from grpo.models import own_device
 own_device()
-sums = [torch.ones(10_000_000).sum() for _ in range(20)]
+for _ in range(20):
+    torch.ones(10_000_000).sum()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-sums = [torch.ones(10_000_000).sum() for _ in range(20)]
+for _ in range(20):
+    torch.ones(10_000_000).sum()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 """
     command = [sys.executable, "-c", program]
