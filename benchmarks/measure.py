@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import resource
-import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 from grpo.devices import accelerator, is_out_of_memory
+from grpo.report import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 CORES = len(os.sched_getaffinity(0))
@@ -26,8 +26,6 @@ KIND = "cpu" if DEVICE == "cpu" else "gpu"  # by which sizes are chosen
 
 def facts(*packages):
     """-> with which command, on what, with which versions and commit."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, with changes", "--abbrev=7"]
-    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
     versions = [f"Python {platform.python_version()}"]
     for package in packages:
         try:
@@ -35,7 +33,7 @@ def facts(*packages):
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"{package} not installed")
     command = " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    return f"`python {command}`: {machine()}, {', '.join(versions)}, commit {commit}."
+    return f"`python {command}`: {machine()}, {', '.join(versions)}, {commit()}."
 
 
 def machine():

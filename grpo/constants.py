@@ -4,6 +4,7 @@ that a mistake in the command is reported at once."""
 import ast
 import copy
 import difflib
+import importlib.metadata
 import math
 import os
 import re
@@ -44,10 +45,11 @@ def before_torch():
     # On shared cores, threads that spin while they wait made a step 3 to 7 times as long (db870c7).
     # Segments that can grow leave fewer gaps in GPU memory
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # By default pinned blocks of RAM are rounded up to powers of two. Unrounded blocks must not be
-    # cached: torch would reuse one that is too small (pytorch #192722)
     settings = "expandable_segments:True"
-    settings += ",pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
+    # By default pinned blocks of RAM are rounded up to powers of two. Unrounded blocks must not be
+    # cached: torch would reuse one that is too small (pytorch #192722). torch 2.11 refuses both
+    if [int(n) for n in importlib.metadata.version("torch").split(".")[:2]] >= [2, 13]:
+        settings += ",pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
     settings = os.environ.get("PYTORCH_ALLOC_CONF", settings)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", settings)
 

@@ -181,6 +181,18 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
         assert done.returncode and done.stderr.split("\n") == ["", "ended by Ctrl-C", ""], script
 
 
+@pytest.mark.parametrize("version, more", [
+    ("2.11.0+cu130", ""), ("2.13.0", ",pinned_max_round"), ("2.14.0a0+git1", ",pinned_max_round")
+])  # fmt: skip
+def test_the_allocator_gets_what_this_torch_knows(version, more, monkeypatch):
+    """torch 2.11 ends at its first allocation on a GPU if it does not know a setting."""
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(constants.importlib.metadata, "version", {"torch": version}.get)
+    constants.before_torch()
+    found = os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+    assert found.startswith(f"expandable_segments:True{more}") and ("," in found) == bool(more)
+
+
 def test_the_allocator_that_a_user_has_set_stays(monkeypatch):
     monkeypatch.setattr(os, "environ", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:99"})
     constants.before_torch()

@@ -3,6 +3,7 @@
 The yardstick is a plain forward of one row at a time, and its gradient.
 """
 
+import functools
 import inspect
 from types import SimpleNamespace
 
@@ -182,16 +183,25 @@ def test_a_model_that_can_not_be_packed_is_found_out(wrong, reason, model_of):
 
 
 # --- varlen_attn, which is for GPUs -----------------------------------------------------
+def torchs_arguments(version):
+    """-> the signature of torch's varlen_attn; 2.11 has no enable_gqa, and 2.10 lacks two more."""
+    arguments = inspect.signature(varlen.varlen_attn)
+    kept = [x for name, x in arguments.parameters.items() if name != "enable_gqa"]
+    return arguments.replace(parameters=kept) if version == "2.11" else arguments
+
+
 @pytest.fixture
-def kernel(monkeypatch):
+def kernel(monkeypatch, request):
     """Gives the CPU a varlen_attn; returns its calls, and how it is aligned."""
     seen, way = [], {}
-    arguments = inspect.signature(varlen.varlen_attn)
+    arguments = torchs_arguments(getattr(request, "param", "2.13"))
 
     def counted(*inputs, **options):
-        arguments.bind(*inputs, **options)  # torch's takes them, too: 2.10's lacks three
+        arguments.bind(*inputs, **options)
         seen.append(options["window_size"])
-        return varlen_attn(*inputs, **options | way)
+        return varlen_attn(*inputs, **options | way | {"enable_gqa": True})
+
+    counted.__signature__ = arguments
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", counted)
     monkeypatch.setattr("grpo.forward.is_nvidia", lambda device: True)
@@ -201,6 +211,7 @@ def kernel(monkeypatch):
 @pytest.mark.parametrize("family, checkpointing", [
     ("qwen2", True), ("qwen3", False), ("gemma3", True), ("gpt2", False), ("mixtral", False)
 ])  # fmt: skip
+@pytest.mark.parametrize("kernel", ["2.11", "2.13"], indirect=True)
 def test_the_kernel_has_the_states_and_gradients_of_plain_sequences(family, checkpointing, kernel):
     """In bfloat16, so the yardstick is how far buckets are from plain sequences in float32."""
     plain = tiny_model(family).bfloat16().float()
@@ -225,11 +236,13 @@ def test_a_kernel_that_is_wrong_is_not_used(family, wrong, kernel, monkeypatch, 
     """The states of three sequences do not show what happens beyond a kernel's tile."""
     _, way = kernel
 
+    @functools.wraps(varlen_attn)
     def later(query, *others, **options):
         return varlen_attn(
             query, *others, **options | {"aligned": "start" if len(query) > 64 else "end"}
         )
 
+    @functools.wraps(varlen_attn)
     def backward(query, key, value, *others, **options):
         return varlen_attn(query, key.detach() + 0 * key, value, *others, **options)
 

@@ -2,6 +2,7 @@
 without padding or mask."""
 
 import functools
+import inspect
 import itertools
 
 import torch
@@ -27,6 +28,8 @@ class VarlenRow(Row):
         key, value = key.index_select(0, keys), value.index_select(0, keys)
         # FlashAttention aligns a causal mask to the end of the keys
         settings["window_size"] = -1 if window is None else window - 1, 0
+        if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
+            del settings["enable_gqa"]  # its kernel takes grouped heads without asking
         return varlen_attn(query.contiguous(), key, value, *ends, **settings)
 
     def trial(self, like):
