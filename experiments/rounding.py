@@ -11,6 +11,7 @@ long as in float32. There this script multiplies in float32 and rounds the produ
 such hardware does, but for the order of sums.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -37,6 +38,7 @@ KINDS["nearest"] = lambda optimizer, seed: optimizer.update_lp_params()
 def in_float32(product):
     """Returns a matrix product that multiplies bfloat16 tensors in float32, and rounds once."""
 
+    @functools.wraps(product)  # torch.compile's registry wants different names
     def replaced(*tensors, out=None, **options):
         options |= {} if out is None else {"out": out}
         if tensors[1].dtype != torch.bfloat16:
