@@ -122,7 +122,9 @@ EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the e
 EVAL_SPLIT = "test"  # the task's split for evaluations
 EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more precise and slower
 EVAL_BATCH = "auto"  # questions that a rank answers at once; more are faster and need memory
-SAVE_STEPS = 100  # steps between checkpoints (the model + 12 bytes per trained parameter)
+# Steps between checkpoints (the model + 12 bytes per trained parameter), which are also saved at
+# the end. 0: never, so that nothing of the run is left but its metrics and samples.
+SAVE_STEPS = 100
 KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
 KEEP_BEST = True  # also keeps the checkpoint of the best evaluation: RUN_DIR/best
 RESUME = True  # resumes from the newest checkpoint in RUN_DIR; False: RUN_DIR must not hold a run
@@ -359,7 +361,8 @@ def train(run):
             checkpoint.save_run(run)  # collective
         if ends:
             bar.close()
-            checkpoint.point(c.RUN_DIR, "final", -1 if asked else p.saved)  # -1: not yet
+            done = p.saved == p.step and not asked
+            checkpoint.point(c.RUN_DIR, "final", p.saved if done else -1)  # -1: none
             return asked
         run.clock.lap()  # evaluations and checkpoints are not part of a step
         before, place = p.step, checkpoint.place_of(run)

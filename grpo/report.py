@@ -206,8 +206,9 @@ def report_end(run, asked):
         parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
         say(f"{len(laps)} steps, {total / len(laps):.2f} s each: {parts}")
     if asked:
-        by = stop.asked or "a signal"
-        raise SystemExit(f"stopped by {by}; step {p.step} is saved: start again to resume")
+        saved = f"step {p.step} is saved: start again to resume"
+        saved = saved if c.SAVE_STEPS else "nothing was saved, as SAVE_STEPS = 0"
+        raise SystemExit(f"stopped by {stop.asked or 'a signal'}; {saved}")
     if p.idle >= c.IDLE_LIMIT:
         raise SystemExit(
             f"{p.idle} steps in a row had nothing to train on; in the last one {run.idle_reason}."

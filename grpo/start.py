@@ -131,7 +131,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     say(f"curves and samples while it runs: python plot.py live {Path(c.RUN_DIR).parent}")
     policy = make_policy(c, tokenizer)
     with all_or_none("trying to save"):  # collective
-        if rank == 0:
+        if rank == 0 and c.SAVE_STEPS:
             try_save(c, policy)
     reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
     sampler = make_sampler(c, policy)  # collective; before fit_sizes, which uses what it leaves
@@ -145,7 +145,10 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
     data = data_of(recipe, questions)  # collective
     progress = open_run(c, record, engine, stream, reference, data)  # collective
-    check_disk(c, policy.model)  # collective
+    if c.SAVE_STEPS:
+        check_disk(c, policy.model)  # collective
+    else:
+        say("SAVE_STEPS = 0: no checkpoint is saved, not even at the end")
     workers = NoWorkers()
     with all_or_none("serving workers"):  # collective
         if c.PUBLISH_STEPS and rank == 0:

@@ -29,7 +29,7 @@ RUN = {  # the constants that checkpoints look at
     "ADAM_BETAS": [0.9, 0.99], "WEIGHT_DECAY": 0.0, "KEEP_BEST": True, "KEEP_CHECKPOINTS": 2,
     "REF_SERVER": None, "KL_BETA": 0.04, "EVAL_QUESTIONS": 9, "EVAL_SPLIT": "test",
     "STOP_STRINGS": [], "OUTCOME": "correctness", "REFERENCE_REFRESH_STEPS": 2,
-    "MAX_COMPLETION_TOKENS": 9, "LEARNING_RATE": 1e-6, "CHAT_TEMPLATE": {},
+    "MAX_COMPLETION_TOKENS": 9, "LEARNING_RATE": 1e-6, "CHAT_TEMPLATE": {}, "SAVE_STEPS": 1,
 }  # fmt: skip
 
 

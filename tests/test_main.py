@@ -59,7 +59,10 @@ def test_a_second_main_in_a_process_has_nothing_of_the_first(tiny, tmp_path):
         shared | {"TASK": task_of(tmp_path, name, text), "RUN_DIR": str(tmp_path / name)} | own
         for name, text, own in (("weighed", WEIGHED, first), ("plain", PLAIN, {}))
     ]
-    launch(1, command_of("grpo_ref_split", *presets), tmp_path / "log")
+    unsaved = presets[1] | {"SAVE_STEPS": 0, "RUN_DIR": str(tmp_path / "unsaved")}
+    launch(1, command_of("grpo_ref_split", *presets, unsaved), tmp_path / "log")
+    kept = {path.name for path in (tmp_path / "unsaved").iterdir()}
+    assert kept == {".lock", "run.json", "metrics.jsonl", "samples.jsonl"}
     task = {"REWARD_WEIGHTS": {"a": 2.0, "b": 1.0}, "OUTCOME": "b", "SAMPLE_BATCH": 80}
     none = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "SAMPLE_BATCH": 64}
     for preset, own in zip(presets, (task, none), strict=True):
