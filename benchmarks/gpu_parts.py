@@ -4,7 +4,8 @@
     python benchmarks/gpu_parts.py sums_float32 STEPS=60      # with other constants of the trainer
 
 Models have the shapes of Qwen2.5 and weights that make them count (counting.py), so the lengths of
-completions are known. A part exits with status 1 if what it checks is wrong. GB are 10^9 bytes.
+completions are known. A function that checks something returns whether it is right; if it is not,
+the part exits with status 1. GB are 10^9 bytes.
 """
 
 import functools
@@ -104,7 +105,7 @@ def shown(run_dir):
     from plot import read
 
     records = read(run_dir)
-    steps = [r for r in records if "loss" in r]
+    steps = [r for r in records if "seconds" in r]
     greedy = {r["step"]: r["eval_accuracy"] for r in records if "eval_accuracy" in r}
     print("greedy accuracy after a step:", greedy)
     print("sampled accuracy of steps:", *(f"{r.get('accuracy', -1):.2f}" for r in steps))
@@ -123,7 +124,7 @@ torch.zeros(1, device=torch.accelerator.current_accelerator()).cpu().pin_memory(
 
 
 def facts():
-    """Prints what the other numbers depend on. Exits with 1 if the allocator refuses the scripts'
+    """Prints what the other numbers depend on. Returns False if the allocator refuses the scripts'
     settings."""
     fields = "name,driver_version,memory.total,memory.used,power.limit,clocks.max.sm"
     if shutil.which("nvidia-smi"):
@@ -139,8 +140,9 @@ def facts():
         done = subprocess.run(asks, capture_output=True, text=True, check=False)
         print("allocator:", os.environ["PYTORCH_CUDA_ALLOC_CONF"], *done.stderr.splitlines()[-1:])
         if done.returncode:
-            sys.exit("VERDICT: the allocator refuses the scripts' settings")
+            return False
     ceilings(256 if SMALL else 8192)
+    return True
 
 
 def ceilings(n):
@@ -155,7 +157,7 @@ def ceilings(n):
 
 def check():
     """Compares our loss and its gradients with float64's, beside plain torch and a planted fault.
-    Exits with 1 if ours is worse than twice plain torch, or if the fault is not seen."""
+    Ours may have twice plain torch's error, and the fault must have more."""
     import grpo_loss_triton
     from benchmarks import loss as module
 
@@ -177,16 +179,16 @@ def check():
     right = all(x <= limit for x, limit in zip(mine, most, strict=True))
     seen = all(x > limit for x, limit in zip(wrong, most, strict=True))
     print(f"\nVERDICT: ours is right: {right}; the planted fault is seen: {seen}")
-    sys.exit(not (right and seen))
+    return right and seen
 
 
 def loss():
     """Prints loss.py's tables at V' = 152k."""
     from benchmarks import loss as module
 
-    module.TABLE_SECONDS = 0.1 if SMALL else 3  # at least three rounds
-    big = {"Qwen2.5-3B": [(4096, 1.0), (16_384, 0.5)]}
-    module.CASES = {"small": [(64, 1.0)]} if SMALL else big
+    module.TABLE_SECONDS, module.CASES = 3, {"Qwen2.5-3B": [(4096, 1.0), (16_384, 0.5)]}
+    if SMALL:
+        module.ROUNDS, module.CASES = (1, 1), {"small": [(64, 1.0)]}
     module.main()
 
 
@@ -212,7 +214,7 @@ def demo(WARM_STEPS=200 if SMALL else 800, **words):
 
 def resumed(STEPS=30, WARM_STEPS=200, **words):
     """Trains the demo's model, stops the trainer as by Ctrl-C in the middle, and runs the command
-    again. Exits with 1 unless each step was made once."""
+    again. Returns whether each step was made once."""
     from demo import command, free_port, start
 
     run, last, port = WORK / "resumed", int(STEPS), free_port()
@@ -224,7 +226,7 @@ def resumed(STEPS=30, WARM_STEPS=200, **words):
     for stops in (True, False):
         process = start(trainer)
         while process.poll() is None:
-            made = metrics.read_text().count('"loss"') if metrics.exists() else 0
+            made = metrics.read_text().count('"seconds"') if metrics.exists() else 0
             if stops and made >= last // 2:
                 process.send_signal(signal.SIGINT)
                 stops = False
@@ -232,11 +234,11 @@ def resumed(STEPS=30, WARM_STEPS=200, **words):
         codes.append(process.returncode)
     server.terminate()
     server.wait()
-    steps = [r["step"] for r in shown(run) if "loss" in r]
+    steps = [r["step"] for r in shown(run) if "seconds" in r]
     right = codes == [1, 0] and steps == [*range(1, last + 1)]
-    print(f"steps that trained: {steps}; the two processes ended with {codes}")
+    print(f"steps: {steps}; the two processes ended with {codes}")
     print(f"VERDICT: it was stopped and resumed, each step once: {right}")
-    sys.exit(not right)
+    return right
 
 
 def train(name, *presets, ranks=1, **words):
@@ -272,7 +274,7 @@ def step(name, **words):
     os.environ["COUNTING_PROMPT_TOKENS"] = "250"
     usual = vars(memory.shipped(256, 256, REF_SERVER=None))
     constants = {"MODEL": folder_of(size), "TASK": "benchmarks/counting.py", "EVAL_STEPS": 0}
-    constants |= {"STEPS": 4, "PROMPTS_PER_STEP": 1 if SMALL else 8}
+    constants |= {"STEPS": 4, "PROMPTS_PER_STEP": 1 if SMALL else 8, "SKIP_FLAT_GROUPS": False}
     constants |= {n: usual[n] for n in ("MAX_PROMPT_TOKENS", "MAX_COMPLETION_TOKENS", *USUAL)}
     records = train(name, ranks=ranks, **constants | STEPS[name] | words)
     peak = max(r.get("gpu_memory_gb", 0) for r in records)
@@ -366,12 +368,12 @@ def run(name, **words):
     shutil.rmtree(WORK / name, ignore_errors=True)
     (WORK / name).mkdir(parents=True)
     if name in ALONE:
-        ALONE[name](**words)
-    else:
-        (step if name in STEPS else sums)(name, **words)
+        return ALONE[name](**words)
+    return (step if name in STEPS else sums)(name, **words)
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    run(sys.argv[1], **dict(word.split("=", 1) for word in sys.argv[2:]))
+    words = dict(word.split("=", 1) for word in sys.argv[2:])
+    sys.exit(run(sys.argv[1], **words) is False)

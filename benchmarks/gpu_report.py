@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,7 +56,7 @@ PARTS = {
 LEAST_SECONDS = 10  # with less time left a part does not begin
 GPU_TESTS = ["tests/test_gpu.py", "tests/options/test_cuda_graph.py", "tests/test_loss_triton.py"]
 WORK = ROOT / "runs/gpu_report"  # the runs of the parts, and the models that they share
-PACKED = ".log", ".jsonl", "run.json", ".png", ".md"
+PACKED = ".log", ".jsonl", "run.json"
 # What a driver without growing segments (facts fails then) leaves to the other parts
 FIXED_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
 SHOWN_LINES, SHOWN_COLUMNS = 120, 300  # of each log, the last ones; the archive has all
@@ -70,10 +71,10 @@ def command_of(name):
 # --- Running --------------------------------------------------------------------------
 def run_part(command, log, seconds):
     """Returns "took 12 s", "FAILED ..." or "NOT FINISHED ..."; the log gets what is printed."""
-    began, end = time.monotonic(), functools.partial(end_with_parent, signal.SIGKILL)
+    began, options = time.monotonic(), {"cwd": ROOT, "stdin": subprocess.DEVNULL}
+    options["preexec_fn"] = functools.partial(end_with_parent, signal.SIGKILL)
     with open(log, "a") as output:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-        process = subprocess.Popen(command, cwd=ROOT, preexec_fn=end, **streams)  # noqa: PLW1509
+        process = subprocess.Popen(command, stdout=output, stderr=output, **options)
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -130,16 +131,16 @@ def write(outcomes, out):
     lines += ["| part | outcome |", "|---|---|", *(f"| {n} | {o} |" for n, o in outcomes.items())]
     for name in outcomes:
         if (log := logs / f"{name}.log").exists():
-            lines += ["", f"## {name}", "", *shown(log.read_text(errors="replace"))]
+            lines += ["", f"## {name}", *shown(log.read_text(errors="replace"))]
     draft = out / ".draft"
     draft.write_text("\n".join([*lines, ""]))
     draft.rename(out / "gpu_report.md")
+    found = [logs / f"{name}.log" for name in outcomes]
+    found += [x for name in outcomes for x in (WORK / name).rglob("*") if x.name.endswith(PACKED)]
     with tarfile.open(draft, "w:gz") as archive:
-        for folder in dict.fromkeys([logs, WORK]):
-            for path in sorted(folder.rglob("*")):
-                if path.name.endswith(PACKED) and "models" not in path.parts:
-                    archive.add(path, path.relative_to(folder.parent))
         archive.add(out / "gpu_report.md", "gpu_report.md")
+        for path in filter(Path.exists, found):
+            archive.add(path, path.relative_to(logs if path.parent == logs else WORK))
     draft.rename(out / "gpu_report.tar.gz")
 
 
@@ -157,9 +158,15 @@ def shown(text):
     return body + ["```"] * quoted
 
 
-def end(number, _):
-    signal.signal(number, signal.SIG_IGN)  # the report shall be written
-    sys.exit(f"ended by {signal.Signals(number).name}")
+def listen():
+    """Makes SIGTERM and SIGINT end the report once it is written."""
+
+    def end(number, _):
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(f"ended by {signal.Signals(number).name}")
+
+    for number in (signal.SIGTERM, signal.SIGINT):  # SIGINT also if a shell's `&` has it ignored
+        signal.signal(number, end)
 
 
 def main():
@@ -172,12 +179,14 @@ def main():
     given = parser.parse_args()
     if unknown := set(given.parts) - PARTS.keys():
         parser.error(f"there is no part {', '.join(unknown)}: choose from {', '.join(PARTS)}")
-    os.environ |= {"PYTHONUNBUFFERED": "1"} | {"GPU_REPORT_SMALL": "1"} * given.small
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    if given.small:
+        os.environ["GPU_REPORT_SMALL"] = "1"
     chosen = {n: (command_of(n), s) for n, s in PARTS.items() if n in (given.parts or PARTS)}
+    shutil.rmtree(WORK / "models", ignore_errors=True)  # today's code may build others
     for name in chosen:
         Path(given.out, f"gpu_report/{name}.log").unlink(missing_ok=True)
-    for number in (signal.SIGTERM, signal.SIGINT):  # SIGINT also if a shell's `&` has it ignored
-        signal.signal(number, end)
+    listen()
     report(chosen, given.out.resolve(), given.minutes)
 
 
