@@ -29,7 +29,7 @@ BROUGHT = [
     *("annotated-types", "typing-inspection", "typing_extensions"),  # to here: deepspeed's
     *("gguf", "PyYAML", "pytest", "iniconfig", "pluggy", "Pygments", "packaging"),
 ]
-SOURCES = ["deepspeed"]  # no operation of it is compiled: the trainer uses torch's AdamW
+SOURCE = "deepspeed"  # no operation of it is compiled: the trainer uses torch's AdamW
 PLATFORMS = "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"
 LIMIT = 60 << 20  # bytes of a folder
 
@@ -43,8 +43,7 @@ def gather(python, to=ROOT / ".gpu"):
     lines = (ROOT / "constraints.txt").read_text().split()
     versions = {line.split("==")[0].lower(): line for line in lines if "==" in line}
     wheels, pip = to / "kit/wheels", [sys.executable, "-m", "pip"]
-    sources = [versions[name] for name in SOURCES]
-    build = [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels, *sources]
+    build = [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels, versions[SOURCE]]
     subprocess.run(build, check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
     ready = [*pip, "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     ready += ["--implementation", "cp", "--python-version", python]

@@ -39,15 +39,12 @@ from grpo.devices import is_out_of_memory
 SMALL = KIND == "cpu" or "GPU_REPORT_SMALL" in os.environ
 FULL_GB = 75  # a GPU with less gets 0.5B in place of 3B, all of which takes 72 GB (computed)
 PACKAGES = "torch triton transformers tokenizers peft accelerate deepspeed numpy bottle waitress"
-# The parts that train a few steps
+SAVE_STEPS = 10**6  # not before the end
 USUAL = "SAMPLE_BATCH", "EVAL_BATCH", "MICRO_BATCH_TOKENS", "GRADIENT_CHECKPOINTING"
-STEPS = {
-    "lora": {"LORA_RANK": 16},
-    "offload": {"OFFLOAD_OPTIMIZER": True},
-    "full": {},
-    "auto": {"LORA_RANK": 16, **dict.fromkeys(USUAL, "auto")},
-    "ranks": {"LORA_RANK": 16},  # two, on two GPUs
-}
+LORA = {"LORA_RANK": 16}
+# The parts that train a few steps
+STEPS = {"lora": LORA, "offload": {"OFFLOAD_OPTIMIZER": True}, "full": {}}
+STEPS |= {"auto": LORA | dict.fromkeys(USUAL, "auto"), "ranks": LORA}  # ranks: on two GPUs
 
 
 # --- What parts share -------------------------------------------------------------------
@@ -131,10 +128,10 @@ def facts():
         smi = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
         subprocess.run(smi, stderr=subprocess.STDOUT, check=False)
     print(measure.facts(*PACKAGES.split()))
-    ram, disk = psutil.virtual_memory(), shutil.disk_usage(ROOT).free / 1e9
+    free = psutil.virtual_memory().available, shutil.disk_usage(ROOT).free
     print(f"{platform.platform()}, torch for CUDA {torch.version.cuda}, {measure.CORES} cores")
-    print(f"RAM {ram.total / 1e9:.0f} GB, {ram.available / 1e9:.0f} free; disk {disk:.0f} free")
-    print(f"memory that may be locked: {resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]} bytes")
+    print("free GB of RAM and disk:", *(f"{size / 1e9:.0f}" for size in free))
+    print("bytes of RAM that may be locked:", resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     if KIND == "gpu":
         asks = [sys.executable, "-c", ALLOCATES]
         done = subprocess.run(asks, capture_output=True, text=True, check=False)
@@ -162,10 +159,8 @@ def check():
     from benchmarks import loss as module
 
     ours, plain = module.LOSSES[module.OURS], module.LOSSES[module.PLAIN]
-    methods = {"ours": ours, "plain torch": plain}
-    methods["a planted fault: other ids"] = lambda b: ours(
-        SimpleNamespace(**vars(b) | {"ids": (b.ids + 1) % 1000})
-    )
+    fault = lambda b: ours(SimpleNamespace(**vars(b) | {"ids": (b.ids + 1) % 1000}))
+    methods = {"ours": ours, "plain torch": plain, "a planted fault: other ids": fault}
     shape, tokens = ("small", 64) if SMALL else ("Qwen2.5-3B", 1024)
     batch = module.make_batch(shape, tokens, 0.75, tokens // 4)
     print(f"{shape} {module.SHAPES[shape]}, {module.DTYPE}, {len(batch.packed)} tokens;", end=" ")
@@ -207,7 +202,7 @@ def demo(WARM_STEPS=200 if SMALL else 800, **words):
     """Trains the demo's tiny model with both scripts as processes."""
     from demo import train_and_serve
 
-    more = {"RUN_DIR": WORK / "demo", "STEPS": 10 if SMALL else 50, "SAVE_STEPS": 0}
+    more = {"RUN_DIR": WORK / "demo", "STEPS": 10 if SMALL else 50, "SAVE_STEPS": SAVE_STEPS}
     train_and_serve("demo", {"MODEL": warm_model(int(WARM_STEPS))}, more | words)
     shown(WORK / "demo")
 
@@ -243,7 +238,7 @@ def resumed(STEPS=30, WARM_STEPS=200, **words):
 
 def train(name, *presets, ranks=1, **words):
     """Trains without a server. Prints the trainer's log; returns the records."""
-    words = {"RUN_DIR": WORK / name, "REF_SERVER": None, "SAVE_STEPS": 0} | words
+    words = {"RUN_DIR": WORK / name, "REF_SERVER": None, "SAVE_STEPS": SAVE_STEPS} | words
     given = [f"{constant}={value}" for constant, value in words.items()]
     try:
         with measure.trained(f"{WORK / name}/", {}, ["grpo_ref_split.py", *presets, *given], ranks):

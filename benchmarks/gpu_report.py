@@ -36,23 +36,10 @@ MINUTES = 9
 # The parts, and the seconds after which each is stopped; more MINUTES give each part more. They are
 # guesses, together more than nine minutes: no GPU has run them
 PARTS = {
-    "facts": 40,
-    "check": 60,
-    "demo": 80,
-    "resumed": 70,
-    "loss": 45,
-    "sampling": 60,
-    "sums_bfloat16": 120,
-    "sums_float32": 90,
-    "lora": 70,
-    "offload": 90,
-    "full": 70,
-    "varlen": 50,
-    "decoders": 70,
-    "tests": 120,
-    "auto": 60,
-    "ranks": 70,
-}
+    "facts": 40, "check": 60, "demo": 80, "resumed": 70, "loss": 45, "sampling": 60,
+    "sums_bfloat16": 120, "sums_float32": 90, "lora": 70, "offload": 90, "full": 70,
+    "varlen": 50, "decoders": 70, "tests": 120, "auto": 60, "ranks": 70,
+}  # fmt: skip
 LEAST_SECONDS = 10  # with less time left a part does not begin
 GPU_TESTS = ["tests/test_gpu.py", "tests/options/test_cuda_graph.py", "tests/test_loss_triton.py"]
 WORK = ROOT / "runs/gpu_report"  # the runs of the parts, and the models that they share

@@ -123,8 +123,7 @@ def quick(work, monkeypatch):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_every_part_runs(name, quick, tiny, work, capsys):
-    words = {"SAVE_STEPS": 1000} if name in SMALLEST else {}
-    words |= SMALLEST.get(name, {}) | ({"MODEL": tiny} if name.startswith("sums") else {})
+    words = SMALLEST.get(name, {}) | ({"MODEL": tiny} if name.startswith("sums") else {})
     assert gpu_parts.run(name, **words) is not False, capsys.readouterr().out
     printed = capsys.readouterr().out
     assert "|" in printed or name == "facts"
@@ -150,5 +149,5 @@ def test_the_kit_has_every_requirement_that_a_machine_may_lack():
     required = {line.split(">")[0].strip() for line in lines if ">=" in line}
     needed_by_others = {"safetensors", "tqdm", "psutil", "jinja2", "triton"}
     not_used = {"datasets", "math-verify", "matplotlib"}
-    known = {*gpu_kit.EXPECTED, *gpu_kit.BROUGHT, *gpu_kit.SOURCES, *needed_by_others, *not_used}
+    known = {*gpu_kit.EXPECTED, *gpu_kit.BROUGHT, gpu_kit.SOURCE, *needed_by_others, *not_used}
     assert required <= known
