@@ -5,7 +5,7 @@
 
 Models have the shapes of Qwen2.5 and weights that make them count (counting.py), so the lengths of
 completions are known. A function that checks something returns whether it is right; if it is not,
-the part exits with status 1. GB are 10^9 bytes.
+the part exits with the status WRONG. GB are 10^9 bytes.
 """
 
 import functools
@@ -32,7 +32,7 @@ import psutil
 import torch
 
 from benchmarks import measure
-from benchmarks.gpu_report import WORK
+from benchmarks.gpu_report import WORK, WRONG
 from benchmarks.measure import DEVICE, KIND
 from grpo.devices import is_out_of_memory
 
@@ -202,7 +202,8 @@ def demo(WARM_STEPS=200 if SMALL else 800, **words):
     """Trains the demo's tiny model with both scripts as processes."""
     from demo import train_and_serve
 
-    more = {"RUN_DIR": WORK / "demo", "STEPS": 10 if SMALL else 50, "SAVE_STEPS": SAVE_STEPS}
+    more = {"RUN_DIR": WORK / "demo", "STEPS": 10 if SMALL else 50, "EVAL_QUESTIONS": 100}
+    more["SAVE_STEPS"] = SAVE_STEPS
     train_and_serve("demo", {"MODEL": warm_model(int(WARM_STEPS))}, more | words)
     shown(WORK / "demo")
 
@@ -237,14 +238,18 @@ def resumed(STEPS=30, WARM_STEPS=200, **words):
 
 
 def train(name, *presets, ranks=1, **words):
-    """Trains without a server. Prints the trainer's log; returns the records."""
+    """Trains without a server, with the trainer's log in this part's. Returns the records."""
+    from demo import free_port, start
+
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
+        launcher += ["--no_local_rank", "--master_port", free_port(), "--log_level", "warning"]
     words = {"RUN_DIR": WORK / name, "REF_SERVER": None, "SAVE_STEPS": SAVE_STEPS} | words
     given = [f"{constant}={value}" for constant, value in words.items()]
-    try:
-        with measure.trained(f"{WORK / name}/", {}, ["grpo_ref_split.py", *presets, *given], ranks):
-            pass
-    finally:
-        print((WORK / name / "trainer.log").read_text())
+    process = start([*launcher, "grpo_ref_split.py", *presets, *given], threads={})
+    if code := process.wait():
+        raise SystemExit(f"the trainer ended with the error above (status {code})")
     return shown(WORK / name)
 
 
@@ -371,4 +376,4 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     words = dict(word.split("=", 1) for word in sys.argv[2:])
-    sys.exit(run(sys.argv[1], **words) is False)
+    sys.exit(WRONG if run(sys.argv[1], **words) is False else 0)
