@@ -34,7 +34,6 @@ import torch
 from benchmarks import measure
 from benchmarks.gpu_report import WORK, WRONG
 from benchmarks.measure import DEVICE, KIND
-from grpo.devices import is_out_of_memory
 
 SMALL = KIND == "cpu" or "GPU_REPORT_SMALL" in os.environ
 FULL_GB = 75  # a GPU with less gets 0.5B in place of 3B, all of which takes 72 GB (computed)
@@ -76,7 +75,6 @@ def model_of(size):
 
 
 def median_seconds(function, times):
-    """Returns the median over so many calls, after two that do not count."""
     found = []
     for _ in range(2 + times):
         began = time.perf_counter()
@@ -260,7 +258,8 @@ def sums(name, **words):
 
     if "MODEL" not in words:
         smollm2.make(ROOT / preset.MODEL)
-    train(name, "presets/smollm2.py", DTYPE=name.removeprefix("sums_"), **words)
+    few = {"STEPS": 2, "EVAL_QUESTIONS": 16, "PROMPTS_PER_STEP": 4} if SMALL else {}
+    train(name, "presets/smollm2.py", DTYPE=name.removeprefix("sums_"), **few | words)
 
 
 def step(name, **words):
@@ -288,37 +287,9 @@ def step(name, **words):
 
 
 # --- Sampling, and a micro-batch --------------------------------------------------------
-def rates(model, case, engines):
-    """Prints tokens a second of {name: run(model, case, seed)}, for one group and for all."""
-    from benchmarks import sampling as module
-
-    case = case | {"prompts": case["prompts"][:2], "tokens": 16} if SMALL else case
-    few, rows = case | {"prompts": case["prompts"][:1]}, []
-    for name, run in engines.items():
-        try:
-            found = [[module.tokens_per_second(run, model, some, seed) for seed in range(3)][1:]
-                     for some in (few, case)]  # fmt: skip
-            rows.append([name, *(f"{statistics.mean(both):.0f}" for both in found), peak_gb()])
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            rows.append([name, "out of memory"])
-        print(*rows[-1], flush=True)  # should the others not finish
-    head = [f"{8 * len(some['prompts'])} sequences" for some in (few, case)]
-    table(["tokens a second", *head, "peak GB"], rows)
-
-
-def sampling():
-    """Compares our sampling with transformers' generate, on 0.5B's shape."""
-    from benchmarks import sampling as module
-
-    engines = {"ours": module.ours, "generate": module.generate}
-    rates(model_of("Qwen2.5-0.5B"), module.counting_case(200, 256), engines)
-
-
-def decoders():
-    """Compares decoders on completions of 64 tokens: ours, transformers' layers, both also recorded
-    as a graph (NVIDIA's GPUs), and generate."""
+def rates(size, tokens):
+    """Prints tokens a second of the decoders that a model may have, in the order in which they are
+    tried (on NVIDIA's GPUs each is also recorded as a graph), and of transformers' generate."""
     from benchmarks import sampling as module
     from grpo import decoder
 
@@ -326,9 +297,24 @@ def decoders():
         decoder.fastest[model] = kind
         return module.ours(model, *arguments)
 
-    model = model_of(large())
-    kinds = {kind.__name__: functools.partial(pinned, kind) for kind in decoder.kinds_for(model)}
-    rates(model, module.counting_case(200, 64), kinds | {"generate": module.generate})
+    model, case, rows = model_of(size), module.counting_case(200, tokens), []
+    case |= {"prompts": case["prompts"][:2], "tokens": 16} if SMALL else {}
+    runs = {kind.__name__: functools.partial(pinned, kind) for kind in decoder.kinds_for(model)}
+    few, measured = case | {"prompts": case["prompts"][:1]}, module.tokens_per_second
+    for name, run in {**runs, "generate": module.generate}.items():
+        found = [[measured(run, model, x, seed) for seed in range(3)][1:] for x in (few, case)]
+        rows.append([name, *(f"{statistics.mean(both):.0f}" for both in found), peak_gb()])
+        print(*rows[-1], flush=True)  # should the next run out of memory or time
+    head = [f"{8 * len(x['prompts'])} sequences" for x in (few, case)]
+    table([f"tokens a second, {size}", *head, "peak GB"], rows)
+
+
+def sampling():
+    rates("Qwen2.5-0.5B", 256)
+
+
+def decoders():
+    rates(large(), 64)
 
 
 def varlen():

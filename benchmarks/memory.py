@@ -23,18 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import grpo_loss_triton
 import grpo_ref_split as trainer
 import ref_server
 from grpo.constants import Constants, read_preset
-from grpo.devices import accelerator
 from grpo.engine import BUCKET
-from grpo.options.lora import ALL
 from grpo.options.sizes import TOKENS, completion_lengths, largest_batch
-from grpo.policy import Policy
 from grpo.shared_prompt import ROOM
 from grpo.start import USUAL
 
@@ -421,16 +417,6 @@ def print_all():
     print_presets()
     print("## By part\n")
     print_parts("Qwen2.5-3B", 512, 512)
-
-
-# --- For tests -----------------------------------------------------------------------
-def random_policy(config, rank):
-    """Returns the Policy with random bf16 weights."""
-    with torch.device(device := accelerator() or "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if rank:
-        model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ALL))
-    return Policy("random", model.to(device), None, {-1}, config.vocab_size, "bfloat16")
 
 
 def main():
