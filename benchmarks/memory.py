@@ -2,9 +2,8 @@
 
     python benchmarks/memory.py > benchmarks/results/memory.md    # every table, as Markdown
     python benchmarks/memory.py Qwen2.5-3B 512 512                # a model, prompt, completion
-    python benchmarks/memory.py tried Qwen2.5-3B 16               # needs a GPU: a model, LORA_RANK
 
-The product itself tries its sizes (grpo/options/sizes.py); the last command measures its trials.
+The product itself tries its sizes (grpo/options/sizes.py); gpu_report.py's part "auto" shows how.
 The figures are sums of tensors in the order in which a step makes and frees them, for layers like
 Qwen2's. A phase is {part: bytes}: its parts live together, phases take turns, and the need is that
 of the largest, with an allowance for what no tensor shows (CUDA, NCCL, fragmentation), a guess.
@@ -14,9 +13,7 @@ and the numbers of README.md, docs/memory.md and presets/ with the tables. GB ar
 Symbols: the trainer's, and H hidden, I inner, K key width of a layer, L layers.
 """
 
-import contextlib
 import functools
-import io
 import os
 import sys
 from pathlib import Path
@@ -26,21 +23,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-import torch.distributed as dist
-from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import grpo_loss_triton
 import grpo_ref_split as trainer
 import ref_server
 from grpo.constants import Constants, read_preset
-from grpo.devices import accelerator
 from grpo.engine import BUCKET
-from grpo.options.lora import ALL
 from grpo.options.sizes import TOKENS, completion_lengths, largest_batch
-from grpo.policy import Policy
 from grpo.shared_prompt import ROOM
-from grpo.start import USUAL, fit_sizes
+from grpo.start import USUAL
 
 BF16, FP32, FP64 = 2, 4, 8
 CONTEXT = 1.5 * 2**30  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
@@ -427,36 +419,10 @@ def print_all():
     print_parts("Qwen2.5-3B", 512, 512)
 
 
-# --- Measured -----------------------------------------------------------------------
-def random_policy(config, rank):
-    """Returns the Policy with random bf16 weights."""
-    with torch.device(device := accelerator() or "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if rank:
-        model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ALL))
-    return Policy("random", model.to(device), None, {-1}, config.vocab_size, "bfloat16")
-
-
-def tried(name, rank):
-    """Returns (text, bytes): what a trainer alone on this machine's GPU chooses and measures at its
-    start, and what is computed for those sizes."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    m, policy = sizes_of(name, rank), random_policy(config_of(*MODELS[name]), rank)
-    c = shipped(512, 512, LORA_RANK=rank, **dict.fromkeys(USUAL, "auto"))
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            sizes = fit_sizes(c, policy, policy, trainer.batch_loss, turns=False)
-    finally:
-        dist.destroy_process_group()
-    return out.getvalue().strip(), need(phases_with(m, c.but(**sizes.constants()), 1))[0]
-
-
 def main():
     match sys.argv[1:]:
         case []:
             print_all()
-        case ["tried", name, rank] if name in MODELS:
-            print(*tried(name, int(rank)))
         case [name, *tokens] if name in MODELS and len(tokens) == 2:
             print_parts(name, *map(int, tokens))
         case _:

@@ -71,6 +71,7 @@ WRITTEN = {
     "out.md",
 }  # by runs
 WRITTEN |= {"adapter_config.json", "example_model_solutions.jsonl", "runs/gpu_report.md"}
+WRITTEN |= {".gpu/kit/run.py", ".gpu/results/gpu_report.md"}
 WRITTEN |= {"curves.png", "my/task.py"}
 HISTORY = r"git show (\w+:[\w./]+)"
 FILE = re.compile(r"[\w*./-]+\.(?:py|md|txt|html|yml|toml|png|jsonl?)\b", re.ASCII)
@@ -121,6 +122,7 @@ def constants_of(script):
 CONSTANTS = {script: constants_of(script) for script in SCRIPTS}
 OTHERS = {"GRPO_TOKEN", "CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL", "PYTORCH_CUDA_ALLOC_CONF"}
 OTHERS |= {"PYTORCH_ALLOC_CONF", "GOMP_SPINCOUNT", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+OTHERS |= {"MINUTES", "GPU_PYTHON", "FOLDER"}  # of make gpu-report and gpu-kit
 OTHERS |= {"REWARDS", "UPDATES"}  # of docs/learn.py
 OTHERS |= {"VARIANTS", "KINDS", "SHARED", "CHOOSE"}  # of CONTRIBUTING.md
 OTHERS |= {"TOOLS", "MAX_CALLS", "SANDBOX"}  # of tasks

@@ -1,36 +1,158 @@
-"""The report is written whatever its parts do."""
+"""Every part of the GPU's report runs, at its smallest; and the report is there however it ends."""
 
+import signal
+import subprocess
 import sys
+import tarfile
+import time
 
+import processes
 import psutil
+import pytest
 
-from benchmarks import gpu_report
+import demo
+from benchmarks import gpu_kit, gpu_parts, gpu_report, loss
 
+# --- The report -----------------------------------------------------------------------
 TABLE = "print('| a | b |\\n|---|---|\\n| 1 | 2 |')"
-SLEEP = "import time; time.sleep(99)"
+SLEEP = "import time; print('begun', flush=True); time.sleep(99)"
 HANGS = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])"
 
 
-def test_a_part_that_fails_or_hangs_is_a_section_and_not_the_end(tmp_path, capsys):
+def python(code):
+    return [sys.executable, "-c", code]
+
+
+def packed(folder):
+    with tarfile.open(folder / "gpu_report.tar.gz") as archive:
+        return set(archive.getnames())
+
+
+def test_a_part_that_fails_or_hangs_is_a_section_and_not_the_end(tmp_path):
     parts = {
-        "a table": ([sys.executable, "-c", TABLE], 1),
-        "one that fails": ([sys.executable, "-c", "raise ValueError('no such kernel')"], 1),
-        "one that hangs": ([sys.executable, "-c", HANGS], 1 / 30),
-        "the last": ([sys.executable, "-c", "print('fine')"], 1),
+        "a table": (python(TABLE), 60),
+        "one that fails": (python("raise ValueError('no such kernel')"), 60),
+        "one that hangs": (python(HANGS), 2),
+        "the last": (python("print('fine')"), 60),
     }
-    path, before = tmp_path / "report.md", set(psutil.Process().children(recursive=True))
-    gpu_report.report(parts, path, 1)
-    text = path.read_text()
-    assert "## a table: took" in text and "\n| 1 | 2 |\n" in text
-    assert "## one that fails: FAILED (1)" in text and "no such kernel" in text
-    assert "## one that hangs: NOT FINISHED in 2 s" in text
-    assert "## the last: took" in text and "fine" in text
+    before = set(psutil.Process().children(recursive=True))
+    gpu_report.report(parts, tmp_path, gpu_report.MINUTES)
+    text = (tmp_path / "gpu_report.md").read_text()
+    assert "| a table | took" in text and "\n| 1 | 2 |\n" in text
+    assert "| one that fails | FAILED (1)" in text and "no such kernel" in text
+    assert "| one that hangs | NOT FINISHED in 2 s" in text and "begun" in text
+    assert "| the last | took" in text and "fine" in text
     assert set(psutil.Process().children(recursive=True)) <= before
-    assert str(path) in capsys.readouterr().out
+    assert packed(tmp_path) == {"gpu_report.md", *(f"{name}.log" for name in parts)}
+    gpu_report.report(parts, tmp_path, 0)
+    assert (tmp_path / "gpu_report.md").read_text().count("NOT RUN") == len(parts)
 
 
-def test_the_parts_are_files_that_exist():
-    for command, minutes in gpu_report.parts_of_the_report().values():
-        files = [part for part in command[1:] if part.endswith(".py")]
-        assert files and all((gpu_report.ROOT / file).exists() for file in files) and minutes > 0
-    assert sum(m for _, m in gpu_report.parts_of_the_report().values()) <= gpu_report.MINUTES
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_report_that_is_killed_keeps_what_was_printed(number, tmp_path):
+    code = f"""
+import signal, sys
+from pathlib import Path
+from benchmarks import gpu_report
+gpu_report.listen()
+parts = {{"first": ({python(TABLE)}, 60), "second": ({python(SLEEP)}, 60), "third": ([], 60)}}
+gpu_report.report(parts, Path({str(tmp_path)!r}), 9)
+"""
+    process = subprocess.Popen(python(code), cwd=gpu_report.ROOT)
+    log, end = tmp_path / "gpu_report/second.log", time.monotonic() + 60
+    while not (log.exists() and "begun" in log.read_text()):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children()
+    process.send_signal(number)
+    process.wait(30)
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    text = (tmp_path / "gpu_report.md").read_text()
+    assert "| first | took" in text and "| second | NOT FINISHED" in text and "NOT RUN" in text
+    assert ("begun" in text) == (number != signal.SIGKILL) and "begun" in log.read_text()
+    assert {"gpu_report.md", "first.log"} <= packed(tmp_path)
+
+
+def test_settings_that_the_allocator_refuses_are_left_out_for_the_other_parts(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "unknown:1")
+    code = "import os, sys; print(x := os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
+    code += f"; sys.exit({gpu_report.WRONG} * ('un' in x))"
+    parts = {"facts": (python(code), 60), "other": (python(code), 60)}
+    gpu_report.report(parts, tmp_path, 9)
+    text = (tmp_path / "gpu_report.md").read_text()
+    assert "| facts | FAILED (3)" in text and "| other | took" in text
+    assert text.count("\nexpandable_segments:False\n") == 2
+
+
+# --- Its parts ------------------------------------------------------------------------
+FEW = {"EVAL_QUESTIONS": 2, "PROMPTS_PER_STEP": 1, "GROUP_SIZE": 2, "SKIP_FLAT_GROUPS": False}
+RUN = {"WARM_STEPS": 2, **FEW}
+SUMS = {"STEPS": 1, "MAX_PROMPT_TOKENS": 200, **FEW}
+SMALLEST = {
+    "demo": {"STEPS": 1, **RUN},
+    "resumed": {"STEPS": 6, **RUN},
+    **dict.fromkeys(("sums_float32", "sums_bfloat16"), SUMS),
+    **{name: {"STEPS": 1} for name in gpu_parts.STEPS},
+}
+LONG = {"demo", "resumed", "sums_bfloat16", "offload", "full", "auto", "ranks"}
+PARTS = [
+    pytest.param(name, marks=[pytest.mark.long] * (name in LONG))
+    for name in gpu_report.PARTS
+    if name != "tests"
+]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture
+def quick(work, monkeypatch):
+    """Parts work in a temporary folder, and scripts are forked."""
+
+    started = demo.start
+
+    def start(command, log=None, threads=demo.ONE_THREAD, **options):
+        if "-m" in command:  # the launcher
+            return started(command, log, threads, **options)
+        return processes.start(command, log.name if log else work / "printed.log", **threads)
+
+    monkeypatch.setattr(gpu_parts, "WORK", work)
+    monkeypatch.setattr(demo, "start", start)
+    yield
+    processes.end_all()
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_part_runs(name, quick, tiny, work, capsys):
+    words = SMALLEST.get(name, {}) | ({"MODEL": tiny} if name.startswith("sums") else {})
+    assert gpu_parts.run(name, **words) is not False, capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "|" in printed or name == "facts"
+    if name in gpu_parts.STEPS:
+        assert "| peak GB | computed |" in printed and "seconds_backward" in printed
+
+
+def test_the_check_of_the_loss_sees_a_wrong_loss(monkeypatch):
+    right = loss.LOSSES[loss.OURS]
+    monkeypatch.setitem(loss.LOSSES, loss.OURS, lambda batch: right(batch) * 1.01)
+    assert gpu_parts.check() is False
+
+
+def test_the_files_of_the_parts_exist():
+    for name in gpu_report.PARTS:
+        files = [word for word in gpu_report.command_of(name) if word.endswith(".py")]
+        assert files and all((gpu_report.ROOT / file).exists() for file in files)
+
+
+# --- The kit --------------------------------------------------------------------------
+def test_the_kit_has_every_requirement_that_a_machine_may_lack():
+    lines = (gpu_report.ROOT / "requirements.txt").read_text().splitlines()
+    required = {line.split(">")[0].strip() for line in lines if ">=" in line}
+    needed_by_others = {"safetensors", "tqdm", "psutil", "jinja2", "triton"}
+    not_used = {"datasets", "math-verify", "matplotlib"}
+    known = {*gpu_kit.EXPECTED, *gpu_kit.BROUGHT, gpu_kit.SOURCE, *needed_by_others, *not_used}
+    assert required <= known
