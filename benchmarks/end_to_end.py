@@ -9,7 +9,8 @@ are medians over the steps after the first: ours are those that the trainer logs
 step to the end of the next, TRL's the wall time between the ends of two steps. TRL's micro-batches
 are of 32 sequences, as 64 need more memory, and its model ends at each token with a line break, as
 STOP_STRINGS does. TRL's other settings are its defaults, except `top_k`, `loss_type` and
-`use_bias_correction_kl`, which are set to what we do. requirements-peers.txt describes its venv.
+`use_bias_correction_kl`, which are set to what we do. Its default is bf16=True. Where the CPU can't
+multiply bfloat16, both run in float32 only. requirements-peers.txt describes its venv.
 """
 
 import itertools
@@ -34,6 +35,7 @@ OPTIONS = {
     "all logits at once": "FUSED_LOSS=False",
     "activations recomputed": "GRADIENT_CHECKPOINTING=True",
 }
+IN_BFLOAT16 = {"bfloat16": "DTYPE=bfloat16"}
 PARTS = ("sample", "reward", "wait", "backward", "step", "other")
 
 
@@ -52,7 +54,7 @@ def run_ours(model, steps, constants):
 
 
 # --- TRL: run by the peers' Python ------------------------------------------------------
-def trl(model, out, steps):
+def trl(model, out, steps, bf16):
     """Trains; writes the steps' seconds, and versions, to `out` after every step."""
     import torch
     import transformers
@@ -83,7 +85,7 @@ def trl(model, out, steps):
     trainer = trl.GRPOTrainer(
         model=policy,
         reward_funcs=right,
-        args=trl_config(f"{out}.folder", int(steps)),
+        args=trl_config(f"{out}.folder", int(steps), bool(bf16)),
         train_dataset=Dataset.from_list(items),
         processing_class=tokenizer,
         callbacks=[Times()],
@@ -91,7 +93,7 @@ def trl(model, out, steps):
     trainer.train()
 
 
-def trl_config(folder, steps):
+def trl_config(folder, steps, bf16):
     import trl
 
     return trl.GRPOConfig(
@@ -101,7 +103,7 @@ def trl_config(folder, steps):
         warmup_steps=2,
         beta=0.0,
         use_cpu=True,
-        bf16=False,
+        bf16=bf16,
         report_to="none",
         save_strategy="no",
         logging_steps=1,
@@ -124,13 +126,13 @@ def trl_config(folder, steps):
     )
 
 
-def run_trl(python, model, steps):
+def run_trl(python, model, steps, bf16):
     """-> {"seconds": the steps', "versions": of TRL and transformers}."""
     with tempfile.TemporaryDirectory(prefix="trl-") as folder:
         out = f"{folder}/out.json"
         environment = os.environ | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
         environment["GOMP_SPINCOUNT"] = "1000"  # as ours: on shared cores it is much faster
-        command = [python, HERE, "trl", model, out, str(steps)]
+        command = [python, HERE, "trl", model, out, str(steps), "yes" if bf16 else ""]
         with open(f"{out}.log", "w") as log:
             output = {"stdout": log, "stderr": subprocess.STDOUT}
             if subprocess.run(command, check=False, env=environment, cwd=ROOT, **output).returncode:
@@ -148,12 +150,16 @@ def bar(records):
 
 
 def main(model, python, out, steps="3"):
-    from benchmarks.measure import facts
+    import torch
+
+    from benchmarks.measure import DEVICE, facts
+
+    native = DEVICE != "cpu" or torch.cpu._is_avx512_bf16_supported()
 
     lines = ["| | constants | s a step | to ours | GB | where the seconds go |"]
     lines.append("|---|---|---|---|---|---|")
     base = None
-    for name, constants in OPTIONS.items():
+    for name, constants in (OPTIONS | (IN_BFLOAT16 if native else {})).items():
         records, peak = run_ours(model, int(steps), constants)
         counted = records[SKIP:]
         seconds = statistics.median(r["seconds"] for r in counted)
@@ -162,9 +168,11 @@ def main(model, python, out, steps="3"):
         cells += [f"{seconds:.1f}", f"{seconds / base:.2f}", f"{peak:.1f}", bar(counted)]
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
-    theirs = run_trl(python, model, int(steps))
-    seconds = statistics.median(theirs["seconds"][SKIP:])
-    lines.append(f"| {theirs['versions']} | | {seconds:.1f} | {seconds / base:.2f} | | |")
+    for bf16 in (True, False) if native else (False,):
+        theirs = run_trl(python, model, int(steps), bf16)
+        seconds = statistics.median(theirs["seconds"][SKIP:])
+        cells = f"{theirs['versions']} | `bf16={bf16}` | {seconds:.1f} | {seconds / base:.2f}"
+        lines.append(f"| {cells} | | |")
     text = "\n".join([facts("torch", "transformers", "deepspeed"), "", *lines, ""])
     print(text)
     Path(out).write_text(text)
