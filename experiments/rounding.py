@@ -6,12 +6,15 @@ placed    at random, by a number that each weight keeps, as the trainer does
 redrawn   at random, by new numbers in each update
 nearest   to the nearest bfloat16, as DeepSpeed and others do
 
+    python experiments/rounding.py moved runs/smollm2_bf16    # how far do a model's weights move?
+
 Arguments after the first are the trainer's. A CPU that can't multiply bfloat16 takes five times as
 long as in float32. There this script multiplies in float32 and rounds the products, which is what
 such hardware does, but for the order of sums.
 """
 
 import functools
+import itertools
 import sys
 from pathlib import Path
 
@@ -35,6 +38,25 @@ KINDS = {"placed": round_masters, "redrawn": redrawn}
 KINDS["nearest"] = lambda optimizer, seed: optimizer.update_lp_params()
 
 
+def moved(model):
+    """Prints which share of the weights changes, and of the masters' movement reaches the model, if
+    every eighth weight of the model moves by a rate in one direction for some steps."""
+    from safetensors.torch import load_file
+
+    weights = load_file(Path(model, "model.safetensors")).values()
+    start = torch.cat([x.flatten() for x in weights])[::8].bfloat16().float()
+    draw = torch.Generator().manual_seed(0)
+    way = torch.randint(2, start.shape, generator=draw).double() * 2 - 1
+    for rate, steps in itertools.product((1e-6, 5e-6, 1.5e-5), (1, 10, 100)):
+        masters = start + (way * rate * steps).float()
+        parts = rounding.blocks(0, len(masters))
+        placed = torch.cat([rounding.rounded(masters[a:b], a, seed=0) for a, b in parts])
+        for name, found in (("nearest", masters.bfloat16()), ("placed", placed)):
+            share = (found.float() != start).double().mean()
+            far = way @ (found.float() - start).double() / (way @ (masters - start).double())
+            print(f"rate {rate:g}, {steps} steps, {name}: {share:.1%} changed, moved {far:.1%}")
+
+
 def in_float32(product):
     """Returns a matrix product that multiplies bfloat16 tensors in float32, and rounds once."""
 
@@ -51,6 +73,8 @@ def in_float32(product):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["moved"]:
+        sys.exit(moved(sys.argv[2]))
     if len(sys.argv) < 2 or sys.argv[1] not in KINDS:
         sys.exit(__doc__)
     rounding.round_masters = KINDS[sys.argv.pop(1)]
