@@ -227,7 +227,6 @@ def resumed(STEPS=30, WARM_STEPS=200, **words):
             time.sleep(0.05)
         codes.append(process.returncode)
     server.terminate()
-    server.wait()
     steps = [r["step"] for r in shown(run) if "seconds" in r]
     right = codes == [1, 0] and steps == [*range(1, last + 1)]
     print(f"steps: {steps}; the two processes ended with {codes}")

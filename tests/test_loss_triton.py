@@ -265,6 +265,7 @@ def test_logps_of_logits(engine, name):
 
 
 # --- A kernel that does not work ---------------------------------------------------
+@NEEDS_TRITON
 @pytest.mark.parametrize("engine", ["interpreter"], indirect=True)
 @pytest.mark.parametrize("fault", [None, "raises", "wrong"])
 def test_a_kernel_that_does_not_work_is_said_and_done_without(engine, fault, monkeypatch):
