@@ -122,13 +122,11 @@ EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the e
 EVAL_SPLIT = "test"  # the task's split for evaluations
 EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more precise and slower
 EVAL_BATCH = "auto"  # questions that a rank answers at once; more are faster and need memory
-# Steps between checkpoints (the model + 12 bytes per trained parameter), which are also saved at
-# the end. 0: never, so that nothing of the run is left but its metrics and samples.
-SAVE_STEPS = 100
+# Steps between checkpoints (the model + 12 bytes per trained parameter), besides the last step's.
+SAVE_STEPS = 100  # 0: never, and nothing is left of the run but its metrics and samples
 KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
 KEEP_BEST = True  # also keeps the checkpoint of the best evaluation: RUN_DIR/best
 RESUME = True  # resumes from the newest checkpoint in RUN_DIR; False: RUN_DIR must not hold a run
-SAMPLES_PER_STEP = 2  # completions of one group that each step writes to samples.jsonl
 REPORT_TO = []  # "tensorboard", "wandb" or functions, which get each step's metrics, too
 WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server or workers' groups
 # The run ends if the rewards of a group (with REWARD_PROCESSES: of a completion) take longer.

@@ -7,7 +7,7 @@
     .venv/bin/python -m docs.picture loop runs/demo          # docs/loop.png
 
 A folder named *shuffled is the control. loop shows the group in the first 20 steps whose answers
-differ most in reward, as it was sampled and rewarded there, if SAMPLES_PER_STEP is GROUP_SIZE.
+differ most in reward, as it was sampled and rewarded there.
 The program at b259441 drew docs/turns.png.
 """
 

@@ -101,6 +101,8 @@ def save_run(run):
 def check_disk(c, model):
     """Collective: logs the disk space that checkpoints need. Raises SystemExit if the next one does
     not fit on RUN_DIR's disk."""
+    if not c.SAVE_STEPS:
+        return say("SAVE_STEPS = 0: no checkpoint is saved, not even at the end")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = sum(p.nbytes for p in (trained if c.LORA_RANK else model.parameters()))
     size = weights * (1 + bool(c.REFERENCE_REFRESH_STEPS))

@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SCRIPTS = "grpo_ref_split.py", "ref_server.py"  # a preset may set constants of both
 GONE = {  # constants of earlier versions, and what to do instead
+    "SAMPLES_PER_STEP": "samples.jsonl has whole groups",
     "IS_MASK": "IS_CAP limits these tokens' factor instead of masking them",
 }
 

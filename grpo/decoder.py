@@ -91,9 +91,9 @@ def is_right(kind, model):
 def trial(kind, model):
     """Yields (logits, CachedDecoder's logits, number of sequences of each prompt) while sequences
     leave and a prompt joins. On a GPU a prompt beside a much shorter one fills several tiles of the
-    attention kernel, some all masked. The ids are ordinary ones: SmolLM2's first are special
-    tokens, which amplify rounding. Some other tokens do, too, in bfloat16 (one sequence of eight,
-    by 1.7); a wrong mask or position shows in all sequences of a prompt, so their median counts."""
+    attention kernel, some all masked. The ids are ordinary ones: special tokens amplify rounding.
+    In bfloat16 some others do, too (one sequence of eight differed by 1.7), but a wrong mask or
+    position shows in all sequences of a prompt, so their median counts."""
     config, most = model.config.get_text_config(), 160 if is_nvidia(model.device) else 40
     limits = most, smallest_window(model), getattr(config, "max_position_embeddings", None)
     ids = config.vocab_size // 2 + torch.arange(8, device=model.device)

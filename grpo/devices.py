@@ -37,8 +37,7 @@ def keep_freed_memory():
     next anew, which the kernel fills with zeros: a third of the speed of sampler.draw."""
     with contextlib.suppress(AttributeError, TypeError):  # another libc: nothing to set
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: all memory comes from the heap,
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: which does not shrink
+        mallopt(-4, 0), mallopt(-1, 2**31 - 1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
 
 
 # In errors of what allocates beside torch: drivers and kernels of CUDA, ROCm, Intel and Ascend,

@@ -75,17 +75,13 @@ class RunFolder:
         say(f"step {step}: " + ", ".join(f"{k} {v:.3f}" for k, v in evaluation.items()))
 
     def log_samples(self, run, group):
-        """Writes SAMPLES_PER_STEP completions of a group that the next update trains or skips: that
-        with the highest advantage first, then the lowest, then others. Ranks but 0 write nothing.
-        """
+        """Writes the completions of a group that the next update trains or skips, the one with the
+        highest advantage first. Ranks but 0 write nothing."""
         if dist.get_rank() != 0:
             return
         step, c, decode = run.progress.step + 1, run.recipe.c, run.policy.tokenizer.decode
-        item = group.item
-        numbers = range(len(group.samples))
-        best, *others = sorted(numbers, key=lambda i: group.samples[i].advantage, reverse=True)
-        for i in [best, *others[-1:], *others[:-1]][: run.c.SAMPLES_PER_STEP]:
-            sample = group.samples[i]
+        item, numbered = group.item, enumerate(group.samples)
+        for i, sample in sorted(numbered, key=lambda pair: -pair[1].advantage):
             record = {
                 "step": step,
                 "group": group.id,
@@ -206,8 +202,7 @@ def report_end(run, asked):
         parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
         say(f"{len(laps)} steps, {total / len(laps):.2f} s each: {parts}")
     if asked:
-        saved = f"step {p.step} is saved: start again to resume"
-        saved = saved if c.SAVE_STEPS else "nothing was saved, as SAVE_STEPS = 0"
+        saved = f"step {p.step} is saved: start again to resume" if c.SAVE_STEPS else "not saved"
         raise SystemExit(f"stopped by {stop.asked or 'a signal'}; {saved}")
     if p.idle >= c.IDLE_LIMIT:
         raise SystemExit(

@@ -145,10 +145,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
     data = data_of(recipe, questions)  # collective
     progress = open_run(c, record, engine, stream, reference, data)  # collective
-    if c.SAVE_STEPS:
-        check_disk(c, policy.model)  # collective
-    else:
-        say("SAVE_STEPS = 0: no checkpoint is saved, not even at the end")
+    check_disk(c, policy.model)  # collective
     workers = NoWorkers()
     with all_or_none("serving workers"):  # collective
         if c.PUBLISH_STEPS and rank == 0:

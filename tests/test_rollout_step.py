@@ -172,25 +172,25 @@ def test_a_reference_that_fails_ends_the_step_on_all_ranks(alone):
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def samples_of(folder, group, recipe, number=9):
+def samples_of(folder, group, recipe):
     """-> what a run logs of the group, as its first step's."""
     tokenizer = SimpleNamespace(decode=str)
     policy = SimpleNamespace(tokenizer=tokenizer)
-    run = a_run(recipe.others(SAMPLES_PER_STEP=number), policy=policy)
+    run = a_run(recipe, policy=policy)
     trainer.set_advantages(recipe, [group])
     report.RunFolder(folder).log_samples(run, group)
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-def test_samples_are_the_best_and_the_worst_of_a_group_with_all_that_is_known(alone, tmp_path):
+def test_samples_are_a_whole_group_with_all_that_is_known(alone, tmp_path):
     item = {"question": "Why?", "numbers": [1, 2], "tree": {1, 2}, "nan": math.nan}
     item |= {"answer": Decimal(42), "count": np.int64(42)}
     group = a_group(
         [[-1.0, 0.0], [-1.0, 1.25], [1.0, 1.25], [1.0, -1.0]], lengths=(1, 2, 1, 3),
         truncated=(False, False, True, False), version=3, item=item,
     )  # fmt: skip
-    best, worst, other = samples_of(tmp_path, group, a_recipe(), number=3)
-    assert [sample["number"] for sample in (best, worst, other)] == [2, 0, 3]
+    best, *_, worst = found = samples_of(tmp_path, group, a_recipe())
+    assert [sample["number"] for sample in found] == [2, 3, 1, 0]
     assert best.pop("time") and best.pop("advantage") > 0 > worst["advantage"]
     assert best == {
         "step": 1, "group": group.id, "number": 2, "prompt": "[5, 6]", "question": "Why?",
