@@ -107,9 +107,8 @@ def test_one_process_needs_no_launcher_and_ends_with_a_reason_where_it_has_nothi
     assert re.search(ended, log.read_text())
     *_, last = records(flat)
     samples = records(flat, "samples.jsonl")[-8:]  # a random model may be right by chance before
-    assert [last["step"] - s["step"] for s in samples] == [1] * 4 + [0] * 4 and samples[0][
-        "question"
-    ]
+    assert [last["step"] - s["step"] for s in samples] == [1] * 4 + [0] * 4
+    assert samples[0]["question"]
     assert all(s["rewards"]["correctness"] == -1 for s in samples)
 
 
