@@ -58,10 +58,8 @@ def save_run(run):
     """Collective: saves a checkpoint of the run, unless this step has one or SAVE_STEPS is 0;
     deletes all but the newest KEEP_CHECKPOINTS, the best, and those to which links best* lead."""
     p, c, folder = run.progress, run.c, Path(run.c.RUN_DIR)
-    if not c.SAVE_STEPS:
-        return
-    if p.saved == p.step:
-        if p.best == p.step:  # it was evaluated after it was saved
+    if p.saved == p.step or not c.SAVE_STEPS:
+        if p.best == p.step == p.saved:  # it was evaluated after it was saved
             point(folder, "best", p.step)
         return
     note(f"saving step {p.step}")

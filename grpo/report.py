@@ -202,8 +202,8 @@ def report_end(run, asked):
         parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
         say(f"{len(laps)} steps, {total / len(laps):.2f} s each: {parts}")
     if asked:
-        saved = f"step {p.step} is saved: start again to resume" if c.SAVE_STEPS else "not saved"
-        raise SystemExit(f"stopped by {stop.asked or 'a signal'}; {saved}")
+        is_saved = "is saved: start again to resume" if p.saved == p.step else "is not saved"
+        raise SystemExit(f"stopped by {stop.asked or 'a signal'}; step {p.step} {is_saved}")
     if p.idle >= c.IDLE_LIMIT:
         raise SystemExit(
             f"{p.idle} steps in a row had nothing to train on; in the last one {run.idle_reason}."

@@ -32,7 +32,7 @@ class Stop:
         by = signal.Signals(number).name
         if not self.asked:
             self.asked, self.at = by, time.monotonic()
-            tell(f"{by}: the run ends once this step is saved; a second Ctrl-C ends it at once")
+            tell(f"{by}: the run ends after this step; a second Ctrl-C ends it at once")
         elif number == signal.SIGINT and time.monotonic() - self.at > AGAIN_SECONDS:
             leave("second SIGINT: the run ends at once; steps since the last checkpoint are lost")
 
