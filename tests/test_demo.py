@@ -101,7 +101,7 @@ def test_a_tiny_model_of_a_task_with_turns_is_trained_with_its_preset(name, tmp_
     steps = [record for record in records(tmp_path / "run") if "num_turns/mean" in record]
     assert len(steps) == 2 and all(1 <= record["num_turns/mean"] <= 3 for record in steps)
     assert all(record["sampling/sampling_logp_difference/mean"] < 1e-5 for record in steps)
-    assert len(records(tmp_path / "run", "samples.jsonl")) == 2 * 8
+    assert {r["step"] for r in records(tmp_path / "run", "samples.jsonl")} == {1, 2}
 
 
 @pytest.mark.long

@@ -92,7 +92,7 @@ RUN = {"WARM_STEPS": 2, **FEW}
 SUMS = {"STEPS": 1, "MAX_PROMPT_TOKENS": 200, **FEW}
 SMALLEST = {
     "demo": {"STEPS": 1, **RUN},
-    "resumed": {"STEPS": 6, **RUN},
+    "resumed": {"STEPS": 60, **RUN},  # the signal comes while it trains
     **dict.fromkeys(("sums_float32", "sums_bfloat16"), SUMS),
     **{name: {"STEPS": 1} for name in gpu_parts.STEPS},
 }

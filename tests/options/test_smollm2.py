@@ -45,6 +45,7 @@ def make_gguf(path):
     file.add_token_list(WORDS)
     file.add_token_types([3] * 3 + [1] * (len(WORDS) - 3))
     file.add_token_merges(["a b"])
+    file.add_bos_token_id(1)  # transformers 5.17 reads it
     file.add_eos_token_id(2)
     file.add_pad_token_id(2)
     file.add_chat_template("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
