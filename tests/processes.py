@@ -56,6 +56,7 @@ class Forked(NURSERY.Process):
 def become(argv, log, environment):
     """What a new process does: runs a script as if Python had been started with it."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # forkserver's parent may ignore it
     with open(log, "a") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
