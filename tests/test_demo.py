@@ -79,7 +79,7 @@ def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):
     assert "python plot.py live" in output
     for step in (1, 2):
         group = output.split(f"\nstep {step}, sampled by trainer")[1].split("\nstep ")[0]
-        assert group.count("advantage ") == 4 and '"correctness": ' in group
+        assert group.count("advantage ") == 8 and '"correctness": ' in group
     # the reward, accuracy, KL, length and tokens/s of the progress bar
     assert all(word in output for word in ("reward ", "accuracy ", "kl ", "length ", "tokens/s"))
 
