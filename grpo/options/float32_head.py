@@ -12,12 +12,14 @@ import torch
 from torch.nn.functional import linear
 
 from grpo.devices import is_nvidia
+from grpo.forward import has_plain_head
 
 
 def give_float32_head(model):
-    """Makes the model's logits float32 if its head is a plain Linear."""
+    """Makes the model's logits float32 if they are a plain product of its head. Other models train
+    on these logits, and torch has no gradient of the product on a GPU."""
     head = model.get_output_embeddings()
-    if type(head) is torch.nn.Linear:
+    if has_plain_head(model):
         head.forward = functools.partial(float32_logits, head)
 
 
@@ -39,11 +41,13 @@ class ConvertedHead:
 
     def __init__(self, model):
         self.head = model.get_output_embeddings()
-        needed = "forward" in vars(self.head) and not is_nvidia(model.device)
+        needed = "forward" in getattr(self.head, "__dict__", ()) and not is_nvidia(model.device)
         self.weight = self.head.weight.detach().float() if needed else None
 
     def __enter__(self):
-        self.head.float32_weight = self.weight
+        if self.head is not None:
+            self.head.float32_weight = self.weight
 
     def __exit__(self, *_):
-        del self.head.float32_weight
+        if self.head is not None:
+            del self.head.float32_weight

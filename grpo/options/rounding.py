@@ -87,7 +87,10 @@ def rounded(weights, place, seed):
     which carries over with the probability that the lower half stands for, and cut it off.
     """
     bits = weights.view(torch.int32) + noise(place, len(weights), seed, weights.device)
-    return (bits & -0x10000).view(torch.float32).bfloat16()
+    cut = (bits & -0x10000).view(torch.float32)
+    return torch.where(
+        weights.isnan(), weights, cut
+    ).bfloat16()  # NaN + noise might wrap around to 0
 
 
 def noise(place, count, seed, device):

@@ -36,6 +36,8 @@ def test_a_bfloat16_number_stays():
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()]
     assert rounded(every.float(), 5, seed=0).view(torch.int16).equal(every.view(torch.int16))
+    nans = torch.tensor([2**31 - 1, -1], dtype=torch.int32).view(torch.float32)  # a GPU's NaN
+    assert rounded(nans, 5, seed=0).isnan().all()
 
 
 def test_places_and_seeds_have_independent_numbers():
