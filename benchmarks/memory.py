@@ -8,7 +8,7 @@ The figures are sums of tensors in the order in which a step makes and frees the
 Qwen2's. A phase is {part: bytes}: its parts live together, phases take turns, and the need is that
 of the largest, with an allowance for what no tensor shows (CUDA, NCCL, fragmentation), a guess.
 tests/options/test_sizes.py compares the figures with living tensors of the trainer's code on a CPU,
-and the numbers of README.md, docs/memory.md and presets/ with the tables. GB are 2^30 bytes.
+and the numbers of README.md, docs/memory.md and presets/ with the tables. GB are 10^9 bytes.
 
 Symbols: the trainer's, and H hidden, I inner, K key width of a layer, L layers.
 """
@@ -35,7 +35,7 @@ from grpo.shared_prompt import ROOM
 from grpo.start import USUAL
 
 BF16, FP32, FP64 = 2, 4, 8
-CONTEXT = 1.5 * 2**30  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
+CONTEXT = 1.6e9  # allowance: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers
 SLACK = 0.1  # allowance: fragmentation, of all that is freed again
 WEIGHTS, ADAM = "weights, bf16", "master weights and Adam, fp32"
 STATES = WEIGHTS, ADAM, "gradients of a step, fp32"
@@ -50,7 +50,8 @@ SHAPE = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads i
 SHAPE += " vocab_size tie_word_embeddings"
 RANK = 16  # of the LoRA rows
 WAYS = [(world, offload) for world in (1, 2, 7) for offload in (False, True)]
-CARDS = {16: 14.5, 24: 23.5, 40: 39.4, 48: 44.4, 80: 79.1, 141: 139.0}  # name: GB a program gets
+# name, which counts 2^30 bytes as GB: GB that a program gets
+CARDS = {16: 15.6, 24: 25.2, 40: 42.3, 48: 47.7, 80: 84.9, 141: 149.3}
 # preset: GB of a trainer's GPU, trainer's GPUs, GB of the server's; None: no server
 PRESETS = {
     "1.5b_1x16gb": (16, 1, None),
@@ -311,8 +312,8 @@ def server_phases(m, prompt, completion):
 
 
 def card(size):
-    """Returns the smallest usual GPU that holds so many bytes. Example: 20 * 2**30 -> "24" """
-    return next((str(name) for name, room in CARDS.items() if size <= room * 2**30), "none")
+    """Returns the smallest usual GPU that holds so many bytes. Example: 20e9 -> "24" """
+    return next((str(name) for name, room in CARDS.items() if size <= room * 1e9), "none")
 
 
 # --- Tables -------------------------------------------------------------------------
@@ -322,7 +323,7 @@ def sizes_of(name, rank):
 
 
 def gb(size):
-    return f"{size / 2**30:.1f}"
+    return f"{size / 1e9:.1f}"
 
 
 def table(head, rows):

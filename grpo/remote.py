@@ -20,8 +20,8 @@ from grpo.wire import check_facts, facts_of, pack_ids, unpack_logps
 REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is sent alone
 # (GB, a preset, arguments): from so many GB on, a GPU trains with either, without a server
 LORA = "REF_SERVER=None LORA_RANK=16 LEARNING_RATE=1e-5"
-ALONE = [(78, "presets/3b_1x80gb.py", "REF_SERVER=None"), (22, "presets/3b_1x24gb.py", LORA)]
-ALONE += [(7, "presets/1.5b_1x16gb.py", f"{LORA} MODEL=Qwen/Qwen2.5-1.5B")]
+ALONE = [(83, "presets/3b_1x80gb.py", "REF_SERVER=None"), (23, "presets/3b_1x24gb.py", LORA)]
+ALONE += [(7.5, "presets/1.5b_1x16gb.py", f"{LORA} MODEL=Qwen/Qwen2.5-1.5B")]
 
 
 class RemoteReference:
@@ -87,7 +87,7 @@ class ReferenceClient(Client):
         there = urlsplit(self.url)
         with contextlib.suppress(OSError, ValueError):
             return socket.create_connection((there.hostname, there.port or 80), 2).close()
-        size = torch.accelerator.get_memory_info()[1] / 2**30
+        size = torch.accelerator.get_memory_info()[1] / 1e9
         for least, preset, arguments in ALONE:
             if size >= least:
                 return say(

@@ -2,7 +2,7 @@
 
     python grpo_ref_split.py presets/0.5b_1x24gb.py
 
-Computed, not run: of the GPU's 23.5 GB the trainer needs 12.2 GB at least.
+Computed, not run: of the GPU's 25.2 GB the trainer needs 13.1 GB at least.
 """
 
 MODEL = "Qwen/Qwen2.5-0.5B"

@@ -2,7 +2,7 @@
 
     python grpo_ref_split.py presets/1.5b_1x16gb.py
 
-Computed, not run: of the GPU's 14.5 GB the trainer needs 5.3 GB at least, and about twice that on a
+Computed, not run: of the GPU's 15.6 GB the trainer needs 5.7 GB at least, and about twice that on a
 T4, which has no bfloat16. The reference is the model without its adapter. A checkpoint is an
 adapter (python -m grpo.options.merge).
 """

@@ -2,8 +2,8 @@
 
     python grpo_ref_split.py presets/1.5b_1x24gb.py
 
-Computed, not run: of the GPU's 23.5 GB the trainer needs 16.9 GB at least. The optimiser and its
-states do not fit there; they take 25.9 GB of RAM.
+Computed, not run: of the GPU's 25.2 GB the trainer needs 18.2 GB at least. The optimiser and its
+states do not fit there; they take 27.8 GB of RAM.
 """
 
 MODEL = "Qwen/Qwen2.5-1.5B"

@@ -2,8 +2,8 @@
 
     python grpo_ref_split.py presets/3b_1x48gb.py
 
-Computed, not run: of the GPU's 44.4 GB the trainer needs 30.1 GB at least. The optimiser and its
-states do not fit there; they take 51.7 GB of RAM.
+Computed, not run: of the GPU's 47.7 GB the trainer needs 32.3 GB at least. The optimiser and its
+states do not fit there; they take 55.5 GB of RAM.
 """
 
 MODEL = "Qwen/Qwen2.5-3B"

@@ -2,7 +2,7 @@
 
     python grpo_ref_split.py presets/3b_1x80gb.py
 
-Computed, not run: of the GPU's 79.1 GB the trainer needs 62.9 GB at least.
+Computed, not run: of the GPU's 84.9 GB the trainer needs 67.5 GB at least.
 """
 
 MODEL = "Qwen/Qwen2.5-3B"

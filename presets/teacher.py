@@ -3,8 +3,8 @@
     CUDA_VISIBLE_DEVICES=1 python ref_server.py presets/teacher.py MODEL=Qwen/Qwen2.5-7B   # first
     CUDA_VISIBLE_DEVICES=0 python grpo_ref_split.py presets/teacher.py                     # then
 
-Computed, not run: of its GPU's 44.4 GB the trainer needs at least 30.1 GB; the server needs
-17.0 GB of the other GPU.
+Computed, not run: of its GPU's 47.7 GB the trainer needs at least 32.3 GB; the server needs
+18.3 GB of the other GPU.
 To learn from the teacher alone, set REWARD_WEIGHTS = {} and KL_BETA = 1 (docs/teacher.md).
 """
 

@@ -73,7 +73,7 @@ def test_a_presets_commands_start_the_scripts_with_it(name, monkeypatch):
 
 
 def fits(size, gpu):
-    return size <= (1 - SPARE) * memory.CARDS[gpu] * 2**30
+    return size <= (1 - SPARE) * memory.CARDS[gpu] * 1e9
 
 
 @presets
@@ -87,8 +87,8 @@ def test_a_preset_fits_its_gpus_and_what_saves_memory_is_needed(name):
         *_, full, _ = memory.of_preset(name, LORA_RANK=0, OFFLOAD_OPTIMIZER=offload)
         assert not fits(full, gpu)
     told = re.sub(r"\s+", " ", doc_of(name))
-    expected = [memory.CARDS[gpu], size / 2**30] + [server / 2**30] * (server > 0)
-    expected += [memory.in_ram(m) / 2**30] * c.OFFLOAD_OPTIMIZER
+    expected = [memory.CARDS[gpu], size / 1e9] + [server / 1e9] * (server > 0)
+    expected += [memory.in_ram(m) / 1e9] * c.OFFLOAD_OPTIMIZER
     assert [f"{number:.1f}" for number in expected] == re.findall(r"(\d+\.\d) GB", told)
 
 
@@ -96,7 +96,7 @@ def test_a_preset_fits_its_gpus_and_what_saves_memory_is_needed(name):
 def advice(capsys, monkeypatch, gpus, gb):
     """-> the commands that a trainer logs on such a machine, where no server answers."""
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, int(gb * 2**30)))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, int(gb * 1e9)))
     with pytest.raises(SystemExit, match="REF_SERVER = 'http://127.0.0.1:9' can't be used"):
         ReferenceClient("http://127.0.0.1:9", 0).check("a model", None, 1.0)
     return re.findall(r"^    python (.*)$", capsys.readouterr().out, re.MULTILINE)
@@ -115,7 +115,7 @@ def test_a_trainer_alone_on_one_gpu_names_two_commands_that_fit_it(gb, capsys, m
         m = memory.sizes_of(c.MODEL.removeprefix("Qwen/"), c.LORA_RANK)
         tried = memory.shipped(512, 512, **{k: v for k, v in vars(c).items() if k not in USUAL})
         assert c.REF_SERVER is None
-        assert memory.least(tried, m, 1) <= (1 - SPARE) * gb * 2**30
+        assert memory.least(tried, m, 1) <= (1 - SPARE) * gb * 1e9
     assert not advice(capsys, monkeypatch, 2, gb) and not advice(capsys, monkeypatch, 1, 4.0)
 
 

@@ -38,11 +38,11 @@ def fit(device, candidates, attempt, in_use=0, worst=lambda measure: measure()):
         share, peak, room = worst(functools.partial(measured, trial, in_use, device))
         chosen = ", ".join(f"{name} = {value}" for name, value in sizes.items())
         if share <= 1 - SPARE:
-            left = (room - peak) / 2**30
-            say(f"{chosen} fits: a trial took {peak / 2**30:.1f} GB and left {left:.1f} free")
+            left = (room - peak) / 1e9
+            say(f"{chosen} fits: a trial took {peak / 1e9:.1f} GB and left {left:.1f} free")
             return sizes
     raise SystemExit(
-        f"{chosen} does not fit into this GPU, which has {room / 2**30:.1f} GB free. To save"
+        f"{chosen} does not fit into this GPU, which has {room / 1e9:.1f} GB free. To save"
         " memory, use a smaller MODEL, LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs, a lower"
         " MAX_COMPLETION_TOKENS or, without a server, REFERENCE_ON_CPU = True; with vLLM a lower"
         " VLLM_CACHE_GB or VLLM_SLEEP = True (docs/memory.md)"
