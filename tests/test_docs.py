@@ -65,7 +65,6 @@ WRITTEN = {
     "metrics.*.jsonl",
     "samples.jsonl",
     "bad_step_*.json",
-    "*.rewards.json",
     "generation_config.json",
     "config.json",
     "out.md",
