@@ -52,7 +52,6 @@ SAMPLE_BATCH = "auto"  # completions that a rank samples at once; more are faste
 SAMPLER = "torch"  # or "vllm", in ranks and workers (pip install -e .[vllm]; docs/performance.md)
 VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
 VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
-TENSOR_PARALLEL = 1  # GPUs per vLLM worker, for a model that is too large for one GPU
 MASK_TRUNCATED = True  # does not train on truncated completions, but their rewards count
 # Over the last N tokens before the limit, the reward falls by up to 1 (DAPO). 0: off.
 OVERLONG_TOKENS = 0
