@@ -172,7 +172,7 @@ def sample_rollout(run):
     and used. Stopping at the first PROMPTS_PER_STEP would favour short completions.
     """
     c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
-    with clock.part("wait"), ranks.all_or_none("workers' groups"):  # collective
+    with clock.part("wait"), ranks.all_or_none():  # collective
         from_workers = run.workers.take(p.step)
         mine = [(group, run.reference.logps(group)) for group in from_workers]
     taken = ranks.sum_over_ranks(len(from_workers))  # collective
@@ -185,7 +185,7 @@ def sample_rollout(run):
         # counts this rank's sampling and follow, which copies new weights to vLLM
         with (
             clock.part("wait"),
-            ranks.all_or_none("sampling"),  # collective
+            ranks.all_or_none(),  # collective
             clock.part("sample"),
             run.sampler.follow(p.step),
         ):
@@ -197,7 +197,7 @@ def sample_rollout(run):
         p.count_round(groups=number, usable=usable)
         begun, missing = begun + number, missing - usable
     with clock.part("wait"):
-        with ranks.all_or_none("advantages, and the reference's log-probs"):  # collective
+        with ranks.all_or_none():  # collective
             set_advantages(run.recipe, [*sampled, *from_workers])  # line 9
             for group, answer in mine:
                 group.take_ref_logps(answer.result())
@@ -323,7 +323,6 @@ def accumulate(run, samples):
             keep_logps(batch, stats["logps"])  # line 6
         # A loss that is not finite may have a finite gradient: NaN makes all ranks skip the step
         loss = loss * torch.where(loss.detach().isfinite(), float(not is_filler), torch.nan)
-        ranks.note(f"backward {done} of {len(rounds)}")
         engine.backward(loss)  # collective
     return means.over_ranks()  # collective
 
@@ -336,7 +335,7 @@ def update(run, samples, step):
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", run.sizes.micro_batch_tokens)
     with run.clock.part("backward"), cpu_threads(c.CPU_THREADS), limit:
         metrics = accumulate(run, samples)  # collective
-    with ranks.all_or_none("checking the sampler"):  # collective
+    with ranks.all_or_none():  # collective
         check_sampler(metrics, run.sampler)
     with run.clock.part("step"), cpu_threads(c.CPU_THREADS):
         taken = take_step(run.engine, rate, c.SEED)  # collective
@@ -365,7 +364,7 @@ def train(run):
         before, place = p.step, checkpoint.place_of(run)
         with checkpoint.back_if_failed(run, place):
             groups, metrics, sampled = sample_rollout(run)  # collective; lines 5, 7, 8, 9
-            with ranks.all_or_none("preparing the update"):  # collective
+            with ranks.all_or_none():  # collective
                 samples = samples_to_train(run.recipe, groups, before)  # line 6
                 if sampled:
                     run.folder.log_samples(run, sampled[(before + 1) % len(sampled)])
@@ -378,7 +377,7 @@ def train(run):
                 trained = update(run, samples, p.step + 1) if samples else {}  # collective
             p.step += 1  # after line 11: a checkpoint has the number of steps that were made
             place = checkpoint.place_of(run)
-            with ranks.all_or_none("the end of the update"):  # collective
+            with ranks.all_or_none():  # collective
                 if number == updates:
                     end_rollout(run, before)
                 run.laps.append(run.clock.lap())

@@ -130,7 +130,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     rank = dist.get_rank()
     say(f"curves and samples while it runs: python plot.py live {Path(c.RUN_DIR).parent}")
     policy = make_policy(c, tokenizer)
-    with all_or_none("trying to save"):  # collective
+    with all_or_none():  # collective
         if rank == 0 and c.SAVE_STEPS:
             try_save(c, policy)
     reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
@@ -147,7 +147,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     progress = open_run(c, record, engine, stream, reference, data)  # collective
     check_disk(c, policy.model)  # collective
     workers = NoWorkers()
-    with all_or_none("serving workers"):  # collective
+    with all_or_none():  # collective
         if c.PUBLISH_STEPS and rank == 0:
             from grpo.options.workers import Workers
 

@@ -43,7 +43,7 @@ def try_sizes(c, policy, auto, batch_loss, turns, visiting):
 
 def worst_of_ranks(measure):
     """Collective: returns the largest of the ranks' measurements."""
-    with all_or_none("trying sizes"):
+    with all_or_none():
         found = measure()
     return max(gathered(found))
 
