@@ -112,7 +112,6 @@ MICRO_BATCH_TOKENS = "auto"  # tokens per forward and backward; fewer save memor
 FUSED_LOSS = True  # log-probs in chunks (grpo_loss_triton.py); False holds all logits
 GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
-REFERENCE_ON_CPU = False  # True: without a server, the reference is on the GPU only to score
 CPU_THREADS = 0  # threads of forward, backward and update on a CPU; 0: cores / ranks
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 

@@ -35,11 +35,10 @@ class Sizes:
         return {name.upper(): value for name, value in vars(self).items()}
 
 
-def fit_sizes(c, policy, sampler, batch_loss, turns, visiting=0):
+def fit_sizes(c, policy, sampler, batch_loss, turns):
     """Collective: returns the Sizes, the same on all ranks, which must plan the same micro-batches.
     Raises SystemExit if nothing fits. `batch_loss` is the trainer's. `turns`: may a completion have
-    several? `visiting` are the bytes of a reference that is on the GPU only while it scores
-    (REFERENCE_ON_CPU).
+    several?
 
     A checkpoint keeps the numbers, and a run that resumes logs which have changed.
     """
@@ -48,7 +47,7 @@ def fit_sizes(c, policy, sampler, batch_loss, turns, visiting=0):
     if auto and accelerator():
         from grpo.options.sizes import try_sizes
 
-        found |= try_sizes(c, policy, auto, batch_loss, turns, visiting)
+        found |= try_sizes(c, policy, auto, batch_loss, turns)
     elif auto:
         usual = USUAL | {"SAMPLE_BATCH": max(CPU_BATCH, c.GROUP_SIZE)}
         found |= {name: usual[name] for name in auto}
@@ -135,8 +134,8 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
             try_save(c, policy)
     reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
     sampler = make_sampler(c, policy)  # collective; before fit_sizes, which uses what it leaves
-    # Collective; a local reference's copy is on the GPU already, or visits it
-    sizes = fit_sizes(c, policy, sampler, batch_loss, recipe.has_turns, reference.visiting)
+    # Collective; a local reference's copy is on the GPU already
+    sizes = fit_sizes(c, policy, sampler, batch_loss, recipe.has_turns)
     reference.budget, recipe.batch = sizes.micro_batch_tokens, sizes.sample_batch
     greedy = recipe.others(batch=sizes.eval_batch, GROUP_SIZE=1, TEMPERATURE=0)
     resolved = {"REWARD_WEIGHTS": recipe.weights, "OUTCOME": recipe.outcome}

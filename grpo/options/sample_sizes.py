@@ -43,9 +43,9 @@ def fit(device, candidates, attempt, in_use=0, worst=lambda measure: measure()):
             return sizes
     raise SystemExit(
         f"{chosen} does not fit into this GPU, which has {room / 2**30:.1f} GB free. To save"
-        " memory, use a smaller MODEL, LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs, a lower"
-        " MAX_COMPLETION_TOKENS or, without a server, REFERENCE_ON_CPU = True; with vLLM a lower"
-        " VLLM_CACHE_GB or VLLM_SLEEP = True (docs/memory.md)"
+        " memory, use a smaller MODEL, LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs, or a"
+        " lower MAX_COMPLETION_TOKENS; with vLLM a lower VLLM_CACHE_GB or VLLM_SLEEP = True"
+        " (docs/memory.md)"
     )
 
 

@@ -24,11 +24,10 @@ from grpo.sample import Sample
 TOKENS = {False: (16_384, 8_192), True: (16_384, 8_192, 4_096, 2_048, 1_024)}
 
 
-def try_sizes(c, policy, auto, batch_loss, turns, visiting):
+def try_sizes(c, policy, auto, batch_loss, turns):
     """Collective: returns the sizes that fit, constants by name, for those that are `auto`. All
     ranks get the same. Raises SystemExit if nothing fits. The other arguments: start.fit_sizes."""
     found, (states, gradients) = {}, used_by_deepspeed(c, policy.model)
-    gradients = max(gradients, visiting)  # never there at the same time
     for name, group_size in (("SAMPLE_BATCH", c.GROUP_SIZE), ("EVAL_BATCH", 1)):
         if name in auto:
             of_ranks = {"in_use": states, "worst": worst_of_ranks}

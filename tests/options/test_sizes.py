@@ -285,21 +285,6 @@ def test_on_a_cpu_and_for_numbers_nothing_is_tried(monkeypatch, capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_reference_that_visits_the_gpu_takes_turns_with_the_gradients(tiny, monkeypatch):
-    """The sizes are tried beside the larger of the two."""
-    in_use = []
-    monkeypatch.setattr(training, "fit", lambda *_, **others: in_use.append(others["in_use"]) or {})
-    monkeypatch.setattr(training.dist, "get_world_size", lambda: 1)
-    a_gpu(monkeypatch)
-    policy = tiny_policy(tiny)
-    c = auto(SAMPLE_BATCH=8, EVAL_BATCH=8)
-    for visiting in (0, 1, 10**9):
-        fit_sizes(c, policy, policy, None, False, visiting)
-    alone, with_little, with_much = in_use
-    states, gradients = training.used_by_deepspeed(c, policy.model)
-    assert alone == with_little == states + gradients and with_much == states + 10**9
-
-
 def test_out_of_memory_later_names_the_constant(alone, tiny, monkeypatch):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. More")
