@@ -112,7 +112,6 @@ MICRO_BATCH_TOKENS = "auto"  # tokens per forward and backward; fewer save memor
 FUSED_LOSS = True  # log-probs in chunks (grpo_loss_triton.py); False holds all logits
 GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
-CPU_THREADS = 0  # threads of forward, backward and update on a CPU; 0: cores / ranks
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
 # --- Run ----------------------------------------------------------------------------
@@ -332,11 +331,11 @@ def update(run, samples, step):
     its metrics. If the gradient is not finite, the weights do not change ("skipped")."""
     c, rate = run.c, learning_rate(run.c, step)
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", run.sizes.micro_batch_tokens)
-    with run.clock.part("backward"), cpu_threads(c.CPU_THREADS), limit:
+    with run.clock.part("backward"), cpu_threads(), limit:
         metrics = accumulate(run, samples)  # collective
     with ranks.all_or_none():  # collective
         check_sampler(metrics, run.sampler)
-    with run.clock.part("step"), cpu_threads(c.CPU_THREADS):
+    with run.clock.part("step"), cpu_threads():
         taken = take_step(run.engine, rate, c.SEED)  # collective
     metrics = with_kl(metrics, run.reference.info, c.MODEL)  # KL only if it was computed
     # DeepSpeed's norm of a gradient that overflowed may also be -1
