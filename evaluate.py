@@ -88,9 +88,7 @@ def answered(policy, recipe, prompts, seed):
     """Yields (question, its GROUP_SIZE answers) for each of `prompts`, with their rewards. The
     random numbers depend on `seed` and SEED."""
     c = recipe.c
-    size = c.SAMPLE_BATCH if c.TEMPERATURE else c.EVAL_BATCH
-    batch = fit_worker(c.but(SAMPLE_BATCH=size), policy, recipe.has_turns)
-    recipe = recipe.others(batch=max(batch, c.GROUP_SIZE))
+    recipe = recipe.others(batch=max(fit_worker(c, policy, recipe.has_turns), c.GROUP_SIZE))
     seed = rollout.seed_of("evaluate", c.SEED, seed)
     for group in rollout.sampled_and_rewarded(policy, recipe, prompts, seed=seed):
         yield group.index, [answer_of(sample) for sample in group.samples]

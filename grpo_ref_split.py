@@ -118,7 +118,6 @@ DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a 
 EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the end); 0: never
 EVAL_SPLIT = "test"  # the task's split for evaluations
 EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more precise and slower
-EVAL_BATCH = "auto"  # questions that a rank answers at once; more are faster and need memory
 # Steps between checkpoints (the model + 12 bytes per trained parameter), besides the last step's.
 SAVE_STEPS = 100  # 0: never, and nothing is left of the run but its metrics and samples
 KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted

@@ -203,7 +203,7 @@ def sampling_phases(m, c, states):
     rows, tokens = c.SAMPLE_BATCH, (c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS)
     return {  # whole groups; to evaluate, each of another prompt
         "sampling": states | sampling(m, rows // c.GROUP_SIZE, rows, *tokens),
-        "evaluation": states | sampling(m, c.EVAL_BATCH, c.EVAL_BATCH, *tokens),
+        "evaluation": states | sampling(m, rows, rows, *tokens),
     }
 
 
@@ -331,7 +331,7 @@ def table(head, rows):
 
 def least(c, m, world):
     """Returns the bytes that the trainer needs with the smallest sizes that "auto" tries."""
-    sizes = {"MICRO_BATCH_TOKENS": TOKENS[True][-1], "SAMPLE_BATCH": c.GROUP_SIZE, "EVAL_BATCH": 1}
+    sizes = {"MICRO_BATCH_TOKENS": TOKENS[True][-1], "SAMPLE_BATCH": c.GROUP_SIZE}
     return need(phases_with(m, c.but(**sizes), world))[0]
 
 

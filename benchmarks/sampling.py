@@ -138,7 +138,6 @@ def vllm(folder):
         DTYPE="auto" if DEVICE != "cpu" else "float32",
         GROUP_SIZE=GROUP,
         SAMPLE_BATCH=len(prompts) * GROUP,
-        EVAL_BATCH=1,
         MAX_PROMPT_TOKENS=max(map(len, prompts)),
         MAX_COMPLETION_TOKENS=case["tokens"],
         STOP_TOKENS=[],

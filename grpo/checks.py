@@ -26,7 +26,7 @@ KINDS = [  # (kind, constants)
         FUSED_LOSS OFFLOAD_OPTIMIZER RESUME KEEP_BEST VLLM_SLEEP"""),
     (TEXT, "MODEL TASK RUN_DIR EVAL_SPLIT"),
     (list_of("strings, none of them empty", TEXT[1]), "STOP_TOKENS STOP_STRINGS"),
-    (or_("auto", WHOLE), "MICRO_BATCH_TOKENS SAMPLE_BATCH EVAL_BATCH"),
+    (or_("auto", WHOLE), "MICRO_BATCH_TOKENS SAMPLE_BATCH"),
     (or_("auto", FLAG), "GRADIENT_CHECKPOINTING"),
     (constants.DTYPE, "DTYPE"),
     (one_of("grpo", "dapo", "dr_grpo"), "LOSS_TYPE"),  # grpo.loss.LOSS_TYPES, which needs torch

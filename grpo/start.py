@@ -18,8 +18,8 @@ from grpo.resume import Progress, data_of, open_run
 from grpo.rollout import Stream
 from grpo.task import Recipe
 
-USUAL = {"SAMPLE_BATCH": CPU_BATCH, "EVAL_BATCH": CPU_BATCH}  # what "auto" is on a CPU
-USUAL |= {"MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
+# What "auto" is on a CPU
+USUAL = {"SAMPLE_BATCH": CPU_BATCH, "MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Sizes:
     """The constants of these names, with what fits in place of "auto"."""
 
     sample_batch: int
-    eval_batch: int
     micro_batch_tokens: int
     gradient_checkpointing: bool
 
@@ -137,7 +136,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     # Collective; a local reference's copy is on the GPU already
     sizes = fit_sizes(c, policy, sampler, batch_loss, recipe.has_turns)
     reference.budget, recipe.batch = sizes.micro_batch_tokens, sizes.sample_batch
-    greedy = recipe.others(batch=sizes.eval_batch, GROUP_SIZE=1, TEMPERATURE=0)
+    greedy = recipe.others(GROUP_SIZE=1, TEMPERATURE=0)
     resolved = {"REWARD_WEIGHTS": recipe.weights, "OUTCOME": recipe.outcome}
     record = as_json(vars(c) | sizes.constants() | resolved)
     engine = make_engine(c, policy, sizes.gradient_checkpointing)

@@ -57,8 +57,8 @@ def test_a_checkpoint_is_evaluated_with_the_constants_of_its_run(model, monkeypa
     sizes, fit = [], evaluate.fit_worker
     noted = lambda c, *given: sizes.append(c.SAMPLE_BATCH) or fit(c, *given)
     monkeypatch.setattr(evaluate, "fit_worker", noted)
-    run(monkeypatch, model, "even", "SEED=3", "--samples", 4, "EVAL_BATCH=5", "SAMPLE_BATCH=9")
-    assert sizes == [5, 9]
+    run(monkeypatch, model, "even", "SEED=3", "--samples", 4, "SAMPLE_BATCH=9")
+    assert sizes == [9, 9]
     found, kind = numbers(), "4 samples at temperature 1"
     greedy, sampled = answers(), answers(kind=kind)
     assert list(greedy) == list(sampled) == list(range(12))

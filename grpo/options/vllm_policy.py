@@ -33,7 +33,7 @@ from grpo.proof import NOISE, TF32_NOISE
 from grpo.sample import Prompt, Sample
 from grpo.sampler import completion_text, next_prompts
 
-SEQUENCES = 256  # SAMPLE_BATCH and EVAL_BATCH if they are "auto"
+SEQUENCES = 256  # SAMPLE_BATCH if it is "auto"
 # The whole distribution (top_k 0 is off), with our stops instead of the model's
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 
@@ -47,8 +47,7 @@ class VLLMPolicy:
         Raises SystemExit if the device can't do what the constants require."""
         check_device(c)
         most = max(SEQUENCES, c.GROUP_SIZE)
-        sizes = {"SAMPLE_BATCH": c.SAMPLE_BATCH, "EVAL_BATCH": c.EVAL_BATCH}
-        self.sizes = {name: most if size == "auto" else size for name, size in sizes.items()}
+        self.sizes = {"SAMPLE_BATCH": most if c.SAMPLE_BATCH == "auto" else c.SAMPLE_BATCH}
         self.tokenizer, self.model, self.numbers = tokenizer, model, itertools.count()
         device = own_device()
         self.name, self.dtype = c.MODEL, choose_dtype(c.DTYPE, device)

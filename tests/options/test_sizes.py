@@ -87,7 +87,6 @@ def test_computed_and_tried_sizes_are_those_of_living_tensors(case, monkeypatch)
         "LORA_RANK": rank,
         "GROUP_SIZE": group,
         "SAMPLE_BATCH": 8,
-        "EVAL_BATCH": 8,
     }
     c = memory.shipped(prompt, completion, **own | sizes)
     model = CompletionModel(policy.model)
@@ -152,7 +151,7 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
     monkeypatch.setattr(sampling, "BATCHES", (128, 64, 32))
     ranks, policies = Ranks(monkeypatch), [tiny_policy(tiny), tiny_policy(tiny)]
     tried, draw = [[], []], sampling.draw
-    sizes = {"SAMPLE_BATCH": 64, "EVAL_BATCH": 64} if fails else {}  # else "auto", too
+    sizes = {"SAMPLE_BATCH": 64} if fails else {}  # else "auto", too
 
     def batch_loss(c, hidden, head, ids, batch, vocab_size):
         mine, length = tried[ranks.get_rank()], len(batch[-1].ids)
@@ -176,7 +175,7 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
         with pytest.raises(SystemExit, match="MICRO_BATCH_TOKENS = 256, .*VLLM_CACHE_GB"):
             ranks.run(start)
     else:
-        assert ranks.run(start) == 2 * [[64, 64, *chosen]]
+        assert ranks.run(start) == 2 * [[64, *chosen]]
         line = "SAMPLE_BATCH = 64 fits: a trial took 0.0 GB"
         found = line in capsys.readouterr().out
         assert found != bool(sizes)

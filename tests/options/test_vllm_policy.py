@@ -22,7 +22,7 @@ from grpo.proof import check_sampler
 from grpo.sample import Prompt, Sample
 
 CONSTANTS = {"MODEL": "tiny", "GROUP_SIZE": 4, "SEED": 3, "STOP_TOKENS": [], "STOP_STRINGS": []}
-CONSTANTS |= {"SAMPLE_BATCH": "auto", "EVAL_BATCH": "auto", "DTYPE": "float32"}
+CONSTANTS |= {"SAMPLE_BATCH": "auto", "DTYPE": "float32"}
 CONSTANTS |= {"MAX_PROMPT_TOKENS": 60, "MAX_COMPLETION_TOKENS": 40}
 CONSTANTS |= {"VLLM_CACHE_GB": 0.5, "VLLM_SLEEP": False}
 

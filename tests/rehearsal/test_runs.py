@@ -119,7 +119,7 @@ def test_auto_fills_the_gpu_and_a_run_that_resumes_says_what_has_changed(main, t
     filled = "MICRO_BATCH_TOKENS = 16384, GRADIENT_CHECKPOINTING = False fits: "
     assert filled in (out := capfd.readouterr().out) and "SAMPLE_BATCH = 256 fits: " in out
     state = json.loads((tmp_path / "run/step_000001/trainer/state.json").read_text())
-    assert [state["constants"][name] for name in USUAL] == [256, 256, 16_384, False]
+    assert [state["constants"][name] for name in USUAL] == [256, 16_384, False]
 
     main(STEPS=2, **auto)
     assert (out := capfd.readouterr().out).count(filled) == 1 and "STEPS 1 -> 2\n" in out
