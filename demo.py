@@ -31,11 +31,11 @@ if __name__ == "__main__":
 
 import plot
 from grpo.models import load_tokenizer, prompt_ids
-from grpo.options.reward_processes import end_with_parent
 from grpo.options.tiny_model import warm_start
 from grpo.policy import load_policy
 from grpo.resume import lock_run
 from grpo.sample import Prompt
+from grpo.stop import end_with_parent
 from presets import demo as preset
 from tasks import arithmetic
 

@@ -52,7 +52,6 @@ SAMPLE_BATCH = "auto"  # completions that a rank samples at once; more are faste
 SAMPLER = "torch"  # or "vllm", in ranks and workers (pip install -e .[vllm]; docs/performance.md)
 VLLM_CACHE_GB = 10.0  # GPU memory of vLLM's KV cache; more lets it sample more at once
 VLLM_SLEEP = False  # True: vLLM frees its GPU memory whenever there is nothing to sample
-TENSOR_PARALLEL = 1  # GPUs per vLLM worker, for a model that is too large for one GPU
 MASK_TRUNCATED = True  # does not train on truncated completions, but their rewards count
 # Over the last N tokens before the limit, the reward falls by up to 1 (DAPO). 0: off.
 OVERLONG_TOKENS = 0
@@ -113,15 +112,12 @@ MICRO_BATCH_TOKENS = "auto"  # tokens per forward and backward; fewer save memor
 FUSED_LOSS = True  # log-probs in chunks (grpo_loss_triton.py); False holds all logits
 GRADIENT_CHECKPOINTING = "auto"  # True recomputes activations: a third slower, far less memory
 OFFLOAD_OPTIMIZER = False  # True: master weights, Adam states and the update are in CPU memory
-REFERENCE_ON_CPU = False  # True: without a server, the reference is on the GPU only to score
-CPU_THREADS = 0  # threads of forward, backward and update on a CPU; 0: cores / ranks
 DTYPE = "auto"  # bfloat16 on a GPU (with float32 master weights), float32 on a CPU
 
 # --- Run ----------------------------------------------------------------------------
 EVAL_STEPS = 50  # steps between greedy evaluations (also at the start and the end); 0: never
 EVAL_SPLIT = "test"  # the task's split for evaluations
 EVAL_QUESTIONS = 512  # uses the first N questions of the split; more are more precise and slower
-EVAL_BATCH = "auto"  # questions that a rank answers at once; more are faster and need memory
 # Steps between checkpoints (the model + 12 bytes per trained parameter), besides the last step's.
 SAVE_STEPS = 100  # 0: never, and nothing is left of the run but its metrics and samples
 KEEP_CHECKPOINTS = 2  # the newest N checkpoints are kept, older ones deleted
@@ -173,7 +169,7 @@ def sample_rollout(run):
     and used. Stopping at the first PROMPTS_PER_STEP would favour short completions.
     """
     c, p, clock, counts, sampled = run.c, run.progress, run.clock, Counter(), []
-    with clock.part("wait"), ranks.all_or_none("workers' groups"):  # collective
+    with clock.part("wait"), ranks.all_or_none():  # collective
         from_workers = run.workers.take(p.step)
         mine = [(group, run.reference.logps(group)) for group in from_workers]
     taken = ranks.sum_over_ranks(len(from_workers))  # collective
@@ -186,7 +182,7 @@ def sample_rollout(run):
         # counts this rank's sampling and follow, which copies new weights to vLLM
         with (
             clock.part("wait"),
-            ranks.all_or_none("sampling"),  # collective
+            ranks.all_or_none(),  # collective
             clock.part("sample"),
             run.sampler.follow(p.step),
         ):
@@ -198,7 +194,7 @@ def sample_rollout(run):
         p.count_round(groups=number, usable=usable)
         begun, missing = begun + number, missing - usable
     with clock.part("wait"):
-        with ranks.all_or_none("advantages, and the reference's log-probs"):  # collective
+        with ranks.all_or_none():  # collective
             set_advantages(run.recipe, [*sampled, *from_workers])  # line 9
             for group, answer in mine:
                 group.take_ref_logps(answer.result())
@@ -324,7 +320,6 @@ def accumulate(run, samples):
             keep_logps(batch, stats["logps"])  # line 6
         # A loss that is not finite may have a finite gradient: NaN makes all ranks skip the step
         loss = loss * torch.where(loss.detach().isfinite(), float(not is_filler), torch.nan)
-        ranks.note(f"backward {done} of {len(rounds)}")
         engine.backward(loss)  # collective
     return means.over_ranks()  # collective
 
@@ -335,11 +330,11 @@ def update(run, samples, step):
     its metrics. If the gradient is not finite, the weights do not change ("skipped")."""
     c, rate = run.c, learning_rate(run.c, step)
     limit = out_of_memory_names("MICRO_BATCH_TOKENS", run.sizes.micro_batch_tokens)
-    with run.clock.part("backward"), cpu_threads(c.CPU_THREADS), limit:
+    with run.clock.part("backward"), cpu_threads(), limit:
         metrics = accumulate(run, samples)  # collective
-    with ranks.all_or_none("checking the sampler"):  # collective
+    with ranks.all_or_none():  # collective
         check_sampler(metrics, run.sampler)
-    with run.clock.part("step"), cpu_threads(c.CPU_THREADS):
+    with run.clock.part("step"), cpu_threads():
         taken = take_step(run.engine, rate, c.SEED)  # collective
     metrics = with_kl(metrics, run.reference.info, c.MODEL)  # KL only if it was computed
     # DeepSpeed's norm of a gradient that overflowed may also be -1
@@ -366,7 +361,7 @@ def train(run):
         before, place = p.step, checkpoint.place_of(run)
         with checkpoint.back_if_failed(run, place):
             groups, metrics, sampled = sample_rollout(run)  # collective; lines 5, 7, 8, 9
-            with ranks.all_or_none("preparing the update"):  # collective
+            with ranks.all_or_none():  # collective
                 samples = samples_to_train(run.recipe, groups, before)  # line 6
                 if sampled:
                     run.folder.log_samples(run, sampled[(before + 1) % len(sampled)])
@@ -379,7 +374,7 @@ def train(run):
                 trained = update(run, samples, p.step + 1) if samples else {}  # collective
             p.step += 1  # after line 11: a checkpoint has the number of steps that were made
             place = checkpoint.place_of(run)
-            with ranks.all_or_none("the end of the update"):  # collective
+            with ranks.all_or_none():  # collective
                 if number == updates:
                     end_rollout(run, before)
                 run.laps.append(run.clock.lap())

@@ -39,7 +39,7 @@ SMALL = KIND == "cpu" or "GPU_REPORT_SMALL" in os.environ
 FULL_GB = 75  # a GPU with less gets 0.5B in place of 3B, all of which takes 72 GB (computed)
 PACKAGES = "torch triton transformers tokenizers peft accelerate deepspeed numpy bottle waitress"
 SAVE_STEPS = 0  # never
-USUAL = "SAMPLE_BATCH", "EVAL_BATCH", "MICRO_BATCH_TOKENS", "GRADIENT_CHECKPOINTING"
+USUAL = "SAMPLE_BATCH", "MICRO_BATCH_TOKENS", "GRADIENT_CHECKPOINTING"
 LORA = {"LORA_RANK": 16}
 # The parts that train a few steps
 STEPS = {"lora": LORA, "offload": {"OFFLOAD_OPTIMIZER": True}, "full": {}}

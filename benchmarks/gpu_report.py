@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 import psutil
 
-from grpo.options.reward_processes import end_with_parent
+from grpo.stop import end_with_parent
 
 MINUTES = 9
 # The parts, and the seconds after which each is stopped; more MINUTES give each part more. They are

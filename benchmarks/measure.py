@@ -49,8 +49,8 @@ def trained(logs, others, trainer, ranks=1, threads=1):
     """Starts the commands `others`, by name, and the `trainer`, a script and its arguments; with
     several `ranks` deepspeed starts it. When the trainer has ended without an error the block runs,
     with the peak of that process's memory in bytes; then all processes are ended. Each prints into
-    a file: `logs`, its name, ".log". `threads` are those of a process outside forward and backward
-    (CPU_THREADS)."""
+    a file: `logs`, its name, ".log". `threads` are those of a process outside forward and
+    backward."""
     from demo import free_port, start
 
     launcher = [sys.executable]

@@ -204,7 +204,7 @@ def sampling_phases(m, c, states):
     rows, tokens = c.SAMPLE_BATCH, (c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS)
     return {  # whole groups; to evaluate, each of another prompt
         "sampling": states | sampling(m, rows // c.GROUP_SIZE, rows, *tokens),
-        "evaluation": states | sampling(m, c.EVAL_BATCH, c.EVAL_BATCH, *tokens),
+        "evaluation": states | sampling(m, rows, rows, *tokens),
     }
 
 
@@ -219,7 +219,7 @@ def model_states(m, c, world):
     """Returns the parts on each GPU between two steps, under ZeRO-2, as DeepSpeed 0.19.8's code has
     them: its estimator partitions bf16 gradients, too, and leaves fp32 ones out with offload.
     """
-    parts = {WEIGHTS: BF16 * (m.held + (0 if c.REFERENCE_ON_CPU else copied(m, c)))}
+    parts = {WEIGHTS: BF16 * (m.held + copied(m, c))}
     if c.OFFLOAD_OPTIMIZER:
         return parts | {"DeepSpeed's buffer for offload": BF16 * m.largest}
     return parts | {ADAM: 3 * FP32 * m.trained // world}
@@ -283,8 +283,6 @@ def training_of(m, c, world, tokens, keys, trained):
         "first layer": phase(one, d_head, max(matrix, kept), m.matrix),
         "embedding": phase(0, 2 * d_weight + (0 if m.tied else d_head), kept, m.embedding),
     }
-    if c.REFERENCE_ON_CPU and copied(m, c):  # before the step's first forward; else less than that
-        phases["reference"] = states | {"reference": BF16 * copied(m, c)} | scoring(m, c)
     norms = {"gradient norm, fp64": 0 if offload else FP64 * min(m.largest, m.trained // world)}
     return phases | {"step": states | flat | norms}
 
@@ -334,7 +332,7 @@ def table(head, rows):
 
 def least(c, m, world):
     """Returns the bytes that the trainer needs with the smallest sizes that "auto" tries."""
-    sizes = {"MICRO_BATCH_TOKENS": TOKENS[True][-1], "SAMPLE_BATCH": c.GROUP_SIZE, "EVAL_BATCH": 1}
+    sizes = {"MICRO_BATCH_TOKENS": TOKENS[True][-1], "SAMPLE_BATCH": c.GROUP_SIZE}
     return need(phases_with(m, c.but(**sizes), world))[0]
 
 

@@ -138,7 +138,6 @@ def vllm(folder):
         DTYPE="auto" if DEVICE != "cpu" else "float32",
         GROUP_SIZE=GROUP,
         SAMPLE_BATCH=len(prompts) * GROUP,
-        EVAL_BATCH=1,
         MAX_PROMPT_TOKENS=max(map(len, prompts)),
         MAX_COMPLETION_TOKENS=case["tokens"],
         STOP_TOKENS=[],
@@ -146,7 +145,6 @@ def vllm(folder):
         SEED=0,
         VLLM_CACHE_GB=1.0 if DEVICE == "cpu" else 40.0,
         VLLM_SLEEP=False,
-        TENSOR_PARALLEL=1,
     )
     policy = VLLMPolicy(c, load_tokenizer(folder))
     for seed in range(case.get("rounds", 3) + 1):

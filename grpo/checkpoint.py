@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from grpo.engine import give_weights, load_states
 from grpo.log import say
-from grpo.ranks import RunFailed, any_rank, gathered, note
+from grpo.ranks import RunFailed, any_rank, gathered
 from grpo.report import as_json, model_card, naming_run_dir
 
 DRAFT = ".unfinished"
@@ -62,7 +62,6 @@ def save_run(run):
         if p.best == p.step == p.saved:  # it was evaluated after it was saved
             point(folder, "best", p.step)
         return
-    note(f"saving step {p.step}")
     p.saved = p.step
     rank, leader = dist.get_rank(), leads(folder)
     draft, final = folder / DRAFT, folder / f"step_{p.step:06d}"

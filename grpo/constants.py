@@ -17,6 +17,10 @@ SCRIPTS = "grpo_ref_split.py", "ref_server.py"  # a preset may set constants of 
 GONE = {  # constants of earlier versions, and what to do instead
     "SAMPLES_PER_STEP": "samples.jsonl has whole groups",
     "IS_MASK": "IS_CAP limits these tokens' factor instead of masking them",
+    "CPU_THREADS": "the environment variable OMP_NUM_THREADS sets 2 threads or more",
+    "EVAL_BATCH": "evaluations have SAMPLE_BATCH, too",
+    "REFERENCE_ON_CPU": "LORA_RANK needs no copy of MODEL, and a server has its own GPU",
+    "TENSOR_PARALLEL": "a worker's vLLM uses one GPU, as the trained model fits one",
 }
 
 

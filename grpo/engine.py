@@ -20,7 +20,7 @@ def make_engine(c, policy, gradient_checkpointing):
 
     on_gpu = policy.model.device.type != "cpu"
     if not on_gpu:
-        threads = training_threads(c.CPU_THREADS)
+        threads = training_threads()
         say(f"on a CPU: each rank uses {threads} threads for forward, backward and update")
     model = CompletionModel(policy.model, gradient_checkpointing=gradient_checkpointing)
     # We use only what the models of all ranks can do: all must plan the same micro-batches
@@ -113,21 +113,23 @@ def give_weights(engine, seed):
         engine.optimizer.update_lp_params()
 
 
-def training_threads(asked):
-    """Returns a rank's CPU threads for forward, backward and update: `asked`, or if that is 0 its
-    share of the cores. Launchers leave a rank one. A server gets none, as it scores little then."""
+def training_threads():
+    """Returns a rank's CPU threads for forward, backward and update: torch's if OMP_NUM_THREADS is
+    above 1, else the rank's share of the cores, as torchrun sets 1 for each rank."""
+    if os.environ.get("OMP_NUM_THREADS", "1") != "1":
+        return torch.get_num_threads()
     # Set by deepspeed, or torchrun. If each rank took all cores, a step would take twice the time
     ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
     # macOS binds no cores
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return asked or max(1, cores // ranks)
+    return max(1, cores // ranks)
 
 
 @contextlib.contextmanager
-def cpu_threads(number):
+def cpu_threads():
     """Sets torch's CPU threads in the block: see training_threads."""
     before = torch.get_num_threads()
-    torch.set_num_threads(training_threads(number))
+    torch.set_num_threads(training_threads())
     try:
         yield
     finally:

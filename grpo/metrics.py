@@ -140,7 +140,7 @@ def evaluate(policy, step, recipe, prompts):
     further question begins."""
     count, mine = Counter(), prompts[dist.get_rank() :: dist.get_world_size()]
     mine = itertools.takewhile(lambda _: not stop.asked, mine)
-    with all_or_none("evaluating"), policy.follow(step):  # collective
+    with all_or_none(), policy.follow(step):  # collective
         for group in sampled_and_rewarded(policy, recipe, mine, seed=0):
             (sample,) = group.samples
             count.update(tally(recipe, group))

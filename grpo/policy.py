@@ -40,10 +40,9 @@ class Policy:
             stop_strings=self.stop_strings,
             **settings,
         )
-        batch = "SAMPLE_BATCH" if settings["temperature"] else "EVAL_BATCH"
         while True:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(out_of_memory_names(batch, settings["max_sequences"]))
+                stack.enter_context(out_of_memory_names("SAMPLE_BATCH", settings["max_sequences"]))
                 list(map(stack.enter_context, contexts))
                 group = next(groups, None)
             if group is None:

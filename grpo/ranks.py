@@ -2,13 +2,14 @@
 
 A function marked "Collective" must be called by every rank; if one skips it, the others hang. If a
 rank ends, the collectives of the others fail. If a rank hangs, the others wait until the process
-group's time limit, which is logged at the start; meanwhile rank 0 logs which ranks are behind.
+group's time limit, which is logged at the start; NCCL's watchdog logs the collective.
 """
 
 import atexit
 import contextlib
 import importlib.util
 import os
+import signal
 import traceback
 from collections import Counter
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from grpo.log import announced, say
 from grpo.models import own_device
+from grpo.stop import end_with_parent
 
 # Variables in which mpirun or srun gives the number of processes
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -52,9 +54,7 @@ def join_ranks(wait_limit_seconds):
     if dist.is_initialized():
         return
     if "RANK" in os.environ:
-        from grpo.options.launched import end_with_launchers
-
-        end_with_launchers()
+        end_with_parent(signal.SIGTERM)  # a launcher that was killed can't stop its ranks
     import deepspeed  # takes seconds, and tests of the trainer's functions do not need it
 
     if own_device().startswith("cuda"):
@@ -71,10 +71,6 @@ def join_ranks(wait_limit_seconds):
     with announced("all ranks to start"):
         deepspeed.init_distributed(timeout=timedelta(seconds=limit))
     if (world := dist.get_world_size()) > 1:
-        from grpo.options.launched import RollCall
-
-        global roll
-        roll = RollCall()  # collective
         say(f"{world} ranks; the run ends if one of them does not answer for {limit} s")
 
 
@@ -89,7 +85,6 @@ def leave_at_exit():
 # --- Between the ranks ----------------------------------------------------------------
 def gathered(value):
     """Collective: returns every rank's `value`, by rank."""
-    note()
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -128,11 +123,10 @@ class RunFailed(Exception):
 
 
 @contextlib.contextmanager
-def all_or_none(part):
+def all_or_none():
     """Collective: if the block fails on one rank, all ranks raise RunFailed. The block must not
-    call a collective. `part` names the block when rank 0 logs which ranks are behind."""
+    call a collective."""
     failure = None
-    note(part)
     try:
         yield
     except (Exception, SystemExit) as error:  # noqa: BLE001 (raised again)
@@ -160,13 +154,3 @@ def explained():
             "another rank has ended, and its output shows why, or its machine does not answer."
             f" Start all ranks again to resume: {error}"
         ) from error
-
-
-# --- Who is behind --------------------------------------------------------------------
-roll = None  # this process's RollCall, once it is one of several ranks
-
-
-def note(part=None):
-    """Records that this rank has reached a part of the run, or a collective in it."""
-    if roll:
-        roll.come(part)

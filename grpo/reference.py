@@ -6,7 +6,7 @@
 A server scores a rank's groups while the rank samples the next ones. Without a server (REF_SERVER =
 None) each rank scores its groups with MODEL itself, all at once when the first is needed. With
 LORA_RANK, MODEL is the policy's model without its adapters, which takes no memory; otherwise it is
-a frozen copy, which REFERENCE_ON_CPU keeps in CPU memory while it is not used.
+a frozen copy.
 
 The reference may be another model with the same tokenizer, a teacher (docs/teacher.md): REFERENCE
 here, or another MODEL at the server.
@@ -33,7 +33,7 @@ class NoReference:
 
     def __init__(self):
         self.info = {"model": None}  # other references: the model's name, and its dtype
-        self.budget = self.visiting = 0  # of a LocalReference
+        self.budget = 0  # of a LocalReference
 
     def logps(self, group):
         answer = Future()
@@ -60,7 +60,7 @@ class LocalReference:
     gradient each takes less memory than it does in training."""
 
     def __init__(self, c, policy):
-        self.c, self.policy, self.home = c, policy, policy.model.device
+        self.c, self.policy = c, policy
         self.info = {"model": c.REFERENCE or c.MODEL, "dtype": policy.dtype}
         self.waiting = []  # [(group, its Answer)]
         self.budget = c.MICRO_BATCH_TOKENS  # of a batch; "auto" until start_run knows what fits
@@ -74,15 +74,10 @@ class LocalReference:
 
             what = "the policy's model without its adapters"
             self.adapters = ReferenceAdapters(model)
-        self.away = c.REFERENCE_ON_CPU and not self.adapters and self.home.type != "cpu"
-        say(f"the reference is {what}{', in CPU memory between uses' if self.away else ''}")
-        self.model = CompletionModel(model)  # asks what the policy's device can do
-        if self.away:  # straight to pinned memory, from which copies are faster
-            self.model = moved(self.model, lambda tensor: tensor.cpu().pin_memory())
-        elif model is policy.model and not self.adapters:
-            self.model = moved(self.model, torch.clone)
-        # The bytes that are on the GPU only while it scores
-        self.visiting = self.away * sum(tensor.nbytes for tensor in model.parameters())
+        say(f"the reference is {what}")
+        self.model = CompletionModel(model)
+        if model is policy.model and not self.adapters:
+            self.model = copied(self.model)
 
     def logps(self, group):
         answer = Answer(self._score_waiting)
@@ -96,15 +91,12 @@ class LocalReference:
         groups = [([s.prompt for s in group], [s.ids for s in group]) for group in samples]
         settings = {"temperature": self.c.TEMPERATURE, "vocab_size": self.policy.vocab_size}
         with self.adapters.as_reference() if self.adapters else contextlib.nullcontext():
-            model = self.model
-            if self.away:  # the copy is dropped after it has scored
-                model = moved(model, lambda tensor: tensor.to(self.home, non_blocking=True))
-            found = score_groups(model, groups, budget=self.budget, **settings)
+            found = score_groups(self.model, groups, budget=self.budget, **settings)
         for (_, answer), logps in zip(asked, found, strict=True):
             answer.set_result(logps)
 
 
-def moved(model, move):
-    """Returns a copy of a frozen model with each parameter moved. Buffers stay where they are."""
-    new = {p: torch.nn.Parameter(move(p.detach()), requires_grad=False) for p in model.parameters()}
-    return copy.deepcopy(model, {id(p): there for p, there in new.items()})
+def copied(model):
+    """Returns a frozen copy of a model."""
+    own = {id(p): torch.nn.Parameter(p.detach().clone(), False) for p in model.parameters()}
+    return copy.deepcopy(model, own)

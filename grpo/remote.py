@@ -29,7 +29,7 @@ class RemoteReference:
     meanwhile go together in the next one. If the server dies, the thread repeats its request."""
 
     def __init__(self, server):
-        self.server, self.info, self.budget, self.visiting = server, server.info, 0, 0
+        self.server, self.info, self.budget = server, server.info, 0
         self.asked = queue.SimpleQueue()
         in_background(self._ask)
 

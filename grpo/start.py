@@ -18,8 +18,8 @@ from grpo.resume import Progress, data_of, open_run
 from grpo.rollout import Stream
 from grpo.task import Recipe
 
-USUAL = {"SAMPLE_BATCH": CPU_BATCH, "EVAL_BATCH": CPU_BATCH}  # what "auto" is on a CPU
-USUAL |= {"MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
+# What "auto" is on a CPU
+USUAL = {"SAMPLE_BATCH": CPU_BATCH, "MICRO_BATCH_TOKENS": 8_192, "GRADIENT_CHECKPOINTING": True}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Sizes:
     """The constants of these names, with what fits in place of "auto"."""
 
     sample_batch: int
-    eval_batch: int
     micro_batch_tokens: int
     gradient_checkpointing: bool
 
@@ -35,11 +34,10 @@ class Sizes:
         return {name.upper(): value for name, value in vars(self).items()}
 
 
-def fit_sizes(c, policy, sampler, batch_loss, turns, visiting=0):
+def fit_sizes(c, policy, sampler, batch_loss, turns):
     """Collective: returns the Sizes, the same on all ranks, which must plan the same micro-batches.
     Raises SystemExit if nothing fits. `batch_loss` is the trainer's. `turns`: may a completion have
-    several? `visiting` are the bytes of a reference that is on the GPU only while it scores
-    (REFERENCE_ON_CPU).
+    several?
 
     A checkpoint keeps the numbers, and a run that resumes logs which have changed.
     """
@@ -48,7 +46,7 @@ def fit_sizes(c, policy, sampler, batch_loss, turns, visiting=0):
     if auto and accelerator():
         from grpo.options.sizes import try_sizes
 
-        found |= try_sizes(c, policy, auto, batch_loss, turns, visiting)
+        found |= try_sizes(c, policy, auto, batch_loss, turns)
     elif auto:
         usual = USUAL | {"SAMPLE_BATCH": max(CPU_BATCH, c.GROUP_SIZE)}
         found |= {name: usual[name] for name in auto}
@@ -130,15 +128,15 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     rank = dist.get_rank()
     say(f"curves and samples while it runs: python plot.py live {Path(c.RUN_DIR).parent}")
     policy = make_policy(c, tokenizer)
-    with all_or_none("trying to save"):  # collective
+    with all_or_none():  # collective
         if rank == 0 and c.SAVE_STEPS:
             try_save(c, policy)
     reference = make_reference(c, policy, server)  # by MODEL, before a checkpoint is loaded
     sampler = make_sampler(c, policy)  # collective; before fit_sizes, which uses what it leaves
-    # Collective; a local reference's copy is on the GPU already, or visits it
-    sizes = fit_sizes(c, policy, sampler, batch_loss, recipe.has_turns, reference.visiting)
+    # Collective; a local reference's copy is on the GPU already
+    sizes = fit_sizes(c, policy, sampler, batch_loss, recipe.has_turns)
     reference.budget, recipe.batch = sizes.micro_batch_tokens, sizes.sample_batch
-    greedy = recipe.others(batch=sizes.eval_batch, GROUP_SIZE=1, TEMPERATURE=0)
+    greedy = recipe.others(GROUP_SIZE=1, TEMPERATURE=0)
     resolved = {"REWARD_WEIGHTS": recipe.weights, "OUTCOME": recipe.outcome}
     record = as_json(vars(c) | sizes.constants() | resolved)
     engine = make_engine(c, policy, sizes.gradient_checkpointing)
@@ -147,7 +145,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     progress = open_run(c, record, engine, stream, reference, data)  # collective
     check_disk(c, policy.model)  # collective
     workers = NoWorkers()
-    with all_or_none("serving workers"):  # collective
+    with all_or_none():  # collective
         if c.PUBLISH_STEPS and rank == 0:
             from grpo.options.workers import Workers
 

@@ -1,13 +1,16 @@
-"""Ends a process after a signal."""
+"""Ends a process after a signal, or with its parent."""
 
 import contextlib
+import ctypes
 import math
 import os
 import signal
+import sys
 import time
 
 from grpo.log import tell
 
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 AGAIN_SECONDS = 2  # before it a second Ctrl-C does not count, as deepspeed forwards the first
 
 
@@ -44,3 +47,10 @@ def leave(text):
     """Ends this process at once; deepspeed ends the other ranks of the machine."""
     tell(text)
     os._exit(1)
+
+
+def end_with_parent(number):
+    """Makes the kernel send this process a signal when its parent ends, even by SIGKILL and while C
+    code runs. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

@@ -38,7 +38,6 @@ WRONG = {
     "TRAINER_SAMPLES": [False],  # and nobody else may
     "REFERENCE_REFRESH_STEPS": [0.5, 5],  # 5: REF_SERVER is set
     "REF_SERVER": ["127.0.0.1:59875", ""],
-    "REFERENCE_ON_CPU": ["auto"],
     "REPORT_TO": ["wandb", ["mlflow"], [None], None],
     "TRAINER": ["127.0.0.1:59876", "https://gpu01:59876", "http://gpu01", None],
 }

@@ -154,7 +154,7 @@ def test_a_mac_trains_on_its_cpu_and_is_said_to_be_untried(begun, monkeypatch, c
     assert "Mac" in capsys.readouterr().out and os.environ["DS_ACCELERATOR"] == "cpu"
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert training_threads(0) == 6
+    assert training_threads() == 6
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])

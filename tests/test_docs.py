@@ -65,7 +65,6 @@ WRITTEN = {
     "metrics.*.jsonl",
     "samples.jsonl",
     "bad_step_*.json",
-    "*.rewards.json",
     "generation_config.json",
     "config.json",
     "out.md",
@@ -122,7 +121,7 @@ def constants_of(script):
 CONSTANTS = {script: constants_of(script) for script in SCRIPTS}
 OTHERS = {"GRPO_TOKEN", "CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL", "PYTORCH_CUDA_ALLOC_CONF"}
 OTHERS |= {"PYTORCH_ALLOC_CONF", "GOMP_SPINCOUNT", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
-OTHERS |= {"MINUTES", "GPU_PYTHON", "FOLDER"}  # of make gpu-report and gpu-kit
+OTHERS |= {"OMP_NUM_THREADS", "MINUTES", "GPU_PYTHON", "FOLDER"}  # of make
 OTHERS |= {"REWARDS", "UPDATES"}  # of docs/learn.py
 OTHERS |= {"VARIANTS", "KINDS", "SHARED", "CHOOSE"}  # of CONTRIBUTING.md
 OTHERS |= {"TOOLS", "MAX_CALLS", "SANDBOX"}  # of tasks

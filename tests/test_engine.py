@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 from deepspeed.accelerator import cuda_accelerator
 
 from grpo import engine, ranks
@@ -15,15 +16,17 @@ from grpo.options.nvidia import forget_pynvml
     ({"LOCAL_SIZE": "2"}, 2),  # deepspeed
     ({"LOCAL_WORLD_SIZE": "2"}, 2),  # torchrun
     ({"LOCAL_SIZE": "8"}, 1),
+    ({"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}, 2),
+    ({"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "3"}, 3),  # as torch has read it
 ])  # fmt: skip
 def test_ranks_share_the_cores(environment, threads, monkeypatch):
-    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", {0: range(4)}.get)
-    assert engine.training_threads(0) == threads
-    assert engine.training_threads(3) == 3
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert engine.training_threads() == threads
 
 
 SEVERAL = {"SLURM_STEP_NUM_TASKS": "2"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}

@@ -33,9 +33,9 @@ def failure_of(function):
 @pytest.mark.parametrize("failing", [{1}, {0, 1}])
 def test_an_error_is_raised_by_all_ranks_with_its_cause_where_it_happened(ranks, error, failing):
     def block(rank):
-        with all_or_none("a part"):
+        with all_or_none():
             pass
-        with all_or_none("another part"):
+        with all_or_none():
             if rank in failing:
                 raise error
 
@@ -47,7 +47,7 @@ def test_a_rank_that_is_to_stop_at_once_takes_no_part(ranks):
     """A second Ctrl-C is no error of the block, and is not shared."""
 
     def block(rank):
-        with all_or_none("a part"):
+        with all_or_none():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

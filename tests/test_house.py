@@ -58,7 +58,6 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "async_rewards": "grpo.prepare",  # async def rewards
     "cuda_graph": "grpo.decoder",  # NVIDIA's GPU
     "failures": "grpo.prepare",  # MAX_FAILED_REWARDS
-    "launched": "grpo.ranks",  # deepspeed or torchrun
     "float32_head": "grpo.policy",  # bfloat16
     "lora": "grpo.policy grpo.reference",  # LORA_RANK
     "nvidia": "grpo.models grpo.ranks",  # a GPU of NVIDIA's

@@ -14,7 +14,7 @@ from grpo.report import as_json
 from grpo.start import USUAL
 
 ROOT = Path(__file__).parent.parent
-SMALL = QUICK | {"MAX_PROMPT_TOKENS": 64, "EVAL_STEPS": 0, "CPU_THREADS": 1, "REF_SERVER": None}
+SMALL = QUICK | {"MAX_PROMPT_TOKENS": 64, "EVAL_STEPS": 0, "REF_SERVER": None}
 TASK = "from tasks.even import load, messages\n"
 WEIGHED = """
 REWARD_WEIGHTS = {"a": 2.0, "b": 1.0}

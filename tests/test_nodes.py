@@ -38,7 +38,7 @@ def preset(tiny, tmp_path):
     """Returns the path of a preset of 6 steps, which saves every second, and needs no server."""
     constants = QUICK | {"MODEL": str(tiny), "RUN_DIR": "run", "TASK": "even", "KL_BETA": 0}
     constants |= {"DTYPE": "bfloat16"}  # whose float32 weights the optimizer has
-    constants |= {"STEPS": 6, "SAVE_STEPS": 2, "EVAL_STEPS": 99, "CPU_THREADS": 1}
+    constants |= {"STEPS": 6, "SAVE_STEPS": 2, "EVAL_STEPS": 99}
     constants |= {"WAIT_LIMIT_SECONDS": LIMIT, "MAX_PROMPT_TOKENS": 128}
     path = tmp_path / "preset.py"
     folders = [str(ROOT), str(ROOT / "tests")]  # the latter for tasks/even.py

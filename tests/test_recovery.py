@@ -149,7 +149,7 @@ def test_ranks_end_when_their_launcher_does(tiny, tmp_path, victim):
     if victim == "Ctrl-C":
         os.killpg(launcher.pid, signal.SIGINT)
     else:
-        os.kill(launcher.pid, signal.SIGKILL)
+        ranks[0].parent().kill()
     _, alive = psutil.wait_procs(ranks, timeout=25)  # deepspeed would kill them after 30
     launcher.wait(30)
     assert not alive

@@ -25,7 +25,7 @@ MEASURED = 1e-5  # rounding of float32 over batches
 
 def constants(**changes):
     c = SimpleNamespace(KL_BETA=0.1, LORA_RANK=0, TEMPERATURE=1.0, REFERENCE_REFRESH_STEPS=0)
-    c.MODEL, c.REFERENCE_ON_CPU, c.MICRO_BATCH_TOKENS = "tiny", False, 24
+    c.MODEL, c.MICRO_BATCH_TOKENS = "tiny", 24
     c.REFERENCE, c.DTYPE, c.MAX_PROMPT_TOKENS, c.MAX_COMPLETION_TOKENS = None, "float32", 8, 8
     vars(c).update(changes)
     return c
@@ -128,7 +128,6 @@ def test_a_teacher_is_a_model_of_its_own_also_with_adapters(lora_rank, tiny, tea
     assert not any(p.requires_grad for p in reference.model.parameters())
     assert reference.info == {"model": str(teacher), "dtype": "float32"}
     assert f"a teacher, not MODEL: {teacher}" in capsys.readouterr().out
-    assert reference.visiting == 0  # it stays where it is, on a CPU
 
 
 def test_a_teacher_that_does_not_fit_is_refused(tiny, teacher):

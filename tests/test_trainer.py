@@ -11,7 +11,7 @@ import torch
 from fakes import a_group, a_recipe, a_run, move, sampled, tiny_policy
 
 import grpo_ref_split as trainer
-from grpo import checkpoint, report
+from grpo import checkpoint, engine, report
 from grpo.forward import CompletionModel
 from grpo.metrics import TokenStats
 from grpo.proof import TILT, check_reference, check_sampler
@@ -76,14 +76,15 @@ def test_whose_log_probs_are_the_old_ones():
 
 
 # --- The update ----------------------------------------------------------------------
-def test_backward_and_optimiser_have_the_threads_that_the_constant_says(monkeypatch):
+def test_backward_and_optimiser_have_the_ranks_share_of_the_cores(monkeypatch):
     """torchrun leaves each rank one thread, with which an offloaded update would take its time."""
     seen, before = [], torch.get_num_threads()
     noted = lambda value: lambda *_: seen.append(torch.get_num_threads()) or value
     monkeypatch.setattr(trainer, "accumulate", noted({"loss": 0.0}))
     monkeypatch.setattr(trainer, "take_step", noted({"grad_norm": 1.0}))
-    monkeypatch.setattr(trainer.ranks, "all_or_none", lambda part: contextlib.nullcontext())
-    run = a_run(a_recipe(CPU_THREADS=before + 1), engine=None)
+    monkeypatch.setattr(trainer.ranks, "all_or_none", contextlib.nullcontext)
+    monkeypatch.setattr(engine, "training_threads", lambda: before + 1)
+    run = a_run(a_recipe(), engine=None)
     run.sizes = SimpleNamespace(micro_batch_tokens=8)
     run.reference = SimpleNamespace(info={"model": "tiny"})
     trainer.update(run, [], 1)

@@ -10,7 +10,6 @@ also ends if a process dies. Reward processes always end with the process that s
 """
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import queue
@@ -23,8 +22,8 @@ from multiprocessing.connection import Connection
 
 from grpo import log
 from grpo.rewards import TooSlow, import_file
+from grpo.stop import end_with_parent
 
-PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 IMPORT_SECONDS = 600  # time limit of the task's import, which may load a judge model
 
 
@@ -99,13 +98,6 @@ def end(process):
     code = process.wait()
     memory = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name + memory
-
-
-def end_with_parent(number):
-    """Makes the kernel send this process a signal when its parent ends, even by SIGKILL and while C
-    code runs. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def main():

@@ -43,9 +43,9 @@ def fit(device, candidates, attempt, in_use=0, worst=lambda measure: measure()):
             return sizes
     raise SystemExit(
         f"{chosen} does not fit into this GPU, which has {room / 1e9:.1f} GB free. To save"
-        " memory, use a smaller MODEL, LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs, a lower"
-        " MAX_COMPLETION_TOKENS or, without a server, REFERENCE_ON_CPU = True; with vLLM a lower"
-        " VLLM_CACHE_GB or VLLM_SLEEP = True (docs/memory.md)"
+        " memory, use a smaller MODEL, LORA_RANK = 16, OFFLOAD_OPTIMIZER = True, more GPUs, or a"
+        " lower MAX_COMPLETION_TOKENS; with vLLM a lower VLLM_CACHE_GB or VLLM_SLEEP = True"
+        " (docs/memory.md)"
     )
 
 
@@ -70,26 +70,27 @@ def measured(trial, in_use, device):
     return peak / room, peak, room
 
 
-# --- SAMPLE_BATCH, EVAL_BATCH -----------------------------------------------------------
+# --- SAMPLE_BATCH -----------------------------------------------------------------------
 def fit_worker(c, policy, turns):
     """Returns SAMPLE_BATCH of a process that only samples; if it is "auto", the number that fits.
     `turns`: whether a completion may have several (the task has reply())."""
     if c.SAMPLE_BATCH != "auto":
         return c.SAMPLE_BATCH
     if accelerator():
-        return fit_batch(c, policy, "SAMPLE_BATCH", c.GROUP_SIZE, turns)
+        return fit_batch(c, policy, c.GROUP_SIZE, turns)
     return max(CPU_BATCH, c.GROUP_SIZE)
 
 
-def fit_batch(c, policy, name, group_size, turns, **others):
-    """Returns the SAMPLE_BATCH or EVAL_BATCH (`name`) that fits. `group_size` completions share a
-    prompt; an evaluation has 1, so its prefill is the largest. `fit` explains `others`."""
-    sizes = [*(n for n in BATCHES if n > group_size), group_size]  # groups stay whole
+def fit_batch(c, policy, group_size, turns, **others):
+    """Returns the SAMPLE_BATCH that fits if `group_size` completions share a prompt: GROUP_SIZE, or
+    1 if the process evaluates, too. `fit` explains `others`."""
+    sizes = [*(n for n in BATCHES if n > c.GROUP_SIZE), c.GROUP_SIZE]  # groups stay whole
 
-    def attempt(**size):
-        sample(c, policy, group_size, size[name], turns)
+    def attempt(SAMPLE_BATCH):
+        sample(c, policy, group_size, SAMPLE_BATCH, turns)
 
-    return fit(policy.model.device, [{name: n} for n in sizes], attempt, **others)[name]
+    candidates = [{"SAMPLE_BATCH": n} for n in sizes]
+    return fit(policy.model.device, candidates, attempt, **others)["SAMPLE_BATCH"]
 
 
 @torch.no_grad()

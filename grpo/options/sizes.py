@@ -24,16 +24,15 @@ from grpo.sample import Sample
 TOKENS = {False: (16_384, 8_192), True: (16_384, 8_192, 4_096, 2_048, 1_024)}
 
 
-def try_sizes(c, policy, auto, batch_loss, turns, visiting):
+def try_sizes(c, policy, auto, batch_loss, turns):
     """Collective: returns the sizes that fit, constants by name, for those that are `auto`. All
     ranks get the same. Raises SystemExit if nothing fits. The other arguments: start.fit_sizes."""
     found, (states, gradients) = {}, used_by_deepspeed(c, policy.model)
-    gradients = max(gradients, visiting)  # never there at the same time
-    for name, group_size in (("SAMPLE_BATCH", c.GROUP_SIZE), ("EVAL_BATCH", 1)):
-        if name in auto:
-            of_ranks = {"in_use": states, "worst": worst_of_ranks}
-            found[name] = fit_batch(c, policy, name, group_size, turns, **of_ranks)
-    if not {"SAMPLE_BATCH", "EVAL_BATCH"} >= set(auto):
+    if "SAMPLE_BATCH" in auto:
+        group_size = 1 if c.EVAL_STEPS else c.GROUP_SIZE  # an evaluation's completions share none
+        of_ranks = {"in_use": states, "worst": worst_of_ranks}
+        found["SAMPLE_BATCH"] = fit_batch(c, policy, group_size, turns, **of_ranks)
+    if set(auto) > {"SAMPLE_BATCH"} or "SAMPLE_BATCH" not in auto:
         model = CompletionModel(policy.model)
         attempt = functools.partial(forward_and_backward, c, batch_loss, model, policy.vocab_size)
         place = policy.model.device, micro_batches(c), attempt
@@ -43,7 +42,7 @@ def try_sizes(c, policy, auto, batch_loss, turns, visiting):
 
 def worst_of_ranks(measure):
     """Collective: returns the largest of the ranks' measurements."""
-    with all_or_none("trying sizes"):
+    with all_or_none():
         found = measure()
     return max(gathered(found))
 

@@ -2,8 +2,7 @@
 
 vLLM runs in this process, so a call gives it new weights: no NCCL, nothing pickled. A rank of the
 trainer has an engine in addition to the model that it trains, and copies that model's weights to
-the engine before it samples (follow); a worker copies the weights that it has fetched (load). With
-TENSOR_PARALLEL vLLM has other processes, which read the weights from a file.
+the engine before it samples (follow); a worker copies the weights that it has fetched (load).
 
 It samples the same distribution as sampler.py. By default vLLM uses the model's stop tokens,
 reports log-probs from before the temperature, and includes the embedding's padding in its softmax;
@@ -19,11 +18,9 @@ import os
 import random
 import shutil
 import sysconfig
-import tempfile
 import warnings
 from pathlib import Path
 
-import safetensors.torch
 import torch
 
 from grpo.devices import accelerator
@@ -36,7 +33,7 @@ from grpo.proof import NOISE, TF32_NOISE
 from grpo.sample import Prompt, Sample
 from grpo.sampler import completion_text, next_prompts
 
-SEQUENCES = 256  # SAMPLE_BATCH and EVAL_BATCH if they are "auto"
+SEQUENCES = 256  # SAMPLE_BATCH if it is "auto"
 # The whole distribution (top_k 0 is off), with our stops instead of the model's
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 
@@ -48,10 +45,9 @@ class VLLMPolicy:
         """Loads MODEL; `c` has the constants as attributes. A rank passes the `model` that it
         trains, and then all ranks must call this together: vLLM makes process groups of them.
         Raises SystemExit if the device can't do what the constants require."""
-        check_device(c, in_rank=model is not None)
+        check_device(c)
         most = max(SEQUENCES, c.GROUP_SIZE)
-        sizes = {"SAMPLE_BATCH": c.SAMPLE_BATCH, "EVAL_BATCH": c.EVAL_BATCH}
-        self.sizes = {name: most if size == "auto" else size for name, size in sizes.items()}
+        self.sizes = {"SAMPLE_BATCH": most if c.SAMPLE_BATCH == "auto" else c.SAMPLE_BATCH}
         self.tokenizer, self.model, self.numbers = tokenizer, model, itertools.count()
         device = own_device()
         self.name, self.dtype = c.MODEL, choose_dtype(c.DTYPE, device)
@@ -63,10 +59,10 @@ class VLLMPolicy:
         self.vocab_size = vocab_size_of(tokenizer)
         self.stop_strings = StopStrings(tokenizer, c.STOP_STRINGS) if c.STOP_STRINGS else None
         self.max_tokens = c.MAX_PROMPT_TOKENS + c.MAX_COMPLETION_TOKENS
-        self.parallel, self.sleeps = c.TENSOR_PARALLEL > 1, c.VLLM_SLEEP
-        self.asleep, self.step = False, None  # the steps made when it took its weights
+        self.sleeps, self.asleep = c.VLLM_SLEEP, False
+        self.step = None  # the steps made when it took its weights
         self.loaded = {}  # a worker's weights, by name
-        with quiet_and_undone(self.parallel):
+        with quiet_and_undone():
             self.llm = start(c, self, accelerator() is not None)
         self.llm.apply_model(functools.partial(mask_padding, vocab_size=self.vocab_size))
         self.rest()
@@ -162,7 +158,7 @@ class VLLMPolicy:
         if any(".lora_A." in name for name in tensors):
             tensors = dict(merge_adapters(self._base, tensors))
         check_shapes(tensors, self._shapes)  # vLLM would silently keep its old tensors
-        self.loaded = {name: tensors[name].contiguous() for name in self._shapes}
+        self.loaded = {name: tensors[name] for name in self._shapes}
         self._take_weights()
 
     def rest(self):
@@ -215,13 +211,7 @@ class VLLMPolicy:
             ) from error
 
     def _reload(self, pairs):
-        if not self.parallel:
-            self.llm.collective_rpc(reload, args=(pairs, self.dtype))
-            return
-        # Other processes get them through a file, of which each reads what it needs
-        with tempfile.TemporaryDirectory(prefix="grpo-vllm-") as folder:
-            safetensors.torch.save_file(dict(pairs), f"{folder}/policy")
-            self.llm.collective_rpc(reload, args=(f"{folder}/policy", self.dtype))
+        self.llm.collective_rpc(reload, args=(pairs, self.dtype))
 
     @functools.cached_property
     def _shapes(self):  # {name: tensor without memory} of what load() takes
@@ -249,9 +239,8 @@ def start(c, policy, on_gpu):
         hf_overrides={"head_dtype": "float32"} if on_gpu else {},  # as the trainer's
         seed=c.SEED,
         # A rank runs on the GPU of LOCAL_RANK, in the trainer's process group; by default all ranks
-        # would use the first GPU. A worker starts processes itself
+        # would use the first GPU
         distributed_executor_backend="external_launcher" if policy.model is not None else None,
-        tensor_parallel_size=c.TENSOR_PARALLEL,
         max_model_len=policy.max_tokens,
         max_num_seqs=policy.sizes["SAMPLE_BATCH"],
         kv_cache_memory_bytes=int(c.VLLM_CACHE_GB * 1e9),  # set, so that vLLM does not profile
@@ -268,7 +257,7 @@ def start(c, policy, on_gpu):
 
 
 @contextlib.contextmanager
-def quiet_and_undone(parallel):
+def quiet_and_undone():
     """Within the block vLLM starts, without its log. Afterwards its changes to this process are
     undone: torch's threads, on a CPU even the function that sets them, and environment variables,
     of which LOCAL_WORLD_SIZE and LD_PRELOAD would mislead other libraries."""
@@ -277,8 +266,6 @@ def quiet_and_undone(parallel):
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no usage reports
     environment, threads = dict(os.environ), torch.get_num_threads()
     set_threads = torch.set_num_threads
-    if parallel:  # the all-reduce of its processes needs segments that do not grow (vLLM #40812)
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -305,14 +292,9 @@ def check_compiler():
         )
 
 
-def check_device(c, in_rank):
+def check_device(c):
     """Raises SystemExit if the device can't do what the constants require."""
     gpus = torch.accelerator.device_count()
-    if c.TENSOR_PARALLEL > 1 and in_rank:
-        raise SystemExit(
-            f"TENSOR_PARALLEL = {c.TENSOR_PARALLEL} works in workers only: each rank of the trainer"
-            " has the whole model, so set it to 1"
-        )
     if gpus and c.VLLM_CACHE_GB * 1e9 > (free := torch.accelerator.get_memory_info()[0]):
         raise SystemExit(
             f"VLLM_CACHE_GB = {c.VLLM_CACHE_GB} does not fit into this GPU, which has"
@@ -320,11 +302,9 @@ def check_device(c, in_rank):
         )
 
 
-# --- Functions that run in vLLM's processes, if it has several --------------------------
+# --- Functions that vLLM calls with its model -------------------------------------------
 def reload(worker, weights, dtype):
-    """Replaces the weights by (name, tensor) pairs, or by the tensors of a safetensors file."""
-    if isinstance(weights, str):
-        weights = safetensors.torch.load_file(weights).items()
+    """Replaces the weights by (name, tensor) pairs."""
     # Cast here, as vLLM warns for each tensor that it casts; a generator, to hold one copy
     cast = ((name, tensor.to(getattr(torch, dtype))) for name, tensor in weights)
     worker.reload_weights(weights_iterator=cast)

@@ -87,7 +87,6 @@ def test_computed_and_tried_sizes_are_those_of_living_tensors(case, monkeypatch)
         "LORA_RANK": rank,
         "GROUP_SIZE": group,
         "SAMPLE_BATCH": 8,
-        "EVAL_BATCH": 8,
     }
     c = memory.shipped(prompt, completion, **own | sizes)
     model = CompletionModel(policy.model)
@@ -152,7 +151,7 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
     monkeypatch.setattr(sampling, "BATCHES", (128, 64, 32))
     ranks, policies = Ranks(monkeypatch), [tiny_policy(tiny), tiny_policy(tiny)]
     tried, draw = [[], []], sampling.draw
-    sizes = {"SAMPLE_BATCH": 64, "EVAL_BATCH": 64} if fails else {}  # else "auto", too
+    sizes = {"SAMPLE_BATCH": 64} if fails else {}  # else "auto", too
 
     def batch_loss(c, hidden, head, ids, batch, vocab_size):
         mine, length = tried[ranks.get_rank()], len(batch[-1].ids)
@@ -176,7 +175,7 @@ def test_ranks_step_down_together(fails, own, chosen, tiny, monkeypatch, capsys)
         with pytest.raises(SystemExit, match="MICRO_BATCH_TOKENS = 256, .*VLLM_CACHE_GB"):
             ranks.run(start)
     else:
-        assert ranks.run(start) == 2 * [[64, 64, *chosen]]
+        assert ranks.run(start) == 2 * [[64, *chosen]]
         line = "SAMPLE_BATCH = 64 fits: a trial took 0.0 GB"
         found = line in capsys.readouterr().out
         assert found != bool(sizes)
@@ -283,21 +282,6 @@ def test_on_a_cpu_and_for_numbers_nothing_is_tried(monkeypatch, capsys):
     assert fit_sizes(own, None, None, None, turns=False).constants() == USUAL
     assert sampling.fit_worker(own, None, turns=False) == USUAL["SAMPLE_BATCH"]
     assert not capsys.readouterr().out
-
-
-def test_a_reference_that_visits_the_gpu_takes_turns_with_the_gradients(tiny, monkeypatch):
-    """The sizes are tried beside the larger of the two."""
-    in_use = []
-    monkeypatch.setattr(training, "fit", lambda *_, **others: in_use.append(others["in_use"]) or {})
-    monkeypatch.setattr(training.dist, "get_world_size", lambda: 1)
-    a_gpu(monkeypatch)
-    policy = tiny_policy(tiny)
-    c = auto(SAMPLE_BATCH=8, EVAL_BATCH=8)
-    for visiting in (0, 1, 10**9):
-        fit_sizes(c, policy, policy, None, False, visiting)
-    alone, with_little, with_much = in_use
-    states, gradients = training.used_by_deepspeed(c, policy.model)
-    assert alone == with_little == states + gradients and with_much == states + 10**9
 
 
 def test_out_of_memory_later_names_the_constant(alone, tiny, monkeypatch):

@@ -348,7 +348,7 @@ def test_samples_tell_turns_apart(group, alone, tmp_path, capsys, tokenizer):
     assert "--- the task ---\n  42\n--- the model goes on ---\n" in capsys.readouterr().out
 
 
-def test_an_evaluation_counts_the_models_tokens_and_turns(tokenizer, alone, tmp_path):
+def test_an_evaluation_counts_the_models_tokens_and_turns(tokenizer, alone):
     actor = Actor(tokenizer, ["<think>40+2</think>", "<answer>42</answer>"])
     actor.follow = lambda step: trainer.stop.listening()
     item = {"question": "?", "answer": "42"}
@@ -361,14 +361,10 @@ def test_an_evaluation_counts_the_models_tokens_and_turns(tokenizer, alone, tmp_
     assert found["eval_completion_tokens"] < len(
         tokenizer("<think>40+2</think>42<answer>42</answer>")["input_ids"]
     )
-    path = tmp_path / "answers.jsonl"
-    path.touch()
-    assert list(evaluate.answer(actor, recipe, path, prompt, seed=(0,))) == [0]
-    (answers,) = (records := evaluate.read_answers(path)).values()
-    assert answers[0]["text"] == ["<think>40+2</think>", "42", "<answer>42</answer>"]
-    assert answers[0]["tokens"] == found["eval_completion_tokens"]
-    (answers,) = evaluate.rewarded(recipe, prompt, records, 0, 1).values()
-    assert answers[0]["rewards"] == {"correctness": 1.0}
+    ((_, (answer,)),) = evaluate.answered(actor, recipe, prompt, seed=0)
+    assert answer["text"] == ["<think>40+2</think>", "42", "<answer>42</answer>"]
+    assert answer["tokens"] == found["eval_completion_tokens"]
+    assert answer["rewards"] == {"correctness": 1.0}
 
 
 # --- Tasks ------------------------------------------------------------------------------

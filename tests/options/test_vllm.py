@@ -5,9 +5,6 @@ in the trainer's ranks, and in a worker. `make vllm-test` installs vLLM and runs
 import itertools
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +24,6 @@ from grpo.sample import Prompt
 from tasks import arithmetic
 
 pytestmark = pytest.mark.vllm
-ROOT = Path(__file__).parents[2]
 V = 400  # ids of the tokenizer that these models stand for
 CONTEXT = 256
 EOS = {11, 12, 13, 14, 15, 16, 17, 18}  # many, so that completions do end
@@ -39,7 +35,7 @@ LONG = [20 + i % 300 for i in range(140)]  # over one block of the prefix cache,
 PROMPTS = [LONG, [30, 31, 32, 33]]
 CONSTANTS = {"GROUP_SIZE": 8, "SAMPLE_BATCH": 256, "STOP_TOKENS": [], "STOP_STRINGS": [], "SEED": 0}
 CONSTANTS |= {"MAX_PROMPT_TOKENS": 200, "MAX_COMPLETION_TOKENS": CONTEXT - 200, "DTYPE": "float32"}
-CONSTANTS |= {"EVAL_BATCH": 256, "VLLM_CACHE_GB": 0.2, "VLLM_SLEEP": False, "TENSOR_PARALLEL": 1}
+CONSTANTS |= {"VLLM_CACHE_GB": 0.2, "VLLM_SLEEP": False}
 IDS = {f"id {number}": number for number in range(V)}
 TOKENIZER = SimpleNamespace(eos_token_id=11, get_vocab=lambda: IDS)  # no text is asked for
 
@@ -85,12 +81,12 @@ def distance(model, prompt, ids, logps, temperature=1.0):
 
 
 class Case:
-    def __init__(self, folder, *, tied, rows, tensor_parallel=1):
+    def __init__(self, folder, *, tied, rows):
         self.old = make_model(tied=tied, rows=rows, seed=0)
         self.new = make_model(tied=tied, rows=rows, seed=1)
         self.old.save_pretrained(folder)
-        constants = CONSTANTS | {"MODEL": str(folder), "TENSOR_PARALLEL": tensor_parallel}
-        self.policy = VLLMPolicy(SimpleNamespace(**constants), TOKENIZER)
+        constants = SimpleNamespace(**CONSTANTS | {"MODEL": str(folder)})
+        self.policy = VLLMPolicy(constants, TOKENIZER)
         self.policy.eos_ids = sorted(EOS)
 
     def sample(self, prompts, *, group_size=8, max_new_tokens=40, temperature=0.8, seed=0):
@@ -243,32 +239,6 @@ def test_broken_weights_are_told(case):
     case.policy.load({name: tensor * float("nan") for name, tensor in weights(case.new).items()})
     with pytest.raises(RuntimeError, match="not finite"):
         case.sample(PROMPTS)
-
-
-PARALLEL = """
-import sys
-import test_vllm as tests
-
-if __name__ == "__main__":
-    case = tests.Case(sys.argv[1], tied=True, rows=416, tensor_parallel=2)
-    assert max(case.distances(case.old)) < tests.NOISE
-    case.policy.load(tests.weights(case.new))
-    assert max(case.distances(case.new)) < tests.NOISE < 1 < min(case.distances(case.old))
-"""
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two processes want a core each")
-def test_two_processes_that_share_a_model_sample_it_and_take_new_weights(tmp_path):
-    """TENSOR_PARALLEL, in a separate process: vLLM's would inherit this one's."""
-    (tmp_path / "parallel.py").write_text(PARALLEL)
-    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
-    own = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores[:2])}
-    own["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests:{ROOT}/tests/options"
-    command = [sys.executable, str(tmp_path / "parallel.py"), str(tmp_path / "model")]
-    done = subprocess.run(
-        command, check=False, env=os.environ | own, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 # --- In the trainer's ranks -------------------------------------------------------------

@@ -22,9 +22,9 @@ from grpo.proof import check_sampler
 from grpo.sample import Prompt, Sample
 
 CONSTANTS = {"MODEL": "tiny", "GROUP_SIZE": 4, "SEED": 3, "STOP_TOKENS": [], "STOP_STRINGS": []}
-CONSTANTS |= {"SAMPLE_BATCH": "auto", "EVAL_BATCH": "auto", "DTYPE": "float32"}
+CONSTANTS |= {"SAMPLE_BATCH": "auto", "DTYPE": "float32"}
 CONSTANTS |= {"MAX_PROMPT_TOKENS": 60, "MAX_COMPLETION_TOKENS": 40}
-CONSTANTS |= {"VLLM_CACHE_GB": 0.5, "VLLM_SLEEP": False, "TENSOR_PARALLEL": 1}
+CONSTANTS |= {"VLLM_CACHE_GB": 0.5, "VLLM_SLEEP": False}
 
 
 def test_vllm_must_be_installed(monkeypatch):
@@ -34,18 +34,14 @@ def test_vllm_must_be_installed(monkeypatch):
             settled(trainer.DEFAULTS, {"SAMPLER": "vllm"})
 
 
-@pytest.mark.parametrize("gpus, memory, parallel, in_rank, said", [
-    (0, 20.0, 2, False, None),  # a CPU's cores are shared out
-    (2, 30.0, 2, False, None),
-    (2, 30.0, 2, True, "TENSOR_PARALLEL = 2 .*workers"),
-    (2, 31.0, 1, True, "VLLM_CACHE_GB = 31.0.* 30.0 GB"),
+@pytest.mark.parametrize("gpus, memory, said", [
+    (0, 31.0, None), (2, 30.0, None), (2, 31.0, "VLLM_CACHE_GB = 31.0.* 30.0 GB")
 ])  # fmt: skip
-def test_what_the_device_does_not_offer_is_said(gpus, memory, parallel, in_rank, said, monkeypatch):
+def test_what_the_device_does_not_offer_is_said(gpus, memory, said, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (int(30e9), int(80e9)))
-    c = {"VLLM_CACHE_GB": memory, "TENSOR_PARALLEL": parallel}
     with pytest.raises(SystemExit, match=said) if said else contextlib.nullcontext():
-        check_device(SimpleNamespace(**c), in_rank)
+        check_device(SimpleNamespace(VLLM_CACHE_GB=memory))
 
 
 @pytest.mark.parametrize("compiler, header, on_gpu, said", [
@@ -137,7 +133,7 @@ def a_policy(tiny, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name in ("vllm", "vllm.entrypoints.llm"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(LLM=FakeLLM))
-    monkeypatch.setattr(vllm_policy, "check_device", lambda c, in_rank: None)
+    monkeypatch.setattr(vllm_policy, "check_device", lambda c: None)
     monkeypatch.setattr(VLLMPolicy, "_params", lambda self, **params: params)
 
     def make(model=None, **changes):

@@ -1,9 +1,7 @@
 """Whole runs on the pretended GPU, by DeepSpeed's engine in its accelerator for CUDA: sampling,
 scoring, updates, publishing, evaluation, checkpoints, and the runs that resume from them."""
 
-import copy
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +12,7 @@ from transformers import AutoModelForCausalLM
 import grpo_ref_split as trainer
 import ref_server
 from demo import free_port
-from grpo import reference as reference_module
-from grpo import remote, start
-from grpo.options import refresh as refresh_module
+from grpo import remote
 from grpo.start import USUAL
 from grpo.wire import pack_ids, pack_logps, unpack_ids, unpack_logps
 from rehearsal.events import counted
@@ -105,44 +101,6 @@ def test_a_run_with_a_reference_and_workers_policies_resumes(main, tiny, tmp_pat
     assert [r["step"] for r in steps] == [1, 2, 3] and not steps[2]["skipped"]
 
 
-def test_a_refreshed_reference_that_waits_on_the_cpu_scores_on_the_gpu(main, monkeypatch):
-    """Between two rollouts no tensor of it is on the GPU, where it takes the policy's weights, also
-    in a run that resumes."""
-    places, references, real, copied = [], [], reference_module.score_groups, []
-
-    def copies(model, memo=None):
-        model = copy.deepcopy(model, memo)
-        copied.append({parameter.device.type for parameter in model.parameters()})
-        return model
-
-    def scored(model, *arguments, **settings):
-        places.append(model.model.device.type)
-        return real(model, *arguments, **settings)
-
-    def noted(make):
-        def made(*arguments):
-            references.append(make(*arguments))
-            return references[-1]
-
-        return made
-
-    monkeypatch.setattr(reference_module, "score_groups", scored)
-    monkeypatch.setattr(reference_module, "copy", SimpleNamespace(deepcopy=copies))
-    for where, kind in ((start, "LocalReference"), (refresh_module, "RefreshedReference")):
-        monkeypatch.setattr(where, kind, noted(getattr(where, kind)))
-    alone = {"REF_SERVER": None, "REFERENCE_ON_CPU": True, "EVAL_STEPS": 9, "SAVE_STEPS": 9}
-    alone |= {"REFERENCE_REFRESH_STEPS": 1}
-    main(STEPS=2, **alone)
-    steps = main(STEPS=3, **alone)
-    assert len(steps) == 3 and not any(r["skipped"] for r in steps)
-    assert copied[:2] == [{"cpu"}, {"cuda"}]  # never a second copy on the GPU before it scores
-    assert set(places) == {"cuda"} and len(references) == 2
-    for reference in references:
-        parameters = reference.model.model.parameters()
-        assert {parameter.device.type for parameter in parameters} == {"cpu"}
-    assert all(abs(r["kl"]) < 1e-3 for r in steps)
-
-
 def test_adapters_with_an_offloaded_optimizer_resume(main, tmp_path):
     settings = {"KL_BETA": 0, "LORA_RANK": 4, "OFFLOAD_OPTIMIZER": True, "EVAL_STEPS": 9}
     main(**settings)
@@ -161,7 +119,7 @@ def test_auto_fills_the_gpu_and_a_run_that_resumes_says_what_has_changed(main, t
     filled = "MICRO_BATCH_TOKENS = 16384, GRADIENT_CHECKPOINTING = False fits: "
     assert filled in (out := capfd.readouterr().out) and "SAMPLE_BATCH = 256 fits: " in out
     state = json.loads((tmp_path / "run/step_000001/trainer/state.json").read_text())
-    assert [state["constants"][name] for name in USUAL] == [256, 256, 16_384, False]
+    assert [state["constants"][name] for name in USUAL] == [256, 16_384, False]
 
     main(STEPS=2, **auto)
     assert (out := capfd.readouterr().out).count(filled) == 1 and "STEPS 1 -> 2\n" in out
