@@ -95,6 +95,11 @@ def command_line(defaults, doc, roles=()):
 def fault_of(name):
     """Returns what is wrong with a model's name that looks like a folder; "" if nothing is."""
     folder = Path(name)
+    try:
+        for file in filter(Path.is_file, folder.iterdir() if folder.is_dir() else ()):
+            file.open("rb").close()
+    except PermissionError as error:
+        return f"this user can't read {error.filename}: its owner may allow it by chmod -R a+rX"
     if Path(folder, "run.json").exists():
         return f"it is the RUN_DIR of a run: name a model in it, such as {folder / 'final'}"
     if folder.is_file():

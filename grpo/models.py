@@ -112,6 +112,16 @@ def whole_model(name, **options):
     return model
 
 
+def as_umask(folder):
+    """Gives a folder's weights the mode of its other files, as safetensors 0.8 makes it 600: no
+    other user, and no container with another one, could read them."""
+    (new := Path(folder, ".new")).touch()
+    with contextlib.suppress(OSError):  # a disk without modes
+        for path in Path(folder).glob("*.safetensors"):
+            path.chmod(new.stat().st_mode)
+    new.unlink()
+
+
 def token_ids(*values):
     """Returns the ids in values that are an id or a list of ids; what is no id is left out."""
     flat = [x for value in values for x in (value if isinstance(value, list) else [value])]
