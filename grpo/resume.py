@@ -1,6 +1,8 @@
 """How a run begins in RUN_DIR, or resumes from its newest checkpoint."""
 
+import errno
 import fcntl
+import functools
 import hashlib
 import json
 import sys
@@ -83,15 +85,31 @@ def check_run_dir(folder, resume):
 def lock_run(folder, name=".lock"):
     """Returns a file that stays locked until it is closed or this process ends. SystemExit if
     another trainer holds the lock: the two would undo each other's steps."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    file = open(Path(folder, name), "w")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    with naming_run_dir(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = open(Path(folder, name), "w")  # noqa: SIM115
+    if not lock(file, folder, fcntl.LOCK_NB):
         raise SystemExit(
             f"another trainer is running in RUN_DIR = {folder!r}: stop it, or choose another folder"
-        ) from None
+        )
     return file
+
+
+def lock(file, folder, how=0):
+    """Locks a file in a folder; returns False if another process has locked it (`how`: LOCK_NB). A
+    disk without locks (NFS with nolock, some of Lustre and FUSE) is logged, and no obstacle."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | how)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        warn_of_disk(str(folder), error.strerror)
+    return True
+
+
+@functools.cache  # once
+def warn_of_disk(folder, why):
+    say(f"{folder} is on a disk without file locks ({why}): run one process at a time there")
 
 
 # --- What a run is trained and evaluated on ---------------------------------------------

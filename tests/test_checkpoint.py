@@ -1,6 +1,7 @@
 """Checkpoints: atomic, and agreed on by machines with separate disks."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -558,3 +559,39 @@ def test_a_run_that_fails_saves_what_is_sound(
     run = SimpleNamespace(progress=progress, policy=SimpleNamespace(model=model))
     checkpoint.save_failed(run)
     assert saved == [run] * is_saved
+
+
+# --- The lock of RUN_DIR --------------------------------------------------------------
+def failing(number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    return flock
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_disk_without_locks_is_logged_once_and_the_run_goes_on(
+    tmp_path, monkeypatch, capsys, number
+):
+    monkeypatch.setattr(resume.fcntl, "flock", failing(number))
+    resume.warn_of_disk.cache_clear()
+    for _ in range(2):
+        with resume.lock_run(tmp_path) as file:
+            assert resume.lock(file, tmp_path)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"{tmp_path} is on a disk without file locks ({os.strerror(number)})" in line
+
+
+def test_only_a_lock_that_is_held_means_another_trainer(tmp_path, monkeypatch):
+    with resume.lock_run(tmp_path), pytest.raises(SystemExit, match="another trainer is running"):
+        resume.lock_run(tmp_path)
+    with resume.lock_run(tmp_path):  # it was released
+        pass
+    for number in (errno.EAGAIN, errno.EACCES):
+        monkeypatch.setattr(resume.fcntl, "flock", failing(number))
+        with pytest.raises(SystemExit, match="another trainer is running"):
+            resume.lock_run(tmp_path)
+    Path(tmp_path, ".lock").unlink()
+    Path(tmp_path, ".lock").mkdir()  # of another user, say
+    with pytest.raises(SystemExit, match="RUN_DIR = .* can't be written"):
+        resume.lock_run(tmp_path)
