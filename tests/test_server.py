@@ -2,9 +2,12 @@
 
 import json
 import queue
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import requests
@@ -20,6 +23,7 @@ from grpo.remote import ReferenceClient
 from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps
 from ref_server import Reference, Request, answer_all, make_app, take
 
+ROOT = Path(__file__).parent.parent
 INFO = {"model": "theirs", "dtype": "float32"}
 THREADS = 8
 
@@ -190,3 +194,13 @@ def test_a_full_server_says_so_and_still_answers_health():
         assert [reply.result().status_code for reply in replies] == [200] * 4
     assert requests.post(f"{url}/score?wait=1", b"x" * (10**6 + 1), timeout=60).status_code == 413
     http.stop()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_server_that_a_signal_ends_says_so_also_while_it_loads(name):
+    lines = "import os, signal, ref_server"
+    lines += f"\nref_server.Reference = lambda c: os.kill(os.getpid(), signal.{name})"
+    lines += "\nref_server.main(PORT=0)"
+    words = [sys.executable, "-c", lines]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and f"ended by {name}" in ended.stderr
