@@ -136,12 +136,12 @@ def check_gold(recipe, item, tokenizer, opening):
         say("gold() has no answer to this question")
         return
     if recipe.has_turns:
-        opened, said = True, []
+        begins, said = True, []
         for turn in [text] if isinstance(text, str) else text:
-            said.append(as_seen(opening, turn) if opened else turn)
-            opened = not any(string in turn for string in c.STOP_STRINGS)
-        text, _ = turns.play(recipe, item, said)
-        turns.show_turns(recipe, tokenizer, text)
+            said.append(as_seen(opening, turn) if begins else turn)
+            begins = not turns.is_open(c, turn)
+        text, _, roles = turns.play(recipe, item, said)
+        turns.show_turns(recipe, tokenizer, text, roles)
     else:
         text = as_seen(opening, text)
     rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)

@@ -74,12 +74,13 @@ def with_replies(recipe, item, written):
     if not recipe.has_turns:
         return written
     from grpo.options.tiny_model import TURN
-    from grpo.options.turns import play, role_of
+    from grpo.options.turns import is_open, play
 
-    text, (turns, _) = "", play(recipe, item, [written] if isinstance(written, str) else written)
-    for turn, reply in zip(turns[::2], [*turns[1::2], ""], strict=True):
-        inside = not reply or turn.endswith(tuple(recipe.c.STOP_STRINGS))
-        text += turn + (reply if inside else TURN.format(role_of(recipe.task), reply))
+    turns, _, roles = play(recipe, item, [written] if isinstance(written, str) else written)
+    text, replies = "", zip(turns[1::2], roles, strict=True)
+    for turn, (reply, role) in zip(turns[::2], [*replies, ("", "")], strict=True):
+        inside = not role or is_open(recipe.c, turn)
+        text += turn + (reply if inside else TURN.format(role, reply))
     return text
 
 

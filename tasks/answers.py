@@ -80,7 +80,7 @@ def gold_number(gold):
     value = number(cleaned(text), True)
     if value is None:
         plain = re.sub(r"\\[a-z]+|[{}]", " ", text)
-        how = ", or convert it to one unit" * bool(re.search(rf"{TWO_UNITS}|\d:\d", plain))
+        how = ", or convert it to one unit" * bool(re.search(rf"{TWO_UNITS}|\d[:']\d", plain))
         raise ValueError(f"the gold answer {text!r} is not a number: correct the data{how}")
     return value
 
