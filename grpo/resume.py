@@ -14,6 +14,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo.checkpoint import load, newest, point, saved_in
+from grpo.constants import Constants
+from grpo.engine import learning_rate
 from grpo.log import say
 from grpo.ranks import gathered
 from grpo.report import ROOT, RunFolder, commit, naming_run_dir
@@ -249,4 +251,13 @@ def check_resumable(path, state, now):
     changed = {k: f"{k} {before[k]!r} -> {v!r}" for k, v in now.items() if before.get(k, v) != v}
     if changed:
         say(f"the run resumes with other constants: {', '.join(changed.values())}")
+    note_rate(state["step"], Constants(now | before), Constants(now))
     return list(changed)
+
+
+def note_rate(step, before, now):
+    """Logs the learning rates of the last step and the next one, if they differ by more than they
+    would have without a change of the constants."""
+    (old, due), (_, new) = ([learning_rate(c, s) for s in (step, step + 1)] for c in (before, now))
+    if 0 < step < now.STEPS and abs(new - old) > 1.01 * abs(due - old):
+        say(f"the learning rate was {old:.3g} at step {step}, and is {new:.3g} at step {step + 1}")

@@ -30,6 +30,7 @@ RUN = {  # the constants that checkpoints look at
     "ADAM_BETAS": [0.9, 0.99], "WEIGHT_DECAY": 0.0, "KEEP_BEST": True, "KEEP_CHECKPOINTS": 2,
     "REF_SERVER": None, "KL_BETA": 0.04, "EVAL_QUESTIONS": 9, "EVAL_SPLIT": "test",
     "STOP_STRINGS": [], "OUTCOME": "correctness", "REFERENCE_REFRESH_STEPS": 2,
+    "LR_SCHEDULE": "linear", "WARMUP_STEPS": 0, "FINAL_LR": 1.0,
     "MAX_COMPLETION_TOKENS": 9, "LEARNING_RATE": 1e-6, "CHAT_TEMPLATE": {}, "SAVE_STEPS": 1,
 }  # fmt: skip
 
@@ -484,6 +485,34 @@ def test_a_run_resumes_with_the_same_model(tmp_path, alone, capsys, monkeypatch)
     out = capsys.readouterr().out
     assert "STEPS 5 -> 777" in out and "WEIGHT_DECAY 0.0 -> 0.1" in out and "TASK" not in out
     assert json.loads((tmp_path / "run.json").read_text())["constants"]["STEPS"] == 777
+
+
+@pytest.mark.parametrize("own, changes, found", [
+    ({"FINAL_LR": 0.1}, {"STEPS": 200}, ("0.55", "0.77")),
+    ({"FINAL_LR": 0.1, "LR_SCHEDULE": "cosine"}, {"STEPS": 200}, ("0.55", "0.863")),
+    ({}, {"LEARNING_RATE": 2.0}, ("1", "2")),
+    ({"FINAL_LR": 0.1}, {"LR_SCHEDULE": "cosine", "STEPS": 60}, ("0.55", "0.149")),
+    ({"WARMUP_STEPS": 100}, {"WARMUP_STEPS": 0}, ("0.5", "1")),
+    ({"FINAL_LR": 0.1}, {"FINAL_LR": 0.0}, ("0.55", "0.49")),
+    ({"FINAL_LR": 0.1}, {}, None),  # as it would have gone on
+    ({"FINAL_LR": 0.1}, {"STEPS": 101}, None),  # less than a step's change
+    ({"FINAL_LR": 0.1}, {"STEPS": 50}, None),  # no step is left
+    ({}, {"STEPS": 200, "WEIGHT_DECAY": 0.1}, None),
+    ({"LR_SCHEDULE": None}, {"LR_SCHEDULE": "linear"}, None),  # an older checkpoint lacks it
+])  # fmt: skip
+def test_a_resumed_run_logs_a_jump_of_the_learning_rate(
+    tmp_path, alone, capsys, monkeypatch, own, changes, found
+):
+    for name, value in ({"LEARNING_RATE": 1.0, "STEPS": 100} | own).items():
+        monkeypatch.setitem(RUN, name, value)
+    if RUN["LR_SCHEDULE"] is None:
+        monkeypatch.delitem(RUN, "LR_SCHEDULE")
+    save(tmp_path, 50)
+    opened(tmp_path, **changes)
+    out = capsys.readouterr().out
+    assert ("the learning rate was" in out) == bool(found)
+    if found:
+        assert "was {} at step 50, and is {} at step 51".format(*found) in out
 
 
 def test_a_run_without_a_checkpoint_begins_anew_and_what_it_logged_is_set_aside(
