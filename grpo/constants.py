@@ -115,6 +115,15 @@ def fault_of(name):
     return f"there is no folder {folder.absolute()}" if path else ""
 
 
+def is_same(name, one, other):
+    """Returns whether two values of the constant `name` are equal, or spell one folder or file."""
+    if name == "TASK":  # a name in tasks/, or a path
+        one, other = (x if x.endswith(".py") else ROOT / "tasks" / f"{x}.py" for x in (one, other))
+    place = lambda path: os.path.realpath(os.path.expanduser(path))
+    spelled = name in ("MODEL", "TASK", "REFERENCE", "RUN_DIR") and one and other
+    return one == other or bool(spelled and place(one) == place(other))
+
+
 def read_words(defaults, presets=True):
     """Returns (constants, other words) of the command line. Constants are NAME=value words
     and, with `presets`, those of preset files; later ones win. SystemExit for a name that is not in

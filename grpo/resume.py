@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo.checkpoint import load, newest, point, saved_in
-from grpo.constants import Constants
+from grpo.constants import Constants, is_same
 from grpo.engine import learning_rate
 from grpo.log import say
 from grpo.ranks import gathered
@@ -240,7 +240,7 @@ def check_resumable(path, state, now):
         for name in ("KL_BETA", "REFERENCE_REFRESH_STEPS"):
             rules.append((name, now[name], now[name] or "above 0"))
     for name, value, must in rules:
-        if value != must:
+        if not is_same(name, value, must):
             merge = f" (after: python -m grpo.options.merge {path} OUT)"
             merged = merge * bool(before["LORA_RANK"])
             model = "OUT" if merged else f"'{path}'"
@@ -248,7 +248,8 @@ def check_resumable(path, state, now):
                 f"{name} = {value!r} must be {must!r} to resume from {path}; to start a new run"
                 f" from its weights set MODEL = {model}{merged}, and another RUN_DIR"
             )
-    changed = {k: f"{k} {before[k]!r} -> {v!r}" for k, v in now.items() if before.get(k, v) != v}
+    other = {k: v for k, v in now.items() if not is_same(k, before.get(k, v), v)}
+    changed = {name: f"{name} {before[name]!r} -> {value!r}" for name, value in other.items()}
     if changed:
         say(f"the run resumes with other constants: {', '.join(changed.values())}")
     note_rate(state["step"], Constants(now | before), Constants(now))

@@ -487,6 +487,31 @@ def test_a_run_resumes_with_the_same_model(tmp_path, alone, capsys, monkeypatch)
     assert json.loads((tmp_path / "run.json").read_text())["constants"]["STEPS"] == 777
 
 
+@pytest.mark.parametrize("name, one, other", [
+    ("MODEL", "runs/ws", "runs/ws/"), ("MODEL", "runs/ws", "./runs/ws"),
+    ("MODEL", "runs/ws", "runs/../runs//ws"), ("MODEL", "runs/ws", "{here}/runs/ws/"),
+    ("MODEL", "runs/ws", "link"), ("MODEL", "~/ws", "{home}/ws"), ("TASK", "my.py", "./my.py"),
+    ("TASK", "my.py", "{here}/my.py"), ("TASK", "gsm8k", "{root}/tasks/gsm8k.py"),
+    ("TASK", "link/../ws/my.py", "runs/ws/my.py"),
+])  # fmt: skip
+def test_a_run_resumes_with_another_spelling_of_one_path(
+    tmp_path, alone, capsys, monkeypatch, name, one, other
+):
+    (tmp_path / "runs/ws").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("runs/ws")
+    monkeypatch.chdir(tmp_path)
+    places = {"here": tmp_path, "home": Path.home(), "root": report.ROOT}
+    one, other = (text.format(**places) for text in (one, other))
+    for first, second in ((one, other), (other, one)):
+        monkeypatch.setitem(RUN, name, first)
+        save(tmp_path / "run", 3)
+        assert opened(tmp_path / "run", **{name: second}).step == 3
+        assert "other constants" not in capsys.readouterr().out
+        for wrong in ("runs", "runs/ws2", "Ws"):
+            with pytest.raises(SystemExit, match=f"{name} = '{wrong}' must be '{first}'"):
+                opened(tmp_path / "run", **{name: wrong})
+
+
 @pytest.mark.parametrize("own, changes, found", [
     ({"FINAL_LR": 0.1}, {"STEPS": 200}, ("0.55", "0.77")),
     ({"FINAL_LR": 0.1, "LR_SCHEDULE": "cosine"}, {"STEPS": 200}, ("0.55", "0.863")),
