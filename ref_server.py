@@ -78,7 +78,7 @@ from grpo.models import load_model, load_tokenizer
 from grpo.options.gate import Busy, Gate, listen, token_for
 from grpo.scoring import score_groups
 from grpo.stop import ANNOUNCE, leave
-from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids
+from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids, weights_of
 
 
 # --- Scoring ------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Reference:
             print(note, flush=True)
         context = getattr(model.config, "max_position_embeddings", None)
         self.limits = {"vocab_size": facts["vocab_size"], "max_tokens": context}
-        self.info = facts | {"model": c.MODEL, "dtype": dtype}
+        self.info = facts | {"model": c.MODEL, "dtype": dtype, "weights": weights_of(model)}
         self.budget = c.SCORE_BATCH_TOKENS
 
     def score(self, requests):

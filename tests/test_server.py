@@ -20,7 +20,7 @@ from grpo.log import in_background
 from grpo.options.gate import listen
 from grpo.options.policy_proof import logps_of
 from grpo.remote import ReferenceClient
-from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps
+from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps, weights_of
 from ref_server import Reference, Request, answer_all, make_app, take
 
 ROOT = Path(__file__).parent.parent
@@ -127,7 +127,11 @@ def test_scores_are_the_models_own_log_probs(reference, tiny):
         right = torch.cat([expected(policy, group) for group in own])
         assert torch.allclose(logps, right, atol=2e-5)
     facts = facts_of(policy.tokenizer, 1.0)
-    assert reference.info == facts | {"model": str(tiny), "dtype": "float32"}
+    assert reference.info == facts | {
+        "model": str(tiny),
+        "dtype": "float32",
+        "weights": weights_of(tiny_policy(tiny).model),
+    }
     assert reference.limits == LIMITS
 
 
