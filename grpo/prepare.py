@@ -61,7 +61,8 @@ def prepare_task(c, *, split, shown, server=None):
         server.check(c.MODEL, tokenizer, c.TEMPERATURE)
     recipe = Recipe(c, task, load_split(c, task, split, tokenizer))
     ends = {tuple(ids[-4:]) for _, _, ids in recipe.prompts}  # few: those of the chat template
-    if any(tokenizer.decode(end).rstrip().endswith((">", "]")) for end in ends):
+    tags = any(tokenizer.decode(end).rstrip().endswith((">", "]")) for end in ends)
+    if tags or any(hasattr(ids, "opening") for _, _, ids in recipe.prompts):
         from grpo.options.opening import opening_of
 
         recipe.opening = functools.partial(opening_of, tokenizer)
@@ -94,7 +95,7 @@ def preview(recipe, tokenizer, number):
                 say(f"the chat template loses or changes the {message['role']} message")
         opening = recipe.opening(ids)
         if opening:
-            say(f"the chat template opens the answer with {opening!r}, so rewards see it, too")
+            say(f"the prompt opens the answer with {opening!r}, so rewards see it, too")
         show_rewards(recipe, item, "an empty completion", opening)
         check_gold(recipe, item, tokenizer, opening)
 
@@ -146,7 +147,7 @@ def check_gold(recipe, item, tokenizer, opening):
         text = as_seen(opening, text)
     rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
     if gold and rewards[recipe.outcome] <= 0:  # NaN (does not apply) is not wrong
-        after = f", with {opening!r} from the chat template" * bool(opening)
+        after = f", with {opening!r} from the prompt" * bool(opening)
         got = f"returned {text!r:.500}, which earns {rewards}{after}"
         raise TaskError(c.TASK, f"gold({item!r:.500})", got, must)
 

@@ -39,6 +39,7 @@ def listed():
 def make_model(recipe, out):
     """Makes the tiny model in the folder `out`; returns the command that trains it. Raises
     TaskError if the task has no right answers, or a function of it fails or hangs."""
+    from grpo.options.opening import without_opening
     from grpo.options.tiny_model import warm_start
 
     c, task = recipe.c, recipe.task
@@ -56,6 +57,7 @@ def make_model(recipe, out):
         holds = lambda got: isinstance(got, str | list) and got != []
         with timely(c.REWARD_TIMEOUT_SECONDS, f"gold() or sloppy() of {c.TASK}"):
             written = called(c.TASK, call, must, lambda: sloppy(item, draw), holds)
+        written = without_opening(load_chat(c.TASK, task, item), written)
         return with_replies(recipe, item, written)
 
     answer(items[0], random.Random(0))  # a mistake is reported before a minute of training,
