@@ -77,8 +77,8 @@ from grpo.log import in_background
 from grpo.models import load_model, load_tokenizer
 from grpo.options.gate import Busy, Gate, listen, token_for
 from grpo.scoring import score_groups
-from grpo.stop import leave
-from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids
+from grpo.stop import ANNOUNCE, leave
+from grpo.wire import facts_of, ids_by_sequence, pack_logps, unpack_ids, weights_of
 
 
 # --- Scoring ------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Reference:
             print(note, flush=True)
         context = getattr(model.config, "max_position_embeddings", None)
         self.limits = {"vocab_size": facts["vocab_size"], "max_tokens": context}
-        self.info = facts | {"model": c.MODEL, "dtype": dtype}
+        self.info = facts | {"model": c.MODEL, "dtype": dtype, "weights": weights_of(model)}
         self.budget = c.SCORE_BATCH_TOKENS
 
     def score(self, requests):
@@ -179,7 +179,9 @@ def make_app(waiting, info, limits, threads, token):
 def main(**given):
     c = settled(given)
     token = token_for(c.HOST, "HOST")
-    signal.signal(signal.SIGTERM, lambda *_: leave("ended by SIGTERM"))  # even within torch
+    for number in (signal.SIGTERM, *ANNOUNCE):
+        if signal.getsignal(number) == signal.SIG_DFL:  # not ignored (nohup); even within torch
+            signal.signal(number, lambda n, _: leave(f"ended by {signal.Signals(n).name}"))
     print(f"loading the reference model {c.MODEL} ...", flush=True)
     reference = Reference(c)
     waiting = queue.SimpleQueue()

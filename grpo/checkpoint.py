@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from grpo.engine import give_weights, load_states
 from grpo.log import say
+from grpo.models import as_umask
 from grpo.ranks import RunFailed, any_rank, gathered
 from grpo.report import as_json, model_card, naming_run_dir
 
@@ -136,6 +137,7 @@ def write_shared(run, draft, state):
     Path(draft, "trainer").mkdir(parents=True)
     if run.progress.reference:
         safetensors.torch.save_file(run.reference.weights(), draft / "trainer" / REFERENCE)
+        as_umask(draft / "trainer")
     if dist.get_rank() == 0:
         run.policy.save(draft)
         card = model_card(run.c, state)

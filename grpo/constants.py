@@ -99,6 +99,11 @@ def command_line(defaults, doc, roles=()):
 def fault_of(name):
     """Returns what is wrong with a model's name that looks like a folder; "" if nothing is."""
     folder = Path(name)
+    try:
+        for file in filter(Path.is_file, folder.iterdir() if folder.is_dir() else ()):
+            file.open("rb").close()
+    except PermissionError as error:
+        return f"this user can't read {error.filename}: its owner may allow it by chmod -R a+rX"
     if Path(folder, "run.json").exists():
         return f"it is the RUN_DIR of a run: name a model in it, such as {folder / 'final'}"
     if folder.is_file():
@@ -112,6 +117,15 @@ def fault_of(name):
     # A hub's name is NAME or OWNER/NAME
     path = name.count("/") > 1 or name[0] in "./~" or name.startswith("runs/")
     return f"there is no folder {folder.absolute()}" if path else ""
+
+
+def is_same(name, one, other):
+    """Returns whether two values of the constant `name` are equal, or spell one folder or file."""
+    if name == "TASK":  # a name in tasks/, or a path
+        one, other = (x if x.endswith(".py") else ROOT / "tasks" / f"{x}.py" for x in (one, other))
+    place = lambda path: os.path.realpath(os.path.expanduser(path))
+    spelled = name in ("MODEL", "TASK", "REFERENCE", "RUN_DIR") and one and other
+    return one == other or bool(spelled and place(one) == place(other))
 
 
 def read_words(defaults, presets=True):

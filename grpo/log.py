@@ -14,7 +14,7 @@ SPEAK_SECONDS = 10  # between two log lines about the same wait, or about the pr
 def say(text):
     """Logs a line about the run. Only rank 0 prints it, on stdout, above the progress bar."""
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(BrokenPipeError):  # Ctrl-C ends a `| tee` before the run
+        with contextlib.suppress(OSError):  # a `| tee` or the terminal may end before the run
             tqdm.write(f"{time.strftime('%H:%M:%S')} {text}")
             sys.stdout.flush()
 

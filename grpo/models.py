@@ -112,6 +112,16 @@ def whole_model(name, **options):
     return model
 
 
+def as_umask(folder):
+    """Gives a folder's weights the mode of its other files, as safetensors 0.8 makes it 600: no
+    other user, and no container with another one, could read them."""
+    (new := Path(folder, ".new")).touch()
+    with contextlib.suppress(OSError):  # a disk without modes
+        for path in Path(folder).glob("*.safetensors"):
+            path.chmod(new.stat().st_mode)
+    new.unlink()
+
+
 def token_ids(*values):
     """Returns the ids in values that are an id or a list of ids; what is no id is left out."""
     flat = [x for value in values for x in (value if isinstance(value, list) else [value])]
@@ -205,24 +215,34 @@ def stop_ids(name, tokenizer, stop_tokens):
     return eos_ids
 
 
+class Opened(list):
+    """Ids of a prompt that ends within the assistant's turn; `opening` is the turn's beginning."""
+
+
 def prompt_ids(tokenizer, messages, /, **options):
-    """Returns the ids of a chat up to the start of the answer. `options` are those of the chat
-    template (CHAT_TEMPLATE)."""
+    """Returns the ids of a chat up to the start of the answer; Opened if the last message is the
+    assistant's, which goes on, as in TRL. `options` are the chat template's (CHAT_TEMPLATE)."""
+    goes_on = messages[-1]["role"] == "assistant"
     if not tokenizer.chat_template:  # GPT-2 and other plain models
-        joined = "\n\n".join(message["content"] for message in messages)
-        return without_eos(tokenizer, tokenizer(joined + "\n")["input_ids"])
-    options = {"add_generation_prompt": True} | options
-    template = functools.partial(tokenizer.apply_chat_template, **options)
-    try:
-        text = template(messages, tokenize=False)
-    except jinja2.TemplateError:  # Gemma has no system role: the text goes into the user's message
-        if len(messages) < 2 or messages[0]["role"] != "system":
-            raise
-        system, first, *rest = messages
-        joined = f"{system['content']}\n\n{first['content']}"
-        text = template([first | {"content": joined}, *rest], tokenize=False)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
-    return without_eos(tokenizer, ids)
+        text = "\n\n".join(message["content"] for message in messages) + "\n" * (not goes_on)
+        ids = tokenizer(text)["input_ids"]
+    else:
+        begin = "continue_final_message" if goes_on else "add_generation_prompt"
+        template = functools.partial(tokenizer.apply_chat_template, **{begin: True} | options)
+        try:
+            text = template(messages, tokenize=False)
+        except jinja2.TemplateError:  # Gemma has no system role: the user's message gets its text
+            if len(messages) < 2 or messages[0]["role"] != "system":
+                raise
+            system, first, *rest = messages
+            joined = f"{system['content']}\n\n{first['content']}"
+            text = template([first | {"content": joined}, *rest], tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has them
+    ids = without_eos(tokenizer, ids)
+    if goes_on:
+        ids, content = Opened(ids), messages[-1]["content"]
+        ids.opening = content if text.endswith(content) else content.strip()  # as the model sees it
+    return ids
 
 
 def without_eos(tokenizer, ids):

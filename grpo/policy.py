@@ -8,7 +8,7 @@ import torch
 
 from grpo.devices import out_of_memory_names, release_memory
 from grpo.log import announced, say
-from grpo.models import can_cache, check_context, load_model, stop_ids, vocab_size_of
+from grpo.models import as_umask, can_cache, check_context, load_model, stop_ids, vocab_size_of
 from grpo.sampler import completion_text, stream_groups
 
 
@@ -85,6 +85,7 @@ class Policy:
             alone[id(x)] = torch.from_dlpack(x.detach()) if on_cpu else x.detach().cpu()
         weights = {name: alone[id(x)] for name, x in state.items()}
         self.model.save_pretrained(folder, state_dict=weights)
+        as_umask(folder)
         self.tokenizer.save_pretrained(folder)
 
 

@@ -61,7 +61,8 @@ def prepare_task(c, *, split, shown, server=None):
         server.check(c.MODEL, tokenizer, c.TEMPERATURE)
     recipe = Recipe(c, task, load_split(c, task, split, tokenizer))
     ends = {tuple(ids[-4:]) for _, _, ids in recipe.prompts}  # few: those of the chat template
-    if any(tokenizer.decode(end).rstrip().endswith((">", "]")) for end in ends):
+    tags = any(tokenizer.decode(end).rstrip().endswith((">", "]")) for end in ends)
+    if tags or any(hasattr(ids, "opening") for _, _, ids in recipe.prompts):
         from grpo.options.opening import opening_of
 
         recipe.opening = functools.partial(opening_of, tokenizer)
@@ -94,7 +95,7 @@ def preview(recipe, tokenizer, number):
                 say(f"the chat template loses or changes the {message['role']} message")
         opening = recipe.opening(ids)
         if opening:
-            say(f"the chat template opens the answer with {opening!r}, so rewards see it, too")
+            say(f"the prompt opens the answer with {opening!r}, so rewards see it, too")
         show_rewards(recipe, item, "an empty completion", opening)
         check_gold(recipe, item, tokenizer, opening)
 
@@ -136,17 +137,17 @@ def check_gold(recipe, item, tokenizer, opening):
         say("gold() has no answer to this question")
         return
     if recipe.has_turns:
-        opened, said = True, []
+        begins, said = True, []
         for turn in [text] if isinstance(text, str) else text:
-            said.append(as_seen(opening, turn) if opened else turn)
-            opened = not any(string in turn for string in c.STOP_STRINGS)
-        text, _ = turns.play(recipe, item, said)
-        turns.show_turns(recipe, tokenizer, text)
+            said.append(as_seen(opening, turn) if begins else turn)
+            begins = not turns.is_open(c, turn)
+        text, _, roles = turns.play(recipe, item, said)
+        turns.show_turns(recipe, tokenizer, text, roles)
     else:
         text = as_seen(opening, text)
     rewards = show_rewards(recipe, item, f"the gold answer {text!r:.200}", text)
     if gold and rewards[recipe.outcome] <= 0:  # NaN (does not apply) is not wrong
-        after = f", with {opening!r} from the chat template" * bool(opening)
+        after = f", with {opening!r} from the prompt" * bool(opening)
         got = f"returned {text!r:.500}, which earns {rewards}{after}"
         raise TaskError(c.TASK, f"gold({item!r:.500})", got, must)
 

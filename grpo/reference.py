@@ -68,7 +68,7 @@ class LocalReference:
         if c.REFERENCE:
             from grpo.options.teacher import load_teacher
 
-            what, model = f"REFERENCE = {c.REFERENCE!r}", load_teacher(c, policy)
+            what, model, self.info["model"] = load_teacher(c, policy)
         elif c.LORA_RANK:
             from grpo.options.lora import ReferenceAdapters
 

@@ -15,7 +15,7 @@ from grpo.client import Client, text_of
 from grpo.log import in_background, say
 from grpo.reference import Answer
 from grpo.waits import Refused, Wait
-from grpo.wire import check_facts, facts_of, pack_ids, unpack_logps
+from grpo.wire import check_facts, facts_of, pack_ids, unpack_logps, weights_of
 
 REQUEST_TOKENS = 1 << 16  # about the tokens of one request; a larger group is sent alone
 # (GB, a preset, arguments): from so many GB on, a GPU trains with either, without a server
@@ -28,8 +28,12 @@ class RemoteReference:
     """ref_server.py's model. A thread sends one request at a time: groups that are sampled
     meanwhile go together in the next one. If the server dies, the thread repeats its request."""
 
-    def __init__(self, server):
+    def __init__(self, server, model, policy):
         self.server, self.info, self.budget = server, server.info, 0
+        theirs = self.info["model"] != model and self.info.get("weights")  # or an older server
+        if theirs and theirs == weights_of(policy.model):
+            say(f"{self.info['model']} at {server.url} has the weights of MODEL = {model!r}")
+            self.info = self.info | {"model": model}  # it is no teacher
         self.asked = queue.SimpleQueue()
         in_background(self._ask)
 
@@ -56,6 +60,11 @@ class RemoteReference:
         waiting = Wait(f"the reference's log-probs from {self.server.url}")
         while not wait([answer], timeout=1).done:
             waiting.sleep("it has not scored them yet", pause=0)
+
+
+def what_counts(info):
+    """Returns what must stay equal when a server starts again: its weights, under any name."""
+    return {k: v for k, v in (info or {}).items() if k != "model" or "weights" not in info}
 
 
 class ReferenceClient(Client):
@@ -102,7 +111,7 @@ class ReferenceClient(Client):
         body, patience = pack_ids(groups), {"wait": self.limit}
         reply = self.call("POST", "/score", data=body, params=patience, timeout=self.limit + 30)
         now = json.loads(reply.headers.get("X-Info", "null"))
-        if now != self.info:
+        if what_counts(now) != what_counts(self.info):
             raise Refused(
                 f"{self.url} now serves the reference {now}; at the start it was {self.info}:"
                 " restart the server with that one"

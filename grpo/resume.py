@@ -1,6 +1,8 @@
 """How a run begins in RUN_DIR, or resumes from its newest checkpoint."""
 
+import errno
 import fcntl
+import functools
 import hashlib
 import json
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo.checkpoint import load, newest, point, saved_in
+from grpo.constants import Constants, is_same
+from grpo.engine import learning_rate
 from grpo.log import say
 from grpo.ranks import gathered
 from grpo.report import ROOT, RunFolder, commit, naming_run_dir
@@ -83,15 +87,31 @@ def check_run_dir(folder, resume):
 def lock_run(folder, name=".lock"):
     """Returns a file that stays locked until it is closed or this process ends. SystemExit if
     another trainer holds the lock: the two would undo each other's steps."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    file = open(Path(folder, name), "w")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    with naming_run_dir(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = open(Path(folder, name), "w")  # noqa: SIM115
+    if not lock(file, folder, fcntl.LOCK_NB):
         raise SystemExit(
             f"another trainer is running in RUN_DIR = {folder!r}: stop it, or choose another folder"
-        ) from None
+        )
     return file
+
+
+def lock(file, folder, how=0):
+    """Locks a file in a folder; returns False if another process has locked it (`how`: LOCK_NB). A
+    disk without locks (NFS with nolock, some of Lustre and FUSE) is logged, and no obstacle."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | how)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        warn_of_disk(str(folder), error.strerror)
+    return True
+
+
+@functools.cache  # once
+def warn_of_disk(folder, why):
+    say(f"{folder} is on a disk without file locks ({why}): run one process at a time there")
 
 
 # --- What a run is trained and evaluated on ---------------------------------------------
@@ -220,7 +240,7 @@ def check_resumable(path, state, now):
         for name in ("KL_BETA", "REFERENCE_REFRESH_STEPS"):
             rules.append((name, now[name], now[name] or "above 0"))
     for name, value, must in rules:
-        if value != must:
+        if not is_same(name, value, must):
             merge = f" (after: python -m grpo.options.merge {path} OUT)"
             merged = merge * bool(before["LORA_RANK"])
             model = "OUT" if merged else f"'{path}'"
@@ -228,7 +248,17 @@ def check_resumable(path, state, now):
                 f"{name} = {value!r} must be {must!r} to resume from {path}; to start a new run"
                 f" from its weights set MODEL = {model}{merged}, and another RUN_DIR"
             )
-    changed = {k: f"{k} {before[k]!r} -> {v!r}" for k, v in now.items() if before.get(k, v) != v}
+    other = {k: v for k, v in now.items() if not is_same(k, before.get(k, v), v)}
+    changed = {name: f"{name} {before[name]!r} -> {value!r}" for name, value in other.items()}
     if changed:
         say(f"the run resumes with other constants: {', '.join(changed.values())}")
+    note_rate(state["step"], Constants(now | before), Constants(now))
     return list(changed)
+
+
+def note_rate(step, before, now):
+    """Logs the learning rates of the last step and the next one, if they differ by more than they
+    would have without a change of the constants."""
+    (old, due), (_, new) = ([learning_rate(c, s) for s in (step, step + 1)] for c in (before, now))
+    if 0 < step < now.STEPS and abs(new - old) > 1.01 * abs(due - old):
+        say(f"the learning rate was {old:.3g} at step {step}, and is {new:.3g} at step {step + 1}")

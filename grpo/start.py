@@ -107,7 +107,7 @@ def make_reference(c, policy, server):
     if server:
         from grpo.remote import RemoteReference
 
-        reference = RemoteReference(server)
+        reference = RemoteReference(server, c.MODEL, policy)
     elif c.REFERENCE_REFRESH_STEPS:
         from grpo.options.refresh import RefreshedReference
 

@@ -11,19 +11,24 @@ import time
 from grpo.log import tell
 
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+STOPS = signal.SIGINT, signal.SIGTERM
+# Slurm, LSF or Grid Engine announce a job's end by these, and a shell that its terminal is gone
+ANNOUNCE = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 AGAIN_SECONDS = 2  # before it a second Ctrl-C does not count, as deepspeed forwards the first
 
 
 class Stop:
-    """A stop requested by SIGINT or SIGTERM: finish the step, save it, and end."""
+    """A stop requested by a signal: finish the step, save it, and end."""
 
     asked, at = "", math.inf  # name and time of the first signal
 
     @contextlib.contextmanager
     def listening(self):
-        """In the block a signal only sets `asked`; a second Ctrl-C ends the process at once."""
+        """In the block a signal only sets `asked`, unless it was ignored (nohup) or has a handler;
+        a second Ctrl-C ends the process at once."""
         self.asked, self.at = "", math.inf
-        ends = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) != signal.SIG_IGN]
+        ends = [s for s in STOPS if signal.getsignal(s) != signal.SIG_IGN]
+        ends += [s for s in ANNOUNCE if signal.getsignal(s) == signal.SIG_DFL]
         before = {number: signal.signal(number, self._hear) for number in ends}
         try:
             yield

@@ -39,6 +39,7 @@ def listed():
 def make_model(recipe, out):
     """Makes the tiny model in the folder `out`; returns the command that trains it. Raises
     TaskError if the task has no right answers, or a function of it fails or hangs."""
+    from grpo.options.opening import without_opening
     from grpo.options.tiny_model import warm_start
 
     c, task = recipe.c, recipe.task
@@ -56,6 +57,7 @@ def make_model(recipe, out):
         holds = lambda got: isinstance(got, str | list) and got != []
         with timely(c.REWARD_TIMEOUT_SECONDS, f"gold() or sloppy() of {c.TASK}"):
             written = called(c.TASK, call, must, lambda: sloppy(item, draw), holds)
+        written = without_opening(load_chat(c.TASK, task, item), written)
         return with_replies(recipe, item, written)
 
     answer(items[0], random.Random(0))  # a mistake is reported before a minute of training,
@@ -74,12 +76,13 @@ def with_replies(recipe, item, written):
     if not recipe.has_turns:
         return written
     from grpo.options.tiny_model import TURN
-    from grpo.options.turns import play, role_of
+    from grpo.options.turns import is_open, play
 
-    text, (turns, _) = "", play(recipe, item, [written] if isinstance(written, str) else written)
-    for turn, reply in zip(turns[::2], [*turns[1::2], ""], strict=True):
-        inside = not reply or turn.endswith(tuple(recipe.c.STOP_STRINGS))
-        text += turn + (reply if inside else TURN.format(role_of(recipe.task), reply))
+    turns, _, roles = play(recipe, item, [written] if isinstance(written, str) else written)
+    text, replies = "", zip(turns[1::2], roles, strict=True)
+    for turn, (reply, role) in zip(turns[::2], [*replies, ("", "")], strict=True):
+        inside = not role or is_open(recipe.c, turn)
+        text += turn + (reply if inside else TURN.format(role, reply))
     return text
 
 

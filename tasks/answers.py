@@ -25,6 +25,13 @@ REST = r"(?:(?![.!?](?:\s|$)).){0,200}"  # the rest of a sentence
 NUMERIC = rf"(?=.{{0,200}}\d)({REST}\d{REST})"  # looks for the digit first: REST is slow
 ANCHOR = re.compile(rf"(?im)(?:answer\b[^.:=\d]{{0,40}}?(?:\bis\b|:|=) ?:?|^A:)\s*{NUMERIC}")
 # --- Which number it is ---
+UNIT = r"years?|yrs?|months?|weeks?|days?|d|hours?|hrs?|h|minutes?|mins?|m|miles?|mi|km|cm|yards?"
+UNIT += r"|feet|foot|ft|stones?|pounds?|lbs?|kg|g|dollars?|euros?|gallons?|gal|quarts?|qt|pints?|pt"
+UNIT += r"|cups?|l|degrees?|(?:kilo|centi)?(?:met(?:er|re)|gram|lit(?:er|re))s?"
+SMALL = rf"{UNIT}|seconds?|secs?|s|inch(?:es)?|in|ounces?|oz|cents?|pence|mm|ml"
+# The unit between the numbers of "2 h 45 min", "5 ft 3 in" or "2h45", which are no single number
+TWO_UNITS = rf"(?i)(?<=\d)\s*-?(?:{UNIT})(?![^\W\d_])\.?(?=[\s,]*(?:(?:and|&)\s*)?\d[\d.,/]*"
+TWO_UNITS += rf"(?:\s*-?(?:{SMALL})(?![^\W\d_])|\s*(?:[^\w\s]|$)))"
 CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"<<.*?>>", ""),  # GSM8K's calculator notes
     ("\u2212", "-"),
@@ -38,6 +45,7 @@ CLEAN = [(re.compile(pattern, re.DOTALL), to) for pattern, to in (
     (r"(?<=[^\W\d_])(?:\s?\^\{?\d\}?|[⁻⁰¹²³⁴-⁹]+)", ""),  # the square of "18 cm^2"
     (r"^(?!.*(?:\bor\b|\\vee|\\lor)).*(?:[=≈]|\\approx)", ""),  # 3 + 4 = 7 is 7
     (r"^\s*-\s+(?=[.\d])", "-"),
+    (TWO_UNITS, ", "),  # a list
 )]  # fmt: skip
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 SCALES |= {"lakh": 10**5, "crore": 10**7, "mn": 10**6, "bn": 10**9}
@@ -68,10 +76,12 @@ def is_right(text, gold):
 
 def gold_number(gold):
     """Returns the number after "####", or in the whole text, as a Fraction; else ValueError."""
-    text = cleaned(str(gold).translate(FRACTIONS).rsplit("####", 1)[-1])
-    value = number(text, True)
+    text = str(gold).translate(FRACTIONS).rsplit("####", 1)[-1].strip()
+    value = number(cleaned(text), True)
     if value is None:
-        raise ValueError(f"the gold answer {text!r} is not a number: correct the data")
+        plain = re.sub(r"\\[a-z]+|[{}]", " ", text)
+        how = ", or convert it to one unit" * bool(re.search(rf"{TWO_UNITS}|\d[:']\d", plain))
+        raise ValueError(f"the gold answer {text!r} is not a number: correct the data{how}")
     return value
 
 
@@ -81,7 +91,7 @@ def final_answer(text):
     >>> final_answer("<answer>5</answer> no, <answer>6</answer>")
     ('6', True)
     """
-    text = text.translate(FRACTIONS)
+    text = re.sub(TWO_UNITS, ", ", text.translate(FRACTIONS))  # here, as "hrs." ends no sentence
     block = BLOCK.findall(text)[-1:]
     text = block[0] if block else text
     marked = HASHES.findall(text) or BOXED.findall(text) or ANCHOR.findall(text) or block and [text]

@@ -1,6 +1,7 @@
 """Checkpoints: atomic, and agreed on by machines with separate disks."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -29,6 +30,7 @@ RUN = {  # the constants that checkpoints look at
     "ADAM_BETAS": [0.9, 0.99], "WEIGHT_DECAY": 0.0, "KEEP_BEST": True, "KEEP_CHECKPOINTS": 2,
     "REF_SERVER": None, "KL_BETA": 0.04, "EVAL_QUESTIONS": 9, "EVAL_SPLIT": "test",
     "STOP_STRINGS": [], "OUTCOME": "correctness", "REFERENCE_REFRESH_STEPS": 2,
+    "LR_SCHEDULE": "linear", "WARMUP_STEPS": 0, "FINAL_LR": 1.0,
     "MAX_COMPLETION_TOKENS": 9, "LEARNING_RATE": 1e-6, "CHAT_TEMPLATE": {}, "SAVE_STEPS": 1,
 }  # fmt: skip
 
@@ -485,6 +487,59 @@ def test_a_run_resumes_with_the_same_model(tmp_path, alone, capsys, monkeypatch)
     assert json.loads((tmp_path / "run.json").read_text())["constants"]["STEPS"] == 777
 
 
+@pytest.mark.parametrize("name, one, other", [
+    ("MODEL", "runs/ws", "runs/ws/"), ("MODEL", "runs/ws", "./runs/ws"),
+    ("MODEL", "runs/ws", "runs/../runs//ws"), ("MODEL", "runs/ws", "{here}/runs/ws/"),
+    ("MODEL", "runs/ws", "link"), ("MODEL", "~/ws", "{home}/ws"), ("TASK", "my.py", "./my.py"),
+    ("TASK", "my.py", "{here}/my.py"), ("TASK", "gsm8k", "{root}/tasks/gsm8k.py"),
+    ("TASK", "link/../ws/my.py", "runs/ws/my.py"),
+])  # fmt: skip
+def test_a_run_resumes_with_another_spelling_of_one_path(
+    tmp_path, alone, capsys, monkeypatch, name, one, other
+):
+    (tmp_path / "runs/ws").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("runs/ws")
+    monkeypatch.chdir(tmp_path)
+    places = {"here": tmp_path, "home": Path.home(), "root": report.ROOT}
+    one, other = (text.format(**places) for text in (one, other))
+    for first, second in ((one, other), (other, one)):
+        monkeypatch.setitem(RUN, name, first)
+        save(tmp_path / "run", 3)
+        assert opened(tmp_path / "run", **{name: second}).step == 3
+        assert "other constants" not in capsys.readouterr().out
+        for wrong in ("runs", "runs/ws2", "Ws"):
+            with pytest.raises(SystemExit, match=f"{name} = '{wrong}' must be '{first}'"):
+                opened(tmp_path / "run", **{name: wrong})
+
+
+@pytest.mark.parametrize("own, changes, found", [
+    ({"FINAL_LR": 0.1}, {"STEPS": 200}, ("0.55", "0.77")),
+    ({"FINAL_LR": 0.1, "LR_SCHEDULE": "cosine"}, {"STEPS": 200}, ("0.55", "0.863")),
+    ({}, {"LEARNING_RATE": 2.0}, ("1", "2")),
+    ({"FINAL_LR": 0.1}, {"LR_SCHEDULE": "cosine", "STEPS": 60}, ("0.55", "0.149")),
+    ({"WARMUP_STEPS": 100}, {"WARMUP_STEPS": 0}, ("0.5", "1")),
+    ({"FINAL_LR": 0.1}, {"FINAL_LR": 0.0}, ("0.55", "0.49")),
+    ({"FINAL_LR": 0.1}, {}, None),  # as it would have gone on
+    ({"FINAL_LR": 0.1}, {"STEPS": 101}, None),  # less than a step's change
+    ({"FINAL_LR": 0.1}, {"STEPS": 50}, None),  # no step is left
+    ({}, {"STEPS": 200, "WEIGHT_DECAY": 0.1}, None),
+    ({"LR_SCHEDULE": None}, {"LR_SCHEDULE": "linear"}, None),  # an older checkpoint lacks it
+])  # fmt: skip
+def test_a_resumed_run_logs_a_jump_of_the_learning_rate(
+    tmp_path, alone, capsys, monkeypatch, own, changes, found
+):
+    for name, value in ({"LEARNING_RATE": 1.0, "STEPS": 100} | own).items():
+        monkeypatch.setitem(RUN, name, value)
+    if RUN["LR_SCHEDULE"] is None:
+        monkeypatch.delitem(RUN, "LR_SCHEDULE")
+    save(tmp_path, 50)
+    opened(tmp_path, **changes)
+    out = capsys.readouterr().out
+    assert ("the learning rate was" in out) == bool(found)
+    if found:
+        assert "was {} at step 50, and is {} at step 51".format(*found) in out
+
+
 def test_a_run_without_a_checkpoint_begins_anew_and_what_it_logged_is_set_aside(
     tmp_path, alone, monkeypatch
 ):
@@ -558,3 +613,39 @@ def test_a_run_that_fails_saves_what_is_sound(
     run = SimpleNamespace(progress=progress, policy=SimpleNamespace(model=model))
     checkpoint.save_failed(run)
     assert saved == [run] * is_saved
+
+
+# --- The lock of RUN_DIR --------------------------------------------------------------
+def failing(number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    return flock
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_disk_without_locks_is_logged_once_and_the_run_goes_on(
+    tmp_path, monkeypatch, capsys, number
+):
+    monkeypatch.setattr(resume.fcntl, "flock", failing(number))
+    resume.warn_of_disk.cache_clear()
+    for _ in range(2):
+        with resume.lock_run(tmp_path) as file:
+            assert resume.lock(file, tmp_path)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"{tmp_path} is on a disk without file locks ({os.strerror(number)})" in line
+
+
+def test_only_a_lock_that_is_held_means_another_trainer(tmp_path, monkeypatch):
+    with resume.lock_run(tmp_path), pytest.raises(SystemExit, match="another trainer is running"):
+        resume.lock_run(tmp_path)
+    with resume.lock_run(tmp_path):  # it was released
+        pass
+    for number in (errno.EAGAIN, errno.EACCES):
+        monkeypatch.setattr(resume.fcntl, "flock", failing(number))
+        with pytest.raises(SystemExit, match="another trainer is running"):
+            resume.lock_run(tmp_path)
+    Path(tmp_path, ".lock").unlink()
+    Path(tmp_path, ".lock").mkdir()  # of another user, say
+    with pytest.raises(SystemExit, match="RUN_DIR = .* can't be written"):
+        resume.lock_run(tmp_path)

@@ -1,5 +1,8 @@
 """The reference's log-probs of a group: from none, from MODEL in the trainer, and from a server."""
 
+import contextlib
+import json
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -7,18 +10,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import a_group, move, tiny_policy
+from helpers import Replies, reply
 
 from grpo import reference as module
 from grpo import remote as remote_module
 from grpo.options.policy_proof import logps_of
 from grpo.options.refresh import RefreshedReference
+from grpo.proof import check_reference
 from grpo.reference import (
     LocalReference,
     NoReference,
 )
-from grpo.remote import RemoteReference
+from grpo.remote import ReferenceClient, RemoteReference
 from grpo.start import make_reference
 from grpo.waits import Refused
+from grpo.wire import pack_logps, weights_of
 
 MEASURED = 1e-5  # rounding of float32 over batches
 
@@ -170,6 +176,58 @@ def remote(capsys):
         time.sleep(0.001)
     yield server, reference, first
     server.gate.release(99)
+
+
+@pytest.mark.parametrize("lora_rank, dtype", [(0, "float32"), (4, "float32"), (0, "bfloat16")])
+def test_a_server_may_have_the_model_under_another_name(tiny, tmp_path, capsys, lora_rank, dtype):
+    """At the hub and in a folder: the first update's check is then that of the same model."""
+    shutil.copytree(tiny, tmp_path / "copy")
+    policy, c = tiny_policy(tiny, dtype, lora_rank=lora_rank), constants(LORA_RANK=lora_rank)
+    copied, other = tiny_policy(tmp_path / "copy"), tiny_policy(tiny, drift=1e-2)
+    server = FakeServer()
+    server.info = {"model": "copy", "dtype": "float32", "weights": weights_of(copied.model)}
+    reference = make_reference(c, policy, server)
+    assert reference.info == server.info | {"model": "tiny"}
+    assert server.info["model"] == "copy"  # what its answers have
+    with pytest.raises(RuntimeError, match="reference's weights differ from those of tiny"):
+        check_reference({"kl": 0.1}, dtype, reference.info, model="tiny")
+    out = capsys.readouterr().out
+    assert "copy at http://server has the weights of MODEL = 'tiny'" in out
+    assert "a teacher" not in out
+
+    server.info = server.info | {"weights": weights_of(other.model)}
+    reference = make_reference(c, policy, server)
+    assert reference.info == server.info and "a teacher, not MODEL" in capsys.readouterr().out
+
+
+def test_another_configuration_is_another_model(tiny):
+    one, other = tiny_policy(tiny).model, tiny_policy(tiny).model
+    assert weights_of(one) == weights_of(other)
+    other.config.rms_norm_eps = 0.1
+    assert weights_of(one) != weights_of(other)
+
+
+def test_a_reference_that_is_a_copy_of_the_model_is_no_teacher(tiny, tmp_path, capsys):
+    shutil.copytree(tiny, tmp_path / "copy")
+    c = constants(REFERENCE=str(tmp_path / "copy"))
+    reference = make_reference(c, tiny_policy(tiny), server=None)
+    out = capsys.readouterr().out
+    assert reference.info["model"] == "tiny" and "a teacher" not in out
+    assert "copy', which has the weights of MODEL" in out
+
+
+@pytest.mark.parametrize("now, refused", [
+    ({"model": "copy"}, False), ({"weights": "b"}, True), ({"dtype": "bfloat16"}, True),
+])  # fmt: skip
+def test_a_server_may_start_again_with_the_model_under_another_name(now, refused):
+    info = {"model": "tiny", "dtype": "float32", "weights": "a"}
+    (group,) = groups_of((2,))
+    body = pack_logps(torch.zeros(2))
+    head = f"X-Info: {json.dumps(info | now)}\r\n"
+    client = ReferenceClient(Replies(reply(200, body, headers=head)).url, 5)
+    client.info = info
+    with pytest.raises(Refused, match="now serves") if refused else contextlib.nullcontext():
+        assert client.score([group])[0].tolist() == [0, 0]
 
 
 def test_groups_that_are_sampled_meanwhile_go_in_one_request(remote):

@@ -132,6 +132,39 @@ def test_untagged_lists_and_other_numbers_do_not_count(completion):
     assert not correct("18", completion)
 
 
+TWO_UNITS = [  # gold, answers with its number that are another quantity
+    "2 h 45 min", "2h45m", "2h45", "2 hours and 45 minutes", "2 Hours, 45 Minutes",
+    "2 hrs. 45 min.", "6 yards 2 ft",
+    "5 ft 3 in", "5 feet, 3 inches", "5 ft 3", "6'2\"", "1 lb 4 oz", "3 days 4 hours", "2 m 30 cm",
+    "1 day, 2 hours and 30 minutes", "3 dollars and 50 cents", "2 kg 500 g", "2 years, 6 months",
+    r"2\text{ h }45\text{ min}", "2-hour 45-minute", "1 gallon 2 quarts", "3 liters 5 ml",
+    "1d 2h", "2 metres 30", "3:30", "2 weeks & 3 days",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", TWO_UNITS)
+def test_a_quantity_of_two_units_is_no_number_neither_as_gold_nor_as_an_answer(answer):
+    for text in (f"<answer>{answer}</answer>", f"The answer is {answer}", f"#### {answer}"):
+        for gold in re.findall(r"\d+", answer):
+            assert not correct(gold, text)
+    unmarked = f"So it is about {answer}"
+    assert not any(correct(gold, unmarked) for gold in re.findall(r"\d+", answer))
+    with pytest.raises(ValueError, match="is not a number: .*convert it to one unit"):
+        correct(answer, "<answer>2</answer>")
+
+
+@pytest.mark.parametrize("gold, answer", [
+    ("165", "2 h 45 min = 165 min"), ("18", "18 in 5 days"), ("12", "12 feet of 3 boxes"),
+    ("18", "18 dollars for 5 hours"), ("12", "12 m per 3 s"), ("2.5", "2 1/2 hours"),
+    ("18", "18 days, 5 of them dry"), ("9", "9 m^2"), ("9", "9 m² for 2 h"),
+    ("3", "3 days 4 boxes"),
+    ("18", "18 miles (in 2 h 45 min)"), ("5", "5 h"), ("2", "2 days"),
+])  # fmt: skip
+def test_a_second_number_that_is_not_of_the_quantity_stays_unread(gold, answer):
+    assert correct(gold, f"<answer>{answer}</answer>")
+    assert correct("18", "She worked 2 h 45 min, so she earned $18")
+
+
 def test_the_last_complete_block_is_the_answer_even_if_empty():
     assert correct("6", "<answer>5</answer> no: <answer>6</answer> 5 <answer>4")
     assert not correct("5", "<answer>5</answer> no: <answer>6</answer>")

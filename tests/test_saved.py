@@ -2,7 +2,9 @@
 where those of the run did."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,11 @@ import torch
 from fakes import tiny_policy
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from grpo.checkpoint import try_save
-from grpo.options.merge import merge
+from grpo.checkpoint import try_save, write_shared
+from grpo.models import load_tokenizer
+from grpo.options.merge import load_base_tokenizer, merge
+from grpo.options.tiny_model import warm_start
+from tasks import arithmetic
 
 # Files that transformers loads and refuses to save, refuses to load, or can't even parse
 GENERATION = [
@@ -86,3 +91,51 @@ def test_what_can_not_be_saved_ends_the_run_before_its_first_step(tiny, tmp_path
                 patch.setattr(type(at), "save_pretrained", lambda *_, **__: 1 / 0)
                 with pytest.raises(SystemExit, match="MODEL = 'm'.*ZeroDivisionError"):
                     try_save(c, policy)
+
+
+# --- Who may read it ------------------------------------------------------------------
+@pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_all_files_have_the_mode_that_the_umask_gives(tiny, tmp_path, alone, mask, mode):
+    """Weights, too: another user, a container with another user or vLLM may load them."""
+    before = os.umask(mask)
+    try:
+        for rank in (0, 4):
+            tiny_policy(tiny, lora_rank=rank).save(tmp_path / f"saved {rank}")
+        merge(str(tmp_path / "saved 4"), str(tmp_path / "merged"))
+        warm_start(tmp_path / "tiny", arithmetic, seed=0, steps=1)
+        weights = lambda: {"a": torch.zeros(2)}
+        progress, reference = SimpleNamespace(reference=1), SimpleNamespace(weights=weights)
+        c = SimpleNamespace(MODEL="m", LORA_RANK=0, TASK="t", STEPS=1, EVAL_QUESTIONS=9)
+        c.EVAL_SPLIT, c.STOP_STRINGS = "test", []
+        state = {"step": 1, "progress": {"evaluated": -1}, "constants": {}}
+        parts = {"policy": tiny_policy(tiny), "progress": progress, "reference": reference}
+        write_shared(SimpleNamespace(c=c, **parts), tmp_path / "checkpoint", state)
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(path.suffix == ".safetensors" for path in files) == 6
+    assert {path.stat().st_mode & 0o777 for path in files} == {mode}
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert {path.stat().st_mode & 0o777 for path in folders} == {0o777 & ~mask}
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_base_tokenizer])
+@pytest.mark.parametrize("name", ["model.safetensors", ""])
+def test_a_file_that_this_user_can_not_read_is_named(tiny, tmp_path, monkeypatch, load, name):
+    """safetensors reports that there is no such file. Root may read all files, so the test
+    refuses what the system would refuse another user."""
+    there = Path(shutil.copytree(tiny, tmp_path / "model"), name)
+    refuse = PermissionError(13, "Permission denied", str(there))
+
+    def refusing(real):
+        def method(self, *arguments):
+            if self == there:
+                raise refuse
+            return real(self, *arguments)
+
+        return method
+
+    for method in ("open", "iterdir"):
+        monkeypatch.setattr(Path, method, refusing(getattr(Path, method)))
+    with pytest.raises(SystemExit, match=f"user can't read {there}: .*chmod -R a.rX"):
+        load(str(tmp_path / "model"))

@@ -2,9 +2,12 @@
 
 import json
 import queue
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import requests
@@ -17,9 +20,10 @@ from grpo.log import in_background
 from grpo.options.gate import listen
 from grpo.options.policy_proof import logps_of
 from grpo.remote import ReferenceClient
-from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps
+from grpo.wire import facts_of, pack_ids, unpack_ids, unpack_logps, weights_of
 from ref_server import Reference, Request, answer_all, make_app, take
 
+ROOT = Path(__file__).parent.parent
 INFO = {"model": "theirs", "dtype": "float32"}
 THREADS = 8
 
@@ -123,7 +127,11 @@ def test_scores_are_the_models_own_log_probs(reference, tiny):
         right = torch.cat([expected(policy, group) for group in own])
         assert torch.allclose(logps, right, atol=2e-5)
     facts = facts_of(policy.tokenizer, 1.0)
-    assert reference.info == facts | {"model": str(tiny), "dtype": "float32"}
+    assert reference.info == facts | {
+        "model": str(tiny),
+        "dtype": "float32",
+        "weights": weights_of(tiny_policy(tiny).model),
+    }
     assert reference.limits == LIMITS
 
 
@@ -190,3 +198,13 @@ def test_a_full_server_says_so_and_still_answers_health():
         assert [reply.result().status_code for reply in replies] == [200] * 4
     assert requests.post(f"{url}/score?wait=1", b"x" * (10**6 + 1), timeout=60).status_code == 413
     http.stop()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_server_that_a_signal_ends_says_so_also_while_it_loads(name):
+    lines = "import os, signal, ref_server"
+    lines += f"\nref_server.Reference = lambda c: os.kill(os.getpid(), signal.{name})"
+    lines += "\nref_server.main(PORT=0)"
+    words = [sys.executable, "-c", lines]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and f"ended by {name}" in ended.stderr

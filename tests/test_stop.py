@@ -1,11 +1,17 @@
 """Signals that ask a trainer to end, and waits that have a limit."""
 
 import contextlib
+import os
+import pty
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
+
+from grpo.stop import ANNOUNCE, stop
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,9 +28,9 @@ with stop.stop.listening():
 
 
 @contextlib.contextmanager
-def listener(doing):
+def listener(doing, **options):
     words = [sys.executable, "-c", LISTENS, doing]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | options
     with subprocess.Popen(words, cwd=ROOT, text=True, **pipes) as process:
         try:
             assert process.stdout.readline() == "listening\n"
@@ -50,3 +56,70 @@ def test_a_trainer_that_is_asked_to_end_does_not_wait_for_a_server_that_is_down(
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 1
         assert "the server: it is down" in process.stdout.read()
+
+
+@pytest.mark.parametrize("number", ANNOUNCE, ids=lambda number: number.name)
+def test_signals_that_announce_an_end_stop_a_trainer_as_sigterm_does(number):
+    with listener("compute") as process:
+        for _ in range(2):  # Slurm's may be followed by others
+            process.send_signal(number)
+        assert f"{number.name}: the run ends after this step" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert process.poll() is None
+
+
+@pytest.mark.parametrize("number", ANNOUNCE, ids=lambda number: number.name)
+def test_they_do_not_if_they_are_ignored_or_have_a_handler(number):
+    """nohup ignores SIGHUP; faulthandler.register and submitit use SIGUSR1 and SIGUSR2."""
+    ignore = lambda: signal.signal(number, signal.SIG_IGN)
+    with listener("compute", preexec_fn=ignore) as process:
+        process.send_signal(number)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert "SIGTERM: the run ends after this step" in process.stdout.readline()
+    heard = []
+    before = signal.signal(number, lambda *_: heard.append(number))
+    try:
+        with stop.listening():
+            signal.raise_signal(number)
+            assert heard and not stop.asked
+    finally:
+        signal.signal(number, before)
+
+
+HANGS_UP = """
+import sys, time
+from pathlib import Path
+from grpo.log import progress_bar, say, tell
+from grpo.report import show
+from grpo.stop import stop
+
+bar = progress_bar(0, 9)
+with stop.listening():
+    say("listening")
+    while not stop.asked:
+        time.sleep(0.01)
+    for step in range(2):  # no terminal is left to print to
+        time.sleep(0.2)
+        show(bar, step, {"seconds": 1.0})
+        say("saved")
+        tell("saved")
+    bar.close()
+    Path(sys.argv[1]).write_text(stop.asked)
+"""
+
+
+def test_a_trainer_saves_its_step_when_its_terminal_is_closed(tmp_path):
+    """As when an ssh session ends: it gets SIGHUP, and what it prints is an error from then on."""
+    child, terminal = pty.fork()  # a session with a terminal
+    if child == 0:
+        words = [sys.executable, "-c", HANGS_UP, str(tmp_path / "saved")]
+        os.chdir(ROOT)
+        os.execv(sys.executable, words)
+    printed = b""
+    while b"listening" not in printed:
+        printed += os.read(terminal, 1000)
+    os.close(terminal)
+    os.waitpid(child, 0)
+    assert (tmp_path / "saved").read_text() == "SIGHUP"

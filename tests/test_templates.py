@@ -2,6 +2,7 @@
 it appends EOS, and it reads special tokens in a tool's text."""
 
 import functools
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from grpo import prepare
 from grpo.metrics import evaluate
 from grpo.models import prompt_ids
-from grpo.options.opening import opening_of
+from grpo.options.opening import opening_of, without_opening
 from grpo.options.turns import bridge
 from grpo.prepare import preview
 from grpo.task import TaskError, load_split
@@ -83,6 +84,76 @@ class Says(FakeEngine):
         return self.said
 
 
+# --- The assistant's turn that messages() has begun -----------------------------------
+TRIMS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+TRIMS += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>", "<think>\n", "Sure, ", "```python\n", "So 6 * 7", " a ", ""]
+)
+@pytest.mark.parametrize("template", ["own", TRIMS, None])
+def test_the_assistants_last_message_goes_on_as_in_trl_and_rewards_see_it(
+    tokenizer, text, template
+):
+    if template != "own":
+        tokenizer.chat_template = template
+    seen, chat = [], [USER, message("Before.", "assistant"), USER, message(text, "assistant")]
+    ids = prompt_ids(tokenizer, chat)
+    if template:
+        how = {"continue_final_message": True, "tokenize": False}  # as TRL's
+        whole = tokenizer.apply_chat_template(chat, **how)
+    else:
+        whole = "How many?\n\nBefore.\n\nHow many?\n\n" + text
+    assert tokenizer.decode(ids) == whole
+    rewards = lambda item, completion: seen.append(completion) or 0.0
+    task = SimpleNamespace(rewards=rewards, messages=lambda item: chat)
+    recipe = a_recipe(task=task, REWARD_WEIGHTS={"reward": 1.0}, OUTCOME="reward")
+    recipe.opening = functools.partial(opening_of, tokenizer)
+    sampled(Says("42"), recipe, iter([(0, ITEM, pickle.loads(pickle.dumps(ids)))]))
+    opening = whole[whole.rindex(text.strip()) :] if text.strip() else whole[len(whole) :]
+    assert {x.strip() for x in seen} == {(opening + "42").strip()}
+    assert all(whole.endswith(x.removesuffix("42")) for x in seen)
+
+
+def test_a_run_whose_messages_begin_the_answer_shows_it_to_rewards_and_gold(
+    tokenizer, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "own.py").write_text(OPENS)
+    monkeypatch.setattr("grpo.models.load_tokenizer", lambda name: tokenizer)
+    c = a_recipe(TASK=str(tmp_path / "own.py"), REWARD_WEIGHTS=None, OUTCOME=None).c
+    c = c.but(MAX_PROMPT_TOKENS=99)
+    _, recipe = prepare.prepare_task(c, split="test", shown=3)
+    openings = [recipe.opening(ids) for *_, ids in recipe.prompts]
+    assert openings == ["Let me think: 0", "Let me think: 1", ""]  # the last has none
+    out = capsys.readouterr().out
+    assert "rewards of an empty completion: reward 0" in out
+    assert out.count("the prompt opens the answer with 'Let me think: ") == 2
+    gold = recipe.task.gold(item := recipe.prompts[0][1])
+    assert without_opening(recipe.task.messages(item), gold) == ". So 0"
+    assert without_opening(recipe.task.messages(item), [gold, "x"]) == [". So 0", "x"]
+    assert without_opening([USER], gold) == gold
+
+
+OPENS = """
+def load(split):
+    return [{"n": n} for n in range(3)]
+
+
+def messages(item):
+    opens = [{"role": "assistant", "content": f"Let me think: {item['n']}"}]
+    return [{"role": "user", "content": "A number?"}] + opens * (item["n"] < 2)
+
+
+def rewards(item, completion):
+    return completion.endswith(f"So {item['n']}")
+
+
+def gold(item):  # with the opening, or without
+    return f"Let me think: {item['n']}. So {item['n']}" if item["n"] else ". So 0"
+"""
+
+
 def test_such_a_template_can_earn_the_format_reward_everywhere(tokenizer, alone, capsys):
     """A second <think> earns nothing: the prompt has the first."""
     ids = prompt_ids(opening(tokenizer, THINK), [USER])
@@ -103,7 +174,7 @@ def test_such_a_template_can_earn_the_format_reward_everywhere(tokenizer, alone,
         messages=gsm8k.messages, gold=lambda item: "42", rewards=lambda item, text: text == "42"
     )
     recipe.weights, recipe.outcome = {"reward": 1.0}, "reward"
-    with pytest.raises(TaskError, match="<think>.*from the chat template"):
+    with pytest.raises(TaskError, match="<think>.*from the prompt"):
         preview(recipe, tokenizer, 1)  # the model can't write that
 
 

@@ -12,8 +12,9 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from grpo.constants import fault_of
 from grpo.log import say
-from grpo.models import load_tokenizer, settings_in, stop_ids, token_ids, whole_model
+from grpo.models import as_umask, load_tokenizer, settings_in, stop_ids, token_ids, whole_model
 
 CONFIG = "adapter_config.json"
 
@@ -26,7 +27,9 @@ def base_of(model):
 
 def load_base_tokenizer(model):
     """Returns the tokenizer of base_of(model). Raises SystemExit, with the file that names the
-    base, if there is no such model."""
+    base, if there is no such model, or if a file of the adapter can't be read."""
+    if fault := fault_of(model):
+        raise SystemExit(f"the model {model!r} can't be loaded: {fault}")
     config = Path(model, CONFIG)
     named = f"base_model_name_or_path in {config} (a relative path begins in the current folder)"
     return load_tokenizer(base_of(model), named if config.is_file() else "MODEL")
@@ -74,6 +77,7 @@ def merge(adapter, out):
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=f".{final.name}_") as work:
         draft = Path(work, "model")
         model.save_pretrained(draft)
+        as_umask(draft)
         tokenizer.save_pretrained(draft)
         draft.replace(final)
     say(f"merged {adapter} and {base} into {out}")

@@ -1,4 +1,5 @@
-"""Chat templates that open a tag, such as <think>: rewards see it before each completion."""
+"""Prompts that begin the answer: rewards see this opening before each completion. It is the text
+of a last message of the assistant, or a tag that the chat template opens, such as <think>."""
 
 import re
 
@@ -8,12 +9,24 @@ ROLES = {"assistant", "model", "bot", "gpt", "ai"}  # a template may write a rol
 
 
 def opening_of(tokenizer, ids):
-    """Returns the tag that the chat template has opened at the end of a prompt's `ids`, with the
+    """Returns the text of the prompt's last message if that is the assistant's (Opened). Else it
+    returns the tag that the chat template has opened at the end of the prompt's `ids`, with the
     space after it, or "". The model never writes that tag ("<think>\n": DeepSeek-R1's distilled
     models, Qwen3-Thinking). Other tags than those for thoughts count if they can be closed."""
+    if opening := getattr(ids, "opening", ""):
+        return opening
     found = tokenizer.chat_template and TAG.search(tokenizer.decode(ids[-16:]))
     if not found or found[2].lower() in ROLES:
         return ""
     end = found[0].strip().replace(found[1], f"{found[1]}/", 1)  # </think>
     can_end = end in str(tokenizer.chat_template) or end in tokenizer.get_vocab()
     return found[0] if can_end or THINKS.search(found[2]) else ""
+
+
+def without_opening(chat, written):
+    """Returns what the model has to write of a right answer, a text or a list of its turns: without
+    the last message of the chat, if that is the assistant's."""
+    opening = chat[-1]["content"].strip() if chat[-1]["role"] == "assistant" else ""
+    if isinstance(written, str):
+        return written.lstrip().removeprefix(opening) if opening else written
+    return [without_opening(chat, written[0]), *written[1:]]

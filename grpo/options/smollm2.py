@@ -38,6 +38,8 @@ def convert(gguf, out):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+    from grpo.models import as_umask
+
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     source = {"gguf_file": gguf.name, "dtype": torch.float32}
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, **source)
@@ -48,6 +50,7 @@ def convert(gguf, out):
     model.load_state_dict(read.state_dict())
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(out)
+    as_umask(out)
     tokenizer.save_pretrained(out)
 
 

@@ -2,14 +2,18 @@
 
 from grpo.models import check_context, load_tokenizer
 from grpo.policy import load_policy
-from grpo.wire import check_facts, facts_of
+from grpo.wire import check_facts, facts_of, weights_of
 
 
 def load_teacher(c, policy):
-    """Returns the model REFERENCE, frozen. SystemExit if its tokenizer or context does not fit."""
+    """Returns (what it is, the model REFERENCE, frozen, its name: MODEL's if it has the weights of
+    that). SystemExit if its tokenizer or context does not fit."""
     teacher = load_tokenizer(c.REFERENCE, "REFERENCE")
     facts, mine = (facts_of(t, c.TEMPERATURE) for t in (teacher, policy.tokenizer))
     check_facts(facts, mine, f"REFERENCE = {c.REFERENCE!r}", c.MODEL)
     loaded = load_policy(c.REFERENCE, teacher, c.DTYPE)
     check_context(c, loaded.model.config, "REFERENCE")
-    return loaded.model.requires_grad_(False)
+    what, name = f"REFERENCE = {c.REFERENCE!r}", c.REFERENCE
+    if weights_of(loaded.model) == weights_of(policy.model):
+        what, name = f"{what}, which has the weights of MODEL", c.MODEL
+    return what, loaded.model.requires_grad_(False), name

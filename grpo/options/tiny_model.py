@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo.models import own_device, prompt_ids
+from grpo.models import as_umask, own_device, prompt_ids
 
 CHAT = (  # ChatML as in Qwen2.5, without a system prompt
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -114,6 +114,7 @@ def warm_start(folder, task, seed, steps, heads=4, answer=None, **shape):
         if step % 100 == 99:
             print(f"  step {step + 1}/{steps}, loss {loss.item():.3f}", flush=True)
     model.save_pretrained(folder)
+    as_umask(folder)
     tokenizer.save_pretrained(folder)
     print(f"  took {time.perf_counter() - started:.0f} s", flush=True)
     return model.config.max_position_embeddings

@@ -338,9 +338,11 @@ class Conversations:
 
 # --- Preview --------------------------------------------------------------------------
 def play(recipe, item, written, truncated=False):
-    """Returns (turns, the environment's rewards) of a conversation in which the model's turns are
-    the texts `written`; there is no reply to a last one that is `truncated`."""
-    turns, environment, seconds = [], Environment(recipe, item), recipe.c.REWARD_TIMEOUT_SECONDS
+    """Returns (turns, the environment's rewards, the roles of its turns) of a conversation in which
+    the model's turns are the texts `written`; there is no reply to a last one that is `truncated`.
+    """
+    turns, roles = [], []
+    environment, seconds = Environment(recipe, item), recipe.c.REWARD_TIMEOUT_SECONDS
     what, replies = f"reply() of {task_file(recipe.c.TASK)}", len(written) - truncated
     try:
         for number, text in enumerate(written):
@@ -350,27 +352,29 @@ def play(recipe, item, written, truncated=False):
             if reply is None:
                 break
             turns.append(reply["content"])
+            roles.append(reply["role"])
         turns = turns[: len(turns) - (len(turns) % 2 == 0)]  # ends with the model
         with timely(seconds, f"Environment.rewards() of {task_file(recipe.c.TASK)}"):
-            return turns, environment.rewards(list(turns))
+            return turns, environment.rewards(list(turns)), roles[: len(turns) // 2]
     finally:
         forget([environment], seconds)
 
 
-def role_of(task):
-    """Returns the role of a reply that stands in a separate turn."""
-    return getattr(getattr(task, "Environment", None), "role", "user")  # options/tools.py has it
+def is_open(c, turn):
+    """Returns whether a reply stands inside the model's turn, which a stop string has ended."""
+    return any(string in turn for string in c.STOP_STRINGS)
 
 
-def show_turns(recipe, tokenizer, turns):
+def show_turns(recipe, tokenizer, turns, roles):
     """Prints a conversation, its task's turns with what the chat template adds around them."""
     c, options = recipe.c, recipe.chat_options
     eos_ids = stop_ids(c.MODEL, tokenizer, c.STOP_TOKENS)
-    role = role_of(recipe.task)
-    for turn, reply in zip(turns[::2], [*turns[1::2], None], strict=True):
+    replies = zip(turns[1::2], roles, strict=True)
+    for turn, told in zip(turns[::2], [*replies, None], strict=True):
         say(f"the model: {turn!r}")
-        if reply is not None:
-            inside = any(string in turn for string in c.STOP_STRINGS)
+        if told:
+            reply, role = told
+            inside = is_open(c, turn)
             ends = [None] if inside else eos_ids  # the turn's end is not repeated
             message = {"role": role, "content": reply}
             ids = [bridge(tokenizer, eos_ids, end, message, options) for end in ends]

@@ -108,7 +108,7 @@ class VLLMPolicy:
             logprobs=0,
             **(stops_at(self.stop_strings) if eos_ids is None else {}),
         )
-        self.llm.llm_engine.add_request(request, {"prompt_token_ids": ids}, params)
+        self.llm.llm_engine.add_request(request, {"prompt_token_ids": list(ids)}, params)
         return request
 
     def continuation(self, prompt, size):

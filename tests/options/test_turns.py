@@ -20,13 +20,14 @@ from grpo.models import prompt_ids
 from grpo.options import continued
 from grpo.options.continued import continue_rows
 from grpo.options.stop_strings import StopStrings
-from grpo.options.turns import bridge, play
+from grpo.options.turns import bridge, play, show_turns
 from grpo.sample import Prompt, Sample
 from grpo.sampler import next_prompts
 from grpo.task import TaskError
 from grpo_loss_triton import linear_logps
 from plot import show_samples
 from tasks import calculator, guess
+from tasks.__main__ import with_replies
 
 USER = {"role": "user", "content": "How many?"}
 
@@ -111,6 +112,42 @@ def test_after_eos_a_reply_is_a_user_turn_as_the_template_writes_the_whole_chat(
 def calls(*replies):
     """-> a reply() that gives these, by the number of turns: 1, 3, ... the last one first."""
     return lambda item, turns: replies[-1 - len(turns) // 2]
+
+
+class Sender:
+    """Its first reply has the role and text of the item, the second is None."""
+
+    def __init__(self, item):
+        self.answers = [item["reply"], None]
+
+    def reply(self, turn):
+        return self.answers.pop(0)
+
+
+@pytest.mark.parametrize("reply, role", [
+    (message("less", "tool"), "tool"), (message("less", "user"), "user"), ("less", "user"),
+    (message("less", "system"), "system"), (message("", "tool"), "tool"), ("", "user"),
+])  # fmt: skip
+@pytest.mark.parametrize("short", [False, True])
+def test_a_replys_role_is_the_same_in_training_in_the_preview_and_in_what_out_teaches(
+    tiny, tokenizer, capsys, reply, role, short
+):
+    """With an Environment, and with reply()."""
+    item, said = {"reply": reply}, ["Three?", "Two, then."]
+    way = {"reply": lambda item, turns: (item["reply"], None)[len(turns) // 2]}
+    task = SimpleNamespace(rewards=lambda *_: 1, **way if short else {"Environment": Sender})
+    many = {"MAX_COMPLETION_TOKENS": 200, "REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward"}
+    recipe = a_recipe(task=task, TASK="mine", MODEL=str(tiny), **many)
+    ids = prompt_ids(tokenizer, [USER])
+    (group,) = sampled(Actor(tokenizer, said), recipe, iter([(0, item, ids)]))
+    trained = tokenizer.decode(group.samples[0].ids)
+    text = reply["content"] if isinstance(reply, dict) else reply
+    told = f"\n<|im_start|>{role}\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert trained == f"Three?<|im_end|>{told}Two, then.<|im_end|>"
+    assert with_replies(recipe, item, said) + "<|im_end|>" == trained
+    turns, _, roles = play(recipe, item, said)
+    show_turns(recipe, tokenizer, turns, roles)
+    assert f"reply() as a {role} turn: {told!r}" in capsys.readouterr().out
 
 
 def test_after_a_stop_string_a_reply_stands_inside_the_turn(tokenizer):
