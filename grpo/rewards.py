@@ -5,8 +5,11 @@ with timely(60, "the rewards"): task.rewards(item, text)
 
 import contextlib
 import faulthandler
+import functools
 import importlib.util
 import inspect
+import math
+import os
 import signal
 import sys
 import threading
@@ -116,15 +119,44 @@ def timely(seconds, what):
         signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds - waited))
 
     before = signal.signal(signal.SIGALRM, ring)
-    # A thread of C, which needs no interpreter; 0.2 ms
-    faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True, file=sys.__stderr__)
+    watchdog.start(seconds + GRACE_SECONDS)
     signal.setitimer(signal.ITIMER_REAL, min(log.SPEAK_SECONDS, seconds))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        faulthandler.cancel_dump_traceback_later()
+        watchdog.stop()
         signal.signal(signal.SIGALRM, before)
+
+
+class Watchdog:
+    """Ends the process with its traceback at a time. A thread of C does it, which needs no
+    interpreter; a forked child does not have it, and would wait for it for ever as it exits, so it
+    is stopped while a task forks. Starting takes 0.2 ms."""
+
+    ends = math.inf
+
+    def start(self, seconds):
+        self.ends = time.monotonic() + seconds
+        self._leave_out_of_forks()
+        self._go_on()
+
+    def stop(self):
+        self.ends = math.inf
+        faulthandler.cancel_dump_traceback_later()
+
+    def _go_on(self):
+        if self.ends < math.inf:
+            left = max(0.1, self.ends - time.monotonic())
+            faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
+
+    @functools.cache  # noqa: B019 (once per process)
+    def _leave_out_of_forks(self):
+        stop = faulthandler.cancel_dump_traceback_later
+        os.register_at_fork(before=stop, after_in_parent=self._go_on)
+
+
+watchdog = Watchdog()
 
 
 def import_file(name, file):

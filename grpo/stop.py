@@ -1,7 +1,8 @@
-"""Ends a process after a signal, or with its parent."""
+"""Ends a process after a signal, or with its parent; and its children with it."""
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import signal
@@ -20,21 +21,46 @@ AGAIN_SECONDS = 2  # before it a second Ctrl-C does not count, as deepspeed forw
 class Stop:
     """A stop requested by a signal: finish the step, save it, and end."""
 
-    asked, at = "", math.inf  # name and time of the first signal
+    def __init__(self):
+        self.asked, self.at = "", math.inf  # name and time of the first signal
+        self.before = {}  # the handlers that were there, by signal, while this process listens
 
     @contextlib.contextmanager
     def listening(self):
         """In the block a signal only sets `asked`, unless it was ignored (nohup) or has a handler;
-        a second Ctrl-C ends the process at once."""
-        self.asked, self.at = "", math.inf
+        a second Ctrl-C ends the process at once. Kills children that outlive the block."""
+        self.asked, self.at, there = "", math.inf, children()
         ends = [s for s in STOPS if signal.getsignal(s) != signal.SIG_IGN]
         ends += [s for s in ANNOUNCE if signal.getsignal(s) == signal.SIG_DFL]
-        before = {number: signal.signal(number, self._hear) for number in ends}
+        self._keep_from_forks()
+        self.before = {number: signal.signal(number, self._hear) for number in ends}
         try:
             yield
         finally:
+            before, self.before = self.before, {}
             for number, handler in before.items():
                 signal.signal(number, handler)
+            end_children(there)
+
+    @functools.cache  # noqa: B019 (once per process)
+    def _keep_from_forks(self):
+        """Gives a child that a task forks the handlers that were there before, and the end of this
+        process. Signals are blocked until the child has them: one that came earlier would be lost,
+        so that multiprocessing's Pool would wait for ever for a worker that it has terminated. The
+        child ignores Ctrl-C, as the run finishes its step."""
+
+        def begin():
+            for number, handler in self.before.items():
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else handler)
+            if self.before:
+                end_with_parent(signal.SIGKILL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self.before)
+
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, self.before),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, self.before),
+            after_in_child=begin,
+        )
 
     def _hear(self, number, _):
         by = signal.Signals(number).name
@@ -51,7 +77,26 @@ stop = Stop()
 def leave(text):
     """Ends this process at once; deepspeed ends the other ranks of the machine."""
     tell(text)
+    end_children()
     os._exit(1)
+
+
+def children():
+    """Returns this process's children and theirs, as psutil's processes."""
+    import psutil
+
+    return set(psutil.Process().children(recursive=True))
+
+
+def end_children(without=()):
+    """Kills this process's children and theirs, except those in `without`, and Python's resource
+    tracker, which ends by itself."""
+    import psutil
+
+    for child in children().difference(without):
+        with contextlib.suppress(psutil.Error):
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                child.kill()
 
 
 def end_with_parent(number):

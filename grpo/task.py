@@ -5,6 +5,7 @@ checked: a TaskError names the file, the function, what it returned, and what it
 is imported only when a tokenizer is needed, so that a mistake in the file is reported at once.
 """
 
+import contextlib
 import datetime
 import difflib
 import importlib.util
@@ -88,8 +89,18 @@ def module_at(path):
     file = Path(path).expanduser().resolve()
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # last: it must not shadow Python's modules
-    import_file(name := f"task_of_{file.stem}", file)
+    import_file(name := module_name(file), file)
     return sys.modules[name]
+
+
+def module_name(file):
+    """Returns the file's own name, so that processes which the task starts can import it, unless
+    Python finds another file by that name."""
+    with contextlib.suppress(ImportError, ValueError):
+        found = importlib.util.find_spec(file.stem)
+        if found and found.origin and Path(found.origin).resolve() == file:
+            return file.stem
+    return f"task_of_{file.stem}"
 
 
 # --- What a run begins with -------------------------------------------------------------

@@ -1,0 +1,99 @@
+"""Tasks may start processes, in each of multiprocessing's ways; none is left after a run."""
+
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+from fakes import a_recipe
+
+from grpo.stop import children, stop
+from grpo.task import load_task, reward_group
+
+TASK = """
+import multiprocessing, subprocess, sys, time
+
+LEFT = []
+
+def load(split): return [{"question": "1"}]
+def messages(item): return [{"role": "user", "content": "1"}]
+def double(number): return 2 * number
+
+def rewards(item, text):
+    context = multiprocessing.get_context(item["way"])
+    with context.Pool(2) as pool:
+        doubled = pool.map(double, [1, 2, 3])
+    process = context.Process(target=time.sleep, args=(99,))
+    process.start()
+    process.terminate()
+    process.join(10)
+    LEFT.append(context.Process(target=time.sleep, args=(99,)))
+    LEFT.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"]))
+    LEFT[-2].start()
+    return doubled == [2, 4, 6] and not process.is_alive()
+"""
+
+
+@pytest.mark.parametrize("way", ["fork", "forkserver", "spawn"])
+def test_a_reward_may_start_processes_and_none_is_left(way, tmp_path):
+    file = tmp_path / f"starts_by_{way}.py"
+    file.write_text(TASK)
+    before = children()
+    weights = {"reward": 1.0}
+    recipe = a_recipe(task=load_task(str(file)), TASK=str(file), REWARD_WEIGHTS=weights)
+    with stop.listening():
+        assert reward_group(recipe, {"way": way}, ["", ""]) == [{"reward": 1.0}] * 2
+    left = psutil.wait_procs(children() - before, timeout=2)[1]
+    assert all("resource_tracker" in " ".join(process.cmdline()) for process in left)
+
+
+def python(code):
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_signal_that_meets_a_child_at_its_birth_is_not_lost():
+    """The child takes 0.5 s until it has its handlers; the signal comes before."""
+    done = python("""
+        import multiprocessing, os, time
+        os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # hooks run in this order
+        from grpo.stop import stop
+        with stop.listening():
+            process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(99,))
+            process.start()
+            process.terminate()
+            process.join(10)
+            print(process.exitcode, repr(stop.asked))
+    """)
+    assert done.stdout == "-15 ''\n" and not done.stderr
+
+
+def test_a_child_ignores_the_runs_ctrl_c_and_ends_with_the_run():
+    done = python("""
+        import multiprocessing, os, signal, time
+        from grpo.stop import stop
+        os.setsid()
+        with stop.listening():
+            process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(99,))
+            process.start()
+            os.killpg(0, signal.SIGINT)
+            process.join(0.5)
+            print(process.is_alive(), stop.asked, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)  # ends once no process has its stdout
+    assert done.stdout == "True SIGINT\n"
+
+
+def test_a_child_that_exits_does_not_wait_for_the_watchdog_of_the_time_limit():
+    done = python("""
+        import os, sys
+        from grpo.rewards import timely, watchdog
+        with timely(20, "a reward"):
+            pid = os.fork()
+            if not pid:
+                sys.exit(3)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        assert watchdog.ends == float("inf")
+    """)
+    assert done.stdout == "3\n" and not done.stderr
