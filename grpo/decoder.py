@@ -5,11 +5,11 @@
     logits = decoder.next_logits(tokens)         # (S, V'), after one more token of each sequence
     decoder.keep(indices)                        # drops all sequences but these
 
-PlainDecoder works without a KV cache, CachedDecoder with transformers'. LlamaDecoder keeps one copy
-of a prompt for its group, lets prompts join a running batch (`joins`), and computes the layers;
-SharedDecoder does this with transformers' layers. A Graphed decoder records a step as a CUDA graph.
-The last three rely on a model's internals, so each is first tried on the model. Dropping sequences
-copies the cache of the other ones, which pays when more than 1 / `compaction` of all have ended.
+PlainDecoder works without a KV cache, CachedDecoder with transformers'. SharedDecoder keeps one
+copy of a prompt for its group, and lets prompts join a running batch (`joins`). GraphedDecoder
+records its step as a CUDA graph. The last two rely on a model's internals, so each is first tried
+on the model. Dropping sequences copies the cache of the other ones, which pays when more than
+1 / `compaction` of all have ended.
 
 Symbols: B prompts, G sequences of each, S sequences in all, V' the columns of the LM head.
 """
@@ -22,7 +22,7 @@ from grpo.cached import CachedDecoder
 from grpo.devices import is_nvidia, is_out_of_memory
 from grpo.log import say
 from grpo.models import can_cache, smallest_window
-from grpo.shared_prompt import MODEL_TYPES, LlamaDecoder
+from grpo.shared_prompt import SharedDecoder
 
 # The largest relative difference of logits that counts as rounding. Measured over 14 families and
 # a trained SmolLM2-135M in float32: 8e-6; a wrong mask or position gives 0.1 and more, a forgotten
@@ -51,21 +51,12 @@ def make_decoder(model, max_new_tokens, longest_prompt):
 
 def kinds_for(model):
     """Yields the kinds of decoders to try, the fastest first."""
-    if model.config.model_type in MODEL_TYPES:
-        yield from recorded_first(LlamaDecoder, model)
-    from grpo.options.shared_layers import SharedDecoder
-
-    yield from recorded_first(SharedDecoder, model)
-
-
-def recorded_first(kind, model):
-    """Yields a kind of decoder, on NVIDIA's GPUs after the kind that records it."""
     if is_nvidia(model.device):
-        from grpo.options import cuda_graph
+        from grpo.options.cuda_graph import GraphedDecoder, can_record
 
-        if cuda_graph.can_record(kind, model):
-            yield cuda_graph.GRAPHED[kind]
-    yield kind
+        if can_record(model):
+            yield GraphedDecoder
+    yield SharedDecoder
 
 
 def is_right(kind, model):

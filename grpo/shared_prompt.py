@@ -1,8 +1,8 @@
-"""LlamaDecoder: a prompt's keys and values are kept, and attended to, once for its whole group.
+"""SharedDecoder: a prompt's keys and values are kept, and attended to, once for its whole group.
 
 The G sequences of a group attend to their prompt in one matrix product, and their completions
 are written in place (transformers' cache copies everything for each token). New prompts may join a
-running batch. Models with other layers than Llama's have options/shared_layers.py.
+running batch. It needs a model whose attention goes through transformers' attention interface.
 
 Symbols: B prompts, G sequences of each, S sequences in all, P prompt tokens, K key-value heads,
 R query heads for each of them, D width of a head, C tokens that a sequence has room for.
@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from torch.nn.functional import pad, rms_norm
-from transformers.cache_utils import DynamicLayer
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicLayer
 
+from grpo.attention import attention_is
 from grpo.cached import repeated
 from grpo.decode_attention import attend, mask_of
-from grpo.models import prefill
+from grpo.models import last_logits, prefill
 
 ROOM = 64  # C at first; doubled when it is full
+SHARED = "grpo_split_shared_prompts"  # the name of shared_attention among transformers' attentions
 
 
 # --- Where everything is ------------------------------------------------------------
@@ -60,12 +63,10 @@ class Slots:
 
 # --- The cache ----------------------------------------------------------------------
 class SharedLayer(DynamicLayer):
-    """A layer's keys and values: of prompts, (B, K, P, D), and of sequences, (S, K, C, D). `attend`
-    is decode_attention's, or attend_any."""
+    """A layer's keys and values: of prompts, (B, K, P, D), and of sequences, (S, K, C, D)."""
 
-    def __init__(self, attend):
+    def __init__(self):
         super().__init__()
-        self.attend = attend
         self.is_initialized, self.prompts, self.sequences = True, [None, None], [None, None]
 
     def admit(self, layer, count, room):
@@ -88,43 +89,74 @@ class SharedLayer(DynamicLayer):
         """Writes the next token's keys and values, (S, K, D)."""
         self.sequences[0][slots.where], self.sequences[1][slots.where] = keys, values
 
-    def attention(self, query, slots, scaling, **options):
-        """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D), with the
-        `options` of attend_any.
+    def attention(self, query, slots, scaling, softcap):
+        """Returns the attention (S, K, R, D) of the next tokens' queries (S, K, R, D).
 
         The softmax over prompt and completion is the mean of each part's attention, weighted by its
         sum of exponentials (FlashAttention, arXiv 2205.14135): so the prompt's part is one matrix
         product for all sequences of a group, (G * R, D) x (D, P).
         """
         layout, (keys, values) = slots.layout, (x[:, :, : slots.seen] for x in self.sequences)
-        alone, alone_log = self.attend(query, keys, values, slots.unwritten, scaling, **options)
+        alone, alone_log = attend(query, keys, values, slots.unwritten, scaling, softcap)
         grid = layout.to_grid(query)
-        shared, log = self.attend(grid, *self.prompts, layout.padding, scaling, **options)
+        shared, log = attend(grid, *self.prompts, layout.padding, scaling, softcap)
         shared, log = layout.from_grid(shared), layout.from_grid(log[..., None])
         weight = torch.sigmoid(log - alone_log[..., None])  # exp(log) / (exp(log) + exp(alone_log))
         return torch.lerp(alone.to(weight.dtype), shared.to(weight.dtype), weight).to(alone.dtype)
 
 
-# --- The decoder --------------------------------------------------------------------
-class GroupDecoder:
-    """A subclass has forward(tokens, slots), which returns logits (S, V') after one more token of
-    each sequence, which takes its slot."""
+class SharedCache(Cache):
+    """The layers as the cache of a transformers model, for one token of each sequence."""
 
+    def __init__(self, layers, slots):
+        super().__init__(layers=layers)
+        self.slots = slots
+
+    def get_seq_length(self, layer_idx=0):
+        return self.layers[0].prompts[0].shape[2] + self.slots.seen - 1
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        """Takes the next token's keys and values, (S, K, 1, D)."""
+        self.layers[layer_idx].write(keys[:, :, 0], values[:, :, 0], self.slots)
+        # transformers gives its attention functions the keys, but no cache: the keys carry it. If a
+        # model makes other keys of them, shared_attention refuses it, and decoder.py finds that out
+        keys.shared = self.layers[layer_idx], self.slots
+        return keys, values
+
+
+def shared_attention(
+    module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_
+):
+    """SharedLayer.attention for transformers' layers: (S, K * R, 1, D) -> (S, 1, K * R, D), None"""
+    if s_aux is not None:
+        raise NotImplementedError("its attention has sinks")
+    if not hasattr(key, "shared"):  # the layer computes its keys from what it has cached
+        raise NotImplementedError("its attention keeps its own cache format")
+    layer, slots = key.shared
+    size, heads, _, width = query.shape
+    query = query.view(size, key.shape[1], -1, width)
+    scaling = width**-0.5 if scaling is None else scaling
+    out = layer.attention(query, slots, scaling, softcap)
+    return out.reshape(size, 1, heads, -1), None
+
+
+AttentionInterface.register(SHARED, shared_attention)
+
+
+# --- The decoder --------------------------------------------------------------------
+class SharedDecoder:
+    feature = "shared prompts"
     joins, compaction = True, 8
 
     def __init__(self, model, max_new_tokens):
         self.model, self.limit, self.room = model, max_new_tokens, min(max_new_tokens, ROOM)
-        self.layers, self.layout, self.attend = None, None, attend
-        if model.device.type != "cpu":
-            from grpo.options.any_attention import attend_any
-
-            self.attend = attend_any
+        self.layers, self.layout = None, None
         self.prompt_lengths, self.prompt_of = [], []  # (B,) in tokens; (S,) each sequence's prompt
         self.lengths, self.columns = [], None  # (S,) tokens so far; the same on the device
 
     def admit(self, prompts, sizes):
         logits, cache, _ = prefill(self.model, prompts)
-        self.layers = self.layers or [SharedLayer(self.attend) for _ in cache.layers]
+        self.layers = self.layers or [SharedLayer() for _ in cache.layers]
         for layer, new in zip(self.layers, cache.layers, strict=True):
             layer.admit(new, sum(sizes), self.room)
         for prompt, size in zip(prompts, sizes, strict=True):
@@ -186,6 +218,12 @@ class GroupDecoder:
         where = torch.arange(len(columns), device=columns.device), slice(None), columns
         return Slots(layout, layout.start + columns, where, seen, mask_of(after, like))
 
+    def forward(self, tokens, slots):
+        """Returns logits (S, V') after one more token of each sequence, which takes its slot."""
+        with attention_is(SHARED, self.model.config):
+            cache = SharedCache(self.layers, slots)
+            return last_logits(self.model, tokens[:, None], slots.positions[:, None], cache)
+
     def make_room(self):
         """Doubles the room if it is full: on average a token is copied less than once."""
         if max(self.lengths) == self.room:
@@ -199,52 +237,3 @@ class GroupDecoder:
         self.lengths = [min(n + 1, self.limit - 1) for n in self.lengths]
         # Computed on the device: to copy the list would take a wait for each token
         self.columns = (self.columns + 1).clamp_(max=self.limit - 1)
-
-
-# --- Llama's layers, written out ------------------------------------------------------
-# In a small batch a token's time depends on the number of operations, not on their size. This code
-# makes half of the calls and three quarters of the operations of transformers' layers, and took
-# 8 to 21 % less time (1M parameters, 48dacc2). All MODEL_TYPES have the same kind of block: RMS
-# norm (1910.07467), rotary attention (2104.09864), RMS norm, gated MLP (2002.05202), with a
-# residual around each half. H hidden size, A query heads.
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-class LlamaDecoder(GroupDecoder):
-    feature = "grpo-split's Llama layers"
-
-    def forward(self, tokens, slots):
-        body = self.model.model
-        hidden = body.embed_tokens(tokens)  # (S, H)
-        cos, sin = body.rotary_emb(hidden, slots.positions[:, None])  # (S, 1, D)
-        for block, layer in zip(body.layers, self.layers, strict=True):
-            attention = block.self_attn
-            normed = norm(block.input_layernorm, hidden)
-            query, key, value = (
-                projection(normed).unflatten(-1, (-1, attention.head_dim))
-                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-            )
-            if hasattr(attention, "q_norm"):  # Qwen3
-                query, key = norm(attention.q_norm, query), norm(attention.k_norm, key)
-            both = rotated(torch.cat([query, key], 1), cos, sin)
-            query, key = both[:, : query.shape[1]], both[:, query.shape[1] :]
-            layer.write(key, value, slots)
-            query = query.unflatten(1, (key.shape[1], -1))  # (S, K, A / K, D)
-            out = layer.attention(query, slots, attention.scaling)
-            hidden = hidden + attention.o_proj(out.flatten(1))
-            mlp, normed = block.mlp, norm(block.post_attention_layernorm, hidden)
-            gate = mlp.act_fn(mlp.gate_proj(normed))
-            hidden = hidden + mlp.down_proj(gate.mul_(mlp.up_proj(normed)))
-        return self.model.lm_head(norm(body.norm, hidden))
-
-
-def norm(module, x):
-    return rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
-
-
-def rotated(x, cos, sin):
-    """Returns x (S, A + K, D) with rotary positions, cos and sin (S, 1, D): with x = (x1, x2), its
-    halves, (x1, x2) cos + (-x2, x1) sin."""
-    half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-    return torch.addcmul(x * cos, turned, sin)

@@ -57,7 +57,6 @@ UNSHARED = {  # families that can't have shared prompts, and the reason that is 
     "deepseek v3": ("DeepseekV3Config", DEEPSEEK, "its attention keeps its own cache format"),
     "gpt-oss": ("GptOssConfig", SINKS, "its attention has sinks"),
 }
-OWN_STEP = {"qwen2", "llama", "qwen3", "mistral wide"}  # LlamaDecoder's
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}  # rope_parameters of Llama
 SLOW = {"mamba", "gpt1", "lfm2"}  # their past is not (only) a key-value cache
 

@@ -14,11 +14,14 @@ LINES = 5_900  # of our files that a plain run loads; to become 4 500
 SERVER = {
     f"grpo/{name}.py" for name in ("client", "remote", "waits", "wire")
 }  # only with REF_SERVER
-GPU = {f"grpo/options/{name}.py" for name in ("sizes", "sample_sizes", "cuda_graph", "nvidia")}
-GPU |= {f"grpo/options/{name}.py" for name in ("any_attention", "shared_layers", "varlen")}
+GPU = {
+    f"grpo/options/{name}.py"
+    for name in ("sizes", "sample_sizes", "cuda_graph", "nvidia", "varlen")
+}
 GPU |= {f"grpo/options/{name}.py" for name in ("rounding", "float32_head")}  # bfloat16
 GPU |= {f"grpo/options/{name}.py" for name in ("lora", "plain_decoder")}  # that those import
 RARE = {  # files of which such a run executes fewer than 60 % of the lines: what the others are for
+    "grpo/decode_attention.py",  # GPUs and capped scores
     "grpo/constants.py",  # errors of the command line and of presets
     "tasks/data.py",  # data from the hub or from files
 }

@@ -6,7 +6,6 @@ import pytest
 import torch
 from families import (
     FAMILIES,
-    OWN_STEP,
     PROMPTS,
     SLOW,
     TOLERANCE,
@@ -19,16 +18,14 @@ from families import (
 from peft import LoraConfig
 from transformers import AttentionInterface
 
-from grpo import shared_prompt as llama_step
+from grpo import shared_prompt
 from grpo.cached import CachedDecoder
 from grpo.decoder import is_right, make_decoder
-from grpo.options import shared_layers
 from grpo.options.plain_decoder import PlainDecoder
-from grpo.options.shared_layers import SharedDecoder
-from grpo.shared_prompt import GroupDecoder, LlamaDecoder
+from grpo.shared_prompt import SharedDecoder
 
 # --- Decoders ----------------------------------------------------------------------
-SHARING = {*OWN_STEP, "gemma", "gpt2", "opt", "mixtral", *WIDE}
+SHARING = {"qwen2", "llama", "qwen3", "gemma", "gpt2", "opt", "mixtral", *WIDE}
 
 
 @pytest.mark.parametrize("family", FAMILIES | WIDE)
@@ -36,10 +33,9 @@ def test_which_families_share_prompts(family, model_of):
     """ALiBi (BLOOM) is of no attention interface, and a window may hide a part of the prompt."""
     kind = type(make_decoder(model_of(family), 12, longest_prompt=9))
     slow = PlainDecoder if family in SLOW else CachedDecoder
-    sharing = LlamaDecoder if family in OWN_STEP else SharedDecoder
-    assert kind is (sharing if family in SHARING else slow)
+    assert kind is (SharedDecoder if family in SHARING else slow)
     if family in WIDE:  # 64 tokens of window are just enough for these
-        assert type(make_decoder(model_of(family), 12, longest_prompt=52)) is sharing
+        assert type(make_decoder(model_of(family), 12, longest_prompt=52)) is SharedDecoder
         assert type(make_decoder(model_of(family), 12, longest_prompt=53)) is CachedDecoder
 
 
@@ -66,11 +62,11 @@ def test_a_long_completion_outgrows_its_room_and_keeps_its_past(model_of):
 
 
 def without_softcap(module, query, key, value, mask, scaling=None, softcap=None, **others):
-    return shared_layers.shared_attention(module, query, key, value, mask, scaling, None, **others)
+    return shared_prompt.shared_attention(module, query, key, value, mask, scaling, None, **others)
 
 
 def without_own(module, query, key, value, mask, **others):
-    out, _ = shared_layers.shared_attention(module, query, key, value, mask, **others)
+    out, _ = shared_prompt.shared_attention(module, query, key, value, mask, **others)
     return out * 0.99, None
 
 
@@ -84,11 +80,10 @@ def without_own(module, query, key, value, mask, **others):
 ])  # fmt: skip
 def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeypatch):
     """It is tried on every model, for nobody has tried it on all architectures."""
-    model, arrange, slots = tiny_model(family), GroupDecoder._arrange, GroupDecoder.slots_for
-    kinds = [SharedDecoder] + ([LlamaDecoder] if family in OWN_STEP else [])
-    assert all(is_right(kind, model) for kind in kinds)
+    model, arrange, slots = tiny_model(family), SharedDecoder._arrange, SharedDecoder.slots_for
+    assert is_right(SharedDecoder, model)
     if callable(wrong):
-        AttentionInterface.register(shared_layers.SHARED, wrong)
+        AttentionInterface.register(shared_prompt.SHARED, wrong)
 
     def arrange_wrongly(self):
         arrange(self)
@@ -97,15 +92,15 @@ def test_shared_prompts_that_would_be_wrong_are_found_out(family, wrong, monkeyp
         elif wrong == "padding":
             self.layout = replace(self.layout, padding=None)
 
-    monkeypatch.setattr(GroupDecoder, "_arrange", arrange_wrongly)
+    monkeypatch.setattr(SharedDecoder, "_arrange", arrange_wrongly)
     if wrong == "ages":  # rows that joined late see what was never written
         seeing = lambda *arguments: replace(slots(*arguments), unwritten=None)
-        monkeypatch.setattr(GroupDecoder, "slots_for", seeing)
+        monkeypatch.setattr(SharedDecoder, "slots_for", seeing)
     try:
-        assert not any(is_right(kind, model) for kind in kinds)
+        assert not is_right(SharedDecoder, model)
         assert type(make_decoder(model, 12, 9)) is CachedDecoder
     finally:
-        AttentionInterface.register(shared_layers.SHARED, shared_layers.shared_attention)
+        AttentionInterface.register(shared_prompt.SHARED, shared_prompt.shared_attention)
 
 
 def test_special_tokens_take_no_part_in_the_trial():
@@ -113,23 +108,7 @@ def test_special_tokens_take_no_part_in_the_trial():
     model = tiny_model("qwen2")
     embedding = model.get_input_embeddings().weight.data
     embedding[1:21] = embedding[-21:] = torch.nan  # 0 is padding
-    assert is_right(LlamaDecoder, model)
-
-
-# --- This project's step -----------------------------------------------------------
-@pytest.mark.parametrize("family", sorted(OWN_STEP))
-@pytest.mark.parametrize("part", ["norm", "rotated"])
-def test_an_own_step_that_would_be_wrong_is_found_out(family, part, monkeypatch, capsys):
-    """Such a model is sampled by transformers' layers."""
-    wrong = {"norm": lambda module, x: x * module.weight, "rotated": lambda x, cos, sin: x * cos}
-    monkeypatch.setattr(llama_step, part, wrong[part])
-    model = tiny_model(family)
-    own = model.config._attn_implementation
-    decoder = make_decoder(model, 12, 9)
-    assert type(decoder) is SharedDecoder and "differ by" in capsys.readouterr().out
-    decoder.admit(PROMPTS, [2] * 4)
-    decoder.next_logits(torch.arange(8))
-    assert model.config._attn_implementation == own != shared_layers.SHARED  # it is back
+    assert is_right(SharedDecoder, model)
 
 
 @pytest.mark.parametrize("family, changes", [
@@ -138,7 +117,7 @@ def test_an_own_step_that_would_be_wrong_is_found_out(family, part, monkeypatch,
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "hidden_act": "gelu"}),
     ("qwen2", "adapters"),
 ])  # fmt: skip
-def test_other_shapes_and_adapters_take_our_step(family, changes):
+def test_other_shapes_and_adapters_share_prompts(family, changes):
     if changes == "adapters":
         model, layers = tiny_model(family), ["q_proj", "v_proj", "down_proj"]
         config = LoraConfig(r=4, target_modules=layers, init_lora_weights=False)
@@ -146,5 +125,5 @@ def test_other_shapes_and_adapters_take_our_step(family, changes):
         model.eval()
     else:
         model = tiny_model(family, **changes)
-    assert type(make_decoder(model, 12, 9)) is LlamaDecoder
+    assert type(make_decoder(model, 12, 9)) is SharedDecoder
     assert_plain_logps(model, PROMPTS, sample(model, PROMPTS))

@@ -54,7 +54,6 @@ MAY = {  # what a module may import of ours
 }
 CHOOSE = {  # who of the core names an option, within the function that switches it on
     "chat_template": "grpo.prepare",  # CHAT_TEMPLATE
-    "any_attention": "grpo.shared_prompt",  # a GPU
     "async_rewards": "grpo.prepare",  # async def rewards
     "cuda_graph": "grpo.decoder",  # NVIDIA's GPU
     "failures": "grpo.prepare",  # MAX_FAILED_REWARDS
@@ -69,7 +68,6 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "reward_processes": "grpo.prepare",  # REWARD_PROCESSES
     "continued": "grpo.sampler",  # a task with reply()
     "rounding": "grpo.engine",  # bfloat16
-    "shared_layers": "grpo.decoder",  # a model with other layers than Llama's
     "sizes": "grpo.start",  # a GPU, and "auto"
     "stop_strings": "grpo.policy",  # STOP_STRINGS
     "teacher": "grpo.reference",  # REFERENCE

@@ -21,9 +21,9 @@ from families import (
 from grpo import shared_prompt as decode
 from grpo.cached import CachedDecoder
 from grpo.options.plain_decoder import PlainDecoder
-from grpo.options.shared_layers import SharedDecoder
 from grpo.sample import Prompt
 from grpo.sampler import groups_to_admit, stream_groups
+from grpo.shared_prompt import SharedDecoder
 
 SOME = ("qwen2", "gpt2", "gemma2 wide", "mamba", "mistral")  # each kind of decoder
 FEW_ROWS = [(family, *rows) for family in SOME for rows in ((2, 1), (7, 3))]

@@ -13,20 +13,19 @@ import functools
 import torch
 
 from grpo.devices import is_nvidia, is_out_of_memory
-from grpo.options.shared_layers import SharedDecoder
-from grpo.shared_prompt import LlamaDecoder
+from grpo.shared_prompt import SharedDecoder
 
 
 # --- What may be recorded -----------------------------------------------------------
 # Checked beforehand: after a recording that fails PyTorch's allocator acts as if it still recorded.
-def can_record(kind, model):
-    """Returns whether decoders of a kind take a token without waiting for the GPU, as dynamic RoPE
+def can_record(model):
+    """Returns whether a decoder takes a token without waiting for the GPU, as dynamic RoPE
     does, which reads the positions. It is tried once, with PyTorch set to raise whenever the host
     waits."""
     if not is_nvidia(model.device):
         return False
     try:
-        return never_waits(kind(model, 2))
+        return never_waits(SharedDecoder(model, 2))
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -54,10 +53,9 @@ class GraphedDecoder:
 
     feature = "CUDA graphs"
     joins, compaction = True, 2
-    kind = LlamaDecoder
 
     def __init__(self, model, max_new_tokens):
-        self.decoder = self.kind(model, max_new_tokens)
+        self.decoder = SharedDecoder(model, max_new_tokens)
         self.admit, self.keep = self.decoder.admit, self.decoder.keep
         self.graph = self.memory = None
 
@@ -77,16 +75,6 @@ class GraphedDecoder:
     def _forward(self, tokens, columns):
         """Returns logits (S, V'); no Python number in here may change from token to token."""
         return self.decoder.forward(tokens, self.decoder.slots_for(columns, self.decoder.room))
-
-
-class GraphedSharedDecoder(GraphedDecoder):
-    """Records transformers' layers. They launch more kernels for a shared prompt than for a copied
-    one, 50 a layer against 40: without a graph the launches would cost what the sharing saves."""
-
-    kind = SharedDecoder
-
-
-GRAPHED = {LlamaDecoder: GraphedDecoder, SharedDecoder: GraphedSharedDecoder}
 
 
 class Graph:

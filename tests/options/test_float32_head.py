@@ -12,9 +12,8 @@ from grpo.cached import CachedDecoder
 from grpo.forward import has_plain_head
 from grpo.options.float32_head import ConvertedHead, give_float32_head
 from grpo.options.plain_decoder import PlainDecoder
-from grpo.options.shared_layers import SharedDecoder
 from grpo.sample import Prompt
-from grpo.shared_prompt import LlamaDecoder
+from grpo.shared_prompt import SharedDecoder
 
 
 @pytest.fixture
@@ -44,13 +43,12 @@ def test_logits_are_not_rounded(model, converted):
 
 @torch.no_grad()
 def test_every_decoder_gives_float32_logits_and_the_head_stays_plain(model):
-    for kind in (LlamaDecoder, SharedDecoder, CachedDecoder, PlainDecoder):
-        shared = kind in (LlamaDecoder, SharedDecoder)
-        one = kind(model, 8) if shared else kind(model)
+    for kind in (SharedDecoder, CachedDecoder, PlainDecoder):
+        one = kind(model, 8) if kind is SharedDecoder else kind(model)
         assert one.admit(PROMPTS[:2], [2, 2]).dtype == torch.float32, kind
         assert one.next_logits(torch.tensor([3, 4, 5, 6])).dtype == torch.float32, kind
     assert has_plain_head(model)
-    assert all(decoder.is_right(kind, model) for kind in (LlamaDecoder, SharedDecoder))
+    assert decoder.is_right(SharedDecoder, model)
 
 
 @torch.no_grad()

@@ -11,14 +11,9 @@ from families import DYNAMIC, PROMPTS, TOLERANCE, assert_plain_logps, tiny_model
 from grpo import sampler, shared_prompt
 from grpo.cached import CachedDecoder
 from grpo.decoder import make_decoder
-from grpo.options.cuda_graph import (
-    GraphedDecoder,
-    GraphedSharedDecoder,
-    can_record,
-)
+from grpo.options.cuda_graph import GraphedDecoder, can_record
 from grpo.options.plain_decoder import PlainDecoder
-from grpo.options.shared_layers import SharedDecoder
-from grpo.shared_prompt import LlamaDecoder
+from grpo.shared_prompt import SharedDecoder
 from rehearsal.events import counted
 
 EOS = set(range(10, 20))  # from 13 on isin() waits; models have one to three
@@ -30,10 +25,10 @@ FEWER, MORE = 3, 5  # tokens; a graph is recorded at the third
 CASES = [
     ("qwen2", PlainDecoder),
     ("qwen2", CachedDecoder),
-    ("qwen2", LlamaDecoder),
+    ("qwen2", SharedDecoder),
     ("qwen2", GraphedDecoder),
     ("gpt2", SharedDecoder),
-    ("gemma2 wide", GraphedSharedDecoder),  # scores are capped: attention in pieces
+    ("gemma2 wide", GraphedDecoder),  # scores are capped: attention in pieces
 ]
 
 
@@ -69,23 +64,17 @@ def test_samples_of_the_gpu_have_plain_log_probs(family, kind, monkeypatch):
 
 @pytest.mark.parametrize("family, kind, changes", [
     ("qwen2", GraphedDecoder, {}),
-    ("llama", LlamaDecoder, {"rope_parameters": DYNAMIC}),  # it looks at the largest position
+    ("llama", SharedDecoder, {"rope_parameters": DYNAMIC}),  # it looks at the largest position
     ("gpt2", SharedDecoder, {}),  # it looks for padding where there is a pad id and no mask
-    ("gpt2", GraphedSharedDecoder, {"pad_token_id": None}),
+    ("gpt2", GraphedDecoder, {"pad_token_id": None}),
     ("gemma2", CachedDecoder, {}),
-    ("gemma", GraphedSharedDecoder, {}),
-    ("opt", GraphedSharedDecoder, {}),
+    ("gemma", GraphedDecoder, {}),
+    ("opt", GraphedDecoder, {}),
 ])  # fmt: skip
 def test_the_fastest_decoder_passes_its_trial(family, kind, changes):
     model = tiny_model(family, **changes).to("cuda", torch.bfloat16)
     assert type(make_decoder(model, 12, 9)) is kind
-    waits = kind in (SharedDecoder, LlamaDecoder)  # their layers do
-    assert can_record(SharedDecoder, model) != waits
-
-
-def test_a_llama_without_our_step_has_its_layers_recorded(monkeypatch):
-    monkeypatch.setattr(LlamaDecoder, "forward", None)
-    assert type(make_decoder(tiny_model("llama").to("cuda"), 12, 9)) is GraphedSharedDecoder
+    assert can_record(model) != (kind is SharedDecoder)  # whose layers wait
 
 
 # --- Bounds -------------------------------------------------------------------------------
@@ -106,7 +95,6 @@ def per_token(tokens_drawn):
 
 @pytest.mark.parametrize("kind, prompts", [
     *itertools.product(KINDS, (EVEN, PADDED)),
-    (LlamaDecoder, PADDED),
     (CachedDecoder, EVEN),
 ])  # fmt: skip
 def test_a_token_waits_once(kind, prompts, monkeypatch):
@@ -120,7 +108,7 @@ def test_a_token_waits_once(kind, prompts, monkeypatch):
 
 
 def test_joining_and_leaving_wait_a_bounded_number_of_times():
-    decoder = LlamaDecoder(qwen2(2), 8)
+    decoder = SharedDecoder(qwen2(2), 8)
     with torch.no_grad(), counted() as admitting:
         decoder.admit(PADDED, [4] * len(PADDED))
     indices = torch.tensor([0, 2, 3, 5, 6], device="cuda")

@@ -7,13 +7,11 @@ import torch
 from families import tiny_model
 from gpu_kernels import efficient_attention, registered
 
-from grpo import shared_prompt
+from grpo import decode_attention, shared_prompt
 from grpo.cached import CachedDecoder
-from grpo.decode_attention import attend, mask_of
+from grpo.decode_attention import attend, in_one_kernel, mask_of
 from grpo.decoder import make_decoder
-from grpo.options import any_attention, shared_layers
-from grpo.options.any_attention import attend_any, in_one_kernel
-from grpo.shared_prompt import LlamaDecoder
+from grpo.shared_prompt import SharedDecoder
 
 
 def some(queries, keys, width=8, dtype=torch.float32):
@@ -29,7 +27,7 @@ def test_both_kinds_of_attention_give_the_same_and_its_sums(mask):
     where = torch.zeros(3, 1, 1, 1100, dtype=torch.bool)
     where[0, ..., 50:] = where[1, ..., :1099] = True
     arguments = query, keys, values, mask_of(where, keys) if mask else None, 0.3
-    uncapped = attend_any(*arguments, 1e6)  # a cap that no score is near to
+    uncapped = attend(*arguments, 1e6)  # a cap that no score is near to
     for a, b in zip(attend(*arguments), uncapped, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
     scores = query.double() @ keys.double().mT * 0.3
@@ -55,12 +53,11 @@ def without_its_mask(query, key, value, attn_bias, *arguments, **settings):
 ])  # fmt: skip
 def test_a_kernel_that_is_wrong_or_missing_costs_the_decoder(kernel, reason, monkeypatch, capsys):
     monkeypatch.setattr(shared_prompt, "attend", as_on_a_gpu)
-    monkeypatch.setattr(shared_layers, "attend_any", as_on_a_gpu)
     with registered(kernel) if kernel else contextlib.nullcontext():
         decoder = make_decoder(tiny_model("qwen2"), 12, 9)
-    assert type(decoder) is (CachedDecoder if reason else LlamaDecoder)
+    assert type(decoder) is (CachedDecoder if reason else SharedDecoder)
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 * bool(reason)  # our layers, and transformers'
+    assert len(said) == bool(reason)
     assert all("slower" in line and reason in line for line in said)
 
 
@@ -70,8 +67,8 @@ def as_on_a_gpu(query, keys, values, mask, scaling, softcap=None):
 
 def test_capped_scores_and_values_of_another_width_go_in_pieces(monkeypatch):
     query, keys, values = some(4, 9)
-    monkeypatch.setattr(any_attention, "in_one_kernel", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(decode_attention, "in_one_kernel", lambda *_: pytest.fail("tried"))
     meta = [x.to("meta") for x in (query, keys, values)]
     for last, softcap in ((values, 30.0), (values[..., :4], None)):
-        out, log_sums = attend_any(*meta[:2], last.to("meta"), None, 0.3, softcap)
+        out, log_sums = attend(*meta[:2], last.to("meta"), None, 0.3, softcap)
         assert out.shape == (3, 2, 4, last.shape[-1]) and log_sums.shape == (3, 2, 4)
