@@ -184,12 +184,29 @@ def log_idle(run, metrics, groups):
     found = ", ".join(f"{name} {metrics[name]:.2f}" for name in names if name in metrics)
     run.idle_reason = (
         f"{kept} (SKIP_FLAT_GROUPS = {c.SKIP_FLAT_GROUPS!r}, OUTCOME = {run.recipe.outcome!r}:"
-        f" {found}), and {cut} (MASK_TRUNCATED, MAX_COMPLETION_TOKENS = {c.MAX_COMPLETION_TOKENS})"
+        f" {found}), and {cut} (MASK_TRUNCATED = {c.MASK_TRUNCATED}, MAX_COMPLETION_TOKENS ="
+        f" {c.MAX_COMPLETION_TOKENS})"
     )
+    if c.MASK_TRUNCATED and (groups or metrics["completions/clipped_ratio"] == 1):  # all of them
+        run.idle_reason += "; raise that limit, or train on them: MASK_TRUNCATED = False"
     if metrics.get("tools/call_share") == 0:
         why = "is STOP_STRINGS right, or does the model make no call?"
         run.idle_reason += f"; reply() never returned a text: {why}"
     say(f"step {p.step + 1} trains nothing ({p.idle} in a row): {run.idle_reason}")
+
+
+def note_accuracies(metrics):
+    """Logs a run's accuracies from its file of metrics. If greedy answers are right from the start,
+    only the accuracy of samples can rise."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    names = "accuracy", "eval_accuracy"
+    sampled, greedy = ([r[name] for r in records if r.get(name) is not None] for name in names)
+    if sampled:
+        n = min(10, -(-len(sampled) // 4))  # steps, as one is noisy
+        first, last = (sum(part) / n for part in (sampled[:n], sampled[-n:]))
+        found = f"{first:.3f} in the first {n} of {len(sampled)} steps, {last:.3f} in the last {n}"
+        then = f"; greedy: {greedy[0]:.3f}, then {greedy[-1]:.3f}" if greedy else ""
+        say(f"accuracy of samples: {found}{then}")
 
 
 def report_end(run, asked):
@@ -201,6 +218,8 @@ def report_end(run, asked):
         shares = {name: sum(lap.get(f"seconds_{name}", 0) for lap in laps) for name in PARTS}
         parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
         say(f"{len(laps)} steps, {total / len(laps):.2f} s each: {parts}")
+        if dist.get_rank() == 0:
+            note_accuracies(run.folder.files[0])
     if asked:
         is_saved = "is saved: start again to resume" if p.saved == p.step else "is not saved"
         raise SystemExit(f"stopped by {stop.asked or 'a signal'}; step {p.step} {is_saved}")

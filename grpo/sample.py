@@ -28,6 +28,7 @@ class Sample:
     truncated: bool = False  # cut at the limit, and not ended by EOS or a stop string
     is_model_token: list[bool] | None = None  # False: the task added the id (turns); None: all True
     text: str | list[str] | None = None  # as the task sees it; a list of turns: model, task, ...
+    tool_calls: tuple = (0, 0)  # of TOOLS: made, failed
     prompt: list[int] | None = None  # ids; the samples of a group share the list
     # Floats by name; NaN: does not apply. From the sampler: those of the environment
     rewards: dict | None = None

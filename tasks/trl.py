@@ -15,6 +15,7 @@ TRL's (benchmarks/results/trl_rewards.md), but what functions get differs:
 
 import asyncio
 import inspect
+import numbers
 
 from tasks.data import records
 
@@ -44,11 +45,34 @@ def messages(item):
 
 def group_rewards(item, completions):
     """Returns {name: a number, or None} for each completion, from one call of each function."""
-    if not isinstance(item["prompt"], str):
+    prompt, number = item["prompt"], len(completions)
+    if not isinstance(prompt, str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    columns = {name: [value] * len(completions) for name, value in item.items()}
-    columns["prompts"], columns["completions"] = columns.pop("prompt"), completions
+        if prompt[-1]["role"] == "assistant":  # it begins each completion, as in TRL
+            prompt = prompt[:-1]
+    columns = {name: [value] * number for name, value in (item | {"prompts": prompt}).items()}
+    columns |= {"completions": completions}
+    del columns["prompt"]
     ignored = dict.fromkeys(["log_extra", "log_metric"], lambda name, value: None)
-    found = {name: function(**columns, **ignored) for name, function in functions().items()}
-    found = {n: LOOP.run(v) if inspect.iscoroutine(v) else v for n, v in found.items()}
+    found = {}
+    for name, function in functions().items():
+        result = function(**columns, **ignored)
+        result = LOOP.run(result) if inspect.iscoroutine(result) else result
+        found[name] = values_of(name, function, result, number)
     return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
+
+
+def values_of(name, function, result, number):
+    """Returns what a function has returned, as a list. TypeError if it does not fit."""
+    try:
+        values = None if isinstance(result, str | dict) else list(result)
+    except TypeError:  # a number, None
+        values = None
+    is_number = lambda x: x is None or isinstance(x, numbers.Real) or getattr(x, "ndim", 1) == 0
+    if values is None or len(values) != number or not all(map(is_number, values)):
+        called = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(
+            f"the reward function {called}() of {name!r} returned {result!r:.500}: it must return a"
+            f" list of {number} values, one for each completion, each a number or None"
+        )
+    return values

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes import a_recipe
 from huggingface_hub import ModelCard
 
 import grpo_ref_split as trainer
@@ -165,3 +166,41 @@ def test_a_card_has_what_the_hub_and_a_person_want_to_know(tmp_path, rank):
     assert ModelCard(text).data.base_model is None and "0.250" not in text
     progress |= {"evaluated": 90, "accuracy": -1.0}  # OUTCOME applied to no question
     assert "-1" not in report.model_card(c, state).split("```python")[0]
+
+
+# --- The end --------------------------------------------------------------------------
+@pytest.mark.parametrize("sampled, greedy, said", [
+    ([0.2, 0.3, 0.5, 0.6, 0.7, 0.8, 0.7, 0.8], [0.975, 0.975],
+     "samples: 0.250 in the first 2 of 8 steps, 0.750 in the last 2; greedy: 0.975, then 0.975"),
+    ([0.25], [], "samples: 0.250 in the first 1 of 1 steps, 0.250 in the last 1"),
+    ([0.5] * 40 + [None] * 9, [0.5],
+     "0.500 in the first 10 of 40 steps, 0.500 in the last 10; greedy: 0.500"),
+    ([None], [0.5], None),  # OUTCOME applied to none
+])  # fmt: skip
+def test_the_end_of_a_run_has_the_sampled_accuracy_beside_the_greedy_one(
+    tmp_path, alone, capsys, sampled, greedy, said
+):
+    folder = report.RunFolder(tmp_path)
+    for step, value in enumerate(sampled, start=1):
+        more = {} if value is None else {"accuracy": value}
+        folder.log("metrics.jsonl", {"step": step, "loss": 0.1} | more)
+    for value in greedy:
+        folder.log("metrics.jsonl", {"step": 0, "eval_accuracy": value})
+    laps, c = [{"seconds": 1.0, "seconds_sample": 0.5}], SimpleNamespace(IDLE_LIMIT=9)
+    run = SimpleNamespace(progress=Progress("run"), c=c, laps=laps, folder=folder)
+    report.report_end(run, asked=False)
+    (*_, last) = capsys.readouterr().out.splitlines()
+    assert (said in last) if said else ("accuracy" not in last)
+
+
+@pytest.mark.parametrize("truncated, kept, masks, hint", [
+    (1.0, 0, True, True), (1.0, 0, False, False), (0.9, 0, True, False), (0.9, 2, True, True),
+])  # fmt: skip
+def test_steps_without_an_untruncated_completion_name_the_constant_that_trains_on_them(
+    capsys, truncated, kept, masks, hint
+):
+    recipe = a_recipe(MASK_TRUNCATED=masks)
+    run = SimpleNamespace(recipe=recipe, progress=Progress("run", idle=1))
+    metrics = {"completions/clipped_ratio": truncated, "groups_sampled": 3}
+    report.log_idle(run, metrics, [None] * kept)
+    assert ("train on them: MASK_TRUNCATED = False" in capsys.readouterr().out) == hint

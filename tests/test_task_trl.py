@@ -1,9 +1,12 @@
 """TRL's reward functions in tasks/trl.py: what they get, what a run makes of what they return."""
 
 import asyncio
+import functools
 import math
+import re
 
 import pytest
+import torch
 from fakes import a_recipe
 
 from grpo.task import reward_group, total
@@ -55,12 +58,44 @@ def test_values_none_and_weights_are_trls(monkeypatch):
 
 
 @pytest.mark.parametrize("function, says", [
-    (lambda completions, **_: [1.0], "is shorter"),
+    (lambda completions, **_: [1.0], r"function <lambda>\(\) of 'f' returned \[1.0\]: .*of 2 val"),
+    (lambda completions, **_: 1.0, r"of 'f' returned 1.0: it must return a list of 2 values"),
+    (lambda completions, **_: None, "of 'f' returned None: it must"),
+    (lambda completions, **_: [1.0] * 3, r"of 'f' returned \[1.0, 1.0, 1.0\]: it must"),
+    (lambda completions, **_: [], r"of 'f' returned \[\]: it must"),
+    (lambda completions, **_: "10", "of 'f' returned '10': it must"),
+    (lambda completions, **_: {0: 1, 1: 1}, "of 'f' returned {0: 1, 1: 1}: it must"),
+    (lambda completions, **_: torch.tensor(1.0), r"of 'f' returned tensor\(1.\): it must"),
+    (lambda completions, **_: [[1.0], [1.0]], r"of 'f' returned \[\[1.0\], \[1.0\]\]: it must"),
+    (functools.partial(lambda completions, **_: 1), r"function partial\(\) of 'f' returned 1: it"),
     (lambda completions, completion_ids, **_: [1.0, 1.0], "completion_ids"),
     (lambda completions, **_: [1.0, "yes"], "'yes'"),
     (lambda completions, **_: [1.0, math.nan], "nan"),
 ])  # fmt: skip
 def test_what_does_not_fit_ends_the_run(function, says, monkeypatch):
     other = lambda completions, **_: [0, 0]
+
+    async def later(**columns):
+        return function(**columns)
+
     with pytest.raises((RuntimeError, SystemExit), match=says):
         rewarded(monkeypatch, {"other": other, "f": function}, CHAT_ITEM, "a", "b")
+    with pytest.raises(
+        (RuntimeError, SystemExit), match=re.sub(r"<lambda>|partial", "later", says)
+    ):
+        rewarded(monkeypatch, {"other": other, "f": later}, CHAT_ITEM, "a", "b")
+
+
+def test_any_sequence_of_numbers_will_do_and_a_begun_answer_is_no_part_of_the_prompt(monkeypatch):
+    given = []
+
+    def function(prompts, completions, **_):
+        given.append((prompts, completions))
+        return (value for value in (torch.tensor(1.0), True))
+
+    functions = {"a": function, "b": lambda **_: (1, None), "c": lambda **_: torch.ones(2)}
+    begun = CHAT_ITEM | {"prompt": [*CHAT, {"role": "assistant", "content": "So"}]}
+    values, _ = rewarded(monkeypatch, functions, begun, "So 5", "So")
+    assert values[0] == [1.0, 1.0, 1.0] and values[1][0] == 1.0 and math.isnan(values[1][1])
+    texts = [[{"role": "assistant", "content": text}] for text in ("So 5", "So")]
+    assert given == [([CHAT] * 2, texts)]

@@ -6,17 +6,22 @@
 transformers' get_json_schema describes the functions to the chat template. If the task has neither
 reply() nor Environment, a turn with calls is answered by a message of role "tool": the results, or
 what is wrong with a call. A turn without a call ends the conversation. MAX_CALLS of the task limits
-the calls of a completion.
+the calls of a completion, MAX_RESULT_CHARS the length of a result.
 """
 
+import contextlib
 import inspect
 import json
 import re
+import threading
+import traceback
 
 from transformers.utils import get_json_schema
 
-from grpo.rewards import called, has_turns
+from grpo.log import say
+from grpo.rewards import TooSlow, called, finished, has_turns
 
+MAX_RESULT_CHARS = 10_000  # the model reads so many characters of a result
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 FORM = 'write <tool_call>{"name": "...", "arguments": {...}}</tool_call>'
 KINDS = {"string": str, "integer": int, "number": int | float, "boolean": bool}
@@ -29,7 +34,7 @@ def give_tools(name, task):
     must = "be a list of functions, each with type hints and a docstring that explains its Args"
     task.TOOL_SCHEMAS = called(name, "TOOLS", must, lambda: schemas(task.TOOLS), holds=bool)
     if not has_turns(task):
-        task.Environment = type("Environment", (Tools,), {"task": task})
+        task.Environment = type("Environment", (Tools,), {"task": task, "seen": set()})
 
 
 def schemas(tools):
@@ -43,11 +48,13 @@ class Tools:
     """The environment of one completion: it calls the tools that the model's turns name."""
 
     task, role = None, "tool"  # of its messages
+    seen = frozenset()  # kinds of failures that are in the log; a set for each task
 
     def __init__(self, item):
         described = zip(self.task.TOOLS, self.task.TOOL_SCHEMAS, strict=True)
         self.tools = {tool.__name__: (tool, schema) for tool, schema in described}
         self.left = getattr(self.task, "MAX_CALLS", -1)  # negative: any number
+        self.calls = self.failed = 0
 
     def reply(self, turn):
         calls = CALL.findall(turn) if self.left else []
@@ -58,23 +65,73 @@ class Tools:
         """Returns the result of a call, or what is wrong with the call, as text."""
         if not self.left:
             return "error: no call is left"
-        self.left -= 1
+        self.left, self.calls = self.left - 1, self.calls + 1
         try:
-            call = json.loads(text)
-            name, arguments = call["name"], dict(**call["arguments"])
+            told = self.result(text, end)
+        except Failed as failed:
+            self.failed, told = self.failed + 1, f"error: {failed.told}"
+            if failed.kind not in self.seen:
+                self.seen.add(failed.kind)
+                say(f"a tool call failed, the first of its kind{failed.where}: {told:.500}")
+        most = getattr(self.task, "MAX_RESULT_CHARS", MAX_RESULT_CHARS)
+        cut = f"\n... (cut: the first {most} of {len(told)} characters)" if len(told) > most else ""
+        return told[:most] + cut
+
+    def result(self, text, end):
+        """Returns the result of a call as text. Raises Failed."""
+        try:
+            call = json_within(json.loads(text))
+            name, arguments = call["name"], dict(**json_within(call["arguments"]))
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            return f"error: a call is not valid ({type(error).__name__}: {error}): {FORM}"
+            raise Failed("form", f"a call is not valid ({words_of(error)}): {FORM}") from None
         if not end or str(name) not in self.tools:
             known = f"there is no tool {name!r:.50}, only {', '.join(self.tools)}"
-            return f"error: {known if end else 'a call has no </tool_call>'}: {FORM}"
+            raise Failed("name", f"{known if end else 'a call has no </tool_call>'}: {FORM}")
         tool, schema = self.tools[name]
+        shown = f"{name}{inspect.signature(tool)}"
         try:
             inspect.signature(tool).bind(**arguments)
             for key, value in arguments.items():
                 kind = schema["function"]["parameters"]["properties"].get(key, {}).get("type")
                 if value is not None and not isinstance(value, KINDS.get(str(kind), object)):
                     raise TypeError(f"{key} must be of type {kind}, not {value!r:.50}")
-            got = tool(**arguments)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (the model reads it)
-            return f"error: {name}{inspect.signature(tool)}: {type(error).__name__}: {error}"
-        return got if isinstance(got, str) else json.dumps(got, default=str)
+        except TypeError as error:
+            raise Failed((name, "arguments"), f"{shown}: {words_of(error)}") from None
+        try:
+            return text_of(finished(tool(**arguments)))
+        except BaseException as error:
+            ctrl_c = threading.current_thread() is threading.main_thread()
+            if isinstance(error, TooSlow) or (isinstance(error, KeyboardInterrupt) and ctrl_c):
+                raise
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            kind, where = (name, type(error)), f" ({frame.filename}, line {frame.lineno})"
+            raise Failed(kind, f"{shown}: {words_of(error)}", where) from None
+
+
+class Failed(Exception):
+    """A failed call: what the model is told, and what it has in common with others of its kind."""
+
+    def __init__(self, kind, told, where=""):
+        self.kind, self.told, self.where = kind, told, where
+
+
+def json_within(value):
+    """Returns what a text holds as JSON, which some models write there; else the value itself."""
+    with contextlib.suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
+
+
+def text_of(got):
+    """Returns what a tool has returned as text: JSON, or else what Python shows."""
+    try:
+        return str(got) if isinstance(got, str) else json.dumps(got, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that JSON lacks, a list within itself
+        return str(got)
+
+
+def words_of(error):
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 (of the tool's own class)
+        return type(error).__name__

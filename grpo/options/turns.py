@@ -321,7 +321,10 @@ class Conversations:
             self.leave(chat, {})
 
     def sample_of(self, chat, truncated):
-        return Sample(chat.ids, chat.logps, truncated, chat.is_model_token, chat.turns)
+        tools = chat.environment.real  # options/tools.py's count their calls
+        calls = getattr(tools, "calls", 0), getattr(tools, "failed", 0)
+        own = chat.is_model_token, chat.turns, calls
+        return Sample(chat.ids, chat.logps, truncated, *own)
 
     def _last(self, chat):
         rewards = chat.environment.rewards(list(chat.turns))

@@ -1,17 +1,23 @@
 """TOOLS: shown by the chat template, called in its form, answered as the template renders it."""
 
+import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from fakes import a_recipe, sampled
 from test_turns import Actor
 
+from grpo.metrics import turn_metrics
 from grpo.models import prompt_ids
+from grpo.options import tools as module
 from grpo.options.shared_settings import settings_of
 from grpo.options.tools import give_tools
 from grpo.options.turns import bridge
 from grpo.prepare import preview
-from grpo.rewards import TaskError
+from grpo.rewards import TaskError, TooSlow
+from grpo.sample import Sample
 from grpo.task import load_task
 from tasks import python_tool
 
@@ -152,6 +158,138 @@ def test_each_turn_has_a_clear_answer(turn, told):
     else:
         assert got["role"] == "tool" and got["content"].startswith(told)
         assert got["content"].endswith("}</tool_call>") == ("write <" in got["content"])
+
+
+class Odd:
+    """Its text can't be had."""
+
+    def __repr__(self):
+        raise ZeroDivisionError("no text")
+
+
+class OddError(Exception):
+    def __str__(self):
+        raise ZeroDivisionError("no text")
+
+
+async def later():
+    return {"x": 1}
+
+
+def circle():
+    items = []
+    items.append(items)
+    return items
+
+
+def deep():
+    items = []
+    for _ in range(100_000):
+        items = [items]
+    return items
+
+
+def tool_of(make):
+    def odd(a: int = 0) -> str:
+        """Returns anything.
+
+        Args:
+            a: Any number.
+        """
+        return make()
+
+    return odd
+
+
+def raising(error):
+    def fail():
+        raise error
+
+    return fail
+
+
+ANSWERS = [
+    (lambda: {(1, 2): 3}, "{(1, 2): 3}"), (lambda: {"a": {1, 2}}, '{"a": "{1, 2}"}'),
+    (circle, "[[...]]"), (deep, "error: odd(a: int = 0) -> str: RecursionError: "),
+    (Odd, "error: odd(a: int = 0) -> str: ZeroDivisionError: no text"),
+    (lambda: {"a": Odd()}, "error: odd(a: int = 0) -> str: ZeroDivisionError: no text"),
+    (lambda: {Odd(): 1}, "error: odd(a: int = 0) -> str: ZeroDivisionError: no text"),
+    (lambda: b"ab", "\"b'ab'\""), (lambda: None, "null"), (lambda: 1.5, "1.5"), (later, '{"x": 1}'),
+    (lambda: float("nan"), "NaN"), (lambda: object, "\"<class 'object'>\""), (lambda: "", ""),
+    (lambda: 1 + 2j, '"(1+2j)"'), (lambda: "\ud83d", "\ud83d"), (lambda: torch.ones(2), '"tensor('),
+    (lambda: {None: 1, True: 2, 3: 4}, '{"null": 1, "true": 2, "3": 4}'),
+    (raising(OddError()), "error: odd(a: int = 0) -> str: OddError"),
+    (raising(SystemExit(3)), "error: odd(a: int = 0) -> str: SystemExit: 3"),
+    (raising(KeyboardInterrupt()), "error: odd(a: int = 0) -> str: KeyboardInterrupt: "),
+    (raising(asyncio.CancelledError()), "error: odd(a: int = 0) -> str: CancelledError: "),
+    (raising(GeneratorExit()), "error: odd(a: int = 0) -> str: GeneratorExit: "),
+    (raising(StopIteration(4)), "error: odd(a: int = 0) -> str: StopIteration: 4"),
+    (raising(MemoryError()), "error: odd(a: int = 0) -> str: MemoryError: "),
+    (raising(BaseExceptionGroup("g", [OddError()])), "error: odd(a: int = 0) -> str: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make, told", ANSWERS, ids=range(len(ANSWERS)))
+def test_whatever_a_tool_returns_or_raises_becomes_a_text(tokenizer, make, told):
+    """In a run, too: a completion gets it from a thread."""
+    task, item = a_task(tool_of(make)), {"question": "?"}
+    rest = {"REWARD_WEIGHTS": {"reward": 1.0}, "OUTCOME": "reward", "MAX_COMPLETION_TOKENS": 999}
+    recipe = a_recipe(task=task, TASK="mine", **rest)
+    actor = Actor(tokenizer, [call("odd", "{}"), "Done."])
+    ids = prompt_ids(tokenizer, task.messages(item))
+    (group,) = sampled(actor, recipe, iter([(0, item, ids)]))
+    for sample in group.samples:
+        assert sample.text[1].startswith(told.replace("\ud83d", "?")), sample.text[1]
+        assert sample.tool_calls == (1, int(told.startswith("error")))
+
+
+def test_a_tool_does_not_hide_its_time_limit_nor_ctrl_c():
+    for error in (KeyboardInterrupt(), TooSlow("odd", 1)):
+        with pytest.raises(type(error)):  # in the main thread, as in the preview
+            a_task(tool_of(raising(error))).Environment({}).reply(call("odd", "{}"))
+
+
+@pytest.mark.parametrize("arguments, told", [
+    ('"{\\"a\\": 2, \\"b\\": 3}"', "5"),
+    ('"{}"', "error: add(a: int, b: int = 1) -> int: TypeError: "),
+    ('"[2, 3]"', "error: a call is not valid (TypeError: "), ('""', "error: a call is not valid"),
+    ("null", "error: a call is not valid (TypeError: "), ('"null"', "error: a call is not valid"),
+])  # fmt: skip
+def test_arguments_inside_a_text_are_read(arguments, told):
+    environment = a_task(add).Environment({})
+    assert environment.reply(call(arguments=arguments))["content"].startswith(told)
+    inner = json.dumps('{"name": "add", "arguments": {"a": 2}}')
+    assert environment.reply(f"<tool_call>{inner}</tool_call>")["content"] == "3"
+
+
+def test_a_long_result_is_cut_and_the_model_is_told():
+    for most, names in ((module.MAX_RESULT_CHARS, {}), (7, {"MAX_RESULT_CHARS": 7})):
+        for make in (lambda: "x" * 123_456, raising(ValueError("x" * 123_456))):
+            told = a_task(tool_of(make), **names).Environment({}).reply(call("odd", "{}"))
+            text, _, note = told["content"].partition("\n... (cut: ")
+            assert len(text) == most and note.startswith(f"the first {most} of 123")
+        whole = "x" * most
+        told = a_task(tool_of(lambda: whole), **names).Environment({})  # noqa: B023
+        assert told.reply(call("odd", "{}"))["content"] == whole
+
+
+def test_failed_calls_are_counted_and_the_first_of_each_kind_is_logged(alone, capsys):
+    task = a_task(add, fail, tool_of(raising(ValueError("x"))))
+    bad = [call("fail", '{"a": 2}'), call("nothing"), call(arguments='{"b": 2}'), call("odd", "{}")]
+    bad += ["<tool_call>{</tool_call>"]
+    for _ in range(2):  # of two completions: each kind is logged once
+        environment = task.Environment({})
+        for turn in bad:
+            environment.reply(turn + call())
+        assert (environment.calls, environment.failed) == (10, 5)
+    lines = [x for x in capsys.readouterr().out.splitlines() if "the first of its kind" in x]
+    assert len(lines) == 5 and f"({__file__}, line " in lines[0] and "KeyError: 'it'" in lines[0]
+    a_task(add).Environment({}).reply(bad[1])  # of another task
+    assert "there is no tool 'nothing'" in capsys.readouterr().out
+    samples = [Sample([1], [0.0], tool_calls=made) for made in ((10, 5), (0, 0), (6, 1))]
+    found = turn_metrics([SimpleNamespace(samples=samples)])
+    assert found["tools/failure_frequency"] == 6 / 16
+    assert "tools/failure_frequency" not in turn_metrics([SimpleNamespace(samples=samples[1:2])])
 
 
 def test_calls_are_limited_by_the_task():
