@@ -125,9 +125,7 @@ KEEP_BEST = True  # also keeps the checkpoint of the best evaluation: RUN_DIR/be
 RESUME = True  # resumes from the newest checkpoint in RUN_DIR; False: RUN_DIR must not hold a run
 REPORT_TO = []  # "tensorboard", "wandb" or functions, which get each step's metrics, too
 WAIT_LIMIT_SECONDS = 600  # the run ends after this long without the server or workers' groups
-# The run ends if the rewards of a group (with REWARD_PROCESSES: of a completion) take longer.
-REWARD_TIMEOUT_SECONDS = 60
-REWARD_PROCESSES = 0  # per rank and worker, for slow rewards, in parallel with sampling; 0: none
+REWARD_TIMEOUT_SECONDS = 60  # the run ends if the rewards of a group take longer
 MAX_FAILED_REWARDS = 0  # so many of a process's last 200 completions may fail in the task's code
 # The run ends after N steps in a row with nothing to train, or with a gradient that is not finite.
 IDLE_LIMIT = 10
@@ -426,7 +424,7 @@ def main(**given):
     ranks.join_ranks(c.WAIT_LIMIT_SECONDS)  # collective
     _lock = checkpoint.leads(c.RUN_DIR) and resume.lock_run(c.RUN_DIR)  # collective; to the end
     run = start_run(c, tokenizer, recipe, questions, server, batch_loss)  # collective
-    with stop.listening():
+    with stop.listening(), ranks.no_child_stays():
         try:
             asked = train(run)  # collective
         except ranks.RunFailed:

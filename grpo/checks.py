@@ -18,7 +18,7 @@ KINDS = [  # (kind, constants)
         EVAL_QUESTIONS KEEP_CHECKPOINTS UPDATES_PER_ROLLOUT WAIT_LIMIT_SECONDS
         REWARD_TIMEOUT_SECONDS IDLE_LIMIT"""),
     (COUNT, """LORA_RANK MAX_REFILLS WARMUP_STEPS SEED EVAL_STEPS PUBLISH_STEPS
-        MAX_STALENESS REFERENCE_REFRESH_STEPS REWARD_PROCESSES OVERLONG_TOKENS
+        MAX_STALENESS REFERENCE_REFRESH_STEPS OVERLONG_TOKENS
         MAX_FAILED_REWARDS SAVE_STEPS"""),
     (NUMBER, """TEMPERATURE LEARNING_RATE CLIP_LOW CLIP_HIGH KL_BETA IS_CAP WEIGHT_DECAY FINAL_LR
         MAX_GRAD_NORM VLLM_CACHE_GB"""),
@@ -55,8 +55,6 @@ RELATIONS = [  # (constant, what it must be, whether it is), of constants of the
      lambda c: c.TEMPERATURE > 0),
     ("VLLM_CACHE_GB", "above 0", lambda c: c.VLLM_CACHE_GB > 0),
     ("ADAM_BETAS", "two numbers", lambda c: len(c.ADAM_BETAS) == 2),
-    ("MAX_FAILED_REWARDS", "0 with REWARD_PROCESSES: a process that was killed is not replaced",
-     lambda c: not (c.MAX_FAILED_REWARDS and c.REWARD_PROCESSES)),
     ("IS_CAP", "0 (off), or 1 or more", lambda c: c.IS_CAP == 0 or c.IS_CAP >= 1),
     ("OVERLONG_TOKENS", "at most MAX_COMPLETION_TOKENS: it counts tokens before that limit",
      lambda c: c.OVERLONG_TOKENS <= c.MAX_COMPLETION_TOKENS),

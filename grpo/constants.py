@@ -4,6 +4,7 @@ that a mistake in the command is reported at once."""
 import ast
 import copy
 import difflib
+import importlib.machinery
 import importlib.metadata
 import math
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SCRIPTS = "grpo_ref_split.py", "ref_server.py"  # a preset may set constants of both
 GONE = {  # constants of earlier versions, and what to do instead
+    "REWARD_PROCESSES": "an async def rewards may use a pool of processes (CONTRIBUTING.md)",
     "SAMPLES_PER_STEP": "samples.jsonl has whole groups",
     "IS_MASK": "IS_CAP limits these tokens' factor instead of masking them",
     "CPU_THREADS": "the environment variable OMP_NUM_THREADS sets 2 threads or more",
@@ -62,7 +64,8 @@ def before_torch():
 # --- The command line -----------------------------------------------------------------
 def begin():
     """Runs before a script imports torch: refuses Windows, makes Ctrl-C print one line instead of
-    an import's traceback, and has characters that stdout's encoding lacks escaped."""
+    an import's traceback, has characters that stdout's encoding lacks escaped, and keeps the script
+    from being imported in processes that a task starts."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     if os.name == "nt":  # no fcntl, no process groups
@@ -70,6 +73,9 @@ def begin():
     if sys.platform == "darwin":
         print("running on the Mac's CPU; Macs are untested, so please report what fails")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would use the GPU, but we do not
+    # A process that a task spawns would import the script again, and so torch: 7 s and 0.4 GB. It
+    # does not if the script seems to be a package's __main__ (multiprocessing.spawn)
+    sys.modules["__main__"].__spec__ = importlib.machinery.ModuleSpec("grpo.__main__", None)
     hook, ended = sys.excepthook, lambda *_: print("\nended by Ctrl-C", file=sys.stderr)
     sys.excepthook = lambda kind, *e: (ended if kind is KeyboardInterrupt else hook)(kind, *e)
 

@@ -34,21 +34,12 @@ def prepare(c, needs_server=False):
 
 
 def start_submit(c, task):
-    """Returns Recipe.submit: in other processes, or in an event loop if rewards are async."""
-    if inspect.iscoroutinefunction(getattr(task, "rewards", None)):
-        from grpo.options.async_rewards import start_loop
+    """Returns Recipe.submit: an event loop if rewards are async, else None."""
+    if not inspect.iscoroutinefunction(getattr(task, "rewards", None)):
+        return None
+    from grpo.options.async_rewards import start_loop
 
-        if c.REWARD_PROCESSES:
-            raise SystemExit(
-                f"REWARD_PROCESSES = {c.REWARD_PROCESSES} must be 0, as rewards() of TASK ="
-                f" {c.TASK!r} is async: all of them are awaited together"
-            )
-        return start_loop(task, c.REWARD_TIMEOUT_SECONDS)
-    if c.REWARD_PROCESSES:
-        from grpo.options.reward_processes import start_processes
-
-        return start_processes(task, c.REWARD_PROCESSES, c.REWARD_TIMEOUT_SECONDS)
-    return None
+    return start_loop(task, c.REWARD_TIMEOUT_SECONDS)
 
 
 def prepare_task(c, *, split, shown, server=None):

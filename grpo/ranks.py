@@ -82,6 +82,29 @@ def leave_at_exit():
     atexit.register(dist.destroy_process_group)
 
 
+def children():
+    """Returns this process's children and theirs, as psutil's processes."""
+    import psutil
+
+    return set(psutil.Process().children(recursive=True))
+
+
+@contextlib.contextmanager
+def no_child_stays():
+    """Kills the processes that are started in the block and outlive it, such as a reward's, but for
+    Python's resource tracker, which ends by itself."""
+    import psutil
+
+    before = children()
+    try:
+        yield
+    finally:
+        for child in children() - before:
+            with contextlib.suppress(psutil.Error):
+                if "from multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
+                    child.kill()
+
+
 # --- Between the ranks ----------------------------------------------------------------
 def gathered(value):
     """Collective: returns every rank's `value`, by rank."""

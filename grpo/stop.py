@@ -1,4 +1,4 @@
-"""Ends a process after a signal, or with its parent; and its children with it."""
+"""Ends a process after a signal, or with its parent."""
 
 import contextlib
 import ctypes
@@ -28,8 +28,8 @@ class Stop:
     @contextlib.contextmanager
     def listening(self):
         """In the block a signal only sets `asked`, unless it was ignored (nohup) or has a handler;
-        a second Ctrl-C ends the process at once. Kills children that outlive the block."""
-        self.asked, self.at, there = "", math.inf, children()
+        a second Ctrl-C ends the process at once."""
+        self.asked, self.at = "", math.inf
         ends = [s for s in STOPS if signal.getsignal(s) != signal.SIG_IGN]
         ends += [s for s in ANNOUNCE if signal.getsignal(s) == signal.SIG_DFL]
         self._keep_from_forks()
@@ -40,7 +40,6 @@ class Stop:
             before, self.before = self.before, {}
             for number, handler in before.items():
                 signal.signal(number, handler)
-            end_children(there)
 
     @functools.cache  # noqa: B019 (once per process)
     def _keep_from_forks(self):
@@ -77,26 +76,7 @@ stop = Stop()
 def leave(text):
     """Ends this process at once; deepspeed ends the other ranks of the machine."""
     tell(text)
-    end_children()
     os._exit(1)
-
-
-def children():
-    """Returns this process's children and theirs, as psutil's processes."""
-    import psutil
-
-    return set(psutil.Process().children(recursive=True))
-
-
-def end_children(without=()):
-    """Kills this process's children and theirs, except those in `without`, and Python's resource
-    tracker, which ends by itself."""
-    import psutil
-
-    for child in children().difference(without):
-        with contextlib.suppress(psutil.Error):
-            if "resource_tracker" not in " ".join(child.cmdline()):
-                child.kill()
 
 
 def end_with_parent(number):

@@ -3,12 +3,14 @@
     vllm serve Qwen/Qwen2.5-7B-Instruct --port 8000    # a judge on another GPU
 
 Copy this file, and set DATA and PROMPT; JUDGE_KEY in the environment is a cloud's API key. If the
-judge fails, or gives no number, the reward is None: it does not apply, and the run goes on. With
-REWARD_PROCESSES = 8, completions are judged in parallel, while others are sampled.
+judge fails, or gives no number, the reward is None: it does not apply, and the run goes on.
+Completions are judged 16 at a time, while others are sampled.
 """
 
+import asyncio
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import requests
 
@@ -17,7 +19,8 @@ from tasks.data import records
 DATA = "data/questions.jsonl"  # {"question": ...}; or a folder, or a data set of the hub
 URL = "http://127.0.0.1:8000/v1/chat/completions"
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
-LIMIT_SECONDS = 10  # of a request; a group's requests must fit into REWARD_TIMEOUT_SECONDS
+LIMIT_SECONDS = 10  # of a request; with its wait for others it has REWARD_TIMEOUT_SECONDS
+THREADS = ThreadPoolExecutor(16)
 OUTCOME = "good"  # 7 points or more
 REWARD_WEIGHTS = {"points": 1.0, "good": 0.0}
 PROMPT = """Rate the answer to the question: 0 is useless, 10 is perfect. Write the number alone.
@@ -38,9 +41,10 @@ def messages(item):
     return [{"role": "user", "content": item["question"]}]
 
 
-def rewards(item, completion):
+async def rewards(item, completion):
     """Returns the judge's points, 0 to 1, and whether 7 of 10 are reached; None: no verdict."""
-    found = points(PROMPT.format(question=item["question"], answer=completion))
+    prompt = PROMPT.format(question=item["question"], answer=completion)
+    found = await asyncio.get_running_loop().run_in_executor(THREADS, points, prompt)
     return {"points": found and found / 10, "good": None if found is None else found >= 7}
 
 

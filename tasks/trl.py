@@ -3,8 +3,8 @@
     pip install trl==1.16.0 math-verify    # only for TRL's functions
     python -m tasks trl                    # or my/trl.py
 
-Copy this file and set DATA, functions(), REWARD_WEIGHTS and OUTCOME. With accuracy_reward set
-REWARD_PROCESSES: hostile LaTeX takes ten seconds, and math-verify's alarm replaces ours. Values are
+Copy this file and set DATA, functions(), REWARD_WEIGHTS and OUTCOME. accuracy_reward may need ten
+seconds for hostile LaTeX, and math-verify's alarm replaces that of our time limit. Values are
 TRL's (benchmarks/results/trl_rewards.md), but what functions get differs:
 - A call has the G completions of one prompt (greedy evaluations: one); TRL's has a whole batch.
 - There are no completion_ids and no trainer_state: a function that needs them fails at the start.

@@ -189,6 +189,7 @@ RUN = {  # the file that runs a command, or the same with other constants; the w
     "make demo-real": ("tests/options/test_smollm2.py", '"demo_real.py", *words'),
     "make demo-tools": ("tests/test_demo.py", "sys.executable, *trained"),
     "make test": (".ci/run", "\nmake test\n"),
+    "make test-oldest": (".ci/run", "\nmake test-oldest\n"),
     "make test-long": (".ci/run", "\nmake test-long\n"),
     "make lint": (".ci/run", "\nmake lint\n"),
     ".ci/run": (".github/workflows/ci.yml", "run: .ci/run\n"),

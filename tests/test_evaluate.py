@@ -11,7 +11,6 @@ from processes import launch
 
 import evaluate
 import grpo_ref_split as trainer
-from grpo.options import reward_processes
 from grpo.options.merge import merge
 from tasks import arithmetic
 
@@ -88,12 +87,7 @@ def test_before_and_after_side_by_side_an_adapter_too(tiny, model, tmp_path, mon
     adapter = tmp_path / "adapter"
     tiny_policy(tiny, drift=0.1, lora_rank=4).save(adapter)
     merge(str(adapter), "merged")
-    begun = []
-    monkeypatch.setattr(reward_processes, "start_processes", lambda *limits: begun.append(limits))
-    words = "--out", tmp_path / "out", "REWARD_PROCESSES=3"
-    run(monkeypatch, model, adapter, "merged", "even", *words)
-    ((_, number, _),) = begun  # once, for all models
-    assert number == 3
+    run(monkeypatch, model, adapter, "merged", "even", "--out", tmp_path / "out")
     names = adapter.parts[-2:], (tmp_path.name, "merged"), ("run", "step_000003")
     texts = [answers(tmp_path / "out" / "--".join(name)) for name in names]
     assert texts[0] == texts[1] != texts[2]

@@ -3,13 +3,9 @@
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
-import psutil
 import pytest
-from fakes import a_recipe
-
-from grpo.stop import children, stop
-from grpo.task import load_task, reward_group
 
 TASK = """
 import multiprocessing, subprocess, sys, time
@@ -35,22 +31,30 @@ def rewards(item, text):
 """
 
 
-@pytest.mark.parametrize("way", ["fork", "forkserver", "spawn"])
-def test_a_reward_may_start_processes_and_none_is_left(way, tmp_path):
-    file = tmp_path / f"starts_by_{way}.py"
-    file.write_text(TASK)
-    before = children()
-    weights = {"reward": 1.0}
-    recipe = a_recipe(task=load_task(str(file)), TASK=str(file), REWARD_WEIGHTS=weights)
-    with stop.listening():
-        assert reward_group(recipe, {"way": way}, ["", ""]) == [{"reward": 1.0}] * 2
-    left = psutil.wait_procs(children() - before, timeout=2)[1]
-    assert all("resource_tracker" in " ".join(process.cmdline()) for process in left)
-
-
 def python(code):
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    options = {"capture_output": True, "text": True, "timeout": 100}
+    return subprocess.run(command, check=False, cwd=Path(__file__).parent.parent, **options)
+
+
+@pytest.mark.parametrize("way", ["fork", "forkserver", "spawn"])
+def test_a_reward_may_start_processes_and_none_is_left(way, tmp_path):
+    (file := tmp_path / f"starts_by_{way}.py").write_text(TASK)
+    done = python(f"""
+        from grpo.constants import Constants, begin
+        begin()
+        import psutil
+        from grpo.ranks import children, no_child_stays
+        from grpo.stop import stop
+        from grpo.task import Recipe, load_task, reward_group
+        c = Constants({{"TASK": {str(file)!r}, "REWARD_TIMEOUT_SECONDS": 60}})
+        recipe = Recipe(c, load_task(c.TASK), [], {{"reward": 1.0}}, "reward")
+        with stop.listening(), no_child_stays():
+            print(reward_group(recipe, {{"way": {way!r}}}, ["", ""]))
+        left = psutil.wait_procs(children(), timeout=2)[1]
+        print([x for x in left if not x.cmdline()[-1].startswith("from multiproc")])
+    """)
+    assert done.stdout == "[{'reward': 1.0}, {'reward': 1.0}]\n[]\n", done.stderr
 
 
 def test_a_signal_that_meets_a_child_at_its_birth_is_not_lost():

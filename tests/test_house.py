@@ -65,7 +65,6 @@ CHOOSE = {  # who of the core names an option, within the function that switches
     "refresh": "grpo.start",  # REFERENCE_REFRESH_STEPS
     "recut": "grpo.checkpoint",  # a checkpoint of another number of ranks
     "reporters": "grpo.start",  # REPORT_TO
-    "reward_processes": "grpo.prepare",  # REWARD_PROCESSES
     "continued": "grpo.sampler",  # a task with reply()
     "rounding": "grpo.engine",  # bfloat16
     "sizes": "grpo.start",  # a GPU, and "auto"

@@ -1,10 +1,11 @@
 """The tasks beside GSM8K, and `python -m tasks`, which shows one."""
 
+import asyncio
+import importlib
 import json
 import math
 import re
 import runpy
-import secrets
 import shlex
 import signal
 import subprocess
@@ -22,9 +23,8 @@ import grpo_ref_split as trainer
 from grpo.checks import settled
 from grpo.constants import command_line
 from grpo.models import load_model
-from grpo.options.reward_processes import ask, end, start_process
-from grpo.prepare import prepare
-from grpo.task import load_items, load_task, reward_group
+from grpo.prepare import prepare, start_submit
+from grpo.task import begin_rewards, load_items, load_task, reward_group
 from tasks import arithmetic, data, gsm8k, judge
 from tasks import math as math_task
 from tasks import reasoning_gym as gym
@@ -51,7 +51,8 @@ def judged(monkeypatch):
     def run(*replies):
         server = Replies(*replies)
         monkeypatch.setattr(judge, "URL", f"{server.url}/v1/chat/completions")
-        return judge.rewards({"question": "Why?"}, "Because."), server.requests
+        rewards = asyncio.run(judge.rewards({"question": "Why?"}, "Because."))
+        return rewards, server.requests
 
     return run
 
@@ -93,12 +94,27 @@ def test_where_a_judge_fails_the_reward_does_not_apply(judged, monkeypatch):
     ("while True: pass", False),
 ])  # fmt: skip
 def test_the_example_with_an_external_program(completion, right):
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    (code,) = re.findall(r"```python\n(def rewards.*?)```", text, re.DOTALL)
-    names = {"secrets": secrets, "subprocess": subprocess, "sys": sys}
-    exec(code.replace("timeout=5", "timeout=1"), names)  # noqa: S102 (our page)
-    found = names["rewards"]({"test": "assert double(4) == 8"}, completion)
+    code = recipes()[0].replace("LIMIT_SECONDS = 5", "LIMIT_SECONDS = 1")
+    exec(code, names := {})  # noqa: S102 (our page)
+    found = asyncio.run(names["rewards"]({"test": "assert double(4) == 8"}, completion))
     assert found == {"correctness": right}
+
+
+def recipes():
+    """-> the examples in CONTRIBUTING.md: a program, and slow Python in a pool of processes."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    return re.findall(r"```python\n(import.*?)```", text, re.DOTALL)
+
+
+def test_the_example_with_a_pool_of_processes(tmp_path):
+    file = tmp_path / "adds_slowly.py"
+    file.write_text(recipes()[1] + "def load(split): return []\ndef messages(item): return []\n")
+    recipe = a_recipe(task=load_task(str(file)), TASK=str(file), REWARD_WEIGHTS={"reward": 1})
+    recipe.submit = start_submit(recipe.c, recipe.task)
+    item, texts = {"answer": 3}, ["1 2", "1 3"] * 8
+    with recipe.task.POOL:
+        found = reward_group(recipe, item, texts, begin_rewards(recipe, item, texts))
+    assert [rewards["reward"] for rewards in found] == [1.0, 0.0] * 8
 
 
 # --- Reasoning Gym --------------------------------------------------------------------
@@ -222,17 +238,15 @@ def test_math_reads_answers_from_solutions(tmp_path, monkeypatch):
 
 
 def test_the_task_math_does_not_shadow_pythons_own(monkeypatch):
-    """Nor in a process for rewards, where the folder tasks itself is on the path."""
+    """Nor if the folder tasks itself is on the path, as for a task that is given by its path."""
     assert load_task("math") is math_task and math.pi > 3
     monkeypatch.setattr(sys, "path", list(sys.path))
     task = load_task(str(Path(arithmetic.__file__)))  # imports random, and that math
-    process, connection = start_process(task)
-    try:
-        ask(process, connection, 60)
-        answer = ask(process, connection, 60, ("rewards", {"answer": "5"}, "<answer>5</answer>"))
-    finally:
-        end(process)
-    assert answer == {"correctness": 1.0, "format": -1.0}
+    assert importlib.import_module("math") is math
+    assert task.rewards({"answer": "5"}, "<answer>5</answer>") == {
+        "correctness": 1.0,
+        "format": -1.0,
+    }
 
 
 # --- Data ---------------------------------------------------------------------------
