@@ -45,8 +45,8 @@ vllm-test: .venv/vllm-ready
 
 # docs/demo.png, of five seeds and a control: 15 minutes
 pictures: .venv/ready
-	for seed in 0 1 2 3 4; do DEMO_RUN_DIR=runs/demo_$$seed .venv/bin/python demo.py $$seed || exit 1; done
-	DEMO_RUN_DIR=runs/demo_shuffled .venv/bin/python demo.py 0 shuffled
+	for seed in 0 1 2 3 4; do .venv/bin/python demo.py $$seed RUN_DIR=runs/demo_$$seed || exit 1; done
+	.venv/bin/python demo.py 0 shuffled RUN_DIR=runs/demo_shuffled
 	.venv/bin/python -m docs.picture runs/demo_? runs/demo_shuffled
 	.venv/bin/python -m docs.learn_pictures
 

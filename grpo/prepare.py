@@ -92,12 +92,7 @@ def preview(recipe, tokenizer, number):
 
 
 def note_prompts(recipe, tokenizer):
-    """Logs what the chat template does with options and TOOLS, and whether the tokenizer ends texts
-    with EOS."""
-    if recipe.c.CHAT_TEMPLATE:
-        from grpo.options.chat_template import check_options
-
-        check_options(recipe, tokenizer)
+    """Logs whether the chat template shows TOOLS, and whether the tokenizer ends texts with EOS."""
     if "tools" in recipe.chat_options and "tools" not in str(tokenizer.chat_template):
         say("the chat template does not show TOOLS: messages() must explain them and their calls")
     if not tokenizer.chat_template and tokenizer(".")["input_ids"][-1:] == [tokenizer.eos_token_id]:

@@ -2,10 +2,8 @@
 
 import errno
 import fcntl
-import functools
 import hashlib
 import json
-import sys
 import tempfile
 import uuid
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from grpo.constants import Constants, is_same
 from grpo.engine import learning_rate
 from grpo.log import say
 from grpo.ranks import gathered
-from grpo.report import ROOT, RunFolder, commit, naming_run_dir
+from grpo.report import RunFolder, commit, naming_run_dir
 
 FADE = 0.8  # per step: flat_share is a mean over about 1 / (1 - FADE) = 5 steps
 SAME = ("MODEL", "TASK", "LORA_RANK", "DTYPE")  # a run can't be resumed with other values
@@ -90,43 +88,34 @@ def lock_run(folder, name=".lock"):
     with naming_run_dir(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         file = open(Path(folder, name), "w")  # noqa: SIM115
-    if not lock(file, folder, fcntl.LOCK_NB):
+    if not lock(file, folder):
         raise SystemExit(
             f"another trainer is running in RUN_DIR = {folder!r}: stop it, or choose another folder"
         )
     return file
 
 
-def lock(file, folder, how=0):
-    """Locks a file in a folder; returns False if another process has locked it (`how`: LOCK_NB). A
-    disk without locks (NFS with nolock, some of Lustre and FUSE) is logged, and no obstacle."""
+def lock(file, folder):
+    """Locks a file in a folder; returns False if another process has locked it. A disk without
+    locks (NFS with nolock, some of Lustre and FUSE) is logged, and no obstacle."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | how)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
-        warn_of_disk(str(folder), error.strerror)
+        why = f"is on a disk without file locks ({error.strerror})"
+        say(f"{folder} {why}: run one process at a time there")
     return True
 
 
-@functools.cache  # once
-def warn_of_disk(folder, why):
-    say(f"{folder} is on a disk without file locks ({why}): run one process at a time there")
-
-
-# --- What a run is trained and evaluated on ---------------------------------------------
-# Constants that decide what an accuracy means, besides the questions and the task's code
-SCORED = ("OUTCOME", "MAX_COMPLETION_TOKENS", "STOP_TOKENS", "STOP_STRINGS", "CHAT_TEMPLATE")
-
-
-def data_of(recipe, questions):
-    """Collective: returns hashes of the run's prompts, of the evaluation's questions and of the
-    task's code, by name. SystemExit if they differ between ranks."""
-    data = {
-        "prompts": hash_of_prompts(recipe.prompts),
-        "questions": hash_of_prompts(questions),
-        "rewards": hash_of_code(recipe.task),
-    }
+# --- What a run is trained on -----------------------------------------------------------
+def data_of(recipe):
+    """Collective: returns hashes of the prompts' ids and of the task's file, by name. SystemExit if
+    they differ between ranks."""
+    ids = json.dumps([[index, ids] for index, _, ids in recipe.prompts]).encode()
+    file = getattr(recipe.task, "__file__", None)
+    parts = {"prompt_ids": ids, "task_file": Path(file).read_bytes() if file else b""}
+    data = {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
     for name, mine in data.items():
         if len(found := set(gathered(mine))) > 1:
             raise SystemExit(
@@ -135,63 +124,16 @@ def data_of(recipe, questions):
     return data
 
 
-def hash_of_prompts(prompts):
-    """Returns a hash of prompts with their items, as Recipe.prompts; None if there are none."""
-    text = json.dumps(plain(prompts))
-    return hashlib.sha256(text.encode()).hexdigest() if prompts else None
-
-
-def plain(value):
-    """Returns a value as JSON, equal in each process; only the type if the text is an address."""
-    if isinstance(value, dict):
-        return [[repr(key), plain(item)] for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
-    if hasattr(value, "tolist"):  # NumPy's and torch's
-        return plain(value.tolist())
-    return repr(value) if type(value).__repr__ is not object.__repr__ else type(value).__name__
-
-
-def hash_of_code(task):
-    """Returns a hash of a task's file and of all modules that are loaded from its folder, or from
-    tasks/; None for a task without a file."""
-    if not (file := getattr(task, "__file__", None)):
-        return None
-    file = Path(file).absolute()
-    homes = tuple(f"{home}/" for home in (file.parent, file.resolve().parent, ROOT / "tasks"))
-    files = {file.resolve()}
-    for name, module in list(sys.modules.items()):  # thousands: we resolve few paths
-        at = getattr(module, "__file__", None) or ""
-        library = at.startswith((f"{sys.prefix}/", f"{ROOT}/grpo/")) or Path(at).parent == ROOT
-        if at.startswith(homes) and name != "__main__" and not library and Path(at).is_file():
-            files.add(Path(at).resolve())
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def forget_what_changed(folder, progress, stream, before, now, constants):
-    """Makes a resumed run forget what no longer compares, and logs it. `before` and `now` are its
-    data_of; `constants` are the names of those that have changed; `folder` is RUN_DIR."""
-    for name in now.keys() & before:  # without evaluations the questions are not known
-        now[name] = now[name] or before[name]
+def log_other_data(c, progress, stream, before, now):
+    """Logs what has changed since a checkpoint; if it is the prompts, their order begins anew.
+    `before` and `now` are the run's data_of."""
     changed = {name for name in now if now[name] != before.get(name, now[name])}
-    if "prompts" in changed:
-        say("the training data or its prompts have changed: their order begins anew")
+    if "task_file" in changed:
+        say(f"the file of TASK = {c.TASK!r} has changed since the checkpoint")
+    if "prompt_ids" in changed:
+        say("the prompts have changed: their order begins anew")
         stream.position, progress.groups = dist.get_rank(), 0
-    if changed & {"prompts", "rewards"}:
         progress.sampled = progress.flat = 0.0
-    if why := sorted(changed & {"questions", "rewards"} | set(constants) & set(SCORED)):
-        say(f"accuracies no longer compare ({', '.join(why)} changed): the next one is the best")
-        if Path(folder, f"step_{progress.best:06d}").is_dir():
-            kept = f"best_until_step_{progress.step:06d}"
-            say(f"the best checkpoint until now stays, as {kept}")
-            point(folder, kept, progress.best)
-        progress.evaluated, progress.accuracy = -1, 0.0
-        progress.best, progress.best_accuracy = -1, -1.0
 
 
 # --- Begin or resume ------------------------------------------------------------------
@@ -201,7 +143,7 @@ def open_run(c, record, engine, stream, reference, data):
     reference, if that was refreshed; `data` is data_of the run."""
     folder, (path, state) = RunFolder(c.RUN_DIR), newest(c.RUN_DIR)
     if path:
-        changed = check_resumable(path, state, record)
+        check_resumable(path, state, record)
         progress = Progress(**state["progress"] | {"idle": 0, "bad": 0})
         load(path, engine, stream, reference if progress.reference else None)
         # DeepSpeed has restored the old values of these; the learning rate is set at each step
@@ -210,8 +152,7 @@ def open_run(c, record, engine, stream, reference, data):
             group["betas"] = tuple(c.ADAM_BETAS)
             group["weight_decay"] = c.WEIGHT_DECAY
         say(f"the run {progress.name} resumes from {path}")
-        before = state.get("data", {})
-        forget_what_changed(c.RUN_DIR, progress, stream, before, data, changed)
+        log_other_data(c, progress, stream, state.get("data", {}), data)
         folder.undo(progress.step)
     else:
         name = f"{folder.path.name}-{uuid.uuid4().hex[:8]}"
@@ -231,8 +172,8 @@ def open_run(c, record, engine, stream, reference, data):
 
 
 def check_resumable(path, state, now):
-    """Returns the names of the constants that have changed, and logs them. Raises SystemExit if a
-    run with the constants `now` can't resume from the checkpoint `path`."""
+    """Logs the constants that have changed. Raises SystemExit if a run with the constants `now`
+    can't resume from the checkpoint `path`."""
     before = state["constants"]
     rules = [(name, now[name], before[name]) for name in SAME]
     if state["progress"]["reference"]:  # only the checkpoint has the refreshed reference
@@ -248,12 +189,14 @@ def check_resumable(path, state, now):
                 f"{name} = {value!r} must be {must!r} to resume from {path}; to start a new run"
                 f" from its weights set MODEL = {model}{merged}, and another RUN_DIR"
             )
-    other = {k: v for k, v in now.items() if not is_same(k, before.get(k, v), v)}
-    changed = {name: f"{name} {before[name]!r} -> {value!r}" for name, value in other.items()}
+    changed = [
+        f"{name} {before[name]!r} -> {value!r}"
+        for name, value in now.items()
+        if not is_same(name, before.get(name, value), value)
+    ]
     if changed:
-        say(f"the run resumes with other constants: {', '.join(changed.values())}")
+        say(f"the run resumes with other constants: {', '.join(changed)}")
     note_rate(state["step"], Constants(now | before), Constants(now))
-    return list(changed)
 
 
 def note_rate(step, before, now):

@@ -141,7 +141,7 @@ def start_run(c, tokenizer, recipe, questions, server, batch_loss):
     record = as_json(vars(c) | sizes.constants() | resolved)
     engine = make_engine(c, policy, sizes.gradient_checkpointing)
     stream = Stream(recipe.prompts, c.SEED, rank, dist.get_world_size())
-    data = data_of(recipe, questions)  # collective
+    data = data_of(recipe)  # collective
     progress = open_run(c, record, engine, stream, reference, data)  # collective
     check_disk(c, policy.model)  # collective
     workers = NoWorkers()

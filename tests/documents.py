@@ -16,9 +16,3 @@ def code_words(text):
 def documented_metrics():
     cells = re.findall(r"^\| (`.*?) \|", TEXT["docs/metrics.md"], re.MULTILINE)
     return {name for cell in cells for name in code_words(cell)}
-
-
-def pictured(page, folder):
-    """Returns {name: text below it, up to the next heading} of the page's pictures in a folder."""
-    pattern = rf"\n!\[.*?\]\({folder}/(\w+)\.png\)\n(.*?)(?=\n## |\n### |\Z)"
-    return dict(re.findall(pattern, TEXT[page], re.DOTALL))

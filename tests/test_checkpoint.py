@@ -10,8 +10,6 @@ import random
 import re
 import resource
 import shutil
-from datetime import date
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,7 +33,7 @@ RUN = {  # the constants that checkpoints look at
 }  # fmt: skip
 
 
-DATA = {"prompts": "p", "questions": "q", "rewards": "r"}
+DATA = {"prompt_ids": "p", "task_file": "t"}
 
 
 class FakeEngine:
@@ -150,98 +148,57 @@ def test_a_resumed_run_maps_its_optimiser_and_does_not_hold_it_twice(tmp_path, a
 # --- Other data -------------------------------------------------------------------------
 
 
-def test_a_detour_without_evaluations_keeps_what_they_were_made_on(tmp_path, alone):
-    save(tmp_path, 3, best=3, best_accuracy=0.9)
-    opened(tmp_path, data=(without := DATA | {"questions": None}))
-    assert without == DATA  # what the next checkpoint has
-    assert opened(tmp_path, data=DATA | {"questions": "other"}).best == -1
-
-
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_each_rank_begins_the_new_order_at_its_own_place(ranks, tmp_path):
+def test_each_rank_begins_the_new_order_at_its_own_place(ranks):
     streams = [a_stream(5, rank=rank, world=2) for rank in range(2)]
 
     def begin(rank):
-        progress = resume.Progress("r", step=3)
-        changed = DATA | {"prompts": "other"}
-        resume.forget_what_changed(tmp_path, progress, streams[rank], DATA, changed, [])
+        changed = DATA | {"prompt_ids": "other"}
+        resume.log_other_data(None, resume.Progress("r"), streams[rank], DATA, changed)
 
     streams[0].position, streams[1].position = 6, 7
     ranks.run(begin)
     assert [stream.position for stream in streams] == [0, 1]
 
 
-CHANGES = {  # what has changed: (position and flat share forgotten, accuracies forgotten)
-    "prompts": (True, True, False),
-    "rewards": (False, True, True),
-    "questions": (False, False, True),
-    "MAX_COMPLETION_TOKENS": (False, False, True),
-    "OUTCOME": (False, False, True),
-    "CHAT_TEMPLATE": (False, False, True),
-    "LEARNING_RATE": (False, False, False),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_run_with_other_data_forgets_what_no_longer_compares(name, tmp_path, alone, capsys):
-    """The best checkpoint until then stays, whatever is saved later."""
-    begins_anew, forgets_flat, forgets_accuracy = CHANGES[name]
-    os.symlink(tmp_path / "loop", tmp_path / "loop")
+@pytest.mark.parametrize("data", [{"prompt_ids": "other"}, {"task_file": "other"}, {}])
+def test_other_prompts_have_a_new_order_and_another_file_is_named(data, tmp_path, alone, capsys):
+    """Once: the next checkpoint has the new hashes."""
     stream = a_stream(5)
     [next(stream) for _ in range(7)]
-    place = {"stream": stream, "groups": 7, "sampled": 4.0, "flat": 2.0}
-    kept = {"best": 3, "best_accuracy": 0.9, "accuracy": 0.8, "evaluated": 3}
-    save(tmp_path, 3, **place, **kept)
-    save(tmp_path, 4, **place, **kept)
-    changed = {} if name in RUN else {"data": DATA | {name: "other"}}
-    changed |= {name: 77} if name in RUN else {}
-    progress = opened(tmp_path, stream=(resumed := a_stream(5)), **changed)
-    assert (resumed.position, progress.groups) == ((0, 0) if begins_anew else (7, 7))
-    assert progress.flat_share == (0.0 if forgets_flat else 0.5)
-    told = "no longer compare" in capsys.readouterr().out
-    assert told == forgets_accuracy == (progress.best == -1)
-    if forgets_accuracy:
-        assert (progress.evaluated, progress.accuracy, progress.best_accuracy) == (-1, 0.0, -1.0)
-        assert not os.path.lexists(tmp_path / "best")
-        for step in (5, 6, 7):
-            save(tmp_path, step)
-        assert os.readlink(tmp_path / "best_until_step_000004") == "step_000003"
-        assert saved(tmp_path) == [3, 6, 7]
-    record = json.loads((tmp_path / "run.json").read_text())
-    assert record["data"] == changed.get("data", DATA)
+    save(tmp_path, 3, stream=stream, groups=7, sampled=4.0, flat=2.0, best=3, best_accuracy=0.9)
+    progress = opened(tmp_path, stream=(resumed := a_stream(5)), data=(now := DATA | data))
+    anew = "prompt_ids" in data
+    assert (resumed.position, progress.groups) == ((0, 0) if anew else (7, 7))
+    assert (progress.flat_share, progress.best) == (0.0 if anew else 0.5, 3)
+    out = capsys.readouterr().out
+    assert ("begins anew" in out, "TASK = 't' has changed" in out) == (anew, "task_file" in data)
+    assert json.loads((tmp_path / "run.json").read_text())["data"] == now
 
 
-def test_the_hashes_are_of_items_and_of_all_that_a_task_imports(tmp_path, monkeypatch, alone):
-    items = [4, 5, "4", Fraction(1, 3), Fraction(1, 2), {1, 2}, {3}, [torch.ones(2)], {(1, 2): 3}]
-    items += [torch.zeros(2), date(2026, 1, 2), date(2026, 1, 3), b"a", b"b", {(1, 3): 3}]
-    hashes = [resume.hash_of_prompts([(0, {"answer": item}, [5, 6])]) for item in items]
-    hashes += [resume.hash_of_prompts([(0, {"answer": 4}, ids)]) for ids in ([5, 7], [6, 5])]
-    assert len(set(hashes)) == len(hashes)
-    same = [resume.hash_of_prompts([(0, {"answer": object()}, [5])]) for _ in range(2)]
-    assert same[0] == same[1]  # no address in it
-    package = tmp_path / "a_judge_of_this_test"
-    package.mkdir()
-    files = tmp_path / "a_task_of_this_test.py", package / "__init__.py", tmp_path / "other.py"
-    files[0].write_bytes(b"\xef\xbb\xbf" + f"import {package.name}".encode())  # Notepad's BOM
-    for file in files[1:]:
-        file.write_text("x = 1")
-    monkeypatch.syspath_prepend(tmp_path)
-    task = load_task_file(str(files[0]))
-    before = resume.hash_of_code(task)
-    files[2].write_text("x = 2")  # it is not loaded
-    assert resume.hash_of_code(task) == before
-    files[1].write_text("x = 2")
-    assert resume.hash_of_code(task) != before
-    assert resume.hash_of_code(SimpleNamespace()) is None
+def test_the_hashes_are_of_the_prompts_ids_and_of_the_tasks_file(tmp_path, alone):
+    file, other = tmp_path / "a_task_of_this_test.py", tmp_path / "other.py"
+    file.write_bytes(b"\xef\xbb\xbfx = 1")  # Notepad's BOM
+    task, none = load_task_file(str(file)), SimpleNamespace()
+    hashes = lambda task, item, ids: resume.data_of(
+        SimpleNamespace(task=task, prompts=[(0, item, ids)])
+    )
+    first = hashes(task, {"answer": 4}, [5, 6])
+    other.write_text("x = 1")
+    assert hashes(task, {"answer": object()}, [5, 6]) == first
+    assert hashes(task, {}, [6, 5])["prompt_ids"] != first["prompt_ids"]
+    assert hashes(none, {}, [5, 6]) == first | {"task_file": hashes(none, {}, [5])["task_file"]}
+    file.write_text("x = 2")
+    assert hashes(task, {}, [5, 6])["task_file"] != first["task_file"]
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_ranks_with_different_prompts_do_not_train(ranks):
     def data(rank):
         recipe = SimpleNamespace(task=None, prompts=[(0, {}, [rank])])
-        return resume.data_of(recipe, [])
+        return resume.data_of(recipe)
 
-    assert all("the ranks differ in prompts" in text for text in ranks.each(data, [0, 1]))
+    assert all("the ranks differ in prompt_ids" in text for text in ranks.each(data, [0, 1]))
 
 
 DAMAGE = {
@@ -624,14 +581,10 @@ def failing(number):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_disk_without_locks_is_logged_once_and_the_run_goes_on(
-    tmp_path, monkeypatch, capsys, number
-):
+def test_a_disk_without_locks_is_logged_and_the_run_goes_on(tmp_path, monkeypatch, capsys, number):
     monkeypatch.setattr(resume.fcntl, "flock", failing(number))
-    resume.warn_of_disk.cache_clear()
-    for _ in range(2):
-        with resume.lock_run(tmp_path) as file:
-            assert resume.lock(file, tmp_path)
+    with resume.lock_run(tmp_path):
+        pass
     (line,) = capsys.readouterr().out.splitlines()
     assert f"{tmp_path} is on a disk without file locks ({os.strerror(number)})" in line
 

@@ -23,14 +23,13 @@ ROOT = Path(__file__).parent.parent
 
 
 def start_demo(folder, steps):
-    short = {"DEMO_RUN_DIR": str(folder), "DEMO_WARM_STEPS": "20", "DEMO_STEPS": str(steps)}
-    short["CUDA_VISIBLE_DEVICES"] = "0"
+    short = f"RUN_DIR={folder}", f"STEPS={steps}", "WARM_STEPS=20"
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process we start inherits it
     try:
         return subprocess.Popen(
-            [sys.executable, "demo.py", "1"],
+            [sys.executable, "demo.py", "1", *short],
             cwd=ROOT,
-            env=os.environ | short,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -40,21 +39,20 @@ def start_demo(folder, steps):
 
 
 def test_a_demo_deletes_only_what_an_earlier_one_has_made(tmp_path):
-    run, kept = tmp_path / "run", tmp_path / "run/step_000001/kept"
-    with demo.claim(str(run)):
-        kept.parent.mkdir()
-        kept.touch()
-        (run / "final").symlink_to("step_000001")
-        with pytest.raises(SystemExit, match="another trainer is running"):
-            demo.claim(str(run))  # a demo that runs at the same time
+    run, kept = tmp_path / "run", tmp_path / "run/warm_start/kept"
+    demo.claim(str(run))
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    (run / "final").symlink_to("step_000001")
     with lock_run(run), pytest.raises(SystemExit, match="another trainer is running"):
         demo.claim(str(run))
     assert kept.exists()
-    demo.claim(str(run)).close()
-    assert sorted(os.listdir(run)) == [".demo", ".lock"]
-    with pytest.raises(SystemExit, match="DEMO_RUN_DIR .* no demo has made"):
+    demo.claim(str(run))
+    assert not run.exists() and not os.listdir(tmp_path)
+    (tmp_path / "mine").touch()
+    with pytest.raises(SystemExit, match="RUN_DIR .* no demo has made"):
         demo.claim(str(tmp_path))
-    assert os.listdir(tmp_path) == ["run"]
+    assert os.listdir(tmp_path) == ["mine"]
 
 
 def test_the_demo_runs_and_leaves_what_the_readme_says(tmp_path):

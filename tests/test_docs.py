@@ -1,29 +1,17 @@
-"""Docs and code have the same constants, metrics, routes, files, links and commands."""
+"""Docs and code have the same constants, files, links and commands."""
 
 import ast
-import itertools
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 from documents import TEXT, code_words
 
 from grpo.constants import names_of
-from grpo.wire import IDS, TENSORS
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("grpo_ref_split.py", "ref_server.py")
-CODE = [*ROOT.glob("*.py"), *ROOT.glob("grpo/**/*.py"), *ROOT.glob("tasks/*.py")]
-TREES = {path: ast.parse(path.read_text()) for path in CODE}
 pages = pytest.mark.parametrize("page", TEXT)
-
-
-def rows(text, heading):
-    """Returns the cells of the tables below a heading, up to the next heading."""
-    section = re.split(r"\n##+ ", text.split(f"\n{heading}\n")[1])[0]
-    table = [line for line in section.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
 
 
 # --- The README, links, files ---------------------------------------------------------
@@ -85,19 +73,6 @@ def test_every_file_that_is_named_exists(page):
         assert found or word in WRITTEN or word.startswith("../"), word
 
 
-def test_programs_that_are_said_to_be_in_the_history_are_there():
-    def git(*words):
-        return subprocess.check_output(["git", "-C", str(ROOT), *words], text=True).strip()
-
-    if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository") == "true":
-        pytest.skip("needs the whole history")
-    tables = [path.read_text() for path in ROOT.glob("benchmarks/results/**/*.md")]
-    found = set(re.findall(HISTORY, "\n".join([*tables, *TEXT.values()])))
-    assert found
-    for program in found:
-        assert git("cat-file", "-t", program) == "blob"
-
-
 def test_architecture_names_every_file_of_the_package():
     text = TEXT["docs/architecture.md"]
     for path in ROOT.glob("grpo/**/*.py"):
@@ -108,8 +83,9 @@ def test_architecture_names_every_file_of_the_package():
 # --- Constants ------------------------------------------------------------------------
 def constants_of(script):
     """Returns {constant: whether a comment in the script explains it}."""
-    lines, found = (ROOT / script).read_text().splitlines(), {}
-    for node in TREES[ROOT / script].body:
+    text, found = (ROOT / script).read_text(), {}
+    lines = text.splitlines()
+    for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and node.targets[0].id in names_of(script):
             own = lines[node.lineno - 1 : node.end_lineno]
             above = lines[node.lineno - 2]
@@ -141,45 +117,6 @@ def test_every_constant_is_explained():
     for script, constants in CONSTANTS.items():
         for name, commented in constants.items():
             assert commented or name in named, f"{name} of {script}: a comment, or a word in docs"
-
-
-# --- The paper's algorithm 1 ----------------------------------------------------------
-def test_what_is_said_to_be_a_line_of_algorithm_1_is_defined():
-    table = rows(TEXT["docs/loss.md"], "## Algorithm 1, line by line")[1:]
-    assert [int(number) for number, *_ in table] == list(range(1, 13))
-    kinds = ast.FunctionDef | ast.ClassDef
-    defined = {n.name for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, kinds)}
-    for number, _, _, here in table:
-        names = {word for word in code_words(here) if not word.isupper() and "." not in word}
-        assert names <= defined, number
-
-
-# --- Routes ---------------------------------------------------------------------------
-SERVING = "grpo/options/gate.py", "ref_server.py", "grpo/options/workers.py"
-
-
-def routes():
-    """Returns [(method, path)] of calls such as app.get("/info") in the files that serve."""
-    found = []
-    for node in itertools.chain.from_iterable(ast.walk(TREES[ROOT / file]) for file in SERVING):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-            method, path = node.func.attr.upper(), getattr(node.args[0], "value", None)
-            if method in ("GET", "POST", "PUT") and str(path).startswith("/"):
-                found.append((method, path))
-    return found
-
-
-def test_the_routes_in_the_docs_are_those_in_the_code():
-    cells = [row[0] for row in rows(TEXT["docs/architecture.md"], "## Routes")]
-    documented = [tuple(code_words(cell)[0].split("?")[0].split()) for cell in cells if "`" in cell]
-    assert len(routes()) >= 6
-    assert sorted(documented) == sorted(routes())
-
-
-@pytest.mark.parametrize("heading, names", [("### Ids", IDS), ("### A group", TENSORS)])
-def test_the_tensors_in_the_docs_are_those_of_the_wire(heading, names):
-    named = [row[0] for row in rows(TEXT["docs/architecture.md"], heading) if "`" in row[0]]
-    assert sorted(word for cell in named for word in code_words(cell)) == sorted(names)
 
 
 # --- Commands -------------------------------------------------------------------------

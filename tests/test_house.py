@@ -53,7 +53,6 @@ MAY = {  # what a module may import of ours
     "task": {"task"},
 }
 CHOOSE = {  # who of the core names an option, within the function that switches it on
-    "chat_template": "grpo.prepare",  # CHAT_TEMPLATE
     "async_rewards": "grpo.prepare",  # async def rewards
     "cuda_graph": "grpo.decoder",  # NVIDIA's GPU
     "failures": "grpo.prepare",  # MAX_FAILED_REWARDS

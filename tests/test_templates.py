@@ -201,27 +201,6 @@ def test_reply_sees_what_rewards_see_at_each_turn_that_the_template_begins(token
     assert group.samples[0].text == ["<think>\na", "in the same turn", "a"]
 
 
-# --- Options ----------------------------------------------------------------------------
-def test_an_option_that_changes_nothing_is_said_and_one_misspelt_refused(tokenizer, capsys):
-    opening(tokenizer, "{% if enable_thinking is false %}<think></think>{% endif %}")
-
-    def previewed(**options):
-        ids = prompt_ids(tokenizer, [USER], **options)
-        recipe = a_recipe([(0, ITEM, ids)], task=TASK, CHAT_TEMPLATE=options)
-        prepare.note_prompts(recipe, tokenizer)
-        return capsys.readouterr().out
-
-    assert previewed(enable_thinking=False) == previewed() == ""
-    assert "'no'}: enable_thinking changes nothing" in previewed(enable_thinking="no")
-    assert "colour changes nothing" in previewed(enable_thinking=False, colour=5)
-    with pytest.raises(SystemExit, match="no option enable_thinkin: did you mean enable_thinking"):
-        previewed(enable_thinkin=False)
-    with pytest.raises(SystemExit, match="enable_thinking is the text 'False'.* without quotes"):
-        previewed(enable_thinking="False")
-    tokenizer.chat_template = None
-    assert "changes nothing" in previewed(enable_thinking=False)
-
-
 # --- The day ----------------------------------------------------------------------------
 TASK = SimpleNamespace(load=lambda split: [ITEM, ITEM], messages=lambda item: [USER])
 
